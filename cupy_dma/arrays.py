@@ -1,0 +1,327 @@
+"""The only module that knows array libraries.
+
+Every array that enters the package becomes an ``Operand``: its shape, strides, type, device and address, plus the
+``Library`` it came from. Everything that leaves is made by the library of the first argument, so that arrays of one
+kind in give the same kind out, from the caller's own allocator and on the caller's current stream.
+
+Libraries: NumPy, CuPy, torch (CPU and CUDA), and anything with ``__dlpack__`` (viewed as NumPy or CuPy, handed back
+through the producer's own ``from_dlpack``). None of them is imported before an array of that library is seen.
+"""
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Device(NamedTuple):
+    kind: str  # "cpu" or "cuda"
+    index: int  # CUDA ordinal, 0 for the CPU
+
+    def __str__(self) -> str:
+        return "cpu" if self.kind == "cpu" else f"cuda:{self.index}"
+
+
+CPU = Device("cpu", 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operand:
+    """What a backend needs to know of one argument."""
+
+    name: str  # the argument's name, for messages
+    array: Any  # the array itself, of its own library
+    library: Library
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
+    dtype: str  # "float16", "bfloat16", "float32", "float64", "bool", "int32", ...
+    device: Device
+    pointer: int  # address of the first element, on the device
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The NumPy type of a type name; bfloat16 comes from ml_dtypes."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+class Library:
+    """One array library: describe, allocate, convert, and the few functions that mask constructors need."""
+
+    name = ""
+    xp: Any  # the module
+
+    def describe(self, array: Any, name: str) -> Operand:
+        raise NotImplementedError
+
+    def empty(self, shape: tuple[int, ...], dtype: str, device: Device) -> Any:
+        raise NotImplementedError
+
+    def to_numpy(self, array: Any) -> np.ndarray:
+        """A NumPy array of the same values: a view for CPU arrays, a (synchronizing) copy for CUDA arrays."""
+        raise NotImplementedError
+
+    def from_numpy(self, array: np.ndarray, device: Device) -> Any:
+        raise NotImplementedError
+
+    def astype(self, array: Any, dtype: str) -> Any:
+        raise NotImplementedError
+
+    def stream(self, device: Device) -> int:
+        """The caller's current CUDA stream on ``device``, as a raw handle."""
+        raise NotImplementedError
+
+    def arange(self, start: int, stop: int, device: Device) -> Any:
+        """int32 start, ..., stop - 1."""
+        raise NotImplementedError
+
+    def full(self, shape: tuple[int, ...], value: Any, dtype: str, device: Device) -> Any:
+        raise NotImplementedError
+
+    def cumsum(self, array: Any) -> Any:
+        """int32 running sum along the last axis."""
+        raise NotImplementedError
+
+    def search_right(self, boundaries: Any, values: Any) -> Any:
+        """int32 number of entries of the sorted 1-D ``boundaries`` that are <= each value."""
+        raise NotImplementedError
+
+    def export(self, array: Any) -> Any:
+        """Hand a result to the caller (only DLPack producers need a conversion)."""
+        return array
+
+
+class NumpyLibrary(Library):
+    name = "numpy"
+    xp = np
+
+    def describe(self, array, name):
+        return Operand(name, array, self, array.shape, tuple(s // array.itemsize for s in array.strides),
+                       array.dtype.name, CPU, array.ctypes.data)
+
+    def empty(self, shape, dtype, device):
+        return np.empty(shape, numpy_dtype(dtype))
+
+    def to_numpy(self, array):
+        return np.asarray(array)
+
+    def from_numpy(self, array, device):
+        return array
+
+    def astype(self, array, dtype):
+        return array.astype(numpy_dtype(dtype), copy=False)
+
+    def arange(self, start, stop, device):
+        return np.arange(start, stop, dtype=np.int32)
+
+    def full(self, shape, value, dtype, device):
+        return np.full(shape, value, numpy_dtype(dtype))
+
+    def cumsum(self, array):
+        return np.cumsum(array, axis=-1, dtype=np.int32)
+
+    def search_right(self, boundaries, values):
+        return np.searchsorted(boundaries, values, side="right").astype(np.int32)
+
+
+class CupyLibrary(Library):
+    name = "cupy"
+
+    def __init__(self):
+        import cupy
+
+        self.xp = cupy
+
+    def _on(self, device):
+        return self.xp.cuda.Device(device.index)
+
+    def describe(self, array, name):
+        size = array.itemsize
+        return Operand(name, array, self, array.shape, tuple([s // size for s in array.strides]), array.dtype.name,
+                       Device("cuda", array.device.id), array.data.ptr)
+
+    def empty(self, shape, dtype, device):
+        if device.index == self.xp.cuda.runtime.getDevice():
+            return self.xp.empty(shape, numpy_dtype(dtype))
+        with self._on(device):
+            return self.xp.empty(shape, numpy_dtype(dtype))
+
+    def to_numpy(self, array):
+        with self._on(Device("cuda", array.device.id)):
+            return self.xp.asnumpy(array)
+
+    def from_numpy(self, array, device):
+        with self._on(device):
+            return self.xp.asarray(array)
+
+    def astype(self, array, dtype):
+        with self._on(Device("cuda", array.device.id)):
+            return array.astype(numpy_dtype(dtype), copy=False)
+
+    def stream(self, device):
+        return self.xp.cuda.get_current_stream(device.index).ptr
+
+    def arange(self, start, stop, device):
+        with self._on(device):
+            return self.xp.arange(start, stop, dtype=np.int32)
+
+    def full(self, shape, value, dtype, device):
+        with self._on(device):
+            return self.xp.full(shape, value, numpy_dtype(dtype))
+
+    def cumsum(self, array):
+        return self.xp.cumsum(array, axis=-1, dtype=np.int32)
+
+    def search_right(self, boundaries, values):
+        return self.xp.searchsorted(boundaries, values, side="right").astype(np.int32)
+
+
+class TorchLibrary(Library):
+    name = "torch"
+
+    def __init__(self):
+        import torch
+
+        self.xp = torch
+        self._name_of = {getattr(torch, name): name for name in (
+            "float16", "bfloat16", "float32", "float64", "bool", "uint8", "int8", "int16", "int32", "int64")}
+        self._devices: dict[tuple[str, int | None], Device] = {}
+
+    def _torch_device(self, device):
+        return self.xp.device(*device) if device.kind == "cuda" else self.xp.device("cpu")
+
+    def describe(self, array, name):
+        where = array.device
+        key = (where.type, where.index)
+        device = self._devices.get(key)
+        if device is None:
+            if where.type not in ("cpu", "cuda"):
+                raise TypeError(f"{name} is on the torch device {where}; allowed are cpu and cuda")
+            device = self._devices[key] = CPU if where.type == "cpu" else Device("cuda", where.index or 0)
+        return Operand(name, array, self, tuple(array.shape), array.stride(),
+                       self._name_of.get(array.dtype) or str(array.dtype), device, array.data_ptr())
+
+    def empty(self, shape, dtype, device):
+        return self.xp.empty(shape, dtype=getattr(self.xp, dtype), device=self._torch_device(device))
+
+    def to_numpy(self, array):
+        array = array.detach().cpu()
+        if array.dtype == self.xp.bfloat16:
+            return array.view(self.xp.int16).numpy().view(numpy_dtype("bfloat16"))
+        return array.numpy()
+
+    def from_numpy(self, array, device):
+        if array.dtype.name == "bfloat16":
+            made = self.xp.from_numpy(array.view(np.int16)).view(self.xp.bfloat16)
+        else:
+            made = self.xp.from_numpy(array)
+        return made.to(self._torch_device(device))
+
+    def astype(self, array, dtype):
+        return array.to(getattr(self.xp, dtype))
+
+    def stream(self, device):
+        return self.xp._C._cuda_getCurrentRawStream(device.index)
+
+    def arange(self, start, stop, device):
+        return self.xp.arange(start, stop, dtype=self.xp.int32, device=self._torch_device(device))
+
+    def full(self, shape, value, dtype, device):
+        return self.xp.full(shape, value, dtype=getattr(self.xp, dtype), device=self._torch_device(device))
+
+    def cumsum(self, array):
+        return self.xp.cumsum(array, -1, dtype=self.xp.int32)
+
+    def search_right(self, boundaries, values):
+        return self.xp.searchsorted(boundaries.contiguous(), values.contiguous(), right=True, out_int32=True)
+
+
+class DlpackLibrary(Library):
+    """A producer of ``__dlpack__`` that is none of the above: viewed as NumPy or CuPy, returned by its own
+    ``from_dlpack`` (through ``__array_namespace__``, as the array API standard has it) where it offers one."""
+
+    def __init__(self, base: Library, namespace: Any):
+        self.base = base
+        self.namespace = namespace
+        self.name = base.name
+        self.xp = base.xp
+        for method in ("empty", "to_numpy", "from_numpy", "astype", "stream", "arange", "full", "cumsum",
+                       "search_right"):
+            setattr(self, method, getattr(base, method))
+
+    def export(self, array):
+        return self.namespace.from_dlpack(array) if hasattr(self.namespace, "from_dlpack") else array
+
+
+_libraries: dict[str, Library] = {}
+_library_of_type: dict[type, Library | None] = {}
+_makers = {"numpy": NumpyLibrary, "cupy": CupyLibrary, "torch": TorchLibrary}
+
+
+def library(name: str) -> Library:
+    """The library "numpy", "cupy" or "torch"; importing it if need be."""
+    if name not in _libraries:
+        _libraries[name] = _makers[name]()
+    return _libraries[name]
+
+
+def _find_library(kind: type) -> Library | None:
+    for base in kind.__mro__:
+        root = base.__module__.partition(".")[0]
+        if root in _makers and base.__name__ in ("ndarray", "Tensor"):
+            return library(root)
+    return None
+
+
+def library_of(array: Any, name: str) -> Library:
+    """The library ``array`` belongs to. TypeError if it is no array."""
+    kind = type(array)
+    try:
+        found = _library_of_type[kind]
+    except KeyError:
+        found = _library_of_type[kind] = _find_library(kind)
+    if found is not None:
+        return found
+    if not hasattr(array, "__dlpack__"):
+        raise TypeError(f"{name} must be a numpy.ndarray, cupy.ndarray, torch.Tensor or an object with __dlpack__, "
+                        f"got {kind.__module__}.{kind.__qualname__}")
+    on_cpu = int(array.__dlpack_device__()[0]) == 1
+    namespace = getattr(array, "__array_namespace__", lambda: sys.modules.get(kind.__module__.partition(".")[0]))()
+    return DlpackLibrary(library("numpy" if on_cpu else "cupy"), namespace)
+
+
+def describe(array: Any, name: str) -> Operand:
+    """The ``Operand`` of an argument. TypeError if it is no array."""
+    owner = library_of(array, name)
+    if isinstance(owner, DlpackLibrary):
+        view = owner.base.xp.from_dlpack(array)
+        seen = owner.base.describe(view, name)
+        return Operand(name, view, owner, seen.shape, seen.strides, seen.dtype, seen.device, seen.pointer)
+    return owner.describe(array, name)
+
+
+def require_same_place(operands: Iterable[Operand | None]) -> None:
+    """All on one device and of one library; ValueError or TypeError naming the first that differs."""
+    first: Operand | None = None
+    for operand in operands:
+        if operand is None:
+            continue
+        if first is None:
+            first = operand
+        elif operand.device != first.device:
+            raise ValueError(f"all arrays must be on one device: {first.name} is on {first.device}, "
+                             f"{operand.name} is on {operand.device}")
+        elif operand.library.name != first.library.name:
+            raise TypeError(f"all arrays must be of one library: {first.name} is a {first.library.name} array, "
+                            f"{operand.name} is a {operand.library.name} array (convert it, for example with "
+                            f"from_dlpack)")
