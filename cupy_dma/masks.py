@@ -1,11 +1,9 @@
 """Masks in two integers per key.
 
-``IntervalMask``: key ``j`` is visible at position ``p`` iff ``start[..., j] <= p < stop[..., j]``; where
-``stop <= start`` it never is. Query ``i`` of ``Lq`` stands at position ``p_i = i + Lk - Lq``, so positions end below
-``Lk`` and are negative where there are more queries than keys. ``start`` and ``stop`` are int32 ``(1|B, 1|Hkv|H, Lk)``: memory and work are
-``O(Lk)``, never ``O(Lq * Lk)``.
-
-Ends that have no bound are ``EVER`` (before every position) and ``NEVER`` (after every position).
+``IntervalMask``: key ``j`` is visible at position ``p`` iff ``start[..., j] <= p < stop[..., j]``, so never where
+``stop <= start``. Query ``i`` of ``Lq`` stands at position ``p_i = i + Lk - Lq``: positions end below ``Lk``, and are
+negative where there are more queries than keys. Both runs are int32 ``(1|B, 1|Hkv|H, Lk)``: memory and work are
+``O(Lk)``, never ``O(Lq * Lk)``. Ends without a bound are ``EVER`` (before every position) and ``NEVER`` (after).
 """
 from __future__ import annotations
 
