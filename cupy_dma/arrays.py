@@ -10,7 +10,7 @@ through the producer's own ``from_dlpack``). None of them is imported before an 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,13 +19,14 @@ import numpy as np
 
 class Device(NamedTuple):
     kind: str  # "cpu" or "cuda"
-    index: int  # CUDA ordinal, 0 for the CPU
+    index: int  # type: ignore[assignment]  # CUDA ordinal, 0 for the CPU
 
     def __str__(self) -> str:
         return "cpu" if self.kind == "cpu" else f"cuda:{self.index}"
 
 
 CPU = Device("cpu", 0)
+_NO_CONTEXT = nullcontext()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,24 +78,29 @@ class Library:
     def astype(self, array: Any, dtype: str) -> Any:
         raise NotImplementedError
 
+    def on(self, device: Device) -> AbstractContextManager:
+        """The context in which elementwise operations on arrays of ``device`` run."""
+        return _NO_CONTEXT
+
+    def requires_grad(self, array: Any) -> bool:
+        """Whether a result computed from ``array`` is expected to carry a gradient."""
+        return False
+
     def stream(self, device: Device) -> int:
         """The caller's current CUDA stream on ``device``, as a raw handle."""
-        raise NotImplementedError
+        return 0
 
     def arange(self, start: int, stop: int, device: Device) -> Any:
         """int32 start, ..., stop - 1."""
-        raise NotImplementedError
 
     def full(self, shape: tuple[int, ...], value: Any, dtype: str, device: Device) -> Any:
         raise NotImplementedError
 
     def cumsum(self, array: Any) -> Any:
         """int32 running sum along the last axis."""
-        raise NotImplementedError
 
     def search_right(self, boundaries: Any, values: Any) -> Any:
         """int32 number of entries of the sorted 1-D ``boundaries`` that are <= each value."""
-        raise NotImplementedError
 
     def export(self, array: Any) -> Any:
         """Hand a result to the caller (only DLPack producers need a conversion)."""
@@ -106,11 +112,13 @@ class NumpyLibrary(Library):
     xp = np
 
     def describe(self, array, name):
-        return Operand(name, array, self, array.shape, tuple(s // array.itemsize for s in array.strides),
-                       array.dtype.name, CPU, array.ctypes.data)
+        size = array.itemsize
+        return Operand(name, array, self, array.shape, tuple([s // size for s in array.strides]), array.dtype.name, CPU,
+                       array.ctypes.data)
 
     def empty(self, shape, dtype, device):
-        return np.empty(shape, numpy_dtype(dtype))
+        with self.on(device):
+            return self.xp.empty(shape, numpy_dtype(dtype))
 
     def to_numpy(self, array):
         return np.asarray(array)
@@ -122,61 +130,11 @@ class NumpyLibrary(Library):
         return array.astype(numpy_dtype(dtype), copy=False)
 
     def arange(self, start, stop, device):
-        return np.arange(start, stop, dtype=np.int32)
-
-    def full(self, shape, value, dtype, device):
-        return np.full(shape, value, numpy_dtype(dtype))
-
-    def cumsum(self, array):
-        return np.cumsum(array, axis=-1, dtype=np.int32)
-
-    def search_right(self, boundaries, values):
-        return np.searchsorted(boundaries, values, side="right").astype(np.int32)
-
-
-class CupyLibrary(Library):
-    name = "cupy"
-
-    def __init__(self):
-        import cupy
-
-        self.xp = cupy
-
-    def _on(self, device):
-        return self.xp.cuda.Device(device.index)
-
-    def describe(self, array, name):
-        size = array.itemsize
-        return Operand(name, array, self, array.shape, tuple([s // size for s in array.strides]), array.dtype.name,
-                       Device("cuda", array.device.id), array.data.ptr)
-
-    def empty(self, shape, dtype, device):
-        if device.index == self.xp.cuda.runtime.getDevice():
-            return self.xp.empty(shape, numpy_dtype(dtype))
-        with self._on(device):
-            return self.xp.empty(shape, numpy_dtype(dtype))
-
-    def to_numpy(self, array):
-        with self._on(Device("cuda", array.device.id)):
-            return self.xp.asnumpy(array)
-
-    def from_numpy(self, array, device):
-        with self._on(device):
-            return self.xp.asarray(array)
-
-    def astype(self, array, dtype):
-        with self._on(Device("cuda", array.device.id)):
-            return array.astype(numpy_dtype(dtype), copy=False)
-
-    def stream(self, device):
-        return self.xp.cuda.get_current_stream(device.index).ptr
-
-    def arange(self, start, stop, device):
-        with self._on(device):
+        with self.on(device):
             return self.xp.arange(start, stop, dtype=np.int32)
 
     def full(self, shape, value, dtype, device):
-        with self._on(device):
+        with self.on(device):
             return self.xp.full(shape, value, numpy_dtype(dtype))
 
     def cumsum(self, array):
@@ -184,6 +142,41 @@ class CupyLibrary(Library):
 
     def search_right(self, boundaries, values):
         return self.xp.searchsorted(boundaries, values, side="right").astype(np.int32)
+
+
+class CupyLibrary(NumpyLibrary):
+    """NumPy's functions on CUDA arrays; ``cumsum`` and ``search_right`` must be called within ``on``."""
+
+    name = "cupy"
+
+    def __init__(self):
+        import cupy
+
+        self.xp = cupy
+
+    def on(self, device):
+        current = self.xp.cuda.runtime.getDevice() == device.index  # the usual case; asking costs less than entering
+        return _NO_CONTEXT if current else self.xp.cuda.Device(device.index)
+
+    def describe(self, array, name):
+        size = array.itemsize
+        return Operand(name, array, self, array.shape, tuple([s // size for s in array.strides]), array.dtype.name,
+                       Device("cuda", array.device.id), array.data.ptr)
+
+    def to_numpy(self, array):
+        with self.on(Device("cuda", array.device.id)):
+            return self.xp.asnumpy(array)
+
+    def from_numpy(self, array, device):
+        with self.on(device):
+            return self.xp.asarray(array)
+
+    def astype(self, array, dtype):
+        with self.on(Device("cuda", array.device.id)):
+            return array.astype(numpy_dtype(dtype), copy=False)
+
+    def stream(self, device):
+        return self.xp.cuda.get_current_stream(device.index).ptr
 
 
 class TorchLibrary(Library):
@@ -221,14 +214,15 @@ class TorchLibrary(Library):
         return array.numpy()
 
     def from_numpy(self, array, device):
-        if array.dtype.name == "bfloat16":
-            made = self.xp.from_numpy(array.view(np.int16)).view(self.xp.bfloat16)
-        else:
-            made = self.xp.from_numpy(array)
-        return made.to(self._torch_device(device))
+        if array.dtype.name == "bfloat16":  # a type that torch does not know in NumPy arrays
+            return self.xp.from_numpy(array.view(np.int16)).view(self.xp.bfloat16).to(self._torch_device(device))
+        return self.xp.from_numpy(array).to(self._torch_device(device))
 
     def astype(self, array, dtype):
         return array.to(getattr(self.xp, dtype))
+
+    def requires_grad(self, array):
+        return array.requires_grad and self.xp.is_grad_enabled()
 
     def stream(self, device):
         return self.xp._C._cuda_getCurrentRawStream(device.index)
@@ -251,12 +245,10 @@ class DlpackLibrary(Library):
     ``from_dlpack`` (through ``__array_namespace__``, as the array API standard has it) where it offers one."""
 
     def __init__(self, base: Library, namespace: Any):
-        self.base = base
-        self.namespace = namespace
-        self.name = base.name
-        self.xp = base.xp
-        for method in ("empty", "to_numpy", "from_numpy", "astype", "stream", "arange", "full", "cumsum",
-                       "search_right"):
+        self.base, self.namespace = base, namespace
+        self.name, self.xp = base.name, base.xp
+        for method in ("describe", "empty", "to_numpy", "from_numpy", "astype", "on", "stream", "arange", "full",
+                       "cumsum", "search_right"):
             setattr(self, method, getattr(base, method))
 
     def export(self, array):
@@ -286,13 +278,12 @@ def _find_library(kind: type) -> Library | None:
 def library_of(array: Any, name: str) -> Library:
     """The library ``array`` belongs to. TypeError if it is no array."""
     kind = type(array)
-    try:
-        found = _library_of_type[kind]
-    except KeyError:
-        found = _library_of_type[kind] = _find_library(kind)
+    if kind not in _library_of_type:
+        _library_of_type[kind] = _find_library(kind)
+    found = _library_of_type[kind]
     if found is not None:
         return found
-    if not hasattr(array, "__dlpack__"):
+    if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
         raise TypeError(f"{name} must be a numpy.ndarray, cupy.ndarray, torch.Tensor or an object with __dlpack__, "
                         f"got {kind.__module__}.{kind.__qualname__}")
     on_cpu = int(array.__dlpack_device__()[0]) == 1
@@ -308,20 +299,3 @@ def describe(array: Any, name: str) -> Operand:
         seen = owner.base.describe(view, name)
         return Operand(name, view, owner, seen.shape, seen.strides, seen.dtype, seen.device, seen.pointer)
     return owner.describe(array, name)
-
-
-def require_same_place(operands: Iterable[Operand | None]) -> None:
-    """All on one device and of one library; ValueError or TypeError naming the first that differs."""
-    first: Operand | None = None
-    for operand in operands:
-        if operand is None:
-            continue
-        if first is None:
-            first = operand
-        elif operand.device != first.device:
-            raise ValueError(f"all arrays must be on one device: {first.name} is on {first.device}, "
-                             f"{operand.name} is on {operand.device}")
-        elif operand.library.name != first.library.name:
-            raise TypeError(f"all arrays must be of one library: {first.name} is a {first.library.name} array, "
-                            f"{operand.name} is a {operand.library.name} array (convert it, for example with "
-                            f"from_dlpack)")

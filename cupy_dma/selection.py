@@ -1,0 +1,119 @@
+"""The dynamic mask: which keys every query keeps (SPEC section 3).
+
+Keys are ranked by ``(score, j)``, highest first; NaN above everything, the newest key of equals first. The w-th best of
+a growing prefix only rises, so a key that has fallen out of the kept set never returns: key ``j`` is visible from its
+own position to ``stop_j``, the first position at which ``w`` better keys exist. A backend's ``prefix_stop`` finds
+``stop_j``; all else follows from it here, in a few elementwise operations over ``(B, Hkv, Lk)``.
+"""
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from cupy_dma import backends, checks
+from cupy_dma.arrays import Library, Operand, describe
+from cupy_dma.documents import DocumentRuns, document_runs
+from cupy_dma.masks import EVER, NEVER, IntervalMask
+
+
+def top_w(scores: Operand, window: int, keys: str, padding: Any, documents: Any, backend: str | None) -> IntervalMask:
+    """The mask of the ``window`` highest-ranked keys.
+
+    Parameters
+    ----------
+    scores : float array ``(B, Hkv, Lk)``
+        Any float type; 16-bit scores are widened, float64 is exact on the numpy backend and refused on CUDA.
+    window : int
+        Keys kept per query, at least 1.
+    keys
+        ``"prefix"``: query ``i`` keeps the best of its candidates ``j <= p_i``; causal by construction.
+        ``"global"``: one set, the best of all candidates, shared by every query (add ``causal=True`` in the attention
+        to cut it, so that an early query may keep nothing).
+    padding : bool array ``(1|B, Lk)``, optional
+        True = a real key. A hidden key is no candidate and takes no place.
+    documents : int32 or int64 array, optional
+        As for ``IntervalMask.documents``: every document selects among its own keys.
+    backend
+        See ``cupy_dma.get_available_backends``. ``"numpy"`` with CUDA arrays copies to the host and back.
+
+    Returns
+    -------
+    IntervalMask of shape ``(B, Hkv, Lk)``. It carries no gradient; the scores get theirs as a bias.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument has a wrong type, shape or value, or (``CUPY_DMA_CHECK=1``) a score is not finite.
+
+    Notes
+    -----
+    The best keys *of a sliding window* are no interval mask: a key that was pushed out comes back when a better one
+    expires. To keep recent keys besides the best ones take the union, ``top_w(...) | sliding_window(...)``.
+    """
+    w = checks.whole(window, "window", 1)
+    checks.choice(keys, "keys", ("prefix", "global"))
+    checks.one_of_types(scores)
+    if scores.ndim != 3:
+        raise ValueError(f"scores must have shape (B, Hkv, Lk), got {scores.shape}")
+    checks.rows_contiguous(scores)
+    n = scores.shape[2]
+    place, device = scores.library, scores.device
+    real = _padding(padding, scores)
+    runs = _documents(documents, scores)
+    module = backends.choose(backend, (scores,))
+    if scores.dtype == "float64" and module.__name__.endswith(".cuda"):
+        raise TypeError("scores must be float16, bfloat16 or float32 on CUDA, got float64 (the numpy backend takes it)")
+    if checks.wants_values_checked() and not bool(place.xp.isfinite(scores.array).all()):
+        raise ValueError("scores must be finite (CUPY_DMA_CHECK=1), got NaN or infinity")
+    if scores.dtype in ("float16", "bfloat16"):
+        scores = _of(place, place.astype(scores.array, "float32"), "scores")
+
+    everything = w >= n and real is None and runs is None
+    w = min(w, max(n, 1))
+    if everything:
+        stop = place.full(scores.shape, NEVER, "int32", device)
+    else:
+        document = None if runs is None else checks.with_axes(_of(place, runs.first, "documents"), 2)
+        stop = module.prefix_stop(scores, w, real, document)
+    if keys == "prefix":
+        start = place.arange(0, n, device) if runs is None else runs.keys
+        if runs is not None:
+            with place.on(device):
+                stop = place.xp.minimum(stop, runs.open_end()[:, None])
+        return IntervalMask._make(place, start, stop, starts="key", bound=(w, 1), causal_only=everything)
+
+    with place.on(device):
+        if runs is None:
+            start, bound, last = place.full((1, 1, n), EVER, "int32", device), (w, 0), n
+            end = place.full((1, 1, n), NEVER, "int32", device)
+        else:  # positions of two documents see the keys of both, and whole documents between them at most T - 2 keys
+            start, bound, last, end = (runs.open_first()[:, None], (2 * w, 1), runs.end[:, None],
+                                       runs.open_end()[:, None])
+        stop = place.xp.where(stop >= last, end, start)
+    return IntervalMask._make(place, start, stop, starts="open" if runs is None else None, bound=bound)
+
+
+def _of(place: Library, array: Any, name: str) -> Operand:
+    """The Operand of an array made here; it belongs to the caller's library also where that is a DLPack producer."""
+    return replace(place.describe(array, name), library=place)
+
+
+def _padding(padding: Any, scores: Operand) -> Operand | None:
+    if padding is None:
+        return None
+    real = describe(padding, "padding")
+    checks.require_same_place((scores, real))
+    checks.one_of_types(real, ("bool",))
+    checks.has_shape(real, "(1|B, Lk)", ((1, scores.shape[0]), (scores.shape[2],)))
+    checks.rows_contiguous(real)
+    return checks.with_axes(real, 2)
+
+
+def _documents(documents: Any, scores: Operand) -> DocumentRuns | None:
+    if documents is None:
+        return None
+    operand = describe(documents, "documents")
+    checks.require_same_place((scores, operand))
+    if operand.ndim == 2:
+        checks.has_shape(operand, "(1|B, Lk)", ((1, scores.shape[0]), (scores.shape[2],)))
+    return document_runs(operand, scores.shape[2])
