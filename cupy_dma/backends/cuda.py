@@ -214,24 +214,6 @@ def prefix_stop(scores: Operand, window: int, padding: Operand | None, document:
         score_batch=scores.strides[0], score_head=scores.strides[1], score_key=scores.strides[2],
         padding_batch=padding.strides[0] if padding else 0, document_batch=document.strides[0] if document else 0,
         kv_heads=kv_heads, key_length=length, window=window, chunk=chunk, chunks=chunks, local_capacity=capacity)
-    return stop
-    window = min(window, length)
-    chunk = selection_chunk(length)
-    chunks = _blocks(length, chunk)
-    capacity = min(window, chunk)
-    # Per chunk: local, kept and arrivals of 8 bytes an entry, two counts of 4.
-    workspace = place.empty((rows * chunks * (2 * (capacity + window + chunk) + 2),), "int32", device)
-    local = place.describe(workspace, "workspace").pointer
-    kept = local + 8 * rows * chunks * capacity
-    arrivals = kept + 8 * rows * chunks * window
-    kept_count = arrivals + 8 * rows * chunks * chunk
-    params = _params("select.cu", "SelectParams").pack(
-        score=scores.pointer, padding=padding.pointer if padding else 0, document=document.pointer if document else 0,
-        local=local, kept=kept, kept_count=kept_count, arrivals=arrivals,
-        arrival_count=kept_count + 4 * rows * chunks, stop=place.describe(stop, "stop").pointer,
-        score_batch=scores.strides[0], score_head=scores.strides[1], score_key=scores.strides[2],
-        padding_batch=padding.strides[0] if padding else 0, document_batch=document.strides[0] if document else 0,
-        kv_heads=kv_heads, key_length=length, window=window, chunk=chunk, chunks=chunks, local_capacity=capacity)
     config = SelectConfig(document is not None, padding is not None)
     grids = {"local_top": rows * chunks if chunks > 1 else 0, "filter_arrivals": rows * chunks,
              "sweep_arrivals": rows * chunks * _blocks(chunk, ARRIVALS)}
