@@ -98,11 +98,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) compact_seen(const ListPar
 }
 
 // A block makes the lists of TILES consecutive tiles: all of it looks for keys that any of them sees, a step at a time,
-// and passes them through shared memory; then each warp sorts them into the list of its own tile.
+// and passes them through shared memory; then each warp makes its own tile's list of them. Keys that all tiles see in
+// full, nearly all of them, are copied; the others are sorted.
 extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParams p) {
     constexpr int STEP = 4;  // consecutive compacted keys a thread looks at
     __shared__ int warp_values[32];
-    __shared__ int found_key[THREADS * STEP];
+    __shared__ int common_key[THREADS * STEP], found_key[THREADS * STEP];
     __shared__ int2 found_interval[THREADS * STEP];
     const int groups = (p.tiles + TILES - 1) / TILES, lane = threadIdx.x & 31;
     const long long row = blockIdx.x / groups;
@@ -135,23 +136,35 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParam
     int full = 0, partial = 0;  // keys in this warp's list
     for (int at = begin; at < end; at += THREADS * STEP) {
         int2 own[STEP];
-        int seen = 0, total;
+        int kind[STEP];  // 0: seen by no tile, 1: by all positions of all tiles, 1 << 16: by some
+        int counts = 0, totals;
 #pragma unroll
         for (int k = 0; k < STEP; ++k) {
             const int i = at + threadIdx.x * STEP + k;
             own[k] = i < end ? p.interval[base + i] : make_int2(0, 0);
-            if (own[k].x > group_last || own[k].y <= group_first) own[k] = make_int2(0, 0);
-            seen += own[k].x < own[k].y;
+            const bool seen = own[k].x < own[k].y && own[k].x <= group_last && own[k].y > group_first;
+            kind[k] = !seen ? 0 : own[k].x <= group_first && own[k].y > group_last ? 1 : 1 << 16;
+            counts += kind[k];
         }
-        int place = exclusive_sum<THREADS>(seen, total, warp_values);  // its barriers: the keys before have been sorted
+        counts = exclusive_sum<THREADS>(counts, totals, warp_values);  // its barriers: the keys before have been sorted
+        int common_place = counts & 0xffff, place = counts >> 16;
 #pragma unroll
-        for (int k = 0; k < STEP; ++k)
-            if (own[k].x < own[k].y) {
-                found_key[place] = p.seen[base + at + threadIdx.x * STEP + k];
+        for (int k = 0; k < STEP; ++k) {
+            if (kind[k] == 0) continue;
+            const int key = p.seen[base + at + threadIdx.x * STEP + k];
+            if (kind[k] == 1) {
+                common_key[common_place++] = key;
+            } else {
+                found_key[place] = key;
                 found_interval[place++] = own[k];
             }
+        }
         __syncthreads();  // all keys of this step are in shared memory
-        if (tile < p.tiles)
+        if (tile < p.tiles) {
+            const int common = totals & 0xffff, total = totals >> 16;
+            for (int i = lane; i < common; i += 32)
+                if (full + i < p.capacity) list[full + i] = common_key[i];
+            full += common;
             for (int i = lane; i - lane < total; i += 32) {
                 const int2 v = i < total ? found_interval[i] : make_int2(0, 0);
                 const bool any = v.x < v.y && v.x <= last_position && v.y > first_position;
@@ -164,6 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParam
                 full += __popc(is_full);
                 partial += __popc(is_partial);
             }
+        }
     }
     if (lane == 0 && tile < p.tiles) {
         p.list_lengths[2 * (row * p.tiles + tile)] = full;

@@ -84,15 +84,15 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) local_top(const Selec
     const int first = c * p.chunk;  // every chunk but the last is whole
     const int since = row.since(first + p.chunk - 1);
     auto entry = [&](int i) { return first + i >= since ? row.ranked(first + i) : 0; };
-    const Selection best = select_highest<LIST_THREADS>(entry, p.chunk, p.window, shared);
+    const Candidates<LIST_THREADS, decltype(entry)> candidates(entry, p.chunk);
+    const Selection best = select_highest(candidates, p.window, shared);
 
     Ranked* local = p.local + row.chunk(c) * p.local_capacity;
     if (threadIdx.x == 0) stored = 0;
     __syncthreads();  // the counter is 0
-    for (int i = threadIdx.x; i < p.chunk; i += LIST_THREADS) {
-        const Ranked e = entry(i);
-        if (e != 0 && e >= best.threshold) local[atomicAdd(&stored, 1)] = e;
-    }
+    candidates.for_each([&](Ranked e) {
+        if (e >= best.threshold) local[atomicAdd(&stored, 1)] = e;
+    });
     for (int i = best.count + threadIdx.x; i < p.local_capacity; i += LIST_THREADS) local[i] = 0;
 }
 
@@ -104,19 +104,21 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) filter_arrivals(const
     const int first = c * p.chunk, count = min(p.chunk, p.key_length - first), since = row.since(first);
 
     const Ranked* lists = p.local + row.chunk(0) * p.local_capacity;
-    auto entry = [&](int i) { return key_of(lists[i]) >= since ? lists[i] : 0; };
-    const int listed = c * p.local_capacity;
-    const Selection best = select_highest<LIST_THREADS>(entry, listed, p.window, shared);
+    auto entry = [&](int i) {
+        const Ranked e = lists[i];
+        return key_of(e) >= since ? e : 0;
+    };
+    const Candidates<LIST_THREADS, decltype(entry)> candidates(entry, c * p.local_capacity);
+    const Selection best = select_highest(candidates, p.window, shared);
     if (threadIdx.x == 0) {
         stored = 0;
         p.kept_count[row.chunk(c)] = best.count;
     }
     __syncthreads();  // the counter is 0
     Ranked* kept = p.kept + row.chunk(c) * p.window;
-    for (int i = threadIdx.x; i < listed; i += LIST_THREADS) {
-        const Ranked e = entry(i);
-        if (e != 0 && e >= best.threshold) kept[atomicAdd(&stored, 1)] = e;
-    }
+    candidates.for_each([&](Ranked e) {
+        if (e >= best.threshold) kept[atomicAdd(&stored, 1)] = e;
+    });
 
     // Arrivals, in order of position: a thread looks at consecutive keys, a round at LIST_THREADS * OWN of them.
     constexpr int OWN = 4;
@@ -165,18 +167,17 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const
         const Ranked e = i < kept_count ? kept[i] : arrivals[i - kept_count];
         return key_of(e) >= since ? e : 0;
     };
-    const int candidates = kept_count + before;
-    const Selection held = select_highest<SWEEP_THREADS>(entry, candidates, p.window, shared);
+    const Candidates<SWEEP_THREADS, decltype(entry)> candidates(entry, kept_count + before);
+    const Selection held = select_highest(candidates, p.window, shared);
     const int mortals = min(held.count, coming - (p.window - held.count));  // each arrival pushes out one at most
     if (mortals <= 0 && coming <= p.window) return;
     const int safe = held.count - max(mortals, 0);
-    const Selection secure = select_highest<SWEEP_THREADS>(entry, candidates, safe, shared);
+    const Selection secure = select_highest(candidates, safe, shared);
     if (threadIdx.x == 0) stored = 0;
     __syncthreads();  // the counter is 0
-    for (int i = threadIdx.x; i < candidates; i += SWEEP_THREADS) {
-        const Ranked e = entry(i);
-        if (e != 0 && e >= held.threshold && e < secure.threshold) mortal[atomicAdd(&stored, 1)] = e;
-    }
+    candidates.for_each([&](Ranked e) {
+        if (e >= held.threshold && e < secure.threshold) mortal[atomicAdd(&stored, 1)] = e;
+    });
     if (threadIdx.x < ARRIVALS) {
         const Ranked e = threadIdx.x < coming ? arrivals[before + threadIdx.x] : 0;
         arriving[threadIdx.x] = e;
