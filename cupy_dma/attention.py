@@ -241,14 +241,15 @@ def _bias(bias: Any, q: Operand, k: Operand) -> Operand:
     operand = describe(bias, "bias")
     checks.one_of_types(operand)
     batch, heads, queries, keys = _allowed(q, k)
-    if len(operand.shape) == 3:
+    is_key_bias = len(operand.shape) == 3
+    if is_key_bias:
         checks.has_shape(operand, "(1|B, 1|Hkv|H, 1|Lk)", (batch, heads, keys))
     else:
-        checks.has_shape(operand, "(1|B, 1|Hkv|H, 1|Lq, 1|Lk)", (batch, heads, queries, keys))
+        checks.has_shape(operand, "(1|B, 1|Hkv|H, 1|Lk) or (1|B, 1|Hkv|H, 1|Lq, 1|Lk)", (batch, heads, queries, keys))
     if operand.strides[-1] != 1:
         checks.rows_contiguous(operand)
     checks.require_same_place((q, operand))
-    return _key_bias(operand) if len(operand.shape) == 3 else checks.with_axes(operand, 4)
+    return _key_bias(operand) if is_key_bias else checks.with_axes(operand, 4)
 
 
 def _key_bias(scores: Operand) -> Operand:
