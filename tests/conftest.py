@@ -31,8 +31,7 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(0)
 
 
-LIBRARIES = ["numpy", "torch", pytest.param("cupy", marks=pytest.mark.gpu), pytest.param("torch-cuda",
-                                                                                         marks=pytest.mark.gpu)]
+LIBRARIES = ["numpy", "torch", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("cupy", "torch-cuda"))]
 
 
 @pytest.fixture(params=LIBRARIES)
@@ -40,6 +39,7 @@ def convert(request):
     """A function from NumPy arrays to arrays of one library, with the attribute ``back`` for the other way."""
     from cupy_dma.arrays import CPU, Device, library
 
+    pytest.importorskip(request.param.removesuffix("-cuda"))
     place = library(request.param.removesuffix("-cuda"))
     device = CPU if request.param in ("numpy", "torch") else Device("cuda", 0)
 

@@ -13,7 +13,10 @@ from cupy_dma import arrays
 from cupy_dma.arrays import CPU, Device, describe, library, numpy_dtype
 from tests import cases
 
-torch = pytest.importorskip("torch")
+
+@pytest.fixture
+def torch():
+    return pytest.importorskip("torch")
 
 
 class Producer:
@@ -38,12 +41,12 @@ class Namespace:
         return Producer(np.from_dlpack(array))
 
 
-SOME = [case for case in cases.CASES if case.name.startswith(("mask-", "bias-", "float16-D3", "bfloat16-D40", "float64-D64",
-                                                              "layout-", "lengths-0x5", "lengths-33x129"))]
+SOME = [case for case in cases.CASES if case.name.startswith(("mask-", "bias-", "float16-D3", "bfloat16-D40",
+                                                              "float64-D64", "layout-", "lengths-0x5", "lengths-33x129"))]
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
-def test_torch_tensors_give_torch_tensors(case):
+def test_torch_tensors_give_torch_tensors(case, torch):
     out, lse = cases.run(case, lambda x: library("torch").from_numpy(x, CPU))
     assert isinstance(out, torch.Tensor) and isinstance(lse, torch.Tensor)
     assert out.dtype == getattr(torch, case.dtype) and out.is_contiguous()
@@ -52,7 +55,7 @@ def test_torch_tensors_give_torch_tensors(case):
         assert np.array_equal(ours, theirs, equal_nan=False)
 
 
-def test_every_stage_keeps_the_kind(rng):
+def test_every_stage_keeps_the_kind(rng, torch):
     draws = [rng.standard_normal(shape).astype(np.float32) for shape in ((1, 9, 2, 4), (1, 9, 1, 4), (1, 4), 1)]
     expected = None
     for make, kind, back in ((np.asarray, np.ndarray, np.asarray), (torch.from_numpy, torch.Tensor, np.asarray),
@@ -73,17 +76,18 @@ def test_every_stage_keeps_the_kind(rng):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "bool", "int32", "int64"])
-def test_describe_agrees_between_libraries(dtype):
+def test_describe_agrees_between_libraries(dtype, torch):
     base = np.zeros((3, 8, 6), numpy_dtype(dtype))
     for place in (library("numpy"), library("torch")):
         array = place.from_numpy(base, CPU)[1:, ::2, :5]
         seen = describe(array, "x")
-        assert (seen.name, seen.shape, seen.strides, seen.dtype, seen.device) == ("x", (2, 4, 5), (48, 12, 1), dtype, CPU)
+        assert (seen.name, seen.dtype, seen.device) == ("x", dtype, CPU)
+        assert (seen.shape, seen.strides) == ((2, 4, 5), (48, 12, 1))
         assert seen.pointer == base.ctypes.data + 48 * base.itemsize  # shared, not copied
         assert np.shares_memory(place.to_numpy(array), base)
 
 
-def test_torch_subclasses_and_read_only_arrays():
+def test_torch_subclasses_and_read_only_arrays(torch):
     weight = torch.nn.Parameter(torch.zeros(1, 4, 1, 8), requires_grad=False)
     assert isinstance(dma.attention(weight, weight, weight), torch.Tensor)
     frozen = np.zeros((1, 4, 1, 8), np.float32)
@@ -91,7 +95,7 @@ def test_torch_subclasses_and_read_only_arrays():
     dma.attention(frozen, frozen, frozen)
 
 
-def test_gradients_are_refused_not_dropped():
+def test_gradients_are_refused_not_dropped(torch):
     q, k, scores = torch.zeros(1, 4, 1, 8, requires_grad=True), torch.zeros(1, 4, 1, 8), torch.zeros(1, 1, 4)
     learned = torch.zeros(1, 1, 4, requires_grad=True)
     for name, call in {
@@ -115,6 +119,7 @@ def test_a_device_prints_as_its_users_write_it():
 
 @pytest.mark.parametrize("name", ["numpy", "torch"])
 def test_the_few_functions_masks_need(name):
+    pytest.importorskip(name)
     place = library(name)
     back = place.to_numpy
     assert back(place.arange(-2, 3, CPU)).tolist() == [-2, -1, 0, 1, 2]
@@ -156,7 +161,7 @@ def test_public_names():
         _ = dma.no_such_name
 
 
-def test_libraries_are_found_by_their_arrays():
+def test_libraries_are_found_by_their_arrays(torch):
     assert arrays.library_of(np.zeros(1), "x") is library("numpy")
     assert arrays.library_of(torch.zeros(1), "x") is library("torch")
     assert arrays.library_of(Producer(np.zeros(1)), "x").base is library("numpy")

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import builtins
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -275,7 +276,7 @@ def test_density_is_the_mean_of_the_dense_mask(mask, query_length, max_size):
     density = mask_density(mask, query_length, 0, 0, max_size)
     dense = mask.to_dense(query_length)[0, 0].astype(float)
     rows, columns = (np.linspace(0, size, min(size, max_size) + 1).astype(int) for size in (query_length, N))
-    expected = [[dense[a:b, c:d].mean() for c, d in zip(columns, columns[1:])] for a, b in zip(rows, rows[1:])]
+    expected = [[dense[a:b, c:d].mean() for c, d in pairwise(columns)] for a, b in pairwise(rows)]
     np.testing.assert_allclose(density, expected, atol=1e-12)
 
 
