@@ -1,0 +1,160 @@
+"""Every kernel compiles for every supported architecture, within its registers; the cache notices changes; headers are
+found or asked for. Needs NVRTC and the CUDA headers, no GPU."""
+from __future__ import annotations
+
+import dataclasses
+import struct
+
+import pytest
+
+from cupy_dma import jit
+from cupy_dma.backends import cuda
+
+try:
+    jit.find_headers()
+    reason = ""
+except jit.CompileError as error:
+    reason = str(error)
+needs_compiler = pytest.mark.skipif(bool(reason), reason=reason)
+
+ARCHITECTURES = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100": 227, "sm_120": 99}  # KiB shared
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUPY_DMA_CACHE_DIR", str(tmp_path))
+    jit.compile.cache_clear()
+    yield tmp_path
+    jit.compile.cache_clear()
+
+
+def configs(limit: int) -> list[jit.Config]:
+    """Each kernel with each of its options at least once; head dims of each tile shape, and odd ones."""
+    found: list[jit.Config] = [cuda.LayoutConfig("__half"), cuda.LayoutConfig("__nv_bfloat16")]
+    found += [cuda.SelectConfig(documents, padding) for documents in (False, True) for padding in (False, True)]
+    found += [cuda.ListConfig(causal, block) for causal in (False, True) for block in (64,)]
+    found += [cuda.ScoreConfig("__half", "float", 64, 1, 1, True, True),
+              cuda.ScoreConfig("__nv_bfloat16", "__nv_bfloat16", 128, 8, 8, True, False),
+              cuda.ScoreConfig("float", "__half", 33, 3, 2, False, True)]
+    dims = {64: "KEYS_LISTED", 128: "KEYS_LISTED", 192: "KEYS_SHARED", 256: "KEYS_LISTED", 96: "KEYS_CONTIGUOUS",
+            1: "KEYS_LISTED", 40: "KEYS_SHARED", 250: "KEYS_CONTIGUOUS"}
+    for i, (head_dim, keys) in enumerate(dims.items()):
+        heads = 1 if head_dim % 64 else 2
+        found.append(cuda.ForwardConfig(("__half", "__nv_bfloat16")[i % 2], head_dim, head_dim % 8 == 0, heads,
+                                        *cuda.tile_shape(head_dim, limit * 1024, heads), keys,
+                                        causal=keys == "KEYS_CONTIGUOUS", bias=head_dim != 96,
+                                        softcap=head_dim in (192, 1)))
+    return found
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_kernel_compiles_without_large_spills(arch):
+    for config in configs(ARCHITECTURES[arch]):
+        compiled = jit.compile(config, arch)
+        assert 0 < compiled.registers <= 255, config
+        assert compiled.spill_bytes <= 256, f"{config} spills {compiled.spill_bytes} bytes on {arch}"
+        assert compiled.path.read_bytes()[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("limit", sorted(set(ARCHITECTURES.values())))
+def test_tiles_fit_into_shared_memory(limit):
+    for head_dim in range(1, 257):
+        for heads in (1, 2, 3, 4):
+            shape = cuda.tile_shape(head_dim, limit * 1024, heads)
+            config = cuda.ForwardConfig("__half", head_dim, True, heads, *shape, "KEYS_LISTED", False, True, False)
+            assert config.shared_bytes <= limit * 1024
+            assert config.queries >= 16
+
+
+@needs_compiler
+def test_the_cache_serves_and_notices_a_changed_kernel(own_cache, monkeypatch):
+    config = cuda.LayoutConfig("__half")
+    first = jit.compile(config, "sm_80")
+    jit.compile.cache_clear()
+    again = jit.compile(config, "sm_80")
+    assert first.seconds > 0 and again.seconds == 0 and again.path == first.path
+    assert again.registers == first.registers
+
+    original = jit.source_text
+    monkeypatch.setattr(jit, "source_text", lambda name: original(name) + "// changed\n")
+    jit.compile.cache_clear()
+    changed = jit.compile(config, "sm_80")
+    assert changed.seconds > 0 and changed.path != first.path
+
+    files, size = jit.clear_cache()
+    assert files == 4 and size > 0 and not list(own_cache.iterdir())
+
+
+@needs_compiler
+def test_a_broken_kernel_gives_the_compilers_words(own_cache, monkeypatch):
+    monkeypatch.setattr(jit, "source_text", lambda name: "this is no CUDA\n")
+    with pytest.raises(jit.CompileError, match="LayoutConfig.*sm_80(.|\n)*error"):
+        jit.compile(cuda.LayoutConfig("__half"), "sm_80")
+
+
+def test_missing_headers_are_named(monkeypatch):
+    monkeypatch.setattr(jit, "nvrtc_version", lambda: (12, 9))
+    monkeypatch.setattr(jit, "_header_candidates", lambda: [])
+    with pytest.raises(jit.CompileError, match=r"crt/mma.h.*pip install 'cuda-toolkit\[cudart,nvcc\]==12"):
+        jit.find_headers.__wrapped__()
+
+
+def test_headers_of_the_compilers_version_are_preferred(monkeypatch, tmp_path):
+    def headers(name, version, crt=True):
+        (tmp_path / name / "crt").mkdir(parents=True)
+        for file in ("cuda_fp16.h", "mma.h"):
+            (tmp_path / name / file).touch()
+        (tmp_path / name / "cuda.h").write_text(f"#define CUDA_VERSION {version}\n")
+        if crt:
+            (tmp_path / name / "crt" / "mma.h").touch()
+        return tmp_path / name
+
+    wrong, near, same = headers("wrong", 11080), headers("near", 12040), headers("same", 12090)
+    bare = headers("bare", 12090, crt=False)
+    monkeypatch.setattr(jit, "nvrtc_version", lambda: (12, 9))
+    monkeypatch.setattr(jit, "_header_candidates", lambda: [wrong, near, same])
+    assert jit.find_headers.__wrapped__() == (same,)
+    monkeypatch.setattr(jit, "_header_candidates", lambda: [bare, near])
+    assert jit.find_headers.__wrapped__() == (near,)
+    monkeypatch.setattr(jit, "_header_candidates", lambda: [wrong])
+    with pytest.raises(jit.CompileError):
+        jit.find_headers.__wrapped__()
+
+
+def test_the_params_struct_is_read_from_the_source(monkeypatch):
+    text = ("struct P {\n    const int* a;  // first\n    long long b, c;  // e; f\n    int d;\n    float e;\n"
+            "    int f;\n};\n")
+    monkeypatch.setattr(jit, "source_text", lambda name: text)
+    params = jit.Params("any.cu", "P")
+    assert params.names == ["a", "b", "c", "d", "e", "f"]
+    packed = params.pack(a=1, b=-2, c=3, d=4, e=0.5, f=6)
+    assert packed.tobytes() == struct.pack("=Qqqifi", 1, -2, 3, 4, 0.5, 6) + b"\0" * 4
+    with pytest.raises(KeyError):
+        params.pack(a=1)
+
+
+@pytest.mark.parametrize(("source", "name"), [("forward.cu", "ForwardParams"), ("select.cu", "SelectParams"),
+                                              ("lists.cu", "ListParams"), ("scores.cu", "ScoreParams")])
+def test_every_params_struct_can_be_read(source, name):
+    params = jit.Params(source, name)
+    assert len(set(params.names)) == len(params.names) > 5
+    assert params.pack(**dict.fromkeys(params.names, 1)).nbytes % 8 == 0
+
+
+def test_includes_are_inlined_once():
+    text = jit.source_text("forward.cu")
+    assert '#include "' not in text and text.count("struct KeyBlocks {") == 1 and "#pragma once" not in text
+
+
+def test_a_prelude_defines_every_field():
+    config = cuda.ListConfig(causal=True, block_n=64)
+    assert config.prelude() == "#define CAUSAL 1\n#define BLOCK_N 64\n"
+    assert len(dataclasses.fields(config)) == 2
+
+
+def test_selection_chunks_are_powers_of_two():
+    for length in (1, 1000, 32768, 131072, 2**20, 10**7):
+        chunk = cuda.selection_chunk(length)
+        assert chunk & (chunk - 1) == 0 and 1024 <= chunk
+    assert [cuda.selection_chunk(n) for n in (32768, 131072, 2**20)] == [2048, 4096, 16384]
