@@ -1,0 +1,43 @@
+"""Flash Dynamic Mask Attention for CuPy, torch and NumPy.
+
+    scores = cupy_dma.key_scores(value, dt_proj, A)                 # one number per key and kv head
+    mask = cupy_dma.IntervalMask.top_w(scores, window=2048)         # which queries see it: two integers per key
+    out = cupy_dma.attention(query, key, value, mask=mask, bias=scores)
+
+Every public name is loaded at its first use, so that importing the package imports no array library but NumPy's
+callers' own, and needs no GPU.
+"""
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cupy_dma.attention import attention, dynamic_mask_attention
+    from cupy_dma.backends import get_available_backends
+    from cupy_dma.masks import IntervalMask
+    from cupy_dma.scores import key_scores
+
+__version__ = "0.1.0"
+
+__all__ = ["IntervalMask", "attention", "dynamic_mask_attention", "get_available_backends", "key_scores"]
+
+_MODULE_OF = {
+    "IntervalMask": "cupy_dma.masks",
+    "attention": "cupy_dma.attention",
+    "dynamic_mask_attention": "cupy_dma.attention",
+    "get_available_backends": "cupy_dma.backends",
+    "key_scores": "cupy_dma.scores",
+}
+
+
+def __getattr__(name: str):
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(_MODULE_OF[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

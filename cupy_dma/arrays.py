@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ class Device(NamedTuple):
 
 
 CPU = Device("cpu", 0)
+_NO_CONTEXT = nullcontext()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +78,14 @@ class Library:
 
     def astype(self, array: Any, dtype: str) -> Any:
         raise NotImplementedError
+
+    def on(self, device: Device) -> AbstractContextManager:
+        """The context in which elementwise operations on arrays of ``device`` run."""
+        return _NO_CONTEXT
+
+    def requires_grad(self, array: Any) -> bool:
+        """Whether a result computed from ``array`` is expected to carry a gradient."""
+        return False
 
     def stream(self, device: Device) -> int:
         """The caller's current CUDA stream on ``device``, as a raw handle."""
@@ -142,7 +152,7 @@ class CupyLibrary(Library):
 
         self.xp = cupy
 
-    def _on(self, device):
+    def on(self, device):
         return self.xp.cuda.Device(device.index)
 
     def describe(self, array, name):
@@ -153,30 +163,30 @@ class CupyLibrary(Library):
     def empty(self, shape, dtype, device):
         if device.index == self.xp.cuda.runtime.getDevice():
             return self.xp.empty(shape, numpy_dtype(dtype))
-        with self._on(device):
+        with self.on(device):
             return self.xp.empty(shape, numpy_dtype(dtype))
 
     def to_numpy(self, array):
-        with self._on(Device("cuda", array.device.id)):
+        with self.on(Device("cuda", array.device.id)):
             return self.xp.asnumpy(array)
 
     def from_numpy(self, array, device):
-        with self._on(device):
+        with self.on(device):
             return self.xp.asarray(array)
 
     def astype(self, array, dtype):
-        with self._on(Device("cuda", array.device.id)):
+        with self.on(Device("cuda", array.device.id)):
             return array.astype(numpy_dtype(dtype), copy=False)
 
     def stream(self, device):
         return self.xp.cuda.get_current_stream(device.index).ptr
 
     def arange(self, start, stop, device):
-        with self._on(device):
+        with self.on(device):
             return self.xp.arange(start, stop, dtype=np.int32)
 
     def full(self, shape, value, dtype, device):
-        with self._on(device):
+        with self.on(device):
             return self.xp.full(shape, value, numpy_dtype(dtype))
 
     def cumsum(self, array):
@@ -230,6 +240,9 @@ class TorchLibrary(Library):
     def astype(self, array, dtype):
         return array.to(getattr(self.xp, dtype))
 
+    def requires_grad(self, array):
+        return array.requires_grad and self.xp.is_grad_enabled()
+
     def stream(self, device):
         return self.xp._C._cuda_getCurrentRawStream(device.index)
 
@@ -255,8 +268,8 @@ class DlpackLibrary(Library):
         self.namespace = namespace
         self.name = base.name
         self.xp = base.xp
-        for method in ("empty", "to_numpy", "from_numpy", "astype", "stream", "arange", "full", "cumsum",
-                       "search_right"):
+        for method in ("describe", "empty", "to_numpy", "from_numpy", "astype", "on", "stream", "arange", "full",
+                       "cumsum", "search_right"):
             setattr(self, method, getattr(base, method))
 
     def export(self, array):
@@ -292,7 +305,7 @@ def library_of(array: Any, name: str) -> Library:
         found = _library_of_type[kind] = _find_library(kind)
     if found is not None:
         return found
-    if not hasattr(array, "__dlpack__"):
+    if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
         raise TypeError(f"{name} must be a numpy.ndarray, cupy.ndarray, torch.Tensor or an object with __dlpack__, "
                         f"got {kind.__module__}.{kind.__qualname__}")
     on_cpu = int(array.__dlpack_device__()[0]) == 1
@@ -325,3 +338,11 @@ def require_same_place(operands: Iterable[Operand | None]) -> None:
             raise TypeError(f"all arrays must be of one library: {first.name} is a {first.library.name} array, "
                             f"{operand.name} is a {operand.library.name} array (convert it, for example with "
                             f"from_dlpack)")
+
+
+def require_no_grad(operands: Iterable[Operand | None]) -> None:
+    """NotImplementedError if autograd expects a gradient through any of them: cutting a graph silently is worse."""
+    for operand in operands:
+        if operand is not None and operand.library.requires_grad(operand.array):
+            raise NotImplementedError(f"{operand.name} requires grad, but the backward pass arrives with a later "
+                                      f"version; call under torch.no_grad() or pass {operand.name}.detach()")

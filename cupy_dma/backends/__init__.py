@@ -1,0 +1,90 @@
+"""The choice of a backend.
+
+A backend is a module with four functions:
+
+- ``unavailable() -> str | None``: why it cannot run here;
+- ``key_scores(value, dt_proj, A, dt_bias, form) -> array``: SPEC section 2, float32 ``(B, Hkv, Lk)``;
+- ``prefix_stop(scores, window, padding, document) -> array``: ``stop_j`` of SPEC section 3, int32 ``(B, Hkv, Lk)``;
+- ``attention(call) -> (out, lse)``: SPEC section 5.
+
+They take ``Operand`` that have passed all checks and return arrays of the library of their first argument. CUDA arrays
+go to ``cuda``, CPU arrays to ``numpy``.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import import_module
+from types import ModuleType
+
+from cupy_dma.arrays import Operand
+
+NAMES = ("cuda", "numpy", "triton", "flex")  # in the order of choice for CUDA arrays
+_LATER = {"triton": "arrives with a later version", "flex": "arrives with a later version"}
+_loaded: dict[str, ModuleType] = {}  # the backends that have been found able to run
+
+
+def why_not(name: str) -> str | None:
+    """Why backend ``name`` cannot run here; None if it can. ValueError for a name that is no backend's."""
+    if name in _loaded:
+        return None
+    if name not in NAMES:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, NAMES))}, got {name!r}")
+    if name in _LATER:
+        return _LATER[name]
+    try:
+        module = import_module(f"cupy_dma.backends.{name}")
+    except ImportError as error:
+        return str(error)
+    reason = module.unavailable()
+    if reason is None:
+        _loaded[name] = module
+    return reason
+
+
+def get_available_backends() -> list[str]:
+    """Names of the backends that can run on this machine, in the order of choice for CUDA arrays."""
+    return [name for name in NAMES if why_not(name) is None]
+
+
+def choose(backend: str | None, operands: Iterable[Operand | None]) -> ModuleType:
+    """The module that serves these arguments.
+
+    Parameters
+    ----------
+    backend
+        A name from ``get_available_backends()``, or None: ``cuda`` for CUDA arrays, ``numpy`` for CPU arrays.
+        ``"numpy"`` with CUDA arrays is an explicit request to copy to the host, compute there and copy back.
+    operands
+        The arguments of the call, all on one device; the first that is not None decides.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``backend`` is no backend's name, or cannot take arrays of this device.
+    RuntimeError
+        The backend cannot run here; the message says why.
+    """
+    first = next(operand for operand in operands if operand is not None)
+    on_cuda = first.device.kind == "cuda"
+    name = ("cuda" if on_cuda else "numpy") if backend is None else backend
+    try:
+        module = _loaded[name]
+    except (KeyError, TypeError):
+        module = _load(name, backend, first)
+    if name == "cuda" and not on_cuda:
+        raise ValueError(f"backend='cuda' takes CUDA arrays, but {first.name} is on {first.device}; "
+                         f"leave backend out or use backend='numpy'")
+    return module
+
+
+def _load(name, backend: str | None, first: Operand) -> ModuleType:
+    if not isinstance(name, str):
+        raise TypeError(f"backend must be a str or None, got {type(name).__name__}")
+    reason = why_not(name)
+    if reason is None:
+        return _loaded[name]
+    if backend is None:
+        raise RuntimeError(f"no backend can take {first.name} on {first.device} here: cuda: {reason} "
+                           f"(backend='numpy' would copy to the host and compute there)")
+    raise RuntimeError(f"backend={backend!r} cannot run here: {reason}; "
+                       f"available: {', '.join(get_available_backends())}")

@@ -1,0 +1,95 @@
+"""Checks of arguments. Each error names the argument, says what was given and what is allowed.
+
+TypeError for types, ValueError for shapes and values. All are plain comparisons of Python numbers: they cost well
+under a microsecond and never touch array data.
+"""
+from __future__ import annotations
+
+import math
+import operator
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cupy_dma.arrays import Operand
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+INTEGERS = ("int32", "int64")
+
+
+def one_of_types(operand: Operand, allowed: Sequence[str] = FLOATS) -> None:
+    if operand.dtype not in allowed:
+        raise TypeError(f"{operand.name} must be {' or '.join(allowed)}, got {operand.dtype}")
+
+
+def rows_contiguous(operand: Operand) -> None:
+    """The kernels load rows: elements of the last axis must be neighbours. Other axes may have any stride."""
+    if operand.strides[-1] != 1 and operand.shape[-1] != 1 and 0 not in operand.shape:
+        raise ValueError(f"{operand.name} must be contiguous in its last axis (stride 1), got stride "
+                         f"{operand.strides[-1]} with shape {operand.shape}; make it so with ascontiguousarray() "
+                         f"or .contiguous()")
+
+
+def has_shape(operand: Operand, meaning: str, allowed: Sequence[Sequence[int]]) -> None:
+    """Every axis of ``operand`` has one of the allowed sizes; ``meaning`` is the shape in the SPEC's letters."""
+    shape = operand.shape
+    if len(shape) == len(allowed):
+        for size, sizes in zip(shape, allowed):
+            if size not in sizes:
+                break
+        else:
+            return
+    sizes = ", ".join(" or ".join(map(str, dict.fromkeys(sizes))) for sizes in allowed)
+    raise ValueError(f"{operand.name} must have shape {meaning} = ({sizes}), got {shape}")
+
+
+def with_axes(operand: Operand, ndim: int) -> Operand:
+    """The operand with leading axes of size 1 up to ``ndim`` and stride 0 on all axes of size 1; the same memory."""
+    missing = ndim - len(operand.shape)
+    shape = (1,) * missing + tuple(operand.shape)
+    strides = (0,) * missing + tuple([0 if size == 1 else stride
+                                      for size, stride in zip(operand.shape, operand.strides)])
+    return replace(operand, shape=shape, strides=strides)
+
+
+def whole(value, name: str, minimum: int) -> int:
+    """An integer argument of at least ``minimum``."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
+    if number < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {number}")
+    return number
+
+
+def real(value, name: str, minimum: float = -math.inf) -> float:
+    """A finite real number of at least ``minimum``."""
+    if type(value) is not float:
+        if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__") or getattr(value, "shape", ()):
+            raise TypeError(f"{name} must be a real number, got {type(value).__name__} {value!r}")
+        value = float(value)
+    if not minimum <= value < math.inf or value == -math.inf:
+        bound = "" if minimum == -math.inf else f" of at least {minimum:g}"
+        raise ValueError(f"{name} must be a finite number{bound}, got {value!r}")
+    return value
+
+
+def flag(value, name: str) -> bool:
+    if value is True or value is False:
+        return value
+    if type(value).__name__ in ("bool", "bool_"):  # NumPy's own truth values
+        return bool(value)
+    raise TypeError(f"{name} must be True or False, got {type(value).__name__} {value!r}")
+
+
+def choice(value, name: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}")
+
+
+def wants_values_checked() -> bool:
+    """``CUPY_DMA_CHECK=1``: also validate values that lie on a device, at the price of synchronizing."""
+    return os.environ.get("CUPY_DMA_CHECK", "0") not in ("", "0")

@@ -1,0 +1,326 @@
+"""Masks in two integers per key.
+
+``IntervalMask``: key ``j`` is visible at position ``p`` iff ``start[..., j] <= p < stop[..., j]``. Query ``i`` of ``Lq``
+stands at position ``p_i = i + Lk - Lq``, so a query can stand at any position below ``Lk``; positions are negative
+where there are more queries than keys. ``start`` and ``stop`` are int32 ``(1|B, 1|Hkv|H, Lk)``: memory and work are
+``O(Lk)``, never ``O(Lq * Lk)``. A run with ``stop <= start`` is empty.
+
+Ends that have no bound are ``EVER`` (before every position) and ``NEVER`` (after every position).
+"""
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from cupy_dma import checks
+from cupy_dma.arrays import CPU, Device, Library, Operand, describe, library, require_same_place
+
+EVER, NEVER = -(2**31), 2**31 - 1
+Bound = tuple[int, int]
+
+
+def _place(like: Any) -> tuple[Library, Device]:
+    if like is None:
+        return library("numpy"), CPU
+    operand = describe(like, "like")
+    return operand.library, operand.device
+
+
+class IntervalMask:
+    """A mask under which every key is visible to one run of consecutive positions.
+
+    Parameters
+    ----------
+    start, stop : int32 array, ``(1|B, 1|Hkv|H, Lk)``
+        First position that sees the key, and the first position after it that does not. Fewer axes stand for the
+        last ones. Both of one library and device. A mask is immutable: do not write to its arrays afterwards.
+
+    Raises
+    ------
+    TypeError
+        ``start`` or ``stop`` is no int32 array, or they are of different libraries.
+    ValueError
+        Their shapes do not broadcast, their last axis is not contiguous, or they are on different devices.
+
+    See Also
+    --------
+    causal, sliding_window, padding, documents, prefix_lm, sinks, top_w : the usual masks, ready made.
+    """
+
+    __slots__ = ("_bound", "_cache", "_causal_only", "_start", "_starts", "_stop", "device", "key_length", "library",
+                 "shape")
+    __hash__ = None  # type: ignore[assignment]  # == compares values, so equal masks would need equal hashes
+
+    # _start, _stop: Operands of the full ``shape``, stride 0 on broadcast axes.
+    # _bound = (base, per_position): any T consecutive positions see at most base + per_position * (T - 1) keys; or None.
+    # _starts: "key" if every start is j, "open" if every start is EVER, else None.
+    # _causal_only: the mask equals plain causality. _cache: what backends derive from the mask (key lists).
+
+    def __init__(self, start: Any, stop: Any):
+        operands = describe(start, "start"), describe(stop, "stop")
+        require_same_place(operands)
+        for operand in operands:
+            checks.one_of_types(operand, ("int32",))
+            if not 1 <= operand.ndim <= 3:
+                raise ValueError(f"{operand.name} must have 1 to 3 axes (B, H, Lk), got shape {operand.shape}")
+            checks.rows_contiguous(operand)
+        shapes = [(1,) * (3 - operand.ndim) + tuple(operand.shape) for operand in operands]
+        if shapes[0][2] != shapes[1][2] or any(a != b and 1 not in (a, b) for a, b in zip(*shapes)):
+            raise ValueError(f"start and stop must broadcast to one shape (B, H, Lk), got start {operands[0].shape} "
+                             f"and stop {operands[1].shape}")
+        self._set(*operands, None, None, False)
+
+    def _set(self, start: Operand, stop: Operand, starts: str | None, bound: Bound | None, causal_only: bool) -> None:
+        start, stop = checks.with_axes(start, 3), checks.with_axes(stop, 3)
+        shape = tuple([b if a == 1 else a for a, b in zip(start.shape, stop.shape)])
+        self._start, self._stop = replace(start, shape=shape), replace(stop, shape=shape)
+        self.shape, self.key_length = shape, shape[2]
+        self.library, self.device = start.library, start.device
+        self._starts, self._bound, self._causal_only = starts, bound, causal_only
+        self._cache: dict[Any, Any] = {}
+
+    @classmethod
+    def _make(cls, place: Library, start: Any, stop: Any, *, starts: str | None = None, bound: Bound | None = None,
+              causal_only: bool = False) -> IntervalMask:
+        """A mask from arrays that are known to be good."""
+        mask = cls.__new__(cls)
+        owned = [replace(place.describe(array, name), library=place)
+                 for array, name in ((start, "start"), (stop, "stop"))]
+        mask._set(*owned, starts, bound, causal_only)
+        return mask
+
+    @property
+    def start(self) -> Any:
+        """int32 array, broadcasts to ``shape``: the first position that sees the key."""
+        return self.library.export(self._start.array)
+
+    @property
+    def stop(self) -> Any:
+        """int32 array, broadcasts to ``shape``: the first position after ``start`` that does not see the key."""
+        return self.library.export(self._stop.array)
+
+    @property
+    def _starts_at_key(self) -> bool:
+        return self._starts == "key"
+
+    def __repr__(self) -> str:
+        return f"IntervalMask(shape={self.shape}, library={self.library.name!r}, device={str(self.device)!r})"
+
+    # ---- constructors -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def causal(cls, key_length: int, *, like: Any = None) -> IntervalMask:
+        """Every position sees its own key and all older ones. ``like``: an array giving library and device."""
+        n = checks.whole(key_length, "key_length", 0)
+        place, device = _place(like)
+        return cls._make(place, place.arange(0, n, device), place.full((n,), NEVER, "int32", device), starts="key",
+                         causal_only=True)
+
+    @classmethod
+    def sliding_window(cls, key_length: int, window: int, *, like: Any = None) -> IntervalMask:
+        """Every position sees the last ``window`` keys, its own among them."""
+        n, w = checks.whole(key_length, "key_length", 0), checks.whole(window, "window", 1)
+        place, device = _place(like)
+        with place.on(device):
+            start = place.arange(0, n, device)
+            if w + n > NEVER:
+                stop = place.full((n,), NEVER, "int32", device)
+            else:
+                stop = start + w
+        return cls._make(place, start, stop, starts="key", bound=(w, 1), causal_only=w >= n)
+
+    @classmethod
+    def sinks(cls, key_length: int, count: int, *, like: Any = None) -> IntervalMask:
+        """The first ``count`` keys, visible from their own position on; no other key. Useful in a union."""
+        n, c = checks.whole(key_length, "key_length", 0), checks.whole(count, "count", 0)
+        place, device = _place(like)
+        with place.on(device):
+            start = place.arange(0, n, device)
+            stop = place.xp.where(start < min(c, NEVER), place.full((n,), NEVER, "int32", device), start)
+        return cls._make(place, start, stop, starts="key", bound=(c, 0), causal_only=c >= n)
+
+    @classmethod
+    def prefix_lm(cls, key_length: int, prefix_length: Any, *, like: Any = None) -> IntervalMask:
+        """Keys below ``prefix_length`` (an int, or an integer array ``(B,)``) are visible everywhere, the rest causal."""
+        n = checks.whole(key_length, "key_length", 0)
+        lengths = None
+        if hasattr(prefix_length, "shape") and len(prefix_length.shape) > 0:
+            lengths = describe(prefix_length, "prefix_length")
+            checks.one_of_types(lengths, checks.INTEGERS)
+            if lengths.ndim != 1:
+                raise ValueError(f"prefix_length must be an int or have shape (B,), got shape {lengths.shape}")
+        place, device = (lengths.library, lengths.device) if lengths and like is None else _place(like)
+        if lengths:
+            if (lengths.library.name, lengths.device) != (place.name, device):
+                raise ValueError(f"prefix_length is a {lengths.library.name} array on {lengths.device}, but like= asks "
+                                 f"for {place.name} on {device}")
+            limit = lengths.array[:, None, None]
+        else:
+            limit = min(checks.whole(prefix_length, "prefix_length", 0), NEVER)
+        with place.on(device):
+            key = place.arange(0, n, device)
+            start = place.xp.where(key[None, None] < limit, place.full((1, 1, n), EVER, "int32", device), key)
+        return cls._make(place, start, place.full((n,), NEVER, "int32", device))
+
+    @classmethod
+    def padding(cls, padding: Any) -> IntervalMask:
+        """Real keys are visible at every position, hidden ones at none. ``padding``: bool ``(B, Lk)``, True = real."""
+        real = describe(padding, "padding")
+        checks.one_of_types(real, ("bool",))
+        if real.ndim != 2:
+            raise ValueError(f"padding must have shape (B, Lk), got {real.shape}")
+        place, device, n = real.library, real.device, real.shape[1]
+        with place.on(device):
+            start = place.full((n,), EVER, "int32", device)
+            stop = place.xp.where(real.array, place.full((n,), NEVER, "int32", device), start)
+        return cls._make(place, start, stop[:, None], starts="open")
+
+    @classmethod
+    def documents(cls, documents: Any, *, key_length: int | None = None, causal: bool = True) -> IntervalMask:
+        """Every position sees the keys of its own document, with ``causal`` only those up to itself.
+
+        Parameters
+        ----------
+        documents : int32 or int64 array
+            ``(documents + 1,)``: cumulative lengths, from 0, never falling, to the key length; or ``(B, Lk)``: ids.
+            A change of id along the row begins a new document, also when the id has occurred before.
+        key_length
+            With cumulative lengths: their last entry. Left out, it is read from the array (this synchronizes on CUDA).
+
+        Notes
+        -----
+        Values on the CPU are always checked, values on a device when ``CUPY_DMA_CHECK=1``. The first document is open
+        to earlier positions (more queries than keys) and the last to later ones.
+        """
+        from cupy_dma.selection import document_runs
+
+        runs = document_runs(describe(documents, "documents"), key_length)
+        place = runs.library
+        if checks.flag(causal, "causal"):
+            return cls._make(place, runs.keys, runs.open_end()[:, None], starts="key")
+        return cls._make(place, runs.open_first()[:, None], runs.open_end()[:, None])
+
+    @classmethod
+    def top_w(cls, scores: Any, window: int, *, keys: str = "prefix", padding: Any = None, documents: Any = None,
+              backend: str | None = None) -> IntervalMask:
+        """The dynamic mask: the ``window`` highest-scored keys. See ``cupy_dma.selection.top_w``."""
+        from cupy_dma.selection import top_w
+
+        return top_w(describe(scores, "scores"), window, keys, padding, documents, backend)
+
+    # ---- algebra ----------------------------------------------------------------------------------------------------
+
+    def _pair(self, other: IntervalMask, sign: str) -> None:
+        if (self.library.name, self.device) != (other.library.name, other.device):
+            raise ValueError(f"mask {sign} mask needs both on one library and device, got {self!r} and {other!r}; "
+                             f"move one with .to(array of the other's kind)")
+        a, b = self.shape, other.shape
+        if sign == "==":
+            return
+        if a[2] != b[2] or any(x != y and 1 not in (x, y) for x, y in zip(a, b)):
+            raise ValueError(f"mask {sign} mask needs shapes that broadcast and equal key lengths, got {a} and {b}")
+
+    def __and__(self, other: IntervalMask) -> IntervalMask:
+        """Visible under both: the later start and the earlier stop."""
+        if not isinstance(other, IntervalMask):
+            return NotImplemented
+        self._pair(other, "&")
+        maximum, minimum = self.library.xp.maximum, self.library.xp.minimum
+        kinds = {self._starts, other._starts}
+        with self.library.on(self.device):
+            if kinds == {"key"} or kinds == {"open"} or (kinds == {"key", "open"} and self._starts == "key"):
+                start = self._start.array
+            elif kinds == {"key", "open"}:
+                start = other._start.array
+            else:
+                start = maximum(self._start.array, other._start.array)
+            stop = minimum(self._stop.array, other._stop.array)
+        starts = None if None in kinds else "key" if "key" in kinds else "open"
+        bounds = [bound for bound in (self._bound, other._bound) if bound is not None]
+        return self._make(self.library, start, stop, starts=starts, bound=min(bounds, default=None),
+                          causal_only=self._causal_only and other._causal_only)
+
+    def __or__(self, other: IntervalMask) -> IntervalMask:
+        """Visible under either, where the two runs of every key touch or overlap.
+
+        Raises ValueError where they do not, because two separate runs are no interval. This is certain, and costs
+        nothing, when both masks start at the key itself; otherwise the values are looked at, which synchronizes on
+        CUDA.
+        """
+        if not isinstance(other, IntervalMask):
+            return NotImplemented
+        self._pair(other, "|")
+        xp = self.library.xp
+        bound = None
+        if self._bound is not None and other._bound is not None:
+            bound = self._bound[0] + other._bound[0], self._bound[1] + other._bound[1]
+        a0, a1, b0, b1 = self._start.array, self._stop.array, other._start.array, other._stop.array
+        with self.library.on(self.device):
+            if self._starts is not None and self._starts == other._starts:
+                return self._make(self.library, a0, xp.maximum(a1, b1), starts=self._starts, bound=bound,
+                                  causal_only=self._causal_only or other._causal_only and self._starts == "key")
+            no_a, no_b = a1 <= a0, b1 <= b0
+            apart = ~no_a & ~no_b & ((a0 > b1) | (b0 > a1))
+            if bool(apart.any()):
+                raise ValueError("mask | mask needs runs that touch or overlap: some key is visible in two separate "
+                                 "runs, which is no interval; use the dense masks, a.to_dense(n) | b.to_dense(n)")
+            start = xp.where(no_a, b0, xp.where(no_b, a0, xp.minimum(a0, b0)))
+            stop = xp.where(no_a, b1, xp.where(no_b, a1, xp.maximum(a1, b1)))
+        return self._make(self.library, start, stop, bound=bound)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both show the same keys at every position a query can stand at (below ``Lk``). Synchronizes."""
+        if not isinstance(other, IntervalMask):
+            return NotImplemented
+        self._pair(other, "==")
+        if self.key_length != other.key_length or any(x != y and 1 not in (x, y)
+                                                      for x, y in zip(self.shape, other.shape)):
+            return False
+        xp = self.library.xp
+        with self.library.on(self.device):
+            end = self.library.full((1, 1, 1), self.key_length, "int32", self.device)
+            a0, b0 = self._start.array, other._start.array
+            a1, b1 = xp.minimum(self._stop.array, end), xp.minimum(other._stop.array, end)
+            same = ((a0 == b0) & (a1 == b1)) | ((a1 <= a0) & (b1 <= b0))
+            return bool(same.all())
+
+    # ---- views of the mask ------------------------------------------------------------------------------------------
+
+    def to(self, like: Any) -> IntervalMask:
+        """The same mask with arrays of ``like``'s library on ``like``'s device (through the host; synchronizes)."""
+        place, device = _place(like)
+        if (place.name, device) == (self.library.name, self.device):
+            return self
+        start, stop = (place.from_numpy(self.library.to_numpy(operand.array).copy(), device)
+                       for operand in (self._start, self._stop))
+        return self._make(place, start, stop, starts=self._starts, bound=self._bound, causal_only=self._causal_only)
+
+    def to_dense(self, query_length: int) -> Any:
+        """bool ``(1|B, 1|Hkv|H, Lq, Lk)``, True = visible; query ``i`` stands at ``i + Lk - Lq``."""
+        first = self.key_length - checks.whole(query_length, "query_length", 0)
+        with self.library.on(self.device):
+            position = self.library.arange(first, self.key_length, self.device)[:, None]
+            start, stop = self._three_axes()
+            return self.library.export((start[:, :, None] <= position) & (position < stop[:, :, None]))
+
+    def count(self, query_length: int) -> Any:
+        """int64 array ``(1|B, 1|Hkv|H)``: visible (query, key) pairs of each row, in ``O(Lk)``."""
+        first = self.key_length - checks.whole(query_length, "query_length", 0)
+        place, xp = self.library, self.library.xp
+        with place.on(self.device):
+            start, stop = self._three_axes()
+            begin = xp.maximum(start, place.full((1,), first, "int32", self.device))
+            end = xp.minimum(stop, place.full((1,), self.key_length, "int32", self.device))
+            seen = place.astype(end, "int64") - place.astype(begin, "int64")
+            return place.export(xp.where(seen > 0, seen, seen * 0).sum(-1))
+
+    def _three_axes(self) -> tuple[Any, Any]:
+        return tuple(operand.array.reshape((1,) * (3 - len(operand.array.shape)) + tuple(operand.array.shape))
+                     for operand in (self._start, self._stop))
+
+    def plot(self, query_length: int | None = None, *, batch: int = 0, head: int = 0, ax: Any = None,
+             path: Any = None, max_size: int = 512) -> Any:
+        """A picture of one row of the mask; see ``cupy_dma.pictures.plot_mask``. Returns the matplotlib Axes."""
+        from cupy_dma.pictures import plot_mask
+
+        return plot_mask(self, query_length, batch=batch, head=head, ax=ax, path=path, max_size=max_size)
