@@ -64,7 +64,7 @@ test-gpu: $(TEST_READY)
 	$(RUN) -m pytest -m gpu -p tests.gpu_record --gpu-record tests/gpu_results.json $(ARGS)
 
 bench: $(BENCH_READY)
-	PYTHONPATH=. $(RUN) benchmarks/forward_performance.py $(ARGS)
+	$(RUN) benchmarks/forward_performance.py $(ARGS)
 
 lint: $(LINT_READY)
 	$(RUN) -m ruff check .

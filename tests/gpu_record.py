@@ -4,8 +4,8 @@
     python -m tests.gpu_record                                                          (make check-record)
 
 Continuous integration has no GPU, so the result of the last run on one is kept in the repository. ``source_digest``
-ties it to the sources: sha256 over every .cu .cuh .py .h .hpp file below ``kernels`` and then below ``cupy_dma``, in the
-order of their paths (relative to the root, with slashes): first the path in UTF-8, then the bytes of the file.
+ties it to the sources: sha256 over every .cu .cuh .py .h .hpp file below ``kernels`` and then below ``cupy_dma``, in
+the order of their paths (relative to the root, with slashes): first the path in UTF-8, then the bytes of the file.
 """
 from __future__ import annotations
 
