@@ -4,12 +4,13 @@
     mask = cupy_dma.IntervalMask.top_w(scores, window=2048)         # which queries see it: two integers per key
     out = cupy_dma.attention(query, key, value, mask=mask, bias=scores)
 
-Every public name is loaded at its first use, so that importing the package imports no array library but NumPy's
-callers' own, and needs no GPU.
+Every public name is loaded at its first use, so that importing the package imports no array library and needs no GPU.
 """
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,6 +38,19 @@ def __getattr__(name: str):
     found = getattr(import_module(_MODULE_OF[name]), name)
     globals()[name] = found
     return found
+
+
+class _Package(ModuleType):
+    """``cupy_dma.attention`` is the function, although its module has the same name: the import system binds a
+    submodule to its package as soon as anyone imports it, and would hide the function."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "attention" and isinstance(value, ModuleType):
+            value = value.attention
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

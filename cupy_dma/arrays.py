@@ -10,7 +10,6 @@ through the producer's own ``from_dlpack``). None of them is imported before an 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ import numpy as np
 
 class Device(NamedTuple):
     kind: str  # "cpu" or "cuda"
-    index: int  # CUDA ordinal, 0 for the CPU
+    index: int  # type: ignore[assignment]  # CUDA ordinal, 0 for the CPU
 
     def __str__(self) -> str:
         return "cpu" if self.kind == "cpu" else f"cuda:{self.index}"
@@ -89,22 +88,19 @@ class Library:
 
     def stream(self, device: Device) -> int:
         """The caller's current CUDA stream on ``device``, as a raw handle."""
-        raise NotImplementedError
+        return 0
 
     def arange(self, start: int, stop: int, device: Device) -> Any:
         """int32 start, ..., stop - 1."""
-        raise NotImplementedError
 
     def full(self, shape: tuple[int, ...], value: Any, dtype: str, device: Device) -> Any:
         raise NotImplementedError
 
     def cumsum(self, array: Any) -> Any:
         """int32 running sum along the last axis."""
-        raise NotImplementedError
 
     def search_right(self, boundaries: Any, values: Any) -> Any:
         """int32 number of entries of the sorted 1-D ``boundaries`` that are <= each value."""
-        raise NotImplementedError
 
     def export(self, array: Any) -> Any:
         """Hand a result to the caller (only DLPack producers need a conversion)."""
@@ -116,11 +112,13 @@ class NumpyLibrary(Library):
     xp = np
 
     def describe(self, array, name):
-        return Operand(name, array, self, array.shape, tuple(s // array.itemsize for s in array.strides),
-                       array.dtype.name, CPU, array.ctypes.data)
+        size = array.itemsize
+        return Operand(name, array, self, array.shape, tuple([s // size for s in array.strides]), array.dtype.name, CPU,
+                       array.ctypes.data)
 
     def empty(self, shape, dtype, device):
-        return np.empty(shape, numpy_dtype(dtype))
+        with self.on(device):
+            return self.xp.empty(shape, numpy_dtype(dtype))
 
     def to_numpy(self, array):
         return np.asarray(array)
@@ -132,19 +130,23 @@ class NumpyLibrary(Library):
         return array.astype(numpy_dtype(dtype), copy=False)
 
     def arange(self, start, stop, device):
-        return np.arange(start, stop, dtype=np.int32)
+        with self.on(device):
+            return self.xp.arange(start, stop, dtype=np.int32)
 
     def full(self, shape, value, dtype, device):
-        return np.full(shape, value, numpy_dtype(dtype))
+        with self.on(device):
+            return self.xp.full(shape, value, numpy_dtype(dtype))
 
     def cumsum(self, array):
-        return np.cumsum(array, axis=-1, dtype=np.int32)
+        return self.xp.cumsum(array, axis=-1, dtype=np.int32)
 
     def search_right(self, boundaries, values):
-        return np.searchsorted(boundaries, values, side="right").astype(np.int32)
+        return self.xp.searchsorted(boundaries, values, side="right").astype(np.int32)
 
 
-class CupyLibrary(Library):
+class CupyLibrary(NumpyLibrary):
+    """NumPy's functions on CUDA arrays; ``cumsum`` and ``search_right`` must be called within ``on``."""
+
     name = "cupy"
 
     def __init__(self):
@@ -153,18 +155,13 @@ class CupyLibrary(Library):
         self.xp = cupy
 
     def on(self, device):
-        return self.xp.cuda.Device(device.index)
+        current = self.xp.cuda.runtime.getDevice() == device.index  # the usual case; asking costs less than entering
+        return _NO_CONTEXT if current else self.xp.cuda.Device(device.index)
 
     def describe(self, array, name):
         size = array.itemsize
         return Operand(name, array, self, array.shape, tuple([s // size for s in array.strides]), array.dtype.name,
                        Device("cuda", array.device.id), array.data.ptr)
-
-    def empty(self, shape, dtype, device):
-        if device.index == self.xp.cuda.runtime.getDevice():
-            return self.xp.empty(shape, numpy_dtype(dtype))
-        with self.on(device):
-            return self.xp.empty(shape, numpy_dtype(dtype))
 
     def to_numpy(self, array):
         with self.on(Device("cuda", array.device.id)):
@@ -180,20 +177,6 @@ class CupyLibrary(Library):
 
     def stream(self, device):
         return self.xp.cuda.get_current_stream(device.index).ptr
-
-    def arange(self, start, stop, device):
-        with self.on(device):
-            return self.xp.arange(start, stop, dtype=np.int32)
-
-    def full(self, shape, value, dtype, device):
-        with self.on(device):
-            return self.xp.full(shape, value, numpy_dtype(dtype))
-
-    def cumsum(self, array):
-        return self.xp.cumsum(array, axis=-1, dtype=np.int32)
-
-    def search_right(self, boundaries, values):
-        return self.xp.searchsorted(boundaries, values, side="right").astype(np.int32)
 
 
 class TorchLibrary(Library):
@@ -231,11 +214,9 @@ class TorchLibrary(Library):
         return array.numpy()
 
     def from_numpy(self, array, device):
-        if array.dtype.name == "bfloat16":
-            made = self.xp.from_numpy(array.view(np.int16)).view(self.xp.bfloat16)
-        else:
-            made = self.xp.from_numpy(array)
-        return made.to(self._torch_device(device))
+        if array.dtype.name == "bfloat16":  # a type that torch does not know in NumPy arrays
+            return self.xp.from_numpy(array.view(np.int16)).view(self.xp.bfloat16).to(self._torch_device(device))
+        return self.xp.from_numpy(array).to(self._torch_device(device))
 
     def astype(self, array, dtype):
         return array.to(getattr(self.xp, dtype))
@@ -264,10 +245,8 @@ class DlpackLibrary(Library):
     ``from_dlpack`` (through ``__array_namespace__``, as the array API standard has it) where it offers one."""
 
     def __init__(self, base: Library, namespace: Any):
-        self.base = base
-        self.namespace = namespace
-        self.name = base.name
-        self.xp = base.xp
+        self.base, self.namespace = base, namespace
+        self.name, self.xp = base.name, base.xp
         for method in ("describe", "empty", "to_numpy", "from_numpy", "astype", "on", "stream", "arange", "full",
                        "cumsum", "search_right"):
             setattr(self, method, getattr(base, method))
@@ -299,10 +278,9 @@ def _find_library(kind: type) -> Library | None:
 def library_of(array: Any, name: str) -> Library:
     """The library ``array`` belongs to. TypeError if it is no array."""
     kind = type(array)
-    try:
-        found = _library_of_type[kind]
-    except KeyError:
-        found = _library_of_type[kind] = _find_library(kind)
+    if kind not in _library_of_type:
+        _library_of_type[kind] = _find_library(kind)
+    found = _library_of_type[kind]
     if found is not None:
         return found
     if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
@@ -321,28 +299,3 @@ def describe(array: Any, name: str) -> Operand:
         seen = owner.base.describe(view, name)
         return Operand(name, view, owner, seen.shape, seen.strides, seen.dtype, seen.device, seen.pointer)
     return owner.describe(array, name)
-
-
-def require_same_place(operands: Iterable[Operand | None]) -> None:
-    """All on one device and of one library; ValueError or TypeError naming the first that differs."""
-    first: Operand | None = None
-    for operand in operands:
-        if operand is None:
-            continue
-        if first is None:
-            first = operand
-        elif operand.device != first.device:
-            raise ValueError(f"all arrays must be on one device: {first.name} is on {first.device}, "
-                             f"{operand.name} is on {operand.device}")
-        elif operand.library.name != first.library.name:
-            raise TypeError(f"all arrays must be of one library: {first.name} is a {first.library.name} array, "
-                            f"{operand.name} is a {operand.library.name} array (convert it, for example with "
-                            f"from_dlpack)")
-
-
-def require_no_grad(operands: Iterable[Operand | None]) -> None:
-    """NotImplementedError if autograd expects a gradient through any of them: cutting a graph silently is worse."""
-    for operand in operands:
-        if operand is not None and operand.library.requires_grad(operand.array):
-            raise NotImplementedError(f"{operand.name} requires grad, but the backward pass arrives with a later "
-                                      f"version; call under torch.no_grad() or pass {operand.name}.detach()")

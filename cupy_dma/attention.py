@@ -9,11 +9,12 @@ Everything here is checks on shapes and types: it costs a few microseconds and n
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from cupy_dma import backends, checks, scores as scores_module
-from cupy_dma.arrays import Operand, describe, require_no_grad, require_same_place
+from cupy_dma import backends, checks
+from cupy_dma import scores as scores_module
+from cupy_dma.arrays import Operand, describe
 from cupy_dma.masks import IntervalMask
 from cupy_dma.selection import top_w
 
@@ -105,7 +106,7 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
     scale, softcap, causal, deterministic = _options(q, scale, softcap, causal, deterministic)
     seen = None if mask is None else _mask(mask, q, k)
     added = None if bias is None else _bias(bias, q, k)
-    require_no_grad((q, k, v, added))
+    checks.require_no_grad((q, k, v, added))
     call = AttentionCall(q, k, v, seen, added, causal, scale, softcap, deterministic)
     return _run(call, return_lse, backends.choose(backend, (q,)))
 
@@ -152,10 +153,10 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
         if A is None:
             raise ValueError("A must be given with dt_proj, got None")
         recipe = scores_module.prepare(value, dt_proj, A, dt_bias, form)
-        require_no_grad((q, k, v))
-        require_same_place((q, recipe[1]))
+        checks.require_no_grad((q, k, v))
+        checks.require_same_place((q, recipe[1]))
         module = backends.choose(backend, (q,))
-        ranked = describe(module.key_scores(*recipe), "scores")
+        ranked = replace(describe(module.key_scores(*recipe), "scores"), library=recipe[0].library)
     else:
         given = {"A": A, "dt_bias": dt_bias}
         extra = [name for name, argument in given.items() if argument is not None]
@@ -164,8 +165,8 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
         ranked = describe(scores, "scores")
         checks.one_of_types(ranked)
         checks.has_shape(ranked, "(B, Hkv, Lk)", ((k.shape[0],), (k.shape[2], q.shape[2]), (k.shape[1],)))
-        require_same_place((q, ranked))
-        require_no_grad((q, k, v, ranked))
+        checks.require_same_place((q, ranked))
+        checks.require_no_grad((q, k, v, ranked))
         module = backends.choose(backend, (q,))
     mask = top_w(ranked, window, keys, padding, documents, backend)
     call = AttentionCall(q, k, v, mask, _key_bias(ranked), causal and keys == "global", scale, softcap, deterministic)
@@ -200,7 +201,7 @@ def _describe_qkv(query: Any, key: Any, value: Any) -> tuple[Operand, Operand, O
     if k.shape[2] < 1 or heads < 1 or heads % k.shape[2]:
         raise ValueError(f"query must have a multiple of key's heads (H % Hkv == 0), got {heads} query heads and "
                          f"{k.shape[2]} kv heads")
-    require_same_place((q, k, v))
+    checks.require_same_place((q, k, v))
     return q, k, v
 
 
@@ -232,7 +233,7 @@ def _mask(mask: Any, q: Operand, k: Operand) -> IntervalMask | Operand:
         dense = checks.with_axes(dense, 4)
     checks.has_shape(dense, "(1|B, 1|Hkv|H, 1|Lq, 1|Lk)", _allowed(q, k))
     checks.rows_contiguous(dense)
-    require_same_place((q, dense))
+    checks.require_same_place((q, dense))
     return checks.with_axes(dense, 4)
 
 
@@ -246,7 +247,7 @@ def _bias(bias: Any, q: Operand, k: Operand) -> Operand:
         checks.has_shape(operand, "(1|B, 1|Hkv|H, 1|Lq, 1|Lk)", (batch, heads, queries, keys))
     if operand.strides[-1] != 1:
         checks.rows_contiguous(operand)
-    require_same_place((q, operand))
+    checks.require_same_place((q, operand))
     return _key_bias(operand) if len(operand.shape) == 3 else checks.with_axes(operand, 4)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from cupy_dma.arrays import Operand
@@ -39,8 +39,8 @@ def has_shape(operand: Operand, meaning: str, allowed: Sequence[Sequence[int]]) 
                 break
         else:
             return
-    sizes = ", ".join(" or ".join(map(str, dict.fromkeys(sizes))) for sizes in allowed)
-    raise ValueError(f"{operand.name} must have shape {meaning} = ({sizes}), got {shape}")
+    wanted = ", ".join(" or ".join(map(str, dict.fromkeys(sizes))) for sizes in allowed)
+    raise ValueError(f"{operand.name} must have shape {meaning} = ({wanted}), got {shape}")
 
 
 def with_axes(operand: Operand, ndim: int) -> Operand:
@@ -68,7 +68,7 @@ def whole(value, name: str, minimum: int) -> int:
 def real(value, name: str, minimum: float = -math.inf) -> float:
     """A finite real number of at least ``minimum``."""
     if type(value) is not float:
-        if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__") or getattr(value, "shape", ()):
+        if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__") or getattr(value, "shape", None):
             raise TypeError(f"{name} must be a real number, got {type(value).__name__} {value!r}")
         value = float(value)
     if not minimum <= value < math.inf or value == -math.inf:
@@ -93,3 +93,28 @@ def choice(value, name: str, allowed: Sequence[str]) -> None:
 def wants_values_checked() -> bool:
     """``CUPY_DMA_CHECK=1``: also validate values that lie on a device, at the price of synchronizing."""
     return os.environ.get("CUPY_DMA_CHECK", "0") not in ("", "0")
+
+
+def require_same_place(operands: Iterable[Operand | None]) -> None:
+    """All on one device and of one library; ValueError or TypeError naming the first that differs."""
+    first: Operand | None = None
+    for operand in operands:
+        if operand is None:
+            continue
+        if first is None:
+            first = operand
+        elif operand.device != first.device:
+            raise ValueError(f"all arrays must be on one device: {first.name} is on {first.device}, "
+                             f"{operand.name} is on {operand.device}")
+        elif operand.library.name != first.library.name:
+            raise TypeError(f"all arrays must be of one library: {first.name} is a {first.library.name} array, "
+                            f"{operand.name} is a {operand.library.name} array (convert it, for example with "
+                            f"from_dlpack)")
+
+
+def require_no_grad(operands: Iterable[Operand | None]) -> None:
+    """NotImplementedError if autograd expects a gradient through any of them: cutting a graph silently is worse."""
+    for operand in operands:
+        if operand is not None and operand.library.requires_grad(operand.array):
+            raise NotImplementedError(f"{operand.name} requires grad, but the backward pass arrives with a later "
+                                      f"version; call under torch.no_grad() or pass {operand.name}.detach()")

@@ -1,19 +1,16 @@
 """Masks in two integers per key.
 
-``IntervalMask``: key ``j`` is visible at position ``p`` iff ``start[..., j] <= p < stop[..., j]``. Query ``i`` of ``Lq``
-stands at position ``p_i = i + Lk - Lq``, so a query can stand at any position below ``Lk``; positions are negative
-where there are more queries than keys. ``start`` and ``stop`` are int32 ``(1|B, 1|Hkv|H, Lk)``: memory and work are
-``O(Lk)``, never ``O(Lq * Lk)``. A run with ``stop <= start`` is empty.
-
-Ends that have no bound are ``EVER`` (before every position) and ``NEVER`` (after every position).
+``IntervalMask``: key ``j`` is visible at position ``p`` iff ``start[..., j] <= p < stop[..., j]``, so never where
+``stop <= start``. Query ``i`` of ``Lq`` stands at position ``p_i = i + Lk - Lq``: positions end below ``Lk``, and are
+negative where there are more queries than keys. Both runs are int32 ``(1|B, 1|Hkv|H, Lk)``: memory and work are
+``O(Lk)``, never ``O(Lq * Lk)``. Ends without a bound are ``EVER`` (before every position) and ``NEVER`` (after).
 """
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from cupy_dma import checks
-from cupy_dma.arrays import CPU, Device, Library, Operand, describe, library, require_same_place
+from cupy_dma.arrays import CPU, Device, Library, Operand, describe, library
 
 EVER, NEVER = -(2**31), 2**31 - 1
 Bound = tuple[int, int]
@@ -24,6 +21,15 @@ def _place(like: Any) -> tuple[Library, Device]:
         return library("numpy"), CPU
     operand = describe(like, "like")
     return operand.library, operand.device
+
+
+def _spread(place: Library, array: Any, name: str, shape: tuple[int, ...]) -> Operand:
+    """The Operand of a run's array, seen as the mask's full shape: stride 0 on axes that broadcast."""
+    if len(array.shape) < 3:
+        array = array[(None,) * (3 - len(array.shape))]
+    seen = place.describe(array, name)
+    strides = tuple([0 if size == 1 else stride for size, stride in zip(seen.shape, seen.strides)])
+    return Operand(name, array, place, shape, strides, "int32", seen.device, seen.pointer)
 
 
 class IntervalMask:
@@ -52,13 +58,13 @@ class IntervalMask:
     __hash__ = None  # type: ignore[assignment]  # == compares values, so equal masks would need equal hashes
 
     # _start, _stop: Operands of the full ``shape``, stride 0 on broadcast axes.
-    # _bound = (base, per_position): any T consecutive positions see at most base + per_position * (T - 1) keys; or None.
+    # _bound = (base, per_position) or None: any T consecutive positions see at most base + per_position * (T - 1) keys.
     # _starts: "key" if every start is j, "open" if every start is EVER, else None.
     # _causal_only: the mask equals plain causality. _cache: what backends derive from the mask (key lists).
 
     def __init__(self, start: Any, stop: Any):
         operands = describe(start, "start"), describe(stop, "stop")
-        require_same_place(operands)
+        checks.require_same_place(operands)
         for operand in operands:
             checks.one_of_types(operand, ("int32",))
             if not 1 <= operand.ndim <= 3:
@@ -68,14 +74,15 @@ class IntervalMask:
         if shapes[0][2] != shapes[1][2] or any(a != b and 1 not in (a, b) for a, b in zip(*shapes)):
             raise ValueError(f"start and stop must broadcast to one shape (B, H, Lk), got start {operands[0].shape} "
                              f"and stop {operands[1].shape}")
-        self._set(*operands, None, None, False)
+        self._set(operands[0].library, operands[0].array, operands[1].array, None, None, False)
 
-    def _set(self, start: Operand, stop: Operand, starts: str | None, bound: Bound | None, causal_only: bool) -> None:
-        start, stop = checks.with_axes(start, 3), checks.with_axes(stop, 3)
-        shape = tuple([b if a == 1 else a for a, b in zip(start.shape, stop.shape)])
-        self._start, self._stop = replace(start, shape=shape), replace(stop, shape=shape)
+    def _set(self, place: Library, start: Any, stop: Any, starts: str | None, bound: Bound | None,
+             causal_only: bool) -> None:
+        a, b = ([*(1,) * (3 - len(run.shape)), *run.shape] for run in (start, stop))
+        shape = tuple([y if x == 1 else x for x, y in zip(a, b)])
+        self._start, self._stop = _spread(place, start, "start", shape), _spread(place, stop, "stop", shape)
         self.shape, self.key_length = shape, shape[2]
-        self.library, self.device = start.library, start.device
+        self.library, self.device = place, self._start.device
         self._starts, self._bound, self._causal_only = starts, bound, causal_only
         self._cache: dict[Any, Any] = {}
 
@@ -84,19 +91,17 @@ class IntervalMask:
               causal_only: bool = False) -> IntervalMask:
         """A mask from arrays that are known to be good."""
         mask = cls.__new__(cls)
-        owned = [replace(place.describe(array, name), library=place)
-                 for array, name in ((start, "start"), (stop, "stop"))]
-        mask._set(*owned, starts, bound, causal_only)
+        mask._set(place, start, stop, starts, bound, causal_only)
         return mask
 
     @property
     def start(self) -> Any:
-        """int32 array, broadcasts to ``shape``: the first position that sees the key."""
+        """int32 array of 3 axes that broadcasts to ``shape``: the first position that sees the key."""
         return self.library.export(self._start.array)
 
     @property
     def stop(self) -> Any:
-        """int32 array, broadcasts to ``shape``: the first position after ``start`` that does not see the key."""
+        """int32 array of 3 axes that broadcasts to ``shape``: the first later position that does not see the key."""
         return self.library.export(self._stop.array)
 
     @property
@@ -123,10 +128,7 @@ class IntervalMask:
         place, device = _place(like)
         with place.on(device):
             start = place.arange(0, n, device)
-            if w + n > NEVER:
-                stop = place.full((n,), NEVER, "int32", device)
-            else:
-                stop = start + w
+            stop = start + w if w + n < NEVER else place.full((n,), NEVER, "int32", device)
         return cls._make(place, start, stop, starts="key", bound=(w, 1), causal_only=w >= n)
 
     @classmethod
@@ -141,19 +143,17 @@ class IntervalMask:
 
     @classmethod
     def prefix_lm(cls, key_length: int, prefix_length: Any, *, like: Any = None) -> IntervalMask:
-        """Keys below ``prefix_length`` (an int, or an integer array ``(B,)``) are visible everywhere, the rest causal."""
+        """Keys below ``prefix_length`` (int, or integer array ``(B,)``) are visible everywhere, the rest causal."""
         n = checks.whole(key_length, "key_length", 0)
-        lengths = None
-        if hasattr(prefix_length, "shape") and len(prefix_length.shape) > 0:
-            lengths = describe(prefix_length, "prefix_length")
+        lengths = describe(prefix_length, "prefix_length") if getattr(prefix_length, "shape", ()) else None
+        place, device = _place(prefix_length if lengths and like is None else like)
+        if lengths:
             checks.one_of_types(lengths, checks.INTEGERS)
             if lengths.ndim != 1:
                 raise ValueError(f"prefix_length must be an int or have shape (B,), got shape {lengths.shape}")
-        place, device = (lengths.library, lengths.device) if lengths and like is None else _place(like)
-        if lengths:
             if (lengths.library.name, lengths.device) != (place.name, device):
-                raise ValueError(f"prefix_length is a {lengths.library.name} array on {lengths.device}, but like= asks "
-                                 f"for {place.name} on {device}")
+                raise ValueError(f"prefix_length must be of like's library and device, {place.name} on {device}, got "
+                                 f"{lengths.library.name} on {lengths.device}")
             limit = lengths.array[:, None, None]
         else:
             limit = min(checks.whole(prefix_length, "prefix_length", 0), NEVER)
@@ -177,28 +177,10 @@ class IntervalMask:
 
     @classmethod
     def documents(cls, documents: Any, *, key_length: int | None = None, causal: bool = True) -> IntervalMask:
-        """Every position sees the keys of its own document, with ``causal`` only those up to itself.
+        """Every position sees the keys of its own document. See ``cupy_dma.documents.documents_mask``."""
+        from cupy_dma.documents import documents_mask
 
-        Parameters
-        ----------
-        documents : int32 or int64 array
-            ``(documents + 1,)``: cumulative lengths, from 0, never falling, to the key length; or ``(B, Lk)``: ids.
-            A change of id along the row begins a new document, also when the id has occurred before.
-        key_length
-            With cumulative lengths: their last entry. Left out, it is read from the array (this synchronizes on CUDA).
-
-        Notes
-        -----
-        Values on the CPU are always checked, values on a device when ``CUPY_DMA_CHECK=1``. The first document is open
-        to earlier positions (more queries than keys) and the last to later ones.
-        """
-        from cupy_dma.selection import document_runs
-
-        runs = document_runs(describe(documents, "documents"), key_length)
-        place = runs.library
-        if checks.flag(causal, "causal"):
-            return cls._make(place, runs.keys, runs.open_end()[:, None], starts="key")
-        return cls._make(place, runs.open_first()[:, None], runs.open_end()[:, None])
+        return documents_mask(describe(documents, "documents"), key_length, causal)
 
     @classmethod
     def top_w(cls, scores: Any, window: int, *, keys: str = "prefix", padding: Any = None, documents: Any = None,
@@ -210,35 +192,34 @@ class IntervalMask:
 
     # ---- algebra ----------------------------------------------------------------------------------------------------
 
-    def _pair(self, other: IntervalMask, sign: str) -> None:
+    def _meet(self, other: IntervalMask, sign: str) -> bool:
+        """Whether the shapes broadcast. ValueError if the masks lie in different places."""
         if (self.library.name, self.device) != (other.library.name, other.device):
             raise ValueError(f"mask {sign} mask needs both on one library and device, got {self!r} and {other!r}; "
                              f"move one with .to(array of the other's kind)")
         a, b = self.shape, other.shape
-        if sign == "==":
-            return
-        if a[2] != b[2] or any(x != y and 1 not in (x, y) for x, y in zip(a, b)):
+        meets = a[2] == b[2] and all(x == y or 1 in (x, y) for x, y in zip(a, b))
+        if not meets and sign != "==":
             raise ValueError(f"mask {sign} mask needs shapes that broadcast and equal key lengths, got {a} and {b}")
+        return meets
 
     def __and__(self, other: IntervalMask) -> IntervalMask:
         """Visible under both: the later start and the earlier stop."""
         if not isinstance(other, IntervalMask):
             return NotImplemented
-        self._pair(other, "&")
-        maximum, minimum = self.library.xp.maximum, self.library.xp.minimum
-        kinds = {self._starts, other._starts}
+        self._meet(other, "&")
+        xp, kinds = self.library.xp, {self._starts, other._starts}
         with self.library.on(self.device):
-            if kinds == {"key"} or kinds == {"open"} or (kinds == {"key", "open"} and self._starts == "key"):
-                start = self._start.array
-            elif kinds == {"key", "open"}:
-                start = other._start.array
+            if None in kinds:
+                start = xp.maximum(self._start.array, other._start.array)
             else:
-                start = maximum(self._start.array, other._start.array)
-            stop = minimum(self._stop.array, other._stop.array)
+                start = other._start.array if self._starts == "open" else self._start.array
+            stop = xp.minimum(self._stop.array, other._stop.array)
         starts = None if None in kinds else "key" if "key" in kinds else "open"
         bounds = [bound for bound in (self._bound, other._bound) if bound is not None]
+        causal_only = self._causal_only and other._causal_only
         return self._make(self.library, start, stop, starts=starts, bound=min(bounds, default=None),
-                          causal_only=self._causal_only and other._causal_only)
+                          causal_only=causal_only)
 
     def __or__(self, other: IntervalMask) -> IntervalMask:
         """Visible under either, where the two runs of every key touch or overlap.
@@ -249,7 +230,7 @@ class IntervalMask:
         """
         if not isinstance(other, IntervalMask):
             return NotImplemented
-        self._pair(other, "|")
+        self._meet(other, "|")
         xp = self.library.xp
         bound = None
         if self._bound is not None and other._bound is not None:
@@ -258,7 +239,7 @@ class IntervalMask:
         with self.library.on(self.device):
             if self._starts is not None and self._starts == other._starts:
                 return self._make(self.library, a0, xp.maximum(a1, b1), starts=self._starts, bound=bound,
-                                  causal_only=self._causal_only or other._causal_only and self._starts == "key")
+                                  causal_only=self._causal_only or other._causal_only)
             no_a, no_b = a1 <= a0, b1 <= b0
             apart = ~no_a & ~no_b & ((a0 > b1) | (b0 > a1))
             if bool(apart.any()):
@@ -272,9 +253,7 @@ class IntervalMask:
         """Whether both show the same keys at every position a query can stand at (below ``Lk``). Synchronizes."""
         if not isinstance(other, IntervalMask):
             return NotImplemented
-        self._pair(other, "==")
-        if self.key_length != other.key_length or any(x != y and 1 not in (x, y)
-                                                      for x, y in zip(self.shape, other.shape)):
+        if not self._meet(other, "=="):
             return False
         xp = self.library.xp
         with self.library.on(self.device):
@@ -300,7 +279,7 @@ class IntervalMask:
         first = self.key_length - checks.whole(query_length, "query_length", 0)
         with self.library.on(self.device):
             position = self.library.arange(first, self.key_length, self.device)[:, None]
-            start, stop = self._three_axes()
+            start, stop = self._start.array, self._stop.array
             return self.library.export((start[:, :, None] <= position) & (position < stop[:, :, None]))
 
     def count(self, query_length: int) -> Any:
@@ -308,15 +287,10 @@ class IntervalMask:
         first = self.key_length - checks.whole(query_length, "query_length", 0)
         place, xp = self.library, self.library.xp
         with place.on(self.device):
-            start, stop = self._three_axes()
-            begin = xp.maximum(start, place.full((1,), first, "int32", self.device))
-            end = xp.minimum(stop, place.full((1,), self.key_length, "int32", self.device))
+            begin = xp.maximum(self._start.array, place.full((1,), first, "int32", self.device))
+            end = xp.minimum(self._stop.array, place.full((1,), self.key_length, "int32", self.device))
             seen = place.astype(end, "int64") - place.astype(begin, "int64")
             return place.export(xp.where(seen > 0, seen, seen * 0).sum(-1))
-
-    def _three_axes(self) -> tuple[Any, Any]:
-        return tuple(operand.array.reshape((1,) * (3 - len(operand.array.shape)) + tuple(operand.array.shape))
-                     for operand in (self._start, self._stop))
 
     def plot(self, query_length: int | None = None, *, batch: int = 0, head: int = 0, ax: Any = None,
              path: Any = None, max_size: int = 512) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from cupy_dma import backends, checks
-from cupy_dma.arrays import Operand, describe, require_no_grad, require_same_place
+from cupy_dma.arrays import Operand, describe
 
 FORMS = ("exp", "linear")
 
@@ -74,7 +74,7 @@ def prepare(value: Any, dt_proj: Any, A: Any, dt_bias: Any,
     for operand in operands:
         if operand is not None:
             checks.rows_contiguous(operand)
-    require_same_place(operands)
+    checks.require_same_place(operands)
     checks.choice(form, "form", FORMS)
-    require_no_grad(operands)
+    checks.require_no_grad(operands)
     return v, projection, a, offset, form

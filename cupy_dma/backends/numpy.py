@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,8 +76,8 @@ def _ordered(scores: np.ndarray) -> np.ndarray:
 def prefix_stop(scores: Operand, window: int, padding: Operand | None, document: Operand | None) -> Any:
     """int32 ``(B, Hkv, Lk)``: the first position at which ``window`` better keys exist.
 
-    ``padding`` bool ``(1|B, Lk)``, True = a real key; ``document`` int32 ``(1|B, Lk)``: first key of the key's document.
-    The rank is ``(document, score, j)``, highest first: keys of older documents are pushed out by any newer one, so the
+    ``padding`` bool ``(1|B, Lk)``, True = a real key; ``document`` int32 ``(1|B, Lk)``: first key of its document. The
+    rank is ``(document, score, j)``, highest first: keys of older documents are pushed out by any newer one, so the
     result is exact while the key's own document lasts. ``NEVER`` if that position does not exist, ``j`` if the key is
     hidden or at once outranked.
     """
@@ -251,8 +252,8 @@ class _TileMaker:
             active, entered = active[stop[active] > first], until
             full = (start[active] <= first) & (stop[active] > last)
             position = np.arange(first, last + 1)[:, None]
-            yield Tile(begin, end, active[full], active[~full],
-                       lambda keys, p=position: (start[keys] <= p) & (p < stop[keys]))
+            visible = partial(_within, start, stop, position)
+            yield Tile(begin, end, active[full], active[~full], visible)
 
     def _from_dense(self, dense: np.ndarray) -> Iterator[Tile]:
         n = self.call.key_length
@@ -262,5 +263,12 @@ class _TileMaker:
             if self.call.causal:
                 seen = seen & (np.arange(n) <= np.arange(begin + offset, end + offset)[:, None])
             some, every = seen.any(axis=0), seen.all(axis=0)
-            yield Tile(begin, end, np.flatnonzero(every), np.flatnonzero(some & ~every),
-                       lambda keys, seen=seen: seen[:, keys])
+            yield Tile(begin, end, np.flatnonzero(every), np.flatnonzero(some & ~every), partial(_columns, seen))
+
+
+def _within(start: np.ndarray, stop: np.ndarray, position: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    return (start[keys] <= position) & (position < stop[keys])
+
+
+def _columns(seen: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    return seen[:, keys]
