@@ -6,7 +6,8 @@ float64, straight from the definition
     s_j = scale * q . k_j + score_j,   out = sum_j softmax(s)_j v_j,   lse = log(sum_j exp(s_j)).
 
 The error allowed is relative to the same row computed the plain way in the precision of the inputs: 16-bit inputs,
-float32 accumulation, probabilities rounded to 16 bit before the second product, and the output rounded once.
+float32 accumulation, probabilities rounded to 16 bit before the second product, and the output rounded once. The plain
+error of float32 and float64 inputs is nothing but the luck of the order of summation, so these get 32 roundings more.
 Everything here is NumPy on the host.
 """
 from __future__ import annotations
@@ -121,8 +122,9 @@ def check_rows(out: np.ndarray, lse: np.ndarray, query: np.ndarray, key: np.ndar
                 lse_error = _worst(lse_error, abs(float(lse[h, row]) - exact_lse))
                 plain_lse_error = max(plain_lse_error, abs(plain_lse - exact_lse))
                 largest_lse = max(largest_lse, abs(exact_lse))
-    return RowCheck(rows=len(rows), error=error, allowed=2 * plain_error + rounding(query.dtype) * largest,
-                    lse_error=lse_error, lse_allowed=2 * plain_lse_error + 2.0**-18 * (1 + largest_lse),
+    roundings = 1 if query.dtype.itemsize == 2 else 32
+    return RowCheck(rows=len(rows), error=error, allowed=2 * plain_error + roundings * rounding(query.dtype) * largest,
+                    lse_error=lse_error, lse_allowed=float(2 * plain_lse_error + 2.0**-18 * (1 + largest_lse)),
                     wrong_rows=wrong_rows)
 
 
