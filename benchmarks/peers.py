@@ -81,10 +81,11 @@ def interval_blocks(start: torch.Tensor, stop: torch.Tensor, query_length: int, 
     return seen.reshape(split).any(-1), full.reshape(split).all(-1)
 
 
-def flex(query, key, value, start, stop, bias, block: int = 128) -> Call:
+def flex(query, key, value, start, stop, bias, block: int = 128, compiled: bool = True) -> Call:
     """Compiled FlexAttention with the same interval mask (as block mask and mask_mod) and the key bias as score_mod.
 
     ``start``, ``stop``: (B, Hkv, Lk) int32; ``bias``: (B, Hkv, Lk) float32. The block mask is given, not timed.
+    Not ``compiled`` it runs anywhere, slowly, with dense scores.
     """
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -108,6 +109,8 @@ def flex(query, key, value, start, stop, bias, block: int = 128) -> Call:
         return blocks.sum(-1, dtype=torch.int32), order
 
     block_mask = BlockMask.from_kv_blocks(*ordered(partial), *ordered(full), BLOCK_SIZE=block, mask_mod=visible)
-    torch._dynamo.reset()
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda: compiled(q, k, v, score_mod=add_bias, block_mask=block_mask, enable_gqa=group > 1)
+    attend = flex_attention
+    if compiled:
+        torch._dynamo.reset()
+        attend = torch.compile(flex_attention, dynamic=False)
+    return lambda: attend(q, k, v, score_mod=add_bias, block_mask=block_mask, enable_gqa=group > 1)

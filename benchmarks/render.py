@@ -79,9 +79,9 @@ def update_readme(path: Path, result: dict[str, Any]) -> None:
 def text_table(result: dict[str, Any]) -> str:
     """What a run prints at its end."""
     columns = [("scores", "cupy_dma", "key_scores"), ("select", "cupy_dma", "selection"),
-               ("lists", "cupy_dma", "lists"), ("attend", "cupy_dma", "attention"), ("TOTAL", "cupy_dma", "total"), ("cudnn", "cudnn", "attention"),
-               ("flash", "flash", "attention"), ("flex", "flex", "attention"), ("masked", "masked", "attention"),
-               ("+build", "masked+build", "attention")]
+               ("lists", "cupy_dma", "lists"), ("attend", "cupy_dma", "attention"), ("TOTAL", "cupy_dma", "total"),
+               ("cudnn", "cudnn", "attention"), ("flash", "flash", "attention"), ("flex", "flex", "attention"),
+               ("masked", "masked", "attention"), ("+build", "masked+build", "attention")]
     lines = [f"{result['device']}, {result['versions']}, commit {result['commit'][:12]}",
              f"{'milliseconds':<36}" + "".join(f"{name:>9}" for name, _, _ in columns)
              + f"{'needed':>9}{'eff.':>9}{'MiB':>8}  check"]
