@@ -11,7 +11,7 @@
 # PYTHON=python3.12    the interpreter to start from
 # VENV=                an empty VENV installs nothing and runs the tree in PYTHON itself
 # CUDA_EXTRA=cuda12    which CUDA extra to install; chosen by the driver if not given
-# TORCH=               what pip installs as torch for the tests; empty for none
+# TORCH=               what pip installs as torch for the tests; empty for none, and then its tests are skipped
 # ARGS="--length 4096" more arguments for demo, test, test-gpu and bench
 
 PYTHON ?= python3
@@ -37,8 +37,10 @@ CUDA_EXTRA ?= $(if $(filter Darwin,$(shell uname)),,cuda12)
 DEMO_EXTRAS := plot
 SELECT := -m "not gpu"
 WORKERS := -n $(JOBS)
-TORCH ?= torch==2.13.0
+# A CPU build by its full version: a CUDA build is gigabytes of no use here, and its pins clash with CUDA_EXTRA.
+TORCH ?= torch==2.13.0$(if $(filter Darwin,$(shell uname)),,+cpu)
 endif
+TORCH_INDEX ?= 
 
 ifdef VENV
 RUN := $(VENV)/bin/python
@@ -92,7 +94,10 @@ $(VENV)/.demo: $(VENV)/bin/python pyproject.toml setup.cfg
 	@touch $@
 
 $(VENV)/.test: $(VENV)/bin/python pyproject.toml setup.cfg
-	$(PIP) --editable ".[test$(CUDA_EXTRA:%=,%)]" $(TORCH)
+	$(PIP) --editable ".[test$(CUDA_EXTRA:%=,%)]"
+	$(if $(TORCH),@$(PIP) $(TORCH) 2>/dev/null || \
+	    $(PIP) --retries 1 --timeout 20 --extra-index-url $(TORCH_INDEX) $(TORCH) || \
+	    echo "$(TORCH) is not to be had here: the tests that need torch are skipped")
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/bin/python pyproject.toml setup.cfg
