@@ -146,14 +146,17 @@ class CudaPlace(HostPlace):
     def peak_memory(self, sink: list[int]):
         class Peak(self.xp.cuda.MemoryHook):  # type: ignore[name-defined]
             name = "cupy_dma peak"
-            held = peak = 0
+            peak = 0
+
+            def __init__(self):
+                self.held: dict[int, int] = {}  # bytes of each block that was allocated since, by its id
 
             def malloc_postprocess(self, device_id, size, mem_size, mem_ptr, pmem_id):
-                self.held += mem_size
-                self.peak = max(self.peak, self.held)
+                self.held[pmem_id] = mem_size
+                self.peak = max(self.peak, sum(self.held.values()))
 
             def free_postprocess(self, device_id, mem_size, mem_ptr, pmem_id):
-                self.held -= mem_size
+                self.held.pop(pmem_id, None)
 
         with Peak() as hook:
             yield
@@ -270,8 +273,12 @@ def draw(masks: list[Any], kv_heads: int, length: int, output: str) -> str:
         mask, head = (masks[g], 0) if len(masks) == kv_heads else (masks[0], g)
         mask.plot(length, head=head, ax=ax)
         ax.set_title(f"kv head {g}")
-    figure.savefig(output, dpi=120)
-    plt.close(figure)
+    try:
+        figure.savefig(output, dpi=120)
+    except (OSError, ValueError) as error:  # no such folder, no right to write, no such format
+        return f"not drawn: {error}"
+    finally:
+        plt.close(figure)
     return output
 
 
@@ -310,6 +317,8 @@ def report(result: Result, length: int, name: str, args: Namespace, backend: str
 
 def main(args: Namespace) -> int:
     """``python -m cupy_dma demo``. 0 if the check passes, 1 if it fails, 2 if the demo cannot run as asked."""
+    from cupy_dma.__main__ import complain
+
     try:
         for name in ("window", "heads", "kv_heads", "head_dim"):
             if getattr(args, name) < 1:
@@ -323,10 +332,11 @@ def main(args: Namespace) -> int:
         dtype = args.dtype or ("bfloat16" if place.name == "cuda" else "float32")
         text, name = read_text(args.file, length)
     except (ValueError, OSError, RuntimeError) as problem:
-        from cupy_dma.__main__ import complain
-
         return complain(str(problem))
-    result = run(text, place, window=args.window, heads=args.heads, kv_heads=args.kv_heads, head_dim=args.head_dim,
-                 dtype=dtype, seed=args.seed, output=args.output)
+    try:
+        result = run(text, place, window=args.window, heads=args.heads, kv_heads=args.kv_heads, head_dim=args.head_dim,
+                     dtype=dtype, seed=args.seed, output=args.output)
+    except (ValueError, NotImplementedError, TypeError) as problem:  # what the backend cannot do, in its own words
+        return complain(str(problem))
     print(report(result, len(text), name, args, place.name, dtype))
     return 0 if result.check is not None and result.check.ok else 1

@@ -102,7 +102,7 @@ def _devices() -> Iterator[tuple[str, str]]:
         yield "device", "unknown without cupy"
         return
     except Exception as error:
-        yield "device", _words(error)
+        yield "device", f"none ({_words(error)})"
         return
     for index in range(count):
         properties = runtime.getDeviceProperties(index)

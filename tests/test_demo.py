@@ -45,7 +45,7 @@ def test_file_shorter_than_the_length(tmp_path, capsys):
     (["--window", "0"], "--window must be at least 1, got 0"),
     (["--length", "-5"], "--length must be at least 1, got -5"),
     (["--heads", "3", "--kv-heads", "2"], "--heads must be a multiple of --kv-heads, got 3 and 2"),
-    (["--file", "/no/such/file"], "/no/such/file")])
+    (["--length", "9", "--head-dim", "257"], "257"), (["--file", "/no/such/file"], "/no/such/file")])
 def test_bad_arguments_say_what_is_wrong(tmp_path, capsys, arguments, message):
     assert run(tmp_path, *arguments) == 2
     assert message in capsys.readouterr().err
@@ -85,6 +85,12 @@ def test_without_matplotlib(tmp_path, capsys, monkeypatch):
     assert run(tmp_path, "--length", "64", "--window", "8") == 0
     assert "pip install matplotlib" in capsys.readouterr().out
     assert not (tmp_path / "mask.png").exists()
+
+
+def test_picture_that_cannot_be_written(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert cli.main(["demo", "--backend", "numpy", "--length", "64", "--output", str(tmp_path / "no" / "m.png")]) == 0
+    assert "not drawn: " in capsys.readouterr().out
 
 
 def test_embedding_is_seeded_and_sees_the_bytes_before():
