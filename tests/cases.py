@@ -1,0 +1,212 @@
+"""The forward grid: what is computed, with which shapes, types, strides, masks and biases.
+
+One list for all backends and libraries: ``run(case, convert)`` builds the inputs from the case's seed, hands each
+contiguous NumPy array to ``convert`` (for example ``cupy.asarray``) and makes the strided views afterwards, so that
+every library sees the same layout. ``expected(case)`` is the oracle's answer; it never looks at an IntervalMask.
+"""
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+import cupy_dma as dma
+from cupy_dma.arrays import numpy_dtype
+from tests import reference
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    dtype: str = "bfloat16"
+    batch: int = 2
+    query_length: int = 70
+    key_length: int = 70
+    heads: int = 2
+    kv_heads: int = 1
+    head_dim: int = 32
+    # none causal window sinks padding documents prefix_lm top_w global top_w_padding top_w_documents global_documents
+    # union per_head per_batch; and dense masks: dense dense_per_head dense_2d dense_rows
+    mask: str = "top_w"
+    window: int = 17
+    bias: str = "key"  # none key key_per_head key_shared full full_per_head row
+    causal: bool = False
+    softcap: float = 0.0
+    scale: float | None = None
+    layout: str = "bshd"  # bshd bhsd head_slice length_slice wide every_other
+
+    @property
+    def is_dense(self) -> bool:
+        """Needs a dense mask or a bias with a query axis, which not every backend serves."""
+        return self.mask.startswith("dense") or self.bias in ("full", "full_per_head", "row")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _grid() -> list[Case]:
+    cases = [Case(f"{dtype}-D{size}", dtype=dtype, head_dim=size)
+             for dtype in ("float16", "bfloat16", "float32", "float64") for size in (1, 3, 16, 40, 64, 128, 256)]
+    cases += [Case(f"heads-{h}/{g}-{mask}", heads=h, kv_heads=g, mask=mask)
+              for h, g in ((1, 1), (2, 2), (4, 2), (6, 2), (3, 1)) for mask in ("top_w", "causal")]
+    cases += [Case(f"lengths-{lq}x{lk}-{mask}", query_length=lq, key_length=lk, mask=mask, dtype="float16")
+              for lq, lk in ((0, 0), (0, 5), (5, 0), (1, 1), (1, 70), (70, 1), (33, 129), (129, 33), (300, 300))
+              for mask in ("none", "causal", "top_w", "global")]
+    cases += [Case(f"mask-{mask}", mask=mask, heads=4, kv_heads=2)
+              for mask in ("none", "causal", "window", "sinks", "padding", "documents", "prefix_lm", "global",
+                           "top_w_padding", "top_w_documents", "global_documents", "union", "per_head", "per_batch",
+                           "dense", "dense_per_head", "dense_2d", "dense_rows")]
+    cases += [Case(f"causal-and-{mask}", mask=mask, heads=4, kv_heads=2, causal=True, key_length=90)
+              for mask in ("none", "window", "padding", "global", "per_head", "dense")]
+    cases += [Case(f"bias-{bias}-{mask}", mask=mask, bias=bias, heads=4, kv_heads=2)
+              for bias in ("none", "key", "key_per_head", "key_shared", "full", "full_per_head", "row")
+              for mask in ("none", "top_w")]
+    cases += [Case(f"softcap-{bias}", softcap=3.0, bias=bias, scale=1.0) for bias in ("none", "key", "full")]
+    cases += [Case("scale", scale=0.7), Case("scale-zero", scale=0.0), Case("scale-negative", scale=-0.3)]
+    cases += [Case(f"layout-{layout}", layout=layout, heads=4, kv_heads=2, dtype="float16")
+              for layout in ("bhsd", "head_slice", "length_slice", "wide", "every_other")]
+    cases += [Case(f"window-{w}", window=w) for w in (1, 2, 69, 70, 1000)]
+    cases += [Case("batch-0", batch=0, mask="none"), Case("batch-3", batch=3, mask="per_batch")]
+    return cases
+
+
+CASES = _grid()
+
+
+@lru_cache(maxsize=1)
+def _drawn(case: Case) -> dict[str, np.ndarray]:
+    """Contiguous NumPy arrays in BSHD."""
+    rng = np.random.default_rng(zlib.crc32(repr(replace(case, name="")).encode()))
+    kind, n, lq = numpy_dtype(case.dtype), case.key_length, case.query_length
+    b, h, g, d = case.batch, case.heads, case.kv_heads, case.head_dim
+
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(kind)
+
+    data = {"query": normal(b, lq, h, d), "key": normal(b, n, g, d), "value": normal(b, n, g, d)}
+    # Few distinct values: ties are part of every case.
+    data["scores"] = (rng.integers(-8, 8, (b, g, n)) / 4).astype(np.float32)
+    bias_shape = {"key": (b, g, n), "key_per_head": (b, h, n), "key_shared": (1, 1, n), "full": (b, g, lq, n),
+                  "full_per_head": (b, h, lq, n), "row": (1, h, lq, 1)}.get(case.bias)
+    if case.bias == "key":
+        data["bias"] = data["scores"]
+    elif bias_shape:
+        data["bias"] = rng.standard_normal(bias_shape).astype(kind if case.bias.endswith("per_head") else np.float32)
+    data["padding"] = rng.random((b, n)) < 0.7
+    data["documents"] = np.sort(rng.integers(0, 4, (b, n)), axis=1).astype(np.int32)
+    data["prefix"] = rng.integers(0, n + 1, b).astype(np.int32)
+    data["start"] = rng.integers(-5, n + 5, (1, h, n)).astype(np.int32)
+    data["stop"] = data["start"] + rng.integers(-3, n + 1, (b, 1, n)).astype(np.int32)
+    mask_shape = {"dense": (b, g, lq, n), "dense_per_head": (1, h, lq, n), "dense_2d": (lq, n),
+                  "dense_rows": (b, 1, lq, 1)}.get(case.mask)
+    if mask_shape:
+        data["mask"] = rng.random(mask_shape) < 0.4
+    return data
+
+
+def make_mask(case: Case, array: Callable[[str], Any], like: Any) -> Any:
+    """The case's mask, built by the constructors from ``array(name)``."""
+    M, n, w = dma.IntervalMask, case.key_length, case.window
+    makers = {
+        "none": lambda: None,
+        "causal": lambda: M.causal(n, like=like),
+        "window": lambda: M.sliding_window(n, w, like=like),
+        "sinks": lambda: M.sinks(n, w, like=like),
+        "padding": lambda: M.padding(array("padding")),
+        "documents": lambda: M.documents(array("documents")),
+        "prefix_lm": lambda: M.prefix_lm(n, array("prefix")),
+        "top_w": lambda: M.top_w(array("scores"), w),
+        "global": lambda: M.top_w(array("scores"), w, keys="global"),
+        "top_w_padding": lambda: M.top_w(array("scores"), w, padding=array("padding")),
+        "top_w_documents": lambda: M.top_w(array("scores"), w, documents=array("documents")),
+        "global_documents": lambda: M.top_w(array("scores"), w, keys="global", documents=array("documents"),
+                                            padding=array("padding")),
+        "union": lambda: M.top_w(array("scores"), w) | M.sliding_window(n, 5, like=like) | M.sinks(n, 2, like=like),
+        "per_head": lambda: M(array("start")[:1], array("stop")[:1]),
+        "per_batch": lambda: M(array("start"), array("stop")),
+    }
+    return array("mask") if case.mask.startswith("dense") else makers[case.mask]()
+
+
+def dense_mask(case: Case) -> np.ndarray | None:
+    """The same mask by its definition, ``(1|B, 1|Hkv|H, Lq, Lk)``."""
+    data, n, w = _drawn(case), case.key_length, case.window
+    p = np.arange(case.query_length)[:, None] + n - case.query_length
+    j = np.arange(n)
+
+    def top_w(keys="prefix", padding=None, documents=None):
+        return reference.top_w_dense(data["scores"], w, keys, padding, documents, case.query_length)
+
+    def own_document():
+        number = reference.document_numbers(data["documents"], n)
+        if n == 0:
+            return np.zeros((case.batch, 1, case.query_length, 0), bool)
+        return number[:, None, None, :] == number[:, np.maximum(p[:, 0], 0)][:, None, :, None]
+
+    if case.mask == "none":
+        return None
+    if case.mask == "dense_2d":
+        return data["mask"][None, None]
+    if case.mask.startswith("dense"):
+        return data["mask"]
+    makers = {
+        "causal": lambda: (j <= p)[None, None],
+        "window": lambda: ((j <= p) & (j > p - w))[None, None],
+        "sinks": lambda: ((j <= p) & (j < w))[None, None],
+        "padding": lambda: np.broadcast_to(data["padding"][:, None, None], (case.batch, 1, len(p), n)),
+        "documents": lambda: own_document() & (j <= p),
+        "prefix_lm": lambda: (j < data["prefix"][:, None, None, None]) | (j <= p),
+        "top_w": top_w,
+        "global": lambda: top_w("global"),
+        "top_w_padding": lambda: top_w(padding=data["padding"]),
+        "top_w_documents": lambda: top_w(documents=data["documents"]),
+        "global_documents": lambda: top_w("global", data["padding"], data["documents"]),
+        "union": lambda: top_w() | ((j <= p) & ((j > p - 5) | (j < 2))),
+        "per_head": lambda: (data["start"][:1, :, None] <= p) & (p < data["stop"][:1, :, None]),
+        "per_batch": lambda: (data["start"][:, :, None] <= p) & (p < data["stop"][:, :, None]),
+    }
+    return makers[case.mask]()
+
+
+def _laid_out(x: np.ndarray, layout: str, convert: Callable[[np.ndarray], Any]) -> Any:
+    """An array of ``convert``'s library with x's values (B, L, heads, D) and the strides of ``layout``."""
+    b, n, h, d = x.shape
+    if layout == "bhsd":
+        return convert(np.ascontiguousarray(x.swapaxes(1, 2))).swapaxes(1, 2)
+    shape, view = {
+        "bshd": (x.shape, (slice(None),) * 4),
+        "head_slice": ((b, n, 2 * h + 1, d), (slice(None), slice(None), slice(1, None, 2))),
+        "length_slice": ((b, n + 3, h, d), (slice(None), slice(3, None))),
+        "wide": ((b, n, h, d + 8), (slice(None),) * 3 + (slice(0, d),)),
+        "every_other": ((b, 2 * n, h, d), (slice(None), slice(0, 2 * n, 2))),
+    }[layout]
+    base = np.full(shape, np.nan, x.dtype)  # what lies between the rows must not matter
+    base[view] = x
+    return convert(base)[view]
+
+
+def run(case: Case, convert: Callable[[np.ndarray], Any] = np.asarray, **options: Any) -> tuple[Any, Any]:
+    """``(out, lse)`` of ``cupy_dma.attention`` on arrays made by ``convert``."""
+    data = _drawn(case)
+    q, k, v = (_laid_out(data[name], case.layout, convert) for name in ("query", "key", "value"))
+    mask = make_mask(case, lambda name: convert(data[name]), q)
+    bias = convert(data["bias"]) if "bias" in data else None
+    return dma.attention(q, k, v, mask=mask, bias=bias, causal=case.causal, scale=case.scale, softcap=case.softcap,
+                         return_lse=True, **options)
+
+
+def check(case: Case, out: np.ndarray, lse: np.ndarray) -> None:
+    """Section 12 for ``out``; ``lse`` is kept in float32 by every backend, so a few of its roundings are allowed."""
+    data = _drawn(case)
+    arguments = (data["query"], data["key"], data["value"], dense_mask(case), data.get("bias"), case.causal, case.scale,
+                 case.softcap)
+    ref, ref_lse = reference.attention(*arguments)
+    plain, plain_lse = reference.same_precision_attention(*arguments)
+    assert out.dtype == numpy_dtype(case.dtype) and out.shape == ref.shape
+    assert lse.dtype == (np.float64 if case.dtype == "float64" else np.float32)
+    reference.assert_matches_reference(out, ref, plain, out.dtype)
+    reference.assert_matches_reference(lse, ref_lse, plain_lse, lse.dtype)

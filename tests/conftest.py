@@ -1,0 +1,31 @@
+"""The marker ``gpu``: such tests need a CUDA device and CuPy and are skipped elsewhere."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+
+def _why_no_gpu() -> str | None:
+    try:
+        import cupy
+
+        return None if cupy.cuda.runtime.getDeviceCount() > 0 else "no CUDA device"
+    except Exception as error:  # no CuPy, no driver, no permission: each is a reason to skip
+        return f"{type(error).__name__}: {error}"
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA GPU and CuPy")
+
+
+def pytest_collection_modifyitems(items):
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    reason = _why_no_gpu() if marked else None
+    if reason:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=f"needs a CUDA GPU: {reason}"))
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)

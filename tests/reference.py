@@ -1,0 +1,202 @@
+"""The oracle: float64, dense, slow and obvious, straight from sections 1 to 5 and 12 of the specification.
+
+Written independently of the backends: selection ranks the candidates of every position anew, attention walks over the
+queries and touches visible keys only. Letters: ``B`` batch, ``H`` heads, ``Hkv`` kv heads, ``Lq``, ``Lk`` lengths, ``D``
+head dim; query ``i`` stands at position ``p_i = i + Lk - Lq``.
+"""
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+
+NEVER = 2**31 - 1
+
+
+def _f64(array) -> np.ndarray:
+    return np.asarray(array).astype(np.float64)
+
+
+def key_scores(value, dt_proj, A, dt_bias=None, form="exp") -> np.ndarray:
+    """float64 ``(B, Hkv, Lk)`` of ``value (B, Lk, Hkv, D)``, ``dt_proj (Hkv, Hkv*D)``, ``A (Hkv,)``."""
+    value, dt_proj, A = _f64(value), _f64(dt_proj), _f64(A)
+    batch, length, heads, size = value.shape
+    scores = np.zeros((batch, heads, length))
+    for b in range(batch):
+        for j in range(length):
+            for g in range(heads):
+                dt = float(np.dot(dt_proj[g], value[b, j].reshape(heads * size)))
+                if dt_bias is not None:
+                    dt += float(dt_bias[g])
+                softplus = max(dt, 0.0) + math.log1p(math.exp(-abs(dt)))
+                scores[b, g, j] = math.exp(A[g] * softplus) if form == "exp" else A[g] * softplus
+    return scores
+
+
+# ---- selection ----------------------------------------------------------------------------------------------------
+
+
+def _ranks(scores) -> list[tuple[bool, float, int]]:
+    """Comparable ranks of one row: NaN above everything, then the score (-0 == +0), then the newest."""
+    return [(math.isnan(s), 0.0 if math.isnan(s) else s, j) for j, s in enumerate(_f64(scores).tolist())]
+
+
+def document_numbers(documents, key_length: int) -> np.ndarray:
+    """Number of the document of every key, ``(1|B, Lk)``, from cumulative lengths ``(n + 1,)`` or ids ``(B, Lk)``."""
+    documents = np.asarray(documents)
+    if documents.ndim == 1:
+        row = [n for n in range(len(documents) - 1) for _ in range(documents[n + 1] - documents[n])]
+        assert len(row) == key_length
+        return np.array([row], dtype=np.int64).reshape(1, key_length)
+    numbers = np.zeros(documents.shape, np.int64)
+    for b in range(documents.shape[0]):
+        for j in range(1, key_length):
+            numbers[b, j] = numbers[b, j - 1] + int(documents[b, j] != documents[b, j - 1])
+    return numbers
+
+
+def top_w_dense(scores, window, keys="prefix", padding=None, documents=None, query_length=None) -> np.ndarray:
+    """bool ``(B, Hkv, Lq, Lk)``: the definition of section 3, position by position (``Lq`` defaults to ``Lk``)."""
+    scores = np.asarray(scores)
+    batch, heads, n = scores.shape
+    query_length = n if query_length is None else query_length
+    numbers = np.zeros((1, n), np.int64) if documents is None else document_numbers(documents, n)
+    padding = np.ones((1, n), bool) if padding is None else np.asarray(padding)
+    dense = np.zeros((batch, heads, query_length, n), bool)
+    for b in range(batch):
+        real = padding[b % len(padding)].tolist()
+        number = numbers[b % len(numbers)].tolist()
+        for h in range(heads):
+            rank = _ranks(scores[b, h])
+            for i in range(query_length):
+                p = i + n - query_length
+                own = number[max(p, 0)] if n else 0  # positions before the first key belong to the first document
+                candidates = [j for j in range(n) if real[j] and number[j] == own and (j <= p or keys == "global")]
+                kept = sorted(candidates, key=lambda j: rank[j], reverse=True)[:window]
+                dense[b, h, i, kept] = True
+    return dense
+
+
+def prefix_stop(scores, window, padding=None, document=None) -> np.ndarray:
+    """int64 ``(B, Hkv, Lk)``: first position at which ``window`` keys of higher rank (document, score, j) exist.
+
+    ``NEVER`` if there is none, ``j`` for a key hidden by padding. ``document (1|B, Lk)``: first key of the document.
+    """
+    scores = np.asarray(scores)
+    batch, heads, n = scores.shape
+    stop = np.full(scores.shape, NEVER, np.int64)
+    for b in range(batch):
+        real = [True] * n if padding is None else padding[b % len(padding)].tolist()
+        group = [0] * n if document is None else document[b % len(document)].tolist()
+        for h in range(heads):
+            rank = list(zip(group, _ranks(scores[b, h])))
+            for j in range(n):
+                better = [m for m in range(n) if real[m] and rank[m] > rank[j]]
+                if not real[j]:
+                    stop[b, h, j] = j
+                elif len(better) >= window:
+                    stop[b, h, j] = max(j, sorted(better)[window - 1])
+    return stop
+
+
+# ---- attention ----------------------------------------------------------------------------------------------------
+
+
+def visible_pairs(shape, dense_mask=None, causal=False) -> np.ndarray:
+    """bool ``(B, H, Lq, Lk)`` of a mask ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)``, cut by causality if asked."""
+    batch, heads, lq, lk = shape
+    seen = np.ones(shape, bool) if dense_mask is None else _per_head(np.asarray(dense_mask), shape)
+    if causal:
+        seen = seen & (np.arange(lk) <= np.arange(lq)[:, None] + lk - lq)
+    return seen
+
+
+def _per_head(array, shape) -> np.ndarray:
+    """``({1|B}, {1|Hkv|H}, {1|Lq}, {1|Lk})``, or a key bias of three axes, as ``(B, H, Lq, Lk)``."""
+    array = array[:, :, None] if array.ndim == 3 else array
+    if 1 < array.shape[1] < shape[1]:
+        array = np.repeat(array, shape[1] // array.shape[1], axis=1)
+    return np.broadcast_to(array, shape)
+
+
+def attention(query, key, value, dense_mask=None, bias=None, causal=False, scale=None,
+              softcap=0.0) -> tuple[np.ndarray, np.ndarray]:
+    """out ``(B, Lq, H, D)`` and lse ``(B, H, Lq)``, float64."""
+    return _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, np.float64, np.float64)
+
+
+def same_precision_attention(query, key, value, dense_mask=None, bias=None, causal=False, scale=None,
+                             softcap=0.0) -> tuple[np.ndarray, np.ndarray]:
+    """The plain same-precision computation of section 12: accumulated in float32, probabilities rounded to the type of
+    the input before the second product, the output rounded to it (float64 for float64)."""
+    kind = np.asarray(query).dtype
+    wide = np.float64 if kind == np.float64 else np.float32
+    out, lse = _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, wide, kind)
+    with np.errstate(all="ignore"):
+        return out.astype(kind), lse
+
+
+def _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, wide, rounded):
+    batch, lq, heads, size = query.shape
+    lk, kv_heads = key.shape[1:3]
+    shape = (batch, heads, lq, lk)
+    seen = visible_pairs(shape, dense_mask, causal)
+    added = None if bias is None else _per_head(np.asarray(bias), shape)
+    scale = wide(1 / math.sqrt(size) if scale is None else scale)
+    out, lse = np.zeros((batch, lq, heads, size), wide), np.full((batch, heads, lq), -np.inf, wide)
+    with np.errstate(all="ignore"):
+        for b in range(batch):
+            for h in range(heads):
+                g = h // (heads // kv_heads)
+                q, k, v = query[b, :, h].astype(wide), key[b, :, g].astype(wide), value[b, :, g].astype(wide)
+                for i in range(lq):
+                    js = np.flatnonzero(seen[b, h, i])
+                    s = scale * (k[js] @ q[i])
+                    if softcap > 0:
+                        s = wide(softcap) * np.tanh(s / wide(softcap))
+                    if added is not None:
+                        s = s + added[b, h, i, js].astype(wide)
+                    m = s.max() if len(js) else -np.inf
+                    if m == -np.inf:
+                        continue  # sees nothing, or nothing with any weight: out 0, lse -inf
+                    p = np.exp(s - m)
+                    out[b, i, h] = (p.astype(rounded).astype(wide) @ v[js]) / p.sum()
+                    lse[b, h, i] = m + np.log(p.sum())
+    return out, lse
+
+
+# ---- when a result counts as right --------------------------------------------------------------------------------
+
+
+def _largest(array) -> float:
+    return float(np.max(np.abs(array[np.isfinite(array)]), initial=0.0))
+
+
+def one_rounding(largest: float, dtype) -> float:
+    """Half the spacing of ``dtype`` at ``largest``: the most that rounding a result of this size can move it."""
+    info = ml_dtypes.finfo(dtype)
+    smallest = float(info.smallest_subnormal)
+    if largest == 0:
+        return smallest / 2
+    return max(2.0 ** math.floor(math.log2(largest)) * float(info.eps), smallest) / 2
+
+
+def assert_matches_reference(out, reference, plain, dtype) -> None:
+    """Section 12: ``max|out - ref| <= 2 max|plain - ref| + one rounding of the output``, for 16-bit types.
+
+    For float32 and float64 the output is rounded no more coarsely than every step of the accumulation, so the order of
+    a sum, which is free, moves the result by several roundings: 16 are allowed. NaN and infinities must match.
+    """
+    out, plain, reference = _f64(out), _f64(plain), _f64(reference)
+    assert out.shape == reference.shape
+    for name, test in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
+        wrong = np.argwhere(test(out) != test(reference))
+        assert len(wrong) == 0, f"{name} differs at {len(wrong)} places, first {wrong[0]}"
+    finite = np.isfinite(reference)
+    error, error_plain = _largest(np.where(finite, out, 0) - np.where(finite, reference, 0)), _largest(
+        np.where(finite, plain, 0) - np.where(finite, reference, 0))
+    roundings = 1 if np.dtype(dtype).itemsize == 2 else 16
+    allowed = 2 * error_plain + roundings * one_rounding(_largest(reference), dtype)
+    print(f"error {error:.3g}, plain {error_plain:.3g}, allowed {allowed:.3g}")
+    assert error <= allowed, f"error {error:.3g} exceeds {allowed:.3g} (plain same-precision error {error_plain:.3g})"

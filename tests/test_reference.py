@@ -1,0 +1,83 @@
+"""The oracle checks itself: small cases worked out by hand, and torch's own attention."""
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests import reference
+
+
+def test_key_scores_by_hand():
+    value = np.array([[[[1.0, 2.0]], [[0.0, -1.0]]]])  # B=1, Lk=2, Hkv=1, D=2
+    scores = reference.key_scores(value, [[0.5, 0.25]], [2.0], [-1.0])
+    assert scores.shape == (1, 1, 2)
+    assert scores[0, 0, 0] == pytest.approx((1 + math.exp(0.0)) ** 2)  # exp(2 log(1 + e^dt))
+    assert scores[0, 0, 1] == pytest.approx((1 + math.exp(-1.25)) ** 2)
+    linear = reference.key_scores(value, [[0.5, 0.25]], [2.0], [-1.0], form="linear")
+    np.testing.assert_allclose(np.exp(linear), scores)
+
+
+def test_selection_by_hand():
+    dense = reference.top_w_dense([[[3.0, 1.0, 2.0, 2.0, np.nan]]], 2)[0, 0].astype(int).tolist()
+    assert dense == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 0, 1, 0], [1, 0, 0, 0, 1]]
+    shared = reference.top_w_dense([[[3.0, 1.0, 2.0, 2.0, np.nan]]], 3, "global")[0, 0].astype(int)
+    assert (shared == [1, 0, 0, 1, 1]).all()
+    assert reference.prefix_stop([[[3.0, 1.0, 2.0, 2.0, np.nan]]], 2).tolist() == [[[reference.NEVER, 2, 3, 4,
+                                                                                    reference.NEVER]]]
+
+
+def test_equal_scores_are_a_sliding_window():
+    p, j = np.arange(9)[:, None], np.arange(9)
+    assert (reference.top_w_dense(np.zeros((1, 1, 9)), 4)[0, 0] == ((j <= p) & (j > p - 4))).all()
+
+
+def test_documents_select_among_themselves():
+    numbers = reference.document_numbers([0, 2, 2, 5], 5)
+    assert numbers.tolist() == [[0, 0, 2, 2, 2]]
+    assert reference.document_numbers(np.array([[7, 7, 1, 7, 7]]), 5).tolist() == [[0, 0, 1, 2, 2]]
+    dense = reference.top_w_dense([[[9.0, 1.0, 0.0, 5.0, 4.0]]], 1, documents=[0, 2, 5])[0, 0].astype(int)
+    assert dense.argmax(1).tolist() == [0, 0, 2, 3, 3] and (dense.sum(1) == 1).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_is_what_torch_computes(rng, causal):
+    torch = pytest.importorskip("torch")
+    q, k, v = (rng.standard_normal(shape) for shape in ((2, 7, 4, 5), (2, 7, 2, 5), (2, 7, 2, 5)))
+    out, lse = reference.attention(q, k, v, causal=causal)
+    tq, tk, tv = (torch.from_numpy(x).transpose(1, 2) for x in (q, k, v))
+    tk, tv = tk.repeat_interleave(2, 1), tv.repeat_interleave(2, 1)
+    expected = torch.nn.functional.scaled_dot_product_attention(tq, tk, tv, is_causal=causal).transpose(1, 2)
+    np.testing.assert_allclose(out, expected.numpy(), rtol=0, atol=1e-14)
+    logits = (tq @ tk.transpose(2, 3)) / math.sqrt(5)
+    if causal:
+        logits = logits.masked_fill(~torch.ones(7, 7, dtype=torch.bool).tril(), -math.inf)
+    np.testing.assert_allclose(lse, torch.logsumexp(logits, -1).numpy(), rtol=0, atol=1e-14)
+
+
+def test_the_plain_computation_errs_by_rounding(rng):
+    q, k, v = (rng.standard_normal((1, 40, 1, 32)).astype(np.float16) for _ in range(3))
+    ref, plain = reference.attention(q, k, v)[0], reference.same_precision_attention(q, k, v)[0]
+    assert plain.dtype == np.float16
+    error = np.abs(plain - ref).max()
+    assert 0 < error < 2e-3
+
+
+@pytest.mark.parametrize(("dtype", "value", "expected"), [
+    (np.float16, 1.0, 2.0**-11), (np.float16, 1.999, 2.0**-11), (np.float16, 0.0, 2.0**-25), (np.float16, 1e-7, 2.0**-25),
+    (ml_dtypes.bfloat16, 4.0, 2.0**-6), (np.float32, 1.0, 2.0**-24)])
+def test_one_rounding(dtype, value, expected):
+    assert reference.one_rounding(value, dtype) == expected
+
+
+def test_the_rule_refuses(rng):
+    ref = rng.standard_normal((3, 4))
+    out = ref.astype(np.float16)
+    reference.assert_matches_reference(out, ref, out, np.float16)
+    for spoil in (np.nan, np.inf, 5.0, out[0, 0] * np.float16(1.01)):
+        wrong = out.copy()
+        wrong[0, 0] = spoil
+        with pytest.raises(AssertionError):
+            reference.assert_matches_reference(wrong, ref, out, np.float16)
