@@ -99,8 +99,9 @@ def embed(text: bytes, heads: int, kv_heads: int, head_dim: int, dtype: str, see
     query = sharpness * (features @ (of_query.reshape(WIDTH, -1) + 0.5 * own)).reshape(len(text), heads, head_dim)
     value = (features @ to_value).reshape(len(text), kv_heads, head_dim)
     kind = numpy_dtype(dtype)
-    query, key = rotate(query, positions, xp), rotate(key, positions, xp)
-    return Problem(*(x[None].astype(kind) for x in (query, key, value)), dt_proj.astype(kind), A)
+    query, key, value = (x[None].astype(kind)
+                         for x in (rotate(query, positions, xp), rotate(key, positions, xp), value))
+    return Problem(query, key, value, dt_proj.astype(kind), A)
 
 
 class HostPlace:

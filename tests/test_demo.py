@@ -4,7 +4,8 @@ import sys
 import numpy as np
 import pytest
 
-from cupy_dma import __main__ as cli, demo
+from cupy_dma import __main__ as cli
+from cupy_dma import demo
 
 
 def run(tmp_path, *arguments):
