@@ -1,0 +1,172 @@
+// Key lists: which keys a tile of queries must gather, from the intervals of a mask row.
+//
+// start, stop // (1|B, 1|Hkv|H, Lk) int32, last axis contiguous. With CAUSAL a key is hidden from positions before its
+// own as well.
+//
+// Four kernels; a row is one (batch, head) of the mask:
+//   count_seen    per chunk of CHUNK keys: how many are visible to anybody, lowest start, highest stop
+//   compact_seen  those keys in order: index, interval (CAUSAL applied); where each chunk's begin
+//   tile_lists    per tile of `queries` positions: its full keys in order from the front of its list, its partial
+//                 keys in order from the back, and the two counts              (a mask with few keys per tile)
+//   summarize     per BLOCK_N compacted keys: lowest and highest start and stop (any other mask)
+//
+// Prelude: CAUSAL, BLOCK_N.
+#include "arch.cuh"
+#include "scan.cuh"
+
+struct ListParams {
+    const int* start;
+    const int* stop;
+    int4* chunk_info;   // (rows, chunks): keys, lowest start, highest stop, keys of earlier chunks
+    int* seen;          // (rows, key_length): compacted indices
+    int2* interval;     // (rows, key_length): their start and stop
+    int* seen_count;    // (rows)
+    int* list;          // (rows, tiles, capacity)
+    int* list_lengths;  // (rows, tiles, 2): full, all
+    int4* summaries;    // (rows, ceil(key_length / BLOCK_N)): lowest start, highest start, lowest stop, highest stop
+    long long start_batch, start_head, stop_batch, stop_head;  // strides, in elements; 0 where an axis broadcasts
+    int heads;  // of the mask: row = batch * heads + head
+    int key_length, query_length, chunks, queries, tiles, capacity, summary_blocks;
+};
+
+constexpr int THREADS = 256;
+constexpr int OWN = 8;  // consecutive keys of a thread
+constexpr int CHUNK = THREADS * OWN;
+
+__device__ __forceinline__ int2 interval_of(const ListParams& p, long long row, int j) {
+    if (j >= p.key_length) return make_int2(0, 0);
+    const long long batch = row / p.heads, head = row % p.heads;
+    const int start = p.start[batch * p.start_batch + head * p.start_head + j];
+    return make_int2(CAUSAL ? max(start, j) : start, p.stop[batch * p.stop_batch + head * p.stop_head + j]);
+}
+
+__device__ __forceinline__ int block_min(int value, int (&warp_values)[32]) {
+    value = __reduce_min_sync(ALL_LANES, value);
+    __syncthreads();  // the values of an earlier call have been read
+    if ((threadIdx.x & 31) == 0) warp_values[threadIdx.x / 32] = value;
+    __syncthreads();  // every warp's value is in place
+    for (int w = 0; w < THREADS / 32; ++w) value = min(value, warp_values[w]);
+    return value;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) count_seen(const ListParams p) {
+    __shared__ int warp_values[32];
+    const long long row = blockIdx.x / p.chunks;
+    const int c = blockIdx.x % p.chunks;
+    int count = 0, lowest_start = NEVER, highest_stop = INT_LOWEST, total;
+#pragma unroll
+    for (int k = 0; k < OWN; ++k) {
+        const int2 v = interval_of(p, row, c * CHUNK + k * THREADS + threadIdx.x);
+        if (v.x >= v.y) continue;
+        ++count;
+        lowest_start = min(lowest_start, v.x);
+        highest_stop = max(highest_stop, v.y);
+    }
+    exclusive_sum<THREADS>(count, total, warp_values);
+    lowest_start = block_min(lowest_start, warp_values);
+    highest_stop = ~block_min(~highest_stop, warp_values);  // ~x reverses the order without overflow
+    if (threadIdx.x == 0) p.chunk_info[blockIdx.x] = make_int4(total, lowest_start, highest_stop, 0);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) compact_seen(const ListParams p) {
+    __shared__ int warp_values[32];
+    const long long row = blockIdx.x / p.chunks;
+    const int c = blockIdx.x % p.chunks;
+    int earlier = 0, offset, total;
+    for (int i = threadIdx.x; i < c; i += THREADS) earlier += p.chunk_info[row * p.chunks + i].x;
+    exclusive_sum<THREADS>(earlier, offset, warp_values);
+
+    int2 own[OWN];
+    int count = 0;
+#pragma unroll
+    for (int k = 0; k < OWN; ++k) {
+        own[k] = interval_of(p, row, c * CHUNK + threadIdx.x * OWN + k);
+        count += own[k].x < own[k].y;
+    }
+    long long place = row * p.key_length + offset + exclusive_sum<THREADS>(count, total, warp_values);
+#pragma unroll
+    for (int k = 0; k < OWN; ++k)
+        if (own[k].x < own[k].y) {
+            p.seen[place] = c * CHUNK + threadIdx.x * OWN + k;
+            p.interval[place++] = own[k];
+        }
+    if (threadIdx.x == 0) {
+        p.chunk_info[blockIdx.x].w = offset;
+        if (c == p.chunks - 1) p.seen_count[row] = offset + total;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParams p) {
+    __shared__ int warp_values[32];
+    constexpr int STEP = 4;  // consecutive compacted keys of a thread
+    const long long row = blockIdx.x / p.tiles;
+    const int tile = blockIdx.x % p.tiles;
+    const int first_position = tile * p.queries + p.key_length - p.query_length;
+    const int last_position = min((tile + 1) * p.queries, p.query_length) - 1 + p.key_length - p.query_length;
+
+    // Only chunks between the first and the last that meet the tile are looked at.
+    int first_chunk = NEVER, last_chunk = -1;
+    for (int c = threadIdx.x; c < p.chunks; c += THREADS) {
+        const int4 info = p.chunk_info[row * p.chunks + c];
+        if (info.x == 0 || info.y > last_position || info.z <= first_position) continue;
+        first_chunk = min(first_chunk, c);
+        last_chunk = c;
+    }
+    first_chunk = block_min(first_chunk, warp_values);
+    last_chunk = ~block_min(~last_chunk, warp_values);
+    int begin = 0, end = 0;
+    if (first_chunk <= last_chunk) {
+        const int4 last = p.chunk_info[row * p.chunks + last_chunk];
+        begin = p.chunk_info[row * p.chunks + first_chunk].w;
+        end = last.w + last.x;
+    }
+
+    int* list = p.list + (long long)blockIdx.x * p.capacity;
+    const long long base = row * p.key_length;
+    int full = 0, partial = 0;
+    for (int at = begin; at < end; at += THREADS * STEP) {
+        int kind[STEP];  // 0: not seen by the tile, 1: by all of it, 1 << 16: by some of it
+        int counts = 0, totals;
+#pragma unroll
+        for (int k = 0; k < STEP; ++k) {
+            const int i = at + threadIdx.x * STEP + k;
+            const int2 v = i < end ? p.interval[base + i] : make_int2(0, 0);
+            const bool seen = v.x < v.y && v.x <= last_position && v.y > first_position;
+            kind[k] = !seen ? 0 : v.x <= first_position && v.y > last_position ? 1 : 1 << 16;
+            counts += kind[k];
+        }
+        counts = exclusive_sum<THREADS>(counts, totals, warp_values);  // both counts in one sum
+        int full_place = full + (counts & 0xffff), partial_place = partial + (counts >> 16);
+#pragma unroll
+        for (int k = 0; k < STEP; ++k) {
+            if (kind[k] == 0) continue;
+            const int place = kind[k] == 1 ? full_place++ : p.capacity - 1 - partial_place++;
+            if (place >= 0 && place < p.capacity) list[place] = p.seen[base + at + threadIdx.x * STEP + k];
+        }
+        full += totals & 0xffff;
+        partial += totals >> 16;
+    }
+    if (threadIdx.x == 0) {
+        p.list_lengths[2LL * blockIdx.x] = full;
+        p.list_lengths[2LL * blockIdx.x + 1] = full + partial;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) summarize(const ListParams p) {
+    constexpr int WARPS = THREADS / 32;  // a warp takes one block of keys
+    const int parts = (p.summary_blocks + WARPS - 1) / WARPS;
+    const long long row = blockIdx.x / parts;
+    const int block = blockIdx.x % parts * WARPS + threadIdx.x / 32;
+    if (block >= p.summary_blocks) return;
+    const int end = min(p.seen_count[row], (block + 1) * BLOCK_N);
+    int4 s = make_int4(NEVER, INT_LOWEST, NEVER, INT_LOWEST);
+    for (int i = block * BLOCK_N + (threadIdx.x & 31); i < end; i += 32) {
+        const int2 v = p.interval[row * p.key_length + i];
+        s = make_int4(min(s.x, v.x), max(s.y, v.x), min(s.z, v.y), max(s.w, v.y));
+    }
+    s.x = __reduce_min_sync(ALL_LANES, s.x);
+    s.y = __reduce_max_sync(ALL_LANES, s.y);
+    s.z = __reduce_min_sync(ALL_LANES, s.z);
+    s.w = __reduce_max_sync(ALL_LANES, s.w);
+    if ((threadIdx.x & 31) == 0) p.summaries[row * p.summary_blocks + block] = s;
+}

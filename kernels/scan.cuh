@@ -1,0 +1,113 @@
+// Sums and selections that a whole block computes together.
+#pragma once
+#include "arch.cuh"
+
+using Ranked = unsigned long long;  // a key's rank in its upper half, its row in the lower; 0: no candidate
+
+// Exclusive running sum over the block's threads of `value`; `total` of all. Contains two barriers.
+template <int threads>
+__device__ __forceinline__ int exclusive_sum(int value, int& total, int (&warp_sums)[32]) {
+    const int lane = threadIdx.x & 31;
+    int sum = value;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance <<= 1) {
+        const int below = __shfl_up_sync(ALL_LANES, sum, distance);
+        if (lane >= distance) sum += below;
+    }
+    __syncthreads();  // the sums of an earlier call have been read
+    if (lane == 31) warp_sums[threadIdx.x / 32] = sum;
+    __syncthreads();  // every warp's sum is in place
+    int before = 0;
+    total = 0;
+#pragma unroll
+    for (int w = 0; w < threads / 32; ++w) {
+        if (w < static_cast<int>(threadIdx.x) / 32) before += warp_sums[w];
+        total += warp_sums[w];
+    }
+    return before + sum - value;
+}
+
+constexpr int DIGIT_BITS = 11;
+
+struct SelectShared {
+    int histogram[1 << DIGIT_BITS];
+    int warp_sums[32];
+    Ranked any, all;  // OR and AND of all candidates
+    int digit, above, inside;
+};
+
+struct Selection {
+    Ranked threshold;  // exactly `count` candidates are >= threshold
+    int count;         // min(wanted, candidates)
+};
+
+// The `wanted` highest of entry(0 .. n-1), 0 meaning no candidate, all candidates different. Radix selection: each pass
+// fixes up to 11 bits, from the highest bit in which candidates differ, and ends when a digit holds just what is
+// missing. All threads of the block call it and get the same answer.
+template <int threads, typename Entry>
+__device__ Selection select_highest(const Entry& entry, int n, int wanted, SelectShared& shared) {
+    __syncthreads();  // an earlier selection's results have been read
+    if (threadIdx.x == 0) {
+        shared.any = 0;
+        shared.all = ~0ull;
+    }
+    Ranked any = 0, all = ~0ull;
+    int candidates = 0;
+    for (int i = threadIdx.x; i < n; i += threads) {
+        const Ranked e = entry(i);
+        if (e == 0) continue;
+        ++candidates;
+        any |= e;
+        all &= e;
+    }
+    int total;
+    exclusive_sum<threads>(candidates, total, shared.warp_sums);  // its barriers also protect any and all
+    if (total <= wanted) return {1, total};
+    if (wanted <= 0) return {~0ull, 0};
+#pragma unroll
+    for (int distance = 16; distance > 0; distance >>= 1) {
+        any |= __shfl_xor_sync(ALL_LANES, any, distance);
+        all &= __shfl_xor_sync(ALL_LANES, all, distance);
+    }
+    if ((threadIdx.x & 31) == 0) {
+        atomicOr(&shared.any, any);
+        atomicAnd(&shared.all, all);
+    }
+    __syncthreads();  // any and all are complete
+    int top = 63 - __clzll(static_cast<long long>(shared.any ^ shared.all));  // highest bit not yet fixed
+    Ranked prefix = top == 63 ? 0 : shared.any >> (top + 1) << (top + 1);
+    int missing = wanted;
+
+    constexpr int BINS = 1 << DIGIT_BITS, OWN = BINS / threads;
+    while (true) {
+        const int shift = max(0, top - DIGIT_BITS + 1);
+        for (int i = threadIdx.x; i < BINS; i += threads) shared.histogram[i] = 0;
+        __syncthreads();  // the histogram is empty
+        for (int i = threadIdx.x; i < n; i += threads) {
+            const Ranked e = entry(i);
+            if (e == 0 || (top < 63 && (e ^ prefix) >> (top + 1) != 0)) continue;
+            atomicAdd(&shared.histogram[(e >> shift) & ((2 << (top - shift)) - 1)], 1);
+        }
+        __syncthreads();  // the histogram is complete
+        int own = 0;
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) own += shared.histogram[BINS - 1 - (threadIdx.x * OWN + i)];
+        int above = exclusive_sum<threads>(own, total, shared.warp_sums);
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+            const int digit = BINS - 1 - (threadIdx.x * OWN + i), inside = shared.histogram[digit];
+            if (above < missing && missing <= above + inside) {
+                shared.digit = digit;
+                shared.above = above;
+                shared.inside = inside;
+            }
+            above += inside;
+        }
+        __syncthreads();  // the digit of the wanted-th candidate is known
+        missing -= shared.above;
+        prefix |= static_cast<Ranked>(shared.digit) << shift;
+        if (shared.inside == missing || shift == 0) return {prefix, wanted};
+        top = shift - 1;
+        // The next round's barrier after clearing also keeps digit, above and inside until all have read them.
+    }
+}

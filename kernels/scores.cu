@@ -1,0 +1,111 @@
+// Key scores: score[b,h,j] = exp(A[h] * softplus(dt)) or A[h] * softplus(dt),
+//             dt = sum over (g, d) of value[b,j,g,d] * dt_proj[h, g*D + d]  (+ dt_bias[h]).
+//
+// value    // (B, Lk, Hkv, D) VALUE, any batch, row and head strides
+// dt_proj  // (Hkv, Hkv * D) WEIGHT, any row stride      A, dt_bias // (Hkv) f32
+// score    // (B, Hkv, Lk) f32, contiguous; accumulated in float32
+//
+// A block owns BLOCK_KEYS keys and HEAD_TILE heads, whose weights pass through shared memory CHANNELS at a time. A warp
+// takes 32 / HEAD_TILE keys; its lanes share the channels, keep one partial sum per key and head, and are summed so
+// that every lane ends with one finished (key, head), which it writes.
+//
+// Prelude: VALUE, WEIGHT, HEAD_DIM, KV_HEADS, HEAD_TILE (1, 2, 4 or 8), VECTOR (4 numbers a load, else 1), EXP_FORM.
+#include "arch.cuh"
+
+struct ScoreParams {
+    const VALUE* value;
+    const WEIGHT* dt_proj;
+    const float* A;
+    const float* dt_bias;  // or null
+    float* score;
+    long long value_batch, value_row, value_head;  // strides, in elements
+    long long weight_row;
+    int key_length, key_blocks;
+};
+
+constexpr int WARPS = 8;
+constexpr int KEYS = 32 / HEAD_TILE;  // of a warp at a time
+constexpr int ROUNDS = HEAD_TILE == 8 ? 4 : 1;
+constexpr int BLOCK_KEYS = WARPS * KEYS * ROUNDS;
+constexpr int WIDTH = VECTOR ? 4 : 1;
+constexpr int ALL_CHANNELS = KV_HEADS * HEAD_DIM;
+constexpr int CHANNELS = ALL_CHANNELS < 1024 ? (ALL_CHANNELS + 3) / 4 * 4 : 1024;
+
+struct alignas(4 * sizeof(VALUE)) Four {
+    VALUE x[4];
+};
+
+// Sums 2 * half values over the warp, half of them in each half of the lanes; after the call with half = 16 lane i holds
+// the sum of every lane's values[i] in values[0].
+template <int half>
+__device__ __forceinline__ void transpose_sum(float (&values)[32]) {
+    const bool upper = threadIdx.x & half;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+        const float sent = upper ? values[i] : values[i + half], kept = upper ? values[i + half] : values[i];
+        values[i] = kept + __shfl_xor_sync(ALL_LANES, sent, half);
+    }
+    if constexpr (half > 1) transpose_sum<half / 2>(values);
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32) key_scores(const ScoreParams p) {
+    __shared__ __align__(16) float weights[HEAD_TILE][CHANNELS];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+    const int batch = blockIdx.x / p.key_blocks, first_head = blockIdx.y * HEAD_TILE;
+    const long long first_key = (long long)(blockIdx.x % p.key_blocks) * BLOCK_KEYS + warp * KEYS * ROUNDS;
+    const VALUE* values = p.value + batch * p.value_batch;
+
+    float sums[ROUNDS][32] = {};
+    for (int base = 0; base < ALL_CHANNELS; base += CHANNELS) {
+        const int count = min(CHANNELS, ALL_CHANNELS - base);
+        __syncthreads();  // everybody is done with the weights of the channels before
+        for (int i = threadIdx.x; i < HEAD_TILE * count; i += WARPS * 32) {
+            const int head = first_head + i / count, c = i % count;
+            weights[i / count][c] =
+                head < KV_HEADS ? to_float(p.dt_proj[head * p.weight_row + base + c]) : 0.0f;
+        }
+        __syncthreads();  // the weights are in place
+#pragma unroll
+        for (int round = 0; round < ROUNDS; ++round) {
+            for (int c = lane * WIDTH; c < count; c += 32 * WIDTH) {
+                const VALUE* column = values + (base + c) / HEAD_DIM * p.value_head + (base + c) % HEAD_DIM;
+                float x[KEYS][WIDTH];
+#pragma unroll
+                for (int k = 0; k < KEYS; ++k) {
+                    const long long key = first_key + round * KEYS + k;
+#if VECTOR
+                    Four four = {};
+                    if (key < p.key_length) four = *reinterpret_cast<const Four*>(column + key * p.value_row);
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) x[k][i] = to_float(four.x[i]);
+#else
+                    x[k][0] = key < p.key_length ? to_float(column[key * p.value_row]) : 0.0f;
+#endif
+                }
+#pragma unroll
+                for (int h = 0; h < HEAD_TILE; ++h) {
+                    float w[WIDTH];
+#pragma unroll
+                    for (int i = 0; i < WIDTH; ++i) w[i] = weights[h][c + i];
+#pragma unroll
+                    for (int k = 0; k < KEYS; ++k)
+#pragma unroll
+                        for (int i = 0; i < WIDTH; ++i)
+                            sums[round][k * HEAD_TILE + h] = fmaf(x[k][i], w[i], sums[round][k * HEAD_TILE + h]);
+                }
+            }
+        }
+    }
+    const int head = first_head + lane % HEAD_TILE;
+#pragma unroll
+    for (int round = 0; round < ROUNDS; ++round) {
+        transpose_sum<16>(sums[round]);
+        float dt = sums[round][0];
+        const long long key = first_key + round * KEYS + lane / HEAD_TILE;
+        if (key >= p.key_length || head >= KV_HEADS) continue;
+        if (p.dt_bias != nullptr) dt += p.dt_bias[head];
+        const float softplus = dt > 20.0f ? dt : log1pf(expf(dt));  // e^-20 is below half a unit in the last place
+        const float linear = p.A[head] * softplus;
+        p.score[((long long)batch * KV_HEADS + head) * p.key_length + key] = EXP_FORM ? expf(linear) : linear;
+    }
+}

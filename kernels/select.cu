@@ -1,0 +1,220 @@
+// Exact prefix top-w: stop[j] = the first position at which `window` better-ranked keys exist; j if there are that many
+// before position j already (never visible) or the key is no candidate; NEVER if it outlives the sequence.
+// Rank: (score, j), highest first; NaN above everything, -0 = +0. With DOCUMENTS a key competes only with keys of its
+// own document, and `document` holds the row of the document's first key.
+//
+// score    // (B, Hkv, Lk) f32, any strides       padding // (1|B, Lk) bytes, 0 = no candidate (PADDING)
+// document // (1|B, Lk) int32 (DOCUMENTS)         stop    // (B, Hkv, Lk) int32, contiguous
+//
+// Three kernels; a row is one (batch, kv head), cut into chunks:
+//   local_top        a chunk's `window` best keys                                         -> local
+//   filter_arrivals  the best of all earlier chunks' lists are what is kept when the chunk begins (kept); keys of the
+//                    chunk below the last of them are never visible, the others arrive    -> kept, arrivals, stop
+//   sweep_arrivals   a block takes ARRIVALS arrivals of a chunk: what is kept before the first of them, which of it can
+//                    die under so many arrivals, and for each of these and of the arrivals the time of the n-th
+//                    better arrival, n = window - (kept keys that are better)             -> stop
+// A key that dies does so in one block, which writes its stop; all else was written by filter_arrivals.
+//
+// Prelude: DOCUMENTS, PADDING.
+#include "arch.cuh"
+#include "scan.cuh"
+
+struct SelectParams {
+    const float* score;
+    const unsigned char* padding;
+    const int* document;
+    Ranked* local;        // (rows, chunks, local_capacity), unordered, padded with 0
+    Ranked* kept;         // (rows, chunks, window), unordered
+    int* kept_count;      // (rows, chunks)
+    Ranked* arrivals;     // (rows, chunks, chunk), by position
+    int* arrival_count;   // (rows, chunks)
+    int* stop;
+    long long score_batch, score_head, score_key;  // strides, in elements
+    long long padding_batch, document_batch;
+    int kv_heads, key_length, window, chunk, chunks, local_capacity;
+};
+
+constexpr int THREADS = 512;
+constexpr int ARRIVALS = 256;
+
+// Scores as unsigned integers of the same order; never 0.
+__device__ __forceinline__ unsigned ordered(float score) {
+    if (isnan(score)) return 0xffffffffu;
+    const unsigned bits = __float_as_uint(score + 0.0f);  // -0 becomes +0
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+struct Row {
+    const SelectParams& p;
+    int row, batch;
+    const float* score;
+
+    __device__ Row(const SelectParams& p, int row)
+        : p(p), row(row), batch(row / p.kv_heads),
+          score(p.score + batch * p.score_batch + row % p.kv_heads * p.score_head) {}
+
+    __device__ __forceinline__ Ranked ranked(int j) const {
+#if PADDING
+        if (p.padding[batch * p.padding_batch + j] == 0) return 0;
+#endif
+        return static_cast<Ranked>(ordered(score[j * p.score_key])) << 32 | static_cast<unsigned>(j);
+    }
+
+    // Row of the first key that key j competes with.
+    __device__ __forceinline__ int since(int j) const {
+#if DOCUMENTS
+        return p.document[batch * p.document_batch + j];
+#else
+        return 0;
+#endif
+    }
+
+    __device__ __forceinline__ long long chunk(int c) const { return (long long)row * p.chunks + c; }
+};
+
+__device__ __forceinline__ int key_of(Ranked e) { return static_cast<int>(e & 0xffffffffu); }
+
+extern "C" __global__ void __launch_bounds__(THREADS) local_top(const SelectParams p) {
+    __shared__ SelectShared shared;
+    __shared__ int stored;
+    const int c = blockIdx.x % p.chunks;
+    const Row row(p, blockIdx.x / p.chunks);
+    if (c == p.chunks - 1) return;  // nothing comes after it
+    const int first = c * p.chunk;  // every chunk but the last is whole
+    const int since = row.since(first + p.chunk - 1);
+    auto entry = [&](int i) { return first + i >= since ? row.ranked(first + i) : 0; };
+    const Selection best = select_highest<THREADS>(entry, p.chunk, p.window, shared);
+
+    Ranked* local = p.local + row.chunk(c) * p.local_capacity;
+    if (threadIdx.x == 0) stored = 0;
+    __syncthreads();  // the counter is 0
+    for (int i = threadIdx.x; i < p.chunk; i += THREADS) {
+        const Ranked e = entry(i);
+        if (e != 0 && e >= best.threshold) local[atomicAdd(&stored, 1)] = e;
+    }
+    for (int i = best.count + threadIdx.x; i < p.local_capacity; i += THREADS) local[i] = 0;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) filter_arrivals(const SelectParams p) {
+    __shared__ SelectShared shared;
+    __shared__ int stored;
+    const int c = p.chunks - 1 - blockIdx.x % p.chunks;  // the longest first
+    const Row row(p, blockIdx.x / p.chunks);
+    const int first = c * p.chunk, count = min(p.chunk, p.key_length - first), since = row.since(first);
+
+    const Ranked* lists = p.local + row.chunk(0) * p.local_capacity;
+    auto entry = [&](int i) { return key_of(lists[i]) >= since ? lists[i] : 0; };
+    const int listed = c * p.local_capacity;
+    const Selection best = select_highest<THREADS>(entry, listed, p.window, shared);
+    if (threadIdx.x == 0) {
+        stored = 0;
+        p.kept_count[row.chunk(c)] = best.count;
+    }
+    __syncthreads();  // the counter is 0
+    Ranked* kept = p.kept + row.chunk(c) * p.window;
+    for (int i = threadIdx.x; i < listed; i += THREADS) {
+        const Ranked e = entry(i);
+        if (e != 0 && e >= best.threshold) kept[atomicAdd(&stored, 1)] = e;
+    }
+
+    // Arrivals, in order of position: a thread looks at consecutive keys, a round at THREADS * OWN of them.
+    constexpr int OWN = 4;
+    int arrived = 0;
+    Ranked* arrivals = p.arrivals + row.chunk(c) * p.chunk;
+    int* stop = p.stop + (long long)row.row * p.key_length;
+    for (int base = 0; base < count; base += THREADS * OWN) {
+        Ranked own[OWN];
+        int passing = 0, total;
+#pragma unroll
+        for (int k = 0; k < OWN; ++k) {
+            const int i = base + threadIdx.x * OWN + k, j = first + i;
+            own[k] = i < count ? row.ranked(j) : 0;
+            const bool rival = best.count == p.window && row.since(min(j, p.key_length - 1)) == since;
+            if (rival && own[k] < best.threshold) own[k] = 0;
+            passing += own[k] != 0;
+        }
+        int place = arrived + exclusive_sum<THREADS>(passing, total, shared.warp_sums);
+#pragma unroll
+        for (int k = 0; k < OWN; ++k) {
+            const int i = base + threadIdx.x * OWN + k;
+            if (own[k] != 0) arrivals[place++] = own[k];
+            if (i < count) stop[first + i] = own[k] != 0 ? NEVER : first + i;
+        }
+        arrived += total;
+    }
+    if (threadIdx.x == 0) p.arrival_count[row.chunk(c)] = arrived;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) sweep_arrivals(const SelectParams p) {
+    __shared__ SelectShared shared;
+    __shared__ Ranked mortal[ARRIVALS], arriving[ARRIVALS];  // kept keys that can die; arrivals by position
+    __shared__ int document[ARRIVALS];
+    __shared__ int stored;
+    const int parts = (p.chunk + ARRIVALS - 1) / ARRIVALS;
+    const int part = blockIdx.x % parts, c = blockIdx.x / parts % p.chunks;
+    const Row row(p, blockIdx.x / parts / p.chunks);
+    const int before = part * ARRIVALS, coming = min(ARRIVALS, p.arrival_count[row.chunk(c)] - before);
+    if (coming <= 0) return;
+
+    // What is kept when the first arrival comes: the best of the chunk's kept set and the arrivals before it.
+    const Ranked* kept = p.kept + row.chunk(c) * p.window;
+    const Ranked* arrivals = p.arrivals + row.chunk(c) * p.chunk;
+    const int kept_count = p.kept_count[row.chunk(c)], since = row.since(key_of(arrivals[before]));
+    auto entry = [&](int i) {
+        const Ranked e = i < kept_count ? kept[i] : arrivals[i - kept_count];
+        return key_of(e) >= since ? e : 0;
+    };
+    const int candidates = kept_count + before;
+    const Selection held = select_highest<THREADS>(entry, candidates, p.window, shared);
+    const int mortals = min(held.count, coming - (p.window - held.count));  // each arrival pushes out one at most
+    if (mortals <= 0 && coming <= p.window) return;
+    const int safe = held.count - max(mortals, 0);
+    const Selection secure = select_highest<THREADS>(entry, candidates, safe, shared);
+    if (threadIdx.x == 0) stored = 0;
+    __syncthreads();  // the counter is 0
+    for (int i = threadIdx.x; i < candidates; i += THREADS) {
+        const Ranked e = entry(i);
+        if (e != 0 && e >= held.threshold && e < secure.threshold) mortal[atomicAdd(&stored, 1)] = e;
+    }
+    if (threadIdx.x < ARRIVALS) {
+        const Ranked e = threadIdx.x < coming ? arrivals[before + threadIdx.x] : 0;
+        arriving[threadIdx.x] = e;
+        document[threadIdx.x] = e != 0 ? row.since(key_of(e)) : -1;
+    }
+    __syncthreads();  // mortal and arriving are complete
+
+    const bool arrives = threadIdx.x >= ARRIVALS;
+    const int mine = threadIdx.x & (ARRIVALS - 1);
+    if (mine >= (arrives ? coming : stored)) return;
+    const Ranked e = arrives ? arriving[mine] : mortal[mine];
+    const int own_document = arrives ? document[mine] : since;
+
+    int better = 0;  // keys kept at the start that rank above e; too many for e above a safe key, which cannot die here
+    if (own_document == since) {
+        better = safe;
+        for (int i = 0; i < stored; ++i) better += mortal[i] > e;
+    }
+    int remaining = p.window - better;  // better arrivals that e survives not
+    int fatal = remaining <= 0 ? 0 : ARRIVALS;
+    for (int base = 0; base < coming && fatal == ARRIVALS; base += 32) {
+        unsigned above = 0;
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+            bool counts = arriving[base + i] > e;
+#if DOCUMENTS
+            counts = counts && document[base + i] == own_document;
+#endif
+            above |= static_cast<unsigned>(counts) << i;
+        }
+        const int count = __popc(above);
+        if (count >= remaining) {
+            for (; remaining > 1; --remaining) above &= above - 1;
+            fatal = base + __ffs(above) - 1;
+        } else {
+            remaining -= count;
+        }
+    }
+    if (fatal == ARRIVALS) return;
+    const int j = key_of(e), time = key_of(arriving[fatal]);
+    p.stop[(long long)row.row * p.key_length + j] = max(time, j);  // before its own arrival: never visible
+}
