@@ -152,15 +152,13 @@ class Benchmark:
         self.dt_proj = normal(case.kv_heads, width) * width**-0.5
         self.A = torch.ones(case.kv_heads, device=device)
 
-    def record(self, who: str, stage: str, call: Any, setup: Any = None, note: str = "", memory: bool = True) -> None:
+    def record(self, who: str, stage: str, call: Any, setup: Any = None, note: str = "") -> None:
         from benchmarks import measure
 
         ms, how = measure.gpu_ms(call, setup)
         row = {"who": who, "stage": stage, "ms": ms, "timing": how, "note": note}
-        if memory:
-            if setup is not None:
-                setup()
-            row["peak_bytes"] = measure.peak_bytes(call)
+        (setup or call)()  # what is kept between calls is there before, unless the setup takes it away
+        row["peak_bytes"] = measure.peak_bytes(call)
         if stage in ("attention", "lists+attention", "total"):
             flop = 4 * self.case.head_dim / ms / 1e9
             row |= {"effective_tflops": flop * self.case.causal_pairs, "needed_tflops": flop * self.case.kept_pairs}

@@ -41,16 +41,18 @@ def warmup(args: argparse.Namespace) -> int:
             return complain(f"there is no GPU here ({error}); name an architecture with --arch, such as --arch sm_90a")
     from tqdm import tqdm
 
+    from cupy_dma import jit
     from cupy_dma.backends.cuda import warmup_jobs
 
     jobs = warmup_jobs(args.head_dim, args.dtype, args.group)
-    with tqdm(jobs, unit="kernel", leave=False, disable=None) as bar:
+    options = {} if args.arch is None else {"arch": args.arch}
+    with tqdm(jobs, unit="kernel", leave=False, disable=None) as bar:  # NVRTC takes one at a time, also from threads
         for label, compile_kernel in bar:
-            bar.set_description_str(label)
-            if args.arch is None:
-                compile_kernel()
-            else:
-                compile_kernel(arch=args.arch)
+            bar.set_postfix_str(label)
+            try:
+                compile_kernel(**options)
+            except jit.CompileError as error:
+                return complain(str(error))
     print(f"{len(jobs)} kernels are ready" + (f" for {args.arch}" if args.arch else ""))
     return 0
 

@@ -52,6 +52,19 @@ def test_warmup_for_another_architecture(capsys, monkeypatch, tmp_path):
     assert "2 kernels are ready for sm_90a" in capsys.readouterr().out
 
 
+def test_warmup_passes_on_what_the_compiler_says(capsys, monkeypatch):
+    pytest.importorskip("cupy")
+    from cupy_dma import jit
+    from cupy_dma.backends import cuda
+
+    def job(arch=None):
+        raise jit.CompileError(f"no such architecture as {arch}")
+
+    monkeypatch.setattr(cuda, "warmup_jobs", lambda *_: [("a kernel", job)])
+    assert cli.main(["warmup", "--arch", "sm_1"]) == 2
+    assert "no such architecture as sm_1" in capsys.readouterr().err
+
+
 def test_clear_cache_counts_what_it_removes(capsys, monkeypatch, tmp_path):
     pytest.importorskip("cupy_dma.jit")
     monkeypatch.setenv("CUPY_DMA_CACHE_DIR", str(tmp_path))
