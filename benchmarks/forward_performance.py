@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import json
 import sys
 import time
@@ -295,11 +296,14 @@ def run(args: argparse.Namespace) -> int:
 
     from benchmarks import measure, render
 
+    gc.collect()
+    gc.freeze()  # every graph capture collects garbage, which must not walk all modules each time
     started = time.monotonic()
     deadline = started + args.seconds
     chosen = cases(args.set, args.quick)
     result: dict[str, Any] = {"method": __doc__, "timing": measure.__doc__, "arguments": vars(args),
                               **measure.machine(), "cases": []}
+    result["commit"] = args.commit or result["commit"]
     result["host_us"] = host_times()
     # FlexAttention compiles for every shape: last, so that a short time limit cuts it off first.
     compiled = [case for case in chosen if case.flex and not args.quick]
@@ -341,6 +345,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument("--quick", action="store_true", help="few cases, no FlexAttention")
     options.add_argument("--seconds", type=float, default=240, help="after this time no peer is started (default: 240)")
     options.add_argument("--out", default=str(RESULTS), help="folder of the JSON and the chart")
+    options.add_argument("--commit", help="recorded as the commit where the tree is a copy without its history")
     options.add_argument("--table", action="store_true", help="print the README's table from the recorded results")
     options.add_argument("--update-readme", action="store_true", help="put that table into README.md")
     args = options.parse_args(arguments)
