@@ -16,7 +16,7 @@ from cupy_dma import backends, checks
 from cupy_dma import scores as scores_module
 from cupy_dma.arrays import Operand, describe
 from cupy_dma.masks import IntervalMask
-from cupy_dma.selection import top_w
+from cupy_dma.selection import check_candidates, select
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,32 +143,33 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
     """
     q, k, v = _describe_qkv(query, key, value)
     scale, softcap, causal, deterministic = _options(q, scale, softcap, causal, deterministic)
-    checks.whole(window, "window", 1)
+    window = checks.whole(window, "window", 1)
     checks.choice(keys, "keys", ("prefix", "global"))
     if keys == "prefix" and not causal:
         raise ValueError("causal=False needs keys='global', got keys='prefix', which is causal by construction")
     if (scores is None) == (dt_proj is None):
         raise ValueError(f"give either scores or dt_proj and A, got {'neither' if scores is None else 'both'}")
+    module = backends.choose(backend, (q,))
     if scores is None:
         if A is None:
             raise ValueError("A must be given with dt_proj, got None")
         recipe = scores_module.prepare(value, dt_proj, A, dt_bias, form)
-        checks.require_no_grad((q, k, v))
         checks.require_same_place((q, recipe[1]))
-        module = backends.choose(backend, (q,))
-        ranked = replace(describe(module.key_scores(*recipe), "scores"), library=recipe[0].library)
+        checks.require_no_grad((q, k, v))
+        candidates = check_candidates(padding, documents, q, k.shape[0], k.shape[1])
+        ranked = replace(describe(module.key_scores(*recipe), "scores"), library=k.library)
     else:
-        given = {"A": A, "dt_bias": dt_bias}
-        extra = [name for name, argument in given.items() if argument is not None]
+        extra = [name for name, argument in (("A", A), ("dt_bias", dt_bias)) if argument is not None]
         if extra:
             raise ValueError(f"{' and '.join(extra)} must come with dt_proj, got scores")
         ranked = describe(scores, "scores")
         checks.one_of_types(ranked)
         checks.has_shape(ranked, "(B, Hkv, Lk)", ((k.shape[0],), (k.shape[2], q.shape[2]), (k.shape[1],)))
+        checks.rows_contiguous(ranked)
         checks.require_same_place((q, ranked))
         checks.require_no_grad((q, k, v, ranked))
-        module = backends.choose(backend, (q,))
-    mask = top_w(ranked, window, keys, padding, documents, backend)
+        candidates = check_candidates(padding, documents, q, k.shape[0], k.shape[1])
+    mask = select(ranked, window, keys, candidates, module)
     call = AttentionCall(q, k, v, mask, _key_bias(ranked), causal and keys == "global", scale, softcap, deterministic)
     return _run(call, return_lse, module)
 
@@ -241,14 +242,15 @@ def _bias(bias: Any, q: Operand, k: Operand) -> Operand:
     operand = describe(bias, "bias")
     checks.one_of_types(operand)
     batch, heads, queries, keys = _allowed(q, k)
-    if len(operand.shape) == 3:
+    is_key_bias = len(operand.shape) == 3
+    if is_key_bias:
         checks.has_shape(operand, "(1|B, 1|Hkv|H, 1|Lk)", (batch, heads, keys))
     else:
-        checks.has_shape(operand, "(1|B, 1|Hkv|H, 1|Lq, 1|Lk)", (batch, heads, queries, keys))
+        checks.has_shape(operand, "(1|B, 1|Hkv|H, 1|Lk) or (1|B, 1|Hkv|H, 1|Lq, 1|Lk)", (batch, heads, queries, keys))
     if operand.strides[-1] != 1:
         checks.rows_contiguous(operand)
     checks.require_same_place((q, operand))
-    return _key_bias(operand) if len(operand.shape) == 3 else checks.with_axes(operand, 4)
+    return _key_bias(operand) if is_key_bias else checks.with_axes(operand, 4)
 
 
 def _key_bias(scores: Operand) -> Operand:

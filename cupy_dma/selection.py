@@ -7,13 +7,39 @@ own position to ``stop_j``, the first position at which ``w`` better keys exist.
 """
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 from cupy_dma import backends, checks
 from cupy_dma.arrays import Library, Operand, describe
 from cupy_dma.documents import DocumentRuns, document_runs
 from cupy_dma.masks import EVER, NEVER, IntervalMask
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """Which keys may be kept: ``padding`` bool ``(1|B, Lk)``, True = real, and the documents to select within."""
+
+    padding: Operand | None
+    runs: DocumentRuns | None
+
+
+def check_candidates(padding: Any, documents: Any, like: Operand, batch: int, length: int) -> Candidates:
+    """The checked ``padding`` and ``documents`` of ``top_w``, of ``like``'s library and device."""
+    real = None if padding is None else describe(padding, "padding")
+    packed = None if documents is None else describe(documents, "documents")
+    checks.require_same_place((like, real, packed))
+    if real is not None:
+        checks.one_of_types(real, ("bool",))
+        checks.has_shape(real, "(1|B, Lk)", ((1, batch), (length,)))
+        checks.rows_contiguous(real)
+        real = checks.with_axes(real, 2)
+    if packed is None:
+        return Candidates(real, None)
+    if packed.ndim == 2:
+        checks.has_shape(packed, "(1|B, Lk)", ((1, batch), (length,)))
+    return Candidates(real, document_runs(packed, length))
 
 
 def top_w(scores: Operand, window: int, keys: str, padding: Any, documents: Any, backend: str | None) -> IntervalMask:
@@ -50,26 +76,30 @@ def top_w(scores: Operand, window: int, keys: str, padding: Any, documents: Any,
     The best keys *of a sliding window* are no interval mask: a key that was pushed out comes back when a better one
     expires. To keep recent keys besides the best ones take the union, ``top_w(...) | sliding_window(...)``.
     """
-    w = checks.whole(window, "window", 1)
+    window = checks.whole(window, "window", 1)
     checks.choice(keys, "keys", ("prefix", "global"))
     checks.one_of_types(scores)
     if scores.ndim != 3:
         raise ValueError(f"scores must have shape (B, Hkv, Lk), got {scores.shape}")
     checks.rows_contiguous(scores)
-    n = scores.shape[2]
-    place, device = scores.library, scores.device
-    real = _padding(padding, scores)
-    runs = _documents(documents, scores)
     module = backends.choose(backend, (scores,))
-    if scores.dtype == "float64" and module.__name__.endswith(".cuda"):
-        raise TypeError("scores must be float16, bfloat16 or float32 on CUDA, got float64 (the numpy backend takes it)")
+    if scores.dtype == "float64" and scores.device.kind == "cuda" and backend != "numpy":
+        raise TypeError("scores must be float16, bfloat16 or float32 on CUDA, got float64 (backend='numpy' takes it)")
+    candidates = check_candidates(padding, documents, scores, scores.shape[0], scores.shape[2])
+    return select(scores, window, keys, candidates, module)
+
+
+def select(scores: Operand, window: int, keys: str, candidates: Candidates, module: ModuleType) -> IntervalMask:
+    """``top_w`` of arguments that have been checked, on the backend ``module``."""
+    place, device, n = scores.library, scores.device, scores.shape[2]
+    real, runs = candidates.padding, candidates.runs
     if checks.wants_values_checked() and not bool(place.xp.isfinite(scores.array).all()):
         raise ValueError("scores must be finite (CUPY_DMA_CHECK=1), got NaN or infinity")
     if scores.dtype in ("float16", "bfloat16"):
         scores = _of(place, place.astype(scores.array, "float32"), "scores")
 
-    everything = w >= n and real is None and runs is None
-    w = min(w, max(n, 1))
+    everything = window >= n and real is None and runs is None
+    w = min(window, max(n, 1))
     if everything:
         stop = place.full(scores.shape, NEVER, "int32", device)
     else:
@@ -96,24 +126,3 @@ def top_w(scores: Operand, window: int, keys: str, padding: Any, documents: Any,
 def _of(place: Library, array: Any, name: str) -> Operand:
     """The Operand of an array made here; it belongs to the caller's library also where that is a DLPack producer."""
     return replace(place.describe(array, name), library=place)
-
-
-def _padding(padding: Any, scores: Operand) -> Operand | None:
-    if padding is None:
-        return None
-    real = describe(padding, "padding")
-    checks.require_same_place((scores, real))
-    checks.one_of_types(real, ("bool",))
-    checks.has_shape(real, "(1|B, Lk)", ((1, scores.shape[0]), (scores.shape[2],)))
-    checks.rows_contiguous(real)
-    return checks.with_axes(real, 2)
-
-
-def _documents(documents: Any, scores: Operand) -> DocumentRuns | None:
-    if documents is None:
-        return None
-    operand = describe(documents, "documents")
-    checks.require_same_place((scores, operand))
-    if operand.ndim == 2:
-        checks.has_shape(operand, "(1|B, Lk)", ((1, scores.shape[0]), (scores.shape[2],)))
-    return document_runs(operand, scores.shape[2])

@@ -68,24 +68,23 @@ using FragmentB = nvcuda::wmma::fragment<nvcuda::wmma::matrix_b, 16, 16, 16, ELE
 using FragmentBT = nvcuda::wmma::fragment<nvcuda::wmma::matrix_b, 16, 16, 16, ELEMENT, nvcuda::wmma::col_major>;
 using Accumulator = nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float>;
 
-// wmma.load from shared memory, `ld` in elements. For half the compiler turns load_matrix_sync into one ldmatrix; for
-// bfloat16 it emits four generic loads (CUDA 13.0), so that type takes the PTX form, which gives the one ldmatrix.
-template <typename Fragment>
-__device__ __forceinline__ void load_fragment(Fragment& fragment, const __half* tile, int ld) {
+// A 16x16 tile of shared memory, `ld` elements from row to row. For half the compiler turns load_matrix_sync into one
+// ldmatrix, for bfloat16 into four generic loads (CUDA 13.0); so bfloat16 is loaded as half: the bits and the places are
+// the same.
+template <typename Use, typename Layout>
+__device__ __forceinline__ void load_fragment(nvcuda::wmma::fragment<Use, 16, 16, 16, __half, Layout>& fragment,
+                                              const __half* tile, int ld) {
     nvcuda::wmma::load_matrix_sync(fragment, tile, ld);
 }
-#define CUPY_DMA_LOAD_BF16(FRAGMENT, OPERAND, LAYOUT)                                                             \
-    __device__ __forceinline__ void load_fragment(FRAGMENT& fragment, const __nv_bfloat16* tile, int ld) {        \
-        unsigned* r = reinterpret_cast<unsigned*>(&fragment);                                                     \
-        asm volatile("wmma.load." OPERAND ".sync.aligned." LAYOUT ".m16n16k16.shared.bf16 {%0,%1,%2,%3}, [%4], %5;" \
-                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])                                             \
-                     : "r"(shared_address(tile)), "r"(ld)                                                         \
-                     : "memory");                                                                                 \
-    }
-CUPY_DMA_LOAD_BF16(FragmentA, "a", "row")
-CUPY_DMA_LOAD_BF16(FragmentB, "b", "row")
-CUPY_DMA_LOAD_BF16(FragmentBT, "b", "col")
-#undef CUPY_DMA_LOAD_BF16
+
+template <typename Use, typename Layout>
+__device__ __forceinline__ void load_fragment(nvcuda::wmma::fragment<Use, 16, 16, 16, __nv_bfloat16, Layout>& fragment,
+                                              const __nv_bfloat16* tile, int ld) {
+    nvcuda::wmma::fragment<Use, 16, 16, 16, __half, Layout> bits;
+    nvcuda::wmma::load_matrix_sync(bits, reinterpret_cast<const __half*>(tile), ld);
+#pragma unroll
+    for (int i = 0; i < fragment.num_elements; ++i) fragment.x[i] = __ushort_as_bfloat16(__half_as_ushort(bits.x[i]));
+}
 
 // c += a * b
 template <typename B>

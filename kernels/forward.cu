@@ -29,10 +29,10 @@ struct ForwardParams {
     const int* list_lengths;  // KEYS_LISTED (mask rows, tiles, 2): full, all; KEYS_SHARED (mask rows)
     const int4* summaries;    // KEYS_SHARED (mask rows, key_length / BLOCK_N, rounded up)
     long long query_batch, query_row, query_head;  // strides, in elements
-    long long key_batch, key_row, key_head;
-    long long value_batch, value_row, value_head;
+    long long key_batch, key_head, value_batch, value_head;
     long long bias_batch, bias_group, bias_head, bias_key;
     long long start_batch, start_head, stop_batch, stop_head;
+    int key_row, value_row;
     int mask_batch, mask_group, mask_head;  // mask row = batch * . + kv head * . + query head * .
     int mask_heads;                         // 1, Hkv or H: mask head = mask row % mask_heads
     int query_length, key_length, heads, kv_heads;
@@ -101,12 +101,12 @@ __device__ __forceinline__ KeySource find_keys(const ForwardParams& p, const Til
 
 __device__ __forceinline__ void load_query(Shared& shared, const ForwardParams& p, const Tile& t) {
     const ELEMENT* base = p.query + t.batch * p.query_batch + t.first_head * p.query_head;
-    for (int i = threadIdx.x; i < BLOCK_M * ROW_PIECES; i += THREADS) {
-        const int row = i / ROW_PIECES, query = t.first_query + row / HEADS;
+    for_each_piece<BLOCK_M, THREADS>([&](int row, int piece) {
+        const int query = t.first_query + row / HEADS;
         const bool exists = row < QUERIES * HEADS && query < p.query_length;
-        const ELEMENT* source = exists ? base + query * p.query_row + row % HEADS * p.query_head : nullptr;
-        copy_piece(shared.query + row * ROW_STRIDE, source, i % ROW_PIECES, p.query);
-    }
+        const ELEMENT* source = base + (exists ? query : 0) * p.query_row + row % HEADS * p.query_head;
+        copy_piece(shared.query + row * ROW_STRIDE, source, piece, exists);
+    });
 }
 
 // List entries of a block, one block ahead of its rows.
@@ -120,43 +120,39 @@ __device__ __forceinline__ void fetch_indices(Shared& shared, const KeyBlocks& b
 #endif
 }
 
-// Key and value rows of a block, and what is known per key.
-__device__ __forceinline__ void gather_keys(Shared& shared, const ForwardParams& p, const Tile& t,
-                                            const KeyBlocks& blocks, KeyBlock block, int slot, int stage) {
-    const ELEMENT* keys = p.key + t.batch * p.key_batch + t.group * p.key_head;
-    const ELEMENT* values = p.value + t.batch * p.value_batch + t.group * p.value_head;
+// Key and value rows of a block, and what is known per key. `whole`: the block has BLOCK_N keys.
+template <bool whole>
+__device__ __forceinline__ void gather_keys(Shared& shared, const ForwardParams& p, const ELEMENT* keys,
+                                            const ELEMENT* values, const float* biases, const KeyBlocks& blocks,
+                                            KeyBlock block, int slot, int stage) {
+    const int count = blocks.source.length - block.first;  // keys from the block's first on
     auto key_at = [&](int column) {
 #if KEYS == KEYS_CONTIGUOUS
-        return block.first + column;
+        const int key = block.first + column;
 #else
-        return shared.index[slot][column];
+        const int key = shared.index[slot][column];
 #endif
+        return whole || column < count ? key : 0;
     };
-#pragma unroll 4
-    for (int i = threadIdx.x; i < BLOCK_N * ROW_PIECES; i += THREADS) {
-        const int column = i / ROW_PIECES, piece = i % ROW_PIECES;
-        const bool exists = block.first + column < blocks.source.length;
+    for_each_piece<BLOCK_N, THREADS>([&](int column, int piece) {
         const long long key = key_at(column);
-        copy_piece(shared.key[stage] + column * ROW_STRIDE, exists ? keys + key * p.key_row : nullptr, piece, p.key);
-        copy_piece(shared.value[stage] + column * ROW_STRIDE, exists ? values + key * p.value_row : nullptr, piece,
-                   p.value);
-    }
+        const bool exists = whole || column < count;
+        copy_piece(shared.key[stage] + column * ROW_STRIDE, keys + key * p.key_row, piece, exists);
+        copy_piece(shared.value[stage] + column * ROW_STRIDE, values + key * p.value_row, piece, exists);
+    });
     if (threadIdx.x < BLOCK_N) {
-        const int column = threadIdx.x;
-        const bool exists = block.first + column < blocks.source.length;
-        const long long key = key_at(column);
+        const int column = threadIdx.x, key = key_at(column);
+        const bool exists = whole || column < count;
 #if BIAS
-        const float* bias = p.bias + t.batch * p.bias_batch + t.group * p.bias_group + t.first_head * p.bias_head;
-        copy_async_4(&shared.bias[stage][column], exists ? bias + key * p.bias_key : bias, exists ? 4 : 0);
+        copy_async_4(&shared.bias[stage][column], biases + (long long)key * p.bias_key, exists ? 4 : 0);
 #endif
         if (block.masked) {
 #if KEYS == KEYS_CONTIGUOUS
-            shared.start[stage][column] = CAUSAL ? static_cast<int>(key) : INT_LOWEST;
+            shared.start[stage][column] = CAUSAL ? key : INT_LOWEST;
             shared.stop[stage][column] = exists ? NEVER : INT_LOWEST;
 #else
-            const KeySource& source = blocks.source;
-            copy_async_4(&shared.start[stage][column], source.start + (exists ? key : 0), exists ? 4 : 0);
-            copy_async_4(&shared.stop[stage][column], source.stop + (exists ? key : 0), exists ? 4 : 0);
+            copy_async_4(&shared.start[stage][column], blocks.source.start + key, exists ? 4 : 0);
+            copy_async_4(&shared.stop[stage][column], blocks.source.stop + key, exists ? 4 : 0);
 #endif
         }
     }
@@ -184,11 +180,9 @@ __device__ __forceinline__ void scores(Accumulator (&s)[WARP_ROWS][KEY_FRAGMENTS
     }
 }
 
-// Logits in log 2 units from products: scale, softcap, bias, mask.
-__device__ __forceinline__ void finish_logits(Accumulator (&s)[WARP_ROWS][KEY_FRAGMENTS], const Shared& shared,
-                                              const ForwardParams& p, int stage, int slot, bool masked,
-                                              const int (&position)[WARP_ROWS][2]) {
-    const int first_column = 2 * (threadIdx.x & 3);
+// Logits in log 2 units from products: scale, softcap, bias.
+__device__ __forceinline__ void finish_logits(Accumulator (&s)[WARP_ROWS][KEY_FRAGMENTS], const float* bias_row,
+                                              const ForwardParams& p) {
 #if SOFTCAP
     const float exponent = 2.0f * LOG2_E / p.softcap;
 #else
@@ -198,35 +192,41 @@ __device__ __forceinline__ void finish_logits(Accumulator (&s)[WARP_ROWS][KEY_FR
     for (int n = 0; n < KEY_FRAGMENTS; ++n)
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            if (fragment_row(i) != 0) continue;  // elements i and i + 2 are one column
-            const int column = 16 * n + first_column + fragment_column(i);
             float bias = 0.0f;
 #if BIAS
-            bias = shared.bias[stage][column] * LOG2_E;
+            bias = bias_row[16 * n + 2 * (threadIdx.x & 3) + fragment_column(i)] * LOG2_E;
 #endif
+#pragma unroll
+            for (int m = 0; m < WARP_ROWS; ++m) {
+                float& x = s[m][n].x[i];
+#if SOFTCAP
+                x = softcapped(x * p.scale, p.softcap, exponent) * LOG2_E + bias;
+#else
+                x = BIAS ? fmaf(x, scale, bias) : x * scale;
+#endif
+            }
+        }
+}
+
+// First position that sees the block's key `column`, and the first that no longer does.
+__device__ __forceinline__ int2 key_interval(const Shared& shared, int stage, int slot, int column) {
+    int start = shared.start[stage][column];
+#if CAUSAL && KEYS != KEYS_CONTIGUOUS
+    start = max(start, shared.index[slot][column]);
+#endif
+    return make_int2(start, shared.stop[stage][column]);
+}
+
+__device__ __forceinline__ void apply_mask(Accumulator (&s)[WARP_ROWS][KEY_FRAGMENTS], const Shared& shared, int stage,
+                                           int slot, const int (&position)[WARP_ROWS][2]) {
+#pragma unroll
+    for (int n = 0; n < KEY_FRAGMENTS; ++n)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int2 seen = key_interval(shared, stage, slot, 16 * n + 2 * (threadIdx.x & 3) + fragment_column(i));
 #pragma unroll
             for (int m = 0; m < WARP_ROWS; ++m)
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    float& x = s[m][n].x[i + 2 * r];
-#if SOFTCAP
-                    x = softcapped(x * p.scale, p.softcap, exponent) * LOG2_E + bias;
-#else
-                    x = BIAS ? fmaf(x, scale, bias) : x * scale;
-#endif
-                }
-            if (masked) {
-                int start = shared.start[stage][column];
-#if CAUSAL && KEYS != KEYS_CONTIGUOUS
-                start = max(start, shared.index[slot][column]);
-#endif
-                const int stop = shared.stop[stage][column];
-#pragma unroll
-                for (int m = 0; m < WARP_ROWS; ++m)
-#pragma unroll
-                    for (int r = 0; r < 2; ++r)
-                        if (!visible(position[m][r], start, stop)) s[m][n].x[i + 2 * r] = -infinity();
-            }
+                if (!visible(position[m][fragment_row(i)], seen.x, seen.y)) s[m][n].x[i] = -infinity();
         }
 }
 
@@ -243,10 +243,7 @@ __device__ __forceinline__ void isolate_nonfinite(Accumulator (&o)[WARP_ROWS][DI
                                                   const Shared& shared, int stage, int slot,
                                                   const int (&position)[WARP_ROWS][2]) {
     for (int key = 0; key < BLOCK_N; ++key) {
-        int start = shared.start[stage][key];
-#if CAUSAL && KEYS != KEYS_CONTIGUOUS
-        start = max(start, shared.index[slot][key]);
-#endif
+        const int2 seen = key_interval(shared, stage, slot, key);
 #pragma unroll
         for (int d = 0; d < DIM_FRAGMENTS; ++d)
 #pragma unroll
@@ -254,7 +251,7 @@ __device__ __forceinline__ void isolate_nonfinite(Accumulator (&o)[WARP_ROWS][DI
                 const float v = to_float(value[key * ROW_STRIDE + 16 * d + 2 * (threadIdx.x & 3) + fragment_column(i)]);
 #pragma unroll
                 for (int m = 0; m < WARP_ROWS; ++m)
-                    if (!isfinite(v) && visible(position[m][fragment_row(i)], start, shared.stop[stage][key]))
+                    if (!isfinite(v) && visible(position[m][fragment_row(i)], seen.x, seen.y))
                         o[m][d].x[i] += v;
             }
     }
@@ -341,7 +338,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
     copy_async_commit();
     copy_async_wait<0>();
     __syncthreads();  // the query rows and the first two blocks' indices are in place
-    if (current.first >= 0) gather_keys(shared, p, t, blocks, current, 0, 0);
+
+    const ELEMENT* keys = p.key + t.batch * p.key_batch + t.group * p.key_head;
+    const ELEMENT* values = p.value + t.batch * p.value_batch + t.group * p.value_head;
+    const float* biases = p.bias + t.batch * p.bias_batch + t.group * p.bias_group + t.first_head * p.bias_head;
+    auto gather = [&](KeyBlock block, int slot, int stage) {
+        if (block.first < 0) return;
+        if (block.masked)
+            gather_keys<false>(shared, p, keys, values, biases, blocks, block, slot, stage);
+        else
+            gather_keys<true>(shared, p, keys, values, biases, blocks, block, slot, stage);
+    };
+    gather(current, 0, 0);
     copy_async_commit();
 
     int position[WARP_ROWS][2];  // of this lane's rows
@@ -361,13 +369,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
         const int next_slot = slot == 2 ? 0 : slot + 1, after_slot = next_slot == 2 ? 0 : next_slot + 1;
         copy_async_wait<0>();
         __syncthreads();  // this block's rows and the next one's indices are in place; nobody reads the other stage
-        if (following.first >= 0) gather_keys(shared, p, t, blocks, following, next_slot, stage ^ 1);
+        gather(following, next_slot, stage ^ 1);
         fetch_indices(shared, blocks, after, after_slot);
         copy_async_commit();
 
         Accumulator s[WARP_ROWS][KEY_FRAGMENTS];
         scores(s, shared.query + first_row * ROW_STRIDE, shared.key[stage]);
-        finish_logits(s, shared, p, stage, slot, current.masked, position);
+        finish_logits(s, shared.bias[stage], p);
+        if (current.masked) apply_mask(s, shared, stage, slot, position);
 #pragma unroll
         for (int m = 0; m < WARP_ROWS; ++m) {
             float rescale[2];

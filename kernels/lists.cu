@@ -32,6 +32,7 @@ struct ListParams {
 constexpr int THREADS = 256;
 constexpr int OWN = 8;  // consecutive keys of a thread
 constexpr int CHUNK = THREADS * OWN;
+constexpr int TILES = THREADS / 32;  // tiles whose lists a block makes
 
 __device__ __forceinline__ int2 interval_of(const ListParams& p, long long row, int j) {
     if (j >= p.key_length) return make_int2(0, 0);
@@ -96,19 +97,28 @@ extern "C" __global__ void __launch_bounds__(THREADS) compact_seen(const ListPar
     }
 }
 
+// A block makes the lists of TILES consecutive tiles: all of it looks for keys that any of them sees, a step at a time,
+// and passes them through shared memory; then each warp makes its own tile's list of them. Keys that all tiles see in
+// full, nearly all of them, are copied; the others are sorted.
 extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParams p) {
+    constexpr int STEP = 4;  // consecutive compacted keys a thread looks at
     __shared__ int warp_values[32];
-    constexpr int STEP = 4;  // consecutive compacted keys of a thread
-    const long long row = blockIdx.x / p.tiles;
-    const int tile = blockIdx.x % p.tiles;
-    const int first_position = tile * p.queries + p.key_length - p.query_length;
-    const int last_position = min((tile + 1) * p.queries, p.query_length) - 1 + p.key_length - p.query_length;
+    __shared__ int common_key[THREADS * STEP], found_key[THREADS * STEP];
+    __shared__ int2 found_interval[THREADS * STEP];
+    const int groups = (p.tiles + TILES - 1) / TILES, lane = threadIdx.x & 31;
+    const long long row = blockIdx.x / groups;
+    const int first_tile = blockIdx.x % groups * TILES, tile = first_tile + threadIdx.x / 32;
+    const int shift = p.key_length - p.query_length;
+    const int group_first = first_tile * p.queries + shift;
+    const int group_last = min((first_tile + TILES) * p.queries, p.query_length) - 1 + shift;
+    const int first_position = tile * p.queries + shift;
+    const int last_position = min((tile + 1) * p.queries, p.query_length) - 1 + shift;
 
-    // Only chunks between the first and the last that meet the tile are looked at.
+    // Only chunks between the first and the last that meet the tiles are looked at.
     int first_chunk = NEVER, last_chunk = -1;
     for (int c = threadIdx.x; c < p.chunks; c += THREADS) {
         const int4 info = p.chunk_info[row * p.chunks + c];
-        if (info.x == 0 || info.y > last_position || info.z <= first_position) continue;
+        if (info.x == 0 || info.y > group_last || info.z <= group_first) continue;
         first_chunk = min(first_chunk, c);
         last_chunk = c;
     }
@@ -121,34 +131,57 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParam
         end = last.w + last.x;
     }
 
-    int* list = p.list + (long long)blockIdx.x * p.capacity;
+    int* list = p.list + (row * p.tiles + tile) * p.capacity;
     const long long base = row * p.key_length;
-    int full = 0, partial = 0;
+    int full = 0, partial = 0;  // keys in this warp's list
     for (int at = begin; at < end; at += THREADS * STEP) {
-        int kind[STEP];  // 0: not seen by the tile, 1: by all of it, 1 << 16: by some of it
+        int2 own[STEP];
+        int kind[STEP];  // 0: seen by no tile, 1: by all positions of all tiles, 1 << 16: by some
         int counts = 0, totals;
 #pragma unroll
         for (int k = 0; k < STEP; ++k) {
             const int i = at + threadIdx.x * STEP + k;
-            const int2 v = i < end ? p.interval[base + i] : make_int2(0, 0);
-            const bool seen = v.x < v.y && v.x <= last_position && v.y > first_position;
-            kind[k] = !seen ? 0 : v.x <= first_position && v.y > last_position ? 1 : 1 << 16;
+            own[k] = i < end ? p.interval[base + i] : make_int2(0, 0);
+            const bool seen = own[k].x < own[k].y && own[k].x <= group_last && own[k].y > group_first;
+            kind[k] = !seen ? 0 : own[k].x <= group_first && own[k].y > group_last ? 1 : 1 << 16;
             counts += kind[k];
         }
-        counts = exclusive_sum<THREADS>(counts, totals, warp_values);  // both counts in one sum
-        int full_place = full + (counts & 0xffff), partial_place = partial + (counts >> 16);
+        counts = exclusive_sum<THREADS>(counts, totals, warp_values);  // its barriers: the keys before have been sorted
+        int common_place = counts & 0xffff, place = counts >> 16;
 #pragma unroll
         for (int k = 0; k < STEP; ++k) {
             if (kind[k] == 0) continue;
-            const int place = kind[k] == 1 ? full_place++ : p.capacity - 1 - partial_place++;
-            if (place >= 0 && place < p.capacity) list[place] = p.seen[base + at + threadIdx.x * STEP + k];
+            const int key = p.seen[base + at + threadIdx.x * STEP + k];
+            if (kind[k] == 1) {
+                common_key[common_place++] = key;
+            } else {
+                found_key[place] = key;
+                found_interval[place++] = own[k];
+            }
         }
-        full += totals & 0xffff;
-        partial += totals >> 16;
+        __syncthreads();  // all keys of this step are in shared memory
+        if (tile < p.tiles) {
+            const int common = totals & 0xffff, total = totals >> 16;
+            for (int i = lane; i < common; i += 32)
+                if (full + i < p.capacity) list[full + i] = common_key[i];
+            full += common;
+            for (int i = lane; i - lane < total; i += 32) {
+                const int2 v = i < total ? found_interval[i] : make_int2(0, 0);
+                const bool any = v.x < v.y && v.x <= last_position && v.y > first_position;
+                const bool all = any && v.x <= first_position && v.y > last_position;
+                const unsigned is_full = __ballot_sync(ALL_LANES, all), is_seen = __ballot_sync(ALL_LANES, any);
+                const unsigned earlier = (1u << lane) - 1, is_partial = is_seen & ~is_full;
+                const int slot = all ? full + __popc(is_full & earlier)
+                                     : p.capacity - 1 - (partial + __popc(is_partial & earlier));
+                if (any && slot >= 0 && slot < p.capacity) list[slot] = found_key[i];
+                full += __popc(is_full);
+                partial += __popc(is_partial);
+            }
+        }
     }
-    if (threadIdx.x == 0) {
-        p.list_lengths[2LL * blockIdx.x] = full;
-        p.list_lengths[2LL * blockIdx.x + 1] = full + partial;
+    if (lane == 0 && tile < p.tiles) {
+        p.list_lengths[2 * (row * p.tiles + tile)] = full;
+        p.list_lengths[2 * (row * p.tiles + tile) + 1] = full + partial;
     }
 }
 

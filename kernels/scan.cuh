@@ -41,27 +41,58 @@ struct Selection {
     int count;         // min(wanted, candidates)
 };
 
-// The `wanted` highest of entry(0 .. n-1), 0 meaning no candidate, all candidates different. Radix selection: each pass
-// fixes up to 11 bits, from the highest bit in which candidates differ, and ends when a digit holds just what is
-// missing. All threads of the block call it and get the same answer.
+// entry(0 .. n-1) shared out among the block's threads. The first CACHED of a thread are read once and stay in
+// registers, the others are read again, BATCH at a time, by every pass. An entry of 0 is no candidate.
 template <int threads, typename Entry>
-__device__ Selection select_highest(const Entry& entry, int n, int wanted, SelectShared& shared) {
+struct Candidates {
+    static constexpr int CACHED = 8, BATCH = 8;
+    Entry entry;
+    int n;
+    Ranked own[CACHED];
+
+    __device__ __forceinline__ Candidates(const Entry& entry, int n) : entry(entry), n(n) {
+        read(own, threadIdx.x);
+    }
+
+    __device__ __forceinline__ void read(Ranked (&entries)[BATCH], int first) const {
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k) entries[k] = first + k * threads < n ? entry(first + k * threads) : 0;
+    }
+
+    template <typename Visit>
+    __device__ __forceinline__ void for_each(const Visit& visit) const {
+#pragma unroll
+        for (int k = 0; k < CACHED; ++k)
+            if (own[k] != 0) visit(own[k]);
+        for (int i = CACHED * threads + threadIdx.x; i - static_cast<int>(threadIdx.x) < n; i += BATCH * threads) {
+            Ranked more[BATCH];
+            read(more, i);
+#pragma unroll
+            for (int k = 0; k < BATCH; ++k)
+                if (more[k] != 0) visit(more[k]);
+        }
+    }
+};
+
+// The `wanted` highest of all candidates, which differ from each other. Radix selection: each pass fixes up to 11 bits,
+// from the highest bit in which candidates differ, and ends when a digit holds just what is missing. All threads of the
+// block call it and get the same answer.
+template <int threads, typename Entry>
+__device__ Selection select_highest(const Candidates<threads, Entry>& candidates, int wanted, SelectShared& shared) {
     __syncthreads();  // an earlier selection's results have been read
     if (threadIdx.x == 0) {
         shared.any = 0;
         shared.all = ~0ull;
     }
     Ranked any = 0, all = ~0ull;
-    int candidates = 0;
-    for (int i = threadIdx.x; i < n; i += threads) {
-        const Ranked e = entry(i);
-        if (e == 0) continue;
-        ++candidates;
+    int count = 0;
+    candidates.for_each([&](Ranked e) {
+        ++count;
         any |= e;
         all &= e;
-    }
+    });
     int total;
-    exclusive_sum<threads>(candidates, total, shared.warp_sums);  // its barriers also protect any and all
+    exclusive_sum<threads>(count, total, shared.warp_sums);  // its barriers also protect any and all
     if (total <= wanted) return {1, total};
     if (wanted <= 0) return {~0ull, 0};
 #pragma unroll
@@ -81,13 +112,13 @@ __device__ Selection select_highest(const Entry& entry, int n, int wanted, Selec
     constexpr int BINS = 1 << DIGIT_BITS, OWN = BINS / threads;
     while (true) {
         const int shift = max(0, top - DIGIT_BITS + 1);
+        const unsigned digits = (2u << (top - shift)) - 1;
         for (int i = threadIdx.x; i < BINS; i += threads) shared.histogram[i] = 0;
         __syncthreads();  // the histogram is empty
-        for (int i = threadIdx.x; i < n; i += threads) {
-            const Ranked e = entry(i);
-            if (e == 0 || (top < 63 && (e ^ prefix) >> (top + 1) != 0)) continue;
-            atomicAdd(&shared.histogram[(e >> shift) & ((2 << (top - shift)) - 1)], 1);
-        }
+        candidates.for_each([&](Ranked e) {
+            if (top == 63 || (e ^ prefix) >> (top + 1) == 0)
+                atomicAdd(&shared.histogram[static_cast<unsigned>(e >> shift) & digits], 1);
+        });
         __syncthreads();  // the histogram is complete
         int own = 0;
 #pragma unroll

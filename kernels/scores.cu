@@ -5,9 +5,10 @@
 // dt_proj  // (Hkv, Hkv * D) WEIGHT, any row stride      A, dt_bias // (Hkv) f32
 // score    // (B, Hkv, Lk) f32, contiguous; accumulated in float32
 //
-// A block owns BLOCK_KEYS keys and HEAD_TILE heads, whose weights pass through shared memory CHANNELS at a time. A warp
-// takes 32 / HEAD_TILE keys; its lanes share the channels, keep one partial sum per key and head, and are summed so
-// that every lane ends with one finished (key, head), which it writes.
+// A block owns BLOCK_KEYS keys and HEAD_TILE heads, whose weights pass through shared memory CHANNELS at a time (all at
+// once, and once per block, where there are no more than that). A warp takes 32 / HEAD_TILE keys a round; its lanes
+// share the channels, keep one partial sum per key and head, and are summed so that every lane ends with one finished
+// (key, head), which it writes.
 //
 // Prelude: VALUE, WEIGHT, HEAD_DIM, KV_HEADS, HEAD_TILE (1, 2, 4 or 8), VECTOR (4 numbers a load, else 1), EXP_FORM.
 #include "arch.cuh"
@@ -48,25 +49,31 @@ __device__ __forceinline__ void transpose_sum(float (&values)[32]) {
     if constexpr (half > 1) transpose_sum<half / 2>(values);
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32) key_scores(const ScoreParams p) {
+__device__ __forceinline__ void load_weights(float (&weights)[HEAD_TILE][CHANNELS], const ScoreParams& p, int first_head,
+                                             int base, int count) {
+    __syncthreads();  // everybody is done with the weights of the channels before
+    for (int i = threadIdx.x; i < HEAD_TILE * count; i += WARPS * 32) {
+        const int head = first_head + i / count, c = i % count;
+        weights[i / count][c] = head < KV_HEADS ? to_float(p.dt_proj[head * p.weight_row + base + c]) : 0.0f;
+    }
+    __syncthreads();  // the weights are in place
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) key_scores(const ScoreParams p) {
     __shared__ __align__(16) float weights[HEAD_TILE][CHANNELS];
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     const int batch = blockIdx.x / p.key_blocks, first_head = blockIdx.y * HEAD_TILE;
     const long long first_key = (long long)(blockIdx.x % p.key_blocks) * BLOCK_KEYS + warp * KEYS * ROUNDS;
     const VALUE* values = p.value + batch * p.value_batch;
+    const int head = first_head + lane % HEAD_TILE;
 
-    float sums[ROUNDS][32] = {};
-    for (int base = 0; base < ALL_CHANNELS; base += CHANNELS) {
-        const int count = min(CHANNELS, ALL_CHANNELS - base);
-        __syncthreads();  // everybody is done with the weights of the channels before
-        for (int i = threadIdx.x; i < HEAD_TILE * count; i += WARPS * 32) {
-            const int head = first_head + i / count, c = i % count;
-            weights[i / count][c] =
-                head < KV_HEADS ? to_float(p.dt_proj[head * p.weight_row + base + c]) : 0.0f;
-        }
-        __syncthreads();  // the weights are in place
-#pragma unroll
-        for (int round = 0; round < ROUNDS; ++round) {
+    if (ALL_CHANNELS <= CHANNELS) load_weights(weights, p, first_head, 0, ALL_CHANNELS);
+    for (int round = 0; round < ROUNDS; ++round) {
+        float sums[32] = {};
+        for (int base = 0; base < ALL_CHANNELS; base += CHANNELS) {
+            const int count = min(CHANNELS, ALL_CHANNELS - base);
+            if (ALL_CHANNELS > CHANNELS) load_weights(weights, p, first_head, base, count);
+#pragma unroll 2
             for (int c = lane * WIDTH; c < count; c += 32 * WIDTH) {
                 const VALUE* column = values + (base + c) / HEAD_DIM * p.value_head + (base + c) % HEAD_DIM;
                 float x[KEYS][WIDTH];
@@ -91,19 +98,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) key_scores(const ScoreP
                     for (int k = 0; k < KEYS; ++k)
 #pragma unroll
                         for (int i = 0; i < WIDTH; ++i)
-                            sums[round][k * HEAD_TILE + h] = fmaf(x[k][i], w[i], sums[round][k * HEAD_TILE + h]);
+                            sums[k * HEAD_TILE + h] = fmaf(x[k][i], w[i], sums[k * HEAD_TILE + h]);
                 }
             }
         }
-    }
-    const int head = first_head + lane % HEAD_TILE;
-#pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) {
-        transpose_sum<16>(sums[round]);
-        float dt = sums[round][0];
+        transpose_sum<16>(sums);
         const long long key = first_key + round * KEYS + lane / HEAD_TILE;
         if (key >= p.key_length || head >= KV_HEADS) continue;
-        if (p.dt_bias != nullptr) dt += p.dt_bias[head];
+        const float dt = sums[0] + (p.dt_bias != nullptr ? p.dt_bias[head] : 0.0f);
         const float softplus = dt > 20.0f ? dt : log1pf(expf(dt));  // e^-20 is below half a unit in the last place
         const float linear = p.A[head] * softplus;
         p.score[((long long)batch * KV_HEADS + head) * p.key_length + key] = EXP_FORM ? expf(linear) : linear;

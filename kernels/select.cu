@@ -34,7 +34,8 @@ struct SelectParams {
     int kv_heads, key_length, window, chunk, chunks, local_capacity;
 };
 
-constexpr int THREADS = 512;
+constexpr int LIST_THREADS = 1024;  // of local_top and filter_arrivals
+constexpr int SWEEP_THREADS = 512;
 constexpr int ARRIVALS = 256;
 
 // Scores as unsigned integers of the same order; never 0.
@@ -74,7 +75,7 @@ struct Row {
 
 __device__ __forceinline__ int key_of(Ranked e) { return static_cast<int>(e & 0xffffffffu); }
 
-extern "C" __global__ void __launch_bounds__(THREADS) local_top(const SelectParams p) {
+extern "C" __global__ void __launch_bounds__(LIST_THREADS) local_top(const SelectParams p) {
     __shared__ SelectShared shared;
     __shared__ int stored;
     const int c = blockIdx.x % p.chunks;
@@ -83,19 +84,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) local_top(const SelectPara
     const int first = c * p.chunk;  // every chunk but the last is whole
     const int since = row.since(first + p.chunk - 1);
     auto entry = [&](int i) { return first + i >= since ? row.ranked(first + i) : 0; };
-    const Selection best = select_highest<THREADS>(entry, p.chunk, p.window, shared);
+    const Candidates<LIST_THREADS, decltype(entry)> candidates(entry, p.chunk);
+    const Selection best = select_highest(candidates, p.window, shared);
 
     Ranked* local = p.local + row.chunk(c) * p.local_capacity;
     if (threadIdx.x == 0) stored = 0;
     __syncthreads();  // the counter is 0
-    for (int i = threadIdx.x; i < p.chunk; i += THREADS) {
-        const Ranked e = entry(i);
-        if (e != 0 && e >= best.threshold) local[atomicAdd(&stored, 1)] = e;
-    }
-    for (int i = best.count + threadIdx.x; i < p.local_capacity; i += THREADS) local[i] = 0;
+    candidates.for_each([&](Ranked e) {
+        if (e >= best.threshold) local[atomicAdd(&stored, 1)] = e;
+    });
+    for (int i = best.count + threadIdx.x; i < p.local_capacity; i += LIST_THREADS) local[i] = 0;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) filter_arrivals(const SelectParams p) {
+extern "C" __global__ void __launch_bounds__(LIST_THREADS) filter_arrivals(const SelectParams p) {
     __shared__ SelectShared shared;
     __shared__ int stored;
     const int c = p.chunks - 1 - blockIdx.x % p.chunks;  // the longest first
@@ -103,26 +104,28 @@ extern "C" __global__ void __launch_bounds__(THREADS) filter_arrivals(const Sele
     const int first = c * p.chunk, count = min(p.chunk, p.key_length - first), since = row.since(first);
 
     const Ranked* lists = p.local + row.chunk(0) * p.local_capacity;
-    auto entry = [&](int i) { return key_of(lists[i]) >= since ? lists[i] : 0; };
-    const int listed = c * p.local_capacity;
-    const Selection best = select_highest<THREADS>(entry, listed, p.window, shared);
+    auto entry = [&](int i) {
+        const Ranked e = lists[i];
+        return key_of(e) >= since ? e : 0;
+    };
+    const Candidates<LIST_THREADS, decltype(entry)> candidates(entry, c * p.local_capacity);
+    const Selection best = select_highest(candidates, p.window, shared);
     if (threadIdx.x == 0) {
         stored = 0;
         p.kept_count[row.chunk(c)] = best.count;
     }
     __syncthreads();  // the counter is 0
     Ranked* kept = p.kept + row.chunk(c) * p.window;
-    for (int i = threadIdx.x; i < listed; i += THREADS) {
-        const Ranked e = entry(i);
-        if (e != 0 && e >= best.threshold) kept[atomicAdd(&stored, 1)] = e;
-    }
+    candidates.for_each([&](Ranked e) {
+        if (e >= best.threshold) kept[atomicAdd(&stored, 1)] = e;
+    });
 
-    // Arrivals, in order of position: a thread looks at consecutive keys, a round at THREADS * OWN of them.
+    // Arrivals, in order of position: a thread looks at consecutive keys, a round at LIST_THREADS * OWN of them.
     constexpr int OWN = 4;
     int arrived = 0;
     Ranked* arrivals = p.arrivals + row.chunk(c) * p.chunk;
     int* stop = p.stop + (long long)row.row * p.key_length;
-    for (int base = 0; base < count; base += THREADS * OWN) {
+    for (int base = 0; base < count; base += LIST_THREADS * OWN) {
         Ranked own[OWN];
         int passing = 0, total;
 #pragma unroll
@@ -133,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) filter_arrivals(const Sele
             if (rival && own[k] < best.threshold) own[k] = 0;
             passing += own[k] != 0;
         }
-        int place = arrived + exclusive_sum<THREADS>(passing, total, shared.warp_sums);
+        int place = arrived + exclusive_sum<LIST_THREADS>(passing, total, shared.warp_sums);
 #pragma unroll
         for (int k = 0; k < OWN; ++k) {
             const int i = base + threadIdx.x * OWN + k;
@@ -145,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) filter_arrivals(const Sele
     if (threadIdx.x == 0) p.arrival_count[row.chunk(c)] = arrived;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) sweep_arrivals(const SelectParams p) {
+extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const SelectParams p) {
     __shared__ SelectShared shared;
     __shared__ Ranked mortal[ARRIVALS], arriving[ARRIVALS];  // kept keys that can die; arrivals by position
     __shared__ int document[ARRIVALS];
@@ -164,18 +167,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) sweep_arrivals(const Selec
         const Ranked e = i < kept_count ? kept[i] : arrivals[i - kept_count];
         return key_of(e) >= since ? e : 0;
     };
-    const int candidates = kept_count + before;
-    const Selection held = select_highest<THREADS>(entry, candidates, p.window, shared);
+    const Candidates<SWEEP_THREADS, decltype(entry)> candidates(entry, kept_count + before);
+    const Selection held = select_highest(candidates, p.window, shared);
     const int mortals = min(held.count, coming - (p.window - held.count));  // each arrival pushes out one at most
     if (mortals <= 0 && coming <= p.window) return;
     const int safe = held.count - max(mortals, 0);
-    const Selection secure = select_highest<THREADS>(entry, candidates, safe, shared);
+    const Selection secure = select_highest(candidates, safe, shared);
     if (threadIdx.x == 0) stored = 0;
     __syncthreads();  // the counter is 0
-    for (int i = threadIdx.x; i < candidates; i += THREADS) {
-        const Ranked e = entry(i);
-        if (e != 0 && e >= held.threshold && e < secure.threshold) mortal[atomicAdd(&stored, 1)] = e;
-    }
+    candidates.for_each([&](Ranked e) {
+        if (e >= held.threshold && e < secure.threshold) mortal[atomicAdd(&stored, 1)] = e;
+    });
     if (threadIdx.x < ARRIVALS) {
         const Ranked e = threadIdx.x < coming ? arrivals[before + threadIdx.x] : 0;
         arriving[threadIdx.x] = e;

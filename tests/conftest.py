@@ -29,3 +29,23 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
+
+
+LIBRARIES = ["numpy", "torch", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("cupy", "torch-cuda"))]
+
+
+@pytest.fixture(params=LIBRARIES)
+def convert(request):
+    """A function from NumPy arrays to arrays of one library, with the attribute ``back`` for the other way."""
+    from cupy_dma.arrays import CPU, Device, library
+
+    pytest.importorskip(request.param.removesuffix("-cuda"))
+    place = library(request.param.removesuffix("-cuda"))
+    device = CPU if request.param in ("numpy", "torch") else Device("cuda", 0)
+
+    def to_library(array: np.ndarray):
+        return place.from_numpy(np.ascontiguousarray(array), device)
+
+    to_library.back = place.to_numpy
+    to_library.name = request.param
+    return to_library

@@ -1,8 +1,8 @@
 """The oracle: float64, dense, slow and obvious, straight from sections 1 to 5 and 12 of the specification.
 
 Written independently of the backends: selection ranks the candidates of every position anew, attention walks over the
-queries and touches visible keys only. Letters: ``B`` batch, ``H`` heads, ``Hkv`` kv heads, ``Lq``, ``Lk`` lengths, ``D``
-head dim; query ``i`` stands at position ``p_i = i + Lk - Lq``.
+queries and touches visible keys only. Letters: ``B`` batch, ``H`` heads, ``Hkv`` kv heads, ``Lq``, ``Lk`` lengths,
+``D`` head dim; query ``i`` stands at position ``p_i = i + Lk - Lq``.
 """
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def prefix_stop(scores, window, padding=None, document=None) -> np.ndarray:
 
 def visible_pairs(shape, dense_mask=None, causal=False) -> np.ndarray:
     """bool ``(B, H, Lq, Lk)`` of a mask ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)``, cut by causality if asked."""
-    batch, heads, lq, lk = shape
+    lq, lk = shape[2:]
     seen = np.ones(shape, bool) if dense_mask is None else _per_head(np.asarray(dense_mask), shape)
     if causal:
         seen = seen & (np.arange(lk) <= np.arange(lq)[:, None] + lk - lq)

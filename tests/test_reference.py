@@ -66,7 +66,8 @@ def test_the_plain_computation_errs_by_rounding(rng):
 
 
 @pytest.mark.parametrize(("dtype", "value", "expected"), [
-    (np.float16, 1.0, 2.0**-11), (np.float16, 1.999, 2.0**-11), (np.float16, 0.0, 2.0**-25), (np.float16, 1e-7, 2.0**-25),
+    (np.float16, 1.0, 2.0**-11), (np.float16, 1.999, 2.0**-11), (np.float16, 0.0, 2.0**-25),
+    (np.float16, 1e-7, 2.0**-25),
     (ml_dtypes.bfloat16, 4.0, 2.0**-6), (np.float32, 1.0, 2.0**-24)])
 def test_one_rounding(dtype, value, expected):
     assert reference.one_rounding(value, dtype) == expected

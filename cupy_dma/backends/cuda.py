@@ -82,8 +82,9 @@ class ForwardConfig(jit.Config):
         return self.block_m // self.heads
 
 
-SELECT_THREADS, ARRIVALS = 512, 256  # as in select.cu
-LIST_THREADS, LIST_CHUNK = 256, 2048  # as in lists.cu
+SELECT_THREADS = {"local_top": 1024, "filter_arrivals": 1024, "sweep_arrivals": 512}  # as in select.cu
+ARRIVALS = 256
+LIST_THREADS, LIST_CHUNK, LIST_TILES = 256, 2048, 8  # as in lists.cu
 
 
 # ---- what can run here ----
@@ -220,7 +221,7 @@ def prefix_stop(scores: Operand, window: int, padding: Operand | None, document:
     stream = place.stream(device)
     with _on(device):
         for entry, blocks in grids.items():
-            jit.load(config, entry, device.index).launch((blocks, 1, 1), SELECT_THREADS, params, stream)
+            jit.load(config, entry, device.index).launch((blocks, 1, 1), SELECT_THREADS[entry], params, stream)
     return stop
 
 
@@ -280,7 +281,7 @@ def _build_lists(mask: IntervalMask, query_length: int, queries: int, block_n: i
         capacity=capacity or 0, summary_blocks=blocks)
     grids = {"count_seen": rows * chunks, "compact_seen": rows * chunks}
     if listed:
-        grids["tile_lists"] = rows * tiles
+        grids["tile_lists"] = rows * _blocks(tiles, LIST_TILES)
     else:
         grids["summarize"] = rows * _blocks(blocks, LIST_THREADS // 32)
     for entry, count in grids.items():
@@ -379,6 +380,10 @@ def attention(call: AttentionCall) -> tuple[Any, Any]:
     per_head = (mask is not None and mask.shape[1] not in (1, kv_heads)) or (
         bias is not None and bias.shape[1] not in (1, kv_heads))
     shared_heads = 1 if per_head else heads_per_tile(group)
+    for operand in (key, value):
+        if operand.shape[1] > 1 and abs(operand.strides[1]) >= 2**31:
+            raise NotImplementedError(f"{operand.name} must have a row stride below 2^31 elements on CUDA, got "
+                                      f"{operand.strides[1]}")
     vector = head_dim % 8 == 0 and _rows_aligned(query) and _rows_aligned(key) and _rows_aligned(value)
     shape = tile_shape(head_dim, jit.shared_memory_limit(device.index), shared_heads)
     queries, block_n = shape[0] // shared_heads, shape[1]
@@ -409,8 +414,8 @@ def attention(call: AttentionCall) -> tuple[Any, Any]:
             query=query.pointer, key=key.pointer, value=value.pointer, out=place.describe(out, "out").pointer,
             lse=place.describe(lse, "lse").pointer,
             query_batch=query.strides[0], query_row=query.strides[1], query_head=query.strides[2],
-            key_batch=key.strides[0], key_row=key.strides[1], key_head=key.strides[2],
-            value_batch=value.strides[0], value_row=value.strides[1], value_head=value.strides[2],
+            key_batch=key.strides[0], key_row=key.strides[1] if key_length > 1 else 0, key_head=key.strides[2],
+            value_batch=value.strides[0], value_row=value.strides[1] if key_length > 1 else 0, value_head=value.strides[2],
             query_length=query_length, key_length=key_length, heads=heads, kv_heads=kv_heads, tiles=tiles,
             scale=call.scale, softcap=call.softcap, **fields)
         plan.kernel.launch((tiles * (heads // shared_heads) * batch, 1, 1), 32 * shape[2], params, stream)

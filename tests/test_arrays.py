@@ -1,0 +1,167 @@
+"""Arrays of one kind in, the same kind out; strides, types, and the libraries' corners."""
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+from cupy_dma import arrays
+from cupy_dma.arrays import CPU, Device, describe, library, numpy_dtype
+from tests import cases
+
+
+@pytest.fixture
+def torch():
+    return pytest.importorskip("torch")
+
+
+class Producer:
+    """An array library of its own: speaks DLPack and nothing else."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def __dlpack__(self, **options):
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+    def __array_namespace__(self):
+        return Namespace
+
+
+class Namespace:
+    @staticmethod
+    def from_dlpack(array):
+        return Producer(np.from_dlpack(array))
+
+
+SOME = [case for case in cases.CASES if case.name.startswith(("mask-", "bias-", "float16-D3", "bfloat16-D40",
+                                                              "float64-D64", "layout-", "lengths-0x5", "lengths-33x129"))]
+
+
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_torch_tensors_give_torch_tensors(case, torch):
+    out, lse = cases.run(case, lambda x: library("torch").from_numpy(x, CPU))
+    assert isinstance(out, torch.Tensor) and isinstance(lse, torch.Tensor)
+    assert out.dtype == getattr(torch, case.dtype) and out.is_contiguous()
+    out, lse = (library("torch").to_numpy(x) for x in (out, lse))
+    for ours, theirs in zip((out, lse), cases.run(case)):
+        assert np.array_equal(ours, theirs, equal_nan=False)
+
+
+def test_every_stage_keeps_the_kind(rng, torch):
+    draws = [rng.standard_normal(shape).astype(np.float32) for shape in ((1, 9, 2, 4), (1, 9, 1, 4), (1, 4), 1)]
+    expected = None
+    for make, kind, back in ((np.asarray, np.ndarray, np.asarray), (torch.from_numpy, torch.Tensor, np.asarray),
+                             (Producer, Producer, lambda x: x._array)):
+        q, k, dt_proj, A = (make(x) for x in draws[:3] + [draws[3] if np.ndim(draws[3]) else np.float32([draws[3]])])
+        scores = dma.key_scores(k, dt_proj, A)
+        mask = dma.IntervalMask.top_w(scores, 3)
+        out, lse = dma.attention(q, k, k, mask=mask, bias=scores, return_lse=True)
+        whole = dma.dynamic_mask_attention(q, k, k, dt_proj=dt_proj, A=A, window=3)
+        results = [scores, mask.start, mask.stop, mask.to_dense(9), mask.count(9), out, lse, whole]
+        assert all(isinstance(x, kind) for x in results), [type(x) for x in results]
+        values = [back(x) for x in results]
+        expected = expected or values
+        assert all(np.array_equal(a, b) for a, b in zip(values, expected))
+        assert (mask & mask) == mask and (mask | mask) == mask
+        window = dma.IntervalMask.sliding_window(9, 2, like=q)
+        dma.attention(q, k, k, mask=mask | window)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "bool", "int32", "int64"])
+def test_describe_agrees_between_libraries(dtype, torch):
+    base = np.zeros((3, 8, 6), numpy_dtype(dtype))
+    for place in (library("numpy"), library("torch")):
+        array = place.from_numpy(base, CPU)[1:, ::2, :5]
+        seen = describe(array, "x")
+        assert (seen.name, seen.dtype, seen.device) == ("x", dtype, CPU)
+        assert (seen.shape, seen.strides) == ((2, 4, 5), (48, 12, 1))
+        assert seen.pointer == base.ctypes.data + 48 * base.itemsize  # shared, not copied
+        assert np.shares_memory(place.to_numpy(array), base)
+
+
+def test_torch_subclasses_and_read_only_arrays(torch):
+    weight = torch.nn.Parameter(torch.zeros(1, 4, 1, 8), requires_grad=False)
+    assert isinstance(dma.attention(weight, weight, weight), torch.Tensor)
+    frozen = np.zeros((1, 4, 1, 8), np.float32)
+    frozen.flags.writeable = False
+    dma.attention(frozen, frozen, frozen)
+
+
+def test_gradients_are_refused_not_dropped(torch):
+    q, k, scores = torch.zeros(1, 4, 1, 8, requires_grad=True), torch.zeros(1, 4, 1, 8), torch.zeros(1, 1, 4)
+    learned = torch.zeros(1, 1, 4, requires_grad=True)
+    for name, call in {
+        "query": lambda: dma.attention(q, k, k),
+        "value": lambda: dma.attention(k, k, q),
+        "bias": lambda: dma.attention(k, k, k, bias=learned),
+        "scores": lambda: dma.dynamic_mask_attention(k, k, k, learned, window=2),
+        "dt_proj": lambda: dma.key_scores(k, torch.zeros(1, 8, requires_grad=True), torch.zeros(1)),
+    }.items():
+        with pytest.raises(NotImplementedError, match=f"{name} requires grad"):
+            call()
+    with torch.no_grad():
+        assert not dma.attention(q, k, k).requires_grad
+    dma.attention(q.detach(), k, k)
+    dma.IntervalMask.top_w(scores.requires_grad_(), 2)  # selection has no gradient, so there is nothing to lose
+
+
+def test_a_device_prints_as_its_users_write_it():
+    assert (str(CPU), str(Device("cuda", 3))) == ("cpu", "cuda:3")
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_the_few_functions_masks_need(name):
+    pytest.importorskip(name)
+    place = library(name)
+    back = place.to_numpy
+    assert back(place.arange(-2, 3, CPU)).tolist() == [-2, -1, 0, 1, 2]
+    assert back(place.full((2, 1), 7, "int32", CPU)).dtype == np.int32
+    assert back(place.empty((2, 3), "bfloat16", CPU)).dtype == ml_dtypes.bfloat16
+    rows = place.from_numpy(np.array([[1, 0, 2], [0, 1, 1]], np.int32), CPU)
+    assert back(place.cumsum(rows)).tolist() == [[1, 1, 3], [0, 1, 2]] and back(place.cumsum(rows)).dtype == np.int32
+    sorted_row = place.from_numpy(np.array([0, 3, 3, 5], np.int32), CPU)
+    found = place.search_right(sorted_row, place.arange(-1, 6, CPU))
+    assert back(found).tolist() == [0, 1, 1, 1, 3, 3, 4] and back(found).dtype == np.int32
+
+
+def test_importing_needs_and_loads_nothing():
+    """Under 50 ms, and neither CuPy nor torch nor triton, not even for NumPy work."""
+    code = """
+import sys, time
+begin = time.perf_counter()
+import cupy_dma
+seconds = time.perf_counter() - begin
+assert "numpy" not in sys.modules and seconds < 0.05, seconds
+import numpy as np
+x = np.zeros((1, 4, 1, 8), np.float32)
+cupy_dma.dynamic_mask_attention(x, x, x, np.zeros((1, 1, 4), np.float32), window=2)
+assert callable(cupy_dma.attention), "the module hides the function"
+loaded = {"cupy", "torch", "triton"} & set(sys.modules)
+assert not loaded, loaded
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_public_names():
+    assert dma.__version__ == "0.1.0"
+    for name in dma.__all__:
+        assert getattr(dma, name) is not None and name in dir(dma)
+    import cupy_dma.attention
+
+    assert callable(cupy_dma.attention) and sys.modules["cupy_dma.attention"].attention is dma.attention
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = dma.no_such_name
+
+
+def test_libraries_are_found_by_their_arrays(torch):
+    assert arrays.library_of(np.zeros(1), "x") is library("numpy")
+    assert arrays.library_of(torch.zeros(1), "x") is library("torch")
+    assert arrays.library_of(Producer(np.zeros(1)), "x").base is library("numpy")
