@@ -1,0 +1,110 @@
+# Each target does its own set-up: from Python >= 3.10 and make alone to a finished run.
+#
+#   make demo         dynamic mask attention over a long text, with a picture of the mask in mask.png
+#   make test         all tests that this machine can run
+#   make test-gpu     the tests that need a GPU; records the result in tests/gpu_results.json
+#   make bench        benchmarks/forward_performance.py (needs a GPU and a CUDA build of torch)
+#   make lint         ruff and mypy
+#   make check-record fails if tests/gpu_results.json does not belong to these sources
+#   make clean        removes everything that make created
+#
+# PYTHON=python3.12    the interpreter to start from
+# VENV=                an empty VENV installs nothing and runs the tree in PYTHON itself
+# CUDA_EXTRA=cuda12    which CUDA extra to install; chosen by the driver if not given
+# TORCH=               what pip installs as torch for the tests; empty for none, and then its tests are skipped
+# ARGS="--length 4096" more arguments for demo, test, test-gpu and bench
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+ARGS ?=
+
+# The CUDA version that the driver supports; empty without a GPU.
+DRIVER_CUDA := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && \
+    nvidia-smi | sed -n 's/.*CUDA[^:]*Version: *\([0-9][0-9]*\).*/\1/p' | head -n 1)
+GPU := $(if $(DRIVER_CUDA),yes)
+
+ifdef GPU
+CUDA_EXTRA ?= $(shell test $(DRIVER_CUDA) -ge 13 && echo cuda13 || echo cuda12)
+DEMO_EXTRAS := plot,$(CUDA_EXTRA)
+SELECT :=
+WORKERS :=
+# Torch on a GPU machine is the user's choice (make test VENV= runs in an interpreter that has one).
+TORCH ?=
+else
+# No GPU, but the tests compile every kernel with NVRTC, which needs none.
+CUDA_EXTRA ?= $(if $(filter Darwin,$(shell uname)),,cuda12)
+DEMO_EXTRAS := plot
+SELECT := -m "not gpu"
+WORKERS := -n $(JOBS)
+# A CPU build by its full version: a CUDA build is gigabytes of no use here, and its pins clash with CUDA_EXTRA.
+TORCH ?= torch==2.13.0$(if $(filter Darwin,$(shell uname)),,+cpu)
+endif
+TORCH_INDEX ?= 
+
+ifdef VENV
+RUN := $(VENV)/bin/python
+DEMO_READY := $(VENV)/.demo
+TEST_READY := $(VENV)/.test
+BENCH_READY := $(VENV)/.bench
+LINT_READY := $(VENV)/.lint
+else
+RUN := PYTHONPATH=. $(PYTHON)
+endif
+
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test test-gpu bench lint check-record clean
+
+demo: $(DEMO_READY)
+	$(RUN) -m cupy_dma demo $(ARGS)
+
+test: $(TEST_READY)
+	$(RUN) -m pytest $(SELECT) $(if $(VENV),$(WORKERS)) $(ARGS)
+
+test-gpu: $(TEST_READY)
+	$(RUN) -m pytest -m gpu -p tests.gpu_record --gpu-record tests/gpu_results.json $(ARGS)
+
+bench: $(BENCH_READY)
+	$(RUN) benchmarks/forward_performance.py $(ARGS)
+
+lint: $(LINT_READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+check-record:
+	PYTHONPATH=. $(PYTHON) -m tests.gpu_record
+
+clean:
+	rm -rf $(if $(VENV),$(VENV)) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache mask.png
+	find cupy_dma kernels tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+ifdef VENV
+# Debian's python3 may come without ensurepip; then its own pip, if there is one, fills the environment.
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "cupy_dma needs Python 3.10 or newer; name one with PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { \
+	    $(PYTHON) -m venv --without-pip --clear $(VENV) && \
+	    $(PYTHON) -m pip --python $(VENV)/bin/python install --quiet pip; } || \
+	    { rm -rf $(VENV); echo "could not create a virtual environment: install the venv module of $(PYTHON)"; exit 1; }
+
+$(VENV)/.demo: $(VENV)/bin/python pyproject.toml setup.cfg
+	$(PIP) --editable ".[$(DEMO_EXTRAS)]"
+	@touch $@
+
+$(VENV)/.test: $(VENV)/bin/python pyproject.toml setup.cfg
+	$(PIP) --editable ".[test$(CUDA_EXTRA:%=,%)]"
+	$(if $(TORCH),@$(PIP) $(TORCH) 2>/dev/null || \
+	    $(PIP) --retries 1 --timeout 20 --extra-index-url $(TORCH_INDEX) $(TORCH) || \
+	    echo "$(TORCH) is not to be had here: the tests that need torch are skipped")
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/bin/python pyproject.toml setup.cfg
+	$(PIP) --editable ".[torch,plot$(CUDA_EXTRA:%=,%)]"
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/bin/python pyproject.toml setup.cfg
+	$(PIP) --editable ".[lint]"
+	@touch $@
+endif

@@ -1,0 +1,186 @@
+"""Time, memory and the record of the machine, for every benchmark.
+
+GPU time: the call is captured in a CUDA graph after three warm-up calls, so that host time plays no part; before each
+replay a 256 MiB buffer is overwritten, which empties the L2 cache; CUDA events stand around the replay alone; the
+result is the median. A call that cannot be captured is timed without a graph, and the row says so. The number of
+replays follows the time of one: enough for ``BUDGET_MS``, at least 5, at most 30.
+
+Host time: wall time of many calls that are queued without waiting, divided by their number; median of five rounds.
+
+Peak memory: the largest ``torch.cuda.max_memory_allocated`` over one call, less what was allocated before it, results
+included.
+
+Without a GPU everything runs on the CPU with a plain clock: that is for trying the scripts out, not for numbers.
+"""
+from __future__ import annotations
+
+import datetime
+import gc
+import importlib
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+BUDGET_MS = 60.0  # per measurement
+FLUSH_BYTES = 256 * 2**20
+
+
+def on_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def synchronize() -> None:
+    if on_gpu():
+        torch.cuda.synchronize()
+
+
+_flush: list[Any] = []
+
+
+def flush_l2() -> None:
+    if not _flush:
+        _flush.append(torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda"))
+    _flush[0].zero_()
+
+
+def gpu_ms(call: Callable[[], Any], setup: Callable[[], Any] | None = None) -> tuple[float, str]:
+    """Median milliseconds of ``call`` and how they were measured ("graph", "events" or "cpu clock").
+
+    ``setup`` runs before every recorded execution of ``call`` and is not timed; under a graph that is once, before the
+    capture, so it may only change what the host does (such as forgetting a cached result).
+    """
+    setup = setup or (lambda: None)
+    if not on_gpu():
+        samples = []
+        for _ in range(3):
+            setup()
+            started = time.perf_counter()
+            call()
+            samples.append(1e3 * (time.perf_counter() - started))
+        return statistics.median(samples), "cpu clock"
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            setup()
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = None
+    try:
+        setup()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            kept = call()  # noqa: F841  keeps the graph's outputs alive until the replays are over
+        run, how = graph.replay, "graph"
+    except Exception as error:
+        torch.cuda.synchronize()
+        print(f"    (not captured: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})")
+
+        def run() -> None:
+            setup()
+            call()
+
+        how = "events"
+    run()
+    first = _event_ms(run)
+    count = max(5, min(30, int(BUDGET_MS / max(first, 1e-3))))
+    if first > 200:
+        count = 2
+    samples = [_event_ms(run) for _ in range(count)]
+    del graph
+    return statistics.median(samples), how
+
+
+def _event_ms(run: Callable[[], Any]) -> float:
+    flush_l2()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def host_us(call: Callable[[], Any], calls: int = 100) -> float:
+    """Microseconds of host time per call, without waiting for the GPU."""
+    for _ in range(10):
+        call()
+    rounds = []
+    for _ in range(5):
+        synchronize()
+        started = time.perf_counter()
+        for _ in range(calls):
+            call()
+        rounds.append(1e6 * (time.perf_counter() - started) / calls)
+    synchronize()
+    return statistics.median(rounds)
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """Largest extra device memory during ``call``, results included; 0 without a GPU."""
+    if not on_gpu():
+        call()
+        return 0
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = call()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    del result
+    return peak
+
+
+def free_memory() -> None:
+    gc.collect()
+    if on_gpu():
+        torch.cuda.empty_cache()
+
+
+def machine() -> dict[str, Any]:
+    """Versions, device, clocks, commit and date: what a number means nothing without."""
+    versions = {"python": platform.python_version()}
+    for name in ("numpy", "torch", "cupy", "triton"):
+        try:
+            versions[name] = importlib.import_module(name).__version__
+        except ImportError:
+            continue
+    versions["torch_cuda"] = str(torch.version.cuda)
+    device = platform.processor() or platform.machine()
+    if on_gpu():
+        device = torch.cuda.get_device_name()
+        versions["cudnn"] = str(torch.backends.cudnn.version())
+    return {"device": device, "versions": versions, "driver": _query("driver_version"),
+            "clocks_mhz": _query("clocks.sm,clocks.mem,clocks.max.sm"), "commit": commit(),
+            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")}
+
+
+def _query(fields: str) -> str:
+    try:
+        return subprocess.run(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "-i", "0"],
+                              capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def commit() -> str:
+    """The commit of the tree, with a mark if files differ from it; empty outside a repository."""
+    try:
+        def git(*words: str) -> str:
+            return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True,
+                                  timeout=20).stdout.strip()
+
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "kernels", "cupy_dma")
+        return git("rev-parse", "HEAD") + ("+changes" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return ""

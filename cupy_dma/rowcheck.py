@@ -1,0 +1,133 @@
+"""Exact rows of dynamic mask attention, to check results on sequences too long for a dense reference.
+
+One query row costs O(Lk): rank its candidates by (score, j), keep ``window`` of them, and do the softmax of those in
+float64, straight from the definition
+
+    s_j = scale * q . k_j + score_j,   out = sum_j softmax(s)_j v_j,   lse = log(sum_j exp(s_j)).
+
+The error allowed is relative to the same row computed the plain way in the precision of the inputs: 16-bit inputs,
+float32 accumulation, probabilities rounded to 16 bit before the second product, and the output rounded once. The plain
+error of float32 and float64 inputs is nothing but the luck of the order of summation, so these get 32 roundings more.
+Everything here is NumPy on the host.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass
+class RowCheck:
+    """The largest deviation from the float64 rows, and what is allowed."""
+
+    rows: int  # query rows that were compared, each in all heads
+    error: float  # of out, absolute
+    allowed: float
+    lse_error: float
+    lse_allowed: float
+    wrong_rows: int  # (kv head, row) pairs whose mask is not exactly the selection
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.allowed and self.lse_error <= self.lse_allowed and self.wrong_rows == 0
+
+
+def kept_keys(scores: np.ndarray, position: int, window: int) -> np.ndarray:
+    """Indices of the ``window`` best candidates ``j <= position`` of ``scores`` (Lk,): higher score first, of equal
+    scores the newest, NaN above everything."""
+    candidates = np.array(scores[:max(position + 1, 0)], np.float64)
+    if len(candidates) <= window:
+        return np.arange(len(candidates))
+    missing = np.isnan(candidates)
+    if missing.any():  # np.partition sorts NaN last, but comparisons with it are false: give it a rank of its own
+        finite_rank = np.unique(candidates[~missing], return_inverse=True)[1]
+        candidates[~missing] = finite_rank
+        candidates[missing] = len(candidates)
+    threshold = np.partition(candidates, -window)[-window]
+    above = np.flatnonzero(candidates > threshold)
+    tied = np.flatnonzero(candidates == threshold)
+    return np.sort(np.concatenate([above, tied[len(tied) - (window - len(above)):]]))
+
+
+def exact_row(query, key, value, bias, scale) -> tuple[np.ndarray, float]:
+    """float64 ``(out, lse)`` of one query (D,) over its visible keys (n, D), values (n, D) and biases (n,)."""
+    if len(key) == 0:
+        return np.zeros(value.shape[1]), -math.inf
+    s = scale * (key.astype(np.float64) @ query.astype(np.float64)) + bias.astype(np.float64)
+    largest = s.max()
+    p = np.exp(s - largest)
+    return p @ value.astype(np.float64) / p.sum(), largest + math.log(p.sum())
+
+
+def plain_row(query, key, value, bias, scale) -> tuple[np.ndarray, float]:
+    """The same row in the precision of the inputs, as a textbook implementation has it."""
+    if len(key) == 0:
+        return np.zeros(value.shape[1]), -math.inf
+    wide = np.float64 if query.dtype == np.float64 else np.float32
+    s = wide(scale) * (key.astype(wide) @ query.astype(wide)) + bias.astype(wide)
+    largest = s.max()
+    p = np.exp(s - largest)
+    total = p.sum(dtype=wide)
+    out = (p.astype(query.dtype).astype(wide) @ value.astype(wide)) / total
+    return out.astype(query.dtype).astype(np.float64), float(largest + np.log(total))
+
+
+def rounding(dtype: np.dtype) -> float:
+    """Half a unit in the last place of 1.0."""
+    if dtype.name == "bfloat16":
+        return 2.0**-8
+    return float(np.finfo(dtype).eps) / 2
+
+
+def check_rows(out: np.ndarray, lse: np.ndarray, query: np.ndarray, key: np.ndarray, value: np.ndarray,
+               scores: np.ndarray, window: int, rows: Sequence[int], *, start: np.ndarray | None = None,
+               stop: np.ndarray | None = None, scale: float | None = None) -> RowCheck:
+    """Compare rows of one batch entry with the definition.
+
+    Parameters
+    ----------
+    out, query : ``(Lq, H, D)``
+    key, value : ``(Lk, Hkv, D)``
+    scores : ``(Hkv, Lk)`` float32, the ranking and the bias
+    lse : ``(H, Lq)``, natural log
+    rows : query rows to compare
+    start, stop : ``(Hkv, Lk)`` of the interval mask, compared with the selection if given
+    scale : default ``1/sqrt(D)``
+    """
+    query_length, heads, head_dim = query.shape
+    key_length, kv_heads, _ = key.shape
+    group = heads // kv_heads
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    error = plain_error = lse_error = plain_lse_error = largest = largest_lse = 0.0
+    wrong_rows = 0
+    for row in rows:
+        position = row + key_length - query_length
+        for g in range(kv_heads):
+            kept = kept_keys(scores[g], position, window)
+            if start is not None and stop is not None:
+                wrong_rows += not np.array_equal(kept, np.flatnonzero((start[g] <= position) & (position < stop[g])))
+            keys, values, bias = key[kept, g], value[kept, g], scores[g, kept]
+            for h in range(g * group, (g + 1) * group):
+                exact, exact_lse = exact_row(query[row, h], keys, values, bias, scale)
+                plain, plain_lse = plain_row(query[row, h], keys, values, bias, scale)
+                error = _worst(error, np.abs(out[row, h].astype(np.float64) - exact).max())
+                plain_error = max(plain_error, float(np.abs(plain - exact).max()))
+                largest = max(largest, float(np.abs(exact).max()))
+                if exact_lse == -math.inf:
+                    lse_error = _worst(lse_error, 0.0 if lse[h, row] == -math.inf else math.inf)
+                    continue
+                lse_error = _worst(lse_error, abs(float(lse[h, row]) - exact_lse))
+                plain_lse_error = max(plain_lse_error, abs(plain_lse - exact_lse))
+                largest_lse = max(largest_lse, abs(exact_lse))
+    roundings = 1 if query.dtype.itemsize == 2 else 32
+    return RowCheck(rows=len(rows), error=error, allowed=2 * plain_error + roundings * rounding(query.dtype) * largest,
+                    lse_error=lse_error, lse_allowed=float(2 * plain_lse_error + 2.0**-18 * (1 + largest_lse)),
+                    wrong_rows=wrong_rows)
+
+
+def _worst(so_far: float, new: float) -> float:
+    """The larger one, where NaN is larger than everything."""
+    return math.inf if math.isnan(new) else max(so_far, float(new))

@@ -1,0 +1,52 @@
+"""Every Python block of the README runs, and its table is the one in the recorded results."""
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+RESULTS = ROOT / "benchmarks" / "results" / "forward_performance.json"
+BLOCKS = [(bool(gpu), code, README[:place].count("\n"))
+          for gpu, code, place in ((m[1], m[2], m.start(2)) for m in
+                                   re.finditer(r"(<!-- gpu -->\n)?```python\n(.*?)```", README, re.DOTALL))]
+
+
+def run(blocks):
+    """Run blocks one after the other in one namespace, as a reader would."""
+    names = {"__name__": "readme"}
+    for _, code, line in blocks:
+        exec(compile("\n" * line + code, "README.md", "exec"), names)
+    return names
+
+
+def test_python_blocks_run_without_a_gpu(capsys):
+    names = run(block for block in BLOCKS if not block[0])
+    assert (names["same"] == run(BLOCKS[:1])["out"]).all()  # the two ways of the first block agree
+    assert names["out"].shape == (1, 4096, 4, 64)
+
+
+@pytest.mark.gpu
+def test_python_blocks_run_on_a_gpu(capsys):
+    pytest.importorskip("cupy")
+    names = run(BLOCKS)
+    assert type(names["out"]).__module__.startswith("cupy")
+
+
+def test_there_are_blocks_of_both_kinds():
+    assert {gpu for gpu, _, _ in BLOCKS} == {False, True}
+
+
+def test_table_is_the_recorded_one():
+    from benchmarks import render
+
+    shown = README.split(render.BEGIN)[1].split(render.END)[0].strip()
+    expected = render.markdown_table(json.loads(RESULTS.read_text())) if RESULTS.exists() else render.PENDING
+    assert shown == expected, "run: python benchmarks/forward_performance.py --update-readme"
+
+
+def test_first_screen_holds_what_a_reader_needs_first():
+    first = "\n".join(README.splitlines()[:60])
+    for needed in ("pip install", "import cupy_dma as dma", "<!-- table:forward -->"):
+        assert needed in first
