@@ -3,6 +3,7 @@
 #   make demo         dynamic mask attention over a long text, with a picture of the mask in mask.png
 #   make test         all tests that this machine can run
 #   make test-gpu     the tests that need a GPU; records the result in tests/gpu_results.json
+#   make sanitize     every kernel under compute-sanitizer's memcheck and racecheck (needs a GPU)
 #   make bench        benchmarks/forward_performance.py (needs a GPU and a CUDA build of torch)
 #   make lint         ruff and mypy
 #   make check-record fails if tests/gpu_results.json does not belong to these sources
@@ -54,7 +55,7 @@ endif
 
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-gpu bench lint check-record clean
+.PHONY: demo test test-gpu sanitize bench lint check-record clean
 
 demo: $(DEMO_READY)
 	$(RUN) -m cupy_dma demo $(ARGS)
@@ -64,6 +65,10 @@ test: $(TEST_READY)
 
 test-gpu: $(TEST_READY)
 	$(RUN) -m pytest -m gpu -p tests.gpu_record --gpu-record tests/gpu_results.json $(ARGS)
+
+sanitize: $(TEST_READY)
+	set -e; for tool in memcheck racecheck; do \
+	    $(if $(VENV),,PYTHONPATH=.) compute-sanitizer --tool $$tool --error-exitcode 1 $(if $(VENV),$(RUN),$(PYTHON)) -m tests.sanitize; done
 
 bench: $(BENCH_READY)
 	$(RUN) benchmarks/forward_performance.py $(ARGS)

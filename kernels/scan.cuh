@@ -32,7 +32,7 @@ constexpr int DIGIT_BITS = 11;
 struct SelectShared {
     int histogram[1 << DIGIT_BITS];
     int warp_sums[32];
-    Ranked any, all;  // OR and AND of all candidates
+    Ranked lowest, highest;  // of all candidates
     int digit, above, inside;
 };
 
@@ -74,50 +74,49 @@ struct Candidates {
     }
 };
 
-// The `wanted` highest of all candidates, which differ from each other. Radix selection: each pass fixes up to 11 bits,
-// from the highest bit in which candidates differ, and ends when a digit holds just what is missing. All threads of the
+// The `wanted` highest of all candidates, which differ from each other. Each pass cuts the range that must hold the last
+// of them into up to 2^11 equal parts and keeps one; the first range is that of the candidates, so that few share a part
+// (and contend for its counter) whatever the scores. It ends when a part holds just what is missing. All threads of the
 // block call it and get the same answer.
 template <int threads, typename Entry>
 __device__ Selection select_highest(const Candidates<threads, Entry>& candidates, int wanted, SelectShared& shared) {
     __syncthreads();  // an earlier selection's results have been read
     if (threadIdx.x == 0) {
-        shared.any = 0;
-        shared.all = ~0ull;
+        shared.lowest = ~0ull;
+        shared.highest = 0;
     }
-    Ranked any = 0, all = ~0ull;
+    Ranked low = ~0ull, high = 0;
     int count = 0;
     candidates.for_each([&](Ranked e) {
         ++count;
-        any |= e;
-        all &= e;
+        low = min(low, e);
+        high = max(high, e);
     });
     int total;
-    exclusive_sum<threads>(count, total, shared.warp_sums);  // its barriers also protect any and all
+    exclusive_sum<threads>(count, total, shared.warp_sums);  // its barriers also protect lowest and highest
     if (total <= wanted) return {1, total};
     if (wanted <= 0) return {~0ull, 0};
 #pragma unroll
     for (int distance = 16; distance > 0; distance >>= 1) {
-        any |= __shfl_xor_sync(ALL_LANES, any, distance);
-        all &= __shfl_xor_sync(ALL_LANES, all, distance);
+        low = min(low, __shfl_xor_sync(ALL_LANES, low, distance));
+        high = max(high, __shfl_xor_sync(ALL_LANES, high, distance));
     }
     if ((threadIdx.x & 31) == 0) {
-        atomicOr(&shared.any, any);
-        atomicAnd(&shared.all, all);
+        atomicMin(&shared.lowest, low);
+        atomicMax(&shared.highest, high);
     }
-    __syncthreads();  // any and all are complete
-    int top = 63 - __clzll(static_cast<long long>(shared.any ^ shared.all));  // highest bit not yet fixed
-    Ranked prefix = top == 63 ? 0 : shared.any >> (top + 1) << (top + 1);
+    __syncthreads();  // lowest and highest are complete
+    low = shared.lowest;
+    Ranked span = shared.highest - low;  // the range is low .. low + span
     int missing = wanted;
 
     constexpr int BINS = 1 << DIGIT_BITS, OWN = BINS / threads;
     while (true) {
-        const int shift = max(0, top - DIGIT_BITS + 1);
-        const unsigned digits = (2u << (top - shift)) - 1;
+        const int shift = max(0, 64 - __clzll(static_cast<long long>(span)) - DIGIT_BITS);
         for (int i = threadIdx.x; i < BINS; i += threads) shared.histogram[i] = 0;
         __syncthreads();  // the histogram is empty
         candidates.for_each([&](Ranked e) {
-            if (top == 63 || (e ^ prefix) >> (top + 1) == 0)
-                atomicAdd(&shared.histogram[static_cast<unsigned>(e >> shift) & digits], 1);
+            if (e - low <= span) atomicAdd(&shared.histogram[static_cast<int>((e - low) >> shift)], 1);
         });
         __syncthreads();  // the histogram is complete
         int own = 0;
@@ -134,11 +133,11 @@ __device__ Selection select_highest(const Candidates<threads, Entry>& candidates
             }
             above += inside;
         }
-        __syncthreads();  // the digit of the wanted-th candidate is known
+        __syncthreads();  // the part of the wanted-th candidate is known
         missing -= shared.above;
-        prefix |= static_cast<Ranked>(shared.digit) << shift;
-        if (shared.inside == missing || shift == 0) return {prefix, wanted};
-        top = shift - 1;
+        low += static_cast<Ranked>(shared.digit) << shift;
+        if (shared.inside == missing || shift == 0) return {low, wanted};
+        span = (1ull << shift) - 1;
         // The next round's barrier after clearing also keeps digit, above and inside until all have read them.
     }
 }

@@ -150,8 +150,9 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) filter_arrivals(const
 
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const SelectParams p) {
     __shared__ SelectShared shared;
-    __shared__ Ranked mortal[ARRIVALS], arriving[ARRIVALS];  // kept keys that can die; arrivals by position
-    __shared__ int document[ARRIVALS];
+    __shared__ __align__(16) Ranked mortal[ARRIVALS];    // kept keys that can die, padded with 0
+    __shared__ __align__(16) unsigned arriving[ARRIVALS];  // ranks of the arrivals, by position, padded with 0
+    __shared__ int time[ARRIVALS], document[ARRIVALS];     // their positions and documents
     __shared__ int stored;
     const int parts = (p.chunk + ARRIVALS - 1) / ARRIVALS;
     const int part = blockIdx.x % parts, c = blockIdx.x / parts % p.chunks;
@@ -174,40 +175,57 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const
     const int safe = held.count - max(mortals, 0);
     const Selection secure = select_highest(candidates, safe, shared);
     if (threadIdx.x == 0) stored = 0;
-    __syncthreads();  // the counter is 0
+    if (threadIdx.x < ARRIVALS) {
+        const Ranked e = threadIdx.x < coming ? arrivals[before + threadIdx.x] : 0;
+        arriving[threadIdx.x] = static_cast<unsigned>(e >> 32);
+        time[threadIdx.x] = key_of(e);
+        document[threadIdx.x] = e != 0 ? row.since(key_of(e)) : -1;
+        mortal[threadIdx.x] = 0;
+    }
+    __syncthreads();  // the counter is 0, arrivals are in place, mortal is empty
     candidates.for_each([&](Ranked e) {
         if (e >= held.threshold && e < secure.threshold) mortal[atomicAdd(&stored, 1)] = e;
     });
-    if (threadIdx.x < ARRIVALS) {
-        const Ranked e = threadIdx.x < coming ? arrivals[before + threadIdx.x] : 0;
-        arriving[threadIdx.x] = e;
-        document[threadIdx.x] = e != 0 ? row.since(key_of(e)) : -1;
-    }
-    __syncthreads();  // mortal and arriving are complete
+    __syncthreads();  // mortal is complete
 
     const bool arrives = threadIdx.x >= ARRIVALS;
     const int mine = threadIdx.x & (ARRIVALS - 1);
     if (mine >= (arrives ? coming : stored)) return;
-    const Ranked e = arrives ? arriving[mine] : mortal[mine];
+    const Ranked e = arrives ? static_cast<Ranked>(arriving[mine]) << 32 | static_cast<unsigned>(time[mine]) : mortal[mine];
     const int own_document = arrives ? document[mine] : since;
 
     int better = 0;  // keys kept at the start that rank above e; too many for e above a safe key, which cannot die here
     if (own_document == since) {
         better = safe;
-        for (int i = 0; i < stored; ++i) better += mortal[i] > e;
-    }
-    int remaining = p.window - better;  // better arrivals that e survives not
-    int fatal = remaining <= 0 ? 0 : ARRIVALS;
-    for (int base = 0; base < coming && fatal == ARRIVALS; base += 32) {
-        unsigned above = 0;
+        for (int i = 0; i < stored; i += 8)
 #pragma unroll
-        for (int i = 0; i < 32; ++i) {
-            bool counts = arriving[base + i] > e;
+            for (int k = 0; k < 8; ++k) better += mortal[i + k] > e;
+    }
+    // Arrivals that rank above e: those of a higher score, and of an equal one if they are newer. Of ARRIVALS keys a warp
+    // holds 32 neighbours, so all but its own 32 arrivals are either older or newer than all of it.
+    int remaining = p.window - better;  // with this many better arrivals e dies
+    int fatal = remaining <= 0 ? 0 : ARRIVALS;
+    const unsigned rank = static_cast<unsigned>(e >> 32);
+    const int place = arrives ? mine : -1;
+    for (int base = 0; base < coming && fatal == ARRIVALS; base += 32) {
+        const int own = place - base;  // 0 to 31: among these arrivals
+        unsigned above = 0;
+        auto mark = [&](auto limit) {  // arrival i ranks above e if its rank is above limit(i)
+#pragma unroll
+            for (int i = 0; i < 32; ++i) {
+                bool higher = arriving[base + i] > limit(i);
 #if DOCUMENTS
-            counts = counts && document[base + i] == own_document;
+                higher = higher && document[base + i] == own_document;
 #endif
-            above |= static_cast<unsigned>(counts) << i;
-        }
+                above |= static_cast<unsigned>(higher) << i;
+            }
+        };
+        if (own < 0)
+            mark([&](int) { return rank - 1; });
+        else if (own > 31)
+            mark([&](int) { return rank; });
+        else
+            mark([&](int i) { return i > own ? rank - 1 : rank; });
         const int count = __popc(above);
         if (count >= remaining) {
             for (; remaining > 1; --remaining) above &= above - 1;
@@ -217,6 +235,6 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const
         }
     }
     if (fatal == ARRIVALS) return;
-    const int j = key_of(e), time = key_of(arriving[fatal]);
-    p.stop[(long long)row.row * p.key_length + j] = max(time, j);  // before its own arrival: never visible
+    const int j = key_of(e);
+    p.stop[(long long)row.row * p.key_length + j] = max(time[fatal], j);  // before its own arrival: never visible
 }

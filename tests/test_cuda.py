@@ -119,6 +119,7 @@ def test_a_bad_row_reaches_only_the_queries_that_see_it(torch, name, bad, kind):
     clean = {"key": k.clone(), "value": v.clone()}
     {"key": k, "value": v}[name][0, where, 0, 5] = bad
     scores = draw_scores(torch, 1, 2, n)
+    scores[0, 0, where] = 1.2  # kept for some time, but not for ever
     mask = {"causal": dma.IntervalMask.causal(n, like=q), "top_w": dma.IntervalMask.top_w(scores, 40),
             "window": dma.IntervalMask.sliding_window(n, 50, like=q)}[kind]
     out, lse = dma.attention(q, k, v, mask=mask, return_lse=True)
