@@ -41,8 +41,8 @@ class Namespace:
         return Producer(np.from_dlpack(array))
 
 
-SOME = [case for case in cases.CASES if case.name.startswith(("mask-", "bias-", "float16-D3", "bfloat16-D40",
-                                                              "float64-D64", "layout-", "lengths-0x5", "lengths-33x129"))]
+SOME = [case for case in cases.CASES if case.name.startswith((
+    "mask-", "bias-", "layout-", "float16-D3", "bfloat16-D40", "float64-D64", "lengths-0x5", "lengths-33x129"))]
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
