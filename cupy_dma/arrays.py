@@ -155,8 +155,8 @@ class CupyLibrary(NumpyLibrary):
         self.xp = cupy
 
     def on(self, device):
-        current = self.xp.cuda.runtime.getDevice() == device.index  # the usual case; asking costs less than entering
-        return _NO_CONTEXT if current else self.xp.cuda.Device(device.index)
+        current = self.xp.cuda.runtime.getDevice()  # asking costs less than entering
+        return _NO_CONTEXT if current == device.index else self.xp.cuda.Device(device.index)
 
     def describe(self, array, name):
         size = array.itemsize
@@ -280,8 +280,7 @@ def library_of(array: Any, name: str) -> Library:
     kind = type(array)
     if kind not in _library_of_type:
         _library_of_type[kind] = _find_library(kind)
-    found = _library_of_type[kind]
-    if found is not None:
+    if (found := _library_of_type[kind]) is not None:
         return found
     if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
         raise TypeError(f"{name} must be a numpy.ndarray, cupy.ndarray, torch.Tensor or an object with __dlpack__, "

@@ -161,6 +161,43 @@ def test_dynamic_mask_attention_is_its_parts(rng, keys):
         assert all(np.array_equal(a, b) for a, b in zip(whole, parts))
 
 
+def test_what_a_backend_gets(rng, monkeypatch):
+    """Biases and dense masks arrive with four axes and stride 0 where they broadcast, in the caller's memory."""
+    calls = []
+
+    def record(call):
+        calls.append(call)
+        return call.query.array, call.query.array
+
+    monkeypatch.setattr(numpy_backend, "attention", record)
+    q, k, v = draw(rng, b=2, h=4, g=2, d=8)
+    for shape, expected, strides in [
+        ((2, 2, 60), (2, 2, 1, 60), (120, 60, 0, 1)), ((1, 1, 60), (1, 1, 1, 60), (0, 0, 0, 1)),
+        ((2, 4, 1), (2, 4, 1, 1), (4, 1, 0, 0)), ((1, 4, 60, 60), (1, 4, 60, 60), (0, 3600, 60, 1)),
+        ((2, 1, 60, 1), (2, 1, 60, 1), (60, 0, 1, 0)),
+    ]:
+        bias = np.zeros(shape, np.float32)
+        dma.attention(q, k, v, bias=bias, scale=0.5, softcap=2, causal=True, deterministic=True)
+        call = calls.pop()
+        assert (call.bias.shape, call.bias.strides, call.bias.pointer) == (expected, strides, bias.ctypes.data)
+        assert (call.scale, call.softcap, call.causal, call.deterministic, call.mask) == (0.5, 2.0, True, True, None)
+        assert (call.batch, call.heads, call.kv_heads, call.query_length, call.key_length, call.head_dim) == (
+            2, 4, 2, 60, 60, 8)
+    for shape, strides in [((60, 60), (0, 0, 60, 1)), ((2, 1, 60, 60), (3600, 0, 60, 1)),
+                           ((1, 2, 1, 60), (0, 60, 0, 1))]:
+        dense = np.zeros(shape, bool)
+        dma.attention(q, k, v, mask=dense)
+        call = calls.pop()
+        assert (call.mask.shape, call.mask.strides) == ((1,) * (4 - len(shape)) + shape, strides)
+        assert call.mask.pointer == dense.ctypes.data
+    scores = np.zeros((2, 2, 60), np.float32)
+    for keys, causal in (("prefix", False), ("global", True)):  # a prefix mask is causal by itself
+        dma.dynamic_mask_attention(q, k, v, scores, window=7, keys=keys)
+        call = calls.pop()
+        assert call.causal is causal and call.mask.shape == (2, 2, 60) and call.scale == 8 ** -0.5
+        assert (call.bias.name, call.bias.strides, call.bias.pointer) == ("bias", (120, 60, 0, 1), scores.ctypes.data)
+
+
 def test_global_keys_without_causality(rng):
     q, k, v = draw(rng, lq=80)
     scores = rng.standard_normal((1, 1, 60)).astype(np.float32)
@@ -194,20 +231,17 @@ def test_memory_is_linear(long_input):
     assert peak < n * n / 4
 
 
-def test_work_follows_the_kept_pairs(long_input):
-    """Seconds for 16K tokens, and a quarter of the window well under the time of the whole causal triangle."""
+def test_16k_tokens_take_seconds(long_input):
+    """0.2 s on two idle cores; the bound leaves room for a busy machine. The work itself is counted below."""
     q, k, v, scores = long_input
-    seconds = {}
-    for window in (512, 16384):
-        begin = time.perf_counter()
-        dma.dynamic_mask_attention(q, k, v, scores, window=window)
-        seconds[window] = time.perf_counter() - begin
-    print(seconds)  # 16 times the pairs
-    assert seconds[512] < 10
-    assert seconds[512] < seconds[16384] / 3
+    begin = time.perf_counter()
+    dma.dynamic_mask_attention(q, k, v, scores, window=512)
+    seconds = time.perf_counter() - begin
+    print(f"{seconds:.2f} s")
+    assert seconds < 10
 
 
-def test_a_key_that_never_returns_is_never_read(long_input, monkeypatch):
+def test_work_follows_the_kept_pairs(long_input, monkeypatch):
     """Gathered pairs stay close to needed pairs: counted, not timed."""
     q, k, v, scores = long_input
     n, gathered = q.shape[1], 0

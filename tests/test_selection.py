@@ -18,6 +18,7 @@ from tests import reference
 # Few values, so that ties are common; both zeros, infinities, NaN of either sign, subnormals.
 NEGATIVE_NAN = float(np.copysign(np.float32(np.nan), -1))
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, np.inf, -np.inf, np.nan, NEGATIVE_NAN, 1e-45, -1e-45, 3.0, 2.0, -7.5]
+ALPHABETS = [SPECIAL, [0.0, -0.0], [np.nan, NEGATIVE_NAN, np.inf], [-np.inf, -0.0, 0.0, 1e-45], [1.0, 2.0]]
 quick = settings(max_examples=120, deadline=None)
 
 
@@ -25,7 +26,8 @@ quick = settings(max_examples=120, deadline=None)
 def problems(draw, max_length=24):
     """(scores (B, Hkv, Lk), window, padding or None, documents or None)."""
     n, batch, heads = draw(st.integers(0, max_length)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
-    values = draw(st.lists(st.sampled_from(SPECIAL), min_size=batch * heads * n, max_size=batch * heads * n))
+    alphabet = st.sampled_from(draw(st.sampled_from(ALPHABETS)))
+    values = draw(st.lists(alphabet, min_size=batch * heads * n, max_size=batch * heads * n))
     scores = np.array(values, np.float32).reshape(batch, heads, n)
     window = draw(st.one_of(st.integers(1, 6), st.integers(1, 2 * max_length)))
     rows = draw(st.sampled_from([1, batch]))
@@ -66,6 +68,15 @@ def test_prefix_stop_is_the_definition(problem):
                                      None if document is None else describe(document, "documents"))
     assert stop.dtype == np.int32
     assert np.array_equal(stop, reference.prefix_stop(scores, window, padding, document))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_every_short_row(dtype, window):
+    """All rows of four out of the awkward values, not only those that a random search meets."""
+    rows = list(itertools.product([0.0, -0.0, np.nan, NEGATIVE_NAN, -np.inf, 1.0], repeat=4))
+    scores = np.array(rows, dtype)[:, None]
+    assert np.array_equal(dma.IntervalMask.top_w(scores, window).to_dense(4), reference.top_w_dense(scores, window))
 
 
 @given(st.lists(st.sampled_from(SPECIAL), min_size=1, max_size=60), st.integers(1, 70))

@@ -241,14 +241,14 @@ class _TileMaker:
             start = np.maximum(start, np.arange(n))
 
         # Keys enter in the order of their starts and leave at their stops: work follows what is visible.
-        ever = np.flatnonzero((start < stop) & (stop > offset) & (start < n))
+        ever = np.flatnonzero((start < stop) & (stop > offset))
         entering = ever[np.argsort(start[ever], kind="stable")]
         starts = start[entering]
         active, entered = entering[:0], 0
         for begin, end in self._spans():
             first, last = begin + offset, end - 1 + offset
             until = int(np.searchsorted(starts, last, side="right"))
-            active = np.concatenate((active[stop[active] > first], entering[entered:until]))
+            active = np.concatenate((active, entering[entered:until]))
             active, entered = active[stop[active] > first], until
             full = (start[active] <= first) & (stop[active] > last)
             position = np.arange(first, last + 1)[:, None]
