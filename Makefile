@@ -41,7 +41,6 @@ WORKERS := -n $(JOBS)
 # A CPU build by its full version: a CUDA build is gigabytes of no use here, and its pins clash with CUDA_EXTRA.
 TORCH ?= torch==2.13.0$(if $(filter Darwin,$(shell uname)),,+cpu)
 endif
-TORCH_INDEX ?= 
 
 ifdef VENV
 RUN := $(VENV)/bin/python
@@ -101,7 +100,6 @@ $(VENV)/.demo: $(VENV)/bin/python pyproject.toml setup.cfg
 $(VENV)/.test: $(VENV)/bin/python pyproject.toml setup.cfg
 	$(PIP) --editable ".[test$(CUDA_EXTRA:%=,%)]"
 	$(if $(TORCH),@$(PIP) $(TORCH) 2>/dev/null || \
-	    $(PIP) --retries 1 --timeout 20 --extra-index-url $(TORCH_INDEX) $(TORCH) || \
 	    echo "$(TORCH) is not to be had here: the tests that need torch are skipped")
 	@touch $@
 

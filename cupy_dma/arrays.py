@@ -65,6 +65,10 @@ class Library:
     def describe(self, array: Any, name: str) -> Operand:
         raise NotImplementedError
 
+    def pointer(self, array: Any) -> int:
+        """Address of the first element of an array made here."""
+        raise NotImplementedError
+
     def empty(self, shape: tuple[int, ...], dtype: str, device: Device) -> Any:
         raise NotImplementedError
 
@@ -116,6 +120,9 @@ class NumpyLibrary(Library):
         return Operand(name, array, self, array.shape, tuple([s // size for s in array.strides]), array.dtype.name, CPU,
                        array.ctypes.data)
 
+    def pointer(self, array):
+        return array.ctypes.data
+
     def empty(self, shape, dtype, device):
         with self.on(device):
             return self.xp.empty(shape, numpy_dtype(dtype))
@@ -163,6 +170,9 @@ class CupyLibrary(NumpyLibrary):
         return Operand(name, array, self, array.shape, tuple([s // size for s in array.strides]), array.dtype.name,
                        Device("cuda", array.device.id), array.data.ptr)
 
+    def pointer(self, array):
+        return array.data.ptr
+
     def to_numpy(self, array):
         with self.on(Device("cuda", array.device.id)):
             return self.xp.asnumpy(array)
@@ -204,6 +214,9 @@ class TorchLibrary(Library):
         return Operand(name, array, self, tuple(array.shape), array.stride(),
                        self._name_of.get(array.dtype) or str(array.dtype), device, array.data_ptr())
 
+    def pointer(self, array):
+        return array.data_ptr()
+
     def empty(self, shape, dtype, device):
         return self.xp.empty(shape, dtype=getattr(self.xp, dtype), device=self._torch_device(device))
 
@@ -225,7 +238,7 @@ class TorchLibrary(Library):
         return array.requires_grad and self.xp.is_grad_enabled()
 
     def stream(self, device):
-        return self.xp._C._cuda_getCurrentRawStream(device.index)
+        return 0 if device.kind == "cpu" else self.xp._C._cuda_getCurrentRawStream(device.index)
 
     def arange(self, start, stop, device):
         return self.xp.arange(start, stop, dtype=self.xp.int32, device=self._torch_device(device))
@@ -247,8 +260,8 @@ class DlpackLibrary(Library):
     def __init__(self, base: Library, namespace: Any):
         self.base, self.namespace = base, namespace
         self.name, self.xp = base.name, base.xp
-        for method in ("describe", "empty", "to_numpy", "from_numpy", "astype", "on", "stream", "arange", "full",
-                       "cumsum", "search_right"):
+        for method in ("describe", "pointer", "empty", "to_numpy", "from_numpy", "astype", "on", "stream", "arange",
+                       "full", "cumsum", "search_right"):
             setattr(self, method, getattr(base, method))
 
     def export(self, array):

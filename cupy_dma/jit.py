@@ -204,6 +204,12 @@ class Params:
         return np.frombuffer(packed, self._dtype)[0]
 
 
+@functools.cache
+def params(source: str, name: str) -> Params:
+    """The parameter struct ``name`` of a kernel file."""
+    return Params(source, name)
+
+
 # ---- compiling ----
 def _options(arch: str) -> tuple[str, ...]:
     return (f"-arch={arch}", "-std=c++17", "--device-as-default-execution-space", "-lineinfo", "-Xptxas=-v",
@@ -215,7 +221,8 @@ def compile(config: Config, arch: str) -> Compiled:
     """The cubin of ``config`` for ``arch`` ("sm_80", "sm_90a", ...), from the disk cache if it is there."""
     text = config.prelude() + source_text(config.source)
     identity = json.dumps([text, arch, nvrtc_version(), [str(p) for p in find_headers()]])
-    path = cache_directory() / f"{Path(config.source).stem}-{arch}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.cubin"
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:24]
+    path = cache_directory() / f"{Path(config.source).stem}-{arch}-{digest}.cubin"
     record = path.with_suffix(".json")
     if path.is_file() and record.is_file():
         return Compiled(path=path, seconds=0.0, **json.loads(record.read_text()))
@@ -270,14 +277,6 @@ def device_arch(index: int) -> str:
     return f"sm_{capability}" + ("a" if capability == "90" else "")
 
 
-@functools.cache
-def shared_memory_limit(index: int) -> int:
-    """Bytes of shared memory a block may have on CUDA device ``index``."""
-    import cupy
-
-    return cupy.cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"]
-
-
 @functools.lru_cache(maxsize=64)
 def _stream(handle: int, index: int) -> Any:
     import cupy
@@ -311,13 +310,12 @@ class Kernel:
             self._function = function.kernel
         self._module = module
 
-    def launch(self, grid: tuple[int, ...], threads: int, params: np.void, stream: int) -> None:
-        """Launch on the raw ``stream``; a grid with an empty axis launches nothing."""
-        if 0 in grid:
-            return
+    def launch(self, grid: int, threads: int, params: np.void, stream: int) -> None:
+        """Launch ``grid`` blocks of ``threads`` threads on the raw ``stream``."""
         if DEBUG:
-            print(f"cupy_dma: {self.entry}{grid} x {threads}, {self.shared_bytes} bytes", file=sys.stderr)
-        self._function(grid, (threads, 1, 1), (params,), self.shared_bytes, _stream(stream, self.device))
+            print(f"cupy_dma: {self.entry}: {grid} blocks of {threads} threads, {self.shared_bytes} bytes",
+                  file=sys.stderr)
+        self._function((grid, 1, 1), (threads, 1, 1), (params,), self.shared_bytes, _stream(stream, self.device))
 
 
 @functools.cache

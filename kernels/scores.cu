@@ -21,7 +21,7 @@ struct ScoreParams {
     float* score;
     long long value_batch, value_row, value_head;  // strides, in elements
     long long weight_row;
-    int key_length, key_blocks;
+    int key_length, key_blocks, head_tiles;
 };
 
 constexpr int WARPS = 8;
@@ -62,8 +62,9 @@ __device__ __forceinline__ void load_weights(float (&weights)[HEAD_TILE][CHANNEL
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) key_scores(const ScoreParams p) {
     __shared__ __align__(16) float weights[HEAD_TILE][CHANNELS];
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-    const int batch = blockIdx.x / p.key_blocks, first_head = blockIdx.y * HEAD_TILE;
-    const long long first_key = (long long)(blockIdx.x % p.key_blocks) * BLOCK_KEYS + warp * KEYS * ROUNDS;
+    const int batch = blockIdx.x / p.head_tiles / p.key_blocks, first_head = blockIdx.x % p.head_tiles * HEAD_TILE;
+    const long long first_key =
+        (long long)(blockIdx.x / p.head_tiles % p.key_blocks) * BLOCK_KEYS + warp * KEYS * ROUNDS;
     const VALUE* values = p.value + batch * p.value_batch;
     const int head = first_head + lane % HEAD_TILE;
 

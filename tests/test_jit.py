@@ -8,7 +8,7 @@ import struct
 import pytest
 
 from cupy_dma import jit
-from cupy_dma.backends import cuda
+from cupy_dma.backends.cuda import configs, selection
 
 try:
     jit.find_headers()
@@ -28,20 +28,20 @@ def own_cache(tmp_path, monkeypatch):
     jit.compile.cache_clear()
 
 
-def configs(limit: int) -> list[jit.Config]:
+def specialisations(limit: int) -> list[jit.Config]:
     """Each kernel with each of its options at least once; head dims of each tile shape, and odd ones."""
-    found: list[jit.Config] = [cuda.LayoutConfig("__half"), cuda.LayoutConfig("__nv_bfloat16")]
-    found += [cuda.SelectConfig(documents, padding) for documents in (False, True) for padding in (False, True)]
-    found += [cuda.ListConfig(causal, block) for causal in (False, True) for block in (64,)]
-    found += [cuda.ScoreConfig("__half", "float", 64, 1, 1, True, True),
-              cuda.ScoreConfig("__nv_bfloat16", "__nv_bfloat16", 128, 8, 8, True, False),
-              cuda.ScoreConfig("float", "__half", 33, 3, 2, False, True)]
+    found: list[jit.Config] = [configs.LayoutConfig("__half"), configs.LayoutConfig("__nv_bfloat16")]
+    found += [configs.SelectConfig(documents, padding) for documents in (False, True) for padding in (False, True)]
+    found += [configs.ListConfig(causal, block) for causal in (False, True) for block in (64,)]
+    found += [configs.ScoreConfig("__half", "float", 64, 1, 1, True, True),
+              configs.ScoreConfig("__nv_bfloat16", "__nv_bfloat16", 128, 8, 8, True, False),
+              configs.ScoreConfig("float", "__half", 33, 3, 2, False, True)]
     dims = {64: "KEYS_LISTED", 128: "KEYS_LISTED", 192: "KEYS_SHARED", 256: "KEYS_LISTED", 96: "KEYS_CONTIGUOUS",
             1: "KEYS_LISTED", 40: "KEYS_SHARED", 250: "KEYS_CONTIGUOUS"}
     for i, (head_dim, keys) in enumerate(dims.items()):
         heads = 1 if head_dim % 64 else 2
-        found.append(cuda.ForwardConfig(("__half", "__nv_bfloat16")[i % 2], head_dim, head_dim % 8 == 0, heads,
-                                        *cuda.tile_shape(head_dim, limit * 1024, heads), keys,
+        found.append(configs.ForwardConfig(("__half", "__nv_bfloat16")[i % 2], head_dim, head_dim % 8 == 0, heads,
+                                        *configs.tile_shape(head_dim, limit * 1024), keys,
                                         causal=keys == "KEYS_CONTIGUOUS", bias=head_dim != 96,
                                         softcap=head_dim in (192, 1)))
     return found
@@ -50,7 +50,7 @@ def configs(limit: int) -> list[jit.Config]:
 @needs_compiler
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_kernel_compiles_without_large_spills(arch):
-    for config in configs(ARCHITECTURES[arch]):
+    for config in specialisations(ARCHITECTURES[arch]):
         compiled = jit.compile(config, arch)
         assert 0 < compiled.registers <= 255, config
         assert compiled.spill_bytes <= 256, f"{config} spills {compiled.spill_bytes} bytes on {arch}"
@@ -61,15 +61,15 @@ def test_every_kernel_compiles_without_large_spills(arch):
 def test_tiles_fit_into_shared_memory(limit):
     for head_dim in range(1, 257):
         for heads in (1, 2, 3, 4):
-            shape = cuda.tile_shape(head_dim, limit * 1024, heads)
-            config = cuda.ForwardConfig("__half", head_dim, True, heads, *shape, "KEYS_LISTED", False, True, False)
+            shape = configs.tile_shape(head_dim, limit * 1024)
+            config = configs.ForwardConfig("__half", head_dim, True, heads, *shape, "KEYS_LISTED", False, True, False)
             assert config.shared_bytes <= limit * 1024
             assert config.queries >= 16
 
 
 @needs_compiler
 def test_the_cache_serves_and_notices_a_changed_kernel(own_cache, monkeypatch):
-    config = cuda.LayoutConfig("__half")
+    config = configs.LayoutConfig("__half")
     first = jit.compile(config, "sm_80")
     jit.compile.cache_clear()
     again = jit.compile(config, "sm_80")
@@ -89,8 +89,8 @@ def test_the_cache_serves_and_notices_a_changed_kernel(own_cache, monkeypatch):
 @needs_compiler
 def test_a_broken_kernel_gives_the_compilers_words(own_cache, monkeypatch):
     monkeypatch.setattr(jit, "source_text", lambda name: "this is no CUDA\n")
-    with pytest.raises(jit.CompileError, match="LayoutConfig.*sm_80(.|\n)*error"):
-        jit.compile(cuda.LayoutConfig("__half"), "sm_80")
+    with pytest.raises(jit.CompileError, match=r"LayoutConfig.*sm_80(.|\n)*error"):
+        jit.compile(configs.LayoutConfig("__half"), "sm_80")
 
 
 def test_missing_headers_are_named(monkeypatch):
@@ -148,13 +148,13 @@ def test_includes_are_inlined_once():
 
 
 def test_a_prelude_defines_every_field():
-    config = cuda.ListConfig(causal=True, block_n=64)
+    config = configs.ListConfig(causal=True, block_n=64)
     assert config.prelude() == "#define CAUSAL 1\n#define BLOCK_N 64\n"
     assert len(dataclasses.fields(config)) == 2
 
 
 def test_selection_chunks_are_powers_of_two():
     for length in (1, 1000, 32768, 131072, 2**20, 10**7):
-        chunk = cuda.selection_chunk(length)
+        chunk = selection.selection_chunk(length)
         assert chunk & (chunk - 1) == 0 and 1024 <= chunk
-    assert [cuda.selection_chunk(n) for n in (32768, 131072, 2**20)] == [2048, 4096, 16384]
+    assert [selection.selection_chunk(n) for n in (32768, 131072, 2**20)] == [2048, 4096, 16384]

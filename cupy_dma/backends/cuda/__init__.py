@@ -1,0 +1,53 @@
+"""The CUDA backend: this project's raw kernels (``kernels/``), compiled for the device at run time.
+
+Work runs on the caller's current stream, memory comes from the caller's library, and nothing synchronizes. The modules
+of this package prepare and launch; they reach the device through a ``Runtime`` only.
+
+    scores.py      key scores                    kernels/scores.cu
+    selection.py   prefix top-w                  kernels/select.cu
+    lists.py       key lists of interval masks   kernels/lists.cu
+    forward.py     attention over key lists      kernels/forward.cu
+    configs.py     what each kernel can be specialised in, and tile shapes
+    warmup.py      kernels to compile ahead
+"""
+from __future__ import annotations
+
+from functools import cache, partial
+
+from cupy_dma import jit
+from cupy_dma.backends.cuda.forward import attention as _attention
+from cupy_dma.backends.cuda.runtime import CudaRuntime
+from cupy_dma.backends.cuda.scores import key_scores as _key_scores
+from cupy_dma.backends.cuda.selection import prefix_stop as _prefix_stop
+from cupy_dma.backends.cuda.warmup import warmup_jobs
+
+__all__ = ["attention", "key_scores", "prefix_stop", "unavailable", "warmup_jobs"]
+
+runtime = CudaRuntime()
+attention = partial(_attention, runtime)
+key_scores = partial(_key_scores, runtime)
+prefix_stop = partial(_prefix_stop, runtime)
+
+
+@cache
+def unavailable() -> str | None:
+    """Why this backend cannot run here, or None."""
+    try:
+        import cupy
+    except ImportError:
+        return ("CuPy is not installed: pip install 'cupy_dma[cuda12]' (CUDA 12 drivers) or 'cupy_dma[cuda13]' "
+                "(CUDA 13 drivers)")
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"no CUDA device: {error}"
+    if count == 0:
+        return "no CUDA device"
+    capability = cupy.cuda.Device(0).compute_capability
+    if int(capability) < 80:
+        return f"the device has compute capability {capability}, at least 8.0 (Ampere) is needed"
+    try:
+        jit.find_headers()
+    except jit.CompileError as error:
+        return str(error)
+    return None

@@ -1,0 +1,51 @@
+"""The prefix top-w selection on the device (SPEC section 3)."""
+from __future__ import annotations
+
+from typing import Any
+
+from cupy_dma import jit
+from cupy_dma.arrays import Operand
+from cupy_dma.backends.cuda.configs import ARRIVALS, SELECT_THREADS, SelectConfig, blocks
+from cupy_dma.backends.cuda.runtime import Runtime
+
+
+def selection_chunk(length: int) -> int:
+    """Keys per chunk: about N^(2/3), which balances the chunks' lists against merging them; a power of two."""
+    return 1 << max(10, (int(1.5 * length ** (2 / 3)) - 1).bit_length())
+
+
+def prefix_stop(runtime: Runtime, scores: Operand, window: int, padding: Operand | None,
+                document: Operand | None) -> Any:
+    """First position that no longer keeps a key: int32 ``(B, Hkv, Lk)``."""
+    place, device = scores.library, scores.device
+    batch, kv_heads, length = scores.shape
+    rows = batch * kv_heads
+    stop = place.empty(scores.shape, "int32", device)
+    if rows == 0 or length == 0:
+        return stop
+    window = min(window, length)
+    chunk = selection_chunk(length)
+    chunks = blocks(length, chunk)
+    capacity = min(window, chunk)
+    # Per chunk: local, kept and arrivals of 8 bytes an entry, two counts of 4.
+    workspace = place.empty((rows * chunks * (2 * (capacity + window + chunk) + 2),), "int32", device)
+    local = place.pointer(workspace)
+    kept = local + 8 * rows * chunks * capacity
+    arrivals = kept + 8 * rows * chunks * window
+    kept_count = arrivals + 8 * rows * chunks * chunk
+    params = jit.params("select.cu", "SelectParams").pack(
+        score=scores.pointer, padding=padding.pointer if padding else 0, document=document.pointer if document else 0,
+        local=local, kept=kept, kept_count=kept_count, arrivals=arrivals,
+        arrival_count=kept_count + 4 * rows * chunks, stop=place.pointer(stop),
+        score_batch=scores.strides[0], score_head=scores.strides[1], score_key=scores.strides[2],
+        padding_batch=padding.strides[0] if padding else 0, document_batch=document.strides[0] if document else 0,
+        kv_heads=kv_heads, key_length=length, window=window, chunk=chunk, chunks=chunks, local_capacity=capacity)
+    config = SelectConfig(document is not None, padding is not None)
+    grids = {"local_top": rows * chunks if chunks > 1 else 0, "filter_arrivals": rows * chunks,
+             "sweep_arrivals": rows * chunks * blocks(chunk, ARRIVALS)}
+    stream = place.stream(device)
+    with runtime.on(device):
+        for entry, grid in grids.items():
+            if grid:
+                runtime.load(config, entry, device.index).launch(grid, SELECT_THREADS[entry], params, stream)
+    return stop
