@@ -232,11 +232,15 @@ __device__ __forceinline__ void apply_mask(Accumulator (&s)[WARP_ROWS][KEY_FRAGM
 
 // A value that is not finite must not reach a row that does not see its key, and 0 * inf is NaN. In a masked block with
 // such values they are added to the rows that see them, and are zero for the product.
-__device__ __noinline__ bool block_is_finite(const ELEMENT* value) {
-    bool finite = true;
-    for (int i = threadIdx.x; i < BLOCK_N * HEAD_DIM_PADDED; i += THREADS)
-        finite = finite && isfinite(to_float(value[i / HEAD_DIM_PADDED * ROW_STRIDE + i % HEAD_DIM_PADDED]));
-    return finite;
+__device__ __forceinline__ bool block_is_finite(const ELEMENT* value) {
+    constexpr unsigned EXPONENT = exponent_bits(static_cast<const ELEMENT*>(nullptr)), UNIT = EXPONENT & ~(EXPONENT << 1);
+    unsigned found = 0;  // an exponent of ones plus its lowest bit carries into the place of the sign
+    for_each_piece<BLOCK_N, THREADS>([&](int column, int piece) {
+        const uint4 eight = *reinterpret_cast<const uint4*>(value + column * ROW_STRIDE + piece * 8);
+        found |= (eight.x & EXPONENT) + UNIT | (eight.y & EXPONENT) + UNIT | (eight.z & EXPONENT) + UNIT |
+                 (eight.w & EXPONENT) + UNIT;
+    });
+    return (found & 0x80008000u) == 0;
 }
 
 __device__ __forceinline__ void isolate_nonfinite(Accumulator (&o)[WARP_ROWS][DIM_FRAGMENTS], ELEMENT* value,

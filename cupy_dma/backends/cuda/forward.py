@@ -44,6 +44,9 @@ def attention(runtime: Runtime, call: AttentionCall) -> tuple[Any, Any]:
     tile = tile_shape(head_dim, runtime.shared_memory_limit(device.index))
     queries = tile.block_m // tile_heads
     tiles = blocks(query_length, queries)
+    grid = tiles * (heads // tile_heads) * batch
+    if head_dim <= 64 and grid >= 8 * runtime.multiprocessors(device.index):
+        tile = tile._replace(min_blocks=3)  # 10 % faster where there are enough tiles for several waves, else slower
     stream = place.stream(device)
     with runtime.on(device):
         lists = None
@@ -61,7 +64,7 @@ def attention(runtime: Runtime, call: AttentionCall) -> tuple[Any, Any]:
             query_length=query_length, key_length=key_length, heads=heads, kv_heads=kv_heads, tiles=tiles,
             scale=call.scale, softcap=call.softcap, **_bias_fields(bias, kv_heads),
             **_list_fields(lists, mask, kv_heads))
-        kernel.launch(tiles * (heads // tile_heads) * batch, 32 * tile.warps, params, stream)
+        kernel.launch(grid, 32 * tile.warps, params, stream)
     return out, lse
 
 
