@@ -11,8 +11,9 @@ memory: see measure.py. Peers that find no time within ``--seconds`` are left ou
 own rows are always measured.
 
 Sets. ``table``, the original package's (B1 H2/1 D64): "train" N = 256 ... 32768 with w = 1024, "window" w = 32 ...
-32768 at N = 32768 (and 256 at N = 1024), "infer" one query against 256 ... 524288 keys, w = 1024. ``model``: 16 or 32 heads over 8, D 64 and
-128, N = 4096 ... 1048576, w 1024 and 2048. ``smoke``: tiny, runs without a GPU, for trying the script.
+32768 at N = 32768 (and 256 at N = 1024), "infer" one query against 256 ... 524288 keys, w = 1024. ``model``: 16 or 32
+heads over 8, D 64 and 128, N = 4096 ... 1048576, w 1024 and 2048. ``smoke``: tiny, runs without a GPU, for trying the
+script.
 
 Stages. key_scores; selection (IntervalMask.top_w); attention (mask and key lists prepared); lists+attention (mask
 prepared, its cache emptied before the capture), lists = the difference; total = dynamic_mask_attention from dt_proj and

@@ -95,6 +95,7 @@ _TILES = {
     192: (Tile(128, 64, 8, 1), Tile(128, 32, 8, 1), Tile(64, 32, 4, 1)),
     256: (Tile(128, 64, 8, 1), Tile(128, 32, 8, 1), Tile(64, 16, 4, 1)),
 }
+_SMALL_TILES = (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2))
 
 
 def _shared_bytes(head_dim: int, block_m: int, block_n: int) -> int:
@@ -103,9 +104,14 @@ def _shared_bytes(head_dim: int, block_m: int, block_n: int) -> int:
 
 
 @functools.cache
-def tile_shape(head_dim: int, shared_limit: int) -> Tile:
-    """The tile for a head dim within ``shared_limit`` bytes of shared memory."""
+def tile_shape(head_dim: int, shared_limit: int, few: bool = False) -> Tile:
+    """The tile for a head dim within ``shared_limit`` bytes of shared memory.
+
+    ``few``: there are fewer tiles than multiprocessors, so that a tile's own time counts.
+    """
     shapes = next(shapes for largest, shapes in _TILES.items() if head_dim <= largest)
+    if few and head_dim <= 128:
+        shapes = _SMALL_TILES
     for shape in shapes:
         if _shared_bytes(head_dim, shape.block_m, shape.block_n) <= shared_limit:
             return shape

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cupy_dma import jit
 from cupy_dma.arrays import Operand
-from cupy_dma.backends.cuda.configs import ELEMENTS, ForwardConfig, blocks, heads_per_tile, tile_shape
+from cupy_dma.backends.cuda.configs import ELEMENTS, ForwardConfig, Tile, blocks, heads_per_tile, tile_shape
 from cupy_dma.backends.cuda.lists import KeyLists, key_lists
 from cupy_dma.backends.cuda.runtime import LoadedKernel, Runtime
 from cupy_dma.masks import IntervalMask
@@ -41,12 +41,8 @@ def attention(runtime: Runtime, call: AttentionCall) -> tuple[Any, Any]:
     per_head = (mask is not None and mask.shape[1] not in (1, kv_heads)) or (
         bias is not None and bias.shape[1] not in (1, kv_heads))
     tile_heads = 1 if per_head else heads_per_tile(heads // kv_heads)
-    tile = tile_shape(head_dim, runtime.shared_memory_limit(device.index))
+    tile, tiles, grid = _tiling(runtime, device.index, head_dim, tile_heads, query_length, heads * batch)
     queries = tile.block_m // tile_heads
-    tiles = blocks(query_length, queries)
-    grid = tiles * (heads // tile_heads) * batch
-    if head_dim <= 64 and grid >= 8 * runtime.multiprocessors(device.index):
-        tile = tile._replace(min_blocks=3)  # 10 % faster where there are enough tiles for several waves, else slower
     stream = place.stream(device)
     with runtime.on(device):
         lists = None
@@ -66,6 +62,24 @@ def attention(runtime: Runtime, call: AttentionCall) -> tuple[Any, Any]:
             **_list_fields(lists, mask, kv_heads))
         kernel.launch(grid, 32 * tile.warps, params, stream)
     return out, lse
+
+
+@functools.lru_cache(maxsize=4096)
+def _tiling(runtime: Runtime, index: int, head_dim: int, tile_heads: int, query_length: int,
+            rows: int) -> tuple[Tile, int, int]:
+    """Tile shape, tiles per row of heads, and blocks in all, for ``rows`` = batch times heads."""
+    limit, processors = runtime.shared_memory_limit(index), runtime.multiprocessors(index)
+
+    def cover(tile: Tile) -> tuple[Tile, int, int]:
+        tiles = blocks(query_length, tile.block_m // tile_heads)
+        return tile, tiles, tiles * (rows // tile_heads)
+
+    tile, tiles, grid = cover(tile_shape(head_dim, limit))
+    if grid < processors:
+        return cover(tile_shape(head_dim, limit, few=True))
+    if head_dim <= 64 and grid >= 8 * processors:
+        tile = tile._replace(min_blocks=3)  # 10 % faster where there are enough tiles for several waves, else slower
+    return tile, tiles, grid
 
 
 @functools.cache
