@@ -134,7 +134,7 @@ def test_the_params_struct_is_read_from_the_source(monkeypatch):
         params.pack(a=1)
 
 
-@pytest.mark.parametrize(("source", "name"), [("forward.cu", "ForwardParams"), ("select.cu", "SelectParams"),
+@pytest.mark.parametrize(("source", "name"), [("params.cuh", "AttentionParams"), ("select.cu", "SelectParams"),
                                               ("lists.cu", "ListParams"), ("scores.cu", "ScoreParams")])
 def test_every_params_struct_can_be_read(source, name):
     params = jit.Params(source, name)

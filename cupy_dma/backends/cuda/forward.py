@@ -51,7 +51,7 @@ def attention(runtime: Runtime, call: AttentionCall) -> tuple[Any, Any]:
         kernel = _kernel(runtime, device.index, ELEMENTS[query.dtype], head_dim, _vector(query, key, value), tile_heads,
                          *tile, "KEYS_CONTIGUOUS" if lists is None else lists.keys, causal, bias is not None,
                          call.softcap > 0.0)
-        params = jit.params("forward.cu", "ForwardParams").pack(
+        params = jit.params("params.cuh", "AttentionParams").pack(
             query=query.pointer, key=key.pointer, value=value.pointer, out=place.pointer(out),
             lse=place.pointer(lse),
             query_batch=query.strides[0], query_row=query.strides[1], query_head=query.strides[2],
