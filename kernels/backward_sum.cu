@@ -5,7 +5,7 @@
 // sum_partials  dkey, dvalue // (B, Lk, Hkv, D) ELEMENT and dbias // (B, H, Lk) f32 of the keys that somebody sees: the sums
 //               that each super-tile left, added in the order of the super-tiles, a warp a key. Other keys are left alone.
 //
-// Prelude: ELEMENT, HEAD_DIM, DKEY, DVALUE, DBIAS.
+// Prelude: ELEMENT, HEAD_DIM, CAUSAL, DKEY, DVALUE, DBIAS.
 #include "arch.cuh"
 #include "params.cuh"
 
@@ -42,7 +42,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) sum_partials(const Atte
     // Super-tiles whose queries see the key; the same arithmetic as in lists.cu.
     const long long head = mask_row % p.mask_heads, mask_batch = mask_row / p.mask_heads;
     const int shift = p.key_length - p.query_length;
-    const int start = p.start[mask_batch * p.start_batch + head * p.start_head + key];
+    int start = p.start[mask_batch * p.start_batch + head * p.start_head + key];
+    if (CAUSAL) start = max(start, key);
     const int stop = p.stop[mask_batch * p.stop_batch + head * p.stop_head + key];
     const long long first_query = max(static_cast<long long>(start) - shift, 0ll);
     const long long last_query = min(static_cast<long long>(stop) - shift, static_cast<long long>(p.query_length)) - 1;
