@@ -86,6 +86,10 @@ class Library:
         """The context in which elementwise operations on arrays of ``device`` run."""
         return _NO_CONTEXT
 
+    def contiguous(self, array: Any) -> Any:
+        """The array with its elements in C order: itself if it has them so, otherwise a copy."""
+        raise NotImplementedError
+
     def requires_grad(self, array: Any) -> bool:
         """Whether a result computed from ``array`` is expected to carry a gradient."""
         return False
@@ -136,6 +140,9 @@ class NumpyLibrary(Library):
     def astype(self, array, dtype):
         return array.astype(numpy_dtype(dtype), copy=False)
 
+    def contiguous(self, array):
+        return np.ascontiguousarray(array)
+
     def arange(self, start, stop, device):
         with self.on(device):
             return self.xp.arange(start, stop, dtype=np.int32)
@@ -184,6 +191,10 @@ class CupyLibrary(NumpyLibrary):
     def astype(self, array, dtype):
         with self.on(Device("cuda", array.device.id)):
             return array.astype(numpy_dtype(dtype), copy=False)
+
+    def contiguous(self, array):
+        with self.on(Device("cuda", array.device.id)):
+            return self.xp.ascontiguousarray(array)
 
     def stream(self, device):
         return self.xp.cuda.get_current_stream(device.index).ptr
@@ -234,6 +245,9 @@ class TorchLibrary(Library):
     def astype(self, array, dtype):
         return array.to(getattr(self.xp, dtype))
 
+    def contiguous(self, array):
+        return array.contiguous()
+
     def requires_grad(self, array):
         return array.requires_grad and self.xp.is_grad_enabled()
 
@@ -260,8 +274,8 @@ class DlpackLibrary(Library):
     def __init__(self, base: Library, namespace: Any):
         self.base, self.namespace = base, namespace
         self.name, self.xp = base.name, base.xp
-        for method in ("describe", "pointer", "empty", "to_numpy", "from_numpy", "astype", "on", "stream", "arange",
-                       "full", "cumsum", "search_right"):
+        for method in ("describe", "pointer", "empty", "to_numpy", "from_numpy", "astype", "contiguous", "on", "stream",
+                       "arange", "full", "cumsum", "search_right"):
             setattr(self, method, getattr(base, method))
 
     def export(self, array):

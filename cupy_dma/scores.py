@@ -14,6 +14,7 @@ from cupy_dma import backends, checks
 from cupy_dma.arrays import Operand, describe
 
 FORMS = ("exp", "linear")
+Recipe = tuple[Operand, Operand, Operand, Operand | None, str]  # value, dt_proj, A, dt_bias, form
 
 
 def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: str = "exp",
@@ -51,8 +52,7 @@ def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: s
     return call[0].library.export(scores)
 
 
-def prepare(value: Any, dt_proj: Any, A: Any, dt_bias: Any,
-            form: str) -> tuple[Operand, Operand, Operand, Operand | None, str]:
+def prepare(value: Any, dt_proj: Any, A: Any, dt_bias: Any, form: str) -> Recipe:
     """The checked arguments of a backend's ``key_scores``."""
     v, projection, a = describe(value, "value"), describe(dt_proj, "dt_proj"), describe(A, "A")
     offset = None if dt_bias is None else describe(dt_bias, "dt_bias")
@@ -76,5 +76,4 @@ def prepare(value: Any, dt_proj: Any, A: Any, dt_bias: Any,
             checks.rows_contiguous(operand)
     checks.require_same_place(operands)
     checks.choice(form, "form", FORMS)
-    checks.require_no_grad(operands)
     return v, projection, a, offset, form
