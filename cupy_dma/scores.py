@@ -48,6 +48,7 @@ def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: s
         A torch argument requires grad: the backward pass arrives with a later version.
     """
     call = prepare(value, dt_proj, A, dt_bias, form)
+    checks.require_no_grad(call[:4])
     scores = backends.choose(backend, call[:1]).key_scores(*call)
     return call[0].library.export(scores)
 
