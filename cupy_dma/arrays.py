@@ -317,6 +317,27 @@ def library_of(array: Any, name: str) -> Library:
     return DlpackLibrary(library("numpy" if on_cpu else "cupy"), namespace)
 
 
+def is_traced(array: Any) -> bool:
+    """Whether this call is being traced by ``torch.compile``: then operators are needed instead of addresses."""
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling() and isinstance(array, torch.Tensor)
+
+
+def belongs_to_torch(*arrays: Any) -> bool:
+    """Whether a call with these arguments is for ``cupy_dma.torch``: the first is a torch tensor, and one of them
+    requires grad, or autocast or ``torch.compile`` is at work."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not isinstance(arrays[0], torch.Tensor):
+        return False
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+        return True
+    if torch.is_grad_enabled():
+        for array in arrays:
+            if array is not None and getattr(array, "requires_grad", False):
+                return True
+    return False
+
+
 def describe(array: Any, name: str) -> Operand:
     """The ``Operand`` of an argument. TypeError if it is no array."""
     owner = library_of(array, name)

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cupy_dma import backends, checks
-from cupy_dma.arrays import Operand, describe
+from cupy_dma import backends
+from cupy_dma.arrays import Operand, belongs_to_torch, describe
 from cupy_dma.calls import AttentionCall, DynamicCall, attention_call, dynamic_call
 from cupy_dma.selection import select
 
@@ -56,12 +56,20 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
     TypeError, ValueError
         An argument has a wrong type, shape or place; nothing has been launched.
     NotImplementedError
-        The backend does not serve this combination, or a torch argument requires grad (the backward pass arrives with
-        a later version).
+        The backend does not serve this combination.
+
+    Notes
+    -----
+    Torch tensors that require grad get it (``cupy_dma.torch``). For other libraries see ``cupy_dma.backward``.
     """
+    if belongs_to_torch(query, key, value, bias):
+        from cupy_dma.torch import functions
+
+        return functions.attention(query, key, value, mask=mask, bias=bias, causal=causal, scale=scale,
+                                   softcap=softcap, deterministic=deterministic, return_lse=return_lse,
+                                   backend=backend)
     call = attention_call(query, key, value, mask, bias, causal, scale, softcap, deterministic)
-    checks.require_no_grad((call.query, call.key, call.value, call.bias))
-    return _run(call, return_lse, backends.choose(backend, (call.query,)))
+    return run(call, return_lse, backends.choose(backend, (call.query,)))
 
 
 def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None, *, window: int, dt_proj: Any = None,
@@ -94,13 +102,19 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
     ------
     As ``attention`` and ``IntervalMask.top_w``; ValueError also if both or neither of scores and dt_proj are given.
     """
+    if belongs_to_torch(query, key, value, scores, dt_proj, A, dt_bias):
+        from cupy_dma.torch import functions
+
+        return functions.dynamic_mask_attention(
+            query, key, value, scores, window=window, dt_proj=dt_proj, A=A, dt_bias=dt_bias, form=form, keys=keys,
+            padding=padding, documents=documents, causal=causal, scale=scale, softcap=softcap,
+            deterministic=deterministic, return_lse=return_lse, backend=backend)
     call = dynamic_call(query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents, causal,
                         scale, softcap, deterministic)
-    checks.require_no_grad((call.query, call.key, call.value, call.scores, *(call.recipe or ())[1:4]))
     module = backends.choose(backend, (call.query,))
     ranked = scores_of(call, module)
     mask = select(ranked, call.window, call.keys, call.candidates, module)
-    return _run(call.attention(ranked, mask), return_lse, module)
+    return run(call.attention(ranked, mask), return_lse, module)
 
 
 def scores_of(call: DynamicCall, module: Any) -> Operand:
@@ -111,7 +125,8 @@ def scores_of(call: DynamicCall, module: Any) -> Operand:
     return replace(describe(module.key_scores(*call.recipe), "scores"), library=call.value.library)
 
 
-def _run(call: AttentionCall, return_lse: bool, module: Any) -> Any:
+def run(call: AttentionCall, return_lse: bool, module: Any) -> Any:
+    """``out``, or ``(out, lse)``, of a checked call on the backend ``module``."""
     out, lse = module.attention(call)
     export = call.query.library.export
     return (export(out), export(lse)) if return_lse else export(out)

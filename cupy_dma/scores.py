@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from cupy_dma import backends, checks
-from cupy_dma.arrays import Operand, describe
+from cupy_dma.arrays import Operand, belongs_to_torch, describe
 
 FORMS = ("exp", "linear")
 Recipe = tuple[Operand, Operand, Operand, Operand | None, str]  # value, dt_proj, A, dt_bias, form
@@ -44,11 +44,16 @@ def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: s
     ------
     TypeError, ValueError
         An argument has a wrong type, shape or place.
-    NotImplementedError
-        A torch argument requires grad: the backward pass arrives with a later version.
+
+    Notes
+    -----
+    Torch tensors that require grad get it (``cupy_dma.torch``). For other libraries see ``cupy_dma.backward``.
     """
+    if belongs_to_torch(value, dt_proj, A, dt_bias):
+        from cupy_dma.torch import functions
+
+        return functions.key_scores(value, dt_proj, A, dt_bias=dt_bias, form=form, backend=backend)
     call = prepare(value, dt_proj, A, dt_bias, form)
-    checks.require_no_grad(call[:4])
     scores = backends.choose(backend, call[:1]).key_scores(*call)
     return call[0].library.export(scores)
 
