@@ -1,16 +1,21 @@
 // Key scores: score[b,h,j] = exp(A[h] * softplus(dt)) or A[h] * softplus(dt),
 //             dt = sum over (g, d) of value[b,j,g,d] * dt_proj[h, g*D + d]  (+ dt_bias[h]).
 //
+// With GRADIENT, instead of the scores, from their gradient dscore:
+//             ddt = dscore * d score / d dt,  dA_part = dscore * d score / d A[h] of this key alone;
+// both are 0 where dscore is 0, whatever the value holds (nobody saw the key).
+//
 // value    // (B, Lk, Hkv, D) VALUE, any batch, row and head strides
 // dt_proj  // (Hkv, Hkv * D) WEIGHT, any row stride      A, dt_bias // (Hkv) f32
-// score    // (B, Hkv, Lk) f32, contiguous; accumulated in float32
+// score, dscore, ddt, dA_part // (B, Hkv, Lk) f32, contiguous; accumulated in float32
 //
 // A block owns BLOCK_KEYS keys and HEAD_TILE heads, whose weights pass through shared memory CHANNELS at a time (all at
 // once, and once per block, where there are no more than that). A warp takes 32 / HEAD_TILE keys a round; its lanes
 // share the channels, keep one partial sum per key and head, and are summed so that every lane ends with one finished
 // (key, head), which it writes.
 //
-// Prelude: VALUE, WEIGHT, HEAD_DIM, KV_HEADS, HEAD_TILE (1, 2, 4 or 8), VECTOR (4 numbers a load, else 1), EXP_FORM.
+// Prelude: VALUE, WEIGHT, HEAD_DIM, KV_HEADS, HEAD_TILE (1, 2, 4 or 8), VECTOR (4 numbers a load, else 1), EXP_FORM,
+// GRADIENT.
 #include "arch.cuh"
 
 struct ScoreParams {
@@ -19,6 +24,9 @@ struct ScoreParams {
     const float* A;
     const float* dt_bias;  // or null
     float* score;
+    const float* dscore;  // GRADIENT
+    float* ddt;
+    float* dA_part;
     long long value_batch, value_row, value_head;  // strides, in elements
     long long weight_row;
     int key_length, key_blocks, head_tiles;
@@ -109,6 +117,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) key_scores(const Sco
         const float dt = sums[0] + (p.dt_bias != nullptr ? p.dt_bias[head] : 0.0f);
         const float softplus = dt > 20.0f ? dt : log1pf(expf(dt));  // e^-20 is below half a unit in the last place
         const float linear = p.A[head] * softplus;
-        p.score[((long long)batch * KV_HEADS + head) * p.key_length + key] = EXP_FORM ? expf(linear) : linear;
+        const long long place = ((long long)batch * KV_HEADS + head) * p.key_length + key;
+#if GRADIENT
+        const float dscore = p.dscore[place];
+        const float dlinear = EXP_FORM ? dscore * expf(linear) : dscore;
+        p.ddt[place] = dscore == 0.0f ? 0.0f : dlinear * p.A[head] / (1.0f + expf(-dt));
+        p.dA_part[place] = dscore == 0.0f ? 0.0f : dlinear * softplus;
+#else
+        p.score[place] = EXP_FORM ? expf(linear) : linear;
+#endif
     }
 }

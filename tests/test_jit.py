@@ -33,9 +33,9 @@ def specialisations(limit: int) -> list[jit.Config]:
     found: list[jit.Config] = [configs.LayoutConfig("__half"), configs.LayoutConfig("__nv_bfloat16")]
     found += [configs.SelectConfig(documents, padding) for documents in (False, True) for padding in (False, True)]
     found += [configs.ListConfig(causal, block) for causal in (False, True) for block in (64,)]
-    found += [configs.ScoreConfig("__half", "float", 64, 1, 1, True, True),
-              configs.ScoreConfig("__nv_bfloat16", "__nv_bfloat16", 128, 8, 8, True, False),
-              configs.ScoreConfig("float", "__half", 33, 3, 2, False, True)]
+    found += [configs.ScoreConfig("__half", "float", 64, 1, 1, True, True, False),
+              configs.ScoreConfig("__nv_bfloat16", "__nv_bfloat16", 128, 8, 8, True, False, True),
+              configs.ScoreConfig("float", "__half", 33, 3, 2, False, True, False)]
     dims = {64: "KEYS_LISTED", 128: "KEYS_LISTED", 192: "KEYS_SHARED", 256: "KEYS_LISTED", 96: "KEYS_CONTIGUOUS",
             1: "KEYS_LISTED", 40: "KEYS_SHARED", 250: "KEYS_CONTIGUOUS"}
     for i, (head_dim, keys) in enumerate(dims.items()):

@@ -28,10 +28,21 @@ class ScoreConfig(jit.Config):
     head_tile: int
     vector: bool
     exp_form: bool
+    gradient: bool
 
     @property
     def block_keys(self) -> int:
         return 8 * (32 // self.head_tile) * (4 if self.head_tile == 8 else 1)
+
+
+@dataclass(frozen=True)
+class ScoreBackwardConfig(jit.Config):
+    source = "scores_backward.cu"
+    value: str
+    weight: str
+    head_dim: int
+    kv_heads: int
+    head_tile: int
 
 
 @dataclass(frozen=True)
@@ -140,7 +151,7 @@ class BackwardSumConfig(jit.Config):
 
 
 # Threads of a block and sizes, as in the kernel files.
-SCORE_THREADS = 256
+SCORE_THREADS, SCORE_BLOCK_KEYS, SCORE_SLICE_KEYS = 256, 32, 512
 SELECT_THREADS = {"local_top": 1024, "filter_arrivals": 1024, "sweep_arrivals": 512}
 ARRIVALS = 256
 LIST_THREADS, LIST_CHUNK, LIST_TILES, LIST_WARPS = 256, 2048, 8, 8
