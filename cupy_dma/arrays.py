@@ -72,10 +72,6 @@ class Library:
     def empty(self, shape: tuple[int, ...], dtype: str, device: Device) -> Any:
         raise NotImplementedError
 
-    def clear(self, array: Any) -> None:
-        """Fill an array made here with zeros."""
-        array.fill(0)
-
     def to_numpy(self, array: Any) -> np.ndarray:
         """A NumPy array of the same values: a view for CPU arrays, a (synchronizing) copy for CUDA arrays."""
         raise NotImplementedError
@@ -231,10 +227,6 @@ class TorchLibrary(Library):
 
     def pointer(self, array):
         return array.data_ptr()
-
-    def clear(self, array):
-        array.zero_()
-
     def empty(self, shape, dtype, device):
         return self.xp.empty(shape, dtype=getattr(self.xp, dtype), device=self._torch_device(device))
 
@@ -281,7 +273,7 @@ class DlpackLibrary(Library):
     def __init__(self, base: Library, namespace: Any):
         self.base, self.namespace = base, namespace
         self.name, self.xp = base.name, base.xp
-        for method in ("describe", "pointer", "empty", "clear", "to_numpy", "from_numpy", "astype", "contiguous", "on",
+        for method in ("describe", "pointer", "empty", "to_numpy", "from_numpy", "astype", "contiguous", "on",
                        "stream", "arange", "full", "cumsum", "search_right"):
             setattr(self, method, getattr(base, method))
 

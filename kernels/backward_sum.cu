@@ -5,11 +5,15 @@
 // sum_partials  dkey, dvalue // (B, Lk, Hkv, D) ELEMENT and dbias // (B, H, Lk) f32 of the keys that somebody sees: the sums
 //               that each super-tile left, added in the order of the super-tiles, a warp a key. Other keys are left alone.
 //
-// Prelude: ELEMENT, HEAD_DIM, CAUSAL, DKEY, DVALUE, DBIAS.
+// Prelude: ELEMENT, HEAD_DIM, VECTOR (row_delta reads four numbers at a time), CAUSAL, DKEY, DVALUE, DBIAS.
 #include "arch.cuh"
 #include "params.cuh"
 
 constexpr int WARPS = 8;
+
+struct alignas(8) Four {
+    ELEMENT x[4];
+};
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32) row_delta(const AttentionParams p) {
     const long long row = (long long)blockIdx.x * WARPS + threadIdx.x / 32;  // (b, i, h), heads running fastest
@@ -20,7 +24,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) row_delta(const Attenti
     const ELEMENT* out = p.out + batch * p.out_batch + query * p.out_row + head * p.out_head;
     const ELEMENT* dout = p.dout + batch * p.dout_batch + query * p.dout_row + head * p.dout_head;
     float sum = 0.0f;
+#if VECTOR
+    for (int d = 4 * lane; d < HEAD_DIM; d += 128) {
+        const Four a = *reinterpret_cast<const Four*>(out + d), b = *reinterpret_cast<const Four*>(dout + d);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum = fmaf(to_float(a.x[i]), to_float(b.x[i]), sum);
+    }
+#else
     for (int d = lane; d < HEAD_DIM; d += 32) sum = fmaf(to_float(out[d]), to_float(dout[d]), sum);
+#endif
 #pragma unroll
     for (int distance = 16; distance > 0; distance >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, distance);
     if (lane != 0) return;

@@ -144,6 +144,7 @@ class BackwardSumConfig(jit.Config):
     source = "backward_sum.cu"
     element: str
     head_dim: int
+    vector: bool
     causal: bool
     dkey: bool
     dvalue: bool
