@@ -209,11 +209,11 @@ __device__ __forceinline__ void gradients(Accumulator (&s)[QUERY_FRAGMENTS], Acc
             const float x = s[n].x[i], own_lse = lse[column];
             const float reference = own_lse == -infinity() ? infinity() : own_lse * LOG2_E;
             float probability = exp2_fast(logit(x, keys.bias[r]) - reference);
-            float ds = probability * (dp[n].x[i] - delta[column]);
-            if (masked && !visible(first_position + column, keys.start[r], keys.stop[r])) probability = ds = 0.0f;
+            float ds = probability * (dp[n].x[i] - delta[column]), dx = ds * logit.slope(x);
+            if (masked && !visible(first_position + column, keys.start[r], keys.stop[r])) probability = ds = dx = 0.0f;
             keys.dbias[r] += ds;
             s[n].x[i] = probability;
-            dp[n].x[i] = ds * logit.slope(x);
+            dp[n].x[i] = dx;
         }
 }
 

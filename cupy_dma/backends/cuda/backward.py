@@ -18,12 +18,13 @@ from cupy_dma.backends.cuda.configs import (
     BackwardKeyConfig,
     BackwardQueryConfig,
     BackwardSumConfig,
+    KeyTile,
     backward_key_tile,
     backward_query_tile,
     blocks,
 )
 from cupy_dma.backends.cuda.forward import load_kernel
-from cupy_dma.backends.cuda.lists import key_lists, super_lists
+from cupy_dma.backends.cuda.lists import SuperLists, key_lists, super_lists
 from cupy_dma.backends.cuda.problem import Problem, rows_aligned
 from cupy_dma.backends.cuda.runtime import LoadedKernel, Runtime
 
@@ -46,19 +47,30 @@ class _Backward:
         self.stream = self.place.stream(self.device)
         self.vector = self.problem.vector and rows_aligned(call.dout, call.out)
         self.wanted = tuple(name in call.needs for name in ("key", "value", "bias"))
+        self.supers: SuperLists | None = None
 
     def run(self) -> tuple[Any, Any, Any, Any]:
         call, place = self.call, self.place
         batch, query_length, heads, _ = self.query.shape
         key_length = self.key.shape[1]
+        some = batch and query_length and key_length
         with self.runtime.on(self.device):
-            # In the key-stationary order of super-tiles keys that nobody sees are never written.
-            grads = {name: place.full(operand.shape, 0.0, operand.dtype, self.device) if name in call.needs else None
-                     for name, operand in (("query", self.query), ("key", self.key), ("value", call.forward.value))}
+            if some and any(self.wanted):
+                self.supers = self._super_lists()
+
+            def result(name: str, operand: Operand) -> Any:
+                if name not in call.needs:
+                    return None
+                if some and (name == "query" or self.supers is None):  # every element is written
+                    return place.empty(operand.shape, operand.dtype, self.device)
+                return place.full(operand.shape, 0.0, operand.dtype, self.device)
+
+            grads = {name: result(name, operand) for name, operand in (
+                ("query", self.query), ("key", self.key), ("value", call.forward.value))}
             dbias = None
             if "bias" in call.needs:
                 dbias = place.full((batch, heads, key_length), 0.0, "float32", self.device)
-            if batch and query_length and key_length:
+            if some:
                 self._launch({**{f"d{name}": grad for name, grad in grads.items()}, "dbias": dbias})
             if call.forward.bias is not None and dbias is not None:
                 dbias = _reduced(dbias, call.forward.bias)
@@ -102,15 +114,21 @@ class _Backward:
         kernel.launch(tiles * (heads // problem.tile_heads) * batch, 32 * tile.warps,
                       problem.pack(lists, tiles=tiles, **fields), self.stream)
 
+    def _key_tile(self) -> KeyTile:
+        return backward_key_tile(self.key.shape[3], self.runtime.shared_memory_limit(self.device.index))
+
+    def _super_lists(self) -> SuperLists | None:
+        problem = self.problem
+        if problem.mask is None or problem.by_head:
+            return None
+        return super_lists(self.runtime, problem.mask, self.query.shape[1], self._key_tile().block_n, problem.causal,
+                           self.stream)
+
     def _key_gradients(self, fields: dict[str, Any]) -> None:
         problem = self.problem
         batch, key_length, kv_heads, head_dim = self.key.shape
-        rows, query_length = batch * kv_heads, self.query.shape[1]
-        tile = backward_key_tile(head_dim, self.runtime.shared_memory_limit(self.device.index))
+        rows, tile, supers = batch * kv_heads, self._key_tile(), self.supers
         parts = 2 if head_dim > 128 else 1
-        supers = None
-        if problem.mask is not None and not problem.by_head:
-            supers = super_lists(self.runtime, problem.mask, query_length, tile.block_n, problem.causal, self.stream)
         kernel = self._load(BackwardKeyConfig, "backward_key", *tile,
                             "KEYS_CONTIGUOUS" if supers is None else "KEYS_LISTED", problem.mask is not None,
                             problem.causal, problem.bias is not None, self.call.forward.softcap > 0.0, parts,
