@@ -52,7 +52,7 @@ def dense_gradients(torch, dout, query, key, value, scores, mask, dtype, softcap
         s = softcap * torch.tanh(s / softcap)
     s = s + wide_bias[:, :, None]
     seen = mask.to_dense(q.shape[1]).repeat_interleave(group, 1)
-    p = torch.softmax(s.masked_fill(~seen, float("-inf")), -1)
+    p = torch.where(seen, torch.softmax(s.masked_fill(~seen, float("-inf")), -1), 0)  # 0 in a row that sees nothing
     out = torch.einsum("bhij,bjhd->bihd", p, wide_v)
     return torch.autograd.grad(out, (q, k, v, bias), dout.to(dtype))
 
@@ -60,8 +60,7 @@ def dense_gradients(torch, dout, query, key, value, scores, mask, dtype, softcap
 @pytest.mark.parametrize("head_dim", [64, 128, 80, 256])
 @pytest.mark.parametrize("kind", ["iid", "recency", "increasing", "global"])
 def test_long_sequences(torch, kind, head_dim):
-    """Several super-tiles, keys that live through many of them: against float64, the error of a key's gradient measured
-    against the size of the terms it is a sum of."""
+    """Several super-tiles, and keys that live through many of them, against float64."""
     n, window = 3000, 300
     q, k, v = draw(torch, n, n, 4, 2, head_dim)
     scores = draw_scores(torch, 1, 2, n)
@@ -77,7 +76,7 @@ def test_long_sequences(torch, kind, head_dim):
     found = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores)
     expected = dense_gradients(torch, dout, q, k, v, scores, mask, torch.float64)
     for name, g, ref in zip(("query", "key", "value", "bias"), found, expected):
-        error = (g.double() - ref.nan_to_num()).norm() / ref.nan_to_num().norm()
+        error = (g.double() - ref).norm() / ref.norm()
         print(f"d{name}: relative error {error:.2e}")
         assert error < {"bias": 2e-3}.get(name, 6e-3), name
         dead = ~(mask.start < mask.stop).expand(1, 2, n)
