@@ -1,11 +1,12 @@
 """The benchmarks' parts that need no GPU: cases, peers, checks, tables, and tiny runs from end to end."""
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import cupy_dma as dma
-from benchmarks import backward_performance, forward_performance, render
+from benchmarks import backward_performance, forward_performance, grad_equivalence, render
 from cupy_dma import IntervalMask
 
 
@@ -256,3 +257,48 @@ def test_wrong_gradients_leave_the_results_alone(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "backward_performance.json").exists()
     failed = json.loads((tmp_path / "backward_performance.failed.json").read_text())
     assert failed["cases"][0]["check"]["worst"] > 1
+
+
+# ---- equivalence of gradients ----
+def test_equivalence_of_some_cases(tmp_path, capsys):
+    arguments = ["--backend", "numpy", "--cases", "softcap", "--dlse", "--out", str(tmp_path)]
+    assert grad_equivalence.main(arguments) == 0
+    lines = json.loads((tmp_path / "grad_equivalence.json").read_text())["lines"]
+    assert [(line["backend"], line["dtype"], line["cases"]) for line in lines] == [
+        ("numpy", dtype, 3) for dtype in grad_equivalence.DTYPES]
+    assert all(0 < ratio <= 1 for line in lines for ratio in line["worst_error_over_allowed"].values())
+    assert "numpy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", [lambda x: x * 1.1, lambda x: x * np.nan, lambda x: x[:, :1], lambda x: None])
+def test_equivalence_fails_for_wrong_gradients(tmp_path, monkeypatch, capsys, wrong):
+    right = grad_equivalence.cases.run_backward
+
+    def broken(*arguments, **options):
+        found = right(*arguments, **options)
+        return found._replace(value=wrong(found.value))
+
+    monkeypatch.setattr(grad_equivalence.cases, "run_backward", broken)
+    arguments = ["--backend", "numpy", "--cases", "scale", "--dtype", "float32", "--out", str(tmp_path)]
+    assert grad_equivalence.main(arguments) == 1
+    assert not (tmp_path / "grad_equivalence.json").exists()
+    assert "EXCEEDS" in capsys.readouterr().out
+
+
+def test_equivalence_leaves_out_what_a_backend_does_not_serve(monkeypatch):
+    """As on a GPU: CUDA has no line for types that it does not take, and counts cases that raise."""
+    def raising(*arguments, backend, **options):
+        raise NotImplementedError
+
+    monkeypatch.setattr(grad_equivalence.cases, "run_backward", raising)
+    monkeypatch.setattr(grad_equivalence, "place_of", lambda backend: (None, None))
+    lines = grad_equivalence.compare(["cuda"], list(grad_equivalence.DTYPES), names="scale")
+    assert [(line.dtype, line.cases, line.not_served) for line in lines] == [("float16", 0, 3), ("bfloat16", 0, 3)]
+    assert "–" in grad_equivalence.table(lines)
+
+
+def test_equivalence_grid_has_every_case_once_in_every_type():
+    for dtype in grad_equivalence.DTYPES:
+        chosen = grad_equivalence.grid(dtype)
+        assert {case.dtype for case in chosen} == {dtype}
+        assert len({replace(case, name="") for case in chosen}) == len(chosen) > 100
