@@ -4,7 +4,7 @@
 #   make test         all tests that this machine can run
 #   make test-gpu     the tests that need a GPU; records the result in tests/gpu_results.json
 #   make sanitize     every kernel under compute-sanitizer's memcheck and racecheck (needs a GPU)
-#   make bench        benchmarks/forward_performance.py (needs a GPU and a CUDA build of torch)
+#   make bench        the forward and the backward benchmark (needs a GPU and a CUDA build of torch)
 #   make lint         ruff and mypy
 #   make check-record fails if tests/gpu_results.json does not belong to these sources
 #   make clean        removes everything that make created
@@ -71,6 +71,7 @@ sanitize: $(TEST_READY)
 
 bench: $(BENCH_READY)
 	$(RUN) benchmarks/forward_performance.py $(ARGS)
+	$(RUN) benchmarks/backward_performance.py $(ARGS)
 
 lint: $(LINT_READY)
 	$(RUN) -m ruff check .

@@ -31,87 +31,17 @@ the exact selection in those rows. If any check fails the run exits with 1 and l
 """
 from __future__ import annotations
 
-import argparse
 import functools
-import gc
-import json
 import sys
 import time
-import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
-
-@dataclass(frozen=True)
-class Case:
-    set: str  # "train", "window", "infer", "model" or "smoke"
-    heads: int
-    kv_heads: int
-    head_dim: int
-    query_length: int
-    key_length: int
-    window: int
-    flex: bool = False  # compiling takes long: few cases
-    masked: bool = False  # needs the Lq x Lk mask
-
-    @property
-    def name(self) -> str:
-        length = f"N{self.key_length}" if self.query_length == self.key_length else f"1x{self.key_length}"
-        return f"{self.set} H{self.heads}/{self.kv_heads} D{self.head_dim} {length} w{self.window}"
-
-    @property
-    def keys(self) -> str:
-        return "global" if self.query_length == 1 else "prefix"
-
-    @property
-    def causal_pairs(self) -> int:
-        """Visible pairs of causal attention, over all query heads."""
-        if self.query_length == 1:
-            return self.heads * self.key_length
-        return self.heads * self.key_length * (self.key_length + 1) // 2
-
-    @property
-    def kept_pairs(self) -> int:
-        """Pairs of the dynamic mask, over all query heads."""
-        n, w = self.key_length, min(self.window, self.key_length)
-        if self.query_length == 1:
-            return self.heads * w
-        return self.heads * (n * w - w * (w - 1) // 2)
-
-    @property
-    def seed(self) -> int:
-        return zlib.crc32(self.name.encode()) % 2**31
-
-
-def cases(which: str, quick: bool = False) -> list[Case]:
-    """The cases of a set; ``quick`` keeps a few."""
-    if which == "smoke":
-        return [Case("smoke", 4, 2, 32, 300, 300, 64, masked=True), Case("smoke", 2, 1, 64, 1, 512, 100, masked=True)]
-
-    def train(n: int, w: int = 1024, name: str = "train") -> Case:
-        return Case(name, 2, 1, 64, n, n, w, flex=name == "train" and n in (4096, 32768), masked=n <= 16384)
-
-    def model(heads: int, dim: int, n: int, w: int, flex: bool = False) -> Case:
-        return Case("model", heads, 8, dim, n, n, w, flex=flex, masked=n <= 16384 and heads == 16)
-
-    table = ([train(2**k) for k in range(8, 16)]
-             + [train(1024, 256, "window")] + [train(32768, 2**k, "window") for k in range(5, 16)]
-             + [Case("infer", 2, 1, 64, 1, 2**k, 1024, masked=True) for k in range(8, 20)])
-    models = [model(16, 128, 4096, 1024), model(16, 128, 16384, 1024, flex=True),
-              model(16, 128, 32768, 1024, flex=True), model(16, 128, 32768, 2048), model(16, 128, 65536, 2048),
-              model(16, 128, 131072, 2048), model(16, 128, 1048576, 2048),
-              model(16, 64, 16384, 1024), model(16, 64, 32768, 1024), model(16, 64, 131072, 2048),
-              model(32, 128, 16384, 1024), model(32, 128, 32768, 1024), model(32, 128, 131072, 2048),
-              model(32, 64, 32768, 1024)]
-    if quick:
-        table = [train(1024), train(32768), train(32768, 128, "window"),
-                 Case("infer", 2, 1, 64, 1, 65536, 1024, masked=True)]
-        models = [models[2], models[5]]
-    return {"table": table, "model": models, "all": table + models}[which]
+from benchmarks import common, render
+from benchmarks.common import Case, cases
 
 
 class OnDevice:
@@ -133,49 +63,15 @@ class OnDevice:
         return self._library.to_numpy(self.tensor[index])
 
 
-class Benchmark:
+class Benchmark(common.Benchmark):
     """All measurements of one case."""
 
-    def __init__(self, case: Case):
-        import torch
-
-        self.case = case
-        self.rows: list[dict[str, Any]] = []
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        generator = torch.Generator(device).manual_seed(case.seed)
-
-        def normal(*shape: int) -> Any:
-            return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
-
-        self.query = normal(1, case.query_length, case.heads, case.head_dim)
-        self.key = normal(1, case.key_length, case.kv_heads, case.head_dim)
-        self.value = normal(1, case.key_length, case.kv_heads, case.head_dim)
-        width = case.kv_heads * case.head_dim
-        self.dt_proj = normal(case.kv_heads, width) * width**-0.5
-        self.A = torch.ones(case.kv_heads, device=device)
-
-    def record(self, who: str, stage: str, call: Any, setup: Any = None, note: str = "") -> None:
-        from benchmarks import measure
-
-        ms, how = measure.gpu_ms(call, setup)
-        row = {"who": who, "stage": stage, "ms": ms, "timing": how, "note": note}
-        (setup or call)()  # what is kept between calls is there before, unless the setup takes it away
-        row["peak_bytes"] = measure.peak_bytes(call)
-        if stage in ("attention", "lists+attention", "total"):
-            flop = 4 * self.case.head_dim / ms / 1e9
-            row |= {"effective_tflops": flop * self.case.causal_pairs, "needed_tflops": flop * self.case.kept_pairs}
-        self.rows.append(row)
+    flops: ClassVar = {"attention": 4, "lists+attention": 4, "total": 4}
 
     def ours(self) -> None:
         import cupy_dma as dma
 
         case, q, k, v = self.case, self.query, self.key, self.value
-
-        def score() -> Any:
-            return dma.key_scores(v, self.dt_proj, self.A, form="exp")
-
-        def select() -> Any:
-            return dma.IntervalMask.top_w(self.scores, window=case.window, keys=case.keys)
 
         def attend() -> Any:
             return dma.attention(q, k, v, mask=self.mask, bias=self.scores)
@@ -184,19 +80,14 @@ class Benchmark:
             return dma.dynamic_mask_attention(q, k, v, dt_proj=self.dt_proj, A=self.A, window=case.window,
                                               keys=case.keys)
 
-        def forget_lists() -> None:
-            self.mask._cache.clear()
-
-        self.scores = score()
-        self.mask = select()
-        self.record("cupy_dma", "key_scores", score)
-        self.record("cupy_dma", "selection", select)
-        forget_lists()
-        self.record("cupy_dma", "lists+attention", attend, forget_lists)
-        forget_lists()
+        self.record("cupy_dma", "key_scores", self.score)
+        self.record("cupy_dma", "selection", self.select)
+        self.forget_lists()
+        self.record("cupy_dma", "lists+attention", attend, self.forget_lists)
+        self.forget_lists()
         self.record("cupy_dma", "attention", attend)
         self.record("cupy_dma", "total", everything)
-        forget_lists()
+        self.forget_lists()
         ms = {row["stage"]: row["ms"] for row in self.rows}
         self.rows.append({"who": "cupy_dma", "stage": "lists", "ms": ms["lists+attention"] - ms["attention"],
                           "timing": "difference", "note": ""})
@@ -213,8 +104,7 @@ class Benchmark:
         n = case.query_length
         drawn = np.random.default_rng(case.seed).integers(0, n, 3 if case.key_length > 2**18 else 8).tolist()
         rows = sorted({0, n // 2, n - 1, *drawn})
-        start, stop = (x.expand(1, case.kv_heads, case.key_length)[0].cpu().numpy()
-                       for x in (self.mask.start, self.mask.stop))
+        start, stop = (x[0].cpu().numpy() for x in self.intervals())
         found = check_rows(OnDevice(out[0]), OnDevice(lse[0]), OnDevice(self.query[0]), OnDevice(self.key[0]),
                            OnDevice(self.value[0]), self.scores[0].cpu().numpy(), case.window, rows, start=start,
                            stop=stop)
@@ -232,25 +122,12 @@ class Benchmark:
         case, q, k, v = self.case, self.query, self.key, self.value
         group = case.heads // case.kv_heads
 
-        def one(who: str, make: Any, stage: str = "attention") -> None:
-            if time.monotonic() > deadline:
-                self.rows.append({"who": who, "stage": stage, "ms": None, "timing": "", "note": "no time left"})
-                return
-            try:
-                made = make()
-                call, note = made if isinstance(made, tuple) else (made, "")
-                call()
-                self.record(who, stage, call, note=note)
-            except Exception as error:  # a peer that cannot run is a result too
-                measure.synchronize()
-                words = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-                self.rows.append({"who": who, "stage": stage, "ms": None, "timing": "", "note": words})
-            measure.free_memory()
+        def one(who: str, make: Any) -> None:
+            self.peer(who, make, deadline, "attention")
 
         if flex:
             if case.flex and measure.on_gpu():
-                start, stop = (x.expand(1, case.kv_heads, case.key_length).contiguous()
-                               for x in (self.mask.start, self.mask.stop))
+                start, stop = (x.contiguous() for x in self.intervals())
                 one("flex", lambda: peers.flex(q, k, v, start, stop, self.scores))
             return
         if case.set != "window" and case.key_length <= 2**19:
@@ -292,75 +169,12 @@ def host_times() -> dict[str, float]:
     }
 
 
-def run(args: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
-    from benchmarks import measure, render
-
-    gc.collect()
-    gc.freeze()  # every graph capture collects garbage, which must not walk all modules each time
-    started = time.monotonic()
-    deadline = started + args.seconds
-    chosen = cases(args.set, args.quick)
-    result: dict[str, Any] = {"method": __doc__, "timing": measure.__doc__, "arguments": vars(args),
-                              **measure.machine(), "cases": []}
-    result["commit"] = args.commit or result["commit"]
-    result["host_us"] = host_times()
-    # FlexAttention compiles for every shape: last, so that a short time limit cuts it off first.
-    compiled = [case for case in chosen if case.flex and not args.quick]
-    done: dict[str, dict[str, Any]] = {}
-    for case in tqdm(chosen + compiled, unit="case", disable=None):
-        bench = Benchmark(case)
-        if case.name not in done:
-            bench.ours()
-            entry = {**asdict(case), "name": case.name, "kept_pairs": case.kept_pairs,
-                     "causal_pairs": case.causal_pairs, "check": bench.check(), "rows": bench.rows}
-            done[case.name] = entry
-            result["cases"].append(entry)
-            bench.peers(deadline, flex=False)
-        else:
-            import cupy_dma as dma
-
-            bench.scores = dma.key_scores(bench.value, bench.dt_proj, bench.A)
-            bench.mask = dma.IntervalMask.top_w(bench.scores, window=case.window)
-            bench.peers(deadline, flex=True)
-            done[case.name]["rows"] += bench.rows
-        del bench
-        measure.free_memory()
-    result["seconds"] = time.monotonic() - started
-
-    ok = all(entry["check"]["ok"] for entry in result["cases"])
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / ("forward_performance.json" if ok else "forward_performance.failed.json")
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    render.chart(result, path.with_suffix(".png"))
-    print(render.text_table(result))
-    print(f"wrote {path} and {path.with_suffix('.png')} after {result['seconds']:.0f} s")
-    return 0 if ok else 1
+SUITE = common.Suite(__doc__ or "", cases, Benchmark, render.FORWARD, seconds=240,
+                     extra=lambda: {"host_us": host_times()})
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--set", choices=["table", "model", "all", "smoke"], default="all")
-    options.add_argument("--quick", action="store_true", help="few cases, no FlexAttention")
-    options.add_argument("--seconds", type=float, default=240, help="after this time no peer is started (default: 240)")
-    options.add_argument("--out", default=str(RESULTS), help="folder of the JSON and the chart")
-    options.add_argument("--commit", help="recorded as the commit where the tree is a copy without its history")
-    options.add_argument("--table", action="store_true", help="print the README's table from the recorded results")
-    options.add_argument("--update-readme", action="store_true", help="put that table into README.md")
-    args = options.parse_args(arguments)
-    sys.path.insert(0, str(ROOT))  # the tree itself, installed or not
-    if args.table or args.update_readme:
-        from benchmarks import render
-
-        result = json.loads((Path(args.out) / "forward_performance.json").read_text())
-        if args.update_readme:
-            render.update_readme(ROOT / "README.md", result)
-        else:
-            print(render.markdown_table(result))
-        return 0
-    return run(args)
+    return common.main(SUITE, arguments)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ timed (views, masks that are given) and returns the call that is; it raises wher
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,27 +20,73 @@ def bhsd(query, key, value):
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
-def dense(backend: SDPBackend | None, query, key, value) -> tuple[Call, str]:
-    """scaled_dot_product_attention, causal (one query: everything is visible). Returns the call and a note."""
-    q, k, v = bhsd(query, key, value)
-    causal = q.shape[2] > 1
-    group = q.shape[1] // k.shape[1]
+def sdpa(backend: SDPBackend | None, query, key, value, causal: bool = True) -> torch.Tensor:
+    """scaled_dot_product_attention on (B, H, N, D) by one backend, grouped heads as they are; None: torch's choice."""
+    grouped = query.shape[1] != key.shape[1]
+    if backend is None:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=grouped)
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=grouped)
 
-    def call(k=k, v=v, enable_gqa=group > 1):
-        if backend is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=enable_gqa)
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=enable_gqa)
 
+def expanded_if_needed(make: Callable[..., Call], key, value, group: int) -> tuple[Call, str]:
+    """``make(key, value)`` if that call runs, else with the kv heads (axis 1) expanded. Returns the call and a note."""
     try:
+        call = make(key, value)
         call()
         return call, ""
     except RuntimeError:
         if group == 1:
             raise
-    wide_k, wide_v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    call(wide_k, wide_v, False)
-    return lambda: call(wide_k, wide_v, False), "kv heads expanded beforehand"
+    call = make(*(x.repeat_interleave(group, dim=1) for x in (key, value)))
+    call()
+    return call, "kv heads expanded beforehand"
+
+
+def dense(backend: SDPBackend | None, query, key, value) -> tuple[Call, str]:
+    """scaled_dot_product_attention, causal (one query: everything is visible). Returns the call and a note."""
+    q, k, v = bhsd(query, key, value)
+    return expanded_if_needed(lambda k, v: partial(sdpa, backend, q, k, v, q.shape[2] > 1), k, v,
+                              q.shape[1] // k.shape[1])
+
+
+class Backward:
+    """``torch.autograd.grad`` of one retained forward pass: a call with nothing but the backward pass.
+
+    Autograd runs the backward of an operation on the stream of its forward, so the forward (and the leaves) are made
+    anew when the current stream has changed; that happens in the warm-up, and a capture finds everything on its stream.
+    """
+
+    def __init__(self, forward: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], dout: torch.Tensor):
+        self.forward, self.inputs, self.dout = forward, inputs, dout
+        self.out: torch.Tensor | None = None
+        self.stream: Any = None
+
+    def __call__(self) -> tuple[torch.Tensor, ...]:
+        stream = torch.cuda.current_stream() if self.dout.is_cuda else None
+        if self.out is None or stream != self.stream:
+            self.leaves = [x.detach().requires_grad_() for x in self.inputs]
+            self.out, self.stream = self.forward(*self.leaves), stream
+        return torch.autograd.grad(self.out, self.leaves, self.dout, retain_graph=True)
+
+
+def forward_backward(forward: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor],
+                     dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    return torch.autograd.grad(forward(*leaves), leaves, dout)
+
+
+def dense_backward(backend: SDPBackend | None, query, key, value, dout, *, forward: bool = False) -> tuple[Call, str]:
+    """The gradients of causal scaled_dot_product_attention on contiguous (B, H, N, D) tensors, with or without the
+    forward pass that comes before them. Returns the call and a note."""
+    q, k, v, do = (x.transpose(1, 2).contiguous() for x in (query, key, value, dout))
+
+    def make(k, v) -> Call:
+        if forward:
+            return partial(forward_backward, partial(sdpa, backend), (q, k, v), do)
+        return Backward(partial(sdpa, backend), (q, k, v), do)
+
+    return expanded_if_needed(make, k, v, q.shape[1] // k.shape[1])
 
 
 def dense_mask(scores: torch.Tensor, query_length: int, window: int, dtype: torch.dtype, group: int) -> torch.Tensor:
@@ -81,36 +128,65 @@ def interval_blocks(start: torch.Tensor, stop: torch.Tensor, query_length: int, 
     return seen.reshape(split).any(-1), full.reshape(split).all(-1)
 
 
+def _flex_pass(query, key, start, stop, block: int, compiled: bool) -> Callable[..., torch.Tensor]:
+    """FlexAttention as a function of query, key, value (B, H, N, D) and bias (B, Hkv, Lk), with the interval mask as
+    block mask and mask_mod and the key bias as score_mod."""
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    heads, query_length = query.shape[2], query.shape[1]
+    group = heads // key.shape[2]
+    offset = key.shape[1] - query_length
+
+    def visible(b, h, i, j):
+        position = i + offset
+        return (start[b, h // group, j] <= position) & (position < stop[b, h // group, j])
+
+    seen, full = (x.repeat_interleave(group, dim=1) for x in interval_blocks(start, stop, query_length, block))
+    some = seen & ~full
+
+    def ordered(blocks):
+        order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
+        return blocks.sum(-1, dtype=torch.int32), order
+
+    block_mask = BlockMask.from_kv_blocks(*ordered(some), *ordered(full), BLOCK_SIZE=block, mask_mod=visible)
+    attend = flex_attention
+    if compiled:
+        torch._dynamo.reset()
+        attend = torch.compile(flex_attention, dynamic=False)
+
+    def forward(q, k, v, bias):
+        def add_bias(s, b, h, i, j):
+            return s + bias[b, h // group, j]
+
+        return attend(q, k, v, score_mod=add_bias, block_mask=block_mask, enable_gqa=group > 1)
+
+    return forward
+
+
 def flex(query, key, value, start, stop, bias, block: int = 128, compiled: bool = True) -> Call:
     """Compiled FlexAttention with the same interval mask (as block mask and mask_mod) and the key bias as score_mod.
 
     ``start``, ``stop``: (B, Hkv, Lk) int32; ``bias``: (B, Hkv, Lk) float32. The block mask is given, not timed.
     Not ``compiled`` it runs anywhere, slowly, with dense scores.
     """
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
-
     q, k, v = (x.contiguous() for x in bhsd(query, key, value))
-    heads, query_length = q.shape[1], q.shape[2]
-    group = heads // k.shape[1]
-    offset = k.shape[2] - query_length
+    return partial(_flex_pass(query, key, start, stop, block, compiled), q, k, v, bias)
 
-    def visible(b, h, i, j):
-        position = i + offset
-        return (start[b, h // group, j] <= position) & (position < stop[b, h // group, j])
 
-    def add_bias(s, b, h, i, j):
-        return s + bias[b, h // group, j]
+def flex_backward(query, key, value, dout, start, stop, bias, block: int = 128,
+                  compiled: bool = True) -> tuple[Call, str]:
+    """The gradients of ``flex``, of the bias too where torch can give it. Returns the call and a note."""
+    import torch._functorch.config
 
-    seen, full = (x.repeat_interleave(group, dim=1) for x in interval_blocks(start, stop, query_length, block))
-    partial = seen & ~full
-
-    def ordered(blocks):
-        order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
-        return blocks.sum(-1, dtype=torch.int32), order
-
-    block_mask = BlockMask.from_kv_blocks(*ordered(partial), *ordered(full), BLOCK_SIZE=block, mask_mod=visible)
-    attend = flex_attention
-    if compiled:
-        torch._dynamo.reset()
-        attend = torch.compile(flex_attention, dynamic=False)
-    return lambda: attend(q, k, v, score_mod=add_bias, block_mask=block_mask, enable_gqa=group > 1)
+    torch._functorch.config.donated_buffer = False  # a donated buffer forbids a second backward of the same forward
+    q, k, v, do = (x.transpose(1, 2).contiguous() for x in (query, key, value, dout))
+    try:
+        call = Backward(_flex_pass(query, key, start, stop, block, compiled), (q, k, v, bias), do)
+        call()
+        return call, ""
+    except Exception as error:  # compilers raise anything
+        why = f"{type(error).__name__}: {error}".splitlines()[0][:100]
+    forward = _flex_pass(query, key, start, stop, block, compiled)
+    call = Backward(lambda q, k, v: forward(q, k, v, bias), (q, k, v), do)
+    call()
+    return call, f"without the gradient of the bias, {why}"

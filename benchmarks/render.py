@@ -1,11 +1,15 @@
-"""Results of forward_performance.py as text, as the README's table and as a chart. Needs no GPU and no torch."""
+"""Results of the benchmarks as text, as the README's tables and as charts. Needs no GPU and no torch.
+
+``FORWARD`` and ``BACKWARD`` show the results of forward_performance.py and backward_performance.py.
+"""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BEGIN, END = "<!-- table:forward -->", "<!-- /table:forward -->"
 PENDING = "The benchmark has not been run on this version yet; its numbers will stand here."
 
 
@@ -46,79 +50,173 @@ def in_readme(case: dict[str, Any]) -> bool:
     return (case["set"], case["key_length"]) in (("train", 32768), ("infer", 524288))
 
 
-def markdown_table(result: dict[str, Any]) -> str:
+def _machine(result: dict[str, Any]) -> str:
+    versions = result["versions"]
+    return (f"Milliseconds, medians, batch 1, bfloat16, independent scores, on one {result['device']} "
+            f"(CUDA {versions.get('torch_cuda', '?')}, torch {versions.get('torch', '?')}, CuPy "
+            f"{versions.get('cupy', '?')}), {result['date'][:10]}.")
+
+
+_WHERE = ("Every case was checked against float64 in the same run. All numbers, the method and the chart: "
+          "[benchmarks/results](benchmarks/results).")
+
+
+def _ratio(slow: float | None, fast: float | None) -> str:
+    return times(slow / fast if slow and fast else None)
+
+
+def _mebibytes(size: float | None) -> str:
+    return "–" if size is None else f"{size / 2**20:.0f} MiB"
+
+
+def _forward_table(result: dict[str, Any]) -> str:
     lines = ["| N, heads, head dim, window | cuDNN dense | FlashAttention dense | FlexAttention, same mask "
              "| attention | all stages | against cuDNN | extra memory |",
              "|---|--:|--:|--:|--:|--:|--:|--:|"]
     for case in filter(in_readme, result["cases"]):
-        cudnn, total = value(case, "cudnn", "attention"), value(case, "cupy_dma", "total")
-        memory = value(case, "cupy_dma", "total", "peak_bytes")
+        total = value(case, "cupy_dma", "total")
         cells = [label(case), *(milliseconds(value(case, who, "attention")) for who in ("cudnn", "flash", "flex")),
                  milliseconds(value(case, "cupy_dma", "lists+attention")), milliseconds(total),
-                 times(cudnn / total if cudnn and total else None),
-                 "–" if memory is None else f"{memory / 2**20:.0f} MiB"]
+                 _ratio(value(case, "cudnn", "attention"), total),
+                 _mebibytes(value(case, "cupy_dma", "total", "peak_bytes"))]
         lines.append("| " + " | ".join(cells) + " |")
-    versions = result["versions"]
-    lines += ["", f"Milliseconds, medians, batch 1, bfloat16, independent scores, on one {result['device']} "
-                  f"(CUDA {versions.get('torch_cuda', '?')}, torch {versions.get('torch', '?')}, CuPy "
-                  f"{versions.get('cupy', '?')}), {result['date'][:10]}. *Attention* includes the key lists; *all "
-                  f"stages* adds key scores and selection. *FlexAttention* is given its block mask. Every case was "
-                  f"checked against float64 in the same run. All numbers, the method and the chart: "
-                  f"[benchmarks/results](benchmarks/results)."]
+    lines += ["", f"{_machine(result)} *Attention* includes the key lists; *all stages* adds key scores and selection. "
+                  f"*FlexAttention* is given its block mask. {_WHERE}"]
     return "\n".join(lines)
 
 
-def update_readme(path: Path, result: dict[str, Any]) -> None:
-    """Replace what stands between the two marker lines."""
-    text = path.read_text()
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    path.write_text(f"{before}{BEGIN}\n{markdown_table(result)}\n{END}{after}")
+def _backward_table(result: dict[str, Any]) -> str:
+    lines = ["| N, heads, head dim, window | cuDNN dense | FlashAttention dense | FlexAttention, same mask "
+             "| backward | with lists | against cuDNN | forward and backward | against cuDNN | extra memory |",
+             "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"]
+    for case in filter(in_readme, result["cases"]):
+        both = value(case, "cupy_dma", "forward+backward")
+        lists = value(case, "cupy_dma", "backward+lists")
+        cells = [label(case), *(milliseconds(value(case, who, "backward")) for who in ("cudnn", "flash", "flex")),
+                 milliseconds(value(case, "cupy_dma", "backward")), milliseconds(lists),
+                 _ratio(value(case, "cudnn", "backward"), lists), milliseconds(both),
+                 _ratio(value(case, "cudnn", "forward+backward"), both),
+                 _mebibytes(value(case, "cupy_dma", "forward+backward", "peak_bytes"))]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", f"{_machine(result)} *Backward* gives the gradients of query, key, value and bias; *with lists* also "
+                  f"builds the key lists of the mask. *Forward and backward* is everything from the values on: key "
+                  f"scores, selection, attention and the gradients of all of them. *FlexAttention* has the same mask "
+                  f"and a learned bias. {_WHERE}"]
+    return "\n".join(lines)
 
 
-def text_table(result: dict[str, Any]) -> str:
-    """What a run prints at its end."""
+def _head(result: dict[str, Any]) -> str:
+    return f"{result['device']}, {result['versions']}, commit {result['commit'][:12]}"
+
+
+def _row(case: dict[str, Any], columns: list[tuple[str, str, str]], throughput: str, memory: str, width: int) -> str:
+    peak = value(case, "cupy_dma", memory, "peak_bytes") or 0
+    return (f"{case['name']:<36}"
+            + "".join(f"{milliseconds(value(case, who, stage)):>{width}}" for _, who, stage in columns)
+            + "".join(f"{value(case, 'cupy_dma', throughput, kind) or 0:>9.1f}"
+                      for kind in ("needed_tflops", "effective_tflops"))
+            + f"{peak / 2**20:>9.1f}  ")
+
+
+def _columns(columns: list[tuple[str, str, str]], width: int) -> str:
+    return (f"{'milliseconds':<36}" + "".join(f"{name:>{width}}" for name, _, _ in columns)
+            + f"{'needed':>9}{'eff.':>9}{'MiB':>9}  check")
+
+
+def _notes(result: dict[str, Any]) -> list[str]:
+    notes = {(row["who"], row["note"]) for case in result["cases"] for row in case["rows"] if row["note"]}
+    return [f"note, {who}: {note}" for who, note in sorted(notes)]
+
+
+def _forward_text(result: dict[str, Any]) -> str:
     columns = [("scores", "cupy_dma", "key_scores"), ("select", "cupy_dma", "selection"),
                ("lists", "cupy_dma", "lists"), ("attend", "cupy_dma", "attention"), ("TOTAL", "cupy_dma", "total"),
                ("cudnn", "cudnn", "attention"), ("flash", "flash", "attention"), ("flex", "flex", "attention"),
                ("masked", "masked", "attention"), ("+build", "masked+build", "attention")]
-    lines = [f"{result['device']}, {result['versions']}, commit {result['commit'][:12]}",
-             f"{'milliseconds':<36}" + "".join(f"{name:>9}" for name, _, _ in columns)
-             + f"{'needed':>9}{'eff.':>9}{'MiB':>8}  check"]
+    lines = [_head(result), _columns(columns, 9)]
     for case in result["cases"]:
-        memory = value(case, "cupy_dma", "total", "peak_bytes") or 0
-        lines.append(f"{case['name']:<36}"
-                     + "".join(f"{milliseconds(value(case, who, stage)):>9}" for _, who, stage in columns)
-                     + "".join(f"{value(case, 'cupy_dma', 'attention', kind) or 0:>9.1f}"
-                               for kind in ("needed_tflops", "effective_tflops"))
-                     + f"{memory / 2**20:>8.1f}"
-                     + (f"  {case['check']['error']:.1e} of {case['check']['allowed']:.1e}" if case["check"]["ok"]
-                        else f"  FAILED {case['check']}"))
-    for what, us in result["host_us"].items():
-        lines.append(f"host time, {what}: {us:.1f} us")
-    notes = {(row["who"], row["note"]) for case in result["cases"] for row in case["rows"] if row["note"]}
-    lines += [f"note, {who}: {note}" for who, note in sorted(notes)]
-    return "\n".join(lines)
+        check = case["check"]
+        lines.append(_row(case, columns, "attention", "total", 9)
+                     + (f"{check['error']:.1e} of {check['allowed']:.1e}" if check["ok"] else f"FAILED {check}"))
+    lines += [f"host time, {what}: {us:.1f} us" for what, us in result["host_us"].items()]
+    return "\n".join(lines + _notes(result))
 
 
-def chart(result: dict[str, Any], path: Path) -> None:
-    """Time against length, one panel for each shape, and against the window."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no chart: matplotlib is missing (pip install matplotlib)")
-        return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+def _backward_text(result: dict[str, Any]) -> str:
+    columns = [("backward", "cupy_dma", "backward"), ("+lists", "cupy_dma", "backward+lists"),
+               ("determ.", "cupy_dma", "backward deterministic"), ("fwd+bwd", "cupy_dma", "forward+backward"),
+               ("cudnn", "cudnn", "backward"), ("fwd+bwd", "cudnn", "forward+backward"),
+               ("flash", "flash", "backward"), ("flex", "flex", "backward")]
+    lines = [_head(result), _columns(columns, 10)]
+    for case in result["cases"]:
+        check = case["check"]
+        lines.append(_row(case, columns, "backward", "forward+backward", 10)
+                     + (f"{check['worst']:.2f} of what is allowed" if check["ok"] else f"FAILED {check}"))
+    return "\n".join(lines + _notes(result))
 
-    lines = [("cudnn", "attention", "cuDNN dense", "tab:red"),
-             ("flash", "attention", "FlashAttention dense", "tab:orange"),
-             ("masked+build", "attention", "SDPA, dense mask by topk", "tab:brown"),
-             ("flex", "attention", "FlexAttention, same mask", "tab:purple"),
-             ("cupy_dma", "attention", "cupy_dma attention", "tab:cyan"),
-             ("cupy_dma", "total", "cupy_dma all stages", "tab:blue")]
+
+@dataclass(frozen=True)
+class Report:
+    """How the results of one benchmark are shown."""
+
+    name: str  # of the files and of the markers in the README
+    title: str
+    table: Callable[[dict[str, Any]], str]  # the README's
+    text: Callable[[dict[str, Any]], str]  # what a run prints at its end
+    lines: tuple[tuple[str, str, str, str], ...]  # of the chart: who, stage, label, colour
+
+    @property
+    def begin(self) -> str:
+        return f"<!-- table:{self.name} -->"
+
+    @property
+    def end(self) -> str:
+        return f"<!-- /table:{self.name} -->"
+
+    def update_readme(self, path: Path, result: dict[str, Any]) -> None:
+        """Replace what stands between the two marker lines."""
+        text = path.read_text()
+        before, rest = text.split(self.begin)
+        _, after = rest.split(self.end)
+        path.write_text(f"{before}{self.begin}\n{self.table(result)}\n{self.end}{after}")
+
+    def chart(self, result: dict[str, Any], path: Path) -> None:
+        """Time against length, one panel for each shape, and against the window."""
+        try:
+            import matplotlib
+        except ImportError:
+            print("no chart: matplotlib is missing (pip install matplotlib)")
+            return
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        panels = _panels(result["cases"])
+        across = min(3, len(panels))
+        down = -(-len(panels) // across)
+        figure, axes = plt.subplots(down, across, figsize=(5.2 * across, 4 * down), squeeze=False, layout="constrained")
+        for ax in axes.flat[len(panels):]:
+            ax.set_visible(False)
+        for ax, (title, (axis, members)) in zip(axes.flat, panels.items()):
+            for who, stage, name, colour in self.lines:
+                points = _points(result["cases"], members, axis, who, stage)
+                if points:
+                    ax.plot(*zip(*points), marker="o", markersize=3, label=name, color=colour)
+            ax.set_xscale("log", base=2)
+            ax.set_yscale("log")
+            ax.set_title(title, fontsize=10)
+            ax.set_xlabel("window" if axis == "window" else "keys")
+            ax.set_ylabel("milliseconds")
+            ax.grid(alpha=0.3)
+            ax.legend(fontsize=7)
+        figure.suptitle(f"{self.title}, bfloat16, {result['device']}", fontsize=11)
+        figure.savefig(path, dpi=130)
+        plt.close(figure)
+
+
+def _panels(cases: list[dict[str, Any]]) -> dict[str, tuple[str, list[dict[str, Any]]]]:
+    """Title -> what the horizontal axis shows, and the cases."""
     panels: dict[str, tuple[str, list[dict[str, Any]]]] = {}
-    for case in result["cases"]:
+    for case in cases:
         shape = f"{case['heads']}/{case['kv_heads']} heads, D {case['head_dim']}"
         if case["set"] == "window":
             title, axis = f"N {case['key_length']}, {shape}, growing window", "window"
@@ -127,31 +225,35 @@ def chart(result: dict[str, Any], path: Path) -> None:
         else:
             title, axis = f"{shape}, w {case['window']}", "key_length"
         panels.setdefault(title, (axis, []))[1].append(case)
-    panels = {title: panel for title, panel in panels.items() if len(panel[1]) > 1} or panels
-    across = min(3, len(panels))
-    down = -(-len(panels) // across)
-    figure, axes = plt.subplots(down, across, figsize=(5.2 * across, 4 * down), squeeze=False, layout="constrained")
-    for ax in axes.flat[len(panels):]:
-        ax.set_visible(False)
-    for ax, (title, (axis, members)) in zip(axes.flat, panels.items()):
-        for who, stage, name, colour in lines:
-            points = [(case[axis], value(case, who, stage)) for case in sorted(members, key=lambda case: case[axis])]
-            points = [(x, y) for x, y in points if y is not None]
-            if not points and axis == "window":  # dense attention does not know the window: one time for all
-                for case in result["cases"]:
-                    same = all(case[size] == members[0][size] for size in ("heads", "head_dim", "key_length"))
-                    dense = value(case, who, stage) if same and who in ("cudnn", "flash") else None
-                    if dense is not None and case["set"] == "train":
-                        points = [(member[axis], dense) for member in members]
-            if points:
-                ax.plot(*zip(*points), marker="o", markersize=3, label=name, color=colour)
-        ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
-        ax.set_title(title, fontsize=10)
-        ax.set_xlabel("window" if axis == "window" else "keys")
-        ax.set_ylabel("milliseconds")
-        ax.grid(alpha=0.3)
-        ax.legend(fontsize=7)
-    figure.suptitle(f"Forward pass, bfloat16, {result['device']}", fontsize=11)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    return {title: panel for title, panel in panels.items() if len(panel[1]) > 1} or panels
+
+
+def _points(cases: list[dict[str, Any]], members: list[dict[str, Any]], axis: str, who: str,
+            stage: str) -> list[tuple[int, float]]:
+    members = sorted(members, key=lambda case: case[axis])
+    points = [(case[axis], ms) for case in members if (ms := value(case, who, stage)) is not None]
+    if not points and axis == "window" and who in ("cudnn", "flash"):
+        # Dense attention does not know the window: one time for all.
+        for case in cases:
+            same = all(case[size] == members[0][size] for size in ("heads", "head_dim", "key_length"))
+            ms = value(case, who, stage) if same and case["set"] == "train" else None
+            if ms is not None:
+                points = [(member[axis], ms) for member in members]
+    return points
+
+
+FORWARD = Report("forward", "Forward pass", _forward_table, _forward_text, (
+    ("cudnn", "attention", "cuDNN dense", "tab:red"),
+    ("flash", "attention", "FlashAttention dense", "tab:orange"),
+    ("masked+build", "attention", "SDPA, dense mask by topk", "tab:brown"),
+    ("flex", "attention", "FlexAttention, same mask", "tab:purple"),
+    ("cupy_dma", "attention", "cupy_dma attention", "tab:cyan"),
+    ("cupy_dma", "total", "cupy_dma all stages", "tab:blue")))
+
+BACKWARD = Report("backward", "Backward pass", _backward_table, _backward_text, (
+    ("cudnn", "backward", "cuDNN dense", "tab:red"),
+    ("cudnn", "forward+backward", "cuDNN dense, forward and backward", "tab:pink"),
+    ("flash", "backward", "FlashAttention dense", "tab:orange"),
+    ("flex", "backward", "FlexAttention, same mask", "tab:purple"),
+    ("cupy_dma", "backward", "cupy_dma backward", "tab:cyan"),
+    ("cupy_dma", "forward+backward", "cupy_dma, forward and backward, all stages", "tab:blue")))

@@ -232,16 +232,26 @@ def check(case: Case, out: np.ndarray, lse: np.ndarray) -> None:
     reference.assert_matches_reference(lse, ref_lse, plain_lse, lse.dtype)
 
 
-def check_backward(case: Case, gradients: Any, *, with_dlse: bool = False) -> None:
-    """Section 12 for NumPy arrays ``(dquery, dkey, dvalue, dbias)``; None is not looked at, except that the gradient of
-    a bias that is not there must be None."""
+def expected_gradients(case: Case, *, with_dlse: bool = False) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
+    """The oracle's answer, the plain same-precision computation and the size of the terms, by name; "bias" only with
+    a bias."""
     data = _drawn(case)
     arguments = (data["dout"], *_oracle_arguments(case), data["dlse"] if with_dlse else None)
     refs = reference.attention_gradients(*arguments)
     plains = reference.same_precision_attention_gradients(*arguments)
     terms = reference.attention_gradient_terms(*arguments)
+    names = "query", "key", "value", "bias"
+    return {name: (ref, plain, size) for name, ref, plain, size in zip(names, refs, plains, terms) if ref is not None}
+
+
+def check_backward(case: Case, gradients: Any, *, with_dlse: bool = False) -> None:
+    """Section 12 for NumPy arrays ``(dquery, dkey, dvalue, dbias)``; None is not looked at, except that the gradient of
+    a bias that is not there must be None."""
+    data = _drawn(case)
     assert "bias" in data or gradients[3] is None
-    for name, found, ref, plain, size in zip(("query", "key", "value", "bias"), gradients, refs, plains, terms):
+    given = dict(zip(("query", "key", "value", "bias"), gradients))
+    for name, (ref, plain, size) in expected_gradients(case, with_dlse=with_dlse).items():
+        found = given[name]
         if found is None:
             continue
         print(f"d{name}: ", end="")

@@ -274,21 +274,17 @@ def one_rounding(largest: float, dtype) -> float:
     return max(2.0 ** math.floor(math.log2(largest)) * float(info.eps), smallest) / 2
 
 
-def assert_matches_reference(out, reference, plain, dtype, factor=2, terms=0.0) -> None:
-    """Section 12: ``max|out - ref| <= 2 max|plain - ref| + one rounding of the output``, for 16-bit types; gradients
-    are allowed ``factor=3`` times the error of the plain computation.
+def error_and_allowed(out, reference, plain, dtype, factor=2, terms=0.0) -> tuple[float, float, float]:
+    """``max|out - ref|``, ``max|plain - ref|``, and how much section 12 allows: ``2 max|plain - ref| + one rounding of
+    the output``, for 16-bit types; gradients are allowed ``factor=3`` times the error of the plain computation.
 
     ``terms``: what the largest sum adds up to in absolute value, where much of it cancels. A float32 sum (float64 for
     float64) is not better than some roundings of that size in any order; 16 are allowed.
 
     For float32 and float64 the output is rounded no more coarsely than every step of the accumulation, so the order of
-    a sum, which is free, moves the result by several roundings: 16 are allowed. NaN and infinities must match.
+    a sum, which is free, moves the result by several roundings: 16 are allowed. Only finite places are compared.
     """
     out, plain, reference = _f64(out), _f64(plain), _f64(reference)
-    assert out.shape == reference.shape
-    for name, test in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
-        wrong = np.argwhere(test(out) != test(reference))
-        assert len(wrong) == 0, f"{name} differs at {len(wrong)} places, first {wrong[0]}"
     finite = np.isfinite(reference)
     error, error_plain = _largest(np.where(finite, out, 0) - np.where(finite, reference, 0)), _largest(
         np.where(finite, plain, 0) - np.where(finite, reference, 0))
@@ -296,5 +292,24 @@ def assert_matches_reference(out, reference, plain, dtype, factor=2, terms=0.0) 
     allowed = factor * error_plain + roundings * one_rounding(_largest(reference), dtype)
     if terms:
         allowed += 16 * one_rounding(terms, np.float64 if np.dtype(dtype) == np.float64 else np.float32)
+    return error, error_plain, allowed
+
+
+def misplaced(out, reference) -> str:
+    """Where NaN and infinities do not match, in words; empty if they do."""
+    out, reference = _f64(out), _f64(reference)
+    for name, test in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
+        wrong = np.argwhere(test(out) != test(reference))
+        if len(wrong):
+            return f"{name} differs at {len(wrong)} places, first {wrong[0]}"
+    return ""
+
+
+def assert_matches_reference(out, reference, plain, dtype, factor=2, terms=0.0) -> None:
+    """Section 12, see ``error_and_allowed``; NaN and infinities must be in the same places."""
+    assert np.shape(out) == np.shape(reference)
+    wrong = misplaced(out, reference)
+    assert not wrong, wrong
+    error, error_plain, allowed = error_and_allowed(out, reference, plain, dtype, factor, terms)
     print(f"error {error:.3g}, plain {error_plain:.3g}, allowed {allowed:.3g}")
     assert error <= allowed, f"error {error:.3g} exceeds {allowed:.3g} (plain same-precision error {error_plain:.3g})"

@@ -1,10 +1,12 @@
-"""The benchmark's parts that need no GPU: cases, peers' masks, tables, and a tiny run from end to end."""
+"""The benchmarks' parts that need no GPU: cases, peers, checks, tables, and tiny runs from end to end."""
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from benchmarks import forward_performance, render
+import cupy_dma as dma
+from benchmarks import backward_performance, forward_performance, grad_equivalence, render
 from cupy_dma import IntervalMask
 
 
@@ -55,8 +57,6 @@ def test_flex_block_mask_is_the_same_mask():
     q, k, v = (torch.randn(1, 256, heads, 16, generator=torch.Generator().manual_seed(1)) for heads in (4, 2, 2))
     scores = torch.randn(1, 2, 256, generator=torch.Generator().manual_seed(0))
     mask = IntervalMask.top_w(scores, window=40)
-    import cupy_dma as dma
-
     call = peers.flex(q, k, v, mask.start.expand(1, 2, 256), mask.stop, scores, compiled=False)
     ours = dma.attention(q, k, v, mask=mask, bias=scores)
     assert torch.allclose(call().transpose(1, 2), ours, atol=2e-5)
@@ -82,13 +82,13 @@ def test_smoke_run(result):
 
 def test_tables_and_readme(result, tmp_path):
     result["cases"][0] |= {"set": "model", "heads": 16}
-    table = render.markdown_table(result)
+    table = render.FORWARD.table(result)
     assert "| 300, 16/2 heads, D 32, w 64 |" in table
-    assert "smoke H2/1" in render.text_table(result)
+    assert "smoke H2/1" in render.FORWARD.text(result)
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{render.BEGIN}\nold\n{render.END}\nafter\n")
-    render.update_readme(readme, result)
-    assert readme.read_text() == f"before\n{render.BEGIN}\n{table}\n{render.END}\nafter\n"
+    readme.write_text(f"before\n{render.FORWARD.begin}\nold\n{render.FORWARD.end}\nafter\n")
+    render.FORWARD.update_readme(readme, result)
+    assert readme.read_text() == f"before\n{render.FORWARD.begin}\n{table}\n{render.FORWARD.end}\nafter\n"
 
 
 def test_failed_check_leaves_the_results_alone(tmp_path, monkeypatch, capsys):
@@ -103,3 +103,202 @@ def test_failed_check_leaves_the_results_alone(tmp_path, monkeypatch, capsys):
     (None, "–"), (0.0, "0"), (0.01234, "0.0123"), (1.234, "1.23"), (12.34, "12.3"), (141.2, "141"), (1412.0, "1412")])
 def test_three_digits(ms, shown):
     assert render.milliseconds(ms) == shown
+
+
+# ---- the backward benchmark ----
+@pytest.mark.parametrize("which", ["table", "model", "all", "smoke"])
+@pytest.mark.parametrize("quick", [False, True])
+def test_backward_cases(which, quick):
+    chosen = backward_performance.cases(which, quick)
+    assert len({case.name for case in chosen}) == len(chosen) > 0
+    assert all(case.query_length == case.key_length <= 131072 for case in chosen)
+    assert sum(case.flex for case in backward_performance.cases("all")) == 3
+
+
+def small(torch, heads=4, kv_heads=2, n=256, dtype=None, window=40):
+    """dout, query, key, value, scores, mask."""
+    generator = torch.Generator().manual_seed(1)
+    do, q, k, v = (torch.randn(1, n, h, 16, generator=generator, dtype=dtype) for h in
+                   (heads, heads, kv_heads, kv_heads))
+    scores = torch.randn(1, kv_heads, n, generator=generator)
+    return do, q, k, v, scores, IntervalMask.top_w(scores, window=window)
+
+
+def gradients_of(do, q, k, v, scores, mask):
+    out, lse = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True)
+    return out, lse, dma.backward.attention_backward(do, q, k, v, out, lse, mask=mask, bias=scores)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+def test_flex_gradients_are_those_of_the_same_mask(monkeypatch):
+    """The peer's gradients, uncompiled, against this library's. torch refuses them on the CPU, although it can."""
+    torch = pytest.importorskip("torch")
+    from torch.nn.attention import flex_attention
+
+    from benchmarks import peers
+
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None, raising=False)
+    do, q, k, v, scores, mask = small(torch)
+    call, note = peers.flex_backward(q, k, v, do, mask.start.expand(1, 2, 256).contiguous(), mask.stop, scores,
+                                     compiled=False)
+    ours = gradients_of(do, q, k, v, scores, mask)[2]
+    *theirs, bias = call()
+    assert note == ""
+    for x, y in zip(theirs, ours):
+        assert torch.allclose(x.transpose(1, 2), y, atol=1e-4)
+    assert torch.allclose(bias, ours.bias, atol=1e-4)
+
+
+@pytest.mark.parametrize("forward", [False, True])
+def test_dense_gradients(forward):
+    torch = pytest.importorskip("torch")
+    from benchmarks import peers
+
+    do, q, k, v, _, _ = small(torch)
+    call, note = peers.dense_backward(None, q, k, v, do, forward=forward)
+    out, lse = dma.attention(q, k, v, causal=True, return_lse=True)
+    ours = dma.backward.attention_backward(do, q, k, v, out, lse, causal=True)
+    assert note == ""
+    for _ in range(2):  # the forward pass is retained
+        for x, y in zip(call(), ours):
+            assert torch.allclose(x.transpose(1, 2), y, atol=1e-4)
+
+
+def test_peers_expand_heads_where_groups_are_not_served():
+    torch = pytest.importorskip("torch")
+    from benchmarks import peers
+
+    def make(k, v):
+        def call():
+            if k.shape[1] != 4:
+                raise RuntimeError("no groups")
+            return k, v
+
+        return call
+
+    k, v = torch.zeros(2, 1, 2, 8, 16)
+    call, note = peers.expanded_if_needed(make, k, v, group=2)
+    assert call()[0].shape == (1, 4, 8, 16)
+    assert "expanded" in note
+    with pytest.raises(RuntimeError, match="no groups"):
+        peers.expanded_if_needed(make, k, v, group=1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_gradient_check(dtype):
+    """Right gradients pass; each kind of wrong one fails."""
+    torch = pytest.importorskip("torch")
+    from benchmarks.gradient_check import check_gradients
+
+    do, q, k, v, scores, mask = small(torch, n=500, dtype=getattr(torch, dtype))
+    out, lse, found = gradients_of(do, q, k, v, scores, mask)
+    start, stop = mask.start.expand(1, 2, 500), mask.stop.expand(1, 2, 500)
+
+    def check(**wrong):
+        return check_gradients(found._replace(**wrong), do, q, k, v, out, lse, scores, start, stop)
+
+    right = check()
+    assert right.ok, right
+    assert right.unseen_keys > 0
+    assert right.keys > 4
+    for name, gradient in found._asdict().items():
+        assert not check(**{name: gradient * 1.05}).ok, name
+        assert not check(**{name: torch.full_like(gradient, float("nan"))}).ok, name
+    g, j = (stop[0] <= start[0]).nonzero()[0].tolist()
+    for name, place in (("key", (0, j, g)), ("value", (0, j, g)), ("bias", (0, g, j))):
+        leak = getattr(found, name).clone()
+        leak[place] = 1e-6
+        assert not check(**{name: leak}).unseen_are_zero
+
+
+@pytest.fixture(scope="module")
+def backward_result(tmp_path_factory):
+    """A run of the smoke set."""
+    pytest.importorskip("torch")
+    place = tmp_path_factory.mktemp("results")
+    assert backward_performance.main(["--set", "smoke", "--out", str(place), "--commit", "abc"]) == 0
+    return json.loads((place / "backward_performance.json").read_text())
+
+
+def test_backward_smoke_run(backward_result):
+    assert {"method", "device", "versions", "date", "cases"} <= set(backward_result)
+    assert backward_result["commit"] == "abc"
+    for case in backward_result["cases"]:
+        assert case["check"]["ok"]
+        for stage in ("backward", "backward+lists", "backward deterministic", "forward+backward"):
+            assert render.value(case, "cupy_dma", stage, "effective_tflops") > 0
+        for stage in ("backward", "forward+backward"):
+            assert render.value(case, "dense", stage) is not None
+    assert backward_result["cases"][0]["check"]["unseen_keys"] > 0
+
+
+def test_backward_tables_and_readme(backward_result, tmp_path):
+    backward_result["cases"][0] |= {"set": "model", "heads": 16}
+    table = render.BACKWARD.table(backward_result)
+    assert "| 300, 16/2 heads, D 32, w 64 |" in table
+    assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) == 1
+    assert "smoke H2/1" in render.BACKWARD.text(backward_result)
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{render.BACKWARD.begin}\nold\n{render.BACKWARD.end}\nafter\n")
+    render.BACKWARD.update_readme(readme, backward_result)
+    assert readme.read_text() == f"before\n{render.BACKWARD.begin}\n{table}\n{render.BACKWARD.end}\nafter\n"
+
+
+def test_wrong_gradients_leave_the_results_alone(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("torch")
+    right = backward_performance.Benchmark.backward
+
+    def wrong(self, deterministic=False):
+        found = right(self, deterministic)
+        return found._replace(key=found.key * 1.1)
+
+    monkeypatch.setattr(backward_performance.Benchmark, "backward", wrong)
+    assert backward_performance.main(["--set", "smoke", "--seconds", "0", "--out", str(tmp_path)]) == 1
+    assert not (tmp_path / "backward_performance.json").exists()
+    failed = json.loads((tmp_path / "backward_performance.failed.json").read_text())
+    assert failed["cases"][0]["check"]["worst"] > 1
+
+
+# ---- equivalence of gradients ----
+def test_equivalence_of_some_cases(tmp_path, capsys):
+    arguments = ["--backend", "numpy", "--cases", "softcap", "--dlse", "--out", str(tmp_path)]
+    assert grad_equivalence.main(arguments) == 0
+    lines = json.loads((tmp_path / "grad_equivalence.json").read_text())["lines"]
+    assert [(line["backend"], line["dtype"], line["cases"]) for line in lines] == [
+        ("numpy", dtype, 3) for dtype in grad_equivalence.DTYPES]
+    assert all(0 < ratio <= 1 for line in lines for ratio in line["worst_error_over_allowed"].values())
+    assert "numpy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", [lambda x: x * 1.1, lambda x: x * np.nan, lambda x: x[:, :1], lambda x: None])
+def test_equivalence_fails_for_wrong_gradients(tmp_path, monkeypatch, capsys, wrong):
+    right = grad_equivalence.cases.run_backward
+
+    def broken(*arguments, **options):
+        found = right(*arguments, **options)
+        return found._replace(value=wrong(found.value))
+
+    monkeypatch.setattr(grad_equivalence.cases, "run_backward", broken)
+    arguments = ["--backend", "numpy", "--cases", "scale", "--dtype", "float32", "--out", str(tmp_path)]
+    assert grad_equivalence.main(arguments) == 1
+    assert not (tmp_path / "grad_equivalence.json").exists()
+    assert "EXCEEDS" in capsys.readouterr().out
+
+
+def test_equivalence_leaves_out_what_a_backend_does_not_serve(monkeypatch):
+    """As on a GPU: CUDA has no line for types that it does not take, and counts cases that raise."""
+    def raising(*arguments, backend, **options):
+        raise NotImplementedError
+
+    monkeypatch.setattr(grad_equivalence.cases, "run_backward", raising)
+    monkeypatch.setattr(grad_equivalence, "place_of", lambda backend: (None, None))
+    lines = grad_equivalence.compare(["cuda"], list(grad_equivalence.DTYPES), names="scale")
+    assert [(line.dtype, line.cases, line.not_served) for line in lines] == [("float16", 0, 3), ("bfloat16", 0, 3)]
+    assert "–" in grad_equivalence.table(lines)
+
+
+def test_equivalence_grid_has_every_case_once_in_every_type():
+    for dtype in grad_equivalence.DTYPES:
+        chosen = grad_equivalence.grid(dtype)
+        assert {case.dtype for case in chosen} == {dtype}
+        assert len({replace(case, name="") for case in chosen}) == len(chosen) > 100

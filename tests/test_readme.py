@@ -1,4 +1,4 @@
-"""Every Python block of the README runs, and its table is the one in the recorded results."""
+"""Every Python block of the README runs, and its tables are those in the recorded results."""
 import json
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-RESULTS = ROOT / "benchmarks" / "results" / "forward_performance.json"
+RESULTS = ROOT / "benchmarks" / "results"
 BLOCKS = [(bool(gpu), code, README[:place].count("\n"))
           for gpu, code, place in ((m[1], m[2], m.start(2)) for m in
                                    re.finditer(r"(<!-- gpu -->\n)?```python\n(.*?)```", README, re.DOTALL))]
@@ -38,12 +38,15 @@ def test_there_are_blocks_of_both_kinds():
     assert {gpu for gpu, _, _ in BLOCKS} == {False, True}
 
 
-def test_table_is_the_recorded_one():
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_table_is_the_recorded_one(name):
     from benchmarks import render
 
-    shown = README.split(render.BEGIN)[1].split(render.END)[0].strip()
-    expected = render.markdown_table(json.loads(RESULTS.read_text())) if RESULTS.exists() else render.PENDING
-    assert shown == expected, "run: python benchmarks/forward_performance.py --update-readme"
+    report = {"forward": render.FORWARD, "backward": render.BACKWARD}[name]
+    recorded = RESULTS / f"{name}_performance.json"
+    shown = README.split(report.begin)[1].split(report.end)[0].strip()
+    expected = report.table(json.loads(recorded.read_text())) if recorded.exists() else render.PENDING
+    assert shown == expected, f"run: python benchmarks/{name}_performance.py --update-readme"
 
 
 def test_first_screen_holds_what_a_reader_needs_first():
