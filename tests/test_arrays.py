@@ -95,22 +95,30 @@ def test_torch_subclasses_and_read_only_arrays(torch):
     dma.attention(frozen, frozen, frozen)
 
 
-def test_gradients_are_refused_not_dropped(torch):
-    q, k, scores = torch.zeros(1, 4, 1, 8, requires_grad=True), torch.zeros(1, 4, 1, 8), torch.zeros(1, 1, 4)
-    learned = torch.zeros(1, 1, 4, requires_grad=True)
-    for name, call in {
-        "query": lambda: dma.attention(q, k, k),
-        "value": lambda: dma.attention(k, k, q),
-        "bias": lambda: dma.attention(k, k, k, bias=learned),
-        "scores": lambda: dma.dynamic_mask_attention(k, k, k, learned, window=2),
-        "dt_proj": lambda: dma.key_scores(k, torch.zeros(1, 8, requires_grad=True), torch.zeros(1)),
-    }.items():
-        with pytest.raises(NotImplementedError, match=f"{name} requires grad"):
-            call()
-    with torch.no_grad():
-        assert not dma.attention(q, k, k).requires_grad
-    dma.attention(q.detach(), k, k)
-    dma.IntervalMask.top_w(scores.requires_grad_(), 2)  # selection has no gradient, so there is nothing to lose
+def test_gradients_are_never_dropped(torch):
+    """Whichever argument requires grad, its gradient arrives."""
+    q, k, v, scores = (torch.rand(shape) for shape in ((1, 4, 1, 8), (1, 4, 1, 8), (1, 4, 1, 8), (1, 1, 4)))
+    dt_proj, A, dt_bias = torch.rand(1, 8), torch.ones(1), torch.zeros(1)
+    calls = {
+        "attention": (lambda: dma.attention(q, k, v, bias=scores, causal=True), (q, k, v, scores)),
+        "scores given": (lambda: dma.dynamic_mask_attention(q, k, v, scores, window=2), (q, k, v, scores)),
+        "scores made": (lambda: dma.dynamic_mask_attention(q, k, v, dt_proj=dt_proj, A=A, dt_bias=dt_bias, window=2),
+                        (q, k, v, dt_proj, A, dt_bias)),
+        "key_scores": (lambda: dma.key_scores(v, dt_proj, A, dt_bias=dt_bias), (v, dt_proj, A, dt_bias)),
+    }
+    for call, arguments in calls.values():
+        assert not call().requires_grad
+        for argument in arguments:
+            argument.requires_grad_()
+            out = call()
+            out.square().sum().backward()
+            assert argument.grad.any()
+            argument.grad = None
+            with torch.no_grad():
+                assert torch.equal(call(), out) and not call().requires_grad
+            argument.requires_grad_(False)
+    mask = dma.IntervalMask.top_w(scores.requires_grad_(), 2)  # selection has no gradient: there is nothing to lose
+    assert not mask.stop.requires_grad
 
 
 def test_a_device_prints_as_its_users_write_it():
