@@ -227,7 +227,6 @@ class TorchLibrary(Library):
 
     def pointer(self, array):
         return array.data_ptr()
-
     def empty(self, shape, dtype, device):
         return self.xp.empty(shape, dtype=getattr(self.xp, dtype), device=self._torch_device(device))
 
@@ -274,8 +273,8 @@ class DlpackLibrary(Library):
     def __init__(self, base: Library, namespace: Any):
         self.base, self.namespace = base, namespace
         self.name, self.xp = base.name, base.xp
-        for method in ("describe", "pointer", "empty", "to_numpy", "from_numpy", "astype", "contiguous", "on", "stream",
-                       "arange", "full", "cumsum", "search_right"):
+        for method in ("describe", "pointer", "empty", "to_numpy", "from_numpy", "astype", "contiguous", "on",
+                       "stream", "arange", "full", "cumsum", "search_right"):
             setattr(self, method, getattr(base, method))
 
     def export(self, array):
