@@ -271,6 +271,8 @@ def test_public_functions_come_here():
                          lambda *x, bias: functions.dynamic_mask_attention(*x, bias, window=4))):
         a, b = public(q, k, v, bias=s), own(q, k, v, bias=s)
         assert torch.equal(a, b) and type(a.grad_fn) is type(b.grad_fn)
+    assert torch.equal(dma.dynamic_mask_attention(q, k, v, s, window=np.int64(4), scale=np.float32(0.5)),
+                       dma.dynamic_mask_attention(q, k, v, s, window=4, scale=0.5))
 
 
 @pytest.mark.parametrize("compiler", [None, "aot_eager"])
