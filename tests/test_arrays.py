@@ -65,7 +65,11 @@ def test_every_stage_keeps_the_kind(rng, torch):
         mask = dma.IntervalMask.top_w(scores, 3)
         out, lse = dma.attention(q, k, k, mask=mask, bias=scores, return_lse=True)
         whole = dma.dynamic_mask_attention(q, k, k, dt_proj=dt_proj, A=A, window=3)
-        results = [scores, mask.start, mask.stop, mask.to_dense(9), mask.count(9), out, lse, whole]
+        of_attention = dma.backward.attention_backward(out, q, k, k, out, lse, mask=mask, bias=scores, dlse=lse)
+        of_scores = dma.backward.key_scores_backward(of_attention.bias, k, dt_proj, A)
+        of_whole = dma.backward.dynamic_mask_attention_backward(out, q, k, k, out, lse, dt_proj=dt_proj, A=A, window=3)
+        results = [scores, mask.start, mask.stop, mask.to_dense(9), mask.count(9), out, lse, whole, *of_attention,
+                   *of_scores[:3], *of_whole[:3], *of_whole[4:6]]
         assert all(isinstance(x, kind) for x in results), [type(x) for x in results]
         values = [back(x) for x in results]
         expected = expected or values
@@ -73,6 +77,17 @@ def test_every_stage_keeps_the_kind(rng, torch):
         assert (mask & mask) == mask and (mask | mask) == mask
         window = dma.IntervalMask.sliding_window(9, 2, like=q)
         dma.attention(q, k, k, mask=mask | window)
+
+
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_gradients_of_torch_tensors_are_torch_tensors(case, torch):
+    place = library("torch")
+    found = cases.run_backward(case, lambda x: place.from_numpy(x, CPU), with_dlse=True)
+    for ours, theirs in zip(found, cases.run_backward(case, with_dlse=True)):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert isinstance(ours, torch.Tensor) and ours.is_contiguous()
+            assert np.array_equal(place.to_numpy(ours), theirs, equal_nan=False)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "bool", "int32", "int64"])
