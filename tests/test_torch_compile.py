@@ -1,4 +1,6 @@
 """The torch side under torch.compile, activation checkpointing and autocast, on CPU tensors."""
+import shutil
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,10 @@ torch = pytest.importorskip("torch")
 from cupy_dma.backends import numpy as numpy_backend  # noqa: E402
 from cupy_dma.torch import DynamicMaskAttention  # noqa: E402
 from tests.torch_inputs import HKV, D, N, draw, float64, gradients, recipe, same, same_numbers  # noqa: E402, F401
+
+
+needs_a_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))),
+                                      reason="inductor needs a C++ compiler")
 
 
 def dynamic(q, k, v, s):
@@ -36,7 +42,7 @@ def with_a_mask_from_outside(q, k, v, s):
 
 @pytest.mark.parametrize(("function", "backend"), [
     (dynamic, "aot_eager"), (by_parts, "aot_eager"), (inside, "aot_eager"), (with_a_mask_from_outside, "aot_eager"),
-    (dynamic, "inductor")])
+    pytest.param(dynamic, "inductor", marks=needs_a_compiler)])
 def test_compile_in_one_graph(function, backend):
     arguments = draw(torch.float32)
     eager, compiled = (f(*arguments) for f in (function, torch.compile(function, fullgraph=True, backend=backend)))
@@ -150,3 +156,18 @@ def test_compiled_and_eager_training_agree():
             yield loss.item()
 
     np.testing.assert_allclose(list(losses(True)), list(losses(False)), rtol=1e-5)
+
+
+@needs_a_compiler
+def test_the_compiler_keeps_the_last_axis_contiguous():
+    """Tensors that are made inside the graph reach the operators with the strides that eager mode gives them."""
+    def model(x, s):
+        q = (x.transpose(1, 2) * 2).transpose(1, 2)  # (B, H, N, D) in memory
+        k, v = x[:, :, :HKV].cos(), x[:, :, :1].expand(-1, -1, HKV, -1) + 1
+        return dynamic(q, k, v, s)
+
+    x, _, _, s = draw(torch.float32)
+    found = torch.compile(model, fullgraph=True, backend="inductor")(x, s)
+    torch.testing.assert_close(found, model(x, s), rtol=0, atol=1e-5)
+    for a, b in zip(gradients(found, (x, s)), gradients(model(x, s), (x, s))):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-5)

@@ -6,6 +6,7 @@ the function under it.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,22 +89,22 @@ def _below(operator: Any, keys: Any, arguments: Any) -> Any:
         return operator.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
 
 
-def _differentiable(operator: Any, *function: Any) -> Any:
+def _autograd_kernel(operator: Any, apply: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator under the Autograd key: by ``apply`` where a gradient may be asked for."""
+
     def kernel(keys: Any, *arguments: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
-            return function[0].apply(*function[1:], keys, *arguments)
+            return apply(keys, *arguments)
         return _below(operator, keys, arguments)
 
     return kernel
 
 
-def _twice(operator: Any) -> Any:
-    kernel = _differentiable(operator, _SecondDerivative, operator)
-    return lambda keys, *arguments: list(kernel(keys, *arguments))
+def _refusing(operator: Any) -> Callable[..., Any]:
+    return lambda keys, *arguments: list(_SecondDerivative.apply(operator, keys, *arguments))
 
 
-for _name, _kernel in (("key_scores", _differentiable(_operators.key_scores.default, _KeyScores)),
-                       ("attention", _differentiable(_operators.attention.default, _Attention)),
-                       ("key_scores_backward", _twice(_operators.key_scores_backward.default)),
-                       ("attention_backward", _twice(_operators.attention_backward.default))):
-    LIBRARY.impl(_name, _kernel, "Autograd", with_keyset=True)
+for _name, _apply in (("key_scores", _KeyScores.apply), ("attention", _Attention.apply),
+                      ("key_scores_backward", _refusing(_operators.key_scores_backward.default)),
+                      ("attention_backward", _refusing(_operators.attention_backward.default))):
+    LIBRARY.impl(_name, _autograd_kernel(getattr(_operators, _name).default, _apply), "Autograd", with_keyset=True)

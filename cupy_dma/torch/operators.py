@@ -37,9 +37,11 @@ _SCHEMAS = (
     f"attention({_ATTENTION}) -> (Tensor out, Tensor lse)",
     f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ATTENTION}, str[] needs) -> Tensor[]",
 )
+# A compiler must not choose other strides for the inputs: the last axis has to stay contiguous.
+_STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
 LIBRARY = torch.library.Library("cupy_dma", "DEF")
 for _schema in _SCHEMAS:
-    LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag, _STRIDES))
 
 
 class MaskParts(NamedTuple):
