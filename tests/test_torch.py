@@ -157,6 +157,7 @@ def test_forward_and_backward_share_the_mask_and_let_it_go(monkeypatch):
     monkeypatch.setattr(numpy_backend, "attention", lambda call: seen.append(id(call.mask)) or forward(call))
     monkeypatch.setattr(numpy_backend, "attention_backward",
                         lambda call: seen.append(id(call.forward.mask)) or backward(call))
+    before = set(operators._alive)  # other modules may hold masks
     q, k, v, s = draw(torch.float32)
     mask = dma.IntervalMask.top_w(s, 5)
     dma.attention(q, k, v, mask=mask, bias=s).sum().backward()
@@ -167,7 +168,7 @@ def test_forward_and_backward_share_the_mask_and_let_it_go(monkeypatch):
     out.sum().backward()
     assert len(set(seen)) == 1
     del out, mask
-    assert not operators._alive
+    assert set(operators._alive) <= before
 
 
 # ---- operators ----------------------------------------------------------------------------------------------------
