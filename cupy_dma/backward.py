@@ -135,14 +135,14 @@ def key_scores_backward(dscores: Any, value: Any, dt_proj: Any, A: Any, *, dt_bi
     wanted = _wanted(needs, ScoreGradients._fields)
     recipe = scores_module.prepare(value, dt_proj, A, dt_bias, form)
     v = recipe[0]
-    upstream = _statistics(dscores, "dscores", "(B, Hkv, Lk)", (v.shape[0], v.shape[2], v.shape[1]), v)
+    upstream = _described(dscores, "dscores", "(B, Hkv, Lk)", (v.shape[0], v.shape[2], v.shape[1]), v)
     checks.require_no_grad(recipe[:4])
     module = backends.choose(backend, (v,))
     if dt_bias is None:
         wanted -= {"dt_bias"}
     if not wanted:
         return ScoreGradients()
-    return ScoreGradients(*_exported(v.library, module.key_scores_backward(upstream, *recipe, wanted)))
+    return ScoreGradients(*_exported(v.library, module.key_scores_backward(_packed(upstream, v), *recipe, wanted)))
 
 
 def dynamic_mask_attention_backward(
@@ -217,29 +217,36 @@ def _exported(library: Library, arrays: Iterable[Any]) -> list[Any]:
 def _upstreams(q: Operand, dout: Any, out: Any, lse: Any,
                dlse: Any) -> tuple[Operand, Operand, Operand, Operand | None]:
     """``dout, out, lse, dlse`` of a call with this query, as ``AttentionBackwardCall`` promises them."""
-    rows = []
-    for array, name in ((dout, "dout"), (out, "out")):
-        operand = describe(array, name)
+    rows = describe(dout, "dout"), describe(out, "out")
+    for operand in rows:
         if operand.dtype != q.dtype:
-            raise TypeError(f"{name} must have query's type {q.dtype}, got {operand.dtype}")
+            raise TypeError(f"{operand.name} must have query's type {q.dtype}, got {operand.dtype}")
         if operand.shape != q.shape:
-            raise ValueError(f"{name} must have query's shape {q.shape}, got {operand.shape}")
+            raise ValueError(f"{operand.name} must have query's shape {q.shape}, got {operand.shape}")
         checks.require_same_place((q, operand))
-        rows.append(operand if operand.strides[3] == 1 else _contiguous(operand))
-    shape = (q.shape[0], q.shape[2], q.shape[1])
-    kept = _statistics(lse, "lse", "(B, H, Lq)", shape, q)
-    return rows[0], rows[1], kept, None if dlse is None else _statistics(dlse, "dlse", "(B, H, Lq)", shape, q)
+    shape = q.shape[0], q.shape[2], q.shape[1]
+    numbers = [None if array is None else _described(array, name, "(B, H, Lq)", shape, q)
+               for array, name in ((lse, "lse"), (dlse, "dlse"))]
+    if numbers[0] is None:
+        raise TypeError("lse must be an array, got None: it is what attention(..., return_lse=True) returned")
+    do, o = (operand if operand.strides[3] == 1 else _contiguous(operand) for operand in rows)
+    return do, o, _packed(numbers[0], q), None if numbers[1] is None else _packed(numbers[1], q)
 
 
-def _statistics(array: Any, name: str, meaning: str, shape: tuple[int, ...], like: Operand) -> Operand:
-    """A contiguous operand of the type in which numbers per row or key are kept: float32, float64 for float64."""
+def _described(array: Any, name: str, meaning: str, shape: tuple[int, ...], like: Operand) -> Operand:
+    """A checked float operand of this shape."""
     operand = describe(array, name)
     checks.one_of_types(operand)
     checks.has_shape(operand, meaning, [(size,) for size in shape])
     checks.require_same_place((like, operand))
+    return operand
+
+
+def _packed(operand: Operand, like: Operand) -> Operand:
+    """Contiguous, in the type of numbers per row or key: float32, float64 for float64."""
     kind = "float64" if like.dtype == "float64" else "float32"
     if operand.dtype != kind:
-        operand = _operand(operand.library.astype(operand.array, kind), name, operand.library)
+        operand = _operand(operand.library.astype(operand.array, kind), operand.name, operand.library)
     return _contiguous(operand)
 
 

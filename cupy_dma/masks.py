@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from cupy_dma import checks
-from cupy_dma.arrays import CPU, Device, Library, Operand, describe, is_traced, library
+from cupy_dma.arrays import CPU, Device, Library, Operand, describe, library
 
 EVER, NEVER = -(2**31), 2**31 - 1
 Bound = tuple[int, int]
@@ -195,13 +195,9 @@ class IntervalMask:
     def top_w(cls, scores: Any, window: int, *, keys: str = "prefix", padding: Any = None, documents: Any = None,
               backend: str | None = None) -> IntervalMask:
         """The dynamic mask: the ``window`` highest-scored keys. See ``cupy_dma.selection.top_w``."""
-        if is_traced(scores):
-            from cupy_dma.torch.functions import traced_top_w
-
-            return traced_top_w(scores, window, keys, padding, documents, backend)
         from cupy_dma.selection import top_w
 
-        return top_w(describe(scores, "scores"), window, keys, padding, documents, backend)
+        return top_w(scores, window, keys, padding, documents, backend)
 
     # ---- algebra ----------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from cupy_dma import backends, checks
-from cupy_dma.arrays import Library, Operand, describe
+from cupy_dma.arrays import Library, Operand, describe, is_traced
 from cupy_dma.documents import DocumentRuns, document_runs
 from cupy_dma.masks import EVER, NEVER, Hints, IntervalMask
 
@@ -42,7 +42,7 @@ def check_candidates(padding: Any, documents: Any, like: Operand, batch: int, le
     return Candidates(real, document_runs(packed, length))
 
 
-def top_w(scores: Operand, window: int, keys: str, padding: Any, documents: Any, backend: str | None) -> IntervalMask:
+def top_w(scores: Any, window: int, keys: str, padding: Any, documents: Any, backend: str | None) -> IntervalMask:
     """The mask of the ``window`` highest-ranked keys.
 
     Parameters
@@ -76,17 +76,22 @@ def top_w(scores: Operand, window: int, keys: str, padding: Any, documents: Any,
     The best keys *of a sliding window* are no interval mask: a key that was pushed out comes back when a better one
     expires. To keep recent keys besides the best ones take the union, ``top_w(...) | sliding_window(...)``.
     """
+    if is_traced(scores):
+        from cupy_dma.torch.functions import traced_top_w
+
+        return traced_top_w(scores, window, keys, padding, documents, backend)
+    ranked = describe(scores, "scores")
     window = checks.whole(window, "window", 1)
     checks.choice(keys, "keys", ("prefix", "global"))
-    checks.one_of_types(scores)
-    if scores.ndim != 3:
-        raise ValueError(f"scores must have shape (B, Hkv, Lk), got {scores.shape}")
-    checks.rows_contiguous(scores)
-    module = backends.choose(backend, (scores,))
-    if scores.dtype == "float64" and scores.device.kind == "cuda" and backend != "numpy":
+    checks.one_of_types(ranked)
+    if ranked.ndim != 3:
+        raise ValueError(f"scores must have shape (B, Hkv, Lk), got {ranked.shape}")
+    checks.rows_contiguous(ranked)
+    module = backends.choose(backend, (ranked,))
+    if ranked.dtype == "float64" and ranked.device.kind == "cuda" and backend != "numpy":
         raise TypeError("scores must be float16, bfloat16 or float32 on CUDA, got float64 (backend='numpy' takes it)")
-    candidates = check_candidates(padding, documents, scores, scores.shape[0], scores.shape[2])
-    return select(scores, window, keys, candidates, module)
+    candidates = check_candidates(padding, documents, ranked, ranked.shape[0], ranked.shape[2])
+    return select(ranked, window, keys, candidates, module)
 
 
 def select(scores: Operand, window: int, keys: str, candidates: Candidates, module: ModuleType) -> IntervalMask:

@@ -65,7 +65,11 @@ def test_every_stage_keeps_the_kind(rng, torch):
         mask = dma.IntervalMask.top_w(scores, 3)
         out, lse = dma.attention(q, k, k, mask=mask, bias=scores, return_lse=True)
         whole = dma.dynamic_mask_attention(q, k, k, dt_proj=dt_proj, A=A, window=3)
-        results = [scores, mask.start, mask.stop, mask.to_dense(9), mask.count(9), out, lse, whole]
+        of_attention = dma.backward.attention_backward(out, q, k, k, out, lse, mask=mask, bias=scores, dlse=lse)
+        of_scores = dma.backward.key_scores_backward(of_attention.bias, k, dt_proj, A)
+        of_whole = dma.backward.dynamic_mask_attention_backward(out, q, k, k, out, lse, dt_proj=dt_proj, A=A, window=3)
+        results = [scores, mask.start, mask.stop, mask.to_dense(9), mask.count(9), out, lse, whole, *of_attention,
+                   *of_scores[:3], *of_whole[:3], *of_whole[4:6]]
         assert all(isinstance(x, kind) for x in results), [type(x) for x in results]
         values = [back(x) for x in results]
         expected = expected or values
@@ -73,6 +77,17 @@ def test_every_stage_keeps_the_kind(rng, torch):
         assert (mask & mask) == mask and (mask | mask) == mask
         window = dma.IntervalMask.sliding_window(9, 2, like=q)
         dma.attention(q, k, k, mask=mask | window)
+
+
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_gradients_of_torch_tensors_are_torch_tensors(case, torch):
+    place = library("torch")
+    found = cases.run_backward(case, lambda x: place.from_numpy(x, CPU), with_dlse=True)
+    for ours, theirs in zip(found, cases.run_backward(case, with_dlse=True)):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert isinstance(ours, torch.Tensor) and ours.is_contiguous()
+            assert np.array_equal(place.to_numpy(ours), theirs, equal_nan=False)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "bool", "int32", "int64"])
@@ -95,22 +110,30 @@ def test_torch_subclasses_and_read_only_arrays(torch):
     dma.attention(frozen, frozen, frozen)
 
 
-def test_gradients_are_refused_not_dropped(torch):
-    q, k, scores = torch.zeros(1, 4, 1, 8, requires_grad=True), torch.zeros(1, 4, 1, 8), torch.zeros(1, 1, 4)
-    learned = torch.zeros(1, 1, 4, requires_grad=True)
-    for name, call in {
-        "query": lambda: dma.attention(q, k, k),
-        "value": lambda: dma.attention(k, k, q),
-        "bias": lambda: dma.attention(k, k, k, bias=learned),
-        "scores": lambda: dma.dynamic_mask_attention(k, k, k, learned, window=2),
-        "dt_proj": lambda: dma.key_scores(k, torch.zeros(1, 8, requires_grad=True), torch.zeros(1)),
-    }.items():
-        with pytest.raises(NotImplementedError, match=f"{name} requires grad"):
-            call()
-    with torch.no_grad():
-        assert not dma.attention(q, k, k).requires_grad
-    dma.attention(q.detach(), k, k)
-    dma.IntervalMask.top_w(scores.requires_grad_(), 2)  # selection has no gradient, so there is nothing to lose
+def test_gradients_are_never_dropped(torch):
+    """Whichever argument requires grad, its gradient arrives."""
+    q, k, v, scores = (torch.rand(shape) for shape in ((1, 4, 1, 8), (1, 4, 1, 8), (1, 4, 1, 8), (1, 1, 4)))
+    dt_proj, A, dt_bias = torch.rand(1, 8), torch.ones(1), torch.zeros(1)
+    calls = {
+        "attention": (lambda: dma.attention(q, k, v, bias=scores, causal=True), (q, k, v, scores)),
+        "scores given": (lambda: dma.dynamic_mask_attention(q, k, v, scores, window=2), (q, k, v, scores)),
+        "scores made": (lambda: dma.dynamic_mask_attention(q, k, v, dt_proj=dt_proj, A=A, dt_bias=dt_bias, window=2),
+                        (q, k, v, dt_proj, A, dt_bias)),
+        "key_scores": (lambda: dma.key_scores(v, dt_proj, A, dt_bias=dt_bias), (v, dt_proj, A, dt_bias)),
+    }
+    for call, arguments in calls.values():
+        assert not call().requires_grad
+        for argument in arguments:
+            argument.requires_grad_()
+            out = call()
+            out.square().sum().backward()
+            assert argument.grad.any()
+            argument.grad = None
+            with torch.no_grad():
+                assert torch.equal(call(), out) and not call().requires_grad
+            argument.requires_grad_(False)
+    mask = dma.IntervalMask.top_w(scores.requires_grad_(), 2)  # selection has no gradient: there is nothing to lose
+    assert not mask.stop.requires_grad
 
 
 def test_a_device_prints_as_its_users_write_it():

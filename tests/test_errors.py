@@ -19,7 +19,7 @@ def zeros(*shape, dtype=np.float32):
 
 
 Q, K = zeros(B, LQ, H, D), zeros(B, LK, HKV, D)
-SCORES, DT, A = zeros(B, HKV, LK), zeros(HKV, HKV * D), zeros(HKV)
+SCORES, DT, A, LSE = zeros(B, HKV, LK), zeros(HKV, HKV * D), zeros(HKV), zeros(B, H, LQ)
 
 
 def attend(query=Q, key=K, value=K, **options):
@@ -28,6 +28,15 @@ def attend(query=Q, key=K, value=K, **options):
 
 def dynamic(scores=SCORES, window=3, **options):
     return dma.dynamic_mask_attention(Q, K, K, scores, window=window, **options)
+
+
+def backward(**given):
+    given = {"dout": Q, "out": Q, "lse": LSE, **given}
+    return dma.backward.attention_backward(query=Q, key=K, value=K, **given)
+
+
+def dynamic_backward(scores=SCORES, window=3, lse=LSE, **options):
+    return dma.backward.dynamic_mask_attention_backward(Q, Q, K, K, Q, lse, scores, window=window, **options)
 
 
 def torch_tensor(*shape):
@@ -162,6 +171,28 @@ CASES = [
     (lambda: dynamic(None, dt_proj=DT, A=A, documents=np.array([0, 9])), ValueError, ["documents", "[0, 9]", "7"]),
     (lambda: dynamic(None, dt_proj=DT, A=A, form="no"), ValueError, ["form", "'no'", "'exp' or 'linear'"]),
     (lambda: dynamic(softcap=-2), ValueError, ["softcap", "-2", "at least 0"]),
+    # gradients
+    (lambda: backward(dout=Q.astype(np.float16)), TypeError, ["dout", "query's type", "float16"]),
+    (lambda: backward(dout=Q[:, :1]), ValueError, ["dout", "query's shape", "(2, 1, 4, 8)"]),
+    (lambda: backward(dout=None), TypeError, ["dout", "NoneType"]),
+    (lambda: backward(dout=torch_tensor(*Q.shape)), TypeError, ["dout", "torch", "numpy"]),
+    (lambda: backward(out=K), ValueError, ["out", "query's shape", str(K.shape)]),
+    (lambda: backward(lse=zeros(B, LQ, H)), ValueError, ["lse", "(B, H, Lq)", "(2, 5, 4)"]),
+    (lambda: backward(lse=zeros(B, H, LQ, dtype=np.int32)), TypeError, ["lse", "int32"]),
+    (lambda: backward(dlse=zeros(B, H)), ValueError, ["dlse", "(B, H, Lq)", "(2, 4)"]),
+    (lambda: backward(needs="queries"), ValueError, ["needs", "'queries'", "'query'"]),
+    (lambda: backward(needs=("query", "scores")), ValueError, ["needs", "'scores'", "'bias'"]),
+    (lambda: backward(bias=zeros(3, HKV, LK)), ValueError, ["bias", "(3, 2, 7)"]),
+    (lambda: backward(softcap=-1.0), ValueError, ["softcap", "at least 0"]),
+    (lambda: backward(backend="triton"), RuntimeError, ["backend='triton'", "later version"]),
+    (lambda: dynamic_backward(window=0), ValueError, ["window", "0", "at least 1"]),
+    (lambda: dynamic_backward(needs=("bias",)), ValueError, ["needs", "'bias'", "'dt_proj'"]),
+    (lambda: dynamic_backward(dt_proj=DT, A=A), ValueError, ["scores", "dt_proj", "both"]),
+    (lambda: dynamic_backward(None, dt_proj=DT, A=A, lse=Q), ValueError, ["lse", "(B, H, Lq)"]),
+    (lambda: dma.backward.key_scores_backward(zeros(B, LK), K, DT, A), ValueError, ["dscores", "(2, 7)", "(2, 2, 7)"]),
+    (lambda: dma.backward.key_scores_backward(SCORES, K, DT, A, form="log"), ValueError, ["form", "'log'"]),
+    (lambda: dma.backward.key_scores_backward(SCORES, K, DT, A, needs="a"), ValueError, ["needs", "'a'", "'A'"]),
+    (lambda: dma.backward.key_scores_backward(SCORES > 0, K, DT, A), TypeError, ["dscores", "bool", "float32"]),
     # backends
     (lambda: attend(backend="cuda13"), ValueError, ["backend", "'cuda13'", "'numpy'"]),
     (lambda: attend(backend=3), TypeError, ["backend", "int", "str"]),
@@ -174,7 +205,8 @@ CASES = [
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_bad_input(number, monkeypatch):
     call, kind, fragments = CASES[number]
-    for name in ("attention", "key_scores", "prefix_stop"):  # nothing may have been launched
+    # nothing may have been launched
+    for name in ("attention", "key_scores", "prefix_stop", "attention_backward", "key_scores_backward"):
         monkeypatch.setattr(numpy_backend, name, lambda *arguments: pytest.fail("launched before all checks"))
     with pytest.raises(kind) as caught:
         call()

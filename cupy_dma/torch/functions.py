@@ -17,6 +17,7 @@ from cupy_dma.calls import attention_call, dynamic_call
 from cupy_dma.masks import IntervalMask
 from cupy_dma.scores import prepare
 from cupy_dma.selection import selection_hints
+from cupy_dma.torch import autograd as _autograd  # noqa: F401 - gives the operators their derivatives
 from cupy_dma.torch.operators import MaskParts, Options, share
 
 _operators = torch.ops.cupy_dma
@@ -27,9 +28,13 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: IntervalMask |
               deterministic: bool = False, return_lse: bool = False, backend: str | None = None) -> Any:
     """``cupy_dma.attention`` with gradients for ``query, key, value`` and ``bias``, through ``out`` and ``lse``."""
     query, key, value = _cast(query, key, value)
-    if not torch.compiler.is_compiling():  # under compile the operator checks when it runs
+    if isinstance(mask, IntervalMask):
+        dense, is_torch = None, mask.library.name == "torch"
+    else:
+        dense, is_torch = mask, True
+    if not (is_torch and _are_tensors(query, key, value, bias, dense)):  # all else the operator checks
         attention_call(query, key, value, mask, bias, causal, scale, softcap, deterministic)
-    parts = share(mask) if isinstance(mask, IntervalMask) else MaskParts(dense=mask)
+    parts = share(mask) if isinstance(mask, IntervalMask) else MaskParts(dense=dense)
     options = _options(causal, scale, softcap, deterministic, backend)
     out, lse = _operators.attention(query, key, value, *parts, bias, *options)
     return (out, lse) if return_lse else out
@@ -45,8 +50,8 @@ def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Te
     scores for ``value`` (both parts), ``dt_proj``, ``A`` and ``dt_bias``."""
     query, key, value = _cast(query, key, value)
     if not torch.compiler.is_compiling():
-        dynamic_call(query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents, causal,
-                     scale, softcap, deterministic)
+        window = dynamic_call(query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents,
+                              causal, scale, softcap, deterministic).window
     if scores is None:
         scores = _operators.key_scores(value, dt_proj, A, dt_bias, form, backend)
     start, stop = _operators.top_w(scores.detach(), window, keys, padding, documents, backend)
@@ -82,6 +87,13 @@ def _options(causal: bool, scale: float | None, softcap: float, deterministic: b
     fixed = checks.flag(deterministic, "deterministic") or torch.are_deterministic_algorithms_enabled()
     return Options(checks.flag(causal, "causal"), None if scale is None else checks.real(scale, "scale"),
                    checks.real(softcap, "softcap", 0.0), fixed, backend)
+
+
+def _are_tensors(*arguments: Any) -> bool:
+    for x in arguments:
+        if x is not None and not isinstance(x, Tensor):
+            return False
+    return True
 
 
 def _cast(*tensors: Any) -> tuple[Any, ...]:

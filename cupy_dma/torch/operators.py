@@ -6,7 +6,7 @@
 
 An operator checks its arguments and runs a backend on the caller's stream, like the public functions; results are
 fresh and contiguous. An interval mask crosses as its two tensors and the hints of ``masks.Hints``. Fake kernels give
-shapes and types, so that ``torch.compile`` can trace, and the formulas below are registered with autograd.
+shapes and types, so that ``torch.compile`` can trace. ``autograd.py`` gives the operators their derivatives.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cupy_dma import backends, backward
-from cupy_dma.arrays import describe, library
+from cupy_dma.arrays import library
 from cupy_dma.attention import run
 from cupy_dma.calls import attention_call
 from cupy_dma.masks import Hints, IntervalMask
@@ -37,9 +37,11 @@ _SCHEMAS = (
     f"attention({_ATTENTION}) -> (Tensor out, Tensor lse)",
     f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ATTENTION}, str[] needs) -> Tensor[]",
 )
-_library = torch.library.Library("cupy_dma", "DEF")
+# A compiler must not choose other strides for the inputs: the last axis has to stay contiguous.
+_STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
+LIBRARY = torch.library.Library("cupy_dma", "DEF")
 for _schema in _SCHEMAS:
-    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag, _STRIDES))
 
 
 class MaskParts(NamedTuple):
@@ -86,6 +88,11 @@ def share(mask: IntervalMask) -> MaskParts:
     return parts
 
 
+def mask_alive(parts: MaskParts) -> IntervalMask | None:
+    """The mask of these parts, if somebody holds it. (Only plain tensors have memory, a tracer's have not.)"""
+    return _alive.get(_identity(parts)) if type(parts.start) is Tensor and type(parts.stop) is Tensor else None
+
+
 def _mask_of(parts: MaskParts) -> IntervalMask | Tensor | None:
     if parts.start is None or parts.stop is None:
         return parts.dense
@@ -105,7 +112,7 @@ def _key_scores(value, dt_proj, A, dt_bias, form, backend):
     return backends.choose(backend, recipe[:1]).key_scores(*recipe)
 
 
-def _key_scores_backward(dscores, value, dt_proj, A, dt_bias, form, backend, needs):
+def key_scores_backward_kernel(dscores, value, dt_proj, A, dt_bias, form, backend, needs):
     with torch.no_grad():
         found = backward.key_scores_backward(dscores, value, dt_proj, A, dt_bias=dt_bias, form=form, needs=needs,
                                              backend=backend)
@@ -113,7 +120,7 @@ def _key_scores_backward(dscores, value, dt_proj, A, dt_bias, form, backend, nee
 
 
 def _top_w(scores, window, keys, padding, documents, backend):
-    mask = _select(describe(scores, "scores"), window, keys, padding, documents, backend)
+    mask = _select(scores, window, keys, padding, documents, backend)
     return mask._start.array, mask._stop.array
 
 
@@ -123,8 +130,8 @@ def _attention(query, key, value, start, stop, starts, bound, causal_only, dense
     return run(call, True, backends.choose(options.backend, (call.query,)))
 
 
-def _attention_backward(dout, dlse, out, lse, query, key, value, start, stop, starts, bound, causal_only, dense, bias,
-                        causal, scale, softcap, deterministic, backend, needs):
+def attention_backward_kernel(dout, dlse, out, lse, query, key, value, start, stop, starts, bound, causal_only, dense,
+                              bias, causal, scale, softcap, deterministic, backend, needs):
     mask = _mask_of(MaskParts(start, stop, starts, bound, causal_only, dense))
     with torch.no_grad():
         found = backward.attention_backward(dout, query, key, value, out, lse, mask=mask, bias=bias, causal=causal,
@@ -169,60 +176,10 @@ def _fake_attention_backward(dout, dlse, out, lse, query, key, value, *rest):
     return _new_like({"query": query, "key": key, "value": value, "bias": rest[6]}, rest[-1])
 
 
-# ---- autograd -----------------------------------------------------------------------------------------------------
-
-
-def _setup_key_scores(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:4])
-    ctx.form, ctx.backend = inputs[4:]
-
-
-def _differentiate_key_scores(ctx, dscores):
-    names = [name for name, needed in zip(backward.ScoreGradients._fields, ctx.needs_input_grad) if needed]
-    found = torch.ops.cupy_dma.key_scores_backward(dscores, *ctx.saved_tensors, ctx.form, ctx.backend, names)
-    return *backward.ScoreGradients(**dict(zip(names, found))), None, None
-
-
-_PLACES = {"query": 0, "key": 1, "value": 2, "bias": 9}  # of the differentiable arguments of attention
-
-
-def _setup_attention(ctx, inputs, output):
-    parts, bias = MaskParts(*inputs[3:9]), inputs[9]
-    ctx.save_for_backward(*output, *inputs[:3], parts.start, parts.stop, parts.dense, bias)
-    ctx.hints, ctx.options = parts[2:5], inputs[10:]
-    ctx.set_materialize_grads(False)
-    # Keeps the mask and its key lists until the backward pass. A subclass is a tracer's, which has no memory.
-    ctx.mask = _alive.get(_identity(parts)) if type(parts.start) is Tensor and type(parts.stop) is Tensor else None
-
-
-def _differentiate_attention(ctx, dout, dlse):
-    found: list[Tensor | None] = [None] * 15
-    if dout is None and dlse is None:
-        return tuple(found)
-    out, lse, query, key, value, start, stop, dense, bias = ctx.saved_tensors
-    dout = torch.zeros_like(out) if dout is None else dout
-    names = [name for name, place in _PLACES.items() if ctx.needs_input_grad[place]]
-    gradients = torch.ops.cupy_dma.attention_backward(dout, dlse, out, lse, query, key, value, start, stop, *ctx.hints,
-                                                      dense, bias, *ctx.options, names)
-    for name, gradient in zip(names, gradients):
-        found[_PLACES[name]] = gradient
-    return tuple(found)
-
-
-def _no_second_derivative(ctx, *gradients):
-    raise NotImplementedError("cupy_dma has no second derivatives: do not differentiate a gradient of attention or "
-                              "key_scores (create_graph=True)")
-
-
 for _name, _kernel, _fake in (("key_scores", _key_scores, _fake_key_scores),
-                              ("key_scores_backward", _key_scores_backward, _fake_key_scores_backward),
+                              ("key_scores_backward", key_scores_backward_kernel, _fake_key_scores_backward),
                               ("top_w", _top_w, _fake_top_w), ("attention", _attention, _fake_attention),
-                              ("attention_backward", _attention_backward, _fake_attention_backward)):
+                              ("attention_backward", attention_backward_kernel, _fake_attention_backward)):
     for _device in ("CPU", "CUDA"):
-        _library.impl(_name, _kernel, _device)
-    torch.library.register_fake(f"cupy_dma::{_name}", _fake, lib=_library)
-for _name, _formula, _setup in (("key_scores", _differentiate_key_scores, _setup_key_scores),
-                                ("attention", _differentiate_attention, _setup_attention),
-                                ("key_scores_backward", _no_second_derivative, None),
-                                ("attention_backward", _no_second_derivative, None)):
-    torch.library.register_autograd(f"cupy_dma::{_name}", _formula, setup_context=_setup, lib=_library)
+        LIBRARY.impl(_name, _kernel, _device)
+    torch.library.register_fake(f"cupy_dma::{_name}", _fake, lib=LIBRARY)
