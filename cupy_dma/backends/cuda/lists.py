@@ -30,7 +30,8 @@ class KeyLists:
 def key_lists(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int, block_n: int, causal: bool,
               stream: int) -> KeyLists:
     """The key lists of a mask for tiles of ``queries`` queries; kept on the mask, per stream."""
-    identity = (query_length, queries, block_n, causal, stream)
+    # A tile's own list knows no blocks: forward and backward share it, whatever their blocks of keys.
+    identity = (query_length, queries, 0 if _tile_capacity(mask, queries) else block_n, causal, stream)
     lists = mask._cache.get(identity)
     if lists is None:
         lists = mask._cache[identity] = _build(runtime, mask, query_length, queries, block_n, causal, stream)
