@@ -288,6 +288,7 @@ __device__ __forceinline__ void write_output(Shared& shared, const ForwardParams
                                              const RowState (&state)[WARP_ROWS]) {
     const int lane = threadIdx.x & 31;
     ELEMENT* rows = shared.query + first_row * ROW_STRIDE;
+    __syncwarp();  // no lane reads the warp's query rows any more
 #pragma unroll
     for (int m = 0; m < WARP_ROWS; ++m) {
         const float inverse[2] = {state[m].inverse_sum(0), state[m].inverse_sum(1)};
