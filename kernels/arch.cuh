@@ -28,6 +28,10 @@ __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ void from_float(__half& y, float x) { y = __float2half_rn(x); }
 __device__ __forceinline__ void from_float(__nv_bfloat16& y, float x) { y = __float2bfloat16_rn(x); }
 
+// ---- instructions in PTX; on a CPU (tests/emulator) their twins ----
+#ifdef CUPY_DMA_HOST
+#include <arch_host.h>
+#else
 // ---- special functions ----
 // ex2.approx.ftz.f32: 2^x, relative error 2^-22; 0 for -inf, NaN for NaN.
 __device__ __forceinline__ float exp2_fast(float x) {
@@ -60,6 +64,7 @@ template <int pending>
 __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
+#endif
 
 // ---- tensor cores ----
 #ifdef ELEMENT
