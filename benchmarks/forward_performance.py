@@ -11,8 +11,9 @@ memory: see measure.py. Peers that find no time within ``--seconds`` are left ou
 own rows are always measured.
 
 Sets. ``table``, the original package's (B1 H2/1 D64): "train" N = 256 ... 32768 with w = 1024, "window" w = 32 ...
-32768 at N = 32768, "infer" one query against 256 ... 524288 keys, w = 1024. ``model``: 16 or 32 heads over 8, D 64 and
-128, N = 4096 ... 1048576, w 1024 and 2048. ``smoke``: tiny, runs without a GPU, for trying the script.
+32768 at N = 32768 (and 256 at N = 1024), "infer" one query against 256 ... 524288 keys, w = 1024. ``model``: 16 or 32
+heads over 8, D 64 and 128, N = 4096 ... 1048576, w 1024 and 2048. ``smoke``: tiny, runs without a GPU, for trying the
+script.
 
 Stages. key_scores; selection (IntervalMask.top_w); attention (mask and key lists prepared); lists+attention (mask
 prepared, its cache emptied before the capture), lists = the difference; total = dynamic_mask_attention from dt_proj and
@@ -98,7 +99,7 @@ def cases(which: str, quick: bool = False) -> list[Case]:
         return Case("model", heads, 8, dim, n, n, w, flex=flex, masked=n <= 16384 and heads == 16)
 
     table = ([train(2**k) for k in range(8, 16)]
-             + [train(32768, 2**k, "window") for k in range(5, 16)]
+             + [train(1024, 256, "window")] + [train(32768, 2**k, "window") for k in range(5, 16)]
              + [Case("infer", 2, 1, 64, 1, 2**k, 1024, masked=True) for k in range(8, 20)])
     models = [model(16, 128, 4096, 1024), model(16, 128, 16384, 1024, flex=True),
               model(16, 128, 32768, 1024, flex=True), model(16, 128, 32768, 2048), model(16, 128, 65536, 2048),

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from cupy_dma import backward
     from cupy_dma.attention import attention, dynamic_mask_attention
     from cupy_dma.backends import get_available_backends
     from cupy_dma.masks import IntervalMask
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["IntervalMask", "attention", "dynamic_mask_attention", "get_available_backends", "key_scores"]
+__all__ = ["IntervalMask", "attention", "backward", "dynamic_mask_attention", "get_available_backends", "key_scores"]
 
+_SUBMODULES = ("backward", "torch")
 _MODULE_OF = {
     "IntervalMask": "cupy_dma.masks",
     "attention": "cupy_dma.attention",
@@ -33,6 +35,8 @@ _MODULE_OF = {
 
 
 def __getattr__(name: str):
+    if name in _SUBMODULES:
+        return import_module(f"cupy_dma.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(import_module(_MODULE_OF[name]), name)

@@ -86,6 +86,10 @@ class Library:
         """The context in which elementwise operations on arrays of ``device`` run."""
         return _NO_CONTEXT
 
+    def contiguous(self, array: Any) -> Any:
+        """The array with its elements in C order: itself if it has them so, otherwise a copy."""
+        raise NotImplementedError
+
     def requires_grad(self, array: Any) -> bool:
         """Whether a result computed from ``array`` is expected to carry a gradient."""
         return False
@@ -136,6 +140,9 @@ class NumpyLibrary(Library):
     def astype(self, array, dtype):
         return array.astype(numpy_dtype(dtype), copy=False)
 
+    def contiguous(self, array):
+        return np.ascontiguousarray(array)
+
     def arange(self, start, stop, device):
         with self.on(device):
             return self.xp.arange(start, stop, dtype=np.int32)
@@ -185,6 +192,10 @@ class CupyLibrary(NumpyLibrary):
         with self.on(Device("cuda", array.device.id)):
             return array.astype(numpy_dtype(dtype), copy=False)
 
+    def contiguous(self, array):
+        with self.on(Device("cuda", array.device.id)):
+            return self.xp.ascontiguousarray(array)
+
     def stream(self, device):
         return self.xp.cuda.get_current_stream(device.index).ptr
 
@@ -216,7 +227,6 @@ class TorchLibrary(Library):
 
     def pointer(self, array):
         return array.data_ptr()
-
     def empty(self, shape, dtype, device):
         return self.xp.empty(shape, dtype=getattr(self.xp, dtype), device=self._torch_device(device))
 
@@ -233,6 +243,9 @@ class TorchLibrary(Library):
 
     def astype(self, array, dtype):
         return array.to(getattr(self.xp, dtype))
+
+    def contiguous(self, array):
+        return array.contiguous()
 
     def requires_grad(self, array):
         return array.requires_grad and self.xp.is_grad_enabled()
@@ -260,8 +273,8 @@ class DlpackLibrary(Library):
     def __init__(self, base: Library, namespace: Any):
         self.base, self.namespace = base, namespace
         self.name, self.xp = base.name, base.xp
-        for method in ("describe", "pointer", "empty", "to_numpy", "from_numpy", "astype", "on", "stream", "arange",
-                       "full", "cumsum", "search_right"):
+        for method in ("describe", "pointer", "empty", "to_numpy", "from_numpy", "astype", "contiguous", "on",
+                       "stream", "arange", "full", "cumsum", "search_right"):
             setattr(self, method, getattr(base, method))
 
     def export(self, array):
@@ -301,6 +314,27 @@ def library_of(array: Any, name: str) -> Library:
     on_cpu = int(array.__dlpack_device__()[0]) == 1
     namespace = getattr(array, "__array_namespace__", lambda: sys.modules.get(kind.__module__.partition(".")[0]))()
     return DlpackLibrary(library("numpy" if on_cpu else "cupy"), namespace)
+
+
+def is_traced(array: Any) -> bool:
+    """Whether this call is being traced by ``torch.compile``: then operators are needed instead of addresses."""
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling() and isinstance(array, torch.Tensor)
+
+
+def belongs_to_torch(*arrays: Any) -> bool:
+    """Whether a call with these arguments is for ``cupy_dma.torch``: the first is a torch tensor, and one of them
+    requires grad, or autocast or ``torch.compile`` is at work."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not isinstance(arrays[0], torch.Tensor):
+        return False
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+        return True
+    if torch.is_grad_enabled():
+        for array in arrays:
+            if array is not None and getattr(array, "requires_grad", False):
+                return True
+    return False
 
 
 def describe(array: Any, name: str) -> Operand:

@@ -116,5 +116,5 @@ def require_no_grad(operands: Iterable[Operand | None]) -> None:
     """NotImplementedError if autograd expects a gradient through any of them: cutting a graph silently is worse."""
     for operand in operands:
         if operand is not None and operand.library.requires_grad(operand.array):
-            raise NotImplementedError(f"{operand.name} requires grad, but the backward pass arrives with a later "
-                                      f"version; call under torch.no_grad() or pass {operand.name}.detach()")
+            raise NotImplementedError(f"{operand.name} requires grad, but gradients have none themselves (no second "
+                                      f"derivative); call under torch.no_grad() or pass {operand.name}.detach()")

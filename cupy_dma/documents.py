@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupy_dma import checks
-from cupy_dma.arrays import Device, Library, Operand
-from cupy_dma.masks import EVER, NEVER, IntervalMask
+from cupy_dma.arrays import Device, Library, Operand, is_traced
+from cupy_dma.masks import EVER, NEVER, Hints, IntervalMask
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +58,7 @@ def document_runs(documents: Operand, key_length: int | None) -> DocumentRuns:
 
 def _runs_of_lengths(documents: Operand, key_length: int) -> DocumentRuns:
     place, device, count = documents.library, documents.device, documents.shape[0]
-    if device.kind == "cpu" or checks.wants_values_checked():
+    if (device.kind == "cpu" or checks.wants_values_checked()) and not is_traced(documents.array):
         values = place.to_numpy(documents.array)
         if values[0] != 0 or (values[1:] < values[:-1]).any() or values[-1] != key_length:
             raise ValueError(f"documents must be cumulative lengths that start at 0, never fall and end at the key "
@@ -112,5 +112,5 @@ def documents_mask(documents: Operand, key_length: int | None, causal: bool) -> 
     cut = checks.flag(causal, "causal")
     runs = document_runs(documents, key_length)
     if cut:
-        return IntervalMask._make(runs.library, runs.keys, runs.open_end()[:, None], starts="key")
+        return IntervalMask._make(runs.library, runs.keys, runs.open_end()[:, None], Hints("key"))
     return IntervalMask._make(runs.library, runs.open_first()[:, None], runs.open_end()[:, None])

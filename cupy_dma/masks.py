@@ -7,10 +7,10 @@ negative where there are more queries than keys. Both runs are int32 ``(1|B, 1|H
 """
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from cupy_dma import checks
-from cupy_dma.arrays import CPU, Device, Library, Operand, describe, library
+from cupy_dma.arrays import CPU, Device, Library, Operand, describe, is_traced, library
 
 EVER, NEVER = -(2**31), 2**31 - 1
 Bound = tuple[int, int]
@@ -30,6 +30,18 @@ def _spread(place: Library, array: Any, name: str, shape: tuple[int, ...]) -> Op
     seen = place.describe(array, name)
     strides = tuple([0 if size == 1 else stride for size, stride in zip(seen.shape, seen.strides)])
     return Operand(name, array, place, shape, strides, "int32", seen.device, seen.pointer)
+
+
+class Hints(NamedTuple):
+    """What is known of a mask without looking at its values."""
+
+    starts: str | None = None  # "key" if every start is j, "open" if every start is EVER
+    bound: Bound | None = None  # (base, per_position): any T consecutive positions see at most base +
+    #                             per_position * (T - 1) keys
+    causal_only: bool = False  # the mask equals plain causality
+
+
+UNKNOWN = Hints()
 
 
 class IntervalMask:
@@ -53,14 +65,12 @@ class IntervalMask:
     causal, sliding_window, padding, documents, prefix_lm, sinks, top_w : the usual masks, ready made.
     """
 
-    __slots__ = ("_bound", "_cache", "_causal_only", "_start", "_starts", "_stop", "device", "key_length", "library",
-                 "shape")
+    __slots__ = ("__weakref__", "_bound", "_cache", "_causal_only", "_hints", "_start", "_starts", "_stop", "device",
+                 "key_length", "library", "shape")
     __hash__ = None  # type: ignore[assignment]  # == compares values, so equal masks would need equal hashes
 
-    # _start, _stop: Operands of the full ``shape``, stride 0 on broadcast axes.
-    # _bound = (base, per_position) or None: any T consecutive positions see at most base + per_position * (T - 1) keys.
-    # _starts: "key" if every start is j, "open" if every start is EVER, else None.
-    # _causal_only: the mask equals plain causality. _cache: what backends derive from the mask (key lists).
+    # _start, _stop: Operands of the full ``shape``, stride 0 on broadcast axes. _starts, _bound, _causal_only: the
+    # fields of _hints. _cache: what backends derive from the mask (key lists).
 
     def __init__(self, start: Any, stop: Any):
         operands = describe(start, "start"), describe(stop, "stop")
@@ -74,24 +84,23 @@ class IntervalMask:
         if shapes[0][2] != shapes[1][2] or any(a != b and 1 not in (a, b) for a, b in zip(*shapes)):
             raise ValueError(f"start and stop must broadcast to one shape (B, H, Lk), got start {operands[0].shape} "
                              f"and stop {operands[1].shape}")
-        self._set(operands[0].library, operands[0].array, operands[1].array, None, None, False)
+        self._set(operands[0].library, operands[0].array, operands[1].array, UNKNOWN)
 
-    def _set(self, place: Library, start: Any, stop: Any, starts: str | None, bound: Bound | None,
-             causal_only: bool) -> None:
+    def _set(self, place: Library, start: Any, stop: Any, hints: Hints) -> None:
         a, b = ([*(1,) * (3 - len(run.shape)), *run.shape] for run in (start, stop))
         shape = tuple([y if x == 1 else x for x, y in zip(a, b)])
         self._start, self._stop = _spread(place, start, "start", shape), _spread(place, stop, "stop", shape)
         self.shape, self.key_length = shape, shape[2]
         self.library, self.device = place, self._start.device
-        self._starts, self._bound, self._causal_only = starts, bound, causal_only
+        self._hints = hints
+        self._starts, self._bound, self._causal_only = hints
         self._cache: dict[Any, Any] = {}
 
     @classmethod
-    def _make(cls, place: Library, start: Any, stop: Any, *, starts: str | None = None, bound: Bound | None = None,
-              causal_only: bool = False) -> IntervalMask:
+    def _make(cls, place: Library, start: Any, stop: Any, hints: Hints = UNKNOWN) -> IntervalMask:
         """A mask from arrays that are known to be good."""
         mask = cls.__new__(cls)
-        mask._set(place, start, stop, starts, bound, causal_only)
+        mask._set(place, start, stop, hints)
         return mask
 
     @property
@@ -118,8 +127,8 @@ class IntervalMask:
         """Every position sees its own key and all older ones. ``like``: an array giving library and device."""
         n = checks.whole(key_length, "key_length", 0)
         place, device = _place(like)
-        return cls._make(place, place.arange(0, n, device), place.full((n,), NEVER, "int32", device), starts="key",
-                         causal_only=True)
+        return cls._make(place, place.arange(0, n, device), place.full((n,), NEVER, "int32", device),
+                         Hints("key", causal_only=True))
 
     @classmethod
     def sliding_window(cls, key_length: int, window: int, *, like: Any = None) -> IntervalMask:
@@ -129,7 +138,7 @@ class IntervalMask:
         with place.on(device):
             start = place.arange(0, n, device)
             stop = start + w if w + n < NEVER else place.full((n,), NEVER, "int32", device)
-        return cls._make(place, start, stop, starts="key", bound=(w, 1), causal_only=w >= n)
+        return cls._make(place, start, stop, Hints("key", (w, 1), w >= n))
 
     @classmethod
     def sinks(cls, key_length: int, count: int, *, like: Any = None) -> IntervalMask:
@@ -139,7 +148,7 @@ class IntervalMask:
         with place.on(device):
             start = place.arange(0, n, device)
             stop = place.xp.where(start < min(c, NEVER), place.full((n,), NEVER, "int32", device), start)
-        return cls._make(place, start, stop, starts="key", bound=(c, 0), causal_only=c >= n)
+        return cls._make(place, start, stop, Hints("key", (c, 0), c >= n))
 
     @classmethod
     def prefix_lm(cls, key_length: int, prefix_length: Any, *, like: Any = None) -> IntervalMask:
@@ -173,7 +182,7 @@ class IntervalMask:
         with place.on(device):
             start = place.full((n,), EVER, "int32", device)
             stop = place.xp.where(real.array, place.full((n,), NEVER, "int32", device), start)
-        return cls._make(place, start, stop[:, None], starts="open")
+        return cls._make(place, start, stop[:, None], Hints("open"))
 
     @classmethod
     def documents(cls, documents: Any, *, key_length: int | None = None, causal: bool = True) -> IntervalMask:
@@ -186,6 +195,10 @@ class IntervalMask:
     def top_w(cls, scores: Any, window: int, *, keys: str = "prefix", padding: Any = None, documents: Any = None,
               backend: str | None = None) -> IntervalMask:
         """The dynamic mask: the ``window`` highest-scored keys. See ``cupy_dma.selection.top_w``."""
+        if is_traced(scores):
+            from cupy_dma.torch.functions import traced_top_w
+
+            return traced_top_w(scores, window, keys, padding, documents, backend)
         from cupy_dma.selection import top_w
 
         return top_w(describe(scores, "scores"), window, keys, padding, documents, backend)
@@ -218,8 +231,7 @@ class IntervalMask:
         starts = None if None in kinds else "key" if "key" in kinds else "open"
         bounds = [bound for bound in (self._bound, other._bound) if bound is not None]
         causal_only = self._causal_only and other._causal_only
-        return self._make(self.library, start, stop, starts=starts, bound=min(bounds, default=None),
-                          causal_only=causal_only)
+        return self._make(self.library, start, stop, Hints(starts, min(bounds, default=None), causal_only))
 
     def __or__(self, other: IntervalMask) -> IntervalMask:
         """Visible under either, where the two runs of every key touch or overlap.
@@ -238,8 +250,8 @@ class IntervalMask:
         a0, a1, b0, b1 = self._start.array, self._stop.array, other._start.array, other._stop.array
         with self.library.on(self.device):
             if self._starts is not None and self._starts == other._starts:
-                return self._make(self.library, a0, xp.maximum(a1, b1), starts=self._starts, bound=bound,
-                                  causal_only=self._causal_only or other._causal_only)
+                return self._make(self.library, a0, xp.maximum(a1, b1),
+                                  Hints(self._starts, bound, self._causal_only or other._causal_only))
             no_a, no_b = a1 <= a0, b1 <= b0
             apart = ~no_a & ~no_b & ((a0 > b1) | (b0 > a1))
             if bool(apart.any()):
@@ -247,7 +259,7 @@ class IntervalMask:
                                  "runs, which is no interval; use the dense masks, a.to_dense(n) | b.to_dense(n)")
             start = xp.where(no_a, b0, xp.where(no_b, a0, xp.minimum(a0, b0)))
             stop = xp.where(no_a, b1, xp.where(no_b, a1, xp.maximum(a1, b1)))
-        return self._make(self.library, start, stop, bound=bound)
+        return self._make(self.library, start, stop, Hints(bound=bound))
 
     def __eq__(self, other: object) -> bool:
         """Whether both show the same keys at every position a query can stand at (below ``Lk``). Synchronizes."""
@@ -272,7 +284,7 @@ class IntervalMask:
             return self
         start, stop = (place.from_numpy(self.library.to_numpy(operand.array).copy(), device)
                        for operand in (self._start, self._stop))
-        return self._make(place, start, stop, starts=self._starts, bound=self._bound, causal_only=self._causal_only)
+        return self._make(place, start, stop, self._hints)
 
     def to_dense(self, query_length: int) -> Any:
         """bool ``(1|B, 1|Hkv|H, Lq, Lk)``, True = visible; query ``i`` stands at ``i + Lk - Lq``."""

@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from cupy_dma import backends, checks
-from cupy_dma.arrays import Operand, describe
+from cupy_dma.arrays import Operand, belongs_to_torch, describe
 
 FORMS = ("exp", "linear")
+Recipe = tuple[Operand, Operand, Operand, Operand | None, str]  # value, dt_proj, A, dt_bias, form
 
 
 def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: str = "exp",
@@ -43,16 +44,21 @@ def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: s
     ------
     TypeError, ValueError
         An argument has a wrong type, shape or place.
-    NotImplementedError
-        A torch argument requires grad: the backward pass arrives with a later version.
+
+    Notes
+    -----
+    Torch tensors that require grad get it (``cupy_dma.torch``). For other libraries see ``cupy_dma.backward``.
     """
+    if belongs_to_torch(value, dt_proj, A, dt_bias):
+        from cupy_dma.torch import functions
+
+        return functions.key_scores(value, dt_proj, A, dt_bias=dt_bias, form=form, backend=backend)
     call = prepare(value, dt_proj, A, dt_bias, form)
     scores = backends.choose(backend, call[:1]).key_scores(*call)
     return call[0].library.export(scores)
 
 
-def prepare(value: Any, dt_proj: Any, A: Any, dt_bias: Any,
-            form: str) -> tuple[Operand, Operand, Operand, Operand | None, str]:
+def prepare(value: Any, dt_proj: Any, A: Any, dt_bias: Any, form: str) -> Recipe:
     """The checked arguments of a backend's ``key_scores``."""
     v, projection, a = describe(value, "value"), describe(dt_proj, "dt_proj"), describe(A, "A")
     offset = None if dt_bias is None else describe(dt_bias, "dt_bias")
@@ -76,5 +82,4 @@ def prepare(value: Any, dt_proj: Any, A: Any, dt_bias: Any,
             checks.rows_contiguous(operand)
     checks.require_same_place(operands)
     checks.choice(form, "form", FORMS)
-    checks.require_no_grad(operands)
     return v, projection, a, offset, form

@@ -14,7 +14,7 @@ from typing import Any
 from cupy_dma import backends, checks
 from cupy_dma.arrays import Library, Operand, describe
 from cupy_dma.documents import DocumentRuns, document_runs
-from cupy_dma.masks import EVER, NEVER, IntervalMask
+from cupy_dma.masks import EVER, NEVER, Hints, IntervalMask
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,22 +105,31 @@ def select(scores: Operand, window: int, keys: str, candidates: Candidates, modu
     else:
         document = None if runs is None else checks.with_axes(_of(place, runs.first, "documents"), 2)
         stop = module.prefix_stop(scores, w, real, document)
+    hints = selection_hints(window, n, keys, real is not None, runs is not None)
     if keys == "prefix":
         start = place.arange(0, n, device) if runs is None else runs.keys
         if runs is not None:
             with place.on(device):
                 stop = place.xp.minimum(stop, runs.open_end()[:, None])
-        return IntervalMask._make(place, start, stop, starts="key", bound=(w, 1), causal_only=everything)
+        return IntervalMask._make(place, start, stop, hints)
 
     with place.on(device):
         if runs is None:
-            start, bound, last = place.full((1, 1, n), EVER, "int32", device), (w, 0), n
+            start, last = place.full((1, 1, n), EVER, "int32", device), n
             end = place.full((1, 1, n), NEVER, "int32", device)
-        else:  # positions of two documents see the keys of both, and whole documents between them at most T - 2 keys
-            start, bound, last, end = (runs.open_first()[:, None], (2 * w, 1), runs.end[:, None],
-                                       runs.open_end()[:, None])
+        else:
+            start, last, end = runs.open_first()[:, None], runs.end[:, None], runs.open_end()[:, None]
         stop = place.xp.where(stop >= last, end, start)
-    return IntervalMask._make(place, start, stop, starts="open" if runs is None else None, bound=bound)
+    return IntervalMask._make(place, start, stop, hints)
+
+
+def selection_hints(window: int, length: int, keys: str, has_padding: bool, has_documents: bool) -> Hints:
+    """What is known of a selection's mask from its arguments alone."""
+    w = min(window, max(length, 1))
+    if keys == "prefix":
+        return Hints("key", (w, 1), window >= length and not has_padding and not has_documents)
+    # Positions of two documents see the keys of both, and whole documents between them at most T - 2 keys.
+    return Hints(None, (2 * w, 1)) if has_documents else Hints("open", (w, 0))
 
 
 def _of(place: Library, array: Any, name: str) -> Operand:

@@ -27,6 +27,11 @@ __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162f
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ void from_float(__half& y, float x) { y = __float2half_rn(x); }
 __device__ __forceinline__ void from_float(__nv_bfloat16& y, float x) { y = __float2bfloat16_rn(x); }
+__device__ __forceinline__ void from_float(float& y, float x) { y = x; }
+
+// The exponent bits of the two numbers in a 32-bit word.
+__device__ __forceinline__ constexpr unsigned exponent_bits(const __half*) { return 0x7c007c00u; }
+__device__ __forceinline__ constexpr unsigned exponent_bits(const __nv_bfloat16*) { return 0x7f807f80u; }
 
 // ---- instructions in PTX; on a CPU (tests/emulator) their twins ----
 #ifdef CUPY_DMA_HOST

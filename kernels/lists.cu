@@ -3,11 +3,14 @@
 // start, stop // (1|B, 1|Hkv|H, Lk) int32, last axis contiguous. With CAUSAL a key is hidden from positions before its
 // own as well.
 //
-// Four kernels; a row is one (batch, head) of the mask:
+// Five kernels; a row is one (batch, head) of the mask:
 //   count_seen    per chunk of CHUNK keys: how many are visible to anybody, lowest start, highest stop
 //   compact_seen  those keys in order: index, interval (CAUSAL applied); where each chunk's begin
 //   tile_lists    per tile of `queries` positions: its full keys in order from the front of its list, its partial
 //                 keys in order from the back, and the two counts              (a mask with few keys per tile)
+//   super_lists   per super-tile of `super_queries` positions: its keys, those that it outlives first, then those that see all
+//                 of it, then those that come within it; and for each key its places in the lists of its super-tiles
+//                 (the backward pass; count_seen and compact_seen then count these places too)
 //   summarize     per BLOCK_N compacted keys: lowest and highest start and stop (any other mask)
 //
 // Prelude: CAUSAL, BLOCK_N.
@@ -24,9 +27,15 @@ struct ListParams {
     int* list;          // (rows, tiles, capacity)
     int* list_lengths;  // (rows, tiles, 2): full, all
     int4* summaries;    // (rows, ceil(key_length / BLOCK_N)): lowest start, highest start, lowest stop, highest stop
+    int* span_sum;       // (rows, chunks): places of the chunk's keys, if super_queries > 0
+    int* span_offset;    // (rows, key_length): of a compacted key, where its places begin
+    int* super_list;     // (rows, supers, super_capacity)
+    int* super_lengths;  // (rows, supers)
+    int* places;         // (rows, supers * super_capacity)
     long long start_batch, start_head, stop_batch, stop_head;  // strides, in elements; 0 where an axis broadcasts
     int heads;  // of the mask: row = batch * heads + head
     int key_length, query_length, chunks, queries, tiles, capacity, summary_blocks;
+    int super_queries, supers, super_capacity;
 };
 
 constexpr int THREADS = 256;
@@ -39,6 +48,17 @@ __device__ __forceinline__ int2 interval_of(const ListParams& p, long long row, 
     const long long batch = row / p.heads, head = row % p.heads;
     const int start = p.start[batch * p.start_batch + head * p.start_head + j];
     return make_int2(CAUSAL ? max(start, j) : start, p.stop[batch * p.stop_batch + head * p.stop_head + j]);
+}
+
+// Super-tiles that a key meets: the first, and how many.
+__device__ __forceinline__ int2 span_of(const ListParams& p, int2 interval) {
+    if (p.super_queries == 0 || interval.x >= interval.y) return make_int2(0, 0);
+    const int shift = p.key_length - p.query_length;
+    const long long first = max(static_cast<long long>(interval.x) - shift, 0ll);
+    const long long last = min(static_cast<long long>(interval.y) - shift, static_cast<long long>(p.query_length)) - 1;
+    if (last < first) return make_int2(0, 0);
+    const int super = static_cast<int>(first / p.super_queries);
+    return make_int2(super, static_cast<int>(last / p.super_queries) - super + 1);
 }
 
 __device__ __forceinline__ int block_min(int value, int (&warp_values)[32]) {
@@ -54,12 +74,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_seen(const ListParam
     __shared__ int warp_values[32];
     const long long row = blockIdx.x / p.chunks;
     const int c = blockIdx.x % p.chunks;
-    int count = 0, lowest_start = NEVER, highest_stop = INT_LOWEST, total;
+    int count = 0, spans = 0, lowest_start = NEVER, highest_stop = INT_LOWEST, total, total_spans;
 #pragma unroll
     for (int k = 0; k < OWN; ++k) {
         const int2 v = interval_of(p, row, c * CHUNK + k * THREADS + threadIdx.x);
         if (v.x >= v.y) continue;
         ++count;
+        spans += span_of(p, v).y;
         lowest_start = min(lowest_start, v.x);
         highest_stop = max(highest_stop, v.y);
     }
@@ -67,6 +88,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_seen(const ListParam
     lowest_start = block_min(lowest_start, warp_values);
     highest_stop = ~block_min(~highest_stop, warp_values);  // ~x reverses the order without overflow
     if (threadIdx.x == 0) p.chunk_info[blockIdx.x] = make_int4(total, lowest_start, highest_stop, 0);
+    if (p.super_queries == 0) return;
+    exclusive_sum<THREADS>(spans, total_spans, warp_values);
+    if (threadIdx.x == 0) p.span_sum[blockIdx.x] = total_spans;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) compact_seen(const ListParams p) {
@@ -95,6 +119,38 @@ extern "C" __global__ void __launch_bounds__(THREADS) compact_seen(const ListPar
         p.chunk_info[blockIdx.x].w = offset;
         if (c == p.chunks - 1) p.seen_count[row] = offset + total;
     }
+    if (p.super_queries == 0) return;
+    int earlier_spans = 0, span_base, spans = 0;
+    for (int i = threadIdx.x; i < c; i += THREADS) earlier_spans += p.span_sum[row * p.chunks + i];
+    exclusive_sum<THREADS>(earlier_spans, span_base, warp_values);
+#pragma unroll
+    for (int k = 0; k < OWN; ++k) spans += span_of(p, own[k]).y;
+    int span = span_base + exclusive_sum<THREADS>(spans, total, warp_values);
+    place -= count;
+#pragma unroll
+    for (int k = 0; k < OWN; ++k)
+        if (own[k].x < own[k].y) {
+            p.span_offset[place++] = span;
+            span += span_of(p, own[k]).y;
+        }
+}
+
+// Compacted keys among which all are that meet positions first .. last: chunks before the first and behind the last chunk
+// that meets them are left out.
+__device__ __forceinline__ int2 find_range(const ListParams& p, long long row, int first, int last,
+                                           int (&warp_values)[32]) {
+    int first_chunk = NEVER, last_chunk = -1;
+    for (int c = threadIdx.x; c < p.chunks; c += THREADS) {
+        const int4 info = p.chunk_info[row * p.chunks + c];
+        if (info.x == 0 || info.y > last || info.z <= first) continue;
+        first_chunk = min(first_chunk, c);
+        last_chunk = c;
+    }
+    first_chunk = block_min(first_chunk, warp_values);
+    last_chunk = ~block_min(~last_chunk, warp_values);
+    if (first_chunk > last_chunk) return make_int2(0, 0);
+    const int4 info = p.chunk_info[row * p.chunks + last_chunk];
+    return make_int2(p.chunk_info[row * p.chunks + first_chunk].w, info.w + info.x);
 }
 
 // A block makes the lists of TILES consecutive tiles: all of it looks for keys that any of them sees, a step at a time,
@@ -114,22 +170,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParam
     const int first_position = tile * p.queries + shift;
     const int last_position = min((tile + 1) * p.queries, p.query_length) - 1 + shift;
 
-    // Only chunks between the first and the last that meet the tiles are looked at.
-    int first_chunk = NEVER, last_chunk = -1;
-    for (int c = threadIdx.x; c < p.chunks; c += THREADS) {
-        const int4 info = p.chunk_info[row * p.chunks + c];
-        if (info.x == 0 || info.y > group_last || info.z <= group_first) continue;
-        first_chunk = min(first_chunk, c);
-        last_chunk = c;
-    }
-    first_chunk = block_min(first_chunk, warp_values);
-    last_chunk = ~block_min(~last_chunk, warp_values);
-    int begin = 0, end = 0;
-    if (first_chunk <= last_chunk) {
-        const int4 last = p.chunk_info[row * p.chunks + last_chunk];
-        begin = p.chunk_info[row * p.chunks + first_chunk].w;
-        end = last.w + last.x;
-    }
+    const int2 range = find_range(p, row, group_first, group_last, warp_values);
+    const int begin = range.x, end = range.y;
 
     int* list = p.list + (row * p.tiles + tile) * p.capacity;
     const long long base = row * p.key_length;
@@ -182,6 +224,51 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParam
     if (lane == 0 && tile < p.tiles) {
         p.list_lengths[2 * (row * p.tiles + tile)] = full;
         p.list_lengths[2 * (row * p.tiles + tile) + 1] = full + partial;
+    }
+}
+
+// One super-tile a block: a first pass counts the three kinds of keys, a second one writes them.
+extern "C" __global__ void __launch_bounds__(THREADS) super_lists(const ListParams p) {
+    __shared__ int warp_values[32];
+    const long long row = blockIdx.x / p.supers;
+    const int super = blockIdx.x % p.supers, shift = p.key_length - p.query_length;
+    const int first = super * p.super_queries + shift;
+    const int last = min((super + 1) * p.super_queries, p.query_length) - 1 + shift;
+    const int2 range = find_range(p, row, first, last, warp_values);
+    const long long base = row * p.key_length;
+
+    auto kind_of = [&](int i) {  // 0: dies within, 1: sees all, 2: comes within, 3: not seen
+        const int2 v = i < range.y ? p.interval[base + i] : make_int2(0, 0);
+        if (v.x >= v.y || v.x > last || v.y <= first) return 3;
+        return v.y <= last ? 0 : v.x <= first ? 1 : 2;
+    };
+    int counts[3] = {0, 0, 0}, next[3], total;
+    for (int i = range.x + threadIdx.x; i < range.y; i += THREADS) {
+        const int kind = kind_of(i);
+#pragma unroll
+        for (int k = 0; k < 3; ++k) counts[k] += kind == k;
+    }
+    next[0] = 0;
+    exclusive_sum<THREADS>(counts[0], next[1], warp_values);
+    exclusive_sum<THREADS>(counts[1], total, warp_values);
+    next[2] = next[1] + total;
+    exclusive_sum<THREADS>(counts[2], total, warp_values);
+    if (threadIdx.x == 0) p.super_lengths[blockIdx.x] = min(next[2] + total, p.super_capacity);
+
+    int* list = p.super_list + (long long)blockIdx.x * p.super_capacity;
+    int* places = p.places + row * p.supers * p.super_capacity;
+    for (int at = range.x; at < range.y; at += THREADS) {
+        const int i = at + threadIdx.x, kind = kind_of(i);
+        int mine = 0;
+#pragma unroll
+        for (int k = 0; k < 3; ++k) {
+            const int before = exclusive_sum<THREADS>(kind == k, total, warp_values);
+            if (kind == k) mine = next[k] + before;
+            next[k] += total;
+        }
+        if (kind == 3 || mine >= p.super_capacity) continue;
+        list[mine] = p.seen[base + i];
+        places[p.span_offset[base + i] + super - span_of(p, p.interval[base + i]).x] = mine;
     }
 }
 

@@ -1,5 +1,7 @@
 // The online softmax of a tile of logits, in registers (Milakov and Gimelshein 2018; FlashAttention).
 //
+// Prelude: SOFTCAP.
+//
 // A warp holds 16 rows; a lane holds two of them (lane/4 and lane/4 + 8) and the columns that arch.cuh states, so a row
 // lives in four neighbouring lanes. Logits are in units of log 2: s2 = s * log2(e), p = 2^(s2 - m).
 #pragma once
@@ -19,6 +21,25 @@ __device__ __forceinline__ float row_sum(float x) {
 __device__ __forceinline__ float softcapped(float x, float cap, float two_log2e_over_cap) {
     return cap - __fdividef(2.0f * cap, exp2_fast(x * two_log2e_over_cap) + 1.0f);
 }
+
+// Logits in log 2 units from products: softcap(scale * x) + bias.
+struct LogitScale {
+    float scale, cap, exponent;  // scale in log 2 units without a softcap
+
+    __device__ __forceinline__ LogitScale(float scale, float softcap)
+        : scale(SOFTCAP ? scale : scale * LOG2_E), cap(softcap), exponent(SOFTCAP ? 2.0f * LOG2_E / softcap : 0.0f) {}
+
+    __device__ __forceinline__ float operator()(float product, float bias) const {
+        return SOFTCAP ? fmaf(softcapped(product * scale, cap, exponent), LOG2_E, bias) : fmaf(product, scale, bias);
+    }
+
+    // Derivative of the softcap at scale * product: 1 - tanh^2.
+    __device__ __forceinline__ float slope(float product) const {
+        if (!SOFTCAP) return 1.0f;
+        const float t = softcapped(product * scale, 1.0f, exponent);
+        return 1.0f - t * t;
+    }
+};
 
 // Two rows' running maximum m (log 2 units) and this lane's share l of the running sum of p.
 struct RowState {

@@ -1,4 +1,4 @@
-"""The forward grid: what is computed, with which shapes, types, strides, masks and biases.
+"""The grid: what is computed, with which shapes, types, strides, masks and biases, forward and backward.
 
 One list for all backends and libraries: ``run(case, convert)`` builds the inputs from the case's seed, hands each
 contiguous NumPy array to ``convert`` (for example ``cupy.asarray``) and makes the strided views afterwards, so that
@@ -105,6 +105,7 @@ def _drawn(case: Case) -> dict[str, np.ndarray]:
                   "dense_rows": (b, 1, lq, 1)}.get(case.mask)
     if mask_shape:
         data["mask"] = rng.random(mask_shape) < 0.4
+    data["dout"], data["dlse"] = normal(b, lq, h, d), rng.standard_normal((b, h, lq)).astype(np.float32)
     return data
 
 
@@ -189,24 +190,60 @@ def _laid_out(x: np.ndarray, layout: str, convert: Callable[[np.ndarray], Any]) 
     return convert(base)[view]
 
 
-def run(case: Case, convert: Callable[[np.ndarray], Any] = np.asarray, **options: Any) -> tuple[Any, Any]:
-    """``(out, lse)`` of ``cupy_dma.attention`` on arrays made by ``convert``."""
+def _arguments(case: Case, convert: Callable[[np.ndarray], Any]) -> tuple[list[Any], dict[str, Any]]:
     data = _drawn(case)
     q, k, v = (_laid_out(data[name], case.layout, convert) for name in ("query", "key", "value"))
-    mask = make_mask(case, lambda name: convert(data[name]), q)
-    bias = convert(data["bias"]) if "bias" in data else None
-    return dma.attention(q, k, v, mask=mask, bias=bias, causal=case.causal, scale=case.scale, softcap=case.softcap,
-                         return_lse=True, **options)
+    return [q, k, v], {"mask": make_mask(case, lambda name: convert(data[name]), q),
+                       "bias": convert(data["bias"]) if "bias" in data else None, "causal": case.causal,
+                       "scale": case.scale, "softcap": case.softcap}
+
+
+def run(case: Case, convert: Callable[[np.ndarray], Any] = np.asarray, **options: Any) -> tuple[Any, Any]:
+    """``(out, lse)`` of ``cupy_dma.attention`` on arrays made by ``convert``."""
+    positional, named = _arguments(case, convert)
+    return dma.attention(*positional, **named, return_lse=True, **options)
+
+
+def run_backward(case: Case, convert: Callable[[np.ndarray], Any] = np.asarray, *, with_dlse: bool = False,
+                 **options: Any) -> Any:
+    """The ``AttentionGradients`` of the case, from the out and lse that the same backend computes."""
+    positional, named = _arguments(case, convert)
+    backend = {"backend": options["backend"]} if "backend" in options else {}
+    out, lse = dma.attention(*positional, **named, return_lse=True, **backend)
+    dout = _laid_out(_drawn(case)["dout"], case.layout, convert)
+    dlse = convert(_drawn(case)["dlse"]) if with_dlse else None
+    return dma.backward.attention_backward(dout, *positional, out, lse, **named, dlse=dlse, **options)
+
+
+def _oracle_arguments(case: Case) -> tuple[Any, ...]:
+    data = _drawn(case)
+    return (data["query"], data["key"], data["value"], dense_mask(case), data.get("bias"), case.causal, case.scale,
+            case.softcap)
 
 
 def check(case: Case, out: np.ndarray, lse: np.ndarray) -> None:
     """Section 12 for ``out``; ``lse`` is kept in float32 by every backend, so a few of its roundings are allowed."""
-    data = _drawn(case)
-    arguments = (data["query"], data["key"], data["value"], dense_mask(case), data.get("bias"), case.causal, case.scale,
-                 case.softcap)
+    arguments = _oracle_arguments(case)
     ref, ref_lse = reference.attention(*arguments)
     plain, plain_lse = reference.same_precision_attention(*arguments)
     assert out.dtype == numpy_dtype(case.dtype) and out.shape == ref.shape
     assert lse.dtype == (np.float64 if case.dtype == "float64" else np.float32)
     reference.assert_matches_reference(out, ref, plain, out.dtype)
     reference.assert_matches_reference(lse, ref_lse, plain_lse, lse.dtype)
+
+
+def check_backward(case: Case, gradients: Any, *, with_dlse: bool = False) -> None:
+    """Section 12 for NumPy arrays ``(dquery, dkey, dvalue, dbias)``; None is not looked at, except that the gradient of
+    a bias that is not there must be None."""
+    data = _drawn(case)
+    arguments = (data["dout"], *_oracle_arguments(case), data["dlse"] if with_dlse else None)
+    refs = reference.attention_gradients(*arguments)
+    plains = reference.same_precision_attention_gradients(*arguments)
+    terms = reference.attention_gradient_terms(*arguments)
+    assert "bias" in data or gradients[3] is None
+    for name, found, ref, plain, size in zip(("query", "key", "value", "bias"), gradients, refs, plains, terms):
+        if found is None:
+            continue
+        print(f"d{name}: ", end="")
+        assert found.dtype == data[name].dtype and found.shape == data[name].shape
+        reference.assert_matches_reference(found, ref, plain, found.dtype, factor=3, terms=size)

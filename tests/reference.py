@@ -1,4 +1,4 @@
-"""The oracle: float64, dense, slow and obvious, straight from sections 1 to 5 and 12 of the specification.
+"""The oracle: float64, dense, slow and obvious, straight from sections 1 to 6 and 12 of the specification.
 
 Written independently of the backends: selection ranks the candidates of every position anew, attention walks over the
 queries and touches visible keys only. Letters: ``B`` batch, ``H`` heads, ``Hkv`` kv heads, ``Lq``, ``Lk`` lengths,
@@ -166,6 +166,98 @@ def _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, w
     return out, lse
 
 
+# ---- gradients ----------------------------------------------------------------------------------------------------
+
+
+def attention_gradients(dout, query, key, value, dense_mask=None, bias=None, causal=False, scale=None, softcap=0.0,
+                        dlse=None) -> tuple[np.ndarray, ...]:
+    """dquery, dkey, dvalue, dbias of section 6 in float64 (dbias None without a bias)."""
+    return _gradients(dout, query, key, value, dense_mask, bias, causal, scale, softcap, dlse, np.float64, np.float64)
+
+
+def same_precision_attention_gradients(dout, query, key, value, dense_mask=None, bias=None, causal=False, scale=None,
+                                       softcap=0.0, dlse=None) -> tuple[np.ndarray, ...]:
+    """The plain same-precision computation: from the rounded ``out``, accumulated in float32, ``p`` and ``dx`` rounded
+    to the type of the input before they are multiplied, every gradient rounded once."""
+    kind = np.asarray(query).dtype
+    wide = np.float64 if kind == np.float64 else np.float32
+    found = _gradients(dout, query, key, value, dense_mask, bias, causal, scale, softcap, dlse, wide, kind)
+    with np.errstate(all="ignore"):
+        return tuple(None if x is None else x.astype(np.asarray(like).dtype)
+                     for x, like in zip(found, (query, key, value, bias)))
+
+
+def attention_gradient_terms(*arguments, **options) -> list[float]:
+    """The largest that the terms of any entry of dquery, dkey, dvalue and dbias sum up to in absolute value: how much
+    may have to cancel in it. For example ``dout . v - delta`` is 0 in exact numbers where a query sees one key."""
+    found = _gradients(*arguments, **options, absolute=True)
+    return [0.0 if x is None else _largest(x) for x in found]
+
+
+def _gradients(dout, query, key, value, dense_mask=None, bias=None, causal=False, scale=None, softcap=0.0, dlse=None,
+               wide=np.float64, rounded=np.float64, absolute=False):
+    """``absolute``: every sum of signed terms becomes the sum of their absolute values."""
+    batch, lq, heads, size = query.shape
+    lk, kv_heads = key.shape[1:3]
+    shape = (batch, heads, lq, lk)
+    seen = visible_pairs(shape, dense_mask, causal)
+    added = None if bias is None else _per_head(np.asarray(bias), shape)
+    scale = wide(1 / math.sqrt(size) if scale is None else scale)
+    outs, lses = _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, wide, rounded)
+    dq, dk, dv = (np.zeros(x.shape, wide) for x in (query, key, value))
+    ds_all = np.zeros(shape, wide)
+    with np.errstate(all="ignore"):
+        for b, h, i in np.ndindex(batch, heads, lq):
+            js, g = np.flatnonzero(seen[b, h, i]), h // (heads // kv_heads)
+            if lses[b, h, i] == -np.inf:
+                continue
+            q, do, o = (x[b, i, h].astype(rounded).astype(wide) for x in (query, dout, outs))
+            k, v = key[b, js, g].astype(wide), value[b, js, g].astype(wide)
+            x = scale * (k @ q)
+            slope = 1.0 if softcap == 0 else 1 - np.tanh(x / wide(softcap)) ** 2
+            s = wide(softcap) * np.tanh(x / wide(softcap)) if softcap > 0 else x
+            if added is not None:
+                s = s + added[b, h, i, js].astype(wide)
+            p = np.exp(s - lses[b, h, i])
+            delta = do @ o - (0 if dlse is None else wide(dlse[b, h, i]))
+            if absolute:
+                q, do, k, v = (np.abs(a) for a in (q, do, k, v))
+                delta = -(do @ np.abs(o) + (0 if dlse is None else abs(dlse[b, h, i])))
+            ds = p * (v @ do - delta)
+            p, dx = (weights.astype(rounded).astype(wide) for weights in (p, ds * slope))
+            dv[b, js, g] += np.outer(p, do)
+            dq[b, i, h] = dx @ k
+            dk[b, js, g] += np.outer(dx, q)
+            ds_all[b, h, i, js] = ds
+        scale = abs(scale) if absolute else scale
+        return scale * dq, scale * dk, dv, None if bias is None else _summed_like(ds_all, np.asarray(bias).shape)
+
+
+def _summed_like(array, shape) -> np.ndarray:
+    """``(B, H, Lq, Lk)`` summed over the axes along which something of this shape was broadcast (see ``_per_head``)."""
+    target = (*shape[:2], 1, shape[2]) if len(shape) == 3 else shape
+    if 1 < target[1] < array.shape[1]:
+        b, h, lq, lk = array.shape
+        array = array.reshape(b, target[1], h // target[1], lq, lk).sum(2)
+    for axis in range(4):
+        if target[axis] == 1:
+            array = array.sum(axis, keepdims=True)
+    return array.reshape(shape)
+
+
+def key_scores_gradients(dscores, value, dt_proj, A, dt_bias=None, form="exp", wide=np.float64) -> list[np.ndarray]:
+    """dvalue, ddt_proj, dA, ddt_bias, accumulated in ``wide``."""
+    dscores, value, dt_proj, A = (np.asarray(x).astype(wide) for x in (dscores, value, dt_proj, A))
+    batch, length, heads, size = value.shape
+    rows = value.reshape(batch, length, heads * size)
+    dt = np.einsum("bjx,gx->bgj", rows, dt_proj) + (0 if dt_bias is None else np.asarray(dt_bias, wide)[:, None])
+    softplus, slope = np.logaddexp(0, dt).astype(wide), 1 / (1 + np.exp(-dt))
+    dstate = dscores * np.exp(A[:, None] * softplus) if form == "exp" else dscores
+    ddt = dstate * A[:, None] * slope
+    return [np.einsum("bgj,gx->bjx", ddt, dt_proj).reshape(value.shape), np.einsum("bgj,bjx->gx", ddt, rows),
+            (dstate * softplus).sum((0, 2)), ddt.sum((0, 2))]
+
+
 # ---- when a result counts as right --------------------------------------------------------------------------------
 
 
@@ -182,8 +274,12 @@ def one_rounding(largest: float, dtype) -> float:
     return max(2.0 ** math.floor(math.log2(largest)) * float(info.eps), smallest) / 2
 
 
-def assert_matches_reference(out, reference, plain, dtype) -> None:
-    """Section 12: ``max|out - ref| <= 2 max|plain - ref| + one rounding of the output``, for 16-bit types.
+def assert_matches_reference(out, reference, plain, dtype, factor=2, terms=0.0) -> None:
+    """Section 12: ``max|out - ref| <= 2 max|plain - ref| + one rounding of the output``, for 16-bit types; gradients
+    are allowed ``factor=3`` times the error of the plain computation.
+
+    ``terms``: what the largest sum adds up to in absolute value, where much of it cancels. A float32 sum (float64 for
+    float64) is not better than some roundings of that size in any order; 16 are allowed.
 
     For float32 and float64 the output is rounded no more coarsely than every step of the accumulation, so the order of
     a sum, which is free, moves the result by several roundings: 16 are allowed. NaN and infinities must match.
@@ -197,6 +293,8 @@ def assert_matches_reference(out, reference, plain, dtype) -> None:
     error, error_plain = _largest(np.where(finite, out, 0) - np.where(finite, reference, 0)), _largest(
         np.where(finite, plain, 0) - np.where(finite, reference, 0))
     roundings = 1 if np.dtype(dtype).itemsize == 2 else 16
-    allowed = 2 * error_plain + roundings * one_rounding(_largest(reference), dtype)
+    allowed = factor * error_plain + roundings * one_rounding(_largest(reference), dtype)
+    if terms:
+        allowed += 16 * one_rounding(terms, np.float64 if np.dtype(dtype) == np.float64 else np.float32)
     print(f"error {error:.3g}, plain {error_plain:.3g}, allowed {allowed:.3g}")
     assert error <= allowed, f"error {error:.3g} exceeds {allowed:.3g} (plain same-precision error {error_plain:.3g})"

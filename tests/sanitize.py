@@ -17,6 +17,7 @@ import numpy as np
 
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
+from cupy_dma.backward import attention_backward, key_scores_backward
 from tests import cases, reference
 
 LENGTHS = ("lengths-1x70", "lengths-33x129", "lengths-129x33")
@@ -31,6 +32,33 @@ def forward() -> int:
         out, lse = cases.run(case, cupy.asarray)
         cases.check(case, cupy.asnumpy(out), cupy.asnumpy(lse))
     return len(chosen)
+
+
+def backward() -> int:
+    chosen = [c for c in cases.CASES if c.name.startswith(NAMES) and not c.is_dense
+              and c.dtype in ("float16", "bfloat16")]
+    for case in chosen:
+        gradients = cases.run_backward(case, cupy.asarray, with_dlse=True)
+        cases.check_backward(case, [None if g is None else cupy.asnumpy(g) for g in gradients], with_dlse=True)
+    return len(chosen)
+
+
+def super_tiles() -> int:
+    """Long enough for several super-tiles: their lists, partial sums and the sum of these."""
+    rng = np.random.default_rng(0)
+    for dtype, size in (("bfloat16", 64), ("float16", 20)):
+        q, k, v = (rng.standard_normal((1, 700, heads, size)).astype(numpy_dtype(dtype)) for heads in (2, 1, 1))
+        scores = rng.standard_normal((1, 1, 700)).astype(np.float32)
+        found = []
+        for move in (cupy.asarray, np.asarray):
+            args, bias = [move(x) for x in (q, k, v)], move(scores)
+            mask = dma.IntervalMask.top_w(bias, 40)
+            out, lse = dma.attention(*args, mask=mask, bias=bias, return_lse=True)
+            found.append(attention_backward(args[0], *args, out, lse, mask=mask, bias=bias))
+        for ours, other in zip(*found):
+            x, y = cupy.asnumpy(ours).astype(np.float64), other.astype(np.float64)
+            assert np.linalg.norm(x - y) < 1e-2 * np.linalg.norm(y)
+    return 2
 
 
 def selection() -> int:
@@ -59,14 +87,21 @@ def key_scores() -> int:
         a = np.ones(shape[2], np.float32)
         got = cupy.asnumpy(dma.key_scores(*(cupy.asarray(x) for x in (value, weight, a))))
         np.testing.assert_allclose(got, reference.key_scores(value, weight, a), rtol=2e-5)
+        upstream = rng.standard_normal(got.shape).astype(np.float32)
+        found = key_scores_backward(*(cupy.asarray(x) for x in (upstream, value, weight, a)))
+        expected = key_scores_backward(*(x.astype(np.float64) for x in (upstream, value, weight, a)))
+        for ours, other in zip(found[:3], expected[:3]):
+            x = cupy.asnumpy(ours).astype(np.float64)
+            assert np.linalg.norm(x - other) < 1e-2 * np.linalg.norm(other)
     return len(shapes)
 
 
 def main() -> int:
     cupy.cuda.set_allocator(None)
     with contextlib.redirect_stdout(io.StringIO()):  # the errors of every case
-        counts = forward(), selection(), key_scores()
-    print("{} forward, {} selection, {} score cases agree with the oracle".format(*counts))
+        counts = {"forward": forward(), "backward": backward(), "super-tile": super_tiles(), "selection": selection(),
+                  "score": key_scores()}
+    print("agree with the oracle:", ", ".join(f"{count} {name}" for name, count in counts.items()))
     return 0
 
 

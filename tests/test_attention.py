@@ -9,6 +9,7 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.backends import numpy as numpy_backend
+from cupy_dma.backends.numpy import forward, tiles
 from tests import cases, reference
 from tests.cases import CASES, Case
 
@@ -38,8 +39,8 @@ def test_forward_grid(case):
                          ids=str)
 def test_forward_in_many_chunks(case, monkeypatch):
     """The grid again with tiles of 32 queries and 5 keys a chunk, so that the online softmax has many steps."""
-    monkeypatch.setattr(numpy_backend, "KEY_CHUNK", 5)
-    monkeypatch.setattr(numpy_backend, "TILE_ROWS", 1)
+    monkeypatch.setattr(tiles, "KEY_CHUNK", 5)
+    monkeypatch.setattr(tiles, "TILE_ROWS", 1)
     cases.check(case, *cases.run(case))
 
 
@@ -135,7 +136,7 @@ def test_the_same_bits_every_time(rng):
 
 def test_lengths_beyond_one_chunk(rng):
     """More keys than a chunk and more queries than a tile, without shrinking either."""
-    n = 2 * numpy_backend.KEY_CHUNK + 77
+    n = 2 * tiles.KEY_CHUNK + 77
     q, k, v = draw(rng, lq=300, lk=n, h=1, d=8)
     out, _ = compare(q, k, v, None, mask=None, causal=True)
     assert out.shape == (1, 300, 1, 8)
@@ -245,14 +246,14 @@ def test_work_follows_the_kept_pairs(long_input, monkeypatch):
     """Gathered pairs stay close to needed pairs: counted, not timed."""
     q, k, v, scores = long_input
     n, gathered = q.shape[1], 0
-    weighted_sum = numpy_backend._weighted_sum
+    weighted_sum = tiles.weighted_sum
 
     def counting(p, *rest):
         nonlocal gathered
         gathered += p.size
         return weighted_sum(p, *rest)
 
-    monkeypatch.setattr(numpy_backend, "_weighted_sum", counting)
+    monkeypatch.setattr(forward, "weighted_sum", counting)
     mask = dma.IntervalMask.top_w(scores, 512)
     dma.attention(q, k, v, mask=mask)
     needed = int(mask.count(n).sum()) * 2  # two query heads a kv head

@@ -29,43 +29,63 @@ def own_cache(tmp_path, monkeypatch):
     jit.compile.cache_clear()
 
 
-def specialisations(limit: int) -> list[jit.Config]:
-    """Each kernel with each of its options at least once; head dims of each tile shape, and odd ones."""
+def specialisations(limit: int, every: bool) -> list[jit.Config]:
+    """Each kernel with each of its options at least once; with ``every`` head dims of each tile shape, and odd ones."""
     found: list[jit.Config] = [configs.LayoutConfig("__half"), configs.LayoutConfig("__nv_bfloat16")]
     found += [configs.SelectConfig(documents, padding) for documents in (False, True) for padding in (False, True)]
     found += [configs.ListConfig(causal, block) for causal in (False, True) for block in (64,)]
-    found += [configs.ScoreConfig("__half", "float", 64, 1, 1, True, True),
-              configs.ScoreConfig("__nv_bfloat16", "__nv_bfloat16", 128, 8, 8, True, False),
-              configs.ScoreConfig("float", "__half", 33, 3, 2, False, True)]
+    found += [configs.ScoreConfig("__half", "float", 64, 1, 1, True, True, False),
+              configs.ScoreConfig("__nv_bfloat16", "__nv_bfloat16", 128, 8, 8, True, False, True),
+              configs.ScoreConfig("float", "__half", 33, 3, 2, False, True, False)]
     dims = {64: "KEYS_LISTED", 128: "KEYS_LISTED", 192: "KEYS_SHARED", 256: "KEYS_LISTED", 96: "KEYS_CONTIGUOUS",
             1: "KEYS_LISTED", 40: "KEYS_SHARED", 250: "KEYS_CONTIGUOUS"}
-    for i, (head_dim, keys) in enumerate(dims.items()):
+    for i, (head_dim, keys) in enumerate(dims.items() if every else [*dims.items()][1:6:4]):
         heads = 1 if head_dim % 64 else 2
         found.append(configs.ForwardConfig(("__half", "__nv_bfloat16")[i % 2], head_dim, head_dim % 8 == 0, heads,
                                         *configs.tile_shape(head_dim, limit * 1024), keys,
                                         causal=keys == "KEYS_CONTIGUOUS", bias=head_dim != 96,
                                         softcap=head_dim in (192, 1)))
+        options = {"causal": keys == "KEYS_CONTIGUOUS", "bias": head_dim != 96, "softcap": head_dim in (192, 1)}
+        element, vector, size = ("__nv_bfloat16", "__half")[i % 2], head_dim % 8 == 0, limit * 1024
+        found.append(configs.BackwardQueryConfig(element, head_dim, vector, heads,
+                                                 *configs.backward_query_tile(head_dim, size), keys, **options))
+        found.append(configs.BackwardKeyConfig(
+            element, head_dim, vector, *configs.backward_key_tile(head_dim, size),
+            "KEYS_CONTIGUOUS" if i % 3 else "KEYS_LISTED", intervals=keys != "KEYS_CONTIGUOUS",
+            dim_parts=2 if head_dim > 128 else 1, dkey=True, dvalue=True, dbias=i % 2 == 0, **options))
+    found += [configs.BackwardSumConfig("__half", 33, False, False, True, True, True),
+              configs.BackwardSumConfig("__nv_bfloat16", 128, True, True, True, False, False),
+              configs.ScoreBackwardConfig("__nv_bfloat16", "float", 128, 8, 8),
+              configs.ScoreBackwardConfig("float", "__half", 33, 20, 8)]
     return found
 
 
 @needs_compiler
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_kernel_compiles_without_large_spills(arch):
-    for config in specialisations(ARCHITECTURES[arch]):
+    for config in specialisations(ARCHITECTURES[arch], every=arch in ("sm_80", "sm_90a")):
         compiled = jit.compile(config, arch)
         assert 0 < compiled.registers <= 255, config
-        assert compiled.spill_bytes <= 256, f"{config} spills {compiled.spill_bytes} bytes on {arch}"
+        allowed = 600 if config.source == "backward_key.cu" else 256  # two accumulators of all of D
+        assert compiled.spill_bytes <= allowed, f"{config} spills {compiled.spill_bytes} bytes on {arch}"
         assert compiled.path.read_bytes()[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize("limit", sorted(set(ARCHITECTURES.values())))
 def test_tiles_fit_into_shared_memory(limit):
+    rest = ("KEYS_LISTED", False, True, False)
     for head_dim in range(1, 257):
         for heads in (1, 2, 3, 4):
-            shape = configs.tile_shape(head_dim, limit * 1024)
-            config = configs.ForwardConfig("__half", head_dim, True, heads, *shape, "KEYS_LISTED", False, True, False)
-            assert config.shared_bytes <= limit * 1024
-            assert config.queries >= 16
+            for kind, shape in ((configs.ForwardConfig, configs.tile_shape(head_dim, limit * 1024)),
+                                (configs.ForwardConfig, configs.tile_shape(head_dim, limit * 1024, few=True)),
+                                (configs.BackwardQueryConfig, configs.backward_query_tile(head_dim, limit * 1024))):
+                config = kind("__half", head_dim, True, heads, *shape, *rest)
+                assert config.shared_bytes <= limit * 1024
+                assert config.queries >= 8 and shape.block_m % (16 * shape.warps) == 0
+        tile = configs.backward_key_tile(head_dim, limit * 1024)
+        key = configs.BackwardKeyConfig("__half", head_dim, True, *tile, "KEYS_LISTED", True, *rest[1:], 1, True, True,
+                                        True)
+        assert key.shared_bytes <= limit * 1024 and tile.block_n == 16 * tile.warps
 
 
 @needs_compiler
@@ -135,8 +155,9 @@ def test_the_params_struct_is_read_from_the_source(monkeypatch):
         params.pack(a=1)
 
 
-@pytest.mark.parametrize(("source", "name"), [("forward.cu", "ForwardParams"), ("select.cu", "SelectParams"),
-                                              ("lists.cu", "ListParams"), ("scores.cu", "ScoreParams")])
+@pytest.mark.parametrize(("source", "name"), [("params.cuh", "AttentionParams"), ("select.cu", "SelectParams"),
+                                              ("lists.cu", "ListParams"), ("scores.cu", "ScoreParams"),
+                                              ("scores_backward.cu", "ScoreBackwardParams")])
 def test_every_params_struct_can_be_read(source, name):
     params = jit.Params(source, name)
     assert len(set(params.names)) == len(params.names) > 5

@@ -57,6 +57,48 @@ def test_attention_is_what_torch_computes(rng, causal):
     np.testing.assert_allclose(lse, torch.logsumexp(logits, -1).numpy(), rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize(("bias_shape", "mask_shape", "softcap"), [
+    ((2, 2, 6), (2, 2, 5, 6), 0.0), ((1, 1, 6), (1, 4, 5, 6), 1.5), ((2, 4, 5, 1), (1, 1, 5, 1), 0.0),
+    ((1, 4, 5, 6), (2, 1, 5, 6), 0.7), ((1, 1, 1), (2, 4, 5, 6), 0.0)])
+def test_gradients_are_finite_differences(rng, bias_shape, mask_shape, softcap):
+    shapes = {"query": (2, 5, 4, 3), "key": (2, 6, 2, 3), "value": (2, 6, 2, 3), "bias": bias_shape}
+    x = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    options = {"dense_mask": rng.random(mask_shape) < 0.6, "causal": True, "scale": 0.8, "softcap": softcap}
+    dout, dlse = rng.standard_normal((2, 5, 4, 3)), rng.standard_normal((2, 4, 5))
+
+    def loss():
+        out, lse = reference.attention(**x, **options)
+        return (out * dout).sum() + (np.where(np.isfinite(lse), lse, 0) * dlse).sum()
+
+    found = reference.attention_gradients(dout, **x, **options, dlse=dlse)
+    for gradient, name in zip(found, shapes):
+        np.testing.assert_allclose(gradient, _differences(loss, x[name]), rtol=0, atol=1e-8)
+    terms = reference.attention_gradient_terms(dout, **x, **options, dlse=dlse)
+    assert all(np.abs(gradient).max() <= term for gradient, term in zip(found, terms))
+
+
+@pytest.mark.parametrize("form", ["exp", "linear"])
+def test_score_gradients_are_finite_differences(rng, form):
+    x = {name: rng.standard_normal(shape) for name, shape in (("value", (2, 4, 2, 3)), ("dt_proj", (2, 6)), ("A", 2),
+                                                              ("dt_bias", 2))}
+    dscores = rng.standard_normal((2, 2, 4))
+    found = reference.key_scores_gradients(dscores, **x, form=form)
+    for gradient, array in zip(found, x.values()):
+        expected = _differences(lambda: (reference.key_scores(**x, form=form) * dscores).sum(), array)
+        np.testing.assert_allclose(gradient, expected, rtol=1e-7, atol=1e-7)
+
+
+def _differences(loss, array, step=1e-5) -> np.ndarray:
+    """Central differences of ``loss()`` in every element of ``array``."""
+    found = np.zeros(array.shape)
+    for at in np.ndindex(array.shape):
+        kept = array[at]
+        above, below = (array.__setitem__(at, kept + sign * step) or loss() for sign in (1, -1))
+        array[at] = kept
+        found[at] = (above - below) / (2 * step)
+    return found
+
+
 def test_the_plain_computation_errs_by_rounding(rng):
     q, k, v = (rng.standard_normal((1, 40, 1, 32)).astype(np.float16) for _ in range(3))
     ref, plain = reference.attention(q, k, v)[0], reference.same_precision_attention(q, k, v)[0]

@@ -6,7 +6,7 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
-from cupy_dma.backends import numpy as numpy_backend
+from cupy_dma.backends.numpy import scores as numpy_scores
 from tests import reference
 
 
@@ -50,7 +50,7 @@ def test_strides(rng):
 def test_many_blocks(rng, monkeypatch):
     value, dt_proj, A, _ = draw(rng)
     whole = dma.key_scores(value, dt_proj, A)
-    monkeypatch.setattr(numpy_backend, "SCORE_CHUNK", 7)
+    monkeypatch.setattr(numpy_scores, "SCORE_CHUNK", 7)
     np.testing.assert_allclose(dma.key_scores(value, dt_proj, A), whole, 1e-6)
 
 

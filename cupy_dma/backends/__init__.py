@@ -1,11 +1,17 @@
 """The choice of a backend.
 
-A backend is a module with four functions:
+A backend is a module with these functions:
 
 - ``unavailable() -> str | None``: why it cannot run here;
 - ``key_scores(value, dt_proj, A, dt_bias, form) -> array``: SPEC section 2, float32 ``(B, Hkv, Lk)``;
 - ``prefix_stop(scores, window, padding, document) -> array``: ``stop_j`` of SPEC section 3, int32 ``(B, Hkv, Lk)``;
-- ``attention(call) -> (out, lse)``: SPEC section 5.
+- ``attention(call) -> (out, lse)``: SPEC section 5;
+- ``attention_backward(call) -> (dquery, dkey, dvalue, dbias)``: SPEC section 6, of an ``AttentionBackwardCall``; None
+  for what ``call.needs`` leaves out. ``dbias`` has the four axes of the call's bias Operand and its type;
+- ``key_scores_backward(dscores, value, dt_proj, A, dt_bias, form, needs, dvalue=None) -> (dvalue, ddt_proj, dA,
+  ddt_bias)``: of ``dscores`` float32 ``(B, Hkv, Lk)`` (float64 for float64), contiguous; each of its argument's shape
+  and type, None for what ``needs`` leaves out. A given ``dvalue``, the attention's own gradient of ``value``, is added
+  before the rounding (needs holds "value" then).
 
 They take ``Operand`` that have passed all checks and return arrays of the library of their first argument. CUDA arrays
 go to ``cuda``, CPU arrays to ``numpy``. ``register`` adds a backend from outside of the package; in a checkout

@@ -13,8 +13,10 @@ from typing import Any
 
 from cupy_dma import backends
 from cupy_dma.arrays import Operand, numpy_dtype
+from cupy_dma.backends.cuda.backward import attention_backward as _attention_backward
 from cupy_dma.backends.cuda.forward import attention as _attention
 from cupy_dma.backends.cuda.scores import key_scores as _key_scores
+from cupy_dma.backends.cuda.scores import key_scores_backward as _key_scores_backward
 from cupy_dma.backends.cuda.selection import prefix_stop as _prefix_stop
 from cupy_dma.masks import IntervalMask
 from tests.emulator import build
@@ -42,11 +44,20 @@ class Backend:
     def attention(self, call: Any) -> Any:
         return self._run(_attention, (call,), ("out", "lse"))
 
-    def _run(self, function: Any, arguments: tuple, names: tuple[str, ...]) -> Any:
+    def attention_backward(self, call: Any) -> Any:
+        return self._run(_attention_backward, (call,), ("dquery", "dkey", "dvalue", "dbias"))
+
+    def key_scores_backward(self, *arguments: Any, **more: Any) -> Any:
+        return self._run(_key_scores_backward, arguments, ("dvalue", "ddt_proj", "dA", "ddt_bias"), more)
+
+    def _run(self, function: Any, arguments: tuple, names: tuple[str, ...], more: dict[str, Any] | None = None) -> Any:
         with self.runtime.memory.session() as session:
-            results = function(self.runtime, *(_announced(argument, session) for argument in arguments))
+            more = {name: _announced(argument, session) for name, argument in (more or {}).items()}
+            results = function(self.runtime, *(_announced(argument, session) for argument in arguments), **more)
             if self.runtime.build == "watched":
                 for result, name in zip(results if len(names) > 1 else (results,), names):
+                    if result is None:
+                        continue
                     operand = _describe(result, name)
                     session.check_written(operand.pointer, name, numpy_dtype(operand.dtype).itemsize)
             return results

@@ -51,9 +51,11 @@ class Session:
         return region
 
     # ---- arrays made by the host code ----
-    def made(self, array: Any, pointer: int, size: int, name: str) -> None:
+    def made(self, array: Any, pointer: int, size: int, name: str, initialised: bool = False) -> None:
         driver = build.driver()
         region = driver.add_region(pointer, size, name, True, None)
+        if initialised:
+            driver.initialise_region(region)
         self._made.append(region)
         self._results[pointer] = region
         weakref.finalize(array, driver.remove_region, region)
@@ -93,6 +95,13 @@ class WatchedLibrary:
             memory = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * size).from_address(self.pointer(array)))
             memory[:] = 0xff if "float" in dtype else 0xab
             self._session.made(array, self.pointer(array), size, f"an array {shape} {dtype}")
+        return array
+
+    def full(self, shape: tuple[int, ...], value: Any, dtype: str, device: Any) -> Any:
+        array = self._inner.full(shape, value, dtype, device)
+        size = int(np.prod(shape)) * numpy_dtype(dtype).itemsize
+        if size:
+            self._session.made(array, self.pointer(array), size, f"an array {shape} {dtype}", initialised=True)
         return array
 
     def describe(self, array: Any, name: str) -> Operand:

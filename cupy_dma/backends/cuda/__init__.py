@@ -3,10 +3,12 @@
 Work runs on the caller's current stream, memory comes from the caller's library, and nothing synchronizes. The modules
 of this package prepare and launch; they reach the device through a ``Runtime`` only.
 
-    scores.py      key scores                    kernels/scores.cu
+    scores.py      key scores and gradient       kernels/scores.cu scores_backward.cu
     selection.py   prefix top-w                  kernels/select.cu
     lists.py       key lists of interval masks   kernels/lists.cu
     forward.py     attention over key lists      kernels/forward.cu
+    backward.py    its gradients                 kernels/backward_{query,key,sum}.cu
+    problem.py     a call as both of them see it
     configs.py     what each kernel can be specialised in, and tile shapes
     warmup.py      kernels to compile ahead
 """
@@ -15,18 +17,23 @@ from __future__ import annotations
 from functools import cache, partial
 
 from cupy_dma import jit
+from cupy_dma.backends.cuda.backward import attention_backward as _attention_backward
 from cupy_dma.backends.cuda.forward import attention as _attention
 from cupy_dma.backends.cuda.runtime import CudaRuntime
 from cupy_dma.backends.cuda.scores import key_scores as _key_scores
+from cupy_dma.backends.cuda.scores import key_scores_backward as _key_scores_backward
 from cupy_dma.backends.cuda.selection import prefix_stop as _prefix_stop
 from cupy_dma.backends.cuda.warmup import warmup_jobs
 
-__all__ = ["attention", "key_scores", "prefix_stop", "unavailable", "warmup_jobs"]
+__all__ = ["attention", "attention_backward", "key_scores", "key_scores_backward", "prefix_stop", "unavailable",
+           "warmup_jobs"]
 
 runtime = CudaRuntime()
 attention = partial(_attention, runtime)
 key_scores = partial(_key_scores, runtime)
 prefix_stop = partial(_prefix_stop, runtime)
+attention_backward = partial(_attention_backward, runtime)
+key_scores_backward = partial(_key_scores_backward, runtime)
 
 
 @cache

@@ -46,35 +46,98 @@ def _tile_capacity(mask: IntervalMask, queries: int) -> int:
     return capacity if capacity < mask.key_length else 0
 
 
-def _build(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int, block_n: int, causal: bool,
-           stream: int) -> KeyLists:
-    place, device, length = mask.library, mask.device, mask.key_length
-    batch, heads, _ = mask.shape
-    rows, chunks, tiles = batch * heads, blocks(length, LIST_CHUNK), blocks(query_length, queries)
-    capacity = _tile_capacity(mask, queries)
-    summary_blocks = 0 if capacity else blocks(length, block_n)
-    sizes = {"chunk_info": 4 * rows * chunks, "summaries": 4 * rows * summary_blocks, "interval": 2 * rows * length,
-             "seen": rows * length, "seen_count": rows, "list": rows * tiles * capacity,
-             "list_lengths": 2 * rows * tiles}  # in int32
-    workspace = place.empty((sum(sizes.values()) + 4 * len(sizes),), "int32", device)
-    at = place.pointer(workspace)
-    where = {}
-    for name, size in sizes.items():
-        where[name] = at
-        at += 16 * blocks(size, 4)
+@dataclass(frozen=True, slots=True)
+class SuperLists:
+    """Keys of each super-tile of consecutive queries, for the gradients of keys and values. Addresses as above."""
+
+    supers: int
+    queries: int  # of a super-tile
+    capacity: int  # entries of a list, a multiple of block_n
+    fields: dict[str, int]  # what the kernels' parameters call the addresses
+    workspace: Any
+
+
+def super_lists(runtime: Runtime, mask: IntervalMask, query_length: int, block_n: int, causal: bool,
+                stream: int) -> SuperLists | None:
+    """The super-tile lists of a mask, kept on it per stream; None for a mask that needs none (see ``_tile_capacity``).
+
+    A super-tile has as many queries as a query sees keys: measured best, and what bounds the partial sums' memory.
+    """
+    if mask._bound is None:
+        return None
+    queries = max(256, blocks(mask._bound[0], 64) * 64)
+    capacity = blocks(_tile_capacity(mask, queries), block_n) * block_n
+    if not capacity or queries >= query_length:
+        return None
+    identity = ("super", query_length, queries, block_n, causal, stream)
+    lists = mask._cache.get(identity)
+    if lists is None:
+        lists = mask._cache[identity] = _build_supers(runtime, mask, query_length, queries, capacity, causal, stream)
+    return lists
+
+
+class _Workspace:
+    """One allocation for several arrays of int32, each on 16 bytes."""
+
+    def __init__(self, mask: IntervalMask, sizes: dict[str, int]):
+        self.array = mask.library.empty((sum(sizes.values()) + 4 * len(sizes),), "int32", mask.device)
+        self.addresses = {}
+        at = mask.library.pointer(self.array)
+        for name, size in sizes.items():
+            self.addresses[name] = at
+            at += 16 * blocks(size, 4)
+
+
+_UNUSED = {name: 0 for name in ("chunk_info", "seen", "interval", "seen_count", "list", "list_lengths", "summaries",
+                                "span_sum", "span_offset", "super_list", "super_lengths", "places", "queries", "tiles",
+                                "capacity", "summary_blocks", "super_queries", "supers", "super_capacity")}
+
+
+def _launch(runtime: Runtime, mask: IntervalMask, query_length: int, config: ListConfig, stream: int,
+            grids: dict[str, int], **fields: int) -> None:
     start, stop = mask._start, mask._stop
+    length = mask.key_length
+    chunks = blocks(length, LIST_CHUNK)
+    rows = mask.shape[0] * mask.shape[1]
     params = jit.params("lists.cu", "ListParams").pack(
         start=start.pointer, stop=stop.pointer, start_batch=start.strides[0], start_head=start.strides[1],
-        stop_batch=stop.strides[0], stop_head=stop.strides[1], heads=heads, key_length=length,
-        query_length=query_length, chunks=chunks, queries=queries, tiles=tiles, capacity=capacity,
-        summary_blocks=summary_blocks, **where)
-    grids = {"count_seen": rows * chunks, "compact_seen": rows * chunks}
+        stop_batch=stop.strides[0], stop_head=stop.strides[1], heads=mask.shape[1], key_length=length,
+        query_length=query_length, chunks=chunks, **{**_UNUSED, **fields})
+    for entry, grid in {"count_seen": rows * chunks, "compact_seen": rows * chunks, **grids}.items():
+        runtime.load(config, entry, mask.device.index).launch(grid, LIST_THREADS, params, stream)
+
+
+def _compacted(mask: IntervalMask) -> dict[str, int]:
+    """Sizes of what count_seen and compact_seen write."""
+    rows, length = mask.shape[0] * mask.shape[1], mask.key_length
+    return {"chunk_info": 4 * rows * blocks(length, LIST_CHUNK), "interval": 2 * rows * length, "seen": rows * length,
+            "seen_count": rows}
+
+
+def _build(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int, block_n: int, causal: bool,
+           stream: int) -> KeyLists:
+    rows, tiles = mask.shape[0] * mask.shape[1], blocks(query_length, queries)
+    capacity = _tile_capacity(mask, queries)
+    summary_blocks = 0 if capacity else blocks(mask.key_length, block_n)
+    space = _Workspace(mask, {**_compacted(mask), "summaries": 4 * rows * summary_blocks,
+                              "list": rows * tiles * capacity, "list_lengths": 2 * rows * tiles})
+    last = {"tile_lists": rows * blocks(tiles, LIST_TILES)} if capacity else {
+        "summarize": rows * blocks(summary_blocks, LIST_WARPS)}
+    _launch(runtime, mask, query_length, ListConfig(causal, block_n), stream, last, queries=queries, tiles=tiles,
+            capacity=capacity, summary_blocks=summary_blocks, **space.addresses)
+    at = space.addresses
     if capacity:
-        grids["tile_lists"] = rows * blocks(tiles, LIST_TILES)
-    else:
-        grids["summarize"] = rows * blocks(summary_blocks, LIST_WARPS)
-    for entry, grid in grids.items():
-        runtime.load(ListConfig(causal, block_n), entry, device.index).launch(grid, LIST_THREADS, params, stream)
-    if capacity:
-        return KeyLists("KEYS_LISTED", capacity, where["list"], where["list_lengths"], 0, workspace)
-    return KeyLists("KEYS_SHARED", 0, where["seen"], where["seen_count"], where["summaries"], workspace)
+        return KeyLists("KEYS_LISTED", capacity, at["list"], at["list_lengths"], 0, space.array)
+    return KeyLists("KEYS_SHARED", 0, at["seen"], at["seen_count"], at["summaries"], space.array)
+
+
+def _build_supers(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int, capacity: int, causal: bool,
+                  stream: int) -> SuperLists:
+    rows, supers = mask.shape[0] * mask.shape[1], blocks(query_length, queries)
+    space = _Workspace(mask, {**_compacted(mask), "span_sum": rows * blocks(mask.key_length, LIST_CHUNK),
+                              "span_offset": rows * mask.key_length, "super_list": rows * supers * capacity,
+                              "super_lengths": rows * supers, "places": rows * supers * capacity})
+    _launch(runtime, mask, query_length, ListConfig(causal, block_n=64), stream, {"super_lists": rows * supers},
+            super_queries=queries, supers=supers, super_capacity=capacity, **space.addresses)
+    kept = ("seen", "seen_count", "span_offset", "super_list", "super_lengths", "places")
+    return SuperLists(supers, queries, capacity, {name: space.addresses[name] for name in kept}, space.array)

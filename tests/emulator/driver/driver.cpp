@@ -140,6 +140,13 @@ void remove_region(int id) {
     if (r != m.regions.end()) m.regions.erase(r);
 }
 
+// The host has written all of it.
+void initialise_region(int id) {
+    const auto r = find_region(id);
+    if (r != m.regions.end())
+        for (Cell& cell : (*r)->cells) cell.initialised = true;
+}
+
 // From now on read-only: what was written can be read.
 void freeze_region(int id) {
     const auto found = find_region(id);
@@ -268,6 +275,7 @@ PYBIND11_MODULE(DRIVER_NAME, module) {
     module.def("launch", &launch);
     module.def("add_region", &add_region);
     module.def("remove_region", &remove_region);
+    module.def("initialise_region", &initialise_region);
     module.def("freeze_region", &freeze_region);
     module.def("written", &written);
     module.def("accesses", [] { return m.accesses; });

@@ -1,0 +1,163 @@
+"""Gradients of the attention on the device (SPEC section 6): two passes, no atomics, the same bits on every run.
+
+1. ``row_delta``: ``delta_i = dout_i . out_i - dlse_i``.
+2. ``backward_query``: dq, query-major, over the same key lists as the forward.
+3. ``backward_key``: dk, dv and the bias gradient, key-stationary. Where few keys meet a tile, the keys of each
+   super-tile of queries are gathered and their sums kept in float32, which ``sum_partials`` adds in order; else keys in
+   their own order look at every query that may see them.
+"""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cupy_dma.arrays import Operand
+from cupy_dma.backends.cuda.configs import (
+    ELEMENTS,
+    SUM_THREADS,
+    SUM_WARPS,
+    BackwardKeyConfig,
+    BackwardQueryConfig,
+    BackwardSumConfig,
+    KeyTile,
+    backward_key_tile,
+    backward_query_tile,
+    blocks,
+)
+from cupy_dma.backends.cuda.forward import load_kernel
+from cupy_dma.backends.cuda.lists import SuperLists, key_lists, super_lists
+from cupy_dma.backends.cuda.problem import Problem, rows_aligned
+from cupy_dma.backends.cuda.runtime import LoadedKernel, Runtime
+
+if TYPE_CHECKING:
+    from cupy_dma.calls import AttentionBackwardCall
+
+
+def attention_backward(runtime: Runtime, call: AttentionBackwardCall) -> tuple[Any, Any, Any, Any]:
+    """Gradients of query, key, value and bias (4-D, its given shape and type); None for what is not needed."""
+    return _Backward(runtime, call).run()
+
+
+class _Backward:
+    """One call: what its launches share."""
+
+    def __init__(self, runtime: Runtime, call: AttentionBackwardCall):
+        self.runtime, self.call, self.problem = runtime, call, Problem(call.forward)
+        self.query, self.key = call.forward.query, call.forward.key
+        self.place, self.device = self.query.library, self.query.device
+        self.stream = self.place.stream(self.device)
+        self.vector = self.problem.vector and rows_aligned(call.dout, call.out)
+        self.wanted = tuple(name in call.needs for name in ("key", "value", "bias"))
+        self.supers: SuperLists | None = None
+
+    def run(self) -> tuple[Any, Any, Any, Any]:
+        call, place = self.call, self.place
+        batch, query_length, heads, _ = self.query.shape
+        key_length = self.key.shape[1]
+        some = batch and query_length and key_length
+        with self.runtime.on(self.device):
+            if some and any(self.wanted):
+                self.supers = self._super_lists()
+
+            def result(name: str, operand: Operand) -> Any:
+                if name not in call.needs:
+                    return None
+                if some and (name == "query" or self.supers is None):  # every element is written
+                    return place.empty(operand.shape, operand.dtype, self.device)
+                return place.full(operand.shape, 0.0, operand.dtype, self.device)
+
+            grads = {name: result(name, operand) for name, operand in (
+                ("query", self.query), ("key", self.key), ("value", call.forward.value))}
+            dbias = None
+            if "bias" in call.needs:
+                dbias = place.full((batch, heads, key_length), 0.0, "float32", self.device)
+            if some:
+                self._launch({**{f"d{name}": grad for name, grad in grads.items()}, "dbias": dbias})
+            if call.forward.bias is not None and dbias is not None:
+                dbias = _reduced(dbias, call.forward.bias)
+        return grads["query"], grads["key"], grads["value"], dbias
+
+    def _load(self, config: Any, entry: str, *fields: Any) -> LoadedKernel:
+        return load_kernel(self.runtime, config, entry, self.device.index, ELEMENTS[self.query.dtype],
+                           self.query.shape[3], self.vector, *fields)
+
+    def _launch(self, results: dict[str, Any]) -> None:
+        call, dout, out = self.call, self.call.dout, self.call.out
+        batch, query_length, heads, _ = self.query.shape
+        delta = self.place.empty((batch, heads, query_length), "float32", self.device)
+        fields = {
+            "lse": call.lse.pointer, "delta": self.place.pointer(delta), "dlse": call.dlse.pointer if call.dlse else 0,
+            "dout": dout.pointer, "dout_batch": dout.strides[0], "dout_row": dout.strides[1],
+            "dout_head": dout.strides[2], "out": out.pointer, "out_batch": out.strides[0], "out_row": out.strides[1],
+            "out_head": out.strides[2],
+            **{name: self.place.pointer(array) for name, array in results.items() if array is not None}}
+        self._load(BackwardSumConfig, "row_delta", self.problem.causal, *self.wanted).launch(
+            blocks(batch * query_length * heads, SUM_WARPS), SUM_THREADS, self.problem.pack(None, **fields),
+            self.stream)
+        if "query" in call.needs:
+            self._query_gradient(fields)
+        if any(self.wanted):
+            self._key_gradients(fields)
+
+    def _query_gradient(self, fields: dict[str, Any]) -> None:
+        problem = self.problem
+        batch, query_length, heads, head_dim = self.query.shape
+        tile = backward_query_tile(head_dim, self.runtime.shared_memory_limit(self.device.index))
+        queries = tile.block_m // problem.tile_heads
+        tiles = blocks(query_length, queries)
+        lists = None
+        if problem.mask is not None:
+            lists = key_lists(self.runtime, problem.mask, query_length, queries, tile.block_n, problem.causal,
+                              self.stream)
+        kernel = self._load(BackwardQueryConfig, "backward_query", problem.tile_heads, *tile,
+                            "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal,
+                            problem.bias is not None, self.call.forward.softcap > 0.0)
+        kernel.launch(tiles * (heads // problem.tile_heads) * batch, 32 * tile.warps,
+                      problem.pack(lists, tiles=tiles, **fields), self.stream)
+
+    def _key_tile(self) -> KeyTile:
+        return backward_key_tile(self.key.shape[3], self.runtime.shared_memory_limit(self.device.index))
+
+    def _super_lists(self) -> SuperLists | None:
+        problem = self.problem
+        if problem.mask is None or problem.by_head:
+            return None
+        return super_lists(self.runtime, problem.mask, self.query.shape[1], self._key_tile().block_n, problem.causal,
+                           self.stream)
+
+    def _key_gradients(self, fields: dict[str, Any]) -> None:
+        problem = self.problem
+        batch, key_length, kv_heads, head_dim = self.key.shape
+        rows, tile, supers = batch * kv_heads, self._key_tile(), self.supers
+        parts = 2 if head_dim > 128 else 1
+        kernel = self._load(BackwardKeyConfig, "backward_key", *tile,
+                            "KEYS_CONTIGUOUS" if supers is None else "KEYS_LISTED", problem.mask is not None,
+                            problem.causal, problem.bias is not None, self.call.forward.softcap > 0.0, parts,
+                            *self.wanted)
+        if supers is None:
+            kernel.launch(rows * blocks(key_length, tile.block_n) * parts, 32 * tile.warps,
+                          problem.pack(None, **fields), self.stream)
+            return
+        entries = rows * supers.supers * supers.capacity
+        sizes = dict(zip(("partial_key", "partial_value", "partial_bias"),
+                         (head_dim, head_dim, self.query.shape[2] // kv_heads)))
+        partials = {name: self.place.empty((entries * size,), "float32", self.device)
+                    for (name, size), wanted in zip(sizes.items(), self.wanted) if wanted}
+        params = problem.pack(None, **fields, **supers.fields, supers=supers.supers, super_capacity=supers.capacity,
+                              super_queries=supers.queries,
+                              **{name: self.place.pointer(array) for name, array in partials.items()})
+        kernel.launch(rows * supers.supers * (supers.capacity // tile.block_n) * parts, 32 * tile.warps, params,
+                      self.stream)
+        self._load(BackwardSumConfig, "sum_partials", problem.causal, *self.wanted).launch(
+            rows * blocks(key_length, SUM_WARPS), SUM_THREADS, params, self.stream)
+
+
+def _reduced(dbias: Any, bias: Operand) -> Any:
+    """float32 (B, H, Lk) summed over the axes along which the bias broadcasts, rounded once to its type."""
+    batch, heads, length = dbias.shape
+    if bias.shape[1] != heads:
+        dbias = dbias.reshape(batch, bias.shape[1], heads // bias.shape[1], length).sum(2)
+    if bias.shape[0] != batch:
+        dbias = dbias.sum(0)[None]
+    if bias.shape[3] != length:
+        dbias = dbias.sum(2)
+    return bias.library.astype(dbias.reshape(bias.shape), bias.dtype)

@@ -1,0 +1,102 @@
+"""Gradients of attention over the same gathered keys (SPEC section 6; formulas in ``cupy_dma.backward``).
+
+Tile by tile: the probabilities of a chunk of keys come back from ``lse``, and every gradient takes its share. What a
+tile adds to keys, values and bias goes to float32 (float64) arrays of their full size, rounded once at the end.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupy_dma.backends.numpy.host import host, rounded, widened
+from cupy_dma.backends.numpy.tiles import Row, Tile, chunks, entry, logits, rows_of, weighted_sum
+from cupy_dma.calls import AttentionBackwardCall
+
+
+def attention_backward(call: AttentionBackwardCall) -> tuple[Any, Any, Any, Any]:
+    """``(dquery, dkey, dvalue, dbias)``, None for what is not in ``call.needs``; see ``cupy_dma.backends``."""
+    forward = call.forward
+    arguments = {"query": forward.query, "key": forward.key, "value": forward.value, "bias": forward.bias}
+    with np.errstate(all="ignore"):
+        sums = _Sums(call)
+        for row in rows_of(forward):
+            for tile in row.tiles:
+                sums.add(row, tile)
+        dq, dk, dv, dbias = (rounded(sums.found[name], operand) if name in call.needs and operand is not None else None
+                             for name, operand in arguments.items())
+    return dq, dk, dv, dbias
+
+
+class _Sums:
+    """The gradients while they grow."""
+
+    def __init__(self, call: AttentionBackwardCall):
+        forward = call.forward
+        self.call, self.kind = call, widened(forward.query.dtype).type
+        self.query, self.dout, self.out, self.lse = (host(x) for x in (forward.query, call.dout, call.out, call.lse))
+        self.dlse = None if call.dlse is None else host(call.dlse)
+        self.bias = None if forward.bias is None else host(forward.bias)
+        shapes = {"query": forward.query.shape, "key": forward.key.shape, "value": forward.value.shape,
+                  "bias": () if forward.bias is None else forward.bias.shape}
+        self.found = {name: np.zeros(shapes[name], self.kind) for name in call.needs}
+
+    def add(self, row: Row, tile: Tile) -> None:
+        """What the queries of one tile contribute."""
+        call, kind, found, b = self.call.forward, self.kind, self.found, row.batch
+        here, there = (b, slice(tile.begin, tile.end), row.heads), (b, row.heads, slice(tile.begin, tile.end))
+        lse = self.lse[there]
+        alive = (lse != -np.inf)[..., None]  # a row that sees nothing takes part in nothing, whatever it holds
+        q, do, out = (np.where(alive, np.moveaxis(x[here], 1, 0).astype(kind), kind(0))
+                      for x in (self.query, self.dout, self.out))
+        shift = np.where(alive, lse[..., None], kind(0))
+        delta = (do * out).sum(axis=2, keepdims=True)
+        if self.dlse is not None:
+            delta = np.where(alive, delta - self.dlse[there][..., None], kind(0))
+        q *= kind(call.scale)
+        dq = np.zeros(q.shape, kind)
+        bias = None if self.bias is None else entry(self.bias, row, call)
+        spoiled_q, spoiled_do = (~np.isfinite(x).all(axis=2).reshape(-1) for x in (q, do))
+        for keys, whole in chunks(tile):
+            s, visible, bent = logits(q, row, tile, keys, whole, bias, call.softcap)
+            p = np.exp(s - shift)
+            if visible is not None:
+                p = np.where(visible, p, kind(0))  # lse may be NaN
+            if "value" in found:
+                found["value"][b, keys, row.group] += _transposed_sum(p, do, spoiled_do, visible)
+            if found.keys() == {"value"}:
+                continue
+            dp = (do.reshape(-1, do.shape[2]) @ row.keys.v[keys].T).reshape(p.shape)
+            ds = p * (dp - delta)
+            ds = np.where(alive if visible is None else alive & visible, ds, kind(0))
+            if "bias" in found:
+                _add_bias(entry(found["bias"], row, call), ds, tile, keys)
+            if bent is not None:
+                ds = np.where(ds == 0, kind(0), ds * (1 - bent * bent))  # an invisible logit may be NaN
+            if "query" in found:
+                dq += weighted_sum(ds, row.keys.k[keys], row.keys.spoiled_k[keys], visible)
+            if "key" in found:
+                found["key"][b, keys, row.group] += _transposed_sum(ds, q, spoiled_q, visible)
+        if "query" in found:
+            found["query"][here] = np.moveaxis(dq, 0, 1) * kind(call.scale)
+
+
+def _transposed_sum(weights: np.ndarray, rows: np.ndarray, spoiled: np.ndarray,
+                    visible: np.ndarray | None) -> np.ndarray:
+    """``(keys, D)``: the sum over heads and queries of ``weights (heads, queries, keys)`` times ``rows (..., D)``."""
+    flat = weights.reshape(-1, weights.shape[2]).T
+    sees = None if visible is None or not spoiled.any() else np.tile(visible, (weights.shape[0], 1)).T
+    return weighted_sum(flat[None], rows.reshape(-1, rows.shape[2]), spoiled, sees)[0]
+
+
+def _add_bias(target: np.ndarray, ds: np.ndarray, tile: Tile, keys: np.ndarray) -> None:
+    """Add ``ds (heads, queries, keys)`` to a bias row ``(1|Lq, 1|Lk)`` that these heads share."""
+    added = ds.sum(axis=0)
+    if target.shape[0] == 1:
+        added = added.sum(axis=0, keepdims=True)
+    else:
+        target = target[tile.begin:tile.end]
+    if target.shape[1] == 1:
+        target += added.sum(axis=1, keepdims=True)
+    else:
+        target[:, keys] += added

@@ -1,0 +1,47 @@
+"""Attention over gathered keys with an online softmax (SPEC section 5)."""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupy_dma.arrays import numpy_dtype
+from cupy_dma.backends.numpy.host import deliver, host, widened
+from cupy_dma.backends.numpy.tiles import Row, Tile, chunks, entry, logits, rows_of, weighted_sum
+from cupy_dma.calls import AttentionCall
+
+
+def attention(call: AttentionCall) -> tuple[Any, Any]:
+    """``out (B, Lq, H, D)`` of query's type and ``lse (B, H, Lq)``; see ``cupy_dma.attention``."""
+    kind = widened(call.query.dtype)
+    query, bias = host(call.query), None if call.bias is None else host(call.bias)
+    out = np.zeros(call.query.shape, numpy_dtype(call.query.dtype))
+    lse = np.full((call.batch, call.heads, call.query_length), -np.inf, kind)
+    with np.errstate(all="ignore"):
+        for row in rows_of(call):
+            added = None if bias is None else entry(bias, row, call)
+            for tile in row.tiles:
+                here = row.batch, slice(tile.begin, tile.end), row.heads
+                q = np.moveaxis(query[here], 1, 0).astype(kind) * kind.type(call.scale)
+                o, lse[row.batch, row.heads, tile.begin:tile.end] = _attend(q, row, tile, added, call.softcap)
+                out[here] = np.moveaxis(o, 0, 1)
+    return deliver(out, call.query), deliver(lse, call.query)
+
+
+def _attend(q: np.ndarray, row: Row, tile: Tile, bias: np.ndarray | None,
+            softcap: float) -> tuple[np.ndarray, np.ndarray]:
+    """Online softmax of the scaled queries ``q (heads, queries, D)`` over the tile's keys -> out, lse."""
+    kind = q.dtype.type
+    m, total, out = np.full(q.shape[:2], -np.inf, kind), np.zeros(q.shape[:2], kind), np.zeros(q.shape, kind)
+    for keys, whole in chunks(tile):
+        s, visible, _ = logits(q, row, tile, keys, whole, bias, softcap)
+        m_new = np.maximum(m, s.max(axis=2))
+        shift = np.where(m_new == -np.inf, kind(0), m_new)
+        p = np.exp(s - shift[..., None])
+        shrink = np.exp(m - shift)
+        total = total * shrink + p.sum(axis=2)
+        out = out * shrink[..., None] + weighted_sum(p, row.keys.v[keys], row.keys.spoiled_v[keys], visible)
+        m = m_new
+    seen = total != 0  # a sum of NaN is "seen": NaN stays NaN
+    out = np.where(seen[..., None], out / total[..., None], kind(0))
+    return out, np.where(seen, m + np.log(total), kind(-np.inf))

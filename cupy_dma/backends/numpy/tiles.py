@@ -1,0 +1,181 @@
+"""Queries in tiles, the keys that each tile sees, and their logits: one copy for forward and backward.
+
+Heads that share keys, mask and bias are rows of one matrix product, ``(heads, queries)`` of them.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from cupy_dma.backends.numpy.host import host, widened
+from cupy_dma.calls import AttentionCall
+from cupy_dma.masks import EVER, IntervalMask
+
+KEY_CHUNK = 2048  # keys per matrix product
+TILE_ROWS = 512  # about as many (query, head) rows per matrix product
+
+
+class Tile(NamedTuple):
+    """Consecutive queries ``begin <= i < end`` and the keys that some of them see."""
+
+    begin: int
+    end: int
+    full: np.ndarray  # keys that every query of the tile sees
+    partial: np.ndarray  # keys that some see
+    visible: Callable[[np.ndarray], np.ndarray]  # keys (n,) -> bool (queries, n)
+
+
+class Keys(NamedTuple):
+    """Keys and values of one (batch, kv head) in the type of the computation, and which rows hold NaN or infinity."""
+
+    k: np.ndarray  # (Lk, D)
+    v: np.ndarray  # (Lk, D)
+    spoiled_k: np.ndarray  # bool (Lk,)
+    spoiled_v: np.ndarray
+
+
+class Row(NamedTuple):
+    """Query heads that are computed together: they share keys, mask and bias."""
+
+    batch: int
+    group: int  # kv head
+    heads: slice
+    keys: Keys
+    tiles: Iterator[Tile]
+
+
+def rows_of(call: AttentionCall) -> Iterator[Row]:
+    """All (batch, query head) of a call."""
+    kind = widened(call.query.dtype)
+    key, value = host(call.key), host(call.value)
+    group = call.heads // call.kv_heads
+    shared = {1 if x is None else x.shape[1] for x in (call.mask, call.bias)} <= {1, call.kv_heads}
+    together = group if shared else 1
+    tiles_of = _TileMaker(call, min(max(TILE_ROWS // together, 32), 256))
+    for b in range(call.batch):
+        for g in range(call.kv_heads):
+            k, v = (np.ascontiguousarray(x[b, :, g], kind) for x in (key, value))
+            keys = Keys(k, v, *(~np.isfinite(x).all(axis=1) for x in (k, v)))
+            for h in range(g * group, (g + 1) * group, together):
+                yield Row(b, g, slice(h, h + together), keys, tiles_of(b, h))
+
+
+def entry(array: np.ndarray, row: Row, call: AttentionCall) -> np.ndarray:
+    """What belongs to these heads of something with axes (1|B, 1|Hkv|H, ...), as a view."""
+    return _row(array, row.batch, row.heads.start, call)
+
+
+def _row(array: np.ndarray, b: int, h: int, call: AttentionCall) -> np.ndarray:
+    """The entry of batch ``b`` and query head ``h`` of something with axes (1|B, 1|Hkv|H, ...)."""
+    heads = array.shape[1]
+    if heads != call.heads and heads > 1:
+        h //= call.heads // call.kv_heads
+    return array[b if array.shape[0] > 1 else 0, h if heads > 1 else 0]
+
+
+def logits(q: np.ndarray, row: Row, tile: Tile, keys: np.ndarray, whole: bool, bias: np.ndarray | None,
+           softcap: float) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+    """Logits of the scaled queries ``q (heads, queries, D)`` and these keys, -inf where a query does not see a key.
+
+    Also which pairs are visible, bool ``(queries, keys)``, None if all are; and ``tanh(x / softcap)``, None without
+    softcap.
+    """
+    kind = q.dtype.type
+    s, bent = (q.reshape(-1, q.shape[2]) @ row.keys.k[keys].T).reshape(*q.shape[:2], len(keys)), None
+    if softcap > 0:
+        bent = np.tanh(s / kind(softcap))
+        s = kind(softcap) * bent
+    if bias is not None:
+        part = bias if bias.shape[0] == 1 else bias[tile.begin:tile.end]
+        s += (part if bias.shape[1] == 1 else part[:, keys]).astype(kind)
+    visible = None if whole else tile.visible(keys)
+    if visible is not None:
+        s = np.where(visible, s, kind(-np.inf))
+    return s, visible, bent
+
+
+def weighted_sum(p: np.ndarray, v: np.ndarray, spoiled: np.ndarray, visible: np.ndarray | None) -> np.ndarray:
+    """``p (heads, queries, keys) @ v (keys, D)``; rows of ``v`` that are not finite reach only those who see them."""
+    if not spoiled.any():
+        return (p.reshape(-1, p.shape[2]) @ v).reshape(*p.shape[:2], -1)
+    clean = np.where(spoiled[:, None], 0, v).astype(v.dtype)
+    total = (p.reshape(-1, p.shape[2]) @ clean).reshape(*p.shape[:2], -1)
+    for t in np.flatnonzero(spoiled):
+        sees = slice(None) if visible is None else visible[:, t]
+        total[:, sees] += p[:, sees, t, None] * v[t]
+    return total
+
+
+def chunks(tile: Tile) -> Iterator[tuple[np.ndarray, bool]]:
+    for keys, whole in ((tile.full, True), (tile.partial, False)):
+        for begin in range(0, len(keys), KEY_CHUNK):
+            yield keys[begin:begin + KEY_CHUNK], whole
+
+
+class _TileMaker:
+    """Cuts the queries of one (batch, head) into tiles and finds the keys of each."""
+
+    def __init__(self, call: AttentionCall, step: int):
+        self.call, self.step = call, step
+        self.dense = self.runs = None
+        if isinstance(call.mask, IntervalMask):
+            mask = call.mask
+            self.runs = [np.broadcast_to(mask.library.to_numpy(run.array), mask.shape)
+                         for run in (mask._start, mask._stop)]
+        elif call.mask is not None:
+            self.dense = host(call.mask)
+
+    def __call__(self, b: int, h: int) -> Iterator[Tile]:
+        if self.dense is not None:
+            return self._from_dense(_row(self.dense, b, h, self.call))
+        return self._from_runs(b, h)
+
+    def _spans(self) -> Iterator[tuple[int, int]]:
+        for begin in range(0, self.call.query_length, self.step):
+            yield begin, min(begin + self.step, self.call.query_length)
+
+    def _from_runs(self, b: int, h: int) -> Iterator[Tile]:
+        call, n = self.call, self.call.key_length
+        offset = n - call.query_length
+        if self.runs is None:
+            start, stop = np.full(n, EVER, np.int64), np.full(n, n, np.int64)
+        else:
+            start, stop = (_row(run, b, h, call).astype(np.int64) for run in self.runs)
+        if call.causal:
+            start = np.maximum(start, np.arange(n))
+
+        # Keys enter in the order of their starts and leave at their stops: work follows what is visible.
+        ever = np.flatnonzero((start < stop) & (stop > offset))
+        entering = ever[np.argsort(start[ever], kind="stable")]
+        starts = start[entering]
+        active, entered = entering[:0], 0
+        for begin, end in self._spans():
+            first, last = begin + offset, end - 1 + offset
+            until = int(np.searchsorted(starts, last, side="right"))
+            active = np.concatenate((active, entering[entered:until]))
+            active, entered = active[stop[active] > first], until
+            full = (start[active] <= first) & (stop[active] > last)
+            position = np.arange(first, last + 1)[:, None]
+            visible = partial(_within, start, stop, position)
+            yield Tile(begin, end, active[full], active[~full], visible)
+
+    def _from_dense(self, dense: np.ndarray) -> Iterator[Tile]:
+        n = self.call.key_length
+        offset = n - self.call.query_length
+        for begin, end in self._spans():
+            seen = np.broadcast_to(dense if dense.shape[0] == 1 else dense[begin:end], (end - begin, n))
+            if self.call.causal:
+                seen = seen & (np.arange(n) <= np.arange(begin + offset, end + offset)[:, None])
+            some, every = seen.any(axis=0), seen.all(axis=0)
+            yield Tile(begin, end, np.flatnonzero(every), np.flatnonzero(some & ~every), partial(_columns, seen))
+
+
+def _within(start: np.ndarray, stop: np.ndarray, position: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    return (start[keys] <= position) & (position < stop[keys])
+
+
+def _columns(seen: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    return seen[:, keys]

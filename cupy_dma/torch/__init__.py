@@ -1,0 +1,12 @@
+"""torch: differentiable functions, the operators under them, and a module.
+
+    out = cupy_dma.torch.dynamic_mask_attention(query, key, value, scores, window=2048)     # or cupy_dma's own
+    layer = cupy_dma.torch.DynamicMaskAttention(kv_heads=8, head_dim=128, window=2048)      # scores learned
+
+Everything works in eager mode, under ``torch.compile(fullgraph=True)``, autocast and activation checkpointing, on CUDA
+and on CPU tensors. There are first derivatives only.
+"""
+from cupy_dma.torch.functions import attention, dynamic_mask_attention, key_scores
+from cupy_dma.torch.module import DynamicMaskAttention
+
+__all__ = ["DynamicMaskAttention", "attention", "dynamic_mask_attention", "key_scores"]

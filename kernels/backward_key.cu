@@ -1,0 +1,345 @@
+// Gradients of keys, values and key bias, key-stationary:
+//     dv_j = sum over i of p_ij dout_i,  dk_j = scale * sum over i of dx_ij q_i,  dbias_j = sum over i of ds_ij
+// with p, ds and dx as in backward_query.cu; i runs over the queries of all heads of the key's group.
+//
+// A block owns BLOCK_N keys of one kv head and walks over the queries that may see them, BLOCK_Q at a time. Its transposed
+// logits (key rows, query columns) come from the tensor cores in the layout of the next product's left operand, so
+// probabilities and their gradients stay in registers. A warp owns 16 keys: their dk, dv and dbias are in its registers.
+//   KEYS_CONTIGUOUS  keys in their own order, every query: dkey, dvalue, dbias are written directly (INTERVALS: with the
+//                    intervals of a mask, else CAUSAL or none)
+//   KEYS_LISTED      keys of the list of a super-tile of consecutive queries, which few keys outlive: sums over these queries
+//                    are written as rows of float32, which backward_sum.cu adds up in the order of the super-tiles
+// Every result has one writer and a fixed order of additions: the same bits on every run.
+//
+// Prelude: ELEMENT, HEAD_DIM, VECTOR, BLOCK_N, BLOCK_Q, WARPS, MIN_BLOCKS, KEYS, INTERVALS, CAUSAL, BIAS, SOFTCAP,
+// DIM_PARTS (head dims above 128: a block makes one part of the columns of dk and dv), DKEY, DVALUE, DBIAS (what is wanted).
+#include "arch.cuh"
+#include "mask.cuh"
+#include "params.cuh"
+#include "softmax.cuh"
+#include "tiles.cuh"
+
+constexpr int THREADS = WARPS * 32;
+constexpr int QUERY_FRAGMENTS = BLOCK_Q / 16;
+constexpr int DIM_FRAGMENTS = HEAD_DIM_PADDED / 16;
+constexpr int PART_FRAGMENTS = (DIM_FRAGMENTS + DIM_PARTS - 1) / DIM_PARTS;
+static_assert(BLOCK_N == WARPS * 16, "a warp owns 16 keys");
+
+struct Shared {
+    ELEMENT key[BLOCK_N * ROW_STRIDE];
+    ELEMENT value[BLOCK_N * ROW_STRIDE];
+    ELEMENT query[2][BLOCK_Q * ROW_STRIDE];
+    ELEMENT dout[2][BLOCK_Q * ROW_STRIDE];
+    float lse[3][BLOCK_Q], delta[3][BLOCK_Q];  // of the current, the next and the steps after
+    int index[BLOCK_N];
+    int start[BLOCK_N], stop[BLOCK_N];
+    float bias[BLOCK_N];
+};
+
+// What a block works on.
+struct KeyTile {
+    int batch, group;
+    int count;                     // keys it has
+    int first;                     // place of the first in the list, or its row
+    int first_query, end_query;    // queries that are looked at
+    int first_fragment;            // of the columns of dk and dv
+    const int* list;               // KEYS_LISTED: the super-tile's keys
+    long long partial;             // KEYS_LISTED: row of the first key's partial sums
+};
+
+__device__ __forceinline__ KeyTile find_key_tile(const AttentionParams& p) {
+    KeyTile t = {};
+    long long rest = blockIdx.x;
+    t.first_fragment = static_cast<int>(rest % DIM_PARTS) * PART_FRAGMENTS;
+    rest /= DIM_PARTS;
+#if KEYS == KEYS_LISTED
+    const int blocks = p.super_capacity / BLOCK_N;
+    t.first = static_cast<int>(rest % blocks) * BLOCK_N;
+    rest /= blocks;
+    const int super = static_cast<int>(rest % p.supers);
+    rest /= p.supers;
+#else
+    const int blocks = (p.key_length + BLOCK_N - 1) / BLOCK_N;
+    t.first = static_cast<int>(rest % blocks) * BLOCK_N;
+    rest /= blocks;
+#endif
+    t.group = static_cast<int>(rest % p.kv_heads);
+    t.batch = static_cast<int>(rest / p.kv_heads);
+#if KEYS == KEYS_LISTED
+    const long long mask_row = (long long)t.batch * p.mask_batch + t.group * p.mask_group;
+    const long long list = mask_row * p.supers + super;
+    t.list = p.super_list + list * p.super_capacity;
+    t.count = min(BLOCK_N, p.super_lengths[list] - t.first);
+    t.first_query = super * p.super_queries;
+    t.end_query = min(t.first_query + p.super_queries, p.query_length);
+    t.partial = (rest * p.supers + super) * p.super_capacity + t.first;
+#else
+    t.count = min(BLOCK_N, p.key_length - t.first);
+    t.end_query = p.query_length;
+#endif
+    return t;
+}
+
+// Key and value rows, once for a block.
+__device__ __forceinline__ void load_keys(Shared& shared, const AttentionParams& p, const KeyTile& t) {
+    if (threadIdx.x < BLOCK_N) {
+        const int place = t.first + threadIdx.x;
+#if KEYS == KEYS_LISTED
+        shared.index[threadIdx.x] = static_cast<int>(threadIdx.x) < t.count ? t.list[place] : 0;
+#else
+        shared.index[threadIdx.x] = min(place, p.key_length - 1);
+#endif
+    }
+    __syncthreads();  // indices are in place
+    const ELEMENT* keys = p.key + t.batch * p.key_batch + t.group * p.key_head;
+    const ELEMENT* values = p.value + t.batch * p.value_batch + t.group * p.value_head;
+    for_each_piece<BLOCK_N, THREADS>([&](int row, int piece) {
+        const long long key = shared.index[row];
+        copy_piece(shared.key + row * ROW_STRIDE, keys + key * p.key_row, piece, row < t.count);
+        copy_piece(shared.value + row * ROW_STRIDE, values + key * p.value_row, piece, row < t.count);
+    });
+}
+
+// Interval and bias of every key under one head.
+__device__ __forceinline__ void load_key_facts(Shared& shared, const AttentionParams& p, const KeyTile& t, int head) {
+    if (threadIdx.x >= BLOCK_N) return;
+    const bool exists = static_cast<int>(threadIdx.x) < t.count;
+    const int key = shared.index[threadIdx.x];
+    int start = CAUSAL ? key : INT_LOWEST, stop = NEVER;
+#if INTERVALS
+    const long long row = (long long)t.batch * p.mask_batch + t.group * p.mask_group + (long long)head * p.mask_head;
+    const long long mask_head = row % p.mask_heads, mask_batch = row / p.mask_heads;
+    start = max(start, p.start[mask_batch * p.start_batch + mask_head * p.start_head + key]);
+    stop = p.stop[mask_batch * p.stop_batch + mask_head * p.stop_head + key];
+#endif
+    shared.start[threadIdx.x] = exists ? start : NEVER;  // no such key: an empty run
+    shared.stop[threadIdx.x] = exists ? stop : INT_LOWEST;
+    float bias = 0.0f;
+#if BIAS
+    if (exists)
+        bias = p.bias[t.batch * p.bias_batch + t.group * p.bias_group + head * p.bias_head + key * p.bias_key] * LOG2_E;
+#endif
+    shared.bias[threadIdx.x] = bias;
+}
+
+// Queries that see any of the block's keys: begin <= query < end; those of [full_begin, full_end) see all of them.
+struct QueryRange {
+    int begin, end, full_begin, full_end;
+};
+
+__device__ __forceinline__ QueryRange find_queries(const Shared& shared, const AttentionParams& p, const KeyTile& t) {
+    int lowest_start = NEVER, highest_start = INT_LOWEST, lowest_stop = NEVER, highest_stop = INT_LOWEST;
+    for (int i = threadIdx.x & 31; i < BLOCK_N; i += 32) {
+        const int start = shared.start[i], stop = shared.stop[i];
+        highest_start = max(highest_start, start);
+        lowest_stop = min(lowest_stop, stop);
+        if (start >= stop) continue;
+        lowest_start = min(lowest_start, start);
+        highest_stop = max(highest_stop, stop);
+    }
+    const int shift = p.key_length - p.query_length;  // of a query's position from its row
+    auto query_at = [&](int position) {
+        const long long query = static_cast<long long>(position) - shift;
+        return static_cast<int>(min(max(query, static_cast<long long>(t.first_query)), static_cast<long long>(t.end_query)));
+    };
+    return {query_at(__reduce_min_sync(ALL_LANES, lowest_start)), query_at(__reduce_max_sync(ALL_LANES, highest_stop)),
+            query_at(__reduce_max_sync(ALL_LANES, highest_start)), query_at(__reduce_min_sync(ALL_LANES, lowest_stop))};
+}
+
+// lse and delta of a step's queries, one step ahead of their rows; past the range: -inf, as if the row saw nothing.
+__device__ __forceinline__ void fetch_statistics(Shared& shared, const AttentionParams& p, long long head_row, int query,
+                                                 int end, int slot) {
+    if (threadIdx.x >= BLOCK_Q) return;
+    const int i = query + threadIdx.x;
+    if (i < end) {
+        copy_async_4(&shared.lse[slot][threadIdx.x], p.lse + head_row * p.query_length + i, 4);
+        copy_async_4(&shared.delta[slot][threadIdx.x], p.delta + head_row * p.query_length + i, 4);
+    } else {
+        shared.lse[slot][threadIdx.x] = -infinity();
+        shared.delta[slot][threadIdx.x] = 0.0f;
+    }
+}
+
+// Rows of query and dout; zeros for rows that see nothing, whatever they hold.
+__device__ __forceinline__ void load_queries(Shared& shared, const AttentionParams& p, const KeyTile& t, int head,
+                                             int query, int slot, int stage) {
+    const ELEMENT* queries = p.query + t.batch * p.query_batch + head * p.query_head;
+    const ELEMENT* douts = p.dout + t.batch * p.dout_batch + head * p.dout_head;
+    for_each_piece<BLOCK_Q, THREADS>([&](int row, int piece) {
+        const bool exists = shared.lse[slot][row] != -infinity();
+        const long long i = exists ? query + row : 0;
+        copy_piece(shared.query[stage] + row * ROW_STRIDE, queries + i * p.query_row, piece, exists);
+        copy_piece(shared.dout[stage] + row * ROW_STRIDE, douts + i * p.dout_row, piece, exists);
+    });
+}
+
+// s = this warp's key (or value) rows . query (or dout) rows
+__device__ __forceinline__ void transposed_products(Accumulator (&s)[QUERY_FRAGMENTS], const ELEMENT* keys,
+                                                    const ELEMENT* queries) {
+#pragma unroll
+    for (int n = 0; n < QUERY_FRAGMENTS; ++n) clear(s[n]);
+#pragma unroll
+    for (int d = 0; d < DIM_FRAGMENTS; ++d) {
+        FragmentA a;
+        load_fragment(a, keys + d * 16, ROW_STRIDE);
+#pragma unroll
+        for (int n = 0; n < QUERY_FRAGMENTS; ++n) {
+            FragmentBT b;
+            load_fragment(b, queries + n * 16 * ROW_STRIDE + d * 16, ROW_STRIDE);
+            multiply_add(s[n], a, b);
+        }
+    }
+}
+
+// What a lane knows of its two keys.
+struct LaneKeys {
+    int start[2], stop[2];
+    float bias[2], dbias[2];
+};
+
+// s becomes p, dp becomes dx.
+__device__ __forceinline__ void gradients(Accumulator (&s)[QUERY_FRAGMENTS], Accumulator (&dp)[QUERY_FRAGMENTS],
+                                          LaneKeys& keys, const float* lse, const float* delta, const LogitScale& logit,
+                                          int first_position, bool masked) {
+#pragma unroll
+    for (int n = 0; n < QUERY_FRAGMENTS; ++n)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int column = 16 * n + 2 * (threadIdx.x & 3) + fragment_column(i), r = fragment_row(i);
+            const float x = s[n].x[i], own_lse = lse[column];
+            const float reference = own_lse == -infinity() ? infinity() : own_lse * LOG2_E;
+            float probability = exp2_fast(logit(x, keys.bias[r]) - reference);
+            float ds = probability * (dp[n].x[i] - delta[column]), dx = ds * logit.slope(x);
+            if (masked && !visible(first_position + column, keys.start[r], keys.stop[r])) probability = ds = dx = 0.0f;
+            keys.dbias[r] += ds;
+            s[n].x[i] = probability;
+            dp[n].x[i] = dx;
+        }
+}
+
+// sums += a^T-free product: this warp's keys x queries (rounded to 16 bit) times query rows, this block's columns
+__device__ __forceinline__ void add_products(Accumulator (&sums)[PART_FRAGMENTS], const Accumulator (&s)[QUERY_FRAGMENTS],
+                                             const ELEMENT* rows, int first_fragment) {
+#pragma unroll
+    for (int n = 0; n < QUERY_FRAGMENTS; ++n) {
+        FragmentA a;
+        round_to_operand(a, s[n]);
+#pragma unroll
+        for (int d = 0; d < PART_FRAGMENTS; ++d) {
+            if (DIM_PARTS > 1 && first_fragment + d >= DIM_FRAGMENTS) continue;
+            FragmentB b;
+            load_fragment(b, rows + n * 16 * ROW_STRIDE + (first_fragment + d) * 16, ROW_STRIDE);
+            multiply_add(sums[d], a, b);
+        }
+    }
+}
+
+// This warp's 16 rows of dkey or dvalue.
+__device__ __forceinline__ void write_sums(const Accumulator (&sums)[PART_FRAGMENTS], const Shared& shared,
+                                           const AttentionParams& p, const KeyTile& t, ELEMENT* result, float* partial,
+                                           float factor) {
+    const int lane = threadIdx.x & 31, first_row = threadIdx.x / 32 * 16;
+#pragma unroll
+    for (int d = 0; d < PART_FRAGMENTS; ++d)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int row = first_row + lane / 4 + 8 * fragment_row(i);
+            const int column = 16 * (t.first_fragment + d) + 2 * (lane & 3) + fragment_column(i);
+            if (row >= t.count || column >= HEAD_DIM) continue;
+#if KEYS == KEYS_LISTED
+            partial[(t.partial + row) * HEAD_DIM + column] = sums[d].x[i] * factor;
+#else
+            const long long key = (long long)t.batch * p.key_length + shared.index[row];
+            from_float(result[(key * p.kv_heads + t.group) * HEAD_DIM + column], sums[d].x[i] * factor);
+#endif
+        }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_key(const AttentionParams p) {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
+    const KeyTile t = find_key_tile(p);
+    if (t.count <= 0) return;
+    const int lane = threadIdx.x & 31, first_row = threadIdx.x / 32 * 16, group_heads = p.heads / p.kv_heads;
+    load_keys(shared, p, t);
+    copy_async_commit();
+
+    const LogitScale logit(p.scale, p.softcap);
+    Accumulator dk[PART_FRAGMENTS], dv[PART_FRAGMENTS];
+#pragma unroll
+    for (int d = 0; d < PART_FRAGMENTS; ++d) {
+        clear(dk[d]);
+        clear(dv[d]);
+    }
+    for (int h = 0; h < group_heads; ++h) {
+        const int head = t.group * group_heads + h;
+        const long long head_row = (long long)t.batch * p.heads + head;
+        __syncthreads();  // everybody is done with the head before
+        load_key_facts(shared, p, t, head);
+        __syncthreads();  // intervals and biases are in place
+        const QueryRange range = find_queries(shared, p, t);
+        LaneKeys keys = {};
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = first_row + lane / 4 + 8 * r;
+            keys.start[r] = shared.start[row];
+            keys.stop[r] = shared.stop[row];
+            keys.bias[r] = shared.bias[row];
+        }
+
+        const int begin = range.begin / BLOCK_Q * BLOCK_Q;
+        if (range.begin < range.end) {
+            fetch_statistics(shared, p, head_row, begin, range.end, 0);
+            fetch_statistics(shared, p, head_row, begin + BLOCK_Q, range.end, 1);
+            copy_async_commit();
+            copy_async_wait<0>();
+            __syncthreads();  // statistics of the first two steps are in place
+            load_queries(shared, p, t, head, begin, 0, 0);
+            copy_async_commit();
+        }
+        for (int query = begin, slot = 0, stage = 0; query < range.end && range.begin < range.end;
+             query += BLOCK_Q, stage ^= 1) {
+            const int next_slot = slot == 2 ? 0 : slot + 1, after_slot = next_slot == 2 ? 0 : next_slot + 1;
+            copy_async_wait<0>();
+            __syncthreads();  // this step's rows and the next one's statistics are in place; nobody reads the other stage
+            if (query + BLOCK_Q < range.end)
+                load_queries(shared, p, t, head, query + BLOCK_Q, next_slot, stage ^ 1);
+            fetch_statistics(shared, p, head_row, query + 2 * BLOCK_Q, range.end, after_slot);
+            copy_async_commit();
+
+            Accumulator s[QUERY_FRAGMENTS], dp[QUERY_FRAGMENTS];
+            transposed_products(s, shared.key + first_row * ROW_STRIDE, shared.query[stage]);
+            transposed_products(dp, shared.value + first_row * ROW_STRIDE, shared.dout[stage]);
+            const bool masked = query < range.full_begin || query + BLOCK_Q > range.full_end;
+            gradients(s, dp, keys, shared.lse[slot], shared.delta[slot], logit, query + p.key_length - p.query_length,
+                      masked);
+#if DVALUE
+            add_products(dv, s, shared.dout[stage], t.first_fragment);
+#endif
+#if DKEY
+            add_products(dk, dp, shared.query[stage], t.first_fragment);
+#endif
+            slot = next_slot;
+        }
+#if DBIAS
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = first_row + lane / 4 + 8 * r;
+            const float dbias = row_sum(keys.dbias[r]);
+            if ((lane & 3) != 0 || row >= t.count || t.first_fragment != 0) continue;
+#if KEYS == KEYS_LISTED
+            p.partial_bias[(t.partial + row) * group_heads + h] = dbias;
+#else
+            p.dbias[head_row * p.key_length + shared.index[row]] = dbias;
+#endif
+        }
+#endif
+    }
+    copy_async_wait<0>();
+#if DVALUE
+    write_sums(dv, shared, p, t, p.dvalue, p.partial_value, 1.0f);
+#endif
+#if DKEY
+    write_sums(dk, shared, p, t, p.dkey, p.partial_key, p.scale);
+#endif
+}

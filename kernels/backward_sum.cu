@@ -1,0 +1,83 @@
+// The two small ends of the backward pass.
+//
+// row_delta     delta_i = sum over d of dout[i,d] * out[i,d]  (- dlse_i), a warp a row; 0 for a row that sees nothing
+//               dout, out // (B, Lq, H, D) ELEMENT, any strides    delta, dlse // (B, H, Lq) f32
+// sum_partials  dkey, dvalue // (B, Lk, Hkv, D) ELEMENT and dbias // (B, H, Lk) f32 of the keys that somebody sees: the sums
+//               that each super-tile left, added in the order of the super-tiles, a warp a key. Other keys are left alone.
+//
+// Prelude: ELEMENT, HEAD_DIM, VECTOR (row_delta reads four numbers at a time), CAUSAL, DKEY, DVALUE, DBIAS.
+#include "arch.cuh"
+#include "params.cuh"
+
+constexpr int WARPS = 8;
+
+struct alignas(8) Four {
+    ELEMENT x[4];
+};
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32) row_delta(const AttentionParams p) {
+    const long long row = (long long)blockIdx.x * WARPS + threadIdx.x / 32;  // (b, i, h), heads running fastest
+    const int lane = threadIdx.x & 31;
+    if (row >= (long long)p.batch * p.query_length * p.heads) return;
+    const int head = static_cast<int>(row % p.heads), query = static_cast<int>(row / p.heads % p.query_length);
+    const long long batch = row / p.heads / p.query_length;
+    const ELEMENT* out = p.out + batch * p.out_batch + query * p.out_row + head * p.out_head;
+    const ELEMENT* dout = p.dout + batch * p.dout_batch + query * p.dout_row + head * p.dout_head;
+    float sum = 0.0f;
+#if VECTOR
+    for (int d = 4 * lane; d < HEAD_DIM; d += 128) {
+        const Four a = *reinterpret_cast<const Four*>(out + d), b = *reinterpret_cast<const Four*>(dout + d);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum = fmaf(to_float(a.x[i]), to_float(b.x[i]), sum);
+    }
+#else
+    for (int d = lane; d < HEAD_DIM; d += 32) sum = fmaf(to_float(out[d]), to_float(dout[d]), sum);
+#endif
+#pragma unroll
+    for (int distance = 16; distance > 0; distance >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, distance);
+    if (lane != 0) return;
+    const long long target = (batch * p.heads + head) * p.query_length + query;
+    if (p.dlse != nullptr) sum -= p.dlse[target];
+    p.delta[target] = p.lse[target] == -infinity() ? 0.0f : sum;
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32) sum_partials(const AttentionParams p) {
+    const int lane = threadIdx.x & 31, parts = (p.key_length + WARPS - 1) / WARPS;
+    const int seen = blockIdx.x % parts * WARPS + threadIdx.x / 32;
+    const long long row = blockIdx.x / parts;  // (b, kv head)
+    const int group = static_cast<int>(row % p.kv_heads), group_heads = p.heads / p.kv_heads;
+    const long long batch = row / p.kv_heads;
+    const long long mask_row = batch * p.mask_batch + group * p.mask_group;
+    if (seen >= p.seen_count[mask_row]) return;
+    const int key = p.seen[mask_row * p.key_length + seen];
+
+    // Super-tiles whose queries see the key; the same arithmetic as in lists.cu.
+    const long long head = mask_row % p.mask_heads, mask_batch = mask_row / p.mask_heads;
+    const int shift = p.key_length - p.query_length;
+    int start = p.start[mask_batch * p.start_batch + head * p.start_head + key];
+    if (CAUSAL) start = max(start, key);
+    const int stop = p.stop[mask_batch * p.stop_batch + head * p.stop_head + key];
+    const long long first_query = max(static_cast<long long>(start) - shift, 0ll);
+    const long long last_query = min(static_cast<long long>(stop) - shift, static_cast<long long>(p.query_length)) - 1;
+    const int first = static_cast<int>(first_query / p.super_queries);
+    const int supers = last_query < first_query ? 0 : static_cast<int>(last_query / p.super_queries) - first + 1;
+    const int* places = p.places + mask_row * p.supers * p.super_capacity + p.span_offset[mask_row * p.key_length + seen];
+
+    auto partial_row = [&](int i) { return (row * p.supers + first + i) * p.super_capacity + places[i]; };
+    const long long target = ((batch * p.key_length + key) * p.kv_heads + group) * HEAD_DIM;
+    for (int d = lane; d < HEAD_DIM; d += 32) {
+        float dk = 0.0f, dv = 0.0f;
+        for (int i = 0; i < supers; ++i) {
+            if (DKEY) dk += p.partial_key[partial_row(i) * HEAD_DIM + d];
+            if (DVALUE) dv += p.partial_value[partial_row(i) * HEAD_DIM + d];
+        }
+        if (DKEY) from_float(p.dkey[target + d], dk);
+        if (DVALUE) from_float(p.dvalue[target + d], dv);
+    }
+    if (DBIAS)
+        for (int h = lane; h < group_heads; h += 32) {
+            float dbias = 0.0f;
+            for (int i = 0; i < supers; ++i) dbias += p.partial_bias[partial_row(i) * group_heads + h];
+            p.dbias[(batch * p.heads + group * group_heads + h) * p.key_length + key] = dbias;
+        }
+}

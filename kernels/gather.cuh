@@ -1,0 +1,301 @@
+// A tile of queries and the keys it gathers: shared by forward.cu and backward_query.cu.
+//
+// A block owns one tile: BLOCK_M / HEADS consecutive queries times HEADS heads of one group, which share every gathered
+// key and value row. Tile row r is query r / HEADS, head r % HEADS. A warp owns WARP_ROWS fragments of 16 tile rows.
+// mask.cuh says which keys come, tiles.cuh how rows reach shared memory. While one block of BLOCK_N keys is multiplied,
+// the next one is on its way (two stages) and the list entries of the one after.
+//
+// The Shared struct of a kernel holds KeyTiles as `keys`.
+//
+// Prelude: ELEMENT, HEAD_DIM, VECTOR, HEADS, BLOCK_M, BLOCK_N, WARPS, KEYS, CAUSAL, BIAS, SOFTCAP.
+#pragma once
+#include "arch.cuh"
+#include "mask.cuh"
+#include "params.cuh"
+#include "softmax.cuh"
+#include "tiles.cuh"
+
+constexpr int THREADS = WARPS * 32;
+constexpr int WARP_ROWS = BLOCK_M / (WARPS * 16);  // fragments of 16 rows a warp owns
+constexpr int QUERIES = BLOCK_M / HEADS;
+constexpr int KEY_FRAGMENTS = BLOCK_N / 16;
+constexpr int DIM_FRAGMENTS = HEAD_DIM_PADDED / 16;
+
+struct KeyTiles {
+    ELEMENT key[2][BLOCK_N * ROW_STRIDE];
+    ELEMENT value[2][BLOCK_N * ROW_STRIDE];
+    float bias[2][BLOCK_N];
+    int start[2][BLOCK_N], stop[2][BLOCK_N];
+    int index[3][BLOCK_N];  // key rows of the current, the next and the block after
+};
+
+struct Tile {
+    int batch, group, first_head, first_query, first_position, last_position;
+};
+
+__device__ __forceinline__ Tile find_tile(const AttentionParams& p) {
+    const int sets = p.heads / p.kv_heads / HEADS;  // tiles side by side that share a kv head
+    long long rest = blockIdx.x;
+    Tile t;
+    t.first_query = (p.tiles - 1 - static_cast<int>(rest % p.tiles)) * QUERIES;  // the longest causal tiles first
+    rest /= p.tiles;
+    const int set = static_cast<int>(rest % sets);
+    rest /= sets;
+    t.group = static_cast<int>(rest % p.kv_heads);
+    t.batch = static_cast<int>(rest / p.kv_heads);
+    t.first_head = (t.group * sets + set) * HEADS;
+    t.first_position = t.first_query + p.key_length - p.query_length;
+    t.last_position = min(t.first_query + QUERIES, p.query_length) - 1 + p.key_length - p.query_length;
+    return t;
+}
+
+__device__ __forceinline__ KeySource find_keys(const AttentionParams& p, const Tile& t) {
+    KeySource source = {};
+#if KEYS == KEYS_CONTIGUOUS
+    source.length = p.key_length;
+#else
+    const long long row = (long long)t.batch * p.mask_batch + t.group * p.mask_group + t.first_head * p.mask_head;
+    const long long head = row % p.mask_heads, batch = row / p.mask_heads;
+    source.start = p.start + batch * p.start_batch + head * p.start_head;
+    source.stop = p.stop + batch * p.stop_batch + head * p.stop_head;
+#if KEYS == KEYS_LISTED
+    const long long tile = row * p.tiles + t.first_query / QUERIES;
+    source.list = p.list + tile * p.capacity;
+    source.full = p.list_lengths[2 * tile];
+    source.length = p.list_lengths[2 * tile + 1];
+    source.capacity = p.capacity;
+#else
+    source.list = p.list + row * p.key_length;
+    source.summaries = p.summaries + row * ((p.key_length + BLOCK_N - 1) / BLOCK_N);
+    source.length = p.list_lengths[row];
+#endif
+#endif
+    return source;
+}
+
+// The tile's rows of query or dout.
+__device__ __forceinline__ void load_rows(ELEMENT* rows, const ELEMENT* source, long long batch, long long row_stride,
+                                          long long head, const AttentionParams& p, const Tile& t) {
+    const ELEMENT* base = source + t.batch * batch + t.first_head * head;
+    for_each_piece<BLOCK_M, THREADS>([&](int row, int piece) {
+        const int query = t.first_query + row / HEADS;
+        const bool exists = row < QUERIES * HEADS && query < p.query_length;
+        copy_piece(rows + row * ROW_STRIDE, base + (exists ? query : 0) * row_stride + row % HEADS * head, piece, exists);
+    });
+}
+
+// List entries of a block, one block ahead of its rows.
+__device__ __forceinline__ void fetch_indices(KeyTiles& shared, const KeyBlocks& blocks, KeyBlock block, int slot) {
+#if KEYS != KEYS_CONTIGUOUS
+    if (block.first >= 0 && threadIdx.x < BLOCK_N) {
+        bool exists;
+        const int* entry = blocks.entry(block.first + threadIdx.x, exists);
+        copy_async_4(&shared.index[slot][threadIdx.x], exists ? entry : blocks.source.start, exists ? 4 : 0);
+    }
+#endif
+}
+
+// Key and value rows of a block, and what is known per key. `whole`: the block has BLOCK_N keys.
+template <bool whole>
+__device__ __forceinline__ void gather_keys(KeyTiles& shared, const AttentionParams& p, const ELEMENT* keys,
+                                            const ELEMENT* values, const float* biases, const KeyBlocks& blocks,
+                                            KeyBlock block, int slot, int stage) {
+    const int count = blocks.source.length - block.first;  // keys from the block's first on
+    auto key_at = [&](int column) {
+#if KEYS == KEYS_CONTIGUOUS
+        const int key = block.first + column;
+#else
+        const int key = shared.index[slot][column];
+#endif
+        return whole || column < count ? key : 0;
+    };
+    for_each_piece<BLOCK_N, THREADS>([&](int column, int piece) {
+        const long long key = key_at(column);
+        const bool exists = whole || column < count;
+        copy_piece(shared.key[stage] + column * ROW_STRIDE, keys + key * p.key_row, piece, exists);
+        copy_piece(shared.value[stage] + column * ROW_STRIDE, values + key * p.value_row, piece, exists);
+    });
+    if (threadIdx.x < BLOCK_N) {
+        const int column = threadIdx.x, key = key_at(column);
+        const bool exists = whole || column < count;
+#if BIAS
+        copy_async_4(&shared.bias[stage][column], biases + (long long)key * p.bias_key, exists ? 4 : 0);
+#endif
+        if (block.masked) {
+#if KEYS == KEYS_CONTIGUOUS
+            shared.start[stage][column] = CAUSAL ? key : INT_LOWEST;
+            shared.stop[stage][column] = exists ? NEVER : INT_LOWEST;
+#else
+            copy_async_4(&shared.start[stage][column], blocks.source.start + key, exists ? 4 : 0);
+            copy_async_4(&shared.stop[stage][column], blocks.source.stop + key, exists ? 4 : 0);
+#endif
+        }
+    }
+}
+
+// The key side of a tile's pipeline: gather(block, slot, stage) starts the copies of a block, if there is one.
+struct KeyGather {
+    KeyTiles& shared;
+    const AttentionParams& p;
+    const KeyBlocks& blocks;
+    const ELEMENT* keys;
+    const ELEMENT* values;
+    const float* biases;
+
+    __device__ __forceinline__ KeyGather(KeyTiles& shared, const AttentionParams& p, const Tile& t,
+                                         const KeyBlocks& blocks)
+        : shared(shared), p(p), blocks(blocks), keys(p.key + t.batch * p.key_batch + t.group * p.key_head),
+          values(p.value + t.batch * p.value_batch + t.group * p.value_head),
+          biases(p.bias + t.batch * p.bias_batch + t.group * p.bias_group + t.first_head * p.bias_head) {}
+
+    __device__ __forceinline__ void operator()(KeyBlock block, int slot, int stage) const {
+        if (block.first < 0) return;
+        if (block.masked)
+            gather_keys<false>(shared, p, keys, values, biases, blocks, block, slot, stage);
+        else
+            gather_keys<true>(shared, p, keys, values, biases, blocks, block, slot, stage);
+    }
+};
+
+// Positions of the queries of this lane's rows.
+__device__ __forceinline__ void row_positions(int (&position)[WARP_ROWS][2], const Tile& t, int first_row) {
+#pragma unroll
+    for (int m = 0; m < WARP_ROWS; ++m)
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            position[m][r] = t.first_position + (first_row + 16 * m + (threadIdx.x & 31) / 4 + 8 * r) / HEADS;
+}
+
+// s = rows . k for this warp's rows (16-row fragments, ROW_STRIDE apart) and the block's keys
+__device__ __forceinline__ void products(Accumulator (&s)[WARP_ROWS][KEY_FRAGMENTS], const ELEMENT* rows,
+                                         const ELEMENT* key) {
+#pragma unroll
+    for (int m = 0; m < WARP_ROWS; ++m)
+#pragma unroll
+        for (int n = 0; n < KEY_FRAGMENTS; ++n) clear(s[m][n]);
+#pragma unroll
+    for (int d = 0; d < DIM_FRAGMENTS; ++d) {
+        FragmentA a[WARP_ROWS];
+#pragma unroll
+        for (int m = 0; m < WARP_ROWS; ++m) load_fragment(a[m], rows + m * 16 * ROW_STRIDE + d * 16, ROW_STRIDE);
+#pragma unroll
+        for (int n = 0; n < KEY_FRAGMENTS; ++n) {
+            FragmentBT b;
+            load_fragment(b, key + n * 16 * ROW_STRIDE + d * 16, ROW_STRIDE);
+#pragma unroll
+            for (int m = 0; m < WARP_ROWS; ++m) multiply_add(s[m][n], a[m], b);
+        }
+    }
+}
+
+// First position that sees the block's key `column`, and the first that no longer does.
+__device__ __forceinline__ int2 key_interval(const KeyTiles& shared, int stage, int slot, int column) {
+    int start = shared.start[stage][column];
+#if CAUSAL && KEYS != KEYS_CONTIGUOUS
+    start = max(start, shared.index[slot][column]);
+#endif
+    return make_int2(start, shared.stop[stage][column]);
+}
+
+__device__ __forceinline__ void apply_mask(Accumulator (&s)[WARP_ROWS][KEY_FRAGMENTS], const KeyTiles& shared, int stage,
+                                           int slot, const int (&position)[WARP_ROWS][2]) {
+#pragma unroll
+    for (int n = 0; n < KEY_FRAGMENTS; ++n)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int2 seen = key_interval(shared, stage, slot, 16 * n + 2 * (threadIdx.x & 3) + fragment_column(i));
+#pragma unroll
+            for (int m = 0; m < WARP_ROWS; ++m)
+                if (!visible(position[m][fragment_row(i)], seen.x, seen.y)) s[m][n].x[i] = -infinity();
+        }
+}
+
+// A value that is not finite must not reach a row that does not see its key, and 0 * inf is NaN. In a masked block with
+// such values they are added to the rows that see them, and are zero for the product.
+__device__ __forceinline__ bool block_is_finite(const ELEMENT* value) {
+    constexpr unsigned EXPONENT = exponent_bits(static_cast<const ELEMENT*>(nullptr)), UNIT = EXPONENT & ~(EXPONENT << 1);
+    unsigned found = 0;  // an exponent of ones plus its lowest bit carries into the place of the sign
+    for_each_piece<BLOCK_N, THREADS>([&](int column, int piece) {
+        const uint4 eight = *reinterpret_cast<const uint4*>(value + column * ROW_STRIDE + piece * 8);
+        found |= (eight.x & EXPONENT) + UNIT | (eight.y & EXPONENT) + UNIT | (eight.z & EXPONENT) + UNIT |
+                 (eight.w & EXPONENT) + UNIT;
+    });
+    return (found & 0x80008000u) == 0;
+}
+
+__device__ __forceinline__ void isolate_nonfinite(Accumulator (&o)[WARP_ROWS][DIM_FRAGMENTS], ELEMENT* value,
+                                                  const KeyTiles& shared, int stage, int slot,
+                                                  const int (&position)[WARP_ROWS][2]) {
+    for (int key = 0; key < BLOCK_N; ++key) {
+        const int2 seen = key_interval(shared, stage, slot, key);
+#pragma unroll
+        for (int d = 0; d < DIM_FRAGMENTS; ++d)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const float v = to_float(value[key * ROW_STRIDE + 16 * d + 2 * (threadIdx.x & 3) + fragment_column(i)]);
+#pragma unroll
+                for (int m = 0; m < WARP_ROWS; ++m)
+                    if (!isfinite(v) && visible(position[m][fragment_row(i)], seen.x, seen.y))
+                        o[m][d].x[i] += v;
+            }
+    }
+    __syncthreads();  // everybody has read the values that are about to be cleared
+    for (int i = threadIdx.x; i < BLOCK_N * HEAD_DIM_PADDED; i += THREADS) {
+        ELEMENT& x = value[i / HEAD_DIM_PADDED * ROW_STRIDE + i % HEAD_DIM_PADDED];
+        if (!isfinite(to_float(x))) from_float(x, 0.0f);
+    }
+    __syncthreads();  // the tile is finite
+}
+
+// o += p . rows, with p rounded to 16 bit
+__device__ __forceinline__ void accumulate(Accumulator (&o)[WARP_ROWS][DIM_FRAGMENTS],
+                                                  const Accumulator (&s)[WARP_ROWS][KEY_FRAGMENTS],
+                                                  const ELEMENT* value) {
+#pragma unroll
+    for (int n = 0; n < KEY_FRAGMENTS; ++n) {
+        FragmentA a[WARP_ROWS];
+#pragma unroll
+        for (int m = 0; m < WARP_ROWS; ++m) round_to_operand(a[m], s[m][n]);
+#pragma unroll
+        for (int d = 0; d < DIM_FRAGMENTS; ++d) {
+            FragmentB b;
+            load_fragment(b, value + n * 16 * ROW_STRIDE + d * 16, ROW_STRIDE);
+#pragma unroll
+            for (int m = 0; m < WARP_ROWS; ++m) multiply_add(o[m][d], a[m], b);
+        }
+    }
+}
+
+// Writes this warp's rows of out or dquery, times a factor per row, through its part of `staging`, so that global stores are
+// whole 16-byte pieces of rows.
+__device__ __forceinline__ void write_rows(ELEMENT* target_base, ELEMENT* staging, const AttentionParams& p, const Tile& t,
+                                           int first_row, const Accumulator (&o)[WARP_ROWS][DIM_FRAGMENTS],
+                                           const float (&factor)[WARP_ROWS][2]) {
+    const int lane = threadIdx.x & 31;
+    ELEMENT* rows = staging + first_row * ROW_STRIDE;
+    __syncwarp();  // no lane reads the warp's rows of the staging tile any more
+#pragma unroll
+    for (int m = 0; m < WARP_ROWS; ++m)
+#pragma unroll
+        for (int d = 0; d < DIM_FRAGMENTS; ++d)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const int r = fragment_row(i);
+                from_float(rows[(16 * m + lane / 4 + 8 * r) * ROW_STRIDE + 16 * d + 2 * (lane & 3) + fragment_column(i)],
+                           o[m][d].x[i] * factor[m][r]);
+            }
+    __syncwarp();  // the warp's rows are complete
+    constexpr int WIDTH = VECTOR ? 8 : 1;  // numbers a lane stores at a time
+    for (int i = lane; i < WARP_ROWS * 16 * (HEAD_DIM / WIDTH); i += 32) {
+        const int row = i / (HEAD_DIM / WIDTH), d = i % (HEAD_DIM / WIDTH) * WIDTH;
+        const int query = t.first_query + (first_row + row) / HEADS, head = t.first_head + (first_row + row) % HEADS;
+        if (first_row + row >= QUERIES * HEADS || query >= p.query_length) continue;
+        ELEMENT* target = target_base + (((long long)t.batch * p.query_length + query) * p.heads + head) * HEAD_DIM + d;
+        const ELEMENT* source = rows + row * ROW_STRIDE + d;
+#if VECTOR
+        *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(source);
+#else
+        *target = *source;
+#endif
+    }
+}

@@ -1,0 +1,45 @@
+// The parameters of every attention kernel, one struct by value. What a kernel has no use for is 0.
+#pragma once
+
+struct AttentionParams {
+    const ELEMENT* query;
+    const ELEMENT* key;
+    const ELEMENT* value;
+    ELEMENT* out;
+    float* lse;
+    const float* bias;
+    const int* start;         // (1|B, 1|Hkv|H, key_length)
+    const int* stop;
+    const int* list;          // KEYS_LISTED (mask rows, tiles, capacity), KEYS_SHARED (mask rows, key_length)
+    const int* list_lengths;  // KEYS_LISTED (mask rows, tiles, 2): full, all; KEYS_SHARED (mask rows)
+    const int4* summaries;    // KEYS_SHARED (mask rows, key_length / BLOCK_N, rounded up)
+    const ELEMENT* dout;      // from here on: the backward pass
+    const float* dlse;
+    float* delta;
+    ELEMENT* dquery;
+    ELEMENT* dkey;
+    ELEMENT* dvalue;
+    float* dbias;             // (B, H, key_length)
+    float* partial_key;       // (B * Hkv, supers, super_capacity, HEAD_DIM)
+    float* partial_value;
+    float* partial_bias;      // (B * Hkv, supers, super_capacity, H / Hkv)
+    const int* super_list;    // (mask rows, supers, super_capacity)
+    const int* super_lengths;  // (mask rows, supers)
+    const int* seen;          // (mask rows, key_length): keys that somebody sees, in order
+    const int* seen_count;    // (mask rows)
+    const int* span_offset;   // (mask rows, key_length): where the places of a seen key begin in `places`
+    const int* places;        // (mask rows, supers * super_capacity): a key's place in each super-tile that sees it
+    long long query_batch, query_row, query_head;  // strides, in elements
+    long long key_batch, key_head, value_batch, value_head;
+    long long bias_batch, bias_group, bias_head, bias_key;
+    long long start_batch, start_head, stop_batch, stop_head;
+    long long out_batch, out_row, out_head;  // of out as an input
+    long long dout_batch, dout_row, dout_head;
+    int key_row, value_row;
+    int mask_batch, mask_group, mask_head;  // mask row = batch * . + kv head * . + query head * .
+    int mask_heads;                         // 1, Hkv or H: mask head = mask row % mask_heads
+    int batch, query_length, key_length, heads, kv_heads;
+    int tiles, capacity;
+    int supers, super_capacity, super_queries;
+    float scale, softcap;
+};
