@@ -73,7 +73,7 @@ ASAN := LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=
 test-sanitize: $(TEST_READY)
 	$(RUN) -m pytest -m "not gpu" $(if $(VENV),$(WORKERS)) tests/test_emulator*.py tests/test_mutations.py $(ARGS)
 	$(ASAN) $(if $(VENV),$(RUN),PYTHONPATH=. $(PYTHON)) -m pytest -p no:faulthandler -m "not gpu" \
-	    $(if $(VENV),$(WORKERS)) tests/test_emulator.py $(ARGS)
+	    $(if $(VENV),$(WORKERS)) tests/test_emulator.py tests/test_emulator_backward.py $(ARGS)
 
 sanitize: $(TEST_READY)
 	set -e; for tool in memcheck racecheck; do \

@@ -20,7 +20,7 @@ from tests import cases
 build = pytest.importorskip("tests.emulator.build")
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
-from tests import emulator, test_emulator  # noqa: E402
+from tests import emulator, test_emulator, test_emulator_backward  # noqa: E402
 
 
 class Fault(NamedTuple):
@@ -31,9 +31,12 @@ class Fault(NamedTuple):
     caught_by: str  # a key of CHECKS
 
 
-def grid(name: str, **options) -> Callable[[], None]:
-    case = next(c for c in cases.CASES if c.name == name)
-    return lambda: test_emulator.test_forward_grid(case, **options)
+def named(name: str) -> cases.Case:
+    return next(c for c in cases.CASES if c.name == name)
+
+
+def grid(name: str) -> Callable[[], None]:
+    return lambda: test_emulator.test_forward_grid(named(name))
 
 
 def one_awkward_selection(kind: str, length: int, window: int) -> Callable[[], None]:
@@ -72,6 +75,12 @@ CHECKS: dict[str, Callable[[], None]] = {
     "test_key_scores[heads 3, D 33]": lambda: test_emulator.test_key_scores("bfloat16", "exp", (2, 37, 3, 33)),
     "test_key_scores[heads 20]": lambda: test_emulator.test_key_scores("float16", "linear", (1, 35, 20, 64)),
     "lists_over_chunks": lists_over_chunks,
+    "test_backward_grid[mask-none]": lambda: test_emulator_backward.test_backward_grid(named("mask-none")),
+    "test_backward_grid[lengths-129x33-causal]": lambda: test_emulator_backward.test_backward_grid(
+        named("lengths-129x33-causal")),
+    "test_super_tiles": lambda: test_emulator_backward.test_super_tiles("float16", 20),
+    "test_key_scores_backward": lambda: test_emulator_backward.test_key_scores_backward("float16", "exp",
+                                                                                        (1, 35, 20, 64)),
 }
 
 FAULTS = [
@@ -85,12 +94,12 @@ FAULTS = [
     Fault("no wait for the first indices", "forward.cu",
           "    copy_async_commit();\n    copy_async_wait<0>();\n    __sync", "    copy_async_commit();\n    __sync",
           "test_forward_grid[heads-4/2-top_w]"),
-    Fault("no barrier before values are cleared", "forward.cu",
+    Fault("no barrier before values are cleared", "gather.cuh",
           "    __syncthreads();  // everybody has read the values", "    // everybody has read the values",
           "test_a_bad_row[top_w]"),
-    Fault("no __syncwarp before the output is read back", "forward.cu", "    __syncwarp();  // the warp's rows",
+    Fault("no __syncwarp before the output is read back", "gather.cuh", "    __syncwarp();  // the warp's rows",
           "    //", "test_forward_grid[mask-none]"),
-    Fault("no __syncwarp before the query rows are overwritten", "forward.cu", "    __syncwarp();  // no lane reads",
+    Fault("no __syncwarp before the query rows are overwritten", "gather.cuh", "    __syncwarp();  // no lane reads",
           "    //", "test_no_masked_block"),
     Fault("no barrier before warp sums are read", "scan.cuh", "    __syncthreads();  // every warp's sum is",
           "    //", "test_selection[iid]"),
@@ -103,10 +112,10 @@ FAULTS = [
     Fault("no barrier before weights are replaced", "scores.cu", "    __syncthreads();  // everybody is done with",
           "    //", "test_key_scores[heads 20]"),
     # ---- edges ----
-    Fault("one query row too many", "forward.cu",
+    Fault("one query row too many", "gather.cuh",
           "first_row + row >= QUERIES * HEADS || query >= p.query_length) continue",
           "first_row + row >= QUERIES * HEADS || query > p.query_length) continue", "test_forward_grid[mask-none]"),
-    Fault("the output's tail is not written", "forward.cu", "i < WARP_ROWS * 16 * (HEAD_DIM / WIDTH); i += 32",
+    Fault("the output's tail is not written", "gather.cuh", "i < WARP_ROWS * 16 * (HEAD_DIM / WIDTH); i += 32",
           "i < WARP_ROWS * 16 * (HEAD_DIM / WIDTH) - 32; i += 32", "test_forward_grid[lengths-300x300-top_w]"),
     Fault("lse is written by four lanes", "forward.cu", "if ((lane & 3) == 0 && row < QUERIES", "if (row < QUERIES",
           "test_forward_grid[mask-none]"),
@@ -116,25 +125,25 @@ FAULTS = [
           "test_forward_grid[bfloat16-D40]"),
     Fault("a partial block counts as whole", "mask.cuh", "block.masked = place + BLOCK_N > unmasked",
           "block.masked = place + 1 > unmasked", "test_forward_grid[mask-none]"),
-    Fault("one key too many is scored", "scores.cu", "x[k][0] = key < p.key_length", "x[k][0] = key <= p.key_length",
-          "test_key_scores[heads 3, D 33]"),
+    Fault("one key too many is scored", "scores.cu", "if (key >= p.key_length || head",
+          "if (key > p.key_length || head", "test_key_scores[heads 3, D 33]"),
     Fault("a chunk is searched short", "lists.cu", "        last_chunk = c;", "        last_chunk = max(c - 1, 0);",
           "lists_over_chunks"),
-    Fault("the first chunk of a tile is missed", "lists.cu", "info.z <= group_first) continue",
-          "info.z - 1000 <= group_first) continue", "lists_over_chunks"),
+    Fault("the first chunk of a tile is missed", "lists.cu", "info.z <= first) continue",
+          "info.z - 1000 <= first) continue", "lists_over_chunks"),
     # ---- masks ----
     Fault("a key is seen at its stop", "mask.cuh", "start <= position && position < stop",
           "start <= position && position <= stop", "test_forward_grid[heads-4/2-top_w]"),
     Fault("a block that begins within the tile is skipped", "mask.cuh", "seen = s.x <= last_position",
           "seen = s.x < first_position", "test_forward_grid[heads-4/2-top_w]"),
-    Fault("positions count from the first key", "forward.cu",
+    Fault("positions count from the first key", "gather.cuh",
           "t.first_position = t.first_query + p.key_length - p.query_length", "t.first_position = t.first_query",
           "test_forward_grid[lengths-33x129-causal]"),
     Fault("partial keys count as full", "lists.cu", "own[k].x <= group_first && own[k].y > group_last ? 1",
           "own[k].x <= group_first && own[k].y > group_first ? 1", "lists_over_chunks"),
     Fault("keys that die within the tile count as full", "lists.cu", "v.x <= first_position && v.y > last_position",
           "v.x <= first_position && v.y > first_position", "lists_over_chunks"),
-    Fault("mask rows of other batches", "forward.cu", "(long long)t.batch * p.mask_batch",
+    Fault("mask rows of other batches", "gather.cuh", "(long long)t.batch * p.mask_batch",
           "(long long)0 * p.mask_batch", "test_forward_grid[mask-per_batch]"),
     # ---- numbers ----
     Fault("the accumulator is not rescaled", "forward.cu", "o[m][d].x[i] *= rescale[fragment_row(i)];", ";",
@@ -145,8 +154,8 @@ FAULTS = [
           "test_forward_grid[lengths-300x300-causal]"),
     Fault("lse in the wrong units", "softmax.cuh", "LN_2 * m[r] + logf", "m[r] + logf",
           "test_forward_grid[mask-none]"),
-    Fault("the wrong head of a group", "forward.cu", "row % HEADS * p.query_head",
-          "(HEADS - 1 - row % HEADS) * p.query_head", "test_forward_grid[mask-none]"),
+    Fault("the wrong head of a group", "gather.cuh", "row % HEADS * head, piece",
+          "(HEADS - 1 - row % HEADS) * head, piece", "test_forward_grid[mask-none]"),
     Fault("the wrong slot of indices", "forward.cu", "after_slot = next_slot == 2 ? 0",
           "after_slot = next_slot == 2 ? 1", "test_many_blocks_of_keys[top_w]"),
     Fault("bad values are not isolated", "forward.cu", "            isolate_nonfinite(o, shared",
@@ -164,6 +173,26 @@ FAULTS = [
           "coming - (p.window - held.count) - 1)", "test_selection[increasing]"),
     Fault("padding is ignored", "select.cu", "p.padding[batch * p.padding_batch + j] == 0", "false",
           "test_selection[iid]"),
+    # ---- gradients ----
+    Fault("no wait for the query rows of a step", "backward_key.cu",
+          "            copy_async_wait<0>();\n            __syncthreads();  // this step's",
+          "            __syncthreads();  // this step's", "test_backward_grid[mask-none]"),
+    Fault("no barrier in the loop over queries", "backward_key.cu",
+          "            __syncthreads();  // this step's rows", "            //", "test_backward_grid[mask-none]"),
+    Fault("no wait for the key rows of dquery", "backward_query.cu",
+          "        copy_async_wait<0>();\n        __syncthreads();", "        __syncthreads();",
+          "test_backward_grid[mask-none]"),
+    Fault("a sum misses its last super-tile", "backward_sum.cu", "for (int i = 0; i < supers; ++i) {",
+          "for (int i = 0; i < supers - 1; ++i) {", "test_super_tiles"),
+    Fault("dkey is not scaled", "backward_key.cu", "p.dkey, p.partial_key, p.scale)", "p.dkey, p.partial_key, 1.0f)",
+          "test_super_tiles"),
+    Fault("rows that see nothing get weights", "backward_key.cu", "own_lse == -infinity() ? infinity() : ", "",
+          "test_backward_grid[lengths-129x33-causal]"),
+    Fault("keys that come late are left out of a super-tile", "lists.cu",
+          "return v.y <= last ? 0 : v.x <= first ? 1 : 2;", "return v.y <= last ? 0 : v.x <= first ? 1 : 3;",
+          "test_super_tiles"),
+    Fault("no barrier before ddt is read", "scores_backward.cu",
+          "        __syncthreads();  // ddt is in place\n#pragma", "#pragma", "test_key_scores_backward"),
 ]
 
 
