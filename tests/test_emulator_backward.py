@@ -15,8 +15,9 @@ pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(buil
 from tests import emulator  # noqa: E402
 from tests.test_emulator import BUILD, FORWARD, ORDERS, SCORE_SHAPES, bits, score_problem  # noqa: E402
 
-NAMES = ("float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3", "bfloat16-D256", "mask-", "causal-and-", "heads-",
-         "window-1", "bias-key", "softcap-key", "layout-", "lengths-1x", "lengths-33x129", "lengths-129x33", "batch-3")
+NAMES = ("float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3", "bfloat16-D256", "mask-", "causal-and-",
+         "heads-", "window-1", "bias-key", "softcap-key", "layout-", "lengths-1x", "lengths-33x129", "lengths-129x33",
+         "batch-3")
 
 
 @pytest.fixture(autouse=True)

@@ -193,4 +193,4 @@ def test_lines_keep_their_numbers():
         elif line:
             assert (jit.kernels_directory() / file).read_text().splitlines()[number - 1] == line
             seen.add(file)
-    assert seen == {"forward.cu", "arch.cuh", "mask.cuh", "softmax.cuh", "tiles.cuh"}
+    assert seen >= {"forward.cu", "arch.cuh", "mask.cuh", "softmax.cuh", "tiles.cuh"}

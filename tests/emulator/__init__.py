@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from cupy_dma import backends
-from cupy_dma.arrays import Operand, numpy_dtype
+from cupy_dma.arrays import Operand, describe, numpy_dtype
 from cupy_dma.backends.cuda.backward import attention_backward as _attention_backward
 from cupy_dma.backends.cuda.forward import attention as _attention
 from cupy_dma.backends.cuda.scores import key_scores as _key_scores
@@ -58,15 +58,9 @@ class Backend:
                 for result, name in zip(results if len(names) > 1 else (results,), names):
                     if result is None:
                         continue
-                    operand = _describe(result, name)
+                    operand = describe(result, name)
                     session.check_written(operand.pointer, name, numpy_dtype(operand.dtype).itemsize)
             return results
-
-
-def _describe(array: Any, name: str) -> Operand:
-    from cupy_dma.arrays import describe
-
-    return describe(array, name)
 
 
 def _announced(argument: Any, session: Session) -> Any:

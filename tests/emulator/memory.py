@@ -58,7 +58,12 @@ class Session:
             driver.initialise_region(region)
         self._made.append(region)
         self._results[pointer] = region
-        weakref.finalize(array, driver.remove_region, region)
+        weakref.finalize(array, self._gone, pointer, region).atexit = False
+
+    def _gone(self, pointer: int, region: int) -> None:
+        build.driver().remove_region(region)
+        if self._results.get(pointer) == region:  # the address may belong to another array by now
+            del self._results[pointer]
 
     def check_written(self, pointer: int, name: str, item: int) -> None:
         """Every element of a result must have been written, and once per launch at most."""
