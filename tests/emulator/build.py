@@ -84,10 +84,11 @@ def _compiled(name: str, text: str, flags: tuple[str, ...], link: tuple[str, ...
         source = Path(work) / f"{name}.cpp"
         source.write_text(text)
         compiled, made = source.with_suffix(".o"), Path(work) / path.name
+        plain = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # not AddressSanitizer's
         # In two steps, for -fsanitize=thread would link the sanitizer's library.
         for step in ((str(source), "-c", "-o", str(compiled), *flags),
                      (str(compiled), "-shared", "-o", str(made), *link)):
-            done = subprocess.run([_compiler(), *step], capture_output=True, text=True)
+            done = subprocess.run([_compiler(), *step], env=plain, capture_output=True, text=True)
             if done.returncode:
                 raise jit.CompileError(f"{name} does not compile for the emulator:\n{done.stderr}")
         os.replace(made, path)
