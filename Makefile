@@ -3,6 +3,7 @@
 #   make demo         dynamic mask attention over a long text, with a picture of the mask in mask.png
 #   make test         all tests that this machine can run
 #   make test-gpu     the tests that need a GPU; records the result in tests/gpu_results.json
+#   make test-sanitize  the kernels on the CPU emulator, with its race detector and with AddressSanitizer
 #   make sanitize     every kernel under compute-sanitizer's memcheck and racecheck (needs a GPU)
 #   make bench        the forward and the backward benchmark (needs a GPU and a CUDA build of torch)
 #   make lint         ruff and mypy
@@ -54,7 +55,7 @@ endif
 
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-gpu sanitize bench lint check-record clean
+.PHONY: demo test test-gpu test-sanitize sanitize bench lint check-record clean
 
 demo: $(DEMO_READY)
 	$(RUN) -m cupy_dma demo $(ARGS)
@@ -64,6 +65,15 @@ test: $(TEST_READY)
 
 test-gpu: $(TEST_READY)
 	$(RUN) -m pytest -m gpu -p tests.gpu_record --gpu-record tests/gpu_results.json $(ARGS)
+
+# The libraries of AddressSanitizer must be there before the interpreter; what it leaks is not the kernels' doing.
+ASAN := LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so.6)" \
+    ASAN_OPTIONS=detect_leaks=0 CUPY_DMA_EMULATOR_BUILD=address
+
+test-sanitize: $(TEST_READY)
+	$(RUN) -m pytest -m "not gpu" $(if $(VENV),$(WORKERS)) tests/test_emulator*.py tests/test_mutations.py $(ARGS)
+	$(ASAN) $(if $(VENV),$(RUN),PYTHONPATH=. $(PYTHON)) -m pytest -p no:faulthandler -m "not gpu" \
+	    $(if $(VENV),$(WORKERS)) tests/test_emulator.py tests/test_emulator_backward.py $(ARGS)
 
 sanitize: $(TEST_READY)
 	set -e; for tool in memcheck racecheck; do \

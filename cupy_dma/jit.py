@@ -161,16 +161,19 @@ def find_headers() -> tuple[Path, ...]:
 # ---- source ----
 @functools.cache
 def source_text(name: str) -> str:
-    """A kernel file with its own includes inlined, each once; system includes stay."""
+    """A kernel file with its own includes inlined, each once; system includes stay. Lines keep their numbers."""
     seen: set[str] = set()
 
     def inline(file: str) -> str:
-        if file in seen:
-            return ""
         seen.add(file)
-        text = (kernels_directory() / file).read_text()
-        body = re.sub(r'^#include "([^"]+)"\n', lambda m: inline(m[1]), text, flags=re.MULTILINE)
-        return f'#line 1 "{file}"\n' + body.replace("#pragma once\n", "")
+        lines = [f'#line 1 "{file}"']
+        for number, line in enumerate((kernels_directory() / file).read_text().splitlines(), 1):
+            include = re.fullmatch(r'#include "([^"]+)"', line)
+            if include and include[1] not in seen:
+                lines += [inline(include[1]).rstrip("\n"), f'#line {number + 1} "{file}"']
+            else:
+                lines.append("" if include or line == "#pragma once" else line)
+        return "\n".join(lines) + "\n"
 
     return inline(name)
 

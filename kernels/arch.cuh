@@ -33,6 +33,10 @@ __device__ __forceinline__ void from_float(float& y, float x) { y = x; }
 __device__ __forceinline__ constexpr unsigned exponent_bits(const __half*) { return 0x7c007c00u; }
 __device__ __forceinline__ constexpr unsigned exponent_bits(const __nv_bfloat16*) { return 0x7f807f80u; }
 
+// ---- instructions in PTX; on a CPU (tests/emulator) their twins ----
+#ifdef CUPY_DMA_HOST
+#include <arch_host.h>
+#else
 // ---- special functions ----
 // ex2.approx.ftz.f32: 2^x, relative error 2^-22; 0 for -inf, NaN for NaN.
 __device__ __forceinline__ float exp2_fast(float x) {
@@ -65,6 +69,7 @@ template <int pending>
 __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
+#endif
 
 // ---- tensor cores ----
 #ifdef ELEMENT

@@ -273,6 +273,7 @@ __device__ __forceinline__ void write_rows(ELEMENT* target_base, ELEMENT* stagin
                                            const float (&factor)[WARP_ROWS][2]) {
     const int lane = threadIdx.x & 31;
     ELEMENT* rows = staging + first_row * ROW_STRIDE;
+    __syncwarp();  // no lane reads the warp's rows of the staging tile any more
 #pragma unroll
     for (int m = 0; m < WARP_ROWS; ++m)
 #pragma unroll

@@ -26,6 +26,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=f"needs a CUDA GPU: {reason}"))
 
 
+def pytest_terminal_summary(terminalreporter):
+    """What the faults of tests/test_mutations.py were caught by (also under xdist, where their output is lost)."""
+    caught = [dict(report.user_properties) for report in terminalreporter.stats.get("passed", ())]
+    caught = [found for found in caught if "fault" in found]
+    if caught:
+        terminalreporter.section("faults put into the kernels, and what caught them")
+    for found in caught:
+        terminalreporter.write_line(f"{found['fault']:<50} {found['caught']}")
+
+
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)

@@ -3,6 +3,7 @@ found or asked for. Needs NVRTC and the CUDA headers, no GPU."""
 from __future__ import annotations
 
 import dataclasses
+import re
 import struct
 
 import pytest
@@ -179,3 +180,17 @@ def test_selection_chunks_are_powers_of_two():
         chunk = selection.selection_chunk(length)
         assert chunk & (chunk - 1) == 0 and 1024 <= chunk
     assert [selection.selection_chunk(n) for n in (32768, 131072, 2**20)] == [2048, 4096, 16384]
+
+
+def test_lines_keep_their_numbers():
+    """What a compiler or a profiler says of a line is true of the file, also behind an include."""
+    file, number, seen = "", 0, set()
+    for line in jit.source_text("forward.cu").splitlines():
+        number += 1
+        place = re.fullmatch(r'#line (\d+) "(.*)"', line)
+        if place:
+            file, number = place[2], int(place[1]) - 1
+        elif line:
+            assert (jit.kernels_directory() / file).read_text().splitlines()[number - 1] == line
+            seen.add(file)
+    assert seen >= {"forward.cu", "arch.cuh", "mask.cuh", "softmax.cuh", "tiles.cuh"}

@@ -14,31 +14,46 @@ A backend is a module with these functions:
   before the rounding (needs holds "value" then).
 
 They take ``Operand`` that have passed all checks and return arrays of the library of their first argument. CUDA arrays
-go to ``cuda``, CPU arrays to ``numpy``.
+go to ``cuda``, CPU arrays to ``numpy``. ``register`` adds a backend from outside of the package; in a checkout
+``CUPY_DMA_EMULATOR=1`` sends CPU arrays to the one that runs the CUDA kernels on the CPU (``tests/emulator``).
 """
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 from cupy_dma.arrays import Operand
 
 NAMES = ("cuda", "numpy", "triton", "flex")  # in the order of choice for CUDA arrays
 _LATER = {"triton": "arrives with a later version", "flex": "arrives with a later version"}
-_loaded: dict[str, ModuleType] = {}  # the backends that have been found able to run
+_loaded: dict[str, Any] = {}  # the backends that have been found able to run
+_outside: dict[str, Any] = {}  # those that were registered
+_FOR_CPU = "emulator" if os.environ.get("CUPY_DMA_EMULATOR", "") not in ("", "0") else "numpy"
+
+
+def register(name: str, backend: Any) -> None:
+    """Make ``backend``, an object with the four functions, selectable by ``name``. It takes CPU arrays."""
+    _outside[name] = backend
 
 
 def why_not(name: str) -> str | None:
     """Why backend ``name`` cannot run here; None if it can. ValueError for a name that is no backend's."""
     if name in _loaded:
         return None
-    if name not in NAMES:
+    if name == _FOR_CPU == "emulator" and name not in _outside:
+        try:
+            import_module("tests.emulator")  # registers itself
+        except ImportError as error:
+            return f"CUPY_DMA_EMULATOR is set outside of a checkout: {error}"
+    if name not in NAMES and name not in _outside:
         raise ValueError(f"backend must be one of {', '.join(map(repr, NAMES))}, got {name!r}")
     if name in _LATER:
         return _LATER[name]
     try:
-        module = import_module(f"cupy_dma.backends.{name}")
+        module = _outside.get(name) or import_module(f"cupy_dma.backends.{name}")
     except ImportError as error:
         return str(error)
     reason = module.unavailable()
@@ -72,11 +87,13 @@ def choose(backend: str | None, operands: Iterable[Operand | None]) -> ModuleTyp
     """
     first = next(operand for operand in operands if operand is not None)
     on_cuda = first.device.kind == "cuda"
-    name = ("cuda" if on_cuda else "numpy") if backend is None else backend
+    name = ("cuda" if on_cuda else _FOR_CPU) if backend is None else backend
     try:
         module = _loaded[name]
     except (KeyError, TypeError):
         module = _load(name, backend, first)
+    if name in _outside and on_cuda:
+        raise ValueError(f"backend={name!r} takes CPU arrays, but {first.name} is on {first.device}")
     if name == "cuda" and not on_cuda:
         raise ValueError(f"backend='cuda' takes CUDA arrays, but {first.name} is on {first.device}; "
                          f"leave backend out or use backend='numpy'")
@@ -90,7 +107,7 @@ def _load(name, backend: str | None, first: Operand) -> ModuleType:
     if reason is None:
         return _loaded[name]
     if backend is None:
-        raise RuntimeError(f"no backend can take {first.name} on {first.device} here: cuda: {reason} "
+        raise RuntimeError(f"no backend can take {first.name} on {first.device} here: {name}: {reason} "
                            f"(backend='numpy' would copy to the host and compute there)")
     raise RuntimeError(f"backend={backend!r} cannot run here: {reason}; "
                        f"available: {', '.join(get_available_backends())}")

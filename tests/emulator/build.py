@@ -1,0 +1,128 @@
+"""Compiling the emulator's driver and the kernels with g++, on first use, into the user's cache directory.
+
+A kernel is compiled from the text that a GPU would get (prelude and source), behind ``include/cuda_host.h``, in one of
+three builds:
+
+- ``watched``: every load and store is reported to the driver (g++ -fsanitize=thread without its library), which finds
+  races, accesses out of bounds and reads of uninitialised memory; undefined behaviour traps.
+- ``plain``: undefined behaviour traps, nothing is reported: several times faster.
+- ``address``: AddressSanitizer; the interpreter must run with ``LD_PRELOAD`` of libasan (``make test-sanitize``).
+
+A digest of everything that goes in names the file that comes out. ``CUPY_DMA_EMULATOR_FLAGS`` adds compiler flags
+(``-O0`` for a debugger).
+"""
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from cupy_dma import jit
+
+HERE = Path(__file__).resolve().parent
+INCLUDE = HERE / "include"
+_COMMON = ("-std=c++17", "-gdwarf-4", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE")
+_DRIVER = (*_COMMON, "-O2", "-Wall", "-Wextra")
+# Variables that a kernel does not initialise hold a pattern: -1.7e38 as float.
+_KERNEL = (*_COMMON, "-O1", "-w", "-ftrivial-auto-var-init=pattern", "-DCUPY_DMA_HOST", f"-I{INCLUDE}", "-include",
+           "cuda_host.h")
+_TRAPS = ("-fsanitize=undefined", "-fsanitize-undefined-trap-on-error")
+BUILDS = {
+    "watched": ("-fsanitize=thread", *_TRAPS),
+    "plain": _TRAPS,
+    "address": ("-fsanitize=address", *_TRAPS),
+}
+# The dynamic shared memory of every kernel: as much as any GPU gives a block. Static shared memory comes on top.
+_DYNAMIC_BYTES = 227 * 1024
+_EPILOGUE = f"""
+#line 1 "epilogue"
+alignas(1024) thread_local unsigned char shared_memory[{_DYNAMIC_BYTES}];
+extern "C" unsigned char* dynamic_shared_memory() {{ return shared_memory; }}
+extern "C" const size_t dynamic_shared_size = {_DYNAMIC_BYTES};
+"""
+
+
+def unavailable() -> str | None:
+    """Why nothing can be compiled here, or None."""
+    if shutil.which(_compiler()) is None:
+        return f"the emulator needs a C++ compiler: {_compiler()} was not found (install g++, or set CXX)"
+    if importlib.util.find_spec("pybind11") is None:
+        return "the emulator needs pybind11: pip install pybind11"
+    return None
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX", "g++")
+
+
+@functools.cache
+def _identity() -> str:
+    """All that goes into every library besides its own text and flags."""
+    version = subprocess.run([_compiler(), "--version"], capture_output=True, text=True, check=True).stdout
+    headers = "".join(path.read_text() for path in sorted(INCLUDE.glob("*.h")))
+    return version + headers
+
+
+def _compiled(name: str, text: str, flags: tuple[str, ...], link: tuple[str, ...] = ("-ldl",)) -> Path:
+    """The shared object of a source text; ``text`` is compiled as C++ from a file beside it, which debuggers find."""
+    digest = hashlib.sha256("\0".join((_identity(), text, *flags)).encode()).hexdigest()[:24]
+    path = jit.cache_directory() / "emulator" / f"{name}-{digest}.so"
+    if path.is_file():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as work:  # readers see all of a file or none
+        source = Path(work) / f"{name}.cpp"
+        source.write_text(text)
+        compiled, made = source.with_suffix(".o"), Path(work) / path.name
+        plain = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # not AddressSanitizer's
+        # In two steps, for -fsanitize=thread would link the sanitizer's library.
+        for step in ((str(source), "-c", "-o", str(compiled), *flags),
+                     (str(compiled), "-shared", "-o", str(made), *link)):
+            done = subprocess.run([_compiler(), *step], env=plain, capture_output=True, text=True)
+            if done.returncode:
+                raise jit.CompileError(f"{name} does not compile for the emulator:\n{done.stderr}")
+        os.replace(made, path)
+    return path
+
+
+def kernel_library(config: jit.Config, build: str) -> Path:
+    """The kernels of a configuration, compiled for the CPU."""
+    return compile_text(Path(config.source).stem, config.prelude() + jit.source_text(config.source), build)
+
+
+def compile_text(name: str, text: str, build: str) -> Path:
+    """The kernels of a source text."""
+    entries = re.findall(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(", text)
+    text += _EPILOGUE + "".join(f"KERNEL_ENTRY({entry})\n" for entry in entries)
+    extra = tuple(os.environ.get("CUPY_DMA_EMULATOR_FLAGS", "").split())
+    return _compiled(name, text, (*_KERNEL, *BUILDS[build], *extra),
+                     ("-fsanitize=address",) if build == "address" else ())
+
+
+@functools.cache
+def driver() -> Any:
+    """The extension module that runs kernels."""
+    import pybind11
+
+    name = "cupy_dma_emulator"
+    parts = "".join(path.read_text() for path in sorted((HERE / "driver").iterdir()))
+    text = f"// {hashlib.sha256(parts.encode()).hexdigest()}\n#include \"{HERE / 'driver' / 'driver.cpp'}\"\n"
+    includes = (pybind11.get_include(), sysconfig.get_path("include"))
+    path = _compiled(f"driver-{sys.implementation.cache_tag}", text,
+                     (*_DRIVER, f"-DDRIVER_NAME={name}", *(f"-I{place}" for place in includes)))
+    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module

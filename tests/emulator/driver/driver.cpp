@@ -1,0 +1,282 @@
+// The emulated GPU: blocks one after the other, their threads as fibers, and a record of every access to memory.
+//
+// Python (runtime.py) loads a compiled kernel, tells which memory it may touch, and launches it. Kernels compiled with
+// g++ -fsanitize=thread report each of their loads and stores by calling the __tsan_* functions, which are defined here
+// and not by the sanitizer's own library; kernels compiled without it run faster and unobserved.
+#include <dlfcn.h>
+#include <link.h>
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include "schedule.h"
+#include "signals.h"
+#include "state.h"
+#include "tensor.h"
+#include "watch.h"
+
+namespace py = pybind11;
+
+extern "C" {
+// AddressSanitizer's, where its library is loaded.
+__attribute__((weak)) void __asan_poison_memory_region(const volatile void* begin, size_t bytes);
+__attribute__((weak)) void __asan_unpoison_memory_region(const volatile void* begin, size_t bytes);
+}
+
+namespace {
+
+int load(const std::string& path) {
+    auto l = std::make_unique<Library>();
+    l->path = path;
+    l->handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (!l->handle) throw std::runtime_error(dlerror());
+    auto* dynamic = reinterpret_cast<unsigned char* (*)()>(dlsym(l->handle, "dynamic_shared_memory"));
+    auto* size = static_cast<const size_t*>(dlsym(l->handle, "dynamic_shared_size"));
+    if (!dynamic || !size) throw std::runtime_error(path + " is no emulated kernel");
+    l->dynamic = reinterpret_cast<uintptr_t>(dynamic());  // the thread-local storage exists from here on
+    l->dynamic_size = *size;
+    Dl_info info;
+    dladdr(reinterpret_cast<void*>(dynamic), &info);
+    l->base = reinterpret_cast<uintptr_t>(info.dli_fbase);
+    dl_iterate_phdr(
+        [](dl_phdr_info* info, size_t, void* data) {
+            Library& l = *static_cast<Library*>(data);
+            if (info->dlpi_addr != l.base) return 0;
+            for (int i = 0; i < info->dlpi_phnum; ++i) {
+                const auto& header = info->dlpi_phdr[i];
+                if (header.p_type == PT_LOAD)
+                    l.image.emplace_back(l.base + header.p_vaddr, l.base + header.p_vaddr + header.p_memsz);
+                if (header.p_type != PT_TLS) continue;
+                l.tls_begin = reinterpret_cast<uintptr_t>(info->dlpi_tls_data);
+                l.tls_end = l.tls_begin + header.p_memsz;
+            }
+            return 1;
+        },
+        l.get());
+    if (l->dynamic - l->tls_begin >= l->tls_end - l->tls_begin) throw std::runtime_error("shared memory was not found");
+    m.libraries.push_back(std::move(l));
+    return static_cast<int>(m.libraries.size()) - 1;
+}
+
+// Lets AddressSanitizer know how much dynamic shared memory there is, and forgets what abandoned fibers left on stacks.
+void tell_address_sanitizer() {
+    if (!__asan_poison_memory_region) return;
+    const Library& l = *m.library;
+    __asan_unpoison_memory_region(reinterpret_cast<void*>(l.dynamic), l.dynamic_size);
+    const size_t unused = l.dynamic_size - m.dynamic_bytes;
+    __asan_poison_memory_region(reinterpret_cast<void*>(l.dynamic + m.dynamic_bytes), unused);
+    if (m.abandoned)
+        for (auto& t : m.threads) __asan_unpoison_memory_region(t->stack.base(), Stack::BYTES);
+    m.abandoned = false;
+}
+
+void launch(int library, const std::string& kernel, unsigned grid, unsigned threads, py::bytes params,
+            size_t shared_bytes, bool watched, const std::string& thread_order, const std::string& block_order,
+            unsigned seed) {
+    m.library = m.libraries.at(library).get();
+    m.kernel = kernel;
+    m.params = params;
+    m.enter = reinterpret_cast<void (*)(const void*)>(dlsym(m.library->handle, ("enter_" + kernel).c_str()));
+    auto* size = static_cast<const size_t*>(dlsym(m.library->handle, ("params_of_" + kernel).c_str()));
+    if (!m.enter || !size) throw std::runtime_error(m.library->path + " has no kernel " + kernel);
+    if (*size != m.params.size())
+        throw Fault(format("kernel %s takes %zu bytes of parameters, the launch passes %zu", kernel.c_str(), *size,
+                           m.params.size()));
+    if (threads < 1 || threads > 1024) throw Fault(format("kernel %s: %u threads in a block", kernel.c_str(), threads));
+    if (shared_bytes > m.library->dynamic_size)
+        throw Fault(format("kernel %s: %zu bytes of shared memory", kernel.c_str(), shared_bytes));
+    m.watched = watched;
+    m.dynamic_bytes = shared_bytes;
+    m.size = threads;
+    m.error.clear();
+    ++m.launches;
+    blockDim = {threads, 1, 1};
+    gridDim = {grid, 1, 1};
+    while (m.threads.size() < threads) m.threads.push_back(std::make_unique<Thread>());
+    tell_address_sanitizer();
+    const size_t cells = (m.library->tls_end - m.library->tls_begin) / CELL_BYTES + 1;
+    if (m.shared_cells.size() < cells) m.shared_cells.resize(cells);
+
+    std::mt19937 random(seed);
+    std::vector<unsigned> blocks(grid);
+    for (unsigned i = 0; i < grid; ++i) blocks[i] = i;
+    Order{block_order, &random}.arrange(blocks);
+    const Order order{thread_order, &random};
+    {
+        const Signals signals;
+        if (sigsetjmp(m.signalled, 0) == 0)
+            for (unsigned block : blocks) {
+                blockIdx = {block, 0, 0};
+                run_block(order);
+                if (!m.error.empty()) break;
+            }
+    }
+    m.current = -1;
+    m.abandoned = m.abandoned || !m.error.empty();
+    if (!m.error.empty()) throw Fault(m.error);
+}
+
+int add_region(uintptr_t pointer, size_t bytes, const std::string& name, bool writable, py::object valid) {
+    auto r = std::make_unique<Region>();
+    r->id = m.next_region++;
+    r->begin = pointer;
+    r->end = pointer + bytes;
+    r->name = name;
+    r->writable = writable;
+    if (writable) r->cells.resize(bytes / CELL_BYTES + 2);
+    if (!valid.is_none()) {
+        py::array_t<uint8_t, py::array::c_style> array = valid;
+        r->valid.assign(array.data(), array.data() + array.size());
+    }
+    m.regions.push_back(std::move(r));
+    return m.regions.back()->id;
+}
+
+std::vector<std::unique_ptr<Region>>::iterator find_region(int id) {
+    return std::find_if(m.regions.begin(), m.regions.end(), [&](auto& r) { return r->id == id; });
+}
+
+void remove_region(int id) {
+    const auto r = find_region(id);
+    if (r != m.regions.end()) m.regions.erase(r);
+}
+
+// The host has written all of it.
+void initialise_region(int id) {
+    const auto r = find_region(id);
+    if (r != m.regions.end())
+        for (Cell& cell : (*r)->cells) cell.initialised = true;
+}
+
+// From now on read-only: what was written can be read.
+void freeze_region(int id) {
+    const auto found = find_region(id);
+    if (found == m.regions.end()) return;
+    Region& r = **found;
+    r.valid.resize(r.end - r.begin);
+    for (size_t i = 0; i < r.valid.size(); ++i) r.valid[i] = r.cells[i / CELL_BYTES].initialised;
+    r.cells.clear();
+    r.writable = false;
+}
+
+// (offset of the first byte never written, offset of the first byte written twice in a launch), -1 for none.
+py::tuple written(int id) {
+    const auto found = find_region(id);
+    if (found == m.regions.end()) throw std::runtime_error("no such region");
+    long long never = -1, twice = -1;
+    const Region& r = **found;
+    for (size_t i = 0; i < (r.end - r.begin) / CELL_BYTES; ++i) {
+        if (never < 0 && !r.cells[i].initialised) never = i * CELL_BYTES;
+        if (twice < 0 && r.cells[i].most_writes > 1) twice = i * CELL_BYTES;
+    }
+    return py::make_tuple(never, twice);
+}
+
+}  // namespace
+
+// ---- what kernels call (machine.h) ----
+extern "C" {
+int machine_barrier(BarrierKind kind, int value, Where where) {
+    Thread& t = self();
+    leave_last_meeting();
+    if (m.arrived > 0 && (m.barrier_where.line != where.line || std::strcmp(m.barrier_where.file, where.file)))
+        fault(format("threads diverge: some wait for %s at %s, this one comes to %s at %s",
+                     BARRIER_NAMES[m.barrier_kind], at(m.barrier_where).c_str(), BARRIER_NAMES[kind],
+                     at(where).c_str()));
+    int& result = m.barrier_result[m.barriers & 1];
+    if (m.arrived == 0) result = kind == BARRIER_AND;
+    m.barrier_where = where;
+    m.barrier_kind = kind;
+    result = kind == BARRIER_OR ? result || value : kind == BARRIER_AND ? result && value : result + (value != 0);
+    t.state = AT_BARRIER;
+    t.where = where;
+    t.what = BARRIER_NAMES[kind];
+    if (++m.arrived == m.alive)
+        open_barrier();
+    else
+        yield();
+    return result;
+}
+
+const Meeting* machine_meet(unsigned mask, MeetingKind kind, uint64_t value, Where where) {
+    return &meet(mask, kind, value, where)->meeting;
+}
+
+void machine_copy_async(void* shared, const void* global, int bytes, int valid, Where where) {
+    const Copy copy{static_cast<char*>(shared), static_cast<const char*>(global), bytes, valid, where};
+    const uintptr_t to = reinterpret_cast<uintptr_t>(shared), from = reinterpret_cast<uintptr_t>(global);
+    if (to - m.library->tls_begin >= m.library->tls_end - m.library->tls_begin)
+        fault("asynchronous copy at " + at(where) + ": the destination is not in shared memory");
+    if (to % bytes || from % bytes)
+        fault(format("asynchronous copy of %d bytes at %s: addresses must be multiples of that", bytes,
+                     at(where).c_str()));
+    if (valid < 0 || valid > bytes) fault("asynchronous copy at " + at(where) + ": more bytes to read than to write");
+    if (m.watched) {
+        if (valid > 0) access(from, valid, READ, site_of(where));
+        access(to, bytes, WRITE, site_of(where));
+        mark_in_flight(copy, true);
+    }
+    std::memset(shared, 0xff, bytes);
+    if (self().groups.empty()) self().groups.emplace_back();
+    self().groups.back().push_back(copy);
+}
+
+void machine_copy_commit() {
+    if (self().groups.empty()) self().groups.emplace_back();
+    self().groups.emplace_back();
+}
+
+void machine_copy_wait(int pending) {
+    auto& groups = self().groups;  // the last one is still open
+    const size_t keep = pending + 1;
+    while (groups.size() > keep) {
+        for (const Copy& copy : groups.front()) perform(copy);
+        groups.erase(groups.begin());
+    }
+}
+
+void machine_access(const void* address, size_t bytes, AccessKind kind, Where where) {
+    if (reinterpret_cast<uintptr_t>(address) % bytes)
+        fault(format("%s of %zu bytes at %s: the address is not a multiple of that", access_name(kind), bytes,
+                     at(where).c_str()));
+    if (m.watched) access(reinterpret_cast<uintptr_t>(address), bytes, kind, site_of(where));
+}
+
+void machine_trap(const char* what, Where where) { fault(std::string(what) + " at " + at(where)); }
+
+// ---- what g++ -fsanitize=thread has kernels call ----
+#define CODE __builtin_return_address(0)
+#define REPORT(bytes)                                                                                                  \
+    void __tsan_read##bytes(void* p) { report(p, bytes, READ, CODE); }                                                 \
+    void __tsan_write##bytes(void* p) { report(p, bytes, WRITE, CODE); }                                               \
+    void __tsan_unaligned_read##bytes(void* p) { report(p, bytes, READ, CODE); }                                       \
+    void __tsan_unaligned_write##bytes(void* p) { report(p, bytes, WRITE, CODE); }                                     \
+    void __tsan_volatile_read##bytes(void* p) { report(p, bytes, READ, CODE); }                                        \
+    void __tsan_volatile_write##bytes(void* p) { report(p, bytes, WRITE, CODE); }
+REPORT(1)
+REPORT(2)
+REPORT(4)
+REPORT(8)
+REPORT(16)
+void __tsan_read_range(void* p, unsigned long bytes) { report(p, bytes, READ, CODE); }
+void __tsan_write_range(void* p, unsigned long bytes) { report(p, bytes, WRITE, CODE); }
+void __tsan_vptr_update(void**, void*) {}
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit(void*) {}
+void __tsan_init() {}
+}
+
+PYBIND11_MODULE(DRIVER_NAME, module) {
+    // Kernels find the functions above by name: this library's symbols become global.
+    Dl_info info;
+    dladdr(reinterpret_cast<void*>(&machine_barrier), &info);
+    if (!dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD | RTLD_GLOBAL)) throw std::runtime_error(dlerror());
+    py::register_exception<Fault>(module, "Fault", PyExc_RuntimeError);
+    module.def("load", &load);
+    module.def("launch", &launch);
+    module.def("add_region", &add_region);
+    module.def("remove_region", &remove_region);
+    module.def("initialise_region", &initialise_region);
+    module.def("freeze_region", &freeze_region);
+    module.def("written", &written);
+    module.def("accesses", [] { return m.accesses; });
+}

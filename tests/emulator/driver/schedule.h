@@ -1,0 +1,220 @@
+// Fibers take turns: barriers, meetings of lanes, and the order in which threads and warps run.
+#pragma once
+#include <algorithm>
+#include <map>
+#include <random>
+
+#include "state.h"
+#include "watch.h"
+
+namespace {
+
+const OpenMeeting* meet(unsigned mask, MeetingKind kind, uint64_t value, Where where,
+                        void (*finish)(OpenMeeting&) = nullptr);
+
+void wake(const OpenMeeting& o, unsigned warp) {
+    for (unsigned lane = 0; lane < 32; ++lane)
+        if (o.arrived >> lane & 1) m.threads[warp * 32 + lane]->state = READY;
+}
+
+bool everybody_is_there(const OpenMeeting& o, const Warp& w) { return (o.meeting.mask & w.alive & ~o.arrived) == 0; }
+
+void complete(OpenMeeting& o, unsigned warp) {
+    Warp& w = m.warps[warp];
+    o.complete = true;
+    o.meeting.present = o.arrived;
+    if (o.kind == SYNC_WARP && (w.alive & ~o.arrived) == 0) {
+        ++w.sync;
+        for (unsigned lane = 0; lane < 32; ++lane)
+            if (o.arrived >> lane & 1) m.threads[warp * 32 + lane]->warp_sync = w.sync;
+    }
+    wake(o, warp);
+}
+
+void leave_last_meeting() {
+    Thread& t = self();
+    if (t.last) t.last->left |= 1u << (m.current & 31);
+    t.last = nullptr;
+}
+
+const OpenMeeting* meet(unsigned mask, MeetingKind kind, uint64_t value, Where where, void (*finish)(OpenMeeting&)) {
+    Thread& t = self();
+    const unsigned warp = m.current / 32, lane = m.current & 31;
+    Warp& w = m.warps[warp];
+    leave_last_meeting();
+    if (!(mask >> lane & 1))
+        fault(format("%s at %s: lane %u is not in its own mask 0x%08x", MEETING_NAMES[kind], at(where).c_str(), lane,
+                     mask));
+    OpenMeeting* o = nullptr;
+    for (OpenMeeting& other : w.meetings)
+        if (!other.complete && other.meeting.mask == mask) o = &other;
+    if (o && (o->kind != kind || o->where.line != where.line || std::strcmp(o->where.file, where.file)))
+        fault(format("lanes of warp %u diverge: lanes 0x%08x wait for %s at %s, lane %u comes to %s at %s", warp,
+                     o->arrived, MEETING_NAMES[o->kind], at(o->where).c_str(), lane, MEETING_NAMES[kind],
+                     at(where).c_str()));
+    if (!o) {
+        for (OpenMeeting& other : w.meetings)
+            if (other.complete && other.left == other.arrived) o = &other;
+        if (!o) o = &w.meetings.emplace_back();
+        o->meeting.mask = mask;
+        o->kind = kind;
+        o->where = where;
+        o->arrived = o->left = 0;
+        o->complete = false;
+    }
+    o->meeting.values[lane] = value;
+    o->arrived |= 1u << lane;
+    t.last = o;
+    if (everybody_is_there(*o, w)) {
+        if (finish) finish(*o);
+        complete(*o, warp);
+    } else {
+        t.state = AT_MEETING;
+        t.where = where;
+        t.what = MEETING_NAMES[kind];
+        yield();
+    }
+    return o;
+}
+
+void open_barrier() {
+    ++m.barriers;
+    m.arrived = 0;
+    for (unsigned i = 0; i < m.size; ++i)
+        if (m.threads[i]->state == AT_BARRIER) {
+            m.threads[i]->state = READY;
+            m.threads[i]->barrier = m.barriers;
+        }
+}
+
+void run_thread() {
+    m.enter(m.params.data());
+    Thread& t = self();
+    machine_copy_wait(0);
+    leave_last_meeting();
+    t.state = DONE;
+    const unsigned warp = m.current / 32;
+    Warp& w = m.warps[warp];
+    w.alive &= ~(1u << (m.current & 31));
+    --m.alive;
+    for (OpenMeeting& o : w.meetings)
+        if (!o.complete && everybody_is_there(o, w)) {
+            if (o.kind >= WMMA_LOAD)
+                fault(format("%s at %s: a lane of the warp has exited", MEETING_NAMES[o.kind], at(o.where).c_str()));
+            complete(o, warp);
+        }
+    if (m.alive > 0 && m.arrived == m.alive) open_barrier();  // threads that have exited are not waited for
+    void* unused;
+    fiber_switch(&unused, m.scheduler);
+}
+
+// ---- blocks ----
+std::string waiting_threads() {
+    std::map<std::string, std::vector<int>> groups;
+    for (unsigned i = 0; i < m.size; ++i) {
+        const Thread& t = *m.threads[i];
+        groups[t.state == DONE ? "have exited" : format("wait for %s at %s", t.what, at(t.where).c_str())].push_back(i);
+    }
+    std::string text;
+    for (auto& [what, members] : groups) {
+        text += format("\n  %zu threads %s:", members.size(), what.c_str());
+        for (size_t i = 0; i < members.size(); ++i) {  // runs of consecutive numbers
+            size_t last = i;
+            while (last + 1 < members.size() && members[last + 1] == members[last] + 1) ++last;
+            text += last > i ? format(" %d-%d", members[i], members[last]) : format(" %d", members[i]);
+            i = last;
+        }
+    }
+    return text;
+}
+
+struct Order {
+    std::string name;
+    std::mt19937* random;
+
+    template <typename T>
+    void arrange(std::vector<T>& items) const {  // from any order
+        if (name == "random") {
+            std::shuffle(items.begin(), items.end(), *random);
+            return;
+        }
+        std::sort(items.begin(), items.end());
+        if (name == "backward") std::reverse(items.begin(), items.end());
+    }
+};
+
+void run(unsigned i) {
+    m.current = static_cast<int>(i);
+    threadIdx.x = i;
+    fiber_switch(&m.scheduler, m.threads[i]->context);
+    m.current = -1;
+}
+
+// Runs one warp until no lane of it can go on, or for `patience` rounds over its lanes.
+bool run_warp(unsigned warp, const Order& order, std::vector<unsigned>& lanes, unsigned patience) {
+    bool any = false, again = true;
+    for (unsigned round = 0; again && round < patience; ++round) {
+        again = false;
+        order.arrange(lanes);
+        for (unsigned lane : lanes) {
+            const unsigned i = warp * 32 + lane;
+            if (i >= m.size || m.threads[i]->state != READY) continue;
+            run(i);
+            again = any = true;
+            if (!m.error.empty()) return true;
+        }
+    }
+    return any;
+}
+
+void poison_shared() {
+    Library& l = *m.library;
+    const auto fill = [](uintptr_t begin, uintptr_t end) {
+        std::memset(reinterpret_cast<void*>(begin), 0xff, end - begin);
+    };
+    fill(l.tls_begin, l.dynamic);
+    fill(l.dynamic, l.dynamic + m.dynamic_bytes);
+    fill(l.dynamic + l.dynamic_size, l.tls_end);
+}
+
+void run_block(const Order& order) {
+    ++m.blocks;
+    m.alive = m.size;
+    m.arrived = 0;
+    m.barriers = 0;
+    poison_shared();
+    const unsigned warp_count = (m.size + 31) / 32;
+    m.warps.resize(warp_count);
+    for (unsigned w = 0; w < warp_count; ++w) {
+        m.warps[w].alive = m.size - w * 32 >= 32 ? ~0u : (1u << (m.size - w * 32)) - 1;
+        m.warps[w].sync = 0;
+        m.warps[w].meetings.clear();
+    }
+    for (unsigned i = 0; i < m.size; ++i) {
+        Thread& t = *m.threads[i];
+        t.context = t.stack.start(run_thread);
+        t.state = READY;
+        t.last = nullptr;
+        t.barrier = t.warp_sync = 0;
+        t.groups.clear();
+    }
+    std::vector<unsigned> warps(warp_count), lanes(32);
+    for (unsigned w = 0; w < warp_count; ++w) warps[w] = w;
+    for (unsigned lane = 0; lane < 32; ++lane) lanes[lane] = lane;
+    while (m.alive > 0) {
+        bool any = false;
+        order.arrange(warps);
+        for (unsigned w : warps) {
+            const unsigned patience = order.name == "random" ? 1 + (*order.random)() % 8 : ~0u;
+            any = run_warp(w, order, lanes, patience) || any;
+            if (!m.error.empty()) return;
+        }
+        if (!any) {
+            m.error = "deadlock: nobody can go on\n  in kernel " + m.kernel + format(", block %u", blockIdx.x) +
+                      waiting_threads();
+            return;
+        }
+    }
+}
+
+}  // namespace

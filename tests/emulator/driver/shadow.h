@@ -1,0 +1,73 @@
+// What the emulator knows of every two bytes of memory: who read and wrote them last, and whether anybody wrote them.
+//
+// Two accesses by different threads are a race if one of them writes (and not both are atomic) and nothing orders them:
+//   threads of one warp    a __syncwarp, or a barrier of the block, between them
+//   threads of one block   a barrier of the block
+//   different blocks       the end of the launch
+// Shuffles and votes order nothing, as in CUDA's own rules. Neighbouring single bytes share a cell: a kernel in which
+// different threads store them needs CELL_BYTES 1.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+constexpr unsigned CELL_BYTES = 2;
+
+// When and by whom: all that ordering needs.
+struct Moment {
+    uint32_t epoch = 0;  // serial number of the launch for global memory, of the block for shared memory; 0: never
+    uint32_t block = 0, barrier = 0, warp_sync = 0;
+    uint16_t thread = 0;
+    bool many_lanes = false, many_warps = false, many_blocks = false;  // more threads than `thread` did so
+    bool atomic = false;
+    uint64_t site = 0;  // where in the source: see driver.cpp
+
+    bool same_warp(const Moment& other) const { return thread / 32 == other.thread / 32; }
+
+    // Whether an access `now` of the same epoch or a later one is not ordered after this.
+    bool unordered(const Moment& now) const {
+        if (epoch != now.epoch) return false;
+        if (many_blocks || block != now.block) return true;
+        if (barrier != now.barrier) return false;
+        if (many_warps || !same_warp(now)) return true;
+        return warp_sync == now.warp_sync && (many_lanes || thread != now.thread);
+    }
+
+    // Takes note of one more access; forgets those that every later access in question is ordered after.
+    void add(const Moment& now) {
+        if (epoch == now.epoch && block != now.block) {
+            many_blocks = true;
+        } else if (epoch != now.epoch || barrier != now.barrier) {
+            const bool blocks = epoch == now.epoch && many_blocks;
+            *this = now;
+            many_blocks = blocks;
+        } else if (!same_warp(now)) {
+            many_warps = true;
+        } else if (warp_sync != now.warp_sync) {
+            const bool blocks = many_blocks, warps = many_warps;
+            *this = now;
+            many_blocks = blocks;
+            many_warps = warps;
+        } else if (thread != now.thread) {
+            many_lanes = true;
+        }
+    }
+};
+
+struct Cell {
+    Moment read, write;
+    uint32_t in_flight = 0;     // epoch in which an asynchronous copy to here began that has not been waited for
+    uint16_t writes = 0;        // in the launch of `write`
+    uint16_t most_writes = 0;   // in any launch
+    bool initialised = false;   // global memory; shared memory is initialised if `write` is of this block
+};
+
+// A piece of global memory that a kernel may touch.
+struct Region {
+    int id;
+    uintptr_t begin, end;
+    std::string name;
+    bool writable;
+    std::vector<Cell> cells;      // of writable memory
+    std::vector<uint8_t> valid;   // of read-only memory, one per byte; empty: all of it
+};

@@ -1,0 +1,148 @@
+// The state of the emulated machine, places in the source, and how a launch ends that is at fault.
+#pragma once
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <setjmp.h>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../include/machine.h"
+#include "fiber.h"
+#include "shadow.h"
+
+extern "C" {
+Index3 threadIdx, blockIdx, blockDim, gridDim;
+}
+
+namespace {
+
+enum State { READY, AT_BARRIER, AT_MEETING, DONE };
+const char* const MEETING_NAMES[] = {"__syncwarp", "a shuffle", "a vote", "a warp reduction", "load_matrix_sync",
+                                     "store_matrix_sync", "mma_sync"};
+const char* const BARRIER_NAMES[] = {"__syncthreads", "__syncthreads_or", "__syncthreads_and", "__syncthreads_count"};
+
+struct Copy {
+    char* to;
+    const char* from;
+    int bytes, valid;
+    Where where;
+};
+
+struct OpenMeeting {
+    Meeting meeting;  // first: a lane is given its address
+    MeetingKind kind;
+    Where where;
+    unsigned arrived, left;
+    bool complete;
+};
+
+struct Thread {
+    Stack stack;
+    void* context;
+    State state;
+    Where where;                           // it waits at
+    const char* what;                      // it waits for
+    OpenMeeting* last;                     // the meeting whose results it may still read
+    uint32_t barrier, warp_sync;           // passed so far
+    std::vector<std::deque<Copy>> groups;  // asynchronous copies under way, the youngest group last
+};
+
+struct Warp {
+    unsigned alive;
+    uint32_t sync;
+    std::deque<OpenMeeting> meetings;  // a place is used again when everybody has left
+};
+
+struct Library {
+    std::string path;
+    void* handle;
+    uintptr_t base, tls_begin, tls_end, dynamic;  // tls: static and dynamic shared memory
+    size_t dynamic_size;
+    std::vector<std::pair<uintptr_t, uintptr_t>> image;  // mapped segments
+};
+
+struct Fault : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+struct Machine {
+    std::vector<std::unique_ptr<Thread>> threads;
+    std::vector<Warp> warps;
+    std::vector<std::unique_ptr<Region>> regions;
+    std::vector<Cell> shared_cells;
+    std::vector<std::unique_ptr<Library>> libraries;
+    int next_region = 0;
+
+    // of the launch
+    Library* library = nullptr;
+    std::string kernel, error;
+    void (*enter)(const void*) = nullptr;
+    std::string params;
+    bool watched = false, abandoned = false;  // abandoned: a launch has ended with fibers on their way
+    size_t dynamic_bytes = 0;
+    uint32_t launches = 0, blocks = 0;  // serial numbers, over all launches
+    uint64_t accesses = 0;
+
+    // of the block
+    unsigned size = 0, alive = 0, arrived = 0;
+    uint32_t barriers = 0;
+    int barrier_result[2];
+    Where barrier_where;
+    BarrierKind barrier_kind;
+
+    int current = -1;  // the running thread
+    void* scheduler = nullptr;
+    sigjmp_buf signalled;
+};
+Machine m;
+
+Thread& self() { return *m.threads[m.current]; }
+
+std::string format(const char* text, ...) {
+    char buffer[1024];
+    va_list arguments;
+    va_start(arguments, text);
+    vsnprintf(buffer, sizeof buffer, text, arguments);
+    va_end(arguments);
+    return buffer;
+}
+
+// A place in the source in one word: that of an intrinsic's call (file and line), or a code address, which runtime.py
+// turns into file and line.
+using Site = uint64_t;
+
+Site site_of(Where where) {
+    return 1ull << 63 | static_cast<uint64_t>(where.line) << 47 | reinterpret_cast<uintptr_t>(where.file);
+}
+Site site_of(const void* code) { return reinterpret_cast<uintptr_t>(code); }
+
+std::string at(Where where) {
+    const char* slash = std::strrchr(where.file, '/');
+    return format("%s:%d", slash ? slash + 1 : where.file, where.line);
+}
+
+std::string at(Site site) {
+    const char* file = reinterpret_cast<const char*>(site & ((1ull << 47) - 1));
+    if (site >> 63) return at(Where{file, static_cast<int>(site >> 47 & 0xffff)});
+    return format("<+0x%zx>", static_cast<size_t>(site - m.library->base - 1));
+}
+
+std::string place() {
+    return format("kernel %s, block %u, thread %d", m.kernel.c_str(), blockIdx.x, m.current);
+}
+
+// Ends the launch. Fibers are abandoned where they stand.
+[[noreturn]] void fault(const std::string& what) {
+    m.error = what + "\n  in " + place();
+    void* unused;
+    fiber_switch(&unused, m.scheduler);
+    __builtin_unreachable();
+}
+
+void yield() { fiber_switch(&self().context, m.scheduler); }
+
+}  // namespace

@@ -1,0 +1,172 @@
+// Every access to memory is looked at here: is it within bounds, has the memory been written, does it race?
+#pragma once
+#include <algorithm>
+
+#include "state.h"
+
+namespace {
+
+Moment now(uint32_t epoch, bool atomic, Site site) {
+    const Thread& t = self();
+    Moment moment;
+    moment.epoch = epoch;
+    moment.block = blockIdx.x;
+    moment.barrier = t.barrier;
+    moment.warp_sync = t.warp_sync;
+    moment.thread = static_cast<uint16_t>(m.current);
+    moment.atomic = atomic;
+    moment.site = site;
+    return moment;
+}
+
+// What a fault says of memory: "shared memory + 12", "out + 12".
+struct Memory {
+    const char* name;
+    uintptr_t begin;
+    uint32_t epoch;
+    bool shared;
+};
+
+std::string describe(const Memory& memory, uintptr_t address) {
+    return format("%s + %zu bytes", memory.name, static_cast<size_t>(address - memory.begin));
+}
+
+std::string by(const Moment& moment, const char* did) {
+    return format("%s%u of block %u %s at ", moment.many_lanes || moment.many_warps || moment.many_blocks
+                  ? "several threads, among them " : "thread ", moment.thread, moment.block, did) + at(moment.site);
+}
+
+void check_race(const Moment& before, const char* did, const Moment& moment, const char* does, const Memory& memory,
+                uintptr_t address) {
+    if (!before.unordered(moment) || (before.atomic && moment.atomic)) return;
+    fault("race on " + describe(memory, address) + ": " + by(before, did) + ", " + by(moment, does) +
+          ", and no barrier is between them");
+}
+
+void touch(Cell& cell, const Memory& memory, uintptr_t address, AccessKind kind, const Moment& moment) {
+    const bool initialised = memory.shared ? cell.write.epoch == memory.epoch : cell.initialised;
+    if (cell.in_flight == memory.epoch)
+        fault(format("%s of ", kind == READ ? "read" : "write") + describe(memory, address) + " at " + at(moment.site) +
+              ": an asynchronous copy to it has not been waited for");
+    if (kind != WRITE && !initialised)
+        fault("read of uninitialised " + describe(memory, address) + " at " + at(moment.site));
+    check_race(cell.write, cell.write.atomic ? "changed it atomically" : "wrote", moment,
+               kind == READ ? "reads" : kind == WRITE ? "writes" : "changes it atomically", memory, address);
+    if (kind == READ) {
+        cell.read.add(moment);
+        return;
+    }
+    check_race(cell.read, "read", moment, kind == WRITE ? "writes" : "changes it atomically", memory, address);
+    cell.writes = cell.write.epoch == moment.epoch ? cell.writes + (cell.writes < 65535) : 1;
+    cell.most_writes = std::max(cell.most_writes, cell.writes);
+    cell.write = moment;
+    cell.initialised = true;
+}
+
+template <typename Do>
+void for_each_cell(uintptr_t begin, size_t bytes, uintptr_t base, const Do& act) {
+    for (uintptr_t a = begin & ~uintptr_t(CELL_BYTES - 1); a < begin + bytes; a += CELL_BYTES)
+        act((a - base) / CELL_BYTES, a);
+}
+
+const char* access_name(AccessKind kind) { return kind == READ ? "read" : kind == WRITE ? "write" : "atomic change"; }
+
+[[noreturn]] void out_of_bounds(uintptr_t address, size_t bytes, AccessKind kind, Site site) {
+    std::string near = "no array is near";
+    uintptr_t best = 1 << 20;
+    auto consider = [&](const std::string& name, uintptr_t begin, uintptr_t end) {
+        const bool inside = begin <= address && address < end;
+        const uintptr_t distance = inside ? 0 : address < begin ? begin - address : address - end;
+        if (distance >= best) return;
+        best = distance;
+        near = inside ? "it is in a gap of " + name
+                      : format("%zu bytes %s ", static_cast<size_t>(distance),
+                                      address < begin ? "ahead of" : "behind the end of") + name;
+    };
+    for (auto& r : m.regions) consider(r->name, r->begin, r->end);
+    consider("dynamic shared memory", m.library->dynamic, m.library->dynamic + m.dynamic_bytes);
+    fault(format("%s of %zu bytes out of bounds at ", access_name(kind), bytes) + at(site) + ": " + near);
+}
+
+bool is_readable(const Region& r, uintptr_t address, size_t bytes) {
+    if (r.writable) return true;  // its cells know
+    if (r.valid.empty()) return true;
+    for (size_t i = address - r.begin; i < address - r.begin + bytes; ++i)
+        if (!r.valid[i]) return false;
+    return true;
+}
+
+// An access by the running thread to anything but its own stack.
+void access(uintptr_t address, size_t bytes, AccessKind kind, Site site) {
+    if (bytes == 0) return;
+    ++m.accesses;
+    Library& library = *m.library;
+    if (address - library.tls_begin < library.tls_end - library.tls_begin) {
+        if (address >= library.dynamic && address + bytes > library.dynamic + m.dynamic_bytes &&
+            address < library.dynamic + library.dynamic_size)
+            out_of_bounds(address, bytes, kind, site);
+        const Memory memory{"shared memory", library.tls_begin, m.blocks, true};
+        const Moment moment = now(m.blocks, kind == ATOMIC, site);
+        for_each_cell(address, bytes, library.tls_begin, [&](size_t i, uintptr_t a) {
+            touch(m.shared_cells[i], memory, a, kind, moment);
+        });
+        return;
+    }
+    Region* refused = nullptr;
+    for (auto& r : m.regions) {
+        if (address < r->begin || address + bytes > r->end) continue;
+        if ((kind != READ && !r->writable) || !is_readable(*r, address, bytes)) {
+            refused = r.get();
+            continue;
+        }
+        if (!r->writable) return;
+        const Memory memory{r->name.c_str(), r->begin, m.launches, false};
+        const Moment moment = now(m.launches, kind == ATOMIC, site);
+        for_each_cell(address, bytes, r->begin, [&](size_t i, uintptr_t a) {
+            touch(r->cells[i], memory, a, kind, moment);
+        });
+        return;
+    }
+    if (refused && kind != READ)
+        fault(format("%s of read-only %s + %zu bytes at ", access_name(kind), refused->name.c_str(),
+                     static_cast<size_t>(address - refused->begin)) + at(site));
+    if (self().stack.holds(reinterpret_cast<void*>(address))) return;
+    if (kind == READ) {  // constants, the thread's index, the results of a meeting
+        for (auto [begin, end] : library.image)
+            if (begin <= address && address + bytes <= end) return;
+        const auto is_in = [&](const void* p, size_t size) { return address - reinterpret_cast<uintptr_t>(p) < size; };
+        if (is_in(&threadIdx, sizeof threadIdx) || is_in(&blockIdx, sizeof blockIdx) ||
+            is_in(&blockDim, sizeof blockDim) || is_in(&gridDim, sizeof gridDim))
+            return;
+        if (self().last && is_in(self().last, sizeof(OpenMeeting))) return;
+    }
+    out_of_bounds(address, bytes, kind, site);
+}
+
+inline void report(const void* address, size_t bytes, AccessKind kind, const void* code) {
+    if (m.current < 0) return;
+    if (self().stack.holds(address)) return;
+    access(reinterpret_cast<uintptr_t>(address), bytes, kind, site_of(code));
+}
+
+// ---- asynchronous copies ----
+void mark_in_flight(const Copy& copy, bool begins) {
+    Library& library = *m.library;
+    const uintptr_t to = reinterpret_cast<uintptr_t>(copy.to);
+    if (to - library.tls_begin >= library.tls_end - library.tls_begin) return;
+    for_each_cell(to, copy.bytes, library.tls_begin, [&](size_t i, uintptr_t) {
+        m.shared_cells[i].in_flight = begins ? m.blocks : 0;
+    });
+}
+
+void perform(const Copy& copy) {
+    if (m.watched) {
+        mark_in_flight(copy, false);
+        if (copy.valid > 0) access(reinterpret_cast<uintptr_t>(copy.from), copy.valid, READ, site_of(copy.where));
+        access(reinterpret_cast<uintptr_t>(copy.to), copy.bytes, WRITE, site_of(copy.where));
+    }
+    std::memset(copy.to, 0, copy.bytes);
+    std::memcpy(copy.to, copy.from, copy.valid);
+}
+
+}  // namespace

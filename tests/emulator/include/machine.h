@@ -1,0 +1,57 @@
+// What compiled kernels ask of the emulated machine. The driver (driver/driver.cpp) implements it.
+//
+// A thread of the emulated GPU is a fiber: it runs until it must wait for others, which it does inside one of these
+// functions only. Each that can wait, or can find the kernel at fault, takes the place in the source it is called from.
+// A fault ends the launch: the function does not return.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+struct Where {
+    const char* file;
+    int line;
+};
+// As a default argument of an intrinsic: the place of its call.
+inline Where caller(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
+
+struct Index3 {
+    unsigned x, y, z;
+};
+
+enum MeetingKind { SYNC_WARP, SHUFFLE, VOTE, REDUCE, WMMA_LOAD, WMMA_STORE, WMMA_MULTIPLY };
+enum BarrierKind { BARRIER, BARRIER_OR, BARRIER_AND, BARRIER_COUNT };
+enum AccessKind { READ = 0, WRITE = 1, ATOMIC = 2 };
+
+// Lanes of a warp that have met: what each brought. `present` lacks lanes that had exited.
+struct Meeting {
+    uint64_t values[32];
+    unsigned mask, present;
+};
+
+extern "C" {
+extern Index3 threadIdx, blockIdx, blockDim, gridDim;
+
+// All threads of the block that have not exited (as on hardware) wait for each other.
+int machine_barrier(BarrierKind kind, int value, Where where);
+
+// The lanes of `mask` that have not exited wait for each other. Valid until the lane's next meeting.
+const Meeting* machine_meet(unsigned mask, MeetingKind kind, uint64_t value, Where where);
+
+// Fragments of 16 x 16 16-bit elements (elements 8 to 15 repeat 0 to 7), and of 16 x 16 floats (8 elements a lane).
+// `by_column`: element (row, column) of the tile stands at column * ld + row.
+void machine_wmma_load(uint16_t* x, bool is_b, bool by_column, const uint16_t* tile, unsigned ld, Where where);
+void machine_wmma_multiply(float* d, const uint16_t* a, const uint16_t* b, const float* c, bool bfloat16, Where where);
+void machine_wmma_load_float(float* x, bool by_column, const float* tile, unsigned ld, Where where);
+void machine_wmma_store_float(float* tile, bool by_column, const float* x, unsigned ld, Where where);
+
+// cp.async: the bytes arrive at the wait for their group, and are poison until then.
+void machine_copy_async(void* shared, const void* global, int bytes, int valid, Where where);
+void machine_copy_commit();
+void machine_copy_wait(int pending);
+
+// An access that the compiler does not report by itself: what atomics do.
+void machine_access(const void* address, size_t bytes, AccessKind kind, Where where);
+
+// __trap(), a failed assert.
+[[noreturn]] void machine_trap(const char* what, Where where);
+}

@@ -1,0 +1,113 @@
+"""The emulated device: what ``cupy_dma.backends.cuda`` needs of a GPU (its ``Runtime``), on a CPU."""
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+import subprocess
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cupy_dma import jit
+from cupy_dma.arrays import Device, numpy_dtype
+from cupy_dma.backends.cuda.configs import ELEMENTS, LayoutConfig
+from tests.emulator import build
+from tests.emulator.memory import Memory
+
+
+class EmulatorError(RuntimeError):
+    """A kernel is at fault; the message says what it did, in which thread and on which line."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """In which order threads (of a warp, and warps of a block) and blocks run: forward, backward or random."""
+
+    threads: str = "forward"
+    blocks: str = "forward"
+    seed: int = 0
+
+
+class EmulatedKernel:
+    """A kernel compiled for the CPU."""
+
+    def __init__(self, runtime: EmulatorRuntime, path: Path, entry: str, shared_bytes: int):
+        self.runtime, self.path, self.entry, self.shared_bytes = runtime, path, entry, shared_bytes
+        self._library = _load(path)
+
+    def launch(self, grid: int, threads: int, params: np.void, stream: int = 0) -> None:
+        """Run ``grid`` blocks of ``threads`` threads to their end."""
+        driver, order = build.driver(), self.runtime.order
+        try:
+            driver.launch(self._library, self.entry, grid, threads, params.tobytes(), self.shared_bytes,
+                          self.runtime.build == "watched", order.threads, order.blocks, order.seed)
+        except driver.Fault as fault:
+            raise EmulatorError(_with_lines(str(fault), self.path)) from None
+
+
+class EmulatorRuntime:
+    """A device whose kernels run on the CPU.
+
+    ``build`` is one of ``build.BUILDS``; ``memory`` knows what kernels may touch.
+    """
+
+    def __init__(self, build: str = "watched", order: Order = Order(), shared_limit: int = 227 * 1024):
+        self.build, self.order, self.shared_limit = build, order, shared_limit
+        self.memory = Memory()
+        self._checked: set[int] = set()
+
+    def load(self, config: jit.Config, entry: str, index: int, shared_bytes: int = 0) -> EmulatedKernel:
+        return EmulatedKernel(self, build.kernel_library(config, self.build), entry, shared_bytes)
+
+    def load_text(self, text: str, entry: str, shared_bytes: int = 0) -> EmulatedKernel:
+        """A kernel of a source text of its own (tests of the emulator)."""
+        return EmulatedKernel(self, build.compile_text("test", text, self.build), entry, shared_bytes)
+
+    def on(self, device: Device) -> AbstractContextManager:
+        return nullcontext()
+
+    def shared_memory_limit(self, index: int) -> int:
+        return self.shared_limit
+
+    def multiprocessors(self, index: int) -> int:
+        return 4  # a small GPU: work is cut into several blocks also in small tests
+
+    def check_layout(self, index: int) -> None:
+        """The emulator's own fragments must pass the check that a GPU's do."""
+        if index in self._checked:
+            return
+        self._checked.add(index)
+        for dtype in ("float16", "bfloat16"):
+            assert self.lanes_with_known_layout(dtype) == 32
+
+    def lanes_with_known_layout(self, dtype: str) -> int:
+        x = (np.arange(256) - 128).astype(numpy_dtype(dtype))
+        ok = np.zeros(1, np.int32)
+        with self.memory.session() as session:
+            session.readable(x, "x")
+            session.writable(ok, "ok")
+            params = jit.params("layout.cu", "LayoutParams").pack(x=x.ctypes.data, ok=ok.ctypes.data)
+            self.load(LayoutConfig(ELEMENTS[dtype]), "fragment_layout", 0).launch(1, 32, params, 0)
+        return int(ok[0])
+
+
+@functools.cache
+def _load(path: Path) -> int:
+    return build.driver().load(str(path))
+
+
+def _with_lines(message: str, library: Path) -> str:
+    """The message with file and line in place of code offsets, and where that is inlined, from the inside out."""
+
+    def resolve(match: re.Match) -> str:
+        if shutil.which("addr2line") is None:
+            return match[0]
+        found = subprocess.run(["addr2line", "--inlines", "-e", str(library), match[1]], capture_output=True, text=True)
+        places = [line.split(" (")[0] for line in found.stdout.splitlines()]
+        own = [place for place in places if "/include/" not in place and not place.startswith("epilogue")]
+        return " < ".join(dict.fromkeys(place.rpartition("/")[2] for place in own or places))
+
+    return re.sub(r"<\+(0x[0-9a-f]+)>", resolve, message)

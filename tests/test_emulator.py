@@ -1,0 +1,266 @@
+"""Every portable kernel on the CPU emulator against the oracle, and in different orders of threads and blocks.
+
+The emulator watches every access (tests/emulator), so these tests fail for a race or a read out of bounds even where
+the numbers come out right. ``CUPY_DMA_EMULATOR_BUILD`` chooses another build (``make test-sanitize``: ``address``).
+"""
+from __future__ import annotations
+
+import contextlib
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import cupy_dma as dma
+from cupy_dma.arrays import CPU, library, numpy_dtype
+from tests import cases, reference
+from tests.test_selection import problems
+
+build = pytest.importorskip("tests.emulator.build")
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+from tests import emulator  # noqa: E402
+from tests.emulator import Order  # noqa: E402
+
+BUILD = os.environ.get("CUPY_DMA_EMULATOR_BUILD", "watched")
+FORWARD = [c for c in cases.CASES if c.dtype in ("float16", "bfloat16") and not c.is_dense]
+ORDERS = [Order("backward", "backward"), Order("random", "random", 1), Order("random", "random", 2)]
+
+
+@pytest.fixture(autouse=True)
+def device():
+    with emulator.using(build=BUILD) as runtime:
+        yield runtime
+
+
+def on_emulator(case, **options):
+    """``cases.run`` with the mask selected on the emulator too."""
+    return cases.run(case, backend="emulator", **options)
+
+
+# ---- attention ----
+@pytest.mark.parametrize("case", FORWARD, ids=str)
+def test_forward_grid(case):
+    out, lse = on_emulator(case)
+    cases.check(case, out, lse)
+
+
+@pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(("bfloat16-D128", "bfloat16-D256",
+                                                                           "mask-top_w", "mask-causal"))], ids=str)
+def test_tiles_of_smaller_gpus(case, device):
+    device.shared_limit = 99 * 1024
+    out, lse = on_emulator(case)
+    cases.check(case, out, lse)
+
+
+@pytest.mark.parametrize("bias", ["none", "key", "key_per_head"])
+@pytest.mark.parametrize("mask", ["none", "causal", "top_w", "global"])
+def test_many_blocks_of_keys(mask, bias):
+    """More than 32 blocks of keys (a group of summaries) and several tiles."""
+    case = cases.Case(f"long-{mask}-{bias}", dtype="float16", batch=1, query_length=150, key_length=2200, mask=mask,
+                      window=300, bias=bias, head_dim=24, heads=4, kv_heads=2)
+    out, lse = on_emulator(case)
+    cases.check(case, out, lse)
+
+
+@pytest.mark.parametrize(("lq", "lk"), [(64, 64), (100, 128)])
+def test_no_masked_block(lq, lk):
+    """Whole blocks only: none of the barriers that a masked block brings."""
+    case = cases.Case(f"whole-{lq}x{lk}", mask="none", query_length=lq, key_length=lk)
+    cases.check(case, *on_emulator(case))
+
+
+def bad_row_problem(kind, name, bad):
+    """(arguments with one bad row, clean arguments, mask, which queries see the row)."""
+    rng = np.random.default_rng(0)
+    n, where = 150, 75
+    x = {part: rng.standard_normal((1, n, 2, 16)).astype(np.float16) for part in ("query", "key", "value")}
+    dirty = {part: array.copy() for part, array in x.items()}
+    dirty[name][0, where, 0, 5] = bad
+    scores = rng.standard_normal((1, 2, n)).astype(np.float32)
+    scores[0, 0, where] = 1.2  # kept for some time, but not for ever
+    mask = {"causal": lambda: dma.IntervalMask.causal(n), "top_w": lambda: dma.IntervalMask.top_w(scores, 20),
+            "window": lambda: dma.IntervalMask.sliding_window(n, 30)}[kind]()
+    sees = np.broadcast_to(mask.to_dense(n), (1, 2, n, n))[0, 0, :, where]
+    return dirty, x, mask, sees
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["key", "value"])
+@pytest.mark.parametrize("kind", ["causal", "top_w", "window"])
+def test_a_bad_row_reaches_only_the_queries_that_see_it(name, bad, kind):
+    dirty, clean, mask, sees = bad_row_problem(kind, name, bad)
+    out = dma.attention(*dirty.values(), mask=mask, backend="emulator")
+    good = dma.attention(*clean.values(), mask=mask, backend="emulator")
+    assert np.array_equal(out[0, ~sees, 0], good[0, ~sees, 0]) and np.array_equal(out[:, :, 1], good[:, :, 1])
+    if name == "value":
+        assert not np.isfinite(out[0, sees, 0, 5]).any()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_fragment_layout(dtype, device):
+    assert device.lanes_with_known_layout(dtype) == 32
+
+
+# ---- selection ----
+def awkward_scores(kind, heads, n):
+    rng = np.random.default_rng(n)
+    s = rng.standard_normal((1, heads, n)).astype(np.float32)
+    match kind:
+        case "equal":
+            return np.zeros_like(s)
+        case "increasing":
+            return np.sort(s)
+        case "decreasing":
+            return np.ascontiguousarray(np.sort(s)[..., ::-1])
+        case "ties":
+            return np.round(s)
+        case "special":
+            s[rng.random(s.shape) < 0.02] = np.nan
+            s[rng.random(s.shape) < 0.02] = -np.nan
+            s[rng.random(s.shape) < 0.02] = np.inf
+            s[rng.random(s.shape) < 0.3] = -np.inf
+            s[rng.random(s.shape) < 0.3] = 0.0
+            s[rng.random(s.shape) < 0.3] = -0.0
+    return s
+
+
+def selection_options(length):
+    rng = np.random.default_rng(length)
+    padding = rng.random((1, length)) < 0.8
+    documents = np.cumsum(rng.random((1, length)) < 5 / length, axis=-1).astype(np.int32)
+    return {}, {"padding": padding}, {"documents": documents}, {"padding": padding, "documents": documents}
+
+
+@pytest.mark.parametrize("kind", ["iid", "equal", "increasing", "decreasing", "ties", "special"])
+@pytest.mark.parametrize(("length", "window"), [(1, 1), (1023, 1), (1025, 7), (1500, 400), (2100, 1030), (3000, 130)])
+def test_selection_over_chunks(kind, length, window):
+    """Against the heap of the NumPy backend, which is tested against the definition."""
+    scores = awkward_scores(kind, 2, length)
+    for options in selection_options(length):
+        expected = dma.IntervalMask.top_w(scores, window, **options, backend="numpy")
+        mask = dma.IntervalMask.top_w(scores, window, **options, backend="emulator")
+        assert np.array_equal(mask.stop, expected.stop)
+
+
+@given(problems(max_length=40))
+@settings(max_examples=25, deadline=None)
+def test_selection_is_the_definition(problem):
+    scores, window, padding, documents = problem
+    mask = dma.IntervalMask.top_w(scores, window, padding=padding, documents=documents,
+                                  backend="emulator" if scores.dtype != np.float64 else "numpy")
+    expected = reference.top_w_dense(scores, window, "prefix", padding, documents, scores.shape[2])
+    assert np.array_equal(np.broadcast_to(mask.to_dense(scores.shape[2]), expected.shape), expected)
+
+
+# ---- key scores ----
+SCORE_SHAPES = [(2, 33, 1, 64), (1, 40, 8, 128), (2, 37, 3, 33), (1, 35, 20, 64), (1, 5, 2, 1), (1, 0, 2, 8)]
+
+
+def score_problem(shape, dtype):
+    rng = np.random.default_rng(0)
+    _, _, heads, size = shape
+    value = rng.standard_normal(shape).astype(numpy_dtype(dtype))
+    weight = (rng.standard_normal((heads, heads * size)) / np.sqrt(size)).astype(np.float32)
+    return value, weight, rng.standard_normal(heads).astype(np.float32), rng.standard_normal(heads).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("form", ["exp", "linear"])
+@pytest.mark.parametrize("shape", SCORE_SHAPES)
+def test_key_scores(dtype, form, shape):
+    value, weight, a, offset = score_problem(shape, dtype)
+    projection = weight if form == "exp" else weight.astype(numpy_dtype("bfloat16"))
+    got = dma.key_scores(value, projection, a, dt_bias=offset, form=form, backend="emulator")
+    assert got.dtype == np.float32 and got.shape == (shape[0], shape[2], shape[1])
+    np.testing.assert_allclose(got, reference.key_scores(value, projection, a, offset, form), rtol=2e-5, atol=1e-6)
+
+
+# ---- orders and libraries ----
+def chain(move, dtype="bfloat16", ranked=None, **options):
+    """Scores, selection, lists and attention, over two chunks of the selection. ``ranked``: scores to go on with."""
+    rng = np.random.default_rng(3)
+    n, lq = 1100, 60
+    value, weight, a, _ = score_problem((1, n, 2, 16), dtype)
+    key, query = (rng.standard_normal((1, m, h, 16)).astype(numpy_dtype(dtype)) for m, h in ((n, 2), (lq, 4)))
+    q, k, v, w, a = (move(x) for x in (query, key, value, weight, a))
+    computed = dma.key_scores(v, w, a, **options)
+    scores = computed if ranked is None else move(ranked)
+    mask = dma.IntervalMask.top_w(scores, 70, **options)
+    everything = dma.IntervalMask.top_w(scores, 70, keys="global", **options)
+    return [computed, mask.stop, *dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True, **options),
+            *dma.attention(q, k, v, mask=everything, bias=scores, causal=True, return_lse=True, **options)]
+
+
+def bits(array):
+    return np.ascontiguousarray(library("torch" if "torch" in str(type(array)) else "numpy").to_numpy(array)).view("u1")
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_the_order_of_threads_and_blocks_changes_no_bit(order):
+    expected = chain(np.asarray, backend="emulator")
+    with emulator.using(build=BUILD, order=order):
+        got = chain(np.asarray, backend="emulator")
+    assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(got, expected))
+
+
+def test_torch_tensors_give_the_same_bits():
+    torch = pytest.importorskip("torch")
+    place = library("torch")
+    got = chain(lambda x: place.from_numpy(np.ascontiguousarray(x), CPU), backend="emulator")
+    assert all(isinstance(x, torch.Tensor) for x in got)
+    assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(got, chain(np.asarray, backend="emulator")))
+
+
+# ---- the choice of the backend ----
+def test_the_environment_makes_it_the_default(monkeypatch):
+    from cupy_dma import backends
+
+    x = np.ones((1, 4, 1, 8), np.float16)
+    with contextlib.suppress(KeyError):
+        backends._loaded.pop("emulator")
+    monkeypatch.setattr(backends, "_FOR_CPU", "emulator")
+    seen = []
+    monkeypatch.setattr(emulator.BACKEND, "attention", lambda call: seen.append(call) or (x, x))
+    dma.attention(x, x, x)
+    dma.attention(x, x, x, backend="numpy")
+    assert len(seen) == 1
+
+
+# ---- a GPU gives the same ----
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_gpu_agrees(dtype):
+    """The same inputs through every kernel on both; integers equal, floats within the rounding of their last steps."""
+    import cupy
+
+    on_host = chain(np.asarray, dtype, backend="emulator")
+    on_device = chain(cupy.asarray, dtype, on_host[0], backend="cuda")
+    names = ("scores", "stop", "out", "lse", "global out", "global lse")
+    for name, ours, theirs in zip(names, on_host, (cupy.asnumpy(x) for x in on_device)):
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        if ours.dtype == np.int32:
+            assert np.array_equal(ours, theirs), name
+            continue
+        empty = np.isneginf(ours.astype(np.float32))
+        assert np.array_equal(empty, np.isneginf(theirs.astype(np.float32)))
+        unit = {"float16": 2**-11, "bfloat16": 2**-8}.get(ours.dtype.name, 2e-5)
+        a, b = (np.where(empty, 0, x.astype(np.float64)) for x in (ours, theirs))
+        assert np.abs(a - b).max() <= 2 * unit * max(1.0, np.abs(a).max()), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(("mask-", "bias-", "softcap", "float16-D"))],
+                         ids=str)
+def test_a_gpu_agrees_on_the_forward_grid(case):
+    import cupy
+
+    out, lse = on_emulator(case)
+    theirs, their_lse = (cupy.asnumpy(x) for x in cases.run(case, cupy.asarray))
+    unit = {"float16": 2**-10, "bfloat16": 2**-7}[case.dtype]
+    size = max(1.0, float(np.abs(out.astype(np.float64)).max(initial=0)))
+    assert np.abs(out.astype(np.float64) - theirs.astype(np.float64)).max(initial=0) <= 2 * unit * size
+    assert np.array_equal(np.isneginf(lse), np.isneginf(their_lse))
+    seen = ~np.isneginf(lse)
+    np.testing.assert_allclose(lse[seen], their_lse[seen], rtol=2e-5, atol=2e-5)

@@ -1,0 +1,98 @@
+"""The gradients on the CPU emulator: attention and key scores against the oracle, on small odd shapes."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+from cupy_dma.arrays import numpy_dtype
+from cupy_dma.backward import attention_backward, key_scores_backward
+from tests import cases, reference
+
+build = pytest.importorskip("tests.emulator.build")
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+from tests import emulator  # noqa: E402
+from tests.test_emulator import BUILD, FORWARD, ORDERS, SCORE_SHAPES, bits, score_problem  # noqa: E402
+
+NAMES = ("float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3", "bfloat16-D256", "mask-", "causal-and-",
+         "heads-", "window-1", "bias-key", "softcap-key", "layout-", "lengths-1x", "lengths-33x129", "lengths-129x33",
+         "batch-3")
+
+
+@pytest.fixture(autouse=True)
+def device():
+    with emulator.using(build=BUILD) as runtime:
+        yield runtime
+
+
+@pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(NAMES)], ids=str)
+def test_backward_grid(case):
+    with_dlse = case.name.startswith(("heads-", "mask-"))
+    gradients = cases.run_backward(case, backend="emulator", with_dlse=with_dlse)
+    cases.check_backward(case, gradients, with_dlse=with_dlse)
+
+
+def super_tiles(dtype, size):
+    """Gradients over several super-tiles: their lists, partial sums and the sum of these."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 400, heads, size)).astype(numpy_dtype(dtype)) for heads in (2, 1, 1))
+    scores = rng.standard_normal((1, 1, 400)).astype(np.float32)
+    mask = dma.IntervalMask.top_w(scores, 40)
+    out, lse = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True, backend="numpy")
+    return [attention_backward(q, q, k, v, out, lse, mask=mask, bias=scores, backend=name)
+            for name in ("emulator", "numpy")]
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 64), ("float16", 20)])
+def test_super_tiles(dtype, size):
+    for ours, other in zip(*super_tiles(dtype, size)):
+        x, y = ours.astype(np.float64), other.astype(np.float64)
+        assert np.linalg.norm(x - y) < 1e-2 * np.linalg.norm(y)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_the_order_of_threads_and_blocks_changes_no_bit(order):
+    expected = super_tiles("float16", 20)[0]
+    with emulator.using(build=BUILD, order=order):
+        got = super_tiles("float16", 20)[0]
+    assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(got, expected))
+
+
+def score_gradients(shape, dtype, form, backend):
+    value, weight, a, offset = score_problem(shape, dtype)
+    rng = np.random.default_rng(1)
+    dscores = rng.standard_normal((shape[0], shape[2], shape[1])).astype(np.float32)
+    dscores[rng.random(dscores.shape) < 0.2] = 0
+    arguments = [dscores, value, weight / np.float32(np.sqrt(shape[2])), a, offset]
+    if backend == "numpy":
+        arguments = [x.astype(np.float64) for x in arguments]
+    return key_scores_backward(*arguments[:4], dt_bias=arguments[4], form=form, backend=backend)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("form", ["exp", "linear"])
+@pytest.mark.parametrize("shape", SCORE_SHAPES)
+def test_key_scores_backward(dtype, form, shape):
+    found, expected = (score_gradients(shape, dtype, form, name) for name in ("emulator", "numpy"))
+    for name, g, ref in zip(("value", "dt_proj", "A", "dt_bias"), found, expected):
+        largest = np.abs(ref).max(initial=0.0)
+        roundings = reference.one_rounding(largest, g.dtype) + 2e-5 * max(largest, 1.0)
+        assert np.abs(g.astype(np.float64) - ref).max(initial=0.0) <= roundings, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(("mask-", "bias-", "softcap", "float16-D"))],
+                         ids=str)
+def test_a_gpu_agrees(case):
+    """The same inputs through every kernel on both."""
+    import cupy
+
+    found = cases.run_backward(case, backend="emulator")
+    theirs = cases.run_backward(case, cupy.asarray)
+    unit = {"float16": 2**-9, "bfloat16": 2**-6}[case.dtype]
+    for ours, other in zip(found, theirs):
+        assert (ours is None) == (other is None)
+        if ours is not None:
+            x, y = ours.astype(np.float64), cupy.asnumpy(other).astype(np.float64)
+            assert np.abs(x - y).max(initial=0.0) <= 2 * unit * max(1.0, np.abs(y).max(initial=0.0))

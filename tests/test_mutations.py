@@ -1,0 +1,221 @@
+"""A test of the testers: faults are put into the kernels one at a time, and the emulator tests must notice each.
+
+Every fault is an exact replacement in one kernel file, with the test of tests/test_emulator.py that must fail for it.
+The summary at the end of a run prints what each was caught by: a report of the emulator, or a wrong result.
+"""
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+from cupy_dma import jit
+from tests import cases
+
+build = pytest.importorskip("tests.emulator.build")
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+from tests import emulator, test_emulator, test_emulator_backward  # noqa: E402
+
+
+class Fault(NamedTuple):
+    name: str
+    file: str
+    old: str
+    new: str
+    caught_by: str  # a key of CHECKS
+
+
+def named(name: str) -> cases.Case:
+    return next(c for c in cases.CASES if c.name == name)
+
+
+def grid(name: str) -> Callable[[], None]:
+    return lambda: test_emulator.test_forward_grid(named(name))
+
+
+def one_awkward_selection(kind: str, length: int, window: int) -> Callable[[], None]:
+    return lambda: test_emulator.test_selection_over_chunks(kind, length, window)
+
+
+def lists_over_chunks() -> None:
+    """A mask whose lists are made from two chunks of 2048 keys."""
+    rng = np.random.default_rng(0)
+    n, lq = 2200, 300
+    q, k = (rng.standard_normal((1, m, 1, 16)).astype(np.float16) for m in (lq, n))
+    mask = dma.IntervalMask.sliding_window(n, 90)
+    out = dma.attention(q, k, k, mask=mask, backend="emulator")
+    expected = dma.attention(q.astype("f4"), k.astype("f4"), k.astype("f4"), mask=mask, backend="numpy")
+    assert np.abs(out - expected).max() < 5e-3
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "test_forward_grid[mask-none]": grid("mask-none"),
+    "test_forward_grid[heads-4/2-top_w]": grid("heads-4/2-top_w"),
+    "test_forward_grid[mask-per_batch]": grid("mask-per_batch"),
+    "test_forward_grid[float16-D3]": grid("float16-D3"),
+    "test_forward_grid[bfloat16-D40]": grid("bfloat16-D40"),
+    "test_forward_grid[lengths-33x129-causal]": grid("lengths-33x129-causal"),
+    "test_forward_grid[lengths-129x33-top_w]": grid("lengths-129x33-top_w"),
+    "test_forward_grid[lengths-300x300-causal]": grid("lengths-300x300-causal"),
+    "test_forward_grid[lengths-300x300-top_w]": grid("lengths-300x300-top_w"),
+    "test_many_blocks_of_keys[top_w]": lambda: test_emulator.test_many_blocks_of_keys("top_w", "key"),
+    "test_no_masked_block": lambda: test_emulator.test_no_masked_block(64, 64),
+    "test_a_bad_row[top_w]": lambda: test_emulator.test_a_bad_row_reaches_only_the_queries_that_see_it(
+        "value", np.inf, "top_w"),
+    "test_selection[iid]": one_awkward_selection("iid", 3000, 130),
+    "test_selection[increasing]": one_awkward_selection("increasing", 2100, 1030),
+    "test_selection[ties]": one_awkward_selection("ties", 2100, 1030),
+    "test_selection[special]": one_awkward_selection("special", 1500, 400),
+    "test_key_scores[heads 3, D 33]": lambda: test_emulator.test_key_scores("bfloat16", "exp", (2, 37, 3, 33)),
+    "test_key_scores[heads 20]": lambda: test_emulator.test_key_scores("float16", "linear", (1, 35, 20, 64)),
+    "lists_over_chunks": lists_over_chunks,
+    "test_backward_grid[mask-none]": lambda: test_emulator_backward.test_backward_grid(named("mask-none")),
+    "test_backward_grid[lengths-129x33-causal]": lambda: test_emulator_backward.test_backward_grid(
+        named("lengths-129x33-causal")),
+    "test_super_tiles": lambda: test_emulator_backward.test_super_tiles("float16", 20),
+    "test_key_scores_backward": lambda: test_emulator_backward.test_key_scores_backward("float16", "exp",
+                                                                                        (1, 35, 20, 64)),
+}
+
+FAULTS = [
+    # ---- barriers and asynchronous copies ----
+    Fault("no barrier before the first block of keys", "forward.cu", "    __syncthreads();  // the query rows and",
+          "    // the query rows and", "test_forward_grid[heads-4/2-top_w]"),
+    Fault("no barrier in the loop over blocks", "forward.cu", "        __syncthreads();  // this block's rows",
+          "        // this block's rows", "test_forward_grid[mask-none]"),
+    Fault("no wait for the block's rows", "forward.cu", "        copy_async_wait<0>();\n        __syncthreads();",
+          "        __syncthreads();", "test_forward_grid[mask-none]"),
+    Fault("no wait for the first indices", "forward.cu",
+          "    copy_async_commit();\n    copy_async_wait<0>();\n    __sync", "    copy_async_commit();\n    __sync",
+          "test_forward_grid[heads-4/2-top_w]"),
+    Fault("no barrier before values are cleared", "gather.cuh",
+          "    __syncthreads();  // everybody has read the values", "    // everybody has read the values",
+          "test_a_bad_row[top_w]"),
+    Fault("no __syncwarp before the output is read back", "gather.cuh", "    __syncwarp();  // the warp's rows",
+          "    //", "test_forward_grid[mask-none]"),
+    Fault("no __syncwarp before the query rows are overwritten", "gather.cuh", "    __syncwarp();  // no lane reads",
+          "    //", "test_no_masked_block"),
+    Fault("no barrier before warp sums are read", "scan.cuh", "    __syncthreads();  // every warp's sum is",
+          "    //", "test_selection[iid]"),
+    Fault("no barrier before the histogram is counted", "scan.cuh",
+          "        __syncthreads();  // the histogram is empty", "        //", "test_selection[iid]"),
+    Fault("no barrier before found keys are sorted", "lists.cu", "        __syncthreads();  // all keys of this step",
+          "        //", "test_forward_grid[lengths-300x300-top_w]"),
+    Fault("no barrier after weights are loaded", "scores.cu", "    __syncthreads();  // the weights are", "    //",
+          "test_key_scores[heads 3, D 33]"),
+    Fault("no barrier before weights are replaced", "scores.cu", "    __syncthreads();  // everybody is done with",
+          "    //", "test_key_scores[heads 20]"),
+    # ---- edges ----
+    Fault("one query row too many", "gather.cuh",
+          "first_row + row >= QUERIES * HEADS || query >= p.query_length) continue",
+          "first_row + row >= QUERIES * HEADS || query > p.query_length) continue", "test_forward_grid[mask-none]"),
+    Fault("the output's tail is not written", "gather.cuh", "i < WARP_ROWS * 16 * (HEAD_DIM / WIDTH); i += 32",
+          "i < WARP_ROWS * 16 * (HEAD_DIM / WIDTH) - 32; i += 32", "test_forward_grid[lengths-300x300-top_w]"),
+    Fault("lse is written by four lanes", "forward.cu", "if ((lane & 3) == 0 && row < QUERIES", "if (row < QUERIES",
+          "test_forward_grid[mask-none]"),
+    Fault("a row is read past its end", "tiles.cuh", "if (exists && d < HEAD_DIM) x",
+          "if (exists && d <= HEAD_DIM) x", "test_forward_grid[float16-D3]"),
+    Fault("the padding of a row is read", "tiles.cuh", "exists = exists && piece * 8 < HEAD_DIM;", "",
+          "test_forward_grid[bfloat16-D40]"),
+    Fault("a partial block counts as whole", "mask.cuh", "block.masked = place + BLOCK_N > unmasked",
+          "block.masked = place + 1 > unmasked", "test_forward_grid[mask-none]"),
+    Fault("one key too many is scored", "scores.cu", "if (key >= p.key_length || head",
+          "if (key > p.key_length || head", "test_key_scores[heads 3, D 33]"),
+    Fault("a chunk is searched short", "lists.cu", "        last_chunk = c;", "        last_chunk = max(c - 1, 0);",
+          "lists_over_chunks"),
+    Fault("the first chunk of a tile is missed", "lists.cu", "info.z <= first) continue",
+          "info.z - 1000 <= first) continue", "lists_over_chunks"),
+    # ---- masks ----
+    Fault("a key is seen at its stop", "mask.cuh", "start <= position && position < stop",
+          "start <= position && position <= stop", "test_forward_grid[heads-4/2-top_w]"),
+    Fault("a block that begins within the tile is skipped", "mask.cuh", "seen = s.x <= last_position",
+          "seen = s.x < first_position", "test_forward_grid[heads-4/2-top_w]"),
+    Fault("positions count from the first key", "gather.cuh",
+          "t.first_position = t.first_query + p.key_length - p.query_length", "t.first_position = t.first_query",
+          "test_forward_grid[lengths-33x129-causal]"),
+    Fault("partial keys count as full", "lists.cu", "own[k].x <= group_first && own[k].y > group_last ? 1",
+          "own[k].x <= group_first && own[k].y > group_first ? 1", "lists_over_chunks"),
+    Fault("keys that die within the tile count as full", "lists.cu", "v.x <= first_position && v.y > last_position",
+          "v.x <= first_position && v.y > first_position", "lists_over_chunks"),
+    Fault("mask rows of other batches", "gather.cuh", "(long long)t.batch * p.mask_batch",
+          "(long long)0 * p.mask_batch", "test_forward_grid[mask-per_batch]"),
+    # ---- numbers ----
+    Fault("the accumulator is not rescaled", "forward.cu", "o[m][d].x[i] *= rescale[fragment_row(i)];", ";",
+          "test_forward_grid[lengths-300x300-causal]"),
+    Fault("uninitialised statistics", "softmax.cuh", ": m{-infinity(), -infinity()}, l{0.0f, 0.0f} {}", "{}",
+          "test_forward_grid[lengths-129x33-top_w]"),
+    Fault("the sum is not rescaled", "softmax.cuh", "            l[r] *= rescale[r];\n", "",
+          "test_forward_grid[lengths-300x300-causal]"),
+    Fault("lse in the wrong units", "softmax.cuh", "LN_2 * m[r] + logf", "m[r] + logf",
+          "test_forward_grid[mask-none]"),
+    Fault("the wrong head of a group", "gather.cuh", "row % HEADS * head, piece",
+          "(HEADS - 1 - row % HEADS) * head, piece", "test_forward_grid[mask-none]"),
+    Fault("the wrong slot of indices", "forward.cu", "after_slot = next_slot == 2 ? 0",
+          "after_slot = next_slot == 2 ? 1", "test_many_blocks_of_keys[top_w]"),
+    Fault("bad values are not isolated", "forward.cu", "            isolate_nonfinite(o, shared",
+          "            if (false) isolate_nonfinite(o, shared", "test_a_bad_row[top_w]"),
+    # ---- selection ----
+    Fault("the oldest of equals is kept", "select.cu", "            mark([&](int) { return rank - 1; });",
+          "            mark([&](int) { return rank; });", "test_selection[ties]"),
+    Fault("-0 ranks below +0", "select.cu", "__float_as_uint(score + 0.0f)", "__float_as_uint(score)",
+          "test_selection[special]"),
+    Fault("NaN of either sign ranks by its bits", "select.cu", "    if (isnan(score)) return 0xffffffffu;\n", "",
+          "test_selection[special]"),
+    Fault("one kept key is forgotten", "select.cu", "p.kept_count[row.chunk(c)] = best.count;",
+          "p.kept_count[row.chunk(c)] = max(best.count - 1, 0);", "test_selection[iid]"),
+    Fault("one key that can die is held safe", "select.cu", "coming - (p.window - held.count))",
+          "coming - (p.window - held.count) - 1)", "test_selection[increasing]"),
+    Fault("padding is ignored", "select.cu", "p.padding[batch * p.padding_batch + j] == 0", "false",
+          "test_selection[iid]"),
+    # ---- gradients ----
+    Fault("no wait for the query rows of a step", "backward_key.cu",
+          "            copy_async_wait<0>();\n            __syncthreads();  // this step's",
+          "            __syncthreads();  // this step's", "test_backward_grid[mask-none]"),
+    Fault("no barrier in the loop over queries", "backward_key.cu",
+          "            __syncthreads();  // this step's rows", "            //", "test_backward_grid[mask-none]"),
+    Fault("no wait for the key rows of dquery", "backward_query.cu",
+          "        copy_async_wait<0>();\n        __syncthreads();", "        __syncthreads();",
+          "test_backward_grid[mask-none]"),
+    Fault("a sum misses its last super-tile", "backward_sum.cu", "for (int i = 0; i < supers; ++i) {",
+          "for (int i = 0; i < supers - 1; ++i) {", "test_super_tiles"),
+    Fault("dkey is not scaled", "backward_key.cu", "p.dkey, p.partial_key, p.scale)", "p.dkey, p.partial_key, 1.0f)",
+          "test_super_tiles"),
+    Fault("rows that see nothing get weights", "backward_key.cu", "own_lse == -infinity() ? infinity() : ", "",
+          "test_backward_grid[lengths-129x33-causal]"),
+    Fault("keys that come late are left out of a super-tile", "lists.cu",
+          "return v.y <= last ? 0 : v.x <= first ? 1 : 2;", "return v.y <= last ? 0 : v.x <= first ? 1 : 3;",
+          "test_super_tiles"),
+    Fault("no barrier before ddt is read", "scores_backward.cu",
+          "        __syncthreads();  // ddt is in place\n#pragma", "#pragma", "test_key_scores_backward"),
+]
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_sound_kernels_pass(name):
+    CHECKS[name]()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_faults_are_caught(fault, monkeypatch, record_property):
+    text = (jit.kernels_directory() / fault.file).read_text()
+    assert text.count(fault.old) == 1, "the kernel has changed: adapt the fault"
+    original = jit.source_text
+    monkeypatch.setattr(jit, "source_text", lambda name: original(name).replace(fault.old, fault.new))
+    with emulator.using(), pytest.raises((emulator.EmulatorError, AssertionError)) as caught:
+        CHECKS[fault.caught_by]()
+    lines = [line.strip() for line in str(caught.value).splitlines() if line.strip()]
+    kind = "" if caught.type is emulator.EmulatorError else "wrong result: "
+    record_property("fault", fault.name)
+    record_property("caught", f"{fault.caught_by}: {kind}{lines[0] if lines else ''}")
