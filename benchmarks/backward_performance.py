@@ -5,7 +5,7 @@
     python benchmarks/backward_performance.py --table                        print the README's table from the results
     python benchmarks/backward_performance.py --update-readme                put it into README.md
 
-Inputs, as in forward_performance.py: bfloat16, query, key, value, dt_proj and dout independent normal numbers, A = 1.
+Inputs, as in forward_performance.py: bfloat16, query, key, value, dt_proj and dout independent normal numbers, A = 0.1.
 Timing, L2 policy, medians and peak memory: see measure.py. Peers that find no time within ``--seconds`` are left out
 and listed as such; the library's own rows are always measured.
 

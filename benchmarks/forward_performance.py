@@ -6,7 +6,7 @@
     python benchmarks/forward_performance.py --update-readme                 put it into README.md
 
 Inputs: bfloat16, query, key, value and dt_proj independent normal numbers (torch.manual_seed of a number made from the
-case), A = 1, so scores are independent and identically distributed. Timing, L2 policy, medians, host time and peak
+case), A = 0.1, so scores are independent and identically distributed. Timing, L2 policy, medians, host time and peak
 memory: see measure.py. Peers that find no time within ``--seconds`` are left out and listed as such; the library's
 own rows are always measured.
 
