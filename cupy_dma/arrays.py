@@ -29,7 +29,7 @@ CPU = Device("cpu", 0)
 _NO_CONTEXT = nullcontext()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen, though never changed: a frozen one takes three times as long to make
 class Operand:
     """What a backend needs to know of one argument."""
 
@@ -207,28 +207,39 @@ class TorchLibrary(Library):
         import torch
 
         self.xp = torch
-        self._name_of = {getattr(torch, name): name for name in (
-            "float16", "bfloat16", "float32", "float64", "bool", "uint8", "int8", "int16", "int32", "int64")}
-        self._devices: dict[tuple[str, int | None], Device] = {}
+        names = ("float16", "bfloat16", "float32", "float64", "bool", "uint8", "int8", "int16", "int32", "int64")
+        self._type_of = {name: getattr(torch, name) for name in names}
+        self._name_of = {kind: name for name, kind in self._type_of.items()}
+        self._torch_devices: dict[Device, Any] = {CPU: torch.device("cpu")}
+        self._cuda: dict[int, Device] = {}
 
     def _torch_device(self, device):
-        return self.xp.device(*device) if device.kind == "cuda" else self.xp.device("cpu")
+        found = self._torch_devices.get(device)
+        if found is None:
+            found = self._torch_devices[device] = self.xp.device(*device)
+        return found
+
+    def _device_of(self, array, name):
+        if array.is_cuda:
+            index = array.get_device()
+            found = self._cuda.get(index)
+            if found is None:
+                found = self._cuda[index] = Device("cuda", index)
+            return found
+        if not array.is_cpu:
+            raise TypeError(f"{name} is on the torch device {array.device}; allowed are cpu and cuda")
+        return CPU
 
     def describe(self, array, name):
-        where = array.device
-        key = (where.type, where.index)
-        device = self._devices.get(key)
-        if device is None:
-            if where.type not in ("cpu", "cuda"):
-                raise TypeError(f"{name} is on the torch device {where}; allowed are cpu and cuda")
-            device = self._devices[key] = CPU if where.type == "cpu" else Device("cuda", where.index or 0)
         return Operand(name, array, self, tuple(array.shape), array.stride(),
-                       self._name_of.get(array.dtype) or str(array.dtype), device, array.data_ptr())
+                       self._name_of.get(array.dtype) or str(array.dtype), self._device_of(array, name),
+                       array.data_ptr())
 
     def pointer(self, array):
         return array.data_ptr()
+
     def empty(self, shape, dtype, device):
-        return self.xp.empty(shape, dtype=getattr(self.xp, dtype), device=self._torch_device(device))
+        return self.xp.empty(shape, dtype=self._type_of[dtype], device=self._torch_device(device))
 
     def to_numpy(self, array):
         array = array.detach().cpu()
@@ -242,7 +253,7 @@ class TorchLibrary(Library):
         return self.xp.from_numpy(array).to(self._torch_device(device))
 
     def astype(self, array, dtype):
-        return array.to(getattr(self.xp, dtype))
+        return array.to(self._type_of[dtype])
 
     def contiguous(self, array):
         return array.contiguous()
@@ -257,7 +268,7 @@ class TorchLibrary(Library):
         return self.xp.arange(start, stop, dtype=self.xp.int32, device=self._torch_device(device))
 
     def full(self, shape, value, dtype, device):
-        return self.xp.full(shape, value, dtype=getattr(self.xp, dtype), device=self._torch_device(device))
+        return self.xp.full(shape, value, dtype=self._type_of[dtype], device=self._torch_device(device))
 
     def cumsum(self, array):
         return self.xp.cumsum(array, -1, dtype=self.xp.int32)

@@ -14,7 +14,7 @@ from cupy_dma.masks import IntervalMask
 from cupy_dma.selection import Candidates, check_candidates
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen for speed, but never changed
 class AttentionCall:
     """What a backend's ``attention`` gets: arguments that have passed every check."""
 
@@ -55,7 +55,7 @@ class AttentionCall:
         return self.key.shape[2]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen for speed, but never changed
 class AttentionBackwardCall:
     """What a backend's ``attention_backward`` gets. ``dout`` and ``out`` have contiguous rows and any strides of B, L
     and head (0 among them); ``lse`` and ``dlse`` are contiguous."""
@@ -68,7 +68,7 @@ class AttentionBackwardCall:
     needs: frozenset[str]  # of "query", "key", "value", "bias"; not empty, "bias" only if there is one
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen for speed, but never changed
 class DynamicCall:
     """Arguments of ``dynamic_mask_attention``: the scores, or the recipe that makes them."""
 

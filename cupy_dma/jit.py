@@ -21,6 +21,7 @@ import struct
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -199,12 +200,22 @@ class Params:
                 kind, members = self._formats[scalar], statement[len(scalar):].split(",")
             form += kind * len(members)
             self.names += [member.strip() for member in members]
+        self._places = {name: i for i, name in enumerate(self.names)}
         self._pack = struct.Struct(form + "0q").pack  # padded to the struct's alignment
         self._dtype = np.dtype(("V", struct.calcsize(form + "0q")))
 
     def pack(self, **fields: Any) -> np.void:
         packed = self._pack(*[fields[name] for name in self.names])
         return np.frombuffer(packed, self._dtype)[0]
+
+    def pack_some(self, *groups: Mapping[str, Any]) -> np.void:
+        """The argument with the fields of all ``groups``, later ones first; 0 for a field that none has."""
+        values: list[Any] = [0] * len(self.names)
+        places = self._places
+        for group in groups:
+            for name, value in group.items():
+                values[places[name]] = value
+        return np.frombuffer(self._pack(*values), self._dtype)[0]
 
 
 @functools.cache

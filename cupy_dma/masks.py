@@ -28,7 +28,8 @@ def _spread(place: Library, array: Any, name: str, shape: tuple[int, ...]) -> Op
     if len(array.shape) < 3:
         array = array[(None,) * (3 - len(array.shape))]
     seen = place.describe(array, name)
-    strides = tuple([0 if size == 1 else stride for size, stride in zip(seen.shape, seen.strides)])
+    (b, h, n), (batch, head, key) = seen.shape, seen.strides
+    strides = (0 if b == 1 else batch, 0 if h == 1 else head, 0 if n == 1 else key)
     return Operand(name, array, place, shape, strides, "int32", seen.device, seen.pointer)
 
 
@@ -87,8 +88,8 @@ class IntervalMask:
         self._set(operands[0].library, operands[0].array, operands[1].array, UNKNOWN)
 
     def _set(self, place: Library, start: Any, stop: Any, hints: Hints) -> None:
-        a, b = ([*(1,) * (3 - len(run.shape)), *run.shape] for run in (start, stop))
-        shape = tuple([y if x == 1 else x for x, y in zip(a, b)])
+        a, b = ((1, 1, 1, *run.shape)[-3:] for run in (start, stop))
+        shape = (b[0] if a[0] == 1 else a[0], b[1] if a[1] == 1 else a[1], b[2] if a[2] == 1 else a[2])
         self._start, self._stop = _spread(place, start, "start", shape), _spread(place, stop, "stop", shape)
         self.shape, self.key_length = shape, shape[2]
         self.library, self.device = place, self._start.device

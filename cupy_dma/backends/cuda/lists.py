@@ -6,12 +6,13 @@ see (``KEYS_SHARED``): memory stays linear for every mask.
 """
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 from cupy_dma import jit
 from cupy_dma.backends.cuda.configs import LIST_CHUNK, LIST_THREADS, LIST_TILES, LIST_WARPS, ListConfig, blocks
-from cupy_dma.backends.cuda.runtime import Runtime
+from cupy_dma.backends.cuda.runtime import LoadedKernel, Runtime
 from cupy_dma.masks import IntervalMask
 
 
@@ -20,10 +21,7 @@ class KeyLists:
     """What the attention kernels need of a mask, on the device. Addresses point into ``workspace``."""
 
     keys: str  # KEYS_LISTED or KEYS_SHARED
-    capacity: int  # entries of a tile's list
-    list: int
-    list_lengths: int
-    summaries: int
+    fields: dict[str, int]  # of the kernels' parameters: list, list_lengths, summaries, capacity
     workspace: Any
 
 
@@ -77,68 +75,74 @@ def super_lists(runtime: Runtime, mask: IntervalMask, query_length: int, block_n
     return lists
 
 
+@functools.lru_cache(maxsize=1024)
+def _layout(sizes: tuple[tuple[str, int], ...]) -> tuple[int, dict[str, int]]:
+    """Where arrays of int32 of these sizes lie in one allocation, each on 16 bytes: its size, and bytes by name."""
+    offsets, at = {}, 0
+    for name, size in sizes:
+        offsets[name] = at
+        at += 16 * blocks(size, 4)
+    return at // 4 + 4, offsets
+
+
 class _Workspace:
-    """One allocation for several arrays of int32, each on 16 bytes."""
+    """One allocation for several arrays of int32."""
 
-    def __init__(self, mask: IntervalMask, sizes: dict[str, int]):
-        self.array = mask.library.empty((sum(sizes.values()) + 4 * len(sizes),), "int32", mask.device)
-        self.addresses = {}
-        at = mask.library.pointer(self.array)
-        for name, size in sizes.items():
-            self.addresses[name] = at
-            at += 16 * blocks(size, 4)
+    def __init__(self, mask: IntervalMask, **sizes: int):
+        length, offsets = _layout(tuple(sizes.items()))
+        self.array = mask.library.empty((length,), "int32", mask.device)
+        base = mask.library.pointer(self.array)
+        self.addresses = {name: base + offset for name, offset in offsets.items()}
 
 
-_UNUSED = {name: 0 for name in ("chunk_info", "seen", "interval", "seen_count", "list", "list_lengths", "summaries",
-                                "span_sum", "span_offset", "super_list", "super_lengths", "places", "queries", "tiles",
-                                "capacity", "summary_blocks", "super_queries", "supers", "super_capacity")}
+@functools.cache
+def _kernel(runtime: Runtime, index: int, causal: bool, block_n: int, entry: str) -> LoadedKernel:
+    return runtime.load(ListConfig(causal, block_n), entry, index)
 
 
-def _launch(runtime: Runtime, mask: IntervalMask, query_length: int, config: ListConfig, stream: int,
-            grids: dict[str, int], **fields: int) -> None:
-    start, stop = mask._start, mask._stop
-    length = mask.key_length
+def _launch(runtime: Runtime, mask: IntervalMask, query_length: int, causal: bool, block_n: int, stream: int,
+            last: str, grid: int, fields: dict[str, int], space: _Workspace) -> None:
+    """count_seen, compact_seen and the kernel ``last`` with its grid."""
+    start, stop, length, (batch, heads, _) = mask._start, mask._stop, mask.key_length, mask.shape
     chunks = blocks(length, LIST_CHUNK)
-    rows = mask.shape[0] * mask.shape[1]
-    params = jit.params("lists.cu", "ListParams").pack(
-        start=start.pointer, stop=stop.pointer, start_batch=start.strides[0], start_head=start.strides[1],
-        stop_batch=stop.strides[0], stop_head=stop.strides[1], heads=mask.shape[1], key_length=length,
-        query_length=query_length, chunks=chunks, **{**_UNUSED, **fields})
-    for entry, grid in {"count_seen": rows * chunks, "compact_seen": rows * chunks, **grids}.items():
-        runtime.load(config, entry, mask.device.index).launch(grid, LIST_THREADS, params, stream)
-
-
-def _compacted(mask: IntervalMask) -> dict[str, int]:
-    """Sizes of what count_seen and compact_seen write."""
-    rows, length = mask.shape[0] * mask.shape[1], mask.key_length
-    return {"chunk_info": 4 * rows * blocks(length, LIST_CHUNK), "interval": 2 * rows * length, "seen": rows * length,
-            "seen_count": rows}
+    params = jit.params("lists.cu", "ListParams").pack_some({
+        "start": start.pointer, "stop": stop.pointer, "start_batch": start.strides[0], "start_head": start.strides[1],
+        "stop_batch": stop.strides[0], "stop_head": stop.strides[1], "heads": heads, "key_length": length,
+        "query_length": query_length, "chunks": chunks}, fields, space.addresses)
+    for entry, size in (("count_seen", batch * heads * chunks), ("compact_seen", batch * heads * chunks), (last, grid)):
+        _kernel(runtime, mask.device.index, causal, block_n, entry).launch(size, LIST_THREADS, params, stream)
 
 
 def _build(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int, block_n: int, causal: bool,
            stream: int) -> KeyLists:
-    rows, tiles = mask.shape[0] * mask.shape[1], blocks(query_length, queries)
+    rows, length, tiles = mask.shape[0] * mask.shape[1], mask.key_length, blocks(query_length, queries)
     capacity = _tile_capacity(mask, queries)
-    summary_blocks = 0 if capacity else blocks(mask.key_length, block_n)
-    space = _Workspace(mask, {**_compacted(mask), "summaries": 4 * rows * summary_blocks,
-                              "list": rows * tiles * capacity, "list_lengths": 2 * rows * tiles})
-    last = {"tile_lists": rows * blocks(tiles, LIST_TILES)} if capacity else {
-        "summarize": rows * blocks(summary_blocks, LIST_WARPS)}
-    _launch(runtime, mask, query_length, ListConfig(causal, block_n), stream, last, queries=queries, tiles=tiles,
-            capacity=capacity, summary_blocks=summary_blocks, **space.addresses)
+    summary_blocks = 0 if capacity else blocks(length, block_n)
+    space = _Workspace(mask, chunk_info=4 * rows * blocks(length, LIST_CHUNK), interval=2 * rows * length,
+                       seen=rows * length, seen_count=rows, summaries=4 * rows * summary_blocks,
+                       list=rows * tiles * capacity, list_lengths=2 * rows * tiles)
+    fields = {"queries": queries, "tiles": tiles, "capacity": capacity, "summary_blocks": summary_blocks}
     at = space.addresses
     if capacity:
-        return KeyLists("KEYS_LISTED", capacity, at["list"], at["list_lengths"], 0, space.array)
-    return KeyLists("KEYS_SHARED", 0, at["seen"], at["seen_count"], at["summaries"], space.array)
+        _launch(runtime, mask, query_length, causal, block_n, stream, "tile_lists", rows * blocks(tiles, LIST_TILES),
+                fields, space)
+        return KeyLists("KEYS_LISTED", {"list": at["list"], "list_lengths": at["list_lengths"], "capacity": capacity},
+                        space.array)
+    _launch(runtime, mask, query_length, causal, block_n, stream, "summarize",
+            rows * blocks(summary_blocks, LIST_WARPS), fields, space)
+    return KeyLists("KEYS_SHARED", {"list": at["seen"], "list_lengths": at["seen_count"], "summaries": at["summaries"]},
+                    space.array)
 
 
 def _build_supers(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int, capacity: int, causal: bool,
                   stream: int) -> SuperLists:
-    rows, supers = mask.shape[0] * mask.shape[1], blocks(query_length, queries)
-    space = _Workspace(mask, {**_compacted(mask), "span_sum": rows * blocks(mask.key_length, LIST_CHUNK),
-                              "span_offset": rows * mask.key_length, "super_list": rows * supers * capacity,
-                              "super_lengths": rows * supers, "places": rows * supers * capacity})
-    _launch(runtime, mask, query_length, ListConfig(causal, block_n=64), stream, {"super_lists": rows * supers},
-            super_queries=queries, supers=supers, super_capacity=capacity, **space.addresses)
+    rows, length, supers = mask.shape[0] * mask.shape[1], mask.key_length, blocks(query_length, queries)
+    chunks = blocks(length, LIST_CHUNK)
+    space = _Workspace(mask, chunk_info=4 * rows * chunks, interval=2 * rows * length, seen=rows * length,
+                       seen_count=rows, span_sum=rows * chunks, span_offset=rows * length,
+                       super_list=rows * supers * capacity, super_lengths=rows * supers,
+                       places=rows * supers * capacity)
+    _launch(runtime, mask, query_length, causal, 64, stream, "super_lists", rows * supers,
+            {"super_queries": queries, "supers": supers, "super_capacity": capacity}, space)
     kept = ("seen", "seen_count", "span_offset", "super_list", "super_lengths", "places")
     return SuperLists(supers, queries, capacity, {name: space.addresses[name] for name in kept}, space.array)

@@ -12,14 +12,6 @@ from cupy_dma.masks import IntervalMask
 if TYPE_CHECKING:
     from cupy_dma.attention import AttentionCall
 
-_UNUSED = dict.fromkeys((
-    "out", "lse", "bias", "start", "stop", "list", "list_lengths", "summaries", "dout", "dlse", "delta", "dquery",
-    "dkey", "dvalue", "dbias", "partial_key", "partial_value", "partial_bias", "super_list", "super_lengths", "seen",
-    "seen_count", "span_offset", "places", "bias_batch", "bias_group", "bias_head", "bias_key", "start_batch",
-    "start_head", "stop_batch", "stop_head", "out_batch", "out_row", "out_head", "dout_batch", "dout_row", "dout_head",
-    "mask_batch", "mask_group", "mask_head", "tiles", "capacity", "supers", "super_capacity", "super_queries"), 0)
-
-
 class Problem:
     """A checked call that this backend serves; raises for what arrives later.
 
@@ -52,8 +44,8 @@ class Problem:
             self.bias is not None and self.bias.shape[1] not in shared)
         self.tile_heads = 1 if self.by_head else heads_per_tile(heads // kv_heads)
         self.vector = rows_aligned(query, key, value)
-        self.params = {
-            **_UNUSED, "query": query.pointer, "key": key.pointer, "value": value.pointer,
+        self.params: dict[str, Any] = {
+            "query": query.pointer, "key": key.pointer, "value": value.pointer,
             "query_batch": query.strides[0], "query_row": query.strides[1], "query_head": query.strides[2],
             "key_batch": key.strides[0], "key_row": _row_stride(key), "key_head": key.strides[2],
             "value_batch": value.strides[0], "value_row": _row_stride(value), "value_head": value.strides[2],
@@ -74,11 +66,7 @@ class Problem:
 
     def pack(self, lists: KeyLists | None = None, **fields: Any) -> Any:
         """The kernels' parameters, with what ``fields`` adds."""
-        params = {**self.params, **fields}
-        if lists is not None:
-            params.update(list=lists.list, list_lengths=lists.list_lengths, summaries=lists.summaries,
-                          capacity=lists.capacity)
-        return jit.params("params.cuh", "AttentionParams").pack(**params)
+        return jit.params("params.cuh", "AttentionParams").pack_some(self.params, lists.fields if lists else {}, fields)
 
 
 def _key_bias(bias: Operand) -> Operand:

@@ -1,12 +1,13 @@
 """The prefix top-w selection on the device (SPEC section 3)."""
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from cupy_dma import jit
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.configs import ARRIVALS, SELECT_THREADS, SelectConfig, blocks
-from cupy_dma.backends.cuda.runtime import Runtime
+from cupy_dma.backends.cuda.runtime import LoadedKernel, Runtime
 
 
 def selection_chunk(length: int) -> int:
@@ -40,12 +41,17 @@ def prefix_stop(runtime: Runtime, scores: Operand, window: int, padding: Operand
         score_batch=scores.strides[0], score_head=scores.strides[1], score_key=scores.strides[2],
         padding_batch=padding.strides[0] if padding else 0, document_batch=document.strides[0] if document else 0,
         kv_heads=kv_heads, key_length=length, window=window, chunk=chunk, chunks=chunks, local_capacity=capacity)
-    config = SelectConfig(document is not None, padding is not None)
-    grids = {"local_top": rows * chunks if chunks > 1 else 0, "filter_arrivals": rows * chunks,
-             "sweep_arrivals": rows * chunks * blocks(chunk, ARRIVALS)}
     stream = place.stream(device)
+    grids = (("local_top", rows * chunks if chunks > 1 else 0), ("filter_arrivals", rows * chunks),
+             ("sweep_arrivals", rows * chunks * blocks(chunk, ARRIVALS)))
     with runtime.on(device):
-        for entry, grid in grids.items():
+        for entry, grid in grids:
             if grid:
-                runtime.load(config, entry, device.index).launch(grid, SELECT_THREADS[entry], params, stream)
+                kernel = _kernel(runtime, device.index, document is not None, padding is not None, entry)
+                kernel.launch(grid, SELECT_THREADS[entry], params, stream)
     return stop
+
+
+@functools.cache
+def _kernel(runtime: Runtime, index: int, documents: bool, padding: bool, entry: str) -> LoadedKernel:
+    return runtime.load(SelectConfig(documents, padding), entry, index)
