@@ -102,7 +102,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     path = config.getoption("--gpu-record")
-    if path is not None:
+    if path is not None and not hasattr(config, "workerinput"):  # under xdist the controller counts for all workers
         # The digest of the sources that the run starts with: an edit during the run must not be vouched for.
         config.pluginmanager.register(Recorder(config.rootpath / path, source_digest()), "gpu-recorder")
 
