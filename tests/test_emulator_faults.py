@@ -81,6 +81,26 @@ def test_asynchronous_copies():
     assert np.array_equal(out[:32], x[::4]) and not out[32:].any()
 
 
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("build_name", ["watched", "plain"])
+def test_barriers_of_some_threads(order, build_name, rng):
+    """mbarriers and named barriers: two producer and two consumer warps with two stages."""
+    x = rng.integers(-50, 50, 64).astype(np.int32)
+    out = np.zeros(64, np.int32)
+    launch("pipeline", out, x, threads=128, order=order, build=build_name)
+    assert np.array_equal(out, 6 * x[63 - (np.arange(64) ^ 1)])
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_reductions(order):
+    """Vector and bulk reductions of two blocks into the same numbers."""
+    out = np.zeros(128, np.float32)
+    runtime = EmulatorRuntime(order=order, build="plain")
+    packed = struct.pack("@P", out.ctypes.data)
+    runtime.load_text(source(), "reductions").launch(2, 32, np.frombuffer(packed, np.dtype(("V", len(packed))))[0])
+    assert np.array_equal(out, 4.0 * np.tile(np.arange(1, 5), 32))
+
+
 def test_conversions_round_to_nearest_even(rng):
     """Every float16 and bfloat16 number, what lies half-way between two, just beside that, and any float."""
     halves = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)
@@ -112,6 +132,11 @@ FAULTS = {  # kernel: what the report must say, threads, blocks
     "different_collectives": ("lanes of warp 0 diverge: .* wait for .*, lane 1 comes to a vote", 32, 1),
     "exited_lane": ("a shuffle from a lane that does not take part", 32, 1),
     "not_in_mask": ("lane 31 is not in its own mask", 32, 1),
+    "mbarrier_deadlock": ("deadlock(.|\n)*wait for an mbarrier", 32, 1),
+    "mbarrier_not_made": ("it has not been initialised", 32, 1),
+    "named_barrier_short": ("deadlock(.|\n)*wait for a named barrier", 64, 1),
+    "bulk_not_waited": ("exits without having waited", 1, 1),
+    "pipeline_race": ("race on shared memory", 64, 1),
     "shared_race": ("race on shared memory", 64, 1),
     "warp_race": ("race on shared memory", 32, 1),
     "write_after_read": ("race on shared memory .* read .*, thread .* writes", 64, 1),

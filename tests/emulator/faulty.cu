@@ -64,6 +64,53 @@ extern "C" __global__ void copies(const Arguments p) {
     p.out[32 + threadIdx.x] = b[4 * threadIdx.x];
 }
 
+// two warps fill rows for two others, with two stages: mbarriers say full and empty; a named barrier at the end
+extern "C" __global__ void pipeline(const Arguments p) {
+    __shared__ __align__(16) int row[2][64], sums[64];
+    __shared__ uint64_t full[2], empty[2];
+    if (threadIdx.x == 0)
+        for (int s = 0; s < 2; ++s) {
+            mbarrier_init(&full[s], 64);
+            mbarrier_init(&empty[s], 64);
+        }
+    __syncthreads();
+    const int t = threadIdx.x & 63;
+    int sum = 0;
+    for (int k = 0; k < 6; ++k) {
+        const int s = k & 1, parity = k >> 1 & 1;
+        if (threadIdx.x < 64) {
+            mbarrier_wait(&empty[s], parity ^ 1);
+            copy_async_4(&row[s][t], p.in + t, 4);
+            copy_async_commit();
+            copy_async_arrive(&full[s]);
+        } else {
+            mbarrier_wait(&full[s], parity);
+            sum += row[s][63 - t];
+            mbarrier_arrive(&empty[s]);
+        }
+    }
+    if (threadIdx.x < 64) {
+        named_barrier_arrive(3, 128);
+        return;
+    }
+    sums[t] = sum;
+    named_barrier_sync(3, 128);
+    p.out[t] = sums[t ^ 1];
+}
+
+struct Sums {
+    float* out;
+};
+// every thread adds to the same 128 numbers, by vectors and in bulk
+extern "C" __global__ void reductions(const Sums p) {
+    __shared__ __align__(16) float rows[32][4];
+    for (int i = 0; i < 4; ++i) rows[threadIdx.x][i] = i + 1.0f;
+    reduce_add_4(p.out + 4 * threadIdx.x, make_float4(1.0f, 2.0f, 3.0f, 4.0f));
+    bulk_reduce_add(p.out + 4 * (31 - threadIdx.x), rows[threadIdx.x], 16);
+    bulk_commit();
+    bulk_wait<0>();
+}
+
 struct Conversions {
     const float* in;
     unsigned short *half, *bfloat16;
@@ -118,7 +165,50 @@ extern "C" __global__ void not_in_mask(const Arguments p) {
     __syncwarp(0x7fffffffu);  // (at not_in_mask)
 }
 
+// the first phase never ends: one arrival of two
+extern "C" __global__ void mbarrier_deadlock(const Arguments p) {
+    __shared__ uint64_t barrier;
+    if (threadIdx.x == 0) mbarrier_init(&barrier, 33);
+    __syncthreads();
+    mbarrier_arrive(&barrier);
+    mbarrier_wait(&barrier, 0);  // (at mbarrier_deadlock)
+}
+
+extern "C" __global__ void mbarrier_not_made(const Arguments p) {
+    __shared__ uint64_t barrier;
+    if (threadIdx.x == 0) barrier = 0;
+    __syncthreads();
+    mbarrier_arrive(&barrier);  // (at mbarrier_not_made)
+}
+
+extern "C" __global__ void named_barrier_short(const Arguments p) {
+    if (threadIdx.x < 32) named_barrier_sync(1, 64);  // (at named_barrier_short)
+}
+
+extern "C" __global__ void bulk_not_waited(const Arguments p) {
+    __shared__ __align__(16) float row[4];
+    bulk_reduce_add(reinterpret_cast<float*>(p.out), row, 16);  // (at bulk_not_waited)
+    bulk_commit();
+}
+
 // ---- memory ----
+// the stage is filled again without waiting until it is empty
+extern "C" __global__ void pipeline_race(const Arguments p) {
+    __shared__ int row[32];
+    __shared__ uint64_t full;
+    if (threadIdx.x == 0) mbarrier_init(&full, 32);
+    __syncthreads();
+    for (int k = 0; k < 2; ++k) {
+        if (threadIdx.x < 32) {
+            row[threadIdx.x] = p.in[threadIdx.x] + k;  // (at pipeline_race)
+            mbarrier_arrive(&full);
+        } else {
+            mbarrier_wait(&full, k);
+            p.out[threadIdx.x - 32] = row[63 - threadIdx.x];
+        }
+    }
+}
+
 extern "C" __global__ void shared_race(const Arguments p) {
     __shared__ int x[64];
     x[threadIdx.x] = 0;

@@ -182,7 +182,7 @@ int machine_barrier(BarrierKind kind, int value, Where where) {
         fault(format("threads diverge: some wait for %s at %s, this one comes to %s at %s",
                      BARRIER_NAMES[m.barrier_kind], at(m.barrier_where).c_str(), BARRIER_NAMES[kind],
                      at(where).c_str()));
-    int& result = m.barrier_result[m.barriers & 1];
+    int& result = m.barrier_result[m.syncs & 1];
     if (m.arrived == 0) result = kind == BARRIER_AND;
     m.barrier_where = where;
     m.barrier_kind = kind;
@@ -195,6 +195,50 @@ int machine_barrier(BarrierKind kind, int value, Where where) {
     else
         yield();
     return result;
+}
+
+void machine_named_barrier(int id, int threads, bool wait, Where where) {
+    leave_last_meeting();
+    if (id < 0 || id > 15 || threads <= 0 || threads % 32)
+        fault(format("named barrier %d of %d threads at %s: there are barriers 0 to 15, of whole warps", id, threads,
+                     at(where).c_str()));
+    Event& e = m.named[id];
+    if (e.pending == e.count) e.count = e.pending = threads;  // a new phase
+    if (e.count != static_cast<unsigned>(threads))
+        fault(format("named barrier %d at %s: of %d threads here, of %u where others came to it", id, at(where).c_str(),
+                     threads, e.count));
+    const bool last = e.pending == 1;
+    if (wait && !last) {
+        --e.pending;
+        wait_for(e, "a named barrier", where);
+    } else {
+        arrive(e, wait);
+    }
+}
+
+void machine_mbarrier_init(uint64_t* barrier, unsigned count, Where where) {
+    if (count == 0) fault("mbarrier of no arrivals at " + at(where));
+    machine_access(barrier, 8, WRITE, where);
+    Event& e = m.events[reinterpret_cast<uintptr_t>(barrier)] = Event();
+    e.count = e.pending = count;
+}
+
+static Event& event_at(uint64_t* barrier, Where where) {
+    machine_access(barrier, 8, ATOMIC, where);
+    const auto found = m.events.find(reinterpret_cast<uintptr_t>(barrier));
+    if (found == m.events.end()) fault("mbarrier at " + at(where) + ": it has not been initialised");
+    return found->second;
+}
+
+void machine_mbarrier_arrive(uint64_t* barrier, Where where) { arrive(event_at(barrier, where), false); }
+
+void machine_mbarrier_wait(uint64_t* barrier, int parity, Where where) {
+    leave_last_meeting();
+    Event& e = event_at(barrier, where);
+    if ((e.phase & 1) == static_cast<unsigned>(parity & 1))
+        wait_for(e, "an mbarrier", where);
+    else
+        self().barrier = m.barriers;  // the phase has ended already
 }
 
 const Meeting* machine_meet(unsigned mask, MeetingKind kind, uint64_t value, Where where) {
@@ -227,9 +271,35 @@ void machine_copy_commit() {
 
 void machine_copy_wait(int pending) {
     auto& groups = self().groups;  // the last one is still open
-    const size_t keep = pending + 1;
+    const size_t keep = pending + 1;  // -1: the open group too
     while (groups.size() > keep) {
         for (const Copy& copy : groups.front()) perform(copy);
+        groups.erase(groups.begin());
+    }
+}
+
+void machine_bulk_reduce(float* global, const float* shared, int bytes, Where where) {
+    if (bytes % 16 || reinterpret_cast<uintptr_t>(global) % 16 || reinterpret_cast<uintptr_t>(shared) % 16)
+        fault("bulk reduction at " + at(where) + ": addresses and size must be multiples of 16 bytes");
+    if (self().bulk.empty()) self().bulk.emplace_back();
+    self().bulk.back().push_back({global, shared, bytes, where});
+}
+
+void machine_bulk_commit() {
+    if (self().bulk.empty()) self().bulk.emplace_back();
+    self().bulk.emplace_back();
+}
+
+void machine_bulk_wait(int pending) {
+    auto& groups = self().bulk;
+    const size_t keep = pending + 1;
+    while (groups.size() > keep) {
+        for (const BulkReduction& r : groups.front())
+            for (int i = 0; i < r.bytes / 4; ++i) {
+                machine_access(r.from + i, 4, READ, r.where);
+                machine_access(r.to + i, 4, ATOMIC, r.where);
+                r.to[i] += r.from[i];
+            }
         groups.erase(groups.begin());
     }
 }

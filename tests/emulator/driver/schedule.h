@@ -1,7 +1,7 @@
 // Fibers take turns: barriers, meetings of lanes, and the order in which threads and warps run.
 #pragma once
 #include <algorithm>
-#include <map>
+#include <iterator>
 #include <random>
 
 #include "state.h"
@@ -23,6 +23,13 @@ void complete(OpenMeeting& o, unsigned warp) {
     Warp& w = m.warps[warp];
     o.complete = true;
     o.meeting.present = o.arrived;
+    if (o.kind == SYNC_WARP) {  // what one lane has waited for, all of them have now
+        uint32_t barrier = 0;
+        for (unsigned lane = 0; lane < 32; ++lane)
+            if (o.arrived >> lane & 1) barrier = std::max(barrier, m.threads[warp * 32 + lane]->barrier);
+        for (unsigned lane = 0; lane < 32; ++lane)
+            if (o.arrived >> lane & 1) m.threads[warp * 32 + lane]->barrier = barrier;
+    }
     if (o.kind == SYNC_WARP && (w.alive & ~o.arrived) == 0) {
         ++w.sync;
         for (unsigned lane = 0; lane < 32; ++lane)
@@ -79,6 +86,7 @@ const OpenMeeting* meet(unsigned mask, MeetingKind kind, uint64_t value, Where w
 
 void open_barrier() {
     ++m.barriers;
+    ++m.syncs;
     m.arrived = 0;
     for (unsigned i = 0; i < m.size; ++i)
         if (m.threads[i]->state == AT_BARRIER) {
@@ -87,10 +95,37 @@ void open_barrier() {
         }
 }
 
+// One more arrival. At the last one the phase ends and those that wait go on, ordered after all that came before the
+// arrivals (shadow.h).
+void arrive(Event& e, bool waits) {
+    if (--e.pending > 0) return;
+    e.pending = e.count;
+    ++e.phase;
+    ++m.barriers;
+    if (waits) self().barrier = m.barriers;
+    for (unsigned i : e.waiting) {
+        m.threads[i]->state = READY;
+        m.threads[i]->barrier = m.barriers;
+    }
+    e.waiting.clear();
+}
+
+void wait_for(Event& e, const char* what, Where where) {
+    Thread& t = self();
+    e.waiting.push_back(m.current);
+    t.state = AT_EVENT;
+    t.where = where;
+    t.what = what;
+    yield();
+}
+
 void run_thread() {
     m.enter(m.params.data());
     Thread& t = self();
     machine_copy_wait(0);
+    for (auto& group : t.bulk)
+        if (!group.empty())
+            fault("bulk reduction at " + at(group.front().where) + ": the thread exits without having waited for it");
     leave_last_meeting();
     t.state = DONE;
     const unsigned warp = m.current / 32;
@@ -181,7 +216,9 @@ void run_block(const Order& order) {
     ++m.blocks;
     m.alive = m.size;
     m.arrived = 0;
-    m.barriers = 0;
+    m.barriers = m.syncs = 0;
+    std::fill(std::begin(m.named), std::end(m.named), Event());
+    m.events.clear();
     poison_shared();
     const unsigned warp_count = (m.size + 31) / 32;
     m.warps.resize(warp_count);
@@ -197,6 +234,7 @@ void run_block(const Order& order) {
         t.last = nullptr;
         t.barrier = t.warp_sync = 0;
         t.groups.clear();
+        t.bulk.clear();
     }
     std::vector<unsigned> warps(warp_count), lanes(32);
     for (unsigned w = 0; w < warp_count; ++w) warps[w] = w;

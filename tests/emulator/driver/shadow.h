@@ -2,8 +2,11 @@
 //
 // Two accesses by different threads are a race if one of them writes (and not both are atomic) and nothing orders them:
 //   threads of one warp    a __syncwarp, or a barrier of the block, between them
-//   threads of one block   a barrier of the block
+//   threads of one block   a barrier of the block, or one of some threads that the later one has waited at
 //   different blocks       the end of the launch
+// Barriers are numbered as they open. An access carries the number opened last, a thread that of the last one it waited at:
+// if that is higher, the barrier opened after the access. For barriers of the whole block this is exact; named barriers and
+// mbarriers also order threads that did not come to them, so that races can be missed, but none is reported wrongly.
 // Shuffles and votes order nothing, as in CUDA's own rules. Neighbouring single bytes share a cell: a kernel in which
 // different threads store them needs CELL_BYTES 1.
 #pragma once
@@ -16,7 +19,7 @@ constexpr unsigned CELL_BYTES = 2;
 // When and by whom: all that ordering needs.
 struct Moment {
     uint32_t epoch = 0;  // serial number of the launch for global memory, of the block for shared memory; 0: never
-    uint32_t block = 0, barrier = 0, warp_sync = 0;
+    uint32_t block = 0, barrier = 0, opened = 0, warp_sync = 0;  // barrier: waited at; opened: by anybody
     uint16_t thread = 0;
     bool many_lanes = false, many_warps = false, many_blocks = false;  // more threads than `thread` did so
     bool atomic = false;
@@ -28,7 +31,7 @@ struct Moment {
     bool unordered(const Moment& now) const {
         if (epoch != now.epoch) return false;
         if (many_blocks || block != now.block) return true;
-        if (barrier != now.barrier) return false;
+        if (now.barrier > opened) return false;
         if (many_warps || !same_warp(now)) return true;
         return warp_sync == now.warp_sync && (many_lanes || thread != now.thread);
     }
@@ -37,19 +40,21 @@ struct Moment {
     void add(const Moment& now) {
         if (epoch == now.epoch && block != now.block) {
             many_blocks = true;
-        } else if (epoch != now.epoch || barrier != now.barrier) {
+        } else if (epoch != now.epoch || now.barrier > opened) {
             const bool blocks = epoch == now.epoch && many_blocks;
             *this = now;
             many_blocks = blocks;
         } else if (!same_warp(now)) {
             many_warps = true;
+            opened = now.opened;
         } else if (warp_sync != now.warp_sync) {
             const bool blocks = many_blocks, warps = many_warps;
             *this = now;
             many_blocks = blocks;
             many_warps = warps;
-        } else if (thread != now.thread) {
-            many_lanes = true;
+        } else {
+            many_lanes = many_lanes || thread != now.thread;
+            opened = now.opened;
         }
     }
 };

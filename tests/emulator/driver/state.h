@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
 #include <setjmp.h>
 #include <stdexcept>
@@ -20,7 +21,7 @@ Index3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace {
 
-enum State { READY, AT_BARRIER, AT_MEETING, DONE };
+enum State { READY, AT_BARRIER, AT_MEETING, AT_EVENT, DONE };
 const char* const MEETING_NAMES[] = {"__syncwarp", "a shuffle", "a vote", "a warp reduction", "load_matrix_sync",
                                      "store_matrix_sync", "mma_sync"};
 const char* const BARRIER_NAMES[] = {"__syncthreads", "__syncthreads_or", "__syncthreads_and", "__syncthreads_count"};
@@ -30,6 +31,19 @@ struct Copy {
     const char* from;
     int bytes, valid;
     Where where;
+};
+
+struct BulkReduction {
+    float* to;
+    const float* from;
+    int bytes;
+    Where where;
+};
+
+// A named barrier, or a barrier in shared memory.
+struct Event {
+    unsigned count = 0, pending = 0, phase = 0;  // arrivals of a phase, those still to come, phases that have ended
+    std::vector<unsigned> waiting;
 };
 
 struct OpenMeeting {
@@ -49,6 +63,7 @@ struct Thread {
     OpenMeeting* last;                     // the meeting whose results it may still read
     uint32_t barrier, warp_sync;           // passed so far
     std::vector<std::deque<Copy>> groups;  // asynchronous copies under way, the youngest group last
+    std::vector<std::deque<BulkReduction>> bulk;  // bulk reductions under way, likewise
 };
 
 struct Warp {
@@ -89,7 +104,9 @@ struct Machine {
 
     // of the block
     unsigned size = 0, alive = 0, arrived = 0;
-    uint32_t barriers = 0;
+    uint32_t barriers = 0, syncs = 0;  // barriers of any kind that have opened; those of the whole block
+    Event named[16];
+    std::map<uintptr_t, Event> events;  // barriers in shared memory, by address
     int barrier_result[2];
     Where barrier_where;
     BarrierKind barrier_kind;

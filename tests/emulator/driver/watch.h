@@ -12,6 +12,7 @@ Moment now(uint32_t epoch, bool atomic, Site site) {
     moment.epoch = epoch;
     moment.block = blockIdx.x;
     moment.barrier = t.barrier;
+    moment.opened = m.barriers;
     moment.warp_sync = t.warp_sync;
     moment.thread = static_cast<uint16_t>(m.current);
     moment.atomic = atomic;

@@ -21,3 +21,46 @@ template <int pending>
 inline void copy_async_wait() {
     machine_copy_wait(pending);
 }
+
+// Twins of instructions that the kernels do not use yet; arch.cuh gets their PTX when they do.
+
+// cp.async.mbarrier.arrive.noinc: arrives when the thread's copies so far have.
+inline void copy_async_arrive(uint64_t* barrier, Where w = caller()) {
+    machine_copy_wait(-1);
+    machine_mbarrier_arrive(barrier, w);
+}
+
+// bar.sync, bar.arrive
+inline void named_barrier_sync(int id, int threads, Where w = caller()) { machine_named_barrier(id, threads, true, w); }
+inline void named_barrier_arrive(int id, int threads, Where w = caller()) {
+    machine_named_barrier(id, threads, false, w);
+}
+
+// mbarrier.init, mbarrier.arrive, mbarrier.try_wait.parity until it succeeds
+inline void mbarrier_init(uint64_t* barrier, unsigned count, Where w = caller()) {
+    machine_mbarrier_init(barrier, count, w);
+}
+inline void mbarrier_arrive(uint64_t* barrier, Where w = caller()) { machine_mbarrier_arrive(barrier, w); }
+inline void mbarrier_wait(uint64_t* barrier, int parity, Where w = caller()) {
+    machine_mbarrier_wait(barrier, parity, w);
+}
+
+// red.global.add.v4.f32
+inline void reduce_add_4(float* global, float4 x, Where w = caller()) {
+    if (reinterpret_cast<uintptr_t>(global) % 16 != 0) machine_trap("vector reduction to an address not on 16 bytes", w);
+    atomicAdd(global, x.x, w);
+    atomicAdd(global + 1, x.y, w);
+    atomicAdd(global + 2, x.z, w);
+    atomicAdd(global + 3, x.w, w);
+}
+
+// cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32, its commit_group and wait_group
+inline void bulk_reduce_add(float* global, const float* shared, int bytes, Where w = caller()) {
+    machine_bulk_reduce(global, shared, bytes, w);
+}
+inline void bulk_commit() { machine_bulk_commit(); }
+
+template <int pending>
+inline void bulk_wait() {
+    machine_bulk_wait(pending);
+}

@@ -34,6 +34,15 @@ extern Index3 threadIdx, blockIdx, blockDim, gridDim;
 // All threads of the block that have not exited (as on hardware) wait for each other.
 int machine_barrier(BarrierKind kind, int value, Where where);
 
+// Named barriers (bar.sync, bar.arrive): opens when `threads` threads have come to barrier `id`; not all need to wait.
+void machine_named_barrier(int id, int threads, bool wait, Where where);
+
+// Barriers in shared memory (mbarrier): a phase ends when `count` arrivals have come. Waiting is for the end of the phase
+// of a parity; the phase in progress has parity 0 at first.
+void machine_mbarrier_init(uint64_t* barrier, unsigned count, Where where);
+void machine_mbarrier_arrive(uint64_t* barrier, Where where);
+void machine_mbarrier_wait(uint64_t* barrier, int parity, Where where);
+
 // The lanes of `mask` that have not exited wait for each other. Valid until the lane's next meeting.
 const Meeting* machine_meet(unsigned mask, MeetingKind kind, uint64_t value, Where where);
 
@@ -48,6 +57,11 @@ void machine_wmma_store_float(float* tile, bool by_column, const float* x, unsig
 void machine_copy_async(void* shared, const void* global, int bytes, int valid, Where where);
 void machine_copy_commit();
 void machine_copy_wait(int pending);
+
+// cp.reduce.async.bulk: shared memory is read, and added to global memory, at the wait for the group.
+void machine_bulk_reduce(float* global, const float* shared, int bytes, Where where);
+void machine_bulk_commit();
+void machine_bulk_wait(int pending);
 
 // An access that the compiler does not report by itself: what atomics do.
 void machine_access(const void* address, size_t bytes, AccessKind kind, Where where);
