@@ -217,7 +217,7 @@ __device__ __forceinline__ void gradients(Accumulator (&s)[QUERY_FRAGMENTS], Acc
         }
 }
 
-// sums += a^T-free product: this warp's keys x queries (rounded to 16 bit) times query rows, this block's columns
+// sums += s . rows for this warp's keys (s rounded to 16 bit) and this block's columns
 __device__ __forceinline__ void add_products(Accumulator (&sums)[PART_FRAGMENTS], const Accumulator (&s)[QUERY_FRAGMENTS],
                                              const ELEMENT* rows, int first_fragment) {
 #pragma unroll

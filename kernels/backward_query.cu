@@ -36,30 +36,19 @@ __device__ __forceinline__ void load_statistics(float (&lse)[WARP_ROWS][2], floa
 // s becomes dx from the products s = q . k and dp = dout . v.
 __device__ __forceinline__ void logit_gradients(Accumulator (&s)[WARP_ROWS][KEY_FRAGMENTS],
                                                 const Accumulator (&dp)[WARP_ROWS][KEY_FRAGMENTS],
-                                                const KeyTiles& keys, const LogitScale& logit, int stage, int slot,
-                                                bool masked, const int (&position)[WARP_ROWS][2],
+                                                const float* bias_row, const LogitScale& logit,
                                                 const float (&lse)[WARP_ROWS][2], const float (&delta)[WARP_ROWS][2]) {
 #pragma unroll
     for (int n = 0; n < KEY_FRAGMENTS; ++n)
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const int column = 16 * n + 2 * (threadIdx.x & 3) + fragment_column(i), r = fragment_row(i);
-            const float bias = BIAS ? keys.bias[stage][column] * LOG2_E : 0.0f;
+            const float bias = BIAS ? bias_row[column] * LOG2_E : 0.0f;
 #pragma unroll
             for (int m = 0; m < WARP_ROWS; ++m) {
                 const float x = s[m][n].x[i], probability = exp2_fast(logit(x, bias) - lse[m][r]);
                 s[m][n].x[i] = probability * (dp[m][n].x[i] - delta[m][r]) * logit.slope(x);
             }
-        }
-    if (!masked) return;
-#pragma unroll
-    for (int n = 0; n < KEY_FRAGMENTS; ++n)
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const int2 seen = key_interval(keys, stage, slot, 16 * n + 2 * (threadIdx.x & 3) + fragment_column(i));
-#pragma unroll
-            for (int m = 0; m < WARP_ROWS; ++m)
-                if (!visible(position[m][fragment_row(i)], seen.x, seen.y)) s[m][n].x[i] = 0.0f;
         }
 }
 
@@ -106,7 +95,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_query
         Accumulator s[WARP_ROWS][KEY_FRAGMENTS], dp[WARP_ROWS][KEY_FRAGMENTS];
         products(s, shared.query + first_row * ROW_STRIDE, shared.keys.key[stage]);
         products(dp, shared.dout + first_row * ROW_STRIDE, shared.keys.value[stage]);
-        logit_gradients(s, dp, shared.keys, logit, stage, slot, current.masked, position, lse, delta);
+        logit_gradients(s, dp, shared.keys.bias[stage], logit, lse, delta);
+        if (current.masked) apply_mask(s, shared.keys, stage, slot, position, 0.0f);
         // The barrier also tells whether any thread found a key that is not finite.
         if (current.masked && __syncthreads_or(!block_is_finite(shared.keys.key[stage])))
             isolate_nonfinite(dq, shared.keys.key[stage], shared.keys, stage, slot, position);

@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
         Accumulator s[WARP_ROWS][KEY_FRAGMENTS];
         products(s, shared.query + first_row * ROW_STRIDE, shared.keys.key[stage]);
         finish_logits(s, shared.keys.bias[stage], logit);
-        if (current.masked) apply_mask(s, shared.keys, stage, slot, position);
+        if (current.masked) apply_mask(s, shared.keys, stage, slot, position, -infinity());
 #pragma unroll
         for (int m = 0; m < WARP_ROWS; ++m) {
             float rescale[2];

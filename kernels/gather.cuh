@@ -197,8 +197,9 @@ __device__ __forceinline__ int2 key_interval(const KeyTiles& shared, int stage, 
     return make_int2(start, shared.stop[stage][column]);
 }
 
+// Pairs that are not visible become `hidden`: -inf for logits, 0 for their gradients.
 __device__ __forceinline__ void apply_mask(Accumulator (&s)[WARP_ROWS][KEY_FRAGMENTS], const KeyTiles& shared, int stage,
-                                           int slot, const int (&position)[WARP_ROWS][2]) {
+                                           int slot, const int (&position)[WARP_ROWS][2], float hidden) {
 #pragma unroll
     for (int n = 0; n < KEY_FRAGMENTS; ++n)
 #pragma unroll
@@ -206,7 +207,7 @@ __device__ __forceinline__ void apply_mask(Accumulator (&s)[WARP_ROWS][KEY_FRAGM
             const int2 seen = key_interval(shared, stage, slot, 16 * n + 2 * (threadIdx.x & 3) + fragment_column(i));
 #pragma unroll
             for (int m = 0; m < WARP_ROWS; ++m)
-                if (!visible(position[m][fragment_row(i)], seen.x, seen.y)) s[m][n].x[i] = -infinity();
+                if (!visible(position[m][fragment_row(i)], seen.x, seen.y)) s[m][n].x[i] = hidden;
         }
 }
 
