@@ -31,7 +31,7 @@ from tests import cases, reference
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 NAMES = ("query", "key", "value", "bias")
-TYPES_OF = {"cuda": ("float16", "bfloat16")}  # it raises TypeError for others; the other backends take all
+TYPES_OF = {"cuda": ("float16", "bfloat16", "float32")}  # it raises TypeError for others; the other backends take all
 
 
 @dataclass
@@ -91,7 +91,7 @@ def compare(backends: list[str], dtypes: list[str], *, names: str = "", with_dls
              if dtype in TYPES_OF.get(backend, DTYPES)}
     todo = [(dtype, case) for dtype in dtypes for case in grid(dtype, names)]
     for dtype, case in tqdm(todo, unit="case", disable=None):
-        expected = None  # the oracle's answer, one for all backends
+        expected: dict[bool, Any] = {}  # the oracle's answer, one for all backends, one for products through TF32
         for backend, (place, device) in places.items():
             line = lines.get((backend, dtype))
             if line is None:
@@ -105,8 +105,10 @@ def compare(backends: list[str], dtypes: list[str], *, names: str = "", with_dls
             except NotImplementedError:
                 line.not_served += 1
                 continue
-            expected = expected or cases.expected_gradients(case, with_dlse=with_dlse)
-            line.add(case, [None if x is None else place.to_numpy(x) for x in found], expected)
+            tf32 = backend == "cuda" and dtype == "float32"
+            if tf32 not in expected:
+                expected[tf32] = cases.expected_gradients(case, with_dlse=with_dlse, tf32=tf32)
+            line.add(case, [None if x is None else place.to_numpy(x) for x in found], expected[tf32])
     return list(lines.values())
 
 

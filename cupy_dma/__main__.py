@@ -95,8 +95,8 @@ def parser() -> argparse.ArgumentParser:
 
     prepare = command(warmup, "Compile the kernels of usual calls ahead of their first use.")
     prepare.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], help="(default: 64 128)")
-    prepare.add_argument("--dtype", nargs="+", default=["bfloat16", "float16"], choices=["float16", "bfloat16"],
-                         help="(default: both)")
+    prepare.add_argument("--dtype", nargs="+", default=["bfloat16", "float16"],
+                         choices=["float16", "bfloat16", "float32"], help="(default: bfloat16 float16)")
     prepare.add_argument("--group", type=int, nargs="+", default=[1, 2, 4],
                          help="query heads per key and value head (default: 1 2 4)")
     prepare.add_argument("--arch", help="such as sm_90a: compile for another architecture; needs no GPU")

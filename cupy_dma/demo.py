@@ -242,7 +242,8 @@ def run(text: bytes, place: HostPlace, *, window: int, heads: int, kv_heads: int
             stop = on_host([place.xp.broadcast_to(mask.stop, mask.shape) for mask in masks], 1)
             query, key, value, bias = (place.to_host(x)[0] for x in (problem.query, problem.key, problem.value, scores))
             result.check = check_rows(on_host(outs, 2), on_host(lses, 1), query, key, value, bias, window,
-                                      sample_rows(len(text), seed), start=start, stop=stop)
+                                      sample_rows(len(text), seed), start=start, stop=stop,
+                                      tf32=place.name == "cuda")
         with stage("picture"):
             result.picture = draw(masks, kv_heads, len(text), output)
 

@@ -8,6 +8,7 @@ float64, straight from the definition
 The error allowed is relative to the same row computed the plain way in the precision of the inputs: 16-bit inputs,
 float32 accumulation, probabilities rounded to 16 bit before the second product, and the output rounded once. The plain
 error of float32 and float64 inputs is nothing but the luck of the order of summation, so these get 32 roundings more.
+Where tensor cores multiply float32, the plain way has all factors of both products rounded to TF32 (``tf32``).
 Everything here is NumPy on the host.
 """
 from __future__ import annotations
@@ -62,16 +63,26 @@ def exact_row(query, key, value, bias, scale) -> tuple[np.ndarray, float]:
     return p @ value.astype(np.float64) / p.sum(), largest + math.log(p.sum())
 
 
-def plain_row(query, key, value, bias, scale) -> tuple[np.ndarray, float]:
+def rounded_tf32(array: np.ndarray) -> np.ndarray:
+    """float32 rounded to the 10 bits of mantissa of TF32, to nearest, ties away from zero."""
+    bits = np.ascontiguousarray(array).view(np.uint32)
+    return np.where(np.isfinite(array), (bits + np.uint32(0x1000)) & np.uint32(0xffffe000), bits).view(np.float32)
+
+
+def plain_row(query, key, value, bias, scale, tf32: bool = False) -> tuple[np.ndarray, float]:
     """The same row in the precision of the inputs, as a textbook implementation has it."""
     if len(key) == 0:
         return np.zeros(value.shape[1]), -math.inf
     wide = np.float64 if query.dtype == np.float64 else np.float32
+    tf32 = tf32 and query.dtype == np.float32
+    if tf32:
+        query, key, value = rounded_tf32(query), rounded_tf32(key), rounded_tf32(value)
     s = wide(scale) * (key.astype(wide) @ query.astype(wide)) + bias.astype(wide)
     largest = s.max()
     p = np.exp(s - largest)
     total = p.sum(dtype=wide)
-    out = (p.astype(query.dtype).astype(wide) @ value.astype(wide)) / total
+    weights = rounded_tf32(p) if tf32 else p.astype(query.dtype).astype(wide)
+    out = (weights @ value.astype(wide)) / total
     return out.astype(query.dtype).astype(np.float64), float(largest + np.log(total))
 
 
@@ -84,7 +95,7 @@ def rounding(dtype: np.dtype) -> float:
 
 def check_rows(out: np.ndarray, lse: np.ndarray, query: np.ndarray, key: np.ndarray, value: np.ndarray,
                scores: np.ndarray, window: int, rows: Sequence[int], *, start: np.ndarray | None = None,
-               stop: np.ndarray | None = None, scale: float | None = None) -> RowCheck:
+               stop: np.ndarray | None = None, scale: float | None = None, tf32: bool = False) -> RowCheck:
     """Compare rows of one batch entry with the definition.
 
     Parameters
@@ -96,6 +107,7 @@ def check_rows(out: np.ndarray, lse: np.ndarray, query: np.ndarray, key: np.ndar
     rows : query rows to compare
     start, stop : ``(Hkv, Lk)`` of the interval mask, compared with the selection if given
     scale : default ``1/sqrt(D)``
+    tf32 : whether float32 was multiplied by tensor cores
     """
     query_length, heads, head_dim = query.shape
     key_length, kv_heads, _ = key.shape
@@ -112,7 +124,7 @@ def check_rows(out: np.ndarray, lse: np.ndarray, query: np.ndarray, key: np.ndar
             keys, values, bias = key[kept, g], value[kept, g], scores[g, kept]
             for h in range(g * group, (g + 1) * group):
                 exact, exact_lse = exact_row(query[row, h], keys, values, bias, scale)
-                plain, plain_lse = plain_row(query[row, h], keys, values, bias, scale)
+                plain, plain_lse = plain_row(query[row, h], keys, values, bias, scale, tf32)
                 error = _worst(error, np.abs(out[row, h].astype(np.float64) - exact).max())
                 plain_error = max(plain_error, float(np.abs(plain - exact).max()))
                 largest = max(largest, float(np.abs(exact).max()))

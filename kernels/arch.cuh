@@ -7,7 +7,10 @@
 // and a 16-bit A fragment holds its first eight elements in that same order, so that probabilities computed in an
 // accumulator become the operand of the next product without leaving the registers.
 //
-// Prelude: ELEMENT (__half or __nv_bfloat16), the 16-bit type of query, key and value.
+// float32 operands are rounded to TF32 (10 bits of mantissa, to nearest) and multiplied by mma m16n8k8, four of which
+// make the same step of 16x16x16 with the same accumulator.
+//
+// Prelude: ELEMENT (__half, __nv_bfloat16 or float), the type of query, key and value.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -21,17 +24,13 @@ constexpr unsigned ALL_LANES = 0xffffffffu;
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
-// ---- conversions between float32 and the 16-bit types, round to nearest even ----
+// ---- conversions between float32 and the type of the elements, round to nearest even ----
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ void from_float(__half& y, float x) { y = __float2half_rn(x); }
 __device__ __forceinline__ void from_float(__nv_bfloat16& y, float x) { y = __float2bfloat16_rn(x); }
 __device__ __forceinline__ void from_float(float& y, float x) { y = x; }
-
-// The exponent bits of the two numbers in a 32-bit word.
-__device__ __forceinline__ constexpr unsigned exponent_bits(const __half*) { return 0x7c007c00u; }
-__device__ __forceinline__ constexpr unsigned exponent_bits(const __nv_bfloat16*) { return 0x7f807f80u; }
 
 // ---- instructions in PTX; on a CPU (tests/emulator) their twins ----
 #ifdef CUPY_DMA_HOST
@@ -69,13 +68,70 @@ template <int pending>
 __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
+
+// ---- TF32 ----
+// cvt.rna.tf32.f32 (sm_80): to 10 bits of mantissa, ties away from zero; the result is a float32.
+__device__ __forceinline__ float round_tf32(float x) {
+    unsigned y;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+    return __uint_as_float(y);
+}
+
+// mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 (sm_80): c += a * b for a warp. With g = lane / 4 and t = lane % 4
+//     a[0..3] stand at (g, t), (g+8, t), (g, t+4), (g+8, t+4) of 16x8,   b[0..1] at (t, g), (t+4, g) of 8x8,
+//     c[0..3] at (g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1) of 16x8.
+__device__ __forceinline__ void multiply_add_tf32(float* c, const float* a, const float* b) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
+                   "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
+}
 #endif
+
+// ---- elements as operands of the tensor cores ----
+__device__ __forceinline__ float to_operand(__half x) { return to_float(x); }
+__device__ __forceinline__ float to_operand(__nv_bfloat16 x) { return to_float(x); }
+__device__ __forceinline__ float to_operand(float x) { return round_tf32(x); }
+
+// The sign bit of each element in a 32-bit word becomes 1 where it is not a finite operand, the other bits anything: an
+// exponent of ones plus its lowest bit carries there (for float plus half a unit of TF32, which may round up to it).
+__device__ __forceinline__ unsigned nonfinite(unsigned x, const __half*) { return (x & 0x7c007c00u) + 0x04000400u; }
+__device__ __forceinline__ unsigned nonfinite(unsigned x, const __nv_bfloat16*) {
+    return (x & 0x7f807f80u) + 0x00800080u;
+}
+__device__ __forceinline__ unsigned nonfinite(unsigned x, const float*) { return (x & 0x7fffffffu) + 0x00801000u; }
+__device__ __forceinline__ constexpr unsigned sign_bits(int bytes) { return bytes == 2 ? 0x80008000u : 0x80000000u; }
 
 // ---- tensor cores ----
 #ifdef ELEMENT
-using FragmentA = nvcuda::wmma::fragment<nvcuda::wmma::matrix_a, 16, 16, 16, ELEMENT, nvcuda::wmma::row_major>;
-using FragmentB = nvcuda::wmma::fragment<nvcuda::wmma::matrix_b, 16, 16, 16, ELEMENT, nvcuda::wmma::row_major>;
-using FragmentBT = nvcuda::wmma::fragment<nvcuda::wmma::matrix_b, 16, 16, 16, ELEMENT, nvcuda::wmma::col_major>;
+// 16x16 TF32 numbers as the operands of multiply_add_tf32, [4 * step + ...] for two steps of 8 along k:
+//     A  a[0..3]        B, BT  b[0..1] of columns 0 to 7, b[0..1] of columns 8 to 15
+// The two factors of a product must agree on which k has which place. An A and a BT tile of shared memory come in the
+// order of mma (k = t, t+4). An accumulator as A has k = 2t, 2t+1 in lane t, so a B tile is loaded in that order.
+template <typename Use, typename Layout>
+struct FragmentTf32 {
+    static constexpr int num_elements = 8;
+    float x[8];
+};
+
+template <typename Use>
+constexpr bool IS_LEFT = false;
+template <>
+constexpr bool IS_LEFT<nvcuda::wmma::matrix_a> = true;
+
+template <typename T, typename Use, typename Layout>
+struct Operand {
+    using Fragment = nvcuda::wmma::fragment<Use, 16, 16, 16, T, Layout>;
+};
+template <typename Use, typename Layout>
+struct Operand<float, Use, Layout> {
+    using Fragment = FragmentTf32<Use, Layout>;
+};
+
+using FragmentA = Operand<ELEMENT, nvcuda::wmma::matrix_a, nvcuda::wmma::row_major>::Fragment;
+using FragmentB = Operand<ELEMENT, nvcuda::wmma::matrix_b, nvcuda::wmma::row_major>::Fragment;
+using FragmentBT = Operand<ELEMENT, nvcuda::wmma::matrix_b, nvcuda::wmma::col_major>::Fragment;
 using Accumulator = nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float>;
 
 // A 16x16 tile of shared memory, `ld` elements from row to row. For half the compiler turns load_matrix_sync into one
@@ -96,16 +152,63 @@ __device__ __forceinline__ void load_fragment(nvcuda::wmma::fragment<Use, 16, 16
     for (int i = 0; i < fragment.num_elements; ++i) fragment.x[i] = __ushort_as_bfloat16(__half_as_ushort(bits.x[i]));
 }
 
+// 16x8 floats are loaded as 16x16 halves: a lane gets the float at (g, t) where it would get the halves (g, 2t) and
+// (g, 2t+1), which is the order of mma for A and BT. B and BT tiles are rounded here; A tiles, which stay in shared memory
+// for many products, must have been rounded there (round_rows in tiles.cuh).
+template <typename Use, typename Layout>
+__device__ __forceinline__ void load_fragment(FragmentTf32<Use, Layout>& fragment, const float* tile, int ld) {
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+        nvcuda::wmma::fragment<Use, 16, 16, 16, __half, Layout> bits;
+        nvcuda::wmma::load_matrix_sync(bits, reinterpret_cast<const __half*>(tile + 8 * step), 2 * ld);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const unsigned low = __half_as_ushort(bits.x[2 * i]), high = __half_as_ushort(bits.x[2 * i + 1]);
+            const float x = __uint_as_float(high << 16 | low);
+            fragment.x[4 * step + i] = IS_LEFT<Use> ? x : round_tf32(x);
+        }
+    }
+}
+
+__device__ __forceinline__ void load_fragment(
+    FragmentTf32<nvcuda::wmma::matrix_b, nvcuda::wmma::row_major>& fragment, const float* tile, int ld) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        fragment.x[i] = round_tf32(tile[(8 * (i >> 2) + 2 * (lane & 3) + (i & 1)) * ld + lane / 4 + 8 * ((i >> 1) & 1)]);
+}
+
 // c += a * b
-template <typename B>
-__device__ __forceinline__ void multiply_add(Accumulator& c, const FragmentA& a, const B& b) {
+template <typename A, typename B>
+__device__ __forceinline__ void multiply_add(Accumulator& c, const A& a, const B& b) {
     nvcuda::wmma::mma_sync(c, a, b, c);
 }
 
-// An accumulator, rounded to 16 bit, as the left operand of a product (a half fragment holds every element twice).
-__device__ __forceinline__ void round_to_operand(FragmentA& a, const Accumulator& c) {
+template <typename LayoutA, typename LayoutB>
+__device__ __forceinline__ void multiply_add(Accumulator& c, const FragmentTf32<nvcuda::wmma::matrix_a, LayoutA>& a,
+                                             const FragmentTf32<nvcuda::wmma::matrix_b, LayoutB>& b) {
+#pragma unroll
+    for (int step = 0; step < 2; ++step)
+#pragma unroll
+        for (int side = 0; side < 2; ++side)  // columns 0 to 7, 8 to 15
+            multiply_add_tf32(c.x + 4 * side, a.x + 4 * step, b.x + 4 * step + 2 * side);
+}
+
+// An accumulator, rounded to the type of an operand, as the left operand of a product with a B tile (a half fragment
+// holds every element twice).
+template <typename A>
+__device__ __forceinline__ void round_to_operand(A& a, const Accumulator& c) {
 #pragma unroll
     for (int i = 0; i < a.num_elements; ++i) from_float(a.x[i], c.x[i % 8]);
+}
+
+template <typename Use, typename Layout>
+__device__ __forceinline__ void round_to_operand(FragmentTf32<Use, Layout>& a, const Accumulator& c) {
+#pragma unroll
+    for (int step = 0; step < 2; ++step)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)  // the places (row, k): (0, 0), (8, 0), (0, 1), (8, 1)
+            a.x[4 * step + i] = round_tf32(c.x[4 * step + 2 * (i & 1) + (i >> 1)]);
 }
 
 __device__ __forceinline__ void clear(Accumulator& c) { nvcuda::wmma::fill_fragment(c, 0.0f); }

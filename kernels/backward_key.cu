@@ -217,7 +217,7 @@ __device__ __forceinline__ void gradients(Accumulator (&s)[QUERY_FRAGMENTS], Acc
         }
 }
 
-// sums += s . rows for this warp's keys (s rounded to 16 bit) and this block's columns
+// sums += s . rows for this warp's keys (s rounded to the type of an operand) and this block's columns
 __device__ __forceinline__ void add_products(Accumulator (&sums)[PART_FRAGMENTS], const Accumulator (&s)[QUERY_FRAGMENTS],
                                              const ELEMENT* rows, int first_fragment) {
 #pragma unroll
@@ -263,6 +263,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_key(c
     const int lane = threadIdx.x & 31, first_row = threadIdx.x / 32 * 16, group_heads = p.heads / p.kv_heads;
     load_keys(shared, p, t);
     copy_async_commit();
+    round_rows<BLOCK_N, THREADS>(shared.key);
+    round_rows<BLOCK_N, THREADS>(shared.value);
 
     const LogitScale logit(p.scale, p.softcap);
     Accumulator dk[PART_FRAGMENTS], dv[PART_FRAGMENTS];

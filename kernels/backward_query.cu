@@ -5,7 +5,7 @@
 // dquery // (B, Lq, H, D) ELEMENT, contiguous
 //
 // The same tiles and the same way through the keys as forward.cu, with three products a block instead of two. Probabilities
-// come from lse, so no softmax state is kept. dx is rounded to 16 bit before its product.
+// come from lse, so no softmax state is kept. dx is rounded to the type of an operand before its product.
 //
 // Prelude: ELEMENT, HEAD_DIM, VECTOR, HEADS, BLOCK_M, BLOCK_N, WARPS, MIN_BLOCKS, KEYS, CAUSAL, BIAS, SOFTCAP.
 #include "arch.cuh"
@@ -66,6 +66,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_query
     load_rows(shared.dout, p.dout, p.dout_batch, p.dout_row, p.dout_head, p, t);
     copy_async_commit();
     copy_async_wait<0>();
+    round_rows<BLOCK_M, THREADS>(shared.query);
+    round_rows<BLOCK_M, THREADS>(shared.dout);
     __syncthreads();  // the tile's rows and the first two blocks' indices are in place
 
     const KeyGather gather(shared.keys, p, t, blocks);

@@ -11,7 +11,7 @@
 
 constexpr int WARPS = 8;
 
-struct alignas(8) Four {
+struct alignas(4 * sizeof(ELEMENT)) Four {
     ELEMENT x[4];
 };
 

@@ -56,6 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
     load_rows(shared.query, p.query, p.query_batch, p.query_row, p.query_head, p, t);
     copy_async_commit();
     copy_async_wait<0>();
+    round_rows<BLOCK_M, THREADS>(shared.query);
     __syncthreads();  // the query rows and the first two blocks' indices are in place
 
     const KeyGather gather(shared.keys, p, t, blocks);

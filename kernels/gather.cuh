@@ -214,14 +214,13 @@ __device__ __forceinline__ void apply_mask(Accumulator (&s)[WARP_ROWS][KEY_FRAGM
 // A value that is not finite must not reach a row that does not see its key, and 0 * inf is NaN. In a masked block with
 // such values they are added to the rows that see them, and are zero for the product.
 __device__ __forceinline__ bool block_is_finite(const ELEMENT* value) {
-    constexpr unsigned EXPONENT = exponent_bits(static_cast<const ELEMENT*>(nullptr)), UNIT = EXPONENT & ~(EXPONENT << 1);
-    unsigned found = 0;  // an exponent of ones plus its lowest bit carries into the place of the sign
+    unsigned found = 0;
     for_each_piece<BLOCK_N, THREADS>([&](int column, int piece) {
-        const uint4 eight = *reinterpret_cast<const uint4*>(value + column * ROW_STRIDE + piece * 8);
-        found |= (eight.x & EXPONENT) + UNIT | (eight.y & EXPONENT) + UNIT | (eight.z & EXPONENT) + UNIT |
-                 (eight.w & EXPONENT) + UNIT;
+        const uint4 words = *reinterpret_cast<const uint4*>(value + column * ROW_STRIDE + piece * PIECE);
+        found |= nonfinite(words.x, value) | nonfinite(words.y, value) | nonfinite(words.z, value) |
+                 nonfinite(words.w, value);
     });
-    return (found & 0x80008000u) == 0;
+    return (found & sign_bits(sizeof(ELEMENT))) == 0;
 }
 
 __device__ __forceinline__ void isolate_nonfinite(Accumulator (&o)[WARP_ROWS][DIM_FRAGMENTS], ELEMENT* value,
@@ -233,7 +232,7 @@ __device__ __forceinline__ void isolate_nonfinite(Accumulator (&o)[WARP_ROWS][DI
         for (int d = 0; d < DIM_FRAGMENTS; ++d)
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                const float v = to_float(value[key * ROW_STRIDE + 16 * d + 2 * (threadIdx.x & 3) + fragment_column(i)]);
+                const float v = to_operand(value[key * ROW_STRIDE + 16 * d + 2 * (threadIdx.x & 3) + fragment_column(i)]);
 #pragma unroll
                 for (int m = 0; m < WARP_ROWS; ++m)
                     if (!isfinite(v) && visible(position[m][fragment_row(i)], seen.x, seen.y))
@@ -243,12 +242,12 @@ __device__ __forceinline__ void isolate_nonfinite(Accumulator (&o)[WARP_ROWS][DI
     __syncthreads();  // everybody has read the values that are about to be cleared
     for (int i = threadIdx.x; i < BLOCK_N * HEAD_DIM_PADDED; i += THREADS) {
         ELEMENT& x = value[i / HEAD_DIM_PADDED * ROW_STRIDE + i % HEAD_DIM_PADDED];
-        if (!isfinite(to_float(x))) from_float(x, 0.0f);
+        if (!isfinite(to_operand(x))) from_float(x, 0.0f);
     }
     __syncthreads();  // the tile is finite
 }
 
-// o += p . rows, with p rounded to 16 bit
+// o += p . rows, with p rounded to the type of an operand
 __device__ __forceinline__ void accumulate(Accumulator (&o)[WARP_ROWS][DIM_FRAGMENTS],
                                                   const Accumulator (&s)[WARP_ROWS][KEY_FRAGMENTS],
                                                   const ELEMENT* value) {
@@ -286,7 +285,7 @@ __device__ __forceinline__ void write_rows(ELEMENT* target_base, ELEMENT* stagin
                            o[m][d].x[i] * factor[m][r]);
             }
     __syncwarp();  // the warp's rows are complete
-    constexpr int WIDTH = VECTOR ? 8 : 1;  // numbers a lane stores at a time
+    constexpr int WIDTH = VECTOR ? PIECE : 1;  // numbers a lane stores at a time
     for (int i = lane; i < WARP_ROWS * 16 * (HEAD_DIM / WIDTH); i += 32) {
         const int row = i / (HEAD_DIM / WIDTH), d = i % (HEAD_DIM / WIDTH) * WIDTH;
         const int query = t.first_query + (first_row + row) / HEADS, head = t.first_head + (first_row + row) % HEADS;

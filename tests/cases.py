@@ -71,6 +71,14 @@ def _grid() -> list[Case]:
               for layout in ("bhsd", "head_slice", "length_slice", "wide", "every_other")]
     cases += [Case(f"window-{w}", window=w) for w in (1, 2, 69, 70, 1000)]
     cases += [Case("batch-0", batch=0, mask="none"), Case("batch-3", batch=3, mask="per_batch")]
+    # float32, which the tensor cores take as TF32, through whatever depends on the type of the elements.
+    cases += [replace(case, name=f"float32-{case.name}", dtype="float32") for case in cases if case.name in (
+        "heads-6/2-top_w", "heads-4/2-causal", "lengths-1x70-top_w", "lengths-33x129-causal", "lengths-129x33-top_w",
+        "lengths-300x300-causal", "lengths-300x300-top_w", "mask-none", "mask-window", "mask-documents", "mask-global",
+        "mask-per_head", "causal-and-padding", "bias-none-top_w", "bias-key_per_head-none", "softcap-key", "scale",
+        "layout-bhsd", "layout-head_slice", "layout-wide", "layout-every_other", "window-1")]
+    cases += [Case(f"float32-D{size}-causal", dtype="float32", head_dim=size, mask="causal", bias="none")
+              for size in (4, 100, 192)]
     return cases
 
 
@@ -221,36 +229,40 @@ def _oracle_arguments(case: Case) -> tuple[Any, ...]:
             case.softcap)
 
 
-def check(case: Case, out: np.ndarray, lse: np.ndarray) -> None:
-    """Section 12 for ``out``; ``lse`` is kept in float32 by every backend, so a few of its roundings are allowed."""
+def check(case: Case, out: np.ndarray, lse: np.ndarray, *, tf32: bool = False) -> None:
+    """Section 12 for ``out``; ``lse`` is kept in float32 by every backend, so a few of its roundings are allowed.
+
+    ``tf32``: the backend multiplies float32 by tensor cores.
+    """
     arguments = _oracle_arguments(case)
     ref, ref_lse = reference.attention(*arguments)
-    plain, plain_lse = reference.same_precision_attention(*arguments)
+    plain, plain_lse = reference.same_precision_attention(*arguments, tf32=tf32)
     assert out.dtype == numpy_dtype(case.dtype) and out.shape == ref.shape
     assert lse.dtype == (np.float64 if case.dtype == "float64" else np.float32)
     reference.assert_matches_reference(out, ref, plain, out.dtype)
     reference.assert_matches_reference(lse, ref_lse, plain_lse, lse.dtype)
 
 
-def expected_gradients(case: Case, *, with_dlse: bool = False) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
+def expected_gradients(case: Case, *, with_dlse: bool = False,
+                       tf32: bool = False) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
     """The oracle's answer, the plain same-precision computation and the size of the terms, by name; "bias" only with
     a bias."""
     data = _drawn(case)
     arguments = (data["dout"], *_oracle_arguments(case), data["dlse"] if with_dlse else None)
     refs = reference.attention_gradients(*arguments)
-    plains = reference.same_precision_attention_gradients(*arguments)
+    plains = reference.same_precision_attention_gradients(*arguments, tf32=tf32)
     terms = reference.attention_gradient_terms(*arguments)
     names = "query", "key", "value", "bias"
     return {name: (ref, plain, size) for name, ref, plain, size in zip(names, refs, plains, terms) if ref is not None}
 
 
-def check_backward(case: Case, gradients: Any, *, with_dlse: bool = False) -> None:
+def check_backward(case: Case, gradients: Any, *, with_dlse: bool = False, tf32: bool = False) -> None:
     """Section 12 for NumPy arrays ``(dquery, dkey, dvalue, dbias)``; None is not looked at, except that the gradient of
-    a bias that is not there must be None."""
+    a bias that is not there must be None. ``tf32``: as for ``check``."""
     data = _drawn(case)
     assert "bias" in data or gradients[3] is None
     given = dict(zip(("query", "key", "value", "bias"), gradients))
-    for name, (ref, plain, size) in expected_gradients(case, with_dlse=with_dlse).items():
+    for name, (ref, plain, size) in expected_gradients(case, with_dlse=with_dlse, tf32=tf32).items():
         found = given[name]
         if found is None:
             continue

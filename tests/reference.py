@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 NEVER = 2**31 - 1
+TF32 = "tf32"  # the type to which the tensor cores round float32 operands
 
 
 def _f64(array) -> np.ndarray:
@@ -126,13 +127,31 @@ def attention(query, key, value, dense_mask=None, bias=None, causal=False, scale
     return _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, np.float64, np.float64)
 
 
+def rounded_tf32(array) -> np.ndarray:
+    """float32 with 10 bits of mantissa instead of 23, rounded to nearest, ties away from zero."""
+    array = np.ascontiguousarray(array, np.float32)
+    bits = array.view(np.uint32)
+    return np.where(np.isfinite(array), (bits + np.uint32(0x1000)) & np.uint32(0xffffe000), bits).view(np.float32)
+
+
+def _operand(array, kind, wide) -> np.ndarray:
+    """A factor of a matrix product, rounded to ``kind``, for a product in ``wide``."""
+    return rounded_tf32(array) if kind is TF32 else array.astype(kind).astype(wide)
+
+
 def same_precision_attention(query, key, value, dense_mask=None, bias=None, causal=False, scale=None,
-                             softcap=0.0) -> tuple[np.ndarray, np.ndarray]:
+                             softcap=0.0, *, tf32=False) -> tuple[np.ndarray, np.ndarray]:
     """The plain same-precision computation of section 12: accumulated in float32, probabilities rounded to the type of
-    the input before the second product, the output rounded to it (float64 for float64)."""
+    the input before the second product, the output rounded to it (float64 for float64).
+
+    ``tf32``: float32 inputs are multiplied by tensor cores. What section 12 says of 16-bit types then holds with TF32
+    in the place of the type: the factors of both products, query and key as well as probabilities and value, have to be
+    rounded to it once, to nearest. Nothing else is: sums, softmax and output are float32.
+    """
     kind = np.asarray(query).dtype
     wide = np.float64 if kind == np.float64 else np.float32
-    out, lse = _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, wide, kind)
+    rounded = TF32 if tf32 and kind == np.float32 else kind
+    out, lse = _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, wide, rounded)
     with np.errstate(all="ignore"):
         return out.astype(kind), lse
 
@@ -149,7 +168,7 @@ def _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, w
         for b in range(batch):
             for h in range(heads):
                 g = h // (heads // kv_heads)
-                q, k, v = query[b, :, h].astype(wide), key[b, :, g].astype(wide), value[b, :, g].astype(wide)
+                q, k, v = (_operand(x, rounded, wide) for x in (query[b, :, h], key[b, :, g], value[b, :, g]))
                 for i in range(lq):
                     js = np.flatnonzero(seen[b, h, i])
                     s = scale * (k[js] @ q[i])
@@ -161,7 +180,7 @@ def _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, w
                     if m == -np.inf:
                         continue  # sees nothing, or nothing with any weight: out 0, lse -inf
                     p = np.exp(s - m)
-                    out[b, i, h] = (p.astype(rounded).astype(wide) @ v[js]) / p.sum()
+                    out[b, i, h] = (_operand(p, rounded, wide) @ v[js]) / p.sum()
                     lse[b, h, i] = m + np.log(p.sum())
     return out, lse
 
@@ -176,12 +195,16 @@ def attention_gradients(dout, query, key, value, dense_mask=None, bias=None, cau
 
 
 def same_precision_attention_gradients(dout, query, key, value, dense_mask=None, bias=None, causal=False, scale=None,
-                                       softcap=0.0, dlse=None) -> tuple[np.ndarray, ...]:
+                                       softcap=0.0, dlse=None, *, tf32=False) -> tuple[np.ndarray, ...]:
     """The plain same-precision computation: from the rounded ``out``, accumulated in float32, ``p`` and ``dx`` rounded
-    to the type of the input before they are multiplied, every gradient rounded once."""
+    to the type of the input before they are multiplied, every gradient rounded once.
+
+    ``tf32``: as in ``same_precision_attention``, for all five products. ``delta`` is no matrix product: float32.
+    """
     kind = np.asarray(query).dtype
     wide = np.float64 if kind == np.float64 else np.float32
-    found = _gradients(dout, query, key, value, dense_mask, bias, causal, scale, softcap, dlse, wide, kind)
+    rounded = TF32 if tf32 and kind == np.float32 else kind
+    found = _gradients(dout, query, key, value, dense_mask, bias, causal, scale, softcap, dlse, wide, rounded)
     with np.errstate(all="ignore"):
         return tuple(None if x is None else x.astype(np.asarray(like).dtype)
                      for x, like in zip(found, (query, key, value, bias)))
@@ -211,20 +234,22 @@ def _gradients(dout, query, key, value, dense_mask=None, bias=None, causal=False
             js, g = np.flatnonzero(seen[b, h, i]), h // (heads // kv_heads)
             if lses[b, h, i] == -np.inf:
                 continue
-            q, do, o = (x[b, i, h].astype(rounded).astype(wide) for x in (query, dout, outs))
-            k, v = key[b, js, g].astype(wide), value[b, js, g].astype(wide)
+            exact = wide if rounded is TF32 else rounded  # the type in which out and dout are kept
+            do, o = (x[b, i, h].astype(exact).astype(wide) for x in (dout, outs))
+            delta = do @ o - (0 if dlse is None else wide(dlse[b, h, i]))
+            q, do, k, v = (_operand(x, rounded, wide)
+                           for x in (query[b, i, h], dout[b, i, h], key[b, js, g], value[b, js, g]))
             x = scale * (k @ q)
             slope = 1.0 if softcap == 0 else 1 - np.tanh(x / wide(softcap)) ** 2
             s = wide(softcap) * np.tanh(x / wide(softcap)) if softcap > 0 else x
             if added is not None:
                 s = s + added[b, h, i, js].astype(wide)
             p = np.exp(s - lses[b, h, i])
-            delta = do @ o - (0 if dlse is None else wide(dlse[b, h, i]))
             if absolute:
                 q, do, k, v = (np.abs(a) for a in (q, do, k, v))
                 delta = -(do @ np.abs(o) + (0 if dlse is None else abs(dlse[b, h, i])))
             ds = p * (v @ do - delta)
-            p, dx = (weights.astype(rounded).astype(wide) for weights in (p, ds * slope))
+            p, dx = (_operand(weights, rounded, wide) for weights in (p, ds * slope))
             dv[b, js, g] += np.outer(p, do)
             dq[b, i, h] = dx @ k
             dk[b, js, g] += np.outer(dx, q)
@@ -282,7 +307,8 @@ def error_and_allowed(out, reference, plain, dtype, factor=2, terms=0.0) -> tupl
     float64) is not better than some roundings of that size in any order; 16 are allowed.
 
     For float32 and float64 the output is rounded no more coarsely than every step of the accumulation, so the order of
-    a sum, which is free, moves the result by several roundings: 16 are allowed. Only finite places are compared.
+    a sum, which is free, moves the result by several roundings: 16 are allowed. (Where float32 went through
+    TF32 the plain error, some 2^13 roundings of float32, decides.) Only finite places are compared.
     """
     out, plain, reference = _f64(out), _f64(plain), _f64(reference)
     finite = np.isfinite(reference)

@@ -21,32 +21,33 @@ from cupy_dma.backward import attention_backward, key_scores_backward
 from tests import cases, reference
 
 LENGTHS = ("lengths-1x70", "lengths-33x129", "lengths-129x33")
-NAMES = ("float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3", "bfloat16-D256", "mask-", "causal-and-",
-         "window-1", "bias-key", "softcap-key", "layout-bhsd", "layout-head_slice", *LENGTHS)
+NAMES = ("float32-", "float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3", "bfloat16-D256", "mask-",
+         "causal-and-", "window-1", "bias-key", "softcap-key", "layout-bhsd", "layout-head_slice", *LENGTHS)
 
 
 def forward() -> int:
     chosen = [c for c in cases.CASES if c.name.startswith(NAMES) and not c.is_dense
-              and c.dtype in ("float16", "bfloat16")]
+              and c.dtype in ("float16", "bfloat16", "float32")]
     for case in chosen:
         out, lse = cases.run(case, cupy.asarray)
-        cases.check(case, cupy.asnumpy(out), cupy.asnumpy(lse))
+        cases.check(case, cupy.asnumpy(out), cupy.asnumpy(lse), tf32=True)
     return len(chosen)
 
 
 def backward() -> int:
     chosen = [c for c in cases.CASES if c.name.startswith(NAMES) and not c.is_dense
-              and c.dtype in ("float16", "bfloat16")]
+              and c.dtype in ("float16", "bfloat16", "float32")]
     for case in chosen:
         gradients = cases.run_backward(case, cupy.asarray, with_dlse=True)
-        cases.check_backward(case, [None if g is None else cupy.asnumpy(g) for g in gradients], with_dlse=True)
+        cases.check_backward(case, [None if g is None else cupy.asnumpy(g) for g in gradients], with_dlse=True,
+                             tf32=True)
     return len(chosen)
 
 
 def super_tiles() -> int:
     """Long enough for several super-tiles: their lists, partial sums and the sum of these."""
     rng = np.random.default_rng(0)
-    for dtype, size in (("bfloat16", 64), ("float16", 20)):
+    for dtype, size in (("bfloat16", 64), ("float16", 20), ("float32", 64)):
         q, k, v = (rng.standard_normal((1, 700, heads, size)).astype(numpy_dtype(dtype)) for heads in (2, 1, 1))
         scores = rng.standard_normal((1, 1, 700)).astype(np.float32)
         found = []
@@ -58,7 +59,7 @@ def super_tiles() -> int:
         for ours, other in zip(*found):
             x, y = cupy.asnumpy(ours).astype(np.float64), other.astype(np.float64)
             assert np.linalg.norm(x - y) < 1e-2 * np.linalg.norm(y)
-    return 2
+    return 3
 
 
 def selection() -> int:

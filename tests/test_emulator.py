@@ -24,7 +24,7 @@ from tests import emulator  # noqa: E402
 from tests.emulator import Order  # noqa: E402
 
 BUILD = os.environ.get("CUPY_DMA_EMULATOR_BUILD", "watched")
-FORWARD = [c for c in cases.CASES if c.dtype in ("float16", "bfloat16") and not c.is_dense]
+FORWARD = [c for c in cases.CASES if c.dtype in ("float16", "bfloat16", "float32") and not c.is_dense]
 ORDERS = [Order("backward", "backward"), Order("random", "random", 1), Order("random", "random", 2)]
 
 
@@ -43,15 +43,16 @@ def on_emulator(case, **options):
 @pytest.mark.parametrize("case", FORWARD, ids=str)
 def test_forward_grid(case):
     out, lse = on_emulator(case)
-    cases.check(case, out, lse)
+    cases.check(case, out, lse, tf32=True)
 
 
-@pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(("bfloat16-D128", "bfloat16-D256",
-                                                                           "mask-top_w", "mask-causal"))], ids=str)
+@pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith((
+    "bfloat16-D128", "bfloat16-D256", "float32-D64", "float32-D128", "float32-D192", "float32-D256", "mask-top_w",
+    "mask-causal"))], ids=str)
 def test_tiles_of_smaller_gpus(case, device):
     device.shared_limit = 99 * 1024
     out, lse = on_emulator(case)
-    cases.check(case, out, lse)
+    cases.check(case, out, lse, tf32=True)
 
 
 @pytest.mark.parametrize("bias", ["none", "key", "key_per_head"])
@@ -61,21 +62,21 @@ def test_many_blocks_of_keys(mask, bias):
     case = cases.Case(f"long-{mask}-{bias}", dtype="float16", batch=1, query_length=150, key_length=2200, mask=mask,
                       window=300, bias=bias, head_dim=24, heads=4, kv_heads=2)
     out, lse = on_emulator(case)
-    cases.check(case, out, lse)
+    cases.check(case, out, lse, tf32=True)
 
 
 @pytest.mark.parametrize(("lq", "lk"), [(64, 64), (100, 128)])
 def test_no_masked_block(lq, lk):
     """Whole blocks only: none of the barriers that a masked block brings."""
     case = cases.Case(f"whole-{lq}x{lk}", mask="none", query_length=lq, key_length=lk)
-    cases.check(case, *on_emulator(case))
+    cases.check(case, *on_emulator(case), tf32=True)
 
 
-def bad_row_problem(kind, name, bad):
+def bad_row_problem(kind, name, bad, dtype=np.float16):
     """(arguments with one bad row, clean arguments, mask, which queries see the row)."""
     rng = np.random.default_rng(0)
     n, where = 150, 75
-    x = {part: rng.standard_normal((1, n, 2, 16)).astype(np.float16) for part in ("query", "key", "value")}
+    x = {part: rng.standard_normal((1, n, 2, 16)).astype(dtype) for part in ("query", "key", "value")}
     dirty = {part: array.copy() for part, array in x.items()}
     dirty[name][0, where, 0, 5] = bad
     scores = rng.standard_normal((1, 2, n)).astype(np.float32)
@@ -98,7 +99,24 @@ def test_a_bad_row_reaches_only_the_queries_that_see_it(name, bad, kind):
         assert not np.isfinite(out[0, sees, 0, 5]).any()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.finfo(np.float32).max])
+@pytest.mark.parametrize("kind", ["causal", "top_w"])
+def test_a_bad_row_of_float32(bad, kind):
+    """Also the largest number, which TF32 rounds to infinity."""
+    for name in ("key", "value"):
+        dirty, clean, mask, sees = bad_row_problem(kind, name, bad, np.float32)
+        found, good = (dma.attention(*x.values(), mask=mask, return_lse=True, backend="emulator")
+                       for x in (dirty, clean))
+        assert np.array_equal(found[0][0, ~sees, 0], good[0][0, ~sees, 0])
+        if name == "value":
+            assert not np.isfinite(found[0][0, sees, 0, 5]).any()
+        dout = clean["query"]
+        grads = [dma.backward.attention_backward(dout, *x.values(), *result, mask=mask, backend="emulator").query
+                 for x, result in ((dirty, found), (clean, good))]
+        assert np.array_equal(grads[0][0, ~sees, 0], grads[1][0, ~sees, 0])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_fragment_layout(dtype, device):
     assert device.lanes_with_known_layout(dtype) == 32
 
@@ -251,14 +269,14 @@ def test_a_gpu_agrees(dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(("mask-", "bias-", "softcap", "float16-D"))],
-                         ids=str)
+@pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(("mask-", "bias-", "softcap", "float16-D",
+                                                                           "float32-"))], ids=str)
 def test_a_gpu_agrees_on_the_forward_grid(case):
     import cupy
 
     out, lse = on_emulator(case)
     theirs, their_lse = (cupy.asnumpy(x) for x in cases.run(case, cupy.asarray))
-    unit = {"float16": 2**-10, "bfloat16": 2**-7}[case.dtype]
+    unit = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-10}[case.dtype]
     size = max(1.0, float(np.abs(out.astype(np.float64)).max(initial=0)))
     assert np.abs(out.astype(np.float64) - theirs.astype(np.float64)).max(initial=0) <= 2 * unit * size
     assert np.array_equal(np.isneginf(lse), np.isneginf(their_lse))

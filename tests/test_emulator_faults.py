@@ -18,6 +18,7 @@ from cupy_dma.arrays import CPU, library, numpy_dtype
 build = pytest.importorskip("tests.emulator.build")
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
+from tests import reference  # noqa: E402
 from tests.emulator import EmulatorError, EmulatorRuntime, Order  # noqa: E402
 from tests.emulator.memory import WatchedLibrary  # noqa: E402
 
@@ -124,6 +125,21 @@ def test_conversions_round_to_nearest_even(rng):
         assert np.array_equal(wide, expected.astype(np.float32), equal_nan=True)
 
 
+def test_tf32(rng):
+    """Any float, what lies half-way between two TF32 numbers, and beside that; and a product."""
+    x = rng.standard_normal(200).astype(np.float32)
+    half = (rng.integers(0, 2**32, 10_000, dtype=np.uint32) & np.uint32(0xffffe000)) | np.uint32(0x1000)
+    x = np.concatenate([x, *(bits.view(np.float32) for bits in (half, half - 1, half + 1)),
+                        rng.integers(0, 2**32, 10_000, dtype=np.uint32).view(np.float32)])
+    rounded, product = np.zeros_like(x), np.zeros((16, 8), np.float32)
+    packed = struct.pack("@PPPi0q", *(array.ctypes.data for array in (x, rounded, product)), x.size)
+    EmulatorRuntime(build="plain").load_text(source(), "tf32").launch(
+        1, 32, np.frombuffer(packed, np.dtype(("V", len(packed))))[0])
+    assert np.array_equal(rounded, reference.rounded_tf32(x), equal_nan=True)
+    a, b = rounded[:128].reshape(16, 8).astype(np.float64), rounded[128:192].reshape(8, 8).astype(np.float64)
+    np.testing.assert_allclose(product, a @ b, rtol=1e-5, atol=1e-6)
+
+
 # ---- what is wrong ----
 FAULTS = {  # kernel: what the report must say, threads, blocks
     "divergent_barrier": ("threads diverge: some wait for __syncthreads at", 32, 1),
@@ -131,6 +147,7 @@ FAULTS = {  # kernel: what the report must say, threads, blocks
     "deadlock": ("deadlock", 32, 1),
     "different_collectives": ("lanes of warp 0 diverge: .* wait for .*, lane 1 comes to a vote", 32, 1),
     "exited_lane": ("a shuffle from a lane that does not take part", 32, 1),
+    "unrounded_operand": ("lane 9 has an operand that was not rounded to TF32", 32, 1),
     "not_in_mask": ("lane 31 is not in its own mask", 32, 1),
     "mbarrier_deadlock": ("deadlock(.|\n)*wait for an mbarrier", 32, 1),
     "mbarrier_not_made": ("it has not been initialised", 32, 1),

@@ -31,7 +31,7 @@ def own_cache(tmp_path, monkeypatch):
 
 def specialisations(limit: int, every: bool) -> list[jit.Config]:
     """Each kernel with each of its options at least once; with ``every`` head dims of each tile shape, and odd ones."""
-    found: list[jit.Config] = [configs.LayoutConfig("__half"), configs.LayoutConfig("__nv_bfloat16")]
+    found: list[jit.Config] = [configs.LayoutConfig(element) for element in configs.ELEMENTS.values()]
     found += [configs.SelectConfig(documents, padding) for documents in (False, True) for padding in (False, True)]
     found += [configs.ListConfig(causal, block) for causal in (False, True) for block in (64,)]
     found += [configs.ScoreConfig("__half", "float", 64, 1, 1, True, True, False),
@@ -53,10 +53,30 @@ def specialisations(limit: int, every: bool) -> list[jit.Config]:
             element, head_dim, vector, *configs.backward_key_tile(head_dim, size),
             "KEYS_CONTIGUOUS" if i % 3 else "KEYS_LISTED", intervals=keys != "KEYS_CONTIGUOUS",
             dim_parts=2 if head_dim > 128 else 1, dkey=True, dvalue=True, dbias=i % 2 == 0, **options))
-    found += [configs.BackwardSumConfig("__half", 33, False, False, True, True, True),
+    found += float32_specialisations(limit * 1024, every)
+    found += [configs.BackwardSumConfig("float", 100, True, False, True, True, True),
+              configs.BackwardSumConfig("__half", 33, False, False, True, True, True),
               configs.BackwardSumConfig("__nv_bfloat16", 128, True, True, True, False, False),
               configs.ScoreBackwardConfig("__nv_bfloat16", "float", 128, 8, 8),
               configs.ScoreBackwardConfig("float", "__half", 33, 20, 8)]
+    return found
+
+
+def float32_specialisations(limit: int, every: bool) -> list[jit.Config]:
+    """The attention kernels of float32."""
+    found: list[jit.Config] = []
+    dims = {64: "KEYS_LISTED", 128: "KEYS_LISTED", 192: "KEYS_CONTIGUOUS", 256: "KEYS_SHARED", 33: "KEYS_LISTED"}
+    for head_dim, keys in dims.items() if every else [*dims.items()][1:4:2]:
+        vector, options = head_dim % 4 == 0, {"causal": keys == "KEYS_CONTIGUOUS", "bias": True, "softcap": False}
+        found += [
+            configs.ForwardConfig("float", head_dim, vector, 2, *configs.tile_shape(head_dim, limit, size=4), keys,
+                                  **options),
+            configs.BackwardQueryConfig("float", head_dim, vector, 2,
+                                        *configs.backward_query_tile(head_dim, limit, size=4), keys, **options),
+            configs.BackwardKeyConfig(
+                "float", head_dim, vector, *configs.backward_key_tile(head_dim, limit, size=4),
+                "KEYS_CONTIGUOUS" if keys == "KEYS_CONTIGUOUS" else "KEYS_LISTED", intervals=keys != "KEYS_CONTIGUOUS",
+                dim_parts=2 if head_dim > 128 else 1, dkey=True, dvalue=True, dbias=True, **options)]
     return found
 
 
@@ -71,19 +91,22 @@ def test_every_kernel_compiles_without_large_spills(arch):
         assert compiled.path.read_bytes()[:4] == b"\x7fELF"
 
 
+@pytest.mark.parametrize("element", ["__half", "float"])
 @pytest.mark.parametrize("limit", sorted(set(ARCHITECTURES.values())))
-def test_tiles_fit_into_shared_memory(limit):
+def test_tiles_fit_into_shared_memory(limit, element):
+    size = configs.ELEMENT_BYTES[element]
     rest = ("KEYS_LISTED", False, True, False)
     for head_dim in range(1, 257):
         for heads in (1, 2, 3, 4):
-            for kind, shape in ((configs.ForwardConfig, configs.tile_shape(head_dim, limit * 1024)),
-                                (configs.ForwardConfig, configs.tile_shape(head_dim, limit * 1024, few=True)),
-                                (configs.BackwardQueryConfig, configs.backward_query_tile(head_dim, limit * 1024))):
-                config = kind("__half", head_dim, True, heads, *shape, *rest)
+            for kind, shape in ((configs.ForwardConfig, configs.tile_shape(head_dim, limit * 1024, size=size)),
+                                (configs.ForwardConfig, configs.tile_shape(head_dim, limit * 1024, True, size)),
+                                (configs.BackwardQueryConfig,
+                                 configs.backward_query_tile(head_dim, limit * 1024, size))):
+                config = kind(element, head_dim, True, heads, *shape, *rest)
                 assert config.shared_bytes <= limit * 1024
-                assert config.queries >= 8 and shape.block_m % (16 * shape.warps) == 0
-        tile = configs.backward_key_tile(head_dim, limit * 1024)
-        key = configs.BackwardKeyConfig("__half", head_dim, True, *tile, "KEYS_LISTED", True, *rest[1:], 1, True, True,
+                assert config.queries >= (8 if size == 2 else 4) and shape.block_m % (16 * shape.warps) == 0
+        tile = configs.backward_key_tile(head_dim, limit * 1024, size)
+        key = configs.BackwardKeyConfig(element, head_dim, True, *tile, "KEYS_LISTED", True, *rest[1:], 1, True, True,
                                         True)
         assert key.shared_bytes <= limit * 1024 and tile.block_n == 16 * tile.warps
 

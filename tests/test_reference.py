@@ -107,6 +107,31 @@ def test_the_plain_computation_errs_by_rounding(rng):
     assert 0 < error < 2e-3
 
 
+def test_tf32_by_hand(rng):
+    """10 bits of mantissa: spacing 2^-10 at 1, ties away from zero; infinities and NaN stay."""
+    x = np.array([1 + 2**-11, 1 + 2**-11 - 2**-23, -1 - 3 * 2**-11, 3.4028235e38, np.inf, np.nan], np.float32)
+    assert np.array_equal(reference.rounded_tf32(x), [1 + 2**-10, 1, -1 - 2**-9, np.inf, np.inf, np.nan],
+                          equal_nan=True)
+    many = rng.standard_normal(1000).astype(np.float32)
+    assert np.abs(reference.rounded_tf32(many) / many - 1).max() <= 2**-11
+
+
+def test_the_plain_computation_through_tf32(rng):
+    """It errs by the roundings of the factors: not at all where they are TF32 numbers; 16-bit types know none of it."""
+    q, k, v, dout = (rng.standard_normal((1, 40, 1, 32)).astype(np.float32) for _ in range(4))
+    small = [x.astype(np.float16) for x in (q, k, v)]
+    assert np.array_equal(reference.same_precision_attention(*small)[0],
+                          reference.same_precision_attention(*small, tf32=True)[0])
+    one_key = [q, k[:, :1], reference.rounded_tf32(v[:, :1])]
+    assert np.array_equal(reference.same_precision_attention(*one_key, tf32=True)[0], one_key[2].repeat(40, axis=1))
+    error, plain_error = (np.abs(reference.same_precision_attention(q, k, v, tf32=tf32)[0]
+                                 - reference.attention(q, k, v)[0]).max() for tf32 in (True, False))
+    assert 100 * plain_error < error < 2e-3
+    ref = reference.attention_gradients(dout, q, k, v)
+    for exact, plain in zip(ref[:3], reference.same_precision_attention_gradients(dout, q, k, v, tf32=True)):
+        assert 2**-15 < np.abs(plain - exact).max() / np.abs(exact).max() < 2**-8
+
+
 @pytest.mark.parametrize(("dtype", "value", "expected"), [
     (np.float16, 1.0, 2.0**-11), (np.float16, 1.999, 2.0**-11), (np.float16, 0.0, 2.0**-25),
     (np.float16, 1e-7, 2.0**-25),

@@ -56,6 +56,14 @@ def test_wrong_results_do_not(name, index, wrong):
     assert not check_rows(**given).ok
 
 
+def test_tf32_is_allowed_its_error_and_no_more():
+    given = problem()
+    given["out"] = given["out"] * np.float32(1 + 2.0**-11)
+    assert not check_rows(**given).ok and check_rows(**given, tf32=True).ok
+    given["out"] = given["out"] * np.float32(1 + 2.0**-6)
+    assert not check_rows(**given, tf32=True).ok
+
+
 def test_rows_that_see_nothing():
     """More queries than keys: the first ones stand before every key."""
     given = problem()

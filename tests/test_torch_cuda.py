@@ -37,7 +37,7 @@ def gradients(function, arguments):
     return torch.autograd.grad(out, arguments, weights)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_autograd_has_the_bits_of_the_manual_functions(dtype):
     q, k, v, s = draw(dtype=dtype)
     out, lse = dma.dynamic_mask_attention(q, k, v, s, window=50, return_lse=True)

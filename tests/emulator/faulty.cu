@@ -126,6 +126,23 @@ extern "C" __global__ void conversions(const Conversions p) {
     }
 }
 
+struct Tf32 {
+    const float* in;   // (n)
+    float* rounded;    // (n)
+    float* product;    // (16, 8)
+    int n;
+};
+// in, rounded; and of its first numbers a 16x8 matrix A times an 8x8 matrix B
+extern "C" __global__ void tf32(const Tf32 p) {
+    for (int i = threadIdx.x; i < p.n; i += 32) p.rounded[i] = round_tf32(p.in[i]);
+    const int g = threadIdx.x / 4, t = threadIdx.x % 4;
+    float a[4], b[2], c[4] = {};
+    for (int i = 0; i < 4; ++i) a[i] = round_tf32(p.in[(g + 8 * (i & 1)) * 8 + t + 4 * (i >> 1)]);
+    for (int i = 0; i < 2; ++i) b[i] = round_tf32(p.in[128 + (t + 4 * i) * 8 + g]);
+    multiply_add_tf32(c, a, b);
+    for (int i = 0; i < 4; ++i) p.product[(g + 8 * (i >> 1)) * 8 + 2 * t + (i & 1)] = c[i];
+}
+
 // ---- waiting for ever, or for the wrong ones ----
 extern "C" __global__ void divergent_barrier(const Arguments p) {
     if (threadIdx.x < 16)
@@ -159,6 +176,13 @@ extern "C" __global__ void different_collectives(const Arguments p) {
 extern "C" __global__ void exited_lane(const Arguments p) {
     if (threadIdx.x >= 31) return;
     p.out[threadIdx.x] = __shfl_down_sync(ALL_LANES, 1, 1);  // (at exited_lane)
+}
+
+extern "C" __global__ void unrounded_operand(const Arguments p) {
+    const float a[4] = {1.0f, 1.0f, threadIdx.x == 9 ? 1.0001f : 1.0f, 1.0f}, b[2] = {1.0f, 2.0f};
+    float c[4] = {};
+    multiply_add_tf32(c, a, b);  // (at unrounded_operand)
+    p.out[threadIdx.x] = c[0];
 }
 
 extern "C" __global__ void not_in_mask(const Arguments p) {

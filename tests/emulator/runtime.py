@@ -80,7 +80,7 @@ class EmulatorRuntime:
         if index in self._checked:
             return
         self._checked.add(index)
-        for dtype in ("float16", "bfloat16"):
+        for dtype in ELEMENTS:
             assert self.lanes_with_known_layout(dtype) == 32
 
     def lanes_with_known_layout(self, dtype: str) -> int:

@@ -101,7 +101,7 @@ class _Backward:
     def _query_gradient(self, fields: dict[str, Any]) -> None:
         problem = self.problem
         batch, query_length, heads, head_dim = self.query.shape
-        tile = backward_query_tile(head_dim, self.runtime.shared_memory_limit(self.device.index))
+        tile = backward_query_tile(head_dim, self.runtime.shared_memory_limit(self.device.index), problem.size)
         queries = tile.block_m // problem.tile_heads
         tiles = blocks(query_length, queries)
         lists = None
@@ -115,7 +115,8 @@ class _Backward:
                       problem.pack(lists, tiles=tiles, **fields), self.stream)
 
     def _key_tile(self) -> KeyTile:
-        return backward_key_tile(self.key.shape[3], self.runtime.shared_memory_limit(self.device.index))
+        return backward_key_tile(self.key.shape[3], self.runtime.shared_memory_limit(self.device.index),
+                                 self.problem.size)
 
     def _super_lists(self) -> SuperLists | None:
         problem = self.problem

@@ -10,6 +10,7 @@ from cupy_dma import jit
 
 Shape = TypeVar("Shape", bound=tuple)
 ELEMENTS = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float"}
+ELEMENT_BYTES = {"__half": 2, "__nv_bfloat16": 2, "float": 4}
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class ForwardConfig(jit.Config):
     @property
     def shared_bytes(self) -> int:
         """Size of ``struct Shared`` in the kernel file."""
-        return _shared_bytes(self.head_dim, self.block_m, self.block_n)
+        return _shared_bytes(ELEMENT_BYTES[self.element], self.head_dim, self.block_m, self.block_n)
 
     @property
     def queries(self) -> int:
@@ -101,7 +102,7 @@ class BackwardQueryConfig(ForwardConfig):
 
     @property
     def shared_bytes(self) -> int:
-        return _shared_bytes(self.head_dim, 2 * self.block_m, self.block_n)
+        return _shared_bytes(ELEMENT_BYTES[self.element], self.head_dim, 2 * self.block_m, self.block_n)
 
 
 class KeyTile(NamedTuple):
@@ -136,7 +137,7 @@ class BackwardKeyConfig(jit.Config):
     @property
     def shared_bytes(self) -> int:
         """Size of ``struct Shared`` in backward_key.cu."""
-        return _key_shared_bytes(self.head_dim, self.block_n, self.block_q)
+        return _key_shared_bytes(ELEMENT_BYTES[self.element], self.head_dim, self.block_n, self.block_q)
 
 
 @dataclass(frozen=True)
@@ -158,34 +159,50 @@ ARRIVALS = 256
 LIST_THREADS, LIST_CHUNK, LIST_TILES, LIST_WARPS = 256, 2048, 8, 8
 SUM_THREADS, SUM_WARPS = 256, 8
 
-# By head dim, the fastest first; the first that fits is taken. Measured in docs/performance-notes.md.
-_TILES = {
+# By bytes of an element and head dim, the fastest first; the first that fits is taken. Measured in
+# docs/performance-notes.md (those of float32: chosen by counting).
+_TILES: dict[int, dict[int, tuple[Tile, ...]]] = {2: {
     64: (Tile(128, 64, 4, 2),),
     128: (Tile(128, 64, 4, 2), Tile(128, 32, 4, 1)),
     192: (Tile(128, 64, 8, 1), Tile(128, 32, 8, 1), Tile(64, 32, 4, 1)),
     256: (Tile(128, 64, 8, 1), Tile(128, 32, 8, 1), Tile(64, 16, 4, 1)),
-}
-_BACKWARD_QUERY_TILES = {
+}, 4: {
+    64: (Tile(128, 32, 4, 2),),
+    128: (Tile(128, 16, 4, 2), Tile(64, 16, 4, 1)),
+    192: (Tile(128, 32, 8, 1), Tile(128, 16, 8, 1), Tile(64, 16, 4, 1)),
+    256: (Tile(128, 16, 8, 1), Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
+}}
+_BACKWARD_QUERY_TILES: dict[int, dict[int, tuple[Tile, ...]]] = {2: {
     64: (Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
     128: (Tile(128, 32, 4, 2), Tile(64, 32, 4, 2)),
     256: (Tile(64, 32, 4, 1), Tile(32, 16, 2, 1)),
-}
-_BACKWARD_KEY_TILES = {
+}, 4: {
+    64: (Tile(128, 32, 4, 2), Tile(64, 32, 4, 1)),
+    128: (Tile(64, 16, 4, 2), Tile(32, 16, 2, 1)),
+    256: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
+}}
+_BACKWARD_KEY_TILES: dict[int, dict[int, tuple[KeyTile, ...]]] = {2: {
     64: (KeyTile(64, 64, 4, 2),),
     128: (KeyTile(64, 64, 4, 2), KeyTile(64, 32, 4, 1)),
     256: (KeyTile(64, 32, 4, 1), KeyTile(32, 16, 2, 1)),
-}
-_SMALL_TILES = (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2))
+}, 4: {
+    64: (KeyTile(64, 32, 4, 2),),
+    128: (KeyTile(64, 16, 4, 2), KeyTile(32, 16, 2, 1)),
+    256: (KeyTile(64, 16, 4, 1), KeyTile(32, 16, 2, 1), KeyTile(16, 16, 1, 1)),
+}}
+_SMALL_TILES = {2: (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)), 4: (Tile(64, 32, 4, 2), Tile(64, 16, 4, 1))}
 
 
-def _shared_bytes(head_dim: int, block_m: int, block_n: int) -> int:
-    row = (head_dim + 15) // 16 * 16 + 8
-    return 2 * row * (block_m + 4 * block_n) + 4 * 9 * block_n
+def _row_bytes(size: int, head_dim: int) -> int:
+    return size * ((head_dim + 15) // 16 * 16) + 16
 
 
-def _key_shared_bytes(head_dim: int, block_n: int, block_q: int) -> int:
-    row = (head_dim + 15) // 16 * 16 + 8
-    return 2 * row * (2 * block_n + 4 * block_q) + 4 * (6 * block_q + 4 * block_n)
+def _shared_bytes(size: int, head_dim: int, block_m: int, block_n: int) -> int:
+    return _row_bytes(size, head_dim) * (block_m + 4 * block_n) + 4 * 9 * block_n
+
+
+def _key_shared_bytes(size: int, head_dim: int, block_n: int, block_q: int) -> int:
+    return _row_bytes(size, head_dim) * (2 * block_n + 4 * block_q) + 4 * (6 * block_q + 4 * block_n)
 
 
 def _first_that_fits(shapes: Sequence[Shape], size: Callable[[Shape], int], head_dim: int, shared_limit: int) -> Shape:
@@ -200,27 +217,28 @@ def _of_head_dim(shapes: Mapping[int, tuple[Shape, ...]], head_dim: int) -> tupl
 
 
 @functools.cache
-def tile_shape(head_dim: int, shared_limit: int, few: bool = False) -> Tile:
-    """The forward's tile for a head dim within ``shared_limit`` bytes of shared memory.
+def tile_shape(head_dim: int, shared_limit: int, few: bool = False, size: int = 2) -> Tile:
+    """The forward's tile for elements of ``size`` bytes and a head dim, within ``shared_limit`` bytes of shared memory.
 
     ``few``: there are fewer tiles than multiprocessors, so that a tile's own time counts.
     """
-    shapes = _SMALL_TILES if few and head_dim <= 128 else _of_head_dim(_TILES, head_dim)
-    return _first_that_fits(shapes, lambda t: _shared_bytes(head_dim, t.block_m, t.block_n), head_dim, shared_limit)
+    shapes = _SMALL_TILES[size] if few and head_dim <= 128 else _of_head_dim(_TILES[size], head_dim)
+    return _first_that_fits(shapes, lambda t: _shared_bytes(size, head_dim, t.block_m, t.block_n), head_dim,
+                            shared_limit)
 
 
 @functools.cache
-def backward_query_tile(head_dim: int, shared_limit: int) -> Tile:
+def backward_query_tile(head_dim: int, shared_limit: int, size: int = 2) -> Tile:
     """The tile of the query gradient, which keeps dout beside the queries."""
-    return _first_that_fits(_of_head_dim(_BACKWARD_QUERY_TILES, head_dim),
-                            lambda t: _shared_bytes(head_dim, 2 * t.block_m, t.block_n), head_dim, shared_limit)
+    return _first_that_fits(_of_head_dim(_BACKWARD_QUERY_TILES[size], head_dim),
+                            lambda t: _shared_bytes(size, head_dim, 2 * t.block_m, t.block_n), head_dim, shared_limit)
 
 
 @functools.cache
-def backward_key_tile(head_dim: int, shared_limit: int) -> KeyTile:
+def backward_key_tile(head_dim: int, shared_limit: int, size: int = 2) -> KeyTile:
     """The tile of the gradients of keys and values."""
-    return _first_that_fits(_of_head_dim(_BACKWARD_KEY_TILES, head_dim),
-                            lambda t: _key_shared_bytes(head_dim, t.block_n, t.block_q), head_dim, shared_limit)
+    return _first_that_fits(_of_head_dim(_BACKWARD_KEY_TILES[size], head_dim),
+                            lambda t: _key_shared_bytes(size, head_dim, t.block_n, t.block_q), head_dim, shared_limit)
 
 
 def heads_per_tile(group: int) -> int:

@@ -23,7 +23,8 @@ def attention(runtime: Runtime, call: AttentionCall) -> tuple[Any, Any]:
     lse = place.empty((batch, heads, query_length), "float32", device)
     if batch == 0 or query_length == 0:
         return out, lse
-    tile, tiles, grid = _tiling(runtime, device.index, head_dim, problem.tile_heads, query_length, heads * batch)
+    tile, tiles, grid = _tiling(runtime, device.index, head_dim, problem.tile_heads, query_length, heads * batch,
+                                problem.size)
     stream = place.stream(device)
     with runtime.on(device):
         lists = None
@@ -40,18 +41,19 @@ def attention(runtime: Runtime, call: AttentionCall) -> tuple[Any, Any]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _tiling(runtime: Runtime, index: int, head_dim: int, tile_heads: int, query_length: int,
-            rows: int) -> tuple[Tile, int, int]:
-    """Tile shape, tiles per row of heads, and blocks in all, for ``rows`` = batch times heads."""
+def _tiling(runtime: Runtime, index: int, head_dim: int, tile_heads: int, query_length: int, rows: int,
+            size: int) -> tuple[Tile, int, int]:
+    """Tile shape, tiles per row of heads, and blocks in all, for ``rows`` = batch times heads and elements of ``size``
+    bytes."""
     limit, processors = runtime.shared_memory_limit(index), runtime.multiprocessors(index)
 
     def cover(tile: Tile) -> tuple[Tile, int, int]:
         tiles = blocks(query_length, tile.block_m // tile_heads)
         return tile, tiles, tiles * (rows // tile_heads)
 
-    tile, tiles, grid = cover(tile_shape(head_dim, limit))
+    tile, tiles, grid = cover(tile_shape(head_dim, limit, size=size))
     if grid < processors:
-        return cover(tile_shape(head_dim, limit, few=True))
+        return cover(tile_shape(head_dim, limit, few=True, size=size))
     if head_dim <= 64 and grid >= 8 * processors:
         tile = tile._replace(min_blocks=3)  # 10 % faster where there are enough tiles for several waves, else slower
     return tile, tiles, grid

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from cupy_dma import jit
 from cupy_dma.arrays import Operand
-from cupy_dma.backends.cuda.configs import heads_per_tile
+from cupy_dma.backends.cuda.configs import ELEMENT_BYTES, ELEMENTS, heads_per_tile
 from cupy_dma.backends.cuda.lists import KeyLists
 from cupy_dma.masks import IntervalMask
 
@@ -19,13 +19,13 @@ class Problem:
     ``causal`` is False where the mask itself hides keys from positions before their own.
     """
 
-    __slots__ = ("bias", "by_head", "causal", "mask", "params", "tile_heads", "vector")
+    __slots__ = ("bias", "by_head", "causal", "mask", "params", "size", "tile_heads", "vector")
 
     def __init__(self, call: AttentionCall):
         query, key, value, mask = call.query, call.key, call.value, call.mask
-        if query.dtype not in ("float16", "bfloat16"):
-            raise TypeError(f"query must be float16 or bfloat16 on CUDA, got {query.dtype} (backend='numpy' takes it; "
-                            f"float32 through TF32 arrives with a later version)")
+        if query.dtype not in ELEMENTS:
+            raise TypeError(f"query must be float16, bfloat16 or float32 on CUDA, got {query.dtype} (backend='numpy' "
+                            f"takes it)")
         if isinstance(mask, Operand):
             raise NotImplementedError("dense masks on CUDA arrive with a later version: mask must be an IntervalMask "
                                       "or None, got a dense array (backend='numpy' takes it)")
@@ -43,6 +43,7 @@ class Problem:
         self.by_head = (self.mask is not None and self.mask.shape[1] not in shared) or (
             self.bias is not None and self.bias.shape[1] not in shared)
         self.tile_heads = 1 if self.by_head else heads_per_tile(heads // kv_heads)
+        self.size = ELEMENT_BYTES[ELEMENTS[query.dtype]]  # bytes of an element
         self.vector = rows_aligned(query, key, value)
         self.params: dict[str, Any] = {
             "query": query.pointer, "key": key.pointer, "value": value.pointer,
@@ -94,6 +95,8 @@ def rows_aligned(*operands: Operand) -> bool:
     """Whether every row can be read in pieces of 16 bytes (strides of axes of size 1 do not matter)."""
     for operand in operands:
         (b, n, h, d), (batch, row, head, _) = operand.shape, operand.strides
-        if d % 8 or operand.pointer % 16 or (batch % 8 and b > 1) or (row % 8 and n > 1) or (head % 8 and h > 1):
+        piece = 16 // ELEMENT_BYTES[ELEMENTS[operand.dtype]]
+        if (d % piece or operand.pointer % 16 or (batch % piece and b > 1) or (row % piece and n > 1)
+                or (head % piece and h > 1)):
             return False
     return True

@@ -55,17 +55,17 @@ class CudaRuntime:
     def check_layout(self, index: int) -> None:
         """Verify once per device the register layout that arch.cuh states; the only call that waits for the device."""
         cupy = _cupy()
-        for dtype in ("float16", "bfloat16"):
+        for dtype in ELEMENTS:
             with cupy.cuda.Device(index), cupy.cuda.Stream(non_blocking=True) as stream:
-                # Small integers, exact in both types; bfloat16 is the upper half of a float32.
+                # Small integers, exact in all types; bfloat16 is the upper half of a float32.
                 x = cupy.arange(256, dtype=cupy.float32) - 128
-                bits = x.astype(cupy.float16) if dtype == "float16" else x.view(cupy.uint16)[1::2].copy()
+                bits = x.view(cupy.uint16)[1::2].copy() if dtype == "bfloat16" else x.astype(dtype)
                 ok = cupy.zeros(1, cupy.int32)
                 params = jit.params("layout.cu", "LayoutParams").pack(x=bits.data.ptr, ok=ok.data.ptr)
                 self.load(LayoutConfig(ELEMENTS[dtype]), "fragment_layout", index).launch(1, 32, params, stream.ptr)
                 found = int(ok.get()[0])
             if found != 32:
-                raise RuntimeError(f"this GPU (cuda:{index}) keeps wmma fragments in a layout the kernels do not know "
+                raise RuntimeError(f"this GPU (cuda:{index}) keeps matrix fragments in a layout unknown to the kernels "
                                    f"({dtype}: {found} of 32 lanes as expected); please report it")
 
 

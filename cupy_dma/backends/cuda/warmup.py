@@ -7,6 +7,7 @@ from typing import Any
 
 from cupy_dma import jit
 from cupy_dma.backends.cuda.configs import (
+    ELEMENT_BYTES,
     ELEMENTS,
     ForwardConfig,
     LayoutConfig,
@@ -20,18 +21,18 @@ from cupy_dma.backends.cuda.configs import (
 def usual_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] = ("float16", "bfloat16"),
                   groups: tuple[int, ...] = (1, 2, 4), shared_limit: int = 99 * 1024) -> list[jit.Config]:
     """The kernels that ordinary calls need. Key scores are specialised in the number of heads: compiled when called."""
-    configs: list[jit.Config] = [LayoutConfig(ELEMENTS[dtype]) for dtype in ("float16", "bfloat16")]
+    configs: list[jit.Config] = [LayoutConfig(element) for element in ELEMENTS.values()]
     configs += [SelectConfig(documents=False, padding=padding) for padding in (False, True)]
     for head_dim in head_dims:
-        tile = tile_shape(head_dim, shared_limit)
-        configs.append(ListConfig(causal=False, block_n=tile.block_n))
+        tiles = {dtype: tile_shape(head_dim, shared_limit, size=ELEMENT_BYTES[ELEMENTS[dtype]]) for dtype in dtypes}
+        configs += [ListConfig(causal=False, block_n=tile.block_n) for tile in tiles.values()]
         for heads in sorted({heads_per_tile(group) for group in groups}):
             for dtype in dtypes:
                 for keys, causal, bias in (("KEYS_CONTIGUOUS", True, False), ("KEYS_CONTIGUOUS", True, True),
                                            ("KEYS_CONTIGUOUS", False, False), ("KEYS_LISTED", False, True),
                                            ("KEYS_SHARED", False, True)):
-                    configs.append(ForwardConfig(ELEMENTS[dtype], head_dim, True, heads, *tile, keys, causal, bias,
-                                                 softcap=False))
+                    configs.append(ForwardConfig(ELEMENTS[dtype], head_dim, True, heads, *tiles[dtype], keys,
+                                                 causal, bias, softcap=False))
     return list(dict.fromkeys(configs))
 
 

@@ -23,7 +23,7 @@ namespace {
 
 enum State { READY, AT_BARRIER, AT_MEETING, AT_EVENT, DONE };
 const char* const MEETING_NAMES[] = {"__syncwarp", "a shuffle", "a vote", "a warp reduction", "load_matrix_sync",
-                                     "store_matrix_sync", "mma_sync"};
+                                     "store_matrix_sync", "mma_sync", "mma"};
 const char* const BARRIER_NAMES[] = {"__syncthreads", "__syncthreads_or", "__syncthreads_and", "__syncthreads_count"};
 
 struct Copy {

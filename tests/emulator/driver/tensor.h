@@ -1,4 +1,4 @@
-// nvcuda::wmma on the level of warps (machine.h, include/mma.h).
+// nvcuda::wmma and mma on the level of warps (machine.h, include/mma.h, include/arch_host.h).
 #pragma once
 #include <cmath>
 
@@ -66,6 +66,41 @@ void multiply(OpenMeeting& o) {
     }
 }
 
+struct Tf32Product {
+    float* c;
+    const float *a, *b;
+    int unrounded;  // a lane with an operand that is not a TF32 number; -1
+};
+
+// c += a * b of 16x8 by 8x8 for a whole warp, summed in order of k, every step rounded to float32.
+void multiply_tf32(OpenMeeting& o) {
+    const auto rounded = [](float x) {
+        uint32_t bits;
+        std::memcpy(&bits, &x, 4);
+        return (bits & 0x1fff) == 0 || std::isnan(x);
+    };
+    float a[16][8], b[8][8], c[16][8];
+    int unrounded = -1;
+    for (int lane = 0; lane < 32; ++lane) {
+        const Tf32Product& p = *reinterpret_cast<Tf32Product*>(o.meeting.values[lane]);
+        const int g = lane / 4, t = lane % 4;
+        for (int i = 0; i < 4; ++i) {
+            a[g + 8 * (i & 1)][t + 4 * (i >> 1)] = p.a[i];
+            c[g + 8 * (i >> 1)][2 * t + (i & 1)] = p.c[i];
+            if (!rounded(p.a[i]) || !rounded(p.b[i & 1])) unrounded = lane;
+        }
+        for (int i = 0; i < 2; ++i) b[t + 4 * i][g] = p.b[i];
+    }
+    for (int row = 0; row < 16; ++row)
+        for (int k = 0; k < 8; ++k)
+            for (int column = 0; column < 8; ++column) c[row][column] += a[row][k] * b[k][column];
+    for (int lane = 0; lane < 32; ++lane) {
+        Tf32Product& p = *reinterpret_cast<Tf32Product*>(o.meeting.values[lane]);
+        p.unrounded = unrounded;
+        for (int i = 0; i < 4; ++i) p.c[i] = c[lane / 4 + 8 * (i >> 1)][2 * (lane % 4) + (i & 1)];
+    }
+}
+
 // A tile must be aligned and be the same for all lanes. Each lane looks after half a row of it.
 void check_tile(MeetingKind kind, const void* tile, unsigned ld, size_t element, Where where) {
     const OpenMeeting* o = meet(~0u, kind, reinterpret_cast<uintptr_t>(tile), where);
@@ -100,6 +135,14 @@ void machine_wmma_multiply(float* d, const uint16_t* a, const uint16_t* b, const
     if (own.differs >= 0)
         fault(format("mma_sync at %s: elements %d and %d of a 16-bit fragment must be the same", at(where).c_str(),
                      own.differs, own.differs + 8));
+}
+
+void machine_mma_tf32(float* c, const float* a, const float* b, Where where) {
+    Tf32Product own{c, a, b, -1};
+    meet(~0u, MMA_TF32, reinterpret_cast<uintptr_t>(&own), where, multiply_tf32);
+    if (own.unrounded >= 0)
+        fault(format("mma at %s: lane %d has an operand that was not rounded to TF32", at(where).c_str(),
+                     own.unrounded));
 }
 
 void machine_wmma_load_float(float* x, bool by_column, const float* tile, unsigned ld, Where where) {

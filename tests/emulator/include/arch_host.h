@@ -22,6 +22,18 @@ inline void copy_async_wait() {
     machine_copy_wait(pending);
 }
 
+// cvt.rna.tf32.f32: to 10 bits of mantissa, ties away from zero. NaN becomes the one with all bits set.
+inline float round_tf32(float x) {
+    const unsigned bits = __float_as_uint(x);
+    if (std::isnan(x)) return __uint_as_float(0x7fffffffu);
+    return std::isinf(x) ? x : __uint_as_float((bits + 0x1000u) & ~0x1fffu);
+}
+
+// mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32
+inline void multiply_add_tf32(float* c, const float* a, const float* b, Where w = caller()) {
+    machine_mma_tf32(c, a, b, w);
+}
+
 // Twins of instructions that the kernels do not use yet; arch.cuh gets their PTX when they do.
 
 // cp.async.mbarrier.arrive.noinc: arrives when the thread's copies so far have.

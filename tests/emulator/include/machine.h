@@ -18,7 +18,7 @@ struct Index3 {
     unsigned x, y, z;
 };
 
-enum MeetingKind { SYNC_WARP, SHUFFLE, VOTE, REDUCE, WMMA_LOAD, WMMA_STORE, WMMA_MULTIPLY };
+enum MeetingKind { SYNC_WARP, SHUFFLE, VOTE, REDUCE, WMMA_LOAD, WMMA_STORE, WMMA_MULTIPLY, MMA_TF32 };
 enum BarrierKind { BARRIER, BARRIER_OR, BARRIER_AND, BARRIER_COUNT };
 enum AccessKind { READ = 0, WRITE = 1, ATOMIC = 2 };
 
@@ -52,6 +52,9 @@ void machine_wmma_load(uint16_t* x, bool is_b, bool by_column, const uint16_t* t
 void machine_wmma_multiply(float* d, const uint16_t* a, const uint16_t* b, const float* c, bool bfloat16, Where where);
 void machine_wmma_load_float(float* x, bool by_column, const float* tile, unsigned ld, Where where);
 void machine_wmma_store_float(float* tile, bool by_column, const float* x, unsigned ld, Where where);
+
+// mma m16n8k8 with TF32 operands, which must have been rounded: c (4 elements a lane) += a (4) * b (2).
+void machine_mma_tf32(float* c, const float* a, const float* b, Where where);
 
 // cp.async: the bytes arrive at the wait for their group, and are poison until then.
 void machine_copy_async(void* shared, const void* global, int bytes, int valid, Where where);
