@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cupy_dma import backward
+    from cupy_dma import backward, flash_dmattn
     from cupy_dma.attention import attention, dynamic_mask_attention
     from cupy_dma.backends import get_available_backends
     from cupy_dma.masks import IntervalMask
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["IntervalMask", "attention", "backward", "dynamic_mask_attention", "get_available_backends", "key_scores"]
+__all__ = ["IntervalMask", "attention", "backward", "dynamic_mask_attention", "flash_dmattn", "get_available_backends",
+           "key_scores"]
 
-_SUBMODULES = ("backward", "torch")
+_SUBMODULES = ("backward", "flash_dmattn", "torch")
 _MODULE_OF = {
     "IntervalMask": "cupy_dma.masks",
     "attention": "cupy_dma.attention",
