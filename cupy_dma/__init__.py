@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from cupy_dma.backends import get_available_backends
     from cupy_dma.masks import IntervalMask
     from cupy_dma.scores import key_scores
+    from cupy_dma.varlen import varlen_attention, varlen_dynamic_mask_attention
 
 __version__ = "0.1.0"
 
 __all__ = ["IntervalMask", "attention", "backward", "dynamic_mask_attention", "flash_dmattn", "get_available_backends",
-           "key_scores"]
+           "key_scores", "varlen_attention", "varlen_dynamic_mask_attention"]
 
 _SUBMODULES = ("backward", "flash_dmattn", "torch")
 _MODULE_OF = {
@@ -32,6 +33,8 @@ _MODULE_OF = {
     "dynamic_mask_attention": "cupy_dma.attention",
     "get_available_backends": "cupy_dma.backends",
     "key_scores": "cupy_dma.scores",
+    "varlen_attention": "cupy_dma.varlen",
+    "varlen_dynamic_mask_attention": "cupy_dma.varlen",
 }
 
 

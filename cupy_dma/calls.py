@@ -13,6 +13,7 @@ from cupy_dma.arrays import Operand, describe
 from cupy_dma.mask_argument import check_mask
 from cupy_dma.masks import IntervalMask
 from cupy_dma.selection import Candidates, check_candidates
+from cupy_dma.sequences import Sequences
 
 
 @dataclass(slots=True, eq=False)  # not frozen for speed, but never changed
@@ -31,6 +32,7 @@ class AttentionCall:
     scale: float
     softcap: float  # 0 = none
     deterministic: bool
+    sequences: Sequences | None = None  # varlen: packed in arrays of B = 1; key and value may be pages (see there)
 
     @property
     def batch(self) -> int:
@@ -50,7 +52,7 @@ class AttentionCall:
 
     @property
     def key_length(self) -> int:
-        return self.key.shape[1]
+        return self.key.shape[1] if self.sequences is None else self.sequences.key_length
 
     @property
     def kv_heads(self) -> int:

@@ -67,7 +67,7 @@ class VarlenCall:
             if seen_as(array, name).ndim != 3:
                 raise ValueError(f"{name} must have shape {meaning}, got {tuple(array.shape)}")
         q = _Layout(self.query, self.cu_seqlens_q, self.max_seqlen_q, "q")
-        k = _Layout(self.key, self.cu_seqlens_k, self.max_seqlen_k, "k")
+        k = _Layout(self.key, self.cu_seqlens_k, self.max_seqlen_k, "k", self.seqused_k)
         if q.batch != k.batch:
             raise ValueError(f"cu_seqlens_q and cu_seqlens_k must have one length, got {q.batch + 1} and {k.batch + 1}")
         query, key, value = q.padded(self.query), k.padded(self.key), k.padded(self.value)
@@ -76,73 +76,97 @@ class VarlenCall:
                                    "scale": self.scale, "softcap": self.softcap}
         out, lse = attention(query, key, value, **options, deterministic=self.deterministic, return_lse=True,
                              backend=self.backend)
-        out = out.reshape(-1, *out.shape[2:])[q.place]
+        out = q.packed(out, 0.0)
         if not with_probabilities:
             return out
         seen = probabilities(query, key, lse, **options)
-        flat = lse.swapaxes(1, 2).reshape(-1, lse.shape[1])
-        return out, flat[q.place].swapaxes(0, 1), k.from_start(q.from_start(seen, 2), 3)
+        return (out, q.packed(lse.swapaxes(1, 2), -float("inf")).swapaxes(0, 1),
+                k.from_start(q.from_start(seen, 2), 3))
 
 
 class _Layout:
-    """Where the rows of packed sequences stand in a padded batch of ``longest`` rows a sequence."""
+    """Where the rows of packed sequences stand in a padded batch of ``longest`` rows a sequence. Rows that belong to
+    no sequence, or are not in use, stand in one more row behind it."""
 
-    def __init__(self, packed: Any, cu_seqlens: Any, longest: int | None, which: str):
-        name = f"cu_seqlens_{which}"
-        bounds = describe(cu_seqlens, name)
+    def __init__(self, packed: Any, cu_seqlens: Any, longest: int | None, which: str, used: Any = None):
+        self.name = name = f"cu_seqlens_{which}"
+        if cu_seqlens is None:
+            raise TypeError(f"{name} must be given, got None")
+        bounds, lengths = describe(cu_seqlens, name), None if used is None else describe(used, "seqused_k")
         checks.one_of_types(bounds, checks.INTEGERS)
-        if bounds.ndim != 1 or bounds.shape[0] < 1:
-            raise ValueError(f"{name} must have shape (B + 1,), got {bounds.shape}")
+        if bounds.ndim != 1 or bounds.shape[0] < 2:
+            raise ValueError(f"{name} must have shape (B + 1,) with B of at least 1, got {bounds.shape}")
         self.operand = operand = describe(packed, which)
-        checks.require_same_place((operand, bounds))
+        checks.require_same_place((operand, bounds, lengths))
         place = operand.library
-        self.total, self.batch, self.name = operand.shape[0], bounds.shape[0] - 1, name
+        self.total, self.batch = operand.shape[0], bounds.shape[0] - 1
         with place.on(operand.device):
             ends = place.astype(bounds.array, "int64")
             self.first = ends[:-1]
             self.lengths = ends[1:] - self.first
+            if lengths is not None:
+                checks.one_of_types(lengths, checks.INTEGERS)
+                checks.has_shape(lengths, "(B,)", ((self.batch,),))
+                self.lengths = place.astype(lengths.array, "int64")
             if longest is None:
-                longest = int(self.lengths.max()) if self.batch else 0
+                longest = int(self.lengths.max())
             self.longest = checks.whole(longest, f"max_seqlen_{which}", 0)
             self._check_lengths(ends)
-            row = place.astype(place.arange(0, self.total, operand.device), "int64")
-            sequence = place.astype(place.search_right(ends[1:], row), "int64")
-            # the rows' places in the padded batch, flat
-            self.place = sequence * self.longest + self.longest - self.lengths[sequence] + row - self.first[sequence]
-            column = place.astype(place.arange(0, self.longest, operand.device), "int64")
-            local = column - (self.longest - self.lengths[:, None])  # (B, longest): number in its sequence
+            row = self._count(self.total)
+            sequence = place.astype(place.search_right(ends[1:], row), "int64").clip(0, self.batch - 1)
+            local = row - self.first[sequence]
+            self.inside = local < self.lengths[sequence]
+            start = sequence * self.longest + self.longest - self.lengths[sequence]
+            self.place = place.xp.where(self.inside, start + local, local * 0 + self.batch * self.longest)
+            local = self._count(self.longest) - (self.longest - self.lengths[:, None])
             self.real = local >= 0
-            self.local = place.xp.where(self.real, local, local * 0)
-            source = self.first[:, None] + self.local
-            self.source = place.xp.where(source < self.total, source, source * 0)  # an empty sequence at the end
+            self.local = local.clip(0)  # (B, longest): number in its sequence
+            self.source = (self.first[:, None] + self.local).clip(0, max(self.total - 1, 0))
+
+    def _count(self, size: int) -> Any:
+        place = self.operand.library
+        return place.astype(place.arange(0, size, self.operand.device), "int64")
 
     def _check_lengths(self, ends: Any) -> None:
         if self.operand.device.kind == "cuda" and not checks.wants_values_checked():
             return
-        values = self.operand.library.to_numpy(ends)
-        lengths = values[1:] - values[:-1]
-        if values[0] != 0 or values[-1] != self.total or (lengths < 0).any() or (lengths > self.longest).any():
-            raise ValueError(f"{self.name} must start at 0, never fall, end at {self.total} and have no sequence "
-                             f"longer than {self.longest}, got {values.tolist()[:16]}")
+        place = self.operand.library
+        values, lengths = place.to_numpy(ends), place.to_numpy(self.lengths)
+        room = values[1:] - values[:-1]
+        if values[0] != 0 or values[-1] > self.total or (room < 0).any():
+            raise ValueError(f"{self.name} must start at 0, never fall and end at {self.total} at most, got "
+                             f"{values.tolist()[:16]}")
+        if (lengths < 0).any() or (lengths > room).any():
+            raise ValueError(f"seqused_k must be from 0 to the lengths in {self.name}, {room.tolist()[:16]}, got "
+                             f"{lengths.tolist()[:16]}")
+        if (lengths > self.longest).any():
+            raise ValueError(f"max_seqlen_{self.name[-1]} must be at least the longest sequence, {lengths.max()}, got "
+                             f"{self.longest}")
 
     def padded(self, packed: Any) -> Any:
         """(total, heads, D) as (B, longest, heads, D), 0 between the sequences."""
-        operand = self.operand
-        flat = operand.library.full((self.batch * self.longest, *packed.shape[1:]), 0, operand.dtype, operand.device)
+        operand, rows_ = self.operand, self.batch * self.longest
+        flat = operand.library.full((rows_ + 1, *packed.shape[1:]), 0, operand.dtype, operand.device)
         flat[self.place] = packed
-        return flat.reshape(self.batch, self.longest, *packed.shape[1:])
+        return flat[:rows_].reshape(self.batch, self.longest, *packed.shape[1:])
+
+    def packed(self, padded: Any, elsewhere: float) -> Any:
+        """(B, longest, ...) as (total, ...)."""
+        xp = self.operand.library.xp
+        flat = padded.reshape(self.batch * self.longest, *padded.shape[2:])
+        behind = self.operand.library.full((1, *flat.shape[1:]), elsewhere, describe(padded, "out").dtype,
+                                           self.operand.device)
+        return xp.concatenate((flat, behind))[self.place]
 
     def from_start(self, array: Any, axis: int) -> Any:
         """An array (B, ...) whose ``axis`` is this layout, moved so that every sequence begins at 0; 0 after it."""
-        xp, place = self.operand.library.xp, self.operand.library
-        column = place.astype(place.arange(0, self.longest, self.operand.device), "int64")
+        xp, column = self.operand.library.xp, self._count(self.longest)
         inside = column < self.lengths[:, None]
         index = column + (self.longest - self.lengths[:, None])
         index = xp.where(inside, index, index * 0)
         shape = [self.batch, 1, 1, 1]
         shape[axis] = self.longest
-        sequence = place.astype(place.arange(0, self.batch, self.operand.device), "int64")[:, None]
-        moved = array.swapaxes(1, axis)[sequence, index].swapaxes(1, axis)
+        moved = array.swapaxes(1, axis)[self._count(self.batch)[:, None], index].swapaxes(1, axis)
         return xp.where(inside.reshape(shape), moved, moved * 0)
 
 
@@ -195,7 +219,7 @@ def _moved(mask: IntervalMask, k: _Layout) -> IntervalMask:
     ends = []
     for run in (mask._start.array, mask._stop.array):
         run = place.xp.broadcast_to(run, (1, run.shape[-2], k.total))[0]
-        head = place.astype(place.arange(0, run.shape[0], k.operand.device), "int64")[None, :, None]
+        head = k._count(run.shape[0])[None, :, None]
         at = place.astype(run, "int64")[head, k.source[:, None, :]] + shift
         ends.append(place.astype(at.clip(EVER, NEVER), "int32"))
     return IntervalMask(*ends)
@@ -206,13 +230,12 @@ def _laid_out(array: Any, name: str, q: _Layout, k: _Layout) -> Any:
     if array is None:
         return None
     operand = describe(array, name)
-    place = operand.library
     checks.require_same_place((k.operand, operand))
 
     def numbers(size: int, axis: int) -> Any:
         shape = [1] * 4
         shape[axis] = size
-        return place.astype(place.arange(0, size, operand.device), "int64").reshape(shape)
+        return k._count(size).reshape(shape)
 
     def along(axis: int, index: Any, size: int) -> Any:
         return index if operand.shape[axis] != 1 or size == 1 else numbers(1, 0)
