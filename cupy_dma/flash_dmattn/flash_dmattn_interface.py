@@ -130,7 +130,7 @@ def flash_dmattn_varlen_func(query: Any, key: Any, value: Any, attn_mask: Any = 
     max_seqlen_q, max_seqlen_k : int, optional
         Longest sequence. With a mask or bias per query they save a wait for the GPU.
     attn_mask, attn_bias
-        Per key ``(total_k,)`` or ``(1|Hkv|H, total_k)``, which costs nothing; per query and key of its sequence
+        Per key ``(1|Hkv|H, total_k)``, which costs nothing; per query and key of its sequence
         ``(total_q, 1|Hkv|H, max_seqlen_k)``; or ``(1|B, 1|Hkv|H, 1|max_seqlen_q, 1|max_seqlen_k)``. The last two
         compute padded sequences, like their own memory. The mask also as an IntervalMask in packed positions, see
         ``cupy_dma.varlen_attention``. Numbers mean what they mean in ``flash_dmattn_func``.

@@ -51,7 +51,7 @@ class VarlenCall:
                                  with_probabilities)
         if with_probabilities or _has_axes(mask, "attn_mask", 3) or _has_axes(bias, "attn_bias", 3):
             return self._padded(mask, bias, with_probabilities)
-        return self._per_key(_runs(mask, True), None if bias is None else _one_row(rows(bias, "attn_bias")), False)
+        return self._per_key(_runs(mask, True), None if bias is None else rows(bias, "attn_bias"), False)
 
     def _per_key(self, mask: IntervalMask | None, bias: Any, with_probabilities: bool) -> Any:
         found = varlen_attention(
@@ -174,17 +174,13 @@ def _has_axes(array: Any, name: str, count: int) -> bool:
     return array is not None and not isinstance(array, IntervalMask) and seen_as(array, name).ndim >= count
 
 
-def _one_row(array: Any) -> Any:
-    return array[None] if len(array.shape) == 1 else array
-
-
 def _runs(mask: Any, packed: bool) -> IntervalMask | None:
     """A mask per key as intervals: everywhere or nowhere."""
     if mask is None or isinstance(mask, IntervalMask):
         return mask
-    if packed and seen_as(mask, "attn_mask").ndim not in (1, 2):
-        raise ValueError(f"attn_mask must have shape (total_k,), (1|Hkv|H, total_k), (total_q, 1|Hkv|H, max_seqlen_k) "
-                         f"or (1|B, 1|Hkv|H, 1|max_seqlen_q, 1|max_seqlen_k), got {tuple(mask.shape)}")
+    if packed and seen_as(mask, "attn_mask").ndim != 2:
+        raise ValueError(f"attn_mask must have shape (1|Hkv|H, total_k), (total_q, 1|Hkv|H, max_seqlen_k) or "
+                         f"(1|B, 1|Hkv|H, 1|max_seqlen_q, 1|max_seqlen_k), got {tuple(mask.shape)}")
     return _everywhere(truth(mask, "attn_mask"))
 
 
@@ -240,9 +236,8 @@ def _laid_out(array: Any, name: str, q: _Layout, k: _Layout) -> Any:
     def along(axis: int, index: Any, size: int) -> Any:
         return index if operand.shape[axis] != 1 or size == 1 else numbers(1, 0)
 
-    if operand.ndim in (1, 2):
-        array = _one_row(array)
-        _require(operand, name, array.shape[-1:], (k.total,))
+    if operand.ndim == 2:
+        _require(operand, name, operand.shape[1:], (k.total,))
         return array[numbers(array.shape[0], 1), k.source[:, None, None, :]]
     query_rows, key_rows = (layout.local.reshape(shape) for layout, shape in (
         (q, (q.batch, 1, q.longest, 1)), (k, (k.batch, 1, 1, k.longest))))
@@ -254,12 +249,12 @@ def _laid_out(array: Any, name: str, q: _Layout, k: _Layout) -> Any:
         _require(operand, name, (operand.shape[0], *operand.shape[2:]), sizes, or_one=True)
         return array[along(0, numbers(q.batch, 0), q.batch), numbers(operand.shape[1], 1),
                      along(2, query_rows, q.longest), along(3, key_rows, k.longest)]
-    raise ValueError(f"{name} must have one to four axes, got shape {operand.shape}")
+    raise ValueError(f"{name} must have two to four axes, got shape {operand.shape}")
 
 
 def _require(operand: Operand, name: str, given: tuple[int, ...], sizes: tuple[int, ...], or_one: bool = False) -> None:
     if any(size != wanted and not (or_one and size == 1) for size, wanted in zip(given, sizes)):
         raise ValueError(
-            f"{name} must have shape (total_k,), (1|Hkv|H, total_k), (total_q, 1|Hkv|H, max_seqlen_k) or "
+            f"{name} must have shape (1|Hkv|H, total_k), (total_q, 1|Hkv|H, max_seqlen_k) or "
             f"(1|B, 1|Hkv|H, 1|max_seqlen_q, 1|max_seqlen_k), here with {sizes} where the heads are left out, got "
             f"{operand.shape}")
