@@ -110,9 +110,9 @@ def _mask(bias: Tensor | None, mask: Tensor | None, window: int | None, causal: 
           query: Tensor, key: Tensor, backend: str | None) -> tuple[Any, bool]:
     """The mask of the call, and whether causality is still to be added."""
     length = key.shape[1]
-    seen = None if mask is None else truth(mask, "attention_mask", zeros_show=mask.dim() == 4)
-    if seen is not None and seen.dim() == 4 and seen.shape[-1] > length:
-        seen = seen[..., :length]
+    seen = None if mask is None else truth(mask, "attention_mask", zeros_show=mask.dim() != 2)
+    if seen is not None and seen.dim() != 2:
+        seen = (seen[:, :, None] if seen.dim() == 3 else seen)[..., :length]
     if bias is None or not window or window >= length:
         own = None if documents is None else IntervalMask.documents(documents, causal=causal)
         if seen is None or own is None:
