@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -345,3 +347,10 @@ def test_mask_values_are_checked_on_request(monkeypatch, qkv):
     monkeypatch.setenv("CUPY_DMA_CHECK", "1")
     with pytest.raises(ValueError, match=r"attn_mask must be boolean.*belongs in attn_bias"):
         flash_dmattn_func(*qkv, slopes)
+
+
+def test_importing_it_imports_no_array_library():
+    code = ("import sys; from cupy_dma.flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func, fwd, utils; "
+            "print([name for name in ('torch', 'triton', 'transformers') if name in sys.modules])")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

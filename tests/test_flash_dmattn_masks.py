@@ -372,7 +372,7 @@ def test_fwd_writes_where_it_is_told(convert, data):
      TypeError, ["'keep_window_size' and 'window_size'"]),
     (lambda q, k, dt, A: flash_dmattn.apply_dynamic_mask_attention(
         q.swapaxes(1, 2), k.swapaxes(1, 2), k.swapaxes(1, 2), dt, A, np.zeros((LQ, LK))), ValueError,
-     ["causal_mask", "(1|B, 1|Hkv|H, 1|Lq, Lk)", "(6, 11)"]),
+     ["causal_mask", "(1|B, 1|Hkv|H, 1|Lq, 1|Lk)", "(6, 11)"]),
 ])
 def test_errors_of_the_first_generation(call, kind, parts, data):
     with pytest.raises(kind) as caught:

@@ -73,6 +73,21 @@ def test_masks_and_windows(name, bias_axes, window, device, data, rng):
     check(out, qkv, seen, bias, False, 0.3, 5.0)
 
 
+def test_expanded_masks_and_biases_stay_linear(data, monkeypatch):
+    qkv, scores = data
+    taken, real = [], dma.attention
+    monkeypatch.setattr("cupy_dma.flash_dmattn.flash_dmattn_interface.attention",
+                        lambda *x, **y: taken.append((y["mask"], y["bias"])) or real(*x, **y))
+    seen = CAUSAL & LEFT[:, None, None]
+    bias = torch.from_numpy(scores)[:, :, None].expand(-1, -1, L, -1)
+    for mask in (seen, LEFT[:, None, None]):
+        long = torch.from_numpy(mask).expand(-1, HKV, L, -1)
+        out, _ = flash_dynamic_mask_attention_forward(
+            MODULE, *(torch.from_numpy(x).transpose(1, 2) for x in qkv), long, bias, window_size=3)
+        check(out.numpy(), qkv, simple_topk(scores[:, :, None], seen, 3), scores)
+        assert isinstance(taken[-1][0], dma.IntervalMask) and taken[-1][1].shape == (B, HKV, 1, L)
+
+
 @pytest.mark.parametrize("keys", [1, 4])
 def test_decoding(keys, data):
     """The last queries alone, as with a cache: the last rows of the whole."""

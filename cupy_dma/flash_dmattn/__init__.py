@@ -13,7 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cupy_dma.flash_dmattn import integrations, utils
+    from cupy_dma.flash_dmattn import integrations as integrations
+    from cupy_dma.flash_dmattn import utils
     from cupy_dma.flash_dmattn.choice import flash_dmattn_func_auto, get_available_backends
     from cupy_dma.flash_dmattn.early import apply_dynamic_mask_attention, fwd
     from cupy_dma.flash_dmattn.flash_dmattn_flex import flex_dmattn_func
@@ -35,9 +36,9 @@ __all__ = [
     "CUDA_AVAILABLE", "FLEX_AVAILABLE", "TRITON_AVAILABLE", "apply_dynamic_mask_attention", "flash_dmattn_func",
     "flash_dmattn_func_auto", "flash_dmattn_kvpacked_func", "flash_dmattn_qkvpacked_func", "flash_dmattn_varlen_func",
     "flash_dmattn_varlen_kvpacked_func", "flash_dmattn_varlen_qkvpacked_func", "flex_dmattn_func", "fwd",
-    "get_available_backends", "integrations", "triton_dmattn_func", "utils"]
+    "get_available_backends", "triton_dmattn_func", "utils"]
 
-_SUBMODULES = ("integrations", "utils")
+_SUBMODULES = ("integrations", "utils")  # integrations needs torch, so it is not in __all__
 _MODULE_OF = {
     "apply_dynamic_mask_attention": "early",
     "fwd": "early",

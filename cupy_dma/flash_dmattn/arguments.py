@@ -35,18 +35,18 @@ def rows(array: Any, name: str) -> Any:
     return array if isinstance(operand.library, DlpackLibrary) else operand.library.contiguous(array)
 
 
-def visible(mask: Any, key_length: int, name: str = "attn_mask") -> Any:
-    """An IntervalMask, a bool array of four axes, a tuple of these, or None."""
+def visible(mask: Any, key_length: int, name: str = "attn_mask", *, zeros_show: bool = False) -> Any:
+    """An IntervalMask, a bool array of four axes, a tuple of these, or None. ``zeros_show`` as for ``truth``."""
     if mask is None or isinstance(mask, IntervalMask):
         return mask
     if isinstance(mask, (tuple, list)):
-        return tuple(visible(part, key_length, name) for part in mask)
+        return tuple(visible(part, key_length, name, zeros_show=zeros_show) for part in mask)
     operand = seen_as(mask, name)
     if operand.ndim not in (3, 4):
         raise ValueError(f"{name} must have shape (1|B, 1|Hkv|H, 1|Lq, 1|Lk) or (1|B, 1|Hkv|H, 1|Lk), got "
                          f"{operand.shape}; write a padding mask (B, Lk) as mask[:, None], and (Lq, Lk) as "
                          f"mask[None, None]")
-    seen = truth(_cut(mask, operand, key_length), name)
+    seen = truth(_cut(mask, operand, key_length), name, zeros_show=zeros_show)
     return seen[:, :, None] if operand.ndim == 3 else seen
 
 
@@ -80,7 +80,10 @@ def truth(mask: Any, name: str, *, zeros_show: bool = False) -> Any:
         return rows(mask, name)
     checks.one_of_types(operand, ("bool", *_NUMBERS))
     place, array = operand.library, operand.array
-    array = array.detach() if place.name == "torch" else array
+    if place.name == "torch":
+        array = array.detach()
+    elif operand.dtype == "bfloat16":  # of which other libraries know little
+        array = place.astype(array, "float32")
     with place.on(operand.device):
         if checks.wants_values_checked():
             _check_values(array, place.xp, name)

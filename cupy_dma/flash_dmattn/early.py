@@ -5,7 +5,7 @@ from typing import Any
 
 from cupy_dma import checks, key_scores
 from cupy_dma.arrays import describe
-from cupy_dma.flash_dmattn.arguments import added, rows, seen_as, truth, visible
+from cupy_dma.flash_dmattn.arguments import added, rows, seen_as, visible
 from cupy_dma.flash_dmattn.choice import serving
 from cupy_dma.flash_dmattn.flash_dmattn_interface import attend, bool_or, flash_dmattn_func
 from cupy_dma.flash_dmattn.spellings import spelled
@@ -29,7 +29,7 @@ def apply_dynamic_mask_attention(query: Any, key: Any, value: Any, dt_proj: Any,
     dt_proj : float array ``(Hkv, Hkv * D)``
     A : float array ``(Hkv,)``
         ``exp(A * softplus(value @ dt_proj^T))`` ranks the keys and is added to their scores.
-    causal_mask : array ``(1|B, 1|Hkv|H, 1|Lq, Lk)``, optional
+    causal_mask : array ``(1|B, 1|Hkv|H, 1|Lq, Lk)`` or ``(1|B, 1|Hkv|H, Lk)``, optional
         0 = visible and -inf = hidden, or bool with True = visible. Hidden keys take no place in the window. If it is no
         more than causality and padding, the work stays linear; to see that, its values are read.
     keep_window_size : int
@@ -49,21 +49,13 @@ def apply_dynamic_mask_attention(query: Any, key: Any, value: Any, dt_proj: Any,
         (query, "query"), (key, "key"), (value, "value")))
     backend = serving(backend, query)
     scores = key_scores(value, dt_proj, A, backend=backend)
-    seen = None if causal_mask is None else _kept(causal_mask)
+    seen = visible(causal_mask, key.shape[1], "causal_mask", zeros_show=True)
     mask = best_keys(scores, window, seen, bool_or(is_causal, "is_causal"), query.shape[1], backend)
     found = flash_dmattn_func(query, key, value, mask, scores, softmax_scale, False, softcap, deterministic,
                               return_attn_probs, backend=backend)
     if not isinstance(found, tuple):
         return found.swapaxes(1, 2)
     return (found[0].swapaxes(1, 2), *found[1:])
-
-
-def _kept(causal_mask: Any) -> Any:
-    """0 or True = visible, as bool."""
-    operand = describe(causal_mask, "causal_mask")
-    if operand.ndim != 4:
-        raise ValueError(f"causal_mask must have shape (1|B, 1|Hkv|H, 1|Lq, Lk), got {operand.shape}")
-    return truth(causal_mask, "causal_mask", zeros_show=True)
 
 
 @spelled

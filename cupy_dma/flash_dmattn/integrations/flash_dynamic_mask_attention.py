@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cupy_dma import checks
-from cupy_dma.flash_dmattn.arguments import added, truth
+from cupy_dma.flash_dmattn.arguments import added, truth, visible
 from cupy_dma.flash_dmattn.flash_dmattn_interface import flash_dmattn_func, flash_dmattn_varlen_func
 from cupy_dma.flash_dmattn.spellings import spelled
 from cupy_dma.flash_dmattn.utils.mask import topk_mask
@@ -110,9 +110,10 @@ def _mask(bias: Tensor | None, mask: Tensor | None, window: int | None, causal: 
           query: Tensor, key: Tensor, backend: str | None) -> tuple[Any, bool]:
     """The mask of the call, and whether causality is still to be added."""
     length = key.shape[1]
-    seen = None if mask is None else truth(mask, "attention_mask", zeros_show=mask.dim() != 2)
-    if seen is not None and seen.dim() != 2:
-        seen = (seen[:, :, None] if seen.dim() == 3 else seen)[..., :length]
+    if mask is not None and mask.dim() == 2:
+        seen = truth(mask, "attention_mask")
+    else:
+        seen = visible(None if mask is None else mask[..., :length], length, "attention_mask", zeros_show=True)
     if bias is None or not window or window >= length:
         own = None if documents is None else IntervalMask.documents(documents, causal=causal)
         if seen is None or own is None:
