@@ -29,8 +29,9 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
         ``H`` a multiple of ``Hkv``, ``D`` from 1 to 256, lengths from 0, any strides of B, L and head (a BHSD tensor is
         a view), the last axis contiguous. float16, bfloat16 or float32 everywhere, float64 on numpy. For the precision
         of float32 see the notes.
-    mask : IntervalMask, or bool array ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)`` or ``(Lq, Lk)``, optional
-        True = visible. A dense mask may be anything, at the cost of reading it.
+    mask : IntervalMask, or bool array ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)`` or ``(Lq, Lk)``, or several in a tuple, optional
+        True = visible. Of several masks, what all of them show. A dense mask may be anything, at the cost of reading
+        it; one that is the same for every query (``1`` in place of ``Lq``) costs no more than an interval mask.
     bias : float array ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)``, optional
         Added after scale and softcap, in natural-log units. ``(1|B, 1|Hkv|H, Lk)`` is a key bias, such as the scores.
     causal

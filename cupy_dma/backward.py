@@ -22,8 +22,9 @@ from cupy_dma import backends, checks
 from cupy_dma import scores as scores_module
 from cupy_dma.arrays import Library, Operand, describe
 from cupy_dma.attention import scores_of
-from cupy_dma.calls import AttentionBackwardCall, attention_call, dynamic_call
+from cupy_dma.calls import AttentionBackwardCall, AttentionCall, attention_call, dynamic_call
 from cupy_dma.selection import select
+from cupy_dma.varlen import varlen_call
 
 
 class AttentionGradients(NamedTuple):
@@ -93,8 +94,61 @@ def attention_backward(dout: Any, query: Any, key: Any, value: Any, out: Any, ls
     """
     wanted = _wanted(needs, AttentionGradients._fields)
     call = attention_call(query, key, value, mask, bias, causal, scale, softcap, deterministic)
-    checks.require_no_grad((call.query, call.key, call.value, call.bias))
     upstream = _upstreams(call.query, dout, out, lse, dlse)
+    return _gradients(call, upstream, wanted, backend)
+
+
+def varlen_attention_backward(dout: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, cu_seqlens_q: Any,
+                              cu_seqlens_k: Any, *, mask: Any = None, bias: Any = None, causal: bool = False,
+                              scale: float | None = None, softcap: float = 0.0, deterministic: bool = False,
+                              dlse: Any = None, block_table: Any = None, seqused_k: Any = None,
+                              max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+                              needs: Iterable[str] = AttentionGradients._fields,
+                              backend: str | None = None) -> AttentionGradients:
+    """Gradients of ``cupy_dma.varlen_attention``.
+
+    Parameters
+    ----------
+    dout : float array ``(total_q, H, D)`` of query's type
+        Gradient of ``out``. Any strides; copied if its last axis is not contiguous.
+    query, key, value, cu_seqlens_q, cu_seqlens_k, mask, bias, causal, scale, softcap, seqused_k, max_seqlen_q, \
+max_seqlen_k, backend
+        As they were given to ``varlen_attention``.
+    out, lse
+        What ``varlen_attention(..., return_lse=True)`` returned.
+    dlse : float array ``(H, total_q)``, optional
+        Gradient of ``lse``, where the caller has used it too.
+    deterministic, needs
+        As for ``attention_backward``.
+    block_table
+        None: there is no gradient through pages.
+
+    Returns
+    -------
+    AttentionGradients
+        ``(query, key, value, bias)``, each of the shape and type of its argument; None where not asked for. Keys that
+        belong to no sequence, or lie behind ``seqused_k``, get zeros.
+
+    Raises
+    ------
+    As ``attention_backward`` and ``varlen_attention``; NotImplementedError for a ``block_table``.
+    """
+    wanted = _wanted(needs, AttentionGradients._fields)
+    if block_table is not None:
+        raise NotImplementedError("block_table must be None: paged attention has no backward pass (the pages of a "
+                                  "cache are shared); gather the keys and give them as (total_k, Hkv, D)")
+    call = varlen_call(query, key, value, cu_seqlens_q, cu_seqlens_k, mask, bias, causal, scale, softcap, deterministic,
+                       None, seqused_k, max_seqlen_q, max_seqlen_k)
+    upstream = _upstreams(call.query, dout, out, lse, dlse, packed=True)
+    found = _gradients(call, upstream, wanted, backend)
+    return found._replace(**{name: array[0] for name, array in found._asdict().items()
+                             if name != "bias" and array is not None})
+
+
+def _gradients(call: AttentionCall, upstream: tuple[Operand, Operand, Operand, Operand | None], wanted: frozenset[str],
+               backend: str | None) -> AttentionGradients:
+    """The wanted gradients of a checked call, those of query, key and value with the axes of its Operands."""
+    checks.require_no_grad((call.query, call.key, call.value, call.bias))
     if call.bias is None:
         wanted -= {"bias"}
     module = backends.choose(backend, (call.query,))
@@ -214,23 +268,29 @@ def _exported(library: Library, arrays: Iterable[Any]) -> list[Any]:
     return [None if array is None else library.export(array) for array in arrays]
 
 
-def _upstreams(q: Operand, dout: Any, out: Any, lse: Any,
-               dlse: Any) -> tuple[Operand, Operand, Operand, Operand | None]:
-    """``dout, out, lse, dlse`` of a call with this query, as ``AttentionBackwardCall`` promises them."""
+def _upstreams(q: Operand, dout: Any, out: Any, lse: Any, dlse: Any,
+               packed: bool = False) -> tuple[Operand, Operand, Operand, Operand | None]:
+    """``dout, out, lse, dlse`` of a call with this query, as ``AttentionBackwardCall`` promises them. ``packed``: they
+    have no batch axis."""
     rows = describe(dout, "dout"), describe(out, "out")
+    given = q.shape[1:] if packed else q.shape
     for operand in rows:
         if operand.dtype != q.dtype:
             raise TypeError(f"{operand.name} must have query's type {q.dtype}, got {operand.dtype}")
-        if operand.shape != q.shape:
-            raise ValueError(f"{operand.name} must have query's shape {q.shape}, got {operand.shape}")
+        if operand.shape != given:
+            raise ValueError(f"{operand.name} must have query's shape {given}, got {operand.shape}")
         checks.require_same_place((q, operand))
-    shape = q.shape[0], q.shape[2], q.shape[1]
-    numbers = [None if array is None else _described(array, name, "(B, H, Lq)", shape, q)
+    shape = (q.shape[2], q.shape[1]) if packed else (q.shape[0], q.shape[2], q.shape[1])
+    numbers = [None if array is None else _described(array, name, "(H, total_q)" if packed else "(B, H, Lq)", shape, q)
                for array, name in ((lse, "lse"), (dlse, "dlse"))]
     if numbers[0] is None:
         raise TypeError("lse must be an array, got None: it is what attention(..., return_lse=True) returned")
-    do, o = (operand if operand.strides[3] == 1 else _contiguous(operand) for operand in rows)
-    return do, o, _packed(numbers[0], q), None if numbers[1] is None else _packed(numbers[1], q)
+    do, o = (operand if operand.strides[-1] == 1 else _contiguous(operand) for operand in rows)
+    l, dl = _packed(numbers[0], q), None if numbers[1] is None else _packed(numbers[1], q)
+    if packed:
+        do, o, l = checks.with_axes(do, 4), checks.with_axes(o, 4), checks.with_axes(l, 3)
+        dl = None if dl is None else checks.with_axes(dl, 3)
+    return do, o, l, dl
 
 
 def _described(array: Any, name: str, meaning: str, shape: tuple[int, ...], like: Operand) -> Operand:

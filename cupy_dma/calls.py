@@ -10,8 +10,10 @@ from typing import Any
 from cupy_dma import checks
 from cupy_dma import scores as scores_module
 from cupy_dma.arrays import Operand, describe
+from cupy_dma.mask_argument import check_mask
 from cupy_dma.masks import IntervalMask
 from cupy_dma.selection import Candidates, check_candidates
+from cupy_dma.sequences import Sequences
 
 
 @dataclass(slots=True, eq=False)  # not frozen for speed, but never changed
@@ -23,12 +25,14 @@ class AttentionCall:
     value: Operand  # (B, Lk, Hkv, D)
     # Bias and dense mask are (1|B, 1|Hkv|H, 1|Lq, 1|Lk) with stride 0 on every axis of size 1; their ``array`` is the
     # caller's, which may have fewer axes.
-    mask: IntervalMask | Operand | None
+    mask: IntervalMask | None
+    dense: Operand | None  # a key must be visible in both
     bias: Operand | None
     causal: bool  # cut at j <= p_i, in addition to the mask
     scale: float
     softcap: float  # 0 = none
     deterministic: bool
+    sequences: Sequences | None = None  # varlen: packed in arrays of B = 1; key and value may be pages (see there)
 
     @property
     def batch(self) -> int:
@@ -48,7 +52,7 @@ class AttentionCall:
 
     @property
     def key_length(self) -> int:
-        return self.key.shape[1]
+        return self.key.shape[1] if self.sequences is None else self.sequences.key_length
 
     @property
     def kv_heads(self) -> int:
@@ -87,7 +91,7 @@ class DynamicCall:
 
     def attention(self, scores: Operand, mask: IntervalMask) -> AttentionCall:
         """The attention under ``mask`` with the scores as key bias. A prefix mask is causal by itself."""
-        return AttentionCall(self.query, self.key, self.value, mask, key_bias(scores),
+        return AttentionCall(self.query, self.key, self.value, mask, None, key_bias(scores),
                              self.causal and self.keys == "global", self.scale, self.softcap, self.deterministic)
 
 
@@ -96,9 +100,9 @@ def attention_call(query: Any, key: Any, value: Any, mask: Any, bias: Any, causa
     """The arguments of ``cupy_dma.attention``, checked. Raises what it documents."""
     q, k, v = describe_qkv(query, key, value)
     scale, softcap, causal, deterministic = options(q, scale, softcap, causal, deterministic)
-    seen = None if mask is None else _visible(mask, q, k)
     added = None if bias is None else _added(bias, q, k)
-    return AttentionCall(q, k, v, seen, added, causal, scale, softcap, deterministic)
+    seen, dense = (None, None) if mask is None else check_mask(mask, q, k, lambda array: _dense(array, q, k))
+    return AttentionCall(q, k, v, seen, dense, added, causal, scale, softcap, deterministic)
 
 
 def dynamic_call(query: Any, key: Any, value: Any, scores: Any, window: int, dt_proj: Any, A: Any, dt_bias: Any,
@@ -170,16 +174,7 @@ def _allowed(q: Operand, k: Operand) -> tuple[tuple[int, ...], ...]:
     return (1, q.shape[0]), (1, k.shape[2], q.shape[2]), (1, q.shape[1]), (1, k.shape[1])
 
 
-def _visible(mask: Any, q: Operand, k: Operand) -> IntervalMask | Operand:
-    if isinstance(mask, IntervalMask):
-        allowed = _allowed(q, k)
-        if mask.shape[0] not in allowed[0] or mask.shape[1] not in allowed[1] or mask.key_length != k.shape[1]:
-            raise ValueError(f"mask must have shape (1|B, 1|Hkv|H, Lk) with B={q.shape[0]}, Hkv={k.shape[2]}, "
-                             f"H={q.shape[2]}, Lk={k.shape[1]}, got {mask.shape}")
-        if mask.device != q.device or mask.library.name != q.library.name:
-            raise ValueError(f"mask must be of query's library and device, {q.library.name} on {q.device}, got "
-                             f"{mask!r}; move it with mask.to(query)")
-        return mask
+def _dense(mask: Any, q: Operand, k: Operand) -> Operand:
     dense = describe(mask, "mask")
     checks.one_of_types(dense, ("bool",))
     if len(dense.shape) == 2:

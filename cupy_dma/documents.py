@@ -63,7 +63,12 @@ def _runs_of_lengths(documents: Operand, key_length: int) -> DocumentRuns:
         if values[0] != 0 or (values[1:] < values[:-1]).any() or values[-1] != key_length:
             raise ValueError(f"documents must be cumulative lengths that start at 0, never fall and end at the key "
                              f"length {key_length}, got {values.tolist()[:16]}{' ...' if count > 16 else ''}")
-    bounds = place.astype(documents.array, "int32")
+    return runs_between(place, device, place.astype(documents.array, "int32"), key_length)
+
+
+def runs_between(place: Library, device: Device, bounds: Any, key_length: int) -> DocumentRuns:
+    """The runs between int32 ``bounds (n + 1,)``; keys behind the last bound belong to an empty run."""
+    count = bounds.shape[0]
     keys = place.arange(0, key_length, device)
     after = place.search_right(bounds, keys)  # number of the boundary that ends the key's document
     inside = place.xp.where(after < count, after, after * 0 + (count - 1))

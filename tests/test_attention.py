@@ -185,12 +185,23 @@ def test_what_a_backend_gets(rng, monkeypatch):
         assert (call.batch, call.heads, call.kv_heads, call.query_length, call.key_length, call.head_dim) == (
             2, 4, 2, 60, 60, 8)
     for shape, strides in [((60, 60), (0, 0, 60, 1)), ((2, 1, 60, 60), (3600, 0, 60, 1)),
-                           ((1, 2, 1, 60), (0, 60, 0, 1))]:
+                           ((1, 2, 60, 1), (0, 60, 1, 0))]:
         dense = np.zeros(shape, bool)
         dma.attention(q, k, v, mask=dense)
         call = calls.pop()
-        assert (call.mask.shape, call.mask.strides) == ((1,) * (4 - len(shape)) + shape, strides)
-        assert call.mask.pointer == dense.ctypes.data
+        assert (call.dense.shape, call.dense.strides) == ((1,) * (4 - len(shape)) + shape, strides)
+        assert call.dense.pointer == dense.ctypes.data and call.mask is None
+    for shape in ((1, 2, 1, 60), (2, 1, 1, 1), (1, 60)):  # the same for every query: an interval mask
+        dense = rng.random(shape) < 0.5
+        dma.attention(q, k, v, mask=dense)
+        call = calls.pop()
+        assert call.dense is None and call.mask.shape == (*((1,) * (4 - len(shape)) + shape)[:2], 60)
+        assert np.array_equal(np.broadcast_to(dense, (*call.mask.shape[:2], 60, 60)), call.mask.to_dense(60))
+    whole, by_head, window = np.ones((60, 60), bool), np.ones((2, 4, 60, 60), bool), dma.IntervalMask.causal(60)
+    by_head[:, 2] = False
+    dma.attention(q, k, v, mask=(whole, window, by_head, np.ones((1, 2, 1, 60), bool)))
+    call = calls.pop()
+    assert np.array_equal(call.dense.array, by_head) and call.mask.shape == (1, 2, 60)
     scores = np.zeros((2, 2, 60), np.float32)
     for keys, causal in (("prefix", False), ("global", True)):  # a prefix mask is causal by itself
         dma.dynamic_mask_attention(q, k, v, scores, window=7, keys=keys)

@@ -14,6 +14,7 @@ from torch import Tensor
 from cupy_dma import checks
 from cupy_dma.arrays import library
 from cupy_dma.calls import attention_call, dynamic_call
+from cupy_dma.mask_argument import intersect, parts_of
 from cupy_dma.masks import IntervalMask
 from cupy_dma.scores import prepare
 from cupy_dma.selection import selection_hints
@@ -23,18 +24,23 @@ from cupy_dma.torch.operators import MaskParts, Options, share
 _operators = torch.ops.cupy_dma
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: IntervalMask | Tensor | None = None,
+def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None,
               bias: Tensor | None = None, causal: bool = False, scale: float | None = None, softcap: float = 0.0,
               deterministic: bool = False, return_lse: bool = False, backend: str | None = None) -> Any:
     """``cupy_dma.attention`` with gradients for ``query, key, value`` and ``bias``, through ``out`` and ``lse``."""
     query, key, value = _cast(query, key, value)
-    if isinstance(mask, IntervalMask):
-        dense, is_torch = None, mask.library.name == "torch"
-    else:
-        dense, is_torch = mask, True
-    if not (is_torch and _are_tensors(query, key, value, bias, dense)):  # all else the operator checks
+    given = parts_of(mask)
+    dense = [part for part in given if not isinstance(part, IntervalMask)]
+    is_torch = all(part.library.name == "torch" for part in given if isinstance(part, IntervalMask))
+    interval, several = None, len(given) > 1
+    if not (is_torch and _are_tensors(query, key, value, bias, *dense)) or (
+            several and not torch.compiler.is_compiling()):  # all else the operator checks
         attention_call(query, key, value, mask, bias, causal, scale, softcap, deterministic)
-    parts = share(mask) if isinstance(mask, IntervalMask) else MaskParts(dense=dense)
+    if several:
+        interval, array = intersect(given, key.shape[1], key.shape[2], query.shape[2])
+    else:
+        interval, array = (None, dense[0]) if dense else (given[0] if given else None, None)
+    parts = (MaskParts() if interval is None else share(interval))._replace(dense=array)
     options = _options(causal, scale, softcap, deterministic, backend)
     out, lse = _operators.attention(query, key, value, *parts, bias, *options)
     return (out, lse) if return_lse else out

@@ -93,15 +93,17 @@ def mask_alive(parts: MaskParts) -> IntervalMask | None:
     return _alive.get(_identity(parts)) if type(parts.start) is Tensor and type(parts.stop) is Tensor else None
 
 
-def _mask_of(parts: MaskParts) -> IntervalMask | Tensor | None:
+def _mask_of(parts: MaskParts) -> tuple[IntervalMask | Tensor, ...]:
+    """The argument ``mask`` of the plain functions."""
+    dense = () if parts.dense is None else (parts.dense,)
     if parts.start is None or parts.stop is None:
-        return parts.dense
+        return dense
     found = _alive.get(_identity(parts))
     if found is None:
         bound = None if parts.bound is None else (parts.bound[0], parts.bound[1])
         hints = Hints(parts.starts, bound, parts.causal_only)
         found = IntervalMask._make(library("torch"), parts.start, parts.stop, hints)
-    return found
+    return (found, *dense)
 
 
 # ---- kernels ------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ class Problem:
         if query.dtype not in ELEMENTS:
             raise TypeError(f"query must be float16, bfloat16 or float32 on CUDA, got {query.dtype} (backend='numpy' "
                             f"takes it)")
-        if isinstance(mask, Operand):
+        if call.dense is not None:
             raise NotImplementedError("dense masks on CUDA arrive with a later version: mask must be an IntervalMask "
                                       "or None, got a dense array (backend='numpy' takes it)")
         self.bias = None if call.bias is None else _key_bias(call.bias)

@@ -14,11 +14,11 @@ are added only where they are seen (in a matrix product even a weight of 0 would
     tiles.py       queries in tiles, the keys of each, their logits      (shared by forward and backward)
     forward.py     attention
     backward.py    its gradients
+    varlen.py      both, sequence by sequence
 """
-from cupy_dma.backends.numpy.backward import attention_backward
-from cupy_dma.backends.numpy.forward import attention
 from cupy_dma.backends.numpy.scores import key_scores, key_scores_backward
 from cupy_dma.backends.numpy.selection import prefix_stop
+from cupy_dma.backends.numpy.varlen import attention, attention_backward
 
 __all__ = ["attention", "attention_backward", "key_scores", "key_scores_backward", "prefix_stop", "unavailable"]
 

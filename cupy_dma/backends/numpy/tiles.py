@@ -12,7 +12,7 @@ import numpy as np
 
 from cupy_dma.backends.numpy.host import host, widened
 from cupy_dma.calls import AttentionCall
-from cupy_dma.masks import EVER, IntervalMask
+from cupy_dma.masks import EVER
 
 KEY_CHUNK = 2048  # keys per matrix product
 TILE_ROWS = 512  # about as many (query, head) rows per matrix product
@@ -52,7 +52,7 @@ def rows_of(call: AttentionCall) -> Iterator[Row]:
     kind = widened(call.query.dtype)
     key, value = host(call.key), host(call.value)
     group = call.heads // call.kv_heads
-    shared = {1 if x is None else x.shape[1] for x in (call.mask, call.bias)} <= {1, call.kv_heads}
+    shared = {1 if x is None else x.shape[1] for x in (call.mask, call.dense, call.bias)} <= {1, call.kv_heads}
     together = group if shared else 1
     tiles_of = _TileMaker(call, min(max(TILE_ROWS // together, 32), 256))
     for b in range(call.batch):
@@ -120,17 +120,15 @@ class _TileMaker:
 
     def __init__(self, call: AttentionCall, step: int):
         self.call, self.step = call, step
-        self.dense = self.runs = None
-        if isinstance(call.mask, IntervalMask):
-            mask = call.mask
+        self.dense = None if call.dense is None else host(call.dense)
+        self.runs, mask = None, call.mask
+        if mask is not None:
             self.runs = [np.broadcast_to(mask.library.to_numpy(run.array), mask.shape)
                          for run in (mask._start, mask._stop)]
-        elif call.mask is not None:
-            self.dense = host(call.mask)
 
     def __call__(self, b: int, h: int) -> Iterator[Tile]:
         if self.dense is not None:
-            return self._from_dense(_row(self.dense, b, h, self.call))
+            return self._from_dense(b, h, _row(self.dense, b, h, self.call))
         return self._from_runs(b, h)
 
     def _spans(self) -> Iterator[tuple[int, int]]:
@@ -162,13 +160,16 @@ class _TileMaker:
             visible = partial(_within, start, stop, position)
             yield Tile(begin, end, active[full], active[~full], visible)
 
-    def _from_dense(self, dense: np.ndarray) -> Iterator[Tile]:
+    def _from_dense(self, b: int, h: int, dense: np.ndarray) -> Iterator[Tile]:
         n = self.call.key_length
         offset = n - self.call.query_length
         for begin, end in self._spans():
             seen = np.broadcast_to(dense if dense.shape[0] == 1 else dense[begin:end], (end - begin, n))
             if self.call.causal:
                 seen = seen & (np.arange(n) <= np.arange(begin + offset, end + offset)[:, None])
+            if self.runs is not None:
+                start, stop = (_row(run, b, h, self.call) for run in self.runs)
+                seen = seen & _within(start, stop, np.arange(begin + offset, end + offset)[:, None], np.arange(n))
             some, every = seen.any(axis=0), seen.all(axis=0)
             yield Tile(begin, end, np.flatnonzero(every), np.flatnonzero(some & ~every), partial(_columns, seen))
 

@@ -1,0 +1,99 @@
+"""Masks and biases as the original took them, turned into what ``cupy_dma.attention`` takes.
+
+A mask may be boolean (True = visible), numbers with 1 = visible and 0 = hidden, or additive with 0 = visible and
+-inf (or a type's lowest number) = hidden. A float mask is additive if it has a negative entry; so one that is 0
+everywhere hides everything. Shapes are ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)``, or without the query axis; the key axis may be
+padded to the next multiple of 128, which the original did itself. Nothing here waits for a GPU.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+from cupy_dma import checks
+from cupy_dma.arrays import Device, DlpackLibrary, Operand, describe, is_traced, library
+from cupy_dma.masks import IntervalMask
+
+_PADDED_TO = 128
+_NUMBERS = (*checks.FLOATS, "uint8", "int8", "int16", "int32", "int64")
+_HIDDEN = -1e4  # with CUPY_DMA_CHECK=1, what an additive mask may have besides 0 is at most this
+
+
+def seen_as(array: Any, name: str) -> Operand:
+    """``describe``, also where ``torch.compile`` is at work, whose tensors have no address. TypeError if no array."""
+    if not is_traced(array):
+        return describe(array, name)
+    place = Device(array.device.type, array.device.index or 0)
+    return Operand(name, array, library("torch"), tuple(array.shape), array.stride(),
+                   str(array.dtype).removeprefix("torch."), place, 0)
+
+
+def rows(array: Any, name: str) -> Any:
+    """The array with a contiguous last axis: itself, or a copy."""
+    operand = seen_as(array, name)
+    if not operand.shape or operand.strides[-1] == 1 or operand.shape[-1] == 1:
+        return array
+    return array if isinstance(operand.library, DlpackLibrary) else operand.library.contiguous(array)
+
+
+def visible(mask: Any, key_length: int, name: str = "attn_mask", *, zeros_show: bool = False) -> Any:
+    """An IntervalMask, a bool array of four axes, a tuple of these, or None. ``zeros_show`` as for ``truth``."""
+    if mask is None or isinstance(mask, IntervalMask):
+        return mask
+    if isinstance(mask, (tuple, list)):
+        return tuple(visible(part, key_length, name, zeros_show=zeros_show) for part in mask)
+    operand = seen_as(mask, name)
+    if operand.ndim not in (3, 4):
+        raise ValueError(f"{name} must have shape (1|B, 1|Hkv|H, 1|Lq, 1|Lk) or (1|B, 1|Hkv|H, 1|Lk), got "
+                         f"{operand.shape}; write a padding mask (B, Lk) as mask[:, None], and (Lq, Lk) as "
+                         f"mask[None, None]")
+    seen = truth(_cut(mask, operand, key_length), name, zeros_show=zeros_show)
+    return seen[:, :, None] if operand.ndim == 3 else seen
+
+
+def added(bias: Any, key_length: int, name: str = "attn_bias") -> Any:
+    """A bias of three or four axes, or None."""
+    if bias is None:
+        return None
+    return rows(_cut(bias, seen_as(bias, name), key_length), name)
+
+
+def _cut(array: Any, operand: Operand, key_length: int) -> Any:
+    """Without the keys that were added as padding, and every axis that repeats itself in memory cut to size 1: an
+    expanded key bias is a key bias again, whose work and memory do not grow with the square of the length."""
+    if operand.shape and operand.shape[-1] == -(-key_length // _PADDED_TO) * _PADDED_TO > key_length:
+        array = array[..., :key_length]
+    if getattr(array, "requires_grad", False) and array.is_leaf:
+        return array  # its gradient has a place for every entry
+    for axis, (size, stride) in enumerate(zip(operand.shape, operand.strides)):
+        if stride == 0 and size > 1:
+            array = array[(slice(None),) * axis + (slice(0, 1),)]
+    return array
+
+
+def truth(mask: Any, name: str, *, zeros_show: bool = False) -> Any:
+    """The boolean array, contiguous in its last axis, of a mask in any of the three forms.
+
+    ``zeros_show``: a mask of zeros alone is additive and hides nothing, as where additive masks are the custom.
+    """
+    operand = seen_as(mask, name)
+    if operand.dtype == "bool":
+        return rows(mask, name)
+    checks.one_of_types(operand, ("bool", *_NUMBERS))
+    place, array = operand.library, operand.array
+    if place.name == "torch":
+        array = array.detach()
+    elif operand.dtype == "bfloat16":  # of which other libraries know little
+        array = place.astype(array, "float32")
+    with place.on(operand.device):
+        if checks.wants_values_checked():
+            _check_values(array, place.xp, name)
+        additive = ~(array > 0).any() if zeros_show else (array < 0).any()
+        return place.export((array > 0) | ((array == 0) & additive))
+
+
+def _check_values(array: Any, xp: Any, name: str) -> None:
+    zero = array == 0
+    if not (bool((zero | (array == 1)).all()) or bool((zero | (array <= _HIDDEN)).all())):
+        raise ValueError(f"{name} must be boolean, or 1 and 0 for visible and hidden, or 0 and -inf (at most "
+                         f"{_HIDDEN:g}) for visible and hidden (CUPY_DMA_CHECK=1), got other values; what is added "
+                         f"to the scores belongs in attn_bias")
