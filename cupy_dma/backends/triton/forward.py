@@ -4,13 +4,17 @@
     out = (sum p v) / l      lse = ln 2 * (m + log2(l))      out = 0 and lse = -inf where l = 0
 
 query (B, Lq, H, D), key and value (B, Lk, Hkv, D), out as query, lse (B, H, Lq) float32. p is rounded to the type of
-value for the second product. A value that is not finite and that some rows of the tile see but others do not spoils
-sums of both; a tile that finds something non-finite in its result makes it again, with such values kept apart.
+value for the second product.
+
+A value that is not finite and that some rows of a tile see but others do not spoils the sums of both. A tile that finds
+something non-finite in its result says so, and a second launch (REPAIR) makes such tiles again, with such values kept
+apart; its other programs end at once.
 """
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -43,7 +47,11 @@ def attention(call: AttentionCall) -> tuple[Any, Any]:
         lse, lse_tensor = result(query, (batch, heads, query_length), "float32")
         if batch and query_length:
             grid, arguments = problem.query_tiles("forward")
-            attention_forward[grid](out=out_tensor, lse=lse_tensor, **arguments)
+            arguments.update(out=out_tensor, lse=lse_tensor,
+                             spoiled=torch.empty(grid, dtype=torch.int8, device=out_tensor.device))
+            attention_forward[grid](**arguments, REPAIR=False)
+            if problem.hides:
+                attention_forward[grid](**problem.for_repair(arguments), REPAIR=True)
     return out, lse
 
 
@@ -100,7 +108,7 @@ def _attend(acc, m, l, q, rows, position, query, first, last, begin, end, full, 
 
 
 @triton.jit(do_not_specialize=["query_length", "key_length", "tiles", "capacity"])
-def attention_forward(query, key, value, out, lse, start, stop, listed, meta, dense, bias,
+def attention_forward(query, key, value, out, lse, spoiled, start, stop, listed, meta, dense, bias,
                       query_batch, query_row, query_head, key_batch, key_row, key_head,
                       value_batch, value_row, value_head, start_batch, start_head, stop_batch, stop_head,
                       mask_batch, mask_head, mask_share, dense_batch, dense_head, dense_row, dense_key, dense_share,
@@ -108,7 +116,11 @@ def attention_forward(query, key, value, out, lse, start, stop, listed, meta, de
                       heads, kv_heads, query_length, key_length, tiles, capacity, scale, softcap,
                       HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                       HEADS: tl.constexpr, LISTED: tl.constexpr, INTERVALS: tl.constexpr, CAUSAL: tl.constexpr,
-                      DENSE: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+                      DENSE: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+                      REPAIR: tl.constexpr):
+    if REPAIR:
+        if tl.load(spoiled + tl.program_id(0)) == 0:
+            return
     tile, b, first_head, i, head, rows, position, first, last = find_tile(tiles, heads, query_length, key_length,
                                                                          BLOCK_M, HEADS)
     group = first_head // (heads // kv_heads)
@@ -137,7 +149,9 @@ def attention_forward(query, key, value, out, lse, start, stop, listed, meta, de
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     m = tl.full((BLOCK_M,), -INF, tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)
-    if not DENSE and (LISTED or not INTERVALS):
+    if REPAIR:
+        masked = begin
+    elif not DENSE and (LISTED or not INTERVALS):
         acc, m, l = _attend(acc, m, l, q, rows, position, i, first, last, begin, masked, full, capacity, tile_list,
                             start_base, stop_base, dense_base, dense_row, dense_key, bias_base, bias_row, bias_key,
                             key_base, key_row, value_base, value_row, scale, softcap, HEAD_DIM, BLOCK_D, BLOCK_N,
@@ -145,15 +159,9 @@ def attention_forward(query, key, value, out, lse, start, stop, listed, meta, de
     acc, m, l = _attend(acc, m, l, q, rows, position, i, first, last, masked, end, full, capacity, tile_list,
                         start_base, stop_base, dense_base, dense_row, dense_key, bias_base, bias_row, bias_key,
                         key_base, key_row, value_base, value_row, scale, softcap, HEAD_DIM, BLOCK_D, BLOCK_N, LISTED,
-                        INTERVALS, CAUSAL, DENSE, BIAS, SOFTCAP, PRECISION, True, False)
-    if has_nonfinite(acc):
-        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        m = tl.full((BLOCK_M,), -INF, tl.float32)
-        l = tl.zeros((BLOCK_M,), tl.float32)
-        acc, m, l = _attend(acc, m, l, q, rows, position, i, first, last, begin, end, full, capacity, tile_list,
-                            start_base, stop_base, dense_base, dense_row, dense_key, bias_base, bias_row, bias_key,
-                            key_base, key_row, value_base, value_row, scale, softcap, HEAD_DIM, BLOCK_D, BLOCK_N,
-                            LISTED, INTERVALS, CAUSAL, DENSE, BIAS, SOFTCAP, PRECISION, True, True)
+                        INTERVALS, CAUSAL, DENSE, BIAS, SOFTCAP, PRECISION, True, REPAIR)
+    if not REPAIR:
+        tl.store(spoiled + tl.program_id(0), has_nonfinite(acc).to(tl.int8))
     seen = l != 0.0  # a sum of NaN is "seen": NaN stays NaN
     acc = tl.where(seen[:, None], acc / tl.where(seen, l, 1.0)[:, None], 0.0)
     row_lse = tl.where(seen, LN_2 * (m + tl.log2(tl.where(seen, l, 1.0))), -INF)

@@ -52,6 +52,8 @@ class Problem:
             self.mask = self.dense = self.bias = None
         heads, self.kv_heads = query.shape[2], key.shape[2]
         self.heads, self.group = heads, heads // self.kv_heads
+        #: whether some query may not see every key
+        self.hides = self.causal or self.mask is not None or self.dense is not None
         masked = 1 if self.mask is None else self.mask.shape[1]
         shared = (1, self.kv_heads)
         #: whether query heads of one group have runs of their own, or dense masks or biases
@@ -126,6 +128,11 @@ class Problem:
             **self.arguments, "listed": listed, "capacity": capacity, "meta": meta, "tiles": tiles,
             "LISTED": listed is not None, "HEADS": self.tile_heads, "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n,
             "num_warps": shape.warps, "num_stages": shape.stages}
+
+    @staticmethod
+    def for_repair(arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a kernel for its rare second launch: small steps, which need few registers."""
+        return {**arguments, "BLOCK_N": 16, "num_warps": 8 if arguments["BLOCK_M"] > 64 else 4, "num_stages": 1}
 
 
 def _refuse(why: str) -> None:
