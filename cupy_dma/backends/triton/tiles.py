@@ -135,17 +135,6 @@ def logits(products, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def slope(products, scale, softcap, SOFTCAP: tl.constexpr):
-    """Derivative of the softcap: 1 - tanh^2."""
-    if SOFTCAP:
-        bent = softcapped(products * (scale / softcap), 1.0)
-        found = 1.0 - bent * bent
-    else:
-        found = 1.0
-    return found
-
-
-@triton.jit
 def has_nonfinite(x):
     return tl.max(tl.max((tl.abs(x) < INF).to(tl.int32) ^ 1, axis=1), axis=0) > 0
 
@@ -173,3 +162,16 @@ def nonfinite_part(weights, visible, rows):
     nans += tl.dot(lost.to(kind), tl.abs(infinite).to(kind))
     is_nan = (nans > 0) | (both > tl.abs(net))  # both infinities: NaN
     return tl.where(is_nan, NAN, tl.where(net > 0, INF, tl.where(net < 0, -INF, 0.0)))
+
+
+@triton.jit
+def gradients(products, dp, added, visible, lse, delta, scale, softcap, SOFTCAP: tl.constexpr):
+    """p, ds and dx of SPEC section 6 from q . k, dout . v, the bias in log 2 units, lse and delta; 0 where invisible."""
+    s = logits(products, scale, softcap, SOFTCAP) + added
+    p = tl.where(visible, tl.exp2(s - lse * LOG2_E), 0.0)
+    ds = tl.where(visible, p * (dp - delta), 0.0)
+    dx = ds
+    if SOFTCAP:
+        bent = softcapped(products * (scale / softcap), 1.0)
+        dx = tl.where(visible, ds * (1.0 - bent * bent), 0.0)
+    return p, ds, dx
