@@ -23,6 +23,7 @@ from cupy_dma.backends.triton.problem import Problem
 from cupy_dma.backends.triton.tiles import (
     INF,
     LOG2_E,
+    PLAIN,
     find_keys,
     find_tile,
     finite_only,
@@ -110,7 +111,7 @@ def _reduced(summed: torch.Tensor, bias: Operand) -> torch.Tensor:
     return summed
 
 
-@triton.jit(do_not_specialize=["count", "query_length"])
+@triton.jit(do_not_specialize=["count", *PLAIN])
 def row_delta(dout, out, lse, dlse, delta, dout_batch, dout_row, dout_head, out_batch, out_row, out_head, count, heads,
               query_length, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
     """delta_i = dout_i . out_i - dlse_i; 0 for a row that sees nothing."""
@@ -174,7 +175,7 @@ def _walk(dq, drow, q, do, row_lse, row_delta, rows, position, query, first, las
     return dq, drow
 
 
-@triton.jit(do_not_specialize=["query_length", "key_length", "tiles", "capacity"])
+@triton.jit(do_not_specialize=PLAIN)
 def backward_query(query, key, value, dout, lse, delta, dquery, dbias, spoiled, start, stop, listed, meta, dense, bias,
                    query_batch, query_row, query_head, key_batch, key_row, key_head,
                    value_batch, value_row, value_head, dout_batch, dout_row, dout_head,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from cupy_dma.backends.triton.problem import Problem
-from cupy_dma.backends.triton.tiles import INF, LOG2_E, gradients, key_runs, load_rows
+from cupy_dma.backends.triton.tiles import INF, LOG2_E, PLAIN, gradients, key_runs, load_rows
 
 
 def bias_gradient(problem: Problem, dbias: torch.Tensor | None) -> None:
@@ -25,7 +25,7 @@ def bias_gradient(problem: Problem, dbias: torch.Tensor | None) -> None:
                         BLOCK_N=shape.block_n, num_warps=shape.warps, num_stages=shape.stages)
 
 
-@triton.jit(do_not_specialize=["query_length", "key_length", "blocks"])
+@triton.jit(do_not_specialize=PLAIN)
 def backward_bias(query, key, value, dout, lse, delta, dbias, start, stop, dense, bias,
                   query_batch, query_row, query_head, key_batch, key_row, key_head,
                   value_batch, value_row, value_head, dout_batch, dout_row, dout_head,

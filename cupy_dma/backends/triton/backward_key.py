@@ -21,6 +21,7 @@ from cupy_dma.backends.triton.tiles import (
     INF,
     LOG2_E,
     NEVER,
+    PLAIN,
     finite_only,
     gradients,
     has_nonfinite,
@@ -102,7 +103,7 @@ def _add_queries(dk, dv, db, k, v, start, stop, wanted, key, at, b, head, query_
     return dk, dv, db
 
 
-@triton.jit(do_not_specialize=["query_length", "key_length", "blocks"])
+@triton.jit(do_not_specialize=PLAIN)
 def backward_key(query, key, value, dout, lse, delta, dkey, dvalue, dbias, spoiled, order, start, stop, dense, bias,
                  query_batch, query_row, query_head, key_batch, key_row, key_head,
                  value_batch, value_row, value_head, dout_batch, dout_row, dout_head,

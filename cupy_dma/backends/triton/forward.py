@@ -24,6 +24,7 @@ from cupy_dma.backends.triton.tiles import (
     INF,
     LN_2,
     LOG2_E,
+    PLAIN,
     find_keys,
     find_tile,
     finite_only,
@@ -107,7 +108,7 @@ def _attend(acc, m, l, q, rows, position, query, first, last, begin, end, full, 
     return acc, m, l
 
 
-@triton.jit(do_not_specialize=["query_length", "key_length", "tiles", "capacity"])
+@triton.jit(do_not_specialize=PLAIN)
 def attention_forward(query, key, value, out, lse, spoiled, start, stop, listed, meta, dense, bias,
                       query_batch, query_row, query_head, key_batch, key_row, key_head,
                       value_batch, value_row, value_head, start_batch, start_head, stop_batch, stop_head,

@@ -85,7 +85,9 @@ class Problem:
 
     def _add_pairs(self, name: str, operand: Operand | None) -> None:
         """Arguments of an operand (1|B, 1|Hkv|H, 1|Lq, 1|Lk)."""
-        array, strides, share = None, (0, 0, 0, 0), 1
+        array: torch.Tensor | None = None
+        strides: tuple[int, ...] = (0, 0, 0, 0)
+        share = 1
         if operand is not None:
             array = tensor(operand)
             strides, share = strides_of(operand, array), self._share(operand.shape[1])
@@ -154,11 +156,11 @@ def _shared_memory(index: int) -> int:
 
 @functools.cache
 def _shape(kernel: str, size: int, width: int, limit: int, rows: int) -> Shape:
-    """Blocks that fit: ``rows`` rows of queries, each of ``size`` numbers of ``width`` bytes."""
+    """Blocks that fit: ``rows`` rows of queries, each of ``size`` numbers of ``width`` bytes. Chosen for few spills."""
     wide = size > 128 or width == 4
-    shape = {"forward": Shape(128, 64, 8 if size > 64 else 4, 3),
-             "query": Shape(64 if wide else 128, 64, 8, 2),
-             "key": Shape(32 if wide else 64, 64, 8 if wide else 4, 2),
+    shape = {"forward": Shape(128, 32 if size > 128 else 64, 8, 3),
+             "query": Shape(64 if wide else 128, 32 if size > 128 else 64, 8, 2),
+             "key": Shape(32 if wide else 64, 64 if wide else 128, 8, 2),
              "bias": Shape(64, 64, 4, 1)}[kernel]
     if width == 4:
         shape = Shape(min(shape.block_m, 64), 32, 4 if size <= 64 else 8, min(shape.stages, 2))

@@ -65,8 +65,8 @@ def _ranks(scores: torch.Tensor, hidden: torch.Tensor | None, group: torch.Tenso
 
 
 def _running_best(rank: torch.Tensor, window: int) -> torch.Tensor:
-    """int32 (rows, n): T, the ``window``-th highest of the first 1, 2, ... ranks, which are a permutation of 0 .. n - 1;
-    -1 where there are fewer."""
+    """int32 (rows, n): T, the ``window``-th highest of the first 1, 2, ... of the ranks, which are a permutation of
+    0 .. n - 1; -1 where there are fewer."""
     rows, n = rank.shape
     bits = max(1, (n - 1).bit_length())
     current, following = rank, torch.empty_like(rank)

@@ -14,10 +14,15 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+# Numbers whose value a kernel is not compiled for, as nothing is gained by it.
+PLAIN = ["heads", "kv_heads", "query_length", "key_length", "tiles", "blocks", "capacity", "mask_batch", "mask_head",
+         "mask_share", "dense_share", "bias_share", "bias_heads", "sharing_batches", "sharing_heads"]
 EVER = tl.constexpr(-(2**31))
-NEVER = tl.constexpr(2**31 - 1)
+N# Numbers whose value a kernel is not compiled for, as nothing is gained by it.
+PLAIN = ["heads", "kv_heads", "query_length", "key_length", "tiles", "blocks", "capacity", "mask_batch", "mask_head",
+         "mask_share", "dense_share", "bias_share", "bias_heads", "sharing_batches", "sharing_heads"]
+EVER = tl.constexpr(2**31 - 1)
 INF = tl.constexpr(float("inf"))
-NAN = tl.constexpr(float("nan"))
 
 
 @triton.jit
@@ -161,12 +166,12 @@ def nonfinite_part(weights, visible, rows):
     nans = tl.dot(tl.where(visible, 1.0, 0.0).to(kind), tl.where(x != x, 1.0, 0.0).to(kind))
     nans += tl.dot(lost.to(kind), tl.abs(infinite).to(kind))
     is_nan = (nans > 0) | (both > tl.abs(net))  # both infinities: NaN
-    return tl.where(is_nan, NAN, tl.where(net > 0, INF, tl.where(net < 0, -INF, 0.0)))
+    return tl.where(is_nan, INF - INF, tl.where(net > 0, INF, tl.where(net < 0, -INF, 0.0)))
 
 
 @triton.jit
 def gradients(products, dp, added, visible, lse, delta, scale, softcap, SOFTCAP: tl.constexpr):
-    """p, ds and dx of SPEC section 6 from q . k, dout . v, the bias in log 2 units, lse and delta; 0 where invisible."""
+    """p, ds and dx of SPEC section 6 from q . k, dout . v, bias in log 2 units, lse and delta; 0 where invisible."""
     s = logits(products, scale, softcap, SOFTCAP) + added
     p = tl.where(visible, tl.exp2(s - lse * LOG2_E), 0.0)
     ds = tl.where(visible, p * (dp - delta), 0.0)
