@@ -18,10 +18,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 PLAIN = ["heads", "kv_heads", "query_length", "key_length", "tiles", "blocks", "capacity", "mask_batch", "mask_head",
          "mask_share", "dense_share", "bias_share", "bias_heads", "sharing_batches", "sharing_heads"]
 EVER = tl.constexpr(-(2**31))
-N# Numbers whose value a kernel is not compiled for, as nothing is gained by it.
-PLAIN = ["heads", "kv_heads", "query_length", "key_length", "tiles", "blocks", "capacity", "mask_batch", "mask_head",
-         "mask_share", "dense_share", "bias_share", "bias_heads", "sharing_batches", "sharing_heads"]
-EVER = tl.constexpr(2**31 - 1)
+NEVER = tl.constexpr(2**31 - 1)
 INF = tl.constexpr(float("inf"))
 
 
