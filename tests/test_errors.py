@@ -184,7 +184,7 @@ CASES = [
     (lambda: backward(needs=("query", "scores")), ValueError, ["needs", "'scores'", "'bias'"]),
     (lambda: backward(bias=zeros(3, HKV, LK)), ValueError, ["bias", "(3, 2, 7)"]),
     (lambda: backward(softcap=-1.0), ValueError, ["softcap", "at least 0"]),
-    (lambda: backward(backend="triton"), RuntimeError, ["backend='triton'", "later version"]),
+    (lambda: backward(backend="flex"), RuntimeError, ["backend='flex'", "later version"]),
     (lambda: dynamic_backward(window=0), ValueError, ["window", "0", "at least 1"]),
     (lambda: dynamic_backward(needs=("bias",)), ValueError, ["needs", "'bias'", "'dt_proj'"]),
     (lambda: dynamic_backward(dt_proj=DT, A=A), ValueError, ["scores", "dt_proj", "both"]),
@@ -196,7 +196,7 @@ CASES = [
     # backends
     (lambda: attend(backend="cuda13"), ValueError, ["backend", "'cuda13'", "'numpy'"]),
     (lambda: attend(backend=3), TypeError, ["backend", "int", "str"]),
-    (lambda: attend(backend="triton"), RuntimeError, ["backend='triton'", "later version", "numpy"]),
+    (lambda: attend(backend="flex"), RuntimeError, ["backend='flex'", "later version", "numpy"]),
     (lambda: M.top_w(SCORES, 3, backend="flex"), RuntimeError, ["backend='flex'", "later version"]),
     (lambda: dma.key_scores(K, DT, A, backend="no"), ValueError, ["backend", "'no'"]),
 ]

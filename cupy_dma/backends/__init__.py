@@ -28,7 +28,7 @@ from typing import Any
 from cupy_dma.arrays import Operand
 
 NAMES = ("cuda", "numpy", "triton", "flex")  # in the order of choice for CUDA arrays
-_LATER = {"triton": "arrives with a later version", "flex": "arrives with a later version"}
+_LATER = {"flex": "arrives with a later version"}
 _loaded: dict[str, Any] = {}  # the backends that have been found able to run
 _outside: dict[str, Any] = {}  # those that were registered
 _FOR_CPU = "emulator" if os.environ.get("CUPY_DMA_EMULATOR", "") not in ("", "0") else "numpy"
@@ -97,6 +97,9 @@ def choose(backend: str | None, operands: Iterable[Operand | None]) -> ModuleTyp
     if name == "cuda" and not on_cuda:
         raise ValueError(f"backend='cuda' takes CUDA arrays, but {first.name} is on {first.device}; "
                          f"leave backend out or use backend='numpy'")
+    if name == "triton" and on_cuda == module.interpreted():
+        wanted = "CPU arrays under TRITON_INTERPRET=1" if on_cuda else "CUDA arrays"
+        raise ValueError(f"backend='triton' takes {wanted}, but {first.name} is on {first.device}")
     return module
 
 

@@ -1,0 +1,60 @@
+"""The Triton backend: gathered-key kernels written in Triton, selection and scores in torch operations.
+
+Takes CUDA arrays of torch, CuPy and DLPack producers; with ``TRITON_INTERPRET=1``, set before Triton is imported, CPU
+arrays, on which Triton's interpreter runs the kernels. Work runs on the caller's current stream, results come from the
+caller's library, nothing synchronizes, and every sum has one order: results are the same bits on every run.
+
+float16 and bfloat16 are multiplied on tensor cores; float32 is multiplied in full IEEE precision, without TF32.
+
+    arrays.py      operands as torch tensors, the caller's stream
+    problem.py     a call as the kernels see it
+    lists.py       key lists and ranges of tiles, the order of keys for their gradients
+    tiles.py       what the kernels share: a tile of queries, visibility, logits, non-finite values
+    forward.py     attention                       backward.py, backward_key.py, backward_bias.py   its gradients
+    selection.py   prefix top-w                    scores.py   key scores and their gradients
+"""
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+__all__ = ["attention", "attention_backward", "interpreted", "key_scores", "key_scores_backward", "prefix_stop",
+           "unavailable"]
+
+_MODULES = {"attention": "forward", "attention_backward": "backward", "key_scores": "scores",
+            "key_scores_backward": "scores", "prefix_stop": "selection"}
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, on CPU arrays."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@cache
+def unavailable() -> str | None:
+    """Why this backend cannot run here, or None."""
+    for name in ("torch", "triton"):
+        try:
+            import_module(name)
+        except ImportError as error:
+            return f"{name} is not installed: pip install 'cupy_dma[triton]' ({error})"
+    if interpreted():
+        return None
+    import torch
+
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device (TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        return f"the device has compute capability {major}.{minor}, at least 8.0 (Ampere) is needed"
+    return None
+
+
+def __getattr__(name: str) -> Any:
+    """The functions of a backend. Their modules import torch and Triton, which may be missing, so they come late."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return found

@@ -1,0 +1,171 @@
+"""Attention over gathered keys (SPEC section 5): one program per tile of queries, online softmax in float32.
+
+    s2 = (softcap(scale * q . k) + bias) * log2(e)      m = max s2      p = 2^(s2 - m)      l = sum p
+    out = (sum p v) / l      lse = ln 2 * (m + log2(l))      out = 0 and lse = -inf where l = 0
+
+query (B, Lq, H, D), key and value (B, Lk, Hkv, D), out as query, lse (B, H, Lq) float32. p is rounded to the type of
+value for the second product.
+
+A value that is not finite and that some rows of a tile see but others do not spoils the sums of both. A tile that finds
+something non-finite in its result says so, and a second launch (REPAIR) makes such tiles again, with such values kept
+apart; its other programs end at once.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from cupy_dma.backends.triton.arrays import on_stream_of, result
+from cupy_dma.backends.triton.problem import Problem
+from cupy_dma.backends.triton.tiles import (
+    INF,
+    LN_2,
+    LOG2_E,
+    PLAIN,
+    find_keys,
+    find_tile,
+    finite_only,
+    has_nonfinite,
+    key_range,
+    load_rows,
+    logits,
+    nonfinite_part,
+    store_rows,
+)
+from cupy_dma.calls import AttentionCall
+
+
+def attention(call: AttentionCall) -> tuple[Any, Any]:
+    """``out (B, Lq, H, D)`` and ``lse (B, H, Lq)`` of a checked call."""
+    query = call.query
+    batch, query_length, heads, _ = query.shape
+    with on_stream_of(query):
+        problem = Problem(call)
+        out, out_tensor = result(query, query.shape, query.dtype)
+        lse, lse_tensor = result(query, (batch, heads, query_length), "float32")
+        if batch and query_length:
+            grid, arguments = problem.query_tiles("forward")
+            arguments.update(out=out_tensor, lse=lse_tensor,
+                             spoiled=torch.empty(grid, dtype=torch.int8, device=out_tensor.device))
+            attention_forward[grid](**arguments, REPAIR=False)
+            if problem.hides:
+                attention_forward[grid](**problem.for_repair(arguments), REPAIR=True)
+    return out, lse
+
+
+@triton.jit
+def _attend(acc, m, l, q, rows, position, query, first, last, begin, end, full, capacity, listed, start_base,
+            stop_base, dense_base, dense_row, dense_key, bias_base, bias_row, bias_key, key_base, key_row, value_base,
+            value_row, scale, softcap, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+            LISTED: tl.constexpr, INTERVALS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
+            BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+            ISOLATE: tl.constexpr):
+    """acc, m and l after the keys at the places begin .. end."""
+    SKIP: tl.constexpr = MASKED and (DENSE or (INTERVALS and not LISTED))
+    for at in range(begin, end, BLOCK_N):
+        place = at + tl.arange(0, BLOCK_N)
+        key, wanted, start, stop = find_keys(place, end, full, capacity, listed, start_base, stop_base, first, last,
+                                             LISTED, INTERVALS, CAUSAL, MASKED)
+        visible = rows[:, None]
+        if MASKED:
+            visible = (start[None, :] <= position[:, None]) & (position[:, None] < stop[None, :]) & rows[:, None]
+        if DENSE:
+            seen = tl.load(dense_base + query.to(tl.int64)[:, None] * dense_row + key.to(tl.int64)[None, :] * dense_key,
+                           mask=visible & wanted[None, :], other=0)
+            visible = seen != 0
+            wanted = tl.max(visible.to(tl.int32), axis=0) > 0
+        go = True
+        if SKIP:
+            go = tl.max(wanted.to(tl.int32), axis=0) > 0
+        if go:
+            k = load_rows(key_base, key.to(tl.int64) * key_row, wanted, HEAD_DIM, BLOCK_D, MASKED)
+            s = logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap, SOFTCAP)
+            if BIAS == 1:
+                added = tl.load(bias_base + key.to(tl.int64) * bias_key, mask=wanted, other=0.0) if MASKED else (
+                    tl.load(bias_base + key.to(tl.int64) * bias_key))
+                s += (added.to(tl.float32) * LOG2_E)[None, :]
+            elif BIAS == 2:
+                added = tl.load(bias_base + query.to(tl.int64)[:, None] * bias_row
+                                + key.to(tl.int64)[None, :] * bias_key, mask=visible & wanted[None, :], other=0.0)
+                s += added.to(tl.float32) * LOG2_E
+            if MASKED:
+                s = tl.where(visible, s, -INF)
+            highest = tl.maximum(m, tl.max(s, axis=1))
+            shift = tl.where(highest == -INF, 0.0, highest)
+            p = tl.exp2(s - shift[:, None])
+            shrink = tl.exp2(m - shift)
+            m = highest
+            l = l * shrink + tl.sum(p, axis=1)
+            v = load_rows(value_base, key.to(tl.int64) * value_row, wanted, HEAD_DIM, BLOCK_D, MASKED)
+            acc = acc * shrink[:, None]
+            if ISOLATE:
+                acc += nonfinite_part(p, visible, v)
+                v = finite_only(v)
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc, m, l
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def attention_forward(query, key, value, out, lse, spoiled, start, stop, listed, meta, dense, bias,
+                      query_batch, query_row, query_head, key_batch, key_row, key_head,
+                      value_batch, value_row, value_head, start_batch, start_head, stop_batch, stop_head,
+                      mask_batch, mask_head, mask_share, dense_batch, dense_head, dense_row, dense_key, dense_share,
+                      bias_batch, bias_head, bias_row, bias_key, bias_share,
+                      heads, kv_heads, query_length, key_length, tiles, capacity, scale, softcap,
+                      HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                      HEADS: tl.constexpr, LISTED: tl.constexpr, INTERVALS: tl.constexpr, CAUSAL: tl.constexpr,
+                      DENSE: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+                      REPAIR: tl.constexpr):
+    if REPAIR:
+        if tl.load(spoiled + tl.program_id(0)) == 0:
+            return
+    tile, b, first_head, i, head, rows, position, first, last = find_tile(tiles, heads, query_length, key_length,
+                                                                         BLOCK_M, HEADS)
+    group = first_head // (heads // kv_heads)
+    q = load_rows(query + b * query_batch, i.to(tl.int64) * query_row + head.to(tl.int64) * query_head, rows,
+                  HEAD_DIM, BLOCK_D, True)
+    row = b * mask_batch + (first_head // mask_share) * mask_head
+    begin, end, masked, full = key_range(meta, row, tile, tiles, first, last, key_length, BLOCK_N, LISTED, INTERVALS,
+                                         CAUSAL, DENSE)
+    tile_list = listed
+    start_base = start
+    stop_base = stop
+    if INTERVALS:
+        start_base = start + b * start_batch + (first_head // mask_share).to(tl.int64) * start_head
+        stop_base = stop + b * stop_batch + (first_head // mask_share).to(tl.int64) * stop_head
+    if LISTED:
+        tile_list = listed + (row * tiles + tile) * capacity
+    dense_base = dense
+    if DENSE:
+        dense_base = dense + b * dense_batch + (first_head // dense_share).to(tl.int64) * dense_head
+    bias_base = bias
+    if BIAS != 0:
+        bias_base = bias + b * bias_batch + (first_head // bias_share).to(tl.int64) * bias_head
+    key_base = key + b * key_batch + group.to(tl.int64) * key_head
+    value_base = value + b * value_batch + group.to(tl.int64) * value_head
+
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    m = tl.full((BLOCK_M,), -INF, tl.float32)
+    l = tl.zeros((BLOCK_M,), tl.float32)
+    if REPAIR:
+        masked = begin
+    elif not DENSE and (LISTED or not INTERVALS):
+        acc, m, l = _attend(acc, m, l, q, rows, position, i, first, last, begin, masked, full, capacity, tile_list,
+                            start_base, stop_base, dense_base, dense_row, dense_key, bias_base, bias_row, bias_key,
+                            key_base, key_row, value_base, value_row, scale, softcap, HEAD_DIM, BLOCK_D, BLOCK_N,
+                            LISTED, INTERVALS, CAUSAL, DENSE, BIAS, SOFTCAP, PRECISION, False, False)
+    acc, m, l = _attend(acc, m, l, q, rows, position, i, first, last, masked, end, full, capacity, tile_list,
+                        start_base, stop_base, dense_base, dense_row, dense_key, bias_base, bias_row, bias_key,
+                        key_base, key_row, value_base, value_row, scale, softcap, HEAD_DIM, BLOCK_D, BLOCK_N, LISTED,
+                        INTERVALS, CAUSAL, DENSE, BIAS, SOFTCAP, PRECISION, True, REPAIR)
+    if not REPAIR:
+        tl.store(spoiled + tl.program_id(0), has_nonfinite(acc).to(tl.int8))
+    seen = l != 0.0  # a sum of NaN is "seen": NaN stays NaN
+    acc = tl.where(seen[:, None], acc / tl.where(seen, l, 1.0)[:, None], 0.0)
+    row_lse = tl.where(seen, LN_2 * (m + tl.log2(tl.where(seen, l, 1.0))), -INF)
+    place = (b * query_length + i) * heads + head
+    store_rows(out, place * HEAD_DIM, rows, acc, HEAD_DIM, BLOCK_D)
+    tl.store(lse + (b * heads + head) * query_length + i, row_lse, mask=rows)

@@ -1,0 +1,179 @@
+"""What the kernels share: a tile of queries, the keys of a block and who sees them, logits, and non-finite values.
+
+A tile has BLOCK_M rows: BLOCK_M / HEADS consecutive queries times HEADS heads of one group, which share every gathered
+key; row r is query r // HEADS, head r % HEADS. Query i stands at position i + Lk - Lq. Logits are in log 2 units.
+
+Keys come in blocks of BLOCK_N. LISTED: from the tile's own list, its full keys (seen by the whole tile) from the front,
+its partial ones from the back. Otherwise in their own order. A pair is visible where start <= position < stop, and
+DENSE where the dense mask says so too; a block that is not MASKED needs no test.
+"""
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+# Numbers whose value a kernel is not compiled for, as nothing is gained by it.
+PLAIN = ["heads", "kv_heads", "query_length", "key_length", "tiles", "blocks", "capacity", "mask_batch", "mask_head",
+         "mask_share", "dense_share", "bias_share", "bias_heads", "sharing_batches", "sharing_heads"]
+EVER = tl.constexpr(-(2**31))
+NEVER = tl.constexpr(2**31 - 1)
+INF = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def find_tile(tiles, heads, query_length, key_length, BLOCK_M: tl.constexpr, HEADS: tl.constexpr):
+    """Tile, batch, first head; per row: query, head, whether it exists, position; first and last position."""
+    QUERIES: tl.constexpr = BLOCK_M // HEADS
+    program = tl.program_id(0)
+    tile = tiles - 1 - program % tiles  # the longest causal tiles first
+    rest = program // tiles
+    sets = heads // HEADS
+    first_head = rest % sets * HEADS
+    batch = (rest // sets).to(tl.int64)
+    row = tl.arange(0, BLOCK_M)
+    query = tile * QUERIES + row // HEADS
+    shift = key_length - query_length
+    first = tile * QUERIES + shift
+    last = tl.minimum(tile * QUERIES + QUERIES, query_length) - 1 + shift
+    return tile, batch, first_head, query, first_head + row % HEADS, query < query_length, query + shift, first, last
+
+
+@triton.jit
+def load_rows(base, row_offsets, row_mask, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    """Rows of HEAD_DIM numbers as (rows, BLOCK_D), 0 in padding and where the row mask is False."""
+    d = tl.arange(0, BLOCK_D)
+    pointers = base + row_offsets[:, None] + d[None, :]
+    if MASKED:
+        if HEAD_DIM == BLOCK_D:
+            rows = tl.load(pointers, mask=row_mask[:, None], other=0.0)
+        else:
+            rows = tl.load(pointers, mask=row_mask[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+    elif HEAD_DIM == BLOCK_D:
+        rows = tl.load(pointers)
+    else:
+        rows = tl.load(pointers, mask=(d < HEAD_DIM)[None, :], other=0.0)
+    return rows
+
+
+@triton.jit
+def store_rows(base, row_offsets, row_mask, rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    d = tl.arange(0, BLOCK_D)
+    tl.store(base + row_offsets[:, None] + d[None, :], rows.to(base.dtype.element_ty),
+             mask=row_mask[:, None] & (d < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def key_range(meta, row, tile, tiles, first, last, key_length, BLOCK_N: tl.constexpr, LISTED: tl.constexpr,
+              INTERVALS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr):
+    """begin, end of the places a tile looks at, from where on they need a mask, and (LISTED) how many keys are full."""
+    full = 0
+    if LISTED:
+        full = tl.load(meta + (row * tiles + tile) * 2)
+        begin = 0
+        end = tl.load(meta + (row * tiles + tile) * 2 + 1)
+        masked = full // BLOCK_N * BLOCK_N
+    elif INTERVALS:
+        begin = tl.load(meta + (row * tiles + tile) * 2)
+        end = tl.load(meta + (row * tiles + tile) * 2 + 1)
+        masked = begin
+    else:
+        begin = 0
+        end = key_length
+        masked = key_length // BLOCK_N * BLOCK_N
+        if CAUSAL:
+            end = tl.maximum(tl.minimum(key_length, last + 1), 0)
+            masked = tl.maximum(tl.minimum(key_length, first + 1), 0) // BLOCK_N * BLOCK_N
+    if DENSE:
+        masked = begin
+    return begin, end, masked, full
+
+
+@triton.jit
+def find_keys(place, end, full, capacity, listed, start_base, stop_base, first, last, LISTED: tl.constexpr,
+              INTERVALS: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr):
+    """Keys at these places, whether they exist and some query may see them, and their runs [start, stop)."""
+    wanted = place < end
+    key = place
+    if LISTED:
+        if MASKED:
+            entry = tl.where(place < full, place, capacity - 1 - (place - full))
+            key = tl.load(listed + entry, mask=wanted, other=0)
+        else:
+            key = tl.load(listed + place)
+    start, stop = key_runs(key, wanted, start_base, stop_base, INTERVALS and MASKED, CAUSAL)
+    if MASKED:
+        wanted = wanted & (start <= last) & (stop > first) & (start < stop)
+    return key, wanted, start, stop
+
+
+@triton.jit
+def key_runs(key, exists, start_base, stop_base, INTERVALS: tl.constexpr, CAUSAL: tl.constexpr):
+    """First position that sees each key, and the first later one that does not; an empty run if it does not exist."""
+    start = tl.where(exists, EVER, NEVER)
+    stop = tl.where(exists, NEVER, EVER)
+    if INTERVALS:
+        start = tl.load(start_base + key, mask=exists, other=2147483647)
+        stop = tl.load(stop_base + key, mask=exists, other=-2147483648)
+    if CAUSAL:
+        start = tl.maximum(start, key)
+    return start, stop
+
+
+@triton.jit
+def softcapped(x, cap):
+    """cap * tanh(x / cap), with an absolute error of some 1e-7 cap."""
+    return cap - 2.0 * cap / (tl.exp2(x * (2.0 * LOG2_E / cap)) + 1.0)
+
+
+@triton.jit
+def logits(products, scale, softcap, SOFTCAP: tl.constexpr):
+    if SOFTCAP:
+        s = softcapped(products * scale, softcap) * LOG2_E
+    else:
+        s = products * (scale * LOG2_E)
+    return s
+
+
+@triton.jit
+def has_nonfinite(x):
+    return tl.max(tl.max((tl.abs(x) < INF).to(tl.int32) ^ 1, axis=1), axis=0) > 0
+
+
+@triton.jit
+def finite_only(rows):
+    return tl.where(tl.abs(rows.to(tl.float32)) < INF, rows, 0.0).to(rows.dtype)
+
+
+@triton.jit
+def nonfinite_part(weights, visible, rows):
+    """What the non-finite numbers of ``rows`` add to ``weights @ rows`` over visible pairs: 0, an infinity or NaN.
+
+    In a product a weight of 0 would spread a NaN to those who do not see it. So the product is made of
+    ``finite_only(rows)``, and this is added; counts of 0 and 1 are exact in every type. All of it is a rare path.
+    """
+    x = rows.to(tl.float32)
+    kind = tl.float16
+    infinite = tl.where(x == INF, 1.0, tl.where(x == -INF, -1.0, 0.0))
+    sign = tl.where(visible, tl.where(weights > 0, 1.0, tl.where(weights < 0, -1.0, 0.0)), 0.0)
+    lost = tl.where(visible & (sign == 0.0), 1.0, 0.0)  # a weight of 0 or NaN times an infinity
+    net = tl.dot(sign.to(kind), infinite.to(kind))
+    both = tl.dot(tl.abs(sign).to(kind), tl.abs(infinite).to(kind))
+    nans = tl.dot(tl.where(visible, 1.0, 0.0).to(kind), tl.where(x != x, 1.0, 0.0).to(kind))
+    nans += tl.dot(lost.to(kind), tl.abs(infinite).to(kind))
+    is_nan = (nans > 0) | (both > tl.abs(net))  # both infinities: NaN
+    return tl.where(is_nan, INF - INF, tl.where(net > 0, INF, tl.where(net < 0, -INF, 0.0)))
+
+
+@triton.jit
+def gradients(products, dp, added, visible, lse, delta, scale, softcap, SOFTCAP: tl.constexpr):
+    """p, ds and dx of SPEC section 6 from q . k, dout . v, bias in log 2 units, lse and delta; 0 where invisible."""
+    s = logits(products, scale, softcap, SOFTCAP) + added
+    p = tl.where(visible, tl.exp2(s - lse * LOG2_E), 0.0)
+    ds = tl.where(visible, p * (dp - delta), 0.0)
+    dx = ds
+    if SOFTCAP:
+        bent = softcapped(products * (scale / softcap), 1.0)
+        dx = tl.where(visible, ds * (1.0 - bent * bent), 0.0)
+    return p, ds, dx
