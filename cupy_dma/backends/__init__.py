@@ -28,7 +28,7 @@ from typing import Any
 from cupy_dma.arrays import Operand
 
 NAMES = ("cuda", "numpy", "triton", "flex")  # in the order of choice for CUDA arrays
-_LATER = {"triton": "arrives with a later version", "flex": "arrives with a later version"}
+_LATER = {"triton": "arrives with a later version"}
 _loaded: dict[str, Any] = {}  # the backends that have been found able to run
 _outside: dict[str, Any] = {}  # those that were registered
 _FOR_CPU = "emulator" if os.environ.get("CUPY_DMA_EMULATOR", "") not in ("", "0") else "numpy"
