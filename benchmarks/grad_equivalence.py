@@ -77,9 +77,12 @@ def grid(dtype: str, names: str = "") -> list[cases.Case]:
 
 
 def place_of(backend: str) -> tuple[Any, Any]:
-    """The library and device whose arrays a backend takes."""
+    """The library and device whose arrays a backend takes. flex computes on the CPU here: on a GPU it would compile
+    every case, for hours (forward_equivalence.py and backward_equivalence.py do that with fewer)."""
     from cupy_dma.arrays import CPU, Device, library
 
+    if backend == "triton":
+        return library("torch"), Device("cuda", 0)
     return (library("cupy"), Device("cuda", 0)) if backend == "cuda" else (library("numpy"), CPU)
 
 
@@ -121,19 +124,24 @@ def table(lines: list[Line]) -> str:
     return "\n".join(rows)
 
 
-def record(lines: list[Line], seconds: float, arguments: dict[str, Any]) -> dict[str, Any]:
-    where: dict[str, Any] = {}
+def where(commit: str | None) -> dict[str, Any]:
+    """Versions, device and commit of this run."""
+    found: dict[str, Any] = {}
     if importlib.util.find_spec("torch"):  # measure.py needs it
         from benchmarks import measure
 
-        where = measure.machine()
-    if arguments["commit"]:
-        where["commit"] = arguments["commit"]
+        found = measure.machine()
+    if commit:
+        found["commit"] = commit
+    return found
 
-    def number(ratio: float) -> float | str:
-        return ratio if math.isfinite(ratio) else "infinite"  # JSON has no infinity
 
-    return {"method": __doc__, "arguments": arguments, **where, "seconds": seconds, "lines": [
+def number(ratio: float) -> float | str:
+    return ratio if math.isfinite(ratio) else "infinite"  # JSON has no infinity
+
+
+def record(lines: list[Line], seconds: float, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"method": __doc__, "arguments": arguments, **where(arguments["commit"]), "seconds": seconds, "lines": [
         {"backend": line.backend, "dtype": line.dtype, "cases": line.cases, "not_served": line.not_served,
          "worst_error_over_allowed": {name: number(ratio) for name, ratio in line.worst.items()},
          "worst_case": line.worst_case, "ok": line.ok} for line in lines]}

@@ -269,3 +269,11 @@ def check_backward(case: Case, gradients: Any, *, with_dlse: bool = False, tf32:
         print(f"d{name}: ", end="")
         assert found.dtype == data[name].dtype and found.shape == data[name].shape
         reference.assert_matches_reference(found, ref, plain, found.dtype, factor=3, terms=size)
+
+
+def expected(case: Case, **options: Any) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
+    """The oracle's ``out`` and ``lse`` and the plain same-precision computation, as ``expected_gradients`` has them.
+    ``options`` go to the plain computation."""
+    arguments = _oracle_arguments(case)
+    pairs = zip(reference.attention(*arguments), reference.same_precision_attention(*arguments, **options))
+    return {name: (ref, plain, 0.0) for name, (ref, plain) in zip(("out", "lse"), pairs)}

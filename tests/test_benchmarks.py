@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 import cupy_dma as dma
-from benchmarks import backward_performance, forward_performance, grad_equivalence, render
+from benchmarks import (
+    backward_equivalence,
+    backward_performance,
+    equivalence,
+    forward_equivalence,
+    forward_performance,
+    grad_equivalence,
+    render,
+)
 from cupy_dma import IntervalMask
 
 
@@ -303,3 +311,53 @@ def test_equivalence_grid_has_every_case_once_in_every_type():
         chosen = grad_equivalence.grid(dtype)
         assert {case.dtype for case in chosen} == {dtype}
         assert len({replace(case, name="") for case in chosen}) == len(chosen) > 100
+
+
+# ---- equivalence of named cases ----
+@pytest.mark.parametrize(("script", "tensors"), [
+    (forward_equivalence, {"out", "lse"}), (backward_equivalence, {"query", "key", "value", "bias"})])
+def test_named_equivalence(script, tensors, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("cupy_dma.backends._LATER", {"triton": "not today"})
+    arguments = ["--backend", "numpy", "--backend", "triton", "--cases", "odd", "--out", str(tmp_path)]
+    assert script.main(arguments) == 0
+    rows = json.loads((tmp_path / f"{script.SUITE.name}_equivalence.json").read_text())["rows"]
+    assert [(row["backend"], row["dtype"], row["reason"]) for row in rows] == [
+        ("triton", "", "not available: not today"), *(("numpy", dtype, "") for dtype in equivalence.DTYPES)]
+    for row in rows[1:]:
+        assert row["tensors"].keys() == tensors
+        assert row["ok"]
+        assert any(0 < tensor["error"] <= tensor["allowed"] for tensor in row["tensors"].values())
+    assert "not today" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", [lambda x: x * 1.1, lambda x: x * np.nan, lambda x: x[:, :1], lambda x: None,
+                                   lambda x: x.astype(np.float64)])
+def test_named_equivalence_fails_for_wrong_results(tmp_path, monkeypatch, capsys, wrong):
+    right = forward_equivalence.cases.run
+
+    def broken(*arguments, **options):
+        out, lse = right(*arguments, **options)
+        return wrong(out), lse
+
+    monkeypatch.setattr(forward_equivalence.cases, "run", broken)
+    arguments = ["--backend", "numpy", "--dtype", "float16", "--cases", "odd", "--out", str(tmp_path)]
+    assert forward_equivalence.main(arguments) == 1
+    assert not (tmp_path / "forward_equivalence.json").exists()
+    assert (tmp_path / "forward_equivalence.failed.json").exists()
+    assert "EXCEEDS" in capsys.readouterr().out
+
+
+def test_named_equivalence_says_what_is_not_served(tmp_path, monkeypatch, capsys):
+    def refuse(*arguments, **options):
+        raise NotImplementedError("backend='numpy' cannot do this: it is Sunday")
+
+    monkeypatch.setattr(forward_equivalence.cases, "run", refuse)
+    assert forward_equivalence.main(["--backend", "numpy", "--cases", "odd", "--out", str(tmp_path)]) == 1
+    assert "it is Sunday" in capsys.readouterr().out
+
+
+def test_named_cases():
+    assert len({case.name for case in equivalence.CASES}) == len(equivalence.CASES)
+    empty = equivalence.CASES[-1]
+    assert empty.causal
+    assert empty.query_length > empty.key_length

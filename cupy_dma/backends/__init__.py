@@ -28,7 +28,6 @@ from typing import Any
 from cupy_dma.arrays import Operand
 
 NAMES = ("cuda", "numpy", "triton", "flex")  # in the order of choice for CUDA arrays
-_LATER = {"flex": "arrives with a later version"}
 _loaded: dict[str, Any] = {}  # the backends that have been found able to run
 _outside: dict[str, Any] = {}  # those that were registered
 _FOR_CPU = "emulator" if os.environ.get("CUPY_DMA_EMULATOR", "") not in ("", "0") else "numpy"
@@ -50,8 +49,6 @@ def why_not(name: str) -> str | None:
             return f"CUPY_DMA_EMULATOR is set outside of a checkout: {error}"
     if name not in NAMES and name not in _outside:
         raise ValueError(f"backend must be one of {', '.join(map(repr, NAMES))}, got {name!r}")
-    if name in _LATER:
-        return _LATER[name]
     try:
         module = _outside.get(name) or import_module(f"cupy_dma.backends.{name}")
     except ImportError as error:

@@ -1,0 +1,55 @@
+"""The flex backend: torch's FlexAttention with mask and bias applied as SPEC section 5 has them.
+
+CUDA arrays run in compiled FlexAttention kernels; CPU arrays (torch or NumPy) in FlexAttention's unfused mathematics,
+which holds the scores ``(B, H, Lq, Lk)`` in memory and is meant for tests. Mask and bias reach the kernel as
+``mask_mod`` and ``score_mod`` that index the caller's arrays, with query ``i`` at position ``i + Lk - Lq``, and blocks
+of 128 x 128 pairs that hold no visible pair are skipped. The backward pass computes the forward again.
+
+Limits, of FlexAttention or of this use of it:
+
+- Varlen calls are refused; pack the sequences with a documents mask.
+- A NaN or infinity in a key or value that no query sees changes nothing, and none in a query that sees nothing. But one
+  that *some* queries see may also reach others of its batch entry and head, because FlexAttention multiplies whole
+  tiles, and 0 times NaN is NaN: a value ``out`` and ``dquery``, a key ``dquery`` (in ``out`` only where it is seen), a
+  query ``dkey`` and ``dbias`` is spoiled by what is visible only. Finite arrays never meet this.
+- Every new combination of shapes, types and options is compiled once on CUDA, which takes seconds.
+- ``deterministic=True`` with a bias that broadcasts holds its gradient ``(B, H, Lq, Lk)`` in float32 before it is
+  summed; without it FlexAttention adds to the bias gradient with atomic float32 additions.
+- Finding the blocks reads a dense mask once more and takes ``Lq * Lk / 128`` bytes for an interval mask.
+- Results for CuPy arrays lie in memory of torch's allocator.
+
+    problem.py       the call as tensors, what mask_mod and score_mod read, which blocks and keys are seen
+    passes.py        forward and backward, compiled or not
+    ../_torch_math.py    key scores and selection
+"""
+from __future__ import annotations
+
+from typing import Any
+
+from cupy_dma.backends._torch_math import key_scores, key_scores_backward, prefix_stop
+from cupy_dma.calls import AttentionBackwardCall, AttentionCall
+
+__all__ = ["attention", "attention_backward", "key_scores", "key_scores_backward", "prefix_stop", "unavailable"]
+
+
+def unavailable() -> str | None:
+    """Why this backend cannot run here; None if it can."""
+    try:
+        from torch.nn.attention import flex_attention  # noqa: F401
+    except ImportError as error:
+        return f"FlexAttention needs torch 2.6 or newer ({error})"
+    return None
+
+
+def attention(call: AttentionCall) -> tuple[Any, Any]:
+    """``out`` and ``lse``; see ``cupy_dma.backends``."""
+    from cupy_dma.backends.flex import passes  # imports torch
+
+    return passes.attention(call)
+
+
+def attention_backward(call: AttentionBackwardCall) -> tuple[Any, Any, Any, Any]:
+    """``(dquery, dkey, dvalue, dbias)``, None for what is not in ``call.needs``; see ``cupy_dma.backends``."""
+    from cupy_dma.backends.flex import passes
+
+    return passes.attention_backward(call)
