@@ -79,6 +79,10 @@ CASES = [
     (lambda: attend(mask=zeros(B, LQ, LK, dtype=bool)), ValueError, ["mask", "(2, 5, 7)"]),
     (lambda: attend(mask=zeros(1, 1, LQ, 2 * LK, dtype=bool)[..., ::2]), ValueError, ["mask", "last axis", "stride 2"]),
     (lambda: attend(mask="causal"), TypeError, ["mask", "builtins.str"]),
+    (lambda: attend(mask=(M.causal(LK), None)), TypeError, ["mask", "tuple", "NoneType", "IntervalMask"]),
+    (lambda: attend(mask=[M.causal(LK), M.causal(8)]), ValueError, ["mask", "(1, 1, 8)", "Lk=7"]),
+    (lambda: attend(mask=(zeros(LQ, LK, dtype=bool), zeros(LQ, LK))), TypeError, ["mask", "float32", "bool"]),
+    (lambda: attend(mask=(zeros(LQ, LK, dtype=bool), zeros(LQ, 6, dtype=bool))), ValueError, ["mask", "1 or 7"]),
     # biases
     (lambda: attend(bias=zeros(B, HKV, LK, dtype=np.int64)), TypeError, ["bias", "int64", "float32"]),
     (lambda: attend(bias=zeros(B, 3, LK)), ValueError, ["bias", "(2, 3, 7)", "1 or 2 or 4"]),

@@ -81,13 +81,22 @@ class ForwardConfig(jit.Config):
     min_blocks: int
     keys: str
     causal: bool
-    bias: bool
+    bias: int  # BIAS_NONE, BIAS_OF_KEYS, BIAS_DENSE
     softcap: bool
+    bits: bool = False  # a dense mask
+    bias_element: str = "float"
 
     @property
     def shared_bytes(self) -> int:
         """Size of ``struct Shared`` in the kernel file."""
-        return _shared_bytes(self.head_dim, self.block_m, self.block_n)
+        return self._shared_bytes(self.block_m)
+
+    def _shared_bytes(self, rows: int) -> int:
+        tile = Tile(self.block_m, self.block_n, self.warps, self.min_blocks)
+        size = _shared_bytes(self.head_dim, rows, self.block_n)
+        if self.bits:
+            size += 8 * self.block_n * (blocks(self.queries, 32) - 2)
+        return size + (_bias_bytes(tile, self.heads, self.bias_element) if self.bias == BIAS_DENSE else 0)
 
     @property
     def queries(self) -> int:
@@ -101,7 +110,7 @@ class BackwardQueryConfig(ForwardConfig):
 
     @property
     def shared_bytes(self) -> int:
-        return _shared_bytes(self.head_dim, 2 * self.block_m, self.block_n)
+        return self._shared_bytes(2 * self.block_m)
 
 
 class KeyTile(NamedTuple):
@@ -151,7 +160,16 @@ class BackwardSumConfig(jit.Config):
     dbias: bool
 
 
+@dataclass(frozen=True)
+class DenseConfig(jit.Config):
+    source = "dense.cu"
+    queries: int
+
+
 # Threads of a block and sizes, as in the kernel files.
+BIAS_NONE, BIAS_OF_KEYS, BIAS_DENSE = 0, 1, 2
+STATE_KEYS = 64
+RESERVED = 1024  # bytes of a multiprocessor's shared memory that each of its blocks costs besides its own
 SCORE_THREADS, SCORE_BLOCK_KEYS, SCORE_SLICE_KEYS = 256, 32, 512
 SELECT_THREADS = {"local_top": 1024, "filter_arrivals": 1024, "sweep_arrivals": 512}
 ARRIVALS = 256
@@ -175,12 +193,23 @@ _BACKWARD_KEY_TILES = {
     128: (KeyTile(64, 64, 4, 2), KeyTile(64, 32, 4, 1)),
     256: (KeyTile(64, 32, 4, 1), KeyTile(32, 16, 2, 1)),
 }
+# With a dense bias, two tiles of which must fit as well: the first of which as many blocks fit as it names.
+_BIASED_TILES = {
+    64: (Tile(128, 64, 4, 2), Tile(128, 32, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+    128: (Tile(128, 32, 4, 2), Tile(128, 32, 8, 1), Tile(64, 32, 4, 1)),
+    256: (Tile(128, 32, 8, 1), Tile(64, 32, 4, 1), Tile(64, 16, 4, 1)),
+}
 _SMALL_TILES = (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2))
 
 
 def _shared_bytes(head_dim: int, block_m: int, block_n: int) -> int:
     row = (head_dim + 15) // 16 * 16 + 8
     return 2 * row * (block_m + 4 * block_n) + 4 * 9 * block_n
+
+
+def _bias_bytes(tile: Tile, heads: int, element: str) -> int:
+    """Two tiles of a dense bias."""
+    return 2 * blocks(tile.block_m, heads) * (tile.block_n + 8) * (4 if element == "float" else 2)
 
 
 def _key_shared_bytes(head_dim: int, block_n: int, block_q: int) -> int:
@@ -200,13 +229,24 @@ def _of_head_dim(shapes: Mapping[int, tuple[Shape, ...]], head_dim: int) -> tupl
 
 
 @functools.cache
-def tile_shape(head_dim: int, shared_limit: int, few: bool = False) -> Tile:
+def tile_shape(head_dim: int, shared_limit: int, few: bool = False, dense_bias: str | None = None) -> Tile:
     """The forward's tile for a head dim within ``shared_limit`` bytes of shared memory.
 
-    ``few``: there are fewer tiles than multiprocessors, so that a tile's own time counts.
+    ``few``: there are fewer tiles than multiprocessors, so that a tile's own time counts. ``dense_bias``: the kernels'
+    type of a bias with a number per query and key.
     """
-    shapes = _SMALL_TILES if few and head_dim <= 128 else _of_head_dim(_TILES, head_dim)
-    return _first_that_fits(shapes, lambda t: _shared_bytes(head_dim, t.block_m, t.block_n), head_dim, shared_limit)
+    shapes = _of_head_dim(_TILES if dense_bias is None else _BIASED_TILES, head_dim)
+    if few and head_dim <= 128:
+        shapes = _SMALL_TILES
+
+    def size(tile: Tile) -> int:
+        least = _shared_bytes(head_dim, tile.block_m, tile.block_n) + 16 * tile.block_n  # words of a dense mask
+        if dense_bias is None:
+            return least
+        together = tile.min_blocks * (least + _bias_bytes(tile, 1, dense_bias) + RESERVED)
+        return together - RESERVED
+
+    return _first_that_fits(shapes, size, head_dim, shared_limit)
 
 
 @functools.cache
@@ -223,9 +263,12 @@ def backward_key_tile(head_dim: int, shared_limit: int) -> KeyTile:
                             lambda t: _key_shared_bytes(head_dim, t.block_n, t.block_q), head_dim, shared_limit)
 
 
-def heads_per_tile(group: int) -> int:
-    """Heads of a group that share a gathered tile: the largest divisor up to 4 (more would make lists too many)."""
-    return max(h for h in (1, 2, 3, 4) if group % h == 0)
+def heads_per_tile(group: int, bits: bool = False) -> int:
+    """Heads of a group that share a gathered tile: the largest divisor up to 4 (more would make lists too many).
+
+    ``bits``: a tile's queries must begin at a word's or at an 8th, 16th of it.
+    """
+    return max(h for h in ((1, 2, 4) if bits else (1, 2, 3, 4)) if group % h == 0)
 
 
 def blocks(length: int, size: int) -> int:
