@@ -1,13 +1,13 @@
-// A dense bias, one number per query and key: the tile of it that a block of keys meets, in shared memory.
+// A dense bias, one number per query and key: a tile of it in shared memory.
 //
-// The tile has a row per query (heads of one tile share their bias rows) and a column per key of the block, in the bias'
-// own type. Where the block's keys follow each other and rows are aligned it comes in asynchronous copies of 16 bytes,
-// otherwise (gathered keys, odd strides, one number for all keys) element by element.
+// A tile has a row per query (heads that share a bias share its rows) and a column per key of a block, in the bias' own
+// type. Where the block's keys follow each other and rows are aligned it comes in asynchronous copies of 16 bytes,
+// otherwise (gathered keys, odd strides, one number for all keys) element by element. The gradient of a tile leaves by
+// the same way.
 //
-// Prelude: BIAS, BIAS_ELEMENT (__half, __nv_bfloat16 or float), KEYS, BLOCK_M, BLOCK_N, HEADS, WARPS.
+// Prelude: BIAS (BIAS_NONE, BIAS_OF_KEYS: one float32 per key, or BIAS_DENSE), BIAS_ELEMENT (__half, __nv_bfloat16, float).
 #pragma once
 #include "arch.cuh"
-#include "mask.cuh"
 #include "params.cuh"
 
 #define BIAS_NONE 0
@@ -15,21 +15,21 @@
 #define BIAS_DENSE 2
 
 #if BIAS == BIAS_DENSE
-constexpr int BIAS_ROWS = (BLOCK_M + HEADS - 1) / HEADS;
-constexpr int BIAS_STRIDE = BLOCK_N + 8;  // a warp's lanes read different banks, whatever the type
 constexpr int BIAS_WIDTH = 16 / sizeof(BIAS_ELEMENT);
 
+template <int rows, int columns>
 struct alignas(16) BiasTile {
-    BIAS_ELEMENT x[BIAS_ROWS * BIAS_STRIDE];
+    static constexpr int STRIDE = columns + 8;  // a warp's lanes read different banks, whatever the type
+    BIAS_ELEMENT x[rows * STRIDE];
 };
 
 struct alignas(2 * sizeof(BIAS_ELEMENT)) BiasPair {
     BIAS_ELEMENT x[2];
 };
 
-// The bias of one tile of queries.
+// The bias of one head from a query on.
 struct BiasRows {
-    const BIAS_ELEMENT* first;  // of its first query, at key 0
+    const BIAS_ELEMENT* first;  // at key 0
     long long query, key;       // strides
     int count;                  // queries that exist
     bool aligned;
@@ -37,71 +37,81 @@ struct BiasRows {
     __device__ __forceinline__ BiasRows(const AttentionParams& p, int batch, int group, int head, int first_query)
         : first(static_cast<const BIAS_ELEMENT*>(p.bias_rows) + batch * p.bias_batch + group * p.bias_group +
                 head * p.bias_head + first_query * p.bias_query),
-          query(p.bias_query), key(p.bias_key), count(min(p.query_length - first_query, BIAS_ROWS)),
-          aligned(p.bias_aligned != 0) {}
+          query(p.bias_query), key(p.bias_key), count(p.query_length - first_query), aligned(p.bias_aligned != 0) {}
 };
 
-// Whether the block has BLOCK_N keys that follow each other, the first of them at 16 bytes. `index`: its entries.
-__device__ __forceinline__ bool keys_follow(const KeyBlocks& blocks, KeyBlock block, const int* index) {
-    if (block.first + BLOCK_N > blocks.source.length) return false;
-#if KEYS == KEYS_CONTIGUOUS
-    return true;
-#else
-#if KEYS == KEYS_LISTED
-    if (block.first < blocks.source.full && block.first + BLOCK_N > blocks.source.full) return false;
-#endif
-    return index[BLOCK_N - 1] - index[0] == BLOCK_N - 1 && index[0] % BIAS_WIDTH == 0;  // entries are in order
-#endif
-}
-
-// Starts the copies of the block's tile; rows of queries and columns of keys that do not exist become 0.
-__device__ __forceinline__ void gather_bias(BiasTile& tile, const BiasRows& rows, const KeyBlocks& blocks, KeyBlock block,
-                                            const int* index) {
-    constexpr int THREADS_ = WARPS * 32;
-    if (rows.aligned && keys_follow(blocks, block, index)) {
-        constexpr int PIECES = BLOCK_N / BIAS_WIDTH;
-#if KEYS == KEYS_CONTIGUOUS
-        const int first = block.first;
-#else
-        const int first = index[0];
-#endif
+// Starts the copies of a tile; what does not exist becomes 0. `following`: the key of column 0 if the columns are keys that
+// follow each other from a multiple of 16 bytes on, else -1. key_of(column): its key, or -1. All threads of a block
+// call it; complete after copy_async_wait.
+template <int rows, int columns, int threads, typename KeyOf>
+__device__ __forceinline__ void load_bias(BiasTile<rows, columns>& tile, const BiasRows& source, int following,
+                                          const KeyOf& key_of) {
+    constexpr int STRIDE = BiasTile<rows, columns>::STRIDE;
+    if (source.aligned && following >= 0) {
+        constexpr int PIECES = columns / BIAS_WIDTH;
 #pragma unroll
-        for (int i = threadIdx.x; i < BIAS_ROWS * PIECES; i += THREADS_) {
+        for (int i = threadIdx.x; i < rows * PIECES; i += threads) {
             const int row = i / PIECES, column = i % PIECES * BIAS_WIDTH;
-            const bool exists = row < rows.count;
-            copy_async_16(tile.x + row * BIAS_STRIDE + column,
-                          rows.first + (exists ? row * rows.query : 0) + first + column, exists ? 16 : 0);
+            const bool exists = row < source.count;
+            copy_async_16(tile.x + row * STRIDE + column,
+                          source.first + (exists ? row * source.query : 0) + following + column, exists ? 16 : 0);
         }
         return;
     }
-    // A thread keeps to one column and reads BATCH rows at a time.
-    constexpr int DISTANCE = THREADS_ / BLOCK_N, BATCH = 8;
-    static_assert(THREADS_ % BLOCK_N == 0, "a thread keeps to one column");
-    const int column = threadIdx.x % BLOCK_N;
-    const bool some = block.first + column < blocks.source.length;
-#if KEYS == KEYS_CONTIGUOUS
-    const long long key = block.first + column;
-#else
-    const long long key = some ? index[column] : 0;
-#endif
-    const BIAS_ELEMENT* source = rows.first + key * rows.key;
-    for (int at = threadIdx.x / BLOCK_N; at < BIAS_ROWS; at += BATCH * DISTANCE) {
+    constexpr int DISTANCE = threads / columns, BATCH = 8;  // rows that a thread reads at a time
+    static_assert(threads % columns == 0, "a thread keeps to one column");
+    const int column = threadIdx.x % columns, key = key_of(column);
+    const BIAS_ELEMENT* first = source.first + max(key, 0) * source.key;
+    for (int at = threadIdx.x / columns; at < rows; at += BATCH * DISTANCE) {
         BIAS_ELEMENT x[BATCH];
 #pragma unroll
         for (int k = 0; k < BATCH; ++k) {
             const int row = at + k * DISTANCE;
             from_float(x[k], 0.0f);
-            if (some && row < rows.count) x[k] = source[row * rows.query];
+            if (key >= 0 && row < rows && row < source.count) x[k] = first[row * source.query];
         }
 #pragma unroll
         for (int k = 0; k < BATCH; ++k)
-            if (at + k * DISTANCE < BIAS_ROWS) tile.x[(at + k * DISTANCE) * BIAS_STRIDE + column] = x[k];
+            if (at + k * DISTANCE < rows) tile.x[(at + k * DISTANCE) * STRIDE + column] = x[k];
     }
 }
 
-// The two numbers of a tile's row at this lane's columns `column` and `column + 1`, in log 2 units.
-__device__ __forceinline__ float2 bias_pair(const BiasTile& tile, int row, int column) {
-    const BiasPair pair = *reinterpret_cast<const BiasPair*>(tile.x + row / HEADS * BIAS_STRIDE + column);
+// Two neighbouring numbers of a tile's row, in log 2 units.
+template <int rows, int columns>
+__device__ __forceinline__ float2 bias_pair(const BiasTile<rows, columns>& tile, int row, int column) {
+    const BiasPair pair =
+        *reinterpret_cast<const BiasPair*>(tile.x + row * BiasTile<rows, columns>::STRIDE + column);
     return make_float2(to_float(pair.x[0]) * LOG2_E, to_float(pair.x[1]) * LOG2_E);
+}
+
+// The gradient in place of the bias.
+template <int rows, int columns>
+__device__ __forceinline__ void set_bias_pair(BiasTile<rows, columns>& tile, int row, int column, float x, float y) {
+    BiasPair pair;
+    from_float(pair.x[0], x);
+    from_float(pair.x[1], y);
+    *reinterpret_cast<BiasPair*>(tile.x + row * BiasTile<rows, columns>::STRIDE + column) = pair;
+}
+
+// A warp writes `count` rows of a tile, from `first_row` on, to rows of `length` numbers at `target` (the row of first_row).
+// `following` and key_of as for load_bias.
+template <int rows, int columns, typename KeyOf>
+__device__ __forceinline__ void store_bias(BIAS_ELEMENT* target, long long length, const BiasTile<rows, columns>& tile,
+                                           int first_row, int count, int following, const KeyOf& key_of) {
+    constexpr int STRIDE = BiasTile<rows, columns>::STRIDE;
+    const int lane = threadIdx.x & 31;
+    if (following >= 0 && length % BIAS_WIDTH == 0) {
+        constexpr int PIECES = columns / BIAS_WIDTH;
+        for (int i = lane; i < count * PIECES; i += 32) {
+            const int row = i / PIECES, column = i % PIECES * BIAS_WIDTH;
+            *reinterpret_cast<uint4*>(target + row * length + following + column) =
+                *reinterpret_cast<const uint4*>(tile.x + (first_row + row) * STRIDE + column);
+        }
+        return;
+    }
+    for (int i = lane; i < count * columns; i += 32) {
+        const int row = i / columns, column = i % columns, key = key_of(column);
+        if (key >= 0) target[row * length + key] = tile.x[(first_row + row) * STRIDE + column];
+    }
 }
 #endif

@@ -26,7 +26,7 @@ __device__ __forceinline__ void finish_logits(Accumulator (&s)[WARP_ROWS][KEY_FR
         for (int i = 0; i < 8; i += 2)
 #pragma unroll
             for (int m = 0; m < WARP_ROWS; ++m) {
-                const float2 bias = bias_pair(shared.bias_rows[stage], first_row + 16 * m + 8 * fragment_row(i),
+                const float2 bias = bias_pair(shared.bias_rows[stage], (first_row + 16 * m + 8 * fragment_row(i)) / HEADS,
                                               16 * n + 2 * (threadIdx.x & 3) + fragment_column(i));
                 s[m][n].x[i] = logit(s[m][n].x[i], bias.x);
                 s[m][n].x[i + 1] = logit(s[m][n].x[i + 1], bias.y);

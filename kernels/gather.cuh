@@ -22,6 +22,7 @@ constexpr int THREADS = WARPS * 32;
 constexpr int WARP_ROWS = BLOCK_M / (WARPS * 16);  // fragments of 16 rows a warp owns
 constexpr int QUERIES = BLOCK_M / HEADS;
 constexpr int WORDS = (QUERIES + 31) / 32;  // BITS: of a key
+constexpr int BIAS_ROWS = (BLOCK_M + HEADS - 1) / HEADS;
 constexpr int KEY_FRAGMENTS = BLOCK_N / 16;
 constexpr int DIM_FRAGMENTS = HEAD_DIM_PADDED / 16;
 
@@ -36,7 +37,7 @@ struct KeyTiles {
 #endif
     int index[3][BLOCK_N];  // key rows of the current, the next and the block after
 #if BIAS == BIAS_DENSE
-    BiasTile bias_rows[2];
+    BiasTile<BIAS_ROWS, BLOCK_N> bias_rows[2];
 #endif
 };
 
@@ -137,14 +138,14 @@ __device__ __forceinline__ void gather_keys(KeyTiles& shared, const AttentionPar
         copy_async_4(&shared.bias[stage][column], biases + (long long)key * p.bias_key, exists ? 4 : 0);
 #endif
         if (block.masked) {
-#if KEYS == KEYS_CONTIGUOUS
-            shared.start[stage][column] = CAUSAL ? key : INT_LOWEST;
-            shared.stop[stage][column] = exists ? NEVER : INT_LOWEST;
-#elif BITS
+#if BITS
 #pragma unroll
             for (int w = 0; w < WORDS; ++w)  // a key that does not exist has no bits
                 copy_async_4(&shared.words[stage][w][column],
                              blocks.source.columns + (long long)w * p.key_stride + key, exists ? 4 : 0);
+#elif KEYS == KEYS_CONTIGUOUS
+            shared.start[stage][column] = CAUSAL ? key : INT_LOWEST;
+            shared.stop[stage][column] = exists ? NEVER : INT_LOWEST;
 #else
             copy_async_4(&shared.start[stage][column], blocks.source.start + key, exists ? 4 : 0);
             copy_async_4(&shared.stop[stage][column], blocks.source.stop + key, exists ? 4 : 0);
@@ -152,6 +153,36 @@ __device__ __forceinline__ void gather_keys(KeyTiles& shared, const AttentionPar
         }
     }
 }
+
+#if BIAS == BIAS_DENSE
+// The keys of a block's columns.
+struct BlockKeys {
+    const KeyBlocks& blocks;
+    KeyBlock block;
+    const int* index;
+
+    __device__ __forceinline__ BlockKeys(const KeyBlocks& blocks, KeyBlock block, const int* index)
+        : blocks(blocks), block(block), index(index) {}
+
+    __device__ __forceinline__ int operator()(int column) const {
+        if (block.first + column >= blocks.source.length) return -1;
+        return KEYS == KEYS_CONTIGUOUS ? block.first + column : index[column];
+    }
+
+    // The first key if BLOCK_N keys follow each other from a multiple of 16 bytes on, else -1.
+    __device__ __forceinline__ int following() const {
+        if (block.first + BLOCK_N > blocks.source.length) return -1;
+#if KEYS == KEYS_CONTIGUOUS
+        return block.first;
+#else
+#if KEYS == KEYS_LISTED  // in order but for the step from full keys to partial ones
+        if (block.first < blocks.source.full && block.first + BLOCK_N > blocks.source.full) return -1;
+#endif
+        return index[BLOCK_N - 1] - index[0] == BLOCK_N - 1 && index[0] % BIAS_WIDTH == 0 ? index[0] : -1;
+#endif
+    }
+};
+#endif
 
 // The key side of a tile's pipeline: gather(block, slot, stage) starts the copies of a block, if there is one.
 struct KeyGather {
@@ -182,7 +213,8 @@ struct KeyGather {
         else
             gather_keys<true>(shared, p, keys, values, biases, blocks, block, slot, stage);
 #if BIAS == BIAS_DENSE
-        gather_bias(shared.bias_rows[stage], bias_rows, blocks, block, shared.index[slot]);
+        const BlockKeys columns(blocks, block, shared.index[slot]);
+        load_bias<BIAS_ROWS, BLOCK_N, THREADS>(shared.bias_rows[stage], bias_rows, columns.following(), columns);
 #endif
     }
 };
@@ -195,6 +227,22 @@ __device__ __forceinline__ void row_positions(int (&position)[WARP_ROWS][2], con
         for (int r = 0; r < 2; ++r) {
             const int query = (first_row + 16 * m + (threadIdx.x & 31) / 4 + 8 * r) / HEADS;
             position[m][r] = BITS ? static_cast<int>(1u << ((t.first_query + query) & 31)) : t.first_position + query;
+        }
+}
+
+// lse (log 2 units, +inf for a row that sees nothing) and delta of this lane's rows (backward pass).
+__device__ __forceinline__ void load_statistics(float (&lse)[WARP_ROWS][2], float (&delta)[WARP_ROWS][2],
+                                                const AttentionParams& p, const Tile& t, int first_row) {
+#pragma unroll
+    for (int m = 0; m < WARP_ROWS; ++m)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = first_row + 16 * m + (threadIdx.x & 31) / 4 + 8 * r, query = t.first_query + row / HEADS;
+            const bool exists = row < QUERIES * HEADS && query < p.query_length;
+            const long long head = (long long)t.batch * p.heads + t.first_head + row % HEADS;
+            const float x = exists ? p.lse[head * p.query_length + query] : -infinity();
+            lse[m][r] = x == -infinity() ? infinity() : x * LOG2_E;
+            delta[m][r] = exists ? p.delta[head * p.query_length + query] : 0.0f;
         }
 }
 

@@ -23,6 +23,7 @@ struct AttentionParams {
     ELEMENT* dkey;
     ELEMENT* dvalue;
     float* dbias;             // (B, H, key_length)
+    void* dbias_rows;         // of a dense bias: its shape, contiguous, BIAS_ELEMENT
     float* partial_key;       // (B * Hkv, supers, super_capacity, HEAD_DIM)
     float* partial_value;
     float* partial_bias;      // (B * Hkv, supers, super_capacity, H / Hkv)
@@ -44,6 +45,7 @@ struct AttentionParams {
     int batch, query_length, key_length, heads, kv_heads;
     int tiles, capacity;
     int query_words, key_stride;
+    int dbias_batch, dbias_heads;  // axes of a dense bias
     int bias_aligned;  // rows of bias_rows may be read 16 bytes at a time
     int supers, super_capacity, super_queries;
     float scale, softcap;

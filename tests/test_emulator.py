@@ -47,7 +47,8 @@ def test_forward_grid(case):
 
 
 @pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(("bfloat16-D128", "bfloat16-D256",
-                                                                           "mask-top_w", "mask-causal"))], ids=str)
+                                                                           "mask-top_w", "mask-causal", "mask-dense",
+                                                                           "dense-both", "dense-sizes"))], ids=str)
 def test_tiles_of_smaller_gpus(case, device):
     device.shared_limit = 99 * 1024
     out, lse = on_emulator(case)

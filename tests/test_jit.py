@@ -34,6 +34,7 @@ def specialisations(limit: int, every: bool) -> list[jit.Config]:
     found: list[jit.Config] = [configs.LayoutConfig("__half"), configs.LayoutConfig("__nv_bfloat16")]
     found += [configs.SelectConfig(documents, padding) for documents in (False, True) for padding in (False, True)]
     found += [configs.ListConfig(causal, block) for causal in (False, True) for block in (64,)]
+    found += [configs.DenseConfig(queries) for queries in (8, 32, 128)]
     found += [configs.ScoreConfig("__half", "float", 64, 1, 1, True, True, False),
               configs.ScoreConfig("__nv_bfloat16", "__nv_bfloat16", 128, 8, 8, True, False, True),
               configs.ScoreConfig("float", "__half", 33, 3, 2, False, True, False)]
@@ -53,11 +54,31 @@ def specialisations(limit: int, every: bool) -> list[jit.Config]:
             element, head_dim, vector, *configs.backward_key_tile(head_dim, size),
             "KEYS_CONTIGUOUS" if i % 3 else "KEYS_LISTED", intervals=keys != "KEYS_CONTIGUOUS",
             dim_parts=2 if head_dim > 128 else 1, dkey=True, dvalue=True, dbias=i % 2 == 0, **options))
+        found += dense_specialisations(head_dim, size, ("float", "__nv_bfloat16", "__half")[i % 3], bits=i % 2 == 0)
     found += [configs.BackwardSumConfig("__half", 33, False, False, True, True, True),
               configs.BackwardSumConfig("__nv_bfloat16", 128, True, True, True, False, False),
               configs.ScoreBackwardConfig("__nv_bfloat16", "float", 128, 8, 8),
               configs.ScoreBackwardConfig("float", "__half", 33, 20, 8)]
     return found
+
+
+def dense_specialisations(head_dim: int, size: int, bias: str, bits: bool) -> list[jit.Config]:
+    """The attention kernels with a dense mask or not, and with a dense bias; the key gradients with a dense mask."""
+    element, vector = "__nv_bfloat16", head_dim % 8 == 0
+    rest = ("KEYS_LISTED" if bits else "KEYS_CONTIGUOUS", not bits, configs.BIAS_DENSE, head_dim == 192)
+    return [
+        configs.ForwardConfig(element, head_dim, vector, 2, *configs.tile_shape(head_dim, size, dense_bias=bias), *rest,
+                              bits, bias),
+        configs.BackwardQueryConfig(element, head_dim, vector, 1,
+                                    *configs.backward_query_tile(head_dim, size, dense_bias=bias), *rest, bits, bias,
+                                    dbias=True),
+        configs.BackwardBiasConfig(element, head_dim, vector, 1, *configs.backward_bias_tile(head_dim, size, bias),
+                                   "KEYS_CONTIGUOUS", *rest[1:], bits, bias, intervals=not bits,
+                                   sum_keys=head_dim == 256),
+        *(configs.BackwardKeyConfig(
+            element, head_dim, vector, *configs.backward_key_tile(head_dim, size, dense_bias=dense), "KEYS_CONTIGUOUS",
+            False, not bits, configs.BIAS_DENSE if dense else configs.BIAS_NONE, False, 2 if head_dim > 128 else 1,
+            True, True, False, bits, dense or "float") for dense in (None, bias))]
 
 
 @needs_compiler
@@ -73,19 +94,30 @@ def test_every_kernel_compiles_without_large_spills(arch):
 
 @pytest.mark.parametrize("limit", sorted(set(ARCHITECTURES.values())))
 def test_tiles_fit_into_shared_memory(limit):
-    rest = ("KEYS_LISTED", False, True, False)
+    rest, size = ("KEYS_LISTED", False, True, False), limit * 1024
     for head_dim in range(1, 257):
         for heads in (1, 2, 3, 4):
-            for kind, shape in ((configs.ForwardConfig, configs.tile_shape(head_dim, limit * 1024)),
-                                (configs.ForwardConfig, configs.tile_shape(head_dim, limit * 1024, few=True)),
-                                (configs.BackwardQueryConfig, configs.backward_query_tile(head_dim, limit * 1024))):
-                config = kind("__half", head_dim, True, heads, *shape, *rest)
-                assert config.shared_bytes <= limit * 1024
-                assert config.queries >= 8 and shape.block_m % (16 * shape.warps) == 0
-        tile = configs.backward_key_tile(head_dim, limit * 1024)
-        key = configs.BackwardKeyConfig("__half", head_dim, True, *tile, "KEYS_LISTED", True, *rest[1:], 1, True, True,
-                                        True)
-        assert key.shared_bytes <= limit * 1024 and tile.block_n == 16 * tile.warps
+            for bias in (None, "__half", "float"):
+                kind = configs.BIAS_OF_KEYS if bias is None else configs.BIAS_DENSE
+                for config_of, shape in (
+                        (configs.ForwardConfig, configs.tile_shape(head_dim, size, dense_bias=bias)),
+                        (configs.ForwardConfig, configs.tile_shape(head_dim, size, True, bias)),
+                        (configs.BackwardQueryConfig, configs.backward_query_tile(head_dim, size, bias))):
+                    config = config_of("__half", head_dim, True, heads, *shape, *rest[:2], kind, rest[3],
+                                       bits=heads != 3, bias_element=bias or "float")
+                    assert config.shared_bytes <= size
+                    assert config.queries >= 8 and shape.block_m % (16 * shape.warps) == 0
+        for bias in (None, "__half", "float"):
+            tile = configs.backward_key_tile(head_dim, size, bias)
+            kind = configs.BIAS_OF_KEYS if bias is None else configs.BIAS_DENSE
+            key = configs.BackwardKeyConfig("__half", head_dim, True, *tile, "KEYS_LISTED", True, False, kind, False, 1,
+                                            True, True, True, bits=True, bias_element=bias or "float")
+            assert key.shared_bytes <= size and tile.block_n == 16 * tile.warps
+            if bias is not None:
+                shape = configs.backward_bias_tile(head_dim, size, bias)
+                whole = configs.BackwardBiasConfig("__half", head_dim, True, 1, *shape, *rest[:2], kind, rest[3],
+                                                   bits=True, bias_element=bias)
+                assert whole.shared_bytes <= size and shape.block_m % (16 * shape.warps) == 0
 
 
 @needs_compiler

@@ -4,7 +4,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from cupy_dma import jit
 
@@ -92,11 +92,12 @@ class ForwardConfig(jit.Config):
         return self._shared_bytes(self.block_m)
 
     def _shared_bytes(self, rows: int) -> int:
-        tile = Tile(self.block_m, self.block_n, self.warps, self.min_blocks)
         size = _shared_bytes(self.head_dim, rows, self.block_n)
         if self.bits:
             size += 8 * self.block_n * (blocks(self.queries, 32) - 2)
-        return size + (_bias_bytes(tile, self.heads, self.bias_element) if self.bias == BIAS_DENSE else 0)
+        if self.bias == BIAS_DENSE:
+            size += _bias_bytes(blocks(self.block_m, self.heads), self.block_n, self.bias_element)
+        return size
 
     @property
     def queries(self) -> int:
@@ -107,10 +108,23 @@ class ForwardConfig(jit.Config):
 @dataclass(frozen=True)
 class BackwardQueryConfig(ForwardConfig):
     source = "backward_query.cu"
+    dbias: bool = False
 
     @property
     def shared_bytes(self) -> int:
         return self._shared_bytes(2 * self.block_m)
+
+
+@dataclass(frozen=True)
+class BackwardBiasConfig(ForwardConfig):
+    source = "backward_bias.cu"
+    intervals: bool = False
+    sum_keys: bool = False
+
+    @property
+    def shared_bytes(self) -> int:
+        tile = Tile(self.block_m, self.block_n, self.warps, self.min_blocks)
+        return _bias_pass_bytes(self.head_dim, tile, self.bias_element)
 
 
 class KeyTile(NamedTuple):
@@ -135,17 +149,22 @@ class BackwardKeyConfig(jit.Config):
     keys: str
     intervals: bool
     causal: bool
-    bias: bool
+    bias: int
     softcap: bool
     dim_parts: int
     dkey: bool
     dvalue: bool
     dbias: bool
+    bits: bool = False
+    bias_element: str = "float"
 
     @property
     def shared_bytes(self) -> int:
         """Size of ``struct Shared`` in backward_key.cu."""
-        return _key_shared_bytes(self.head_dim, self.block_n, self.block_q)
+        size = _key_shared_bytes(self.head_dim, self.block_n, self.block_q)
+        if self.bits:
+            size += 8 * blocks(self.block_q, 32) * self.block_n
+        return size + (_bias_bytes(self.block_q, self.block_n, self.bias_element) if self.bias == BIAS_DENSE else 0)
 
 
 @dataclass(frozen=True)
@@ -199,7 +218,22 @@ _BIASED_TILES = {
     128: (Tile(128, 32, 4, 2), Tile(128, 32, 8, 1), Tile(64, 32, 4, 1)),
     256: (Tile(128, 32, 8, 1), Tile(64, 32, 4, 1), Tile(64, 16, 4, 1)),
 }
-_SMALL_TILES = (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2))
+_BIASED_BACKWARD_QUERY_TILES = {
+    64: (Tile(128, 32, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+    128: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(64, 16, 4, 1)),
+    256: (Tile(64, 32, 4, 1), Tile(32, 32, 2, 1), Tile(32, 16, 2, 1)),
+}
+_BIASED_BACKWARD_KEY_TILES = {
+    64: (KeyTile(64, 64, 4, 2), KeyTile(64, 32, 4, 2), KeyTile(64, 32, 4, 1)),
+    128: (KeyTile(64, 32, 4, 2), KeyTile(64, 32, 4, 1)),
+    256: (KeyTile(64, 32, 4, 1), KeyTile(32, 16, 2, 1)),
+}
+_BACKWARD_BIAS_TILES = {
+    64: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 1)),
+    128: (Tile(128, 64, 8, 1), Tile(64, 32, 4, 1)),
+    256: (Tile(64, 64, 4, 1), Tile(64, 16, 4, 1)),
+}
+_SMALL_TILES = (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1))
 
 
 def _shared_bytes(head_dim: int, block_m: int, block_n: int) -> int:
@@ -207,14 +241,29 @@ def _shared_bytes(head_dim: int, block_m: int, block_n: int) -> int:
     return 2 * row * (block_m + 4 * block_n) + 4 * 9 * block_n
 
 
-def _bias_bytes(tile: Tile, heads: int, element: str) -> int:
+def _bias_bytes(rows: int, columns: int, element: str) -> int:
     """Two tiles of a dense bias."""
-    return 2 * blocks(tile.block_m, heads) * (tile.block_n + 8) * (4 if element == "float" else 2)
+    return 2 * rows * (columns + 8) * (4 if element == "float" else 2)
 
 
 def _key_shared_bytes(head_dim: int, block_n: int, block_q: int) -> int:
     row = (head_dim + 15) // 16 * 16 + 8
     return 2 * row * (2 * block_n + 4 * block_q) + 4 * (6 * block_q + 4 * block_n)
+
+
+def _bias_pass_bytes(head_dim: int, tile: Tile, element: str) -> int:
+    row = (head_dim + 15) // 16 * 16 + 8
+    return (4 * row * (tile.block_m + tile.block_n) + 4 * tile.block_n * (2 + blocks(tile.block_m, 32))
+            + _bias_bytes(tile.block_m, tile.block_n, element) // 2)
+
+
+def _with_bias(size: Callable[[Any], int], rows: Callable[[Any], int], element: str) -> Callable[[Any], int]:
+    """Bytes of as many blocks as a multiprocessor is to hold, with two tiles of a dense bias each, less what the limit
+    of a single block leaves out already."""
+    def together(shape: Any) -> int:
+        return shape.min_blocks * (size(shape) + _bias_bytes(rows(shape), shape.block_n, element) + RESERVED) - RESERVED
+
+    return together
 
 
 def _first_that_fits(shapes: Sequence[Shape], size: Callable[[Shape], int], head_dim: int, shared_limit: int) -> Shape:
@@ -240,27 +289,42 @@ def tile_shape(head_dim: int, shared_limit: int, few: bool = False, dense_bias: 
         shapes = _SMALL_TILES
 
     def size(tile: Tile) -> int:
-        least = _shared_bytes(head_dim, tile.block_m, tile.block_n) + 16 * tile.block_n  # words of a dense mask
-        if dense_bias is None:
-            return least
-        together = tile.min_blocks * (least + _bias_bytes(tile, 1, dense_bias) + RESERVED)
-        return together - RESERVED
+        return _shared_bytes(head_dim, tile.block_m, tile.block_n) + 16 * tile.block_n  # words of a dense mask
 
-    return _first_that_fits(shapes, size, head_dim, shared_limit)
+    return _first_that_fits(shapes, size if dense_bias is None else _with_bias(size, lambda t: t.block_m, dense_bias),
+                            head_dim, shared_limit)
 
 
 @functools.cache
-def backward_query_tile(head_dim: int, shared_limit: int) -> Tile:
+def backward_query_tile(head_dim: int, shared_limit: int, dense_bias: str | None = None) -> Tile:
     """The tile of the query gradient, which keeps dout beside the queries."""
-    return _first_that_fits(_of_head_dim(_BACKWARD_QUERY_TILES, head_dim),
-                            lambda t: _shared_bytes(head_dim, 2 * t.block_m, t.block_n), head_dim, shared_limit)
+    def size(tile: Tile) -> int:
+        return _shared_bytes(head_dim, 2 * tile.block_m, tile.block_n) + 16 * tile.block_n
+
+    if dense_bias is None:
+        return _first_that_fits(_of_head_dim(_BACKWARD_QUERY_TILES, head_dim), size, head_dim, shared_limit)
+    return _first_that_fits(_of_head_dim(_BIASED_BACKWARD_QUERY_TILES, head_dim),
+                            _with_bias(size, lambda t: t.block_m, dense_bias), head_dim, shared_limit)
 
 
 @functools.cache
-def backward_key_tile(head_dim: int, shared_limit: int) -> KeyTile:
+def backward_bias_tile(head_dim: int, shared_limit: int, element: str) -> Tile:
+    """The tile of the gradient of a dense bias that is shared."""
+    return _first_that_fits(
+        _of_head_dim(_BACKWARD_BIAS_TILES, head_dim),
+        lambda t: t.min_blocks * (_bias_pass_bytes(head_dim, t, element) + RESERVED) - RESERVED, head_dim, shared_limit)
+
+
+@functools.cache
+def backward_key_tile(head_dim: int, shared_limit: int, dense_bias: str | None = None) -> KeyTile:
     """The tile of the gradients of keys and values."""
-    return _first_that_fits(_of_head_dim(_BACKWARD_KEY_TILES, head_dim),
-                            lambda t: _key_shared_bytes(head_dim, t.block_n, t.block_q), head_dim, shared_limit)
+    def size(tile: KeyTile) -> int:
+        return _key_shared_bytes(head_dim, tile.block_n, tile.block_q) + 16 * tile.block_n
+
+    if dense_bias is None:
+        return _first_that_fits(_of_head_dim(_BACKWARD_KEY_TILES, head_dim), size, head_dim, shared_limit)
+    return _first_that_fits(_of_head_dim(_BIASED_BACKWARD_KEY_TILES, head_dim),
+                            _with_bias(size, lambda t: t.block_q, dense_bias), head_dim, shared_limit)
 
 
 def heads_per_tile(group: int, bits: bool = False) -> int:
