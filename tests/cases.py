@@ -85,7 +85,8 @@ def _grid() -> list[Case]:
     odd: dict[str, Any] = {"query_length": 37, "key_length": 75, "heads": 4, "kv_heads": 2}
     cases += [Case(f"dense-mask-{axes}", mask=f"dense={axes}", dtype=("float16", "bfloat16")[i % 2], **odd)
               for i, axes in enumerate(AXES)]
-    cases += [Case(f"dense-bias-{axes}", mask=("none", "dense=bgqk", "causal", "top_w")[i % 4], bias=f"full={axes}",
+    masks = ("none", "dense=bgqk", "causal", "top_w")
+    cases += [Case(f"dense-bias-{axes}", mask=masks[(i + i // 4) % 4], bias=f"full={axes}",
                    dtype=("float16", "bfloat16")[i // 2 % 2], **odd) for i, axes in enumerate(AXES)]
     cases += [Case(f"dense-both-{mask}-{bias}", mask=mask, bias=f"full={bias}", causal=causal, softcap=softcap,
                    dtype=dtype, **odd)
