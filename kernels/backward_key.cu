@@ -6,14 +6,17 @@
 // logits (key rows, query columns) come from the tensor cores in the layout of the next product's left operand, so
 // probabilities and their gradients stay in registers. A warp owns 16 keys: their dk, dv and dbias are in its registers.
 //   KEYS_CONTIGUOUS  keys in their own order, every query: dkey, dvalue, dbias are written directly (INTERVALS: with the
-//                    intervals of a mask, else CAUSAL or none)
+//                    intervals of a mask; BITS: with its bits, and steps in which no pair is visible are left out; else
+//                    CAUSAL or none)
 //   KEYS_LISTED      keys of the list of a super-tile of consecutive queries, which few keys outlive: sums over these queries
 //                    are written as rows of float32, which backward_sum.cu adds up in the order of the super-tiles
 // Every result has one writer and a fixed order of additions: the same bits on every run.
 //
-// Prelude: ELEMENT, HEAD_DIM, VECTOR, BLOCK_N, BLOCK_Q, WARPS, MIN_BLOCKS, KEYS, INTERVALS, CAUSAL, BIAS, SOFTCAP,
-// DIM_PARTS (head dims above 128: a block makes one part of the columns of dk and dv), DKEY, DVALUE, DBIAS (what is wanted).
+// Prelude: ELEMENT, HEAD_DIM, VECTOR, BLOCK_N, BLOCK_Q, WARPS, MIN_BLOCKS, KEYS, INTERVALS, BITS, CAUSAL, BIAS,
+// BIAS_ELEMENT, SOFTCAP, DIM_PARTS (head dims above 128: a block makes one part of the columns of dk and dv), DKEY, DVALUE, DBIAS (what
+// is wanted; DBIAS with BIAS_OF_KEYS only).
 #include "arch.cuh"
+#include "bias.cuh"
 #include "mask.cuh"
 #include "params.cuh"
 #include "softmax.cuh"
@@ -21,6 +24,7 @@
 
 constexpr int THREADS = WARPS * 32;
 constexpr int QUERY_FRAGMENTS = BLOCK_Q / 16;
+constexpr int WORDS = (BLOCK_Q + 31) / 32;  // BITS: of a key in a step
 constexpr int DIM_FRAGMENTS = HEAD_DIM_PADDED / 16;
 constexpr int PART_FRAGMENTS = (DIM_FRAGMENTS + DIM_PARTS - 1) / DIM_PARTS;
 static_assert(BLOCK_N == WARPS * 16, "a warp owns 16 keys");
@@ -34,6 +38,12 @@ struct Shared {
     int index[BLOCK_N];
     int start[BLOCK_N], stop[BLOCK_N];
     float bias[BLOCK_N];
+#if BITS
+    unsigned words[2][WORDS][BLOCK_N];
+#endif
+#if BIAS == BIAS_DENSE
+    BiasTile<BLOCK_Q, BLOCK_N> bias_rows[2];
+#endif
 };
 
 // What a block works on.
@@ -115,7 +125,7 @@ __device__ __forceinline__ void load_key_facts(Shared& shared, const AttentionPa
     shared.start[threadIdx.x] = exists ? start : NEVER;  // no such key: an empty run
     shared.stop[threadIdx.x] = exists ? stop : INT_LOWEST;
     float bias = 0.0f;
-#if BIAS
+#if BIAS == BIAS_OF_KEYS
     if (exists)
         bias = p.bias[t.batch * p.bias_batch + t.group * p.bias_group + head * p.bias_head + key * p.bias_key] * LOG2_E;
 #endif
@@ -146,6 +156,73 @@ __device__ __forceinline__ QueryRange find_queries(const Shared& shared, const A
             query_at(__reduce_max_sync(ALL_LANES, highest_start)), query_at(__reduce_min_sync(ALL_LANES, lowest_stop))};
 }
 
+// The steps of BLOCK_Q queries of one head that the block looks at, in order. All threads of a block go through them
+// together and see the same.
+struct QueryStep {
+    int first;  // its first query; `end` of the steps or more: there are no more
+#if BITS
+    bool masked;  // some pair is not visible
+#endif
+};
+
+struct QuerySteps {
+    int next_query, end;
+#if BITS
+    const unsigned short* states;  // of these keys; a word's distance is state_row
+    int state_row, group;
+    unsigned pending, pending_masked;  // steps of the current 32 still to come
+
+    __device__ __forceinline__ QuerySteps(const AttentionParams& p, const KeyTile& t, int head)
+        : next_query(0), end(p.query_length), state_row(p.key_stride / 64), group(0), pending(0), pending_masked(0) {
+        const long long row =
+            (long long)t.batch * p.mask_batch + t.group * p.mask_group + (long long)head * p.mask_head;
+        states = p.states + row * p.query_words * state_row + t.first / 64;
+    }
+
+    __device__ __forceinline__ QueryStep next() {
+        // A warp looks at the states of 32 steps at once; every warp does so for itself, so no barrier is needed.
+        while (pending == 0 && next_query < end) {
+            group = next_query;
+            const int mine = group + (threadIdx.x & 31) * BLOCK_Q;
+            unsigned any = 0, all = 3;
+            if (mine < end) {
+#pragma unroll
+                for (int w = 0; w < WORDS; ++w) {
+                    const unsigned state = states[(long long)(mine / 32 + w) * state_row];
+                    any |= state;
+                    all &= state;
+                }
+            }
+            pending = __ballot_sync(ALL_LANES, any != 0);
+            pending_masked = __ballot_sync(ALL_LANES, all != 3);
+            next_query = group + 32 * BLOCK_Q;
+        }
+        if (pending == 0) return {end, false};
+        const int bit = __ffs(pending) - 1;
+        pending &= pending - 1;
+        return {group + bit * BLOCK_Q, ((pending_masked >> bit) & 1) != 0};
+    }
+
+    __device__ __forceinline__ bool masked(QueryStep step) const { return step.masked; }
+#else
+    int full_begin, full_end;
+
+    __device__ __forceinline__ explicit QuerySteps(const QueryRange& range)
+        : next_query(range.begin < range.end ? range.begin / BLOCK_Q * BLOCK_Q : range.end), end(range.end),
+          full_begin(range.full_begin), full_end(range.full_end) {}
+
+    __device__ __forceinline__ QueryStep next() {
+        const int query = next_query;
+        next_query += BLOCK_Q;
+        return {query};
+    }
+
+    __device__ __forceinline__ bool masked(QueryStep step) const {
+        return step.first < full_begin || step.first + BLOCK_Q > full_end;
+    }
+#endif
+};
+
 // lse and delta of a step's queries, one step ahead of their rows; past the range: -inf, as if the row saw nothing.
 __device__ __forceinline__ void fetch_statistics(Shared& shared, const AttentionParams& p, long long head_row, int query,
                                                  int end, int slot) {
@@ -171,6 +248,30 @@ __device__ __forceinline__ void load_queries(Shared& shared, const AttentionPara
         copy_piece(shared.query[stage] + row * ROW_STRIDE, queries + i * p.query_row, piece, exists);
         copy_piece(shared.dout[stage] + row * ROW_STRIDE, douts + i * p.dout_row, piece, exists);
     });
+}
+
+// The words of a step in which not all pairs are visible.
+__device__ __forceinline__ void fetch_words(Shared& shared, const AttentionParams& p, const KeyTile& t, int head,
+                                            QueryStep step, int stage) {
+#if BITS
+    if (!step.masked) return;
+    const long long row = (long long)t.batch * p.mask_batch + t.group * p.mask_group + (long long)head * p.mask_head;
+    const unsigned* columns = p.columns + (row * p.query_words + step.first / 32) * p.key_stride + t.first;
+    for (int i = threadIdx.x; i < WORDS * BLOCK_N; i += THREADS)  // keys past the last have words too: 0
+        copy_async_4(&shared.words[stage][i / BLOCK_N][i % BLOCK_N],
+                     columns + (long long)(i / BLOCK_N) * p.key_stride + i % BLOCK_N, 4);
+#endif
+}
+
+// The biases of a step's queries.
+__device__ __forceinline__ void fetch_biases(Shared& shared, const AttentionParams& p, const KeyTile& t, int head,
+                                             int query, int stage) {
+#if BIAS == BIAS_DENSE
+    const bool following = KEYS == KEYS_CONTIGUOUS && t.count == BLOCK_N;
+    load_bias<BLOCK_Q, BLOCK_N, THREADS>(
+        shared.bias_rows[stage], BiasRows(p, t.batch, t.group, head, query), following ? t.first : -1,
+        [&](int column) { return column < t.count ? shared.index[column] : -1; });
+#endif
 }
 
 // s = this warp's key (or value) rows . query (or dout) rows
@@ -200,21 +301,45 @@ struct LaneKeys {
 // s becomes p, dp becomes dx.
 __device__ __forceinline__ void gradients(Accumulator (&s)[QUERY_FRAGMENTS], Accumulator (&dp)[QUERY_FRAGMENTS],
                                           LaneKeys& keys, const float* lse, const float* delta, const LogitScale& logit,
-                                          int first_position, bool masked) {
+                                          int first_position, bool masked, const Shared& shared, int stage,
+                                          int first_query) {
 #pragma unroll
-    for (int n = 0; n < QUERY_FRAGMENTS; ++n)
+    for (int n = 0; n < QUERY_FRAGMENTS; ++n) {
+#if BITS || BIAS == BIAS_DENSE
+        const int first_row = threadIdx.x / 32 * 16 + (threadIdx.x & 31) / 4;  // of this lane
+#endif
+#if BITS
+        unsigned words[2] = {ALL_LANES, ALL_LANES};  // bit 0: of query 16 n + 2 * (lane % 4) of the step
+        if (masked) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                words[r] = shared.words[stage][n / 2][first_row + 8 * r] >>
+                           ((first_query + 16 * n & 31) + 2 * (threadIdx.x & 3));
+        }
+#endif
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const int column = 16 * n + 2 * (threadIdx.x & 3) + fragment_column(i), r = fragment_row(i);
             const float x = s[n].x[i], own_lse = lse[column];
             const float reference = own_lse == -infinity() ? infinity() : own_lse * LOG2_E;
-            float probability = exp2_fast(logit(x, keys.bias[r]) - reference);
+#if BIAS == BIAS_DENSE
+            const float bias = to_float(shared.bias_rows[stage].x[column * BiasTile<BLOCK_Q, BLOCK_N>::STRIDE +
+                                                                  first_row + 8 * r]) * LOG2_E;
+#else
+            const float bias = keys.bias[r];
+#endif
+            float probability = exp2_fast(logit(x, bias) - reference);
             float ds = probability * (dp[n].x[i] - delta[column]), dx = ds * logit.slope(x);
+#if BITS
+            if ((words[r] >> fragment_column(i) & 1) == 0) probability = ds = dx = 0.0f;
+#else
             if (masked && !visible(first_position + column, keys.start[r], keys.stop[r])) probability = ds = dx = 0.0f;
+#endif
             keys.dbias[r] += ds;
             s[n].x[i] = probability;
             dp[n].x[i] = dx;
         }
+    }
 }
 
 // sums += s . rows for this warp's keys (s rounded to the type of an operand) and this block's columns
@@ -279,7 +404,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_key(c
         __syncthreads();  // everybody is done with the head before
         load_key_facts(shared, p, t, head);
         __syncthreads();  // intervals and biases are in place
-        const QueryRange range = find_queries(shared, p, t);
+#if BITS
+        QuerySteps steps(p, t, head);
+#else
+        QuerySteps steps(find_queries(shared, p, t));
+#endif
+        QueryStep current = steps.next(), following = steps.next();
         LaneKeys keys = {};
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -289,38 +419,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_key(c
             keys.bias[r] = shared.bias[row];
         }
 
-        const int begin = range.begin / BLOCK_Q * BLOCK_Q;
-        if (range.begin < range.end) {
-            fetch_statistics(shared, p, head_row, begin, range.end, 0);
-            fetch_statistics(shared, p, head_row, begin + BLOCK_Q, range.end, 1);
+        if (current.first < steps.end) {
+            fetch_statistics(shared, p, head_row, current.first, steps.end, 0);
+            fetch_statistics(shared, p, head_row, following.first, steps.end, 1);
             copy_async_commit();
             copy_async_wait<0>();
             __syncthreads();  // statistics of the first two steps are in place
-            load_queries(shared, p, t, head, begin, 0, 0);
+            load_queries(shared, p, t, head, current.first, 0, 0);
+            fetch_words(shared, p, t, head, current, 0);
+            fetch_biases(shared, p, t, head, current.first, 0);
             copy_async_commit();
         }
-        for (int query = begin, slot = 0, stage = 0; query < range.end && range.begin < range.end;
-             query += BLOCK_Q, stage ^= 1) {
+        for (int slot = 0, stage = 0; current.first < steps.end; stage ^= 1) {
+            const QueryStep after = steps.next();
             const int next_slot = slot == 2 ? 0 : slot + 1, after_slot = next_slot == 2 ? 0 : next_slot + 1;
             copy_async_wait<0>();
             __syncthreads();  // this step's rows and the next one's statistics are in place; nobody reads the other stage
-            if (query + BLOCK_Q < range.end)
-                load_queries(shared, p, t, head, query + BLOCK_Q, next_slot, stage ^ 1);
-            fetch_statistics(shared, p, head_row, query + 2 * BLOCK_Q, range.end, after_slot);
+            if (following.first < steps.end) {
+                load_queries(shared, p, t, head, following.first, next_slot, stage ^ 1);
+                fetch_words(shared, p, t, head, following, stage ^ 1);
+                fetch_biases(shared, p, t, head, following.first, stage ^ 1);
+            }
+            fetch_statistics(shared, p, head_row, after.first, steps.end, after_slot);
             copy_async_commit();
 
             Accumulator s[QUERY_FRAGMENTS], dp[QUERY_FRAGMENTS];
             transposed_products(s, shared.key + first_row * ROW_STRIDE, shared.query[stage]);
             transposed_products(dp, shared.value + first_row * ROW_STRIDE, shared.dout[stage]);
-            const bool masked = query < range.full_begin || query + BLOCK_Q > range.full_end;
-            gradients(s, dp, keys, shared.lse[slot], shared.delta[slot], logit, query + p.key_length - p.query_length,
-                      masked);
+            gradients(s, dp, keys, shared.lse[slot], shared.delta[slot], logit,
+                      current.first + p.key_length - p.query_length, steps.masked(current), shared, stage, current.first);
 #if DVALUE
             add_products(dv, s, shared.dout[stage], t.first_fragment);
 #endif
 #if DKEY
             add_products(dk, dp, shared.query[stage], t.first_fragment);
 #endif
+            current = following;
+            following = after;
             slot = next_slot;
         }
 #if DBIAS

@@ -3,11 +3,12 @@
 //
 // dout   // (B, Lq, H, D) ELEMENT, any strides       lse, delta // (B, H, Lq) f32
 // dquery // (B, Lq, H, D) ELEMENT, contiguous
+// dbias  // (B, H, Lq, Lk) BIAS_ELEMENT, with DBIAS: ds of the keys that the tile looks at, each pair has one writer
 //
 // The same tiles and the same way through the keys as forward.cu, with three products a block instead of two. Probabilities
 // come from lse, so no softmax state is kept. dx is rounded to the type of an operand before its product.
 //
-// Prelude: ELEMENT, HEAD_DIM, VECTOR, HEADS, BLOCK_M, BLOCK_N, WARPS, MIN_BLOCKS, KEYS, CAUSAL, BIAS, SOFTCAP.
+// Prelude: that of gather.cuh, MIN_BLOCKS, DBIAS (with BIAS_DENSE of all batch entries, heads, queries and keys).
 #include "arch.cuh"
 #include "gather.cuh"
 
@@ -17,27 +18,33 @@ struct Shared {
     KeyTiles keys;
 };
 
-// lse (log 2 units, +inf for a row that sees nothing) and delta of this lane's rows.
-__device__ __forceinline__ void load_statistics(float (&lse)[WARP_ROWS][2], float (&delta)[WARP_ROWS][2],
-                                                const AttentionParams& p, const Tile& t, int first_row) {
-#pragma unroll
-    for (int m = 0; m < WARP_ROWS; ++m)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int row = first_row + 16 * m + (threadIdx.x & 31) / 4 + 8 * r, query = t.first_query + row / HEADS;
-            const bool exists = row < QUERIES * HEADS && query < p.query_length;
-            const long long head = (long long)t.batch * p.heads + t.first_head + row % HEADS;
-            const float x = exists ? p.lse[head * p.query_length + query] : -infinity();
-            lse[m][r] = x == -infinity() ? infinity() : x * LOG2_E;
-            delta[m][r] = exists ? p.delta[head * p.query_length + query] : 0.0f;
-        }
-}
-
-// s becomes dx from the products s = q . k and dp = dout . v.
+// s becomes dx from the products s = q . k and dp = dout . v, with DBIAS dp becomes ds.
 __device__ __forceinline__ void logit_gradients(Accumulator (&s)[WARP_ROWS][KEY_FRAGMENTS],
-                                                const Accumulator (&dp)[WARP_ROWS][KEY_FRAGMENTS],
-                                                const float* bias_row, const LogitScale& logit,
+                                                Accumulator (&dp)[WARP_ROWS][KEY_FRAGMENTS],
+                                                const KeyTiles& shared, int stage, const LogitScale& logit,
                                                 const float (&lse)[WARP_ROWS][2], const float (&delta)[WARP_ROWS][2]) {
+#if BIAS == BIAS_DENSE
+    const int first_row = threadIdx.x / 32 * WARP_ROWS * 16 + (threadIdx.x & 31) / 4;
+#pragma unroll
+    for (int n = 0; n < KEY_FRAGMENTS; ++n)
+#pragma unroll
+        for (int i = 0; i < 8; i += 2)
+#pragma unroll
+            for (int m = 0; m < WARP_ROWS; ++m) {
+                const int r = fragment_row(i);
+                const float2 bias = bias_pair(shared.bias_rows[stage], (first_row + 16 * m + 8 * r) / HEADS,
+                                              16 * n + 2 * (threadIdx.x & 3) + fragment_column(i));
+#pragma unroll
+                for (int k = 0; k < 2; ++k) {
+                    const float x = s[m][n].x[i + k];
+                    const float probability = exp2_fast(logit(x, k == 0 ? bias.x : bias.y) - lse[m][r]);
+                    const float ds = probability * (dp[m][n].x[i + k] - delta[m][r]);
+                    if (DBIAS) dp[m][n].x[i + k] = ds;
+                    s[m][n].x[i + k] = ds * logit.slope(x);
+                }
+            }
+#else
+    const float* bias_row = shared.bias[stage];
 #pragma unroll
     for (int n = 0; n < KEY_FRAGMENTS; ++n)
 #pragma unroll
@@ -50,7 +57,32 @@ __device__ __forceinline__ void logit_gradients(Accumulator (&s)[WARP_ROWS][KEY_
                 s[m][n].x[i] = probability * (dp[m][n].x[i] - delta[m][r]) * logit.slope(x);
             }
         }
+#endif
 }
+
+#if DBIAS
+static_assert(HEADS == 1, "heads have biases of their own");
+
+// ds of this warp's rows and the block's keys, through the place of their biases.
+__device__ __forceinline__ void write_bias_gradients(const Accumulator (&ds)[WARP_ROWS][KEY_FRAGMENTS], KeyTiles& shared,
+                                                     int stage, const AttentionParams& p, const Tile& t, int first_row,
+                                                     const BlockKeys& columns) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int n = 0; n < KEY_FRAGMENTS; ++n)
+#pragma unroll
+        for (int i = 0; i < 8; i += 2)
+#pragma unroll
+            for (int m = 0; m < WARP_ROWS; ++m)
+                set_bias_pair(shared.bias_rows[stage], first_row + lane / 4 + 16 * m + 8 * fragment_row(i),
+                              16 * n + 2 * (lane & 3) + fragment_column(i), ds[m][n].x[i], ds[m][n].x[i + 1]);
+    __syncwarp();  // the warp's rows are complete
+    const int count = min(WARP_ROWS * 16, p.query_length - t.first_query - first_row);
+    const long long row = ((long long)t.batch * p.heads + t.first_head) * p.query_length + t.first_query + first_row;
+    store_bias(static_cast<BIAS_ELEMENT*>(p.dbias_rows) + row * p.key_length, p.key_length, shared.bias_rows[stage],
+               first_row, count, columns.following(), columns);
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_query(const AttentionParams p) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
@@ -97,8 +129,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_query
         Accumulator s[WARP_ROWS][KEY_FRAGMENTS], dp[WARP_ROWS][KEY_FRAGMENTS];
         products(s, shared.query + first_row * ROW_STRIDE, shared.keys.key[stage]);
         products(dp, shared.dout + first_row * ROW_STRIDE, shared.keys.value[stage]);
-        logit_gradients(s, dp, shared.keys.bias[stage], logit, lse, delta);
+        logit_gradients(s, dp, shared.keys, stage, logit, lse, delta);
         if (current.masked) apply_mask(s, shared.keys, stage, slot, position, 0.0f);
+#if DBIAS
+        if (current.masked) apply_mask(dp, shared.keys, stage, slot, position, 0.0f);
+        write_bias_gradients(dp, shared.keys, stage, p, t, first_row,
+                             BlockKeys(blocks, current, shared.keys.index[slot]));
+#endif
         // The barrier also tells whether any thread found a key that is not finite.
         if (current.masked && __syncthreads_or(!block_is_finite(shared.keys.key[stage])))
             isolate_nonfinite(dq, shared.keys.key[stage], shared.keys, stage, slot, position);

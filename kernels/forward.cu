@@ -1,13 +1,13 @@
 // Attention forward over gathered keys: out = softmax over visible j of (softcap(scale * q_i . k_j) + bias_j), times v.
 //
 // query  // (B, Lq, H, D) ELEMENT       key, value // (B, Lk, Hkv, D) ELEMENT, any batch, row and head strides
-// bias   // (1|B, 1|Hkv|H, 1|Lk) f32, natural-log units
+// bias   // natural-log units: (1|B, 1|Hkv|H, 1|Lk) f32 (BIAS_OF_KEYS), or of every query (BIAS_DENSE, bias.cuh)
 // out    // (B, Lq, H, D) ELEMENT, contiguous       lse // (B, H, Lq) f32, natural log, -inf where a row sees nothing
 //
 // What a block and a warp own, and how keys reach shared memory: gather.cuh. A warp keeps the logits, softmax state and
 // output of its rows in registers and alone writes their out and lse, once.
 //
-// Prelude: ELEMENT, HEAD_DIM, VECTOR, HEADS, BLOCK_M, BLOCK_N, WARPS, MIN_BLOCKS, KEYS, CAUSAL, BIAS, SOFTCAP.
+// Prelude: that of gather.cuh, MIN_BLOCKS.
 #include "arch.cuh"
 #include "gather.cuh"
 
@@ -16,8 +16,23 @@ struct Shared {
     KeyTiles keys;
 };
 
-__device__ __forceinline__ void finish_logits(Accumulator (&s)[WARP_ROWS][KEY_FRAGMENTS], const float* bias_row,
+__device__ __forceinline__ void finish_logits(Accumulator (&s)[WARP_ROWS][KEY_FRAGMENTS], const KeyTiles& shared, int stage,
                                               const LogitScale& logit) {
+#if BIAS == BIAS_DENSE
+    const int first_row = threadIdx.x / 32 * WARP_ROWS * 16 + (threadIdx.x & 31) / 4;
+#pragma unroll
+    for (int n = 0; n < KEY_FRAGMENTS; ++n)
+#pragma unroll
+        for (int i = 0; i < 8; i += 2)
+#pragma unroll
+            for (int m = 0; m < WARP_ROWS; ++m) {
+                const float2 bias = bias_pair(shared.bias_rows[stage], (first_row + 16 * m + 8 * fragment_row(i)) / HEADS,
+                                              16 * n + 2 * (threadIdx.x & 3) + fragment_column(i));
+                s[m][n].x[i] = logit(s[m][n].x[i], bias.x);
+                s[m][n].x[i + 1] = logit(s[m][n].x[i + 1], bias.y);
+            }
+#else
+    const float* bias_row = shared.bias[stage];
 #pragma unroll
     for (int n = 0; n < KEY_FRAGMENTS; ++n)
 #pragma unroll
@@ -26,6 +41,7 @@ __device__ __forceinline__ void finish_logits(Accumulator (&s)[WARP_ROWS][KEY_FR
 #pragma unroll
             for (int m = 0; m < WARP_ROWS; ++m) s[m][n].x[i] = logit(s[m][n].x[i], bias);
         }
+#endif
 }
 
 __device__ __forceinline__ void write_lse(const AttentionParams& p, const Tile& t, int first_row,
@@ -84,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
 
         Accumulator s[WARP_ROWS][KEY_FRAGMENTS];
         products(s, shared.query + first_row * ROW_STRIDE, shared.keys.key[stage]);
-        finish_logits(s, shared.keys.bias[stage], logit);
+        finish_logits(s, shared.keys, stage, logit);
         if (current.masked) apply_mask(s, shared.keys, stage, slot, position, -infinity());
 #pragma unroll
         for (int m = 0; m < WARP_ROWS; ++m) {

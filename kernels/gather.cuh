@@ -7,9 +7,12 @@
 //
 // The Shared struct of a kernel holds KeyTiles as `keys`.
 //
-// Prelude: ELEMENT, HEAD_DIM, VECTOR, HEADS, BLOCK_M, BLOCK_N, WARPS, KEYS, CAUSAL, BIAS, SOFTCAP.
+// With BITS the words that a masked block's test needs come along: a warp's rows are queries of one word.
+//
+// Prelude: ELEMENT, HEAD_DIM, VECTOR, HEADS, BLOCK_M, BLOCK_N, WARPS, KEYS, CAUSAL, BITS, BIAS, BIAS_ELEMENT, SOFTCAP.
 #pragma once
 #include "arch.cuh"
+#include "bias.cuh"
 #include "mask.cuh"
 #include "params.cuh"
 #include "softmax.cuh"
@@ -18,6 +21,8 @@
 constexpr int THREADS = WARPS * 32;
 constexpr int WARP_ROWS = BLOCK_M / (WARPS * 16);  // fragments of 16 rows a warp owns
 constexpr int QUERIES = BLOCK_M / HEADS;
+constexpr int WORDS = (QUERIES + 31) / 32;  // BITS: of a key
+constexpr int BIAS_ROWS = (BLOCK_M + HEADS - 1) / HEADS;
 constexpr int KEY_FRAGMENTS = BLOCK_N / 16;
 constexpr int DIM_FRAGMENTS = HEAD_DIM_PADDED / 16;
 
@@ -25,8 +30,15 @@ struct KeyTiles {
     ELEMENT key[2][BLOCK_N * ROW_STRIDE];
     ELEMENT value[2][BLOCK_N * ROW_STRIDE];
     float bias[2][BLOCK_N];
+#if BITS
+    unsigned words[2][WORDS][BLOCK_N];
+#else
     int start[2][BLOCK_N], stop[2][BLOCK_N];
+#endif
     int index[3][BLOCK_N];  // key rows of the current, the next and the block after
+#if BIAS == BIAS_DENSE
+    BiasTile<BIAS_ROWS, BLOCK_N> bias_rows[2];
+#endif
 };
 
 struct Tile {
@@ -56,8 +68,12 @@ __device__ __forceinline__ KeySource find_keys(const AttentionParams& p, const T
 #else
     const long long row = (long long)t.batch * p.mask_batch + t.group * p.mask_group + t.first_head * p.mask_head;
     const long long head = row % p.mask_heads, batch = row / p.mask_heads;
+#if BITS
+    source.columns = p.columns + (row * p.query_words + t.first_query / 32) * p.key_stride;
+#else
     source.start = p.start + batch * p.start_batch + head * p.start_head;
     source.stop = p.stop + batch * p.stop_batch + head * p.stop_head;
+#endif
 #if KEYS == KEYS_LISTED
     const long long tile = row * p.tiles + t.first_query / QUERIES;
     source.list = p.list + tile * p.capacity;
@@ -90,7 +106,7 @@ __device__ __forceinline__ void fetch_indices(KeyTiles& shared, const KeyBlocks&
     if (block.first >= 0 && threadIdx.x < BLOCK_N) {
         bool exists;
         const int* entry = blocks.entry(block.first + threadIdx.x, exists);
-        copy_async_4(&shared.index[slot][threadIdx.x], exists ? entry : blocks.source.start, exists ? 4 : 0);
+        copy_async_4(&shared.index[slot][threadIdx.x], exists ? entry : blocks.source.list, exists ? 4 : 0);
     }
 #endif
 }
@@ -118,11 +134,16 @@ __device__ __forceinline__ void gather_keys(KeyTiles& shared, const AttentionPar
     if (threadIdx.x < BLOCK_N) {
         const int column = threadIdx.x, key = key_at(column);
         const bool exists = whole || column < count;
-#if BIAS
+#if BIAS == BIAS_OF_KEYS
         copy_async_4(&shared.bias[stage][column], biases + (long long)key * p.bias_key, exists ? 4 : 0);
 #endif
         if (block.masked) {
-#if KEYS == KEYS_CONTIGUOUS
+#if BITS
+#pragma unroll
+            for (int w = 0; w < WORDS; ++w)  // a key that does not exist has no bits
+                copy_async_4(&shared.words[stage][w][column],
+                             blocks.source.columns + (long long)w * p.key_stride + key, exists ? 4 : 0);
+#elif KEYS == KEYS_CONTIGUOUS
             shared.start[stage][column] = CAUSAL ? key : INT_LOWEST;
             shared.stop[stage][column] = exists ? NEVER : INT_LOWEST;
 #else
@@ -133,6 +154,36 @@ __device__ __forceinline__ void gather_keys(KeyTiles& shared, const AttentionPar
     }
 }
 
+#if BIAS == BIAS_DENSE
+// The keys of a block's columns.
+struct BlockKeys {
+    const KeyBlocks& blocks;
+    KeyBlock block;
+    const int* index;
+
+    __device__ __forceinline__ BlockKeys(const KeyBlocks& blocks, KeyBlock block, const int* index)
+        : blocks(blocks), block(block), index(index) {}
+
+    __device__ __forceinline__ int operator()(int column) const {
+        if (block.first + column >= blocks.source.length) return -1;
+        return KEYS == KEYS_CONTIGUOUS ? block.first + column : index[column];
+    }
+
+    // The first key if BLOCK_N keys follow each other from a multiple of 16 bytes on, else -1.
+    __device__ __forceinline__ int following() const {
+        if (block.first + BLOCK_N > blocks.source.length) return -1;
+#if KEYS == KEYS_CONTIGUOUS
+        return block.first;
+#else
+#if KEYS == KEYS_LISTED  // in order but for the step from full keys to partial ones
+        if (block.first < blocks.source.full && block.first + BLOCK_N > blocks.source.full) return -1;
+#endif
+        return index[BLOCK_N - 1] - index[0] == BLOCK_N - 1 && index[0] % BIAS_WIDTH == 0 ? index[0] : -1;
+#endif
+    }
+};
+#endif
+
 // The key side of a tile's pipeline: gather(block, slot, stage) starts the copies of a block, if there is one.
 struct KeyGather {
     KeyTiles& shared;
@@ -141,12 +192,19 @@ struct KeyGather {
     const ELEMENT* keys;
     const ELEMENT* values;
     const float* biases;
+#if BIAS == BIAS_DENSE
+    BiasRows bias_rows;
+#endif
 
     __device__ __forceinline__ KeyGather(KeyTiles& shared, const AttentionParams& p, const Tile& t,
                                          const KeyBlocks& blocks)
         : shared(shared), p(p), blocks(blocks), keys(p.key + t.batch * p.key_batch + t.group * p.key_head),
           values(p.value + t.batch * p.value_batch + t.group * p.value_head),
-          biases(p.bias + t.batch * p.bias_batch + t.group * p.bias_group + t.first_head * p.bias_head) {}
+          biases(p.bias + t.batch * p.bias_batch + t.group * p.bias_group + t.first_head * p.bias_head)
+#if BIAS == BIAS_DENSE
+          , bias_rows(p, t.batch, t.group, t.first_head, t.first_query)
+#endif
+    {}
 
     __device__ __forceinline__ void operator()(KeyBlock block, int slot, int stage) const {
         if (block.first < 0) return;
@@ -154,26 +212,49 @@ struct KeyGather {
             gather_keys<false>(shared, p, keys, values, biases, blocks, block, slot, stage);
         else
             gather_keys<true>(shared, p, keys, values, biases, blocks, block, slot, stage);
+#if BIAS == BIAS_DENSE
+        const BlockKeys columns(blocks, block, shared.index[slot]);
+        load_bias<BIAS_ROWS, BLOCK_N, THREADS>(shared.bias_rows[stage], bias_rows, columns.following(), columns);
+#endif
     }
 };
 
-// Positions of the queries of this lane's rows.
+// Positions of the queries of this lane's rows; with BITS their bits in a word.
 __device__ __forceinline__ void row_positions(int (&position)[WARP_ROWS][2], const Tile& t, int first_row) {
 #pragma unroll
     for (int m = 0; m < WARP_ROWS; ++m)
 #pragma unroll
-        for (int r = 0; r < 2; ++r)
-            position[m][r] = t.first_position + (first_row + 16 * m + (threadIdx.x & 31) / 4 + 8 * r) / HEADS;
+        for (int r = 0; r < 2; ++r) {
+            const int query = (first_row + 16 * m + (threadIdx.x & 31) / 4 + 8 * r) / HEADS;
+            position[m][r] = BITS ? static_cast<int>(1u << ((t.first_query + query) & 31)) : t.first_position + query;
+        }
+}
+
+// lse (log 2 units, +inf for a row that sees nothing) and delta of this lane's rows (backward pass).
+__device__ __forceinline__ void load_statistics(float (&lse)[WARP_ROWS][2], float (&delta)[WARP_ROWS][2],
+                                                const AttentionParams& p, const Tile& t, int first_row) {
+#pragma unroll
+    for (int m = 0; m < WARP_ROWS; ++m)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = first_row + 16 * m + (threadIdx.x & 31) / 4 + 8 * r, query = t.first_query + row / HEADS;
+            const bool exists = row < QUERIES * HEADS && query < p.query_length;
+            const long long head = (long long)t.batch * p.heads + t.first_head + row % HEADS;
+            const float x = exists ? p.lse[head * p.query_length + query] : -infinity();
+            lse[m][r] = x == -infinity() ? infinity() : x * LOG2_E;
+            delta[m][r] = exists ? p.delta[head * p.query_length + query] : 0.0f;
+        }
 }
 
 // s = rows . k for this warp's rows (16-row fragments, ROW_STRIDE apart) and the block's keys
+template <int unrolled = DIM_FRAGMENTS>
 __device__ __forceinline__ void products(Accumulator (&s)[WARP_ROWS][KEY_FRAGMENTS], const ELEMENT* rows,
                                          const ELEMENT* key) {
 #pragma unroll
     for (int m = 0; m < WARP_ROWS; ++m)
 #pragma unroll
         for (int n = 0; n < KEY_FRAGMENTS; ++n) clear(s[m][n]);
-#pragma unroll
+#pragma unroll unrolled
     for (int d = 0; d < DIM_FRAGMENTS; ++d) {
         FragmentA a[WARP_ROWS];
 #pragma unroll
@@ -188,14 +269,29 @@ __device__ __forceinline__ void products(Accumulator (&s)[WARP_ROWS][KEY_FRAGMEN
     }
 }
 
+#if BITS
+static_assert(WARP_ROWS * 16 <= 32 * HEADS && 32 % (WARP_ROWS * 16 / HEADS) == 0, "a warp's queries are in one word");
+
+// Which queries of this warp's word see the block's key `column`.
+__device__ __forceinline__ int key_visibility(const KeyTiles& shared, int stage, int slot, int column) {
+    return static_cast<int>(shared.words[stage][threadIdx.x / 32 * WARP_ROWS * 16 / HEADS / 32][column]);
+}
+
+__device__ __forceinline__ bool visible(int bit, int word) { return (word & bit) != 0; }
+#else
 // First position that sees the block's key `column`, and the first that no longer does.
-__device__ __forceinline__ int2 key_interval(const KeyTiles& shared, int stage, int slot, int column) {
+__device__ __forceinline__ int2 key_visibility(const KeyTiles& shared, int stage, int slot, int column) {
     int start = shared.start[stage][column];
 #if CAUSAL && KEYS != KEYS_CONTIGUOUS
     start = max(start, shared.index[slot][column]);
 #endif
     return make_int2(start, shared.stop[stage][column]);
 }
+
+__device__ __forceinline__ bool visible(int position, int2 interval) {
+    return visible(position, interval.x, interval.y);
+}
+#endif
 
 // Pairs that are not visible become `hidden`: -inf for logits, 0 for their gradients.
 __device__ __forceinline__ void apply_mask(Accumulator (&s)[WARP_ROWS][KEY_FRAGMENTS], const KeyTiles& shared, int stage,
@@ -204,10 +300,10 @@ __device__ __forceinline__ void apply_mask(Accumulator (&s)[WARP_ROWS][KEY_FRAGM
     for (int n = 0; n < KEY_FRAGMENTS; ++n)
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const int2 seen = key_interval(shared, stage, slot, 16 * n + 2 * (threadIdx.x & 3) + fragment_column(i));
+            const auto seen = key_visibility(shared, stage, slot, 16 * n + 2 * (threadIdx.x & 3) + fragment_column(i));
 #pragma unroll
             for (int m = 0; m < WARP_ROWS; ++m)
-                if (!visible(position[m][fragment_row(i)], seen.x, seen.y)) s[m][n].x[i] = hidden;
+                if (!visible(position[m][fragment_row(i)], seen)) s[m][n].x[i] = hidden;
         }
 }
 
@@ -227,7 +323,7 @@ __device__ __forceinline__ void isolate_nonfinite(Accumulator (&o)[WARP_ROWS][DI
                                                   const KeyTiles& shared, int stage, int slot,
                                                   const int (&position)[WARP_ROWS][2]) {
     for (int key = 0; key < BLOCK_N; ++key) {
-        const int2 seen = key_interval(shared, stage, slot, key);
+        const auto seen = key_visibility(shared, stage, slot, key);
 #pragma unroll
         for (int d = 0; d < DIM_FRAGMENTS; ++d)
 #pragma unroll
@@ -235,7 +331,7 @@ __device__ __forceinline__ void isolate_nonfinite(Accumulator (&o)[WARP_ROWS][DI
                 const float v = to_operand(value[key * ROW_STRIDE + 16 * d + 2 * (threadIdx.x & 3) + fragment_column(i)]);
 #pragma unroll
                 for (int m = 0; m < WARP_ROWS; ++m)
-                    if (!isfinite(v) && visible(position[m][fragment_row(i)], seen.x, seen.y))
+                    if (!isfinite(v) && visible(position[m][fragment_row(i)], seen))
                         o[m][d].x[i] += v;
             }
     }

@@ -5,9 +5,10 @@
 //   KEYS_CONTIGUOUS  keys in their own order: no mask, or plain causal (CAUSAL)
 //   KEYS_LISTED      the tile's own list: its `full` keys (seen by the whole tile) ahead of its partial ones
 //   KEYS_SHARED      one list for all tiles of a mask row, with a summary per block; blocks nobody sees are skipped
-// A block is `masked` when some key of it needs the test start <= position < stop for some query of the tile.
+// A block is `masked` when some key of it needs a test for some query of the tile: start <= position < stop, or with BITS
+// the query's bit of the key's word (dense.cu).
 //
-// Prelude: KEYS, BLOCK_N, CAUSAL (keys behind a query are the only ones it may see, whatever the mask says).
+// Prelude: KEYS, BLOCK_N, CAUSAL (keys behind a query are the only ones it may see, whatever the mask says), BITS.
 #pragma once
 #include "arch.cuh"
 
@@ -17,7 +18,8 @@
 
 // The keys of one mask row; with KEYS_LISTED of one tile of it.
 struct KeySource {
-    const int* start;       // (key_length) first position that sees a key            (not KEYS_CONTIGUOUS)
+    const unsigned* columns;  // BITS: (WORDS, key_stride) of the tile's queries, the first of them the word of its first query
+    const int* start;       // (key_length) first position that sees a key       (neither KEYS_CONTIGUOUS nor BITS)
     const int* stop;        // (key_length) first position that no longer sees it
     const int* list;        // KEYS_LISTED: (capacity) full keys from the front, partial keys from the back
                             // KEYS_SHARED: (key_length) keys that somebody sees, in order

@@ -7,11 +7,14 @@ struct AttentionParams {
     const ELEMENT* value;
     ELEMENT* out;
     float* lse;
-    const float* bias;
+    const float* bias;        // one number per key
+    const void* bias_rows;    // one number per query and key, BIAS_ELEMENT
     const int* start;         // (1|B, 1|Hkv|H, key_length)
     const int* stop;
     const int* list;          // KEYS_LISTED (mask rows, tiles, capacity), KEYS_SHARED (mask rows, key_length)
     const int* list_lengths;  // KEYS_LISTED (mask rows, tiles, 2): full, all; KEYS_SHARED (mask rows)
+    const unsigned* columns;        // dense.cu, with BITS: (mask rows, query_words, key_stride)
+    const unsigned short* states;   // (mask rows, query_words, key_stride / 64)
     const int4* summaries;    // KEYS_SHARED (mask rows, key_length / BLOCK_N, rounded up)
     const ELEMENT* dout;      // from here on: the backward pass
     const float* dlse;
@@ -20,6 +23,7 @@ struct AttentionParams {
     ELEMENT* dkey;
     ELEMENT* dvalue;
     float* dbias;             // (B, H, key_length)
+    void* dbias_rows;         // of a dense bias: its shape, contiguous, BIAS_ELEMENT
     float* partial_key;       // (B * Hkv, supers, super_capacity, HEAD_DIM)
     float* partial_value;
     float* partial_bias;      // (B * Hkv, supers, super_capacity, H / Hkv)
@@ -31,7 +35,7 @@ struct AttentionParams {
     const int* places;        // (mask rows, supers * super_capacity): a key's place in each super-tile that sees it
     long long query_batch, query_row, query_head;  // strides, in elements
     long long key_batch, key_head, value_batch, value_head;
-    long long bias_batch, bias_group, bias_head, bias_key;
+    long long bias_batch, bias_group, bias_head, bias_query, bias_key;
     long long start_batch, start_head, stop_batch, stop_head;
     long long out_batch, out_row, out_head;  // of out as an input
     long long dout_batch, dout_row, dout_head;
@@ -40,6 +44,9 @@ struct AttentionParams {
     int mask_heads;                         // 1, Hkv or H: mask head = mask row % mask_heads
     int batch, query_length, key_length, heads, kv_heads;
     int tiles, capacity;
+    int query_words, key_stride;
+    int dbias_batch, dbias_heads;  // axes of a dense bias
+    int bias_aligned;  // rows of bias_rows may be read 16 bytes at a time
     int supers, super_capacity, super_queries;
     float scale, softcap;
 };

@@ -6,6 +6,7 @@ every library sees the same layout. ``expected(case)`` is the oracle's answer; i
 """
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,10 +31,11 @@ class Case:
     kv_heads: int = 1
     head_dim: int = 32
     # none causal window sinks padding documents prefix_lm top_w global top_w_padding top_w_documents global_documents
-    # union per_head per_batch; and dense masks: dense dense_per_head dense_2d dense_rows
+    # union per_head per_batch; and dense masks: dense dense_per_head dense_2d dense_rows, dense= and the axes, a letter
+    # of AXES each; several joined by +
     mask: str = "top_w"
     window: int = 17
-    bias: str = "key"  # none key key_per_head key_shared full full_per_head row
+    bias: str = "key"  # none key key_per_head key_shared full full_per_head row, full= and the axes
     causal: bool = False
     softcap: float = 0.0
     scale: float | None = None
@@ -42,10 +44,19 @@ class Case:
     @property
     def is_dense(self) -> bool:
         """Needs a dense mask or a bias with a query axis, which not every backend serves."""
-        return self.mask.startswith("dense") or self.bias in ("full", "full_per_head", "row")
+        return "dense" in self.mask or self.bias.startswith(("full", "row"))
+
+    def axes(self, letters: str) -> tuple[int, ...]:
+        """The sizes of "bhqk" and the like."""
+        sizes = {"1": 1, "b": self.batch, "g": self.kv_heads, "h": self.heads, "q": self.query_length,
+                 "k": self.key_length}
+        return tuple(sizes[letter] for letter in letters)
 
     def __str__(self) -> str:
         return self.name
+
+
+AXES = ["".join(letters) for letters in itertools.product("1b", "1gh", "1q", "1k")]  # every broadcast shape
 
 
 def _grid() -> list[Case]:
@@ -71,11 +82,33 @@ def _grid() -> list[Case]:
               for layout in ("bhsd", "head_slice", "length_slice", "wide", "every_other")]
     cases += [Case(f"window-{w}", window=w) for w in (1, 2, 69, 70, 1000)]
     cases += [Case("batch-0", batch=0, mask="none"), Case("batch-3", batch=3, mask="per_batch")]
+    odd: dict[str, Any] = {"query_length": 37, "key_length": 75, "heads": 4, "kv_heads": 2}
+    cases += [Case(f"dense-mask-{axes}", mask=f"dense={axes}", dtype=("float16", "bfloat16")[i % 2], **odd)
+              for i, axes in enumerate(AXES)]
+    masks = ("none", "dense=bgqk", "causal", "top_w")
+    cases += [Case(f"dense-bias-{axes}", mask=masks[(i + i // 4) % 4], bias=f"full={axes}",
+                   dtype=("float16", "bfloat16")[i // 2 % 2], **odd) for i, axes in enumerate(AXES)]
+    cases += [Case(f"dense-both-{mask}-{bias}", mask=mask, bias=f"full={bias}", causal=causal, softcap=softcap,
+                   dtype=dtype, **odd)
+              for mask, bias, causal, softcap, dtype in (
+                  ("dense=1hqk", "bhqk", True, 0.0, "bfloat16"), ("dense=11qk", "1gqk", False, 2.0, "float16"),
+                  ("top_w+dense=1hqk", "11qk", False, 0.0, "bfloat16"), ("dense=b1q1", "b1q1", True, 0.0, "float16"),
+                  ("per_batch+dense=1gqk", "bgqk", False, 0.0, "float16"),
+                  ("per_head+padding+dense=b1qk+dense=1hq1", "1hqk", True, 1.5, "bfloat16"))]
+    cases += [Case(f"dense-sizes-{h}/{g}-{lq}x{lk}-D{d}", mask="dense=b1qk", bias=f"full=b{'gh'[i % 2]}qk",
+                   query_length=lq, key_length=lk, heads=h, kv_heads=g, head_dim=d,
+                   dtype=("float16", "bfloat16")[i % 2])
+              for i, (h, g, lq, lk, d) in enumerate((
+                  (3, 1, 70, 64, 64), (8, 2, 130, 96, 8), (6, 2, 20, 200, 33), (2, 1, 3, 70, 128), (2, 2, 1, 70, 16),
+                  (1, 1, 70, 1, 256), (4, 1, 200, 136, 192), (2, 1, 5, 0, 16), (2, 1, 0, 5, 16)))]
     # float32, which the tensor cores take as TF32, through whatever depends on the type of the elements.
     cases += [replace(case, name=f"float32-{case.name}", dtype="float32") for case in cases if case.name in (
         "heads-6/2-top_w", "heads-4/2-causal", "lengths-1x70-top_w", "lengths-33x129-causal", "lengths-129x33-top_w",
         "lengths-300x300-causal", "lengths-300x300-top_w", "mask-none", "mask-window", "mask-documents", "mask-global",
-        "mask-per_head", "causal-and-padding", "bias-none-top_w", "bias-key_per_head-none", "softcap-key", "scale",
+        "mask-per_head", "mask-dense_per_head", "causal-and-padding", "bias-none-top_w", "bias-key_per_head-none",
+        "bias-full-top_w", "softcap-key", "scale", "dense-mask-1gq1", "dense-mask-bhqk", "dense-bias-1hqk",
+        "dense-bias-bhqk", "dense-bias-bgq1", "dense-both-dense=11qk-1gqk", "dense-sizes-8/2-130x96-D8",
+        "dense-sizes-6/2-20x200-D33", "dense-sizes-2/1-3x70-D128", "dense-sizes-4/1-200x136-D192",
         "layout-bhsd", "layout-head_slice", "layout-wide", "layout-every_other", "window-1")]
     cases += [Case(f"float32-D{size}-causal", dtype="float32", head_dim=size, mask="causal", bias="none")
               for size in (4, 100, 192)]
@@ -100,10 +133,13 @@ def _drawn(case: Case) -> dict[str, np.ndarray]:
     data["scores"] = (rng.integers(-8, 8, (b, g, n)) / 4).astype(np.float32)
     bias_shape = {"key": (b, g, n), "key_per_head": (b, h, n), "key_shared": (1, 1, n), "full": (b, g, lq, n),
                   "full_per_head": (b, h, lq, n), "row": (1, h, lq, 1)}.get(case.bias)
+    if case.bias.startswith("full="):
+        bias_shape = case.axes(case.bias[5:])
     if case.bias == "key":
         data["bias"] = data["scores"]
     elif bias_shape:
-        data["bias"] = rng.standard_normal(bias_shape).astype(kind if case.bias.endswith("per_head") else np.float32)
+        data["bias"] = rng.standard_normal(bias_shape).astype(kind if case.bias.endswith("per_head") or
+                                                                    "h" in case.bias[5:] else np.float32)
     data["padding"] = rng.random((b, n)) < 0.7
     data["documents"] = np.sort(rng.integers(0, 4, (b, n)), axis=1).astype(np.int32)
     data["prefix"] = rng.integers(0, n + 1, b).astype(np.int32)
@@ -114,6 +150,9 @@ def _drawn(case: Case) -> dict[str, np.ndarray]:
     if mask_shape:
         data["mask"] = rng.random(mask_shape) < 0.4
     data["dout"], data["dlse"] = normal(b, lq, h, d), rng.standard_normal((b, h, lq)).astype(np.float32)
+    for part in case.mask.split("+"):
+        if part.startswith("dense="):
+            data[part] = rng.random(case.axes(part[6:])) < 0.5
     return data
 
 
@@ -138,11 +177,25 @@ def make_mask(case: Case, array: Callable[[str], Any], like: Any) -> Any:
         "per_head": lambda: M(array("start")[:1], array("stop")[:1]),
         "per_batch": lambda: M(array("start"), array("stop")),
     }
-    return array("mask") if case.mask.startswith("dense") else makers[case.mask]()
+    def part(name: str) -> Any:
+        if name.startswith("dense"):
+            return array(name if "=" in name else "mask")
+        return makers[name]()
+
+    names = case.mask.split("+")
+    return part(names[0]) if len(names) == 1 else tuple(part(name) for name in names)
 
 
 def dense_mask(case: Case) -> np.ndarray | None:
     """The same mask by its definition, ``(1|B, 1|Hkv|H, Lq, Lk)``."""
+    if "+" in case.mask:
+        shape = case.batch, case.heads, case.query_length, case.key_length
+        parts = [_dense_part(case, name) for name in case.mask.split("+")]
+        return np.logical_and.reduce([reference.per_head(part, shape) for part in parts if part is not None])
+    return _dense_part(case, case.mask)
+
+
+def _dense_part(case: Case, name: str) -> np.ndarray | None:
     data, n, w = _drawn(case), case.key_length, case.window
     p = np.arange(case.query_length)[:, None] + n - case.query_length
     j = np.arange(n)
@@ -156,12 +209,12 @@ def dense_mask(case: Case) -> np.ndarray | None:
             return np.zeros((case.batch, 1, case.query_length, 0), bool)
         return number[:, None, None, :] == number[:, np.maximum(p[:, 0], 0)][:, None, :, None]
 
-    if case.mask == "none":
+    if name == "none":
         return None
-    if case.mask == "dense_2d":
+    if name == "dense_2d":
         return data["mask"][None, None]
-    if case.mask.startswith("dense"):
-        return data["mask"]
+    if name.startswith("dense"):
+        return data[name if "=" in name else "mask"]
     makers = {
         "causal": lambda: (j <= p)[None, None],
         "window": lambda: ((j <= p) & (j > p - w))[None, None],
@@ -178,7 +231,7 @@ def dense_mask(case: Case) -> np.ndarray | None:
         "per_head": lambda: (data["start"][:1, :, None] <= p) & (p < data["stop"][:1, :, None]),
         "per_batch": lambda: (data["start"][:, :, None] <= p) & (p < data["stop"][:, :, None]),
     }
-    return makers[case.mask]()
+    return makers[name]()
 
 
 def _laid_out(x: np.ndarray, layout: str, convert: Callable[[np.ndarray], Any]) -> Any:

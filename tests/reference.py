@@ -107,13 +107,13 @@ def prefix_stop(scores, window, padding=None, document=None) -> np.ndarray:
 def visible_pairs(shape, dense_mask=None, causal=False) -> np.ndarray:
     """bool ``(B, H, Lq, Lk)`` of a mask ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)``, cut by causality if asked."""
     lq, lk = shape[2:]
-    seen = np.ones(shape, bool) if dense_mask is None else _per_head(np.asarray(dense_mask), shape)
+    seen = np.ones(shape, bool) if dense_mask is None else per_head(np.asarray(dense_mask), shape)
     if causal:
         seen = seen & (np.arange(lk) <= np.arange(lq)[:, None] + lk - lq)
     return seen
 
 
-def _per_head(array, shape) -> np.ndarray:
+def per_head(array, shape) -> np.ndarray:
     """``({1|B}, {1|Hkv|H}, {1|Lq}, {1|Lk})``, or a key bias of three axes, as ``(B, H, Lq, Lk)``."""
     array = array[:, :, None] if array.ndim == 3 else array
     if 1 < array.shape[1] < shape[1]:
@@ -161,7 +161,7 @@ def _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, w
     lk, kv_heads = key.shape[1:3]
     shape = (batch, heads, lq, lk)
     seen = visible_pairs(shape, dense_mask, causal)
-    added = None if bias is None else _per_head(np.asarray(bias), shape)
+    added = None if bias is None else per_head(np.asarray(bias), shape)
     scale = wide(1 / math.sqrt(size) if scale is None else scale)
     out, lse = np.zeros((batch, lq, heads, size), wide), np.full((batch, heads, lq), -np.inf, wide)
     with np.errstate(all="ignore"):
@@ -224,7 +224,7 @@ def _gradients(dout, query, key, value, dense_mask=None, bias=None, causal=False
     lk, kv_heads = key.shape[1:3]
     shape = (batch, heads, lq, lk)
     seen = visible_pairs(shape, dense_mask, causal)
-    added = None if bias is None else _per_head(np.asarray(bias), shape)
+    added = None if bias is None else per_head(np.asarray(bias), shape)
     scale = wide(1 / math.sqrt(size) if scale is None else scale)
     outs, lses = _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, wide, rounded)
     dq, dk, dv = (np.zeros(x.shape, wide) for x in (query, key, value))

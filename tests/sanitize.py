@@ -22,12 +22,12 @@ from tests import cases, reference
 
 LENGTHS = ("lengths-1x70", "lengths-33x129", "lengths-129x33")
 NAMES = ("float32-", "float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3", "bfloat16-D256", "mask-",
-         "causal-and-", "window-1", "bias-key", "softcap-key", "layout-bhsd", "layout-head_slice", *LENGTHS)
+         "causal-and-", "window-1", "bias-", "softcap-", "layout-bhsd", "layout-head_slice", "dense-both",
+         "dense-sizes", *LENGTHS)
 
 
 def forward() -> int:
-    chosen = [c for c in cases.CASES if c.name.startswith(NAMES) and not c.is_dense
-              and c.dtype in ("float16", "bfloat16", "float32")]
+    chosen = [c for c in cases.CASES if c.name.startswith(NAMES) and c.dtype in ("float16", "bfloat16", "float32")]
     for case in chosen:
         out, lse = cases.run(case, cupy.asarray)
         cases.check(case, cupy.asnumpy(out), cupy.asnumpy(lse), tf32=True)
@@ -35,8 +35,7 @@ def forward() -> int:
 
 
 def backward() -> int:
-    chosen = [c for c in cases.CASES if c.name.startswith(NAMES) and not c.is_dense
-              and c.dtype in ("float16", "bfloat16", "float32")]
+    chosen = [c for c in cases.CASES if c.name.startswith(NAMES) and c.dtype in ("float16", "bfloat16", "float32")]
     for case in chosen:
         gradients = cases.run_backward(case, cupy.asarray, with_dlse=True)
         cases.check_backward(case, [None if g is None else cupy.asnumpy(g) for g in gradients], with_dlse=True,

@@ -17,7 +17,7 @@ from tests.test_selection import problems
 pytestmark = pytest.mark.gpu
 
 CUDA = Device("cuda", 0)
-FORWARD = [c for c in cases.CASES if c.dtype in ("float16", "bfloat16", "float32") and not c.is_dense]
+FORWARD = [c for c in cases.CASES if c.dtype in ("float16", "bfloat16", "float32")]
 
 
 @pytest.fixture(scope="module")
@@ -251,17 +251,6 @@ def test_a_wide_window_is_dense_causal_attention(torch):
 
 
 # ---- refused ----
-@pytest.mark.parametrize(("error", "text", "options"), [
-    (NotImplementedError, "mask", {"mask": np.ones((4, 4), bool)}),
-    (NotImplementedError, "bias", {"bias": np.zeros((1, 1, 4, 4), np.float32)}),
-])
-def test_dense_masks_and_biases_arrive_later(error, text, options):
-    move = converter("cupy")
-    x = move(np.ones((1, 4, 1, 8), np.float16))
-    with pytest.raises(error, match=text):
-        dma.attention(x, x, x, **{name: move(a) for name, a in options.items()})
-
-
 def test_wide_types_are_refused():
     move = converter("cupy")
     x = move(np.ones((1, 4, 1, 8), np.float64))

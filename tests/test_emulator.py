@@ -24,7 +24,7 @@ from tests import emulator  # noqa: E402
 from tests.emulator import Order  # noqa: E402
 
 BUILD = os.environ.get("CUPY_DMA_EMULATOR_BUILD", "watched")
-FORWARD = [c for c in cases.CASES if c.dtype in ("float16", "bfloat16", "float32") and not c.is_dense]
+FORWARD = [c for c in cases.CASES if c.dtype in ("float16", "bfloat16", "float32")]
 ORDERS = [Order("backward", "backward"), Order("random", "random", 1), Order("random", "random", 2)]
 
 
@@ -47,8 +47,8 @@ def test_forward_grid(case):
 
 
 @pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith((
-    "bfloat16-D128", "bfloat16-D256", "float32-D64", "float32-D128", "float32-D192", "float32-D256", "mask-top_w",
-    "mask-causal"))], ids=str)
+    "bfloat16-D128", "bfloat16-D256", "float32-D64", "float32-D128", "float32-D192", "float32-D256", "float32-dense-",
+    "mask-top_w", "mask-causal", "mask-dense", "dense-both", "dense-sizes"))], ids=str)
 def test_tiles_of_smaller_gpus(case, device):
     device.shared_limit = 99 * 1024
     out, lse = on_emulator(case)
@@ -82,14 +82,15 @@ def bad_row_problem(kind, name, bad, dtype=np.float16):
     scores = rng.standard_normal((1, 2, n)).astype(np.float32)
     scores[0, 0, where] = 1.2  # kept for some time, but not for ever
     mask = {"causal": lambda: dma.IntervalMask.causal(n), "top_w": lambda: dma.IntervalMask.top_w(scores, 20),
-            "window": lambda: dma.IntervalMask.sliding_window(n, 30)}[kind]()
-    sees = np.broadcast_to(mask.to_dense(n), (1, 2, n, n))[0, 0, :, where]
-    return dirty, x, mask, sees
+            "window": lambda: dma.IntervalMask.sliding_window(n, 30),
+            "dense": lambda: rng.random((1, 2, n, n)) < 0.3}[kind]()
+    dense = mask if kind == "dense" else mask.to_dense(n)
+    return dirty, x, mask, np.broadcast_to(dense, (1, 2, n, n))[0, 0, :, where]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["key", "value"])
-@pytest.mark.parametrize("kind", ["causal", "top_w", "window"])
+@pytest.mark.parametrize("kind", ["causal", "top_w", "window", "dense"])
 def test_a_bad_row_reaches_only_the_queries_that_see_it(name, bad, kind):
     dirty, clean, mask, sees = bad_row_problem(kind, name, bad)
     out = dma.attention(*dirty.values(), mask=mask, backend="emulator")
@@ -114,6 +115,36 @@ def test_a_bad_row_of_float32(bad, kind):
         grads = [dma.backward.attention_backward(dout, *x.values(), *result, mask=mask, backend="emulator").query
                  for x, result in ((dirty, found), (clean, good))]
         assert np.array_equal(grads[0][0, ~sees, 0], grads[1][0, ~sees, 0])
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 90, 100), (1, 2, 1, 100)])
+def test_minus_infinity_in_a_bias_hides(shape):
+    """Queries all of whose biases are -inf see nothing; NaN reaches its own queries only."""
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((1, n, 2, 16)).astype(np.float16) for n in (90, 100))
+    bias = np.where(rng.random(shape) < 0.5, rng.standard_normal(shape), -np.inf).astype(np.float32)
+    bias[0, 0, 7 % shape[2]] = -np.inf
+    out, lse = dma.attention(q, k, k, bias=bias, return_lse=True, backend="emulator")
+    ref, ref_lse = reference.attention(q, k, k, None, bias)
+    assert np.abs(out - ref).max() < 2e-3
+    assert np.array_equal(np.isneginf(lse), np.isneginf(ref_lse))
+    assert np.isneginf(lse[0, 0, 7]) and not out[0, 7, 0].any()
+    bias[0, 1, 5 % shape[2], 3] = np.nan
+    spoiled = dma.attention(q, k, k, bias=bias, backend="emulator")
+    bad = np.isnan(spoiled).any(axis=(0, 3))
+    assert bad[5, 1] and not bad[:, 0].any() and (bad[:, 1].sum() == 1 or shape[2] == 1)
+
+
+def test_strides_of_dense_masks_and_biases():
+    """Masks and biases with any strides, read in words of 4 keys and pieces of 16 bytes or singly."""
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((2, n, 2, 16)).astype(np.float16) for n in (70, 96))
+    for offset, width in ((0, 96), (8, 112), (4, 100), (1, 101)):
+        masks = (rng.random((70, 2, 2, width)) < 0.5).transpose(1, 2, 0, 3)[..., offset:offset + 96]
+        biases = rng.standard_normal((2, 70, 2, width)).astype(np.float16).transpose(0, 2, 1, 3)
+        biases = biases[..., offset:offset + 96]
+        out = dma.attention(q, k, k, mask=masks, bias=biases, backend="emulator")
+        assert np.abs(out - reference.attention(q, k, k, masks, biases)[0]).max() < 3e-3
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

@@ -16,8 +16,8 @@ from tests import emulator  # noqa: E402
 from tests.test_emulator import BUILD, FORWARD, ORDERS, SCORE_SHAPES, bits, score_problem  # noqa: E402
 
 NAMES = ("float32-", "float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3", "bfloat16-D256", "mask-",
-         "causal-and-", "heads-", "window-1", "bias-key", "softcap-key", "layout-", "lengths-1x", "lengths-33x129",
-         "lengths-129x33", "batch-3")
+         "causal-and-", "heads-", "window-1", "bias-", "softcap-", "layout-", "lengths-1x", "lengths-33x129",
+         "lengths-129x33", "dense-", "batch-3")
 
 
 @pytest.fixture(autouse=True)
@@ -33,11 +33,25 @@ def test_backward_grid(case):
     cases.check_backward(case, gradients, with_dlse=with_dlse, tf32=True)
 
 
-@pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(("float32-D128", "float32-D192",
-                                                                           "float32-D256"))], ids=str)
+@pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith((
+    "bfloat16-D256", "float32-D128", "float32-D192", "float32-D256", "float32-dense-", "mask-dense_per_head",
+    "dense-both", "dense-sizes"))], ids=str)
 def test_tiles_of_smaller_gpus(case, device):
     device.shared_limit = 99 * 1024
     cases.check_backward(case, cases.run_backward(case, backend="emulator"), tf32=True)
+
+
+@pytest.mark.parametrize("bias", ["full=bhqk", "full=11qk"])
+def test_large_float32_rows_with_a_dense_bias(bias, device):
+    """What fits on GPUs with more shared memory, and is refused on smaller ones."""
+    case = cases.Case("large", dtype="float32", head_dim=256, mask="dense=b1qk", bias=bias, query_length=37,
+                      key_length=40)
+    for limit in (227, 163):
+        device.shared_limit = limit * 1024
+        cases.check_backward(case, cases.run_backward(case, backend="emulator"), tf32=True)
+    device.shared_limit = 99 * 1024
+    with pytest.raises(NotImplementedError, match="99 KB"):
+        cases.run_backward(case, backend="emulator")
 
 
 def super_tiles(dtype, size):
@@ -64,6 +78,76 @@ def test_the_order_of_threads_and_blocks_changes_no_bit(order):
     with emulator.using(build=BUILD, order=order):
         got = super_tiles("float16", 20)[0]
     assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(got, expected))
+
+
+def dense_gradients(backend, dtype="float16"):
+    """A mask of blocks, so that steps and lists are left out, over more than 32 steps of queries; biases of their own
+    and shared."""
+    rng = np.random.default_rng(0)
+    n, lq = 136, 1100
+    kind = numpy_dtype(dtype)
+    q, k, v = (rng.standard_normal((1, m, heads, 16)).astype(kind) for m, heads in ((lq, 2), (n, 1), (n, 1)))
+    blocks = rng.choice(3, (1, 2, -(-lq // 32), -(-n // 8)), p=(0.7, 0.15, 0.15))
+    spread = blocks.repeat(32, 2)[:, :, :lq].repeat(8, 3)[..., :n]
+    mask = (spread == 2) | ((spread == 1) & (rng.random((1, 2, lq, n)) < 0.5))
+    mask[:, :, 200:700] = False
+    found = []
+    for heads in (1, 2):
+        bias = rng.standard_normal((1, heads, lq, n)).astype(kind)
+        out, lse = dma.attention(q, k, v, mask=mask, bias=bias, return_lse=True, backend=backend)
+        found += [out, lse, *attention_backward(q, q, k, v, out, lse, mask=mask, bias=bias, backend=backend)]
+    return found
+
+
+@pytest.mark.parametrize("order", [None, *ORDERS], ids=str)
+def test_dense_masks_with_gaps(order):
+    expected = dense_gradients("numpy" if order is None else "emulator")
+    with emulator.using(build=BUILD, **({} if order is None else {"order": order})):
+        got = dense_gradients("emulator")
+    for a, b in zip(got, expected):
+        if order is not None:
+            assert np.array_equal(bits(a), bits(b))
+        else:
+            x, y = (np.where(np.isfinite(z), z, 0).astype(np.float64) for z in (a, b))
+            assert np.array_equal(np.isfinite(a), np.isfinite(b)) and np.linalg.norm(x - y) < 1e-2 * np.linalg.norm(y)
+
+
+@pytest.mark.parametrize("needs", [("bias",), ("query",), ("key",), ("value", "bias"), ("query", "key", "bias")])
+@pytest.mark.parametrize("name", ["bias-full_per_head-top_w", "dense-both-dense=1hqk-bhqk", "dense-bias-1gq1"])
+def test_some_gradients_of_dense_biases(name, needs):
+    case = next(c for c in FORWARD if c.name == name)
+    gradients = cases.run_backward(case, backend="emulator", needs=needs)
+    assert all((found is not None) == (part in needs) for part, found in gradients._asdict().items())
+    cases.check_backward(case, gradients)
+
+
+def test_a_bias_of_float64():
+    case = next(c for c in FORWARD if c.name == "dense-bias-11qk")
+    (q, k, v), named = cases._arguments(case, np.asarray)
+    named["bias"] = named["bias"].astype(np.float64)
+    out, lse = dma.attention(q, k, v, **named, return_lse=True, backend="emulator")
+    found = attention_backward(q, q, k, v, out, lse, **named, needs="bias", backend="emulator").bias
+    expected = attention_backward(q, q, k, v, out, lse, **named, needs="bias", backend="numpy").bias
+    assert found.dtype == np.float64 and np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("kind", ["key", "value", "query", "dout"])
+def test_a_bad_row_reaches_no_gradient_behind_a_dense_mask(kind):
+    """A row that nobody sees, or that sees nothing, may hold NaN."""
+    rng = np.random.default_rng(0)
+    x = {name: rng.standard_normal((1, 100, 2, 16)).astype(np.float16) for name in ("query", "key", "value", "dout")}
+    mask = rng.random((1, 2, 100, 100)) < 0.3
+    (mask[:, 0, :, 50] if kind in ("key", "value") else mask[:, 0, 50])[...] = False
+    bias = rng.standard_normal((1, 1, 100, 100)).astype(np.float16)
+    results = []
+    for spoil in (False, True):
+        if spoil:
+            x[kind][0, 50, 0] = np.nan
+        q, k, v, do = x["query"], x["key"], x["value"], x["dout"]
+        out, lse = dma.attention(q, k, v, mask=mask, bias=bias, return_lse=True, backend="emulator")
+        results.append(attention_backward(do, q, k, v, out, lse, mask=mask, bias=bias, backend="emulator"))
+    for clean, found in zip(*results):
+        assert np.array_equal(clean, found)
 
 
 def score_gradients(shape, dtype, form, backend):

@@ -9,7 +9,7 @@ import struct
 import pytest
 
 from cupy_dma import jit
-from cupy_dma.backends.cuda import configs, selection
+from cupy_dma.backends.cuda import configs, selection, tiles
 
 try:
     jit.find_headers()
@@ -34,6 +34,7 @@ def specialisations(limit: int, every: bool) -> list[jit.Config]:
     found: list[jit.Config] = [configs.LayoutConfig(element) for element in configs.ELEMENTS.values()]
     found += [configs.SelectConfig(documents, padding) for documents in (False, True) for padding in (False, True)]
     found += [configs.ListConfig(causal, block) for causal in (False, True) for block in (64,)]
+    found += [configs.DenseConfig(queries) for queries in (8, 32, 128)]
     found += [configs.ScoreConfig("__half", "float", 64, 1, 1, True, True, False),
               configs.ScoreConfig("__nv_bfloat16", "__nv_bfloat16", 128, 8, 8, True, False, True),
               configs.ScoreConfig("float", "__half", 33, 3, 2, False, True, False)]
@@ -42,17 +43,19 @@ def specialisations(limit: int, every: bool) -> list[jit.Config]:
     for i, (head_dim, keys) in enumerate(dims.items() if every else [*dims.items()][1:6:4]):
         heads = 1 if head_dim % 64 else 2
         found.append(configs.ForwardConfig(("__half", "__nv_bfloat16")[i % 2], head_dim, head_dim % 8 == 0, heads,
-                                        *configs.tile_shape(head_dim, limit * 1024), keys,
+                                        *tiles.tile_shape(head_dim, limit * 1024), keys,
                                         causal=keys == "KEYS_CONTIGUOUS", bias=head_dim != 96,
                                         softcap=head_dim in (192, 1)))
         options = {"causal": keys == "KEYS_CONTIGUOUS", "bias": head_dim != 96, "softcap": head_dim in (192, 1)}
         element, vector, size = ("__nv_bfloat16", "__half")[i % 2], head_dim % 8 == 0, limit * 1024
         found.append(configs.BackwardQueryConfig(element, head_dim, vector, heads,
-                                                 *configs.backward_query_tile(head_dim, size), keys, **options))
+                                                 *tiles.backward_query_tile(head_dim, size), keys, **options))
         found.append(configs.BackwardKeyConfig(
-            element, head_dim, vector, *configs.backward_key_tile(head_dim, size),
+            element, head_dim, vector, *tiles.backward_key_tile(head_dim, size),
             "KEYS_CONTIGUOUS" if i % 3 else "KEYS_LISTED", intervals=keys != "KEYS_CONTIGUOUS",
             dim_parts=2 if head_dim > 128 else 1, dkey=True, dvalue=True, dbias=i % 2 == 0, **options))
+        found += dense_specialisations("__nv_bfloat16", head_dim, size, ("float", "__nv_bfloat16", "__half")[i % 3],
+                                       bits=i % 2 == 0)
     found += float32_specialisations(limit * 1024, every)
     found += [configs.BackwardSumConfig("float", 100, True, False, True, True, True),
               configs.BackwardSumConfig("__half", 33, False, False, True, True, True),
@@ -69,15 +72,38 @@ def float32_specialisations(limit: int, every: bool) -> list[jit.Config]:
     for head_dim, keys in dims.items() if every else [*dims.items()][1:4:2]:
         vector, options = head_dim % 4 == 0, {"causal": keys == "KEYS_CONTIGUOUS", "bias": True, "softcap": False}
         found += [
-            configs.ForwardConfig("float", head_dim, vector, 2, *configs.tile_shape(head_dim, limit, size=4), keys,
+            configs.ForwardConfig("float", head_dim, vector, 2, *tiles.tile_shape(head_dim, limit, size=4), keys,
                                   **options),
             configs.BackwardQueryConfig("float", head_dim, vector, 2,
-                                        *configs.backward_query_tile(head_dim, limit, size=4), keys, **options),
+                                        *tiles.backward_query_tile(head_dim, limit, size=4), keys, **options),
             configs.BackwardKeyConfig(
-                "float", head_dim, vector, *configs.backward_key_tile(head_dim, limit, size=4),
+                "float", head_dim, vector, *tiles.backward_key_tile(head_dim, limit, size=4),
                 "KEYS_CONTIGUOUS" if keys == "KEYS_CONTIGUOUS" else "KEYS_LISTED", intervals=keys != "KEYS_CONTIGUOUS",
                 dim_parts=2 if head_dim > 128 else 1, dkey=True, dvalue=True, dbias=True, **options)]
+        if limit > 99 * 1024 or head_dim <= 240:
+            found += dense_specialisations("float", head_dim, limit, "__half" if head_dim == 192 else "float",
+                                           bits=head_dim != 128)
     return found
+
+
+def dense_specialisations(element: str, head_dim: int, limit: int, bias: str, bits: bool) -> list[jit.Config]:
+    """The attention kernels with a dense mask or not, and with a dense bias; the key gradients with a dense mask."""
+    size = configs.ELEMENT_BYTES[element]
+    vector = head_dim * size % 16 == 0
+    rest = ("KEYS_LISTED" if bits else "KEYS_CONTIGUOUS", not bits, configs.BIAS_DENSE, head_dim == 192)
+    return [
+        configs.ForwardConfig(element, head_dim, vector, 2,
+                              *tiles.tile_shape(head_dim, limit, size=size, dense_bias=bias), *rest, bits, bias),
+        configs.BackwardQueryConfig(element, head_dim, vector, 1,
+                                    *tiles.backward_query_tile(head_dim, limit, size, bias), *rest, bits, bias,
+                                    dbias=True),
+        configs.BackwardBiasConfig(element, head_dim, vector, 1,
+                                   *tiles.backward_bias_tile(head_dim, limit, size, bias), "KEYS_CONTIGUOUS", *rest[1:],
+                                   bits, bias, intervals=not bits, sum_keys=head_dim == 256),
+        *(configs.BackwardKeyConfig(
+            element, head_dim, vector, *tiles.backward_key_tile(head_dim, limit, size, dense), "KEYS_CONTIGUOUS",
+            False, not bits, configs.BIAS_DENSE if dense else configs.BIAS_NONE, False, 2 if head_dim > 128 else 1,
+            True, True, False, bits, dense or "float") for dense in (None, bias))]
 
 
 @needs_compiler
@@ -93,22 +119,39 @@ def test_every_kernel_compiles_without_large_spills(arch):
 
 @pytest.mark.parametrize("element", ["__half", "float"])
 @pytest.mark.parametrize("limit", sorted(set(ARCHITECTURES.values())))
-def test_tiles_fit_into_shared_memory(limit, element):
-    size = configs.ELEMENT_BYTES[element]
-    rest = ("KEYS_LISTED", False, True, False)
+@pytest.mark.parametrize("bias", [None, "__half", "float"])
+def test_tiles_fit_into_shared_memory(limit, element, bias):
+    size, limit = configs.ELEMENT_BYTES[element], limit * 1024
+    kind = configs.BIAS_OF_KEYS if bias is None else configs.BIAS_DENSE
+    of_bias = {"bits": True, "bias_element": bias or "float"}
     for head_dim in range(1, 257):
+        shapes = [(configs.ForwardConfig, tiles.tile_shape(head_dim, limit, few, size, bias)) for few in (False, True)]
+        if (gradients := size == 2 or bias is None or limit > 99 * 1024 or head_dim <= 240):
+            shapes.append((configs.BackwardQueryConfig, tiles.backward_query_tile(head_dim, limit, size, bias)))
         for heads in (1, 2, 3, 4):
-            for kind, shape in ((configs.ForwardConfig, configs.tile_shape(head_dim, limit * 1024, size=size)),
-                                (configs.ForwardConfig, configs.tile_shape(head_dim, limit * 1024, True, size)),
-                                (configs.BackwardQueryConfig,
-                                 configs.backward_query_tile(head_dim, limit * 1024, size))):
-                config = kind(element, head_dim, True, heads, *shape, *rest)
-                assert config.shared_bytes <= limit * 1024
+            for config_of, shape in shapes:
+                config = config_of(element, head_dim, True, heads, *shape, "KEYS_LISTED", False, kind, False,
+                                   bits=heads != 3, bias_element=bias or "float")
+                assert config.shared_bytes <= limit
                 assert config.queries >= (8 if size == 2 else 4) and shape.block_m % (16 * shape.warps) == 0
-        tile = configs.backward_key_tile(head_dim, limit * 1024, size)
-        key = configs.BackwardKeyConfig(element, head_dim, True, *tile, "KEYS_LISTED", True, *rest[1:], 1, True, True,
-                                        True)
-        assert key.shared_bytes <= limit * 1024 and tile.block_n == 16 * tile.warps
+        if not gradients:
+            continue
+        tile = tiles.backward_key_tile(head_dim, limit, size, bias)
+        key = configs.BackwardKeyConfig(element, head_dim, True, *tile, "KEYS_LISTED", True, False, kind, False, 1,
+                                        True, True, True, **of_bias)
+        assert key.shared_bytes <= limit and tile.block_n == 16 * tile.warps
+        if bias is not None:
+            shape = tiles.backward_bias_tile(head_dim, limit, size, bias)
+            whole = configs.BackwardBiasConfig(element, head_dim, True, 1, *shape, "KEYS_LISTED", False, kind, False,
+                                               **of_bias)
+            assert whole.shared_bytes <= limit and shape.block_m % (16 * shape.warps) == 0
+
+
+@pytest.mark.parametrize("tile", [tiles.backward_query_tile, tiles.backward_key_tile])
+def test_gradients_that_do_not_fit_are_refused(tile):
+    """float32 with large head dims and a dense bias, on GPUs with 99 KB of shared memory."""
+    with pytest.raises(NotImplementedError, match=r"^backend='cuda' cannot do this: .*head dim 241.*float16"):
+        tile(241, 99 * 1024, 4, "float")
 
 
 @needs_compiler

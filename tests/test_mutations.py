@@ -54,6 +54,20 @@ def lists_over_chunks() -> None:
     assert np.abs(out - expected).max() < 5e-3
 
 
+def gathered_biases() -> None:
+    """Biases of whole blocks of keys, with and without hidden keys between them; a last tile that is not full."""
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((1, n, 1, 16)).astype(np.float16) for n in (70, 400))
+    bias = rng.standard_normal((1, 1, 70, 400)).astype(np.float16)
+    for mask in (np.broadcast_to(np.arange(400) % 3 == 0, (70, 400)).copy(), None):
+        out, expected = (dma.attention(q, k, k, mask=mask, bias=bias, backend=name) for name in ("emulator", "numpy"))
+        assert np.abs(out.astype("f4") - expected.astype("f4")).max() < 5e-3
+
+
+def backward_grid(name: str) -> Callable[[], None]:
+    return lambda: test_emulator_backward.test_backward_grid(named(name))
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "test_forward_grid[mask-none]": grid("mask-none"),
     "test_forward_grid[heads-4/2-top_w]": grid("heads-4/2-top_w"),
@@ -82,6 +96,15 @@ CHECKS: dict[str, Callable[[], None]] = {
     "test_backward_grid[mask-none]": lambda: test_emulator_backward.test_backward_grid(named("mask-none")),
     "test_backward_grid[lengths-129x33-causal]": lambda: test_emulator_backward.test_backward_grid(
         named("lengths-129x33-causal")),
+    "test_forward_grid[mask-dense]": grid("mask-dense"),
+    "test_forward_grid[causal-and-dense]": grid("causal-and-dense"),
+    "test_forward_grid[dense-mask-1hqk]": grid("dense-mask-1hqk"),
+    "gathered_biases": gathered_biases,
+    "test_backward_grid[mask-dense]": backward_grid("mask-dense"),
+    "test_backward_grid[dense-both-1hqk-bhqk]": backward_grid("dense-both-dense=1hqk-bhqk"),
+    "test_backward_grid[dense-both-11qk-1gqk]": backward_grid("dense-both-dense=11qk-1gqk"),
+    "test_backward_grid[dense-both-b1q1]": backward_grid("dense-both-dense=b1q1-b1q1"),
+    "test_dense_masks_with_gaps": lambda: test_emulator_backward.test_dense_masks_with_gaps(None),
     "test_super_tiles": lambda: test_emulator_backward.test_super_tiles("float16", 20),
     "test_key_scores_backward": lambda: test_emulator_backward.test_key_scores_backward("float16", "exp",
                                                                                         (1, 35, 20, 64)),
@@ -149,6 +172,46 @@ FAULTS = [
           "v.x <= first_position && v.y > first_position", "lists_over_chunks"),
     Fault("mask rows of other batches", "gather.cuh", "(long long)t.batch * p.mask_batch",
           "(long long)0 * p.mask_batch", "test_forward_grid[mask-per_batch]"),
+    # ---- dense masks ----
+    Fault("bits of a word in the wrong order", "dense.cu", "(gathered[g] >> (8 * k) & 0xffu) << (8 * g)",
+          "(gathered[g] >> (8 * k) & 0xffu) << (24 - 8 * g)", "test_forward_grid[mask-dense]"),
+    Fault("one byte of four is taken for all", "dense.cu", "row[(key + k) * p.dense_key]", "row[key * p.dense_key]",
+          "test_forward_grid[mask-dense]"),
+    Fault("keys that some see count as full", "dense.cu", "(own[k] & existing[w]) == existing[w]",
+          "(own[k] & existing[w]) != 0", "test_forward_grid[mask-dense]"),
+    Fault("causality is not packed", "dense.cu", "if (p.causal) x", "if (false) x",
+          "test_forward_grid[causal-and-dense]"),
+    Fault("the words of another query head", "dense.cu", "head / p.dense_share * p.dense_head", "0 * p.dense_head",
+          "test_forward_grid[dense-mask-1hqk]"),
+    Fault("the word of another warp", "gather.cuh", "WARP_ROWS * 16 / HEADS / 32][column]",
+          "WARP_ROWS * 16 / 32][column]", "test_forward_grid[mask-dense]"),
+    Fault("steps that some pairs see count as whole", "dense.cu", "all == existing ? 3 : 1", "3",
+          "test_backward_grid[mask-dense]"),
+    Fault("every other step is left out", "backward_key.cu", "        pending &= pending - 1;",
+          "        pending &= pending - 1, pending &= pending - 1;", "test_dense_masks_with_gaps"),
+    Fault("the words of the first step", "backward_key.cu", "p.query_words + step.first / 32) * p.key_stride",
+          "p.query_words) * p.key_stride", "test_dense_masks_with_gaps"),
+    # ---- dense biases ----
+    Fault("gathered keys are taken to follow each other", "gather.cuh",
+          "index[BLOCK_N - 1] - index[0] == BLOCK_N - 1 && index[0]", "index[0]", "gathered_biases"),
+    Fault("biases of queries past the last are read", "bias.cuh", "const bool exists = row < source.count;",
+          "const bool exists = true;", "gathered_biases"),
+    Fault("the bias is not turned over for the key gradient", "backward_key.cu",
+          "shared.bias_rows[stage].x[column * BiasTile", "shared.bias_rows[stage].x[n * BiasTile",
+          "test_backward_grid[dense-both-1hqk-bhqk]"),
+    Fault("hidden pairs get bias gradients", "backward_query.cu", "        if (current.masked) apply_mask(dp",
+          "        if (false) apply_mask(dp", "test_backward_grid[dense-both-1hqk-bhqk]"),
+    Fault("no __syncwarp before bias gradients are stored", "backward_query.cu",
+          "    __syncwarp();  // the warp's rows", "    //", "test_backward_grid[dense-both-1hqk-bhqk]"),
+    Fault("a shared bias misses a head", "backward_bias.cu", "t.first_head < first_head + sharing",
+          "t.first_head < first_head + sharing - 1", "test_backward_grid[dense-both-11qk-1gqk]"),
+    Fault("no barrier before the rows of a shared bias are used", "backward_bias.cu",
+          "                __syncthreads();  // rows, biases", "                //",
+          "test_backward_grid[dense-both-11qk-1gqk]"),
+    Fault("no barrier before they are replaced", "backward_bias.cu", "    __syncthreads();  // everybody is done with",
+          "    //", "test_backward_grid[dense-both-11qk-1gqk]"),
+    Fault("half of a row's sum over keys", "backward_bias.cu", "            total = row_sum(total);\n", "",
+          "test_backward_grid[dense-both-b1q1]"),
     # ---- numbers ----
     Fault("the accumulator is not rescaled", "forward.cu", "o[m][d].x[i] *= rescale[fragment_row(i)];", ";",
           "test_forward_grid[lengths-300x300-causal]"),

@@ -2,9 +2,11 @@
 
 1. ``row_delta``: ``delta_i = dout_i . out_i - dlse_i``.
 2. ``backward_query``: dq, query-major, over the same key lists as the forward.
+   Also the gradient of a dense bias that belongs to one head of one batch entry.
 3. ``backward_key``: dk, dv and the bias gradient, key-stationary. Where few keys meet a tile, the keys of each
    super-tile of queries are gathered and their sums kept in float32, which ``sum_partials`` adds in order; else keys in
    their own order look at every query that may see them.
+4. ``backward_bias``: the gradient of a dense bias that heads, batch entries or keys share, summed where it is made.
 """
 from __future__ import annotations
 
@@ -12,21 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.configs import (
+    BIAS_DENSE,
     ELEMENTS,
     SUM_THREADS,
     SUM_WARPS,
+    BackwardBiasConfig,
     BackwardKeyConfig,
     BackwardQueryConfig,
     BackwardSumConfig,
     KeyTile,
-    backward_key_tile,
-    backward_query_tile,
     blocks,
 )
 from cupy_dma.backends.cuda.forward import load_kernel
-from cupy_dma.backends.cuda.lists import SuperLists, key_lists, super_lists
+from cupy_dma.backends.cuda.lists import SuperLists, super_lists
 from cupy_dma.backends.cuda.problem import Problem, rows_aligned
 from cupy_dma.backends.cuda.runtime import LoadedKernel, Runtime
+from cupy_dma.backends.cuda.tiles import backward_bias_tile, backward_key_tile, backward_query_tile
 
 if TYPE_CHECKING:
     from cupy_dma.calls import AttentionBackwardCall
@@ -46,7 +49,9 @@ class _Backward:
         self.place, self.device = self.query.library, self.query.device
         self.stream = self.place.stream(self.device)
         self.vector = self.problem.vector and rows_aligned(call.dout, call.out)
-        self.wanted = tuple(name in call.needs for name in ("key", "value", "bias"))
+        self.dense_bias = "bias" in call.needs and self.problem.bias_kind == BIAS_DENSE
+        #: of what backward_key makes; the gradient of a dense bias is made elsewhere
+        self.wanted = ("key" in call.needs, "value" in call.needs, "bias" in call.needs and not self.dense_bias)
         self.supers: SuperLists | None = None
 
     def run(self) -> tuple[Any, Any, Any, Any]:
@@ -67,13 +72,18 @@ class _Backward:
 
             grads = {name: result(name, operand) for name, operand in (
                 ("query", self.query), ("key", self.key), ("value", call.forward.value))}
-            dbias = None
-            if "bias" in call.needs:
+            dbias = rows = None
+            if self.dense_bias:
+                rows = self._dense_gradient(bool(some))
+            elif "bias" in call.needs:
                 dbias = place.full((batch, heads, key_length), 0.0, "float32", self.device)
             if some:
-                self._launch({**{f"d{name}": grad for name, grad in grads.items()}, "dbias": dbias})
+                self._launch({**{f"d{name}": grad for name, grad in grads.items()}, "dbias": dbias,
+                              "dbias_rows": rows})
             if call.forward.bias is not None and dbias is not None:
                 dbias = _reduced(dbias, call.forward.bias)
+            elif call.forward.bias is not None and rows is not None:
+                dbias = place.astype(rows, call.forward.bias.dtype)
         return grads["query"], grads["key"], grads["value"], dbias
 
     def _load(self, config: Any, entry: str, *fields: Any) -> LoadedKernel:
@@ -97,30 +107,64 @@ class _Backward:
             self._query_gradient(fields)
         if any(self.wanted):
             self._key_gradients(fields)
+        if self.dense_bias and not self._bias_is_own():
+            self._bias_gradient(fields)
+
+    def _bias_is_own(self) -> bool:
+        """Whether every pair of every head has its own number, so that the query pass can write its gradient."""
+        bias, query = self.call.forward.bias, self.query
+        assert bias is not None
+        return bias.shape == (query.shape[0], query.shape[2], query.shape[1], self.key.shape[1]) and (
+            "query" in self.call.needs)
+
+    def _dense_gradient(self, some: bool) -> Any:
+        """An array for the gradient of a dense bias, zeros where no kernel writes."""
+        bias, problem = self.problem.bias, self.problem
+        assert bias is not None
+        hides = problem.mask is not None or problem.bits or problem.causal
+        if some and not (self._bias_is_own() and hides):
+            return self.place.empty(bias.shape, bias.dtype, self.device)
+        return self.place.full(bias.shape, 0.0, bias.dtype, self.device)
+
+    def _bias_gradient(self, fields: dict[str, Any]) -> None:
+        problem, bias = self.problem, self.problem.bias
+        assert bias is not None
+        _, query_length, _, head_dim = self.query.shape
+        tile = backward_bias_tile(head_dim, self.runtime.shared_memory_limit(self.device.index), problem.size,
+                                  problem.bias_element)
+        tiles, sum_keys = blocks(query_length, tile.block_m), bias.shape[3] == 1
+        packed = problem.packed_mask(self.runtime, self.stream)
+        kernel = self._load(BackwardBiasConfig, "backward_bias", 1, *tile, "KEYS_CONTIGUOUS",
+                            problem.causal and packed is None, BIAS_DENSE, self.call.forward.softcap > 0.0,
+                            packed is not None, problem.bias_element, packed is None and problem.mask is not None,
+                            sum_keys)
+        grid = bias.shape[0] * bias.shape[1] * tiles * (1 if sum_keys else blocks(self.key.shape[1], tile.block_n))
+        kernel.launch(grid, 32 * tile.warps, problem.pack(
+            None, tiles=tiles, dbias_batch=bias.shape[0], dbias_heads=bias.shape[1],
+            **fields, **(packed.fields if packed else {})), self.stream)
 
     def _query_gradient(self, fields: dict[str, Any]) -> None:
         problem = self.problem
         batch, query_length, heads, head_dim = self.query.shape
-        tile = backward_query_tile(head_dim, self.runtime.shared_memory_limit(self.device.index), problem.size)
+        tile = backward_query_tile(head_dim, self.runtime.shared_memory_limit(self.device.index), problem.size,
+                                   problem.bias_of_tiles)
         queries = tile.block_m // problem.tile_heads
         tiles = blocks(query_length, queries)
-        lists = None
-        if problem.mask is not None:
-            lists = key_lists(self.runtime, problem.mask, query_length, queries, tile.block_n, problem.causal,
-                              self.stream)
+        lists = problem.key_lists(self.runtime, queries, tile.block_n, self.stream)
         kernel = self._load(BackwardQueryConfig, "backward_query", problem.tile_heads, *tile,
-                            "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal,
-                            problem.bias is not None, self.call.forward.softcap > 0.0)
+                            "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal and not problem.bits,
+                            problem.bias_kind, self.call.forward.softcap > 0.0, problem.bits, problem.bias_element,
+                            self.dense_bias and self._bias_is_own())
         kernel.launch(tiles * (heads // problem.tile_heads) * batch, 32 * tile.warps,
                       problem.pack(lists, tiles=tiles, **fields), self.stream)
 
     def _key_tile(self) -> KeyTile:
         return backward_key_tile(self.key.shape[3], self.runtime.shared_memory_limit(self.device.index),
-                                 self.problem.size)
+                                 self.problem.size, self.problem.bias_of_tiles)
 
     def _super_lists(self) -> SuperLists | None:
         problem = self.problem
-        if problem.mask is None or problem.by_head:
+        if problem.mask is None or problem.bits or problem.by_head:
             return None
         return super_lists(self.runtime, problem.mask, self.query.shape[1], self._key_tile().block_n, problem.causal,
                            self.stream)
@@ -130,13 +174,15 @@ class _Backward:
         batch, key_length, kv_heads, head_dim = self.key.shape
         rows, tile, supers = batch * kv_heads, self._key_tile(), self.supers
         parts = 2 if head_dim > 128 else 1
+        packed = problem.packed_mask(self.runtime, self.stream)
         kernel = self._load(BackwardKeyConfig, "backward_key", *tile,
-                            "KEYS_CONTIGUOUS" if supers is None else "KEYS_LISTED", problem.mask is not None,
-                            problem.causal, problem.bias is not None, self.call.forward.softcap > 0.0, parts,
-                            *self.wanted)
+                            "KEYS_CONTIGUOUS" if supers is None else "KEYS_LISTED",
+                            problem.mask is not None and packed is None, problem.causal and packed is None,
+                            problem.bias_kind, self.call.forward.softcap > 0.0, parts, *self.wanted, packed is not None,
+                            problem.bias_element)
         if supers is None:
             kernel.launch(rows * blocks(key_length, tile.block_n) * parts, 32 * tile.warps,
-                          problem.pack(None, **fields), self.stream)
+                          problem.pack(None, **fields, **(packed.fields if packed else {})), self.stream)
             return
         entries = rows * supers.supers * supers.capacity
         sizes = dict(zip(("partial_key", "partial_value", "partial_bias"),

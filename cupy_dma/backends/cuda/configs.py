@@ -1,14 +1,11 @@
-"""What each kernel file can be specialised in, numbers it shares with the host, and the tile shapes of attention."""
+"""What each kernel file can be specialised in, and numbers it shares with the host."""
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from cupy_dma import jit
 
-Shape = TypeVar("Shape", bound=tuple)
 ELEMENTS = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float"}
 ELEMENT_BYTES = {"__half": 2, "__nv_bfloat16": 2, "float": 4}
 
@@ -82,13 +79,23 @@ class ForwardConfig(jit.Config):
     min_blocks: int
     keys: str
     causal: bool
-    bias: bool
+    bias: int  # BIAS_NONE, BIAS_OF_KEYS, BIAS_DENSE
     softcap: bool
+    bits: bool = False  # a dense mask
+    bias_element: str = "float"
 
     @property
     def shared_bytes(self) -> int:
         """Size of ``struct Shared`` in the kernel file."""
-        return _shared_bytes(ELEMENT_BYTES[self.element], self.head_dim, self.block_m, self.block_n)
+        return self._shared_bytes(self.block_m)
+
+    def _shared_bytes(self, rows: int) -> int:
+        size = tile_bytes(ELEMENT_BYTES[self.element], self.head_dim, rows, self.block_n)
+        if self.bits:
+            size += 8 * self.block_n * (blocks(self.queries, 32) - 2)
+        if self.bias == BIAS_DENSE:
+            size += bias_bytes(blocks(self.block_m, self.heads), self.block_n, self.bias_element)
+        return size
 
     @property
     def queries(self) -> int:
@@ -99,10 +106,23 @@ class ForwardConfig(jit.Config):
 @dataclass(frozen=True)
 class BackwardQueryConfig(ForwardConfig):
     source = "backward_query.cu"
+    dbias: bool = False
 
     @property
     def shared_bytes(self) -> int:
-        return _shared_bytes(ELEMENT_BYTES[self.element], self.head_dim, 2 * self.block_m, self.block_n)
+        return self._shared_bytes(2 * self.block_m)
+
+
+@dataclass(frozen=True)
+class BackwardBiasConfig(ForwardConfig):
+    source = "backward_bias.cu"
+    intervals: bool = False
+    sum_keys: bool = False
+
+    @property
+    def shared_bytes(self) -> int:
+        return bias_pass_bytes(ELEMENT_BYTES[self.element], self.head_dim, self.block_m, self.block_n,
+                               self.bias_element)
 
 
 class KeyTile(NamedTuple):
@@ -127,17 +147,22 @@ class BackwardKeyConfig(jit.Config):
     keys: str
     intervals: bool
     causal: bool
-    bias: bool
+    bias: int
     softcap: bool
     dim_parts: int
     dkey: bool
     dvalue: bool
     dbias: bool
+    bits: bool = False
+    bias_element: str = "float"
 
     @property
     def shared_bytes(self) -> int:
         """Size of ``struct Shared`` in backward_key.cu."""
-        return _key_shared_bytes(ELEMENT_BYTES[self.element], self.head_dim, self.block_n, self.block_q)
+        size = key_tile_bytes(ELEMENT_BYTES[self.element], self.head_dim, self.block_n, self.block_q)
+        if self.bits:
+            size += 8 * blocks(self.block_q, 32) * self.block_n
+        return size + (bias_bytes(self.block_q, self.block_n, self.bias_element) if self.bias == BIAS_DENSE else 0)
 
 
 @dataclass(frozen=True)
@@ -152,98 +177,48 @@ class BackwardSumConfig(jit.Config):
     dbias: bool
 
 
+@dataclass(frozen=True)
+class DenseConfig(jit.Config):
+    source = "dense.cu"
+    queries: int
+
+
 # Threads of a block and sizes, as in the kernel files.
+BIAS_NONE, BIAS_OF_KEYS, BIAS_DENSE = 0, 1, 2
+STATE_KEYS = 64
+RESERVED = 1024  # bytes of a multiprocessor's shared memory that each of its blocks costs besides its own
 SCORE_THREADS, SCORE_BLOCK_KEYS, SCORE_SLICE_KEYS = 256, 32, 512
 SELECT_THREADS = {"local_top": 1024, "filter_arrivals": 1024, "sweep_arrivals": 512}
 ARRIVALS = 256
 LIST_THREADS, LIST_CHUNK, LIST_TILES, LIST_WARPS = 256, 2048, 8, 8
 SUM_THREADS, SUM_WARPS = 256, 8
 
-# By bytes of an element and head dim, the fastest first; the first that fits is taken. Measured in
-# docs/performance-notes.md (those of float32: chosen by counting).
-_TILES: dict[int, dict[int, tuple[Tile, ...]]] = {2: {
-    64: (Tile(128, 64, 4, 2),),
-    128: (Tile(128, 64, 4, 2), Tile(128, 32, 4, 1)),
-    192: (Tile(128, 64, 8, 1), Tile(128, 32, 8, 1), Tile(64, 32, 4, 1)),
-    256: (Tile(128, 64, 8, 1), Tile(128, 32, 8, 1), Tile(64, 16, 4, 1)),
-}, 4: {
-    64: (Tile(128, 32, 4, 2),),
-    128: (Tile(128, 16, 4, 2), Tile(64, 16, 4, 1)),
-    192: (Tile(128, 32, 8, 1), Tile(128, 16, 8, 1), Tile(64, 16, 4, 1)),
-    256: (Tile(128, 16, 8, 1), Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
-}}
-_BACKWARD_QUERY_TILES: dict[int, dict[int, tuple[Tile, ...]]] = {2: {
-    64: (Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
-    128: (Tile(128, 32, 4, 2), Tile(64, 32, 4, 2)),
-    256: (Tile(64, 32, 4, 1), Tile(32, 16, 2, 1)),
-}, 4: {
-    64: (Tile(128, 32, 4, 2), Tile(64, 32, 4, 1)),
-    128: (Tile(64, 16, 4, 2), Tile(32, 16, 2, 1)),
-    256: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
-}}
-_BACKWARD_KEY_TILES: dict[int, dict[int, tuple[KeyTile, ...]]] = {2: {
-    64: (KeyTile(64, 64, 4, 2),),
-    128: (KeyTile(64, 64, 4, 2), KeyTile(64, 32, 4, 1)),
-    256: (KeyTile(64, 32, 4, 1), KeyTile(32, 16, 2, 1)),
-}, 4: {
-    64: (KeyTile(64, 32, 4, 2),),
-    128: (KeyTile(64, 16, 4, 2), KeyTile(32, 16, 2, 1)),
-    256: (KeyTile(64, 16, 4, 1), KeyTile(32, 16, 2, 1), KeyTile(16, 16, 1, 1)),
-}}
-_SMALL_TILES = {2: (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)), 4: (Tile(64, 32, 4, 2), Tile(64, 16, 4, 1))}
 
-
-def _row_bytes(size: int, head_dim: int) -> int:
+# Bytes of the ``struct Shared`` of the attention kernels.
+def row_bytes(size: int, head_dim: int) -> int:
+    """A row of ``head_dim`` elements of ``size`` bytes (tiles.cuh)."""
     return size * ((head_dim + 15) // 16 * 16) + 16
 
 
-def _shared_bytes(size: int, head_dim: int, block_m: int, block_n: int) -> int:
-    return _row_bytes(size, head_dim) * (block_m + 4 * block_n) + 4 * 9 * block_n
+def tile_bytes(size: int, head_dim: int, rows: int, block_n: int) -> int:
+    """A tile of ``rows`` query rows and its keys (gather.cuh), with intervals and a bias of keys."""
+    return row_bytes(size, head_dim) * (rows + 4 * block_n) + 4 * 9 * block_n
 
 
-def _key_shared_bytes(size: int, head_dim: int, block_n: int, block_q: int) -> int:
-    return _row_bytes(size, head_dim) * (2 * block_n + 4 * block_q) + 4 * (6 * block_q + 4 * block_n)
+def key_tile_bytes(size: int, head_dim: int, block_n: int, block_q: int) -> int:
+    """backward_key.cu without a dense mask and bias."""
+    return row_bytes(size, head_dim) * (2 * block_n + 4 * block_q) + 4 * (6 * block_q + 4 * block_n)
 
 
-def _first_that_fits(shapes: Sequence[Shape], size: Callable[[Shape], int], head_dim: int, shared_limit: int) -> Shape:
-    for shape in shapes:
-        if size(shape) <= shared_limit:
-            return shape
-    raise RuntimeError(f"no tile of head dim {head_dim} fits into {shared_limit} bytes of shared memory")
+def bias_bytes(rows: int, columns: int, element: str) -> int:
+    """Two tiles of a dense bias (bias.cuh)."""
+    return 2 * rows * (columns + 8) * ELEMENT_BYTES[element]
 
 
-def _of_head_dim(shapes: Mapping[int, tuple[Shape, ...]], head_dim: int) -> tuple[Shape, ...]:
-    return next(found for largest, found in shapes.items() if head_dim <= largest)
-
-
-@functools.cache
-def tile_shape(head_dim: int, shared_limit: int, few: bool = False, size: int = 2) -> Tile:
-    """The forward's tile for elements of ``size`` bytes and a head dim, within ``shared_limit`` bytes of shared memory.
-
-    ``few``: there are fewer tiles than multiprocessors, so that a tile's own time counts.
-    """
-    shapes = _SMALL_TILES[size] if few and head_dim <= 128 else _of_head_dim(_TILES[size], head_dim)
-    return _first_that_fits(shapes, lambda t: _shared_bytes(size, head_dim, t.block_m, t.block_n), head_dim,
-                            shared_limit)
-
-
-@functools.cache
-def backward_query_tile(head_dim: int, shared_limit: int, size: int = 2) -> Tile:
-    """The tile of the query gradient, which keeps dout beside the queries."""
-    return _first_that_fits(_of_head_dim(_BACKWARD_QUERY_TILES[size], head_dim),
-                            lambda t: _shared_bytes(size, head_dim, 2 * t.block_m, t.block_n), head_dim, shared_limit)
-
-
-@functools.cache
-def backward_key_tile(head_dim: int, shared_limit: int, size: int = 2) -> KeyTile:
-    """The tile of the gradients of keys and values."""
-    return _first_that_fits(_of_head_dim(_BACKWARD_KEY_TILES[size], head_dim),
-                            lambda t: _key_shared_bytes(size, head_dim, t.block_n, t.block_q), head_dim, shared_limit)
-
-
-def heads_per_tile(group: int) -> int:
-    """Heads of a group that share a gathered tile: the largest divisor up to 4 (more would make lists too many)."""
-    return max(h for h in (1, 2, 3, 4) if group % h == 0)
+def bias_pass_bytes(size: int, head_dim: int, block_m: int, block_n: int, element: str) -> int:
+    """backward_bias.cu; ``element`` is the bias'."""
+    return (2 * row_bytes(size, head_dim) * (block_m + block_n) + 4 * block_n * (2 + blocks(block_m, 32))
+            + bias_bytes(block_m, block_n, element) // 2)
 
 
 def blocks(length: int, size: int) -> int:

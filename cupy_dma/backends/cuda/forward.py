@@ -5,10 +5,10 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from cupy_dma import jit
-from cupy_dma.backends.cuda.configs import ELEMENTS, ForwardConfig, Tile, blocks, tile_shape
-from cupy_dma.backends.cuda.lists import key_lists
+from cupy_dma.backends.cuda.configs import ELEMENTS, ForwardConfig, Tile, blocks
 from cupy_dma.backends.cuda.problem import Problem
 from cupy_dma.backends.cuda.runtime import LoadedKernel, Runtime
+from cupy_dma.backends.cuda.tiles import tile_shape
 
 if TYPE_CHECKING:
     from cupy_dma.attention import AttentionCall
@@ -24,37 +24,37 @@ def attention(runtime: Runtime, call: AttentionCall) -> tuple[Any, Any]:
     if batch == 0 or query_length == 0:
         return out, lse
     tile, tiles, grid = _tiling(runtime, device.index, head_dim, problem.tile_heads, query_length, heads * batch,
-                                problem.size)
+                                problem.size, problem.bias_of_tiles)
     stream = place.stream(device)
     with runtime.on(device):
         lists = None
-        if problem.mask is not None and call.key.shape[1] > 0:
-            lists = key_lists(runtime, problem.mask, query_length, tile.block_m // problem.tile_heads, tile.block_n,
-                              problem.causal, stream)
+        if call.key.shape[1] > 0:
+            lists = problem.key_lists(runtime, tile.block_m // problem.tile_heads, tile.block_n, stream)
         kernel = load_kernel(runtime, ForwardConfig, "attention_forward", device.index, ELEMENTS[query.dtype], head_dim,
                              problem.vector, problem.tile_heads, *tile,
-                             "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal,
-                             problem.bias is not None, call.softcap > 0.0)
+                             "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal and not problem.bits,
+                             problem.bias_kind, call.softcap > 0.0, problem.bits and lists is not None,
+                             problem.bias_element)
         params = problem.pack(lists, out=place.pointer(out), lse=place.pointer(lse), tiles=tiles)
         kernel.launch(grid, 32 * tile.warps, params, stream)
     return out, lse
 
 
 @functools.lru_cache(maxsize=4096)
-def _tiling(runtime: Runtime, index: int, head_dim: int, tile_heads: int, query_length: int, rows: int,
-            size: int) -> tuple[Tile, int, int]:
-    """Tile shape, tiles per row of heads, and blocks in all, for ``rows`` = batch times heads and elements of ``size``
-    bytes."""
+def _tiling(runtime: Runtime, index: int, head_dim: int, tile_heads: int, query_length: int, rows: int, size: int,
+            dense_bias: str | None) -> tuple[Tile, int, int]:
+    """Tile shape, tiles per row of heads, and blocks in all, for ``rows`` = batch times heads, elements of ``size``
+    bytes, and the kernels' type of a dense bias."""
     limit, processors = runtime.shared_memory_limit(index), runtime.multiprocessors(index)
 
     def cover(tile: Tile) -> tuple[Tile, int, int]:
         tiles = blocks(query_length, tile.block_m // tile_heads)
         return tile, tiles, tiles * (rows // tile_heads)
 
-    tile, tiles, grid = cover(tile_shape(head_dim, limit, size=size))
+    tile, tiles, grid = cover(tile_shape(head_dim, limit, False, size, dense_bias))
     if grid < processors:
-        return cover(tile_shape(head_dim, limit, few=True, size=size))
-    if head_dim <= 64 and grid >= 8 * processors:
+        return cover(tile_shape(head_dim, limit, True, size, dense_bias))
+    if dense_bias is None and head_dim <= 64 and grid >= 8 * processors:
         tile = tile._replace(min_blocks=3)  # 10 % faster where there are enough tiles for several waves, else slower
     return tile, tiles, grid
 

@@ -5,31 +5,36 @@ from typing import TYPE_CHECKING, Any
 
 from cupy_dma import jit
 from cupy_dma.arrays import Operand
-from cupy_dma.backends.cuda.configs import ELEMENT_BYTES, ELEMENTS, heads_per_tile
-from cupy_dma.backends.cuda.lists import KeyLists
+from cupy_dma.backends.cuda.configs import BIAS_DENSE, BIAS_NONE, BIAS_OF_KEYS, ELEMENT_BYTES, ELEMENTS
+from cupy_dma.backends.cuda.dense import PackedMask, dense_lists, mask_rows, pack_mask
+from cupy_dma.backends.cuda.lists import KeyLists, key_lists
+from cupy_dma.backends.cuda.runtime import Runtime
+from cupy_dma.backends.cuda.tiles import heads_per_tile
 from cupy_dma.masks import IntervalMask
 
 if TYPE_CHECKING:
     from cupy_dma.attention import AttentionCall
 
+
 class Problem:
     """A checked call that this backend serves; raises for what arrives later.
 
     ``mask`` is None where the kernels need no intervals: no mask, or plain causality, which ``causal`` then states.
-    ``causal`` is False where the mask itself hides keys from positions before their own.
+    ``causal`` is False where the mask itself hides keys from positions before their own. With a ``dense`` mask the bits
+    that ``pack`` makes of it hold the interval mask and causality too: kernels see neither (``causal`` is False then).
     """
 
-    __slots__ = ("bias", "by_head", "causal", "mask", "params", "size", "tile_heads", "vector")
+    __slots__ = ("bias", "bias_element", "bias_kind", "bits", "by_head", "causal", "dense", "mask", "packed", "params",
+                 "size", "tile_heads", "vector")
 
     def __init__(self, call: AttentionCall):
         query, key, value, mask = call.query, call.key, call.value, call.mask
         if query.dtype not in ELEMENTS:
             raise TypeError(f"query must be float16, bfloat16 or float32 on CUDA, got {query.dtype} (backend='numpy' "
                             f"takes it)")
-        if call.dense is not None:
-            raise NotImplementedError("dense masks on CUDA arrive with a later version: mask must be an IntervalMask "
-                                      "or None, got a dense array (backend='numpy' takes it)")
-        self.bias = None if call.bias is None else _key_bias(call.bias)
+        self.size = ELEMENT_BYTES[ELEMENTS[query.dtype]]  # bytes of an element
+        self.bias, self.bias_kind = _bias(call.bias)
+        self.bias_element = ELEMENTS[self.bias.dtype] if self.bias is not None else "float"
         self.mask: IntervalMask | None = mask
         self.causal = call.causal
         if mask is not None:
@@ -37,13 +42,19 @@ class Problem:
                 self.mask, self.causal = None, True
             elif mask._starts == "key":
                 self.causal = False
+        #: dense mask, and what else it is to be packed with
+        self.dense = call.dense
+        self.packed: PackedMask | None = None
+        self.bits = call.dense is not None
+        rows = None if self.mask is None else self.mask.shape[:2]
+        if call.dense is not None:
+            rows = mask_rows(call.dense, self.mask)
         heads, kv_heads = query.shape[2], key.shape[2]
         shared = (1, kv_heads)
         #: whether query heads of one group have masks or biases of their own
-        self.by_head = (self.mask is not None and self.mask.shape[1] not in shared) or (
+        self.by_head = (rows is not None and rows[1] not in shared) or (
             self.bias is not None and self.bias.shape[1] not in shared)
-        self.tile_heads = 1 if self.by_head else heads_per_tile(heads // kv_heads)
-        self.size = ELEMENT_BYTES[ELEMENTS[query.dtype]]  # bytes of an element
+        self.tile_heads = 1 if self.by_head else heads_per_tile(heads // kv_heads, self.bits)
         self.vector = rows_aligned(query, key, value)
         self.params: dict[str, Any] = {
             "query": query.pointer, "key": key.pointer, "value": value.pointer,
@@ -53,30 +64,63 @@ class Problem:
             "batch": query.shape[0], "query_length": query.shape[1], "key_length": key.shape[1], "heads": heads,
             "kv_heads": kv_heads, "mask_heads": 1, "scale": call.scale, "softcap": call.softcap}
         if self.bias is not None:
-            batch, head, _, each = self.bias.strides
+            batch, head, each_query, each = self.bias.strides
             group = self.bias.shape[1] == kv_heads
-            self.params.update(bias=self.bias.pointer, bias_batch=batch, bias_key=each,
+            self.params.update(bias_batch=batch, bias_query=each_query, bias_key=each,
                                bias_group=head if group else 0, bias_head=0 if group else head)
+            if self.bias_kind == BIAS_OF_KEYS:
+                self.params["bias"] = self.bias.pointer
+            else:
+                size = ELEMENT_BYTES[self.bias_element]
+                self.params.update(bias_rows=self.bias.pointer, bias_aligned=int(each == 1 and not any(
+                    x * size % 16 for x in (batch, head, each_query)) and self.bias.pointer % 16 == 0))
+        if rows is not None:
+            mask_batch, mask_heads = rows
+            self.params.update(mask_heads=mask_heads, mask_batch=mask_heads if mask_batch > 1 else 0,
+                               mask_group=int(1 < mask_heads == kv_heads), mask_head=int(mask_heads not in shared))
         if self.mask is not None:
-            start, stop, (mask_batch, mask_heads, _) = self.mask._start, self.mask._stop, self.mask.shape
+            start, stop = self.mask._start, self.mask._stop
             self.params.update(
                 start=start.pointer, stop=stop.pointer, start_batch=start.strides[0], start_head=start.strides[1],
-                stop_batch=stop.strides[0], stop_head=stop.strides[1], mask_heads=mask_heads,
-                mask_batch=mask_heads if mask_batch > 1 else 0, mask_group=int(1 < mask_heads == kv_heads),
-                mask_head=int(mask_heads not in shared))
+                stop_batch=stop.strides[0], stop_head=stop.strides[1])
+
+    @property
+    def bias_of_tiles(self) -> str | None:
+        """The kernels' type of a dense bias, of which tiles must fit into shared memory."""
+        return self.bias_element if self.bias_kind == BIAS_DENSE else None
+
+    def key_lists(self, runtime: Runtime, queries: int, block_n: int, stream: int) -> KeyLists | None:
+        """The lists of keys of tiles of ``queries`` queries; None where every key is looked at. Lengths are not 0."""
+        packed = self.packed_mask(runtime, stream)
+        if packed is not None:
+            return dense_lists(runtime, packed, queries, stream)
+        if self.mask is None:
+            return None
+        return key_lists(runtime, self.mask, self.params["query_length"], queries, block_n, self.causal, stream)
+
+    def packed_mask(self, runtime: Runtime, stream: int) -> PackedMask | None:
+        """The bits of a dense mask, with all else that hides keys; made once for the passes of a call."""
+        if self.dense is not None and self.packed is None:
+            self.packed = pack_mask(runtime, self.dense, self.mask, self.causal, self.params["query_length"],
+                                    self.params["key_length"], stream)
+        return self.packed
 
     def pack(self, lists: KeyLists | None = None, **fields: Any) -> Any:
         """The kernels' parameters, with what ``fields`` adds."""
         return jit.params("params.cuh", "AttentionParams").pack_some(self.params, lists.fields if lists else {}, fields)
 
 
-def _key_bias(bias: Operand) -> Operand:
-    """A key bias (1|B, 1|Hkv|H, 1, 1|Lk) as float32; its array may have three or four axes."""
+def _bias(bias: Operand | None) -> tuple[Operand | None, int]:
+    """A bias as the kernels read it, and its kind: one of keys in float32, a dense one in its own type or float32 for
+    float64. Its array may have three or four axes."""
+    if bias is None:
+        return None, BIAS_NONE
     if bias.shape[2] != 1:
-        raise NotImplementedError(f"dense biases on CUDA arrive with a later version: bias must be one number per "
-                                  f"key, (1|B, 1|Hkv|H, 1, 1|Lk), got {bias.shape} (backend='numpy' takes it)")
-    if bias.dtype == "float32":
-        return bias
+        return (bias if bias.dtype in ELEMENTS else _as_float32(bias)), BIAS_DENSE
+    return (bias if bias.dtype == "float32" else _as_float32(bias)), BIAS_OF_KEYS
+
+
+def _as_float32(bias: Operand) -> Operand:
     place = bias.library
     seen = place.describe(place.astype(bias.array, "float32"), "bias")
     strides = seen.strides if len(seen.strides) == 4 else (*seen.strides[:2], 0, seen.strides[2])

@@ -7,15 +7,16 @@ from typing import Any
 
 from cupy_dma import jit
 from cupy_dma.backends.cuda.configs import (
+    BIAS_NONE,
+    BIAS_OF_KEYS,
     ELEMENT_BYTES,
     ELEMENTS,
     ForwardConfig,
     LayoutConfig,
     ListConfig,
     SelectConfig,
-    heads_per_tile,
-    tile_shape,
 )
+from cupy_dma.backends.cuda.tiles import heads_per_tile, tile_shape
 
 
 def usual_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] = ("float16", "bfloat16"),
@@ -28,9 +29,10 @@ def usual_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...
         configs += [ListConfig(causal=False, block_n=tile.block_n) for tile in tiles.values()]
         for heads in sorted({heads_per_tile(group) for group in groups}):
             for dtype in dtypes:
-                for keys, causal, bias in (("KEYS_CONTIGUOUS", True, False), ("KEYS_CONTIGUOUS", True, True),
-                                           ("KEYS_CONTIGUOUS", False, False), ("KEYS_LISTED", False, True),
-                                           ("KEYS_SHARED", False, True)):
+                for keys, causal, bias in (("KEYS_CONTIGUOUS", True, BIAS_NONE),
+                                           ("KEYS_CONTIGUOUS", True, BIAS_OF_KEYS),
+                                           ("KEYS_CONTIGUOUS", False, BIAS_NONE), ("KEYS_LISTED", False, BIAS_OF_KEYS),
+                                           ("KEYS_SHARED", False, BIAS_OF_KEYS)):
                     configs.append(ForwardConfig(ELEMENTS[dtype], head_dim, True, heads, *tiles[dtype], keys,
                                                  causal, bias, softcap=False))
     return list(dict.fromkeys(configs))
