@@ -47,7 +47,8 @@ def several_masks(q, k, v, s):
 
 
 @pytest.mark.parametrize(("function", "backend"), [
-    (several_masks, "aot_eager"), (dynamic, "aot_eager"), (by_parts, "aot_eager"), (inside, "aot_eager"), (with_a_mask_from_outside, "aot_eager"),
+    (several_masks, "aot_eager"),
+    (dynamic, "aot_eager"), (by_parts, "aot_eager"), (inside, "aot_eager"), (with_a_mask_from_outside, "aot_eager"),
     pytest.param(dynamic, "inductor", marks=needs_a_compiler)])
 def test_compile_in_one_graph(function, backend):
     arguments = draw(torch.float32)
