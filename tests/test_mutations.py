@@ -199,6 +199,8 @@ FAULTS = [
     Fault("the bias is not turned over for the key gradient", "backward_key.cu",
           "shared.bias_rows[stage].x[column * BiasTile", "shared.bias_rows[stage].x[n * BiasTile",
           "test_backward_grid[dense-both-1hqk-bhqk]"),
+    Fault("keys that no tile looks at get no bias gradient", "backward_query.cu", "length == p.key_length) return;",
+          "length != 0) return;", "test_dense_masks_with_gaps"),
     Fault("hidden pairs get bias gradients", "backward_query.cu", "        if (current.masked) apply_mask(dp",
           "        if (false) apply_mask(dp", "test_backward_grid[dense-both-1hqk-bhqk]"),
     Fault("no __syncwarp before bias gradients are stored", "backward_query.cu",
