@@ -10,6 +10,7 @@ from benchmarks import (
     backward_equivalence,
     backward_performance,
     dense_performance,
+    dense_varlen,
     equivalence,
     forward_equivalence,
     forward_performance,
@@ -420,11 +421,11 @@ def test_dense_goals():
 
 def test_unequal_lengths():
     for small in (False, True):
-        drawn = dense_performance.lengths(small)
-        assert min(drawn) >= dense_performance.SHORTEST
-        assert max(drawn) <= dense_performance.LONGEST
+        drawn = dense_varlen.lengths(small)
+        assert min(drawn) >= dense_varlen.SHORTEST
+        assert max(drawn) <= dense_varlen.LONGEST
         assert sum(drawn) % len(drawn) == 0
-    assert len(dense_performance.lengths(False)) == dense_performance.SEQUENCES
+    assert len(dense_varlen.lengths(False)) == dense_varlen.SEQUENCES
 
 
 @pytest.mark.parametrize("key_bias", [False, True])
