@@ -176,8 +176,6 @@ def _shape(kernel: str, size: int, width: int, limit: int, rows: int) -> Shape:
         shape = shape._replace(block_n=shape.block_n // 2, block_m=max(16, shape.block_m // 2))
     while needed(shape) > limit and shape.block_m > 16:
         shape = shape._replace(block_m=shape.block_m // 2)
-    if width == 8 and shape.block_m <= 32:
-        shape = shape._replace(warps=4)  # more of them spill more
     if kernel != "key" and rows < shape.block_m:  # few queries: decoding
         shape = shape._replace(block_m=max(16, 1 << (rows - 1).bit_length()), warps=4)
     return shape
