@@ -315,10 +315,15 @@ def test_only_what_is_asked_for(torch, needs, bias):
     dout = torch.randn_like(out)
     everything = attention_backward(dout, q, k, v, out, lse, **options)
     some = attention_backward(dout, q, k, v, out, lse, **options, needs=needs)
+    # What is asked for decides which kernel is compiled, and the compiler in which order the kernel adds up: the same
+    # bits come for the same question only. The sums are float32 of p (dout . v - delta); of a row they cancel.
+    noise = 2**-23 * float(dout.float().norm(dim=-1).max() * v.float().norm(dim=-1).max())
     for name in everything._fields:
         assert (getattr(some, name) is None) == (name not in needs)
         if name in needs:
-            assert torch.equal(getattr(some, name), getattr(everything, name))
+            found, expected = getattr(some, name), getattr(everything, name)
+            rounding = torch.finfo(found.dtype).eps * expected.double().abs()
+            assert ((found.double() - expected.double()).abs() <= rounding + noise).all()
 
 
 @on_device
