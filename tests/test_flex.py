@@ -197,6 +197,22 @@ def test_traced_path(traced, name):
     cases.check_backward(case, cases.run_backward(case, backend="flex", with_dlse=True), with_dlse=True)
 
 
+@pytest.mark.parametrize(("dtype", "size", "mask_of_pairs", "bias_shape", "one"), [
+    ("float16", 128, False, (1, 1, 1, 40), False), ("float16", 128, False, (1, 1, 40, 1), False),
+    ("float16", 64, False, (1, 1, 40, 40), True), ("float16", 64, True, None, True),
+    ("float32", 60, False, None, False), ("float32", 65, False, None, True)])
+def test_one_step_at_a_time_where_shared_memory_is_short(traced, monkeypatch, rng, dtype, size, mask_of_pairs,
+                                                         bias_shape, one):
+    told = []
+    monkeypatch.setattr(passes, "_attend", lambda q, k, v, *_: (told.append(_[-1]) or q, q[..., 0].float()))
+    monkeypatch.setattr(passes, "_program", lambda number: passes._attend)
+    q, k, v = (torch.from_numpy(x).to(getattr(torch, dtype)) for x in draw(rng, lq=40, lk=40, d=size))
+    mask = torch.ones(1, 1, 40, 40, dtype=torch.bool) if mask_of_pairs else None
+    bias = None if bias_shape is None else torch.zeros(bias_shape)
+    dma.attention(q, k, v, mask=mask, bias=bias, causal=True, backend="flex")
+    assert told == [{"FORCE_USE_FLEX_ATTENTION": True, **({"num_stages": 1} if one else {})}]
+
+
 def test_one_program_a_configuration(traced, rng):
     """Other numbers, masks and biases of the same shapes are not compiled again, and other shapes are."""
     for n, programs in ((60, 1), (60, 1), (61, 2), (60, 2)):

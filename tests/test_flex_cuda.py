@@ -47,6 +47,19 @@ def test_backward(torch, case):
     cases.check_backward(case, [None if x is None else host(x) for x in found], with_dlse=True)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("bias", ["full", "key_shared"])
+def test_fits_into_shared_memory(torch, dtype, head_dim, bias):
+    """A mask and a bias of pairs take room in shared memory beside keys and values, and a float32 bias most of all."""
+    case = replace(next(case for case in CASES if case.name == "causal-and-dense"), name=f"{dtype}-{head_dim}-{bias}",
+                   dtype=dtype, head_dim=head_dim, bias=bias, mask="dense" if bias == "full" else "top_w")
+    out, lse = cases.run(case, converter("torch"), backend="flex")
+    cases.check(case, host(out), host(lse))
+    found = cases.run_backward(case, converter("torch"), backend="flex")
+    cases.check_backward(case, [None if x is None else host(x) for x in found])
+
+
 def test_cupy_arrays(torch):
     pytest.importorskip("cupy")
     case = next(case for case in CASES if case.name == "causal-and-dense")

@@ -182,8 +182,20 @@ class _Prepared:
         program = _programs.get(same)
         if program is None:
             program = _programs[same] = _program(len(_programs))
-        out, lse = program(query, key, value, bias, modified, self.blocks, call.scale, call.heads != call.kv_heads)
+        out, lse = program(query, key, value, bias, modified, self.blocks, call.scale, call.heads != call.kv_heads,
+                           self._options(query, added))
         return out[..., :size], lse
+
+    def _options(self, query: Tensor, added: Captured | None) -> dict[str, Any]:
+        """What the kernels, forward and backward, are told. FlexAttention chooses blocks that fit into shared memory
+        with three steps of keys and values in flight. It does not count what the index functions load: of an array of
+        pairs a whole block a step, which is loaded ahead too. Large rows of float32 leave hardly any room either.
+        There, one step at a time."""
+        pairs = any({2, 3} <= {*captured.axes} for captured in (*self.problem.captured(), *([added] if added else [])))
+        options: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}  # not the decoding kernel, which takes fewer masks
+        if pairs or (query.dtype == torch.float32 and query.shape[-1] > 64):
+            options["num_stages"] = 1
+        return options
 
 
 def _modified(added: Captured | None, softcap: float, wide: torch.dtype) -> Callable[..., Tensor]:
@@ -199,11 +211,10 @@ def _modified(added: Captured | None, softcap: float, wide: torch.dtype) -> Call
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, modified: Any, block_mask: Any,
-            scale: float, grouped: bool) -> tuple[Tensor, Tensor]:
+            scale: float, grouped: bool, options: Any) -> tuple[Tensor, Tensor]:
     def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return modified(s, b, h, i, j, bias)  # an argument of the compiled function: only these get gradients
 
-    options = {"FORCE_USE_FLEX_ATTENTION": True}  # not the decoding kernel, which takes fewer masks
     if hasattr(flex, "AuxRequest"):
         out, aux = flex.flex_attention(query, key, value, score_mod, block_mask, scale, grouped,
                                        kernel_options=options, return_aux=flex.AuxRequest(lse=True))
