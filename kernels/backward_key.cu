@@ -13,8 +13,8 @@
 // Every result has one writer and a fixed order of additions: the same bits on every run.
 //
 // Prelude: ELEMENT, HEAD_DIM, VECTOR, BLOCK_N, BLOCK_Q, WARPS, MIN_BLOCKS, KEYS, INTERVALS, BITS, CAUSAL, BIAS,
-// BIAS_ELEMENT, SOFTCAP, DIM_PARTS (head dims above 128: a block makes one part of the columns of dk and dv), DKEY, DVALUE, DBIAS (what
-// is wanted; DBIAS with BIAS_OF_KEYS only).
+// BIAS_ELEMENT, SOFTCAP, DIM_PARTS (head dims above 128: a block makes one part of the columns of dk and dv), DKEY, DVALUE,
+// DBIAS (what is wanted; DBIAS with BIAS_OF_KEYS only).
 #include "arch.cuh"
 #include "bias.cuh"
 #include "mask.cuh"

@@ -3,7 +3,8 @@
 //
 // dout   // (B, Lq, H, D) ELEMENT, any strides       lse, delta // (B, H, Lq) f32
 // dquery // (B, Lq, H, D) ELEMENT, contiguous
-// dbias  // (B, H, Lq, Lk) BIAS_ELEMENT, with DBIAS: ds of the keys that the tile looks at, each pair has one writer
+// dbias  // (B, H, Lq, Lk) BIAS_ELEMENT, with DBIAS: ds of the keys that the tile looks at, each pair has one writer;
+//           the others must be 0 before
 //
 // The same tiles and the same way through the keys as forward.cu, with three products a block instead of two. Probabilities
 // come from lse, so no softmax state is kept. dx is rounded to the type of an operand before its product.
@@ -83,6 +84,24 @@ __device__ __forceinline__ void write_bias_gradients(const Accumulator (&ds)[WAR
                first_row, count, columns.following(), columns);
 }
 #endif
+
+// With DBIAS and BITS, ahead of backward_query and with as many blocks: zeros for the bias gradients of a tile that does not
+// look at every key.
+extern "C" __global__ void __launch_bounds__(THREADS) clear_bias(const AttentionParams p) {
+#if DBIAS && BITS
+    const Tile t = find_tile(p);
+    if (find_keys(p, t).length == p.key_length) return;
+    const long long row = ((long long)t.batch * p.heads + t.first_head) * p.query_length + t.first_query;
+    const long long count = (long long)min(QUERIES, p.query_length - t.first_query) * p.key_length;  // rows are neighbours
+    BIAS_ELEMENT* target = static_cast<BIAS_ELEMENT*>(p.dbias_rows) + row * p.key_length;
+    if (p.key_length % BIAS_WIDTH == 0) {
+        for (long long i = threadIdx.x; i < count / BIAS_WIDTH; i += THREADS)
+            reinterpret_cast<uint4*>(target)[i] = make_uint4(0, 0, 0, 0);
+        return;
+    }
+    for (long long i = threadIdx.x; i < count; i += THREADS) from_float(target[i], 0.0f);
+#endif
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_query(const AttentionParams p) {
     extern __shared__ __align__(128) unsigned char shared_memory[];

@@ -18,7 +18,7 @@
 
 // The keys of one mask row; with KEYS_LISTED of one tile of it.
 struct KeySource {
-    const unsigned* columns;  // BITS: (WORDS, key_stride) of the tile's queries, the first of them the word of its first query
+    const unsigned* columns;  // BITS: (WORDS, key_stride), from the word of the tile's first query on
     const int* start;       // (key_length) first position that sees a key       (neither KEYS_CONTIGUOUS nor BITS)
     const int* stop;        // (key_length) first position that no longer sees it
     const int* list;        // KEYS_LISTED: (capacity) full keys from the front, partial keys from the back

@@ -23,6 +23,8 @@ MASKS = {
     "top_w": lambda s: dma.IntervalMask.top_w(s.detach(), 5),
     "none": lambda s: None,
     "dense": lambda s: torch.rand(B, 1, N, N) < 0.4,  # some rows see nothing
+    "several": lambda s: (dma.IntervalMask.top_w(s.detach(), 9), torch.rand(1, H, N, N) < 0.7,
+                          torch.rand(B, 1, 1, N) < 0.9, torch.rand(N, N) < 0.9),
     "padding": lambda s: dma.IntervalMask.padding(torch.rand(B, N) < 0.6),
 }
 
@@ -187,21 +189,21 @@ def operator_calls():
     for keys in ("prefix", "global"):
         for documents in (None, torch.tensor([0, 7, N]), torch.arange(N).expand(B, N) // 7):
             yield "top_w", (s, 5, keys, torch.rand(B, N) < 0.8, documents, None)
-    for parts in (interval, dense, (None,) * 4 + (False, None)):
+    for parts in (interval, dense, (*interval[:5], dense[5]), (None,) * 4 + (False, None)):
         yield "attention", (q, k, v, *parts, s, *options)
         yield "attention", (q, k, v, *parts, None, True, 0.3, 2.0, True, "numpy")
         yield "attention_backward", (out, lse, out, lse, *[x.detach() for x in (q, k, v)], *parts, s.detach(), *options,
                                      ["key", "bias"])
 
 
-@pytest.mark.parametrize("number", range(18))
+@pytest.mark.parametrize("number", range(21))
 def test_opcheck(number):
     name, arguments = list(operator_calls())[number]
     torch.library.opcheck(getattr(torch.ops.cupy_dma, name).default, arguments)
 
 
 def test_opcheck_sees_every_call():
-    assert len(list(operator_calls())) == 17 + 1
+    assert len(list(operator_calls())) == 20 + 1
 
 
 def test_importing_the_package_imports_no_torch():

@@ -39,7 +39,15 @@ def with_a_mask_from_outside(q, k, v, s):
     return dma.attention(q, k, v, mask=OUTER_MASK, bias=s)
 
 
+def several_masks(q, k, v, s):
+    j = torch.arange(N)
+    dense = (j * 7 % 5 != 0)[None, None, None], ((j + j[:, None]) % 3 != 0), (j * j[:, None] % 4 != 1)[None, None]
+    mask = (dma.IntervalMask.top_w(s, 9), *dense)
+    return dma.attention(q, k, v, mask=mask, bias=s[:, :, None] * s[:, :, :, None])
+
+
 @pytest.mark.parametrize(("function", "backend"), [
+    (several_masks, "aot_eager"),
     (dynamic, "aot_eager"), (by_parts, "aot_eager"), (inside, "aot_eager"), (with_a_mask_from_outside, "aot_eager"),
     pytest.param(dynamic, "inductor", marks=needs_a_compiler)])
 def test_compile_in_one_graph(function, backend):

@@ -6,10 +6,12 @@ of this package prepare and launch; they reach the device through a ``Runtime`` 
     scores.py      key scores and gradient       kernels/scores.cu scores_backward.cu
     selection.py   prefix top-w                  kernels/select.cu
     lists.py       key lists of interval masks   kernels/lists.cu
+    dense.py       bits and lists of dense masks kernels/dense.cu
     forward.py     attention over key lists      kernels/forward.cu
-    backward.py    its gradients                 kernels/backward_{query,key,sum}.cu
+    backward.py    its gradients                 kernels/backward_{query,key,bias,sum}.cu
     problem.py     a call as both of them see it
-    configs.py     what each kernel can be specialised in, and tile shapes
+    configs.py     what each kernel can be specialised in
+    tiles.py       tile shapes of the attention kernels
     warmup.py      kernels to compile ahead
 """
 from __future__ import annotations

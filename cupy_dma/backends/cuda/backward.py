@@ -121,8 +121,8 @@ class _Backward:
         """An array for the gradient of a dense bias, zeros where no kernel writes."""
         bias, problem = self.problem.bias, self.problem
         assert bias is not None
-        hides = problem.mask is not None or problem.bits or problem.causal
-        if some and not (self._bias_is_own() and hides):
+        hides = problem.mask is not None or problem.causal
+        if some and (problem.bits or not (self._bias_is_own() and hides)):  # clear_bias goes by the lists of bits
             return self.place.empty(bias.shape, bias.dtype, self.device)
         return self.place.full(bias.shape, 0.0, bias.dtype, self.device)
 
@@ -151,12 +151,14 @@ class _Backward:
         queries = tile.block_m // problem.tile_heads
         tiles = blocks(query_length, queries)
         lists = problem.key_lists(self.runtime, queries, tile.block_n, self.stream)
-        kernel = self._load(BackwardQueryConfig, "backward_query", problem.tile_heads, *tile,
-                            "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal and not problem.bits,
-                            problem.bias_kind, self.call.forward.softcap > 0.0, problem.bits, problem.bias_element,
-                            self.dense_bias and self._bias_is_own())
-        kernel.launch(tiles * (heads // problem.tile_heads) * batch, 32 * tile.warps,
-                      problem.pack(lists, tiles=tiles, **fields), self.stream)
+        makes_bias = self.dense_bias and self._bias_is_own()
+        params = problem.pack(lists, tiles=tiles, **fields)
+        for entry in ("clear_bias", "backward_query") if makes_bias and problem.bits else ("backward_query",):
+            kernel = self._load(BackwardQueryConfig, entry, problem.tile_heads, *tile,
+                                "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal and not problem.bits,
+                                problem.bias_kind, self.call.forward.softcap > 0.0, problem.bits, problem.bias_element,
+                                makes_bias)
+            kernel.launch(tiles * (heads // problem.tile_heads) * batch, 32 * tile.warps, params, self.stream)
 
     def _key_tile(self) -> KeyTile:
         return backward_key_tile(self.key.shape[3], self.runtime.shared_memory_limit(self.device.index),
