@@ -7,7 +7,8 @@
 // The same tiles and the same way through the keys as forward.cu, with three products a block instead of two. Probabilities
 // come from lse, so no softmax state is kept. dx is rounded to 16 bit before its product.
 //
-// Prelude: ELEMENT, HEAD_DIM, VECTOR, HEADS, BLOCK_M, BLOCK_N, WARPS, MIN_BLOCKS, KEYS, CAUSAL, BIAS, SOFTCAP.
+// Prelude: ELEMENT, HEAD_DIM, VECTOR, HEADS, BLOCK_M, BLOCK_N, WARPS, MIN_BLOCKS, KEYS, CAUSAL, BIAS, SOFTCAP,
+// SEQUENCES, PAGE_SIZE (0).
 #include "arch.cuh"
 #include "gather.cuh"
 
@@ -25,7 +26,7 @@ __device__ __forceinline__ void load_statistics(float (&lse)[WARP_ROWS][2], floa
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = first_row + 16 * m + (threadIdx.x & 31) / 4 + 8 * r, query = t.first_query + row / HEADS;
-            const bool exists = row < QUERIES * HEADS && query < p.query_length;
+            const bool exists = row < QUERIES * HEADS && query < t.end_query;
             const long long head = (long long)t.batch * p.heads + t.first_head + row % HEADS;
             const float x = exists ? p.lse[head * p.query_length + query] : -infinity();
             lse[m][r] = x == -infinity() ? infinity() : x * LOG2_E;
@@ -56,6 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_query
     extern __shared__ __align__(128) unsigned char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
     const Tile t = find_tile(p);
+    if (!t.exists()) return;
     const int first_row = threadIdx.x / 32 * WARP_ROWS * 16;  // of this warp
 
     KeyBlocks blocks(find_keys(p, t), t.first_position, t.last_position);

@@ -7,7 +7,8 @@
 // What a block and a warp own, and how keys reach shared memory: gather.cuh. A warp keeps the logits, softmax state and
 // output of its rows in registers and alone writes their out and lse, once.
 //
-// Prelude: ELEMENT, HEAD_DIM, VECTOR, HEADS, BLOCK_M, BLOCK_N, WARPS, MIN_BLOCKS, KEYS, CAUSAL, BIAS, SOFTCAP.
+// Prelude: ELEMENT, HEAD_DIM, VECTOR, HEADS, BLOCK_M, BLOCK_N, WARPS, MIN_BLOCKS, KEYS, CAUSAL, BIAS, SOFTCAP,
+// SEQUENCES, PAGE_SIZE.
 #include "arch.cuh"
 #include "gather.cuh"
 
@@ -36,7 +37,7 @@ __device__ __forceinline__ void write_lse(const AttentionParams& p, const Tile& 
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = first_row + 16 * m + lane / 4 + 8 * r, query = t.first_query + row / HEADS;
-            if ((lane & 3) == 0 && row < QUERIES * HEADS && query < p.query_length) {
+            if ((lane & 3) == 0 && row < QUERIES * HEADS && query < t.end_query) {
                 const long long head = (long long)t.batch * p.heads + t.first_head + row % HEADS;
                 p.lse[head * p.query_length + query] = state[m].lse(r);
             }
@@ -47,6 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
     extern __shared__ __align__(128) unsigned char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
     const Tile t = find_tile(p);
+    if (!t.exists()) return;
     const int first_row = threadIdx.x / 32 * WARP_ROWS * 16;  // of this warp
 
     KeyBlocks blocks(find_keys(p, t), t.first_position, t.last_position);

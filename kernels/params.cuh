@@ -13,6 +13,9 @@ struct AttentionParams {
     const int* list;          // KEYS_LISTED (mask rows, tiles, capacity), KEYS_SHARED (mask rows, key_length)
     const int* list_lengths;  // KEYS_LISTED (mask rows, tiles, 2): full, all; KEYS_SHARED (mask rows)
     const int4* summaries;    // KEYS_SHARED (mask rows, key_length / BLOCK_N, rounded up)
+    const int4* chunk_info;   // KEYS_SHARED of sequences (mask rows, key_length / chunk, rounded up): see lists.cu
+    const int* bounds;        // (4, sequences): see sequences.cuh
+    const int* pages;         // PAGE_SIZE: (key_length / PAGE_SIZE) page of every PAGE_SIZE keys
     const ELEMENT* dout;      // from here on: the backward pass
     const float* dlse;
     float* delta;
@@ -41,5 +44,8 @@ struct AttentionParams {
     int batch, query_length, key_length, heads, kv_heads;
     int tiles, capacity;
     int supers, super_capacity, super_queries;
+    int sequences, chunk;
+    long long super_entries;        // of sequences: entries of all super-tiles' lists of a mask row
+    long long key_page, value_page;  // strides of pages; key_row and value_row within a page
     float scale, softcap;
 };

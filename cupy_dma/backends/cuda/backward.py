@@ -27,6 +27,7 @@ from cupy_dma.backends.cuda.forward import load_kernel
 from cupy_dma.backends.cuda.lists import SuperLists, key_lists, super_lists
 from cupy_dma.backends.cuda.problem import Problem, rows_aligned
 from cupy_dma.backends.cuda.runtime import LoadedKernel, Runtime
+from cupy_dma.backends.cuda.sequences import tile_numbers
 
 if TYPE_CHECKING:
     from cupy_dma.calls import AttentionBackwardCall
@@ -42,7 +43,9 @@ class _Backward:
 
     def __init__(self, runtime: Runtime, call: AttentionBackwardCall):
         self.runtime, self.call, self.problem = runtime, call, Problem(call.forward)
-        self.query, self.key = call.forward.query, call.forward.key
+        self.query, self.key, self.sequences = call.forward.query, call.forward.key, call.forward.sequences
+        if self.sequences is not None and self.sequences.pages is not None:
+            raise NotImplementedError("block_table must be None: paged attention has no backward pass")
         self.place, self.device = self.query.library, self.query.device
         self.stream = self.place.stream(self.device)
         self.vector = self.problem.vector and rows_aligned(call.dout, call.out)
@@ -55,13 +58,16 @@ class _Backward:
         key_length = self.key.shape[1]
         some = batch and query_length and key_length
         with self.runtime.on(self.device):
+            if some:
+                self.problem.move_mask_to_rows(self.runtime, self.stream)
             if some and any(self.wanted):
                 self.supers = self._super_lists()
 
             def result(name: str, operand: Operand) -> Any:
                 if name not in call.needs:
                     return None
-                if some and (name == "query" or self.supers is None):  # every element is written
+                whole = self.supers is None and self.sequences is None
+                if some and (name == "query" or whole):  # every element is written
                     return place.empty(operand.shape, operand.dtype, self.device)
                 return place.full(operand.shape, 0.0, operand.dtype, self.device)
 
@@ -90,7 +96,7 @@ class _Backward:
             "dout_head": dout.strides[2], "out": out.pointer, "out_batch": out.strides[0], "out_row": out.strides[1],
             "out_head": out.strides[2],
             **{name: self.place.pointer(array) for name, array in results.items() if array is not None}}
-        self._load(BackwardSumConfig, "row_delta", self.problem.causal, *self.wanted).launch(
+        self._load(BackwardSumConfig, "row_delta", self.problem.causal, *self.wanted, False).launch(
             blocks(batch * query_length * heads, SUM_WARPS), SUM_THREADS, self.problem.pack(None, **fields),
             self.stream)
         if "query" in call.needs:
@@ -103,16 +109,21 @@ class _Backward:
         batch, query_length, heads, head_dim = self.query.shape
         tile = backward_query_tile(head_dim, self.runtime.shared_memory_limit(self.device.index))
         queries = tile.block_m // problem.tile_heads
-        tiles = blocks(query_length, queries)
+        tiles = tile_numbers(query_length, queries, self._count)
         lists = None
         if problem.mask is not None:
             lists = key_lists(self.runtime, problem.mask, query_length, queries, tile.block_n, problem.causal,
-                              self.stream)
+                              self.stream, self.sequences)
         kernel = self._load(BackwardQueryConfig, "backward_query", problem.tile_heads, *tile,
                             "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal,
-                            problem.bias is not None, self.call.forward.softcap > 0.0)
+                            problem.bias is not None, self.call.forward.softcap > 0.0, self._count > 0, 0)
         kernel.launch(tiles * (heads // problem.tile_heads) * batch, 32 * tile.warps,
                       problem.pack(lists, tiles=tiles, **fields), self.stream)
+
+    @property
+    def _count(self) -> int:
+        """Packed sequences; 0 if there are none."""
+        return 0 if self.sequences is None else self.sequences.count
 
     def _key_tile(self) -> KeyTile:
         return backward_key_tile(self.key.shape[3], self.runtime.shared_memory_limit(self.device.index))
@@ -122,7 +133,7 @@ class _Backward:
         if problem.mask is None or problem.by_head:
             return None
         return super_lists(self.runtime, problem.mask, self.query.shape[1], self._key_tile().block_n, problem.causal,
-                           self.stream)
+                           self.stream, self.sequences)
 
     def _key_gradients(self, fields: dict[str, Any]) -> None:
         problem = self.problem
@@ -132,22 +143,21 @@ class _Backward:
         kernel = self._load(BackwardKeyConfig, "backward_key", *tile,
                             "KEYS_CONTIGUOUS" if supers is None else "KEYS_LISTED", problem.mask is not None,
                             problem.causal, problem.bias is not None, self.call.forward.softcap > 0.0, parts,
-                            *self.wanted)
+                            *self.wanted, self._count > 0)
         if supers is None:
-            kernel.launch(rows * blocks(key_length, tile.block_n) * parts, 32 * tile.warps,
-                          problem.pack(None, **fields), self.stream)
+            tiles = tile_numbers(key_length, tile.block_n, self._count)
+            kernel.launch(rows * tiles * parts, 32 * tile.warps, problem.pack(None, **fields), self.stream)
             return
-        entries = rows * supers.supers * supers.capacity
+        entries = rows * supers.entries
         sizes = dict(zip(("partial_key", "partial_value", "partial_bias"),
                          (head_dim, head_dim, self.query.shape[2] // kv_heads)))
         partials = {name: self.place.empty((entries * size,), "float32", self.device)
                     for (name, size), wanted in zip(sizes.items(), self.wanted) if wanted}
         params = problem.pack(None, **fields, **supers.fields, supers=supers.supers, super_capacity=supers.capacity,
-                              super_queries=supers.queries,
+                              super_queries=supers.queries, super_entries=supers.entries,
                               **{name: self.place.pointer(array) for name, array in partials.items()})
-        kernel.launch(rows * supers.supers * (supers.capacity // tile.block_n) * parts, 32 * tile.warps, params,
-                      self.stream)
-        self._load(BackwardSumConfig, "sum_partials", problem.causal, *self.wanted).launch(
+        kernel.launch(entries // tile.block_n * parts, 32 * tile.warps, params, self.stream)
+        self._load(BackwardSumConfig, "sum_partials", problem.causal, *self.wanted, self._count > 0).launch(
             rows * blocks(key_length, SUM_WARPS), SUM_THREADS, params, self.stream)
 
 

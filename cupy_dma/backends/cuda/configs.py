@@ -57,6 +57,13 @@ class ListConfig(jit.Config):
     source = "lists.cu"
     causal: bool
     block_n: int
+    sequences: bool = False
+
+
+@dataclass(frozen=True)
+class SequenceConfig(jit.Config):
+    source = "sequences.cu"
+    causal: bool
 
 
 class Tile(NamedTuple):
@@ -83,6 +90,8 @@ class ForwardConfig(jit.Config):
     causal: bool
     bias: bool
     softcap: bool
+    sequences: bool = False
+    page_size: int = 0  # 0: keys are not paged
 
     @property
     def shared_bytes(self) -> int:
@@ -132,6 +141,7 @@ class BackwardKeyConfig(jit.Config):
     dkey: bool
     dvalue: bool
     dbias: bool
+    sequences: bool = False
 
     @property
     def shared_bytes(self) -> int:
@@ -149,6 +159,7 @@ class BackwardSumConfig(jit.Config):
     dkey: bool
     dvalue: bool
     dbias: bool
+    sequences: bool = False
 
 
 # Threads of a block and sizes, as in the kernel files.
@@ -157,6 +168,7 @@ SELECT_THREADS = {"local_top": 1024, "filter_arrivals": 1024, "sweep_arrivals": 
 ARRIVALS = 256
 LIST_THREADS, LIST_CHUNK, LIST_TILES, LIST_WARPS = 256, 2048, 8, 8
 SUM_THREADS, SUM_WARPS = 256, 8
+SEQUENCE_THREADS, SUPER_UNIT = 256, 64
 
 # By head dim, the fastest first; the first that fits is taken. Measured in docs/performance-notes.md.
 _TILES = {

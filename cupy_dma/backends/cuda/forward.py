@@ -5,10 +5,11 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from cupy_dma import jit
-from cupy_dma.backends.cuda.configs import ELEMENTS, ForwardConfig, Tile, blocks, tile_shape
+from cupy_dma.backends.cuda.configs import ELEMENTS, ForwardConfig, Tile, tile_shape
 from cupy_dma.backends.cuda.lists import key_lists
 from cupy_dma.backends.cuda.problem import Problem
 from cupy_dma.backends.cuda.runtime import LoadedKernel, Runtime
+from cupy_dma.backends.cuda.sequences import tile_numbers
 
 if TYPE_CHECKING:
     from cupy_dma.attention import AttentionCall
@@ -23,17 +24,20 @@ def attention(runtime: Runtime, call: AttentionCall) -> tuple[Any, Any]:
     lse = place.empty((batch, heads, query_length), "float32", device)
     if batch == 0 or query_length == 0:
         return out, lse
-    tile, tiles, grid = _tiling(runtime, device.index, head_dim, problem.tile_heads, query_length, heads * batch)
+    tile, tiles, grid = _tiling(runtime, device.index, head_dim, problem.tile_heads, query_length, heads * batch,
+                                0 if call.sequences is None else call.sequences.count)
     stream = place.stream(device)
     with runtime.on(device):
         lists = None
-        if problem.mask is not None and call.key.shape[1] > 0:
+        if problem.mask is not None and problem.key_length > 0:
+            problem.move_mask_to_rows(runtime, stream)
             lists = key_lists(runtime, problem.mask, query_length, tile.block_m // problem.tile_heads, tile.block_n,
-                              problem.causal, stream)
+                              problem.causal, stream, call.sequences)
         kernel = load_kernel(runtime, ForwardConfig, "attention_forward", device.index, ELEMENTS[query.dtype], head_dim,
                              problem.vector, problem.tile_heads, *tile,
                              "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal,
-                             problem.bias is not None, call.softcap > 0.0)
+                             problem.bias is not None, call.softcap > 0.0, call.sequences is not None,
+                             problem.page_size)
         params = problem.pack(lists, out=place.pointer(out), lse=place.pointer(lse), tiles=tiles)
         kernel.launch(grid, 32 * tile.warps, params, stream)
     return out, lse
@@ -41,12 +45,13 @@ def attention(runtime: Runtime, call: AttentionCall) -> tuple[Any, Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _tiling(runtime: Runtime, index: int, head_dim: int, tile_heads: int, query_length: int,
-            rows: int) -> tuple[Tile, int, int]:
-    """Tile shape, tiles per row of heads, and blocks in all, for ``rows`` = batch times heads."""
+            rows: int, sequences: int) -> tuple[Tile, int, int]:
+    """Tile shape, tiles per row of heads, and blocks in all, for ``rows`` = batch times heads; ``sequences``: 0 if the
+    queries are no packed sequences."""
     limit, processors = runtime.shared_memory_limit(index), runtime.multiprocessors(index)
 
     def cover(tile: Tile) -> tuple[Tile, int, int]:
-        tiles = blocks(query_length, tile.block_m // tile_heads)
+        tiles = tile_numbers(query_length, tile.block_m // tile_heads, sequences)
         return tile, tiles, tiles * (rows // tile_heads)
 
     tile, tiles, grid = cover(tile_shape(head_dim, limit))

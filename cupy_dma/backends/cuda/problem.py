@@ -7,6 +7,8 @@ from cupy_dma import jit
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.configs import heads_per_tile
 from cupy_dma.backends.cuda.lists import KeyLists
+from cupy_dma.backends.cuda.runtime import Runtime
+from cupy_dma.backends.cuda.sequences import mask_of_rows
 from cupy_dma.masks import IntervalMask
 
 if TYPE_CHECKING:
@@ -19,7 +21,8 @@ class Problem:
     ``causal`` is False where the mask itself hides keys from positions before their own.
     """
 
-    __slots__ = ("bias", "by_head", "causal", "mask", "params", "tile_heads", "vector")
+    __slots__ = ("bias", "by_head", "causal", "key_length", "mask", "page_size", "params", "sequences", "tile_heads",
+                 "vector")
 
     def __init__(self, call: AttentionCall):
         query, key, value, mask = call.query, call.key, call.value, call.mask
@@ -32,6 +35,8 @@ class Problem:
         self.bias = None if call.bias is None else _key_bias(call.bias)
         self.mask: IntervalMask | None = mask
         self.causal = call.causal
+        self.sequences, self.key_length = call.sequences, call.key_length
+        self.page_size = 0 if call.sequences is None else call.sequences.page_size
         if mask is not None:
             if mask._causal_only:
                 self.mask, self.causal = None, True
@@ -49,20 +54,37 @@ class Problem:
             "query_batch": query.strides[0], "query_row": query.strides[1], "query_head": query.strides[2],
             "key_batch": key.strides[0], "key_row": _row_stride(key), "key_head": key.strides[2],
             "value_batch": value.strides[0], "value_row": _row_stride(value), "value_head": value.strides[2],
-            "batch": query.shape[0], "query_length": query.shape[1], "key_length": key.shape[1], "heads": heads,
+            "batch": query.shape[0], "query_length": query.shape[1], "key_length": self.key_length, "heads": heads,
             "kv_heads": kv_heads, "mask_heads": 1, "scale": call.scale, "softcap": call.softcap}
         if self.bias is not None:
             batch, head, _, each = self.bias.strides
             group = self.bias.shape[1] == kv_heads
             self.params.update(bias=self.bias.pointer, bias_batch=batch, bias_key=each,
                                bias_group=head if group else 0, bias_head=0 if group else head)
+        if self.sequences is not None:
+            pages = self.sequences.pages
+            self.params.update(bounds=self.sequences.bounds.pointer, sequences=self.sequences.count)
+            if pages is not None:
+                self.params.update(pages=pages.pointer, key_batch=0, value_batch=0, key_page=key.strides[0],
+                                   value_page=value.strides[0])
         if self.mask is not None:
-            start, stop, (mask_batch, mask_heads, _) = self.mask._start, self.mask._stop, self.mask.shape
-            self.params.update(
-                start=start.pointer, stop=stop.pointer, start_batch=start.strides[0], start_head=start.strides[1],
-                stop_batch=stop.strides[0], stop_head=stop.strides[1], mask_heads=mask_heads,
-                mask_batch=mask_heads if mask_batch > 1 else 0, mask_group=int(1 < mask_heads == kv_heads),
-                mask_head=int(mask_heads not in shared))
+            self._use_mask(self.mask)
+
+    def _use_mask(self, mask: IntervalMask) -> None:
+        self.mask = mask
+        start, stop, (mask_batch, mask_heads, _) = mask._start, mask._stop, mask.shape
+        kv_heads = self.params["kv_heads"]
+        self.params.update(
+            start=start.pointer, stop=stop.pointer, start_batch=start.strides[0], start_head=start.strides[1],
+            stop_batch=stop.strides[0], stop_head=stop.strides[1], mask_heads=mask_heads,
+            mask_batch=mask_heads if mask_batch > 1 else 0, mask_group=int(1 < mask_heads == kv_heads),
+            mask_head=int(mask_heads not in (1, kv_heads)))
+
+    def move_mask_to_rows(self, runtime: Runtime, stream: int) -> None:
+        """Of sequences: bring the mask, and causality with it, into the rows of query that the kernels work in."""
+        if self.sequences is not None and self.mask is not None and self.key_length:
+            self._use_mask(mask_of_rows(runtime, self.mask, self.sequences, self.causal, stream))
+            self.causal = False
 
     def pack(self, lists: KeyLists | None = None, **fields: Any) -> Any:
         """The kernels' parameters, with what ``fields`` adds."""
