@@ -14,8 +14,8 @@ from tests.test_emulator import BUILD, ORDERS, bits  # noqa: E402
 
 FORWARD = [c for c in cases.CASES + cases.PAGES if c.dtype in ("float16", "bfloat16")]
 BACKWARD = [c for c in FORWARD if not c.page_size and c.name.startswith((
-    "bfloat16-", "mask-", "causal-and-", "bias-key_", "used-", "tail-", "heads-6/2", "D3", "short-", "one", "empty",
-    "softcap"))]
+    "bfloat16-", "mask-", "causal-and-", "bias-key_", "used-", "tail-", "heads-6/2", "D3", "short-", "sixty-",
+    "one", "empty", "softcap"))]
 
 
 def named(name: str) -> cases.Case:
