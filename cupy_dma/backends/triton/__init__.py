@@ -4,7 +4,8 @@ Takes CUDA arrays of torch, CuPy and DLPack producers; with ``TRITON_INTERPRET=1
 arrays, on which Triton's interpreter runs the kernels. Work runs on the caller's current stream, results come from the
 caller's library, nothing synchronizes, and every sum has one order: results are the same bits on every run.
 
-float16 and bfloat16 are multiplied on tensor cores; float32 is multiplied in full IEEE precision, without TF32.
+float16 and bfloat16 are multiplied on tensor cores; a float32 product is made of three TF32 products, which together
+have about the precision of float32.
 
     arrays.py      operands as torch tensors, the caller's stream
     problem.py     a call as the kernels see it

@@ -22,8 +22,14 @@ def on_stream_of(operand: Operand) -> Iterator[None]:
         if place.name == "torch":
             yield
         else:
-            with torch.cuda.stream(torch.cuda.ExternalStream(place.stream(device), device.index)):
+            with torch.cuda.stream(_stream(place.stream(device), device.index)):
                 yield
+
+
+def _stream(handle: int, index: int) -> torch.cuda.Stream:
+    """torch's view of a raw stream. The legacy default stream is 0, or 1 as ``cudaStreamLegacy``; of a 0 ExternalStream
+    would make a new stream, on which nothing waits for CuPy's work, nor CuPy's for what is done there."""
+    return torch.cuda.default_stream(index) if handle in (0, 1) else torch.cuda.ExternalStream(handle, index)
 
 
 def tensor(operand: Operand) -> torch.Tensor:

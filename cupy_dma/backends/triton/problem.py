@@ -114,7 +114,7 @@ class Problem:
 
     def shape(self, kernel: str) -> Shape:
         query = self.call.query
-        size, width = padded(query.shape[3]), 4 if query.dtype == "float32" else 2
+        size, width = padded(query.shape[3]), 8 if query.dtype == "float32" else 2  # two TF32 parts of a float32
         return _shape(kernel, size, width, _shared_memory(query.device.index), query.shape[1] * self.tile_heads)
 
     def query_tiles(self, kernel: str) -> tuple[tuple[int], dict[str, Any]]:
@@ -157,12 +157,12 @@ def _shared_memory(index: int) -> int:
 @functools.cache
 def _shape(kernel: str, size: int, width: int, limit: int, rows: int) -> Shape:
     """Blocks that fit: ``rows`` rows of queries, each of ``size`` numbers of ``width`` bytes. Chosen for few spills."""
-    wide = size > 128 or width == 4
+    wide = size > 128 or width == 8
     shape = {"forward": Shape(128, 32 if size > 128 else 64, 8, 3),
              "query": Shape(64 if wide else 128, 32 if size > 128 else 64, 8, 2),
              "key": Shape(32 if wide else 64, 64 if wide else 128, 8, 2),
              "bias": Shape(64, 64, 4, 1)}[kernel]
-    if width == 4:
+    if width == 8:
         shape = Shape(min(shape.block_m, 64), 32, 4 if size <= 64 else 8, min(shape.stages, 2))
 
     def needed(s: Shape) -> int:
@@ -174,6 +174,8 @@ def _shape(kernel: str, size: int, width: int, limit: int, rows: int) -> Shape:
         shape = shape._replace(stages=shape.stages - 1)
     while needed(shape) > limit and shape.block_n > 16:
         shape = shape._replace(block_n=shape.block_n // 2, block_m=max(16, shape.block_m // 2))
+    while needed(shape) > limit and shape.block_m > 16:
+        shape = shape._replace(block_m=shape.block_m // 2)
     if kernel != "key" and rows < shape.block_m:  # few queries: decoding
         shape = shape._replace(block_m=max(16, 1 << (rows - 1).bit_length()), warps=4)
     return shape
