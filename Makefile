@@ -5,7 +5,7 @@
 #   make test-gpu     the tests that need a GPU; records the result in tests/gpu_results.json
 #   make test-sanitize  the kernels on the CPU emulator, with its race detector and with AddressSanitizer
 #   make sanitize     every kernel under compute-sanitizer's memcheck and racecheck (needs a GPU)
-#   make bench        the forward and the backward benchmark (needs a GPU and a CUDA build of torch)
+#   make bench        the forward, backward and dense benchmarks (needs a GPU and a CUDA build of torch)
 #   make lint         ruff and mypy
 #   make check-record fails if tests/gpu_results.json does not belong to these sources
 #   make clean        removes everything that make created
@@ -82,6 +82,7 @@ sanitize: $(TEST_READY)
 bench: $(BENCH_READY)
 	$(RUN) benchmarks/forward_performance.py $(ARGS)
 	$(RUN) benchmarks/backward_performance.py $(ARGS)
+	$(RUN) benchmarks/dense_performance.py $(ARGS)
 
 lint: $(LINT_READY)
 	$(RUN) -m ruff check .

@@ -37,6 +37,7 @@ class Deviation:
     largest: float = 0.0
     terms: float = 0.0
     unit: float = 0.0  # half a unit in the last place of 1.0
+    factor: int = 3  # of the plain error that is allowed
 
     def compare(self, found: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor, terms: torch.Tensor) -> None:
         error = float((found.double() - exact).abs().max())
@@ -50,7 +51,7 @@ class Deviation:
     def allowed(self) -> float:
         single = rounding(np.dtype(np.float32))
         roundings = 16 if self.unit == single else 1
-        return 3 * self.plain_error + roundings * self.unit * self.largest + 16 * single * self.terms
+        return self.factor * self.plain_error + roundings * self.unit * self.largest + 16 * single * self.terms
 
 
 @dataclass

@@ -10,11 +10,14 @@ import cupy_dma as dma
 from benchmarks import (
     backward_equivalence,
     backward_performance,
+    dense_performance,
+    dense_varlen,
     equivalence,
     forward_equivalence,
     forward_performance,
     grad_equivalence,
     render,
+    render_dense,
 )
 from cupy_dma import IntervalMask, backends
 
@@ -363,3 +366,104 @@ def test_named_cases():
     empty = equivalence.CASES[-1]
     assert empty.causal
     assert empty.query_length > empty.key_length
+
+
+# ---- dense masks and biases ----
+@pytest.fixture(scope="module")
+def dense_result(tmp_path_factory):
+    """A run of the smoke set."""
+    pytest.importorskip("torch")
+    place = tmp_path_factory.mktemp("results")
+    with pytest.warns(UserWarning, match=r"flex_attention called without torch.compile"):
+        assert dense_performance.main(["--set", "smoke", "--out", str(place)]) == 0
+    return json.loads((place / "dense_performance.json").read_text())
+
+
+def test_dense_smoke_run(dense_result):
+    assert {"method", "device", "versions", "commit", "date", "cases"} <= set(dense_result)
+    assert [case["set"] for case in dense_result["cases"]] == list(dense_performance.CLASSES)
+    for case in dense_result["cases"]:
+        assert case["check"]["ok"]
+        for row in case["rows"]:
+            assert row["ms"] is not None or "varlen" in row["note"], row
+    random = dense_result["cases"][0]
+    assert {(row["who"], row["stage"]) for row in random["rows"] if row["note"].endswith("right")} == {
+        ("flex", "forward"), ("sdpa", "forward"), ("sdpa", "backward")}
+    assert random["check"]["stages"].keys() == {"forward", "backward"}
+
+
+def test_dense_tables_and_readme(dense_result, tmp_path):
+    table = render_dense.DENSE.table(dense_result)
+    assert "| 1/8 of the tiles visible, mask shared, forward, against all visible |" in table
+    assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) == 1
+    assert "interval H4/2" in render_dense.DENSE.text(dense_result)
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{render_dense.DENSE.begin}\nold\n{render_dense.DENSE.end}\nafter\n")
+    render_dense.DENSE.update_readme(readme, dense_result)
+    assert table in readme.read_text()
+    render_dense.DENSE.chart(dense_result, tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").stat().st_size > 1000
+
+
+def test_dense_goals():
+    def case(name, **rows):
+        return {"set": name, "rows": [{"who": who, "stage": stage, "ms": ms, "pairs": pairs}
+                                      for (who, stage, pairs), ms in rows["rows"].items()]}
+
+    us = "cupy_dma"
+    result = {"cases": [
+        case("random", rows={(us, "forward", 0): 3.0, ("flex", "forward", 0): 2.0}),
+        case("interval", rows={(us, "forward dense", 0): 2.0, (us, "forward interval", 0): 1.0,
+                               ("torch", "read", 0): 0.6}),
+        case("varlen causal", rows={(us, "forward unequal", 300): 6.6, (us, "forward equal, batch", 200): 4.0})]}
+    found = {goal["name"]: goal for goal in render_dense.goals(result)}
+    ratios = {name: goal["ratio"] for name, goal in found.items() if goal["ratio"] is not None}
+    assert [pytest.approx(ratio) for ratio in ratios.values()] == [1.5, 1.25, 1.1]
+    assert all("forward" in name for name in ratios)
+
+
+def test_unequal_lengths():
+    for small in (False, True):
+        drawn = dense_varlen.lengths(small)
+        assert min(drawn) >= dense_varlen.SHORTEST
+        assert max(drawn) <= dense_varlen.LONGEST
+        assert sum(drawn) % len(drawn) == 0
+    assert len(dense_varlen.lengths(False)) == dense_varlen.SEQUENCES
+
+
+@pytest.mark.parametrize("key_bias", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_dense_check(dtype, key_bias):
+    """Right outputs and gradients pass; each kind of wrong one fails."""
+    torch = pytest.importorskip("torch")
+    from benchmarks.dense_check import Given, Problem, check_backward, check_forward, sample
+
+    do, q, k, v, scores, _ = small(torch, n=200, dtype=getattr(torch, dtype))
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.rand(1, 2, 200, 200, generator=generator) < 0.5
+    mask[:, :, 100] = False  # a query that sees nothing
+    bias = scores if key_bias else torch.randn(1, 4, 200, 200, generator=generator, dtype=getattr(torch, dtype))
+    out, lse = dma.attention(q, k, v, mask=mask, bias=bias, return_lse=True)
+    found = dma.backward.attention_backward(do, q, k, v, out, lse, mask=mask, bias=bias)
+    problem = Problem(q[0], k[0], v[0], lambda i, j: mask[0][:, i][:, :, j], bias[0][:, None] if key_bias else bias[0])
+    rows = sample(200, 0)
+    assert 100 in rows
+
+    def forward(out, lse):
+        return check_forward(problem, out[0], lse[0], rows)["ok"]
+
+    assert forward(out, lse)
+    for wrong in (lambda x: x * 1.05, lambda x: x * float("nan"), lambda x: x + 0.1):
+        assert not forward(wrong(out), lse)
+        assert not forward(out, wrong(lse))
+
+    def backward(**wrong):
+        gradients = [x[0] for x in found._replace(**wrong)]
+        if key_bias:
+            gradients[3] = gradients[3][:, None]
+        return check_backward(Given(problem, do[0], out[0], lse[0]), gradients, rows, rows)["ok"]
+
+    assert backward()
+    for name, gradient in found._asdict().items():
+        assert not backward(**{name: gradient * 1.05}), name
+        assert not backward(**{name: torch.full_like(gradient, float("nan"))}), name

@@ -51,20 +51,20 @@ def test_deterministic_gradients(case):
     ((2, 1, 1, 40), (1, 2, 30, 1)), ((1, 4, 30, 40), (30, 40)), ((1, 1, 1, 1), (2, 1, 30, 40)),
     ((2, 2, 1, 1), (1, 4, 30, 40)), ((1, 1, 30, 1), (2, 4, 30, 40)), ((2, 4, 30, 40), (1, 2, 30, 40)),
     ((1, 2, 1, 40), (1, 1, 30, 1)), ((1, 2, 30, 40), (1, 1, 1, 1))])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_every_broadcast_shape(rng, shape, mask_shape, deterministic):
+@pytest.mark.parametrize(("backend", "deterministic"), [("flex", False), ("flex", True), ("numpy", False)])
+def test_every_broadcast_shape(rng, shape, mask_shape, backend, deterministic):
     """Bias, dense mask and intervals together, of every shape, forward and backward."""
     q, k, v = draw(rng, b=2, lq=30, lk=40, h=4, g=2)
     bias, dense = rng.standard_normal(shape).astype(np.float32), rng.random(mask_shape) < 0.8
     mask, options = dma.IntervalMask.sliding_window(40, 17), {"causal": True, "softcap": 2.0, "bias": bias}
     both = np.broadcast_to(dense, (*(1,) * (4 - dense.ndim), *dense.shape)) & mask.to_dense(30)
-    out, lse = dma.attention(q, k, v, mask=(mask, dense), return_lse=True, backend="flex", **options)
+    out, lse = dma.attention(q, k, v, mask=(mask, dense), return_lse=True, backend=backend, **options)
     arguments = q, k, v, both, bias, True, None, 2.0
     plain = reference.same_precision_attention(*arguments)
     for x, ref, close in zip((out, lse), reference.attention(*arguments), plain):
         reference.assert_matches_reference(x, ref, close, np.float32)
     dout = rng.standard_normal(q.shape).astype(np.float32)
-    found = dma.backward.attention_backward(dout, q, k, v, out, lse, mask=(mask, dense), backend="flex",
+    found = dma.backward.attention_backward(dout, q, k, v, out, lse, mask=(mask, dense), backend=backend,
                                             deterministic=deterministic, **options)
     expected = [of(dout, *arguments) for of in (reference.attention_gradients, reference.attention_gradient_terms,
                                                 reference.same_precision_attention_gradients)]

@@ -41,11 +41,11 @@ def test_there_are_blocks_of_both_kinds():
     assert {gpu for gpu, _, _ in BLOCKS} == {False, True}
 
 
-@pytest.mark.parametrize("name", ["forward", "backward"])
+@pytest.mark.parametrize("name", ["forward", "backward", "dense"])
 def test_table_is_the_recorded_one(name):
-    from benchmarks import render
+    from benchmarks import render, render_dense
 
-    report = {"forward": render.FORWARD, "backward": render.BACKWARD}[name]
+    report = {"forward": render.FORWARD, "backward": render.BACKWARD, "dense": render_dense.DENSE}[name]
     recorded = RESULTS / f"{name}_performance.json"
     shown = README.split(report.begin)[1].split(report.end)[0].strip()
     expected = report.table(json.loads(recorded.read_text())) if recorded.exists() else render.PENDING
