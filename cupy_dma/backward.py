@@ -141,13 +141,12 @@ max_seqlen_k, backend
                        None, seqused_k, max_seqlen_q, max_seqlen_k)
     upstream = _upstreams(call.query, dout, out, lse, dlse, packed=True)
     found = _gradients(call, upstream, wanted, backend)
-    return found._replace(**{name: array[0] for name, array in found._asdict().items()
-                             if name != "bias" and array is not None})
+    return AttentionGradients(*[None if array is None else array[0] for array in found])
 
 
 def _gradients(call: AttentionCall, upstream: tuple[Operand, Operand, Operand, Operand | None], wanted: frozenset[str],
                backend: str | None) -> AttentionGradients:
-    """The wanted gradients of a checked call, those of query, key and value with the axes of its Operands."""
+    """The wanted gradients of a checked call."""
     checks.require_no_grad((call.query, call.key, call.value, call.bias))
     if call.bias is None:
         wanted -= {"bias"}

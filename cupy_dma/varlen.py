@@ -253,7 +253,7 @@ def scores_and_bias(array: Any, call: AttentionCall, name: str = "scores") -> tu
     checks.rows_contiguous(operand)
     checks.require_same_place((call.query, operand))
     if sequences.pages is None:
-        operand = checks.with_axes(operand, 3)
+        operand = checks.with_axes(replace(place.describe(operand.array[None], name), library=place), 3)
         return operand, key_bias(operand)
     with place.on(call.query.device):
         packed = place.contiguous(packed_rows(operand.array, sequences.batch, place.xp))

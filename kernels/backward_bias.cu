@@ -9,7 +9,7 @@
 // element has one writer. Keys and values stay while heads of one group follow each other. Pairs of tiles in which
 // nothing is visible are skipped before anything is loaded.
 //
-// Prelude: that of gather.cuh (with HEADS 1, KEYS_CONTIGUOUS, BIAS_DENSE), MIN_BLOCKS, INTERVALS, SUM_KEYS.
+// Prelude: that of gather.cuh (with HEADS 1, KEYS_CONTIGUOUS, BIAS_DENSE, no SEQUENCES), MIN_BLOCKS, INTERVALS, SUM_KEYS.
 #include "arch.cuh"
 #include "gather.cuh"
 
@@ -130,6 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_bias(
     const int end_block = SUM_KEYS ? key_blocks : first_block + 1;
     Tile t = {};
     t.first_query = static_cast<int>(rest % p.tiles) * BLOCK_M;
+    t.end_query = p.query_length;
     const long long bias_row = rest / p.tiles;
     t.first_position = t.first_query + p.key_length - p.query_length;
     t.last_position = min(t.first_query + BLOCK_M, p.query_length) - 1 + p.key_length - p.query_length;

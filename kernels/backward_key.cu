@@ -10,15 +10,17 @@
 //                    CAUSAL or none)
 //   KEYS_LISTED      keys of the list of a super-tile of consecutive queries, which few keys outlive: sums over these queries
 //                    are written as rows of float32, which backward_sum.cu adds up in the order of the super-tiles
+// With SEQUENCES neither kind of block crosses a sequence (sequences.cuh).
 // Every result has one writer and a fixed order of additions: the same bits on every run.
 //
 // Prelude: ELEMENT, HEAD_DIM, VECTOR, BLOCK_N, BLOCK_Q, WARPS, MIN_BLOCKS, KEYS, INTERVALS, BITS, CAUSAL, BIAS,
 // BIAS_ELEMENT, SOFTCAP, DIM_PARTS (head dims above 128: a block makes one part of the columns of dk and dv), DKEY, DVALUE,
-// DBIAS (what is wanted; DBIAS with BIAS_OF_KEYS only).
+// DBIAS (what is wanted; DBIAS with BIAS_OF_KEYS only), SEQUENCES (with neither BITS nor BIAS_DENSE).
 #include "arch.cuh"
 #include "bias.cuh"
 #include "mask.cuh"
 #include "params.cuh"
+#include "sequences.cuh"
 #include "softmax.cuh"
 #include "tiles.cuh"
 
@@ -52,17 +54,56 @@ struct KeyTile {
     int count;                     // keys it has
     int first;                     // place of the first in the list, or its row
     int first_query, end_query;    // queries that are looked at
+    int shift;                     // of a query's position from its row
     int first_fragment;            // of the columns of dk and dv
     const int* list;               // KEYS_LISTED: the super-tile's keys
     long long partial;             // KEYS_LISTED: row of the first key's partial sums
 };
+
+#if SEQUENCES
+// The keys and queries of block number `block` of the row (b, kv head).
+__device__ __forceinline__ void place_in_sequences(KeyTile& t, const AttentionParams& p, int block, int row) {
+    const int n = p.sequences;
+    const int* query_first = p.bounds;
+    const int* query_end = p.bounds + n;
+    const int* key_first = p.bounds + 2 * n;
+    const int* key_end = p.bounds + 3 * n;
+#if KEYS == KEYS_LISTED
+    const long long entry = (long long)block * BLOCK_N, further = entry - first_super_entries(p.key_length, n);
+    const bool is_first = further < 0;  // super-tile 0 of its sequence
+    const int slot = static_cast<int>(further / p.super_capacity);
+    const int b = is_first ? sequence_of_number(key_first, n, SUPER_UNIT, 1, static_cast<int>(entry / SUPER_UNIT))
+                           : sequence_of_number(query_first, n, p.super_queries, 0, slot);
+    const int k = is_first ? 0 : slot - query_first[b] / p.super_queries + 1;
+    t.first = static_cast<int>(entry - super_place(p.bounds, n, p.key_length, p.super_queries, p.super_capacity, b, k));
+    t.first_query = query_first[b] + k * p.super_queries;
+    t.end_query = min(t.first_query + p.super_queries, query_end[b]);
+    if (t.first_query >= t.end_query) return;  // no keys
+    const long long mask_row = t.group * p.mask_group;
+    t.list = p.super_list + mask_row * p.super_entries + entry - t.first;
+    t.count = min(BLOCK_N, p.super_lengths[mask_row * p.supers + query_first[b] / p.super_queries + b + k] - t.first);
+    t.partial = row * p.super_entries + entry;
+#else
+    const RowTile keys = row_tile(key_first, key_end, n, BLOCK_N, block);
+    t.first = keys.first;
+    t.count = keys.end - keys.first;
+    t.first_query = query_first[keys.sequence];
+    t.end_query = query_end[keys.sequence];
+    t.shift = INTERVALS ? 0 : key_end[keys.sequence] - t.end_query;  // masks have been moved to rows
+#endif
+}
+#endif
 
 __device__ __forceinline__ KeyTile find_key_tile(const AttentionParams& p) {
     KeyTile t = {};
     long long rest = blockIdx.x;
     t.first_fragment = static_cast<int>(rest % DIM_PARTS) * PART_FRAGMENTS;
     rest /= DIM_PARTS;
-#if KEYS == KEYS_LISTED
+#if SEQUENCES
+    const long long blocks = KEYS == KEYS_LISTED ? p.super_entries / BLOCK_N : p.key_length / BLOCK_N + p.sequences;
+    const int block = static_cast<int>(rest % blocks);
+    rest /= blocks;
+#elif KEYS == KEYS_LISTED
     const int blocks = p.super_capacity / BLOCK_N;
     t.first = static_cast<int>(rest % blocks) * BLOCK_N;
     rest /= blocks;
@@ -75,7 +116,9 @@ __device__ __forceinline__ KeyTile find_key_tile(const AttentionParams& p) {
 #endif
     t.group = static_cast<int>(rest % p.kv_heads);
     t.batch = static_cast<int>(rest / p.kv_heads);
-#if KEYS == KEYS_LISTED
+#if SEQUENCES
+    place_in_sequences(t, p, block, t.group);
+#elif KEYS == KEYS_LISTED
     const long long mask_row = (long long)t.batch * p.mask_batch + t.group * p.mask_group;
     const long long list = mask_row * p.supers + super;
     t.list = p.super_list + list * p.super_capacity;
@@ -86,6 +129,9 @@ __device__ __forceinline__ KeyTile find_key_tile(const AttentionParams& p) {
 #else
     t.count = min(BLOCK_N, p.key_length - t.first);
     t.end_query = p.query_length;
+#endif
+#if !SEQUENCES
+    t.shift = p.key_length - p.query_length;
 #endif
     return t;
 }
@@ -147,9 +193,8 @@ __device__ __forceinline__ QueryRange find_queries(const Shared& shared, const A
         lowest_start = min(lowest_start, start);
         highest_stop = max(highest_stop, stop);
     }
-    const int shift = p.key_length - p.query_length;  // of a query's position from its row
     auto query_at = [&](int position) {
-        const long long query = static_cast<long long>(position) - shift;
+        const long long query = static_cast<long long>(position) - t.shift;
         return static_cast<int>(min(max(query, static_cast<long long>(t.first_query)), static_cast<long long>(t.end_query)));
     };
     return {query_at(__reduce_min_sync(ALL_LANES, lowest_start)), query_at(__reduce_max_sync(ALL_LANES, highest_stop)),
@@ -207,9 +252,10 @@ struct QuerySteps {
 #else
     int full_begin, full_end;
 
-    __device__ __forceinline__ explicit QuerySteps(const QueryRange& range)
-        : next_query(range.begin < range.end ? range.begin / BLOCK_Q * BLOCK_Q : range.end), end(range.end),
-          full_begin(range.full_begin), full_end(range.full_end) {}
+    __device__ __forceinline__ QuerySteps(const QueryRange& range, const KeyTile& t)
+        : next_query(range.begin < range.end ? t.first_query + (range.begin - t.first_query) / BLOCK_Q * BLOCK_Q
+                                             : range.end),
+          end(range.end), full_begin(range.full_begin), full_end(range.full_end) {}
 
     __device__ __forceinline__ QueryStep next() {
         const int query = next_query;
@@ -407,7 +453,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_key(c
 #if BITS
         QuerySteps steps(p, t, head);
 #else
-        QuerySteps steps(find_queries(shared, p, t));
+        QuerySteps steps(find_queries(shared, p, t), t);
 #endif
         QueryStep current = steps.next(), following = steps.next();
         LaneKeys keys = {};
@@ -446,8 +492,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_key(c
             Accumulator s[QUERY_FRAGMENTS], dp[QUERY_FRAGMENTS];
             transposed_products(s, shared.key + first_row * ROW_STRIDE, shared.query[stage]);
             transposed_products(dp, shared.value + first_row * ROW_STRIDE, shared.dout[stage]);
-            gradients(s, dp, keys, shared.lse[slot], shared.delta[slot], logit,
-                      current.first + p.key_length - p.query_length, steps.masked(current), shared, stage, current.first);
+            gradients(s, dp, keys, shared.lse[slot], shared.delta[slot], logit, current.first + t.shift,
+                      steps.masked(current), shared, stage, current.first);
 #if DVALUE
             add_products(dv, s, shared.dout[stage], t.first_fragment);
 #endif

@@ -9,7 +9,8 @@
 // The same tiles and the same way through the keys as forward.cu, with three products a block instead of two. Probabilities
 // come from lse, so no softmax state is kept. dx is rounded to the type of an operand before its product.
 //
-// Prelude: that of gather.cuh, MIN_BLOCKS, DBIAS (with BIAS_DENSE of all batch entries, heads, queries and keys).
+// Prelude: that of gather.cuh (PAGE_SIZE 0), MIN_BLOCKS, DBIAS (with BIAS_DENSE of all batch entries, heads, queries and
+// keys).
 #include "arch.cuh"
 #include "gather.cuh"
 
@@ -107,6 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_query
     extern __shared__ __align__(128) unsigned char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
     const Tile t = find_tile(p);
+    if (!t.exists()) return;
     const int first_row = threadIdx.x / 32 * WARP_ROWS * 16;  // of this warp
 
     KeyBlocks blocks(find_keys(p, t), t.first_position, t.last_position);

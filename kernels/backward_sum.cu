@@ -5,9 +5,11 @@
 // sum_partials  dkey, dvalue // (B, Lk, Hkv, D) ELEMENT and dbias // (B, H, Lk) f32 of the keys that somebody sees: the sums
 //               that each super-tile left, added in the order of the super-tiles, a warp a key. Other keys are left alone.
 //
-// Prelude: ELEMENT, HEAD_DIM, VECTOR (row_delta reads four numbers at a time), CAUSAL, DKEY, DVALUE, DBIAS.
+// Prelude: ELEMENT, HEAD_DIM, VECTOR (row_delta reads four numbers at a time), CAUSAL, DKEY, DVALUE, DBIAS,
+// SEQUENCES.
 #include "arch.cuh"
 #include "params.cuh"
+#include "sequences.cuh"
 
 constexpr int WARPS = 8;
 
@@ -53,6 +55,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) sum_partials(const Atte
 
     // Super-tiles whose queries see the key; the same arithmetic as in lists.cu.
     const long long head = mask_row % p.mask_heads, mask_batch = mask_row / p.mask_heads;
+#if SEQUENCES
+    const int b = sequence_of_row(p.bounds + 2 * p.sequences, p.sequences, key), first_row = p.bounds[b];
+    const int start = p.start[head * p.start_head + key], stop = p.stop[head * p.stop_head + key];
+    const int first = (start - first_row) / p.super_queries;
+    const int supers = stop <= start ? 0 : (stop - 1 - first_row) / p.super_queries - first + 1;
+    const int* places = p.places + mask_row * p.super_entries + p.span_offset[mask_row * p.key_length + seen];
+    auto partial_row = [&](int i) {
+        return row * p.super_entries + places[i] +
+               super_place(p.bounds, p.sequences, p.key_length, p.super_queries, p.super_capacity, b, first + i);
+    };
+#else
     const int shift = p.key_length - p.query_length;
     int start = p.start[mask_batch * p.start_batch + head * p.start_head + key];
     if (CAUSAL) start = max(start, key);
@@ -64,6 +77,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) sum_partials(const Atte
     const int* places = p.places + mask_row * p.supers * p.super_capacity + p.span_offset[mask_row * p.key_length + seen];
 
     auto partial_row = [&](int i) { return (row * p.supers + first + i) * p.super_capacity + places[i]; };
+#endif
     const long long target = ((batch * p.key_length + key) * p.kv_heads + group) * HEAD_DIM;
     for (int d = lane; d < HEAD_DIM; d += 32) {
         float dk = 0.0f, dv = 0.0f;

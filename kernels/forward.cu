@@ -52,7 +52,7 @@ __device__ __forceinline__ void write_lse(const AttentionParams& p, const Tile& 
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = first_row + 16 * m + lane / 4 + 8 * r, query = t.first_query + row / HEADS;
-            if ((lane & 3) == 0 && row < QUERIES * HEADS && query < p.query_length) {
+            if ((lane & 3) == 0 && row < QUERIES * HEADS && query < t.end_query) {
                 const long long head = (long long)t.batch * p.heads + t.first_head + row % HEADS;
                 p.lse[head * p.query_length + query] = state[m].lse(r);
             }
@@ -63,6 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
     extern __shared__ __align__(128) unsigned char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
     const Tile t = find_tile(p);
+    if (!t.exists()) return;
     const int first_row = threadIdx.x / 32 * WARP_ROWS * 16;  // of this warp
 
     KeyBlocks blocks(find_keys(p, t), t.first_position, t.last_position);

@@ -5,19 +5,25 @@
 // mask.cuh says which keys come, tiles.cuh how rows reach shared memory. While one block of BLOCK_N keys is multiplied,
 // the next one is on its way (two stages) and the list entries of the one after.
 //
+// With SEQUENCES a tile's queries belong to one sequence (sequences.cuh), and with PAGE_SIZE the row of a key is found in its
+// page. Positions are those of keys, but rows of query where a list holds the keys of sequences.
+//
 // The Shared struct of a kernel holds KeyTiles as `keys`.
 //
 // With BITS the words that a masked block's test needs come along: a warp's rows are queries of one word.
 //
-// Prelude: ELEMENT, HEAD_DIM, VECTOR, HEADS, BLOCK_M, BLOCK_N, WARPS, KEYS, CAUSAL, BITS, BIAS, BIAS_ELEMENT, SOFTCAP.
+// Prelude: ELEMENT, HEAD_DIM, VECTOR, HEADS, BLOCK_M, BLOCK_N, WARPS, KEYS, CAUSAL, BITS, BIAS, BIAS_ELEMENT, SOFTCAP,
+// SEQUENCES (with neither BITS nor BIAS_DENSE), PAGE_SIZE (0: not paged).
 #pragma once
 #include "arch.cuh"
 #include "bias.cuh"
 #include "mask.cuh"
 #include "params.cuh"
+#include "sequences.cuh"
 #include "softmax.cuh"
 #include "tiles.cuh"
 
+static_assert(!SEQUENCES || (!BITS && BIAS != BIAS_DENSE), "packed sequences have no rectangle of queries and keys");
 constexpr int THREADS = WARPS * 32;
 constexpr int WARP_ROWS = BLOCK_M / (WARPS * 16);  // fragments of 16 rows a warp owns
 constexpr int QUERIES = BLOCK_M / HEADS;
@@ -42,29 +48,47 @@ struct KeyTiles {
 };
 
 struct Tile {
-    int batch, group, first_head, first_query, first_position, last_position;
+    int batch, group, first_head, number, first_query, end_query, first_position, last_position;
+    int first_key, end_key;  // SEQUENCES: of the tile's sequence
+
+    // Whether there is such a tile: of sequences, some numbers have none.
+    __device__ __forceinline__ bool exists() const { return !SEQUENCES || first_query < end_query; }
 };
 
 __device__ __forceinline__ Tile find_tile(const AttentionParams& p) {
     const int sets = p.heads / p.kv_heads / HEADS;  // tiles side by side that share a kv head
     long long rest = blockIdx.x;
     Tile t;
-    t.first_query = (p.tiles - 1 - static_cast<int>(rest % p.tiles)) * QUERIES;  // the longest causal tiles first
+    t.number = p.tiles - 1 - static_cast<int>(rest % p.tiles);  // the longest causal tiles first
     rest /= p.tiles;
     const int set = static_cast<int>(rest % sets);
     rest /= sets;
     t.group = static_cast<int>(rest % p.kv_heads);
     t.batch = static_cast<int>(rest / p.kv_heads);
     t.first_head = (t.group * sets + set) * HEADS;
+#if SEQUENCES
+    const RowTile rows = row_tile(p.bounds, p.bounds + p.sequences, p.sequences, QUERIES, t.number);
+    t.first_query = rows.first;
+    t.end_query = rows.end;
+    t.first_key = p.bounds[2 * p.sequences + rows.sequence];
+    t.end_key = p.bounds[3 * p.sequences + rows.sequence];
+    const int shift = KEYS == KEYS_CONTIGUOUS ? t.end_key - p.bounds[p.sequences + rows.sequence] : 0;
+    t.first_position = t.first_query + shift;
+    t.last_position = t.end_query - 1 + shift;
+#else
+    t.first_query = t.number * QUERIES;
+    t.end_query = p.query_length;
     t.first_position = t.first_query + p.key_length - p.query_length;
     t.last_position = min(t.first_query + QUERIES, p.query_length) - 1 + p.key_length - p.query_length;
+#endif
     return t;
 }
 
 __device__ __forceinline__ KeySource find_keys(const AttentionParams& p, const Tile& t) {
     KeySource source = {};
 #if KEYS == KEYS_CONTIGUOUS
-    source.length = p.key_length;
+    source.first = SEQUENCES ? t.first_key : 0;
+    source.length = SEQUENCES ? t.end_key : p.key_length;
 #else
     const long long row = (long long)t.batch * p.mask_batch + t.group * p.mask_group + t.first_head * p.mask_head;
     const long long head = row % p.mask_heads, batch = row / p.mask_heads;
@@ -75,7 +99,7 @@ __device__ __forceinline__ KeySource find_keys(const AttentionParams& p, const T
     source.stop = p.stop + batch * p.stop_batch + head * p.stop_head;
 #endif
 #if KEYS == KEYS_LISTED
-    const long long tile = row * p.tiles + t.first_query / QUERIES;
+    const long long tile = row * p.tiles + t.number;
     source.list = p.list + tile * p.capacity;
     source.full = p.list_lengths[2 * tile];
     source.length = p.list_lengths[2 * tile + 1];
@@ -84,6 +108,13 @@ __device__ __forceinline__ KeySource find_keys(const AttentionParams& p, const T
     source.list = p.list + row * p.key_length;
     source.summaries = p.summaries + row * ((p.key_length + BLOCK_N - 1) / BLOCK_N);
     source.length = p.list_lengths[row];
+#if SEQUENCES
+    // Only chunks that hold keys of the sequence are looked at; what they hold of others no row of the tile sees.
+    const int4* chunks = p.chunk_info + row * ((p.key_length + p.chunk - 1) / p.chunk);
+    const int4 last = t.first_key < t.end_key ? chunks[(t.end_key - 1) / p.chunk] : make_int4(0, 0, 0, 0);
+    source.first = t.first_key < t.end_key ? chunks[t.first_key / p.chunk].w : 0;
+    source.length = last.x + last.w;
+#endif
 #endif
 #endif
     return source;
@@ -95,7 +126,7 @@ __device__ __forceinline__ void load_rows(ELEMENT* rows, const ELEMENT* source, 
     const ELEMENT* base = source + t.batch * batch + t.first_head * head;
     for_each_piece<BLOCK_M, THREADS>([&](int row, int piece) {
         const int query = t.first_query + row / HEADS;
-        const bool exists = row < QUERIES * HEADS && query < p.query_length;
+        const bool exists = row < QUERIES * HEADS && query < t.end_query;
         copy_piece(rows + row * ROW_STRIDE, base + (exists ? query : 0) * row_stride + row % HEADS * head, piece, exists);
     });
 }
@@ -126,10 +157,16 @@ __device__ __forceinline__ void gather_keys(KeyTiles& shared, const AttentionPar
         return whole || column < count ? key : 0;
     };
     for_each_piece<BLOCK_N, THREADS>([&](int column, int piece) {
-        const long long key = key_at(column);
         const bool exists = whole || column < count;
-        copy_piece(shared.key[stage] + column * ROW_STRIDE, keys + key * p.key_row, piece, exists);
-        copy_piece(shared.value[stage] + column * ROW_STRIDE, values + key * p.value_row, piece, exists);
+#if PAGE_SIZE
+        const int key = key_at(column);
+        const long long page = exists ? p.pages[key / PAGE_SIZE] : 0, row = exists ? key % PAGE_SIZE : 0;
+#else
+        const long long page = 0, row = key_at(column);
+#endif
+        copy_piece(shared.key[stage] + column * ROW_STRIDE, keys + page * p.key_page + row * p.key_row, piece, exists);
+        copy_piece(shared.value[stage] + column * ROW_STRIDE, values + page * p.value_page + row * p.value_row, piece,
+                   exists);
     });
     if (threadIdx.x < BLOCK_N) {
         const int column = threadIdx.x, key = key_at(column);
@@ -238,7 +275,7 @@ __device__ __forceinline__ void load_statistics(float (&lse)[WARP_ROWS][2], floa
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = first_row + 16 * m + (threadIdx.x & 31) / 4 + 8 * r, query = t.first_query + row / HEADS;
-            const bool exists = row < QUERIES * HEADS && query < p.query_length;
+            const bool exists = row < QUERIES * HEADS && query < t.end_query;
             const long long head = (long long)t.batch * p.heads + t.first_head + row % HEADS;
             const float x = exists ? p.lse[head * p.query_length + query] : -infinity();
             lse[m][r] = x == -infinity() ? infinity() : x * LOG2_E;
@@ -385,7 +422,7 @@ __device__ __forceinline__ void write_rows(ELEMENT* target_base, ELEMENT* stagin
     for (int i = lane; i < WARP_ROWS * 16 * (HEAD_DIM / WIDTH); i += 32) {
         const int row = i / (HEAD_DIM / WIDTH), d = i % (HEAD_DIM / WIDTH) * WIDTH;
         const int query = t.first_query + (first_row + row) / HEADS, head = t.first_head + (first_row + row) % HEADS;
-        if (first_row + row >= QUERIES * HEADS || query >= p.query_length) continue;
+        if (first_row + row >= QUERIES * HEADS || query >= t.end_query) continue;
         ELEMENT* target = target_base + (((long long)t.batch * p.query_length + query) * p.heads + head) * HEAD_DIM + d;
         const ELEMENT* source = rows + row * ROW_STRIDE + d;
 #if VECTOR

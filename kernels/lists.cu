@@ -13,9 +13,13 @@
 //                 (the backward pass; count_seen and compact_seen then count these places too)
 //   summarize     per BLOCK_N compacted keys: lowest and highest start and stop (any other mask)
 //
-// Prelude: CAUSAL, BLOCK_N.
+// With SEQUENCES start and stop are rows of query (sequences.cu), tiles and super-tiles do not cross sequences, and `super`
+// counts the super-tiles of a sequence.
+//
+// Prelude: CAUSAL, BLOCK_N, SEQUENCES.
 #include "arch.cuh"
 #include "scan.cuh"
+#include "sequences.cuh"
 
 struct ListParams {
     const int* start;
@@ -32,10 +36,12 @@ struct ListParams {
     int* super_list;     // (rows, supers, super_capacity)
     int* super_lengths;  // (rows, supers)
     int* places;         // (rows, supers * super_capacity)
+    const int* bounds;   // SEQUENCES (4, sequences)
     long long start_batch, start_head, stop_batch, stop_head;  // strides, in elements; 0 where an axis broadcasts
     int heads;  // of the mask: row = batch * heads + head
     int key_length, query_length, chunks, queries, tiles, capacity, summary_blocks;
-    int super_queries, supers, super_capacity;
+    int super_queries, supers, super_capacity, sequences;
+    long long super_entries;  // SEQUENCES: instead of supers * super_capacity
 };
 
 constexpr int THREADS = 256;
@@ -53,12 +59,18 @@ __device__ __forceinline__ int2 interval_of(const ListParams& p, long long row, 
 // Super-tiles that a key meets: the first, and how many.
 __device__ __forceinline__ int2 span_of(const ListParams& p, int2 interval) {
     if (p.super_queries == 0 || interval.x >= interval.y) return make_int2(0, 0);
+#if SEQUENCES
+    const int first_row = p.bounds[sequence_of_row(p.bounds, p.sequences, interval.x)];
+    const int first_super = (interval.x - first_row) / p.super_queries;
+    return make_int2(first_super, (interval.y - 1 - first_row) / p.super_queries - first_super + 1);
+#else
     const int shift = p.key_length - p.query_length;
     const long long first = max(static_cast<long long>(interval.x) - shift, 0ll);
     const long long last = min(static_cast<long long>(interval.y) - shift, static_cast<long long>(p.query_length)) - 1;
     if (last < first) return make_int2(0, 0);
     const int super = static_cast<int>(first / p.super_queries);
     return make_int2(super, static_cast<int>(last / p.super_queries) - super + 1);
+#endif
 }
 
 __device__ __forceinline__ int block_min(int value, int (&warp_values)[32]) {
@@ -164,11 +176,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParam
     const int groups = (p.tiles + TILES - 1) / TILES, lane = threadIdx.x & 31;
     const long long row = blockIdx.x / groups;
     const int first_tile = blockIdx.x % groups * TILES, tile = first_tile + threadIdx.x / 32;
+#if SEQUENCES
+    const RowTile rows = row_tile(p.bounds, p.bounds + p.sequences, p.sequences, p.queries, tile);
+    const bool exists = tile < p.tiles && rows.first < rows.end;
+    const int first_position = rows.first, last_position = rows.end - 1;
+    const int group_first = block_min(exists ? first_position : NEVER, warp_values);
+    const int group_last = ~block_min(exists ? ~last_position : NEVER, warp_values);
+#else
+    const bool exists = tile < p.tiles;
     const int shift = p.key_length - p.query_length;
     const int group_first = first_tile * p.queries + shift;
     const int group_last = min((first_tile + TILES) * p.queries, p.query_length) - 1 + shift;
     const int first_position = tile * p.queries + shift;
     const int last_position = min((tile + 1) * p.queries, p.query_length) - 1 + shift;
+#endif
 
     const int2 range = find_range(p, row, group_first, group_last, warp_values);
     const int begin = range.x, end = range.y;
@@ -202,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParam
             }
         }
         __syncthreads();  // all keys of this step are in shared memory
-        if (tile < p.tiles) {
+        if (exists) {
             const int common = totals & 0xffff, total = totals >> 16;
             for (int i = lane; i < common; i += 32)
                 if (full + i < p.capacity) list[full + i] = common_key[i];
@@ -221,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParam
             }
         }
     }
-    if (lane == 0 && tile < p.tiles) {
+    if (lane == 0 && exists) {
         p.list_lengths[2 * (row * p.tiles + tile)] = full;
         p.list_lengths[2 * (row * p.tiles + tile) + 1] = full + partial;
     }
@@ -231,9 +252,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParam
 extern "C" __global__ void __launch_bounds__(THREADS) super_lists(const ListParams p) {
     __shared__ int warp_values[32];
     const long long row = blockIdx.x / p.supers;
+#if SEQUENCES
+    const RowTile rows = row_tile(p.bounds, p.bounds + p.sequences, p.sequences, p.super_queries, blockIdx.x % p.supers);
+    if (rows.first >= rows.end) return;
+    const int first = rows.first, last = rows.end - 1, super = (first - p.bounds[rows.sequence]) / p.super_queries;
+    const long long entries = p.super_entries, place = row * entries +
+        super_place(p.bounds, p.sequences, p.key_length, p.super_queries, p.super_capacity, rows.sequence, super);
+#else
     const int super = blockIdx.x % p.supers, shift = p.key_length - p.query_length;
     const int first = super * p.super_queries + shift;
     const int last = min((super + 1) * p.super_queries, p.query_length) - 1 + shift;
+    const long long entries = (long long)p.supers * p.super_capacity, place = (long long)blockIdx.x * p.super_capacity;
+#endif
     const int2 range = find_range(p, row, first, last, warp_values);
     const long long base = row * p.key_length;
 
@@ -255,8 +285,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) super_lists(const ListPara
     exclusive_sum<THREADS>(counts[2], total, warp_values);
     if (threadIdx.x == 0) p.super_lengths[blockIdx.x] = min(next[2] + total, p.super_capacity);
 
-    int* list = p.super_list + (long long)blockIdx.x * p.super_capacity;
-    int* places = p.places + row * p.supers * p.super_capacity;
+    int* list = p.super_list + place;
+    int* places = p.places + row * entries;
     for (int at = range.x; at < range.y; at += THREADS) {
         const int i = at + threadIdx.x, kind = kind_of(i);
         int mine = 0;

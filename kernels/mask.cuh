@@ -24,7 +24,8 @@ struct KeySource {
     const int* list;        // KEYS_LISTED: (capacity) full keys from the front, partial keys from the back
                             // KEYS_SHARED: (key_length) keys that somebody sees, in order
     const int4* summaries;  // KEYS_SHARED: per BLOCK_N list entries: lowest and highest start, lowest and highest stop
-    int length;             // number of keys in the list; KEYS_CONTIGUOUS: key_length
+    int first;              // place where a tile begins, if not at 0 (sequences)
+    int length;             // number of keys in the list, or the place where a tile ends; KEYS_CONTIGUOUS: key_length
     int full;               // KEYS_LISTED: how many of them are full
     int capacity;           // KEYS_LISTED
 };
@@ -47,7 +48,8 @@ struct KeyBlocks {
     int group;                         // KEYS_SHARED: place of the current 32 blocks
 
     __device__ KeyBlocks(const KeySource& source, int first_position, int last_position)
-        : source(source), first_position(first_position), last_position(last_position), place(0), pending(0),
+        : source(source), first_position(first_position), last_position(last_position),
+          place(KEYS == KEYS_SHARED ? source.first / BLOCK_N : source.first), pending(0),
           pending_masked(0), group(0) {}
 
     __device__ __forceinline__ KeyBlock next() {

@@ -16,6 +16,9 @@ struct AttentionParams {
     const unsigned* columns;        // dense.cu, with BITS: (mask rows, query_words, key_stride)
     const unsigned short* states;   // (mask rows, query_words, key_stride / 64)
     const int4* summaries;    // KEYS_SHARED (mask rows, key_length / BLOCK_N, rounded up)
+    const int4* chunk_info;   // KEYS_SHARED of sequences (mask rows, key_length / chunk, rounded up): see lists.cu
+    const int* bounds;        // (4, sequences): see sequences.cuh
+    const int* pages;         // PAGE_SIZE: (key_length / PAGE_SIZE) page of every PAGE_SIZE keys
     const ELEMENT* dout;      // from here on: the backward pass
     const float* dlse;
     float* delta;
@@ -48,5 +51,8 @@ struct AttentionParams {
     int dbias_batch, dbias_heads;  // axes of a dense bias
     int bias_aligned;  // rows of bias_rows may be read 16 bytes at a time
     int supers, super_capacity, super_queries;
+    int sequences, chunk;
+    long long super_entries;        // of sequences: entries of all super-tiles' lists of a mask row
+    long long key_page, value_page;  // strides of pages; key_row and value_row within a page
     float scale, softcap;
 };

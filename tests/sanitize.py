@@ -18,7 +18,7 @@ import numpy as np
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backward import attention_backward, key_scores_backward
-from tests import cases, reference
+from tests import cases, reference, varlen_cases
 
 LENGTHS = ("lengths-1x70", "lengths-33x129", "lengths-129x33")
 NAMES = ("float32-", "float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3", "bfloat16-D256", "mask-",
@@ -61,6 +61,18 @@ def super_tiles() -> int:
     return 3
 
 
+def varlen() -> int:
+    """Packed sequences, pages, and super-tiles of sequences."""
+    forward = [c for c in varlen_cases.CASES + varlen_cases.PAGES + varlen_cases.LONG if c.dtype != "float64"]
+    backward = [c for c in varlen_cases.CASES + varlen_cases.SUPERS if c.dtype != "float64"]
+    for case in forward:
+        varlen_cases.check(case, *(cupy.asnumpy(x) for x in varlen_cases.run(case, cupy.asarray)), tf32=True)
+    for case in backward:
+        gradients = varlen_cases.run_backward(case, cupy.asarray)
+        varlen_cases.check_backward(case, [None if g is None else cupy.asnumpy(g) for g in gradients], tf32=True)
+    return len(forward) + len(backward)
+
+
 def selection() -> int:
     """Two chunks and more, so that all three kernels work; ties, padding, documents."""
     rng = np.random.default_rng(0)
@@ -99,8 +111,8 @@ def key_scores() -> int:
 def main() -> int:
     cupy.cuda.set_allocator(None)
     with contextlib.redirect_stdout(io.StringIO()):  # the errors of every case
-        counts = {"forward": forward(), "backward": backward(), "super-tile": super_tiles(), "selection": selection(),
-                  "score": key_scores()}
+        counts = {"forward": forward(), "backward": backward(), "super-tile": super_tiles(), "varlen": varlen(),
+                  "selection": selection(), "score": key_scores()}
     print("agree with the oracle:", ", ".join(f"{count} {name}" for name, count in counts.items()))
     return 0
 

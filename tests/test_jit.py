@@ -35,6 +35,7 @@ def specialisations(limit: int, every: bool) -> list[jit.Config]:
     found += [configs.SelectConfig(documents, padding) for documents in (False, True) for padding in (False, True)]
     found += [configs.ListConfig(causal, block) for causal in (False, True) for block in (64,)]
     found += [configs.DenseConfig(queries) for queries in (8, 32, 128)]
+    found += [configs.ListConfig(False, 64, sequences=True), configs.SequenceConfig(causal=True)]
     found += [configs.ScoreConfig("__half", "float", 64, 1, 1, True, True, False),
               configs.ScoreConfig("__nv_bfloat16", "__nv_bfloat16", 128, 8, 8, True, False, True),
               configs.ScoreConfig("float", "__half", 33, 3, 2, False, True, False)]
@@ -56,7 +57,7 @@ def specialisations(limit: int, every: bool) -> list[jit.Config]:
             dim_parts=2 if head_dim > 128 else 1, dkey=True, dvalue=True, dbias=i % 2 == 0, **options))
         found += dense_specialisations("__nv_bfloat16", head_dim, size, ("float", "__nv_bfloat16", "__half")[i % 3],
                                        bits=i % 2 == 0)
-    found += float32_specialisations(limit * 1024, every)
+    found += float32_specialisations(limit * 1024, every) + sequences(limit * 1024)
     found += [configs.BackwardSumConfig("float", 100, True, False, True, True, True),
               configs.BackwardSumConfig("__half", 33, False, False, True, True, True),
               configs.BackwardSumConfig("__nv_bfloat16", 128, True, True, True, False, False),
@@ -106,13 +107,31 @@ def dense_specialisations(element: str, head_dim: int, limit: int, bias: str, bi
             True, True, False, bits, dense or "float") for dense in (None, bias))]
 
 
+def sequences(limit: int) -> list[jit.Config]:
+    """What packed sequences and pages add to the attention kernels."""
+    found: list[jit.Config] = []
+    element = "__nv_bfloat16"
+    for keys in ("KEYS_CONTIGUOUS", "KEYS_LISTED", "KEYS_SHARED"):
+        plain = keys == "KEYS_CONTIGUOUS"
+        rest = (keys, plain, configs.BIAS_OF_KEYS, False, False, "float", True)
+        found += [configs.ForwardConfig(element, 128, True, 2, *tiles.tile_shape(128, limit), *rest, page_size)
+                  for page_size in (0, 16, 7)]
+        tile = tiles.backward_query_tile(128, limit)
+        found.append(configs.BackwardQueryConfig(element, 128, True, 2, *tile, *rest))
+        if keys != "KEYS_SHARED":
+            found.append(configs.BackwardKeyConfig(element, 128, True, *tiles.backward_key_tile(128, limit), keys,
+                                                   not plain, plain, configs.BIAS_OF_KEYS, False, 1, True, True, True,
+                                                   sequences=True))
+    return [*found, configs.BackwardSumConfig(element, 128, True, False, True, True, True, True)]
+
+
 @needs_compiler
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_kernel_compiles_without_large_spills(arch):
     for config in specialisations(ARCHITECTURES[arch], every=arch in ("sm_80", "sm_90a")):
         compiled = jit.compile(config, arch)
         assert 0 < compiled.registers <= 255, config
-        allowed = 600 if config.source == "backward_key.cu" else 256  # two accumulators of all of D
+        allowed = 700 if config.source == "backward_key.cu" else 256  # two accumulators of all of D
         assert compiled.spill_bytes <= allowed, f"{config} spills {compiled.spill_bytes} bytes on {arch}"
         assert compiled.path.read_bytes()[:4] == b"\x7fELF"
 
@@ -223,7 +242,8 @@ def test_the_params_struct_is_read_from_the_source(monkeypatch):
 
 @pytest.mark.parametrize(("source", "name"), [("params.cuh", "AttentionParams"), ("select.cu", "SelectParams"),
                                               ("lists.cu", "ListParams"), ("scores.cu", "ScoreParams"),
-                                              ("scores_backward.cu", "ScoreBackwardParams")])
+                                              ("scores_backward.cu", "ScoreBackwardParams"),
+                                              ("sequences.cu", "SequenceParams")])
 def test_every_params_struct_can_be_read(source, name):
     params = jit.Params(source, name)
     assert len(set(params.names)) == len(params.names) > 5
@@ -237,8 +257,8 @@ def test_includes_are_inlined_once():
 
 def test_a_prelude_defines_every_field():
     config = configs.ListConfig(causal=True, block_n=64)
-    assert config.prelude() == "#define CAUSAL 1\n#define BLOCK_N 64\n"
-    assert len(dataclasses.fields(config)) == 2
+    assert config.prelude() == "#define CAUSAL 1\n#define BLOCK_N 64\n#define SEQUENCES 0\n"
+    assert len(dataclasses.fields(config)) == 3
 
 
 def test_selection_chunks_are_powers_of_two():

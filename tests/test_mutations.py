@@ -20,7 +20,7 @@ from tests import cases
 build = pytest.importorskip("tests.emulator.build")
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
-from tests import emulator, test_emulator, test_emulator_backward  # noqa: E402
+from tests import emulator, test_emulator, test_emulator_backward, test_emulator_varlen  # noqa: E402
 
 
 class Fault(NamedTuple):
@@ -41,6 +41,14 @@ def grid(name: str) -> Callable[[], None]:
 
 def one_awkward_selection(kind: str, length: int, window: int) -> Callable[[], None]:
     return lambda: test_emulator.test_selection_over_chunks(kind, length, window)
+
+
+def varlen(name: str) -> Callable[[], None]:
+    return lambda: test_emulator_varlen.test_forward(test_emulator_varlen.named(name))
+
+
+def varlen_backward(name: str) -> Callable[[], None]:
+    return lambda: test_emulator_varlen.test_backward(test_emulator_varlen.named(name))
 
 
 def lists_over_chunks() -> None:
@@ -93,6 +101,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "test_forward_grid[float32-D4-causal]": grid("float32-D4-causal"),
     "test_a_bad_row_of_float32": lambda: test_emulator.test_a_bad_row_of_float32(-np.finfo(np.float32).max, "top_w"),
     "test_backward_grid[float32-D40]": lambda: test_emulator_backward.test_backward_grid(named("float32-D40")),
+    "test_backward_grid[float32-dense-both]": backward_grid("float32-dense-both-dense=11qk-1gqk"),
     "test_backward_grid[mask-none]": lambda: test_emulator_backward.test_backward_grid(named("mask-none")),
     "test_backward_grid[lengths-129x33-causal]": lambda: test_emulator_backward.test_backward_grid(
         named("lengths-129x33-causal")),
@@ -108,6 +117,14 @@ CHECKS: dict[str, Callable[[], None]] = {
     "test_super_tiles": lambda: test_emulator_backward.test_super_tiles("float16", 20),
     "test_key_scores_backward": lambda: test_emulator_backward.test_key_scores_backward("float16", "exp",
                                                                                         (1, 35, 20, 64)),
+    "varlen[bfloat16-none]": varlen("bfloat16-none"),
+    "varlen[mask-window]": varlen("mask-window"),
+    "varlen[used-per_head]": varlen("used-per_head"),
+    "varlen[long-per_head]": varlen("long-per_head"),
+    "varlen[sixty-none]": varlen("sixty-none"),
+    "varlen[pages-16-none]": varlen("pages-16-none"),
+    "varlen backward[bfloat16-none]": varlen_backward("bfloat16-none"),
+    "varlen backward[supers]": varlen_backward("supers"),
 }
 
 FAULTS = [
@@ -140,8 +157,8 @@ FAULTS = [
           "    //", "test_key_scores[heads 20]"),
     # ---- edges ----
     Fault("one query row too many", "gather.cuh",
-          "first_row + row >= QUERIES * HEADS || query >= p.query_length) continue",
-          "first_row + row >= QUERIES * HEADS || query > p.query_length) continue", "test_forward_grid[mask-none]"),
+          "first_row + row >= QUERIES * HEADS || query >= t.end_query) continue",
+          "first_row + row >= QUERIES * HEADS || query > t.end_query) continue", "test_forward_grid[mask-none]"),
     Fault("the output's tail is not written", "gather.cuh", "i < WARP_ROWS * 16 * (HEAD_DIM / WIDTH); i += 32",
           "i < WARP_ROWS * 16 * (HEAD_DIM / WIDTH) - 32; i += 32", "test_forward_grid[lengths-300x300-top_w]"),
     Fault("lse is written by four lanes", "forward.cu", "if ((lane & 3) == 0 && row < QUERIES", "if (row < QUERIES",
@@ -204,7 +221,8 @@ FAULTS = [
     Fault("hidden pairs get bias gradients", "backward_query.cu", "        if (current.masked) apply_mask(dp",
           "        if (false) apply_mask(dp", "test_backward_grid[dense-both-1hqk-bhqk]"),
     Fault("no __syncwarp before bias gradients are stored", "backward_query.cu",
-          "    __syncwarp();  // the warp's rows", "    //", "test_backward_grid[dense-both-1hqk-bhqk]"),
+          "    __syncwarp();  // the warp's rows are complete\n    const int count", "    const int count",
+          "test_backward_grid[dense-both-1hqk-bhqk]"),
     Fault("a shared bias misses a head", "backward_bias.cu", "t.first_head < first_head + sharing",
           "t.first_head < first_head + sharing - 1", "test_backward_grid[dense-both-11qk-1gqk]"),
     Fault("no barrier before the rows of a shared bias are used", "backward_bias.cu",
@@ -236,6 +254,8 @@ FAULTS = [
           "test_forward_grid[float32-D64]"),
     Fault("keys are rounded ahead of their copies", "tiles.cuh", "    copy_async_wait<0>();\n    for_each_piece",
           "    for_each_piece", "test_backward_grid[float32-D40]"),
+    Fault("rows of a shared bias are not rounded to TF32", "backward_bias.cu",
+          "                round_rows<BLOCK_M, THREADS>(shared.dout);\n", "", "test_backward_grid[float32-dense-both]"),
     Fault("pieces of eight floats", "gather.cuh", "constexpr int WIDTH = VECTOR ? PIECE : 1;",
           "constexpr int WIDTH = VECTOR ? 8 : 1;", "test_forward_grid[float32-D4-causal]"),
     Fault("what rounds to infinity counts as finite", "arch.cuh", "(x & 0x7fffffffu) + 0x00801000u",
@@ -273,6 +293,24 @@ FAULTS = [
           "test_super_tiles"),
     Fault("no barrier before ddt is read", "scores_backward.cu",
           "        __syncthreads();  // ddt is in place\n#pragma", "#pragma", "test_key_scores_backward"),
+    # ---- sequences ----
+    Fault("a tile runs on into the next sequence", "sequences.cuh", "min(row + size, end[b])", "row + size",
+          "varlen[bfloat16-none]"),
+    Fault("the search for a sequence leaves some out", "sequences.cuh", "high = min(high, low + step);",
+          "high = min(high, low + step - 1);", "varlen[sixty-none]"),
+    Fault("sequences are aligned at their first keys", "sequences.cu", "shift = key_end - end;",
+          "shift = p.bounds[2 * n + b] - first;", "varlen[mask-window]"),
+    Fault("keys that are not in use count", "sequences.cu", "const bool used = key < key_end;",
+          "const bool used = true;", "varlen[used-per_head]"),
+    Fault("the last chunk of a sequence is missed", "gather.cuh", "chunks[(t.end_key - 1) / p.chunk]",
+          "chunks[t.first_key / p.chunk]", "varlen[long-per_head]"),
+    Fault("every key is the first of its page", "gather.cuh", "exists ? key % PAGE_SIZE : 0", "0",
+          "varlen[pages-16-none]"),
+    Fault("queries of the sequence before get weights", "backward_key.cu",
+          "t.first_query + (range.begin - t.first_query) / BLOCK_Q", "range.begin / BLOCK_Q",
+          "varlen backward[bfloat16-none]"),
+    Fault("further super-tiles lie on each other", "sequences.cuh", "(bounds[b] / queries + k - 1) * capacity",
+          "(bounds[b] / queries) * capacity", "varlen backward[supers]"),
 ]
 
 

@@ -8,6 +8,7 @@ import cupy_dma as dma
 from cupy_dma.arrays import CPU, library
 from tests import varlen_cases as cases
 
+
 @pytest.mark.parametrize("case", cases.CASES + cases.PAGES, ids=str)
 def test_forward(case):
     cases.check(case, *cases.run(case, backend="numpy"))
@@ -65,6 +66,7 @@ def test_needs_and_max_lengths():
 
 PAGES = tokens(3, 4, 2, 8)
 TABLE = np.array([[0, 1], [2, 0]], np.int32)
+USED = np.array([8, 3], np.int32)
 M = dma.IntervalMask
 
 
@@ -72,7 +74,7 @@ def dynamic(scores=None, **options):
     return dma.varlen_dynamic_mask_attention(Q, K, V, CU_Q, CU_K, scores, **{"window": 3, **options})
 
 
-def paged(block_table=TABLE, seqused_k=np.array([8, 3], np.int32), key=PAGES, **options):
+def paged(block_table=TABLE, seqused_k=USED, key=PAGES, **options):
     return attend(Q, key, key, cu_seqlens_k=options.pop("cu_seqlens_k", None), block_table=block_table,
                   seqused_k=seqused_k, **options)
 

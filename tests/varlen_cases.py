@@ -1,7 +1,7 @@
 """The grid of packed sequences: as ``tests/cases.py``, for ``varlen_attention`` and its gradients.
 
-The oracle is that of single sequences, called for each of them with a dense mask; it never looks at an IntervalMask, nor
-at lengths or page tables.
+The oracle is that of single sequences, called for each of them with a dense mask; it never looks at an IntervalMask,
+nor at lengths or page tables.
 """
 from __future__ import annotations
 
@@ -98,6 +98,17 @@ def _pages() -> list[Case]:
 
 
 CASES, PAGES = _grid(), _pages()
+# Several super-tiles of 256 queries in some sequences, one in others, none in those without queries or keys.
+SUPERS = [Case("supers", "float16", ((530, 530), (30, 30), (256, 300), (0, 90), (257, 100), (20, 0), (64, 400)),
+               mask="top_w", window=40, heads=2, kv_heads=1, head_dim=16, bias="key"),
+          Case("supers-D136", "float16", ((300, 300), (7, 7), (40, 100)), mask="top_w", window=20, heads=2, kv_heads=2,
+               head_dim=136, bias="key"),
+          Case("supers-window", "bfloat16", ((300, 300), (7, 7), (40, 100)), tail=(30, 9), mask="window", window=33,
+               used=(290, 0, 70), bias="key_shared", head_dim=16),
+          Case("supers-float32", "float32", ((300, 300), (7, 7), (40, 100)), mask="top_w", window=20, head_dim=128)]
+# More than two chunks of 2048 keys, of which a tile must look at its own.
+LONG = [Case(f"long-{mask}", "float16", ((10, 2300), (33, 900), (20, 2100), (0, 500), (70, 70)), mask=mask, window=100,
+             heads=2, kv_heads=1, head_dim=16, bias="key") for mask in ("padding", "per_head", "top_w", "global")]
 
 
 def _sums(lengths: Any) -> np.ndarray:
@@ -236,8 +247,8 @@ def _effective(case: Case) -> Case:
 
 
 def with_mask_and_bias(case: Case, convert: Callable[[np.ndarray], Any], **options: Any) -> dict[str, Any]:
-    """The mask and bias of a case; a selection by the public ``top_w`` (packed keys without a tail only), a global one by
-    the oracle, because ``top_w`` does not know of ``seqused_k``."""
+    """The mask and bias of a case; a selection by the public ``top_w`` (packed keys without a tail only), a global one
+    by the oracle, because ``top_w`` does not know of ``seqused_k``."""
     data = _drawn(case)
     positional, _ = arguments(case, convert)
     bias = _per_key(case, "scores" if _effective(case).bias == "scores" else "bias", convert)
@@ -288,8 +299,8 @@ def _parts(case: Case) -> Iterator[tuple[slice, slice, tuple[Any, ...]]]:
                            _dense(case, b), bias, case.causal, None, case.softcap)
 
 
-def check(case: Case, out: np.ndarray, lse: np.ndarray) -> None:
-    """Section 12 over all sequences together; rows of no sequence are 0 and -inf."""
+def check(case: Case, out: np.ndarray, lse: np.ndarray, *, tf32: bool = False) -> None:
+    """Section 12 over all sequences together; rows of no sequence are 0 and -inf. ``tf32``: as in cases.py."""
     data = _drawn(case)
     shape, kind = data["query"].shape, numpy_dtype(case.dtype)
     assert out.dtype == kind and out.shape == shape and lse.shape == (case.heads, shape[0])
@@ -299,12 +310,12 @@ def check(case: Case, out: np.ndarray, lse: np.ndarray) -> None:
     plain_lse = ref_lse.astype(lse.dtype)
     for rows, _, given in _parts(case):
         (ref[rows],), (ref_lse[:, rows],) = reference.attention(*given)
-        (plain[rows],), (plain_lse[:, rows],) = reference.same_precision_attention(*given)
+        (plain[rows],), (plain_lse[:, rows],) = reference.same_precision_attention(*given, tf32=tf32)
     reference.assert_matches_reference(out, ref, plain, out.dtype)
     reference.assert_matches_reference(lse, ref_lse, plain_lse, lse.dtype)
 
 
-def check_backward(case: Case, gradients: Any) -> None:
+def check_backward(case: Case, gradients: Any, *, tf32: bool = False) -> None:
     data = _drawn(case)
     names = {"query": "query", "key": "key", "value": "value",
              "bias": "scores" if _effective(case).bias == "scores" else "bias"}
@@ -314,7 +325,8 @@ def check_backward(case: Case, gradients: Any) -> None:
     terms = dict.fromkeys(names, 0.0)
     for rows, keys, given in _parts(case):
         given = (data["dout"][None, rows], *given, data["dlse"][None, :, rows])
-        found = zip(reference.attention_gradients(*given), reference.same_precision_attention_gradients(*given),
+        found = zip(reference.attention_gradients(*given),
+                    reference.same_precision_attention_gradients(*given, tf32=tf32),
                     reference.attention_gradient_terms(*given))
         for name, (exact, near, size) in zip(("query", "key", "value", "bias"), found):
             if exact is None:

@@ -10,7 +10,8 @@ of this package prepare and launch; they reach the device through a ``Runtime`` 
     forward.py     attention over key lists      kernels/forward.cu
     backward.py    its gradients                 kernels/backward_{query,key,bias,sum}.cu
     problem.py     a call as both of them see it
-    configs.py     what each kernel can be specialised in, and tile shapes
+    configs.py     what each kernel can be specialised in
+    tiles.py       tile shapes of the attention kernels
     warmup.py      kernels to compile ahead
 """
 from __future__ import annotations

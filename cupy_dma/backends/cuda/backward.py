@@ -29,6 +29,7 @@ from cupy_dma.backends.cuda.forward import load_kernel
 from cupy_dma.backends.cuda.lists import SuperLists, super_lists
 from cupy_dma.backends.cuda.problem import Problem, rows_aligned
 from cupy_dma.backends.cuda.runtime import LoadedKernel, Runtime
+from cupy_dma.backends.cuda.sequences import tile_numbers
 from cupy_dma.backends.cuda.tiles import backward_bias_tile, backward_key_tile, backward_query_tile
 
 if TYPE_CHECKING:
@@ -45,7 +46,9 @@ class _Backward:
 
     def __init__(self, runtime: Runtime, call: AttentionBackwardCall):
         self.runtime, self.call, self.problem = runtime, call, Problem(call.forward)
-        self.query, self.key = call.forward.query, call.forward.key
+        self.query, self.key, self.sequences = call.forward.query, call.forward.key, call.forward.sequences
+        if self.sequences is not None and self.sequences.pages is not None:
+            raise NotImplementedError("block_table must be None: paged attention has no backward pass")
         self.place, self.device = self.query.library, self.query.device
         self.stream = self.place.stream(self.device)
         self.vector = self.problem.vector and rows_aligned(call.dout, call.out)
@@ -60,13 +63,16 @@ class _Backward:
         key_length = self.key.shape[1]
         some = batch and query_length and key_length
         with self.runtime.on(self.device):
+            if some:
+                self.problem.move_mask_to_rows(self.runtime, self.stream)
             if some and any(self.wanted):
                 self.supers = self._super_lists()
 
             def result(name: str, operand: Operand) -> Any:
                 if name not in call.needs:
                     return None
-                if some and (name == "query" or self.supers is None):  # every element is written
+                whole = self.supers is None and self.sequences is None
+                if some and (name == "query" or whole):  # every element is written
                     return place.empty(operand.shape, operand.dtype, self.device)
                 return place.full(operand.shape, 0.0, operand.dtype, self.device)
 
@@ -100,7 +106,7 @@ class _Backward:
             "dout_head": dout.strides[2], "out": out.pointer, "out_batch": out.strides[0], "out_row": out.strides[1],
             "out_head": out.strides[2],
             **{name: self.place.pointer(array) for name, array in results.items() if array is not None}}
-        self._load(BackwardSumConfig, "row_delta", self.problem.causal, *self.wanted).launch(
+        self._load(BackwardSumConfig, "row_delta", self.problem.causal, *self.wanted, False).launch(
             blocks(batch * query_length * heads, SUM_WARPS), SUM_THREADS, self.problem.pack(None, **fields),
             self.stream)
         if "query" in call.needs:
@@ -136,8 +142,8 @@ class _Backward:
         packed = problem.packed_mask(self.runtime, self.stream)
         kernel = self._load(BackwardBiasConfig, "backward_bias", 1, *tile, "KEYS_CONTIGUOUS",
                             problem.causal and packed is None, BIAS_DENSE, self.call.forward.softcap > 0.0,
-                            packed is not None, problem.bias_element, packed is None and problem.mask is not None,
-                            sum_keys)
+                            packed is not None, problem.bias_element, False, 0,
+                            packed is None and problem.mask is not None, sum_keys)
         grid = bias.shape[0] * bias.shape[1] * tiles * (1 if sum_keys else blocks(self.key.shape[1], tile.block_n))
         kernel.launch(grid, 32 * tile.warps, problem.pack(
             None, tiles=tiles, dbias_batch=bias.shape[0], dbias_heads=bias.shape[1],
@@ -149,7 +155,7 @@ class _Backward:
         tile = backward_query_tile(head_dim, self.runtime.shared_memory_limit(self.device.index), problem.size,
                                    problem.bias_of_tiles)
         queries = tile.block_m // problem.tile_heads
-        tiles = blocks(query_length, queries)
+        tiles = tile_numbers(query_length, queries, self.problem.count)
         lists = problem.key_lists(self.runtime, queries, tile.block_n, self.stream)
         makes_bias = self.dense_bias and self._bias_is_own()
         params = problem.pack(lists, tiles=tiles, **fields)
@@ -157,7 +163,7 @@ class _Backward:
             kernel = self._load(BackwardQueryConfig, entry, problem.tile_heads, *tile,
                                 "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal and not problem.bits,
                                 problem.bias_kind, self.call.forward.softcap > 0.0, problem.bits, problem.bias_element,
-                                makes_bias)
+                                self.problem.count > 0, 0, makes_bias)
             kernel.launch(tiles * (heads // problem.tile_heads) * batch, 32 * tile.warps, params, self.stream)
 
     def _key_tile(self) -> KeyTile:
@@ -169,7 +175,7 @@ class _Backward:
         if problem.mask is None or problem.bits or problem.by_head:
             return None
         return super_lists(self.runtime, problem.mask, self.query.shape[1], self._key_tile().block_n, problem.causal,
-                           self.stream)
+                           self.stream, self.sequences)
 
     def _key_gradients(self, fields: dict[str, Any]) -> None:
         problem = self.problem
@@ -181,22 +187,22 @@ class _Backward:
                             "KEYS_CONTIGUOUS" if supers is None else "KEYS_LISTED",
                             problem.mask is not None and packed is None, problem.causal and packed is None,
                             problem.bias_kind, self.call.forward.softcap > 0.0, parts, *self.wanted, packed is not None,
-                            problem.bias_element)
+                            problem.bias_element, self.problem.count > 0)
         if supers is None:
-            kernel.launch(rows * blocks(key_length, tile.block_n) * parts, 32 * tile.warps,
+            tiles = tile_numbers(key_length, tile.block_n, self.problem.count)
+            kernel.launch(rows * tiles * parts, 32 * tile.warps,
                           problem.pack(None, **fields, **(packed.fields if packed else {})), self.stream)
             return
-        entries = rows * supers.supers * supers.capacity
+        entries = rows * supers.entries
         sizes = dict(zip(("partial_key", "partial_value", "partial_bias"),
                          (head_dim, head_dim, self.query.shape[2] // kv_heads)))
         partials = {name: self.place.empty((entries * size,), "float32", self.device)
                     for (name, size), wanted in zip(sizes.items(), self.wanted) if wanted}
         params = problem.pack(None, **fields, **supers.fields, supers=supers.supers, super_capacity=supers.capacity,
-                              super_queries=supers.queries,
+                              super_queries=supers.queries, super_entries=supers.entries,
                               **{name: self.place.pointer(array) for name, array in partials.items()})
-        kernel.launch(rows * supers.supers * (supers.capacity // tile.block_n) * parts, 32 * tile.warps, params,
-                      self.stream)
-        self._load(BackwardSumConfig, "sum_partials", problem.causal, *self.wanted).launch(
+        kernel.launch(entries // tile.block_n * parts, 32 * tile.warps, params, self.stream)
+        self._load(BackwardSumConfig, "sum_partials", problem.causal, *self.wanted, self.problem.count > 0).launch(
             rows * blocks(key_length, SUM_WARPS), SUM_THREADS, params, self.stream)
 
 

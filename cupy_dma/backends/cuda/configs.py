@@ -55,6 +55,13 @@ class ListConfig(jit.Config):
     source = "lists.cu"
     causal: bool
     block_n: int
+    sequences: bool = False
+
+
+@dataclass(frozen=True)
+class SequenceConfig(jit.Config):
+    source = "sequences.cu"
+    causal: bool
 
 
 class Tile(NamedTuple):
@@ -83,6 +90,8 @@ class ForwardConfig(jit.Config):
     softcap: bool
     bits: bool = False  # a dense mask
     bias_element: str = "float"
+    sequences: bool = False
+    page_size: int = 0  # 0: keys are not paged
 
     @property
     def shared_bytes(self) -> int:
@@ -155,6 +164,7 @@ class BackwardKeyConfig(jit.Config):
     dbias: bool
     bits: bool = False
     bias_element: str = "float"
+    sequences: bool = False
 
     @property
     def shared_bytes(self) -> int:
@@ -175,6 +185,7 @@ class BackwardSumConfig(jit.Config):
     dkey: bool
     dvalue: bool
     dbias: bool
+    sequences: bool = False
 
 
 @dataclass(frozen=True)
@@ -192,6 +203,7 @@ SELECT_THREADS = {"local_top": 1024, "filter_arrivals": 1024, "sweep_arrivals": 
 ARRIVALS = 256
 LIST_THREADS, LIST_CHUNK, LIST_TILES, LIST_WARPS = 256, 2048, 8, 8
 SUM_THREADS, SUM_WARPS = 256, 8
+SEQUENCE_THREADS, SUPER_UNIT = 256, 64
 
 
 # Bytes of the ``struct Shared`` of the attention kernels.

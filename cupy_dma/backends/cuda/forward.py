@@ -5,9 +5,10 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from cupy_dma import jit
-from cupy_dma.backends.cuda.configs import ELEMENTS, ForwardConfig, Tile, blocks
+from cupy_dma.backends.cuda.configs import ELEMENTS, ForwardConfig, Tile
 from cupy_dma.backends.cuda.problem import Problem
 from cupy_dma.backends.cuda.runtime import LoadedKernel, Runtime
+from cupy_dma.backends.cuda.sequences import tile_numbers
 from cupy_dma.backends.cuda.tiles import tile_shape
 
 if TYPE_CHECKING:
@@ -24,17 +25,18 @@ def attention(runtime: Runtime, call: AttentionCall) -> tuple[Any, Any]:
     if batch == 0 or query_length == 0:
         return out, lse
     tile, tiles, grid = _tiling(runtime, device.index, head_dim, problem.tile_heads, query_length, heads * batch,
-                                problem.size, problem.bias_of_tiles)
+                                problem.size, problem.bias_of_tiles, problem.count)
     stream = place.stream(device)
     with runtime.on(device):
         lists = None
-        if call.key.shape[1] > 0:
+        if problem.key_length > 0:
+            problem.move_mask_to_rows(runtime, stream)
             lists = problem.key_lists(runtime, tile.block_m // problem.tile_heads, tile.block_n, stream)
         kernel = load_kernel(runtime, ForwardConfig, "attention_forward", device.index, ELEMENTS[query.dtype], head_dim,
                              problem.vector, problem.tile_heads, *tile,
                              "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal and not problem.bits,
                              problem.bias_kind, call.softcap > 0.0, problem.bits and lists is not None,
-                             problem.bias_element)
+                             problem.bias_element, problem.count > 0, problem.page_size)
         params = problem.pack(lists, out=place.pointer(out), lse=place.pointer(lse), tiles=tiles)
         kernel.launch(grid, 32 * tile.warps, params, stream)
     return out, lse
@@ -42,13 +44,13 @@ def attention(runtime: Runtime, call: AttentionCall) -> tuple[Any, Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _tiling(runtime: Runtime, index: int, head_dim: int, tile_heads: int, query_length: int, rows: int, size: int,
-            dense_bias: str | None) -> tuple[Tile, int, int]:
+            dense_bias: str | None, sequences: int) -> tuple[Tile, int, int]:
     """Tile shape, tiles per row of heads, and blocks in all, for ``rows`` = batch times heads, elements of ``size``
-    bytes, and the kernels' type of a dense bias."""
+    bytes, the kernels' type of a dense bias, and packed ``sequences`` (0: none)."""
     limit, processors = runtime.shared_memory_limit(index), runtime.multiprocessors(index)
 
     def cover(tile: Tile) -> tuple[Tile, int, int]:
-        tiles = blocks(query_length, tile.block_m // tile_heads)
+        tiles = tile_numbers(query_length, tile.block_m // tile_heads, sequences)
         return tile, tiles, tiles * (rows // tile_heads)
 
     tile, tiles, grid = cover(tile_shape(head_dim, limit, False, size, dense_bias))

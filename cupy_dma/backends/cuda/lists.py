@@ -13,7 +13,9 @@ from typing import Any
 from cupy_dma import jit
 from cupy_dma.backends.cuda.configs import LIST_CHUNK, LIST_THREADS, LIST_TILES, LIST_WARPS, ListConfig, blocks
 from cupy_dma.backends.cuda.runtime import LoadedKernel, Runtime
+from cupy_dma.backends.cuda.sequences import super_entries, tile_numbers
 from cupy_dma.masks import IntervalMask
+from cupy_dma.sequences import Sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,18 +23,22 @@ class KeyLists:
     """What the attention kernels need of a mask, on the device. Addresses point into ``workspace``."""
 
     keys: str  # KEYS_LISTED or KEYS_SHARED
-    fields: dict[str, int]  # of the kernels' parameters: list, list_lengths, summaries, capacity
+    fields: dict[str, int]  # of the kernels' parameters: list, list_lengths, summaries, chunk_info, chunk, capacity
     workspace: Any
 
 
 def key_lists(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int, block_n: int, causal: bool,
-              stream: int) -> KeyLists:
-    """The key lists of a mask for tiles of ``queries`` queries; kept on the mask, per stream."""
+              stream: int, sequences: Sequences | None = None) -> KeyLists:
+    """The key lists of a mask for tiles of ``queries`` queries; kept on the mask, per stream.
+
+    With ``sequences`` the mask is one of rows (``mask_of_rows``), which belongs to a single call.
+    """
     # A tile's own list knows no blocks: forward and backward share it, whatever their blocks of keys.
     identity = (query_length, queries, 0 if _tile_capacity(mask, queries) else block_n, causal, stream)
     lists = mask._cache.get(identity)
     if lists is None:
-        lists = mask._cache[identity] = _build(runtime, mask, query_length, queries, block_n, causal, stream)
+        lists = mask._cache[identity] = _build(runtime, mask, query_length, queries, block_n, causal, stream,
+                                                     sequences)
     return lists
 
 
@@ -52,12 +58,13 @@ class SuperLists:
     supers: int
     queries: int  # of a super-tile
     capacity: int  # entries of a list, a multiple of block_n
+    entries: int  # of all lists of a mask row
     fields: dict[str, int]  # what the kernels' parameters call the addresses
     workspace: Any
 
 
 def super_lists(runtime: Runtime, mask: IntervalMask, query_length: int, block_n: int, causal: bool,
-                stream: int) -> SuperLists | None:
+                stream: int, sequences: Sequences | None = None) -> SuperLists | None:
     """The super-tile lists of a mask, kept on it per stream; None for a mask that needs none (see ``_tile_capacity``).
 
     A super-tile has as many queries as a query sees keys: measured best, and what bounds the partial sums' memory.
@@ -71,7 +78,8 @@ def super_lists(runtime: Runtime, mask: IntervalMask, query_length: int, block_n
     identity = ("super", query_length, queries, block_n, causal, stream)
     lists = mask._cache.get(identity)
     if lists is None:
-        lists = mask._cache[identity] = _build_supers(runtime, mask, query_length, queries, capacity, causal, stream)
+        lists = mask._cache[identity] = _build_supers(runtime, mask, query_length, queries, capacity, causal, stream,
+                                                            sequences)
     return lists
 
 
@@ -96,26 +104,29 @@ class _Workspace:
 
 
 @functools.cache
-def _kernel(runtime: Runtime, index: int, causal: bool, block_n: int, entry: str) -> LoadedKernel:
-    return runtime.load(ListConfig(causal, block_n), entry, index)
+def _kernel(runtime: Runtime, index: int, causal: bool, block_n: int, sequences: bool, entry: str) -> LoadedKernel:
+    return runtime.load(ListConfig(causal, block_n, sequences), entry, index)
 
 
 def _launch(runtime: Runtime, mask: IntervalMask, query_length: int, causal: bool, block_n: int, stream: int,
-            last: str, grid: int, fields: dict[str, int], space: _Workspace) -> None:
+            last: str, grid: int, fields: dict[str, int], space: _Workspace, sequences: Sequences | None) -> None:
     """count_seen, compact_seen and the kernel ``last`` with its grid."""
     start, stop, length, (batch, heads, _) = mask._start, mask._stop, mask.key_length, mask.shape
     chunks = blocks(length, LIST_CHUNK)
     params = jit.params("lists.cu", "ListParams").pack_some({
         "start": start.pointer, "stop": stop.pointer, "start_batch": start.strides[0], "start_head": start.strides[1],
         "stop_batch": stop.strides[0], "stop_head": stop.strides[1], "heads": heads, "key_length": length,
-        "query_length": query_length, "chunks": chunks}, fields, space.addresses)
+        "query_length": query_length, "chunks": chunks, "bounds": sequences.bounds.pointer if sequences else 0,
+        "sequences": sequences.count if sequences else 0}, fields, space.addresses)
     for entry, size in (("count_seen", batch * heads * chunks), ("compact_seen", batch * heads * chunks), (last, grid)):
-        _kernel(runtime, mask.device.index, causal, block_n, entry).launch(size, LIST_THREADS, params, stream)
+        kernel = _kernel(runtime, mask.device.index, causal, block_n, sequences is not None, entry)
+        kernel.launch(size, LIST_THREADS, params, stream)
 
 
 def _build(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int, block_n: int, causal: bool,
-           stream: int) -> KeyLists:
-    rows, length, tiles = mask.shape[0] * mask.shape[1], mask.key_length, blocks(query_length, queries)
+           stream: int, sequences: Sequences | None) -> KeyLists:
+    rows, length = mask.shape[0] * mask.shape[1], mask.key_length
+    tiles = tile_numbers(query_length, queries, sequences.count if sequences else 0)
     capacity = _tile_capacity(mask, queries)
     summary_blocks = 0 if capacity else blocks(length, block_n)
     space = _Workspace(mask, chunk_info=4 * rows * blocks(length, LIST_CHUNK), interval=2 * rows * length,
@@ -125,24 +136,25 @@ def _build(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int
     at = space.addresses
     if capacity:
         _launch(runtime, mask, query_length, causal, block_n, stream, "tile_lists", rows * blocks(tiles, LIST_TILES),
-                fields, space)
+                fields, space, sequences)
         return KeyLists("KEYS_LISTED", {"list": at["list"], "list_lengths": at["list_lengths"], "capacity": capacity},
                         space.array)
     _launch(runtime, mask, query_length, causal, block_n, stream, "summarize",
-            rows * blocks(summary_blocks, LIST_WARPS), fields, space)
-    return KeyLists("KEYS_SHARED", {"list": at["seen"], "list_lengths": at["seen_count"], "summaries": at["summaries"]},
-                    space.array)
+            rows * blocks(summary_blocks, LIST_WARPS), fields, space, sequences)
+    return KeyLists("KEYS_SHARED", {"list": at["seen"], "list_lengths": at["seen_count"], "summaries": at["summaries"],
+                                    "chunk_info": at["chunk_info"], "chunk": LIST_CHUNK}, space.array)
 
 
 def _build_supers(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int, capacity: int, causal: bool,
-                  stream: int) -> SuperLists:
-    rows, length, supers = mask.shape[0] * mask.shape[1], mask.key_length, blocks(query_length, queries)
-    chunks = blocks(length, LIST_CHUNK)
+                  stream: int, sequences: Sequences | None) -> SuperLists:
+    rows, length, chunks = mask.shape[0] * mask.shape[1], mask.key_length, blocks(mask.key_length, LIST_CHUNK)
+    supers = tile_numbers(query_length, queries, sequences.count if sequences else 0)
+    entries = supers * capacity if sequences is None else super_entries(query_length, queries, capacity, sequences)
     space = _Workspace(mask, chunk_info=4 * rows * chunks, interval=2 * rows * length, seen=rows * length,
                        seen_count=rows, span_sum=rows * chunks, span_offset=rows * length,
-                       super_list=rows * supers * capacity, super_lengths=rows * supers,
-                       places=rows * supers * capacity)
+                       super_list=rows * entries, super_lengths=rows * supers, places=rows * entries)
     _launch(runtime, mask, query_length, causal, 64, stream, "super_lists", rows * supers,
-            {"super_queries": queries, "supers": supers, "super_capacity": capacity}, space)
+            {"super_queries": queries, "supers": supers, "super_capacity": capacity, "super_entries": entries}, space,
+            sequences)
     kept = ("seen", "seen_count", "span_offset", "super_list", "super_lengths", "places")
-    return SuperLists(supers, queries, capacity, {name: space.addresses[name] for name in kept}, space.array)
+    return SuperLists(supers, queries, capacity, entries, {name: space.addresses[name] for name in kept}, space.array)

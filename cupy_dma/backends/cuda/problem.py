@@ -9,6 +9,7 @@ from cupy_dma.backends.cuda.configs import BIAS_DENSE, BIAS_NONE, BIAS_OF_KEYS, 
 from cupy_dma.backends.cuda.dense import PackedMask, dense_lists, mask_rows, pack_mask
 from cupy_dma.backends.cuda.lists import KeyLists, key_lists
 from cupy_dma.backends.cuda.runtime import Runtime
+from cupy_dma.backends.cuda.sequences import mask_of_rows
 from cupy_dma.backends.cuda.tiles import heads_per_tile
 from cupy_dma.masks import IntervalMask
 
@@ -24,8 +25,8 @@ class Problem:
     that ``pack`` makes of it hold the interval mask and causality too: kernels see neither (``causal`` is False then).
     """
 
-    __slots__ = ("bias", "bias_element", "bias_kind", "bits", "by_head", "causal", "dense", "mask", "packed", "params",
-                 "size", "tile_heads", "vector")
+    __slots__ = ("bias", "bias_element", "bias_kind", "bits", "by_head", "causal", "dense", "key_length", "mask",
+                 "packed", "page_size", "params", "sequences", "size", "tile_heads", "vector")
 
     def __init__(self, call: AttentionCall):
         query, key, value, mask = call.query, call.key, call.value, call.mask
@@ -37,6 +38,8 @@ class Problem:
         self.bias_element = ELEMENTS[self.bias.dtype] if self.bias is not None else "float"
         self.mask: IntervalMask | None = mask
         self.causal = call.causal
+        self.sequences, self.key_length = call.sequences, call.key_length
+        self.page_size = 0 if call.sequences is None else call.sequences.page_size
         if mask is not None:
             if mask._causal_only:
                 self.mask, self.causal = None, True
@@ -61,7 +64,7 @@ class Problem:
             "query_batch": query.strides[0], "query_row": query.strides[1], "query_head": query.strides[2],
             "key_batch": key.strides[0], "key_row": _row_stride(key), "key_head": key.strides[2],
             "value_batch": value.strides[0], "value_row": _row_stride(value), "value_head": value.strides[2],
-            "batch": query.shape[0], "query_length": query.shape[1], "key_length": key.shape[1], "heads": heads,
+            "batch": query.shape[0], "query_length": query.shape[1], "key_length": self.key_length, "heads": heads,
             "kv_heads": kv_heads, "mask_heads": 1, "scale": call.scale, "softcap": call.softcap}
         if self.bias is not None:
             batch, head, each_query, each = self.bias.strides
@@ -74,20 +77,41 @@ class Problem:
                 size = ELEMENT_BYTES[self.bias_element]
                 self.params.update(bias_rows=self.bias.pointer, bias_aligned=int(each == 1 and not any(
                     x * size % 16 for x in (batch, head, each_query)) and self.bias.pointer % 16 == 0))
+        if self.sequences is not None:
+            pages = self.sequences.pages
+            self.params.update(bounds=self.sequences.bounds.pointer, sequences=self.sequences.count)
+            if pages is not None:
+                self.params.update(pages=pages.pointer, key_batch=0, value_batch=0, key_page=key.strides[0],
+                                   value_page=value.strides[0])
         if rows is not None:
             mask_batch, mask_heads = rows
             self.params.update(mask_heads=mask_heads, mask_batch=mask_heads if mask_batch > 1 else 0,
                                mask_group=int(1 < mask_heads == kv_heads), mask_head=int(mask_heads not in shared))
         if self.mask is not None:
-            start, stop = self.mask._start, self.mask._stop
-            self.params.update(
-                start=start.pointer, stop=stop.pointer, start_batch=start.strides[0], start_head=start.strides[1],
-                stop_batch=stop.strides[0], stop_head=stop.strides[1])
+            self._use_mask(self.mask)
+
+    def _use_mask(self, mask: IntervalMask) -> None:
+        self.mask = mask
+        start, stop = mask._start, mask._stop
+        self.params.update(
+            start=start.pointer, stop=stop.pointer, start_batch=start.strides[0], start_head=start.strides[1],
+            stop_batch=stop.strides[0], stop_head=stop.strides[1])
+
+    @property
+    def count(self) -> int:
+        """Packed sequences; 0 if there are none."""
+        return 0 if self.sequences is None else self.sequences.count
 
     @property
     def bias_of_tiles(self) -> str | None:
         """The kernels' type of a dense bias, of which tiles must fit into shared memory."""
         return self.bias_element if self.bias_kind == BIAS_DENSE else None
+
+    def move_mask_to_rows(self, runtime: Runtime, stream: int) -> None:
+        """Of sequences: bring the mask, and causality with it, into the rows of query that the kernels work in."""
+        if self.sequences is not None and self.mask is not None and self.key_length:
+            self._use_mask(mask_of_rows(runtime, self.mask, self.sequences, self.causal, stream))
+            self.causal = False
 
     def key_lists(self, runtime: Runtime, queries: int, block_n: int, stream: int) -> KeyLists | None:
         """The lists of keys of tiles of ``queries`` queries; None where every key is looked at. Lengths are not 0."""
@@ -96,13 +120,14 @@ class Problem:
             return dense_lists(runtime, packed, queries, stream)
         if self.mask is None:
             return None
-        return key_lists(runtime, self.mask, self.params["query_length"], queries, block_n, self.causal, stream)
+        return key_lists(runtime, self.mask, self.params["query_length"], queries, block_n, self.causal, stream,
+                         self.sequences)
 
     def packed_mask(self, runtime: Runtime, stream: int) -> PackedMask | None:
         """The bits of a dense mask, with all else that hides keys; made once for the passes of a call."""
         if self.dense is not None and self.packed is None:
             self.packed = pack_mask(runtime, self.dense, self.mask, self.causal, self.params["query_length"],
-                                    self.params["key_length"], stream)
+                                    self.key_length, stream)
         return self.packed
 
     def pack(self, lists: KeyLists | None = None, **fields: Any) -> Any:
