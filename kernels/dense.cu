@@ -10,7 +10,7 @@
 //   dense_lists  per (mask row, tile of QUERIES queries) its list of keys as in lists.cu: keys that all its queries see in
 //                order from the front, keys that some see in order from the back, and the two counts
 //
-// Both are bound by reading: pack_mask the bytes of the mask once, a thread 4 neighbouring keys of 32 queries; dense_lists
+// Both are bound by reading: pack_mask the bytes of the mask once, a thread 16 neighbouring keys of 32 queries; dense_lists
 // the words once, a thread 4 neighbouring keys of a tile.
 //
 // Prelude: QUERIES (of a tile: 4, 8, 16 or a multiple of 32).
@@ -31,12 +31,12 @@ struct DenseParams {
     int dense_share, start_share;  // mask heads that share a head of dense, of the interval mask
     int query_length, key_length, query_words, key_stride, key_chunks;
     int tiles, capacity;
-    int vector;  // rows of dense may be read 4 bytes at a time
-    int causal;
 };
 
 constexpr int THREADS = 256;
-constexpr int OWN = 4;  // neighbouring keys of a thread
+constexpr int OWN = 4;         // neighbouring keys of a thread of dense_lists
+constexpr int PACK_KEYS = 16;  // and of pack_mask: it reads 16 bytes of a row at a time
+constexpr int FOURS = PACK_KEYS / 4;
 constexpr int CHUNK = THREADS * OWN;
 constexpr int STATE_KEYS = 64;
 constexpr unsigned ONES = 0x01010101u;
@@ -50,67 +50,91 @@ __device__ __forceinline__ unsigned bits_between(long long first_position, int s
 
 // Four neighbouring bytes of a row; those at keys past the last are 0.
 __device__ __forceinline__ unsigned four_keys(const DenseParams& p, const unsigned char* row, int key) {
-    if (p.vector && key + OWN <= p.key_length) return *reinterpret_cast<const unsigned*>(row + key);
     unsigned four = 0;
 #pragma unroll
-    for (int k = 0; k < OWN; ++k)
+    for (int k = 0; k < 4; ++k)
         if (key + k < p.key_length) four |= static_cast<unsigned>(row[(key + k) * p.dense_key]) << (8 * k);
     return four;
 }
 
+// Those of the queries first_query .. first_query + 31 that the interval mask and causality let see a key.
+__device__ __forceinline__ unsigned visible_queries(const DenseParams& p, int batch, int head, int first_query, int key) {
+    if (key >= p.key_length) return 0;
+    const long long first_position = static_cast<long long>(first_query) + p.key_length - p.query_length;
+    unsigned seen = ALL_LANES;
+#if INTERVALS
+    const long long place = head / p.start_share;
+    seen &= bits_between(first_position, p.start[batch * p.start_batch + place * p.start_head + key],
+                         p.stop[batch * p.stop_batch + place * p.stop_head + key]);
+#endif
+#if CAUSAL
+    seen &= bits_between(first_position, key, NEVER);
+#endif
+    return seen;
+}
+
+// Byte k of the four words becomes word k: bits 8 g .. 8 g + 7 are byte k of x[g].
+__device__ __forceinline__ uint4 transposed(const unsigned (&x)[4]) {
+    const unsigned a = __byte_perm(x[0], x[1], 0x5140), b = __byte_perm(x[2], x[3], 0x5140);
+    const unsigned c = __byte_perm(x[0], x[1], 0x7362), d = __byte_perm(x[2], x[3], 0x7362);
+    return make_uint4(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x5410),
+                      __byte_perm(c, d, 0x7632));
+}
+
+// The code is kept short: a thread runs through it once, and would wait for instructions rather than for the mask.
 extern "C" __global__ void __launch_bounds__(THREADS) pack_mask(const DenseParams p) {
-    long long rest = blockIdx.x;
-    const int key = static_cast<int>(rest % p.key_chunks) * CHUNK + threadIdx.x * OWN;
+    unsigned rest = blockIdx.x;
+    const int key = (static_cast<int>(rest % p.key_chunks) * THREADS + threadIdx.x) * PACK_KEYS;
     rest /= p.key_chunks;
     const int word = static_cast<int>(rest % p.query_words), first_query = word * 32;
-    const long long row = rest / p.query_words, batch = row / p.mask_heads;
-    const int head = static_cast<int>(row % p.mask_heads), queries = max(min(32, p.query_length - first_query), 0);
+    const int row = static_cast<int>(rest / p.query_words), batch = row / p.mask_heads, head = row % p.mask_heads;
+    const int queries = max(min(32, p.query_length - first_query), 0);
     const unsigned char* source = p.dense + batch * p.dense_batch + head / p.dense_share * p.dense_head +
                                   first_query * p.dense_query;
+    const unsigned existing = queries == 0 ? 0 : ALL_LANES >> (32 - queries);
 
-    // Byte k of gathered[g] becomes bits 8 g .. 8 g + 7 of key k's word: one shift and one or for four keys of a query.
-    unsigned gathered[4] = {0, 0, 0, 0}, words[OWN];
-    if (key < p.key_length) {
-        if (queries == 32) {
+    // Byte k of gathered[f][g] holds bits 8 g .. 8 g + 7 of the word of key 4 f + k: a shift and an or for four keys.
+    unsigned gathered[FOURS][4] = {};
+    if (VECTOR && queries == 32 && key + PACK_KEYS <= p.key_length) {
 #pragma unroll
-            for (int i = 0; i < 32; ++i)
-                gathered[i / 8] |= (four_keys(p, source + i * p.dense_query, key) & ONES) << (i % 8);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 32; ++i)
-                if (i < queries) gathered[i / 8] |= (four_keys(p, source + i * p.dense_query, key) & ONES) << (i % 8);
+        for (int i = 0; i < 32; ++i) {
+            const uint4 x = *reinterpret_cast<const uint4*>(source + i * p.dense_query + key);
+            gathered[0][i / 8] |= (x.x & ONES) << (i % 8);
+            gathered[1][i / 8] |= (x.y & ONES) << (i % 8);
+            gathered[2][i / 8] |= (x.z & ONES) << (i % 8);
+            gathered[3][i / 8] |= (x.w & ONES) << (i % 8);
         }
+    } else {
+#pragma unroll
+        for (int g = 0; g < 4; ++g)
+#pragma unroll 1
+            for (int i = 0; i < min(8, queries - 8 * g); ++i)
+#pragma unroll
+                for (int f = 0; f < FOURS; ++f)
+                    gathered[f][g] |= (four_keys(p, source + (8 * g + i) * p.dense_query, key + 4 * f) & ONES) << i;
     }
-    const long long first_position = static_cast<long long>(first_query) + p.key_length - p.query_length;
-    const unsigned existing = bits_between(0, 0, queries);
     unsigned any = 0, all = existing;
+    unsigned* target = p.columns + (static_cast<long long>(row) * p.query_words + word) * p.key_stride + key;
 #pragma unroll
-    for (int k = 0; k < OWN; ++k) {
-        unsigned x = 0;
-#pragma unroll
-        for (int g = 0; g < 4; ++g) x |= (gathered[g] >> (8 * k) & 0xffu) << (8 * g);
-        if (key + k < p.key_length) {
-            if (p.start != nullptr) {
-                const long long place = head / p.start_share;
-                x &= bits_between(first_position, p.start[batch * p.start_batch + place * p.start_head + key + k],
-                                  p.stop[batch * p.stop_batch + place * p.stop_head + key + k]);
-            }
-            if (p.causal) x &= bits_between(first_position, key + k, NEVER);
-        }
-        words[k] = x;
-        any |= x;
-        all &= x;
+    for (int f = 0; f < FOURS; ++f) {
+        uint4 words = transposed(gathered[f]);
+#if INTERVALS || CAUSAL
+        words.x &= visible_queries(p, batch, head, first_query, key + 4 * f);
+        words.y &= visible_queries(p, batch, head, first_query, key + 4 * f + 1);
+        words.z &= visible_queries(p, batch, head, first_query, key + 4 * f + 2);
+        words.w &= visible_queries(p, batch, head, first_query, key + 4 * f + 3);
+#endif
+        any |= words.x | words.y | words.z | words.w;
+        all &= words.x & words.y & words.z & words.w;
+        if (key < p.key_stride) reinterpret_cast<uint4*>(target)[f] = words;
     }
-    if (key < p.key_stride)
-        *reinterpret_cast<uint4*>(p.columns + (row * p.query_words + word) * p.key_stride + key) =
-            make_uint4(words[0], words[1], words[2], words[3]);
 #pragma unroll
-    for (int distance = STATE_KEYS / OWN / 2; distance > 0; distance >>= 1) {
+    for (int distance = STATE_KEYS / PACK_KEYS / 2; distance > 0; distance >>= 1) {
         any |= __shfl_xor_sync(ALL_LANES, any, distance);
         all &= __shfl_xor_sync(ALL_LANES, all, distance);
     }
-    if (threadIdx.x % (STATE_KEYS / OWN) == 0 && key < p.key_stride)
-        p.states[(row * p.query_words + word) * (p.key_stride / STATE_KEYS) + key / STATE_KEYS] =
+    if (threadIdx.x % (STATE_KEYS / PACK_KEYS) == 0 && key < p.key_stride)
+        p.states[(static_cast<long long>(row) * p.query_words + word) * (p.key_stride / STATE_KEYS) + key / STATE_KEYS] =
             any == 0 ? 0 : all == existing ? 3 : 1;
 }
 

@@ -76,6 +76,12 @@ inline float __uint_as_float(unsigned x) { return same_bits<float>(x); }
 inline int __float_as_int(float x) { return same_bits<int>(x); }
 inline unsigned __float_as_uint(float x) { return same_bits<unsigned>(x); }
 
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    const unsigned long long bytes = static_cast<unsigned long long>(y) << 32 | x;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
