@@ -48,8 +48,8 @@ struct RowState {
     __device__ __forceinline__ RowState() : m{-infinity(), -infinity()}, l{0.0f, 0.0f} {}
 
     // Turns logits into p = 2^(s2 - m) and returns in `rescale` what earlier sums and outputs must be multiplied by.
-    template <int columns>
-    __device__ __forceinline__ void update(Accumulator (&s)[columns], float (&rescale)[2]) {
+    template <int columns, typename Fragment>
+    __device__ __forceinline__ void update(Fragment (&s)[columns], float (&rescale)[2]) {
         float highest[2] = {m[0], m[1]};
 #pragma unroll
         for (int n = 0; n < columns; ++n)

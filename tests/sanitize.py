@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import sys
+from unittest import mock
 
 import cupy
 import numpy as np
 
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
+from cupy_dma.backends import cuda
+from cupy_dma.backends.cuda import hopper
 from cupy_dma.backward import attention_backward, key_scores_backward
 from tests import cases, reference, varlen_cases
 
@@ -32,6 +36,24 @@ def forward() -> int:
         out, lse = cases.run(case, cupy.asarray)
         cases.check(case, cupy.asnumpy(out), cupy.asnumpy(lse), tf32=True)
     return len(chosen)
+
+
+def hopper_forward() -> int:
+    """The Hopper kernel, also where it would not pay, with every tile it has."""
+    if not cuda.runtime.hopper(0):
+        return 0
+    runs = 0
+    shapes = {(tile, largest) for kind in hopper.TILES.values() for largest, tile in kind.items()}
+    for (tile, largest), case in itertools.product(sorted(shapes), cases.CASES):
+        if not case.name.startswith(NAMES) or case.dtype not in ("float16", "bfloat16"):
+            continue
+        with mock.patch.object(hopper, "tile_shape", lambda call, problem, tile=tile: tile), mock.patch.object(
+                hopper, "_pays", lambda runtime, index, call, problem, tile=tile, largest=largest:
+                call.head_dim <= largest and (tile.block_m == 128 or not (problem.bits or problem.bias_kind == 2))):
+            out, lse = cases.run(case, cupy.asarray)
+        cases.check(case, cupy.asnumpy(out), cupy.asnumpy(lse))
+        runs += 1
+    return runs
 
 
 def backward() -> int:

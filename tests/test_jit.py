@@ -9,7 +9,7 @@ import struct
 import pytest
 
 from cupy_dma import jit
-from cupy_dma.backends.cuda import configs, selection, tiles
+from cupy_dma.backends.cuda import configs, hopper, selection, tiles
 
 try:
     jit.find_headers()
@@ -136,6 +136,23 @@ def test_every_kernel_compiles_without_large_spills(arch):
         assert compiled.path.read_bytes()[:4] == b"\x7fELF"
 
 
+@needs_compiler
+@pytest.mark.parametrize("keys", hopper.TILES)
+@pytest.mark.parametrize("heads", [1, 2])
+def test_hopper_kernels_keep_their_products_asynchronous(keys, heads):
+    bits, bias = keys == "bits", keys in ("intervals", "contiguous with bias")
+    for head_dim, tile in hopper.TILES[keys].items():
+        for kind, element in ((int(bias), "float"), *([(configs.BIAS_DENSE, "__nv_bfloat16")] if bits else ())):
+            config = hopper.HopperForwardConfig(
+                "__nv_bfloat16", head_dim, heads, *tile, "KEYS_LISTED" if keys in ("bits", "intervals") else
+                "KEYS_CONTIGUOUS", keys.startswith("contiguous"), kind, False, bits, element)
+            _, log = jit._run_nvrtc(config.prelude() + jit.source_text(config.source), config, "sm_90a")
+            assert "wgmma" in log or "Used" in log
+            assert "serialized" not in log, f"{config}: {log}"
+            assert config.shared_bytes <= 227 * 1024
+            assert jit.compile(config, "sm_90a").spill_bytes <= 512
+
+
 @pytest.mark.parametrize("element", ["__half", "float"])
 @pytest.mark.parametrize("limit", sorted(set(ARCHITECTURES.values())))
 @pytest.mark.parametrize("bias", [None, "__half", "float"])
@@ -243,7 +260,7 @@ def test_the_params_struct_is_read_from_the_source(monkeypatch):
 @pytest.mark.parametrize(("source", "name"), [("params.cuh", "AttentionParams"), ("select.cu", "SelectParams"),
                                               ("lists.cu", "ListParams"), ("scores.cu", "ScoreParams"),
                                               ("scores_backward.cu", "ScoreBackwardParams"),
-                                              ("sequences.cu", "SequenceParams")])
+                                              ("sequences.cu", "SequenceParams"), ("finite.cu", "FiniteParams")])
 def test_every_params_struct_can_be_read(source, name):
     params = jit.Params(source, name)
     assert len(set(params.names)) == len(params.names) > 5

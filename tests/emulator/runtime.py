@@ -75,6 +75,9 @@ class EmulatorRuntime:
     def multiprocessors(self, index: int) -> int:
         return 4  # a small GPU: work is cut into several blocks also in small tests
 
+    def hopper(self, index: int) -> bool:
+        return False  # warpgroup instructions have no twins
+
     def check_layout(self, index: int) -> None:
         """The emulator's own fragments must pass the check that a GPU's do."""
         if index in self._checked:

@@ -5,6 +5,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from cupy_dma import jit
+from cupy_dma.backends.cuda import hopper
 from cupy_dma.backends.cuda.configs import ELEMENTS, ForwardConfig, Tile
 from cupy_dma.backends.cuda.problem import Problem
 from cupy_dma.backends.cuda.runtime import LoadedKernel, Runtime
@@ -23,6 +24,10 @@ def attention(runtime: Runtime, call: AttentionCall) -> tuple[Any, Any]:
     out = place.empty(query.shape, query.dtype, device)
     lse = place.empty((batch, heads, query_length), "float32", device)
     if batch == 0 or query_length == 0:
+        return out, lse
+    if hopper.serves(runtime, device.index, call, problem):
+        with runtime.on(device):
+            hopper.attention(runtime, call, problem, out, lse)
         return out, lse
     tile, tiles, grid = _tiling(runtime, device.index, head_dim, problem.tile_heads, query_length, heads * batch,
                                 problem.size, problem.bias_of_tiles, problem.count)

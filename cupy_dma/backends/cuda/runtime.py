@@ -31,6 +31,8 @@ class Runtime(Protocol):
 
     def multiprocessors(self, index: int) -> int: ...
 
+    def hopper(self, index: int) -> bool: ...
+
     def check_layout(self, index: int) -> None: ...
 
 
@@ -50,6 +52,11 @@ class CudaRuntime:
     @functools.cache  # noqa: B019
     def multiprocessors(self, index: int) -> int:
         return _cupy().cuda.Device(index).attributes["MultiProcessorCount"]
+
+    @functools.cache  # noqa: B019
+    def hopper(self, index: int) -> bool:
+        """Whether the device runs the kernels of ``kernels/sm90``."""
+        return _cupy().cuda.Device(index).compute_capability == "90"
 
     @functools.cache  # noqa: B019
     def check_layout(self, index: int) -> None:

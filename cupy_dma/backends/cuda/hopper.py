@@ -1,0 +1,151 @@
+"""The attention forward on Hopper GPUs (``kernels/sm90``): warpgroup matrix products over gathered keys.
+
+It serves 16-bit elements in aligned rows, with a positive scale, no float32 bias per query and key, and tiles enough to
+fill the GPU; the portable kernel does the rest and gives the same numbers within rounding.
+"""
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cupy_dma import jit
+from cupy_dma.arrays import Operand
+from cupy_dma.backends.cuda.configs import BIAS_DENSE, ELEMENTS, blocks
+from cupy_dma.backends.cuda.lists import KeyLists
+from cupy_dma.backends.cuda.problem import Problem
+from cupy_dma.backends.cuda.runtime import Runtime
+
+if TYPE_CHECKING:
+    from cupy_dma.calls import AttentionCall
+
+
+class HopperTile(NamedTuple):
+    """A block's part of the attention: rows (queries times heads), keys at a time, stages of keys and of queries."""
+
+    block_m: int
+    block_n: int
+    stages: int
+    query_stages: int
+
+
+@dataclass(frozen=True)
+class HopperForwardConfig(jit.Config):
+    source = "sm90/forward.cu"
+    element: str
+    head_dim: int
+    heads: int  # of a group in one tile
+    block_m: int
+    block_n: int
+    stages: int
+    query_stages: int
+    keys: str
+    causal: bool
+    bias: int  # BIAS_NONE, BIAS_OF_KEYS, BIAS_DENSE
+    softcap: bool
+    bits: bool
+    bias_element: str
+
+    @property
+    def shared_bytes(self) -> int:
+        """Size of ``struct Shared`` in the kernel file, and room to align it."""
+        row = blocks(self.head_dim, 64) * 128
+        rows = self.query_stages * self.block_m + 2 * self.stages * self.block_n
+        facts = 4 * self.block_n * (2 + max(2, blocks(self.block_m // self.heads, 32)))
+        return 1024 + row * rows + self.stages * (facts + 16 + 32) + 48 * self.query_stages + 64
+
+    @property
+    def threads(self) -> int:
+        return 128 + 2 * self.block_m
+
+
+@dataclass(frozen=True)
+class FiniteConfig(jit.Config):
+    source = "finite.cu"
+    head_dim: int
+    exponent: str
+
+
+FINITE_WARPS, FINITE_ROWS = 8, 64  # as in finite.cu
+_EXPONENTS = {"float16": "0x7c007c00u", "bfloat16": "0x7f807f80u"}
+
+# By what a call's keys are and the largest head dim, measured in docs/performance-notes.md. Lists of intervals with
+# head dims up to 64 are no faster here than in the portable kernel.
+TILES = {
+    "intervals": {128: HopperTile(192, 64, 3, 2)},
+    "bits": {64: HopperTile(128, 128, 3, 2), 128: HopperTile(128, 128, 2, 2)},
+    "contiguous": {64: HopperTile(192, 128, 3, 2), 128: HopperTile(128, 128, 2, 2)},
+    "contiguous with bias": {64: HopperTile(128, 128, 3, 2), 128: HopperTile(128, 128, 2, 2)},
+}
+SMALLEST_HEAD_DIM = {"intervals": 65}
+
+
+def tile_shape(call: AttentionCall, problem: Problem) -> HopperTile | None:
+    """The tile for a call; None where the portable kernel is as fast."""
+    if problem.bits:
+        keys = "bits"
+    elif problem.mask is not None:
+        keys = "intervals"
+    else:
+        keys = "contiguous" if problem.bias is None else "contiguous with bias"
+    if call.head_dim < SMALLEST_HEAD_DIM.get(keys, 1):
+        return None
+    return next((tile for largest, tile in TILES[keys].items() if call.head_dim <= largest), None)
+
+
+def serves(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
+    """Whether this kernel takes the call on device ``index``: it can, and is expected to be faster."""
+    return (problem.size == 2 and call.sequences is None and runtime.hopper(index) and problem.vector
+            and call.scale > 0.0 and not (problem.bias_kind == BIAS_DENSE and problem.bias_element == "float")
+            and problem.params["key_length"] > 0 and _pays(runtime, index, call, problem))
+
+
+def _pays(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
+    tile = tile_shape(call, problem)
+    if tile is None:
+        return False
+    queries = tile.block_m // problem.tile_heads
+    tiles = blocks(call.query_length, queries) * (call.heads // problem.tile_heads) * call.batch
+    return tiles >= runtime.multiprocessors(index)
+
+
+def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any, lse: Any) -> None:
+    """Writes ``out`` and ``lse`` of a call that ``serves``; on the call's device."""
+    query, place, device = call.query, call.query.library, call.query.device
+    tile = tile_shape(call, problem)
+    assert tile is not None
+    queries = tile.block_m // problem.tile_heads
+    tiles, stream = blocks(call.query_length, queries), place.stream(device)
+    lists: KeyLists | None = problem.key_lists(runtime, queries, tile.block_n, stream)
+    fields: dict[str, Any] = {}
+    if problem.bits:  # nearly all blocks are masked: to look at the values of each costs more than to look once
+        flags = nonfinite(runtime, call.value, stream)
+        fields["nonfinite"] = place.pointer(flags)
+    kernel = _kernel(runtime, device.index, ELEMENTS[query.dtype], call.head_dim, problem.tile_heads, *tile,
+                     "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal and not problem.bits,
+                     problem.bias_kind, call.softcap > 0.0, problem.bits, problem.bias_element)
+    grid = min(tiles * (call.heads // problem.tile_heads) * call.batch, runtime.multiprocessors(device.index))
+    kernel.launch(grid, 128 + 2 * tile.block_m,
+                  problem.pack(lists, out=place.pointer(out), lse=place.pointer(lse), tiles=tiles, **fields), stream)
+
+
+def nonfinite(runtime: Runtime, value: Operand, stream: int) -> Any:
+    """Whether any value of a kv head is not finite: int32 ``(B, Hkv)`` of ``value (B, Lk, Hkv, D)``, 16-bit numbers in
+    aligned rows."""
+    place = value.library
+    batch, length, kv_heads, head_dim = value.shape
+    found = place.full((batch, kv_heads), 0, "int32", value.device)
+    parts = blocks(length, FINITE_ROWS)
+    params = jit.params("finite.cu", "FiniteParams").pack(
+        value=value.pointer, found=place.pointer(found), batch_stride=value.strides[0] // 2,
+        row_stride=value.strides[1] // 2, head_stride=value.strides[2] // 2, key_length=length, kv_heads=kv_heads,
+        parts=parts)
+    runtime.load(FiniteConfig(head_dim, _EXPONENTS[value.dtype]), "find_nonfinite", value.device.index).launch(
+        batch * kv_heads * blocks(parts, FINITE_WARPS), 32 * FINITE_WARPS, params, stream)
+    return found
+
+
+@functools.cache
+def _kernel(runtime: Runtime, index: int, *fields: Any) -> Any:
+    config = HopperForwardConfig(*fields)
+    return runtime.load(config, "attention_forward", index, config.shared_bytes)

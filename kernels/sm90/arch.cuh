@@ -1,0 +1,210 @@
+// The instructions that only Hopper has (sm_90a), wrapped once: barriers in shared memory, register budgets, warpgroup
+// matrix products. Beside arch.cuh the only file with inline assembly; the kernels of sm90/ have no host twin.
+//
+// A warpgroup (four warps, the first a multiple of four) multiplies together. Its accumulator of 64 x 16n numbers is an
+// array of n Fragments: element i of fragment f stands at row 16 * warp + lane/4 + 8*((i>>1)&1), column 16*f +
+// 2*(lane%4) + (i&1) + 8*(i>>2), the layout that arch.cuh states for a wmma accumulator.
+//
+// Matrices in shared memory are cut into chunks of 64 columns, a row of a chunk 128 bytes; the 16-byte piece c of row r lies
+// at place c ^ (r % 8) of its row ("128-byte swizzle"), chunks at 1024-byte boundaries.
+//
+// Prelude: ELEMENT (__half or __nv_bfloat16).
+#pragma once
+#include "arch.cuh"
+
+constexpr int CHUNK_COLUMNS = 64;
+constexpr int CHUNK_ROW_BYTES = 128;
+
+struct Fragment {
+    float x[8];
+};
+
+using Barrier = unsigned long long;
+
+// ---- copies ----
+// mad.wide.s32: the address of row `row`, rows `stride` bytes apart.
+__device__ __forceinline__ const void* row_address(const void* base, int row, int stride) {
+    const void* address;
+    asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(address) : "r"(row), "r"(stride), "l"(base));
+    return address;
+}
+
+// copy_async_16 to an address in shared memory that has been worked out before.
+__device__ __forceinline__ void copy_async_16(unsigned shared, const void* global, int valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid) : "memory");
+}
+
+// prefetch.global.L2: the line that holds this address is fetched into the second cache.
+__device__ __forceinline__ void prefetch_line(const void* global) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
+}
+
+// ---- barriers in shared memory ----
+// mbarrier.init: a phase ends after `count` arrivals.
+__device__ __forceinline__ void barrier_init(Barrier* barrier, int count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+}
+
+// fence.mbarrier_init: initialised barriers become visible to the asynchronous copies.
+__device__ __forceinline__ void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// mbarrier.arrive: one arrival, after everything the calling thread did before.
+__device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// cp.async.mbarrier.arrive.noinc: one of the expected arrivals, once all of the calling thread's copies so far are complete.
+__device__ __forceinline__ void barrier_arrive_after_copies(Barrier* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// mbarrier.try_wait: until the phase of this parity has ended.
+__device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(shared_address(barrier)), "r"(parity) : "memory");
+}
+
+// bar.sync / bar.red.or: named barrier `id` among `threads` threads; whether any of them brought true.
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ bool named_barrier_or(int id, int threads, bool value) {
+    int any;
+    asm volatile(
+        "{\n"
+        ".reg .pred mine, all;\n"
+        "setp.ne.s32 mine, %3, 0;\n"
+        "bar.red.or.pred all, %1, %2, mine;\n"
+        "selp.s32 %0, 1, 0, all;\n"
+        "}\n" : "=r"(any) : "r"(id), "r"(threads), "r"(static_cast<int>(value)) : "memory");
+    return any != 0;
+}
+
+// fence.proxy.async: what the calling thread wrote to shared memory becomes visible to the tensor cores.
+__device__ __forceinline__ void shared_write_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- register budgets: setmaxnreg ----
+template <int registers>
+__device__ __forceinline__ void shrink_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
+template <int registers>
+__device__ __forceinline__ void grow_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
+// ---- warpgroup matrix products: wgmma ----
+// The lower word of a matrix descriptor: first address in shared memory, bytes from chunk to chunk (only where columns run
+// along n). The upper word is the same for all: 1024 bytes from eight rows to the next eight, 128-byte swizzle.
+__device__ __forceinline__ unsigned matrix_descriptor(const void* first, int chunk_bytes) {
+    return (shared_address(first) & 0x3ffff) >> 4 | static_cast<unsigned>(chunk_bytes >> 4) << 16;
+}
+
+// The descriptor of the matrix that begins `bytes` further on, a multiple of 16.
+__device__ __forceinline__ unsigned moved(unsigned descriptor, int bytes) { return descriptor + bytes / 16; }
+
+// Lane 0's value, which the compiler then knows to be the same in all lanes.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(ALL_LANES, value, 0); }
+
+// Before the first product, and again whenever registers that a product reads or adds to have been written.
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Until at most `pending` of the youngest groups of products are under way.
+template <int pending>
+__device__ __forceinline__ void products_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+
+// Keeps the compiler from moving uses of registers across products that are under way.
+template <int count>
+__device__ __forceinline__ void pin(Fragment (&f)[count]) {
+#pragma unroll
+    for (int n = 0; n < count; ++n)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) asm volatile("" : "+f"(f[n].x[i])::"memory");
+}
+
+template <int count>
+__device__ __forceinline__ void pin(unsigned (&words)[count][4]) {
+#pragma unroll
+    for (int n = 0; n < count; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(words[n][i])::"memory");
+}
+
+#define PTX_TYPE___half "f16"
+#define PTX_TYPE___nv_bfloat16 "bf16"
+#define PTX_TYPE_OF_NAME(name) PTX_TYPE_##name
+#define PTX_TYPE_OF(name) PTX_TYPE_OF_NAME(name)
+#define PTX_TYPE PTX_TYPE_OF(ELEMENT)
+
+#define FRAGMENT_OPERANDS(f)                                                                                           \
+    "+f"((f).x[0]), "+f"((f).x[1]), "+f"((f).x[2]), "+f"((f).x[3]), "+f"((f).x[4]), "+f"((f).x[5]), "+f"((f).x[6]),    \
+        "+f"((f).x[7])
+#define OPERANDS_1(d) FRAGMENT_OPERANDS(d[0])
+#define OPERANDS_2(d) OPERANDS_1(d), FRAGMENT_OPERANDS(d[1])
+#define OPERANDS_4(d) OPERANDS_2(d), FRAGMENT_OPERANDS(d[2]), FRAGMENT_OPERANDS(d[3])
+#define OPERANDS_6(d) OPERANDS_4(d), FRAGMENT_OPERANDS(d[4]), FRAGMENT_OPERANDS(d[5])
+#define OPERANDS_8(d) OPERANDS_6(d), FRAGMENT_OPERANDS(d[6]), FRAGMENT_OPERANDS(d[7])
+#define PLACES_1 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define PLACES_2 PLACES_1 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define PLACES_4 PLACES_2 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define PLACES_6 PLACES_4 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define PLACES_8 PLACES_6 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+// wgmma.mma_async.m64nNk16, N = 16 * fragments:
+//   multiply_shared     d = a * b^T (+ d): a and b in shared memory, both with k along their rows
+//   multiply_registers  d += a * b: a a 64 x 16 operand in registers, b with n along its rows
+template <int fragments>
+struct Wgmma;
+
+#define DEFINE_WGMMA(fragments, columns, i0, i1, i2, i3, i4)                                                           \
+    template <>                                                                                                        \
+    struct Wgmma<fragments> {                                                                                          \
+        static __device__ __forceinline__ void multiply_shared(Fragment* d, unsigned a, unsigned b, int add) {         \
+            asm volatile("{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %" #i2 ", 0;\n"                        \
+                         "mov.b64 a, {%" #i0 ", 0x40000040};\nmov.b64 b, {%" #i1 ", 0x40000040};\n"                     \
+                         "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." PTX_TYPE "." PTX_TYPE                 \
+                         " {" PLACES_##fragments "}, a, b, add, 1, 1, 0, 0;\n}\n"                                      \
+                         : OPERANDS_##fragments(d)                                                                     \
+                         : "r"(a), "r"(b), "r"(add));                                                                  \
+        }                                                                                                              \
+        static __device__ __forceinline__ void multiply_registers(Fragment* d, const unsigned (&a)[4], unsigned b) {   \
+            asm volatile("{\n.reg .b64 b;\nmov.b64 b, {%" #i4 ", 0x40000040};\n"                                       \
+                         "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." PTX_TYPE "." PTX_TYPE                 \
+                         " {" PLACES_##fragments "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, b, 1, 1, 1, 1;\n}\n"    \
+                         : OPERANDS_##fragments(d)                                                                     \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));                                        \
+        }                                                                                                              \
+    };
+DEFINE_WGMMA(1, 16, 8, 9, 10, 11, 12)
+DEFINE_WGMMA(2, 32, 16, 17, 18, 19, 20)
+DEFINE_WGMMA(4, 64, 32, 33, 34, 35, 36)
+DEFINE_WGMMA(6, 96, 48, 49, 50, 51, 52)
+DEFINE_WGMMA(8, 128, 64, 65, 66, 67, 68)
+
+// Two numbers rounded to 16 bit, the first in the lower half.
+__device__ __forceinline__ unsigned pack_pair(const __half*, float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const unsigned*>(&pair);
+}
+
+__device__ __forceinline__ unsigned pack_pair(const __nv_bfloat16*, float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const unsigned*>(&pair);
+}
+
+__device__ __forceinline__ unsigned pack_pair(float low, float high) {
+    return pack_pair(static_cast<const ELEMENT*>(nullptr), low, high);
+}

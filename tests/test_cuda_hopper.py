@@ -1,0 +1,113 @@
+"""The Hopper forward (kernels/sm90) on a GPU that has it: the same grid as the portable kernels, whether it pays or
+not, and that no run differs from another. Everything here is marked ``gpu``."""
+from __future__ import annotations
+
+import pytest
+
+import cupy_dma as dma
+from cupy_dma.backends import cuda
+from cupy_dma.backends.cuda import hopper
+from tests import cases
+from tests.test_cuda import converter, draw, draw_scores, host
+
+pytestmark = pytest.mark.gpu
+
+TILES = {
+    "128x128": (hopper.HopperTile(128, 128, 2, 2), 128),
+    "128x64": (hopper.HopperTile(128, 64, 2, 2), 192),
+    "128x32": (hopper.HopperTile(128, 32, 2, 2), 256),
+    "192x64": (hopper.HopperTile(192, 64, 3, 2), 128),
+}
+FORWARD = [c for c in cases.CASES if c.dtype in ("float16", "bfloat16")]
+
+
+@pytest.fixture
+def torch():
+    module = pytest.importorskip("torch")
+    if not cuda.runtime.hopper(0):
+        pytest.skip("needs a Hopper GPU (compute capability 9.0)")
+    return module
+
+
+@pytest.fixture
+def everything(monkeypatch, torch):
+    """Every call that the kernel can serve goes to it, with the tile that is asked for; returns how many did."""
+    served = []
+    original = hopper.attention
+
+    def attention(*arguments):
+        served.append(1)
+        original(*arguments)
+
+    def choose(tile, largest):
+        monkeypatch.setattr(hopper, "attention", attention)
+        monkeypatch.setattr(hopper, "tile_shape", lambda call, problem: tile)
+        monkeypatch.setattr(hopper, "_pays", lambda runtime, index, call, problem: call.head_dim <= largest and not (
+            tile.block_m != 128 and (problem.bits or problem.bias_kind == 2)))
+        return served
+
+    return choose
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("case", FORWARD, ids=str)
+def test_forward_grid(case, tile, everything):
+    everything(*TILES[tile])
+    out, lse = cases.run(case, converter("torch"))
+    cases.check(case, host(out), host(lse))
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_the_grid_reaches_the_kernel(tile, everything, torch):
+    served = everything(*TILES[tile])
+    for dense in (False, True):
+        q, k, v = draw(torch, 70, 90, 4, 2, 64)
+        dma.attention(q, k, v, causal=True, mask=torch.rand(1, 1, 70, 90, device="cuda") < 0.5 if dense else None)
+    assert len(served) == (2 if TILES[tile][0].block_m == 128 else 1)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "window"), [
+    (16, 8, 128, 256), (4, 4, 128, 1000), (8, 2, 96, 64)])
+def test_agrees_with_the_portable_kernel_where_it_pays(torch, monkeypatch, heads, kv_heads, head_dim, window):
+    q, k, v = draw(torch, 9000, 9100, heads, kv_heads, head_dim)
+    scores = draw_scores(torch, 1, kv_heads, 9100)
+    mask = dma.IntervalMask.top_w(scores, window)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper, "serves", lambda *arguments: False)
+        expected, expected_lse = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True)
+    out, lse = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True)
+    assert not torch.equal(out, expected)  # another kernel
+    assert (lse - expected_lse).abs().max() < 1e-5
+    assert (out.float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max()
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_same_bits_on_every_run(torch, dense):
+    """A race between copies, products and the writing of tiles would show as a difference sooner or later."""
+    q, k, v = draw(torch, 6000, 6000, 16, 8, 128)
+    scores = draw_scores(torch, 1, 8, 6000)
+    if dense:
+        options = {"mask": torch.rand(1, 1, 6000, 6000, device="cuda") < 0.3,
+                   "bias": torch.randn(1, 1, 6000, 6000, device="cuda").to(q.dtype)}
+    else:
+        options = {"mask": dma.IntervalMask.top_w(scores, 300), "bias": scores}
+    first, first_lse = dma.attention(q, k, v, **options, return_lse=True)
+    for _ in range(300):
+        out, lse = dma.attention(q, k, v, **options, return_lse=True)
+        assert torch.equal(out, first)
+        assert torch.equal(lse, first_lse)
+
+
+def test_values_that_are_not_finite_reach_nobody_who_does_not_see_them(torch, everything):
+    everything(*TILES["128x128"])
+    q, k, v = draw(torch, 200, 200, 2, 1, 64)
+    visible = torch.rand(1, 1, 200, 200, device="cuda") < 0.5
+    clean = dma.attention(q, k, v, mask=visible)
+    v[0, 17, 0, 3] = float("inf")
+    v[0, 90, 0, 5] = float("nan")
+    out = dma.attention(q, k, v, mask=visible)
+    unseen = ~(visible[0, 0, :, 17] | visible[0, 0, :, 90])
+    assert unseen.sum() > 20
+    assert torch.equal(out[0, unseen], clean[0, unseen])
+    assert torch.isinf(out[0, visible[0, 0, :, 17], :, 3]).all()
+    assert torch.isnan(out[0, visible[0, 0, :, 90], :, 5]).all()
