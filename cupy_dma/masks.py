@@ -114,10 +114,6 @@ class IntervalMask:
         """int32 array of 3 axes that broadcasts to ``shape``: the first later position that does not see the key."""
         return self.library.export(self._stop.array)
 
-    @property
-    def _starts_at_key(self) -> bool:
-        return self._starts == "key"
-
     def __repr__(self) -> str:
         return f"IntervalMask(shape={self.shape}, library={self.library.name!r}, device={str(self.device)!r})"
 

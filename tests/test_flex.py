@@ -10,7 +10,6 @@ from hypothesis import given, settings
 
 import cupy_dma as dma
 from cupy_dma.arrays import describe
-from cupy_dma.backends import _torch_math as torch_math
 from cupy_dma.calls import attention_call
 from cupy_dma.masks import NEVER
 from tests import cases, reference
@@ -20,7 +19,8 @@ from tests.test_selection import problems
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch.nn.attention.flex_attention")
-from cupy_dma.backends.flex import passes  # noqa: E402  needs torch
+from cupy_dma.backends import _torch_math as torch_math  # noqa: E402  needs torch
+from cupy_dma.backends.flex import passes  # noqa: E402
 from cupy_dma.backends.flex.problem import BLOCK, Problem  # noqa: E402
 
 NAMES = "query", "key", "value", "bias"

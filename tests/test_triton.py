@@ -337,7 +337,7 @@ def test_refused(torch):
                                                   (94000, "external 94000 3")])
 def test_a_raw_stream_is_that_stream(torch, monkeypatch, handle, expected):
     """torch makes a new stream of a null handle, which is what CuPy calls its default stream: a race with CuPy."""
-    from cupy_dma.backends.triton import arrays
+    from cupy_dma.backends import _torch_arrays as arrays
 
     monkeypatch.setattr(torch.cuda, "default_stream", lambda index: f"default {index}")
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, index: f"external {handle} {index}")
@@ -359,7 +359,7 @@ def test_work_runs_on_cupys_stream(torch, kind):
     """torch works on the very stream that is CuPy's, and CuPy's own work before and after waits for nothing else."""
     cupy = pytest.importorskip("cupy")
     from cupy_dma.arrays import describe
-    from cupy_dma.backends.triton.arrays import on_stream_of
+    from cupy_dma.backends._torch_arrays import on_stream_of
 
     stream = cupy.cuda.Stream.null if kind == "default" else cupy.cuda.Stream(non_blocking=kind == "non-blocking")
     with stream, on_stream_of(describe(cupy.zeros(3), "x")):

@@ -16,20 +16,21 @@ Limits, of FlexAttention or of this use of it:
 - ``deterministic=True`` with a bias that broadcasts holds its gradient ``(B, H, Lq, Lk)`` in float32 before it is
   summed; without it FlexAttention adds to the bias gradient with atomic float32 additions.
 - Finding the blocks reads a dense mask once more and takes ``Lq * Lk / 128`` bytes for an interval mask.
-- Results for CuPy arrays lie in memory of torch's allocator.
 
-    problem.py       the call as tensors, what mask_mod and score_mod read, which blocks and keys are seen
-    passes.py        forward and backward, compiled or not
-    ../_torch_math.py    key scores and selection
+    problem.py            the call as tensors, what mask_mod and score_mod read, which blocks and keys are seen
+    passes.py             forward and backward, compiled or not
+    ../_torch_math.py     key scores and selection
+    ../_torch_arrays.py   operands as torch tensors, the caller's stream
 """
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
-from cupy_dma.backends._torch_math import key_scores, key_scores_backward, prefix_stop
-from cupy_dma.calls import AttentionBackwardCall, AttentionCall
-
 __all__ = ["attention", "attention_backward", "key_scores", "key_scores_backward", "prefix_stop", "unavailable"]
+
+_MODULES = {"attention": "flex.passes", "attention_backward": "flex.passes", "key_scores": "_torch_math",
+            "key_scores_backward": "_torch_math", "prefix_stop": "_torch_math"}
 
 
 def unavailable() -> str | None:
@@ -41,15 +42,9 @@ def unavailable() -> str | None:
     return None
 
 
-def attention(call: AttentionCall) -> tuple[Any, Any]:
-    """``out`` and ``lse``; see ``cupy_dma.backends``."""
-    from cupy_dma.backends.flex import passes  # imports torch
-
-    return passes.attention(call)
-
-
-def attention_backward(call: AttentionBackwardCall) -> tuple[Any, Any, Any, Any]:
-    """``(dquery, dkey, dvalue, dbias)``, None for what is not in ``call.needs``; see ``cupy_dma.backends``."""
-    from cupy_dma.backends.flex import passes
-
-    return passes.attention_backward(call)
+def __getattr__(name: str) -> Any:
+    """The functions of a backend. Their modules import torch, which may be missing, so they come late."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f"cupy_dma.backends.{_MODULES[name]}"), name)
+    return found

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from cupy_dma.backends._torch_math import deliver, on_stream_of, rounded, tensor
+from cupy_dma.backends._torch_arrays import delivered, on_stream_of, rounded, shaped
 from cupy_dma.backends.flex.problem import Captured, Problem
 from cupy_dma.calls import AttentionBackwardCall, AttentionCall
 
@@ -31,7 +31,7 @@ _programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
 def attention(call: AttentionCall) -> tuple[Any, Any]:
     """``out (B, Lq, H, D)`` of query's type and ``lse (B, H, Lq)``; see ``cupy_dma.attention``."""
     _require_served(call)
-    with on_stream_of(call.query), _plain_dispatch(), torch.no_grad():
+    with on_stream_of(call.query), _plain_dispatch():
         prepared = _Prepared(call)
         query, key, value = prepared.inputs
         if prepared.is_empty:
@@ -39,7 +39,7 @@ def attention(call: AttentionCall) -> tuple[Any, Any]:
         else:
             out, lse = prepared.run(query, key, value, prepared.captured())
         out = out.to(prepared.kind).transpose(1, 2).contiguous()
-        return deliver(out, call.query), deliver(lse.contiguous(), call.query)
+        return delivered(out, call.query), delivered(lse.contiguous(), call.query)
 
 
 def attention_backward(call: AttentionBackwardCall) -> tuple[Any, Any, Any, Any]:
@@ -54,7 +54,7 @@ def attention_backward(call: AttentionBackwardCall) -> tuple[Any, Any, Any, Any]
                                  if name in call.needs and operand is not None else None
                                  for name, operand in arguments.items())
             return dq, dk, dv, dbias
-        dead = tensor(call.lse) == -math.inf  # (B, H, Lq)
+        dead = shaped(call.lse) == -math.inf  # (B, H, Lq)
         query, key, value = prepared.inputs
         leaves = {"query": query.masked_fill(dead[..., None], 0), "key": key, "value": value}
         added = prepared.captured(every_pair=forward.deterministic and "bias" in call.needs)
@@ -66,10 +66,10 @@ def attention_backward(call: AttentionBackwardCall) -> tuple[Any, Any, Any, Any]
         out, lse = prepared.run(leaves["query"], leaves["key"], leaves["value"],
                                 None if added is None else replace(added, data=leaves["bias"]))
         results = [out]
-        upstreams = [tensor(call.dout).transpose(1, 2).to(out.dtype).masked_fill(dead[..., None], 0)]
+        upstreams = [shaped(call.dout).transpose(1, 2).to(out.dtype).masked_fill(dead[..., None], 0)]
         if call.dlse is not None:
             results.append(lse)
-            upstreams.append(tensor(call.dlse).masked_fill(dead, 0))
+            upstreams.append(shaped(call.dlse).masked_fill(dead, 0))
         gradients = dict(zip(wanted, torch.autograd.grad(results, [leaves[name] for name in wanted], upstreams)))
         for name in {"query", "key", "value"} & gradients.keys():
             gradients[name] = gradients[name].transpose(1, 2).contiguous()
@@ -110,7 +110,7 @@ class _Prepared:
     """What forward and backward of a call share."""
 
     def __init__(self, call: AttentionCall):
-        query, key, value = (tensor(x).transpose(1, 2) for x in (call.query, call.key, call.value))
+        query, key, value = (shaped(x).transpose(1, 2) for x in (call.query, call.key, call.value))
         self.call, self.kind, self.device = call, query.dtype, query.device
         self.wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         self.is_empty = 0 in (call.batch, call.query_length, call.key_length)
@@ -141,7 +141,7 @@ class _Prepared:
         call = self.call
         if call.bias is None:
             return None
-        bias = tensor(call.bias)
+        bias = shaped(call.bias)
         if bias.element_size() != 2:
             bias = bias.to(self.wide)
         if every_pair:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cupy_dma.backends._torch_math import tensor
+from cupy_dma.backends._torch_arrays import shaped
 from cupy_dma.calls import AttentionCall
 
 BLOCK = 128  # FlexAttention skips blocks of so many queries and keys
@@ -73,9 +73,9 @@ class Problem:
     @classmethod
     def of(cls, call: AttentionCall, device: Any) -> Problem:
         start, stop = (None, None) if call.mask is None else (
-            tensor(run) for run in (call.mask._start, call.mask._stop))
+            shaped(run) for run in (call.mask._start, call.mask._stop))
         return cls(call.query_length, call.key_length, call.heads, call.kv_heads, start, stop,
-                   None if call.dense is None else tensor(call.dense), call.causal, device)
+                   None if call.dense is None else shaped(call.dense), call.causal, device)
 
     @property
     def offset(self) -> int:

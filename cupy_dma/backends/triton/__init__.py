@@ -7,12 +7,13 @@ caller's library, nothing synchronizes, and every sum has one order: results are
 float16 and bfloat16 are multiplied on tensor cores; a float32 product is made of three TF32 products, which together
 have about the precision of float32.
 
-    arrays.py      operands as torch tensors, the caller's stream
     problem.py     a call as the kernels see it
     lists.py       key lists and ranges of tiles, the order of keys for their gradients
     tiles.py       what the kernels share: a tile of queries, visibility, logits, non-finite values
     forward.py     attention                       backward.py, backward_key.py, backward_bias.py   its gradients
-    selection.py   prefix top-w                    scores.py   key scores and their gradients
+    selection.py   prefix top-w
+    ../_torch_math.py     key scores, their gradients, the rest of the selection
+    ../_torch_arrays.py   operands as torch tensors, the caller's stream
 """
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from typing import Any
 __all__ = ["attention", "attention_backward", "interpreted", "key_scores", "key_scores_backward", "prefix_stop",
            "unavailable"]
 
-_MODULES = {"attention": "forward", "attention_backward": "backward", "key_scores": "scores",
-            "key_scores_backward": "scores", "prefix_stop": "selection"}
+_MODULES = {"attention": "triton.forward", "attention_backward": "triton.backward", "key_scores": "_torch_math",
+            "key_scores_backward": "_torch_math", "prefix_stop": "triton.selection"}
 
 
 def interpreted() -> bool:
@@ -57,5 +58,5 @@ def __getattr__(name: str) -> Any:
     """The functions of a backend. Their modules import torch and Triton, which may be missing, so they come late."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    found = globals()[name] = getattr(import_module(f"cupy_dma.backends.{_MODULES[name]}"), name)
     return found

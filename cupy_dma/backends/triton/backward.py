@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from cupy_dma.arrays import Operand
-from cupy_dma.backends.triton.arrays import on_stream_of, result, tensor
+from cupy_dma.backends._torch_arrays import on_stream_of, result, tensor
 from cupy_dma.backends.triton.backward_bias import bias_gradient
 from cupy_dma.backends.triton.backward_key import key_gradients
 from cupy_dma.backends.triton.problem import Problem

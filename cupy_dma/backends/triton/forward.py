@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cupy_dma.backends.triton.arrays import on_stream_of, result
+from cupy_dma.backends._torch_arrays import on_stream_of, result
 from cupy_dma.backends.triton.problem import Problem
 from cupy_dma.backends.triton.tiles import (
     INF,

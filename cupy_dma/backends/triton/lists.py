@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cupy_dma.backends.triton.arrays import tensor
+from cupy_dma.backends._torch_arrays import tensor
 from cupy_dma.backends.triton.tiles import EVER, NEVER
 from cupy_dma.masks import IntervalMask
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cupy_dma.arrays import Operand
-from cupy_dma.backends.triton.arrays import strides_of, tensor
+from cupy_dma.backends._torch_arrays import strides_of, tensor
 from cupy_dma.backends.triton.lists import tile_keys
 from cupy_dma.calls import AttentionCall
 from cupy_dma.masks import IntervalMask

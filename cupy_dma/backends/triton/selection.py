@@ -1,14 +1,9 @@
-"""Prefix top-w (SPEC section 3): stop_j, the first position at which w better keys exist.
+"""Prefix top-w (SPEC section 3): the running w-th best rank of ``_torch_math.prefix_stop``, with a kernel a bit.
 
-Let r_j be the rank of key j among all keys in the order (document, score, j), lowest first, keys hidden by padding
-below all others, and T_p the w-th highest rank among the keys 0 .. p (-1 while there are fewer). T never falls, and key
-j is kept at p >= j iff T_p <= r_j. So stop_j = max(j, first p with T_p > r_j), a binary search in T.
-
-All T_p are found at once by a wavelet matrix, one bit of the rank after the other, the highest first. Bit by bit the
-ranks are partitioned, zeros first, keeping their order; then the ranks of a prefix that share their higher bits with
-T_p stand in one run of places [low, high). If it holds more than k ones, k being how many of it are higher than T_p,
-that bit of T_p is 1 and the run narrows to its ones, otherwise k loses the ones and the run narrows to its zeros.
-The work is O(Lk log Lk), the memory a few numbers per key, and everything is an integer.
+Bit by bit from the highest the ranks are partitioned, zeros first, keeping their order; then the ranks of a prefix that
+share their higher bits with T_p stand in one run of places [low, high). If it holds more than k ones, k being how many
+of it are higher than T_p, that bit of T_p is 1 and the run narrows to its ones, otherwise k loses the ones and the run
+narrows to its zeros. The work is O(Lk log Lk), the memory a few numbers per key, and everything is an integer.
 """
 from __future__ import annotations
 
@@ -19,54 +14,18 @@ import triton
 import triton.language as tl
 
 from cupy_dma.arrays import Operand
-from cupy_dma.backends.triton.arrays import delivered, on_stream_of, tensor
-from cupy_dma.masks import NEVER
+from cupy_dma.backends import _torch_math
 
 BLOCK = 1024
 
 
 def prefix_stop(scores: Operand, window: int, padding: Operand | None, document: Operand | None) -> Any:
     """int32 ``(B, Hkv, Lk)``: the first position at which ``window`` better keys exist; see ``cupy_dma.backends``."""
-    with on_stream_of(scores):
-        values = tensor(scores)
-        batch, heads, n = values.shape
-        hidden, group = (None if x is None else tensor(x).reshape(x.shape)[:, None].expand(batch, heads, n)
-                         for x in (padding, document))
-        if values.numel() == 0:
-            return delivered(values.new_empty(values.shape, dtype=torch.int32), scores)
-        hidden = None if hidden is None else ~hidden
-        rank = _ranks(values, hidden, group).reshape(-1, n)
-        best = _running_best(rank, min(window, n))
-        stop = torch.searchsorted(best, rank, right=True, out_int32=True).view(batch, heads, n)
-        key = torch.arange(n, dtype=torch.int32, device=values.device)
-        stop = torch.where(stop < n, torch.maximum(stop, key), NEVER)
-        return delivered(stop if hidden is None else torch.where(hidden, key, stop), scores)
+    return _torch_math.prefix_stop(scores, window, padding, document, running_best)
 
 
-def _ordered(scores: torch.Tensor) -> torch.Tensor:
-    """Signed integers in the order of the scores: -0 equals +0, and all NaN are equal and above everything."""
-    wide = scores.dtype == torch.float64
-    kind = torch.int64 if wide else torch.int32
-    bits = (scores + 0.0).contiguous().view(kind)  # -0 + 0 is +0
-    ordered = torch.where(bits < 0, bits ^ torch.iinfo(kind).max, bits)
-    return torch.where(torch.isnan(scores), torch.iinfo(kind).max, ordered)
-
-
-def _ranks(scores: torch.Tensor, hidden: torch.Tensor | None, group: torch.Tensor | None) -> torch.Tensor:
-    """int32: the place of every key in the order (document, score, j), hidden keys first."""
-    order = _ordered(scores).sort(dim=-1, stable=True).indices  # of equal scores the newest ranks highest
-    if hidden is not None or group is not None:
-        first = torch.zeros_like(order) if group is None else group.long()
-        first = first if hidden is None else torch.where(hidden, -1, first)
-        order = order.gather(-1, first.gather(-1, order).sort(dim=-1, stable=True).indices)
-    n = order.shape[-1]
-    place = torch.arange(n, dtype=torch.int32, device=order.device).expand(order.shape)
-    return torch.empty_like(place, memory_format=torch.contiguous_format).scatter_(-1, order, place)
-
-
-def _running_best(rank: torch.Tensor, window: int) -> torch.Tensor:
-    """int32 (rows, n): T, the ``window``-th highest of the first 1, 2, ... of the ranks, which are a permutation of
-    0 .. n - 1; -1 where there are fewer."""
+def running_best(rank: torch.Tensor, window: int) -> torch.Tensor:
+    """As ``_torch_math.running_best``."""
     rows, n = rank.shape
     bits = max(1, (n - 1).bit_length())
     current, following = rank, torch.empty_like(rank)

@@ -1,4 +1,8 @@
-"""Operands as torch tensors, and the caller's stream. Nothing is copied, except CuPy arrays with a negative stride."""
+"""Operands as torch tensors, the caller's stream, and results as arrays of the caller's library.
+
+For backends that compute with torch. Nothing is copied, except arrays with a negative stride and NumPy arrays that must
+not be written to. Results lie in memory of the caller's library.
+"""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -7,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cupy_dma.arrays import Operand
+from cupy_dma.arrays import CPU, Operand, library
 
 
 @contextmanager
@@ -37,15 +41,26 @@ def tensor(operand: Operand) -> torch.Tensor:
     return as_tensor(operand.array, operand)
 
 
+def shaped(operand: Operand) -> torch.Tensor:
+    """The operand's array as a tensor of the operand's shape; a view with stride 0 where it broadcasts."""
+    found = tensor(operand)
+    return found.expand(operand.shape) if found.ndim == len(operand.shape) else found.reshape(operand.shape)
+
+
 def as_tensor(array: Any, like: Operand) -> torch.Tensor:
     """An array of ``like``'s library as a tensor over the same memory."""
     if isinstance(array, torch.Tensor):
         return array.detach()
-    if array.dtype.name == "bfloat16" and like.device.kind == "cpu":  # a type that torch does not know in NumPy arrays
-        return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
     if any(stride < 0 for stride in array.strides):
         array = like.library.contiguous(array)
-    return torch.from_numpy(array) if like.device.kind == "cpu" else torch.from_dlpack(array)
+    if like.device.kind == "cpu":
+        if not array.flags.writeable:  # torch warns, for it knows no such tensors
+            array = array.copy()
+        return library("torch").from_numpy(array, CPU)
+    raw = {"bfloat16": "int16", "bool": "uint8"}.get(array.dtype.name)  # types that not every DLPack carries
+    if raw is None:
+        return torch.from_dlpack(array)
+    return torch.from_dlpack(array.view(raw)).view(getattr(torch, array.dtype.name))
 
 
 def strides_of(operand: Operand, array: torch.Tensor) -> tuple[int, ...]:
@@ -72,3 +87,8 @@ def delivered(found: torch.Tensor, like: Operand) -> Any:
     array, target = result(like, tuple(found.shape), str(found.dtype).removeprefix("torch."))
     target.copy_(found)
     return array
+
+
+def rounded(gradient: torch.Tensor, like: Operand) -> Any:
+    """A gradient of the shape, type and library of its argument."""
+    return delivered(gradient.detach().to(getattr(torch, like.dtype)).reshape(like.shape), like)
