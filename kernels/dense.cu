@@ -37,6 +37,7 @@ constexpr int THREADS = 256;
 constexpr int OWN = 4;         // neighbouring keys of a thread of dense_lists
 constexpr int PACK_KEYS = 16;  // and of pack_mask: it reads 16 bytes of a row at a time
 constexpr int FOURS = PACK_KEYS / 4;
+constexpr int PACK_THREADS = 128;
 constexpr int CHUNK = THREADS * OWN;
 constexpr int STATE_KEYS = 64;
 constexpr unsigned ONES = 0x01010101u;
@@ -82,9 +83,9 @@ __device__ __forceinline__ uint4 transposed(const unsigned (&x)[4]) {
 }
 
 // The code is kept short: a thread runs through it once, and would wait for instructions rather than for the mask.
-extern "C" __global__ void __launch_bounds__(THREADS) pack_mask(const DenseParams p) {
+extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack_mask(const DenseParams p) {
     unsigned rest = blockIdx.x;
-    const int key = (static_cast<int>(rest % p.key_chunks) * THREADS + threadIdx.x) * PACK_KEYS;
+    const int key = (static_cast<int>(rest % p.key_chunks) * PACK_THREADS + threadIdx.x) * PACK_KEYS;
     rest /= p.key_chunks;
     const int word = static_cast<int>(rest % p.query_words), first_query = word * 32;
     const int row = static_cast<int>(rest / p.query_words), batch = row / p.mask_heads, head = row % p.mask_heads;
@@ -96,9 +97,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_mask(const DenseParam
     // Byte k of gathered[f][g] holds bits 8 g .. 8 g + 7 of the word of key 4 f + k: a shift and an or for four keys.
     unsigned gathered[FOURS][4] = {};
     if (VECTOR && queries == 32 && key + PACK_KEYS <= p.key_length) {
+        // All of a thread's rows are under way at once, each to a place that only this thread reads.
+        extern __shared__ __align__(16) unsigned char shared_memory[];
+        uint4* rows = reinterpret_cast<uint4*>(shared_memory) + threadIdx.x;  // PACK_THREADS apart
+#pragma unroll
+        for (int i = 0; i < 32; ++i) copy_async_16(rows + i * PACK_THREADS, source + i * p.dense_query + key, 16);
+        copy_async_commit();
+        copy_async_wait<0>();
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
-            const uint4 x = *reinterpret_cast<const uint4*>(source + i * p.dense_query + key);
+            const uint4 x = rows[i * PACK_THREADS];
             gathered[0][i / 8] |= (x.x & ONES) << (i % 8);
             gathered[1][i / 8] |= (x.y & ONES) << (i % 8);
             gathered[2][i / 8] |= (x.z & ONES) << (i % 8);
