@@ -97,7 +97,12 @@ def serves(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) 
     """Whether this kernel takes the call on device ``index``: it can, and is expected to be faster."""
     return (problem.size == 2 and call.sequences is None and runtime.hopper(index) and problem.vector
             and call.scale > 0.0 and not (problem.bias_kind == BIAS_DENSE and problem.bias_element == "float")
-            and problem.params["key_length"] > 0 and _pays(runtime, index, call, problem))
+            and problem.params["key_length"] > 0 and _strides_fit(problem) and _pays(runtime, index, call, problem))
+
+
+def _strides_fit(problem: Problem) -> bool:
+    """Rows of keys and values are found with 32 bits for the distance of two rows in bytes."""
+    return all(abs(problem.params[name]) < 2**30 for name in ("key_row", "value_row"))
 
 
 def _pays(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:

@@ -1,0 +1,162 @@
+// From products to probabilities on Hopper: bias, softcap, masks and the online softmax of a block, in registers.
+//
+// Prelude: as sm90/forward.cu.
+#pragma once
+#include "sm90/tile.cuh"
+
+// Logits are kept in a unit of their own, which the exponential takes in: products times `unit`, or natural logits times
+// log2(e), are powers of 2. So a product that needs neither bias nor softcap is touched once. Needs scale > 0.
+struct Logits {
+    float scale, cap, exponent, unit;
+
+    __device__ __forceinline__ Logits(float scale, float softcap)
+        : scale(scale), cap(softcap), exponent(SOFTCAP ? 2.0f * LOG2_E / softcap : 0.0f),
+          unit(BIAS != BIAS_NONE || SOFTCAP ? LOG2_E : scale * LOG2_E) {}
+
+    template <typename Bias>
+    __device__ __forceinline__ void finish(Fragment (&s)[KEY_FRAGMENTS], const Bias& bias) const {
+        if (BIAS == BIAS_NONE && !SOFTCAP) return;
+#pragma unroll
+        for (int n = 0; n < KEY_FRAGMENTS; ++n)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                float& x = s[n].x[i];
+                x = SOFTCAP ? softcapped(x * scale, cap, exponent) + bias(n, i) : fmaf(x, scale, bias(n, i));
+            }
+    }
+};
+
+// Of the eight keys that a lane has of fragments n and n + 1 (n even): which one element i of fragment n + h is.
+__device__ __forceinline__ constexpr int own_key(int h, int i) { return 4 * h + i / 4 * 2 + i % 2; }
+
+// What a lane adds to its logits of a block: element i of fragment n.
+#if BIAS == BIAS_DENSE
+static_assert(sizeof(BIAS_ELEMENT) == 2, "eight numbers are 16 bytes");
+
+struct LaneBias {
+    uint4 eight[2][KEY_FRAGMENTS / 2];  // (row, pair of fragments)
+    const BIAS_ELEMENT* row[2];         // at key 0, of this lane's two rows
+
+    __device__ __forceinline__ void fetch(const AttentionParams& p, const Shared& shared, int stage, int following) {
+        const int own = 8 * (threadIdx.x & 3);
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int m = 0; m < KEY_FRAGMENTS / 2; ++m) {
+                if (following >= 0) {
+                    eight[r][m] = __ldg(reinterpret_cast<const uint4*>(row[r] + following + 32 * m + own));
+                } else {
+                    BIAS_ELEMENT* x = reinterpret_cast<BIAS_ELEMENT*>(&eight[r][m]);
+#pragma unroll
+                    for (int k = 0; k < 8; ++k) x[k] = row[r][shared.key[stage][32 * m + own + k] * p.bias_key];
+                }
+            }
+    }
+
+    __device__ __forceinline__ float operator()(int n, int i) const {
+        return to_float(reinterpret_cast<const BIAS_ELEMENT*>(&eight[fragment_row(i)][n / 2])[own_key(n % 2, i)]);
+    }
+};
+#elif BIAS == BIAS_OF_KEYS
+struct LaneBias {
+    float4 four[KEY_FRAGMENTS];
+
+    __device__ __forceinline__ void fetch(const AttentionParams& p, const Shared& shared, int stage, int) {
+#pragma unroll
+        for (int n = 0; n < KEY_FRAGMENTS; ++n)
+            four[n] = reinterpret_cast<const float4*>(shared.bias[stage])[n / 2 * 8 + 2 * (threadIdx.x & 3) + n % 2];
+    }
+
+    __device__ __forceinline__ float operator()(int n, int i) const {
+        return i & 1 ? (i & 4 ? four[n].w : four[n].y) : (i & 4 ? four[n].z : four[n].x);
+    }
+};
+#else
+struct LaneBias {
+    __device__ __forceinline__ void fetch(const AttentionParams&, const Shared&, int, int) {}
+
+    __device__ __forceinline__ float operator()(int, int) const { return 0.0f; }
+};
+#endif
+
+// The online softmax (softmax.cuh) of logits in such a unit: s becomes exp(logit - m), in four strands a row.
+__device__ __forceinline__ void update(RowState& state, Fragment (&s)[KEY_FRAGMENTS], float unit, float (&rescale)[2]) {
+    float highest[2][4], sum[2][4], reference[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) highest[r][k] = s[0].x[(k & 1) + 2 * r + 4 * (k >> 1)];
+#pragma unroll
+    for (int n = 1; n < KEY_FRAGMENTS; ++n)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            float& h = highest[fragment_row(i)][(i & 1) + 2 * (i >> 2)];
+            h = fmaxf(h, s[n].x[i]);
+        }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float m = fmaxf(state.m[r], row_max(fmaxf(fmaxf(highest[r][0], highest[r][1]), fmaxf(highest[r][2], highest[r][3]))));
+        const float seen = m == -infinity() ? 0.0f : m;  // a row that has seen nothing: p = 2^-inf
+        rescale[r] = exp2_fast((state.m[r] - seen) * unit);
+        reference[r] = -seen * unit;
+        state.m[r] = m;
+    }
+#pragma unroll
+    for (int n = 0; n < KEY_FRAGMENTS; ++n)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int r = fragment_row(i), k = (i & 1) + 2 * (i >> 2);
+            s[n].x[i] = exp2_fast(fmaf(s[n].x[i], unit, reference[r]));
+            sum[r][k] = n == 0 ? s[n].x[i] : sum[r][k] + s[n].x[i];
+        }
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+        state.l[r] = fmaf(state.l[r], rescale[r], (sum[r][0] + sum[r][1]) + (sum[r][2] + sum[r][3]));
+}
+
+// What says who sees the block's key `place`: the word of this warp's queries, or the first position that sees it and the
+// first that no longer does.
+#if BITS
+static_assert(32 % (16 / HEADS > 0 ? 16 / HEADS : 1) == 0, "a warp's queries are in one word");
+
+__device__ __forceinline__ const unsigned* warp_words(const Shared& shared, int stage) {
+    return shared.words[stage][(threadIdx.x - PRODUCER_THREADS) / 32 * 16 / HEADS / 32];
+}
+
+__device__ __forceinline__ int visibility(const Shared& shared, int stage, int place) {
+    return static_cast<int>(warp_words(shared, stage)[place]);
+}
+
+__device__ __forceinline__ bool visible(int bit, int word) { return (word & bit) != 0; }
+#else
+__device__ __forceinline__ int2 visibility(const Shared& shared, int stage, int place) {
+    int start = shared.start[stage][place];
+#if CAUSAL && KEYS != KEYS_CONTIGUOUS
+    start = max(start, shared.key[stage][place]);
+#endif
+    return make_int2(start, shared.stop[stage][place]);
+}
+
+__device__ __forceinline__ bool visible(int position, int2 interval) {
+    return visible(position, interval.x, interval.y);
+}
+#endif
+
+__device__ __forceinline__ void apply_mask(Fragment (&s)[KEY_FRAGMENTS], const Shared& shared, int stage,
+                                           const int (&position)[2]) {
+#pragma unroll
+    for (int n = 0; n < KEY_FRAGMENTS; ++n) {
+        const int place = n / 2 * 32 + 8 * (threadIdx.x & 3) + own_key(n % 2, 0);  // of four keys that follow each other
+#if BITS
+        const int4 words = *reinterpret_cast<const int4*>(warp_words(shared, stage) + place);
+        const int seen[4] = {words.x, words.y, words.z, words.w};
+#else
+        int2 seen[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) seen[k] = visibility(shared, stage, place + k);
+#endif
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            if (!visible(position[fragment_row(i)], seen[own_key(0, i)])) s[n].x[i] = -infinity();
+    }
+}
