@@ -44,13 +44,12 @@ def warmup(args: argparse.Namespace) -> int:
     from cupy_dma import jit
     from cupy_dma.backends.cuda import warmup_jobs
 
-    jobs = warmup_jobs(args.head_dim, args.dtype, args.group)
-    options = {} if args.arch is None else {"arch": args.arch}
+    jobs = warmup_jobs(args.head_dim, args.dtype, args.group, args.arch)
     with tqdm(jobs, unit="kernel", leave=False, disable=None) as bar:  # NVRTC takes one at a time, also from threads
         for label, compile_kernel in bar:
             bar.set_postfix_str(label)
             try:
-                compile_kernel(**options)
+                compile_kernel()
             except jit.CompileError as error:
                 return complain(str(error))
     print(f"{len(jobs)} kernels are ready" + (f" for {args.arch}" if args.arch else ""))

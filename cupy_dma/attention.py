@@ -27,8 +27,8 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
     query : float array ``(B, Lq, H, D)``
     key, value : float array ``(B, Lk, Hkv, D)``
         ``H`` a multiple of ``Hkv``, ``D`` from 1 to 256, lengths from 0, any strides of B, L and head (a BHSD tensor is
-        a view), the last axis contiguous. float16, bfloat16 or float32 everywhere, float64 on numpy. For the precision
-        of float32 see the notes.
+        a view), the last axis contiguous. float16, bfloat16 or float32 everywhere, float64 on numpy and, of
+        CPU arrays, on flex. For the precision of float32 see the notes.
     mask : IntervalMask, or bool array ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)`` or ``(Lq, Lk)``, or several in a tuple, optional
         True = visible. Of several masks, what all of them show. A dense mask may be anything, at the cost of reading
         it; one that is the same for every query (``1`` in place of ``Lq``) costs no more than an interval mask.
@@ -66,8 +66,8 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
     Sums, the softmax and ``lse`` are float32 for every type (float64 for float64). float32 arrays are multiplied in
     full float32 by ``backend="numpy"``. The cuda backend multiplies them on TF32 tensor cores, forward and backward:
     every factor of a product (query and key, probabilities and value, and those of the gradients) is rounded to 10 bits
-    of mantissa first, to nearest, so that results have about three decimal digits. Key scores and selection stay
-    float32.
+    of mantissa first, to nearest, so that results have about three decimal digits. The triton backend makes a product
+    of three TF32 products, which have about the precision of float32. Key scores and selection stay float32.
     """
     if belongs_to_torch(query, key, value, bias):
         from cupy_dma.torch import functions

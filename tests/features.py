@@ -15,6 +15,11 @@ from typing import NamedTuple
 BACKENDS = ("cuda", "numpy", "triton", "flex")
 PENDING = "filled in when this part is merged"
 NO_GRADIENT = "piecewise constant, has no gradient"
+NO_PAGES = "there is no gradient through pages"
+ON_THE_HOST = "computes on the host"
+CAPTURE = "not tested; the first call of a configuration compiles, which no capture allows"
+PACKED_TRITON = "refused: packed sequences are served by `cuda` and `numpy`"
+PACKED_FLEX = "refused: FlexAttention takes equally long sequences"
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "features.md"
 
 
@@ -31,9 +36,11 @@ def is_test(cell: str) -> bool:
 
 def _grid(case: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The cells, forward and backward, of what the tests' grid covers."""
-    return ((f"cuda::test_forward_grid[{case}", f"attention::test_forward_grid[{case}", PENDING,
+    return ((f"cuda::test_forward_grid[{case} emulator::test_forward_grid[{case}",
+             f"attention::test_forward_grid[{case}", f"triton::test_grid[{case}",
              f"flex::test_forward_grid[{case} flex_cuda::test_forward"),
-            (f"cuda_backward::test_backward_grid[{case}", f"backward::test_backward_grid[{case}", PENDING,
+            (f"cuda_backward::test_backward_grid[{case} emulator_backward::test_backward_grid[{case}",
+             f"backward::test_backward_grid[{case}", f"triton::test_grid[{case}",
              f"flex::test_backward_grid[{case} flex_cuda::test_backward"))
 
 
@@ -46,89 +53,152 @@ def _both(group: str, name: str, cells: tuple[tuple[str, ...], tuple[str, ...]],
 
 
 def _features() -> Iterator[Feature]:
+    yield from _selection()
+    yield from _attention()
+    yield from _varlen()
+    yield from _torch()
+    yield from _drop_in()
+
+
+def _selection() -> Iterator[Feature]:
     group = "Scores and selection"
     yield Feature(group, "key_scores", "forward", (
-        "cuda::test_key_scores", "scores::test_types", PENDING, "flex::test_scores_and_their_gradients"))
+        "cuda::test_key_scores emulator::test_key_scores", "scores::test_types", "triton::test_key_scores",
+        "flex::test_scores_and_their_gradients flex_cuda::test_selection_and_scores"))
     yield Feature(group, "key_scores", "backward", (
-        "cuda_backward::test_key_scores_backward", "backward::test_key_scores_backward", PENDING,
-        "flex::test_scores_and_their_gradients"))
+        "cuda_backward::test_key_scores_backward emulator_backward::test_key_scores_backward",
+        "backward::test_key_scores_backward", "triton::test_key_scores", "flex::test_scores_and_their_gradients"))
     yield Feature(group, "IntervalMask.top_w, padding, documents", "forward", (
-        "cuda::test_selection_is_the_definition", "selection::test_top_w_is_the_definition", PENDING,
+        "cuda::test_selection_is_the_definition emulator::test_selection_is_the_definition",
+        "selection::test_top_w_is_the_definition", "triton::test_selection_is_the_definition",
         "flex::test_selection flex_cuda::test_selection_and_scores"))
     yield Feature(group, "IntervalMask.top_w, padding, documents", "backward", (NO_GRADIENT,) * 4)
 
+
+def _attention() -> Iterator[Feature]:
     group = "attention"
     yield from _both(group, "without a mask, causal", _grid("heads-4/2-causal"))
     yield from _both(group, "interval masks, key bias", _grid("mask-"))
-    yield from _both(group, "dense masks", _grid("mask-dense"), cuda=PENDING)
-    yield from _both(group, "dense biases", _grid("bias-full"), cuda=PENDING)
-    yield from _both(group, "dense mask, intervals and dense bias at once", (
-        (PENDING, "flex::test_every_broadcast_shape[numpy", PENDING, "flex::test_every_broadcast_shape[flex"),) * 2)
+    yield from _both(group, "dense masks", _grid("mask-dense"))
+    yield from _both(group, "dense biases", _grid("bias-full"))
+    yield from _both(group, "dense masks of every broadcast shape", _grid("dense-mask-"))
+    yield from _both(group, "dense biases of every broadcast shape", _grid("dense-bias-"))
+    yield from _both(group, "dense masks, intervals and dense bias at once", _grid("dense-both-"),
+                     flex_forward="flex::test_forward_grid[dense-both- flex::test_every_broadcast_shape[flex",
+                     flex_backward="flex::test_backward_grid[dense-both- flex::test_every_broadcast_shape[flex")
     yield from _both(group, "softcap, scale", _grid("softcap-key"))
     yield from _both(group, "grouped heads", _grid("heads-6/2"))
     yield from _both(group, "any lengths, more queries than keys, 0", _grid("lengths-"))
     yield from _both(group, "head dims 1 to 256", _grid("bfloat16-D"))
-    yield from _both(group, "float16, bfloat16", _grid("float16-D"))
-    yield from _both(group, "float32", _grid("float32-D"), cuda=PENDING)
-    yield from _both(group, "float64", _grid("float64-D"), cuda="refused: the tensor cores take no float64",
+    yield from _both(group, "float16, bfloat16", _grid("float16-D"), cuda_forward=(
+        "cuda::test_forward_grid[float16-D emulator::test_forward_grid[float16-D "
+        "cuda_hopper::test_forward_grid[float16-D"))
+    yield from _both(group, "float32 (`cuda`: TF32)", _grid("float32-D"))
+    yield from _both(group, "float64 (`flex`: on the CPU, refused on CUDA)", _grid("float64-D"),
+                     cuda="refused: the tensor cores of the kernels take no float64",
                      triton="refused: the kernels accumulate in float32",
                      flex_forward="flex::test_forward_grid[float64-D",
                      flex_backward="flex::test_backward_grid[float64-D")
     yield from _both(group, "any strides", _grid("layout-"))
     yield from _both(group, "what nobody sees changes nothing", (
-        ("cuda::test_a_key_nobody_sees_changes_no_bit", "attention::test_a_key_nobody_sees_changes_no_bit", PENDING,
+        ("cuda::test_a_key_nobody_sees_changes_no_bit", "attention::test_a_key_nobody_sees_changes_no_bit",
+         "triton::test_what_nobody_sees_changes_no_bit",
          "flex::test_what_nobody_sees_changes_no_bit flex_cuda::test_what_nobody_sees_changes_no_bit"),
         ("cuda_backward::test_what_nobody_sees_changes_no_bit",
-         "backward::test_rows_that_see_nothing_and_keys_nobody_sees_get_exact_zeros", PENDING,
+         "backward::test_rows_that_see_nothing_and_keys_nobody_sees_get_exact_zeros",
+         "triton::test_what_nobody_sees_changes_no_bit",
          "flex::test_what_nobody_sees_changes_no_bit flex_cuda::test_what_nobody_sees_changes_no_bit")))
     tiles = "FlexAttention multiplies whole tiles: a NaN that some queries see may reach others"
+    bad_row = "test_a_bad_row_reaches_only_the_queries_that_see_it"
     yield from _both(group, "a NaN reaches only those who see it", (
-        ("cuda::test_a_bad_row_reaches_only_the_queries_that_see_it",
-         "attention::test_a_bad_row_reaches_only_the_queries_that_see_it", PENDING, tiles),
-        ("cuda_backward::test_what_nobody_sees_changes_no_bit", "backward::test_a_bad_row_reaches_only_what_meets_it",
-         PENDING, tiles)))
-    yield from _both(group, "the same bits every time", (
-        ("cuda::test_the_same_bits_every_time", "attention::test_the_same_bits_every_time", PENDING,
-         "flex::test_deterministic_gradients flex_cuda::test_deterministic"),
-        ("cuda_backward::test_the_same_bits_every_time", "backward::test_the_same_bits_every_time", PENDING,
-         "flex::test_deterministic_gradients flex_cuda::test_deterministic")))
+        (f"cuda::{bad_row} emulator::{bad_row}", f"attention::{bad_row}", f"triton::{bad_row}", tiles),
+        ("emulator::test_a_bad_row_of_float32 "
+         "emulator_backward::test_a_bad_row_reaches_no_gradient_behind_a_dense_mask",
+         "backward::test_a_bad_row_reaches_only_what_meets_it",
+         f"triton::{bad_row} triton::test_a_bad_query_reaches_only_the_keys_that_it_sees", tiles)))
+    triton = "triton::test_the_same_bits_every_time_and_on_every_stream"
+    flex = "flex::test_deterministic_gradients flex_cuda::test_deterministic"
+    yield from _both(group, "the same bits every time (`flex`: deterministic=True)", (
+        ("cuda::test_the_same_bits_every_time", "attention::test_the_same_bits_every_time", triton, flex),
+        ("cuda_backward::test_the_same_bits_every_time", "backward::test_the_same_bits_every_time", triton, flex)))
 
-    group = "dynamic_mask_attention"
-    yield from _both(group, "from scores or values", (
-        ("cuda_backward::test_the_whole_chain", "attention::test_dynamic_mask_attention_is_its_parts", PENDING,
-         "flex::test_the_whole_chain"),
-        ("cuda_backward::test_the_whole_chain", "backward::test_dynamic_mask_attention_backward_is_its_parts", PENDING,
-         "flex::test_the_whole_chain")))
+    yield from _both("dynamic_mask_attention", "from scores or values", (
+        ("cuda_backward::test_the_whole_chain", "attention::test_dynamic_mask_attention_is_its_parts",
+         "triton::test_autograd_and_the_whole_chain", "flex::test_the_whole_chain"),
+        ("cuda_backward::test_the_whole_chain", "backward::test_dynamic_mask_attention_backward_is_its_parts",
+         "triton::test_autograd_and_the_whole_chain", "flex::test_the_whole_chain")))
 
+
+def _varlen() -> Iterator[Feature]:
     group = "varlen and paged"
-    refused = "refused: FlexAttention takes equally long sequences"
-    for name in ("varlen_attention", "varlen_dynamic_mask_attention"):
-        yield from _both(group, name, ((PENDING,) * 4,) * 2, flex=refused)
-    yield Feature(group, "block_table", "forward", (PENDING, PENDING, PENDING, refused))
-    yield Feature(group, "block_table", "backward", ("there is no gradient through pages",) * 4)
 
+    def cells(cuda: str, numpy: str) -> tuple[str, ...]:
+        return (cuda, numpy, PACKED_TRITON, PACKED_FLEX)
+
+    yield from _both(group, "varlen_attention", (
+        cells("cuda_varlen::test_forward emulator_varlen::test_forward", "varlen::test_forward"),
+        cells("cuda_varlen::test_backward emulator_varlen::test_backward", "varlen::test_backward")))
+    yield from _both(group, "varlen_dynamic_mask_attention", (
+        cells("cuda_varlen::test_forward[bfloat16-top_w emulator_varlen::test_forward[bfloat16-top_w",
+              "varlen::test_forward[bfloat16-top_w"),
+        cells("cuda_varlen::test_long_sequences_are_as_calls_of_their_own", "varlen::test_gradients_are_derivatives")))
+    yield from _both(group, "float64", (
+        cells("", "varlen::test_forward[float64-"), cells("", "varlen::test_backward[float64-")),
+        cuda="refused: the tensor cores of the kernels take no float64")
+    yield Feature(group, "block_table", "forward", cells(
+        "cuda_varlen::test_forward[pages- emulator_varlen::test_forward[pages-", "varlen::test_forward[pages-"))
+    yield Feature(group, "block_table", "backward", (NO_PAGES,) * 4)
+    yield from _both(group, "torch.compile", (
+        cells("cuda_varlen::test_compile_in_one_graph", "varlen::test_compile_in_one_graph"),) * 2)
+    yield Feature(group, "CUDA graphs", "forward", cells("cuda_varlen::test_a_graph_takes_other_lengths", ON_THE_HOST))
+
+
+def _torch() -> Iterator[Feature]:
     group = "torch"
+    flex = "flex::test_torch_gradients flex_cuda::test_autograd_and_compile"
     yield from _both(group, "autograd", ((
         "torch_cuda::test_autograd_has_the_bits_of_the_manual_functions",
-        "torch::test_autograd_has_the_bits_of_the_manual_functions", PENDING,
-        "flex::test_torch_gradients flex_cuda::test_autograd_and_compile"),) * 2)
+        "torch::test_autograd_has_the_bits_of_the_manual_functions", "triton::test_autograd_and_the_whole_chain",
+        flex),) * 2)
     yield from _both(group, "torch.compile", ((
-        "torch_cuda::test_compiled_and_eager_training_agree", "torch_compile::test_compile_in_one_graph", PENDING,
-        "flex::test_torch_gradients flex_cuda::test_autograd_and_compile"),) * 2)
-    yield Feature(group, "autocast", "forward", ("torch_cuda::test_autocast", "torch_compile::test_autocast", PENDING,
-                                                 "flex::test_torch_gradients"))
+        "torch_cuda::test_compiled_and_eager_training_agree", "torch_compile::test_compile_in_one_graph",
+        "triton::test_compile_and_autocast", flex),) * 2)
+    yield Feature(group, "autocast", "forward", (
+        "torch_cuda::test_autocast", "torch_compile::test_autocast", "triton::test_compile_and_autocast",
+        "flex::test_torch_gradients"))
     yield from _both(group, "CUDA graphs", (
-        ("cuda::test_torch_cuda_graph", "computes on the host", PENDING,
-         "not tested; the first call of a configuration compiles, which no capture allows"),
-        ("torch_cuda::test_a_cuda_graph_of_forward_and_backward", "computes on the host", PENDING,
-         "not tested; the first call of a configuration compiles, which no capture allows")))
+        ("cuda::test_torch_cuda_graph", ON_THE_HOST, CAPTURE, CAPTURE),
+        ("torch_cuda::test_a_cuda_graph_of_forward_and_backward", ON_THE_HOST, CAPTURE, CAPTURE)))
 
-    group = "cupy_dma.flash_dmattn"
-    for name in ("flash_dmattn_func", "flash_dmattn_qkvpacked_func", "flash_dmattn_kvpacked_func",
-                 "flash_dmattn_varlen_func", "flash_dmattn_varlen_qkvpacked_func", "flash_dmattn_varlen_kvpacked_func",
-                 "apply_dynamic_mask_attention", "fwd"):
-        cells = (PENDING, PENDING, PENDING, refused if "varlen" in name else PENDING)
-        yield from _both(group, name, (cells, cells))
+
+def _drop_in() -> Iterator[Feature]:
+    """For every function the tests against the oracle: forward (any library, also on CUDA), and backward (on NumPy)."""
+    every = "flash_dmattn_backends::test_on_the_cpu[numpy-"
+    packed, varlen = "flash_dmattn::test_packed", "flash_dmattn_varlen::test_every_shape_of_mask_and_bias"
+    varlen_packed, varlen_gradients = "flash_dmattn_varlen::test_packed", "flash_dmattn_varlen::test_gradients"
+    for name, forward, backward in (
+            ("flash_dmattn_func", "flash_dmattn::test_every_broadcast_shape",
+             "flash_dmattn::test_gradients_are_those_of_attention"),
+            ("flash_dmattn_qkvpacked_func", packed, "flash_dmattn::test_packed_gradients_go_to_the_packed_array"),
+            ("flash_dmattn_kvpacked_func", packed, f"{every}flash_dmattn_kvpacked_func"),
+            ("flash_dmattn_varlen_func", varlen, varlen_gradients),
+            ("flash_dmattn_varlen_qkvpacked_func", varlen_packed, f"{every}flash_dmattn_varlen_qkvpacked_func"),
+            ("flash_dmattn_varlen_kvpacked_func", varlen_packed, f"{every}flash_dmattn_varlen_kvpacked_func"),
+            ("apply_dynamic_mask_attention", "flash_dmattn_masks::test_apply_dynamic_mask_attention",
+             "flash_dmattn_masks::test_apply_dynamic_mask_attention_has_gradients"),
+            ("fwd", "flash_dmattn_masks::test_fwd", f"{every}fwd")):
+        for suffix, meaning in (("", ", mask or bias with a query axis"), ("-per-key", ", per key or without")) if (
+                "varlen" in name) else (("", ""),):
+            cuda, triton, flex = (f"flash_dmattn_backends::test_on_a_gpu[{backend}-{name}{suffix}"
+                                  for backend in ("cuda", "triton", "flex"))
+            flex = f"flash_dmattn_backends::test_on_the_cpu[flex-{name} {flex}"
+            if suffix:
+                triton, flex = PACKED_TRITON, PACKED_FLEX
+            yield from _both("cupy_dma.flash_dmattn", name + meaning, (
+                (f"{forward} {cuda}", forward, triton, flex), (cuda, backward, triton, flex)))
+    yield Feature("cupy_dma.flash_dmattn", "flash_dmattn_varlen_func, block_table", "forward", (
+        "flash_dmattn_varlen::test_pages",) * 2 + (PACKED_TRITON, PACKED_FLEX))
+    yield Feature("cupy_dma.flash_dmattn", "flash_dmattn_varlen_func, block_table", "backward", (NO_PAGES,) * 4)
 
 
 FEATURES = tuple(_features())
@@ -138,8 +208,9 @@ def page() -> str:
     """docs/features.md."""
     lines = ["# What runs where", "",
              "A tick is a test that compares this function, backend and direction with the float64 oracle or the exact",
-             "selection; the list below names it. Every other cell says why there is none. This page is written by",
-             "`python -m tests.features` from `tests/features.py`, and `tests/test_features.py` checks it."]
+             "selection, or with a backend or function that another test compares with them; the list below names it.",
+             "Every other cell says why there is none. This page is written by `python -m tests.features` from",
+             "`tests/features.py`, and `tests/test_features.py` checks it."]
     reasons: list[str] = []
 
     def shown(cell: str) -> str:
@@ -157,8 +228,12 @@ def page() -> str:
                       "|---|---|" + ":-:|" * len(BACKENDS)]
         lines.append(f"| {feature.name} | {feature.direction} | " + " | ".join(map(shown, feature.cells)) + " |")
     lines += ["", "## Why not", "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1)), "",
-              "## The tests", "", "Tests of `cuda` and those in files that end in `_cuda.py` need a GPU;",
-              "`tests/gpu_results.json` records their last run.", ""]
+              "## The tests", "",
+              "Tests of `cuda` and those in files that end in `_cuda.py` need a GPU, but for `test_emulator*.py`:",
+              "they run the same kernels on the CPU ([emulator.md](emulator.md)). `test_cuda_hopper.py` needs a Hopper",
+              "GPU. Tests of `triton` run on a GPU, and a part of them on the CPU, in Triton's interpreter",
+              "(`test_in_the_interpreter`). Those of the drop-in on `numpy` and `cuda` are mostly the same, run with",
+              "the arrays of every library. `tests/gpu_results.json` records the last run on a GPU.", ""]
     for feature in FEATURES:
         for backend, cell in zip(BACKENDS, feature.cells):
             if is_test(cell):

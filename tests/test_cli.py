@@ -43,8 +43,8 @@ def test_warmup_for_another_architecture(capsys, monkeypatch, tmp_path):
     pytest.importorskip("cupy")
     cuda = pytest.importorskip("cupy_dma.backends.cuda")
     compiled = []
-    monkeypatch.setattr(cuda, "warmup_jobs", lambda head_dims, dtypes, groups: [
-        (f"{size} {dtype} {group}", lambda arch=None, job=(size, dtype, group): compiled.append((job, arch)))
+    monkeypatch.setattr(cuda, "warmup_jobs", lambda head_dims, dtypes, groups, arch: [
+        (f"{size} {dtype} {group}", lambda job=(size, dtype, group): compiled.append((job, arch)))
         for size in head_dims for dtype in dtypes for group in groups])
     assert cli.main(["warmup", "--head-dim", "64", "--dtype", "bfloat16", "--group", "1", "2",
                      "--arch", "sm_90a"]) == 0
@@ -57,10 +57,10 @@ def test_warmup_passes_on_what_the_compiler_says(capsys, monkeypatch):
     from cupy_dma import jit
     from cupy_dma.backends import cuda
 
-    def job(arch=None):
+    def job(arch):
         raise jit.CompileError(f"no such architecture as {arch}")
 
-    monkeypatch.setattr(cuda, "warmup_jobs", lambda *_: [("a kernel", job)])
+    monkeypatch.setattr(cuda, "warmup_jobs", lambda *given: [("a kernel", lambda: job(given[-1]))])
     assert cli.main(["warmup", "--arch", "sm_1"]) == 2
     assert "no such architecture as sm_1" in capsys.readouterr().err
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from hypothesis import given, settings
 
 import cupy_dma as dma
 from cupy_dma.arrays import CPU, describe, library, numpy_dtype
-from cupy_dma.backends.cuda import hopper
+from cupy_dma.backends.cuda import hopper, warmup
+from cupy_dma.backends.cuda.configs import ListConfig
 from tests import cases, reference
 from tests.test_selection import problems
 
@@ -328,3 +330,45 @@ def test_values_that_are_not_finite_are_found(device, dtype, head_dim):
     with device.memory.session() as session:
         found = hopper.nonfinite(device, session.operand(describe(value, "value")), 0)
     assert found.tolist() == [[0, 1, 0], [0, 0, 1]]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_warmup_compiles_what_usual_calls_load_on_hopper(device, monkeypatch, head_dim, group):
+    """Only the choice of kernels: those of ``kernels/sm90`` do not run here."""
+    asked, real = [], device.load
+
+    class LaunchedOnHopper(Exception):
+        pass
+
+    def launch(*arguments):
+        raise LaunchedOnHopper
+
+    def load(config, entry, index, shared_bytes=0):
+        asked.append(config)
+        return SimpleNamespace(launch=launch) if config.source.startswith("sm90/") else real(
+            config, entry, index, shared_bytes)
+
+    monkeypatch.setattr(device, "load", load)
+    monkeypatch.setattr(device, "hopper", lambda index: True)
+    monkeypatch.setattr(hopper, "_pays", lambda runtime, index, call, problem: hopper.tile_shape(call, problem))
+    query, key = (np.zeros((1, 400, heads, head_dim), np.float16) for heads in (2 * group, 2))
+    scores = np.random.default_rng(0).standard_normal((1, 2, 400)).astype(np.float32)
+    top_w = dma.IntervalMask.top_w(scores, 20)
+    documents = dma.IntervalMask.documents(np.array([0, 30, 400], np.int32))
+    for options in ({}, {"causal": True}, {"causal": True, "bias": scores}, {"mask": top_w, "bias": scores},
+                    {"mask": documents, "bias": scores}):
+        with contextlib.suppress(LaunchedOnHopper):
+            dma.attention(query, key, key, **options, backend="emulator")
+    served = {config for config in asked if config.source.startswith("sm90/")}
+    assert len(served) == (5 if head_dim == 128 else 3)
+    assert served <= set(warmup.hopper_configs((head_dim,), ("float16",), (group,)))
+    listed = {config for config in asked if isinstance(config, ListConfig)}
+    configs = warmup.usual_configs((head_dim,), ("float16",), (group,), device.shared_limit)
+    assert listed <= {*configs, *warmup.hopper_configs((head_dim,), ("float16",), (group,))}
+
+
+def test_warmup_compiles_hopper_kernels_for_hopper_only():
+    labels = {arch: [label for label, _ in warmup.warmup_jobs(arch=arch)] for arch in ("sm_90a", "sm_80")}
+    assert any(label.startswith("sm90/") for label in labels["sm_90a"])
+    assert not any(label.startswith("sm90/") for label in labels["sm_80"])

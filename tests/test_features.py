@@ -36,6 +36,5 @@ def test_the_named_test_exists(name):
         assert any(first.startswith(case) for first in firsts), f"{name}: no such case"
 
 
-@pytest.mark.xfail(strict=True, reason="parts of the package are still to be merged; remove this mark with the last")
 def test_nothing_is_pending():
     assert [feature[:3] for feature in FEATURES if PENDING in feature.cells] == []

@@ -211,6 +211,26 @@ def test_autograd_and_the_whole_chain(torch):
         assert torch.allclose(g, getattr(by_hand, name), rtol=1e-4, atol=1e-5), name
 
 
+@on_device
+def test_compile_and_autocast(torch):
+    """In one graph, with the gradients of the eager call; under autocast in its type."""
+    leaves = [x.requires_grad_() for x in draw(torch, 60, dtype=torch.float32)]
+
+    def loss(*arguments):
+        return dma.dynamic_mask_attention(*arguments, window=20, backend="triton").sin().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    found, expected = (torch.autograd.grad(run(*leaves), leaves) for run in (compiled, loss))
+    assert all(torch.allclose(x, y, rtol=1e-5, atol=1e-6) for x, y in zip(found, expected))
+    with torch.autocast(leaves[0].device.type, torch.bfloat16):
+        out = dma.dynamic_mask_attention(*leaves, window=20, backend="triton")
+    assert out.dtype == torch.bfloat16
+    under = torch.autograd.grad(out.float().sin().sum(), leaves)
+    for x, y in zip(under, expected):
+        assert x.dtype == torch.float32 and (x - y).norm() <= 2e-2 * y.norm()
+
+
 # ---- what must not reach a result ----
 def nearly(x, y) -> bool:
     """Finite, and equal but for the order of sums: a tile with a bad row is made again in smaller steps."""

@@ -7,7 +7,9 @@ of this package prepare and launch; they reach the device through a ``Runtime`` 
     selection.py   prefix top-w                  kernels/select.cu
     lists.py       key lists of interval masks   kernels/lists.cu
     dense.py       bits and lists of dense masks kernels/dense.cu
+    sequences.py   packed sequences              kernels/sequences.cu
     forward.py     attention over key lists      kernels/forward.cu
+    hopper.py      the same on Hopper GPUs       kernels/sm90/forward.cu finite.cu
     backward.py    its gradients                 kernels/backward_{query,key,bias,sum}.cu
     problem.py     a call as both of them see it
     configs.py     what each kernel can be specialised in

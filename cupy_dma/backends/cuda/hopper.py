@@ -88,9 +88,14 @@ def tile_shape(call: AttentionCall, problem: Problem) -> HopperTile | None:
         keys = "intervals"
     else:
         keys = "contiguous" if problem.bias is None else "contiguous with bias"
-    if call.head_dim < SMALLEST_HEAD_DIM.get(keys, 1):
+    return tile_of(keys, call.head_dim)
+
+
+def tile_of(keys: str, head_dim: int) -> HopperTile | None:
+    """The tile for a name of ``TILES``; None where there is none for this head dim."""
+    if head_dim < SMALLEST_HEAD_DIM.get(keys, 1):
         return None
-    return next((tile for largest, tile in TILES[keys].items() if call.head_dim <= largest), None)
+    return next((tile for largest, tile in TILES[keys].items() if head_dim <= largest), None)
 
 
 def serves(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:

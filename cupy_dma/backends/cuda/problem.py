@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Problem:
-    """A checked call that this backend serves; raises for what arrives later.
+    """A checked call that this backend serves; raises for others.
 
     ``mask`` is None where the kernels need no intervals: no mask, or plain causality, which ``causal`` then states.
     ``causal`` is False where the mask itself hides keys from positions before their own. With a ``dense`` mask the bits

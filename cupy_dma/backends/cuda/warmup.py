@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cupy_dma import jit
+from cupy_dma.backends.cuda import hopper
 from cupy_dma.backends.cuda.configs import (
     BIAS_NONE,
     BIAS_OF_KEYS,
@@ -38,9 +39,31 @@ def usual_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...
     return list(dict.fromkeys(configs))
 
 
+def hopper_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] = ("float16", "bfloat16"),
+                   groups: tuple[int, ...] = (1, 2, 4)) -> list[jit.Config]:
+    """The kernels of ``kernels/sm90`` for the same calls, of which the portable ones serve those with few tiles."""
+    configs: list[jit.Config] = []
+    elements = [ELEMENTS[dtype] for dtype in dtypes if ELEMENT_BYTES[ELEMENTS[dtype]] == 2]
+    for kind, keys, causal, bias in (("contiguous", "KEYS_CONTIGUOUS", True, BIAS_NONE),
+                                     ("contiguous with bias", "KEYS_CONTIGUOUS", True, BIAS_OF_KEYS),
+                                     ("contiguous", "KEYS_CONTIGUOUS", False, BIAS_NONE),
+                                     ("intervals", "KEYS_LISTED", False, BIAS_OF_KEYS),
+                                     ("intervals", "KEYS_SHARED", False, BIAS_OF_KEYS)):
+        for head_dim in head_dims:
+            tile = hopper.tile_of(kind, head_dim)
+            if tile is None:
+                continue
+            if kind == "intervals":
+                configs.append(ListConfig(causal=False, block_n=tile.block_n))
+            configs += [hopper.HopperForwardConfig(element, head_dim, heads, *tile, keys, causal, bias, False, False,
+                                                   "float")
+                        for heads in sorted({heads_per_tile(group) for group in groups}) for element in elements]
+    return list(dict.fromkeys(configs))
+
+
 def warmup_jobs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] = ("float16", "bfloat16"),
-                groups: tuple[int, ...] = (1, 2, 4)) -> list[tuple[str, Callable[..., Any]]]:
-    """(label, job) pairs; ``job(arch=None)`` compiles one kernel file for ``arch``, by default the current device's."""
+                groups: tuple[int, ...] = (1, 2, 4), arch: str | None = None) -> list[tuple[str, Callable[[], Any]]]:
+    """(label, job) pairs; ``job()`` compiles one kernel file for ``arch``, by default the current device's."""
     from cupy_dma.backends import cuda
 
     if cuda.unavailable() is None:
@@ -51,8 +74,8 @@ def warmup_jobs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] 
     else:
         own_arch, limit = "sm_90a", 227 * 1024
 
-    def job(config: jit.Config, arch: str | None = None) -> Any:
-        return jit.compile(config, arch or own_arch)
-
-    return [(f"{config.source} D={config.head_dim}" if isinstance(config, ForwardConfig) else config.source,
-             functools.partial(job, config)) for config in usual_configs(head_dims, dtypes, groups, limit)]
+    configs = usual_configs(head_dims, dtypes, groups, limit)
+    if (arch or own_arch) == "sm_90a":
+        configs += hopper_configs(head_dims, dtypes, groups)
+    return [(f"{config.source} D={config.head_dim}" if hasattr(config, "head_dim") else config.source,
+             functools.partial(jit.compile, config, arch or own_arch)) for config in dict.fromkeys(configs)]

@@ -1,0 +1,121 @@
+"""Every function of the drop-in on every backend, forward and backward, against the NumPy backend in float64 (which
+test_flash_dmattn*.py compares with the oracle)."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cupy_dma import backends, flash_dmattn
+
+torch = pytest.importorskip("torch")
+
+B, H, HKV, LQ, LK, D = 2, 4, 2, 6, 11, 64
+CU_Q, CU_K = (np.array(bounds, np.int32) for bounds in ((0, 4, 4, 10, 11), (0, 7, 9, 20, 22)))  # of Lq, Lk below
+LONGEST = 6, 11
+TOTAL_Q, TOTAL_K = int(CU_Q[-1]), int(CU_K[-1])
+BATCH = {"q": (B, LQ, H, D), "k": (B, LK, HKV, D), "v": (B, LK, HKV, D), "kv": (B, LK, 2, HKV, D),
+         "qkv": (B, LK, 3, H, D), "bias": (B, HKV, LQ, LK), "own bias": (B, 1, LK, LK)}
+HEADS_FIRST = {"q": (B, H, LQ, D), "k": (B, HKV, LK, D), "v": (B, HKV, LK, D), "dt_proj": (HKV, HKV * D), "A": (HKV,)}
+PACKED = {"q": (TOTAL_Q, H, D), "k": (TOTAL_K, HKV, D), "v": (TOTAL_K, HKV, D), "kv": (TOTAL_K, 2, HKV, D),
+          "qkv": (TOTAL_K, 3, H, D), "bias": (TOTAL_Q, HKV, LONGEST[1]), "own bias": (TOTAL_K, 1, LONGEST[1]),
+          "key bias": (HKV, TOTAL_K), "own key bias": (1, TOTAL_K)}
+
+
+def varlen(name, arrays, lengths, longest):
+    """A call of a packed function; its last array is the bias."""
+    def run(*given, place, backend):
+        *rows, bias = given
+        bounds = [torch.from_numpy(x).to(place) for x in lengths]
+        return getattr(flash_dmattn, name)(*rows, None, bias, *bounds, *longest, is_causal=True, backend=backend)
+
+    return run, {part: PACKED[part] for part in arrays}
+
+
+def batch(name, arrays, **options):
+    def run(*given, place, backend):
+        *rows, bias = given
+        found = getattr(flash_dmattn, name)(*rows, attn_bias=bias, is_causal=True, backend=backend, **options)
+        return found[0] if name == "fwd" else found
+
+    return run, {part: BATCH[part] for part in arrays}
+
+
+def early(*given, place, backend):
+    return flash_dmattn.apply_dynamic_mask_attention(*given, keep_window_size=3, backend=backend)
+
+
+FUNCTIONS = {
+    "flash_dmattn_func": batch("flash_dmattn_func", ("q", "k", "v", "bias"), softcap=3.0),
+    "flash_dmattn_qkvpacked_func": batch("flash_dmattn_qkvpacked_func", ("qkv", "own bias")),
+    "flash_dmattn_kvpacked_func": batch("flash_dmattn_kvpacked_func", ("q", "kv", "bias")),
+    "flash_dmattn_varlen_func": varlen("flash_dmattn_varlen_func", ("q", "k", "v", "bias"), (CU_Q, CU_K), LONGEST),
+    "flash_dmattn_varlen_qkvpacked_func": varlen("flash_dmattn_varlen_qkvpacked_func", ("qkv", "own bias"), (CU_K,),
+                                                 LONGEST[1:]),
+    "flash_dmattn_varlen_kvpacked_func": varlen("flash_dmattn_varlen_kvpacked_func", ("q", "kv", "bias"), (CU_Q, CU_K),
+                                                LONGEST),
+    "apply_dynamic_mask_attention": (early, HEADS_FIRST),
+    "fwd": batch("fwd", ("q", "k", "v", "bias"), keep_window_size=4),
+}
+PER_KEY = {
+    "flash_dmattn_varlen_func": varlen("flash_dmattn_varlen_func", ("q", "k", "v", "key bias"), (CU_Q, CU_K), LONGEST),
+    "flash_dmattn_varlen_qkvpacked_func": varlen("flash_dmattn_varlen_qkvpacked_func", ("qkv", "own key bias"), (CU_K,),
+                                                 LONGEST[1:]),
+    "flash_dmattn_varlen_kvpacked_func": varlen("flash_dmattn_varlen_kvpacked_func", ("q", "kv", "key bias"),
+                                                (CU_Q, CU_K), LONGEST),
+}
+ALL = {**FUNCTIONS, **{f"{name}-per-key": function for name, function in PER_KEY.items()}}
+
+
+def results(name, place, backend, dtype):
+    """The output and the gradients of every argument, in float64 on the CPU."""
+    function, shapes = ALL[name]
+    rng = np.random.default_rng(0)
+    drawn = [torch.from_numpy(rng.standard_normal(shape).astype(np.float16)) for shape in shapes.values()]
+    if name == "apply_dynamic_mask_attention":
+        drawn[3] /= 16  # scores of moderate size
+    leaves = [x.to(place, dtype).requires_grad_() for x in drawn]
+    out = function(*leaves, place=place, backend=backend)
+    dout = torch.from_numpy(rng.standard_normal(tuple(out.shape)).astype(np.float16)).to(place, dtype)
+    found = {"out": out, **dict(zip(shapes, torch.autograd.grad(out, leaves, dout)))}
+    return {part: x.detach().cpu().double() for part, x in found.items()}
+
+
+def check(name, place, backend):
+    expected = results(name, "cpu", "numpy", torch.float64)
+    for part, found in results(name, place, backend, torch.float16).items():
+        ref = expected[part]
+        assert ref.norm() > 0 and found.shape == ref.shape
+        error = float((found - ref).norm() / ref.norm())
+        print(f"{part}: relative error {error:.1e}")
+        assert error < (2e-2 if part == "A" else 5e-3), part  # one number of A's is a sum over keys that cancels
+
+
+def pairs(*names):
+    """Those that a backend serves: packed sequences per key are refused by triton and flex."""
+    return [f"{backend}-{name}" for backend in names for name in ALL
+            if backend in ("cuda", "numpy") or not name.endswith("per-key")]
+
+
+@pytest.mark.parametrize("case", pairs("numpy", "flex"))
+def test_on_the_cpu(case):
+    backend, name = case.split("-", 1)
+    check(name, "cpu", backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's compiler
+@pytest.mark.parametrize("case", pairs("cuda", "triton", "flex"))
+def test_on_a_gpu(case):
+    backend, name = case.split("-", 1)
+    if backends.why_not(backend) is not None:
+        pytest.skip(f"{backend}: {backends.why_not(backend)}")
+    check(name, "cuda", backend)
+
+
+@pytest.mark.parametrize("name", PER_KEY)
+@pytest.mark.parametrize("backend", ["flex", pytest.param("triton", marks=pytest.mark.gpu)])
+def test_packed_sequences_per_key_are_refused(backend, name):
+    if backends.why_not(backend) is not None:
+        pytest.skip(f"{backend}: {backends.why_not(backend)}")
+    with pytest.raises(NotImplementedError, match=f"^backend='{backend}' cannot do this: "):
+        results(f"{name}-per-key", "cpu" if backend == "flex" else "cuda", backend, torch.float16)
