@@ -131,7 +131,8 @@ def test_every_kernel_compiles_without_large_spills(arch):
     for config in specialisations(ARCHITECTURES[arch], every=arch in ("sm_80", "sm_90a")):
         compiled = jit.compile(config, arch)
         assert 0 < compiled.registers <= 255, config
-        allowed = 700 if config.source == "backward_key.cu" else 256  # two accumulators of all of D
+        # Two accumulators of all of D; bounds of sequences beside what every tile knows (282 bytes with NVRTC 12.9).
+        allowed = 700 if config.source == "backward_key.cu" else 320 if getattr(config, "sequences", False) else 256
         assert compiled.spill_bytes <= allowed, f"{config} spills {compiled.spill_bytes} bytes on {arch}"
         assert compiled.path.read_bytes()[:4] == b"\x7fELF"
 
