@@ -155,6 +155,19 @@ def _backward_text(result: dict[str, Any]) -> str:
     return "\n".join(lines + _notes(result))
 
 
+def pyplot() -> Any:
+    """matplotlib's pyplot, drawing into files; None, after a word, where matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no chart: matplotlib is missing (pip install matplotlib)")
+        return None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
 @dataclass(frozen=True)
 class Report:
     """How the results of one benchmark are shown."""
@@ -182,14 +195,9 @@ class Report:
 
     def chart(self, result: dict[str, Any], path: Path) -> None:
         """Time against length, one panel for each shape, and against the window."""
-        try:
-            import matplotlib
-        except ImportError:
-            print("no chart: matplotlib is missing (pip install matplotlib)")
+        plt = pyplot()
+        if plt is None:
             return
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
         panels = _panels(result["cases"])
         across = min(3, len(panels))
         down = -(-len(panels) // across)

@@ -4,7 +4,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.render import Report, milliseconds, value
+from benchmarks.render import Report, milliseconds, pyplot, value
 
 FLEX, BLOCKS, COLUMNS, INTERVAL, VARLEN = 1.25, 1 / 4, 1 / 6, 1.3, 1 / 0.85  # what the ratios should not exceed
 
@@ -87,14 +87,9 @@ def _text(result: dict[str, Any]) -> str:
 class DenseReport(Report):
     def chart(self, result: dict[str, Any], path: Path) -> None:
         """Each ratio as a bar in units of its limit."""
-        try:
-            import matplotlib
-        except ImportError:
-            print("no chart: matplotlib is missing (pip install matplotlib)")
+        plt = pyplot()
+        if plt is None:
             return
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
         measured = [goal for goal in goals(result) if goal["ratio"] is not None][::-1]
         figure, ax = plt.subplots(figsize=(10, 1 + 0.35 * len(measured)), layout="constrained")
         parts = [goal["ratio"] / goal["limit"] for goal in measured]

@@ -1,4 +1,5 @@
-// Every hardware instruction the kernels use, wrapped once. The only file with inline assembly.
+// Every hardware instruction the kernels use, wrapped once. With sm90/arch.cuh, which holds what only
+// Hopper has, the only file with inline assembly.
 //
 // Tensor cores are reached through nvcuda::wmma (m16n16k16, float32 accumulation), sm_80 and later. The kernels rely
 // on the register layout of an accumulator fragment, which is opaque by contract but the same on every GPU since

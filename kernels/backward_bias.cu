@@ -33,7 +33,7 @@ struct Sight {
 };
 
 __device__ __forceinline__ Sight look(Shared& shared, const AttentionParams& p, const Tile& t, int first_key) {
-    const long long row = (long long)t.batch * p.mask_batch + t.group * p.mask_group + (long long)t.first_head * p.mask_head;
+    const long long row = mask_row_of(p, t);
 #if BITS
     const unsigned short* states =
         p.states + (row * p.query_words + t.first_query / 32) * (p.key_stride / 64) + first_key / 64;

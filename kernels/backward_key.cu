@@ -60,6 +60,11 @@ struct KeyTile {
     long long partial;             // KEYS_LISTED: row of the first key's partial sums
 };
 
+// The row of the mask for one head of the tile's group.
+__device__ __forceinline__ long long mask_row_of(const AttentionParams& p, const KeyTile& t, int head) {
+    return (long long)t.batch * p.mask_batch + t.group * p.mask_group + (long long)head * p.mask_head;
+}
+
 #if SEQUENCES
 // The keys and queries of block number `block` of the row (b, kv head).
 __device__ __forceinline__ void place_in_sequences(KeyTile& t, const AttentionParams& p, int block, int row) {
@@ -163,7 +168,7 @@ __device__ __forceinline__ void load_key_facts(Shared& shared, const AttentionPa
     const int key = shared.index[threadIdx.x];
     int start = CAUSAL ? key : INT_LOWEST, stop = NEVER;
 #if INTERVALS
-    const long long row = (long long)t.batch * p.mask_batch + t.group * p.mask_group + (long long)head * p.mask_head;
+    const long long row = mask_row_of(p, t, head);
     const long long mask_head = row % p.mask_heads, mask_batch = row / p.mask_heads;
     start = max(start, p.start[mask_batch * p.start_batch + mask_head * p.start_head + key]);
     stop = p.stop[mask_batch * p.stop_batch + mask_head * p.stop_head + key];
@@ -219,8 +224,7 @@ struct QuerySteps {
 
     __device__ __forceinline__ QuerySteps(const AttentionParams& p, const KeyTile& t, int head)
         : next_query(0), end(p.query_length), state_row(p.key_stride / 64), group(0), pending(0), pending_masked(0) {
-        const long long row =
-            (long long)t.batch * p.mask_batch + t.group * p.mask_group + (long long)head * p.mask_head;
+        const long long row = mask_row_of(p, t, head);
         states = p.states + row * p.query_words * state_row + t.first / 64;
     }
 
@@ -301,7 +305,7 @@ __device__ __forceinline__ void fetch_words(Shared& shared, const AttentionParam
                                             QueryStep step, int stage) {
 #if BITS
     if (!step.masked) return;
-    const long long row = (long long)t.batch * p.mask_batch + t.group * p.mask_group + (long long)head * p.mask_head;
+    const long long row = mask_row_of(p, t, head);
     const unsigned* columns = p.columns + (row * p.query_words + step.first / 32) * p.key_stride + t.first;
     for (int i = threadIdx.x; i < WORDS * BLOCK_N; i += THREADS)  // keys past the last have words too: 0
         copy_async_4(&shared.words[stage][i / BLOCK_N][i % BLOCK_N],

@@ -90,7 +90,7 @@ __device__ __forceinline__ void write_bias_gradients(const Accumulator (&ds)[WAR
 // look at every key.
 extern "C" __global__ void __launch_bounds__(THREADS) clear_bias(const AttentionParams p) {
 #if DBIAS && BITS
-    const Tile t = find_tile(p);
+    const Tile t = find_tile(p, static_cast<long long>(blockIdx.x));
     if (find_keys(p, t).length == p.key_length) return;
     const long long row = ((long long)t.batch * p.heads + t.first_head) * p.query_length + t.first_query;
     const long long count = (long long)min(QUERIES, p.query_length - t.first_query) * p.key_length;  // rows are neighbours
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) clear_bias(const Attention
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_query(const AttentionParams p) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
-    const Tile t = find_tile(p);
+    const Tile t = find_tile(p, static_cast<long long>(blockIdx.x));
     if (!t.exists()) return;
     const int first_row = threadIdx.x / 32 * WARP_ROWS * 16;  // of this warp
 

@@ -62,7 +62,7 @@ __device__ __forceinline__ void write_lse(const AttentionParams& p, const Tile& 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forward(const AttentionParams p) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
-    const Tile t = find_tile(p);
+    const Tile t = find_tile(p, static_cast<long long>(blockIdx.x));
     if (!t.exists()) return;
     const int first_row = threadIdx.x / 32 * WARP_ROWS * 16;  // of this warp
 

@@ -19,15 +19,13 @@
 #include "bias.cuh"
 #include "mask.cuh"
 #include "params.cuh"
-#include "sequences.cuh"
+#include "query_tile.cuh"
 #include "softmax.cuh"
 #include "tiles.cuh"
 
 static_assert(!SEQUENCES || (!BITS && BIAS != BIAS_DENSE), "packed sequences have no rectangle of queries and keys");
 constexpr int THREADS = WARPS * 32;
 constexpr int WARP_ROWS = BLOCK_M / (WARPS * 16);  // fragments of 16 rows a warp owns
-constexpr int QUERIES = BLOCK_M / HEADS;
-constexpr int WORDS = (QUERIES + 31) / 32;  // BITS: of a key
 constexpr int BIAS_ROWS = (BLOCK_M + HEADS - 1) / HEADS;
 constexpr int KEY_FRAGMENTS = BLOCK_N / 16;
 constexpr int DIM_FRAGMENTS = HEAD_DIM_PADDED / 16;
@@ -46,79 +44,6 @@ struct KeyTiles {
     BiasTile<BIAS_ROWS, BLOCK_N> bias_rows[2];
 #endif
 };
-
-struct Tile {
-    int batch, group, first_head, number, first_query, end_query, first_position, last_position;
-    int first_key, end_key;  // SEQUENCES: of the tile's sequence
-
-    // Whether there is such a tile: of sequences, some numbers have none.
-    __device__ __forceinline__ bool exists() const { return !SEQUENCES || first_query < end_query; }
-};
-
-__device__ __forceinline__ Tile find_tile(const AttentionParams& p) {
-    const int sets = p.heads / p.kv_heads / HEADS;  // tiles side by side that share a kv head
-    long long rest = blockIdx.x;
-    Tile t;
-    t.number = p.tiles - 1 - static_cast<int>(rest % p.tiles);  // the longest causal tiles first
-    rest /= p.tiles;
-    const int set = static_cast<int>(rest % sets);
-    rest /= sets;
-    t.group = static_cast<int>(rest % p.kv_heads);
-    t.batch = static_cast<int>(rest / p.kv_heads);
-    t.first_head = (t.group * sets + set) * HEADS;
-#if SEQUENCES
-    const RowTile rows = row_tile(p.bounds, p.bounds + p.sequences, p.sequences, QUERIES, t.number);
-    t.first_query = rows.first;
-    t.end_query = rows.end;
-    t.first_key = p.bounds[2 * p.sequences + rows.sequence];
-    t.end_key = p.bounds[3 * p.sequences + rows.sequence];
-    const int shift = KEYS == KEYS_CONTIGUOUS ? t.end_key - p.bounds[p.sequences + rows.sequence] : 0;
-    t.first_position = t.first_query + shift;
-    t.last_position = t.end_query - 1 + shift;
-#else
-    t.first_query = t.number * QUERIES;
-    t.end_query = p.query_length;
-    t.first_position = t.first_query + p.key_length - p.query_length;
-    t.last_position = min(t.first_query + QUERIES, p.query_length) - 1 + p.key_length - p.query_length;
-#endif
-    return t;
-}
-
-__device__ __forceinline__ KeySource find_keys(const AttentionParams& p, const Tile& t) {
-    KeySource source = {};
-#if KEYS == KEYS_CONTIGUOUS
-    source.first = SEQUENCES ? t.first_key : 0;
-    source.length = SEQUENCES ? t.end_key : p.key_length;
-#else
-    const long long row = (long long)t.batch * p.mask_batch + t.group * p.mask_group + t.first_head * p.mask_head;
-    const long long head = row % p.mask_heads, batch = row / p.mask_heads;
-#if BITS
-    source.columns = p.columns + (row * p.query_words + t.first_query / 32) * p.key_stride;
-#else
-    source.start = p.start + batch * p.start_batch + head * p.start_head;
-    source.stop = p.stop + batch * p.stop_batch + head * p.stop_head;
-#endif
-#if KEYS == KEYS_LISTED
-    const long long tile = row * p.tiles + t.number;
-    source.list = p.list + tile * p.capacity;
-    source.full = p.list_lengths[2 * tile];
-    source.length = p.list_lengths[2 * tile + 1];
-    source.capacity = p.capacity;
-#else
-    source.list = p.list + row * p.key_length;
-    source.summaries = p.summaries + row * ((p.key_length + BLOCK_N - 1) / BLOCK_N);
-    source.length = p.list_lengths[row];
-#if SEQUENCES
-    // Only chunks that hold keys of the sequence are looked at; what they hold of others no row of the tile sees.
-    const int4* chunks = p.chunk_info + row * ((p.key_length + p.chunk - 1) / p.chunk);
-    const int4 last = t.first_key < t.end_key ? chunks[(t.end_key - 1) / p.chunk] : make_int4(0, 0, 0, 0);
-    source.first = t.first_key < t.end_key ? chunks[t.first_key / p.chunk].w : 0;
-    source.length = last.x + last.w;
-#endif
-#endif
-#endif
-    return source;
-}
 
 // The tile's rows of query or dout.
 __device__ __forceinline__ void load_rows(ELEMENT* rows, const ELEMENT* source, long long batch, long long row_stride,
@@ -313,8 +238,6 @@ static_assert(WARP_ROWS * 16 <= 32 * HEADS && 32 % (WARP_ROWS * 16 / HEADS) == 0
 __device__ __forceinline__ int key_visibility(const KeyTiles& shared, int stage, int slot, int column) {
     return static_cast<int>(shared.words[stage][threadIdx.x / 32 * WARP_ROWS * 16 / HEADS / 32][column]);
 }
-
-__device__ __forceinline__ bool visible(int bit, int word) { return (word & bit) != 0; }
 #else
 // First position that sees the block's key `column`, and the first that no longer does.
 __device__ __forceinline__ int2 key_visibility(const KeyTiles& shared, int stage, int slot, int column) {
@@ -323,10 +246,6 @@ __device__ __forceinline__ int2 key_visibility(const KeyTiles& shared, int stage
     start = max(start, shared.index[slot][column]);
 #endif
     return make_int2(start, shared.stop[stage][column]);
-}
-
-__device__ __forceinline__ bool visible(int position, int2 interval) {
-    return visible(position, interval.x, interval.y);
 }
 #endif
 

@@ -39,6 +39,13 @@ __device__ __forceinline__ bool visible(int position, int start, int stop) {
     return start <= position && position < stop;
 }
 
+__device__ __forceinline__ bool visible(int position, int2 interval) {
+    return visible(position, interval.x, interval.y);
+}
+
+// BITS: a query's bit in a word, and a key's word.
+__device__ __forceinline__ bool visible(int bit, int word) { return (word & bit) != 0; }
+
 // The blocks of one tile, in order. All threads of a block step through them together and see the same.
 struct KeyBlocks {
     KeySource source;

@@ -148,7 +148,7 @@ def test_hopper_kernels_keep_their_products_asynchronous(keys, heads):
                 "__nv_bfloat16", head_dim, heads, *tile, "KEYS_LISTED" if keys in ("bits", "intervals") else
                 "KEYS_CONTIGUOUS", keys.startswith("contiguous"), kind, False, bits, element)
             _, log = jit._run_nvrtc(config.prelude() + jit.source_text(config.source), config, "sm_90a")
-            assert "wgmma" in log or "Used" in log
+            assert "Used" in log  # the assembler has spoken
             assert "serialized" not in log, f"{config}: {log}"
             assert config.shared_bytes <= 227 * 1024
             assert jit.compile(config, "sm_90a").spill_bytes <= 512

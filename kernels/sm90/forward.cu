@@ -218,7 +218,7 @@ struct Consumer {
             apply_mask(s, shared, turn.stage, position);
         else
             release_keys(turn);
-        update(state, s, logits.unit, rescale);
+        state.update(s, logits.unit, rescale);
         // The exponentials are to be computed while the output products are under way. The assembler would move them
         // behind the wait for these products, but moves nothing across a branch that depends on them.
         if (__any_sync(ALL_LANES, state.l[0] + state.l[1] < 0.0f)) __nanosleep(0);

@@ -79,41 +79,6 @@ struct LaneBias {
 };
 #endif
 
-// The online softmax (softmax.cuh) of logits in such a unit: s becomes exp(logit - m), in four strands a row.
-__device__ __forceinline__ void update(RowState& state, Fragment (&s)[KEY_FRAGMENTS], float unit, float (&rescale)[2]) {
-    float highest[2][4], sum[2][4], reference[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-#pragma unroll
-        for (int k = 0; k < 4; ++k) highest[r][k] = s[0].x[(k & 1) + 2 * r + 4 * (k >> 1)];
-#pragma unroll
-    for (int n = 1; n < KEY_FRAGMENTS; ++n)
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            float& h = highest[fragment_row(i)][(i & 1) + 2 * (i >> 2)];
-            h = fmaxf(h, s[n].x[i]);
-        }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const float m = fmaxf(state.m[r], row_max(fmaxf(fmaxf(highest[r][0], highest[r][1]), fmaxf(highest[r][2], highest[r][3]))));
-        const float seen = m == -infinity() ? 0.0f : m;  // a row that has seen nothing: p = 2^-inf
-        rescale[r] = exp2_fast((state.m[r] - seen) * unit);
-        reference[r] = -seen * unit;
-        state.m[r] = m;
-    }
-#pragma unroll
-    for (int n = 0; n < KEY_FRAGMENTS; ++n)
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const int r = fragment_row(i), k = (i & 1) + 2 * (i >> 2);
-            s[n].x[i] = exp2_fast(fmaf(s[n].x[i], unit, reference[r]));
-            sum[r][k] = n == 0 ? s[n].x[i] : sum[r][k] + s[n].x[i];
-        }
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-        state.l[r] = fmaf(state.l[r], rescale[r], (sum[r][0] + sum[r][1]) + (sum[r][2] + sum[r][3]));
-}
-
 // What says who sees the block's key `place`: the word of this warp's queries, or the first position that sees it and the
 // first that no longer does.
 #if BITS
@@ -126,8 +91,6 @@ __device__ __forceinline__ const unsigned* warp_words(const Shared& shared, int 
 __device__ __forceinline__ int visibility(const Shared& shared, int stage, int place) {
     return static_cast<int>(warp_words(shared, stage)[place]);
 }
-
-__device__ __forceinline__ bool visible(int bit, int word) { return (word & bit) != 0; }
 #else
 __device__ __forceinline__ int2 visibility(const Shared& shared, int stage, int place) {
     int start = shared.start[stage][place];
@@ -135,10 +98,6 @@ __device__ __forceinline__ int2 visibility(const Shared& shared, int stage, int 
     start = max(start, shared.key[stage][place]);
 #endif
     return make_int2(start, shared.stop[stage][place]);
-}
-
-__device__ __forceinline__ bool visible(int position, int2 interval) {
-    return visible(position, interval.x, interval.y);
 }
 #endif
 

@@ -49,14 +49,14 @@ struct Steps {
 
     __device__ __forceinline__ void fetch_lengths(int of) {
 #if KEYS == KEYS_LISTED
-        if (of < all_tiles(p)) lengths = *reinterpret_cast<const int2*>(p.list_lengths + 2 * list_of(p, tile_at(p, of)));
+        if (of < all_tiles(p)) lengths = *reinterpret_cast<const int2*>(p.list_lengths + 2 * list_of(p, find_tile(p, of)));
 #endif
     }
 
     __device__ __forceinline__ void open() {
         if (tile >= all_tiles(p)) return;
-        const Tile t = tile_at(p, tile);
-        KeySource source = keys_of(p, t);
+        const Tile t = find_tile(p, tile);
+        KeySource source = locate_keys(p, t);
 #if KEYS == KEYS_LISTED
         source.full = lengths.x;
         source.length = lengths.y;
@@ -171,7 +171,7 @@ struct Sources {
         : keys(p.key + t.batch * p.key_batch + t.group * p.key_head),
           values(p.value + t.batch * p.value_batch + t.group * p.value_head),
           bias(p.bias + t.batch * p.bias_batch + t.group * p.bias_group + t.first_head * p.bias_head) {
-        const KeySource source = keys_of(p, t);
+        const KeySource source = locate_keys(p, t);
         start = source.start;
         stop = source.stop;
         columns = source.columns;
@@ -227,7 +227,7 @@ __device__ __forceinline__ void produce(Shared& shared, const AttentionParams& p
         if (threadIdx.x == 0) shared.order[turn.stage] = {step.tile, step.opens, step.masked, following_keys};
         values_before = sources.values;
         if (step.opens && step.tile >= 0) {
-            const Tile t = tile_at(p, step.tile);
+            const Tile t = find_tile(p, step.tile);
             sources = Sources(p, t);
 #if BIAS == BIAS_DENSE
             bias = bias_row(p, t, threadIdx.x);

@@ -2,11 +2,13 @@
 //
 // Prelude: as sm90/forward.cu.
 #pragma once
+#define SEQUENCES 0  // packed sequences stay with the portable kernel
 #include "arch.cuh"
 #include "sm90/arch.cuh"
 #include "bias.cuh"
 #include "mask.cuh"
 #include "params.cuh"
+#include "query_tile.cuh"
 #include "softmax.cuh"
 
 constexpr int CONSUMERS = BLOCK_M / 64;  // warpgroups that multiply
@@ -16,8 +18,6 @@ constexpr int PRODUCER_THREADS = PRODUCER_WARPS * 32;
 constexpr int THREADS = PRODUCER_THREADS + CONSUMER_THREADS;
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 56 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 224 : 160;
-constexpr int QUERIES = BLOCK_M / HEADS;
-constexpr int WORDS = (QUERIES + 31) / 32;  // BITS: of a key
 constexpr int HEAD_DIM_PADDED = (HEAD_DIM + 15) / 16 * 16;
 constexpr int CHUNKS = (HEAD_DIM + CHUNK_COLUMNS - 1) / CHUNK_COLUMNS;
 constexpr int ROW_PIECES = HEAD_DIM_PADDED / 8;  // 16-byte pieces of a row
@@ -37,10 +37,6 @@ struct Order {
     int opens;  // it is the tile's first block
     int masked;
     int following;  // BIAS_DENSE: the first key, if BLOCK_N keys follow each other from a multiple of 16 bytes on, else -1
-};
-
-struct Tile {
-    int batch, group, first_head, first_query, first_position, last_position;
 };
 
 struct Shared {
@@ -63,55 +59,6 @@ struct Shared {
 };
 
 __device__ __forceinline__ int all_tiles(const AttentionParams& p) { return p.batch * (p.heads / HEADS) * p.tiles; }
-
-__device__ __forceinline__ Tile tile_at(const AttentionParams& p, int index) {
-    const int sets = p.heads / p.kv_heads / HEADS;  // tiles side by side that share a kv head
-    Tile t;
-    t.first_query = (p.tiles - 1 - index % p.tiles) * QUERIES;  // the longest causal tiles first
-    int rest = index / p.tiles;
-    const int set = rest % sets;
-    rest /= sets;
-    t.group = rest % p.kv_heads;
-    t.batch = rest / p.kv_heads;
-    t.first_head = (t.group * sets + set) * HEADS;
-    t.first_position = t.first_query + p.key_length - p.query_length;
-    t.last_position = min(t.first_query + QUERIES, p.query_length) - 1 + p.key_length - p.query_length;
-    return t;
-}
-
-__device__ __forceinline__ long long mask_row_of(const AttentionParams& p, const Tile& t) {
-    return (long long)t.batch * p.mask_batch + t.group * p.mask_group + t.first_head * p.mask_head;
-}
-
-__device__ __forceinline__ long long list_of(const AttentionParams& p, const Tile& t) {
-    return mask_row_of(p, t) * p.tiles + t.first_query / QUERIES;
-}
-
-// What is known without reading: KEYS_LISTED leaves out how long the list is.
-__device__ __forceinline__ KeySource keys_of(const AttentionParams& p, const Tile& t) {
-    KeySource source = {};
-#if KEYS == KEYS_CONTIGUOUS
-    source.length = p.key_length;
-#else
-    const long long row = mask_row_of(p, t);
-#if BITS
-    source.columns = p.columns + (row * p.query_words + t.first_query / 32) * p.key_stride;
-#else
-    const long long head = row % p.mask_heads, batch = row / p.mask_heads;
-    source.start = p.start + batch * p.start_batch + head * p.start_head;
-    source.stop = p.stop + batch * p.stop_batch + head * p.stop_head;
-#endif
-#if KEYS == KEYS_LISTED
-    source.list = p.list + list_of(p, t) * p.capacity;
-    source.capacity = p.capacity;
-#else
-    source.list = p.list + row * p.key_length;
-    source.summaries = p.summaries + row * ((p.key_length + BLOCK_N - 1) / BLOCK_N);
-    source.length = p.list_lengths[row];
-#endif
-#endif
-    return source;
-}
 
 // Place of piece `piece` of row `row` in a matrix of `rows` rows.
 template <int rows>
