@@ -10,7 +10,7 @@
 //   dense_lists  per (mask row, tile of QUERIES queries) its list of keys as in lists.cu: keys that all its queries see in
 //                order from the front, keys that some see in order from the back, and the two counts
 //
-// Both are bound by reading: pack_mask the bytes of the mask once, a thread 16 neighbouring keys of 32 queries; dense_lists
+// Both are bound by reading: pack_mask the bytes of the mask once, a thread 4 neighbouring keys of 32 queries; dense_lists
 // the words once, a thread 4 neighbouring keys of a tile.
 //
 // Prelude: QUERIES (of a tile: 4, 8, 16 or a multiple of 32).
@@ -34,10 +34,7 @@ struct DenseParams {
 };
 
 constexpr int THREADS = 256;
-constexpr int OWN = 4;         // neighbouring keys of a thread of dense_lists
-constexpr int PACK_KEYS = 16;  // and of pack_mask: it reads 16 bytes of a row at a time
-constexpr int FOURS = PACK_KEYS / 4;
-constexpr int PACK_THREADS = 128;
+constexpr int OWN = 4;  // neighbouring keys of a thread
 constexpr int CHUNK = THREADS * OWN;
 constexpr int STATE_KEYS = 64;
 constexpr unsigned ONES = 0x01010101u;
@@ -82,68 +79,49 @@ __device__ __forceinline__ uint4 transposed(const unsigned (&x)[4]) {
                       __byte_perm(c, d, 0x7632));
 }
 
-// The code is kept short: a thread runs through it once, and would wait for instructions rather than for the mask.
-extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack_mask(const DenseParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS) pack_mask(const DenseParams p) {
     unsigned rest = blockIdx.x;
-    const int key = (static_cast<int>(rest % p.key_chunks) * PACK_THREADS + threadIdx.x) * PACK_KEYS;
+    const int key = (static_cast<int>(rest % p.key_chunks) * THREADS + threadIdx.x) * OWN;
     rest /= p.key_chunks;
     const int word = static_cast<int>(rest % p.query_words), first_query = word * 32;
     const int row = static_cast<int>(rest / p.query_words), batch = row / p.mask_heads, head = row % p.mask_heads;
-    const int queries = max(min(32, p.query_length - first_query), 0);
+    const int queries = p.query_length - first_query;  // from this word's first on
     const unsigned char* source = p.dense + batch * p.dense_batch + head / p.dense_share * p.dense_head +
                                   first_query * p.dense_query;
-    const unsigned existing = queries == 0 ? 0 : ALL_LANES >> (32 - queries);
 
-    // Byte k of gathered[f][g] holds bits 8 g .. 8 g + 7 of the word of key 4 f + k: a shift and an or for four keys.
-    unsigned gathered[FOURS][4] = {};
-    if (VECTOR && queries == 32 && key + PACK_KEYS <= p.key_length) {
-        // All of a thread's rows are under way at once, each to a place that only this thread reads.
-        extern __shared__ __align__(16) unsigned char shared_memory[];
-        uint4* rows = reinterpret_cast<uint4*>(shared_memory) + threadIdx.x;  // PACK_THREADS apart
+    // Byte k of gathered[g] holds bits 8 g .. 8 g + 7 of the word of this thread's key k: a shift and an or for four keys.
+    unsigned gathered[4] = {};
+    if (VECTOR && queries >= 32 && key + OWN <= p.key_length) {
 #pragma unroll
-        for (int i = 0; i < 32; ++i) copy_async_16(rows + i * PACK_THREADS, source + i * p.dense_query + key, 16);
-        copy_async_commit();
-        copy_async_wait<0>();
-#pragma unroll
-        for (int i = 0; i < 32; ++i) {
-            const uint4 x = rows[i * PACK_THREADS];
-            gathered[0][i / 8] |= (x.x & ONES) << (i % 8);
-            gathered[1][i / 8] |= (x.y & ONES) << (i % 8);
-            gathered[2][i / 8] |= (x.z & ONES) << (i % 8);
-            gathered[3][i / 8] |= (x.w & ONES) << (i % 8);
-        }
+        for (int i = 0; i < 32; ++i)
+            gathered[i / 8] |= (*reinterpret_cast<const unsigned*>(source + i * p.dense_query + key) & ONES) << (i % 8);
     } else {
 #pragma unroll
         for (int g = 0; g < 4; ++g)
 #pragma unroll 1
-            for (int i = 0; i < min(8, queries - 8 * g); ++i)
-#pragma unroll
-                for (int f = 0; f < FOURS; ++f)
-                    gathered[f][g] |= (four_keys(p, source + (8 * g + i) * p.dense_query, key + 4 * f) & ONES) << i;
+            for (int i = 0; i < 8; ++i)
+                if (8 * g + i < queries)
+                    gathered[g] |= (four_keys(p, source + (8 * g + i) * p.dense_query, key) & ONES) << i;
     }
-    unsigned any = 0, all = existing;
-    unsigned* target = p.columns + (static_cast<long long>(row) * p.query_words + word) * p.key_stride + key;
-#pragma unroll
-    for (int f = 0; f < FOURS; ++f) {
-        uint4 words = transposed(gathered[f]);
+    uint4 words = transposed(gathered);
 #if INTERVALS || CAUSAL
-        words.x &= visible_queries(p, batch, head, first_query, key + 4 * f);
-        words.y &= visible_queries(p, batch, head, first_query, key + 4 * f + 1);
-        words.z &= visible_queries(p, batch, head, first_query, key + 4 * f + 2);
-        words.w &= visible_queries(p, batch, head, first_query, key + 4 * f + 3);
+    words.x &= visible_queries(p, batch, head, first_query, key);
+    words.y &= visible_queries(p, batch, head, first_query, key + 1);
+    words.z &= visible_queries(p, batch, head, first_query, key + 2);
+    words.w &= visible_queries(p, batch, head, first_query, key + 3);
 #endif
-        any |= words.x | words.y | words.z | words.w;
-        all &= words.x & words.y & words.z & words.w;
-        if (key < p.key_stride) reinterpret_cast<uint4*>(target)[f] = words;
-    }
+    const unsigned existing = queries <= 0 ? 0 : queries >= 32 ? ALL_LANES : ALL_LANES >> (32 - queries);
+    unsigned any = words.x | words.y | words.z | words.w, all = existing & words.x & words.y & words.z & words.w;
 #pragma unroll
-    for (int distance = STATE_KEYS / PACK_KEYS / 2; distance > 0; distance >>= 1) {
+    for (int distance = STATE_KEYS / OWN / 2; distance > 0; distance >>= 1) {
         any |= __shfl_xor_sync(ALL_LANES, any, distance);
         all &= __shfl_xor_sync(ALL_LANES, all, distance);
     }
-    if (threadIdx.x % (STATE_KEYS / PACK_KEYS) == 0 && key < p.key_stride)
-        p.states[(static_cast<long long>(row) * p.query_words + word) * (p.key_stride / STATE_KEYS) + key / STATE_KEYS] =
-            any == 0 ? 0 : all == existing ? 3 : 1;
+    if (key >= p.key_stride) return;
+    const long long line = static_cast<long long>(row) * p.query_words + word;
+    *reinterpret_cast<uint4*>(p.columns + line * p.key_stride + key) = words;
+    if (threadIdx.x % (STATE_KEYS / OWN) == 0)
+        p.states[line * (p.key_stride / STATE_KEYS) + key / STATE_KEYS] = any == 0 ? 0 : all == existing ? 3 : 1;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) dense_lists(const DenseParams p) {

@@ -199,7 +199,7 @@ class DenseConfig(jit.Config):
 
 # Threads of a block and sizes, as in the kernel files.
 BIAS_NONE, BIAS_OF_KEYS, BIAS_DENSE = 0, 1, 2
-STATE_KEYS, PACK_KEYS, PACK_THREADS = 64, 16, 128
+STATE_KEYS, PACK_KEYS = 64, 4
 RESERVED = 1024  # bytes of a multiprocessor's shared memory that each of its blocks costs besides its own
 SCORE_THREADS, SCORE_BLOCK_KEYS, SCORE_SLICE_KEYS = 256, 32, 512
 SELECT_THREADS = {"local_top": 1024, "filter_arrivals": 1024, "sweep_arrivals": 512}

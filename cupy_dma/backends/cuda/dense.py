@@ -6,7 +6,7 @@ from typing import Any
 
 from cupy_dma import jit
 from cupy_dma.arrays import Operand
-from cupy_dma.backends.cuda.configs import LIST_THREADS, PACK_KEYS, PACK_THREADS, STATE_KEYS, DenseConfig, blocks
+from cupy_dma.backends.cuda.configs import LIST_THREADS, PACK_KEYS, STATE_KEYS, DenseConfig, blocks
 from cupy_dma.backends.cuda.lists import KeyLists
 from cupy_dma.backends.cuda.runtime import Runtime
 from cupy_dma.masks import IntervalMask
@@ -51,16 +51,15 @@ def pack_mask(runtime: Runtime, dense: Operand, mask: IntervalMask | None, causa
         start, stop = mask._start, mask._stop
         more = {"start": start.pointer, "stop": stop.pointer, "start_batch": start.strides[0],
                 "start_head": start.strides[1], "stop_batch": stop.strides[0], "stop_head": stop.strides[1]}
-    chunks = blocks(stride, PACK_KEYS * PACK_THREADS)
+    chunks = blocks(stride, PACK_KEYS * LIST_THREADS)
     params = jit.params("dense.cu", "DenseParams").pack_some(fields, more, {
         "dense": dense.pointer, "dense_batch": d_batch, "dense_head": d_head, "dense_query": d_query,
         "dense_key": d_key, "mask_heads": heads, "dense_share": heads // dense.shape[1],
         "start_share": 1 if mask is None else heads // mask.shape[1], "query_length": query_length,
         "key_length": key_length, "key_chunks": chunks})
-    vector = d_key == 1 and not any(x % 16 for x in (dense.pointer, d_batch, d_head, d_query))
-    kernel = runtime.load(DenseConfig(32, vector, mask is not None, causal), "pack_mask", device.index,
-                          32 * PACK_KEYS * PACK_THREADS)
-    kernel.launch(batch * heads * words * chunks, PACK_THREADS, params, stream)
+    vector = d_key == 1 and not any(x % PACK_KEYS for x in (dense.pointer, d_batch, d_head, d_query))
+    kernel = runtime.load(DenseConfig(32, vector, mask is not None, causal), "pack_mask", device.index)
+    kernel.launch(batch * heads * words * chunks, LIST_THREADS, params, stream)
     return PackedMask(batch * heads, query_length, key_length, fields, place, device, (columns, states))
 
 
