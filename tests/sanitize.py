@@ -2,15 +2,16 @@
 
     compute-sanitizer --tool memcheck  python -m tests.sanitize
     compute-sanitizer --tool racecheck python -m tests.sanitize
+    ... python -m tests.sanitize hopper varlen                     some parts only
 
 CuPy's memory pool is off, so that every array has its own allocation and a read past its end is seen. Results are
 checked too, against the oracle. ``make sanitize`` runs both tools.
 """
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
-import itertools
 import sys
 from unittest import mock
 
@@ -30,8 +31,8 @@ NAMES = ("float32-", "float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3
          "dense-sizes", *LENGTHS)
 
 
-def forward() -> int:
-    chosen = [c for c in cases.CASES if c.name.startswith(NAMES) and c.dtype in ("float16", "bfloat16", "float32")]
+def forward(dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")) -> int:
+    chosen = [c for c in cases.CASES if c.name.startswith(NAMES) and c.dtype in dtypes]
     for case in chosen:
         out, lse = cases.run(case, cupy.asarray)
         cases.check(case, cupy.asnumpy(out), cupy.asnumpy(lse), tf32=True)
@@ -43,16 +44,13 @@ def hopper_forward() -> int:
     if not cuda.runtime.hopper(0):
         return 0
     runs = 0
-    shapes = {(tile, largest) for kind in hopper.TILES.values() for largest, tile in kind.items()}
-    for (tile, largest), case in itertools.product(sorted(shapes), cases.CASES):
-        if not case.name.startswith(NAMES) or case.dtype not in ("float16", "bfloat16"):
-            continue
-        with mock.patch.object(hopper, "tile_shape", lambda call, problem, tile=tile: tile), mock.patch.object(
-                hopper, "_pays", lambda runtime, index, call, problem, tile=tile, largest=largest:
-                call.head_dim <= largest and (tile.block_m == 128 or not (problem.bits or problem.bias_kind == 2))):
-            out, lse = cases.run(case, cupy.asarray)
-        cases.check(case, cupy.asnumpy(out), cupy.asnumpy(lse))
-        runs += 1
+    for tile, largest in sorted({(tile, largest) for kind in hopper.TILES.values() for largest, tile in kind.items()}):
+        def pays(runtime, index, call, problem, tile=tile, largest=largest):
+            return call.head_dim <= largest and (tile.block_m == 128 or not (problem.bits or problem.bias_kind == 2))
+
+        with mock.patch.object(hopper, "tile_shape", lambda call, problem, tile=tile: tile), \
+                mock.patch.object(hopper, "_pays", pays):
+            runs += forward(("float16", "bfloat16")) + varlen_forward(("float16", "bfloat16"))
     return runs
 
 
@@ -83,16 +81,21 @@ def super_tiles() -> int:
     return 3
 
 
-def varlen() -> int:
-    """Packed sequences, pages, and super-tiles of sequences."""
-    forward = [c for c in varlen_cases.CASES + varlen_cases.PAGES + varlen_cases.LONG if c.dtype != "float64"]
-    backward = [c for c in varlen_cases.CASES + varlen_cases.SUPERS if c.dtype != "float64"]
-    for case in forward:
+def varlen_forward(dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")) -> int:
+    """Packed sequences and pages."""
+    chosen = [c for c in varlen_cases.CASES + varlen_cases.PAGES + varlen_cases.LONG if c.dtype in dtypes]
+    for case in chosen:
         varlen_cases.check(case, *(cupy.asnumpy(x) for x in varlen_cases.run(case, cupy.asarray)), tf32=True)
-    for case in backward:
+    return len(chosen)
+
+
+def varlen_backward() -> int:
+    """Super-tiles of sequences among them."""
+    chosen = [c for c in varlen_cases.CASES + varlen_cases.SUPERS if c.dtype != "float64"]
+    for case in chosen:
         gradients = varlen_cases.run_backward(case, cupy.asarray)
         varlen_cases.check_backward(case, [None if g is None else cupy.asnumpy(g) for g in gradients], tf32=True)
-    return len(forward) + len(backward)
+    return len(chosen)
 
 
 def selection() -> int:
@@ -130,11 +133,19 @@ def key_scores() -> int:
     return len(shapes)
 
 
-def main() -> int:
+PARTS = {"forward": forward, "hopper": hopper_forward, "backward": backward, "super-tiles": super_tiles,
+         "varlen": varlen_forward, "varlen-backward": varlen_backward, "selection": selection, "scores": key_scores}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description="Run every kernel once, on small odd shapes.")
+    options.add_argument("part", nargs="*", help=f"only these, of {', '.join(PARTS)}")
+    chosen = options.parse_args(arguments).part or list(PARTS)
+    if not set(chosen) <= set(PARTS):
+        options.error(f"part must be of {', '.join(PARTS)}, got {' '.join(chosen)}")
     cupy.cuda.set_allocator(None)
     with contextlib.redirect_stdout(io.StringIO()):  # the errors of every case
-        counts = {"forward": forward(), "backward": backward(), "super-tile": super_tiles(), "varlen": varlen(),
-                  "selection": selection(), "score": key_scores()}
+        counts = {name: PARTS[name]() for name in chosen}
     print("agree with the oracle:", ", ".join(f"{count} {name}" for name, count in counts.items()))
     return 0
 

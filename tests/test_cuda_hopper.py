@@ -7,18 +7,20 @@ import pytest
 import cupy_dma as dma
 from cupy_dma.backends import cuda
 from cupy_dma.backends.cuda import hopper
-from tests import cases
+from tests import cases, varlen_cases
 from tests.test_cuda import converter, draw, draw_scores, host
 
 pytestmark = pytest.mark.gpu
 
-TILES = {
-    "128x128": (hopper.HopperTile(128, 128, 2, 2), 128),
-    "128x64": (hopper.HopperTile(128, 64, 2, 2), 192),
-    "128x32": (hopper.HopperTile(128, 32, 2, 2), 256),
-    "192x64": (hopper.HopperTile(192, 64, 3, 2), 128),
+TILES = {  # and the head dims that fit
+    "128x128": (hopper.HopperTile(128, 128, 2, 2), range(1, 129)),
+    "128x64": (hopper.HopperTile(128, 64, 2, 2), range(1, 193)),
+    "128x32": (hopper.HopperTile(128, 32, 2, 2), range(65, 257)),
+    "192x64": (hopper.HopperTile(192, 64, 3, 2), range(1, 129)),
+    "192x128": (hopper.HopperTile(192, 128, 3, 2), range(1, 65)),
 }
 FORWARD = [c for c in cases.CASES if c.dtype in ("float16", "bfloat16")]
+VARLEN = [c for c in varlen_cases.CASES + varlen_cases.LONG if c.dtype in ("float16", "bfloat16")]
 
 
 @pytest.fixture
@@ -39,10 +41,10 @@ def everything(monkeypatch, torch):
         served.append(1)
         original(*arguments)
 
-    def choose(tile, largest):
+    def choose(tile, head_dims):
         monkeypatch.setattr(hopper, "attention", attention)
         monkeypatch.setattr(hopper, "tile_shape", lambda call, problem: tile)
-        monkeypatch.setattr(hopper, "_pays", lambda runtime, index, call, problem: call.head_dim <= largest and not (
+        monkeypatch.setattr(hopper, "_pays", lambda runtime, index, call, problem: call.head_dim in head_dims and not (
             tile.block_m != 128 and (problem.bits or problem.bias_kind == 2)))
         return served
 
@@ -58,12 +60,35 @@ def test_forward_grid(case, tile, everything):
 
 
 @pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("case", VARLEN, ids=str)
+def test_packed_sequences(case, tile, everything):
+    everything(*TILES[tile])
+    varlen_cases.check(case, *(host(x) for x in varlen_cases.run(case, converter("torch"))))
+
+
+@pytest.mark.parametrize("tile", TILES)
 def test_the_grid_reaches_the_kernel(tile, everything, torch):
     served = everything(*TILES[tile])
     for dense in (False, True):
-        q, k, v = draw(torch, 70, 90, 4, 2, 64)
+        q, k, v = draw(torch, 70, 90, 4, 2, TILES[tile][1][-1])
         dma.attention(q, k, v, causal=True, mask=torch.rand(1, 1, 70, 90, device="cuda") < 0.5 if dense else None)
-    assert len(served) == (2 if TILES[tile][0].block_m == 128 else 1)
+    dma.varlen_attention(q[0], k[0], v[0], *(torch.tensor([0, 20, n], dtype=torch.int32, device="cuda") for n in (70, 90)))
+    assert len(served) == (3 if TILES[tile][0].block_m == 128 else 2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [(2000,) * 20, (8000, 3, 0, 5000, 700, 1, 4000, 9000)])
+def test_sequences_agree_with_the_portable_kernel(torch, monkeypatch, lengths, causal):
+    total = sum(lengths)
+    q, k, v = (x[0] for x in draw(torch, total, total, 16, 8, 128))
+    bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper, "serves", lambda *arguments: False)
+        expected, expected_lse = dma.varlen_attention(q, k, v, bounds, bounds, causal=causal, return_lse=True)
+    out, lse = dma.varlen_attention(q, k, v, bounds, bounds, causal=causal, return_lse=True)
+    assert not torch.equal(out, expected)  # another kernel
+    assert (lse - expected_lse).abs().max() < 1e-5
+    assert (out.float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max()
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "window"), [

@@ -112,6 +112,13 @@ __device__ __forceinline__ unsigned matrix_descriptor(const void* first, int chu
 // The descriptor of the matrix that begins `bytes` further on, a multiple of 16.
 __device__ __forceinline__ unsigned moved(unsigned descriptor, int bytes) { return descriptor + bytes / 16; }
 
+// This lane's number, read anew: what is worked out from it is not kept in registers from before a loop.
+__device__ __forceinline__ int lane_now() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
+
 // Lane 0's value, which the compiler then knows to be the same in all lanes.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(ALL_LANES, value, 0); }
 

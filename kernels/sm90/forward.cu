@@ -12,13 +12,13 @@
 // softmax is computed.
 //
 // Prelude: ELEMENT, HEAD_DIM, HEADS, BLOCK_M, BLOCK_N, STAGES, QUERY_STAGES, KEYS, CAUSAL, BITS, BIAS, BIAS_ELEMENT (16 bit
-// where BIAS_DENSE), SOFTCAP.
+// where BIAS_DENSE), SOFTCAP, SEQUENCES (with neither BITS nor BIAS_DENSE).
 #include "sm90/logits.cuh"
 #include "sm90/producer.cuh"
 #include "sm90/tile.cuh"
 
 // ---- the consumers: 64 rows of the tile each ----
-// s = rows . k
+// s = rows . k, or s += rows . k
 __device__ __forceinline__ void begin_logits(Fragment (&s)[KEY_FRAGMENTS], const ELEMENT* query, const ELEMENT* key) {
     const unsigned a = matrix_descriptor(query, 0), b = matrix_descriptor(key, 0);
     pin(s);
@@ -27,7 +27,7 @@ __device__ __forceinline__ void begin_logits(Fragment (&s)[KEY_FRAGMENTS], const
     for (int d = 0; d < DIM_FRAGMENTS; ++d) {
         const int chunk = d / 4, step = d % 4 * 32;
         Wgmma<KEY_FRAGMENTS>::multiply_shared(s, moved(a, chunk * BLOCK_M * CHUNK_ROW_BYTES + step),
-                                              moved(b, chunk * BLOCK_N * CHUNK_ROW_BYTES + step), d > 0);
+                                              moved(b, chunk * BLOCK_N * CHUNK_ROW_BYTES + step), d > 0 || BIAS_FIRST);
     }
     products_commit();
 }
@@ -73,13 +73,14 @@ __device__ __forceinline__ void isolate_nonfinite(Fragment (&o)[DIM_FRAGMENTS], 
                                                   const Shared& shared, int stage, const int (&position)[2]) {
 #pragma unroll 1
     for (int key = 0; key < BLOCK_N; ++key) {
-        const auto seen = visibility(shared, stage, key_of_row(key));
+        const auto seen = visibility(shared, stage, key);
+        const int row = row_of_key(key);
 #pragma unroll
         for (int d = 0; d < DIM_FRAGMENTS; ++d)
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const int column = 16 * d + 2 * (threadIdx.x & 3) + fragment_column(i);
-                const float v = to_float(piece_of<BLOCK_N>(value, key, column / 8)[column % 8]);
+                const float v = to_float(piece_of<BLOCK_N>(value, row, column / 8)[column % 8]);
                 if (!isfinite(v) && visible(position[fragment_row(i)], seen)) o[d].x[i] += v;
             }
     }
@@ -96,7 +97,7 @@ __device__ __forceinline__ void isolate_nonfinite(Fragment (&o)[DIM_FRAGMENTS], 
 // Writes this warp's 16 rows of out and lse, through the tile's own query rows, which nobody needs any more.
 __device__ __forceinline__ void write_tile(const AttentionParams& p, const Tile& t, ELEMENT* staging, int first_row,
                                            const Fragment (&o)[DIM_FRAGMENTS], RowState& state) {
-    const int lane = threadIdx.x & 31;
+    const int lane = lane_now();
     state.finish();
 #pragma unroll
     for (int d = 0; d < DIM_FRAGMENTS; ++d)
@@ -108,20 +109,24 @@ __device__ __forceinline__ void write_tile(const AttentionParams& p, const Tile&
             *reinterpret_cast<unsigned*>(piece_of<BLOCK_M>(staging, row, 2 * d + i / 4) + 2 * (lane & 3)) = pair;
         }
     __syncwarp();  // the warp's rows are complete
-    constexpr int ROWS = 32 / ROW_LANES;
+    constexpr int COPIES = 16 / (32 / ROW_LANES);
     const int piece = lane % ROW_LANES;
-#pragma unroll 1
-    for (int k = 0; k < 16; k += ROWS) {
-        const int row = first_row + k + lane / ROW_LANES;
-        const int query = t.first_query + row / HEADS, head = t.first_head + row % HEADS;
-        if (piece * 8 >= HEAD_DIM || row >= QUERIES * HEADS || query >= p.query_length) continue;
-        ELEMENT* target = p.out + (((long long)t.batch * p.query_length + query) * p.heads + head) * HEAD_DIM + piece * 8;
-        *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(piece_of<BLOCK_M>(staging, row, piece));
+    ELEMENT* target = p.out + ((long long)t.batch * p.query_length * p.heads + t.first_head) * HEAD_DIM + piece * 8;
+    uint4 pieces[COPIES];
+#pragma unroll
+    for (int k = 0; k < COPIES; ++k)
+        pieces[k] = *reinterpret_cast<const uint4*>(
+            piece_of<BLOCK_M>(staging, first_row + k * (32 / ROW_LANES) + lane / ROW_LANES, piece));
+#pragma unroll
+    for (int k = 0; k < COPIES; ++k) {
+        const int row = first_row + k * (32 / ROW_LANES) + lane / ROW_LANES, query = t.first_query + row / HEADS;
+        if (piece * 8 < HEAD_DIM && row < QUERIES * HEADS && query < t.end_query)
+            *reinterpret_cast<uint4*>(target + ((long long)query * p.heads + row % HEADS) * HEAD_DIM) = pieces[k];
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int row = first_row + lane / 4 + 8 * r, query = t.first_query + row / HEADS;
-        if ((lane & 3) == 0 && row < QUERIES * HEADS && query < p.query_length) {
+        if ((lane & 3) == 0 && row < QUERIES * HEADS && query < t.end_query) {
             const long long head = (long long)t.batch * p.heads + t.first_head + row % HEADS;
             p.lse[head * p.query_length + query] = state.lse(r);
         }
@@ -133,6 +138,7 @@ struct Consumer {
     Shared& shared;
     const AttentionParams& p;
     const Logits logits;
+    const float inverse_scale;
     const int lane, group_row, first_row;  // rows of the warpgroup and of this warp in the tile
     Turn<STAGES> turn, value_turn;
     Turn<QUERY_STAGES> query_turn;
@@ -144,14 +150,9 @@ struct Consumer {
     int position[2];
 
     __device__ __forceinline__ Consumer(Shared& shared, const AttentionParams& p)
-        : shared(shared), p(p), logits(p.scale, p.softcap), lane(threadIdx.x & 31),
+        : shared(shared), p(p), logits(p.scale, p.softcap), inverse_scale(1.0f / p.scale), lane(threadIdx.x & 31),
           group_row(uniform((threadIdx.x - PRODUCER_THREADS) / 128) * 64),
           first_row(uniform((threadIdx.x - PRODUCER_THREADS) / 32) * 16) {}
-
-    __device__ __forceinline__ Order wait_for_keys() const {
-        barrier_wait(&shared.key_arrived[turn.stage], turn.phase);
-        return shared.order[turn.stage];
-    }
 
     // The softmax goes on to the tile whose queries are at `queries`.
     __device__ __forceinline__ void open_tile(const Turn<QUERY_STAGES>& queries) {
@@ -179,6 +180,10 @@ struct Consumer {
     // Logits of the block at `turn`, of the tile whose queries are at `queries`.
     __device__ __forceinline__ void start_logits(const Turn<QUERY_STAGES>& queries) {
         barrier_wait(&shared.query_arrived[queries.stage], queries.phase);
+        barrier_wait(&shared.key_arrived[turn.stage], turn.phase);
+#if BIAS_FIRST
+        begin_with_bias(s, shared, turn.stage, inverse_scale);
+#endif
         begin_logits(s, shared.query[queries.stage] + group_row * CHUNK_COLUMNS, shared.keys[turn.stage]);
     }
 
@@ -201,6 +206,7 @@ struct Consumer {
         __syncwarp();  // the warp has read its output rows
         if (lane == 0) barrier_arrive(&shared.query_free[query_turn.stage]);
         query_turn.advance();
+        clear_output();
     }
 
     // What is added to the logits of the block at `turn`; to be called while their products are under way.
@@ -246,12 +252,15 @@ struct Consumer {
 };
 
 __device__ __forceinline__ void consume(Shared& shared, const AttentionParams& p) {
+#if SEQUENCES
+    barrier_wait(&shared.key_arrived[0], 0);
+    if (shared.order[0].ends < 0) return;  // none of this block's numbers has a tile
+#endif
     Consumer c(shared, p);
     float rescale[2];
-    Order current = c.wait_for_keys();
-    Turn<STAGES> keys = c.turn;      // of the current block
-    Turn<QUERY_STAGES> queries;      // of the next block
+    Turn<QUERY_STAGES> queries;  // of the block whose logits come next
     c.start_logits(queries);
+    Order current = shared.order[c.turn.stage];
     c.open_tile(queries);
     c.fetch_bias(current.following);
     c.clear_output();
@@ -259,14 +268,21 @@ __device__ __forceinline__ void consume(Shared& shared, const AttentionParams& p
     pin(c.s);
     c.exponentiate(current.masked, rescale);
     c.round_probabilities();
-    while (true) {
+    bool unwritten = false;  // the tile before the current block's
+    while (!current.ends) {
+        const Turn<STAGES> keys = c.turn;  // of the current block
         c.turn.advance();
-        const Order next = c.wait_for_keys();
-        if (next.tile < 0) break;
-        if (next.opens) queries.advance();
+        if (current.closes) {
+            if (unwritten) c.close_tile(c.complete);  // the coming queries need its place
+            unwritten = false;
+            queries.advance();
+        }
         c.start_logits(queries);
+        const Order next = shared.order[c.turn.stage];
+        if (unwritten) c.close_tile(c.complete);
+        unwritten = current.closes;
         c.start_output(current.masked, keys);
-        if (next.opens) c.open_tile(queries);
+        if (unwritten) c.open_tile(queries);
         c.fetch_bias(next.following);
         products_wait<1>();
         pin(c.s);
@@ -274,19 +290,16 @@ __device__ __forceinline__ void consume(Shared& shared, const AttentionParams& p
         c.finish_output();
         c.release_values();
         c.round_probabilities();
-        if (next.opens) {  // the tile before is complete
-            c.close_tile(c.complete);
-            c.clear_output();
-        } else if (__any_sync(ALL_LANES, rescale[0] != 1.0f || rescale[1] != 1.0f)) {  // rare after a few blocks
+        if (!unwritten && __any_sync(ALL_LANES, rescale[0] != 1.0f || rescale[1] != 1.0f)) {  // rare after a few blocks
 #pragma unroll
             for (int d = 0; d < DIM_FRAGMENTS; ++d)
 #pragma unroll
                 for (int i = 0; i < 8; ++i) c.o[d].x[i] *= rescale[fragment_row(i)];
         }
         current = next;
-        keys = c.turn;
     }
-    c.start_output(current.masked, keys);
+    if (unwritten) c.close_tile(c.complete);
+    c.start_output(current.masked, c.turn);
     c.finish_output();
     c.close_tile(c.state);
 }

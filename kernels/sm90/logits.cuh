@@ -4,18 +4,22 @@
 #pragma once
 #include "sm90/tile.cuh"
 
+// A bias of keys is where the sums of the products begin, unless a softcap comes between.
+#define BIAS_FIRST (BIAS == BIAS_OF_KEYS && !SOFTCAP)
+
 // Logits are kept in a unit of their own, which the exponential takes in: products times `unit`, or natural logits times
-// log2(e), are powers of 2. So a product that needs neither bias nor softcap is touched once. Needs scale > 0.
+// log2(e), are powers of 2. So a product that needs neither softcap nor a bias afterwards is touched once. Needs scale > 0.
 struct Logits {
+    static constexpr bool NATURAL = SOFTCAP || BIAS == BIAS_DENSE;
     float scale, cap, exponent, unit;
 
     __device__ __forceinline__ Logits(float scale, float softcap)
         : scale(scale), cap(softcap), exponent(SOFTCAP ? 2.0f * LOG2_E / softcap : 0.0f),
-          unit(BIAS != BIAS_NONE || SOFTCAP ? LOG2_E : scale * LOG2_E) {}
+          unit(NATURAL ? LOG2_E : scale * LOG2_E) {}
 
     template <typename Bias>
     __device__ __forceinline__ void finish(Fragment (&s)[KEY_FRAGMENTS], const Bias& bias) const {
-        if (BIAS == BIAS_NONE && !SOFTCAP) return;
+        if (!NATURAL) return;
 #pragma unroll
         for (int n = 0; n < KEY_FRAGMENTS; ++n)
 #pragma unroll
@@ -28,6 +32,27 @@ struct Logits {
 
 // Of the eight keys that a lane has of fragments n and n + 1 (n even): which one element i of fragment n + h is.
 __device__ __forceinline__ constexpr int own_key(int h, int i) { return 4 * h + i / 4 * 2 + i % 2; }
+
+#if BIAS == BIAS_OF_KEYS
+// Of the keys of this lane in fragment n.
+__device__ __forceinline__ float4 four_biases(const Shared& shared, int stage, int n) {
+    return reinterpret_cast<const float4*>(shared.bias[stage])[n / 2 * 8 + 2 * (threadIdx.x & 3) + n % 2];
+}
+#endif
+
+#if BIAS_FIRST
+// Before the products: the bias in units of them. Rounded towards zero a finite bias stays finite.
+__device__ __forceinline__ void begin_with_bias(Fragment (&s)[KEY_FRAGMENTS], const Shared& shared, int stage,
+                                                float inverse_scale) {
+#pragma unroll
+    for (int n = 0; n < KEY_FRAGMENTS; ++n) {
+        const float4 four = four_biases(shared, stage, n);
+        const float own[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) s[n].x[i] = __fmul_rz(own[own_key(0, i)], inverse_scale);
+    }
+}
+#endif
 
 // What a lane adds to its logits of a block: element i of fragment n.
 #if BIAS == BIAS_DENSE
@@ -57,14 +82,13 @@ struct LaneBias {
         return to_float(reinterpret_cast<const BIAS_ELEMENT*>(&eight[fragment_row(i)][n / 2])[own_key(n % 2, i)]);
     }
 };
-#elif BIAS == BIAS_OF_KEYS
+#elif BIAS == BIAS_OF_KEYS && SOFTCAP
 struct LaneBias {
     float4 four[KEY_FRAGMENTS];
 
     __device__ __forceinline__ void fetch(const AttentionParams& p, const Shared& shared, int stage, int) {
 #pragma unroll
-        for (int n = 0; n < KEY_FRAGMENTS; ++n)
-            four[n] = reinterpret_cast<const float4*>(shared.bias[stage])[n / 2 * 8 + 2 * (threadIdx.x & 3) + n % 2];
+        for (int n = 0; n < KEY_FRAGMENTS; ++n) four[n] = four_biases(shared, stage, n);
     }
 
     __device__ __forceinline__ float operator()(int n, int i) const {

@@ -1,25 +1,20 @@
 // The producer of the Hopper forward: a warpgroup that gathers one block of keys after the other, of one tile after the
 // other, into shared memory.
 //
-// A warp copies ROWS rows at a time, ROW_LANES lanes a row. Its rows of a block are the same modulo 8 wherever ROWS allows,
-// so that a lane's places in shared memory are constants apart.
+// Warp w knows the block's keys w * WARP_KEYS and following, a lane one of them. It copies ROWS rows at a time, ROW_LANES lanes
+// a row; such a group of lanes copies GROUP_KEYS keys that follow each other, in runs whose places in shared memory are
+// constants apart.
 //
 // Prelude: as sm90/forward.cu.
 #pragma once
 #include "sm90/tile.cuh"
 
 constexpr int ROWS = 32 / ROW_LANES;
+constexpr int GROUP_KEYS = WARP_KEYS / ROWS;
+constexpr int RUN = GROUP_KEYS < 8 ? GROUP_KEYS : 8;
+static_assert(RUN % 4 == 0, "keys are read in vectors of four");
 
-// Column of the block's key that lane `mine` of this warp knows: the warp's rows mine, mine + 1, ...
-__device__ __forceinline__ int column_of(int mine) {
-    return mine / ROWS * (PRODUCER_WARPS * ROWS) + threadIdx.x / 32 * ROWS + mine % ROWS;
-}
-
-// Which key of a block stands in row `column` of its matrices: a lane's columns of two accumulator fragments (2t, 2t + 1,
-// 2t + 8, ...) are eight keys that follow each other, so that it reads what is known of them in whole vectors.
-__device__ __forceinline__ constexpr int key_of_row(int column) {
-    return column / 32 * 32 + column % 8 / 2 * 8 + column / 8 % 4 * 2 + column % 2;
-}
+__device__ __forceinline__ int own_place() { return threadIdx.x / 32 * WARP_KEYS + (threadIdx.x & 31); }
 
 struct Step {
     int tile;     // negative: there are no more
@@ -27,54 +22,79 @@ struct Step {
     int key;      // row of this lane's key
     bool masked;
     bool opens;
+#if KEYS == KEYS_CONTIGUOUS
+    int first;  // row of the block's first key
+#endif
 #if BIAS == BIAS_DENSE
     int first_key, last_key;
 #endif
 };
 
+// The tile that this block takes in its round `round`, negative if there is none. Under causality alone tiles differ in their
+// work: within `section` sets of heads, whose keys fit into the second cache, the longest come first, and every other
+// round goes through the blocks backwards.
+__device__ __forceinline__ int scheduled(const AttentionParams& p, int round) {
+    int place = blockIdx.x;
+#if CAUSAL && KEYS == KEYS_CONTIGUOUS
+    if (round % 2) place = gridDim.x - 1 - blockIdx.x;
+#endif
+    place += round * gridDim.x;
+    if (place >= all_tiles(p)) return -1;
+#if CAUSAL && KEYS == KEYS_CONTIGUOUS
+    const int first = place / (p.section * p.tiles) * p.section, rest = place - first * p.tiles;
+    const int sets = min(p.section, all_tiles(p) / p.tiles - first);
+    return (first + rest % sets) * p.tiles + rest / sets;
+#else
+    return place;
+#endif
+}
+
 struct Steps {
     const AttentionParams& p;
     KeyBlocks blocks;
-    int tile;
+    int tile, following, round;  // the tile at hand, the next one, and its round
     bool fresh;  // nothing of this tile has come yet
 #if KEYS == KEYS_LISTED
     int2 lengths;  // of the next tile's list, fetched ahead
 #endif
 
     __device__ __forceinline__ Steps(const AttentionParams& p)
-        : p(p), blocks(KeySource{}, 0, 0), tile(blockIdx.x), fresh(true) {
-        fetch_lengths(tile);
+        : p(p), blocks(KeySource{}, 0, 0), round(-1), fresh(true) {
+        look_ahead();
         open();
     }
 
-    __device__ __forceinline__ void fetch_lengths(int of) {
+    __device__ __forceinline__ void look_ahead() {
+        do following = scheduled(p, ++round);
+        while (SEQUENCES && following >= 0 && !find_tile(p, following).exists());
 #if KEYS == KEYS_LISTED
-        if (of < all_tiles(p)) lengths = *reinterpret_cast<const int2*>(p.list_lengths + 2 * list_of(p, find_tile(p, of)));
+        if (following >= 0)
+            lengths = *reinterpret_cast<const int2*>(p.list_lengths + 2 * list_of(p, find_tile(p, following)));
 #endif
     }
 
     __device__ __forceinline__ void open() {
-        if (tile >= all_tiles(p)) return;
+        tile = following;
+        if (tile < 0) return;
         const Tile t = find_tile(p, tile);
         KeySource source = locate_keys(p, t);
 #if KEYS == KEYS_LISTED
         source.full = lengths.x;
         source.length = lengths.y;
-        fetch_lengths(tile + gridDim.x);
 #endif
+        look_ahead();
         blocks = KeyBlocks(source, t.first_position, t.last_position);
     }
 
     // A tile that meets no keys has one block without keys, so that its output is written.
     __device__ __forceinline__ Step next() {
         Step step = {-1, 0, 0, false, fresh};
-        if (tile >= all_tiles(p)) return step;
+        if (tile < 0) return step;
         KeyBlock block = blocks.next();
         if (block.first < 0 && !fresh) {
-            tile += gridDim.x;
             open();
             step.opens = true;
-            if (tile >= all_tiles(p)) return step;
+            if (tile < 0) return step;
             block = blocks.next();
         }
         if (block.first < 0) block = {blocks.source.length, true};
@@ -82,15 +102,14 @@ struct Steps {
         step.count = blocks.source.length - block.first;
         step.masked = block.masked;
         fresh = false;
-        const int lane = threadIdx.x & 31, place = key_of_row(column_of(lane));
+        const int place = own_place();
         bool exists;
-        if (lane < WARP_KEYS && place < step.count) {
 #if KEYS == KEYS_CONTIGUOUS
-            step.key = block.first + place;
+        step.first = block.first;
+        step.key = block.first + place;
 #else
-            step.key = *blocks.entry(block.first + place, exists);
+        if ((threadIdx.x & 31) < WARP_KEYS && place < step.count) step.key = *blocks.entry(block.first + place, exists);
 #endif
-        }
 #if BIAS == BIAS_DENSE
         step.first_key = 0;
         step.last_key = -1;
@@ -110,38 +129,50 @@ struct Steps {
     }
 };
 
-// This warp's rows of a block, from the key rows that its lanes know.
+// This warp's rows of a block. `listed` holds the rows of the warp's keys, if they do not follow each other from `first` on.
 template <bool whole>
-__device__ __forceinline__ void gather_rows(ELEMENT* matrix, const ELEMENT* source, int row_stride, const Step& step) {
-    const int lane = threadIdx.x & 31, piece = lane % ROW_LANES, first = column_of(lane / ROW_LANES);
-    const unsigned place = shared_address(piece_of<BLOCK_N>(matrix, first, piece));
+__device__ __forceinline__ void gather_rows(ELEMENT* matrix, const ELEMENT* source, int row_stride, const int* listed,
+                                            int first, int count) {
+    const int lane = threadIdx.x & 31, piece = lane % ROW_LANES, group = lane / ROW_LANES * GROUP_KEYS;
+    if (ROW_PIECES < ROW_LANES && piece >= ROW_PIECES) return;
     const int stride = row_stride * static_cast<int>(sizeof(ELEMENT));
-    constexpr int DISTANCE = PRODUCER_WARPS * ROWS;  // rows from one copy of the warp to its next
-    constexpr int COPIES = WARP_KEYS / ROWS, BATCH = COPIES < 8 ? COPIES : 8;
     source += piece * 8;
 #pragma unroll
-    for (int begin = 0; begin < COPIES; begin += BATCH) {
-        int key[BATCH];  // all shuffles of a batch first: a copy would wait for its own
+    for (int run = 0; run < GROUP_KEYS; run += RUN) {
+        const int begin = threadIdx.x / 32 * WARP_KEYS + group + run;
+        int key[RUN];
 #pragma unroll
-        for (int k = 0; k < BATCH; ++k)
-            key[k] = __shfl_sync(ALL_LANES, step.key, (begin + k) * ROWS + lane / ROW_LANES);
-        if (ROW_PIECES < ROW_LANES && piece >= ROW_PIECES) continue;
+        for (int k = 0; k < RUN; k += 4) {
+#if KEYS == KEYS_CONTIGUOUS
 #pragma unroll
-        for (int k = 0; k < BATCH; ++k) {
-            const int rows = (begin + k) * DISTANCE;
-            const bool exists = (whole || key_of_row(first + rows) < step.count) && (HEAD_DIM == HEAD_DIM_PADDED || piece * 8 < HEAD_DIM);
-            // Four rows further the piece stands four places away, eight rows further at the same place again.
-            const unsigned turned = rows % 8 == 4 ? place ^ 64 : place;
-            copy_async_16(turned + rows * CHUNK_ROW_BYTES, row_address(source, key[k], stride), exists ? 16 : 0);
+            for (int i = 0; i < 4; ++i) key[k + i] = first + begin + k + i;
+#else
+            *reinterpret_cast<int4*>(key + k) = *reinterpret_cast<const int4*>(listed + group + run + k);
+#endif
+        }
+        const unsigned place = shared_address(piece_of<BLOCK_N>(matrix, row_of_key(begin), piece));
+#pragma unroll
+        for (int k = 0; k < RUN; ++k) {
+            const bool exists = (whole || begin + k < count) && (HEAD_DIM == HEAD_DIM_PADDED || piece * 8 < HEAD_DIM);
+            // One row further the piece stands at the neighbouring place, eight rows further at the same again.
+            const unsigned turned = k % 2 ? (place ^ 16) + CHUNK_ROW_BYTES : place;
+            copy_async_16(turned + k / 2 * 8 * CHUNK_ROW_BYTES, row_address(source, key[k], stride), exists ? 16 : 0);
         }
     }
 }
 
-__device__ __forceinline__ void gather(ELEMENT* matrix, const ELEMENT* source, int row_stride, const Step& step) {
+// The block that `step` describes; of a block without keys the rows may be anything.
+__device__ __forceinline__ void gather(ELEMENT* matrix, const ELEMENT* source, int row_stride, const int* listed,
+                                       const Step& step) {
+#if KEYS == KEYS_CONTIGUOUS
+    const int first = step.first;
+#else
+    const int first = 0;
+#endif
     if (step.count < BLOCK_N)
-        gather_rows<false>(matrix, source, row_stride, step);
+        gather_rows<false>(matrix, source, row_stride, listed, first, step.count);
     else
-        gather_rows<true>(matrix, source, row_stride, step);
+        gather_rows<true>(matrix, source, row_stride, listed, first, step.count);
 }
 
 __device__ __forceinline__ void gather_queries(ELEMENT* matrix, const AttentionParams& p, const Tile& t) {
@@ -151,7 +182,7 @@ __device__ __forceinline__ void gather_queries(ELEMENT* matrix, const AttentionP
 #pragma unroll 4
     for (int row = threadIdx.x / ROW_LANES; row < BLOCK_M; row += PRODUCER_THREADS / ROW_LANES) {
         const int query = t.first_query + row / HEADS;
-        const bool exists = row < QUERIES * HEADS && query < p.query_length;
+        const bool exists = row < QUERIES * HEADS && query < t.end_query;
         copy_async_16(piece_of<BLOCK_M>(matrix, row, piece),
                       source + (exists ? query : 0) * p.query_row + row % HEADS * p.query_head + piece * 8,
                       exists && (HEAD_DIM == HEAD_DIM_PADDED || piece * 8 < HEAD_DIM) ? 16 : 0);
@@ -178,11 +209,28 @@ struct Sources {
     }
 };
 
+// The rows of this warp's keys, from its lanes to all of them.
+__device__ __forceinline__ void list_rows(Shared& shared, int side, const Step& step) {
+#if KEYS != KEYS_CONTIGUOUS
+    __syncwarp();  // nobody reads what was listed there before
+    if ((threadIdx.x & 31) < WARP_KEYS) shared.listed[side][own_place()] = step.key;
+    __syncwarp();  // the list is complete
+#endif
+}
+
+__device__ __forceinline__ const int* listed_rows(const Shared& shared, int side) {
+#if KEYS == KEYS_CONTIGUOUS
+    return nullptr;
+#else
+    return shared.listed[side] + threadIdx.x / 32 * WARP_KEYS;
+#endif
+}
+
 // What is known per key, by the lane that knows the key.
 __device__ __forceinline__ void gather_facts(Shared& shared, const AttentionParams& p, const Sources& sources,
                                              const Step& step, int stage) {
-    const int lane = threadIdx.x & 31, place = key_of_row(column_of(lane));
-    if (lane >= WARP_KEYS) return;
+    const int place = own_place();
+    if ((threadIdx.x & 31) >= WARP_KEYS) return;
     const bool exists = place < step.count;
 #if BIAS == BIAS_OF_KEYS
     copy_async_4(&shared.bias[stage][place], sources.bias + (long long)step.key * p.bias_key, exists ? 4 : 0);
@@ -210,13 +258,22 @@ __device__ __forceinline__ void produce(Shared& shared, const AttentionParams& p
     Turn<QUERY_STAGES> query_turn;
     Steps steps(p);
     Step step = steps.next(), before = {-1, 0, 0, false, false};
+    int side = 0;  // of `listed`
     Sources sources;
     const ELEMENT* values_before = nullptr;
 #if BIAS == BIAS_DENSE
     static_assert(BLOCK_M == PRODUCER_THREADS, "a thread fetches one row of bias ahead");
     const BIAS_ELEMENT* bias = nullptr;
 #endif
-    while (true) {
+#if SEQUENCES
+    if (step.tile < 0) {
+        if (threadIdx.x == 0) shared.order[0].ends = -1;
+        barrier_arrive_after_copies(&shared.key_arrived[0]);
+        barrier_arrive(&shared.key_arrived[0]);
+        return;
+    }
+#endif
+    while (step.tile >= 0) {
         const Step following = steps.next();  // its list entries are under way while this block is copied
         barrier_wait(&shared.key_free[turn.stage], turn.phase ^ 1);
         int following_keys = -1;
@@ -224,9 +281,10 @@ __device__ __forceinline__ void produce(Shared& shared, const AttentionParams& p
         if (p.bias_aligned && step.last_key - step.first_key == BLOCK_N - 1 && step.first_key % BIAS_WIDTH == 0)
             following_keys = step.first_key;
 #endif
-        if (threadIdx.x == 0) shared.order[turn.stage] = {step.tile, step.opens, step.masked, following_keys};
+        if (threadIdx.x == 0)
+            shared.order[turn.stage] = {step.masked, following.opens || following.tile < 0, following.tile < 0, following_keys};
         values_before = sources.values;
-        if (step.opens && step.tile >= 0) {
+        if (step.opens) {
             const Tile t = find_tile(p, step.tile);
             sources = Sources(p, t);
 #if BIAS == BIAS_DENSE
@@ -239,25 +297,27 @@ __device__ __forceinline__ void produce(Shared& shared, const AttentionParams& p
             barrier_arrive(&shared.query_arrived[query_turn.stage]);
             query_turn.advance();
         }
-        if (step.tile >= 0) {
 #if BIAS == BIAS_DENSE
-            if (following_keys >= 0)  // the consumers read it when its turn has come, from the second cache
-                for (int i = 0; i < BLOCK_N; i += 128 / sizeof(BIAS_ELEMENT)) prefetch_line(bias + following_keys + i);
+        if (following_keys >= 0)  // the consumers read it when its turn has come, from the second cache
+            for (int i = 0; i < BLOCK_N; i += 128 / sizeof(BIAS_ELEMENT)) prefetch_line(bias + following_keys + i);
 #endif
-            gather_facts(shared, p, sources, step, turn.stage);
-            gather(shared.keys[turn.stage], sources.keys, p.key_row, step);
-        }
+        gather_facts(shared, p, sources, step, turn.stage);
+        list_rows(shared, side, step);
+        gather(shared.keys[turn.stage], sources.keys, p.key_row, listed_rows(shared, side), step);
         barrier_arrive_after_copies(&shared.key_arrived[turn.stage]);
         barrier_arrive(&shared.key_arrived[turn.stage]);
         turn.advance();
         if (before.tile >= 0) {
             barrier_wait(&shared.value_free[value_turn.stage], value_turn.phase ^ 1);
-            gather(shared.values[value_turn.stage], values_before, p.value_row, before);
+            gather(shared.values[value_turn.stage], values_before, p.value_row, listed_rows(shared, side ^ 1), before);
             barrier_arrive_after_copies(&shared.value_arrived[value_turn.stage]);
             value_turn.advance();
         }
-        if (step.tile < 0) break;
         before = step;
         step = following;
+        side ^= 1;
     }
+    barrier_wait(&shared.value_free[value_turn.stage], value_turn.phase ^ 1);
+    gather(shared.values[value_turn.stage], sources.values, p.value_row, listed_rows(shared, side ^ 1), before);
+    barrier_arrive_after_copies(&shared.value_arrived[value_turn.stage]);
 }

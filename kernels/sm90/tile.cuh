@@ -2,7 +2,6 @@
 //
 // Prelude: as sm90/forward.cu.
 #pragma once
-#define SEQUENCES 0  // packed sequences stay with the portable kernel
 #include "arch.cuh"
 #include "sm90/arch.cuh"
 #include "bias.cuh"
@@ -33,9 +32,9 @@ static_assert(WARP_KEYS <= 32 && WARP_KEYS * ROW_LANES % 32 == 0, "a producer la
 
 // What the consumers are told of a block of keys.
 struct Order {
-    int tile;  // negative: the work is done
-    int opens;  // it is the tile's first block
     int masked;
+    int closes;  // it is the tile's last block
+    int ends;    // it is the last of all; negative: there is none, and this is no block
     int following;  // BIAS_DENSE: the first key, if BLOCK_N keys follow each other from a multiple of 16 bytes on, else -1
 };
 
@@ -52,6 +51,9 @@ struct Shared {
 #if KEYS_KNOWN
     int key[STAGES][BLOCK_N];  // rows of the block's keys
 #endif
+#if KEYS != KEYS_CONTIGUOUS
+    int listed[2][BLOCK_N];  // the producer's own: rows of the keys of the block at hand and of the one before
+#endif
     Order order[STAGES];
     Tile tile[QUERY_STAGES];
     Barrier query_arrived[QUERY_STAGES], query_free[QUERY_STAGES];
@@ -64,6 +66,12 @@ __device__ __forceinline__ int all_tiles(const AttentionParams& p) { return p.ba
 template <int rows>
 __device__ __forceinline__ ELEMENT* piece_of(ELEMENT* matrix, int row, int piece) {
     return matrix + (piece / 8 * rows + row) * CHUNK_COLUMNS + ((piece ^ row) & 7) * 8;
+}
+
+// Where key `key` of a block stands in its matrices: eight keys that follow each other are one lane's columns of two
+// accumulator fragments (2t, 2t + 1, 2t + 8, ...), so that it reads what is known of them in whole vectors.
+__device__ __forceinline__ constexpr int row_of_key(int key) {
+    return key / 32 * 32 + key % 8 / 2 * 8 + key / 8 % 4 * 2 + key % 2;
 }
 
 // Which stage is next, and in which of its two phases.

@@ -15,6 +15,7 @@ from cupy_dma.backends.cuda.configs import BIAS_DENSE, ELEMENTS, blocks
 from cupy_dma.backends.cuda.lists import KeyLists
 from cupy_dma.backends.cuda.problem import Problem
 from cupy_dma.backends.cuda.runtime import Runtime
+from cupy_dma.backends.cuda.sequences import tile_numbers
 
 if TYPE_CHECKING:
     from cupy_dma.calls import AttentionCall
@@ -45,6 +46,7 @@ class HopperForwardConfig(jit.Config):
     softcap: bool
     bits: bool
     bias_element: str
+    sequences: bool
 
     @property
     def shared_bytes(self) -> int:
@@ -52,7 +54,7 @@ class HopperForwardConfig(jit.Config):
         row = blocks(self.head_dim, 64) * 128
         rows = self.query_stages * self.block_m + 2 * self.stages * self.block_n
         facts = 4 * self.block_n * (2 + max(2, blocks(self.block_m // self.heads, 32)))
-        return 1024 + row * rows + self.stages * (facts + 16 + 32) + 64 * self.query_stages + 64
+        return 1024 + row * rows + 8 * self.block_n + self.stages * (facts + 16 + 32) + 64 * self.query_stages + 64
 
     @property
     def threads(self) -> int:
@@ -67,17 +69,16 @@ class FiniteConfig(jit.Config):
 
 
 FINITE_WARPS, FINITE_ROWS = 8, 64  # as in finite.cu
+SECTION_BYTES = 24 << 20
 _EXPONENTS = {"float16": "0x7c007c00u", "bfloat16": "0x7f807f80u"}
 
-# By what a call's keys are and the largest head dim, measured in docs/performance-notes.md. Lists of intervals with
-# head dims up to 64 are no faster here than in the portable kernel.
+# By what a call's keys are and the largest head dim, measured in docs/performance-notes.md.
 TILES = {
-    "intervals": {128: HopperTile(192, 64, 3, 2)},
+    "intervals": {64: HopperTile(192, 128, 3, 2), 128: HopperTile(192, 64, 3, 2)},
     "bits": {64: HopperTile(128, 128, 3, 2), 128: HopperTile(128, 128, 2, 2)},
     "contiguous": {64: HopperTile(192, 128, 3, 2), 128: HopperTile(128, 128, 2, 2)},
     "contiguous with bias": {64: HopperTile(128, 128, 3, 2), 128: HopperTile(128, 128, 2, 2)},
 }
-SMALLEST_HEAD_DIM = {"intervals": 65}
 
 
 def tile_shape(call: AttentionCall, problem: Problem) -> HopperTile | None:
@@ -93,14 +94,12 @@ def tile_shape(call: AttentionCall, problem: Problem) -> HopperTile | None:
 
 def tile_of(keys: str, head_dim: int) -> HopperTile | None:
     """The tile for a name of ``TILES``; None where there is none for this head dim."""
-    if head_dim < SMALLEST_HEAD_DIM.get(keys, 1):
-        return None
     return next((tile for largest, tile in TILES[keys].items() if head_dim <= largest), None)
 
 
 def serves(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
     """Whether this kernel takes the call on device ``index``: it can, and is expected to be faster."""
-    return (problem.size == 2 and call.sequences is None and runtime.hopper(index) and problem.vector
+    return (problem.size == 2 and problem.page_size == 0 and runtime.hopper(index) and problem.vector
             and call.scale > 0.0 and not (problem.bias_kind == BIAS_DENSE and problem.bias_element == "float")
             and problem.params["key_length"] > 0 and _strides_fit(problem) and _pays(runtime, index, call, problem))
 
@@ -125,18 +124,25 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
     tile = tile_shape(call, problem)
     assert tile is not None
     queries = tile.block_m // problem.tile_heads
-    tiles, stream = blocks(call.query_length, queries), place.stream(device)
+    tiles, stream = tile_numbers(call.query_length, queries, problem.count), place.stream(device)
+    problem.move_mask_to_rows(runtime, stream)
     lists: KeyLists | None = problem.key_lists(runtime, queries, tile.block_n, stream)
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] = {"section": _section(call, problem)}
     if problem.bits:  # nearly all blocks are masked: to look at the values of each costs more than to look once
         flags = nonfinite(runtime, call.value, stream)
         fields["nonfinite"] = place.pointer(flags)
     kernel = _kernel(runtime, device.index, ELEMENTS[query.dtype], call.head_dim, problem.tile_heads, *tile,
                      "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal and not problem.bits,
-                     problem.bias_kind, call.softcap > 0.0, problem.bits, problem.bias_element)
+                     problem.bias_kind, call.softcap > 0.0, problem.bits, problem.bias_element, problem.count > 0)
     grid = min(tiles * (call.heads // problem.tile_heads) * call.batch, runtime.multiprocessors(device.index))
     kernel.launch(grid, 128 + 2 * tile.block_m,
                   problem.pack(lists, out=place.pointer(out), lse=place.pointer(lse), tiles=tiles, **fields), stream)
+
+
+def _section(call: AttentionCall, problem: Problem) -> int:
+    """Sets of heads (as many as a tile has) whose keys and values stay in the second cache together."""
+    kv_heads = max(1, SECTION_BYTES // (2 * 2 * call.key_length * call.head_dim))
+    return min(kv_heads * (call.heads // call.kv_heads // problem.tile_heads), 2**16)
 
 
 def nonfinite(runtime: Runtime, value: Operand, stream: int) -> Any:
