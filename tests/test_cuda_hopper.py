@@ -72,7 +72,8 @@ def test_the_grid_reaches_the_kernel(tile, everything, torch):
     for dense in (False, True):
         q, k, v = draw(torch, 70, 90, 4, 2, TILES[tile][1][-1])
         dma.attention(q, k, v, causal=True, mask=torch.rand(1, 1, 70, 90, device="cuda") < 0.5 if dense else None)
-    dma.varlen_attention(q[0], k[0], v[0], *(torch.tensor([0, 20, n], dtype=torch.int32, device="cuda") for n in (70, 90)))
+    bounds = [torch.tensor([0, 20, n], dtype=torch.int32, device="cuda") for n in (70, 90)]
+    dma.varlen_attention(q[0], k[0], v[0], *bounds)
     assert len(served) == (3 if TILES[tile][0].block_m == 128 else 2)
 
 
