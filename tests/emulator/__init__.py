@@ -14,6 +14,7 @@ from typing import Any
 from cupy_dma import backends
 from cupy_dma.arrays import Operand, describe, numpy_dtype
 from cupy_dma.backends.cuda.backward import attention_backward as _attention_backward
+from cupy_dma.backends.cuda.dynamic_cache import cache_extend as _cache_extend
 from cupy_dma.backends.cuda.forward import attention as _attention
 from cupy_dma.backends.cuda.scores import key_scores as _key_scores
 from cupy_dma.backends.cuda.scores import key_scores_backward as _key_scores_backward
@@ -49,6 +50,9 @@ class Backend:
 
     def key_scores_backward(self, *arguments: Any, **more: Any) -> Any:
         return self._run(_key_scores_backward, arguments, ("dvalue", "ddt_proj", "dA", "ddt_bias"), more)
+
+    def cache_extend(self, state: Any, call: Any) -> Any:
+        return _cache_extend(self.prefix_stop, self.attention, state, call)
 
     def _run(self, function: Any, arguments: tuple, names: tuple[str, ...], more: dict[str, Any] | None = None) -> Any:
         with self.runtime.memory.session() as session:

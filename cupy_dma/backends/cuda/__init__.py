@@ -11,7 +11,7 @@ of this package prepare and launch; they reach the device through a ``Runtime`` 
     forward.py     attention over key lists      kernels/forward.cu
     hopper.py      the same on Hopper GPUs       kernels/sm90/forward.cu finite.cu
     backward.py    its gradients                 kernels/backward_{query,key,bias,sum}.cu
-    cache.py       the decode cache
+    dynamic_cache.py  the decode cache
     problem.py     a call as both of them see it
     configs.py     what each kernel can be specialised in
     tiles.py       tile shapes of the attention kernels
@@ -23,7 +23,7 @@ from functools import cache, partial
 
 from cupy_dma import jit
 from cupy_dma.backends.cuda.backward import attention_backward as _attention_backward
-from cupy_dma.backends.cuda.cache import cache_extend as _cache_extend
+from cupy_dma.backends.cuda.dynamic_cache import cache_extend as _cache_extend
 from cupy_dma.backends.cuda.forward import attention as _attention
 from cupy_dma.backends.cuda.runtime import CudaRuntime
 from cupy_dma.backends.cuda.scores import key_scores as _key_scores

@@ -15,9 +15,9 @@ are added only where they are seen (in a matrix product even a weight of 0 would
     forward.py     attention
     backward.py    its gradients
     varlen.py      both, sequence by sequence
-    cache.py       the decode cache
+    dynamic_cache.py  the decode cache
 """
-from cupy_dma.backends.numpy.cache import cache_extend
+from cupy_dma.backends.numpy.dynamic_cache import cache_extend
 from cupy_dma.backends.numpy.scores import key_scores, key_scores_backward
 from cupy_dma.backends.numpy.selection import prefix_stop
 from cupy_dma.backends.numpy.varlen import attention, attention_backward
