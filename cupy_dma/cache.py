@@ -10,12 +10,13 @@ from contextlib import AbstractContextManager
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from cupy_dma import backends, checks
-from cupy_dma.arrays import CPU, describe, library, numpy_dtype
+from cupy_dma.arrays import describe, numpy_dtype
 from cupy_dma.cache_arguments import batch_rows, extend_call, type_name
 from cupy_dma.cache_copies import ARRAYS, NUMBERS, copy_rows, empty_state, forget, load, saved_state
 from cupy_dma.cache_rows import AFTER_ALL, index, needed
-from cupy_dma.cache_state import CacheState
 
 
 class KeptKeys(NamedTuple):
@@ -68,25 +69,21 @@ class DynamicCache:
         batch, kv_heads = checks.whole(batch, "batch", 0), checks.whole(kv_heads, "kv_heads", 1)
         window, sinks, recent = (checks.whole(number, name, least) for number, name, least in (
             (window, "window", 1), (sinks, "sinks", 0), (recent, "recent", 0)))
-        sizes = [checks.whole(head_dim, "head_dim", 1)]
-        sizes.append(sizes[0] if value_dim is None else checks.whole(value_dim, "value_dim", 1))
+        size = checks.whole(head_dim, "head_dim", 1)
+        sizes = size, size if value_dim is None else checks.whole(value_dim, "value_dim", 1)
         for size, name in zip(sizes, ("head_dim", "value_dim")):
             if size > 256:
                 raise ValueError(f"{name} must be 1 to 256, got {size}")
         if window + sinks + recent >= 2**31:
             raise ValueError(f"window + sinks + recent must be below 2**31, got {window + sinks + recent}")
         kind = type_name(dtype)
-        seen = None if like is None else describe(like, "like")
-        place, device = (library("numpy"), CPU) if seen is None else (seen.library, seen.device)
+        seen = describe(np.empty(0) if like is None else like, "like")
+        self._module, place, device = backends.choose(backend, (seen,)), seen.library, seen.device
         if kind == "float64" and device.kind == "cuda" and backend != "numpy":
             raise TypeError("dtype must be float16, bfloat16 or float32 on CUDA, got float64 (backend='numpy' takes "
                             "it)")
-        self._set(empty_state(place, device, kind, batch, kv_heads, (window, sinks, recent), sizes[0], sizes[1]),
-                  backend)
-
-    def _set(self, state: CacheState, backend: str | None) -> None:
-        self._state, self._backend = state, backend
-        self._module = backends.choose(backend, (state.key,))
+        with place.on(device):
+            self._state = empty_state(place, device, kind, batch, kv_heads, (window, sinks, recent), *sizes)
 
     # ---- tokens -----------------------------------------------------------------------------------------------------
 
@@ -175,12 +172,13 @@ class DynamicCache:
 
     @property
     def positions(self) -> Any:
-        """int64 array ``(B, Hkv, R)``: index in its sequence of the token in each slot, -1 where none is kept."""
+        """int64 array ``(B, Hkv, R)``: index in its sequence of the token in each slot, -1 where the last token sees
+        none. Order has no meaning; see ``kept``."""
         with self._here():
             return self._export(self._kept_positions())
 
     def kept(self) -> KeptKeys:
-        """Positions and scores of the kept keys, oldest first; for analysis. Arrays of the cache's library."""
+        """Positions and scores of the keys that each sequence's last token sees, oldest first; for analysis."""
         state, xp = self._state, self._state.library.xp
         with self._here():
             where = self._kept_positions()
@@ -190,7 +188,7 @@ class DynamicCache:
             return KeptKeys(*(self._export(array[batch, head, order]) for array in (where, score)))
 
     def _kept_positions(self) -> Any:
-        """Positions without those that no later query can see."""
+        """Positions of what the last token sees, -1 elsewhere."""
         state = self._state
         return state.library.xp.where(needed(state, state.lengths.array - 1), state.positions.array, -1)
 
@@ -229,8 +227,9 @@ class DynamicCache:
         s, found = self._state, DynamicCache.__new__(DynamicCache)
         with self._here():
             batch = s.batch if rows is None else int(rows.shape[0])
-            found._set(empty_state(s.library, s.device, s.key.dtype, batch, s.kv_heads, (s.window, s.sinks, s.recent),
-                                   s.head_dim, s.value_dim), self._backend)
+            found._module = self._module
+            found._state = empty_state(s.library, s.device, s.key.dtype, batch, s.kv_heads,
+                                       (s.window, s.sinks, s.recent), s.head_dim, s.value_dim)
             copy_rows(s, found._state, rows)
         return found
 
