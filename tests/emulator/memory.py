@@ -35,8 +35,8 @@ class Session:
         """
         size = numpy_dtype(operand.dtype).itemsize
         if writable and 0 not in operand.shape:
-            region = build.driver().add_region(operand.pointer, int(np.prod(operand.shape)) * size, operand.name, True, None,
-                                               size)
+            count = int(np.prod(operand.shape))
+            region = build.driver().add_region(operand.pointer, count * size, operand.name, True, None, size)
             build.driver().initialise_region(region)
             self._arguments.append(region)
         elif 0 not in operand.shape:

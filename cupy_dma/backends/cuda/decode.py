@@ -75,8 +75,8 @@ def serves(state: CacheState, call: ExtendCall) -> bool:
 
 
 def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
-    """``out (B, L, H, Dv)`` and ``lse (B, H, L)`` of a call that ``serves``, None for what nobody asked for. Changes the
-    state; one launch per token."""
+    """``out (B, L, H, Dv)`` and ``lse (B, H, L)`` of a call that ``serves``, None for what nobody asked for; changes
+    the state. One launch per token."""
     place, device, query = state.library, state.device, call.query
     index, batch, length = device.index, state.batch, call.length
     heads = 0 if query is None else query.shape[2]
@@ -110,8 +110,8 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
 
 @functools.lru_cache(maxsize=1024)
 def split(shape: tuple[int, int, int, int], value_dim: int, group: int, size: int, processors: int) -> Split:
-    """The blocks of a step for keys ``(B, Hkv, R, D)`` of ``size`` bytes an element and ``group`` query heads a kv head:
-    a few per multiprocessor, or as many as there is work for in ones of ``WARPS * STEP`` slots."""
+    """The blocks of a step for keys ``(B, Hkv, R, D)`` of ``size`` bytes an element and ``group`` query heads a kv
+    head: a few per multiprocessor, or as many as there is work for in ones of ``WARPS * STEP`` slots."""
     batch, kv_heads, rows, head_dim = shape
     pairs, slots = batch * kv_heads, rows + 1
     long = max(head_dim, value_dim) * size > ROW_BYTES
