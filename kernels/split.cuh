@@ -30,6 +30,8 @@ constexpr int VALUE_TILES = VALUE_CHUNKS * PIECE / 2;  // of 16 dims
 constexpr bool TOGETHER = 2 * KEY_CHUNKS + 4 * VALUE_CHUNKS <= 16;  // values are loaded ahead of the first product
 static_assert(ROWS <= 16, "a tile is one operand high");
 
+constexpr const ELEMENT* TYPE = nullptr;
+
 struct alignas(16) Piece {
     unsigned word[4];
 };
@@ -61,6 +63,32 @@ struct SplitShared {
 __device__ __forceinline__ unsigned bits_of(__half x) { return __half_as_ushort(x); }
 __device__ __forceinline__ unsigned bits_of(__nv_bfloat16 x) { return __bfloat16_as_ushort(x); }
 __device__ __forceinline__ unsigned bits_of(float x) { return __float_as_uint(x); }
+
+__device__ __forceinline__ float half_of(unsigned word, int side, const __half*) {
+    return to_float(__ushort_as_half(static_cast<unsigned short>(word >> 16 * side)));
+}
+__device__ __forceinline__ float half_of(unsigned word, int side, const __nv_bfloat16*) {
+    return to_float(__ushort_as_bfloat16(static_cast<unsigned short>(word >> 16 * side)));
+}
+
+// Element `i` of those in a word, as an operand.
+template <typename T>
+__device__ __forceinline__ float element_of(unsigned word, int i, const T* type) {
+    return half_of(word, i, type);
+}
+__device__ __forceinline__ float element_of(unsigned word, int, const float*) {
+    return round_tf32(__uint_as_float(word));
+}
+
+// The word with zeros in place of elements that are not finite operands.
+__device__ __forceinline__ unsigned finite_word(unsigned word) {
+    unsigned kept = 0;
+    constexpr int PER_WORD = 4 / sizeof(ELEMENT);
+#pragma unroll
+    for (int i = 0; i < PER_WORD; ++i)
+        if (isfinite(element_of(word, i, TYPE))) kept |= (PER_WORD == 1 ? ~0u : 0xffffu) << 16 * i;
+    return word & kept;
+}
 
 // Piece `number` of a row of `dim` elements; zeros behind its end and where `exists` is false (nothing is read then).
 template <int dim>
@@ -101,8 +129,6 @@ template <typename T>
 __device__ __forceinline__ unsigned operand_word(unsigned x, const T*) {
     return x;
 }
-
-constexpr const ELEMENT* TYPE = nullptr;
 
 // The tile's query rows, row_of(row) the address of each; complete behind the next barrier.
 template <typename RowOf>

@@ -6,7 +6,8 @@ import os
 import numpy as np
 import pytest
 
-from cupy_dma.backends.cuda import decode
+from cupy_dma.backends.cuda import decode, few_queries
+from tests import cases
 from tests.cache_cases import SCORES, History
 from tests.test_cache import check_invariants
 
@@ -182,3 +183,23 @@ def test_parts_cover_the_slots():
                 assert cut.share % decode.STEP == 0 and cut.parts <= decode.MOST_PARTS
                 assert (cut.parts - 1) * cut.share < rows + 1 <= cut.parts * cut.share
                 assert cut.rows * cut.sets >= group and 1 <= cut.rows <= 16
+
+
+# ---- few queries against a long history ----
+FEW = [c for c in cases.CASES if c.dtype in ("float16", "bfloat16", "float32") and not c.name.startswith("dense-")]
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """The kernel of few queries takes every call that it can do."""
+    served = []
+    monkeypatch.setattr(few_queries, "_pays", lambda *_: True)
+    launch = few_queries.attention
+    monkeypatch.setattr(few_queries, "attention", lambda *arguments: served.append(1) or launch(*arguments))
+    return served
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_few_queries_on_the_forward_grid(case, always):
+    out, lse = cases.run(case, backend="emulator")
+    cases.check(case, out, lse, tf32=True)

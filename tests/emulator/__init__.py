@@ -17,6 +17,7 @@ from cupy_dma.backends.cuda.backward import attention_backward as _attention_bac
 from cupy_dma.backends.cuda.decode import step as _decode_step
 from cupy_dma.backends.cuda.dynamic_cache import cache_extend as _cache_extend
 from cupy_dma.backends.cuda.forward import attention as _attention
+from cupy_dma.backends.cuda.last_queries import attend_last as _attend_last
 from cupy_dma.backends.cuda.scores import key_scores as _key_scores
 from cupy_dma.backends.cuda.scores import key_scores_backward as _key_scores_backward
 from cupy_dma.backends.cuda.selection import prefix_stop as _prefix_stop
@@ -48,6 +49,9 @@ class Backend:
     def attention(self, call: Any) -> Any:
         return self._run(_attention, (call,), ("out", "lse"))
 
+    def attend_last(self, call: Any, scores: Any) -> Any:
+        return self._run(_attend_last, (call, scores), ("out", "lse"))
+
     def attention_backward(self, call: Any) -> Any:
         return self._run(_attention_backward, (call,), ("dquery", "dkey", "dvalue", "dbias"))
 
@@ -64,7 +68,7 @@ class Backend:
         with self.runtime.memory.session() as session:
             more = {name: _announced(argument, session) for name, argument in (more or {}).items()}
             results = function(self.runtime, *(_announced(argument, session) for argument in arguments), **more)
-            if self.runtime.build == "watched":
+            if self.runtime.build == "watched" and results is not None:
                 for result, name in zip(results if len(names) > 1 else (results,), names):
                     if result is None:
                         continue

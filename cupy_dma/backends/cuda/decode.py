@@ -94,7 +94,7 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
     operands = (call.key, call.value) if query is None else (query, call.key, call.value)
     kernel = _kernel(runtime, index, cut.parts, ELEMENTS[state.key.dtype], state.head_dim, state.value_dim,
                      rows_aligned(*operands), cut.rows, WARPS, call.softcap > 0.0,
-                     _min_blocks(state.head_dim, state.value_dim, state.key.dtype, cut.rows), query is not None,
+                     min_blocks(state.head_dim, state.value_dim, state.key.dtype, cut.rows), query is not None,
                      cut.eager)
     fields = {**_fixed(state, cut, heads), **_moving(call)}
     if out is not None:
@@ -124,7 +124,7 @@ def split(shape: tuple[int, int, int, int], value_dim: int, group: int, size: in
     return Split(max(1, blocks(group, sets)), sets, parts, share, eager, pairs * sets * parts)
 
 
-def _min_blocks(head_dim: int, value_dim: int, dtype: str, rows: int) -> int:
+def min_blocks(head_dim: int, value_dim: int, dtype: str, rows: int) -> int:
     """Blocks per multiprocessor that registers are shared out for: what the operands of a step leave room for."""
     row_bytes = max(head_dim, value_dim) * ELEMENT_BYTES[ELEMENTS[dtype]]
     return 1 if row_bytes > ROW_BYTES else 2 if rows > 8 else 3
