@@ -6,15 +6,17 @@ import os
 import numpy as np
 import pytest
 
-from cupy_dma.backends.cuda import decode, few_queries
-from tests import cases
+import cupy_dma as dma
+from cupy_dma.arrays import describe, numpy_dtype
+from cupy_dma.backends.cuda import decode, few_queries, last_queries
+from tests import cases, reference
 from tests.cache_cases import SCORES, History
 from tests.test_cache import check_invariants
 
 build = pytest.importorskip("tests.emulator.build")
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
-from tests import emulator  # noqa: E402
+from tests import emulator, test_emulator  # noqa: E402
 from tests.emulator import Order  # noqa: E402
 
 BUILD = os.environ.get("CUPY_DMA_EMULATOR_BUILD", "watched")
@@ -186,7 +188,11 @@ def test_parts_cover_the_slots():
 
 
 # ---- few queries against a long history ----
-FEW = [c for c in cases.CASES if c.dtype in ("float16", "bfloat16", "float32") and not c.name.startswith("dense-")]
+NAMES = ("lengths-1x", "lengths-33x", "lengths-129x33-t", "mask-causal", "mask-window", "mask-top_w", "mask-global",
+         "mask-none", "softcap-", "float16-D3", "bfloat16-D256", "bfloat16-D40", "float32-D64", "float32-D256",
+         "float32-D7", "bias-key", "heads-8/1", "heads-4/2-top_w", "layout-bhsd", "window-1")
+FEW = [c for c in cases.CASES if c.name.startswith(NAMES) and not any(
+    part in c.name for part in ("dense", "per_head", "softcap-full"))]
 
 
 @pytest.fixture
@@ -203,3 +209,93 @@ def always(monkeypatch):
 def test_few_queries_on_the_forward_grid(case, always):
     out, lse = cases.run(case, backend="emulator")
     cases.check(case, out, lse, tf32=True)
+    assert always
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", ["causal", "top_w", "window"])
+def test_few_queries_isolate_bad_rows(bad, kind, always):
+    for dtype in (np.float16, np.float32):
+        for name in ("key", "value"):
+            dirty, clean, mask, sees = test_emulator.bad_row_problem(kind, name, bad, dtype)
+            out = dma.attention(*dirty.values(), mask=mask, backend="emulator")
+            good = dma.attention(*clean.values(), mask=mask, backend="emulator")
+            assert np.array_equal(out[0, ~sees, 0], good[0, ~sees, 0])
+            assert np.array_equal(out[:, :, 1], good[:, :, 1])
+            if name == "value":
+                assert not np.isfinite(out[0, sees, 0, 5]).any()
+
+
+@pytest.mark.parametrize("order", [Order("backward", "backward"), Order("random", "random", 1)], ids=str)
+def test_few_queries_in_any_order(order, always):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, n, h, 16)).astype(np.float16) for n, h in ((3, 4), (5000, 2), (5000, 2)))
+    scores = np.round(rng.standard_normal((1, 2, 5000)).astype(np.float32), 2)
+    expected = dma.dynamic_mask_attention(q, k, v, scores, window=300, return_lse=True, backend="emulator")
+    with emulator.using(build=BUILD, order=order):
+        got = dma.dynamic_mask_attention(q, k, v, scores, window=300, return_lse=True, backend="emulator")
+    assert all(np.array_equal(a.view("u1"), b.view("u1")) for a, b in zip(got, expected))
+
+
+# ---- the last queries' selection ----
+@pytest.mark.parametrize("kind", ["iid", "equal", "increasing", "decreasing", "ties", "special"])
+@pytest.mark.parametrize(("length", "window", "queries"), [(2, 1, 1), (4096, 30, 1), (6000, 50, 4), (9000, 4500, 1),
+                                                           (70, 3, 9), (9000, 20, 33)])
+def test_selection_of_the_last_queries(kind, length, window, queries, device):
+    """Keys in order, and the positions that see them, against the heap of the NumPy backend."""
+    scores = test_emulator.awkward_scores(kind, 2, length)
+    stop = np.asarray(dma.IntervalMask.top_w(scores, window, backend="numpy").stop)[0]
+    with device.memory.session() as session:
+        operand = session.operand(describe(scores, "scores"))
+        found = last_queries.select_last(device, operand, window, queries, 1)
+    space = found.keep[1]
+    first, (rows, count) = length - queries, (2, found.count)
+
+    def read(address, *shape):
+        begin = (address - space.ctypes.data) // 4
+        return space[begin:begin + int(np.prod(shape))].reshape(shape)
+
+    keys = read(found.list, rows, count)
+    for row in range(rows):
+        seen = np.flatnonzero((np.arange(length) <= first) & (stop[row] > first))
+        assert np.array_equal(keys[row], [*seen, *range(first + 1, length)])
+        if found.interval is not None:
+            start, end = read(found.interval, rows, count, 2)[row].T
+            assert (start[:window] <= first).all() and np.array_equal(start[window:], keys[row, window:])
+            assert np.array_equal(np.minimum(end, length), np.minimum(stop[row, keys[row]], length))
+
+
+@pytest.mark.parametrize(("length", "window", "queries", "heads", "dtype"), [
+    (700, 60, 1, 2, "float16"), (700, 60, 3, 10, "bfloat16"), (600, 90, 8, 4, "float32"),
+    (530, 529, 1, 2, "float16")])
+def test_last_queries_of_a_history(length, window, queries, heads, dtype, monkeypatch):
+    rng, kind = np.random.default_rng(0), numpy_dtype(dtype)
+    q, k, v = (rng.standard_normal((2, n, h, 16)).astype(kind)
+               for n, h in ((queries, heads), (length, 2), (length, 2)))
+    scores = rng.integers(-9, 9, (2, 2, length)).astype(np.float16)
+    launched = []
+    select = last_queries.select_last
+    monkeypatch.setattr(last_queries, "select_last", lambda *x: launched.append(1) or select(*x))
+    out, lse = dma.dynamic_mask_attention(q, k, v, scores, window=window, return_lse=True, backend="emulator")
+    assert launched
+    seen = reference.top_w_dense(scores, window, query_length=queries)
+    arguments = (q, k, v, seen, scores)
+    pairs = zip((out, lse), reference.attention(*arguments),
+                reference.same_precision_attention(*arguments, tf32=dtype == "float32"))
+    for found, expected, plain in pairs:
+        reference.assert_matches_reference(found, expected, plain, found.dtype)
+
+
+def test_what_the_last_queries_leave_to_masks(monkeypatch):
+    """Padding, global selection, masks per head, and histories that are not longer than the window."""
+    monkeypatch.setattr(few_queries, "_pays", lambda *_: True)
+    monkeypatch.setattr(last_queries, "select_last", lambda *_: pytest.fail("these need a mask"))
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((1, 2, 4, 8)).astype(np.float16), rng.standard_normal((1, 40, 2, 8)).astype(np.float16)
+    scores, by_head = (rng.standard_normal((1, h, 40)).astype(np.float32) for h in (2, 4))
+    for s, options in ((scores, {"window": 39}), (scores, {"window": 5, "keys": "global"}), (by_head, {"window": 5}),
+                       (scores, {"window": 5, "padding": np.arange(40)[None] > 3}),
+                       (scores, {"window": 5, "documents": np.array([0, 20, 40])})):
+        out = dma.dynamic_mask_attention(q, k, k, s, **options, backend="emulator")
+        expected = dma.dynamic_mask_attention(*(x.astype("f4") for x in (q, k, k)), s, **options, backend="numpy")
+        assert np.abs(out - expected).max() < 4e-3

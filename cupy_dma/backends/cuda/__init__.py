@@ -36,8 +36,8 @@ from cupy_dma.backends.cuda.scores import key_scores_backward as _key_scores_bac
 from cupy_dma.backends.cuda.selection import prefix_stop as _prefix_stop
 from cupy_dma.backends.cuda.warmup import warmup_jobs
 
-__all__ = ["attend_last", "attention", "attention_backward", "cache_extend", "key_scores", "key_scores_backward", "prefix_stop",
-           "unavailable", "warmup_jobs"]
+__all__ = ["attend_last", "attention", "attention_backward", "cache_extend", "key_scores", "key_scores_backward",
+           "prefix_stop", "unavailable", "warmup_jobs"]
 
 runtime = CudaRuntime()
 attention = partial(_attention, runtime)

@@ -1,5 +1,7 @@
-"""Attention of few queries: keys are shared out among blocks (``kernels/decode_attention.cu``), where tiles of queries would
-leave most of a GPU idle."""
+"""Attention of few queries, where tiles of queries would leave most of a GPU idle.
+
+Keys are shared out among blocks, and the last one adds up (``kernels/decode_attention.cu``).
+"""
 from __future__ import annotations
 
 import functools

@@ -1,5 +1,7 @@
-"""Dynamic mask attention of the last few queries of a long history (SPEC sections 3 and 5): which keys they see is found
-from the scores alone (``kernels/decode_select.cu``), without a mask over the history."""
+"""Dynamic mask attention of the last few queries of a long history (SPEC sections 3 and 5).
+
+Which keys they see is found from the scores alone (``kernels/decode_select.cu``), without a mask over the history.
+"""
 from __future__ import annotations
 
 import functools
@@ -45,15 +47,16 @@ def attend_last(runtime: Runtime, call: DynamicCall, scores: Operand) -> tuple[A
     out = place.empty(call.query.shape, call.query.dtype, device)
     lse = place.empty((call.query.shape[0], call.query.shape[2], queries), "float32", device)
     rows = queries * (call.query.shape[2] // call.key.shape[2])
+    sets = few_queries.sets_of(rows, call.query.shape[3] * problem.size)
     with runtime.on(device):
-        listed = select_last(runtime, scores, call.window, queries, few_queries.sets_of(rows, call.query.shape[3] * problem.size))
+        listed = select_last(runtime, scores, call.window, queries, sets)
         few_queries.attention(runtime, attention, problem, out, lse, listed)
     return out, lse
 
 
 def select_last(runtime: Runtime, scores: Operand, window: int, queries: int, sets: int) -> KeyList:
-    """The keys that the last ``queries`` positions see of ``scores (B, Hkv, Lk)`` float32, and ``sets`` tickets a row for
-    the attention. There are more than ``window`` keys up to the first of them."""
+    """The keys that the last ``queries`` positions see of ``scores (B, Hkv, Lk)`` float32, and ``sets`` tickets a row
+    for the attention. There are more than ``window`` keys up to the first of them."""
     place, device, (batch, kv_heads, keys) = scores.library, scores.device, scores.shape
     rows, length = batch * kv_heads, keys - queries + 1
     chunk, shifts = plan(length)
