@@ -93,21 +93,19 @@ __device__ __forceinline__ unsigned finite_word(unsigned word) {
 // Piece `number` of a row of `dim` elements; zeros behind its end and where `exists` is false (nothing is read then).
 template <int dim>
 __device__ __forceinline__ Piece load_piece(const ELEMENT* row, int number, bool exists) {
-    Piece piece = {};
     const ELEMENT* source = row + number * PIECE;
 #if VECTOR
-    if (exists && (dim % (8 * PIECE) == 0 || number * PIECE < dim)) {
-        const uint4 words = *reinterpret_cast<const uint4*>(source);
-        piece = {words.x, words.y, words.z, words.w};
-    }
+    const uint4 words = load_16(source, exists && (dim % (8 * PIECE) == 0 || number * PIECE < dim));
+    return {words.x, words.y, words.z, words.w};
 #else
+    Piece piece = {};
     constexpr int PER_WORD = 4 / sizeof(ELEMENT);
 #pragma unroll
     for (int i = 0; i < PIECE; ++i)
         if (exists && number * PIECE + i < dim)
             piece.word[i / PER_WORD] |= bits_of(source[i]) << i % PER_WORD * 16;
-#endif
     return piece;
+#endif
 }
 
 // ---- products ----
@@ -130,18 +128,38 @@ __device__ __forceinline__ unsigned operand_word(unsigned x, const T*) {
     return x;
 }
 
-// The tile's query rows, row_of(row) the address of each; complete behind the next barrier.
-template <typename RowOf>
-__device__ __forceinline__ void load_query(SplitShared& shared, int rows, const RowOf& row_of) {
-    for (int i = threadIdx.x; i < KEY_CHUNKS * ROW_TILES * 32; i += THREADS) {
-        const int lane = i % 32, tile = i / 32 % ROW_TILES, chunk = i / 32 / ROW_TILES, row = lane / 4 + 8 * tile;
-        const bool exists = row < rows;
-        Piece piece = load_piece<HEAD_DIM>(row_of(exists ? row : 0), 4 * chunk + lane % 4, exists);
+// The tile's query rows on their way to shared memory: loaded first, so that other loads can follow before they arrive.
+struct Query {
+    static constexpr int PIECES = KEY_CHUNKS * ROW_TILES * 32, OWN = (PIECES + THREADS - 1) / THREADS;
+    Piece piece[OWN];
+
+    // row_of(row) is the address of a row.
+    template <typename RowOf>
+    __device__ __forceinline__ Query(int rows, const RowOf& row_of) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) piece.word[k] = operand_word(piece.word[k], TYPE);
-        shared.query[chunk][tile][lane] = piece;
+        for (int n = 0; n < OWN; ++n) {
+            const int i = threadIdx.x + n * THREADS, chunk = i / 32 / ROW_TILES, row = row_at(i);
+            const bool exists = i < PIECES && row < rows;
+            piece[n] = load_piece<HEAD_DIM>(row_of(exists ? row : 0), 4 * chunk + i % 4, exists);
+        }
     }
-}
+
+    // Complete behind the next barrier.
+    __device__ __forceinline__ void store(SplitShared& shared) const {
+#pragma unroll
+        for (int n = 0; n < OWN; ++n) {
+            const int i = threadIdx.x + n * THREADS;
+            if (i >= PIECES) continue;
+            Piece rounded;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) rounded.word[k] = operand_word(piece[n].word[k], TYPE);
+            shared.query[i / 32 / ROW_TILES][i / 32 % ROW_TILES][i % 32] = rounded;
+        }
+    }
+
+private:
+    __device__ __forceinline__ static int row_at(int i) { return i % 32 / 4 + 8 * (i / 32 % ROW_TILES); }
+};
 
 // Rows of 16 keys: row_of(key of the step, exists) gives the address of a row, and whether it is to be read.
 template <typename RowOf>
