@@ -200,7 +200,7 @@ __device__ void write_nothing(const StepParams& p, const Head& head, int first_h
         const long long row = (long long)head.batch * p.length + p.token;
         from_float(p.out[(row * p.kv_heads * p.group + first_head + i / VALUE_DIM) * VALUE_DIM + i % VALUE_DIM], 0.0f);
     }
-    if (threadIdx.x < rows)
+    if (p.lse != nullptr && threadIdx.x < rows)
         p.lse[((long long)head.batch * p.kv_heads * p.group + first_head + threadIdx.x) * p.length + p.token] =
             -infinity();
 }
@@ -326,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_step(co
     if (blocks > 1) {
         const long long place = (head.pair * p.sets + set) * p.parts + part;
         if (ATTEND)
-            combine(o, states, WARPS, weights, shared.split, rows,
+            combine(o, states, WARPS, false, weights, shared.split, rows,
                     [&](int row, const PartState& s) { p.partial_state[place * ROWS + row] = s; },
                     [&](int row, int d, float x, float) { p.partial[(place * ROWS + row) * VALUE_DIM + d] = x; });
         if (set == 0 && warp == 0) {
@@ -365,7 +365,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_step(co
             sources = p.parts;
         }
         const int first_of_set = head.group * p.group + s * ROWS;
-        combine(o, states, sources, weights, shared.split, min(ROWS, p.group - s * ROWS),
+        combine(o, states, sources, blocks > 1, weights, shared.split, min(ROWS, p.group - s * ROWS),
                 [&](int row, const PartState& found) {
                     const long long of_head = (long long)head.batch * p.kv_heads * p.group + first_of_set + row;
                     if (p.lse != nullptr) p.lse[of_head * p.length + p.token] = natural_lse(found);
@@ -375,6 +375,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_step(co
                     from_float(p.out[(of_token * p.kv_heads * p.group + first_of_set + row) * VALUE_DIM + d],
                                l == 0.0f ? 0.0f : x / l);
                 });
-        __syncthreads();  // the weights have been read
+        __syncthreads();  // weights and sums have been read
     }
 }

@@ -248,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_attenti
     int sources = WARPS;
     if (p.parts > 1) {
         const long long place = (long long)tile * p.parts + part;
-        combine(o, states, WARPS, weights, shared.split, rows.count,
+        combine(o, states, WARPS, false, weights, shared.split, rows.count,
                 [&](int row, const PartState& s) { p.partial_state[place * ROWS + row] = s; },
                 [&](int row, int d, float x, float) { p.partial[(place * ROWS + row) * VALUE_DIM + d] = x; });
         __syncthreads();  // the block's part is written
@@ -260,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_attenti
         sources = p.parts;
     }
     const int heads = p.kv_heads * p.group;
-    combine(o, states, sources, weights, shared.split, rows.count,
+    combine(o, states, sources, p.parts > 1, weights, shared.split, rows.count,
             [&](int row, const PartState& found) {
                 p.lse[((long long)rows.batch * heads + rows.head_of(row)) * p.query_length + rows.query_of(row)] =
                     natural_lse(found);
