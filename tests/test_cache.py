@@ -170,7 +170,7 @@ def test_sequences_of_different_lengths(form, sinks, recent, convert):
             one = [convert(np.ascontiguousarray(y[b:b + 1, :n] if i < 3 else y[b:b + 1, :, :n]))
                    for i, y in enumerate(tokens)]
             expected, expected_lse = (convert.back(y) for y in alone[b].extend(*one, return_lse=True))
-            tolerance = 2e-3 if convert.name in ("cupy", "torch-cuda") else 2e-6
+            tolerance = 5e-3 if convert.name in ("cupy", "torch-cuda") else 2e-6
             np.testing.assert_allclose(ours[b][0], expected[0], rtol=0, atol=tolerance)
             np.testing.assert_allclose(ours[b][1], expected_lse[0], rtol=0, atol=tolerance)
             for mine, theirs in zip(cache.kept(), alone[b].kept()):
