@@ -12,7 +12,7 @@ import pytest
 import cupy_dma as dma
 from cupy_dma import cache_state
 from tests import reference
-from tests.cache_cases import SCORES, History, draw_scores, packed
+from tests.cache_cases import SCORES, History, draw_scores, packed, run_page
 from tests.test_arrays import Producer
 
 BESIDES = [(0, 0), (2, 0), (0, 3), (2, 3)]  # sinks and recent
@@ -337,6 +337,13 @@ def test_facts():
     state = cache._state
     assert (state.batch, state.kv_heads, state.rows, state.head_dim, state.value_dim) == (2, 3, 8, 8, 4)
     assert cache_state.CacheState.__dataclass_fields__.keys() >= {"workspace"}
+
+
+def test_the_page_for_users():
+    """Every Python block of docs/decoding.md runs; those for a GPU in test_cache_cuda.py."""
+    names = run_page(gpu=False)
+    assert names["out"].shape == (10, 4, 64)
+    assert [names[name].length.tolist() for name in ("cache", "fork", "one")] == [[0, 0], [619, 619], [619]]
 
 
 # ---- errors ----

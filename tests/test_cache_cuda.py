@@ -11,7 +11,7 @@ import pytest
 import cupy_dma as dma
 from cupy_dma.arrays import Device, library
 from tests import reference
-from tests.cache_cases import History, draw_scores, packed
+from tests.cache_cases import History, draw_scores, packed, run_page
 
 pytestmark = pytest.mark.gpu
 GPU = Device("cuda", 0)
@@ -255,3 +255,8 @@ def test_float64_is_refused(torch):
     cache = history.cache(to("torch"), backend="numpy")  # through the host, on request
     out, lse = history.run(cache, [3, 1, 2], to("torch"), library("torch").to_numpy)
     history.check(out, lse)
+
+
+def test_the_page_for_users(torch):
+    names = run_page(gpu=True)
+    assert names["cache"].length.tolist() == [1000, 1000]
