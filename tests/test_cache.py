@@ -129,6 +129,22 @@ def test_one_token_by_either_way():
         check_invariants(other._state, p + 1)
 
 
+@pytest.mark.parametrize("lengths", [[1] * 24, [24], [5, 6, 1, 12]], ids=["steps", "whole", "pieces"])
+def test_what_nobody_sees_changes_nothing(lengths, convert):
+    """A NaN in a value reaches those who see it, and nobody after it was evicted or forgotten."""
+    history = History(length=24, sinks=1, recent=3, window=4)
+    history.data["value"][:, 9, 0, 3] = np.nan
+    history.data["scores"][:, :, 9] = -9  # seen for as long as it is recent
+    cache, tf32 = history.cache(convert), convert.name in ("cupy", "torch-cuda")
+    out, lse = history.run(cache, lengths, convert, convert.back)
+    history.check(out, lse, tf32=tf32)
+    assert np.isnan(out[:, 9:12]).any() and np.isfinite(out[:, 12:]).all()
+    cache._state.value.array[...] = float("nan")
+    cache.reset()
+    history.data["value"][:, 9] = 1
+    history.check(*history.run(cache, lengths, convert, convert.back), tf32=tf32)
+
+
 # ---- sequences of different lengths ----
 @pytest.mark.parametrize("form", ["lengths", "cu_seqlens"])
 @pytest.mark.parametrize(("sinks", "recent"), [(0, 0), (2, 3)])
