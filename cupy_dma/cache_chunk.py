@@ -217,14 +217,15 @@ def _attend(attention: Attention, state: CacheState, call: ExtendCall, history: 
 
 def delivered(state: CacheState, call: ExtendCall, out: Any, lse: Any) -> tuple[Any, Any]:
     """The results without zero columns, and where the call wants them."""
-    if out.shape[3] > state.value_dim:
-        out = state.library.contiguous(out[..., :state.value_dim])
-    results = []
-    for found, target in ((out, call.out), (lse, call.lse)):
-        if target is not None:
-            target.array[...] = found
-        results.append(found if target is None else target.array)
-    return results[0], results[1]
+    place, dtype, size = state.library, state.key.dtype, state.value_dim
+    if call.out is not None or out.shape[3] > size:
+        target = place.empty((*out.shape[:3], size), dtype, state.device) if call.out is None else call.out.array
+        movable(place, target, dtype)[...] = movable(place, out, dtype)[..., :size]
+        out = target
+    if call.lse is not None:
+        call.lse.array[...] = lse
+        lse = call.lse.array
+    return out, lse
 
 
 def _store(state: CacheState, call: ExtendCall, history: _Padded, order: Any, position: Any, top: Any) -> None:
