@@ -17,17 +17,19 @@ if TYPE_CHECKING:
     from cupy_dma import backward, flash_dmattn
     from cupy_dma.attention import attention, dynamic_mask_attention
     from cupy_dma.backends import get_available_backends
+    from cupy_dma.cache import DynamicCache
     from cupy_dma.masks import IntervalMask
     from cupy_dma.scores import key_scores
     from cupy_dma.varlen import varlen_attention, varlen_dynamic_mask_attention
 
 __version__ = "0.1.0"
 
-__all__ = ["IntervalMask", "attention", "backward", "dynamic_mask_attention", "flash_dmattn", "get_available_backends",
-           "key_scores", "varlen_attention", "varlen_dynamic_mask_attention"]
+__all__ = ["DynamicCache", "IntervalMask", "attention", "backward", "dynamic_mask_attention", "flash_dmattn",
+           "get_available_backends", "key_scores", "varlen_attention", "varlen_dynamic_mask_attention"]
 
 _SUBMODULES = ("backward", "flash_dmattn", "torch")
 _MODULE_OF = {
+    "DynamicCache": "cupy_dma.cache",
     "IntervalMask": "cupy_dma.masks",
     "attention": "cupy_dma.attention",
     "dynamic_mask_attention": "cupy_dma.attention",

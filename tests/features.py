@@ -20,6 +20,7 @@ ON_THE_HOST = "computes on the host"
 CAPTURE = "not tested; the first call of a configuration compiles, which no capture allows"
 PACKED_TRITON = "refused: packed sequences are served by `cuda` and `numpy`"
 PACKED_FLEX = "refused: FlexAttention takes equally long sequences"
+NO_CACHE = "has no decode cache: `extend` raises NotImplementedError"
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "features.md"
 
 
@@ -56,6 +57,7 @@ def _features() -> Iterator[Feature]:
     yield from _selection()
     yield from _attention()
     yield from _varlen()
+    yield from _cache()
     yield from _torch()
     yield from _drop_in()
 
@@ -153,6 +155,23 @@ def _varlen() -> Iterator[Feature]:
     yield Feature(group, "CUDA graphs", "forward", cells("cuda_varlen::test_a_graph_takes_other_lengths", ON_THE_HOST))
 
 
+def _cache() -> Iterator[Feature]:
+    for name, cuda, numpy in (
+            ("extend, one token at a time", "", "step_by_step"),
+            ("extend, pieces of any lengths", "emulator_cache::test_chunks", "against_the_oracle"),
+            ("extend, every split of a prompt", "cache::test_against_the_oracle", "every_split_equals_one_shot"),
+            ("lengths, cu_seqlens", "emulator_cache::test_packed_chunks", "sequences_of_different_lengths"),
+            ("update", "", "update_is_extend_without_queries"),
+            ("reorder, select_batch, clone, state_dict", "", "reorder_select_clone_save_in_the_middle"),
+            ("10^4 steps (`cuda`: 10^5) keep the right keys",
+             "cache_cuda::test_the_kept_set_does_not_drift_in_100000_steps", "the_kept_set_does_not_drift"),
+            ("CUDA graphs", "cache_cuda::test_torch_graph_replay_equals_eager "
+                            "cache_cuda::test_cupy_graph_replay_equals_eager", "")):
+        test = f"cache::test_{numpy}"
+        on_gpu = cuda if "cuda" in cuda or "oracle" in cuda else f"{test} {cuda}".strip()
+        yield Feature("DynamicCache", name, "forward", (on_gpu, test if numpy else ON_THE_HOST, NO_CACHE, NO_CACHE))
+
+
 def _torch() -> Iterator[Feature]:
     group = "torch"
     flex = "flex::test_torch_gradients flex_cuda::test_autograd_and_compile"
@@ -232,8 +251,8 @@ def page() -> str:
               "Tests of `cuda` and those in files that end in `_cuda.py` need a GPU, but for `test_emulator*.py`:",
               "they run the same kernels on the CPU ([emulator.md](emulator.md)). `test_cuda_hopper.py` needs a Hopper",
               "GPU. Tests of `triton` run on a GPU, and a part of them on the CPU, in Triton's interpreter",
-              "(`test_in_the_interpreter`). Those of the drop-in on `numpy` and `cuda` are mostly the same, run with",
-              "the arrays of every library. `tests/gpu_results.json` records the last run on a GPU.", ""]
+              "(`test_in_the_interpreter`). Those of the drop-in and of the cache on `numpy` and `cuda` are mostly the",
+              "same, run with the arrays of every library. `tests/gpu_results.json` records the last run on a GPU.", ""]
     for feature in FEATURES:
         for backend, cell in zip(BACKENDS, feature.cells):
             if is_test(cell):

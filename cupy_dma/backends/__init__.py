@@ -11,7 +11,11 @@ A backend is a module with these functions:
 - ``key_scores_backward(dscores, value, dt_proj, A, dt_bias, form, needs, dvalue=None) -> (dvalue, ddt_proj, dA,
   ddt_bias)``: of ``dscores`` float32 ``(B, Hkv, Lk)`` (float64 for float64), contiguous; each of its argument's shape
   and type, None for what ``needs`` leaves out. A given ``dvalue``, the attention's own gradient of ``value``, is added
-  before the rounding (needs holds "value" then).
+  before the rounding (needs holds "value" then);
+- ``cache_extend(state, call) -> (out, lse)``: SPEC section 7, of a ``CacheState``, which it changes in place, and an
+  ``ExtendCall``; None for ``out`` and ``lse`` without a query;
+- ``attend_last(call, scores) -> (out, lse) | None``, if it has one: ``dynamic_mask_attention`` of a ``DynamicCall``
+  with few queries and the scores, without a mask; None for a call that is better served by one.
 
 They take ``Operand`` that have passed all checks and return arrays of the library of their first argument. CUDA arrays
 go to ``cuda``, CPU arrays to ``numpy``. ``register`` adds a backend from outside of the package; in a checkout
@@ -34,7 +38,7 @@ _FOR_CPU = "emulator" if os.environ.get("CUPY_DMA_EMULATOR", "") not in ("", "0"
 
 
 def register(name: str, backend: Any) -> None:
-    """Make ``backend``, an object with the four functions, selectable by ``name``. It takes CPU arrays."""
+    """Make ``backend``, an object with these functions, selectable by ``name``. It takes CPU arrays."""
     _outside[name] = backend
 
 

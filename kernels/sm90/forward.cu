@@ -178,13 +178,15 @@ struct Consumer {
     }
 
     // Logits of the block at `turn`, of the tile whose queries are at `queries`.
-    __device__ __forceinline__ void start_logits(const Turn<QUERY_STAGES>& queries) {
+    __device__ __forceinline__ Order start_logits(const Turn<QUERY_STAGES>& queries) {
         barrier_wait(&shared.query_arrived[queries.stage], queries.phase);
         barrier_wait(&shared.key_arrived[turn.stage], turn.phase);
+        const Order order = shared.order[turn.stage];
 #if BIAS_FIRST
         begin_with_bias(s, shared, turn.stage, inverse_scale);
 #endif
         begin_logits(s, shared.query[queries.stage] + group_row * CHUNK_COLUMNS, shared.keys[turn.stage]);
+        return order;
     }
 
     __device__ __forceinline__ void finish_output() {
@@ -259,8 +261,7 @@ __device__ __forceinline__ void consume(Shared& shared, const AttentionParams& p
     Consumer c(shared, p);
     float rescale[2];
     Turn<QUERY_STAGES> queries;  // of the block whose logits come next
-    c.start_logits(queries);
-    Order current = shared.order[c.turn.stage];
+    Order current = c.start_logits(queries);
     c.open_tile(queries);
     c.fetch_bias(current.following);
     c.clear_output();
@@ -277,8 +278,7 @@ __device__ __forceinline__ void consume(Shared& shared, const AttentionParams& p
             unwritten = false;
             queries.advance();
         }
-        c.start_logits(queries);
-        const Order next = shared.order[c.turn.stage];
+        const Order next = c.start_logits(queries);
         if (unwritten) c.close_tile(c.complete);
         unwritten = current.closes;
         c.start_output(current.masked, keys);

@@ -27,7 +27,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__all__ = ["attention", "attention_backward", "key_scores", "key_scores_backward", "prefix_stop", "unavailable"]
+__all__ = ["attention", "attention_backward", "cache_extend", "key_scores", "key_scores_backward", "prefix_stop",
+           "unavailable"]
 
 _MODULES = {"attention": "flex.passes", "attention_backward": "flex.passes", "key_scores": "_torch_math",
             "key_scores_backward": "_torch_math", "prefix_stop": "_torch_math"}
@@ -40,6 +41,11 @@ def unavailable() -> str | None:
     except ImportError as error:
         return f"FlexAttention needs torch 2.6 or newer ({error})"
     return None
+
+
+def cache_extend(state: Any, call: Any) -> Any:
+    """The decode cache: not here."""
+    raise NotImplementedError("backend='flex' has no DynamicCache; backend='cuda' and backend='numpy' have one")
 
 
 def __getattr__(name: str) -> Any:

@@ -15,12 +15,15 @@ are added only where they are seen (in a matrix product even a weight of 0 would
     forward.py     attention
     backward.py    its gradients
     varlen.py      both, sequence by sequence
+    dynamic_cache.py  the decode cache
 """
+from cupy_dma.backends.numpy.dynamic_cache import cache_extend
 from cupy_dma.backends.numpy.scores import key_scores, key_scores_backward
 from cupy_dma.backends.numpy.selection import prefix_stop
 from cupy_dma.backends.numpy.varlen import attention, attention_backward
 
-__all__ = ["attention", "attention_backward", "key_scores", "key_scores_backward", "prefix_stop", "unavailable"]
+__all__ = ["attention", "attention_backward", "cache_extend", "key_scores", "key_scores_backward", "prefix_stop",
+           "unavailable"]
 
 
 def unavailable() -> str | None:

@@ -22,8 +22,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-__all__ = ["attention", "attention_backward", "interpreted", "key_scores", "key_scores_backward", "prefix_stop",
-           "unavailable"]
+__all__ = ["attention", "attention_backward", "cache_extend", "interpreted", "key_scores", "key_scores_backward",
+           "prefix_stop", "unavailable"]
 
 _MODULES = {"attention": "triton.forward", "attention_backward": "triton.backward", "key_scores": "_torch_math",
             "key_scores_backward": "_torch_math", "prefix_stop": "triton.selection"}
@@ -52,6 +52,11 @@ def unavailable() -> str | None:
     if major < 8:
         return f"the device has compute capability {major}.{minor}, at least 8.0 (Ampere) is needed"
     return None
+
+
+def cache_extend(state: Any, call: Any) -> Any:
+    """The decode cache: not here."""
+    raise NotImplementedError("backend='triton' has no DynamicCache; backend='cuda' and backend='numpy' have one")
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,11 @@ inline float exp2_fast(float x) {
     return std::fabs(y) < 0x1p-126f ? 0.0f : y;
 }
 
+// ld.global.v4.u32
+inline uint4 load_16(const void* global, bool exists) {
+    return exists ? *static_cast<const uint4*>(global) : uint4{0, 0, 0, 0};
+}
+
 inline void copy_async_16(void* shared, const void* global, int valid, Where w = caller()) {
     machine_copy_async(shared, global, 16, valid, w);
 }
@@ -32,6 +37,20 @@ inline float round_tf32(float x) {
 // mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32
 inline void multiply_add_tf32(float* c, const float* a, const float* b, Where w = caller()) {
     machine_mma_tf32(c, a, b, w);
+}
+
+// mma.sync.aligned.m16n8k16.row.col.f32.{f16,bf16}.{f16,bf16}.f32
+inline void multiply_add_half(float* c, const unsigned* a, const unsigned* b, const __half*, Where w = caller()) {
+    machine_mma_half(c, a, b, false, w);
+}
+inline void multiply_add_half(float* c, const unsigned* a, const unsigned* b, const __nv_bfloat16*, Where w = caller()) {
+    machine_mma_half(c, a, b, true, w);
+}
+
+// atom.inc between two fences
+inline unsigned take_ticket(unsigned* counter, unsigned last, Where w = caller()) {
+    machine_ticket(counter);
+    return atomic_change(counter, w, [last](unsigned y) -> unsigned { return y >= last ? 0 : y + 1; });
 }
 
 // Twins of instructions that the kernels do not use yet; arch.cuh gets their PTX when they do.
