@@ -2,7 +2,7 @@
 
     compute-sanitizer --tool memcheck  python -m tests.sanitize
     compute-sanitizer --tool racecheck python -m tests.sanitize
-    ... python -m tests.sanitize hopper varlen                     some parts only
+    ... python -m tests.sanitize forward varlen                    some parts only
 
 CuPy's memory pool is off, so that every array has its own allocation and a read past its end is seen. Results are
 checked too, against the oracle. ``make sanitize`` runs both tools.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import sys
 from unittest import mock
@@ -40,19 +41,16 @@ def forward(dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")) -> int
     return len(chosen)
 
 
-def hopper_forward() -> int:
-    """The Hopper kernel, also where it would not pay, with every tile it has."""
+def hopper_forward(tile: hopper.HopperTile, largest: int) -> int:
+    """The Hopper kernel with this tile, also where it would not pay."""
     if not cuda.runtime.hopper(0):
         return 0
-    runs = 0
-    for tile, largest in sorted({(tile, largest) for kind in hopper.TILES.values() for largest, tile in kind.items()}):
-        def pays(runtime, index, call, problem, tile=tile, largest=largest):
-            return call.head_dim <= largest and (tile.block_m == 128 or not (problem.bits or problem.bias_kind == 2))
 
-        with mock.patch.object(hopper, "tile_shape", lambda call, problem, tile=tile: tile), \
-                mock.patch.object(hopper, "_pays", pays):
-            runs += forward(("float16", "bfloat16")) + varlen_forward(("float16", "bfloat16"))
-    return runs
+    def pays(runtime, index, call, problem):
+        return call.head_dim <= largest and (tile.block_m == 128 or not (problem.bits or problem.bias_kind == 2))
+
+    with mock.patch.object(hopper, "tile_shape", lambda call, problem: tile), mock.patch.object(hopper, "_pays", pays):
+        return forward(("float16", "bfloat16")) + varlen_forward(("float16", "bfloat16"))
 
 
 def backward() -> int:
@@ -159,9 +157,11 @@ def key_scores() -> int:
     return len(shapes)
 
 
-PARTS = {"forward": forward, "hopper": hopper_forward, "backward": backward, "super-tiles": super_tiles,
+PARTS = {"forward": forward, "backward": backward, "super-tiles": super_tiles,
          "varlen": varlen_forward, "varlen-backward": varlen_backward, "selection": selection, "decoding": decoding,
          "scores": key_scores}
+PARTS |= {f"hopper-{tile.block_m}x{tile.block_n}x{tile.stages}": functools.partial(hopper_forward, tile, largest)
+          for kind in hopper.TILES.values() for largest, tile in kind.items()}
 
 
 def main(arguments: list[str] | None = None) -> int:

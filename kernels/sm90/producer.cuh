@@ -106,7 +106,7 @@ struct Steps {
         bool exists;
 #if KEYS == KEYS_CONTIGUOUS
         step.first = block.first;
-        step.key = block.first + place;
+        if (place < step.count) step.key = block.first + place;
 #else
         if ((threadIdx.x & 31) < WARP_KEYS && place < step.count) step.key = *blocks.entry(block.first + place, exists);
 #endif
