@@ -120,6 +120,10 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
                         scale, softcap, deterministic)
     module = backends.choose(backend, (call.query,))
     ranked = scores_of(call, module)
+    attend_last = getattr(module, "attend_last", None)  # of a backend that needs no mask for few queries
+    results = None if attend_last is None else attend_last(call, ranked)
+    if results is not None:
+        return delivered(call, results, return_lse)
     mask = select(ranked, call.window, call.keys, call.candidates, module)
     return run(call.attention(ranked, mask), return_lse, module)
 
@@ -134,6 +138,10 @@ def scores_of(call: DynamicCall, module: Any) -> Operand:
 
 def run(call: AttentionCall, return_lse: bool, module: Any) -> Any:
     """``out``, or ``(out, lse)``, of a checked call on the backend ``module``."""
-    out, lse = module.attention(call)
-    export = call.query.library.export
+    return delivered(call, module.attention(call), return_lse)
+
+
+def delivered(call: AttentionCall | DynamicCall, results: tuple[Any, Any], return_lse: bool) -> Any:
+    """``out``, or ``(out, lse)``, as the caller gets them."""
+    export, (out, lse) = call.query.library.export, results
     return (export(out), export(lse)) if return_lse else export(out)

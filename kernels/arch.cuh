@@ -88,6 +88,33 @@ __device__ __forceinline__ void multiply_add_tf32(float* c, const float* a, cons
                  : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
                    "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
 }
+
+// mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32, or bf16 (sm_80): c += a * b for a warp; two elements in a word, the first
+// in the lower half. With g = lane / 4 and t = lane % 4
+//     a[0..3] stand at (g, 2t), (g+8, 2t), (g, 2t+8), (g+8, 2t+8) of 16x16,   b[0..1] at (2t, g), (2t+8, g) of 16x8,
+//     c[0..3] at (g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1) of 16x8.
+__device__ __forceinline__ void multiply_add_half(float* c, const unsigned* a, const unsigned* b, const __half*) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+__device__ __forceinline__ void multiply_add_half(float* c, const unsigned* a, const unsigned* b, const __nv_bfloat16*) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// ---- work that the last of several blocks ends ----
+// Takes the next number from 0 to `last` of a counter, which is 0 again after the last of them (atom.inc). What the thread's
+// block did before a barrier ahead of this is visible to the blocks that get later numbers, behind a barrier after it.
+__device__ __forceinline__ unsigned take_ticket(unsigned* counter, unsigned last) {
+    __threadfence();
+    const unsigned number = atomicInc(counter, last);
+    __threadfence();
+    return number;
+}
 #endif
 
 // ---- elements as operands of the tensor cores ----

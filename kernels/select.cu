@@ -17,6 +17,7 @@
 //
 // Prelude: DOCUMENTS, PADDING.
 #include "arch.cuh"
+#include "rank.cuh"
 #include "scan.cuh"
 
 struct SelectParams {
@@ -37,13 +38,6 @@ struct SelectParams {
 constexpr int LIST_THREADS = 1024;  // of local_top and filter_arrivals
 constexpr int SWEEP_THREADS = 512;
 constexpr int ARRIVALS = 256;
-
-// Scores as unsigned integers of the same order; never 0.
-__device__ __forceinline__ unsigned ordered(float score) {
-    if (isnan(score)) return 0xffffffffu;
-    const unsigned bits = __float_as_uint(score + 0.0f);  // -0 becomes +0
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
 
 struct Row {
     const SelectParams& p;

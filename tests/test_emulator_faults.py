@@ -30,13 +30,15 @@ def source() -> str:
 
 
 def launch(name: str, out: np.ndarray, inputs: np.ndarray, threads: int = 32, grid: int = 1, shared: int = 0,
-           **options) -> None:
+           initialised: bool = False, **options) -> None:
     runtime = EmulatorRuntime(**options)
     packed = struct.pack("@PPi0q", out.ctypes.data, inputs.ctypes.data, inputs.size)
     params = np.frombuffer(packed, np.dtype(("V", len(packed))))[0]
     with runtime.memory.session() as session:
         session.readable(inputs, "in")
-        session.writable(out, "out")
+        region = session.writable(out, "out")
+        if initialised:
+            build.driver().initialise_region(region)
         runtime.load_text(source(), name, shared).launch(grid, threads, params)
 
 
@@ -65,6 +67,16 @@ def test_barriers(order):
     out = np.zeros(40, np.int32)
     launch("barriers", out, x, threads=64, order=order)
     assert (out == 36 + 1000 + 2000).all()
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_tickets_hand_over_what_other_blocks_did(order, rng):
+    x = rng.integers(-50, 50, 32).astype(np.int32)
+    out = np.zeros(4 + 4 + 6 + 64, np.int32)
+    for _ in range(2):  # the counters start again by themselves
+        out[[*range(4), *range(8, 78)]] = -1
+        launch("tickets", out, x, grid=6, order=order, initialised=True)
+        assert out[:4].tolist() == [*x[:6].reshape(3, 2).sum(1), x[:6].sum()] and not out[4:8].any()
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
@@ -158,6 +170,8 @@ FAULTS = {  # kernel: what the report must say, threads, blocks
     "warp_race": ("race on shared memory", 32, 1),
     "write_after_read": ("race on shared memory .* read .*, thread .* writes", 64, 1),
     "block_race": ("race on out .* thread .* of block 0 wrote .*, thread .* of block 1 writes", 32, 2),
+    "ticket_too_early": ("race on out .* thread 1 of block .* wrote .*, thread 0 of block .* reads", 32, 2),
+    "ticket_of_another": ("race on out .* thread 0 of block 0 wrote .*, thread 1 of block 1 reads", 32, 2),
     "read_behind": ("read of 4 bytes out of bounds .* 0 bytes behind the end of in", 32, 1),
     "write_behind": ("write of 4 bytes out of bounds .* 0 bytes behind the end of out", 32, 1),
     "write_input": ("write of read-only in", 32, 1),
@@ -181,7 +195,7 @@ def test_faults_are_reported(name):
     size = {"missing_wait": 128, "missing_barrier_after_wait": 128}.get(name, max(threads, 32))
     out, x = np.zeros(max(threads, 32), np.int32), np.full(size, 5, np.int32)
     with pytest.raises(EmulatorError, match=text) as caught:
-        launch(name, out, x, threads=threads, grid=grid, shared=64)
+        launch(name, out, x, threads=threads, grid=grid, shared=64, initialised=name.startswith("ticket"))
     message = str(caught.value)
     assert f"kernel {name}, block" in message
     marked = [number for number, line in enumerate(FILE.read_text().splitlines(), 1) if f"(at {name})" in line]

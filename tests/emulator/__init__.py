@@ -14,11 +14,15 @@ from typing import Any
 from cupy_dma import backends
 from cupy_dma.arrays import Operand, describe, numpy_dtype
 from cupy_dma.backends.cuda.backward import attention_backward as _attention_backward
+from cupy_dma.backends.cuda.decode import step as _decode_step
 from cupy_dma.backends.cuda.dynamic_cache import cache_extend as _cache_extend
 from cupy_dma.backends.cuda.forward import attention as _attention
+from cupy_dma.backends.cuda.last_queries import attend_last as _attend_last
 from cupy_dma.backends.cuda.scores import key_scores as _key_scores
 from cupy_dma.backends.cuda.scores import key_scores_backward as _key_scores_backward
 from cupy_dma.backends.cuda.selection import prefix_stop as _prefix_stop
+from cupy_dma.cache_copies import ARRAYS
+from cupy_dma.cache_state import CacheState, ExtendCall
 from cupy_dma.masks import IntervalMask
 from tests.emulator import build
 from tests.emulator.memory import Session
@@ -45,6 +49,9 @@ class Backend:
     def attention(self, call: Any) -> Any:
         return self._run(_attention, (call,), ("out", "lse"))
 
+    def attend_last(self, call: Any, scores: Any) -> Any:
+        return self._run(_attend_last, (call, scores), ("out", "lse"))
+
     def attention_backward(self, call: Any) -> Any:
         return self._run(_attention_backward, (call,), ("dquery", "dkey", "dvalue", "dbias"))
 
@@ -52,13 +59,16 @@ class Backend:
         return self._run(_key_scores_backward, arguments, ("dvalue", "ddt_proj", "dA", "ddt_bias"), more)
 
     def cache_extend(self, state: Any, call: Any) -> Any:
-        return _cache_extend(self.prefix_stop, self.attention, state, call)
+        return _cache_extend(self._step, self.prefix_stop, self.attention, state, call)
+
+    def _step(self, state: Any, call: Any) -> Any:
+        return self._run(_decode_step, (state, call), ("out", "lse"))
 
     def _run(self, function: Any, arguments: tuple, names: tuple[str, ...], more: dict[str, Any] | None = None) -> Any:
         with self.runtime.memory.session() as session:
             more = {name: _announced(argument, session) for name, argument in (more or {}).items()}
             results = function(self.runtime, *(_announced(argument, session) for argument in arguments), **more)
-            if self.runtime.build == "watched":
+            if self.runtime.build == "watched" and results is not None:
                 for result, name in zip(results if len(names) > 1 else (results,), names):
                     if result is None:
                         continue
@@ -76,6 +86,17 @@ def _announced(argument: Any, session: Session) -> Any:
         mask._start, mask._stop = session.operand(argument._start), session.operand(argument._stop)
         mask.library = mask._start.library
         return mask
+    if isinstance(argument, CacheState):
+        for kept in list(argument.workspace.values()):
+            if isinstance(kept, Operand):
+                session.operand(kept, writable=True)
+        return replace(argument, **{name: session.operand(getattr(argument, name), writable=True) for name in ARRAYS})
+    if isinstance(argument, ExtendCall):
+        results = {name: x and session.operand(x, writable=True) for name, x in
+                   (("out", argument.out), ("lse", argument.lse))}
+        return replace(argument, **{name: results[name] if name in results else
+                                    _announced(getattr(argument, name), session)
+                                    for name in argument.__dataclass_fields__})
     if hasattr(argument, "__dataclass_fields__"):  # an AttentionCall
         return replace(argument, **{name: _announced(getattr(argument, name), session)
                                     for name in argument.__dataclass_fields__})

@@ -31,6 +31,26 @@ extern "C" __global__ void collectives(const Arguments p) {
         out[352] = __reduce_max_sync(half, x);
 }
 
+// Every block leaves a number; the one with the last ticket of its pair of blocks adds up both, that of the last pair all.
+// out (n): sums of pairs, the sum of all, tickets of pairs and of all, numbers of the blocks
+extern "C" __global__ void tickets(const Arguments p) {
+    const int pairs = gridDim.x / 2, pair = blockIdx.x / 2;
+    unsigned* counters = reinterpret_cast<unsigned*>(p.out + pairs + 1);
+    int* numbers = p.out + 2 * pairs + 2;
+    __shared__ int last;
+    if (threadIdx.x == 1) numbers[blockIdx.x] = p.in[blockIdx.x];
+    __syncthreads();  // the number is there
+    if (threadIdx.x == 0) last = take_ticket(counters + pair, 1) == 1;
+    __syncthreads();  // all know whether both numbers are
+    if (!last) return;
+    if (threadIdx.x == 2) p.out[pair] = numbers[2 * pair] + numbers[2 * pair + 1];
+    if (threadIdx.x == 3 && take_ticket(counters + pairs, pairs - 1) == pairs - 1) {
+        int sum = 0;
+        for (unsigned i = 0; i < gridDim.x; ++i) sum += numbers[i];
+        p.out[pairs] = sum;
+    }
+}
+
 // some threads exit early: the others' barriers do not wait for them
 extern "C" __global__ void barriers(const Arguments p) {
     if (threadIdx.x >= 40) return;
@@ -264,6 +284,23 @@ extern "C" __global__ void write_after_read(const Arguments p) {
 
 extern "C" __global__ void block_race(const Arguments p) {
     p.out[threadIdx.x] = blockIdx.x;  // (at block_race)
+}
+
+// The number is written behind the ticket.
+extern "C" __global__ void ticket_too_early(const Arguments p) {
+    bool last = false;
+    if (threadIdx.x == 0) last = take_ticket(reinterpret_cast<unsigned*>(p.out), 1) == 1;
+    __syncthreads();
+    if (threadIdx.x == 1) p.out[1 + blockIdx.x] = 1;
+    __syncthreads();
+    if (threadIdx.x == 0 && last) p.out[3] = p.out[1] + p.out[2];  // (at ticket_too_early)
+}
+
+// Another thread than the ticket's reads, and no barrier is between them.
+extern "C" __global__ void ticket_of_another(const Arguments p) {
+    if (threadIdx.x == 0) p.out[1 + blockIdx.x] = 1;
+    if (threadIdx.x == 0) take_ticket(reinterpret_cast<unsigned*>(p.out), 1);
+    if (threadIdx.x == 1 && blockIdx.x == 1) p.out[3] = p.out[1];  // (at ticket_of_another)
 }
 
 extern "C" __global__ void read_behind(const Arguments p) {

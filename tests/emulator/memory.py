@@ -28,10 +28,18 @@ class Session:
         self._results: dict[int, int] = {}  # pointer of an array made here -> its region
 
     # ---- arguments ----
-    def operand(self, operand: Operand) -> Operand:
-        """Announce an argument; the same operand, whose library announces what is made for this call."""
+    def operand(self, operand: Operand, writable: bool = False) -> Operand:
+        """Announce an argument; the same operand, whose library announces what is made for this call.
+
+        ``writable``: it is contiguous, and changed in place.
+        """
         size = numpy_dtype(operand.dtype).itemsize
-        if 0 not in operand.shape:
+        if writable and 0 not in operand.shape:
+            count = int(np.prod(operand.shape))
+            region = build.driver().add_region(operand.pointer, count * size, operand.name, True, None, size)
+            build.driver().initialise_region(region)
+            self._arguments.append(region)
+        elif 0 not in operand.shape:
             ends = [stride * (extent - 1) for stride, extent in zip(operand.strides, operand.shape)]
             below, above = sum(min(e, 0) for e in ends), sum(max(e, 0) for e in ends)
             elements = np.zeros(above - below + 1, np.uint8)

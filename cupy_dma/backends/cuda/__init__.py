@@ -10,8 +10,11 @@ of this package prepare and launch; they reach the device through a ``Runtime`` 
     sequences.py   packed sequences              kernels/sequences.cu
     forward.py     attention over key lists      kernels/forward.cu
     hopper.py      the same on Hopper GPUs       kernels/sm90/forward.cu finite.cu
+    few_queries.py the same, split over keys     kernels/decode_attention.cu
+    last_queries.py  with their selection        kernels/decode_select.cu
     backward.py    its gradients                 kernels/backward_{query,key,bias,sum}.cu
     dynamic_cache.py  the decode cache
+    decode.py      its single tokens             kernels/decode.cu
     problem.py     a call as both of them see it
     configs.py     what each kernel can be specialised in
     tiles.py       tile shapes of the attention kernels
@@ -23,16 +26,18 @@ from functools import cache, partial
 
 from cupy_dma import jit
 from cupy_dma.backends.cuda.backward import attention_backward as _attention_backward
+from cupy_dma.backends.cuda.decode import step as _decode_step
 from cupy_dma.backends.cuda.dynamic_cache import cache_extend as _cache_extend
 from cupy_dma.backends.cuda.forward import attention as _attention
+from cupy_dma.backends.cuda.last_queries import attend_last as _attend_last
 from cupy_dma.backends.cuda.runtime import CudaRuntime
 from cupy_dma.backends.cuda.scores import key_scores as _key_scores
 from cupy_dma.backends.cuda.scores import key_scores_backward as _key_scores_backward
 from cupy_dma.backends.cuda.selection import prefix_stop as _prefix_stop
 from cupy_dma.backends.cuda.warmup import warmup_jobs
 
-__all__ = ["attention", "attention_backward", "cache_extend", "key_scores", "key_scores_backward", "prefix_stop",
-           "unavailable", "warmup_jobs"]
+__all__ = ["attend_last", "attention", "attention_backward", "cache_extend", "key_scores", "key_scores_backward",
+           "prefix_stop", "unavailable", "warmup_jobs"]
 
 runtime = CudaRuntime()
 attention = partial(_attention, runtime)
@@ -40,7 +45,8 @@ key_scores = partial(_key_scores, runtime)
 prefix_stop = partial(_prefix_stop, runtime)
 attention_backward = partial(_attention_backward, runtime)
 key_scores_backward = partial(_key_scores_backward, runtime)
-cache_extend = partial(_cache_extend, prefix_stop, attention)
+attend_last = partial(_attend_last, runtime)
+cache_extend = partial(_cache_extend, partial(_decode_step, runtime), prefix_stop, attention)
 
 
 @cache

@@ -1,13 +1,19 @@
 """The decode cache on the device."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from cupy_dma.backends.cuda import decode
 from cupy_dma.cache_chunk import Attention, PrefixStop, extend_chunk
 from cupy_dma.cache_state import CacheState, ExtendCall
 
+Step = Callable[[CacheState, ExtendCall], tuple[Any, Any]]
 
-def cache_extend(prefix_stop: PrefixStop, attention: Attention, state: CacheState,
+
+def cache_extend(step: Step, prefix_stop: PrefixStop, attention: Attention, state: CacheState,
                  call: ExtendCall) -> tuple[Any, Any]:
-    """``out`` and ``lse``, by this backend's own ``prefix_stop`` and ``attention``; see ``cupy_dma.backends``."""
+    """``out`` and ``lse``, by this backend's own functions; see ``cupy_dma.backends``."""
+    if decode.serves(state, call):
+        return step(state, call)
     return extend_chunk(prefix_stop, attention, state, call)

@@ -5,7 +5,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from cupy_dma import jit
-from cupy_dma.backends.cuda import hopper
+from cupy_dma.backends.cuda import few_queries, hopper
 from cupy_dma.backends.cuda.configs import ELEMENTS, ForwardConfig, Tile
 from cupy_dma.backends.cuda.problem import Problem
 from cupy_dma.backends.cuda.runtime import LoadedKernel, Runtime
@@ -24,6 +24,10 @@ def attention(runtime: Runtime, call: AttentionCall) -> tuple[Any, Any]:
     out = place.empty(query.shape, query.dtype, device)
     lse = place.empty((batch, heads, query_length), "float32", device)
     if batch == 0 or query_length == 0:
+        return out, lse
+    if few_queries.serves(runtime, device.index, call, problem):
+        with runtime.on(device):
+            few_queries.attention(runtime, call, problem, out, lse)
         return out, lse
     if hopper.serves(runtime, device.index, call, problem):
         with runtime.on(device):

@@ -89,6 +89,8 @@ void launch(int library, const std::string& kernel, unsigned grid, unsigned thre
     m.size = threads;
     m.error.clear();
     ++m.launches;
+    m.tickets.clear();
+    m.others.clear();
     blockDim = {threads, 1, 1};
     gridDim = {grid, 1, 1};
     while (m.threads.size() < threads) m.threads.push_back(std::make_unique<Thread>());
@@ -115,14 +117,16 @@ void launch(int library, const std::string& kernel, unsigned grid, unsigned thre
     if (!m.error.empty()) throw Fault(m.error);
 }
 
-int add_region(uintptr_t pointer, size_t bytes, const std::string& name, bool writable, py::object valid) {
+// `item`: bytes of an element; those of one byte are watched singly.
+int add_region(uintptr_t pointer, size_t bytes, const std::string& name, bool writable, py::object valid, unsigned item) {
     auto r = std::make_unique<Region>();
     r->id = m.next_region++;
     r->begin = pointer;
     r->end = pointer + bytes;
     r->name = name;
     r->writable = writable;
-    if (writable) r->cells.resize(bytes / CELL_BYTES + 2);
+    r->cell = std::min(item, CELL_BYTES);
+    if (writable) r->cells.resize(bytes / r->cell + 2);
     if (!valid.is_none()) {
         py::array_t<uint8_t, py::array::c_style> array = valid;
         r->valid.assign(array.data(), array.data() + array.size());
@@ -153,7 +157,7 @@ void freeze_region(int id) {
     if (found == m.regions.end()) return;
     Region& r = **found;
     r.valid.resize(r.end - r.begin);
-    for (size_t i = 0; i < r.valid.size(); ++i) r.valid[i] = r.cells[i / CELL_BYTES].initialised;
+    for (size_t i = 0; i < r.valid.size(); ++i) r.valid[i] = r.cells[i / r.cell].initialised;
     r.cells.clear();
     r.writable = false;
 }
@@ -164,9 +168,9 @@ py::tuple written(int id) {
     if (found == m.regions.end()) throw std::runtime_error("no such region");
     long long never = -1, twice = -1;
     const Region& r = **found;
-    for (size_t i = 0; i < (r.end - r.begin) / CELL_BYTES; ++i) {
-        if (never < 0 && !r.cells[i].initialised) never = i * CELL_BYTES;
-        if (twice < 0 && r.cells[i].most_writes > 1) twice = i * CELL_BYTES;
+    for (size_t i = 0; i < (r.end - r.begin) / r.cell; ++i) {
+        if (never < 0 && !r.cells[i].initialised) never = i * r.cell;
+        if (twice < 0 && r.cells[i].most_writes > 1) twice = i * r.cell;
     }
     return py::make_tuple(never, twice);
 }
@@ -311,6 +315,17 @@ void machine_access(const void* address, size_t bytes, AccessKind kind, Where wh
     if (m.watched) access(reinterpret_cast<uintptr_t>(address), bytes, kind, site_of(where));
 }
 
+void machine_ticket(const void* counter) {
+    Handovers& taken = m.tickets[counter];
+    for (const auto& [block, handover] : taken)
+        m.known.push_back({block, m.barriers, static_cast<uint16_t>(m.current), handover});
+    for (const Known& known : m.known) {  // and hand on what it knows itself
+        Handover& last = taken.try_emplace(known.block, known.handover).first->second;
+        if (known.handover.barrier > last.barrier) last = known.handover;
+    }
+    taken[blockIdx.x] = {self().barrier, static_cast<uint16_t>(m.current)};
+}
+
 void machine_trap(const char* what, Where where) { fault(std::string(what) + " at " + at(where)); }
 
 // ---- what g++ -fsanitize=thread has kernels call ----
@@ -343,7 +358,8 @@ PYBIND11_MODULE(DRIVER_NAME, module) {
     py::register_exception<Fault>(module, "Fault", PyExc_RuntimeError);
     module.def("load", &load);
     module.def("launch", &launch);
-    module.def("add_region", &add_region);
+    module.def("add_region", &add_region, py::arg("pointer"), py::arg("bytes"), py::arg("name"), py::arg("writable"),
+               py::arg("valid"), py::arg("item") = CELL_BYTES);
     module.def("remove_region", &remove_region);
     module.def("initialise_region", &initialise_region);
     module.def("freeze_region", &freeze_region);

@@ -219,6 +219,7 @@ void run_block(const Order& order) {
     m.barriers = m.syncs = 0;
     std::fill(std::begin(m.named), std::end(m.named), Event());
     m.events.clear();
+    m.known.clear();
     poison_shared();
     const unsigned warp_count = (m.size + 31) / 32;
     m.warps.resize(warp_count);

@@ -3,12 +3,13 @@
 // Two accesses by different threads are a race if one of them writes (and not both are atomic) and nothing orders them:
 //   threads of one warp    a __syncwarp, or a barrier of the block, between them
 //   threads of one block   a barrier of the block, or one of some threads that the later one has waited at
-//   different blocks       the end of the launch
+//   different blocks       the end of the launch, or a ticket (take_ticket in arch.cuh): who takes one is ordered behind all
+//                          that came before those that were taken from the same counter earlier, and what these saw (watch.h)
 // Barriers are numbered as they open. An access carries the number opened last, a thread that of the last one it waited at:
 // if that is higher, the barrier opened after the access. For barriers of the whole block this is exact; named barriers and
 // mbarriers also order threads that did not come to them, so that races can be missed, but none is reported wrongly.
-// Shuffles and votes order nothing, as in CUDA's own rules. Neighbouring single bytes share a cell: a kernel in which
-// different threads store them needs CELL_BYTES 1.
+// Shuffles and votes order nothing, as in CUDA's own rules. Neighbouring single bytes of shared memory share a cell; arrays
+// of single bytes have a cell for each.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -21,26 +22,24 @@ struct Moment {
     uint32_t epoch = 0;  // serial number of the launch for global memory, of the block for shared memory; 0: never
     uint32_t block = 0, barrier = 0, opened = 0, warp_sync = 0;  // barrier: waited at; opened: by anybody
     uint16_t thread = 0;
-    bool many_lanes = false, many_warps = false, many_blocks = false;  // more threads than `thread` did so
+    bool many_lanes = false, many_warps = false;  // more threads of the block than `thread` did so
+    bool many_blocks = false;                     // threads of other blocks did too: see `others` in state.h
     bool atomic = false;
     uint64_t site = 0;  // where in the source: see driver.cpp
 
     bool same_warp(const Moment& other) const { return thread / 32 == other.thread / 32; }
 
-    // Whether an access `now` of the same epoch or a later one is not ordered after this.
+    // Whether an access `now` of the same block is not ordered after this.
     bool unordered(const Moment& now) const {
-        if (epoch != now.epoch) return false;
-        if (many_blocks || block != now.block) return true;
         if (now.barrier > opened) return false;
         if (many_warps || !same_warp(now)) return true;
         return warp_sync == now.warp_sync && (many_lanes || thread != now.thread);
     }
 
-    // Takes note of one more access; forgets those that every later access in question is ordered after.
+    // Takes note of one more access, of the same block or a later epoch; forgets those that every later access in question
+    // is ordered after.
     void add(const Moment& now) {
-        if (epoch == now.epoch && block != now.block) {
-            many_blocks = true;
-        } else if (epoch != now.epoch || now.barrier > opened) {
+        if (epoch != now.epoch || now.barrier > opened) {
             const bool blocks = epoch == now.epoch && many_blocks;
             *this = now;
             many_blocks = blocks;
@@ -73,6 +72,7 @@ struct Region {
     uintptr_t begin, end;
     std::string name;
     bool writable;
+    unsigned cell;                // bytes of a cell
     std::vector<Cell> cells;      // of writable memory
     std::vector<uint8_t> valid;   // of read-only memory, one per byte; empty: all of it
 };

@@ -23,7 +23,7 @@ namespace {
 
 enum State { READY, AT_BARRIER, AT_MEETING, AT_EVENT, DONE };
 const char* const MEETING_NAMES[] = {"__syncwarp", "a shuffle", "a vote", "a warp reduction", "load_matrix_sync",
-                                     "store_matrix_sync", "mma_sync", "mma"};
+                                     "store_matrix_sync", "mma_sync", "mma", "mma"};
 const char* const BARRIER_NAMES[] = {"__syncthreads", "__syncthreads_or", "__syncthreads_and", "__syncthreads_count"};
 
 struct Copy {
@@ -44,6 +44,20 @@ struct BulkReduction {
 struct Event {
     unsigned count = 0, pending = 0, phase = 0;  // arrivals of a phase, those still to come, phases that have ended
     std::vector<unsigned> waiting;
+};
+
+// What is known of a block by those that were handed a ticket after it: everything before barrier `barrier` of it, and all
+// of its thread `thread`.
+struct Handover {
+    uint32_t barrier;
+    uint16_t thread;
+};
+using Handovers = std::map<uint32_t, Handover>;  // by block
+// What a block was handed over of another one: its thread `to` knows it, and all that have waited at a barrier after `at`.
+struct Known {
+    uint32_t block, at;
+    uint16_t to;
+    Handover handover;
 };
 
 struct OpenMeeting {
@@ -101,6 +115,8 @@ struct Machine {
     size_t dynamic_bytes = 0;
     uint32_t launches = 0, blocks = 0;  // serial numbers, over all launches
     uint64_t accesses = 0;
+    std::map<const void*, Handovers> tickets;                // by counter: who has taken one, and what they knew
+    std::map<const Moment*, std::vector<Moment>> others;     // accesses of other blocks than the Moment's own
 
     // of the block
     unsigned size = 0, alive = 0, arrived = 0;
@@ -110,6 +126,7 @@ struct Machine {
     int barrier_result[2];
     Where barrier_where;
     BarrierKind barrier_kind;
+    std::vector<Known> known;    // what tickets have handed over to it
 
     int current = -1;  // the running thread
     void* scheduler = nullptr;

@@ -101,6 +101,36 @@ void multiply_tf32(OpenMeeting& o) {
     }
 }
 
+struct HalfProduct {
+    float* c;
+    const uint32_t *a, *b;
+    bool bfloat16;
+};
+
+// c += a * b of 16x16 by 16x8 16-bit elements, two in a word, for a whole warp; summed as above.
+void multiply_half(OpenMeeting& o) {
+    float a[16][16], b[16][8], c[16][8];
+    const auto half = [](uint32_t word, int side, bool bfloat16) {
+        return widen(static_cast<uint16_t>(word >> 16 * side), bfloat16);
+    };
+    for (int lane = 0; lane < 32; ++lane) {
+        const HalfProduct& p = *reinterpret_cast<HalfProduct*>(o.meeting.values[lane]);
+        const int g = lane / 4, t = lane % 4;
+        for (int side = 0; side < 2; ++side) {
+            for (int i = 0; i < 4; ++i) a[g + 8 * (i & 1)][2 * t + side + 8 * (i >> 1)] = half(p.a[i], side, p.bfloat16);
+            for (int i = 0; i < 2; ++i) b[2 * t + side + 8 * i][g] = half(p.b[i], side, p.bfloat16);
+        }
+        for (int i = 0; i < 4; ++i) c[g + 8 * (i >> 1)][2 * t + (i & 1)] = p.c[i];
+    }
+    for (int row = 0; row < 16; ++row)
+        for (int k = 0; k < 16; ++k)
+            for (int column = 0; column < 8; ++column) c[row][column] += a[row][k] * b[k][column];
+    for (int lane = 0; lane < 32; ++lane) {
+        const HalfProduct& p = *reinterpret_cast<HalfProduct*>(o.meeting.values[lane]);
+        for (int i = 0; i < 4; ++i) p.c[i] = c[lane / 4 + 8 * (i >> 1)][2 * (lane % 4) + (i & 1)];
+    }
+}
+
 // A tile must be aligned and be the same for all lanes. Each lane looks after half a row of it.
 void check_tile(MeetingKind kind, const void* tile, unsigned ld, size_t element, Where where) {
     const OpenMeeting* o = meet(~0u, kind, reinterpret_cast<uintptr_t>(tile), where);
@@ -143,6 +173,11 @@ void machine_mma_tf32(float* c, const float* a, const float* b, Where where) {
     if (own.unrounded >= 0)
         fault(format("mma at %s: lane %d has an operand that was not rounded to TF32", at(where).c_str(),
                      own.unrounded));
+}
+
+void machine_mma_half(float* c, const uint32_t* a, const uint32_t* b, bool bfloat16, Where where) {
+    HalfProduct own{c, a, b, bfloat16};
+    meet(~0u, MMA_HALF, reinterpret_cast<uintptr_t>(&own), where, multiply_half);
 }
 
 void machine_wmma_load_float(float* x, bool by_column, const float* tile, unsigned ld, Where where) {

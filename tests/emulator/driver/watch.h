@@ -37,9 +37,37 @@ std::string by(const Moment& moment, const char* did) {
                   ? "several threads, among them " : "thread ", moment.thread, moment.block, did) + at(moment.site);
 }
 
+// Whether a ticket has handed over to `now` what another block did at `before`.
+bool handed_over(const Moment& before, const Moment& now) {
+    for (const Known& known : m.known) {
+        if (known.block != before.block || (now.thread != known.to && now.barrier <= known.at)) continue;
+        const bool own = before.thread == known.handover.thread && !before.many_lanes && !before.many_warps;
+        if (own || before.opened < known.handover.barrier) return true;
+    }
+    return false;
+}
+
+bool unordered(const Moment& before, const Moment& now) {
+    if (before.epoch != now.epoch) return false;
+    const auto one = [&](const Moment& moment) {
+        return moment.block == now.block ? moment.unordered(now) : !handed_over(moment, now);
+    };
+    if (one(before)) return true;
+    return before.many_blocks && std::any_of(m.others[&before].begin(), m.others[&before].end(), one);
+}
+
+void note(Moment& moments, const Moment& now) {
+    if (moments.epoch != now.epoch || moments.block == now.block) return moments.add(now);
+    auto& others = m.others[&moments];
+    moments.many_blocks = true;
+    for (Moment& other : others)
+        if (other.block == now.block) return other.add(now);
+    others.push_back(now);
+}
+
 void check_race(const Moment& before, const char* did, const Moment& moment, const char* does, const Memory& memory,
                 uintptr_t address) {
-    if (!before.unordered(moment) || (before.atomic && moment.atomic)) return;
+    if ((before.atomic && moment.atomic) || !unordered(before, moment)) return;
     fault("race on " + describe(memory, address) + ": " + by(before, did) + ", " + by(moment, does) +
           ", and no barrier is between them");
 }
@@ -54,7 +82,7 @@ void touch(Cell& cell, const Memory& memory, uintptr_t address, AccessKind kind,
     check_race(cell.write, cell.write.atomic ? "changed it atomically" : "wrote", moment,
                kind == READ ? "reads" : kind == WRITE ? "writes" : "changes it atomically", memory, address);
     if (kind == READ) {
-        cell.read.add(moment);
+        note(cell.read, moment);
         return;
     }
     check_race(cell.read, "read", moment, kind == WRITE ? "writes" : "changes it atomically", memory, address);
@@ -65,9 +93,8 @@ void touch(Cell& cell, const Memory& memory, uintptr_t address, AccessKind kind,
 }
 
 template <typename Do>
-void for_each_cell(uintptr_t begin, size_t bytes, uintptr_t base, const Do& act) {
-    for (uintptr_t a = begin & ~uintptr_t(CELL_BYTES - 1); a < begin + bytes; a += CELL_BYTES)
-        act((a - base) / CELL_BYTES, a);
+void for_each_cell(uintptr_t begin, size_t bytes, uintptr_t base, unsigned cell, const Do& act) {
+    for (uintptr_t a = begin & ~uintptr_t(cell - 1); a < begin + bytes; a += cell) act((a - base) / cell, a);
 }
 
 const char* access_name(AccessKind kind) { return kind == READ ? "read" : kind == WRITE ? "write" : "atomic change"; }
@@ -108,7 +135,7 @@ void access(uintptr_t address, size_t bytes, AccessKind kind, Site site) {
             out_of_bounds(address, bytes, kind, site);
         const Memory memory{"shared memory", library.tls_begin, m.blocks, true};
         const Moment moment = now(m.blocks, kind == ATOMIC, site);
-        for_each_cell(address, bytes, library.tls_begin, [&](size_t i, uintptr_t a) {
+        for_each_cell(address, bytes, library.tls_begin, CELL_BYTES, [&](size_t i, uintptr_t a) {
             touch(m.shared_cells[i], memory, a, kind, moment);
         });
         return;
@@ -123,7 +150,7 @@ void access(uintptr_t address, size_t bytes, AccessKind kind, Site site) {
         if (!r->writable) return;
         const Memory memory{r->name.c_str(), r->begin, m.launches, false};
         const Moment moment = now(m.launches, kind == ATOMIC, site);
-        for_each_cell(address, bytes, r->begin, [&](size_t i, uintptr_t a) {
+        for_each_cell(address, bytes, r->begin, r->cell, [&](size_t i, uintptr_t a) {
             touch(r->cells[i], memory, a, kind, moment);
         });
         return;
@@ -155,7 +182,7 @@ void mark_in_flight(const Copy& copy, bool begins) {
     Library& library = *m.library;
     const uintptr_t to = reinterpret_cast<uintptr_t>(copy.to);
     if (to - library.tls_begin >= library.tls_end - library.tls_begin) return;
-    for_each_cell(to, copy.bytes, library.tls_begin, [&](size_t i, uintptr_t) {
+    for_each_cell(to, copy.bytes, library.tls_begin, CELL_BYTES, [&](size_t i, uintptr_t) {
         m.shared_cells[i].in_flight = begins ? m.blocks : 0;
     });
 }

@@ -34,6 +34,20 @@ inline void multiply_add_tf32(float* c, const float* a, const float* b, Where w 
     machine_mma_tf32(c, a, b, w);
 }
 
+// mma.sync.aligned.m16n8k16.row.col.f32.{f16,bf16}.{f16,bf16}.f32
+inline void multiply_add_half(float* c, const unsigned* a, const unsigned* b, const __half*, Where w = caller()) {
+    machine_mma_half(c, a, b, false, w);
+}
+inline void multiply_add_half(float* c, const unsigned* a, const unsigned* b, const __nv_bfloat16*, Where w = caller()) {
+    machine_mma_half(c, a, b, true, w);
+}
+
+// atom.inc between two fences
+inline unsigned take_ticket(unsigned* counter, unsigned last, Where w = caller()) {
+    machine_ticket(counter);
+    return atomic_change(counter, w, [last](unsigned y) -> unsigned { return y >= last ? 0 : y + 1; });
+}
+
 // Twins of instructions that the kernels do not use yet; arch.cuh gets their PTX when they do.
 
 // cp.async.mbarrier.arrive.noinc: arrives when the thread's copies so far have.

@@ -107,6 +107,8 @@ template <typename T>
 inline T __ldcs(const T* p) { return *p; }
 template <typename T>
 inline void __stcs(T* p, T x) { *p = x; }
+template <typename T>
+inline T __ldcg(const T* p) { return *p; }
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 

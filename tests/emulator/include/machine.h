@@ -18,7 +18,7 @@ struct Index3 {
     unsigned x, y, z;
 };
 
-enum MeetingKind { SYNC_WARP, SHUFFLE, VOTE, REDUCE, WMMA_LOAD, WMMA_STORE, WMMA_MULTIPLY, MMA_TF32 };
+enum MeetingKind { SYNC_WARP, SHUFFLE, VOTE, REDUCE, WMMA_LOAD, WMMA_STORE, WMMA_MULTIPLY, MMA_TF32, MMA_HALF };
 enum BarrierKind { BARRIER, BARRIER_OR, BARRIER_AND, BARRIER_COUNT };
 enum AccessKind { READ = 0, WRITE = 1, ATOMIC = 2 };
 
@@ -55,6 +55,12 @@ void machine_wmma_store_float(float* tile, bool by_column, const float* x, unsig
 
 // mma m16n8k8 with TF32 operands, which must have been rounded: c (4 elements a lane) += a (4) * b (2).
 void machine_mma_tf32(float* c, const float* a, const float* b, Where where);
+
+// mma m16n8k16 with 16-bit operands, two in a word: c (4 elements a lane) += a (4 words) * b (2 words).
+void machine_mma_half(float* c, const uint32_t* a, const uint32_t* b, bool bfloat16, Where where);
+
+// The running thread is handed over all that the blocks knew and had done that took a ticket from this counter before.
+void machine_ticket(const void* counter);
 
 // cp.async: the bytes arrive at the wait for their group, and are poison until then.
 void machine_copy_async(void* shared, const void* global, int bytes, int valid, Where where);

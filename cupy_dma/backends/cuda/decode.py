@@ -1,0 +1,179 @@
+"""The decode cache, one token at a time (SPEC section 7): one launch a token, whatever the history.
+
+Blocks share the slots of a (sequence, kv head); the last of them adds up what they found and changes the state
+(``kernels/decode.cu``). What they leave for each other lies in arrays that are made at the first step and stay with the
+state, so that later steps allocate nothing and a CUDA graph of a step can be replayed.
+"""
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from cupy_dma import jit
+from cupy_dma.arrays import Operand
+from cupy_dma.backends.cuda.configs import ELEMENT_BYTES, ELEMENTS, blocks
+from cupy_dma.backends.cuda.problem import rows_aligned
+from cupy_dma.backends.cuda.runtime import LoadedKernel, Runtime
+from cupy_dma.cache_state import CacheState, ExtendCall
+
+STEPS = 8  # tokens of a call that are taken one by one
+ROW_BYTES = 256  # of keys or values: longer ones leave registers for 8 query heads, and none to load ahead
+WARPS, STEP = 4, 16  # of a block; keys a warp takes at a time
+MOST_PARTS = 256  # blocks that share the slots of a kv head
+BLOCKS = 8  # per multiprocessor: more are not made where there are slots enough for fewer
+EAGER_BYTES = 1 << 15  # per multiprocessor: caches up to this size wait for the first byte, not for the last
+CANDIDATE_WORDS = 6  # of struct Candidate
+
+
+@dataclass(frozen=True)
+class SplitConfig(jit.Config):
+    """What kernels/split.cuh asks for."""
+
+    element: str
+    head_dim: int
+    value_dim: int
+    vector: bool
+    rows: int
+    warps: int
+    softcap: bool
+    min_blocks: int
+
+    def shared_bytes(self, parts: int) -> int:
+        """``struct SplitShared`` and the weights of ``parts`` parts."""
+        chunks = blocks(self.head_dim, 64 // ELEMENT_BYTES[self.element])
+        query = 512 * chunks * (2 if self.rows > 8 else 1)
+        return query + 4 * self.rows * (self.warps * (self.value_dim + 2) + 1 + max(parts, self.warps)) + 16
+
+
+@dataclass(frozen=True)
+class StepConfig(SplitConfig):
+    source = "decode.cu"
+    attend: bool
+    eager: bool
+
+    def shared_bytes(self, parts: int) -> int:
+        """``struct StepShared`` and the weights."""
+        return super().shared_bytes(parts) + 24 * self.warps + 32
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the slots of a cache are cut."""
+
+    rows: int  # query heads of a block
+    sets: int  # of query heads
+    parts: int
+    share: int  # slots of a part
+    eager: bool
+    grid: int
+
+
+def serves(state: CacheState, call: ExtendCall) -> bool:
+    """Whether ``step`` takes the call: few tokens a sequence, and a type that the kernels know."""
+    return call.cu_seqlens is None and 1 <= call.length <= STEPS and state.key.dtype in ELEMENTS
+
+
+def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
+    """``out (B, L, H, Dv)`` and ``lse (B, H, L)`` of a call that ``serves``, None for what nobody asked for; changes
+    the state. One launch per token."""
+    place, device, query = state.library, state.device, call.query
+    index, batch, length = device.index, state.batch, call.length
+    heads = 0 if query is None else query.shape[2]
+    out = lse = None
+    if query is not None:
+        out = call.out.array if call.out else place.empty((batch, length, heads, state.value_dim), query.dtype, device)
+        if call.lse:
+            lse = call.lse.array
+        elif call.return_lse:
+            lse = place.empty((batch, heads, length), "float32", device)
+    if batch == 0:
+        return out, lse
+    cut = split(state.key.shape, state.value_dim, heads // state.kv_heads, ELEMENT_BYTES[ELEMENTS[state.key.dtype]],
+                runtime.multiprocessors(index))
+    operands = (call.key, call.value) if query is None else (query, call.key, call.value)
+    kernel = _kernel(runtime, index, cut.parts, ELEMENTS[state.key.dtype], state.head_dim, state.value_dim,
+                     rows_aligned(*operands), cut.rows, WARPS, call.softcap > 0.0,
+                     min_blocks(state.head_dim, state.value_dim, state.key.dtype, cut.rows), query is not None,
+                     cut.eager)
+    fields = {**_fixed(state, cut, heads), **_moving(call)}
+    if out is not None:
+        fields["out"] = place.pointer(out)
+    if lse is not None:
+        fields["lse"] = place.pointer(lse)
+    pack, stream = jit.params("decode.cu", "StepParams").pack_some, place.stream(device)
+    with runtime.on(device):
+        for token in range(length):
+            kernel.launch(cut.grid, 32 * WARPS, pack(fields, {"token": token}), stream)
+    return out, lse
+
+
+@functools.lru_cache(maxsize=1024)
+def split(shape: tuple[int, int, int, int], value_dim: int, group: int, size: int, processors: int) -> Split:
+    """The blocks of a step for keys ``(B, Hkv, R, D)`` of ``size`` bytes an element and ``group`` query heads a kv
+    head: a few per multiprocessor, or as many as there is work for in ones of ``WARPS * STEP`` slots."""
+    batch, kv_heads, rows, head_dim = shape
+    pairs, slots = batch * kv_heads, rows + 1
+    long = max(head_dim, value_dim) * size > ROW_BYTES
+    sets = max(1, blocks(group, 8 if long else 16))
+    wanted = max(1, round(BLOCKS * processors / (pairs * sets)))
+    parts = min(wanted, blocks(slots, WARPS * STEP), MOST_PARTS)
+    share = blocks(blocks(slots, parts), STEP) * STEP
+    parts = blocks(slots, share)
+    eager = not long and pairs * slots * (head_dim + value_dim) * size <= EAGER_BYTES * processors
+    return Split(max(1, blocks(group, sets)), sets, parts, share, eager, pairs * sets * parts)
+
+
+def min_blocks(head_dim: int, value_dim: int, dtype: str, rows: int) -> int:
+    """Blocks per multiprocessor that registers are shared out for: what the operands of a step leave room for."""
+    row_bytes = max(head_dim, value_dim) * ELEMENT_BYTES[ELEMENTS[dtype]]
+    return 1 if row_bytes > ROW_BYTES else 2 if rows > 8 else 3
+
+
+@functools.cache
+def _kernel(runtime: Runtime, index: int, parts: int, *fields: Any) -> LoadedKernel:
+    config = StepConfig(*fields)
+    return runtime.load(config, "decode_step", index, config.shared_bytes(parts))
+
+
+def _fixed(state: CacheState, cut: Split, heads: int) -> dict[str, Any]:
+    """Parameters that are the same at every step of this state; kept with it, and the arrays that they name."""
+    name = ("decode step", heads)
+    if name not in state.workspace:
+        pairs = state.batch * state.kv_heads
+        tiles = cut.grid if cut.grid > pairs else 0  # a single part leaves nothing
+        sizes = {"partial": tiles * cut.rows * state.value_dim if heads else 0,
+                 "partial_state": 2 * tiles * cut.rows, "candidates": CANDIDATE_WORDS * pairs * cut.parts,
+                 "tickets": pairs + state.batch}
+        arrays = {key: _made(state, f"{name} {key}", size) for key, size in sizes.items()}
+        state.workspace[name] = {key: array.pointer for key, array in arrays.items()} | {
+            "key": state.key.pointer, "value": state.value.pointer, "score": state.scores.pointer,
+            "position": state.positions.pointer, "in_top": state.in_top.pointer, "lengths": state.lengths.pointer,
+            "lowest": state.lowest.pointer, "free": state.free.pointer, "kv_heads": state.kv_heads,
+            "group": heads // state.kv_heads, "sets": cut.sets, "parts": cut.parts, "share": cut.share,
+            "slots": state.rows, "window": state.window, "sinks": state.sinks, "recent": state.recent}
+    return state.workspace[name]
+
+
+def _made(state: CacheState, name: str, size: int) -> Operand:
+    """An array of 4-byte zeros that stays with the state."""
+    place = state.library
+    made = place.describe(place.full((max(size, 2),), 0, "int32", state.device), name)
+    state.workspace[name] = made
+    return made
+
+
+def _moving(call: ExtendCall) -> dict[str, Any]:
+    key, value, scores, query, counts = call.key, call.value, call.scores, call.query, call.lengths
+    fields: dict[str, Any] = {
+        "new_key": key.pointer, "new_value": value.pointer, "new_score": scores.pointer,
+        "key_batch": key.strides[0], "key_row": key.strides[1], "key_head": key.strides[2],
+        "value_batch": value.strides[0], "value_row": value.strides[1], "value_head": value.strides[2],
+        "score_batch": scores.strides[0], "score_head": scores.strides[1], "score_token": scores.strides[2],
+        "length": call.length, "scale": call.scale, "softcap": call.softcap}
+    if query is not None:
+        fields.update(query=query.pointer, query_batch=query.strides[0], query_row=query.strides[1],
+                      query_head=query.strides[2])
+    if counts is not None:
+        fields.update(counts=counts.pointer, count_words=2 if counts.dtype == "int64" else 1)
+    return fields

@@ -1,0 +1,136 @@
+"""Attention of few queries, where tiles of queries would leave most of a GPU idle.
+
+Keys are shared out among blocks, and the last one adds up (``kernels/decode_attention.cu``).
+"""
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cupy_dma import jit
+from cupy_dma.arrays import Operand
+from cupy_dma.backends.cuda.configs import BIAS_DENSE, BIAS_OF_KEYS, ELEMENTS, blocks
+from cupy_dma.backends.cuda.decode import MOST_PARTS, ROW_BYTES, STEP, WARPS, SplitConfig, min_blocks
+from cupy_dma.backends.cuda.problem import Problem
+from cupy_dma.backends.cuda.runtime import LoadedKernel, Runtime
+
+if TYPE_CHECKING:
+    from cupy_dma.calls import AttentionCall
+
+MOST_ROWS, TILE_ROWS = 64, 16  # queries times heads of a group: that are served, and that read keys together
+LEAST_KEYS = 512  # below this a tile is as fast
+BLOCKS = 8  # per multiprocessor, where there are keys enough
+
+
+@dataclass(frozen=True)
+class DecodeConfig(SplitConfig):
+    source = "decode_attention.cu"
+    listed: bool
+    intervals: bool
+    causal: bool
+    bias: bool
+
+    def shared_bytes(self, parts: int) -> int:
+        """``struct DecodeShared`` and the weights."""
+        return super().shared_bytes(parts) + 16
+
+
+@dataclass(frozen=True)
+class KeyList:
+    """Keys that the queries of a call see, of each kv head: ``list (B * Hkv, count)`` int32 and, entry by entry, the
+    positions that see them, ``interval (B * Hkv, count, 2)`` int32 (None: all)."""
+
+    count: int
+    list: int  # addresses
+    interval: int | None
+    tickets: int  # (B * Hkv, sets) zeros
+    keep: Any  # the arrays
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the work is shared out."""
+
+    rows: int  # of a tile
+    sets: int
+    parts: int
+    share: int  # keys of a part
+    grid: int
+
+
+def serves(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
+    """Whether this kernel takes the call on device ``index``: it can, and tiles of queries would not fill the GPU."""
+    return (call.sequences is None and not problem.bits and problem.bias_kind != BIAS_DENSE and not problem.by_head
+            and problem.key_length > 0 and _pays(runtime, index, call))
+
+
+def _pays(runtime: Runtime, index: int, call: AttentionCall) -> bool:
+    rows = call.query_length * (call.heads // call.kv_heads)
+    if rows > MOST_ROWS or call.key_length < LEAST_KEYS:
+        return False
+    return rows <= TILE_ROWS or 2 * call.batch * call.kv_heads <= runtime.multiprocessors(index)
+
+
+def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any, lse: Any,
+              listed: KeyList | None = None) -> None:
+    """Writes ``out`` and ``lse`` of a call that ``serves``, on its device. ``listed``: in place of the mask."""
+    query, place, device = call.query, call.query.library, call.query.device
+    batch, length, heads, head_dim = query.shape
+    kv_heads, index = call.kv_heads, device.index
+    slots = problem.key_length if listed is None else listed.count
+    rows = length * (heads // kv_heads)
+    cut = split(batch * kv_heads, rows, sets_of(rows, head_dim * problem.size), slots, runtime.multiprocessors(index))
+    fields: dict[str, Any] = {"out": place.pointer(out), "lse": place.pointer(lse), "group": heads // kv_heads,
+                              "sets": cut.sets, "parts": cut.parts, "share": cut.share, "slots": slots}
+    tiles = batch * kv_heads * cut.sets
+    keep = None
+    if cut.parts > 1:
+        numbers = cut.grid * cut.rows
+        keep = place.empty((numbers * (head_dim + 2),), "float32", device)
+        fields["partial"] = place.pointer(keep)
+        fields["partial_state"] = place.pointer(keep) + 4 * numbers * head_dim
+        if listed is None:
+            tickets = place.full((tiles,), 0, "int32", device)
+            fields["tickets"] = place.pointer(tickets)
+        else:
+            fields["tickets"] = listed.tickets
+    mask, intervals, causal = problem.mask, problem.mask is not None, problem.causal
+    if listed is not None:
+        fields["list"] = listed.list
+        intervals, causal = listed.interval is not None, False
+        if listed.interval is not None:
+            fields["list_interval"] = listed.interval
+    elif mask is not None:
+        for name, operand in (("start", mask._start), ("stop", mask._stop)):
+            fields |= {name: operand.pointer, f"{name}_batch": _step(operand, 0), f"{name}_group": _step(operand, 1)}
+    kernel = _kernel(runtime, index, cut.parts, ELEMENTS[query.dtype], head_dim, head_dim, problem.vector, cut.rows,
+                     WARPS, call.softcap > 0.0, min_blocks(head_dim, head_dim, query.dtype, cut.rows),
+                     listed is not None, intervals, causal, problem.bias_kind == BIAS_OF_KEYS)
+    params = jit.params("decode_attention.cu", "DecodeParams")
+    shared = {name: problem.params[name] for name in params.names if name in problem.params and name not in fields}
+    kernel.launch(cut.grid, 32 * WARPS, params.pack_some(shared, fields), place.stream(device))
+
+
+def _step(operand: Operand, axis: int) -> int:
+    return operand.strides[axis] if operand.shape[axis] > 1 else 0
+
+
+def sets_of(rows: int, row_bytes: int) -> int:
+    """Tiles that ``rows`` of a kv head are cut into, for rows of keys of so many bytes."""
+    return blocks(rows, 8 if row_bytes > ROW_BYTES else TILE_ROWS)
+
+
+@functools.lru_cache(maxsize=1024)
+def split(pairs: int, rows: int, sets: int, slots: int, processors: int) -> Cut:
+    """The blocks for ``rows`` of each of ``pairs`` kv heads, in so many ``sets``, and ``slots`` keys."""
+    parts = min(max(1, round(BLOCKS * processors / (pairs * sets))), blocks(slots, WARPS * STEP), MOST_PARTS)
+    share = blocks(blocks(slots, parts), STEP) * STEP
+    parts = blocks(slots, share)
+    return Cut(blocks(rows, sets), sets, parts, share, pairs * sets * parts)
+
+
+@functools.cache
+def _kernel(runtime: Runtime, index: int, parts: int, *fields: Any) -> LoadedKernel:
+    config = DecodeConfig(*fields)
+    return runtime.load(config, "decode_attention", index, config.shared_bytes(parts))

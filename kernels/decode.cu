@@ -1,0 +1,378 @@
+// One token more for a cache that keeps, per sequence and kv head, the keys that are in the top `window` by (score,
+// position), the first `sinks` and the last `recent` positions (SPEC section 7; cupy_dma/cache_state.py): takes the token's
+// key in, computes the attention of its queries over what is kept, and finds what the token after it will need.
+//
+// key        // (B, Hkv, R, HEAD_DIM) ELEMENT     score    // (B, Hkv, R) f32      lengths  // (B) int64: tokens seen
+// value      // (B, Hkv, R, VALUE_DIM) ELEMENT    position // (B, Hkv, R) int64    lowest   // (B, Hkv): slot of the top's
+// query      // (B, L, H, HEAD_DIM) ELEMENT       in_top   // (B, Hkv, R) bytes    //   lowest key, -1 while there is room
+// out        // (B, L, H, VALUE_DIM), contiguous  lse // (B, H, L) f32             free     // (B, Hkv): a slot not needed, -1
+//
+// One launch. `parts` blocks share the R slots of one (sequence, kv head, set of ROWS query heads), and the token itself,
+// which counts as slot R until the end. They only read the state: `lowest` and `free`, found by the launch before, tell
+// every block which slot the token takes and which key leaves the top. What a block finds goes to `partial`: outputs, and
+// of set 0 the lowest key of the top and a free slot of its share. The block that takes the last ticket of a (sequence,
+// kv head) adds the parts up in their order and alone changes the state; by then nobody reads it any more. `lengths` is
+// read for all kv heads of a sequence: the last of these changes it (a second ticket).
+//
+// EAGER: rows are loaded before it is known which are needed, because the time until they arrive is what counts; where
+// there are many, only those that are needed are read. counts: sequences with fewer than `token` + 1 tokens take no step.
+//
+// Prelude: that of split.cuh, MIN_BLOCKS, ATTEND (0: there are no queries), EAGER.
+#include "arch.cuh"
+#include "rank.cuh"
+#include "split.cuh"
+
+// The lowest key of the top in some slots, and the first free one of them.
+struct Candidate {
+    long long position;
+    unsigned rank;
+    int slot, free;  // NO_SLOT if there is none
+};
+
+struct StepParams {
+    const ELEMENT* query;
+    const ELEMENT* new_key;    // (B, L, Hkv, HEAD_DIM)
+    const ELEMENT* new_value;  // (B, L, Hkv, VALUE_DIM)
+    const float* new_score;    // (B, Hkv, L)
+    const int* counts;         // (B), or null: all take the step
+    ELEMENT* key;
+    ELEMENT* value;
+    float* score;
+    long long* position;
+    unsigned char* in_top;
+    long long* lengths;
+    int* lowest;
+    int* free;
+    ELEMENT* out;
+    float* lse;
+    float* partial;            // (B * Hkv, sets, parts, ROWS, VALUE_DIM)
+    PartState* partial_state;  // (B * Hkv, sets, parts, ROWS)
+    Candidate* candidates;     // (B * Hkv, parts)
+    unsigned* tickets;         // (B * Hkv), then (B); all 0
+    long long query_batch, query_row, query_head;  // strides, in elements
+    long long key_batch, key_row, key_head;
+    long long value_batch, value_row, value_head;
+    long long score_batch, score_head, score_token;
+    int count_words;  // 32-bit words of a number of counts
+    int kv_heads, group, sets, parts, share;  // query heads of a kv head; sets of them; slots of a part, a multiple of STEP
+    int slots, window, sinks, recent;
+    int length, token;  // L, and which of them
+    float scale, softcap;
+};
+
+constexpr int NO_SLOT = 2147483647;
+
+struct StepShared {
+    SplitShared split;
+    Candidate candidates[WARPS];
+    int last;
+};
+
+// What the token does to its kv head.
+struct Change {
+    long long position;  // of the token
+    float score;
+    bool enters;         // the top
+    int dropped, target;  // slots: whose key leaves the top, and that the token takes; -1: none
+};
+
+struct Head {
+    const StepParams& p;
+    long long pair, position;  // batch * kv_heads + kv head; of the token
+    int batch, group;
+    int lowest, free;
+    float score;  // of the token
+
+    __device__ __forceinline__ Head(const StepParams& p, int pair)
+        : p(p), pair(pair), batch(pair / p.kv_heads), group(pair % p.kv_heads) {
+        position = p.lengths[batch];
+        lowest = p.lowest[pair];
+        free = p.free[pair];
+        score = p.new_score[batch * p.score_batch + group * p.score_head + p.token * p.score_token];
+    }
+
+    __device__ __forceinline__ Change change() const {
+        const bool enters = lowest < 0 || ordered(score) >= ordered(p.score[pair * p.slots + lowest]);
+        const int dropped = enters ? lowest : -1;
+        const bool stored = enters || position < p.sinks || p.recent > 0;
+        return {position, score, enters, dropped, !stored ? -1 : free >= 0 ? free : dropped};
+    }
+
+    __device__ __forceinline__ const ELEMENT* new_key() const {
+        return p.new_key + batch * p.key_batch + p.token * p.key_row + group * p.key_head;
+    }
+    __device__ __forceinline__ const ELEMENT* new_value() const {
+        return p.new_value + batch * p.value_batch + p.token * p.value_row + group * p.value_head;
+    }
+    __device__ __forceinline__ const ELEMENT* key_of(int slot) const {
+        return slot == p.slots ? new_key() : p.key + (pair * p.slots + slot) * HEAD_DIM;
+    }
+    __device__ __forceinline__ const ELEMENT* value_of(int slot) const {
+        return slot == p.slots ? new_value() : p.value + (pair * p.slots + slot) * VALUE_DIM;
+    }
+};
+
+// What is known of a slot. Slot R is the token.
+struct Slot {
+    int number;
+    long long position;  // -1: empty, or about to be overwritten
+    float score;
+    bool in_top;
+
+    // As the state has it.
+    __device__ __forceinline__ Slot(const Head& head, int number, int end) : number(number), position(-1), score(0.0f), in_top(false) {
+        if (number < min(end, head.p.slots)) {
+            const long long at = head.pair * head.p.slots + number;
+            position = head.p.position[at];
+            score = head.p.score[at];
+            in_top = head.p.in_top[at] != 0;
+        }
+    }
+
+    // As it is when the token has come.
+    __device__ __forceinline__ void follow(const Change& change, int slots) {
+        if (number == slots) {
+            position = change.target >= 0 ? change.position : -1;
+            score = change.score;
+            in_top = change.enters;
+        } else if (number == change.target) {
+            position = -1;
+        }
+        if (number == change.dropped) in_top = false;
+        if (position < 0) in_top = false;
+    }
+
+    // Whether the token at `now` sees the key, or needs it to be kept.
+    __device__ __forceinline__ bool needed(const StepParams& p, long long now) const {
+        return position >= 0 && (in_top || position < p.sinks || position > now - p.recent);
+    }
+};
+
+__device__ __forceinline__ bool below(const Candidate& x, const Candidate& y) {
+    return x.rank < y.rank || (x.rank == y.rank && x.position < y.position);
+}
+
+// Keeps the lower of two lowest keys, and the first of two free slots.
+__device__ __forceinline__ void merge(Candidate& own, const Candidate& other) {
+    const int free = min(own.free, other.free);
+    if (other.slot != NO_SLOT && (own.slot == NO_SLOT || below(other, own))) own = other;
+    own.free = free;
+}
+
+__device__ __forceinline__ Candidate merge_lanes(Candidate own) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance >>= 1) {
+        Candidate other;
+        other.position = __shfl_xor_sync(ALL_LANES, own.position, distance);
+        other.rank = __shfl_xor_sync(ALL_LANES, own.rank, distance);
+        other.slot = __shfl_xor_sync(ALL_LANES, own.slot, distance);
+        other.free = __shfl_xor_sync(ALL_LANES, own.free, distance);
+        merge(own, other);
+    }
+    return own;
+}
+
+__device__ __forceinline__ void consider(Candidate& own, const Slot& slot, const Change& change, const StepParams& p) {
+    Candidate other = {slot.position, ordered(slot.score), NO_SLOT, NO_SLOT};
+    const bool overwritten = slot.number == change.target, stored = change.target >= 0;
+    const int place = slot.number == p.slots ? change.target : slot.number;  // where the key will lie
+    if (slot.in_top) other.slot = place;
+    if (slot.number == p.slots ? stored : !overwritten)
+        if (!slot.needed(p, change.position + 1)) other.free = place;
+    merge(own, other);
+}
+
+// The logits of a step under the mask `seen` of its 16 slots, their scores in lanes 0 to 15.
+__device__ __forceinline__ void mask_logits(Logits& s, const LogitScale& logit, unsigned seen, float score) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int key = 2 * (threadIdx.x & 3) + fragment_column(i);
+        const float bias = __shfl_sync(ALL_LANES, score, key) * LOG2_E;
+        s.x[i] = seen >> key & 1 ? logit(s.x[i], bias) : -infinity();
+    }
+}
+
+// out and lse of a sequence that takes no step.
+__device__ void write_nothing(const StepParams& p, const Head& head, int first_head, int rows) {
+    for (int i = threadIdx.x; i < rows * VALUE_DIM; i += THREADS) {
+        const long long row = (long long)head.batch * p.length + p.token;
+        from_float(p.out[(row * p.kv_heads * p.group + first_head + i / VALUE_DIM) * VALUE_DIM + i % VALUE_DIM], 0.0f);
+    }
+    if (threadIdx.x < rows)
+        p.lse[((long long)head.batch * p.kv_heads * p.group + first_head + threadIdx.x) * p.length + p.token] =
+            -infinity();
+}
+
+// The state after the token. One warp: thread `lane` of 32.
+__device__ void change_state(const StepParams& p, const Head& head, const Change& change, Candidate lowest) {
+    const long long first = head.pair * p.slots;
+    if (change.dropped >= 0) p.in_top[first + change.dropped] = 0;
+    if (change.target >= 0) {
+        p.score[first + change.target] = change.score;
+        p.position[first + change.target] = change.position;
+        p.in_top[first + change.target] = change.enters;
+    }
+    p.lowest[head.pair] = change.position + 1 < p.window ? -1 : lowest.slot;
+    p.free[head.pair] = lowest.free == NO_SLOT ? -1 : lowest.free;
+}
+
+template <int dim>
+__device__ __forceinline__ void copy_row(ELEMENT* target, const ELEMENT* source, int first, int threads) {
+#if VECTOR
+    for (int i = first; i < dim / PIECE; i += threads)
+        reinterpret_cast<uint4*>(target)[i] = reinterpret_cast<const uint4*>(source)[i];
+#else
+    for (int i = first; i < dim; i += threads) target[i] = source[i];
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_step(const StepParams p) {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    StepShared& shared = *reinterpret_cast<StepShared*>(shared_memory);
+    float* weights = reinterpret_cast<float*>(shared_memory + sizeof(StepShared));  // (ROWS, max(parts, WARPS))
+    const int part = blockIdx.x % p.parts, set = blockIdx.x / p.parts % p.sets;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    const Head head(p, blockIdx.x / p.parts / p.sets);
+    const int rows = ATTEND ? min(ROWS, p.group - set * ROWS) : 0;  // query heads of this block
+    const int first_head = head.group * p.group + set * ROWS;
+    if (p.counts != nullptr && p.counts[head.batch * p.count_words] <= p.token) {  // fewer than 2^31 tokens
+        if (ATTEND && part == 0) write_nothing(p, head, first_head, rows);
+        return;
+    }
+
+    // ---- this block's share of the slots ----
+    const int first = part * p.share + warp * STEP, end = min((part + 1) * p.share, p.slots + 1);
+    constexpr int STRIDE = WARPS * STEP;  // from a warp's step to its next
+    Candidate candidate = {0, 0, NO_SLOT, NO_SLOT};
+    Change change;
+    if constexpr (ATTEND) {
+        load_query(shared.split, rows, [&](int row) {
+            return p.query + head.batch * p.query_batch + p.token * p.query_row + (first_head + row) * p.query_head;
+        });
+        const LogitScale logit(p.scale, p.softcap);
+        WarpState state;
+        Keys keys;
+        Values values;
+        unsigned seen = 0;  // of the step's slots
+        const auto key_at = [&](int base) {
+            return [&head, &seen, base, end](int i, bool& exists) {
+                exists = EAGER ? base + i < end : (seen >> i & 1) != 0;
+                return head.key_of(exists ? base + i : 0);
+            };
+        };
+        const auto value_at = [&](int base) {
+            return [&head, &seen, base, end](int i, bool& exists) {
+                exists = EAGER ? base + i < end : (seen >> i & 1) != 0;
+                return head.value_of(exists ? base + i : 0);
+            };
+        };
+        Slot slot(head, first + lane, lane < STEP ? end : 0);
+        if (EAGER) {
+            load_keys(keys, key_at(first));
+            if (TOGETHER) load_values(values, value_at(first));
+        }
+        change = head.change();
+        __syncthreads();  // the query is in place
+        for (int base = first; base < end; base += STRIDE) {
+            Slot following(head, base + STRIDE + lane, lane < STEP ? end : 0);
+            const bool mine = lane < STEP && slot.number < end;
+            slot.follow(change, p.slots);
+            if (mine && set == 0) consider(candidate, slot, change, p);
+            seen = __ballot_sync(ALL_LANES, mine && slot.needed(p, change.position));
+            if (!EAGER) {
+                load_keys(keys, key_at(base));
+                if (TOGETHER) load_values(values, value_at(base));
+            }
+            Logits s;
+            score_keys(s, shared.split, keys);
+            if (!TOGETHER) load_values(values, value_at(base));
+            mask_logits(s, logit, seen, slot.score);
+            state.soften(s);
+            if (EAGER) {  // what nobody sees must not meet a probability of 0: 0 * inf
+#pragma unroll
+                for (int k = 0; k < 4; ++k)
+                    if (!(seen >> value_key(k) & 1))
+#pragma unroll
+                        for (int c = 0; c < VALUE_CHUNKS; ++c) values.piece[c][k] = {};
+            }
+            state.add(s, values);
+            slot = following;
+            if (EAGER && base + STRIDE < end) {
+                load_keys(keys, key_at(base + STRIDE));
+                if (TOGETHER) load_values(values, value_at(base + STRIDE));
+            }
+        }
+        state.leave(shared.split);
+    } else {
+        change = head.change();
+        for (int base = first; base < end; base += STRIDE) {
+            Slot slot(head, base + lane, lane < STEP ? end : 0);
+            slot.follow(change, p.slots);
+            if (lane < STEP && slot.number < end) consider(candidate, slot, change, p);
+        }
+    }
+    candidate = merge_lanes(candidate);
+    if (lane == 0) shared.candidates[warp] = candidate;
+    __syncthreads();  // what each warp has found is in place
+
+    // ---- the last block of a (sequence, kv head) goes on ----
+    const float* o = &shared.split.o[0][0][0];
+    const PartState* states = &shared.split.state[0][0];
+    int sources = WARPS;
+    const int blocks = p.parts * p.sets;
+    if (blocks > 1) {
+        const long long place = (head.pair * p.sets + set) * p.parts + part;
+        if (ATTEND)
+            combine(o, states, WARPS, weights, shared.split, rows,
+                    [&](int row, const PartState& s) { p.partial_state[place * ROWS + row] = s; },
+                    [&](int row, int d, float x, float) { p.partial[(place * ROWS + row) * VALUE_DIM + d] = x; });
+        if (set == 0 && threadIdx.x == 0) {
+#pragma unroll
+            for (int w = 1; w < WARPS; ++w) merge(candidate, shared.candidates[w]);
+            p.candidates[head.pair * p.parts + part] = candidate;
+        }
+        __syncthreads();  // the block's results are written
+        if (threadIdx.x == 0) shared.last = take_ticket(p.tickets + head.pair, blocks - 1) == blocks - 1;
+        __syncthreads();  // all know whether the other blocks' results are there
+        if (!shared.last) return;
+    }
+
+    // ---- nobody else reads the state any more: change it ----
+    if (warp == 0) {
+        const Candidate* found = blocks > 1 ? p.candidates + head.pair * p.parts : shared.candidates;
+        const int count = blocks > 1 ? p.parts : WARPS;
+        Candidate all = {0, 0, NO_SLOT, NO_SLOT};
+        for (int i = lane; i < count; i += 32) merge(all, found[i]);
+        all = merge_lanes(all);
+        if (lane == 0) change_state(p, head, change, all);
+    } else if (warp == WARPS - 1 && lane == 0) {
+        unsigned* heads = p.tickets + gridDim.x / blocks + head.batch;
+        if (take_ticket(heads, p.kv_heads - 1) == p.kv_heads - 1) p.lengths[head.batch] = change.position + 1;
+    }
+    if (change.target >= 0) {
+        copy_row<HEAD_DIM>(p.key + (head.pair * p.slots + change.target) * HEAD_DIM, head.new_key(), threadIdx.x, THREADS);
+        copy_row<VALUE_DIM>(p.value + (head.pair * p.slots + change.target) * VALUE_DIM, head.new_value(), threadIdx.x,
+                            THREADS);
+    }
+    if (!ATTEND) return;
+    for (int s = 0; s < p.sets; ++s) {
+        const long long place = (head.pair * p.sets + s) * p.parts;
+        if (blocks > 1) {
+            o = p.partial + place * (ROWS * VALUE_DIM);
+            states = p.partial_state + place * ROWS;
+            sources = p.parts;
+        }
+        const int first_of_set = head.group * p.group + s * ROWS;
+        combine(o, states, sources, weights, shared.split, min(ROWS, p.group - s * ROWS),
+                [&](int row, const PartState& found) {
+                    const long long of_head = (long long)head.batch * p.kv_heads * p.group + first_of_set + row;
+                    if (p.lse != nullptr) p.lse[of_head * p.length + p.token] = natural_lse(found);
+                },
+                [&](int row, int d, float x, float l) {
+                    const long long of_token = (long long)head.batch * p.length + p.token;
+                    from_float(p.out[(of_token * p.kv_heads * p.group + first_of_set + row) * VALUE_DIM + d],
+                               l == 0.0f ? 0.0f : x / l);
+                });
+        __syncthreads();  // the weights have been read
+    }
+}

@@ -1,0 +1,10 @@
+// Ranks of keys by their scores (SPEC section 3).
+#pragma once
+#include "arch.cuh"
+
+// Scores as unsigned integers of the same order, NaN above everything, -0 = +0; never 0.
+__device__ __forceinline__ unsigned ordered(float score) {
+    if (isnan(score)) return 0xffffffffu;
+    const unsigned bits = __float_as_uint(score + 0.0f);  // -0 becomes +0
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
