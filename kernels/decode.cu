@@ -60,7 +60,9 @@ struct StepParams {
     float scale, softcap;
 };
 
+static_assert(TOGETHER || !EAGER, "long rows leave no registers to load ahead");
 constexpr int NO_SLOT = 2147483647;
+constexpr Candidate NOTHING = {0, 0, NO_SLOT, NO_SLOT};
 
 struct StepShared {
     SplitShared split;
@@ -117,15 +119,16 @@ struct Slot {
     int number;
     long long position;  // -1: empty, or about to be overwritten
     float score;
-    bool in_top;
+    int in_top;
 
     // As the state has it.
-    __device__ __forceinline__ Slot(const Head& head, int number, int end) : number(number), position(-1), score(0.0f), in_top(false) {
+    __device__ __forceinline__ Slot(const Head& head, int number, int end)
+        : number(number), position(-1), score(0.0f), in_top(0) {
         if (number < min(end, head.p.slots)) {
             const long long at = head.pair * head.p.slots + number;
             position = head.p.position[at];
             score = head.p.score[at];
-            in_top = head.p.in_top[at] != 0;
+            in_top = head.p.in_top[at];
         }
     }
 
@@ -138,8 +141,7 @@ struct Slot {
         } else if (number == change.target) {
             position = -1;
         }
-        if (number == change.dropped) in_top = false;
-        if (position < 0) in_top = false;
+        if (number == change.dropped || position < 0) in_top = 0;
     }
 
     // Whether the token at `now` sees the key, or needs it to be kept.
@@ -148,28 +150,28 @@ struct Slot {
     }
 };
 
-__device__ __forceinline__ bool below(const Candidate& x, const Candidate& y) {
-    return x.rank < y.rank || (x.rank == y.rank && x.position < y.position);
-}
-
 // Keeps the lower of two lowest keys, and the first of two free slots.
 __device__ __forceinline__ void merge(Candidate& own, const Candidate& other) {
+    const bool below = other.rank < own.rank || (other.rank == own.rank && other.position < own.position);
     const int free = min(own.free, other.free);
-    if (other.slot != NO_SLOT && (own.slot == NO_SLOT || below(other, own))) own = other;
+    if (other.slot != NO_SLOT && (own.slot == NO_SLOT || below)) own = other;
     own.free = free;
 }
 
-__device__ __forceinline__ Candidate merge_lanes(Candidate own) {
-#pragma unroll
-    for (int distance = 16; distance > 0; distance >>= 1) {
-        Candidate other;
-        other.position = __shfl_xor_sync(ALL_LANES, own.position, distance);
-        other.rank = __shfl_xor_sync(ALL_LANES, own.rank, distance);
-        other.slot = __shfl_xor_sync(ALL_LANES, own.slot, distance);
-        other.free = __shfl_xor_sync(ALL_LANES, own.free, distance);
-        merge(own, other);
-    }
-    return own;
+// The same for a warp.
+__device__ __forceinline__ Candidate merge_lanes(const Candidate& own) {
+    const auto lowest = [](bool among, unsigned x) { return __reduce_min_sync(ALL_LANES, among ? x : ~0u); };
+    bool among = own.slot != NO_SLOT;
+    const unsigned rank = lowest(among, own.rank);
+    among = among && own.rank == rank;
+    const unsigned high = static_cast<unsigned>(own.position >> 32), highest = lowest(among, high);
+    among = among && high == highest;
+    const unsigned low = static_cast<unsigned>(own.position), lower = lowest(among, low);
+    among = among && low == lower;
+    const unsigned slot = lowest(among, own.slot);
+    return {static_cast<long long>(static_cast<unsigned long long>(highest) << 32 | lower), rank,
+            slot == ~0u ? NO_SLOT : static_cast<int>(slot),
+            static_cast<int>(__reduce_min_sync(ALL_LANES, static_cast<unsigned>(own.free)))};
 }
 
 __device__ __forceinline__ void consider(Candidate& own, const Slot& slot, const Change& change, const StepParams& p) {
@@ -198,7 +200,7 @@ __device__ void write_nothing(const StepParams& p, const Head& head, int first_h
         const long long row = (long long)head.batch * p.length + p.token;
         from_float(p.out[(row * p.kv_heads * p.group + first_head + i / VALUE_DIM) * VALUE_DIM + i % VALUE_DIM], 0.0f);
     }
-    if (threadIdx.x < rows)
+    if (p.lse != nullptr && threadIdx.x < rows)
         p.lse[((long long)head.batch * p.kv_heads * p.group + first_head + threadIdx.x) * p.length + p.token] =
             -infinity();
 }
@@ -243,64 +245,65 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_step(co
     // ---- this block's share of the slots ----
     const int first = part * p.share + warp * STEP, end = min((part + 1) * p.share, p.slots + 1);
     constexpr int STRIDE = WARPS * STEP;  // from a warp's step to its next
-    Candidate candidate = {0, 0, NO_SLOT, NO_SLOT};
+    Candidate candidate = NOTHING;
     Change change;
     if constexpr (ATTEND) {
-        load_query(shared.split, rows, [&](int row) {
+        const Query query(rows, [&](int row) {
             return p.query + head.batch * p.query_batch + p.token * p.query_row + (first_head + row) * p.query_head;
         });
         const LogitScale logit(p.scale, p.softcap);
         WarpState state;
         Keys keys;
         Values values;
-        unsigned seen = 0;  // of the step's slots
-        const auto key_at = [&](int base) {
-            return [&head, &seen, base, end](int i, bool& exists) {
-                exists = EAGER ? base + i < end : (seen >> i & 1) != 0;
-                return head.key_of(exists ? base + i : 0);
-            };
+        unsigned seen = 0;  // of the slots of the step whose rows are loaded next
+        int place = first;  // of that step
+        const auto exists = [&](int i) { return EAGER ? place + i < end : (seen >> i & 1) != 0; };
+        const auto key_at = [&](int i, bool& found) { return head.key_of((found = exists(i)) ? place + i : 0); };
+        const auto value_at = [&](int i, bool& found) { return head.value_of((found = exists(i)) ? place + i : 0); };
+        const auto slot_at = [&](int base) { return Slot(head, base + lane, lane < STEP ? end : 0); };
+        const auto arrive = [&](Slot& slot) {  // the token has come: what is seen of the step's slots
+            slot.follow(change, p.slots);
+            const bool mine = lane < STEP && slot.number < end;
+            if (mine && set == 0) consider(candidate, slot, change, p);
+            return __ballot_sync(ALL_LANES, mine && slot.needed(p, change.position));
         };
-        const auto value_at = [&](int base) {
-            return [&head, &seen, base, end](int i, bool& exists) {
-                exists = EAGER ? base + i < end : (seen >> i & 1) != 0;
-                return head.value_of(exists ? base + i : 0);
-            };
-        };
-        Slot slot(head, first + lane, lane < STEP ? end : 0);
+        Slot slot = slot_at(first), following = slot_at(first + STRIDE);
         if (EAGER) {
-            load_keys(keys, key_at(first));
-            if (TOGETHER) load_values(values, value_at(first));
+            load_keys(keys, key_at);
+            load_values(values, value_at);
         }
         change = head.change();
+        seen = arrive(slot);
+        if (!EAGER && TOGETHER) {
+            load_keys(keys, key_at);
+            load_values(values, value_at);
+        }
+        query.store(shared.split);
         __syncthreads();  // the query is in place
         for (int base = first; base < end; base += STRIDE) {
-            Slot following(head, base + STRIDE + lane, lane < STEP ? end : 0);
-            const bool mine = lane < STEP && slot.number < end;
-            slot.follow(change, p.slots);
-            if (mine && set == 0) consider(candidate, slot, change, p);
-            seen = __ballot_sync(ALL_LANES, mine && slot.needed(p, change.position));
-            if (!EAGER) {
-                load_keys(keys, key_at(base));
-                if (TOGETHER) load_values(values, value_at(base));
-            }
+            const unsigned now = seen;
+            const float score = slot.score;
             Logits s;
+            if (!TOGETHER) load_keys(keys, key_at);
             score_keys(s, shared.split, keys);
-            if (!TOGETHER) load_values(values, value_at(base));
-            mask_logits(s, logit, seen, slot.score);
+            if (!TOGETHER) load_values(values, value_at);
+            // The next step's keys come while this one's values are waited for, its values while its keys are multiplied.
+            slot = following;
+            following = slot_at(base + 2 * STRIDE);
+            place = base + STRIDE;
+            seen = arrive(slot);
+            if (TOGETHER) load_keys(keys, key_at);
+            mask_logits(s, logit, now, score);
             state.soften(s);
             if (EAGER) {  // what nobody sees must not meet a probability of 0: 0 * inf
 #pragma unroll
                 for (int k = 0; k < 4; ++k)
-                    if (!(seen >> value_key(k) & 1))
+                    if (!(now >> value_key(k) & 1))
 #pragma unroll
                         for (int c = 0; c < VALUE_CHUNKS; ++c) values.piece[c][k] = {};
             }
             state.add(s, values);
-            slot = following;
-            if (EAGER && base + STRIDE < end) {
-                load_keys(keys, key_at(base + STRIDE));
-                if (TOGETHER) load_values(values, value_at(base + STRIDE));
-            }
+            if (TOGETHER) load_values(values, value_at);
         }
         state.leave(shared.split);
     } else {
@@ -323,13 +326,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_step(co
     if (blocks > 1) {
         const long long place = (head.pair * p.sets + set) * p.parts + part;
         if (ATTEND)
-            combine(o, states, WARPS, weights, shared.split, rows,
+            combine(o, states, WARPS, false, weights, shared.split, rows,
                     [&](int row, const PartState& s) { p.partial_state[place * ROWS + row] = s; },
                     [&](int row, int d, float x, float) { p.partial[(place * ROWS + row) * VALUE_DIM + d] = x; });
-        if (set == 0 && threadIdx.x == 0) {
-#pragma unroll
-            for (int w = 1; w < WARPS; ++w) merge(candidate, shared.candidates[w]);
-            p.candidates[head.pair * p.parts + part] = candidate;
+        if (set == 0 && warp == 0) {
+            candidate = merge_lanes(lane < WARPS ? shared.candidates[lane] : NOTHING);
+            if (lane == 0) p.candidates[head.pair * p.parts + part] = candidate;
         }
         __syncthreads();  // the block's results are written
         if (threadIdx.x == 0) shared.last = take_ticket(p.tickets + head.pair, blocks - 1) == blocks - 1;
@@ -341,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_step(co
     if (warp == 0) {
         const Candidate* found = blocks > 1 ? p.candidates + head.pair * p.parts : shared.candidates;
         const int count = blocks > 1 ? p.parts : WARPS;
-        Candidate all = {0, 0, NO_SLOT, NO_SLOT};
+        Candidate all = NOTHING;
         for (int i = lane; i < count; i += 32) merge(all, found[i]);
         all = merge_lanes(all);
         if (lane == 0) change_state(p, head, change, all);
@@ -363,7 +365,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_step(co
             sources = p.parts;
         }
         const int first_of_set = head.group * p.group + s * ROWS;
-        combine(o, states, sources, weights, shared.split, min(ROWS, p.group - s * ROWS),
+        combine(o, states, sources, blocks > 1, weights, shared.split, min(ROWS, p.group - s * ROWS),
                 [&](int row, const PartState& found) {
                     const long long of_head = (long long)head.batch * p.kv_heads * p.group + first_of_set + row;
                     if (p.lse != nullptr) p.lse[of_head * p.length + p.token] = natural_lse(found);
@@ -373,6 +375,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_step(co
                     from_float(p.out[(of_token * p.kv_heads * p.group + first_of_set + row) * VALUE_DIM + d],
                                l == 0.0f ? 0.0f : x / l);
                 });
-        __syncthreads();  // the weights have been read
+        __syncthreads();  // weights and sums have been read
     }
 }

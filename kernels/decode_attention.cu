@@ -73,7 +73,8 @@ struct Key {
     int start, stop;
     float bias;        // log 2 units
 
-    __device__ __forceinline__ Key(const Rows& rows, int slot, int end) : row(-1), start(INT_LOWEST), stop(NEVER), bias(0.0f) {
+    __device__ __forceinline__ Key(const Rows& rows, int slot, int end)
+        : row(-1), start(INT_LOWEST), stop(NEVER), bias(0.0f) {
         const DecodeParams& p = rows.p;
         if (slot >= end) return;
         row = slot;
@@ -180,53 +181,64 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_attenti
 
     constexpr int STRIDE = WARPS * STEP;
     const int first = part * p.share + warp * STEP, end = min((part + 1) * p.share, p.slots);
-    Key key(rows, first + lane, lane < STEP ? end : 0);
-    load_query(shared.split, rows.count, [&](int row) {
+    const auto key_at = [&](int base) { return Key(rows, base + lane, lane < STEP ? end : 0); };
+    Key key = key_at(first), following = key_at(first + STRIDE);
+    const Query query(rows.count, [&](int row) {
         return p.query + rows.batch * p.query_batch + rows.query_of(row) * p.query_row +
                rows.head_of(row) * p.query_head;
     });
+    unsigned some = __ballot_sync(ALL_LANES, key.seen_by_some(rows));
+    const auto row_of = [&](const ELEMENT* head, long long stride) {
+        return [head, stride, some, &key](int i, bool& exists) {
+            const int row = __shfl_sync(ALL_LANES, key.row, i);
+            exists = (some >> i & 1) != 0;
+            return head + (exists ? row : 0) * stride;
+        };
+    };
+    Keys keys;
+    Values values;
+    if (TOGETHER) {
+        load_keys(keys, row_of(keys_of_head, p.key_row));
+        load_values(values, row_of(values_of_head, p.value_row));
+    }
+    query.store(shared.split);
     __syncthreads();  // the query is in place
     const LogitScale logit(p.scale, p.softcap);
     WarpState state;
     for (int base = first; base < end; base += STRIDE) {
-        const Key following(rows, base + STRIDE + lane, lane < STEP ? end : 0);
-        const unsigned some = __ballot_sync(ALL_LANES, key.seen_by_some(rows));
-        if (some != 0) {
-            const unsigned all = __ballot_sync(ALL_LANES, key.seen_by_all(rows));
-            Keys keys;
-            Values values;
-            const auto row_of = [&](const ELEMENT* head, long long stride) {
-                return [head, stride, some, &key](int i, bool& exists) {
-                    const int row = __shfl_sync(ALL_LANES, key.row, i);
-                    exists = (some >> i & 1) != 0;
-                    return head + (exists ? row : 0) * stride;
-                };
-            };
-            load_keys(keys, row_of(keys_of_head, p.key_row));
-            if (TOGETHER) load_values(values, row_of(values_of_head, p.value_row));
-            Logits s;
-            score_keys(s, shared.split, keys);
-            if (!TOGETHER) load_values(values, row_of(values_of_head, p.value_row));
+        const Key current = key;
+        const unsigned now = some;
+        Logits s;
+        if (!TOGETHER && now != 0) load_keys(keys, row_of(keys_of_head, p.key_row));
+        if (now != 0) score_keys(s, shared.split, keys);
+        if (!TOGETHER && now != 0) load_values(values, row_of(values_of_head, p.value_row));
+        // The next step's keys come while this one's values are waited for, its values while its keys are multiplied.
+        key = following;
+        following = key_at(base + 2 * STRIDE);
+        some = __ballot_sync(ALL_LANES, key.seen_by_some(rows));
+        if (TOGETHER) load_keys(keys, row_of(keys_of_head, p.key_row));
+        if (now != 0) {
+            const unsigned all = __ballot_sync(ALL_LANES, current.seen_by_all(rows));
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const int column = 2 * (lane & 3) + fragment_column(i);
-                const float bias = BIAS ? __shfl_sync(ALL_LANES, key.bias, column) : 0.0f;
-                s.x[i] = some >> column & 1 ? logit(s.x[i], bias) : -infinity();
+                const float bias = BIAS ? __shfl_sync(ALL_LANES, current.bias, column) : 0.0f;
+                s.x[i] = now >> column & 1 ? logit(s.x[i], bias) : -infinity();
             }
-            if (some != all) {  // some keys are seen by a few rows only
+            if (now != all) {  // some keys are seen by a few rows only
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
                     if (fragment_row(i)) continue;
-                    const unsigned seen = rows_that_see(key, rows, 2 * (lane & 3) + fragment_column(i));
+                    const unsigned seen = rows_that_see(current, rows, 2 * (lane & 3) + fragment_column(i));
                     if (!(seen & 1)) s.x[i] = -infinity();
                     if (!(seen & 2)) s.x[i + 2] = -infinity();
                 }
             }
             state.soften(s);
-            if (some != all) isolate_nonfinite(state, values, key, rows, some & ~all);
+            if (now != all) isolate_nonfinite(state, values, current, rows, now & ~all);
             state.add(s, values);
         }
-        key = following;
+        if (TOGETHER) load_values(values, row_of(values_of_head, p.value_row));
     }
     state.leave(shared.split);
     __syncthreads();  // what each warp has found is in place
@@ -236,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_attenti
     int sources = WARPS;
     if (p.parts > 1) {
         const long long place = (long long)tile * p.parts + part;
-        combine(o, states, WARPS, weights, shared.split, rows.count,
+        combine(o, states, WARPS, false, weights, shared.split, rows.count,
                 [&](int row, const PartState& s) { p.partial_state[place * ROWS + row] = s; },
                 [&](int row, int d, float x, float) { p.partial[(place * ROWS + row) * VALUE_DIM + d] = x; });
         __syncthreads();  // the block's part is written
@@ -248,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_attenti
         sources = p.parts;
     }
     const int heads = p.kv_heads * p.group;
-    combine(o, states, sources, weights, shared.split, rows.count,
+    combine(o, states, sources, p.parts > 1, weights, shared.split, rows.count,
             [&](int row, const PartState& found) {
                 p.lse[((long long)rows.batch * heads + rows.head_of(row)) * p.query_length + rows.query_of(row)] =
                     natural_lse(found);

@@ -93,21 +93,19 @@ __device__ __forceinline__ unsigned finite_word(unsigned word) {
 // Piece `number` of a row of `dim` elements; zeros behind its end and where `exists` is false (nothing is read then).
 template <int dim>
 __device__ __forceinline__ Piece load_piece(const ELEMENT* row, int number, bool exists) {
-    Piece piece = {};
     const ELEMENT* source = row + number * PIECE;
 #if VECTOR
-    if (exists && (dim % (8 * PIECE) == 0 || number * PIECE < dim)) {
-        const uint4 words = *reinterpret_cast<const uint4*>(source);
-        piece = {words.x, words.y, words.z, words.w};
-    }
+    const uint4 words = load_16(source, exists && (dim % (8 * PIECE) == 0 || number * PIECE < dim));
+    return {words.x, words.y, words.z, words.w};
 #else
+    Piece piece = {};
     constexpr int PER_WORD = 4 / sizeof(ELEMENT);
 #pragma unroll
     for (int i = 0; i < PIECE; ++i)
         if (exists && number * PIECE + i < dim)
             piece.word[i / PER_WORD] |= bits_of(source[i]) << i % PER_WORD * 16;
-#endif
     return piece;
+#endif
 }
 
 // ---- products ----
@@ -130,18 +128,38 @@ __device__ __forceinline__ unsigned operand_word(unsigned x, const T*) {
     return x;
 }
 
-// The tile's query rows, row_of(row) the address of each; complete behind the next barrier.
-template <typename RowOf>
-__device__ __forceinline__ void load_query(SplitShared& shared, int rows, const RowOf& row_of) {
-    for (int i = threadIdx.x; i < KEY_CHUNKS * ROW_TILES * 32; i += THREADS) {
-        const int lane = i % 32, tile = i / 32 % ROW_TILES, chunk = i / 32 / ROW_TILES, row = lane / 4 + 8 * tile;
-        const bool exists = row < rows;
-        Piece piece = load_piece<HEAD_DIM>(row_of(exists ? row : 0), 4 * chunk + lane % 4, exists);
+// The tile's query rows on their way to shared memory: loaded first, so that other loads can follow before they arrive.
+struct Query {
+    static constexpr int PIECES = KEY_CHUNKS * ROW_TILES * 32, OWN = (PIECES + THREADS - 1) / THREADS;
+    Piece piece[OWN];
+
+    // row_of(row) is the address of a row.
+    template <typename RowOf>
+    __device__ __forceinline__ Query(int rows, const RowOf& row_of) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) piece.word[k] = operand_word(piece.word[k], TYPE);
-        shared.query[chunk][tile][lane] = piece;
+        for (int n = 0; n < OWN; ++n) {
+            const int i = threadIdx.x + n * THREADS, chunk = i / 32 / ROW_TILES, row = row_at(i);
+            const bool exists = i < PIECES && row < rows;
+            piece[n] = load_piece<HEAD_DIM>(row_of(exists ? row : 0), 4 * chunk + i % 4, exists);
+        }
     }
-}
+
+    // Complete behind the next barrier.
+    __device__ __forceinline__ void store(SplitShared& shared) const {
+#pragma unroll
+        for (int n = 0; n < OWN; ++n) {
+            const int i = threadIdx.x + n * THREADS;
+            if (i >= PIECES) continue;
+            Piece rounded;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) rounded.word[k] = operand_word(piece[n].word[k], TYPE);
+            shared.query[i / 32 / ROW_TILES][i / 32 % ROW_TILES][i % 32] = rounded;
+        }
+    }
+
+private:
+    __device__ __forceinline__ static int row_at(int i) { return i % 32 / 4 + 8 * (i / 32 % ROW_TILES); }
+};
 
 // Rows of 16 keys: row_of(key of the step, exists) gives the address of a row, and whether it is to be read.
 template <typename RowOf>
@@ -297,25 +315,39 @@ struct WarpState {
 };
 
 // ---- sums ----
-// `count` parts become one: o (count, ROWS, VALUE_DIM) and state (count, ROWS), in shared or global memory. `weights` has
-// room for ROWS * count numbers. Calls write_state(row, state) once per row and write(row, dim, o, l) once per number,
-// in whatever thread. All threads of the block call it; `o` and `state` must be complete.
+constexpr int MOST_PARTS = 256;
+constexpr int SUM_WIDTH = VALUE_DIM % 4 == 0 ? 4 : 1;
+
+struct alignas(4 * SUM_WIDTH) Numbers {
+    float x[SUM_WIDTH];
+};
+
+// `count` parts become one: o (count, ROWS, VALUE_DIM) and state (count, ROWS), in global memory (`far`), or in shared memory
+// those of the warps. `weights` has room for ROWS * count numbers. Calls write_state(row, state) once per row and
+// write(row, dim, o, l) once per number, in whatever thread. All threads of the block call it; `o` and `state` must be
+// complete, and what is in shared.o is lost if they are far. Loads are made many at a time: each batch costs a latency.
 template <typename WriteState, typename Write>
-__device__ __forceinline__ void combine(const float* o, const PartState* state, int count, float* weights,
+__device__ __forceinline__ void combine(const float* o, const PartState* state, int count, bool far, float* weights,
                                         SplitShared& shared, int rows, const WriteState& write_state,
                                         const Write& write) {
     const int lane = threadIdx.x & 31;
     for (int row = threadIdx.x / 32; row < rows; row += WARPS) {
+        constexpr int EACH = MOST_PARTS / 32;
+        PartState own[EACH];
         float m = -infinity(), l = 0.0f;
-        for (int part = lane; part < count; part += 32) m = fmaxf(m, state[part * ROWS + row].m);
+#pragma unroll
+        for (int k = 0; k < EACH; ++k)
+            own[k] = lane + 32 * k < count ? state[(lane + 32 * k) * ROWS + row] : PartState{-infinity(), 0.0f};
+#pragma unroll
+        for (int k = 0; k < EACH; ++k) m = fmaxf(m, own[k].m);
 #pragma unroll
         for (int distance = 16; distance > 0; distance >>= 1) m = fmaxf(m, __shfl_xor_sync(ALL_LANES, m, distance));
         const float reference = m == -infinity() ? 0.0f : m;  // nothing seen: all weights are 2^-inf
-        for (int part = lane; part < count; part += 32) {
-            const PartState own = state[part * ROWS + row];
-            const float weight = exp2_fast(own.m - reference);
-            weights[row * count + part] = weight;
-            l = fmaf(weight, own.l, l);
+#pragma unroll
+        for (int k = 0; k < EACH; ++k) {
+            const float weight = exp2_fast(own[k].m - reference);
+            if (lane + 32 * k < count) weights[row * count + lane + 32 * k] = weight;
+            l = fmaf(weight, own[k].l, l);
         }
 #pragma unroll
         for (int distance = 16; distance > 0; distance >>= 1) l += __shfl_xor_sync(ALL_LANES, l, distance);
@@ -325,13 +357,41 @@ __device__ __forceinline__ void combine(const float* o, const PartState* state, 
         }
     }
     __syncthreads();  // weights and sums are complete
+
+    // A thread adds SUM_WIDTH neighbouring numbers of every `slices`-th part.
+    constexpr int PER_ROW = VALUE_DIM / SUM_WIDTH, BATCH = 16;
+    const int groups = rows * PER_ROW, slices = far ? max(1, min(WARPS, THREADS / groups)) : 1;
+    for (int i = threadIdx.x; i < groups * slices; i += THREADS) {
+        const int group = i % groups, slice = i / groups, row = group / PER_ROW;
+        const Numbers* first = reinterpret_cast<const Numbers*>(o) + group;
+        Numbers sum = {};
+        for (int part = slice; part < count; part += BATCH * slices) {
+            Numbers own[BATCH] = {};
+#pragma unroll
+            for (int k = 0; k < BATCH; ++k)
+                if (part + k * slices < count) own[k] = first[(part + k * slices) * (ROWS * PER_ROW)];
+#pragma unroll
+            for (int k = 0; k < BATCH; ++k) {
+                const float weight = part + k * slices < count ? weights[row * count + part + k * slices] : 0.0f;
+#pragma unroll
+                for (int x = 0; x < SUM_WIDTH; ++x) sum.x[x] = fmaf(weight, own[k].x[x], sum.x[x]);
+            }
+        }
+        if (slices > 1) {
+            reinterpret_cast<Numbers*>(shared.o)[i] = sum;
+        } else {
+#pragma unroll
+            for (int x = 0; x < SUM_WIDTH; ++x)
+                write(row, group % PER_ROW * SUM_WIDTH + x, sum.x[x], shared.sum[row]);
+        }
+    }
+    if (slices == 1) return;
+    __syncthreads();  // all slices are there
+    const float* of_slices = &shared.o[0][0][0];
     for (int i = threadIdx.x; i < rows * VALUE_DIM; i += THREADS) {
-        const int row = i / VALUE_DIM;
         float sum = 0.0f;
-#pragma unroll 8
-        for (int part = 0; part < count; ++part)
-            sum = fmaf(weights[row * count + part], o[part * (ROWS * VALUE_DIM) + i], sum);
-        write(row, i % VALUE_DIM, sum, shared.sum[row]);
+        for (int slice = 0; slice < slices; ++slice) sum += of_slices[slice * rows * VALUE_DIM + i];
+        write(i / VALUE_DIM, i % VALUE_DIM, sum, shared.sum[i / VALUE_DIM]);
     }
 }
 

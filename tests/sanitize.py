@@ -23,6 +23,7 @@ from cupy_dma.backends import cuda
 from cupy_dma.backends.cuda import hopper
 from cupy_dma.backward import attention_backward, key_scores_backward
 from tests import cases, reference, varlen_cases
+from tests.cache_cases import History
 
 LENGTHS = ("lengths-1x70", "lengths-33x129", "lengths-129x33")
 NAMES = ("float32-", "float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3", "bfloat16-D256", "mask-",
@@ -95,6 +96,31 @@ def varlen() -> int:
     return len(forward) + len(backward)
 
 
+def decoding() -> int:
+    """Single tokens into caches, with one part and with several, and the last queries of histories."""
+    histories = [History(dtype="bfloat16", head_dim=64, window=150, recent=3, length=156, batch=1),
+                 History(dtype="float16", head_dim=16, value_dim=24, window=9, sinks=2, recent=3),
+                 History(dtype="float16", head_dim=5, window=9, heads=12, kv_heads=1),
+                 History(dtype="float32", head_dim=136, window=5, heads=20, kv_heads=1, length=12)]
+    for history in histories:
+        cache, outs = history.cache(cupy.asarray), []
+        for p in range(history.length):
+            outs.append(history.run(cache, [1], cupy.asarray, cupy.asnumpy, begin=p))
+            history.check_kept(cache, p, cupy.asnumpy)
+        history.check(*(np.concatenate(x, axis) for x, axis in zip(zip(*outs), (1, 2))), tf32=True)
+    rng = np.random.default_rng(0)
+    sizes = ((9001, 70, 1, np.float16), (9001, 70, 5, np.float32), (600, 599, 1, np.float16))
+    for length, window, queries, kind in sizes:
+        q, k, v = (rng.standard_normal((1, n, h, 16)).astype(kind) for n, h in ((queries, 4), (length, 2), (length, 2)))
+        scores = rng.integers(-50, 50, (1, 2, length)).astype(np.float32)
+        out = cupy.asnumpy(dma.dynamic_mask_attention(*(cupy.asarray(x) for x in (q, k, v, scores)), window=window))
+        wide = [x.astype(np.float64) for x in (q, k, v, scores)]
+        assert np.abs(out - dma.dynamic_mask_attention(*wide, window=window)).max() < 4e-3
+        out = cupy.asnumpy(dma.attention(*(cupy.asarray(x) for x in (q, k, v)), causal=True))
+        assert np.abs(out - dma.attention(*wide[:3], causal=True)).max() < 4e-3
+    return len(histories) + 2 * len(sizes)
+
+
 def selection() -> int:
     """Two chunks and more, so that all three kernels work; ties, padding, documents."""
     rng = np.random.default_rng(0)
@@ -134,7 +160,7 @@ def main() -> int:
     cupy.cuda.set_allocator(None)
     with contextlib.redirect_stdout(io.StringIO()):  # the errors of every case
         counts = {"forward": forward(), "backward": backward(), "super-tile": super_tiles(), "varlen": varlen(),
-                  "selection": selection(), "score": key_scores()}
+                  "selection": selection(), "decoding": decoding(), "score": key_scores()}
     print("agree with the oracle:", ", ".join(f"{count} {name}" for name, count in counts.items()))
     return 0
 

@@ -106,6 +106,9 @@ def test_few_tokens_at_a_time(pieces):
 def test_sequences_that_take_no_step():
     history = History(dtype="float16", head_dim=16, length=30, window=7, batch=3, recent=2)
     cache, expected = history.cache(backend="emulator"), history.cache(backend="numpy")
+    taking = np.array([0, 1, 1])
+    assert not cache.extend(*history.tokens(0, 1), lengths=taking)[0].any()  # without lse
+    expected.extend(*history.tokens(0, 1), lengths=taking)
     rng, kind = np.random.default_rng(0), ("int32", "int64")
     for p in range(history.length):
         tokens, taking = history.tokens(p, p + 1), rng.integers(0, 2, 3).astype(kind[p % 2])

@@ -9,7 +9,7 @@ import struct
 import pytest
 
 from cupy_dma import jit
-from cupy_dma.backends.cuda import configs, hopper, selection, tiles
+from cupy_dma.backends.cuda import configs, decode, few_queries, hopper, last_queries, selection, tiles
 
 try:
     jit.find_headers()
@@ -58,6 +58,7 @@ def specialisations(limit: int, every: bool) -> list[jit.Config]:
         found += dense_specialisations("__nv_bfloat16", head_dim, size, ("float", "__nv_bfloat16", "__half")[i % 3],
                                        bits=i % 2 == 0)
     found += float32_specialisations(limit * 1024, every) + sequences(limit * 1024)
+    found += decoding()[::1 if every else 4]
     found += [configs.BackwardSumConfig("float", 100, True, False, True, True, True),
               configs.BackwardSumConfig("__half", 33, False, False, True, True, True),
               configs.BackwardSumConfig("__nv_bfloat16", 128, True, True, True, False, False),
@@ -123,6 +124,29 @@ def sequences(limit: int) -> list[jit.Config]:
                                                    not plain, plain, configs.BIAS_OF_KEYS, False, 1, True, True, True,
                                                    sequences=True))
     return [*found, configs.BackwardSumConfig(element, 128, True, False, True, True, True, True)]
+
+
+def decoding() -> list[jit.Config]:
+    """The kernels of decoding: rows of each length, with one operand of query heads and with two."""
+    found: list[jit.Config] = [last_queries.DecodeSelectConfig(intervals) for intervals in (False, True)]
+    for dtype, size, rows in (("bfloat16", 64, 2), ("float16", 128, 16), ("bfloat16", 128, 4), ("float16", 256, 8),
+                              ("float32", 64, 16), ("float32", 128, 2), ("float16", 33, 3)):
+        element, vector = configs.ELEMENTS[dtype], size % 8 == 0
+        short = size * configs.ELEMENT_BYTES[element] <= decode.ROW_BYTES
+        common = (element, size, size, vector, rows, decode.WARPS, size == 33,
+                  decode.min_blocks(size, size, dtype, rows))
+        found += [decode.StepConfig(*common, attend, eager) for attend, eager in (
+            (True, short), (True, False), (False, False))]
+        found += [few_queries.DecodeConfig(*common, *rest) for rest in (
+            (True, rows > 2, False, True), (False, True, rows == 4, True), (False, False, rows == 3, False))]
+    return found
+
+
+@needs_compiler
+def test_usual_steps_of_decoding_spill_nothing():
+    for config in decoding():
+        if getattr(config, "element", "float") != "float":
+            assert jit.compile(config, "sm_90a").spill_bytes == 0, config
 
 
 @needs_compiler
@@ -261,7 +285,9 @@ def test_the_params_struct_is_read_from_the_source(monkeypatch):
 @pytest.mark.parametrize(("source", "name"), [("params.cuh", "AttentionParams"), ("select.cu", "SelectParams"),
                                               ("lists.cu", "ListParams"), ("scores.cu", "ScoreParams"),
                                               ("scores_backward.cu", "ScoreBackwardParams"),
-                                              ("sequences.cu", "SequenceParams"), ("finite.cu", "FiniteParams")])
+                                              ("sequences.cu", "SequenceParams"), ("finite.cu", "FiniteParams"),
+                                              ("decode.cu", "StepParams"), ("decode_attention.cu", "DecodeParams"),
+                                              ("decode_select.cu", "DecodeSelectParams")])
 def test_every_params_struct_can_be_read(source, name):
     params = jit.Params(source, name)
     assert len(set(params.names)) == len(params.names) > 5

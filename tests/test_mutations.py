@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,11 +16,18 @@ import pytest
 import cupy_dma as dma
 from cupy_dma import jit
 from tests import cases
+from tests.cache_cases import History
 
 build = pytest.importorskip("tests.emulator.build")
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
-from tests import emulator, test_emulator, test_emulator_backward, test_emulator_varlen  # noqa: E402
+from tests import (  # noqa: E402
+    emulator,
+    test_emulator,
+    test_emulator_backward,
+    test_emulator_decode,
+    test_emulator_varlen,
+)
 
 
 class Fault(NamedTuple):
@@ -76,7 +83,44 @@ def backward_grid(name: str) -> Callable[[], None]:
     return lambda: test_emulator_backward.test_backward_grid(named(name))
 
 
+def decoding(**options: Any) -> Callable[[], None]:
+    """Tokens one by one into a cache."""
+    history = History(**{"dtype": "float16", "head_dim": 16, "window": 7, "length": 24, "batch": 1, **options})
+
+    def check() -> None:
+        cache = history.cache(backend="emulator")
+        for p in range(history.length):
+            results = history.run(cache, [1], begin=p)
+            history.check_kept(cache, p)
+            history.check(*results, begin=p)
+
+    return check
+
+
+def few_queries() -> None:
+    """Several steps a warp, so that sums are rescaled."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, n, h, 16)).astype(np.float16) for n, h in ((2, 4), (6000, 2), (6000, 2)))
+    out = dma.attention(3 * q, k, v, backend="emulator")
+    expected = dma.attention(*(x.astype("f4") for x in (3 * q, k, v)), backend="numpy")
+    assert np.abs(out - expected).max() < 3e-3
+
+
+def last_queries(queries: int) -> Callable[[], None]:
+    def check() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            test_emulator_decode.test_last_queries_of_a_history(6000, 60, queries, 4, "float16", patch)
+
+    return check
+
+
 CHECKS: dict[str, Callable[[], None]] = {
+    "few_queries": few_queries,
+    "decoding": decoding(),
+    "decoding[several parts]": decoding(window=100, recent=2, length=104, heads=2, kv_heads=1),
+    "decoding[sinks and recent]": decoding(sinks=2, recent=3),
+    "last_queries[1]": last_queries(1),
+    "last_queries[4]": last_queries(4),
     "test_forward_grid[mask-none]": grid("mask-none"),
     "test_forward_grid[heads-4/2-top_w]": grid("heads-4/2-top_w"),
     "test_forward_grid[mask-per_batch]": grid("mask-per_batch"),
@@ -293,6 +337,29 @@ FAULTS = [
           "test_super_tiles"),
     Fault("no barrier before ddt is read", "scores_backward.cu",
           "        __syncthreads();  // ddt is in place\n#pragma", "#pragma", "test_key_scores_backward"),
+    # ---- decoding ----
+    Fault("every block changes the state", "decode.cu", "        if (!shared.last) return;", "        //",
+          "decoding[several parts]"),
+    Fault("no barrier before the ticket of a part", "decode.cu", "        __syncthreads();  // the block's results are",
+          "        //", "decoding[several parts]"),
+    Fault("of equal scores the oldest wins", "decode.cu", "ordered(score) >= ordered(", "ordered(score) > ordered(",
+          "decoding"),
+    Fault("a recent key is given away too early", "decode.cu", "position > now - p.recent);",
+          "position > now - p.recent + 1);", "decoding[sinks and recent]"),
+    Fault("the key that leaves the top stays in it", "decode.cu", "if (number == change.dropped || position < 0)",
+          "if (position < 0)", "decoding[sinks and recent]"),
+    Fault("a row of outputs is rescaled by another row's maximum", "split.cuh",
+          "rescale[r], 8 * t);  // of row", "rescale[r], 8 * t + 4);  // of row", "few_queries"),
+    Fault("no barrier before the query is read", "decode.cu", "        __syncthreads();  // the query is", "        //",
+          "decoding"),
+    Fault("no barrier before the ticket of a count", "decode_select.cu", "    __syncthreads();  // the block's counts",
+          "    //", "last_queries[1]"),
+    Fault("the last digit of the best is taken for one higher", "decode_select.cu",
+          "const Ranked digit = DIGITS - 1 -", "const Ranked digit = DIGITS -", "last_queries[1]"),
+    Fault("a key is seen for one position too long", "decode_attention.cu", "rows.last_position < stop;",
+          "rows.last_position <= stop;", "last_queries[4]"),
+    Fault("arrivals push out nobody", "decode_select.cu", "&& --remaining == 0)", "&& --remaining < 0)",
+          "last_queries[4]"),
     # ---- sequences ----
     Fault("a tile runs on into the next sequence", "sequences.cuh", "min(row + size, end[b])", "row + size",
           "varlen[bfloat16-none]"),

@@ -13,7 +13,9 @@ A backend is a module with these functions:
   and type, None for what ``needs`` leaves out. A given ``dvalue``, the attention's own gradient of ``value``, is added
   before the rounding (needs holds "value" then);
 - ``cache_extend(state, call) -> (out, lse)``: SPEC section 7, of a ``CacheState``, which it changes in place, and an
-  ``ExtendCall``; None for ``out`` and ``lse`` without a query.
+  ``ExtendCall``; None for ``out`` and ``lse`` without a query;
+- ``attend_last(call, scores) -> (out, lse) | None``, if it has one: ``dynamic_mask_attention`` of a ``DynamicCall``
+  with few queries and the scores, without a mask; None for a call that is better served by one.
 
 They take ``Operand`` that have passed all checks and return arrays of the library of their first argument. CUDA arrays
 go to ``cuda``, CPU arrays to ``numpy``. ``register`` adds a backend from outside of the package; in a checkout

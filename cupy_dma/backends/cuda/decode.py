@@ -127,7 +127,7 @@ def split(shape: tuple[int, int, int, int], value_dim: int, group: int, size: in
 def min_blocks(head_dim: int, value_dim: int, dtype: str, rows: int) -> int:
     """Blocks per multiprocessor that registers are shared out for: what the operands of a step leave room for."""
     row_bytes = max(head_dim, value_dim) * ELEMENT_BYTES[ELEMENTS[dtype]]
-    return 1 if row_bytes > ROW_BYTES else 2 if rows > 8 else 3
+    return 1 if row_bytes > ROW_BYTES else 2 if rows > 8 or row_bytes > ROW_BYTES // 2 else 3
 
 
 @functools.cache

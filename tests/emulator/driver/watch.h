@@ -88,7 +88,10 @@ void touch(Cell& cell, const Memory& memory, uintptr_t address, AccessKind kind,
     check_race(cell.read, "read", moment, kind == WRITE ? "writes" : "changes it atomically", memory, address);
     cell.writes = cell.write.epoch == moment.epoch ? cell.writes + (cell.writes < 65535) : 1;
     cell.most_writes = std::max(cell.most_writes, cell.writes);
-    cell.write = moment;
+    if (kind == ATOMIC && cell.write.atomic)
+        note(cell.write, moment);  // what comes later must be ordered behind each of them
+    else
+        cell.write = moment;
     cell.initialised = true;
 }
 

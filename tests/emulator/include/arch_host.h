@@ -7,6 +7,11 @@ inline float exp2_fast(float x) {
     return std::fabs(y) < 0x1p-126f ? 0.0f : y;
 }
 
+// ld.global.v4.u32
+inline uint4 load_16(const void* global, bool exists) {
+    return exists ? *static_cast<const uint4*>(global) : uint4{0, 0, 0, 0};
+}
+
 inline void copy_async_16(void* shared, const void* global, int valid, Where w = caller()) {
     machine_copy_async(shared, global, 16, valid, w);
 }
