@@ -185,7 +185,7 @@ class Benchmark:
 class Suite:
     method: str  # the docstring of the script
     cases: Callable[[str, bool], list[Case]]
-    benchmark: type[Benchmark]
+    benchmark: Callable[[Case], Benchmark]
     report: Report
     seconds: float  # after which no peer is started
     extra: Callable[[], dict[str, Any]] = dict  # more for the record

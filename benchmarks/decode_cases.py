@@ -187,7 +187,8 @@ class Benchmark(common.Benchmark):
             backends = {"sdpa": None}
         size = sum(x.numel() * x.element_size() for x in (self.key, self.value))
         for who, backend in backends.items():
-            self.checked_peer(who, "dense", lambda q, k, v, _, backend=backend: peers.dense(backend, q, k, v), deadline,
+            make = partial(peers.dense, backend)
+            self.checked_peer(who, "dense", lambda q, k, v, _, make=make: make(q, k, v), deadline,  # type: ignore[misc]
                               lambda out: self.checked(out, None, None, bias=False), cache_bytes=size)
 
     def check(self) -> dict[str, Any]:
@@ -244,8 +245,9 @@ class Original(Benchmark):
             mask = dma.IntervalMask.top_w(scores, window=w)
             return partial(dma.attention, q, k, v, mask=mask, bias=scores, **more)
 
-        self.checks["stateless"] = self.checked(*stateless(*self.inputs, return_lse=True), w).result()
-        self.checks["prepared"] = self.checked(*prepared(*self.inputs, return_lse=True)(), w).result()
+        for name, (out, lse) in (("stateless", stateless(*self.inputs, return_lse=True)),
+                                 ("prepared", prepared(*self.inputs, return_lse=True)())):
+            self.checks[name] = self.checked(out, lse, w).result()
         copies = self.copies()
         self.record_calls("cupy_dma", "stateless", [partial(stateless, *inputs) for inputs in copies])
         self.host("cupy_dma", "stateless eager", partial(stateless, *self.inputs), "eager")

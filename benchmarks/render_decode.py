@@ -49,6 +49,12 @@ def bandwidth(result: dict[str, Any], case: dict[str, Any], window: int) -> floa
     return kept / ms / 1e9 / result["copy_tb_s"] if ms and kept else None
 
 
+def speedup(case: dict[str, Any]) -> float | None:
+    """Attention over all keys against a step of the whole window."""
+    slow, step = dense(case), value(case, OURS, f"step w{case['window']}")
+    return slow / step if slow and step else None
+
+
 def goals(result: dict[str, Any]) -> list[dict[str, Any]]:
     """What is wanted: name, what was found (None: not measured), the limit, and whether it is a least or a most."""
     found: list[dict[str, Any]] = []
@@ -76,14 +82,11 @@ def goals(result: dict[str, Any]) -> list[dict[str, Any]]:
 
     add("step, batch 32, 16/8 heads, D 128, w 2048, part of the copy bandwidth",
         (bandwidth(result, case, 2048) for case in serving(32, 16)), BANDWIDTH, "", least=True)
-    for case in serving(8, 32, 131072) or [None]:
-        step = case and value(case, OURS, "step w2048")
-        slow = case and dense(case)
-        kept = case and value(case, OURS, "step w2048", "kept_bytes")
-        add("step, batch 8, 32/8 heads, D 128, w 2048, times as fast as SDPA over 128K",
-            [slow / step if slow and step else None], SPEEDUP, "×", least=True)
-        add("its keys and values, part of those of the history", [case and kept and kept / history_bytes(case)], MEMORY,
-            "")
+    long = serving(8, 32, 131072)
+    add("step, batch 8, 32/8 heads, D 128, w 2048, times as fast as SDPA over 128K", map(speedup, long), SPEEDUP, "×",
+        least=True)
+    kept = ((value(case, OURS, "step w2048", "kept_bytes"), history_bytes(case)) for case in long)
+    add("its keys and values, part of those of the history", (part / whole for part, whole in kept if part), MEMORY, "")
     return found
 
 
@@ -112,11 +115,11 @@ def _serving_table(result: dict[str, Any]) -> list[str]:
              "| of copy bandwidth | times as fast | memory of the cache |", "|---|--:|--:|--:|--:|--:|--:|--:|"]
     for case in cases_of(result, "serving"):
         half, window = windows(case)
-        ms, part, slow = value(case, OURS, f"step w{window}"), bandwidth(result, case, window), dense(case)
+        ms, part = value(case, OURS, f"step w{window}"), bandwidth(result, case, window)
         memory = value(case, OURS, f"step w{window}", "cache_bytes")
-        cells = [f"{case['batch']}, {case['heads']}/{case['kv_heads']}, {length(case['key_length'])}", micro(slow),
-                 size(history_bytes(case)), micro(value(case, OURS, f"step w{half}")), micro(ms),
-                 "–" if part is None else f"{100 * part:.0f} %", times(slow / ms if slow and ms else None),
+        cells = [f"{case['batch']}, {case['heads']}/{case['kv_heads']}, {length(case['key_length'])}",
+                 micro(dense(case)), size(history_bytes(case)), micro(value(case, OURS, f"step w{half}")), micro(ms),
+                 "–" if part is None else f"{100 * part:.0f} %", times(speedup(case)),
                  "–" if memory is None else size(memory)]
         lines.append("| " + " | ".join(cells) + " |")
     return lines

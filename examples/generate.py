@@ -3,13 +3,8 @@
     python examples/generate.py                                  100,000 tokens on a GPU
     python examples/generate.py --tokens 200 --device cpu        a few, anywhere
 
-The model is small, causal and untrained: bytes and positions are embedded, then come layers of dynamic mask attention
-and an MLP,
-
-    x += out(attention(q, k, v; scores)),  x += mlp(x)      with  q, k, v = project(norm(x))
-
-and a head gives the logits of the next byte. With random weights it writes nonsense, but which nonsense depends on
-the keys that are kept: attention is sharp, and its part of x is large.
+The model (``model.py``) is small and untrained. It writes nonsense, but which nonsense depends on the keys that are
+kept: attention is sharp, and its part is large.
 
 Generation. Each layer has a ``DynamicCache``: ``window`` rows per kv head, however long the text gets. The prompt goes
 in as one piece, then token by token; on a GPU one CUDA graph of a step is replayed for all of them. The text is drawn
@@ -39,112 +34,30 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import cupy_dma as dma
-from cupy_dma.torch import DynamicMaskAttention
+from examples.model import BYTES, FullCache, Model
 
 PROMPT = b"Every query attends to the keys with the highest scores among those before it. "
-BYTES = 256
-DRAWS, NOISES = 8, 8191  # draws for a token; rows of noise, a prime
-ATTENTION = 1.5  # how sharp attention is, and how large its part
-WAVES = 32  # a position is told by as many sines and cosines
-
-
-class Layer(nn.Module):
-    """Attention with grouped heads, and an MLP. ``extend`` is ``forward`` for the tokens that come next."""
-
-    def __init__(self, width: int, heads: int, kv_heads: int, window: int):
-        super().__init__()
-        self.heads, self.kv_heads, self.size = heads, kv_heads, width // heads
-        self.norm, self.project = nn.LayerNorm(width), nn.Linear(width, (heads + 2 * kv_heads) * self.size, bias=False)
-        self.attend = DynamicMaskAttention(kv_heads, self.size, window, form="linear")
-        self.out = nn.Linear(width, width, bias=False)
-        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(),
-                                 nn.Linear(4 * width, width))
-        nn.init.normal_(self.project.weight, std=ATTENTION * width**-0.5)
-        nn.init.normal_(self.out.weight, std=ATTENTION * width**-0.5)
-        nn.init.ones_(self.attend.A)  # at 0 all scores would be equal, and the window a sliding one
-
-    def inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """query ``(B, L, H, D)``, key and value ``(B, L, Hkv, D)`` of ``x (B, L, width)``."""
-        projected = self.project(self.norm(x)).unflatten(2, (-1, self.size))
-        return projected.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
-
-    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = x + self.out(attended.flatten(2))
-        return x + self.mlp(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.finish(x, self.attend(*self.inputs(x)))
-
-    def extend(self, x: Tensor, past: Any) -> Tensor:
-        q, k, v = self.inputs(x)
-        scores = dma.key_scores(v, self.attend.dt_proj.weight, self.attend.A, form="linear")
-        return self.finish(x, past.extend(q, k, v, scores))
-
-
-class Model(nn.Module):
-    def __init__(self, layers: int, width: int, heads: int, kv_heads: int, window: int):
-        super().__init__()
-        self.embed, self.place = nn.Embedding(BYTES, width), nn.Linear(2 * WAVES, width, bias=False)
-        self.layers = nn.ModuleList(Layer(width, heads, kv_heads, window) for _ in range(layers))
-        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, BYTES, bias=False))
-        nn.init.normal_(self.head[1].weight, std=width**-0.5)
-        self.window = window
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits ``(L, BYTES)`` after each of ``tokens (L,)``."""
-        x = self.embedded(tokens, torch.arange(len(tokens), device=tokens.device))
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)[0].float()
-
-    def extend(self, tokens: Tensor, positions: Tensor, pasts: list[Any]) -> Tensor:
-        """The same for the tokens that come next, with one cache a layer."""
-        x = self.embedded(tokens, positions)
-        for layer, past in zip(self.layers, pasts):
-            x = layer.extend(x, past)  # type: ignore[operator]
-        return self.head(x)[0].float()
-
-    def embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """``(1, L, width)``. Equal tokens differ by their positions, else their scores would tie."""
-        angle = positions[:, None] * 10000.0 ** (-torch.arange(WAVES, device=tokens.device).double() / WAVES)
-        waves = torch.cat((angle.cos(), angle.sin()), dim=1).to(self.place.weight.dtype)
-        return (self.embed(tokens) + self.place(waves))[None]
-
-    def caches(self) -> list[dma.DynamicCache]:
-        like = self.embed.weight
-        return [dma.DynamicCache(1, layer.kv_heads, self.window, layer.size, dtype=like.dtype, like=like.detach())
-                for layer in self.layers]
-
-
-class FullCache:
-    """All keys and values of a layer; what a query sees is selected anew from all of them."""
-
-    def __init__(self, layer: Layer, capacity: int):
-        like, self.layer, self.length = layer.out.weight, layer, 0
-        self.key, self.value = torch.empty((2, 1, capacity, layer.kv_heads, layer.size), dtype=like.dtype,
-                                           device=like.device)
-
-    def extend(self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor) -> Tensor:
-        new, self.length = slice(self.length, self.length + key.shape[1]), self.length + key.shape[1]
-        self.key[:, new], self.value[:, new] = key, value
-        return self.layer.attend(query, self.key[:, :self.length], self.value[:, :self.length])
+DRAWS = 16  # for a token
+TABLES = 1021, 1019  # rows of two tables of random numbers, primes: sums of rows repeat after 1,040,399 draws
 
 
 class Sampler:
     """Draws a token for each position. Which of DRAWS draws counted is in ``draw`` afterwards."""
 
     def __init__(self, tokens: int, device: Any, seed: int):
-        uniform = torch.rand((NOISES, BYTES), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        self.noise = -(-uniform.clamp(1e-12).log()).log().float().to(device)
+        generator = torch.Generator().manual_seed(seed)
+        self.tables = [torch.rand((rows, BYTES), generator=generator).to(device) for rows in TABLES]
         self.draw = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.numbers = torch.arange(DRAWS, device=device)
 
     def rows(self, positions: Tensor, draws: Tensor) -> Tensor:
-        """Noise ``(n, BYTES)`` of these draws for the tokens at these positions."""
-        return self.noise[(positions * DRAWS + draws) * 4999 % NOISES]
+        """Gumbel noise ``(n, BYTES)`` of these draws for the tokens at these positions."""
+        number = positions * DRAWS + draws
+        first, second = (table[number % len(table)] for table in self.tables)
+        uniform = ((first + second) % 1).clamp(1e-6, 1 - 1e-6)
+        return -(-uniform.log()).log()
 
     def first(self, logits: Tensor, position: Tensor) -> Tensor:
         """The token ``(1,)`` at ``position (1,)``, from ``logits (1, BYTES)``; the draw is written down."""
@@ -240,7 +153,7 @@ def generate(model: Model, sampler: Sampler, prompt: Tensor, count: int, block: 
 
 def free_run(model: Model, sampler: Sampler, prompt: Tensor, count: int, block: int) -> tuple[Tensor, Curve]:
     """The same with all keys and values kept, for ``count`` tokens."""
-    pasts = [FullCache(layer, len(prompt) + count) for layer in model.layers]  # type: ignore[arg-type]
+    pasts = [FullCache(layer, len(prompt) + count) for layer in model.layers]
     text, step = start(model, pasts, prompt, count, lambda *x: sampler.again(*x).argmax(-1))
 
     def memory() -> int:

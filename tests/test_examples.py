@@ -1,27 +1,25 @@
 """The examples run, and notice what they are there to notice."""
-import importlib.util
 import re
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+import cupy_dma as dma
+
 SMALL = ["--device", "cpu", "--layers", "2", "--width", "64", "--window", "16", "--free", "60"]
 
 
 @pytest.fixture
 def generate(tmp_path, monkeypatch):
-    """The example as a module, and its ``main`` with the plot in a folder of its own."""
+    """The example, with its plot in a folder of its own."""
     pytest.importorskip("torch")
-    spec = importlib.util.spec_from_file_location("generate_example", EXAMPLES / "generate.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look there
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    spec.loader.exec_module(module)
-    module.plotted = tmp_path / "plot.png"
-    module.run = lambda *arguments: module.main([*arguments, "--output", str(module.plotted)])
-    return module
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a script may add the tree
+    from examples import generate as module
+
+    plot = tmp_path / "plot.png"
+    return SimpleNamespace(plot=plot, run=lambda *arguments: module.main([*arguments, "--output", str(plot)]),
+                           Model=module.Model)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -30,7 +28,7 @@ def test_generation(generate, capsys, dtype):
     said = capsys.readouterr().out
     assert "the first 60 tokens: all 60 tokens are the same" in said
     assert "of 199: all 120 tokens are the same" in said
-    assert generate.plotted.stat().st_size > 1000
+    assert generate.plot.stat().st_size > 1000
 
 
 def test_a_few_tokens(generate, capsys):
@@ -53,7 +51,7 @@ def test_generation_notices_another_selection(generate, capsys, monkeypatch):
 
 def test_generation_notices_growing_memory(generate, capsys, monkeypatch):
     bytes_of = iter(range(10**6, 10**7))
-    monkeypatch.setattr(generate.dma.DynamicCache, "memory_bytes", property(lambda self: next(bytes_of)))
+    monkeypatch.setattr(dma.DynamicCache, "memory_bytes", property(lambda self: next(bytes_of)))
     assert generate.run("--tokens", "30", *SMALL) == 1
     assert "IT GREW" in capsys.readouterr().out
 
