@@ -5,7 +5,7 @@
 #   make test-gpu     the tests that need a GPU; records the result in tests/gpu_results.json
 #   make test-sanitize  the kernels on the CPU emulator, with its race detector and with AddressSanitizer
 #   make sanitize     every kernel under compute-sanitizer's memcheck and racecheck (needs a GPU)
-#   make bench        the forward, backward and dense benchmarks (needs a GPU and a CUDA build of torch)
+#   make bench        the forward, backward, dense and decode benchmarks (needs a GPU and a CUDA build of torch)
 #   make lint         ruff and mypy
 #   make check-record fails if tests/gpu_results.json does not belong to these sources
 #   make clean        removes everything that make created
@@ -83,6 +83,7 @@ bench: $(BENCH_READY)
 	$(RUN) benchmarks/forward_performance.py $(ARGS)
 	$(RUN) benchmarks/backward_performance.py $(ARGS)
 	$(RUN) benchmarks/dense_performance.py $(ARGS)
+	$(RUN) benchmarks/decode.py $(ARGS)
 
 lint: $(LINT_READY)
 	$(RUN) -m ruff check .
@@ -92,8 +93,8 @@ check-record:
 	PYTHONPATH=. $(PYTHON) -m tests.gpu_record
 
 clean:
-	rm -rf $(if $(VENV),$(VENV)) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache mask.png
-	find cupy_dma kernels tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(if $(VENV),$(VENV)) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache mask.png generate.png
+	find cupy_dma kernels tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ifdef VENV
 # Debian's python3 may come without ensurepip; then its own pip, if there is one, fills the environment.

@@ -32,11 +32,13 @@ class Case:
     window: int
     flex: bool = False  # compiling takes long: few cases
     masked: bool = False  # needs the Lq x Lk mask
+    batch: int = 1
 
     @property
     def name(self) -> str:
         length = f"N{self.key_length}" if self.query_length == self.key_length else f"1x{self.key_length}"
-        return f"{self.set} H{self.heads}/{self.kv_heads} D{self.head_dim} {length} w{self.window}"
+        batch = f" B{self.batch}" if self.batch > 1 else ""
+        return f"{self.set}{batch} H{self.heads}/{self.kv_heads} D{self.head_dim} {length} w{self.window}"
 
     @property
     def keys(self) -> str:
@@ -46,16 +48,16 @@ class Case:
     def causal_pairs(self) -> int:
         """Visible pairs of causal attention, over all query heads."""
         if self.query_length == 1:
-            return self.heads * self.key_length
-        return self.heads * self.key_length * (self.key_length + 1) // 2
+            return self.batch * self.heads * self.key_length
+        return self.batch * self.heads * self.key_length * (self.key_length + 1) // 2
 
     @property
     def kept_pairs(self) -> int:
         """Pairs of the dynamic mask, over all query heads."""
         n, w = self.key_length, min(self.window, self.key_length)
         if self.query_length == 1:
-            return self.heads * w
-        return self.heads * (n * w - w * (w - 1) // 2)
+            return self.batch * self.heads * w
+        return self.batch * self.heads * (n * w - w * (w - 1) // 2)
 
     @property
     def seed(self) -> int:
@@ -101,9 +103,9 @@ class Benchmark:
         self.rows: list[dict[str, Any]] = []
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._generator = torch.Generator(self._device).manual_seed(case.seed)
-        self.query = self.normal(1, case.query_length, case.heads, case.head_dim)
-        self.key = self.normal(1, case.key_length, case.kv_heads, case.head_dim)
-        self.value = self.normal(1, case.key_length, case.kv_heads, case.head_dim)
+        self.query = self.normal(case.batch, case.query_length, case.heads, case.head_dim)
+        self.key = self.normal(case.batch, case.key_length, case.kv_heads, case.head_dim)
+        self.value = self.normal(case.batch, case.key_length, case.kv_heads, case.head_dim)
         width = case.kv_heads * case.head_dim
         self.dt_proj = self.normal(case.kv_heads, width) * width**-0.5
         self.A = torch.full((case.kv_heads,), 0.1, device=self._device)  # larger ones let one key win every row
@@ -183,7 +185,7 @@ class Benchmark:
 class Suite:
     method: str  # the docstring of the script
     cases: Callable[[str, bool], list[Case]]
-    benchmark: type[Benchmark]
+    benchmark: Callable[[Case], Benchmark]
     report: Report
     seconds: float  # after which no peer is started
     extra: Callable[[], dict[str, Any]] = dict  # more for the record

@@ -65,7 +65,8 @@ def sample(length: int, seed: int, count: int = 5) -> list[int]:
     return sorted({0, length // 2, length - 1, *np.random.default_rng(seed).integers(0, length, count).tolist()})
 
 
-def _result(deviations: dict[str, Deviation]) -> dict[str, Any]:
+def summary(deviations: dict[str, Deviation]) -> dict[str, Any]:
+    """"ok", the "worst" error in units of what is allowed, and all errors."""
     worst = max(d.error / d.allowed if d.allowed else float(d.error > 0) * torch.inf for d in deviations.values())
     return {"worst": worst, "ok": worst <= 1,
             "tensors": {name: {"error": d.error, "allowed": d.allowed} for name, d in deviations.items()}}
@@ -95,7 +96,7 @@ def check_forward(problem: Problem, out: Tensor, lse: Tensor | None, rows: Seque
                 deviations["lse"].error = torch.inf
             elif bool(seen.any()):
                 deviations["lse"].compare(*(x[seen] for x in (ours, exact_lse, plain_lse, exact_lse * 0)))
-    return _result(deviations)
+    return summary(deviations)
 
 
 @dataclass
@@ -154,4 +155,4 @@ def check_backward(given: Given, gradients: Any, rows: Sequence[int], keys: Sequ
         if dbias is not None and dbias.shape[1] == 1:
             sums = [grouped(x.sum((1, 2)), dbias.shape[0]) for x in (ds, plain_ds, terms)]
             deviations["bias"].compare(dbias[:, 0, key], *sums)
-    return _result(deviations)
+    return summary(deviations)

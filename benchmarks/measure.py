@@ -5,7 +5,11 @@ replay a 256 MiB buffer is overwritten, which empties the L2 cache; CUDA events 
 result is the median. A call that cannot be captured is timed without a graph, and the row says so. The number of
 replays follows the time of one: enough for ``BUDGET_MS``, at least 5, at most 30.
 
+Steps of decoding take microseconds: several of them, on arrays of their own, stand in one graph, events around all of
+them, and the L2 cache holds what the steps before leave in it (``steps_ms``).
+
 Host time: wall time of many calls that are queued without waiting, divided by their number; median of five rounds.
+End to end: wall time of one call and the wait for its end, median of 50.
 
 Peak memory: the largest ``torch.cuda.max_memory_allocated`` over one call, less what was allocated before it, results
 included.
@@ -21,7 +25,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +70,32 @@ def gpu_ms(call: Callable[[], Any], setup: Callable[[], Any] | None = None) -> t
             samples.append(1e3 * (time.perf_counter() - started))
         return statistics.median(samples), "cpu clock"
 
+    run, how = captured(call, setup)
+    return _median_ms(run), how
+
+
+def steps_ms(calls: Sequence[Callable[[], Any]]) -> tuple[float, str]:
+    """Median milliseconds of one of ``calls``, which run one after the other in one graph, and how it was measured.
+
+    For calls of microseconds, beside which a replay of its own is long. Nothing is done about the L2 cache in between:
+    ``calls`` should work on arrays of their own, together larger than it.
+    """
+    def run() -> None:
+        for call in calls:
+            call()
+
+    if not on_gpu():
+        ms, how = gpu_ms(run)
+    else:
+        replay, how = captured(run)
+        ms = _median_ms(replay, flush=False)
+    return ms / len(calls), how
+
+
+def captured(call: Callable[[], Any], setup: Callable[[], Any] = lambda: None) -> tuple[Callable[[], Any], str]:
+    """``call``, warmed up, as the replay of a CUDA graph, and "graph"; or as it is, and "events" or "cpu clock"."""
+    if not on_gpu():
+        return call, "cpu clock"
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -74,13 +104,11 @@ def gpu_ms(call: Callable[[], Any], setup: Callable[[], Any] | None = None) -> t
             call()
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
-    graph = None
     try:
         setup()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=side):
-            kept = call()  # noqa: F841  keeps the graph's outputs alive until the replays are over
-        run, how = graph.replay, "graph"
+            kept = call()
     except Exception as error:
         torch.cuda.synchronize()
         print(f"    (not captured: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})")
@@ -89,19 +117,26 @@ def gpu_ms(call: Callable[[], Any], setup: Callable[[], Any] | None = None) -> t
             setup()
             call()
 
-        how = "events"
+        return run, "events"
+
+    def replay(keep: Any = kept) -> None:  # the graph's outputs live as long as this function
+        graph.replay()
+
+    return replay, "graph"
+
+
+def _median_ms(run: Callable[[], Any], flush: bool = True) -> float:
     run()
-    first = _event_ms(run)
+    first = _event_ms(run, flush)
     count = max(5, min(30, int(BUDGET_MS / max(first, 1e-3))))
     if first > 200:
         count = 2
-    samples = [_event_ms(run) for _ in range(count)]
-    del graph
-    return statistics.median(samples), how
+    return statistics.median(_event_ms(run, flush) for _ in range(count))
 
 
-def _event_ms(run: Callable[[], Any]) -> float:
-    flush_l2()
+def _event_ms(run: Callable[[], Any], flush: bool) -> float:
+    if flush:
+        flush_l2()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     run()
@@ -125,6 +160,18 @@ def host_us(call: Callable[[], Any], calls: int = 100) -> float:
     return statistics.median(rounds)
 
 
+def waited_us(call: Callable[[], Any], calls: int = 50) -> float:
+    """Median microseconds from before ``call`` until its results are there, the wait included."""
+    samples = []
+    for _ in range(3 + calls):
+        synchronize()
+        started = time.perf_counter()
+        call()
+        synchronize()
+        samples.append(1e6 * (time.perf_counter() - started))
+    return statistics.median(samples[3:])
+
+
 def peak_bytes(call: Callable[[], Any]) -> int:
     """Largest extra device memory during ``call``, results included; 0 without a GPU."""
     if not on_gpu():
@@ -145,6 +192,11 @@ def free_memory() -> None:
     gc.collect()
     if on_gpu():
         torch.cuda.empty_cache()
+
+
+def free_bytes() -> float:
+    """Free memory of the GPU; without one there is always enough."""
+    return torch.cuda.mem_get_info()[0] if on_gpu() else float("inf")
 
 
 def machine() -> dict[str, Any]:

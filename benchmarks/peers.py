@@ -115,8 +115,8 @@ def masked(query, key, value, mask: Callable[[], torch.Tensor]) -> Call:
 def interval_blocks(start: torch.Tensor, stop: torch.Tensor, query_length: int, block: int):
     """Which blocks of the mask hold a visible pair, and which only visible pairs.
 
-    ``start``, ``stop``: (B, H, Lk) int. Returns bool ``any`` and ``all``, (B, H, Lq/block, Lk/block); lengths must be
-    multiples of the block. In O(Lk * Lq / block), not through the dense mask.
+    ``start``, ``stop``: (B, H, Lk) int. Returns bool ``any`` and ``all``, (B, H, Lq/block, Lk/block); Lk must be a
+    multiple of the block, and Lq too or below it. In O(Lk * Lq / block), not through the dense mask.
     """
     batch, heads, key_length = start.shape
     first = torch.arange(0, query_length, block, device=start.device) + key_length - query_length
@@ -148,7 +148,9 @@ def _flex_pass(query, key, start, stop, block: int, compiled: bool) -> Callable[
         order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
         return blocks.sum(-1, dtype=torch.int32), order
 
-    block_mask = BlockMask.from_kv_blocks(*ordered(some), *ordered(full), BLOCK_SIZE=block, mask_mod=visible)
+    # Elsewhere torch takes the lengths to be whole blocks.
+    lengths = {"seq_lengths": (query_length, key.shape[1])} if query_length % block else {}
+    block_mask = BlockMask.from_kv_blocks(*ordered(some), *ordered(full), BLOCK_SIZE=block, mask_mod=visible, **lengths)
     attend = flex_attention
     if compiled:
         torch._dynamo.reset()

@@ -183,6 +183,10 @@ class Report:
         return f"<!-- table:{self.name} -->"
 
     @property
+    def script(self) -> str:
+        return f"benchmarks/{self.name}_performance.py"
+
+    @property
     def end(self) -> str:
         return f"<!-- /table:{self.name} -->"
 

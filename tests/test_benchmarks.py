@@ -11,6 +11,7 @@ import cupy_dma as dma
 from benchmarks import (
     backward_equivalence,
     backward_performance,
+    decode,
     dense_performance,
     dense_varlen,
     equivalence,
@@ -18,6 +19,7 @@ from benchmarks import (
     forward_performance,
     grad_equivalence,
     render,
+    render_decode,
     render_dense,
 )
 from cupy_dma import IntervalMask, backends
@@ -469,3 +471,145 @@ def test_dense_check(dtype, key_bias):
     for name, gradient in found._asdict().items():
         assert not backward(**{name: gradient * 1.05}), name
         assert not backward(**{name: torch.full_like(gradient, float("nan"))}), name
+
+
+# ---- decoding ----
+@pytest.mark.parametrize("which", ["table", "model", "all", "smoke"])
+@pytest.mark.parametrize("quick", [False, True])
+def test_decode_cases(which, quick):
+    chosen = decode.cases(which, quick)
+    assert len({case.name for case in chosen}) == len(chosen) > 0
+    assert all(case.query_length == 1 for case in chosen)
+    assert sum(case.flex for case in decode.cases("all")) == 2
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+def test_flex_answers_one_query():
+    torch = pytest.importorskip("torch")
+    from benchmarks import peers
+
+    _, q, k, v, scores, _ = small(torch)
+    mask = IntervalMask.top_w(scores, window=40)
+    call = peers.flex(q[:, -1:], k, v, mask.start.expand(1, 2, 256), mask.stop, scores, compiled=False)
+    ours = dma.dynamic_mask_attention(q[:, -1:], k, v, scores, window=40)
+    assert torch.allclose(call().transpose(1, 2), ours, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("window", [None, 40])
+def test_decode_check(dtype, window):
+    """Right outputs and kept keys pass; each kind of wrong one fails."""
+    torch = pytest.importorskip("torch")
+    from benchmarks.decode_check import TokenCheck, best_keys
+
+    _, q, k, v, scores, _ = small(torch, n=200, dtype=getattr(torch, dtype))
+    scores = (4 * scores).round() / 4  # ties
+    q = q[:, -1:]
+    kept = None if window is None else best_keys(scores[0], window)
+    mask = None if window is None else IntervalMask.top_w(scores, window=window)
+    out, lse = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True)
+
+    def check(out, lse, positions=None):
+        found = TokenCheck()
+        found.compare(out[0, 0], lse[0, :, 0], q[0, 0], k[0], v[0], scores[0], kept)
+        if positions is not None:
+            found.compare_kept(positions, kept)
+        return found.result()["ok"]
+
+    assert check(out, lse)
+    for wrong in (lambda x: x * 1.05, lambda x: x * float("nan"), lambda x: x + 0.1):
+        assert not check(wrong(out), lse)
+        assert not check(out, wrong(lse))
+    if window is not None:
+        cache = dma.DynamicCache(1, 2, window, 16, dtype=q.dtype, like=q)
+        cache.update(k, v, scores)
+        positions = cache.positions[0]
+        assert check(out, lse, positions)
+        positions[1, 7] = -1
+        assert not check(out, lse, positions)
+
+
+@pytest.fixture(scope="module")
+def decode_result(tmp_path_factory):
+    """A run of the smoke set."""
+    pytest.importorskip("torch")
+    place = tmp_path_factory.mktemp("results")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"flex_attention called without torch.compile")  # given once a process
+        assert decode.main(["--set", "smoke", "--out", str(place)]) == 0
+    return json.loads((place / "decode_performance.json").read_text())
+
+
+def test_decode_smoke_run(decode_result):
+    assert {"method", "device", "versions", "commit", "date", "cases", "copy_tb_s"} <= set(decode_result)
+    full, short, serving = decode_result["cases"]
+    for case in decode_result["cases"]:
+        assert case["check"]["ok"]
+        assert all(row["ms"] is not None for row in case["rows"]), case["rows"]
+    stages = {"step w100", "step w100, cpu clock", "stateless", "prepared"}
+    assert full["check"]["stages"].keys() == short["check"]["stages"].keys() == stages
+    assert {row["who"] for row in full["rows"] if row["note"] == "right"} == {"sdpa", "masked", "masked+build", "flex"}
+    assert render.value(full, "cupy_dma", "step w100 replay", "queued_ms") > 0
+    assert render.value(serving, "cupy_dma", "step w16", "kept_bytes") == 3 * 2 * 16 * 2 * 16 * 2
+    assert render.value(serving, "sdpa", "dense", "cache_bytes") == render_decode.history_bytes(serving)
+
+
+def test_decode_tables_and_readme(decode_result, tmp_path):
+    table = render_decode.DECODE.table(decode_result)
+    assert "| 3, 4/2, 70 |" in table
+    for part in table.split("\n\n")[:3]:
+        assert len({line.count("|") for line in part.splitlines()}) == 1
+    assert "original H2/1" in render_decode.DECODE.text(decode_result)
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{render_decode.DECODE.begin}\nold\n{render_decode.DECODE.end}\nafter\n")
+    render_decode.DECODE.update_readme(readme, decode_result)
+    assert table in readme.read_text()
+    render_decode.DECODE.chart(decode_result, tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").stat().st_size > 1000
+
+
+def test_decode_goals():
+    def case(name, batch, heads, keys, window, rows):
+        return {"set": name, "batch": batch, "heads": heads, "kv_heads": 8, "head_dim": 128, "key_length": keys,
+                "window": window, "rows": [{"who": who, "stage": stage, **row} for (who, stage), row in rows.items()]}
+
+    us, step = "cupy_dma", ("cupy_dma", "step w2048")
+    result = {"copy_tb_s": 4.0, "cases": [
+        case("original", 1, 2, 256, 1024, {(us, "step w1024"): {"ms": 1.0}}),  # not full: does not count
+        case("original", 1, 2, 4096, 1024, {(us, "step w1024"): {"ms": 0.008}, (us, "stateless"): {"ms": 0.02}}),
+        case("original", 1, 2, 524288, 1024, {
+            (us, "step w1024"): {"ms": 0.009}, (us, "step w1024 replay"): {"ms": 0.016, "queued_ms": 0.01},
+            (us, "stateless"): {"ms": 0.03}}),
+        case("serving", 32, 16, 4096, 2048, {step: {"ms": 0.1, "kept_bytes": 2.4e8}}),
+        case("serving", 32, 16, 32768, 2048, {step: {"ms": 0.1, "kept_bytes": 3e8}}),
+        case("serving", 8, 32, 131072, 2048, {step: {"ms": 0.03, "kept_bytes": 2**26}, ("cudnn", "dense"): {"ms": 0.9},
+                                              ("flash", "dense"): {"ms": 0.75}})]}
+    found = render_decode.goals(result)
+    assert [goal["found"] for goal in found] == pytest.approx([9, 16, 10, 30, 0.6, 25, 1 / 64])
+    assert [goal["ok"] for goal in found] == [True, False, True, True, False, True, True]
+    assert [goal["found"] for goal in render_decode.goals({"copy_tb_s": 4.0, "cases": []})] == [None] * 7
+
+
+def test_decode_leaves_out_what_does_not_fit(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("torch")
+    from benchmarks import measure
+
+    monkeypatch.setattr(measure, "free_bytes", lambda: 0)
+    assert decode.main(["--set", "smoke", "--out", str(tmp_path)]) == 0
+    cases = json.loads((tmp_path / "decode_performance.json").read_text())["cases"]
+    assert all("do not fit" in row["note"] for case in cases for row in case["rows"])
+
+
+def test_wrong_steps_leave_the_results_alone(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("torch")
+    right = decode.Benchmark.result
+
+    def wrong(self, cache, token):
+        out, lse = right(self, cache, token)
+        return out * 1.1, lse
+
+    monkeypatch.setattr(decode.Benchmark, "result", wrong)
+    assert decode.main(["--set", "smoke", "--seconds", "0", "--out", str(tmp_path)]) == 1
+    assert not (tmp_path / "decode_performance.json").exists()
+    failed = json.loads((tmp_path / "decode_performance.failed.json").read_text())
+    assert failed["cases"][0]["check"]["worst"] > 1

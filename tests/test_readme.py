@@ -41,15 +41,16 @@ def test_there_are_blocks_of_both_kinds():
     assert {gpu for gpu, _, _ in BLOCKS} == {False, True}
 
 
-@pytest.mark.parametrize("name", ["forward", "backward", "dense"])
+@pytest.mark.parametrize("name", ["forward", "backward", "dense", "decode"])
 def test_table_is_the_recorded_one(name):
-    from benchmarks import render, render_dense
+    from benchmarks import render, render_decode, render_dense
 
-    report = {"forward": render.FORWARD, "backward": render.BACKWARD, "dense": render_dense.DENSE}[name]
+    report = {"forward": render.FORWARD, "backward": render.BACKWARD, "dense": render_dense.DENSE,
+              "decode": render_decode.DECODE}[name]
     recorded = RESULTS / f"{name}_performance.json"
     shown = README.split(report.begin)[1].split(report.end)[0].strip()
     expected = report.table(json.loads(recorded.read_text())) if recorded.exists() else render.PENDING
-    assert shown == expected, f"run: python benchmarks/{name}_performance.py --update-readme"
+    assert shown == expected, f"run: python {report.script} --update-readme"
 
 
 def test_first_screen_holds_what_a_reader_needs_first():

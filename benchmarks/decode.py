@@ -1,0 +1,100 @@
+"""Decoding: the cache's step, the stateless way and the other ways to answer one query, in one run.
+
+    python benchmarks/decode.py                       everything, below two minutes on an H200
+    python benchmarks/decode.py --set table --quick
+    python benchmarks/decode.py --table                                      print the README's table from the results
+    python benchmarks/decode.py --update-readme                              put it into README.md
+
+Inputs: bfloat16, query, key and value independent normal numbers, scores independent uniform ones (so some are equal),
+seeded by the case. One query a sequence, at the end of its history.
+
+Sets. ``table``, the original package's: B1 H2/1 D64, 256 ... 524288 keys, w = 1024. ``model``: batch 1, 8, 32, 128; 16
+and 32 heads over 8, D 128; histories of 4096, 32768 and 131072 tokens (batch 1 also 1048576), w 1024 and 2048; what
+does not fit into memory is left out. ``smoke``: tiny, runs without a GPU, for trying the script.
+
+Ours. step: ``DynamicCache.extend`` by one token, the cache having seen the history before (by ``update`` in pieces);
+the timed token has a score above all others, so that each step displaces a kept key (or fills a cache that is not yet
+full). replay and eager: wall time of one step and the wait for it, as a CUDA graph of that step alone and as a call;
+among many that are queued ("queued_ms"). stateless: ``dynamic_mask_attention`` from the scores on, selection included.
+prepared: ``attention`` with the interval mask given. kept_bytes: keys and values of the kept rows, counted once;
+cache_bytes: all arrays of a cache, or keys and values of the whole history.
+
+Peers. cudnn, flash: scaled_dot_product_attention over all keys. masked: the same function as the original package's
+models call it, with an additive mask of the topk scores and -inf elsewhere; masked+build: with the time to build it.
+flex: compiled FlexAttention with the same interval mask as block mask (given) and the scores as score_mod. A peer that
+finds no time within ``--seconds`` is listed as such.
+
+GPU time (see measure.py, ``steps_ms``): up to 20 calls in one graph, each on arrays of its own (as many copies as 4 GiB
+hold), as a decode step passes through the layers of a model. cold_ms: one call alone with an empty L2 cache, a few
+microseconds of launch included. Copy bandwidth: bytes read plus bytes written by a copy of 2 GiB on the device.
+
+Check: every output, also the peers', against float64 in the first, the last and a drawn sequence, under the rule "at
+most twice the error of the plain same-precision computation plus one rounding"; the keys in the cache must be exactly
+the best of the whole history, and a replayed step must give the same bits as a call. If a check of this library fails
+the run exits with 1 and leaves the recorded results alone.
+"""
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
+
+from benchmarks import common, render_decode
+from benchmarks.common import Case
+from benchmarks.decode_cases import Benchmark, Original, Serving, TooLarge
+
+FREE_SHARE = 0.8  # of the free memory that a history may fill
+COPY_BYTES = 2 * 2**30
+
+
+def cases(which: str, quick: bool = False) -> list[Case]:
+    if which == "smoke":
+        return [Case("original", 2, 1, 16, 1, 256, 100, flex=True), Case("original", 2, 1, 16, 1, 64, 100),
+                Case("serving", 4, 2, 16, 1, 70, 32, batch=3)]
+    table = [Case("original", 2, 1, 64, 1, n, 1024, flex=n in (4096, 524288))
+             for n in (256, 1024, 4096, 16384, 65536, 262144, 524288)]
+    model = [Case("serving", heads, 8, 128, 1, n, 2048, batch=batch) for heads in (16, 32) for batch in (1, 8, 32, 128)
+             for n in (4096, 32768, 131072, 1048576) if n <= 131072 or batch == 1]
+    if quick:
+        table = [case for case in table if case.key_length in (4096, 524288)]
+        model = [case for case in model if (case.heads, case.batch, case.key_length) in
+                 ((16, 32, 4096), (32, 8, 131072))]
+    return {"table": table, "model": model, "all": table + model}[which]
+
+
+def benchmark(case: Case) -> Benchmark:
+    from benchmarks import measure
+
+    size = 4 * case.batch * case.key_length * case.kv_heads * case.head_dim  # keys and values in bfloat16
+    if size > FREE_SHARE * measure.free_bytes():
+        return TooLarge(case)
+    return {"original": Original, "serving": Serving}[case.set](case)
+
+
+def copy_bandwidth() -> dict[str, Any]:
+    """Bytes read and written in a copy, TB/s."""
+    import torch
+
+    from benchmarks import measure
+
+    size = COPY_BYTES if measure.on_gpu() else 2**20
+    source = torch.zeros(size, dtype=torch.uint8, device="cuda" if measure.on_gpu() else "cpu")
+    target = torch.empty_like(source)
+    ms, _ = measure.gpu_ms(functools.partial(target.copy_, source))
+    del source, target
+    measure.free_memory()
+    return {"copy_tb_s": 2 * size / ms / 1e9}
+
+
+SUITE = common.Suite(__doc__ or "", cases, benchmark, render_decode.DECODE, seconds=100, extra=copy_bandwidth)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return common.main(SUITE, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""The examples run, and notice what they are there to notice."""
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import cupy_dma as dma
+
+SMALL = ["--device", "cpu", "--layers", "2", "--width", "64", "--window", "16", "--free", "60"]
+
+
+@pytest.fixture
+def generate(tmp_path, monkeypatch):
+    """The example, with its plot in a folder of its own."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a script may add the tree
+    from examples import generate as module
+
+    plot = tmp_path / "plot.png"
+    return SimpleNamespace(plot=plot, run=lambda *arguments: module.main([*arguments, "--output", str(plot)]),
+                           Model=module.Model)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_generation(generate, capsys, dtype):
+    assert generate.run("--tokens", "120", "--dtype", dtype, *SMALL) == 0
+    said = capsys.readouterr().out
+    assert "the first 60 tokens: all 60 tokens are the same" in said
+    assert "of 199: all 120 tokens are the same" in said
+    assert generate.plot.stat().st_size > 1000
+
+
+def test_a_few_tokens(generate, capsys):
+    for tokens in ("1", "2"):
+        assert generate.run("--tokens", tokens, *SMALL) == 0
+
+
+def test_generation_notices_another_selection(generate, capsys, monkeypatch):
+    right = generate.Model.caches
+
+    def narrow(self):
+        self.window = 3
+        return right(self)
+
+    monkeypatch.setattr(generate.Model, "caches", narrow)
+    assert generate.run("--tokens", "120", *SMALL) == 1
+    said = capsys.readouterr().out
+    assert len(re.findall(r"tokens DIFFER, the first at \d+", said)) == 2
+
+
+def test_generation_notices_growing_memory(generate, capsys, monkeypatch):
+    bytes_of = iter(range(10**6, 10**7))
+    monkeypatch.setattr(dma.DynamicCache, "memory_bytes", property(lambda self: next(bytes_of)))
+    assert generate.run("--tokens", "30", *SMALL) == 1
+    assert "IT GREW" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["tokens", "free", "forced"])
+def test_bad_numbers(generate, capsys, name):
+    with pytest.raises(SystemExit):
+        generate.run(f"--{name}", "0")
+    assert f"--{name} must be at least 1, got 0" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_generation_on_a_gpu(generate, capsys, dtype):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
+    assert generate.run("--tokens", "2000", "--free", "500", "--device", "cuda", "--dtype", dtype) == 0
+    said = capsys.readouterr().out
+    assert "of 2079: all 2000 tokens are the same" in said
+    assert float(re.search(r"\(([\d.]+) times that\)", said)[1]) < 1.5
