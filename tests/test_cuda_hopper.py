@@ -59,6 +59,26 @@ def test_forward_grid(case, tile, everything):
     cases.check(case, host(out), host(lse))
 
 
+@pytest.mark.parametrize("case", [c for c in FORWARD if c.mask in ("none", "causal")], ids=str)
+def test_contiguous_keys_without_the_copy_engine(case, everything, monkeypatch):
+    everything(*TILES["128x128"])
+    monkeypatch.setattr(hopper, "_maps", lambda call, tile: b"")
+    out, lse = cases.run(case, converter("torch"))
+    cases.check(case, host(out), host(lse))
+
+
+def test_the_copy_engine_reads_views(torch):
+    """Heads before rows, slices of heads and columns; a batch that is expanded is gathered, in another order of keys."""
+    q = torch.randn(2, 6000, 8, 128, device="cuda").bfloat16()
+    wide = torch.randn(2, 4, 6000, 256, device="cuda").bfloat16()
+    for k, v in ((wide[..., :128].transpose(1, 2), wide[..., 128:].transpose(1, 2)),
+                 (wide[:, 1:3, :, 64:192].transpose(1, 2), wide[:, 2:, :, :128].transpose(1, 2)),
+                 (wide[:1, :1, :, :128].transpose(1, 2).expand(2, 6000, 1, 128),) * 2):
+        expected, out = (dma.attention(q, *rows, causal=True) for rows in ((k.contiguous(), v.contiguous()), (k, v)))
+        assert torch.equal(out, expected) or k.stride(0) == 0
+        assert (out.float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max()
+
+
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("case", VARLEN, ids=str)
 def test_packed_sequences(case, tile, everything):

@@ -172,7 +172,7 @@ def test_hopper_kernels_keep_their_products_asynchronous(keys, heads):
             config = hopper.HopperForwardConfig(
                 "__nv_bfloat16", head_dim, heads, *tile, "KEYS_LISTED" if keys in ("bits", "intervals") else
                 "KEYS_CONTIGUOUS", keys.startswith("contiguous"), kind, False, bits, element,
-                sequences)
+                sequences, keys.startswith("contiguous"))
             _, log = jit._run_nvrtc(config.prelude() + jit.source_text(config.source), config, "sm_90a")
             assert "Used" in log  # the assembler has spoken
             assert "serialized" not in log, f"{config}: {log}"

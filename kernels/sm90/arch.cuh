@@ -34,6 +34,18 @@ __device__ __forceinline__ void copy_async_16(unsigned shared, const void* globa
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid) : "memory");
 }
 
+// A tensor in global memory as the copy engine sees it (CUtensorMap, made by the host).
+struct alignas(64) TensorMap {
+    unsigned long long words[16];
+};
+
+// cp.async.bulk.tensor: a box of a tensor of four axes, from these coordinates on, to shared memory; `barrier` counts its bytes.
+__device__ __forceinline__ void copy_box(void* shared, const TensorMap* map, Barrier* barrier, int x0, int x1, int x2, int x3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
+        ::"r"(shared_address(shared)), "l"(map), "r"(shared_address(barrier)), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
+}
+
 // prefetch.global.L2: the line that holds this address is fetched into the second cache.
 __device__ __forceinline__ void prefetch_line(const void* global) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
@@ -53,6 +65,11 @@ __device__ __forceinline__ void barrier_init_fence() {
 // mbarrier.arrive: one arrival, after everything the calling thread did before.
 __device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// mbarrier.expect_tx: the phase does not end before so many bytes more have come by copy_box.
+__device__ __forceinline__ void barrier_expect(Barrier* barrier, int bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
 // cp.async.mbarrier.arrive.noinc: one of the expected arrivals, once all of the calling thread's copies so far are complete.

@@ -12,7 +12,8 @@
 // softmax is computed.
 //
 // Prelude: ELEMENT, HEAD_DIM, HEADS, BLOCK_M, BLOCK_N, STAGES, QUERY_STAGES, KEYS, CAUSAL, BITS, BIAS, BIAS_ELEMENT (16 bit
-// where BIAS_DENSE), SOFTCAP, SEQUENCES (with neither BITS nor BIAS_DENSE).
+// where BIAS_DENSE), SOFTCAP, SEQUENCES (with neither BITS nor BIAS_DENSE), BULK (KEYS_CONTIGUOUS, no BIAS_DENSE: rows come
+// through the copy engine).
 #include "sm90/logits.cuh"
 #include "sm90/producer.cuh"
 #include "sm90/tile.cuh"
@@ -304,7 +305,8 @@ __device__ __forceinline__ void consume(Shared& shared, const AttentionParams& p
     c.close_tile(c.state);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(const AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(
+    const __grid_constant__ ForwardParams launch) {
     extern __shared__ unsigned char shared_memory[];
     // The swizzle counts rows from 1024-byte boundaries.
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory + (0u - shared_address(shared_memory)) % 1024);
@@ -324,9 +326,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(const
     __syncthreads();  // the barriers are in place
     if (threadIdx.x < PRODUCER_THREADS) {
         shrink_registers<PRODUCER_REGISTERS>();
-        produce(shared, p);
+        produce(shared, launch);
     } else {
         grow_registers<CONSUMER_REGISTERS>();
-        consume(shared, p);
+        consume(shared, launch.attention);
     }
 }

@@ -30,13 +30,16 @@ struct Logits {
     }
 };
 
-// Of the eight keys that a lane has of fragments n and n + 1 (n even): which one element i of fragment n + h is.
-__device__ __forceinline__ constexpr int own_key(int h, int i) { return 4 * h + i / 4 * 2 + i % 2; }
-
 #if BIAS == BIAS_OF_KEYS
 // Of the keys of this lane in fragment n.
 __device__ __forceinline__ float4 four_biases(const Shared& shared, int stage, int n) {
-    return reinterpret_cast<const float4*>(shared.bias[stage])[n / 2 * 8 + 2 * (threadIdx.x & 3) + n % 2];
+#if BULK
+    const float2 a = *reinterpret_cast<const float2*>(shared.bias[stage] + place_of(n, 0));
+    const float2 b = *reinterpret_cast<const float2*>(shared.bias[stage] + place_of(n, 2));
+    return make_float4(a.x, a.y, b.x, b.y);
+#else
+    return *reinterpret_cast<const float4*>(shared.bias[stage] + place_of(n, 0));
+#endif
 }
 #endif
 
@@ -129,14 +132,13 @@ __device__ __forceinline__ void apply_mask(Fragment (&s)[KEY_FRAGMENTS], const S
                                            const int (&position)[2]) {
 #pragma unroll
     for (int n = 0; n < KEY_FRAGMENTS; ++n) {
-        const int place = n / 2 * 32 + 8 * (threadIdx.x & 3) + own_key(n % 2, 0);  // of four keys that follow each other
 #if BITS
-        const int4 words = *reinterpret_cast<const int4*>(warp_words(shared, stage) + place);
+        const int4 words = *reinterpret_cast<const int4*>(warp_words(shared, stage) + place_of(n, 0));
         const int seen[4] = {words.x, words.y, words.z, words.w};
 #else
         int2 seen[4];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) seen[k] = visibility(shared, stage, place + k);
+        for (int k = 0; k < 4; ++k) seen[k] = visibility(shared, stage, place_of(n, k));
 #endif
 #pragma unroll
         for (int i = 0; i < 8; ++i)

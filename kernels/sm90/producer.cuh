@@ -161,18 +161,38 @@ __device__ __forceinline__ void gather_rows(ELEMENT* matrix, const ELEMENT* sour
     }
 }
 
-// The block that `step` describes; of a block without keys the rows may be anything.
-__device__ __forceinline__ void gather(ELEMENT* matrix, const ELEMENT* source, int row_stride, const int* listed,
-                                       const Step& step) {
+// Where the rows of a tile's keys or values lie.
+struct RowSource {
+#if BULK
+    const TensorMap* map;
+    int group, batch;
+#else
+    const ELEMENT* first;
+#endif
+};
+
+// The block that `step` describes; of a block without keys the rows may be anything. With BULK its rows follow each other,
+// and one thread asks the copy engine for them; `arrived` then counts their bytes too.
+__device__ __forceinline__ void gather(ELEMENT* matrix, const RowSource& source, int row_stride, const int* listed,
+                                       const Step& step, Barrier* arrived) {
+#if BULK
+    if (threadIdx.x != 0) return;
+    barrier_expect(arrived, CHUNKS * BLOCK_N * CHUNK_ROW_BYTES);
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; ++chunk)
+        copy_box(matrix + chunk * BLOCK_N * CHUNK_COLUMNS, source.map, arrived, chunk * CHUNK_COLUMNS, step.first,
+                 source.group, source.batch);
+#else
 #if KEYS == KEYS_CONTIGUOUS
     const int first = step.first;
 #else
     const int first = 0;
 #endif
     if (step.count < BLOCK_N)
-        gather_rows<false>(matrix, source, row_stride, listed, first, step.count);
+        gather_rows<false>(matrix, source.first, row_stride, listed, first, step.count);
     else
-        gather_rows<true>(matrix, source, row_stride, listed, first, step.count);
+        gather_rows<true>(matrix, source.first, row_stride, listed, first, step.count);
+#endif
 }
 
 __device__ __forceinline__ void gather_queries(ELEMENT* matrix, const AttentionParams& p, const Tile& t) {
@@ -191,17 +211,22 @@ __device__ __forceinline__ void gather_queries(ELEMENT* matrix, const AttentionP
 
 // Where a tile's keys and what is known of them lie.
 struct Sources {
-    const ELEMENT *keys, *values;
+    RowSource keys, values;
     const float* bias;
     const int *start, *stop;
     const unsigned* columns;
 
     __device__ __forceinline__ Sources() {}
 
-    __device__ __forceinline__ Sources(const AttentionParams& p, const Tile& t)
-        : keys(p.key + t.batch * p.key_batch + t.group * p.key_head),
-          values(p.value + t.batch * p.value_batch + t.group * p.value_head),
-          bias(p.bias + t.batch * p.bias_batch + t.group * p.bias_group + t.first_head * p.bias_head) {
+    __device__ __forceinline__ Sources(const ForwardParams& launch, const Tile& t)
+#if BULK
+        : keys{&launch.key, t.group, t.batch}, values{&launch.value, t.group, t.batch} {
+#else
+        : keys{launch.attention.key + t.batch * launch.attention.key_batch + t.group * launch.attention.key_head},
+          values{launch.attention.value + t.batch * launch.attention.value_batch + t.group * launch.attention.value_head} {
+#endif
+        const AttentionParams& p = launch.attention;
+        bias = p.bias + t.batch * p.bias_batch + t.group * p.bias_group + t.first_head * p.bias_head;
         const KeySource source = locate_keys(p, t);
         start = source.start;
         stop = source.stop;
@@ -253,14 +278,15 @@ __device__ __forceinline__ void gather_facts(Shared& shared, const AttentionPara
 }
 
 // Keys run one block ahead of values, the order in which they are used.
-__device__ __forceinline__ void produce(Shared& shared, const AttentionParams& p) {
+__device__ __forceinline__ void produce(Shared& shared, const ForwardParams& launch) {
+    const AttentionParams& p = launch.attention;
     Turn<STAGES> turn, value_turn;
     Turn<QUERY_STAGES> query_turn;
     Steps steps(p);
     Step step = steps.next(), before = {-1, 0, 0, false, false};
     int side = 0;  // of `listed`
     Sources sources;
-    const ELEMENT* values_before = nullptr;
+    RowSource values_before = {};
 #if BIAS == BIAS_DENSE
     static_assert(BLOCK_M == PRODUCER_THREADS, "a thread fetches one row of bias ahead");
     const BIAS_ELEMENT* bias = nullptr;
@@ -286,7 +312,7 @@ __device__ __forceinline__ void produce(Shared& shared, const AttentionParams& p
         values_before = sources.values;
         if (step.opens) {
             const Tile t = find_tile(p, step.tile);
-            sources = Sources(p, t);
+            sources = Sources(launch, t);
 #if BIAS == BIAS_DENSE
             bias = bias_row(p, t, threadIdx.x);
 #endif
@@ -303,13 +329,15 @@ __device__ __forceinline__ void produce(Shared& shared, const AttentionParams& p
 #endif
         gather_facts(shared, p, sources, step, turn.stage);
         list_rows(shared, side, step);
-        gather(shared.keys[turn.stage], sources.keys, p.key_row, listed_rows(shared, side), step);
+        gather(shared.keys[turn.stage], sources.keys, p.key_row, listed_rows(shared, side), step,
+               &shared.key_arrived[turn.stage]);
         barrier_arrive_after_copies(&shared.key_arrived[turn.stage]);
         barrier_arrive(&shared.key_arrived[turn.stage]);
         turn.advance();
         if (before.tile >= 0) {
             barrier_wait(&shared.value_free[value_turn.stage], value_turn.phase ^ 1);
-            gather(shared.values[value_turn.stage], values_before, p.value_row, listed_rows(shared, side ^ 1), before);
+            gather(shared.values[value_turn.stage], values_before, p.value_row, listed_rows(shared, side ^ 1), before,
+                   &shared.value_arrived[value_turn.stage]);
             barrier_arrive_after_copies(&shared.value_arrived[value_turn.stage]);
             value_turn.advance();
         }
@@ -318,6 +346,7 @@ __device__ __forceinline__ void produce(Shared& shared, const AttentionParams& p
         side ^= 1;
     }
     barrier_wait(&shared.value_free[value_turn.stage], value_turn.phase ^ 1);
-    gather(shared.values[value_turn.stage], sources.values, p.value_row, listed_rows(shared, side ^ 1), before);
+    gather(shared.values[value_turn.stage], sources.values, p.value_row, listed_rows(shared, side ^ 1), before,
+           &shared.value_arrived[value_turn.stage]);
     barrier_arrive_after_copies(&shared.value_arrived[value_turn.stage]);
 }

@@ -38,6 +38,13 @@ struct Order {
     int following;  // BIAS_DENSE: the first key, if BLOCK_N keys follow each other from a multiple of 16 bytes on, else -1
 };
 
+struct ForwardParams {
+#if BULK
+    TensorMap key, value;
+#endif
+    AttentionParams attention;
+};
+
 struct Shared {
     ELEMENT query[QUERY_STAGES][CHUNKS * BLOCK_M * CHUNK_COLUMNS];  // later the tile's output
     ELEMENT keys[STAGES][CHUNKS * BLOCK_N * CHUNK_COLUMNS];
@@ -68,10 +75,19 @@ __device__ __forceinline__ ELEMENT* piece_of(ELEMENT* matrix, int row, int piece
     return matrix + (piece / 8 * rows + row) * CHUNK_COLUMNS + ((piece ^ row) & 7) * 8;
 }
 
-// Where key `key` of a block stands in its matrices: eight keys that follow each other are one lane's columns of two
+// Where key `key` of a block stands in its matrices. Gathered, eight keys that follow each other are one lane's columns of two
 // accumulator fragments (2t, 2t + 1, 2t + 8, ...), so that it reads what is known of them in whole vectors.
 __device__ __forceinline__ constexpr int row_of_key(int key) {
-    return key / 32 * 32 + key % 8 / 2 * 8 + key / 8 % 4 * 2 + key % 2;
+    return BULK ? key : key / 32 * 32 + key % 8 / 2 * 8 + key / 8 % 4 * 2 + key % 2;
+}
+
+// Of the eight keys that a lane has of fragments n and n + 1 (n even): which one element i of fragment n + h is.
+__device__ __forceinline__ constexpr int own_key(int h, int i) { return 4 * h + i / 4 * 2 + i % 2; }
+
+// Key of the block that this lane has as the k-th of its four columns in fragment n; gathered, the four follow each other.
+__device__ __forceinline__ int place_of(int n, int k) {
+    const int t = threadIdx.x & 3;
+    return BULK ? 16 * n + 2 * t + k % 2 + k / 2 * 8 : n / 2 * 32 + 8 * t + own_key(n % 2, 0) + k;
 }
 
 // Which stage is next, and in which of its two phases.

@@ -9,6 +9,8 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from cupy_dma import jit
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.configs import BIAS_DENSE, ELEMENTS, blocks
@@ -16,6 +18,7 @@ from cupy_dma.backends.cuda.lists import KeyLists
 from cupy_dma.backends.cuda.problem import Problem
 from cupy_dma.backends.cuda.runtime import Runtime
 from cupy_dma.backends.cuda.sequences import tile_numbers
+from cupy_dma.backends.cuda.tensor_maps import rows_map
 
 if TYPE_CHECKING:
     from cupy_dma.calls import AttentionCall
@@ -47,6 +50,7 @@ class HopperForwardConfig(jit.Config):
     bits: bool
     bias_element: str
     sequences: bool
+    bulk: bool
 
     @property
     def shared_bytes(self) -> int:
@@ -131,12 +135,23 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
     if problem.bits:  # nearly all blocks are masked: to look at the values of each costs more than to look once
         flags = nonfinite(runtime, call.value, stream)
         fields["nonfinite"] = place.pointer(flags)
+    maps = b"" if lists is not None or problem.bias_kind == BIAS_DENSE else _maps(call, tile)
     kernel = _kernel(runtime, device.index, ELEMENTS[query.dtype], call.head_dim, problem.tile_heads, *tile,
                      "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal and not problem.bits,
-                     problem.bias_kind, call.softcap > 0.0, problem.bits, problem.bias_element, problem.count > 0)
+                     problem.bias_kind, call.softcap > 0.0, problem.bits, problem.bias_element, problem.count > 0,
+                     bool(maps))
     grid = min(tiles * (call.heads // problem.tile_heads) * call.batch, runtime.multiprocessors(device.index))
-    kernel.launch(grid, 128 + 2 * tile.block_m,
-                  problem.pack(lists, out=place.pointer(out), lse=place.pointer(lse), tiles=tiles, **fields), stream)
+    params = problem.pack(lists, out=place.pointer(out), lse=place.pointer(lse), tiles=tiles, **fields)
+    if maps:  # struct ForwardParams: the maps first, and all of it a multiple of their alignment
+        packed = maps + params.tobytes()
+        params = np.frombuffer(packed + bytes(-len(packed) % 64), f"V{blocks(len(packed), 64) * 64}")[0]
+    kernel.launch(grid, 128 + 2 * tile.block_m, params, stream)
+
+
+def _maps(call: AttentionCall, tile: HopperTile) -> bytes:
+    """The tensors of keys and values for the copy engine; empty where it cannot read them."""
+    key, value = rows_map(call.key, tile.block_n), rows_map(call.value, tile.block_n)
+    return b"" if key is None or value is None else key + value
 
 
 def _section(call: AttentionCall, problem: Problem) -> int:

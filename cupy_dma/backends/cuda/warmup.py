@@ -56,7 +56,7 @@ def hopper_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ..
             if kind == "intervals":
                 configs.append(ListConfig(causal=False, block_n=tile.block_n))
             configs += [hopper.HopperForwardConfig(element, head_dim, heads, *tile, keys, causal, bias, False, False,
-                                                   "float", False)
+                                                   "float", False, keys == "KEYS_CONTIGUOUS")
                         for heads in sorted({heads_per_tile(group) for group in groups}) for element in elements]
     return list(dict.fromkeys(configs))
 
