@@ -307,9 +307,9 @@ FAULTS = [
     # ---- selection ----
     Fault("the oldest of equals is kept", "select.cu", "            mark([&](int) { return rank - 1; });",
           "            mark([&](int) { return rank; });", "test_selection[ties]"),
-    Fault("-0 ranks below +0", "select.cu", "__float_as_uint(score + 0.0f)", "__float_as_uint(score)",
+    Fault("-0 ranks below +0", "rank.cuh", "__float_as_uint(score + 0.0f)", "__float_as_uint(score)",
           "test_selection[special]"),
-    Fault("NaN of either sign ranks by its bits", "select.cu", "    if (isnan(score)) return 0xffffffffu;\n", "",
+    Fault("NaN of either sign ranks by its bits", "rank.cuh", "    if (isnan(score)) return 0xffffffffu;\n", "",
           "test_selection[special]"),
     Fault("one kept key is forgotten", "select.cu", "p.kept_count[row.chunk(c)] = best.count;",
           "p.kept_count[row.chunk(c)] = max(best.count - 1, 0);", "test_selection[iid]"),
