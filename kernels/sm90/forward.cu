@@ -100,34 +100,34 @@ __device__ __forceinline__ void write_tile(const AttentionParams& p, const Tile&
                                            const Fragment (&o)[DIM_FRAGMENTS], RowState& state) {
     const int lane = lane_now();
     state.finish();
+    const float factor[2] = {state.inverse_sum(0), state.inverse_sum(1)};
 #pragma unroll
     for (int d = 0; d < DIM_FRAGMENTS; ++d)
 #pragma unroll
         for (int i = 0; i < 8; i += 2) {
             const int r = fragment_row(i), row = first_row + lane / 4 + 8 * r;
-            const float factor = state.inverse_sum(r);
-            const unsigned pair = pack_pair(o[d].x[i] * factor, o[d].x[i + 1] * factor);
+            const unsigned pair = pack_pair(o[d].x[i] * factor[r], o[d].x[i + 1] * factor[r]);
             *reinterpret_cast<unsigned*>(piece_of<BLOCK_M>(staging, row, 2 * d + i / 4) + 2 * (lane & 3)) = pair;
         }
     __syncwarp();  // the warp's rows are complete
-    constexpr int COPIES = 16 / (32 / ROW_LANES);
-    const int piece = lane % ROW_LANES;
-    ELEMENT* target = p.out + ((long long)t.batch * p.query_length * p.heads + t.first_head) * HEAD_DIM + piece * 8;
+    constexpr int STEP = 32 / ROW_LANES, COPIES = 16 / STEP;
+    const int piece = lane % ROW_LANES, existing = min((t.end_query - t.first_query) * HEADS, QUERIES * HEADS);
+    ELEMENT* target = p.out + (((long long)t.batch * p.query_length + t.first_query) * p.heads + t.first_head) * HEAD_DIM;
+    const int query_stride = p.heads * HEAD_DIM;
     uint4 pieces[COPIES];
 #pragma unroll
     for (int k = 0; k < COPIES; ++k)
-        pieces[k] = *reinterpret_cast<const uint4*>(
-            piece_of<BLOCK_M>(staging, first_row + k * (32 / ROW_LANES) + lane / ROW_LANES, piece));
+        pieces[k] = *reinterpret_cast<const uint4*>(piece_of<BLOCK_M>(staging, first_row + k * STEP + lane / ROW_LANES, piece));
 #pragma unroll
     for (int k = 0; k < COPIES; ++k) {
-        const int row = first_row + k * (32 / ROW_LANES) + lane / ROW_LANES, query = t.first_query + row / HEADS;
-        if (piece * 8 < HEAD_DIM && row < QUERIES * HEADS && query < t.end_query)
-            *reinterpret_cast<uint4*>(target + ((long long)query * p.heads + row % HEADS) * HEAD_DIM) = pieces[k];
+        const int row = first_row + k * STEP + lane / ROW_LANES;
+        if (piece * 8 < HEAD_DIM && row < existing)
+            *reinterpret_cast<uint4*>(target + (row / HEADS * query_stride + row % HEADS * HEAD_DIM + piece * 8)) = pieces[k];
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int row = first_row + lane / 4 + 8 * r, query = t.first_query + row / HEADS;
-        if ((lane & 3) == 0 && row < QUERIES * HEADS && query < t.end_query) {
+        if ((lane & 3) == 0 && row < existing) {
             const long long head = (long long)t.batch * p.heads + t.first_head + row % HEADS;
             p.lse[head * p.query_length + query] = state.lse(r);
         }

@@ -126,6 +126,25 @@ __device__ __forceinline__ int2 visibility(const Shared& shared, int stage, int 
 #endif
     return make_int2(start, shared.stop[stage][place]);
 }
+
+// Of the four keys of this lane in fragment n.
+__device__ __forceinline__ void visibilities(int2 (&seen)[4], const Shared& shared, int stage, int n) {
+#if BULK
+#pragma unroll
+    for (int k = 0; k < 4; ++k) seen[k] = visibility(shared, stage, place_of(n, k));
+#else
+    int4 start = *reinterpret_cast<const int4*>(shared.start[stage] + place_of(n, 0));
+    const int4 stop = *reinterpret_cast<const int4*>(shared.stop[stage] + place_of(n, 0));
+#if CAUSAL && KEYS != KEYS_CONTIGUOUS
+    const int4 key = *reinterpret_cast<const int4*>(shared.key[stage] + place_of(n, 0));
+    start = make_int4(max(start.x, key.x), max(start.y, key.y), max(start.z, key.z), max(start.w, key.w));
+#endif
+    seen[0] = make_int2(start.x, stop.x);
+    seen[1] = make_int2(start.y, stop.y);
+    seen[2] = make_int2(start.z, stop.z);
+    seen[3] = make_int2(start.w, stop.w);
+#endif
+}
 #endif
 
 __device__ __forceinline__ void apply_mask(Fragment (&s)[KEY_FRAGMENTS], const Shared& shared, int stage,
@@ -137,8 +156,7 @@ __device__ __forceinline__ void apply_mask(Fragment (&s)[KEY_FRAGMENTS], const S
         const int seen[4] = {words.x, words.y, words.z, words.w};
 #else
         int2 seen[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) seen[k] = visibility(shared, stage, place_of(n, k));
+        visibilities(seen, shared, stage, n);
 #endif
 #pragma unroll
         for (int i = 0; i < 8; ++i)
