@@ -21,7 +21,7 @@ struct Step {
     int count;    // keys from the block's first on
     int key;      // row of this lane's key
     bool masked;
-    bool opens;
+    int opens;    // it is its tile's first block: 1 + which of the warp's planned tiles that is; else 0
 #if KEYS == KEYS_CONTIGUOUS
     int first;  // row of the block's first key
 #endif
@@ -51,53 +51,70 @@ __device__ __forceinline__ int scheduled(const AttentionParams& p, int round) {
 
 struct Steps {
     const AttentionParams& p;
+    Tile (&planned)[2];  // this warp's: the tile at hand and the next one
     KeyBlocks blocks;
-    int tile, following, round;  // the tile at hand, the next one, and its round
-    bool fresh;  // nothing of this tile has come yet
+    int tile, following, round;  // the tile at hand, the next one, and the next one's round
+    bool fresh;   // nothing of this tile has come yet
+    bool looked;  // the next tile is known
+    int at_hand;  // which of `planned`; the other is the next one
 #if KEYS == KEYS_LISTED
     int2 lengths;  // of the next tile's list, fetched ahead
 #endif
 
-    __device__ __forceinline__ Steps(const AttentionParams& p)
-        : p(p), blocks(KeySource{}, 0, 0), round(-1), fresh(true) {
-        look_ahead();
+    __device__ __forceinline__ Steps(const AttentionParams& p, Shared& shared)
+        : p(p), planned(shared.planned[threadIdx.x / 32]), blocks(KeySource{}, 0, 0), round(-1), fresh(true), looked(false),
+          at_hand(0) {
         open();
     }
 
+    // Finding a tile takes several divisions: it is done once, while there is time.
     __device__ __forceinline__ void look_ahead() {
-        do following = scheduled(p, ++round);
-        while (SEQUENCES && following >= 0 && !find_tile(p, following).exists());
+        looked = true;
+        Tile t;
+        do {
+            following = scheduled(p, ++round);
+            if (following < 0) return;
+            t = find_tile(p, following);
+        } while (!t.exists());
 #if KEYS == KEYS_LISTED
-        if (following >= 0)
-            lengths = *reinterpret_cast<const int2*>(p.list_lengths + 2 * list_of(p, find_tile(p, following)));
+        lengths = *reinterpret_cast<const int2*>(p.list_lengths + 2 * list_of(p, t));
 #endif
+        __syncwarp();  // nobody reads the tile before the one at hand
+        if ((threadIdx.x & 31) == 0) planned[at_hand ^ 1] = t;
+        __syncwarp();  // it can be read
     }
 
     __device__ __forceinline__ void open() {
+        if (!looked) look_ahead();
+        looked = false;
         tile = following;
+        at_hand ^= 1;
         if (tile < 0) return;
-        const Tile t = find_tile(p, tile);
+        const Tile& t = planned[at_hand];
         KeySource source = locate_keys(p, t);
 #if KEYS == KEYS_LISTED
         source.full = lengths.x;
         source.length = lengths.y;
 #endif
-        look_ahead();
         blocks = KeyBlocks(source, t.first_position, t.last_position);
     }
 
     // A tile that meets no keys has one block without keys, so that its output is written.
     __device__ __forceinline__ Step next() {
-        Step step = {-1, 0, 0, false, fresh};
+        Step step = {-1, 0, 0, false, 0};
         if (tile < 0) return step;
         KeyBlock block = blocks.next();
         if (block.first < 0 && !fresh) {
             open();
-            step.opens = true;
+            fresh = true;
             if (tile < 0) return step;
             block = blocks.next();
         }
         if (block.first < 0) block = {blocks.source.length, true};
+        if (fresh)
+            step.opens = 1 + at_hand;
+        else if (!looked)
+            look_ahead();
         step.tile = tile;
         step.count = blocks.source.length - block.first;
         step.masked = block.masked;
@@ -196,15 +213,16 @@ __device__ __forceinline__ void gather(ELEMENT* matrix, const RowSource& source,
 }
 
 __device__ __forceinline__ void gather_queries(ELEMENT* matrix, const AttentionParams& p, const Tile& t) {
-    const int piece = threadIdx.x % ROW_LANES;
-    const ELEMENT* source = p.query + t.batch * p.query_batch + t.first_head * p.query_head;
+    constexpr int STEP = PRODUCER_THREADS / ROW_LANES;  // rows at a time, a multiple of 4
+    const int piece = threadIdx.x % ROW_LANES, first = threadIdx.x / ROW_LANES;
+    const ELEMENT* source = p.query + t.batch * p.query_batch + t.first_head * p.query_head + piece * 8;
+    const int existing = min((t.end_query - t.first_query) * HEADS, QUERIES * HEADS);
     if (ROW_PIECES < ROW_LANES && piece >= ROW_PIECES) return;
 #pragma unroll 4
-    for (int row = threadIdx.x / ROW_LANES; row < BLOCK_M; row += PRODUCER_THREADS / ROW_LANES) {
-        const int query = t.first_query + row / HEADS;
-        const bool exists = row < QUERIES * HEADS && query < t.end_query;
-        copy_async_16(piece_of<BLOCK_M>(matrix, row, piece),
-                      source + (exists ? query : 0) * p.query_row + row % HEADS * p.query_head + piece * 8,
+    for (int row = first; row < BLOCK_M; row += STEP) {
+        const bool exists = row < existing;
+        const ELEMENT* from = source + (exists ? t.first_query + row / HEADS : 0) * p.query_row + row % HEADS * p.query_head;
+        copy_async_16(piece_of<BLOCK_M>(matrix, row, piece), from,
                       exists && (HEAD_DIM == HEAD_DIM_PADDED || piece * 8 < HEAD_DIM) ? 16 : 0);
     }
 }
@@ -282,8 +300,8 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
     const AttentionParams& p = launch.attention;
     Turn<STAGES> turn, value_turn;
     Turn<QUERY_STAGES> query_turn;
-    Steps steps(p);
-    Step step = steps.next(), before = {-1, 0, 0, false, false};
+    Steps steps(p, shared);
+    Step step = steps.next(), before = {-1, 0, 0, false, 0};
     int side = 0;  // of `listed`
     Sources sources;
     RowSource values_before = {};
@@ -308,10 +326,10 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
             following_keys = step.first_key;
 #endif
         if (threadIdx.x == 0)
-            shared.order[turn.stage] = {step.masked, following.opens || following.tile < 0, following.tile < 0, following_keys};
+            shared.order[turn.stage] = {step.masked, following.opens != 0 || following.tile < 0, following.tile < 0, following_keys};
         values_before = sources.values;
         if (step.opens) {
-            const Tile t = find_tile(p, step.tile);
+            const Tile t = shared.planned[threadIdx.x / 32][step.opens - 1];
             sources = Sources(launch, t);
 #if BIAS == BIAS_DENSE
             bias = bias_row(p, t, threadIdx.x);

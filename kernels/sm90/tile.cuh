@@ -15,14 +15,16 @@ constexpr int CONSUMER_THREADS = CONSUMERS * 128;
 constexpr int PRODUCER_WARPS = 4;
 constexpr int PRODUCER_THREADS = PRODUCER_WARPS * 32;
 constexpr int THREADS = PRODUCER_THREADS + CONSUMER_THREADS;
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 56 : 32;
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 224 : 160;
 constexpr int HEAD_DIM_PADDED = (HEAD_DIM + 15) / 16 * 16;
 constexpr int CHUNKS = (HEAD_DIM + CHUNK_COLUMNS - 1) / CHUNK_COLUMNS;
 constexpr int ROW_PIECES = HEAD_DIM_PADDED / 8;  // 16-byte pieces of a row
 constexpr int ROW_LANES = ROW_PIECES <= 8 ? 8 : ROW_PIECES <= 16 ? 16 : 32;  // lanes that share a row
 constexpr int KEY_FRAGMENTS = BLOCK_N / 16;
 constexpr int DIM_FRAGMENTS = HEAD_DIM_PADDED / 16;
+// What a launch has, 168 or 128 a thread, is dealt out anew: as few to the consumers as their products do with.
+constexpr bool FEW = KEY_FRAGMENTS * 12 + DIM_FRAGMENTS * 8 <= 112;
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 || FEW ? 56 : 32;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 224 : FEW ? 152 : 160;
 constexpr int WARP_KEYS = BLOCK_N / PRODUCER_WARPS;  // keys of a block that a producer warp gathers
 constexpr int CONSUMER_BARRIER = 1;  // a named barrier
 static_assert(WARP_KEYS <= 32 && WARP_KEYS * ROW_LANES % 32 == 0, "a producer lane knows one key");
@@ -63,6 +65,7 @@ struct Shared {
 #endif
     Order order[STAGES];
     Tile tile[QUERY_STAGES];
+    Tile planned[PRODUCER_WARPS][2];  // the producer's own
     Barrier query_arrived[QUERY_STAGES], query_free[QUERY_STAGES];
     Barrier key_arrived[STAGES], key_free[STAGES], value_arrived[STAGES], value_free[STAGES];
 };

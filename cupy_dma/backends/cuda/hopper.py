@@ -58,7 +58,7 @@ class HopperForwardConfig(jit.Config):
         row = blocks(self.head_dim, 64) * 128
         rows = self.query_stages * self.block_m + 2 * self.stages * self.block_n
         facts = 4 * self.block_n * (2 + max(2, blocks(self.block_m // self.heads, 32)))
-        return 1024 + row * rows + 8 * self.block_n + self.stages * (facts + 16 + 32) + 64 * self.query_stages + 64
+        return 1024 + row * rows + 8 * self.block_n + self.stages * (facts + 16 + 32) + 64 * self.query_stages + 448
 
     @property
     def threads(self) -> int:
