@@ -31,7 +31,8 @@ def block_mask(mask: torch.Tensor, compiled: bool) -> Any:
     return create_block_mask(visible_in(mask), 1, heads, queries, keys, device=str(mask.device), _compile=compiled)
 
 
-def _pass(mask: torch.Tensor, blocks: Any, grouped: bool, compiled: bool) -> Callable[..., torch.Tensor]:
+def _pass(mask: torch.Tensor, blocks: Any, grouped: bool, compiled: bool,
+          options: dict[str, int] | None = None) -> Callable[..., torch.Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     attend = flex_attention
@@ -43,7 +44,7 @@ def _pass(mask: torch.Tensor, blocks: Any, grouped: bool, compiled: bool) -> Cal
         def add(s: Any, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
             return s + bias[b, h, i, j]
 
-        return attend(q, k, v, score_mod=add, block_mask=blocks, enable_gqa=grouped)
+        return attend(q, k, v, score_mod=add, block_mask=blocks, enable_gqa=grouped, kernel_options=options or None)
 
     return forward
 
@@ -54,13 +55,58 @@ def flex(query, key, value, mask, bias, blocks, compiled: bool = True) -> Call:
     return partial(_pass(mask, blocks, q.shape[1] != k.shape[1], compiled), q, k, v, bias)
 
 
-def flex_backward(query, key, value, dout, mask, bias, blocks, compiled: bool = True) -> Call:
-    """The gradients of ``flex``, that of the bias among them."""
+# Tiles of FlexAttention's backward pass: torch's own choice, and two that need less shared memory, of which the faster
+# is taken where torch's does not fit (head dim 128 with a learned bias needs 240 KB on Hopper, which has 227).
+BACKWARD_OPTIONS: tuple[dict[str, int], ...] = (
+    {}, {"bwd_num_stages": 2},
+    {"bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64, "bwd_num_stages": 2,
+     "bwd_num_warps": 4})
+
+
+def milliseconds(call: Call, repeats: int = 3) -> float:
+    """The fastest of a few calls, after one that is not counted."""
+    call()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return min(times)
+
+
+def first_or_fastest(make: Callable[[dict[str, int]], Call], time_of: Callable[[Call], float] = milliseconds,
+                     choices: tuple[dict[str, int], ...] = BACKWARD_OPTIONS) -> tuple[Call, str]:
+    """The call made with the first of ``choices`` if it runs, else the fastest of the others that do; and a note."""
+    found: list[tuple[float, int, Call]] = []
+    why = []
+    for number, options in enumerate(choices):
+        try:
+            call = make(options)
+            call()
+            if number == 0:
+                return call, ""
+            found.append((time_of(call), number, call))
+        except Exception as error:  # compilers raise anything
+            why.append(f"{type(error).__name__}: {error}".replace("\n", " ")[:160])
+    if not found:
+        raise RuntimeError(f"no choice of tiles runs: {'; '.join(why)}")
+    _, number, call = min(found, key=lambda entry: entry[:2])
+    words = ", ".join(f"{name.removeprefix('bwd_')} {value}" for name, value in choices[number].items())
+    return call, f"with {words}, for torch's choice of tiles does not run"
+
+
+def flex_backward(query, key, value, dout, mask, bias, blocks, compiled: bool = True) -> tuple[Call, str]:
+    """The gradients of ``flex``, that of the bias among them. Returns the call and a note."""
     import torch._functorch.config
 
     torch._functorch.config.donated_buffer = False  # a donated buffer forbids a second backward of the same forward
     q, k, v, do = (x.transpose(1, 2).contiguous() for x in (query, key, value, dout))
-    return Backward(_pass(mask, blocks, q.shape[1] != k.shape[1], compiled), (q, k, v, bias), do)
+    grouped = q.shape[1] != k.shape[1]
+    return first_or_fastest(
+        lambda options: Backward(_pass(mask, blocks, grouped, compiled, options), (q, k, v, bias), do))
 
 
 def _sdpa(backend: SDPBackend | None, q, k, v, added) -> torch.Tensor:

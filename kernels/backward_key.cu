@@ -6,16 +6,17 @@
 // logits (key rows, query columns) come from the tensor cores in the layout of the next product's left operand, so
 // probabilities and their gradients stay in registers. A warp owns 16 keys: their dk, dv and dbias are in its registers.
 //   KEYS_CONTIGUOUS  keys in their own order, every query: dkey, dvalue, dbias are written directly (INTERVALS: with the
-//                    intervals of a mask; BITS: with its bits, and steps in which no pair is visible are left out; else
-//                    CAUSAL or none)
+//                    intervals of a mask; else CAUSAL or none)
 //   KEYS_LISTED      keys of the list of a super-tile of consecutive queries, which few keys outlive: sums over these queries
-//                    are written as rows of float32, which backward_sum.cu adds up in the order of the super-tiles
+//                    are written as rows of float32, which backward_sum.cu adds up in the order of the super-tiles.
+//                    BITS: the lists are those of dense_supers.cu, steps in which no pair is visible are left out, and sums
+//                    over all queries (one super-tile) are written directly
 // With SEQUENCES neither kind of block crosses a sequence (sequences.cuh).
 // Every result has one writer and a fixed order of additions: the same bits on every run.
 //
 // Prelude: ELEMENT, HEAD_DIM, VECTOR, BLOCK_N, BLOCK_Q, WARPS, MIN_BLOCKS, KEYS, INTERVALS, BITS, CAUSAL, BIAS,
 // BIAS_ELEMENT, SOFTCAP, DIM_PARTS (head dims above 128: a block makes one part of the columns of dk and dv), DKEY, DVALUE,
-// DBIAS (what is wanted; DBIAS with BIAS_OF_KEYS only), SEQUENCES (with neither BITS nor BIAS_DENSE).
+// DBIAS (what is wanted; DBIAS with BIAS_OF_KEYS only), SEQUENCES (with neither BITS nor BIAS_DENSE). BITS: KEYS_LISTED.
 #include "arch.cuh"
 #include "bias.cuh"
 #include "mask.cuh"
@@ -29,7 +30,9 @@ constexpr int QUERY_FRAGMENTS = BLOCK_Q / 16;
 constexpr int WORDS = (BLOCK_Q + 31) / 32;  // BITS: of a key in a step
 constexpr int DIM_FRAGMENTS = HEAD_DIM_PADDED / 16;
 constexpr int PART_FRAGMENTS = (DIM_FRAGMENTS + DIM_PARTS - 1) / DIM_PARTS;
+constexpr int LIST_KEYS = 64;  // BITS: entries of a list that have one state
 static_assert(BLOCK_N == WARPS * 16, "a warp owns 16 keys");
+static_assert(!BITS || (KEYS == KEYS_LISTED && LIST_KEYS % BLOCK_N == 0), "dense masks have lists");
 
 struct Shared {
     ELEMENT key[BLOCK_N * ROW_STRIDE];
@@ -57,7 +60,18 @@ struct KeyTile {
     int shift;                     // of a query's position from its row
     int first_fragment;            // of the columns of dk and dv
     const int* list;               // KEYS_LISTED: the super-tile's keys
-    long long partial;             // KEYS_LISTED: row of the first key's partial sums
+    long long partial;             // KEYS_LISTED without BITS: row of the first key's partial sums
+    int entry;                     // BITS: of the first key, among those of the list row
+
+    // Whether its sums are partial ones.
+    __device__ __forceinline__ bool is_partial(const AttentionParams& p) const {
+        return KEYS == KEYS_LISTED && !(BITS && end_query - first_query == p.query_length);
+    }
+
+    // Row of the partial sums of its key number `row`.
+    __device__ __forceinline__ long long partial_row(const AttentionParams& p, int row) const {
+        return (BITS ? ((long long)batch * p.kv_heads + group) * p.super_entries + entry : partial) + row;
+    }
 };
 
 // The row of the mask for one head of the tile's group.
@@ -108,6 +122,9 @@ __device__ __forceinline__ KeyTile find_key_tile(const AttentionParams& p) {
     const long long blocks = KEYS == KEYS_LISTED ? p.super_entries / BLOCK_N : p.key_length / BLOCK_N + p.sequences;
     const int block = static_cast<int>(rest % blocks);
     rest /= blocks;
+#elif BITS
+    const int blocks = static_cast<int>(p.super_entries / BLOCK_N), block = static_cast<int>(rest % blocks);
+    rest /= blocks;
 #elif KEYS == KEYS_LISTED
     const int blocks = p.super_capacity / BLOCK_N;
     t.first = static_cast<int>(rest % blocks) * BLOCK_N;
@@ -123,6 +140,14 @@ __device__ __forceinline__ KeyTile find_key_tile(const AttentionParams& p) {
     t.batch = static_cast<int>(rest / p.kv_heads);
 #if SEQUENCES
     place_in_sequences(t, p, block, t.group);
+#elif BITS
+    const long long list = ((long long)t.batch * p.list_batch + t.group * p.list_group) * p.super_entries;
+    t.entry = block * BLOCK_N;
+    const int4 found = p.super_blocks[(list + t.entry) / LIST_KEYS];
+    t.list = p.super_list + list + t.entry;
+    t.count = min(BLOCK_N, found.z - t.entry % LIST_KEYS);
+    t.first_query = found.x;
+    t.end_query = found.y;
 #elif KEYS == KEYS_LISTED
     const long long mask_row = (long long)t.batch * p.mask_batch + t.group * p.mask_group;
     const long long list = mask_row * p.supers + super;
@@ -218,14 +243,14 @@ struct QueryStep {
 struct QuerySteps {
     int next_query, end;
 #if BITS
-    const unsigned short* states;  // of these keys; a word's distance is state_row
-    int state_row, group;
+    const unsigned short* states;  // of these keys
+    int group;
     unsigned pending, pending_masked;  // steps of the current 32 still to come
 
     __device__ __forceinline__ QuerySteps(const AttentionParams& p, const KeyTile& t, int head)
-        : next_query(0), end(p.query_length), state_row(p.key_stride / 64), group(0), pending(0), pending_masked(0) {
-        const long long row = mask_row_of(p, t, head);
-        states = p.states + row * p.query_words * state_row + t.first / 64;
+        : next_query(t.first_query), end(t.end_query), group(0), pending(0), pending_masked(0) {
+        const long long blocks = p.super_entries / LIST_KEYS;
+        states = p.super_states + (mask_row_of(p, t, head) * blocks + t.entry / LIST_KEYS) * p.query_words;
     }
 
     __device__ __forceinline__ QueryStep next() {
@@ -237,7 +262,7 @@ struct QuerySteps {
             if (mine < end) {
 #pragma unroll
                 for (int w = 0; w < WORDS; ++w) {
-                    const unsigned state = states[(long long)(mine / 32 + w) * state_row];
+                    const unsigned state = states[mine / 32 + w];
                     any |= state;
                     all &= state;
                 }
@@ -306,10 +331,10 @@ __device__ __forceinline__ void fetch_words(Shared& shared, const AttentionParam
 #if BITS
     if (!step.masked) return;
     const long long row = mask_row_of(p, t, head);
-    const unsigned* columns = p.columns + (row * p.query_words + step.first / 32) * p.key_stride + t.first;
-    for (int i = threadIdx.x; i < WORDS * BLOCK_N; i += THREADS)  // keys past the last have words too: 0
+    const unsigned* columns = p.columns + (row * p.query_words + step.first / 32) * p.key_stride;
+    for (int i = threadIdx.x; i < WORDS * BLOCK_N; i += THREADS)  // what the rows behind the last key get does not matter
         copy_async_4(&shared.words[stage][i / BLOCK_N][i % BLOCK_N],
-                     columns + (long long)(i / BLOCK_N) * p.key_stride + i % BLOCK_N, 4);
+                     columns + (long long)(i / BLOCK_N) * p.key_stride + shared.index[i % BLOCK_N], 4);
 #endif
 }
 
@@ -317,9 +342,11 @@ __device__ __forceinline__ void fetch_words(Shared& shared, const AttentionParam
 __device__ __forceinline__ void fetch_biases(Shared& shared, const AttentionParams& p, const KeyTile& t, int head,
                                              int query, int stage) {
 #if BIAS == BIAS_DENSE
-    const bool following = KEYS == KEYS_CONTIGUOUS && t.count == BLOCK_N;
+    const int first = shared.index[0];
+    const bool in_order = BITS || KEYS == KEYS_CONTIGUOUS;  // lists of intervals are not
+    const bool following = in_order && shared.index[BLOCK_N - 1] - first == BLOCK_N - 1 && first % BIAS_WIDTH == 0;
     load_bias<BLOCK_Q, BLOCK_N, THREADS>(
-        shared.bias_rows[stage], BiasRows(p, t.batch, t.group, head, query), following ? t.first : -1,
+        shared.bias_rows[stage], BiasRows(p, t.batch, t.group, head, query), following ? first : -1,
         [&](int column) { return column < t.count ? shared.index[column] : -1; });
 #endif
 }
@@ -409,10 +436,10 @@ __device__ __forceinline__ void add_products(Accumulator (&sums)[PART_FRAGMENTS]
     }
 }
 
-// This warp's 16 rows of dkey or dvalue.
-__device__ __forceinline__ void write_sums(const Accumulator (&sums)[PART_FRAGMENTS], const Shared& shared,
-                                           const AttentionParams& p, const KeyTile& t, ELEMENT* result, float* partial,
-                                           float factor) {
+// Calls write(row, column, number) for the numbers of this warp's 16 rows of dkey or dvalue.
+template <typename Write>
+__device__ __forceinline__ void for_each_sum(const Accumulator (&sums)[PART_FRAGMENTS], const KeyTile& t,
+                                             const Write& write) {
     const int lane = threadIdx.x & 31, first_row = threadIdx.x / 32 * 16;
 #pragma unroll
     for (int d = 0; d < PART_FRAGMENTS; ++d)
@@ -420,14 +447,23 @@ __device__ __forceinline__ void write_sums(const Accumulator (&sums)[PART_FRAGME
         for (int i = 0; i < 8; ++i) {
             const int row = first_row + lane / 4 + 8 * fragment_row(i);
             const int column = 16 * (t.first_fragment + d) + 2 * (lane & 3) + fragment_column(i);
-            if (row >= t.count || column >= HEAD_DIM) continue;
-#if KEYS == KEYS_LISTED
-            partial[(t.partial + row) * HEAD_DIM + column] = sums[d].x[i] * factor;
-#else
-            const long long key = (long long)t.batch * p.key_length + shared.index[row];
-            from_float(result[(key * p.kv_heads + t.group) * HEAD_DIM + column], sums[d].x[i] * factor);
-#endif
+            if (row < t.count && column < HEAD_DIM) write(row, column, sums[d].x[i]);
         }
+}
+
+__device__ __forceinline__ void write_sums(const Accumulator (&sums)[PART_FRAGMENTS], const Shared& shared,
+                                           const AttentionParams& p, const KeyTile& t, ELEMENT* result, float* partial,
+                                           float factor) {
+    if (t.is_partial(p)) {
+        for_each_sum(sums, t, [&](int row, int column, float x) {
+            partial[t.partial_row(p, row) * HEAD_DIM + column] = x * factor;
+        });
+        return;
+    }
+    for_each_sum(sums, t, [&](int row, int column, float x) {
+        const long long key = (long long)t.batch * p.key_length + shared.index[row];
+        from_float(result[(key * p.kv_heads + t.group) * HEAD_DIM + column], x * factor);
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_key(const AttentionParams p) {
@@ -514,11 +550,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_key(c
             const int row = first_row + lane / 4 + 8 * r;
             const float dbias = row_sum(keys.dbias[r]);
             if ((lane & 3) != 0 || row >= t.count || t.first_fragment != 0) continue;
-#if KEYS == KEYS_LISTED
-            p.partial_bias[(t.partial + row) * group_heads + h] = dbias;
-#else
-            p.dbias[head_row * p.key_length + shared.index[row]] = dbias;
-#endif
+            if (t.is_partial(p))
+                p.partial_bias[t.partial_row(p, row) * group_heads + h] = dbias;
+            else
+                p.dbias[head_row * p.key_length + shared.index[row]] = dbias;
         }
 #endif
     }

@@ -3,10 +3,11 @@
 // row_delta     delta_i = sum over d of dout[i,d] * out[i,d]  (- dlse_i), a warp a row; 0 for a row that sees nothing
 //               dout, out // (B, Lq, H, D) ELEMENT, any strides    delta, dlse // (B, H, Lq) f32
 // sum_partials  dkey, dvalue // (B, Lk, Hkv, D) ELEMENT and dbias // (B, H, Lk) f32 of the keys that somebody sees: the sums
-//               that each super-tile left, added in the order of the super-tiles, a warp a key. Other keys are left alone.
+//               that each super-tile left, added in the order of the super-tiles, a warp a key. Other keys are left alone;
+//               with BITS they get zeros, and where there is one super-tile backward_key has written the results
 //
 // Prelude: ELEMENT, HEAD_DIM, VECTOR (row_delta reads four numbers at a time), CAUSAL, DKEY, DVALUE, DBIAS,
-// SEQUENCES.
+// SEQUENCES, BITS (a dense mask: dense_supers.cu).
 #include "arch.cuh"
 #include "params.cuh"
 #include "sequences.cuh"
@@ -45,13 +46,25 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) row_delta(const Attenti
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32) sum_partials(const AttentionParams p) {
     const int lane = threadIdx.x & 31, parts = (p.key_length + WARPS - 1) / WARPS;
-    const int seen = blockIdx.x % parts * WARPS + threadIdx.x / 32;
+    const int number = blockIdx.x % parts * WARPS + threadIdx.x / 32;
     const long long row = blockIdx.x / parts;  // (b, kv head)
     const int group = static_cast<int>(row % p.kv_heads), group_heads = p.heads / p.kv_heads;
     const long long batch = row / p.kv_heads;
+#if BITS
+    const int key = number;
+    if (key >= p.key_length) return;
+    const long long list_row = batch * p.list_batch + group * p.list_group;
+    const int* places = p.places + list_row * p.super_units * p.key_length + key;
+    const int supers = p.super_counts[list_row];
+    if (supers == 1 && places[0] >= 0) return;  // backward_key has written its results
+    auto partial_row = [&](int i) {
+        const int place = places[static_cast<long long>(i) * p.key_length];
+        return place < 0 ? -1 : row * p.super_entries + place;
+    };
+#else
     const long long mask_row = batch * p.mask_batch + group * p.mask_group;
-    if (seen >= p.seen_count[mask_row]) return;
-    const int key = p.seen[mask_row * p.key_length + seen];
+    if (number >= p.seen_count[mask_row]) return;
+    const int key = p.seen[mask_row * p.key_length + number];
 
     // Super-tiles whose queries see the key; the same arithmetic as in lists.cu.
     const long long head = mask_row % p.mask_heads, mask_batch = mask_row / p.mask_heads;
@@ -60,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) sum_partials(const Atte
     const int start = p.start[head * p.start_head + key], stop = p.stop[head * p.stop_head + key];
     const int first = (start - first_row) / p.super_queries;
     const int supers = stop <= start ? 0 : (stop - 1 - first_row) / p.super_queries - first + 1;
-    const int* places = p.places + mask_row * p.super_entries + p.span_offset[mask_row * p.key_length + seen];
+    const int* places = p.places + mask_row * p.super_entries + p.span_offset[mask_row * p.key_length + number];
     auto partial_row = [&](int i) {
         return row * p.super_entries + places[i] +
                super_place(p.bounds, p.sequences, p.key_length, p.super_queries, p.super_capacity, b, first + i);
@@ -74,16 +87,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) sum_partials(const Atte
     const long long last_query = min(static_cast<long long>(stop) - shift, static_cast<long long>(p.query_length)) - 1;
     const int first = static_cast<int>(first_query / p.super_queries);
     const int supers = last_query < first_query ? 0 : static_cast<int>(last_query / p.super_queries) - first + 1;
-    const int* places = p.places + mask_row * p.supers * p.super_capacity + p.span_offset[mask_row * p.key_length + seen];
+    const int* places = p.places + mask_row * p.supers * p.super_capacity + p.span_offset[mask_row * p.key_length + number];
 
     auto partial_row = [&](int i) { return (row * p.supers + first + i) * p.super_capacity + places[i]; };
+#endif
 #endif
     const long long target = ((batch * p.key_length + key) * p.kv_heads + group) * HEAD_DIM;
     for (int d = lane; d < HEAD_DIM; d += 32) {
         float dk = 0.0f, dv = 0.0f;
         for (int i = 0; i < supers; ++i) {
-            if (DKEY) dk += p.partial_key[partial_row(i) * HEAD_DIM + d];
-            if (DVALUE) dv += p.partial_value[partial_row(i) * HEAD_DIM + d];
+            const long long partial = partial_row(i);
+            if (BITS && partial < 0) continue;
+            if (DKEY) dk += p.partial_key[partial * HEAD_DIM + d];
+            if (DVALUE) dv += p.partial_value[partial * HEAD_DIM + d];
         }
         if (DKEY) from_float(p.dkey[target + d], dk);
         if (DVALUE) from_float(p.dvalue[target + d], dv);
@@ -91,7 +107,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) sum_partials(const Atte
     if (DBIAS)
         for (int h = lane; h < group_heads; h += 32) {
             float dbias = 0.0f;
-            for (int i = 0; i < supers; ++i) dbias += p.partial_bias[partial_row(i) * group_heads + h];
+            for (int i = 0; i < supers; ++i) {
+                const long long partial = partial_row(i);
+                if (!BITS || partial >= 0) dbias += p.partial_bias[partial * group_heads + h];
+            }
             p.dbias[(batch * p.heads + group * group_heads + h) * p.key_length + key] = dbias;
         }
 }

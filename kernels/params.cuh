@@ -31,12 +31,16 @@ struct AttentionParams {
     float* partial_key;       // (B * Hkv, supers, super_capacity, HEAD_DIM)
     float* partial_value;
     float* partial_bias;      // (B * Hkv, supers, super_capacity, H / Hkv)
-    const int* super_list;    // (mask rows, supers, super_capacity)
+    const int* super_list;    // (mask rows, supers, super_capacity); BITS: (list rows, super_entries)
     const int* super_lengths;  // (mask rows, supers)
     const int* seen;          // (mask rows, key_length): keys that somebody sees, in order
     const int* seen_count;    // (mask rows)
     const int* span_offset;   // (mask rows, key_length): where the places of a seen key begin in `places`
     const int* places;        // (mask rows, supers * super_capacity): a key's place in each super-tile that sees it
+                              // with BITS: (list rows, super_units, key_length), see dense_supers.cu
+    const int4* super_blocks;             // BITS, like the next two (list rows, super_entries / 64)
+    const unsigned short* super_states;   // (mask rows, super_entries / 64, query_words)
+    const int* super_counts;              // (list rows)
     long long query_batch, query_row, query_head;  // strides, in elements
     long long key_batch, key_head, value_batch, value_head;
     long long bias_batch, bias_group, bias_head, bias_query, bias_key;
@@ -52,9 +56,10 @@ struct AttentionParams {
     int query_words, key_stride;
     int dbias_batch, dbias_heads;  // axes of a dense bias
     int bias_aligned;  // rows of bias_rows may be read 16 bytes at a time
-    int supers, super_capacity, super_queries;
+    int supers, super_capacity, super_queries, super_units;
+    int list_batch, list_group;  // BITS: list row = batch * . + kv head * .
     int sequences, chunk;
-    long long super_entries;        // of sequences: entries of all super-tiles' lists of a mask row
+    long long super_entries;        // of sequences and BITS: entries of all super-tiles' lists of a row
     long long key_page, value_page;  // strides of pages; key_row and value_row within a page
     float scale, softcap;
 };

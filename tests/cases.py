@@ -31,8 +31,8 @@ class Case:
     kv_heads: int = 1
     head_dim: int = 32
     # none causal window sinks padding documents prefix_lm top_w global top_w_padding top_w_documents global_documents
-    # union per_head per_batch; and dense masks: dense dense_per_head dense_2d dense_rows, dense= and the axes, a letter
-    # of AXES each; several joined by +
+    # union per_head per_batch; and dense masks: dense dense_per_head dense_2d dense_rows, dense_columns: and 1, g or h
+    # (few keys, others for later queries), dense= and the axes, a letter of AXES each; several joined by +
     mask: str = "top_w"
     window: int = 17
     bias: str = "key"  # none key key_per_head key_shared full full_per_head row, full= and the axes
@@ -101,14 +101,21 @@ def _grid() -> list[Case]:
               for i, (h, g, lq, lk, d) in enumerate((
                   (3, 1, 70, 64, 64), (8, 2, 130, 96, 8), (6, 2, 20, 200, 33), (2, 1, 3, 70, 128), (2, 2, 1, 70, 16),
                   (1, 1, 70, 1, 256), (4, 1, 200, 136, 192), (2, 1, 5, 0, 16), (2, 1, 0, 5, 16)))]
+    # More queries than the smallest super-tile of the key gradients has, and few enough keys to gather.
+    few: dict[str, Any] = {"query_length": 530, "key_length": 150, "heads": 4, "kv_heads": 2}
+    cases += [Case("dense-columns-key", mask="dense_columns:g", **few),
+              Case("dense-columns-shared", mask="dense_columns:1", bias="none", causal=True, dtype="float16", **few),
+              Case("dense-columns-full", mask="dense_columns:h", bias="full=1hqk", softcap=2.0, batch=1, **few),
+              Case("dense-columns-top_w", mask="top_w+dense_columns:g", bias="full=b1qk", batch=1, **few)]
     # float32, which the tensor cores take as TF32, through whatever depends on the type of the elements.
     cases += [replace(case, name=f"float32-{case.name}", dtype="float32") for case in cases if case.name in (
         "heads-6/2-top_w", "heads-4/2-causal", "lengths-1x70-top_w", "lengths-33x129-causal", "lengths-129x33-top_w",
         "lengths-300x300-causal", "lengths-300x300-top_w", "mask-none", "mask-window", "mask-documents", "mask-global",
         "mask-per_head", "mask-dense_per_head", "causal-and-padding", "bias-none-top_w", "bias-key_per_head-none",
         "bias-full-top_w", "softcap-key", "scale", "dense-mask-1gq1", "dense-mask-bhqk", "dense-bias-1hqk",
-        "dense-bias-bhqk", "dense-bias-bgq1", "dense-both-dense=11qk-1gqk", "dense-sizes-8/2-130x96-D8",
-        "dense-sizes-6/2-20x200-D33", "dense-sizes-2/1-3x70-D128", "dense-sizes-4/1-200x136-D192",
+        "dense-bias-bhqk", "dense-bias-bgq1", "dense-columns-key", "dense-both-dense=11qk-1gqk",
+        "dense-sizes-8/2-130x96-D8", "dense-sizes-6/2-20x200-D33", "dense-sizes-2/1-3x70-D128",
+        "dense-sizes-4/1-200x136-D192",
         "layout-bhsd", "layout-head_slice", "layout-wide", "layout-every_other", "window-1")]
     cases += [Case(f"float32-D{size}-causal", dtype="float32", head_dim=size, mask="causal", bias="none")
               for size in (4, 100, 192)]
@@ -149,6 +156,12 @@ def _drawn(case: Case) -> dict[str, np.ndarray]:
                   "dense_rows": (b, 1, lq, 1)}.get(case.mask)
     if mask_shape:
         data["mask"] = rng.random(mask_shape) < 0.4
+    for part in case.mask.split("+"):
+        if part.startswith("dense_columns:"):
+            shape = (1, {"1": 1, "g": g, "h": h}[part[-1]])
+            early = np.arange(n) < n // 2
+            columns = (rng.random((*shape, 1, n)) < 0.25) & (early | (np.arange(lq)[:, None] >= 512))
+            data[part] = columns & (rng.random((*shape, lq, n)) < 0.7)
     data["dout"], data["dlse"] = normal(b, lq, h, d), rng.standard_normal((b, h, lq)).astype(np.float32)
     for part in case.mask.split("+"):
         if part.startswith("dense="):
@@ -179,7 +192,7 @@ def make_mask(case: Case, array: Callable[[str], Any], like: Any) -> Any:
     }
     def part(name: str) -> Any:
         if name.startswith("dense"):
-            return array(name if "=" in name else "mask")
+            return array(name if "=" in name or ":" in name else "mask")
         return makers[name]()
 
     names = case.mask.split("+")
@@ -214,7 +227,7 @@ def _dense_part(case: Case, name: str) -> np.ndarray | None:
     if name == "dense_2d":
         return data["mask"][None, None]
     if name.startswith("dense"):
-        return data[name if "=" in name else "mask"]
+        return data[name if "=" in name or ":" in name else "mask"]
     makers = {
         "causal": lambda: (j <= p)[None, None],
         "window": lambda: ((j <= p) & (j > p - w))[None, None],

@@ -30,7 +30,7 @@ from tests.cache_cases import History
 LENGTHS = ("lengths-1x70", "lengths-33x129", "lengths-129x33")
 NAMES = ("float32-", "float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3", "bfloat16-D256", "mask-",
          "causal-and-", "window-1", "bias-", "softcap-", "layout-bhsd", "layout-head_slice", "dense-both",
-         "dense-sizes", *LENGTHS)
+         "dense-columns", "dense-sizes", *LENGTHS)
 
 
 def forward(dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")) -> int:

@@ -409,6 +409,58 @@ def test_dense_tables_and_readme(dense_result, tmp_path):
     assert (tmp_path / "chart.png").stat().st_size > 1000
 
 
+def test_tiles_of_a_peer_that_do_not_fit():
+    pytest.importorskip("torch")
+    from benchmarks.dense_peers import first_or_fastest
+
+    class Call:
+        def __init__(self, milliseconds):
+            self.milliseconds = milliseconds
+
+        def __call__(self):
+            if self.milliseconds is None:
+                raise ValueError("out of resource")
+
+    def choose(*times):
+        made = []
+
+        def make(options):
+            made.append(options["bwd_x"])
+            return Call(times[options["bwd_x"]])
+
+        call, note = first_or_fastest(make, lambda call: call.milliseconds, tuple({"bwd_x": i} for i in range(3)))
+        return call.milliseconds, note, made
+
+    assert choose(3.0, 1.0, 2.0) == (3.0, "", [0])
+    best, note, made = choose(None, 2.0, 1.0)
+    assert best == 1.0 and "x 2" in note and made == [0, 1, 2]
+    assert choose(None, None, 5.0)[0] == 5.0
+    with pytest.raises(RuntimeError, match="ValueError: out of resource"):
+        choose(None, None, None)
+
+
+@pytest.mark.gpu
+def test_flex_with_a_learned_bias():
+    """The peer at the head dim at which torch's tiles did not fit, against autograd through the definition."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from benchmarks import dense_peers
+
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(1, 256, heads, 128, device="cuda").bfloat16() for heads in (2, 1, 1, 2))
+    mask = torch.rand(1, 2, 256, 256, device="cuda") < 0.5
+    bias = torch.randn(1, 2, 256, 256, device="cuda").bfloat16()
+    blocks = dense_peers.block_mask(mask, True)
+    call, note = dense_peers.flex_backward(q, k, v, do, mask, bias, blocks)
+    print(note or "torch's own tiles")
+    inputs = [x.float().requires_grad_() for x in (q, k, v, bias)]
+    s = inputs[0].transpose(1, 2) @ inputs[1].permute(0, 2, 3, 1) * 128**-0.5 + inputs[3]
+    out = s.masked_fill(~mask, float("-inf")).softmax(-1) @ inputs[2].transpose(1, 2)
+    expected = torch.autograd.grad(out, inputs, do.float().transpose(1, 2))
+    for found, wanted in zip(call(), (*(x.transpose(1, 2) for x in expected[:3]), expected[3])):
+        assert (found.float() - wanted).norm() < 2e-2 * wanted.norm()
+
+
 def test_dense_goals():
     def case(name, **rows):
         return {"set": name, "rows": [{"who": who, "stage": stage, "ms": ms, "pairs": pairs}

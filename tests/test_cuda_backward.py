@@ -194,6 +194,70 @@ def test_what_nobody_sees_changes_no_bit(torch, softcap):
             assert not g[:, ~real[0]].any()
 
 
+def dense_masks(torch, n):
+    """Dense masks by name, (1, 1|2|4, n, n), and what else hides keys: several super-tiles, or one."""
+    columns = torch.rand(1, 1, 1, n, device="cuda") < 0.06
+    tiles = torch.rand(1, 2, -(-n // 128), -(-n // 128), device="cuda") < 0.125
+    blocks = tiles.repeat_interleave(128, 2).repeat_interleave(128, 3)[:, :, :n, :n]
+    return {"columns": columns.expand(1, 1, n, n).contiguous(),
+            "holes in columns": columns & (torch.rand(1, 4, n, n, device="cuda") < 0.5),
+            "top-w": dma.IntervalMask.top_w(draw_scores(torch, 1, 2, n), n // 8).to_dense(n),
+            "tiles": blocks.contiguous(), "all": torch.ones(1, 1, n, n, dtype=torch.bool, device="cuda")}
+
+
+@pytest.mark.parametrize("kind", ["columns", "holes in columns", "top-w", "tiles", "all"])
+@pytest.mark.parametrize(("head_dim", "dtype", "bias_heads"), [(128, "bfloat16", 0), (64, "float16", 4),
+                                                               (128, "bfloat16", 1), (80, "float32", 2)])
+def test_listed_keys_under_dense_masks(torch, kind, head_dim, dtype, bias_heads):
+    """Gradients over several super-tiles against float64 autograd, the same bits every time, NaN in unseen keys."""
+    n = 2500
+    q, k, v = draw(torch, n, n, 4, 2, head_dim, dtype=getattr(torch, dtype))
+    mask = dense_masks(torch, n)[kind]
+    bias = torch.randn(1, bias_heads, n, n, device="cuda", dtype=q.dtype) if bias_heads else None
+    out, lse = dma.attention(q, k, v, mask=mask, bias=bias, return_lse=True)
+    dout = torch.randn_like(out)
+    first = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=bias)
+    for _ in range(20):
+        again = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=bias)
+        assert all(x is None or torch.equal(x, y) for x, y in zip(first, again))
+
+    wide = mask.repeat_interleave(4 // mask.shape[1], 1)
+    inputs = [x.double().requires_grad_() for x in (q, k, v)]
+    s = torch.einsum("bihd,bjhd->bhij", inputs[0], inputs[1].repeat_interleave(2, 2)) * head_dim**-0.5
+    if bias is not None:
+        s = s + bias.double().repeat_interleave(4 // bias_heads, 1)
+    p = torch.where(wide, torch.softmax(s.masked_fill(~wide, float("-inf")), -1), 0)
+    dense = torch.einsum("bhij,bjhd->bihd", p, inputs[2].repeat_interleave(2, 2))
+    for name, g, ref in zip(("query", "key", "value"), first, torch.autograd.grad(dense, inputs, dout.double())):
+        error = (g.double() - ref).norm() / ref.norm()
+        print(f"d{name}: relative error {error:.2e}")
+        assert error < (2e-3 if dtype == "float32" else 6e-3), name
+
+    unseen = ~mask.any(2).repeat_interleave(2 // min(mask.shape[1], 2), 1)[0]
+    unseen = unseen.unflatten(0, (2, -1)).all(1)  # (kv heads, keys)
+    k[0].transpose(0, 1)[unseen], v[0].transpose(0, 1)[unseen] = float("nan"), float("inf")
+    again = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=bias)
+    assert all(x is None or torch.equal(x, y) for x, y in zip(first, again))
+    assert not first.key[0].transpose(0, 1)[unseen].any() and not first.value[0].transpose(0, 1)[unseen].any()
+
+
+def test_partial_sums_of_dense_masks_are_linear_in_memory(torch):
+    """Beyond the mask's bits and bytes: what a mask of few columns needs grows with N."""
+    def extra(n):
+        q, k, v = draw(torch, n, n, 16, 8, 128)
+        mask = (torch.rand(1, 1, 1, n, device="cuda") < 0.06).expand(1, 1, n, n).contiguous()
+        out, lse = dma.attention(q, k, v, mask=mask, return_lse=True)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        attention_backward(out, q, k, v, out, lse, mask=mask)
+        return torch.cuda.max_memory_allocated() - before - n * n // 4  # bits and lists of the query pass
+
+    half, whole = extra(8192), extra(16384)
+    print(f"{half / 2**20:.0f} MiB at 8192, {whole / 2**20:.0f} MiB at 16384")
+    assert whole < 2.2 * half and whole < 2**30
+
+
 def test_rows_that_see_nothing(torch):
     """More queries than keys: the first rows see nothing, get zeros, and what they hold reaches nothing."""
     q, k, v = draw(torch, 200, 120, 2, 1, 64)

@@ -1,11 +1,14 @@
 """The gradients on the CPU emulator: attention and key scores against the oracle, on small odd shapes."""
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
+from cupy_dma.backends.cuda import backward, dense_supers
 from cupy_dma.backward import attention_backward, key_scores_backward
 from tests import cases, reference
 
@@ -110,6 +113,93 @@ def test_dense_masks_with_gaps(order):
         else:
             x, y = (np.where(np.isfinite(z), z, 0).astype(np.float64) for z in (a, b))
             assert np.array_equal(np.isfinite(a), np.isfinite(b)) and np.linalg.norm(x - y) < 1e-2 * np.linalg.norm(y)
+
+
+def super_mask(kind, heads, queries=300, keys=200):
+    """A dense mask (1, heads, queries, keys) for super-tiles of 64 queries and more."""
+    rng = np.random.default_rng(heads)
+    i, j = np.arange(queries)[:, None], np.arange(keys)
+    some = rng.random((1, heads, queries, keys)) < 0.6
+    if kind == "columns":
+        return some & (rng.random((1, heads, 1, keys)) < 0.12)
+    if kind == "top_w":
+        scores = rng.standard_normal((1, heads, keys)).astype(np.float32)
+        return dma.IntervalMask.top_w(scores, 15).to_dense(queries)
+    masks = {"diagonal": i // 64 == j // 48, "later": (i >= 200) & (j >= 150), "causal": j + queries - keys <= i,
+             "full": j >= 0, "nothing": j < 0, "one": j == 7}
+    return np.broadcast_to(masks[kind], some.shape) if kind != "later" else some & masks[kind]
+
+
+def expected_lists(mask, kv_heads, capacity):
+    """Per list row the super-tiles of the first choice that fits: (first query, end, keys)."""
+    _, heads, queries, _ = mask.shape
+    for head in range(1 if heads == 1 else kv_heads):
+        share = max(heads // kv_heads, 1)
+        seen = mask[0, head * share:(head + 1) * share].any(0)
+        size = 64
+        while True:
+            ends = [(first, min(first + size, queries)) for first in range(0, queries, size)]
+            lists = [(first, end, np.flatnonzero(seen[first:end].any(0))) for first, end in ends]
+            if len(lists) == 1 or sum(-(-len(found) // 64) for *_, found in lists) * 64 <= capacity:
+                break
+            size *= 2
+        yield lists
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["columns", "top_w", "diagonal", "later", "causal", "full", "nothing", "one"])
+def test_super_tiles_of_dense_masks(kind, heads, monkeypatch):
+    """The lists are those of numpy, and the gradients agree, with super-tiles of 64 queries and more."""
+    monkeypatch.setattr(dense_supers, "UNIT_QUERIES", 64)
+    made = []
+
+    def spy(*arguments):
+        made.append(dense_supers.dense_supers(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(backward, "dense_supers", spy)
+    rng = np.random.default_rng(0)
+    mask = super_mask(kind, heads)
+    q = rng.standard_normal((1, 300, 4, 16)).astype(np.float16)
+    k, v = rng.standard_normal((2, 1, 200, 2, 16)).astype(np.float16)
+    bias = rng.standard_normal((1, 4, 200)).astype(np.float32)
+    out, lse = dma.attention(q, k, v, mask=mask, bias=bias[:, :, None], return_lse=True, backend="numpy")
+    found, expected = (attention_backward(q, q, k, v, out, lse, mask=mask, bias=bias[:, :, None], backend=name)
+                       for name in ("emulator", "numpy"))
+    for a, b in zip(found, expected):
+        x, y = a.astype(np.float64), b.astype(np.float64)
+        assert np.isfinite(x).all()
+        assert np.linalg.norm(x - y) <= 1e-2 * np.linalg.norm(y) + 1e-4  # one key: dq is 0 but for roundings
+    unseen = ~mask[0].reshape(heads, 300, 200).any(1)
+    for head in range(2):
+        nobody = unseen[head * heads // 2:max((head + 1) * heads // 2, 1)].all(0)
+        assert not found.key[0, nobody, head].any() and not found.value[0, nobody, head].any()
+
+    entries = made[0].entries
+    assert entries == 320  # 1.45 times 200 in blocks of 64
+    rows = [*expected_lists(mask, 2, entries)]
+    fields = made[0].fields
+
+    def read(name, *shape):
+        return np.ctypeslib.as_array(ctypes.cast(fields[name], ctypes.POINTER(ctypes.c_int)), shape)
+
+    assert read("super_counts", len(rows)).tolist() == [len(lists) for lists in rows]
+    for lists, numbers, found_blocks in zip(rows, read("super_list", len(rows), entries // 64, 64),
+                                            read("super_blocks", len(rows), entries // 64, 4)):
+        wanted = [(first, end, keys[at:at + 64]) for first, end, keys in lists for at in range(0, len(keys), 64)]
+        for block, (first, end, keys) in enumerate(wanted):
+            assert found_blocks[block].tolist() == [first, end, len(keys), 0]
+            assert numbers[block, :len(keys)].tolist() == keys.tolist()
+        assert not found_blocks[len(wanted):].any()
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_dense_super_tiles_in_any_order(order):
+    case = next(c for c in FORWARD if c.name == "dense-columns-full")
+    expected = cases.run_backward(case, backend="emulator")
+    with emulator.using(build=BUILD, order=order):
+        got = cases.run_backward(case, backend="emulator")
+    assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(got, expected))
 
 
 @pytest.mark.parametrize("needs", [("bias",), ("query",), ("key",), ("value", "bias"), ("query", "key", "bias")])

@@ -34,7 +34,7 @@ def specialisations(limit: int, every: bool) -> list[jit.Config]:
     found: list[jit.Config] = [configs.LayoutConfig(element) for element in configs.ELEMENTS.values()]
     found += [configs.SelectConfig(documents, padding) for documents in (False, True) for padding in (False, True)]
     found += [configs.ListConfig(causal, block) for causal in (False, True) for block in (64,)]
-    found += [configs.DenseConfig(queries) for queries in (8, 32, 128)]
+    found += [configs.DenseConfig(queries) for queries in (8, 32, 128)] + [configs.DenseSupersConfig()]
     found += [configs.ListConfig(False, 64, sequences=True), configs.SequenceConfig(causal=True)]
     found += [configs.ScoreConfig("__half", "float", 64, 1, 1, True, True, False),
               configs.ScoreConfig("__nv_bfloat16", "__nv_bfloat16", 128, 8, 8, True, False, True),
@@ -62,6 +62,7 @@ def specialisations(limit: int, every: bool) -> list[jit.Config]:
     found += [configs.BackwardSumConfig("float", 100, True, False, True, True, True),
               configs.BackwardSumConfig("__half", 33, False, False, True, True, True),
               configs.BackwardSumConfig("__nv_bfloat16", 128, True, True, True, False, False),
+              configs.BackwardSumConfig("__nv_bfloat16", 128, True, False, True, True, True, bits=True),
               configs.ScoreBackwardConfig("__nv_bfloat16", "float", 128, 8, 8),
               configs.ScoreBackwardConfig("float", "__half", 33, 20, 8)]
     return found
@@ -103,7 +104,7 @@ def dense_specialisations(element: str, head_dim: int, limit: int, bias: str, bi
                                    *tiles.backward_bias_tile(head_dim, limit, size, bias), "KEYS_CONTIGUOUS", *rest[1:],
                                    bits, bias, intervals=not bits, sum_keys=head_dim == 256),
         *(configs.BackwardKeyConfig(
-            element, head_dim, vector, *tiles.backward_key_tile(head_dim, limit, size, dense), "KEYS_CONTIGUOUS",
+            element, head_dim, vector, *tiles.backward_key_tile(head_dim, limit, size, dense), rest[0],
             False, not bits, configs.BIAS_DENSE if dense else configs.BIAS_NONE, False, 2 if head_dim > 128 else 1,
             True, True, False, bits, dense or "float") for dense in (None, bias))]
 
@@ -289,7 +290,8 @@ def test_the_params_struct_is_read_from_the_source(monkeypatch):
                                               ("scores_backward.cu", "ScoreBackwardParams"),
                                               ("sequences.cu", "SequenceParams"), ("finite.cu", "FiniteParams"),
                                               ("decode.cu", "StepParams"), ("decode_attention.cu", "DecodeParams"),
-                                              ("decode_select.cu", "DecodeSelectParams")])
+                                              ("decode_select.cu", "DecodeSelectParams"),
+                                              ("dense.cu", "DenseParams"), ("dense_supers.cu", "SuperParams")])
 def test_every_params_struct_can_be_read(source, name):
     params = jit.Params(source, name)
     assert len(set(params.names)) == len(params.names) > 5

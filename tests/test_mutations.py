@@ -114,6 +114,14 @@ def last_queries(queries: int) -> Callable[[], None]:
     return check
 
 
+def dense_supers(kind: str, heads: int) -> Callable[[], None]:
+    def check() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            test_emulator_backward.test_super_tiles_of_dense_masks(kind, heads, patch)
+
+    return check
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "few_queries": few_queries,
     "decoding": decoding(),
@@ -158,6 +166,9 @@ CHECKS: dict[str, Callable[[], None]] = {
     "test_backward_grid[dense-both-11qk-1gqk]": backward_grid("dense-both-dense=11qk-1gqk"),
     "test_backward_grid[dense-both-b1q1]": backward_grid("dense-both-dense=b1q1-b1q1"),
     "test_dense_masks_with_gaps": lambda: test_emulator_backward.test_dense_masks_with_gaps(None),
+    "test_a_bad_row_behind_a_dense_mask":
+        lambda: test_emulator_backward.test_a_bad_row_reaches_no_gradient_behind_a_dense_mask("key"),
+    "test_super_tiles_of_dense_masks": dense_supers("columns", 4),
     "test_super_tiles": lambda: test_emulator_backward.test_super_tiles("float16", 20),
     "test_key_scores_backward": lambda: test_emulator_backward.test_key_scores_backward("float16", "exp",
                                                                                         (1, 35, 20, 64)),
@@ -247,7 +258,21 @@ FAULTS = [
     Fault("the word of another warp", "gather.cuh", "WARP_ROWS * 16 / HEADS / 32][column]",
           "WARP_ROWS * 16 / 32][column]", "test_forward_grid[mask-dense]"),
     Fault("steps that some pairs see count as whole", "dense.cu", "all == existing ? 3 : 1", "3",
-          "test_backward_grid[mask-dense]"),
+          "test_backward_grid[dense-both-11qk-1gqk]"),
+    Fault("steps of listed keys that some pairs see count as whole", "dense_supers.cu",
+          "(whole & existing) == existing ? 3 : 1", "3", "test_backward_grid[mask-dense]"),
+    Fault("a list of a super-tile begins in the one before", "dense_supers.cu", "if (s < super) own_first",
+          "if (s < super - 1) own_first", "test_super_tiles_of_dense_masks"),
+    Fault("keys of other query heads are not listed", "dense_supers.cu", "head < p.share; ++head", "head < 1; ++head",
+          "test_super_tiles_of_dense_masks"),
+    Fault("keys that nobody sees get no gradient", "backward_sum.cu", "supers == 1 && places[0] >= 0) return",
+          "supers == 1) return", "test_a_bad_row_behind_a_dense_mask"),
+    Fault("super-tiles that do not see a key are added", "backward_sum.cu", "return place < 0 ? -1 : row",
+          "return place < 0 ? 0 : row", "test_super_tiles_of_dense_masks"),
+    Fault("sums over some of the queries are written as results", "backward_key.cu",
+          "end_query - first_query == p.query_length", "true", "test_super_tiles_of_dense_masks"),
+    Fault("the words of other keys", "backward_key.cu", "p.key_stride + shared.index[i % BLOCK_N], 4",
+          "p.key_stride + i % BLOCK_N, 4", "test_super_tiles_of_dense_masks"),
     Fault("every other step is left out", "backward_key.cu", "        pending &= pending - 1;",
           "        pending &= pending - 1, pending &= pending - 1;", "test_dense_masks_with_gaps"),
     Fault("the words of the first step", "backward_key.cu", "p.query_words + step.first / 32) * p.key_stride",
@@ -326,8 +351,9 @@ FAULTS = [
     Fault("no wait for the key rows of dquery", "backward_query.cu",
           "        copy_async_wait<0>();\n        __syncthreads();", "        __syncthreads();",
           "test_backward_grid[mask-none]"),
-    Fault("a sum misses its last super-tile", "backward_sum.cu", "for (int i = 0; i < supers; ++i) {",
-          "for (int i = 0; i < supers - 1; ++i) {", "test_super_tiles"),
+    Fault("a sum misses its last super-tile", "backward_sum.cu",
+          "for (int i = 0; i < supers; ++i) {\n            const",
+          "for (int i = 0; i < supers - 1; ++i) {\n            const", "test_super_tiles"),
     Fault("dkey is not scaled", "backward_key.cu", "p.dkey, p.partial_key, p.scale)", "p.dkey, p.partial_key, 1.0f)",
           "test_super_tiles"),
     Fault("rows that see nothing get weights", "backward_key.cu", "own_lse == -infinity() ? infinity() : ", "",

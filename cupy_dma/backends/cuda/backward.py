@@ -3,9 +3,9 @@
 1. ``row_delta``: ``delta_i = dout_i . out_i - dlse_i``.
 2. ``backward_query``: dq, query-major, over the same key lists as the forward.
    Also the gradient of a dense bias that belongs to one head of one batch entry.
-3. ``backward_key``: dk, dv and the bias gradient, key-stationary. Where few keys meet a tile, the keys of each
-   super-tile of queries are gathered and their sums kept in float32, which ``sum_partials`` adds in order; else keys in
-   their own order look at every query that may see them.
+3. ``backward_key``: dk, dv and the bias gradient, key-stationary. Where few keys meet a tile, and under dense masks,
+   the keys of each super-tile of queries are gathered and their sums kept in float32, which ``sum_partials`` adds in
+   order; else keys in their own order look at every query that may see them.
 4. ``backward_bias``: the gradient of a dense bias that heads, batch entries or keys share, summed where it is made.
 """
 from __future__ import annotations
@@ -25,6 +25,7 @@ from cupy_dma.backends.cuda.configs import (
     KeyTile,
     blocks,
 )
+from cupy_dma.backends.cuda.dense_supers import DenseSupers, dense_supers
 from cupy_dma.backends.cuda.forward import load_kernel
 from cupy_dma.backends.cuda.lists import SuperLists, super_lists
 from cupy_dma.backends.cuda.problem import Problem, rows_aligned
@@ -56,6 +57,7 @@ class _Backward:
         #: of what backward_key makes; the gradient of a dense bias is made elsewhere
         self.wanted = ("key" in call.needs, "value" in call.needs, "bias" in call.needs and not self.dense_bias)
         self.supers: SuperLists | None = None
+        self.dense: DenseSupers | None = None
 
     def run(self) -> tuple[Any, Any, Any, Any]:
         call, place = self.call, self.place
@@ -66,7 +68,7 @@ class _Backward:
             if some:
                 self.problem.move_mask_to_rows(self.runtime, self.stream)
             if some and any(self.wanted):
-                self.supers = self._super_lists()
+                self._find_lists()
 
             def result(name: str, operand: Operand) -> Any:
                 if name not in call.needs:
@@ -170,40 +172,49 @@ class _Backward:
         return backward_key_tile(self.key.shape[3], self.runtime.shared_memory_limit(self.device.index),
                                  self.problem.size, self.problem.bias_of_tiles)
 
-    def _super_lists(self) -> SuperLists | None:
-        problem = self.problem
-        if problem.mask is None or problem.bits or problem.by_head:
-            return None
-        return super_lists(self.runtime, problem.mask, self.query.shape[1], self._key_tile().block_n, problem.causal,
-                           self.stream, self.sequences)
+    def _find_lists(self) -> None:
+        """The lists of super-tiles, where keys are gathered."""
+        problem, query_length = self.problem, self.query.shape[1]
+        packed = problem.packed_mask(self.runtime, self.stream)
+        if packed is not None:
+            self.dense = dense_supers(self.runtime, packed, problem.params["mask_heads"], self.key.shape[2],
+                                      self.stream)
+        elif problem.mask is not None and not problem.by_head:
+            self.supers = super_lists(self.runtime, problem.mask, query_length, self._key_tile().block_n,
+                                      problem.causal, self.stream, self.sequences)
 
     def _key_gradients(self, fields: dict[str, Any]) -> None:
-        problem = self.problem
+        problem, dense, supers = self.problem, self.dense, self.supers
         batch, key_length, kv_heads, head_dim = self.key.shape
-        rows, tile, supers = batch * kv_heads, self._key_tile(), self.supers
+        rows, tile = batch * kv_heads, self._key_tile()
         parts = 2 if head_dim > 128 else 1
-        packed = problem.packed_mask(self.runtime, self.stream)
-        kernel = self._load(BackwardKeyConfig, "backward_key", *tile,
-                            "KEYS_CONTIGUOUS" if supers is None else "KEYS_LISTED",
-                            problem.mask is not None and packed is None, problem.causal and packed is None,
-                            problem.bias_kind, self.call.forward.softcap > 0.0, parts, *self.wanted, packed is not None,
-                            problem.bias_element, self.problem.count > 0)
-        if supers is None:
-            tiles = tile_numbers(key_length, tile.block_n, self.problem.count)
-            kernel.launch(rows * tiles * parts, 32 * tile.warps,
-                          problem.pack(None, **fields, **(packed.fields if packed else {})), self.stream)
+        bits, listed, sequences = dense is not None, dense is not None or supers is not None, problem.count > 0
+        kernel = self._load(BackwardKeyConfig, "backward_key", *tile, "KEYS_LISTED" if listed else "KEYS_CONTIGUOUS",
+                            problem.mask is not None and not bits, problem.causal and not bits, problem.bias_kind,
+                            self.call.forward.softcap > 0.0, parts, *self.wanted, bits, problem.bias_element,
+                            sequences)
+        if not listed:
+            tiles = tile_numbers(key_length, tile.block_n, problem.count)
+            kernel.launch(rows * tiles * parts, 32 * tile.warps, problem.pack(None, **fields), self.stream)
             return
-        entries = rows * supers.entries
+        if dense is not None:
+            packed = problem.packed_mask(self.runtime, self.stream)
+            assert packed is not None
+            entries, partial, lists = rows * dense.entries, dense.partial, {**packed.fields, **dense.fields}
+        else:
+            assert supers is not None
+            entries, partial = rows * supers.entries, True
+            lists = {**supers.fields, "supers": supers.supers, "super_capacity": supers.capacity,
+                     "super_queries": supers.queries, "super_entries": supers.entries}
         sizes = dict(zip(("partial_key", "partial_value", "partial_bias"),
                          (head_dim, head_dim, self.query.shape[2] // kv_heads)))
         partials = {name: self.place.empty((entries * size,), "float32", self.device)
-                    for (name, size), wanted in zip(sizes.items(), self.wanted) if wanted}
-        params = problem.pack(None, **fields, **supers.fields, supers=supers.supers, super_capacity=supers.capacity,
-                              super_queries=supers.queries, super_entries=supers.entries,
+                    for (name, size), wanted in zip(sizes.items(), self.wanted) if wanted and partial}
+        params = problem.pack(None, **fields, **lists,
                               **{name: self.place.pointer(array) for name, array in partials.items()})
         kernel.launch(entries // tile.block_n * parts, 32 * tile.warps, params, self.stream)
-        self._load(BackwardSumConfig, "sum_partials", problem.causal, *self.wanted, self.problem.count > 0).launch(
-            rows * blocks(key_length, SUM_WARPS), SUM_THREADS, params, self.stream)
+        self._load(BackwardSumConfig, "sum_partials", problem.causal and not bits, *self.wanted, sequences,
+                   bits).launch(rows * blocks(key_length, SUM_WARPS), SUM_THREADS, params, self.stream)
 
 
 def _reduced(dbias: Any, bias: Operand) -> Any:

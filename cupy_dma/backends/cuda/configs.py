@@ -186,6 +186,7 @@ class BackwardSumConfig(jit.Config):
     dvalue: bool
     dbias: bool
     sequences: bool = False
+    bits: bool = False
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,11 @@ class DenseConfig(jit.Config):
     vector: bool = False
     intervals: bool = False
     causal: bool = False
+
+
+@dataclass(frozen=True)
+class DenseSupersConfig(jit.Config):
+    source = "dense_supers.cu"
 
 
 # Threads of a block and sizes, as in the kernel files.

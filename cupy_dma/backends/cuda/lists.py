@@ -93,13 +93,13 @@ def _layout(sizes: tuple[tuple[str, int], ...]) -> tuple[int, dict[str, int]]:
     return at // 4 + 4, offsets
 
 
-class _Workspace:
-    """One allocation for several arrays of int32."""
+class Workspace:
+    """One allocation for several arrays of int32, in the library and on the device of ``owner`` (a mask)."""
 
-    def __init__(self, mask: IntervalMask, **sizes: int):
+    def __init__(self, owner: Any, **sizes: int):
         length, offsets = _layout(tuple(sizes.items()))
-        self.array = mask.library.empty((length,), "int32", mask.device)
-        base = mask.library.pointer(self.array)
+        self.array = owner.library.empty((length,), "int32", owner.device)
+        base = owner.library.pointer(self.array)
         self.addresses = {name: base + offset for name, offset in offsets.items()}
 
 
@@ -109,7 +109,7 @@ def _kernel(runtime: Runtime, index: int, causal: bool, block_n: int, sequences:
 
 
 def _launch(runtime: Runtime, mask: IntervalMask, query_length: int, causal: bool, block_n: int, stream: int,
-            last: str, grid: int, fields: dict[str, int], space: _Workspace, sequences: Sequences | None) -> None:
+            last: str, grid: int, fields: dict[str, int], space: Workspace, sequences: Sequences | None) -> None:
     """count_seen, compact_seen and the kernel ``last`` with its grid."""
     start, stop, length, (batch, heads, _) = mask._start, mask._stop, mask.key_length, mask.shape
     chunks = blocks(length, LIST_CHUNK)
@@ -129,7 +129,7 @@ def _build(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int
     tiles = tile_numbers(query_length, queries, sequences.count if sequences else 0)
     capacity = _tile_capacity(mask, queries)
     summary_blocks = 0 if capacity else blocks(length, block_n)
-    space = _Workspace(mask, chunk_info=4 * rows * blocks(length, LIST_CHUNK), interval=2 * rows * length,
+    space = Workspace(mask, chunk_info=4 * rows * blocks(length, LIST_CHUNK), interval=2 * rows * length,
                        seen=rows * length, seen_count=rows, summaries=4 * rows * summary_blocks,
                        list=rows * tiles * capacity, list_lengths=2 * rows * tiles)
     fields = {"queries": queries, "tiles": tiles, "capacity": capacity, "summary_blocks": summary_blocks}
@@ -150,7 +150,7 @@ def _build_supers(runtime: Runtime, mask: IntervalMask, query_length: int, queri
     rows, length, chunks = mask.shape[0] * mask.shape[1], mask.key_length, blocks(mask.key_length, LIST_CHUNK)
     supers = tile_numbers(query_length, queries, sequences.count if sequences else 0)
     entries = supers * capacity if sequences is None else super_entries(query_length, queries, capacity, sequences)
-    space = _Workspace(mask, chunk_info=4 * rows * chunks, interval=2 * rows * length, seen=rows * length,
+    space = Workspace(mask, chunk_info=4 * rows * chunks, interval=2 * rows * length, seen=rows * length,
                        seen_count=rows, span_sum=rows * chunks, span_offset=rows * length,
                        super_list=rows * entries, super_lengths=rows * supers, places=rows * entries)
     _launch(runtime, mask, query_length, causal, 64, stream, "super_lists", rows * supers,
