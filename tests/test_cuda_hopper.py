@@ -68,7 +68,7 @@ def test_contiguous_keys_without_the_copy_engine(case, everything, monkeypatch):
 
 
 def test_the_copy_engine_reads_views(torch):
-    """Heads before rows, slices of heads and columns; a batch that is expanded is gathered, in another order of keys."""
+    """Heads before rows, slices of heads and columns; an expanded batch is gathered, in another order of keys."""
     q = torch.randn(2, 6000, 8, 128, device="cuda").bfloat16()
     wide = torch.randn(2, 4, 6000, 256, device="cuda").bfloat16()
     for k, v in ((wide[..., :128].transpose(1, 2), wide[..., 128:].transpose(1, 2)),
@@ -115,8 +115,8 @@ def test_sequences_agree_with_the_portable_kernel(torch, monkeypatch, lengths, c
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "window"), [
     (16, 8, 128, 256), (4, 4, 128, 1000), (8, 2, 96, 64)])
 def test_agrees_with_the_portable_kernel_where_it_pays(torch, monkeypatch, heads, kv_heads, head_dim, window):
-    q, k, v = draw(torch, 9000, 9100, heads, kv_heads, head_dim)
-    scores = draw_scores(torch, 1, kv_heads, 9100)
+    q, k, v = draw(torch, 30000, 30100, heads, kv_heads, head_dim)
+    scores = draw_scores(torch, 1, kv_heads, 30100)
     mask = dma.IntervalMask.top_w(scores, window)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper, "serves", lambda *arguments: False)
@@ -130,11 +130,11 @@ def test_agrees_with_the_portable_kernel_where_it_pays(torch, monkeypatch, heads
 @pytest.mark.parametrize("dense", [False, True])
 def test_same_bits_on_every_run(torch, dense):
     """A race between copies, products and the writing of tiles would show as a difference sooner or later."""
-    q, k, v = draw(torch, 6000, 6000, 16, 8, 128)
-    scores = draw_scores(torch, 1, 8, 6000)
+    q, k, v = draw(torch, 8000, 8000, 16, 8, 128)
+    scores = draw_scores(torch, 1, 8, 8000)
     if dense:
-        options = {"mask": torch.rand(1, 1, 6000, 6000, device="cuda") < 0.3,
-                   "bias": torch.randn(1, 1, 6000, 6000, device="cuda").to(q.dtype)}
+        options = {"mask": torch.rand(1, 1, 8000, 8000, device="cuda") < 0.3,
+                   "bias": torch.randn(1, 1, 8000, 8000, device="cuda").to(q.dtype)}
     else:
         options = {"mask": dma.IntervalMask.top_w(scores, 300), "bias": scores}
     first, first_lse = dma.attention(q, k, v, **options, return_lse=True)

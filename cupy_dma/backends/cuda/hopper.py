@@ -119,7 +119,9 @@ def _pays(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -
         return False
     queries = tile.block_m // problem.tile_heads
     tiles = blocks(call.query_length, queries) * (call.heads // problem.tile_heads) * call.batch
-    return tiles >= runtime.multiprocessors(index)
+    # With lists of intervals the last, partly filled round costs more here than in the portable kernel's small tiles.
+    rounds = 1 if problem.bits or problem.mask is None else 8 if call.head_dim <= 64 else 4
+    return tiles >= rounds * runtime.multiprocessors(index)
 
 
 def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any, lse: Any) -> None:
