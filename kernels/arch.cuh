@@ -123,9 +123,11 @@ __device__ __forceinline__ void multiply_add_half(float* c, const unsigned* a, c
 // Takes the next number from 0 to `last` of a counter, which is 0 again after the last of them (atom.inc). What the thread's
 // block did before a barrier ahead of this is visible to the blocks that get later numbers, behind a barrier after it.
 __device__ __forceinline__ unsigned take_ticket(unsigned* counter, unsigned last) {
-    __threadfence();
-    const unsigned number = atomicInc(counter, last);
-    __threadfence();
+    unsigned number;
+    asm volatile("fence.acq_rel.gpu;\n\tatom.relaxed.gpu.global.inc.u32 %0, [%1], %2;\n\tfence.acq_rel.gpu;"
+                 : "=r"(number)
+                 : "l"(__cvta_generic_to_global(counter)), "r"(last)
+                 : "memory");
     return number;
 }
 #endif

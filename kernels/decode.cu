@@ -7,17 +7,17 @@
 // query      // (B, L, H, HEAD_DIM) ELEMENT       in_top   // (B, Hkv, R) bytes    //   lowest key, -1 while there is room
 // out        // (B, L, H, VALUE_DIM), contiguous  lse // (B, H, L) f32             free     // (B, Hkv): a slot not needed, -1
 //
-// One launch. `parts` blocks share the R slots of one (sequence, kv head, set of ROWS query heads), and the token itself,
-// which counts as slot R until the end. They only read the state: `lowest` and `free`, found by the launch before, tell
-// every block which slot the token takes and which key leaves the top. What a block finds goes to `partial`: outputs, and
+// One launch. `parts` blocks share the R slots of one (sequence, kv head, set of ROWS query heads). They only read the state:
+// `lowest` and `free`, found by the launch before, tell every block which key leaves the top and which slot the token
+// takes; for that slot they read the token's own rows. What a block finds goes to `partial`: outputs, and
 // of set 0 the lowest key of the top and a free slot of its share. The block that takes the last ticket of a (sequence,
 // kv head) adds the parts up in their order and alone changes the state; by then nobody reads it any more. `lengths` is
 // read for all kv heads of a sequence: the last of these changes it (a second ticket).
 //
-// EAGER: rows are loaded before it is known which are needed, because the time until they arrive is what counts; where
-// there are many, only those that are needed are read. counts: sequences with fewer than `token` + 1 tokens take no step.
+// A warp loads its first rows before it is known which are needed, because they take as long to come as that takes to be
+// found out; of the others only those that are needed. counts: sequences with fewer than `token` + 1 tokens take no step.
 //
-// Prelude: that of split.cuh, MIN_BLOCKS, ATTEND (0: there are no queries), EAGER.
+// Prelude: that of split.cuh, MIN_BLOCKS, ATTEND (0: there are no queries).
 #include "arch.cuh"
 #include "rank.cuh"
 #include "split.cuh"
@@ -60,7 +60,6 @@ struct StepParams {
     float scale, softcap;
 };
 
-static_assert(TOGETHER || !EAGER, "long rows leave no registers to load ahead");
 constexpr int NO_SLOT = 2147483647;
 constexpr Candidate NOTHING = {0, 0, NO_SLOT, NO_SLOT};
 
@@ -106,25 +105,23 @@ struct Head {
     __device__ __forceinline__ const ELEMENT* new_value() const {
         return p.new_value + batch * p.value_batch + p.token * p.value_row + group * p.value_head;
     }
-    __device__ __forceinline__ const ELEMENT* key_of(int slot) const {
-        return slot == p.slots ? new_key() : p.key + (pair * p.slots + slot) * HEAD_DIM;
-    }
-    __device__ __forceinline__ const ELEMENT* value_of(int slot) const {
-        return slot == p.slots ? new_value() : p.value + (pair * p.slots + slot) * VALUE_DIM;
+    __device__ __forceinline__ ELEMENT* key_of(int slot) const { return p.key + (pair * p.slots + slot) * HEAD_DIM; }
+    __device__ __forceinline__ ELEMENT* value_of(int slot) const {
+        return p.value + (pair * p.slots + slot) * VALUE_DIM;
     }
 };
 
-// What is known of a slot. Slot R is the token.
+// What is known of a slot.
 struct Slot {
     int number;
-    long long position;  // -1: empty, or about to be overwritten
+    long long position;  // -1: empty
     float score;
     int in_top;
 
     // As the state has it.
     __device__ __forceinline__ Slot(const Head& head, int number, int end)
         : number(number), position(-1), score(0.0f), in_top(0) {
-        if (number < min(end, head.p.slots)) {
+        if (number < end) {
             const long long at = head.pair * head.p.slots + number;
             position = head.p.position[at];
             score = head.p.score[at];
@@ -133,15 +130,12 @@ struct Slot {
     }
 
     // As it is when the token has come.
-    __device__ __forceinline__ void follow(const Change& change, int slots) {
-        if (number == slots) {
-            position = change.target >= 0 ? change.position : -1;
-            score = change.score;
-            in_top = change.enters;
-        } else if (number == change.target) {
-            position = -1;
-        }
+    __device__ __forceinline__ void follow(const Change& change) {
         if (number == change.dropped || position < 0) in_top = 0;
+        if (number != change.target) return;
+        position = change.position;
+        score = change.score;
+        in_top = change.enters;
     }
 
     // Whether the token at `now` sees the key, or needs it to be kept.
@@ -176,11 +170,8 @@ __device__ __forceinline__ Candidate merge_lanes(const Candidate& own) {
 
 __device__ __forceinline__ void consider(Candidate& own, const Slot& slot, const Change& change, const StepParams& p) {
     Candidate other = {slot.position, ordered(slot.score), NO_SLOT, NO_SLOT};
-    const bool overwritten = slot.number == change.target, stored = change.target >= 0;
-    const int place = slot.number == p.slots ? change.target : slot.number;  // where the key will lie
-    if (slot.in_top) other.slot = place;
-    if (slot.number == p.slots ? stored : !overwritten)
-        if (!slot.needed(p, change.position + 1)) other.free = place;
+    if (slot.in_top) other.slot = slot.number;
+    if (!slot.needed(p, change.position + 1)) other.free = slot.number;
     merge(own, other);
 }
 
@@ -243,10 +234,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_step(co
     }
 
     // ---- this block's share of the slots ----
-    const int first = part * p.share + warp * STEP, end = min((part + 1) * p.share, p.slots + 1);
+    const int first = part * p.share + warp * STEP, end = min((part + 1) * p.share, p.slots);
     constexpr int STRIDE = WARPS * STEP;  // from a warp's step to its next
     Candidate candidate = NOTHING;
-    Change change;
+    Change change = {0, 0.0f, false, -1, -1};
     if constexpr (ATTEND) {
         const Query query(rows, [&](int row) {
             return p.query + head.batch * p.query_batch + p.token * p.query_row + (first_head + row) * p.query_head;
@@ -255,26 +246,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_step(co
         WarpState state;
         Keys keys;
         Values values;
-        unsigned seen = 0;  // of the slots of the step whose rows are loaded next
-        int place = first;  // of that step
-        const auto exists = [&](int i) { return EAGER ? place + i < end : (seen >> i & 1) != 0; };
-        const auto key_at = [&](int i, bool& found) { return head.key_of((found = exists(i)) ? place + i : 0); };
-        const auto value_at = [&](int i, bool& found) { return head.value_of((found = exists(i)) ? place + i : 0); };
+        int place = first;  // of the step whose rows are loaded next
+        unsigned seen = place < end ? ~0u >> (32 - min(STEP, end - place)) : 0;  // of its slots; at first: that there are
+        const auto slot_to_read = [&](int i) { return min(place + key_to_read(i, seen), end - 1); };
+        const auto key_at = [&](int i) {
+            const int slot = slot_to_read(i);
+            return slot == change.target ? head.new_key() : head.key_of(slot);
+        };
+        const auto value_at = [&](int i) {
+            const int slot = slot_to_read(i);
+            return slot == change.target ? head.new_value() : head.value_of(slot);
+        };
         const auto slot_at = [&](int base) { return Slot(head, base + lane, lane < STEP ? end : 0); };
         const auto arrive = [&](Slot& slot) {  // the token has come: what is seen of the step's slots
-            slot.follow(change, p.slots);
+            slot.follow(change);
             const bool mine = lane < STEP && slot.number < end;
             if (mine && set == 0) consider(candidate, slot, change, p);
             return __ballot_sync(ALL_LANES, mine && slot.needed(p, change.position));
         };
         Slot slot = slot_at(first), following = slot_at(first + STRIDE);
-        if (EAGER) {
+        if (TOGETHER) {
             load_keys(keys, key_at);
             load_values(values, value_at);
         }
         change = head.change();
         seen = arrive(slot);
-        if (!EAGER && TOGETHER) {
+        if (TOGETHER && place <= change.target && change.target < min(place + STEP, end)) {  // once more, with the token
             load_keys(keys, key_at);
             load_values(values, value_at);
         }
@@ -295,13 +292,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_step(co
             if (TOGETHER) load_keys(keys, key_at);
             mask_logits(s, logit, now, score);
             state.soften(s);
-            if (EAGER) {  // what nobody sees must not meet a probability of 0: 0 * inf
-#pragma unroll
-                for (int k = 0; k < 4; ++k)
-                    if (!(now >> value_key(k) & 1))
-#pragma unroll
-                        for (int c = 0; c < VALUE_CHUNKS; ++c) values.piece[c][k] = {};
-            }
+            only_seen(values, now);
             state.add(s, values);
             if (TOGETHER) load_values(values, value_at);
         }
@@ -310,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_step(co
         change = head.change();
         for (int base = first; base < end; base += STRIDE) {
             Slot slot(head, base + lane, lane < STEP ? end : 0);
-            slot.follow(change, p.slots);
+            slot.follow(change);
             if (lane < STEP && slot.number < end) consider(candidate, slot, change, p);
         }
     }
@@ -352,9 +343,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_step(co
         if (take_ticket(heads, p.kv_heads - 1) == p.kv_heads - 1) p.lengths[head.batch] = change.position + 1;
     }
     if (change.target >= 0) {
-        copy_row<HEAD_DIM>(p.key + (head.pair * p.slots + change.target) * HEAD_DIM, head.new_key(), threadIdx.x, THREADS);
-        copy_row<VALUE_DIM>(p.value + (head.pair * p.slots + change.target) * VALUE_DIM, head.new_value(), threadIdx.x,
-                            THREADS);
+        copy_row<HEAD_DIM>(head.key_of(change.target), head.new_key(), threadIdx.x, THREADS);
+        copy_row<VALUE_DIM>(head.value_of(change.target), head.new_value(), threadIdx.x, THREADS);
     }
     if (!ATTEND) return;
     for (int s = 0; s < p.sets; ++s) {

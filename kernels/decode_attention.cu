@@ -8,8 +8,8 @@
 //
 // The Lq * H / Hkv rows of a (sequence, kv head), query by query, are cut into `sets` of ROWS; `parts` blocks share the
 // keys of a set. With LISTED the keys are `list` (B * Hkv, slots), and the intervals stand beside it, entry by entry:
-// list_interval (B * Hkv, slots). A key that no row of the set sees is not read. A block leaves its part in global memory;
-// the one with the last ticket of a set adds them up in their order.
+// list_interval (B * Hkv, slots). Of a key that no row of the set sees nothing is read. A block leaves its part in global
+// memory; the one with the last ticket of a set adds them up in their order.
 //
 // Prelude: that of split.cuh (VALUE_DIM is HEAD_DIM), MIN_BLOCKS, LISTED, INTERVALS, CAUSAL, BIAS.
 #include "arch.cuh"
@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_attenti
     extern __shared__ __align__(128) unsigned char shared_memory[];
     DecodeShared& shared = *reinterpret_cast<DecodeShared*>(shared_memory);
     float* weights = reinterpret_cast<float*>(shared_memory + sizeof(DecodeShared));  // (ROWS, max(parts, WARPS))
-    const int part = blockIdx.x % p.parts, tile = blockIdx.x / p.parts;
+    const int tiles = gridDim.x / p.parts, part = blockIdx.x / tiles, tile = blockIdx.x % tiles;  // heads lie side by side
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     const Rows rows(p, tile);
     const ELEMENT* keys_of_head = p.key + rows.batch * p.key_batch + rows.group * p.key_head;
@@ -188,11 +188,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_attenti
                rows.head_of(row) * p.query_head;
     });
     unsigned some = __ballot_sync(ALL_LANES, key.seen_by_some(rows));
+    int place = first;  // of the step whose rows are loaded next
     const auto row_of = [&](const ELEMENT* head, long long stride) {
-        return [head, stride, some, &key](int i, bool& exists) {
-            const int row = __shfl_sync(ALL_LANES, key.row, i);
-            exists = (some >> i & 1) != 0;
-            return head + (exists ? row : 0) * stride;
+        return [&, head, stride](int i) {
+            const int chosen = key_to_read(i, some), row = LISTED ? __shfl_sync(ALL_LANES, key.row, chosen) : place + chosen;
+            return head + (some != 0 ? row : 0) * stride;
         };
     };
     Keys keys;
@@ -216,6 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_attenti
         key = following;
         following = key_at(base + 2 * STRIDE);
         some = __ballot_sync(ALL_LANES, key.seen_by_some(rows));
+        place = base + STRIDE;
         if (TOGETHER) load_keys(keys, row_of(keys_of_head, p.key_row));
         if (now != 0) {
             const unsigned all = __ballot_sync(ALL_LANES, current.seen_by_all(rows));
@@ -235,6 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_attenti
                 }
             }
             state.soften(s);
+            only_seen(values, now);
             if (now != all) isolate_nonfinite(state, values, current, rows, now & ~all);
             state.add(s, values);
         }

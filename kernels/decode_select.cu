@@ -54,8 +54,22 @@ struct HistoryRow {
     __device__ __forceinline__ HistoryRow(const DecodeSelectParams& p, int row)
         : p(p), row(row), score(p.score + row / p.kv_heads * p.score_batch + row % p.kv_heads * p.score_head) {}
 
-    __device__ __forceinline__ Ranked ranked(int j) const {
-        return static_cast<Ranked>(ordered(score[j * p.score_key])) << 32 | static_cast<unsigned>(j);
+    __device__ __forceinline__ static Ranked ranked(float score, int j) {
+        return static_cast<Ranked>(ordered(score)) << 32 | static_cast<unsigned>(j);
+    }
+    __device__ __forceinline__ Ranked ranked(int j) const { return ranked(score[j * p.score_key], j); }
+
+    // Of keys first, first + step, ... below `end`; 0 behind it. All loads are under way before the first is waited for.
+    template <int count>
+    __device__ __forceinline__ void ranked(Ranked (&ranks)[count], int first, int step, int end) const {
+        float scores[count];
+#pragma unroll
+        for (int k = 0; k < count; ++k) scores[k] = score[min(first + k * step, end - 1) * p.score_key];
+#pragma unroll
+        for (int k = 0; k < count; ++k) {
+            const int j = first + k * step;
+            ranks[k] = j < end ? ranked(scores[k], j) : 0;
+        }
     }
 };
 
@@ -73,11 +87,7 @@ extern "C" __global__ void __launch_bounds__(NARROW_THREADS) narrow(const Decode
     const int begin = chunk * p.chunk, end = min(begin + p.chunk, p.length);
     for (int base = begin; base < end; base += NARROW_THREADS * NARROW_OWN) {
         Ranked own[NARROW_OWN];
-#pragma unroll
-        for (int k = 0; k < NARROW_OWN; ++k) {
-            const int j = base + k * NARROW_THREADS + threadIdx.x;
-            own[k] = j < end ? row.ranked(j) : 0;
-        }
+        row.ranked(own, base + threadIdx.x, NARROW_THREADS, end);
 #pragma unroll
         for (int k = 0; k < NARROW_OWN; ++k)
             if (own[k] != 0 && (before.shift == 64 || (own[k] - before.low) >> before.shift == 0))
@@ -112,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(NARROW_THREADS) narrow(const Decode
 
 struct CollectShared {
     SelectShared select;
-    int offset[COLLECT_THREADS + 1];  // of the chunks' survivors
+    int chunk[COLLECT_THREADS], offset[COLLECT_THREADS + 1];  // the chunks with survivors, where theirs begin; their number
     Ranked mortal[COLLECT_THREADS];   // INTERVALS: the lowest of the best, which arrivals can push out
     int mortals, last;
 };
@@ -137,10 +147,9 @@ extern "C" __global__ void __launch_bounds__(COLLECT_THREADS) collect(const Deco
     for (int base = begin; base < end; base += COLLECT_THREADS * COLLECT_OWN) {
         Ranked own[COLLECT_OWN];
         int passing = 0, total;
+        row.ranked(own, base + threadIdx.x * COLLECT_OWN, 1, end);
 #pragma unroll
         for (int k = 0; k < COLLECT_OWN; ++k) {
-            const int j = base + threadIdx.x * COLLECT_OWN + k;
-            own[k] = j < end ? row.ranked(j) : 0;
             if (own[k] < low) own[k] = 0;
             passing += own[k] != 0;
         }
@@ -157,19 +166,32 @@ extern "C" __global__ void __launch_bounds__(COLLECT_THREADS) collect(const Deco
     if (!shared.last) return;
 
     // ---- the window best of all survivors, in the order of their positions ----
-    int total;
+    int total, filled;
     const int count = threadIdx.x < p.chunks ? p.survivor_count[row.row * p.chunks + threadIdx.x] : 0;
-    shared.offset[threadIdx.x] = exclusive_sum<COLLECT_THREADS>(count, total, shared.select.warp_sums);
-    if (threadIdx.x == 0) shared.mortals = 0;
-    __syncthreads();  // the offsets are in place
-    const auto entry = [&](int i) {
-        int at = 0;  // the last chunk that begins at or before i: chunks without survivors come before others of one offset
+    const int offset = exclusive_sum<COLLECT_THREADS>(count, total, shared.select.warp_sums);
+    const int number = exclusive_sum<COLLECT_THREADS>(count != 0, filled, shared.select.warp_sums);
+    if (count != 0) {
+        shared.chunk[number] = threadIdx.x;
+        shared.offset[number] = offset;
+    }
+    if (threadIdx.x == 0) {
+        shared.offset[filled] = total;
+        shared.mortals = 0;
+    }
+    __syncthreads();  // chunks and offsets are in place
+    const int each = (total + COLLECT_THREADS - 1) / COLLECT_THREADS;  // neighbours, for a thread
+    int begins = 0;  // the chunk of the thread's first
 #pragma unroll
-        for (int step = COLLECT_THREADS / 2; step > 0; step /= 2)
-            if (at + step < p.chunks && shared.offset[at + step] <= i) at += step;
-        return survivors[(long long)at * p.chunk + i - shared.offset[at]];
+    for (int step = COLLECT_THREADS / 2; step > 0; step /= 2)
+        if (begins + step < filled && shared.offset[begins + step] <= static_cast<int>(threadIdx.x) * each) begins += step;
+    const auto entry = [&](int i) -> Ranked {
+        const int n = threadIdx.x * each + i / COLLECT_THREADS;
+        if (n >= total) return 0;
+        int at = begins;
+        while (shared.offset[at + 1] <= n) ++at;
+        return survivors[(long long)shared.chunk[at] * p.chunk + n - shared.offset[at]];
     };
-    const Candidates<COLLECT_THREADS, decltype(entry)> candidates(entry, total);
+    const Candidates<COLLECT_THREADS, decltype(entry)> candidates(entry, each * COLLECT_THREADS);
     const Selection best = select_highest(candidates, p.window, shared.select);
     const int first = p.length - 1, coming = p.queries - 1;
     const long long of_row = (long long)row.row * (p.window + coming);
@@ -186,22 +208,18 @@ extern "C" __global__ void __launch_bounds__(COLLECT_THREADS) collect(const Deco
         for (int i = 0; i < shared.mortals; ++i) better += shared.mortal[i] > e;
         return better;
     };
-    int stored = 0;
-    for (int base = 0; base < total; base += COLLECT_THREADS) {
-        const int i = base + threadIdx.x;
-        const Ranked e = i < total ? entry(i) : 0;
-        const bool kept = e != 0 && e >= best.threshold;
-        int together;
-        const int place = stored + exclusive_sum<COLLECT_THREADS>(kept, together, shared.select.warp_sums);
-        if (kept) {
-            p.list[of_row + place] = static_cast<int>(e & 0xffffffffu);
-            if (INTERVALS)
-                p.interval[of_row + place] = make_int2(
-                    INT_LOWEST, e < safe.threshold ? position_of_death(row, e, p.window - safe.count - better_mortals(e))
-                                                   : NEVER);
-        }
-        stored += together;
-    }
+    int kept = 0;
+    candidates.for_each([&](Ranked e) { kept += e >= best.threshold; });
+    long long place = of_row + exclusive_sum<COLLECT_THREADS>(kept, total, shared.select.warp_sums);
+    candidates.for_each([&](Ranked e) {
+        if (e < best.threshold) return;
+        p.list[place] = static_cast<int>(e & 0xffffffffu);
+        if (INTERVALS)
+            p.interval[place] = make_int2(
+                INT_LOWEST,
+                e < safe.threshold ? position_of_death(row, e, p.window - safe.count - better_mortals(e)) : NEVER);
+        ++place;
+    });
     if (INTERVALS)
         for (int i = threadIdx.x; i < coming; i += COLLECT_THREADS) {
             const int j = first + 1 + i;

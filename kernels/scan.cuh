@@ -17,14 +17,15 @@ __device__ __forceinline__ int exclusive_sum(int value, int& total, int (&warp_s
     __syncthreads();  // the sums of an earlier call have been read
     if (lane == 31) warp_sums[threadIdx.x / 32] = sum;
     __syncthreads();  // every warp's sum is in place
-    int before = 0;
-    total = 0;
-#pragma unroll
-    for (int w = 0; w < threads / 32; ++w) {
-        if (w < static_cast<int>(threadIdx.x) / 32) before += warp_sums[w];
-        total += warp_sums[w];
-    }
-    return before + sum - value;
+    const int of_warp = lane < threads / 32 ? warp_sums[lane] : 0;
+    total = __reduce_add_sync(ALL_LANES, of_warp);
+    return __reduce_add_sync(ALL_LANES, lane < static_cast<int>(threadIdx.x) / 32 ? of_warp : 0) + sum - value;
+}
+
+__device__ __forceinline__ Ranked lowest_of_warp(Ranked x) {
+    const unsigned high = static_cast<unsigned>(x >> 32), highest = __reduce_min_sync(ALL_LANES, high);
+    const unsigned low = high == highest ? static_cast<unsigned>(x) : ~0u;
+    return static_cast<Ranked>(highest) << 32 | __reduce_min_sync(ALL_LANES, low);
 }
 
 constexpr int DIGIT_BITS = 11;
@@ -32,7 +33,7 @@ constexpr int DIGIT_BITS = 11;
 struct SelectShared {
     int histogram[1 << DIGIT_BITS];
     int warp_sums[32];
-    Ranked lowest, highest;  // of all candidates
+    Ranked lowest[32], highest[32];  // of the candidates of each warp
     int digit, above, inside;
 };
 
@@ -81,10 +82,6 @@ struct Candidates {
 template <int threads, typename Entry>
 __device__ Selection select_highest(const Candidates<threads, Entry>& candidates, int wanted, SelectShared& shared) {
     __syncthreads();  // an earlier selection's results have been read
-    if (threadIdx.x == 0) {
-        shared.lowest = ~0ull;
-        shared.highest = 0;
-    }
     Ranked low = ~0ull, high = 0;
     int count = 0;
     candidates.for_each([&](Ranked e) {
@@ -92,22 +89,23 @@ __device__ Selection select_highest(const Candidates<threads, Entry>& candidates
         low = min(low, e);
         high = max(high, e);
     });
-    int total;
-    exclusive_sum<threads>(count, total, shared.warp_sums);  // its barriers also protect lowest and highest
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    low = lowest_of_warp(low);
+    high = ~lowest_of_warp(~high);
+    count = __reduce_add_sync(ALL_LANES, count);
+    if (lane == 0) {
+        shared.lowest[warp] = low;
+        shared.highest[warp] = high;
+        shared.warp_sums[warp] = count;
+    }
+    __syncthreads();  // every warp's range and number are in place
+    const bool exists = lane < threads / 32;
+    low = lowest_of_warp(exists ? shared.lowest[lane] : ~0ull);
+    high = ~lowest_of_warp(exists ? ~shared.highest[lane] : ~0ull);
+    int total = __reduce_add_sync(ALL_LANES, exists ? shared.warp_sums[lane] : 0);
     if (total <= wanted) return {1, total};
     if (wanted <= 0) return {~0ull, 0};
-#pragma unroll
-    for (int distance = 16; distance > 0; distance >>= 1) {
-        low = min(low, __shfl_xor_sync(ALL_LANES, low, distance));
-        high = max(high, __shfl_xor_sync(ALL_LANES, high, distance));
-    }
-    if ((threadIdx.x & 31) == 0) {
-        atomicMin(&shared.lowest, low);
-        atomicMax(&shared.highest, high);
-    }
-    __syncthreads();  // lowest and highest are complete
-    low = shared.lowest;
-    Ranked span = shared.highest - low;  // the range is low .. low + span
+    Ranked span = high - low;  // the range is low .. low + span
     int missing = wanted;
 
     constexpr int BINS = 1 << DIGIT_BITS, OWN = BINS / threads;

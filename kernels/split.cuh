@@ -161,16 +161,17 @@ private:
     __device__ __forceinline__ static int row_at(int i) { return i % 32 / 4 + 8 * (i / 32 % ROW_TILES); }
 };
 
-// Rows of 16 keys: row_of(key of the step, exists) gives the address of a row, and whether it is to be read.
+// Rows of 16 keys: row_of(key of the step) gives the address of a row. Loads depend on no condition: the compiler would let
+// them wait for each other to merge what they bring with zeros. So what is not wanted is read again from a wanted row, and
+// comes to nothing later: its logit is -inf, its value `only_seen` clears.
 template <typename RowOf>
 __device__ __forceinline__ void load_keys(Keys& keys, const RowOf& row_of) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-        bool exists;
-        const ELEMENT* row = row_of(8 * n + lane / 4, exists);
+        const ELEMENT* row = row_of(8 * n + lane / 4);
 #pragma unroll
-        for (int c = 0; c < KEY_CHUNKS; ++c) keys.piece[n][c] = load_piece<HEAD_DIM>(row, 4 * c + lane % 4, exists);
+        for (int c = 0; c < KEY_CHUNKS; ++c) keys.piece[n][c] = load_piece<HEAD_DIM>(row, 4 * c + lane % 4, true);
     }
 }
 
@@ -182,11 +183,25 @@ __device__ __forceinline__ void load_values(Values& values, const RowOf& row_of)
     const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        bool exists;
-        const ELEMENT* row = row_of(value_key(k), exists);
+        const ELEMENT* row = row_of(value_key(k));
 #pragma unroll
-        for (int c = 0; c < VALUE_CHUNKS; ++c) values.piece[c][k] = load_piece<VALUE_DIM>(row, 8 * c + lane / 4, exists);
+        for (int c = 0; c < VALUE_CHUNKS; ++c) values.piece[c][k] = load_piece<VALUE_DIM>(row, 8 * c + lane / 4, true);
     }
+}
+
+// Which key of a step to read in place of key `i`: itself if it is `wanted`, else the first that is (key 0 if none is).
+__device__ __forceinline__ int key_to_read(int i, unsigned wanted) {
+    return wanted >> i & 1 ? i : max(__ffs(static_cast<int>(wanted)), 1) - 1;
+}
+
+// Clears the values of keys that nobody sees: they must not meet a probability of 0 (0 * inf).
+__device__ __forceinline__ void only_seen(Values& values, unsigned seen) {
+    if (seen == (1u << STEP) - 1) return;
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+        if (!(seen >> value_key(k) & 1))
+#pragma unroll
+            for (int c = 0; c < VALUE_CHUNKS; ++c) values.piece[c][k] = {};
 }
 
 // s = q . k^T
@@ -315,7 +330,7 @@ struct WarpState {
 };
 
 // ---- sums ----
-constexpr int MOST_PARTS = 256;
+constexpr int MOST_PARTS = 512;
 constexpr int SUM_WIDTH = VALUE_DIM % 4 == 0 ? 4 : 1;
 
 struct alignas(4 * SUM_WIDTH) Numbers {
@@ -330,24 +345,36 @@ template <typename WriteState, typename Write>
 __device__ __forceinline__ void combine(const float* o, const PartState* state, int count, bool far, float* weights,
                                         SplitShared& shared, int rows, const WriteState& write_state,
                                         const Write& write) {
+    // A thread adds SUM_WIDTH neighbouring numbers of every `slices`-th part.
+    constexpr int PER_ROW = VALUE_DIM / SUM_WIDTH, BATCH = 16;
+    const int groups = rows * PER_ROW, slices = far ? max(1, min(WARPS, THREADS / groups)) : 1;
+    Numbers own[BATCH];
+    const auto load = [&](int i, int part) {
+        const Numbers* first = reinterpret_cast<const Numbers*>(o) + i % groups;
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k)
+            own[k] = part + k * slices < count ? first[(part + k * slices) * (ROWS * PER_ROW)] : Numbers{};
+    };
+    if (threadIdx.x < groups * slices) load(threadIdx.x, threadIdx.x / groups);  // under way at the same time as the states
+
     const int lane = threadIdx.x & 31;
     for (int row = threadIdx.x / 32; row < rows; row += WARPS) {
         constexpr int EACH = MOST_PARTS / 32;
-        PartState own[EACH];
+        PartState part[EACH];
         float m = -infinity(), l = 0.0f;
 #pragma unroll
         for (int k = 0; k < EACH; ++k)
-            own[k] = lane + 32 * k < count ? state[(lane + 32 * k) * ROWS + row] : PartState{-infinity(), 0.0f};
+            part[k] = lane + 32 * k < count ? state[(lane + 32 * k) * ROWS + row] : PartState{-infinity(), 0.0f};
 #pragma unroll
-        for (int k = 0; k < EACH; ++k) m = fmaxf(m, own[k].m);
+        for (int k = 0; k < EACH; ++k) m = fmaxf(m, part[k].m);
 #pragma unroll
         for (int distance = 16; distance > 0; distance >>= 1) m = fmaxf(m, __shfl_xor_sync(ALL_LANES, m, distance));
         const float reference = m == -infinity() ? 0.0f : m;  // nothing seen: all weights are 2^-inf
 #pragma unroll
         for (int k = 0; k < EACH; ++k) {
-            const float weight = exp2_fast(own[k].m - reference);
+            const float weight = exp2_fast(part[k].m - reference);
             if (lane + 32 * k < count) weights[row * count + lane + 32 * k] = weight;
-            l = fmaf(weight, own[k].l, l);
+            l = fmaf(weight, part[k].l, l);
         }
 #pragma unroll
         for (int distance = 16; distance > 0; distance >>= 1) l += __shfl_xor_sync(ALL_LANES, l, distance);
@@ -358,18 +385,11 @@ __device__ __forceinline__ void combine(const float* o, const PartState* state, 
     }
     __syncthreads();  // weights and sums are complete
 
-    // A thread adds SUM_WIDTH neighbouring numbers of every `slices`-th part.
-    constexpr int PER_ROW = VALUE_DIM / SUM_WIDTH, BATCH = 16;
-    const int groups = rows * PER_ROW, slices = far ? max(1, min(WARPS, THREADS / groups)) : 1;
     for (int i = threadIdx.x; i < groups * slices; i += THREADS) {
         const int group = i % groups, slice = i / groups, row = group / PER_ROW;
-        const Numbers* first = reinterpret_cast<const Numbers*>(o) + group;
         Numbers sum = {};
         for (int part = slice; part < count; part += BATCH * slices) {
-            Numbers own[BATCH] = {};
-#pragma unroll
-            for (int k = 0; k < BATCH; ++k)
-                if (part + k * slices < count) own[k] = first[(part + k * slices) * (ROWS * PER_ROW)];
+            if (i >= THREADS || part > slice) load(i, part);
 #pragma unroll
             for (int k = 0; k < BATCH; ++k) {
                 const float weight = part + k * slices < count ? weights[row * count + part + k * slices] : 0.0f;

@@ -133,11 +133,9 @@ def decoding() -> list[jit.Config]:
     for dtype, size, rows in (("bfloat16", 64, 2), ("float16", 128, 16), ("bfloat16", 128, 4), ("float16", 256, 8),
                               ("float32", 64, 16), ("float32", 128, 2), ("float16", 33, 3)):
         element, vector = configs.ELEMENTS[dtype], size % 8 == 0
-        short = size * configs.ELEMENT_BYTES[element] <= decode.ROW_BYTES
         common = (element, size, size, vector, rows, decode.WARPS, size == 33,
                   decode.min_blocks(size, size, dtype, rows))
-        found += [decode.StepConfig(*common, attend, eager) for attend, eager in (
-            (True, short), (True, False), (False, False))]
+        found += [decode.StepConfig(*common, attend) for attend in (True, False)]
         found += [few_queries.DecodeConfig(*common, *rest) for rest in (
             (True, rows > 2, False, True), (False, True, rows == 4, True), (False, False, rows == 3, False))]
     return found

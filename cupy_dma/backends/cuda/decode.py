@@ -20,9 +20,8 @@ from cupy_dma.cache_state import CacheState, ExtendCall
 STEPS = 8  # tokens of a call that are taken one by one
 ROW_BYTES = 256  # of keys or values: longer ones leave registers for 8 query heads, and none to load ahead
 WARPS, STEP = 4, 16  # of a block; keys a warp takes at a time
-MOST_PARTS = 256  # blocks that share the slots of a kv head
-BLOCKS = 8  # per multiprocessor: more are not made where there are slots enough for fewer
-EAGER_BYTES = 1 << 15  # per multiprocessor: caches up to this size wait for the first byte, not for the last
+MOST_PARTS = 512  # blocks that share the slots of a kv head
+BLOCK_STEPS = 4  # what beginning and ending a block takes, in steps of its warps
 CANDIDATE_WORDS = 6  # of struct Candidate
 
 
@@ -50,7 +49,6 @@ class SplitConfig(jit.Config):
 class StepConfig(SplitConfig):
     source = "decode.cu"
     attend: bool
-    eager: bool
 
     def shared_bytes(self, parts: int) -> int:
         """``struct StepShared`` and the weights."""
@@ -65,7 +63,6 @@ class Split:
     sets: int  # of query heads
     parts: int
     share: int  # slots of a part
-    eager: bool
     grid: int
 
 
@@ -89,13 +86,12 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
             lse = place.empty((batch, heads, length), "float32", device)
     if batch == 0:
         return out, lse
-    cut = split(state.key.shape, state.value_dim, heads // state.kv_heads, ELEMENT_BYTES[ELEMENTS[state.key.dtype]],
+    cut = split(state.key.shape, state.value_dim, heads // state.kv_heads, state.key.dtype,
                 runtime.multiprocessors(index))
     operands = (call.key, call.value) if query is None else (query, call.key, call.value)
     kernel = _kernel(runtime, index, cut.parts, ELEMENTS[state.key.dtype], state.head_dim, state.value_dim,
                      rows_aligned(*operands), cut.rows, WARPS, call.softcap > 0.0,
-                     min_blocks(state.head_dim, state.value_dim, state.key.dtype, cut.rows), query is not None,
-                     cut.eager)
+                     min_blocks(state.head_dim, state.value_dim, state.key.dtype, cut.rows), query is not None)
     fields = {**_fixed(state, cut, heads), **_moving(call)}
     if out is not None:
         fields["out"] = place.pointer(out)
@@ -109,19 +105,29 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
 
 
 @functools.lru_cache(maxsize=1024)
-def split(shape: tuple[int, int, int, int], value_dim: int, group: int, size: int, processors: int) -> Split:
-    """The blocks of a step for keys ``(B, Hkv, R, D)`` of ``size`` bytes an element and ``group`` query heads a kv
-    head: a few per multiprocessor, or as many as there is work for in ones of ``WARPS * STEP`` slots."""
-    batch, kv_heads, rows, head_dim = shape
-    pairs, slots = batch * kv_heads, rows + 1
-    long = max(head_dim, value_dim) * size > ROW_BYTES
+def split(shape: tuple[int, int, int, int], value_dim: int, group: int, dtype: str, processors: int) -> Split:
+    """The blocks of a step for keys ``(B, Hkv, R, D)`` and ``group`` query heads a kv head."""
+    batch, kv_heads, slots, head_dim = shape
+    long = max(head_dim, value_dim) * ELEMENT_BYTES[ELEMENTS[dtype]] > ROW_BYTES
     sets = max(1, blocks(group, 8 if long else 16))
-    wanted = max(1, round(BLOCKS * processors / (pairs * sets)))
-    parts = min(wanted, blocks(slots, WARPS * STEP), MOST_PARTS)
-    share = blocks(blocks(slots, parts), STEP) * STEP
-    parts = blocks(slots, share)
-    eager = not long and pairs * slots * (head_dim + value_dim) * size <= EAGER_BYTES * processors
-    return Split(max(1, blocks(group, sets)), sets, parts, share, eager, pairs * sets * parts)
+    rows = max(1, blocks(group, sets))
+    tiles = batch * kv_heads * sets
+    parts, share = parts_of(tiles, slots, processors * min_blocks(head_dim, value_dim, dtype, rows))
+    return Split(rows, sets, parts, share, tiles * parts)
+
+
+def parts_of(tiles: int, slots: int, resident: int) -> tuple[int, int]:
+    """How many blocks share the slots of each of so many tiles, and how many slots a block then has, where ``resident``
+    blocks run at a time: what takes the fewest steps, one round of blocks after the other, and of these the fewest."""
+    best = None
+    for wanted in range(1, min(blocks(slots, WARPS * STEP), MOST_PARTS) + 1):
+        share = blocks(blocks(slots, wanted), STEP) * STEP
+        parts = blocks(slots, share)
+        cost = blocks(tiles * parts, resident) * (BLOCK_STEPS + blocks(share, WARPS * STEP))
+        if best is None or cost < best[0]:
+            best = cost, parts, share
+    assert best is not None
+    return best[1:]
 
 
 def min_blocks(head_dim: int, value_dim: int, dtype: str, rows: int) -> int:

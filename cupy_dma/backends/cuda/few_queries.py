@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cupy_dma import jit
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.configs import BIAS_DENSE, BIAS_OF_KEYS, ELEMENTS, blocks
-from cupy_dma.backends.cuda.decode import MOST_PARTS, ROW_BYTES, STEP, WARPS, SplitConfig, min_blocks
+from cupy_dma.backends.cuda.decode import ROW_BYTES, WARPS, SplitConfig, min_blocks, parts_of
 from cupy_dma.backends.cuda.problem import Problem
 from cupy_dma.backends.cuda.runtime import LoadedKernel, Runtime
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 MOST_ROWS, TILE_ROWS = 64, 16  # queries times heads of a group: that are served, and that read keys together
 LEAST_KEYS = 512  # below this a tile is as fast
-BLOCKS = 8  # per multiprocessor, where there are keys enough
 
 
 @dataclass(frozen=True)
@@ -48,17 +47,6 @@ class KeyList:
     keep: Any  # the arrays
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How the work is shared out."""
-
-    rows: int  # of a tile
-    sets: int
-    parts: int
-    share: int  # keys of a part
-    grid: int
-
-
 def serves(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
     """Whether this kernel takes the call on device ``index``: it can, and tiles of queries would not fill the GPU."""
     return (call.sequences is None and not problem.bits and problem.bias_kind != BIAS_DENSE and not problem.by_head
@@ -80,13 +68,15 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
     kv_heads, index = call.kv_heads, device.index
     slots = problem.key_length if listed is None else listed.count
     rows = length * (heads // kv_heads)
-    cut = split(batch * kv_heads, rows, sets_of(rows, head_dim * problem.size), slots, runtime.multiprocessors(index))
+    sets = sets_of(rows, head_dim * problem.size)
+    tile_rows, tiles = blocks(rows, sets), batch * kv_heads * sets
+    resident = min_blocks(head_dim, head_dim, query.dtype, tile_rows)
+    parts, share = parts_of(tiles, slots, resident * runtime.multiprocessors(index))
     fields: dict[str, Any] = {"out": place.pointer(out), "lse": place.pointer(lse), "group": heads // kv_heads,
-                              "sets": cut.sets, "parts": cut.parts, "share": cut.share, "slots": slots}
-    tiles = batch * kv_heads * cut.sets
+                              "sets": sets, "parts": parts, "share": share, "slots": slots}
     keep = None
-    if cut.parts > 1:
-        numbers = cut.grid * cut.rows
+    if parts > 1:
+        numbers = tiles * parts * tile_rows
         keep = place.empty((numbers * (head_dim + 2),), "float32", device)
         fields["partial"] = place.pointer(keep)
         fields["partial_state"] = place.pointer(keep) + 4 * numbers * head_dim
@@ -104,12 +94,12 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
     elif mask is not None:
         for name, operand in (("start", mask._start), ("stop", mask._stop)):
             fields |= {name: operand.pointer, f"{name}_batch": _step(operand, 0), f"{name}_group": _step(operand, 1)}
-    kernel = _kernel(runtime, index, cut.parts, ELEMENTS[query.dtype], head_dim, head_dim, problem.vector, cut.rows,
-                     WARPS, call.softcap > 0.0, min_blocks(head_dim, head_dim, query.dtype, cut.rows),
-                     listed is not None, intervals, causal, problem.bias_kind == BIAS_OF_KEYS)
+    kernel = _kernel(runtime, index, parts, ELEMENTS[query.dtype], head_dim, head_dim, problem.vector, tile_rows,
+                     WARPS, call.softcap > 0.0, resident, listed is not None, intervals, causal,
+                     problem.bias_kind == BIAS_OF_KEYS)
     params = jit.params("decode_attention.cu", "DecodeParams")
     shared = {name: problem.params[name] for name in params.names if name in problem.params and name not in fields}
-    kernel.launch(cut.grid, 32 * WARPS, params.pack_some(shared, fields), place.stream(device))
+    kernel.launch(tiles * parts, 32 * WARPS, params.pack_some(shared, fields), place.stream(device))
 
 
 def _step(operand: Operand, axis: int) -> int:
@@ -119,15 +109,6 @@ def _step(operand: Operand, axis: int) -> int:
 def sets_of(rows: int, row_bytes: int) -> int:
     """Tiles that ``rows`` of a kv head are cut into, for rows of keys of so many bytes."""
     return blocks(rows, 8 if row_bytes > ROW_BYTES else TILE_ROWS)
-
-
-@functools.lru_cache(maxsize=1024)
-def split(pairs: int, rows: int, sets: int, slots: int, processors: int) -> Cut:
-    """The blocks for ``rows`` of each of ``pairs`` kv heads, in so many ``sets``, and ``slots`` keys."""
-    parts = min(max(1, round(BLOCKS * processors / (pairs * sets))), blocks(slots, WARPS * STEP), MOST_PARTS)
-    share = blocks(blocks(slots, parts), STEP) * STEP
-    parts = blocks(slots, share)
-    return Cut(blocks(rows, sets), sets, parts, share, pairs * sets * parts)
 
 
 @functools.cache
