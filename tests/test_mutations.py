@@ -106,6 +106,16 @@ def few_queries() -> None:
     assert np.abs(out - expected).max() < 3e-3
 
 
+def window_of_few_queries() -> None:
+    """Two queries, and one key that only the first of them sees, in a step of keys that both see or none."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, n, h, 16)).astype(np.float16) for n, h in ((2, 4), (600, 2), (600, 2)))
+    mask = dma.IntervalMask.sliding_window(600, 90)
+    out = dma.attention(q, k, v, mask=mask, backend="emulator")
+    expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), mask=mask, backend="numpy")
+    assert np.abs(out - expected).max() < 2e-3
+
+
 def last_queries(queries: int) -> Callable[[], None]:
     def check() -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -124,6 +134,7 @@ def dense_supers(kind: str, heads: int) -> Callable[[], None]:
 
 CHECKS: dict[str, Callable[[], None]] = {
     "few_queries": few_queries,
+    "few_queries[window]": window_of_few_queries,
     "decoding": decoding(),
     "decoding[several parts]": decoding(window=100, recent=2, length=104, heads=2, kv_heads=1),
     "decoding[sinks and recent]": decoding(sinks=2, recent=3),
@@ -377,13 +388,13 @@ FAULTS = [
     Fault("a row of outputs is rescaled by another row's maximum", "split.cuh",
           "rescale[r], 8 * t);  // of row", "rescale[r], 8 * t + 4);  // of row", "few_queries"),
     Fault("no barrier before the query is read", "decode.cu", "        __syncthreads();  // the query is", "        //",
-          "decoding"),
+          "decoding[several parts]"),
     Fault("no barrier before the ticket of a count", "decode_select.cu", "    __syncthreads();  // the block's counts",
           "    //", "last_queries[1]"),
     Fault("the last digit of the best is taken for one higher", "decode_select.cu",
           "const Ranked digit = DIGITS - 1 -", "const Ranked digit = DIGITS -", "last_queries[1]"),
     Fault("a key is seen for one position too long", "decode_attention.cu", "rows.last_position < stop;",
-          "rows.last_position <= stop;", "last_queries[4]"),
+          "rows.last_position <= stop;", "few_queries[window]"),
     Fault("arrivals push out nobody", "decode_select.cu", "&& --remaining == 0)", "&& --remaining < 0)",
           "last_queries[4]"),
     # ---- sequences ----
