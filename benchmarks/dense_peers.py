@@ -28,7 +28,8 @@ def block_mask(mask: torch.Tensor, compiled: bool) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     _, heads, queries, keys = mask.shape
-    return create_block_mask(visible_in(mask), 1, heads, queries, keys, device=str(mask.device), _compile=compiled)
+    create = torch.compile(create_block_mask) if compiled else create_block_mask
+    return create(visible_in(mask), 1, heads, queries, keys, device=str(mask.device))
 
 
 def _pass(mask: torch.Tensor, blocks: Any, grouped: bool, compiled: bool,

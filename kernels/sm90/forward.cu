@@ -197,6 +197,7 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void release_values() {
+        __syncwarp();  // one arrival speaks for what all lanes have read
         if (lane == 0) barrier_arrive(&shared.value_free[value_turn.stage]);
         value_turn.advance();
     }
@@ -216,6 +217,7 @@ struct Consumer {
     __device__ __forceinline__ void fetch_bias(int following) { bias.fetch(p, shared, turn.stage, following); }
 
     __device__ __forceinline__ void release_keys(const Turn<STAGES>& turn) const {
+        __syncwarp();  // one arrival speaks for what all lanes have read
         if (lane == 0) barrier_arrive(&shared.key_free[turn.stage]);
     }
 
