@@ -176,7 +176,7 @@ def test_hopper_kernels_keep_their_products_asynchronous(keys, heads):
             assert "Used" in log  # the assembler has spoken
             assert "serialized" not in log, f"{config}: {log}"
             assert config.shared_bytes <= 227 * 1024
-            assert jit.compile(config, "sm_90a").spill_bytes <= 160
+            assert jit.compile(config, "sm_90a").spill_bytes <= 256  # of the producer, where it has 32 registers
 
 
 @pytest.mark.parametrize("element", ["__half", "float"])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cupy_dma import jit
-from cupy_dma.backends.cuda import hopper
+from cupy_dma.backends.cuda import decode, hopper
 from cupy_dma.backends.cuda.configs import (
     BIAS_NONE,
     BIAS_OF_KEYS,
@@ -61,6 +61,14 @@ def hopper_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ..
     return list(dict.fromkeys(configs))
 
 
+def decode_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] = ("float16", "bfloat16"),
+                   groups: tuple[int, ...] = (1, 2, 4)) -> list[jit.Config]:
+    """The step of the decode cache."""
+    return [decode.StepConfig(ELEMENTS[dtype], head_dim, head_dim, True, group, decode.WARPS, False,
+                              decode.min_blocks(head_dim, head_dim, dtype, group), True)
+            for head_dim in head_dims for group in groups for dtype in dtypes]
+
+
 def warmup_jobs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] = ("float16", "bfloat16"),
                 groups: tuple[int, ...] = (1, 2, 4), arch: str | None = None) -> list[tuple[str, Callable[[], Any]]]:
     """(label, job) pairs; ``job()`` compiles one kernel file for ``arch``, by default the current device's."""
@@ -74,7 +82,7 @@ def warmup_jobs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] 
     else:
         own_arch, limit = "sm_90a", 227 * 1024
 
-    configs = usual_configs(head_dims, dtypes, groups, limit)
+    configs = [*usual_configs(head_dims, dtypes, groups, limit), *decode_configs(head_dims, dtypes, groups)]
     if (arch or own_arch) == "sm_90a":
         configs += hopper_configs(head_dims, dtypes, groups)
     return [(f"{config.source} D={config.head_dim}" if hasattr(config, "head_dim") else config.source,
