@@ -213,7 +213,7 @@ __device__ __forceinline__ void gather(ELEMENT* matrix, const RowSource& source,
 }
 
 __device__ __forceinline__ void gather_queries(ELEMENT* matrix, const AttentionParams& p, const Tile& t) {
-    constexpr int STEP = PRODUCER_THREADS / ROW_LANES;  // rows at a time, a multiple of 4
+    constexpr int STEP = PRODUCER_THREADS / ROW_LANES;
     const int piece = threadIdx.x % ROW_LANES, first = threadIdx.x / ROW_LANES;
     const ELEMENT* source = p.query + t.batch * p.query_batch + t.first_head * p.query_head + piece * 8;
     const int existing = min((t.end_query - t.first_query) * HEADS, QUERIES * HEADS);
