@@ -38,7 +38,7 @@ else
 CUDA_EXTRA ?= $(if $(filter Darwin,$(shell uname)),,cuda12)
 DEMO_EXTRAS := plot
 SELECT := -m "not gpu"
-WORKERS := -n $(JOBS)
+WORKERS := -n $(JOBS) --dist worksteal
 # A CPU build by its full version: a CUDA build is gigabytes of no use here, and its pins clash with CUDA_EXTRA.
 TORCH ?= torch==2.13.0$(if $(filter Darwin,$(shell uname)),,+cpu)
 endif
