@@ -371,16 +371,20 @@ def test_named_cases():
     assert empty.query_length > empty.key_length
 
 
-# ---- dense masks and biases ----
-@pytest.fixture(scope="module")
-def dense_result(tmp_path_factory):
-    """A run of the smoke set."""
+def smoke_result(benchmark, name, tmp_path_factory):
+    """What a run of the smoke set records."""
     pytest.importorskip("torch")
     place = tmp_path_factory.mktemp("results")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"flex_attention called without torch.compile")  # given once a process
-        assert dense_performance.main(["--set", "smoke", "--out", str(place)]) == 0
-    return json.loads((place / "dense_performance.json").read_text())
+        assert benchmark.main(["--set", "smoke", "--out", str(place)]) == 0
+    return json.loads((place / f"{name}.json").read_text())
+
+
+# ---- dense masks and biases ----
+@pytest.fixture(scope="module")
+def dense_result(tmp_path_factory):
+    return smoke_result(dense_performance, "dense_performance", tmp_path_factory)
 
 
 def test_dense_smoke_run(dense_result):
@@ -583,13 +587,7 @@ def test_decode_check(dtype, window):
 
 @pytest.fixture(scope="module")
 def decode_result(tmp_path_factory):
-    """A run of the smoke set."""
-    pytest.importorskip("torch")
-    place = tmp_path_factory.mktemp("results")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"flex_attention called without torch.compile")  # given once a process
-        assert decode.main(["--set", "smoke", "--out", str(place)]) == 0
-    return json.loads((place / "decode_performance.json").read_text())
+    return smoke_result(decode, "decode_performance", tmp_path_factory)
 
 
 def test_decode_smoke_run(decode_result):

@@ -127,6 +127,15 @@ def test_agrees_with_the_portable_kernel_where_it_pays(torch, monkeypatch, heads
     assert (out.float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max()
 
 
+def test_a_bias_that_a_tiny_scale_would_make_infinite(torch, everything):
+    everything(*TILES["128x128"])
+    q, k, v = draw(torch, 200, 200, 2, 1, 64)
+    bias = torch.randn(1, 1, 200, device="cuda")
+    weights = torch.softmax(bias[0, 0], 0)  # the products vanish beside it
+    out = dma.attention(q, k, v, bias=bias, scale=1e-38)
+    assert (out.float() - weights @ v[0, :, 0].float()).abs().max() < 1e-2
+
+
 @pytest.mark.parametrize("dense", [False, True])
 def test_same_bits_on_every_run(torch, dense):
     """A race between copies, products and the writing of tiles would show as a difference sooner or later."""

@@ -1,7 +1,8 @@
 """The attention forward on Hopper GPUs (``kernels/sm90``): warpgroup matrix products over gathered keys.
 
-It serves 16-bit elements in aligned rows, with a positive scale, no float32 bias per query and key, and tiles enough to
-fill the GPU; the portable kernel does the rest and gives the same numbers within rounding.
+It serves 16-bit elements in aligned rows, with a positive scale that a bias can be divided by, no float32 bias per
+query and key, and tiles enough to fill the GPU; the portable kernel does the rest and gives the same numbers within
+rounding.
 """
 from __future__ import annotations
 
@@ -54,15 +55,11 @@ class HopperForwardConfig(jit.Config):
 
     @property
     def shared_bytes(self) -> int:
-        """Size of ``struct Shared`` in the kernel file, and room to align it."""
+        """Size of ``struct Shared`` in the kernel file, rounded up, and room to align it."""
         row = blocks(self.head_dim, 64) * 128
         rows = self.query_stages * self.block_m + 2 * self.stages * self.block_n
         facts = 4 * self.block_n * (2 + max(2, blocks(self.block_m // self.heads, 32)))
         return 1024 + row * rows + 8 * self.block_n + self.stages * (facts + 16 + 32) + 64 * self.query_stages + 448
-
-    @property
-    def threads(self) -> int:
-        return 128 + 2 * self.block_m
 
 
 @dataclass(frozen=True)
@@ -74,6 +71,7 @@ class FiniteConfig(jit.Config):
 
 FINITE_WARPS, FINITE_ROWS = 8, 64  # as in finite.cu
 SECTION_BYTES = 24 << 20
+SMALLEST_SCALE = 2.0**-40  # sums begin at bias / scale, which must stay far from the largest float32
 _EXPONENTS = {"float16": "0x7c007c00u", "bfloat16": "0x7f807f80u"}
 
 # By what a call's keys are and the largest head dim, measured in docs/performance-notes.md.
@@ -104,7 +102,8 @@ def tile_of(keys: str, head_dim: int) -> HopperTile | None:
 def serves(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
     """Whether this kernel takes the call on device ``index``: it can, and is expected to be faster."""
     return (problem.size == 2 and problem.page_size == 0 and runtime.hopper(index) and problem.vector
-            and call.scale > 0.0 and not (problem.bias_kind == BIAS_DENSE and problem.bias_element == "float")
+            and call.scale >= SMALLEST_SCALE
+            and not (problem.bias_kind == BIAS_DENSE and problem.bias_element == "float")
             and problem.params["key_length"] > 0 and _strides_fit(problem) and _pays(runtime, index, call, problem))
 
 
