@@ -135,16 +135,16 @@ def _table(result: dict[str, Any]) -> str:
                   f"{versions.get('torch_cuda', '?')}, torch {versions.get('torch', '?')}, CuPy "
                   f"{versions.get('cupy', '?')}; copy bandwidth {copy:.2f} TB/s), {result['date'][:10]}. First table: "
                   f"batch 1, 2/1 heads, D 64, w 1024; second: D 128, w 2048 and its half. *Stateless* includes the "
-                  f"selection; *end to end* is the wall time of a replayed step and the wait for it; the others are "
-                  f"GPU times. *SDPA over all keys* is the faster of cuDNN and FlashAttention. Every output was "
-                  f"checked against float64 in the same run. All numbers and the method: "
-                  f"[benchmarks/results](benchmarks/results)."]
+                  f"selection; *end to end* is the wall time of a replayed step and the wait for it "
+                  f"({result['empty_replay_us']:.1f} for one tiny kernel); the others are GPU times. *SDPA over all keys* is "
+                  f"the faster of cuDNN and FlashAttention. Every output was checked against float64 in the same run. "
+                  f"All numbers and the method: [benchmarks/results](benchmarks/results)."]
     return "\n".join(lines)
 
 
 def _text(result: dict[str, Any]) -> str:
     lines = [f"{result['device']}, {result['versions']}, commit {result['commit'][:12]}",
-             f"copy bandwidth: {result['copy_tb_s']:.2f} TB/s"]
+             f"copy bandwidth: {result['copy_tb_s']:.2f} TB/s; empty replay: {result['empty_replay_us']:.1f} us"]
     for case in result["cases"]:
         check = case["check"]
         lines.append(f"{case['name']}: " + (f"check: {check['worst']:.2f} of what is allowed" if check["ok"]

@@ -591,7 +591,7 @@ def decode_result(tmp_path_factory):
 
 
 def test_decode_smoke_run(decode_result):
-    assert {"method", "device", "versions", "commit", "date", "cases", "copy_tb_s"} <= set(decode_result)
+    assert {"method", "device", "versions", "commit", "date", "cases", "copy_tb_s", "empty_replay_us"} <= set(decode_result)
     full, short, serving = decode_result["cases"]
     for case in decode_result["cases"]:
         assert case["check"]["ok"]
