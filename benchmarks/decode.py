@@ -76,7 +76,7 @@ def benchmark(case: Case) -> Benchmark:
 
 
 def machine_limits() -> dict[str, Any]:
-    """What bounds a step here: the copy bandwidth, bytes read and written, in TB/s, and an empty graph's replay, in us."""
+    """What bounds a step here: the copy bandwidth (bytes read and written, TB/s) and an empty graph's replay (us)."""
     import torch
 
     from benchmarks import measure

@@ -136,9 +136,9 @@ def _table(result: dict[str, Any]) -> str:
                   f"{versions.get('cupy', '?')}; copy bandwidth {copy:.2f} TB/s), {result['date'][:10]}. First table: "
                   f"batch 1, 2/1 heads, D 64, w 1024; second: D 128, w 2048 and its half. *Stateless* includes the "
                   f"selection; *end to end* is the wall time of a replayed step and the wait for it "
-                  f"({result['empty_replay_us']:.1f} for one tiny kernel); the others are GPU times. *SDPA over all keys* is "
-                  f"the faster of cuDNN and FlashAttention. Every output was checked against float64 in the same run. "
-                  f"All numbers and the method: [benchmarks/results](benchmarks/results)."]
+                  f"({result['empty_replay_us']:.1f} for one tiny kernel); the others are GPU times. *SDPA over all "
+                  f"keys* is the faster of cuDNN and FlashAttention. Every output was checked against float64 in "
+                  f"the same run. All numbers and the method: [benchmarks/results](benchmarks/results)."]
     return "\n".join(lines)
 
 

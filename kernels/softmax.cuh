@@ -74,44 +74,6 @@ struct RowState {
             }
     }
 
-    // The same of logits and m in a unit of their own: p = 2^(unit * (s - m)), unit > 0. In four strands a row, where a warp
-    // has few others beside it and registers to spare.
-    template <int columns, typename Fragment>
-    __device__ __forceinline__ void update(Fragment (&s)[columns], float unit, float (&rescale)[2]) {
-        float highest[2][4], sum[2][4], reference[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-#pragma unroll
-            for (int k = 0; k < 4; ++k) highest[r][k] = s[0].x[(k & 1) + 2 * r + 4 * (k >> 1)];
-#pragma unroll
-        for (int n = 1; n < columns; ++n)
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                float& h = highest[fragment_row(i)][(i & 1) + 2 * (i >> 2)];
-                h = fmaxf(h, s[n].x[i]);
-            }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float own = fmaxf(fmaxf(highest[r][0], highest[r][1]), fmaxf(highest[r][2], highest[r][3]));
-            const float now = fmaxf(m[r], row_max(own));
-            const float seen = now == -infinity() ? 0.0f : now;
-            rescale[r] = exp2_fast((m[r] - seen) * unit);
-            reference[r] = -seen * unit;
-            m[r] = now;
-        }
-#pragma unroll
-        for (int n = 0; n < columns; ++n)
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const int r = fragment_row(i), k = (i & 1) + 2 * (i >> 2);
-                s[n].x[i] = exp2_fast(fmaf(s[n].x[i], unit, reference[r]));
-                sum[r][k] = n == 0 ? s[n].x[i] : sum[r][k] + s[n].x[i];
-            }
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-            l[r] = fmaf(l[r], rescale[r], (sum[r][0] + sum[r][1]) + (sum[r][2] + sum[r][3]));
-    }
-
     // Sums l over the row's four lanes. Afterwards sum[r] = 0 where a row saw nothing.
     __device__ __forceinline__ void finish() {
         l[0] = row_sum(l[0]);

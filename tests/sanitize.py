@@ -23,6 +23,7 @@ import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends import cuda
 from cupy_dma.backends.cuda import hopper
+from cupy_dma.backends.cuda.runtime import CudaRuntime
 from cupy_dma.backward import attention_backward, key_scores_backward
 from tests import cases, reference, varlen_cases
 from tests.cache_cases import History
@@ -42,14 +43,16 @@ def forward(dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")) -> int
 
 
 def hopper_forward(tile: hopper.HopperTile, largest: int) -> int:
-    """The Hopper kernel with this tile, also where it would not pay."""
+    """The Hopper kernel with this tile, also where it would not pay; on two multiprocessors, so that blocks go on from
+    tile to tile."""
     if not cuda.runtime.hopper(0):
         return 0
 
     def pays(runtime, index, call, problem):
         return call.head_dim <= largest and (tile.block_m == 128 or not (problem.bits or problem.bias_kind == 2))
 
-    with mock.patch.object(hopper, "tile_shape", lambda call, problem: tile), mock.patch.object(hopper, "_pays", pays):
+    with (mock.patch.object(hopper, "tile_shape", lambda call, problem: tile), mock.patch.object(hopper, "_pays", pays),
+          mock.patch.object(CudaRuntime, "multiprocessors", lambda runtime, index: 2)):
         return forward(("float16", "bfloat16")) + varlen_forward(("float16", "bfloat16"))
 
 

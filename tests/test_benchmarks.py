@@ -591,7 +591,8 @@ def decode_result(tmp_path_factory):
 
 
 def test_decode_smoke_run(decode_result):
-    assert {"method", "device", "versions", "commit", "date", "cases", "copy_tb_s", "empty_replay_us"} <= set(decode_result)
+    assert {"method", "device", "versions", "commit", "date", "cases"} <= set(decode_result)
+    assert decode_result["copy_tb_s"] > 0 and decode_result["empty_replay_us"] > 0
     full, short, serving = decode_result["cases"]
     for case in decode_result["cases"]:
         assert case["check"]["ok"]

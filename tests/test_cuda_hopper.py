@@ -67,6 +67,45 @@ def test_contiguous_keys_without_the_copy_engine(case, everything, monkeypatch):
     cases.check(case, host(out), host(lse))
 
 
+@pytest.mark.parametrize("case", [c for c in FORWARD if c.mask in ("top_w", "causal")], ids=str)
+def test_queries_without_the_copy_engine(case, everything, monkeypatch):
+    everything(*TILES["192x64"])
+    monkeypatch.setattr(hopper, "queries_map", lambda query, queries, heads: None)
+    out, lse = cases.run(case, converter("torch"))
+    cases.check(case, host(out), host(lse))
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("slope", [0.05, 0.4, 3.0, -0.4])
+def test_logits_that_rise_and_fall(slope, masked, tile, everything, torch):
+    """The exponentials' reference must follow them: now and then, in every block, or never after the first."""
+    served, length, window = everything(*TILES[tile]), 1000, 300
+    q, k, v = draw(torch, length, length, 2, 1, TILES[tile][1][-1])
+    bias = slope * torch.arange(length, device="cuda", dtype=torch.float32).expand(1, 1, length)
+    mask = dma.IntervalMask.sliding_window(length, window, like=q) if masked else None
+    out, lse = dma.attention(q, k, v, mask=mask, bias=bias, causal=True, return_lse=True)
+    logits = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double()) / q.shape[-1] ** 0.5 + bias[0].double()
+    distance = torch.arange(length, device="cuda")[:, None] - torch.arange(length, device="cuda")
+    logits.masked_fill_((distance < 0) | (masked & (distance >= window)), -torch.inf)
+    expected = torch.einsum("hqk,kd->qhd", logits.softmax(-1), v[0, :, 0].double())
+    assert served
+    assert (out[0].double() - expected).abs().max() < 2**-6 * v.abs().max()
+    assert (lse[0].double() - logits.logsumexp(-1)).abs().max() < 1e-6 * length * max(1.0, abs(slope))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tiles_of_one_block(head_dim, torch, monkeypatch):
+    """Blocks of the grid that go from one tile of one block to the next wait for nobody."""
+    q, k, v = draw(torch, 40000, 40000, 4, 2, head_dim)
+    mask = dma.IntervalMask.sliding_window(40000, 20, like=q)
+    out = dma.attention(q, k, v, mask=mask)
+    monkeypatch.setattr(hopper, "serves", lambda *arguments: False)
+    expected = dma.attention(q, k, v, mask=mask)
+    assert not torch.equal(out, expected)  # another kernel
+    assert (out.float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max()
+
+
 def test_the_copy_engine_reads_views(torch):
     """Heads before rows, slices of heads and columns; an expanded batch is gathered, in another order of keys."""
     q = torch.randn(2, 6000, 8, 128, device="cuda").bfloat16()

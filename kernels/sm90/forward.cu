@@ -12,8 +12,8 @@
 // softmax is computed.
 //
 // Prelude: ELEMENT, HEAD_DIM, HEADS, BLOCK_M, BLOCK_N, STAGES, QUERY_STAGES, KEYS, CAUSAL, BITS, BIAS, BIAS_ELEMENT (16 bit
-// where BIAS_DENSE), SOFTCAP, SEQUENCES (with neither BITS nor BIAS_DENSE), BULK (KEYS_CONTIGUOUS, no BIAS_DENSE: rows come
-// through the copy engine).
+// where BIAS_DENSE), SOFTCAP, SEQUENCES (with neither BITS nor BIAS_DENSE), BULK (KEYS_CONTIGUOUS, no BIAS_DENSE: rows of
+// keys and values come through the copy engine), QUERY_BULK (so do queries; HEADS divides BLOCK_M).
 #include "sm90/logits.cuh"
 #include "sm90/producer.cuh"
 #include "sm90/tile.cuh"
@@ -55,17 +55,6 @@ __device__ __forceinline__ void begin_output(Fragment (&o)[DIM_FRAGMENTS], unsig
 #pragma unroll
     for (int n = 0; n < KEY_FRAGMENTS; ++n) add_columns<0>(o, probability[n], moved(b, n * 16 * CHUNK_ROW_BYTES));
     products_commit();
-}
-
-// Whether this thread's share of a block's values is finite. Rows of other tiles' columns are never read.
-__device__ __forceinline__ bool share_is_finite(const ELEMENT* value) {
-    unsigned found = 0;
-    for (int i = threadIdx.x - PRODUCER_THREADS; i < BLOCK_N * ROW_PIECES; i += CONSUMER_THREADS) {
-        const uint4 x = *reinterpret_cast<const uint4*>(
-            piece_of<BLOCK_N>(const_cast<ELEMENT*>(value), i / ROW_PIECES, i % ROW_PIECES));
-        found |= nonfinite(x.x, value) | nonfinite(x.y, value) | nonfinite(x.z, value) | nonfinite(x.w, value);
-    }
-    return (found & sign_bits(sizeof(ELEMENT))) == 0;
 }
 
 // A value that is not finite must not reach a row that does not see its key, and 0 * inf is NaN: such values are added
@@ -139,28 +128,28 @@ struct Consumer {
     Shared& shared;
     const AttentionParams& p;
     const Logits logits;
-    const float inverse_scale;
+    const float inverse_scale, slack;
     const int lane, group_row, first_row;  // rows of the warpgroup and of this warp in the tile
     Turn<STAGES> turn, value_turn;
     Turn<QUERY_STAGES> query_turn;
     Fragment s[KEY_FRAGMENTS], o[DIM_FRAGMENTS];
     unsigned probability[KEY_FRAGMENTS][4];
+    Order coming;  // of the block whose logits come next
     LaneBias bias;
-    bool look_at_values = true;  // some value of the tile at hand may not be finite
-    RowState state, complete;  // of the tile at hand, and of the one before until its output is written
+    LazyRowState state, complete;  // of the tile at hand, and of the one before until its output is written
     int position[2];
 
     __device__ __forceinline__ Consumer(Shared& shared, const AttentionParams& p)
-        : shared(shared), p(p), logits(p.scale, p.softcap), inverse_scale(1.0f / p.scale), lane(threadIdx.x & 31),
+        : shared(shared), p(p), logits(p.scale, p.softcap), inverse_scale(1.0f / p.scale), slack(SLACK / logits.unit),
+          lane(threadIdx.x & 31),
           group_row(uniform((threadIdx.x - PRODUCER_THREADS) / 128) * 64),
           first_row(uniform((threadIdx.x - PRODUCER_THREADS) / 32) * 16) {}
 
     // The softmax goes on to the tile whose queries are at `queries`.
     __device__ __forceinline__ void open_tile(const Turn<QUERY_STAGES>& queries) {
         const Tile& t = shared.tile[queries.stage];
-        look_at_values = p.nonfinite == nullptr || p.nonfinite[t.batch * p.kv_heads + t.group] != 0;
         complete = state;
-        state = RowState();
+        state = LazyRowState();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = first_row + lane / 4 + 8 * r, query = row / HEADS;
@@ -178,16 +167,18 @@ struct Consumer {
             for (int i = 0; i < 8; ++i) o[d].x[i] = 0.0f;
     }
 
-    // Logits of the block at `turn`, of the tile whose queries are at `queries`.
-    __device__ __forceinline__ Order start_logits(const Turn<QUERY_STAGES>& queries) {
-        barrier_wait(&shared.query_arrived[queries.stage], queries.phase);
+    // Waits for the keys at `turn` and reads what is known of them, ahead of their products.
+    __device__ __forceinline__ void meet_keys(const Turn<STAGES>& turn) {
         barrier_wait(&shared.key_arrived[turn.stage], turn.phase);
-        const Order order = shared.order[turn.stage];
+        coming = shared.order[turn.stage];
+    }
+
+    // Logits of the block at `turn`, whose keys have been met, of the tile whose queries are at `queries`.
+    __device__ __forceinline__ void start_logits(const Turn<QUERY_STAGES>& queries) {
 #if BIAS_FIRST
         begin_with_bias(s, shared, turn.stage, inverse_scale);
 #endif
         begin_logits(s, shared.query[queries.stage] + group_row * CHUNK_COLUMNS, shared.keys[turn.stage]);
-        return order;
     }
 
     __device__ __forceinline__ void finish_output() {
@@ -197,8 +188,7 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void release_values() {
-        __syncwarp();  // one arrival speaks for what all lanes have read
-        if (lane == 0) barrier_arrive(&shared.value_free[value_turn.stage]);
+        barrier_arrive(&shared.value_free[value_turn.stage]);
         value_turn.advance();
     }
 
@@ -207,8 +197,10 @@ struct Consumer {
         result.m[0] *= logits.unit;
         result.m[1] *= logits.unit;
         write_tile(p, shared.tile[query_turn.stage], shared.query[query_turn.stage], first_row, o, result);
-        __syncwarp();  // the warp has read its output rows
-        if (lane == 0) barrier_arrive(&shared.query_free[query_turn.stage]);
+#if QUERY_BULK
+        shared_write_fence();  // the copy engine may overwrite the output rows
+#endif
+        barrier_arrive(&shared.query_free[query_turn.stage]);
         query_turn.advance();
         clear_output();
     }
@@ -217,22 +209,27 @@ struct Consumer {
     __device__ __forceinline__ void fetch_bias(int following) { bias.fetch(p, shared, turn.stage, following); }
 
     __device__ __forceinline__ void release_keys(const Turn<STAGES>& turn) const {
-        __syncwarp();  // one arrival speaks for what all lanes have read
-        if (lane == 0) barrier_arrive(&shared.key_free[turn.stage]);
+        barrier_arrive(&shared.key_free[turn.stage]);
     }
 
-    // Products become exponentials; `rescale` is what sums and outputs so far must be multiplied by. The keys of a masked
-    // block are released when its values have been looked at.
-    __device__ __forceinline__ void exponentiate(bool masked, float (&rescale)[2]) {
+    // Products become exponentials. Returns whether outputs so far must be multiplied by `rescale`. `held`: the block's keys
+    // are not released yet, for its values must be looked at.
+    __device__ __forceinline__ bool exponentiate(int clear, bool& held, float (&rescale)[2]) {
         logits.finish(s, bias);
-        if (masked)
-            apply_mask(s, shared, turn.stage, position);
-        else
+        held = false;
+        if (clear == BLOCK_N) {
             release_keys(turn);
-        state.update(s, logits.unit, rescale);
+        } else {
+            const int4 found = *reinterpret_cast<const int4*>(shared.nonfinite[turn.stage]);
+            held = (found.x | found.y | found.z | found.w) != 0;
+            apply_mask(s, shared, turn.stage, clear, position);
+            if (!held) release_keys(turn);
+        }
+        const bool moved = state.update(s, logits.unit, slack, rescale);
         // The exponentials are to be computed while the output products are under way. The assembler would move them
         // behind the wait for these products, but moves nothing across a branch that depends on them.
         if (__any_sync(ALL_LANES, state.l[0] + state.l[1] < 0.0f)) __nanosleep(0);
+        return moved;
     }
 
     // Exponentials become the operand of the output product.
@@ -244,12 +241,11 @@ struct Consumer {
     }
 
     // The output products of the block at `value_turn`, whose keys were at `keys`.
-    __device__ __forceinline__ void start_output(bool masked, const Turn<STAGES>& keys) {
+    __device__ __forceinline__ void start_output(bool held, const Turn<STAGES>& keys) {
         barrier_wait(&shared.value_arrived[value_turn.stage], value_turn.phase);
         ELEMENT* value = shared.values[value_turn.stage];
-        if (masked) {
-            if (look_at_values && named_barrier_or(CONSUMER_BARRIER, CONSUMER_THREADS, !share_is_finite(value)))
-                isolate_nonfinite(o, value, shared, keys.stage, position);
+        if (held) {
+            isolate_nonfinite(o, value, shared, keys.stage, position);
             release_keys(keys);
         }
         begin_output(o, probability, value);
@@ -263,15 +259,20 @@ __device__ __forceinline__ void consume(Shared& shared, const AttentionParams& p
 #endif
     Consumer c(shared, p);
     float rescale[2];
+    bool held;  // the current block's keys
     Turn<QUERY_STAGES> queries;  // of the block whose logits come next
-    Order current = c.start_logits(queries);
+    barrier_wait(&shared.query_arrived[queries.stage], queries.phase);
+    c.meet_keys(c.turn);
+    Order current = c.coming;
+    c.start_logits(queries);
     c.open_tile(queries);
     c.fetch_bias(current.following);
     c.clear_output();
     products_wait<0>();
     pin(c.s);
-    c.exponentiate(current.masked, rescale);
+    c.exponentiate(current.clear, held, rescale);
     c.round_probabilities();
+    if (!current.closes) c.meet_keys(c.turn.next());
     bool unwritten = false;  // the tile before the current block's
     while (!current.ends) {
         const Turn<STAGES> keys = c.turn;  // of the current block
@@ -280,20 +281,24 @@ __device__ __forceinline__ void consume(Shared& shared, const AttentionParams& p
             if (unwritten) c.close_tile(c.complete);  // the coming queries need its place
             unwritten = false;
             queries.advance();
+            barrier_wait(&shared.query_arrived[queries.stage], queries.phase);
+            c.meet_keys(c.turn);
         }
-        const Order next = c.start_logits(queries);
+        const Order next = c.coming;
+        c.start_logits(queries);
         if (unwritten) c.close_tile(c.complete);
         unwritten = current.closes;
-        c.start_output(current.masked, keys);
+        c.start_output(held, keys);
         if (unwritten) c.open_tile(queries);
         c.fetch_bias(next.following);
         products_wait<1>();
         pin(c.s);
-        c.exponentiate(next.masked, rescale);
+        const bool moved = c.exponentiate(next.clear, held, rescale);
         c.finish_output();
         c.release_values();
         c.round_probabilities();
-        if (!unwritten && __any_sync(ALL_LANES, rescale[0] != 1.0f || rescale[1] != 1.0f)) {  // rare after a few blocks
+        if (!next.closes) c.meet_keys(c.turn.next());
+        if (moved && !unwritten) {
 #pragma unroll
             for (int d = 0; d < DIM_FRAGMENTS; ++d)
 #pragma unroll
@@ -302,7 +307,7 @@ __device__ __forceinline__ void consume(Shared& shared, const AttentionParams& p
         current = next;
     }
     if (unwritten) c.close_tile(c.complete);
-    c.start_output(current.masked, c.turn);
+    c.start_output(held, c.turn);
     c.finish_output();
     c.close_tile(c.state);
 }
@@ -314,14 +319,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory + (0u - shared_address(shared_memory)) % 1024);
     if (threadIdx.x == 0) {
         for (int i = 0; i < QUERY_STAGES; ++i) {
-            barrier_init(&shared.query_arrived[i], 2 * PRODUCER_THREADS);
-            barrier_init(&shared.query_free[i], CONSUMER_THREADS / 32);
+            barrier_init(&shared.query_arrived[i], QUERY_BULK ? 1 : 2 * PRODUCER_THREADS);
+            barrier_init(&shared.query_free[i], CONSUMER_THREADS);
         }
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(&shared.key_arrived[i], 2 * PRODUCER_THREADS);
-            barrier_init(&shared.key_free[i], CONSUMER_THREADS / 32);
+            barrier_init(&shared.key_free[i], CONSUMER_THREADS);
             barrier_init(&shared.value_arrived[i], PRODUCER_THREADS);
-            barrier_init(&shared.value_free[i], CONSUMER_THREADS / 32);
+            barrier_init(&shared.value_free[i], CONSUMER_THREADS);
         }
         barrier_init_fence();
     }

@@ -147,10 +147,12 @@ __device__ __forceinline__ void visibilities(int2 (&seen)[4], const Shared& shar
 }
 #endif
 
-__device__ __forceinline__ void apply_mask(Fragment (&s)[KEY_FRAGMENTS], const Shared& shared, int stage,
+// All queries see the block's first `clear` keys.
+__device__ __forceinline__ void apply_mask(Fragment (&s)[KEY_FRAGMENTS], const Shared& shared, int stage, int clear,
                                            const int (&position)[2]) {
 #pragma unroll
     for (int n = 0; n < KEY_FRAGMENTS; ++n) {
+        if (clear >= n / 2 * 32 + 32) continue;
 #if BITS
         const int4 words = *reinterpret_cast<const int4*>(warp_words(shared, stage) + place_of(n, 0));
         const int seen[4] = {words.x, words.y, words.z, words.w};
@@ -163,3 +165,52 @@ __device__ __forceinline__ void apply_mask(Fragment (&s)[KEY_FRAGMENTS], const S
             if (!visible(position[fragment_row(i)], seen[own_key(0, i)])) s[n].x[i] = -infinity();
     }
 }
+
+// RowState whose m is not the maximum itself but a reference that follows it: it moves only when a logit lies more than
+// SLACK above it (in log 2 units), so p <= 2^SLACK, and nearly every block needs neither the maximum of a row, which four
+// lanes share, nor to rescale sums and outputs. Rounding is relative, so results are as exact as with the maximum.
+constexpr float SLACK = 8.0f;
+
+struct LazyRowState : RowState {
+    // Turns logits, in a unit of their own (p = 2^(unit * (s - m)), unit > 0), into p. Returns, the same in the whole warp,
+    // whether m has moved; then earlier outputs must be multiplied by `rescale`. In four strands a row, where a warp has
+    // few others beside it and registers to spare.
+    __device__ __forceinline__ bool update(Fragment (&s)[KEY_FRAGMENTS], float unit, float slack, float (&rescale)[2]) {
+        float highest[2][4], sum[2][4], own[2], reference[2];
+#pragma unroll
+        for (int n = 0; n < KEY_FRAGMENTS; ++n)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                float& h = highest[fragment_row(i)][strand(i)];
+                h = n == 0 ? s[n].x[i] : fmaxf(h, s[n].x[i]);
+            }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) own[r] = fmaxf(fmaxf(highest[r][0], highest[r][1]), fmaxf(highest[r][2], highest[r][3]));
+        const bool moved = __any_sync(ALL_LANES, own[0] > m[0] + slack || own[1] > m[1] + slack);
+        if (moved) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float now = fmaxf(m[r], row_max(own[r]));
+                rescale[r] = exp2_fast((m[r] - (now == -infinity() ? 0.0f : now)) * unit);
+                m[r] = now;
+                l[r] *= rescale[r];
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) reference[r] = m[r] == -infinity() ? 0.0f : -m[r] * unit;  // nothing seen: p = 2^-inf
+#pragma unroll
+        for (int n = 0; n < KEY_FRAGMENTS; ++n)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const int r = fragment_row(i), k = strand(i);
+                s[n].x[i] = exp2_fast(fmaf(s[n].x[i], unit, reference[r]));
+                sum[r][k] = n == 0 ? s[n].x[i] : sum[r][k] + s[n].x[i];
+            }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) l[r] += (sum[r][0] + sum[r][1]) + (sum[r][2] + sum[r][3]);
+        return moved;
+    }
+
+private:
+    static __device__ __forceinline__ constexpr int strand(int i) { return (i & 1) + 2 * (i >> 2); }
+};

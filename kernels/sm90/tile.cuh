@@ -21,10 +21,11 @@ constexpr int ROW_PIECES = HEAD_DIM_PADDED / 8;  // 16-byte pieces of a row
 constexpr int ROW_LANES = ROW_PIECES <= 8 ? 8 : ROW_PIECES <= 16 ? 16 : 32;  // lanes that share a row
 constexpr int KEY_FRAGMENTS = BLOCK_N / 16;
 constexpr int DIM_FRAGMENTS = HEAD_DIM_PADDED / 16;
-// What a launch has, 168 or 128 a thread, is dealt out anew: as few to the consumers as their products do with.
-constexpr bool FEW = KEY_FRAGMENTS * 12 + DIM_FRAGMENTS * 8 <= 112;
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 || FEW ? 56 : 32;
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 224 : FEW ? 152 : 160;
+// What a launch has, 504 for a lane of each warpgroup where there are two consumers and 512 where there are three, is dealt
+// out anew: as few to the consumers as their products do with. The producer keeps a run of row addresses.
+constexpr int SUMS = KEY_FRAGMENTS * 12 + DIM_FRAGMENTS * 8;  // and probabilities
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? (BIAS == BIAS_DENSE ? 224 : 208) : SUMS > 112 ? 160 : SOFTCAP ? 152 : 144;
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 504 - 2 * CONSUMER_REGISTERS : 512 - 3 * CONSUMER_REGISTERS;
 constexpr int WARP_KEYS = BLOCK_N / PRODUCER_WARPS;  // keys of a block that a producer warp gathers
 constexpr int CONSUMER_BARRIER = 1;  // a named barrier
 static_assert(WARP_KEYS <= 32 && WARP_KEYS * ROW_LANES % 32 == 0, "a producer lane knows one key");
@@ -34,7 +35,7 @@ static_assert(WARP_KEYS <= 32 && WARP_KEYS * ROW_LANES % 32 == 0, "a producer la
 
 // What the consumers are told of a block of keys.
 struct Order {
-    int masked;
+    int clear;   // all queries see so many keys from the block's first on; BLOCK_N: the block needs no mask
     int closes;  // it is the tile's last block
     int ends;    // it is the last of all; negative: there is none, and this is no block
     int following;  // BIAS_DENSE: the first key, if BLOCK_N keys follow each other from a multiple of 16 bytes on, else -1
@@ -44,7 +45,29 @@ struct ForwardParams {
 #if BULK
     TensorMap key, value;
 #endif
+#if QUERY_BULK
+    TensorMap query;
+#endif
     AttentionParams attention;
+};
+
+// A tile and where its keys and what is known of them lie.
+struct Plan {
+    Tile tile;
+    const ELEMENT *keys, *values;
+    const float* bias;
+    const int *start, *stop;
+    const unsigned* columns;
+
+    __device__ __forceinline__ Plan(const AttentionParams& p, const Tile& t)
+        : tile(t), keys(p.key + t.batch * p.key_batch + t.group * p.key_head),
+          values(p.value + t.batch * p.value_batch + t.group * p.value_head),
+          bias(p.bias + t.batch * p.bias_batch + t.group * p.bias_group + t.first_head * p.bias_head) {
+        const KeySource source = locate_keys(p, t);
+        start = source.start;
+        stop = source.stop;
+        columns = source.columns;
+    }
 };
 
 struct Shared {
@@ -64,8 +87,9 @@ struct Shared {
     int listed[2][BLOCK_N];  // the producer's own: rows of the keys of the block at hand and of the one before
 #endif
     Order order[STAGES];
+    int nonfinite[STAGES][PRODUCER_WARPS];  // of a block that is not clear: whether values of a warp's keys are not finite
     Tile tile[QUERY_STAGES];
-    Tile planned[PRODUCER_WARPS][2];  // the producer's own
+    Plan plans[PRODUCER_WARPS][2];  // the producer's own: of the tile at hand and of the next one
     Barrier query_arrived[QUERY_STAGES], query_free[QUERY_STAGES];
     Barrier key_arrived[STAGES], key_free[STAGES], value_arrived[STAGES], value_free[STAGES];
 };
@@ -104,6 +128,12 @@ struct Turn {
             stage = 0;
             phase ^= 1;
         }
+    }
+
+    __device__ __forceinline__ Turn next() const {
+        Turn turn = *this;
+        turn.advance();
+        return turn;
     }
 };
 

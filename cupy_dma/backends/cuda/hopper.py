@@ -19,7 +19,7 @@ from cupy_dma.backends.cuda.lists import KeyLists
 from cupy_dma.backends.cuda.problem import Problem
 from cupy_dma.backends.cuda.runtime import Runtime
 from cupy_dma.backends.cuda.sequences import tile_numbers
-from cupy_dma.backends.cuda.tensor_maps import rows_map
+from cupy_dma.backends.cuda.tensor_maps import queries_map, rows_map
 
 if TYPE_CHECKING:
     from cupy_dma.calls import AttentionCall
@@ -52,6 +52,7 @@ class HopperForwardConfig(jit.Config):
     bias_element: str
     sequences: bool
     bulk: bool
+    query_bulk: bool
 
     @property
     def shared_bytes(self) -> int:
@@ -59,7 +60,8 @@ class HopperForwardConfig(jit.Config):
         row = blocks(self.head_dim, 64) * 128
         rows = self.query_stages * self.block_m + 2 * self.stages * self.block_n
         facts = 4 * self.block_n * (2 + max(2, blocks(self.block_m // self.heads, 32)))
-        return 1024 + row * rows + 8 * self.block_n + self.stages * (facts + 16 + 32) + 64 * self.query_stages + 448
+        producer = 8 * self.block_n + 1216
+        return 1024 + row * rows + self.stages * (facts + 64) + 64 * self.query_stages + producer
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class FiniteConfig(jit.Config):
 FINITE_WARPS, FINITE_ROWS = 8, 64  # as in finite.cu
 SECTION_BYTES = 24 << 20
 SMALLEST_SCALE = 2.0**-40  # sums begin at bias / scale, which must stay far from the largest float32
-_EXPONENTS = {"float16": "0x7c007c00u", "bfloat16": "0x7f807f80u"}
+EXPONENTS = {"float16": "0x7c007c00u", "bfloat16": "0x7f807f80u"}
 
 # By what a call's keys are and the largest head dim, measured in docs/performance-notes.md.
 TILES = {
@@ -108,8 +110,8 @@ def serves(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) 
 
 
 def _strides_fit(problem: Problem) -> bool:
-    """Rows of keys and values are found with 32 bits for the distance of two rows in bytes."""
-    return all(abs(problem.params[name]) < 2**30 for name in ("key_row", "value_row"))
+    """Rows of keys and values, and a key's bias, are found with 32 bits for the distance of two of them in bytes."""
+    return all(abs(problem.params.get(name, 0)) < 2**29 for name in ("key_row", "value_row", "bias_key"))
 
 
 def _pays(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
@@ -119,7 +121,7 @@ def _pays(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -
     queries = tile.block_m // problem.tile_heads
     tiles = blocks(call.query_length, queries) * (call.heads // problem.tile_heads) * call.batch
     # With lists of intervals the last, partly filled round costs more here than in the portable kernel's small tiles.
-    rounds = 1 if problem.bits or problem.mask is None else 8 if call.head_dim <= 64 else 4
+    rounds = 1 if problem.bits or problem.mask is None else 2
     return tiles >= rounds * runtime.multiprocessors(index)
 
 
@@ -133,18 +135,20 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
     problem.move_mask_to_rows(runtime, stream)
     lists: KeyLists | None = problem.key_lists(runtime, queries, tile.block_n, stream)
     fields: dict[str, Any] = {"section": _section(call, problem)}
-    if problem.bits:  # nearly all blocks are masked: to look at the values of each costs more than to look once
+    # Where many blocks are masked (nearly all with bits) to look at the values of each costs more than to look once.
+    if problem.bits or (lists is not None and call.head_dim <= 64):
         flags = nonfinite(runtime, call.value, stream)
         fields["nonfinite"] = place.pointer(flags)
-    maps = b"" if lists is not None or problem.bias_kind == BIAS_DENSE else _maps(call, tile)
+    key_maps = b"" if lists is not None or problem.bias_kind == BIAS_DENSE else _maps(call, tile)
+    query_map = queries_map(query, queries, problem.tile_heads) if tile.block_m % problem.tile_heads == 0 else None
     kernel = _kernel(runtime, device.index, ELEMENTS[query.dtype], call.head_dim, problem.tile_heads, *tile,
                      "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal and not problem.bits,
                      problem.bias_kind, call.softcap > 0.0, problem.bits, problem.bias_element, problem.count > 0,
-                     bool(maps))
+                     bool(key_maps), query_map is not None)
     grid = min(tiles * (call.heads // problem.tile_heads) * call.batch, runtime.multiprocessors(device.index))
     params = problem.pack(lists, out=place.pointer(out), lse=place.pointer(lse), tiles=tiles, **fields)
-    if maps:  # struct ForwardParams: the maps first, and all of it a multiple of their alignment
-        packed = maps + params.tobytes()
+    if key_maps or query_map:  # struct ForwardParams: the maps first, and all of it a multiple of their alignment
+        packed = key_maps + (query_map or b"") + params.tobytes()
         params = np.frombuffer(packed + bytes(-len(packed) % 64), f"V{blocks(len(packed), 64) * 64}")[0]
     kernel.launch(grid, 128 + 2 * tile.block_m, params, stream)
 
@@ -172,7 +176,7 @@ def nonfinite(runtime: Runtime, value: Operand, stream: int) -> Any:
         value=value.pointer, found=place.pointer(found), batch_stride=value.strides[0] // 2,
         row_stride=value.strides[1] // 2, head_stride=value.strides[2] // 2, key_length=length, kv_heads=kv_heads,
         parts=parts)
-    runtime.load(FiniteConfig(head_dim, _EXPONENTS[value.dtype]), "find_nonfinite", value.device.index).launch(
+    runtime.load(FiniteConfig(head_dim, EXPONENTS[value.dtype]), "find_nonfinite", value.device.index).launch(
         batch * kv_heads * blocks(parts, FINITE_WARPS), 32 * FINITE_WARPS, params, stream)
     return found
 
