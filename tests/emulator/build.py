@@ -31,10 +31,13 @@ from cupy_dma import jit
 
 HERE = Path(__file__).resolve().parent
 INCLUDE = HERE / "include"
-_COMMON = ("-std=c++17", "-gdwarf-4", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE")
+# No record of where each variable is at each moment, which takes g++ as long as all the rest; -O0 keeps them in place.
+_COMMON = ("-std=c++17", "-gdwarf-4", "-fno-var-tracking", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off",
+           "-U_FORTIFY_SOURCE")
 _DRIVER = (*_COMMON, "-O2", "-Wall", "-Wextra")
-# Variables that a kernel does not initialise hold a pattern: -1.7e38 as float.
-_KERNEL = (*_COMMON, "-O1", "-w", "-ftrivial-auto-var-init=pattern", "-DCUPY_DMA_HOST", f"-I{INCLUDE}", "-include",
+# Variables that a kernel does not initialise hold a pattern: -1.7e38 as float. -Og, for most kernels of the tests take
+# longer to compile than to run: it compiles in two thirds of the time of -O1, and what it makes runs 1.2 times as long.
+_KERNEL = (*_COMMON, "-Og", "-w", "-ftrivial-auto-var-init=pattern", "-DCUPY_DMA_HOST", f"-I{INCLUDE}", "-include",
            "cuda_host.h")
 _TRAPS = ("-fsanitize=undefined", "-fsanitize-undefined-trap-on-error")
 BUILDS = {
