@@ -10,7 +10,7 @@ import itertools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -309,10 +309,11 @@ def check(case: Case, out: np.ndarray, lse: np.ndarray, *, tf32: bool = False) -
     reference.assert_matches_reference(lse, ref_lse, plain_lse, lse.dtype)
 
 
+@cache
 def expected_gradients(case: Case, *, with_dlse: bool = False,
                        tf32: bool = False) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
     """The oracle's answer, the plain same-precision computation and the size of the terms, by name; "bias" only with
-    a bias."""
+    a bias. Kept, for several files check the same cases: not to be changed."""
     data = _drawn(case)
     arguments = (data["dout"], *_oracle_arguments(case), data["dlse"] if with_dlse else None)
     refs = reference.attention_gradients(*arguments)
@@ -328,7 +329,8 @@ def check_backward(case: Case, gradients: Any, *, with_dlse: bool = False, tf32:
     data = _drawn(case)
     assert "bias" in data or gradients[3] is None
     given = dict(zip(("query", "key", "value", "bias"), gradients))
-    for name, (ref, plain, size) in expected_gradients(case, with_dlse=with_dlse, tf32=tf32).items():
+    rounded = tf32 and case.dtype == "float32"
+    for name, (ref, plain, size) in expected_gradients(case, with_dlse=with_dlse, tf32=rounded).items():
         found = given[name]
         if found is None:
             continue
