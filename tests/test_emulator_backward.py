@@ -16,7 +16,7 @@ build = pytest.importorskip("tests.emulator.build")
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 from tests import emulator  # noqa: E402
-from tests.test_emulator import BUILD, FORWARD, ORDERS, SCORE_SHAPES, bits, score_problem  # noqa: E402
+from tests.test_emulator import BUILD, FORWARD, ORDERS, SCORE_CASES, bits, score_problem  # noqa: E402
 
 NAMES = ("float32-", "float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3", "bfloat16-D256", "mask-",
          "causal-and-", "heads-", "window-1", "bias-", "softcap-", "layout-", "lengths-1x", "lengths-33x129",
@@ -251,9 +251,7 @@ def score_gradients(shape, dtype, form, backend):
     return key_scores_backward(*arguments[:4], dt_bias=arguments[4], form=form, backend=backend)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("form", ["exp", "linear"])
-@pytest.mark.parametrize("shape", SCORE_SHAPES)
+@pytest.mark.parametrize(("dtype", "form", "shape"), SCORE_CASES)
 def test_key_scores_backward(dtype, form, shape):
     found, expected = (score_gradients(shape, dtype, form, name) for name in ("emulator", "numpy"))
     for name, g, ref in zip(("value", "dt_proj", "A", "dt_bias"), found, expected):
