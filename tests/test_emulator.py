@@ -6,6 +6,7 @@ the numbers come out right. ``CUPY_DMA_EMULATOR_BUILD`` chooses another build (`
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from types import SimpleNamespace
 
@@ -53,8 +54,8 @@ def test_forward_grid(case):
     "bfloat16-D128", "bfloat16-D256", "float32-D128", "float32-D192", "float32-D256", "float32-dense-bias",
     "float32-dense-both", "float32-dense-sizes", "dense-both", "dense-sizes"))], ids=str)
 def test_tiles_of_smaller_gpus(case, device):
-    device.shared_limit = 99 * 1024
     """The cases whose tiles are others there, and those of few queries."""
+    device.shared_limit = 99 * 1024
     out, lse = on_emulator(case)
     cases.check(case, out, lse, tf32=True)
 
@@ -209,11 +210,11 @@ def test_selection_is_the_definition(problem):
 
 # ---- key scores ----
 SCORE_SHAPES = [(2, 33, 1, 64), (1, 40, 8, 128), (2, 37, 3, 33), (1, 35, 20, 64), (1, 5, 2, 1), (1, 0, 2, 8)]
-
-
 # Every type with every shape, and either with both forms.
 SCORE_CASES = [(dtype, ("linear", "exp")[(i + j) % 2], shape) for j, shape in enumerate(SCORE_SHAPES)
                for i, dtype in enumerate(("float16", "bfloat16", "float32"))]
+
+
 def score_problem(shape, dtype):
     rng = np.random.default_rng(0)
     _, _, heads, size = shape
@@ -247,13 +248,19 @@ def chain(move, dtype="bfloat16", ranked=None, **options):
             *dma.attention(q, k, v, mask=everything, bias=scores, causal=True, return_lse=True, **options)]
 
 
+@functools.cache
+def forward_chain():
+    """All in order, kept for the tests of other orders."""
+    return chain(np.asarray, backend="emulator")
+
+
 def bits(array):
     return np.ascontiguousarray(library("torch" if "torch" in str(type(array)) else "numpy").to_numpy(array)).view("u1")
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_the_order_of_threads_and_blocks_changes_no_bit(order):
-    expected = chain(np.asarray, backend="emulator")
+    expected = forward_chain()
     with emulator.using(build=BUILD, order=order):
         got = chain(np.asarray, backend="emulator")
     assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(got, expected))
@@ -264,7 +271,7 @@ def test_torch_tensors_give_the_same_bits():
     place = library("torch")
     got = chain(lambda x: place.from_numpy(np.ascontiguousarray(x), CPU), backend="emulator")
     assert all(isinstance(x, torch.Tensor) for x in got)
-    assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(got, chain(np.asarray, backend="emulator")))
+    assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(got, forward_chain()))
 
 
 # ---- the choice of the backend ----
