@@ -142,15 +142,15 @@ def decoding() -> list[jit.Config]:
 
 
 def chosen(arch: str) -> list[jit.Config]:
-    """What is compiled for an architecture: everything for sm_90a. Those with as much shared memory as others have the
-    same tiles: they share the rest out, but each gets every kernel with every type."""
+    """What is compiled for an architecture: everything for sm_90a, every kernel with every type for the others. What
+    else their tiles need is shared out among those with as much shared memory, which have the same tiles."""
     limit = ARCHITECTURES[arch]
     found = specialisations(limit, every=arch == "sm_90a")
     if arch == "sm_90a":
         return found
     alike = [other for other, size in ARCHITECTURES.items() if size == limit and other != "sm_90a"]
-    served = specialisations(limit, every=True) if limit == ARCHITECTURES["sm_90a"] else []
     first = {(config.source, getattr(config, "element", "")): config for config in reversed(found)}.values()
+    served = set(chosen("sm_90a"))
     return [config for i, config in enumerate(found)
             if config in first or (alike[i % len(alike)] == arch and config not in served)]
 
