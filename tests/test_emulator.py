@@ -187,12 +187,18 @@ def selection_options(length):
     return {}, {"padding": padding}, {"documents": documents}, {"padding": padding, "documents": documents}
 
 
-@pytest.mark.parametrize("kind", ["iid", "equal", "increasing", "decreasing", "ties", "special"])
-@pytest.mark.parametrize(("length", "window"), [(1, 1), (1023, 1), (1025, 7), (1500, 400), (2100, 1030), (3000, 130)])
+AWKWARD = ["iid", "equal", "increasing", "decreasing", "ties", "special"]
+LENGTHS_AND_WINDOWS = [(1, 1), (1023, 1), (1025, 7), (1500, 400), (2100, 1030), (3000, 130)]
+
+
+@pytest.mark.parametrize("kind", AWKWARD)
+@pytest.mark.parametrize(("length", "window"), LENGTHS_AND_WINDOWS)
 def test_selection_over_chunks(kind, length, window):
-    """Against the heap of the NumPy backend, which is tested against the definition."""
+    """Against the heap of the NumPy backend, which is tested against the definition. Half of the options each: all of
+    them with every kind and with every length."""
     scores = awkward_scores(kind, 2, length)
-    for options in selection_options(length):
+    first = (AWKWARD.index(kind) + LENGTHS_AND_WINDOWS.index((length, window))) % 2
+    for options in selection_options(length)[first::2]:
         expected = dma.IntervalMask.top_w(scores, window, **options, backend="numpy")
         mask = dma.IntervalMask.top_w(scores, window, **options, backend="emulator")
         assert np.array_equal(mask.stop, expected.stop)
