@@ -10,7 +10,7 @@ import itertools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -100,7 +100,7 @@ def _grid() -> list[Case]:
                    dtype=("float16", "bfloat16")[i % 2])
               for i, (h, g, lq, lk, d) in enumerate((
                   (3, 1, 70, 64, 64), (8, 2, 130, 96, 8), (6, 2, 20, 200, 33), (2, 1, 3, 70, 128), (2, 2, 1, 70, 16),
-                  (1, 1, 70, 1, 256), (4, 1, 200, 136, 192), (2, 1, 5, 0, 16), (2, 1, 0, 5, 16)))]
+                  (1, 1, 70, 1, 256), (4, 1, 104, 136, 192), (2, 1, 5, 0, 16), (2, 1, 0, 5, 16)))]
     # More queries than the smallest super-tile of the key gradients has, and few enough keys to gather.
     few: dict[str, Any] = {"query_length": 530, "key_length": 150, "heads": 4, "kv_heads": 2}
     cases += [Case("dense-columns-key", mask="dense_columns:g", **few),
@@ -115,7 +115,7 @@ def _grid() -> list[Case]:
         "bias-full-top_w", "softcap-key", "scale", "dense-mask-1gq1", "dense-mask-bhqk", "dense-bias-1hqk",
         "dense-bias-bhqk", "dense-bias-bgq1", "dense-columns-key", "dense-both-dense=11qk-1gqk",
         "dense-sizes-8/2-130x96-D8", "dense-sizes-6/2-20x200-D33", "dense-sizes-2/1-3x70-D128",
-        "dense-sizes-4/1-200x136-D192",
+        "dense-sizes-4/1-104x136-D192",
         "layout-bhsd", "layout-head_slice", "layout-wide", "layout-every_other", "window-1")]
     cases += [Case(f"float32-D{size}-causal", dtype="float32", head_dim=size, mask="causal", bias="none")
               for size in (4, 100, 192)]
@@ -309,10 +309,11 @@ def check(case: Case, out: np.ndarray, lse: np.ndarray, *, tf32: bool = False) -
     reference.assert_matches_reference(lse, ref_lse, plain_lse, lse.dtype)
 
 
+@cache
 def expected_gradients(case: Case, *, with_dlse: bool = False,
                        tf32: bool = False) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
     """The oracle's answer, the plain same-precision computation and the size of the terms, by name; "bias" only with
-    a bias."""
+    a bias. Kept, for several files check the same cases: not to be changed."""
     data = _drawn(case)
     arguments = (data["dout"], *_oracle_arguments(case), data["dlse"] if with_dlse else None)
     refs = reference.attention_gradients(*arguments)
@@ -328,7 +329,8 @@ def check_backward(case: Case, gradients: Any, *, with_dlse: bool = False, tf32:
     data = _drawn(case)
     assert "bias" in data or gradients[3] is None
     given = dict(zip(("query", "key", "value", "bias"), gradients))
-    for name, (ref, plain, size) in expected_gradients(case, with_dlse=with_dlse, tf32=tf32).items():
+    rounded = tf32 and case.dtype == "float32"
+    for name, (ref, plain, size) in expected_gradients(case, with_dlse=with_dlse, tf32=rounded).items():
         found = given[name]
         if found is None:
             continue

@@ -1,6 +1,13 @@
 """The marker ``gpu``: such tests need a CUDA device and CuPy and are skipped elsewhere."""
 from __future__ import annotations
 
+import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # One of several processes that share the cores: threads of NumPy and torch that wait would take them from each
+    # other. Both read this when they are imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import numpy as np
 import pytest
 

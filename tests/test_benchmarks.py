@@ -627,7 +627,8 @@ def test_decode_goals():
     us, step = "cupy_dma", ("cupy_dma", "step w2048")
     result = {"copy_tb_s": 4.0, "cases": [
         case("original", 1, 2, 256, 1024, {(us, "step w1024"): {"ms": 1.0}}),  # not full: does not count
-        case("original", 1, 2, 4096, 1024, {(us, "step w1024"): {"ms": 0.008, "cold_ms": 0.012}, (us, "stateless"): {"ms": 0.02}}),
+        case("original", 1, 2, 4096, 1024, {
+            (us, "step w1024"): {"ms": 0.008, "cold_ms": 0.012}, (us, "stateless"): {"ms": 0.02}}),
         case("original", 1, 2, 524288, 1024, {
             (us, "step w1024"): {"ms": 0.009}, (us, "step w1024 replay"): {"ms": 0.016, "queued_ms": 0.01},
             (us, "stateless"): {"ms": 0.03}}),

@@ -141,22 +141,40 @@ def decoding() -> list[jit.Config]:
     return found
 
 
-@needs_compiler
-def test_usual_steps_of_decoding_spill_nothing():
-    for config in decoding():
-        if getattr(config, "element", "float") != "float":
-            assert jit.compile(config, "sm_90a").spill_bytes == 0, config
+def chosen(arch: str) -> list[jit.Config]:
+    """What is compiled for an architecture: everything for sm_90a, every kernel with every type for the others. What
+    else their tiles need is shared out among those with as much shared memory, which have the same tiles."""
+    limit = ARCHITECTURES[arch]
+    found = specialisations(limit, every=arch == "sm_90a")
+    if arch == "sm_90a":
+        return found
+    alike = [other for other, size in ARCHITECTURES.items() if size == limit and other != "sm_90a"]
+    first = {(config.source, getattr(config, "element", "")): config for config in reversed(found)}.values()
+    served = set(chosen("sm_90a"))
+    return [config for i, config in enumerate(found)
+            if config in first or (alike[i % len(alike)] == arch and config not in served)]
+
+
+def allowed_spills(config: jit.Config, arch: str) -> int:
+    """In bytes."""
+    if config.source in ("decode.cu", "decode_attention.cu") and config.element != "float" and arch == "sm_90a":
+        return 0  # the usual steps of decoding
+    if config.source == "backward_key.cu":
+        return 700  # two accumulators of all of D
+    return 320 if getattr(config, "sequences", False) else 256  # bounds beside what every tile knows: 282, NVRTC 12.9
 
 
 @needs_compiler
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_kernel_compiles_without_large_spills(arch):
-    for config in specialisations(ARCHITECTURES[arch], every=arch == "sm_90a"):
+@pytest.mark.parametrize(("arch", "source"), [(arch, source) for arch in ARCHITECTURES
+                                              for source in sorted({config.source for config in chosen(arch)})])
+def test_every_kernel_compiles_without_large_spills(arch, source):
+    for config in chosen(arch):
+        if config.source != source:
+            continue
         compiled = jit.compile(config, arch)
         assert 0 < compiled.registers <= 255, config
-        # Two accumulators of all of D; bounds of sequences beside what every tile knows (282 bytes with NVRTC 12.9).
-        allowed = 700 if config.source == "backward_key.cu" else 320 if getattr(config, "sequences", False) else 256
-        assert compiled.spill_bytes <= allowed, f"{config} spills {compiled.spill_bytes} bytes on {arch}"
+        assert compiled.spill_bytes <= allowed_spills(config, arch), \
+            f"{config} spills {compiled.spill_bytes} bytes on {arch}"
         assert compiled.path.read_bytes()[:4] == b"\x7fELF"
 
 
@@ -177,7 +195,7 @@ def test_hopper_kernels_keep_their_products_asynchronous(keys, heads):
             assert "serialized" not in log, f"{config}: {log}"
             assert config.shared_bytes <= 227 * 1024
             # The producer's, where it has 32 registers.
-            assert jit.compile(config, "sm_90a").spill_bytes <= (700 if tile.block_m * tile.block_n > 16384 else 256)
+            assert jit._read_resources(log)["spill_bytes"] <= (700 if tile.block_m * tile.block_n > 16384 else 256)
 
 
 @pytest.mark.parametrize("element", ["__half", "float"])

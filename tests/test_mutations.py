@@ -6,6 +6,7 @@ The summary at the end of a run prints what each was caught by: a report of the 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -42,20 +43,37 @@ def named(name: str) -> cases.Case:
     return next(c for c in cases.CASES if c.name == name)
 
 
+def elsewhere(test: Callable[..., None], *arguments: Any) -> Callable[[], None]:
+    """A test of another file with arguments of its own, so that it has seen the sound kernels there."""
+    names = [*inspect.signature(test).parameters]
+    given, fixtures = dict(zip(names, arguments)), names[len(arguments):]
+    assert fixtures in ([], ["monkeypatch"])
+    for mark in test.pytestmark:
+        own = mark.args[0] if isinstance(mark.args[0], tuple) else (mark.args[0],)
+        values = [value if len(own) > 1 else (value,) for value in mark.args[1]]
+        assert tuple(given[name] for name in own) in values, f"{test.__name__} does not run with {arguments}"
+
+    def check() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            test(*arguments, *[patch] * len(fixtures))
+
+    return check
+
+
 def grid(name: str) -> Callable[[], None]:
-    return lambda: test_emulator.test_forward_grid(named(name))
+    return elsewhere(test_emulator.test_forward_grid, named(name))
 
 
 def one_awkward_selection(kind: str, length: int, window: int) -> Callable[[], None]:
-    return lambda: test_emulator.test_selection_over_chunks(kind, length, window)
+    return elsewhere(test_emulator.test_selection_over_chunks, kind, length, window)
 
 
 def varlen(name: str) -> Callable[[], None]:
-    return lambda: test_emulator_varlen.test_forward(test_emulator_varlen.named(name))
+    return elsewhere(test_emulator_varlen.test_forward, test_emulator_varlen.named(name))
 
 
 def varlen_backward(name: str) -> Callable[[], None]:
-    return lambda: test_emulator_varlen.test_backward(test_emulator_varlen.named(name))
+    return elsewhere(test_emulator_varlen.test_backward, test_emulator_varlen.named(name))
 
 
 def lists_over_chunks() -> None:
@@ -80,7 +98,7 @@ def gathered_biases() -> None:
 
 
 def backward_grid(name: str) -> Callable[[], None]:
-    return lambda: test_emulator_backward.test_backward_grid(named(name))
+    return elsewhere(test_emulator_backward.test_backward_grid, named(name))
 
 
 def decoding(**options: Any) -> Callable[[], None]:
@@ -124,15 +142,7 @@ def last_queries(queries: int) -> Callable[[], None]:
     return check
 
 
-def dense_supers(kind: str, heads: int) -> Callable[[], None]:
-    def check() -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            test_emulator_backward.test_super_tiles_of_dense_masks(kind, heads, patch)
-
-    return check
-
-
-CHECKS: dict[str, Callable[[], None]] = {
+OWN: dict[str, Callable[[], None]] = {
     "few_queries": few_queries,
     "few_queries[window]": window_of_few_queries,
     "decoding": decoding(),
@@ -140,6 +150,12 @@ CHECKS: dict[str, Callable[[], None]] = {
     "decoding[sinks and recent]": decoding(sinks=2, recent=3),
     "last_queries[1]": last_queries(1),
     "last_queries[4]": last_queries(4),
+    "lists_over_chunks": lists_over_chunks,
+    "gathered_biases": gathered_biases,
+}
+
+CHECKS: dict[str, Callable[[], None]] = {
+    **OWN,
     "test_forward_grid[mask-none]": grid("mask-none"),
     "test_forward_grid[heads-4/2-top_w]": grid("heads-4/2-top_w"),
     "test_forward_grid[mask-per_batch]": grid("mask-per_batch"),
@@ -149,40 +165,38 @@ CHECKS: dict[str, Callable[[], None]] = {
     "test_forward_grid[lengths-129x33-top_w]": grid("lengths-129x33-top_w"),
     "test_forward_grid[lengths-300x300-causal]": grid("lengths-300x300-causal"),
     "test_forward_grid[lengths-300x300-top_w]": grid("lengths-300x300-top_w"),
-    "test_many_blocks_of_keys[top_w]": lambda: test_emulator.test_many_blocks_of_keys("top_w", "key"),
-    "test_no_masked_block": lambda: test_emulator.test_no_masked_block(64, 64),
-    "test_a_bad_row[top_w]": lambda: test_emulator.test_a_bad_row_reaches_only_the_queries_that_see_it(
-        "value", np.inf, "top_w"),
+    "test_many_blocks_of_keys[top_w]": elsewhere(test_emulator.test_many_blocks_of_keys, "top_w", "key"),
+    "test_no_masked_block": elsewhere(test_emulator.test_no_masked_block, 64, 64),
+    "test_a_bad_row[top_w]":
+        elsewhere(test_emulator.test_a_bad_row_reaches_only_the_queries_that_see_it, "value", np.inf, "top_w"),
     "test_selection[iid]": one_awkward_selection("iid", 3000, 130),
     "test_selection[increasing]": one_awkward_selection("increasing", 2100, 1030),
     "test_selection[ties]": one_awkward_selection("ties", 2100, 1030),
     "test_selection[special]": one_awkward_selection("special", 1500, 400),
-    "test_key_scores[heads 3, D 33]": lambda: test_emulator.test_key_scores("bfloat16", "exp", (2, 37, 3, 33)),
-    "test_key_scores[heads 20]": lambda: test_emulator.test_key_scores("float16", "linear", (1, 35, 20, 64)),
-    "lists_over_chunks": lists_over_chunks,
+    "test_key_scores[heads 3, D 33]": elsewhere(test_emulator.test_key_scores, "bfloat16", "exp", (2, 37, 3, 33)),
+    "test_key_scores[heads 20]": elsewhere(test_emulator.test_key_scores, "float16", "exp", (1, 35, 20, 64)),
     "test_forward_grid[float32-D64]": grid("float32-D64"),
     "test_forward_grid[float32-D4-causal]": grid("float32-D4-causal"),
-    "test_a_bad_row_of_float32": lambda: test_emulator.test_a_bad_row_of_float32(-np.finfo(np.float32).max, "top_w"),
-    "test_backward_grid[float32-D40]": lambda: test_emulator_backward.test_backward_grid(named("float32-D40")),
+    "test_a_bad_row_of_float32": elsewhere(test_emulator.test_a_bad_row_of_float32, -np.finfo(np.float32).max, "top_w"),
+    "test_backward_grid[float32-D40]": backward_grid("float32-D40"),
     "test_backward_grid[float32-dense-both]": backward_grid("float32-dense-both-dense=11qk-1gqk"),
-    "test_backward_grid[mask-none]": lambda: test_emulator_backward.test_backward_grid(named("mask-none")),
-    "test_backward_grid[lengths-129x33-causal]": lambda: test_emulator_backward.test_backward_grid(
-        named("lengths-129x33-causal")),
+    "test_backward_grid[mask-none]": backward_grid("mask-none"),
+    "test_backward_grid[lengths-129x33-causal]": backward_grid("lengths-129x33-causal"),
     "test_forward_grid[mask-dense]": grid("mask-dense"),
     "test_forward_grid[causal-and-dense]": grid("causal-and-dense"),
     "test_forward_grid[dense-mask-1hqk]": grid("dense-mask-1hqk"),
-    "gathered_biases": gathered_biases,
     "test_backward_grid[mask-dense]": backward_grid("mask-dense"),
     "test_backward_grid[dense-both-1hqk-bhqk]": backward_grid("dense-both-dense=1hqk-bhqk"),
     "test_backward_grid[dense-both-11qk-1gqk]": backward_grid("dense-both-dense=11qk-1gqk"),
     "test_backward_grid[dense-both-b1q1]": backward_grid("dense-both-dense=b1q1-b1q1"),
-    "test_dense_masks_with_gaps": lambda: test_emulator_backward.test_dense_masks_with_gaps(None),
+    "test_dense_masks_with_gaps": elsewhere(test_emulator_backward.test_dense_masks_with_gaps, None),
     "test_a_bad_row_behind_a_dense_mask":
-        lambda: test_emulator_backward.test_a_bad_row_reaches_no_gradient_behind_a_dense_mask("key"),
-    "test_super_tiles_of_dense_masks": dense_supers("columns", 4),
-    "test_super_tiles": lambda: test_emulator_backward.test_super_tiles("float16", 20),
-    "test_key_scores_backward": lambda: test_emulator_backward.test_key_scores_backward("float16", "exp",
-                                                                                        (1, 35, 20, 64)),
+        elsewhere(test_emulator_backward.test_a_bad_row_reaches_no_gradient_behind_a_dense_mask, "key"),
+    "test_super_tiles_of_dense_masks":
+        elsewhere(test_emulator_backward.test_super_tiles_of_dense_masks, "columns", 4),
+    "test_super_tiles": elsewhere(test_emulator_backward.test_super_tiles, "float16", 20),
+    "test_key_scores_backward":
+        elsewhere(test_emulator_backward.test_key_scores_backward, "float16", "exp", (1, 35, 20, 64)),
     "varlen[bfloat16-none]": varlen("bfloat16-none"),
     "varlen[mask-window]": varlen("mask-window"),
     "varlen[used-per_head]": varlen("used-per_head"),
@@ -424,9 +438,10 @@ def quiet():
         yield
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", OWN)
 def test_sound_kernels_pass(name):
-    CHECKS[name]()
+    """The checks of other files run there."""
+    OWN[name]()
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
