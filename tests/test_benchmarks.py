@@ -21,6 +21,7 @@ from benchmarks import (
     render,
     render_decode,
     render_dense,
+    tune_hopper,
 )
 from cupy_dma import IntervalMask, backends
 
@@ -665,3 +666,38 @@ def test_wrong_steps_leave_the_results_alone(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "decode_performance.json").exists()
     failed = json.loads((tmp_path / "decode_performance.failed.json").read_text())
     assert failed["cases"][0]["check"]["worst"] > 1
+
+
+# ---- tile shapes of the Hopper forward ----
+def test_tuned_tiles_fit():
+    from cupy_dma.backends.cuda import hopper
+
+    found = tune_hopper.cases(list(tune_hopper.KINDS), [64, 96, 128, 192, 256])
+    assert len({str(case) for case in found}) == len(found)
+    for case in found:
+        candidates = tune_hopper.tiles(case)
+        assert (in_use := hopper.tile_of(case.kind, case.head_dim)) is None or in_use in candidates
+        for tile in candidates:
+            config = hopper.HopperForwardConfig(
+                "__nv_bfloat16", case.head_dim, 2, *tile, "KEYS_LISTED", case.causal, 1, False, case.kind == "bits",
+                "float", False, False, True)
+            assert config.shared_bytes <= 227 * 1024
+
+
+def test_tuned_tiles_are_forced_and_given_back():
+    from cupy_dma.backends.cuda import hopper
+
+    before = hopper.tile_shape, hopper._pays
+    tile = tune_hopper.CANDIDATES[64][1]
+    for forced in (tile, None):
+        with pytest.raises(ZeroDivisionError), tune_hopper.forced(forced):
+            assert hopper.tile_shape(None, None) == forced and hopper._pays(None, 0, None, None) == (forced is not None)
+            _ = 1 / 0
+        assert (hopper.tile_shape, hopper._pays) == before
+
+
+def test_table_of_tuned_tiles():
+    rows = [{"tile": "portable", "ms": 2.0, "right": True}, {"tile": "a", "ms": 1.0, "right": True, "in_use": False},
+            {"tile": "b", "ms": 0.5, "right": False, "in_use": True}]
+    lines = tune_hopper.table({"cases": [{"name": "a case", "rows": rows}]}).splitlines()
+    assert [line.split()[-1] for line in lines] == ["case", "ms", "fastest", "WRONG"] and "in use" in lines[3]

@@ -1,0 +1,159 @@
+"""Tile shapes of the Hopper forward, measured beside the portable kernel.
+
+    python benchmarks/tune_hopper.py                          everything, a few minutes on an H200
+    python benchmarks/tune_hopper.py --kind intervals --head-dim 64
+
+For every kind of keys of ``hopper.TILES``, head dim, group and length: each candidate tile (rows x keys x stages of keys
+x stages of queries) and the portable kernel, whether the call would go there or not. Inputs: bfloat16, batch 1,
+independent normal numbers; intervals: top-w masks of independent scores, with these as bias; bits: half of a dense
+mask visible, shared by all heads. Lists of intervals are cached, dense masks are packed in every call. Timing: see
+measure.py. Every output is compared with the portable kernel's; one that differs by more than two roundings of the
+largest number is marked WRONG, and the exit status is 1.
+
+The fastest tile of each group of rows is marked; ``in use`` is what the library takes. The results go to
+``benchmarks/results/hopper_tiles.json``.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
+
+from benchmarks.common import RESULTS
+from cupy_dma.backends.cuda import hopper
+from cupy_dma.backends.cuda.hopper import HopperTile
+
+KINDS = tuple(hopper.TILES)
+CANDIDATES = {  # by the largest head dim
+    64: [HopperTile(192, 128, 3, 2), HopperTile(192, 64, 4, 2), HopperTile(128, 128, 3, 2), HopperTile(128, 64, 4, 2)],
+    128: [HopperTile(192, 64, 3, 2), HopperTile(192, 64, 2, 2), HopperTile(128, 128, 2, 2), HopperTile(128, 64, 4, 2)],
+    192: [HopperTile(128, 64, 2, 2), HopperTile(128, 32, 3, 2)],
+    256: [HopperTile(128, 32, 2, 2)]}
+ROUNDING = 2.0**-8  # of bfloat16
+
+
+class Case(NamedTuple):
+    kind: str
+    head_dim: int
+    heads: int
+    kv_heads: int
+    length: int
+    window: int = 0
+    causal: bool = False
+
+    def __str__(self) -> str:
+        more = f" w{self.window}" if self.window else " causal" if self.causal else ""
+        return f"{self.kind}, D{self.head_dim} {self.heads}/{self.kv_heads} N{self.length}{more}"
+
+
+def cases(kinds: list[str], head_dims: list[int]) -> list[Case]:
+    found = []
+    for kind in kinds:
+        for d in head_dims:
+            if kind == "intervals":
+                found += [Case(kind, d, *heads, n, w) for heads in ((2, 1), (16, 8), (32, 8))
+                          for n, w in ((8192, 1024), (32768, 1024), (32768, 4096))]
+            elif kind == "bits":
+                found += [Case(kind, d, *heads, 8192) for heads in ((2, 1), (16, 8))]
+            else:
+                found += [Case(kind, d, *heads, 8192, causal=causal) for heads in ((2, 1), (16, 8))
+                          for causal in (False, True)]
+    return found
+
+
+def tiles(case: Case) -> list[HopperTile]:
+    """Candidates; dense masks are only for tiles of 128 rows."""
+    largest = min(size for size in CANDIDATES if case.head_dim <= size)
+    return [tile for tile in CANDIDATES[largest] if case.kind != "bits" or tile.block_m == 128]
+
+
+@contextlib.contextmanager
+def forced(tile: HopperTile | None) -> Iterator[None]:
+    """Calls go to the Hopper kernel with this tile, or to the portable kernel."""
+    saved = hopper.tile_shape, hopper._pays
+    hopper.tile_shape = lambda call, problem: tile
+    hopper._pays = lambda runtime, index, call, problem: tile is not None
+    try:
+        yield
+    finally:
+        hopper.tile_shape, hopper._pays = saved
+
+
+def calls(case: Case) -> Callable[[], Any]:
+    import torch
+
+    import cupy_dma as dma
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, case.length, heads, case.head_dim, device="cuda", dtype=torch.bfloat16)
+               for heads in (case.heads, case.kv_heads, case.kv_heads))
+    scores = torch.randn(1, case.kv_heads, case.length, device="cuda")
+    options: dict[str, Any] = {"causal": case.causal}
+    if case.kind == "intervals":
+        options["mask"] = dma.IntervalMask.top_w(scores, case.window)
+    elif case.kind == "bits":
+        options["mask"] = torch.rand(1, 1, case.length, case.length, device="cuda") < 0.5
+    if case.kind in ("intervals", "contiguous with bias"):
+        options["bias"] = scores
+    return lambda: dma.attention(q, k, v, **options)
+
+
+def measured(case: Case) -> list[dict[str, Any]]:
+    from benchmarks import measure
+
+    call = calls(case)
+    with forced(None):
+        expected = call()
+        rows = [{"tile": "portable", "ms": measure.gpu_ms(call)[0], "right": True}]
+    in_use = hopper.tile_of(case.kind, case.head_dim)
+    for tile in tiles(case):
+        with forced(tile):
+            error = (call().float() - expected.float()).abs().max().item()
+            ms, _ = measure.gpu_ms(call)
+        rows.append({"tile": "x".join(map(str, tile)), "ms": ms, "in_use": tile == in_use,
+                     "right": error <= 2 * ROUNDING * expected.float().abs().max().item()})
+    measure.free_memory()
+    return rows
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = []
+    for entry in result["cases"]:
+        lines.append(entry["name"])
+        fastest = min(row["ms"] for row in entry["rows"] if row["right"])
+        for row in entry["rows"]:
+            words = ["fastest"] * (row["right"] and row["ms"] == fastest) + ["in use"] * row.get("in_use", False)
+            words += ["WRONG"] * (not row["right"])
+            lines.append(f"  {row['tile']:<14}{row['ms']:9.4f} ms  {', '.join(words)}".rstrip())
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    from benchmarks import measure
+
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
+    options.add_argument("--head-dim", nargs="+", type=int, default=[64, 96, 128, 192, 256])
+    options.add_argument("--out", default=str(RESULTS), help="folder of the JSON")
+    args = options.parse_args(arguments)
+    if not all(1 <= d <= max(CANDIDATES) for d in args.head_dim):
+        options.error(f"--head-dim must be 1 to {max(CANDIDATES)}, got {args.head_dim}")
+    if not measure.on_gpu():
+        options.error("this needs a Hopper GPU")
+    result = {"method": __doc__, **measure.machine(), "cases": [
+        {**case._asdict(), "name": str(case), "rows": measured(case)} for case in cases(args.kind, args.head_dim)]}
+    path = Path(args.out) / "hopper_tiles.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(result))
+    return 0 if all(row["right"] for entry in result["cases"] for row in entry["rows"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
