@@ -3,8 +3,8 @@
     python benchmarks/tune_hopper.py                          everything, a few minutes on an H200
     python benchmarks/tune_hopper.py --kind intervals --head-dim 64
 
-For every kind of keys of ``hopper.TILES``, head dim, group and length: each candidate tile (rows x keys x stages of keys
-x stages of queries) and the portable kernel, whether the call would go there or not. Inputs: bfloat16, batch 1,
+For every kind of keys of ``hopper.TILES``, head dim, group and length: each candidate tile (rows x keys x stages of
+keys x stages of queries) and the portable kernel, whether the call would go there or not. Inputs: bfloat16, batch 1,
 independent normal numbers; intervals: top-w masks of independent scores, with these as bias; bits: half of a dense
 mask visible, shared by all heads. Lists of intervals are cached, dense masks are packed in every call. Timing: see
 measure.py. Every output is compared with the portable kernel's; one that differs by more than two roundings of the
