@@ -368,6 +368,7 @@ def test_warmup_compiles_what_usual_calls_load_on_hopper(device, monkeypatch, he
     monkeypatch.setattr(device, "hopper", lambda index: True)
     monkeypatch.setattr(hopper, "_pays", lambda runtime, index, call, problem: hopper.tile_shape(call, problem))
     monkeypatch.setattr(hopper, "rows_map", lambda rows, block: bytes(128))  # a driver makes them
+    monkeypatch.setattr(hopper, "queries_map", lambda rows, queries, heads: bytes(128))
     query, key = (np.zeros((1, 400, heads, head_dim), np.float16) for heads in (2 * group, 2))
     scores = np.random.default_rng(0).standard_normal((1, 2, 400)).astype(np.float32)
     top_w = dma.IntervalMask.top_w(scores, 20)
