@@ -135,8 +135,6 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    from benchmarks import measure
-
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
     options.add_argument("--head-dim", nargs="+", type=int, default=[64, 96, 128, 192, 256])
@@ -144,6 +142,9 @@ def main(arguments: list[str] | None = None) -> int:
     args = options.parse_args(arguments)
     if not all(1 <= d <= max(CANDIDATES) for d in args.head_dim):
         options.error(f"--head-dim must be 1 to {max(CANDIDATES)}, got {args.head_dim}")
+
+    from benchmarks import measure
+
     if not measure.on_gpu():
         options.error("this needs a Hopper GPU")
     result = {"method": __doc__, **measure.machine(), "cases": [
