@@ -194,8 +194,8 @@ def test_hopper_kernels_keep_their_products_asynchronous(keys, heads):
             assert "Used" in log  # the assembler has spoken
             assert "serialized" not in log, f"{config}: {log}"
             assert config.shared_bytes <= 227 * 1024
-            # The producer's, where it has 32 registers.
-            assert jit._read_resources(log)["spill_bytes"] <= (700 if tile.block_m * tile.block_n > 16384 else 256)
+            # The producer's, where it has 32 registers; its loop over whole blocks has few of them.
+            assert jit._read_resources(log)["spill_bytes"] <= (768 if tile.block_m * tile.block_n > 16384 else 256)
 
 
 @pytest.mark.parametrize("element", ["__half", "float"])

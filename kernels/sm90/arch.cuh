@@ -34,6 +34,13 @@ __device__ __forceinline__ void copy_async_16(unsigned shared, const void* globa
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid) : "memory");
 }
 
+// 16 bytes from an address in shared memory that has been worked out before.
+__device__ __forceinline__ uint4 load_shared_16(unsigned shared) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(shared) : "memory");
+    return x;
+}
+
 // A tensor in global memory as the copy engine sees it (CUtensorMap, made by the host).
 struct alignas(64) TensorMap {
     unsigned long long words[16];
@@ -88,25 +95,25 @@ __device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) 
         "}\n" ::"r"(shared_address(barrier)), "r"(parity) : "memory");
 }
 
-// bar.sync / bar.red.or: named barrier `id` among `threads` threads; whether any of them brought true.
+// bar.sync: named barrier `id` among `threads` threads.
 __device__ __forceinline__ void named_barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-__device__ __forceinline__ bool named_barrier_or(int id, int threads, bool value) {
-    int any;
-    asm volatile(
-        "{\n"
-        ".reg .pred mine, all;\n"
-        "setp.ne.s32 mine, %3, 0;\n"
-        "bar.red.or.pred all, %1, %2, mine;\n"
-        "selp.s32 %0, 1, 0, all;\n"
-        "}\n" : "=r"(any) : "r"(id), "r"(threads), "r"(static_cast<int>(value)) : "memory");
-    return any != 0;
+// bar.arrive: the calling thread's part in named barrier `id`, for which it does not wait.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // fence.proxy.async: what the calling thread wrote to shared memory becomes visible to the tensor cores.
 __device__ __forceinline__ void shared_write_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// stmatrix: four 8 x 8 matrices of 16-bit numbers side by side in an accumulator's layout; lane l has the address of row l % 8
+// of matrix l / 8.
+__device__ __forceinline__ void store_matrices(unsigned row, const unsigned (&words)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 ::"r"(row), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+}
 
 // ---- register budgets: setmaxnreg ----
 template <int registers>

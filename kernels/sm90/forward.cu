@@ -46,23 +46,27 @@ __device__ __forceinline__ void add_columns(Fragment (&o)[DIM_FRAGMENTS], const 
     }
 }
 
+// Of the keys of the block's first fragments, if it has but few.
 __device__ __forceinline__ void begin_output(Fragment (&o)[DIM_FRAGMENTS], unsigned (&probability)[KEY_FRAGMENTS][4],
-                                             const ELEMENT* value) {
+                                             const ELEMENT* value, bool few) {
     const unsigned b = matrix_descriptor(value, BLOCK_N * CHUNK_ROW_BYTES);
     pin(o);
     pin(probability);
     products_begin();
 #pragma unroll
-    for (int n = 0; n < KEY_FRAGMENTS; ++n) add_columns<0>(o, probability[n], moved(b, n * 16 * CHUNK_ROW_BYTES));
+    for (int n = 0; n < KEY_FRAGMENTS; ++n) {
+        if (FEW && n == FEW_FRAGMENTS && few) break;
+        add_columns<0>(o, probability[n], moved(b, n * 16 * CHUNK_ROW_BYTES));
+    }
     products_commit();
 }
 
 // A value that is not finite must not reach a row that does not see its key, and 0 * inf is NaN: such values are added
 // to the rows that see them, and are zero for the product.
 __device__ __forceinline__ void isolate_nonfinite(Fragment (&o)[DIM_FRAGMENTS], ELEMENT* value,
-                                                  const Shared& shared, int stage, const int (&position)[2]) {
+                                                  const Shared& shared, int stage, int keys, const int (&position)[2]) {
 #pragma unroll 1
-    for (int key = 0; key < BLOCK_N; ++key) {
+    for (int key = 0; key < keys; ++key) {
         const auto seen = visibility(shared, stage, key);
         const int row = row_of_key(key);
 #pragma unroll
@@ -75,7 +79,7 @@ __device__ __forceinline__ void isolate_nonfinite(Fragment (&o)[DIM_FRAGMENTS], 
             }
     }
     named_barrier(CONSUMER_BARRIER, CONSUMER_THREADS);  // everybody has read the values that are about to be cleared
-    for (int i = threadIdx.x - PRODUCER_THREADS; i < BLOCK_N * HEAD_DIM_PADDED; i += CONSUMER_THREADS) {
+    for (int i = threadIdx.x - PRODUCER_THREADS; i < keys * HEAD_DIM_PADDED; i += CONSUMER_THREADS) {
         const int column = i % HEAD_DIM_PADDED;
         ELEMENT& x = piece_of<BLOCK_N>(value, i / HEAD_DIM_PADDED, column / 8)[column % 8];
         if (!isfinite(to_float(x))) from_float(x, 0.0f);
@@ -84,42 +88,55 @@ __device__ __forceinline__ void isolate_nonfinite(Fragment (&o)[DIM_FRAGMENTS], 
     named_barrier(CONSUMER_BARRIER, CONSUMER_THREADS);  // the block is finite
 }
 
-// Writes this warp's 16 rows of out and lse, through the tile's own query rows, which nobody needs any more.
+// Row `row` of a tile's output, whose first one is at `first`: query by query, in each head by head.
+__device__ __forceinline__ ELEMENT* row_of_output(ELEMENT* first, int row, int query_bytes) {
+    const void* place = row_address(first + row % HEADS * HEAD_DIM, row / HEADS, query_bytes);
+    return const_cast<ELEMENT*>(static_cast<const ELEMENT*>(place));
+}
+
+// Writes this warp's 16 rows of out and lse, through the tile's own query rows, which nobody needs any more. In few
+// instructions: they run once a tile, so each of them is fetched anew.
 __device__ __forceinline__ void write_tile(const AttentionParams& p, const Tile& t, ELEMENT* staging, int first_row,
                                            const Fragment (&o)[DIM_FRAGMENTS], RowState& state) {
     const int lane = lane_now();
     state.finish();
-    const float factor[2] = {state.inverse_sum(0), state.inverse_sum(1)};
+    // A sum is at least 1 (or 0, or not finite), so approximate functions are as good as exact ones.
+    const float factor[2] = {state.l[0] == 0.0f ? 0.0f : __fdividef(1.0f, state.l[0]),
+                             state.l[1] == 0.0f ? 0.0f : __fdividef(1.0f, state.l[1])};
+    const unsigned corner = shared_address(piece_of<BLOCK_M>(staging, first_row + lane % 16, lane / 16));
 #pragma unroll
-    for (int d = 0; d < DIM_FRAGMENTS; ++d)
+    for (int d = 0; d < DIM_FRAGMENTS; ++d) {
+        unsigned words[4];
 #pragma unroll
         for (int i = 0; i < 8; i += 2) {
-            const int r = fragment_row(i), row = first_row + lane / 4 + 8 * r;
-            const unsigned pair = pack_pair(o[d].x[i] * factor[r], o[d].x[i + 1] * factor[r]);
-            *reinterpret_cast<unsigned*>(piece_of<BLOCK_M>(staging, row, 2 * d + i / 4) + 2 * (lane & 3)) = pair;
+            const float f = factor[fragment_row(i)];
+            words[i / 2] = pack_pair(o[d].x[i] * f, o[d].x[i + 1] * f);
         }
+        store_matrices((corner ^ 2 * d % 8 * 16) + d / 4 * BLOCK_M * CHUNK_ROW_BYTES, words);
+    }
     __syncwarp();  // the warp's rows are complete
     constexpr int STEP = 32 / ROW_LANES, COPIES = 16 / STEP;
-    const int piece = lane % ROW_LANES, existing = min((t.end_query - t.first_query) * HEADS, QUERIES * HEADS);
-    ELEMENT* target = p.out + (((long long)t.batch * p.query_length + t.first_query) * p.heads + t.first_head) * HEAD_DIM;
-    const int query_stride = p.heads * HEAD_DIM;
-    uint4 pieces[COPIES];
-#pragma unroll
-    for (int k = 0; k < COPIES; ++k)
-        pieces[k] = *reinterpret_cast<const uint4*>(piece_of<BLOCK_M>(staging, first_row + k * STEP + lane / ROW_LANES, piece));
+    constexpr bool REGULAR = 16 % HEADS == 0;  // a lane's rows lie the same distances apart in all lanes and warps
+    const int piece = lane % ROW_LANES, own = lane / ROW_LANES;
+    const int existing = min((t.end_query - t.first_query) * HEADS, QUERIES * HEADS) - first_row;
+    ELEMENT* target =
+        p.out + (((long long)t.batch * p.query_length + t.first_query) * p.heads + t.first_head) * HEAD_DIM + piece * 8;
+    const int query_bytes = p.heads * HEAD_DIM * static_cast<int>(sizeof(ELEMENT));
+    if (REGULAR) target = row_of_output(target, first_row + own, query_bytes);
+    const unsigned first_piece = shared_address(piece_of<BLOCK_M>(staging, first_row + own, piece));
 #pragma unroll
     for (int k = 0; k < COPIES; ++k) {
-        const int row = first_row + k * STEP + lane / ROW_LANES;
-        if (piece * 8 < HEAD_DIM && row < existing)
-            *reinterpret_cast<uint4*>(target + (row / HEADS * query_stride + row % HEADS * HEAD_DIM + piece * 8)) = pieces[k];
+        const uint4 x = load_shared_16((first_piece ^ k * STEP % 8 * 16) + k * STEP * CHUNK_ROW_BYTES);
+        ELEMENT* place = row_of_output(target, REGULAR ? k * STEP : first_row + k * STEP + own, query_bytes);
+        if (piece * 8 < HEAD_DIM && k * STEP + own < existing) __stcg(reinterpret_cast<uint4*>(place), x);
     }
+    float* lse = p.lse + ((long long)t.batch * p.heads + t.first_head) * p.query_length + t.first_query;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const int row = first_row + lane / 4 + 8 * r, query = t.first_query + row / HEADS;
-        if ((lane & 3) == 0 && row < existing) {
-            const long long head = (long long)t.batch * p.heads + t.first_head + row % HEADS;
-            p.lse[head * p.query_length + query] = state.lse(r);
-        }
+        const int row = lane / 4 + 8 * r;
+        if ((lane & 3) == 0 && row < existing)
+            lse[(long long)((first_row + row) % HEADS) * p.query_length + (first_row + row) / HEADS] =
+                state.l[r] == 0.0f ? -infinity() : LN_2 * (state.m[r] + __log2f(state.l[r]));
     }
 }
 
@@ -205,6 +222,15 @@ struct Consumer {
         clear_output();
     }
 
+    // Between these two a warpgroup issues products, and no other does (but for delayed ones).
+    __device__ __forceinline__ void take_turn() const {
+        if (TURNS) named_barrier(TURN_BARRIER + group_row / 64, 256);
+    }
+
+    __device__ __forceinline__ void pass_turn() const {
+        if (TURNS) named_barrier_arrive(TURN_BARRIER + (group_row / 64 + 1) % CONSUMERS, 256);
+    }
+
     // What is added to the logits of the block at `turn`; to be called while their products are under way.
     __device__ __forceinline__ void fetch_bias(int following) { bias.fetch(p, shared, turn.stage, following); }
 
@@ -212,23 +238,34 @@ struct Consumer {
         barrier_arrive(&shared.key_free[turn.stage]);
     }
 
-    // Products become exponentials. Returns whether outputs so far must be multiplied by `rescale`. `held`: the block's keys
-    // are not released yet, for its values must be looked at.
-    __device__ __forceinline__ bool exponentiate(int clear, bool& held, float (&rescale)[2]) {
-        logits.finish(s, bias);
+    // Products of the block at `turn` become exponentials. Returns whether outputs so far must be multiplied by `rescale`.
+    // `held`: the block's keys are not released yet, for its values must be looked at.
+    template <int fragments>
+    __device__ __forceinline__ bool exponentiate_fragments(int clear, bool& held, float (&rescale)[2]) {
+        logits.template finish<fragments>(s, bias);
         held = false;
         if (clear == BLOCK_N) {
             release_keys(turn);
         } else {
             const int4 found = *reinterpret_cast<const int4*>(shared.nonfinite[turn.stage]);
             held = (found.x | found.y | found.z | found.w) != 0;
-            apply_mask(s, shared, turn.stage, clear, position);
+            apply_mask<fragments>(s, shared, turn.stage, clear, position);
             if (!held) release_keys(turn);
         }
-        const bool moved = state.update(s, logits.unit, slack, rescale);
+        const bool moved = state.update<fragments>(s, logits.unit, slack, rescale);
         // The exponentials are to be computed while the output products are under way. The assembler would move them
         // behind the wait for these products, but moves nothing across a branch that depends on them.
         if (__any_sync(ALL_LANES, state.l[0] + state.l[1] < 0.0f)) __nanosleep(0);
+        return moved;
+    }
+
+    __device__ __forceinline__ bool exponentiate(const Order& order, bool& held, float (&rescale)[2]) {
+        if (!FEW || !order.few) return exponentiate_fragments<KEY_FRAGMENTS>(order.clear, held, rescale);
+        const bool moved = exponentiate_fragments<FEW_FRAGMENTS>(order.clear, held, rescale);
+#pragma unroll
+        for (int n = FEW_FRAGMENTS; n < KEY_FRAGMENTS; ++n)  // or the assembler would let the products wait for each other
+#pragma unroll
+            for (int i = 0; i < 8; ++i) s[n].x[i] = 0.0f;
         return moved;
     }
 
@@ -241,21 +278,21 @@ struct Consumer {
     }
 
     // The output products of the block at `value_turn`, whose keys were at `keys`.
-    __device__ __forceinline__ void start_output(bool held, const Turn<STAGES>& keys) {
+    __device__ __forceinline__ void start_output(bool few, bool held, const Turn<STAGES>& keys) {
         barrier_wait(&shared.value_arrived[value_turn.stage], value_turn.phase);
         ELEMENT* value = shared.values[value_turn.stage];
         if (held) {
-            isolate_nonfinite(o, value, shared, keys.stage, position);
+            isolate_nonfinite(o, value, shared, keys.stage, FEW && few ? FEW_KEYS : BLOCK_N, position);
             release_keys(keys);
         }
-        begin_output(o, probability, value);
+        begin_output(o, probability, value, few);
     }
 };
 
 __device__ __forceinline__ void consume(Shared& shared, const AttentionParams& p) {
 #if SEQUENCES
     barrier_wait(&shared.key_arrived[0], 0);
-    if (shared.order[0].ends < 0) return;  // none of this block's numbers has a tile
+    if (shared.order[0].last < 0) return;  // none of this block's numbers has a tile
 #endif
     Consumer c(shared, p);
     float rescale[2];
@@ -270,14 +307,15 @@ __device__ __forceinline__ void consume(Shared& shared, const AttentionParams& p
     c.clear_output();
     products_wait<0>();
     pin(c.s);
-    c.exponentiate(current.clear, held, rescale);
+    c.exponentiate(current, held, rescale);
     c.round_probabilities();
-    if (!current.closes) c.meet_keys(c.turn.next());
+    if (!current.closes()) c.meet_keys(c.turn.next());
+    if (c.group_row / 64 == CONSUMERS - 1) c.pass_turn();
     bool unwritten = false;  // the tile before the current block's
-    while (!current.ends) {
+    while (!current.ends()) {
         const Turn<STAGES> keys = c.turn;  // of the current block
         c.turn.advance();
-        if (current.closes) {
+        if (current.closes()) {
             if (unwritten) c.close_tile(c.complete);  // the coming queries need its place
             unwritten = false;
             queries.advance();
@@ -285,19 +323,23 @@ __device__ __forceinline__ void consume(Shared& shared, const AttentionParams& p
             c.meet_keys(c.turn);
         }
         const Order next = c.coming;
+        c.take_turn();
         c.start_logits(queries);
+        const bool delayed = unwritten || held;  // what comes before the output products takes long, or waits for all consumers
+        if (delayed) c.pass_turn();
         if (unwritten) c.close_tile(c.complete);
-        unwritten = current.closes;
-        c.start_output(held, keys);
+        c.start_output(current.few, held, keys);
+        if (!delayed) c.pass_turn();
+        unwritten = current.closes();
         if (unwritten) c.open_tile(queries);
         c.fetch_bias(next.following);
         products_wait<1>();
         pin(c.s);
-        const bool moved = c.exponentiate(next.clear, held, rescale);
+        const bool moved = c.exponentiate(next, held, rescale);
         c.finish_output();
         c.release_values();
         c.round_probabilities();
-        if (!next.closes) c.meet_keys(c.turn.next());
+        if (!next.closes()) c.meet_keys(c.turn.next());
         if (moved && !unwritten) {
 #pragma unroll
             for (int d = 0; d < DIM_FRAGMENTS; ++d)
@@ -307,7 +349,7 @@ __device__ __forceinline__ void consume(Shared& shared, const AttentionParams& p
         current = next;
     }
     if (unwritten) c.close_tile(c.complete);
-    c.start_output(held, c.turn);
+    c.start_output(current.few, held, c.turn);
     c.finish_output();
     c.close_tile(c.state);
 }

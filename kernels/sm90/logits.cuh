@@ -17,11 +17,12 @@ struct Logits {
         : scale(scale), cap(softcap), exponent(SOFTCAP ? 2.0f * LOG2_E / softcap : 0.0f),
           unit(NATURAL ? LOG2_E : scale * LOG2_E) {}
 
-    template <typename Bias>
+    // The first `fragments` of a block, as everywhere here.
+    template <int fragments, typename Bias>
     __device__ __forceinline__ void finish(Fragment (&s)[KEY_FRAGMENTS], const Bias& bias) const {
         if (!NATURAL) return;
 #pragma unroll
-        for (int n = 0; n < KEY_FRAGMENTS; ++n)
+        for (int n = 0; n < fragments; ++n)
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 float& x = s[n].x[i];
@@ -148,10 +149,11 @@ __device__ __forceinline__ void visibilities(int2 (&seen)[4], const Shared& shar
 #endif
 
 // All queries see the block's first `clear` keys.
+template <int fragments>
 __device__ __forceinline__ void apply_mask(Fragment (&s)[KEY_FRAGMENTS], const Shared& shared, int stage, int clear,
                                            const int (&position)[2]) {
 #pragma unroll
-    for (int n = 0; n < KEY_FRAGMENTS; ++n) {
+    for (int n = 0; n < fragments; ++n) {
         if (clear >= n / 2 * 32 + 32) continue;
 #if BITS
         const int4 words = *reinterpret_cast<const int4*>(warp_words(shared, stage) + place_of(n, 0));
@@ -175,10 +177,11 @@ struct LazyRowState : RowState {
     // Turns logits, in a unit of their own (p = 2^(unit * (s - m)), unit > 0), into p. Returns, the same in the whole warp,
     // whether m has moved; then earlier outputs must be multiplied by `rescale`. In four strands a row, where a warp has
     // few others beside it and registers to spare.
+    template <int fragments>
     __device__ __forceinline__ bool update(Fragment (&s)[KEY_FRAGMENTS], float unit, float slack, float (&rescale)[2]) {
         float highest[2][4], sum[2][4], own[2], reference[2];
 #pragma unroll
-        for (int n = 0; n < KEY_FRAGMENTS; ++n)
+        for (int n = 0; n < fragments; ++n)
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 float& h = highest[fragment_row(i)][strand(i)];
@@ -199,7 +202,7 @@ struct LazyRowState : RowState {
 #pragma unroll
         for (int r = 0; r < 2; ++r) reference[r] = m[r] == -infinity() ? 0.0f : -m[r] * unit;  // nothing seen: p = 2^-inf
 #pragma unroll
-        for (int n = 0; n < KEY_FRAGMENTS; ++n)
+        for (int n = 0; n < fragments; ++n)
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const int r = fragment_row(i), k = strand(i);

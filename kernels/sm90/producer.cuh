@@ -1,9 +1,10 @@
 // The producer of the Hopper forward: a warpgroup that gathers one block of keys after the other, of one tile after the
 // other, into shared memory.
 //
-// Warp w knows the block's keys w * WARP_KEYS and following, a lane one of them. It copies ROWS rows at a time, ROW_LANES lanes
-// a row; such a group of lanes copies GROUP_KEYS keys that follow each other, in runs whose places in shared memory are
-// constants apart.
+// Warp w gathers the block's keys w * WARP_KEYS and following. It copies ROWS rows at a time, ROW_LANES lanes a row; such a
+// group of lanes copies GROUP_KEYS keys that follow each other, in runs whose places in shared memory are constants apart.
+// A warp of the producer has a scheduler's issue slots to share with consumers that multiply, and waits for each of its own
+// instructions: what counts in the loop over blocks is how many there are.
 //
 // Prelude: as sm90/forward.cu.
 #pragma once
@@ -13,8 +14,9 @@ constexpr int ROWS = 32 / ROW_LANES;
 constexpr int GROUP_KEYS = WARP_KEYS / ROWS;
 constexpr int RUN = GROUP_KEYS < 8 ? GROUP_KEYS : 8;
 static_assert(RUN % 4 == 0, "keys are read in vectors of four");
-
-__device__ __forceinline__ int own_place(int warp) { return warp * WARP_KEYS + (threadIdx.x & 31); }
+constexpr int FEW_WARPS = FEW_KEYS > WARP_KEYS ? FEW_KEYS / WARP_KEYS : 1;  // have rows of a block of few keys
+// Of the last warps, which have no rows of a block of few keys: they see to the tile's queries, and to orders.
+constexpr int QUERY_THREAD = 96, ORDER_THREAD = 64;
 
 // The tile that this block takes in its round `round`, negative if there is none. Under causality alone tiles differ in their
 // work: within `section` sets of heads, whose keys fit into the second cache, the longest come first, and every other
@@ -40,9 +42,6 @@ struct Tiles {
     const AttentionParams& p;
     Plan (&plans)[2];  // this warp's
     int tile, round;   // the tile found last, negative if there are no more
-#if KEYS == KEYS_LISTED
-    int2 lengths;      // of its list
-#endif
 
     __device__ __forceinline__ Tiles(const AttentionParams& p, Plan (&plans)[2]) : p(p), plans(plans), round(-1) {}
 
@@ -54,20 +53,28 @@ struct Tiles {
             if (tile < 0) return;
             t = find_tile(p, tile);
         } while (SEQUENCES && !uniform(t.exists()));
-#if KEYS == KEYS_LISTED
-        lengths = *reinterpret_cast<const int2*>(p.list_lengths + 2 * list_of(p, t));
-#endif
         __syncwarp();  // nobody reads what was planned there before
-        if ((threadIdx.x & 31) == 0) plans[plan] = Plan(p, t);
+        if ((threadIdx.x & 31) == 0) {
+            plans[plan] = Plan(p, t);
+#if KEYS == KEYS_LISTED
+            const int* lengths = p.list_lengths + 2 * list_of(p, t);
+            copy_async_4(&plans[plan].lengths[0], lengths, 4);
+            copy_async_4(&plans[plan].lengths[1], lengths + 1, 4);
+#endif
+        }
+        copy_async_commit();
         __syncwarp();  // it can be read
     }
 
-    // The keys of the tile found last. What comes from memory is made known to be the same in all lanes.
-    __device__ __forceinline__ KeyBlocks keys(const Tile& t) const {
+    // The keys of a tile. What comes from memory is made known to be the same in all lanes.
+    __device__ __forceinline__ KeyBlocks keys(int plan) const {
+        const Tile& t = plans[plan].tile;
         KeySource source = locate_keys(p, t);
 #if KEYS == KEYS_LISTED
-        source.full = lengths.x;
-        source.length = lengths.y;
+        copy_async_wait<0>();
+        __syncwarp();  // the lengths are there
+        source.full = plans[plan].lengths[0];
+        source.length = plans[plan].lengths[1];
 #endif
         source.first = uniform(source.first);
         source.length = uniform(source.length);
@@ -76,26 +83,64 @@ struct Tiles {
     }
 };
 
-// A block of keys; what comes from the list is loaded ahead of its use.
+// A block of keys.
 struct Block {
-    int first;    // place of its first key in the list; negative: there is none
-    bool masked;
-    int key;      // row of this lane's key
+    int first;  // place of its first key in the list; negative: there is none
+    int end;    // place behind its last one, or behind that of its list
+    int clear;  // as in Order
 #if BIAS == BIAS_DENSE
     int first_key, last_key;
 #endif
+
+    __device__ __forceinline__ int count() const { return end - first; }
+    __device__ __forceinline__ bool few() const { return FEW && count() <= FEW_KEYS; }
 };
 
-__device__ __forceinline__ Block next_block(KeyBlocks& blocks, int warp) {
-    const KeyBlock next = blocks.next();
-    Block block = {next.first, next.masked, 0};
-    if (next.first < 0) return block;
-    const int place = next.first + own_place(warp);
-    bool exists;
+// The rows of the keys of block `number` that warp `warp` gathers, or looks at.
+__device__ __forceinline__ int* listed_rows(Shared& shared, int number, int warp) {
 #if KEYS == KEYS_CONTIGUOUS
-    if (place < blocks.source.length) block.key = place;
+    return nullptr;
 #else
-    if ((threadIdx.x & 31) < WARP_KEYS && place < blocks.source.length) block.key = *blocks.entry(place, exists);
+    return shared.listed[number % LISTS] + warp * WARP_KEYS;
+#endif
+}
+
+// From `entry`, this lane's, to there. Complete when the block's turn has come.
+__device__ __forceinline__ void list_entries(Shared& shared, int number, int warp, const int* entry, bool exists = true) {
+    const int lane = threadIdx.x & 31;
+    if (lane < WARP_KEYS) copy_async_4(listed_rows(shared, number, warp) + lane, entry, exists ? 4 : 0);
+    copy_async_commit();
+}
+
+// Which of the warps' parts of a block warp `warp` has. Of few keys the first warps have all, which the next ones look at.
+__device__ __forceinline__ int part_of(const Block& block, int warp) {
+    return block.few() ? warp % FEW_WARPS : warp;
+}
+
+// Whether full and partial keys in blocks of their own make no block more than together: then only the latter are masked.
+__device__ __forceinline__ bool apart(unsigned full, unsigned partial) {
+    constexpr unsigned LAST = BLOCK_N - 1;
+    return (full + LAST) / BLOCK_N + (partial + LAST) / BLOCK_N == (full + partial + LAST) / BLOCK_N;
+}
+
+// The next block, the one with number `number`. What the list says of its keys is under way then.
+__device__ __forceinline__ Block next_block(Shared& shared, KeyBlocks& blocks, int warp, int number) {
+    const KeySource& source = blocks.source;
+    const KeyBlock next = blocks.next();
+    Block block = {next.first, source.length, BLOCK_N};
+    if (next.first < 0) return block;
+    if (next.masked) block.clear = KEYS == KEYS_LISTED ? max(source.full - next.first, 0) : 0;
+#if HOLES
+    if (next.masked && next.first < source.full && apart(source.full, source.length - source.full)) {
+        block.end = blocks.place = source.full;
+        block.clear = BLOCK_N;
+    }
+#endif
+#if KEYS != KEYS_CONTIGUOUS
+    const int place = next.first + part_of(block, warp) * WARP_KEYS + (threadIdx.x & 31);
+    bool exists;
+    const int* entry = blocks.entry(HOLES ? min(place, block.end - 1) : place, exists);
+    list_entries(shared, number, warp, exists ? entry : source.list, exists);
 #endif
 #if BIAS == BIAS_DENSE
     block.first_key = 0;
@@ -103,13 +148,27 @@ __device__ __forceinline__ Block next_block(KeyBlocks& blocks, int warp) {
 #if KEYS == KEYS_CONTIGUOUS
     const bool in_order = true;
 #else  // but for the step from full keys to partial ones
-    const bool in_order = next.first >= blocks.source.full || next.first + BLOCK_N <= blocks.source.full;
+    const bool in_order = next.first >= source.full || next.first + BLOCK_N <= source.full;
 #endif
-    if (in_order && next.first + BLOCK_N <= blocks.source.length) {
+    if (in_order && next.first + BLOCK_N <= source.length) {
+        bool exists;
         block.first_key = KEYS == KEYS_CONTIGUOUS ? next.first : *blocks.entry(next.first, exists);
         block.last_key = KEYS == KEYS_CONTIGUOUS ? next.first + BLOCK_N - 1 : *blocks.entry(next.first + BLOCK_N - 1, exists);
     }
 #endif
+    return block;
+}
+
+// The first block of a tile; a tile that meets no keys has one without keys, so that its output is written.
+__device__ __forceinline__ Block first_block(Shared& shared, KeyBlocks& blocks, int warp, int number) {
+    Block block = next_block(shared, blocks, warp, number);
+    if (block.first < 0) {
+        block.first = block.end;
+        block.clear = 0;
+#if KEYS != KEYS_CONTIGUOUS
+        list_entries(shared, number, warp, blocks.source.list, false);
+#endif
+    }
     return block;
 }
 
@@ -148,21 +207,30 @@ __device__ __forceinline__ void gather_rows(ELEMENT* matrix, const ELEMENT* sour
     }
 }
 
-// Whether a value of this warp's keys, from the block's key `clear` on, is not finite. `first`, `listed`: as for gather_rows;
-// the copy engine brings rows behind the block's last key as well.
-__device__ __forceinline__ bool any_nonfinite(const AttentionParams& p, const ELEMENT* source, const int* listed, int warp,
-                                              int first, int count, int clear) {
+// Whether a value of part `part` of the block's keys, of those that not all queries see, is not finite. The copy engine
+// brings rows behind the block's last key as well.
+__device__ __forceinline__ bool any_nonfinite(const AttentionParams& p, const ELEMENT* source, const int* listed, int part,
+                                              const Block& block) {
     const int lane = threadIdx.x & 31, piece = lane % ROW_LANES, group = lane / ROW_LANES * GROUP_KEYS;
-    const int begin = warp * WARP_KEYS + group, stride = p.value_row * static_cast<int>(sizeof(ELEMENT));
+    const int begin = part * WARP_KEYS + group, stride = p.value_row * static_cast<int>(sizeof(ELEMENT));
+    const int end = BULK ? p.key_length - block.first : block.count();
+    constexpr int BATCH = PRODUCER_REGISTERS < 48 ? 2 : RUN;  // loads that are under way together
     unsigned found = 0;
-    if (piece * 8 < HEAD_DIM) {
-#pragma unroll 4
-        for (int k = 0; k < GROUP_KEYS; ++k) {
-            if (begin + k < clear || begin + k >= (BULK ? p.key_length - first : count)) continue;
-            const int key = KEYS == KEYS_CONTIGUOUS ? first + begin + k : listed[group + k];
-            const uint4 x = __ldg(static_cast<const uint4*>(row_address(source + piece * 8, key, stride)));
-            found |= nonfinite(x.x, source) | nonfinite(x.y, source) | nonfinite(x.z, source) | nonfinite(x.w, source);
+#pragma unroll 1
+    for (int first = 0; first < GROUP_KEYS; first += BATCH) {
+        uint4 x[BATCH];
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k) {
+            const int place = begin + first + k;
+            x[k] = make_uint4(0, 0, 0, 0);
+            if (piece * 8 >= HEAD_DIM || place < block.clear || place >= end) continue;
+            const int key = KEYS == KEYS_CONTIGUOUS ? block.first + place : listed[group + first + k];
+            x[k] = __ldg(static_cast<const uint4*>(row_address(source + piece * 8, key, stride)));
         }
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k)
+            found |= nonfinite(x[k].x, source) | nonfinite(x[k].y, source) | nonfinite(x[k].z, source) |
+                     nonfinite(x[k].w, source);
     }
     return __any_sync(ALL_LANES, (found & sign_bits(sizeof(ELEMENT))) != 0);
 }
@@ -178,6 +246,7 @@ struct RowSource {
     int first;          // row of the first one, where they follow each other
     int count;          // how many there are, from the first on
     const int* listed;  // their rows, of this warp's, where they do not
+    bool whole;         // every place of the block is filled; where there is no key, with another one's row (HOLES)
 };
 
 // With BULK one thread asks the copy engine for the rows; `arrived` then counts their bytes too.
@@ -190,10 +259,11 @@ __device__ __forceinline__ void gather(ELEMENT* matrix, const RowSource& source,
         copy_box(matrix + chunk * BLOCK_N * CHUNK_COLUMNS, source.map, arrived, chunk * CHUNK_COLUMNS, source.first,
                  source.group, source.batch);
 #else
-    if (source.count < BLOCK_N)
-        gather_rows<false>(matrix, source.rows, row_stride, source.listed, warp, source.first, source.count);
-    else
+    if (FEW && source.count <= FEW_KEYS && warp >= FEW_WARPS) return;
+    if (source.whole)
         gather_rows<true>(matrix, source.rows, row_stride, source.listed, warp, source.first, source.count);
+    else
+        gather_rows<false>(matrix, source.rows, row_stride, source.listed, warp, source.first, source.count);
 #endif
 }
 
@@ -212,36 +282,29 @@ __device__ __forceinline__ void gather_queries(ELEMENT* matrix, const AttentionP
     }
 }
 
-// The rows of this warp's keys, from its lanes to all of them.
-__device__ __forceinline__ void list_rows(Shared& shared, int side, int warp, int key) {
-#if KEYS != KEYS_CONTIGUOUS
-    __syncwarp();  // nobody reads what was listed there before
-    if ((threadIdx.x & 31) < WARP_KEYS) shared.listed[side][own_place(warp)] = key;
-    __syncwarp();  // the list is complete
-#endif
-}
-
-__device__ __forceinline__ const int* listed_rows(const Shared& shared, int side, int warp) {
+// What is known per key. All queries see the block's first `clear` keys.
+template <bool whole>
+__device__ __forceinline__ void gather_facts(Shared& shared, const AttentionParams& p, const Plan& plan, int warp,
+                                             const RowSource& keys, int clear, int stage) {
+    const int lane = threadIdx.x & 31, place = warp * WARP_KEYS + lane;
+    if (lane >= WARP_KEYS) return;
+    const bool exists = whole || place < keys.count;
 #if KEYS == KEYS_CONTIGUOUS
-    return nullptr;
+    const int key = exists ? keys.first + place : 0;
 #else
-    return shared.listed[side] + warp * WARP_KEYS;
+    const int key = keys.listed[lane];
 #endif
-}
-
-// What is known per key, by the lane that knows the key. All queries see the first `clear` of `count` keys.
-__device__ __forceinline__ void gather_facts(Shared& shared, const AttentionParams& p, const Plan& plan, int warp, int key,
-                                             int count, int clear, int stage) {
-    const int place = own_place(warp);
-    if ((threadIdx.x & 31) >= WARP_KEYS) return;
-    const bool exists = place < count;
+#if HOLES
+    if (!exists) shared.bias[stage][place] = -infinity();
+    else
+#endif
 #if BIAS == BIAS_OF_KEYS
     copy_async_4(&shared.bias[stage][place], row_address(plan.bias, key, static_cast<int>(p.bias_key) * 4), exists ? 4 : 0);
 #endif
 #if KEYS_KNOWN
     shared.key[stage][place] = key;
 #endif
-    if (clear == BLOCK_N) return;
+    if (whole || clear == BLOCK_N) return;
 #if BITS
 #pragma unroll
     for (int w = 0; w < WORDS; ++w)  // a key that does not exist has no bits
@@ -261,7 +324,7 @@ __device__ __forceinline__ void open_tile(Shared& shared, const ForwardParams& l
     Barrier *arrived = &shared.query_arrived[stage], *free = &shared.query_free[stage];
     ELEMENT* queries = shared.query[stage];
 #if QUERY_BULK
-    if (threadIdx.x != 0) return;
+    if (threadIdx.x != QUERY_THREAD) return;
     barrier_wait(free, phase);
     shared.tile[stage] = plan.tile;
     barrier_expect(arrived, CHUNKS * BLOCK_M * CHUNK_ROW_BYTES);
@@ -278,26 +341,47 @@ __device__ __forceinline__ void open_tile(Shared& shared, const ForwardParams& l
     barrier_arrive(arrived);
 }
 
-// Keys run one block ahead of values, the order in which they are used.
+// How many blocks at the beginning of a list are full of keys that all queries see; the tile's last block is not among them.
+__device__ __forceinline__ int whole_blocks(const KeySource& source) {
+    return max(min(source.full, source.length - 1), 0) / BLOCK_N;
+}
+
+// Keys run one block ahead of values, the order in which they are used, and lists one block ahead of keys.
 __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& launch) {
     const AttentionParams& p = launch.attention;
     const int warp = uniform(threadIdx.x / 32);
     Turn<STAGES> turn, value_turn;
     Turn<QUERY_STAGES> query_turn;
     Tiles tiles(p, shared.plans[warp]);
-    int at_hand = 0;  // which plan is the tile's
-    int side = 0;     // of `listed`
-    bool begun = false;
+    int at_hand = 0;        // which plan is the tile's
+    int number = 0;         // of the block
     RowSource values = {};  // of the block before
     tiles.find(at_hand);
 #if SEQUENCES
     if (tiles.tile < 0) {
-        if (threadIdx.x == 0) shared.order[0].ends = -1;
+        if (threadIdx.x == 0) shared.order[0].last = -1;
         barrier_arrive_after_copies(&shared.key_arrived[0]);
         barrier_arrive(&shared.key_arrived[0]);
         return;
     }
 #endif
+    const auto gather_values = [&] {
+        barrier_wait(&shared.value_free[value_turn.stage], value_turn.phase ^ 1);
+        gather(shared.values[value_turn.stage], values, p.value_row, warp, &shared.value_arrived[value_turn.stage]);
+        barrier_arrive_after_copies(&shared.value_arrived[value_turn.stage]);
+    };
+    // The keys at hand are on their way: others are told, and the values before them follow.
+    const auto pass_keys = [&](const Order& order) {
+        if (threadIdx.x == ORDER_THREAD) shared.order[turn.stage] = order;
+        barrier_arrive_after_copies(&shared.key_arrived[turn.stage]);
+        barrier_arrive(&shared.key_arrived[turn.stage]);
+        turn.advance();
+        if (number > 0) {
+            gather_values();
+            value_turn.advance();
+        }
+        ++number;
+    };
     while (tiles.tile >= 0) {
         const Plan& plan = shared.plans[warp][at_hand];
         open_tile(shared, launch, plan, query_turn.stage, query_turn.phase ^ 1);
@@ -306,33 +390,43 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
         static_assert(BLOCK_M == PRODUCER_THREADS, "a thread fetches one row of bias ahead");
         const BIAS_ELEMENT* bias = bias_row(p, plan.tile, threadIdx.x);
 #endif
-        KeyBlocks blocks = tiles.keys(plan.tile);
+        KeyBlocks blocks = tiles.keys(at_hand);
         const bool finite = p.nonfinite != nullptr && p.nonfinite[plan.tile.batch * p.kv_heads + plan.tile.group] == 0;
-        const int length = blocks.source.length, full = blocks.source.full;
-        Block block = next_block(blocks, warp);
-        if (block.first < 0) {  // a tile that meets no keys has one block without keys, so that its output is written
-            block.first = length;
-            block.masked = true;
-        }
-        for (bool opens = true; block.first >= 0; opens = false) {
-            const int count = length - block.first;
-            const int clear = !block.masked ? BLOCK_N : KEYS == KEYS_LISTED ? max(full - block.first, 0) : 0;
-            list_rows(shared, side, warp, block.key);
-            const Block following = next_block(blocks, warp);  // its list entries are under way while this block is copied
-            barrier_wait(&shared.key_free[turn.stage], turn.phase ^ 1);
-            gather_facts(shared, p, plan, warp, block.key, count, clear, turn.stage);
-#if BULK
-            const RowSource keys = {&launch.key, plan.tile.group, plan.tile.batch, block.first, count, nullptr};
-#else
-            const RowSource keys = {plan.keys, block.first, count, listed_rows(shared, side, warp)};
-#endif
-            gather(shared.keys[turn.stage], keys, p.key_row, warp, &shared.key_arrived[turn.stage]);
-            if (clear < BLOCK_N) {
-                const bool found = !finite && any_nonfinite(p, plan.values, listed_rows(shared, side, warp), warp, block.first,
-                                                            count, clear);
-                if ((threadIdx.x & 31) == 0) shared.nonfinite[turn.stage][warp] = found;
+        Block block;
+#if WHOLE_BLOCKS
+        int whole = whole_blocks(blocks.source);
+        if (whole > 0) {
+            const int* entry = blocks.source.list + warp * WARP_KEYS + (threadIdx.x & 31);
+            list_entries(shared, number, warp, entry);
+            for (; whole > 0; --whole) {
+                copy_async_wait<0>();
+                __syncwarp();  // the block's list is complete
+                entry += BLOCK_N;
+                if (whole > 1) {
+                    list_entries(shared, number + 1, warp, entry);
+                } else {
+                    blocks = tiles.keys(at_hand);  // again, for it is not kept in registers
+                    blocks.place = whole_blocks(blocks.source) * BLOCK_N;
+                    block = first_block(shared, blocks, warp, number + 1);
+                }
+                const RowSource keys = {plan.keys, 0, BLOCK_N, listed_rows(shared, number, warp), true};
+                barrier_wait(&shared.key_free[turn.stage], turn.phase ^ 1);
+                gather_facts<true>(shared, p, plan, warp, keys, BLOCK_N, turn.stage);
+                gather_rows<true>(shared.keys[turn.stage], keys.rows, p.key_row, keys.listed, warp, 0, BLOCK_N);
+                pass_keys({BLOCK_N, 0, 0, -1});
+                values = keys;
+                values.rows = plan.values;
             }
-            if (opens) tiles.find(at_hand ^ 1);
+        } else
+#endif
+            block = first_block(shared, blocks, warp, number);
+        for (bool opens = true; block.first >= 0; opens = false) {
+#if KEYS != KEYS_CONTIGUOUS
+            copy_async_wait<0>();
+            __syncwarp();  // the block's list is complete
+#endif
+            const int count = block.count(), part = part_of(block, warp);
+            const Block following = next_block(shared, blocks, warp, number + 1);
             int following_keys = -1;
 #if BIAS == BIAS_DENSE
             if (p.bias_aligned && block.last_key - block.first_key == BLOCK_N - 1 && block.first_key % BIAS_WIDTH == 0) {
@@ -340,31 +434,34 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
                 for (int i = 0; i < BLOCK_N; i += 128 / sizeof(BIAS_ELEMENT)) prefetch_line(bias + following_keys + i);
             }
 #endif
-            const bool closes = following.first < 0;
-            if (threadIdx.x == 0) shared.order[turn.stage] = {clear, closes, closes && tiles.tile < 0, following_keys};
-            barrier_arrive_after_copies(&shared.key_arrived[turn.stage]);
-            barrier_arrive(&shared.key_arrived[turn.stage]);
-            turn.advance();
-            if (begun) {
-
-                barrier_wait(&shared.value_free[value_turn.stage], value_turn.phase ^ 1);
-                gather(shared.values[value_turn.stage], values, p.value_row, warp, &shared.value_arrived[value_turn.stage]);
-                barrier_arrive_after_copies(&shared.value_arrived[value_turn.stage]);
-                value_turn.advance();
+            const int* listed = listed_rows(shared, number, warp);
+#if BULK
+            const RowSource keys = {&launch.key, plan.tile.group, plan.tile.batch, block.first, count, nullptr, true};
+#else
+            const RowSource keys = {plan.keys, block.first, count, listed, HOLES ? count > 0 : count >= BLOCK_N};
+#endif
+            barrier_wait(&shared.key_free[turn.stage], turn.phase ^ 1);
+            if (part == warp) {
+                gather_facts<false>(shared, p, plan, warp, keys, block.clear, turn.stage);
+                gather(shared.keys[turn.stage], keys, p.key_row, warp, &shared.key_arrived[turn.stage]);
             }
-            begun = true;
+            if (block.clear < BLOCK_N) {
+                const bool mine = !block.few() || warp / FEW_WARPS == 1;
+                const bool found = mine && !finite && any_nonfinite(p, plan.values, listed, part, block);
+                if ((threadIdx.x & 31) == 0) shared.nonfinite[turn.stage][warp] = found;
+            }
+            if (opens) tiles.find(at_hand ^ 1);
+            pass_keys({block.clear, count <= FEW_KEYS, following.first >= 0 ? 0 : tiles.tile >= 0 ? 1 : 2, following_keys});
             values = keys;
+            values.whole = BULK || count >= BLOCK_N;
 #if BULK
             values.map = &launch.value;
 #else
             values.rows = plan.values;
 #endif
             block = following;
-            side ^= 1;
         }
         at_hand ^= 1;
     }
-    barrier_wait(&shared.value_free[value_turn.stage], value_turn.phase ^ 1);
-    gather(shared.values[value_turn.stage], values, p.value_row, warp, &shared.value_arrived[value_turn.stage]);
-    barrier_arrive_after_copies(&shared.value_arrived[value_turn.stage]);
+    gather_values();
 }

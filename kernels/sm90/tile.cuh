@@ -27,7 +27,19 @@ constexpr int SUMS = KEY_FRAGMENTS * 12 + DIM_FRAGMENTS * 8;  // and probabiliti
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? (BIAS == BIAS_DENSE ? 224 : 208) : SUMS > 112 ? 160 : SOFTCAP ? 152 : 144;
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 504 - 2 * CONSUMER_REGISTERS : 512 - 3 * CONSUMER_REGISTERS;
 constexpr int WARP_KEYS = BLOCK_N / PRODUCER_WARPS;  // keys of a block that a producer warp gathers
-constexpr int CONSUMER_BARRIER = 1;  // a named barrier
+constexpr int CONSUMER_BARRIER = 1, TURN_BARRIER = 2;  // named barriers; of turns one for each warpgroup
+// Whether the consumers issue products in turns. Where the exponentials of a block take as long as its products, warpgroups
+// would do the same thing at the same time.
+constexpr bool TURNS = HEAD_DIM <= 64;
+constexpr int LISTS = 4;  // of blocks, which the producer has at a time
+// Whether a block of at most FEW_KEYS keys, with which most lists end, is less work than others.
+#define FEW (KEYS == KEYS_LISTED && !BITS && BLOCK_N > FEW_KEYS)
+constexpr int FEW_KEYS = 32;
+constexpr int FEW_FRAGMENTS = FEW_KEYS / 16;
+// Whether places of a block that have no key need no test for being seen: they have a bias of -inf, and another key's row.
+#define HOLES (KEYS == KEYS_LISTED && BIAS == BIAS_OF_KEYS)
+// Whether the producer has a loop of its own for blocks full of keys that all queries see.
+#define WHOLE_BLOCKS (KEYS == KEYS_LISTED && BIAS != BIAS_DENSE)
 static_assert(WARP_KEYS <= 32 && WARP_KEYS * ROW_LANES % 32 == 0, "a producer lane knows one key");
 
 // Whether the consumers must know the rows of keys: to compare them with positions, or to find their bias.
@@ -35,10 +47,13 @@ static_assert(WARP_KEYS <= 32 && WARP_KEYS * ROW_LANES % 32 == 0, "a producer la
 
 // What the consumers are told of a block of keys.
 struct Order {
-    int clear;   // all queries see so many keys from the block's first on; BLOCK_N: the block needs no mask
-    int closes;  // it is the tile's last block
-    int ends;    // it is the last of all; negative: there is none, and this is no block
+    int clear;      // all queries see so many keys from the block's first on; BLOCK_N: the block needs no mask
+    int few;        // it has at most FEW_KEYS keys (if FEW)
+    int last;       // 1: of its tile, 2: of all; negative: there is none, and this is no block
     int following;  // BIAS_DENSE: the first key, if BLOCK_N keys follow each other from a multiple of 16 bytes on, else -1
+
+    __device__ __forceinline__ bool closes() const { return last > 0; }
+    __device__ __forceinline__ bool ends() const { return last > 1; }
 };
 
 struct ForwardParams {
@@ -58,6 +73,7 @@ struct Plan {
     const float* bias;
     const int *start, *stop;
     const unsigned* columns;
+    int lengths[2];  // KEYS_LISTED: of its list, on their way when the tile has been found
 
     __device__ __forceinline__ Plan(const AttentionParams& p, const Tile& t)
         : tile(t), keys(p.key + t.batch * p.key_batch + t.group * p.key_head),
@@ -84,7 +100,7 @@ struct Shared {
     int key[STAGES][BLOCK_N];  // rows of the block's keys
 #endif
 #if KEYS != KEYS_CONTIGUOUS
-    int listed[2][BLOCK_N];  // the producer's own: rows of the keys of the block at hand and of the one before
+    int listed[LISTS][BLOCK_N];  // the producer's own: rows of the keys of the block at hand, of those around it
 #endif
     Order order[STAGES];
     int nonfinite[STAGES][PRODUCER_WARPS];  // of a block that is not clear: whether values of a warp's keys are not finite

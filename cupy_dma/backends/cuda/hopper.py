@@ -60,7 +60,7 @@ class HopperForwardConfig(jit.Config):
         row = blocks(self.head_dim, 64) * 128
         rows = self.query_stages * self.block_m + 2 * self.stages * self.block_n
         facts = 4 * self.block_n * (2 + max(2, blocks(self.block_m // self.heads, 32)))
-        producer = 8 * self.block_n + 1216
+        producer = 16 * self.block_n + 1280
         return 1024 + row * rows + self.stages * (facts + 64) + 64 * self.query_stages + producer
 
 
@@ -135,8 +135,8 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
     problem.move_mask_to_rows(runtime, stream)
     lists: KeyLists | None = problem.key_lists(runtime, queries, tile.block_n, stream)
     fields: dict[str, Any] = {"section": _section(call, problem)}
-    # Where many blocks are masked (nearly all with bits) to look at the values of each costs more than to look once.
-    if problem.bits or (lists is not None and call.head_dim <= 64):
+    # Where nearly all blocks are masked, to look at the values of each costs more than to look once.
+    if problem.bits or (call.head_dim <= 64 and lists is not None and lists.keys == "KEYS_SHARED"):
         flags = nonfinite(runtime, call.value, stream)
         fields["nonfinite"] = place.pointer(flags)
     key_maps = b"" if lists is not None or problem.bias_kind == BIAS_DENSE else _maps(call, tile)
