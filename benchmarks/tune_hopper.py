@@ -4,11 +4,11 @@
     python benchmarks/tune_hopper.py --kind intervals --head-dim 64
 
 For every kind of keys of ``hopper.TILES``, head dim, group and length: each candidate tile (rows x keys x stages of
-keys x stages of queries) and the portable kernel, whether the call would go there or not. Inputs: bfloat16, batch 1,
-independent normal numbers; intervals: top-w masks of independent scores, with these as bias; bits: half of a dense
-mask visible, shared by all heads. Lists of intervals are cached, dense masks are packed in every call. Timing: see
-measure.py. Every output is compared with the portable kernel's; one that differs by more than two roundings of the
-largest number is marked WRONG, and the exit status is 1.
+keys x stages of queries), with and without turns, and the portable kernel, whether the call would go there or not.
+Inputs: bfloat16, batch 1, independent normal numbers; intervals: top-w masks of independent scores, with these as bias;
+bits: half of a dense mask visible, shared by all heads. Lists of intervals are cached, dense masks are packed in every
+call. Timing: see measure.py. Every output is compared with the portable kernel's; one that differs by more than two
+roundings of the largest number is marked WRONG, and the exit status is 1.
 
 The fastest tile of each group of rows is marked; ``in use`` is what the library takes. The results go to
 ``benchmarks/results/hopper_tiles.json``.
@@ -70,7 +70,12 @@ def cases(kinds: list[str], head_dims: list[int]) -> list[Case]:
 def tiles(case: Case) -> list[HopperTile]:
     """Candidates; dense masks are only for tiles of 128 rows."""
     largest = min(size for size in CANDIDATES if case.head_dim <= size)
-    return [tile for tile in CANDIDATES[largest] if case.kind != "bits" or tile.block_m == 128]
+    return [tile._replace(turns=turns) for tile in CANDIDATES[largest]
+            if case.kind != "bits" or tile.block_m == 128 for turns in (False, True)]
+
+
+def name(tile: HopperTile) -> str:
+    return "x".join(map(str, tile[:4])) + " in turns" * tile.turns
 
 
 @contextlib.contextmanager
@@ -116,7 +121,7 @@ def measured(case: Case) -> list[dict[str, Any]]:
         with forced(tile):
             error = (call().float() - expected.float()).abs().max().item()
             ms, _ = measure.gpu_ms(call)
-        rows.append({"tile": "x".join(map(str, tile)), "ms": ms, "in_use": tile == in_use,
+        rows.append({"tile": name(tile), "ms": ms, "in_use": tile == in_use,
                      "right": error <= 2 * ROUNDING * expected.float().abs().max().item()})
     measure.free_memory()
     return rows
@@ -130,7 +135,7 @@ def table(result: dict[str, Any]) -> str:
         for row in entry["rows"]:
             words = ["fastest"] * (row["right"] and row["ms"] == fastest) + ["in use"] * row.get("in_use", False)
             words += ["WRONG"] * (not row["right"])
-            lines.append(f"  {row['tile']:<14}{row['ms']:9.4f} ms  {', '.join(words)}".rstrip())
+            lines.append(f"  {row['tile']:<22}{row['ms']:9.4f} ms  {', '.join(words)}".rstrip())
     return "\n".join(lines)
 
 

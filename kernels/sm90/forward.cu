@@ -11,9 +11,10 @@
 // to the next tile, are issued together with the output products of the current one, so the tensor cores work while the
 // softmax is computed.
 //
-// Prelude: ELEMENT, HEAD_DIM, HEADS, BLOCK_M, BLOCK_N, STAGES, QUERY_STAGES, KEYS, CAUSAL, BITS, BIAS, BIAS_ELEMENT (16 bit
-// where BIAS_DENSE), SOFTCAP, SEQUENCES (with neither BITS nor BIAS_DENSE), BULK (KEYS_CONTIGUOUS, no BIAS_DENSE: rows of
-// keys and values come through the copy engine), QUERY_BULK (so do queries; HEADS divides BLOCK_M).
+// Prelude: ELEMENT, HEAD_DIM, HEADS, BLOCK_M, BLOCK_N, STAGES, QUERY_STAGES, TURNS (warpgroups take turns in issuing products),
+// KEYS, CAUSAL, BITS, BIAS, BIAS_ELEMENT (16 bit where BIAS_DENSE), SOFTCAP, SEQUENCES (with neither BITS nor BIAS_DENSE), BULK
+// (KEYS_CONTIGUOUS, no BIAS_DENSE: rows of keys and values come through the copy engine), QUERY_BULK (so do queries; HEADS
+// divides BLOCK_M).
 #include "sm90/logits.cuh"
 #include "sm90/producer.cuh"
 #include "sm90/tile.cuh"

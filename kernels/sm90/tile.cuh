@@ -28,9 +28,6 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? (BIAS == BIAS_DENSE ? 224 : 
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 504 - 2 * CONSUMER_REGISTERS : 512 - 3 * CONSUMER_REGISTERS;
 constexpr int WARP_KEYS = BLOCK_N / PRODUCER_WARPS;  // keys of a block that a producer warp gathers
 constexpr int CONSUMER_BARRIER = 1, TURN_BARRIER = 2;  // named barriers; of turns one for each warpgroup
-// Whether the consumers issue products in turns. Where the exponentials of a block take as long as its products, warpgroups
-// would do the same thing at the same time.
-constexpr bool TURNS = HEAD_DIM <= 64;
 constexpr int LISTS = 4;  // of blocks, which the producer has at a time
 // Whether a block of at most FEW_KEYS keys, with which most lists end, is less work than others.
 #define FEW (KEYS == KEYS_LISTED && !BITS && BLOCK_N > FEW_KEYS)

@@ -26,12 +26,14 @@ if TYPE_CHECKING:
 
 
 class HopperTile(NamedTuple):
-    """A block's part of the attention: rows (queries times heads), keys at a time, stages of keys and of queries."""
+    """A block's part of the attention: rows (queries times heads), keys at a time, stages of keys and of queries, and
+    whether the warpgroups that multiply take turns in doing so."""
 
     block_m: int
     block_n: int
     stages: int
     query_stages: int
+    turns: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class HopperForwardConfig(jit.Config):
     block_n: int
     stages: int
     query_stages: int
+    turns: bool
     keys: str
     causal: bool
     bias: int  # BIAS_NONE, BIAS_OF_KEYS, BIAS_DENSE
@@ -76,12 +79,13 @@ SECTION_BYTES = 24 << 20
 SMALLEST_SCALE = 2.0**-40  # sums begin at bias / scale, which must stay far from the largest float32
 EXPONENTS = {"float16": "0x7c007c00u", "bfloat16": "0x7f807f80u"}
 
-# By what a call's keys are and the largest head dim, measured in docs/performance-notes.md.
+# By what a call's keys are and the largest head dim, measured in docs/performance-notes.md. Where the exponentials of a
+# block take as long as its products, warpgroups that do not take turns come to do the same thing at the same time.
 TILES = {
-    "intervals": {64: HopperTile(192, 128, 3, 2), 128: HopperTile(192, 64, 3, 2)},
-    "bits": {64: HopperTile(128, 128, 3, 2), 128: HopperTile(128, 128, 2, 2)},
-    "contiguous": {64: HopperTile(192, 128, 3, 2), 128: HopperTile(128, 128, 2, 2)},
-    "contiguous with bias": {64: HopperTile(128, 128, 3, 2), 128: HopperTile(128, 128, 2, 2)},
+    "intervals": {64: HopperTile(192, 128, 3, 2, turns=True), 128: HopperTile(192, 64, 3, 2)},
+    "bits": {64: HopperTile(128, 128, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2)},
+    "contiguous": {64: HopperTile(192, 128, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2)},
+    "contiguous with bias": {64: HopperTile(128, 128, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2)},
 }
 
 
