@@ -2,6 +2,7 @@
 
     python benchmarks/tune_hopper.py                          everything, a few minutes on an H200
     python benchmarks/tune_hopper.py --kind intervals --head-dim 64
+    python benchmarks/tune_hopper.py --in-use --kernels /tmp/other --case "16/8 N32768"   other kernels too
 
 For every kind of keys of ``hopper.TILES``, head dim, group and length: each candidate tile (rows x keys x stages of
 keys x stages of queries), with and without turns, and the portable kernel, whether the call would go there or not.
@@ -11,7 +12,7 @@ call. Timing: see measure.py. Every output is compared with the portable kernel'
 roundings of the largest number is marked WRONG, and the exit status is 1.
 
 The fastest tile of each group of rows is marked; ``in use`` is what the library takes. The results go to
-``benchmarks/results/hopper_tiles.json``.
+``benchmarks/results/hopper_tiles.json``, but for those of a choice of cases, tiles or kernels, which are only printed.
 """
 from __future__ import annotations
 
@@ -19,13 +20,14 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
 from benchmarks.common import RESULTS
+from cupy_dma import jit
 from cupy_dma.backends.cuda import hopper
 from cupy_dma.backends.cuda.hopper import HopperTile
 
@@ -90,6 +92,27 @@ def forced(tile: HopperTile | None) -> Iterator[None]:
         hopper.tile_shape, hopper._pays = saved
 
 
+@contextlib.contextmanager
+def kernels_of(folder: Path | None) -> Iterator[None]:
+    """Kernels are compiled from this folder, or from the tree's own. Their parameters must be those of the tree."""
+    saved = jit.kernels_directory
+    caches = jit.source_text, jit.compile, jit.load, hopper._kernel
+
+    def forget() -> None:
+        for cache in caches:
+            cache.cache_clear()
+
+    if folder is not None:
+        jit.kernels_directory = lambda: folder
+        forget()
+    try:
+        yield
+    finally:
+        if folder is not None:
+            jit.kernels_directory = saved
+            forget()
+
+
 def calls(case: Case) -> Callable[[], Any]:
     import torch
 
@@ -109,7 +132,7 @@ def calls(case: Case) -> Callable[[], Any]:
     return lambda: dma.attention(q, k, v, **options)
 
 
-def measured(case: Case) -> list[dict[str, Any]]:
+def measured(case: Case, folders: Sequence[Path] = (), only_in_use: bool = False) -> list[dict[str, Any]]:
     from benchmarks import measure
 
     call = calls(case)
@@ -118,11 +141,14 @@ def measured(case: Case) -> list[dict[str, Any]]:
         rows = [{"tile": "portable", "ms": measure.gpu_ms(call)[0], "right": True}]
     in_use = hopper.tile_of(case.kind, case.head_dim)
     for tile in tiles(case):
-        with forced(tile):
-            error = (call().float() - expected.float()).abs().max().item()
-            ms, _ = measure.gpu_ms(call)
-        rows.append({"tile": name(tile), "ms": ms, "in_use": tile == in_use,
-                     "right": error <= 2 * ROUNDING * expected.float().abs().max().item()})
+        if only_in_use and tile != in_use:
+            continue
+        for folder in (None, *folders):
+            with kernels_of(folder), forced(tile):
+                error = (call().float() - expected.float()).abs().max().item()
+                ms, _ = measure.gpu_ms(call)
+            rows.append({"tile": name(tile) + (f" of {folder}" if folder else ""), "ms": ms, "in_use": tile == in_use,
+                         "right": error <= 2 * ROUNDING * expected.float().abs().max().item()})
     measure.free_memory()
     return rows
 
@@ -135,7 +161,7 @@ def table(result: dict[str, Any]) -> str:
         for row in entry["rows"]:
             words = ["fastest"] * (row["right"] and row["ms"] == fastest) + ["in use"] * row.get("in_use", False)
             words += ["WRONG"] * (not row["right"])
-            lines.append(f"  {row['tile']:<22}{row['ms']:9.4f} ms  {', '.join(words)}".rstrip())
+            lines.append(f"  {row['tile']:<40}{row['ms']:9.4f} ms  {', '.join(words)}".rstrip())
     return "\n".join(lines)
 
 
@@ -143,20 +169,31 @@ def main(arguments: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
     options.add_argument("--head-dim", nargs="+", type=int, default=[64, 96, 128, 192, 256])
+    options.add_argument("--case", default="", help="only cases with this in their names")
+    options.add_argument("--in-use", action="store_true", help="only the tiles in use")
+    options.add_argument("--kernels", nargs="+", type=Path, default=[], help="folders to take for kernels/ as well")
     options.add_argument("--out", default=str(RESULTS), help="folder of the JSON")
     args = options.parse_args(arguments)
     if not all(1 <= d <= max(CANDIDATES) for d in args.head_dim):
         options.error(f"--head-dim must be 1 to {max(CANDIDATES)}, got {args.head_dim}")
+    for folder in args.kernels:
+        if not (folder / "arch.cuh").is_file():
+            options.error(f"--kernels must be folders like kernels/, got {folder}, which has no arch.cuh")
+    found = cases(args.kind, args.head_dim)
+    chosen = [case for case in found if args.case in str(case)]
+    if not chosen:
+        options.error(f"--case must be part of a case's name, such as {found[0]}; got {args.case}")
 
     from benchmarks import measure
 
     if not measure.on_gpu():
         options.error("this needs a Hopper GPU")
     result = {"method": __doc__, **measure.machine(), "cases": [
-        {**case._asdict(), "name": str(case), "rows": measured(case)} for case in cases(args.kind, args.head_dim)]}
-    path = Path(args.out) / "hopper_tiles.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+        {**case._asdict(), "name": str(case), "rows": measured(case, args.kernels, args.in_use)} for case in chosen]}
+    if not (args.case or args.in_use or args.kernels):
+        path = Path(args.out) / "hopper_tiles.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
     return 0 if all(row["right"] for entry in result["cases"] for row in entry["rows"]) else 1
 

@@ -1,5 +1,6 @@
 """The benchmarks' parts that need no GPU: cases, peers, checks, tables, and tiny runs from end to end."""
 import json
+import shutil
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -694,6 +695,31 @@ def test_tuned_tiles_are_forced_and_given_back():
             assert hopper.tile_shape(None, None) == forced and hopper._pays(None, 0, None, None) == (forced is not None)
             _ = 1 / 0
         assert (hopper.tile_shape, hopper._pays) == before
+
+
+def test_kernels_of_another_folder_are_taken_and_given_back(tmp_path):
+    from cupy_dma import jit
+
+    own = jit.source_text("layout.cu")
+    folder = tmp_path / "kernels"
+    shutil.copytree(jit.kernels_directory(), folder)
+    (folder / "layout.cu").write_text("// another\n" + (folder / "layout.cu").read_text())
+    with pytest.raises(ZeroDivisionError), tune_hopper.kernels_of(folder):
+        assert "// another\n" in jit.source_text("layout.cu") != own
+        _ = 1 / 0
+    assert jit.source_text("layout.cu") == own
+    with tune_hopper.kernels_of(None):
+        assert jit.source_text("layout.cu") == own
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--head-dim", "300"], "--head-dim must be 1 to 256, got"),
+    (["--kernels", "tests"], "--kernels must be folders like kernels/, got tests, which has no arch.cuh"),
+    (["--case", "17/8"], "--case must be part of a case's name, such as intervals, D64 2/1 N8192 w1024; got 17/8")])
+def test_tuning_refuses_what_it_cannot_do(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        tune_hopper.main(arguments)
+    assert message in capsys.readouterr().err
 
 
 def test_table_of_tuned_tiles():
