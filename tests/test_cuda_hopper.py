@@ -2,11 +2,15 @@
 not, and that no run differs from another. Everything here is marked ``gpu``."""
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 import cupy_dma as dma
+from cupy_dma.arrays import library
 from cupy_dma.backends import cuda
 from cupy_dma.backends.cuda import hopper
+from cupy_dma.masks import NEVER, Hints
 from tests import cases, varlen_cases
 from tests.test_cuda import converter, draw, draw_scores, host
 
@@ -107,6 +111,44 @@ def test_tiles_of_one_block(head_dim, torch, monkeypatch):
     expected = dma.attention(q, k, v, mask=mask)
     assert not torch.equal(out, expected)  # another kernel
     assert (out.float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max()
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("biased", [True, False])
+def test_lists_of_every_length(biased, tile, everything, torch):
+    """Around the ends of blocks, full keys and partial ones; what nobody sees, and places without a key, must not count."""
+    served, length, queries = everything(*TILES[tile]), 400, 40
+    q, k, v = draw(torch, queries, length, 2, 1, TILES[tile][1][-1])
+    bias = draw_scores(torch, 1, 1, length) if biased else None
+    order = torch.randperm(length - queries, generator=torch.Generator().manual_seed(2)).to(q.device)
+    position = torch.arange(length - queries, length, device=q.device)
+    for full, partial in itertools.product((0, 1, 31, 32, 33, 63, 64, 65, 128, 150), (0, 1, 31, 32, 33, 64, 100)):
+        stop = torch.zeros(length, dtype=torch.int32, device=q.device)
+        stop[order[:full]] = NEVER
+        stop[order[full:full + partial]] = length - queries // 2
+        mask = dma.IntervalMask._make(library("torch"), torch.zeros_like(stop), stop,
+                                      Hints(bound=(max(full + partial, 1), 0)))
+        keys, values = k.clone(), v.clone()
+        keys[0, stop == 0], values[0, stop == 0] = torch.nan, torch.nan
+        out, lse = dma.attention(q, keys, values, mask=mask, bias=bias, return_lse=True)
+
+        logits = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double()) / q.shape[-1] ** 0.5
+        if bias is not None:
+            logits += bias[0].double()
+        logits.masked_fill_(position[:, None] >= stop, -torch.inf)
+        expected = torch.einsum("hqk,kd->qhd", logits.softmax(-1).nan_to_num(0.0), v[0, :, 0].double())
+        expected_lse = logits.logsumexp(-1)
+        assert (out[0].double() - expected).abs().max() < 2**-6 * v.abs().max(), (full, partial)
+        seen = expected_lse > -torch.inf
+        assert torch.equal(lse[0] > -torch.inf, seen), (full, partial)
+        assert ((lse[0].double() - expected_lse)[seen].abs() < 1e-4).all(), (full, partial)
+
+        if partial:  # the second half of the queries does not see it
+            values[0, order[full + partial - 1], 0, 0] = torch.inf
+            poisoned = dma.attention(q, keys, values, mask=mask, bias=bias)
+            assert torch.equal(poisoned[:, queries // 2:], out[:, queries // 2:]), (full, partial)
+            assert (poisoned[:, :queries // 2, :, 0] == torch.inf).all(), (full, partial)
+    assert len(served) == 10 * (7 + 6)
 
 
 def test_the_copy_engine_reads_views(torch):
