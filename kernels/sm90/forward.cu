@@ -98,12 +98,10 @@ __device__ __forceinline__ ELEMENT* row_of_output(ELEMENT* first, int row, int q
 // Writes this warp's 16 rows of out and lse, through the tile's own query rows, which nobody needs any more. In few
 // instructions: they run once a tile, so each of them is fetched anew.
 __device__ __forceinline__ void write_tile(const AttentionParams& p, const Tile& t, ELEMENT* staging, int first_row,
-                                           const Fragment (&o)[DIM_FRAGMENTS], RowState& state) {
+                                           const Fragment (&o)[DIM_FRAGMENTS], LazyRowState& state) {
     const int lane = lane_now();
     state.finish();
-    // A sum is at least 1 (or 0, or not finite), so approximate functions are as good as exact ones.
-    const float factor[2] = {state.l[0] == 0.0f ? 0.0f : __fdividef(1.0f, state.l[0]),
-                             state.l[1] == 0.0f ? 0.0f : __fdividef(1.0f, state.l[1])};
+    const float factor[2] = {state.inverse_sum(0), state.inverse_sum(1)};
     const unsigned corner = shared_address(piece_of<BLOCK_M>(staging, first_row + lane % 16, lane / 16));
 #pragma unroll
     for (int d = 0; d < DIM_FRAGMENTS; ++d) {
@@ -136,8 +134,7 @@ __device__ __forceinline__ void write_tile(const AttentionParams& p, const Tile&
     for (int r = 0; r < 2; ++r) {
         const int row = lane / 4 + 8 * r;
         if ((lane & 3) == 0 && row < existing)
-            lse[(long long)((first_row + row) % HEADS) * p.query_length + (first_row + row) / HEADS] =
-                state.l[r] == 0.0f ? -infinity() : LN_2 * (state.m[r] + __log2f(state.l[r]));
+            lse[(long long)((first_row + row) % HEADS) * p.query_length + (first_row + row) / HEADS] = state.lse(r);
     }
 }
 
@@ -211,7 +208,7 @@ struct Consumer {
     }
 
     // Writes the tile whose queries were at `query_turn`.
-    __device__ __forceinline__ void close_tile(RowState& result) {
+    __device__ __forceinline__ void close_tile(LazyRowState& result) {
         result.m[0] *= logits.unit;
         result.m[1] *= logits.unit;
         write_tile(p, shared.tile[query_turn.stage], shared.query[query_turn.stage], first_row, o, result);

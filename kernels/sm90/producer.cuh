@@ -294,12 +294,13 @@ __device__ __forceinline__ void gather_facts(Shared& shared, const AttentionPara
 #else
     const int key = keys.listed[lane];
 #endif
-#if HOLES
-    if (!exists) shared.bias[stage][place] = -infinity();
-    else
-#endif
 #if BIAS == BIAS_OF_KEYS
-    copy_async_4(&shared.bias[stage][place], row_address(plan.bias, key, static_cast<int>(p.bias_key) * 4), exists ? 4 : 0);
+    if (HOLES && !exists) {
+        shared.bias[stage][place] = -infinity();
+    } else {
+        const void* bias = row_address(plan.bias, key, static_cast<int>(p.bias_key) * 4);
+        copy_async_4(&shared.bias[stage][place], bias, exists ? 4 : 0);
+    }
 #endif
 #if KEYS_KNOWN
     shared.key[stage][place] = key;
