@@ -116,7 +116,7 @@ def test_tiles_of_one_block(head_dim, torch, monkeypatch):
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("biased", [True, False])
 def test_lists_of_every_length(biased, tile, everything, torch):
-    """Around the ends of blocks, full keys and partial ones; what nobody sees and places without a key must not count."""
+    """Full and partial keys around the ends of blocks: unseen keys and places without a key must not count."""
     served, length, queries = everything(*TILES[tile]), 400, 40
     q, k, v = draw(torch, queries, length, 2, 1, TILES[tile][1][-1])
     bias = draw_scores(torch, 1, 1, length) if biased else None

@@ -139,8 +139,8 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
     problem.move_mask_to_rows(runtime, stream)
     lists: KeyLists | None = problem.key_lists(runtime, queries, tile.block_n, stream)
     fields: dict[str, Any] = {"section": _section(call, problem)}
-    # Where nearly all blocks are masked, to look at the values of each costs more than to look once. (Lists for all tiles
-    # at larger head dims: not measured.)
+    # Where nearly all blocks are masked, to look at the values of each costs more than to look once. Not measured for
+    # lists of all tiles at larger head dims.
     if problem.bits or (call.head_dim <= 64 and lists is not None and lists.keys == "KEYS_SHARED"):
         flags = nonfinite(runtime, call.value, stream)
         fields["nonfinite"] = place.pointer(flags)
