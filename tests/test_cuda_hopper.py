@@ -20,7 +20,7 @@ TILES = {  # and the head dims that fit
     "128x128": (hopper.HopperTile(128, 128, 2, 2), range(1, 129)),
     "128x64": (hopper.HopperTile(128, 64, 2, 2, turns=True), range(1, 193)),
     "128x32": (hopper.HopperTile(128, 32, 2, 2), range(65, 257)),
-    "192x64": (hopper.HopperTile(192, 64, 3, 2), range(1, 129)),
+    "192x64": (hopper.HopperTile(192, 64, 3, 2, turns=True), range(1, 129)),
     "192x128": (hopper.HopperTile(192, 128, 3, 2, turns=True), range(1, 65)),
 }
 FORWARD = [c for c in cases.CASES if c.dtype in ("float16", "bfloat16")]

@@ -95,6 +95,18 @@ __device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) 
         "}\n" ::"r"(shared_address(barrier)), "r"(parity) : "memory");
 }
 
+// mbarrier.test_wait: whether the phase of this parity has ended.
+__device__ __forceinline__ bool barrier_test(Barrier* barrier, unsigned parity) {
+    unsigned ended;
+    asm volatile(
+        "{\n"
+        ".reg .pred ended;\n"
+        "mbarrier.test_wait.parity.shared.b64 ended, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, ended;\n"
+        "}\n" : "=r"(ended) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+    return ended != 0;
+}
+
 // bar.sync: named barrier `id` among `threads` threads.
 __device__ __forceinline__ void named_barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -47,25 +47,40 @@ __device__ __forceinline__ void add_columns(Fragment (&o)[DIM_FRAGMENTS], const 
     }
 }
 
-// Of the keys of the block's first fragments, if it has but few.
+// o += p . values of the block's first fragments: one group of products.
+template <int fragments>
+__device__ __forceinline__ void add_products(Fragment (&o)[DIM_FRAGMENTS], const unsigned (&probability)[KEY_FRAGMENTS][4],
+                                             unsigned value) {
+    products_begin();
+#pragma unroll
+    for (int n = 0; n < fragments; ++n) add_columns<0>(o, probability[n], moved(value, n * 16 * CHUNK_ROW_BYTES));
+    products_commit();
+}
+
+// A group with a branch inside would be waited for like several.
 __device__ __forceinline__ void begin_output(Fragment (&o)[DIM_FRAGMENTS], unsigned (&probability)[KEY_FRAGMENTS][4],
                                              const ELEMENT* value, bool few) {
     const unsigned b = matrix_descriptor(value, BLOCK_N * CHUNK_ROW_BYTES);
     pin(o);
     pin(probability);
-    products_begin();
-#pragma unroll
-    for (int n = 0; n < KEY_FRAGMENTS; ++n) {
-        if (FEW && n == FEW_FRAGMENTS && few) break;
-        add_columns<0>(o, probability[n], moved(b, n * 16 * CHUNK_ROW_BYTES));
-    }
-    products_commit();
+    if (FEW && few)
+        add_products<FEW_FRAGMENTS>(o, probability, b);
+    else
+        add_products<KEY_FRAGMENTS>(o, probability, b);
+}
+
+// What is compared with the visibility of keys: the position of the query of row `row`, or with BITS its bit.
+__device__ __forceinline__ int position_of(const Tile& t, int row) {
+    const int query = row / HEADS;
+    return BITS ? static_cast<int>(1u << ((t.first_query + query) & 31)) : t.first_position + query;
 }
 
 // A value that is not finite must not reach a row that does not see its key, and 0 * inf is NaN: such values are added
 // to the rows that see them, and are zero for the product.
 __device__ __forceinline__ void isolate_nonfinite(Fragment (&o)[DIM_FRAGMENTS], ELEMENT* value,
-                                                  const Shared& shared, int stage, int keys, const int (&position)[2]) {
+                                                  const Shared& shared, int stage, int keys, const Tile& t, int first_row) {
+    const int row_of_lane = first_row + lane_now() / 4;
+    const int position[2] = {position_of(t, row_of_lane), position_of(t, row_of_lane + 8)};
 #pragma unroll 1
     for (int key = 0; key < keys; ++key) {
         const auto seen = visibility(shared, stage, key);
@@ -95,10 +110,10 @@ __device__ __forceinline__ ELEMENT* row_of_output(ELEMENT* first, int row, int q
     return const_cast<ELEMENT*>(static_cast<const ELEMENT*>(place));
 }
 
-// Writes this warp's 16 rows of out and lse, through the tile's own query rows, which nobody needs any more. In few
-// instructions: they run once a tile, so each of them is fetched anew.
+// Writes this warp's 16 rows of out and lse, through the tile's own query rows, which nobody needs any more and which are
+// then free. In few instructions: they run once a tile, so each of them is fetched anew.
 __device__ __forceinline__ void write_tile(const AttentionParams& p, const Tile& t, ELEMENT* staging, int first_row,
-                                           const Fragment (&o)[DIM_FRAGMENTS], LazyRowState& state) {
+                                           const Fragment (&o)[DIM_FRAGMENTS], LazyRowState& state, Barrier* free) {
     const int lane = lane_now();
     state.finish();
     const float factor[2] = {state.inverse_sum(0), state.inverse_sum(1)};
@@ -120,16 +135,23 @@ __device__ __forceinline__ void write_tile(const AttentionParams& p, const Tile&
     const int existing = min((t.end_query - t.first_query) * HEADS, QUERIES * HEADS) - first_row;
     ELEMENT* target =
         p.out + (((long long)t.batch * p.query_length + t.first_query) * p.heads + t.first_head) * HEAD_DIM + piece * 8;
+    float* lse = p.lse + ((long long)t.batch * p.heads + t.first_head) * p.query_length + t.first_query;
     const int query_bytes = p.heads * HEAD_DIM * static_cast<int>(sizeof(ELEMENT));
     if (REGULAR) target = row_of_output(target, first_row + own, query_bytes);
     const unsigned first_piece = shared_address(piece_of<BLOCK_M>(staging, first_row + own, piece));
+    uint4 pieces[COPIES];
+#pragma unroll
+    for (int k = 0; k < COPIES; ++k)
+        pieces[k] = load_shared_16((first_piece ^ k * STEP % 8 * 16) + k * STEP * CHUNK_ROW_BYTES);
+#if QUERY_BULK
+    shared_write_fence();  // the copy engine may overwrite these rows; ahead of the stores, for it waits for those too
+#endif
+    barrier_arrive(free);  // and `t` may change
 #pragma unroll
     for (int k = 0; k < COPIES; ++k) {
-        const uint4 x = load_shared_16((first_piece ^ k * STEP % 8 * 16) + k * STEP * CHUNK_ROW_BYTES);
         ELEMENT* place = row_of_output(target, REGULAR ? k * STEP : first_row + k * STEP + own, query_bytes);
-        if (piece * 8 < HEAD_DIM && k * STEP + own < existing) __stcg(reinterpret_cast<uint4*>(place), x);
+        if (piece * 8 < HEAD_DIM && k * STEP + own < existing) __stcg(reinterpret_cast<uint4*>(place), pieces[k]);
     }
-    float* lse = p.lse + ((long long)t.batch * p.heads + t.first_head) * p.query_length + t.first_query;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int row = lane / 4 + 8 * r;
@@ -149,7 +171,7 @@ struct Consumer {
     Turn<QUERY_STAGES> query_turn;
     Fragment s[KEY_FRAGMENTS], o[DIM_FRAGMENTS];
     unsigned probability[KEY_FRAGMENTS][4];
-    Order coming;  // of the block whose logits come next
+    bool keys_there, values_there;  // of the block whose logits come next, and of the one before it: seen to have come
     LaneBias bias;
     LazyRowState state, complete;  // of the tile at hand, and of the one before until its output is written
     int position[2];
@@ -167,8 +189,8 @@ struct Consumer {
         state = LazyRowState();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int row = first_row + lane / 4 + 8 * r, query = row / HEADS;
-            position[r] = BITS ? static_cast<int>(1u << ((t.first_query + query) & 31)) : t.first_position + query;
+            const int row = first_row + lane / 4 + 8 * r;
+            position[r] = position_of(t, row);
 #if BIAS == BIAS_DENSE
             bias.row[r] = bias_row(p, t, row);
 #endif
@@ -182,13 +204,19 @@ struct Consumer {
             for (int i = 0; i < 8; ++i) o[d].x[i] = 0.0f;
     }
 
-    // Waits for the keys at `turn` and reads what is known of them, ahead of their products.
-    __device__ __forceinline__ void meet_keys(const Turn<STAGES>& turn) {
-        barrier_wait(&shared.key_arrived[turn.stage], turn.phase);
-        coming = shared.order[turn.stage];
+    // Asks whether the keys at `keys` and the next values have come, for the answer takes its time.
+    __device__ __forceinline__ void look_ahead(const Turn<STAGES>& keys) {
+        keys_there = barrier_test(&shared.key_arrived[keys.stage], keys.phase);
+        values_there = barrier_test(&shared.value_arrived[value_turn.stage], value_turn.phase);
     }
 
-    // Logits of the block at `turn`, whose keys have been met, of the tile whose queries are at `queries`.
+    // Waits for the keys at `turn` and for the values of the block before.
+    __device__ __forceinline__ void meet_rows() const {
+        if (!keys_there) barrier_wait(&shared.key_arrived[turn.stage], turn.phase);
+        if (!values_there) barrier_wait(&shared.value_arrived[value_turn.stage], value_turn.phase);
+    }
+
+    // Logits of the block at `turn`, whose keys have come, of the tile whose queries are at `queries`.
     __device__ __forceinline__ void start_logits(const Turn<QUERY_STAGES>& queries) {
 #if BIAS_FIRST
         begin_with_bias(s, shared, turn.stage, inverse_scale);
@@ -211,11 +239,8 @@ struct Consumer {
     __device__ __forceinline__ void close_tile(LazyRowState& result) {
         result.m[0] *= logits.unit;
         result.m[1] *= logits.unit;
-        write_tile(p, shared.tile[query_turn.stage], shared.query[query_turn.stage], first_row, o, result);
-#if QUERY_BULK
-        shared_write_fence();  // the copy engine may overwrite the output rows
-#endif
-        barrier_arrive(&shared.query_free[query_turn.stage]);
+        write_tile(p, shared.tile[query_turn.stage], shared.query[query_turn.stage], first_row, o, result,
+                   &shared.query_free[query_turn.stage]);
         query_turn.advance();
         clear_output();
     }
@@ -236,20 +261,9 @@ struct Consumer {
         barrier_arrive(&shared.key_free[turn.stage]);
     }
 
-    // Products of the block at `turn` become exponentials. Returns whether outputs so far must be multiplied by `rescale`.
-    // `held`: the block's keys are not released yet, for its values must be looked at.
+    // Logits of the block at `turn` become exponentials. Returns whether outputs so far must be multiplied by `rescale`.
     template <int fragments>
-    __device__ __forceinline__ bool exponentiate_fragments(int clear, bool& held, float (&rescale)[2]) {
-        logits.template finish<fragments>(s, bias);
-        held = false;
-        if (clear == BLOCK_N) {
-            release_keys(turn);
-        } else {
-            const int4 found = *reinterpret_cast<const int4*>(shared.nonfinite[turn.stage]);
-            held = (found.x | found.y | found.z | found.w) != 0;
-            apply_mask<fragments>(s, shared, turn.stage, clear, position);
-            if (!held) release_keys(turn);
-        }
+    __device__ __forceinline__ bool update(float (&rescale)[2]) {
         const bool moved = state.update<fragments>(s, logits.unit, slack, rescale);
         // The exponentials are to be computed while the output products are under way. The assembler would move them
         // behind the wait for these products, but moves nothing across a branch that depends on them.
@@ -257,9 +271,29 @@ struct Consumer {
         return moved;
     }
 
+    // The same from the products on, of a block that is not whole. `held`: its keys are not released yet, for its values must
+    // be looked at.
+    template <int fragments>
+    __device__ __forceinline__ bool exponentiate_part(int clear, bool& held, float (&rescale)[2]) {
+        logits.template finish<fragments>(s, bias);
+        if (clear < BLOCK_N) {
+            const int4 found = *reinterpret_cast<const int4*>(shared.nonfinite[turn.stage]);
+            held = (found.x | found.y | found.z | found.w) != 0;
+            apply_mask<fragments>(s, shared, turn.stage, clear, position);
+        }
+        if (!held) release_keys(turn);
+        return update<fragments>(rescale);
+    }
+
     __device__ __forceinline__ bool exponentiate(const Order& order, bool& held, float (&rescale)[2]) {
-        if (!FEW || !order.few) return exponentiate_fragments<KEY_FRAGMENTS>(order.clear, held, rescale);
-        const bool moved = exponentiate_fragments<FEW_FRAGMENTS>(order.clear, held, rescale);
+        held = false;
+        if (PLAIN && order.whole()) {
+            logits.template finish<KEY_FRAGMENTS>(s, bias);
+            release_keys(turn);
+            return update<KEY_FRAGMENTS>(rescale);
+        }
+        if (!FEW || !order.few) return exponentiate_part<KEY_FRAGMENTS>(order.clear, held, rescale);
+        const bool moved = exponentiate_part<FEW_FRAGMENTS>(order.clear, held, rescale);
 #pragma unroll
         for (int n = FEW_FRAGMENTS; n < KEY_FRAGMENTS; ++n)  // or the assembler would let the products wait for each other
 #pragma unroll
@@ -275,12 +309,12 @@ struct Consumer {
             for (int i = 0; i < 4; ++i) probability[n][i] = pack_pair(s[n].x[2 * i], s[n].x[2 * i + 1]);
     }
 
-    // The output products of the block at `value_turn`, whose keys were at `keys`.
+    // The output products of the block at `value_turn`, whose values have come and whose keys were at `keys`.
     __device__ __forceinline__ void start_output(bool few, bool held, const Turn<STAGES>& keys) {
-        barrier_wait(&shared.value_arrived[value_turn.stage], value_turn.phase);
         ELEMENT* value = shared.values[value_turn.stage];
         if (held) {
-            isolate_nonfinite(o, value, shared, keys.stage, FEW && few ? FEW_KEYS : BLOCK_N, position);
+            isolate_nonfinite(o, value, shared, keys.stage, FEW && few ? FEW_KEYS : BLOCK_N,
+                              shared.tile[query_turn.stage], first_row);
             release_keys(keys);
         }
         begin_output(o, probability, value, few);
@@ -297,8 +331,8 @@ __device__ __forceinline__ void consume(Shared& shared, const AttentionParams& p
     bool held;  // the current block's keys
     Turn<QUERY_STAGES> queries;  // of the block whose logits come next
     barrier_wait(&shared.query_arrived[queries.stage], queries.phase);
-    c.meet_keys(c.turn);
-    Order current = c.coming;
+    barrier_wait(&shared.key_arrived[c.turn.stage], c.turn.phase);
+    Order current = shared.order[c.turn.stage];
     c.start_logits(queries);
     c.open_tile(queries);
     c.fetch_bias(current.following);
@@ -307,37 +341,49 @@ __device__ __forceinline__ void consume(Shared& shared, const AttentionParams& p
     pin(c.s);
     c.exponentiate(current, held, rescale);
     c.round_probabilities();
-    if (!current.closes()) c.meet_keys(c.turn.next());
+    c.look_ahead(c.turn.next());
     if (c.group_row / 64 == CONSUMERS - 1) c.pass_turn();
     bool unwritten = false;  // the tile before the current block's
-    while (!current.ends()) {
+    bool plain = false;      // the current block is whole, not its tile's last one, and that tile has been written
+    for (;;) {
         const Turn<STAGES> keys = c.turn;  // of the current block
-        c.turn.advance();
-        if (current.closes()) {
-            if (unwritten) c.close_tile(c.complete);  // the coming queries need its place
-            unwritten = false;
-            queries.advance();
-            barrier_wait(&shared.query_arrived[queries.stage], queries.phase);
-            c.meet_keys(c.turn);
+        if (plain) {
+            c.turn.advance();
+            c.meet_rows();
+            c.take_turn();
+            c.start_logits(queries);
+            c.start_output(false, false, keys);
+            c.pass_turn();
+        } else {
+            if (current.ends()) break;
+            c.turn.advance();
+            if (current.closes()) {
+                if (unwritten) c.close_tile(c.complete);  // the coming queries need its place
+                unwritten = false;
+                queries.advance();
+                barrier_wait(&shared.query_arrived[queries.stage], queries.phase);
+                c.open_tile(queries);
+            }
+            c.meet_rows();
+            c.take_turn();
+            c.start_logits(queries);
+            const bool delayed = unwritten || held;  // what comes before the output products takes long, or waits for all consumers
+            if (delayed) c.pass_turn();
+            if (unwritten) c.close_tile(c.complete);
+            c.start_output(current.few, held, keys);
+            if (!delayed) c.pass_turn();
+            unwritten = current.closes();
         }
-        const Order next = c.coming;
-        c.take_turn();
-        c.start_logits(queries);
-        const bool delayed = unwritten || held;  // what comes before the output products takes long, or waits for all consumers
-        if (delayed) c.pass_turn();
-        if (unwritten) c.close_tile(c.complete);
-        c.start_output(current.few, held, keys);
-        if (!delayed) c.pass_turn();
-        unwritten = current.closes();
-        if (unwritten) c.open_tile(queries);
+        const Order next = shared.order[c.turn.stage];
         c.fetch_bias(next.following);
         products_wait<1>();
         pin(c.s);
         const bool moved = c.exponentiate(next, held, rescale);
+        plain = PLAIN && next.whole() && !next.closes() && !unwritten;
         c.finish_output();
         c.release_values();
+        c.look_ahead(c.turn.next());
         c.round_probabilities();
-        if (!next.closes()) c.meet_keys(c.turn.next());
         if (moved && !unwritten) {
 #pragma unroll
             for (int d = 0; d < DIM_FRAGMENTS; ++d)
@@ -347,6 +393,7 @@ __device__ __forceinline__ void consume(Shared& shared, const AttentionParams& p
         current = next;
     }
     if (unwritten) c.close_tile(c.complete);
+    barrier_wait(&shared.value_arrived[c.value_turn.stage], c.value_turn.phase);
     c.start_output(current.few, held, c.turn);
     c.finish_output();
     c.close_tile(c.state);

@@ -154,7 +154,7 @@ __device__ __forceinline__ void apply_mask(Fragment (&s)[KEY_FRAGMENTS], const S
                                            const int (&position)[2]) {
 #pragma unroll
     for (int n = 0; n < fragments; ++n) {
-        if (clear >= n / 2 * 32 + 32) continue;
+        if (!BITS && clear >= n / 2 * 32 + 32) continue;  // of masks as bits few blocks have clear keys
 #if BITS
         const int4 words = *reinterpret_cast<const int4*>(warp_words(shared, stage) + place_of(n, 0));
         const int seen[4] = {words.x, words.y, words.z, words.w};

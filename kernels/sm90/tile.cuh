@@ -33,6 +33,8 @@ constexpr int LISTS = 4;  // of blocks, which the producer has at a time
 #define FEW (KEYS == KEYS_LISTED && !BITS && BLOCK_N > FEW_KEYS)
 constexpr int FEW_KEYS = 32;
 constexpr int FEW_FRAGMENTS = FEW_KEYS / 16;
+// Whether the consumers have a way of their own for whole blocks. Masks as bits leave few blocks whole.
+#define PLAIN (!BITS)
 // Whether places of a block that have no key need no test for being seen: they have a bias of -inf, and another key's row.
 #define HOLES (KEYS == KEYS_LISTED && BIAS == BIAS_OF_KEYS)
 // Whether the producer has a loop of its own for blocks full of keys that all queries see.
@@ -49,6 +51,7 @@ struct Order {
     int last;       // 1: of its tile, 2: of all; negative: there is none, and this is no block
     int following;  // BIAS_DENSE: the first key, if BLOCK_N keys follow each other from a multiple of 16 bytes on, else -1
 
+    __device__ __forceinline__ bool whole() const { return clear == BLOCK_N && !(FEW && few); }
     __device__ __forceinline__ bool closes() const { return last > 0; }
     __device__ __forceinline__ bool ends() const { return last > 1; }
 };
