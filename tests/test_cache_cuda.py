@@ -147,10 +147,11 @@ def test_cupy_calls_do_not_wait(torch, length):
     cache = history.cache(move)
     cupy.cuda.Device().synchronize()
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        # Compiles, and fills the stream's memory pool: allocating from the driver takes seconds on a busy GPU.
-        every_call(history.cache(move), *arguments)
+        every_call(history.cache(move), *arguments)  # compiles
         expected = every_call(history.cache(move), *arguments)
-        every_call(history.cache(move), *arguments)
+        # Back into the stream's memory pool, whatever earlier tests left there: to allocate from the driver takes seconds
+        # on a busy GPU.
+        cupy.cuda.alloc(64 << 20)
         stream.synchronize()
         with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
             torch.cuda._sleep(4_000_000_000)
