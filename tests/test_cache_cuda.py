@@ -149,8 +149,8 @@ def test_cupy_calls_do_not_wait(torch, length):
     with cupy.cuda.Stream(non_blocking=True) as stream:
         every_call(history.cache(move), *arguments)  # compiles
         expected = every_call(history.cache(move), *arguments)
-        # Back into the stream's memory pool, whatever earlier tests left there: to allocate from the driver takes seconds
-        # on a busy GPU.
+        # Back into the stream's memory pool, whatever earlier tests left there: to allocate from the driver takes
+        # seconds on a busy GPU.
         cupy.cuda.alloc(64 << 20)
         stream.synchronize()
         with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
