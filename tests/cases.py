@@ -100,7 +100,8 @@ def _grid() -> list[Case]:
                    dtype=("float16", "bfloat16")[i % 2])
               for i, (h, g, lq, lk, d) in enumerate((
                   (3, 1, 70, 64, 64), (8, 2, 130, 96, 8), (6, 2, 20, 200, 33), (2, 1, 3, 70, 128), (2, 2, 1, 70, 16),
-                  (1, 1, 70, 1, 256), (4, 1, 104, 136, 192), (2, 1, 5, 0, 16), (2, 1, 0, 5, 16)))]
+                  (1, 1, 70, 1, 256), (4, 1, 104, 136, 192), (4, 2, 130, 304, 64), (2, 1, 140, 300, 128),
+                  (2, 1, 5, 0, 16), (2, 1, 0, 5, 16)))]
     # More queries than the smallest super-tile of the key gradients has, and few enough keys to gather.
     few: dict[str, Any] = {"query_length": 530, "key_length": 150, "heads": 4, "kv_heads": 2}
     cases += [Case("dense-columns-key", mask="dense_columns:g", **few),

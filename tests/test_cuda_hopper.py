@@ -23,6 +23,7 @@ TILES = {  # and the head dims that fit
     "192x64": (hopper.HopperTile(192, 64, 3, 2, turns=True), range(1, 129)),
     "192x128": (hopper.HopperTile(192, 128, 3, 2, turns=True), range(1, 65)),
 }
+RUNS_MAPS = hopper._runs_maps
 FORWARD = [c for c in cases.CASES if c.dtype in ("float16", "bfloat16")]
 VARLEN = [c for c in varlen_cases.CASES + varlen_cases.LONG if c.dtype in ("float16", "bfloat16")]
 
@@ -161,6 +162,53 @@ def test_the_copy_engine_reads_views(torch):
         expected, out = (dma.attention(q, *rows, causal=True) for rows in ((k.contiguous(), v.contiguous()), (k, v)))
         assert torch.equal(out, expected) or k.stride(0) == 0
         assert (out.float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max()
+
+
+@pytest.mark.parametrize("tile", [name for name, (tile, _) in TILES.items() if tile.block_m == 128])
+@pytest.mark.parametrize(("masked", "biased"), [(True, False), (False, True), (True, True)])
+def test_keys_that_follow_each_other(masked, biased, tile, everything, torch, monkeypatch):
+    """The copy engine brings them in the order of gathered ones: the same bits, whatever lists leave out."""
+    _, head_dims = TILES[tile]
+    served, boxes, length = everything(*TILES[tile]), [], 1001  # seven blocks and more; rows of bias are padded
+    for head_dim in (head_dims[0] + 7, head_dims[-1] // 2 // 8 * 8, head_dims[-1]):
+        q = torch.randn(2, 150, 4, head_dim, device="cuda").bfloat16()
+        wide = torch.randn(2, 2, length, 2 * head_dim, device="cuda").bfloat16()
+        k, v = wide[..., :head_dim].transpose(1, 2), wide[..., head_dim:].transpose(1, 2)
+        mask = torch.rand(2, 1, 150, length, device="cuda") < 0.5
+        mask[:, :, :, 300:340], mask[0, :, :, 700], mask[1, :, :100, 8:16] = False, False, False
+        bias = torch.randn(2, 4, 150, 1008, device="cuda").to(q.dtype)[..., :length]
+        options = {"mask": mask if masked else None, "bias": bias if biased else None, "return_lse": True}
+        monkeypatch.setattr(hopper, "_runs_maps", lambda call: boxes.append(found := RUNS_MAPS(call)) or found)
+        results = dma.attention(q, k, v, **options)
+        monkeypatch.setattr(hopper, "_runs_maps", lambda call: b"")
+        for ours, other in zip(results, dma.attention(q, k, v, **options)):
+            assert torch.equal(ours, other)
+    assert len(served) == 6
+    assert len(boxes) == 3 and all(boxes)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_dense_bias_where_the_kernel_pays(head_dim, torch, monkeypatch):
+    """Tiles for such a bias, whatever hides keys."""
+    length, served, original = 2304, [], hopper.attention
+    q, k, v = draw(torch, length, length, 16, 8, head_dim)
+    bias = torch.randn(1, 16, length, length, device="cuda").to(q.dtype)
+    masks = (None, dma.IntervalMask.top_w(draw_scores(torch, 1, 8, length), 300),
+             torch.rand(1, 1, length, length, device="cuda") < 0.5)
+
+    def attention(*arguments):
+        served.append(1)
+        original(*arguments)
+
+    for mask, causal in itertools.product(masks, (False, True)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hopper, "serves", lambda *arguments: False)
+            expected, expected_lse = dma.attention(q, k, v, mask=mask, bias=bias, causal=causal, return_lse=True)
+        monkeypatch.setattr(hopper, "attention", attention)
+        out, lse = dma.attention(q, k, v, mask=mask, bias=bias, causal=causal, return_lse=True)
+        assert (lse - expected_lse).abs().max() < 1e-5
+        assert (out.float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max()
+    assert len(served) == 6
 
 
 @pytest.mark.parametrize("tile", TILES)

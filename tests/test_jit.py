@@ -189,13 +189,13 @@ def test_hopper_kernels_keep_their_products_asynchronous(keys, heads):
             config = hopper.HopperForwardConfig(
                 "__nv_bfloat16", head_dim, heads, *tile, "KEYS_LISTED" if keys in ("bits", "intervals") else
                 "KEYS_CONTIGUOUS", keys.startswith("contiguous"), kind, False, bits, element,
-                sequences, keys.startswith("contiguous"), True)
+                sequences, keys.startswith("contiguous"), True, runs=bits)
             _, log = jit._run_nvrtc(config.prelude() + jit.source_text(config.source), config, "sm_90a")
             assert "Used" in log  # the assembler has spoken
             assert "serialized" not in log, f"{config}: {log}"
             assert config.shared_bytes <= 227 * 1024
             # The producer's, where it has 32 registers; its loop over whole blocks has few of them.
-            assert jit._read_resources(log)["spill_bytes"] <= (768 if tile.block_m * tile.block_n > 16384 else 256)
+            assert jit._read_resources(log)["spill_bytes"] <= (800 if tile.block_m * tile.block_n > 16384 else 256)
 
 
 @pytest.mark.parametrize("element", ["__half", "float"])

@@ -41,6 +41,14 @@ __device__ __forceinline__ uint4 load_shared_16(unsigned shared) {
     return x;
 }
 
+// ld.global.nc.L1::no_allocate: 16 bytes that are read once, which the first cache does not keep.
+__device__ __forceinline__ uint4 load_once(const void* global) {
+    uint4 x;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(global));
+    return x;
+}
+
 // A tensor in global memory as the copy engine sees it (CUtensorMap, made by the host).
 struct alignas(64) TensorMap {
     unsigned long long words[16];
@@ -51,6 +59,15 @@ __device__ __forceinline__ void copy_box(void* shared, const TensorMap* map, Bar
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
         ::"r"(shared_address(shared)), "l"(map), "r"(shared_address(barrier)), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
+}
+
+// The same of a tensor of five axes.
+__device__ __forceinline__ void copy_box(void* shared, const TensorMap* map, Barrier* barrier, int x0, int x1, int x2, int x3,
+                                         int x4) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
+        ::"r"(shared_address(shared)), "l"(map), "r"(shared_address(barrier)), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
+        : "memory");
 }
 
 // prefetch.global.L2: the line that holds this address is fetched into the second cache.

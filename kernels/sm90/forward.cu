@@ -14,7 +14,7 @@
 // Prelude: ELEMENT, HEAD_DIM, HEADS, BLOCK_M, BLOCK_N, STAGES, QUERY_STAGES, TURNS (warpgroups take turns in issuing products),
 // KEYS, CAUSAL, BITS, BIAS, BIAS_ELEMENT (16 bit where BIAS_DENSE), SOFTCAP, SEQUENCES (with neither BITS nor BIAS_DENSE), BULK
 // (KEYS_CONTIGUOUS, no BIAS_DENSE: rows of keys and values come through the copy engine), QUERY_BULK (so do queries; HEADS
-// divides BLOCK_M).
+// divides BLOCK_M), RUNS (neither BULK nor SEQUENCES; rows of keys that follow each other come through the copy engine).
 #include "sm90/logits.cuh"
 #include "sm90/producer.cuh"
 #include "sm90/tile.cuh"
@@ -204,15 +204,18 @@ struct Consumer {
             for (int i = 0; i < 8; ++i) o[d].x[i] = 0.0f;
     }
 
-    // Asks whether the keys at `keys` and the next values have come, for the answer takes its time.
+    // Asks whether the keys at `keys` have come, for the answer takes its time.
     __device__ __forceinline__ void look_ahead(const Turn<STAGES>& keys) {
         keys_there = barrier_test(&shared.key_arrived[keys.stage], keys.phase);
+    }
+
+    // Waits for the keys at `turn`, and asks whether the values of the block before have come.
+    __device__ __forceinline__ void meet_keys() {
+        if (!keys_there) barrier_wait(&shared.key_arrived[turn.stage], turn.phase);
         values_there = barrier_test(&shared.value_arrived[value_turn.stage], value_turn.phase);
     }
 
-    // Waits for the keys at `turn` and for the values of the block before.
-    __device__ __forceinline__ void meet_rows() const {
-        if (!keys_there) barrier_wait(&shared.key_arrived[turn.stage], turn.phase);
+    __device__ __forceinline__ void meet_values() const {
         if (!values_there) barrier_wait(&shared.value_arrived[value_turn.stage], value_turn.phase);
     }
 
@@ -245,6 +248,13 @@ struct Consumer {
         clear_output();
     }
 
+    // What is known of the block at `turn`, whose keys have come. A dense bias of it is on its way then.
+    __device__ __forceinline__ Order read_order() {
+        const Order order = shared.order[turn.stage];
+        if (BIAS == BIAS_DENSE) bias.fetch(p, shared, turn.stage, order.following);
+        return order;
+    }
+
     // Between these two a warpgroup issues products, and no other does (but for delayed ones).
     __device__ __forceinline__ void take_turn() const {
         if (TURNS) named_barrier(TURN_BARRIER + group_row / 64, 256);
@@ -254,8 +264,10 @@ struct Consumer {
         if (TURNS) named_barrier_arrive(TURN_BARRIER + (group_row / 64 + 1) % CONSUMERS, 256);
     }
 
-    // What is added to the logits of the block at `turn`; to be called while their products are under way.
-    __device__ __forceinline__ void fetch_bias(int following) { bias.fetch(p, shared, turn.stage, following); }
+    // What else is added to the logits of the block at `turn`; to be called while their products are under way.
+    __device__ __forceinline__ void fetch_bias() {
+        if (BIAS != BIAS_DENSE) bias.fetch(p, shared, turn.stage, -1);
+    }
 
     __device__ __forceinline__ void release_keys(const Turn<STAGES>& turn) const {
         barrier_arrive(&shared.key_free[turn.stage]);
@@ -292,8 +304,8 @@ struct Consumer {
             release_keys(turn);
             return update<KEY_FRAGMENTS>(rescale);
         }
-        if (!FEW || !order.few) return exponentiate_part<KEY_FRAGMENTS>(order.clear, held, rescale);
-        const bool moved = exponentiate_part<FEW_FRAGMENTS>(order.clear, held, rescale);
+        if (!order.few()) return exponentiate_part<KEY_FRAGMENTS>(order.clear(), held, rescale);
+        const bool moved = exponentiate_part<FEW_FRAGMENTS>(order.clear(), held, rescale);
 #pragma unroll
         for (int n = FEW_FRAGMENTS; n < KEY_FRAGMENTS; ++n)  // or the assembler would let the products wait for each other
 #pragma unroll
@@ -324,7 +336,7 @@ struct Consumer {
 __device__ __forceinline__ void consume(Shared& shared, const AttentionParams& p) {
 #if SEQUENCES
     barrier_wait(&shared.key_arrived[0], 0);
-    if (shared.order[0].last < 0) return;  // none of this block's numbers has a tile
+    if (shared.order[0].state < 0) return;  // none of this block's numbers has a tile
 #endif
     Consumer c(shared, p);
     float rescale[2];
@@ -332,10 +344,10 @@ __device__ __forceinline__ void consume(Shared& shared, const AttentionParams& p
     Turn<QUERY_STAGES> queries;  // of the block whose logits come next
     barrier_wait(&shared.query_arrived[queries.stage], queries.phase);
     barrier_wait(&shared.key_arrived[c.turn.stage], c.turn.phase);
-    Order current = shared.order[c.turn.stage];
     c.start_logits(queries);
     c.open_tile(queries);
-    c.fetch_bias(current.following);
+    Order current = c.read_order();
+    c.fetch_bias();
     c.clear_output();
     products_wait<0>();
     pin(c.s);
@@ -343,19 +355,21 @@ __device__ __forceinline__ void consume(Shared& shared, const AttentionParams& p
     c.round_probabilities();
     c.look_ahead(c.turn.next());
     if (c.group_row / 64 == CONSUMERS - 1) c.pass_turn();
-    bool unwritten = false;  // the tile before the current block's
-    bool plain = false;      // the current block is whole, not its tile's last one, and that tile has been written
     for (;;) {
         const Turn<STAGES> keys = c.turn;  // of the current block
-        if (plain) {
+        Order next;
+        if (PLAIN && current.state == 0) {
             c.turn.advance();
-            c.meet_rows();
+            c.meet_keys();
             c.take_turn();
             c.start_logits(queries);
+            next = c.read_order();
+            c.meet_values();
             c.start_output(false, false, keys);
             c.pass_turn();
         } else {
             if (current.ends()) break;
+            bool unwritten = current.unwritten();
             c.turn.advance();
             if (current.closes()) {
                 if (unwritten) c.close_tile(c.complete);  // the coming queries need its place
@@ -364,37 +378,39 @@ __device__ __forceinline__ void consume(Shared& shared, const AttentionParams& p
                 barrier_wait(&shared.query_arrived[queries.stage], queries.phase);
                 c.open_tile(queries);
             }
-            c.meet_rows();
+            c.meet_keys();
             c.take_turn();
             c.start_logits(queries);
+            next = c.read_order();
+            c.meet_values();
             const bool delayed = unwritten || held;  // what comes before the output products takes long, or waits for all consumers
             if (delayed) c.pass_turn();
             if (unwritten) c.close_tile(c.complete);
-            c.start_output(current.few, held, keys);
+            c.start_output(current.few(), held, keys);
             if (!delayed) c.pass_turn();
-            unwritten = current.closes();
         }
-        const Order next = shared.order[c.turn.stage];
-        c.fetch_bias(next.following);
+        c.fetch_bias();
+        // Never; but the assembler would wait for the bias ahead of the output products, and moves nothing across a branch.
+        if (BIAS == BIAS_DENSE && next.following < -1) __nanosleep(0);
         products_wait<1>();
         pin(c.s);
         const bool moved = c.exponentiate(next, held, rescale);
-        plain = PLAIN && next.whole() && !next.closes() && !unwritten;
         c.finish_output();
         c.release_values();
         c.look_ahead(c.turn.next());
         c.round_probabilities();
-        if (moved && !unwritten) {
+        if (moved && !current.closes()) {
 #pragma unroll
             for (int d = 0; d < DIM_FRAGMENTS; ++d)
 #pragma unroll
                 for (int i = 0; i < 8; ++i) c.o[d].x[i] *= rescale[fragment_row(i)];
         }
+        if (current.closes()) next.state |= Order::UNWRITTEN;
         current = next;
     }
-    if (unwritten) c.close_tile(c.complete);
+    if (current.unwritten()) c.close_tile(c.complete);
     barrier_wait(&shared.value_arrived[c.value_turn.stage], c.value_turn.phase);
-    c.start_output(current.few, held, c.turn);
+    c.start_output(current.few(), held, c.turn);
     c.finish_output();
     c.close_tile(c.state);
 }

@@ -62,28 +62,42 @@ __device__ __forceinline__ void begin_with_bias(Fragment (&s)[KEY_FRAGMENTS], co
 #if BIAS == BIAS_DENSE
 static_assert(sizeof(BIAS_ELEMENT) == 2, "eight numbers are 16 bytes");
 
+__device__ __forceinline__ float of_pair(const __half*, unsigned pair, int place) {
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(place ? pair >> 16 : pair)));
+}
+
+__device__ __forceinline__ float of_pair(const __nv_bfloat16*, unsigned pair, int place) {
+    return __uint_as_float(place ? pair & 0xffff0000u : pair << 16);
+}
+
 struct LaneBias {
     uint4 eight[2][KEY_FRAGMENTS / 2];  // (row, pair of fragments)
     const BIAS_ELEMENT* row[2];         // at key 0, of this lane's two rows
 
     __device__ __forceinline__ void fetch(const AttentionParams& p, const Shared& shared, int stage, int following) {
         const int own = 8 * (threadIdx.x & 3);
+        if (following >= 0) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+#pragma unroll
+                for (int m = 0; m < KEY_FRAGMENTS / 2; ++m) eight[r][m] = load_once(row[r] + following + 32 * m + own);
+            return;
+        }
 #pragma unroll
         for (int r = 0; r < 2; ++r)
 #pragma unroll
             for (int m = 0; m < KEY_FRAGMENTS / 2; ++m) {
-                if (following >= 0) {
-                    eight[r][m] = __ldg(reinterpret_cast<const uint4*>(row[r] + following + 32 * m + own));
-                } else {
-                    BIAS_ELEMENT* x = reinterpret_cast<BIAS_ELEMENT*>(&eight[r][m]);
+                BIAS_ELEMENT* x = reinterpret_cast<BIAS_ELEMENT*>(&eight[r][m]);
 #pragma unroll
-                    for (int k = 0; k < 8; ++k) x[k] = row[r][shared.key[stage][32 * m + own + k] * p.bias_key];
-                }
+                for (int k = 0; k < 8; ++k) x[k] = row[r][shared.key[stage][32 * m + own + k] * p.bias_key];
+                __syncwarp();  // or the assembler would have all loads under way and no registers for it
             }
     }
 
     __device__ __forceinline__ float operator()(int n, int i) const {
-        return to_float(reinterpret_cast<const BIAS_ELEMENT*>(&eight[fragment_row(i)][n / 2])[own_key(n % 2, i)]);
+        const int k = own_key(n % 2, i);
+        const unsigned* pairs = reinterpret_cast<const unsigned*>(&eight[fragment_row(i)][n / 2]);
+        return of_pair(static_cast<const BIAS_ELEMENT*>(nullptr), pairs[k / 2], k % 2);
     }
 };
 #elif BIAS == BIAS_OF_KEYS && SOFTCAP

@@ -88,8 +88,13 @@ struct Block {
     int first;  // place of its first key in the list; negative: there is none
     int end;    // place behind its last one, or behind that of its list
     int clear;  // as in Order
-#if BIAS == BIAS_DENSE
-    int first_key, last_key;
+#if ORDERED
+    int first_key, last_key;  // 0 and -1 if the block is not full, or full and partial keys meet in it
+
+    // The first key, if the block's keys follow each other from a multiple of RUN_STEP on, else -1.
+    __device__ __forceinline__ int run() const {
+        return last_key - first_key == BLOCK_N - 1 && first_key % RUN_STEP == 0 ? first_key : -1;
+    }
 #endif
 
     __device__ __forceinline__ int count() const { return end - first; }
@@ -142,7 +147,7 @@ __device__ __forceinline__ Block next_block(Shared& shared, KeyBlocks& blocks, i
     const int* entry = blocks.entry(HOLES ? min(place, block.end - 1) : place, exists);
     list_entries(shared, number, warp, exists ? entry : source.list, exists);
 #endif
-#if BIAS == BIAS_DENSE
+#if ORDERED
     block.first_key = 0;
     block.last_key = -1;
 #if KEYS == KEYS_CONTIGUOUS
@@ -238,7 +243,6 @@ __device__ __forceinline__ bool any_nonfinite(const AttentionParams& p, const EL
 // Where the rows of a block's keys or values are: of a tile, and in it of a block.
 struct RowSource {
 #if BULK
-    const TensorMap* map;
     int group, batch;
 #else
     const ELEMENT* rows;
@@ -247,18 +251,42 @@ struct RowSource {
     int count;          // how many there are, from the first on
     const int* listed;  // their rows, of this warp's, where they do not
     bool whole;         // every place of the block is filled; where there is no key, with another one's row (HOLES)
+#if RUNS
+    int run;  // as in Block
+#endif
 };
 
-// With BULK one thread asks the copy engine for the rows; `arrived` then counts their bytes too.
-__device__ __forceinline__ void gather(ELEMENT* matrix, const RowSource& source, int row_stride, int warp, Barrier* arrived) {
+// Keys, or values. With BULK, and with RUNS where keys follow each other, one thread asks the copy engine for the rows;
+// `arrived` then counts their bytes too.
+template <bool values>
+__device__ __forceinline__ void gather(ELEMENT* matrix, const RowSource& source, const ForwardParams& launch, int warp,
+                                       Barrier* arrived) {
+    const int row_stride = values ? launch.attention.value_row : launch.attention.key_row;
+#if BULK || RUNS
+    const TensorMap* map = values ? &launch.value : &launch.key;
+#endif
 #if BULK
     if (threadIdx.x != 0) return;
     barrier_expect(arrived, CHUNKS * BLOCK_N * CHUNK_ROW_BYTES);
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; ++chunk)
-        copy_box(matrix + chunk * BLOCK_N * CHUNK_COLUMNS, source.map, arrived, chunk * CHUNK_COLUMNS, source.first,
+        copy_box(matrix + chunk * BLOCK_N * CHUNK_COLUMNS, map, arrived, chunk * CHUNK_COLUMNS, source.first,
                  source.group, source.batch);
 #else
+#if RUNS
+    if (source.run >= 0) {
+        if (threadIdx.x != 0) return;
+        barrier_expect(arrived, CHUNKS * BLOCK_N * CHUNK_ROW_BYTES);
+        const int head = static_cast<int>((source.rows - (values ? launch.attention.value : launch.attention.key)) / 8);
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk)
+#pragma unroll
+            for (int key = 0; key < BLOCK_N; key += RUN_KEYS)
+                copy_box(matrix + (chunk * BLOCK_N + key) * CHUNK_COLUMNS, map, arrived, chunk * CHUNK_COLUMNS, 0,
+                         (source.run + key) / RUN_STEP, 0, head);
+        return;
+    }
+#endif
     if (FEW && source.count <= FEW_KEYS && warp >= FEW_WARPS) return;
     if (source.whole)
         gather_rows<true>(matrix, source.rows, row_stride, source.listed, warp, source.first, source.count);
@@ -287,6 +315,15 @@ template <bool whole>
 __device__ __forceinline__ void gather_facts(Shared& shared, const AttentionParams& p, const Plan& plan, int warp,
                                              const RowSource& keys, int clear, int stage) {
     const int lane = threadIdx.x & 31, place = warp * WARP_KEYS + lane;
+#if BITS && RUNS
+    if (keys.run >= 0 && clear < BLOCK_N) {
+        constexpr int PIECES = BLOCK_N / 4;
+#pragma unroll
+        for (int i = threadIdx.x; i < WORDS * PIECES; i += PRODUCER_THREADS)
+            copy_async_16(&shared.words[stage][i / PIECES][i % PIECES * 4],
+                          plan.columns + (long long)(i / PIECES) * p.key_stride + keys.run + i % PIECES * 4, 16);
+    }
+#endif
     if (lane >= WARP_KEYS) return;
     const bool exists = whole || place < keys.count;
 #if KEYS == KEYS_CONTIGUOUS
@@ -307,6 +344,9 @@ __device__ __forceinline__ void gather_facts(Shared& shared, const AttentionPara
 #endif
     if (whole || clear == BLOCK_N) return;
 #if BITS
+#if RUNS
+    if (keys.run >= 0) return;  // its words are on their way
+#endif
 #pragma unroll
     for (int w = 0; w < WORDS; ++w)  // a key that does not exist has no bits
         copy_async_4(&shared.words[stage][w][place], plan.columns + (long long)w * p.key_stride + key, exists ? 4 : 0);
@@ -360,7 +400,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
     tiles.find(at_hand);
 #if SEQUENCES
     if (tiles.tile < 0) {
-        if (threadIdx.x == 0) shared.order[0].last = -1;
+        if (threadIdx.x == 0) shared.order[0].state = -1;
         barrier_arrive_after_copies(&shared.key_arrived[0]);
         barrier_arrive(&shared.key_arrived[0]);
         return;
@@ -368,7 +408,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
 #endif
     const auto gather_values = [&] {
         barrier_wait(&shared.value_free[value_turn.stage], value_turn.phase ^ 1);
-        gather(shared.values[value_turn.stage], values, p.value_row, warp, &shared.value_arrived[value_turn.stage]);
+        gather<true>(shared.values[value_turn.stage], values, launch, warp, &shared.value_arrived[value_turn.stage]);
         barrier_arrive_after_copies(&shared.value_arrived[value_turn.stage]);
     };
     // The keys at hand are on their way: others are told, and the values before them follow.
@@ -414,7 +454,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
                 barrier_wait(&shared.key_free[turn.stage], turn.phase ^ 1);
                 gather_facts<true>(shared, p, plan, warp, keys, BLOCK_N, turn.stage);
                 gather_rows<true>(shared.keys[turn.stage], keys.rows, p.key_row, keys.listed, warp, 0, BLOCK_N);
-                pass_keys({BLOCK_N, 0, 0, -1});
+                pass_keys({BLOCK_N, false, 0, -1});
                 values = keys;
                 values.rows = plan.values;
             }
@@ -430,21 +470,24 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
             const Block following = next_block(shared, blocks, warp, number + 1);
             int following_keys = -1;
 #if BIAS == BIAS_DENSE
-            if (p.bias_aligned && block.last_key - block.first_key == BLOCK_N - 1 && block.first_key % BIAS_WIDTH == 0) {
-                following_keys = block.first_key;  // the consumers read it when its turn has come, from the second cache
+            if (p.bias_aligned && block.run() >= 0) {
+                following_keys = block.run();  // the consumers read it when its turn has come, from the second cache
                 for (int i = 0; i < BLOCK_N; i += 128 / sizeof(BIAS_ELEMENT)) prefetch_line(bias + following_keys + i);
             }
 #endif
             const int* listed = listed_rows(shared, number, warp);
 #if BULK
-            const RowSource keys = {&launch.key, plan.tile.group, plan.tile.batch, block.first, count, nullptr, true};
+            const RowSource keys = {plan.tile.group, plan.tile.batch, block.first, count, nullptr, true};
+#elif RUNS
+            const RowSource keys = {plan.keys, block.first, count, listed, HOLES ? count > 0 : count >= BLOCK_N,
+                                    block.run()};
 #else
             const RowSource keys = {plan.keys, block.first, count, listed, HOLES ? count > 0 : count >= BLOCK_N};
 #endif
             barrier_wait(&shared.key_free[turn.stage], turn.phase ^ 1);
             if (part == warp) {
                 gather_facts<false>(shared, p, plan, warp, keys, block.clear, turn.stage);
-                gather(shared.keys[turn.stage], keys, p.key_row, warp, &shared.key_arrived[turn.stage]);
+                gather<false>(shared.keys[turn.stage], keys, launch, warp, &shared.key_arrived[turn.stage]);
             }
             if (block.clear < BLOCK_N) {
                 const bool mine = !block.few() || warp / FEW_WARPS == 1;
@@ -455,9 +498,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
             pass_keys({block.clear, count <= FEW_KEYS, following.first >= 0 ? 0 : tiles.tile >= 0 ? 1 : 2, following_keys});
             values = keys;
             values.whole = BULK || count >= BLOCK_N;
-#if BULK
-            values.map = &launch.value;
-#else
+#if !BULK
             values.rows = plan.values;
 #endif
             block = following;

@@ -24,7 +24,7 @@ constexpr int DIM_FRAGMENTS = HEAD_DIM_PADDED / 16;
 // What a launch has, 504 for a lane of each warpgroup where there are two consumers and 512 where there are three, is dealt
 // out anew: as few to the consumers as their products do with. The producer keeps a run of row addresses.
 constexpr int SUMS = KEY_FRAGMENTS * 12 + DIM_FRAGMENTS * 8;  // and probabilities
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? (BIAS == BIAS_DENSE ? 224 : 208) : SUMS > 112 ? 160 : SOFTCAP ? 152 : 144;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? (BIAS == BIAS_DENSE ? 216 : 208) : SUMS > 112 ? 160 : SOFTCAP ? 152 : 144;
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 504 - 2 * CONSUMER_REGISTERS : 512 - 3 * CONSUMER_REGISTERS;
 constexpr int WARP_KEYS = BLOCK_N / PRODUCER_WARPS;  // keys of a block that a producer warp gathers
 constexpr int CONSUMER_BARRIER = 1, TURN_BARRIER = 2;  // named barriers; of turns one for each warpgroup
@@ -37,8 +37,13 @@ constexpr int FEW_FRAGMENTS = FEW_KEYS / 16;
 #define PLAIN (!BITS)
 // Whether places of a block that have no key need no test for being seen: they have a bias of -inf, and another key's row.
 #define HOLES (KEYS == KEYS_LISTED && BIAS == BIAS_OF_KEYS)
-// Whether the producer has a loop of its own for blocks full of keys that all queries see.
-#define WHOLE_BLOCKS (KEYS == KEYS_LISTED && BIAS != BIAS_DENSE)
+// Whether it matters that a block's keys follow each other: their rows come through the copy engine then, and their dense
+// bias in vectors.
+#define ORDERED (RUNS || BIAS == BIAS_DENSE)
+constexpr int RUN_STEP = 8;   // such a block begins at a multiple of this key
+constexpr int RUN_KEYS = 32;  // of a box
+// Whether the producer has a loop of its own for blocks full of keys that all queries see, which gathers them.
+#define WHOLE_BLOCKS (KEYS == KEYS_LISTED && !ORDERED)
 static_assert(WARP_KEYS <= 32 && WARP_KEYS * ROW_LANES % 32 == 0, "a producer lane knows one key");
 
 // Whether the consumers must know the rows of keys: to compare them with positions, or to find their bias.
@@ -46,18 +51,31 @@ static_assert(WARP_KEYS <= 32 && WARP_KEYS * ROW_LANES % 32 == 0, "a producer la
 
 // What the consumers are told of a block of keys.
 struct Order {
-    int clear;      // all queries see so many keys from the block's first on; BLOCK_N: the block needs no mask
-    int few;        // it has at most FEW_KEYS keys (if FEW)
-    int last;       // 1: of its tile, 2: of all; negative: there is none, and this is no block
+    int state;      // 0: all queries see all of its keys, and others of the tile follow; negative: this is no block
     int following;  // BIAS_DENSE: the first key, if BLOCK_N keys follow each other from a multiple of 16 bytes on, else -1
 
-    __device__ __forceinline__ bool whole() const { return clear == BLOCK_N && !(FEW && few); }
-    __device__ __forceinline__ bool closes() const { return last > 0; }
-    __device__ __forceinline__ bool ends() const { return last > 1; }
+    // In a state: how many keys not all queries see, all those before them being seen, and these.
+    static constexpr int MASKED = 255, FEW_OF_THEM = 256, CLOSES = 512, ENDS = 1024, UNWRITTEN = 2048;
+    static_assert(BLOCK_N <= MASKED, "a state holds their number");
+
+    Order() = default;
+
+    // `clear`: all queries see so many keys from the block's first on. `last`: 1 of its tile, 2 of all.
+    __device__ __forceinline__ Order(int clear, bool few, int last, int following)
+        : state(BLOCK_N - clear + (FEW && few ? FEW_OF_THEM : 0) + (last > 0 ? CLOSES : 0) + (last > 1 ? ENDS : 0)),
+          following(following) {}
+
+    __device__ __forceinline__ int clear() const { return BLOCK_N - (state & MASKED); }
+    __device__ __forceinline__ bool few() const { return FEW && (state & FEW_OF_THEM) != 0; }  // at most FEW_KEYS keys
+    __device__ __forceinline__ bool whole() const { return (state & (MASKED | FEW_OF_THEM)) == 0; }
+    __device__ __forceinline__ bool closes() const { return (state & CLOSES) != 0; }
+    __device__ __forceinline__ bool ends() const { return (state & ENDS) != 0; }
+    // Of a block at hand: the tile before its own has not been written yet.
+    __device__ __forceinline__ bool unwritten() const { return (state & UNWRITTEN) != 0; }
 };
 
 struct ForwardParams {
-#if BULK
+#if BULK || RUNS
     TensorMap key, value;
 #endif
 #if QUERY_BULK
@@ -103,7 +121,8 @@ struct Shared {
     int listed[LISTS][BLOCK_N];  // the producer's own: rows of the keys of the block at hand, of those around it
 #endif
     Order order[STAGES];
-    int nonfinite[STAGES][PRODUCER_WARPS];  // of a block that is not clear: whether values of a warp's keys are not finite
+    // Of a block that is not clear: whether values of a warp's keys are not finite.
+    alignas(16) int nonfinite[STAGES][PRODUCER_WARPS];
     Tile tile[QUERY_STAGES];
     Plan plans[PRODUCER_WARPS][2];  // the producer's own: of the tile at hand and of the next one
     Barrier query_arrived[QUERY_STAGES], query_free[QUERY_STAGES];

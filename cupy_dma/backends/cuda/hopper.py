@@ -19,7 +19,7 @@ from cupy_dma.backends.cuda.lists import KeyLists
 from cupy_dma.backends.cuda.problem import Problem
 from cupy_dma.backends.cuda.runtime import Runtime
 from cupy_dma.backends.cuda.sequences import tile_numbers
-from cupy_dma.backends.cuda.tensor_maps import queries_map, rows_map
+from cupy_dma.backends.cuda.tensor_maps import queries_map, rows_map, runs_map
 
 if TYPE_CHECKING:
     from cupy_dma.calls import AttentionCall
@@ -56,6 +56,7 @@ class HopperForwardConfig(jit.Config):
     sequences: bool
     bulk: bool
     query_bulk: bool
+    runs: bool = False
 
     @property
     def shared_bytes(self) -> int:
@@ -83,7 +84,8 @@ EXPONENTS = {"float16": "0x7c007c00u", "bfloat16": "0x7f807f80u"}
 # turns come to do the same thing at the same time; with two of them at head dim 128 turns cost as much as they bring.
 TILES = {
     "intervals": {64: HopperTile(192, 128, 3, 2, turns=True), 128: HopperTile(192, 64, 3, 2, turns=True)},
-    "bits": {64: HopperTile(128, 128, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2)},
+    # A dense mask, a dense bias, or both.
+    "bits": {64: HopperTile(128, 128, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2, turns=True)},
     "contiguous": {64: HopperTile(192, 128, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2)},
     "contiguous with bias": {64: HopperTile(128, 128, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2)},
 }
@@ -91,7 +93,7 @@ TILES = {
 
 def tile_shape(call: AttentionCall, problem: Problem) -> HopperTile | None:
     """The tile for a call; None where the portable kernel is as fast."""
-    if problem.bits:
+    if problem.bits or problem.bias_kind == BIAS_DENSE:
         keys = "bits"
     elif problem.mask is not None:
         keys = "intervals"
@@ -144,12 +146,13 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
     if problem.bits or (call.head_dim <= 64 and lists is not None and lists.keys == "KEYS_SHARED"):
         flags = nonfinite(runtime, call.value, stream)
         fields["nonfinite"] = place.pointer(flags)
-    key_maps = b"" if lists is not None or problem.bias_kind == BIAS_DENSE else _maps(call, tile)
+    ordered = problem.bits or problem.bias_kind == BIAS_DENSE  # in blocks of keys that follow each other, or nearly so
+    key_maps = _runs_maps(call) if ordered else b"" if lists is not None else _maps(call, tile)
     query_map = queries_map(query, queries, problem.tile_heads) if tile.block_m % problem.tile_heads == 0 else None
     kernel = _kernel(runtime, device.index, ELEMENTS[query.dtype], call.head_dim, problem.tile_heads, *tile,
                      "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal and not problem.bits,
                      problem.bias_kind, call.softcap > 0.0, problem.bits, problem.bias_element, problem.count > 0,
-                     bool(key_maps), query_map is not None)
+                     bool(key_maps) and not ordered, query_map is not None, bool(key_maps) and ordered)
     grid = min(tiles * (call.heads // problem.tile_heads) * call.batch, runtime.multiprocessors(device.index))
     params = problem.pack(lists, out=place.pointer(out), lse=place.pointer(lse), tiles=tiles, **fields)
     if key_maps or query_map:  # struct ForwardParams: the maps first, and all of it a multiple of their alignment
@@ -161,6 +164,12 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
 def _maps(call: AttentionCall, tile: HopperTile) -> bytes:
     """The tensors of keys and values for the copy engine; empty where it cannot read them."""
     key, value = rows_map(call.key, tile.block_n), rows_map(call.value, tile.block_n)
+    return b"" if key is None or value is None else key + value
+
+
+def _runs_maps(call: AttentionCall) -> bytes:
+    """The same for keys that follow each other in the list of a tile."""
+    key, value = runs_map(call.key), runs_map(call.value)
     return b"" if key is None or value is None else key + value
 
 

@@ -24,23 +24,38 @@ def queries_map(rows: Operand, queries: int, heads: int) -> bytes | None:
     return _map(rows, (2, 1, 0), (heads, queries))
 
 
+def runs_map(rows: Operand) -> bytes | None:
+    """The map of ``rows (B, L, H, D)`` whose box has 32 rows of one head, from a multiple of 8 on, in the order of
+    gathered keys (``row_of_key`` in kernels/sm90/tile.cuh): 0, 1, 8, 9, 16, 17, 24, 25, 2, 3, 10, ... Its axes are D,
+    row % 2, row / 8, row % 8 / 2, and the place of a head's first row in units of 16 bytes. Rows behind the last
+    multiple of 8 are not in it."""
+    batch, length, heads, dim = rows.shape
+    row = 2 * rows.strides[1]
+    last = (rows.strides[0] * (batch - 1) + rows.strides[2] * (heads - 1)) // 8
+    if min(rows.strides[0] * (batch - 1), rows.strides[2] * (heads - 1)) < 0 or last >= 2**31:
+        return None
+    return _encode(_KINDS[rows.dtype], rows.pointer, (dim, 2, length // 8, 4, last + 1), (row, 8 * row, 2 * row, 16),
+                   (2, 4, 4, 1))
+
+
 def _map(rows: Operand, axes: tuple[int, int, int], box: tuple[int, int]) -> bytes | None:
     strides = tuple(2 * rows.strides[axis] if rows.shape[axis] > 1 else 16 for axis in axes)
     shape = (rows.shape[3], *(rows.shape[axis] for axis in axes))
-    return _encode(_KINDS[rows.dtype], rows.pointer, shape, strides, box)
+    return _encode(_KINDS[rows.dtype], rows.pointer, shape, strides, (*box, 1))
 
 
 @functools.lru_cache(maxsize=1024)
 def _encode(kind: int, pointer: int, shape: tuple[int, ...], strides: tuple[int, ...],
-            box: tuple[int, int]) -> bytes | None:
+            box: tuple[int, ...]) -> bytes | None:
     encode = _driver_function()
     if encode is None or any(not 0 < stride < 2**40 or stride % 16 for stride in strides) or not all(shape):
         return None
     space = ctypes.create_string_buffer(MAP_BYTES + 64)
     skip = -ctypes.addressof(space) % 64
-    status = encode(ctypes.c_void_p(ctypes.addressof(space) + skip), kind, 4, ctypes.c_void_p(pointer),
-                    (ctypes.c_uint64 * 4)(*shape), (ctypes.c_uint64 * 3)(*strides),
-                    (ctypes.c_uint32 * 4)(CHUNK_COLUMNS, *box, 1), (ctypes.c_uint32 * 4)(1, 1, 1, 1),
+    rank = len(shape)
+    status = encode(ctypes.c_void_p(ctypes.addressof(space) + skip), kind, rank, ctypes.c_void_p(pointer),
+                    (ctypes.c_uint64 * rank)(*shape), (ctypes.c_uint64 * (rank - 1))(*strides),
+                    (ctypes.c_uint32 * rank)(CHUNK_COLUMNS, *box), (ctypes.c_uint32 * rank)(*[1] * rank),
                     _NO_INTERLEAVE, _SWIZZLE_128, _PROMOTE_256, _FILL_ZERO)
     return space.raw[skip:skip + MAP_BYTES] if status == 0 else None
 
