@@ -3,6 +3,7 @@ for CuPy and torch too."""
 from __future__ import annotations
 
 import bisect
+import gc
 from types import SimpleNamespace
 
 import numpy as np
@@ -152,6 +153,7 @@ def test_cupy_calls_do_not_wait(torch, length):
         # Back into the stream's memory pool, whatever earlier tests left there: to allocate from the driver takes
         # seconds on a busy GPU.
         cupy.cuda.alloc(64 << 20)
+        gc.collect()  # modules and graphs that earlier tests left: to unload one waits for the GPU
         stream.synchronize()
         with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
             torch.cuda._sleep(4_000_000_000)
