@@ -183,19 +183,23 @@ def test_every_kernel_compiles_without_large_spills(arch, source):
 @pytest.mark.parametrize("heads", [1, 2])
 def test_hopper_kernels_keep_their_products_asynchronous(keys, heads):
     bits, bias = keys == "bits", keys in ("intervals", "contiguous with bias")
+    variants = [(int(bias), "float", not bits, bits)]
+    if bits:  # with a dense bias, and with that and intervals
+        variants += [(configs.BIAS_DENSE, "__nv_bfloat16", False, masked) for masked in (True, False)]
     for head_dim, tile in hopper.TILES[keys].items():
-        for kind, element, sequences in ((int(bias), "float", not bits),
-                                         *([(configs.BIAS_DENSE, "__nv_bfloat16", False)] if bits else ())):
+        for kind, element, sequences, masked in variants:
             config = hopper.HopperForwardConfig(
                 "__nv_bfloat16", head_dim, heads, *tile, "KEYS_LISTED" if keys in ("bits", "intervals") else
-                "KEYS_CONTIGUOUS", keys.startswith("contiguous"), kind, False, bits, element,
+                "KEYS_CONTIGUOUS", keys.startswith("contiguous"), kind, False, masked, element,
                 sequences, keys.startswith("contiguous"), True, runs=bits)
             _, log = jit._run_nvrtc(config.prelude() + jit.source_text(config.source), config, "sm_90a")
             assert "Used" in log  # the assembler has spoken
             assert "serialized" not in log, f"{config}: {log}"
             assert config.shared_bytes <= 227 * 1024
-            # The producer's, where it has 32 registers; its loop over whole blocks has few of them.
-            assert jit._read_resources(log)["spill_bytes"] <= (800 if tile.block_m * tile.block_n > 16384 else 256)
+            # The producer's, where it has 32 registers; its loop over whole blocks has few of them. Intervals with a
+            # dense bias have both ways of a block and the bias in registers.
+            allowed = 800 if tile.block_m * tile.block_n > 16384 else 384 if bits and not masked else 256
+            assert jit._read_resources(log)["spill_bytes"] <= allowed
 
 
 @pytest.mark.parametrize("element", ["__half", "float"])
