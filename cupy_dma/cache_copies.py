@@ -8,9 +8,9 @@ from cupy_dma.arrays import Device, Library, Operand, describe
 from cupy_dma.cache_rows import movable, operand_of, refresh
 from cupy_dma.cache_state import CacheState
 
-SAVED = ("key", "value", "scores", "positions", "in_top", "lengths")  # lowest and free follow from these
+SAVED = ("key", "value", "scores", "positions", "in_top", "lengths")  # the others follow from these
 NUMBERS = ("window", "sinks", "recent")
-ARRAYS = (*SAVED, "lowest", "free")
+ARRAYS = (*SAVED, "lowest", "lowest_score", "free")
 
 
 def empty_state(place: Library, device: Device, dtype: str, batch: int, kv_heads: int, numbers: tuple[int, int, int],
@@ -25,7 +25,8 @@ def empty_state(place: Library, device: Device, dtype: str, batch: int, kv_heads
         make("key", dtype, batch, kv_heads, rows, head_dim), make("value", dtype, batch, kv_heads, rows, value_dim),
         make("scores", scores, batch, kv_heads, rows), make("positions", "int64", batch, kv_heads, rows, value=-1),
         make("in_top", "uint8", batch, kv_heads, rows), make("lengths", "int64", batch),
-        make("lowest", "int32", batch, kv_heads, value=-1), make("free", "int32", batch, kv_heads), *numbers)
+        make("lowest", "int32", batch, kv_heads, value=-1), make("lowest_score", scores, batch, kv_heads),
+        make("free", "int32", batch, kv_heads), *numbers)
 
 
 def forget(state: CacheState) -> None:

@@ -46,7 +46,7 @@ def needed(state: CacheState, position: Any) -> Any:
 
 
 def refresh(state: CacheState) -> None:
-    """Find ``lowest`` and ``free`` anew for the position ``lengths`` that comes next."""
+    """Find ``lowest``, its score and ``free`` anew for the position ``lengths`` that comes next."""
     xp, score, where = state.library.xp, state.scores.array, state.positions.array
     top, length = state.in_top.array != 0, state.lengths.array
     # The smallest number in the top, or, where all are NaN, any; of those the oldest.
@@ -55,6 +55,7 @@ def refresh(state: CacheState) -> None:
     last = xp.where(xp.any(number, -1)[..., None], number & (score == least), top)
     slot = xp.argmin(xp.where(last, where, AFTER_ALL), -1)
     state.lowest.array[...] = xp.where((length >= state.window)[:, None], slot, -1)
+    state.lowest_score.array[...] = xp.where(xp.any(number, -1), least[..., 0], float("nan"))
     spare = ~needed(state, length)
     state.free.array[...] = xp.where(xp.any(spare, -1), xp.argmax(state.library.astype(spare, "uint8"), -1), -1)
 

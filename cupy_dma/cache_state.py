@@ -14,7 +14,8 @@ Invariants between two calls, for every sequence (``p = lengths[b]`` is the posi
 
 - ``in_top`` marks exactly the best ``min(window, p)`` keys seen so far; the slots needed at ``p - 1`` hold all that is
   visible there, each position once;
-- ``lowest`` is the slot of the lowest-ranked key of the top, -1 while ``p < window``;
+- ``lowest`` is the slot of the lowest-ranked key of the top, -1 while ``p < window``; ``lowest_score`` is its score
+  (anything while there is none);
 - ``free`` is a slot that is not needed at ``p``, so that the next token may take it whatever its score; -1 if all of
   the others are needed. This happens with ``recent == 0`` only, and then ``lowest`` is no sink: the next token takes
   the place of ``lowest`` or is not stored.
@@ -38,6 +39,7 @@ class CacheState:
     in_top: Operand  # (B, Hkv, R) uint8, 0 or 1; 0 where empty
     lengths: Operand  # (B,) int64: tokens seen
     lowest: Operand  # (B, Hkv) int32
+    lowest_score: Operand  # (B, Hkv) of the type of scores
     free: Operand  # (B, Hkv) int32
     window: int
     sinks: int

@@ -132,6 +132,21 @@ __device__ __forceinline__ unsigned take_ticket(unsigned* counter, unsigned last
 }
 #endif
 
+// ---- clusters of blocks (sm_90) ----
+#if CLUSTER > 1
+// What a block did ahead of its arrival is visible to the others behind their wait, but for an arrival that only tells that
+// the block runs: that does not wait for what is under way. Threads that have ended count as arrived.
+__device__ __forceinline__ void cluster_arrive() { __cluster_barrier_arrive(); }
+__device__ __forceinline__ void cluster_arrive_running() { __cluster_barrier_arrive_relaxed(); }
+__device__ __forceinline__ void cluster_wait() { __cluster_barrier_wait(); }
+
+// Where the first block of the cluster has this part of its shared memory.
+template <typename T>
+__device__ __forceinline__ T* first_of_cluster(T* shared) {
+    return static_cast<T*>(__cluster_map_shared_rank(shared, 0));
+}
+#endif
+
 // ---- elements as operands of the tensor cores ----
 __device__ __forceinline__ float to_operand(__half x) { return to_float(x); }
 __device__ __forceinline__ float to_operand(__nv_bfloat16 x) { return to_float(x); }

@@ -6,18 +6,22 @@
 // value      // (B, Hkv, R, VALUE_DIM) ELEMENT    position // (B, Hkv, R) int64    lowest   // (B, Hkv): slot of the top's
 // query      // (B, L, H, HEAD_DIM) ELEMENT       in_top   // (B, Hkv, R) bytes    //   lowest key, -1 while there is room
 // out        // (B, L, H, VALUE_DIM), contiguous  lse // (B, H, L) f32             free     // (B, Hkv): a slot not needed, -1
+//                                                                    lowest_score // (B, Hkv) f32: that of slot `lowest`
 //
 // One launch. `parts` blocks share the R slots of one (sequence, kv head, set of ROWS query heads). They only read the state:
-// `lowest` and `free`, found by the launch before, tell every block which key leaves the top and which slot the token
-// takes; for that slot they read the token's own rows. What a block finds goes to `partial`: outputs, and
+// `lowest`, its score and `free`, found by the launch before, tell every block which key leaves the top and which slot the
+// token takes; its rows stand in shared memory in place of that slot's. What a block finds goes to `partial`: outputs, and
 // of set 0 the lowest key of the top and a free slot of its share. The block that takes the last ticket of a (sequence,
 // kv head) adds the parts up in their order and alone changes the state; by then nobody reads it any more. `lengths` is
 // read for all kv heads of a sequence: the last of these changes it (a second ticket).
 //
+// CLUSTER > 1 (sm_90 and later): the parts, that many and of one set, are a cluster of blocks. They leave what they find in
+// the shared memory of the first, which goes on when all of them are there: neither partial results in memory nor a ticket.
+//
 // A warp loads its first rows before it is known which are needed, because they take as long to come as that takes to be
 // found out; of the others only those that are needed. counts: sequences with fewer than `token` + 1 tokens take no step.
 //
-// Prelude: that of split.cuh, MIN_BLOCKS, ATTEND (0: there are no queries).
+// Prelude: that of split.cuh, MIN_BLOCKS, ATTEND (0: there are no queries), CLUSTER.
 #include "arch.cuh"
 #include "rank.cuh"
 #include "split.cuh"
@@ -42,6 +46,7 @@ struct StepParams {
     unsigned char* in_top;
     long long* lengths;
     int* lowest;
+    float* lowest_score;
     int* free;
     ELEMENT* out;
     float* lse;
@@ -63,8 +68,18 @@ struct StepParams {
 constexpr int NO_SLOT = 2147483647;
 constexpr Candidate NOTHING = {0, 0, NO_SLOT, NO_SLOT};
 
+constexpr int KEY_PIECES = 4 * KEY_CHUNKS, VALUE_PIECES = 8 * VALUE_CHUNKS;
+
 struct StepShared {
     SplitShared split;
+    Piece token[KEY_PIECES + VALUE_PIECES];  // its key, then its value
+#if CLUSTER > 1
+    struct {
+        float o[CLUSTER][ROWS][VALUE_DIM];
+        PartState state[CLUSTER][ROWS];
+        Candidate candidates[CLUSTER];
+    } parts;  // of the first block: what all have found
+#endif
     Candidate candidates[WARPS];
     int last;
 };
@@ -82,18 +97,19 @@ struct Head {
     long long pair, position;  // batch * kv_heads + kv head; of the token
     int batch, group;
     int lowest, free;
-    float score;  // of the token
+    float lowest_score, score;  // score: of the token
 
     __device__ __forceinline__ Head(const StepParams& p, int pair)
         : p(p), pair(pair), batch(pair / p.kv_heads), group(pair % p.kv_heads) {
         position = p.lengths[batch];
         lowest = p.lowest[pair];
+        lowest_score = p.lowest_score[pair];
         free = p.free[pair];
         score = p.new_score[batch * p.score_batch + group * p.score_head + p.token * p.score_token];
     }
 
     __device__ __forceinline__ Change change() const {
-        const bool enters = lowest < 0 || ordered(score) >= ordered(p.score[pair * p.slots + lowest]);
+        const bool enters = lowest < 0 || ordered(score) >= ordered(lowest_score);
         const int dropped = enters ? lowest : -1;
         const bool stored = enters || position < p.sinks || p.recent > 0;
         return {position, score, enters, dropped, !stored ? -1 : free >= 0 ? free : dropped};
@@ -196,7 +212,7 @@ __device__ void write_nothing(const StepParams& p, const Head& head, int first_h
             -infinity();
 }
 
-// The state after the token. One warp: thread `lane` of 32.
+// The state after the token, but for its rows. One thread.
 __device__ void change_state(const StepParams& p, const Head& head, const Change& change, Candidate lowest) {
     const long long first = head.pair * p.slots;
     if (change.dropped >= 0) p.in_top[first + change.dropped] = 0;
@@ -206,36 +222,83 @@ __device__ void change_state(const StepParams& p, const Head& head, const Change
         p.in_top[first + change.target] = change.enters;
     }
     p.lowest[head.pair] = change.position + 1 < p.window ? -1 : lowest.slot;
+    p.lowest_score[head.pair] = from_ordered(lowest.rank);
     p.free[head.pair] = lowest.free == NO_SLOT ? -1 : lowest.free;
 }
 
-template <int dim>
-__device__ __forceinline__ void copy_row(ELEMENT* target, const ELEMENT* source, int first, int threads) {
-#if VECTOR
-    for (int i = first; i < dim / PIECE; i += threads)
-        reinterpret_cast<uint4*>(target)[i] = reinterpret_cast<const uint4*>(source)[i];
-#else
-    for (int i = first; i < dim; i += threads) target[i] = source[i];
-#endif
+// The token's rows on their way to shared memory, a piece a thread.
+struct TokenRows {
+    Piece piece;
+
+    __device__ __forceinline__ TokenRows(const Head& head) {
+        static_assert(KEY_PIECES + VALUE_PIECES <= THREADS, "a piece a thread");
+        const int i = threadIdx.x;
+        piece = i < KEY_PIECES ? load_piece<HEAD_DIM>(head.new_key(), i, true)
+                               : load_piece<VALUE_DIM>(head.new_value(), i - KEY_PIECES, i < KEY_PIECES + VALUE_PIECES);
+    }
+
+    // Complete behind the next barrier.
+    __device__ __forceinline__ void store(StepShared& shared) const {
+        if (threadIdx.x < KEY_PIECES + VALUE_PIECES) shared.token[threadIdx.x] = piece;
+    }
+};
+
+// From there to the slot that the token takes.
+__device__ __forceinline__ void store_token(const StepShared& shared, const Head& head, int slot) {
+    const int i = threadIdx.x;
+    if (i < KEY_PIECES)
+        store_piece<HEAD_DIM>(head.key_of(slot), i, shared.token[i]);
+    else if (i < KEY_PIECES + VALUE_PIECES)
+        store_piece<VALUE_DIM>(head.value_of(slot), i - KEY_PIECES, shared.token[i]);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_step(const StepParams p) {
+// The token's rows in place of those of key `number` of a step.
+__device__ __forceinline__ void take_key(Keys& keys, const StepShared& shared, int number) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+        if (8 * n + lane / 4 == number)
+#pragma unroll
+            for (int c = 0; c < KEY_CHUNKS; ++c) keys.piece[n][c] = shared.token[4 * c + lane % 4];
+}
+
+__device__ __forceinline__ void take_value(Values& values, const StepShared& shared, int number) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+        if (value_key(k) == number)
+#pragma unroll
+            for (int c = 0; c < VALUE_CHUNKS; ++c) values.piece[c][k] = shared.token[KEY_PIECES + 8 * c + lane / 4];
+}
+
+#if CLUSTER > 1
+#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTERED
+#endif
+
+extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_step(const StepParams p) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     StepShared& shared = *reinterpret_cast<StepShared*>(shared_memory);
     float* weights = reinterpret_cast<float*>(shared_memory + sizeof(StepShared));  // (ROWS, max(parts, WARPS))
-    const int part = blockIdx.x % p.parts, set = blockIdx.x / p.parts % p.sets;
+    const int parts = CLUSTER > 1 ? CLUSTER : p.parts, sets = CLUSTER > 1 ? 1 : p.sets, blocks = parts * sets;
+    const int part = blockIdx.x % parts, set = blockIdx.x / parts % sets;
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    const Head head(p, blockIdx.x / p.parts / p.sets);
+    const Head head(p, blockIdx.x / blocks);
     const int rows = ATTEND ? min(ROWS, p.group - set * ROWS) : 0;  // query heads of this block
     const int first_head = head.group * p.group + set * ROWS;
     if (p.counts != nullptr && p.counts[head.batch * p.count_words] <= p.token) {  // fewer than 2^31 tokens
         if (ATTEND && part == 0) write_nothing(p, head, first_head, rows);
         return;
     }
+#if CLUSTER > 1
+    cluster_arrive_running();  // its shared memory exists
+#endif
 
     // ---- this block's share of the slots ----
     const int first = part * p.share + warp * STEP, end = min((part + 1) * p.share, p.slots);
     constexpr int STRIDE = WARPS * STEP;  // from a warp's step to its next
+    const TokenRows token(head);
     Candidate candidate = NOTHING;
     Change change = {0, 0.0f, false, -1, -1};
     if constexpr (ATTEND) {
@@ -249,14 +312,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_step(co
         int place = first;  // of the step whose rows are loaded next
         unsigned seen = place < end ? ~0u >> (32 - min(STEP, end - place)) : 0;  // of its slots; at first: that there are
         const auto slot_to_read = [&](int i) { return min(place + key_to_read(i, seen), end - 1); };
-        const auto key_at = [&](int i) {
-            const int slot = slot_to_read(i);
-            return slot == change.target ? head.new_key() : head.key_of(slot);
-        };
-        const auto value_at = [&](int i) {
-            const int slot = slot_to_read(i);
-            return slot == change.target ? head.new_value() : head.value_of(slot);
-        };
+        const auto key_at = [&](int i) { return head.key_of(slot_to_read(i)); };
+        const auto value_at = [&](int i) { return head.value_of(slot_to_read(i)); };
         const auto slot_at = [&](int base) { return Slot(head, base + lane, lane < STEP ? end : 0); };
         const auto arrive = [&](Slot& slot) {  // the token has come: what is seen of the step's slots
             slot.follow(change);
@@ -271,19 +328,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_step(co
         }
         change = head.change();
         seen = arrive(slot);
-        if (TOGETHER && place <= change.target && change.target < min(place + STEP, end)) {  // once more, with the token
-            load_keys(keys, key_at);
-            load_values(values, value_at);
-        }
         query.store(shared.split);
-        __syncthreads();  // the query is in place
+        token.store(shared);
+        __syncthreads();  // the query and the token are in place
         for (int base = first; base < end; base += STRIDE) {
             const unsigned now = seen;
             const float score = slot.score;
+            const int taken = change.target - base;  // the key whose place the token takes
+            const bool here = taken >= 0 && taken < STEP;
             Logits s;
             if (!TOGETHER) load_keys(keys, key_at);
+            if (here) take_key(keys, shared, taken);
             score_keys(s, shared.split, keys);
             if (!TOGETHER) load_values(values, value_at);
+            if (here) take_value(values, shared, taken);
             // The next step's keys come while this one's values are waited for, its values while its keys are multiplied.
             slot = following;
             following = slot_at(base + 2 * STRIDE);
@@ -298,6 +356,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_step(co
         }
         state.leave(shared.split);
     } else {
+        token.store(shared);
         change = head.change();
         for (int base = first; base < end; base += STRIDE) {
             Slot slot(head, base + lane, lane < STEP ? end : 0);
@@ -309,62 +368,80 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_step(co
     if (lane == 0) shared.candidates[warp] = candidate;
     __syncthreads();  // what each warp has found is in place
 
-    // ---- the last block of a (sequence, kv head) goes on ----
+    // ---- the last block of a (sequence, kv head) goes on, of a cluster the first ----
     const float* o = &shared.split.o[0][0][0];
     const PartState* states = &shared.split.state[0][0];
-    int sources = WARPS;
-    const int blocks = p.parts * p.sets;
+    const Candidate* found = shared.candidates;
+    int candidates = WARPS;
+#if CLUSTER > 1
+    auto& all = *first_of_cluster(&shared.parts);
+    cluster_wait();  // for the first block's memory
+    float* part_o = &all.o[part][0][0];
+    PartState* part_state = all.state[part];
+    Candidate* part_candidate = &all.candidates[part];
+#else
+    const long long place = (head.pair * sets + set) * parts + part;
+    float* part_o = p.partial + place * (ROWS * VALUE_DIM);
+    PartState* part_state = p.partial_state + place * ROWS;
+    Candidate* part_candidate = p.candidates + head.pair * parts + part;
+#endif
     if (blocks > 1) {
-        const long long place = (head.pair * p.sets + set) * p.parts + part;
-        if (ATTEND)
-            combine(o, states, WARPS, false, weights, shared.split, rows,
-                    [&](int row, const PartState& s) { p.partial_state[place * ROWS + row] = s; },
-                    [&](int row, int d, float x, float) { p.partial[(place * ROWS + row) * VALUE_DIM + d] = x; });
-        if (set == 0 && warp == 0) {
+        if (set == 0 && warp == WARPS - 1) {
             candidate = merge_lanes(lane < WARPS ? shared.candidates[lane] : NOTHING);
-            if (lane == 0) p.candidates[head.pair * p.parts + part] = candidate;
+            if (lane == 0) *part_candidate = candidate;
         }
+        if (ATTEND)
+            combine<false>(o, states, WARPS, weights, shared.split, rows,
+                           [&](int row, const PartState& s) { part_state[row] = s; },
+                           [&](int row, int d, float x, float) { part_o[row * VALUE_DIM + d] = x; });
+#if CLUSTER > 1
+        cluster_arrive();
+        if (part != 0) return;
+        cluster_wait();  // for what all blocks have found
+        o = &shared.parts.o[0][0][0];
+        states = &shared.parts.state[0][0];
+        found = shared.parts.candidates;
+#else
         __syncthreads();  // the block's results are written
         if (threadIdx.x == 0) shared.last = take_ticket(p.tickets + head.pair, blocks - 1) == blocks - 1;
         __syncthreads();  // all know whether the other blocks' results are there
         if (!shared.last) return;
+        found = p.candidates + head.pair * parts;
+#endif
+        candidates = parts;
     }
 
     // ---- nobody else reads the state any more: change it ----
-    if (warp == 0) {
-        const Candidate* found = blocks > 1 ? p.candidates + head.pair * p.parts : shared.candidates;
-        const int count = blocks > 1 ? p.parts : WARPS;
-        Candidate all = NOTHING;
-        for (int i = lane; i < count; i += 32) merge(all, found[i]);
-        all = merge_lanes(all);
-        if (lane == 0) change_state(p, head, change, all);
-    } else if (warp == WARPS - 1 && lane == 0) {
+    if (warp == WARPS - 1) {
+        Candidate best = NOTHING;
+        for (int i = lane; i < candidates; i += 32) merge(best, found[i]);
+        best = merge_lanes(best);
+        if (lane == 0) change_state(p, head, change, best);
+    } else if (warp == WARPS - 2 && lane == 0) {
         unsigned* heads = p.tickets + gridDim.x / blocks + head.batch;
-        if (take_ticket(heads, p.kv_heads - 1) == p.kv_heads - 1) p.lengths[head.batch] = change.position + 1;
+        if (p.kv_heads == 1 || take_ticket(heads, p.kv_heads - 1) == p.kv_heads - 1)
+            p.lengths[head.batch] = change.position + 1;
     }
-    if (change.target >= 0) {
-        copy_row<HEAD_DIM>(head.key_of(change.target), head.new_key(), threadIdx.x, THREADS);
-        copy_row<VALUE_DIM>(head.value_of(change.target), head.new_value(), threadIdx.x, THREADS);
-    }
+    if (change.target >= 0) store_token(shared, head, change.target);
     if (!ATTEND) return;
-    for (int s = 0; s < p.sets; ++s) {
-        const long long place = (head.pair * p.sets + s) * p.parts;
-        if (blocks > 1) {
-            o = p.partial + place * (ROWS * VALUE_DIM);
-            states = p.partial_state + place * ROWS;
-            sources = p.parts;
+    for (int s = 0; s < sets; ++s) {
+        const int first_of_set = head.group * p.group + s * ROWS, rows_of_set = min(ROWS, p.group - s * ROWS);
+        const auto write_lse = [&](int row, const PartState& found) {
+            const long long of_head = (long long)head.batch * p.kv_heads * p.group + first_of_set + row;
+            if (p.lse != nullptr) p.lse[of_head * p.length + p.token] = natural_lse(found);
+        };
+        const auto write_out = [&](int row, int d, float x, float l) {
+            const long long of_token = (long long)head.batch * p.length + p.token;
+            from_float(p.out[(of_token * p.kv_heads * p.group + first_of_set + row) * VALUE_DIM + d],
+                       l == 0.0f ? 0.0f : x / l);
+        };
+        if (CLUSTER > 1 || blocks == 1) {
+            combine<false>(o, states, CLUSTER > 1 ? CLUSTER : WARPS, weights, shared.split, rows_of_set, write_lse, write_out);
+        } else {
+            const long long of_set = (head.pair * sets + s) * parts;
+            combine<true>(p.partial + of_set * (ROWS * VALUE_DIM), p.partial_state + of_set * ROWS, parts, weights,
+                          shared.split, rows_of_set, write_lse, write_out);
         }
-        const int first_of_set = head.group * p.group + s * ROWS;
-        combine(o, states, sources, blocks > 1, weights, shared.split, min(ROWS, p.group - s * ROWS),
-                [&](int row, const PartState& found) {
-                    const long long of_head = (long long)head.batch * p.kv_heads * p.group + first_of_set + row;
-                    if (p.lse != nullptr) p.lse[of_head * p.length + p.token] = natural_lse(found);
-                },
-                [&](int row, int d, float x, float l) {
-                    const long long of_token = (long long)head.batch * p.length + p.token;
-                    from_float(p.out[(of_token * p.kv_heads * p.group + first_of_set + row) * VALUE_DIM + d],
-                               l == 0.0f ? 0.0f : x / l);
-                });
         __syncthreads();  // weights and sums have been read
     }
 }

@@ -247,28 +247,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_attenti
 
     const float* o = &shared.split.o[0][0][0];
     const PartState* states = &shared.split.state[0][0];
-    int sources = WARPS;
-    if (p.parts > 1) {
-        const long long place = (long long)tile * p.parts + part;
-        combine(o, states, WARPS, false, weights, shared.split, rows.count,
-                [&](int row, const PartState& s) { p.partial_state[place * ROWS + row] = s; },
-                [&](int row, int d, float x, float) { p.partial[(place * ROWS + row) * VALUE_DIM + d] = x; });
-        __syncthreads();  // the block's part is written
-        if (threadIdx.x == 0) shared.last = take_ticket(p.tickets + tile, p.parts - 1) == p.parts - 1;
-        __syncthreads();  // all know whether the other parts are there
-        if (!shared.last) return;
-        o = p.partial + (long long)tile * p.parts * (ROWS * VALUE_DIM);
-        states = p.partial_state + (long long)tile * p.parts * ROWS;
-        sources = p.parts;
-    }
     const int heads = p.kv_heads * p.group;
-    combine(o, states, sources, p.parts > 1, weights, shared.split, rows.count,
-            [&](int row, const PartState& found) {
-                p.lse[((long long)rows.batch * heads + rows.head_of(row)) * p.query_length + rows.query_of(row)] =
-                    natural_lse(found);
-            },
-            [&](int row, int d, float x, float l) {
-                const long long of_query = (long long)rows.batch * p.query_length + rows.query_of(row);
-                from_float(p.out[(of_query * heads + rows.head_of(row)) * VALUE_DIM + d], l == 0.0f ? 0.0f : x / l);
-            });
+    const auto write_lse = [&](int row, const PartState& found) {
+        p.lse[((long long)rows.batch * heads + rows.head_of(row)) * p.query_length + rows.query_of(row)] =
+            natural_lse(found);
+    };
+    const auto write_out = [&](int row, int d, float x, float l) {
+        const long long of_query = (long long)rows.batch * p.query_length + rows.query_of(row);
+        from_float(p.out[(of_query * heads + rows.head_of(row)) * VALUE_DIM + d], l == 0.0f ? 0.0f : x / l);
+    };
+    if (p.parts == 1) {
+        combine<false>(o, states, WARPS, weights, shared.split, rows.count, write_lse, write_out);
+        return;
+    }
+    const long long own = (long long)tile * p.parts + part;
+    combine<false>(o, states, WARPS, weights, shared.split, rows.count,
+                   [&](int row, const PartState& s) { p.partial_state[own * ROWS + row] = s; },
+                   [&](int row, int d, float x, float) { p.partial[(own * ROWS + row) * VALUE_DIM + d] = x; });
+    __syncthreads();  // the block's part is written
+    if (threadIdx.x == 0) shared.last = take_ticket(p.tickets + tile, p.parts - 1) == p.parts - 1;
+    __syncthreads();  // all know whether the other parts are there
+    if (!shared.last) return;
+    combine<true>(p.partial + (long long)tile * p.parts * (ROWS * VALUE_DIM),
+                  p.partial_state + (long long)tile * p.parts * ROWS, p.parts, weights, shared.split, rows.count,
+                  write_lse, write_out);
 }

@@ -108,6 +108,19 @@ __device__ __forceinline__ Piece load_piece(const ELEMENT* row, int number, bool
 #endif
 }
 
+// Writes what of the piece belongs to the row.
+template <int dim>
+__device__ __forceinline__ void store_piece(ELEMENT* row, int number, const Piece& piece) {
+#if VECTOR
+    if (number * PIECE < dim) reinterpret_cast<Piece*>(row)[number] = piece;
+#else
+    const ELEMENT* elements = reinterpret_cast<const ELEMENT*>(piece.word);
+#pragma unroll
+    for (int i = 0; i < PIECE; ++i)
+        if (number * PIECE + i < dim) row[number * PIECE + i] = elements[i];
+#endif
+}
+
 // ---- products ----
 __device__ __forceinline__ void multiply_words(float* c, const unsigned (&a)[4], const unsigned (&b)[2], const float*) {
     const float left[4] = {__uint_as_float(a[0]), __uint_as_float(a[1]), __uint_as_float(a[2]), __uint_as_float(a[3])};
@@ -337,29 +350,32 @@ struct alignas(4 * SUM_WIDTH) Numbers {
     float x[SUM_WIDTH];
 };
 
-// `count` parts become one: o (count, ROWS, VALUE_DIM) and state (count, ROWS), in global memory (`far`), or in shared memory
-// those of the warps. `weights` has room for ROWS * count numbers. Calls write_state(row, state) once per row and
+// `count` parts become one: o (count, ROWS, VALUE_DIM) and state (count, ROWS), in global memory (`far`) or in shared memory
+// (at most 32). `weights` has room for ROWS * count numbers. Calls write_state(row, state) once per row and
 // write(row, dim, o, l) once per number, in whatever thread. All threads of the block call it; `o` and `state` must be
 // complete, and what is in shared.o is lost if they are far. Loads are made many at a time: each batch costs a latency.
-template <typename WriteState, typename Write>
-__device__ __forceinline__ void combine(const float* o, const PartState* state, int count, bool far, float* weights,
+template <bool far, typename WriteState, typename Write>
+__device__ __forceinline__ void combine(const float* o, const PartState* state, int count, float* weights,
                                         SplitShared& shared, int rows, const WriteState& write_state,
                                         const Write& write) {
-    // A thread adds SUM_WIDTH neighbouring numbers of every `slices`-th part.
-    constexpr int PER_ROW = VALUE_DIM / SUM_WIDTH, BATCH = 16;
-    const int groups = rows * PER_ROW, slices = far ? max(1, min(WARPS, THREADS / groups)) : 1;
+    // A thread adds SUM_WIDTH neighbouring numbers of every SLICES-th part.
+    constexpr int PER_ROW = VALUE_DIM / SUM_WIDTH, GROUPS = ROWS * PER_ROW;
+    constexpr int MANY = THREADS / GROUPS < WARPS ? THREADS / GROUPS : WARPS, SLICES = far && MANY > 1 ? MANY : 1;
+    constexpr int BATCH = far && SLICES == 1 ? 16 : 8;
+    const auto row_of = [](int i) { return i % GROUPS / PER_ROW; };
     Numbers own[BATCH];
     const auto load = [&](int i, int part) {
-        const Numbers* first = reinterpret_cast<const Numbers*>(o) + i % groups;
+        const Numbers* first = reinterpret_cast<const Numbers*>(o) + i % GROUPS;
 #pragma unroll
         for (int k = 0; k < BATCH; ++k)
-            own[k] = part + k * slices < count ? first[(part + k * slices) * (ROWS * PER_ROW)] : Numbers{};
+            own[k] = part + k * SLICES < count ? first[(part + k * SLICES) * GROUPS] : Numbers{};
     };
-    if (threadIdx.x < groups * slices) load(threadIdx.x, threadIdx.x / groups);  // under way at the same time as the states
+    // Under way at the same time as the states.
+    if (threadIdx.x < GROUPS * SLICES && row_of(threadIdx.x) < rows) load(threadIdx.x, threadIdx.x / GROUPS);
 
     const int lane = threadIdx.x & 31;
     for (int row = threadIdx.x / 32; row < rows; row += WARPS) {
-        constexpr int EACH = MOST_PARTS / 32;
+        constexpr int EACH = far ? MOST_PARTS / 32 : 1;
         PartState part[EACH];
         float m = -infinity(), l = 0.0f;
 #pragma unroll
@@ -385,32 +401,36 @@ __device__ __forceinline__ void combine(const float* o, const PartState* state, 
     }
     __syncthreads();  // weights and sums are complete
 
-    for (int i = threadIdx.x; i < groups * slices; i += THREADS) {
-        const int group = i % groups, slice = i / groups, row = group / PER_ROW;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < GROUPS * SLICES; i += THREADS) {
+        const int row = row_of(i), slice = i / GROUPS;
+        if (row >= rows) continue;
         Numbers sum = {};
-        for (int part = slice; part < count; part += BATCH * slices) {
+#pragma unroll 1
+        for (int part = slice; part < count; part += BATCH * SLICES) {
             if (i >= THREADS || part > slice) load(i, part);
 #pragma unroll
             for (int k = 0; k < BATCH; ++k) {
-                const float weight = part + k * slices < count ? weights[row * count + part + k * slices] : 0.0f;
+                const float weight = part + k * SLICES < count ? weights[row * count + part + k * SLICES] : 0.0f;
 #pragma unroll
                 for (int x = 0; x < SUM_WIDTH; ++x) sum.x[x] = fmaf(weight, own[k].x[x], sum.x[x]);
             }
         }
-        if (slices > 1) {
+        if (SLICES > 1) {
             reinterpret_cast<Numbers*>(shared.o)[i] = sum;
         } else {
 #pragma unroll
             for (int x = 0; x < SUM_WIDTH; ++x)
-                write(row, group % PER_ROW * SUM_WIDTH + x, sum.x[x], shared.sum[row]);
+                write(row, i % PER_ROW * SUM_WIDTH + x, sum.x[x], shared.sum[row]);
         }
     }
-    if (slices == 1) return;
+    if (SLICES == 1) return;
     __syncthreads();  // all slices are there
     const float* of_slices = &shared.o[0][0][0];
     for (int i = threadIdx.x; i < rows * VALUE_DIM; i += THREADS) {
         float sum = 0.0f;
-        for (int slice = 0; slice < slices; ++slice) sum += of_slices[slice * rows * VALUE_DIM + i];
+#pragma unroll
+        for (int slice = 0; slice < SLICES; ++slice) sum += of_slices[slice * ROWS * VALUE_DIM + i];
         write(i / VALUE_DIM, i % VALUE_DIM, sum, shared.sum[i / VALUE_DIM]);
     }
 }

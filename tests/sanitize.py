@@ -22,7 +22,7 @@ import numpy as np
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends import cuda
-from cupy_dma.backends.cuda import hopper
+from cupy_dma.backends.cuda import decode, hopper
 from cupy_dma.backends.cuda.runtime import CudaRuntime
 from cupy_dma.backward import attention_backward, key_scores_backward
 from tests import cases, reference, varlen_cases
@@ -102,6 +102,21 @@ def varlen_backward() -> int:
 
 def decoding() -> int:
     """Single tokens into caches, with one part and with several, and the last queries of histories."""
+    return _steps() + _last_queries()
+
+
+def clusters() -> int:
+    """The first part of it with clusters of blocks."""
+    if not cuda.runtime.hopper(0):
+        return 0
+    with mock.patch.object(decode, "clusters_pay", lambda *_: True):
+        decode.split.cache_clear()
+        count = _steps()
+    decode.split.cache_clear()
+    return count
+
+
+def _steps() -> int:
     histories = [History(dtype="bfloat16", head_dim=64, window=150, recent=3, length=156, batch=1),
                  History(dtype="float16", head_dim=16, value_dim=24, window=9, sinks=2, recent=3),
                  History(dtype="float16", head_dim=5, window=9, heads=12, kv_heads=1),
@@ -112,6 +127,10 @@ def decoding() -> int:
             outs.append(history.run(cache, [1], cupy.asarray, cupy.asnumpy, begin=p))
             history.check_kept(cache, p, cupy.asnumpy)
         history.check(*(np.concatenate(x, axis) for x, axis in zip(zip(*outs), (1, 2))), tf32=True)
+    return len(histories)
+
+
+def _last_queries() -> int:
     rng = np.random.default_rng(0)
     sizes = ((9001, 70, 1, np.float16), (9001, 70, 5, np.float32), (600, 599, 1, np.float16))
     for length, window, queries, kind in sizes:
@@ -122,7 +141,7 @@ def decoding() -> int:
         assert np.abs(out - dma.dynamic_mask_attention(*wide, window=window)).max() < 4e-3
         out = cupy.asnumpy(dma.attention(*(cupy.asarray(x) for x in (q, k, v)), causal=True))
         assert np.abs(out - dma.attention(*wide[:3], causal=True)).max() < 4e-3
-    return len(histories) + 2 * len(sizes)
+    return 2 * len(sizes)
 
 
 def selection() -> int:
@@ -162,7 +181,7 @@ def key_scores() -> int:
 
 PARTS = {"forward": forward, "backward": backward, "super-tiles": super_tiles,
          "varlen": varlen_forward, "varlen-backward": varlen_backward, "selection": selection, "decoding": decoding,
-         "scores": key_scores}
+         "clusters": clusters, "scores": key_scores}
 PARTS |= {f"hopper-{tile.block_m}x{tile.block_n}x{tile.stages}": functools.partial(hopper_forward, tile, largest)
           for kind in hopper.TILES.values() for largest, tile in kind.items()}
 

@@ -106,6 +106,7 @@ def check_invariants(state, position):
         assert (free == -1 and used.all()) or not used[free]
         ranks = [(scores[b, g, r], where[b, g, r], r) for r in np.flatnonzero(top[b, g])]
         assert lowest == (min(ranks)[2] if position >= state.window else -1)
+        assert lowest < 0 or state.lowest_score.array[b, g] == scores[b, g, lowest]
         assert free >= 0 or (state.recent == 0 and where[b, g, lowest] >= state.sinks)
 
 
@@ -343,7 +344,7 @@ def test_facts():
     cache = dma.DynamicCache(2, 3, 5, 8, 4, "bfloat16", sinks=1, recent=2)
     assert (cache.window, cache.sinks, cache.recent) == (5, 1, 2)
     rows = 2 * 3 * 8
-    assert cache.memory_bytes == rows * (2 * (8 + 4) + 4 + 8 + 1) + 2 * 8 + 2 * 3 * 8
+    assert cache.memory_bytes == rows * (2 * (8 + 4) + 4 + 8 + 1) + 2 * 8 + 2 * 3 * 12
     assert repr(cache) == ("DynamicCache(batch=2, kv_heads=3, window=5, head_dim=8, value_dim=4, dtype='bfloat16', "
                            "sinks=1, recent=2, library='numpy', device='cpu')")
     for kind in (np.float16, np.dtype("float16"), "float16"):

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 import cupy_dma as dma
-from cupy_dma.backends.cuda import last_queries
+from cupy_dma.backends import cuda
+from cupy_dma.backends.cuda import decode, last_queries
+from tests.cache_cases import History
 
 pytestmark = pytest.mark.gpu
 
@@ -75,7 +77,46 @@ def test_steps_of_large_caches(torch, shape, window, sinks, recent, dtype):
         assert torch.equal(torch.where(where == n, -1, where), kept)
 
 
-def test_a_graph_of_a_step_replays(torch):
+@pytest.fixture(params=[True, False], ids=["clusters", "tickets"])
+def clusters(request, monkeypatch):
+    """Steps in clusters of blocks wherever possible, or nowhere."""
+    if request.param and not cuda.runtime.hopper(0):
+        pytest.skip("no clusters of blocks on this GPU")
+    monkeypatch.setattr(decode, "clusters_pay", lambda *_: request.param)
+    decode.split.cache_clear()
+    yield request.param
+    decode.split.cache_clear()
+
+
+@pytest.mark.parametrize("case", [
+    History(dtype="bfloat16", head_dim=64, window=100, recent=3, length=112, batch=1, heads=2, kv_heads=1),
+    History(dtype="bfloat16", head_dim=128, window=300, length=320, batch=1, heads=16, kv_heads=1, sinks=2),
+    History(dtype="float16", head_dim=16, value_dim=24, window=9, sinks=2, recent=3),
+    History(dtype="float16", head_dim=5, value_dim=7, window=9, heads=3, kv_heads=1, softcap=3.0, scale=0.7),
+    History(dtype="float32", head_dim=256, window=3, length=8, heads=8, kv_heads=1, batch=1, scale=-0.05),
+    History(dtype="float32", head_dim=40, window=129, sinks=3, length=140), History(scores="nan", dtype="float16"),
+], ids=str)
+def test_steps_in_clusters_and_with_tickets(case, clusters):
+    cupy = pytest.importorskip("cupy")
+    cache = case.cache(cupy.asarray)
+    out, lse = case.run(cache, [1] * case.length, cupy.asarray, cupy.asnumpy)
+    if case.scores != "nan":
+        case.check(out, lse, tf32=True)
+    case.check_kept(cache, case.length - 1, cupy.asnumpy)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_updates_in_clusters_and_with_tickets(length, clusters):
+    """Without queries."""
+    cupy = pytest.importorskip("cupy")
+    history = History(dtype="float16", window=200, length=240, sinks=1, recent=2)
+    cache = history.cache(cupy.asarray)
+    for begin in range(0, history.length, length):
+        cache.update(*history.tokens(begin, begin + length, cupy.asarray)[1:])
+    history.check_kept(cache, history.length - 1, cupy.asnumpy)
+
+
+def test_a_graph_of_a_step_replays(torch, clusters):
     """One graph for every step, also while the cache fills; bits as without."""
     q, k, v, scores = draw(torch, 2, 400, 8, 4, 64)
     cache = dma.DynamicCache(2, 4, 150, 64, like=q, recent=2)
@@ -105,7 +146,7 @@ def test_a_graph_of_a_step_replays(torch):
         assert not torch.is_tensor(array) or torch.equal(bits(array), bits(eager.state_dict()[name])), name
 
 
-def test_many_steps_keep_the_right_keys(torch):
+def test_many_steps_keep_the_right_keys(torch, clusters):
     """Against the NumPy backend, at a rate of steps that finds races."""
     rng = np.random.default_rng(0)
     scores = np.round(rng.standard_normal((2, 3, 3000)), 1).astype(np.float32)

@@ -179,10 +179,18 @@ def test_parts_cover_the_slots():
     for rows in (1, 15, 63, 64, 1000, 1024, 5000, 70000):
         for pairs in (1, 8, 300):
             for group in (0, 1, 8, 9, 40):
-                cut = decode.split((pairs, 1, rows, 128), 128, group, "float16", 132)
-                assert cut.share % decode.STEP == 0 and cut.parts <= decode.MOST_PARTS
+                cut = decode.split((pairs, 1, rows, 128), 128, group, "float16", 132, False)
+                assert cut.share % decode.STEP == 0 and cut.parts <= decode.MOST_PARTS and cut.cluster == 1
                 assert (cut.parts - 1) * cut.share < rows <= cut.parts * cut.share
                 assert cut.rows * cut.sets >= group and 1 <= cut.rows <= 16
+
+
+def test_few_heads_take_clusters():
+    for rows, pairs, group, expected in ((1024, 1, 2, True), (2048, 8, 2, False), (100, 1, 2, True), (16, 1, 2, False),
+                                         (1024, 17, 2, False), (1024, 1, 17, False), (65536, 1, 2, False)):
+        cut = decode.split((1, pairs, rows, 64), 64, group, "float16", 132, True)
+        assert (cut.cluster == cut.parts == decode.CLUSTER) == expected == (cut.cluster > 1)
+        assert cut.share % decode.STEP == 0 and rows <= cut.parts * cut.share and cut.grid <= 132 * 3
 
 
 # ---- few queries against a long history ----

@@ -135,10 +135,18 @@ def decoding() -> list[jit.Config]:
         element, vector = configs.ELEMENTS[dtype], size % 8 == 0
         common = (element, size, size, vector, rows, decode.WARPS, size == 33,
                   decode.min_blocks(size, size, dtype, rows))
-        found += [decode.StepConfig(*common, attend) for attend in (True, False)]
+        found += [decode.StepConfig(*common, attend, 1) for attend in (True, False)]
         found += [few_queries.DecodeConfig(*common, *rest) for rest in (
             (True, rows > 2, False, True), (False, True, rows == 4, True), (False, False, rows == 3, False))]
     return found
+
+
+def clusters() -> list[jit.Config]:
+    """Steps of decoding with few heads, on GPUs that have clusters of blocks."""
+    shapes = (("bfloat16", 64, 2, True), ("float16", 128, 16, True), ("float16", 33, 3, True),
+              ("float32", 256, 8, True), ("float32", 128, 2, False))
+    return [decode.StepConfig(configs.ELEMENTS[dtype], size, size, size % 8 == 0, rows, decode.CLUSTER_WARPS,
+                              size == 33, 1, attend, decode.CLUSTER) for dtype, size, rows, attend in shapes]
 
 
 def chosen(arch: str) -> list[jit.Config]:
@@ -147,7 +155,7 @@ def chosen(arch: str) -> list[jit.Config]:
     limit = ARCHITECTURES[arch]
     found = specialisations(limit, every=arch == "sm_90a")
     if arch == "sm_90a":
-        return found
+        return [*found, *clusters()]
     alike = [other for other, size in ARCHITECTURES.items() if size == limit and other != "sm_90a"]
     first = {(config.source, getattr(config, "element", "")): config for config in reversed(found)}.values()
     served = set(chosen("sm_90a"))

@@ -2,7 +2,8 @@
 
 Blocks share the slots of a (sequence, kv head); the last of them adds up what they found and changes the state
 (``kernels/decode.cu``). What they leave for each other lies in arrays that are made at the first step and stay with the
-state, so that later steps allocate nothing and a CUDA graph of a step can be replayed.
+state, so that later steps allocate nothing and a CUDA graph of a step can be replayed. On Hopper the blocks of a step
+with few heads are clusters, which leave it in shared memory.
 """
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ ROW_BYTES = 256  # of keys or values: longer ones leave registers for 8 query he
 WARPS, STEP = 4, 16  # of a block; keys a warp takes at a time
 MOST_PARTS = 512  # blocks that share the slots of a kv head
 BLOCK_STEPS = 4  # what beginning and ending a block takes, in steps of its warps
+CLUSTER, CLUSTER_WARPS, CLUSTER_STEPS = 8, 8, 3  # blocks of a cluster, warps of such a block, and its BLOCK_STEPS
 CANDIDATE_WORDS = 6  # of struct Candidate
 
 
@@ -49,10 +51,14 @@ class SplitConfig(jit.Config):
 class StepConfig(SplitConfig):
     source = "decode.cu"
     attend: bool
+    cluster: int  # blocks of a cluster, 1 = none
 
     def shared_bytes(self, parts: int) -> int:
         """``struct StepShared`` and the weights."""
-        return super().shared_bytes(parts) + 24 * self.warps + 32
+        pieces = 16 // ELEMENT_BYTES[self.element]
+        token = 16 * (4 * blocks(self.head_dim, 4 * pieces) + 8 * blocks(self.value_dim, 8 * pieces))
+        found = self.cluster * (4 * self.rows * (self.value_dim + 2) + 24) + 16 if self.cluster > 1 else 0
+        return super().shared_bytes(parts) + token + found + 24 * self.warps + 32
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,8 @@ class Split:
     parts: int
     share: int  # slots of a part
     grid: int
+    warps: int  # of a block
+    cluster: int  # blocks of a cluster, 1 = none
 
 
 def serves(state: CacheState, call: ExtendCall) -> bool:
@@ -87,11 +95,12 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
     if batch == 0:
         return out, lse
     cut = split(state.key.shape, state.value_dim, heads // state.kv_heads, state.key.dtype,
-                runtime.multiprocessors(index))
+                runtime.multiprocessors(index), runtime.hopper(index))
     operands = (call.key, call.value) if query is None else (query, call.key, call.value)
     kernel = _kernel(runtime, index, cut.parts, ELEMENTS[state.key.dtype], state.head_dim, state.value_dim,
-                     rows_aligned(*operands), cut.rows, WARPS, call.softcap > 0.0,
-                     min_blocks(state.head_dim, state.value_dim, state.key.dtype, cut.rows), query is not None)
+                     rows_aligned(*operands), cut.rows, cut.warps, call.softcap > 0.0,
+                     min_blocks(state.head_dim, state.value_dim, state.key.dtype, cut.rows, cut.cluster),
+                     query is not None, cut.cluster)
     fields = {**_fixed(state, cut, heads), **_moving(call)}
     if out is not None:
         fields["out"] = place.pointer(out)
@@ -100,20 +109,38 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
     pack, stream = jit.params("decode.cu", "StepParams").pack_some, place.stream(device)
     with runtime.on(device):
         for token in range(length):
-            kernel.launch(cut.grid, 32 * WARPS, pack(fields, {"token": token}), stream)
+            kernel.launch(cut.grid, 32 * cut.warps, pack(fields, {"token": token}), stream)
     return out, lse
 
 
 @functools.lru_cache(maxsize=1024)
-def split(shape: tuple[int, int, int, int], value_dim: int, group: int, dtype: str, processors: int) -> Split:
-    """The blocks of a step for keys ``(B, Hkv, R, D)`` and ``group`` query heads a kv head."""
+def split(shape: tuple[int, int, int, int], value_dim: int, group: int, dtype: str, processors: int,
+          clusters: bool) -> Split:
+    """The blocks of a step for keys ``(B, Hkv, R, D)`` and ``group`` query heads a kv head; in ``clusters``, if the GPU
+    has such, where there are few heads."""
     batch, kv_heads, slots, head_dim = shape
     long = max(head_dim, value_dim) * ELEMENT_BYTES[ELEMENTS[dtype]] > ROW_BYTES
     sets = max(1, blocks(group, 8 if long else 16))
     rows = max(1, blocks(group, sets))
     tiles = batch * kv_heads * sets
     parts, share = parts_of(tiles, slots, processors * min_blocks(head_dim, value_dim, dtype, rows))
-    return Split(rows, sets, parts, share, tiles * parts)
+    if clusters and sets == 1 and clusters_pay(tiles, slots, parts, share, processors):
+        return Split(rows, sets, CLUSTER, cluster_share(slots), tiles * CLUSTER, CLUSTER_WARPS, CLUSTER)
+    return Split(rows, sets, parts, share, tiles * parts, WARPS, 1)
+
+
+def clusters_pay(tiles: int, slots: int, parts: int, share: int, processors: int) -> bool:
+    """Whether a cluster for each of the ``tiles`` ends sooner than ``parts`` blocks, each with a ``share`` of the
+    slots."""
+    if parts == 1 or tiles * CLUSTER > processors:
+        return False
+    steps = blocks(cluster_share(slots), CLUSTER_WARPS * STEP)
+    return CLUSTER_STEPS + steps < BLOCK_STEPS + blocks(share, WARPS * STEP)
+
+
+def cluster_share(slots: int) -> int:
+    """Slots of a block in a cluster; the last blocks may have none."""
+    return blocks(blocks(slots, CLUSTER), STEP) * STEP
 
 
 def parts_of(tiles: int, slots: int, resident: int) -> tuple[int, int]:
@@ -130,8 +157,11 @@ def parts_of(tiles: int, slots: int, resident: int) -> tuple[int, int]:
     return best[1:]
 
 
-def min_blocks(head_dim: int, value_dim: int, dtype: str, rows: int) -> int:
-    """Blocks per multiprocessor that registers are shared out for: what the operands of a step leave room for."""
+def min_blocks(head_dim: int, value_dim: int, dtype: str, rows: int, cluster: int = 1) -> int:
+    """Blocks per multiprocessor that registers are shared out for: what the operands of a step leave room for. There
+    are never more blocks in clusters than multiprocessors."""
+    if cluster > 1:
+        return 1
     row_bytes = max(head_dim, value_dim) * ELEMENT_BYTES[ELEMENTS[dtype]]
     return 1 if row_bytes > ROW_BYTES else 2 if rows > 8 or row_bytes > ROW_BYTES // 2 else 3
 
@@ -147,7 +177,7 @@ def _fixed(state: CacheState, cut: Split, heads: int) -> dict[str, Any]:
     name = ("decode step", heads)
     if name not in state.workspace:
         pairs = state.batch * state.kv_heads
-        tiles = cut.grid if cut.grid > pairs else 0  # a single part leaves nothing
+        tiles = cut.grid if cut.grid > pairs and cut.cluster == 1 else 0  # a single part leaves nothing
         sizes = {"partial": tiles * cut.rows * state.value_dim if heads else 0,
                  "partial_state": 2 * tiles * cut.rows, "candidates": CANDIDATE_WORDS * pairs * cut.parts,
                  "tickets": pairs + state.batch}
@@ -155,7 +185,8 @@ def _fixed(state: CacheState, cut: Split, heads: int) -> dict[str, Any]:
         state.workspace[name] = {key: array.pointer for key, array in arrays.items()} | {
             "key": state.key.pointer, "value": state.value.pointer, "score": state.scores.pointer,
             "position": state.positions.pointer, "in_top": state.in_top.pointer, "lengths": state.lengths.pointer,
-            "lowest": state.lowest.pointer, "free": state.free.pointer, "kv_heads": state.kv_heads,
+            "lowest": state.lowest.pointer, "lowest_score": state.lowest_score.pointer, "free": state.free.pointer,
+            "kv_heads": state.kv_heads,
             "group": heads // state.kv_heads, "sets": cut.sets, "parts": cut.parts, "share": cut.share,
             "slots": state.rows, "window": state.window, "sinks": state.sinks, "recent": state.recent}
     return state.workspace[name]

@@ -65,11 +65,12 @@ def hopper_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ..
 
 
 def decode_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] = ("float16", "bfloat16"),
-                   groups: tuple[int, ...] = (1, 2, 4)) -> list[jit.Config]:
-    """The step of the decode cache."""
-    return [decode.StepConfig(ELEMENTS[dtype], head_dim, head_dim, True, group, decode.WARPS, False,
-                              decode.min_blocks(head_dim, head_dim, dtype, group), True)
-            for head_dim in head_dims for group in groups for dtype in dtypes]
+                   groups: tuple[int, ...] = (1, 2, 4), clusters: bool = False) -> list[jit.Config]:
+    """The step of the decode cache, with ``clusters`` also that of few heads."""
+    return [decode.StepConfig(ELEMENTS[dtype], head_dim, head_dim, True, group, warps, False,
+                              decode.min_blocks(head_dim, head_dim, dtype, group, cluster), True, cluster)
+            for head_dim in head_dims for group in groups for dtype in dtypes
+            for warps, cluster in ((decode.WARPS, 1), (decode.CLUSTER_WARPS, decode.CLUSTER))[:1 + clusters]]
 
 
 def warmup_jobs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] = ("float16", "bfloat16"),
@@ -85,8 +86,10 @@ def warmup_jobs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] 
     else:
         own_arch, limit = "sm_90a", 227 * 1024
 
-    configs = [*usual_configs(head_dims, dtypes, groups, limit), *decode_configs(head_dims, dtypes, groups)]
-    if (arch or own_arch) == "sm_90a":
+    on_hopper = (arch or own_arch) == "sm_90a"
+    configs = [*usual_configs(head_dims, dtypes, groups, limit),
+               *decode_configs(head_dims, dtypes, groups, on_hopper)]
+    if on_hopper:
         configs += hopper_configs(head_dims, dtypes, groups)
     return [(f"{config.source} D={config.head_dim}" if hasattr(config, "head_dim") else config.source,
              functools.partial(jit.compile, config, arch or own_arch)) for config in dict.fromkeys(configs)]
