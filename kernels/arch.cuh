@@ -33,6 +33,15 @@ __device__ __forceinline__ void from_float(__half& y, float x) { y = __float2hal
 __device__ __forceinline__ void from_float(__nv_bfloat16& y, float x) { y = __float2bfloat16_rn(x); }
 __device__ __forceinline__ void from_float(float& y, float x) { y = x; }
 
+// One of two elements in a word, 0 for the lower half. A float32 is a bfloat16 with zeros behind it: shifted or masked it takes
+// one instruction, where the conversion takes two.
+__device__ __forceinline__ float half_of(unsigned word, int side, const __half*) {
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(side ? word >> 16 : word)));
+}
+__device__ __forceinline__ float half_of(unsigned word, int side, const __nv_bfloat16*) {
+    return __uint_as_float(side ? word & 0xffff0000u : word << 16);
+}
+
 // ---- instructions in PTX; on a CPU (tests/emulator) their twins ----
 #ifdef CUPY_DMA_HOST
 #include <arch_host.h>

@@ -64,13 +64,6 @@ __device__ __forceinline__ unsigned bits_of(__half x) { return __half_as_ushort(
 __device__ __forceinline__ unsigned bits_of(__nv_bfloat16 x) { return __bfloat16_as_ushort(x); }
 __device__ __forceinline__ unsigned bits_of(float x) { return __float_as_uint(x); }
 
-__device__ __forceinline__ float half_of(unsigned word, int side, const __half*) {
-    return to_float(__ushort_as_half(static_cast<unsigned short>(word >> 16 * side)));
-}
-__device__ __forceinline__ float half_of(unsigned word, int side, const __nv_bfloat16*) {
-    return to_float(__ushort_as_bfloat16(static_cast<unsigned short>(word >> 16 * side)));
-}
-
 // Element `i` of those in a word, as an operand.
 template <typename T>
 __device__ __forceinline__ float element_of(unsigned word, int i, const T* type) {

@@ -681,7 +681,7 @@ def test_tuned_tiles_fit():
         for tile in candidates:
             config = hopper.HopperForwardConfig(
                 "__nv_bfloat16", case.head_dim, 2, *tile, "KEYS_LISTED", case.causal, 1, False, case.kind == "bits",
-                "float", False, False, True)
+                "float", False, False, True, False)
             assert config.shared_bytes <= 227 * 1024
 
 

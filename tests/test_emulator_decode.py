@@ -186,8 +186,9 @@ def test_parts_cover_the_slots():
 
 
 def test_few_heads_take_clusters():
-    for rows, pairs, group, expected in ((1024, 1, 2, True), (2048, 8, 2, False), (100, 1, 2, True), (16, 1, 2, False),
-                                         (1024, 17, 2, False), (1024, 1, 17, False), (65536, 1, 2, False)):
+    for rows, pairs, group, expected in (
+            (1024, 1, 2, True), (2048, 8, 2, False), (100, 1, 2, True), (16, 1, 2, False), (1024, 8, 2, True),
+            (1024, 9, 2, False), (1024, 1, 17, False), (65536, 1, 2, False)):
         cut = decode.split((1, pairs, rows, 64), 64, group, "float16", 132, True)
         assert (cut.cluster == cut.parts == decode.CLUSTER) == expected == (cut.cluster > 1)
         assert cut.share % decode.STEP == 0 and rows <= cut.parts * cut.share and cut.grid <= 132 * 3

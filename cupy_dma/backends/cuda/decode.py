@@ -131,8 +131,8 @@ def split(shape: tuple[int, int, int, int], value_dim: int, group: int, dtype: s
 
 def clusters_pay(tiles: int, slots: int, parts: int, share: int, processors: int) -> bool:
     """Whether a cluster for each of the ``tiles`` ends sooner than ``parts`` blocks, each with a ``share`` of the
-    slots."""
-    if parts == 1 or tiles * CLUSTER > processors:
+    slots. A cluster must find room in one group of multiprocessors: more than half of all are not filled with them."""
+    if parts == 1 or 2 * tiles * CLUSTER > processors:
         return False
     steps = blocks(cluster_share(slots), CLUSTER_WARPS * STEP)
     return CLUSTER_STEPS + steps < BLOCK_STEPS + blocks(share, WARPS * STEP)

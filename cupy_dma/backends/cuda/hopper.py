@@ -56,7 +56,7 @@ class HopperForwardConfig(jit.Config):
     sequences: bool
     bulk: bool
     query_bulk: bool
-    runs: bool = False
+    runs: bool
 
     @property
     def shared_bytes(self) -> int:
@@ -81,10 +81,10 @@ SMALLEST_SCALE = 2.0**-40  # sums begin at bias / scale, which must stay far fro
 EXPONENTS = {"float16": "0x7c007c00u", "bfloat16": "0x7f807f80u"}
 
 # By what a call's keys are and the largest head dim, measured in docs/performance-notes.md. Warpgroups that do not take
-# turns come to do the same thing at the same time; with two of them at head dim 128 turns cost as much as they bring.
+# turns come to do the same thing at the same time; with two of them at head dim 128 and keys in their own order turns
+# cost as much as they bring.
 TILES = {
     "intervals": {64: HopperTile(192, 128, 3, 2, turns=True), 128: HopperTile(192, 64, 3, 2, turns=True)},
-    # A dense mask, a dense bias, or both.
     "bits": {64: HopperTile(128, 128, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2, turns=True)},
     "contiguous": {64: HopperTile(192, 128, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2)},
     "contiguous with bias": {64: HopperTile(128, 128, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2)},
@@ -93,13 +93,18 @@ TILES = {
 
 def tile_shape(call: AttentionCall, problem: Problem) -> HopperTile | None:
     """The tile for a call; None where the portable kernel is as fast."""
-    if problem.bits or problem.bias_kind == BIAS_DENSE:
+    if _dense(problem):
         keys = "bits"
     elif problem.mask is not None:
         keys = "intervals"
     else:
         keys = "contiguous" if problem.bias is None else "contiguous with bias"
     return tile_of(keys, call.head_dim)
+
+
+def _dense(problem: Problem) -> bool:
+    """A dense mask, a dense bias, or both: keys come in blocks of some that follow each other, or nearly so."""
+    return problem.bits or problem.bias_kind == BIAS_DENSE
 
 
 def tile_of(keys: str, head_dim: int) -> HopperTile | None:
@@ -146,7 +151,7 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
     if problem.bits or (call.head_dim <= 64 and lists is not None and lists.keys == "KEYS_SHARED"):
         flags = nonfinite(runtime, call.value, stream)
         fields["nonfinite"] = place.pointer(flags)
-    ordered = problem.bits or problem.bias_kind == BIAS_DENSE  # in blocks of keys that follow each other, or nearly so
+    ordered = _dense(problem)
     key_maps = _runs_maps(call) if ordered else b"" if lists is not None else _maps(call, tile)
     query_map = queries_map(query, queries, problem.tile_heads) if tile.block_m % problem.tile_heads == 0 else None
     kernel = _kernel(runtime, device.index, ELEMENTS[query.dtype], call.head_dim, problem.tile_heads, *tile,
@@ -163,13 +168,15 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
 
 def _maps(call: AttentionCall, tile: HopperTile) -> bytes:
     """The tensors of keys and values for the copy engine; empty where it cannot read them."""
-    key, value = rows_map(call.key, tile.block_n), rows_map(call.value, tile.block_n)
-    return b"" if key is None or value is None else key + value
+    return _joined(rows_map(call.key, tile.block_n), rows_map(call.value, tile.block_n))
 
 
 def _runs_maps(call: AttentionCall) -> bytes:
     """The same for keys that follow each other in the list of a tile."""
-    key, value = runs_map(call.key), runs_map(call.value)
+    return _joined(runs_map(call.key), runs_map(call.value))
+
+
+def _joined(key: bytes | None, value: bytes | None) -> bytes:
     return b"" if key is None or value is None else key + value
 
 

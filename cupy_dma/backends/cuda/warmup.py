@@ -56,7 +56,8 @@ def hopper_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ..
             if kind == "intervals":
                 configs.append(ListConfig(causal=False, block_n=tile.block_n))
             configs += [hopper.HopperForwardConfig(element, head_dim, heads, *tile, keys, causal, bias, False, False,
-                                                   "float", False, keys == "KEYS_CONTIGUOUS", tile.block_m % heads == 0)
+                                                   "float", False, keys == "KEYS_CONTIGUOUS",
+                                                   tile.block_m % heads == 0, False)
                         for heads in sorted({heads_per_tile(group) for group in groups}) for element in elements]
             if keys == "KEYS_SHARED" and head_dim <= 64:
                 configs += [hopper.FiniteConfig(head_dim, hopper.EXPONENTS[dtype]) for dtype in dtypes
