@@ -139,16 +139,25 @@ def compare(suite: Suite, backends: list[str], dtypes: list[str], names: str = "
             yield row
 
 
-def table(rows: list[Row]) -> str:
-    lines = [f"{'backend':<9}{'type':<10}{'case':<22}{'tensor':<7}{'max error':>11}{'allowed':>11}  ok"]
+HEADER = f"{'backend':<9}{'type':<10}{'case':<22}{'tensor':<7}{'max error':>11}{'allowed':>11}  ok"
+
+
+def line(row: Row) -> str:
+    start = f"{row.backend:<9}{row.dtype:<10}{row.case:<22}"
+    if row.reason:
+        return f"{start}{row.reason}"
+    error, allowed = row.errors[row.worst]
+    return f"{start}{row.worst:<7}{error:>11.3g}{allowed:>11.3g}  {'yes' if row.ok else 'EXCEEDS'}"
+
+
+def printed(rows: Iterator[Row]) -> list[Row]:
+    """The rows, each of which has been printed as it came: a GPU's compilers take seconds for a case."""
+    print(HEADER)
+    found = []
     for row in rows:
-        start = f"{row.backend:<9}{row.dtype:<10}{row.case:<22}"
-        if row.reason:
-            lines.append(f"{start}{row.reason}")
-            continue
-        error, allowed = row.errors[row.worst]
-        lines.append(f"{start}{row.worst:<7}{error:>11.3g}{allowed:>11.3g}  {'yes' if row.ok else 'EXCEEDS'}")
-    return "\n".join(lines)
+        print(line(row), flush=True)
+        found.append(row)
+    return found
 
 
 def record(suite: Suite, rows: list[Row], seconds: float, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -168,12 +177,11 @@ def main(suite: Suite, arguments: list[str] | None = None) -> int:
     options.add_argument("--commit", help="recorded as the commit where the tree is a copy without its history")
     args = options.parse_args(arguments)
     started = time.monotonic()
-    rows = list(compare(suite, args.backend or list(BACKENDS), args.dtype or list(DTYPES), args.cases))
+    rows = printed(compare(suite, args.backend or list(BACKENDS), args.dtype or list(DTYPES), args.cases))
     ok = all(row.ok for row in rows) and any(row.errors for row in rows)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{suite.name}_equivalence{'' if ok else '.failed'}.json"
     path.write_text(json.dumps(record(suite, rows, time.monotonic() - started, vars(args)), indent=1) + "\n")
-    print(table(rows))
     print(f"wrote {path} after {time.monotonic() - started:.0f} s")
     return 0 if ok else 1
