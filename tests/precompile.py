@@ -1,0 +1,128 @@
+"""Compile what the GPU tests need on a machine without a GPU, for most of such a run's time is NVRTC's.
+
+    CUPY_DMA_CACHE_DIR=cubins python -m tests.precompile --arch sm_90a
+
+The files are those that the tests find in their cache directory, once copied there, if NVRTC has the same version as
+where they run and the CUDA headers lie at the same path (``CUDA_HOME``); otherwise they are compiled anew.
+
+What is compiled are the configurations that the tests' grids ask for: their calls are made on CPU arrays, for a device
+whose kernels do nothing.
+"""
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from cupy_dma import jit
+from cupy_dma.backends.cuda import hopper, tensor_maps
+from tests import cases, emulator, test_cuda_hopper, varlen_cases
+
+
+class Nothing:
+    """A kernel that does nothing."""
+
+    def launch(self, *arguments: Any) -> None:
+        pass
+
+
+class Recorder(emulator.EmulatorRuntime):
+    """A device of 132 multiprocessors that keeps the configurations of the kernels it is asked for."""
+
+    def __init__(self, is_hopper: bool):
+        super().__init__(build="plain")
+        self.is_hopper, self.configs = is_hopper, {}
+
+    def load(self, config: jit.Config, entry: str, index: int, shared_bytes: int = 0) -> Any:
+        self.configs[config] = None
+        return Nothing()
+
+    def hopper(self, index: int) -> bool:
+        return self.is_hopper
+
+    def multiprocessors(self, index: int) -> int:
+        return 132
+
+    def check_layout(self, index: int) -> None:
+        pass
+
+
+@contextmanager
+def recording(is_hopper: bool) -> Iterator[Recorder]:
+    """``backend="emulator"`` is such a device, and the copy engine takes any tensor that it can read."""
+    before, emulator.BACKEND.runtime = emulator.BACKEND.runtime, Recorder(is_hopper)
+    tensor_maps._encode.cache_clear()
+    try:
+        with mock.patch.object(tensor_maps, "_driver_function", lambda: lambda *arguments: 0):
+            yield emulator.BACKEND.runtime
+    finally:
+        emulator.BACKEND.runtime = before
+        tensor_maps._encode.cache_clear()
+
+
+def hopper_configs() -> dict[jit.Config, None]:
+    """Of tests/test_cuda_hopper.py."""
+    forward, packed = test_cuda_hopper.FORWARD, test_cuda_hopper.VARLEN
+    with recording(is_hopper=True) as runtime:
+        for name, (tile, head_dims) in test_cuda_hopper.TILES.items():
+            def pays(_: Any, index: int, call: Any, problem: Any, tile: Any = tile, sizes: range = head_dims) -> bool:
+                return call.head_dim in sizes and (tile.block_m == 128 or not hopper._dense(problem))
+
+            with ExitStack() as stack:
+                stack.enter_context(mock.patch.object(hopper, "tile_shape", lambda call, problem, tile=tile: tile))
+                stack.enter_context(mock.patch.object(hopper, "_pays", pays))
+                run_all(cases.run, forward)
+                run_all(varlen_cases.run, packed)
+                if name == "128x128":
+                    stack.enter_context(mock.patch.object(hopper, "_maps", lambda call, tile: b""))
+                    run_all(cases.run, [case for case in forward if case.mask in ("none", "causal")])
+                if name == "192x64":
+                    stack.enter_context(mock.patch.object(hopper, "queries_map", lambda *arguments: None))
+                    run_all(cases.run, [case for case in forward if case.mask in ("top_w", "causal")])
+    return runtime.configs
+
+
+def portable_configs() -> dict[jit.Config, None]:
+    """Of the same grids for the kernels of every GPU, forward and backward."""
+    with recording(is_hopper=False) as runtime:
+        run_all(cases.run, cases.CASES)
+        run_all(functools.partial(cases.run_backward, with_dlse=True), cases.CASES)
+        run_all(varlen_cases.run, varlen_cases.CASES + varlen_cases.PAGES + varlen_cases.LONG)
+        run_all(varlen_cases.run_backward, varlen_cases.CASES + varlen_cases.SUPERS)
+    return runtime.configs
+
+
+def run_all(run: Callable[..., Any], chosen: list[Any]) -> None:
+    for case in chosen:
+        if case.dtype != "float64":
+            run(case, np.ascontiguousarray, backend="emulator")
+
+
+def compile_one(config: jit.Config, arch: str) -> float:
+    return jit.compile(config, arch).seconds
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--arch", default="sm_90a", help="of the GPU that will run the tests (sm_90a)")
+    options.add_argument("--jobs", type=int, help="processes (one for each core)")
+    args = options.parse_args(arguments)
+    from tqdm import tqdm
+
+    found = portable_configs() | (hopper_configs() if args.arch == "sm_90a" else {})
+    with ProcessPoolExecutor(args.jobs) as pool:
+        seconds = list(tqdm(pool.map(functools.partial(compile_one, arch=args.arch), found), total=len(found),
+                            unit="kernel", disable=None))
+    print(f"{len(found)} kernels for {args.arch} in {jit.cache_directory()}, {sum(x > 0 for x in seconds)} of them new")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Kernels compiled ahead for the GPU tests."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+from cupy_dma.arrays import numpy_dtype
+from cupy_dma.backends.cuda.configs import LayoutConfig
+from tests.test_jit import needs_compiler
+
+build = pytest.importorskip("tests.emulator.build")
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+from tests import precompile  # noqa: E402
+
+
+def test_the_grids_reach_every_kernel():
+    found = precompile.hopper_configs()
+    assert {config.runs for config in found if config.source == "sm90/forward.cu"} == {True, False}
+    assert {config.bulk for config in found if config.source == "sm90/forward.cu"} == {True, False}
+    portable = precompile.portable_configs()
+    assert not any(config.source.startswith("sm90") for config in portable)
+    assert {"forward.cu", "backward_key.cu", "backward_query.cu", "backward_sum.cu", "backward_bias.cu", "lists.cu",
+            "dense.cu"} <= {config.source for config in portable}
+
+
+def test_a_recorder_runs_nothing():
+    x = np.ones((1, 5, 1, 16), numpy_dtype("float16"))
+    with precompile.recording(is_hopper=True) as runtime:
+        dma.attention(x, x, x, backend="emulator")
+        assert runtime.configs
+    assert dma.attention(x, x, x, backend="emulator").min() == 1  # the emulator is itself again
+
+
+@needs_compiler
+def test_compiled_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CUPY_DMA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(precompile, "portable_configs", lambda: {LayoutConfig("__half"): None})
+    for new in (1, 0):
+        assert precompile.main(["--arch", "sm_80", "--jobs", "1"]) == 0
+        assert f"{new} of them new" in capsys.readouterr().out
+        assert len(list(tmp_path.glob("*.cubin"))) == 1
