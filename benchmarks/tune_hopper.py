@@ -113,20 +113,21 @@ def kernels_of(folder: Path | None) -> Iterator[None]:
             forget()
 
 
-def calls(case: Case) -> Callable[[], Any]:
+def calls(case: Case, device: str = "cuda", **more: Any) -> Callable[[], Any]:
+    """The call of a case, with ``more`` arguments."""
     import torch
 
     import cupy_dma as dma
 
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, case.length, heads, case.head_dim, device="cuda", dtype=torch.bfloat16)
+    q, k, v = (torch.randn(1, case.length, heads, case.head_dim, device=device, dtype=torch.bfloat16)
                for heads in (case.heads, case.kv_heads, case.kv_heads))
-    scores = torch.randn(1, case.kv_heads, case.length, device="cuda")
-    options: dict[str, Any] = {"causal": case.causal}
+    scores = torch.randn(1, case.kv_heads, case.length, device=device)
+    options: dict[str, Any] = {"causal": case.causal, **more}
     if case.kind == "intervals":
         options["mask"] = dma.IntervalMask.top_w(scores, case.window)
     elif case.kind == "bits":
-        options["mask"] = torch.rand(1, 1, case.length, case.length, device="cuda") < 0.5
+        options["mask"] = torch.rand(1, 1, case.length, case.length, device=device) < 0.5
     if case.kind in ("intervals", "contiguous with bias"):
         options["bias"] = scores
     return lambda: dma.attention(q, k, v, **options)

@@ -1,6 +1,7 @@
 """Compile what the GPU tests need on a machine without a GPU, for most of such a run's time is NVRTC's.
 
     CUPY_DMA_CACHE_DIR=cubins python -m tests.precompile --arch sm_90a
+    ... --tune                                        what benchmarks/tune_hopper.py measures, too
 
 The files are those that the tests find in their cache directory, once copied there, if NVRTC has the same version as
 where they run and the CUDA headers lie at the same path (``CUDA_HOME``); otherwise they are compiled anew.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ from unittest import mock
 
 import numpy as np
 
+from benchmarks import tune_hopper
 from cupy_dma import jit
 from cupy_dma.backends.cuda import hopper, tensor_maps
 from tests import cases, emulator, test_cuda_hopper, varlen_cases
@@ -99,6 +101,18 @@ def portable_configs() -> dict[jit.Config, None]:
     return runtime.configs
 
 
+def tuning_configs(head_dims: Sequence[int] = (64, 96, 128, 192, 256)) -> dict[jit.Config, None]:
+    """Of benchmarks/tune_hopper.py, by shorter calls of the same kinds."""
+    with recording(is_hopper=True) as runtime:
+        for case in tune_hopper.cases(list(tune_hopper.KINDS), list(head_dims)):
+            short = case._replace(length=1024, window=min(case.window, 128))
+            call = tune_hopper.calls(short, device="cpu", backend="emulator")
+            for tile in (None, *tune_hopper.tiles(case)):
+                with tune_hopper.forced(tile):
+                    call()
+    return runtime.configs
+
+
 def run_all(run: Callable[..., Any], chosen: list[Any]) -> None:
     for case in chosen:
         if case.dtype != "float64":
@@ -112,11 +126,14 @@ def compile_one(config: jit.Config, arch: str) -> float:
 def main(arguments: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--arch", default="sm_90a", help="of the GPU that will run the tests (sm_90a)")
+    options.add_argument("--tune", action="store_true", help="also what benchmarks/tune_hopper.py measures (sm_90a)")
     options.add_argument("--jobs", type=int, help="processes (one for each core)")
     args = options.parse_args(arguments)
     from tqdm import tqdm
 
     found = portable_configs() | (hopper_configs() if args.arch == "sm_90a" else {})
+    if args.tune:
+        found |= tuning_configs()
     with ProcessPoolExecutor(args.jobs) as pool:
         seconds = list(tqdm(pool.map(functools.partial(compile_one, arch=args.arch), found), total=len(found),
                             unit="kernel", disable=None))

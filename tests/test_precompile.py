@@ -25,6 +25,14 @@ def test_the_grids_reach_every_kernel():
             "dense.cu"} <= {config.source for config in portable}
 
 
+def test_the_tiles_to_be_tuned():
+    pytest.importorskip("torch")
+    found = precompile.tuning_configs([192])
+    tiles = {(config.block_m, config.block_n, config.stages, config.turns, config.keys, config.bits)
+             for config in found if config.source == "sm90/forward.cu"}
+    assert len(tiles) == 3 * 4  # two shapes with and without turns; lists, bits, keys in their own order
+
+
 def test_a_recorder_runs_nothing():
     x = np.ones((1, 5, 1, 16), numpy_dtype("float16"))
     with precompile.recording(is_hopper=True) as runtime:
