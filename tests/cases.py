@@ -77,9 +77,9 @@ def _grid() -> list[Case]:
               for bias in ("none", "key", "key_per_head", "key_shared", "full", "full_per_head", "row")
               for mask in ("none", "top_w")]
     cases += [Case(f"softcap-{bias}", softcap=3.0, bias=bias, scale=1.0) for bias in ("none", "key", "full")]
-    # On Hopper logits below half the cap go another way: in no block, in some, in all.
+    # On Hopper logits below half the cap go another way: above in few blocks, here in some and in all.
     cases += [Case(f"softcap-{cap}-{bias}", softcap=cap, bias=bias, scale=1.0, dtype="float16")
-              for cap in (3.0, 40.0, 60.0) for bias in ("none", "key")]
+              for cap in (40.0, 60.0) for bias in ("none", "key")]
     cases += [Case("scale", scale=0.7), Case("scale-zero", scale=0.0), Case("scale-negative", scale=-0.3)]
     cases += [Case(f"layout-{layout}", layout=layout, heads=4, kv_heads=2, dtype="float16")
               for layout in ("bhsd", "head_slice", "length_slice", "wide", "every_other")]

@@ -16,7 +16,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -26,6 +26,7 @@ from benchmarks import tune_hopper
 from cupy_dma import jit
 from cupy_dma.backends.cuda import hopper, tensor_maps
 from tests import cases, emulator, test_cuda_hopper, varlen_cases
+from tests.hopper_tiles import TILES, taken
 
 
 class Nothing:
@@ -59,13 +60,12 @@ class Recorder(emulator.EmulatorRuntime):
 @contextmanager
 def recording(is_hopper: bool) -> Iterator[Recorder]:
     """``backend="emulator"`` is such a device, and the copy engine takes any tensor that it can read."""
-    before, emulator.BACKEND.runtime = emulator.BACKEND.runtime, Recorder(is_hopper)
     tensor_maps._encode.cache_clear()
     try:
-        with mock.patch.object(tensor_maps, "_driver_function", lambda: lambda *arguments: 0):
-            yield emulator.BACKEND.runtime
+        with (emulator.using(Recorder, is_hopper=is_hopper) as runtime,
+              mock.patch.object(tensor_maps, "_driver_function", lambda: lambda *arguments: 0)):
+            yield runtime
     finally:
-        emulator.BACKEND.runtime = before
         tensor_maps._encode.cache_clear()
 
 
@@ -73,21 +73,16 @@ def hopper_configs() -> dict[jit.Config, None]:
     """Of tests/test_cuda_hopper.py."""
     forward, packed = test_cuda_hopper.FORWARD, test_cuda_hopper.VARLEN
     with recording(is_hopper=True) as runtime:
-        for name, (tile, head_dims) in test_cuda_hopper.TILES.items():
-            def pays(_: Any, index: int, call: Any, problem: Any, tile: Any = tile, sizes: range = head_dims) -> bool:
-                return call.head_dim in sizes and (tile.block_m == 128 or not hopper._dense(problem))
-
-            with ExitStack() as stack:
-                stack.enter_context(mock.patch.object(hopper, "tile_shape", lambda call, problem, tile=tile: tile))
-                stack.enter_context(mock.patch.object(hopper, "_pays", pays))
+        for name, (tile, head_dims) in TILES.items():
+            with taken(tile, head_dims):
                 run_all(cases.run, forward)
                 run_all(varlen_cases.run, packed)
                 if name == "128x128":
-                    stack.enter_context(mock.patch.object(hopper, "_maps", lambda call, tile: b""))
-                    run_all(cases.run, [case for case in forward if case.mask in ("none", "causal")])
+                    with mock.patch.object(hopper, "_maps", lambda call, tile: b""):
+                        run_all(cases.run, [case for case in forward if case.mask in ("none", "causal")])
                 if name == "192x64":
-                    stack.enter_context(mock.patch.object(hopper, "queries_map", lambda *arguments: None))
-                    run_all(cases.run, [case for case in forward if case.mask in ("top_w", "causal")])
+                    with mock.patch.object(hopper, "queries_map", lambda *arguments: None):
+                        run_all(cases.run, [case for case in forward if case.mask in ("top_w", "causal")])
     return runtime.configs
 
 

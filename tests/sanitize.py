@@ -27,6 +27,7 @@ from cupy_dma.backends.cuda.runtime import CudaRuntime
 from cupy_dma.backward import attention_backward, key_scores_backward
 from tests import cases, reference, varlen_cases
 from tests.cache_cases import History
+from tests.hopper_tiles import taken
 
 LENGTHS = ("lengths-1x70", "lengths-33x129", "lengths-129x33")
 NAMES = ("float32-", "float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3", "bfloat16-D256", "mask-",
@@ -48,10 +49,7 @@ def hopper_forward(tile: hopper.HopperTile, largest: int) -> int:
     if not cuda.runtime.hopper(0):
         return 0
 
-    def pays(runtime, index, call, problem):
-        return call.head_dim <= largest and (tile.block_m == 128 or not (problem.bits or problem.bias_kind == 2))
-
-    with (mock.patch.object(hopper, "tile_shape", lambda call, problem: tile), mock.patch.object(hopper, "_pays", pays),
+    with (taken(tile, range(1, largest + 1)),
           mock.patch.object(CudaRuntime, "multiprocessors", lambda runtime, index: 2)):
         return forward(("float16", "bfloat16")) + varlen_forward(("float16", "bfloat16"))
 

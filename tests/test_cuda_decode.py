@@ -103,6 +103,8 @@ def test_steps_in_clusters_and_with_tickets(case, clusters):
     if case.scores != "nan":
         case.check(out, lse, tf32=True)
     case.check_kept(cache, case.length - 1, cupy.asnumpy)
+    if clusters:
+        assert cache._state.workspace["decode step", case.heads]["parts"] == decode.CLUSTER
 
 
 @pytest.mark.parametrize("length", [1, 3])

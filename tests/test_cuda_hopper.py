@@ -3,6 +3,7 @@ not, and that no run differs from another. Everything here is marked ``gpu``."""
 from __future__ import annotations
 
 import itertools
+from contextlib import ExitStack
 
 import pytest
 
@@ -12,17 +13,11 @@ from cupy_dma.backends import cuda
 from cupy_dma.backends.cuda import hopper
 from cupy_dma.masks import NEVER, Hints
 from tests import cases, varlen_cases
+from tests.hopper_tiles import TILES, taken
 from tests.test_cuda import converter, draw, draw_scores, host
 
 pytestmark = pytest.mark.gpu
 
-TILES = {  # and the head dims that fit
-    "128x128": (hopper.HopperTile(128, 128, 2, 2), range(1, 129)),
-    "128x64": (hopper.HopperTile(128, 64, 2, 2, turns=True), range(1, 193)),
-    "128x32": (hopper.HopperTile(128, 32, 2, 2), range(65, 257)),
-    "192x64": (hopper.HopperTile(192, 64, 3, 2, turns=True), range(1, 129)),
-    "192x128": (hopper.HopperTile(192, 128, 3, 2, turns=True), range(1, 65)),
-}
 RUNS_MAPS = hopper._runs_maps
 FORWARD = [c for c in cases.CASES if c.dtype in ("float16", "bfloat16")]
 VARLEN = [c for c in varlen_cases.CASES + varlen_cases.LONG if c.dtype in ("float16", "bfloat16")]
@@ -46,14 +41,13 @@ def everything(monkeypatch, torch):
         served.append(1)
         original(*arguments)
 
-    def choose(tile, head_dims):
-        monkeypatch.setattr(hopper, "attention", attention)
-        monkeypatch.setattr(hopper, "tile_shape", lambda call, problem: tile)
-        monkeypatch.setattr(hopper, "_pays", lambda runtime, index, call, problem: call.head_dim in head_dims and not (
-            tile.block_m != 128 and (problem.bits or problem.bias_kind == 2)))
-        return served
+    with ExitStack() as stack:
+        def choose(tile, head_dims):
+            monkeypatch.setattr(hopper, "attention", attention)
+            stack.enter_context(taken(tile, head_dims))
+            return served
 
-    return choose
+        yield choose
 
 
 @pytest.mark.parametrize("tile", TILES)

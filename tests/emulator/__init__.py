@@ -107,9 +107,9 @@ BACKEND = Backend(EmulatorRuntime())
 
 
 @contextmanager
-def using(**options: Any) -> Iterator[EmulatorRuntime]:
-    """Let ``backend="emulator"`` be another device, ``EmulatorRuntime(**options)``, for a while."""
-    before, BACKEND.runtime = BACKEND.runtime, EmulatorRuntime(**options)
+def using(kind: type[EmulatorRuntime] = EmulatorRuntime, **options: Any) -> Iterator[EmulatorRuntime]:
+    """Let ``backend="emulator"`` be another device, ``kind(**options)``, for a while."""
+    before, BACKEND.runtime = BACKEND.runtime, kind(**options)
     try:
         yield BACKEND.runtime
     finally:

@@ -1,0 +1,30 @@
+"""Tile shapes for the Hopper forward, and calls sent to it whether it would pay or not."""
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from cupy_dma.backends.cuda import hopper
+from cupy_dma.backends.cuda.hopper import HopperTile
+
+TILES = {  # and the head dims that fit
+    "128x128": (HopperTile(128, 128, 2, 2), range(1, 129)),
+    "128x64": (HopperTile(128, 64, 2, 2, turns=True), range(1, 193)),
+    "128x32": (HopperTile(128, 32, 2, 2), range(65, 257)),
+    "192x64": (HopperTile(192, 64, 3, 2, turns=True), range(1, 129)),
+    "192x128": (HopperTile(192, 128, 3, 2, turns=True), range(1, 65)),
+}
+
+
+@contextmanager
+def taken(tile: HopperTile, head_dims: Container[int]) -> Iterator[None]:
+    """Every call with one of these head dims that the kernel can serve with this tile goes to it. Dense masks and
+    biases need tiles of 128 rows."""
+    def pays(runtime: Any, index: int, call: Any, problem: Any) -> bool:
+        return call.head_dim in head_dims and (tile.block_m == 128 or not hopper._dense(problem))
+
+    with (mock.patch.object(hopper, "tile_shape", lambda call, problem: tile),
+          mock.patch.object(hopper, "_pays", pays)):
+        yield
