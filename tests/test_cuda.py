@@ -12,6 +12,7 @@ import cupy_dma as dma
 from cupy_dma.arrays import Device, library, numpy_dtype
 from cupy_dma.backends import cuda
 from tests import cases, reference
+from tests.gate import held
 from tests.test_selection import problems
 
 pytestmark = pytest.mark.gpu
@@ -309,16 +310,21 @@ def test_runs_on_the_callers_stream_and_does_not_wait(torch):
     late = torch.empty_like(scores)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(200_000_000)  # about 0.1 s
+        with torch.cuda.stream(stream), held(stream.cuda_stream):
             late.copy_(scores)
             out = chain(q, k, v, late)
-            assert not stream.query(), "the call waited for the stream"
             assert torch.cuda.default_stream().query(), "work was put on the default stream"
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    stream.synchronize()
     assert torch.equal(out, expected)
+
+
+def test_a_call_that_waits_is_seen():
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with pytest.raises(AssertionError, match="waited for the stream"), held(stream.ptr, limit=0.1):
+        stream.synchronize()
 
 
 def test_cupy_runs_on_the_current_stream():
