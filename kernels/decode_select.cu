@@ -191,13 +191,14 @@ extern "C" __global__ void __launch_bounds__(COLLECT_THREADS) collect(const Deco
         while (shared.offset[at + 1] <= n) ++at;
         return survivors[(long long)shared.chunk[at] * p.chunk + n - shared.offset[at]];
     };
-    const Candidates<COLLECT_THREADS, decltype(entry)> candidates(entry, each * COLLECT_THREADS);
-    const Selection best = select_highest(candidates, p.window, shared.select);
+    const Candidates<COLLECT_THREADS, 8, decltype(entry)> candidates(entry, each * COLLECT_THREADS);
+    const WordRange ranks = range_of(candidates, rank_of, shared.select);
+    const Selection best = select_highest(candidates, ranks, p.window, shared.select);
     const int first = p.length - 1, coming = p.queries - 1;
     const long long of_row = (long long)row.row * (p.window + coming);
     Selection safe = best;
     if (INTERVALS) {  // each arrival pushes out one key at most
-        safe = select_highest(candidates, max(p.window - coming, 0), shared.select);
+        safe = select_highest(candidates, ranks, max(p.window - coming, 0), shared.select);
         candidates.for_each([&](Ranked e) {
             if (e >= best.threshold && e < safe.threshold) shared.mortal[atomicAdd(&shared.mortals, 1)] = e;
         });

@@ -22,18 +22,12 @@ __device__ __forceinline__ int exclusive_sum(int value, int& total, int (&warp_s
     return __reduce_add_sync(ALL_LANES, lane < static_cast<int>(threadIdx.x) / 32 ? of_warp : 0) + sum - value;
 }
 
-__device__ __forceinline__ Ranked lowest_of_warp(Ranked x) {
-    const unsigned high = static_cast<unsigned>(x >> 32), highest = __reduce_min_sync(ALL_LANES, high);
-    const unsigned low = high == highest ? static_cast<unsigned>(x) : ~0u;
-    return static_cast<Ranked>(highest) << 32 | __reduce_min_sync(ALL_LANES, low);
-}
-
 constexpr int DIGIT_BITS = 11;
 
 struct SelectShared {
     int histogram[1 << DIGIT_BITS];
     int warp_sums[32];
-    Ranked lowest[32], highest[32];  // of the candidates of each warp
+    unsigned lowest[32], highest[32];  // of the ranks or rows of each warp
     int digit, above, inside;
 };
 
@@ -42,100 +36,140 @@ struct Selection {
     int count;         // min(wanted, candidates)
 };
 
-// entry(0 .. n-1) shared out among the block's threads. The first CACHED of a thread are read once and stay in
-// registers, the others are read again, BATCH at a time, by every pass. An entry of 0 is no candidate.
-template <int threads, typename Entry>
+__device__ __forceinline__ unsigned rank_of(Ranked e) { return static_cast<unsigned>(e >> 32); }  // 0: no candidate
+__device__ __forceinline__ unsigned row_of(Ranked e) { return static_cast<unsigned>(e); }
+
+// entry(0 .. n-1) shared out among the block's threads. The first `cached` of a thread are read once and stay in
+// registers, the others are read again, BATCH at a time, by every pass. An entry of 0 is no candidate, but is visited.
+template <int threads, int cached, typename Entry>
 struct Candidates {
-    static constexpr int CACHED = 8, BATCH = 8;
+    static constexpr int BATCH = 8;
     Entry entry;
     int n;
-    Ranked own[CACHED];
+    Ranked own[cached];
 
     __device__ __forceinline__ Candidates(const Entry& entry, int n) : entry(entry), n(n) {
         read(own, threadIdx.x);
     }
 
-    __device__ __forceinline__ void read(Ranked (&entries)[BATCH], int first) const {
+    template <int count>
+    __device__ __forceinline__ void read(Ranked (&entries)[count], int first) const {
 #pragma unroll
-        for (int k = 0; k < BATCH; ++k) entries[k] = first + k * threads < n ? entry(first + k * threads) : 0;
+        for (int k = 0; k < count; ++k) entries[k] = first + k * threads < n ? entry(first + k * threads) : 0;
     }
 
     template <typename Visit>
     __device__ __forceinline__ void for_each(const Visit& visit) const {
 #pragma unroll
-        for (int k = 0; k < CACHED; ++k)
-            if (own[k] != 0) visit(own[k]);
-        for (int i = CACHED * threads + threadIdx.x; i - static_cast<int>(threadIdx.x) < n; i += BATCH * threads) {
+        for (int k = 0; k < cached; ++k) visit(own[k]);
+        for (int i = cached * threads + threadIdx.x; i - static_cast<int>(threadIdx.x) < n; i += BATCH * threads) {
             Ranked more[BATCH];
             read(more, i);
 #pragma unroll
-            for (int k = 0; k < BATCH; ++k)
-                if (more[k] != 0) visit(more[k]);
+            for (int k = 0; k < BATCH; ++k) visit(more[k]);
         }
     }
 };
 
-// The `wanted` highest of all candidates, which differ from each other. Each pass cuts the range that must hold the last
-// of them into up to 2^11 equal parts and keeps one; the first range is that of the candidates, so that few share a part
-// (and contend for its counter) whatever the scores. It ends when a part holds just what is missing. All threads of the
-// block call it and get the same answer.
-template <int threads, typename Entry>
-__device__ Selection select_highest(const Candidates<threads, Entry>& candidates, int wanted, SelectShared& shared) {
-    __syncthreads();  // an earlier selection's results have been read
-    Ranked low = ~0ull, high = 0;
+// Words lie in low .. low + span, and so many there are.
+struct WordRange {
+    unsigned low, span;
+    int count;
+};
+
+// The range of word(e) of all candidates of which it is not 0. All threads of the block get the same.
+template <int threads, int cached, typename Entry, typename Word>
+__device__ __forceinline__ WordRange range_of(const Candidates<threads, cached, Entry>& candidates, const Word& word,
+                                          SelectShared& shared) {
+    unsigned low = ~0u, high = 0;
     int count = 0;
     candidates.for_each([&](Ranked e) {
-        ++count;
-        low = min(low, e);
-        high = max(high, e);
+        const unsigned x = word(e);
+        count += x != 0;
+        low = min(low, x - 1);  // 0 becomes the largest
+        high = max(high, x);
     });
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    low = lowest_of_warp(low);
-    high = ~lowest_of_warp(~high);
+    low = __reduce_min_sync(ALL_LANES, low);
+    high = __reduce_max_sync(ALL_LANES, high);
     count = __reduce_add_sync(ALL_LANES, count);
+    __syncthreads();  // what an earlier call left has been read
     if (lane == 0) {
         shared.lowest[warp] = low;
         shared.highest[warp] = high;
         shared.warp_sums[warp] = count;
     }
-    __syncthreads();  // every warp's range and number are in place
+    for (int i = threadIdx.x; i < 1 << DIGIT_BITS; i += threads) shared.histogram[i] = 0;
+    __syncthreads();  // every warp's range and number are in place, and the histogram is empty
     const bool exists = lane < threads / 32;
-    low = lowest_of_warp(exists ? shared.lowest[lane] : ~0ull);
-    high = ~lowest_of_warp(exists ? ~shared.highest[lane] : ~0ull);
-    int total = __reduce_add_sync(ALL_LANES, exists ? shared.warp_sums[lane] : 0);
-    if (total <= wanted) return {1, total};
-    if (wanted <= 0) return {~0ull, 0};
-    Ranked span = high - low;  // the range is low .. low + span
-    int missing = wanted;
+    low = __reduce_min_sync(ALL_LANES, exists ? shared.lowest[lane] : ~0u) + 1;
+    high = __reduce_max_sync(ALL_LANES, exists ? shared.highest[lane] : 0u);
+    count = __reduce_add_sync(ALL_LANES, exists ? shared.warp_sums[lane] : 0);
+    return {low, high - low, count};
+}
 
+// The highest number that at least `missing` of the words in `range` reach. Each pass cuts the range into up to 2^11
+// equal parts and keeps the one of the answer. It ends when all of a part are wanted, with the part's lowest number, and
+// with `missing` 0; otherwise that many are wanted of those that are equal to the answer. The histogram is empty before
+// and afterwards.
+template <int threads, int cached, typename Entry, typename Word>
+__device__ __forceinline__ unsigned find_word(const Candidates<threads, cached, Entry>& candidates, const Word& word,
+                                              WordRange range, int& missing, SelectShared& shared) {
     constexpr int BINS = 1 << DIGIT_BITS, OWN = BINS / threads;
-    while (true) {
-        const int shift = max(0, 64 - __clzll(static_cast<long long>(span)) - DIGIT_BITS);
-        for (int i = threadIdx.x; i < BINS; i += threads) shared.histogram[i] = 0;
-        __syncthreads();  // the histogram is empty
+    unsigned low = range.low, span = range.span;
+    while (span > 0) {
+        const int shift = max(0, 32 - __clz(static_cast<int>(span)) - DIGIT_BITS);
         candidates.for_each([&](Ranked e) {
-            if (e - low <= span) atomicAdd(&shared.histogram[static_cast<int>((e - low) >> shift)], 1);
+            const unsigned distance = word(e) - low;
+            if (distance <= span) atomicAdd(&shared.histogram[distance >> shift], 1);
         });
         __syncthreads();  // the histogram is complete
-        int own = 0;
+        int inside[OWN], own = 0, total;
 #pragma unroll
-        for (int i = 0; i < OWN; ++i) own += shared.histogram[BINS - 1 - (threadIdx.x * OWN + i)];
+        for (int i = 0; i < OWN; ++i) {
+            int& bin = shared.histogram[BINS - 1 - (threadIdx.x * OWN + i)];
+            inside[i] = bin;
+            bin = 0;
+            own += inside[i];
+        }
         int above = exclusive_sum<threads>(own, total, shared.warp_sums);
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
-            const int digit = BINS - 1 - (threadIdx.x * OWN + i), inside = shared.histogram[digit];
-            if (above < missing && missing <= above + inside) {
-                shared.digit = digit;
+            if (above < missing && missing <= above + inside[i]) {
+                shared.digit = BINS - 1 - (threadIdx.x * OWN + i);
                 shared.above = above;
-                shared.inside = inside;
+                shared.inside = inside[i];
             }
-            above += inside;
+            above += inside[i];
         }
-        __syncthreads();  // the part of the wanted-th candidate is known
+        __syncthreads();  // the part of the answer is known, and the histogram is empty
         missing -= shared.above;
-        low += static_cast<Ranked>(shared.digit) << shift;
-        if (shared.inside == missing || shift == 0) return {low, wanted};
-        span = (1ull << shift) - 1;
-        // The next round's barrier after clearing also keeps digit, above and inside until all have read them.
+        low += static_cast<unsigned>(shared.digit) << shift;
+        if (shared.inside == missing) {
+            missing = 0;
+            break;
+        }
+        span = min((1u << shift) - 1, range.low + range.span - low);  // so that 0 is not inside
+        // The barriers of the next pass also keep digit, above and inside until all have read them.
     }
+    return low;
+}
+
+// The `wanted` highest of all candidates, which differ from each other: by their ranks, of which `ranks` is the range, and
+// those of equal ranks by their rows. The first range is that of the candidates, so that few share a part (and contend for
+// its counter) whatever the scores. All threads of the block call it and get the same answer.
+template <int threads, int cached, typename Entry>
+__device__ Selection select_highest(const Candidates<threads, cached, Entry>& candidates, WordRange ranks, int wanted,
+                                    SelectShared& shared) {
+    if (ranks.count <= wanted) return {1, ranks.count};
+    if (wanted <= 0) return {~0ull, 0};
+    int missing = wanted;
+    const unsigned rank = find_word(candidates, rank_of, ranks, missing, shared);
+    unsigned row = 0;
+    if (missing > 0) {
+        const auto row_of_equal = [&](Ranked e) { return rank_of(e) == rank ? row_of(e) + 1 : 0; };
+        const WordRange rows = range_of(candidates, row_of_equal, shared);
+        if (missing < rows.count) row = find_word(candidates, row_of_equal, rows, missing, shared) - 1;
+    }
+    return {static_cast<Ranked>(rank) << 32 | row, wanted};
 }

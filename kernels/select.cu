@@ -78,8 +78,8 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) local_top(const Selec
     const int first = c * p.chunk;  // every chunk but the last is whole
     const int since = row.since(first + p.chunk - 1);
     auto entry = [&](int i) { return first + i >= since ? row.ranked(first + i) : 0; };
-    const Candidates<LIST_THREADS, decltype(entry)> candidates(entry, p.chunk);
-    const Selection best = select_highest(candidates, p.window, shared);
+    const Candidates<LIST_THREADS, 4, decltype(entry)> candidates(entry, p.chunk);
+    const Selection best = select_highest(candidates, range_of(candidates, rank_of, shared), p.window, shared);
 
     Ranked* local = p.local + row.chunk(c) * p.local_capacity;
     if (threadIdx.x == 0) stored = 0;
@@ -102,8 +102,8 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) filter_arrivals(const
         const Ranked e = lists[i];
         return key_of(e) >= since ? e : 0;
     };
-    const Candidates<LIST_THREADS, decltype(entry)> candidates(entry, c * p.local_capacity);
-    const Selection best = select_highest(candidates, p.window, shared);
+    const Candidates<LIST_THREADS, 16, decltype(entry)> candidates(entry, c * p.local_capacity);
+    const Selection best = select_highest(candidates, range_of(candidates, rank_of, shared), p.window, shared);
     if (threadIdx.x == 0) {
         stored = 0;
         p.kept_count[row.chunk(c)] = best.count;
@@ -162,12 +162,13 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const
         const Ranked e = i < kept_count ? kept[i] : arrivals[i - kept_count];
         return key_of(e) >= since ? e : 0;
     };
-    const Candidates<SWEEP_THREADS, decltype(entry)> candidates(entry, kept_count + before);
-    const Selection held = select_highest(candidates, p.window, shared);
+    const Candidates<SWEEP_THREADS, 6, decltype(entry)> candidates(entry, kept_count + before);
+    const WordRange ranks = range_of(candidates, rank_of, shared);
+    const Selection held = select_highest(candidates, ranks, p.window, shared);
     const int mortals = min(held.count, coming - (p.window - held.count));  // each arrival pushes out one at most
     if (mortals <= 0 && coming <= p.window) return;
     const int safe = held.count - max(mortals, 0);
-    const Selection secure = select_highest(candidates, safe, shared);
+    const Selection secure = select_highest(candidates, ranks, safe, shared);
     if (threadIdx.x == 0) stored = 0;
     if (threadIdx.x < ARRIVALS) {
         const Ranked e = threadIdx.x < coming ? arrivals[before + threadIdx.x] : 0;

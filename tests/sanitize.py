@@ -143,11 +143,11 @@ def _last_queries() -> int:
 
 
 def selection() -> int:
-    """Two chunks and more, so that all three kernels work; ties, padding, documents."""
+    """Two chunks and more, so that all three kernels work; ties and none, padding, documents."""
     rng = np.random.default_rng(0)
     count = 0
     for length, window in ((1, 1), (1030, 3), (2500, 130)):
-        scores = rng.integers(-50, 50, (1, 2, length)).astype(np.float32)
+        scores = np.stack([rng.integers(-50, 50, length), rng.standard_normal(length)])[None].astype(np.float32)
         padding = rng.random((1, length)) < 0.8
         documents = np.cumsum(rng.random((1, length)) < 3 / length, axis=-1).astype(np.int32)
         for options in ({}, {"padding": padding}, {"documents": documents}):
