@@ -40,6 +40,7 @@ struct ListParams {
     long long start_batch, start_head, stop_batch, stop_head;  // strides, in elements; 0 where an axis broadcasts
     int heads;  // of the mask: row = batch * heads + head
     int key_length, query_length, chunks, queries, tiles, capacity, summary_blocks;
+    int tile_warps;  // warps of tile_lists that make a tile's list: 1, 2 or 4
     int super_queries, supers, super_capacity, sequences;
     long long super_entries;  // SEQUENCES: instead of supers * super_capacity
 };
@@ -47,14 +48,23 @@ struct ListParams {
 constexpr int THREADS = 256;
 constexpr int OWN = 8;  // consecutive keys of a thread
 constexpr int CHUNK = THREADS * OWN;
-constexpr int TILES = THREADS / 32;  // tiles whose lists a block makes
 
-__device__ __forceinline__ int2 interval_of(const ListParams& p, long long row, int j) {
-    if (j >= p.key_length) return make_int2(0, 0);
-    const long long batch = row / p.heads, head = row % p.heads;
-    const int start = p.start[batch * p.start_batch + head * p.start_head + j];
-    return make_int2(CAUSAL ? max(start, j) : start, p.stop[batch * p.stop_batch + head * p.stop_head + j]);
-}
+// The intervals of a row of the mask.
+struct Intervals {
+    const int *start, *stop;
+    int key_length;
+
+    __device__ __forceinline__ Intervals(const ListParams& p, int row) : key_length(p.key_length) {
+        const int batch = row / p.heads, head = row - batch * p.heads;
+        start = p.start + batch * p.start_batch + head * p.start_head;
+        stop = p.stop + batch * p.stop_batch + head * p.stop_head;
+    }
+
+    __device__ __forceinline__ int2 operator[](int j) const {
+        if (j >= key_length) return make_int2(0, 0);
+        return make_int2(CAUSAL ? max(start[j], j) : start[j], stop[j]);
+    }
+};
 
 // Super-tiles that a key meets: the first, and how many.
 __device__ __forceinline__ int2 span_of(const ListParams& p, int2 interval) {
@@ -74,25 +84,24 @@ __device__ __forceinline__ int2 span_of(const ListParams& p, int2 interval) {
 }
 
 __device__ __forceinline__ int block_min(int value, int (&warp_values)[32]) {
+    const int lane = threadIdx.x & 31;
     value = __reduce_min_sync(ALL_LANES, value);
     __syncthreads();  // the values of an earlier call have been read
-    if ((threadIdx.x & 31) == 0) warp_values[threadIdx.x / 32] = value;
+    if (lane == 0) warp_values[threadIdx.x / 32] = value;
     __syncthreads();  // every warp's value is in place
-    for (int w = 0; w < THREADS / 32; ++w) value = min(value, warp_values[w]);
-    return value;
+    return __reduce_min_sync(ALL_LANES, warp_values[lane % (THREADS / 32)]);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) count_seen(const ListParams p) {
     __shared__ int warp_values[32];
-    const long long row = blockIdx.x / p.chunks;
-    const int c = blockIdx.x % p.chunks;
-    int count = 0, spans = 0, lowest_start = NEVER, highest_stop = INT_LOWEST, total, total_spans;
+    const int row = blockIdx.x / p.chunks, first = (blockIdx.x - row * p.chunks) * CHUNK + threadIdx.x;
+    const Intervals intervals(p, row);
+    int count = 0, lowest_start = NEVER, highest_stop = INT_LOWEST, total;
 #pragma unroll
     for (int k = 0; k < OWN; ++k) {
-        const int2 v = interval_of(p, row, c * CHUNK + k * THREADS + threadIdx.x);
+        const int2 v = intervals[first + k * THREADS];
         if (v.x >= v.y) continue;
         ++count;
-        spans += span_of(p, v).y;
         lowest_start = min(lowest_start, v.x);
         highest_stop = max(highest_stop, v.y);
     }
@@ -101,30 +110,34 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_seen(const ListParam
     highest_stop = ~block_min(~highest_stop, warp_values);  // ~x reverses the order without overflow
     if (threadIdx.x == 0) p.chunk_info[blockIdx.x] = make_int4(total, lowest_start, highest_stop, 0);
     if (p.super_queries == 0) return;
-    exclusive_sum<THREADS>(spans, total_spans, warp_values);
-    if (threadIdx.x == 0) p.span_sum[blockIdx.x] = total_spans;
+    int spans = 0;
+#pragma unroll 1
+    for (int k = 0; k < OWN; ++k) spans += span_of(p, intervals[first + k * THREADS]).y;
+    exclusive_sum<THREADS>(spans, total, warp_values);
+    if (threadIdx.x == 0) p.span_sum[blockIdx.x] = total;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) compact_seen(const ListParams p) {
     __shared__ int warp_values[32];
-    const long long row = blockIdx.x / p.chunks;
-    const int c = blockIdx.x % p.chunks;
+    const int row = blockIdx.x / p.chunks, c = blockIdx.x - row * p.chunks, first = c * CHUNK + threadIdx.x * OWN;
+    const Intervals intervals(p, row);
     int earlier = 0, offset, total;
     for (int i = threadIdx.x; i < c; i += THREADS) earlier += p.chunk_info[row * p.chunks + i].x;
-    exclusive_sum<THREADS>(earlier, offset, warp_values);
 
     int2 own[OWN];
     int count = 0;
 #pragma unroll
     for (int k = 0; k < OWN; ++k) {
-        own[k] = interval_of(p, row, c * CHUNK + threadIdx.x * OWN + k);
+        own[k] = intervals[first + k];
         count += own[k].x < own[k].y;
     }
-    long long place = row * p.key_length + offset + exclusive_sum<THREADS>(count, total, warp_values);
+    exclusive_sum<THREADS>(earlier, offset, warp_values);
+    const int before = exclusive_sum<THREADS>(count, total, warp_values);
+    long long place = (long long)row * p.key_length + offset + before;
 #pragma unroll
     for (int k = 0; k < OWN; ++k)
         if (own[k].x < own[k].y) {
-            p.seen[place] = c * CHUNK + threadIdx.x * OWN + k;
+            p.seen[place] = first + k;
             p.interval[place++] = own[k];
         }
     if (threadIdx.x == 0) {
@@ -132,19 +145,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) compact_seen(const ListPar
         if (c == p.chunks - 1) p.seen_count[row] = offset + total;
     }
     if (p.super_queries == 0) return;
-    int earlier_spans = 0, span_base, spans = 0;
+    int earlier_spans = 0, span, spans = 0;
     for (int i = threadIdx.x; i < c; i += THREADS) earlier_spans += p.span_sum[row * p.chunks + i];
-    exclusive_sum<THREADS>(earlier_spans, span_base, warp_values);
-#pragma unroll
-    for (int k = 0; k < OWN; ++k) spans += span_of(p, own[k]).y;
-    int span = span_base + exclusive_sum<THREADS>(spans, total, warp_values);
+    exclusive_sum<THREADS>(earlier_spans, span, warp_values);
+#pragma unroll 1
+    for (int k = 0; k < OWN; ++k) spans += span_of(p, intervals[first + k]).y;
+    span += exclusive_sum<THREADS>(spans, total, warp_values);
     place -= count;
-#pragma unroll
-    for (int k = 0; k < OWN; ++k)
-        if (own[k].x < own[k].y) {
-            p.span_offset[place++] = span;
-            span += span_of(p, own[k]).y;
-        }
+#pragma unroll 1
+    for (int k = 0; k < OWN; ++k) {
+        const int2 v = intervals[first + k];
+        if (v.x >= v.y) continue;
+        p.span_offset[place++] = span;
+        span += span_of(p, v).y;
+    }
 }
 
 // Compacted keys among which all are that meet positions first .. last: chunks before the first and behind the last chunk
@@ -165,17 +179,18 @@ __device__ __forceinline__ int2 find_range(const ListParams& p, long long row, i
     return make_int2(p.chunk_info[row * p.chunks + first_chunk].w, info.w + info.x);
 }
 
-// A block makes the lists of TILES consecutive tiles: all of it looks for keys that any of them sees, a step at a time,
-// and passes them through shared memory; then each warp makes its own tile's list of them. Keys that all tiles see in
-// full, nearly all of them, are copied; the others are sorted.
+// A block makes the lists of consecutive tiles: all of it looks for keys that any of them sees, a step at a time, and
+// passes them through shared memory; then `tile_warps` warps make each tile's list of them. Keys that all tiles see in full,
+// nearly all of them, are copied; the others are sorted, by each warp of the tile for itself.
 extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParams p) {
     constexpr int STEP = 4;  // consecutive compacted keys a thread looks at
     __shared__ int warp_values[32];
     __shared__ int common_key[THREADS * STEP], found_key[THREADS * STEP];
     __shared__ int2 found_interval[THREADS * STEP];
-    const int groups = (p.tiles + TILES - 1) / TILES, lane = threadIdx.x & 31;
-    const long long row = blockIdx.x / groups;
-    const int first_tile = blockIdx.x % groups * TILES, tile = first_tile + threadIdx.x / 32;
+    const int tile_lanes = p.tile_warps * 32, group = THREADS / tile_lanes, groups = (p.tiles + group - 1) / group;
+    const int row = blockIdx.x / groups, first_tile = (blockIdx.x - row * groups) * group;
+    const int own_tile = threadIdx.x / tile_lanes, tile_lane = threadIdx.x - own_tile * tile_lanes;
+    const int tile = first_tile + own_tile, lane = threadIdx.x & 31;
 #if SEQUENCES
     const RowTile rows = row_tile(p.bounds, p.bounds + p.sequences, p.sequences, p.queries, tile);
     const bool exists = tile < p.tiles && rows.first < rows.end;
@@ -186,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParam
     const bool exists = tile < p.tiles;
     const int shift = p.key_length - p.query_length;
     const int group_first = first_tile * p.queries + shift;
-    const int group_last = min((first_tile + TILES) * p.queries, p.query_length) - 1 + shift;
+    const int group_last = min((first_tile + group) * p.queries, p.query_length) - 1 + shift;
     const int first_position = tile * p.queries + shift;
     const int last_position = min((tile + 1) * p.queries, p.query_length) - 1 + shift;
 #endif
@@ -194,17 +209,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParam
     const int2 range = find_range(p, row, group_first, group_last, warp_values);
     const int begin = range.x, end = range.y;
 
-    int* list = p.list + (row * p.tiles + tile) * p.capacity;
-    const long long base = row * p.key_length;
-    int full = 0, partial = 0;  // keys in this warp's list
+    int* list = p.list + ((long long)row * p.tiles + tile) * p.capacity;
+    const long long base = (long long)row * p.key_length;
+    int full = 0, partial = 0;  // keys in the tile's list
     for (int at = begin; at < end; at += THREADS * STEP) {
         int2 own[STEP];
+        int key[STEP];
         int kind[STEP];  // 0: seen by no tile, 1: by all positions of all tiles, 1 << 16: by some
         int counts = 0, totals;
 #pragma unroll
         for (int k = 0; k < STEP; ++k) {
             const int i = at + threadIdx.x * STEP + k;
             own[k] = i < end ? p.interval[base + i] : make_int2(0, 0);
+            key[k] = i < end ? p.seen[base + i] : 0;
             const bool seen = own[k].x < own[k].y && own[k].x <= group_last && own[k].y > group_first;
             kind[k] = !seen ? 0 : own[k].x <= group_first && own[k].y > group_last ? 1 : 1 << 16;
             counts += kind[k];
@@ -213,21 +230,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParam
         int common_place = counts & 0xffff, place = counts >> 16;
 #pragma unroll
         for (int k = 0; k < STEP; ++k) {
-            if (kind[k] == 0) continue;
-            const int key = p.seen[base + at + threadIdx.x * STEP + k];
-            if (kind[k] == 1) {
-                common_key[common_place++] = key;
-            } else {
-                found_key[place] = key;
+            if (kind[k] == 1) common_key[common_place++] = key[k];
+            if (kind[k] > 1) {
+                found_key[place] = key[k];
                 found_interval[place++] = own[k];
             }
         }
         __syncthreads();  // all keys of this step are in shared memory
         if (exists) {
             const int common = totals & 0xffff, total = totals >> 16;
-            for (int i = lane; i < common; i += 32)
+#pragma unroll 1
+            for (int i = tile_lane; i < common; i += tile_lanes)
                 if (full + i < p.capacity) list[full + i] = common_key[i];
             full += common;
+#pragma unroll 1
             for (int i = lane; i - lane < total; i += 32) {
                 const int2 v = i < total ? found_interval[i] : make_int2(0, 0);
                 const bool any = v.x < v.y && v.x <= last_position && v.y > first_position;
@@ -236,15 +252,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParam
                 const unsigned earlier = (1u << lane) - 1, is_partial = is_seen & ~is_full;
                 const int slot = all ? full + __popc(is_full & earlier)
                                      : p.capacity - 1 - (partial + __popc(is_partial & earlier));
-                if (any && slot >= 0 && slot < p.capacity) list[slot] = found_key[i];
+                if (any && lane == tile_lane && slot >= 0 && slot < p.capacity) list[slot] = found_key[i];
                 full += __popc(is_full);
                 partial += __popc(is_partial);
             }
         }
     }
-    if (lane == 0 && exists) {
-        p.list_lengths[2 * (row * p.tiles + tile)] = full;
-        p.list_lengths[2 * (row * p.tiles + tile) + 1] = full + partial;
+    if (tile_lane == 0 && exists) {
+        int* lengths = p.list_lengths + 2 * ((long long)row * p.tiles + tile);
+        lengths[0] = full;
+        lengths[1] = full + partial;
     }
 }
 

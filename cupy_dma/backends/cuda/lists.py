@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupy_dma import jit
-from cupy_dma.backends.cuda.configs import LIST_CHUNK, LIST_THREADS, LIST_TILES, LIST_WARPS, ListConfig, blocks
+from cupy_dma.backends.cuda.configs import LIST_CHUNK, LIST_THREADS, LIST_WARPS, ListConfig, blocks
 from cupy_dma.backends.cuda.runtime import LoadedKernel, Runtime
 from cupy_dma.backends.cuda.sequences import super_entries, tile_numbers
 from cupy_dma.masks import IntervalMask
@@ -135,14 +135,21 @@ def _build(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int
     fields = {"queries": queries, "tiles": tiles, "capacity": capacity, "summary_blocks": summary_blocks}
     at = space.addresses
     if capacity:
-        _launch(runtime, mask, query_length, causal, block_n, stream, "tile_lists", rows * blocks(tiles, LIST_TILES),
-                fields, space, sequences)
+        warps = _tile_warps(rows, tiles, runtime.multiprocessors(mask.device.index))
+        _launch(runtime, mask, query_length, causal, block_n, stream, "tile_lists",
+                rows * blocks(tiles, LIST_WARPS // warps), {**fields, "tile_warps": warps}, space, sequences)
         return KeyLists("KEYS_LISTED", {"list": at["list"], "list_lengths": at["list_lengths"], "capacity": capacity},
                         space.array)
     _launch(runtime, mask, query_length, causal, block_n, stream, "summarize",
             rows * blocks(summary_blocks, LIST_WARPS), fields, space, sequences)
     return KeyLists("KEYS_SHARED", {"list": at["seen"], "list_lengths": at["seen_count"], "summaries": at["summaries"],
                                     "chunk_info": at["chunk_info"], "chunk": LIST_CHUNK}, space.array)
+
+
+def _tile_warps(rows: int, tiles: int, multiprocessors: int) -> int:
+    """Warps that make one tile's list. A block looks for the keys of all its tiles: with more of them that is done less
+    often, with fewer it is done on more multiprocessors."""
+    return next((warps for warps in (4, 2) if rows * blocks(tiles, LIST_WARPS // warps) <= multiprocessors), 1)
 
 
 def _build_supers(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int, capacity: int, causal: bool,
