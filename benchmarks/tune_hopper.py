@@ -7,9 +7,9 @@
 For every kind of keys of ``hopper.TILES``, head dim, group and length: each candidate tile (rows x keys x stages of
 keys x stages of queries), with and without turns, and the portable kernel, whether the call would go there or not.
 Inputs: bfloat16, batch 1, independent normal numbers; intervals: top-w masks of independent scores, with these as bias;
-bits: half of a dense mask visible, shared by all heads. Lists of intervals are cached, dense masks are packed in every
-call. Timing: see measure.py. Every output is compared with the portable kernel's; one that differs by more than two
-roundings of the largest number is marked WRONG, and the exit status is 1.
+bits: half of a dense mask visible, shared by all heads; softcaps of 30. Lists of intervals are cached, dense masks are
+packed in every call. Timing: see measure.py. Every output is compared with the portable kernel's; one that differs by
+more than two roundings of the largest number is marked WRONG, and the exit status is 1.
 
 The fastest tile of each group of rows is marked; ``in use`` is what the library takes. The results go to
 ``benchmarks/results/hopper_tiles.json``, but for those of a choice of cases, tiles or kernels, which are only printed.
@@ -38,6 +38,8 @@ CANDIDATES = {  # by the largest head dim
     192: [HopperTile(128, 64, 2, 2), HopperTile(128, 32, 3, 2)],
     256: [HopperTile(128, 32, 2, 2)]}
 ROUNDING = 2.0**-8  # of bfloat16
+WINDOWS = {  # lengths and w
+    "short intervals": ((8192, 1024), (32768, 1024)), "intervals": ((32768, 2048), (32768, 4096))}
 
 
 class Case(NamedTuple):
@@ -58,9 +60,8 @@ def cases(kinds: list[str], head_dims: list[int]) -> list[Case]:
     found = []
     for kind in kinds:
         for d in head_dims:
-            if kind == "intervals":
-                found += [Case(kind, d, *heads, n, w) for heads in ((2, 1), (16, 8), (32, 8))
-                          for n, w in ((8192, 1024), (32768, 1024), (32768, 4096))]
+            if kind in WINDOWS:
+                found += [Case(kind, d, *heads, n, w) for heads in ((2, 1), (16, 8), (32, 8)) for n, w in WINDOWS[kind]]
             elif kind == "bits":
                 found += [Case(kind, d, *heads, 8192) for heads in ((2, 1), (16, 8))]
             else:
@@ -124,12 +125,14 @@ def calls(case: Case, device: str = "cuda", **more: Any) -> Callable[[], Any]:
                for heads in (case.heads, case.kv_heads, case.kv_heads))
     scores = torch.randn(1, case.kv_heads, case.length, device=device)
     options: dict[str, Any] = {"causal": case.causal, **more}
-    if case.kind == "intervals":
+    if case.kind in WINDOWS:
         options["mask"] = dma.IntervalMask.top_w(scores, case.window)
     elif case.kind == "bits":
         options["mask"] = torch.rand(1, 1, case.length, case.length, device=device) < 0.5
-    if case.kind in ("intervals", "contiguous with bias"):
+    if case.kind in WINDOWS or "bias" in case.kind:
         options["bias"] = scores
+    if "softcap" in case.kind:
+        options["softcap"] = 30.0
     return lambda: dma.attention(q, k, v, **options)
 
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 
 import cupy_dma as dma
 from cupy_dma.arrays import CPU, describe, library, numpy_dtype
-from cupy_dma.backends.cuda import hopper, warmup
+from cupy_dma.backends.cuda import hopper, lists, warmup
 from cupy_dma.backends.cuda.configs import ListConfig
 from tests import cases, reference
 from tests.test_selection import problems
@@ -383,6 +383,23 @@ def test_warmup_compiles_what_usual_calls_load_on_hopper(device, monkeypatch, he
     listed = {config for config in asked if isinstance(config, ListConfig)}
     configs = warmup.usual_configs((head_dim,), ("float16",), (group,), device.shared_limit)
     assert listed <= {*configs, *warmup.hopper_configs((head_dim,), ("float16",), (group,))}
+
+
+@pytest.mark.parametrize(("window", "bias", "softcap", "shape"), [
+    (hopper.SHORT_LISTS, True, 0.0, (192, 64)), (hopper.SHORT_LISTS + 1, True, 0.0, (192, 128)),
+    (1, True, 30.0, (192, 128)), (None, False, 0.0, (192, 128)), (None, True, 0.0, (192, 128)),
+    (None, False, 30.0, (192, 128)), (None, True, 30.0, (128, 128))])
+def test_hopper_tiles_of_head_dim_64(window, bias, softcap, shape):
+    scores = np.zeros((1, 1, 2000), np.float32)
+    mask = dma.IntervalMask.top_w(scores, window) if window else None
+    call = SimpleNamespace(head_dim=64, softcap=softcap)
+    problem = SimpleNamespace(bits=False, bias_kind=int(bias), mask=mask, bias=scores if bias else None)
+    assert hopper.tile_shape(call, problem)[:2] == shape
+
+
+@pytest.mark.parametrize(("rows", "tiles", "warps"), [(1, 342, 2), (1, 264, 4), (8, 342, 1), (1, 1, 4)])
+def test_few_tiles_are_listed_on_all_multiprocessors(rows, tiles, warps):
+    assert lists._tile_warps(rows, tiles, 132) == warps
 
 
 def test_warmup_compiles_hopper_kernels_for_hopper_only():

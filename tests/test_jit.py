@@ -190,18 +190,17 @@ def test_every_kernel_compiles_without_large_spills(arch, source):
 @pytest.mark.parametrize("keys", hopper.TILES)
 @pytest.mark.parametrize("heads", [1, 2])
 def test_hopper_kernels_keep_their_products_asynchronous(keys, heads):
-    bits, bias = keys == "bits", keys in ("intervals", "contiguous with bias")
-    variants = [(int(bias), "float", not bits, bits, False)]
+    bits, bias, contiguous = keys == "bits", "intervals" in keys or "bias" in keys, "contiguous" in keys
+    variants = [(int(bias), "float", not bits, bits, "softcap" in keys)]
     if bits:  # with a dense bias, and with that and intervals
         variants += [(configs.BIAS_DENSE, "__nv_bfloat16", False, masked, False) for masked in (True, False)]
-    elif heads == 2 and bias:
+    elif heads == 2 and keys == "intervals":
         variants.append((configs.BIAS_OF_KEYS, "float", True, False, True))
     for head_dim, tile in hopper.TILES[keys].items():
         for kind, element, sequences, masked, softcap in variants:
             config = hopper.HopperForwardConfig(
-                "__nv_bfloat16", head_dim, heads, *tile, "KEYS_LISTED" if keys in ("bits", "intervals") else
-                "KEYS_CONTIGUOUS", keys.startswith("contiguous"), kind, softcap, masked, element,
-                sequences, keys.startswith("contiguous"), True, runs=bits)
+                "__nv_bfloat16", head_dim, heads, *tile, "KEYS_CONTIGUOUS" if contiguous else "KEYS_LISTED", contiguous,
+                kind, softcap, masked, element, sequences, contiguous, True, runs=bits)
             _, log = jit._run_nvrtc(config.prelude() + jit.source_text(config.source), config, "sm_90a")
             assert "Used" in log  # the assembler has spoken
             assert "serialized" not in log, f"{config}: {log}"

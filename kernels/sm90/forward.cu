@@ -219,11 +219,16 @@ struct Consumer {
         if (!values_there) barrier_wait(&shared.value_arrived[value_turn.stage], value_turn.phase);
     }
 
-    // Logits of the block at `turn`, whose keys have come, of the tile whose queries are at `queries`.
-    __device__ __forceinline__ void start_logits(const Turn<QUERY_STAGES>& queries) {
+    // The sums of the block at `turn`, whose keys have come.
+    __device__ __forceinline__ void begin_sums() {
 #if BIAS_FIRST
         begin_with_bias(s, shared, turn.stage, inverse_scale);
+        pin(s);  // not behind the wait for a turn
 #endif
+    }
+
+    // Logits of the block at `turn`, of the tile whose queries are at `queries`.
+    __device__ __forceinline__ void start_logits(const Turn<QUERY_STAGES>& queries) {
         begin_logits(s, shared.query[queries.stage] + group_row * CHUNK_COLUMNS, shared.keys[turn.stage]);
     }
 
@@ -262,6 +267,13 @@ struct Consumer {
 
     __device__ __forceinline__ void pass_turn() const {
         if (TURNS) named_barrier_arrive(TURN_BARRIER + (group_row / 64 + 1) % CONSUMERS, 256);
+    }
+
+    // Begins the sums of the block at `turn` and takes a turn. Where the products are long, the others wait for those alone.
+    __device__ __forceinline__ void begin_turn() {
+        if (HEAD_DIM > 64) begin_sums();
+        take_turn();
+        if (HEAD_DIM <= 64) begin_sums();
     }
 
     // What else is added to the logits of the block at `turn`; to be called while their products are under way.
@@ -344,6 +356,7 @@ __device__ __forceinline__ void consume(Shared& shared, const AttentionParams& p
     Turn<QUERY_STAGES> queries;  // of the block whose logits come next
     barrier_wait(&shared.query_arrived[queries.stage], queries.phase);
     barrier_wait(&shared.key_arrived[c.turn.stage], c.turn.phase);
+    c.begin_sums();
     c.start_logits(queries);
     c.open_tile(queries);
     Order current = c.read_order();
@@ -361,7 +374,7 @@ __device__ __forceinline__ void consume(Shared& shared, const AttentionParams& p
         if (PLAIN && current.state == 0) {
             c.turn.advance();
             c.meet_keys();
-            c.take_turn();
+            c.begin_turn();
             c.start_logits(queries);
             next = c.read_order();
             c.meet_values();
@@ -379,7 +392,7 @@ __device__ __forceinline__ void consume(Shared& shared, const AttentionParams& p
                 c.open_tile(queries);
             }
             c.meet_keys();
-            c.take_turn();
+            c.begin_turn();
             c.start_logits(queries);
             next = c.read_order();
             c.meet_values();

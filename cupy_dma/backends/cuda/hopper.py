@@ -80,14 +80,18 @@ SECTION_BYTES = 24 << 20
 SMALLEST_SCALE = 2.0**-40  # sums begin at bias / scale, which must stay far from the largest float32
 EXPONENTS = {"float16": "0x7c007c00u", "bfloat16": "0x7f807f80u"}
 
+SHORT_LISTS = 1400  # keys that a query sees; of so few the last, partly filled block is worth smaller blocks
+
 # By what a call's keys are and the largest head dim, measured in docs/performance-notes.md. Warpgroups that do not take
 # turns come to do the same thing at the same time; with two of them at head dim 128 and keys in their own order turns
 # cost as much as they bring.
 TILES = {
     "intervals": {64: HopperTile(192, 128, 3, 2, turns=True), 128: HopperTile(192, 64, 3, 2, turns=True)},
+    "short intervals": {64: HopperTile(192, 64, 4, 2, turns=True), 128: HopperTile(192, 64, 3, 2, turns=True)},
     "bits": {64: HopperTile(128, 128, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2, turns=True)},
     "contiguous": {64: HopperTile(192, 128, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2)},
-    "contiguous with bias": {64: HopperTile(128, 128, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2)},
+    "contiguous with bias": {64: HopperTile(192, 128, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2)},
+    "contiguous with bias and softcap": {64: HopperTile(128, 128, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2)},
 }
 
 
@@ -96,9 +100,13 @@ def tile_shape(call: AttentionCall, problem: Problem) -> HopperTile | None:
     if _dense(problem):
         keys = "bits"
     elif problem.mask is not None:
-        keys = "intervals"
+        bound = problem.mask._bound
+        short = bound is not None and bound[0] <= SHORT_LISTS and call.softcap == 0.0
+        keys = "short intervals" if short else "intervals"
+    elif problem.bias is None:
+        keys = "contiguous"
     else:
-        keys = "contiguous" if problem.bias is None else "contiguous with bias"
+        keys = "contiguous with bias" if call.softcap == 0.0 else "contiguous with bias and softcap"
     return tile_of(keys, call.head_dim)
 
 

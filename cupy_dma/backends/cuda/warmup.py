@@ -48,12 +48,13 @@ def hopper_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ..
                                      ("contiguous with bias", "KEYS_CONTIGUOUS", True, BIAS_OF_KEYS),
                                      ("contiguous", "KEYS_CONTIGUOUS", False, BIAS_NONE),
                                      ("intervals", "KEYS_LISTED", False, BIAS_OF_KEYS),
+                                     ("short intervals", "KEYS_LISTED", False, BIAS_OF_KEYS),
                                      ("intervals", "KEYS_SHARED", False, BIAS_OF_KEYS)):
         for head_dim in head_dims:
             tile = hopper.tile_of(kind, head_dim)
             if tile is None:
                 continue
-            if kind == "intervals":
+            if keys != "KEYS_CONTIGUOUS":
                 configs.append(ListConfig(causal=False, block_n=tile.block_n))
             configs += [hopper.HopperForwardConfig(element, head_dim, heads, *tile, keys, causal, bias, False, False,
                                                    "float", False, keys == "KEYS_CONTIGUOUS",
