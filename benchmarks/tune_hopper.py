@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itse
 
 from benchmarks.common import RESULTS
 from cupy_dma import jit
-from cupy_dma.backends.cuda import hopper
+from cupy_dma.backends import cuda
+from cupy_dma.backends.cuda import forward, hopper
 from cupy_dma.backends.cuda.hopper import HopperTile
 
 KINDS = tuple(hopper.TILES)
@@ -97,10 +98,10 @@ def forced(tile: HopperTile | None) -> Iterator[None]:
 def kernels_of(folder: Path | None) -> Iterator[None]:
     """Kernels are compiled from this folder, or from the tree's own. Their parameters must be those of the tree."""
     saved = jit.kernels_directory
-    caches = jit.source_text, jit.compile, jit.load, hopper._kernel
+    loaded = [module._kernel for module in vars(cuda).values() if hasattr(module, "_kernel")]
 
     def forget() -> None:
-        for cache in caches:
+        for cache in (jit.source_text, jit.compile, jit.load, forward.load_kernel, *loaded):
             cache.cache_clear()
 
     if folder is not None:

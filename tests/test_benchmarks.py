@@ -712,6 +712,35 @@ def test_kernels_of_another_folder_are_taken_and_given_back(tmp_path):
         assert jit.source_text("layout.cu") == own
 
 
+def test_kernels_of_another_folder_are_loaded_anew():
+    """Those of every step, also where only the first call asks for them."""
+    from cupy_dma import jit
+    from cupy_dma.backends.cuda import configs, forward, lists, selection
+
+    asked = []
+
+    class Runtime:
+        def load(self, config, entry, *more):
+            asked.append(entry)
+
+        def check_layout(self, index):
+            pass
+
+    runtime = Runtime()
+
+    def ask():
+        lists._kernel(runtime, 0, False, 64, False, "tile_lists")
+        selection._kernel(runtime, 0, False, False, "local_top")
+        forward.load_kernel(runtime, configs.ListConfig, "summarize", 0, False, 64, False)
+
+    ask()
+    with tune_hopper.kernels_of(jit.kernels_directory()):
+        ask()
+        ask()
+    ask()
+    assert asked == ["tile_lists", "local_top", "summarize"] * 3
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--head-dim", "300"], "--head-dim must be 1 to 256, got"),
     (["--kernels", "tests"], "--kernels must be folders like kernels/, got tests, which has no arch.cuh"),
