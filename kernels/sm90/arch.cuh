@@ -41,6 +41,17 @@ __device__ __forceinline__ uint4 load_shared_16(unsigned shared) {
     return x;
 }
 
+// Two numbers from an address in shared memory, into these registers: nothing is moved afterwards.
+__device__ __forceinline__ void load_shared_pair(float& x, float& y, unsigned shared) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(shared) : "memory");
+}
+
+// ldmatrix: what store_matrices stores, of each 8 x 8 matrix two neighbours of row lane/4.
+__device__ __forceinline__ void load_matrices(unsigned (&words)[4], unsigned row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(row) : "memory");
+}
+
 // ld.global.nc.L1::no_allocate: 16 bytes that are read once, which the first cache does not keep.
 __device__ __forceinline__ uint4 load_once(const void* global) {
     uint4 x;
@@ -253,6 +264,16 @@ DEFINE_WGMMA(2, 32, 16, 17, 18, 19, 20)
 DEFINE_WGMMA(4, 64, 32, 33, 34, 35, 36)
 DEFINE_WGMMA(6, 96, 48, 49, 50, 51, 52)
 DEFINE_WGMMA(8, 128, 64, 65, 66, 67, 68)
+
+// mma.m16n8k16 by one warp, twice: d += a * b^T for 16 rows of b, which are the columns of fragment d.
+__device__ __forceinline__ void multiply_warp(Fragment& d, const unsigned (&a)[4], const unsigned (&b)[4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." PTX_TYPE "." PTX_TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(d.x[4 * half]), "+f"(d.x[4 * half + 1]), "+f"(d.x[4 * half + 2]), "+f"(d.x[4 * half + 3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[2 * half]), "r"(b[2 * half + 1]));
+}
 
 // Two numbers rounded to 16 bit, the first in the lower half.
 __device__ __forceinline__ unsigned pack_pair(const __half*, float low, float high) {

@@ -4,9 +4,6 @@
 #pragma once
 #include "sm90/tile.cuh"
 
-// A bias of keys is where the sums of the products begin, unless a softcap comes between.
-#define BIAS_FIRST (BIAS == BIAS_OF_KEYS && !SOFTCAP)
-
 // Logits are kept in a unit of their own, which the exponential takes in: products times `unit`, or natural logits times
 // log2(e), are powers of 2. So a product that needs neither softcap nor a bias afterwards is touched once. Needs scale > 0.
 struct Logits {
@@ -66,30 +63,14 @@ private:
     }
 };
 
-#if BIAS == BIAS_OF_KEYS
-// Of the keys of this lane in fragment n.
-__device__ __forceinline__ float4 four_biases(const Shared& shared, int stage, int n) {
-#if BULK
-    const float2 a = *reinterpret_cast<const float2*>(shared.bias[stage] + place_of(n, 0));
-    const float2 b = *reinterpret_cast<const float2*>(shared.bias[stage] + place_of(n, 2));
-    return make_float4(a.x, a.y, b.x, b.y);
-#else
-    return *reinterpret_cast<const float4*>(shared.bias[stage] + place_of(n, 0));
-#endif
-}
-#endif
-
 #if BIAS_FIRST
-// Before the products: the bias in units of them. Rounded towards zero a finite bias stays finite.
-__device__ __forceinline__ void begin_with_bias(Fragment (&s)[KEY_FRAGMENTS], const Shared& shared, int stage,
-                                                float inverse_scale) {
+// Before the products: the bias in units of them.
+__device__ __forceinline__ void begin_with_bias(Fragment (&s)[KEY_FRAGMENTS], const Shared& shared, int stage) {
 #pragma unroll
-    for (int n = 0; n < KEY_FRAGMENTS; ++n) {
-        const float4 four = four_biases(shared, stage, n);
-        const float own[4] = {four.x, four.y, four.z, four.w};
+    for (int n = 0; n < KEY_FRAGMENTS; ++n)
 #pragma unroll
-        for (int i = 0; i < 8; ++i) s[n].x[i] = __fmul_rz(own[own_key(0, i)], inverse_scale);
-    }
+        for (int i = 0; i < 8; i += 2)
+            load_shared_pair(s[n].x[i], s[n].x[i + 1], shared_address(shared.bias[stage] + place_of(n, i / 4 * 2)));
 }
 #endif
 
@@ -138,8 +119,7 @@ struct LaneBias {
     }
 
     __device__ __forceinline__ float operator()(int n, int i) const {
-        const float4 four = four_biases(*shared, stage, n);
-        return i & 1 ? (i & 4 ? four.w : four.y) : (i & 4 ? four.z : four.x);
+        return shared->bias[stage][place_of(n, i / 4 * 2) + i % 2];
     }
 };
 #else
@@ -211,59 +191,107 @@ __device__ __forceinline__ void apply_mask(Fragment (&s)[KEY_FRAGMENTS], const S
     }
 }
 
-// RowState whose m is not the maximum itself but a reference that follows it: it moves only when a logit lies more than
-// SLACK above it (in log 2 units), so p <= 2^SLACK, and nearly every block needs neither the maximum of a row, which four
-// lanes share, nor to rescale sums and outputs. Rounding is relative, so results are as exact as with the maximum.
-constexpr float SLACK = 8.0f;
+// Two rows' running sums of p = 2^(unit * s - reference), each lane's share. The reference need not be the maximum: rounding
+// is relative, so any will do that keeps p in range. A row's first block sets it to its maximum. From then on it is the sums
+// of a block that say whether it has become too low: only if one is above LARGEST, which hardly ever happens, does it follow.
+struct RowSums {
+    static constexpr float LARGEST = 256.0f;
+    static constexpr float NONE = -3.402823466e38f;  // where a row has seen nothing: all its logits are -inf, and p = 0
+    float reference[2], l[2];
 
-struct LazyRowState : RowState {
-    // Turns logits, in a unit of their own (p = 2^(unit * (s - m)), unit > 0), into p. Returns, the same in the whole warp,
-    // whether m has moved; then earlier outputs must be multiplied by `rescale`. In four strands a row, where a warp has
-    // few others beside it and registers to spare.
+    __device__ __forceinline__ RowSums() : reference{NONE, NONE}, l{0.0f, 0.0f} {}
+
+    // Whether a row of this warp has no reference.
+    __device__ __forceinline__ bool incomplete() const {
+        return __any_sync(ALL_LANES, fminf(reference[0], reference[1]) == NONE);
+    }
+
+    // Rows without a reference get one from a block of logits.
     template <int fragments>
-    __device__ __forceinline__ bool update(Fragment (&s)[KEY_FRAGMENTS], float unit, float slack, float (&rescale)[2]) {
-        float highest[2][4], sum[2][4], own[2], reference[2];
+    __device__ __forceinline__ void refer(const Fragment (&s)[KEY_FRAGMENTS], float unit) {
+        float highest[2];
+        highest_logits<fragments>(s, unit, highest);
 #pragma unroll
-        for (int n = 0; n < fragments; ++n)
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                float& h = highest[fragment_row(i)][strand(i)];
-                h = n == 0 ? s[n].x[i] : fmaxf(h, s[n].x[i]);
-            }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) own[r] = fmaxf(fmaxf(highest[r][0], highest[r][1]), fmaxf(highest[r][2], highest[r][3]));
-        const bool moved = __any_sync(ALL_LANES, own[0] > m[0] + slack || own[1] > m[1] + slack);
-        if (moved) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const float now = fmaxf(m[r], row_max(own[r]));
-                rescale[r] = exp2_fast((m[r] - (now == -infinity() ? 0.0f : now)) * unit);
-                m[r] = now;
-                l[r] *= rescale[r];
-            }
-        }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) reference[r] = m[r] == -infinity() ? 0.0f : -m[r] * unit;  // nothing seen: p = 2^-inf
+        for (int r = 0; r < 2; ++r)
+            if (reference[r] == NONE) reference[r] = fmaxf(NONE, highest[r]);
+    }
+
+    // Turns a block's logits into p. Their sums are not in l yet.
+    template <int fragments>
+    __device__ __forceinline__ void exponentiate(Fragment (&s)[KEY_FRAGMENTS], float unit, float (&sum)[2]) const {
+        float strands[2][4];
 #pragma unroll
         for (int n = 0; n < fragments; ++n)
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const int r = fragment_row(i), k = strand(i);
-                s[n].x[i] = exp2_fast(fmaf(s[n].x[i], unit, reference[r]));
-                sum[r][k] = n == 0 ? s[n].x[i] : sum[r][k] + s[n].x[i];
+                s[n].x[i] = exp2_fast(fmaf(s[n].x[i], unit, -reference[r]));
+                strands[r][k] = n == 0 ? s[n].x[i] : strands[r][k] + s[n].x[i];
             }
 #pragma unroll
-        for (int r = 0; r < 2; ++r) l[r] += (sum[r][0] + sum[r][1]) + (sum[r][2] + sum[r][3]);
-        return moved;
+        for (int r = 0; r < 2; ++r) sum[r] = (strands[r][0] + strands[r][1]) + (strands[r][2] + strands[r][3]);
     }
 
-    // Instead of those of RowState, in fewer instructions: l is at least 1 (or 0, or not finite), so they are as good.
+    // References follow large sums, all of them finite, by powers of 2. Earlier outputs must be multiplied by `factor`; p, its
+    // sums and l have been.
+    __device__ __forceinline__ void follow(Fragment (&s)[KEY_FRAGMENTS], float (&sum)[2], float (&factor)[2]) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float largest = row_max(sum[r]);
+            const int exponent = largest > LARGEST ? min((__float_as_int(largest) >> 23) - 127, 126) : 0;
+            factor[r] = __int_as_float((127 - exponent) << 23);
+            reference[r] += static_cast<float>(exponent);
+            sum[r] *= factor[r];
+            l[r] *= factor[r];
+        }
+#pragma unroll
+        for (int n = 0; n < KEY_FRAGMENTS; ++n)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) s[n].x[i] *= factor[fragment_row(i)];
+    }
+
+    // References move up to the maxima of these logits. Earlier outputs must be multiplied by `factor`; l has been.
+    __device__ __forceinline__ void leap(const Fragment (&s)[KEY_FRAGMENTS], float unit, float (&factor)[2]) {
+        float highest[2];
+        highest_logits<KEY_FRAGMENTS>(s, unit, highest);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float now = fmaxf(reference[r], highest[r]);
+            factor[r] = exp2_fast(reference[r] - now);
+            reference[r] = now;
+            l[r] *= factor[r];
+        }
+    }
+
+    // Sums l over the row's four lanes.
+    __device__ __forceinline__ void finish() {
+        l[0] = row_sum(l[0]);
+        l[1] = row_sum(l[1]);
+    }
+
+    // In few instructions: l is about 1 at least (or 0, or not finite), so they are as good as exact ones.
     __device__ __forceinline__ float inverse_sum(int r) const { return l[r] == 0.0f ? 0.0f : __fdividef(1.0f, l[r]); }
 
     __device__ __forceinline__ float lse(int r) const {
-        return l[r] == 0.0f ? -infinity() : LN_2 * (m[r] + __log2f(l[r]));
+        return l[r] == 0.0f ? -infinity() : LN_2 * (reference[r] + __log2f(l[r]));
     }
 
 private:
+    // In four strands a row, as all that goes over a block: a warp has few others beside it and registers to spare.
     static __device__ __forceinline__ constexpr int strand(int i) { return (i & 1) + 2 * (i >> 2); }
+
+    template <int fragments>
+    static __device__ __forceinline__ void highest_logits(const Fragment (&s)[KEY_FRAGMENTS], float unit, float (&highest)[2]) {
+        float strands[2][4];
+#pragma unroll
+        for (int n = 0; n < fragments; ++n)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                float& h = strands[fragment_row(i)][strand(i)];
+                h = n == 0 ? s[n].x[i] : fmaxf(h, s[n].x[i]);
+            }
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            highest[r] = row_max(fmaxf(fmaxf(strands[r][0], strands[r][1]), fmaxf(strands[r][2], strands[r][3]))) * unit;
+    }
 };

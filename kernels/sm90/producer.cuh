@@ -310,7 +310,27 @@ __device__ __forceinline__ void gather_queries(ELEMENT* matrix, const AttentionP
     }
 }
 
-// What is known per key. All queries see the block's first `clear` keys.
+// The bias of this lane's key of a block with `count` keys, on its way.
+__device__ __forceinline__ float fetch_bias(const AttentionParams& p, const Plan& plan, int warp, const int* listed, int first,
+                                            int count) {
+#if BIAS == BIAS_OF_KEYS
+    const int lane = threadIdx.x & 31, place = warp * WARP_KEYS + lane;
+    if (lane >= WARP_KEYS || place >= count) return HOLES ? -infinity() : 0.0f;
+    const int key = KEYS == KEYS_CONTIGUOUS ? first + place : listed[lane];
+    return __ldg(static_cast<const float*>(row_address(plan.bias, key, static_cast<int>(p.bias_key) * 4)));
+#else
+    return 0.0f;
+#endif
+}
+
+// It has come. Rounded towards zero a finite bias stays finite.
+__device__ __forceinline__ void keep_bias(Shared& shared, int warp, int stage, float bias, float inverse_scale) {
+    const int lane = threadIdx.x & 31;
+    if (BIAS == BIAS_OF_KEYS && lane < WARP_KEYS)
+        shared.bias[stage][warp * WARP_KEYS + lane] = BIAS_FIRST ? __fmul_rz(bias, inverse_scale) : bias;
+}
+
+// What else is known per key. All queries see the block's first `clear` keys.
 template <bool whole>
 __device__ __forceinline__ void gather_facts(Shared& shared, const AttentionParams& p, const Plan& plan, int warp,
                                              const RowSource& keys, int clear, int stage) {
@@ -330,14 +350,6 @@ __device__ __forceinline__ void gather_facts(Shared& shared, const AttentionPara
     const int key = exists ? keys.first + place : 0;
 #else
     const int key = keys.listed[lane];
-#endif
-#if BIAS == BIAS_OF_KEYS
-    if (HOLES && !exists) {
-        shared.bias[stage][place] = -infinity();
-    } else {
-        const void* bias = row_address(plan.bias, key, static_cast<int>(p.bias_key) * 4);
-        copy_async_4(&shared.bias[stage][place], bias, exists ? 4 : 0);
-    }
 #endif
 #if KEYS_KNOWN
     shared.key[stage][place] = key;
@@ -391,12 +403,14 @@ __device__ __forceinline__ int whole_blocks(const KeySource& source) {
 __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& launch) {
     const AttentionParams& p = launch.attention;
     const int warp = uniform(threadIdx.x / 32);
+    const float inverse_scale = 1.0f / p.scale;
     Turn<STAGES> turn, value_turn;
     Turn<QUERY_STAGES> query_turn;
     Tiles tiles(p, shared.plans[warp]);
     int at_hand = 0;        // which plan is the tile's
     int number = 0;         // of the block
     RowSource values = {};  // of the block before
+    float lane_bias = 0.0f;  // of the block at hand, asked for when the one before has been gathered, for it takes its time
     tiles.find(at_hand);
 #if SEQUENCES
     if (tiles.tile < 0) {
@@ -410,17 +424,16 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
         barrier_wait(&shared.value_free[value_turn.stage], value_turn.phase ^ 1);
         gather<true>(shared.values[value_turn.stage], values, launch, warp, &shared.value_arrived[value_turn.stage]);
         barrier_arrive_after_copies(&shared.value_arrived[value_turn.stage]);
+        value_turn.advance();
     };
-    // The keys at hand are on their way: others are told, and the values before them follow.
-    const auto pass_keys = [&](const Order& order) {
+    // The keys at hand are on their way: others are told, and the values before them follow. `own` is where theirs are.
+    const auto pass_keys = [&](const Order& order, const RowSource& own) {
         if (threadIdx.x == ORDER_THREAD) shared.order[turn.stage] = order;
         barrier_arrive_after_copies(&shared.key_arrived[turn.stage]);
         barrier_arrive(&shared.key_arrived[turn.stage]);
         turn.advance();
-        if (number > 0) {
-            gather_values();
-            value_turn.advance();
-        }
+        if (number > 0) gather_values();
+        values = own;
         ++number;
     };
     while (tiles.tile >= 0) {
@@ -433,15 +446,22 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
 #endif
         KeyBlocks blocks = tiles.keys(at_hand);
         const bool finite = p.nonfinite != nullptr && p.nonfinite[plan.tile.batch * p.kv_heads + plan.tile.group] == 0;
+        // The list of the block at hand, which has `count` keys from `first` on, is complete.
+        const auto meet_list = [&](int first, int count) {
+#if KEYS != KEYS_CONTIGUOUS
+            copy_async_wait<0>();
+            __syncwarp();
+#endif
+            lane_bias = fetch_bias(p, plan, warp, listed_rows(shared, number, warp), first, count);
+        };
         Block block;
 #if WHOLE_BLOCKS
         int whole = whole_blocks(blocks.source);
         if (whole > 0) {
             const int* entry = blocks.source.list + warp * WARP_KEYS + (threadIdx.x & 31);
             list_entries(shared, number, warp, entry);
+            meet_list(0, BLOCK_N);
             for (; whole > 0; --whole) {
-                copy_async_wait<0>();
-                __syncwarp();  // the block's list is complete
                 entry += BLOCK_N;
                 if (whole > 1) {
                     list_entries(shared, number + 1, warp, entry);
@@ -450,22 +470,22 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
                     blocks.place = whole_blocks(blocks.source) * BLOCK_N;
                     block = first_block(shared, blocks, warp, number + 1);
                 }
-                const RowSource keys = {plan.keys, 0, BLOCK_N, listed_rows(shared, number, warp), true};
+                RowSource rows = {plan.keys, 0, BLOCK_N, listed_rows(shared, number, warp), true};
                 barrier_wait(&shared.key_free[turn.stage], turn.phase ^ 1);
-                gather_facts<true>(shared, p, plan, warp, keys, BLOCK_N, turn.stage);
-                gather_rows<true>(shared.keys[turn.stage], keys.rows, p.key_row, keys.listed, warp, 0, BLOCK_N);
-                pass_keys({BLOCK_N, false, 0, -1});
-                values = keys;
-                values.rows = plan.values;
+                gather_facts<true>(shared, p, plan, warp, rows, BLOCK_N, turn.stage);
+                gather_rows<true>(shared.keys[turn.stage], rows.rows, p.key_row, rows.listed, warp, 0, BLOCK_N);
+                keep_bias(shared, warp, turn.stage, lane_bias, inverse_scale);
+                rows.rows = plan.values;
+                pass_keys({BLOCK_N, false, 0, -1}, rows);
+                meet_list(0, whole > 1 ? BLOCK_N : block.count());
             }
         } else
 #endif
+        {
             block = first_block(shared, blocks, warp, number);
+            meet_list(block.first, block.count());
+        }
         for (bool opens = true; block.first >= 0; opens = false) {
-#if KEYS != KEYS_CONTIGUOUS
-            copy_async_wait<0>();
-            __syncwarp();  // the block's list is complete
-#endif
             const int count = block.count(), part = part_of(block, warp);
             const Block following = next_block(shared, blocks, warp, number + 1);
             int following_keys = -1;
@@ -477,17 +497,17 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
 #endif
             const int* listed = listed_rows(shared, number, warp);
 #if BULK
-            const RowSource keys = {plan.tile.group, plan.tile.batch, block.first, count, nullptr, true};
+            RowSource rows = {plan.tile.group, plan.tile.batch, block.first, count, nullptr, true};
 #elif RUNS
-            const RowSource keys = {plan.keys, block.first, count, listed, HOLES ? count > 0 : count >= BLOCK_N,
-                                    block.run()};
+            RowSource rows = {plan.keys, block.first, count, listed, HOLES ? count > 0 : count >= BLOCK_N, block.run()};
 #else
-            const RowSource keys = {plan.keys, block.first, count, listed, HOLES ? count > 0 : count >= BLOCK_N};
+            RowSource rows = {plan.keys, block.first, count, listed, HOLES ? count > 0 : count >= BLOCK_N};
 #endif
             barrier_wait(&shared.key_free[turn.stage], turn.phase ^ 1);
             if (part == warp) {
-                gather_facts<false>(shared, p, plan, warp, keys, block.clear, turn.stage);
-                gather<false>(shared.keys[turn.stage], keys, launch, warp, &shared.key_arrived[turn.stage]);
+                gather_facts<false>(shared, p, plan, warp, rows, block.clear, turn.stage);
+                gather<false>(shared.keys[turn.stage], rows, launch, warp, &shared.key_arrived[turn.stage]);
+                keep_bias(shared, warp, turn.stage, lane_bias, inverse_scale);
             }
             if (block.clear < BLOCK_N) {
                 const bool mine = !block.few() || warp / FEW_WARPS == 1;
@@ -495,13 +515,13 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
                 if ((threadIdx.x & 31) == 0) shared.nonfinite[turn.stage][warp] = found;
             }
             if (opens) tiles.find(at_hand ^ 1);
-            pass_keys({block.clear, count <= FEW_KEYS, following.first >= 0 ? 0 : tiles.tile >= 0 ? 1 : 2, following_keys});
-            values = keys;
-            values.whole = BULK || count >= BLOCK_N;
+            rows.whole = BULK || count >= BLOCK_N;
 #if !BULK
-            values.rows = plan.values;
+            rows.rows = plan.values;
 #endif
+            pass_keys({block.clear, count <= FEW_KEYS, following.first >= 0 ? 0 : tiles.tile >= 0 ? 1 : 2, following_keys}, rows);
             block = following;
+            if (block.first >= 0) meet_list(block.first, block.count());
         }
         at_hand ^= 1;
     }

@@ -46,6 +46,9 @@ constexpr int RUN_KEYS = 32;  // of a box
 #define WHOLE_BLOCKS (KEYS == KEYS_LISTED && !ORDERED)
 static_assert(WARP_KEYS <= 32 && WARP_KEYS * ROW_LANES % 32 == 0, "a producer lane knows one key");
 
+// A bias of keys is where the sums of the products begin, unless a softcap comes between.
+#define BIAS_FIRST (BIAS == BIAS_OF_KEYS && !SOFTCAP)
+
 // Whether the consumers must know the rows of keys: to compare them with positions, or to find their bias.
 #define KEYS_KNOWN ((CAUSAL && KEYS != KEYS_CONTIGUOUS) || BIAS == BIAS_DENSE)
 
@@ -55,7 +58,7 @@ struct Order {
     int following;  // BIAS_DENSE: the first key, if BLOCK_N keys follow each other from a multiple of 16 bytes on, else -1
 
     // In a state: how many keys not all queries see, all those before them being seen, and these.
-    static constexpr int MASKED = 255, FEW_OF_THEM = 256, CLOSES = 512, ENDS = 1024, UNWRITTEN = 2048;
+    static constexpr int MASKED = 255, FEW_OF_THEM = 256, CLOSES = 512, ENDS = 1024, UNWRITTEN = 2048, HELD = 4096;
     static_assert(BLOCK_N <= MASKED, "a state holds their number");
 
     Order() = default;
@@ -70,8 +73,9 @@ struct Order {
     __device__ __forceinline__ bool whole() const { return (state & (MASKED | FEW_OF_THEM)) == 0; }
     __device__ __forceinline__ bool closes() const { return (state & CLOSES) != 0; }
     __device__ __forceinline__ bool ends() const { return (state & ENDS) != 0; }
-    // Of a block at hand: the tile before its own has not been written yet.
+    // Of a block at hand: the tile before its own has not been written yet; its keys have not been released yet.
     __device__ __forceinline__ bool unwritten() const { return (state & UNWRITTEN) != 0; }
+    __device__ __forceinline__ bool held() const { return (state & HELD) != 0; }
 };
 
 struct ForwardParams {
@@ -108,7 +112,7 @@ struct Shared {
     ELEMENT query[QUERY_STAGES][CHUNKS * BLOCK_M * CHUNK_COLUMNS];  // later the tile's output
     ELEMENT keys[STAGES][CHUNKS * BLOCK_N * CHUNK_COLUMNS];
     ELEMENT values[STAGES][CHUNKS * BLOCK_N * CHUNK_COLUMNS];
-    float bias[STAGES][BLOCK_N];
+    float bias[STAGES][BLOCK_N];  // with BIAS_FIRST in units of the products
 #if BITS
     unsigned words[STAGES][WORDS][BLOCK_N];
 #else

@@ -1,0 +1,388 @@
+// A consumer of the Hopper forward: a warp of a warpgroup that multiplies 64 rows of the tile, and what it does with a block of
+// keys. In which order it does that is said in sm90/forward.cu.
+//
+// Prelude: as sm90/forward.cu.
+#pragma once
+#include "sm90/logits.cuh"
+
+// s = rows . k, or s += rows . k
+__device__ __forceinline__ void begin_logits(Fragment (&s)[KEY_FRAGMENTS], const ELEMENT* query, const ELEMENT* key) {
+    const unsigned a = matrix_descriptor(query, 0), b = matrix_descriptor(key, 0);
+    pin(s);
+    products_begin();
+#pragma unroll
+    for (int d = 0; d < DIM_FRAGMENTS; ++d) {
+        const int chunk = d / 4, step = d % 4 * 32;
+        Wgmma<KEY_FRAGMENTS>::multiply_shared(s, moved(a, chunk * BLOCK_M * CHUNK_ROW_BYTES + step),
+                                              moved(b, chunk * BLOCK_N * CHUNK_ROW_BYTES + step), d > 0 || BIAS_FIRST);
+    }
+    products_commit();
+}
+
+// o += p . values of 16 keys, in pieces of at most 128 columns
+template <int first>
+__device__ __forceinline__ void add_columns(Fragment (&o)[DIM_FRAGMENTS], const unsigned (&a)[4],
+                                            unsigned value) {
+    if constexpr (first < DIM_FRAGMENTS) {
+        constexpr int REST = DIM_FRAGMENTS - first;
+        constexpr int SIZE = REST >= 8 ? 8 : REST == 6 ? 6 : REST >= 4 ? 4 : REST >= 2 ? 2 : 1;
+        Wgmma<SIZE>::multiply_registers(&o[first], a,
+                                        moved(value, first / 4 * BLOCK_N * CHUNK_ROW_BYTES + first % 4 * 32));
+        add_columns<first + SIZE>(o, a, value);
+    }
+}
+
+// o += p . values of the block's first fragments: one group of products.
+template <int fragments>
+__device__ __forceinline__ void add_products(Fragment (&o)[DIM_FRAGMENTS], const unsigned (&probability)[KEY_FRAGMENTS][4],
+                                             unsigned value) {
+    products_begin();
+#pragma unroll
+    for (int n = 0; n < fragments; ++n) add_columns<0>(o, probability[n], moved(value, n * 16 * CHUNK_ROW_BYTES));
+    products_commit();
+}
+
+// A group with a branch inside would be waited for like several.
+__device__ __forceinline__ void begin_output(Fragment (&o)[DIM_FRAGMENTS], unsigned (&probability)[KEY_FRAGMENTS][4],
+                                             const ELEMENT* value, bool few) {
+    const unsigned b = matrix_descriptor(value, BLOCK_N * CHUNK_ROW_BYTES);
+    pin(o);
+    pin(probability);
+    if (FEW && few)
+        add_products<FEW_FRAGMENTS>(o, probability, b);
+    else
+        add_products<KEY_FRAGMENTS>(o, probability, b);
+}
+
+// What is compared with the visibility of keys: the position of the query of row `row`, or with BITS its bit.
+__device__ __forceinline__ int position_of(const Tile& t, int row) {
+    const int query = row / HEADS;
+    return BITS ? static_cast<int>(1u << ((t.first_query + query) & 31)) : t.first_position + query;
+}
+
+// A value that is not finite must not reach a row that does not see its key, and 0 * inf is NaN: such values are added
+// to the rows that see them, and are zero for the product.
+__device__ __forceinline__ void isolate_nonfinite(Fragment (&o)[DIM_FRAGMENTS], ELEMENT* value,
+                                                  const Shared& shared, int stage, int keys, const Tile& t, int first_row) {
+    const int row_of_lane = first_row + lane_now() / 4;
+    const int position[2] = {position_of(t, row_of_lane), position_of(t, row_of_lane + 8)};
+#pragma unroll 1
+    for (int key = 0; key < keys; ++key) {
+        const auto seen = visibility(shared, stage, key);
+        const int row = row_of_key(key);
+#pragma unroll
+        for (int d = 0; d < DIM_FRAGMENTS; ++d)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const int column = 16 * d + 2 * (threadIdx.x & 3) + fragment_column(i);
+                const float v = to_float(piece_of<BLOCK_N>(value, row, column / 8)[column % 8]);
+                if (!isfinite(v) && visible(position[fragment_row(i)], seen)) o[d].x[i] += v;
+            }
+    }
+    named_barrier(CONSUMER_BARRIER, CONSUMER_THREADS);  // everybody has read the values that are about to be cleared
+    for (int i = threadIdx.x - PRODUCER_THREADS; i < keys * HEAD_DIM_PADDED; i += CONSUMER_THREADS) {
+        const int column = i % HEAD_DIM_PADDED;
+        ELEMENT& x = piece_of<BLOCK_N>(value, i / HEAD_DIM_PADDED, column / 8)[column % 8];
+        if (!isfinite(to_float(x))) from_float(x, 0.0f);
+    }
+    shared_write_fence();
+    named_barrier(CONSUMER_BARRIER, CONSUMER_THREADS);  // the block is finite
+}
+
+// Row `row` of a tile's output, whose first one is at `first`: query by query, in each head by head.
+__device__ __forceinline__ ELEMENT* row_of_output(ELEMENT* first, int row, int query_bytes) {
+    const void* place = row_address(first + row % HEADS * HEAD_DIM, row / HEADS, query_bytes);
+    return const_cast<ELEMENT*>(static_cast<const ELEMENT*>(place));
+}
+
+// Writes this warp's 16 rows of out and lse, through the tile's own query rows, which nobody needs any more and which are
+// then free. In few instructions: they run once a tile, so each of them is fetched anew.
+__device__ __forceinline__ void write_tile(const AttentionParams& p, const Tile& t, ELEMENT* staging, int first_row,
+                                           const Fragment (&o)[DIM_FRAGMENTS], RowSums& state, Barrier* free) {
+    const int lane = lane_now();
+    state.finish();
+    const float factor[2] = {state.inverse_sum(0), state.inverse_sum(1)};
+    const unsigned corner = shared_address(piece_of<BLOCK_M>(staging, first_row + lane % 16, lane / 16));
+#pragma unroll
+    for (int d = 0; d < DIM_FRAGMENTS; ++d) {
+        unsigned words[4];
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) {
+            const float f = factor[fragment_row(i)];
+            words[i / 2] = pack_pair(o[d].x[i] * f, o[d].x[i + 1] * f);
+        }
+        store_matrices((corner ^ 2 * d % 8 * 16) + d / 4 * BLOCK_M * CHUNK_ROW_BYTES, words);
+    }
+    __syncwarp();  // the warp's rows are complete
+    constexpr int STEP = 32 / ROW_LANES, COPIES = 16 / STEP;
+    constexpr bool REGULAR = 16 % HEADS == 0;  // a lane's rows lie the same distances apart in all lanes and warps
+    const int piece = lane % ROW_LANES, own = lane / ROW_LANES;
+    const int existing = min((t.end_query - t.first_query) * HEADS, QUERIES * HEADS) - first_row;
+    ELEMENT* target =
+        p.out + (((long long)t.batch * p.query_length + t.first_query) * p.heads + t.first_head) * HEAD_DIM + piece * 8;
+    float* lse = p.lse + ((long long)t.batch * p.heads + t.first_head) * p.query_length + t.first_query;
+    const int query_bytes = p.heads * HEAD_DIM * static_cast<int>(sizeof(ELEMENT));
+    if (REGULAR) target = row_of_output(target, first_row + own, query_bytes);
+    const unsigned first_piece = shared_address(piece_of<BLOCK_M>(staging, first_row + own, piece));
+    uint4 pieces[COPIES];
+#pragma unroll
+    for (int k = 0; k < COPIES; ++k)
+        pieces[k] = load_shared_16((first_piece ^ k * STEP % 8 * 16) + k * STEP * CHUNK_ROW_BYTES);
+#if QUERY_BULK
+    shared_write_fence();  // the copy engine may overwrite these rows; ahead of the stores, for it waits for those too
+#endif
+    barrier_arrive(free);  // and `t` may change
+#pragma unroll
+    for (int k = 0; k < COPIES; ++k) {
+        ELEMENT* place = row_of_output(target, REGULAR ? k * STEP : first_row + k * STEP + own, query_bytes);
+        if (piece * 8 < HEAD_DIM && k * STEP + own < existing) __stcg(reinterpret_cast<uint4*>(place), pieces[k]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int row = lane / 4 + 8 * r;
+        if ((lane & 3) == 0 && row < existing)
+            lse[(long long)((first_row + row) % HEADS) * p.query_length + (first_row + row) / HEADS] = state.lse(r);
+    }
+}
+
+// A consumer warp's registers and turns.
+struct Consumer {
+    Shared& shared;
+    const AttentionParams& p;
+    const Logits logits;
+    const int lane, group_row, first_row;  // rows of the warpgroup and of this warp in the tile
+    Turn<STAGES> turn, value_turn;         // of the keys whose logits become exponentials, and of the values that come next
+    Turn<QUERY_STAGES> queries, query_turn;  // of these logits, and of the tile whose output comes next
+    Fragment s[KEY_FRAGMENTS], o[DIM_FRAGMENTS];
+    unsigned probability[KEY_FRAGMENTS][4];
+    bool incomplete;                // before the block at `turn`
+    bool keys_there, values_there;  // of the products that come next: seen to have come
+    LaneBias bias;
+    float sum[2];  // of the exponentials at hand
+    RowSums state, complete;  // of the tile at hand, and of the one before until its output is written
+
+    __device__ __forceinline__ Consumer(Shared& shared, const AttentionParams& p)
+        : shared(shared), p(p), logits(p.scale, p.softcap), lane(threadIdx.x & 31),
+          group_row(uniform((threadIdx.x - PRODUCER_THREADS) / 128) * 64),
+          first_row(uniform((threadIdx.x - PRODUCER_THREADS) / 32) * 16) {}
+
+    // The softmax goes on to the tile whose queries are at `queries`.
+    __device__ __forceinline__ void open_tile() {
+        complete = state;
+        state = RowSums();
+#if BIAS == BIAS_DENSE
+        const Tile& t = shared.tile[queries.stage];
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            bias.row[r] = bias_row(p, t, first_row + lane / 4 + 8 * r);
+#endif
+    }
+
+    __device__ __forceinline__ void clear_output() {
+#pragma unroll
+        for (int d = 0; d < DIM_FRAGMENTS; ++d)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) o[d].x[i] = 0.0f;
+    }
+
+    __device__ __forceinline__ void meet_queries(const Turn<QUERY_STAGES>& queries) const {
+        barrier_wait(&shared.query_arrived[queries.stage], queries.phase);
+    }
+
+    // Asks whether the keys at `keys` have come, for the answer takes its time.
+    __device__ __forceinline__ void look_ahead(const Turn<STAGES>& keys) {
+        keys_there = barrier_test(&shared.key_arrived[keys.stage], keys.phase);
+    }
+
+    // Waits for these keys, and asks whether the values at `value_turn` have come.
+    __device__ __forceinline__ void meet_keys(const Turn<STAGES>& keys) {
+        if (!keys_there) barrier_wait(&shared.key_arrived[keys.stage], keys.phase);
+        values_there = barrier_test(&shared.value_arrived[value_turn.stage], value_turn.phase);
+    }
+
+    __device__ __forceinline__ void meet_values() const {
+        if (!values_there) barrier_wait(&shared.value_arrived[value_turn.stage], value_turn.phase);
+    }
+
+    // The sums of the block with these keys, which have come.
+    __device__ __forceinline__ void begin_sums(const Turn<STAGES>& keys) {
+#if BIAS_FIRST
+        begin_with_bias(s, shared, keys.stage);
+        pin(s);  // not behind the wait for a turn
+#endif
+    }
+
+    __device__ __forceinline__ void start_logits(const Turn<STAGES>& keys, const Turn<QUERY_STAGES>& queries) {
+        begin_logits(s, shared.query[queries.stage] + group_row * CHUNK_COLUMNS, shared.keys[keys.stage]);
+    }
+
+    __device__ __forceinline__ void finish_output() {
+        products_wait<0>();
+        pin(o);
+        pin(probability);
+    }
+
+    __device__ __forceinline__ void release_values() {
+        barrier_arrive(&shared.value_free[value_turn.stage]);
+        value_turn.advance();
+    }
+
+    // Writes the tile whose queries were at `query_turn`.
+    __device__ __forceinline__ void close_tile(RowSums& result) {
+        write_tile(p, shared.tile[query_turn.stage], shared.query[query_turn.stage], first_row, o, result,
+                   &shared.query_free[query_turn.stage]);
+        query_turn.advance();
+        clear_output();
+    }
+
+    // What is known of the block with these keys, which have come. A dense bias of it is on its way then.
+    __device__ __forceinline__ Order read_order(const Turn<STAGES>& keys) {
+        const Order order = shared.order[keys.stage];
+        if (BIAS == BIAS_DENSE) bias.fetch(p, shared, keys.stage, order.following);
+        return order;
+    }
+
+    // Between these two a warpgroup issues products, and no other does (but for delayed ones).
+    __device__ __forceinline__ void take_turn() const {
+        if (TURNS) named_barrier(TURN_BARRIER + group_row / 64, 256);
+    }
+
+    __device__ __forceinline__ void pass_turn() const {
+        if (TURNS) named_barrier_arrive(TURN_BARRIER + (group_row / 64 + 1) % CONSUMERS, 256);
+    }
+
+    // Begins the sums of the block at `turn` and takes a turn. Where the products are long, the others wait for those alone.
+    __device__ __forceinline__ void begin_turn() {
+        if (HEAD_DIM > 64) begin_sums(turn);
+        take_turn();
+        if (HEAD_DIM <= 64) begin_sums(turn);
+    }
+
+    // What else is added to the logits of the block at `turn`; to be called while their products are under way.
+    __device__ __forceinline__ void fetch_bias() {
+        if (BIAS != BIAS_DENSE) bias.fetch(p, shared, turn.stage, -1);
+    }
+
+    __device__ __forceinline__ void release_keys(const Turn<STAGES>& turn) const {
+        barrier_arrive(&shared.key_free[turn.stage]);
+    }
+
+    // Softcap, bias and masks, where products are to become logits.
+    template <int fragments>
+    __device__ __forceinline__ void finish_logits(const Order& order) {
+        logits.template finish<fragments>(s, bias);
+        if (order.clear() == BLOCK_N) return;
+        const Tile& t = shared.tile[queries.stage];
+        const int position[2] = {position_of(t, first_row + lane / 4), position_of(t, first_row + lane / 4 + 8)};
+        apply_mask<fragments>(s, shared, turn.stage, order.clear(), position);
+    }
+
+    template <int fragments>
+    __device__ __forceinline__ void exponentiate() {
+        if (incomplete) state.template refer<fragments>(s, logits.unit);
+        state.template exponentiate<fragments>(s, logits.unit, sum);
+    }
+
+    // The products of the block at `turn` become exponentials; where its values must be looked at, its keys are held.
+    __device__ __forceinline__ void exponentiate(Order& order) {
+        if (PLAIN && order.whole()) {
+            logits.template finish<KEY_FRAGMENTS>(s, bias);
+            exponentiate<KEY_FRAGMENTS>();
+            return;
+        }
+        if (order.clear() < BLOCK_N) {
+            const int4 found = *reinterpret_cast<const int4*>(shared.nonfinite[turn.stage]);
+            if (found.x | found.y | found.z | found.w) order.state |= Order::HELD;
+        }
+        if (!order.few()) {
+            finish_logits<KEY_FRAGMENTS>(order);
+            exponentiate<KEY_FRAGMENTS>();
+        } else {
+            finish_logits<FEW_FRAGMENTS>(order);
+            exponentiate<FEW_FRAGMENTS>();
+            fill_rest(0.0f);  // or the assembler would let the products wait for each other
+        }
+    }
+
+    // Of a block of few keys.
+    __device__ __forceinline__ void fill_rest(float x) {
+#pragma unroll
+        for (int n = FEW_FRAGMENTS; n < KEY_FRAGMENTS; ++n)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) s[n].x[i] = x;
+    }
+
+    // The products of the block at `turn` once more, by each warp for itself.
+    __device__ __forceinline__ void repeat_products() {
+#if BIAS_FIRST
+        begin_with_bias(s, shared, turn.stage);
+#else
+#pragma unroll
+        for (int n = 0; n < KEY_FRAGMENTS; ++n)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) s[n].x[i] = 0.0f;
+#endif
+        const int query = first_row + lane % 16, key = lane / 16 * 8 + lane % 8;  // of 16 x 16 numbers, as load_matrices wants them
+#pragma unroll 1
+        for (int d = 0; d < DIM_FRAGMENTS; ++d) {
+            unsigned a[4], b[4];
+            load_matrices(a, shared_address(piece_of<BLOCK_M>(shared.query[queries.stage], query, 2 * d + lane / 16)));
+#pragma unroll
+            for (int n = 0; n < KEY_FRAGMENTS; ++n) {
+                load_matrices(b, shared_address(piece_of<BLOCK_N>(shared.keys[turn.stage], 16 * n + key, 2 * d + lane / 8 % 2)));
+                multiply_warp(s[n], a, b);
+            }
+        }
+    }
+
+    // After `exponentiate`, while its exponentials are in no sum and no product yet: whether some are too large. The assembler
+    // would move them behind the wait for the output products, but moves nothing across a branch that depends on them.
+    __device__ __forceinline__ bool strained() const {
+        return __any_sync(ALL_LANES, fmaxf(sum[0], sum[1]) > RowSums::LARGEST);
+    }
+
+    // References follow; never in a tile's first block, so the outputs so far are of its tile.
+    __device__ __forceinline__ void relieve(const Order& order) {
+        finish_output();
+        float factor[2];
+        if (__any_sync(ALL_LANES, fmaxf(sum[0], sum[1]) == infinity())) {
+            repeat_products();
+            finish_logits<KEY_FRAGMENTS>(order);
+            if (order.few()) fill_rest(-infinity());
+            state.leap(s, logits.unit, factor);
+            state.template exponentiate<KEY_FRAGMENTS>(s, logits.unit, sum);
+        } else {
+            state.follow(s, sum, factor);
+        }
+#pragma unroll
+        for (int d = 0; d < DIM_FRAGMENTS; ++d)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) o[d].x[i] *= factor[fragment_row(i)];
+    }
+
+    // The block's exponentials count, and its keys have been used.
+    __device__ __forceinline__ void settle(const Order& order) {
+        state.l[0] += sum[0];
+        state.l[1] += sum[1];
+        if (!order.held()) release_keys(turn);
+    }
+
+    // Exponentials become the operand of the output product.
+    __device__ __forceinline__ void round_probabilities() {
+#pragma unroll
+        for (int n = 0; n < KEY_FRAGMENTS; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) probability[n][i] = pack_pair(s[n].x[2 * i], s[n].x[2 * i + 1]);
+    }
+
+    // The output products of the block at `value_turn`, whose values have come and whose keys were at `keys`.
+    __device__ __forceinline__ void start_output(const Order& order, const Turn<STAGES>& keys) {
+        ELEMENT* value = shared.values[value_turn.stage];
+        if (order.held()) {
+            isolate_nonfinite(o, value, shared, keys.stage, order.few() ? FEW_KEYS : BLOCK_N,
+                              shared.tile[query_turn.stage], first_row);
+            release_keys(keys);
+        }
+        begin_output(o, probability, value, order.few());
+    }
+};
