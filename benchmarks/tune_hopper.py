@@ -34,10 +34,10 @@ from cupy_dma.backends.cuda.hopper import HopperTile
 
 KINDS = tuple(hopper.TILES)
 CANDIDATES = {  # by the largest head dim
-    64: [HopperTile(192, 128, 3, 2), HopperTile(192, 64, 4, 2), HopperTile(128, 128, 3, 2), HopperTile(128, 64, 4, 2)],
-    128: [HopperTile(192, 64, 3, 2), HopperTile(192, 64, 2, 2), HopperTile(128, 128, 2, 2), HopperTile(128, 64, 4, 2)],
-    192: [HopperTile(128, 64, 2, 2), HopperTile(128, 32, 3, 2)],
-    256: [HopperTile(128, 32, 2, 2)]}
+    64: [HopperTile(192, 128, 3, 3, 2), HopperTile(192, 64, 4, 4, 2), HopperTile(128, 128, 3, 3, 2), HopperTile(128, 64, 4, 4, 2)],
+    128: [HopperTile(192, 64, 3, 3, 2), HopperTile(192, 64, 2, 2, 2), HopperTile(128, 128, 2, 2, 2), HopperTile(128, 64, 4, 4, 2)],
+    192: [HopperTile(128, 64, 2, 2, 2), HopperTile(128, 32, 3, 3, 2)],
+    256: [HopperTile(128, 32, 2, 2, 2)]}
 ROUNDING = 2.0**-8  # of bfloat16
 WINDOWS = {  # lengths and w
     "short intervals": ((8192, 1024), (32768, 1024)), "intervals": ((32768, 2048), (32768, 4096))}
@@ -79,7 +79,7 @@ def tiles(case: Case) -> list[HopperTile]:
 
 
 def name(tile: HopperTile) -> str:
-    return "x".join(map(str, tile[:4])) + " in turns" * tile.turns
+    return "x".join(map(str, tile[:5])) + " in turns" * tile.turns
 
 
 @contextlib.contextmanager

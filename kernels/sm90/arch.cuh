@@ -41,6 +41,13 @@ __device__ __forceinline__ uint4 load_shared_16(unsigned shared) {
     return x;
 }
 
+// A number in shared memory, behind all copies before it.
+__device__ __forceinline__ float load_shared_now(const float* shared) {
+    float x;
+    asm volatile("ld.volatile.shared.f32 %0, [%1];" : "=f"(x) : "r"(shared_address(shared)) : "memory");
+    return x;
+}
+
 // Two numbers from an address in shared memory, into these registers: nothing is moved afterwards.
 __device__ __forceinline__ void load_shared_pair(float& x, float& y, unsigned shared) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(shared) : "memory");
@@ -183,6 +190,12 @@ __device__ __forceinline__ int lane_now() {
     return lane;
 }
 
+// The value in a register of its own, which is not worked out anew.
+__device__ __forceinline__ unsigned kept(unsigned value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 // Lane 0's value, which the compiler then knows to be the same in all lanes.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(ALL_LANES, value, 0); }
 
@@ -236,11 +249,12 @@ __device__ __forceinline__ void pin(unsigned (&words)[count][4]) {
 
 // wgmma.mma_async.m64nNk16, N = 16 * fragments:
 //   multiply_shared     d = a * b^T (+ d): a and b in shared memory, both with k along their rows
-//   multiply_registers  d += a * b: a a 64 x 16 operand in registers, b with n along its rows
+//   multiply_queries    the same with a 64 x 16 operand in registers as a
+//   multiply_registers  d += a * b: such an a, b with n along its rows
 template <int fragments>
 struct Wgmma;
 
-#define DEFINE_WGMMA(fragments, columns, i0, i1, i2, i3, i4)                                                           \
+#define DEFINE_WGMMA(fragments, columns, i0, i1, i2, i3, i4, i5)                                                       \
     template <>                                                                                                        \
     struct Wgmma<fragments> {                                                                                          \
         static __device__ __forceinline__ void multiply_shared(Fragment* d, unsigned a, unsigned b, int add) {         \
@@ -251,6 +265,14 @@ struct Wgmma;
                          : OPERANDS_##fragments(d)                                                                     \
                          : "r"(a), "r"(b), "r"(add));                                                                  \
         }                                                                                                              \
+        static __device__ __forceinline__ void multiply_queries(Fragment* d, const unsigned (&a)[4], unsigned b, int add) { \
+            asm volatile("{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %" #i5 ", 0;\n"                             \
+                         "mov.b64 b, {%" #i4 ", 0x40000040};\n"                                                        \
+                         "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." PTX_TYPE "." PTX_TYPE                 \
+                         " {" PLACES_##fragments "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, b, add, 1, 1, 0;\n}\n"  \
+                         : OPERANDS_##fragments(d)                                                                     \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add));                              \
+        }                                                                                                              \
         static __device__ __forceinline__ void multiply_registers(Fragment* d, const unsigned (&a)[4], unsigned b) {   \
             asm volatile("{\n.reg .b64 b;\nmov.b64 b, {%" #i4 ", 0x40000040};\n"                                       \
                          "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." PTX_TYPE "." PTX_TYPE                 \
@@ -259,11 +281,11 @@ struct Wgmma;
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));                                        \
         }                                                                                                              \
     };
-DEFINE_WGMMA(1, 16, 8, 9, 10, 11, 12)
-DEFINE_WGMMA(2, 32, 16, 17, 18, 19, 20)
-DEFINE_WGMMA(4, 64, 32, 33, 34, 35, 36)
-DEFINE_WGMMA(6, 96, 48, 49, 50, 51, 52)
-DEFINE_WGMMA(8, 128, 64, 65, 66, 67, 68)
+DEFINE_WGMMA(1, 16, 8, 9, 10, 11, 12, 13)
+DEFINE_WGMMA(2, 32, 16, 17, 18, 19, 20, 21)
+DEFINE_WGMMA(4, 64, 32, 33, 34, 35, 36, 37)
+DEFINE_WGMMA(6, 96, 48, 49, 50, 51, 52, 53)
+DEFINE_WGMMA(8, 128, 64, 65, 66, 67, 68, 69)
 
 // mma.m16n8k16 by one warp, twice: d += a * b^T for 16 rows of b, which are the columns of fragment d.
 __device__ __forceinline__ void multiply_warp(Fragment& d, const unsigned (&a)[4], const unsigned (&b)[4]) {

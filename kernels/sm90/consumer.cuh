@@ -5,16 +5,22 @@
 #pragma once
 #include "sm90/logits.cuh"
 
-// s = rows . k, or s += rows . k
-__device__ __forceinline__ void begin_logits(Fragment (&s)[KEY_FRAGMENTS], const ELEMENT* query, const ELEMENT* key) {
+// s = rows . k, or s += rows . k, of queries in registers or in shared memory
+__device__ __forceinline__ void begin_logits(Fragment (&s)[KEY_FRAGMENTS], unsigned (&kept)[QUERIES_KEPT ? DIM_FRAGMENTS : 1][4],
+                                             const ELEMENT* query, const ELEMENT* key) {
     const unsigned a = matrix_descriptor(query, 0), b = matrix_descriptor(key, 0);
     pin(s);
+    if (QUERIES_KEPT) pin(kept);
     products_begin();
 #pragma unroll
     for (int d = 0; d < DIM_FRAGMENTS; ++d) {
         const int chunk = d / 4, step = d % 4 * 32;
-        Wgmma<KEY_FRAGMENTS>::multiply_shared(s, moved(a, chunk * BLOCK_M * CHUNK_ROW_BYTES + step),
-                                              moved(b, chunk * BLOCK_N * CHUNK_ROW_BYTES + step), d > 0 || BIAS_FIRST);
+        const unsigned keys = moved(b, chunk * BLOCK_N * CHUNK_ROW_BYTES + step);
+        const bool add = d > 0 || BIAS_FIRST;
+        if (QUERIES_KEPT)
+            Wgmma<KEY_FRAGMENTS>::multiply_queries(s, kept[QUERIES_KEPT ? d : 0], keys, add);
+        else
+            Wgmma<KEY_FRAGMENTS>::multiply_shared(s, moved(a, chunk * BLOCK_M * CHUNK_ROW_BYTES + step), keys, add);
     }
     products_commit();
 }
@@ -151,10 +157,13 @@ struct Consumer {
     const AttentionParams& p;
     const Logits logits;
     const int lane, group_row, first_row;  // rows of the warpgroup and of this warp in the tile
-    Turn<STAGES> turn, value_turn;         // of the keys whose logits become exponentials, and of the values that come next
+    const unsigned bias_place;  // of this lane, in stage 0
+    Turn<STAGES> turn;                       // of the keys whose logits become exponentials
+    Turn<VALUE_STAGES> value_turn;           // of the values that come next
     Turn<QUERY_STAGES> queries, query_turn;  // of these logits, and of the tile whose output comes next
     Fragment s[KEY_FRAGMENTS], o[DIM_FRAGMENTS];
     unsigned probability[KEY_FRAGMENTS][4];
+    unsigned query[QUERIES_KEPT ? DIM_FRAGMENTS : 1][4];
     bool incomplete;                // before the block at `turn`
     bool keys_there, values_there;  // of the products that come next: seen to have come
     LaneBias bias;
@@ -164,7 +173,8 @@ struct Consumer {
     __device__ __forceinline__ Consumer(Shared& shared, const AttentionParams& p)
         : shared(shared), p(p), logits(p.scale, p.softcap), lane(threadIdx.x & 31),
           group_row(uniform((threadIdx.x - PRODUCER_THREADS) / 128) * 64),
-          first_row(uniform((threadIdx.x - PRODUCER_THREADS) / 32) * 16) {}
+          first_row(uniform((threadIdx.x - PRODUCER_THREADS) / 32) * 16),
+          bias_place(kept(shared_address(&shared.bias[0][place_of(0, 0)]))) {}
 
     // The softmax goes on to the tile whose queries are at `queries`.
     __device__ __forceinline__ void open_tile() {
@@ -185,8 +195,13 @@ struct Consumer {
             for (int i = 0; i < 8; ++i) o[d].x[i] = 0.0f;
     }
 
-    __device__ __forceinline__ void meet_queries(const Turn<QUERY_STAGES>& queries) const {
+    __device__ __forceinline__ void meet_queries() {
         barrier_wait(&shared.query_arrived[queries.stage], queries.phase);
+        if (!QUERIES_KEPT) return;
+        ELEMENT* rows = shared.query[queries.stage];
+#pragma unroll
+        for (int d = 0; d < DIM_FRAGMENTS; ++d)
+            load_matrices(query[QUERIES_KEPT ? d : 0], shared_address(piece_of<BLOCK_M>(rows, first_row + lane % 16, 2 * d + lane / 16)));
     }
 
     // Asks whether the keys at `keys` have come, for the answer takes its time.
@@ -207,13 +222,13 @@ struct Consumer {
     // The sums of the block with these keys, which have come.
     __device__ __forceinline__ void begin_sums(const Turn<STAGES>& keys) {
 #if BIAS_FIRST
-        begin_with_bias(s, shared, keys.stage);
+        begin_with_bias(s, bias_place, keys.stage);
         pin(s);  // not behind the wait for a turn
 #endif
     }
 
     __device__ __forceinline__ void start_logits(const Turn<STAGES>& keys, const Turn<QUERY_STAGES>& queries) {
-        begin_logits(s, shared.query[queries.stage] + group_row * CHUNK_COLUMNS, shared.keys[keys.stage]);
+        begin_logits(s, query, shared.query[queries.stage] + group_row * CHUNK_COLUMNS, shared.keys[keys.stage]);
     }
 
     __device__ __forceinline__ void finish_output() {
@@ -315,18 +330,18 @@ struct Consumer {
     // The products of the block at `turn` once more, by each warp for itself.
     __device__ __forceinline__ void repeat_products() {
 #if BIAS_FIRST
-        begin_with_bias(s, shared, turn.stage);
+        begin_with_bias(s, bias_place, turn.stage);
 #else
 #pragma unroll
         for (int n = 0; n < KEY_FRAGMENTS; ++n)
 #pragma unroll
             for (int i = 0; i < 8; ++i) s[n].x[i] = 0.0f;
 #endif
-        const int query = first_row + lane % 16, key = lane / 16 * 8 + lane % 8;  // of 16 x 16 numbers, as load_matrices wants them
+        const int row = first_row + lane % 16, key = lane / 16 * 8 + lane % 8;  // of 16 x 16 numbers, as load_matrices wants them
 #pragma unroll 1
         for (int d = 0; d < DIM_FRAGMENTS; ++d) {
             unsigned a[4], b[4];
-            load_matrices(a, shared_address(piece_of<BLOCK_M>(shared.query[queries.stage], query, 2 * d + lane / 16)));
+            load_matrices(a, shared_address(piece_of<BLOCK_M>(shared.query[queries.stage], row, 2 * d + lane / 16)));
 #pragma unroll
             for (int n = 0; n < KEY_FRAGMENTS; ++n) {
                 load_matrices(b, shared_address(piece_of<BLOCK_N>(shared.keys[turn.stage], 16 * n + key, 2 * d + lane / 8 % 2)));

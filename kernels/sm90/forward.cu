@@ -6,7 +6,7 @@
 //
 // The same tiles of queries and the same keys as the portable forward.cu. A block stays for many tiles (tile n * gridDim + its
 // own number) and splits its warps: one warpgroup gathers rows into shared memory, the others multiply, 64 tile rows
-// each. Blocks of keys pass through STAGES stages, whatever tile they belong to; each has barriers that say when its
+// each. Blocks of keys pass through STAGES stages (their values through VALUE_STAGES), whatever tile they belong to; each has barriers that say when its
 // keys and values have arrived and when they may be overwritten. The products of the next block's logits, which may belong
 // to the next tile, are issued together with the output products of the current one, so the tensor cores work while the
 // softmax is computed.
@@ -53,7 +53,7 @@ __device__ __forceinline__ void consume(Consumer& c) {
                 if (unwritten) c.close_tile(c.complete);  // the coming queries need its place
                 unwritten = false;
                 c.queries.advance();
-                c.meet_queries(c.queries);
+                c.meet_queries();
                 c.open_tile();
             }
             c.meet_keys(c.turn);
@@ -96,6 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(
     // The swizzle counts rows from 1024-byte boundaries.
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory + (0u - shared_address(shared_memory)) % 1024);
     if (threadIdx.x == 0) {
+        shared.inverse_scale = 1.0f / launch.attention.scale;
         for (int i = 0; i < QUERY_STAGES; ++i) {
             barrier_init(&shared.query_arrived[i], QUERY_BULK ? 1 : 2 * PRODUCER_THREADS);
             barrier_init(&shared.query_free[i], CONSUMER_THREADS);
@@ -103,6 +104,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(&shared.key_arrived[i], 2 * PRODUCER_THREADS);
             barrier_init(&shared.key_free[i], CONSUMER_THREADS);
+        }
+        for (int i = 0; i < VALUE_STAGES; ++i) {
             barrier_init(&shared.value_arrived[i], PRODUCER_THREADS);
             barrier_init(&shared.value_free[i], CONSUMER_THREADS);
         }
@@ -119,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(
         if (shared.order[0].state < 0) return;  // none of this block's numbers has a tile
 #endif
         Consumer c(shared, launch.attention);
-        c.meet_queries(c.queries);
+        c.meet_queries();
         barrier_wait(&shared.key_arrived[0], 0);
         consume(c);
     }

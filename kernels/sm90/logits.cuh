@@ -65,12 +65,13 @@ private:
 
 #if BIAS_FIRST
 // Before the products: the bias in units of them.
-__device__ __forceinline__ void begin_with_bias(Fragment (&s)[KEY_FRAGMENTS], const Shared& shared, int stage) {
+// `own` is the address of stage 0's place_of(0, 0).
+__device__ __forceinline__ void begin_with_bias(Fragment (&s)[KEY_FRAGMENTS], unsigned own, int stage) {
 #pragma unroll
     for (int n = 0; n < KEY_FRAGMENTS; ++n)
 #pragma unroll
         for (int i = 0; i < 8; i += 2)
-            load_shared_pair(s[n].x[i], s[n].x[i + 1], shared_address(shared.bias[stage] + place_of(n, i / 4 * 2)));
+            load_shared_pair(s[n].x[i], s[n].x[i + 1], own + (stage * BLOCK_N + place_of(0, n, i / 4 * 2)) * 4);
 }
 #endif
 

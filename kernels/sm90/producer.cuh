@@ -102,7 +102,7 @@ struct Block {
 };
 
 // The rows of the keys of block `number` that warp `warp` gathers, or looks at.
-__device__ __forceinline__ int* listed_rows(Shared& shared, int number, int warp) {
+__device__ __forceinline__ int* listed_rows(Shared& shared, unsigned number, int warp) {
 #if KEYS == KEYS_CONTIGUOUS
     return nullptr;
 #else
@@ -111,7 +111,7 @@ __device__ __forceinline__ int* listed_rows(Shared& shared, int number, int warp
 }
 
 // From `entry`, this lane's, to there. Complete when the block's turn has come.
-__device__ __forceinline__ void list_entries(Shared& shared, int number, int warp, const int* entry, bool exists = true) {
+__device__ __forceinline__ void list_entries(Shared& shared, unsigned number, int warp, const int* entry, bool exists = true) {
     const int lane = threadIdx.x & 31;
     if (lane < WARP_KEYS) copy_async_4(listed_rows(shared, number, warp) + lane, entry, exists ? 4 : 0);
     copy_async_commit();
@@ -129,7 +129,7 @@ __device__ __forceinline__ bool apart(unsigned full, unsigned partial) {
 }
 
 // The next block, the one with number `number`. What the list says of its keys is under way then.
-__device__ __forceinline__ Block next_block(Shared& shared, KeyBlocks& blocks, int warp, int number) {
+__device__ __forceinline__ Block next_block(Shared& shared, KeyBlocks& blocks, int warp, unsigned number) {
     const KeySource& source = blocks.source;
     const KeyBlock next = blocks.next();
     Block block = {next.first, source.length, BLOCK_N};
@@ -165,7 +165,7 @@ __device__ __forceinline__ Block next_block(Shared& shared, KeyBlocks& blocks, i
 }
 
 // The first block of a tile; a tile that meets no keys has one without keys, so that its output is written.
-__device__ __forceinline__ Block first_block(Shared& shared, KeyBlocks& blocks, int warp, int number) {
+__device__ __forceinline__ Block first_block(Shared& shared, KeyBlocks& blocks, int warp, unsigned number) {
     Block block = next_block(shared, blocks, warp, number);
     if (block.first < 0) {
         block.first = block.end;
@@ -323,11 +323,12 @@ __device__ __forceinline__ float fetch_bias(const AttentionParams& p, const Plan
 #endif
 }
 
-// It has come. Rounded towards zero a finite bias stays finite.
-__device__ __forceinline__ void keep_bias(Shared& shared, int warp, int stage, float bias, float inverse_scale) {
+// It has come. Rounded towards zero a finite bias stays finite. The scale is read anew, or the assembler would multiply, and so
+// wait for the bias, ahead of the copies before.
+__device__ __forceinline__ void keep_bias(Shared& shared, int warp, int stage, float bias) {
     const int lane = threadIdx.x & 31;
     if (BIAS == BIAS_OF_KEYS && lane < WARP_KEYS)
-        shared.bias[stage][warp * WARP_KEYS + lane] = BIAS_FIRST ? __fmul_rz(bias, inverse_scale) : bias;
+        shared.bias[stage][warp * WARP_KEYS + lane] = BIAS_FIRST ? __fmul_rz(bias, load_shared_now(&shared.inverse_scale)) : bias;
 }
 
 // What else is known per key. All queries see the block's first `clear` keys.
@@ -403,12 +404,12 @@ __device__ __forceinline__ int whole_blocks(const KeySource& source) {
 __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& launch) {
     const AttentionParams& p = launch.attention;
     const int warp = uniform(threadIdx.x / 32);
-    const float inverse_scale = 1.0f / p.scale;
-    Turn<STAGES> turn, value_turn;
+    Turn<STAGES> turn;
+    Turn<VALUE_STAGES> value_turn;
     Turn<QUERY_STAGES> query_turn;
     Tiles tiles(p, shared.plans[warp]);
     int at_hand = 0;        // which plan is the tile's
-    int number = 0;         // of the block
+    unsigned number = 0;    // of the block
     RowSource values = {};  // of the block before
     float lane_bias = 0.0f;  // of the block at hand, asked for when the one before has been gathered, for it takes its time
     tiles.find(at_hand);
@@ -474,7 +475,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
                 barrier_wait(&shared.key_free[turn.stage], turn.phase ^ 1);
                 gather_facts<true>(shared, p, plan, warp, rows, BLOCK_N, turn.stage);
                 gather_rows<true>(shared.keys[turn.stage], rows.rows, p.key_row, rows.listed, warp, 0, BLOCK_N);
-                keep_bias(shared, warp, turn.stage, lane_bias, inverse_scale);
+                keep_bias(shared, warp, turn.stage, lane_bias);
                 rows.rows = plan.values;
                 pass_keys({BLOCK_N, false, 0, -1}, rows);
                 meet_list(0, whole > 1 ? BLOCK_N : block.count());
@@ -507,7 +508,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
             if (part == warp) {
                 gather_facts<false>(shared, p, plan, warp, rows, block.clear, turn.stage);
                 gather<false>(shared.keys[turn.stage], rows, launch, warp, &shared.key_arrived[turn.stage]);
-                keep_bias(shared, warp, turn.stage, lane_bias, inverse_scale);
+                keep_bias(shared, warp, turn.stage, lane_bias);
             }
             if (block.clear < BLOCK_N) {
                 const bool mine = !block.few() || warp / FEW_WARPS == 1;

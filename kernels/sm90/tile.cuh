@@ -26,6 +26,9 @@ constexpr int DIM_FRAGMENTS = HEAD_DIM_PADDED / 16;
 constexpr int SUMS = KEY_FRAGMENTS * 12 + DIM_FRAGMENTS * 8;  // and probabilities
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? (BIAS == BIAS_DENSE ? 216 : 208) : SUMS > 112 ? 160 : SOFTCAP ? 152 : 144;
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 504 - 2 * CONSUMER_REGISTERS : 512 - 3 * CONSUMER_REGISTERS;
+// Whether a consumer keeps its queries in registers, where there are enough: then QK reads half as much of shared memory, all of
+// whose width it needs otherwise.
+constexpr bool QUERIES_KEPT = SUMS + DIM_FRAGMENTS * 4 <= (CONSUMERS == 2 ? 144 : 96);
 constexpr int WARP_KEYS = BLOCK_N / PRODUCER_WARPS;  // keys of a block that a producer warp gathers
 constexpr int CONSUMER_BARRIER = 1, TURN_BARRIER = 2;  // named barriers; of turns one for each warpgroup
 constexpr int LISTS = 4;  // of blocks, which the producer has at a time
@@ -111,7 +114,7 @@ struct Plan {
 struct Shared {
     ELEMENT query[QUERY_STAGES][CHUNKS * BLOCK_M * CHUNK_COLUMNS];  // later the tile's output
     ELEMENT keys[STAGES][CHUNKS * BLOCK_N * CHUNK_COLUMNS];
-    ELEMENT values[STAGES][CHUNKS * BLOCK_N * CHUNK_COLUMNS];
+    ELEMENT values[VALUE_STAGES][CHUNKS * BLOCK_N * CHUNK_COLUMNS];
     float bias[STAGES][BLOCK_N];  // with BIAS_FIRST in units of the products
 #if BITS
     unsigned words[STAGES][WORDS][BLOCK_N];
@@ -124,13 +127,14 @@ struct Shared {
 #if KEYS != KEYS_CONTIGUOUS
     int listed[LISTS][BLOCK_N];  // the producer's own: rows of the keys of the block at hand, of those around it
 #endif
+    float inverse_scale;
     Order order[STAGES];
     // Of a block that is not clear: whether values of a warp's keys are not finite.
     alignas(16) int nonfinite[STAGES][PRODUCER_WARPS];
     Tile tile[QUERY_STAGES];
     Plan plans[PRODUCER_WARPS][2];  // the producer's own: of the tile at hand and of the next one
     Barrier query_arrived[QUERY_STAGES], query_free[QUERY_STAGES];
-    Barrier key_arrived[STAGES], key_free[STAGES], value_arrived[STAGES], value_free[STAGES];
+    Barrier key_arrived[STAGES], key_free[STAGES], value_arrived[VALUE_STAGES], value_free[VALUE_STAGES];
 };
 
 __device__ __forceinline__ int all_tiles(const AttentionParams& p) { return p.batch * (p.heads / HEADS) * p.tiles; }
@@ -150,11 +154,14 @@ __device__ __forceinline__ constexpr int row_of_key(int key) {
 // Of the eight keys that a lane has of fragments n and n + 1 (n even): which one element i of fragment n + h is.
 __device__ __forceinline__ constexpr int own_key(int h, int i) { return 4 * h + i / 4 * 2 + i % 2; }
 
-// Key of the block that this lane has as the k-th of its four columns in fragment n; gathered, the four follow each other.
-__device__ __forceinline__ int place_of(int n, int k) {
-    const int t = threadIdx.x & 3;
+// Key of the block that the t-th of four lanes has as the k-th of its four columns in fragment n; gathered, the four follow
+// each other.
+__device__ __forceinline__ constexpr int place_of(int t, int n, int k) {
     return BULK ? 16 * n + 2 * t + k % 2 + k / 2 * 8 : n / 2 * 32 + 8 * t + own_key(n % 2, 0) + k;
 }
+
+// Of this lane.
+__device__ __forceinline__ int place_of(int n, int k) { return place_of(threadIdx.x & 3, n, k); }
 
 // Which stage is next, and in which of its two phases.
 template <int count>

@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 
 
 class HopperTile(NamedTuple):
-    """A block's part of the attention: rows (queries times heads), keys at a time, stages of keys and of queries, and
-    whether the warpgroups that multiply take turns in doing so."""
+    """A block's part of the attention: rows (queries times heads), keys at a time, stages of keys, of their values and
+    of queries, and whether the warpgroups that multiply take turns in doing so."""
 
     block_m: int
     block_n: int
     stages: int
+    value_stages: int
     query_stages: int
     turns: bool = False
 
@@ -45,6 +46,7 @@ class HopperForwardConfig(jit.Config):
     block_m: int
     block_n: int
     stages: int
+    value_stages: int
     query_stages: int
     turns: bool
     keys: str
@@ -62,10 +64,10 @@ class HopperForwardConfig(jit.Config):
     def shared_bytes(self) -> int:
         """Size of ``struct Shared`` in the kernel file, rounded up, and room to align it."""
         row = blocks(self.head_dim, 64) * 128
-        rows = self.query_stages * self.block_m + 2 * self.stages * self.block_n
+        rows = self.query_stages * self.block_m + (self.stages + self.value_stages) * self.block_n
         facts = 4 * self.block_n * (2 + max(2, blocks(self.block_m // self.heads, 32)))
         producer = 16 * self.block_n + 1280
-        return 1024 + row * rows + self.stages * (facts + 64) + 64 * self.query_stages + producer
+        return 1024 + row * rows + self.stages * (facts + 64) + 16 * self.value_stages + 64 * self.query_stages + producer
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,12 @@ SHORT_LISTS = 1400  # keys that a query sees; of so few the last, partly filled 
 # turns come to do the same thing at the same time; with two of them at head dim 128 and keys in their own order turns
 # cost as much as they bring.
 TILES = {
-    "intervals": {64: HopperTile(192, 128, 3, 2, turns=True), 128: HopperTile(192, 64, 3, 2, turns=True)},
-    "short intervals": {64: HopperTile(192, 64, 4, 2, turns=True), 128: HopperTile(192, 64, 3, 2, turns=True)},
-    "bits": {64: HopperTile(128, 128, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2, turns=True)},
-    "contiguous": {64: HopperTile(192, 128, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2)},
-    "contiguous with bias": {64: HopperTile(192, 128, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2)},
-    "contiguous with bias and softcap": {64: HopperTile(128, 128, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2)},
+    "intervals": {64: HopperTile(192, 128, 3, 3, 2, turns=True), 128: HopperTile(192, 64, 3, 3, 2, turns=True)},
+    "short intervals": {64: HopperTile(192, 64, 4, 4, 2, turns=True), 128: HopperTile(192, 64, 3, 3, 2, turns=True)},
+    "bits": {64: HopperTile(128, 128, 3, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2, 2, turns=True)},
+    "contiguous": {64: HopperTile(192, 128, 3, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2, 2)},
+    "contiguous with bias": {64: HopperTile(192, 128, 3, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2, 2)},
+    "contiguous with bias and softcap": {64: HopperTile(128, 128, 3, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2, 2)},
 }
 
 
