@@ -5,11 +5,11 @@
     python benchmarks/tune_hopper.py --in-use --kernels /tmp/other --case "16/8 N32768"   other kernels too
 
 For every kind of keys of ``hopper.TILES``, head dim, group and length: each candidate tile (rows x keys x stages of
-keys x stages of queries), with and without turns, and the portable kernel, whether the call would go there or not.
-Inputs: bfloat16, batch 1, independent normal numbers; intervals: top-w masks of independent scores, with these as bias;
-bits: half of a dense mask visible, shared by all heads; softcaps of 30. Lists of intervals are cached, dense masks are
-packed in every call. Timing: see measure.py. Every output is compared with the portable kernel's; one that differs by
-more than two roundings of the largest number is marked WRONG, and the exit status is 1.
+keys x stages of values x stages of queries), with and without turns, and the portable kernel, whether the call would go
+there or not. Inputs: bfloat16, batch 1, independent normal numbers; intervals: top-w masks of independent scores, with
+these as bias; bits: half of a dense mask visible, shared by all heads; softcaps of 30. Lists of intervals are cached,
+dense masks are packed in every call. Timing: see measure.py. Every output is compared with the portable kernel's; one
+that differs by more than two roundings of the largest number is marked WRONG, and the exit status is 1.
 
 The fastest tile of each group of rows is marked; ``in use`` is what the library takes. The results go to
 ``benchmarks/results/hopper_tiles.json``, but for those of a choice of cases, tiles or kernels, which are only printed.
@@ -34,13 +34,14 @@ from cupy_dma.backends.cuda.hopper import HopperTile
 
 KINDS = tuple(hopper.TILES)
 CANDIDATES = {  # by the largest head dim
-    64: [HopperTile(192, 128, 3, 3, 2), HopperTile(192, 64, 4, 4, 2), HopperTile(128, 128, 3, 3, 2), HopperTile(128, 64, 4, 4, 2)],
-    128: [HopperTile(192, 64, 3, 3, 2), HopperTile(192, 64, 2, 2, 2), HopperTile(128, 128, 2, 2, 2), HopperTile(128, 64, 4, 4, 2)],
+    64: [HopperTile(192, 128, 3, 3, 2), HopperTile(192, 64, 6, 6, 2), HopperTile(128, 128, 4, 4, 2),
+         HopperTile(128, 128, 3, 3, 2)],
+    128: [HopperTile(192, 64, 4, 3, 2), HopperTile(128, 128, 2, 2, 2), HopperTile(128, 64, 4, 4, 2)],
     192: [HopperTile(128, 64, 2, 2, 2), HopperTile(128, 32, 3, 3, 2)],
     256: [HopperTile(128, 32, 2, 2, 2)]}
 ROUNDING = 2.0**-8  # of bfloat16
 WINDOWS = {  # lengths and w
-    "short intervals": ((8192, 1024), (32768, 1024)), "intervals": ((32768, 2048), (32768, 4096))}
+    "intervals": ((8192, 1024), (32768, 1024), (32768, 4096)), "intervals with softcap": ((32768, 1024),)}
 
 
 class Case(NamedTuple):

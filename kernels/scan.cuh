@@ -37,7 +37,7 @@ struct Selection {
 };
 
 __device__ __forceinline__ unsigned rank_of(Ranked e) { return static_cast<unsigned>(e >> 32); }  // 0: no candidate
-__device__ __forceinline__ unsigned row_of(Ranked e) { return static_cast<unsigned>(e); }
+__device__ __forceinline__ int row_of(Ranked e) { return static_cast<int>(e); }
 
 // entry(0 .. n-1) shared out among the block's threads. The first `cached` of a thread are read once and stay in
 // registers, the others are read again, BATCH at a time, by every pass. An entry of 0 is no candidate, but is visited.
@@ -167,7 +167,7 @@ __device__ Selection select_highest(const Candidates<threads, cached, Entry>& ca
     const unsigned rank = find_word(candidates, rank_of, ranks, missing, shared);
     unsigned row = 0;
     if (missing > 0) {
-        const auto row_of_equal = [&](Ranked e) { return rank_of(e) == rank ? row_of(e) + 1 : 0; };
+        const auto row_of_equal = [&](Ranked e) { return rank_of(e) == rank ? row_of(e) + 1u : 0u; };
         const WordRange rows = range_of(candidates, row_of_equal, shared);
         if (missing < rows.count) row = find_word(candidates, row_of_equal, rows, missing, shared) - 1;
     }

@@ -67,8 +67,6 @@ struct Row {
     __device__ __forceinline__ long long chunk(int c) const { return (long long)row * p.chunks + c; }
 };
 
-__device__ __forceinline__ int key_of(Ranked e) { return static_cast<int>(e & 0xffffffffu); }
-
 extern "C" __global__ void __launch_bounds__(LIST_THREADS) local_top(const SelectParams p) {
     __shared__ SelectShared shared;
     __shared__ int stored;
@@ -100,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) filter_arrivals(const
     const Ranked* lists = p.local + row.chunk(0) * p.local_capacity;
     auto entry = [&](int i) {
         const Ranked e = lists[i];
-        return key_of(e) >= since ? e : 0;
+        return row_of(e) >= since ? e : 0;
     };
     const Candidates<LIST_THREADS, 16, decltype(entry)> candidates(entry, c * p.local_capacity);
     const Selection best = select_highest(candidates, range_of(candidates, rank_of, shared), p.window, shared);
@@ -157,10 +155,10 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const
     // What is kept when the first arrival comes: the best of the chunk's kept set and the arrivals before it.
     const Ranked* kept = p.kept + row.chunk(c) * p.window;
     const Ranked* arrivals = p.arrivals + row.chunk(c) * p.chunk;
-    const int kept_count = p.kept_count[row.chunk(c)], since = row.since(key_of(arrivals[before]));
+    const int kept_count = p.kept_count[row.chunk(c)], since = row.since(row_of(arrivals[before]));
     auto entry = [&](int i) {
         const Ranked e = i < kept_count ? kept[i] : arrivals[i - kept_count];
-        return key_of(e) >= since ? e : 0;
+        return row_of(e) >= since ? e : 0;
     };
     const Candidates<SWEEP_THREADS, 6, decltype(entry)> candidates(entry, kept_count + before);
     const WordRange ranks = range_of(candidates, rank_of, shared);
@@ -172,9 +170,9 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const
     if (threadIdx.x == 0) stored = 0;
     if (threadIdx.x < ARRIVALS) {
         const Ranked e = threadIdx.x < coming ? arrivals[before + threadIdx.x] : 0;
-        arriving[threadIdx.x] = static_cast<unsigned>(e >> 32);
-        time[threadIdx.x] = key_of(e);
-        document[threadIdx.x] = e != 0 ? row.since(key_of(e)) : -1;
+        arriving[threadIdx.x] = rank_of(e);
+        time[threadIdx.x] = row_of(e);
+        document[threadIdx.x] = e != 0 ? row.since(row_of(e)) : -1;
         mortal[threadIdx.x] = 0;
     }
     __syncthreads();  // the counter is 0, arrivals are in place, mortal is empty
@@ -200,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const
     // holds 32 neighbours, so all but its own 32 arrivals are either older or newer than all of it.
     int remaining = p.window - better;  // with this many better arrivals e dies
     int fatal = remaining <= 0 ? 0 : ARRIVALS;
-    const unsigned rank = static_cast<unsigned>(e >> 32);
+    const unsigned rank = rank_of(e);
     const int place = arrives ? mine : -1;
     for (int base = 0; base < coming && fatal == ARRIVALS; base += 32) {
         const int own = place - base;  // 0 to 31: among these arrivals
@@ -230,6 +228,6 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const
         }
     }
     if (fatal == ARRIVALS) return;
-    const int j = key_of(e);
+    const int j = row_of(e);
     p.stop[(long long)row.row * p.key_length + j] = max(time[fatal], j);  // before its own arrival: never visible
 }

@@ -13,7 +13,8 @@ TILES = {  # and the head dims that fit
     "128x128": (HopperTile(128, 128, 2, 2, 2), range(1, 129)),
     "128x64": (HopperTile(128, 64, 2, 2, 2, turns=True), range(1, 193)),
     "128x32": (HopperTile(128, 32, 2, 2, 2), range(65, 257)),
-    "192x64": (HopperTile(192, 64, 3, 3, 2, turns=True), range(1, 129)),
+    "192x64": (HopperTile(192, 64, 4, 3, 2, turns=True), range(1, 129)),
+    "192x64x6": (HopperTile(192, 64, 6, 6, 2, turns=True), range(1, 65)),
     "192x128": (HopperTile(192, 128, 3, 3, 2, turns=True), range(1, 65)),
 }
 

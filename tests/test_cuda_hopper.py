@@ -76,15 +76,20 @@ def test_queries_without_the_copy_engine(case, everything, monkeypatch):
 
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("slope", [0.05, 0.4, 3.0, -0.4])
-def test_logits_that_rise_and_fall(slope, masked, tile, everything, torch):
-    """The exponentials' reference must follow them: now and then, in every block, or never after the first."""
+def test_logits_that_rise_and_fall(slope, softcap, masked, tile, everything, torch):
+    """The exponentials' reference must follow them: now and then, in every block (where the slope is 3 only after their
+    sum has overflowed), or never after the first."""
     served, length, window = everything(*TILES[tile]), 1000, 300
     q, k, v = draw(torch, length, length, 2, 1, TILES[tile][1][-1])
     bias = slope * torch.arange(length, device="cuda", dtype=torch.float32).expand(1, 1, length)
     mask = dma.IntervalMask.sliding_window(length, window, like=q) if masked else None
-    out, lse = dma.attention(q, k, v, mask=mask, bias=bias, causal=True, return_lse=True)
-    logits = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double()) / q.shape[-1] ** 0.5 + bias[0].double()
+    out, lse = dma.attention(q, k, v, mask=mask, bias=bias, causal=True, softcap=softcap, return_lse=True)
+    logits = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double()) / q.shape[-1] ** 0.5
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits += bias[0].double()
     distance = torch.arange(length, device="cuda")[:, None] - torch.arange(length, device="cuda")
     logits.masked_fill_((distance < 0) | (masked & (distance >= window)), -torch.inf)
     expected = torch.einsum("hqk,kd->qhd", logits.softmax(-1), v[0, :, 0].double())

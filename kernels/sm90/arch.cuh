@@ -41,13 +41,6 @@ __device__ __forceinline__ uint4 load_shared_16(unsigned shared) {
     return x;
 }
 
-// A number in shared memory, behind all copies before it.
-__device__ __forceinline__ float load_shared_now(const float* shared) {
-    float x;
-    asm volatile("ld.volatile.shared.f32 %0, [%1];" : "=f"(x) : "r"(shared_address(shared)) : "memory");
-    return x;
-}
-
 // Two numbers from an address in shared memory, into these registers: nothing is moved afterwards.
 __device__ __forceinline__ void load_shared_pair(float& x, float& y, unsigned shared) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(shared) : "memory");

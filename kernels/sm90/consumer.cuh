@@ -5,9 +5,11 @@
 #pragma once
 #include "sm90/logits.cuh"
 
+using Queries = unsigned[QUERIES_KEPT ? DIM_FRAGMENTS : 1][4];  // of a warp, as operands
+
 // s = rows . k, or s += rows . k, of queries in registers or in shared memory
-__device__ __forceinline__ void begin_logits(Fragment (&s)[KEY_FRAGMENTS], unsigned (&kept)[QUERIES_KEPT ? DIM_FRAGMENTS : 1][4],
-                                             const ELEMENT* query, const ELEMENT* key) {
+__device__ __forceinline__ void begin_logits(Fragment (&s)[KEY_FRAGMENTS], Queries& kept, const ELEMENT* query,
+                                             const ELEMENT* key) {
     const unsigned a = matrix_descriptor(query, 0), b = matrix_descriptor(key, 0);
     pin(s);
     if (QUERIES_KEPT) pin(kept);
@@ -157,13 +159,13 @@ struct Consumer {
     const AttentionParams& p;
     const Logits logits;
     const int lane, group_row, first_row;  // rows of the warpgroup and of this warp in the tile
-    const unsigned bias_place;  // of this lane, in stage 0
+    const unsigned bias_place;             // of this lane, in stage 0
     Turn<STAGES> turn;                       // of the keys whose logits become exponentials
     Turn<VALUE_STAGES> value_turn;           // of the values that come next
     Turn<QUERY_STAGES> queries, query_turn;  // of these logits, and of the tile whose output comes next
     Fragment s[KEY_FRAGMENTS], o[DIM_FRAGMENTS];
     unsigned probability[KEY_FRAGMENTS][4];
-    unsigned query[QUERIES_KEPT ? DIM_FRAGMENTS : 1][4];
+    Queries query;  // at `queries`
     bool incomplete;                // before the block at `turn`
     bool keys_there, values_there;  // of the products that come next: seen to have come
     LaneBias bias;
@@ -195,13 +197,15 @@ struct Consumer {
             for (int i = 0; i < 8; ++i) o[d].x[i] = 0.0f;
     }
 
+    // Waits for the queries at `queries`.
     __device__ __forceinline__ void meet_queries() {
         barrier_wait(&shared.query_arrived[queries.stage], queries.phase);
         if (!QUERIES_KEPT) return;
         ELEMENT* rows = shared.query[queries.stage];
 #pragma unroll
         for (int d = 0; d < DIM_FRAGMENTS; ++d)
-            load_matrices(query[QUERIES_KEPT ? d : 0], shared_address(piece_of<BLOCK_M>(rows, first_row + lane % 16, 2 * d + lane / 16)));
+            load_matrices(query[QUERIES_KEPT ? d : 0],
+                          shared_address(piece_of<BLOCK_M>(rows, first_row + lane % 16, 2 * d + lane / 16)));
     }
 
     // Asks whether the keys at `keys` have come, for the answer takes its time.
@@ -337,14 +341,16 @@ struct Consumer {
 #pragma unroll
             for (int i = 0; i < 8; ++i) s[n].x[i] = 0.0f;
 #endif
-        const int row = first_row + lane % 16, key = lane / 16 * 8 + lane % 8;  // of 16 x 16 numbers, as load_matrices wants them
+        ELEMENT *rows = shared.query[queries.stage], *keys = shared.keys[turn.stage];
+        // Of 16 x 16 numbers, as load_matrices wants them.
+        const int row = first_row + lane % 16, key = lane / 16 * 8 + lane % 8;
 #pragma unroll 1
         for (int d = 0; d < DIM_FRAGMENTS; ++d) {
             unsigned a[4], b[4];
-            load_matrices(a, shared_address(piece_of<BLOCK_M>(shared.query[queries.stage], row, 2 * d + lane / 16)));
+            load_matrices(a, shared_address(piece_of<BLOCK_M>(rows, row, 2 * d + lane / 16)));
 #pragma unroll
             for (int n = 0; n < KEY_FRAGMENTS; ++n) {
-                load_matrices(b, shared_address(piece_of<BLOCK_N>(shared.keys[turn.stage], 16 * n + key, 2 * d + lane / 8 % 2)));
+                load_matrices(b, shared_address(piece_of<BLOCK_N>(keys, 16 * n + key, 2 * d + lane / 8 % 2)));
                 multiply_warp(s[n], a, b);
             }
         }

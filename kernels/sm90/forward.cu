@@ -6,15 +6,16 @@
 //
 // The same tiles of queries and the same keys as the portable forward.cu. A block stays for many tiles (tile n * gridDim + its
 // own number) and splits its warps: one warpgroup gathers rows into shared memory, the others multiply, 64 tile rows
-// each. Blocks of keys pass through STAGES stages (their values through VALUE_STAGES), whatever tile they belong to; each has barriers that say when its
-// keys and values have arrived and when they may be overwritten. The products of the next block's logits, which may belong
-// to the next tile, are issued together with the output products of the current one, so the tensor cores work while the
-// softmax is computed.
+// each. Blocks of keys pass through STAGES stages and their values through VALUE_STAGES, whatever tile they belong to; each
+// has barriers that say when it has come and when it may be overwritten. The products of the next block's logits, which may
+// belong to the next tile, are issued together with the output products of the current one, so the tensor cores work while
+// the softmax is computed.
 //
-// Prelude: ELEMENT, HEAD_DIM, HEADS, BLOCK_M, BLOCK_N, STAGES, QUERY_STAGES, TURNS (warpgroups take turns in issuing products),
-// KEYS, CAUSAL, BITS, BIAS, BIAS_ELEMENT (16 bit where BIAS_DENSE), SOFTCAP, SEQUENCES (with neither BITS nor BIAS_DENSE), BULK
-// (KEYS_CONTIGUOUS, no BIAS_DENSE: rows of keys and values come through the copy engine), QUERY_BULK (so do queries; HEADS
-// divides BLOCK_M), RUNS (neither BULK nor SEQUENCES; rows of keys that follow each other come through the copy engine).
+// Prelude: ELEMENT, HEAD_DIM, HEADS, BLOCK_M, BLOCK_N, STAGES, VALUE_STAGES, QUERY_STAGES, TURNS (warpgroups take turns in
+// issuing products), KEYS, CAUSAL, BITS, BIAS, BIAS_ELEMENT (16 bit where BIAS_DENSE), SOFTCAP, SEQUENCES (with neither BITS
+// nor BIAS_DENSE), BULK (KEYS_CONTIGUOUS, no BIAS_DENSE: rows of keys and values come through the copy engine), QUERY_BULK
+// (so do queries; HEADS divides BLOCK_M), RUNS (neither BULK nor SEQUENCES; rows of keys that follow each other come through
+// the copy engine).
 #include "sm90/consumer.cuh"
 #include "sm90/producer.cuh"
 
@@ -61,7 +62,8 @@ __device__ __forceinline__ void consume(Consumer& c) {
             c.start_logits(c.turn, c.queries);
             next = c.read_order(c.turn);
             c.meet_values();
-            const bool delayed = unwritten || current.held();  // what comes before the output products takes long, or waits for all consumers
+            // What comes before the output products takes long, or waits for all consumers.
+            const bool delayed = unwritten || current.held();
             if (delayed) c.pass_turn();
             if (unwritten) c.close_tile(c.complete);
             c.start_output(current, keys);
@@ -96,7 +98,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(
     // The swizzle counts rows from 1024-byte boundaries.
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory + (0u - shared_address(shared_memory)) % 1024);
     if (threadIdx.x == 0) {
-        shared.inverse_scale = 1.0f / launch.attention.scale;
         for (int i = 0; i < QUERY_STAGES; ++i) {
             barrier_init(&shared.query_arrived[i], QUERY_BULK ? 1 : 2 * PRODUCER_THREADS);
             barrier_init(&shared.query_free[i], CONSUMER_THREADS);

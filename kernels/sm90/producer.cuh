@@ -311,8 +311,8 @@ __device__ __forceinline__ void gather_queries(ELEMENT* matrix, const AttentionP
 }
 
 // The bias of this lane's key of a block with `count` keys, on its way.
-__device__ __forceinline__ float fetch_bias(const AttentionParams& p, const Plan& plan, int warp, const int* listed, int first,
-                                            int count) {
+__device__ __forceinline__ float fetch_bias(const AttentionParams& p, const Plan& plan, int warp, const int* listed,
+                                            int first, int count) {
 #if BIAS == BIAS_OF_KEYS
     const int lane = threadIdx.x & 31, place = warp * WARP_KEYS + lane;
     if (lane >= WARP_KEYS || place >= count) return HOLES ? -infinity() : 0.0f;
@@ -323,12 +323,12 @@ __device__ __forceinline__ float fetch_bias(const AttentionParams& p, const Plan
 #endif
 }
 
-// It has come. Rounded towards zero a finite bias stays finite. The scale is read anew, or the assembler would multiply, and so
-// wait for the bias, ahead of the copies before.
-__device__ __forceinline__ void keep_bias(Shared& shared, int warp, int stage, float bias) {
+// It has come. Rounded towards zero a finite bias stays finite.
+__device__ __forceinline__ void keep_bias(Shared& shared, int warp, int stage, float bias, float inverse_scale) {
     const int lane = threadIdx.x & 31;
-    if (BIAS == BIAS_OF_KEYS && lane < WARP_KEYS)
-        shared.bias[stage][warp * WARP_KEYS + lane] = BIAS_FIRST ? __fmul_rz(bias, load_shared_now(&shared.inverse_scale)) : bias;
+    if (BIAS != BIAS_OF_KEYS || lane >= WARP_KEYS) return;
+    if (BIAS_FIRST) bias = __fmul_rz(bias, inverse_scale);
+    shared.bias[stage][warp * WARP_KEYS + lane] = bias;
 }
 
 // What else is known per key. All queries see the block's first `clear` keys.
@@ -404,6 +404,7 @@ __device__ __forceinline__ int whole_blocks(const KeySource& source) {
 __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& launch) {
     const AttentionParams& p = launch.attention;
     const int warp = uniform(threadIdx.x / 32);
+    const float inverse_scale = 1.0f / p.scale;
     Turn<STAGES> turn;
     Turn<VALUE_STAGES> value_turn;
     Turn<QUERY_STAGES> query_turn;
@@ -411,7 +412,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
     int at_hand = 0;        // which plan is the tile's
     unsigned number = 0;    // of the block
     RowSource values = {};  // of the block before
-    float lane_bias = 0.0f;  // of the block at hand, asked for when the one before has been gathered, for it takes its time
+    float lane_bias = 0.0f;  // of this lane's key of the block at hand, asked for when the block before has been gathered
     tiles.find(at_hand);
 #if SEQUENCES
     if (tiles.tile < 0) {
@@ -475,7 +476,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
                 barrier_wait(&shared.key_free[turn.stage], turn.phase ^ 1);
                 gather_facts<true>(shared, p, plan, warp, rows, BLOCK_N, turn.stage);
                 gather_rows<true>(shared.keys[turn.stage], rows.rows, p.key_row, rows.listed, warp, 0, BLOCK_N);
-                keep_bias(shared, warp, turn.stage, lane_bias);
+                keep_bias(shared, warp, turn.stage, lane_bias, inverse_scale);
                 rows.rows = plan.values;
                 pass_keys({BLOCK_N, false, 0, -1}, rows);
                 meet_list(0, whole > 1 ? BLOCK_N : block.count());
@@ -508,7 +509,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
             if (part == warp) {
                 gather_facts<false>(shared, p, plan, warp, rows, block.clear, turn.stage);
                 gather<false>(shared.keys[turn.stage], rows, launch, warp, &shared.key_arrived[turn.stage]);
-                keep_bias(shared, warp, turn.stage, lane_bias);
+                keep_bias(shared, warp, turn.stage, lane_bias, inverse_scale);
             }
             if (block.clear < BLOCK_N) {
                 const bool mine = !block.few() || warp / FEW_WARPS == 1;
@@ -520,7 +521,8 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
 #if !BULK
             rows.rows = plan.values;
 #endif
-            pass_keys({block.clear, count <= FEW_KEYS, following.first >= 0 ? 0 : tiles.tile >= 0 ? 1 : 2, following_keys}, rows);
+            const int last = following.first >= 0 ? 0 : tiles.tile >= 0 ? 1 : 2;
+            pass_keys({block.clear, count <= FEW_KEYS, last, following_keys}, rows);
             block = following;
             if (block.first >= 0) meet_list(block.first, block.count());
         }

@@ -26,8 +26,8 @@ constexpr int DIM_FRAGMENTS = HEAD_DIM_PADDED / 16;
 constexpr int SUMS = KEY_FRAGMENTS * 12 + DIM_FRAGMENTS * 8;  // and probabilities
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? (BIAS == BIAS_DENSE ? 216 : 208) : SUMS > 112 ? 160 : SOFTCAP ? 152 : 144;
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 504 - 2 * CONSUMER_REGISTERS : 512 - 3 * CONSUMER_REGISTERS;
-// Whether a consumer keeps its queries in registers, where there are enough: then QK reads half as much of shared memory, all of
-// whose width it needs otherwise.
+// Whether a consumer keeps its queries in registers, where there are enough: then QK reads half as much of shared memory, all
+// of whose width it needs otherwise.
 constexpr bool QUERIES_KEPT = SUMS + DIM_FRAGMENTS * 4 <= (CONSUMERS == 2 ? 144 : 96);
 constexpr int WARP_KEYS = BLOCK_N / PRODUCER_WARPS;  // keys of a block that a producer warp gathers
 constexpr int CONSUMER_BARRIER = 1, TURN_BARRIER = 2;  // named barriers; of turns one for each warpgroup
@@ -127,7 +127,6 @@ struct Shared {
 #if KEYS != KEYS_CONTIGUOUS
     int listed[LISTS][BLOCK_N];  // the producer's own: rows of the keys of the block at hand, of those around it
 #endif
-    float inverse_scale;
     Order order[STAGES];
     // Of a block that is not clear: whether values of a warp's keys are not finite.
     alignas(16) int nonfinite[STAGES][PRODUCER_WARPS];

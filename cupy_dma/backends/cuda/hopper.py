@@ -67,7 +67,8 @@ class HopperForwardConfig(jit.Config):
         rows = self.query_stages * self.block_m + (self.stages + self.value_stages) * self.block_n
         facts = 4 * self.block_n * (2 + max(2, blocks(self.block_m // self.heads, 32)))
         producer = 16 * self.block_n + 1280
-        return 1024 + row * rows + self.stages * (facts + 64) + 16 * self.value_stages + 64 * self.query_stages + producer
+        barriers = 64 * self.stages + 16 * self.value_stages + 64 * self.query_stages
+        return 1024 + row * rows + self.stages * facts + barriers + producer
 
 
 @dataclass(frozen=True)
@@ -82,18 +83,17 @@ SECTION_BYTES = 24 << 20
 SMALLEST_SCALE = 2.0**-40  # sums begin at bias / scale, which must stay far from the largest float32
 EXPONENTS = {"float16": "0x7c007c00u", "bfloat16": "0x7f807f80u"}
 
-SHORT_LISTS = 1400  # keys that a query sees; of so few the last, partly filled block is worth smaller blocks
-
-# By what a call's keys are and the largest head dim, measured in docs/performance-notes.md. Warpgroups that do not take
-# turns come to do the same thing at the same time; with two of them at head dim 128 and keys in their own order turns
-# cost as much as they bring.
+# By what a call's keys are and the largest head dim, measured by benchmarks/tune_hopper.py. Warpgroups that do not take
+# turns come to do the same thing at the same time; where there are two of them and little else to wait for, turns cost
+# more than they bring.
 TILES = {
-    "intervals": {64: HopperTile(192, 128, 3, 3, 2, turns=True), 128: HopperTile(192, 64, 3, 3, 2, turns=True)},
-    "short intervals": {64: HopperTile(192, 64, 4, 4, 2, turns=True), 128: HopperTile(192, 64, 3, 3, 2, turns=True)},
+    "intervals": {64: HopperTile(192, 64, 6, 6, 2, turns=True), 128: HopperTile(192, 64, 4, 3, 2, turns=True)},
+    "intervals with softcap": {64: HopperTile(192, 128, 3, 3, 2, turns=True),
+                               128: HopperTile(192, 64, 4, 3, 2, turns=True)},
     "bits": {64: HopperTile(128, 128, 3, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2, 2, turns=True)},
-    "contiguous": {64: HopperTile(192, 128, 3, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2, 2)},
-    "contiguous with bias": {64: HopperTile(192, 128, 3, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2, 2)},
-    "contiguous with bias and softcap": {64: HopperTile(128, 128, 3, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2, 2)},
+    "contiguous": {64: HopperTile(192, 128, 3, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2, 2, turns=True)},
+    "contiguous with bias": {64: HopperTile(128, 128, 4, 4, 2), 128: HopperTile(128, 128, 2, 2, 2, turns=True)},
+    "contiguous with bias and softcap": {64: HopperTile(128, 128, 4, 4, 2), 128: HopperTile(128, 128, 2, 2, 2)},
 }
 
 
@@ -102,9 +102,7 @@ def tile_shape(call: AttentionCall, problem: Problem) -> HopperTile | None:
     if _dense(problem):
         keys = "bits"
     elif problem.mask is not None:
-        bound = problem.mask._bound
-        short = bound is not None and bound[0] <= SHORT_LISTS and call.softcap == 0.0
-        keys = "short intervals" if short else "intervals"
+        keys = "intervals" if call.softcap == 0.0 else "intervals with softcap"
     elif problem.bias is None:
         keys = "contiguous"
     else:
