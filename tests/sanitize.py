@@ -51,7 +51,26 @@ def hopper_forward(tile: hopper.HopperTile, largest: int) -> int:
 
     with (taken(tile, range(1, largest + 1)),
           mock.patch.object(CudaRuntime, "multiprocessors", lambda runtime, index: 2)):
-        return forward(("float16", "bfloat16")) + varlen_forward(("float16", "bfloat16"))
+        return forward(("float16", "bfloat16")) + varlen_forward(("float16", "bfloat16")) + rising_logits(largest)
+
+
+def rising_logits(head_dim: int) -> int:
+    """Exponentials that become too large: by more than float32 holds, or by less; in lists and without."""
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((1, 300, heads, head_dim)).astype(np.float16) for heads in (2, 1, 1))
+    count = 0
+    for slope in (0.4, 3.0):
+        bias = np.broadcast_to(slope * np.arange(300, dtype=np.float32), (1, 1, 300))
+        for window in (None, 200):
+            results = []
+            for move in (cupy.asarray, np.asarray):
+                q, k, v, b = (move(x) for x in (query, key, value, bias))
+                mask = None if window is None else dma.IntervalMask.sliding_window(300, window, like=q)
+                results.append(dma.attention(q, k, v, mask=mask, bias=b, causal=True))
+            ours, expected = results[0].get().astype(np.float64), results[1].astype(np.float64)
+            assert np.abs(ours - expected).max() < 2**-6 * np.abs(value).max()
+            count += 1
+    return count
 
 
 def backward() -> int:
