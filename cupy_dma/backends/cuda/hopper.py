@@ -90,7 +90,7 @@ TILES = {
     "intervals": {64: HopperTile(192, 64, 6, 6, 2, turns=True), 128: HopperTile(192, 64, 4, 3, 2, turns=True)},
     "intervals with softcap": {64: HopperTile(192, 128, 3, 3, 2, turns=True),
                                128: HopperTile(192, 64, 4, 3, 2, turns=True)},
-    "bits": {64: HopperTile(128, 128, 3, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2, 2, turns=True)},
+    "bits": {64: HopperTile(128, 128, 4, 4, 2, turns=True), 128: HopperTile(128, 128, 2, 2, 2, turns=True)},
     "contiguous": {64: HopperTile(192, 128, 3, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2, 2, turns=True)},
     "contiguous with bias": {64: HopperTile(128, 128, 4, 4, 2), 128: HopperTile(128, 128, 2, 2, 2, turns=True)},
     "contiguous with bias and softcap": {64: HopperTile(128, 128, 4, 4, 2), 128: HopperTile(128, 128, 2, 2, 2)},
