@@ -235,6 +235,14 @@ struct Consumer {
         begin_logits(s, query, shared.query[queries.stage] + group_row * CHUNK_COLUMNS, shared.keys[keys.stage]);
     }
 
+    // The logits that were started last; later products may be under way.
+    template <int later>
+    __device__ __forceinline__ void finish_products() {
+        products_wait<later>();
+        pin(s);
+        if (QUERIES_KEPT) pin(query);
+    }
+
     __device__ __forceinline__ void finish_output() {
         products_wait<0>();
         pin(o);
@@ -257,7 +265,7 @@ struct Consumer {
     // What is known of the block with these keys, which have come. A dense bias of it is on its way then.
     __device__ __forceinline__ Order read_order(const Turn<STAGES>& keys) {
         const Order order = shared.order[keys.stage];
-        if (BIAS == BIAS_DENSE) bias.fetch(p, shared, keys.stage, order.following);
+        if (BIAS == BIAS_DENSE) bias.fetch(p, shared, keys.stage, order);
         return order;
     }
 
@@ -279,7 +287,7 @@ struct Consumer {
 
     // What else is added to the logits of the block at `turn`; to be called while their products are under way.
     __device__ __forceinline__ void fetch_bias() {
-        if (BIAS != BIAS_DENSE) bias.fetch(p, shared, turn.stage, -1);
+        if (BIAS != BIAS_DENSE) bias.fetch(p, shared, turn.stage, {});
     }
 
     __device__ __forceinline__ void release_keys(const Turn<STAGES>& turn) const {

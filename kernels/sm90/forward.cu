@@ -27,8 +27,7 @@ __device__ __forceinline__ void consume(Consumer& c) {
     c.fetch_bias();
     c.incomplete = true;
     c.clear_output();
-    products_wait<0>();
-    pin(c.s);
+    c.finish_products<0>();
     c.exponentiate(current);
     c.settle(current);
     c.round_probabilities();
@@ -73,8 +72,7 @@ __device__ __forceinline__ void consume(Consumer& c) {
         // Never; but the assembler would wait for the bias ahead of the output products, and moves nothing across a branch.
         if (BIAS == BIAS_DENSE && next.following < -1) __nanosleep(0);
         c.incomplete = c.state.incomplete();
-        products_wait<1>();
-        pin(c.s);
+        c.finish_products<1>();
         c.exponentiate(next);
         if (c.strained()) c.relieve(next);
         c.settle(next);

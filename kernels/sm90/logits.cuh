@@ -83,8 +83,8 @@ struct LaneBias {
     uint4 eight[2][KEY_FRAGMENTS / 2];  // (row, pair of fragments)
     const BIAS_ELEMENT* row[2];         // at key 0, of this lane's two rows
 
-    __device__ __forceinline__ void fetch(const AttentionParams& p, const Shared& shared, int stage, int following) {
-        const int own = 8 * (threadIdx.x & 3);
+    __device__ __forceinline__ void fetch(const AttentionParams& p, const Shared& shared, int stage, const Order& order) {
+        const int own = 8 * (threadIdx.x & 3), following = order.following;
         if (following >= 0) {
 #pragma unroll
             for (int r = 0; r < 2; ++r)
@@ -96,6 +96,7 @@ struct LaneBias {
         for (int r = 0; r < 2; ++r)
 #pragma unroll
             for (int m = 0; m < KEY_FRAGMENTS / 2; ++m) {
+                if (m >= FEW_FRAGMENTS / 2 && order.few()) break;  // nobody has said which keys these are
                 BIAS_ELEMENT* x = reinterpret_cast<BIAS_ELEMENT*>(&eight[r][m]);
 #pragma unroll
                 for (int k = 0; k < 8; ++k) x[k] = row[r][shared.key[stage][32 * m + own + k] * p.bias_key];
@@ -114,7 +115,7 @@ struct LaneBias {
     const Shared* shared;
     int stage;
 
-    __device__ __forceinline__ void fetch(const AttentionParams&, const Shared& shared, int stage, int) {
+    __device__ __forceinline__ void fetch(const AttentionParams&, const Shared& shared, int stage, const Order&) {
         this->shared = &shared;
         this->stage = stage;
     }
@@ -125,7 +126,7 @@ struct LaneBias {
 };
 #else
 struct LaneBias {
-    __device__ __forceinline__ void fetch(const AttentionParams&, const Shared&, int, int) {}
+    __device__ __forceinline__ void fetch(const AttentionParams&, const Shared&, int, const Order&) {}
 
     __device__ __forceinline__ float operator()(int, int) const { return 0.0f; }
 };
