@@ -186,8 +186,43 @@ def test_keys_that_follow_each_other(masked, biased, tile, everything, torch, mo
     assert len(boxes) == 3 and all(boxes)
 
 
+@pytest.fixture
+def poison(torch):
+    """A function that fills all shared memory with a number that is no key's, for the next kernel to find."""
+    import cupy
+
+    size = cupy.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"]
+    kernel = cupy.RawKernel(r"""
+        extern "C" __global__ void fill(int words) {
+            extern __shared__ volatile int shared[];
+            for (int i = threadIdx.x; i < words; i += blockDim.x) shared[i] = 0x7fffffff;
+        }""", "fill")
+    kernel.max_dynamic_shared_size_bytes = size
+    return lambda: kernel((8 * cuda.runtime.multiprocessors(0),), (256,), (size // 4,), shared_mem=size)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_dense_bias_where_the_kernel_pays(head_dim, torch, monkeypatch):
+def test_a_dense_bias_of_short_blocks(head_dim, everything, poison, torch):
+    """A list's last block has few keys: what the others' places hold from before is not taken for keys."""
+    served, length, queries = everything(*TILES["128x128"]), 400, 40
+    q, k, v = draw(torch, queries, length, 2, 1, head_dim)
+    bias = torch.randn(1, 2, queries, length, device="cuda").to(q.dtype)
+    order = torch.randperm(length - queries, generator=torch.Generator().manual_seed(3)).to(q.device)
+    for seen in (12, 128 + 12, 128 + 32):
+        stop = torch.zeros(length, dtype=torch.int32, device=q.device)
+        stop[order[:seen]] = NEVER
+        mask = dma.IntervalMask._make(library("torch"), torch.zeros_like(stop), stop, Hints(bound=(seen, 0)))
+        poison()
+        out = dma.attention(q, k, v, mask=mask, bias=bias)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hopper, "serves", lambda *arguments: False)
+            expected = dma.attention(q, k, v, mask=mask, bias=bias)
+        assert (out.float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max(), seen
+    assert len(served) == 3
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_dense_bias_where_the_kernel_pays(head_dim, poison, torch, monkeypatch):
     """Tiles for such a bias, whatever hides keys."""
     length, served, original = 2304, [], hopper.attention
     q, k, v = draw(torch, length, length, 16, 8, head_dim)
@@ -204,6 +239,7 @@ def test_dense_bias_where_the_kernel_pays(head_dim, torch, monkeypatch):
             patch.setattr(hopper, "serves", lambda *arguments: False)
             expected, expected_lse = dma.attention(q, k, v, mask=mask, bias=bias, causal=causal, return_lse=True)
         monkeypatch.setattr(hopper, "attention", attention)
+        poison()
         out, lse = dma.attention(q, k, v, mask=mask, bias=bias, causal=causal, return_lse=True)
         assert torch.equal(lse > -torch.inf, seen := expected_lse > -torch.inf)
         assert (lse - expected_lse)[seen].abs().max() < 1e-5
