@@ -81,6 +81,18 @@ __device__ __forceinline__ void copy_box(void* shared, const TensorMap* map, Bar
         : "memory");
 }
 
+// The same from shared memory to a tensor of four axes: what a box has beyond the tensor is left out. All of the calling thread's
+// so far can then be waited for.
+__device__ __forceinline__ void store_box(const TensorMap* map, const void* shared, int x0, int x1, int x2, int x3) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
+                 ::"l"(map), "r"(shared_address(shared)), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
+}
+
+__device__ __forceinline__ void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until the calling thread's boxes have been read.
+__device__ __forceinline__ void stores_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
 // prefetch.global.L2: the line that holds this address is fetched into the second cache.
 __device__ __forceinline__ void prefetch_line(const void* global) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
@@ -243,7 +255,7 @@ __device__ __forceinline__ void pin(unsigned (&words)[count][4]) {
 // wgmma.mma_async.m64nNk16, N = 16 * fragments:
 //   multiply_shared     d = a * b^T (+ d): a and b in shared memory, both with k along their rows
 //   multiply_queries    the same with a 64 x 16 operand in registers as a
-//   multiply_registers  d += a * b: such an a, b with n along its rows
+//   multiply_registers  d = a * b (+ d): such an a, b with n along its rows
 template <int fragments>
 struct Wgmma;
 
@@ -266,12 +278,13 @@ struct Wgmma;
                          : OPERANDS_##fragments(d)                                                                     \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add));                              \
         }                                                                                                              \
-        static __device__ __forceinline__ void multiply_registers(Fragment* d, const unsigned (&a)[4], unsigned b) {   \
-            asm volatile("{\n.reg .b64 b;\nmov.b64 b, {%" #i4 ", 0x40000040};\n"                                       \
+        static __device__ __forceinline__ void multiply_registers(Fragment* d, const unsigned (&a)[4], unsigned b, int add) { \
+            asm volatile("{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %" #i5 ", 0;\n"                             \
+                         "mov.b64 b, {%" #i4 ", 0x40000040};\n"                                                        \
                          "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." PTX_TYPE "." PTX_TYPE                 \
-                         " {" PLACES_##fragments "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, b, 1, 1, 1, 1;\n}\n"    \
+                         " {" PLACES_##fragments "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, b, add, 1, 1, 1;\n}\n"  \
                          : OPERANDS_##fragments(d)                                                                     \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));                                        \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add));                              \
         }                                                                                                              \
     };
 DEFINE_WGMMA(1, 16, 8, 9, 10, 11, 12, 13)

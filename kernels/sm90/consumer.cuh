@@ -27,39 +27,39 @@ __device__ __forceinline__ void begin_logits(Fragment (&s)[KEY_FRAGMENTS], Queri
     products_commit();
 }
 
-// o += p . values of 16 keys, in pieces of at most 128 columns
+// o += p . values of 16 keys, in pieces of at most 128 columns; or without `add` o = these.
 template <int first>
-__device__ __forceinline__ void add_columns(Fragment (&o)[DIM_FRAGMENTS], const unsigned (&a)[4],
-                                            unsigned value) {
+__device__ __forceinline__ void add_columns(Fragment (&o)[DIM_FRAGMENTS], const unsigned (&a)[4], unsigned value, bool add) {
     if constexpr (first < DIM_FRAGMENTS) {
         constexpr int REST = DIM_FRAGMENTS - first;
         constexpr int SIZE = REST >= 8 ? 8 : REST == 6 ? 6 : REST >= 4 ? 4 : REST >= 2 ? 2 : 1;
         Wgmma<SIZE>::multiply_registers(&o[first], a,
-                                        moved(value, first / 4 * BLOCK_N * CHUNK_ROW_BYTES + first % 4 * 32));
-        add_columns<first + SIZE>(o, a, value);
+                                        moved(value, first / 4 * BLOCK_N * CHUNK_ROW_BYTES + first % 4 * 32), add);
+        add_columns<first + SIZE>(o, a, value, add);
     }
 }
 
-// o += p . values of the block's first fragments: one group of products.
+// The same of the block's first fragments: one group of products.
 template <int fragments>
 __device__ __forceinline__ void add_products(Fragment (&o)[DIM_FRAGMENTS], const unsigned (&probability)[KEY_FRAGMENTS][4],
-                                             unsigned value) {
+                                             unsigned value, bool add) {
     products_begin();
 #pragma unroll
-    for (int n = 0; n < fragments; ++n) add_columns<0>(o, probability[n], moved(value, n * 16 * CHUNK_ROW_BYTES));
+    for (int n = 0; n < fragments; ++n)
+        add_columns<0>(o, probability[n], moved(value, n * 16 * CHUNK_ROW_BYTES), n > 0 || add);
     products_commit();
 }
 
 // A group with a branch inside would be waited for like several.
 __device__ __forceinline__ void begin_output(Fragment (&o)[DIM_FRAGMENTS], unsigned (&probability)[KEY_FRAGMENTS][4],
-                                             const ELEMENT* value, bool few) {
+                                             const ELEMENT* value, bool few, bool add) {
     const unsigned b = matrix_descriptor(value, BLOCK_N * CHUNK_ROW_BYTES);
     pin(o);
     pin(probability);
     if (FEW && few)
-        add_products<FEW_FRAGMENTS>(o, probability, b);
+        add_products<FEW_FRAGMENTS>(o, probability, b, add);
     else
-        add_products<KEY_FRAGMENTS>(o, probability, b);
+        add_products<KEY_FRAGMENTS>(o, probability, b, add);
 }
 
 // What is compared with the visibility of keys: the position of the query of row `row`, or with BITS its bit.
@@ -97,16 +97,56 @@ __device__ __forceinline__ void isolate_nonfinite(Fragment (&o)[DIM_FRAGMENTS], 
     named_barrier(CONSUMER_BARRIER, CONSUMER_THREADS);  // the block is finite
 }
 
+#if OUT_BULK
+// This warp's 16 rows of out, which are complete, on their way.
+__device__ __forceinline__ void copy_rows(const ForwardParams& launch, const Tile& t, const ELEMENT* staging, int first_row, int) {
+    shared_write_fence();
+    __syncwarp();
+    if (lane_now() != 0) return;
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; ++chunk)
+        store_box(&launch.out, staging + (chunk * BLOCK_M + first_row) * CHUNK_COLUMNS, chunk * CHUNK_COLUMNS, t.first_head,
+                  t.first_query + first_row / HEADS, t.batch);
+    stores_commit();
+}
+#else
 // Row `row` of a tile's output, whose first one is at `first`: query by query, in each head by head.
 __device__ __forceinline__ ELEMENT* row_of_output(ELEMENT* first, int row, int query_bytes) {
     const void* place = row_address(first + row % HEADS * HEAD_DIM, row / HEADS, query_bytes);
     return const_cast<ELEMENT*>(static_cast<const ELEMENT*>(place));
 }
 
-// Writes this warp's 16 rows of out and lse, through the tile's own query rows, which nobody needs any more and which are
-// then free. In few instructions: they run once a tile, so each of them is fetched anew.
-__device__ __forceinline__ void write_tile(const AttentionParams& p, const Tile& t, ELEMENT* staging, int first_row,
-                                           const Fragment (&o)[DIM_FRAGMENTS], RowSums& state, Barrier* free) {
+// This warp's rows of out, the first `existing` of 16, which are complete.
+__device__ __forceinline__ void copy_rows(const ForwardParams& launch, const Tile& t, ELEMENT* staging, int first_row,
+                                          int existing) {
+    const AttentionParams& p = launch.attention;
+    const int lane = lane_now();
+    __syncwarp();  // the warp's rows are complete
+    constexpr int STEP = 32 / ROW_LANES, COPIES = 16 / STEP;
+    constexpr bool REGULAR = 16 % HEADS == 0;  // a lane's rows lie the same distances apart in all lanes and warps
+    const int piece = lane % ROW_LANES, own = lane / ROW_LANES;
+    ELEMENT* target =
+        p.out + (((long long)t.batch * p.query_length + t.first_query) * p.heads + t.first_head) * HEAD_DIM + piece * 8;
+    const int query_bytes = p.heads * HEAD_DIM * static_cast<int>(sizeof(ELEMENT));
+    if (REGULAR) target = row_of_output(target, first_row + own, query_bytes);
+    const unsigned first_piece = shared_address(piece_of<BLOCK_M>(staging, first_row + own, piece));
+    uint4 pieces[COPIES];
+#pragma unroll
+    for (int k = 0; k < COPIES; ++k)
+        pieces[k] = load_shared_16((first_piece ^ k * STEP % 8 * 16) + k * STEP * CHUNK_ROW_BYTES);
+#pragma unroll
+    for (int k = 0; k < COPIES; ++k) {
+        ELEMENT* place = row_of_output(target, REGULAR ? k * STEP : first_row + k * STEP + own, query_bytes);
+        if (piece * 8 < HEAD_DIM && k * STEP + own < existing) __stcg(reinterpret_cast<uint4*>(place), pieces[k]);
+    }
+}
+#endif
+
+// Writes this warp's 16 rows of out and lse, through the tile's own query rows, which nobody needs any more. In few
+// instructions: they run once a tile, so each of them is fetched anew.
+__device__ __forceinline__ void write_tile(const ForwardParams& launch, const Tile& t, ELEMENT* staging, int first_row,
+                                           const Fragment (&o)[DIM_FRAGMENTS], RowSums& state) {
+    const AttentionParams& p = launch.attention;
     const int lane = lane_now();
     state.finish();
     const float factor[2] = {state.inverse_sum(0), state.inverse_sum(1)};
@@ -121,41 +161,18 @@ __device__ __forceinline__ void write_tile(const AttentionParams& p, const Tile&
         }
         store_matrices((corner ^ 2 * d % 8 * 16) + d / 4 * BLOCK_M * CHUNK_ROW_BYTES, words);
     }
-    __syncwarp();  // the warp's rows are complete
-    constexpr int STEP = 32 / ROW_LANES, COPIES = 16 / STEP;
-    constexpr bool REGULAR = 16 % HEADS == 0;  // a lane's rows lie the same distances apart in all lanes and warps
-    const int piece = lane % ROW_LANES, own = lane / ROW_LANES;
     const int existing = min((t.end_query - t.first_query) * HEADS, QUERIES * HEADS) - first_row;
-    ELEMENT* target =
-        p.out + (((long long)t.batch * p.query_length + t.first_query) * p.heads + t.first_head) * HEAD_DIM + piece * 8;
+    copy_rows(launch, t, staging, first_row, existing);
+    const int r = lane & 3, row = lane / 4 + 8 * r;  // two of four lanes write one each
     float* lse = p.lse + ((long long)t.batch * p.heads + t.first_head) * p.query_length + t.first_query;
-    const int query_bytes = p.heads * HEAD_DIM * static_cast<int>(sizeof(ELEMENT));
-    if (REGULAR) target = row_of_output(target, first_row + own, query_bytes);
-    const unsigned first_piece = shared_address(piece_of<BLOCK_M>(staging, first_row + own, piece));
-    uint4 pieces[COPIES];
-#pragma unroll
-    for (int k = 0; k < COPIES; ++k)
-        pieces[k] = load_shared_16((first_piece ^ k * STEP % 8 * 16) + k * STEP * CHUNK_ROW_BYTES);
-#if QUERY_BULK
-    shared_write_fence();  // the copy engine may overwrite these rows; ahead of the stores, for it waits for those too
-#endif
-    barrier_arrive(free);  // and `t` may change
-#pragma unroll
-    for (int k = 0; k < COPIES; ++k) {
-        ELEMENT* place = row_of_output(target, REGULAR ? k * STEP : first_row + k * STEP + own, query_bytes);
-        if (piece * 8 < HEAD_DIM && k * STEP + own < existing) __stcg(reinterpret_cast<uint4*>(place), pieces[k]);
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int row = lane / 4 + 8 * r;
-        if ((lane & 3) == 0 && row < existing)
-            lse[(long long)((first_row + row) % HEADS) * p.query_length + (first_row + row) / HEADS] = state.lse(r);
-    }
+    if (r < 2 && row < existing)
+        lse[(long long)((first_row + row) % HEADS) * p.query_length + (first_row + row) / HEADS] = state.lse(r);
 }
 
 // A consumer warp's registers and turns.
 struct Consumer {
     Shared& shared;
+    const ForwardParams& launch;
     const AttentionParams& p;
     const Logits logits;
     const int lane, group_row, first_row;  // rows of the warpgroup and of this warp in the tile
@@ -172,8 +189,8 @@ struct Consumer {
     float sum[2];  // of the exponentials at hand
     RowSums state, complete;  // of the tile at hand, and of the one before until its output is written
 
-    __device__ __forceinline__ Consumer(Shared& shared, const AttentionParams& p)
-        : shared(shared), p(p), logits(p.scale, p.softcap), lane(threadIdx.x & 31),
+    __device__ __forceinline__ Consumer(Shared& shared, const ForwardParams& launch)
+        : shared(shared), launch(launch), p(launch.attention), logits(p.scale, p.softcap), lane(threadIdx.x & 31),
           group_row(uniform((threadIdx.x - PRODUCER_THREADS) / 128) * 64),
           first_row(uniform((threadIdx.x - PRODUCER_THREADS) / 32) * 16),
           bias_place(kept(shared_address(&shared.bias[0][place_of(0, 0)]))) {}
@@ -256,10 +273,19 @@ struct Consumer {
 
     // Writes the tile whose queries were at `query_turn`.
     __device__ __forceinline__ void close_tile(RowSums& result) {
-        write_tile(p, shared.tile[query_turn.stage], shared.query[query_turn.stage], first_row, o, result,
-                   &shared.query_free[query_turn.stage]);
+        write_tile(launch, shared.tile[query_turn.stage], shared.query[query_turn.stage], first_row, o, result);
         query_turn.advance();
-        clear_output();
+    }
+
+    // When it has been read, other queries may come to its place. To be called once the products that follow are under way.
+    __device__ __forceinline__ void release_queries() const {
+#if OUT_BULK
+        stores_wait_read();
+        __syncwarp();
+#elif QUERY_BULK
+        shared_write_fence();  // the copy engine may overwrite these rows
+#endif
+        barrier_arrive(&shared.query_free[query_turn.stage_before()]);
     }
 
     // What is known of the block with these keys, which have come. A dense bias of it is on its way then.
@@ -376,6 +402,7 @@ struct Consumer {
         float factor[2];
         if (__any_sync(ALL_LANES, fmaxf(sum[0], sum[1]) == infinity())) {
             repeat_products();
+            if (BIAS == BIAS_DENSE) read_order(turn);  // for the bias, which is not kept in registers for this
             finish_logits<KEY_FRAGMENTS>(order);
             if (order.few()) fill_rest(-infinity());
             state.leap(s, logits.unit, factor);
@@ -404,14 +431,17 @@ struct Consumer {
             for (int i = 0; i < 4; ++i) probability[n][i] = pack_pair(s[n].x[2 * i], s[n].x[2 * i + 1]);
     }
 
-    // The output products of the block at `value_turn`, whose values have come and whose keys were at `keys`.
-    __device__ __forceinline__ void start_output(const Order& order, const Turn<STAGES>& keys) {
+    // The output products of the block at `value_turn`, whose values have come and whose keys were at `keys`; `opens`: it is
+    // its tile's first.
+    __device__ __forceinline__ void start_output(const Order& order, const Turn<STAGES>& keys, bool opens) {
         ELEMENT* value = shared.values[value_turn.stage];
         if (order.held()) {
+            if (opens) clear_output();
+            opens = false;
             isolate_nonfinite(o, value, shared, keys.stage, order.few() ? FEW_KEYS : BLOCK_N,
                               shared.tile[query_turn.stage], first_row);
             release_keys(keys);
         }
-        begin_output(o, probability, value, order.few());
+        begin_output(o, probability, value, order.few(), !opens);
     }
 };

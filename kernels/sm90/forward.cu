@@ -43,14 +43,18 @@ __device__ __forceinline__ void consume(Consumer& c) {
             c.start_logits(c.turn, c.queries);
             next = c.read_order(c.turn);
             c.meet_values();
-            c.start_output({BLOCK_N, false, 0, -1}, keys);
+            c.start_output({BLOCK_N, false, 0, -1}, keys, false);
             c.pass_turn();
         } else {
             if (current.ends()) break;
-            bool unwritten = current.unwritten();
+            const bool opens = current.unwritten();  // or is the first of all
+            bool unwritten = opens;
             c.turn.advance();
             if (current.closes()) {
-                if (unwritten) c.close_tile(c.complete);  // the coming queries need its place
+                if (unwritten) {  // the coming queries need its place
+                    c.close_tile(c.complete);
+                    c.release_queries();
+                }
                 unwritten = false;
                 c.queries.advance();
                 c.meet_queries();
@@ -65,8 +69,9 @@ __device__ __forceinline__ void consume(Consumer& c) {
             const bool delayed = unwritten || current.held();
             if (delayed) c.pass_turn();
             if (unwritten) c.close_tile(c.complete);
-            c.start_output(current, keys);
+            c.start_output(current, keys, opens);
             if (!delayed) c.pass_turn();
+            if (unwritten) c.release_queries();
         }
         c.fetch_bias();
         // Never; but the assembler would wait for the bias ahead of the output products, and moves nothing across a branch.
@@ -85,9 +90,10 @@ __device__ __forceinline__ void consume(Consumer& c) {
     }
     if (current.unwritten()) c.close_tile(c.complete);
     barrier_wait(&c.shared.value_arrived[c.value_turn.stage], c.value_turn.phase);
-    c.start_output(current, c.turn);
+    c.start_output(current, c.turn, current.unwritten());
     c.finish_output();
     c.close_tile(c.state);
+    c.release_queries();  // shared memory lasts until then
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(
@@ -120,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(
         barrier_wait(&shared.key_arrived[0], 0);
         if (shared.order[0].state < 0) return;  // none of this block's numbers has a tile
 #endif
-        Consumer c(shared, launch.attention);
+        Consumer c(shared, launch);
         c.meet_queries();
         barrier_wait(&shared.key_arrived[0], 0);
         consume(c);

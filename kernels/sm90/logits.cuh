@@ -272,10 +272,11 @@ struct RowSums {
     }
 
     // In few instructions: l is about 1 at least (or 0, or not finite), so they are as good as exact ones.
-    __device__ __forceinline__ float inverse_sum(int r) const { return l[r] == 0.0f ? 0.0f : __fdividef(1.0f, l[r]); }
+    __device__ __forceinline__ float inverse_sum(int r) const { return l[r] == 0.0f ? 0.0f : inverse_fast(l[r]); }
 
+    // Of row r, which this lane has. A row that has seen nothing has a logarithm of -inf.
     __device__ __forceinline__ float lse(int r) const {
-        return l[r] == 0.0f ? -infinity() : LN_2 * (reference[r] + __log2f(l[r]));
+        return LN_2 * ((r == 0 ? reference[0] : reference[1]) + log2_fast(r == 0 ? l[0] : l[1]));
     }
 
 private:

@@ -58,8 +58,8 @@ struct Tiles {
             plans[plan] = Plan(p, t);
 #if KEYS == KEYS_LISTED
             const int* lengths = p.list_lengths + 2 * list_of(p, t);
-            copy_async_4(&plans[plan].lengths[0], lengths, 4);
-            copy_async_4(&plans[plan].lengths[1], lengths + 1, 4);
+            copy_async_4(&plans[plan].source.full, lengths, 4);
+            copy_async_4(&plans[plan].source.length, lengths + 1, 4);
 #endif
         }
         copy_async_commit();
@@ -68,14 +68,12 @@ struct Tiles {
 
     // The keys of a tile. What comes from memory is made known to be the same in all lanes.
     __device__ __forceinline__ KeyBlocks keys(int plan) const {
-        const Tile& t = plans[plan].tile;
-        KeySource source = locate_keys(p, t);
 #if KEYS == KEYS_LISTED
         copy_async_wait<0>();
         __syncwarp();  // the lengths are there
-        source.full = plans[plan].lengths[0];
-        source.length = plans[plan].lengths[1];
 #endif
+        const Tile& t = plans[plan].tile;
+        KeySource source = plans[plan].source;
         source.first = uniform(source.first);
         source.length = uniform(source.length);
         source.full = uniform(source.full);
@@ -177,17 +175,20 @@ __device__ __forceinline__ Block first_block(Shared& shared, KeyBlocks& blocks, 
     return block;
 }
 
-// This warp's rows of a block. `listed` holds the rows of the warp's keys, if they do not follow each other from `first` on.
-template <bool whole>
-__device__ __forceinline__ void gather_rows(ELEMENT* matrix, const ELEMENT* source, int row_stride, const int* listed,
-                                            int warp, int first, int count) {
-    const int lane = threadIdx.x & 31, piece = lane % ROW_LANES, group = lane / ROW_LANES * GROUP_KEYS;
-    if (ROW_PIECES < ROW_LANES && piece >= ROW_PIECES) return;
-    const int stride = row_stride * static_cast<int>(sizeof(ELEMENT));
-    source += piece * 8;
-#pragma unroll
-    for (int run = 0; run < GROUP_KEYS; run += RUN) {
-        const int begin = warp * WARP_KEYS + group + run;
+// Rows of keys or of values, and where in a stage they go to.
+struct Rows {
+    ELEMENT* matrix;
+    const ELEMENT* source;
+    int stride;
+    const int* listed;  // rows of the warp's keys, if they do not follow each other
+};
+
+// A lane's part of a run of them: where these begin, of the block's keys from `begin` on, `place` being behind the warp's first.
+struct RunOfRows {
+    const void* from[RUN];
+    unsigned to;
+
+    __device__ __forceinline__ RunOfRows(const Rows& rows, int piece, int begin, int place, int first) {
         int key[RUN];
 #pragma unroll
         for (int k = 0; k < RUN; k += 4) {
@@ -195,21 +196,51 @@ __device__ __forceinline__ void gather_rows(ELEMENT* matrix, const ELEMENT* sour
 #pragma unroll
             for (int i = 0; i < 4; ++i) key[k + i] = first + begin + k + i;
 #else
-            *reinterpret_cast<int4*>(key + k) = *reinterpret_cast<const int4*>(listed + group + run + k);
+            *reinterpret_cast<int4*>(key + k) = *reinterpret_cast<const int4*>(rows.listed + place + k);
 #endif
         }
-        const unsigned place = shared_address(piece_of<BLOCK_N>(matrix, row_of_key(begin), piece));
-        const void* rows[RUN];  // all addresses first, so that no copy waits for the next one's
 #pragma unroll
-        for (int k = 0; k < RUN; ++k) rows[k] = row_address(source, key[k], stride);
+        for (int k = 0; k < RUN; ++k) from[k] = row_address(rows.source + piece * 8, key[k], rows.stride * static_cast<int>(sizeof(ELEMENT)));
+        to = shared_address(piece_of<BLOCK_N>(rows.matrix, row_of_key(begin), piece));
+    }
+
+    // The first `count` of the block's keys.
+    template <bool whole>
+    __device__ __forceinline__ void copy(int piece, int begin, int count) const {
 #pragma unroll
         for (int k = 0; k < RUN; ++k) {
             const bool exists = (whole || begin + k < count) && (HEAD_DIM == HEAD_DIM_PADDED || piece * 8 < HEAD_DIM);
             // One row further the piece stands at the neighbouring place, eight rows further at the same again.
-            const unsigned turned = k % 2 ? (place ^ 16) + CHUNK_ROW_BYTES : place;
-            copy_async_16(turned + k / 2 * 8 * CHUNK_ROW_BYTES, rows[k], exists ? 16 : 0);
+            const unsigned turned = k % 2 ? (to ^ 16) + CHUNK_ROW_BYTES : to;
+            copy_async_16(turned + k / 2 * 8 * CHUNK_ROW_BYTES, from[k], exists ? 16 : 0);
         }
     }
+};
+
+// This warp's rows of a block, from a lane's run `from` on; the keys follow each other from `first` on if they are not listed.
+template <bool whole, int from = 0>
+__device__ __forceinline__ void gather_rows(const Rows& rows, int warp, int first, int count) {
+    const int lane = threadIdx.x & 31, piece = lane % ROW_LANES, group = lane / ROW_LANES * GROUP_KEYS;
+    if (ROW_PIECES < ROW_LANES && piece >= ROW_PIECES) return;
+#pragma unroll
+    for (int run = from; run < GROUP_KEYS; run += RUN) {
+        const int begin = warp * WARP_KEYS + group + run;
+        RunOfRows(rows, piece, begin, group + run, first).copy<whole>(piece, begin, count);
+    }
+}
+
+// The same of a whole block of keys and of one of values; `arrived` is told of the keys. All addresses come first, so that one
+// does not wait for the other.
+__device__ __forceinline__ void gather_both(const Rows& keys, const Rows& values, int warp, Barrier* arrived) {
+    const int lane = threadIdx.x & 31, piece = lane % ROW_LANES, group = lane / ROW_LANES * GROUP_KEYS;
+    const int begin = warp * WARP_KEYS + group;
+    const bool exists = ROW_PIECES == ROW_LANES || piece < ROW_PIECES;
+    const RunOfRows first_keys(keys, piece, begin, group, 0), first_values(values, piece, begin, group, 0);
+    if (exists) first_keys.copy<true>(piece, begin, BLOCK_N);
+    gather_rows<true, RUN>(keys, warp, 0, BLOCK_N);
+    barrier_arrive_after_copies(arrived);
+    if (exists) first_values.copy<true>(piece, begin, BLOCK_N);
+    gather_rows<true, RUN>(values, warp, 0, BLOCK_N);
 }
 
 // Whether a value of part `part` of the block's keys, of those that not all queries see, is not finite. The copy engine
@@ -289,9 +320,9 @@ __device__ __forceinline__ void gather(ELEMENT* matrix, const RowSource& source,
 #endif
     if (FEW && source.count <= FEW_KEYS && warp >= FEW_WARPS) return;
     if (source.whole)
-        gather_rows<true>(matrix, source.rows, row_stride, source.listed, warp, source.first, source.count);
+        gather_rows<true>({matrix, source.rows, row_stride, source.listed}, warp, source.first, source.count);
     else
-        gather_rows<false>(matrix, source.rows, row_stride, source.listed, warp, source.first, source.count);
+        gather_rows<false>({matrix, source.rows, row_stride, source.listed}, warp, source.first, source.count);
 #endif
 }
 
@@ -332,7 +363,6 @@ __device__ __forceinline__ void keep_bias(Shared& shared, int warp, int stage, f
 }
 
 // What else is known per key. All queries see the block's first `clear` keys.
-template <bool whole>
 __device__ __forceinline__ void gather_facts(Shared& shared, const AttentionParams& p, const Plan& plan, int warp,
                                              const RowSource& keys, int clear, int stage) {
     const int lane = threadIdx.x & 31, place = warp * WARP_KEYS + lane;
@@ -342,11 +372,11 @@ __device__ __forceinline__ void gather_facts(Shared& shared, const AttentionPara
 #pragma unroll
         for (int i = threadIdx.x; i < WORDS * PIECES; i += PRODUCER_THREADS)
             copy_async_16(&shared.words[stage][i / PIECES][i % PIECES * 4],
-                          plan.columns + (long long)(i / PIECES) * p.key_stride + keys.run + i % PIECES * 4, 16);
+                          plan.source.columns + (long long)(i / PIECES) * p.key_stride + keys.run + i % PIECES * 4, 16);
     }
 #endif
     if (lane >= WARP_KEYS) return;
-    const bool exists = whole || place < keys.count;
+    const bool exists = place < keys.count;
 #if KEYS == KEYS_CONTIGUOUS
     const int key = exists ? keys.first + place : 0;
 #else
@@ -355,20 +385,20 @@ __device__ __forceinline__ void gather_facts(Shared& shared, const AttentionPara
 #if KEYS_KNOWN
     shared.key[stage][place] = key;
 #endif
-    if (whole || clear == BLOCK_N) return;
+    if (clear == BLOCK_N) return;
 #if BITS
 #if RUNS
     if (keys.run >= 0) return;  // its words are on their way
 #endif
 #pragma unroll
     for (int w = 0; w < WORDS; ++w)  // a key that does not exist has no bits
-        copy_async_4(&shared.words[stage][w][place], plan.columns + (long long)w * p.key_stride + key, exists ? 4 : 0);
+        copy_async_4(&shared.words[stage][w][place], plan.source.columns + (long long)w * p.key_stride + key, exists ? 4 : 0);
 #elif KEYS == KEYS_CONTIGUOUS
     shared.start[stage][place] = CAUSAL ? key : INT_LOWEST;
     shared.stop[stage][place] = exists ? NEVER : INT_LOWEST;
 #else
-    copy_async_4(&shared.start[stage][place], plan.start + key, exists ? 4 : 0);
-    copy_async_4(&shared.stop[stage][place], plan.stop + key, exists ? 4 : 0);  // 0, 0 where there is no key
+    copy_async_4(&shared.start[stage][place], plan.source.start + key, exists ? 4 : 0);
+    copy_async_4(&shared.stop[stage][place], plan.source.stop + key, exists ? 4 : 0);  // 0, 0 where there is no key
 #endif
 }
 
@@ -409,9 +439,9 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
     Turn<VALUE_STAGES> value_turn;
     Turn<QUERY_STAGES> query_turn;
     Tiles tiles(p, shared.plans[warp]);
-    int at_hand = 0;        // which plan is the tile's
-    unsigned number = 0;    // of the block
-    RowSource values = {};  // of the block before
+    int at_hand = 0;         // which plan is the tile's
+    unsigned number = 0;     // of the block
+    RowSource values = {};   // of the block before
     float lane_bias = 0.0f;  // of this lane's key of the block at hand, asked for when the block before has been gathered
     tiles.find(at_hand);
 #if SEQUENCES
@@ -422,111 +452,140 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
         return;
     }
 #endif
+    // The list of the block at hand, which has `count` keys from `first` on, is complete.
+    const auto meet_list = [&](const Plan& plan, int first, int count) {
+#if KEYS != KEYS_CONTIGUOUS
+        copy_async_wait<0>();
+        __syncwarp();
+#endif
+        lane_bias = fetch_bias(p, plan, warp, listed_rows(shared, number, warp), first, count);
+    };
     const auto gather_values = [&] {
         barrier_wait(&shared.value_free[value_turn.stage], value_turn.phase ^ 1);
         gather<true>(shared.values[value_turn.stage], values, launch, warp, &shared.value_arrived[value_turn.stage]);
         barrier_arrive_after_copies(&shared.value_arrived[value_turn.stage]);
         value_turn.advance();
     };
-    // The keys at hand are on their way: others are told, and the values before them follow. `own` is where theirs are.
-    const auto pass_keys = [&](const Order& order, const RowSource& own) {
-        if (threadIdx.x == ORDER_THREAD) shared.order[turn.stage] = order;
+    KeyBlocks blocks = tiles.keys(at_hand);
+    Block block = first_block(shared, blocks, warp, number);
+    bool opens = true, found = false;  // the block is its tile's first; the next tile has been found
+#if WHOLE_BLOCKS
+    int whole = whole_blocks(blocks.source);  // that the tile begins with
+#else
+    constexpr int whole = 0;
+#endif
+#if BIAS == BIAS_DENSE
+    static_assert(BLOCK_M == PRODUCER_THREADS, "a thread fetches one row of bias ahead");
+    const BIAS_ELEMENT* bias;
+#endif
+    for (;;) {
+        const Plan& plan = shared.plans[warp][at_hand];
+        if (opens) {
+            open_tile(shared, launch, plan, query_turn.stage, query_turn.phase ^ 1);
+            query_turn.advance();
+#if BIAS == BIAS_DENSE
+            bias = bias_row(p, plan.tile, threadIdx.x);
+#endif
+        }
+        meet_list(plan, block.first, block.count());
+#if WHOLE_BLOCKS
+        // Behind the tile's first block: keys of whole ones, and values of those before them, side by side.
+        if (!opens && whole > 1) {
+            const int* entry = plan.source.list + BLOCK_N + warp * WARP_KEYS + (threadIdx.x & 31);
+            int left = whole - 1;
+            do {
+                Barrier *key_free = &shared.key_free[turn.stage], *value_free = &shared.value_free[value_turn.stage];
+                const bool key_goes = barrier_test(key_free, turn.phase ^ 1);
+                const bool value_goes = barrier_test(value_free, value_turn.phase ^ 1);
+                entry += BLOCK_N;
+                --left;
+                if (left > 0) {
+                    list_entries(shared, number + 1, warp, entry);
+                } else {
+                    blocks = tiles.keys(at_hand);  // again, for it is not kept in registers
+                    blocks.place = whole * BLOCK_N;
+                    block = next_block(shared, blocks, warp, number + 1);
+                }
+                if (!key_goes) barrier_wait(key_free, turn.phase ^ 1);
+                keep_bias(shared, warp, turn.stage, lane_bias, inverse_scale);
+                if (threadIdx.x == ORDER_THREAD) shared.order[turn.stage] = {BLOCK_N, false, 0, -1};
+                if (!value_goes) barrier_wait(value_free, value_turn.phase ^ 1);
+                barrier_arrive(&shared.key_arrived[turn.stage]);
+                gather_both({shared.keys[turn.stage], plan.keys, p.key_row, listed_rows(shared, number, warp)},
+                            {shared.values[value_turn.stage], plan.values, p.value_row, listed_rows(shared, number - 1, warp)},
+                            warp, &shared.key_arrived[turn.stage]);
+                barrier_arrive_after_copies(&shared.value_arrived[value_turn.stage]);
+                turn.advance();
+                value_turn.advance();
+                ++number;
+                meet_list(plan, 0, left > 0 ? BLOCK_N : block.count());
+            } while (left > 0);
+            values = {plan.values, 0, BLOCK_N, listed_rows(shared, number - 1, warp), true};
+            whole = 0;
+        }
+#endif
+        if (!found && (!opens || whole <= 1)) {
+            tiles.find(at_hand ^ 1);
+            found = true;
+        }
+        const int count = block.count(), part = part_of(block, warp);
+        Block following = next_block(shared, blocks, warp, number + 1);
+        const bool closes = following.first < 0;
+        if (closes && tiles.tile >= 0) {
+            blocks = tiles.keys(at_hand ^ 1);
+            following = first_block(shared, blocks, warp, number + 1);
+        }
+        int following_keys = -1;
+#if BIAS == BIAS_DENSE
+        if (p.bias_aligned && block.run() >= 0) {
+            following_keys = block.run();  // the consumers read it when its turn has come, from the second cache
+            for (int i = 0; i < BLOCK_N; i += 128 / sizeof(BIAS_ELEMENT)) prefetch_line(bias + following_keys + i);
+        }
+#endif
+        const int* listed = listed_rows(shared, number, warp);
+#if BULK
+        RowSource rows = {plan.tile.group, plan.tile.batch, block.first, count, nullptr, true};
+#elif RUNS
+        RowSource rows = {plan.keys, block.first, count, listed, HOLES ? count > 0 : count >= BLOCK_N, block.run()};
+#else
+        RowSource rows = {plan.keys, block.first, count, listed, HOLES ? count > 0 : count >= BLOCK_N};
+#endif
+        barrier_wait(&shared.key_free[turn.stage], turn.phase ^ 1);
+        if (part == warp) {
+            gather_facts(shared, p, plan, warp, rows, block.clear, turn.stage);
+            gather<false>(shared.keys[turn.stage], rows, launch, warp, &shared.key_arrived[turn.stage]);
+            keep_bias(shared, warp, turn.stage, lane_bias, inverse_scale);
+        }
+        if (block.clear < BLOCK_N) {
+            const bool finite = p.nonfinite != nullptr && p.nonfinite[plan.tile.batch * p.kv_heads + plan.tile.group] == 0;
+            const bool mine = !block.few() || warp / FEW_WARPS == 1;
+            const bool some = mine && !finite && any_nonfinite(p, plan.values, listed, part, block);
+            if ((threadIdx.x & 31) == 0) shared.nonfinite[turn.stage][warp] = some;
+        }
+        if (threadIdx.x == ORDER_THREAD) {
+            const int last = !closes ? 0 : tiles.tile >= 0 ? 1 : 2;
+            shared.order[turn.stage] = {block.clear, count <= FEW_KEYS, last, following_keys};
+        }
         barrier_arrive_after_copies(&shared.key_arrived[turn.stage]);
         barrier_arrive(&shared.key_arrived[turn.stage]);
         turn.advance();
         if (number > 0) gather_values();
-        values = own;
         ++number;
-    };
-    while (tiles.tile >= 0) {
-        const Plan& plan = shared.plans[warp][at_hand];
-        open_tile(shared, launch, plan, query_turn.stage, query_turn.phase ^ 1);
-        query_turn.advance();
-#if BIAS == BIAS_DENSE
-        static_assert(BLOCK_M == PRODUCER_THREADS, "a thread fetches one row of bias ahead");
-        const BIAS_ELEMENT* bias = bias_row(p, plan.tile, threadIdx.x);
-#endif
-        KeyBlocks blocks = tiles.keys(at_hand);
-        const bool finite = p.nonfinite != nullptr && p.nonfinite[plan.tile.batch * p.kv_heads + plan.tile.group] == 0;
-        // The list of the block at hand, which has `count` keys from `first` on, is complete.
-        const auto meet_list = [&](int first, int count) {
-#if KEYS != KEYS_CONTIGUOUS
-            copy_async_wait<0>();
-            __syncwarp();
-#endif
-            lane_bias = fetch_bias(p, plan, warp, listed_rows(shared, number, warp), first, count);
-        };
-        Block block;
-#if WHOLE_BLOCKS
-        int whole = whole_blocks(blocks.source);
-        if (whole > 0) {
-            const int* entry = blocks.source.list + warp * WARP_KEYS + (threadIdx.x & 31);
-            list_entries(shared, number, warp, entry);
-            meet_list(0, BLOCK_N);
-            for (; whole > 0; --whole) {
-                entry += BLOCK_N;
-                if (whole > 1) {
-                    list_entries(shared, number + 1, warp, entry);
-                } else {
-                    blocks = tiles.keys(at_hand);  // again, for it is not kept in registers
-                    blocks.place = whole_blocks(blocks.source) * BLOCK_N;
-                    block = first_block(shared, blocks, warp, number + 1);
-                }
-                RowSource rows = {plan.keys, 0, BLOCK_N, listed_rows(shared, number, warp), true};
-                barrier_wait(&shared.key_free[turn.stage], turn.phase ^ 1);
-                gather_facts<true>(shared, p, plan, warp, rows, BLOCK_N, turn.stage);
-                gather_rows<true>(shared.keys[turn.stage], rows.rows, p.key_row, rows.listed, warp, 0, BLOCK_N);
-                keep_bias(shared, warp, turn.stage, lane_bias, inverse_scale);
-                rows.rows = plan.values;
-                pass_keys({BLOCK_N, false, 0, -1}, rows);
-                meet_list(0, whole > 1 ? BLOCK_N : block.count());
-            }
-        } else
-#endif
-        {
-            block = first_block(shared, blocks, warp, number);
-            meet_list(block.first, block.count());
-        }
-        for (bool opens = true; block.first >= 0; opens = false) {
-            const int count = block.count(), part = part_of(block, warp);
-            const Block following = next_block(shared, blocks, warp, number + 1);
-            int following_keys = -1;
-#if BIAS == BIAS_DENSE
-            if (p.bias_aligned && block.run() >= 0) {
-                following_keys = block.run();  // the consumers read it when its turn has come, from the second cache
-                for (int i = 0; i < BLOCK_N; i += 128 / sizeof(BIAS_ELEMENT)) prefetch_line(bias + following_keys + i);
-            }
-#endif
-            const int* listed = listed_rows(shared, number, warp);
-#if BULK
-            RowSource rows = {plan.tile.group, plan.tile.batch, block.first, count, nullptr, true};
-#elif RUNS
-            RowSource rows = {plan.keys, block.first, count, listed, HOLES ? count > 0 : count >= BLOCK_N, block.run()};
-#else
-            RowSource rows = {plan.keys, block.first, count, listed, HOLES ? count > 0 : count >= BLOCK_N};
-#endif
-            barrier_wait(&shared.key_free[turn.stage], turn.phase ^ 1);
-            if (part == warp) {
-                gather_facts<false>(shared, p, plan, warp, rows, block.clear, turn.stage);
-                gather<false>(shared.keys[turn.stage], rows, launch, warp, &shared.key_arrived[turn.stage]);
-                keep_bias(shared, warp, turn.stage, lane_bias, inverse_scale);
-            }
-            if (block.clear < BLOCK_N) {
-                const bool mine = !block.few() || warp / FEW_WARPS == 1;
-                const bool found = mine && !finite && any_nonfinite(p, plan.values, listed, part, block);
-                if ((threadIdx.x & 31) == 0) shared.nonfinite[turn.stage][warp] = found;
-            }
-            if (opens) tiles.find(at_hand ^ 1);
-            rows.whole = BULK || count >= BLOCK_N;
+        values = rows;
+        values.whole = BULK || count >= BLOCK_N;
 #if !BULK
-            rows.rows = plan.values;
+        values.rows = plan.values;
 #endif
-            const int last = following.first >= 0 ? 0 : tiles.tile >= 0 ? 1 : 2;
-            pass_keys({block.clear, count <= FEW_KEYS, last, following_keys}, rows);
-            block = following;
-            if (block.first >= 0) meet_list(block.first, block.count());
+        if (closes) {
+            if (tiles.tile < 0) break;
+            at_hand ^= 1;
+#if WHOLE_BLOCKS
+            whole = whole_blocks(blocks.source);
+#endif
         }
-        at_hand ^= 1;
+        opens = closes;
+        found = found && !closes;
+        block = following;
     }
     gather_values();
 }

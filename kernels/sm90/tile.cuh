@@ -28,7 +28,7 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? (BIAS == BIAS_DENSE ? 216 : 
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 504 - 2 * CONSUMER_REGISTERS : 512 - 3 * CONSUMER_REGISTERS;
 // Whether a consumer keeps its queries in registers, where there are enough: then QK reads half as much of shared memory, all
 // of whose width it needs otherwise.
-constexpr bool QUERIES_KEPT = SUMS + DIM_FRAGMENTS * 4 <= (CONSUMERS == 2 ? 144 : 96);
+constexpr bool QUERIES_KEPT = BIAS != BIAS_DENSE && SUMS + DIM_FRAGMENTS * 4 <= (CONSUMERS == 2 ? 144 : 96);
 constexpr int WARP_KEYS = BLOCK_N / PRODUCER_WARPS;  // keys of a block that a producer warp gathers
 constexpr int CONSUMER_BARRIER = 1, TURN_BARRIER = 2;  // named barriers; of turns one for each warpgroup
 constexpr int LISTS = 4;  // of blocks, which the producer has at a time
@@ -81,6 +81,10 @@ struct Order {
     __device__ __forceinline__ bool held() const { return (state & HELD) != 0; }
 };
 
+// Whether outputs go to memory through the copy engine, a warp's 16 rows at a time: those of a sequence's last tile may be
+// another sequence's.
+#define OUT_BULK (QUERY_BULK && !SEQUENCES && 16 % HEADS == 0)
+
 struct ForwardParams {
 #if BULK || RUNS
     TensorMap key, value;
@@ -88,27 +92,23 @@ struct ForwardParams {
 #if QUERY_BULK
     TensorMap query;
 #endif
+#if OUT_BULK
+    TensorMap out;
+#endif
     AttentionParams attention;
 };
 
 // A tile and where its keys and what is known of them lie.
 struct Plan {
     Tile tile;
+    KeySource source;  // KEYS_LISTED: the list's lengths are on their way when the tile has been found
     const ELEMENT *keys, *values;
     const float* bias;
-    const int *start, *stop;
-    const unsigned* columns;
-    int lengths[2];  // KEYS_LISTED: of its list, on their way when the tile has been found
 
     __device__ __forceinline__ Plan(const AttentionParams& p, const Tile& t)
-        : tile(t), keys(p.key + t.batch * p.key_batch + t.group * p.key_head),
+        : tile(t), source(locate_keys(p, t)), keys(p.key + t.batch * p.key_batch + t.group * p.key_head),
           values(p.value + t.batch * p.value_batch + t.group * p.value_head),
-          bias(p.bias + t.batch * p.bias_batch + t.group * p.bias_group + t.first_head * p.bias_head) {
-        const KeySource source = locate_keys(p, t);
-        start = source.start;
-        stop = source.stop;
-        columns = source.columns;
-    }
+          bias(p.bias + t.batch * p.bias_batch + t.group * p.bias_group + t.first_head * p.bias_head) {}
 };
 
 struct Shared {
@@ -180,6 +180,8 @@ struct Turn {
         turn.advance();
         return turn;
     }
+
+    __device__ __forceinline__ int stage_before() const { return stage == 0 ? count - 1 : stage - 1; }
 };
 
 #if BIAS == BIAS_DENSE

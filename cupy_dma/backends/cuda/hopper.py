@@ -6,6 +6,7 @@ rounding.
 """
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -162,6 +163,7 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
     ordered = _dense(problem)
     key_maps = _runs_maps(call) if ordered else b"" if lists is not None else _maps(call, tile)
     query_map = queries_map(query, queries, problem.tile_heads) if tile.block_m % problem.tile_heads == 0 else None
+    out_map = b"" if query_map is None else _out_map(call, problem, place.pointer(out))
     kernel = _kernel(runtime, device.index, ELEMENTS[query.dtype], call.head_dim, problem.tile_heads, *tile,
                      "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal and not problem.bits,
                      problem.bias_kind, call.softcap > 0.0, problem.bits, problem.bias_element, problem.count > 0,
@@ -169,7 +171,7 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
     grid = min(tiles * (call.heads // problem.tile_heads) * call.batch, runtime.multiprocessors(device.index))
     params = problem.pack(lists, out=place.pointer(out), lse=place.pointer(lse), tiles=tiles, **fields)
     if key_maps or query_map:  # struct ForwardParams: the maps first, and all of it a multiple of their alignment
-        packed = key_maps + (query_map or b"") + params.tobytes()
+        packed = key_maps + (query_map or b"") + out_map + params.tobytes()
         params = np.frombuffer(packed + bytes(-len(packed) % 64), f"V{blocks(len(packed), 64) * 64}")[0]
     kernel.launch(grid, 128 + 2 * tile.block_m, params, stream)
 
@@ -177,6 +179,20 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
 def _maps(call: AttentionCall, tile: HopperTile) -> bytes:
     """The tensors of keys and values for the copy engine; empty where it cannot read them."""
     return _joined(rows_map(call.key, tile.block_n), rows_map(call.value, tile.block_n))
+
+
+def _out_map(call: AttentionCall, problem: Problem, pointer: int) -> bytes:
+    """The output for the copy engine, a warp's 16 rows at a time (``OUT_BULK`` in kernels/sm90/tile.cuh); empty where it is
+    not asked."""
+    heads = problem.tile_heads
+    if problem.count > 0 or 16 % heads != 0:
+        return b""
+    _, length, all_heads, head_dim = call.query.shape
+    row = all_heads * head_dim
+    out = dataclasses.replace(call.query, pointer=pointer, strides=(length * row, row, head_dim, 1))
+    found = queries_map(out, 16 // heads, heads)
+    assert found is not None  # the queries have one
+    return found
 
 
 def _runs_maps(call: AttentionCall) -> bytes:
