@@ -54,19 +54,6 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
-// The same of 1 / x and of log2(x), where x is no denormal.
-__device__ __forceinline__ float inverse_fast(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ __forceinline__ float log2_fast(float x) {
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // ---- loads that stay where they are written ----
 // ld.global.v4.u32 of 16 aligned bytes, zeros and no access unless `exists`. The compiler does not move it behind products
 // and other instructions of this file: what is loaded together is under way together.

@@ -303,6 +303,20 @@ __device__ __forceinline__ void multiply_warp(Fragment& d, const unsigned (&a)[4
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[2 * half]), "r"(b[2 * half + 1]));
 }
 
+// ---- arithmetic ----
+// 1 / x and log2(x), where x is no denormal; like exp2_fast.
+__device__ __forceinline__ float inverse_fast(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float log2_fast(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // Two numbers rounded to 16 bit, the first in the lower half.
 __device__ __forceinline__ unsigned pack_pair(const __half*, float low, float high) {
     const __half2 pair = __floats2half2_rn(low, high);

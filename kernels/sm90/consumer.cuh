@@ -99,7 +99,7 @@ __device__ __forceinline__ void isolate_nonfinite(Fragment (&o)[DIM_FRAGMENTS], 
 
 #if OUT_BULK
 // This warp's 16 rows of out, which are complete, on their way.
-__device__ __forceinline__ void copy_rows(const ForwardParams& launch, const Tile& t, const ELEMENT* staging, int first_row, int) {
+__device__ __forceinline__ void copy_rows(const ForwardParams& launch, const Output& t, const ELEMENT* staging, int first_row) {
     shared_write_fence();
     __syncwarp();
     if (lane_now() != 0) return;
@@ -116,9 +116,8 @@ __device__ __forceinline__ ELEMENT* row_of_output(ELEMENT* first, int row, int q
     return const_cast<ELEMENT*>(static_cast<const ELEMENT*>(place));
 }
 
-// This warp's rows of out, the first `existing` of 16, which are complete.
-__device__ __forceinline__ void copy_rows(const ForwardParams& launch, const Tile& t, ELEMENT* staging, int first_row,
-                                          int existing) {
+// This warp's rows of out, which are complete.
+__device__ __forceinline__ void copy_rows(const ForwardParams& launch, const Output& t, ELEMENT* staging, int first_row) {
     const AttentionParams& p = launch.attention;
     const int lane = lane_now();
     __syncwarp();  // the warp's rows are complete
@@ -137,16 +136,16 @@ __device__ __forceinline__ void copy_rows(const ForwardParams& launch, const Til
 #pragma unroll
     for (int k = 0; k < COPIES; ++k) {
         ELEMENT* place = row_of_output(target, REGULAR ? k * STEP : first_row + k * STEP + own, query_bytes);
-        if (piece * 8 < HEAD_DIM && k * STEP + own < existing) __stcg(reinterpret_cast<uint4*>(place), pieces[k]);
+        if (piece * 8 < HEAD_DIM && first_row + k * STEP + own < t.rows) __stcg(reinterpret_cast<uint4*>(place), pieces[k]);
     }
 }
 #endif
 
 // Writes this warp's 16 rows of out and lse, through the tile's own query rows, which nobody needs any more. In few
 // instructions: they run once a tile, so each of them is fetched anew.
-__device__ __forceinline__ void write_tile(const ForwardParams& launch, const Tile& t, ELEMENT* staging, int first_row,
+__device__ __forceinline__ void write_tile(const ForwardParams& launch, const Output& output, ELEMENT* staging, int first_row,
                                            const Fragment (&o)[DIM_FRAGMENTS], RowSums& state) {
-    const AttentionParams& p = launch.attention;
+    const Output t = output;  // all of it now, for nothing is read ahead of the stores that follow
     const int lane = lane_now();
     state.finish();
     const float factor[2] = {state.inverse_sum(0), state.inverse_sum(1)};
@@ -161,12 +160,9 @@ __device__ __forceinline__ void write_tile(const ForwardParams& launch, const Ti
         }
         store_matrices((corner ^ 2 * d % 8 * 16) + d / 4 * BLOCK_M * CHUNK_ROW_BYTES, words);
     }
-    const int existing = min((t.end_query - t.first_query) * HEADS, QUERIES * HEADS) - first_row;
-    copy_rows(launch, t, staging, first_row, existing);
-    const int r = lane & 3, row = lane / 4 + 8 * r;  // two of four lanes write one each
-    float* lse = p.lse + ((long long)t.batch * p.heads + t.first_head) * p.query_length + t.first_query;
-    if (r < 2 && row < existing)
-        lse[(long long)((first_row + row) % HEADS) * p.query_length + (first_row + row) / HEADS] = state.lse(r);
+    copy_rows(launch, t, staging, first_row);
+    const int r = lane & 3, row = first_row + lane / 4 + 8 * r;  // two of four lanes write one each
+    if (r < 2 && row < t.rows) t.lse[(long long)(row % HEADS) * launch.attention.query_length + row / HEADS] = state.lse(r);
 }
 
 // A consumer warp's registers and turns.
@@ -273,7 +269,7 @@ struct Consumer {
 
     // Writes the tile whose queries were at `query_turn`.
     __device__ __forceinline__ void close_tile(RowSums& result) {
-        write_tile(launch, shared.tile[query_turn.stage], shared.query[query_turn.stage], first_row, o, result);
+        write_tile(launch, shared.output[query_turn.stage], shared.query[query_turn.stage], first_row, o, result);
         query_turn.advance();
     }
 
@@ -344,8 +340,8 @@ struct Consumer {
             return;
         }
         if (order.clear() < BLOCK_N) {
-            const int4 found = *reinterpret_cast<const int4*>(shared.nonfinite[turn.stage]);
-            if (found.x | found.y | found.z | found.w) order.state |= Order::HELD;
+            static_assert(PRODUCER_WARPS == 4, "one word");
+            if (*reinterpret_cast<const unsigned*>(shared.nonfinite[turn.stage]) != 0) order.state |= Order::HELD;
         }
         if (!order.few()) {
             finish_logits<KEY_FRAGMENTS>(order);

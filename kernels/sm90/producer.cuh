@@ -411,6 +411,7 @@ __device__ __forceinline__ void open_tile(Shared& shared, const ForwardParams& l
     if (threadIdx.x != QUERY_THREAD) return;
     barrier_wait(free, phase);
     shared.tile[stage] = plan.tile;
+    shared.output[stage] = plan.output;
     barrier_expect(arrived, CHUNKS * BLOCK_M * CHUNK_ROW_BYTES);
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; ++chunk)
@@ -418,7 +419,10 @@ __device__ __forceinline__ void open_tile(Shared& shared, const ForwardParams& l
                  plan.tile.first_head, plan.tile.first_query, plan.tile.batch);
 #else
     barrier_wait(free, phase);
-    if (threadIdx.x == 0) shared.tile[stage] = plan.tile;
+    if (threadIdx.x == 0) {
+        shared.tile[stage] = plan.tile;
+        shared.output[stage] = plan.output;
+    }
     gather_queries(queries, launch.attention, plan.tile);
     barrier_arrive_after_copies(arrived);
 #endif
@@ -524,7 +528,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
             whole = 0;
         }
 #endif
-        if (!found && (!opens || whole <= 1)) {
+        if (!found && whole <= 1) {
             tiles.find(at_hand ^ 1);
             found = true;
         }
@@ -550,18 +554,18 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
 #else
         RowSource rows = {plan.keys, block.first, count, listed, HOLES ? count > 0 : count >= BLOCK_N};
 #endif
+        bool nonfinite = false;  // whether values of this warp's part are not finite, where not all queries see them
+        if (block.clear < BLOCK_N && (!block.few() || warp / FEW_WARPS == 1)) {
+            const bool finite = p.nonfinite != nullptr && p.nonfinite[plan.tile.batch * p.kv_heads + plan.tile.group] == 0;
+            nonfinite = !finite && any_nonfinite(p, plan.values, listed, part, block);
+        }
         barrier_wait(&shared.key_free[turn.stage], turn.phase ^ 1);
         if (part == warp) {
             gather_facts(shared, p, plan, warp, rows, block.clear, turn.stage);
             gather<false>(shared.keys[turn.stage], rows, launch, warp, &shared.key_arrived[turn.stage]);
             keep_bias(shared, warp, turn.stage, lane_bias, inverse_scale);
         }
-        if (block.clear < BLOCK_N) {
-            const bool finite = p.nonfinite != nullptr && p.nonfinite[plan.tile.batch * p.kv_heads + plan.tile.group] == 0;
-            const bool mine = !block.few() || warp / FEW_WARPS == 1;
-            const bool some = mine && !finite && any_nonfinite(p, plan.values, listed, part, block);
-            if ((threadIdx.x & 31) == 0) shared.nonfinite[turn.stage][warp] = some;
-        }
+        if (block.clear < BLOCK_N && (threadIdx.x & 31) == 0) shared.nonfinite[turn.stage][warp] = nonfinite;
         if (threadIdx.x == ORDER_THREAD) {
             const int last = !closes ? 0 : tiles.tile >= 0 ? 1 : 2;
             shared.order[turn.stage] = {block.clear, count <= FEW_KEYS, last, following_keys};

@@ -98,15 +98,27 @@ struct ForwardParams {
     AttentionParams attention;
 };
 
-// A tile and where its keys and what is known of them lie.
+// Where a tile's output goes to.
+struct Output {
+    int batch, first_head, first_query, rows;  // as many rows as the tile has
+    float* lse;                                // of its first row
+
+    __device__ __forceinline__ Output(const AttentionParams& p, const Tile& t)
+        : batch(t.batch), first_head(t.first_head), first_query(t.first_query),
+          rows(min(t.end_query - t.first_query, QUERIES) * HEADS),
+          lse(p.lse + ((long long)t.batch * p.heads + t.first_head) * p.query_length + t.first_query) {}
+};
+
+// A tile and where its keys, what is known of them and its output lie.
 struct Plan {
     Tile tile;
+    Output output;
     KeySource source;  // KEYS_LISTED: the list's lengths are on their way when the tile has been found
     const ELEMENT *keys, *values;
     const float* bias;
 
     __device__ __forceinline__ Plan(const AttentionParams& p, const Tile& t)
-        : tile(t), source(locate_keys(p, t)), keys(p.key + t.batch * p.key_batch + t.group * p.key_head),
+        : tile(t), output(p, t), source(locate_keys(p, t)), keys(p.key + t.batch * p.key_batch + t.group * p.key_head),
           values(p.value + t.batch * p.value_batch + t.group * p.value_head),
           bias(p.bias + t.batch * p.bias_batch + t.group * p.bias_group + t.first_head * p.bias_head) {}
 };
@@ -129,8 +141,9 @@ struct Shared {
 #endif
     Order order[STAGES];
     // Of a block that is not clear: whether values of a warp's keys are not finite.
-    alignas(16) int nonfinite[STAGES][PRODUCER_WARPS];
+    alignas(4) bool nonfinite[STAGES][PRODUCER_WARPS];
     Tile tile[QUERY_STAGES];
+    Output output[QUERY_STAGES];
     Plan plans[PRODUCER_WARPS][2];  // the producer's own: of the tile at hand and of the next one
     Barrier query_arrived[QUERY_STAGES], query_free[QUERY_STAGES];
     Barrier key_arrived[STAGES], key_free[STAGES], value_arrived[VALUE_STAGES], value_free[VALUE_STAGES];

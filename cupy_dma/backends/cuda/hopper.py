@@ -67,8 +67,8 @@ class HopperForwardConfig(jit.Config):
         row = blocks(self.head_dim, 64) * 128
         rows = self.query_stages * self.block_m + (self.stages + self.value_stages) * self.block_n
         facts = 4 * self.block_n * (2 + max(2, blocks(self.block_m // self.heads, 32)))
-        producer = 16 * self.block_n + 1280
-        barriers = 64 * self.stages + 16 * self.value_stages + 64 * self.query_stages
+        producer = 16 * self.block_n + 1536
+        barriers = 64 * self.stages + 16 * self.value_stages + 96 * self.query_stages
         return 1024 + row * rows + self.stages * facts + barriers + producer
 
 
