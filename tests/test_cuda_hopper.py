@@ -101,6 +101,25 @@ def test_logits_that_rise_and_fall(slope, softcap, masked, tile, everything, tor
     assert (lse[0].double() - logits.logsumexp(-1)).abs().max() < cuts * 2**-23 * bias.abs().max() + 1e-5
 
 
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("largest", [0.2, 0.45, 3.0])
+def test_softcaps_of_small_and_large_products(largest, masked, everything, torch):
+    """In units of the softcap: up to a quarter and to a half of it, its curve is a polynomial."""
+    served, length, cap = everything(*TILES["192x64"]), 500, 20.0
+    q, k, v = draw(torch, length, length, 2, 1, 64)
+    products = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double())
+    scale = largest * cap / products.abs().max().item()
+    mask = dma.IntervalMask.sliding_window(length, 300, like=q) if masked else None
+    out, lse = dma.attention(q, k, v, mask=mask, causal=True, scale=scale, softcap=cap, return_lse=True)
+    logits = cap * torch.tanh(products * scale / cap)
+    distance = torch.arange(length, device="cuda")[:, None] - torch.arange(length, device="cuda")
+    logits.masked_fill_((distance < 0) | (masked & (distance >= 300)), -torch.inf)
+    expected = torch.einsum("hqk,kd->qhd", logits.softmax(-1), v[0, :, 0].double())
+    assert served
+    assert (out[0].double() - expected).abs().max() < 2**-7 * v.abs().max()
+    assert (lse[0].double() - logits.logsumexp(-1)).abs().max() < 2**-19 * min(largest, 1.0) * cap
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tiles_of_one_block(head_dim, torch, monkeypatch):
     """Blocks of the grid that go from one tile of one block to the next wait for nobody."""

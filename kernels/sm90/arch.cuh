@@ -81,8 +81,7 @@ __device__ __forceinline__ void copy_box(void* shared, const TensorMap* map, Bar
         : "memory");
 }
 
-// The same from shared memory to a tensor of four axes: what a box has beyond the tensor is left out. All of the calling thread's
-// so far can then be waited for.
+// The same the other way, without what a box has beyond the tensor. A thread waits for those that it has committed.
 __device__ __forceinline__ void store_box(const TensorMap* map, const void* shared, int x0, int x1, int x2, int x3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
                  ::"l"(map), "r"(shared_address(shared)), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
@@ -90,7 +89,7 @@ __device__ __forceinline__ void store_box(const TensorMap* map, const void* shar
 
 __device__ __forceinline__ void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Until the calling thread's boxes have been read.
+// Until these have been read from shared memory.
 __device__ __forceinline__ void stores_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // prefetch.global.L2: the line that holds this address is fetched into the second cache.

@@ -162,7 +162,8 @@ __device__ __forceinline__ void write_tile(const ForwardParams& launch, const Ou
     }
     copy_rows(launch, t, staging, first_row);
     const int r = lane & 3, row = first_row + lane / 4 + 8 * r;  // two of four lanes write one each
-    if (r < 2 && row < t.rows) t.lse[(long long)(row % HEADS) * launch.attention.query_length + row / HEADS] = state.lse(r);
+    if (r < 2 && row < t.rows)
+        __stcg(t.lse + (long long)(row % HEADS) * launch.attention.query_length + row / HEADS, state.lse(r));
 }
 
 // A consumer warp's registers and turns.

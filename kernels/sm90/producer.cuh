@@ -155,8 +155,9 @@ __device__ __forceinline__ Block next_block(Shared& shared, KeyBlocks& blocks, i
 #endif
     if (in_order && next.first + BLOCK_N <= source.length) {
         bool exists;
-        block.first_key = KEYS == KEYS_CONTIGUOUS ? next.first : *blocks.entry(next.first, exists);
-        block.last_key = KEYS == KEYS_CONTIGUOUS ? next.first + BLOCK_N - 1 : *blocks.entry(next.first + BLOCK_N - 1, exists);
+        const int last = next.first + BLOCK_N - 1;
+        block.first_key = KEYS == KEYS_CONTIGUOUS ? next.first : __ldg(blocks.entry(next.first, exists));
+        block.last_key = KEYS == KEYS_CONTIGUOUS ? last : __ldg(blocks.entry(last, exists));
     }
 #endif
     return block;
@@ -183,10 +184,10 @@ struct Rows {
     const int* listed;  // rows of the warp's keys, if they do not follow each other
 };
 
-// A lane's part of a run of them: where these begin, of the block's keys from `begin` on, `place` being behind the warp's first.
+// A lane's pieces of a run of rows: those of the block's keys from `begin` on, of the warp's from `place` on.
 struct RunOfRows {
     const void* from[RUN];
-    unsigned to;
+    unsigned to;  // of the first one
 
     __device__ __forceinline__ RunOfRows(const Rows& rows, int piece, int begin, int place, int first) {
         int key[RUN];
@@ -200,11 +201,12 @@ struct RunOfRows {
 #endif
         }
 #pragma unroll
-        for (int k = 0; k < RUN; ++k) from[k] = row_address(rows.source + piece * 8, key[k], rows.stride * static_cast<int>(sizeof(ELEMENT)));
+        for (int k = 0; k < RUN; ++k)
+            from[k] = row_address(rows.source + piece * 8, key[k], rows.stride * static_cast<int>(sizeof(ELEMENT)));
         to = shared_address(piece_of<BLOCK_N>(rows.matrix, row_of_key(begin), piece));
     }
 
-    // The first `count` of the block's keys.
+    // Of the block's first `count` keys.
     template <bool whole>
     __device__ __forceinline__ void copy(int piece, int begin, int count) const {
 #pragma unroll
@@ -217,7 +219,7 @@ struct RunOfRows {
     }
 };
 
-// This warp's rows of a block, from a lane's run `from` on; the keys follow each other from `first` on if they are not listed.
+// This warp's rows of a block, of a lane's those from `from` on. Keys that are not listed follow each other from `first` on.
 template <bool whole, int from = 0>
 __device__ __forceinline__ void gather_rows(const Rows& rows, int warp, int first, int count) {
     const int lane = threadIdx.x & 31, piece = lane % ROW_LANES, group = lane / ROW_LANES * GROUP_KEYS;
@@ -229,8 +231,8 @@ __device__ __forceinline__ void gather_rows(const Rows& rows, int warp, int firs
     }
 }
 
-// The same of a whole block of keys and of one of values; `arrived` is told of the keys. All addresses come first, so that one
-// does not wait for the other.
+// The same of a whole block of keys and of one of values; `arrived` is told of the keys. Of the first run of both all
+// addresses come first, so that no copy waits for the next one's.
 __device__ __forceinline__ void gather_both(const Rows& keys, const Rows& values, int warp, Barrier* arrived) {
     const int lane = threadIdx.x & 31, piece = lane % ROW_LANES, group = lane / ROW_LANES * GROUP_KEYS;
     const int begin = warp * WARP_KEYS + group;
@@ -473,6 +475,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
     KeyBlocks blocks = tiles.keys(at_hand);
     Block block = first_block(shared, blocks, warp, number);
     bool opens = true, found = false;  // the block is its tile's first; the next tile has been found
+    bool finite = false;               // all values of the tile's head are known to be
 #if WHOLE_BLOCKS
     int whole = whole_blocks(blocks.source);  // that the tile begins with
 #else
@@ -487,13 +490,15 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
         if (opens) {
             open_tile(shared, launch, plan, query_turn.stage, query_turn.phase ^ 1);
             query_turn.advance();
+            finite = p.nonfinite != nullptr && p.nonfinite[plan.tile.batch * p.kv_heads + plan.tile.group] == 0;
 #if BIAS == BIAS_DENSE
             bias = bias_row(p, plan.tile, threadIdx.x);
 #endif
         }
         meet_list(plan, block.first, block.count());
 #if WHOLE_BLOCKS
-        // Behind the tile's first block: keys of whole ones, and values of those before them, side by side.
+        // Behind the tile's first block: keys of whole ones and values of those before them, side by side, for a warp waits
+        // for each of its steps.
         if (!opens && whole > 1) {
             const int* entry = plan.source.list + BLOCK_N + warp * WARP_KEYS + (threadIdx.x & 31);
             int left = whole - 1;
@@ -528,17 +533,9 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
             whole = 0;
         }
 #endif
-        if (!found && whole <= 1) {
-            tiles.find(at_hand ^ 1);
-            found = true;
-        }
         const int count = block.count(), part = part_of(block, warp);
-        Block following = next_block(shared, blocks, warp, number + 1);
+        const Block following = next_block(shared, blocks, warp, number + 1);
         const bool closes = following.first < 0;
-        if (closes && tiles.tile >= 0) {
-            blocks = tiles.keys(at_hand ^ 1);
-            following = first_block(shared, blocks, warp, number + 1);
-        }
         int following_keys = -1;
 #if BIAS == BIAS_DENSE
         if (p.bias_aligned && block.run() >= 0) {
@@ -554,11 +551,9 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
 #else
         RowSource rows = {plan.keys, block.first, count, listed, HOLES ? count > 0 : count >= BLOCK_N};
 #endif
-        bool nonfinite = false;  // whether values of this warp's part are not finite, where not all queries see them
-        if (block.clear < BLOCK_N && (!block.few() || warp / FEW_WARPS == 1)) {
-            const bool finite = p.nonfinite != nullptr && p.nonfinite[plan.tile.batch * p.kv_heads + plan.tile.group] == 0;
-            nonfinite = !finite && any_nonfinite(p, plan.values, listed, part, block);
-        }
+        // Of the values of this warp's part, where not all queries see them.
+        const bool looks = block.clear < BLOCK_N && !finite && (!block.few() || warp / FEW_WARPS == 1);
+        const bool nonfinite = looks && any_nonfinite(p, plan.values, listed, part, block);
         barrier_wait(&shared.key_free[turn.stage], turn.phase ^ 1);
         if (part == warp) {
             gather_facts(shared, p, plan, warp, rows, block.clear, turn.stage);
@@ -566,6 +561,10 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
             keep_bias(shared, warp, turn.stage, lane_bias, inverse_scale);
         }
         if (block.clear < BLOCK_N && (threadIdx.x & 31) == 0) shared.nonfinite[turn.stage][warp] = nonfinite;
+        if (!found && !(opens && whole > 1)) {  // it takes long, and these keys are on their way meanwhile
+            tiles.find(at_hand ^ 1);
+            found = true;
+        }
         if (threadIdx.x == ORDER_THREAD) {
             const int last = !closes ? 0 : tiles.tile >= 0 ? 1 : 2;
             shared.order[turn.stage] = {block.clear, count <= FEW_KEYS, last, following_keys};
@@ -580,16 +579,17 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
 #if !BULK
         values.rows = plan.values;
 #endif
-        if (closes) {
-            if (tiles.tile < 0) break;
-            at_hand ^= 1;
-#if WHOLE_BLOCKS
-            whole = whole_blocks(blocks.source);
-#endif
-        }
-        opens = closes;
-        found = found && !closes;
         block = following;
+        opens = closes;
+        if (!closes) continue;
+        if (tiles.tile < 0) break;
+        at_hand ^= 1;
+        found = false;
+        blocks = tiles.keys(at_hand);
+        block = first_block(shared, blocks, warp, number);
+#if WHOLE_BLOCKS
+        whole = whole_blocks(blocks.source);
+#endif
     }
     gather_values();
 }

@@ -182,8 +182,8 @@ def _maps(call: AttentionCall, tile: HopperTile) -> bytes:
 
 
 def _out_map(call: AttentionCall, problem: Problem, pointer: int) -> bytes:
-    """The output for the copy engine, a warp's 16 rows at a time (``OUT_BULK`` in kernels/sm90/tile.cuh); empty where it is
-    not asked."""
+    """The output for the copy engine, a warp's 16 rows at a time (``OUT_BULK`` in kernels/sm90/tile.cuh); empty where
+    it does not write it."""
     heads = problem.tile_heads
     if problem.count > 0 or 16 % heads != 0:
         return b""
