@@ -177,6 +177,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument("--in-use", action="store_true", help="only the tiles in use")
     options.add_argument("--kernels", nargs="+", type=Path, default=[], help="folders to take for kernels/ as well")
     options.add_argument("--out", default=str(RESULTS), help="folder of the JSON")
+    options.add_argument("--commit", help="recorded as the commit where the tree is a copy without its history")
     args = options.parse_args(arguments)
     if not all(1 <= d <= max(CANDIDATES) for d in args.head_dim):
         options.error(f"--head-dim must be 1 to {max(CANDIDATES)}, got {args.head_dim}")
@@ -194,6 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.error("this needs a Hopper GPU")
     result = {"method": __doc__, **measure.machine(), "cases": [
         {**case._asdict(), "name": str(case), "rows": measured(case, args.kernels, args.in_use)} for case in chosen]}
+    result["commit"] = args.commit or result["commit"]
     if not (args.case or args.in_use or args.kernels):
         path = Path(args.out) / "hopper_tiles.json"
         path.parent.mkdir(parents=True, exist_ok=True)
