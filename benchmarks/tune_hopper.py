@@ -11,7 +11,7 @@ these as bias; bits: half of a dense mask visible, shared by all heads; softcaps
 dense masks are packed in every call. Timing: see measure.py. Every output is compared with the portable kernel's; one
 that differs by more than two roundings of the largest number is marked WRONG, and the exit status is 1.
 
-The fastest tile of each group of rows is marked; ``in use`` is what the library takes. The results go to
+The fastest tile of each group of rows is marked; ``in use`` are those of which the library takes one. The results go to
 ``benchmarks/results/hopper_tiles.json``, but for those of a choice of cases, tiles or kernels, which are only printed.
 """
 from __future__ import annotations
@@ -40,7 +40,7 @@ CANDIDATES = {  # by the largest head dim
     256: [HopperTile(128, 32, 2, 2, 2)]}
 ROUNDING = 2.0**-8  # of bfloat16
 WINDOWS = {  # lengths and w
-    "intervals": ((8192, 1024), (32768, 1024), (32768, 4096)), "intervals with softcap": ((32768, 1024),)}
+    "intervals": ((2048, 1024), (8192, 1024), (16384, 1024), (32768, 1024), (32768, 4096)), "intervals with softcap": ((32768, 1024),)}
 
 
 class Case(NamedTuple):
@@ -85,8 +85,8 @@ def name(tile: HopperTile) -> str:
 def forced(tile: HopperTile | None) -> Iterator[None]:
     """Calls go to the Hopper kernel with this tile, or to the portable kernel."""
     saved = hopper.tile_shape, hopper._pays
-    hopper.tile_shape = lambda call, problem: tile
-    hopper._pays = lambda runtime, index, call, problem: tile is not None
+    hopper.tile_shape = lambda call, problem, processors: tile
+    hopper._pays = lambda call, problem: tile is not None
     try:
         yield
     finally:
@@ -143,15 +143,15 @@ def measured(case: Case, folders: Sequence[Path] = (), only_in_use: bool = False
     with forced(None):
         expected = call()
         rows = [{"tile": "portable", "ms": measure.gpu_ms(call)[0], "right": True}]
-    in_use = hopper.tile_of(case.kind, case.head_dim)
+    in_use = hopper.tiles_of(case.kind, case.head_dim)
     for tile in tiles(case):
-        if only_in_use and tile != in_use:
+        if only_in_use and tile not in in_use:
             continue
         for folder in (None, *folders):
             with kernels_of(folder), forced(tile):
                 error = (call().float() - expected.float()).abs().max().item()
                 ms, _ = measure.gpu_ms(call)
-            rows.append({"tile": name(tile) + (f" of {folder}" if folder else ""), "ms": ms, "in_use": tile == in_use,
+            rows.append({"tile": name(tile) + (f" of {folder}" if folder else ""), "ms": ms, "in_use": tile in in_use,
                          "right": error <= 2 * ROUNDING * expected.float().abs().max().item()})
     measure.free_memory()
     return rows

@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks import tune_hopper
 from cupy_dma import jit
 from cupy_dma.backends.cuda import hopper, tensor_maps
-from tests import cases, emulator, test_cuda_hopper, varlen_cases
+from tests import cases, cut_cases, emulator, test_cuda_hopper, varlen_cases
 from tests.hopper_tiles import TILES, taken
 
 
@@ -70,13 +70,18 @@ def recording(is_hopper: bool) -> Iterator[Recorder]:
 
 
 def hopper_configs() -> dict[jit.Config, None]:
-    """Of tests/test_cuda_hopper.py."""
+    """Of tests/test_cuda_hopper.py, and of the grids elsewhere."""
     forward, packed = test_cuda_hopper.FORWARD, test_cuda_hopper.VARLEN
     with recording(is_hopper=True) as runtime:
+        run_all(cases.run, cases.CASES)  # where the library takes it
+        run_all(varlen_cases.run, varlen_cases.CASES + varlen_cases.LONG)
         for name, (tile, head_dims) in TILES.items():
             with taken(tile, head_dims):
                 run_all(cases.run, forward)
                 run_all(varlen_cases.run, packed)
+                for case in cut_cases.CASES:
+                    for heads in cut_cases.HEADS:
+                        cut_cases.run(case, *heads, head_dims[-1], np.ascontiguousarray, backend="emulator")
                 if name == "128x128":
                     with mock.patch.object(hopper, "_maps", lambda call, tile: b""):
                         run_all(cases.run, [case for case in forward if case.mask in ("none", "causal")])

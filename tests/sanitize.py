@@ -14,6 +14,7 @@ import contextlib
 import functools
 import io
 import sys
+from collections.abc import Callable
 from unittest import mock
 
 import cupy
@@ -25,9 +26,9 @@ from cupy_dma.backends import cuda
 from cupy_dma.backends.cuda import decode, hopper
 from cupy_dma.backends.cuda.runtime import CudaRuntime
 from cupy_dma.backward import attention_backward, key_scores_backward
-from tests import cases, reference, varlen_cases
+from tests import cases, cut_cases, reference, varlen_cases
 from tests.cache_cases import History
-from tests.hopper_tiles import taken
+from tests.hopper_tiles import portable, taken
 
 LENGTHS = ("lengths-1x70", "lengths-33x129", "lengths-129x33")
 NAMES = ("float32-", "float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3", "bfloat16-D256", "mask-",
@@ -45,13 +46,14 @@ def forward(dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")) -> int
 
 def hopper_forward(tile: hopper.HopperTile, largest: int) -> int:
     """The Hopper kernel with this tile, also where it would not pay; on two multiprocessors, so that blocks go on from
-    tile to tile."""
+    tile to tile, of which the last one is cut up where their number is odd."""
     if not cuda.runtime.hopper(0):
         return 0
 
     with (taken(tile, range(1, largest + 1)),
           mock.patch.object(CudaRuntime, "multiprocessors", lambda runtime, index: 2)):
-        return forward(("float16", "bfloat16")) + varlen_forward(("float16", "bfloat16")) + rising_logits(largest)
+        return (forward(("float16", "bfloat16")) + varlen_forward(("float16", "bfloat16")) + rising_logits(largest)
+                + cut_tiles(largest))
 
 
 def rising_logits(head_dim: int) -> int:
@@ -69,6 +71,21 @@ def rising_logits(head_dim: int) -> int:
                 results.append(dma.attention(q, k, v, mask=mask, bias=b, causal=True))
             ours, expected = results[0].get().astype(np.float64), results[1].astype(np.float64)
             assert np.abs(ours - expected).max() < 2**-6 * np.abs(value).max()
+            count += 1
+    return count
+
+
+def cut_tiles(head_dim: int) -> int:
+    """The same bits on two multiprocessors as on one."""
+    count = 0
+    for name, exact in cut_cases.CASES.items():
+        for heads in cut_cases.HEADS[:2]:
+            results = []
+            for processors in (1, 2):
+                with mock.patch.object(CudaRuntime, "multiprocessors", lambda runtime, index, size=processors: size):
+                    results.append(cut_cases.run(name, *heads, head_dim, cupy.asarray, length=303))
+            for ours, expected in zip(*results):
+                assert not exact or cupy.array_equal(ours.view(cupy.int16), expected.view(cupy.int16))
             count += 1
     return count
 
@@ -196,11 +213,18 @@ def key_scores() -> int:
     return len(shapes)
 
 
-PARTS = {"forward": forward, "backward": backward, "super-tiles": super_tiles,
-         "varlen": varlen_forward, "varlen-backward": varlen_backward, "selection": selection, "decoding": decoding,
+def in_portable_kernels(part: Callable[[], int]) -> int:
+    with portable():
+        return part()
+
+
+PARTS = {"forward": functools.partial(in_portable_kernels, forward), "backward": backward, "super-tiles": super_tiles,
+         "varlen": functools.partial(in_portable_kernels, varlen_forward), "varlen-backward": varlen_backward,
+         "selection": selection, "decoding": decoding,
          "clusters": clusters, "scores": key_scores}
-PARTS |= {f"hopper-{tile.block_m}x{tile.block_n}x{tile.stages}": functools.partial(hopper_forward, tile, largest)
-          for kind in hopper.TILES.values() for largest, tile in kind.items()}
+PARTS |= {f"hopper-{tile.block_m}x{tile.block_n}x{tile.stages}{'-turns' * tile.turns}":
+          functools.partial(hopper_forward, tile, largest)
+          for kind in hopper.TILES.values() for largest, tiles in kind.items() for tile in tiles}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -13,6 +13,7 @@ from cupy_dma.arrays import Device, library, numpy_dtype
 from cupy_dma.backends import cuda
 from tests import cases, reference
 from tests.gate import held
+from tests.hopper_tiles import portable
 from tests.test_selection import problems
 
 pytestmark = pytest.mark.gpu
@@ -55,12 +56,21 @@ def test_forward_grid(case, name):
     cases.check(case, host(out), host(lse), tf32=True)
 
 
+@pytest.mark.parametrize("case", FORWARD, ids=str)
+def test_forward_grid_of_portable_kernels(case):
+    pytest.importorskip("cupy")
+    with portable():
+        out, lse = cases.run(case, converter("cupy"))
+    cases.check(case, host(out), host(lse), tf32=True)
+
+
 @pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(("bfloat16-D", "float32-D", "mask-", "heads-",
                                                                            "window"))], ids=str)
 @pytest.mark.parametrize("limit", [99, 163])
 def test_tiles_of_smaller_gpus(case, limit, monkeypatch):
     monkeypatch.setattr(cuda.runtime, "shared_memory_limit", lambda index: limit * 1024)
-    out, lse = cases.run(case, converter("cupy"))
+    with portable():
+        out, lse = cases.run(case, converter("cupy"))
     cases.check(case, host(out), host(lse), tf32=True)
 
 

@@ -10,10 +10,10 @@ import pytest
 import cupy_dma as dma
 from cupy_dma.arrays import library
 from cupy_dma.backends import cuda
-from cupy_dma.backends.cuda import hopper
+from cupy_dma.backends.cuda import hopper, lists
 from cupy_dma.masks import NEVER, Hints
-from tests import cases, varlen_cases
-from tests.hopper_tiles import TILES, taken
+from tests import cases, cut_cases, varlen_cases
+from tests.hopper_tiles import TILES, portable, taken
 from tests.test_cuda import converter, draw, draw_scores, host
 
 pytestmark = pytest.mark.gpu
@@ -121,13 +121,13 @@ def test_softcaps_of_small_and_large_products(largest, masked, everything, torch
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_tiles_of_one_block(head_dim, torch, monkeypatch):
+def test_tiles_of_one_block(head_dim, torch):
     """Blocks of the grid that go from one tile of one block to the next wait for nobody."""
     q, k, v = draw(torch, 40000, 40000, 4, 2, head_dim)
     mask = dma.IntervalMask.sliding_window(40000, 20, like=q)
     out = dma.attention(q, k, v, mask=mask)
-    monkeypatch.setattr(hopper, "serves", lambda *arguments: False)
-    expected = dma.attention(q, k, v, mask=mask)
+    with portable():
+        expected = dma.attention(q, k, v, mask=mask)
     assert not torch.equal(out, expected)  # another kernel
     assert (out.float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max()
 
@@ -233,8 +233,7 @@ def test_a_dense_bias_of_short_blocks(head_dim, everything, poison, torch):
         mask = dma.IntervalMask._make(library("torch"), torch.zeros_like(stop), stop, Hints(bound=(seen, 0)))
         poison()
         out = dma.attention(q, k, v, mask=mask, bias=bias)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hopper, "serves", lambda *arguments: False)
+        with portable():
             expected = dma.attention(q, k, v, mask=mask, bias=bias)
         assert (out.float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max(), seen
     assert len(served) == 3
@@ -254,8 +253,7 @@ def test_dense_bias_where_the_kernel_pays(head_dim, poison, torch, monkeypatch):
         original(*arguments)
 
     for mask, causal in itertools.product(masks, (False, True)):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hopper, "serves", lambda *arguments: False)
+        with portable():
             expected, expected_lse = dma.attention(q, k, v, mask=mask, bias=bias, causal=causal, return_lse=True)
         monkeypatch.setattr(hopper, "attention", attention)
         poison()
@@ -264,6 +262,29 @@ def test_dense_bias_where_the_kernel_pays(head_dim, poison, torch, monkeypatch):
         assert (lse - expected_lse)[seen].abs().max() < 1e-5
         assert (out.float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max()
     assert len(served) == 6
+
+
+@pytest.mark.parametrize(("name", "tile"), [(name, tile) for name in cut_cases.CASES for tile in TILES
+                                            if name != "dense bias" or TILES[tile][0].block_m == 128])
+def test_the_same_bits_however_tiles_are_dealt_out(name, tile, everything, torch, monkeypatch):
+    """One multiprocessor takes whole tiles; several take some of these, and parts of the last ones."""
+    served, head_dim = everything(*TILES[tile]), TILES[tile][1][-1]
+    monkeypatch.setattr(lists, "_tile_warps", lambda *arguments: 1)  # their number is seen in the order of a list
+    for heads, kv_heads in cut_cases.HEADS:
+        results = []
+        for processors in (1, 2, 3, 4, 5, 7, 31, 132):
+            monkeypatch.setattr(cuda.runtime, "multiprocessors", lambda index, processors=processors: processors)
+            results.append(cut_cases.run(name, heads, kv_heads, head_dim, converter("torch")))
+        for ours, expected in ((x, y) for result in results[1:] for x, y in zip(result, results[0])):
+            if cut_cases.CASES[name]:
+                assert torch.equal(ours.view(torch.int16), expected.view(torch.int16))
+            else:
+                torch.testing.assert_close(ours, expected, rtol=0, atol=2**-8)
+        with portable():
+            out, lse = cut_cases.run(name, heads, kv_heads, head_dim, converter("torch"))
+        torch.testing.assert_close(results[0][0], out, rtol=0, atol=2**-8, equal_nan=True)
+        torch.testing.assert_close(results[0][1], lse, rtol=0, atol=1e-4)
+    assert len(served) == 8 * len(cut_cases.HEADS)
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -286,12 +307,11 @@ def test_the_grid_reaches_the_kernel(tile, everything, torch):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("lengths", [(2000,) * 20, (8000, 3, 0, 5000, 700, 1, 4000, 9000)])
-def test_sequences_agree_with_the_portable_kernel(torch, monkeypatch, lengths, causal):
+def test_sequences_agree_with_the_portable_kernel(torch, lengths, causal):
     total = sum(lengths)
     q, k, v = (x[0] for x in draw(torch, total, total, 16, 8, 128))
     bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper, "serves", lambda *arguments: False)
+    with portable():
         expected, expected_lse = dma.varlen_attention(q, k, v, bounds, bounds, causal=causal, return_lse=True)
     out, lse = dma.varlen_attention(q, k, v, bounds, bounds, causal=causal, return_lse=True)
     assert not torch.equal(out, expected)  # another kernel
@@ -301,12 +321,11 @@ def test_sequences_agree_with_the_portable_kernel(torch, monkeypatch, lengths, c
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "window"), [
     (16, 8, 128, 256), (4, 4, 128, 1000), (8, 2, 96, 64)])
-def test_agrees_with_the_portable_kernel_where_it_pays(torch, monkeypatch, heads, kv_heads, head_dim, window):
+def test_agrees_with_the_portable_kernel(torch, heads, kv_heads, head_dim, window):
     q, k, v = draw(torch, 30000, 30100, heads, kv_heads, head_dim)
     scores = draw_scores(torch, 1, kv_heads, 30100)
     mask = dma.IntervalMask.top_w(scores, window)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper, "serves", lambda *arguments: False)
+    with portable():
         expected, expected_lse = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True)
     out, lse = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True)
     assert not torch.equal(out, expected)  # another kernel

@@ -10,6 +10,7 @@ import pytest
 import cupy_dma as dma
 from cupy_dma.backends import cuda
 from tests import varlen_cases as cases
+from tests.hopper_tiles import portable
 from tests.test_cuda import converter, host
 
 pytestmark = pytest.mark.gpu
@@ -32,6 +33,14 @@ def test_forward(case, name):
     cases.check(case, host(out), host(lse), tf32=True)
 
 
+@pytest.mark.parametrize("case", FORWARD, ids=str)
+def test_forward_of_portable_kernels(case):
+    pytest.importorskip("cupy")
+    with portable():
+        out, lse = cases.run(case, converter("cupy"))
+    cases.check(case, host(out), host(lse), tf32=True)
+
+
 @pytest.mark.parametrize("name", ["cupy", "torch"])
 @pytest.mark.parametrize("case", BACKWARD, ids=str)
 def test_backward(case, name):
@@ -44,7 +53,8 @@ def test_backward(case, name):
                          ids=str)
 def test_tiles_of_smaller_gpus(case, monkeypatch):
     monkeypatch.setattr(cuda.runtime, "shared_memory_limit", lambda index: 99 * 1024)
-    cases.check(case, *(host(x) for x in cases.run(case, converter("cupy"))), tf32=True)
+    with portable():
+        cases.check(case, *(host(x) for x in cases.run(case, converter("cupy"))), tf32=True)
     found = cases.run_backward(case, converter("cupy"))
     cases.check_backward(case, [None if x is None else host(x) for x in found], tf32=True)
 

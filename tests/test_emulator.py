@@ -366,13 +366,12 @@ def test_warmup_compiles_what_usual_calls_load_on_hopper(device, monkeypatch, he
 
     monkeypatch.setattr(device, "load", load)
     monkeypatch.setattr(device, "hopper", lambda index: True)
-    monkeypatch.setattr(hopper, "_pays", lambda runtime, index, call, problem: hopper.tile_shape(call, problem))
     monkeypatch.setattr(hopper, "rows_map", lambda rows, block: bytes(128))  # a driver makes them
     monkeypatch.setattr(hopper, "queries_map", lambda rows, queries, heads: bytes(128))
-    query, key = (np.zeros((1, 400, heads, head_dim), np.float16) for heads in (2 * group, 2))
-    scores = np.random.default_rng(0).standard_normal((1, 2, 400)).astype(np.float32)
+    query, key = (np.zeros((1, 600, heads, head_dim), np.float16) for heads in (2 * group, 2))
+    scores = np.random.default_rng(0).standard_normal((1, 2, 600)).astype(np.float32)
     top_w = dma.IntervalMask.top_w(scores, 20)
-    documents = dma.IntervalMask.documents(np.array([0, 30, 400], np.int32))
+    documents = dma.IntervalMask.documents(np.array([0, 30, 600], np.int32))
     for options in ({}, {"causal": True}, {"causal": True, "bias": scores}, {"mask": top_w, "bias": scores},
                     {"mask": documents, "bias": scores}):
         with contextlib.suppress(LaunchedOnHopper):
@@ -385,16 +384,35 @@ def test_warmup_compiles_what_usual_calls_load_on_hopper(device, monkeypatch, he
     assert listed <= {*configs, *warmup.hopper_configs((head_dim,), ("float16",), (group,))}
 
 
-@pytest.mark.parametrize(("window", "bias", "softcap", "shape"), [
-    (100, True, 0.0, (192, 64)), (100, False, 0.0, (192, 64)), (100, True, 30.0, (192, 128)),
-    (None, False, 0.0, (192, 128)), (None, True, 0.0, (128, 128)), (None, False, 30.0, (192, 128)),
-    (None, True, 30.0, (128, 128))])
-def test_hopper_tiles_of_head_dim_64(window, bias, softcap, shape):
-    scores = np.zeros((1, 1, 2000), np.float32)
+def hopper_call(head_dim, length, heads, kv_heads, window=None, bias=False, softcap=0.0, causal=False):
+    """As much of a call as a tile is chosen by."""
+    scores = np.zeros((1, 1, length), np.float32)
     mask = dma.IntervalMask.top_w(scores, window) if window else None
-    call = SimpleNamespace(head_dim=64, softcap=softcap)
-    problem = SimpleNamespace(bits=False, bias_kind=int(bias), mask=mask, bias=scores if bias else None)
-    assert hopper.tile_shape(call, problem)[:2] == shape
+    call = SimpleNamespace(head_dim=head_dim, softcap=softcap, query_length=length, heads=heads, batch=1)
+    return call, SimpleNamespace(bits=False, bias_kind=int(bias), mask=mask, bias=scores if bias else None, count=0,
+                                 causal=causal, tile_heads=heads // kv_heads)
+
+
+@pytest.mark.parametrize(("arguments", "shape"), [
+    ((64, 32768, 16, 8, 1024, True), (192, 64)), ((64, 16384, 16, 8, 1024, True), (192, 64)),
+    ((64, 8192, 16, 8, 1024, True), (192, 64)), ((64, 4096, 16, 8, 1024, True), (128, 128)),
+    ((64, 32768, 2, 1, 1024, True), (128, 128)), ((64, 16384, 2, 1, 1024, True), (128, 128)),
+    ((64, 2048, 2, 1, 1024, True), (128, 128)), ((128, 32768, 16, 8, 1024, True), (192, 64)),
+    ((128, 16384, 2, 1, 1024, True), (128, 64)), ((64, 32768, 16, 8, 1024, True, 30.0), (192, 64)),
+    ((64, 8192, 16, 8), (192, 128)), ((64, 4096, 2, 1), (128, 128)),
+    ((64, 8192, 16, 8, None, False, 0.0, True), (192, 128)), ((128, 8192, 16, 8), (128, 128)),
+    ((192, 4096, 2, 1, 1024), (128, 64)), ((256, 4096, 2, 1), (128, 32))])
+def test_hopper_tiles_by_the_time_of_their_rounds(arguments, shape):
+    """As measured, on 132 multiprocessors."""
+    assert hopper.tile_shape(*hopper_call(*arguments), 132)[:2] == shape
+
+
+@pytest.mark.parametrize(("length", "causal", "blocks"), [
+    (96, False, 3), (44 * 96, False, 132), (45 * 96, False, 132), (66 * 96, False, 132), (67 * 96, False, 67),
+    (44 * 96, True, 44), (500 * 96, False, 132)])
+def test_few_tiles_are_cut_up(length, causal, blocks):
+    call, problem = hopper_call(64, length, 2, 1, causal=causal)
+    assert hopper._grid(call, problem, hopper.HopperTile(192, 64, 6, 6, 2), 132) == blocks
 
 
 @pytest.mark.parametrize(("rows", "tiles", "warps"), [(1, 342, 2), (1, 264, 4), (8, 342, 1), (1, 1, 4)])

@@ -196,7 +196,7 @@ def test_hopper_kernels_keep_their_products_asynchronous(keys, heads):
         variants += [(configs.BIAS_DENSE, "__nv_bfloat16", False, masked, False) for masked in (True, False)]
     elif heads == 2 and keys == "intervals":
         variants.append((configs.BIAS_OF_KEYS, "float", True, False, True))
-    for head_dim, tile in hopper.TILES[keys].items():
+    for head_dim, tile in ((d, tile) for d, shapes in hopper.TILES[keys].items() for tile in shapes):
         for kind, element, sequences, masked, softcap in variants:
             config = hopper.HopperForwardConfig(
                 "__nv_bfloat16", head_dim, heads, *tile, "KEYS_CONTIGUOUS" if contiguous else "KEYS_LISTED", contiguous,

@@ -68,6 +68,18 @@ __device__ __forceinline__ int position_of(const Tile& t, int row) {
     return BITS ? static_cast<int>(1u << ((t.first_query + query) & 31)) : t.first_position + query;
 }
 
+// Of a block's values those that are not finite become zero; by all consumers together.
+__device__ __forceinline__ void clear_nonfinite(ELEMENT* value, int keys) {
+    named_barrier(CONSUMER_BARRIER, CONSUMER_THREADS);  // everybody has read the values that are about to be cleared
+    for (int i = threadIdx.x - PRODUCER_THREADS; i < keys * HEAD_DIM_PADDED; i += CONSUMER_THREADS) {
+        const int column = i % HEAD_DIM_PADDED;
+        ELEMENT& x = piece_of<BLOCK_N>(value, i / HEAD_DIM_PADDED, column / 8)[column % 8];
+        if (!isfinite(to_float(x))) from_float(x, 0.0f);
+    }
+    shared_write_fence();
+    named_barrier(CONSUMER_BARRIER, CONSUMER_THREADS);  // the block is finite
+}
+
 // A value that is not finite must not reach a row that does not see its key, and 0 * inf is NaN: such values are added
 // to the rows that see them, and are zero for the product.
 __device__ __forceinline__ void isolate_nonfinite(Fragment (&o)[DIM_FRAGMENTS], ELEMENT* value,
@@ -87,14 +99,7 @@ __device__ __forceinline__ void isolate_nonfinite(Fragment (&o)[DIM_FRAGMENTS], 
                 if (!isfinite(v) && visible(position[fragment_row(i)], seen)) o[d].x[i] += v;
             }
     }
-    named_barrier(CONSUMER_BARRIER, CONSUMER_THREADS);  // everybody has read the values that are about to be cleared
-    for (int i = threadIdx.x - PRODUCER_THREADS; i < keys * HEAD_DIM_PADDED; i += CONSUMER_THREADS) {
-        const int column = i % HEAD_DIM_PADDED;
-        ELEMENT& x = piece_of<BLOCK_N>(value, i / HEAD_DIM_PADDED, column / 8)[column % 8];
-        if (!isfinite(to_float(x))) from_float(x, 0.0f);
-    }
-    shared_write_fence();
-    named_barrier(CONSUMER_BARRIER, CONSUMER_THREADS);  // the block is finite
+    clear_nonfinite(value, keys);
 }
 
 #if OUT_BULK
@@ -192,6 +197,9 @@ struct Consumer {
           first_row(uniform((threadIdx.x - PRODUCER_THREADS) / 32) * 16),
           bias_place(kept(shared_address(&shared.bias[0][place_of(0, 0)]))) {}
 
+    // Of the warpgroup among those that multiply.
+    __device__ __forceinline__ int number() const { return group_row / 64; }
+
     // The softmax goes on to the tile whose queries are at `queries`.
     __device__ __forceinline__ void open_tile() {
         complete = state;
@@ -274,7 +282,8 @@ struct Consumer {
         query_turn.advance();
     }
 
-    // When it has been read, other queries may come to its place. To be called once the products that follow are under way.
+    // When it has been read, other queries may come to its place. Better once the products that follow are under way, so that
+    // nobody waits for it; a tile of one block calls it at once, because the next queries need its place.
     __device__ __forceinline__ void release_queries() const {
 #if OUT_BULK
         stores_wait_read();
@@ -294,11 +303,11 @@ struct Consumer {
 
     // Between these two a warpgroup issues products, and no other does (but for delayed ones).
     __device__ __forceinline__ void take_turn() const {
-        if (TURNS) named_barrier(TURN_BARRIER + group_row / 64, 256);
+        if (TURNS) named_barrier(TURN_BARRIER + number(), 256);
     }
 
     __device__ __forceinline__ void pass_turn() const {
-        if (TURNS) named_barrier_arrive(TURN_BARRIER + (group_row / 64 + 1) % CONSUMERS, 256);
+        if (TURNS) named_barrier_arrive(TURN_BARRIER + (number() + 1) % CONSUMERS, 256);
     }
 
     // Begins the sums of the block at `turn` and takes a turn. Where the products are long, the others wait for those alone.
@@ -333,6 +342,12 @@ struct Consumer {
         state.template exponentiate<fragments>(s, logits.unit, sum);
     }
 
+    // Whether the values of the block at `turn` must be looked at.
+    __device__ __forceinline__ bool holds(const Order& order) const {
+        static_assert(PRODUCER_WARPS == 4, "one word");
+        return order.clear() < BLOCK_N && *reinterpret_cast<const unsigned*>(shared.nonfinite[turn.stage]) != 0;
+    }
+
     // The products of the block at `turn` become exponentials; where its values must be looked at, its keys are held.
     __device__ __forceinline__ void exponentiate(Order& order) {
         if (PLAIN && order.whole()) {
@@ -340,10 +355,7 @@ struct Consumer {
             exponentiate<KEY_FRAGMENTS>();
             return;
         }
-        if (order.clear() < BLOCK_N) {
-            static_assert(PRODUCER_WARPS == 4, "one word");
-            if (*reinterpret_cast<const unsigned*>(shared.nonfinite[turn.stage]) != 0) order.state |= Order::HELD;
-        }
+        if (holds(order)) order.state |= Order::HELD;
         if (!order.few()) {
             finish_logits<KEY_FRAGMENTS>(order);
             exponentiate<KEY_FRAGMENTS>();
@@ -440,5 +452,21 @@ struct Consumer {
             release_keys(keys);
         }
         begin_output(o, probability, value, order.few(), !opens);
+    }
+
+    // From the block at `turn` on others multiply what is left, without rows of this consumer's: its part in their barriers.
+    // `first`: of all blocks, which needs no turn.
+    __device__ __forceinline__ void stand_by(bool first) {
+        for (Order order(0); !order.closes(); turn.advance()) {
+            barrier_wait(&shared.key_arrived[turn.stage], turn.phase);
+            order = shared.order[turn.stage];
+            if (!first) take_turn();
+            if (!first || number() == CONSUMERS - 1) pass_turn();
+            first = false;
+            barrier_wait(&shared.value_arrived[value_turn.stage], value_turn.phase);
+            if (holds(order)) clear_nonfinite(shared.values[value_turn.stage], order.few() ? FEW_KEYS : BLOCK_N);
+            release_keys(turn);
+            release_values();
+        }
     }
 };

@@ -5,11 +5,12 @@
 // out    // (B, Lq, H, D) ELEMENT, contiguous       lse // (B, H, Lq) f32, natural log, -inf where a row sees nothing
 //
 // The same tiles of queries and the same keys as the portable forward.cu. A block stays for many tiles (tile n * gridDim + its
-// own number) and splits its warps: one warpgroup gathers rows into shared memory, the others multiply, 64 tile rows
-// each. Blocks of keys pass through STAGES stages and their values through VALUE_STAGES, whatever tile they belong to; each
-// has barriers that say when it has come and when it may be overwritten. The products of the next block's logits, which may
-// belong to the next tile, are issued together with the output products of the current one, so the tensor cores work while
-// the softmax is computed.
+// own number; of the last ones, if these are few, for a part of one) and splits its warps: one warpgroup gathers rows into
+// shared memory, the others multiply, 64 tile rows each. Blocks of keys pass through STAGES stages and their values through
+// VALUE_STAGES, whatever tile they belong to; each has barriers that say when it has come and when it may be overwritten. The
+// products of the next block's logits, which may belong to the next tile, are issued together with the output products of the
+// current one, so the tensor cores work while the softmax is computed. Outputs go through shared memory, and from there
+// through the copy engine where it can write them (OUT_BULK).
 //
 // Prelude: ELEMENT, HEAD_DIM, HEADS, BLOCK_M, BLOCK_N, STAGES, VALUE_STAGES, QUERY_STAGES, TURNS (warpgroups take turns in
 // issuing products), KEYS, CAUSAL, BITS, BIAS, BIAS_ELEMENT (16 bit where BIAS_DENSE), SOFTCAP, SEQUENCES (with neither BITS
@@ -32,7 +33,7 @@ __device__ __forceinline__ void consume(Consumer& c) {
     c.settle(current);
     c.round_probabilities();
     c.look_ahead(c.turn.next());
-    if (c.group_row / 64 == CONSUMERS - 1) c.pass_turn();
+    if (c.number() == CONSUMERS - 1) c.pass_turn();
     for (;;) {
         const Turn<STAGES> keys = c.turn;  // of the current block
         Order next;
@@ -43,10 +44,10 @@ __device__ __forceinline__ void consume(Consumer& c) {
             c.start_logits(c.turn, c.queries);
             next = c.read_order(c.turn);
             c.meet_values();
-            c.start_output({BLOCK_N, false, 0, -1}, keys, false);
+            c.start_output(Order(0), keys, false);
             c.pass_turn();
         } else {
-            if (current.ends()) break;
+            if (current.ends(c.number())) break;
             const bool opens = current.unwritten();  // or is the first of all
             bool unwritten = opens;
             c.turn.advance();
@@ -88,12 +89,19 @@ __device__ __forceinline__ void consume(Consumer& c) {
         if (current.closes()) next.state |= Order::UNWRITTEN;
         current = next;
     }
-    if (current.unwritten()) c.close_tile(c.complete);
+    if (current.unwritten()) {
+        c.close_tile(c.complete);
+        c.release_queries();
+    }
     barrier_wait(&c.shared.value_arrived[c.value_turn.stage], c.value_turn.phase);
     c.start_output(current, c.turn, current.unwritten());
     c.finish_output();
     c.close_tile(c.state);
     c.release_queries();  // shared memory lasts until then
+    if (!CUT || current.ends()) return;
+    c.release_values();
+    c.turn.advance();
+    c.stand_by(false);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(
@@ -122,13 +130,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(
         produce(shared, launch);
     } else {
         grow_registers<CONSUMER_REGISTERS>();
-#if SEQUENCES
-        barrier_wait(&shared.key_arrived[0], 0);
-        if (shared.order[0].state < 0) return;  // none of this block's numbers has a tile
-#endif
+        barrier_wait(&shared.query_arrived[0], 0);
+        if (GAPS && shared.staying == 0) return;  // none of this block's numbers has a tile
         Consumer c(shared, launch);
-        c.meet_queries();
-        barrier_wait(&shared.key_arrived[0], 0);
-        consume(c);
+        if (CUT && c.number() >= shared.staying) {
+            c.stand_by(true);
+        } else {
+            c.meet_queries();
+            barrier_wait(&shared.key_arrived[0], 0);
+            consume(c);
+        }
     }
 }

@@ -18,22 +18,31 @@ constexpr int FEW_WARPS = FEW_KEYS > WARP_KEYS ? FEW_KEYS / WARP_KEYS : 1;  // h
 // Of the last warps, which have no rows of a block of few keys: they see to the tile's queries, and to orders.
 constexpr int QUERY_THREAD = 96, ORDER_THREAD = 64;
 
-// The tile that this block takes in its round `round`, negative if there is none. Under causality alone tiles differ in their
-// work: within `section` sets of heads, whose keys fit into the second cache, the longest come first, and every other
-// round goes through the blocks backwards.
-__device__ __forceinline__ int scheduled(const AttentionParams& p, int round) {
-    int place = blockIdx.x;
+// A tile, or a part of it: `count` times the rows of a consumer from the `first`-th on.
+struct Share {
+    int tile;  // negative: there is none
+    int first = 0, count = CONSUMERS;
+};
+
+// What this block takes in its round `round`. Under causality alone tiles differ in their work: within `section` sets of
+// heads, whose keys fit into the second cache, the longest come first, and every other round goes through the blocks
+// backwards.
+__device__ __forceinline__ Share scheduled(const AttentionParams& p, int round) {
+    const int grid = gridDim.x, block = blockIdx.x, before = round * grid, all = all_tiles(p);
 #if CAUSAL && KEYS == KEYS_CONTIGUOUS
-    if (round % 2) place = gridDim.x - 1 - blockIdx.x;
-#endif
-    place += round * gridDim.x;
-    if (place >= all_tiles(p)) return -1;
-#if CAUSAL && KEYS == KEYS_CONTIGUOUS
+    const int place = before + (round % 2 ? grid - 1 - block : block);
+    if (place >= all) return {-1};
     const int first = place / (p.section * p.tiles) * p.section, rest = place - first * p.tiles;
-    const int sets = min(p.section, all_tiles(p) / p.tiles - first);
-    return (first + rest % sets) * p.tiles + rest / sets;
+    const int sets = min(p.section, all / p.tiles - first);
+    return {(first + rest % sets) * p.tiles + rest / sets};
 #else
-    return place;
+    // Of what is left, if it is little, each block takes a part: of some tiles two thirds or one, of others one third; or a
+    // half. Without branches, for each of them would wait for instructions at a kernel's beginning.
+    const int rest = all - before, halved = CONSUMERS > 2 ? max(CONSUMERS * rest - grid, 0) : 0, part = block - 2 * halved;
+    const bool cut = CUT && 2 * rest <= grid, first = !cut || block < halved, second = !first && part < 0;
+    const int tile = first ? block : second ? block - halved : halved + part / CONSUMERS;
+    return {tile < rest ? before + tile : -1, first ? 0 : second ? CONSUMERS - 1 : part % CONSUMERS,
+            !cut ? CONSUMERS : first ? CONSUMERS - 1 : 1};
 #endif
 }
 
@@ -41,18 +50,28 @@ __device__ __forceinline__ int scheduled(const AttentionParams& p, int round) {
 struct Tiles {
     const AttentionParams& p;
     Plan (&plans)[2];  // this warp's
-    int tile, round;   // the tile found last, negative if there are no more
+    int round;
+    int staying;  // how many consumers have a part in the tile found last; none: there are no more
 
-    __device__ __forceinline__ Tiles(const AttentionParams& p, Plan (&plans)[2]) : p(p), plans(plans), round(-1) {}
+    __device__ __forceinline__ Tiles(const AttentionParams& p, Plan (&plans)[2]) : p(p), plans(plans), round(-1), staying(0) {}
 
     // Finds the next tile, and plans it.
     __device__ __forceinline__ void find(int plan) {
         Tile t;
         do {
-            tile = scheduled(p, ++round);
-            if (tile < 0) return;
-            t = find_tile(p, tile);
-        } while (SEQUENCES && !uniform(t.exists()));
+            const Share share = scheduled(p, ++round);
+            staying = share.tile < 0 ? 0 : share.count;
+            if (staying == 0) return;
+            t = find_tile(p, share.tile);
+            if (CUT) {
+                t.first_query += share.first * PART_QUERIES;
+                t.first_position += share.first * PART_QUERIES;
+                t.end_query = min(t.end_query, t.first_query + share.count * PART_QUERIES);
+                t.last_position = t.first_position + t.end_query - t.first_query - 1;
+            }
+            if (!SEQUENCES && t.first_query >= t.end_query) staying = 0;  // a part without queries, in the last round
+            if (staying == 0) return;
+        } while (SEQUENCES && !uniform(t.first_query < t.end_query));
         __syncwarp();  // nobody reads what was planned there before
         if ((threadIdx.x & 31) == 0) {
             plans[plan] = Plan(p, t);
@@ -450,11 +469,11 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
     RowSource values = {};   // of the block before
     float lane_bias = 0.0f;  // of this lane's key of the block at hand, asked for when the block before has been gathered
     tiles.find(at_hand);
-#if SEQUENCES
-    if (tiles.tile < 0) {
-        if (threadIdx.x == 0) shared.order[0].state = -1;
-        barrier_arrive_after_copies(&shared.key_arrived[0]);
-        barrier_arrive(&shared.key_arrived[0]);
+#if GAPS
+    if (threadIdx.x == QUERY_THREAD) shared.staying = tiles.staying;
+    if (tiles.staying == 0) {
+        if (!QUERY_BULK) barrier_arrive(&shared.query_arrived[0]);
+        if (!QUERY_BULK || threadIdx.x == QUERY_THREAD) barrier_arrive(&shared.query_arrived[0]);
         return;
     }
 #endif
@@ -517,7 +536,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
                 }
                 if (!key_goes) barrier_wait(key_free, turn.phase ^ 1);
                 keep_bias(shared, warp, turn.stage, lane_bias, inverse_scale);
-                if (threadIdx.x == ORDER_THREAD) shared.order[turn.stage] = {BLOCK_N, false, 0, -1};
+                if (threadIdx.x == ORDER_THREAD) shared.order[turn.stage] = Order(0);
                 if (!value_goes) barrier_wait(value_free, value_turn.phase ^ 1);
                 barrier_arrive(&shared.key_arrived[turn.stage]);
                 gather_both({shared.keys[turn.stage], plan.keys, p.key_row, listed_rows(shared, number, warp)},
@@ -566,8 +585,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
             found = true;
         }
         if (threadIdx.x == ORDER_THREAD) {
-            const int last = !closes ? 0 : tiles.tile >= 0 ? 1 : 2;
-            shared.order[turn.stage] = {block.clear, count <= FEW_KEYS, last, following_keys};
+            shared.order[turn.stage] = {block.clear, count <= FEW_KEYS, closes, tiles.staying, following_keys};
         }
         barrier_arrive_after_copies(&shared.key_arrived[turn.stage]);
         barrier_arrive(&shared.key_arrived[turn.stage]);
@@ -582,7 +600,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
         block = following;
         opens = closes;
         if (!closes) continue;
-        if (tiles.tile < 0) break;
+        if (tiles.staying == 0) break;
         at_hand ^= 1;
         found = false;
         blocks = tiles.keys(at_hand);

@@ -45,6 +45,12 @@ constexpr int FEW_FRAGMENTS = FEW_KEYS / 16;
 #define ORDERED (RUNS || BIAS == BIAS_DENSE)
 constexpr int RUN_STEP = 8;   // such a block begins at a multiple of this key
 constexpr int RUN_KEYS = 32;  // of a box
+// Whether the last tiles, too few for all blocks of the grid, are cut up among them, 64 rows for each warpgroup that
+// multiplies. Of a dense mask a tile's words must begin at a word; causality's last tiles are short ones.
+#define CUT (64 % HEADS == 0 && !BITS && !(CAUSAL && KEYS == KEYS_CONTIGUOUS))
+constexpr int PART_QUERIES = 64 / HEADS;
+// Whether some numbers of tiles, or of parts, have none.
+#define GAPS (SEQUENCES || CUT)
 // Whether the producer has a loop of its own for blocks full of keys that all queries see, which gathers them.
 #define WHOLE_BLOCKS (KEYS == KEYS_LISTED && !ORDERED)
 static_assert(WARP_KEYS <= 32 && WARP_KEYS * ROW_LANES % 32 == 0, "a producer lane knows one key");
@@ -57,25 +63,31 @@ static_assert(WARP_KEYS <= 32 && WARP_KEYS * ROW_LANES % 32 == 0, "a producer la
 
 // What the consumers are told of a block of keys.
 struct Order {
-    int state;      // 0: all queries see all of its keys, and others of the tile follow; negative: this is no block
+    int state;      // 0: all queries see all of its keys, and others of the tile follow
     int following;  // BIAS_DENSE: the first key, if BLOCK_N keys follow each other from a multiple of 16 bytes on, else -1
 
-    // In a state: how many keys not all queries see, all those before them being seen, and these.
-    static constexpr int MASKED = 255, FEW_OF_THEM = 256, CLOSES = 512, ENDS = 1024, UNWRITTEN = 2048, HELD = 4096;
+    // In a state: how many keys not all queries see, all those before them being seen, and these. LEAVING, and the bits above
+    // it: that a consumer has no part in what follows.
+    static constexpr int MASKED = 255, FEW_OF_THEM = 256, CLOSES = 512, UNWRITTEN = 1024, HELD = 2048, LEAVING = 4096;
     static_assert(BLOCK_N <= MASKED, "a state holds their number");
 
     Order() = default;
+    __device__ __forceinline__ explicit Order(int state) : state(state), following(-1) {}
 
-    // `clear`: all queries see so many keys from the block's first on. `last`: 1 of its tile, 2 of all.
-    __device__ __forceinline__ Order(int clear, bool few, int last, int following)
-        : state(BLOCK_N - clear + (FEW && few ? FEW_OF_THEM : 0) + (last > 0 ? CLOSES : 0) + (last > 1 ? ENDS : 0)),
+    // `clear`: all queries see so many keys from the block's first on. `closes`: it is its tile's last, and so many consumers
+    // have a part in the next tile.
+    __device__ __forceinline__ Order(int clear, bool few, bool closes, int staying, int following)
+        : state(BLOCK_N - clear + (FEW && few ? FEW_OF_THEM : 0) +
+                (closes ? CLOSES + (LEAVING << CONSUMERS) - (LEAVING << staying) : 0)),
           following(following) {}
 
     __device__ __forceinline__ int clear() const { return BLOCK_N - (state & MASKED); }
     __device__ __forceinline__ bool few() const { return FEW && (state & FEW_OF_THEM) != 0; }  // at most FEW_KEYS keys
     __device__ __forceinline__ bool whole() const { return (state & (MASKED | FEW_OF_THEM)) == 0; }
     __device__ __forceinline__ bool closes() const { return (state & CLOSES) != 0; }
-    __device__ __forceinline__ bool ends() const { return (state & ENDS) != 0; }
+    // Whether it is the last one of which this consumer has rows, and of all.
+    __device__ __forceinline__ bool ends(int consumer) const { return (state & (LEAVING << consumer)) != 0; }
+    __device__ __forceinline__ bool ends() const { return ends(0); }
     // Of a block at hand: the tile before its own has not been written yet; its keys have not been released yet.
     __device__ __forceinline__ bool unwritten() const { return (state & UNWRITTEN) != 0; }
     __device__ __forceinline__ bool held() const { return (state & HELD) != 0; }
@@ -142,6 +154,7 @@ struct Shared {
     Order order[STAGES];
     // Of a block that is not clear: whether values of a warp's keys are not finite.
     alignas(4) bool nonfinite[STAGES][PRODUCER_WARPS];
+    int staying;  // how many consumers have a part in the block's first tile
     Tile tile[QUERY_STAGES];
     Output output[QUERY_STAGES];
     Plan plans[PRODUCER_WARPS][2];  // the producer's own: of the tile at hand and of the next one

@@ -1,8 +1,8 @@
 """The attention forward on Hopper GPUs (``kernels/sm90``): warpgroup matrix products over gathered keys.
 
 It serves 16-bit elements in aligned rows, with a positive scale that a bias can be divided by, no float32 bias per
-query and key, and tiles enough to fill the GPU; the portable kernel does the rest and gives the same numbers within
-rounding.
+query and key and, where there is a mask, more than a few keys; the portable kernel does the rest and gives the same
+numbers within rounding.
 """
 from __future__ import annotations
 
@@ -84,31 +84,54 @@ SECTION_BYTES = 24 << 20
 SMALLEST_SCALE = 2.0**-40  # sums begin at bias / scale, which must stay far from the largest float32
 EXPONENTS = {"float16": "0x7c007c00u", "bfloat16": "0x7f807f80u"}
 
-# By what a call's keys are and the largest head dim, measured by benchmarks/tune_hopper.py. Warpgroups that do not take
-# turns come to do the same thing at the same time; where there are two of them and little else to wait for, turns cost
-# more than they bring.
-TILES = {
-    "intervals": {64: HopperTile(192, 64, 6, 6, 2, turns=True), 128: HopperTile(192, 64, 4, 3, 2, turns=True)},
-    "intervals with softcap": {64: HopperTile(192, 128, 3, 3, 2, turns=True),
-                               128: HopperTile(192, 64, 4, 3, 2, turns=True)},
-    "bits": {64: HopperTile(128, 128, 4, 4, 2, turns=True), 128: HopperTile(128, 128, 2, 2, 2, turns=True)},
-    "contiguous": {64: HopperTile(192, 128, 3, 3, 2, turns=True), 128: HopperTile(128, 128, 2, 2, 2, turns=True)},
-    "contiguous with bias": {64: HopperTile(128, 128, 4, 4, 2), 128: HopperTile(128, 128, 2, 2, 2, turns=True)},
-    "contiguous with bias and softcap": {64: HopperTile(128, 128, 4, 4, 2), 128: HopperTile(128, 128, 2, 2, 2)},
+# By what a call's keys are and the largest head dim, measured by benchmarks/tune_hopper.py: one or two tiles, of which
+# a call takes the one with less time. Warpgroups that do not take turns come to do the same thing at the same time;
+# where there are two of them and little else to wait for, turns cost more than they bring.
+WIDE_64, WIDE_128 = HopperTile(192, 64, 6, 6, 2, turns=True), HopperTile(192, 64, 4, 3, 2, turns=True)
+TILES: dict[str, dict[int, tuple[HopperTile, ...]]] = {
+    "intervals": {64: (WIDE_64, HopperTile(128, 128, 4, 4, 2, turns=True)),
+                  128: (WIDE_128, HopperTile(128, 64, 4, 4, 2, turns=True)),
+                  192: (HopperTile(128, 64, 2, 2, 2, turns=True),), 256: (HopperTile(128, 32, 2, 2, 2, turns=True),)},
+    "intervals with softcap": {64: (WIDE_64, HopperTile(128, 128, 4, 4, 2)),
+                               128: (WIDE_128, HopperTile(128, 64, 4, 4, 2, turns=True)),
+                               192: (HopperTile(128, 64, 2, 2, 2, turns=True),),
+                               256: (HopperTile(128, 32, 2, 2, 2, turns=True),)},
+    "bits": {64: (HopperTile(128, 128, 4, 4, 2),), 128: (HopperTile(128, 128, 2, 2, 2, turns=True),),
+             192: (HopperTile(128, 64, 2, 2, 2),), 256: (HopperTile(128, 32, 2, 2, 2, turns=True),)},
+    "contiguous": {64: (HopperTile(192, 128, 3, 3, 2, turns=True), HopperTile(128, 128, 4, 4, 2)),
+                   128: (HopperTile(128, 128, 2, 2, 2, turns=True),), 192: (HopperTile(128, 64, 2, 2, 2),),
+                   256: (HopperTile(128, 32, 2, 2, 2),)},
+    "contiguous with bias": {64: (HopperTile(128, 128, 4, 4, 2),), 128: (HopperTile(128, 128, 2, 2, 2, turns=True),),
+                             192: (HopperTile(128, 64, 2, 2, 2),), 256: (HopperTile(128, 32, 2, 2, 2, turns=True),)},
+    "contiguous with bias and softcap": {64: (HopperTile(128, 128, 4, 4, 2),), 128: (HopperTile(128, 128, 2, 2, 2),),
+                                         192: (HopperTile(128, 64, 2, 2, 2),),
+                                         256: (HopperTile(128, 32, 2, 2, 2, turns=True),)},
 }
+# The time of a tile of so many rows, and of its parts of 64 and of 128 rows; the unit is 192 rows with lists.
+TILE_TIMES = {192: 1.0, 128: 0.72}
+PART_TIMES = {192: (0.75, 0.9), 128: (0.85,)}
+FEW_KEYS, FEW_VALUES = 512, 2**16
 
 
-def tile_shape(call: AttentionCall, problem: Problem) -> HopperTile | None:
-    """The tile for a call; None where the portable kernel is as fast."""
+def tiles_of(keys: str, head_dim: int) -> tuple[HopperTile, ...]:
+    """The tiles for a name of ``TILES``; none where there are none for this head dim."""
+    return next((tiles for largest, tiles in TILES[keys].items() if head_dim <= largest), ())
+
+
+def tile_shape(call: AttentionCall, problem: Problem, processors: int) -> HopperTile:
+    """The tile for a call: the one with less time on so many multiprocessors."""
+    tiles = tiles_of(_keys(call, problem), call.head_dim)
+    return tiles[0] if len(tiles) == 1 else min(tiles, key=lambda tile: _time(call, problem, tile, processors))
+
+
+def _keys(call: AttentionCall, problem: Problem) -> str:
     if _dense(problem):
-        keys = "bits"
-    elif problem.mask is not None:
-        keys = "intervals" if call.softcap == 0.0 else "intervals with softcap"
-    elif problem.bias is None:
-        keys = "contiguous"
-    else:
-        keys = "contiguous with bias" if call.softcap == 0.0 else "contiguous with bias and softcap"
-    return tile_of(keys, call.head_dim)
+        return "bits"
+    if problem.mask is not None:
+        return "intervals" if call.softcap == 0.0 else "intervals with softcap"
+    if problem.bias is None:
+        return "contiguous"
+    return "contiguous with bias" if call.softcap == 0.0 else "contiguous with bias and softcap"
 
 
 def _dense(problem: Problem) -> bool:
@@ -116,17 +139,46 @@ def _dense(problem: Problem) -> bool:
     return problem.bits or problem.bias_kind == BIAS_DENSE
 
 
-def tile_of(keys: str, head_dim: int) -> HopperTile | None:
-    """The tile for a name of ``TILES``; None where there is none for this head dim."""
-    return next((tile for largest, tile in TILES[keys].items() if head_dim <= largest), None)
+def _count(call: AttentionCall, problem: Problem, tile: HopperTile) -> int:
+    tiles = tile_numbers(call.query_length, tile.block_m // problem.tile_heads, problem.count)
+    return tiles * (call.heads // problem.tile_heads) * call.batch
+
+
+def _cut(problem: Problem) -> bool:
+    """Whether tiles may be cut up: ``CUT`` in kernels/sm90/tile.cuh."""
+    return 64 % problem.tile_heads == 0 and not problem.bits and (problem.mask is not None or not problem.causal)
+
+
+def _grid(call: AttentionCall, problem: Problem, tile: HopperTile, processors: int) -> int:
+    """Blocks of the grid. Few tiles are cut up among several each (``scheduled`` in kernels/sm90/producer.cuh)."""
+    count = _count(call, problem, tile)
+    parts = tile.block_m // 64 if _cut(problem) and 2 * count <= processors else 1
+    return min(parts * count, processors)
+
+
+def _time(call: AttentionCall, problem: Problem, tile: HopperTile, processors: int) -> float:
+    """Of the last block to end, in the unit of ``TILE_TIMES``."""
+    count = _count(call, problem, tile)
+    if problem.mask is None and problem.causal:  # the longest tiles first, with half of the keys on average
+        return TILE_TIMES[tile.block_m] * max(1.0, count / (2 * processors))
+    rounds, rest = divmod(count, processors)
+    last = float(rest > 0)
+    if _cut(problem) and 0 < 2 * rest <= processors:
+        last = PART_TIMES[tile.block_m][0 if tile.block_m // 64 * rest <= processors else 1]
+    return TILE_TIMES[tile.block_m] * (rounds + last)
 
 
 def serves(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
-    """Whether this kernel takes the call on device ``index``: it can, and is expected to be faster."""
+    """Whether this kernel takes the call on device ``index``: it can, and is faster."""
     return (problem.size == 2 and problem.page_size == 0 and runtime.hopper(index) and problem.vector
             and call.scale >= SMALLEST_SCALE
             and not (problem.bias_kind == BIAS_DENSE and problem.bias_element == "float")
-            and problem.params["key_length"] > 0 and _strides_fit(problem) and _pays(runtime, index, call, problem))
+            and problem.params["key_length"] > 0 and _strides_fit(problem) and _pays(call, problem))
+
+
+def _pays(call: AttentionCall, problem: Problem) -> bool:
+    """But for lists of few keys, where the portable kernel is faster by a microsecond or two."""
+    return call.key_length > FEW_KEYS or (problem.mask is None and not problem.bits)
 
 
 def _strides_fit(problem: Problem) -> bool:
@@ -134,30 +186,20 @@ def _strides_fit(problem: Problem) -> bool:
     return all(abs(problem.params.get(name, 0)) < 2**29 for name in ("key_row", "value_row", "bias_key"))
 
 
-def _pays(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
-    tile = tile_shape(call, problem)
-    if tile is None:
-        return False
-    queries = tile.block_m // problem.tile_heads
-    tiles = blocks(call.query_length, queries) * (call.heads // problem.tile_heads) * call.batch
-    # With lists of intervals the last, partly filled round costs more here than in the portable kernel's small tiles.
-    rounds = 1 if problem.bits or problem.mask is None else 2
-    return tiles >= rounds * runtime.multiprocessors(index)
-
-
 def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any, lse: Any) -> None:
     """Writes ``out`` and ``lse`` of a call that ``serves``; on the call's device."""
     query, place, device = call.query, call.query.library, call.query.device
-    tile = tile_shape(call, problem)
-    assert tile is not None
+    processors = runtime.multiprocessors(device.index)
+    tile = tile_shape(call, problem, processors)
     queries = tile.block_m // problem.tile_heads
     tiles, stream = tile_numbers(call.query_length, queries, problem.count), place.stream(device)
     problem.move_mask_to_rows(runtime, stream)
     lists: KeyLists | None = problem.key_lists(runtime, queries, tile.block_n, stream)
     fields: dict[str, Any] = {"section": _section(call, problem)}
-    # Where nearly all blocks are masked, to look at the values of each costs more than to look once. Not measured for
-    # lists of all tiles at larger head dims.
-    if problem.bits or (call.head_dim <= 64 and lists is not None and lists.keys == "KEYS_SHARED"):
+    # Where nearly all blocks are masked, to look at the values of each costs more than to look once, unless these are
+    # few. Not measured for lists of all tiles at larger head dims.
+    if (problem.bits and call.key_length * call.head_dim > FEW_VALUES) or (
+            call.head_dim <= 64 and lists is not None and lists.keys == "KEYS_SHARED"):
         flags = nonfinite(runtime, call.value, stream)
         fields["nonfinite"] = place.pointer(flags)
     ordered = _dense(problem)
@@ -168,7 +210,7 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
                      "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal and not problem.bits,
                      problem.bias_kind, call.softcap > 0.0, problem.bits, problem.bias_element, problem.count > 0,
                      bool(key_maps) and not ordered, query_map is not None, bool(key_maps) and ordered)
-    grid = min(tiles * (call.heads // problem.tile_heads) * call.batch, runtime.multiprocessors(device.index))
+    grid = _grid(call, problem, tile, processors)
     params = problem.pack(lists, out=place.pointer(out), lse=place.pointer(lse), tiles=tiles, **fields)
     if key_maps or query_map:  # struct ForwardParams: the maps first, and all of it a multiple of their alignment
         packed = key_maps + (query_map or b"") + out_map + params.tobytes()

@@ -41,7 +41,7 @@ def usual_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...
 
 def hopper_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] = ("float16", "bfloat16"),
                    groups: tuple[int, ...] = (1, 2, 4)) -> list[jit.Config]:
-    """The kernels of ``kernels/sm90`` for the same calls, of which the portable ones serve those with few tiles."""
+    """The kernels of ``kernels/sm90`` for the same calls, of which the portable ones serve masks of few keys."""
     configs: list[jit.Config] = []
     elements = [ELEMENTS[dtype] for dtype in dtypes if ELEMENT_BYTES[ELEMENTS[dtype]] == 2]
     for kind, keys, causal, bias in (("contiguous", "KEYS_CONTIGUOUS", True, BIAS_NONE),
@@ -50,15 +50,13 @@ def hopper_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ..
                                      ("intervals", "KEYS_LISTED", False, BIAS_OF_KEYS),
                                      ("intervals", "KEYS_SHARED", False, BIAS_OF_KEYS)):
         for head_dim in head_dims:
-            tile = hopper.tile_of(kind, head_dim)
-            if tile is None:
-                continue
-            if keys != "KEYS_CONTIGUOUS":
-                configs.append(ListConfig(causal=False, block_n=tile.block_n))
-            configs += [hopper.HopperForwardConfig(element, head_dim, heads, *tile, keys, causal, bias, False, False,
-                                                   "float", False, keys == "KEYS_CONTIGUOUS",
-                                                   tile.block_m % heads == 0, False)
-                        for heads in sorted({heads_per_tile(group) for group in groups}) for element in elements]
+            for tile in hopper.tiles_of(kind, head_dim):
+                if keys != "KEYS_CONTIGUOUS":
+                    configs.append(ListConfig(causal=False, block_n=tile.block_n))
+                configs += [hopper.HopperForwardConfig(element, head_dim, heads, *tile, keys, causal, bias, False,
+                                                       False, "float", False, keys == "KEYS_CONTIGUOUS",
+                                                       tile.block_m % heads == 0, False)
+                            for heads in sorted({heads_per_tile(group) for group in groups}) for element in elements]
             if keys == "KEYS_SHARED" and head_dim <= 64:
                 configs += [hopper.FiniteConfig(head_dim, hopper.EXPONENTS[dtype]) for dtype in dtypes
                             if dtype in hopper.EXPONENTS]

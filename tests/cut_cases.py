@@ -1,0 +1,44 @@
+"""Calls whose tiles are dealt out to a few multiprocessors, whole or cut up (``CUT`` in kernels/sm90/tile.cuh)."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import cupy_dma as dma
+
+#: names, and whether all keys that a row sees come in the same blocks whatever part of a tile it belongs to
+CASES = {"none": True, "key bias": True, "lists": True, "short lists": True, "values that are not finite": True,
+         "lists of all tiles": False, "sequences": True, "lists of sequences": True, "dense bias": True}
+HEADS = [(2, 1), (4, 1), (3, 1), (2, 2)]
+
+
+def run(name: str, heads: int, kv_heads: int, head_dim: int, convert: Callable[[np.ndarray], Any],
+        backend: str | None = None, length: int = 1003) -> tuple[Any, Any]:
+    """``out`` and ``lse``: of tiles with few or no queries at the ends, some with one block of keys, most with some."""
+    rng = np.random.default_rng(0)
+    sequences = "sequences" in name
+    batch = 1 if sequences else 2
+
+    def draw(*shape: int, dtype: str = "float16") -> np.ndarray:
+        return rng.standard_normal(shape).astype(dtype)
+
+    q, k, v = (draw(batch, length, h, head_dim) for h in (heads, kv_heads, kv_heads))
+    scores = draw(batch, kv_heads, length, dtype="float32")
+    if "finite" in name:
+        v[:, ::97] = np.inf
+    bounds = convert(np.array([0, length // 3, length // 3, length // 3 + 10, length], np.int32))
+    options: dict[str, Any] = {"return_lse": True, "backend": backend}
+    if "lists" in name or "finite" in name:
+        options["mask"] = dma.IntervalMask.top_w(convert(scores), 20 if "short" in name else 150, backend=backend,
+                                                 documents=bounds if sequences else None)
+    if "of all tiles" in name:
+        options["mask"] = dma.IntervalMask(options["mask"].start, options["mask"].stop)
+    if name == "dense bias":
+        options["bias"] = convert(draw(batch, heads, length, length))
+    elif name not in ("none", "sequences"):
+        options["bias"] = convert(scores[0] if sequences else scores)
+    if sequences:
+        return dma.varlen_attention(convert(q[0]), convert(k[0]), convert(v[0]), bounds, bounds, **options)
+    return dma.attention(convert(q), convert(k), convert(v), **options)
