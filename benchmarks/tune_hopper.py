@@ -40,7 +40,8 @@ CANDIDATES = {  # by the largest head dim
     256: [HopperTile(128, 32, 2, 2, 2)]}
 ROUNDING = 2.0**-8  # of bfloat16
 WINDOWS = {  # lengths and w
-    "intervals": ((2048, 1024), (8192, 1024), (16384, 1024), (32768, 1024), (32768, 4096)), "intervals with softcap": ((32768, 1024),)}
+    "intervals": ((2048, 1024), (8192, 1024), (16384, 1024), (32768, 1024), (32768, 4096)),
+    "intervals with softcap": ((32768, 1024),)}
 
 
 class Case(NamedTuple):

@@ -8,7 +8,7 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.backends import cuda
-from cupy_dma.backends.cuda import decode, last_queries
+from cupy_dma.backends.cuda import decode, few_queries, last_queries
 from tests.cache_cases import History
 
 pytestmark = pytest.mark.gpu
@@ -198,6 +198,23 @@ def test_few_queries_against_many_keys(torch, mask, queries):
         seen = {"none": lambda: j >= 0, "causal": lambda p=p: j <= p, "window": lambda p=p: (j <= p) & (j > p - 5000),
                 "top_w": lambda p=p: visible(torch, scores, 700, p)}[mask]().expand(2, 2, n)
         ref, ref_lse = expected(torch, q[:, i], k, v, scores, seen)
+        assert (out[:, i].double() - ref).abs().max() < 1e-2
+        assert (lse[..., i].double() - ref_lse).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "heads", "kv_heads", "head_dim"), [(300, 2, 1, 64), (65, 4, 4, 128),
+                                                                         (50, 15, 3, 96)])
+def test_hundreds_of_queries_against_many_keys(torch, monkeypatch, queries, heads, kv_heads, head_dim, causal):
+    """As many as leave most of a GPU idle otherwise."""
+    n, served, launch = 5000, [], few_queries.attention
+    monkeypatch.setattr(few_queries, "attention", lambda *arguments: served.append(1) or launch(*arguments))
+    q, k, v, scores = draw(torch, 1, n, heads, kv_heads, head_dim, queries)
+    out, lse = dma.attention(q, k, v, bias=scores, causal=causal, return_lse=True)
+    assert served
+    for i in (0, 1, queries // 2, queries - 1):
+        seen = (torch.arange(n, device="cuda") <= n - queries + i if causal else torch.ones(n, device="cuda") > 0)
+        ref, ref_lse = expected(torch, q[:, i], k, v, scores, seen.expand(1, kv_heads, n))
         assert (out[:, i].double() - ref).abs().max() < 1e-2
         assert (lse[..., i].double() - ref_lse).abs().max() < 2e-3
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -210,6 +211,19 @@ def always(monkeypatch):
     launch = few_queries.attention
     monkeypatch.setattr(few_queries, "attention", lambda *arguments: served.append(1) or launch(*arguments))
     return served
+
+
+@pytest.mark.parametrize(("queries", "keys", "group", "kv_heads", "masked", "pays"), [
+    (64, 512, 1, 1, True, True), (65, 2**17, 1, 1, True, False), (64, 511, 1, 1, False, False),
+    (16, 2**17, 1, 80, True, True), (17, 2**17, 1, 80, True, False), (65, 4096, 1, 1, False, True),
+    (65, 4095, 1, 1, False, False), (528, 4096, 2, 1, False, True), (529, 4096, 2, 1, False, False),
+    (66, 4096, 2, 8, False, True), (67, 4096, 2, 8, False, False)])
+def test_calls_that_share_keys_out(queries, keys, group, kv_heads, masked, pays):
+    """On 132 multiprocessors."""
+    mask = dma.IntervalMask.sliding_window(keys, 100) if masked else None
+    call = SimpleNamespace(query_length=queries, key_length=keys, heads=group * kv_heads, kv_heads=kv_heads, batch=1,
+                           mask=mask)
+    assert few_queries._pays(SimpleNamespace(multiprocessors=lambda index: 132), 0, call) == pays
 
 
 @pytest.mark.parametrize("case", FEW, ids=str)

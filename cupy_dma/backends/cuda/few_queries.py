@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MOST_ROWS, TILE_ROWS = 64, 16  # queries times heads of a group: that are served, and that read keys together
 LEAST_KEYS = 512  # below this a tile is as fast
+# Without a mask more rows are served, up to so many of all groups for each multiprocessor, if there are as many keys.
+MANY_ROWS, MANY_KEYS = 8, 4096
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,12 @@ def serves(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) 
 
 
 def _pays(runtime: Runtime, index: int, call: AttentionCall) -> bool:
-    rows = call.query_length * (call.heads // call.kv_heads)
-    if rows > MOST_ROWS or call.key_length < LEAST_KEYS:
-        return False
-    return rows <= TILE_ROWS or 2 * call.batch * call.kv_heads <= runtime.multiprocessors(index)
+    rows, groups = call.query_length * (call.heads // call.kv_heads), call.batch * call.kv_heads
+    processors = runtime.multiprocessors(index)
+    if rows > MOST_ROWS:
+        plain = call.mask is None or call.mask._causal_only
+        return plain and call.key_length >= MANY_KEYS and rows * groups <= MANY_ROWS * processors
+    return call.key_length >= LEAST_KEYS and (rows <= TILE_ROWS or 2 * groups <= processors)
 
 
 def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any, lse: Any,

@@ -32,8 +32,9 @@ class DecodeSelectConfig(jit.Config):
 def attend_last(runtime: Runtime, call: DynamicCall, scores: Operand) -> tuple[Any, Any] | None:
     """``out`` and ``lse`` of a dynamic call with these scores; None for a call that is better served by a mask."""
     queries, keys = call.query.shape[1], call.key.shape[1]
+    rows = queries * (call.query.shape[2] // call.key.shape[2])
     if (call.keys != "prefix" or call.candidates.padding is not None or call.candidates.runs is not None
-            or not 1 <= queries <= few_queries.MOST_ROWS or keys - queries + 1 <= call.window
+            or not 1 <= rows <= few_queries.MOST_ROWS or keys - queries + 1 <= call.window
             or scores.dtype == "float64" or scores.shape[1] != call.key.shape[2] or checks.wants_values_checked()):
         return None
     place, device = call.query.library, call.query.device
@@ -46,7 +47,6 @@ def attend_last(runtime: Runtime, call: DynamicCall, scores: Operand) -> tuple[A
         return None
     out = place.empty(call.query.shape, call.query.dtype, device)
     lse = place.empty((call.query.shape[0], call.query.shape[2], queries), "float32", device)
-    rows = queries * (call.query.shape[2] // call.key.shape[2])
     sets = few_queries.sets_of(rows, call.query.shape[3] * problem.size)
     with runtime.on(device):
         listed = select_last(runtime, scores, call.window, queries, sets)
