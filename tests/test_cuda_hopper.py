@@ -188,7 +188,7 @@ def test_keys_that_follow_each_other(masked, biased, tile, everything, torch, mo
     """The copy engine brings them in the order of gathered ones: the same bits, whatever lists leave out."""
     _, head_dims = TILES[tile]
     served, boxes, length = everything(*TILES[tile]), [], 1001  # seven blocks and more; rows of bias are padded
-    for head_dim in (head_dims[0] + 7, head_dims[-1] // 2 // 8 * 8, head_dims[-1]):
+    for head_dim in (head_dims[0] + 7, (head_dims[0] + head_dims[-1]) // 2 // 8 * 8, head_dims[-1]):
         q = torch.randn(2, 150, 4, head_dim, device="cuda").bfloat16()
         wide = torch.randn(2, 2, length, 2 * head_dim, device="cuda").bfloat16()
         k, v = wide[..., :head_dim].transpose(1, 2), wide[..., head_dim:].transpose(1, 2)

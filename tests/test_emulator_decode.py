@@ -216,8 +216,8 @@ def always(monkeypatch):
 @pytest.mark.parametrize(("queries", "keys", "group", "kv_heads", "masked", "pays"), [
     (64, 512, 1, 1, True, True), (65, 2**17, 1, 1, True, False), (64, 511, 1, 1, False, False),
     (16, 2**17, 1, 80, True, True), (17, 2**17, 1, 80, True, False), (65, 4096, 1, 1, False, True),
-    (65, 4095, 1, 1, False, False), (528, 4096, 2, 1, False, True), (529, 4096, 2, 1, False, False),
-    (66, 4096, 2, 8, False, True), (67, 4096, 2, 8, False, False)])
+    (65, 4095, 1, 1, False, False), (264, 4096, 2, 1, False, True), (265, 4096, 2, 1, False, False),
+    (66, 8192, 2, 8, False, True), (67, 2**17, 2, 8, False, False)])
 def test_calls_that_share_keys_out(queries, keys, group, kv_heads, masked, pays):
     """On 132 multiprocessors."""
     mask = dma.IntervalMask.sliding_window(keys, 100) if masked else None

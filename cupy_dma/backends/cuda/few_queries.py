@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 MOST_ROWS, TILE_ROWS = 64, 16  # queries times heads of a group: that are served, and that read keys together
 LEAST_KEYS = 512  # below this a tile is as fast
-# Without a mask more rows are served, up to so many of all groups for each multiprocessor, if there are as many keys.
-MANY_ROWS, MANY_KEYS = 8, 4096
+# Without a mask, from so many keys on, more rows are served: of all groups, one for each 1024 keys and multiprocessor,
+# up to so many.
+MANY_KEYS, MANY_ROWS = 4096, 8
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ def _pays(runtime: Runtime, index: int, call: AttentionCall) -> bool:
     processors = runtime.multiprocessors(index)
     if rows > MOST_ROWS:
         plain = call.mask is None or call.mask._causal_only
-        return plain and call.key_length >= MANY_KEYS and rows * groups <= MANY_ROWS * processors
+        most = min(call.key_length // 1024, MANY_ROWS) * processors
+        return plain and call.key_length >= MANY_KEYS and rows * groups <= most
     return call.key_length >= LEAST_KEYS and (rows <= TILE_ROWS or 2 * groups <= processors)
 
 
