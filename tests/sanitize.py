@@ -50,7 +50,8 @@ def hopper_forward(tile: hopper.HopperTile, largest: int) -> int:
     if not cuda.runtime.hopper(0):
         return 0
 
-    with (taken(tile, range(1, largest + 1)),
+    smallest = 65 if tile.block_n < 64 else 1  # or a producer lane would have fewer than four keys
+    with (taken(tile, range(smallest, largest + 1)),
           mock.patch.object(CudaRuntime, "multiprocessors", lambda runtime, index: 2)):
         return (forward(("float16", "bfloat16")) + varlen_forward(("float16", "bfloat16")) + rising_logits(largest)
                 + cut_tiles(largest))
@@ -79,14 +80,13 @@ def cut_tiles(head_dim: int) -> int:
     """The same bits on two multiprocessors as on one."""
     count = 0
     for name, exact in cut_cases.CASES.items():
-        for heads in cut_cases.HEADS[:2]:
-            results = []
-            for processors in (1, 2):
-                with mock.patch.object(CudaRuntime, "multiprocessors", lambda runtime, index, size=processors: size):
-                    results.append(cut_cases.run(name, *heads, head_dim, cupy.asarray, length=303))
-            for ours, expected in zip(*results):
-                assert not exact or cupy.array_equal(ours.view(cupy.int16), expected.view(cupy.int16))
-            count += 1
+        results = []
+        for processors in (1, 2):
+            with mock.patch.object(CudaRuntime, "multiprocessors", lambda runtime, index, size=processors: size):
+                results.append(cut_cases.run(name, 2, 1, head_dim, cupy.asarray, length=303))
+        for ours, expected in zip(*results):
+            assert not exact or cupy.array_equal(ours.view(cupy.int16), expected.view(cupy.int16))
+        count += 1
     return count
 
 
