@@ -1,17 +1,29 @@
 """Calls whose tiles are dealt out to a few multiprocessors, whole or cut up (``CUT`` in kernels/sm90/tile.cuh)."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 import cupy_dma as dma
+from cupy_dma.backends.cuda import lists
+from cupy_dma.backends.cuda.runtime import CudaRuntime
 
 #: names, and whether all keys that a row sees come in the same blocks whatever part of a tile it belongs to
 CASES = {"none": True, "key bias": True, "lists": True, "short lists": True, "values that are not finite": True,
          "lists of all tiles": False, "sequences": True, "lists of sequences": True, "dense bias": True}
 HEADS = [(2, 1), (4, 1), (3, 1), (2, 2)]
+
+
+@contextmanager
+def multiprocessors(count: int) -> Iterator[None]:
+    """As many as tiles are dealt out to. Lists stay the same, whose order depends on how many warps make one."""
+    with (mock.patch.object(CudaRuntime, "multiprocessors", lambda runtime, index: count),
+          mock.patch.object(lists, "_tile_warps", lambda *arguments: 1)):
+        yield
 
 
 def run(name: str, heads: int, kv_heads: int, head_dim: int, convert: Callable[[np.ndarray], Any],

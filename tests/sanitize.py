@@ -82,7 +82,7 @@ def cut_tiles(head_dim: int) -> int:
     for name, exact in cut_cases.CASES.items():
         results = []
         for processors in (1, 2):
-            with mock.patch.object(CudaRuntime, "multiprocessors", lambda runtime, index, size=processors: size):
+            with cut_cases.multiprocessors(processors):
                 results.append(cut_cases.run(name, 2, 1, head_dim, cupy.asarray, length=303))
         for ours, expected in zip(*results):
             assert not exact or cupy.array_equal(ours.view(cupy.int16), expected.view(cupy.int16))

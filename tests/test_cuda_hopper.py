@@ -10,7 +10,7 @@ import pytest
 import cupy_dma as dma
 from cupy_dma.arrays import library
 from cupy_dma.backends import cuda
-from cupy_dma.backends.cuda import hopper, lists
+from cupy_dma.backends.cuda import hopper
 from cupy_dma.masks import NEVER, Hints
 from tests import cases, cut_cases, varlen_cases
 from tests.hopper_tiles import TILES, portable, taken
@@ -266,15 +266,14 @@ def test_dense_bias_where_the_kernel_pays(head_dim, poison, torch, monkeypatch):
 
 @pytest.mark.parametrize(("name", "tile"), [(name, tile) for name in cut_cases.CASES for tile in TILES
                                             if name != "dense bias" or TILES[tile][0].block_m == 128])
-def test_the_same_bits_however_tiles_are_dealt_out(name, tile, everything, torch, monkeypatch):
+def test_the_same_bits_however_tiles_are_dealt_out(name, tile, everything, torch):
     """One multiprocessor takes whole tiles; several take some of these, and parts of the last ones."""
     served, head_dim = everything(*TILES[tile]), TILES[tile][1][-1]
-    monkeypatch.setattr(lists, "_tile_warps", lambda *arguments: 1)  # their number is seen in the order of a list
     for heads, kv_heads in cut_cases.HEADS:
         results = []
         for processors in (1, 2, 3, 4, 5, 7, 31, 132):
-            monkeypatch.setattr(cuda.runtime, "multiprocessors", lambda index, processors=processors: processors)
-            results.append(cut_cases.run(name, heads, kv_heads, head_dim, converter("torch")))
+            with cut_cases.multiprocessors(processors):
+                results.append(cut_cases.run(name, heads, kv_heads, head_dim, converter("torch")))
         for ours, expected in ((x, y) for result in results[1:] for x, y in zip(result, results[0])):
             if cut_cases.CASES[name]:
                 assert torch.equal(ours.view(torch.int16), expected.view(torch.int16))
