@@ -388,7 +388,8 @@ def hopper_call(head_dim, length, heads, kv_heads, window=None, bias=False, soft
     """As much of a call as a tile is chosen by."""
     scores = np.zeros((1, 1, length), np.float32)
     mask = dma.IntervalMask.top_w(scores, window) if window else None
-    call = SimpleNamespace(head_dim=head_dim, softcap=softcap, query_length=length, heads=heads, batch=1)
+    call = SimpleNamespace(head_dim=head_dim, softcap=softcap, query_length=length, key_length=length, heads=heads,
+                           batch=1)
     return call, SimpleNamespace(bits=False, bias_kind=int(bias), mask=mask, bias=scores if bias else None, count=0,
                                  causal=causal, tile_heads=heads // kv_heads)
 
@@ -397,7 +398,12 @@ def hopper_call(head_dim, length, heads, kv_heads, window=None, bias=False, soft
     ((64, 32768, 16, 8, 1024, True), (192, 64)), ((64, 16384, 16, 8, 1024, True), (192, 64)),
     ((64, 8192, 16, 8, 1024, True), (192, 64)), ((64, 4096, 16, 8, 1024, True), (128, 128)),
     ((64, 32768, 2, 1, 1024, True), (128, 128)), ((64, 16384, 2, 1, 1024, True), (128, 128)),
-    ((64, 2048, 2, 1, 1024, True), (128, 128)), ((128, 32768, 16, 8, 1024, True), (192, 64)),
+    ((64, 2048, 2, 1, 1024, True), (128, 128)), ((64, 32768, 2, 1, 32, True), (192, 64)),
+    ((64, 32768, 2, 1, 128, True), (192, 64)), ((64, 32768, 2, 1, 4096, True), (128, 128)),
+    ((96, 32768, 2, 1, 1024, True), (192, 64)), ((96, 32768, 2, 1, 1024, True, 30.0), (128, 64)),
+    ((64, 32768, 2, 1, 1024, True, 30.0), (192, 64)), ((128, 32768, 2, 1, 1024, True), (128, 64)),
+    ((64, 8192, 16, 8, None, True), (192, 128)), ((64, 4096, 16, 8, None, True), (128, 128)),
+    ((128, 32768, 16, 8, 1024, True), (192, 64)),
     ((128, 16384, 2, 1, 1024, True), (128, 64)), ((64, 32768, 16, 8, 1024, True, 30.0), (192, 64)),
     ((64, 8192, 16, 8), (192, 128)), ((64, 4096, 2, 1), (128, 128)), ((64, 8192, 16, 8, None, True, 30.0), (128, 128)),
     ((64, 8192, 16, 8, None, False, 30.0), (192, 128)),

@@ -101,27 +101,44 @@ TILES: dict[str, dict[int, tuple[HopperTile, ...]]] = {
     "contiguous": {64: (HopperTile(192, 128, 3, 3, 2, turns=True), HopperTile(128, 128, 4, 4, 2)),
                    128: (HopperTile(128, 128, 2, 2, 2, turns=True),), 192: (HopperTile(128, 64, 2, 2, 2),),
                    256: (HopperTile(128, 32, 2, 2, 2),)},
-    "contiguous with bias": {64: (HopperTile(128, 128, 4, 4, 2),), 128: (HopperTile(128, 128, 2, 2, 2, turns=True),),
-                             192: (HopperTile(128, 64, 2, 2, 2),), 256: (HopperTile(128, 32, 2, 2, 2, turns=True),)},
+    "contiguous with bias": {64: (HopperTile(192, 128, 3, 3, 2), HopperTile(128, 128, 4, 4, 2)),
+                             128: (HopperTile(128, 128, 2, 2, 2, turns=True),), 192: (HopperTile(128, 64, 2, 2, 2),),
+                             256: (HopperTile(128, 32, 2, 2, 2, turns=True),)},
     "contiguous with bias and softcap": {64: (HopperTile(128, 128, 4, 4, 2),), 128: (HopperTile(128, 128, 2, 2, 2),),
                                          192: (HopperTile(128, 64, 2, 2, 2),),
                                          256: (HopperTile(128, 32, 2, 2, 2, turns=True),)},
 }
-# The time of a tile of so many rows, and of its parts of 64 and of 128 rows; the unit is 192 rows with lists.
-TILE_TIMES = {192: 1.0, 128: 0.72}
-PART_TIMES = {192: (0.75, 0.9), 128: (0.85,)}
+# The time of the second of two tiles, by that of the first. Blocks of 128 keys pay for lists of as many keys or more.
+SECOND_TIMES: dict[str, dict[int, float]] = {
+    "intervals": {64: 0.72, 96: 0.78, 128: 0.73}, "intervals with softcap": {64: 0.76, 96: 0.7, 128: 0.72},
+    "contiguous": {64: 0.77}, "contiguous with bias": {64: 0.73}}
+BLOCK_128_KEYS = 20  # what such a block of a list costs, in keys
+PART_TIMES = {192: (0.75, 0.9), 128: (0.85,)}  # of 64 and of 128 rows of a tile, by its own
 FEW_KEYS, FEW_VALUES = 512, 2**16
 
 
 def tiles_of(keys: str, head_dim: int) -> tuple[HopperTile, ...]:
-    """The tiles for a name of ``TILES``; none where there are none for this head dim."""
-    return next((tiles for largest, tiles in TILES[keys].items() if head_dim <= largest), ())
+    """The tiles for a name of ``TILES``."""
+    return _entry(TILES[keys], head_dim)
+
+
+def _entry(table: dict[int, Any], head_dim: int) -> Any:
+    return next(entry for largest, entry in table.items() if head_dim <= largest)
 
 
 def tile_shape(call: AttentionCall, problem: Problem, processors: int) -> HopperTile:
     """The tile for a call: the one with less time on so many multiprocessors."""
-    tiles = tiles_of(_keys(call, problem), call.head_dim)
-    return tiles[0] if len(tiles) == 1 else min(tiles, key=lambda tile: _time(call, problem, tile, processors))
+    keys = _keys(call, problem)
+    first, *others = tiles_of(keys, call.head_dim)
+    if not others:
+        return first
+    second, = others
+    time = _entry(SECOND_TIMES[keys], call.head_dim)
+    if problem.mask is not None and second.block_n > first.block_n:
+        bound = problem.mask._bound
+        time *= 1 + BLOCK_128_KEYS / max(1, call.key_length if bound is None else min(call.key_length, bound[0]))
+    rounds = [_rounds(call, problem, tile, processors) for tile in (first, second)]
+    return first if rounds[0] <= time * rounds[1] else second
 
 
 def _keys(call: AttentionCall, problem: Problem) -> str:
@@ -156,16 +173,16 @@ def _grid(call: AttentionCall, problem: Problem, tile: HopperTile, processors: i
     return min(parts * count, processors)
 
 
-def _time(call: AttentionCall, problem: Problem, tile: HopperTile, processors: int) -> float:
-    """Of the last block to end, in the unit of ``TILE_TIMES``."""
+def _rounds(call: AttentionCall, problem: Problem, tile: HopperTile, processors: int) -> float:
+    """The time of all tiles, by that of one."""
     count = _count(call, problem, tile)
     if problem.mask is None and problem.causal:  # the longest tiles first, with half of the keys on average
-        return TILE_TIMES[tile.block_m] * max(1.0, count / (2 * processors))
+        return max(1.0, count / (2 * processors))
     rounds, rest = divmod(count, processors)
     last = float(rest > 0)
     if _cut(problem) and 0 < 2 * rest <= processors:
         last = PART_TIMES[tile.block_m][0 if tile.block_m // 64 * rest <= processors else 1]
-    return TILE_TIMES[tile.block_m] * (rounds + last)
+    return rounds + last
 
 
 def serves(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
