@@ -69,9 +69,9 @@ struct Tiles {
                 t.end_query = min(t.end_query, t.first_query + share.count * PART_QUERIES);
                 t.last_position = t.first_position + t.end_query - t.first_query - 1;
             }
-            if (!SEQUENCES && t.first_query >= t.end_query) staying = 0;  // a part without queries, in the last round
+            if (CUT && !SEQUENCES && t.first_query >= t.end_query) staying = 0;  // a part without queries, in the last round
             if (staying == 0) return;
-        } while (SEQUENCES && !uniform(t.first_query < t.end_query));
+        } while (SEQUENCES && !uniform(t.exists()));
         __syncwarp();  // nobody reads what was planned there before
         if ((threadIdx.x & 31) == 0) {
             plans[plan] = Plan(p, t);
