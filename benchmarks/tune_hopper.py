@@ -34,12 +34,14 @@ from cupy_dma.backends.cuda.hopper import HopperTile
 
 KINDS = tuple(hopper.TILES)
 CANDIDATES = {  # by the largest head dim
-    64: [HopperTile(192, 128, 3, 3, 2), HopperTile(192, 64, 6, 6, 2), HopperTile(128, 128, 4, 4, 2)],
+    64: [HopperTile(192, 128, 3, 3, 2), HopperTile(192, 96, 5, 5, 2), HopperTile(192, 64, 6, 6, 2),
+         HopperTile(128, 128, 4, 4, 2)],
     128: [HopperTile(192, 64, 4, 3, 2), HopperTile(128, 128, 2, 2, 2), HopperTile(128, 64, 4, 4, 2)],
     192: [HopperTile(128, 64, 2, 2, 2), HopperTile(128, 32, 3, 3, 2)],
     256: [HopperTile(128, 32, 2, 2, 2)]}
 ROUNDING = 2.0**-8  # of bfloat16
 WINDOWS = {  # lengths and w
+    "short intervals": ((2048, 128), (32768, 32), (32768, 128)),
     "intervals": ((2048, 1024), (8192, 1024), (16384, 1024), (32768, 1024), (32768, 4096)),
     "intervals with softcap": ((32768, 1024),)}
 
@@ -61,7 +63,7 @@ class Case(NamedTuple):
 def cases(kinds: list[str], head_dims: list[int]) -> list[Case]:
     found = []
     for kind in kinds:
-        for d in head_dims:
+        for d in (d for d in head_dims if d <= max(hopper.TILES[kind])):
             if kind in WINDOWS:
                 found += [Case(kind, d, *heads, n, w) for heads in ((2, 1), (16, 8)) for n, w in WINDOWS[kind]]
             elif kind == "bits":

@@ -52,7 +52,7 @@ struct AttentionParams {
     int mask_heads;                         // 1, Hkv or H: mask head = mask row % mask_heads
     int batch, query_length, key_length, heads, kv_heads;
     int tiles, capacity;
-    int section;  // sm90/producer.cuh: sets of heads whose tiles are dealt out together
+    int section, shorter;  // sm90/producer.cuh: how tiles are dealt out
     int query_words, key_stride;
     int dbias_batch, dbias_heads;  // axes of a dense bias
     int bias_aligned;  // rows of bias_rows may be read 16 bytes at a time

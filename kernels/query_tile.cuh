@@ -21,13 +21,12 @@ struct Tile {
     __device__ __forceinline__ bool exists() const { return !SEQUENCES || first_query < end_query; }
 };
 
-// Tile `rest` of the grid, counted along queries first, then along heads, then along the batch.
+// Tile `place` of set `rest` of tiles: of one or more heads, counted along heads first, then along the batch.
 template <typename Index>
-__device__ __forceinline__ Tile find_tile(const AttentionParams& p, Index rest) {
+__device__ __forceinline__ Tile find_tile(const AttentionParams& p, Index rest, int place) {
     const int sets = p.heads / p.kv_heads / HEADS;  // tiles side by side that share a kv head
     Tile t;
-    t.number = p.tiles - 1 - static_cast<int>(rest % p.tiles);  // the longest causal tiles first
-    rest /= p.tiles;
+    t.number = p.tiles - 1 - place;  // the longest causal tiles first
     const int set = static_cast<int>(rest % sets);
     rest /= sets;
     t.group = static_cast<int>(rest % p.kv_heads);
@@ -49,6 +48,12 @@ __device__ __forceinline__ Tile find_tile(const AttentionParams& p, Index rest) 
     t.last_position = min(t.first_query + QUERIES, p.query_length) - 1 + p.key_length - p.query_length;
 #endif
     return t;
+}
+
+// Tile `rest` of the grid, counted along queries first.
+template <typename Index>
+__device__ __forceinline__ Tile find_tile(const AttentionParams& p, Index rest) {
+    return find_tile(p, rest / p.tiles, static_cast<int>(rest % p.tiles));
 }
 
 __device__ __forceinline__ long long mask_row_of(const AttentionParams& p, const Tile& t) {

@@ -17,6 +17,7 @@ TILES = {  # and head dims that fit
     "128x32": (HopperTile(128, 32, 2, 2, 2), range(129, 257)),
     "192x64": (HopperTile(192, 64, 4, 3, 2, turns=True), range(1, 129)),
     "192x64x6": (HopperTile(192, 64, 6, 6, 2, turns=True), range(1, 65)),
+    "192x96": (HopperTile(192, 96, 5, 5, 2, turns=True), range(1, 65)),
     "192x128": (HopperTile(192, 128, 3, 3, 2, turns=True), range(1, 65)),
 }
 

@@ -389,7 +389,7 @@ def hopper_call(head_dim, length, heads, kv_heads, window=None, bias=False, soft
     scores = np.zeros((1, 1, length), np.float32)
     mask = dma.IntervalMask.top_w(scores, window) if window else None
     call = SimpleNamespace(head_dim=head_dim, softcap=softcap, query_length=length, key_length=length, heads=heads,
-                           batch=1)
+                           kv_heads=kv_heads, batch=1)
     return call, SimpleNamespace(bits=False, bias_kind=int(bias), mask=mask, bias=scores if bias else None, count=0,
                                  causal=causal, tile_heads=heads // kv_heads)
 

@@ -336,9 +336,10 @@ struct Consumer {
         apply_mask<fragments>(s, shared, turn.stage, order.clear(), position);
     }
 
-    template <int fragments>
+    // References come from the first `asked` fragments.
+    template <int fragments, int asked = fragments>
     __device__ __forceinline__ void exponentiate() {
-        if (incomplete) state.template refer<fragments>(s, logits.unit);
+        if (incomplete) state.template refer<asked>(s, logits.unit);
         state.template exponentiate<fragments>(s, logits.unit, sum);
     }
 
@@ -352,7 +353,7 @@ struct Consumer {
     __device__ __forceinline__ void exponentiate(Order& order) {
         if (PLAIN && order.whole()) {
             logits.template finish<KEY_FRAGMENTS>(s, bias);
-            exponentiate<KEY_FRAGMENTS>();
+            exponentiate<KEY_FRAGMENTS, 2>();
             return;
         }
         if (holds(order)) order.state |= Order::HELD;
@@ -405,8 +406,8 @@ struct Consumer {
         return __any_sync(ALL_LANES, fmaxf(sum[0], sum[1]) > RowSums::LARGEST);
     }
 
-    // References follow; never in a tile's first block, so the outputs so far are of its tile.
-    __device__ __forceinline__ void relieve(const Order& order) {
+    // References follow, and so do the outputs so far, if they are of the same tile.
+    __device__ __forceinline__ void relieve(const Order& order, bool same_tile) {
         finish_output();
         float factor[2];
         if (__any_sync(ALL_LANES, fmaxf(sum[0], sum[1]) == infinity())) {
@@ -419,6 +420,7 @@ struct Consumer {
         } else {
             state.follow(s, sum, factor);
         }
+        if (!same_tile) return;
 #pragma unroll
         for (int d = 0; d < DIM_FRAGMENTS; ++d)
 #pragma unroll

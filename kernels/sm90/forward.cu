@@ -30,6 +30,7 @@ __device__ __forceinline__ void consume(Consumer& c) {
     c.clear_output();
     c.finish_products<0>();
     c.exponentiate(current);
+    if (c.strained()) c.relieve(current, false);
     c.settle(current);
     c.round_probabilities();
     c.look_ahead(c.turn.next());
@@ -80,7 +81,7 @@ __device__ __forceinline__ void consume(Consumer& c) {
         c.incomplete = c.state.incomplete();
         c.finish_products<1>();
         c.exponentiate(next);
-        if (c.strained()) c.relieve(next);
+        if (c.strained()) c.relieve(next, !current.closes());
         c.settle(next);
         c.finish_output();
         c.release_values();

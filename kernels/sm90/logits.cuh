@@ -215,8 +215,8 @@ __device__ __forceinline__ void apply_mask(Fragment (&s)[KEY_FRAGMENTS], const S
 }
 
 // Two rows' running sums of p = 2^(unit * s - reference), each lane's share. The reference need not be the maximum: rounding
-// is relative, so any will do that keeps p in range. A row's first block sets it to its maximum. From then on it is the sums
-// of a block that say whether it has become too low: only if one is above LARGEST, which hardly ever happens, does it follow.
+// is relative, so any will do that keeps p in range. A row's first block sets it, to the maximum of its logits or of some. Then the
+// sums of a block say whether it is too low: only if one is above LARGEST, which hardly ever happens, does it follow.
 struct RowSums {
     static constexpr float LARGEST = 256.0f;
     static constexpr float NONE = -3.402823466e38f;  // where a row has seen nothing: all its logits are -inf, and p = 0

@@ -1,8 +1,9 @@
 // The producer of the Hopper forward: a warpgroup that gathers one block of keys after the other, of one tile after the
 // other, into shared memory.
 //
-// Warp w gathers the block's keys w * WARP_KEYS and following. It copies ROWS rows at a time, ROW_LANES lanes a row; such a
-// group of lanes copies GROUP_KEYS keys that follow each other, in runs whose places in shared memory are constants apart.
+// Each warp gathers WARP_KEYS of the block's keys (`key_of`). It copies ROWS rows at a time, ROW_LANES lanes a row; such a
+// group of lanes copies GROUP_KEYS of the warp's keys that follow each other, in runs whose places in shared memory are
+// constants apart.
 // A warp of the producer has a scheduler's issue slots to share with consumers that multiply, and waits for each of its own
 // instructions: what counts in the loop over blocks is how many there are.
 //
@@ -13,36 +14,44 @@
 constexpr int ROWS = 32 / ROW_LANES;
 constexpr int GROUP_KEYS = WARP_KEYS / ROWS;
 constexpr int RUN = GROUP_KEYS < 8 ? GROUP_KEYS : 8;
-static_assert(RUN % 4 == 0, "keys are read in vectors of four");
-constexpr int FEW_WARPS = FEW_KEYS > WARP_KEYS ? FEW_KEYS / WARP_KEYS : 1;  // have rows of a block of few keys
-// Of the last warps, which have no rows of a block of few keys: they see to the tile's queries, and to orders.
+static_assert(RUN % 2 == 0 && GROUP_KEYS % RUN == 0, "rows come in pairs");
+constexpr int FEW_WARPS = BY_EIGHTS ? PRODUCER_WARPS : FEW_KEYS > WARP_KEYS ? FEW_KEYS / WARP_KEYS : 1;  // have rows of few keys
+// Of the last warps, which mostly have no rows of a block of few keys: they see to the tile's queries, and to orders.
 constexpr int QUERY_THREAD = 96, ORDER_THREAD = 64;
 
-// A tile, or a part of it: `count` times the rows of a consumer from the `first`-th on.
+// Tile `place` of set `set`, or a part of it: `count` times the rows of a consumer from the `first`-th on.
 struct Share {
-    int tile;  // negative: there is none
-    int first = 0, count = CONSUMERS;
+    bool exists;
+    int set, place, first, count;
 };
 
 // What this block takes in its round `round`. Under causality alone tiles differ in their work: within `section` sets of
 // heads, whose keys fit into the second cache, the longest come first, and every other round goes through the blocks
 // backwards.
 __device__ __forceinline__ Share scheduled(const AttentionParams& p, int round) {
-    const int grid = gridDim.x, block = blockIdx.x, before = round * grid, all = all_tiles(p);
+    const int before = round * gridDim.x, all = all_sets(p) * p.tiles;
+    const unsigned grid = gridDim.x, block = blockIdx.x;
 #if CAUSAL && KEYS == KEYS_CONTIGUOUS
-    const int place = before + (round % 2 ? grid - 1 - block : block);
-    if (place >= all) return {-1};
-    const int first = place / (p.section * p.tiles) * p.section, rest = place - first * p.tiles;
-    const int sets = min(p.section, all / p.tiles - first);
-    return {(first + rest % sets) * p.tiles + rest / sets};
+    const int number = before + (round % 2 ? grid - 1 - block : block);
+    const int first = number / (p.section * p.tiles) * p.section, rest = number - first * p.tiles;
+    const int sets = max(1, min(p.section, all_sets(p) - first));
+    return {number < all, first + rest % sets, rest / sets, 0, CONSUMERS};
 #else
-    // Of what is left, if it is little, each block takes a part: of some tiles two thirds or one, of others one third; or a
-    // half. Without branches, for each of them would wait for instructions at a kernel's beginning.
-    const int rest = all - before, halved = CONSUMERS > 2 ? max(CONSUMERS * rest - grid, 0) : 0, part = block - 2 * halved;
-    const bool cut = CUT && 2 * rest <= grid, first = !cut || block < halved, second = !first && part < 0;
-    const int tile = first ? block : second ? block - halved : halved + part / CONSUMERS;
-    return {tile < rest ? before + tile : -1, first ? 0 : second ? CONSUMERS - 1 : part % CONSUMERS,
-            !cut ? CONSUMERS : first ? CONSUMERS - 1 : 1};
+    // Of the last tiles, if there are fewer than blocks, the first ones (`thirds`) are cut up into a part for each consumer, and
+    // the others in two if there are few. Without branches, for each would wait for instructions at a kernel's beginning.
+    const unsigned rest = max(all - before, 0);
+    const bool few = CUT && 2 * rest <= grid;
+    const unsigned spare = rest < grid ? grid - rest : 0;
+    const unsigned thirds = !CUT ? 0 : !few ? spare / (CONSUMERS - 1) : CONSUMERS > 2 ? min(rest, spare - rest) : rest;
+    const unsigned other = block - CONSUMERS * thirds;
+    const bool third = block < CONSUMERS * thirds, second = !third && few && other % 2 != 0;
+    const unsigned number = third ? block / CONSUMERS : thirds + (few ? other / 2 : other);
+    // The last `shorter` tiles of each set, whose lists may be shorter, come last, the longest of them first.
+    const int sets = all_sets(p), longer = p.tiles - p.shorter, place = before + number, behind = place - sets * longer;
+    const unsigned divisor = behind < 0 ? longer : sets, x = behind < 0 ? place : behind;
+    const int quotient = x / divisor, remainder = x - quotient * divisor, part = block % CONSUMERS;
+    return {number < rest, behind < 0 ? quotient : remainder, behind < 0 ? remainder : longer + quotient,
+            third ? part : second ? CONSUMERS - 1 : 0, third || second ? 1 : few ? CONSUMERS - 1 : CONSUMERS};
 #endif
 }
 
@@ -60,9 +69,9 @@ struct Tiles {
         Tile t;
         do {
             const Share share = scheduled(p, ++round);
-            staying = share.tile < 0 ? 0 : share.count;
+            staying = share.exists ? share.count : 0;
             if (staying == 0) return;
-            t = find_tile(p, share.tile);
+            t = find_tile(p, share.set, share.place);
             if (CUT) {
                 t.first_query += share.first * PART_QUERIES;
                 t.first_position += share.first * PART_QUERIES;
@@ -136,7 +145,7 @@ __device__ __forceinline__ void list_entries(Shared& shared, unsigned number, in
 
 // Which of the warps' parts of a block warp `warp` has. Of few keys the first warps have all, which the next ones look at.
 __device__ __forceinline__ int part_of(const Block& block, int warp) {
-    return block.few() ? warp % FEW_WARPS : warp;
+    return !BY_EIGHTS && block.few() ? warp % FEW_WARPS : warp;
 }
 
 // Whether full and partial keys in blocks of their own make no block more than together: then only the latter are masked.
@@ -159,7 +168,7 @@ __device__ __forceinline__ Block next_block(Shared& shared, KeyBlocks& blocks, i
     }
 #endif
 #if KEYS != KEYS_CONTIGUOUS
-    const int place = next.first + part_of(block, warp) * WARP_KEYS + (threadIdx.x & 31);
+    const int place = next.first + key_of(part_of(block, warp), threadIdx.x & 31);
     bool exists;
     const int* entry = blocks.entry(HOLES ? min(place, block.end - 1) : place, exists);
     list_entries(shared, number, warp, exists ? entry : source.list, exists);
@@ -203,34 +212,42 @@ struct Rows {
     const int* listed;  // rows of the warp's keys, if they do not follow each other
 };
 
-// A lane's pieces of a run of rows: those of the block's keys from `begin` on, of the warp's from `place` on.
+// Entries of a list that are read together.
+template <int count> struct Entries;
+template <> struct Entries<4> { using Type = int4; };
+template <> struct Entries<2> { using Type = int2; };
+
+// A lane's pieces of a run of rows: of the warp's keys those from `begin` on.
 struct RunOfRows {
     const void* from[RUN];
     unsigned to;  // of the first one
 
-    __device__ __forceinline__ RunOfRows(const Rows& rows, int piece, int begin, int place, int first) {
+    __device__ __forceinline__ RunOfRows(const Rows& rows, int piece, int warp, int begin, int first) {
+        constexpr int STEP = RUN % 4 == 0 ? 4 : 2;
+        using Keys = Entries<STEP>::Type;
         int key[RUN];
 #pragma unroll
-        for (int k = 0; k < RUN; k += 4) {
+        for (int k = 0; k < RUN; k += STEP) {
 #if KEYS == KEYS_CONTIGUOUS
 #pragma unroll
-            for (int i = 0; i < 4; ++i) key[k + i] = first + begin + k + i;
+            for (int i = 0; i < STEP; ++i) key[k + i] = first + key_of(warp, begin, k + i);
 #else
-            *reinterpret_cast<int4*>(key + k) = *reinterpret_cast<const int4*>(rows.listed + place + k);
+            *reinterpret_cast<Keys*>(key + k) = *reinterpret_cast<const Keys*>(rows.listed + begin + k);
 #endif
         }
 #pragma unroll
         for (int k = 0; k < RUN; ++k)
             from[k] = row_address(rows.source + piece * 8, key[k], rows.stride * static_cast<int>(sizeof(ELEMENT)));
-        to = shared_address(piece_of<BLOCK_N>(rows.matrix, row_of_key(begin), piece));
+        to = shared_address(piece_of<BLOCK_N>(rows.matrix, row_of_key(key_of(warp, begin)), piece));
     }
 
     // Of the block's first `count` keys.
     template <bool whole>
-    __device__ __forceinline__ void copy(int piece, int begin, int count) const {
+    __device__ __forceinline__ void copy(int piece, int warp, int begin, int count) const {
 #pragma unroll
         for (int k = 0; k < RUN; ++k) {
-            const bool exists = (whole || begin + k < count) && (HEAD_DIM == HEAD_DIM_PADDED || piece * 8 < HEAD_DIM);
+            const bool exists = (whole || key_of(warp, begin, k) < count) &&
+                                (HEAD_DIM == HEAD_DIM_PADDED || piece * 8 < HEAD_DIM);
             // One row further the piece stands at the neighbouring place, eight rows further at the same again.
             const unsigned turned = k % 2 ? (to ^ 16) + CHUNK_ROW_BYTES : to;
             copy_async_16(turned + k / 2 * 8 * CHUNK_ROW_BYTES, from[k], exists ? 16 : 0);
@@ -245,8 +262,8 @@ __device__ __forceinline__ void gather_rows(const Rows& rows, int warp, int firs
     if (ROW_PIECES < ROW_LANES && piece >= ROW_PIECES) return;
 #pragma unroll
     for (int run = from; run < GROUP_KEYS; run += RUN) {
-        const int begin = warp * WARP_KEYS + group + run;
-        RunOfRows(rows, piece, begin, group + run, first).copy<whole>(piece, begin, count);
+        if (FEW && BY_EIGHTS && key_of(warp, group + run) >= FEW_KEYS && count <= FEW_KEYS) return;
+        RunOfRows(rows, piece, warp, group + run, first).copy<whole>(piece, warp, group + run, count);
     }
 }
 
@@ -254,13 +271,12 @@ __device__ __forceinline__ void gather_rows(const Rows& rows, int warp, int firs
 // addresses come first, so that no copy waits for the next one's.
 __device__ __forceinline__ void gather_both(const Rows& keys, const Rows& values, int warp, Barrier* arrived) {
     const int lane = threadIdx.x & 31, piece = lane % ROW_LANES, group = lane / ROW_LANES * GROUP_KEYS;
-    const int begin = warp * WARP_KEYS + group;
     const bool exists = ROW_PIECES == ROW_LANES || piece < ROW_PIECES;
-    const RunOfRows first_keys(keys, piece, begin, group, 0), first_values(values, piece, begin, group, 0);
-    if (exists) first_keys.copy<true>(piece, begin, BLOCK_N);
+    const RunOfRows first_keys(keys, piece, warp, group, 0), first_values(values, piece, warp, group, 0);
+    if (exists) first_keys.copy<true>(piece, warp, group, BLOCK_N);
     gather_rows<true, RUN>(keys, warp, 0, BLOCK_N);
     barrier_arrive_after_copies(arrived);
-    if (exists) first_values.copy<true>(piece, begin, BLOCK_N);
+    if (exists) first_values.copy<true>(piece, warp, group, BLOCK_N);
     gather_rows<true, RUN>(values, warp, 0, BLOCK_N);
 }
 
@@ -269,7 +285,7 @@ __device__ __forceinline__ void gather_both(const Rows& keys, const Rows& values
 __device__ __forceinline__ bool any_nonfinite(const AttentionParams& p, const ELEMENT* source, const int* listed, int part,
                                               const Block& block) {
     const int lane = threadIdx.x & 31, piece = lane % ROW_LANES, group = lane / ROW_LANES * GROUP_KEYS;
-    const int begin = part * WARP_KEYS + group, stride = p.value_row * static_cast<int>(sizeof(ELEMENT));
+    const int stride = p.value_row * static_cast<int>(sizeof(ELEMENT));
     const int end = BULK ? p.key_length - block.first : block.count();
     constexpr int BATCH = PRODUCER_REGISTERS < 48 ? 2 : RUN;  // loads that are under way together
     unsigned found = 0;
@@ -278,7 +294,7 @@ __device__ __forceinline__ bool any_nonfinite(const AttentionParams& p, const EL
         uint4 x[BATCH];
 #pragma unroll
         for (int k = 0; k < BATCH; ++k) {
-            const int place = begin + first + k;
+            const int place = key_of(part, group, first + k);
             x[k] = make_uint4(0, 0, 0, 0);
             if (piece * 8 >= HEAD_DIM || place < block.clear || place >= end) continue;
             const int key = KEYS == KEYS_CONTIGUOUS ? block.first + place : listed[group + first + k];
@@ -366,7 +382,7 @@ __device__ __forceinline__ void gather_queries(ELEMENT* matrix, const AttentionP
 __device__ __forceinline__ float fetch_bias(const AttentionParams& p, const Plan& plan, int warp, const int* listed,
                                             int first, int count) {
 #if BIAS == BIAS_OF_KEYS
-    const int lane = threadIdx.x & 31, place = warp * WARP_KEYS + lane;
+    const int lane = threadIdx.x & 31, place = key_of(warp, lane);
     if (lane >= WARP_KEYS || place >= count) return HOLES ? -infinity() : 0.0f;
     const int key = KEYS == KEYS_CONTIGUOUS ? first + place : listed[lane];
     return __ldg(static_cast<const float*>(row_address(plan.bias, key, static_cast<int>(p.bias_key) * 4)));
@@ -380,13 +396,13 @@ __device__ __forceinline__ void keep_bias(Shared& shared, int warp, int stage, f
     const int lane = threadIdx.x & 31;
     if (BIAS != BIAS_OF_KEYS || lane >= WARP_KEYS) return;
     if (BIAS_FIRST) bias = __fmul_rz(bias, inverse_scale);
-    shared.bias[stage][warp * WARP_KEYS + lane] = bias;
+    shared.bias[stage][key_of(warp, lane)] = bias;
 }
 
 // What else is known per key. All queries see the block's first `clear` keys.
 __device__ __forceinline__ void gather_facts(Shared& shared, const AttentionParams& p, const Plan& plan, int warp,
                                              const RowSource& keys, int clear, int stage) {
-    const int lane = threadIdx.x & 31, place = warp * WARP_KEYS + lane;
+    const int lane = threadIdx.x & 31, place = key_of(warp, lane);
 #if BITS && RUNS
     if (keys.run >= 0 && clear < BLOCK_N) {
         constexpr int PIECES = BLOCK_N / 4;
@@ -519,7 +535,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
         // Behind the tile's first block: keys of whole ones and values of those before them, side by side, for a warp waits
         // for each of its steps.
         if (!opens && whole > 1) {
-            const int* entry = plan.source.list + BLOCK_N + warp * WARP_KEYS + (threadIdx.x & 31);
+            const int* entry = plan.source.list + BLOCK_N + key_of(warp, threadIdx.x & 31);
             int left = whole - 1;
             do {
                 Barrier *key_free = &shared.key_free[turn.stage], *value_free = &shared.value_free[value_turn.stage];
@@ -571,7 +587,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
         RowSource rows = {plan.keys, block.first, count, listed, HOLES ? count > 0 : count >= BLOCK_N};
 #endif
         // Of the values of this warp's part, where not all queries see them.
-        const bool looks = block.clear < BLOCK_N && !finite && (!block.few() || warp / FEW_WARPS == 1);
+        const bool looks = block.clear < BLOCK_N && !finite && (BY_EIGHTS || !block.few() || warp / FEW_WARPS == 1);
         const bool nonfinite = looks && any_nonfinite(p, plan.values, listed, part, block);
         barrier_wait(&shared.key_free[turn.stage], turn.phase ^ 1);
         if (part == warp) {

@@ -30,6 +30,7 @@ constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 504 - 2 * CONSUMER_REGISTERS
 // of whose width it needs otherwise.
 constexpr bool QUERIES_KEPT = BIAS != BIAS_DENSE && SUMS + DIM_FRAGMENTS * 4 <= (CONSUMERS == 2 ? 144 : 96);
 constexpr int WARP_KEYS = BLOCK_N / PRODUCER_WARPS;  // keys of a block that a producer warp gathers
+constexpr bool BY_EIGHTS = WARP_KEYS == 24;          // not those that follow each other, but eight of every 32
 constexpr int CONSUMER_BARRIER = 1, TURN_BARRIER = 2;  // named barriers; of turns one for each warpgroup
 constexpr int LISTS = 4;  // of blocks, which the producer has at a time
 // Whether a block of at most FEW_KEYS keys, with which most lists end, is less work than others.
@@ -162,7 +163,7 @@ struct Shared {
     Barrier key_arrived[STAGES], key_free[STAGES], value_arrived[VALUE_STAGES], value_free[VALUE_STAGES];
 };
 
-__device__ __forceinline__ int all_tiles(const AttentionParams& p) { return p.batch * (p.heads / HEADS) * p.tiles; }
+__device__ __forceinline__ int all_sets(const AttentionParams& p) { return p.batch * (p.heads / HEADS); }
 
 // Place of piece `piece` of row `row` in a matrix of `rows` rows.
 template <int rows>
@@ -174,6 +175,12 @@ __device__ __forceinline__ ELEMENT* piece_of(ELEMENT* matrix, int row, int piece
 // accumulator fragments (2t, 2t + 1, 2t + 8, ...), so that it reads what is known of them in whole vectors.
 __device__ __forceinline__ constexpr int row_of_key(int key) {
     return BULK ? key : key / 32 * 32 + key % 8 / 2 * 8 + key / 8 % 4 * 2 + key % 2;
+}
+
+// Which key of the block is the (i + k)-th of producer warp `warp`. Of 96 keys it has eight of every 32, for of 24 that follow
+// each other its groups of lanes would have rows at changing distances.
+__device__ __forceinline__ constexpr int key_of(int warp, int i, int k = 0) {
+    return BY_EIGHTS ? (i + k) / 8 * 32 + warp * 8 + (i + k) % 8 : warp * WARP_KEYS + i + k;
 }
 
 // Of the eight keys that a lane has of fragments n and n + 1 (n even): which one element i of fragment n + h is.

@@ -87,8 +87,9 @@ EXPONENTS = {"float16": "0x7c007c00u", "bfloat16": "0x7f807f80u"}
 # By what a call's keys are and the largest head dim, measured by benchmarks/tune_hopper.py: one or two tiles, of which
 # a call takes the one with less time. Warpgroups that do not take turns come to do the same thing at the same time;
 # where there are two of them and little else to wait for, turns cost more than they bring.
-WIDE_64, WIDE_128 = HopperTile(192, 64, 6, 6, 2, turns=True), HopperTile(192, 64, 4, 3, 2, turns=True)
+WIDE_64, WIDE_128 = HopperTile(192, 96, 5, 5, 2, turns=True), HopperTile(192, 64, 4, 3, 2, turns=True)
 TILES: dict[str, dict[int, tuple[HopperTile, ...]]] = {
+    "short intervals": {64: (HopperTile(192, 64, 6, 6, 2, turns=True), HopperTile(128, 128, 4, 4, 2, turns=True))},
     "intervals": {64: (WIDE_64, HopperTile(128, 128, 4, 4, 2, turns=True)),
                   128: (WIDE_128, HopperTile(128, 64, 4, 4, 2, turns=True)),
                   192: (HopperTile(128, 64, 2, 2, 2, turns=True),), 256: (HopperTile(128, 32, 2, 2, 2, turns=True),)},
@@ -101,19 +102,22 @@ TILES: dict[str, dict[int, tuple[HopperTile, ...]]] = {
     "contiguous": {64: (HopperTile(192, 128, 3, 3, 2, turns=True), HopperTile(128, 128, 4, 4, 2)),
                    128: (HopperTile(128, 128, 2, 2, 2, turns=True),), 192: (HopperTile(128, 64, 2, 2, 2),),
                    256: (HopperTile(128, 32, 2, 2, 2),)},
-    "contiguous with bias": {64: (HopperTile(192, 128, 3, 3, 2), HopperTile(128, 128, 4, 4, 2)),
+    "contiguous with bias": {64: (WIDE_64, HopperTile(128, 128, 4, 4, 2)),
                              128: (HopperTile(128, 128, 2, 2, 2, turns=True),), 192: (HopperTile(128, 64, 2, 2, 2),),
                              256: (HopperTile(128, 32, 2, 2, 2, turns=True),)},
-    "contiguous with bias and softcap": {64: (HopperTile(128, 128, 4, 4, 2),), 128: (HopperTile(128, 128, 2, 2, 2),),
-                                         192: (HopperTile(128, 64, 2, 2, 2),),
+    "contiguous with bias and softcap": {64: (WIDE_64, HopperTile(128, 128, 4, 4, 2)),
+                                         128: (HopperTile(128, 128, 2, 2, 2),), 192: (HopperTile(128, 64, 2, 2, 2),),
                                          256: (HopperTile(128, 32, 2, 2, 2, turns=True),)},
 }
 # The time of the second of two tiles, by that of the first. Blocks of 128 keys pay for lists of as many keys or more.
 SECOND_TIMES: dict[str, dict[int, float]] = {
-    "intervals": {64: 0.72, 96: 0.78, 128: 0.73}, "intervals with softcap": {64: 0.76, 96: 0.7, 128: 0.72},
-    "contiguous": {64: 0.77}, "contiguous with bias": {64: 0.73}}
+    "short intervals": {64: 0.72}, "intervals": {64: 0.77, 96: 0.78, 128: 0.73},
+    "intervals with softcap": {64: 0.75, 96: 0.7, 128: 0.72}, "contiguous": {64: 0.77},
+    "contiguous with bias": {64: 0.73}, "contiguous with bias and softcap": {64: 0.77}}
+SHORT_LIST = 192  # keys of a query up to which intervals are short
 BLOCK_128_KEYS = 20  # what such a block of a list costs, in keys
 PART_TIMES = {192: (0.75, 0.9), 128: (0.85,)}  # of 64 and of 128 rows of a tile, by its own
+TILE_TIME = 0.15  # of a tile without keys, by that of one with the most
 FEW_KEYS = 512  # of a mask that is left to the portable kernel
 FEW_VALUES = 2**16  # that are looked at where they are met
 
@@ -136,8 +140,7 @@ def tile_shape(call: AttentionCall, problem: Problem, processors: int) -> Hopper
     second, = others
     time = _entry(SECOND_TIMES[keys], call.head_dim)
     if problem.mask is not None and second.block_n > first.block_n:
-        bound = problem.mask._bound
-        time *= 1 + BLOCK_128_KEYS / max(1, call.key_length if bound is None else min(call.key_length, bound[0]))
+        time *= 1 + BLOCK_128_KEYS / max(1, _most_seen(call, problem))
     rounds = [_rounds(call, problem, tile, processors) for tile in (first, second)]
     return first if rounds[0] <= time * rounds[1] else second
 
@@ -146,7 +149,9 @@ def _keys(call: AttentionCall, problem: Problem) -> str:
     if _dense(problem):
         return "bits"
     if problem.mask is not None:
-        return "intervals" if call.softcap == 0.0 else "intervals with softcap"
+        if call.softcap > 0.0:
+            return "intervals with softcap"
+        return "short intervals" if call.head_dim <= 64 and _most_seen(call, problem) <= SHORT_LIST else "intervals"
     if problem.bias is None:
         return "contiguous"
     return "contiguous with bias" if call.softcap == 0.0 else "contiguous with bias and softcap"
@@ -171,20 +176,52 @@ def _cut(problem: Problem) -> bool:
 def _grid(call: AttentionCall, problem: Problem, tile: HopperTile, processors: int) -> int:
     """Blocks of the grid. Few tiles are cut up among several each (``scheduled`` in kernels/sm90/producer.cuh)."""
     _, count = _tiles(call, problem, tile)
-    parts = tile.block_m // 64 if _cut(problem) and 2 * count <= processors else 1
-    return min(parts * count, processors)
+    return min((tile.block_m // 64 if _cut(problem) else 1) * count, processors)
+
+
+def _shorter(call: AttentionCall, problem: Problem, tile: HopperTile) -> int:
+    """How many tiles of a set of heads may meet fewer keys than the others, as their queries have fewer before them
+    than a query of the mask sees at most. They are dealt out last, all sets at a time, so these keys must fit into the
+    second cache."""
+    seen = _most_seen(call, problem)
+    if seen == call.key_length or problem.count > 0 or call.batch * call.kv_heads * _bytes(call, seen) > SECTION_BYTES:
+        return 0
+    return max(0, seen + call.query_length - call.key_length) // (tile.block_m // problem.tile_heads)
+
+
+def _most_seen(call: AttentionCall, problem: Problem) -> int:
+    """How many keys a query may see."""
+    bound = None if problem.mask is None else problem.mask._bound
+    return call.key_length if bound is None else min(call.key_length, bound[0])
+
+
+def _bytes(call: AttentionCall, keys: int) -> int:
+    """Of so many keys of a head and their values."""
+    return 2 * 2 * keys * call.head_dim
 
 
 def _rounds(call: AttentionCall, problem: Problem, tile: HopperTile, processors: int) -> float:
-    """The time of all tiles, by that of one."""
-    _, count = _tiles(call, problem, tile)
+    """The time of all tiles, by that of one with the most keys."""
+    tiles, count = _tiles(call, problem, tile)
     if problem.mask is None and problem.causal:  # the longest tiles first, with half of the keys on average
         return max(1.0, count / (2 * processors))
+    shorter, sets = _shorter(call, problem, tile), count // tiles
+    longer = count - sets * shorter
+
+    def time(place: int) -> float:  # of the tile that is dealt out there
+        left = 0 if place < longer else (place - longer) // sets + 1
+        return 1.0 - (1.0 - TILE_TIME) * left / (shorter + 1)
+
     rounds, rest = divmod(count, processors)
-    last = float(rest > 0)
-    if _cut(problem) and 0 < 2 * rest <= processors:
-        last = PART_TIMES[tile.block_m][0 if tile.block_m // 64 * rest <= processors else 1]
-    return rounds + last
+    whole = min(rounds, longer // processors)
+    total = whole + sum(time(place * processors) for place in range(whole, rounds))
+    before = rounds * processors
+    if rest == 0 or not _cut(problem):
+        return total + (time(before) if rest else 0.0)
+    third, *half = PART_TIMES[tile.block_m]
+    if 2 * rest > processors:
+        return total + max(third * time(before), time(before + (processors - rest) // (tile.block_m // 64 - 1)))
+    return total + time(before) * (third if tile.block_m // 64 * rest <= processors else half[0])
 
 
 def serves(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
@@ -214,7 +251,7 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
     (tiles, _), stream = _tiles(call, problem, tile), place.stream(device)
     problem.move_mask_to_rows(runtime, stream)
     lists: KeyLists | None = problem.key_lists(runtime, queries, tile.block_n, stream)
-    fields: dict[str, Any] = {"section": _section(call, problem)}
+    fields: dict[str, Any] = {"section": _section(call, problem), "shorter": _shorter(call, problem, tile)}
     # Where nearly all blocks are masked, to look at the values of each costs more than to look once, unless these are
     # few. Not measured for lists of all tiles at larger head dims.
     if (problem.bits and call.key_length * call.head_dim > FEW_VALUES) or (
@@ -267,7 +304,7 @@ def _joined(key: bytes | None, value: bytes | None) -> bytes:
 
 def _section(call: AttentionCall, problem: Problem) -> int:
     """Sets of heads (as many as a tile has) whose keys and values stay in the second cache together."""
-    kv_heads = max(1, SECTION_BYTES // (2 * 2 * call.key_length * call.head_dim))
+    kv_heads = max(1, SECTION_BYTES // _bytes(call, call.key_length))
     return min(kv_heads * (call.heads // call.kv_heads // problem.tile_heads), 2**16)
 
 
