@@ -63,7 +63,7 @@ class Case(NamedTuple):
 def cases(kinds: list[str], head_dims: list[int]) -> list[Case]:
     found = []
     for kind in kinds:
-        for d in (d for d in head_dims if d <= max(hopper.TILES[kind])):
+        for d in (d for d in head_dims if hopper.tiles_of(kind, d)):
             if kind in WINDOWS:
                 found += [Case(kind, d, *heads, n, w) for heads in ((2, 1), (16, 8)) for n, w in WINDOWS[kind]]
             elif kind == "bits":

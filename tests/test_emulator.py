@@ -395,17 +395,17 @@ def hopper_call(head_dim, length, heads, kv_heads, window=None, bias=False, soft
 
 
 @pytest.mark.parametrize(("arguments", "shape"), [
-    ((64, 32768, 16, 8, 1024, True), (192, 64)), ((64, 16384, 16, 8, 1024, True), (192, 64)),
-    ((64, 8192, 16, 8, 1024, True), (192, 64)), ((64, 4096, 16, 8, 1024, True), (128, 128)),
-    ((64, 32768, 2, 1, 1024, True), (128, 128)), ((64, 16384, 2, 1, 1024, True), (128, 128)),
-    ((64, 2048, 2, 1, 1024, True), (128, 128)), ((64, 32768, 2, 1, 32, True), (192, 64)),
-    ((64, 32768, 2, 1, 128, True), (192, 64)), ((64, 32768, 2, 1, 4096, True), (128, 128)),
+    ((64, 32768, 16, 8, 1024, True), (192, 96)), ((64, 4096, 16, 8, 1024, True), (192, 96)),
+    ((64, 32768, 2, 1, 1024, True), (192, 96)), ((64, 16384, 2, 1, 1024, True), (128, 128)),
+    ((64, 8192, 2, 1, 1024, True), (128, 128)), ((64, 2048, 2, 1, 1024, True), (128, 128)),
+    ((64, 32768, 2, 1, 32, True), (192, 64)), ((64, 32768, 2, 1, 128, True), (192, 64)),
+    ((64, 32768, 2, 1, 256, True), (192, 96)), ((64, 32768, 2, 1, 4096, True), (192, 96)),
+    ((64, 32768, 2, 1, 1024, True, 30.0), (192, 96)), ((64, 32768, 16, 8, 1024, True, 30.0), (192, 96)),
     ((96, 32768, 2, 1, 1024, True), (192, 64)), ((96, 32768, 2, 1, 1024, True, 30.0), (128, 64)),
-    ((64, 32768, 2, 1, 1024, True, 30.0), (192, 64)), ((128, 32768, 2, 1, 1024, True), (128, 64)),
-    ((64, 8192, 16, 8, None, True), (192, 128)), ((64, 4096, 16, 8, None, True), (128, 128)),
-    ((128, 32768, 16, 8, 1024, True), (192, 64)),
-    ((128, 16384, 2, 1, 1024, True), (128, 64)), ((64, 32768, 16, 8, 1024, True, 30.0), (192, 64)),
-    ((64, 8192, 16, 8), (192, 128)), ((64, 4096, 2, 1), (128, 128)), ((64, 8192, 16, 8, None, True, 30.0), (128, 128)),
+    ((128, 32768, 2, 1, 1024, True), (128, 64)), ((128, 16384, 2, 1, 1024, True), (128, 64)),
+    ((128, 32768, 16, 8, 1024, True), (192, 64)), ((128, 4096, 16, 8, 1024, True), (192, 64)),
+    ((64, 8192, 16, 8, None, True), (192, 96)), ((64, 4096, 16, 8, None, True), (128, 128)),
+    ((64, 8192, 16, 8), (192, 128)), ((64, 4096, 2, 1), (128, 128)), ((64, 8192, 16, 8, None, True, 30.0), (192, 96)),
     ((64, 8192, 16, 8, None, False, 30.0), (192, 128)),
     ((64, 8192, 16, 8, None, False, 0.0, True), (192, 128)), ((128, 8192, 16, 8), (128, 128)),
     ((192, 4096, 2, 1, 1024), (128, 64)), ((256, 4096, 2, 1), (128, 32))])
@@ -415,11 +415,26 @@ def test_hopper_tiles_by_the_time_of_their_rounds(arguments, shape):
 
 
 @pytest.mark.parametrize(("length", "causal", "blocks"), [
-    (96, False, 3), (44 * 96, False, 132), (45 * 96, False, 132), (66 * 96, False, 132), (67 * 96, False, 67),
+    (96, False, 3), (44 * 96, False, 132), (45 * 96, False, 132), (66 * 96, False, 132), (100 * 96, False, 132),
     (44 * 96, True, 44), (500 * 96, False, 132)])
 def test_few_tiles_are_cut_up(length, causal, blocks):
     call, problem = hopper_call(64, length, 2, 1, causal=causal)
     assert hopper._grid(call, problem, hopper.HopperTile(192, 64, 6, 6, 2), 132) == blocks
+
+
+@pytest.mark.parametrize(("length", "heads", "kv_heads", "window", "tiles", "rounds"), [
+    # of 8 sets of 342 tiles ten each are shorter; in the last round of 96 tiles the 18 longest are cut up, 16 of which
+    # are not shorter, and the next one has 10 / 11 of the keys
+    (32768, 16, 8, 1024, 10, 20 + 0.15 + 0.85 * 10 / 11),
+    (16384, 2, 1, 1024, 10, 1.75),  # 39 tiles of the second round are cut up, the first of which is not shorter
+    (16384, 2, 1, 16384, 0, 1.75),  # all keys may be seen
+    (32768, 32, 8, 16384, 0, 41.9),  # 8 heads of so many keys do not fit into the second cache
+])
+def test_the_shortest_tiles_come_last(length, heads, kv_heads, window, tiles, rounds):
+    call, problem = hopper_call(64, length, heads, kv_heads, window)
+    tile = hopper.HopperTile(192, 96, 5, 5, 2)
+    assert hopper._shorter(call, problem, tile) == tiles
+    assert hopper._rounds(call, problem, tile, 132) == pytest.approx(rounds)
 
 
 @pytest.mark.parametrize(("rows", "tiles", "warps"), [(1, 342, 2), (1, 264, 4), (8, 342, 1), (1, 1, 4)])

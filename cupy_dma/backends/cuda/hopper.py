@@ -123,12 +123,12 @@ FEW_VALUES = 2**16  # that are looked at where they are met
 
 
 def tiles_of(keys: str, head_dim: int) -> tuple[HopperTile, ...]:
-    """The tiles for a name of ``TILES``."""
-    return _entry(TILES[keys], head_dim)
+    """The tiles for a name of ``TILES``; none where there are none for this head dim."""
+    return _entry(TILES[keys], head_dim) or ()
 
 
 def _entry(table: dict[int, Any], head_dim: int) -> Any:
-    return next(entry for largest, entry in table.items() if head_dim <= largest)
+    return next((entry for largest, entry in table.items() if head_dim <= largest), None)
 
 
 def tile_shape(call: AttentionCall, problem: Problem, processors: int) -> HopperTile:

@@ -48,6 +48,7 @@ def hopper_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ..
                                      ("contiguous with bias", "KEYS_CONTIGUOUS", True, BIAS_OF_KEYS),
                                      ("contiguous", "KEYS_CONTIGUOUS", False, BIAS_NONE),
                                      ("intervals", "KEYS_LISTED", False, BIAS_OF_KEYS),
+                                     ("short intervals", "KEYS_LISTED", False, BIAS_OF_KEYS),
                                      ("intervals", "KEYS_SHARED", False, BIAS_OF_KEYS)):
         for head_dim in head_dims:
             for tile in hopper.tiles_of(kind, head_dim):
