@@ -745,7 +745,8 @@ def test_kernels_of_another_folder_are_loaded_anew():
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--head-dim", "300"], "--head-dim must be 1 to 256, got"),
     (["--kernels", "tests"], "--kernels must be folders like kernels/, got tests, which has no arch.cuh"),
-    (["--case", "17/8"], "--case must be part of a case's name, such as intervals, D64 2/1 N2048 w1024; got 17/8")])
+    (["--case", "17/8"],
+     "--case must be part of a case's name, such as short intervals, D64 2/1 N2048 w128; got 17/8")])
 def test_tuning_refuses_what_it_cannot_do(arguments, message, capsys):
     with pytest.raises(SystemExit):
         tune_hopper.main(arguments)
