@@ -415,7 +415,7 @@ struct Consumer {
             if (BIAS == BIAS_DENSE) read_order(turn);  // for the bias, which is not kept in registers for this
             finish_logits<KEY_FRAGMENTS>(order);
             if (order.few()) fill_rest(-infinity());
-            state.leap(s, logits.unit, factor);
+            state.leap(s, logits.unit, sum, factor);
             state.template exponentiate<KEY_FRAGMENTS>(s, logits.unit, sum);
         } else {
             state.follow(s, sum, factor);

@@ -273,13 +273,15 @@ struct RowSums {
             for (int i = 0; i < 8; ++i) s[n].x[i] *= factor[fragment_row(i)];
     }
 
-    // References move up to the maxima of these logits. Earlier outputs must be multiplied by `factor`; l has been.
-    __device__ __forceinline__ void leap(const Fragment (&s)[KEY_FRAGMENTS], float unit, float (&factor)[2]) {
+    // Where these sums are too large, references move up to the maxima of these logits; other rows must not know. Earlier
+    // outputs must be multiplied by `factor`; l has been.
+    __device__ __forceinline__ void leap(const Fragment (&s)[KEY_FRAGMENTS], float unit, const float (&sum)[2],
+                                         float (&factor)[2]) {
         float highest[2];
         highest_logits<KEY_FRAGMENTS>(s, unit, highest);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float now = fmaxf(reference[r], highest[r]);
+            const float now = row_max(sum[r]) > LARGEST ? fmaxf(reference[r], highest[r]) : reference[r];
             factor[r] = exp2_fast(reference[r] - now);
             reference[r] = now;
             l[r] *= factor[r];
