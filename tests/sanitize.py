@@ -50,7 +50,7 @@ def hopper_forward(tile: hopper.HopperTile, largest: int) -> int:
     if not cuda.runtime.hopper(0):
         return 0
 
-    smallest = 65 if tile.block_n < 64 else 1  # or a producer lane would have fewer than four keys
+    smallest = 65 if tile.block_n < 64 else 1  # blocks of 32 keys are for large head dims
     with (taken(tile, range(smallest, largest + 1)),
           mock.patch.object(CudaRuntime, "multiprocessors", lambda runtime, index: 2)):
         return (forward(("float16", "bfloat16")) + varlen_forward(("float16", "bfloat16")) + rising_logits(largest)
