@@ -16,7 +16,6 @@ struct AttentionParams {
     const unsigned* columns;        // dense.cu, with BITS: (mask rows, query_words, key_stride)
     const unsigned short* states;   // (mask rows, query_words, key_stride / 64)
     const int4* summaries;    // KEYS_SHARED (mask rows, key_length / BLOCK_N, rounded up)
-    const int* nonfinite;     // (B, Hkv): whether any value is not finite; null: not known
     const int4* chunk_info;   // KEYS_SHARED of sequences (mask rows, key_length / chunk, rounded up): see lists.cu
     const int* bounds;        // (4, sequences): see sequences.cuh
     const int* pages;         // PAGE_SIZE: (key_length / PAGE_SIZE) page of every PAGE_SIZE keys

@@ -364,16 +364,37 @@ def test_same_bits_on_every_run(torch, dense):
         assert torch.equal(lse, first_lse)
 
 
-def test_values_that_are_not_finite_reach_nobody_who_does_not_see_them(torch, everything):
-    everything(*TILES["128x128"])
-    q, k, v = draw(torch, 200, 200, 2, 1, 64)
-    visible = torch.rand(1, 1, 200, 200, device="cuda") < 0.5
-    clean = dma.attention(q, k, v, mask=visible)
-    v[0, 17, 0, 3] = float("inf")
-    v[0, 90, 0, 5] = float("nan")
-    out = dma.attention(q, k, v, mask=visible)
-    unseen = ~(visible[0, 0, :, 17] | visible[0, 0, :, 90])
-    assert unseen.sum() > 20
-    assert torch.equal(out[0, unseen], clean[0, unseen])
-    assert torch.isinf(out[0, visible[0, 0, :, 17], :, 3]).all()
-    assert torch.isnan(out[0, visible[0, 0, :, 90], :, 5]).all()
+def visible_of(torch, kind, length):
+    """A mask and who sees whom: (B, 1, Lq, Lk)."""
+    if kind == "lists":
+        mask = dma.IntervalMask.top_w(draw_scores(torch, 2, 1, length), 60)
+        return mask, mask.to_dense(length)
+    if kind == "causal":
+        return None, torch.ones(1, 1, length, length, dtype=torch.bool, device="cuda").tril().expand(2, -1, -1, -1)
+    mask = torch.rand(2, 1, length, length, device="cuda") < 0.5
+    return mask, mask
+
+
+@pytest.mark.parametrize(("kind", "tile"), [(kind, tile) for kind in ("lists", "causal", "bits", "bits and bias")
+                                            for tile in TILES if "bits" not in kind or TILES[tile][0].block_m == 128])
+def test_values_that_are_not_finite_reach_nobody_who_does_not_see_them(kind, tile, everything, torch):
+    """A block that finds one in an output begins again with its first tile, and looks at values. In the second batch
+    there is none."""
+    served, length = everything(*TILES[tile]), 700
+    q, k, v = draw(torch, length, length, 4, 2, TILES[tile][1][-1], batch=2)
+    mask, visible = visible_of(torch, kind, length)
+    bias = torch.randn(1, 1, length, length, device="cuda").to(q.dtype) if "bias" in kind else None
+    bad = v.clone()
+    seen = visible[0, 0].sum(0)
+    infinite, nan = torch.nonzero((seen > 100) & (seen < 500)).flatten()[:2]
+    bad[0, infinite, 0, 3], bad[0, nan, 0, 5] = float("inf"), float("nan")
+    for processors in (1, 3, 132):
+        with cut_cases.multiprocessors(processors):
+            clean, out = (dma.attention(q, k, x, mask=mask, bias=bias, causal=kind == "causal") for x in (v, bad))
+        at_infinity, at_nan = visible[0, 0, :, infinite], visible[0, 0, :, nan]
+        assert torch.isinf(out[0, at_infinity, :2, 3]).all()
+        assert torch.isnan(out[0, at_nan, :2, 5]).all()
+        out[0, at_infinity, :2, 3] = clean[0, at_infinity, :2, 3]
+        out[0, at_nan, :2, 5] = clean[0, at_nan, :2, 5]
+        assert torch.equal(out, clean)
+    assert len(served) == 6

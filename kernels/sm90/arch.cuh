@@ -89,6 +89,9 @@ __device__ __forceinline__ void store_box(const TensorMap* map, const void* shar
 
 __device__ __forceinline__ void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
+// Until these are in memory.
+__device__ __forceinline__ void stores_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 // Until these have been read from shared memory.
 __device__ __forceinline__ void stores_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
@@ -101,6 +104,11 @@ __device__ __forceinline__ void prefetch_line(const void* global) {
 // mbarrier.init: a phase ends after `count` arrivals.
 __device__ __forceinline__ void barrier_init(Barrier* barrier, int count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+}
+
+// mbarrier.inval: its place may be initialised again.
+__device__ __forceinline__ void barrier_end(Barrier* barrier) {
+    asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
 // fence.mbarrier_init: initialised barriers become visible to the asynchronous copies.
@@ -193,6 +201,23 @@ __device__ __forceinline__ int lane_now() {
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     return lane;
 }
+
+// The same of this thread's number in the block.
+__device__ __forceinline__ int thread_now() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
+// 0, which the compiler does not know.
+__device__ __forceinline__ int zero_now() {
+    int zero;
+    asm volatile("mov.s32 %0, 0;" : "=r"(zero));
+    return zero;
+}
+
+// A place in the code that remains one of its own.
+__device__ __forceinline__ void place_in_code() { asm volatile("" ::: "memory"); }
 
 // The value in a register of its own, which is not worked out anew.
 __device__ __forceinline__ unsigned kept(unsigned value) {
@@ -314,6 +339,12 @@ __device__ __forceinline__ float log2_fast(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+// sum + 0 * pair, of two numbers of 16 bit each: 0, until one of these is not finite.
+__device__ __forceinline__ unsigned add_nothing(unsigned sum, unsigned pair) {
+    asm("fma.rn." PTX_TYPE "x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(pair), "r"(0));
+    return sum;
 }
 
 // Two numbers rounded to 16 bit, the first in the lower half.

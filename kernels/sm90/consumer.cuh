@@ -71,7 +71,7 @@ __device__ __forceinline__ int position_of(const Tile& t, int row) {
 // Of a block's values those that are not finite become zero; by all consumers together.
 __device__ __forceinline__ void clear_nonfinite(ELEMENT* value, int keys) {
     named_barrier(CONSUMER_BARRIER, CONSUMER_THREADS);  // everybody has read the values that are about to be cleared
-    for (int i = threadIdx.x - PRODUCER_THREADS; i < keys * HEAD_DIM_PADDED; i += CONSUMER_THREADS) {
+    for (int i = thread_now() - PRODUCER_THREADS; i < keys * HEAD_DIM_PADDED; i += CONSUMER_THREADS) {
         const int column = i % HEAD_DIM_PADDED;
         ELEMENT& x = piece_of<BLOCK_N>(value, i / HEAD_DIM_PADDED, column / 8)[column % 8];
         if (!isfinite(to_float(x))) from_float(x, 0.0f);
@@ -81,20 +81,23 @@ __device__ __forceinline__ void clear_nonfinite(ELEMENT* value, int keys) {
 }
 
 // A value that is not finite must not reach a row that does not see its key, and 0 * inf is NaN: such values are added
-// to the rows that see them, and are zero for the product.
+// to the rows that see them, and are zero for the product. By all consumers together.
 __device__ __forceinline__ void isolate_nonfinite(Fragment (&o)[DIM_FRAGMENTS], ELEMENT* value,
                                                   const Shared& shared, int stage, int keys, const Tile& t, int first_row) {
     const int row_of_lane = first_row + lane_now() / 4;
     const int position[2] = {position_of(t, row_of_lane), position_of(t, row_of_lane + 8)};
 #pragma unroll 1
     for (int key = 0; key < keys; ++key) {
+        const int row = row_of_key(key), piece = lane_now() % ROW_PIECES;
+        const uint4 x = *reinterpret_cast<const uint4*>(piece_of<BLOCK_N>(value, row, piece));
+        const unsigned found = nonfinite(x.x, value) | nonfinite(x.y, value) | nonfinite(x.z, value) | nonfinite(x.w, value);
+        if (!__any_sync(ALL_LANES, (found & sign_bits(sizeof(ELEMENT))) != 0)) continue;
         const auto seen = visibility(shared, stage, key);
-        const int row = row_of_key(key);
 #pragma unroll
         for (int d = 0; d < DIM_FRAGMENTS; ++d)
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                const int column = 16 * d + 2 * (threadIdx.x & 3) + fragment_column(i);
+                const int column = 16 * d + 2 * (lane_now() & 3) + fragment_column(i);
                 const float v = to_float(piece_of<BLOCK_N>(value, row, column / 8)[column % 8]);
                 if (!isfinite(v) && visible(position[fragment_row(i)], seen)) o[d].x[i] += v;
             }
@@ -147,14 +150,16 @@ __device__ __forceinline__ void copy_rows(const ForwardParams& launch, const Out
 #endif
 
 // Writes this warp's 16 rows of out and lse, through the tile's own query rows, which nobody needs any more. In few
-// instructions: they run once a tile, so each of them is fetched anew.
+// instructions: they run once a tile, so each of them is fetched anew. `spoiled` becomes true if a value of the tile's keys is
+// not finite: 0 times it is not either, so each row has such an output in its column, and one of a lane's two rows tells.
 __device__ __forceinline__ void write_tile(const ForwardParams& launch, const Output& output, ELEMENT* staging, int first_row,
-                                           const Fragment (&o)[DIM_FRAGMENTS], RowSums& state) {
+                                           const Fragment (&o)[DIM_FRAGMENTS], RowSums& state, bool& spoiled) {
     const Output t = output;  // all of it now, for nothing is read ahead of the stores that follow
     const int lane = lane_now();
     state.finish();
     const float factor[2] = {state.inverse_sum(0), state.inverse_sum(1)};
     const unsigned corner = shared_address(piece_of<BLOCK_M>(staging, first_row + lane % 16, lane / 16));
+    unsigned nothing = 0;
 #pragma unroll
     for (int d = 0; d < DIM_FRAGMENTS; ++d) {
         unsigned words[4];
@@ -164,7 +169,9 @@ __device__ __forceinline__ void write_tile(const ForwardParams& launch, const Ou
             words[i / 2] = pack_pair(o[d].x[i] * f, o[d].x[i + 1] * f);
         }
         store_matrices((corner ^ 2 * d % 8 * 16) + d / 4 * BLOCK_M * CHUNK_ROW_BYTES, words);
+        nothing = add_nothing(add_nothing(nothing, words[0]), words[2]);
     }
+    if (nothing != 0) spoiled = true;
     copy_rows(launch, t, staging, first_row);
     const int r = lane & 3, row = first_row + lane / 4 + 8 * r;  // two of four lanes write one each
     if (r < 2 && row < t.rows)
@@ -192,9 +199,9 @@ struct Consumer {
     RowSums state, complete;  // of the tile at hand, and of the one before until its output is written
 
     __device__ __forceinline__ Consumer(Shared& shared, const ForwardParams& launch)
-        : shared(shared), launch(launch), p(launch.attention), logits(p.scale, p.softcap), lane(threadIdx.x & 31),
-          group_row(uniform((threadIdx.x - PRODUCER_THREADS) / 128) * 64),
-          first_row(uniform((threadIdx.x - PRODUCER_THREADS) / 32) * 16),
+        : shared(shared), launch(launch), p(launch.attention), logits(p.scale, p.softcap), lane(thread_now() & 31),
+          group_row(uniform((thread_now() - PRODUCER_THREADS) / 128) * 64),
+          first_row(uniform((thread_now() - PRODUCER_THREADS) / 32) * 16),
           bias_place(kept(shared_address(&shared.bias[0][place_of(0, 0)]))) {}
 
     // Of the warpgroup among those that multiply.
@@ -278,7 +285,8 @@ struct Consumer {
 
     // Writes the tile whose queries were at `query_turn`.
     __device__ __forceinline__ void close_tile(RowSums& result) {
-        write_tile(launch, shared.output[query_turn.stage], shared.query[query_turn.stage], first_row, o, result);
+        write_tile(launch, shared.output[query_turn.stage], shared.query[query_turn.stage], first_row, o, result,
+                   shared.spoiled);
         query_turn.advance();
     }
 
@@ -299,6 +307,14 @@ struct Consumer {
         const Order order = shared.order[keys.stage];
         if (BIAS == BIAS_DENSE) bias.fetch(p, shared, keys.stage, order);
         return order;
+    }
+
+    // What is left when all tiles have been written: the turn that nobody has taken, and writing.
+    __device__ __forceinline__ void forget() const {
+        if (number() == 0) take_turn();
+#if OUT_BULK
+        stores_wait();
+#endif
     }
 
     // Between these two a warpgroup issues products, and no other does (but for delayed ones).
@@ -345,15 +361,14 @@ struct Consumer {
 
     // Whether the values of the block at `turn` must be looked at.
     __device__ __forceinline__ bool holds(const Order& order) const {
-        static_assert(PRODUCER_WARPS == 4, "one word");
-        return order.clear() < BLOCK_N && *reinterpret_cast<const unsigned*>(shared.nonfinite[turn.stage]) != 0;
+        return order.clear() < BLOCK_N && shared.careful;
     }
 
     // The products of the block at `turn` become exponentials; where its values must be looked at, its keys are held.
     __device__ __forceinline__ void exponentiate(Order& order) {
         if (PLAIN && order.whole()) {
             logits.template finish<KEY_FRAGMENTS>(s, bias);
-            exponentiate<KEY_FRAGMENTS, 2>();
+            exponentiate<KEY_FRAGMENTS, BIAS == BIAS_DENSE ? KEY_FRAGMENTS : 2>();
             return;
         }
         if (holds(order)) order.state |= Order::HELD;
@@ -415,7 +430,7 @@ struct Consumer {
             if (BIAS == BIAS_DENSE) read_order(turn);  // for the bias, which is not kept in registers for this
             finish_logits<KEY_FRAGMENTS>(order);
             if (order.few()) fill_rest(-infinity());
-            state.leap(s, logits.unit, sum, factor);
+            state.leap(s, logits.unit, factor);
             state.template exponentiate<KEY_FRAGMENTS>(s, logits.unit, sum);
         } else {
             state.follow(s, sum, factor);

@@ -12,6 +12,9 @@
 // current one, so the tensor cores work while the softmax is computed. Outputs go through shared memory, and from there
 // through the copy engine where it can write them (OUT_BULK).
 //
+// A value that is not finite reaches rows that do not see its key, for 0 * inf is NaN. To look at all values costs 1 to 2 %; so
+// a block that finds such an output when it is through does everything once more, and only then keeps such values apart.
+//
 // Prelude: ELEMENT, HEAD_DIM, HEADS, BLOCK_M, BLOCK_N, STAGES, VALUE_STAGES, QUERY_STAGES, TURNS (warpgroups take turns in
 // issuing products), KEYS, CAUSAL, BITS, BIAS, BIAS_ELEMENT (16 bit where BIAS_DENSE), SOFTCAP, SEQUENCES (with neither BITS
 // nor BIAS_DENSE), BULK (KEYS_CONTIGUOUS, no BIAS_DENSE: rows of keys and values come through the copy engine), QUERY_BULK
@@ -30,7 +33,8 @@ __device__ __forceinline__ void consume(Consumer& c) {
     c.clear_output();
     c.finish_products<0>();
     c.exponentiate(current);
-    if (c.strained()) c.relieve(current, false);
+    // A dense bias leaves no registers for that, so its blocks take the maxima of all keys.
+    if (BIAS != BIAS_DENSE && c.strained()) c.relieve(current, false);
     c.settle(current);
     c.round_probabilities();
     c.look_ahead(c.turn.next());
@@ -81,7 +85,7 @@ __device__ __forceinline__ void consume(Consumer& c) {
         c.incomplete = c.state.incomplete();
         c.finish_products<1>();
         c.exponentiate(next);
-        if (c.strained()) c.relieve(next, !current.closes());
+        if (c.strained()) c.relieve(next, BIAS == BIAS_DENSE || !current.closes());
         c.settle(next);
         c.finish_output();
         c.release_values();
@@ -105,41 +109,71 @@ __device__ __forceinline__ void consume(Consumer& c) {
     c.stand_by(false);
 }
 
+// By one thread, before anything else.
+__device__ __forceinline__ void begin(Shared& shared, bool careful) {
+    shared.spoiled = false;
+    shared.careful = careful;
+    for (int i = 0; i < QUERY_STAGES; ++i) {
+        barrier_init(&shared.query_arrived[i], QUERY_BULK ? 1 : 2 * PRODUCER_THREADS);
+        barrier_init(&shared.query_free[i], CONSUMER_THREADS);
+    }
+    for (int i = 0; i < STAGES; ++i) {
+        barrier_init(&shared.key_arrived[i], 2 * PRODUCER_THREADS);
+        barrier_init(&shared.key_free[i], CONSUMER_THREADS);
+    }
+    for (int i = 0; i < VALUE_STAGES; ++i) {
+        barrier_init(&shared.value_arrived[i], PRODUCER_THREADS);
+        barrier_init(&shared.value_free[i], CONSUMER_THREADS);
+    }
+    barrier_init_fence();
+}
+
+// Whether this block does everything once more, carefully: an output is not finite.
+__device__ __forceinline__ bool begins_again(Shared& shared) {
+    named_barrier(ALL_BARRIER, THREADS);  // all tiles have been written
+    if (!shared.spoiled || shared.careful) return false;
+    named_barrier(ALL_BARRIER, THREADS);  // everybody knows
+    if (threadIdx.x == 0) {
+        for (Barrier* b = shared.query_arrived; b < shared.value_free + VALUE_STAGES; ++b) barrier_end(b);
+        begin(shared, true);
+    }
+    named_barrier(ALL_BARRIER, THREADS);
+    return true;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(
     const __grid_constant__ ForwardParams launch) {
     extern __shared__ unsigned char shared_memory[];
     // The swizzle counts rows from 1024-byte boundaries.
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory + (0u - shared_address(shared_memory)) % 1024);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < QUERY_STAGES; ++i) {
-            barrier_init(&shared.query_arrived[i], QUERY_BULK ? 1 : 2 * PRODUCER_THREADS);
-            barrier_init(&shared.query_free[i], CONSUMER_THREADS);
-        }
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(&shared.key_arrived[i], 2 * PRODUCER_THREADS);
-            barrier_init(&shared.key_free[i], CONSUMER_THREADS);
-        }
-        for (int i = 0; i < VALUE_STAGES; ++i) {
-            barrier_init(&shared.value_arrived[i], PRODUCER_THREADS);
-            barrier_init(&shared.value_free[i], CONSUMER_THREADS);
-        }
-        barrier_init_fence();
-    }
+    if (threadIdx.x == 0) begin(shared, false);
     __syncthreads();  // the barriers are in place
     if (threadIdx.x < PRODUCER_THREADS) {
         shrink_registers<PRODUCER_REGISTERS>();
-        produce(shared, launch);
+        do {
+            produce(shared, launch);
+        } while (begins_again(shared));
     } else {
         grow_registers<CONSUMER_REGISTERS>();
+        // A loop with two entrances is none to the compiler, which would keep what each round begins with in registers.
+        if (zero_now() != 0) goto begins;
+    again:
+        place_in_code();
+    begins:
         barrier_wait(&shared.query_arrived[0], 0);
-        if (GAPS && shared.staying == 0) return;  // none of this block's numbers has a tile
         Consumer c(shared, launch);
-        if (CUT && c.number() >= shared.staying) {
+        if (GAPS && shared.staying == 0) {
+            // none of this block's numbers has a tile
+        } else if (CUT && c.number() >= shared.staying) {
             c.stand_by(true);
         } else {
             c.meet_queries();
             barrier_wait(&shared.key_arrived[0], 0);
             consume(c);
+        }
+        if (begins_again(shared)) {
+            c.forget();
+            goto again;
         }
     }
 }

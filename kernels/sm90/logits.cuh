@@ -105,7 +105,7 @@ struct LaneBias {
     const BIAS_ELEMENT* row[2];         // at key 0, of this lane's two rows
 
     __device__ __forceinline__ void fetch(const AttentionParams& p, const Shared& shared, int stage, const Order& order) {
-        const int own = 8 * (threadIdx.x & 3), following = order.following;
+        const int own = 8 * (lane_now() & 3), following = order.following;
         if (following >= 0) {
 #pragma unroll
             for (int r = 0; r < 2; ++r)
@@ -159,7 +159,7 @@ struct LaneBias {
 static_assert(32 % (16 / HEADS > 0 ? 16 / HEADS : 1) == 0, "a warp's queries are in one word");
 
 __device__ __forceinline__ const unsigned* warp_words(const Shared& shared, int stage) {
-    return shared.words[stage][(threadIdx.x - PRODUCER_THREADS) / 32 * 16 / HEADS / 32];
+    return shared.words[stage][(thread_now() - PRODUCER_THREADS) / 32 * 16 / HEADS / 32];
 }
 
 __device__ __forceinline__ int visibility(const Shared& shared, int stage, int place) {
@@ -273,17 +273,17 @@ struct RowSums {
             for (int i = 0; i < 8; ++i) s[n].x[i] *= factor[fragment_row(i)];
     }
 
-    // Where these sums are too large, references move up to the maxima of these logits; other rows must not know. Earlier
+    // References move up to the maxima of these logits, where these are far above them; other rows must not know. Earlier
     // outputs must be multiplied by `factor`; l has been.
-    __device__ __forceinline__ void leap(const Fragment (&s)[KEY_FRAGMENTS], float unit, const float (&sum)[2],
-                                         float (&factor)[2]) {
+    __device__ __forceinline__ void leap(const Fragment (&s)[KEY_FRAGMENTS], float unit, float (&factor)[2]) {
         float highest[2];
         highest_logits<KEY_FRAGMENTS>(s, unit, highest);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float now = row_max(sum[r]) > LARGEST ? fmaxf(reference[r], highest[r]) : reference[r];
+            const float now = fmaxf(reference[r], highest[r]);
             factor[r] = exp2_fast(reference[r] - now);
-            reference[r] = now;
+            if (factor[r] < 1.0f / LARGEST) reference[r] = now;
+            else factor[r] = 1.0f;
             l[r] *= factor[r];
         }
     }

@@ -15,7 +15,8 @@ constexpr int ROWS = 32 / ROW_LANES;
 constexpr int GROUP_KEYS = WARP_KEYS / ROWS;
 constexpr int RUN = GROUP_KEYS < 8 ? GROUP_KEYS : 8;
 static_assert(RUN % 2 == 0 && GROUP_KEYS % RUN == 0, "rows come in pairs");
-constexpr int FEW_WARPS = BY_EIGHTS ? PRODUCER_WARPS : FEW_KEYS > WARP_KEYS ? FEW_KEYS / WARP_KEYS : 1;  // have rows of few keys
+// So many warps have rows of few keys.
+constexpr int FEW_WARPS = BY_EIGHTS ? PRODUCER_WARPS : FEW_KEYS > WARP_KEYS ? FEW_KEYS / WARP_KEYS : 1;
 // Of the last warps, which mostly have no rows of a block of few keys: they see to the tile's queries, and to orders.
 constexpr int QUERY_THREAD = 96, ORDER_THREAD = 64;
 
@@ -47,7 +48,8 @@ __device__ __forceinline__ Share scheduled(const AttentionParams& p, int round) 
     const bool third = block < CONSUMERS * thirds, second = !third && few && other % 2 != 0;
     const unsigned number = third ? block / CONSUMERS : thirds + (few ? other / 2 : other);
     // The last `shorter` tiles of each set, whose lists may be shorter, come last, the longest of them first.
-    const int sets = all_sets(p), longer = p.tiles - p.shorter, place = before + number, behind = place - sets * longer;
+    const int sets = all_sets(p), longer = p.tiles - (SEQUENCES ? 0 : p.shorter);
+    const int place = before + number, behind = place - sets * longer;
     const unsigned divisor = behind < 0 ? longer : sets, x = behind < 0 ? place : behind;
     const int quotient = x / divisor, remainder = x - quotient * divisor, part = block % CONSUMERS;
     return {number < rest, behind < 0 ? quotient : remainder, behind < 0 ? remainder : longer + quotient,
@@ -127,7 +129,7 @@ struct Block {
     __device__ __forceinline__ bool few() const { return FEW && count() <= FEW_KEYS; }
 };
 
-// The rows of the keys of block `number` that warp `warp` gathers, or looks at.
+// The rows of the keys of block `number` that warp `warp` gathers.
 __device__ __forceinline__ int* listed_rows(Shared& shared, unsigned number, int warp) {
 #if KEYS == KEYS_CONTIGUOUS
     return nullptr;
@@ -141,11 +143,6 @@ __device__ __forceinline__ void list_entries(Shared& shared, unsigned number, in
     const int lane = threadIdx.x & 31;
     if (lane < WARP_KEYS) copy_async_4(listed_rows(shared, number, warp) + lane, entry, exists ? 4 : 0);
     copy_async_commit();
-}
-
-// Which of the warps' parts of a block warp `warp` has. Of few keys the first warps have all, which the next ones look at.
-__device__ __forceinline__ int part_of(const Block& block, int warp) {
-    return !BY_EIGHTS && block.few() ? warp % FEW_WARPS : warp;
 }
 
 // Whether full and partial keys in blocks of their own make no block more than together: then only the latter are masked.
@@ -168,7 +165,7 @@ __device__ __forceinline__ Block next_block(Shared& shared, KeyBlocks& blocks, i
     }
 #endif
 #if KEYS != KEYS_CONTIGUOUS
-    const int place = next.first + key_of(part_of(block, warp), threadIdx.x & 31);
+    const int place = next.first + key_of(warp, threadIdx.x & 31);
     bool exists;
     const int* entry = blocks.entry(HOLES ? min(place, block.end - 1) : place, exists);
     list_entries(shared, number, warp, exists ? entry : source.list, exists);
@@ -278,34 +275,6 @@ __device__ __forceinline__ void gather_both(const Rows& keys, const Rows& values
     barrier_arrive_after_copies(arrived);
     if (exists) first_values.copy<true>(piece, warp, group, BLOCK_N);
     gather_rows<true, RUN>(values, warp, 0, BLOCK_N);
-}
-
-// Whether a value of part `part` of the block's keys, of those that not all queries see, is not finite. The copy engine
-// brings rows behind the block's last key as well.
-__device__ __forceinline__ bool any_nonfinite(const AttentionParams& p, const ELEMENT* source, const int* listed, int part,
-                                              const Block& block) {
-    const int lane = threadIdx.x & 31, piece = lane % ROW_LANES, group = lane / ROW_LANES * GROUP_KEYS;
-    const int stride = p.value_row * static_cast<int>(sizeof(ELEMENT));
-    const int end = BULK ? p.key_length - block.first : block.count();
-    constexpr int BATCH = PRODUCER_REGISTERS < 48 ? 2 : RUN;  // loads that are under way together
-    unsigned found = 0;
-#pragma unroll 1
-    for (int first = 0; first < GROUP_KEYS; first += BATCH) {
-        uint4 x[BATCH];
-#pragma unroll
-        for (int k = 0; k < BATCH; ++k) {
-            const int place = key_of(part, group, first + k);
-            x[k] = make_uint4(0, 0, 0, 0);
-            if (piece * 8 >= HEAD_DIM || place < block.clear || place >= end) continue;
-            const int key = KEYS == KEYS_CONTIGUOUS ? block.first + place : listed[group + first + k];
-            x[k] = __ldg(static_cast<const uint4*>(row_address(source + piece * 8, key, stride)));
-        }
-#pragma unroll
-        for (int k = 0; k < BATCH; ++k)
-            found |= nonfinite(x[k].x, source) | nonfinite(x[k].y, source) | nonfinite(x[k].z, source) |
-                     nonfinite(x[k].w, source);
-    }
-    return __any_sync(ALL_LANES, (found & sign_bits(sizeof(ELEMENT))) != 0);
 }
 
 // Where the rows of a block's keys or values are: of a tile, and in it of a block.
@@ -510,7 +479,6 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
     KeyBlocks blocks = tiles.keys(at_hand);
     Block block = first_block(shared, blocks, warp, number);
     bool opens = true, found = false;  // the block is its tile's first; the next tile has been found
-    bool finite = false;               // all values of the tile's head are known to be
 #if WHOLE_BLOCKS
     int whole = whole_blocks(blocks.source);  // that the tile begins with
 #else
@@ -525,7 +493,6 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
         if (opens) {
             open_tile(shared, launch, plan, query_turn.stage, query_turn.phase ^ 1);
             query_turn.advance();
-            finite = p.nonfinite != nullptr && p.nonfinite[plan.tile.batch * p.kv_heads + plan.tile.group] == 0;
 #if BIAS == BIAS_DENSE
             bias = bias_row(p, plan.tile, threadIdx.x);
 #endif
@@ -568,7 +535,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
             whole = 0;
         }
 #endif
-        const int count = block.count(), part = part_of(block, warp);
+        const int count = block.count();
         const Block following = next_block(shared, blocks, warp, number + 1);
         const bool closes = following.first < 0;
         int following_keys = -1;
@@ -586,16 +553,10 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
 #else
         RowSource rows = {plan.keys, block.first, count, listed, HOLES ? count > 0 : count >= BLOCK_N};
 #endif
-        // Of the values of this warp's part, where not all queries see them.
-        const bool looks = block.clear < BLOCK_N && !finite && (BY_EIGHTS || !block.few() || warp / FEW_WARPS == 1);
-        const bool nonfinite = looks && any_nonfinite(p, plan.values, listed, part, block);
         barrier_wait(&shared.key_free[turn.stage], turn.phase ^ 1);
-        if (part == warp) {
-            gather_facts(shared, p, plan, warp, rows, block.clear, turn.stage);
-            gather<false>(shared.keys[turn.stage], rows, launch, warp, &shared.key_arrived[turn.stage]);
-            keep_bias(shared, warp, turn.stage, lane_bias, inverse_scale);
-        }
-        if (block.clear < BLOCK_N && (threadIdx.x & 31) == 0) shared.nonfinite[turn.stage][warp] = nonfinite;
+        gather_facts(shared, p, plan, warp, rows, block.clear, turn.stage);
+        gather<false>(shared.keys[turn.stage], rows, launch, warp, &shared.key_arrived[turn.stage]);
+        keep_bias(shared, warp, turn.stage, lane_bias, inverse_scale);
         if (!found && !(opens && whole > 1)) {  // it takes long, and these keys are on their way meanwhile
             tiles.find(at_hand ^ 1);
             found = true;

@@ -31,7 +31,7 @@ constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 504 - 2 * CONSUMER_REGISTERS
 constexpr bool QUERIES_KEPT = BIAS != BIAS_DENSE && SUMS + DIM_FRAGMENTS * 4 <= (CONSUMERS == 2 ? 144 : 96);
 constexpr int WARP_KEYS = BLOCK_N / PRODUCER_WARPS;  // keys of a block that a producer warp gathers
 constexpr bool BY_EIGHTS = WARP_KEYS == 24;          // not those that follow each other, but eight of every 32
-constexpr int CONSUMER_BARRIER = 1, TURN_BARRIER = 2;  // named barriers; of turns one for each warpgroup
+constexpr int ALL_BARRIER = 0, CONSUMER_BARRIER = 1, TURN_BARRIER = 2;  // named barriers; of turns one for each warpgroup
 constexpr int LISTS = 4;  // of blocks, which the producer has at a time
 // Whether a block of at most FEW_KEYS keys, with which most lists end, is less work than others.
 #define FEW (KEYS == KEYS_LISTED && !BITS && BLOCK_N > FEW_KEYS)
@@ -153,8 +153,8 @@ struct Shared {
     int listed[LISTS][BLOCK_N];  // the producer's own: rows of the keys of the block at hand, of those around it
 #endif
     Order order[STAGES];
-    // Of a block that is not clear: whether values of a warp's keys are not finite.
-    alignas(4) bool nonfinite[STAGES][PRODUCER_WARPS];
+    bool spoiled;  // an output is not finite
+    bool careful;  // values are looked at where not all queries see their keys
     int staying;  // how many consumers have a part in the block's first tile
     Tile tile[QUERY_STAGES];
     Output output[QUERY_STAGES];
@@ -192,8 +192,10 @@ __device__ __forceinline__ constexpr int place_of(int t, int n, int k) {
     return BULK ? 16 * n + 2 * t + k % 2 + k / 2 * 8 : n / 2 * 32 + 8 * t + own_key(n % 2, 0) + k;
 }
 
-// Of this lane.
-__device__ __forceinline__ int place_of(int n, int k) { return place_of(threadIdx.x & 3, n, k); }
+// Of this lane. Where registers are few it is worked out anew in each block that asks.
+__device__ __forceinline__ int place_of(int n, int k) {
+    return place_of((HEAD_DIM > 64 && BIAS != BIAS_DENSE ? lane_now() : threadIdx.x) & 3, n, k);
+}
 
 // Which stage is next, and in which of its two phases.
 template <int count>

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cupy_dma import jit
-from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.configs import BIAS_DENSE, ELEMENTS, blocks
 from cupy_dma.backends.cuda.lists import KeyLists
 from cupy_dma.backends.cuda.problem import Problem
@@ -72,17 +71,8 @@ class HopperForwardConfig(jit.Config):
         return 1024 + row * rows + self.stages * facts + barriers + producer
 
 
-@dataclass(frozen=True)
-class FiniteConfig(jit.Config):
-    source = "finite.cu"
-    head_dim: int
-    exponent: str
-
-
-FINITE_WARPS, FINITE_ROWS = 8, 64  # as in finite.cu
 SECTION_BYTES = 24 << 20
 SMALLEST_SCALE = 2.0**-40  # sums begin at bias / scale, which must stay far from the largest float32
-EXPONENTS = {"float16": "0x7c007c00u", "bfloat16": "0x7f807f80u"}
 
 # By what a call's keys are and the largest head dim, measured by benchmarks/tune_hopper.py: one or two tiles, of which
 # a call takes the one with less time. Warpgroups that do not take turns come to do the same thing at the same time;
@@ -119,7 +109,6 @@ BLOCK_128_KEYS = 20  # what such a block of a list costs, in keys
 PART_TIMES = {192: (0.75, 0.9), 128: (0.85,)}  # of 64 and of 128 rows of a tile, by its own
 TILE_TIME = 0.15  # of a tile without keys, by that of one with the most
 FEW_KEYS = 512  # of a mask that is left to the portable kernel
-FEW_VALUES = 2**16  # that are looked at where they are met
 
 
 def tiles_of(keys: str, head_dim: int) -> tuple[HopperTile, ...]:
@@ -251,13 +240,6 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
     (tiles, _), stream = _tiles(call, problem, tile), place.stream(device)
     problem.move_mask_to_rows(runtime, stream)
     lists: KeyLists | None = problem.key_lists(runtime, queries, tile.block_n, stream)
-    fields: dict[str, Any] = {"section": _section(call, problem), "shorter": _shorter(call, problem, tile)}
-    # Where nearly all blocks are masked, to look at the values of each costs more than to look once, unless these are
-    # few. Not measured for lists of all tiles at larger head dims.
-    if (problem.bits and call.key_length * call.head_dim > FEW_VALUES) or (
-            call.head_dim <= 64 and lists is not None and lists.keys == "KEYS_SHARED"):
-        flags = nonfinite(runtime, call.value, stream)
-        fields["nonfinite"] = place.pointer(flags)
     ordered = _dense(problem)
     key_maps = _runs_maps(call) if ordered else b"" if lists is not None else _maps(call, tile)
     query_map = queries_map(query, queries, problem.tile_heads) if tile.block_m % problem.tile_heads == 0 else None
@@ -267,7 +249,8 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
                      problem.bias_kind, call.softcap > 0.0, problem.bits, problem.bias_element, problem.count > 0,
                      bool(key_maps) and not ordered, query_map is not None, bool(key_maps) and ordered)
     grid = _grid(call, problem, tile, processors)
-    params = problem.pack(lists, out=place.pointer(out), lse=place.pointer(lse), tiles=tiles, **fields)
+    params = problem.pack(lists, out=place.pointer(out), lse=place.pointer(lse), tiles=tiles,
+                          section=_section(call, problem), shorter=_shorter(call, problem, tile))
     if key_maps or query_map:  # struct ForwardParams: the maps first, and all of it a multiple of their alignment
         packed = key_maps + (query_map or b"") + out_map + params.tobytes()
         params = np.frombuffer(packed + bytes(-len(packed) % 64), f"V{blocks(len(packed), 64) * 64}")[0]
@@ -306,22 +289,6 @@ def _section(call: AttentionCall, problem: Problem) -> int:
     """Sets of heads (as many as a tile has) whose keys and values stay in the second cache together."""
     kv_heads = max(1, SECTION_BYTES // _bytes(call, call.key_length))
     return min(kv_heads * (call.heads // call.kv_heads // problem.tile_heads), 2**16)
-
-
-def nonfinite(runtime: Runtime, value: Operand, stream: int) -> Any:
-    """Whether any value of a kv head is not finite: int32 ``(B, Hkv)`` of ``value (B, Lk, Hkv, D)``, 16-bit numbers in
-    aligned rows."""
-    place = value.library
-    batch, length, kv_heads, head_dim = value.shape
-    found = place.full((batch, kv_heads), 0, "int32", value.device)
-    parts = blocks(length, FINITE_ROWS)
-    params = jit.params("finite.cu", "FiniteParams").pack(
-        value=value.pointer, found=place.pointer(found), batch_stride=value.strides[0] // 2,
-        row_stride=value.strides[1] // 2, head_stride=value.strides[2] // 2, key_length=length, kv_heads=kv_heads,
-        parts=parts)
-    runtime.load(FiniteConfig(head_dim, EXPONENTS[value.dtype]), "find_nonfinite", value.device.index).launch(
-        batch * kv_heads * blocks(parts, FINITE_WARPS), 32 * FINITE_WARPS, params, stream)
-    return found
 
 
 @functools.cache

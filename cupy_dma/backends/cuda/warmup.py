@@ -58,9 +58,6 @@ def hopper_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ..
                                                        False, "float", False, keys == "KEYS_CONTIGUOUS",
                                                        tile.block_m % heads == 0, False)
                             for heads in sorted({heads_per_tile(group) for group in groups}) for element in elements]
-            if keys == "KEYS_SHARED" and head_dim <= 64:
-                configs += [hopper.FiniteConfig(head_dim, hopper.EXPONENTS[dtype]) for dtype in dtypes
-                            if dtype in hopper.EXPONENTS]
     return list(dict.fromkeys(configs))
 
 
