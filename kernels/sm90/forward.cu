@@ -128,17 +128,19 @@ __device__ __forceinline__ void begin(Shared& shared, bool careful) {
     barrier_init_fence();
 }
 
-// Whether this block does everything once more, carefully: an output is not finite.
-__device__ __forceinline__ bool begins_again(Shared& shared) {
+// Whether this block must do everything once more, carefully: an output is not finite.
+__device__ __forceinline__ bool is_spoiled(const Shared& shared) {
     named_barrier(ALL_BARRIER, THREADS);  // all tiles have been written
-    if (!shared.spoiled || shared.careful) return false;
-    named_barrier(ALL_BARRIER, THREADS);  // everybody knows
+    return !shared.careful && shared.spoiled;
+}
+
+__device__ __forceinline__ void begin_again(Shared& shared) {
+    named_barrier(ALL_BARRIER, THREADS);  // everybody knows, and has left nothing behind
     if (threadIdx.x == 0) {
         for (Barrier* b = shared.query_arrived; b < shared.value_free + VALUE_STAGES; ++b) barrier_end(b);
         begin(shared, true);
     }
     named_barrier(ALL_BARRIER, THREADS);
-    return true;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(
@@ -150,9 +152,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(
     __syncthreads();  // the barriers are in place
     if (threadIdx.x < PRODUCER_THREADS) {
         shrink_registers<PRODUCER_REGISTERS>();
-        do {
+        for (;;) {
             produce(shared, launch);
-        } while (begins_again(shared));
+            if (!is_spoiled(shared)) return;
+            begin_again(shared);
+        }
     } else {
         grow_registers<CONSUMER_REGISTERS>();
         // A loop with two entrances is none to the compiler, which would keep what each round begins with in registers.
@@ -171,8 +175,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(
             barrier_wait(&shared.key_arrived[0], 0);
             consume(c);
         }
-        if (begins_again(shared)) {
+        if (is_spoiled(shared)) {
             c.forget();
+            begin_again(shared);
             goto again;
         }
     }

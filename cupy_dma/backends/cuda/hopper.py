@@ -93,7 +93,7 @@ TILES: dict[str, dict[int, tuple[HopperTile, ...]]] = {
                    128: (HopperTile(128, 128, 2, 2, 2, turns=True),), 192: (HopperTile(128, 64, 2, 2, 2),),
                    256: (HopperTile(128, 32, 2, 2, 2),)},
     "contiguous with bias": {64: (WIDE_64, HopperTile(128, 128, 4, 4, 2)),
-                             128: (HopperTile(128, 128, 2, 2, 2, turns=True),), 192: (HopperTile(128, 64, 2, 2, 2),),
+                             128: (HopperTile(128, 128, 2, 2, 2),), 192: (HopperTile(128, 64, 2, 2, 2),),
                              256: (HopperTile(128, 32, 2, 2, 2, turns=True),)},
     "contiguous with bias and softcap": {64: (WIDE_64, HopperTile(128, 128, 4, 4, 2)),
                                          128: (HopperTile(128, 128, 2, 2, 2),), 192: (HopperTile(128, 64, 2, 2, 2),),
