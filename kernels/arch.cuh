@@ -168,6 +168,13 @@ __device__ __forceinline__ unsigned nonfinite(unsigned x, const __nv_bfloat16*) 
     return (x & 0x7f807f80u) + 0x00800080u;
 }
 __device__ __forceinline__ unsigned nonfinite(unsigned x, const float*) { return (x & 0x7fffffffu) + 0x00801000u; }
+
+// The same of any of four words.
+template <typename T>
+__device__ __forceinline__ unsigned nonfinite(const uint4& x, const T* type) {
+    return nonfinite(x.x, type) | nonfinite(x.y, type) | nonfinite(x.z, type) | nonfinite(x.w, type);
+}
+
 __device__ __forceinline__ constexpr unsigned sign_bits(int bytes) { return bytes == 2 ? 0x80008000u : 0x80000000u; }
 
 // ---- tensor cores ----

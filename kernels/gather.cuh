@@ -268,9 +268,7 @@ __device__ __forceinline__ void apply_mask(Accumulator (&s)[WARP_ROWS][KEY_FRAGM
 __device__ __forceinline__ bool block_is_finite(const ELEMENT* value) {
     unsigned found = 0;
     for_each_piece<BLOCK_N, THREADS>([&](int column, int piece) {
-        const uint4 words = *reinterpret_cast<const uint4*>(value + column * ROW_STRIDE + piece * PIECE);
-        found |= nonfinite(words.x, value) | nonfinite(words.y, value) | nonfinite(words.z, value) |
-                 nonfinite(words.w, value);
+        found |= nonfinite(*reinterpret_cast<const uint4*>(value + column * ROW_STRIDE + piece * PIECE), value);
     });
     return (found & sign_bits(sizeof(ELEMENT))) == 0;
 }

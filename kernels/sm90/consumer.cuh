@@ -89,8 +89,7 @@ __device__ __forceinline__ void isolate_nonfinite(Fragment (&o)[DIM_FRAGMENTS], 
 #pragma unroll 1
     for (int key = 0; key < keys; ++key) {
         const int row = row_of_key(key), piece = lane_now() % ROW_PIECES;
-        const uint4 x = *reinterpret_cast<const uint4*>(piece_of<BLOCK_N>(value, row, piece));
-        const unsigned found = nonfinite(x.x, value) | nonfinite(x.y, value) | nonfinite(x.z, value) | nonfinite(x.w, value);
+        const unsigned found = nonfinite(*reinterpret_cast<const uint4*>(piece_of<BLOCK_N>(value, row, piece)), value);
         if (!__any_sync(ALL_LANES, (found & sign_bits(sizeof(ELEMENT))) != 0)) continue;
         const auto seen = visibility(shared, stage, key);
 #pragma unroll
