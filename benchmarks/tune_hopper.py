@@ -4,12 +4,12 @@
     python benchmarks/tune_hopper.py --kind intervals --head-dim 64
     python benchmarks/tune_hopper.py --in-use --kernels /tmp/other --case "16/8 N32768"   other kernels too
 
-For every kind of keys of ``hopper.TILES``, head dim, group and length: each candidate tile (rows x keys x stages of
-keys x stages of values x stages of queries), with and without turns, and the portable kernel, whether the call would go
-there or not. Inputs: bfloat16, batch 1, independent normal numbers; intervals: top-w masks of independent scores, with
-these as bias; bits: half of a dense mask visible, shared by all heads; softcaps of 30. Lists of intervals are cached,
-dense masks are packed in every call. Timing: see measure.py. Every output is compared with the portable kernel's; one
-that differs by more than two roundings of the largest number is marked WRONG, and the exit status is 1.
+For every kind of keys of ``hopper_tiles.TILES``, head dim, group and length: each candidate tile (rows x keys x stages
+of keys x stages of values x stages of queries), with and without turns, and the portable kernel, whether the call would
+go there or not. Inputs: bfloat16, batch 1, independent normal numbers; intervals: top-w masks of independent scores,
+with these as bias; bits: half of a dense mask visible, shared by all heads; softcaps of 30. Lists of intervals are
+cached, dense masks are packed in every call. Timing: see measure.py. Every output is compared with the portable
+kernel's; one that differs by more than two roundings of the largest number is marked WRONG, and the exit status is 1.
 
 The fastest tile of each group of rows is marked; ``in use`` are those of which the library takes one. The results go to
 ``benchmarks/results/hopper_tiles.json``, but for those of a choice of cases, tiles or kernels, which are only printed.
@@ -29,11 +29,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itse
 from benchmarks.common import RESULTS
 from cupy_dma import jit
 from cupy_dma.backends import cuda
-from cupy_dma.backends.cuda import forward, hopper
-from cupy_dma.backends.cuda.hopper import HopperTile
+from cupy_dma.backends.cuda import forward, hopper, hopper_tiles
+from cupy_dma.backends.cuda.hopper_tiles import HopperTile
 
-KINDS = tuple(hopper.TILES)
-CANDIDATES = {  # by the largest head dim
+KINDS = tuple(hopper_tiles.TILES)
+SHORT_CANDIDATES = {  # for lists of few keys; by the largest head dim
+    64: [HopperTile(192, 64, 6, 6, 3), HopperTile(192, 96, 5, 5, 3), HopperTile(128, 64, 6, 6, 3),
+         HopperTile(128, 128, 4, 4, 2)],
+    128: [HopperTile(192, 64, 2, 2, 3), HopperTile(192, 64, 4, 3, 2), HopperTile(128, 64, 3, 3, 3),
+          HopperTile(128, 64, 4, 4, 2)]}
+CANDIDATES = {
     64: [HopperTile(192, 128, 3, 3, 2), HopperTile(192, 96, 5, 5, 2), HopperTile(192, 64, 6, 6, 2),
          HopperTile(128, 128, 4, 4, 2)],
     128: [HopperTile(192, 64, 4, 3, 2), HopperTile(128, 128, 2, 2, 2), HopperTile(128, 64, 4, 4, 2)],
@@ -63,7 +68,7 @@ class Case(NamedTuple):
 def cases(kinds: list[str], head_dims: list[int]) -> list[Case]:
     found = []
     for kind in kinds:
-        for d in (d for d in head_dims if hopper.tiles_of(kind, d)):
+        for d in (d for d in head_dims if hopper_tiles.tiles_of(kind, d)):
             if kind in WINDOWS:
                 found += [Case(kind, d, *heads, n, w) for heads in ((2, 1), (16, 8)) for n, w in WINDOWS[kind]]
             elif kind == "bits":
@@ -75,8 +80,9 @@ def cases(kinds: list[str], head_dims: list[int]) -> list[Case]:
 
 def tiles(case: Case) -> list[HopperTile]:
     """Candidates; dense masks are only for tiles of 128 rows."""
-    largest = min(size for size in CANDIDATES if case.head_dim <= size)
-    return [tile._replace(turns=turns) for tile in CANDIDATES[largest]
+    candidates = SHORT_CANDIDATES if case.kind == "short intervals" else CANDIDATES
+    largest = min(size for size in candidates if case.head_dim <= size)
+    return [tile._replace(turns=turns) for tile in candidates[largest]
             if case.kind != "bits" or tile.block_m == 128 for turns in (False, True)]
 
 
@@ -88,7 +94,7 @@ def name(tile: HopperTile) -> str:
 def forced(tile: HopperTile | None) -> Iterator[None]:
     """Calls go to the Hopper kernel with this tile, or to the portable kernel."""
     saved = hopper.tile_shape, hopper._pays
-    hopper.tile_shape = lambda call, problem, processors: tile
+    hopper.tile_shape = lambda facts, processors: tile
     hopper._pays = lambda call, problem: tile is not None
     try:
         yield
@@ -146,7 +152,7 @@ def measured(case: Case, folders: Sequence[Path] = (), only_in_use: bool = False
     with forced(None):
         expected = call()
         rows = [{"tile": "portable", "ms": measure.gpu_ms(call)[0], "right": True}]
-    in_use = hopper.tiles_of(case.kind, case.head_dim)
+    in_use = hopper_tiles.tiles_of(case.kind, case.head_dim)
     for tile in tiles(case):
         if only_in_use and tile not in in_use:
             continue

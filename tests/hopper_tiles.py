@@ -7,16 +7,18 @@ from typing import Any
 from unittest import mock
 
 from cupy_dma.backends.cuda import hopper
-from cupy_dma.backends.cuda.hopper import HopperTile
+from cupy_dma.backends.cuda.hopper_tiles import HopperTile
 
 TILES = {  # and head dims that fit
     "128x128": (HopperTile(128, 128, 2, 2, 2), range(1, 129)),
     "128x128x4": (HopperTile(128, 128, 4, 4, 2, turns=True), range(1, 65)),
     "128x64": (HopperTile(128, 64, 2, 2, 2, turns=True), range(65, 193)),
+    "128x64x6": (HopperTile(128, 64, 6, 6, 3, turns=True), range(1, 65)),
     "128x64x4": (HopperTile(128, 64, 4, 4, 2, turns=True), range(65, 129)),
     "128x32": (HopperTile(128, 32, 2, 2, 2), range(129, 257)),
     "192x64": (HopperTile(192, 64, 4, 3, 2, turns=True), range(1, 129)),
-    "192x64x6": (HopperTile(192, 64, 6, 6, 2, turns=True), range(1, 65)),
+    "192x64x6": (HopperTile(192, 64, 6, 6, 3, turns=True), range(1, 65)),
+    "192x64x2": (HopperTile(192, 64, 2, 2, 3, turns=True), range(65, 129)),
     "192x96": (HopperTile(192, 96, 5, 5, 2, turns=True), range(1, 65)),
     "192x128": (HopperTile(192, 128, 3, 3, 2, turns=True), range(1, 65)),
 }
@@ -27,7 +29,7 @@ def taken(tile: HopperTile, head_dims: Container[int]) -> Iterator[None]:
     """Calls with one of these head dims that the kernel can serve with this tile go to it, others to the portable one.
     Dense masks and biases need tiles of 128 rows."""
     def pays(call: Any, problem: Any) -> bool:
-        return call.head_dim in head_dims and (tile.block_m == 128 or not hopper._dense(problem))
+        return call.head_dim in head_dims and (tile.block_m == 128 or not hopper.is_dense(problem))
 
     with (mock.patch.object(hopper, "tile_shape", lambda *arguments: tile),
           mock.patch.object(hopper, "_pays", pays)):

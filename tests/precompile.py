@@ -57,16 +57,21 @@ class Recorder(emulator.EmulatorRuntime):
         pass
 
 
+def forget_maps() -> None:
+    for cached in (tensor_maps._map, tensor_maps._runs):
+        cached.cache_clear()
+
+
 @contextmanager
 def recording(is_hopper: bool) -> Iterator[Recorder]:
     """``backend="emulator"`` is such a device, and the copy engine takes any tensor that it can read."""
-    tensor_maps._encode.cache_clear()
+    forget_maps()
     try:
         with (emulator.using(Recorder, is_hopper=is_hopper) as runtime,
               mock.patch.object(tensor_maps, "_driver_function", lambda: lambda *arguments: 0)):
             yield runtime
     finally:
-        tensor_maps._encode.cache_clear()
+        forget_maps()
 
 
 def hopper_configs() -> dict[jit.Config, None]:
@@ -83,7 +88,7 @@ def hopper_configs() -> dict[jit.Config, None]:
                     for heads in cut_cases.HEADS:
                         cut_cases.run(case, *heads, head_dims[-1], np.ascontiguousarray, backend="emulator")
                 if name == "128x128":
-                    with mock.patch.object(hopper, "_maps", lambda call, tile: b""):
+                    with mock.patch.object(hopper, "_maps", lambda call, block: b""):
                         run_all(cases.run, [case for case in forward if case.mask in ("none", "causal")])
                 if name == "192x64":
                     with mock.patch.object(hopper, "queries_map", lambda *arguments: None):

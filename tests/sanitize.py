@@ -23,7 +23,8 @@ import numpy as np
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends import cuda
-from cupy_dma.backends.cuda import decode, hopper
+from cupy_dma.backends.cuda import decode
+from cupy_dma.backends.cuda.hopper_tiles import TILES, HopperTile
 from cupy_dma.backends.cuda.runtime import CudaRuntime
 from cupy_dma.backward import attention_backward, key_scores_backward
 from tests import cases, cut_cases, reference, varlen_cases
@@ -44,7 +45,7 @@ def forward(dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")) -> int
     return len(chosen)
 
 
-def hopper_forward(tile: hopper.HopperTile, largest: int) -> int:
+def hopper_forward(tile: HopperTile, largest: int) -> int:
     """The Hopper kernel with this tile, also where it would not pay; on two multiprocessors, so that blocks go on from
     tile to tile, of which the last one is cut up where their number is odd."""
     if not cuda.runtime.hopper(0):
@@ -224,7 +225,7 @@ PARTS = {"forward": functools.partial(in_portable_kernels, forward), "backward":
          "clusters": clusters, "scores": key_scores}
 PARTS |= {f"hopper-{tile.block_m}x{tile.block_n}x{tile.stages}{'-turns' * tile.turns}":
           functools.partial(hopper_forward, tile, largest)
-          for kind in hopper.TILES.values() for largest, tiles in kind.items() for tile in tiles}
+          for kind in TILES.values() for largest, tiles in kind.items() for tile in tiles}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -671,13 +671,13 @@ def test_wrong_steps_leave_the_results_alone(tmp_path, monkeypatch, capsys):
 
 # ---- tile shapes of the Hopper forward ----
 def test_tuned_tiles_fit():
-    from cupy_dma.backends.cuda import hopper
+    from cupy_dma.backends.cuda import hopper, hopper_tiles
 
     found = tune_hopper.cases(list(tune_hopper.KINDS), [64, 96, 128, 192, 256])
     assert len({str(case) for case in found}) == len(found)
     for case in found:
         candidates = tune_hopper.tiles(case)
-        assert set(hopper.tiles_of(case.kind, case.head_dim)) <= set(candidates)
+        assert set(hopper_tiles.tiles_of(case.kind, case.head_dim)) <= set(candidates)
         for tile in candidates:
             config = hopper.HopperForwardConfig(
                 "__nv_bfloat16", case.head_dim, 2, *tile, "KEYS_LISTED", case.causal, 1, False, case.kind == "bits",
@@ -692,7 +692,7 @@ def test_tuned_tiles_are_forced_and_given_back():
     tile = tune_hopper.CANDIDATES[64][1]
     for forced in (tile, None):
         with pytest.raises(ZeroDivisionError), tune_hopper.forced(forced):
-            assert hopper.tile_shape(None, None, 132) == forced
+            assert hopper.tile_shape(None, 132) == forced
             assert hopper._pays(None, None) == (forced is not None)
             _ = 1 / 0
         assert (hopper.tile_shape, hopper._pays) == before

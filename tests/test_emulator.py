@@ -16,7 +16,7 @@ from hypothesis import given, settings
 
 import cupy_dma as dma
 from cupy_dma.arrays import CPU, library, numpy_dtype
-from cupy_dma.backends.cuda import hopper, lists, warmup
+from cupy_dma.backends.cuda import hopper, hopper_tiles, lists, warmup
 from cupy_dma.backends.cuda.configs import ListConfig
 from tests import cases, reference
 from tests.test_selection import problems
@@ -370,14 +370,14 @@ def test_warmup_compiles_what_usual_calls_load_on_hopper(device, monkeypatch, he
     assert listed <= {*configs, *warmup.hopper_configs((head_dim,), ("float16",), (group,))}
 
 
-def hopper_call(head_dim, length, heads, kv_heads, window=None, bias=False, softcap=0.0, causal=False):
-    """As much of a call as a tile is chosen by."""
+def hopper_facts(head_dim, length, heads, kv_heads, window=None, bias=False, softcap=0.0, causal=False):
     scores = np.zeros((1, 1, length), np.float32)
     mask = dma.IntervalMask.top_w(scores, window) if window else None
     call = SimpleNamespace(head_dim=head_dim, softcap=softcap, query_length=length, key_length=length, heads=heads,
                            kv_heads=kv_heads, batch=1)
-    return call, SimpleNamespace(bits=False, bias_kind=int(bias), mask=mask, bias=scores if bias else None, count=0,
-                                 causal=causal, tile_heads=heads // kv_heads)
+    return hopper_tiles.facts_of(call, SimpleNamespace(
+        bits=False, bias_kind=int(bias), mask=mask, bias=scores if bias else None, count=0, causal=causal,
+        tile_heads=heads // kv_heads))
 
 
 @pytest.mark.parametrize(("arguments", "shape"), [
@@ -397,15 +397,15 @@ def hopper_call(head_dim, length, heads, kv_heads, window=None, bias=False, soft
     ((192, 4096, 2, 1, 1024), (128, 64)), ((256, 4096, 2, 1), (128, 32))])
 def test_hopper_tiles_by_the_time_of_their_rounds(arguments, shape):
     """As measured, on 132 multiprocessors."""
-    assert hopper.tile_shape(*hopper_call(*arguments), 132)[:2] == shape
+    assert hopper_tiles.tile_shape(hopper_facts(*arguments), 132)[:2] == shape
 
 
 @pytest.mark.parametrize(("length", "causal", "blocks"), [
     (96, False, 3), (44 * 96, False, 132), (45 * 96, False, 132), (66 * 96, False, 132), (100 * 96, False, 132),
     (44 * 96, True, 44), (500 * 96, False, 132)])
 def test_few_tiles_are_cut_up(length, causal, blocks):
-    call, problem = hopper_call(64, length, 2, 1, causal=causal)
-    assert hopper._grid(call, problem, hopper.HopperTile(192, 64, 6, 6, 2), 132) == blocks
+    facts = hopper_facts(64, length, 2, 1, causal=causal)
+    assert hopper_tiles.work_of(facts, hopper_tiles.HopperTile(192, 64, 6, 6, 2), 132).grid == blocks
 
 
 @pytest.mark.parametrize(("length", "heads", "kv_heads", "window", "tiles", "rounds"), [
@@ -417,10 +417,9 @@ def test_few_tiles_are_cut_up(length, causal, blocks):
     (32768, 32, 8, 16384, 0, 41.9),  # 8 heads of so many keys do not fit into the second cache
 ])
 def test_the_shortest_tiles_come_last(length, heads, kv_heads, window, tiles, rounds):
-    call, problem = hopper_call(64, length, heads, kv_heads, window)
-    tile = hopper.HopperTile(192, 96, 5, 5, 2)
-    assert hopper._shorter(call, problem, tile) == tiles
-    assert hopper._rounds(call, problem, tile, 132) == pytest.approx(rounds)
+    facts, tile = hopper_facts(64, length, heads, kv_heads, window), hopper_tiles.HopperTile(192, 96, 5, 5, 2)
+    assert hopper_tiles.work_of(facts, tile, 132).shorter == tiles
+    assert hopper_tiles.rounds(facts, tile, 132) == pytest.approx(rounds)
 
 
 @pytest.mark.parametrize(("rows", "tiles", "warps"), [(1, 342, 2), (1, 264, 4), (8, 342, 1), (1, 1, 4)])

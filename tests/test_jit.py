@@ -9,7 +9,7 @@ import struct
 import pytest
 
 from cupy_dma import jit
-from cupy_dma.backends.cuda import configs, decode, few_queries, hopper, last_queries, selection, tiles
+from cupy_dma.backends.cuda import configs, decode, few_queries, hopper, hopper_tiles, last_queries, selection, tiles
 
 try:
     jit.find_headers()
@@ -187,7 +187,7 @@ def test_every_kernel_compiles_without_large_spills(arch, source):
 
 
 @needs_compiler
-@pytest.mark.parametrize("keys", hopper.TILES)
+@pytest.mark.parametrize("keys", hopper_tiles.TILES)
 @pytest.mark.parametrize("heads", [1, 2])
 def test_hopper_kernels_keep_their_products_asynchronous(keys, heads):
     bits, bias, contiguous = keys == "bits", "intervals" in keys or "bias" in keys, "contiguous" in keys
@@ -197,7 +197,7 @@ def test_hopper_kernels_keep_their_products_asynchronous(keys, heads):
     elif heads == 2 and keys == "intervals":
         variants.append((configs.BIAS_OF_KEYS, "float", True, False, True))
     spills = {}
-    for head_dim, tile in ((d, tile) for d, shapes in hopper.TILES[keys].items() for tile in shapes):
+    for head_dim, tile in ((d, tile) for d, shapes in hopper_tiles.TILES[keys].items() for tile in shapes):
         for kind, element, sequences, masked, softcap in variants:
             config = hopper.HopperForwardConfig(
                 "__nv_bfloat16", head_dim, heads, *tile, "KEYS_CONTIGUOUS" if contiguous else "KEYS_LISTED", contiguous,

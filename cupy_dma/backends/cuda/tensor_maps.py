@@ -16,12 +16,12 @@ _NO_INTERLEAVE, _SWIZZLE_128, _PROMOTE_256, _FILL_ZERO = 0, 3, 3, 0
 def rows_map(rows: Operand, block: int) -> bytes | None:
     """The map, with axes D, L, H, B, of ``rows (B, L, H, D)``, 16-bit elements in aligned rows; a box has ``block``
     rows of one head. None where the copy engine cannot read it."""
-    return _map(rows, (1, 2, 0), (block, 1))
+    return _map(rows.dtype, rows.pointer, rows.shape, rows.strides, (1, 2, 0), (block, 1))
 
 
 def queries_map(rows: Operand, queries: int, heads: int) -> bytes | None:
     """The same with axes D, H, L, B: a box has ``heads`` heads of each of ``queries`` rows, heads first."""
-    return _map(rows, (2, 1, 0), (heads, queries))
+    return _map(rows.dtype, rows.pointer, rows.shape, rows.strides, (2, 1, 0), (heads, queries))
 
 
 def runs_map(rows: Operand) -> bytes | None:
@@ -29,22 +29,27 @@ def runs_map(rows: Operand) -> bytes | None:
     gathered keys (``row_of_key`` in kernels/sm90/tile.cuh): 0, 1, 8, 9, 16, 17, 24, 25, 2, 3, 10, ... Its axes are D,
     row % 2, row / 8, row % 8 / 2, and the place of a head's first row in units of 16 bytes. Rows behind the last
     multiple of 8 are not in it."""
-    batch, length, heads, dim = rows.shape
-    row = 2 * rows.strides[1]
-    last = (rows.strides[0] * (batch - 1) + rows.strides[2] * (heads - 1)) // 8
-    if min(rows.strides[0] * (batch - 1), rows.strides[2] * (heads - 1)) < 0 or last >= 2**31:
-        return None
-    return _encode(_KINDS[rows.dtype], rows.pointer, (dim, 2, length // 8, 4, last + 1), (row, 8 * row, 2 * row, 16),
-                   (2, 4, 4, 1))
-
-
-def _map(rows: Operand, axes: tuple[int, int, int], box: tuple[int, int]) -> bytes | None:
-    strides = tuple(2 * rows.strides[axis] if rows.shape[axis] > 1 else 16 for axis in axes)
-    shape = (rows.shape[3], *(rows.shape[axis] for axis in axes))
-    return _encode(_KINDS[rows.dtype], rows.pointer, shape, strides, (*box, 1))
+    return _runs(rows.dtype, rows.pointer, rows.shape, rows.strides)
 
 
 @functools.lru_cache(maxsize=1024)
+def _runs(dtype: str, pointer: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes | None:
+    (batch, length, heads, dim), row = shape, 2 * strides[1]
+    ends = strides[0] * (batch - 1), strides[2] * (heads - 1)
+    last = sum(ends) // 8
+    if min(ends) < 0 or last >= 2**31:
+        return None
+    return _encode(_KINDS[dtype], pointer, (dim, 2, length // 8, 4, last + 1), (row, 8 * row, 2 * row, 16),
+                   (2, 4, 4, 1))
+
+
+@functools.lru_cache(maxsize=1024)
+def _map(dtype: str, pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], axes: tuple[int, ...],
+         box: tuple[int, int]) -> bytes | None:
+    steps = tuple(2 * strides[axis] if shape[axis] > 1 else 16 for axis in axes)
+    return _encode(_KINDS[dtype], pointer, (shape[3], *(shape[axis] for axis in axes)), steps, (*box, 1))
+
+
 def _encode(kind: int, pointer: int, shape: tuple[int, ...], strides: tuple[int, ...],
             box: tuple[int, ...]) -> bytes | None:
     encode = _driver_function()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cupy_dma import jit
-from cupy_dma.backends.cuda import decode, hopper
+from cupy_dma.backends.cuda import decode, hopper, hopper_tiles
 from cupy_dma.backends.cuda.configs import (
     BIAS_NONE,
     BIAS_OF_KEYS,
@@ -51,7 +51,7 @@ def hopper_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ..
                                      ("short intervals", "KEYS_LISTED", False, BIAS_OF_KEYS),
                                      ("intervals", "KEYS_SHARED", False, BIAS_OF_KEYS)):
         for head_dim in head_dims:
-            for tile in hopper.tiles_of(kind, head_dim):
+            for tile in hopper_tiles.tiles_of(kind, head_dim):
                 if keys != "KEYS_CONTIGUOUS":
                     configs.append(ListConfig(causal=False, block_n=tile.block_n))
                 configs += [hopper.HopperForwardConfig(element, head_dim, heads, *tile, keys, causal, bias, False,

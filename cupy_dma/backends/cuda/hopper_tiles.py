@@ -1,0 +1,193 @@
+"""Tiles of the Hopper forward (``kernels/sm90``): their shapes, which of them a call takes, how they are dealt out."""
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cupy_dma.backends.cuda.configs import BIAS_DENSE
+from cupy_dma.backends.cuda.problem import Problem
+from cupy_dma.backends.cuda.sequences import tile_numbers
+
+if TYPE_CHECKING:
+    from cupy_dma.calls import AttentionCall
+
+
+class HopperTile(NamedTuple):
+    """A block's part of the attention: rows (queries times heads), keys at a time, stages of keys, of their values and
+    of queries, and whether the warpgroups that multiply take turns in doing so."""
+
+    block_m: int
+    block_n: int
+    stages: int
+    value_stages: int
+    query_stages: int
+    turns: bool = False
+
+
+SECTION_BYTES = 24 << 20
+# By what a call's keys are and the largest head dim, measured by benchmarks/tune_hopper.py: one or two tiles, of which
+# a call takes the one with less time. Warpgroups that do not take turns come to do the same thing at the same time;
+# where there are two of them and little else to wait for, turns cost more than they bring. A tile of few keys is over
+# before the next one but one has its queries, which come to the place of its output: there it is worth a third place.
+WIDE_64, WIDE_128 = HopperTile(192, 96, 5, 5, 2, turns=True), HopperTile(192, 64, 4, 3, 2, turns=True)
+TILES: dict[str, dict[int, tuple[HopperTile, ...]]] = {
+    "short intervals": {64: (HopperTile(192, 64, 6, 6, 3, turns=True), HopperTile(128, 64, 6, 6, 3, turns=True)),
+                        128: (HopperTile(192, 64, 2, 2, 3, turns=True), HopperTile(128, 64, 4, 4, 2, turns=True))},
+    "intervals": {64: (WIDE_64, HopperTile(128, 128, 4, 4, 2, turns=True)),
+                  128: (WIDE_128, HopperTile(128, 64, 4, 4, 2, turns=True)),
+                  192: (HopperTile(128, 64, 2, 2, 2, turns=True),), 256: (HopperTile(128, 32, 2, 2, 2, turns=True),)},
+    "intervals with softcap": {64: (WIDE_64, HopperTile(128, 128, 4, 4, 2)),
+                               128: (WIDE_128, HopperTile(128, 64, 4, 4, 2, turns=True)),
+                               192: (HopperTile(128, 64, 2, 2, 2, turns=True),),
+                               256: (HopperTile(128, 32, 2, 2, 2, turns=True),)},
+    "bits": {64: (HopperTile(128, 128, 4, 4, 2),), 128: (HopperTile(128, 128, 2, 2, 2, turns=True),),
+             192: (HopperTile(128, 64, 2, 2, 2),), 256: (HopperTile(128, 32, 2, 2, 2, turns=True),)},
+    "contiguous": {64: (HopperTile(192, 128, 3, 3, 2, turns=True), HopperTile(128, 128, 4, 4, 2)),
+                   128: (HopperTile(128, 128, 2, 2, 2, turns=True),), 192: (HopperTile(128, 64, 2, 2, 2),),
+                   256: (HopperTile(128, 32, 2, 2, 2),)},
+    "contiguous with bias": {64: (WIDE_64, HopperTile(128, 128, 4, 4, 2)),
+                             128: (HopperTile(128, 128, 2, 2, 2),), 192: (HopperTile(128, 64, 2, 2, 2),),
+                             256: (HopperTile(128, 32, 2, 2, 2, turns=True),)},
+    "contiguous with bias and softcap": {64: (WIDE_64, HopperTile(128, 128, 4, 4, 2)),
+                                         128: (HopperTile(128, 128, 2, 2, 2),), 192: (HopperTile(128, 64, 2, 2, 2),),
+                                         256: (HopperTile(128, 32, 2, 2, 2, turns=True),)},
+}
+# The time of the second of two tiles, by that of the first. Blocks of 128 keys pay for lists of as many keys or more.
+SECOND_TIMES: dict[str, dict[int, float]] = {
+    "short intervals": {64: 0.78, 128: 0.85}, "intervals": {64: 0.77, 96: 0.78, 128: 0.73},
+    "intervals with softcap": {64: 0.75, 96: 0.7, 128: 0.72}, "contiguous": {64: 0.77},
+    "contiguous with bias": {64: 0.73}, "contiguous with bias and softcap": {64: 0.77}}
+SHORT_LISTS = {64: 192, 128: 128}  # keys of a query up to which intervals are short
+BLOCK_128_KEYS = 20  # what such a block of a list costs, in keys
+PART_TIMES = {192: (0.75, 0.9), 128: (0.85,)}  # of 64 and of 128 rows of a tile, by its own
+TILE_TIME = 0.15  # of a tile without keys, by that of one with the most
+
+
+class Facts(NamedTuple):
+    """What tiles depend on, of a call."""
+
+    keys: str  # a name of ``TILES``
+    head_dim: int
+    tile_heads: int  # of a tile
+    group_sets: int  # of so many heads that share a kv head
+    groups: int  # kv heads of the whole batch
+    query_length: int
+    key_length: int
+    seen: int  # keys that a query may see
+    sequences: int  # packed ones
+    bits: bool  # there is a dense mask
+    listed: bool  # there is one of intervals
+    causal: bool  # there is none, and keys are those up to a query's own position
+
+    @property
+    def sets(self) -> int:
+        """Sets of ``tile_heads`` heads in the batch."""
+        return self.groups * self.group_sets
+
+
+class Work(NamedTuple):
+    """How the tiles of a call are dealt out: what the launch and the kernel's parameters say of it."""
+
+    tiles: int  # of a set of heads
+    grid: int  # blocks, which stay for many tiles
+    section: int  # sets of heads whose keys and values stay in the second cache together
+    shorter: int  # tiles of a set that may meet fewer keys than the others
+
+
+def facts_of(call: AttentionCall, problem: Problem) -> Facts:
+    bound = None if problem.mask is None else problem.mask._bound
+    seen = call.key_length if bound is None else min(call.key_length, bound[0])
+    listed = problem.mask is not None
+    return Facts(_keys(call, problem, seen), call.head_dim, problem.tile_heads,
+                 call.heads // call.kv_heads // problem.tile_heads, call.batch * call.kv_heads, call.query_length,
+                 call.key_length, seen, problem.count, problem.bits, listed, problem.causal and not listed)
+
+
+def _keys(call: AttentionCall, problem: Problem, seen: int) -> str:
+    if is_dense(problem):
+        return "bits"
+    if problem.mask is not None:
+        if call.softcap > 0.0:
+            return "intervals with softcap"
+        return "short intervals" if seen <= (_entry(SHORT_LISTS, call.head_dim) or 0) else "intervals"
+    if problem.bias is None:
+        return "contiguous"
+    return "contiguous with bias" if call.softcap == 0.0 else "contiguous with bias and softcap"
+
+
+def is_dense(problem: Problem) -> bool:
+    """A dense mask, a dense bias, or both: keys come in blocks of some that follow each other, or nearly so."""
+    return problem.bits or problem.bias_kind == BIAS_DENSE
+
+
+def tiles_of(keys: str, head_dim: int) -> tuple[HopperTile, ...]:
+    """The tiles for a name of ``TILES``; none where there are none for this head dim."""
+    return _entry(TILES[keys], head_dim) or ()
+
+
+def _entry(table: dict[int, Any], head_dim: int) -> Any:
+    return next((entry for largest, entry in table.items() if head_dim <= largest), None)
+
+
+@functools.lru_cache(maxsize=4096)
+def tile_shape(facts: Facts, processors: int) -> HopperTile:
+    """The tile for a call: the one with less time on so many multiprocessors."""
+    first, *others = tiles_of(facts.keys, facts.head_dim)
+    if not others:
+        return first
+    second, = others
+    time = _entry(SECOND_TIMES[facts.keys], facts.head_dim)
+    if facts.listed and second.block_n > first.block_n:
+        time *= 1 + BLOCK_128_KEYS / max(1, facts.seen)
+    return first if rounds(facts, first, processors) <= time * rounds(facts, second, processors) else second
+
+
+@functools.lru_cache(maxsize=4096)
+def work_of(facts: Facts, tile: HopperTile, processors: int) -> Work:
+    """Few tiles are cut up among several blocks each (``scheduled`` in kernels/sm90/producer.cuh). Those that may meet
+    fewer keys, as their queries have fewer before them than a query of the mask sees at most, are dealt out last, all
+    sets at a time, so these keys must fit into the second cache."""
+    queries = tile.block_m // facts.tile_heads
+    tiles = tile_numbers(facts.query_length, queries, facts.sequences)
+    parts = tile.block_m // 64 if _cut(facts) else 1
+    section = max(1, SECTION_BYTES // _bytes(facts, facts.key_length)) * facts.group_sets
+    shorter = 0
+    if (facts.seen < facts.key_length and not facts.sequences
+            and facts.groups * _bytes(facts, facts.seen) <= SECTION_BYTES):
+        shorter = max(0, facts.seen + facts.query_length - facts.key_length) // queries
+    return Work(tiles, min(parts * tiles * facts.sets, processors), min(section, 2**16), shorter)
+
+
+def _cut(facts: Facts) -> bool:
+    """Whether tiles may be cut up: ``CUT`` in kernels/sm90/tile.cuh."""
+    return 64 % facts.tile_heads == 0 and not facts.bits and not facts.causal
+
+
+def _bytes(facts: Facts, keys: int) -> int:
+    """Of so many keys of a head and their values."""
+    return 2 * 2 * keys * facts.head_dim
+
+
+def rounds(facts: Facts, tile: HopperTile, processors: int) -> float:
+    """The time of all tiles, by that of one with the most keys."""
+    tiles, _, _, shorter = work_of(facts, tile, processors)
+    sets = facts.sets
+    count = sets * tiles
+    if facts.causal:  # the longest tiles first, with half of the keys on average
+        return max(1.0, count / (2 * processors))
+    longer = count - sets * shorter
+
+    def time(place: int) -> float:  # of the tile that is dealt out there
+        left = 0 if place < longer else (place - longer) // sets + 1
+        return 1.0 - (1.0 - TILE_TIME) * left / (shorter + 1)
+
+    full, rest = divmod(count, processors)  # rounds
+    whole = min(full, longer // processors)
+    total = whole + sum(time(place * processors) for place in range(whole, full))
+    before = full * processors
+    if rest == 0 or not _cut(facts):
+        return total + (time(before) if rest else 0.0)
+    third, *half = PART_TIMES[tile.block_m]
+    if 2 * rest > processors:
+        return total + max(third * time(before), time(before + (processors - rest) // (tile.block_m // 64 - 1)))
+    return total + time(before) * (third if tile.block_m // 64 * rest <= processors else half[0])
