@@ -130,6 +130,7 @@ __device__ __forceinline__ void begin(Shared& shared, bool careful) {
 
 // Whether this block must do everything once more, carefully: an output is not finite.
 __device__ __forceinline__ bool is_spoiled(const Shared& shared) {
+    __threadfence_block();  // the barrier orders memory, too, but racecheck sees that only now and then without
     named_barrier(ALL_BARRIER, THREADS);  // all tiles have been written
     return !shared.careful && shared.spoiled;
 }
