@@ -44,12 +44,13 @@ class Benchmark(common.Benchmark):
 
         return sample(self.case.query_length, self.case.seed)
 
-    def attend(self, label: str, problem: Any, mask: Any, bias: Any = None, setup: Any = None) -> tuple[Any, Any]:
+    def attend(self, label: str, problem: Any, mask: Any, bias: Any = None, setup: Any = None,
+               **options: Any) -> tuple[Any, Any]:
         """Measure and check a forward pass; ``(out, lse)``."""
         import cupy_dma as dma
         from benchmarks.dense_check import check_forward
 
-        call = functools.partial(dma.attention, self.query, self.key, self.value, mask=mask, bias=bias)
+        call = functools.partial(dma.attention, self.query, self.key, self.value, mask=mask, bias=bias, **options)
         self.record("cupy_dma", f"forward {label}".strip(), call, setup)
         out, lse = call(return_lse=True)
         self.checks[f"forward {label}".strip()] = check_forward(problem, out[0], lse[0], self.sampled())
@@ -204,3 +205,42 @@ class Interval(Benchmark):
             out, lse = self.attend(label, problem, mask, self.scores, setup)
             self.differentiate(label, problem, out, lse, mask, self.scores, setup)
         self.read()
+
+
+class Plain(Benchmark):
+    """No mask, or causality alone."""
+
+    SOFTCAP = 30.0
+
+    def prepare(self) -> None:
+        self.bias = self.normal(1, self.case.kv_heads, self.case.key_length).float()
+
+    def plain_problem(self, causal: bool, bias: Any, softcap: float) -> Any:
+        from benchmarks.dense_check import Problem
+
+        def visible(i: Any, j: Any) -> Any:
+            return (j >= 0)[None, None].expand(1, len(i), -1) if not causal else (j <= i[:, None])[None]
+
+        return Problem(self.query[0], self.key[0], self.value[0], visible, None if bias is None else bias[0, :, None],
+                       softcap=softcap)
+
+    def ours(self) -> None:
+        for causal, words in ((False, "all keys"), (True, "causal")):
+            for more, bias, softcap in (("", None, 0.0), (", bias of keys and softcap", self.bias, self.SOFTCAP)):
+                self.attend(words + more, self.plain_problem(causal, bias, softcap), None, bias, causal=causal,
+                            softcap=softcap)
+
+    def peers(self, deadline: float, flex: bool) -> None:
+        from torch.nn.attention import SDPBackend
+
+        from benchmarks import measure, peers
+
+        backends: dict[str, Any] = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+        if not measure.on_gpu():
+            backends = {"sdpa": None}
+        if flex:
+            return
+        for who, backend in backends.items():
+            for causal, words in ((False, "all keys"), (True, "causal")):
+                make = functools.partial(peers.dense, backend, self.query, self.key, self.value, causal)
+                self.peer(who, make, deadline, f"forward {words}")

@@ -38,6 +38,7 @@ class Problem:
     bias: Tensor | None = None  # (Hkv|H, 1|Lq, Lk)
     keys_of: Span | None = None  # the keys that a query can see; all
     queries_of: Span | None = None  # the queries that can see a key; all
+    softcap: float = 0.0  # c: c * tanh(scale * q . k / c) in place of scale * q . k; 0 = none; forward only
 
     def spread(self, x: Tensor) -> Tensor:
         """Axis 0 of ``Hkv`` or 1 entries as one of ``H``."""
@@ -50,6 +51,8 @@ class Problem:
 
     def logits(self, i: Tensor, j: Tensor, wide: torch.dtype) -> Tensor:
         s = self.query.shape[2]**-0.5 * self.rows(self.query, i, wide) @ self.rows(self.key, j, wide).transpose(1, 2)
+        if self.softcap:
+            s = self.softcap * torch.tanh(s / self.softcap)
         if self.bias is not None:
             part = self.bias if self.bias.shape[1] == 1 else self.bias[:, i]
             s = s + self.spread(part[:, :, j]).to(wide)

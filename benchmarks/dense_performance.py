@@ -1,11 +1,11 @@
-"""Dense masks and biases, block and column structure, intervals given as dense masks, and varlen, in one run.
+"""Dense masks and biases, block and column structure, intervals as dense masks, varlen, and no mask, in one run.
 
-    python benchmarks/dense_performance.py                       everything, about 90 s on an H200
+    python benchmarks/dense_performance.py                       everything, about 100 s on an H200
     python benchmarks/dense_performance.py --table                           print the README's table from the results
     python benchmarks/dense_performance.py --update-readme                   put it into README.md
 
-Inputs: bfloat16, batch 1, 16/8 heads, D 128; query, key, value, dout and dense bias independent normal numbers, seeded
-by the case. Timing, L2 policy, medians and peak memory: see measure.py.
+Inputs: bfloat16, batch 1, 16/8 heads, D 128; query, key, value, dout and biases independent normal numbers, seeded by
+the case. Timing, L2 policy, medians and peak memory: see measure.py.
 
 random: a mask (1, H, N, N) of which half is visible and a bias (1, H, N, N), N = 8192. Ours: forward and backward with
 the gradient of the bias, the mask packed anew in every call. Peers: flex, compiled FlexAttention that reads the same
@@ -17,6 +17,8 @@ interval: the top-w mask, w = 1024, as a dense boolean (1, Hkv, N, N), against t
 anew) and one read of the boolean (the faster of a reduction and half of a copy).
 varlen causal, varlen top-w: 64 sequences of 100 to 8000 tokens, against 64 equal ones of as many tokens, as a batch
 (B = 64) and packed. Causal attention of unequal lengths has more pairs, so times are compared per visible pair.
+plain: forward of all keys and causal, without more and with a bias of keys and a softcap of 30, D 64 and 128, N = 8192
+and 32768. Peers, which have neither bias nor softcap: cudnn, flash, scaled_dot_product_attention of the same.
 
 Check: sampled rows and keys of every output and gradient, also the peers', against float64 under the rule "at most
 twice (gradients: three times) the error of the plain same-precision computation plus one rounding", see dense_check.py.
@@ -31,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itse
 
 from benchmarks import common, render_dense
 from benchmarks.common import Case
-from benchmarks.dense_cases import Benchmark, Interval, Random, Structured
+from benchmarks.dense_cases import Benchmark, Interval, Plain, Random, Structured
 from benchmarks.dense_varlen import Varlen, lengths
 
 
@@ -39,24 +41,25 @@ def cases(which: str, quick: bool = False) -> list[Case]:
     small = which == "smoke"
     n, heads, kv_heads, size, w = (140, 4, 2, 16, 40) if small else (8192, 16, 8, 128, 1024)
 
-    def case(name: str, length: int, window: int = 0) -> Case:
+    def case(name: str, length: int, window: int = 0, size: int = size) -> Case:
         return Case(name, heads, kv_heads, size, length, length, window)
 
     total = sum(lengths(small))
     found = [case("random", n), case("blocks", n), case("columns", n), case("interval", n, w),
              case("varlen causal", total), case("varlen top-w", total, w)]
+    found += [case("plain", n, 0, size)] if small else [case("plain", m, 0, d) for d in (64, 128) for m in (n, 4 * n)]
     return found[:4] if quick else found
 
 
 CLASSES = {"random": Random, "blocks": Structured, "columns": Structured, "interval": Interval,
-           "varlen causal": Varlen, "varlen top-w": Varlen}
+           "varlen causal": Varlen, "varlen top-w": Varlen, "plain": Plain}
 
 
 def benchmark(case: Case) -> Benchmark:
     return CLASSES[case.set](case)
 
 
-SUITE = common.Suite(__doc__ or "", cases, benchmark, render_dense.DENSE, seconds=80)
+SUITE = common.Suite(__doc__ or "", cases, benchmark, render_dense.DENSE, seconds=90)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -43,10 +43,10 @@ def expanded_if_needed(make: Callable[..., Call], key, value, group: int) -> tup
     return call, "kv heads expanded beforehand"
 
 
-def dense(backend: SDPBackend | None, query, key, value) -> tuple[Call, str]:
-    """scaled_dot_product_attention, causal (one query: everything is visible). Returns the call and a note."""
+def dense(backend: SDPBackend | None, query, key, value, causal: bool = True) -> tuple[Call, str]:
+    """scaled_dot_product_attention (one query: everything is visible). Returns the call and a note."""
     q, k, v = bhsd(query, key, value)
-    return expanded_if_needed(lambda k, v: partial(sdpa, backend, q, k, v, q.shape[2] > 1), k, v,
+    return expanded_if_needed(lambda k, v: partial(sdpa, backend, q, k, v, causal and q.shape[2] > 1), k, v,
                               q.shape[1] // k.shape[1])
 
 

@@ -105,12 +105,16 @@ def select(scores: Operand, window: int, keys: str, candidates: Candidates, modu
 
     everything = window >= n and real is None and runs is None
     w = min(window, max(n, 1))
+    hints = selection_hints(window, n, keys, real is not None, runs is not None)
+    prefix_run = getattr(module, "prefix_run", None)
+    if keys == "prefix" and runs is None and not everything and prefix_run is not None:
+        start, stop = prefix_run(scores, w, real)
+        return IntervalMask._make(place, start, stop, hints)
     if everything:
         stop = place.full(scores.shape, NEVER, "int32", device)
     else:
         document = None if runs is None else checks.with_axes(_of(place, runs.first, "documents"), 2)
         stop = module.prefix_stop(scores, w, real, document)
-    hints = selection_hints(window, n, keys, real is not None, runs is not None)
     if keys == "prefix":
         start = place.arange(0, n, device) if runs is None else runs.keys
         if runs is not None:

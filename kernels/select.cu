@@ -5,6 +5,7 @@
 //
 // score    // (B, Hkv, Lk) f32, any strides       padding // (1|B, Lk) bytes, 0 = no candidate (PADDING)
 // document // (1|B, Lk) int32 (DOCUMENTS)         stop    // (B, Hkv, Lk) int32, contiguous
+// start    // (Lk) int32, becomes 0, 1, 2, ...; or null
 //
 // Three kernels; a row is one (batch, kv head), cut into chunks:
 //   local_top        a chunk's `window` best keys                                         -> local
@@ -30,6 +31,7 @@ struct SelectParams {
     Ranked* arrivals;     // (rows, chunks, chunk), by position
     int* arrival_count;   // (rows, chunks)
     int* stop;
+    int* start;
     long long score_batch, score_head, score_key;  // strides, in elements
     long long padding_batch, document_batch;
     int kv_heads, key_length, window, chunk, chunks, local_capacity;
@@ -134,6 +136,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) filter_arrivals(const
             const int i = base + threadIdx.x * OWN + k;
             if (own[k] != 0) arrivals[place++] = own[k];
             if (i < count) stop[first + i] = own[k] != 0 ? NEVER : first + i;
+            if (i < count && row.row == 0 && p.start != nullptr) p.start[first + i] = first + i;
         }
         arrived += total;
     }

@@ -400,6 +400,9 @@ def test_dense_smoke_run(dense_result):
     assert {(row["who"], row["stage"]) for row in random["rows"] if row["note"].endswith("right")} == {
         ("flex", "forward"), ("sdpa", "forward"), ("sdpa", "backward")}
     assert random["check"]["stages"].keys() == {"forward", "backward"}
+    plain = dense_result["cases"][-1]
+    assert len(plain["check"]["stages"]) == 4
+    assert {row["stage"] for row in plain["rows"] if row["who"] == "sdpa"} == {"forward all keys", "forward causal"}
 
 
 def test_dense_tables_and_readme(dense_result, tmp_path):
@@ -469,18 +472,21 @@ def test_flex_with_a_learned_bias():
 
 def test_dense_goals():
     def case(name, **rows):
-        return {"set": name, "rows": [{"who": who, "stage": stage, "ms": ms, "pairs": pairs}
-                                      for (who, stage, pairs), ms in rows["rows"].items()]}
+        return {"set": name, "head_dim": 64, "key_length": 8192,
+                "rows": [{"who": who, "stage": stage, "ms": ms, "pairs": pairs}
+                         for (who, stage, pairs), ms in rows["rows"].items()]}
 
     us = "cupy_dma"
     result = {"cases": [
         case("random", rows={(us, "forward", 0): 3.0, ("flex", "forward", 0): 2.0}),
         case("interval", rows={(us, "forward dense", 0): 2.0, (us, "forward interval", 0): 1.0,
                                ("torch", "read", 0): 0.6}),
-        case("varlen causal", rows={(us, "forward unequal", 300): 6.6, (us, "forward equal, batch", 200): 4.0})]}
+        case("varlen causal", rows={(us, "forward unequal", 300): 6.6, (us, "forward equal, batch", 200): 4.0}),
+        case("plain", rows={(us, "forward causal", 0): 1.0, (us, "forward causal, bias of keys and softcap", 0): 1.3,
+                            ("cudnn", "forward causal", 0): 2.0})]}
     found = {goal["name"]: goal for goal in render_dense.goals(result)}
     ratios = {name: goal["ratio"] for name, goal in found.items() if goal["ratio"] is not None}
-    assert [pytest.approx(ratio) for ratio in ratios.values()] == [1.5, 1.25, 1.1]
+    assert [pytest.approx(ratio) for ratio in ratios.values()] == [1.5, 1.25, 1.1, 0.5, 0.65]
     assert all("forward" in name for name in ratios)
 
 

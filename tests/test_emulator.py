@@ -385,6 +385,8 @@ def hopper_facts(head_dim, length, heads, kv_heads, window=None, bias=False, sof
     ((64, 32768, 2, 1, 1024, True), (192, 96)), ((64, 16384, 2, 1, 1024, True), (128, 128)),
     ((64, 8192, 2, 1, 1024, True), (128, 128)), ((64, 2048, 2, 1, 1024, True), (128, 128)),
     ((64, 32768, 2, 1, 32, True), (192, 64)), ((64, 32768, 2, 1, 128, True), (192, 64)),
+    ((64, 16384, 2, 1, 32, True), (128, 64)), ((64, 2048, 2, 1, 128, True), (128, 64)),
+    ((64, 4096, 16, 8, 128, True), (192, 64)), ((128, 16384, 2, 1, 64, True), (128, 64)),
     ((64, 32768, 2, 1, 256, True), (192, 96)), ((64, 32768, 2, 1, 4096, True), (192, 96)),
     ((64, 32768, 2, 1, 1024, True, 30.0), (192, 96)), ((64, 32768, 16, 8, 1024, True, 30.0), (192, 96)),
     ((96, 32768, 2, 1, 1024, True), (192, 64)), ((96, 32768, 2, 1, 1024, True, 30.0), (128, 64)),
@@ -398,6 +400,13 @@ def hopper_facts(head_dim, length, heads, kv_heads, window=None, bias=False, sof
 def test_hopper_tiles_by_the_time_of_their_rounds(arguments, shape):
     """As measured, on 132 multiprocessors."""
     assert hopper_tiles.tile_shape(hopper_facts(*arguments), 132)[:2] == shape
+
+
+@pytest.mark.parametrize(("head_dim", "window", "places"), [
+    (64, 192, 3), (64, 193, 2), (96, 128, 3), (128, 128, 3), (128, 129, 2), (192, 32, 2)])
+def test_lists_of_few_keys_have_a_third_place_for_queries(head_dim, window, places):
+    facts = hopper_facts(head_dim, 32768, 16, 8, window, True)
+    assert hopper_tiles.tile_shape(facts, 132).query_stages == places
 
 
 @pytest.mark.parametrize(("length", "causal", "blocks"), [

@@ -20,6 +20,7 @@ from cupy_dma.backends.cuda.forward import attention as _attention
 from cupy_dma.backends.cuda.last_queries import attend_last as _attend_last
 from cupy_dma.backends.cuda.scores import key_scores as _key_scores
 from cupy_dma.backends.cuda.scores import key_scores_backward as _key_scores_backward
+from cupy_dma.backends.cuda.selection import prefix_run as _prefix_run
 from cupy_dma.backends.cuda.selection import prefix_stop as _prefix_stop
 from cupy_dma.cache_copies import ARRAYS
 from cupy_dma.cache_state import CacheState, ExtendCall
@@ -45,6 +46,9 @@ class Backend:
 
     def prefix_stop(self, *arguments: Any) -> Any:
         return self._run(_prefix_stop, arguments, ("stop",))
+
+    def prefix_run(self, *arguments: Any) -> Any:
+        return self._run(_prefix_run, arguments, ("start", "stop"))
 
     def attention(self, call: Any) -> Any:
         return self._run(_attention, (call,), ("out", "lse"))

@@ -10,6 +10,7 @@ of this package prepare and launch; they reach the device through a ``Runtime`` 
     sequences.py   packed sequences              kernels/sequences.cu
     forward.py     attention over key lists      kernels/forward.cu
     hopper.py      the same on Hopper GPUs       kernels/sm90/forward.cu
+    hopper_tiles.py  its tile shapes, and how tiles are dealt out
     few_queries.py the same, split over keys     kernels/decode_attention.cu
     last_queries.py  with their selection        kernels/decode_select.cu
     backward.py    its gradients                 kernels/backward_{query,key,bias,sum}.cu
@@ -33,16 +34,18 @@ from cupy_dma.backends.cuda.last_queries import attend_last as _attend_last
 from cupy_dma.backends.cuda.runtime import CudaRuntime
 from cupy_dma.backends.cuda.scores import key_scores as _key_scores
 from cupy_dma.backends.cuda.scores import key_scores_backward as _key_scores_backward
+from cupy_dma.backends.cuda.selection import prefix_run as _prefix_run
 from cupy_dma.backends.cuda.selection import prefix_stop as _prefix_stop
 from cupy_dma.backends.cuda.warmup import warmup_jobs
 
 __all__ = ["attend_last", "attention", "attention_backward", "cache_extend", "key_scores", "key_scores_backward",
-           "prefix_stop", "unavailable", "warmup_jobs"]
+           "prefix_run", "prefix_stop", "unavailable", "warmup_jobs"]
 
 runtime = CudaRuntime()
 attention = partial(_attention, runtime)
 key_scores = partial(_key_scores, runtime)
 prefix_stop = partial(_prefix_stop, runtime)
+prefix_run = partial(_prefix_run, runtime)
 attention_backward = partial(_attention_backward, runtime)
 key_scores_backward = partial(_key_scores_backward, runtime)
 attend_last = partial(_attend_last, runtime)
