@@ -71,9 +71,9 @@ def _table(result: dict[str, Any]) -> str:
     versions = {name: result["versions"].get(name, "?") for name in ("torch_cuda", "torch", "cupy")}
     lines += ["", f"Medians, bfloat16, 16/8 heads, D 128 and N 8192 unless told (varlen: 64 sequences of 100 to 8000 "
                   f"tokens), on one {result['device']} (CUDA {versions['torch_cuda']}, torch {versions['torch']}, CuPy "
-                  f"{versions['cupy']}), {result['date'][:10]}. Our times include packing a dense mask; FlexAttention's "
-                  f"exclude building its block mask. cuDNN adds neither bias nor softcap. Every output of ours was "
-                  f"checked against float64 in the same run. All numbers and the method: "
+                  f"{versions['cupy']}), {result['date'][:10]}. Our times include packing a dense mask; "
+                  f"FlexAttention's exclude building its block mask. cuDNN adds neither bias nor softcap. Every output "
+                  f"of ours was checked against float64 in the same run. All numbers and the method: "
                   f"[benchmarks/results](benchmarks/results)."]
     return "\n".join(lines)
 
