@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from typing import Any
 
 from benchmarks import common
@@ -71,6 +70,23 @@ class Benchmark(common.Benchmark):
         given = Given(problem, self.dout[0], out[0], lse[0])
         self.checks[stage] = check_backward(given, (*(x[0] for x in found[:3]), dbias), self.sampled(), self.sampled())
 
+    def check_output(self, problem: Any, out: Any) -> dict[str, Any]:
+        """Of a peer: (1, H, Lq, D)."""
+        from benchmarks.dense_check import check_forward
+
+        return check_forward(problem, out[0].transpose(0, 1), None, self.sampled())
+
+    def checked_peer(self, who: str, stage: str, make: Any, deadline: float, check: Any) -> None:
+        """A peer whose result ``check`` takes, too; what that says goes to its note and never fails the run."""
+        def checked() -> tuple[Any, str]:
+            made = make()
+            call, note = made if isinstance(made, tuple) else (made, "")
+            result = check(call())
+            word = "right" if result["ok"] else f"NOT WITHIN THE RULE ({result['worst']:.2f} of what is allowed)"
+            return call, "; ".join(filter(None, (note, word)))
+
+        self.peer(who, checked, deadline, stage)
+
     def check(self) -> dict[str, Any]:
         return {"stages": self.checks, "worst": max(found["worst"] for found in self.checks.values()),
                 "ok": all(found["ok"] for found in self.checks.values())}
@@ -91,25 +107,16 @@ class Random(Benchmark):
         self.differentiate("", self.checked, out, lse, self.mask, self.bias)
         self.out, self.lse = out, lse
 
-    def checked_peer(self, who: str, stage: str, make: Any, deadline: float) -> None:
-        """A peer whose result is checked too; the check goes to its note and never fails the run."""
-        from benchmarks.dense_check import Given, check_backward, check_forward
+    def check_gradients(self, found: Any) -> dict[str, Any]:
+        """Of a peer, heads first: of query, key, value and maybe the bias."""
+        from benchmarks.dense_check import Given, check_backward
 
-        made = make()
-        call, note = made if isinstance(made, tuple) else (made, "")
-        found = call()
-        if stage == "forward":
-            result = check_forward(self.checked, found[0].transpose(0, 1), None, self.sampled())
-        else:
-            dq, dk, dv, *rest = (x[0] for x in found)
-            dq, dk, dv = (x.transpose(0, 1) for x in (dq, dk, dv))
-            if dk.shape[1] > self.case.kv_heads:  # expanded: what the caller would still have to add up
-                dk, dv = (x.float().unflatten(1, (self.case.kv_heads, -1)).sum(2).to(x.dtype) for x in (dk, dv))
-            result = check_backward(Given(self.checked, self.dout[0], self.out[0], self.lse[0]),
-                                    (dq, dk, dv, rest[0] if rest else None), self.sampled(), self.sampled())
-        del found
-        word = "right" if result["ok"] else f"NOT WITHIN THE RULE ({result['worst']:.2f} of what is allowed)"
-        self.peer(who, lambda: (call, "; ".join(filter(None, (note, word)))), deadline, stage)
+        dq, dk, dv, *rest = (x[0] for x in found)
+        dq, dk, dv = (x.transpose(0, 1) for x in (dq, dk, dv))
+        if dk.shape[1] > self.case.kv_heads:  # expanded: what the caller would still have to add up
+            dk, dv = (x.float().unflatten(1, (self.case.kv_heads, -1)).sum(2).to(x.dtype) for x in (dk, dv))
+        return check_backward(Given(self.checked, self.dout[0], self.out[0], self.lse[0]),
+                              (dq, dk, dv, rest[0] if rest else None), self.sampled(), self.sampled())
 
     def peers(self, deadline: float, flex: bool) -> None:
         from torch.nn.attention import SDPBackend
@@ -118,41 +125,25 @@ class Random(Benchmark):
 
         inputs, compiled = (self.query, self.key, self.value), measure.on_gpu()
 
-        def one(who: str, stage: str, make: Any) -> None:
-            if time.monotonic() > deadline:
-                self.failed(who, stage, "no time left")
-                return
-            try:
-                self.checked_peer(who, stage, make, deadline)
-            except Exception as error:  # a peer that cannot run is a result too
-                words = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-                self.failed(who, stage, words)
+        def forward(who: str, make: Any) -> None:
+            self.checked_peer(who, "forward", make, deadline, functools.partial(self.check_output, self.checked))
 
-        try:
-            blocks = dense_peers.block_mask(self.mask, compiled)
-        except Exception as error:
-            self.failed("flex", "block mask", f"{type(error).__name__}: {error}".splitlines()[0][:160])
-        else:
-            self.peer("flex", lambda: functools.partial(dense_peers.block_mask, self.mask, compiled), deadline,
-                      "block mask")
-            one("flex", "forward", lambda: dense_peers.flex(*inputs, self.mask, self.bias, blocks, compiled))
-            if compiled:
-                one("flex", "backward", lambda: dense_peers.flex_backward(*inputs, self.dout, self.mask, self.bias,
-                                                                          blocks))
+        def backward(who: str, make: Any) -> None:
+            self.checked_peer(who, "backward", make, deadline, self.check_gradients)
+
+        blocks = functools.cache(lambda: dense_peers.block_mask(self.mask, compiled))
+        self.peer("flex", lambda: functools.partial(dense_peers.block_mask, self.mask, compiled), deadline,
+                  "block mask")
+        forward("flex", lambda: dense_peers.flex(*inputs, self.mask, self.bias, blocks(), compiled))
+        if compiled:
+            backward("flex", lambda: dense_peers.flex_backward(*inputs, self.dout, self.mask, self.bias, blocks()))
         added = self.bias.masked_fill(~self.mask, float("-inf"))
         backends: dict[str, Any] = {"cudnn": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
         if not compiled:
             backends = {"sdpa": None}
         for who, backend in backends.items():
-            one(who, "forward", functools.partial(dense_peers.sdpa, backend, *inputs, added))
-            one(who, "backward", functools.partial(dense_peers.sdpa_backward, backend, *inputs, self.dout, added))
-
-    def failed(self, who: str, stage: str, words: str) -> None:
-        from benchmarks import measure
-
-        measure.synchronize()
-        measure.free_memory()
-        self.rows.append({"who": who, "stage": stage, "ms": None, "timing": "", "note": words})
+            forward(who, functools.partial(dense_peers.sdpa, backend, *inputs, added))
+            backward(who, functools.partial(dense_peers.sdpa_backward, backend, *inputs, self.dout, added))
 
 
 class Structured(Benchmark):
@@ -215,11 +206,11 @@ class Plain(Benchmark):
     def prepare(self) -> None:
         self.bias = self.normal(1, self.case.kv_heads, self.case.key_length).float()
 
-    def plain_problem(self, causal: bool, bias: Any, softcap: float) -> Any:
+    def plain_problem(self, causal: bool, bias: Any = None, softcap: float = 0.0) -> Any:
         from benchmarks.dense_check import Problem
 
         def visible(i: Any, j: Any) -> Any:
-            return (j >= 0)[None, None].expand(1, len(i), -1) if not causal else (j <= i[:, None])[None]
+            return ((j <= i[:, None]) | (not causal))[None]
 
         return Problem(self.query[0], self.key[0], self.value[0], visible, None if bias is None else bias[0, :, None],
                        softcap=softcap)
@@ -238,9 +229,9 @@ class Plain(Benchmark):
         backends: dict[str, Any] = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
         if not measure.on_gpu():
             backends = {"sdpa": None}
-        if flex:
-            return
         for who, backend in backends.items():
             for causal, words in ((False, "all keys"), (True, "causal")):
-                make = functools.partial(peers.dense, backend, self.query, self.key, self.value, causal)
-                self.peer(who, make, deadline, f"forward {words}")
+                self.checked_peer(
+                    who, f"forward {words}",
+                    functools.partial(peers.dense, backend, self.query, self.key, self.value, causal), deadline,
+                    functools.partial(self.check_output, self.plain_problem(causal)))

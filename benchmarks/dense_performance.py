@@ -1,6 +1,6 @@
 """Dense masks and biases, block and column structure, intervals as dense masks, varlen, and no mask, in one run.
 
-    python benchmarks/dense_performance.py                       everything, about two minutes on an H200
+    python benchmarks/dense_performance.py                       everything, below five minutes on an H200
     python benchmarks/dense_performance.py --table                           print the README's table from the results
     python benchmarks/dense_performance.py --update-readme                   put it into README.md
 

@@ -72,8 +72,8 @@ def _table(result: dict[str, Any]) -> str:
     lines += ["", f"Medians, bfloat16, 16/8 heads, D 128 and N 8192 unless told (varlen: 64 sequences of 100 to 8000 "
                   f"tokens), on one {result['device']} (CUDA {versions['torch_cuda']}, torch {versions['torch']}, CuPy "
                   f"{versions['cupy']}), {result['date'][:10]}. Our times include packing a dense mask; "
-                  f"FlexAttention's exclude building its block mask. Every output of ours was checked against float64 "
-                  f"in the same run. All numbers and the method: [benchmarks/results](benchmarks/results)."]
+                  f"FlexAttention's exclude building its block mask. Every output was checked against float64 in the "
+                  f"same run. All numbers and the method: [benchmarks/results](benchmarks/results)."]
     return "\n".join(lines)
 
 

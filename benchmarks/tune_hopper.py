@@ -38,7 +38,7 @@ SHORT_CANDIDATES = {  # for lists of few keys; by the largest head dim
          HopperTile(128, 128, 4, 4, 2)],
     128: [HopperTile(192, 64, 2, 2, 3), HopperTile(192, 64, 4, 3, 2), HopperTile(128, 64, 3, 3, 3),
           HopperTile(128, 64, 4, 4, 2)]}
-CANDIDATES = {
+CANDIDATES = {  # for all other keys
     64: [HopperTile(192, 128, 3, 3, 2), HopperTile(192, 96, 5, 5, 2), HopperTile(192, 64, 6, 6, 2),
          HopperTile(128, 128, 4, 4, 2)],
     128: [HopperTile(192, 64, 4, 3, 2), HopperTile(128, 128, 2, 2, 2), HopperTile(128, 64, 4, 4, 2)],
