@@ -109,9 +109,8 @@ __device__ __forceinline__ void consume(Consumer& c) {
     c.stand_by(false);
 }
 
-// By one thread, before anything else.
+// By one thread, before anything else of a round.
 __device__ __forceinline__ void begin(Shared& shared, bool careful) {
-    shared.spoiled = false;
     shared.careful = careful;
     for (int i = 0; i < QUERY_STAGES; ++i) {
         barrier_init(&shared.query_arrived[i], QUERY_BULK ? 1 : 2 * PRODUCER_THREADS);
@@ -128,16 +127,17 @@ __device__ __forceinline__ void begin(Shared& shared, bool careful) {
     barrier_init_fence();
 }
 
-// Whether this block must do everything once more, carefully: an output is not finite.
-__device__ __forceinline__ bool is_spoiled(const Shared& shared) {
-    __threadfence_block();  // the barrier orders memory, too, but racecheck sees that only now and then without
-    named_barrier(ALL_BARRIER, THREADS);  // all tiles have been written
-    return !shared.careful && shared.spoiled;
+// At the end of a round: whether this block must do everything once more, carefully, for an output is not finite.
+__device__ __forceinline__ bool is_spoiled(Shared& shared) {
+    if (shared.careful) return false;
+    barrier_arrive(&shared.everybody);
+    barrier_wait(&shared.everybody, 0);  // all tiles have been written
+    return shared.spoiled;
 }
 
+// When nobody leaves anything behind.
 __device__ __forceinline__ void begin_again(Shared& shared) {
-    named_barrier(ALL_BARRIER, THREADS);  // everybody knows, and has left nothing behind
-    if (threadIdx.x == 0) {
+    if (thread_now() == 0) {
         for (Barrier* b = shared.query_arrived; b < shared.value_free + VALUE_STAGES; ++b) barrier_end(b);
         begin(shared, true);
     }
@@ -149,7 +149,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(
     extern __shared__ unsigned char shared_memory[];
     // The swizzle counts rows from 1024-byte boundaries.
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory + (0u - shared_address(shared_memory)) % 1024);
-    if (threadIdx.x == 0) begin(shared, false);
+    if (threadIdx.x == 0) {
+        shared.spoiled = false;
+        barrier_init(&shared.everybody, THREADS);
+        begin(shared, false);
+    }
     __syncthreads();  // the barriers are in place
     if (threadIdx.x < PRODUCER_THREADS) {
         shrink_registers<PRODUCER_REGISTERS>();

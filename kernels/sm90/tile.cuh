@@ -159,7 +159,8 @@ struct Shared {
     Tile tile[QUERY_STAGES];
     Output output[QUERY_STAGES];
     Plan plans[PRODUCER_WARPS][2];  // the producer's own: of the tile at hand and of the next one
-    // `begin_again` goes through all barriers from the first to the last.
+    Barrier everybody;  // of all threads, when all tiles have been written
+    // `begin_again` goes through all of these, from the first to the last.
     Barrier query_arrived[QUERY_STAGES], query_free[QUERY_STAGES];
     Barrier key_arrived[STAGES], key_free[STAGES], value_arrived[VALUE_STAGES], value_free[VALUE_STAGES];
 };
