@@ -198,10 +198,11 @@ def selection() -> int:
 
 def key_scores() -> int:
     rng = np.random.default_rng(0)
-    shapes = ((1, 70, 1, 64), (2, 33, 8, 128), (1, 41, 3, 33), (1, 37, 20, 64))
-    for shape in shapes:
+    shapes = ((1, 70, 1, 64), (2, 33, 8, 128), (1, 41, 3, 33), (1, 37, 20, 64), (1, 37, 3, 40))
+    cases = [(shape, kind) for shape in shapes for kind in ("float32", "bfloat16")]
+    for shape, kind in cases:
         value = rng.standard_normal(shape).astype(numpy_dtype("bfloat16"))
-        weight = (rng.standard_normal((shape[2], shape[2] * shape[3])) / 8).astype(np.float32)
+        weight = (rng.standard_normal((shape[2], shape[2] * shape[3])) / 8).astype(numpy_dtype(kind))
         a = np.ones(shape[2], np.float32)
         got = cupy.asnumpy(dma.key_scores(*(cupy.asarray(x) for x in (value, weight, a))))
         np.testing.assert_allclose(got, reference.key_scores(value, weight, a), rtol=2e-5)
@@ -211,7 +212,7 @@ def key_scores() -> int:
         for ours, other in zip(found[:3], expected[:3]):
             x = cupy.asnumpy(ours).astype(np.float64)
             assert np.linalg.norm(x - other) < 1e-2 * np.linalg.norm(other)
-    return len(shapes)
+    return len(cases)
 
 
 def in_portable_kernels(part: Callable[[], int]) -> int:

@@ -221,7 +221,8 @@ def test_selection_of_long_sequences(kind, length, window):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("form", ["exp", "linear"])
-@pytest.mark.parametrize("shape", [(2, 333, 1, 64), (1, 1000, 8, 128), (2, 77, 3, 33), (1, 100, 20, 64), (1, 0, 2, 8)])
+@pytest.mark.parametrize("shape", [(2, 333, 1, 64), (1, 1000, 8, 128), (2, 77, 3, 33), (1, 100, 20, 64), (1, 0, 2, 8),
+                                   (1, 300, 3, 40)])
 def test_key_scores(dtype, form, shape):
     rng = np.random.default_rng(0)
     _, _, heads, size = shape
@@ -229,7 +230,7 @@ def test_key_scores(dtype, form, shape):
     weight = (rng.standard_normal((heads, heads * size)) / np.sqrt(size)).astype(np.float32)
     a, offset = rng.standard_normal(heads).astype(np.float32), rng.standard_normal(heads).astype(np.float32)
     move = converter("cupy")
-    for projection in (weight, weight.astype(numpy_dtype("bfloat16"))):
+    for projection in (weight, weight.astype(np.float16), weight.astype(numpy_dtype("bfloat16"))):
         got = host(dma.key_scores(move(value), move(projection), move(a), dt_bias=move(offset), form=form))
         expected = reference.key_scores(value, projection, a, offset, form)
         assert got.dtype == np.float32 and got.shape == (shape[0], heads, shape[1])

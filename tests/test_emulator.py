@@ -215,7 +215,8 @@ def test_selection_is_the_definition(problem):
 
 
 # ---- key scores ----
-SCORE_SHAPES = [(2, 33, 1, 64), (1, 40, 8, 128), (2, 37, 3, 33), (1, 35, 20, 64), (1, 5, 2, 1), (1, 0, 2, 8)]
+SCORE_SHAPES = [(2, 33, 1, 64), (1, 40, 8, 128), (2, 37, 3, 33), (1, 35, 20, 64), (1, 5, 2, 1), (1, 0, 2, 8),
+                (1, 37, 3, 40), (2, 130, 2, 24)]
 # Every type with every shape, and either with both forms.
 SCORE_CASES = [(dtype, ("linear", "exp")[(i + j) % 2], shape) for j, shape in enumerate(SCORE_SHAPES)
                for i, dtype in enumerate(("float16", "bfloat16", "float32"))]
@@ -232,7 +233,8 @@ def score_problem(shape, dtype):
 @pytest.mark.parametrize(("dtype", "form", "shape"), SCORE_CASES)
 def test_key_scores(dtype, form, shape):
     value, weight, a, offset = score_problem(shape, dtype)
-    projection = weight if form == "exp" else weight.astype(numpy_dtype("bfloat16"))
+    # Of the values' own type, which is what tensor cores multiply; float32 values have weights of another one.
+    projection = weight if form == "exp" else weight.astype("float16" if dtype == "float32" else numpy_dtype(dtype))
     got = dma.key_scores(value, projection, a, dt_bias=offset, form=form, backend="emulator")
     assert got.dtype == np.float32 and got.shape == (shape[0], shape[2], shape[1])
     np.testing.assert_allclose(got, reference.key_scores(value, projection, a, offset, form), rtol=2e-5, atol=1e-6)

@@ -27,10 +27,16 @@ class ScoreConfig(jit.Config):
     vector: bool
     exp_form: bool
     gradient: bool
+    products: bool
 
     @property
     def block_keys(self) -> int:
-        return 8 * (32 // self.head_tile) * (4 if self.head_tile == 8 else 1)
+        return 128 if self.products else 8 * (32 // self.head_tile) * (4 if self.head_tile == 8 else 1)
+
+    @property
+    def head_tiles(self) -> int:
+        """Blocks for the same keys."""
+        return 1 if self.products else blocks(self.kv_heads, self.head_tile)
 
 
 @dataclass(frozen=True)

@@ -89,11 +89,17 @@ def _run(runtime: Runtime, value: Operand, dt_proj: Operand, A: Operand, dt_bias
     batch, length, kv_heads, head_dim = value.shape
     A, dt_bias = _as_float32(A), None if dt_bias is None else _as_float32(dt_bias)
     size = 4 if value.dtype == "float32" else 2
-    vector = (head_dim % 4 == 0 and value.pointer % (4 * size) == 0
-              and all(stride % 4 == 0 for stride, extent in zip(value.strides, value.shape[:3]) if extent > 1))
+
+    def in_pieces(operand: Operand, numbers: int) -> bool:
+        """Whether each row can be read so many numbers at a time."""
+        return head_dim % numbers == 0 and operand.pointer % (numbers * size) == 0 and not any(
+            stride % numbers for stride, extent in zip(operand.strides, operand.shape[:-1]) if extent > 1)
+
+    products = size == 2 and value.dtype == dt_proj.dtype and in_pieces(value, 8) and in_pieces(dt_proj, 8)
     config = ScoreConfig(ELEMENTS[value.dtype], ELEMENTS[dt_proj.dtype], head_dim, kv_heads,
-                         max(tile for tile in (1, 2, 4, 8) if tile <= kv_heads), vector, form == "exp", dscore != 0)
-    key_blocks, head_tiles = blocks(length, config.block_keys), blocks(kv_heads, config.head_tile)
+                         max(tile for tile in (1, 2, 4, 8) if tile <= kv_heads), in_pieces(value, 4), form == "exp",
+                         dscore != 0, products)
+    key_blocks, head_tiles = blocks(length, config.block_keys), config.head_tiles
     params = jit.params("scores.cu", "ScoreParams").pack(
         value=value.pointer, dt_proj=dt_proj.pointer, A=A.pointer, dt_bias=dt_bias.pointer if dt_bias else 0,
         score=score, dscore=dscore, ddt=ddt, dA_part=dA_part, value_batch=value.strides[0], value_row=value.strides[1],
