@@ -11,6 +11,7 @@ import numpy as np
 import cupy_dma as dma
 from cupy_dma.backends.cuda import lists
 from cupy_dma.backends.cuda.runtime import CudaRuntime
+from tests.emulator import EmulatorRuntime
 
 #: names, and whether all keys that a row sees come in the same blocks whatever part of a tile it belongs to
 CASES = {"none": True, "key bias": True, "lists": True, "short lists": True, "values that are not finite": True,
@@ -22,6 +23,7 @@ HEADS = [(2, 1), (4, 1), (3, 1), (2, 2)]
 def multiprocessors(count: int) -> Iterator[None]:
     """As many as tiles are dealt out to. Lists stay the same, whose order depends on how many warps make one."""
     with (mock.patch.object(CudaRuntime, "multiprocessors", lambda runtime, index: count),
+          mock.patch.object(EmulatorRuntime, "multiprocessors", lambda runtime, index: count),
           mock.patch.object(lists, "_tile_warps", lambda *arguments: 1)):
         yield
 

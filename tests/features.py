@@ -250,9 +250,10 @@ def page() -> str:
               "## The tests", "",
               "Tests of `cuda` and those in files that end in `_cuda.py` need a GPU, but for `test_emulator*.py`:",
               "they run the same kernels on the CPU ([emulator.md](emulator.md)). `test_cuda_hopper.py` needs a Hopper",
-              "GPU. Tests of `triton` run on a GPU, and a part of them on the CPU, in Triton's interpreter",
-              "(`test_in_the_interpreter`). Those of the drop-in and of the cache on `numpy` and `cuda` are mostly the",
-              "same, run with the arrays of every library. `tests/gpu_results.json` records the last run on a GPU.", ""]
+              "GPU; `test_emulator_hopper.py` runs its kernel on the CPU. Tests of `triton` run on a GPU, and a part",
+              "of them on the CPU, in Triton's interpreter (`test_in_the_interpreter`). Those of the drop-in and of",
+              "the cache on `numpy` and `cuda` are mostly the same, run with the arrays of every library.",
+              "`tests/gpu_results.json` records the last run on a GPU.", ""]
     for feature in FEATURES:
         for backend, cell in zip(BACKENDS, feature.cells):
             if is_test(cell):

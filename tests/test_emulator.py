@@ -338,7 +338,7 @@ def test_a_gpu_agrees_on_the_forward_grid(case):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("group", [1, 2, 4])
 def test_warmup_compiles_what_usual_calls_load_on_hopper(device, monkeypatch, head_dim, group):
-    """Only the choice of kernels: those of ``kernels/sm90`` do not run here."""
+    """Only the choice of kernels: those of ``kernels/sm90`` need not run for that."""
     asked, real = [], device.load
 
     class LaunchedOnHopper(Exception):

@@ -26,7 +26,9 @@ FILE = Path(__file__).parent / "emulator" / "faulty.cu"
 
 
 def source() -> str:
-    return jit.source_text("arch.cuh") + '#line 1 "faulty.cu"\n' + FILE.read_text().replace('#include "arch.cuh"', "")
+    first, _, rest = FILE.read_text().partition('#include "sm90/arch.cuh"')
+    line = first.count("\n") + 2
+    return f'{first}{build.with_twins(jit.source_text("sm90/arch.cuh"))}#line {line} "faulty.cu"{rest}'
 
 
 def launch(name: str, out: np.ndarray, inputs: np.ndarray, threads: int = 32, grid: int = 1, shared: int = 0,
@@ -165,6 +167,15 @@ FAULTS = {  # kernel: what the report must say, threads, blocks
     "mbarrier_not_made": ("it has not been initialised", 32, 1),
     "named_barrier_short": ("deadlock(.|\n)*wait for a named barrier", 64, 1),
     "bulk_not_waited": ("exits without having waited", 1, 1),
+    "products_not_waited": ("wgmma .* exits without having waited", 32, 1),
+    "register_changed": ("lane 5 has changed a register that it reads", 32, 1),
+    "different_products": ("the lanes of a warp have issued different products", 32, 1),
+    "box_not_waited": ("the block ends before its bytes have come", 32, 1),
+    "box_read_early": ("an asynchronous copy to it has not been waited for", 32, 1),
+    "box_of_fewer_bytes": ("deadlock(.|\n)*wait for an mbarrier", 32, 1),
+    "box_between_rows": ("its place in dynamic shared memory must be a multiple of 128 bytes", 32, 1),
+    "arrival_too_many": ("an arrival at a barrier that has had all of its phase", 32, 1),
+    "store_not_waited": ("cp.async.bulk.tensor .* exits without having waited", 32, 1),
     "pipeline_race": ("race on shared memory", 64, 1),
     "shared_race": ("race on shared memory", 64, 1),
     "warp_race": ("race on shared memory", 32, 1),
@@ -195,7 +206,8 @@ def test_faults_are_reported(name):
     size = {"missing_wait": 128, "missing_barrier_after_wait": 128}.get(name, max(threads, 32))
     out, x = np.zeros(max(threads, 32), np.int32), np.full(size, 5, np.int32)
     with pytest.raises(EmulatorError, match=text) as caught:
-        launch(name, out, x, threads=threads, grid=grid, shared=64, initialised=name.startswith("ticket"))
+        launch(name, out, x, threads=threads, grid=grid, shared=64 if name == "shared_behind" else 1024,
+               initialised=name.startswith("ticket"))
     message = str(caught.value)
     assert f"kernel {name}, block" in message
     marked = [number for number, line in enumerate(FILE.read_text().splitlines(), 1) if f"(at {name})" in line]

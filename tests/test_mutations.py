@@ -16,8 +16,9 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma import jit
-from tests import cases
+from tests import cases, cut_cases
 from tests.cache_cases import History
+from tests.hopper_tiles import TILES, taken
 
 build = pytest.importorskip("tests.emulator.build")
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
@@ -142,7 +143,47 @@ def last_queries(queries: int) -> Callable[[], None]:
     return check
 
 
+def hopper_forward(tile: str, kind: str, head_dim: int = 64, **options: Any) -> Callable[[], None]:
+    """Several tiles, one after the other, the last of them cut up, with queries and outputs through the copy engine.
+    ``lists`` have whole blocks and others; keys of ``causal`` come through the copy engine too, of ``dense`` masks
+    where they follow each other."""
+    def check() -> None:
+        rng = np.random.default_rng(0)
+        q, k, v = (rng.standard_normal((1, 500, heads, head_dim)).astype(np.float16) for heads in (4, 2, 2))
+        scores = rng.standard_normal((1, 2, 500)).astype(np.float32)
+        more: dict[str, Any] = {"causal": {"causal": True}, "lists": {"bias": scores}}.get(kind, {}) | options
+        more["mask"] = {"causal": lambda: None, "lists": lambda: dma.IntervalMask.top_w(scores, 150),
+                        "window": lambda: dma.IntervalMask.sliding_window(500, 150),
+                        "dense": lambda: rng.random((1, 1, 500, 500)) < 0.5}[kind]()
+        order = emulator.Order("random", "random", 1)
+        with emulator.hopper_gpu(order=order), taken(*TILES[tile]), cut_cases.multiprocessors(5):
+            out = dma.attention(q, k, v, **more, backend="emulator")
+        expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), **more, backend="numpy")
+        assert np.abs(out - expected).max() < 6e-3
+
+    return check
+
+
+def rising_logits() -> None:
+    """Of whose exponentials some sums become too large, and some infinite."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 300, heads, 64)).astype(np.float16) for heads in (2, 1, 1))
+    for slope in (0.4, 3.0):
+        bias = np.broadcast_to(slope * np.arange(300, dtype=np.float32), (1, 1, 300))
+        with emulator.hopper_gpu(), taken(*TILES["192x96"]):
+            out = dma.attention(q, k, v, bias=bias, causal=True, backend="emulator")
+        expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), bias=bias, causal=True, backend="numpy")
+        assert np.abs(out - expected).max() < 6e-3
+
+
 OWN: dict[str, Callable[[], None]] = {
+    "hopper[lists]": hopper_forward("192x96", "lists"),
+    "hopper[lists, D128]": hopper_forward("192x64x2", "lists", head_dim=128),
+    "hopper[window, D40]": hopper_forward("128x64x6", "window", head_dim=40),
+    "hopper[causal]": hopper_forward("192x128", "causal"),
+    "hopper[causal, softcap]": hopper_forward("192x96", "causal", softcap=2.0),
+    "hopper[dense]": hopper_forward("128x128", "dense"),
+    "hopper[rising]": rising_logits,
     "few_queries": few_queries,
     "few_queries[window]": window_of_few_queries,
     "decoding": decoding(),
@@ -210,6 +251,75 @@ CHECKS: dict[str, Callable[[], None]] = {
 }
 
 FAULTS = [
+    # ---- Hopper: what is asynchronous ----
+    Fault("keys are multiplied before they have come", "sm90/consumer.cuh",
+          "        if (!keys_there) barrier_wait(&shared.key_arrived[keys.stage], keys.phase);\n", "",
+          "hopper[causal]"),
+    Fault("values are multiplied before they have come", "sm90/consumer.cuh",
+          "        if (!values_there) barrier_wait(&shared.value_arrived[value_turn.stage], value_turn.phase);\n", "",
+          "hopper[causal]"),
+    Fault("queries are multiplied before they have come", "sm90/consumer.cuh",
+          "        barrier_wait(&shared.query_arrived[queries.stage], queries.phase);\n", "", "hopper[lists, D128]"),
+    Fault("keys come before their place is free", "sm90/producer.cuh",
+          "        barrier_wait(&shared.key_free[turn.stage], turn.phase ^ 1);\n        gather_facts",
+          "        gather_facts",
+          "hopper[causal]"),
+    Fault("values come before their place is free", "sm90/producer.cuh",
+          "        barrier_wait(&shared.value_free[value_turn.stage], value_turn.phase ^ 1);\n", "", "hopper[causal]"),
+    Fault("keys of whole blocks come before their place is free", "sm90/producer.cuh",
+          "                if (!key_goes) barrier_wait(key_free, turn.phase ^ 1);\n", "", "hopper[lists, D128]"),
+    Fault("queries come before their place is free", "sm90/producer.cuh",
+          "    barrier_wait(free, phase);\n    shared.tile[stage]", "    shared.tile[stage]", "hopper[causal]"),
+    Fault("half of the queries' bytes are waited for", "sm90/producer.cuh",
+          "barrier_expect(arrived, CHUNKS * BLOCK_M * CHUNK_ROW_BYTES)",
+          "barrier_expect(arrived, CHUNKS * BLOCK_M * CHUNK_ROW_BYTES / 2)", "hopper[causal]"),
+    Fault("too many bytes of keys are waited for", "sm90/producer.cuh",
+          "!= 0) return;\n        barrier_expect(arrived, CHUNKS * BLOCK_N * CHUNK_ROW_BYTES);",
+          "!= 0) return;\n        barrier_expect(arrived, CHUNKS * BLOCK_N * CHUNK_ROW_BYTES + 128);", "hopper[dense]"),
+    Fault("keys count as there when half of the producer says so", "sm90/forward.cu",
+          "barrier_init(&shared.key_arrived[i], 2 * PRODUCER_THREADS)",
+          "barrier_init(&shared.key_arrived[i], PRODUCER_THREADS)", "hopper[lists]"),
+    Fault("logits are read before they are there", "sm90/consumer.cuh", "        products_wait<later>();\n", "",
+          "hopper[causal]"),
+    Fault("probabilities are replaced while they are multiplied", "sm90/forward.cu",
+          "        c.settle(next);\n        c.finish_output();\n", "        c.settle(next);\n", "hopper[lists]"),
+    Fault("queries come to the place of an output that is being copied", "sm90/consumer.cuh",
+          "        stores_wait_read();\n", "", "hopper[causal]"),
+    Fault("no __syncwarp before rows of output are copied", "sm90/consumer.cuh",
+          "    shared_write_fence();\n    __syncwarp();\n    if (lane_now() != 0)", "    if (lane_now() != 0)",
+          "hopper[causal]"),
+    Fault("lists of keys in two places", "sm90/producer.cuh", "shared.listed[number % LISTS]",
+          "shared.listed[number % 2]",
+          "hopper[lists]"),
+    Fault("nobody gives the first turn away", "sm90/forward.cu",
+          "    if (c.number() == CONSUMERS - 1) c.pass_turn();\n", "", "hopper[lists]"),
+    Fault("a phase is one stage too long", "sm90/tile.cuh", "if (++stage == count)", "if (++stage > count)",
+          "hopper[lists]"),
+    # ---- Hopper: numbers and edges ----
+    Fault("pieces of a row in another order", "sm90/tile.cuh", "((piece ^ row) & 7) * 8", "((piece + row) & 7) * 8",
+          "hopper[lists]"),
+    Fault("padding of a row is read", "sm90/producer.cuh",
+          "(HEAD_DIM == HEAD_DIM_PADDED || piece * 8 < HEAD_DIM);", "true;", "hopper[window, D40]"),
+    Fault("keys that some queries see count as clear", "sm90/logits.cuh", "clear >= n / 2 * 32 + 32",
+          "clear >= n / 2 * 32",
+          "hopper[lists]"),
+    Fault("outputs do not follow their reference", "sm90/consumer.cuh", "o[d].x[i] *= factor[fragment_row(i)];", ";",
+          "hopper[rising]"),
+    Fault("the sum does not follow its reference", "sm90/logits.cuh", "            sum[r] *= factor[r];\n", "",
+          "hopper[rising]"),
+    Fault("products that are repeated are those of other keys", "sm90/consumer.cuh", "key = lane / 16 * 8 + lane % 8",
+          "key = lane % 16", "hopper[rising]"),
+    Fault("parts of a tile have the first rows", "sm90/producer.cuh",
+          "                t.first_query += share.first * PART_QUERIES;\n", "", "hopper[lists]"),
+    Fault("every lane has another key's bias", "sm90/tile.cuh", "BULK ? 16 * n + 2 * t + k % 2 + k / 2 * 8 :",
+          "BULK ? 16 * n + 4 * t + k :",
+          "hopper[causal]"),
+    Fault("rows of a run in the order of rows", "sm90/tile.cuh",
+          "return BULK ? key : key / 32 * 32 + key % 8 / 2 * 8 + key / 8 % 4 * 2 + key % 2;", "return key;",
+          "hopper[dense]"),
+    Fault("large products take the polynomial", "sm90/logits.cuh", "largest <= 0.5f * limit",
+          "largest <= 20.0f * limit",
+          "hopper[causal, softcap]"),
     # ---- barriers and asynchronous copies ----
     Fault("no barrier before the first block of keys", "forward.cu", "    __syncthreads();  // the query rows and",
           "    // the query rows and", "test_forward_grid[heads-4/2-top_w]"),

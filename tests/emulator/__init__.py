@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 from cupy_dma import backends
 from cupy_dma.arrays import Operand, describe, numpy_dtype
+from cupy_dma.backends.cuda import tensor_maps
 from cupy_dma.backends.cuda.backward import attention_backward as _attention_backward
 from cupy_dma.backends.cuda.decode import step as _decode_step
 from cupy_dma.backends.cuda.dynamic_cache import cache_extend as _cache_extend
@@ -26,10 +28,11 @@ from cupy_dma.cache_copies import ARRAYS
 from cupy_dma.cache_state import CacheState, ExtendCall
 from cupy_dma.masks import IntervalMask
 from tests.emulator import build
+from tests.emulator.copy_engine import encode
 from tests.emulator.memory import Session
 from tests.emulator.runtime import EmulatorError, EmulatorRuntime, Order
 
-__all__ = ["BACKEND", "Backend", "EmulatorError", "EmulatorRuntime", "Order", "using"]
+__all__ = ["BACKEND", "Backend", "EmulatorError", "EmulatorRuntime", "Order", "hopper_gpu", "using"]
 
 
 class Backend:
@@ -118,6 +121,22 @@ def using(kind: type[EmulatorRuntime] = EmulatorRuntime, **options: Any) -> Iter
         yield BACKEND.runtime
     finally:
         BACKEND.runtime = before
+
+
+@contextmanager
+def hopper_gpu(**options: Any) -> Iterator[EmulatorRuntime]:
+    """The same with a Hopper GPU, and a driver that describes tensors to its copy engine."""
+    with using(is_hopper=True, **options) as runtime:
+        with mock.patch.object(tensor_maps, "_driver_function", lambda: encode):
+            forget_maps()
+            yield runtime
+        forget_maps()
+
+
+def forget_maps() -> None:
+    """Maps are kept by the address of what they describe, with the driver that made them."""
+    tensor_maps._map.cache_clear()
+    tensor_maps._runs.cache_clear()
 
 
 backends.register("emulator", BACKEND)

@@ -123,7 +123,20 @@ def _compiled(name: str, text: str, flags: tuple[str, ...], link: tuple[str, ...
 
 def kernel_library(config: jit.Config, build: str) -> Path:
     """The kernels of a configuration, compiled for the CPU."""
-    return compile_text(Path(config.source).stem, config.prelude() + jit.source_text(config.source), build)
+    return compile_text(Path(config.source).stem, config.prelude() + with_twins(jit.source_text(config.source)), build)
+
+
+def with_twins(text: str) -> str:
+    """A source text whose sm90/arch.cuh has the twins of include/sm90_host.h for all that is inline assembly there."""
+    def replace(match: re.Match) -> str:
+        paragraphs, twins = [], "#include <sm90_host.h>"
+        for paragraph in match[2].split("\n\n"):
+            if re.search(r"\basm\b", paragraph):
+                paragraph, twins = twins + "\n" * paragraph.count("\n"), ""
+            paragraphs.append(paragraph)
+        return match[1] + "\n\n".join(paragraphs)
+
+    return re.sub(r'(#line \d+ "sm90/arch\.cuh"\n)(.*?)(?=#line|\Z)', replace, text, flags=re.DOTALL)
 
 
 def compile_text(name: str, text: str, build: str) -> Path:

@@ -1,6 +1,7 @@
 // Small kernels, right and wrong, by which tests/test_emulator_faults.py tests the emulator itself. The marks
 // `(at ...)` name the lines that a report must point to.
-#include "arch.cuh"
+#define ELEMENT __half
+#include "sm90/arch.cuh"
 
 struct Arguments {
     int* out;       // (n)
@@ -87,11 +88,11 @@ extern "C" __global__ void copies(const Arguments p) {
 // two warps fill rows for two others, with two stages: mbarriers say full and empty; a named barrier at the end
 extern "C" __global__ void pipeline(const Arguments p) {
     __shared__ __align__(16) int row[2][64], sums[64];
-    __shared__ uint64_t full[2], empty[2];
+    __shared__ Barrier full[2], empty[2];
     if (threadIdx.x == 0)
         for (int s = 0; s < 2; ++s) {
-            mbarrier_init(&full[s], 64);
-            mbarrier_init(&empty[s], 64);
+            barrier_init(&full[s], 64);
+            barrier_init(&empty[s], 64);
         }
     __syncthreads();
     const int t = threadIdx.x & 63;
@@ -99,14 +100,14 @@ extern "C" __global__ void pipeline(const Arguments p) {
     for (int k = 0; k < 6; ++k) {
         const int s = k & 1, parity = k >> 1 & 1;
         if (threadIdx.x < 64) {
-            mbarrier_wait(&empty[s], parity ^ 1);
+            barrier_wait(&empty[s], parity ^ 1);
             copy_async_4(&row[s][t], p.in + t, 4);
             copy_async_commit();
-            copy_async_arrive(&full[s]);
+            barrier_arrive_after_copies(&full[s]);
         } else {
-            mbarrier_wait(&full[s], parity);
+            barrier_wait(&full[s], parity);
             sum += row[s][63 - t];
-            mbarrier_arrive(&empty[s]);
+            barrier_arrive(&empty[s]);
         }
     }
     if (threadIdx.x < 64) {
@@ -114,7 +115,7 @@ extern "C" __global__ void pipeline(const Arguments p) {
         return;
     }
     sums[t] = sum;
-    named_barrier_sync(3, 128);
+    named_barrier(3, 128);
     p.out[t] = sums[t ^ 1];
 }
 
@@ -211,22 +212,22 @@ extern "C" __global__ void not_in_mask(const Arguments p) {
 
 // the first phase never ends: one arrival of two
 extern "C" __global__ void mbarrier_deadlock(const Arguments p) {
-    __shared__ uint64_t barrier;
-    if (threadIdx.x == 0) mbarrier_init(&barrier, 33);
+    __shared__ Barrier barrier;
+    if (threadIdx.x == 0) barrier_init(&barrier, 33);
     __syncthreads();
-    mbarrier_arrive(&barrier);
-    mbarrier_wait(&barrier, 0);  // (at mbarrier_deadlock)
+    barrier_arrive(&barrier);
+    barrier_wait(&barrier, 0);  // (at mbarrier_deadlock)
 }
 
 extern "C" __global__ void mbarrier_not_made(const Arguments p) {
-    __shared__ uint64_t barrier;
+    __shared__ Barrier barrier;
     if (threadIdx.x == 0) barrier = 0;
     __syncthreads();
-    mbarrier_arrive(&barrier);  // (at mbarrier_not_made)
+    barrier_arrive(&barrier);  // (at mbarrier_not_made)
 }
 
 extern "C" __global__ void named_barrier_short(const Arguments p) {
-    if (threadIdx.x < 32) named_barrier_sync(1, 64);  // (at named_barrier_short)
+    if (threadIdx.x < 32) named_barrier(1, 64);  // (at named_barrier_short)
 }
 
 extern "C" __global__ void bulk_not_waited(const Arguments p) {
@@ -235,19 +236,103 @@ extern "C" __global__ void bulk_not_waited(const Arguments p) {
     bulk_commit();
 }
 
+// ---- Hopper ----
+extern "C" __global__ void products_not_waited(const Arguments p) {
+    Fragment sums[1];
+    Wgmma<1>::multiply_shared(sums, 0, 0, false);  // (at products_not_waited)
+    products_commit();
+}
+
+extern "C" __global__ void register_changed(const Arguments p) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    Fragment sums[1];
+    unsigned a[4] = {0, 0, 0, 0};
+    Wgmma<1>::multiply_registers(sums, a, matrix_descriptor(shared_memory, 0), false);  // (at register_changed)
+    products_commit();
+    if (threadIdx.x == 5) a[2] = 1;
+    products_wait<0>();
+}
+
+extern "C" __global__ void different_products(const Arguments p) {
+    Fragment sums[1];
+    if (threadIdx.x < 5) Wgmma<1>::multiply_shared(sums, 0, 0, false);
+    products_commit();
+    products_wait<0>();  // (at different_products)
+}
+
+// A row of 64 elements.
+__device__ TensorMap row_of_input(const Arguments& p) {
+    return {{4, reinterpret_cast<unsigned long long>(p.in), 64, 1, 1, 1, 0, 128, 128, 128, 0, 64, 1, 1, 1, 0}};
+}
+
+// Thread 0 asks for it and tells the barrier of `bytes`.
+__device__ void ask_for_row(const Arguments& p, Barrier& barrier, unsigned char* shared, int bytes) {
+    if (threadIdx.x == 0) {
+        const TensorMap map = row_of_input(p);
+        barrier_init(&barrier, 1);
+        barrier_expect(&barrier, bytes);
+        copy_box(shared, &map, &barrier, 0, 0, 0, 0);
+        barrier_arrive(&barrier);
+    }
+    __syncthreads();
+}
+
+extern "C" __global__ void box_not_waited(const Arguments p) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    __shared__ Barrier barrier;
+    ask_for_row(p, barrier, shared_memory, 128);
+}
+
+extern "C" __global__ void box_read_early(const Arguments p) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    __shared__ Barrier barrier;
+    ask_for_row(p, barrier, shared_memory, 128);
+    p.out[threadIdx.x] = reinterpret_cast<int*>(shared_memory)[threadIdx.x];  // (at box_read_early)
+    barrier_wait(&barrier, 0);
+}
+
+extern "C" __global__ void box_of_fewer_bytes(const Arguments p) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    __shared__ Barrier barrier;
+    ask_for_row(p, barrier, shared_memory, 256);
+    barrier_wait(&barrier, 0);  // (at box_of_fewer_bytes)
+}
+
+extern "C" __global__ void box_between_rows(const Arguments p) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    __shared__ Barrier barrier;
+    ask_for_row(p, barrier, shared_memory + 64, 128);
+}
+
+extern "C" __global__ void arrival_too_many(const Arguments p) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    __shared__ Barrier barrier;
+    ask_for_row(p, barrier, shared_memory, 128);
+    barrier_arrive(&barrier);
+}
+
+extern "C" __global__ void store_not_waited(const Arguments p) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    reinterpret_cast<int*>(shared_memory)[threadIdx.x] = 1;
+    __syncwarp();
+    const TensorMap map = row_of_input({nullptr, p.out, 0});
+    if (threadIdx.x == 0) store_box(&map, shared_memory, 0, 0, 0, 0);  // (at store_not_waited)
+    stores_wait();  // for what has been committed
+}
+
 // ---- memory ----
 // the stage is filled again without waiting until it is empty
 extern "C" __global__ void pipeline_race(const Arguments p) {
     __shared__ int row[32];
-    __shared__ uint64_t full;
-    if (threadIdx.x == 0) mbarrier_init(&full, 32);
+    __shared__ Barrier full;
+    if (threadIdx.x == 0) barrier_init(&full, 32);
     __syncthreads();
     for (int k = 0; k < 2; ++k) {
         if (threadIdx.x < 32) {
             row[threadIdx.x] = p.in[threadIdx.x] + k;  // (at pipeline_race)
-            mbarrier_arrive(&full);
+            barrier_arrive(&full);
         } else {
-            mbarrier_wait(&full, k);
+            barrier_wait(&full, k);
             p.out[threadIdx.x - 32] = row[63 - threadIdx.x];
         }
     }

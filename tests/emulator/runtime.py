@@ -51,11 +51,13 @@ class EmulatedKernel:
 class EmulatorRuntime:
     """A device whose kernels run on the CPU.
 
-    ``build`` is one of ``build.BUILDS``; ``memory`` knows what kernels may touch.
+    ``build`` is one of ``build.BUILDS``; ``memory`` knows what kernels may touch. ``is_hopper``: the kernels of
+    ``kernels/sm90`` run too; ``hopper_gpu`` in __init__.py also lets them have the copy engine.
     """
 
-    def __init__(self, build: str = "watched", order: Order = Order(), shared_limit: int = 227 * 1024):
-        self.build, self.order, self.shared_limit = build, order, shared_limit
+    def __init__(self, build: str = "watched", order: Order = Order(), shared_limit: int = 227 * 1024,
+                 is_hopper: bool = False):
+        self.build, self.order, self.shared_limit, self.is_hopper = build, order, shared_limit, is_hopper
         self.memory = Memory()
         self._checked: set[int] = set()
 
@@ -76,7 +78,7 @@ class EmulatorRuntime:
         return 4  # a small GPU: work is cut into several blocks also in small tests
 
     def hopper(self, index: int) -> bool:
-        return False  # warpgroup instructions have no twins
+        return self.is_hopper
 
     def check_layout(self, index: int) -> None:
         """The emulator's own fragments must pass the check that a GPU's do."""

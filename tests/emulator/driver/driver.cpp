@@ -8,6 +8,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include "hopper.h"
 #include "schedule.h"
 #include "signals.h"
 #include "state.h"
@@ -74,13 +75,14 @@ void launch(int library, const std::string& kernel, unsigned grid, unsigned thre
             unsigned seed) {
     m.library = m.libraries.at(library).get();
     m.kernel = kernel;
-    m.params = params;
+    const std::string_view given = params;
     m.enter = reinterpret_cast<void (*)(const void*)>(dlsym(m.library->handle, ("enter_" + kernel).c_str()));
     auto* size = static_cast<const size_t*>(dlsym(m.library->handle, ("params_of_" + kernel).c_str()));
     if (!m.enter || !size) throw std::runtime_error(m.library->path + " has no kernel " + kernel);
-    if (*size != m.params.size())
+    if (*size != given.size() || *size > sizeof m.params)
         throw Fault(format("kernel %s takes %zu bytes of parameters, the launch passes %zu", kernel.c_str(), *size,
-                           m.params.size()));
+                           given.size()));
+    std::copy(given.begin(), given.end(), m.params);
     if (threads < 1 || threads > 1024) throw Fault(format("kernel %s: %u threads in a block", kernel.c_str(), threads));
     if (shared_bytes > m.library->dynamic_size)
         throw Fault(format("kernel %s: %zu bytes of shared memory", kernel.c_str(), shared_bytes));
@@ -227,22 +229,29 @@ void machine_mbarrier_init(uint64_t* barrier, unsigned count, Where where) {
     e.count = e.pending = count;
 }
 
-static Event& event_at(uint64_t* barrier, Where where) {
-    machine_access(barrier, 8, ATOMIC, where);
-    const auto found = m.events.find(reinterpret_cast<uintptr_t>(barrier));
-    if (found == m.events.end()) fault("mbarrier at " + at(where) + ": it has not been initialised");
-    return found->second;
+void machine_mbarrier_end(uint64_t* barrier, Where where) {
+    if (!event_at(barrier, where).waiting.empty()) fault("mbarrier at " + at(where) + ": somebody waits at it");
+    m.events.erase(reinterpret_cast<uintptr_t>(barrier));
 }
 
 void machine_mbarrier_arrive(uint64_t* barrier, Where where) { arrive(event_at(barrier, where), false); }
 
+void machine_mbarrier_expect(uint64_t* barrier, int bytes, Where where) { event_at(barrier, where).bytes += bytes; }
+
+bool machine_mbarrier_test(uint64_t* barrier, int parity, Where where) {
+    const Event& e = event_at(barrier, where);
+    if ((e.phase & 1) == static_cast<unsigned>(parity & 1)) return false;
+    self().barrier = m.barriers;
+    return true;
+}
+
 void machine_mbarrier_wait(uint64_t* barrier, int parity, Where where) {
     leave_last_meeting();
     Event& e = event_at(barrier, where);
-    if ((e.phase & 1) == static_cast<unsigned>(parity & 1))
-        wait_for(e, "an mbarrier", where);
-    else
-        self().barrier = m.barriers;  // the phase has ended already
+    const auto has_ended = [&] { return (e.phase & 1) != static_cast<unsigned>(parity & 1); };
+    if (!has_ended()) settle(e, false, true);
+    if (!has_ended()) return wait_for(e, "an mbarrier", where);
+    self().barrier = m.barriers;
 }
 
 const Meeting* machine_meet(unsigned mask, MeetingKind kind, uint64_t value, Where where) {
@@ -261,7 +270,7 @@ void machine_copy_async(void* shared, const void* global, int bytes, int valid, 
     if (m.watched) {
         if (valid > 0) access(from, valid, READ, site_of(where));
         access(to, bytes, WRITE, site_of(where));
-        mark_in_flight(copy, true);
+        mark_in_flight(to, bytes, true);
     }
     std::memset(shared, 0xff, bytes);
     if (self().groups.empty()) self().groups.emplace_back();

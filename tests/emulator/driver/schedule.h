@@ -23,14 +23,15 @@ void complete(OpenMeeting& o, unsigned warp) {
     Warp& w = m.warps[warp];
     o.complete = true;
     o.meeting.present = o.arrived;
-    if (o.kind == SYNC_WARP) {  // what one lane has waited for, all of them have now
+    const bool orders = o.kind == SYNC_WARP || o.kind == WGMMA;  // what the products have read they read for all lanes
+    if (orders) {  // what one lane has waited for, all of them have now
         uint32_t barrier = 0;
         for (unsigned lane = 0; lane < 32; ++lane)
             if (o.arrived >> lane & 1) barrier = std::max(barrier, m.threads[warp * 32 + lane]->barrier);
         for (unsigned lane = 0; lane < 32; ++lane)
             if (o.arrived >> lane & 1) m.threads[warp * 32 + lane]->barrier = barrier;
     }
-    if (o.kind == SYNC_WARP && (w.alive & ~o.arrived) == 0) {
+    if (orders && (w.alive & ~o.arrived) == 0) {
         ++w.sync;
         for (unsigned lane = 0; lane < 32; ++lane)
             if (o.arrived >> lane & 1) m.threads[warp * 32 + lane]->warp_sync = w.sync;
@@ -95,10 +96,15 @@ void open_barrier() {
         }
 }
 
-// One more arrival. At the last one the phase ends and those that wait go on, ordered after all that came before the
-// arrivals (shadow.h).
-void arrive(Event& e, bool waits) {
-    if (--e.pending > 0) return;
+void land_boxes(Event& e);
+
+// Ends the phase if nothing is missing any more: those that wait go on, ordered after all that came before the arrivals
+// (shadow.h). Bytes come when nothing else is missing, and `asked`: somebody waits for them.
+void settle(Event& e, bool waits, bool asked) {
+    if (e.pending > 0) return;
+    if (asked || !e.waiting.empty()) land_boxes(e);
+    if (e.bytes > 0) return;
+    if (e.bytes < 0) fault(format("%lld bytes more have come to an mbarrier than it was told to expect", -e.bytes));
     e.pending = e.count;
     ++e.phase;
     ++m.barriers;
@@ -108,6 +114,20 @@ void arrive(Event& e, bool waits) {
         m.threads[i]->barrier = m.barriers;
     }
     e.waiting.clear();
+}
+
+// One more arrival.
+void arrive(Event& e, bool waits) {
+    if (e.pending == 0) fault("an arrival at a barrier that has had all of its phase");
+    --e.pending;
+    settle(e, waits, waits);
+}
+
+Event& event_at(uint64_t* barrier, Where where) {
+    machine_access(barrier, 8, ATOMIC, where);
+    const auto found = m.events.find(reinterpret_cast<uintptr_t>(barrier));
+    if (found == m.events.end()) fault("mbarrier at " + at(where) + ": it has not been initialised");
+    return found->second;
 }
 
 void wait_for(Event& e, const char* what, Where where) {
@@ -120,12 +140,16 @@ void wait_for(Event& e, const char* what, Where where) {
 }
 
 void run_thread() {
-    m.enter(m.params.data());
+    m.enter(m.params);
     Thread& t = self();
     machine_copy_wait(0);
     for (auto& group : t.bulk)
         if (!group.empty())
             fault("bulk reduction at " + at(group.front().where) + ": the thread exits without having waited for it");
+    for (const auto& group : t.products)
+        if (!group.empty()) fault("wgmma at " + at(group.front().where) + ": the thread exits without having waited for it");
+    if (!t.stores.empty())
+        fault("cp.async.bulk.tensor at " + at(t.stores.front().where) + ": the thread exits without having waited for it");
     leave_last_meeting();
     t.state = DONE;
     const unsigned warp = m.current / 32;
@@ -219,6 +243,7 @@ void run_block(const Order& order) {
     m.barriers = m.syncs = 0;
     std::fill(std::begin(m.named), std::end(m.named), Event());
     m.events.clear();
+    m.boxes.clear();
     m.known.clear();
     poison_shared();
     const unsigned warp_count = (m.size + 31) / 32;
@@ -236,6 +261,8 @@ void run_block(const Order& order) {
         t.barrier = t.warp_sync = 0;
         t.groups.clear();
         t.bulk.clear();
+        t.products.clear();
+        t.stores.clear();
     }
     std::vector<unsigned> warps(warp_count), lanes(32);
     for (unsigned w = 0; w < warp_count; ++w) warps[w] = w;
@@ -254,6 +281,9 @@ void run_block(const Order& order) {
             return;
         }
     }
+    if (!m.boxes.empty())
+        m.error = "cp.async.bulk.tensor at " + at(m.boxes.front().where) + ": the block ends before its bytes have come\n  in kernel " +
+                  m.kernel + format(", block %u", blockIdx.x);
 }
 
 }  // namespace

@@ -23,7 +23,7 @@ namespace {
 
 enum State { READY, AT_BARRIER, AT_MEETING, AT_EVENT, DONE };
 const char* const MEETING_NAMES[] = {"__syncwarp", "a shuffle", "a vote", "a warp reduction", "load_matrix_sync",
-                                     "store_matrix_sync", "mma_sync", "mma", "mma"};
+                                     "store_matrix_sync", "mma_sync", "mma", "mma", "wgmma.wait_group"};
 const char* const BARRIER_NAMES[] = {"__syncthreads", "__syncthreads_or", "__syncthreads_and", "__syncthreads_count"};
 
 struct Copy {
@@ -43,7 +43,43 @@ struct BulkReduction {
 // A named barrier, or a barrier in shared memory.
 struct Event {
     unsigned count = 0, pending = 0, phase = 0;  // arrivals of a phase, those still to come, phases that have ended
+    long long bytes = 0;                         // that the phase still waits for
     std::vector<unsigned> waiting;
+};
+
+// A tensor of 16-bit elements as copy_engine.py describes it.
+struct TensorDescription {
+    uint64_t axes, pointer, shape[5], stride[4], box[5];  // strides in bytes, of all axes but the first
+};
+static_assert(sizeof(TensorDescription) == 128, "as large as the hardware's");
+
+// A box of a tensor on its way to shared memory, and from there.
+struct Box {
+    int thread;
+    void* shared;
+    TensorDescription tensor;
+    int at[5];
+    Event* event;
+    Where where;
+};
+struct BoxStore {
+    const void* shared;
+    TensorDescription tensor;
+    int at[5];
+    bool committed;
+    Where where;
+};
+
+// A lane's part in a product of its warpgroup.
+struct WarpProduct {
+    float* d;
+    int fragments;
+    const uint32_t* a;
+    uint32_t a_before[4];  // when it was issued
+    uint32_t a_descriptor, b_descriptor;
+    bool b_by_rows, add, bfloat16;
+    Where where;
+    std::vector<float> before;  // d when it was issued; empty: what the products before it have made
 };
 
 // What is known of a block by those that were handed a ticket after it: everything before barrier `barrier` of it, and all
@@ -78,6 +114,8 @@ struct Thread {
     uint32_t barrier, warp_sync;           // passed so far
     std::vector<std::deque<Copy>> groups;  // asynchronous copies under way, the youngest group last
     std::vector<std::deque<BulkReduction>> bulk;  // bulk reductions under way, likewise
+    std::vector<std::deque<WarpProduct>> products;  // warpgroup products, likewise
+    std::deque<BoxStore> stores;                    // boxes that have not been waited for
 };
 
 struct Warp {
@@ -110,7 +148,7 @@ struct Machine {
     Library* library = nullptr;
     std::string kernel, error;
     void (*enter)(const void*) = nullptr;
-    std::string params;
+    alignas(64) char params[4096];  // as much as a launch may pass, on as many bytes as a tensor map needs
     bool watched = false, abandoned = false;  // abandoned: a launch has ended with fibers on their way
     size_t dynamic_bytes = 0;
     uint32_t launches = 0, blocks = 0;  // serial numbers, over all launches
@@ -123,6 +161,7 @@ struct Machine {
     uint32_t barriers = 0, syncs = 0;  // barriers of any kind that have opened; those of the whole block
     Event named[16];
     std::map<uintptr_t, Event> events;  // barriers in shared memory, by address
+    std::deque<Box> boxes;              // on their way
     int barrier_result[2];
     Where barrier_where;
     BarrierKind barrier_kind;

@@ -20,6 +20,8 @@ Moment now(uint32_t epoch, bool atomic, Site site) {
     return moment;
 }
 
+bool is_read(AccessKind kind) { return kind == READ || kind == LOOK; }
+
 // What a fault says of memory: "shared memory + 12", "out + 12".
 struct Memory {
     const char* name;
@@ -75,13 +77,13 @@ void check_race(const Moment& before, const char* did, const Moment& moment, con
 void touch(Cell& cell, const Memory& memory, uintptr_t address, AccessKind kind, const Moment& moment) {
     const bool initialised = memory.shared ? cell.write.epoch == memory.epoch : cell.initialised;
     if (cell.in_flight == memory.epoch)
-        fault(format("%s of ", kind == READ ? "read" : "write") + describe(memory, address) + " at " + at(moment.site) +
+        fault(format("%s of ", is_read(kind) ? "read" : "write") + describe(memory, address) + " at " + at(moment.site) +
               ": an asynchronous copy to it has not been waited for");
-    if (kind != WRITE && !initialised)
+    if ((kind == READ || kind == ATOMIC) && !initialised)
         fault("read of uninitialised " + describe(memory, address) + " at " + at(moment.site));
     check_race(cell.write, cell.write.atomic ? "changed it atomically" : "wrote", moment,
-               kind == READ ? "reads" : kind == WRITE ? "writes" : "changes it atomically", memory, address);
-    if (kind == READ) {
+               is_read(kind) ? "reads" : kind == WRITE ? "writes" : "changes it atomically", memory, address);
+    if (is_read(kind)) {
         note(cell.read, moment);
         return;
     }
@@ -100,7 +102,7 @@ void for_each_cell(uintptr_t begin, size_t bytes, uintptr_t base, unsigned cell,
     for (uintptr_t a = begin & ~uintptr_t(cell - 1); a < begin + bytes; a += cell) act((a - base) / cell, a);
 }
 
-const char* access_name(AccessKind kind) { return kind == READ ? "read" : kind == WRITE ? "write" : "atomic change"; }
+const char* access_name(AccessKind kind) { return is_read(kind) ? "read" : kind == WRITE ? "write" : "atomic change"; }
 
 [[noreturn]] void out_of_bounds(uintptr_t address, size_t bytes, AccessKind kind, Site site) {
     std::string near = "no array is near";
@@ -181,20 +183,20 @@ inline void report(const void* address, size_t bytes, AccessKind kind, const voi
 }
 
 // ---- asynchronous copies ----
-void mark_in_flight(const Copy& copy, bool begins) {
+void mark_in_flight(uintptr_t to, size_t bytes, bool begins) {
     Library& library = *m.library;
-    const uintptr_t to = reinterpret_cast<uintptr_t>(copy.to);
     if (to - library.tls_begin >= library.tls_end - library.tls_begin) return;
-    for_each_cell(to, copy.bytes, library.tls_begin, CELL_BYTES, [&](size_t i, uintptr_t) {
+    for_each_cell(to, bytes, library.tls_begin, CELL_BYTES, [&](size_t i, uintptr_t) {
         m.shared_cells[i].in_flight = begins ? m.blocks : 0;
     });
 }
 
 void perform(const Copy& copy) {
+    const uintptr_t to = reinterpret_cast<uintptr_t>(copy.to);
     if (m.watched) {
-        mark_in_flight(copy, false);
+        mark_in_flight(to, copy.bytes, false);
         if (copy.valid > 0) access(reinterpret_cast<uintptr_t>(copy.from), copy.valid, READ, site_of(copy.where));
-        access(reinterpret_cast<uintptr_t>(copy.to), copy.bytes, WRITE, site_of(copy.where));
+        access(to, copy.bytes, WRITE, site_of(copy.where));
     }
     std::memset(copy.to, 0, copy.bytes);
     std::memcpy(copy.to, copy.from, copy.valid);

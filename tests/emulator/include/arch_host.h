@@ -12,6 +12,11 @@ inline uint4 load_16(const void* global, bool exists) {
     return exists ? *static_cast<const uint4*>(global) : uint4{0, 0, 0, 0};
 }
 
+// From the beginning of dynamic shared memory on, in which everything lies that is asked for.
+inline unsigned shared_address(const void* shared) {
+    return static_cast<unsigned>(static_cast<const unsigned char*>(shared) - shared_memory);
+}
+
 inline void copy_async_16(void* shared, const void* global, int valid, Where w = caller()) {
     machine_copy_async(shared, global, 16, valid, w);
 }
@@ -54,27 +59,6 @@ inline unsigned take_ticket(unsigned* counter, unsigned last, Where w = caller()
 }
 
 // Twins of instructions that the kernels do not use yet; arch.cuh gets their PTX when they do.
-
-// cp.async.mbarrier.arrive.noinc: arrives when the thread's copies so far have.
-inline void copy_async_arrive(uint64_t* barrier, Where w = caller()) {
-    machine_copy_wait(-1);
-    machine_mbarrier_arrive(barrier, w);
-}
-
-// bar.sync, bar.arrive
-inline void named_barrier_sync(int id, int threads, Where w = caller()) { machine_named_barrier(id, threads, true, w); }
-inline void named_barrier_arrive(int id, int threads, Where w = caller()) {
-    machine_named_barrier(id, threads, false, w);
-}
-
-// mbarrier.init, mbarrier.arrive, mbarrier.try_wait.parity until it succeeds
-inline void mbarrier_init(uint64_t* barrier, unsigned count, Where w = caller()) {
-    machine_mbarrier_init(barrier, count, w);
-}
-inline void mbarrier_arrive(uint64_t* barrier, Where w = caller()) { machine_mbarrier_arrive(barrier, w); }
-inline void mbarrier_wait(uint64_t* barrier, int parity, Where w = caller()) {
-    machine_mbarrier_wait(barrier, parity, w);
-}
 
 // red.global.add.v4.f32
 inline void reduce_add_4(float* global, float4 x, Where w = caller()) {

@@ -27,3 +27,8 @@ inline __half __float2half_rn(float f) {
 inline __half __float2half(float f) { return __float2half_rn(f); }
 inline unsigned short __half_as_ushort(__half h) { return h.bits; }
 inline __half __ushort_as_half(unsigned short x) { return {x}; }
+
+struct __half2 {
+    __half x, y;
+};
+inline __half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x), __float2half_rn(y)}; }

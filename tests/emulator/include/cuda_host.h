@@ -99,6 +99,11 @@ inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fmul_rz(float x, float y) {
+    const double exact = static_cast<double>(x) * y;
+    const float nearest = static_cast<float>(exact);
+    return std::fabs(nearest) > std::fabs(exact) ? std::nextafter(nearest, 0.0f) : nearest;
+}
 
 // ---- memory ----
 template <typename T>
@@ -109,6 +114,8 @@ template <typename T>
 inline void __stcs(T* p, T x) { *p = x; }
 template <typename T>
 inline T __ldcg(const T* p) { return *p; }
+template <typename T>
+inline void __stcg(T* p, T x) { *p = x; }
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 
@@ -155,6 +162,7 @@ inline int __syncthreads_or(int x, Where w = caller()) { return machine_barrier(
 inline int __syncthreads_and(int x, Where w = caller()) { return machine_barrier(BARRIER_AND, x, w); }
 inline int __syncthreads_count(int x, Where w = caller()) { return machine_barrier(BARRIER_COUNT, x, w); }
 inline void __syncwarp(unsigned mask = 0xffffffffu, Where w = caller()) { machine_meet(mask, SYNC_WARP, 0, w); }
+inline void __nanosleep(unsigned) {}
 [[noreturn]] inline void __trap(Where w = caller()) { machine_trap("__trap", w); }
 
 inline unsigned own_lane() { return threadIdx.x & 31; }

@@ -18,9 +18,9 @@ struct Index3 {
     unsigned x, y, z;
 };
 
-enum MeetingKind { SYNC_WARP, SHUFFLE, VOTE, REDUCE, WMMA_LOAD, WMMA_STORE, WMMA_MULTIPLY, MMA_TF32, MMA_HALF };
+enum MeetingKind { SYNC_WARP, SHUFFLE, VOTE, REDUCE, WMMA_LOAD, WMMA_STORE, WMMA_MULTIPLY, MMA_TF32, MMA_HALF, WGMMA };
 enum BarrierKind { BARRIER, BARRIER_OR, BARRIER_AND, BARRIER_COUNT };
-enum AccessKind { READ = 0, WRITE = 1, ATOMIC = 2 };
+enum AccessKind { READ = 0, WRITE = 1, ATOMIC = 2, LOOK = 3 };  // LOOK: a read of what need not have been written
 
 // Lanes of a warp that have met: what each brought. `present` lacks lanes that had exited.
 struct Meeting {
@@ -37,10 +37,13 @@ int machine_barrier(BarrierKind kind, int value, Where where);
 // Named barriers (bar.sync, bar.arrive): opens when `threads` threads have come to barrier `id`; not all need to wait.
 void machine_named_barrier(int id, int threads, bool wait, Where where);
 
-// Barriers in shared memory (mbarrier): a phase ends when `count` arrivals have come. Waiting is for the end of the phase
-// of a parity; the phase in progress has parity 0 at first.
+// Barriers in shared memory (mbarrier): a phase ends when `count` arrivals have come, and all bytes that it was told to
+// expect. Waiting is for the end of the phase of a parity; the phase in progress has parity 0 at first.
 void machine_mbarrier_init(uint64_t* barrier, unsigned count, Where where);
+void machine_mbarrier_end(uint64_t* barrier, Where where);
 void machine_mbarrier_arrive(uint64_t* barrier, Where where);
+void machine_mbarrier_expect(uint64_t* barrier, int bytes, Where where);
+bool machine_mbarrier_test(uint64_t* barrier, int parity, Where where);
 void machine_mbarrier_wait(uint64_t* barrier, int parity, Where where);
 
 // The lanes of `mask` that have not exited wait for each other. Valid until the lane's next meeting.
@@ -59,6 +62,15 @@ void machine_mma_tf32(float* c, const float* a, const float* b, Where where);
 // mma m16n8k16 with 16-bit operands, two in a word: c (4 elements a lane) += a (4 words) * b (2 words).
 void machine_mma_half(float* c, const uint32_t* a, const uint32_t* b, bool bfloat16, Where where);
 
+// Warpgroup products (wgmma m64nNk16), N = 16 * fragments: d (8 * fragments elements a lane) = or += a * b. Operands are
+// read, and d is written, at the wait for their group; until then d is poison. Descriptors are the lower words of the
+// hardware's, with addresses from the beginning of dynamic shared memory on, for rows of 128 swizzled bytes.
+// a: four words of the lane, or 0 and a descriptor. `b_by_rows`: k counts the rows of b, not its columns.
+void machine_wgmma(float* d, int fragments, const uint32_t* a, uint32_t a_descriptor, uint32_t b_descriptor, bool b_by_rows,
+                   bool add, bool bfloat16, Where where);
+void machine_wgmma_commit();
+void machine_wgmma_wait(int pending, Where where);
+
 // The running thread is handed over all that the blocks knew and had done that took a ticket from this counter before.
 void machine_ticket(const void* counter);
 
@@ -66,6 +78,14 @@ void machine_ticket(const void* counter);
 void machine_copy_async(void* shared, const void* global, int bytes, int valid, Where where);
 void machine_copy_commit();
 void machine_copy_wait(int pending);
+
+// cp.async.bulk.tensor: a box of a tensor from these coordinates on, to shared memory, which is poison until somebody waits
+// at the barrier for its bytes; or from shared memory, which is read at the thread's wait for what it has committed.
+// `map` is what the emulator's own driver function made (copy_engine.py).
+void machine_copy_box(void* shared, const void* map, uint64_t* barrier, const int* at, int axes, Where where);
+void machine_store_box(const void* map, const void* shared, const int* at, int axes, Where where);
+void machine_stores_commit();
+void machine_stores_wait();
 
 // cp.reduce.async.bulk: shared memory is read, and added to global memory, at the wait for the group.
 void machine_bulk_reduce(float* global, const float* shared, int bytes, Where where);

@@ -1,0 +1,277 @@
+// What only Hopper has: warpgroup products, and the copy engine (machine.h, include/sm90_host.h).
+//
+// All of it is asynchronous, and happens as late as it may: products when their warp waits for them, a box of a tensor when
+// somebody waits for its bytes, a box of outputs when its thread waits for it.
+#pragma once
+#include "schedule.h"
+#include "tensor.h"
+
+namespace {
+
+// ---- matrices in shared memory, rows of 128 bytes ("128-byte swizzle") ----
+constexpr unsigned ROW_BYTES = 128, PIECE_BYTES = 16, ROWS_OF_SWIZZLE = 8;
+
+uintptr_t in_shared(unsigned address) { return m.library->dynamic + address; }
+
+// Piece `address` in 16-byte units moves by its row, counted from a multiple of eight rows.
+unsigned swizzled(unsigned address) { return address ^ (address / ROW_BYTES % ROWS_OF_SWIZZLE * PIECE_BYTES); }
+
+// 16 elements of a row as the left or the right factor of a product: `row` of those from a descriptor on.
+template <typename Take>
+void for_each_piece(unsigned address, unsigned bytes, Where where, const Take& take) {
+    for (unsigned i = 0; i < bytes; i += PIECE_BYTES) {
+        const uintptr_t piece = in_shared(swizzled(address + i));
+        if (m.watched) access(piece, PIECE_BYTES, LOOK, site_of(where));
+        take(i / 2, reinterpret_cast<const uint16_t*>(piece));
+    }
+}
+
+// ---- warpgroup products ----
+unsigned first_of(uint32_t descriptor) { return (descriptor & 0x3fff) * 16; }
+unsigned chunk_bytes_of(uint32_t descriptor) { return (descriptor >> 16 & 0x3fff) * 16; }
+
+// The lane's elements are poison until the products are done; what they are added to is kept meanwhile.
+void begin(WarpProduct& product) {
+    for (const auto& group : self().products)
+        for (const WarpProduct& other : group)
+            if (other.d < product.d + 8 * product.fragments && product.d < other.d + 8 * other.fragments) {
+                if (other.d != product.d || other.fragments != product.fragments)
+                    fault("wgmma at " + at(product.where) + ": it overlaps with sums of another shape that are under way");
+                return;
+            }
+    product.before.assign(product.d, product.d + 8 * product.fragments);
+    std::memset(product.d, 0xff, 8 * product.fragments * sizeof(float));
+}
+
+std::vector<float> rows_of_left(const std::vector<WarpProduct*>& lanes) {
+    std::vector<float> a(16 * 16);
+    const WarpProduct& any = *lanes[0];
+    const unsigned warp = m.current / 32 % 4;
+    for (int row = 0; !any.a && row < 16; ++row)
+        for_each_piece(first_of(any.a_descriptor) + (16 * warp + row) * ROW_BYTES, 32, any.where, [&](int k, const uint16_t* x) {
+            for (int i = 0; i < 8; ++i) a[row * 16 + k + i] = widen(x[i], any.bfloat16);
+        });
+    for (int lane = 0; any.a && lane < 32; ++lane) {
+        const WarpProduct& p = *lanes[lane];
+        if (std::memcmp(p.a, p.a_before, sizeof p.a_before))
+            fault(format("wgmma at %s: lane %d has changed a register that it reads", at(p.where).c_str(), lane));
+        for (int i = 0; i < 8; ++i)
+            a[row_of(lane, i) * 16 + column_of(lane, i)] = widen(static_cast<uint16_t>(p.a[i / 2] >> 16 * (i % 2)), p.bfloat16);
+    }
+    return a;
+}
+
+// (k, column)
+std::vector<float> right(const WarpProduct& p) {
+    const int columns = 16 * p.fragments;
+    std::vector<float> b(16 * columns);
+    const unsigned first = first_of(p.b_descriptor);
+    if (!p.b_by_rows) {
+        for (int n = 0; n < columns; ++n)
+            for_each_piece(first + n * ROW_BYTES, 32, p.where, [&](int k, const uint16_t* x) {
+                for (int i = 0; i < 8; ++i) b[(k + i) * columns + n] = widen(x[i], p.bfloat16);
+            });
+        return b;
+    }
+    const unsigned within = first % ROW_BYTES, chunk = chunk_bytes_of(p.b_descriptor);
+    if (within + std::min(columns, 64) * 2 > ROW_BYTES)
+        fault("wgmma at " + at(p.where) + ": its columns go beyond a row of 128 bytes");
+    for (int k = 0; k < 16; ++k)
+        for (int n = 0; n < columns; n += 64)
+            for_each_piece(first + n / 64 * chunk + k * ROW_BYTES, std::min(columns - n, 64) * 2, p.where,
+                           [&](int column, const uint16_t* x) {
+                               for (int i = 0; i < 8; ++i) b[k * columns + n + column + i] = widen(x[i], p.bfloat16);
+                           });
+    return b;
+}
+
+// One product of a warp's 16 rows, each element summed in order of k, every step rounded to float32.
+void multiply_rows(const std::vector<WarpProduct*>& lanes) {
+    const WarpProduct& any = *lanes[0];
+    for (const WarpProduct* p : lanes)
+        if (p->fragments != any.fragments || p->b_descriptor != any.b_descriptor || p->add != any.add || !p->a != !any.a ||
+            p->a_descriptor != any.a_descriptor || p->where.line != any.where.line)
+            fault("wgmma at " + at(any.where) + ": the lanes of a warp ask for different products");
+    const int columns = 16 * any.fragments;
+    const std::vector<float> a = rows_of_left(lanes), b = right(any);
+    std::vector<float> sums(16 * columns);
+    for (int lane = 0; lane < 32; ++lane) {
+        const WarpProduct& p = *lanes[lane];
+        const float* before = p.before.empty() ? p.d : p.before.data();
+        for (int i = 0; any.add && i < 8 * any.fragments; ++i)
+            sums[row_of(lane, i % 8) * columns + i / 8 * 16 + column_of(lane, i % 8)] = before[i];
+    }
+    for (int row = 0; row < 16; ++row)
+        for (int k = 0; k < 16; ++k)
+            for (int n = 0; n < columns; ++n) sums[row * columns + n] += a[row * 16 + k] * b[k * columns + n];
+    for (int lane = 0; lane < 32; ++lane)
+        for (int i = 0; i < 8 * any.fragments; ++i)
+            lanes[lane]->d[i] = sums[row_of(lane, i % 8) * columns + i / 8 * 16 + column_of(lane, i % 8)];
+}
+
+// All of a warp have come to the wait: its oldest groups are done but for as many as may be pending.
+void finish_products(OpenMeeting& o) {
+    const unsigned warp = m.current / 32;
+    const auto products = [&](unsigned lane) -> auto& { return m.threads[warp * 32 + lane]->products; };
+    const size_t keep = o.meeting.values[0] + 1;  // the last one is still open
+    for (unsigned lane = 0; lane < 32; ++lane)
+        if (products(lane).size() != products(0).size() || o.meeting.values[lane] != o.meeting.values[0])
+            fault("wgmma.wait_group at " + at(o.where) + ": the lanes of a warp have issued different products");
+    while (products(0).size() > keep) {
+        for (size_t i = 0; i < products(0).front().size(); ++i) {
+            std::vector<WarpProduct*> lanes;
+            for (unsigned lane = 0; lane < 32; ++lane) {
+                if (products(lane).front().size() != products(0).front().size())
+                    fault("wgmma.wait_group at " + at(o.where) + ": the lanes of a warp have issued different products");
+                lanes.push_back(&products(lane).front()[i]);
+            }
+            multiply_rows(lanes);
+        }
+        for (unsigned lane = 0; lane < 32; ++lane) products(lane).erase(products(lane).begin());
+    }
+}
+
+// ---- the copy engine ----
+// The rows of a box, in order: their place in memory (0: none of it is in the tensor), how many of their bytes are in the
+// tensor, and their number.
+template <typename Act>
+void for_each_row(const TensorDescription& t, const int* at, const Act& act) {
+    unsigned rows = 1;
+    for (unsigned axis = 1; axis < t.axes; ++axis) rows *= t.box[axis];
+    for (unsigned row = 0; row < rows; ++row) {
+        uintptr_t from = t.pointer + 2 * static_cast<int64_t>(at[0]);
+        bool inside = at[0] >= 0 && static_cast<uint64_t>(at[0]) < t.shape[0];
+        for (unsigned axis = 1, rest = row; axis < t.axes; rest /= t.box[axis], ++axis) {
+            const int64_t i = at[axis] + static_cast<int64_t>(rest % t.box[axis]);
+            inside = inside && i >= 0 && static_cast<uint64_t>(i) < t.shape[axis];
+            from += i * t.stride[axis - 1];
+        }
+        const uint64_t left = inside ? t.shape[0] - at[0] : 0;
+        act(row, inside ? from : 0, static_cast<unsigned>(std::min(left, t.box[0])) * 2);
+    }
+}
+
+void check_box(const TensorDescription& t, const void* shared, int axes, const char* what, Where where) {
+    if (t.axes != static_cast<uint64_t>(axes) || t.box[0] * 2 != ROW_BYTES)
+        fault(format("%s at %s: the map is one of %zu axes, with boxes of %zu columns", what, at(where).c_str(),
+                     static_cast<size_t>(t.axes), static_cast<size_t>(t.box[0])));
+    const uintptr_t address = reinterpret_cast<uintptr_t>(shared) - m.library->dynamic;
+    if (address >= m.dynamic_bytes || address % ROW_BYTES)
+        fault(format("%s at %s: its place in dynamic shared memory must be a multiple of 128 bytes", what, at(where).c_str()));
+}
+
+// Of a row of a box in shared memory: its 16-byte pieces.
+template <typename Act>
+void for_each_shared_piece(const void* shared, unsigned row, const Act& act) {
+    const unsigned first = static_cast<unsigned>(reinterpret_cast<uintptr_t>(shared) - m.library->dynamic) + row * ROW_BYTES;
+    for (unsigned i = 0; i < ROW_BYTES; i += PIECE_BYTES) act(i, in_shared(swizzled(first + i)));
+}
+
+void land(const Box& box) {
+    const int running = m.current;
+    m.current = box.thread;
+    for_each_row(box.tensor, box.at, [&](unsigned row, uintptr_t from, unsigned bytes) {
+        if (m.watched && bytes > 0) access(from, bytes, READ, site_of(box.where));
+        for_each_shared_piece(box.shared, row, [&](unsigned i, uintptr_t to) {
+            if (m.watched) {
+                mark_in_flight(to, PIECE_BYTES, false);
+                access(to, PIECE_BYTES, WRITE, site_of(box.where));
+            }
+            std::memset(reinterpret_cast<void*>(to), 0, PIECE_BYTES);
+            if (i < bytes)
+                std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from + i), std::min(PIECE_BYTES, bytes - i));
+        });
+        box.event->bytes -= ROW_BYTES;
+    });
+    m.current = running;
+}
+
+// Boxes whose bytes are all that a barrier with somebody waiting at it lacks.
+void land_boxes(Event& e) {
+    for (auto box = m.boxes.begin(); box != m.boxes.end();) {
+        if (box->event != &e) {
+            ++box;
+            continue;
+        }
+        land(*box);
+        box = m.boxes.erase(box);
+    }
+}
+
+void store(const BoxStore& box) {
+    for_each_row(box.tensor, box.at, [&](unsigned row, uintptr_t to, unsigned bytes) {
+        for_each_shared_piece(box.shared, row, [&](unsigned i, uintptr_t from) {
+            if (i >= bytes) return;
+            const unsigned size = std::min(PIECE_BYTES, bytes - i);
+            if (m.watched) {
+                access(from, size, READ, site_of(box.where));
+                access(to + i, size, WRITE, site_of(box.where));
+            }
+            std::memcpy(reinterpret_cast<void*>(to + i), reinterpret_cast<const void*>(from), size);
+        });
+    });
+}
+
+}  // namespace
+
+extern "C" {
+void machine_wgmma(float* d, int fragments, const uint32_t* a, uint32_t a_descriptor, uint32_t b_descriptor, bool b_by_rows,
+                   bool add, bool bfloat16, Where where) {
+    WarpProduct product{d, fragments, a, {}, a_descriptor, b_descriptor, b_by_rows, add, bfloat16, where, {}};
+    if (a) std::memcpy(product.a_before, a, sizeof product.a_before);
+    begin(product);
+    if (self().products.empty()) self().products.emplace_back();
+    self().products.back().push_back(std::move(product));
+}
+
+void machine_wgmma_commit() {
+    if (self().products.empty()) self().products.emplace_back();
+    self().products.emplace_back();
+}
+
+void machine_wgmma_wait(int pending, Where where) {
+    if (self().products.empty()) self().products.emplace_back();
+    meet(~0u, WGMMA, pending, where, finish_products);
+}
+
+void machine_copy_box(void* shared, const void* map, uint64_t* barrier, const int* at, int axes, Where where) {
+    Box box{m.current, shared, *static_cast<const TensorDescription*>(map), {}, &event_at(barrier, where), where};
+    std::copy(at, at + axes, box.at);
+    check_box(box.tensor, shared, axes, "cp.async.bulk.tensor", where);
+    for_each_row(box.tensor, box.at, [&](unsigned row, uintptr_t, unsigned) {
+        for_each_shared_piece(shared, row, [&](unsigned, uintptr_t to) {
+            if (m.watched) {
+                access(to, PIECE_BYTES, WRITE, site_of(where));
+                mark_in_flight(to, PIECE_BYTES, true);
+            }
+            std::memset(reinterpret_cast<void*>(to), 0xff, PIECE_BYTES);
+        });
+    });
+    m.boxes.push_back(box);
+    if (!box.event->waiting.empty() && box.event->pending == 0) settle(*box.event, false, false);
+}
+
+void machine_store_box(const void* map, const void* shared, const int* at, int axes, Where where) {
+    BoxStore box{shared, *static_cast<const TensorDescription*>(map), {}, false, where};
+    std::copy(at, at + axes, box.at);
+    check_box(box.tensor, shared, axes, "cp.async.bulk.tensor", where);
+    for_each_row(box.tensor, box.at, [&](unsigned row, uintptr_t, unsigned bytes) {
+        for_each_shared_piece(shared, row, [&](unsigned i, uintptr_t from) {
+            if (m.watched && i < bytes) access(from, std::min(PIECE_BYTES, bytes - i), READ, site_of(where));
+        });
+    });
+    self().stores.push_back(box);
+}
+
+void machine_stores_commit() {
+    for (BoxStore& box : self().stores) box.committed = true;
+}
+
+void machine_stores_wait() {
+    auto& stores = self().stores;
+    while (!stores.empty() && stores.front().committed) {
+        store(stores.front());
+        stores.pop_front();
+    }
+}
+}

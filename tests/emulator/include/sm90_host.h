@@ -1,0 +1,141 @@
+// Host twins of the functions of kernels/sm90/arch.cuh that are written in PTX there. build.py takes those out of its text
+// and puts this in their place, behind the types that they need.
+#pragma once
+
+struct TensorMap;
+constexpr bool IS_BFLOAT16 = std::is_same_v<ELEMENT, __nv_bfloat16>;
+
+template <typename T>
+inline T* shared_pointer(unsigned address) {
+    return reinterpret_cast<T*>(shared_memory + address);
+}
+
+// ---- copies ----
+inline const void* row_address(const void* base, int row, int stride) {
+    return static_cast<const char*>(base) + static_cast<long long>(row) * stride;
+}
+
+inline void copy_async_16(unsigned shared, const void* global, int valid, Where w = caller()) {
+    machine_copy_async(shared_pointer<void>(shared), global, 16, valid, w);
+}
+
+inline uint4 load_shared_16(unsigned shared) { return *shared_pointer<uint4>(shared); }
+
+inline void load_shared_pair(float& x, float& y, unsigned shared) {
+    const float2 pair = *shared_pointer<float2>(shared);
+    x = pair.x;
+    y = pair.y;
+}
+
+// What lane l is told of row l % 8 of matrix l / 8 is its address; two neighbours of row lane/4 are this lane's.
+inline unsigned* own_word(const Meeting* rows, int matrix) {
+    return shared_pointer<unsigned>(static_cast<unsigned>(rows->values[8 * matrix + own_lane() / 4])) + own_lane() % 4;
+}
+inline const Meeting* meet_with_rows(unsigned row, Where w) {
+    if (row % 16 != 0) machine_trap("a row of a matrix that is not on 16 bytes", w);
+    return machine_meet(ALL_LANES, SHUFFLE, row, w);
+}
+
+inline void load_matrices(unsigned (&words)[4], unsigned row, Where w = caller()) {
+    const Meeting* rows = meet_with_rows(row, w);
+    for (int i = 0; i < 4; ++i) words[i] = *own_word(rows, i);
+}
+
+inline void store_matrices(unsigned row, const unsigned (&words)[4], Where w = caller()) {
+    const Meeting* rows = meet_with_rows(row, w);
+    for (int i = 0; i < 4; ++i) *own_word(rows, i) = words[i];
+}
+
+inline uint4 load_once(const void* global) { return *static_cast<const uint4*>(global); }
+inline void prefetch_line(const void*) {}
+
+inline uint64_t* as_word(Barrier* barrier) { return reinterpret_cast<uint64_t*>(barrier); }
+
+inline void copy_box(void* shared, const TensorMap* map, Barrier* barrier, int x0, int x1, int x2, int x3, Where w = caller()) {
+    const int at[] = {x0, x1, x2, x3};
+    machine_copy_box(shared, map, as_word(barrier), at, 4, w);
+}
+inline void copy_box(void* shared, const TensorMap* map, Barrier* barrier, int x0, int x1, int x2, int x3, int x4,
+                     Where w = caller()) {
+    const int at[] = {x0, x1, x2, x3, x4};
+    machine_copy_box(shared, map, as_word(barrier), at, 5, w);
+}
+inline void store_box(const TensorMap* map, const void* shared, int x0, int x1, int x2, int x3, Where w = caller()) {
+    const int at[] = {x0, x1, x2, x3};
+    machine_store_box(map, shared, at, 4, w);
+}
+inline void stores_commit() { machine_stores_commit(); }
+inline void stores_wait() { machine_stores_wait(); }
+inline void stores_wait_read() { machine_stores_wait(); }
+
+// ---- barriers ----
+inline void barrier_init(Barrier* barrier, int count, Where w = caller()) {
+    machine_mbarrier_init(as_word(barrier), count, w);
+}
+inline void barrier_end(Barrier* barrier, Where w = caller()) { machine_mbarrier_end(as_word(barrier), w); }
+inline void barrier_init_fence() {}
+inline void barrier_arrive(Barrier* barrier, Where w = caller()) { machine_mbarrier_arrive(as_word(barrier), w); }
+inline void barrier_expect(Barrier* barrier, int bytes, Where w = caller()) {
+    machine_mbarrier_expect(as_word(barrier), bytes, w);
+}
+inline void barrier_arrive_after_copies(Barrier* barrier, Where w = caller()) {
+    machine_copy_wait(-1);
+    machine_mbarrier_arrive(as_word(barrier), w);
+}
+inline void barrier_wait(Barrier* barrier, unsigned parity, Where w = caller()) {
+    machine_mbarrier_wait(as_word(barrier), parity, w);
+}
+inline bool barrier_test(Barrier* barrier, unsigned parity, Where w = caller()) {
+    return machine_mbarrier_test(as_word(barrier), parity, w);
+}
+inline void named_barrier(int id, int threads, Where w = caller()) { machine_named_barrier(id, threads, true, w); }
+inline void named_barrier_arrive(int id, int threads, Where w = caller()) { machine_named_barrier(id, threads, false, w); }
+inline void shared_write_fence() {}
+
+// ---- what only matters to a compiler or to registers ----
+template <int registers>
+inline void shrink_registers() {}
+template <int registers>
+inline void grow_registers() {}
+inline int lane_now() { return static_cast<int>(own_lane()); }
+inline int thread_now() { return static_cast<int>(threadIdx.x); }
+inline int zero_now() { return 0; }
+inline void place_in_code() {}
+inline unsigned kept(unsigned value) { return value; }
+template <typename Registers>
+inline void pin(Registers&) {}
+
+// ---- products ----
+inline void products_begin() {}
+inline void products_commit() { machine_wgmma_commit(); }
+template <int pending>
+inline void products_wait(Where w = caller()) {
+    machine_wgmma_wait(pending, w);
+}
+
+template <int fragments>
+struct Wgmma {
+    static void multiply_shared(Fragment* d, unsigned a, unsigned b, int add, Where w = caller()) {
+        machine_wgmma(d->x, fragments, nullptr, a, b, false, add != 0, IS_BFLOAT16, w);
+    }
+    static void multiply_queries(Fragment* d, const unsigned (&a)[4], unsigned b, int add, Where w = caller()) {
+        machine_wgmma(d->x, fragments, a, 0, b, false, add != 0, IS_BFLOAT16, w);
+    }
+    static void multiply_registers(Fragment* d, const unsigned (&a)[4], unsigned b, int add, Where w = caller()) {
+        machine_wgmma(d->x, fragments, a, 0, b, true, add != 0, IS_BFLOAT16, w);
+    }
+};
+
+inline void multiply_warp(Fragment& d, const unsigned (&a)[4], const unsigned (&b)[4], Where w = caller()) {
+    for (int half = 0; half < 2; ++half) machine_mma_half(d.x + 4 * half, a, b + 2 * half, IS_BFLOAT16, w);
+}
+
+// ---- arithmetic ----
+inline float inverse_fast(float x) { return 1.0f / x; }
+inline float log2_fast(float x) { return std::log2(x); }
+
+// Of a half that is not finite: NaN, for 0 times it is.
+inline unsigned add_nothing(unsigned sum, unsigned pair) {
+    const unsigned found = nonfinite(pair, static_cast<const ELEMENT*>(nullptr));
+    return sum | (found & 0x8000u ? 0x7fffu : 0u) | (found & 0x80000000u ? 0x7fff0000u : 0u);
+}
