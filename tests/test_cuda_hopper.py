@@ -196,17 +196,17 @@ def test_the_copy_engine_reads_views(torch):
 
 @pytest.mark.parametrize("tile", [name for name, (tile, _) in TILES.items() if tile.block_m == 128])
 @pytest.mark.parametrize(("masked", "biased"), [(True, False), (False, True), (True, True)])
-def test_keys_that_follow_each_other(masked, biased, tile, everything, torch, monkeypatch, device):
+def test_keys_that_follow_each_other(masked, biased, tile, everything, torch, monkeypatch, device, length=1001):
     """The copy engine brings them in the order of gathered ones: the same bits, whatever lists leave out."""
     _, head_dims = TILES[tile]
-    served, boxes, length = everything(*TILES[tile]), [], 1001  # seven blocks and more; rows of bias are padded
+    served, boxes = everything(*TILES[tile]), []
     for head_dim in (head_dims[0] + 7, (head_dims[0] + head_dims[-1]) // 2 // 8 * 8, head_dims[-1]):
         q = torch.randn(2, 150, 4, head_dim, device=device).bfloat16()
         wide = torch.randn(2, 2, length, 2 * head_dim, device=device).bfloat16()
         k, v = wide[..., :head_dim].transpose(1, 2), wide[..., head_dim:].transpose(1, 2)
         mask = torch.rand(2, 1, 150, length, device=device) < 0.5
-        mask[:, :, :, 300:340], mask[0, :, :, 700], mask[1, :, :100, 8:16] = False, False, False
-        bias = torch.randn(2, 4, 150, 1008, device=device).to(q.dtype)[..., :length]
+        mask[:, :, :, 300:340], mask[0, :, :, 7 * length // 10], mask[1, :, :100, 8:16] = False, False, False
+        bias = torch.randn(2, 4, 150, length + 7, device=device).to(q.dtype)[..., :length]  # rows of 16 bytes
         options = {"mask": mask if masked else None, "bias": bias if biased else None, "return_lse": True}
         monkeypatch.setattr(hopper, "_runs_maps", lambda call: boxes.append(found := RUNS_MAPS(call)) or found)
         results = dma.attention(q, k, v, **options)

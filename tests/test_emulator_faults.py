@@ -177,6 +177,7 @@ FAULTS = {  # kernel: what the report must say, threads, blocks
     "arrival_too_many": ("an arrival at a barrier that has had all of its phase", 32, 1),
     "store_not_waited": ("cp.async.bulk.tensor .* exits without having waited", 32, 1),
     "pipeline_race": ("race on shared memory", 64, 1),
+    "barrier_of_others": ("race on shared memory", 96, 1),
     "shared_race": ("race on shared memory", 64, 1),
     "warp_race": ("race on shared memory", 32, 1),
     "write_after_read": ("race on shared memory .* read .*, thread .* writes", 64, 1),

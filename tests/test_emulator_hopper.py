@@ -104,7 +104,8 @@ def test_lists_of_every_length(biased, tile, everything, torch, device):
 
 @pytest.mark.parametrize(("masked", "biased"), [(True, False), (False, True)])
 def test_keys_that_follow_each_other(masked, biased, everything, torch, device, monkeypatch):
-    test_cuda_hopper.test_keys_that_follow_each_other(masked, biased, "128x64", everything, torch, monkeypatch, device)
+    test_cuda_hopper.test_keys_that_follow_each_other(masked, biased, "128x64", everything, torch, monkeypatch, device,
+                                                      505)
 
 
 def test_a_dense_bias_of_short_blocks(everything, torch, device):

@@ -338,6 +338,26 @@ extern "C" __global__ void pipeline_race(const Arguments p) {
     }
 }
 
+// the third warp waits for the second one, though it reads what the first one writes
+extern "C" __global__ void barrier_of_others(const Arguments p) {
+    __shared__ int row[32];
+    __shared__ Barrier full, other;
+    if (threadIdx.x == 0) {
+        barrier_init(&full, 32);
+        barrier_init(&other, 32);
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        row[threadIdx.x] = p.in[threadIdx.x];
+        barrier_arrive(&full);
+    } else if (threadIdx.x < 64) {
+        barrier_arrive(&other);
+    } else {
+        barrier_wait(&other, 0);
+        p.out[threadIdx.x - 64] = row[threadIdx.x - 64];  // (at barrier_of_others)
+    }
+}
+
 extern "C" __global__ void shared_race(const Arguments p) {
     __shared__ int x[64];
     x[threadIdx.x] = 0;

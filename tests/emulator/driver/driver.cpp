@@ -99,6 +99,9 @@ void launch(int library, const std::string& kernel, unsigned grid, unsigned thre
     tell_address_sanitizer();
     const size_t cells = (m.library->tls_end - m.library->tls_begin) / CELL_BYTES + 1;
     if (m.shared_cells.size() < cells) m.shared_cells.resize(cells);
+    m.shared_reads.resize(std::max<size_t>(m.shared_reads.size(), (threads + 31) / 32));
+    for (auto& reads : m.shared_reads)
+        if (reads.size() < cells) reads.resize(cells);
 
     std::mt19937 random(seed);
     std::vector<unsigned> blocks(grid);
@@ -208,6 +211,7 @@ void machine_named_barrier(int id, int threads, bool wait, Where where) {
     if (id < 0 || id > 15 || threads <= 0 || threads % 32)
         fault(format("named barrier %d of %d threads at %s: there are barriers 0 to 15, of whole warps", id, threads,
                      at(where).c_str()));
+    begin_events();
     Event& e = m.named[id];
     if (e.pending == e.count) e.count = e.pending = threads;  // a new phase
     if (e.count != static_cast<unsigned>(threads))
@@ -216,6 +220,7 @@ void machine_named_barrier(int id, int threads, bool wait, Where where) {
     const bool last = e.pending == 1;
     if (wait && !last) {
         --e.pending;
+        tell(e);
         wait_for(e, "a named barrier", where);
     } else {
         arrive(e, wait);
@@ -224,6 +229,7 @@ void machine_named_barrier(int id, int threads, bool wait, Where where) {
 
 void machine_mbarrier_init(uint64_t* barrier, unsigned count, Where where) {
     if (count == 0) fault("mbarrier of no arrivals at " + at(where));
+    begin_events();
     machine_access(barrier, 8, WRITE, where);
     Event& e = m.events[reinterpret_cast<uintptr_t>(barrier)] = Event();
     e.count = e.pending = count;
@@ -241,7 +247,7 @@ void machine_mbarrier_expect(uint64_t* barrier, int bytes, Where where) { event_
 bool machine_mbarrier_test(uint64_t* barrier, int parity, Where where) {
     const Event& e = event_at(barrier, where);
     if ((e.phase & 1) == static_cast<unsigned>(parity & 1)) return false;
-    self().barrier = m.barriers;
+    pass(e);
     return true;
 }
 
@@ -251,7 +257,7 @@ void machine_mbarrier_wait(uint64_t* barrier, int parity, Where where) {
     const auto has_ended = [&] { return (e.phase & 1) != static_cast<unsigned>(parity & 1); };
     if (!has_ended()) settle(e, false, true);
     if (!has_ended()) return wait_for(e, "an mbarrier", where);
-    self().barrier = m.barriers;
+    pass(e);
 }
 
 const Meeting* machine_meet(unsigned mask, MeetingKind kind, uint64_t value, Where where) {

@@ -183,6 +183,7 @@ void land(const Box& box) {
         });
         box.event->bytes -= ROW_BYTES;
     });
+    tell(*box.event);
     m.current = running;
 }
 

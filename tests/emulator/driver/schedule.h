@@ -12,6 +12,42 @@ namespace {
 const OpenMeeting* meet(unsigned mask, MeetingKind kind, uint64_t value, Where where,
                         void (*finish)(OpenMeeting&) = nullptr);
 
+// ---- clocks (shadow.h) ----
+void learn(Clocks& clocks, const Clocks& more) {
+    if (clocks.size() < more.size()) clocks.resize(more.size());
+    for (size_t i = 0; i < more.size(); ++i) clocks[i] = std::max(clocks[i], more[i]);
+}
+
+// What the running thread has done and seen so far is told to whoever opens the barrier.
+void tell(Event& e) {
+    Thread& t = self();
+    learn(e.arriving, t.clocks);
+    ++t.clocks[m.current];
+}
+
+// All of these threads have seen what each of them has.
+void exchange(const std::vector<unsigned>& threads) {
+    Clocks all;
+    for (unsigned i : threads) learn(all, m.threads[i]->clocks);
+    for (unsigned i : threads) {
+        m.threads[i]->clocks = all;
+        ++m.threads[i]->clocks[i];
+    }
+}
+
+// Without barriers of some threads a warp's lanes need not tell each other what they know; from the first one on they do.
+void begin_events() {
+    if (m.has_events) return;
+    m.has_events = true;
+    std::vector<unsigned> lanes;
+    for (unsigned i = 0; i < m.size; ++i) {
+        lanes.push_back(i);
+        if (i % 32 < 31 && i + 1 < m.size) continue;
+        exchange(lanes);
+        lanes.clear();
+    }
+}
+
 void wake(const OpenMeeting& o, unsigned warp) {
     for (unsigned lane = 0; lane < 32; ++lane)
         if (o.arrived >> lane & 1) m.threads[warp * 32 + lane]->state = READY;
@@ -28,8 +64,13 @@ void complete(OpenMeeting& o, unsigned warp) {
         uint32_t barrier = 0;
         for (unsigned lane = 0; lane < 32; ++lane)
             if (o.arrived >> lane & 1) barrier = std::max(barrier, m.threads[warp * 32 + lane]->barrier);
+        std::vector<unsigned> threads;
         for (unsigned lane = 0; lane < 32; ++lane)
-            if (o.arrived >> lane & 1) m.threads[warp * 32 + lane]->barrier = barrier;
+            if (o.arrived >> lane & 1) {
+                m.threads[warp * 32 + lane]->barrier = barrier;
+                threads.push_back(warp * 32 + lane);
+            }
+        if (m.has_events || (w.alive & ~o.arrived) != 0) exchange(threads);
     }
     if (orders && (w.alive & ~o.arrived) == 0) {
         ++w.sync;
@@ -93,7 +134,14 @@ void open_barrier() {
         if (m.threads[i]->state == AT_BARRIER) {
             m.threads[i]->state = READY;
             m.threads[i]->barrier = m.barriers;
+            m.threads[i]->syncs = m.syncs;
         }
+}
+
+// The running thread has waited for a phase that has ended.
+void pass(const Event& e) {
+    self().barrier = m.barriers;
+    learn(self().clocks, e.opened);
 }
 
 void land_boxes(Event& e);
@@ -108,10 +156,13 @@ void settle(Event& e, bool waits, bool asked) {
     e.pending = e.count;
     ++e.phase;
     ++m.barriers;
-    if (waits) self().barrier = m.barriers;
+    e.opened.swap(e.arriving);
+    e.arriving.clear();
+    if (waits) pass(e);
     for (unsigned i : e.waiting) {
         m.threads[i]->state = READY;
         m.threads[i]->barrier = m.barriers;
+        learn(m.threads[i]->clocks, e.opened);
     }
     e.waiting.clear();
 }
@@ -120,6 +171,7 @@ void settle(Event& e, bool waits, bool asked) {
 void arrive(Event& e, bool waits) {
     if (e.pending == 0) fault("an arrival at a barrier that has had all of its phase");
     --e.pending;
+    tell(e);
     settle(e, waits, waits);
 }
 
@@ -243,8 +295,10 @@ void run_block(const Order& order) {
     m.barriers = m.syncs = 0;
     std::fill(std::begin(m.named), std::end(m.named), Event());
     m.events.clear();
+    m.has_events = false;
     m.boxes.clear();
     m.known.clear();
+    m.shared_atomics.clear();
     poison_shared();
     const unsigned warp_count = (m.size + 31) / 32;
     m.warps.resize(warp_count);
@@ -258,7 +312,9 @@ void run_block(const Order& order) {
         t.context = t.stack.start(run_thread);
         t.state = READY;
         t.last = nullptr;
-        t.barrier = t.warp_sync = 0;
+        t.barrier = t.warp_sync = t.syncs = 0;
+        t.clocks.assign(m.size, 0);
+        t.clocks[i] = 1;
         t.groups.clear();
         t.bulk.clear();
         t.products.clear();

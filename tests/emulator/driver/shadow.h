@@ -1,15 +1,18 @@
 // What the emulator knows of every two bytes of memory: who read and wrote them last, and whether anybody wrote them.
 //
 // Two accesses by different threads are a race if one of them writes (and not both are atomic) and nothing orders them:
-//   threads of one warp    a __syncwarp, or a barrier of the block, between them
-//   threads of one block   a barrier of the block, or one of some threads that the later one has waited at
+//   shared memory          a barrier of the block, or for lanes of a warp a __syncwarp or the wait for their products. Beyond
+//                          that each thread has a clock, and knows up to which time of each other thread's it has seen what
+//                          that did: from a barrier of some threads that both came to, or from others that knew.
+//   global memory, in a    a barrier of the block, or one of some threads that the later one has waited at. Barriers are
+//   block                  numbered as they open. An access carries the number opened last, a thread that of the last one
+//                          it waited at: if that is higher, the barrier opened after the access. For barriers of the whole
+//                          block this is exact; others also order threads that did not come to them, so that races can be
+//                          missed, but none is reported wrongly. Lanes of a warp: a __syncwarp, too.
 //   different blocks       the end of the launch, or a ticket (take_ticket in arch.cuh): who takes one is ordered behind all
 //                          that came before those that were taken from the same counter earlier, and what these saw (watch.h)
-// Barriers are numbered as they open. An access carries the number opened last, a thread that of the last one it waited at:
-// if that is higher, the barrier opened after the access. For barriers of the whole block this is exact; named barriers and
-// mbarriers also order threads that did not come to them, so that races can be missed, but none is reported wrongly.
-// Shuffles and votes order nothing, as in CUDA's own rules. Neighbouring single bytes of shared memory share a cell; arrays
-// of single bytes have a cell for each.
+// Of reads, and of atomic changes, the last one of each warp counts. Shuffles and votes order nothing, as in CUDA's own rules.
+// Neighbouring single bytes of shared memory share a cell; arrays of single bytes have a cell for each.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -17,9 +20,24 @@
 
 constexpr unsigned CELL_BYTES = 2;
 
-// When and by whom: all that ordering needs.
+// An access to shared memory.
+struct Access {
+    uint32_t epoch = 0;                           // serial number of the block; 0: never
+    uint32_t clock = 0, syncs = 0, warp_sync = 0;  // of the thread
+    uint16_t thread = 0;
+    bool atomic = false;
+    uint64_t site = 0;  // where in the source: see driver.cpp
+};
+
+struct SharedCell {
+    Access write;
+    uint32_t in_flight = 0;  // epoch in which an asynchronous copy to here began that has not been waited for
+    uint32_t readers = 0;    // warps that have read it since `write`
+};
+
+// The same of global memory, when and by whom: all that ordering needs.
 struct Moment {
-    uint32_t epoch = 0;  // serial number of the launch for global memory, of the block for shared memory; 0: never
+    uint32_t epoch = 0;  // serial number of the launch; 0: never
     uint32_t block = 0, barrier = 0, opened = 0, warp_sync = 0;  // barrier: waited at; opened: by anybody
     uint16_t thread = 0;
     bool many_lanes = false, many_warps = false;  // more threads of the block than `thread` did so
@@ -60,10 +78,9 @@ struct Moment {
 
 struct Cell {
     Moment read, write;
-    uint32_t in_flight = 0;     // epoch in which an asynchronous copy to here began that has not been waited for
     uint16_t writes = 0;        // in the launch of `write`
     uint16_t most_writes = 0;   // in any launch
-    bool initialised = false;   // global memory; shared memory is initialised if `write` is of this block
+    bool initialised = false;
 };
 
 // A piece of global memory that a kernel may touch.

@@ -40,11 +40,15 @@ struct BulkReduction {
     Where where;
 };
 
+// Of every thread of the block, up to which time of its clock what it did has been seen.
+using Clocks = std::vector<uint32_t>;
+
 // A named barrier, or a barrier in shared memory.
 struct Event {
     unsigned count = 0, pending = 0, phase = 0;  // arrivals of a phase, those still to come, phases that have ended
     long long bytes = 0;                         // that the phase still waits for
     std::vector<unsigned> waiting;
+    Clocks arriving, opened;  // what those knew who have come so far, and in the phase that ended last
 };
 
 // A tensor of 16-bit elements as copy_engine.py describes it.
@@ -112,6 +116,8 @@ struct Thread {
     const char* what;                      // it waits for
     OpenMeeting* last;                     // the meeting whose results it may still read
     uint32_t barrier, warp_sync;           // passed so far
+    uint32_t syncs;                        // barriers of the whole block it has passed
+    Clocks clocks;                         // its own and what it has seen of the others
     std::vector<std::deque<Copy>> groups;  // asynchronous copies under way, the youngest group last
     std::vector<std::deque<BulkReduction>> bulk;  // bulk reductions under way, likewise
     std::vector<std::deque<WarpProduct>> products;  // warpgroup products, likewise
@@ -140,7 +146,9 @@ struct Machine {
     std::vector<std::unique_ptr<Thread>> threads;
     std::vector<Warp> warps;
     std::vector<std::unique_ptr<Region>> regions;
-    std::vector<Cell> shared_cells;
+    std::vector<SharedCell> shared_cells;
+    std::vector<std::vector<Access>> shared_reads;             // by warp, and cell
+    std::map<size_t, std::vector<Access>> shared_atomics;      // by cell, and warp; where the last change was atomic
     std::vector<std::unique_ptr<Library>> libraries;
     int next_region = 0;
 
@@ -159,6 +167,7 @@ struct Machine {
     // of the block
     unsigned size = 0, alive = 0, arrived = 0;
     uint32_t barriers = 0, syncs = 0;  // barriers of any kind that have opened; those of the whole block
+    bool has_events = false;  // barriers of some threads
     Event named[16];
     std::map<uintptr_t, Event> events;  // barriers in shared memory, by address
     std::deque<Box> boxes;              // on their way

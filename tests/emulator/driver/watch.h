@@ -22,12 +22,12 @@ Moment now(uint32_t epoch, bool atomic, Site site) {
 
 bool is_read(AccessKind kind) { return kind == READ || kind == LOOK; }
 
+const char* const DOES[] = {"reads", "writes", "changes it atomically", "reads"};  // by AccessKind
+
 // What a fault says of memory: "shared memory + 12", "out + 12".
 struct Memory {
     const char* name;
     uintptr_t begin;
-    uint32_t epoch;
-    bool shared;
 };
 
 std::string describe(const Memory& memory, uintptr_t address) {
@@ -75,19 +75,14 @@ void check_race(const Moment& before, const char* did, const Moment& moment, con
 }
 
 void touch(Cell& cell, const Memory& memory, uintptr_t address, AccessKind kind, const Moment& moment) {
-    const bool initialised = memory.shared ? cell.write.epoch == memory.epoch : cell.initialised;
-    if (cell.in_flight == memory.epoch)
-        fault(format("%s of ", is_read(kind) ? "read" : "write") + describe(memory, address) + " at " + at(moment.site) +
-              ": an asynchronous copy to it has not been waited for");
-    if ((kind == READ || kind == ATOMIC) && !initialised)
+    if ((kind == READ || kind == ATOMIC) && !cell.initialised)
         fault("read of uninitialised " + describe(memory, address) + " at " + at(moment.site));
-    check_race(cell.write, cell.write.atomic ? "changed it atomically" : "wrote", moment,
-               is_read(kind) ? "reads" : kind == WRITE ? "writes" : "changes it atomically", memory, address);
+    check_race(cell.write, cell.write.atomic ? "changed it atomically" : "wrote", moment, DOES[kind], memory, address);
     if (is_read(kind)) {
         note(cell.read, moment);
         return;
     }
-    check_race(cell.read, "read", moment, kind == WRITE ? "writes" : "changes it atomically", memory, address);
+    check_race(cell.read, "read", moment, DOES[kind], memory, address);
     cell.writes = cell.write.epoch == moment.epoch ? cell.writes + (cell.writes < 65535) : 1;
     cell.most_writes = std::max(cell.most_writes, cell.writes);
     if (kind == ATOMIC && cell.write.atomic)
@@ -95,6 +90,47 @@ void touch(Cell& cell, const Memory& memory, uintptr_t address, AccessKind kind,
     else
         cell.write = moment;
     cell.initialised = true;
+}
+
+// ---- shared memory ----
+void check_race(const Access& before, const char* did, AccessKind kind, const Memory& memory, uintptr_t address, Site site) {
+    const Thread& t = self();
+    if (before.epoch != m.blocks || before.thread == m.current || before.syncs < t.syncs) return;
+    if (before.thread / 32 == m.current / 32 && before.warp_sync < t.warp_sync) return;
+    if (before.clock <= t.clocks[before.thread]) return;
+    fault("race on " + describe(memory, address) + format(": thread %u of block %u %s at ", before.thread, blockIdx.x, did) +
+          at(before.site) + format(", thread %d %s at ", m.current, DOES[kind]) + at(site) + ", and no barrier is between them");
+}
+
+void touch_shared(size_t i, const Memory& memory, uintptr_t address, AccessKind kind, Site site) {
+    SharedCell& cell = m.shared_cells[i];
+    const unsigned warp = m.current / 32;
+    const bool changed = cell.write.epoch == m.blocks, changed_atomically = changed && cell.write.atomic;
+    const Thread& t = self();
+    const Access now{m.blocks,       t.clocks[m.current],     t.syncs, t.warp_sync, static_cast<uint16_t>(m.current),
+                     kind == ATOMIC, site};
+    if (cell.in_flight == m.blocks)
+        fault(format("%s of ", is_read(kind) ? "read" : "write") + describe(memory, address) + " at " + at(site) +
+              ": an asynchronous copy to it has not been waited for");
+    if ((kind == READ || kind == ATOMIC) && !changed)
+        fault("read of uninitialised " + describe(memory, address) + " at " + at(site));
+    if (!changed_atomically)
+        check_race(cell.write, "wrote", kind, memory, address, site);
+    else if (kind != ATOMIC)
+        for (const Access& before : m.shared_atomics[i])
+            check_race(before, "changed it atomically", kind, memory, address, site);
+    if (is_read(kind)) {
+        m.shared_reads[warp][i] = now;
+        cell.readers |= 1u << warp;
+        return;
+    }
+    for (; cell.readers != 0; cell.readers &= cell.readers - 1)
+        check_race(m.shared_reads[__builtin_ctz(cell.readers)][i], "read", kind, memory, address, site);
+    cell.write = now;
+    if (kind != ATOMIC) return;
+    auto& changes = m.shared_atomics[i];
+    if (!changed_atomically) changes.assign(m.warps.size(), Access());
+    changes[warp] = now;
 }
 
 template <typename Do>
@@ -138,10 +174,9 @@ void access(uintptr_t address, size_t bytes, AccessKind kind, Site site) {
         if (address >= library.dynamic && address + bytes > library.dynamic + m.dynamic_bytes &&
             address < library.dynamic + library.dynamic_size)
             out_of_bounds(address, bytes, kind, site);
-        const Memory memory{"shared memory", library.tls_begin, m.blocks, true};
-        const Moment moment = now(m.blocks, kind == ATOMIC, site);
+        const Memory memory{"shared memory", library.tls_begin};
         for_each_cell(address, bytes, library.tls_begin, CELL_BYTES, [&](size_t i, uintptr_t a) {
-            touch(m.shared_cells[i], memory, a, kind, moment);
+            touch_shared(i, memory, a, kind, site);
         });
         return;
     }
@@ -153,7 +188,7 @@ void access(uintptr_t address, size_t bytes, AccessKind kind, Site site) {
             continue;
         }
         if (!r->writable) return;
-        const Memory memory{r->name.c_str(), r->begin, m.launches, false};
+        const Memory memory{r->name.c_str(), r->begin};
         const Moment moment = now(m.launches, kind == ATOMIC, site);
         for_each_cell(address, bytes, r->begin, r->cell, [&](size_t i, uintptr_t a) {
             touch(r->cells[i], memory, a, kind, moment);

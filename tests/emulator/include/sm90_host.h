@@ -36,9 +36,15 @@ inline const Meeting* meet_with_rows(unsigned row, Where w) {
     return machine_meet(ALL_LANES, SHUFFLE, row, w);
 }
 
+// Of matrices nobody need have written all rows, like those of warpgroup products.
+__attribute__((no_sanitize("thread"), noinline)) inline unsigned look_at(const unsigned* word, Where w) {
+    machine_access(word, sizeof *word, LOOK, w);
+    return *word;
+}
+
 inline void load_matrices(unsigned (&words)[4], unsigned row, Where w = caller()) {
     const Meeting* rows = meet_with_rows(row, w);
-    for (int i = 0; i < 4; ++i) words[i] = *own_word(rows, i);
+    for (int i = 0; i < 4; ++i) words[i] = look_at(own_word(rows, i), w);
 }
 
 inline void store_matrices(unsigned row, const unsigned (&words)[4], Where w = caller()) {
