@@ -6,6 +6,7 @@ import pytest
 
 import cupy_dma as dma
 from benchmarks import tune_hopper
+from cupy_dma import jit
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends.cuda.configs import LayoutConfig
 from tests.test_jit import needs_compiler
@@ -47,6 +48,7 @@ def test_a_recorder_runs_nothing():
 
 @needs_compiler
 def test_compiled_once(tmp_path, monkeypatch, capsys):
+    jit.compile.cache_clear()  # of another test in this process
     monkeypatch.setenv("CUPY_DMA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(precompile, "portable_configs", lambda: {LayoutConfig("__half"): None})
     for new in (1, 0):
