@@ -13,10 +13,10 @@ constexpr unsigned ROW_BYTES = 128, PIECE_BYTES = 16, ROWS_OF_SWIZZLE = 8;
 
 uintptr_t in_shared(unsigned address) { return m.library->dynamic + address; }
 
-// Piece `address` in 16-byte units moves by its row, counted from a multiple of eight rows.
+// The pieces of 16 bytes of a row change places by its number, counted from a multiple of eight rows.
 unsigned swizzled(unsigned address) { return address ^ (address / ROW_BYTES % ROWS_OF_SWIZZLE * PIECE_BYTES); }
 
-// 16 elements of a row as the left or the right factor of a product: `row` of those from a descriptor on.
+// Of these bytes of a row, in order: the number of the first element, and where it is.
 template <typename Take>
 void for_each_piece(unsigned address, unsigned bytes, Where where, const Take& take) {
     for (unsigned i = 0; i < bytes; i += PIECE_BYTES) {
@@ -43,7 +43,8 @@ void begin(WarpProduct& product) {
     std::memset(product.d, 0xff, 8 * product.fragments * sizeof(float));
 }
 
-std::vector<float> rows_of_left(const std::vector<WarpProduct*>& lanes) {
+// The warp's rows of the left factor, (row, k).
+std::vector<float> left(const std::vector<WarpProduct*>& lanes) {
     std::vector<float> a(16 * 16);
     const WarpProduct& any = *lanes[0];
     const unsigned warp = m.current / 32 % 4;
@@ -61,7 +62,7 @@ std::vector<float> rows_of_left(const std::vector<WarpProduct*>& lanes) {
     return a;
 }
 
-// (k, column)
+// The right factor, (k, column).
 std::vector<float> right(const WarpProduct& p) {
     const int columns = 16 * p.fragments;
     std::vector<float> b(16 * columns);
@@ -93,36 +94,39 @@ void multiply_rows(const std::vector<WarpProduct*>& lanes) {
             p->a_descriptor != any.a_descriptor || p->where.line != any.where.line)
             fault("wgmma at " + at(any.where) + ": the lanes of a warp ask for different products");
     const int columns = 16 * any.fragments;
-    const std::vector<float> a = rows_of_left(lanes), b = right(any);
+    const auto place = [&](int lane, int i) {
+        return row_of(lane, i % 8) * columns + i / 8 * 16 + column_of(lane, i % 8);
+    };
+    const std::vector<float> a = left(lanes), b = right(any);
     std::vector<float> sums(16 * columns);
     for (int lane = 0; lane < 32; ++lane) {
         const WarpProduct& p = *lanes[lane];
         const float* before = p.before.empty() ? p.d : p.before.data();
         for (int i = 0; any.add && i < 8 * any.fragments; ++i)
-            sums[row_of(lane, i % 8) * columns + i / 8 * 16 + column_of(lane, i % 8)] = before[i];
+            sums[place(lane, i)] = before[i];
     }
     for (int row = 0; row < 16; ++row)
         for (int k = 0; k < 16; ++k)
             for (int n = 0; n < columns; ++n) sums[row * columns + n] += a[row * 16 + k] * b[k * columns + n];
     for (int lane = 0; lane < 32; ++lane)
-        for (int i = 0; i < 8 * any.fragments; ++i)
-            lanes[lane]->d[i] = sums[row_of(lane, i % 8) * columns + i / 8 * 16 + column_of(lane, i % 8)];
+        for (int i = 0; i < 8 * any.fragments; ++i) lanes[lane]->d[i] = sums[place(lane, i)];
 }
 
 // All of a warp have come to the wait: its oldest groups are done but for as many as may be pending.
 void finish_products(OpenMeeting& o) {
     const unsigned warp = m.current / 32;
     const auto products = [&](unsigned lane) -> auto& { return m.threads[warp * 32 + lane]->products; };
+    const auto same = [&](bool so) {
+        if (!so) fault("wgmma.wait_group at " + at(o.where) + ": the lanes of a warp have issued different products");
+    };
     const size_t keep = o.meeting.values[0] + 1;  // the last one is still open
     for (unsigned lane = 0; lane < 32; ++lane)
-        if (products(lane).size() != products(0).size() || o.meeting.values[lane] != o.meeting.values[0])
-            fault("wgmma.wait_group at " + at(o.where) + ": the lanes of a warp have issued different products");
+        same(products(lane).size() == products(0).size() && o.meeting.values[lane] == o.meeting.values[0]);
     while (products(0).size() > keep) {
         for (size_t i = 0; i < products(0).front().size(); ++i) {
             std::vector<WarpProduct*> lanes;
             for (unsigned lane = 0; lane < 32; ++lane) {
-                if (products(lane).front().size() != products(0).front().size())
-                    fault("wgmma.wait_group at " + at(o.where) + ": the lanes of a warp have issued different products");
+                same(products(lane).front().size() == products(0).front().size());
                 lanes.push_back(&products(lane).front()[i]);
             }
             multiply_rows(lanes);
