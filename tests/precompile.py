@@ -14,9 +14,8 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -24,7 +23,7 @@ import numpy as np
 
 from benchmarks import tune_hopper
 from cupy_dma import jit
-from cupy_dma.backends.cuda import hopper, tensor_maps
+from cupy_dma.backends.cuda import hopper
 from tests import cases, cut_cases, emulator, test_cuda_hopper, varlen_cases
 from tests.hopper_tiles import TILES, taken
 
@@ -39,16 +38,13 @@ class Nothing:
 class Recorder(emulator.EmulatorRuntime):
     """A device of 132 multiprocessors that keeps the configurations of the kernels it is asked for."""
 
-    def __init__(self, is_hopper: bool):
-        super().__init__(build="plain")
-        self.is_hopper, self.configs = is_hopper, {}
+    def __init__(self, is_hopper: bool = False):
+        super().__init__(build="plain", is_hopper=is_hopper)
+        self.configs: dict[jit.Config, None] = {}
 
     def load(self, config: jit.Config, entry: str, index: int, shared_bytes: int = 0) -> Any:
         self.configs[config] = None
         return Nothing()
-
-    def hopper(self, index: int) -> bool:
-        return self.is_hopper
 
     def multiprocessors(self, index: int) -> int:
         return 132
@@ -57,27 +53,10 @@ class Recorder(emulator.EmulatorRuntime):
         pass
 
 
-def forget_maps() -> None:
-    for cached in (tensor_maps._map, tensor_maps._runs):
-        cached.cache_clear()
-
-
-@contextmanager
-def recording(is_hopper: bool) -> Iterator[Recorder]:
-    """``backend="emulator"`` is such a device, and the copy engine takes any tensor that it can read."""
-    forget_maps()
-    try:
-        with (emulator.using(Recorder, is_hopper=is_hopper) as runtime,
-              mock.patch.object(tensor_maps, "_driver_function", lambda: lambda *arguments: 0)):
-            yield runtime
-    finally:
-        forget_maps()
-
-
 def hopper_configs() -> dict[jit.Config, None]:
     """Of tests/test_cuda_hopper.py, and of the grids elsewhere."""
     forward, packed = test_cuda_hopper.FORWARD, test_cuda_hopper.VARLEN
-    with recording(is_hopper=True) as runtime:
+    with emulator.hopper_gpu(Recorder) as runtime:
         run_all(cases.run, cases.CASES)  # where the library takes it
         run_all(varlen_cases.run, varlen_cases.CASES + varlen_cases.LONG)
         for name, (tile, head_dims) in TILES.items():
@@ -98,7 +77,7 @@ def hopper_configs() -> dict[jit.Config, None]:
 
 def portable_configs() -> dict[jit.Config, None]:
     """Of the same grids for the kernels of every GPU, forward and backward."""
-    with recording(is_hopper=False) as runtime:
+    with emulator.using(Recorder) as runtime:
         run_all(cases.run, cases.CASES)
         run_all(functools.partial(cases.run_backward, with_dlse=True), cases.CASES)
         run_all(varlen_cases.run, varlen_cases.CASES + varlen_cases.PAGES + varlen_cases.LONG)
@@ -108,7 +87,7 @@ def portable_configs() -> dict[jit.Config, None]:
 
 def tuning_configs(head_dims: Sequence[int] = (64, 96, 128, 192, 256)) -> dict[jit.Config, None]:
     """Of benchmarks/tune_hopper.py, by shorter calls of the same kinds."""
-    with recording(is_hopper=True) as runtime:
+    with emulator.hopper_gpu(Recorder) as runtime:
         for case in tune_hopper.cases(list(tune_hopper.KINDS), list(head_dims)):
             short = case._replace(length=1024, window=min(case.window, 128))
             call = tune_hopper.calls(short, device="cpu", backend="emulator")

@@ -14,7 +14,7 @@ from tests.test_jit import needs_compiler
 build = pytest.importorskip("tests.emulator.build")
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
-from tests import precompile  # noqa: E402
+from tests import emulator, precompile  # noqa: E402
 
 
 def test_the_grids_reach_every_kernel():
@@ -40,7 +40,7 @@ def test_the_tiles_to_be_tuned(monkeypatch):
 
 def test_a_recorder_runs_nothing():
     x = np.ones((1, 5, 1, 16), numpy_dtype("float16"))
-    with precompile.recording(is_hopper=True) as runtime:
+    with emulator.hopper_gpu(precompile.Recorder) as runtime:
         dma.attention(x, x, x, backend="emulator")
         assert runtime.configs
     assert dma.attention(x, x, x, backend="emulator").min() == 1  # the emulator is itself again

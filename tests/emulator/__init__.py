@@ -124,12 +124,14 @@ def using(kind: type[EmulatorRuntime] = EmulatorRuntime, **options: Any) -> Iter
 
 
 @contextmanager
-def hopper_gpu(**options: Any) -> Iterator[EmulatorRuntime]:
+def hopper_gpu(kind: type[EmulatorRuntime] = EmulatorRuntime, **options: Any) -> Iterator[EmulatorRuntime]:
     """The same with a Hopper GPU, and a driver that describes tensors to its copy engine."""
-    with using(is_hopper=True, **options) as runtime:
-        with mock.patch.object(tensor_maps, "_driver_function", lambda: encode):
-            forget_maps()
+    forget_maps()
+    try:
+        with (using(kind, is_hopper=True, **options) as runtime,
+              mock.patch.object(tensor_maps, "_driver_function", lambda: encode)):
             yield runtime
+    finally:
         forget_maps()
 
 
