@@ -11,7 +11,7 @@ import pytest
 import cupy_dma as dma
 from cupy_dma.arrays import library
 from cupy_dma.backends import cuda
-from cupy_dma.backends.cuda import hopper
+from cupy_dma.backends.cuda import hopper, hopper_tiles
 from cupy_dma.masks import NEVER, Hints
 from tests import cases, cut_cases, varlen_cases
 from tests.hopper_tiles import TILES, portable, taken
@@ -298,6 +298,26 @@ def test_the_same_bits_however_tiles_are_dealt_out(name, tile, everything, torch
         torch.testing.assert_close(results[0][0], out, rtol=0, atol=2**-8, equal_nan=True)
         torch.testing.assert_close(results[0][1], lse, rtol=0, atol=1e-4)
     assert len(served) == len(dealt) * len(heads)
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_sections_of_causal_heads(tile, everything, torch, monkeypatch):
+    """As many as there may be: the last rounds of most have tiles for some multiprocessors only."""
+    served, head_dim = everything(*TILES[tile]), TILES[tile][1][-1]
+    monkeypatch.setattr(hopper, "work_of", hopper_tiles.work_of.__wrapped__)
+    monkeypatch.setattr(hopper_tiles, "SECTION_BYTES", 1)
+    q, k, v = draw(torch, 700, 700, 10, 5, head_dim)
+    results = []
+    for processors in (1, 2, 3, 5, 7, 13, 132):
+        with cut_cases.multiprocessors(processors):
+            results.append(dma.attention(q, k, v, causal=True, return_lse=True))
+    for ours, expected in ((x, y) for result in results[1:] for x, y in zip(result, results[0])):
+        assert torch.equal(ours, expected)
+    with portable():
+        out, lse = dma.attention(q, k, v, causal=True, return_lse=True)
+    torch.testing.assert_close(results[0][0], out, rtol=0, atol=2**-8)
+    torch.testing.assert_close(results[0][1], lse, rtol=0, atol=1e-4)
+    assert len(served) == 7
 
 
 @pytest.mark.parametrize("tile", TILES)

@@ -419,6 +419,20 @@ def test_few_tiles_are_cut_up(length, causal, blocks):
     assert hopper_tiles.work_of(facts, hopper_tiles.HopperTile(192, 64, 6, 6, 2), 132).grid == blocks
 
 
+@pytest.mark.parametrize(("length", "heads", "kv_heads", "head_dim", "section"), [
+    (8192, 16, 8, 128, 4),  # 6 would leave 2 for the second section
+    (32768, 16, 8, 128, 1), (131072, 16, 8, 128, 1),
+    (32768, 16, 8, 64, 3),
+    (16384, 64, 8, 128, 12),  # kv heads are not divided: 4 sets of 2 heads share one
+    (16384, 4, 2, 256, 2),  # one kv head has 256 tiles, fewer than two for each multiprocessor
+    (2048, 16, 8, 128, 8)])
+def test_sections_of_causal_heads_are_equal(length, heads, kv_heads, head_dim, section):
+    facts = hopper_facts(head_dim, length, heads, kv_heads, causal=True)
+    tile = hopper_tiles.HopperTile(128, 128, 2, 2, 2)
+    facts = facts._replace(tile_heads=2, group_sets=heads // kv_heads // 2)
+    assert hopper_tiles.work_of(facts, tile, 132).section == section
+
+
 @pytest.mark.parametrize(("length", "heads", "kv_heads", "window", "tiles", "rounds"), [
     # of 8 sets of 342 tiles ten each are shorter; in the last round of 96 tiles the 18 longest are cut up, 16 of which
     # are not shorter, and the next one has 10 / 11 of the keys

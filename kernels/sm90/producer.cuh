@@ -22,22 +22,32 @@ constexpr int QUERY_THREAD = 96, ORDER_THREAD = 64;
 
 // Tile `place` of set `set`, or a part of it: `count` times the rows of a consumer from the `first`-th on.
 struct Share {
-    bool exists;
-    int set, place, first, count;
+    bool exists;  // or a later round has one
+    int set, place, first, count;  // count 0: this round has none
 };
 
 // What this block takes in its round `round`. Under causality alone tiles differ in their work: within `section` sets of
 // heads, whose keys fit into the second cache, the longest come first, and every other round goes through the blocks
-// backwards.
+// backwards. So a block has as much to do as any other when a section ends, if each begins with a round of its own; the
+// last one of a section has none for some blocks, where it would have had one of the shortest.
 __device__ __forceinline__ Share scheduled(const AttentionParams& p, int round) {
-    const int before = round * gridDim.x, all = all_sets(p) * p.tiles;
+    const int all = all_sets(p) * p.tiles;
     const unsigned grid = gridDim.x, block = blockIdx.x;
 #if CAUSAL && KEYS == KEYS_CONTIGUOUS
-    const int number = before + (round % 2 ? grid - 1 - block : block);
+    const int own = round % 2 ? grid - 1 - block : block;
+#if SEQUENCES  // whose tiles are not in the order of their work
+    const int number = round * grid + own;
     const int first = number / (p.section * p.tiles) * p.section, rest = number - first * p.tiles;
-    const int sets = max(1, min(p.section, all_sets(p) - first));
-    return {number < all, first + rest % sets, rest / sets, 0, CONSUMERS};
+    const bool exists = number < all;
 #else
+    const int rounds = (p.section * p.tiles + grid - 1) / grid, sections = round / rounds;
+    const int first = sections * p.section, rest = (round - sections * rounds) * grid + own;
+    const bool exists = first < all_sets(p);
+#endif
+    const int sets = max(1, min(p.section, all_sets(p) - first));
+    return {exists, first + rest % sets, rest / sets, 0, rest < sets * p.tiles ? CONSUMERS : 0};
+#else
+    const int before = round * grid;
     // Of the last tiles, if there are fewer than blocks, the first ones (`thirds`) are cut up into a part for each consumer, and
     // the others in two if there are few. Without branches, for each would wait for instructions at a kernel's beginning.
     const unsigned rest = max(all - before, 0);
@@ -69,10 +79,11 @@ struct Tiles {
     // Finds the next tile, and plans it.
     __device__ __forceinline__ void find(int plan) {
         Tile t;
-        do {
+        for (;;) {
             const Share share = scheduled(p, ++round);
             staying = share.exists ? share.count : 0;
-            if (staying == 0) return;
+            if (!share.exists) return;
+            if (staying == 0) continue;
             t = find_tile(p, share.set, share.place);
             if (CUT) {
                 t.first_query += share.first * PART_QUERIES;
@@ -82,7 +93,8 @@ struct Tiles {
             }
             if (CUT && !SEQUENCES && t.first_query >= t.end_query) staying = 0;  // a part without queries, in the last round
             if (staying == 0) return;
-        } while (SEQUENCES && !uniform(t.exists()));
+            if (!SEQUENCES || uniform(t.exists())) break;
+        }
         __syncwarp();  // nobody reads what was planned there before
         if ((threadIdx.x & 31) == 0) {
             plans[plan] = Plan(p, t);

@@ -4,7 +4,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cupy_dma.backends.cuda.configs import BIAS_DENSE
+from cupy_dma.backends.cuda.configs import BIAS_DENSE, blocks
 from cupy_dma.backends.cuda.problem import Problem
 from cupy_dma.backends.cuda.sequences import tile_numbers
 
@@ -24,6 +24,7 @@ class HopperTile(NamedTuple):
     turns: bool = False
 
 
+SECTION_ROUNDS = 2  # so many tiles a multiprocessor has of a section at least, if there is more than one
 SECTION_BYTES = 24 << 20
 # By what a call's keys are and the largest head dim, measured by benchmarks/tune_hopper.py: one or two tiles, of which
 # a call takes the one with less time. Warpgroups that do not take turns come to do the same thing at the same time;
@@ -90,7 +91,7 @@ class Work(NamedTuple):
 
     tiles: int  # of a set of heads
     grid: int  # blocks, which stay for many tiles
-    section: int  # sets of heads whose keys and values stay in the second cache together
+    section: int  # sets of heads whose keys and values stay in the second cache together, if they fit
     shorter: int  # tiles of a set that may meet fewer keys than the others
 
 
@@ -150,12 +151,14 @@ def work_of(facts: Facts, tile: HopperTile, processors: int) -> Work:
     queries = tile.block_m // facts.tile_heads
     tiles = tile_numbers(facts.query_length, queries, facts.sequences)
     parts = tile.block_m // 64 if _cut(facts) else 1
-    section = max(1, SECTION_BYTES // _bytes(facts, facts.key_length)) * facts.group_sets
+    groups = max(1, SECTION_BYTES // _bytes(facts, facts.key_length))
+    sections = max(1, min(blocks(facts.groups, groups), facts.sets * tiles // (SECTION_ROUNDS * processors)))
+    section = blocks(facts.groups, sections) * facts.group_sets
     shorter = 0
     if (facts.seen < facts.key_length and not facts.sequences
             and facts.groups * _bytes(facts, facts.seen) <= SECTION_BYTES):
         shorter = max(0, facts.seen + facts.query_length - facts.key_length) // queries
-    return Work(tiles, min(parts * tiles * facts.sets, processors), min(section, 2**16), shorter)
+    return Work(tiles, min(parts * tiles * facts.sets, processors), section, shorter)
 
 
 def _cut(facts: Facts) -> bool:
