@@ -132,6 +132,29 @@ def test_softcaps_of_small_and_large_products(largest, masked, everything, torch
     assert (lse[0].double() - logits.logsumexp(-1)).abs().max() < 2**-19 * min(largest, 1.0) * cap
 
 
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("masked", [True, False])
+def test_softcaps_of_products_that_change(masked, tile, everything, torch):
+    """Within a tile: the polynomial that holds for its first keys does not for later ones, once or twice; or the first
+    ones are the largest."""
+    served, length, cap, sizes = everything(*TILES[tile]), 1000, 20.0, (0.2, 0.2, 0.45, 0.2, 3.0, 0.2, 0.45, 0.45)
+    q, k, v = draw(torch, length, length, 2, 1, TILES[tile][1][-1])
+    scale = q.shape[-1] ** -0.5
+    for part, size in zip(k[0, :, 0].split(128), sizes):
+        part *= size * cap / (scale * torch.einsum("qhd,kd->hqk", q[0].double(), part.double()).abs().max().item())
+    products = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double())
+    bias = torch.randn(1, 1, length, device="cuda")
+    mask = dma.IntervalMask.sliding_window(length, 600, like=q) if masked else None
+    out, lse = dma.attention(q, k, v, mask=mask, bias=bias, causal=True, softcap=cap, return_lse=True)
+    logits = cap * torch.tanh(products * scale / cap) + bias[0].double()
+    distance = torch.arange(length, device="cuda")[:, None] - torch.arange(length, device="cuda")
+    logits.masked_fill_((distance < 0) | (masked & (distance >= 600)), -torch.inf)
+    expected = torch.einsum("hqk,kd->qhd", logits.softmax(-1), v[0, :, 0].double())
+    assert served
+    assert (out[0].double() - expected).abs().max() < 2**-7 * v.abs().max()
+    assert (lse[0].double() - logits.logsumexp(-1)).abs().max() < 2**-19 * cap
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tiles_of_one_block(head_dim, torch):
     """Blocks of the grid that go from one tile of one block to the next wait for nobody."""

@@ -192,6 +192,7 @@ struct Consumer {
     unsigned probability[KEY_FRAGMENTS][4];
     Queries query;  // at `queries`
     bool incomplete;                // before the block at `turn`
+    int polynomials;                // SOFTCAP: how many hold for the products of the tile, as far as these are known
     bool keys_there, values_there;  // of the products that come next: seen to have come
     LaneBias bias;
     float sum[2];  // of the exponentials at hand
@@ -304,7 +305,9 @@ struct Consumer {
     // What is known of the block with these keys, which have come. A dense bias of it is on its way then.
     __device__ __forceinline__ Order read_order(const Turn<STAGES>& keys) {
         const Order order = shared.order[keys.stage];
-        if (BIAS == BIAS_DENSE) bias.fetch(p, shared, keys.stage, order);
+#if BIAS == BIAS_DENSE
+        bias.fetch(p, shared, keys.stage, order);
+#endif
         return order;
     }
 
@@ -334,17 +337,45 @@ struct Consumer {
 
     // What else is added to the logits of the block at `turn`; to be called while their products are under way.
     __device__ __forceinline__ void fetch_bias() {
-        if (BIAS != BIAS_DENSE) bias.fetch(p, shared, turn.stage, {});
+#if BIAS != BIAS_DENSE
+        bias.fetch(bias_place + turn.stage * BLOCK_N * 4);
+#endif
     }
 
     __device__ __forceinline__ void release_keys(const Turn<STAGES>& turn) const {
         barrier_arrive(&shared.key_free[turn.stage]);
     }
 
-    // Softcap, bias and masks, where products are to become logits.
+    // Softcap and bias, where products are to become logits.
+    template <int fragments>
+    __device__ __forceinline__ void make_logits() {
+        if (!Logits::NATURAL) return;
+        const auto change = [&](const auto& logit) {
+#pragma unroll
+            for (int n = 0; n < fragments; ++n) {
+                const auto of_fragment = bias.of(n);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) s[n].x[i] = logit(s[n].x[i], of_fragment(i));
+            }
+        };
+#if SOFTCAP
+        const int found = polynomials_for<fragments>(s, launch.softcap);
+        if (incomplete) polynomials = found;
+        if (found > 0) {
+            change([&](float x, float bias) {
+                unsigned signs;
+                return launch.softcap[0].template logit<true>(x, bias, signs);
+            });
+            return;
+        }
+#endif
+        change(logits);
+    }
+
+    // These and masks.
     template <int fragments>
     __device__ __forceinline__ void finish_logits(const Order& order) {
-        logits.template finish<fragments>(s, bias);
+        make_logits<fragments>();
         if (order.clear() == BLOCK_N) return;
         const Tile& t = shared.tile[queries.stage];
         const int position[2] = {position_of(t, first_row + lane / 4), position_of(t, first_row + lane / 4 + 8)};
@@ -358,6 +389,19 @@ struct Consumer {
         state.template exponentiate<fragments>(s, logits.unit, sum);
     }
 
+#if SOFTCAP && BIAS != BIAS_DENSE
+    // The same of a whole block by the last polynomial that is known to hold for the tile, or not; then the block has its
+    // products again.
+    template <bool high>
+    __device__ __forceinline__ bool approximate() {
+        if (state.template exponentiate<high>(s, bias, launch.softcap[!high], logits.unit, sum)) return true;
+        finish_output();
+        repeat_products();
+        --polynomials;
+        return false;
+    }
+#endif
+
     // Whether the values of the block at `turn` must be looked at.
     __device__ __forceinline__ bool holds(const Order& order) const {
         return order.clear() < BLOCK_N && shared.careful;
@@ -366,7 +410,13 @@ struct Consumer {
     // The products of the block at `turn` become exponentials; where its values must be looked at, its keys are held.
     __device__ __forceinline__ void exponentiate(Order& order) {
         if (PLAIN && order.whole()) {
-            logits.template finish<KEY_FRAGMENTS>(s, bias);
+#if SOFTCAP && BIAS != BIAS_DENSE
+            if (!incomplete) {
+                if (polynomials == 2 && approximate<false>()) return;
+                if (polynomials == 1 && approximate<true>()) return;
+            }
+#endif
+            make_logits<KEY_FRAGMENTS>();
             exponentiate<KEY_FRAGMENTS, BIAS == BIAS_DENSE ? KEY_FRAGMENTS : 2>();
             return;
         }

@@ -14,75 +14,27 @@ struct Logits {
         : scale(scale), cap(softcap), exponent(SOFTCAP ? 2.0f * LOG2_E / softcap : 0.0f),
           unit(NATURAL ? LOG2_E : scale * LOG2_E) {}
 
-    // The first `fragments` of a block, as everywhere here.
-    template <int fragments, typename Bias>
-    __device__ __forceinline__ void finish(Fragment (&s)[KEY_FRAGMENTS], const Bias& bias) const {
-        if (!NATURAL) return;
-        if (SOFTCAP) {
-            const float largest = furthest<fragments>(s), limit = small();
-            if (__all_sync(ALL_LANES, largest <= 0.5f * limit)) {
-                const Odd p(scale, ratio(), 0.999999604345f, -0.33321908225f, 0.12841613431f);
-                each<fragments>(s, [&](float x, int n, int i) {
-                    const float z = x * x;
-                    return fmaf(fmaf(fmaf(p.c[2], z, p.c[1]), z, p.c[0]), x, bias(n, i));
-                });
-                return;
-            }
-            if (__all_sync(ALL_LANES, largest <= limit)) {
-                const Odd p(scale, ratio(), 0.99999945577f, -0.33326317936f, 0.13190296603f, -0.04440222612f);
-                each<fragments>(s, [&](float x, int n, int i) {
-                    const float z = x * x;
-                    return fmaf(fmaf(fmaf(fmaf(p.c[3], z, p.c[2]), z, p.c[1]), z, p.c[0]), x, bias(n, i));
-                });
-                return;
-            }
-        }
-        each<fragments>(s, [&](float x, int n, int i) {
-            return SOFTCAP ? softcapped(x * scale, cap, exponent) + bias(n, i) : fmaf(x, scale, bias(n, i));
-        });
-    }
-
-private:
-    // cap * tanh(ratio * x) as an odd polynomial, where `softcapped` has two results of the special functions unit: of degree 7
-    // for |ratio * x| <= 0.5, of degree 5 for half of that. Minimax of the relative error, 5.5e-7 and 4.0e-7.
-    struct Odd {
-        float c[4];
-
-        __device__ __forceinline__ Odd(float scale, float ratio, float c0, float c1, float c2, float c3 = 0.0f) {
-            const float square = ratio * ratio;
-            c[0] = c0 * scale;
-            c[1] = c1 * scale * square;
-            c[2] = c2 * scale * (square * square);
-            c[3] = c3 * scale * (square * square * square);
-        }
-    };
-
-    // Products up to which it is one of degree 7. None if a coefficient would be out of the range of numbers.
-    __device__ __forceinline__ float ratio() const { return scale / cap; }
-    __device__ __forceinline__ float small() const {
-        const float r = ratio();
-        return r > 0x1p-16f && r < 0x1p16f ? 0.5f / r : -1.0f;
-    }
-
-    // The largest |x|; NaN counts for nothing.
-    template <int fragments>
-    static __device__ __forceinline__ float furthest(const Fragment (&s)[KEY_FRAGMENTS]) {
-        float strand[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-        for (int n = 0; n < fragments; ++n)
-#pragma unroll
-            for (int i = 0; i < 8; ++i) strand[i % 4] = fmaxf(strand[i % 4], fabsf(s[n].x[i]));
-        return fmaxf(fmaxf(strand[0], strand[1]), fmaxf(strand[2], strand[3]));
-    }
-
-    template <int fragments, typename Change>
-    static __device__ __forceinline__ void each(Fragment (&s)[KEY_FRAGMENTS], const Change& change) {
-#pragma unroll
-        for (int n = 0; n < fragments; ++n)
-#pragma unroll
-            for (int i = 0; i < 8; ++i) s[n].x[i] = change(s[n].x[i], n, i);
+    // Of a product, right everywhere.
+    __device__ __forceinline__ float operator()(float x, float bias) const {
+        return SOFTCAP ? softcapped(x * scale, cap, exponent) + bias : fmaf(x, scale, bias);
     }
 };
+
+#if SOFTCAP
+// Of the first `fragments` of a block of products, all of this warp: how many of these polynomials hold for them, from the first
+// on. NaN counts for nothing.
+template <int fragments>
+__device__ __forceinline__ int polynomials_for(const Fragment (&s)[KEY_FRAGMENTS], const SoftcapPolynomial (&polynomials)[2]) {
+    float strand[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int n = 0; n < fragments; ++n)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) strand[i % 4] = fmaxf(strand[i % 4], fabsf(s[n].x[i]));
+    const float largest = fmaxf(fmaxf(strand[0], strand[1]), fmaxf(strand[2], strand[3])), square = largest * largest;
+    if (__all_sync(ALL_LANES, square <= polynomials[1].square)) return 2;
+    return __all_sync(ALL_LANES, square <= polynomials[0].square) ? 1 : 0;
+}
+#endif
 
 #if BIAS_FIRST
 // Before the products: the bias in units of them.
@@ -96,7 +48,7 @@ __device__ __forceinline__ void begin_with_bias(Fragment (&s)[KEY_FRAGMENTS], un
 }
 #endif
 
-// What a lane adds to its logits of a block: element i of fragment n.
+// What a lane adds to its logits of a block: to element i of fragment n `of(n)(i)`.
 #if BIAS == BIAS_DENSE
 static_assert(sizeof(BIAS_ELEMENT) == 2, "eight numbers are 16 bytes");
 
@@ -125,31 +77,44 @@ struct LaneBias {
             }
     }
 
-    __device__ __forceinline__ float operator()(int n, int i) const {
-        const int k = own_key(n % 2, i);
-        const unsigned* pairs = reinterpret_cast<const unsigned*>(&eight[fragment_row(i)][n / 2]);
-        return half_of(pairs[k / 2], k % 2, static_cast<const BIAS_ELEMENT*>(nullptr));
-    }
+    struct OfFragment {
+        const LaneBias& all;
+        int n;
+
+        __device__ __forceinline__ float operator()(int i) const {
+            const int k = own_key(n % 2, i);
+            const unsigned* pairs = reinterpret_cast<const unsigned*>(&all.eight[fragment_row(i)][n / 2]);
+            return half_of(pairs[k / 2], k % 2, static_cast<const BIAS_ELEMENT*>(nullptr));
+        }
+    };
+    __device__ __forceinline__ OfFragment of(int n) const { return {*this, n}; }
 };
 #elif BIAS == BIAS_OF_KEYS && SOFTCAP
 struct LaneBias {
-    const Shared* shared;
-    int stage;
+    unsigned own;  // address of the block's place_of(0, 0)
 
-    __device__ __forceinline__ void fetch(const AttentionParams&, const Shared& shared, int stage, const Order&) {
-        this->shared = &shared;
-        this->stage = stage;
-    }
+    __device__ __forceinline__ void fetch(unsigned address) { own = address; }
 
-    __device__ __forceinline__ float operator()(int n, int i) const {
-        return shared->bias[stage][place_of(n, i / 4 * 2) + i % 2];
+    struct OfFragment {
+        float key[4];
+
+        __device__ __forceinline__ float operator()(int i) const { return key[own_key(0, i)]; }
+    };
+    __device__ __forceinline__ OfFragment of(int n) const {
+        OfFragment bias;
+#pragma unroll
+        for (int k = 0; k < 4; k += 2) load_shared_pair(bias.key[k], bias.key[k + 1], own + place_of(0, n, k) * 4);
+        return bias;
     }
 };
 #else
 struct LaneBias {
-    __device__ __forceinline__ void fetch(const AttentionParams&, const Shared&, int, const Order&) {}
+    __device__ __forceinline__ void fetch(unsigned) {}
 
-    __device__ __forceinline__ float operator()(int, int) const { return 0.0f; }
+    struct OfFragment {
+        __device__ __forceinline__ float operator()(int) const { return 0.0f; }
+    };
+    __device__ __forceinline__ OfFragment of(int) const { return {}; }
 };
 #endif
 
@@ -254,6 +219,40 @@ struct RowSums {
 #pragma unroll
         for (int r = 0; r < 2; ++r) sum[r] = (strands[r][0] + strands[r][1]) + (strands[r][2] + strands[r][3]);
     }
+
+#if SOFTCAP && BIAS != BIAS_DENSE
+    // The same of a whole block of products that a polynomial makes logits of; whether it holds for all of them. The special
+    // functions unit has the exponentials of some fragments while the logits of others are made: the assembler would have all
+    // logits first.
+    template <bool high>
+    __device__ __forceinline__ bool exponentiate(Fragment (&s)[KEY_FRAGMENTS], const LaneBias& bias,
+                                                 const SoftcapPolynomial& polynomial, float unit, float (&sum)[2]) const {
+        constexpr int AHEAD = 3;
+        unsigned signs[2] = {~0u, ~0u};
+        float of_row[2][KEY_FRAGMENTS];
+#pragma unroll
+        for (int n = 0; n < KEY_FRAGMENTS; ++n) {
+            const auto of_fragment = bias.of(n);
+            SoftcapPolynomial same = polynomial;  // but known no sooner than these exponentials, which are not below 0
+            if (n >= AHEAD) same.c[2] = fmaxf(fmaxf(same.c[2], -of_row[0][n - AHEAD]), -of_row[1][n - AHEAD]);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const float logit = same.template logit<high>(s[n].x[i], of_fragment(i), signs[i / 4]);
+                s[n].x[i] = exp2_fast(fmaf(logit, unit, -reference[fragment_row(i)]));
+            }
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                of_row[r][n] = (s[n].x[2 * r] + s[n].x[2 * r + 1]) + (s[n].x[2 * r + 4] + s[n].x[2 * r + 5]);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            sum[r] = of_row[r][0];
+#pragma unroll
+            for (int n = 1; n < KEY_FRAGMENTS; ++n) sum[r] += of_row[r][n];
+        }
+        return __all_sync(ALL_LANES, static_cast<int>(signs[0] & signs[1]) < 0);
+    }
+#endif
 
     // References follow large sums, all of them finite, by powers of 2. Earlier outputs must be multiplied by `factor`; p, its
     // sums and l have been.

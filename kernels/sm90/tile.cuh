@@ -98,6 +98,23 @@ struct Order {
 // another sequence's.
 #define OUT_BULK (QUERY_BULK && !SEQUENCES && 16 % HEADS == 0)
 
+#if SOFTCAP
+// cap * tanh(scale / cap * x) as an odd polynomial of x, where x^2 <= `square`; where no x has such a polynomial that is below 0.
+// `softcapped` is right everywhere, but takes two results of the special functions unit.
+struct SoftcapPolynomial {
+    float square;
+    float c[4];  // of x (x^2 - square)^k; c[2] is not below 0
+
+    // Plus a bias. `high`: c[3] is not 0. `signs` loses its highest bit where the polynomial does not hold.
+    template <bool high>
+    __device__ __forceinline__ float logit(float x, float bias, unsigned& signs) const {
+        const float t = fmaf(x, x, -square);
+        signs &= __float_as_uint(t);
+        return fmaf(fmaf(fmaf(high ? fmaf(c[3], t, c[2]) : c[2], t, c[1]), t, c[0]), x, bias);
+    }
+};
+#endif
+
 struct ForwardParams {
 #if BULK || RUNS
     TensorMap key, value;
@@ -109,6 +126,9 @@ struct ForwardParams {
     TensorMap out;
 #endif
     AttentionParams attention;
+#if SOFTCAP
+    SoftcapPolynomial softcap[2];  // the second one of a lower degree, and of fewer products
+#endif
 };
 
 // Where a tile's output goes to.
