@@ -135,7 +135,8 @@ __device__ __forceinline__ void copy_rows(const ForwardParams& launch, const Out
         p.out + (((long long)t.batch * p.query_length + t.first_query) * p.heads + t.first_head) * HEAD_DIM + piece * 8;
     const int query_bytes = p.heads * HEAD_DIM * static_cast<int>(sizeof(ELEMENT));
     if (REGULAR) target = row_of_output(target, first_row + own, query_bytes);
-    const unsigned first_piece = shared_address(piece_of<BLOCK_M>(staging, first_row + own, piece));
+    // Lanes that have no piece read the last one: behind it another tile's rows may be on their way.
+    const unsigned first_piece = shared_address(piece_of<BLOCK_M>(staging, first_row + own, min(piece, ROW_PIECES - 1)));
     uint4 pieces[COPIES];
 #pragma unroll
     for (int k = 0; k < COPIES; ++k)
