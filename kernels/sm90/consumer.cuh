@@ -363,10 +363,8 @@ struct Consumer {
         const int found = polynomials_for<fragments>(s, launch.softcap);
         if (incomplete) polynomials = found;
         if (found > 0) {
-            change([&](float x, float bias) {
-                unsigned signs;
-                return launch.softcap[0].template logit<true>(x, bias, signs);
-            });
+            const SoftcapPolynomial& p = launch.softcap[0];
+            change([&](float x, float bias) { return p.template logit<true>(x, p.distance(x), bias); });
             return;
         }
 #endif

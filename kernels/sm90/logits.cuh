@@ -21,8 +21,8 @@ struct Logits {
 };
 
 #if SOFTCAP
-// Of the first `fragments` of a block of products, all of this warp: how many of these polynomials hold for them, from the first
-// on. NaN counts for nothing.
+// Of the first `fragments` of a block of products, all of this warp: how many of these polynomials hold for them, from the
+// first on. NaN counts for nothing.
 template <int fragments>
 __device__ __forceinline__ int polynomials_for(const Fragment (&s)[KEY_FRAGMENTS], const SoftcapPolynomial (&polynomials)[2]) {
     float strand[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -31,8 +31,8 @@ __device__ __forceinline__ int polynomials_for(const Fragment (&s)[KEY_FRAGMENTS
 #pragma unroll
         for (int i = 0; i < 8; ++i) strand[i % 4] = fmaxf(strand[i % 4], fabsf(s[n].x[i]));
     const float largest = fmaxf(fmaxf(strand[0], strand[1]), fmaxf(strand[2], strand[3])), square = largest * largest;
-    if (__all_sync(ALL_LANES, square <= polynomials[1].square)) return 2;
-    return __all_sync(ALL_LANES, square <= polynomials[0].square) ? 1 : 0;
+    if (__all_sync(ALL_LANES, square < polynomials[1].square)) return 2;
+    return __all_sync(ALL_LANES, square < polynomials[0].square) ? 1 : 0;
 }
 #endif
 
@@ -237,7 +237,9 @@ struct RowSums {
             if (n >= AHEAD) same.c[2] = fmaxf(fmaxf(same.c[2], -of_row[0][n - AHEAD]), -of_row[1][n - AHEAD]);
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                const float logit = same.template logit<high>(s[n].x[i], of_fragment(i), signs[i / 4]);
+                const float distance = polynomial.distance(s[n].x[i]);
+                signs[i / 4] &= __float_as_uint(distance);
+                const float logit = same.template logit<high>(s[n].x[i], distance, of_fragment(i));
                 s[n].x[i] = exp2_fast(fmaf(logit, unit, -reference[fragment_row(i)]));
             }
 #pragma unroll

@@ -99,17 +99,18 @@ struct Order {
 #define OUT_BULK (QUERY_BULK && !SEQUENCES && 16 % HEADS == 0)
 
 #if SOFTCAP
-// cap * tanh(scale / cap * x) as an odd polynomial of x, where x^2 <= `square`; where no x has such a polynomial that is below 0.
+// cap * tanh(scale / cap * x) as an odd polynomial of x, where x^2 < `square`, which is below 0 if there is none.
 // `softcapped` is right everywhere, but takes two results of the special functions unit.
 struct SoftcapPolynomial {
     float square;
     float c[4];  // of x (x^2 - square)^k; c[2] is not below 0
 
-    // Plus a bias. `high`: c[3] is not 0. `signs` loses its highest bit where the polynomial does not hold.
+    // Below 0 where the polynomial holds.
+    __device__ __forceinline__ float distance(float x) const { return fmaf(x, x, -square); }
+
+    // Of x, whose distance is t, plus a bias. `high`: c[3] is not 0.
     template <bool high>
-    __device__ __forceinline__ float logit(float x, float bias, unsigned& signs) const {
-        const float t = fmaf(x, x, -square);
-        signs &= __float_as_uint(t);
+    __device__ __forceinline__ float logit(float x, float t, float bias) const {
         return fmaf(fmaf(fmaf(high ? fmaf(c[3], t, c[2]) : c[2], t, c[1]), t, c[0]), x, bias);
     }
 };
