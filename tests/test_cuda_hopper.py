@@ -134,20 +134,20 @@ def test_softcaps_of_small_and_large_products(largest, masked, everything, torch
 
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("masked", [True, False])
-def test_softcaps_of_products_that_change(masked, tile, everything, torch):
+def test_softcaps_of_products_that_change(masked, tile, everything, torch, device):
     """Within a tile: the polynomial that holds for its first keys does not for later ones, once or twice; or the first
     ones are the largest."""
     served, length, cap, sizes = everything(*TILES[tile]), 1000, 20.0, (0.2, 0.2, 0.45, 0.2, 3.0, 0.2, 0.45, 0.45)
-    q, k, v = draw(torch, length, length, 2, 1, TILES[tile][1][-1])
+    q, k, v = draw(torch, length, length, 2, 1, TILES[tile][1][-1], device=device)
     scale = q.shape[-1] ** -0.5
     for part, size in zip(k[0, :, 0].split(128), sizes):
         part *= size * cap / (scale * torch.einsum("qhd,kd->hqk", q[0].double(), part.double()).abs().max().item())
     products = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double())
-    bias = torch.randn(1, 1, length, device="cuda")
+    bias = torch.randn(1, 1, length, device=device)
     mask = dma.IntervalMask.sliding_window(length, 600, like=q) if masked else None
     out, lse = dma.attention(q, k, v, mask=mask, bias=bias, causal=True, softcap=cap, return_lse=True)
     logits = cap * torch.tanh(products * scale / cap) + bias[0].double()
-    distance = torch.arange(length, device="cuda")[:, None] - torch.arange(length, device="cuda")
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     logits.masked_fill_((distance < 0) | (masked & (distance >= 600)), -torch.inf)
     expected = torch.einsum("hqk,kd->qhd", logits.softmax(-1), v[0, :, 0].double())
     assert served
@@ -324,14 +324,15 @@ def test_the_same_bits_however_tiles_are_dealt_out(name, tile, everything, torch
 
 
 @pytest.mark.parametrize("tile", TILES)
-def test_sections_of_causal_heads(tile, everything, torch, monkeypatch):
+def test_sections_of_causal_heads(tile, everything, torch, monkeypatch, device, heads=(10, 5),
+                                  dealt=(1, 2, 3, 5, 7, 13, 132), length=700):
     """As many as there may be: the last rounds of most have tiles for some multiprocessors only."""
     served, head_dim = everything(*TILES[tile]), TILES[tile][1][-1]
     monkeypatch.setattr(hopper, "work_of", hopper_tiles.work_of.__wrapped__)
     monkeypatch.setattr(hopper_tiles, "SECTION_BYTES", 1)
-    q, k, v = draw(torch, 700, 700, 10, 5, head_dim)
+    q, k, v = draw(torch, length, length, *heads, head_dim, device=device)
     results = []
-    for processors in (1, 2, 3, 5, 7, 13, 132):
+    for processors in dealt:
         with cut_cases.multiprocessors(processors):
             results.append(dma.attention(q, k, v, causal=True, return_lse=True))
     for ours, expected in ((x, y) for result in results[1:] for x, y in zip(result, results[0])):
@@ -340,7 +341,7 @@ def test_sections_of_causal_heads(tile, everything, torch, monkeypatch):
         out, lse = dma.attention(q, k, v, causal=True, return_lse=True)
     torch.testing.assert_close(results[0][0], out, rtol=0, atol=2**-8)
     torch.testing.assert_close(results[0][1], lse, rtol=0, atol=1e-4)
-    assert len(served) == 7
+    assert len(served) == len(dealt)
 
 
 @pytest.mark.parametrize("tile", TILES)

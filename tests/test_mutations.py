@@ -16,6 +16,7 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma import jit
+from cupy_dma.backends.cuda import hopper, hopper_tiles
 from tests import cases, cut_cases
 from tests.cache_cases import History
 from tests.hopper_tiles import TILES, taken
@@ -176,6 +177,56 @@ def rising_logits() -> None:
         assert np.abs(out - expected).max() < 6e-3
 
 
+def products_that_change() -> None:
+    """Within a tile: one polynomial of the softcap holds for the first keys, another for more, none for the last."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 400, heads, 64)).astype(np.float16) for heads in (2, 1, 1))
+    q /= 4
+    for part, size in zip(np.split(k, 4, axis=1), (0.2, 0.45, 0.45, 3.0)):
+        part *= size * 8.0 * 5.0 / np.abs(np.einsum("bqhd,bkgd->hqk", q.astype("f4"), part.astype("f4"))).max()
+    options = {"softcap": 5.0, "mask": dma.IntervalMask.sliding_window(400, 390)}
+    with emulator.hopper_gpu(), taken(*TILES["192x96"]):
+        out = dma.attention(q, k, v, **options, backend="emulator")
+    expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), **options, backend="numpy")
+    assert np.abs(out - expected).max() < 3e-3
+
+
+def sections() -> None:
+    """Three causal heads with 3 tiles each for 2 multiprocessors, a section for each head."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 300, 3, 16)).astype(np.float16) for _ in range(3))
+    with (emulator.hopper_gpu(), taken(*TILES["128x128"]), cut_cases.multiprocessors(2),
+          pytest.MonkeyPatch.context() as patch):
+        patch.setattr(hopper, "work_of", hopper_tiles.work_of.__wrapped__)
+        patch.setattr(hopper_tiles, "SECTION_BYTES", 1)
+        patch.setattr(hopper_tiles, "SECTION_ROUNDS", 1)
+        out = dma.attention(q, k, v, causal=True, backend="emulator")
+    expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), causal=True, backend="numpy")
+    assert np.abs(out - expected).max() < 3e-3
+
+
+def not_finite() -> None:
+    """A value of every tile that some of its queries do not see."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 300, heads, 64)).astype(np.float16) for heads in (2, 1, 1))
+    v[:, ::50] = np.inf
+    mask = dma.IntervalMask.sliding_window(300, 20)
+    with emulator.hopper_gpu() as gpu, taken(*TILES["192x96"]):
+        gpu.most_writes = 2
+        out = dma.attention(q, k, v, mask=mask, backend="emulator")
+    expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), mask=mask, backend="numpy")
+    finite = np.isfinite(expected)
+    assert np.array_equal(np.isfinite(out), finite) and np.abs(out[finite] - expected[finite]).max() < 3e-3
+
+
+def hopper_grid(tile: str, name: str) -> Callable[[], None]:
+    def check() -> None:
+        with emulator.hopper_gpu(), taken(*TILES[tile]):
+            grid(name)()
+
+    return check
+
+
 OWN: dict[str, Callable[[], None]] = {
     "hopper[lists]": hopper_forward("192x96", "lists"),
     "hopper[lists, D128]": hopper_forward("192x64x2", "lists", head_dim=128),
@@ -184,6 +235,10 @@ OWN: dict[str, Callable[[], None]] = {
     "hopper[causal, softcap]": hopper_forward("192x96", "causal", softcap=2.0),
     "hopper[dense]": hopper_forward("128x128", "dense"),
     "hopper[rising]": rising_logits,
+    "hopper[softcap]": products_that_change,
+    "hopper[sections]": sections,
+    "hopper[not finite]": not_finite,
+    "test_forward_grid[Hopper, heads-6/2]": hopper_grid("128x128", "heads-6/2-top_w"),
     "few_queries": few_queries,
     "few_queries[window]": window_of_few_queries,
     "decoding": decoding(),
@@ -317,9 +372,23 @@ FAULTS = [
     Fault("rows of a run in the order of rows", "sm90/tile.cuh",
           "return BULK ? key : key / 32 * 32 + key % 8 / 2 * 8 + key / 8 % 4 * 2 + key % 2;", "return key;",
           "hopper[dense]"),
-    Fault("large products take the polynomial", "sm90/logits.cuh", "largest <= 0.5f * limit",
-          "largest <= 20.0f * limit",
-          "hopper[causal, softcap]"),
+    Fault("large products take the polynomial", "sm90/logits.cuh", "square < polynomials[1].square",
+          "square < 900.0f * polynomials[1].square", "hopper[causal, softcap]"),
+    Fault("a polynomial is held to hold", "sm90/logits.cuh", "static_cast<int>(signs[0] & signs[1]) < 0)",
+          "true)", "hopper[softcap]"),
+    Fault("products are not repeated for the next polynomial", "sm90/consumer.cuh",
+          "        repeat_products();\n        --polynomials;", "        --polynomials;", "hopper[softcap]"),
+    Fault("a section begins with the last tile of the one before", "sm90/producer.cuh",
+          "rest = (round - sections * rounds) * grid + own",
+          "rest = (round - sections * rounds) * grid + own - sections", "hopper[sections]"),
+    Fault("sections have a round too few", "sm90/producer.cuh", "(p.section * p.tiles + grid - 1) / grid, sections",
+          "p.section * p.tiles / grid, sections", "hopper[sections]"),
+    Fault("lanes without a piece of a row read behind the tile", "sm90/consumer.cuh", "min(piece, ROW_PIECES - 1)",
+          "piece", "test_forward_grid[Hopper, heads-6/2]"),
+    Fault("several warps write a flag as if they were alone", "sm90/consumer.cuh", "raise(spoiled);", "spoiled = 1;",
+          "hopper[not finite]"),
+    Fault("a block does not begin again", "sm90/forward.cu", "    return shared.spoiled != 0;", "    return false;",
+          "hopper[not finite]"),
     # ---- barriers and asynchronous copies ----
     Fault("no barrier before the first block of keys", "forward.cu", "    __syncthreads();  // the query rows and",
           "    // the query rows and", "test_forward_grid[heads-4/2-top_w]"),

@@ -1,5 +1,6 @@
 // The instructions that only Hopper has (sm_90a), wrapped once: barriers in shared memory, register budgets, warpgroup
-// matrix products. Beside arch.cuh the only file with inline assembly; the kernels of sm90/ have no host twin.
+// matrix products. Beside arch.cuh the only file with inline assembly. On a CPU (tests/emulator) all paragraphs that have some
+// are left out for their twins.
 //
 // A warpgroup (four warps, the first a multiple of four) multiplies together. Its accumulator of 64 x 16n numbers is an
 // array of n Fragments: element i of fragment f stands at row 16 * warp + lane/4 + 8*((i>>1)&1), column 16*f +
@@ -44,6 +45,11 @@ __device__ __forceinline__ uint4 load_shared_16(unsigned shared) {
 // Two numbers from an address in shared memory, into these registers: nothing is moved afterwards.
 __device__ __forceinline__ void load_shared_pair(float& x, float& y, unsigned shared) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(shared) : "memory");
+}
+
+// st.relaxed: a flag in shared memory becomes 1; several threads may say so at the same time.
+__device__ __forceinline__ void raise(int& flag) {
+    asm volatile("st.relaxed.cta.shared.u32 [%0], 1;" ::"r"(shared_address(&flag)) : "memory");
 }
 
 // ldmatrix: what store_matrices stores, of each 8 x 8 matrix two neighbours of row lane/4.

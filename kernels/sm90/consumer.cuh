@@ -150,10 +150,10 @@ __device__ __forceinline__ void copy_rows(const ForwardParams& launch, const Out
 #endif
 
 // Writes this warp's 16 rows of out and lse, through the tile's own query rows, which nobody needs any more. In few
-// instructions: they run once a tile, so each of them is fetched anew. `spoiled` becomes true if a value of the tile's keys is
+// instructions: they run once a tile, so each of them is fetched anew. `spoiled` becomes 1 if a value of the tile's keys is
 // not finite: 0 times it is not either, so each row has such an output in its column, and one of a lane's two rows tells.
 __device__ __forceinline__ void write_tile(const ForwardParams& launch, const Output& output, ELEMENT* staging, int first_row,
-                                           const Fragment (&o)[DIM_FRAGMENTS], RowSums& state, bool& spoiled) {
+                                           const Fragment (&o)[DIM_FRAGMENTS], RowSums& state, int& spoiled) {
     const Output t = output;  // all of it now, for nothing is read ahead of the stores that follow
     const int lane = lane_now();
     state.finish();
@@ -171,7 +171,7 @@ __device__ __forceinline__ void write_tile(const ForwardParams& launch, const Ou
         store_matrices((corner ^ 2 * d % 8 * 16) + d / 4 * BLOCK_M * CHUNK_ROW_BYTES, words);
         nothing = add_nothing(add_nothing(nothing, words[0]), words[2]);
     }
-    if (nothing != 0) spoiled = true;
+    if (nothing != 0) raise(spoiled);
     copy_rows(launch, t, staging, first_row);
     const int r = lane & 3, row = first_row + lane / 4 + 8 * r;  // two of four lanes write one each
     if (r < 2 && row < t.rows)

@@ -132,7 +132,7 @@ __device__ __forceinline__ bool is_spoiled(Shared& shared) {
     if (shared.careful) return false;
     barrier_arrive(&shared.everybody);
     barrier_wait(&shared.everybody, 0);  // all tiles have been written
-    return shared.spoiled;
+    return shared.spoiled != 0;
 }
 
 // When nobody leaves anything behind.
@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(
     // The swizzle counts rows from 1024-byte boundaries.
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory + (0u - shared_address(shared_memory)) % 1024);
     if (threadIdx.x == 0) {
-        shared.spoiled = false;
+        shared.spoiled = 0;
         barrier_init(&shared.everybody, THREADS);
         begin(shared, false);
     }

@@ -174,8 +174,8 @@ struct Shared {
     int listed[LISTS][BLOCK_N];  // the producer's own: rows of the keys of the block at hand, of those around it
 #endif
     Order order[STAGES];
-    bool spoiled;  // an output is not finite
-    bool careful;  // values are looked at where not all queries see their keys
+    int spoiled;  // whether an output is not finite
+    int careful;  // whether values are looked at where not all queries see their keys
     int staying;  // how many consumers have a part in the block's first tile
     Tile tile[QUERY_STAGES];
     Output output[QUERY_STAGES];

@@ -80,7 +80,8 @@ class Backend:
                     if result is None:
                         continue
                     operand = describe(result, name)
-                    session.check_written(operand.pointer, name, numpy_dtype(operand.dtype).itemsize)
+                    session.check_written(operand.pointer, name, numpy_dtype(operand.dtype).itemsize,
+                                          self.runtime.most_writes)
             return results
 
 

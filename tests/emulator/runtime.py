@@ -52,12 +52,14 @@ class EmulatorRuntime:
     """A device whose kernels run on the CPU.
 
     ``build`` is one of ``build.BUILDS``; ``memory`` knows what kernels may touch. ``is_hopper``: the kernels of
-    ``kernels/sm90`` run too; ``hopper_gpu`` in __init__.py also lets them have the copy engine.
+    ``kernels/sm90`` run too; ``hopper_gpu`` in __init__.py also lets them have the copy engine. ``most_writes``: how
+    often an element of a result may be written in a launch.
     """
 
     def __init__(self, build: str = "watched", order: Order = Order(), shared_limit: int = 227 * 1024,
                  is_hopper: bool = False):
         self.build, self.order, self.shared_limit, self.is_hopper = build, order, shared_limit, is_hopper
+        self.most_writes = 1
         self.memory = Memory()
         self._checked: set[int] = set()
 

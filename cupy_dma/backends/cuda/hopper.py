@@ -103,8 +103,9 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
     params = problem.pack(lists, out=place.pointer(out), lse=place.pointer(lse), tiles=work.tiles,
                           section=work.section, shorter=work.shorter)
     # struct ForwardParams: the maps first, and all of it a multiple of their alignment
-    packed = key_maps + (query_map or b"") + out_map + params.tobytes() + _softcap_polynomials(call.scale, call.softcap)
-    packed += bytes(-len(packed) % 64)
+    maps = key_maps + (query_map or b"") + out_map
+    packed = maps + params.tobytes() + _softcap_polynomials(call.scale, call.softcap)
+    packed += bytes(-len(packed) % (64 if maps else 8))
     kernel.launch(work.grid, 128 + 2 * tile.block_m, np.frombuffer(packed, f"V{len(packed)}")[0], stream)
 
 

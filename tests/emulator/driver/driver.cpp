@@ -167,17 +167,17 @@ void freeze_region(int id) {
     r.writable = false;
 }
 
-// (offset of the first byte never written, offset of the first byte written twice in a launch), -1 for none.
-py::tuple written(int id) {
+// (offset of the first byte never written, offset of the first byte written more often in a launch than `most`), -1 for none.
+py::tuple written(int id, int most) {
     const auto found = find_region(id);
     if (found == m.regions.end()) throw std::runtime_error("no such region");
-    long long never = -1, twice = -1;
+    long long never = -1, often = -1;
     const Region& r = **found;
     for (size_t i = 0; i < (r.end - r.begin) / r.cell; ++i) {
         if (never < 0 && !r.cells[i].initialised) never = i * r.cell;
-        if (twice < 0 && r.cells[i].most_writes > 1) twice = i * r.cell;
+        if (often < 0 && r.cells[i].most_writes > most) often = i * r.cell;
     }
-    return py::make_tuple(never, twice);
+    return py::make_tuple(never, often);
 }
 
 }  // namespace

@@ -27,6 +27,8 @@ inline void load_shared_pair(float& x, float& y, unsigned shared) {
     y = pair.y;
 }
 
+inline void raise(int& flag, Where w = caller()) { atomicExch(&flag, 1, w); }
+
 // What lane l is told of row l % 8 of matrix l / 8 is its address; two neighbours of row lane/4 are this lane's.
 inline unsigned* own_word(const Meeting* rows, int matrix) {
     return shared_pointer<unsigned>(static_cast<unsigned>(rows->values[8 * matrix + own_lane() / 4])) + own_lane() % 4;
