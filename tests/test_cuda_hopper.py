@@ -339,7 +339,7 @@ def test_sections_of_causal_heads(tile, everything, torch, monkeypatch, device, 
         assert torch.equal(ours, expected)
     with portable():
         out, lse = dma.attention(q, k, v, causal=True, return_lse=True)
-    torch.testing.assert_close(results[0][0], out, rtol=0, atol=2**-8)
+    assert (results[0][0].float() - out.float()).abs().max() <= 2**-7 * out.float().abs().max()
     torch.testing.assert_close(results[0][1], lse, rtol=0, atol=1e-4)
     assert len(served) == len(dealt)
 
