@@ -221,25 +221,20 @@ struct RowSums {
     }
 
 #if SOFTCAP && BIAS != BIAS_DENSE
-    // The same of a whole block of products that a polynomial makes logits of; whether it holds for all of them. The special
-    // functions unit has the exponentials of some fragments while the logits of others are made: the assembler would have all
-    // logits first.
+    // The same of a whole block of products that a polynomial makes logits of; whether it holds for all of them.
     template <bool high>
     __device__ __forceinline__ bool exponentiate(Fragment (&s)[KEY_FRAGMENTS], const LaneBias& bias,
                                                  const SoftcapPolynomial& polynomial, float unit, float (&sum)[2]) const {
-        constexpr int AHEAD = 3;
         unsigned signs[2] = {~0u, ~0u};
         float of_row[2][KEY_FRAGMENTS];
 #pragma unroll
         for (int n = 0; n < KEY_FRAGMENTS; ++n) {
             const auto of_fragment = bias.of(n);
-            SoftcapPolynomial same = polynomial;  // but known no sooner than these exponentials, which are not below 0
-            if (n >= AHEAD) same.c[2] = fmaxf(fmaxf(same.c[2], -of_row[0][n - AHEAD]), -of_row[1][n - AHEAD]);
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const float distance = polynomial.distance(s[n].x[i]);
                 signs[i / 4] &= __float_as_uint(distance);
-                const float logit = same.template logit<high>(s[n].x[i], distance, of_fragment(i));
+                const float logit = polynomial.template logit<high>(s[n].x[i], distance, of_fragment(i));
                 s[n].x[i] = exp2_fast(fmaf(logit, unit, -reference[fragment_row(i)]));
             }
 #pragma unroll

@@ -103,7 +103,7 @@ struct Order {
 // `softcapped` is right everywhere, but takes two results of the special functions unit.
 struct SoftcapPolynomial {
     float square;
-    float c[4];  // of x (x^2 - square)^k; c[2] is not below 0
+    float c[4];  // of x (x^2 - square)^k
 
     // Below 0 where the polynomial holds.
     __device__ __forceinline__ float distance(float x) const { return fmaf(x, x, -square); }
