@@ -96,6 +96,12 @@ def test_softcaps_of_products_that_change(masked, tile, everything, torch, devic
     test_cuda_hopper.test_softcaps_of_products_that_change(masked, tile, everything, torch, device)
 
 
+@pytest.mark.parametrize(("masked", "tile"), [(True, "192x96"), (False, "128x128x4")])
+def test_softcaps_of_values_near_the_largest(masked, tile, gpu, everything, torch, device):
+    gpu.most_writes = 2  # a block begins again
+    test_cuda_hopper.test_softcaps_of_values_near_the_largest(masked, tile, everything, torch, device)
+
+
 def test_sections_of_causal_heads(everything, torch, device, monkeypatch):
     test_cuda_hopper.test_sections_of_causal_heads("192x128", everything, torch, monkeypatch, device, (6, 3), (1, 2, 5),
                                                    500)

@@ -16,6 +16,7 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma import jit
+from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends.cuda import hopper, hopper_tiles
 from tests import cases, cut_cases
 from tests.cache_cases import History
@@ -191,6 +192,24 @@ def products_that_change() -> None:
     assert np.abs(out - expected).max() < 3e-3
 
 
+def softcapped_biases(factor: float, bias: float) -> Callable[[], None]:
+    """bfloat16 with a softcap and a bias of keys: a query that sees one key, and values so large."""
+    def check() -> None:
+        rng = np.random.default_rng(0)
+        q, k, v = (rng.standard_normal((1, 400, heads, 64)).astype(numpy_dtype("bfloat16")) for heads in (2, 1, 1))
+        v = (v.astype("f4") * factor).astype(v.dtype)
+        options = {"softcap": 20.0, "bias": bias + rng.standard_normal((1, 1, 400)).astype(np.float32), "causal": True}
+        with emulator.hopper_gpu() as gpu, taken(*TILES["128x128x4"]):
+            gpu.most_writes = 2
+            out = dma.attention(q, k, v, **options, backend="emulator")
+        expected = dma.attention(*(x.astype("f8") for x in (q, k, v)), **options, backend="numpy")
+        largest = np.abs(v.astype("f8")).max()
+        assert np.array_equal(out[0, 0], np.broadcast_to(v[0, 0], (2, 64)))
+        assert np.abs(out.astype("f8") - expected).max() < 2**-7 * largest
+
+    return check
+
+
 def sections() -> None:
     """Three causal heads with 3 tiles each for 2 multiprocessors, a section for each head."""
     rng = np.random.default_rng(0)
@@ -236,6 +255,9 @@ OWN: dict[str, Callable[[], None]] = {
     "hopper[dense]": hopper_forward("128x128", "dense"),
     "hopper[rising]": rising_logits,
     "hopper[softcap]": products_that_change,
+    "hopper[softcap and bias]": softcapped_biases(1.0, 7.0),
+    "hopper[softcap and large bias]": softcapped_biases(1.0, 30.0),
+    "hopper[softcap, large values]": softcapped_biases(2.0**114, 7.0),
     "hopper[sections]": sections,
     "hopper[not finite]": not_finite,
     "test_forward_grid[Hopper, heads-6/2]": hopper_grid("128x128", "heads-6/2-top_w"),
@@ -376,6 +398,14 @@ FAULTS = [
           "square < 900.0f * polynomials[1].square", "hopper[causal, softcap]"),
     Fault("a polynomial is held to hold", "sm90/logits.cuh", "static_cast<int>(signs[0] & signs[1]) < 0)",
           "true)", "hopper[softcap]"),
+    Fault("references of rows that see one key are 0", "sm90/consumer.cuh", "order.whole() && !shared.careful",
+          "!shared.careful", "hopper[softcap and bias]"),
+    Fault("references are 0 where sums overflow", "sm90/consumer.cuh", "order.whole() && !shared.careful",
+          "order.whole()", "hopper[softcap, large values]"),
+    Fault("polynomials do not know of references that are not 0", "sm90/consumer.cuh",
+          "            if (!state.plain()) polynomials = 0;\n", "", "hopper[softcap and large bias]"),
+    Fault("biases beside softcaps are natural", "sm90/producer.cuh", "1.0f / p.scale : LOG2_E", "1.0f / p.scale : 1.0f",
+          "hopper[softcap and bias]"),
     Fault("products are not repeated for the next polynomial", "sm90/consumer.cuh",
           "        repeat_products();\n        --polynomials;", "        --polynomials;", "hopper[softcap]"),
     Fault("a section begins with the last tile of the one before", "sm90/producer.cuh",

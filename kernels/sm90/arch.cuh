@@ -353,6 +353,9 @@ __device__ __forceinline__ unsigned add_nothing(unsigned sum, unsigned pair) {
     return sum;
 }
 
+__device__ __forceinline__ constexpr bool has_range_of_float(const __half*) { return false; }
+__device__ __forceinline__ constexpr bool has_range_of_float(const __nv_bfloat16*) { return true; }
+
 // Two numbers rounded to 16 bit, the first in the lower half.
 __device__ __forceinline__ unsigned pack_pair(const __half*, float low, float high) {
     const __half2 pair = __floats2half2_rn(low, high);

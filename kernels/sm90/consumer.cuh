@@ -350,7 +350,7 @@ struct Consumer {
     // Softcap and bias, where products are to become logits.
     template <int fragments>
     __device__ __forceinline__ void make_logits() {
-        if (!Logits::NATURAL) return;
+        if (!Logits::CHANGED) return;
         const auto change = [&](const auto& logit) {
 #pragma unroll
             for (int n = 0; n < fragments; ++n) {
@@ -381,10 +381,14 @@ struct Consumer {
         apply_mask<fragments>(s, shared, turn.stage, order.clear(), position);
     }
 
-    // References come from the first `asked` fragments.
+    // References come from the first `asked` fragments. Those of rows that may see few keys are their maxima: p is exact then
+    // where a row sees one. So they are if an output was not finite, as values near the largest float32 need it.
     template <int fragments, int asked = fragments>
-    __device__ __forceinline__ void exponentiate() {
-        if (incomplete) state.template refer<asked>(s, logits.unit);
+    __device__ __forceinline__ void exponentiate(const Order& order) {
+        if (incomplete) {
+            state.template refer<asked>(s, logits.unit, order.whole() && !shared.careful);
+            if (!state.plain()) polynomials = 0;
+        }
         state.template exponentiate<fragments>(s, logits.unit, sum);
     }
 
@@ -393,7 +397,7 @@ struct Consumer {
     // products again.
     template <bool high>
     __device__ __forceinline__ bool approximate() {
-        if (state.template exponentiate<high>(s, bias, launch.softcap[!high], logits.unit, sum)) return true;
+        if (state.template exponentiate<high>(s, bias, launch.softcap[!high], sum)) return true;
         finish_output();
         repeat_products();
         --polynomials;
@@ -416,16 +420,16 @@ struct Consumer {
             }
 #endif
             make_logits<KEY_FRAGMENTS>();
-            exponentiate<KEY_FRAGMENTS, BIAS == BIAS_DENSE ? KEY_FRAGMENTS : 2>();
+            exponentiate<KEY_FRAGMENTS, BIAS == BIAS_DENSE ? KEY_FRAGMENTS : 2>(order);
             return;
         }
         if (holds(order)) order.state |= Order::HELD;
         if (!order.few()) {
             finish_logits<KEY_FRAGMENTS>(order);
-            exponentiate<KEY_FRAGMENTS>();
+            exponentiate<KEY_FRAGMENTS>(order);
         } else {
             finish_logits<FEW_FRAGMENTS>(order);
-            exponentiate<FEW_FRAGMENTS>();
+            exponentiate<FEW_FRAGMENTS>(order);
             fill_rest(0.0f);  // or the assembler would let the products wait for each other
         }
     }
@@ -483,6 +487,7 @@ struct Consumer {
         } else {
             state.follow(s, sum, factor);
         }
+        if (!state.plain()) polynomials = 0;
         if (!same_tile) return;
 #pragma unroll
         for (int d = 0; d < DIM_FRAGMENTS; ++d)

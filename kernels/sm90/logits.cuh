@@ -7,12 +7,12 @@
 // Logits are kept in a unit of their own, which the exponential takes in: products times `unit`, or natural logits times
 // log2(e), are powers of 2. So a product that needs neither softcap nor a bias afterwards is touched once. Needs scale > 0.
 struct Logits {
-    static constexpr bool NATURAL = SOFTCAP || BIAS == BIAS_DENSE;
+    static constexpr bool CHANGED = SOFTCAP || BIAS == BIAS_DENSE;  // products need one of these
     float scale, cap, exponent, unit;
 
     __device__ __forceinline__ Logits(float scale, float softcap)
-        : scale(scale), cap(softcap), exponent(SOFTCAP ? 2.0f * LOG2_E / softcap : 0.0f),
-          unit(NATURAL ? LOG2_E : scale * LOG2_E) {}
+        : scale(scale), cap(POWERS_OF_2 ? softcap * LOG2_E : softcap), exponent(SOFTCAP ? 2.0f * LOG2_E / softcap : 0.0f),
+          unit(POWERS_OF_2 ? 1.0f : CHANGED ? LOG2_E : scale * LOG2_E) {}
 
     // Of a product, right everywhere.
     __device__ __forceinline__ float operator()(float x, float bias) const {
@@ -179,11 +179,18 @@ __device__ __forceinline__ void apply_mask(Fragment (&s)[KEY_FRAGMENTS], const S
     }
 }
 
+// Whether references may be 0, for p and its 16 bits have the range of float32: no logit needs a subtraction then. Without a
+// bias it costs nothing. Blocks of few keys, even of one, must be known as such.
+constexpr bool ZERO_REFERENCES = POWERS_OF_2 && BIAS == BIAS_OF_KEYS && PLAIN && (FEW || !HOLES) &&
+                                 has_range_of_float(static_cast<const ELEMENT*>(nullptr));
+
 // Two rows' running sums of p = 2^(unit * s - reference), each lane's share. The reference need not be the maximum: rounding
-// is relative, so any will do that keeps p in range. A row's first block sets it, to the maximum of its logits or of some. Then the
-// sums of a block say whether it is too low: only if one is above LARGEST, which hardly ever happens, does it follow.
+// is relative, so any will do that keeps p in range. A row's first block sets it, to the maximum of its logits or of some, or to 0
+// if that is near. Then the sums of a block say whether it is too low: only if one is above LARGEST, which hardly ever
+// happens, does it follow.
 struct RowSums {
-    static constexpr float LARGEST = 256.0f;
+    static constexpr float LARGEST = ZERO_REFERENCES ? 1073741824.0f : 256.0f;
+    static constexpr float NEAR = 20.0f;             // of 0
     static constexpr float NONE = -3.402823466e38f;  // where a row has seen nothing: all its logits are -inf, and p = 0
     float reference[2], l[2];
 
@@ -194,14 +201,21 @@ struct RowSums {
         return __any_sync(ALL_LANES, fminf(reference[0], reference[1]) == NONE);
     }
 
-    // Rows without a reference get one from a block of logits.
+    // Rows without a reference get one from a block of logits. `zero`: it may be 0.
     template <int fragments>
-    __device__ __forceinline__ void refer(const Fragment (&s)[KEY_FRAGMENTS], float unit) {
+    __device__ __forceinline__ void refer(const Fragment (&s)[KEY_FRAGMENTS], float unit, bool zero) {
         float highest[2];
         highest_logits<fragments>(s, unit, highest);
+        if (ZERO_REFERENCES && zero && __all_sync(ALL_LANES, fmaxf(fabsf(highest[0]), fabsf(highest[1])) <= NEAR))
+            highest[0] = highest[1] = 0.0f;
 #pragma unroll
         for (int r = 0; r < 2; ++r)
             if (reference[r] == NONE) reference[r] = fmaxf(NONE, highest[r]);
+    }
+
+    // Whether polynomials serve the rows of this warp.
+    __device__ __forceinline__ bool plain() const {
+        return !ZERO_REFERENCES || __all_sync(ALL_LANES, reference[0] == 0.0f && reference[1] == 0.0f);
     }
 
     // Turns a block's logits into p. Their sums are not in l yet.
@@ -221,10 +235,11 @@ struct RowSums {
     }
 
 #if SOFTCAP && BIAS != BIAS_DENSE
-    // The same of a whole block of products that a polynomial makes logits of; whether it holds for all of them.
+    // The same of a whole block of products that a polynomial makes logits of, of rows that are plain; whether it holds for all
+    // of them.
     template <bool high>
     __device__ __forceinline__ bool exponentiate(Fragment (&s)[KEY_FRAGMENTS], const LaneBias& bias,
-                                                 const SoftcapPolynomial& polynomial, float unit, float (&sum)[2]) const {
+                                                 const SoftcapPolynomial& polynomial, float (&sum)[2]) const {
         unsigned signs[2] = {~0u, ~0u};
         float of_row[2][KEY_FRAGMENTS];
 #pragma unroll
@@ -234,8 +249,10 @@ struct RowSums {
             for (int i = 0; i < 8; ++i) {
                 const float distance = polynomial.distance(s[n].x[i]);
                 signs[i / 4] &= __float_as_uint(distance);
-                const float logit = polynomial.template logit<high>(s[n].x[i], distance, of_fragment(i));
-                s[n].x[i] = exp2_fast(fmaf(logit, unit, -reference[fragment_row(i)]));
+                const float lower = -reference[fragment_row(i)];
+                const float logit =
+                    polynomial.template logit<high>(s[n].x[i], distance, BIAS == BIAS_NONE ? lower : of_fragment(i));
+                s[n].x[i] = exp2_fast(BIAS == BIAS_NONE || ZERO_REFERENCES ? logit : logit + lower);
             }
 #pragma unroll
             for (int r = 0; r < 2; ++r)

@@ -373,11 +373,10 @@ __device__ __forceinline__ float fetch_bias(const AttentionParams& p, const Plan
 }
 
 // It has come. Rounded towards zero a finite bias stays finite.
-__device__ __forceinline__ void keep_bias(Shared& shared, int warp, int stage, float bias, float inverse_scale) {
+__device__ __forceinline__ void keep_bias(Shared& shared, int warp, int stage, float bias, float unit) {
     const int lane = threadIdx.x & 31;
     if (BIAS != BIAS_OF_KEYS || lane >= WARP_KEYS) return;
-    if (BIAS_FIRST) bias = __fmul_rz(bias, inverse_scale);
-    shared.bias[stage][key_of(warp, lane)] = bias;
+    shared.bias[stage][key_of(warp, lane)] = __fmul_rz(bias, unit);
 }
 
 // What else is known per key. All queries see the block's first `clear` keys.
@@ -456,7 +455,7 @@ __device__ __forceinline__ int whole_blocks(const KeySource& source) {
 __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& launch) {
     const AttentionParams& p = launch.attention;
     const int warp = uniform(threadIdx.x / 32);
-    const float inverse_scale = 1.0f / p.scale;
+    const float bias_unit = BIAS_FIRST ? 1.0f / p.scale : LOG2_E;
     Turn<STAGES> turn;
     Turn<VALUE_STAGES> value_turn;
     Turn<QUERY_STAGES> query_turn;
@@ -530,7 +529,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
                     block = next_block(shared, blocks, warp, number + 1);
                 }
                 if (!key_goes) barrier_wait(key_free, turn.phase ^ 1);
-                keep_bias(shared, warp, turn.stage, lane_bias, inverse_scale);
+                keep_bias(shared, warp, turn.stage, lane_bias, bias_unit);
                 if (threadIdx.x == ORDER_THREAD) shared.order[turn.stage] = Order(0);
                 if (!value_goes) barrier_wait(value_free, value_turn.phase ^ 1);
                 barrier_arrive(&shared.key_arrived[turn.stage]);
@@ -568,7 +567,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
         barrier_wait(&shared.key_free[turn.stage], turn.phase ^ 1);
         gather_facts(shared, p, plan, warp, rows, block.clear, turn.stage);
         gather<false>(shared.keys[turn.stage], rows, launch, warp, &shared.key_arrived[turn.stage]);
-        keep_bias(shared, warp, turn.stage, lane_bias, inverse_scale);
+        keep_bias(shared, warp, turn.stage, lane_bias, bias_unit);
         if (!found && !(opens && whole > 1)) {  // it takes long, and these keys are on their way meanwhile
             tiles.find(at_hand ^ 1);
             found = true;

@@ -58,6 +58,8 @@ static_assert(WARP_KEYS <= 32 && WARP_KEYS * ROW_LANES % 32 == 0, "a producer la
 
 // A bias of keys is where the sums of the products begin, unless a softcap comes between.
 #define BIAS_FIRST (BIAS == BIAS_OF_KEYS && !SOFTCAP)
+// Whether logits are powers of 2 as soon as they have their softcap, whose coefficients, and the bias, are in that unit.
+#define POWERS_OF_2 (SOFTCAP && BIAS != BIAS_DENSE)
 
 // Whether the consumers must know the rows of keys: to compare them with positions, or to find their bias.
 #define KEYS_KNOWN ((CAUSAL && KEYS != KEYS_CONTIGUOUS) || BIAS == BIAS_DENSE)
@@ -99,8 +101,8 @@ struct Order {
 #define OUT_BULK (QUERY_BULK && !SEQUENCES && 16 % HEADS == 0)
 
 #if SOFTCAP
-// cap * tanh(scale / cap * x) as an odd polynomial of x, where x^2 < `square`, which is below 0 if there is none.
-// `softcapped` is right everywhere, but takes two results of the special functions unit.
+// cap * tanh(scale / cap * x) as an odd polynomial of x, where x^2 < `square`, which is below 0 if there is none; with
+// POWERS_OF_2 times log2(e). `softcapped` is right everywhere, but takes two results of the special functions unit.
 struct SoftcapPolynomial {
     float square;
     float c[4];  // of x (x^2 - square)^k
@@ -161,7 +163,7 @@ struct Shared {
     ELEMENT query[QUERY_STAGES][CHUNKS * BLOCK_M * CHUNK_COLUMNS];  // later the tile's output
     ELEMENT keys[STAGES][CHUNKS * BLOCK_N * CHUNK_COLUMNS];
     ELEMENT values[VALUE_STAGES][CHUNKS * BLOCK_N * CHUNK_COLUMNS];
-    float bias[STAGES][BLOCK_N];  // with BIAS_FIRST in units of the products
+    float bias[STAGES][BLOCK_N];  // with BIAS_FIRST in units of the products, with POWERS_OF_2 times log2(e)
 #if BITS
     unsigned words[STAGES][WORDS][BLOCK_N];
 #else

@@ -7,6 +7,7 @@ numbers within rounding.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +105,7 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
                           section=work.section, shorter=work.shorter)
     # struct ForwardParams: the maps first, and all of it a multiple of their alignment
     maps = key_maps + (query_map or b"") + out_map
-    packed = maps + params.tobytes() + _softcap_polynomials(call.scale, call.softcap)
+    packed = maps + params.tobytes() + _softcap_polynomials(call.scale, call.softcap, problem.bias_kind != BIAS_DENSE)
     packed += bytes(-len(packed) % (64 if maps else 8))
     kernel.launch(work.grid, 128 + 2 * tile.block_m, np.frombuffer(packed, f"V{len(packed)}")[0], stream)
 
@@ -115,16 +116,16 @@ _TANH_POLYNOMIALS = ((0.5, (0.99999945577, -0.33326317936, 0.13190296603, -0.044
 
 
 @functools.lru_cache(maxsize=64)
-def _softcap_polynomials(scale: float, softcap: float) -> bytes:
+def _softcap_polynomials(scale: float, softcap: float, powers_of_2: bool) -> bytes:
     """Two ``SoftcapPolynomial`` of kernels/sm90/tile.cuh; nothing without a softcap."""
     if softcap == 0.0:
         return b""
-    ratio = scale / softcap
+    ratio, unit = scale / softcap, math.log2(math.e) if powers_of_2 else 1.0
     packed = np.zeros((2, 5))
     for fields, (end, terms) in zip(packed, _TANH_POLYNOMIALS):
         moved = Polynomial(terms)(Polynomial((end**2, 1.0))).coef  # of y^2 - end^2
         fields[0] = (end / ratio)**2
-        fields[1:len(terms) + 1] = [scale * ratio**(2 * k) * float(term) for k, term in enumerate(moved)]
+        fields[1:len(terms) + 1] = [unit * scale * ratio**(2 * k) * float(term) for k, term in enumerate(moved)]
     numbers = abs(packed[packed != 0.0])
     if numbers.min() < 2.0**-100 or numbers.max() > 2.0**100:
         packed[:] = -1.0
