@@ -359,7 +359,7 @@ FAULTS = [
     Fault("logits are read before they are there", "sm90/consumer.cuh", "        products_wait<later>();\n", "",
           "hopper[causal]"),
     Fault("probabilities are replaced while they are multiplied", "sm90/forward.cu",
-          "        c.settle(next);\n        c.finish_output();\n", "        c.settle(next);\n", "hopper[lists]"),
+          "    c.settle(order);\n    c.finish_output();\n", "    c.settle(order);\n", "hopper[lists]"),
     Fault("queries come to the place of an output that is being copied", "sm90/consumer.cuh",
           "        stores_wait_read();\n", "", "hopper[causal]"),
     Fault("no __syncwarp before rows of output are copied", "sm90/consumer.cuh",

@@ -23,6 +23,30 @@
 #include "sm90/consumer.cuh"
 #include "sm90/producer.cuh"
 
+// The products of a whole block's values and of the keys behind it, of which `next` tells.
+__device__ __forceinline__ void start_products(Consumer& c, Order& next) {
+    const Turn<STAGES> keys = c.turn;
+    c.turn.advance();
+    c.meet_keys(c.turn);
+    c.begin_turn();
+    c.start_logits(c.turn, c.queries);
+    next = c.read_order(c.turn);
+    c.meet_values();
+    c.start_output(Order(0), keys, false);
+    c.pass_turn();
+    c.fetch_bias();
+    c.incomplete = c.state.incomplete();
+}
+
+// What is left of a block whose exponentials are there, while the products of the one before end.
+__device__ __forceinline__ void finish_block(Consumer& c, const Order& order) {
+    c.settle(order);
+    c.finish_output();
+    c.release_values();
+    c.look_ahead(c.turn.next());
+    c.round_probabilities();
+}
+
 __device__ __forceinline__ void consume(Consumer& c) {
     c.begin_sums(c.turn);
     c.start_logits(c.turn, c.queries);
@@ -40,18 +64,20 @@ __device__ __forceinline__ void consume(Consumer& c) {
     c.look_ahead(c.turn.next());
     if (c.number() == CONSUMERS - 1) c.pass_turn();
     for (;;) {
-        const Turn<STAGES> keys = c.turn;  // of the current block
         Order next;
-        if (PLAIN && current.state == 0) {
-            c.turn.advance();
-            c.meet_keys(c.turn);
-            c.begin_turn();
-            c.start_logits(c.turn, c.queries);
-            next = c.read_order(c.turn);
-            c.meet_values();
-            c.start_output(Order(0), keys, false);
-            c.pass_turn();
+        while (STRAIGHT && current.state == 0) {
+            start_products(c, next);
+            c.finish_products<1>();
+            if (!next.whole()) goto finished;
+            c.exponentiate(next);
+            if (c.strained()) c.relieve(next, true);
+            finish_block(c, next);
+            current = next;
+        }
+        if (!STRAIGHT && PLAIN && current.state == 0) {
+            start_products(c, next);
         } else {
+            const Turn<STAGES> keys = c.turn;  // of the current block
             if (current.ends(c.number())) break;
             const bool opens = current.unwritten();  // or is the first of all
             bool unwritten = opens;
@@ -78,19 +104,16 @@ __device__ __forceinline__ void consume(Consumer& c) {
             c.start_output(current, keys, opens);
             if (!delayed) c.pass_turn();
             if (unwritten) c.release_queries();
+            c.fetch_bias();
+            c.incomplete = c.state.incomplete();
         }
-        c.fetch_bias();
         // Never; but the assembler would wait for the bias ahead of the output products, and moves nothing across a branch.
         if (BIAS == BIAS_DENSE && next.following < -1) __nanosleep(0);
-        c.incomplete = c.state.incomplete();
         c.finish_products<1>();
+    finished:
         c.exponentiate(next);
         if (c.strained()) c.relieve(next, BIAS == BIAS_DENSE || !current.closes());
-        c.settle(next);
-        c.finish_output();
-        c.release_values();
-        c.look_ahead(c.turn.next());
-        c.round_probabilities();
+        finish_block(c, next);
         if (current.closes()) next.state |= Order::UNWRITTEN;
         current = next;
     }

@@ -39,6 +39,9 @@ constexpr int FEW_KEYS = 32;
 constexpr int FEW_FRAGMENTS = FEW_KEYS / 16;
 // Whether the consumers have a way of their own for whole blocks. Masks as bits leave few blocks whole.
 #define PLAIN (!BITS)
+// Whether whole blocks behind whole blocks have a loop of their own, whose code remains in one place: where a warp jumps it
+// waits for instructions. By measurement; lists gain nothing.
+#define STRAIGHT (PLAIN && KEYS == KEYS_CONTIGUOUS && (CONSUMERS == 2 || SOFTCAP || BIAS == BIAS_NONE))
 // Whether places of a block that have no key need no test for being seen: they have a bias of -inf, and another key's row.
 #define HOLES (KEYS == KEYS_LISTED && BIAS == BIAS_OF_KEYS)
 // Whether it matters that a block's keys follow each other: their rows come through the copy engine then, and their dense

@@ -57,7 +57,7 @@ TILES: dict[str, dict[int, tuple[HopperTile, ...]]] = {
 SECOND_TIMES: dict[str, dict[int, float]] = {
     "short intervals": {64: 0.78, 128: 0.85}, "intervals": {64: 0.77, 96: 0.78, 128: 0.73},
     "intervals with softcap": {64: 0.75, 96: 0.7, 128: 0.72}, "contiguous": {64: 0.77},
-    "contiguous with bias": {64: 0.73}, "contiguous with bias and softcap": {64: 0.68}}
+    "contiguous with bias": {64: 0.73}, "contiguous with bias and softcap": {64: 0.74}}
 SHORT_LISTS = {64: 192, 128: 128}  # keys of a query up to which intervals are short
 BLOCK_128_KEYS = 20  # what such a block of a list costs, in keys
 PART_TIMES = {192: (0.75, 0.9), 128: (0.85,)}  # of 64 and of 128 rows of a tile, by its own
