@@ -3,10 +3,11 @@
 A configuration is a frozen dataclass whose fields become ``#define`` lines (the prelude) in front of a plain CUDA C
 file of ``kernels/``. Own ``#include "..."`` files are inlined, so that source text, options and compiler version
 together identify a cubin; it is kept on disk under that digest, and a changed kernel is a new digest. Compiling needs
-NVRTC and the CUDA headers but no GPU; loading and launching go through ``cupy.RawModule``.
+NVRTC and the CUDA headers but no GPU; loading goes through ``cupy.RawModule``, launching through driver.py.
 
 Environment: ``CUPY_DMA_CACHE_DIR`` (default ``~/.cache/cupy_dma``), ``CUPY_DMA_DEBUG=1`` (prints every kernel's
-configuration, compile time, registers, spills and launch shape), ``CUDA_HOME``/``CUDA_PATH`` (headers).
+configuration, compile time, registers, spills and launch shape), ``CUDA_HOME``/``CUDA_PATH`` (headers),
+``CUPY_DMA_EARLY=0`` (driver.py).
 """
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
+from cupy_dma import driver
 
 DEBUG = os.environ.get("CUPY_DMA_DEBUG", "") not in ("", "0")
 
@@ -202,20 +203,18 @@ class Params:
             self.names += [member.strip() for member in members]
         self._places = {name: i for i, name in enumerate(self.names)}
         self._pack = struct.Struct(form + "0q").pack  # padded to the struct's alignment
-        self._dtype = np.dtype(("V", struct.calcsize(form + "0q")))
 
-    def pack(self, **fields: Any) -> np.void:
-        packed = self._pack(*[fields[name] for name in self.names])
-        return np.frombuffer(packed, self._dtype)[0]
+    def pack(self, **fields: Any) -> bytes:
+        return self._pack(*[fields[name] for name in self.names])
 
-    def pack_some(self, *groups: Mapping[str, Any]) -> np.void:
+    def pack_some(self, *groups: Mapping[str, Any]) -> bytes:
         """The argument with the fields of all ``groups``, later ones first; 0 for a field that none has."""
         values: list[Any] = [0] * len(self.names)
         places = self._places
         for group in groups:
             for name, value in group.items():
                 values[places[name]] = value
-        return np.frombuffer(self._pack(*values), self._dtype)[0]
+        return self._pack(*values)
 
 
 @functools.cache
@@ -291,22 +290,6 @@ def device_arch(index: int) -> str:
     return f"sm_{capability}" + ("a" if capability == "90" else "")
 
 
-@functools.lru_cache(maxsize=64)
-def _stream(handle: int, index: int) -> Any:
-    import cupy
-
-    if handle in (0, 1, 2):  # the legacy and per-thread default streams
-        return {0: cupy.cuda.Stream.null, 1: cupy.cuda.Stream.null, 2: cupy.cuda.Stream.ptds}[handle]
-    return _RawStream(handle)
-
-
-class _RawStream:
-    """All that a launch reads of a stream."""
-
-    def __init__(self, handle: int):
-        self.ptr = handle
-
-
 class Kernel:
     """A loaded kernel of one device. ``launch`` needs that device to be current."""
 
@@ -315,21 +298,26 @@ class Kernel:
 
         self.entry = entry
         self.shared_bytes = shared_bytes
-        self.device = index
-        with cupy.cuda.Device(index):
+        with cupy.cuda.Device(index) as device:
             module = cupy.RawModule(path=str(compile(config, device_arch(index)).path))
             function = module.get_function(entry)
             if shared_bytes > 48 * 1024:
                 function.max_dynamic_shared_size_bytes = shared_bytes
-            self._function = function.kernel
-        self._module = module
+            self._loaded = module, function.kernel  # for as long as the driver has their handle
+            self._function = driver.Function(entry, function.kernel.ptr, shared_bytes,
+                                             driver.launches_early(int(device.compute_capability)), device.use)
 
-    def launch(self, grid: int, threads: int, params: np.void, stream: int) -> None:
-        """Launch ``grid`` blocks of ``threads`` threads on the raw ``stream``."""
+    def launch(self, grid: int, threads: int, params: bytes, stream: int, early: bool = True) -> None:
+        """Launch ``grid`` blocks of ``threads`` threads on the raw ``stream``; ``params`` is their struct.
+
+        ``early``: blocks may come, where the device can do that, while those of the kernel ahead are at work, and wait.
+        They gather where there is room then; without it they are dealt out evenly, which more blocks than
+        multiprocessors with work of different length may need.
+        """
         if DEBUG:
             print(f"cupy_dma: {self.entry}: {grid} blocks of {threads} threads, {self.shared_bytes} bytes",
                   file=sys.stderr)
-        self._function((grid, 1, 1), (threads, 1, 1), (params,), self.shared_bytes, _stream(stream, self.device))
+        self._function.launch(grid, threads, params, stream, early)
 
 
 @functools.cache

@@ -128,6 +128,18 @@ __device__ __forceinline__ void multiply_add_half(float* c, const unsigned* a, c
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// ---- kernels one behind the other (sm_90) ----
+// griddepcontrol.wait: until the kernel ahead in the stream has ended, which had waited for those ahead of it, and what they
+// wrote can be read. Every thread of every kernel calls this before it touches global memory.
+// griddepcontrol.launch_dependents: from now on the kernel behind may come. Its blocks do when all blocks of this kernel have
+// been here: they keep out none of them, take what room is left, and wait. It comes second, so that no third kernel comes.
+// A kernel that is launched as usual (cupy_dma/driver.py) begins when the one ahead has ended, and has nothing to wait for.
+__device__ __forceinline__ void wait_for_earlier_kernels() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // ---- work that the last of several blocks ends ----
 // Takes the next number from 0 to `last` of a counter, which is 0 again after the last of them (atom.inc). What the thread's
 // block did before a barrier ahead of this is visible to the blocks that get later numbers, behind a barrier after it.

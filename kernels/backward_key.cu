@@ -467,6 +467,7 @@ __device__ __forceinline__ void write_sums(const Accumulator (&sums)[PART_FRAGME
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_key(const AttentionParams p) {
+    wait_for_earlier_kernels();
     extern __shared__ __align__(128) unsigned char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
     const KeyTile t = find_key_tile(p);

@@ -89,6 +89,7 @@ __device__ __forceinline__ void write_bias_gradients(const Accumulator (&ds)[WAR
 // With DBIAS and BITS, ahead of backward_query and with as many blocks: zeros for the bias gradients of a tile that does not
 // look at every key.
 extern "C" __global__ void __launch_bounds__(THREADS) clear_bias(const AttentionParams p) {
+    wait_for_earlier_kernels();
 #if DBIAS && BITS
     const Tile t = find_tile(p, static_cast<long long>(blockIdx.x));
     if (find_keys(p, t).length == p.key_length) return;
@@ -105,6 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) clear_bias(const Attention
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_query(const AttentionParams p) {
+    wait_for_earlier_kernels();
     extern __shared__ __align__(128) unsigned char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
     const Tile t = find_tile(p, static_cast<long long>(blockIdx.x));

@@ -19,6 +19,7 @@ struct alignas(4 * sizeof(ELEMENT)) Four {
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32) row_delta(const AttentionParams p) {
+    wait_for_earlier_kernels();
     const long long row = (long long)blockIdx.x * WARPS + threadIdx.x / 32;  // (b, i, h), heads running fastest
     const int lane = threadIdx.x & 31;
     if (row >= (long long)p.batch * p.query_length * p.heads) return;
@@ -45,6 +46,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) row_delta(const Attenti
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32) sum_partials(const AttentionParams p) {
+    wait_for_earlier_kernels();
     const int lane = threadIdx.x & 31, parts = (p.key_length + WARPS - 1) / WARPS;
     const int number = blockIdx.x % parts * WARPS + threadIdx.x / 32;
     const long long row = blockIdx.x / parts;  // (b, kv head)

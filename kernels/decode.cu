@@ -278,6 +278,7 @@ __device__ __forceinline__ void take_value(Values& values, const StepShared& sha
 #endif
 
 extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_step(const StepParams p) {
+    wait_for_earlier_kernels();
     extern __shared__ __align__(128) unsigned char shared_memory[];
     StepShared& shared = *reinterpret_cast<StepShared*>(shared_memory);
     float* weights = reinterpret_cast<float*>(shared_memory + sizeof(StepShared));  // (ROWS, max(parts, WARPS))

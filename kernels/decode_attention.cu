@@ -170,6 +170,7 @@ __device__ __forceinline__ void isolate_nonfinite(WarpState& state, Values& valu
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_attention(const DecodeParams p) {
+    wait_for_earlier_kernels();
     extern __shared__ __align__(128) unsigned char shared_memory[];
     DecodeShared& shared = *reinterpret_cast<DecodeShared*>(shared_memory);
     float* weights = reinterpret_cast<float*>(shared_memory + sizeof(DecodeShared));  // (ROWS, max(parts, WARPS))

@@ -74,6 +74,7 @@ struct HistoryRow {
 };
 
 extern "C" __global__ void __launch_bounds__(NARROW_THREADS) narrow(const DecodeSelectParams p) {
+    wait_for_earlier_kernels();
     __shared__ int histogram[DIGITS];
     __shared__ int warp_sums[32];
     __shared__ int last;
@@ -137,6 +138,7 @@ __device__ __forceinline__ int position_of_death(const HistoryRow& row, Ranked e
 }
 
 extern "C" __global__ void __launch_bounds__(COLLECT_THREADS) collect(const DecodeSelectParams p) {
+    wait_for_earlier_kernels();
     __shared__ CollectShared shared;
     const int chunk = blockIdx.x % p.chunks;
     const HistoryRow row(p, blockIdx.x / p.chunks);

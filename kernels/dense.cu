@@ -80,6 +80,7 @@ __device__ __forceinline__ uint4 transposed(const unsigned (&x)[4]) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) pack_mask(const DenseParams p) {
+    wait_for_earlier_kernels();
     unsigned rest = blockIdx.x;
     const int key = (static_cast<int>(rest % p.key_chunks) * THREADS + threadIdx.x) * OWN;
     rest /= p.key_chunks;
@@ -125,6 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_mask(const DenseParam
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) dense_lists(const DenseParams p) {
+    wait_for_earlier_kernels();
     constexpr int WORDS = (QUERIES + 31) / 32;
     __shared__ int warp_values[32];
     const long long row = blockIdx.x / p.tiles;

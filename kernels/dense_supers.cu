@@ -58,6 +58,7 @@ __device__ __forceinline__ unsigned seen_by(const SuperParams& p, long long row,
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) seen_keys(const SuperParams p) {
+    wait_for_earlier_kernels();
     long long rest = blockIdx.x;
     const int key = (static_cast<int>(rest % p.key_chunks) * THREADS + threadIdx.x) * OWN;
     rest /= p.key_chunks;
@@ -84,6 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) seen_keys(const SuperParam
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) count_keys(const SuperParams p) {
+    wait_for_earlier_kernels();
     __shared__ int warp_values[32];
     const long long row = blockIdx.x / p.nodes;
     int super = blockIdx.x % p.nodes, level = 0, count = 0, total;
@@ -99,6 +101,7 @@ __device__ __forceinline__ int entries_of(int keys) { return (keys + BLOCK_KEYS 
 
 // A block makes the list of one super-tile, if the choice has as many.
 extern "C" __global__ void __launch_bounds__(THREADS) super_keys(const SuperParams p) {
+    wait_for_earlier_kernels();
     __shared__ int warp_values[32];
     const long long row = blockIdx.x / p.units;
     const int super = blockIdx.x % p.units, lane = threadIdx.x & 31;
@@ -149,6 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) super_keys(const SuperPara
 
 // A block has BLOCK_KEYS entries of one mask row; a warp takes WORDS words at a time, a lane two keys.
 extern "C" __global__ void __launch_bounds__(THREADS) list_states(const SuperParams p) {
+    wait_for_earlier_kernels();
     constexpr int WORDS = 4;
     const int blocks = p.entries / BLOCK_KEYS, block = blockIdx.x % blocks, lane = threadIdx.x & 31;
     const long long mask_row = blockIdx.x / blocks, row = mask_row / p.share;

@@ -12,6 +12,7 @@ struct LayoutParams {
 };
 
 extern "C" __global__ void fragment_layout(const LayoutParams p) {
+    wait_for_earlier_kernels();
     __shared__ __align__(32) ELEMENT x[256], shift[256];
     for (int i = threadIdx.x; i < 256; i += 32) {
         x[i] = p.x[i];

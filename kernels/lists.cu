@@ -93,6 +93,7 @@ __device__ __forceinline__ int block_min(int value, int (&warp_values)[32]) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) count_seen(const ListParams p) {
+    wait_for_earlier_kernels();
     __shared__ int warp_values[32];
     const int row = blockIdx.x / p.chunks, first = (blockIdx.x - row * p.chunks) * CHUNK + threadIdx.x;
     const Intervals intervals(p, row);
@@ -118,6 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_seen(const ListParam
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) compact_seen(const ListParams p) {
+    wait_for_earlier_kernels();
     __shared__ int warp_values[32];
     const int row = blockIdx.x / p.chunks, c = blockIdx.x - row * p.chunks, first = c * CHUNK + threadIdx.x * OWN;
     const Intervals intervals(p, row);
@@ -183,6 +185,7 @@ __device__ __forceinline__ int2 find_range(const ListParams& p, long long row, i
 // passes them through shared memory; then `tile_warps` warps make each tile's list of them. Keys that all tiles see in full,
 // nearly all of them, are copied; the others are sorted, by each warp of the tile for itself.
 extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParams p) {
+    wait_for_earlier_kernels();
     constexpr int STEP = 4;  // consecutive compacted keys a thread looks at
     __shared__ int warp_values[32];
     __shared__ int common_key[THREADS * STEP], found_key[THREADS * STEP];
@@ -267,6 +270,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParam
 
 // One super-tile a block: a first pass counts the three kinds of keys, a second one writes them.
 extern "C" __global__ void __launch_bounds__(THREADS) super_lists(const ListParams p) {
+    wait_for_earlier_kernels();
     __shared__ int warp_values[32];
     const long long row = blockIdx.x / p.supers;
 #if SEQUENCES
@@ -320,6 +324,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) super_lists(const ListPara
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) summarize(const ListParams p) {
+    wait_for_earlier_kernels();
     constexpr int WARPS = THREADS / 32;  // a warp takes one block of keys
     const int parts = (p.summary_blocks + WARPS - 1) / WARPS;
     const long long row = blockIdx.x / parts;

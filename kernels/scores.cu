@@ -197,6 +197,7 @@ __device__ __forceinline__ void score_keys(const ScoreParams& p, Weights& weight
 #endif
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) key_scores(const ScoreParams p) {
+    wait_for_earlier_kernels();
 #if PRODUCTS
     score_keys(p);
 #else

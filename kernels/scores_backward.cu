@@ -31,6 +31,7 @@ constexpr int BLOCK_KEYS = 32;
 constexpr int SLICE_KEYS = 512;
 
 extern "C" __global__ void __launch_bounds__(THREADS) value_gradient(const ScoreBackwardParams p) {
+    wait_for_earlier_kernels();
     __shared__ float ddt[HEAD_TILE][BLOCK_KEYS];
     const int c = blockIdx.x % p.channel_blocks * THREADS + threadIdx.x;
     const int first_key = blockIdx.x / p.channel_blocks % p.key_blocks * BLOCK_KEYS;
@@ -64,6 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) value_gradient(const Score
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) weight_gradient(const ScoreBackwardParams p) {
+    wait_for_earlier_kernels();
     __shared__ float ddt[HEAD_TILE][SLICE_KEYS];
     const int c = blockIdx.x % p.channel_blocks * THREADS + threadIdx.x;
     const long long slice = blockIdx.x / p.channel_blocks, batch = slice / p.key_blocks;

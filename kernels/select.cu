@@ -70,6 +70,7 @@ struct Row {
 };
 
 extern "C" __global__ void __launch_bounds__(LIST_THREADS) local_top(const SelectParams p) {
+    wait_for_earlier_kernels();
     __shared__ SelectShared shared;
     __shared__ int stored;
     const int c = blockIdx.x % p.chunks;
@@ -91,6 +92,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) local_top(const Selec
 }
 
 extern "C" __global__ void __launch_bounds__(LIST_THREADS) filter_arrivals(const SelectParams p) {
+    wait_for_earlier_kernels();
     __shared__ SelectShared shared;
     __shared__ int stored;
     const int c = p.chunks - 1 - blockIdx.x % p.chunks;  // the longest first
@@ -144,6 +146,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) filter_arrivals(const
 }
 
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const SelectParams p) {
+    wait_for_earlier_kernels();
     __shared__ SelectShared shared;
     __shared__ __align__(16) Ranked mortal[ARRIVALS];    // kept keys that can die, padded with 0
     __shared__ __align__(16) unsigned arriving[ARRIVALS];  // ranks of the arrivals, by position, padded with 0

@@ -23,6 +23,7 @@ struct SequenceParams {
 constexpr int THREADS = 256;
 
 extern "C" __global__ void __launch_bounds__(THREADS) mask_of_rows(const SequenceParams p) {
+    wait_for_earlier_kernels();
     const long long thread = (long long)blockIdx.x * THREADS + threadIdx.x;
     if (thread >= p.key_length) return;
     const int key = static_cast<int>(thread), n = p.sequences;

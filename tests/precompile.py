@@ -31,7 +31,7 @@ from tests.hopper_tiles import TILES, taken
 class Nothing:
     """A kernel that does nothing."""
 
-    def launch(self, *arguments: Any) -> None:
+    def launch(self, *arguments: Any, **options: Any) -> None:
         pass
 
 

@@ -3,14 +3,17 @@ allocators. Everything here is marked ``gpu``."""
 from __future__ import annotations
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
 import cupy_dma as dma
+from cupy_dma import driver, jit
 from cupy_dma.arrays import Device, library, numpy_dtype
 from cupy_dma.backends import cuda
+from cupy_dma.backends.cuda.configs import LayoutConfig
 from tests import cases, reference
 from tests.gate import held
 from tests.hopper_tiles import portable
@@ -310,6 +313,60 @@ def test_cupy_graph():
         graph.launch(stream)
     stream.synchronize()
     assert cupy.array_equal(out, expected)
+
+
+@pytest.mark.parametrize("length", [400, 3000])
+@pytest.mark.parametrize("captured", [False, True])
+def test_kernels_that_come_early_wait_for_those_ahead(torch, monkeypatch, length, captured):
+    """A chain of calls each of which reads what the one before it wrote, in memory that others have given back; the
+    same as with every kernel launched when the device is idle."""
+    x, scores = draw(torch, length, length, 2, 2, 64)[0], draw_scores(torch, 1, 2, length)
+
+    def calls():
+        y, all_of_it = x, []
+        for i in range(12):
+            y = 1.5 * y if i % 4 == 3 else chain(y, y, y, scores, window=30 + i)  # torch's kernel now and then
+            all_of_it.append(y.sum(2, keepdim=True))
+        return torch.cat(all_of_it)
+
+    launch = driver.Function.launch
+
+    def launch_alone(self, grid, threads, params, stream, early=True):
+        torch.cuda.synchronize()
+        launch(self, grid, threads, params, stream, early=False)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.Function, "launch", launch_alone)
+        expected = calls()
+    if not captured:
+        for _ in range(10):
+            assert torch.equal(calls(), expected)
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = calls()
+    for _ in range(10):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+def test_a_thread_of_its_own(torch):
+    """Which has done nothing with CUDA before."""
+    q, k, v = draw(torch, 500, 500, 4, 2, 64)
+    scores = draw_scores(torch, 1, 2, 500)
+    expected = chain(q, k, v, scores)
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(2) as pool:
+        found = [*pool.map(lambda _: chain(q, k, v, scores), range(8))]
+    assert all(torch.equal(out, expected) for out in found)
+
+
+def test_a_launch_that_fails_names_the_kernel():
+    kernel = cuda.runtime.load(LayoutConfig("__half"), "fragment_layout", 0)
+    params = jit.params("layout.cu", "LayoutParams").pack(x=0, ok=0)
+    with pytest.raises(RuntimeError, match=r"fragment_layout .*1 blocks of 2048 threads.*CUDA_ERROR_INVALID_VALUE"):
+        kernel.launch(1, 2048, params, 0)
 
 
 def test_runs_on_the_callers_stream_and_does_not_wait(torch):

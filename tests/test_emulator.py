@@ -344,7 +344,7 @@ def test_warmup_compiles_what_usual_calls_load_on_hopper(device, monkeypatch, he
     class LaunchedOnHopper(Exception):
         pass
 
-    def launch(*arguments):
+    def launch(*arguments, **options):
         raise LaunchedOnHopper
 
     def load(config, entry, index, shared_bytes=0):

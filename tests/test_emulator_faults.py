@@ -35,13 +35,12 @@ def launch(name: str, out: np.ndarray, inputs: np.ndarray, threads: int = 32, gr
            initialised: bool = False, **options) -> None:
     runtime = EmulatorRuntime(**options)
     packed = struct.pack("@PPi0q", out.ctypes.data, inputs.ctypes.data, inputs.size)
-    params = np.frombuffer(packed, np.dtype(("V", len(packed))))[0]
     with runtime.memory.session() as session:
         session.readable(inputs, "in")
         region = session.writable(out, "out")
         if initialised:
             build.driver().initialise_region(region)
-        runtime.load_text(source(), name, shared).launch(grid, threads, params)
+        runtime.load_text(source(), name, shared).launch(grid, threads, packed)
 
 
 ORDERS = [Order(), Order("backward", "backward"), Order("random", "random", 1), Order("random", "random", 2)]
@@ -112,7 +111,7 @@ def test_reductions(order):
     out = np.zeros(128, np.float32)
     runtime = EmulatorRuntime(order=order, build="plain")
     packed = struct.pack("@P", out.ctypes.data)
-    runtime.load_text(source(), "reductions").launch(2, 32, np.frombuffer(packed, np.dtype(("V", len(packed))))[0])
+    runtime.load_text(source(), "reductions").launch(2, 32, packed)
     assert np.array_equal(out, 4.0 * np.tile(np.arange(1, 5), 32))
 
 
@@ -130,7 +129,7 @@ def test_conversions_round_to_nearest_even(rng):
     codes, back = np.zeros((2, x.size), np.uint16), np.zeros((2, x.size), np.float32)
     runtime = EmulatorRuntime(build="plain")
     packed = struct.pack("@PPPPPi0q", x.ctypes.data, *(a.ctypes.data for a in (*codes, *back)), x.size)
-    runtime.load_text(source(), "conversions").launch(1, 32, np.frombuffer(packed, np.dtype(("V", len(packed))))[0])
+    runtime.load_text(source(), "conversions").launch(1, 32, packed)
     for code, wide, name in zip(codes, back, ("float16", "bfloat16")):
         with np.errstate(all="ignore"):
             expected = x.astype(numpy_dtype(name))
@@ -147,8 +146,7 @@ def test_tf32(rng):
                         rng.integers(0, 2**32, 10_000, dtype=np.uint32).view(np.float32)])
     rounded, product = np.zeros_like(x), np.zeros((16, 8), np.float32)
     packed = struct.pack("@PPPi0q", *(array.ctypes.data for array in (x, rounded, product)), x.size)
-    EmulatorRuntime(build="plain").load_text(source(), "tf32").launch(
-        1, 32, np.frombuffer(packed, np.dtype(("V", len(packed))))[0])
+    EmulatorRuntime(build="plain").load_text(source(), "tf32").launch(1, 32, packed)
     assert np.array_equal(rounded, reference.rounded_tf32(x), equal_nan=True)
     a, b = rounded[:128].reshape(16, 8).astype(np.float64), rounded[128:192].reshape(8, 8).astype(np.float64)
     np.testing.assert_allclose(product, a @ b, rtol=1e-5, atol=1e-6)
@@ -184,6 +182,10 @@ FAULTS = {  # kernel: what the report must say, threads, blocks
     "block_race": ("race on out .* thread .* of block 0 wrote .*, thread .* of block 1 writes", 32, 2),
     "ticket_too_early": ("race on out .* thread 1 of block .* wrote .*, thread 0 of block .* reads", 32, 2),
     "ticket_of_another": ("race on out .* thread 0 of block 0 wrote .*, thread 1 of block 1 reads", 32, 2),
+    "copy_too_early": ("read of in .*: the thread has not waited for earlier kernels", 32, 1),
+    "box_too_early": ("cp.async.bulk.tensor at .*: the thread has not waited for earlier kernels", 32, 1),
+    "write_too_early": ("write of out .*: the thread has not waited for earlier kernels", 32, 1),
+    "exit_too_early": ("exits without having waited for earlier kernels", 32, 1),
     "read_behind": ("read of 4 bytes out of bounds .* 0 bytes behind the end of in", 32, 1),
     "write_behind": ("write of 4 bytes out of bounds .* 0 bytes behind the end of out", 32, 1),
     "write_input": ("write of read-only in", 32, 1),
@@ -253,8 +255,7 @@ def test_results_are_written_once(name, text):
         assert (out.view(np.uint8) == 0xab).all()
         session.readable(x, "in")
         packed = struct.pack("@PPi0q", out.ctypes.data, x.ctypes.data, 32)
-        params = np.frombuffer(packed, np.dtype(("V", len(packed))))[0]
-        runtime.load_text(source(), name).launch(1, 32, params)
+        runtime.load_text(source(), name).launch(1, 32, packed)
         with pytest.raises(AssertionError, match=text):
             session.check_written(out.ctypes.data, "out", 4)
 
@@ -270,9 +271,8 @@ def test_gaps_between_rows_are_out_of_bounds(library_name):
         seen = session.operand(place.describe(rows, "rows"))
         session.writable(out, "out")
         packed = struct.pack("@PPi0q", out.ctypes.data, seen.pointer, 32)
-        params = np.frombuffer(packed, np.dtype(("V", len(packed))))[0]
         with pytest.raises(EmulatorError, match="it is in a gap of rows"):
-            runtime.load_text(source(), "read_behind").launch(1, 32, params)
+            runtime.load_text(source(), "read_behind").launch(1, 32, packed)
 
 
 def test_reports_name_kernel_files():

@@ -644,6 +644,14 @@ FAULTS = [
           "rows.last_position <= stop;", "few_queries[window]"),
     Fault("arrivals push out nobody", "decode_select.cu", "&& --remaining == 0)", "&& --remaining < 0)",
           "last_queries[4]"),
+    # ---- kernels one behind the other ----
+    Fault("a kernel does not wait for the one ahead", "sequences.cu", "    wait_for_earlier_kernels();\n", "",
+          "varlen[mask-window]"),
+    Fault("values are read ahead of the wait", "scores.cu",
+          "    wait_for_earlier_kernels();\n#if PRODUCTS\n    score_keys(p);\n",
+          "#if PRODUCTS\n    score_keys(p);\n    wait_for_earlier_kernels();\n", "test_key_scores[products]"),
+    Fault("only producers wait for the kernel ahead", "sm90/forward.cu", "    wait_for_earlier_kernels();\n",
+          "    if (threadIdx.x < PRODUCER_THREADS) wait_for_earlier_kernels();\n", "hopper[causal]"),
     # ---- sequences ----
     Fault("a tile runs on into the next sequence", "sequences.cuh", "min(row + size, end[b])", "row + size",
           "varlen[bfloat16-none]"),

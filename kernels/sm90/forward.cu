@@ -178,6 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(
         begin(shared, false);
     }
     __syncthreads();  // the barriers are in place
+    wait_for_earlier_kernels();
     if (threadIdx.x < PRODUCER_THREADS) {
         shrink_registers<PRODUCER_REGISTERS>();
         for (;;) {

@@ -12,6 +12,7 @@ struct Arguments {
 // ---- right ----
 // one warp, n = 32 * 12
 extern "C" __global__ void collectives(const Arguments p) {
+    wait_for_earlier_kernels();
     const int lane = threadIdx.x, x = p.in[lane];
     int* out = p.out + lane;
     out[0] = __shfl_xor_sync(ALL_LANES, x, 5);
@@ -35,6 +36,7 @@ extern "C" __global__ void collectives(const Arguments p) {
 // Every block leaves a number; the one with the last ticket of its pair of blocks adds up both, that of the last pair all.
 // out (n): sums of pairs, the sum of all, tickets of pairs and of all, numbers of the blocks
 extern "C" __global__ void tickets(const Arguments p) {
+    wait_for_earlier_kernels();
     const int pairs = gridDim.x / 2, pair = blockIdx.x / 2;
     unsigned* counters = reinterpret_cast<unsigned*>(p.out + pairs + 1);
     int* numbers = p.out + 2 * pairs + 2;
@@ -54,6 +56,7 @@ extern "C" __global__ void tickets(const Arguments p) {
 
 // some threads exit early: the others' barriers do not wait for them
 extern "C" __global__ void barriers(const Arguments p) {
+    wait_for_earlier_kernels();
     if (threadIdx.x >= 40) return;
     const int x = p.in[threadIdx.x];
     const bool any = __syncthreads_or(x == 7), all = __syncthreads_and(x >= 0);
@@ -63,6 +66,7 @@ extern "C" __global__ void barriers(const Arguments p) {
 
 // a warp's rows through shared memory, ordered by __syncwarp; atomics on one counter
 extern "C" __global__ void neighbours(const Arguments p) {
+    wait_for_earlier_kernels();
     __shared__ int row[32], counter;
     if (threadIdx.x == 0) counter = 0;
     row[threadIdx.x] = p.in[threadIdx.x];
@@ -74,6 +78,7 @@ extern "C" __global__ void neighbours(const Arguments p) {
 
 // two groups of asynchronous copies
 extern "C" __global__ void copies(const Arguments p) {
+    wait_for_earlier_kernels();
     __shared__ __align__(16) int a[128], b[128];
     copy_async_16(a + 4 * threadIdx.x, p.in + 4 * threadIdx.x, 16);
     copy_async_commit();
@@ -87,6 +92,7 @@ extern "C" __global__ void copies(const Arguments p) {
 
 // two warps fill rows for two others, with two stages: mbarriers say full and empty; a named barrier at the end
 extern "C" __global__ void pipeline(const Arguments p) {
+    wait_for_earlier_kernels();
     __shared__ __align__(16) int row[2][64], sums[64];
     __shared__ Barrier full[2], empty[2];
     if (threadIdx.x == 0)
@@ -124,6 +130,7 @@ struct Sums {
 };
 // every thread adds to the same 128 numbers, by vectors and in bulk
 extern "C" __global__ void reductions(const Sums p) {
+    wait_for_earlier_kernels();
     __shared__ __align__(16) float rows[32][4];
     for (int i = 0; i < 4; ++i) rows[threadIdx.x][i] = i + 1.0f;
     reduce_add_4(p.out + 4 * threadIdx.x, make_float4(1.0f, 2.0f, 3.0f, 4.0f));
@@ -139,6 +146,7 @@ struct Conversions {
     int n;
 };
 extern "C" __global__ void conversions(const Conversions p) {
+    wait_for_earlier_kernels();
     for (int i = threadIdx.x; i < p.n; i += 32) {
         p.half[i] = __half_as_ushort(__float2half_rn(p.in[i]));
         p.bfloat16[i] = __float2bfloat16_rn(p.in[i]).bits;
@@ -155,6 +163,7 @@ struct Tf32 {
 };
 // in, rounded; and of its first numbers a 16x8 matrix A times an 8x8 matrix B
 extern "C" __global__ void tf32(const Tf32 p) {
+    wait_for_earlier_kernels();
     for (int i = threadIdx.x; i < p.n; i += 32) p.rounded[i] = round_tf32(p.in[i]);
     const int g = threadIdx.x / 4, t = threadIdx.x % 4;
     float a[4], b[2], c[4] = {};
@@ -166,6 +175,7 @@ extern "C" __global__ void tf32(const Tf32 p) {
 
 // ---- waiting for ever, or for the wrong ones ----
 extern "C" __global__ void divergent_barrier(const Arguments p) {
+    wait_for_earlier_kernels();
     if (threadIdx.x < 16)
         __syncthreads();
     else
@@ -173,6 +183,7 @@ extern "C" __global__ void divergent_barrier(const Arguments p) {
 }
 
 extern "C" __global__ void missing_lane(const Arguments p) {
+    wait_for_earlier_kernels();
     if (threadIdx.x == 5)
         __syncthreads();
     else
@@ -180,6 +191,7 @@ extern "C" __global__ void missing_lane(const Arguments p) {
 }
 
 extern "C" __global__ void deadlock(const Arguments p) {
+    wait_for_earlier_kernels();
     if (threadIdx.x < 16)
         __syncwarp(0xffffu | 1u << 20);  // (at deadlock)
     else
@@ -188,6 +200,7 @@ extern "C" __global__ void deadlock(const Arguments p) {
 }
 
 extern "C" __global__ void different_collectives(const Arguments p) {
+    wait_for_earlier_kernels();
     if (threadIdx.x & 1)
         p.out[threadIdx.x] = __any_sync(ALL_LANES, 1);
     else
@@ -195,11 +208,13 @@ extern "C" __global__ void different_collectives(const Arguments p) {
 }
 
 extern "C" __global__ void exited_lane(const Arguments p) {
+    wait_for_earlier_kernels();
     if (threadIdx.x >= 31) return;
     p.out[threadIdx.x] = __shfl_down_sync(ALL_LANES, 1, 1);  // (at exited_lane)
 }
 
 extern "C" __global__ void unrounded_operand(const Arguments p) {
+    wait_for_earlier_kernels();
     const float a[4] = {1.0f, 1.0f, threadIdx.x == 9 ? 1.0001f : 1.0f, 1.0f}, b[2] = {1.0f, 2.0f};
     float c[4] = {};
     multiply_add_tf32(c, a, b);  // (at unrounded_operand)
@@ -207,11 +222,13 @@ extern "C" __global__ void unrounded_operand(const Arguments p) {
 }
 
 extern "C" __global__ void not_in_mask(const Arguments p) {
+    wait_for_earlier_kernels();
     __syncwarp(0x7fffffffu);  // (at not_in_mask)
 }
 
 // the first phase never ends: one arrival of two
 extern "C" __global__ void mbarrier_deadlock(const Arguments p) {
+    wait_for_earlier_kernels();
     __shared__ Barrier barrier;
     if (threadIdx.x == 0) barrier_init(&barrier, 33);
     __syncthreads();
@@ -220,6 +237,7 @@ extern "C" __global__ void mbarrier_deadlock(const Arguments p) {
 }
 
 extern "C" __global__ void mbarrier_not_made(const Arguments p) {
+    wait_for_earlier_kernels();
     __shared__ Barrier barrier;
     if (threadIdx.x == 0) barrier = 0;
     __syncthreads();
@@ -227,10 +245,12 @@ extern "C" __global__ void mbarrier_not_made(const Arguments p) {
 }
 
 extern "C" __global__ void named_barrier_short(const Arguments p) {
+    wait_for_earlier_kernels();
     if (threadIdx.x < 32) named_barrier(1, 64);  // (at named_barrier_short)
 }
 
 extern "C" __global__ void bulk_not_waited(const Arguments p) {
+    wait_for_earlier_kernels();
     __shared__ __align__(16) float row[4];
     bulk_reduce_add(reinterpret_cast<float*>(p.out), row, 16);  // (at bulk_not_waited)
     bulk_commit();
@@ -238,12 +258,14 @@ extern "C" __global__ void bulk_not_waited(const Arguments p) {
 
 // ---- Hopper ----
 extern "C" __global__ void products_not_waited(const Arguments p) {
+    wait_for_earlier_kernels();
     Fragment sums[1];
     Wgmma<1>::multiply_shared(sums, 0, 0, false);  // (at products_not_waited)
     products_commit();
 }
 
 extern "C" __global__ void register_changed(const Arguments p) {
+    wait_for_earlier_kernels();
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     Fragment sums[1];
     unsigned a[4] = {0, 0, 0, 0};
@@ -254,6 +276,7 @@ extern "C" __global__ void register_changed(const Arguments p) {
 }
 
 extern "C" __global__ void different_products(const Arguments p) {
+    wait_for_earlier_kernels();
     Fragment sums[1];
     if (threadIdx.x < 5) Wgmma<1>::multiply_shared(sums, 0, 0, false);
     products_commit();
@@ -278,12 +301,14 @@ __device__ void ask_for_row(const Arguments& p, Barrier& barrier, unsigned char*
 }
 
 extern "C" __global__ void box_not_waited(const Arguments p) {
+    wait_for_earlier_kernels();
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     __shared__ Barrier barrier;
     ask_for_row(p, barrier, shared_memory, 128);
 }
 
 extern "C" __global__ void box_read_early(const Arguments p) {
+    wait_for_earlier_kernels();
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     __shared__ Barrier barrier;
     ask_for_row(p, barrier, shared_memory, 128);
@@ -292,6 +317,7 @@ extern "C" __global__ void box_read_early(const Arguments p) {
 }
 
 extern "C" __global__ void box_of_fewer_bytes(const Arguments p) {
+    wait_for_earlier_kernels();
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     __shared__ Barrier barrier;
     ask_for_row(p, barrier, shared_memory, 256);
@@ -299,12 +325,14 @@ extern "C" __global__ void box_of_fewer_bytes(const Arguments p) {
 }
 
 extern "C" __global__ void box_between_rows(const Arguments p) {
+    wait_for_earlier_kernels();
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     __shared__ Barrier barrier;
     ask_for_row(p, barrier, shared_memory + 64, 128);
 }
 
 extern "C" __global__ void arrival_too_many(const Arguments p) {
+    wait_for_earlier_kernels();
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     __shared__ Barrier barrier;
     ask_for_row(p, barrier, shared_memory, 128);
@@ -312,6 +340,7 @@ extern "C" __global__ void arrival_too_many(const Arguments p) {
 }
 
 extern "C" __global__ void store_not_waited(const Arguments p) {
+    wait_for_earlier_kernels();
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     reinterpret_cast<int*>(shared_memory)[threadIdx.x] = 1;
     __syncwarp();
@@ -323,6 +352,7 @@ extern "C" __global__ void store_not_waited(const Arguments p) {
 // ---- memory ----
 // the stage is filled again without waiting until it is empty
 extern "C" __global__ void pipeline_race(const Arguments p) {
+    wait_for_earlier_kernels();
     __shared__ int row[32];
     __shared__ Barrier full;
     if (threadIdx.x == 0) barrier_init(&full, 32);
@@ -340,6 +370,7 @@ extern "C" __global__ void pipeline_race(const Arguments p) {
 
 // the third warp waits for the second one, though it reads what the first one writes
 extern "C" __global__ void barrier_of_others(const Arguments p) {
+    wait_for_earlier_kernels();
     __shared__ int row[32];
     __shared__ Barrier full, other;
     if (threadIdx.x == 0) {
@@ -359,6 +390,7 @@ extern "C" __global__ void barrier_of_others(const Arguments p) {
 }
 
 extern "C" __global__ void shared_race(const Arguments p) {
+    wait_for_earlier_kernels();
     __shared__ int x[64];
     x[threadIdx.x] = 0;
     __syncthreads();
@@ -368,6 +400,7 @@ extern "C" __global__ void shared_race(const Arguments p) {
 
 // a shuffle orders nothing
 extern "C" __global__ void warp_race(const Arguments p) {
+    wait_for_earlier_kernels();
     __shared__ int x[32];
     x[threadIdx.x] = 0;
     __syncthreads();
@@ -377,6 +410,7 @@ extern "C" __global__ void warp_race(const Arguments p) {
 }
 
 extern "C" __global__ void write_after_read(const Arguments p) {
+    wait_for_earlier_kernels();
     __shared__ int x[64];
     x[threadIdx.x] = 0;
     __syncthreads();
@@ -388,11 +422,13 @@ extern "C" __global__ void write_after_read(const Arguments p) {
 }
 
 extern "C" __global__ void block_race(const Arguments p) {
+    wait_for_earlier_kernels();
     p.out[threadIdx.x] = blockIdx.x;  // (at block_race)
 }
 
 // The number is written behind the ticket.
 extern "C" __global__ void ticket_too_early(const Arguments p) {
+    wait_for_earlier_kernels();
     bool last = false;
     if (threadIdx.x == 0) last = take_ticket(reinterpret_cast<unsigned*>(p.out), 1) == 1;
     __syncthreads();
@@ -403,30 +439,70 @@ extern "C" __global__ void ticket_too_early(const Arguments p) {
 
 // Another thread than the ticket's reads, and no barrier is between them.
 extern "C" __global__ void ticket_of_another(const Arguments p) {
+    wait_for_earlier_kernels();
     if (threadIdx.x == 0) p.out[1 + blockIdx.x] = 1;
     if (threadIdx.x == 0) take_ticket(reinterpret_cast<unsigned*>(p.out), 1);
     if (threadIdx.x == 1 && blockIdx.x == 1) p.out[3] = p.out[1];  // (at ticket_of_another)
 }
 
+// The copy is asked for ahead of the wait, by one thread of a warp that waits otherwise.
+extern "C" __global__ void copy_too_early(const Arguments p) {
+    __shared__ int row[32];
+    if (threadIdx.x != 5) wait_for_earlier_kernels();
+    copy_async_4(&row[threadIdx.x], p.in + threadIdx.x, 4);  // (at copy_too_early)
+    copy_async_commit();
+    if (threadIdx.x == 5) wait_for_earlier_kernels();
+    copy_async_wait<0>();
+    p.out[threadIdx.x] = row[threadIdx.x];
+}
+
+// The box comes behind the wait, but may come at once.
+extern "C" __global__ void box_too_early(const Arguments p) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    __shared__ Barrier barrier;
+    if (threadIdx.x != 0) wait_for_earlier_kernels();
+    ask_for_row(p, barrier, shared_memory, 128);
+    if (threadIdx.x == 0) wait_for_earlier_kernels();
+    barrier_wait(&barrier, 0);
+}
+
+// The kernel ahead may still read what is written.
+extern "C" __global__ void write_too_early(const Arguments p) {
+    p.out[threadIdx.x] = 1;  // (at write_too_early)
+    wait_for_earlier_kernels();
+}
+
+// The one thread that has nothing to do ends ahead of the kernel ahead.
+extern "C" __global__ void exit_too_early(const Arguments p) {
+    if (threadIdx.x == 31) return;
+    wait_for_earlier_kernels();
+    p.out[threadIdx.x] = 1;
+}
+
 extern "C" __global__ void read_behind(const Arguments p) {
+    wait_for_earlier_kernels();
     p.out[threadIdx.x] = p.in[threadIdx.x + 1];  // (at read_behind)
 }
 
 extern "C" __global__ void write_behind(const Arguments p) {
+    wait_for_earlier_kernels();
     p.out[threadIdx.x + 1] = 1;  // (at write_behind)
 }
 
 extern "C" __global__ void write_input(const Arguments p) {
+    wait_for_earlier_kernels();
     const_cast<int*>(p.in)[threadIdx.x] = 1;  // (at write_input)
 }
 
 // 64 bytes
 extern "C" __global__ void shared_behind(const Arguments p) {
+    wait_for_earlier_kernels();
     extern __shared__ __align__(128) unsigned char shared_memory[];
     reinterpret_cast<int*>(shared_memory)[threadIdx.x] = 1;  // (at shared_behind)
 }
 
 extern "C" __global__ void uninitialised(const Arguments p) {
+    wait_for_earlier_kernels();
     __shared__ int x[64];
     if (threadIdx.x < 31) x[threadIdx.x] = 1;
     __syncthreads();
@@ -434,10 +510,12 @@ extern "C" __global__ void uninitialised(const Arguments p) {
 }
 
 extern "C" __global__ void uninitialised_output(const Arguments p) {
+    wait_for_earlier_kernels();
     p.out[threadIdx.x] += 1;  // (at uninitialised_output)
 }
 
 extern "C" __global__ void missing_wait(const Arguments p) {
+    wait_for_earlier_kernels();
     __shared__ __align__(16) int x[128];
     copy_async_16(x + 4 * threadIdx.x, p.in + 4 * threadIdx.x, 16);
     copy_async_commit();
@@ -446,6 +524,7 @@ extern "C" __global__ void missing_wait(const Arguments p) {
 }
 
 extern "C" __global__ void missing_barrier_after_wait(const Arguments p) {
+    wait_for_earlier_kernels();
     __shared__ __align__(16) int x[128];
     for (int i = threadIdx.x; i < 128; i += 32) x[i] = 0;
     __syncthreads();
@@ -456,25 +535,30 @@ extern "C" __global__ void missing_barrier_after_wait(const Arguments p) {
 }
 
 extern "C" __global__ void misaligned(const Arguments p) {
+    wait_for_earlier_kernels();
     *reinterpret_cast<int4*>(p.out + 1) = make_int4(1, 2, 3, 4);  // (at misaligned)
 }
 
 extern "C" __global__ void misaligned_copy(const Arguments p) {
+    wait_for_earlier_kernels();
     __shared__ __align__(16) int x[128];
     copy_async_16(x, p.in + 1, 16);  // (at misaligned_copy)
 }
 
 extern "C" __global__ void overflow(const Arguments p) {
+    wait_for_earlier_kernels();
     p.out[threadIdx.x] = p.in[threadIdx.x] + 2147483647;  // (at overflow)
 }
 
 extern "C" __global__ void wrong_index(const Arguments p) {
+    wait_for_earlier_kernels();
     __shared__ int x[16], y[32];
     y[threadIdx.x] = 0;
     x[threadIdx.x] = 1;  // (at wrong_index)
 }
 
 extern "C" __global__ void null_pointer(const Arguments p) {
+    wait_for_earlier_kernels();
     const int* nothing = p.n == 0 ? p.in : nullptr;
     p.out[threadIdx.x] = *nothing;  // (at null_pointer)
 }
@@ -483,6 +567,7 @@ __device__ __noinline__ void count_to(int* x, int n) {
     for (int i = 0; i <= n; ++i) x[i] = i;
 }
 extern "C" __global__ void stack_behind(const Arguments p) {
+    wait_for_earlier_kernels();
     int x[8];
     count_to(x, p.n / 4);
     p.out[threadIdx.x] = x[3];
@@ -494,14 +579,17 @@ __device__ __noinline__ int deeper(int n) {
     return n == 0 ? 0 : deeper(n - 1) + page[n % 4096];
 }
 extern "C" __global__ void endless_recursion(const Arguments p) {
+    wait_for_earlier_kernels();
     p.out[threadIdx.x] = deeper(1000000);
 }
 
 extern "C" __global__ void half_written(const Arguments p) {
+    wait_for_earlier_kernels();
     if (threadIdx.x < 20) p.out[threadIdx.x] = 1;
 }
 
 extern "C" __global__ void written_twice(const Arguments p) {
+    wait_for_earlier_kernels();
     p.out[threadIdx.x] = 1;
     p.out[threadIdx.x] = p.in[threadIdx.x];
 }

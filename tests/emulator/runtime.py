@@ -38,11 +38,11 @@ class EmulatedKernel:
         self.runtime, self.path, self.entry, self.shared_bytes = runtime, path, entry, shared_bytes
         self._library = _load(path)
 
-    def launch(self, grid: int, threads: int, params: np.void, stream: int = 0) -> None:
+    def launch(self, grid: int, threads: int, params: bytes, stream: int = 0, early: bool = True) -> None:
         """Run ``grid`` blocks of ``threads`` threads to their end."""
         driver, order = build.driver(), self.runtime.order
         try:
-            driver.launch(self._library, self.entry, grid, threads, params.tobytes(), self.shared_bytes,
+            driver.launch(self._library, self.entry, grid, threads, params, self.shared_bytes,
                           self.runtime.build == "watched", order.threads, order.blocks, order.seed)
         except driver.Fault as fault:
             raise EmulatorError(_with_lines(str(fault), self.path)) from None

@@ -105,9 +105,9 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
                           section=work.section, shorter=work.shorter)
     # struct ForwardParams: the maps first, and all of it a multiple of their alignment
     maps = key_maps + (query_map or b"") + out_map
-    packed = maps + params.tobytes() + _softcap_polynomials(call.scale, call.softcap, problem.bias_kind != BIAS_DENSE)
+    packed = maps + params + _softcap_polynomials(call.scale, call.softcap, problem.bias_kind != BIAS_DENSE)
     packed += bytes(-len(packed) % (64 if maps else 8))
-    kernel.launch(work.grid, 128 + 2 * tile.block_m, np.frombuffer(packed, f"V{len(packed)}")[0], stream)
+    kernel.launch(work.grid, 128 + 2 * tile.block_m, packed, stream)
 
 
 # tanh(y) / y as polynomials of y^2, and up to which y: minimax of the relative error, 5.5e-7 and 4.0e-7.

@@ -5,8 +5,6 @@ import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-import numpy as np
-
 from cupy_dma import jit
 from cupy_dma.arrays import Device
 from cupy_dma.backends.cuda.configs import ELEMENTS, LayoutConfig
@@ -15,7 +13,7 @@ _STAY = nullcontext()
 
 
 class LoadedKernel(Protocol):
-    def launch(self, grid: int, threads: int, params: np.void, stream: int) -> None: ...
+    def launch(self, grid: int, threads: int, params: bytes, stream: int, early: bool = True) -> None: ...
 
 
 class Runtime(Protocol):

@@ -5,6 +5,7 @@ import ctypes
 import functools
 from typing import Any
 
+from cupy_dma import driver
 from cupy_dma.arrays import Operand
 
 MAP_BYTES = 128  # of a map, which must lie at a multiple of 64
@@ -68,9 +69,7 @@ def _encode(kind: int, pointer: int, shape: tuple[int, ...], strides: tuple[int,
 @functools.cache
 def _driver_function() -> Any:
     """``cuTensorMapEncodeTiled``, or None where the driver has none."""
-    for name in ("libcuda.so.1", "nvcuda.dll"):
-        try:
-            return ctypes.CDLL(name).cuTensorMapEncodeTiled
-        except (OSError, AttributeError):
-            continue
-    return None
+    try:
+        return driver.library().cuTensorMapEncodeTiled
+    except (RuntimeError, AttributeError):
+        return None

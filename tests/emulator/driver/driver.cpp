@@ -300,6 +300,7 @@ void machine_copy_wait(int pending) {
 void machine_bulk_reduce(float* global, const float* shared, int bytes, Where where) {
     if (bytes % 16 || reinterpret_cast<uintptr_t>(global) % 16 || reinterpret_cast<uintptr_t>(shared) % 16)
         fault("bulk reduction at " + at(where) + ": addresses and size must be multiples of 16 bytes");
+    if (!self().waited) fault("bulk reduction at " + at(where) + TOO_EARLY);
     if (self().bulk.empty()) self().bulk.emplace_back();
     self().bulk.back().push_back({global, shared, bytes, where});
 }
@@ -329,6 +330,8 @@ void machine_access(const void* address, size_t bytes, AccessKind kind, Where wh
                      at(where).c_str()));
     if (m.watched) access(reinterpret_cast<uintptr_t>(address), bytes, kind, site_of(where));
 }
+
+void machine_wait_for_earlier_kernels() { self().waited = true; }
 
 void machine_ticket(const void* counter) {
     Handovers& taken = m.tickets[counter];

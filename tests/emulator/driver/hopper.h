@@ -156,6 +156,7 @@ void for_each_row(const TensorDescription& t, const int* at, const Act& act) {
 }
 
 void check_box(const TensorDescription& t, const void* shared, int axes, const char* what, Where where) {
+    if (!self().waited) fault(format("%s at ", what) + at(where) + TOO_EARLY);
     if (t.axes != static_cast<uint64_t>(axes) || t.box[0] * 2 != ROW_BYTES)
         fault(format("%s at %s: the map is one of %zu axes, with boxes of %zu columns", what, at(where).c_str(),
                      static_cast<size_t>(t.axes), static_cast<size_t>(t.box[0])));

@@ -202,6 +202,7 @@ void run_thread() {
         if (!group.empty()) fault("wgmma at " + at(group.front().where) + ": the thread exits without having waited for it");
     if (!t.stores.empty())
         fault("cp.async.bulk.tensor at " + at(t.stores.front().where) + ": the thread exits without having waited for it");
+    if (!t.waited) fault("the thread exits without having waited for earlier kernels");
     leave_last_meeting();
     t.state = DONE;
     const unsigned warp = m.current / 32;
@@ -313,6 +314,7 @@ void run_block(const Order& order) {
         t.state = READY;
         t.last = nullptr;
         t.barrier = t.warp_sync = t.syncs = 0;
+        t.waited = false;
         t.clocks.assign(m.size, 0);
         t.clocks[i] = 1;
         t.groups.clear();

@@ -117,6 +117,7 @@ struct Thread {
     OpenMeeting* last;                     // the meeting whose results it may still read
     uint32_t barrier, warp_sync;           // passed so far
     uint32_t syncs;                        // barriers of the whole block it has passed
+    bool waited;                           // for the kernels ahead in the stream
     Clocks clocks;                         // its own and what it has seen of the others
     std::vector<std::deque<Copy>> groups;  // asynchronous copies under way, the youngest group last
     std::vector<std::deque<BulkReduction>> bulk;  // bulk reductions under way, likewise

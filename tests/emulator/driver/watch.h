@@ -165,6 +165,8 @@ bool is_readable(const Region& r, uintptr_t address, size_t bytes) {
     return true;
 }
 
+const char* const TOO_EARLY = ": the thread has not waited for earlier kernels";
+
 // An access by the running thread to anything but its own stack.
 void access(uintptr_t address, size_t bytes, AccessKind kind, Site site) {
     if (bytes == 0) return;
@@ -187,8 +189,10 @@ void access(uintptr_t address, size_t bytes, AccessKind kind, Site site) {
             refused = r.get();
             continue;
         }
-        if (!r->writable) return;
         const Memory memory{r->name.c_str(), r->begin};
+        if (!self().waited)
+            fault(format("%s of ", access_name(kind)) + describe(memory, address) + " at " + at(site) + TOO_EARLY);
+        if (!r->writable) return;
         const Moment moment = now(m.launches, kind == ATOMIC, site);
         for_each_cell(address, bytes, r->begin, r->cell, [&](size_t i, uintptr_t a) {
             touch(r->cells[i], memory, a, kind, moment);

@@ -52,6 +52,9 @@ inline void multiply_add_half(float* c, const unsigned* a, const unsigned* b, co
     machine_mma_half(c, a, b, true, w);
 }
 
+// griddepcontrol.wait, .launch_dependents
+inline void wait_for_earlier_kernels() { machine_wait_for_earlier_kernels(); }
+
 // atom.inc between two fences
 inline unsigned take_ticket(unsigned* counter, unsigned last, Where w = caller()) {
     machine_ticket(counter);

@@ -71,6 +71,9 @@ void machine_wgmma(float* d, int fragments, const uint32_t* a, uint32_t a_descri
 void machine_wgmma_commit();
 void machine_wgmma_wait(int pending, Where where);
 
+// The running thread has waited for the kernels ahead in the stream: it may touch global memory, and exit.
+void machine_wait_for_earlier_kernels();
+
 // The running thread is handed over all that the blocks knew and had done that took a ticket from this counter before.
 void machine_ticket(const void* counter);
 
