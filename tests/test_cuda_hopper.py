@@ -159,20 +159,22 @@ def test_softcaps_of_products_that_change(masked, tile, everything, torch, devic
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("masked", [True, False])
 def test_softcaps_of_values_near_the_largest(masked, tile, everything, torch, device):
-    """Exponentials that are not relative to a row's maximum would make its sums overflow."""
+    """Exponentials that are not relative to a row's maximum would make its sums overflow: those of all rows, of one."""
     served, length, cap = everything(*TILES[tile]), 700, 20.0
-    q, k, v = draw(torch, length, length, 2, 1, TILES[tile][1][-1], device=device)
-    v *= 2.0**114
-    bias = 7.0 + torch.randn(1, 1, length, device=device)
-    mask = dma.IntervalMask.sliding_window(length, 600, like=q) if masked else None
-    out = dma.attention(q, k, v, mask=mask, bias=bias, softcap=cap)
-    products = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double())
-    logits = cap * torch.tanh(products * q.shape[-1] ** -0.5 / cap) + bias[0].double()
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-    logits.masked_fill_(masked & ((distance < 0) | (distance >= 600)), -torch.inf)
-    expected = torch.einsum("hqk,kd->qhd", logits.softmax(-1), v[0, :, 0].double())
+    for lowest, factor, logit in ((7.0, 2.0**114, 1.0), (0.0, 2.0**112, 4.0)):
+        q, k, v = draw(torch, length, length, 2, 1, TILES[tile][1][-1], device=device)
+        v *= factor
+        q[:, 620] *= logit
+        bias = lowest + torch.randn(1, 1, length, device=device)
+        mask = dma.IntervalMask.sliding_window(length, 600, like=q) if masked else None
+        out = dma.attention(q, k, v, mask=mask, bias=bias, softcap=cap)
+        products = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double())
+        logits = cap * torch.tanh(products * q.shape[-1] ** -0.5 / cap) + bias[0].double()
+        logits.masked_fill_(masked & ((distance < 0) | (distance >= 600)), -torch.inf)
+        expected = torch.einsum("hqk,kd->qhd", logits.softmax(-1), v[0, :, 0].double())
+        assert (out[0].double() - expected).abs().max() < 2**-7 * v.abs().max()
     assert served
-    assert (out[0].double() - expected).abs().max() < 2**-7 * v.abs().max()
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -192,12 +192,13 @@ def products_that_change() -> None:
     assert np.abs(out - expected).max() < 3e-3
 
 
-def softcapped_biases(factor: float, bias: float) -> Callable[[], None]:
-    """bfloat16 with a softcap and a bias of keys: a query that sees one key, and values so large."""
+def softcapped_biases(factor: float, bias: float, logit: float = 1.0) -> Callable[[], None]:
+    """bfloat16 with a softcap and a bias of keys: a query that sees one key, values so large, a query with such logits."""
     def check() -> None:
         rng = np.random.default_rng(0)
         q, k, v = (rng.standard_normal((1, 400, heads, 64)).astype(numpy_dtype("bfloat16")) for heads in (2, 1, 1))
         v = (v.astype("f4") * factor).astype(v.dtype)
+        q[:, 396] *= logit
         options = {"softcap": 20.0, "bias": bias + rng.standard_normal((1, 1, 400)).astype(np.float32), "causal": True}
         with emulator.hopper_gpu() as gpu, taken(*TILES["128x128x4"]):
             gpu.most_writes = 2
@@ -258,6 +259,7 @@ OWN: dict[str, Callable[[], None]] = {
     "hopper[softcap and bias]": softcapped_biases(1.0, 7.0),
     "hopper[softcap and large bias]": softcapped_biases(1.0, 30.0),
     "hopper[softcap, large values]": softcapped_biases(2.0**114, 7.0),
+    "hopper[softcap, a large row]": softcapped_biases(2.0**112, 0.0, 4.0),
     "hopper[sections]": sections,
     "hopper[not finite]": not_finite,
     "test_forward_grid[Hopper, heads-6/2]": hopper_grid("128x128", "heads-6/2-top_w"),
@@ -402,6 +404,8 @@ FAULTS = [
           "!shared.careful", "hopper[softcap and bias]"),
     Fault("references are 0 where sums overflow", "sm90/consumer.cuh", "order.whole() && !shared.careful",
           "order.whole()", "hopper[softcap, large values]"),
+    Fault("one of a lane's two rows may overflow", "sm90/consumer.cuh",
+          "nothing = add_nothing(add_nothing(nothing, words[1]), words[3]);", ";", "hopper[softcap, a large row]"),
     Fault("polynomials do not know of references that are not 0", "sm90/consumer.cuh",
           "            if (!state.plain()) polynomials = 0;\n", "", "hopper[softcap and large bias]"),
     Fault("biases beside softcaps are natural", "sm90/producer.cuh", "1.0f / p.scale : LOG2_E", "1.0f / p.scale : 1.0f",

@@ -151,7 +151,8 @@ __device__ __forceinline__ void copy_rows(const ForwardParams& launch, const Out
 
 // Writes this warp's 16 rows of out and lse, through the tile's own query rows, which nobody needs any more. In few
 // instructions: they run once a tile, so each of them is fetched anew. `spoiled` becomes 1 if a value of the tile's keys is
-// not finite: 0 times it is not either, so each row has such an output in its column, and one of a lane's two rows tells.
+// not finite: 0 times it is not either, so each row has such an output in its column, and one of a lane's two rows tells. Where
+// exponentials may be large a single row may overflow, too.
 __device__ __forceinline__ void write_tile(const ForwardParams& launch, const Output& output, ELEMENT* staging, int first_row,
                                            const Fragment (&o)[DIM_FRAGMENTS], RowSums& state, int& spoiled) {
     const Output t = output;  // all of it now, for nothing is read ahead of the stores that follow
@@ -170,6 +171,7 @@ __device__ __forceinline__ void write_tile(const ForwardParams& launch, const Ou
         }
         store_matrices((corner ^ 2 * d % 8 * 16) + d / 4 * BLOCK_M * CHUNK_ROW_BYTES, words);
         nothing = add_nothing(add_nothing(nothing, words[0]), words[2]);
+        if (ZERO_REFERENCES) nothing = add_nothing(add_nothing(nothing, words[1]), words[3]);
     }
     if (nothing != 0) raise(spoiled);
     copy_rows(launch, t, staging, first_row);
