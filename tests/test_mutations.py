@@ -193,7 +193,7 @@ def products_that_change() -> None:
 
 
 def softcapped_biases(factor: float, bias: float, logit: float = 1.0) -> Callable[[], None]:
-    """bfloat16 with a softcap and a bias of keys: a query that sees one key, values so large, a query with such logits."""
+    """bfloat16 with a softcap and a bias of keys: a query that sees one key, large values, a query with large logits."""
     def check() -> None:
         rng = np.random.default_rng(0)
         q, k, v = (rng.standard_normal((1, 400, heads, 64)).astype(numpy_dtype("bfloat16")) for heads in (2, 1, 1))
