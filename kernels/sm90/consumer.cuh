@@ -291,6 +291,19 @@ struct Consumer {
         query_turn.advance();
     }
 
+    // The block's last tile, or a part of it (SPLIT).
+    __device__ __forceinline__ void close_last_tile() {
+#if SPLIT
+        if (blockIdx.x < launch.parts.blocks) {
+            write_part(launch.parts, shared.output[query_turn.stage].rows, first_row, o, state, shared.spoiled);
+            shared_write_fence();  // if everything is done once more, the copy engine overwrites these queries
+            query_turn.advance();
+            return;
+        }
+#endif
+        close_tile(state);
+    }
+
     // When it has been read, other queries may come to its place. Better once the products that follow are under way, so that
     // nobody waits for it; a tile of one block calls it at once, because the next queries need its place.
     __device__ __forceinline__ void release_queries() const {

@@ -101,7 +101,7 @@ __device__ __forceinline__ void consume(Consumer& c) {
     barrier_wait(&c.shared.value_arrived[c.value_turn.stage], c.value_turn.phase);
     c.start_output(current, c.turn, current.unwritten());
     c.finish_output();
-    c.close_tile(c.state);
+    c.close_last_tile();
     c.release_queries();  // shared memory lasts until then
     if (!CUT || current.ends()) return;
     c.release_values();
