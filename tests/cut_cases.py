@@ -1,5 +1,5 @@
-"""Calls whose tiles are dealt out to a few multiprocessors, whole, cut up (``CUT`` in kernels/sm90/tile.cuh) or split up
-along their keys (kernels/sm90/parts.cuh)."""
+"""Calls whose tiles are dealt out to a few multiprocessors: whole, cut up (``CUT`` in kernels/sm90/tile.cuh) or split
+up along their keys (kernels/sm90/parts.cuh)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -21,17 +21,19 @@ HEADS = [(2, 1), (4, 1), (3, 1), (2, 2)]
 
 
 @contextmanager
-def multiprocessors(count: int, split: bool = False) -> Iterator[None]:
-    """As many as tiles are dealt out to. Lists stay the same, whose order depends on how many warps make one."""
+def multiprocessors(count: int, split: bool = False) -> Iterator[list[int]]:
+    """As many as tiles are dealt out to, and ``splitting``. Lists stay the same, whose order depends on how many warps
+    make one."""
     with (mock.patch.object(CudaRuntime, "multiprocessors", lambda runtime, index: count),
           mock.patch.object(EmulatorRuntime, "multiprocessors", lambda runtime, index: count),
-          mock.patch.object(lists, "_tile_warps", lambda *arguments: 1), splitting(split)):
-        yield
+          mock.patch.object(lists, "_tile_warps", lambda *arguments: 1), splitting(split) as parts):
+        yield parts
 
 
 @contextmanager
 def splitting(always: bool) -> Iterator[list[int]]:
-    """Tiles are split up wherever they can be, also into parts without keys, or never. Yields the numbers of parts."""
+    """Tiles are split up along their keys wherever they can be, also into parts without keys, or never. Yields, of each
+    call, into how many parts; 1: none was."""
     parts: list[int] = []
 
     def work_of(*arguments: Any) -> hopper_tiles.Work:
