@@ -2,12 +2,12 @@
 //
 //     lse = log sum_i exp(lse_i),   out = sum_i exp(lse_i - lse) o_i
 //
-// for the rows of the tiles that sm90/parts.cuh describes, in the order of the parts: the same bits in every run. A row that sees
-// nothing in a part has lse_i = -inf there, and what else that part says of it does not count.
+// for the rows of the tiles that sm90/parts.cuh describes. Parts are added in their order, so every run has the same bits. A row
+// that sees nothing in a part has lse_i = -inf there, and the part does not count.
 //
-// partial // (split tiles, parts, BLOCK_M, HEAD_DIM) f32, on 16 bytes    partial_lse // (split tiles, parts, BLOCK_M) f32
-// out     // (B, Lq, H, D) ELEMENT, contiguous                           lse         // (B, H, Lq) f32; of other tiles unchanged
-// LANES lanes have a row, ROWS rows a block.
+// partial // (split tiles, parts, BLOCK_M, HEAD_DIM) f32, on 16 bytes   partial_lse // (split tiles, parts, BLOCK_M) f32
+// out     // (B, Lq, H, D) ELEMENT, contiguous                          lse         // (B, H, Lq) f32
+// LANES lanes have a row, a block has ROWS rows of one tile. Rows of other tiles are left alone.
 //
 // Prelude: ELEMENT (16 bit), HEAD_DIM (a multiple of 8), HEADS (of a group in one tile), BLOCK_M.
 #include "sm90/parts.cuh"
@@ -28,7 +28,7 @@ constexpr int PIECES = HEAD_DIM / 4;  // of a row: four numbers each
 constexpr int LANES = PIECES <= 4 ? 4 : PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;
 constexpr int OWN = (PIECES + LANES - 1) / LANES;  // pieces of a lane
 constexpr int ROWS = THREADS / LANES;
-constexpr float LEAST = 1.175494351e-38f;  // weight of a part that counts: an infinite output stays infinite
+constexpr float LEAST = 1.175494351e-38f;  // weight of a part that counts, so that infinite outputs do not become NaN
 static_assert(BLOCK_M % ROWS == 0 && HEAD_DIM % 8 == 0, "a block's rows are of one tile, and pieces are whole");
 
 extern "C" __global__ void __launch_bounds__(THREADS) combine_parts(const CombineParams p) {

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.gpu
 
 RUNS_MAPS = hopper._runs_maps
 FORWARD = [c for c in cases.CASES if c.dtype in ("float16", "bfloat16")]
+GRID_IN_PARTS = ("192x96", "192x64", "128x128", "128x32")  # tiles
 VARLEN = [c for c in varlen_cases.CASES + varlen_cases.LONG if c.dtype in ("float16", "bfloat16")]
 
 
@@ -346,7 +347,7 @@ def test_tiles_split_up_along_their_keys(name, tile, everything, torch, device, 
     assert found == {1} if "sequences" in name else max(found) > 2
 
 
-@pytest.mark.parametrize("tile", ["192x96", "192x64", "128x128", "128x32"])
+@pytest.mark.parametrize("tile", GRID_IN_PARTS)
 @pytest.mark.parametrize("case", FORWARD, ids=str)
 def test_forward_grid_in_parts(case, tile, everything):
     everything(*TILES[tile])

@@ -1,10 +1,11 @@
-// How the tiles of the Hopper forward are dealt out, and parts of tiles: of the last ones, if these are too few for all blocks of
-// the grid, each may be split up along its keys (SPLIT). Block b has part b % count of tile first + b / count then, and leaves
+// The order in which the tiles of the Hopper forward are dealt out, and parts of tiles (SPLIT): if the last ones are too few for
+// all blocks of the grid, each of them is split up along its keys. Block b has part b % count of tile first + b / count, and
+// leaves for combine.cu to add up
 //
-// output // (tiles that are split up, count, BLOCK_M, HEAD_DIM) f32   softmax over the part's keys, times v; 0 where a row sees none
-// lse    // (tiles that are split up, count, BLOCK_M) f32             natural log, -inf where a row sees none
+// output // (tiles split up, count, BLOCK_M, HEAD_DIM) f32   softmax over the part's keys, times v; 0 where a row sees none
+// lse    // (tiles split up, count, BLOCK_M) f32             natural log, -inf where a row sees none
 //
-// for combine.cu to add up. Rows are those of the tile, as many as exist.
+// Rows are those of the tile; of those behind the last query nothing is written.
 //
 // Prelude: HEAD_DIM, BLOCK_M.
 #pragma once
@@ -23,8 +24,8 @@ struct Dealt {
     int set, place;
 };
 
-// The tile that is dealt out as number `number`, of `sets` sets of `tiles` tiles: set by set, but for the last `shorter` tiles of
-// each, whose lists may be shorter. They come last, the longest of them first.
+// The tile that is dealt out as number `number`, of `sets` sets of `tiles` tiles. Set by set, but for the last `shorter` tiles
+// of each, whose lists may be shorter: these come last, the longest of them first.
 __device__ __forceinline__ Dealt dealt(int number, int sets, int tiles, int shorter) {
     const int longer = tiles - shorter, behind = number - sets * longer;
     const unsigned divisor = behind < 0 ? longer : sets, x = behind < 0 ? number : behind;

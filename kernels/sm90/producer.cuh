@@ -82,7 +82,7 @@ __device__ __forceinline__ Share scheduled(const ForwardParams& launch, int roun
 #endif
 
 #if SPLIT
-// Of a tile's keys those of part `part`, of `parts` with as many blocks each or one more. A part of a short list may have none.
+// Of a tile's keys those of part `part`. Its `parts` have as many blocks each, or one more; of a short list some have none.
 __device__ __forceinline__ void keep_part(KeySource& source, unsigned part, unsigned parts) {
     const unsigned blocks = (source.length + BLOCK_N - 1) / BLOCK_N;
     source.first = blocks * part / parts * BLOCK_N;

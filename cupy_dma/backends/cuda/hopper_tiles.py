@@ -62,10 +62,9 @@ SHORT_LISTS = {64: 192, 128: 128}  # keys of a query up to which intervals are s
 BLOCK_128_KEYS = 20  # what such a block of a list costs, in keys
 PART_TIMES = {192: (0.75, 0.9), 128: (0.85,)}  # of 64 and of 128 rows of a tile, by its own
 TILE_TIME = 0.15  # of a tile without keys, by that of one with the most
-# Of tiles split up along their keys the most parts, and the fewest keys of one. What such a round costs beside its keys,
-# some 10 us for blocks to begin, to leave what they have, and for that to be added up; in keys, by the largest head dim.
+# Of tiles split up along their keys: the most parts, and the fewest keys of one.
 MOST_PARTS, LEAST_PART_KEYS = 32, 512
-SPLIT_KEYS = {64: 1100, 128: 650, 256: 450}
+SPLIT_KEYS = {64: 1100, 128: 650, 256: 450}  # what such a round costs beside its keys, in keys; by the largest head dim
 
 
 class Facts(NamedTuple):
