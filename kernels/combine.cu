@@ -2,8 +2,8 @@
 //
 //     lse = log sum_i exp(lse_i),   out = sum_i exp(lse_i - lse) o_i
 //
-// for the rows of the tiles that sm90/parts.cuh describes. Parts are added in their order, so every run has the same bits. A row
-// that sees nothing in a part has lse_i = -inf there, and the part does not count.
+// for the rows of the tiles that sm90/parts.cuh describes. Parts are added in their order, so every run has the same bits. Where
+// a row sees nothing in a part, lse_i is -inf and the part does not count.
 //
 // partial // (split tiles, parts, BLOCK_M, HEAD_DIM) f32, on 16 bytes   partial_lse // (split tiles, parts, BLOCK_M) f32
 // out     // (B, Lq, H, D) ELEMENT, contiguous                          lse         // (B, H, Lq) f32
@@ -28,6 +28,7 @@ constexpr int PIECES = HEAD_DIM / 4;  // of a row: four numbers each
 constexpr int LANES = PIECES <= 4 ? 4 : PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;
 constexpr int OWN = (PIECES + LANES - 1) / LANES;  // pieces of a lane
 constexpr int ROWS = THREADS / LANES;
+constexpr int TOGETHER = 4;  // parts that are on their way at a time
 constexpr float LEAST = 1.175494351e-38f;  // weight of a part that counts, so that infinite outputs do not become NaN
 static_assert(BLOCK_M % ROWS == 0 && HEAD_DIM % 8 == 0, "a block's rows are of one tile, and pieces are whole");
 
@@ -42,29 +43,42 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_parts(const Combin
     if (row >= QUERIES * HEADS || query >= p.query_length) return;
 
     const float* lse = p.partial_lse + row_of_part(number * p.parts, row);
+    const auto lse_of = [&](int part) { return lse[min(part, p.parts - 1) * BLOCK_M]; };
     float highest = -infinity();
-#pragma unroll 8
-    for (int i = 0; i < p.parts; ++i) highest = fmaxf(highest, lse[i * BLOCK_M]);
+#pragma unroll 1
+    for (int begin = 0; begin < p.parts; begin += TOGETHER) {
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) highest = fmaxf(highest, lse_of(begin + i));
+    }
 
-    const float4* partial = reinterpret_cast<const float4*>(p.partial + row_of_part(number * p.parts, row) * HEAD_DIM);
-    float4 o[OWN] = {};
-    float sum = 0.0f;
-#pragma unroll 4
-    for (int i = 0; i < p.parts; ++i) {
-        const float own = lse[i * BLOCK_M];
-        float4 x[OWN];
+    const float* partial = p.partial + row_of_part(number * p.parts, row) * HEAD_DIM;
+    float o[OWN][4] = {}, sum = 0.0f;
+#pragma unroll 1
+    for (int begin = 0; begin < p.parts; begin += TOGETHER) {
+        float own[TOGETHER];
+        uint4 x[TOGETHER][OWN];
 #pragma unroll
-        for (int k = 0; k < OWN; ++k) x[k] = partial[(long long)i * BLOCK_M * PIECES + min(lane + k * LANES, PIECES - 1)];
-        if (own == -infinity()) continue;
-        float weight = exp2_fast((own - highest) * LOG2_E);
-        if (weight < LEAST) weight = LEAST;  // NaN remains
-        sum += weight;
+        for (int i = 0; i < TOGETHER; ++i) {
+            own[i] = lse_of(begin + i);
 #pragma unroll
-        for (int k = 0; k < OWN; ++k) {
-            o[k].x = fmaf(weight, x[k].x, o[k].x);
-            o[k].y = fmaf(weight, x[k].y, o[k].y);
-            o[k].z = fmaf(weight, x[k].z, o[k].z);
-            o[k].w = fmaf(weight, x[k].w, o[k].w);
+            for (int k = 0; k < OWN; ++k) {
+                const int piece = lane + k * LANES;
+                x[i][k] = load_16(partial + (begin + i) * BLOCK_M * HEAD_DIM + 4 * piece,
+                                  begin + i < p.parts && (PIECES % LANES == 0 || piece < PIECES));
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) {
+            if (begin + i >= p.parts || own[i] == -infinity()) continue;
+            float weight = exp2_fast((own[i] - highest) * LOG2_E);
+            if (weight < LEAST) weight = LEAST;  // NaN remains
+            sum += weight;
+#pragma unroll
+            for (int k = 0; k < OWN; ++k) {
+                const unsigned words[4] = {x[i][k].x, x[i][k].y, x[i][k].z, x[i][k].w};
+#pragma unroll
+                for (int n = 0; n < 4; ++n) o[k][n] = fmaf(weight, __uint_as_float(words[n]), o[k][n]);
+            }
         }
     }
     const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
@@ -73,8 +87,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_parts(const Combin
     for (int k = 0; k < OWN; ++k) {
         const int piece = lane + k * LANES;
         if (piece < PIECES)
-            reinterpret_cast<uint2*>(out)[piece] = make_uint2(pack_pair(o[k].x * factor, o[k].y * factor),
-                                                              pack_pair(o[k].z * factor, o[k].w * factor));
+            reinterpret_cast<uint2*>(out)[piece] = make_uint2(pack_pair(o[k][0] * factor, o[k][1] * factor),
+                                                              pack_pair(o[k][2] * factor, o[k][3] * factor));
     }
     if (lane == 0) p.lse[((long long)batch * p.heads + head) * p.query_length + query] = highest + logf(sum);
 }

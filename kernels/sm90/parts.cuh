@@ -1,6 +1,6 @@
-// The order in which the tiles of the Hopper forward are dealt out, and parts of tiles (SPLIT): if the last ones are too few for
-// all blocks of the grid, each of them is split up along its keys. Block b has part b % count of tile first + b / count, and
-// leaves for combine.cu to add up
+// The order in which the tiles of the Hopper forward are dealt out, and parts of tiles (SPLIT): if the last ones are too few
+// for all blocks of the grid, each of them is split up along its keys. Block b has part b % count of tile first + b / count,
+// and leaves for combine.cu to add up
 //
 // output // (tiles split up, count, BLOCK_M, HEAD_DIM) f32   softmax over the part's keys, times v; 0 where a row sees none
 // lse    // (tiles split up, count, BLOCK_M) f32             natural log, -inf where a row sees none
