@@ -1,15 +1,16 @@
-"""Calls whose tiles are dealt out to a few multiprocessors, whole or cut up (``CUT`` in kernels/sm90/tile.cuh)."""
+"""Calls whose tiles are dealt out to a few multiprocessors: whole, cut up (``CUT`` in kernels/sm90/tile.cuh) or split
+up along their keys (kernels/sm90/parts.cuh)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import numpy as np
 
 import cupy_dma as dma
-from cupy_dma.backends.cuda import lists
+from cupy_dma.backends.cuda import hopper, hopper_tiles, lists
 from cupy_dma.backends.cuda.runtime import CudaRuntime
 from tests.emulator import EmulatorRuntime
 
@@ -20,12 +21,31 @@ HEADS = [(2, 1), (4, 1), (3, 1), (2, 2)]
 
 
 @contextmanager
-def multiprocessors(count: int) -> Iterator[None]:
-    """As many as tiles are dealt out to. Lists stay the same, whose order depends on how many warps make one."""
+def multiprocessors(count: int, split: bool = False) -> Iterator[list[int]]:
+    """As many as tiles are dealt out to, and ``splitting``. Lists stay the same, whose order depends on how many warps
+    make one."""
     with (mock.patch.object(CudaRuntime, "multiprocessors", lambda runtime, index: count),
           mock.patch.object(EmulatorRuntime, "multiprocessors", lambda runtime, index: count),
-          mock.patch.object(lists, "_tile_warps", lambda *arguments: 1)):
-        yield
+          mock.patch.object(lists, "_tile_warps", lambda *arguments: 1), splitting(split) as parts):
+        yield parts
+
+
+@contextmanager
+def splitting(always: bool) -> Iterator[list[int]]:
+    """Tiles are split up along their keys wherever they can be, also into parts without keys, or never. Yields, of each
+    call, into how many parts; 1: none was."""
+    parts: list[int] = []
+
+    def work_of(*arguments: Any) -> hopper_tiles.Work:
+        work = hopper_tiles.work_of.__wrapped__(*arguments)
+        parts.append(work.parts)
+        return work
+
+    with ExitStack() as stack:
+        for place, name, value in ((hopper_tiles, "_split_pays", lambda *arguments: always),
+                                   (hopper_tiles, "LEAST_PART_KEYS", 1), (hopper, "work_of", work_of)):
+            stack.enter_context(mock.patch.object(place, name, value))
+        yield parts
 
 
 def run(name: str, heads: int, kv_heads: int, head_dim: int, convert: Callable[[np.ndarray], Any],

@@ -66,6 +66,12 @@ def hopper_configs() -> dict[jit.Config, None]:
                 for case in cut_cases.CASES:
                     for heads in cut_cases.HEADS:
                         cut_cases.run(case, *heads, head_dims[-1], np.ascontiguousarray, backend="emulator")
+                with cut_cases.splitting(True):
+                    for case in cut_cases.CASES:
+                        for heads in cut_cases.HEADS:
+                            cut_cases.run(case, *heads, head_dims[-1], np.ascontiguousarray, backend="emulator")
+                    if name in test_cuda_hopper.GRID_IN_PARTS:
+                        run_all(cases.run, forward)
                 if name == "128x128":
                     with mock.patch.object(hopper, "_maps", lambda call, block: b""):
                         run_all(cases.run, [case for case in forward if case.mask in ("none", "causal")])

@@ -47,7 +47,7 @@ def forward(dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")) -> int
 
 def hopper_forward(tile: HopperTile, largest: int) -> int:
     """The Hopper kernel with this tile, also where it would not pay; on two multiprocessors, so that blocks go on from
-    tile to tile, of which the last one is cut up where their number is odd."""
+    tile to tile, of which the last one is cut up where their number is odd; and on more, with tiles split up."""
     if not cuda.runtime.hopper(0):
         return 0
 
@@ -55,7 +55,7 @@ def hopper_forward(tile: HopperTile, largest: int) -> int:
     with (taken(tile, range(smallest, largest + 1)),
           mock.patch.object(CudaRuntime, "multiprocessors", lambda runtime, index: 2)):
         return (forward(("float16", "bfloat16")) + varlen_forward(("float16", "bfloat16")) + rising_logits(largest)
-                + cut_tiles(largest))
+                + cut_tiles(largest) + split_tiles(largest))
 
 
 def rising_logits(head_dim: int) -> int:
@@ -88,6 +88,21 @@ def cut_tiles(head_dim: int) -> int:
                 results.append(cut_cases.run(name, 2, 1, head_dim, cupy.asarray, length=303))
         for ours, expected in zip(*results):
             assert not exact or cupy.array_equal(ours.view(cupy.int16), expected.view(cupy.int16))
+        count += 1
+    return count
+
+
+def split_tiles(head_dim: int) -> int:
+    """Along their keys, behind whole tiles or without any: nearly as on one multiprocessor."""
+    count = 0
+    for name in cut_cases.CASES:
+        results = []
+        for processors in (1, 7, 25):
+            with cut_cases.multiprocessors(processors, split=processors > 1):
+                results.append(cut_cases.run(name, 2, 1, head_dim, cupy.asarray, length=303))
+        for others in results[1:]:
+            for ours, expected, error in zip(others, results[0], (2**-8, 1e-4)):
+                assert cupy.allclose(ours.astype("f4"), expected.astype("f4"), rtol=0, atol=error, equal_nan=True)
         count += 1
     return count
 

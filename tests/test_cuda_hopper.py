@@ -21,6 +21,7 @@ pytestmark = pytest.mark.gpu
 
 RUNS_MAPS = hopper._runs_maps
 FORWARD = [c for c in cases.CASES if c.dtype in ("float16", "bfloat16")]
+GRID_IN_PARTS = ("192x96", "192x64", "128x128", "128x32")  # tiles
 VARLEN = [c for c in varlen_cases.CASES + varlen_cases.LONG if c.dtype in ("float16", "bfloat16")]
 
 
@@ -345,6 +346,82 @@ def test_the_same_bits_however_tiles_are_dealt_out(name, tile, everything, torch
     assert len(served) == len(dealt) * len(heads)
 
 
+@pytest.mark.parametrize(("name", "tile"), [(name, tile) for name in cut_cases.CASES for tile in TILES
+                                            if name != "dense bias" or TILES[tile][0].block_m == 128])
+def test_tiles_split_up_along_their_keys(name, tile, everything, torch, device, heads=cut_cases.HEADS,
+                                         dealt=(3, 7, 20, 31, 132), length=1003):
+    """Behind whole tiles or without any; into a few parts or into many, some of which have no keys. Twice the same
+    bits."""
+    everything(*TILES[tile])
+    found = set()
+    for group in heads:
+        problem = name, *group, TILES[tile][1][-1], lambda x: torch.tensor(x, device=device), None, length
+        with cut_cases.multiprocessors(1):
+            expected = cut_cases.run(*problem)
+        for processors in dealt:
+            with cut_cases.multiprocessors(processors, split=True) as parts:
+                results, again = (cut_cases.run(*problem) for _ in range(2))
+            found.update(parts)
+            for ours, others in zip(results, again):
+                assert torch.equal(ours.view(torch.int16), others.view(torch.int16))
+            torch.testing.assert_close(results[0], expected[0], rtol=0, atol=2**-8, equal_nan=True)
+            torch.testing.assert_close(results[1], expected[1], rtol=0, atol=1e-4)
+    assert found == {1} if "sequences" in name else max(found) > 2
+
+
+@pytest.mark.parametrize("tile", GRID_IN_PARTS)
+@pytest.mark.parametrize("case", FORWARD, ids=str)
+def test_forward_grid_in_parts(case, tile, everything):
+    everything(*TILES[tile])
+    with cut_cases.multiprocessors(31, split=True):
+        out, lse = cases.run(case, converter("torch"))
+    cases.check(case, host(out), host(lse))
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("biased", "processors"), [(True, 2), (True, 3), (False, 3)])
+def test_parts_of_lists_of_every_length(biased, processors, tile, everything, torch, device):
+    """There is one tile. Parts have full keys, partial ones, both or none."""
+    with cut_cases.multiprocessors(processors, split=True) as parts:
+        test_lists_of_every_length(biased, tile, everything, torch, device)
+    assert set(parts) == {processors}
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("slope", [0.05, 3.0, -0.4])
+def test_parts_of_logits_that_rise_and_fall(slope, tile, everything, torch, device, softcap=0.0):
+    """Parts that count for nothing beside others; rows that see nothing in some, or in all."""
+    everything(*TILES[tile])
+    length, queries = 1000, 60
+    q, k, v = draw(torch, queries, length, 2, 1, TILES[tile][1][-1], device=device)
+    bias = slope * torch.arange(length, device=device, dtype=torch.float32).expand(1, 1, length)
+    start, stop = (torch.zeros(length, dtype=torch.int32, device=device) for _ in range(2))
+    stop[:300], stop[600:] = length - queries // 2, length - queries // 4  # positions of queries are the last ones
+    bad = k.clone(), v.clone()
+    for rows in bad:
+        rows[:, 300:600] = torch.nan  # which nobody sees
+    masks = None, dma.IntervalMask._make(library("torch"), start, stop, Hints(bound=(700, 0)))
+    position = torch.arange(length - queries, length, device=device)
+    for mask, processors in itertools.product(masks, (3, 7)):
+        keys, values = (k, v) if mask is None else bad
+        with cut_cases.multiprocessors(processors, split=True) as parts:
+            out, lse = dma.attention(q, keys, values, mask=mask, bias=bias, softcap=softcap, return_lse=True)
+        assert parts == [processors]
+        logits = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double()) / q.shape[-1] ** 0.5
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        logits += bias[0].double()
+        if mask is not None:
+            logits.masked_fill_(position[:, None] >= stop, -torch.inf)
+        expected = torch.einsum("hqk,kd->qhd", logits.softmax(-1).nan_to_num(0.0), v[0, :, 0].double())
+        expected_lse = logits.logsumexp(-1)
+        assert (out[0].double() - expected).abs().max() < 2**-6 * v.abs().max()
+        seen = expected_lse > -torch.inf
+        assert torch.equal(lse[0] > -torch.inf, seen) and bool(seen.all()) == (mask is None)
+        cuts = q.shape[-1] / 16 + 4  # as above
+        assert (lse[0].double() - expected_lse)[seen].abs().max() < cuts * 2**-23 * bias.abs().max() + 1e-5
+
+
 @pytest.mark.parametrize("tile", TILES)
 def test_sections_of_causal_heads(tile, everything, torch, monkeypatch, device, heads=(10, 5),
                                   dealt=(1, 2, 3, 5, 7, 13, 132), length=700):
@@ -452,7 +529,7 @@ def visible_of(torch, kind, length, device):
 @pytest.mark.parametrize(("kind", "tile"), [(kind, tile) for kind in ("lists", "causal", "bits", "bits and bias")
                                             for tile in TILES if "bits" not in kind or TILES[tile][0].block_m == 128])
 def test_values_that_are_not_finite_reach_nobody_who_does_not_see_them(kind, tile, everything, torch, device,
-                                                                       dealt=(1, 3, 132), length=700):
+                                                                       dealt=(1, 3, 132), length=700, split=False):
     """A block that finds one in an output begins again with its first tile, and looks at values. In the second batch
     there is none."""
     served = everything(*TILES[tile])
@@ -464,7 +541,7 @@ def test_values_that_are_not_finite_reach_nobody_who_does_not_see_them(kind, til
     infinite, nan = torch.nonzero((seen > length // 7) & (seen < 5 * length // 7)).flatten()[:2]
     bad[0, infinite, 0, 3], bad[0, nan, 0, 5] = float("inf"), float("nan")
     for processors in dealt:
-        with cut_cases.multiprocessors(processors):
+        with cut_cases.multiprocessors(processors, split=split):
             clean, out = (dma.attention(q, k, x, mask=mask, bias=bias, causal=kind == "causal") for x in (v, bad))
         at_infinity, at_nan = visible[0, 0, :, infinite], visible[0, 0, :, nan]
         assert torch.isinf(out[0, at_infinity, :2, 3]).all()
@@ -473,3 +550,10 @@ def test_values_that_are_not_finite_reach_nobody_who_does_not_see_them(kind, til
         out[0, at_nan, :2, 5] = clean[0, at_nan, :2, 5]
         assert torch.equal(out, clean)
     assert len(served) == 2 * len(dealt)
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_values_that_are_not_finite_in_parts_of_tiles(tile, everything, torch, device):
+    """Some blocks of the grid begin again, others that have parts of the same tiles do not."""
+    test_values_that_are_not_finite_reach_nobody_who_does_not_see_them("lists", tile, everything, torch, device,
+                                                                       (31, 132), split=True)

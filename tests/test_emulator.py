@@ -395,7 +395,7 @@ def hopper_facts(head_dim, length, heads, kv_heads, window=None, bias=False, sof
     ((128, 32768, 2, 1, 1024, True), (128, 64)), ((128, 16384, 2, 1, 1024, True), (128, 64)),
     ((128, 32768, 16, 8, 1024, True), (192, 64)), ((128, 4096, 16, 8, 1024, True), (192, 64)),
     ((64, 8192, 16, 8, None, True), (192, 96)), ((64, 4096, 16, 8, None, True), (128, 128)),
-    ((64, 8192, 16, 8), (192, 128)), ((64, 4096, 2, 1), (128, 128)), ((64, 8192, 16, 8, None, True, 30.0), (128, 128)),
+    ((64, 8192, 16, 8), (192, 128)), ((64, 4096, 2, 1), (128, 128)), ((64, 8192, 16, 8, None, True, 30.0), (192, 96)),
     ((64, 32768, 16, 8, None, True, 30.0), (192, 96)), ((64, 8192, 16, 8, None, True, 30.0, True), (192, 96)),
     ((64, 8192, 16, 8, None, False, 30.0), (192, 128)),
     ((64, 8192, 16, 8, None, False, 0.0, True), (192, 128)), ((128, 8192, 16, 8), (128, 128)),
@@ -416,8 +416,39 @@ def test_lists_of_few_keys_have_a_third_place_for_queries(head_dim, window, plac
     (96, False, 3), (44 * 96, False, 132), (45 * 96, False, 132), (66 * 96, False, 132), (100 * 96, False, 132),
     (44 * 96, True, 44), (500 * 96, False, 132)])
 def test_few_tiles_are_cut_up(length, causal, blocks):
-    facts = hopper_facts(64, length, 2, 1, causal=causal)
+    facts = hopper_facts(64, length, 2, 1, causal=causal)._replace(key_length=1000, seen=1000)  # too few to be split up
     assert hopper_tiles.work_of(facts, hopper_tiles.HopperTile(192, 64, 6, 6, 2), 132).grid == blocks
+
+
+@pytest.mark.parametrize(("arguments", "queries", "grid", "first", "parts"), [
+    ((64, 8192, 16, 8), 0, 132, 660, 4), ((64, 8192, 16, 8, None, True), 0, 132, 660, 4),
+    ((64, 16384, 2, 1), 0, 132, 132, 3), ((64, 4096, 2, 1), 0, 128, 0, 2), ((64, 2048, 2, 1), 0, 128, 0, 4),
+    ((128, 4096, 2, 1), 0, 128, 0, 2),
+    # pieces of prompts
+    ((128, 131072, 16, 8, 2048, True), 128, 64, 0, 4), ((128, 131072, 16, 8, 2048, True), 512, 128, 0, 2),
+    ((64, 65536, 32, 8, 4096, True), 256, 128, 0, 2),
+    ((64, 65536, 16, 8), 128, 128, 0, 8), ((64, 2**20, 2, 1), 128, 64, 0, 32)])
+def test_tiles_are_split_up_along_many_keys(arguments, queries, grid, first, parts):
+    """As measured, on 132 multiprocessors."""
+    facts = hopper_facts(*arguments)
+    facts = facts._replace(query_length=queries or facts.query_length)
+    work = hopper_tiles.work_of(facts, hopper_tiles.tile_shape(facts, 132), 132)
+    assert (work.grid, work.first, work.parts) == (grid, first, parts)
+
+
+@pytest.mark.parametrize(("arguments", "queries", "more"), [
+    ((64, 1024, 2, 1), 0, {}), ((64, 1024, 16, 8), 0, {}), ((128, 1024, 2, 1), 0, {}), ((256, 1024, 2, 1), 0, {}),
+    ((64, 2048, 2, 1, 1024, True), 0, {}), ((64, 8192, 16, 8, 1024, True), 0, {}),
+    ((64, 65536, 16, 8, 1024, True), 256, {}), ((64, 32768, 32, 8, 16384, True), 0, {}),
+    ((64, 8192, 16, 8, None, False, 0.0, True), 0, {}),
+    ((64, 8192, 16, 8), 0, {"sequences": 3}), ((64, 8192, 16, 8), 0, {"bits": True}),
+    ((64, 65536, 16, 8), 256, {"listed": True}),  # nobody knows how many keys a query sees
+    ((64, 6 * 192 * 11, 8, 4), 0, {})])  # 528 tiles: all rounds are full
+def test_tiles_are_not_split_up_along_few_keys(arguments, queries, more):
+    facts = hopper_facts(*arguments)
+    facts = facts._replace(query_length=queries or facts.query_length, **more)
+    tile = hopper_tiles.HopperTile(192, 96, 5, 5, 2)
+    assert hopper_tiles.work_of(facts, tile, 132).parts == 1
 
 
 @pytest.mark.parametrize(("length", "heads", "kv_heads", "head_dim", "section"), [

@@ -132,6 +132,50 @@ def test_the_same_bits_however_tiles_are_dealt_out(name, tile, gpu, everything, 
                                                                     (1, 2, 5), 303)
 
 
+@pytest.mark.parametrize(("name", "tile"), [
+    ("none", "192x128"), ("key bias", "128x64"), ("lists", "192x64x2"), ("short lists", "192x96"),
+    ("values that are not finite", "192x96"), ("lists of all tiles", "192x96"), ("dense bias", "128x128"),
+    ("sequences", "192x96")])
+def test_tiles_split_up_along_their_keys(name, tile, gpu, everything, torch, device):
+    gpu.most_writes = 2 if "finite" in name else 1
+    test_cuda_hopper.test_tiles_split_up_along_their_keys(name, tile, everything, torch, device, [(2, 1)], (5, 7, 60),
+                                                          303)
+
+
+@pytest.mark.parametrize(("tile", "name"), [
+    *(("192x96", name) for name in (
+        "float16-D40", "bfloat16-D64", "lengths-33x129-none", "lengths-129x33-top_w", "mask-top_w_padding",
+        "mask-documents", "mask-global", "bias-key_per_head-none", "softcap-40.0-key", "softcap-60.0-none",
+        "layout-every_other", "window-1")),
+    ("128x128", "heads-6/2-top_w"), ("128x32", "bfloat16-D256"), ("128x64", "float16-D128")])
+def test_forward_grid_in_parts(tile, name, everything):
+    case = next(c for c in cases.CASES if c.name == name)
+    everything(*TILES[tile])
+    with cut_cases.multiprocessors(31, split=True) as parts:
+        cases.check(case, *cases.run(case, backend="emulator"))
+    assert len(parts) == 1 and parts[0] > 1
+
+
+@pytest.mark.parametrize(("biased", "processors", "tile"), [
+    (True, 3, "192x96"), (False, 2, "128x64x4")])
+def test_parts_of_lists_of_every_length(biased, processors, tile, gpu, everything, torch, device):
+    gpu.most_writes = 2  # some values are not finite: a block begins again
+    test_cuda_hopper.test_parts_of_lists_of_every_length(biased, processors, tile, everything, torch, device)
+
+
+@pytest.mark.parametrize(("slope", "softcap", "tile"), [
+    (0.05, 0.0, "192x96"), (3.0, 2.0, "128x64x6"), (-0.4, 0.0, "128x128")])
+def test_parts_of_logits_that_rise_and_fall(slope, softcap, tile, gpu, everything, torch, device):
+    gpu.most_writes = 2
+    test_cuda_hopper.test_parts_of_logits_that_rise_and_fall(slope, tile, everything, torch, device, softcap)
+
+
+def test_values_that_are_not_finite_in_parts_of_tiles(gpu, everything, torch, device):
+    gpu.most_writes = 2
+    test_cuda_hopper.test_values_that_are_not_finite_reach_nobody_who_does_not_see_them(
+        "lists", "192x96", everything, torch, device, (31,), 300, split=True)
+
+
 @pytest.mark.parametrize(("kind", "tile"), [("lists", "192x96"), ("causal", "192x128"), ("bits and bias", "128x128")])
 def test_values_that_are_not_finite_reach_nobody_who_does_not_see_them(kind, tile, gpu, everything, torch, device):
     gpu.most_writes = 2  # a block begins again

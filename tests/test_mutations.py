@@ -193,7 +193,7 @@ def products_that_change() -> None:
 
 
 def softcapped_biases(factor: float, bias: float, logit: float = 1.0) -> Callable[[], None]:
-    """bfloat16 with a softcap and a bias of keys: a query that sees one key, large values, a query with large logits."""
+    """bfloat16 with a softcap and a bias of keys: a query that sees one key, large values, a query of large logits."""
     def check() -> None:
         rng = np.random.default_rng(0)
         q, k, v = (rng.standard_normal((1, 400, heads, 64)).astype(numpy_dtype("bfloat16")) for heads in (2, 1, 1))
@@ -239,6 +239,35 @@ def not_finite() -> None:
     assert np.array_equal(np.isfinite(out), finite) and np.abs(out[finite] - expected[finite]).max() < 3e-3
 
 
+def hopper_parts(kind: str) -> Callable[[], None]:
+    """Behind whole tiles and without any, tiles split up along their keys; some queries see keys of some parts only."""
+    def check() -> None:
+        rng = np.random.default_rng(0)
+        q, k, v = (rng.standard_normal((1, n, h, 64)).astype(np.float16) for n, h in ((100, 4), (900, 2), (900, 2)))
+        scores = rng.standard_normal((1, 2, 900)).astype(np.float32)
+        options: dict[str, Any] = {"mask": None, "bias": 3 * np.sort(scores)}
+        if kind == "lists":
+            options["mask"] = dma.IntervalMask.top_w(scores, 600)
+        elif kind == "not finite":
+            v[:, ::100] = np.inf
+            options = {"mask": dma.IntervalMask.sliding_window(900, 30)}
+        elif kind == "nobody":  # the last queries see nothing
+            options["mask"] = dma.IntervalMask(np.zeros((1, 1, 900), np.int32), np.full((1, 1, 900), 850, np.int32))
+        expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), **options, return_lse=True, backend="numpy")
+        for processors, count in ((3, 3), (19, 4)):
+            with (emulator.hopper_gpu() as gpu, taken(*TILES["192x64x6"]),
+                  cut_cases.multiprocessors(processors, split=True) as parts):
+                gpu.most_writes = 2
+                found = dma.attention(q, k, v, **options, return_lse=True, backend="emulator")
+            assert parts == [count]
+            for ours, theirs, error in zip(found, expected, (6e-3, 1e-4)):
+                finite = np.isfinite(theirs)
+                assert np.array_equal(np.isfinite(ours), finite)
+                assert np.abs(ours[finite] - theirs[finite]).max() < error
+
+    return check
+
+
 def hopper_grid(tile: str, name: str) -> Callable[[], None]:
     def check() -> None:
         with emulator.hopper_gpu(), taken(*TILES[tile]):
@@ -262,6 +291,7 @@ OWN: dict[str, Callable[[], None]] = {
     "hopper[softcap, a large row]": softcapped_biases(2.0**112, 0.0, 4.0),
     "hopper[sections]": sections,
     "hopper[not finite]": not_finite,
+    **{f"hopper[parts, {kind}]": hopper_parts(kind) for kind in ("none", "lists", "not finite", "nobody")},
     "test_forward_grid[Hopper, heads-6/2]": hopper_grid("128x128", "heads-6/2-top_w"),
     "few_queries": few_queries,
     "few_queries[window]": window_of_few_queries,
@@ -423,6 +453,31 @@ FAULTS = [
           "hopper[not finite]"),
     Fault("a block does not begin again", "sm90/forward.cu", "    return shared.spoiled != 0;", "    return false;",
           "hopper[not finite]"),
+    # ---- Hopper: parts of tiles ----
+    Fault("a part begins with the list's first key", "sm90/producer.cuh",
+          "source.first = blocks * part / parts * BLOCK_N;", "source.first = 0;", "hopper[parts, none]"),
+    Fault("a part has a block of the next one", "sm90/producer.cuh", "blocks * (part + 1) / parts * BLOCK_N",
+          "(blocks * (part + 1) / parts + 1) * BLOCK_N", "hopper[parts, none]"),
+    Fault("whole blocks of a part are the list's first ones", "sm90/producer.cuh", " + FIRST(blocks.source);\n",
+          ";\n", "hopper[parts, lists]"),
+    Fault("whole blocks are counted from the list's beginning", "sm90/producer.cuh", " - FIRST(source), 0)", ", 0)",
+          "hopper[parts, lists]"),
+    Fault("a part leaves its results where another does", "sm90/parts.cuh", "row_of_part(blockIdx.x, row)",
+          "row_of_part(blockIdx.x / 2, row)", "hopper[parts, none]"),
+    Fault("a part that is not finite goes unnoticed", "sm90/parts.cuh", "if (nothing != 0.0f) raise(spoiled);", "",
+          "hopper[parts, not finite]"),
+    Fault("the last part is taken for a whole tile", "sm90/consumer.cuh", "if (blockIdx.x < launch.parts.blocks) {",
+          "if (blockIdx.x + 1 < launch.parts.blocks) {", "hopper[parts, none]"),
+    Fault("all parts have the same weight", "combine.cu", "exp2_fast((own[i] - highest) * LOG2_E)", "1.0f",
+          "hopper[parts, none]"),
+    Fault("parts in which a row sees nothing count", "combine.cu", " || own[i] == -infinity()) continue;",
+          ") continue;", "hopper[parts, nobody]"),
+    Fault("a sum of exponentials by another reference", "combine.cu", "= highest + logf(sum);", "= logf(sum);",
+          "hopper[parts, none]"),
+    Fault("the sum goes to the first tiles", "combine.cu", "dealt(p.first + number,", "dealt(number,",
+          "hopper[parts, none]"),
+    Fault("the sum misses the last part", "combine.cu", "if (begin + i >= p.parts ||",
+          "if (begin + i >= p.parts - 1 ||", "hopper[parts, none]"),
     # ---- barriers and asynchronous copies ----
     Fault("no barrier before the first block of keys", "forward.cu", "    __syncthreads();  // the query rows and",
           "    // the query rows and", "test_forward_grid[heads-4/2-top_w]"),

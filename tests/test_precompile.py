@@ -21,6 +21,8 @@ def test_the_grids_reach_every_kernel():
     found = precompile.hopper_configs()
     assert {config.runs for config in found if config.source == "sm90/forward.cu"} == {True, False}
     assert {config.bulk for config in found if config.source == "sm90/forward.cu"} == {True, False}
+    assert {config.split for config in found if config.source == "sm90/forward.cu"} == {True, False}
+    assert "combine.cu" in {config.source for config in found}
     portable = precompile.portable_configs()
     assert not any(config.source.startswith("sm90") for config in portable)
     assert {"forward.cu", "backward_key.cu", "backward_query.cu", "backward_sum.cu", "backward_bias.cu", "lists.cu",

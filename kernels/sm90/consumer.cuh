@@ -171,7 +171,7 @@ __device__ __forceinline__ void write_tile(const ForwardParams& launch, const Ou
         }
         store_matrices((corner ^ 2 * d % 8 * 16) + d / 4 * BLOCK_M * CHUNK_ROW_BYTES, words);
         nothing = add_nothing(add_nothing(nothing, words[0]), words[2]);
-        if (ZERO_REFERENCES) nothing = add_nothing(add_nothing(nothing, words[1]), words[3]);
+        if (RowSums::LARGE) nothing = add_nothing(add_nothing(nothing, words[1]), words[3]);
     }
     if (nothing != 0) raise(spoiled);
     copy_rows(launch, t, staging, first_row);
@@ -291,6 +291,19 @@ struct Consumer {
         write_tile(launch, shared.output[query_turn.stage], shared.query[query_turn.stage], first_row, o, result,
                    shared.spoiled);
         query_turn.advance();
+    }
+
+    // The block's last tile, or a part of it (SPLIT).
+    __device__ __forceinline__ void close_last_tile() {
+#if SPLIT
+        if (blockIdx.x < launch.parts.blocks) {
+            write_part(launch.parts, shared.output[query_turn.stage].rows, first_row, o, state, shared.spoiled);
+            shared_write_fence();  // if everything is done once more, the copy engine overwrites these queries
+            query_turn.advance();
+            return;
+        }
+#endif
+        close_tile(state);
     }
 
     // When it has been read, other queries may come to its place. Better once the products that follow are under way, so that

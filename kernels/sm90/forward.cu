@@ -19,7 +19,7 @@
 // issuing products), KEYS, CAUSAL, BITS, BIAS, BIAS_ELEMENT (16 bit where BIAS_DENSE), SOFTCAP, SEQUENCES (with neither BITS
 // nor BIAS_DENSE), BULK (KEYS_CONTIGUOUS, no BIAS_DENSE: rows of keys and values come through the copy engine), QUERY_BULK
 // (so do queries; HEADS divides BLOCK_M), RUNS (neither BULK nor SEQUENCES; rows of keys that follow each other come through
-// the copy engine).
+// the copy engine), SPLIT (neither SEQUENCES nor BITS nor plain causality; parts of tiles as in sm90/parts.cuh).
 #include "sm90/consumer.cuh"
 #include "sm90/producer.cuh"
 
@@ -124,7 +124,7 @@ __device__ __forceinline__ void consume(Consumer& c) {
     barrier_wait(&c.shared.value_arrived[c.value_turn.stage], c.value_turn.phase);
     c.start_output(current, c.turn, current.unwritten());
     c.finish_output();
-    c.close_tile(c.state);
+    c.close_last_tile();
     c.release_queries();  // shared memory lasts until then
     if (!CUT || current.ends()) return;
     c.release_values();

@@ -189,7 +189,8 @@ constexpr bool ZERO_REFERENCES = POWERS_OF_2 && BIAS == BIAS_OF_KEYS && PLAIN &&
 // if that is near. Then the sums of a block say whether it is too low: only if one is above LARGEST, which hardly ever
 // happens, does it follow.
 struct RowSums {
-    static constexpr float LARGEST = ZERO_REFERENCES ? 1073741824.0f : 256.0f;
+    static constexpr bool LARGE = ZERO_REFERENCES;  // so p may be
+    static constexpr float LARGEST = LARGE ? 1073741824.0f : 256.0f;
     static constexpr float NEAR = 20.0f;             // of 0
     static constexpr float NONE = -3.402823466e38f;  // where a row has seen nothing: all its logits are -inf, and p = 0
     float reference[2], l[2];

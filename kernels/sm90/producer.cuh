@@ -24,13 +24,17 @@ constexpr int QUERY_THREAD = 96, ORDER_THREAD = 64;
 struct Share {
     bool exists;  // or a later round has one
     int set, place, first, count;  // count 0: this round has none
+#if SPLIT
+    int part;  // and of its keys; negative: all
+#endif
 };
 
 // What this block takes in its round `round`. Under causality alone tiles differ in their work: within `section` sets of
 // heads, whose keys fit into the second cache, the longest come first, and every other round goes through the blocks
 // backwards. So a block has as much to do as any other when a section ends, if each begins with a round of its own; the
 // last one of a section has none for some blocks, where it would have had one of the shortest.
-__device__ __forceinline__ Share scheduled(const AttentionParams& p, int round) {
+__device__ __forceinline__ Share scheduled(const ForwardParams& launch, int round) {
+    const AttentionParams& p = launch.attention;
     const int all = all_sets(p) * p.tiles;
     const unsigned grid = gridDim.x, block = blockIdx.x;
 #if CAUSAL && KEYS == KEYS_CONTIGUOUS
@@ -46,6 +50,12 @@ __device__ __forceinline__ Share scheduled(const AttentionParams& p, int round) 
 #endif
     const int sets = max(1, min(p.section, all_sets(p) - first));
     return {exists, first + rest % sets, rest / sets, 0, rest < sets * p.tiles ? CONSUMERS : 0};
+#elif SPLIT
+    const unsigned before = round * grid, parts = launch.parts.count;
+    const bool split = before >= launch.parts.first;
+    const int number = before + (split ? block / parts : block);
+    const Dealt tile = dealt(number, all_sets(p), p.tiles, p.shorter);
+    return {number < all, tile.set, tile.place, 0, CONSUMERS, split ? static_cast<int>(block % parts) : -1};
 #else
     const int before = round * grid;
     // Of the last tiles, if there are fewer than blocks, the first ones (`thirds`) are cut up into a part for each consumer, and
@@ -57,30 +67,47 @@ __device__ __forceinline__ Share scheduled(const AttentionParams& p, int round) 
     const unsigned other = block - CONSUMERS * thirds;
     const bool third = block < CONSUMERS * thirds, second = !third && few && other % 2 != 0;
     const unsigned number = third ? block / CONSUMERS : thirds + (few ? other / 2 : other);
-    // The last `shorter` tiles of each set, whose lists may be shorter, come last, the longest of them first.
-    const int sets = all_sets(p), longer = p.tiles - (SEQUENCES ? 0 : p.shorter);
-    const int place = before + number, behind = place - sets * longer;
-    const unsigned divisor = behind < 0 ? longer : sets, x = behind < 0 ? place : behind;
-    const int quotient = x / divisor, remainder = x - quotient * divisor, part = block % CONSUMERS;
-    return {number < rest, behind < 0 ? quotient : remainder, behind < 0 ? remainder : longer + quotient,
-            third ? part : second ? CONSUMERS - 1 : 0, third || second ? 1 : few ? CONSUMERS - 1 : CONSUMERS};
+    const Dealt tile = dealt(before + number, all_sets(p), p.tiles, SEQUENCES ? 0 : p.shorter);
+    const int part = block % CONSUMERS;
+    return {number < rest, tile.set, tile.place, third ? part : second ? CONSUMERS - 1 : 0,
+            third || second ? 1 : few ? CONSUMERS - 1 : CONSUMERS};
 #endif
 }
 
+// Place of a tile's first key in its own list. No function: it would change the code where it is 0.
+#if SPLIT
+#define FIRST(source) (source).first
+#else
+#define FIRST(source) 0
+#endif
+
+#if SPLIT
+// Of a tile's keys those of part `part`. Its `parts` have as many blocks each, or one more; of a short list some have none.
+__device__ __forceinline__ void keep_part(KeySource& source, unsigned part, unsigned parts) {
+    const unsigned blocks = (source.length + BLOCK_N - 1) / BLOCK_N;
+    source.first = blocks * part / parts * BLOCK_N;
+    source.length = min(source.length, static_cast<int>(blocks * (part + 1) / parts * BLOCK_N));
+    source.full = min(source.full, source.length);
+}
+#endif
+
 // The tiles of this block, one after the other. Finding a tile takes several divisions and a load.
 struct Tiles {
+    const ForwardParams& launch;
     const AttentionParams& p;
     Plan (&plans)[2];  // this warp's
     int round;
     int staying;  // how many consumers have a part in the tile found last; none: there are no more
 
-    __device__ __forceinline__ Tiles(const AttentionParams& p, Plan (&plans)[2]) : p(p), plans(plans), round(-1), staying(0) {}
+    __device__ __forceinline__ Tiles(const ForwardParams& launch, Plan (&plans)[2])
+        : launch(launch), p(launch.attention), plans(plans), round(-1), staying(0) {}
 
     // Finds the next tile, and plans it.
     __device__ __forceinline__ void find(int plan) {
         Tile t;
+        Share share;
         for (;;) {
-            const Share share = scheduled(p, ++round);
+            share = scheduled(launch, ++round);
             staying = share.exists ? share.count : 0;
             if (!share.exists) return;
             if (staying == 0) continue;
@@ -98,6 +125,9 @@ struct Tiles {
         __syncwarp();  // nobody reads what was planned there before
         if ((threadIdx.x & 31) == 0) {
             plans[plan] = Plan(p, t);
+#if SPLIT
+            plans[plan].part = share.part;
+#endif
 #if KEYS == KEYS_LISTED
             const int* lengths = p.list_lengths + 2 * list_of(p, t);
             copy_async_4(&plans[plan].source.full, lengths, 4);
@@ -119,6 +149,10 @@ struct Tiles {
         source.first = uniform(source.first);
         source.length = uniform(source.length);
         source.full = uniform(source.full);
+#if SPLIT
+        const int part = uniform(plans[plan].part);
+        if (part >= 0) keep_part(source, part, launch.parts.count);
+#endif
         return KeyBlocks(source, uniform(t.first_position), uniform(t.last_position));
     }
 };
@@ -171,7 +205,7 @@ __device__ __forceinline__ Block next_block(Shared& shared, KeyBlocks& blocks, i
     if (next.first < 0) return block;
     if (next.masked) block.clear = KEYS == KEYS_LISTED ? max(source.full - next.first, 0) : 0;
 #if HOLES
-    if (next.masked && next.first < source.full && apart(source.full, source.length - source.full)) {
+    if (next.masked && next.first < source.full && apart(source.full - FIRST(source), source.length - source.full)) {
         block.end = blocks.place = source.full;
         block.clear = BLOCK_N;
     }
@@ -446,9 +480,9 @@ __device__ __forceinline__ void open_tile(Shared& shared, const ForwardParams& l
     barrier_arrive(arrived);
 }
 
-// How many blocks at the beginning of a list are full of keys that all queries see; the tile's last block is not among them.
+// How many blocks at the beginning of a tile are full of keys that all queries see; its last block is not among them.
 __device__ __forceinline__ int whole_blocks(const KeySource& source) {
-    return max(min(source.full, source.length - 1), 0) / BLOCK_N;
+    return max(min(source.full, source.length - 1) - FIRST(source), 0) / BLOCK_N;
 }
 
 // Keys run one block ahead of values, the order in which they are used, and lists one block ahead of keys.
@@ -459,7 +493,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
     Turn<STAGES> turn;
     Turn<VALUE_STAGES> value_turn;
     Turn<QUERY_STAGES> query_turn;
-    Tiles tiles(p, shared.plans[warp]);
+    Tiles tiles(launch, shared.plans[warp]);
     int at_hand = 0;         // which plan is the tile's
     unsigned number = 0;     // of the block
     RowSource values = {};   // of the block before
@@ -513,7 +547,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
         // Behind the tile's first block: keys of whole ones and values of those before them, side by side, for a warp waits
         // for each of its steps.
         if (!opens && whole > 1) {
-            const int* entry = plan.source.list + BLOCK_N + key_of(warp, threadIdx.x & 31);
+            const int* entry = plan.source.list + BLOCK_N + key_of(warp, threadIdx.x & 31) + FIRST(blocks.source);
             int left = whole - 1;
             do {
                 Barrier *key_free = &shared.key_free[turn.stage], *value_free = &shared.value_free[value_turn.stage];
@@ -525,7 +559,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
                     list_entries(shared, number + 1, warp, entry);
                 } else {
                     blocks = tiles.keys(at_hand);  // again, for it is not kept in registers
-                    blocks.place = whole * BLOCK_N;
+                    blocks.place = FIRST(blocks.source) + whole * BLOCK_N;
                     block = next_block(shared, blocks, warp, number + 1);
                 }
                 if (!key_goes) barrier_wait(key_free, turn.phase ^ 1);

@@ -9,6 +9,7 @@
 #include "params.cuh"
 #include "query_tile.cuh"
 #include "softmax.cuh"
+#include "sm90/parts.cuh"
 
 constexpr int CONSUMERS = BLOCK_M / 64;  // warpgroups that multiply
 constexpr int CONSUMER_THREADS = CONSUMERS * 128;
@@ -51,8 +52,9 @@ constexpr int RUN_STEP = 8;   // such a block begins at a multiple of this key
 constexpr int RUN_KEYS = 32;  // of a box
 // Whether the last tiles, too few for all blocks of the grid, are cut up among them, 64 rows for each warpgroup that
 // multiplies. Of a dense mask a tile's words must begin at a word; causality's last tiles are short ones.
-#define CUT (64 % HEADS == 0 && !BITS && !(CAUSAL && KEYS == KEYS_CONTIGUOUS))
+#define CUT (64 % HEADS == 0 && !BITS && !(CAUSAL && KEYS == KEYS_CONTIGUOUS) && !SPLIT)
 constexpr int PART_QUERIES = 64 / HEADS;
+static_assert(!SPLIT || (!SEQUENCES && !BITS && !(CAUSAL && KEYS == KEYS_CONTIGUOUS)), "such tiles are not split up");
 // Whether some numbers of tiles, or of parts, have none.
 #define GAPS (SEQUENCES || CUT)
 // Whether the producer has a loop of its own for blocks full of keys that all queries see, which gathers them.
@@ -132,6 +134,9 @@ struct ForwardParams {
     TensorMap out;
 #endif
     AttentionParams attention;
+#if SPLIT
+    Parts parts;
+#endif
 #if SOFTCAP
     SoftcapPolynomial softcap[2];  // the second one of a lower degree, and of fewer products
 #endif
@@ -155,6 +160,9 @@ struct Plan {
     KeySource source;  // KEYS_LISTED: the list's lengths are on their way when the tile has been found
     const ELEMENT *keys, *values;
     const float* bias;
+#if SPLIT
+    int part;  // the tile's keys are those of this part; negative: all
+#endif
 
     __device__ __forceinline__ Plan(const AttentionParams& p, const Tile& t)
         : tile(t), output(p, t), source(locate_keys(p, t)), keys(p.key + t.batch * p.key_batch + t.group * p.key_head),

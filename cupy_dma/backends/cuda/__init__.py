@@ -9,7 +9,7 @@ of this package prepare and launch; they reach the device through a ``Runtime`` 
     dense.py       bits and lists of dense masks kernels/dense.cu
     sequences.py   packed sequences              kernels/sequences.cu
     forward.py     attention over key lists      kernels/forward.cu
-    hopper.py      the same on Hopper GPUs       kernels/sm90/forward.cu
+    hopper.py      the same on Hopper GPUs       kernels/sm90/forward.cu combine.cu
     hopper_tiles.py  its tile shapes, and how tiles are dealt out
     few_queries.py the same, split over keys     kernels/decode_attention.cu
     last_queries.py  with their selection        kernels/decode_select.cu

@@ -17,7 +17,7 @@ from numpy.polynomial import Polynomial
 from cupy_dma import jit
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.configs import BIAS_DENSE, ELEMENTS, blocks
-from cupy_dma.backends.cuda.hopper_tiles import facts_of, is_dense, tile_shape, work_of
+from cupy_dma.backends.cuda.hopper_tiles import HopperTile, Work, facts_of, is_dense, tile_shape, work_of
 from cupy_dma.backends.cuda.lists import KeyLists
 from cupy_dma.backends.cuda.problem import Problem
 from cupy_dma.backends.cuda.runtime import Runtime
@@ -49,6 +49,7 @@ class HopperForwardConfig(jit.Config):
     bulk: bool
     query_bulk: bool
     runs: bool
+    split: bool = False  # the last tiles are split up along their keys
 
     @property
     def shared_bytes(self) -> int:
@@ -61,6 +62,21 @@ class HopperForwardConfig(jit.Config):
         return 1024 + row * rows + self.stages * facts + barriers + producer
 
 
+@dataclass(frozen=True)
+class CombineConfig(jit.Config):
+    source = "combine.cu"
+    element: str
+    head_dim: int
+    heads: int  # as above
+    block_m: int
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a block of ``COMBINE_THREADS`` threads."""
+        return COMBINE_THREADS // next(lanes for lanes in (4, 8, 16, 32) if self.head_dim <= 4 * lanes or lanes == 32)
+
+
+COMBINE_THREADS = 256  # as in the kernel file
 SMALLEST_SCALE = 2.0**-40  # sums begin at bias / scale, which must stay far from the largest float32
 FEW_KEYS = 512  # of a mask that is left to the portable kernel
 
@@ -100,14 +116,47 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
     kernel = _kernel(runtime, device.index, ELEMENTS[query.dtype], call.head_dim, problem.tile_heads, *tile,
                      "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal and not problem.bits,
                      problem.bias_kind, call.softcap > 0.0, problem.bits, problem.bias_element, problem.count > 0,
-                     bool(key_maps) and not ordered, query_map is not None, bool(key_maps) and ordered)
+                     bool(key_maps) and not ordered, query_map is not None, bool(key_maps) and ordered,
+                     work.parts > 1)
     params = problem.pack(lists, out=place.pointer(out), lse=place.pointer(lse), tiles=work.tiles,
                           section=work.section, shorter=work.shorter)
     # struct ForwardParams: the maps first, and all of it a multiple of their alignment
     maps = key_maps + (query_map or b"") + out_map
-    packed = maps + params + _softcap_polynomials(call.scale, call.softcap, problem.bias_kind != BIAS_DENSE)
+    parts = None if work.parts == 1 else _Parts(call, problem, tile, work)
+    packed = maps + params + (parts.packed if parts else b"")
+    packed += _softcap_polynomials(call.scale, call.softcap, problem.bias_kind != BIAS_DENSE)
     packed += bytes(-len(packed) % (64 if maps else 8))
     kernel.launch(work.grid, 128 + 2 * tile.block_m, packed, stream)
+    if parts:
+        parts.combine(runtime, out, lse)
+
+
+class _Parts:
+    """What the parts of the last tiles leave, of each tile one after the other (kernels/sm90/parts.cuh)."""
+
+    def __init__(self, call: AttentionCall, problem: Problem, tile: HopperTile, work: Work):
+        query = call.query
+        sets = query.shape[0] * (call.heads // problem.tile_heads)
+        self.call, self.work = call, work
+        self.config = ELEMENTS[query.dtype], call.head_dim, problem.tile_heads, tile.block_m
+        self.rows = (sets * work.tiles - work.first) * tile.block_m
+        rows = self.rows * work.parts
+        self.workspace = query.library.empty((rows * (call.head_dim + 1),), "float32", query.device)
+        self.output = query.library.pointer(self.workspace)
+        self.lse = self.output + 4 * rows * call.head_dim
+        self.packed = jit.params("sm90/parts.cuh", "Parts").pack(
+            output=self.output, lse=self.lse, first=work.first, count=work.parts,
+            blocks=rows // tile.block_m)
+
+    def combine(self, runtime: Runtime, out: Any, lse: Any) -> None:
+        """Adds them up, behind the kernel that left them."""
+        query, work = self.call.query, self.work
+        place, (batch, length, heads, _) = query.library, query.shape
+        params = jit.params("combine.cu", "CombineParams").pack(
+            partial=self.output, partial_lse=self.lse, out=place.pointer(out), lse=place.pointer(lse), parts=work.parts,
+            first=work.first, batch=batch, query_length=length, heads=heads, tiles=work.tiles, shorter=work.shorter)
+        kernel, block_rows = _combine_kernel(runtime, query.device.index, *self.config)
+        kernel.launch(self.rows // block_rows, COMBINE_THREADS, params, place.stream(query.device))
 
 
 # tanh(y) / y as polynomials of y^2, and up to which y: minimax of the relative error, 5.5e-7 and 4.0e-7.
@@ -159,6 +208,12 @@ def _runs_maps(call: AttentionCall) -> bytes:
 
 def _joined(key: bytes | None, value: bytes | None) -> bytes:
     return b"" if key is None or value is None else key + value
+
+
+@functools.cache
+def _combine_kernel(runtime: Runtime, index: int, *fields: Any) -> tuple[Any, int]:
+    config = CombineConfig(*fields)
+    return runtime.load(config, "combine_parts", index), config.block_rows
 
 
 @functools.cache

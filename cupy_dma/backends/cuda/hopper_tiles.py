@@ -62,6 +62,9 @@ SHORT_LISTS = {64: 192, 128: 128}  # keys of a query up to which intervals are s
 BLOCK_128_KEYS = 20  # what such a block of a list costs, in keys
 PART_TIMES = {192: (0.75, 0.9), 128: (0.85,)}  # of 64 and of 128 rows of a tile, by its own
 TILE_TIME = 0.15  # of a tile without keys, by that of one with the most
+# Of tiles split up along their keys: the most parts, and the fewest keys of one.
+MOST_PARTS, LEAST_PART_KEYS = 32, 512
+SPLIT_KEYS = {64: 1100, 128: 650, 256: 450}  # what such a round costs beside its keys, in keys; by the largest head dim
 
 
 class Facts(NamedTuple):
@@ -93,6 +96,8 @@ class Work(NamedTuple):
     grid: int  # blocks, which stay for many tiles
     section: int  # sets of heads whose keys and values stay in the second cache together, if they fit
     shorter: int  # tiles of a set that may meet fewer keys than the others
+    first: int = 0  # of the tiles that are split up along their keys, in the order in which they are dealt out
+    parts: int = 1  # of each of those; 1: none is split up
 
 
 def facts_of(call: AttentionCall, problem: Problem) -> Facts:
@@ -145,7 +150,8 @@ def tile_shape(facts: Facts, processors: int) -> HopperTile:
 
 @functools.lru_cache(maxsize=4096)
 def work_of(facts: Facts, tile: HopperTile, processors: int) -> Work:
-    """Few tiles are cut up among several blocks each (``scheduled`` in kernels/sm90/producer.cuh). Those that may meet
+    """Few tiles are cut up among several blocks each (``scheduled`` in kernels/sm90/producer.cuh), by rows, or where it
+    takes less time split up along their keys (kernels/sm90/parts.cuh). Those that may meet
     fewer keys, as their queries have fewer before them than a query of the mask sees at most, are dealt out last, all
     sets at a time, so these keys must fit into the second cache."""
     queries = tile.block_m // facts.tile_heads
@@ -158,12 +164,34 @@ def work_of(facts: Facts, tile: HopperTile, processors: int) -> Work:
     if (facts.seen < facts.key_length and not facts.sequences
             and facts.groups * _bytes(facts, facts.seen) <= SECTION_BYTES):
         shorter = max(0, facts.seen + facts.query_length - facts.key_length) // queries
-    return Work(tiles, min(parts * tiles * facts.sets, processors), section, shorter)
+    work = Work(tiles, min(parts * tiles * facts.sets, processors), section, shorter)
+    split = _parts(facts, tile, processors, work)
+    if split == 1:
+        return work
+    full, rest = divmod(tiles * facts.sets, processors)
+    return work._replace(grid=processors if full else rest * split, first=full * processors, parts=split)
 
 
 def _cut(facts: Facts) -> bool:
     """Whether tiles may be cut up: ``CUT`` in kernels/sm90/tile.cuh."""
     return 64 % facts.tile_heads == 0 and not facts.bits and not facts.causal
+
+
+def _parts(facts: Facts, tile: HopperTile, processors: int, work: Work) -> int:
+    """How many parts the tiles of the last round are split up into; 1: none."""
+    full, rest = divmod(work.tiles * facts.sets, processors)
+    if rest == 0 or facts.sequences or facts.bits or facts.causal:
+        return 1
+    keys = _keys_at(facts, tile, work, full * processors)
+    parts = min(processors // rest, MOST_PARTS, keys // LEAST_PART_KEYS)
+    return parts if parts > 1 and _split_pays(facts, tile, processors, work, parts) else 1
+
+
+def _split_pays(facts: Facts, tile: HopperTile, processors: int, work: Work, parts: int) -> bool:
+    """Not for lists of all positions, of which the last tiles have the fewest keys, nor where a tile may skip most."""
+    if facts.listed and (facts.query_length == facts.key_length or facts.seen == facts.key_length):
+        return False
+    return _split_time(facts, tile, processors, work, parts) < _cut_time(facts, tile, processors, work)
 
 
 def _bytes(facts: Facts, keys: int) -> int:
@@ -173,24 +201,57 @@ def _bytes(facts: Facts, keys: int) -> int:
 
 def rounds(facts: Facts, tile: HopperTile, processors: int) -> float:
     """The time of all tiles, by that of one with the most keys."""
-    tiles, _, _, shorter = work_of(facts, tile, processors)
-    sets = facts.sets
-    count = sets * tiles
+    work = work_of(facts, tile, processors)
+    count = facts.sets * work.tiles
     if facts.causal:  # the longest tiles first, with half of the keys on average
         return max(1.0, count / (2 * processors))
-    longer = count - sets * shorter
+    full = count // processors  # rounds
+    whole = min(full, facts.sets * (work.tiles - work.shorter) // processors)
+    total = whole + sum(_time_at(facts, work, place * processors) for place in range(whole, full))
+    if work.parts > 1:
+        return total + _split_time(facts, tile, processors, work, work.parts)
+    return total + _cut_time(facts, tile, processors, work)
 
-    def time(place: int) -> float:  # of the tile that is dealt out there
-        left = 0 if place < longer else (place - longer) // sets + 1
-        return 1.0 - (1.0 - TILE_TIME) * left / (shorter + 1)
 
-    full, rest = divmod(count, processors)  # rounds
-    whole = min(full, longer // processors)
-    total = whole + sum(time(place * processors) for place in range(whole, full))
-    before = full * processors
-    if rest == 0 or not _cut(facts):
-        return total + (time(before) if rest else 0.0)
+def _split_time(facts: Facts, tile: HopperTile, processors: int, work: Work, parts: int) -> float:
+    """The time of the last round, its tiles split up into so many parts."""
+    first = work.tiles * facts.sets // processors * processors
+    keys = _keys_at(facts, tile, work, first) / parts + _entry(SPLIT_KEYS, facts.head_dim)
+    return keys / _most_keys(facts, tile)
+
+
+def _cut_time(facts: Facts, tile: HopperTile, processors: int, work: Work) -> float:
+    """The same, its tiles cut up where they may be."""
+    full, rest = divmod(work.tiles * facts.sets, processors)
+    if rest == 0:
+        return 0.0
+    first = full * processors
+    time = _time_at(facts, work, first)
+    if not _cut(facts):
+        return time
     third, *half = PART_TIMES[tile.block_m]
     if 2 * rest > processors:
-        return total + max(third * time(before), time(before + (processors - rest) // (tile.block_m // 64 - 1)))
-    return total + time(before) * (third if tile.block_m // 64 * rest <= processors else half[0])
+        return max(third * time, _time_at(facts, work, first + (processors - rest) // (tile.block_m // 64 - 1)))
+    return time * (third if tile.block_m // 64 * rest <= processors else half[0])
+
+
+def _time_at(facts: Facts, work: Work, place: int) -> float:
+    """Of the tile that is dealt out there."""
+    return 1.0 - (1.0 - TILE_TIME) * _missing(facts, work, place)
+
+
+def _keys_at(facts: Facts, tile: HopperTile, work: Work, place: int) -> int:
+    """Keys of that tile."""
+    return int(_most_keys(facts, tile) * (1.0 - _missing(facts, work, place)))
+
+
+def _missing(facts: Facts, work: Work, place: int) -> float:
+    """Which part of the most keys that tile has not."""
+    longer = facts.sets * (work.tiles - work.shorter)
+    left = 0 if place < longer else (place - longer) // facts.sets + 1
+    return left / (work.shorter + 1)
+
+
+def _most_keys(facts: Facts, tile: HopperTile) -> int:
+    """Of a tile: a query has one key more or less than the one before it."""
+    return min(facts.key_length, facts.seen + tile.block_m // facts.tile_heads)

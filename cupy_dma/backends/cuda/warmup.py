@@ -54,10 +54,17 @@ def hopper_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ..
             for tile in hopper_tiles.tiles_of(kind, head_dim):
                 if keys != "KEYS_CONTIGUOUS":
                     configs.append(ListConfig(causal=False, block_n=tile.block_n))
+                served = [(element, heads) for heads in sorted({heads_per_tile(group) for group in groups})
+                          for element in elements]
+                # The last tiles without a mask, and those of few queries over long lists, are split up.
+                split = kind == "contiguous" and not causal or kind == "intervals" and keys == "KEYS_LISTED"
                 configs += [hopper.HopperForwardConfig(element, head_dim, heads, *tile, keys, causal, bias, False,
                                                        False, "float", False, keys == "KEYS_CONTIGUOUS",
-                                                       tile.block_m % heads == 0, False)
-                            for heads in sorted({heads_per_tile(group) for group in groups}) for element in elements]
+                                                       tile.block_m % heads == 0, False, parts)
+                            for parts in (False, True)[:1 + split] for element, heads in served]
+                if split:
+                    configs += [hopper.CombineConfig(element, head_dim, heads, tile.block_m)
+                                for element, heads in served]
     return list(dict.fromkeys(configs))
 
 
