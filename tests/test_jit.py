@@ -224,8 +224,8 @@ def check_hopper_kernel(config: hopper.HopperForwardConfig) -> None:
     assert "Used" in log  # the assembler has spoken
     assert "serialized" not in log, f"{config}: {log}"
     assert config.shared_bytes <= 227 * 1024
-    # The producer's, where it has 32 registers; its loop over whole blocks has few. A dense bias is in registers beside the
-    # logits; with a softcap there are all ways to compute it.
+    # The producer's, where it has 32 registers; its loop over whole blocks has few. A dense bias is in registers beside
+    # the logits; with a softcap there are all ways to compute it.
     large, dense = config.block_m * config.block_n > 16384, config.bias == configs.BIAS_DENSE
     allowed = 2048 if config.softcap else 800 if large else 320 if dense else 256
     assert jit._read_resources(log)["spill_bytes"] <= allowed, config
