@@ -42,7 +42,7 @@ def splitting(always: bool) -> Iterator[list[int]]:
         return work
 
     with ExitStack() as stack:
-        for place, name, value in ((hopper_tiles, "_split_pays", lambda *arguments: always),
+        for place, name, value in ((hopper_tiles, "_best_parts", lambda *arguments: arguments[-1] if always else 1),
                                    (hopper_tiles, "LEAST_PART_KEYS", 1), (hopper, "work_of", work_of)):
             stack.enter_context(mock.patch.object(place, name, value))
         yield parts

@@ -63,8 +63,8 @@ BLOCK_128_KEYS = 20  # what such a block of a list costs, in keys
 PART_TIMES = {192: (0.75, 0.9), 128: (0.85,)}  # of 64 and of 128 rows of a tile, by its own
 TILE_TIME = 0.15  # of a tile without keys, by that of one with the most
 # Of tiles split up along their keys: the most parts, and the fewest keys of one.
-MOST_PARTS, LEAST_PART_KEYS = 32, 512
-SPLIT_KEYS = {64: 1100, 128: 650, 256: 450}  # what such a round costs beside its keys, in keys; by the largest head dim
+MOST_PARTS, LEAST_PART_KEYS = 32, 256
+SPLIT_KEYS, PART_KEYS = 250, 3.5  # what such a round costs beside its keys, in keys: in any case, and for each part
 
 
 class Facts(NamedTuple):
@@ -183,15 +183,19 @@ def _parts(facts: Facts, tile: HopperTile, processors: int, work: Work) -> int:
     if rest == 0 or facts.sequences or facts.bits or facts.causal:
         return 1
     keys = _keys_at(facts, tile, work, full * processors)
-    parts = min(processors // rest, MOST_PARTS, keys // LEAST_PART_KEYS)
-    return parts if parts > 1 and _split_pays(facts, tile, processors, work, parts) else 1
+    most = min(processors // rest, MOST_PARTS, keys // LEAST_PART_KEYS)
+    return 1 if most < 2 else _best_parts(facts, tile, processors, work, most)
 
 
-def _split_pays(facts: Facts, tile: HopperTile, processors: int, work: Work, parts: int) -> bool:
-    """Not for lists of all positions, of which the last tiles have the fewest keys, nor where a tile may skip most."""
+def _best_parts(facts: Facts, tile: HopperTile, processors: int, work: Work, most: int) -> int:
+    """The fastest number of parts, up to ``most``, for combine.cu reads four at a time; or 1, if it takes less time to
+    cut the tiles up. So it does for lists of all positions, of which the last tiles have the fewest keys, and where a
+    tile may skip most."""
     if facts.listed and (facts.query_length == facts.key_length or facts.seen == facts.key_length):
-        return False
-    return _split_time(facts, tile, processors, work, parts) < _cut_time(facts, tile, processors, work)
+        return 1
+    time, parts = min((_split_time(facts, tile, processors, work, n), n) for n in range(2, most + 1)
+                      if n <= 4 or n % 4 == 0)
+    return parts if time < _cut_time(facts, tile, processors, work) else 1
 
 
 def _bytes(facts: Facts, keys: int) -> int:
@@ -215,9 +219,9 @@ def rounds(facts: Facts, tile: HopperTile, processors: int) -> float:
 
 def _split_time(facts: Facts, tile: HopperTile, processors: int, work: Work, parts: int) -> float:
     """The time of the last round, its tiles split up into so many parts."""
-    first = work.tiles * facts.sets // processors * processors
-    keys = _keys_at(facts, tile, work, first) / parts + _entry(SPLIT_KEYS, facts.head_dim)
-    return keys / _most_keys(facts, tile)
+    full, rest = divmod(work.tiles * facts.sets, processors)
+    keys = _keys_at(facts, tile, work, full * processors) / parts
+    return (keys + SPLIT_KEYS + PART_KEYS * rest * parts) / _most_keys(facts, tile)
 
 
 def _cut_time(facts: Facts, tile: HopperTile, processors: int, work: Work) -> float:
