@@ -14,8 +14,9 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -23,8 +24,10 @@ import numpy as np
 
 from benchmarks import tune_hopper
 from cupy_dma import jit
+from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda import hopper
 from tests import cases, cut_cases, emulator, test_cuda_hopper, varlen_cases
+from tests.emulator.memory import Session
 from tests.hopper_tiles import TILES, taken
 
 
@@ -35,11 +38,27 @@ class Nothing:
         pass
 
 
+class Unwatched(Session):
+    """The memory of a call that touches none."""
+
+    def operand(self, operand: Operand, writable: bool = False) -> Operand:
+        return operand
+
+
+class UnwatchedMemory:
+    """Opens such sessions."""
+
+    @contextmanager
+    def session(self) -> Iterator[Session]:
+        yield Unwatched()
+
+
 class Recorder(emulator.EmulatorRuntime):
     """A device of 132 multiprocessors that keeps the configurations of the kernels it is asked for."""
 
     def __init__(self, is_hopper: bool = False):
         super().__init__(build="plain", is_hopper=is_hopper)
+        self.memory = UnwatchedMemory()
         self.configs: dict[jit.Config, None] = {}
 
     def load(self, config: jit.Config, entry: str, index: int, shared_bytes: int = 0) -> Any:
@@ -63,15 +82,13 @@ def hopper_configs() -> dict[jit.Config, None]:
             with taken(tile, head_dims):
                 run_all(cases.run, forward)
                 run_all(varlen_cases.run, packed)
-                for case in cut_cases.CASES:
-                    for heads in cut_cases.HEADS:
-                        cut_cases.run(case, *heads, head_dims[-1], np.ascontiguousarray, backend="emulator")
-                with cut_cases.splitting(True):
-                    for case in cut_cases.CASES:
-                        for heads in cut_cases.HEADS:
-                            cut_cases.run(case, *heads, head_dims[-1], np.ascontiguousarray, backend="emulator")
-                    if name in test_cuda_hopper.GRID_IN_PARTS:
-                        run_all(cases.run, forward)
+                for split in (False, True):
+                    with cut_cases.splitting(split):
+                        for case in cut_cases.CASES:
+                            for heads in cut_cases.HEADS:
+                                cut_cases.run(case, *heads, head_dims[-1], np.ascontiguousarray, backend="emulator")
+                        if split and name in test_cuda_hopper.GRID_IN_PARTS:
+                            run_all(cases.run, forward)
                 if name == "128x128":
                     with mock.patch.object(hopper, "_maps", lambda call, block: b""):
                         run_all(cases.run, [case for case in forward if case.mask in ("none", "causal")])
