@@ -429,7 +429,7 @@ def test_few_tiles_are_cut_up(length, causal, blocks):
     ((64, 65536, 32, 8, 4096, True), 256, 128, 0, 2), ((128, 32768, 16, 8, 1024, True), 128, 64, 0, 4),
     ((64, 65536, 16, 8), 128, 128, 0, 8), ((64, 2**20, 2, 1), 128, 64, 0, 32)])
 def test_tiles_are_split_up_along_many_keys(arguments, queries, grid, first, parts):
-    """As measured, on 132 multiprocessors."""
+    """On 132 multiprocessors, by what was measured."""
     facts = hopper_facts(*arguments)
     facts = facts._replace(query_length=queries or facts.query_length)
     work = hopper_tiles.work_of(facts, hopper_tiles.tile_shape(facts, 132), 132)
