@@ -40,6 +40,7 @@ struct ListParams {
     long long start_batch, start_head, stop_batch, stop_head;  // strides, in elements; 0 where an axis broadcasts
     int heads;  // of the mask: row = batch * heads + head
     int key_length, query_length, chunks, queries, tiles, capacity, summary_blocks;
+    int lower, less;  // so many tiles, the first ones, have so many queries less
     int tile_warps;  // warps of tile_lists that make a tile's list: 1, 2 or 4
     int super_queries, supers, super_capacity, sequences;
     long long super_entries;  // SEQUENCES: instead of supers * super_capacity
@@ -181,6 +182,11 @@ __device__ __forceinline__ int2 find_range(const ListParams& p, long long row, i
     return make_int2(p.chunk_info[row * p.chunks + first_chunk].w, info.w + info.x);
 }
 
+// SEQUENCES have tiles of one size.
+__device__ __forceinline__ int first_query_of(const ListParams& p, int tile) {
+    return tile * p.queries - min(tile, p.lower) * p.less;
+}
+
 // A block makes the lists of consecutive tiles: all of it looks for keys that any of them sees, a step at a time, and
 // passes them through shared memory; then `tile_warps` warps make each tile's list of them. Keys that all tiles see in full,
 // nearly all of them, are copied; the others are sorted, by each warp of the tile for itself.
@@ -203,10 +209,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParam
 #else
     const bool exists = tile < p.tiles;
     const int shift = p.key_length - p.query_length;
-    const int group_first = first_tile * p.queries + shift;
-    const int group_last = min((first_tile + group) * p.queries, p.query_length) - 1 + shift;
-    const int first_position = tile * p.queries + shift;
-    const int last_position = min((tile + 1) * p.queries, p.query_length) - 1 + shift;
+    const int group_first = first_query_of(p, first_tile) + shift;
+    const int group_last = min(first_query_of(p, first_tile + group), p.query_length) - 1 + shift;
+    const int first_position = first_query_of(p, tile) + shift;
+    const int last_position = min(first_query_of(p, tile + 1), p.query_length) - 1 + shift;
 #endif
 
     const int2 range = find_range(p, row, group_first, group_last, warp_values);

@@ -52,6 +52,7 @@ struct AttentionParams {
     int batch, query_length, key_length, heads, kv_heads;
     int tiles, capacity;
     int section, shorter;  // sm90/producer.cuh: how tiles are dealt out
+    int lower;             // tiles of a set, the first ones, that have 64 rows less than the others
     int query_words, key_stride;
     int dbias_batch, dbias_heads;  // axes of a dense bias
     int bias_aligned;  // rows of bias_rows may be read 16 bytes at a time

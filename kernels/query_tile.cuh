@@ -42,7 +42,7 @@ __device__ __forceinline__ Tile find_tile(const AttentionParams& p, Index rest, 
     t.first_position = t.first_query + shift;
     t.last_position = t.end_query - 1 + shift;
 #else
-    t.first_query = t.number * QUERIES;
+    t.first_query = t.number * QUERIES - min(t.number, p.lower) * (64 / HEADS);
     t.end_query = p.query_length;
     t.first_position = t.first_query + p.key_length - p.query_length;
     t.last_position = min(t.first_query + QUERIES, p.query_length) - 1 + p.key_length - p.query_length;

@@ -63,14 +63,15 @@ __device__ __forceinline__ Share scheduled(const ForwardParams& launch, int roun
     const unsigned rest = max(all - before, 0);
     const bool few = CUT && 2 * rest <= grid;
     const unsigned spare = rest < grid ? grid - rest : 0;
-    const unsigned thirds = !CUT ? 0 : !few ? spare / (CONSUMERS - 1) : CONSUMERS > 2 ? min(rest, spare - rest) : rest;
+    const bool lower = CUT && p.lower > 0;  // then the last tiles are those with fewer rows, as many as remain
+    const unsigned thirds = !CUT || lower ? 0 : !few ? spare / (CONSUMERS - 1) : CONSUMERS > 2 ? min(rest, spare - rest) : rest;
     const unsigned other = block - CONSUMERS * thirds;
     const bool third = block < CONSUMERS * thirds, second = !third && few && other % 2 != 0;
     const unsigned number = third ? block / CONSUMERS : thirds + (few ? other / 2 : other);
     const Dealt tile = dealt(before + number, all_sets(p), p.tiles, SEQUENCES ? 0 : p.shorter);
     const int part = block % CONSUMERS;
     return {number < rest, tile.set, tile.place, third ? part : second ? CONSUMERS - 1 : 0,
-            third || second ? 1 : few ? CONSUMERS - 1 : CONSUMERS};
+            third || second ? 1 : few || (lower && rest <= grid) ? CONSUMERS - 1 : CONSUMERS};
 #endif
 }
 

@@ -18,7 +18,7 @@ from cupy_dma import jit
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.configs import BIAS_DENSE, ELEMENTS, blocks
 from cupy_dma.backends.cuda.hopper_tiles import HopperTile, Work, facts_of, is_dense, tile_shape, work_of
-from cupy_dma.backends.cuda.lists import KeyLists
+from cupy_dma.backends.cuda.lists import KeyLists, Lower
 from cupy_dma.backends.cuda.problem import Problem
 from cupy_dma.backends.cuda.runtime import Runtime
 from cupy_dma.backends.cuda.tensor_maps import queries_map, rows_map, runs_map
@@ -108,7 +108,8 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
     work = work_of(facts, tile, processors)
     queries, stream = tile.block_m // problem.tile_heads, place.stream(device)
     problem.move_mask_to_rows(runtime, stream)
-    lists: KeyLists | None = problem.key_lists(runtime, queries, tile.block_n, stream)
+    lists: KeyLists | None = problem.key_lists(runtime, queries, tile.block_n, stream,
+                                                     Lower(work.lower, 64 // problem.tile_heads))
     ordered = is_dense(problem)
     key_maps = _runs_maps(call) if ordered else b"" if lists is not None else _maps(call, tile.block_n)
     query_map = queries_map(query, queries, problem.tile_heads) if tile.block_m % problem.tile_heads == 0 else None
@@ -119,7 +120,7 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
                      bool(key_maps) and not ordered, query_map is not None, bool(key_maps) and ordered,
                      work.parts > 1)
     params = problem.pack(lists, out=place.pointer(out), lse=place.pointer(lse), tiles=work.tiles,
-                          section=work.section, shorter=work.shorter)
+                          section=work.section, shorter=work.shorter, lower=work.lower)
     # struct ForwardParams: the maps first, and all of it a multiple of their alignment
     maps = key_maps + (query_map or b"") + out_map
     parts = None if work.parts == 1 else _Parts(call, problem, tile, work)

@@ -95,7 +95,8 @@ class Work(NamedTuple):
     tiles: int  # of a set of heads
     grid: int  # blocks, which stay for many tiles
     section: int  # sets of heads whose keys and values stay in the second cache together, if they fit
-    shorter: int  # tiles of a set that may meet fewer keys than the others
+    shorter: int  # tiles of a set that come last, as they may meet fewer keys than the others or are lower
+    lower: int = 0  # of those, all that the last round has, so many have two thirds of the rows
     first: int = 0  # of the tiles that are split up along their keys, in the order in which they are dealt out
     parts: int = 1  # of each of those; 1: none is split up
 
@@ -151,9 +152,24 @@ def tile_shape(facts: Facts, processors: int) -> HopperTile:
 @functools.lru_cache(maxsize=4096)
 def work_of(facts: Facts, tile: HopperTile, processors: int) -> Work:
     """Few tiles are cut up among several blocks each (``scheduled`` in kernels/sm90/producer.cuh), by rows, or where it
-    takes less time split up along their keys (kernels/sm90/parts.cuh). Those that may meet
-    fewer keys, as their queries have fewer before them than a query of the mask sees at most, are dealt out last, all
-    sets at a time, so these keys must fit into the second cache."""
+    takes less time split up along their keys (kernels/sm90/parts.cuh). Where they are too many for that, all of the
+    last round may be lower ones."""
+    work = _whole_tiles(facts, tile, processors)
+    full, rest = divmod(work.tiles * facts.sets, processors)
+    parts = _parts(facts, tile, processors, work)
+    if parts > 1:
+        return work._replace(grid=processors if full else rest * parts, first=full * processors, parts=parts)
+    lower = _lower(facts, tile, processors, work)
+    if lower == 0:
+        return work
+    higher = full * processors // facts.sets
+    return work._replace(tiles=higher + lower, grid=processors if full else lower * facts.sets,
+                         shorter=max(work.shorter, lower), lower=lower)
+
+
+def _whole_tiles(facts: Facts, tile: HopperTile, processors: int) -> Work:
+    """Those that may meet fewer keys, as their queries have fewer before them than a query of the mask sees at most,
+    are dealt out last, all sets at a time, so these keys must fit into the second cache."""
     queries = tile.block_m // facts.tile_heads
     tiles = tile_numbers(facts.query_length, queries, facts.sequences)
     parts = tile.block_m // 64 if _cut(facts) else 1
@@ -161,20 +177,31 @@ def work_of(facts: Facts, tile: HopperTile, processors: int) -> Work:
     sections = max(1, min(blocks(facts.groups, groups), facts.sets * tiles // (SECTION_ROUNDS * processors)))
     section = blocks(facts.groups, sections) * facts.group_sets
     shorter = 0
-    if (facts.seen < facts.key_length and not facts.sequences
-            and facts.groups * _bytes(facts, facts.seen) <= SECTION_BYTES):
+    if facts.seen < facts.key_length and not facts.sequences and _fit_together(facts):
         shorter = max(0, facts.seen + facts.query_length - facts.key_length) // queries
-    work = Work(tiles, min(parts * tiles * facts.sets, processors), section, shorter)
-    split = _parts(facts, tile, processors, work)
-    if split == 1:
-        return work
-    full, rest = divmod(tiles * facts.sets, processors)
-    return work._replace(grid=processors if full else rest * split, first=full * processors, parts=split)
+    return Work(tiles, min(parts * tiles * facts.sets, processors), section, shorter)
+
+
+def _fit_together(facts: Facts) -> bool:
+    """Whether the keys that a query of each set sees fit into the second cache."""
+    return facts.groups * _bytes(facts, facts.seen) <= SECTION_BYTES
 
 
 def _cut(facts: Facts) -> bool:
     """Whether tiles may be cut up: ``CUT`` in kernels/sm90/tile.cuh."""
     return 64 % facts.tile_heads == 0 and not facts.bits and not facts.causal
+
+
+def _lower(facts: Facts, tile: HopperTile, processors: int, work: Work) -> int:
+    """Of how many lower tiles each set has in the last round; 0 if it is not all of such, or none."""
+    full, rest = divmod(work.tiles * facts.sets, processors)
+    higher, odd = divmod(full * processors, facts.sets)
+    if rest == 0 or odd or tile.block_m != 192 or facts.sequences or not _cut(facts) or not _fit_together(facts):
+        return 0
+    queries, less = tile.block_m // facts.tile_heads, 64 // facts.tile_heads
+    lower = blocks(facts.query_length - higher * queries, queries - less)
+    time = _lower_time(facts, tile, processors, work)
+    return lower if lower * facts.sets <= processors and time < _cut_time(facts, tile, processors, work) else 0
 
 
 def _parts(facts: Facts, tile: HopperTile, processors: int, work: Work) -> int:
@@ -205,15 +232,17 @@ def _bytes(facts: Facts, keys: int) -> int:
 
 def rounds(facts: Facts, tile: HopperTile, processors: int) -> float:
     """The time of all tiles, by that of one with the most keys."""
-    work = work_of(facts, tile, processors)
+    work, chosen = _whole_tiles(facts, tile, processors), work_of(facts, tile, processors)
     count = facts.sets * work.tiles
     if facts.causal:  # the longest tiles first, with half of the keys on average
         return max(1.0, count / (2 * processors))
     full = count // processors  # rounds
     whole = min(full, facts.sets * (work.tiles - work.shorter) // processors)
     total = whole + sum(_time_at(facts, work, place * processors) for place in range(whole, full))
-    if work.parts > 1:
-        return total + _split_time(facts, tile, processors, work, work.parts)
+    if chosen.parts > 1:
+        return total + _split_time(facts, tile, processors, work, chosen.parts)
+    if chosen.lower > 0:
+        return total + _lower_time(facts, tile, processors, work)
     return total + _cut_time(facts, tile, processors, work)
 
 
@@ -237,6 +266,12 @@ def _cut_time(facts: Facts, tile: HopperTile, processors: int, work: Work) -> fl
     if 2 * rest > processors:
         return max(third * time, _time_at(facts, work, first + (processors - rest) // (tile.block_m // 64 - 1)))
     return time * (third if tile.block_m // 64 * rest <= processors else half[0])
+
+
+def _lower_time(facts: Facts, tile: HopperTile, processors: int, work: Work) -> float:
+    """The same of lower tiles."""
+    full = work.tiles * facts.sets // processors
+    return PART_TIMES[tile.block_m][1] * _time_at(facts, work, full * processors)
 
 
 def _time_at(facts: Facts, work: Work, place: int) -> float:

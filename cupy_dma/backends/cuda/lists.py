@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cupy_dma import jit
 from cupy_dma.backends.cuda.configs import LIST_CHUNK, LIST_THREADS, LIST_WARPS, ListConfig, blocks
@@ -27,18 +27,28 @@ class KeyLists:
     workspace: Any
 
 
+class Lower(NamedTuple):
+    """Tiles, the first ones, that have fewer queries than the others: how many, and so many queries less."""
+
+    tiles: int = 0
+    less: int = 0
+
+
+EQUAL = Lower()
+
+
 def key_lists(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int, block_n: int, causal: bool,
-              stream: int, sequences: Sequences | None = None) -> KeyLists:
+              stream: int, sequences: Sequences | None = None, lower: Lower = EQUAL) -> KeyLists:
     """The key lists of a mask for tiles of ``queries`` queries; kept on the mask, per stream.
 
     With ``sequences`` the mask is one of rows (``mask_of_rows``), which belongs to a single call.
     """
     # A tile's own list knows no blocks: forward and backward share it, whatever their blocks of keys.
-    identity = (query_length, queries, 0 if _tile_capacity(mask, queries) else block_n, causal, stream)
+    identity = (query_length, queries, lower, 0 if _tile_capacity(mask, queries) else block_n, causal, stream)
     lists = mask._cache.get(identity)
     if lists is None:
         lists = mask._cache[identity] = _build(runtime, mask, query_length, queries, block_n, causal, stream,
-                                                     sequences)
+                                               sequences, lower)
     return lists
 
 
@@ -126,9 +136,9 @@ def _launch(runtime: Runtime, mask: IntervalMask, query_length: int, causal: boo
 
 
 def _build(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int, block_n: int, causal: bool,
-           stream: int, sequences: Sequences | None) -> KeyLists:
+           stream: int, sequences: Sequences | None, lower: Lower) -> KeyLists:
     rows, length = mask.shape[0] * mask.shape[1], mask.key_length
-    tiles = tile_numbers(query_length, queries, sequences.count if sequences else 0)
+    tiles = tile_numbers(query_length + lower.tiles * lower.less, queries, sequences.count if sequences else 0)
     capacity = _tile_capacity(mask, queries)
     summary_blocks = 0 if capacity else blocks(length, block_n)
     space = Workspace(mask, chunk_info=4 * rows * blocks(length, LIST_CHUNK), interval=2 * rows * length,
@@ -139,7 +149,8 @@ def _build(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int
     if capacity:
         warps = _tile_warps(rows, tiles, runtime.multiprocessors(mask.device.index))
         _launch(runtime, mask, query_length, causal, block_n, stream, "tile_lists",
-                rows * blocks(tiles, LIST_WARPS // warps), {**fields, "tile_warps": warps}, space, sequences)
+                rows * blocks(tiles, LIST_WARPS // warps),
+                {**fields, "lower": lower.tiles, "less": lower.less, "tile_warps": warps}, space, sequences)
         return KeyLists("KEYS_LISTED", {"list": at["list"], "list_lengths": at["list_lengths"], "capacity": capacity},
                         space.array)
     _launch(runtime, mask, query_length, causal, block_n, stream, "summarize",

@@ -7,7 +7,7 @@ from cupy_dma import jit
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.configs import BIAS_DENSE, BIAS_NONE, BIAS_OF_KEYS, ELEMENT_BYTES, ELEMENTS
 from cupy_dma.backends.cuda.dense import PackedMask, dense_lists, mask_rows, pack_mask
-from cupy_dma.backends.cuda.lists import KeyLists, key_lists
+from cupy_dma.backends.cuda.lists import EQUAL, KeyLists, Lower, key_lists
 from cupy_dma.backends.cuda.runtime import Runtime
 from cupy_dma.backends.cuda.sequences import mask_of_rows
 from cupy_dma.backends.cuda.tiles import heads_per_tile
@@ -113,15 +113,17 @@ class Problem:
             self._use_mask(mask_of_rows(runtime, self.mask, self.sequences, self.causal, stream))
             self.causal = False
 
-    def key_lists(self, runtime: Runtime, queries: int, block_n: int, stream: int) -> KeyLists | None:
-        """The lists of keys of tiles of ``queries`` queries; None where every key is looked at. Lengths are not 0."""
+    def key_lists(self, runtime: Runtime, queries: int, block_n: int, stream: int,
+                  lower: Lower = EQUAL) -> KeyLists | None:
+        """The lists of keys of tiles of ``queries`` queries, some of a mask's ``lower``; None where every key is looked
+        at. Lengths are not 0."""
         packed = self.packed_mask(runtime, stream)
         if packed is not None:
             return dense_lists(runtime, packed, queries, stream)
         if self.mask is None:
             return None
         return key_lists(runtime, self.mask, self.params["query_length"], queries, block_n, self.causal, stream,
-                         self.sequences)
+                         self.sequences, lower)
 
     def packed_mask(self, runtime: Runtime, stream: int) -> PackedMask | None:
         """The bits of a dense mask, with all else that hides keys; made once for the passes of a call."""
