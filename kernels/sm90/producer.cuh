@@ -61,9 +61,9 @@ __device__ __forceinline__ Share scheduled(const ForwardParams& launch, int roun
     // Of the last tiles, if there are fewer than blocks, the first ones (`thirds`) are cut up into a part for each consumer, and
     // the others in two if there are few. Without branches, for each would wait for instructions at a kernel's beginning.
     const unsigned rest = max(all - before, 0);
-    const bool few = CUT && 2 * rest <= grid;
+    const bool lower = CUT && p.lower > 0;  // then these are the tiles with fewer rows, and nothing is cut up
+    const bool few = CUT && !lower && 2 * rest <= grid;
     const unsigned spare = rest < grid ? grid - rest : 0;
-    const bool lower = CUT && p.lower > 0;  // then the last tiles are those with fewer rows, as many as remain
     const unsigned thirds = !CUT || lower ? 0 : !few ? spare / (CONSUMERS - 1) : CONSUMERS > 2 ? min(rest, spare - rest) : rest;
     const unsigned other = block - CONSUMERS * thirds;
     const bool third = block < CONSUMERS * thirds, second = !third && few && other % 2 != 0;
