@@ -1,9 +1,9 @@
-"""Calls whose tiles are dealt out to a few multiprocessors: whole, cut up (``CUT`` in kernels/sm90/tile.cuh) or split
-up along their keys (kernels/sm90/parts.cuh)."""
+"""Calls whose tiles are dealt out to a few multiprocessors: whole, cut up (``CUT`` in kernels/sm90/tile.cuh), split up
+along their keys (kernels/sm90/parts.cuh) or, in the last round, lower ones."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -21,31 +21,46 @@ HEADS = [(2, 1), (4, 1), (3, 1), (2, 2)]
 
 
 @contextmanager
-def multiprocessors(count: int, split: bool = False) -> Iterator[list[int]]:
-    """As many as tiles are dealt out to, and ``splitting``. Lists stay the same, whose order depends on how many warps
-    make one."""
+def multiprocessors(count: int, split: bool = False, lower: bool = False) -> Iterator[list[int]]:
+    """As many as tiles are dealt out to, and ``splitting`` or ``lowering``. Lists stay the same, whose order depends on
+    how many warps make one."""
     with (mock.patch.object(CudaRuntime, "multiprocessors", lambda runtime, index: count),
           mock.patch.object(EmulatorRuntime, "multiprocessors", lambda runtime, index: count),
-          mock.patch.object(lists, "_tile_warps", lambda *arguments: 1), splitting(split) as parts):
-        yield parts
+          mock.patch.object(lists, "_tile_warps", lambda *arguments: 1), splitting(split) as parts,
+          lowering(lower) as tiles):
+        yield tiles if lower else parts
 
 
 @contextmanager
 def splitting(always: bool) -> Iterator[list[int]]:
     """Tiles are split up along their keys wherever they can be, also into parts without keys, or never. Yields, of each
     call, into how many parts; 1: none was."""
-    parts: list[int] = []
+    with (mock.patch.object(hopper_tiles, "_best_parts", lambda *arguments: arguments[-1] if always else 1),
+          mock.patch.object(hopper_tiles, "LEAST_PART_KEYS", 1), dealt("parts") as parts):
+        yield parts
+
+
+@contextmanager
+def lowering(always: bool) -> Iterator[list[int]]:
+    """The last round has lower tiles wherever it can, or never. Yields, of each call, how many each set of heads has."""
+    with (mock.patch.object(hopper_tiles, "_lower_time", lambda *arguments: 0.0 if always else np.inf),
+          mock.patch.object(hopper_tiles, "LOWER_ROUNDS", np.inf), dealt("lower") as tiles):
+        yield tiles
+
+
+@contextmanager
+def dealt(field: str) -> Iterator[list[int]]:
+    """How the tiles of each call are dealt out, without what is known of earlier calls."""
+    found: list[int] = []
+    real = getattr(hopper.work_of, "__wrapped__", hopper.work_of)
 
     def work_of(*arguments: Any) -> hopper_tiles.Work:
-        work = hopper_tiles.work_of.__wrapped__(*arguments)
-        parts.append(work.parts)
+        work = real(*arguments)
+        found.append(getattr(work, field))
         return work
 
-    with ExitStack() as stack:
-        for place, name, value in ((hopper_tiles, "_best_parts", lambda *arguments: arguments[-1] if always else 1),
-                                   (hopper_tiles, "LEAST_PART_KEYS", 1), (hopper, "work_of", work_of)):
-            stack.enter_context(mock.patch.object(place, name, value))
-        yield parts
+    with mock.patch.object(hopper, "work_of", work_of):
+        yield found
 
 
 def run(name: str, heads: int, kv_heads: int, head_dim: int, convert: Callable[[np.ndarray], Any],

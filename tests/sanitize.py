@@ -15,6 +15,7 @@ import functools
 import io
 import sys
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import cupy
@@ -55,7 +56,7 @@ def hopper_forward(tile: HopperTile, largest: int) -> int:
     with (taken(tile, range(smallest, largest + 1)),
           mock.patch.object(CudaRuntime, "multiprocessors", lambda runtime, index: 2)):
         return (forward(("float16", "bfloat16")) + varlen_forward(("float16", "bfloat16")) + rising_logits(largest)
-                + cut_tiles(largest) + split_tiles(largest))
+                + cut_tiles(largest) + split_tiles(largest) + lower_tiles(largest))
 
 
 def rising_logits(head_dim: int) -> int:
@@ -92,6 +93,19 @@ def cut_tiles(head_dim: int) -> int:
     return count
 
 
+def lower_tiles(head_dim: int) -> int:
+    """In the last round, behind whole ones or without any: nearly as on one multiprocessor."""
+    count = 0
+    for name in ("none", "lists", "lists of all tiles"):
+        results = []
+        for processors in (1, 6, 10):
+            with cut_cases.multiprocessors(processors, lower=processors > 1):
+                results.append(cut_cases.run(name, 2, 1, head_dim, cupy.asarray, length=303))
+        check_nearly_same(results)
+        count += 1
+    return count
+
+
 def split_tiles(head_dim: int) -> int:
     """Along their keys, behind whole tiles or without any: nearly as on one multiprocessor."""
     count = 0
@@ -100,11 +114,15 @@ def split_tiles(head_dim: int) -> int:
         for processors in (1, 7, 25):
             with cut_cases.multiprocessors(processors, split=processors > 1):
                 results.append(cut_cases.run(name, 2, 1, head_dim, cupy.asarray, length=303))
-        for others in results[1:]:
-            for ours, expected, error in zip(others, results[0], (2**-8, 1e-4)):
-                assert cupy.allclose(ours.astype("f4"), expected.astype("f4"), rtol=0, atol=error, equal_nan=True)
+        check_nearly_same(results)
         count += 1
     return count
+
+
+def check_nearly_same(results: list[Any]) -> None:
+    for others in results[1:]:
+        for ours, expected, error in zip(others, results[0], (2**-8, 1e-4)):
+            assert cupy.allclose(ours.astype("f4"), expected.astype("f4"), rtol=0, atol=error, equal_nan=True)
 
 
 def backward() -> int:

@@ -369,6 +369,45 @@ def test_tiles_split_up_along_their_keys(name, tile, everything, torch, device, 
     assert found == {1} if "sequences" in name else max(found) > 2
 
 
+@pytest.mark.parametrize(("name", "tile"), [(name, tile) for name in cut_cases.CASES for tile in TILES
+                                            if TILES[tile][0].block_m == 192 and name != "dense bias"])
+def test_a_last_round_of_lower_tiles(name, tile, everything, torch, device, heads=cut_cases.HEADS,
+                                     dealt=(4, 6, 14, 16, 26, 32, 48), length=1003):
+    """Behind whole tiles or without any, as many as multiprocessors or fewer. Keys of lists come in another order."""
+    everything(*TILES[tile])
+    found = set()
+    for group in heads:
+        problem = name, *group, TILES[tile][1][-1], lambda x: torch.tensor(x, device=device), None, length
+        with cut_cases.multiprocessors(1):
+            expected = cut_cases.run(*problem)
+        for processors in dealt:
+            with cut_cases.multiprocessors(processors, lower=True) as tiles:
+                results = cut_cases.run(*problem)
+            found.update(tiles)
+            if name in ("none", "key bias", "sequences"):
+                assert all(map(torch.equal, results, expected))
+            torch.testing.assert_close(results[0], expected[0], rtol=0, atol=2**-8, equal_nan=True)
+            torch.testing.assert_close(results[1], expected[1], rtol=0, atol=1e-4)
+    assert found == {0} if "sequences" in name else max(found) > 2
+
+
+@pytest.mark.parametrize("processors", [10, 12])
+@pytest.mark.parametrize("tile", [tile for tile in TILES if TILES[tile][0].block_m == 192])
+def test_lower_tiles_of_the_last_queries(tile, processors, everything, torch, device, length=1003, queries=700):
+    """All and the last of 8 tiles, whose positions are not those of their rows; batches with masks of their own."""
+    everything(*TILES[tile])
+    q, k, v = draw(torch, queries, length, 2, 1, TILES[tile][1][-1], device=device, batch=2)
+    scores = torch.randn(2, 1, length, device=device)
+    mask = dma.IntervalMask.top_w(scores, 100)
+    with cut_cases.multiprocessors(processors, lower=True) as tiles:
+        out, lse = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True)
+    with portable():
+        expected = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True)
+    assert tiles == [{10: 4, 12: 2}[processors]]
+    torch.testing.assert_close(out, expected[0], rtol=0, atol=2**-6)
+    torch.testing.assert_close(lse, expected[1], rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("tile", GRID_IN_PARTS)
 @pytest.mark.parametrize("case", FORWARD, ids=str)
 def test_forward_grid_in_parts(case, tile, everything):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 from types import SimpleNamespace
 
@@ -391,10 +392,10 @@ def hopper_facts(head_dim, length, heads, kv_heads, window=None, bias=False, sof
     ((64, 4096, 16, 8, 128, True), (192, 64)), ((128, 16384, 2, 1, 64, True), (128, 64)),
     ((64, 32768, 2, 1, 256, True), (192, 96)), ((64, 32768, 2, 1, 4096, True), (192, 96)),
     ((64, 32768, 2, 1, 1024, True, 30.0), (192, 96)), ((64, 32768, 16, 8, 1024, True, 30.0), (192, 96)),
-    ((96, 32768, 2, 1, 1024, True), (192, 64)), ((96, 32768, 2, 1, 1024, True, 30.0), (128, 64)),
-    ((128, 32768, 2, 1, 1024, True), (128, 64)), ((128, 16384, 2, 1, 1024, True), (128, 64)),
+    ((96, 32768, 2, 1, 1024, True), (192, 64)), ((96, 32768, 2, 1, 1024, True, 30.0), (192, 64)),
+    ((128, 32768, 2, 1, 1024, True), (192, 64)), ((128, 16384, 2, 1, 1024, True), (128, 64)),
     ((128, 32768, 16, 8, 1024, True), (192, 64)), ((128, 4096, 16, 8, 1024, True), (192, 64)),
-    ((64, 8192, 16, 8, None, True), (192, 96)), ((64, 4096, 16, 8, None, True), (128, 128)),
+    ((64, 8192, 16, 8, None, True), (192, 96)), ((64, 4096, 16, 8, None, True), (192, 96)),
     ((64, 8192, 16, 8), (192, 128)), ((64, 4096, 2, 1), (192, 128)), ((64, 8192, 16, 8, None, True, 30.0), (192, 96)),
     ((64, 32768, 16, 8, None, True, 30.0), (192, 96)), ((64, 8192, 16, 8, None, True, 30.0, True), (192, 96)),
     ((64, 8192, 16, 8, None, False, 30.0), (192, 128)),
@@ -413,7 +414,8 @@ def test_lists_of_few_keys_have_a_third_place_for_queries(head_dim, window, plac
 
 
 @pytest.mark.parametrize(("length", "causal", "blocks"), [
-    (96, False, 3), (44 * 96, False, 132), (45 * 96, False, 132), (66 * 96, False, 132), (100 * 96, False, 132),
+    (96, False, 3), (44 * 96, False, 132), (100 * 96, False, 132),
+    (45 * 96, False, 68), (66 * 96, False, 99), (88 * 96, False, 132),  # lower tiles
     (44 * 96, True, 44), (500 * 96, False, 132)])
 def test_few_tiles_are_cut_up(length, causal, blocks):
     facts = hopper_facts(64, length, 2, 1, causal=causal)._replace(key_length=1000, seen=1000)  # too few to be split up
@@ -477,6 +479,42 @@ def test_the_shortest_tiles_come_last(length, heads, kv_heads, window, tiles, ro
     facts, tile = hopper_facts(64, length, heads, kv_heads, window), hopper_tiles.HopperTile(192, 96, 5, 5, 2)
     assert hopper_tiles.work_of(facts, tile, 132).shorter == tiles
     assert hopper_tiles.rounds(facts, tile, 132) == pytest.approx(rounds)
+
+
+@pytest.mark.parametrize(("arguments", "queries", "tiles", "lower", "grid"), [
+    # 264 tiles of 96 queries are two rounds, and 7424 queries remain
+    ((64, 32768, 2, 1, 1024, True), 0, 380, 116, 132), ((128, 32768, 2, 1, 512, True), 0, 380, 116, 132),
+    ((64, 32768, 2, 1, 64, True), 0, 380, 116, 132), ((64, 65536, 1, 1, 1024), 0, 380, 116, 132),
+    ((64, 65536, 16, 8, 512), 132 * 96 // 4 + 1000, 33 + 16, 16, 132),
+    ((64, 7500, 2, 1, 1024), 0, 118, 118, 118),  # nothing else
+    ((64, 32768, 16, 8, 1024), 0, 342, 0, 132),  # 12 tiles of each set would remain, 18 lower ones
+    ((64, 65536, 2, 1, 1024), 0, 683, 0, 132), ((64, 16384, 2, 1, 1024), 0, 171, 0, 132),  # few are cut in two
+    ((64, 45 * 96, 6, 3, 1024), 0, 45, 0, 132),  # of 132 tiles all rounds would be full
+    ((64, 61440, 12, 12, 8192), 0, 320, 0, 132)])  # keys of all heads do not fit into the second cache
+def test_the_last_round_may_have_lower_tiles(arguments, queries, tiles, lower, grid):
+    facts, tile = hopper_facts(*arguments), hopper_tiles.HopperTile(192, 96, 5, 5, 2)
+    facts = facts._replace(query_length=queries or facts.query_length)
+    work = hopper_tiles.work_of(facts, tile, 132)
+    assert (work.tiles, work.lower, work.grid) == (tiles, lower, grid) and work.shorter >= lower
+    whole = hopper_tiles._whole_tiles(facts, tile, 132)
+    assert hopper_tiles.rounds(facts, tile, 132) == whole.tiles * facts.sets // 132 + 0.8 or lower == 0
+
+
+def test_lower_tiles_cover_all_queries():
+    """As many of them, behind full rounds, as there are multiprocessors at most."""
+    found = 0
+    for heads, kv_heads, window, processors in itertools.product((2, 4, 12), (1, 2, 4), (None, 300), (132, 78)):
+        for length in range(640, 40000, 640):
+            facts = hopper_facts(64, length, heads * kv_heads, kv_heads, window)
+            facts = facts._replace(tile_heads=2, group_sets=heads // 2)
+            for tile in hopper_tiles.tiles_of("intervals", 64):
+                work = hopper_tiles.work_of(facts, tile, processors)
+                if work.lower:
+                    before = (work.tiles - work.lower) * facts.sets
+                    assert before % processors == 0 and processors <= 2 * work.lower * facts.sets <= 2 * processors
+                    assert 0 <= work.tiles * 96 - work.lower * 32 - length < 64
+                    found += 1
+    assert found > 100
 
 
 @pytest.mark.parametrize(("rows", "tiles", "warps"), [(1, 342, 2), (1, 264, 4), (8, 342, 1), (1, 1, 4)])

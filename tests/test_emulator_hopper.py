@@ -142,6 +142,17 @@ def test_tiles_split_up_along_their_keys(name, tile, gpu, everything, torch, dev
                                                           303)
 
 
+@pytest.mark.parametrize(("name", "tile"), [
+    ("none", "192x128"), ("lists", "192x96"), ("short lists", "192x64x2"), ("lists of all tiles", "192x96"),
+    ("sequences", "192x96")])
+def test_a_last_round_of_lower_tiles(name, tile, everything, torch, device):
+    test_cuda_hopper.test_a_last_round_of_lower_tiles(name, tile, everything, torch, device, [(2, 1)], (3, 6, 10), 303)
+
+
+def test_lower_tiles_of_the_last_queries(everything, torch, device):
+    test_cuda_hopper.test_lower_tiles_of_the_last_queries("192x96", 10, everything, torch, device)
+
+
 @pytest.mark.parametrize(("tile", "name"), [
     *(("192x96", name) for name in (
         "float16-D40", "bfloat16-D64", "lengths-33x129-none", "lengths-129x33-top_w", "mask-top_w_padding",

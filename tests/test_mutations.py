@@ -239,6 +239,20 @@ def not_finite() -> None:
     assert np.array_equal(np.isfinite(out), finite) and np.abs(out[finite] - expected[finite]).max() < 3e-3
 
 
+def lower_tiles() -> None:
+    """Behind whole tiles, where they could be cut in two, and without any, where some could be cut in three."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 500, heads, 64)).astype(np.float16) for heads in (4, 2, 2))
+    mask = dma.IntervalMask.top_w(rng.standard_normal((1, 2, 500)).astype(np.float32), 100)
+    expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), mask=mask, backend="numpy")
+    for processors, count in ((8, 2), (18, 8)):
+        with (emulator.hopper_gpu(), taken(*TILES["192x96"]),
+              cut_cases.multiprocessors(processors, lower=True) as tiles):
+            out = dma.attention(q, k, v, mask=mask, backend="emulator")
+        assert tiles == [count]
+        assert np.abs(out - expected).max() < 6e-3
+
+
 def hopper_parts(kind: str) -> Callable[[], None]:
     """Behind whole tiles and without any, tiles split up along their keys; some queries see keys of some parts only."""
     def check() -> None:
@@ -291,6 +305,7 @@ OWN: dict[str, Callable[[], None]] = {
     "hopper[softcap, a large row]": softcapped_biases(2.0**112, 0.0, 4.0),
     "hopper[sections]": sections,
     "hopper[not finite]": not_finite,
+    "hopper[lower]": lower_tiles,
     **{f"hopper[parts, {kind}]": hopper_parts(kind) for kind in ("none", "lists", "not finite", "nobody")},
     "test_forward_grid[Hopper, heads-6/2]": hopper_grid("128x128", "heads-6/2-top_w"),
     "few_queries": few_queries,
@@ -418,6 +433,14 @@ FAULTS = [
           "hopper[rising]"),
     Fault("products that are repeated are those of other keys", "sm90/consumer.cuh", "key = lane / 16 * 8 + lane % 8",
           "key = lane % 16", "hopper[rising]"),
+    Fault("lower tiles begin where whole ones would", "query_tile.cuh", " - min(t.number, p.lower) * (64 / HEADS)", "",
+          "hopper[lower]"),
+    Fault("lower tiles have the lists of whole ones", "lists.cu", " - min(tile, p.lower) * p.less", "",
+          "hopper[lower]"),
+    Fault("lower tiles have the rows of whole ones", "sm90/producer.cuh", "few || (lower && rest <= grid) ?", "few ?",
+          "hopper[lower]"),
+    Fault("lower tiles are cut in two", "sm90/producer.cuh", "CUT && !lower && 2 *", "CUT && 2 *", "hopper[lower]"),
+    Fault("lower tiles are cut in three", "sm90/producer.cuh", "!CUT || lower ? 0", "!CUT ? 0", "hopper[lower]"),
     Fault("parts of a tile have the first rows", "sm90/producer.cuh",
           "                t.first_query += share.first * PART_QUERIES;\n", "", "hopper[lists]"),
     Fault("every lane has another key's bias", "sm90/tile.cuh", "BULK ? 16 * n + 2 * t + k % 2 + k / 2 * 8 :",

@@ -61,6 +61,8 @@ SECOND_TIMES: dict[str, dict[int, float]] = {
 SHORT_LISTS = {64: 192, 128: 128}  # keys of a query up to which intervals are short
 BLOCK_128_KEYS = 20  # what such a block of a list costs, in keys
 PART_TIMES = {192: (0.75, 0.9), 128: (0.85,)}  # of 64 and of 128 rows of a tile, by its own
+LOWER_TIME = 0.8  # of a tile of 128 rows among those of 192
+LOWER_ROUNDS = 3  # behind more, tiles that can be cut in two are
 TILE_TIME = 0.15  # of a tile without keys, by that of one with the most
 # Of tiles split up along their keys: the most parts, and the fewest keys of one.
 MOST_PARTS, LEAST_PART_KEYS = 32, 256
@@ -152,8 +154,7 @@ def tile_shape(facts: Facts, processors: int) -> HopperTile:
 @functools.lru_cache(maxsize=4096)
 def work_of(facts: Facts, tile: HopperTile, processors: int) -> Work:
     """Few tiles are cut up among several blocks each (``scheduled`` in kernels/sm90/producer.cuh), by rows, or where it
-    takes less time split up along their keys (kernels/sm90/parts.cuh). Where they are too many for that, all of the
-    last round may be lower ones."""
+    takes less time split up along their keys (kernels/sm90/parts.cuh). Or all of the last round are lower ones."""
     work = _whole_tiles(facts, tile, processors)
     full, rest = divmod(work.tiles * facts.sets, processors)
     parts = _parts(facts, tile, processors, work)
@@ -197,6 +198,8 @@ def _lower(facts: Facts, tile: HopperTile, processors: int, work: Work) -> int:
     full, rest = divmod(work.tiles * facts.sets, processors)
     higher, odd = divmod(full * processors, facts.sets)
     if rest == 0 or odd or tile.block_m != 192 or facts.sequences or not _cut(facts) or not _fit_together(facts):
+        return 0
+    if full > LOWER_ROUNDS and 2 * rest <= processors:
         return 0
     queries, less = tile.block_m // facts.tile_heads, 64 // facts.tile_heads
     lower = blocks(facts.query_length - higher * queries, queries - less)
@@ -271,7 +274,7 @@ def _cut_time(facts: Facts, tile: HopperTile, processors: int, work: Work) -> fl
 def _lower_time(facts: Facts, tile: HopperTile, processors: int, work: Work) -> float:
     """The same of lower tiles."""
     full = work.tiles * facts.sets // processors
-    return PART_TIMES[tile.block_m][1] * _time_at(facts, work, full * processors)
+    return LOWER_TIME * _time_at(facts, work, full * processors)
 
 
 def _time_at(facts: Facts, work: Work, place: int) -> float:
