@@ -42,7 +42,7 @@ def splitting(always: bool) -> Iterator[list[int]]:
 
 @contextmanager
 def lowering(always: bool) -> Iterator[list[int]]:
-    """The last round has lower tiles wherever it can, or never. Yields, of each call, how many each set of heads has."""
+    """The last round has lower tiles wherever it can, or never. Yields, of each call, how many a set of heads has."""
     with (mock.patch.object(hopper_tiles, "_lower_time", lambda *arguments: 0.0 if always else np.inf),
           mock.patch.object(hopper_tiles, "LOWER_ROUNDS", np.inf), dealt("lower") as tiles):
         yield tiles
