@@ -311,8 +311,9 @@ class Kernel:
         """Launch ``grid`` blocks of ``threads`` threads on the raw ``stream``; ``params`` is their struct.
 
         ``early``: blocks may come, where the device can do that, while those of the kernel ahead are at work, and wait.
-        They gather where there is room then; without it they are dealt out evenly, which more blocks than
-        multiprocessors with work of different length may need.
+        They gather where there is room then, several on the multiprocessors that are done first; without it they are
+        dealt out evenly. Blocks of long work need that: what launches early saves is 1 us, what gathered blocks lose
+        may be half of the kernel's speed.
         """
         if DEBUG:
             print(f"cupy_dma: {self.entry}: {grid} blocks of {threads} threads, {self.shared_bytes} bytes",

@@ -58,8 +58,9 @@ def key_scores_backward(runtime: Runtime, dscores: Operand, value: Operand, dt_p
                                               ("weight_gradient", "dt_proj", slices, slices)):
                 if wanted in needs:
                     params = jit.params("scores_backward.cu", "ScoreBackwardParams").pack(key_blocks=size, **fields)
-                    runtime.load(config, entry, device.index).launch(batch * grid * channel_blocks, SCORE_THREADS,
-                                                                     params, place.stream(device))
+                    runtime.load(config, entry, device.index).launch(
+                        batch * grid * channel_blocks, SCORE_THREADS, params, place.stream(device),
+                        early=entry != "weight_gradient")  # whose blocks, few and long, would gather (100 us for 71)
 
         def rounded(name: str, array: Any, like: Operand | None) -> Any:
             return place.astype(array.sum((0, 2) if name != "dt_proj" else 0), like.dtype) if (
@@ -105,8 +106,9 @@ def _run(runtime: Runtime, value: Operand, dt_proj: Operand, A: Operand, dt_bias
         score=score, dscore=dscore, ddt=ddt, dA_part=dA_part, value_batch=value.strides[0], value_row=value.strides[1],
         value_head=value.strides[2], weight_row=dt_proj.strides[0], key_length=length, key_blocks=key_blocks,
         head_tiles=head_tiles)
+    # Behind an attention kernel blocks of many keys would gather (60 us for 52); for a step's keys 1 us counts.
     runtime.load(config, "key_scores", device.index).launch(batch * key_blocks * head_tiles, SCORE_THREADS, params,
-                                                            place.stream(device))
+                                                            place.stream(device), early=key_blocks == 1)
 
 
 def _as_float32(operand: Operand) -> Operand:
