@@ -64,9 +64,10 @@ PART_TIMES = {192: (0.75, 0.9), 128: (0.85,)}  # of 64 and of 128 rows of a tile
 LOWER_TIME = 0.8  # of a tile of 128 rows among those of 192
 LOWER_ROUNDS = 3  # behind more, tiles that can be cut in two are
 TILE_TIME = 0.15  # of a tile without keys, by that of one with the most
-# Of tiles split up along their keys: the most parts, and the fewest keys of one.
-MOST_PARTS, LEAST_PART_KEYS = 32, 256
-SPLIT_KEYS, PART_KEYS = 250, 3.5  # what such a round costs beside its keys, in keys: in any case, and for each part
+# Of tiles split up along their keys: the most parts, and the fewest keys of one, of head dim 64.
+MOST_PARTS, LEAST_PART_KEYS = 32, 128
+# What a round of them costs beside its keys, in such keys: in any case, and for each of its parts but the first ones.
+SPLIT_KEYS, PART_KEYS, FREE_PARTS = 400, 5, 32
 
 
 class Facts(NamedTuple):
@@ -213,7 +214,7 @@ def _parts(facts: Facts, tile: HopperTile, processors: int, work: Work) -> int:
     if rest == 0 or facts.sequences or facts.bits or facts.causal:
         return 1
     keys = _keys_at(facts, tile, work, full * processors)
-    most = min(processors // rest, MOST_PARTS, keys // LEAST_PART_KEYS)
+    most = min(processors // rest, MOST_PARTS, keys * facts.head_dim // (64 * LEAST_PART_KEYS))
     return 1 if most < 2 else _best_parts(facts, tile, processors, work, most)
 
 
@@ -250,10 +251,12 @@ def rounds(facts: Facts, tile: HopperTile, processors: int) -> float:
 
 
 def _split_time(facts: Facts, tile: HopperTile, processors: int, work: Work, parts: int) -> float:
-    """The time of the last round, its tiles split up into so many parts."""
+    """The time of the last round, its tiles split up into so many parts: a fit to 176 calls, of which the chosen number
+    costs 1 % more than the best one on average. Keys of a longer head dim, and of more rows, take longer."""
     full, rest = divmod(work.tiles * facts.sets, processors)
     keys = _keys_at(facts, tile, work, full * processors) / parts
-    return (keys + SPLIT_KEYS + PART_KEYS * rest * parts) / _most_keys(facts, tile)
+    beside = SPLIT_KEYS * (128 / tile.block_m)**0.65 + PART_KEYS * max(0, rest * parts - FREE_PARTS)
+    return (keys + beside * (64 / facts.head_dim)**0.75) / _most_keys(facts, tile)
 
 
 def _cut_time(facts: Facts, tile: HopperTile, processors: int, work: Work) -> float:
