@@ -36,7 +36,7 @@ def splitting(always: bool) -> Iterator[list[int]]:
     """Tiles are split up along their keys wherever they can be, also into parts without keys, or never. Yields, of each
     call, into how many parts; 1: none was."""
     with (mock.patch.object(hopper_tiles, "_best_parts", lambda *arguments: arguments[-1] if always else 1),
-          mock.patch.object(hopper_tiles, "LEAST_PART_KEYS", 1), dealt("parts") as parts):
+          mock.patch.object(hopper_tiles, "_least_part_keys", lambda *arguments: 1), dealt("parts") as parts):
         yield parts
 
 

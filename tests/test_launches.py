@@ -85,3 +85,20 @@ def test_arrivals_are_swept_evenly_where_there_is_a_multiprocessor_for_each_bloc
     found = launches(lambda: dma.IntervalMask.top_w(scores, window=1024, backend="emulator"))
     assert found["sweep_arrivals"] == (sweeps, comes_early)
     assert found["local_top"][1] and found["filter_arrivals"][1]
+
+
+@pytest.mark.parametrize("heads, kv_heads, queries, keys, window, listed", [
+    (32, 32, 64, 8192, 1024, True), (32, 32, 1, 65536, 1024, True), (32, 8, 4, 65536, 1024, True),
+    (16, 8, 1, 8192, 1024, False), (8, 8, 4, 65536, 16384, False), (8, 8, 64, 2048, 1024, False)])
+def test_few_queries_of_many_scattered_keys_have_lists(heads, kv_heads, queries, keys, window, listed):
+    """On Hopper, where lists pay; a window that all heads share needs none."""
+    query = np.ones((1, queries, heads, 128), np.float16)
+    key = np.broadcast_to(np.ones(128, np.float16), (1, keys, kv_heads, 128))
+    masks = [dma.IntervalMask(np.broadcast_to(np.arange(keys, dtype=np.int32), shape), np.zeros(shape, np.int32))
+             for shape in ((1, kv_heads, keys), (1, 1, keys))]
+    for mask, expected in zip(masks, (listed, False)):
+        mask._bound = (window, 1)
+        for is_hopper in (False, True):
+            with emulator.using(Listener, is_hopper=is_hopper) as runtime:
+                dma.attention(query, key, key, mask=mask, backend="emulator")
+            assert ("tile_lists" in {entry for entry, *_ in runtime.heard}) == (expected and is_hopper)

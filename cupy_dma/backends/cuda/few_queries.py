@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cupy_dma import jit
 from cupy_dma.arrays import Operand
+from cupy_dma.backends.cuda import hopper
 from cupy_dma.backends.cuda.configs import BIAS_DENSE, BIAS_OF_KEYS, ELEMENTS, blocks
 from cupy_dma.backends.cuda.decode import ROW_BYTES, WARPS, SplitConfig, min_blocks, parts_of
 from cupy_dma.backends.cuda.problem import Problem
@@ -23,6 +24,10 @@ LEAST_KEYS = 512  # below this a tile is as fast
 # Without a mask, from so many keys on, more rows are served: of all groups, one for each 1024 keys and multiprocessor,
 # up to so many.
 MANY_KEYS, MANY_ROWS = 4096, 8
+# Of intervals, on an H200, in us: to look at a key for a tile of rows, and to attend to one that is seen; to list keys
+# for the Hopper kernel, which then attends to each once, in any case and for each key that is seen and each there is.
+LOOK, SEE = 5.5e-5, 1.5e-4
+LIST, LIST_SEEN, LIST_KEY = 12.0, 5.5e-3, 5e-6
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,8 @@ class KeyList:
 def serves(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
     """Whether this kernel takes the call on device ``index``: it can, and tiles of queries would not fill the GPU."""
     return (call.sequences is None and not problem.bits and problem.bias_kind != BIAS_DENSE and not problem.by_head
-            and problem.key_length > 0 and _pays(runtime, index, call))
+            and problem.key_length > 0 and _pays(runtime, index, call)
+            and not (_lists_pay(call, problem) and hopper.serves(runtime, index, call, problem)))
 
 
 def _pays(runtime: Runtime, index: int, call: AttentionCall) -> bool:
@@ -64,6 +70,18 @@ def _pays(runtime: Runtime, index: int, call: AttentionCall) -> bool:
         most = min(call.key_length // 1024, MANY_ROWS) * processors
         return plain and call.key_length >= MANY_KEYS and rows * groups <= most
     return call.key_length >= LEAST_KEYS and (rows <= TILE_ROWS or 2 * groups <= processors)
+
+
+def _lists_pay(call: AttentionCall, problem: Problem) -> bool:
+    """Whether so much is to be looked at that lists of keys take less time, made for this call alone: of keys that
+    scores have scattered, for which kv heads have intervals of their own. Of keys that follow each other, blocks that
+    nobody sees are passed over."""
+    if problem.mask is None or problem.mask._bound is None or problem.mask.shape[1] == 1:
+        return False
+    rows, groups = call.query_length * (call.heads // call.kv_heads), call.batch * call.kv_heads
+    seen, tiles = min(call.key_length, problem.mask._bound[0]), sets_of(rows, call.head_dim * problem.size)
+    here = groups * tiles * (LOOK * call.key_length + SEE * seen)
+    return here > LIST + LIST_SEEN * seen + LIST_KEY * groups * call.key_length
 
 
 def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any, lse: Any,

@@ -64,8 +64,8 @@ PART_TIMES = {192: (0.75, 0.9), 128: (0.85,)}  # of 64 and of 128 rows of a tile
 LOWER_TIME = 0.8  # of a tile of 128 rows among those of 192
 LOWER_ROUNDS = 3  # behind more, tiles that can be cut in two are
 TILE_TIME = 0.15  # of a tile without keys, by that of one with the most
-# Of tiles split up along their keys: the most parts, and the fewest keys of one, of head dim 64.
-MOST_PARTS, LEAST_PART_KEYS = 32, 128
+# Of tiles split up along their keys: the most parts, and the fewest keys of one, where listed and of head dim 64.
+MOST_PARTS, LISTED_PART_KEYS = 32, 128
 # What a round of them costs beside its keys, in such keys: in any case, and for each of its parts but the first ones.
 SPLIT_KEYS, PART_KEYS, FREE_PARTS = 400, 5, 32
 
@@ -214,8 +214,13 @@ def _parts(facts: Facts, tile: HopperTile, processors: int, work: Work) -> int:
     if rest == 0 or facts.sequences or facts.bits or facts.causal:
         return 1
     keys = _keys_at(facts, tile, work, full * processors)
-    most = min(processors // rest, MOST_PARTS, keys * facts.head_dim // (64 * LEAST_PART_KEYS))
+    most = min(processors // rest, MOST_PARTS, keys // _least_part_keys(facts, tile))
     return 1 if most < 2 else _best_parts(facts, tile, processors, work, most)
+
+
+def _least_part_keys(facts: Facts, tile: HopperTile) -> int:
+    """Of one part."""
+    return LISTED_PART_KEYS * 64 // facts.head_dim if facts.listed else 2 * tile.block_n
 
 
 def _best_parts(facts: Facts, tile: HopperTile, processors: int, work: Work, most: int) -> int:
