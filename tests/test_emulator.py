@@ -418,7 +418,7 @@ def test_lists_of_few_keys_have_a_third_place_for_queries(head_dim, window, plac
     (45 * 96, False, 68), (66 * 96, False, 99), (88 * 96, False, 132),  # lower tiles
     (44 * 96, True, 44), (500 * 96, False, 132)])
 def test_few_tiles_are_cut_up(length, causal, blocks):
-    facts = hopper_facts(64, length, 2, 1, causal=causal)._replace(key_length=1000, seen=1000)  # too few to be split up
+    facts = hopper_facts(64, length, 2, 1, causal=causal)._replace(key_length=300, seen=300)  # too few to be split up
     assert hopper_tiles.work_of(facts, hopper_tiles.HopperTile(192, 64, 6, 6, 2), 132).grid == blocks
 
 
@@ -429,7 +429,10 @@ def test_few_tiles_are_cut_up(length, causal, blocks):
     # pieces of prompts
     ((128, 131072, 16, 8, 2048, True), 128, 128, 0, 8), ((128, 131072, 16, 8, 2048, True), 512, 128, 0, 2),
     ((64, 65536, 32, 8, 4096, True), 256, 128, 0, 2), ((128, 32768, 16, 8, 1024, True), 128, 64, 0, 4),
-    ((64, 65536, 16, 8), 128, 128, 0, 8), ((64, 2**20, 2, 1), 128, 64, 0, 32)])
+    ((64, 65536, 16, 8), 128, 128, 0, 8), ((64, 2**20, 2, 1), 128, 64, 0, 32),
+    ((128, 65536, 16, 8, 512, True), 128, 64, 0, 4), ((128, 65536, 2, 1, 512, True), 128, 16, 0, 8),
+    ((128, 65536, 16, 8, 1024, True), 256, 96, 0, 3), ((256, 1024, 4, 4), 0, 128, 0, 4),
+    ((256, 512, 2, 1), 0, 64, 0, 8)])
 def test_tiles_are_split_up_along_many_keys(arguments, queries, grid, first, parts):
     """On 132 multiprocessors, by what was measured."""
     facts = hopper_facts(*arguments)
@@ -439,7 +442,7 @@ def test_tiles_are_split_up_along_many_keys(arguments, queries, grid, first, par
 
 
 @pytest.mark.parametrize(("arguments", "queries", "more"), [
-    ((64, 512, 2, 1), 0, {}), ((64, 1024, 16, 8), 0, {}), ((128, 512, 2, 1), 0, {}), ((256, 512, 2, 1), 0, {}),
+    ((64, 512, 2, 1), 0, {}), ((64, 1024, 16, 8), 0, {}), ((128, 512, 2, 1), 0, {}),
     ((64, 2048, 2, 1, 1024, True), 0, {}), ((64, 8192, 16, 8, 1024, True), 0, {}),
     ((64, 65536, 16, 8, 1024, True), 256, {}), ((64, 32768, 32, 8, 16384, True), 0, {}),
     ((64, 8192, 16, 8, None, False, 0.0, True), 0, {}),
