@@ -3,6 +3,7 @@
     compute-sanitizer --tool memcheck  python -m tests.sanitize
     compute-sanitizer --tool racecheck python -m tests.sanitize
     ... python -m tests.sanitize forward varlen                    some parts only
+    ... python -m tests.sanitize backward --share 2/4              every fourth of their cases, from the second on
 
 CuPy's memory pool is off, so that every array has its own allocation and a read past its end is seen. Results are
 checked too, against the oracle. ``make sanitize`` runs both tools.
@@ -13,6 +14,7 @@ import argparse
 import contextlib
 import functools
 import io
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -38,8 +40,11 @@ NAMES = ("float32-", "float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3
          "dense-columns", "dense-sizes", *LENGTHS)
 
 
+share = slice(None)  # of the cases of a grid
+
+
 def forward(dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")) -> int:
-    chosen = [c for c in cases.CASES if c.name.startswith(NAMES) and c.dtype in dtypes]
+    chosen = [c for c in cases.CASES if c.name.startswith(NAMES) and c.dtype in dtypes][share]
     for case in chosen:
         out, lse = cases.run(case, cupy.asarray)
         cases.check(case, cupy.asnumpy(out), cupy.asnumpy(lse), tf32=True)
@@ -127,6 +132,7 @@ def check_nearly_same(results: list[Any]) -> None:
 
 def backward() -> int:
     chosen = [c for c in cases.CASES if c.name.startswith(NAMES) and c.dtype in ("float16", "bfloat16", "float32")]
+    chosen = chosen[share]
     for case in chosen:
         gradients = cases.run_backward(case, cupy.asarray, with_dlse=True)
         cases.check_backward(case, [None if g is None else cupy.asnumpy(g) for g in gradients], with_dlse=True,
@@ -154,7 +160,7 @@ def super_tiles() -> int:
 
 def varlen_forward(dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")) -> int:
     """Packed sequences and pages."""
-    chosen = [c for c in varlen_cases.CASES + varlen_cases.PAGES + varlen_cases.LONG if c.dtype in dtypes]
+    chosen = [c for c in varlen_cases.CASES + varlen_cases.PAGES + varlen_cases.LONG if c.dtype in dtypes][share]
     for case in chosen:
         varlen_cases.check(case, *(cupy.asnumpy(x) for x in varlen_cases.run(case, cupy.asarray)), tf32=True)
     return len(chosen)
@@ -162,7 +168,7 @@ def varlen_forward(dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32"))
 
 def varlen_backward() -> int:
     """Super-tiles of sequences among them."""
-    chosen = [c for c in varlen_cases.CASES + varlen_cases.SUPERS if c.dtype != "float64"]
+    chosen = [c for c in varlen_cases.CASES + varlen_cases.SUPERS if c.dtype != "float64"][share]
     for case in chosen:
         gradients = varlen_cases.run_backward(case, cupy.asarray)
         varlen_cases.check_backward(case, [None if g is None else cupy.asnumpy(g) for g in gradients], tf32=True)
@@ -264,11 +270,18 @@ PARTS |= {f"hopper-{tile.block_m}x{tile.block_n}x{tile.stages}{'-turns' * tile.t
 
 
 def main(arguments: list[str] | None = None) -> int:
+    global share
     options = argparse.ArgumentParser(description="Run every kernel once, on small odd shapes.")
     options.add_argument("part", nargs="*", help=f"only these, of {', '.join(PARTS)}")
-    chosen = options.parse_args(arguments).part or list(PARTS)
+    options.add_argument("--share", metavar="I/N", default="1/1", help="every Nth case of the grids, from the Ith on")
+    args = options.parse_args(arguments)
+    chosen = args.part or list(PARTS)
     if not set(chosen) <= set(PARTS):
         options.error(f"part must be of {', '.join(PARTS)}, got {' '.join(chosen)}")
+    found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", args.share)
+    if not found or int(found[1]) > int(found[2]):
+        options.error(f"--share must be I/N with 1 <= I <= N, got {args.share}")
+    share = slice(int(found[1]) - 1, None, int(found[2]))
     cupy.cuda.set_allocator(None)
     with contextlib.redirect_stdout(io.StringIO()):  # the errors of every case
         counts = {name: PARTS[name]() for name in chosen}
