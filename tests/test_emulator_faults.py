@@ -198,7 +198,7 @@ FAULTS = {  # kernel: what the report must say, threads, blocks
     "misaligned_copy": ("asynchronous copy of 16 bytes .* must be multiples", 1, 1),
     "overflow": ("undefined behaviour", 32, 1),
     "wrong_index": ("undefined behaviour", 32, 1),
-    "null_pointer": ("undefined behaviour", 32, 1),
+    "null_pointer": ("read of 4 bytes out of bounds at .*: no array is near", 32, 1),
     "endless_recursion": ("stack is full", 1, 1),
 }
 
