@@ -15,8 +15,9 @@ from cupy_dma.backends.cuda.runtime import CudaRuntime
 from tests.emulator import EmulatorRuntime
 
 #: names, and whether all keys that a row sees come in the same blocks whatever part of a tile it belongs to
-CASES = {"none": True, "key bias": True, "lists": True, "short lists": True, "values that are not finite": True,
-         "lists of all tiles": False, "sequences": True, "lists of sequences": True, "dense bias": True}
+CASES = {"none": True, "causal": True, "key bias": True, "lists": True, "short lists": True,
+         "values that are not finite": True, "lists of all tiles": False, "sequences": True,
+         "lists of sequences": True, "dense bias": True}
 HEADS = [(2, 1), (4, 1), (3, 1), (2, 2)]
 
 
@@ -78,7 +79,7 @@ def run(name: str, heads: int, kv_heads: int, head_dim: int, convert: Callable[[
     if "finite" in name:
         v[:, ::97] = np.inf
     bounds = convert(np.array([0, length // 3, length // 3, length // 3 + 10, length], np.int32))
-    options: dict[str, Any] = {"return_lse": True, "backend": backend}
+    options: dict[str, Any] = {"return_lse": True, "backend": backend, "causal": name == "causal"}
     if "lists" in name or "finite" in name:
         options["mask"] = dma.IntervalMask.top_w(convert(scores), 20 if "short" in name else 150, backend=backend,
                                                  documents=bounds if sequences else None)
@@ -86,7 +87,7 @@ def run(name: str, heads: int, kv_heads: int, head_dim: int, convert: Callable[[
         options["mask"] = dma.IntervalMask(options["mask"].start, options["mask"].stop)
     if name == "dense bias":
         options["bias"] = convert(draw(batch, heads, length, length))
-    elif name not in ("none", "sequences"):
+    elif name not in ("none", "causal", "sequences"):
         options["bias"] = convert(scores[0] if sequences else scores)
     if sequences:
         return dma.varlen_attention(convert(q[0]), convert(k[0]), convert(v[0]), bounds, bounds, **options)

@@ -8,7 +8,7 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.backends import cuda
-from cupy_dma.backends.cuda import decode, few_queries, last_queries
+from cupy_dma.backends.cuda import decode, few_queries, hopper, last_queries
 from tests.cache_cases import History
 
 pytestmark = pytest.mark.gpu
@@ -202,16 +202,22 @@ def test_few_queries_against_many_keys(torch, mask, queries):
         assert (lse[..., i].double() - ref_lse).abs().max() < 2e-3
 
 
+@pytest.mark.parametrize("is_hopper", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("queries", "heads", "kv_heads", "head_dim"), [(264, 2, 1, 64), (65, 4, 4, 128),
                                                                          (30, 15, 3, 96)])
-def test_hundreds_of_queries_against_many_keys(torch, monkeypatch, queries, heads, kv_heads, head_dim, causal):
-    """As many as leave most of a GPU idle otherwise."""
+def test_hundreds_of_queries_against_many_keys(torch, monkeypatch, queries, heads, kv_heads, head_dim, causal,
+                                               is_hopper):
+    """As many as leave most of a GPU idle otherwise. Hopper's tiles are split up along their keys."""
+    if is_hopper and not cuda.runtime.hopper(0):
+        pytest.skip("no Hopper GPU")
+    if not is_hopper:
+        monkeypatch.setattr(hopper, "serves", lambda *_: False)
     n, served, launch = 5000, [], few_queries.attention
     monkeypatch.setattr(few_queries, "attention", lambda *arguments: served.append(1) or launch(*arguments))
     q, k, v, scores = draw(torch, 1, n, heads, kv_heads, head_dim, queries)
     out, lse = dma.attention(q, k, v, bias=scores, causal=causal, return_lse=True)
-    assert served
+    assert bool(served) != is_hopper
     for i in (0, 1, queries // 2, queries - 1):
         seen = (torch.arange(n, device="cuda") <= n - queries + i if causal else torch.ones(n, device="cuda") > 0)
         ref, ref_lse = expected(torch, q[:, i], k, v, scores, seen.expand(1, kv_heads, n))

@@ -365,8 +365,12 @@ def test_warmup_compiles_what_usual_calls_load_on_hopper(device, monkeypatch, he
                     {"mask": documents, "bias": scores}):
         with contextlib.suppress(LaunchedOnHopper):
             dma.attention(query, key, key, **options, backend="emulator")
+    history = np.zeros((1, 4000, 2, head_dim), np.float16)
+    for causal in (False, True):
+        with contextlib.suppress(LaunchedOnHopper):
+            dma.attention(query[:, :20], history, history, causal=causal, backend="emulator")
     served = {config for config in asked if config.source.startswith("sm90/")}
-    assert len(served) == 5
+    assert len(served) == 7 and len([config for config in served if config.split]) == 2
     assert served <= set(warmup.hopper_configs((head_dim,), ("float16",), (group,)))
     listed = {config for config in asked if isinstance(config, ListConfig)}
     configs = warmup.usual_configs((head_dim,), ("float16",), (group,), device.shared_limit)
@@ -429,10 +433,17 @@ def test_few_tiles_are_cut_up(length, causal, blocks):
     # pieces of prompts
     ((128, 131072, 16, 8, 2048, True), 128, 128, 0, 8), ((128, 131072, 16, 8, 2048, True), 512, 128, 0, 2),
     ((64, 65536, 32, 8, 4096, True), 256, 128, 0, 2), ((128, 32768, 16, 8, 1024, True), 128, 64, 0, 4),
-    ((64, 65536, 16, 8), 128, 128, 0, 8), ((64, 2**20, 2, 1), 128, 64, 0, 32),
+    ((64, 65536, 16, 8), 128, 128, 0, 8), ((64, 2**20, 2, 1), 128, 96, 0, 48),
     ((128, 65536, 16, 8, 512, True), 128, 64, 0, 4), ((128, 65536, 2, 1, 512, True), 128, 16, 0, 8),
     ((128, 65536, 16, 8, 1024, True), 256, 96, 0, 3), ((256, 1024, 4, 4), 0, 128, 0, 4),
-    ((256, 512, 2, 1), 0, 64, 0, 8)])
+    ((256, 512, 2, 1), 0, 64, 0, 8),
+    # under causality
+    ((64, 65536, 16, 8, None, False, 0.0, True), 128, 128, 0, 8),
+    ((64, 2048, 2, 1, None, False, 0.0, True), 0, 128, 0, 4), ((128, 2048, 2, 1, None, False, 0.0, True), 0, 128, 0, 4),
+    ((128, 65536, 16, 8, None, False, 0.0, True), 512, 128, 0, 2),
+    # one or two tiles
+    ((128, 16384, 2, 1), 12, 32, 0, 32), ((128, 65536, 2, 1), 12, 60, 0, 60), ((128, 2**18, 2, 1), 12, 96, 0, 96),
+    ((128, 65536, 2, 1), 128, 96, 0, 48), ((64, 65536, 2, 1), 12, 48, 0, 48), ((256, 131072, 2, 1), 32, 96, 0, 96)])
 def test_tiles_are_split_up_along_many_keys(arguments, queries, grid, first, parts):
     """On 132 multiprocessors, by what was measured."""
     facts = hopper_facts(*arguments)
@@ -445,7 +456,7 @@ def test_tiles_are_split_up_along_many_keys(arguments, queries, grid, first, par
     ((64, 512, 2, 1), 0, {}), ((64, 1024, 16, 8), 0, {}), ((128, 512, 2, 1), 0, {}),
     ((64, 2048, 2, 1, 1024, True), 0, {}), ((64, 8192, 16, 8, 1024, True), 0, {}),
     ((64, 65536, 16, 8, 1024, True), 256, {}), ((64, 32768, 32, 8, 16384, True), 0, {}),
-    ((64, 8192, 16, 8, None, False, 0.0, True), 0, {}),
+    ((64, 8192, 16, 8, None, False, 0.0, True), 0, {}), ((128, 512, 2, 1, None, False, 0.0, True), 0, {}),
     ((64, 8192, 16, 8), 0, {"sequences": 3}), ((64, 8192, 16, 8), 0, {"bits": True}),
     ((64, 65536, 16, 8), 256, {"listed": True}),  # nobody knows how many keys a query sees
     ((64, 6 * 192 * 11, 8, 4), 0, {})])  # 528 tiles: all rounds are full

@@ -133,9 +133,9 @@ def test_the_same_bits_however_tiles_are_dealt_out(name, tile, gpu, everything, 
 
 
 @pytest.mark.parametrize(("name", "tile"), [
-    ("none", "192x128"), ("key bias", "128x64"), ("lists", "192x64x2"), ("short lists", "192x96"),
-    ("values that are not finite", "192x96"), ("lists of all tiles", "192x96"), ("dense bias", "128x128"),
-    ("sequences", "192x96")])
+    ("none", "192x128"), ("causal", "128x128"), ("key bias", "128x64"), ("lists", "192x64x2"),
+    ("short lists", "192x96"), ("values that are not finite", "192x96"), ("lists of all tiles", "192x96"),
+    ("dense bias", "128x128"), ("sequences", "192x96")])
 def test_tiles_split_up_along_their_keys(name, tile, gpu, everything, torch, device):
     gpu.most_writes = 2 if "finite" in name else 1
     test_cuda_hopper.test_tiles_split_up_along_their_keys(name, tile, everything, torch, device, [(2, 1)], (5, 7, 60),

@@ -210,12 +210,13 @@ def test_hopper_kernels_keep_their_products_asynchronous(keys, heads):
 
 
 @needs_compiler
-@pytest.mark.parametrize("keys", [keys for keys in hopper_tiles.TILES if keys not in ("bits", "short intervals")])
-def test_hopper_kernels_of_parts_do_so_too(keys):
+@pytest.mark.parametrize(("keys", "causal"), [("contiguous", True), *(
+    (keys, False) for keys in hopper_tiles.TILES if keys not in ("bits", "short intervals"))])
+def test_hopper_kernels_of_parts_do_so_too(keys, causal):
     listed, softcap = "intervals" in keys, "softcap" in keys
     for head_dim, tile in ((d, tile) for d in (64, 128) for tile in hopper_tiles.TILES[keys][d]):
         check_hopper_kernel(hopper.HopperForwardConfig(
-            "__half", head_dim, 2, *tile, "KEYS_LISTED" if listed else "KEYS_CONTIGUOUS", False,
+            "__half", head_dim, 2, *tile, "KEYS_LISTED" if listed else "KEYS_CONTIGUOUS", causal,
             int(listed or "bias" in keys), softcap, False, "float", False, not listed, True, False, split=True))
 
 

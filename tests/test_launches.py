@@ -87,6 +87,25 @@ def test_arrivals_are_swept_evenly_where_there_is_a_multiprocessor_for_each_bloc
     assert found["local_top"][1] and found["filter_arrivals"][1]
 
 
+@pytest.mark.parametrize("heads, kv_heads, queries, keys, head_dim, shared", [
+    (32, 8, 1, 65536, 128, True), (32, 8, 2, 65536, 128, True), (32, 8, 3, 65536, 128, False),
+    (2, 1, 9, 2**18, 64, False), (8, 8, 8, 1024, 64, True), (8, 8, 9, 1024, 64, False),
+    (16, 8, 2, 4096, 256, True), (16, 8, 3, 4096, 256, False),
+    # groups of more heads than tiles have: each of their tiles reads all keys
+    (64, 8, 2, 65536, 128, True), (64, 8, 3, 65536, 128, False), (64, 1, 1, 65536, 128, True),
+    (64, 1, 4, 65536, 128, False)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_hopper_tiles_take_calls_that_see_all_keys(heads, kv_heads, queries, keys, head_dim, shared, causal):
+    """But for very few rows. Elsewhere keys are shared out among blocks."""
+    query = np.ones((1, queries, heads, head_dim), np.float16)
+    key = np.broadcast_to(np.ones(head_dim, np.float16), (1, keys, kv_heads, head_dim))
+    for is_hopper in (False, True):
+        with emulator.using(Listener, is_hopper=is_hopper) as runtime:
+            dma.attention(query, key, key, causal=causal, backend="emulator")
+        names = [name for name, *_ in runtime.heard]
+        assert names == (["decode_attention"] if shared or not is_hopper else ["attention_forward", "combine_parts"])
+
+
 @pytest.mark.parametrize("heads, kv_heads, queries, keys, window, listed", [
     (32, 32, 64, 8192, 1024, True), (32, 32, 1, 65536, 1024, True), (32, 8, 4, 65536, 1024, True),
     (16, 8, 1, 8192, 1024, False), (8, 8, 4, 65536, 16384, False), (8, 8, 64, 2048, 1024, False)])

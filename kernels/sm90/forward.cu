@@ -19,7 +19,7 @@
 // issuing products), KEYS, CAUSAL, BITS, BIAS, BIAS_ELEMENT (16 bit where BIAS_DENSE), SOFTCAP, SEQUENCES (with neither BITS
 // nor BIAS_DENSE), BULK (KEYS_CONTIGUOUS, no BIAS_DENSE: rows of keys and values come through the copy engine), QUERY_BULK
 // (so do queries; HEADS divides BLOCK_M), RUNS (neither BULK nor SEQUENCES; rows of keys that follow each other come through
-// the copy engine), SPLIT (neither SEQUENCES nor BITS nor plain causality; parts of tiles as in sm90/parts.cuh).
+// the copy engine), SPLIT (neither SEQUENCES nor BITS; parts of tiles as in sm90/parts.cuh).
 #include "sm90/consumer.cuh"
 #include "sm90/producer.cuh"
 

@@ -32,12 +32,13 @@ struct Share {
 // What this block takes in its round `round`. Under causality alone tiles differ in their work: within `section` sets of
 // heads, whose keys fit into the second cache, the longest come first, and every other round goes through the blocks
 // backwards. So a block has as much to do as any other when a section ends, if each begins with a round of its own; the
-// last one of a section has none for some blocks, where it would have had one of the shortest.
+// last one of a section has none for some blocks, where it would have had one of the shortest. Of tiles that are split up
+// there is one round.
 __device__ __forceinline__ Share scheduled(const ForwardParams& launch, int round) {
     const AttentionParams& p = launch.attention;
     const int all = all_sets(p) * p.tiles;
     const unsigned grid = gridDim.x, block = blockIdx.x;
-#if CAUSAL && KEYS == KEYS_CONTIGUOUS
+#if CAUSAL && KEYS == KEYS_CONTIGUOUS && !SPLIT
     const int own = round % 2 ? grid - 1 - block : block;
 #if SEQUENCES  // whose tiles are not in the order of their work
     const int number = round * grid + own;

@@ -54,7 +54,7 @@ constexpr int RUN_KEYS = 32;  // of a box
 // multiplies. Of a dense mask a tile's words must begin at a word; causality's last tiles are short ones.
 #define CUT (64 % HEADS == 0 && !BITS && !(CAUSAL && KEYS == KEYS_CONTIGUOUS) && !SPLIT)
 constexpr int PART_QUERIES = 64 / HEADS;
-static_assert(!SPLIT || (!SEQUENCES && !BITS && !(CAUSAL && KEYS == KEYS_CONTIGUOUS)), "such tiles are not split up");
+static_assert(!SPLIT || (!SEQUENCES && !BITS), "such tiles are not split up");
 // Whether some numbers of tiles, or of parts, have none.
 #define GAPS (SEQUENCES || CUT)
 // Whether the producer has a loop of its own for blocks full of keys that all queries see, which gathers them.

@@ -56,10 +56,15 @@ class KeyList:
 
 
 def serves(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
-    """Whether this kernel takes the call on device ``index``: it can, and tiles of queries would not fill the GPU."""
+    """Whether this kernel takes the call on device ``index``: it can, and is faster than the others."""
+    return (shares_out(runtime, index, call, problem)
+            and not (_tiles_pay(call, problem) and hopper.serves(runtime, index, call, problem)))
+
+
+def shares_out(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
+    """Whether this kernel can take the call, and tiles of queries would not fill the GPU."""
     return (call.sequences is None and not problem.bits and problem.bias_kind != BIAS_DENSE and not problem.by_head
-            and problem.key_length > 0 and _pays(runtime, index, call)
-            and not (_lists_pay(call, problem) and hopper.serves(runtime, index, call, problem)))
+            and problem.key_length > 0 and _pays(runtime, index, call))
 
 
 def _pays(runtime: Runtime, index: int, call: AttentionCall) -> bool:
@@ -72,14 +77,19 @@ def _pays(runtime: Runtime, index: int, call: AttentionCall) -> bool:
     return call.key_length >= LEAST_KEYS and (rows <= TILE_ROWS or 2 * groups <= processors)
 
 
-def _lists_pay(call: AttentionCall, problem: Problem) -> bool:
-    """Whether so much is to be looked at that lists of keys take less time, made for this call alone: of keys that
-    scores have scattered, for which kv heads have intervals of their own. Of keys that follow each other, blocks that
-    nobody sees are passed over."""
-    if problem.mask is None or problem.mask._bound is None or problem.mask.shape[1] == 1:
+def _tiles_pay(call: AttentionCall, problem: Problem) -> bool:
+    """Whether the Hopper kernel takes less time. It does where more than half a tile of rows sees all keys and its own
+    tiles, split up along the keys, read them no more often; and where so much is to be looked at that lists of keys
+    pay, made for this call alone: of keys that scores have scattered, for which kv heads have intervals of their own.
+    Of keys that follow each other, blocks that nobody sees are passed over."""
+    group, groups, row_bytes = call.heads // call.kv_heads, call.batch * call.kv_heads, call.head_dim * problem.size
+    rows = call.query_length * group
+    tiles = sets_of(rows, row_bytes)
+    if problem.mask is None:
+        return 2 * rows > _rows_together(row_bytes) and tiles >= group // problem.tile_heads
+    if problem.mask._bound is None or problem.mask.shape[1] == 1:
         return False
-    rows, groups = call.query_length * (call.heads // call.kv_heads), call.batch * call.kv_heads
-    seen, tiles = min(call.key_length, problem.mask._bound[0]), sets_of(rows, call.head_dim * problem.size)
+    seen = min(call.key_length, problem.mask._bound[0])
     here = groups * tiles * (LOOK * call.key_length + SEE * seen)
     return here > LIST + LIST_SEEN * seen + LIST_KEY * groups * call.key_length
 
@@ -132,7 +142,11 @@ def _step(operand: Operand, axis: int) -> int:
 
 def sets_of(rows: int, row_bytes: int) -> int:
     """Tiles that ``rows`` of a kv head are cut into, for rows of keys of so many bytes."""
-    return blocks(rows, 8 if row_bytes > ROW_BYTES else TILE_ROWS)
+    return blocks(rows, _rows_together(row_bytes))
+
+
+def _rows_together(row_bytes: int) -> int:
+    return 8 if row_bytes > ROW_BYTES else TILE_ROWS
 
 
 @functools.cache

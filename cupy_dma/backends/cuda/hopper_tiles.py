@@ -64,10 +64,13 @@ PART_TIMES = {192: (0.75, 0.9), 128: (0.85,)}  # of 64 and of 128 rows of a tile
 LOWER_TIME = 0.8  # of a tile of 128 rows among those of 192
 LOWER_ROUNDS = 3  # behind more, tiles that can be cut in two are
 TILE_TIME = 0.15  # of a tile without keys, by that of one with the most
-# Of tiles split up along their keys: the most parts, and the fewest keys of one, where listed and of head dim 64.
-MOST_PARTS, LISTED_PART_KEYS = 32, 128
-# What a round of them costs beside its keys, in such keys: in any case, and for each of its parts but the first ones.
-SPLIT_KEYS, PART_KEYS, FREE_PARTS = 400, 5, 32
+# Of tiles split up along their keys: the most parts of a tile, or of all if those are more, and the fewest keys of one,
+# where listed and of head dim 64.
+MOST_PARTS, MOST_PARTS_OF_ALL, LISTED_PART_KEYS = 32, 96, 128
+# What a round of them costs beside its keys, in such keys: in any case, and for each of its parts but the first ones,
+# and for each of a tile's.
+SPLIT_KEYS, PART_KEYS, FREE_PARTS, TILE_PART_KEYS = 400, 5, 32, 25
+CAUSAL_GAIN = 0.85  # of the time of whole tiles, below which causal ones are split up
 
 
 class Facts(NamedTuple):
@@ -209,12 +212,13 @@ def _lower(facts: Facts, tile: HopperTile, processors: int, work: Work) -> int:
 
 
 def _parts(facts: Facts, tile: HopperTile, processors: int, work: Work) -> int:
-    """How many parts the tiles of the last round are split up into; 1: none."""
+    """How many parts the tiles of the last round are split up into; 1: none. Under causality there is but one:
+    several balance tiles of different length."""
     full, rest = divmod(work.tiles * facts.sets, processors)
-    if rest == 0 or facts.sequences or facts.bits or facts.causal:
+    if rest == 0 or facts.sequences or facts.bits or (facts.causal and full):
         return 1
     keys = _keys_at(facts, tile, work, full * processors)
-    most = min(processors // rest, MOST_PARTS, keys // _least_part_keys(facts, tile))
+    most = min(processors // rest, max(MOST_PARTS, MOST_PARTS_OF_ALL // rest), keys // _least_part_keys(facts, tile))
     return 1 if most < 2 else _best_parts(facts, tile, processors, work, most)
 
 
@@ -231,7 +235,8 @@ def _best_parts(facts: Facts, tile: HopperTile, processors: int, work: Work, mos
         return 1
     time, parts = min((_split_time(facts, tile, processors, work, n), n) for n in range(2, most + 1)
                       if n <= 4 or n % 4 == 0)
-    return parts if time < _cut_time(facts, tile, processors, work) else 1
+    whole = _cut_time(facts, tile, processors, work)
+    return parts if time < (CAUSAL_GAIN * whole if facts.causal else whole) else 1
 
 
 def _bytes(facts: Facts, keys: int) -> int:
@@ -243,7 +248,7 @@ def rounds(facts: Facts, tile: HopperTile, processors: int) -> float:
     """The time of all tiles, by that of one with the most keys."""
     work, chosen = _whole_tiles(facts, tile, processors), work_of(facts, tile, processors)
     count = facts.sets * work.tiles
-    if facts.causal:  # the longest tiles first, with half of the keys on average
+    if facts.causal and chosen.parts == 1:  # the longest tiles first, with half of the keys on average
         return max(1.0, count / (2 * processors))
     full = count // processors  # rounds
     whole = min(full, facts.sets * (work.tiles - work.shorter) // processors)
@@ -260,7 +265,8 @@ def _split_time(facts: Facts, tile: HopperTile, processors: int, work: Work, par
     costs 1 % more than the best one on average. Keys of a longer head dim, and of more rows, take longer."""
     full, rest = divmod(work.tiles * facts.sets, processors)
     keys = _keys_at(facts, tile, work, full * processors) / parts
-    beside = SPLIT_KEYS * (128 / tile.block_m)**0.65 + PART_KEYS * max(0, rest * parts - FREE_PARTS)
+    beside = (SPLIT_KEYS * (128 / tile.block_m)**0.65 + PART_KEYS * max(0, rest * parts - FREE_PARTS)
+              + TILE_PART_KEYS * max(0, parts - FREE_PARTS))
     return (keys + beside * (64 / facts.head_dim)**0.75) / _most_keys(facts, tile)
 
 

@@ -43,7 +43,7 @@ def attend_last(runtime: Runtime, call: DynamicCall, scores: Operand) -> tuple[A
     attention = AttentionCall(call.query, call.key, call.value, None, None, key_bias(scores), False, call.scale,
                               call.softcap, call.deterministic)
     problem = Problem(attention)
-    if call.query.shape[0] == 0 or not few_queries.serves(runtime, device.index, attention, problem):
+    if call.query.shape[0] == 0 or not few_queries.shares_out(runtime, device.index, attention, problem):
         return None
     out = place.empty(call.query.shape, call.query.dtype, device)
     lse = place.empty((call.query.shape[0], call.query.shape[2], queries), "float32", device)

@@ -56,8 +56,8 @@ def hopper_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ..
                     configs.append(ListConfig(causal=False, block_n=tile.block_n))
                 served = [(element, heads) for heads in sorted({heads_per_tile(group) for group in groups})
                           for element in elements]
-                # The last tiles without a mask, and those of few queries over long lists, are split up.
-                split = kind == "contiguous" and not causal or kind == "intervals" and keys == "KEYS_LISTED"
+                # The last tiles without a mask, and all of few queries under causality or over long lists, are split.
+                split = kind == "contiguous" or kind == "intervals" and keys == "KEYS_LISTED"
                 configs += [hopper.HopperForwardConfig(element, head_dim, heads, *tile, keys, causal, bias, False,
                                                        False, "float", False, keys == "KEYS_CONTIGUOUS",
                                                        tile.block_m % heads == 0, False, parts)
