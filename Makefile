@@ -64,25 +64,25 @@ test: $(TEST_READY)
 	$(RUN) -m pytest $(SELECT) $(if $(VENV),$(WORKERS)) $(ARGS)
 
 test-gpu: $(TEST_READY)
-	$(RUN) -m pytest -m gpu -p tests.gpu_record --gpu-record tests/gpu_results.json $(ARGS)
+	$(RUN) -m pytest -m gpu -p tests.gpu.gpu_record --gpu-record tests/gpu_results.json $(ARGS)
 
 # The libraries of AddressSanitizer must be there before the interpreter; what it leaks is not the kernels' doing.
 ASAN := LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so.6)" \
     ASAN_OPTIONS=detect_leaks=0 CUPY_DMA_EMULATOR_BUILD=address
 
 test-sanitize: $(TEST_READY)
-	$(RUN) -m pytest -m "not gpu" $(if $(VENV),$(WORKERS)) tests/test_emulator*.py tests/test_mutations.py $(ARGS)
+	$(RUN) -m pytest -m "not gpu" $(if $(VENV),$(WORKERS)) tests/emulator $(ARGS)
 	$(ASAN) $(if $(VENV),$(RUN),PYTHONPATH=. $(PYTHON)) -m pytest -p no:faulthandler -m "not gpu" \
-	    $(if $(VENV),$(WORKERS)) tests/test_emulator.py tests/test_emulator_backward.py $(ARGS)
+	    $(if $(VENV),$(WORKERS)) tests/emulator/tests/test_forward.py tests/emulator/tests/test_backward.py $(ARGS)
 
 sanitize: $(TEST_READY)
 	set -e; for tool in memcheck racecheck; do \
-	    $(if $(VENV),,PYTHONPATH=.) compute-sanitizer --tool $$tool --error-exitcode 1 $(if $(VENV),$(RUN),$(PYTHON)) -m tests.sanitize; done
+	    $(if $(VENV),,PYTHONPATH=.) compute-sanitizer --tool $$tool --error-exitcode 1 $(if $(VENV),$(RUN),$(PYTHON)) -m tests.gpu.sanitize; done
 
 bench: $(BENCH_READY)
-	$(RUN) benchmarks/forward_performance.py $(ARGS)
-	$(RUN) benchmarks/backward_performance.py $(ARGS)
-	$(RUN) benchmarks/dense_performance.py $(ARGS)
+	$(RUN) benchmarks/forward.py $(ARGS)
+	$(RUN) benchmarks/backward.py $(ARGS)
+	$(RUN) benchmarks/dense.py $(ARGS)
 	$(RUN) benchmarks/decode.py $(ARGS)
 
 lint: $(LINT_READY)
@@ -90,7 +90,7 @@ lint: $(LINT_READY)
 	$(RUN) -m mypy
 
 check-record:
-	PYTHONPATH=. $(PYTHON) -m tests.gpu_record
+	PYTHONPATH=. $(PYTHON) -m tests.gpu.gpu_record
 
 clean:
 	rm -rf $(if $(VENV),$(VENV)) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache mask.png generate.png

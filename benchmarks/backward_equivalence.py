@@ -15,23 +15,23 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
-from benchmarks import equivalence
-from tests import cases
+from benchmarks import accuracy
+from tests.oracle import cases
 
 
 def run(case: cases.Case, convert: Any, backend: str) -> dict[str, Any]:
     return cases.run_backward(case, convert, with_dlse=True, backend=backend)._asdict()
 
 
-def expected(case: cases.Case, **options: Any) -> equivalence.Answer:
+def expected(case: cases.Case, **options: Any) -> accuracy.Answer:
     return cases.expected_gradients(case, with_dlse=True, **options)
 
 
-SUITE = equivalence.Suite("backward", __doc__ or "", run, expected, factor=3)
+SUITE = accuracy.Suite("backward", __doc__ or "", run, expected, factor=3)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return equivalence.main(SUITE, arguments)
+    return accuracy.main(SUITE, arguments)
 
 
 if __name__ == "__main__":

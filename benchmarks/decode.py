@@ -43,9 +43,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
-from benchmarks import common, render_decode
-from benchmarks.common import Case
 from benchmarks.decode_cases import Benchmark, Original, Serving, TooLarge
+from benchmarks.harness import render_decode, suite
+from benchmarks.harness.suite import Case
 
 FREE_SHARE = 0.8  # of the free memory that a history may fill
 COPY_BYTES = 2 * 2**30
@@ -67,7 +67,7 @@ def cases(which: str, quick: bool = False) -> list[Case]:
 
 
 def benchmark(case: Case) -> Benchmark:
-    from benchmarks import measure
+    from benchmarks.harness import measure
 
     size = 4 * case.batch * case.key_length * case.kv_heads * case.head_dim  # keys and values in bfloat16
     if size > FREE_SHARE * measure.free_bytes():
@@ -79,7 +79,7 @@ def machine_limits() -> dict[str, Any]:
     """What bounds a step here: the copy bandwidth (bytes read and written, TB/s) and an empty graph's replay (us)."""
     import torch
 
-    from benchmarks import measure
+    from benchmarks.harness import measure
 
     device, size = ("cuda", COPY_BYTES) if measure.on_gpu() else ("cpu", 2**20)
     source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
@@ -95,11 +95,11 @@ def machine_limits() -> dict[str, Any]:
     return limits
 
 
-SUITE = common.Suite(__doc__ or "", cases, benchmark, render_decode.DECODE, seconds=100, extra=machine_limits)
+SUITE = suite.Suite(__doc__ or "", cases, benchmark, render_decode.DECODE, seconds=100, extra=machine_limits)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return common.main(SUITE, arguments)
+    return suite.main(SUITE, arguments)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks import common
-from benchmarks.common import Case
+from benchmarks.harness import suite
+from benchmarks.harness.suite import Case
 
 LAYERS = 20  # copies of a case's arrays, so that a graph of steps finds little of them in the L2 cache
 LAYER_BYTES = 4 * 2**30  # all copies together
@@ -17,7 +17,7 @@ ALWAYS_KEPT = 2.0  # a score above all others, which are below 1
 Maker = Callable[[Any, Any, Any, Any], Any]  # of query, key, value, scores: a call, or a call and a note
 
 
-class Benchmark(common.Benchmark):
+class Benchmark(suite.Benchmark):
     """One query of each sequence, at the end of its history. Outputs are checked while they are measured."""
 
     cold = False  # also time single calls with an empty L2 cache
@@ -41,12 +41,12 @@ class Benchmark(common.Benchmark):
 
     def sampled(self) -> list[int]:
         """Sequences that are checked."""
-        from benchmarks.decode_check import sampled_batch
+        from benchmarks.harness.decode_check import sampled_batch
 
         return sampled_batch(self.case.batch, self.case.seed)
 
     def best_keys(self, b: int, window: int) -> Any:
-        from benchmarks.decode_check import best_keys
+        from benchmarks.harness.decode_check import best_keys
 
         if (b, window) not in self.best:
             self.best[b, window] = best_keys(self.scores[b], window)
@@ -54,7 +54,7 @@ class Benchmark(common.Benchmark):
 
     def checked(self, out: Any, lse: Any, window: int | None, bias: bool = True) -> Any:
         """The check of a result ``(B, 1, H, D)`` and ``(B, H, 1)`` over the best ``window`` keys (None: all)."""
-        from benchmarks.decode_check import TokenCheck
+        from benchmarks.harness.decode_check import TokenCheck
 
         check = TokenCheck()
         for b in self.sampled():
@@ -74,7 +74,7 @@ class Benchmark(common.Benchmark):
     def record_calls(self, who: str, stage: str, calls: Sequence[Callable[[], Any]], note: str = "",
                      **more: Any) -> None:
         """The time of one call, and more about it."""
-        from benchmarks import measure
+        from benchmarks.harness import measure
 
         ms, how = measure.steps_ms(calls)
         row = {"who": who, "stage": stage, "ms": ms, "timing": how, "note": note, **more}
@@ -98,7 +98,7 @@ class Benchmark(common.Benchmark):
         """Check the cache's step for the last token, then time steps that displace a kept key each."""
         import torch
 
-        from benchmarks import measure
+        from benchmarks.harness import measure
 
         cache = self.filled(window)
         last = slice(self.case.key_length - 1, None)
@@ -139,7 +139,7 @@ class Benchmark(common.Benchmark):
 
     def host(self, who: str, stage: str, call: Callable[[], Any], how: str) -> None:
         """Wall time of a call and the wait for it ("ms"), and of one among many that are queued."""
-        from benchmarks import measure
+        from benchmarks.harness import measure
 
         row = {"who": who, "stage": stage, "timing": f"wall clock, {how}", "note": "",
                "ms": measure.waited_us(call, 50 if measure.on_gpu() else 1) / 1e3}
@@ -154,7 +154,7 @@ class Benchmark(common.Benchmark):
 
         ``repeat``: as many calls on the same arrays, instead of one on each copy.
         """
-        from benchmarks import measure
+        from benchmarks.harness import measure
 
         if time.monotonic() > deadline:
             self.failed(who, stage, "no time left")
@@ -180,7 +180,7 @@ class Benchmark(common.Benchmark):
         """Attention over all keys."""
         from torch.nn.attention import SDPBackend
 
-        from benchmarks import measure, peers
+        from benchmarks.harness import measure, peers
 
         backends: dict[str, Any] = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
         if not measure.on_gpu():
@@ -233,7 +233,7 @@ class Original(Benchmark):
 
     def ours(self) -> None:
         import cupy_dma as dma
-        from benchmarks import measure
+        from benchmarks.harness import measure
 
         super().ours()
         w = self.case.window
@@ -256,7 +256,7 @@ class Original(Benchmark):
         measure.free_memory()
 
     def peers(self, deadline: float, flex: bool) -> None:
-        from benchmarks import peers
+        from benchmarks.harness import peers
 
         case, group = self.case, self.case.heads // self.case.kv_heads
 
@@ -271,7 +271,7 @@ class Original(Benchmark):
             added = mask_of(self.query, self.scores)[0, ::group, 0]  # (Hkv, n), rounded as the peer's
 
             def check(out: Any) -> Any:
-                from benchmarks.decode_check import TokenCheck
+                from benchmarks.harness.decode_check import TokenCheck
 
                 found, kept = TokenCheck(), [row.nonzero()[:, 0] for row in added > float("-inf")]
                 found.wrong_keys = sum(len(keys) != min(case.window, case.key_length) for keys in kept)
@@ -291,7 +291,7 @@ class Original(Benchmark):
     def flex(self, deadline: float) -> None:
         """FlexAttention with the interval mask as block mask; compiled where there is a GPU."""
         import cupy_dma as dma
-        from benchmarks import measure, peers
+        from benchmarks.harness import measure, peers
 
         mask = dma.IntervalMask.top_w(self.scores, window=self.case.window)
         start, stop = (x.expand(self.scores.shape).contiguous() for x in (mask.start, mask.stop))

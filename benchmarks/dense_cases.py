@@ -4,11 +4,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from benchmarks import common
-from benchmarks.common import Case
+from benchmarks.harness import suite
+from benchmarks.harness.suite import Case
 
 
-class Benchmark(common.Benchmark):
+class Benchmark(suite.Benchmark):
     """A case whose outputs are checked while they are measured."""
 
     def __init__(self, case: Case):
@@ -33,13 +33,13 @@ class Benchmark(common.Benchmark):
 
     def problem(self, mask: Any, bias: Any = None) -> Any:
         """The computation of a dense mask as the check takes it."""
-        from benchmarks.dense_check import Problem
+        from benchmarks.harness.check import Problem
 
         return Problem(self.query[0], self.key[0], self.value[0], lambda i, j: mask[0][:, i][:, :, j],
                        None if bias is None else bias[0])
 
     def sampled(self) -> list[int]:
-        from benchmarks.dense_check import sample
+        from benchmarks.harness.check import sample
 
         return sample(self.case.query_length, self.case.seed)
 
@@ -47,7 +47,7 @@ class Benchmark(common.Benchmark):
                **options: Any) -> tuple[Any, Any]:
         """Measure and check a forward pass; ``(out, lse)``."""
         import cupy_dma as dma
-        from benchmarks.dense_check import check_forward
+        from benchmarks.harness.check import check_forward
 
         call = functools.partial(dma.attention, self.query, self.key, self.value, mask=mask, bias=bias, **options)
         self.record("cupy_dma", f"forward {label}".strip(), call, setup)
@@ -58,7 +58,7 @@ class Benchmark(common.Benchmark):
     def differentiate(self, label: str, problem: Any, out: Any, lse: Any, mask: Any, bias: Any = None,
                       setup: Any = None) -> None:
         """Measure and check a backward pass."""
-        from benchmarks.dense_check import Given, check_backward
+        from benchmarks.harness.check import Given, check_backward
         from cupy_dma.backward import attention_backward
 
         call = functools.partial(attention_backward, self.dout, self.query, self.key, self.value, out, lse, mask=mask,
@@ -72,7 +72,7 @@ class Benchmark(common.Benchmark):
 
     def check_output(self, problem: Any, out: Any) -> dict[str, Any]:
         """Of a peer: (1, H, Lq, D)."""
-        from benchmarks.dense_check import check_forward
+        from benchmarks.harness.check import check_forward
 
         return check_forward(problem, out[0].transpose(0, 1), None, self.sampled())
 
@@ -109,7 +109,7 @@ class Random(Benchmark):
 
     def check_gradients(self, found: Any) -> dict[str, Any]:
         """Of a peer, heads first: of query, key, value and maybe the bias."""
-        from benchmarks.dense_check import Given, check_backward
+        from benchmarks.harness.check import Given, check_backward
 
         dq, dk, dv, *rest = (x[0] for x in found)
         dq, dk, dv = (x.transpose(0, 1) for x in (dq, dk, dv))
@@ -121,7 +121,7 @@ class Random(Benchmark):
     def peers(self, deadline: float, flex: bool) -> None:
         from torch.nn.attention import SDPBackend
 
-        from benchmarks import dense_peers, measure
+        from benchmarks.harness import measure, peers_dense
 
         inputs, compiled = (self.query, self.key, self.value), measure.on_gpu()
 
@@ -131,19 +131,19 @@ class Random(Benchmark):
         def backward(who: str, make: Any) -> None:
             self.checked_peer(who, "backward", make, deadline, self.check_gradients)
 
-        blocks = functools.cache(lambda: dense_peers.block_mask(self.mask, compiled))
-        self.peer("flex", lambda: functools.partial(dense_peers.block_mask, self.mask, compiled), deadline,
+        blocks = functools.cache(lambda: peers_dense.block_mask(self.mask, compiled))
+        self.peer("flex", lambda: functools.partial(peers_dense.block_mask, self.mask, compiled), deadline,
                   "block mask")
-        forward("flex", lambda: dense_peers.flex(*inputs, self.mask, self.bias, blocks(), compiled))
+        forward("flex", lambda: peers_dense.flex(*inputs, self.mask, self.bias, blocks(), compiled))
         if compiled:
-            backward("flex", lambda: dense_peers.flex_backward(*inputs, self.dout, self.mask, self.bias, blocks()))
+            backward("flex", lambda: peers_dense.flex_backward(*inputs, self.dout, self.mask, self.bias, blocks()))
         added = self.bias.masked_fill(~self.mask, float("-inf"))
         backends: dict[str, Any] = {"cudnn": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
         if not compiled:
             backends = {"sdpa": None}
         for who, backend in backends.items():
-            forward(who, functools.partial(dense_peers.sdpa, backend, *inputs, added))
-            backward(who, functools.partial(dense_peers.sdpa_backward, backend, *inputs, self.dout, added))
+            forward(who, functools.partial(peers_dense.sdpa, backend, *inputs, added))
+            backward(who, functools.partial(peers_dense.sdpa_backward, backend, *inputs, self.dout, added))
 
 
 class Structured(Benchmark):
@@ -172,14 +172,14 @@ class Structured(Benchmark):
 
 class Interval(Benchmark):
     def prepare(self) -> None:
-        common.Benchmark.prepare(self)
+        suite.Benchmark.prepare(self)
         self.dense = self.mask.to_dense(self.case.query_length).contiguous()
 
     def read(self) -> None:
         """The time of one read of the dense mask."""
         import torch
 
-        from benchmarks import measure
+        from benchmarks.harness import measure
 
         words = self.dense.view(torch.uint8).reshape(-1)
         words = words[:len(words) // 4 * 4].view(torch.float32)
@@ -207,7 +207,7 @@ class Plain(Benchmark):
         self.bias = self.normal(1, self.case.kv_heads, self.case.key_length).float()
 
     def plain_problem(self, causal: bool, bias: Any = None, softcap: float = 0.0) -> Any:
-        from benchmarks.dense_check import Problem
+        from benchmarks.harness.check import Problem
 
         def visible(i: Any, j: Any) -> Any:
             return ((j <= i[:, None]) | (not causal))[None]
@@ -224,7 +224,7 @@ class Plain(Benchmark):
     def peers(self, deadline: float, flex: bool) -> None:
         from torch.nn.attention import SDPBackend
 
-        from benchmarks import measure, peers
+        from benchmarks.harness import measure, peers
 
         backends: dict[str, Any] = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
         if not measure.on_gpu():

@@ -55,7 +55,7 @@ class Varlen(Benchmark):
 
     def packed(self, label: str, ends: Any, lengths: list[int]) -> None:
         import cupy_dma as dma
-        from benchmarks.dense_check import Given, Problem
+        from benchmarks.harness.check import Given, Problem
         from cupy_dma.backward import varlen_attention_backward
 
         q, k, v, do = (x[0] for x in (self.query, self.key, self.value, self.dout))
@@ -96,7 +96,7 @@ class Varlen(Benchmark):
         self.problem_of_all = problem
 
     def confirm(self, label: str, given: Any, gradients: Any) -> None:
-        from benchmarks.dense_check import check_backward, check_forward
+        from benchmarks.harness.check import check_backward, check_forward
 
         self.checks[f"forward {label}"] = check_forward(given.problem, given.out, given.lse, self.sampled())
         self.checks[f"backward {label}"] = check_backward(given, gradients, self.sampled(), self.sampled())
@@ -104,7 +104,7 @@ class Varlen(Benchmark):
     def batch(self, lengths: list[int]) -> None:
         """The equal sequences as a batch: the computation of the packed ones before."""
         import cupy_dma as dma
-        from benchmarks.dense_check import Given
+        from benchmarks.harness.check import Given
         from cupy_dma.backward import attention_backward
 
         count, n = len(lengths), lengths[0]

@@ -14,19 +14,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
-from benchmarks import equivalence
-from tests import cases
+from benchmarks import accuracy
+from tests.oracle import cases
 
 
 def run(case: cases.Case, convert: Any, backend: str) -> dict[str, Any]:
     return dict(zip(("out", "lse"), cases.run(case, convert, backend=backend)))
 
 
-SUITE = equivalence.Suite("forward", __doc__ or "", run, cases.expected, factor=2)
+SUITE = accuracy.Suite("forward", __doc__ or "", run, cases.expected, factor=2)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return equivalence.main(SUITE, arguments)
+    return accuracy.main(SUITE, arguments)
 
 
 if __name__ == "__main__":

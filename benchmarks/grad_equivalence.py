@@ -3,8 +3,8 @@
     python benchmarks/grad_equivalence.py                        all backends, all types
     python benchmarks/grad_equivalence.py --backend numpy --dtype bfloat16 --dlse
 
-The grid is tests/cases.py (masks, biases, lengths, head dims, grouped heads, strides, softcap, scale), each case once
-per type; the oracle and the rule are those of tests/reference.py: an error may be at most three times that of the plain
+The grid is tests/oracle/cases.py (masks, biases, lengths, head dims, grouped heads, strides, softcap, scale), each case once
+per type; the oracle and the rule are those of tests/oracle/reference.py: an error may be at most three times that of the plain
 same-precision computation, plus the roundings written there. The table has a line per backend and type: how many cases
 ran, how many the backend does not serve (it raised NotImplementedError), and for each gradient the worst error in units
 of what is allowed. A gradient of a wrong type or shape, or with NaN or infinities in other places than the oracle's,
@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itse
 
 import numpy as np
 
-from benchmarks.common import RESULTS
-from tests import cases, reference
+from benchmarks.harness.suite import RESULTS
+from tests.oracle import cases, reference
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 NAMES = ("query", "key", "value", "bias")
@@ -79,11 +79,11 @@ def grid(dtype: str, names: str = "") -> list[cases.Case]:
 def place_of(backend: str) -> tuple[Any, Any]:
     """The library and device whose arrays a backend takes. flex computes on the CPU here: on a GPU it would compile
     every case, for hours (forward_equivalence.py and backward_equivalence.py do that with fewer)."""
-    from cupy_dma.arrays import CPU, Device, library
+    from cupy_dma.arrays import CPU, Device, library_named
 
     if backend == "triton":
-        return library("torch"), Device("cuda", 0)
-    return (library("cupy"), Device("cuda", 0)) if backend == "cuda" else (library("numpy"), CPU)
+        return library_named("torch"), Device("cuda", 0)
+    return (library_named("cupy"), Device("cuda", 0)) if backend == "cuda" else (library_named("numpy"), CPU)
 
 
 def compare(backends: list[str], dtypes: list[str], *, names: str = "", with_dlse: bool = False) -> list[Line]:
@@ -128,7 +128,7 @@ def where(commit: str | None) -> dict[str, Any]:
     """Versions, device and commit of this run."""
     found: dict[str, Any] = {}
     if importlib.util.find_spec("torch"):  # measure.py needs it
-        from benchmarks import measure
+        from benchmarks.harness import measure
 
         found = measure.machine()
     if commit:

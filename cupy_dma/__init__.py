@@ -8,19 +8,21 @@ Every public name is loaded at its first use, so that importing the package impo
 """
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cupy_dma import backward, flash_dmattn
-    from cupy_dma.attention import attention, dynamic_mask_attention
+    from cupy_dma.api import (
+        attention,
+        dynamic_mask_attention,
+        key_scores,
+        varlen_attention,
+        varlen_dynamic_mask_attention,
+    )
     from cupy_dma.backends import get_available_backends
     from cupy_dma.cache import DynamicCache
     from cupy_dma.masks import IntervalMask
-    from cupy_dma.scores import key_scores
-    from cupy_dma.varlen import varlen_attention, varlen_dynamic_mask_attention
 
 __version__ = "0.1.0"
 
@@ -31,12 +33,12 @@ _SUBMODULES = ("backward", "flash_dmattn", "torch")
 _MODULE_OF = {
     "DynamicCache": "cupy_dma.cache",
     "IntervalMask": "cupy_dma.masks",
-    "attention": "cupy_dma.attention",
-    "dynamic_mask_attention": "cupy_dma.attention",
+    "attention": "cupy_dma.api",
+    "dynamic_mask_attention": "cupy_dma.api",
     "get_available_backends": "cupy_dma.backends",
-    "key_scores": "cupy_dma.scores",
-    "varlen_attention": "cupy_dma.varlen",
-    "varlen_dynamic_mask_attention": "cupy_dma.varlen",
+    "key_scores": "cupy_dma.api",
+    "varlen_attention": "cupy_dma.api",
+    "varlen_dynamic_mask_attention": "cupy_dma.api",
 }
 
 
@@ -48,19 +50,6 @@ def __getattr__(name: str):
     found = getattr(import_module(_MODULE_OF[name]), name)
     globals()[name] = found
     return found
-
-
-class _Package(ModuleType):
-    """``cupy_dma.attention`` is the function, although its module has the same name: the import system binds a
-    submodule to its package as soon as anyone imports it, and would hide the function."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name == "attention" and isinstance(value, ModuleType):
-            value = value.attention
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

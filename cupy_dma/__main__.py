@@ -15,20 +15,20 @@ def complain(message: str) -> int:
 
 
 def info(args: argparse.Namespace) -> int:
-    from cupy_dma import info
+    from cupy_dma.cli import info
 
     return info.main()
 
 
 def demo(args: argparse.Namespace) -> int:
-    from cupy_dma import demo
+    from cupy_dma.cli import demo
 
     return demo.main(args)
 
 
 def warmup(args: argparse.Namespace) -> int:
     """Compile the kernels of usual calls, for the local GPU or for ``--arch``; they stay in the disk cache."""
-    from cupy_dma.info import INSTALL_CUDA
+    from cupy_dma.cli.info import INSTALL_CUDA
 
     try:
         import cupy
@@ -41,8 +41,8 @@ def warmup(args: argparse.Namespace) -> int:
             return complain(f"there is no GPU here ({error}); name an architecture with --arch, such as --arch sm_90a")
     from tqdm import tqdm
 
-    from cupy_dma import jit
     from cupy_dma.backends.cuda import warmup_jobs
+    from cupy_dma.backends.cuda.runtime import jit
 
     jobs = warmup_jobs(args.head_dim, args.dtype, args.group, args.arch)
     with tqdm(jobs, unit="kernel", leave=False, disable=None) as bar:  # NVRTC takes one at a time, also from threads
@@ -58,7 +58,7 @@ def warmup(args: argparse.Namespace) -> int:
 
 def clear_cache(args: argparse.Namespace) -> int:
     """Remove the compiled kernels."""
-    from cupy_dma import jit
+    from cupy_dma.backends.cuda.runtime import jit
 
     files, size = jit.clear_cache()
     print(f"removed {files} files, {size:,} bytes, from {jit.cache_directory()}")

@@ -297,7 +297,7 @@ _library_of_type: dict[type, Library | None] = {}
 _makers = {"numpy": NumpyLibrary, "cupy": CupyLibrary, "torch": TorchLibrary}
 
 
-def library(name: str) -> Library:
+def library_named(name: str) -> Library:
     """The library "numpy", "cupy" or "torch"; importing it if need be."""
     if name not in _libraries:
         _libraries[name] = _makers[name]()
@@ -308,7 +308,7 @@ def _find_library(kind: type) -> Library | None:
     for base in kind.__mro__:
         root = base.__module__.partition(".")[0]
         if root in _makers and base.__name__ in ("ndarray", "Tensor"):
-            return library(root)
+            return library_named(root)
     return None
 
 
@@ -324,7 +324,7 @@ def library_of(array: Any, name: str) -> Library:
                         f"got {kind.__module__}.{kind.__qualname__}")
     on_cpu = int(array.__dlpack_device__()[0]) == 1
     namespace = getattr(array, "__array_namespace__", lambda: sys.modules.get(kind.__module__.partition(".")[0]))()
-    return DlpackLibrary(library("numpy" if on_cpu else "cupy"), namespace)
+    return DlpackLibrary(library_named("numpy" if on_cpu else "cupy"), namespace)
 
 
 def is_traced(array: Any) -> bool:

@@ -19,12 +19,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from cupy_dma import backends, checks
-from cupy_dma import scores as scores_module
 from cupy_dma.arrays import Library, Operand, describe
-from cupy_dma.attention import scores_of
-from cupy_dma.calls import AttentionBackwardCall, AttentionCall, attention_call, dynamic_call
-from cupy_dma.selection import select
-from cupy_dma.varlen import varlen_call
+from cupy_dma.calls import scores as scores_module
+from cupy_dma.calls.attention import attention_call, dynamic_call
+from cupy_dma.calls.run import scores_of
+from cupy_dma.calls.types import AttentionBackwardCall, AttentionCall
+from cupy_dma.calls.varlen import varlen_call
+from cupy_dma.masks.selection import select
 
 
 class AttentionGradients(NamedTuple):
@@ -278,7 +279,7 @@ def _upstreams(q: Operand, dout: Any, out: Any, lse: Any, dlse: Any,
             raise TypeError(f"{operand.name} must have query's type {q.dtype}, got {operand.dtype}")
         if operand.shape != given:
             raise ValueError(f"{operand.name} must have query's shape {given}, got {operand.shape}")
-        checks.require_same_place((q, operand))
+        checks.require_same_device((q, operand))
     shape = (q.shape[2], q.shape[1]) if packed else (q.shape[0], q.shape[2], q.shape[1])
     numbers = [None if array is None else _described(array, name, "(H, total_q)" if packed else "(B, H, Lq)", shape, q)
                for array, name in ((lse, "lse"), (dlse, "dlse"))]
@@ -297,7 +298,7 @@ def _described(array: Any, name: str, meaning: str, shape: tuple[int, ...], like
     operand = describe(array, name)
     checks.one_of_types(operand)
     checks.has_shape(operand, meaning, [(size,) for size in shape])
-    checks.require_same_place((like, operand))
+    checks.require_same_device((like, operand))
     return operand
 
 

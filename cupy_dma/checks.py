@@ -95,7 +95,7 @@ def wants_values_checked() -> bool:
     return os.environ.get("CUPY_DMA_CHECK", "0") not in ("", "0")
 
 
-def require_same_place(operands: Iterable[Operand | None]) -> None:
+def require_same_device(operands: Iterable[Operand | None]) -> None:
     """All on one device and of one library; ValueError or TypeError naming the first that differs."""
     first: Operand | None = None
     for operand in operands:

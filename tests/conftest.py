@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """What the faults of tests/test_mutations.py were caught by (also under xdist, where their output is lost)."""
+    """What the faults of tests/emulator/mutations/test_mutations.py were caught by (also under xdist, where their output is lost)."""
     caught = [dict(report.user_properties) for report in terminalreporter.stats.get("passed", ())]
     caught = [found for found in caught if "fault" in found]
     if caught:
@@ -54,15 +54,15 @@ LIBRARIES = ["numpy", "torch", *(pytest.param(name, marks=pytest.mark.gpu) for n
 @pytest.fixture(params=LIBRARIES)
 def convert(request):
     """A function from NumPy arrays to arrays of one library, with the attribute ``back`` for the other way."""
-    from cupy_dma.arrays import CPU, Device, library
+    from cupy_dma.arrays import CPU, Device, library_named
 
     pytest.importorskip(request.param.removesuffix("-cuda"))
-    place = library(request.param.removesuffix("-cuda"))
+    library = library_named(request.param.removesuffix("-cuda"))
     device = CPU if request.param in ("numpy", "torch") else Device("cuda", 0)
 
     def to_library(array: np.ndarray):
-        return place.from_numpy(np.ascontiguousarray(array), device)
+        return library.from_numpy(np.ascontiguousarray(array), device)
 
-    to_library.back = place.to_numpy
+    to_library.back = library.to_numpy
     to_library.name = request.param
     return to_library

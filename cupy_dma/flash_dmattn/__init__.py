@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cupy_dma.flash_dmattn import integrations as integrations
     from cupy_dma.flash_dmattn import utils
     from cupy_dma.flash_dmattn.choice import flash_dmattn_func_auto, get_available_backends
-    from cupy_dma.flash_dmattn.early import apply_dynamic_mask_attention, fwd
+    from cupy_dma.flash_dmattn.first_generation import apply_dynamic_mask_attention, fwd
     from cupy_dma.flash_dmattn.flash_dmattn_flex import flex_dmattn_func
     from cupy_dma.flash_dmattn.flash_dmattn_interface import (
         flash_dmattn_func,
@@ -40,8 +40,8 @@ __all__ = [
 
 _SUBMODULES = ("integrations", "utils")  # integrations needs torch, so it is not in __all__
 _MODULE_OF = {
-    "apply_dynamic_mask_attention": "early",
-    "fwd": "early",
+    "apply_dynamic_mask_attention": "first_generation",
+    "fwd": "first_generation",
     "flash_dmattn_func_auto": "choice",
     "get_available_backends": "choice",
     "flex_dmattn_func": "flash_dmattn_flex",

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from cupy_dma import checks
-from cupy_dma.arrays import Device, DlpackLibrary, Operand, describe, is_traced, library
-from cupy_dma.masks import IntervalMask
+from cupy_dma.arrays import Device, DlpackLibrary, Operand, describe, is_traced, library_named
+from cupy_dma.masks.interval import IntervalMask
 
 _PADDED_TO = 128
 _NUMBERS = (*checks.FLOATS, "uint8", "int8", "int16", "int32", "int64")
@@ -22,9 +22,9 @@ def seen_as(array: Any, name: str) -> Operand:
     """``describe``, also where ``torch.compile`` is at work, whose tensors have no address. TypeError if no array."""
     if not is_traced(array):
         return describe(array, name)
-    place = Device(array.device.type, array.device.index or 0)
-    return Operand(name, array, library("torch"), tuple(array.shape), array.stride(),
-                   str(array.dtype).removeprefix("torch."), place, 0)
+    library = Device(array.device.type, array.device.index or 0)
+    return Operand(name, array, library_named("torch"), tuple(array.shape), array.stride(),
+                   str(array.dtype).removeprefix("torch."), library, 0)
 
 
 def rows(array: Any, name: str) -> Any:
@@ -79,16 +79,16 @@ def truth(mask: Any, name: str, *, zeros_show: bool = False) -> Any:
     if operand.dtype == "bool":
         return rows(mask, name)
     checks.one_of_types(operand, ("bool", *_NUMBERS))
-    place, array = operand.library, operand.array
-    if place.name == "torch":
+    library, array = operand.library, operand.array
+    if library.name == "torch":
         array = array.detach()
     elif operand.dtype == "bfloat16":  # of which other libraries know little
-        array = place.astype(array, "float32")
-    with place.on(operand.device):
+        array = library.astype(array, "float32")
+    with library.on(operand.device):
         if checks.wants_values_checked():
-            _check_values(array, place.xp, name)
+            _check_values(array, library.xp, name)
         additive = ~(array > 0).any() if zeros_show else (array < 0).any()
-        return place.export((array > 0) | ((array == 0) & additive))
+        return library.export((array > 0) | ((array == 0) & additive))
 
 
 def _check_values(array: Any, xp: Any, name: str) -> None:

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from cupy_dma.flash_dmattn.argument_names import spelled
 from cupy_dma.flash_dmattn.flash_dmattn_interface import flash_dmattn_func
-from cupy_dma.flash_dmattn.spellings import spelled
 
 
 @spelled

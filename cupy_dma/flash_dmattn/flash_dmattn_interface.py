@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from cupy_dma import attention, checks
+from cupy_dma.flash_dmattn.argument_names import in_either_order, spelled
 from cupy_dma.flash_dmattn.arguments import added, rows, seen_as, visible
 from cupy_dma.flash_dmattn.choice import serving
-from cupy_dma.flash_dmattn.spellings import in_either_order, spelled
 
 
 @spelled

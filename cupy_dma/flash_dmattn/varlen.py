@@ -14,7 +14,7 @@ from cupy_dma import attention, checks, varlen_attention
 from cupy_dma.arrays import Operand, describe
 from cupy_dma.flash_dmattn.arguments import rows, seen_as, truth
 from cupy_dma.flash_dmattn.probabilities import probabilities
-from cupy_dma.masks import EVER, NEVER, IntervalMask
+from cupy_dma.masks.interval import EVER, NEVER, IntervalMask
 
 
 @dataclass
@@ -97,41 +97,41 @@ class _Layout:
         if bounds.ndim != 1 or bounds.shape[0] < 2:
             raise ValueError(f"{name} must have shape (B + 1,) with B of at least 1, got {bounds.shape}")
         self.operand = operand = describe(packed, which)
-        checks.require_same_place((operand, bounds, lengths))
-        place = operand.library
+        checks.require_same_device((operand, bounds, lengths))
+        library = operand.library
         self.total, self.batch = operand.shape[0], bounds.shape[0] - 1
-        with place.on(operand.device):
-            ends = place.astype(bounds.array, "int64")
+        with library.on(operand.device):
+            ends = library.astype(bounds.array, "int64")
             self.first = ends[:-1]
             self.lengths = ends[1:] - self.first
             if lengths is not None:
                 checks.one_of_types(lengths, checks.INTEGERS)
                 checks.has_shape(lengths, "(B,)", ((self.batch,),))
-                self.lengths = place.astype(lengths.array, "int64")
+                self.lengths = library.astype(lengths.array, "int64")
             if longest is None:
                 longest = int(self.lengths.max())
             self.longest = checks.whole(longest, f"max_seqlen_{which}", 0)
             self._check_lengths(ends)
             row = self._count(self.total)
-            sequence = place.astype(place.search_right(ends[1:], row), "int64").clip(0, self.batch - 1)
+            sequence = library.astype(library.search_right(ends[1:], row), "int64").clip(0, self.batch - 1)
             local = row - self.first[sequence]
             self.inside = local < self.lengths[sequence]
             start = sequence * self.longest + self.longest - self.lengths[sequence]
-            self.place = place.xp.where(self.inside, start + local, local * 0 + self.batch * self.longest)
+            self.target = library.xp.where(self.inside, start + local, local * 0 + self.batch * self.longest)
             local = self._count(self.longest) - (self.longest - self.lengths[:, None])
             self.real = local >= 0
             self.local = local.clip(0)  # (B, longest): number in its sequence
             self.source = (self.first[:, None] + self.local).clip(0, max(self.total - 1, 0))
 
     def _count(self, size: int) -> Any:
-        place = self.operand.library
-        return place.astype(place.arange(0, size, self.operand.device), "int64")
+        library = self.operand.library
+        return library.astype(library.arange(0, size, self.operand.device), "int64")
 
     def _check_lengths(self, ends: Any) -> None:
         if self.operand.device.kind == "cuda" and not checks.wants_values_checked():
             return
-        place = self.operand.library
-        values, lengths = place.to_numpy(ends), place.to_numpy(self.lengths)
+        library = self.operand.library
+        values, lengths = library.to_numpy(ends), library.to_numpy(self.lengths)
         room = values[1:] - values[:-1]
         if values[0] != 0 or values[-1] > self.total or (room < 0).any():
             raise ValueError(f"{self.name} must start at 0, never fall and end at {self.total} at most, got "
@@ -147,7 +147,7 @@ class _Layout:
         """(total, heads, D) as (B, longest, heads, D), 0 between the sequences."""
         operand, rows_ = self.operand, self.batch * self.longest
         flat = operand.library.full((rows_ + 1, *packed.shape[1:]), 0, operand.dtype, operand.device)
-        flat[self.place] = packed
+        flat[self.target] = packed
         return flat[:rows_].reshape(self.batch, self.longest, *packed.shape[1:])
 
     def packed(self, padded: Any, elsewhere: float) -> Any:
@@ -156,7 +156,7 @@ class _Layout:
         flat = padded.reshape(self.batch * self.longest, *padded.shape[2:])
         behind = self.operand.library.full((1, *flat.shape[1:]), elsewhere, describe(padded, "out").dtype,
                                            self.operand.device)
-        return xp.concatenate((flat, behind))[self.place]
+        return xp.concatenate((flat, behind))[self.target]
 
     def from_start(self, array: Any, axis: int) -> Any:
         """An array (B, ...) whose ``axis`` is this layout, moved so that every sequence begins at 0; 0 after it."""
@@ -186,12 +186,12 @@ def _runs(mask: Any, packed: bool) -> IntervalMask | None:
 
 def _everywhere(seen: Any) -> IntervalMask:
     operand = describe(seen, "attn_mask")
-    place, device = operand.library, operand.device
-    with place.on(device):
-        never = place.full((1,), NEVER, "int32", device)
-        ever = place.full((1,), EVER, "int32", device)
-        return IntervalMask(place.full((operand.shape[-1],), EVER, "int32", device),
-                            place.xp.where(operand.array, never, ever))
+    library, device = operand.library, operand.device
+    with library.on(device):
+        never = library.full((1,), NEVER, "int32", device)
+        ever = library.full((1,), EVER, "int32", device)
+        return IntervalMask(library.full((operand.shape[-1],), EVER, "int32", device),
+                            library.xp.where(operand.array, never, ever))
 
 
 def _padded_mask(mask: Any, q: _Layout, k: _Layout) -> Any:
@@ -207,17 +207,17 @@ def _padded_mask(mask: Any, q: _Layout, k: _Layout) -> Any:
 
 def _moved(mask: IntervalMask, k: _Layout) -> IntervalMask:
     """A mask in packed positions, in those of the padded batch: both count back from the end of a sequence."""
-    place = k.operand.library
+    library = k.operand.library
     if mask.shape[0] != 1 or mask.key_length != k.total:
         raise ValueError(f"attn_mask must have shape (1, 1|Hkv|H, total_k) with total_k={k.total}, got {mask.shape}")
-    checks.require_same_place((k.operand, mask._start))
+    checks.require_same_device((k.operand, mask._start))
     shift = (k.longest - k.first - k.lengths)[:, None, None]
     ends = []
     for run in (mask._start.array, mask._stop.array):
-        run = place.xp.broadcast_to(run, (1, run.shape[-2], k.total))[0]
+        run = library.xp.broadcast_to(run, (1, run.shape[-2], k.total))[0]
         head = k._count(run.shape[0])[None, :, None]
-        at = place.astype(run, "int64")[head, k.source[:, None, :]] + shift
-        ends.append(place.astype(at.clip(EVER, NEVER), "int32"))
+        at = library.astype(run, "int64")[head, k.source[:, None, :]] + shift
+        ends.append(library.astype(at.clip(EVER, NEVER), "int32"))
     return IntervalMask(*ends)
 
 
@@ -226,7 +226,7 @@ def _laid_out(array: Any, name: str, q: _Layout, k: _Layout) -> Any:
     if array is None:
         return None
     operand = describe(array, name)
-    checks.require_same_place((k.operand, operand))
+    checks.require_same_device((k.operand, operand))
 
     def numbers(size: int, axis: int) -> Any:
         shape = [1] * 4

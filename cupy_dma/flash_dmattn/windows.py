@@ -11,7 +11,7 @@ from typing import Any
 
 from cupy_dma.arrays import Operand, describe
 from cupy_dma.flash_dmattn.utils.mask import topk_mask
-from cupy_dma.masks import IntervalMask
+from cupy_dma.masks.interval import IntervalMask
 
 
 def best_keys(scores: Any, window: int | None, visible: Any, causal: bool, query_length: int,
@@ -55,11 +55,11 @@ def plain_padding(visible: Any, causal: bool, query_length: int) -> Any:
     """The padding mask (1|B, Lk), contiguous, of a dense mask (1|B, 1, 1|Lq, Lk) that is no more than causality and
     padding; None if it is."""
     operand = describe(visible, "mask")
-    place, device, length = operand.library, operand.device, operand.shape[3]
+    library, device, length = operand.library, operand.device, operand.shape[3]
     if operand.shape[1] != 1 or operand.shape[2] == 0:
         return None
-    with place.on(device):
-        last = place.contiguous(operand.array[:, 0, -1])
+    with library.on(device):
+        last = library.contiguous(operand.array[:, 0, -1])
         if operand.shape[2] > 1:
             expected = last[:, None, None] & _seen_causally(operand, query_length)
             seen = operand.array & _seen_causally(operand, query_length) if causal else operand.array
@@ -70,15 +70,15 @@ def plain_padding(visible: Any, causal: bool, query_length: int) -> Any:
 
 def _seen_causally(operand: Operand, query_length: int) -> Any:
     """bool (Lq, Lk)."""
-    length, place = operand.shape[3], operand.library
-    position = place.arange(length - query_length, length, operand.device)
-    return place.arange(0, length, operand.device) <= position[:, None]
+    length, library = operand.shape[3], operand.library
+    position = library.arange(length - query_length, length, operand.device)
+    return library.arange(0, length, operand.device) <= position[:, None]
 
 
 def _dense(scores: Operand, window: int | None, visible: Any, causal: bool, query_length: int) -> Any:
     operand = describe(visible, "mask")
-    place, array, seen = operand.library, scores.array[:, :, None], operand.array
-    with place.on(operand.device):
+    library, array, seen = operand.library, scores.array[:, :, None], operand.array
+    with library.on(operand.device):
         if causal:
             seen = seen & _seen_causally(operand, query_length)
         if not window:

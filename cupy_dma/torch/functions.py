@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from cupy_dma import checks
-from cupy_dma.arrays import library
-from cupy_dma.calls import attention_call, dynamic_call
-from cupy_dma.mask_argument import intersect, parts_of
-from cupy_dma.masks import IntervalMask
-from cupy_dma.scores import prepare
-from cupy_dma.selection import selection_hints
+from cupy_dma.arrays import library_named
+from cupy_dma.calls.attention import attention_call, dynamic_call
+from cupy_dma.calls.mask import intersect, parts_of
+from cupy_dma.calls.scores import prepare
+from cupy_dma.masks.interval import IntervalMask
+from cupy_dma.masks.selection import selection_hints
 from cupy_dma.torch import autograd as _autograd  # noqa: F401 - gives the operators their derivatives
 from cupy_dma.torch.operators import MaskParts, Options, share
 
@@ -65,7 +65,7 @@ def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Te
     if torch.compiler.is_compiling():
         parts, mask = MaskParts(start, stop, *hints), None
     else:  # the mask lives until the backward pass, and so do the key lists on it
-        mask = IntervalMask._make(library("torch"), start, stop, hints)
+        mask = IntervalMask._make(library_named("torch"), start, stop, hints)
         parts = share(mask)
     options = _options(causal and keys == "global", scale, softcap, deterministic, backend)
     out, lse = _operators.attention(query, key, value, *parts, scores, *options)
@@ -77,7 +77,7 @@ def traced_top_w(scores: Tensor, window: int, keys: str, padding: Tensor | None,
     """``IntervalMask.top_w`` as ``torch.compile`` sees it: one operator, which checks its arguments when it runs."""
     start, stop = _operators.top_w(scores.detach(), window, keys, padding, documents, backend)
     hints = selection_hints(window, scores.shape[2], keys, padding is not None, documents is not None)
-    return IntervalMask._make(library("torch"), start, stop, hints)
+    return IntervalMask._make(library_named("torch"), start, stop, hints)
 
 
 def key_scores(value: Tensor, dt_proj: Tensor, A: Tensor, *, dt_bias: Tensor | None = None, form: str = "exp",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from cupy_dma import checks
-from cupy_dma.scores import FORMS
+from cupy_dma.calls.scores import FORMS
 from cupy_dma.torch.functions import dynamic_mask_attention
 
 

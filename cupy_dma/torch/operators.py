@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from cupy_dma import backends, backward
-from cupy_dma.arrays import library
-from cupy_dma.attention import run
-from cupy_dma.calls import attention_call
-from cupy_dma.masks import Hints, IntervalMask
-from cupy_dma.scores import prepare
-from cupy_dma.selection import top_w as _select
+from cupy_dma.arrays import library_named
+from cupy_dma.calls.attention import attention_call
+from cupy_dma.calls.run import run
+from cupy_dma.calls.scores import prepare
+from cupy_dma.masks.interval import Hints, IntervalMask
+from cupy_dma.masks.selection import top_w as _select
 
 _MASK = "Tensor? start, Tensor? stop, str? starts, SymInt[]? bound, bool causal_only, Tensor? dense"
 _ATTENTION = (f"Tensor query, Tensor key, Tensor value, {_MASK}, Tensor? bias, bool causal, float? scale, "
@@ -102,7 +102,7 @@ def _mask_of(parts: MaskParts) -> tuple[IntervalMask | Tensor, ...]:
     if found is None:
         bound = None if parts.bound is None else (parts.bound[0], parts.bound[1])
         hints = Hints(parts.starts, bound, parts.causal_only)
-        found = IntervalMask._make(library("torch"), parts.start, parts.stop, hints)
+        found = IntervalMask._make(library_named("torch"), parts.start, parts.stop, hints)
     return (found, *dense)
 
 

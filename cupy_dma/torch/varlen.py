@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from cupy_dma import backends, backward, checks
-from cupy_dma import varlen as public
-from cupy_dma.arrays import library
+from cupy_dma.arrays import library_named
 from cupy_dma.backward import AttentionGradients
-from cupy_dma.masks import Hints, IntervalMask
-from cupy_dma.selection import selection_hints
+from cupy_dma.calls import varlen as public
+from cupy_dma.calls.run import run_varlen
+from cupy_dma.masks.interval import Hints, IntervalMask
+from cupy_dma.masks.selection import selection_hints
 from cupy_dma.torch.autograd import _autograd_kernel, _below, _is_plain, _refusing
 from cupy_dma.torch.functions import _are_tensors, _cast, _options
 from cupy_dma.torch.operators import _STRIDES, LIBRARY, _new_like, _wide
@@ -107,7 +108,7 @@ def _mask(start: Tensor | None, stop: Tensor | None, starts: str | None, bound: 
     if start is None or stop is None:
         return None
     limit = None if bound is None else (bound[0], bound[1])
-    return IntervalMask._make(library("torch"), start, stop, Hints(starts, limit, causal_only))
+    return IntervalMask._make(library_named("torch"), start, stop, Hints(starts, limit, causal_only))
 
 
 def _attention(query, key, value, start, stop, starts, bound, causal_only, bias, causal, scale, softcap,
@@ -115,7 +116,7 @@ def _attention(query, key, value, start, stop, starts, bound, causal_only, bias,
     call = public.varlen_call(query, key, value, cu_seqlens_q, cu_seqlens_k,
                               _mask(start, stop, starts, bound, causal_only), bias, causal, scale, softcap,
                               deterministic, block_table, seqused_k)
-    return public.run_varlen(call, True, backends.choose(backend, (call.query,)))
+    return run_varlen(call, True, backends.choose(backend, (call.query,)))
 
 
 def _attention_backward(dout, dlse, out, lse, query, key, value, start, stop, starts, bound, causal_only, bias, causal,

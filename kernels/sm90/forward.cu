@@ -4,7 +4,7 @@
 // bias   // BIAS_OF_KEYS: (1|B, 1|Hkv|H, 1|Lk) f32; BIAS_DENSE: (1|B, 1|Hkv|H, Lq, 1|Lk) BIAS_ELEMENT; natural-log units
 // out    // (B, Lq, H, D) ELEMENT, contiguous       lse // (B, H, Lq) f32, natural log, -inf where a row sees nothing
 //
-// The same tiles of queries and the same keys as the portable forward.cu. A block stays for many tiles (tile n * gridDim + its
+// The same tiles of queries and the same keys as the portable sm80/forward.cu. A block stays for many tiles (tile n * gridDim + its
 // own number; of the last ones, if these are few, for a part of one) and splits its warps: one warpgroup gathers rows into
 // shared memory, the others multiply, 64 tile rows each. Blocks of keys pass through STAGES stages and their values through
 // VALUE_STAGES, whatever tile they belong to; each has barriers that say when it has come and when it may be overwritten. The
@@ -19,7 +19,7 @@
 // issuing products), KEYS, CAUSAL, BITS, BIAS, BIAS_ELEMENT (16 bit where BIAS_DENSE), SOFTCAP, SEQUENCES (with neither BITS
 // nor BIAS_DENSE), BULK (KEYS_CONTIGUOUS, no BIAS_DENSE: rows of keys and values come through the copy engine), QUERY_BULK
 // (so do queries; HEADS divides BLOCK_M), RUNS (neither BULK nor SEQUENCES; rows of keys that follow each other come through
-// the copy engine), SPLIT (neither SEQUENCES nor BITS; parts of tiles as in sm90/parts.cuh).
+// the copy engine), SPLIT (neither SEQUENCES nor BITS; parts of tiles as in sm90/split_kv.cuh).
 #include "sm90/consumer.cuh"
 #include "sm90/producer.cuh"
 

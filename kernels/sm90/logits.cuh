@@ -2,7 +2,7 @@
 //
 // Prelude: as sm90/forward.cu.
 #pragma once
-#include "sm90/tile.cuh"
+#include "sm90/config.cuh"
 
 // Logits are kept in a unit of their own, which the exponential takes in: products times `unit`, or natural logits times
 // log2(e), are powers of 2. So a product that needs neither softcap nor a bias afterwards is touched once. Needs scale > 0.

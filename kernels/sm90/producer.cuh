@@ -9,7 +9,7 @@
 //
 // Prelude: as sm90/forward.cu.
 #pragma once
-#include "sm90/tile.cuh"
+#include "sm90/config.cuh"
 
 constexpr int ROWS = 32 / ROW_LANES;
 constexpr int GROUP_KEYS = WARP_KEYS / ROWS;

@@ -14,23 +14,23 @@ from unittest import mock
 
 from cupy_dma import backends
 from cupy_dma.arrays import Operand, describe, numpy_dtype
-from cupy_dma.backends.cuda import tensor_maps
-from cupy_dma.backends.cuda.backward import attention_backward as _attention_backward
-from cupy_dma.backends.cuda.decode import step as _decode_step
-from cupy_dma.backends.cuda.dynamic_cache import cache_extend as _cache_extend
-from cupy_dma.backends.cuda.forward import attention as _attention
-from cupy_dma.backends.cuda.last_queries import attend_last as _attend_last
-from cupy_dma.backends.cuda.scores import key_scores as _key_scores
-from cupy_dma.backends.cuda.scores import key_scores_backward as _key_scores_backward
-from cupy_dma.backends.cuda.selection import prefix_run as _prefix_run
-from cupy_dma.backends.cuda.selection import prefix_stop as _prefix_stop
-from cupy_dma.cache_copies import ARRAYS
-from cupy_dma.cache_state import CacheState, ExtendCall
-from cupy_dma.masks import IntervalMask
+from cupy_dma.backends.cuda.attention import tma
+from cupy_dma.backends.cuda.attention.backward import attention_backward as _attention_backward
+from cupy_dma.backends.cuda.attention.forward import attention as _attention
+from cupy_dma.backends.cuda.attention.last_queries import attend_last as _attend_last
+from cupy_dma.backends.cuda.decode.cache import cache_extend as _cache_extend
+from cupy_dma.backends.cuda.decode.step import step as _decode_step
+from cupy_dma.backends.cuda.select.prefix import prefix_run as _prefix_run
+from cupy_dma.backends.cuda.select.prefix import prefix_stop as _prefix_stop
+from cupy_dma.backends.cuda.select.scores import key_scores as _key_scores
+from cupy_dma.backends.cuda.select.scores import key_scores_backward as _key_scores_backward
+from cupy_dma.cache.snapshot import ARRAYS
+from cupy_dma.cache.state import CacheState, ExtendCall
+from cupy_dma.masks.interval import IntervalMask
 from tests.emulator import build
-from tests.emulator.copy_engine import encode
 from tests.emulator.memory import Session
 from tests.emulator.runtime import EmulatorError, EmulatorRuntime, Order
+from tests.emulator.tma_descriptors import encode
 
 __all__ = ["BACKEND", "Backend", "EmulatorError", "EmulatorRuntime", "Order", "hopper_gpu", "using"]
 
@@ -130,7 +130,7 @@ def hopper_gpu(kind: type[EmulatorRuntime] = EmulatorRuntime, **options: Any) ->
     forget_maps()
     try:
         with (using(kind, is_hopper=True, **options) as runtime,
-              mock.patch.object(tensor_maps, "_driver_function", lambda: encode)):
+              mock.patch.object(tma, "_driver_function", lambda: encode)):
             yield runtime
     finally:
         forget_maps()
@@ -138,8 +138,8 @@ def hopper_gpu(kind: type[EmulatorRuntime] = EmulatorRuntime, **options: Any) ->
 
 def forget_maps() -> None:
     """Maps are kept by the address of what they describe, with the driver that made them."""
-    tensor_maps._map.cache_clear()
-    tensor_maps._runs.cache_clear()
+    tma._map.cache_clear()
+    tma._runs.cache_clear()
 
 
 backends.register("emulator", BACKEND)

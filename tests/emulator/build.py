@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cupy_dma import jit
+from cupy_dma.backends.cuda.runtime import jit
 
 HERE = Path(__file__).resolve().parent
 INCLUDE = HERE / "include"
@@ -130,7 +130,7 @@ def kernel_library(config: jit.Config, build: str) -> Path:
 
 
 def with_twins(text: str) -> str:
-    """A source text whose sm90/arch.cuh has the twins of include/sm90_host.h for all that is inline assembly there."""
+    """A source text whose sm90/ptx.cuh has the twins of include/sm90_host.h for all that is inline assembly there."""
     def replace(match: re.Match) -> str:
         paragraphs, twins = [], "#include <sm90_host.h>"
         for paragraph in match[2].split("\n\n"):
@@ -139,7 +139,7 @@ def with_twins(text: str) -> str:
             paragraphs.append(paragraph)
         return match[1] + "\n\n".join(paragraphs)
 
-    return re.sub(r'(#line \d+ "sm90/arch\.cuh"\n)(.*?)(?=#line|\Z)', replace, text, flags=re.DOTALL)
+    return re.sub(r'(#line \d+ "sm90/ptx\.cuh"\n)(.*?)(?=#line|\Z)', replace, text, flags=re.DOTALL)
 
 
 def compile_text(name: str, text: str, build: str) -> Path:

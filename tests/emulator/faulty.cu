@@ -1,7 +1,7 @@
-// Small kernels, right and wrong, by which tests/test_emulator_faults.py tests the emulator itself. The marks
+// Small kernels, right and wrong, by which tests/emulator/tests/test_faults.py tests the emulator itself. The marks
 // `(at ...)` name the lines that a report must point to.
 #define ELEMENT __half
-#include "sm90/arch.cuh"
+#include "sm90/ptx.cuh"
 
 struct Arguments {
     int* out;       // (n)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from cupy_dma import jit
 from cupy_dma.arrays import Device, numpy_dtype
-from cupy_dma.backends.cuda.configs import ELEMENTS, LayoutConfig
+from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.configs import ELEMENTS, LayoutConfig
 from tests.emulator import build
 from tests.emulator.memory import Memory
 
@@ -96,7 +96,7 @@ class EmulatorRuntime:
         with self.memory.session() as session:
             session.readable(x, "x")
             session.writable(ok, "ok")
-            params = jit.params("layout.cu", "LayoutParams").pack(x=x.ctypes.data, ok=ok.ctypes.data)
+            params = jit.params("common/check_fragment_layout.cu", "LayoutParams").pack(x=x.ctypes.data, ok=ok.ctypes.data)
             self.load(LayoutConfig(ELEMENTS[dtype]), "fragment_layout", 0).launch(1, 32, params, 0)
         return int(ok[0])
 

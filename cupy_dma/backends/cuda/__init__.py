@@ -3,19 +3,19 @@
 Work runs on the caller's current stream, memory comes from the caller's library, and nothing synchronizes. The modules
 of this package prepare and launch; they reach the device through a ``Runtime`` only.
 
-    scores.py      key scores and gradient       kernels/scores.cu scores_backward.cu
-    selection.py   prefix top-w                  kernels/select.cu
-    lists.py       key lists of interval masks   kernels/lists.cu
-    dense.py       bits and lists of dense masks kernels/dense.cu
-    sequences.py   packed sequences              kernels/sequences.cu
-    forward.py     attention over key lists      kernels/forward.cu
+    scores.py      key scores and gradient       kernels/select/key_scores.cu scores_backward.cu
+    selection.py   prefix top-w                  kernels/select/prefix_top_w.cu
+    lists.py       key lists of interval masks   kernels/lists/intervals.cu
+    dense.py       bits and lists of dense masks kernels/lists/dense_mask.cu
+    sequences.py   packed sequences              kernels/lists/varlen.cu
+    forward.py     attention over key lists      kernels/sm80/forward.cu
     hopper.py      the same on Hopper GPUs       kernels/sm90/forward.cu combine.cu
     hopper_tiles.py  its tile shapes, and how tiles are dealt out
-    few_queries.py the same, split over keys     kernels/decode_attention.cu
-    last_queries.py  with their selection        kernels/decode_select.cu
+    few_queries.py the same, split over keys     kernels/decode/flash_decode.cu
+    last_queries.py  with their selection        kernels/select/last_queries_top_w.cu
     backward.py    its gradients                 kernels/backward_{query,key,bias,sum}.cu
     dynamic_cache.py  the decode cache
-    decode.py      its single tokens             kernels/decode.cu
+    decode.py      its single tokens             kernels/decode/step.cu
     problem.py     a call as both of them see it
     configs.py     what each kernel can be specialised in
     tiles.py       tile shapes of the attention kernels
@@ -25,18 +25,18 @@ from __future__ import annotations
 
 from functools import cache, partial
 
-from cupy_dma import jit
-from cupy_dma.backends.cuda.backward import attention_backward as _attention_backward
-from cupy_dma.backends.cuda.decode import step as _decode_step
-from cupy_dma.backends.cuda.dynamic_cache import cache_extend as _cache_extend
-from cupy_dma.backends.cuda.forward import attention as _attention
-from cupy_dma.backends.cuda.last_queries import attend_last as _attend_last
-from cupy_dma.backends.cuda.runtime import CudaRuntime
-from cupy_dma.backends.cuda.scores import key_scores as _key_scores
-from cupy_dma.backends.cuda.scores import key_scores_backward as _key_scores_backward
-from cupy_dma.backends.cuda.selection import prefix_run as _prefix_run
-from cupy_dma.backends.cuda.selection import prefix_stop as _prefix_stop
-from cupy_dma.backends.cuda.warmup import warmup_jobs
+from cupy_dma.backends.cuda.attention.backward import attention_backward as _attention_backward
+from cupy_dma.backends.cuda.attention.forward import attention as _attention
+from cupy_dma.backends.cuda.attention.last_queries import attend_last as _attend_last
+from cupy_dma.backends.cuda.decode.cache import cache_extend as _cache_extend
+from cupy_dma.backends.cuda.decode.step import step as _decode_step
+from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.device import CudaRuntime
+from cupy_dma.backends.cuda.runtime.warmup import warmup_jobs
+from cupy_dma.backends.cuda.select.prefix import prefix_run as _prefix_run
+from cupy_dma.backends.cuda.select.prefix import prefix_stop as _prefix_stop
+from cupy_dma.backends.cuda.select.scores import key_scores as _key_scores
+from cupy_dma.backends.cuda.select.scores import key_scores_backward as _key_scores_backward
 
 __all__ = ["attend_last", "attention", "attention_backward", "cache_extend", "key_scores", "key_scores_backward",
            "prefix_run", "prefix_stop", "unavailable", "warmup_jobs"]

@@ -30,8 +30,8 @@ from typing import Any
 __all__ = ["attention", "attention_backward", "cache_extend", "key_scores", "key_scores_backward", "prefix_stop",
            "unavailable"]
 
-_MODULES = {"attention": "flex.passes", "attention_backward": "flex.passes", "key_scores": "_torch_math",
-            "key_scores_backward": "_torch_math", "prefix_stop": "_torch_math"}
+_MODULES = {"attention": "flex.passes", "attention_backward": "flex.passes", "key_scores": "torch_common.scores_and_selection",
+            "key_scores_backward": "torch_common.scores_and_selection", "prefix_stop": "torch_common.scores_and_selection"}
 
 
 def unavailable() -> str | None:

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from cupy_dma.backends._torch_arrays import delivered, on_stream_of, rounded, shaped
 from cupy_dma.backends.flex.problem import Captured, Problem
-from cupy_dma.calls import AttentionBackwardCall, AttentionCall
+from cupy_dma.backends.torch_common.arrays import delivered, on_stream_of, rounded, shaped
+from cupy_dma.calls.types import AttentionBackwardCall, AttentionCall
 
 COMPILER = "inductor"
 _programs: dict[tuple[Any, ...], Callable[..., Any]] = {}

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cupy_dma.backends._torch_arrays import shaped
-from cupy_dma.calls import AttentionCall
+from cupy_dma.backends.torch_common.arrays import shaped
+from cupy_dma.calls.types import AttentionCall
 
 BLOCK = 128  # FlexAttention skips blocks of so many queries and keys
 PAIRS_AT_A_TIME = 2**28  # of a dense mask, while its blocks are found

@@ -11,7 +11,7 @@ import numpy as np
 
 from cupy_dma.backends.numpy.host import host, rounded, widened
 from cupy_dma.backends.numpy.tiles import Row, Tile, chunks, entry, logits, rows_of, weighted_sum
-from cupy_dma.calls import AttentionBackwardCall
+from cupy_dma.calls.types import AttentionBackwardCall
 
 
 def attention_backward(call: AttentionBackwardCall) -> tuple[Any, Any, Any, Any]:

@@ -6,10 +6,10 @@ from typing import Any
 from cupy_dma import checks
 from cupy_dma.backends.numpy.selection import prefix_stop
 from cupy_dma.backends.numpy.varlen import attention
-from cupy_dma.cache_chunk import delivered, extend_chunk
-from cupy_dma.cache_rows import index, needed, operand_of, refresh, rows, widened
-from cupy_dma.cache_state import CacheState, ExtendCall
-from cupy_dma.calls import AttentionCall, key_bias
+from cupy_dma.cache.chunked_prefill import delivered, extend_chunk
+from cupy_dma.cache.slots import index, needed, operand_of, refresh, rows, widened
+from cupy_dma.cache.state import CacheState, ExtendCall
+from cupy_dma.calls.types import AttentionCall, key_bias
 
 
 def cache_extend(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
@@ -22,24 +22,24 @@ def cache_extend(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
 
 def _step(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
     """One token per sequence: it takes a spare slot, or that of the key which it pushes out, or none."""
-    place, xp, position = state.library, state.library.xp, state.lengths.array + 0
+    library, xp, position = state.library, state.library.xp, state.lengths.array + 0
     batch, head = index(state, state.batch)[:, None], index(state, state.kv_heads)
     top, lowest, free, score = state.in_top.array, state.lowest.array, state.free.array, call.scores.array[:, :, 0]
     has_room = lowest < 0
-    pushed = place.astype(xp.where(has_room, 0, lowest), "int64")
-    real = place.full((state.batch,), True, "bool", state.device) if call.lengths is None else call.lengths.array > 0
+    pushed = library.astype(xp.where(has_room, 0, lowest), "int64")
+    real = library.full((state.batch,), True, "bool", state.device) if call.lengths is None else call.lengths.array > 0
     enters = real[:, None] & (has_room | xp.isnan(score) | (score >= state.scores.array[batch, head, pushed]))
     stored = real[:, None] & (enters | (position < state.sinks)[:, None] | (state.recent > 0))
 
     top[batch, head, pushed] = xp.where(enters & ~has_room, 0, top[batch, head, pushed])
-    slot = place.astype(xp.where(free >= 0, free, pushed), "int64")
+    slot = library.astype(xp.where(free >= 0, free, pushed), "int64")
     for target, fresh in ((rows(state, state.key), rows(state, call.key)[:, 0]),
                           (rows(state, state.value), rows(state, call.value)[:, 0]),
                           (state.scores.array, score), (state.positions.array, position[:, None]),
-                          (top, place.astype(enters, "uint8"))):
+                          (top, library.astype(enters, "uint8"))):
         taken = stored if target.ndim == 3 else stored[..., None]
         target[batch, head, slot] = xp.where(taken, fresh, target[batch, head, slot])
-    state.lengths.array[...] = position + place.astype(real, "int64")
+    state.lengths.array[...] = position + library.astype(real, "int64")
     found = (None, None)
     if call.query is not None:
         found = _attend(state, call, needed(state, position) & real[:, None, None])
@@ -49,10 +49,10 @@ def _step(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
 
 def _attend(state: CacheState, call: ExtendCall, seen: Any) -> tuple[Any, Any]:
     """Attention to the slots that are ``seen (B, Hkv, R)``. Key and value of different widths get zero columns."""
-    place, size = state.library, max(state.head_dim, state.value_dim)
+    library, size = state.library, max(state.head_dim, state.value_dim)
     assert call.query is not None
-    key, value = (widened(operand_of(place, x.array.swapaxes(1, 2), x.name), size) for x in (state.key, state.value))
-    mask = checks.with_axes(operand_of(place, seen[:, :, None], "mask"), 4)
+    key, value = (widened(operand_of(library, x.array.swapaxes(1, 2), x.name), size) for x in (state.key, state.value))
+    mask = checks.with_axes(operand_of(library, seen[:, :, None], "mask"), 4)
     out, lse = attention(AttentionCall(widened(call.query, size), key, value, None, mask, key_bias(state.scores), False,
                                        call.scale, call.softcap, False))
     return delivered(state, call, out, lse)

@@ -8,7 +8,7 @@ import numpy as np
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends.numpy.host import deliver, host, widened
 from cupy_dma.backends.numpy.tiles import Row, Tile, chunks, entry, logits, rows_of, weighted_sum
-from cupy_dma.calls import AttentionCall
+from cupy_dma.calls.types import AttentionCall
 
 
 def attention(call: AttentionCall) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.numpy.host import deliver, host
-from cupy_dma.masks import NEVER
+from cupy_dma.masks.interval import NEVER
 
 
 def _ordered(scores: np.ndarray) -> np.ndarray:

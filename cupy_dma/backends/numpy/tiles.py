@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from cupy_dma.backends.numpy.host import host, widened
-from cupy_dma.calls import AttentionCall
-from cupy_dma.masks import EVER
+from cupy_dma.calls.types import AttentionCall
+from cupy_dma.masks.interval import EVER
 
 KEY_CHUNK = 2048  # keys per matrix product
 TILE_ROWS = 512  # about as many (query, head) rows per matrix product

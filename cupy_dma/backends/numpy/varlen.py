@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupy_dma.arrays import CPU, Operand, library, numpy_dtype
+from cupy_dma.arrays import CPU, Operand, library_named, numpy_dtype
 from cupy_dma.backends.numpy import backward, forward
 from cupy_dma.backends.numpy.host import deliver, host, widened
-from cupy_dma.calls import AttentionBackwardCall, AttentionCall
-from cupy_dma.masks import EVER, NEVER, IntervalMask
+from cupy_dma.calls.types import AttentionBackwardCall, AttentionCall
+from cupy_dma.masks.interval import EVER, NEVER, IntervalMask
 
 
 def attention(call: AttentionCall) -> tuple[Any, Any]:
@@ -78,7 +78,7 @@ def _sequences(call: AttentionCall) -> Iterator[_Sequence]:
 
 
 def _operand(array: np.ndarray, name: str) -> Operand:
-    return library("numpy").describe(array, name)
+    return library_named("numpy").describe(array, name)
 
 
 def _paged(pages: np.ndarray, page_size: int, table: np.ndarray, number: int, length: int) -> np.ndarray:
@@ -91,5 +91,5 @@ def _mask(runs: list[np.ndarray], keys: slice) -> IntervalMask:
     """The mask of a sequence's keys, in positions of its own."""
     start, stop = (np.where((run <= EVER) | (run >= NEVER), run, run.astype(np.int64) - keys.start).clip(EVER, NEVER)
                    for run in (run[:, :, keys] for run in runs))
-    place = library("numpy")
-    return IntervalMask._make(place, place.from_numpy(start.astype(np.int32), CPU), stop.astype(np.int32))
+    library = library_named("numpy")
+    return IntervalMask._make(library, library.from_numpy(start.astype(np.int32), CPU), stop.astype(np.int32))

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from cupy_dma.arrays import Operand
-from cupy_dma.backends._torch_arrays import on_stream_of, result, tensor
+from cupy_dma.backends.torch_common.arrays import on_stream_of, result, tensor
 from cupy_dma.backends.triton.backward_bias import bias_gradient
 from cupy_dma.backends.triton.backward_key import key_gradients
 from cupy_dma.backends.triton.problem import Problem
@@ -34,7 +34,7 @@ from cupy_dma.backends.triton.tiles import (
     nonfinite_part,
     store_rows,
 )
-from cupy_dma.calls import AttentionBackwardCall
+from cupy_dma.calls.types import AttentionBackwardCall
 
 DELTA_ROWS = 32
 

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cupy_dma.backends._torch_arrays import on_stream_of, result
+from cupy_dma.backends.torch_common.arrays import on_stream_of, result
 from cupy_dma.backends.triton.problem import Problem
 from cupy_dma.backends.triton.tiles import (
     INF,
@@ -35,7 +35,7 @@ from cupy_dma.backends.triton.tiles import (
     nonfinite_part,
     store_rows,
 )
-from cupy_dma.calls import AttentionCall
+from cupy_dma.calls.types import AttentionCall
 
 
 def attention(call: AttentionCall) -> tuple[Any, Any]:

@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from cupy_dma.backends._torch_arrays import tensor
+from cupy_dma.backends.torch_common.arrays import tensor
 from cupy_dma.backends.triton.tiles import EVER, NEVER
-from cupy_dma.masks import IntervalMask
+from cupy_dma.masks.interval import IntervalMask
 
 LIST_CHUNK = 1024  # keys that a tile looks at in one step
 CHUNKS = 1024  # chunks or blocks whose summaries it looks at in one step

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 
 from cupy_dma.arrays import Operand
-from cupy_dma.backends._torch_arrays import strides_of, tensor
+from cupy_dma.backends.torch_common.arrays import strides_of, tensor
 from cupy_dma.backends.triton.lists import tile_keys
-from cupy_dma.calls import AttentionCall
-from cupy_dma.masks import IntervalMask
+from cupy_dma.calls.types import AttentionCall
+from cupy_dma.masks.interval import IntervalMask
 
 MOST_HEADS = 16  # of a group that share a tile
 INTERPRETER_LIMIT = 227 * 1024

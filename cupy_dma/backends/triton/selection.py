@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 
 from cupy_dma.arrays import Operand
-from cupy_dma.backends import _torch_math
+from cupy_dma.backends.torch_common import scores_and_selection
 
 BLOCK = 1024
 
 
 def prefix_stop(scores: Operand, window: int, padding: Operand | None, document: Operand | None) -> Any:
     """int32 ``(B, Hkv, Lk)``: the first position at which ``window`` better keys exist; see ``cupy_dma.backends``."""
-    return _torch_math.prefix_stop(scores, window, padding, document, running_best)
+    return scores_and_selection.prefix_stop(scores, window, padding, document, running_best)
 
 
 def running_best(rank: torch.Tensor, window: int) -> torch.Tensor:

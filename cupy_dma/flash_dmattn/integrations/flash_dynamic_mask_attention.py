@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from cupy_dma import checks
+from cupy_dma.flash_dmattn.argument_names import spelled
 from cupy_dma.flash_dmattn.arguments import added, truth, visible
 from cupy_dma.flash_dmattn.flash_dmattn_interface import flash_dmattn_func, flash_dmattn_varlen_func
-from cupy_dma.flash_dmattn.spellings import spelled
 from cupy_dma.flash_dmattn.utils.mask import topk_mask
 from cupy_dma.flash_dmattn.windows import best_keys, plain_padding
-from cupy_dma.masks import IntervalMask
+from cupy_dma.masks.interval import IntervalMask
 
 _REFUSED = ("head_mask", "s_aux")  # what would change the result, and cannot be done
 

@@ -13,18 +13,18 @@ from typing import Any
 
 from cupy_dma import checks
 from cupy_dma.arrays import Operand, describe
+from cupy_dma.flash_dmattn.argument_names import spelled
 from cupy_dma.flash_dmattn.arguments import truth
-from cupy_dma.flash_dmattn.spellings import spelled
 
 
 def topk_indices(attention_bias: Any, window_size: int) -> Any:
     """int64 indices of the ``window_size`` best keys of every row of ``(..., Lk)``, rising; all if there are fewer."""
     window = checks.whole(window_size, "window_size", 1)
     ranked = _ranked(attention_bias)
-    place, xp = ranked.library, ranked.library.xp
-    with place.on(ranked.device):
+    library, xp = ranked.library, ranked.library.xp
+    with library.on(ranked.device):
         best = _order(ranked.array, xp)[..., max(ranked.shape[-1] - window, 0):]
-        return place.export(place.astype(_sorted(best, xp), "int64"))
+        return library.export(library.astype(_sorted(best, xp), "int64"))
 
 
 def block_smooth(attention_mask: Any, key_len: int, block_size: int) -> Any:
@@ -35,10 +35,10 @@ def block_smooth(attention_mask: Any, key_len: int, block_size: int) -> Any:
     block = checks.whole(block_size, "block_size", 1)
     if operand.shape[-1] != length:
         raise ValueError(f"attention_mask must have key_len={length} keys in its last axis, got {operand.shape}")
-    place, xp, kept = operand.library, operand.library.xp, truth(attention_mask, "attention_mask")
+    library, xp, kept = operand.library, operand.library.xp, truth(attention_mask, "attention_mask")
     if block == 1:
         return kept
-    with place.on(operand.device):
+    with library.on(operand.device):
         parts = []
         for begin, end, size in ((0, length - length % block, block), (length - length % block, length,
                                                                       length % block)):
@@ -46,7 +46,7 @@ def block_smooth(attention_mask: Any, key_len: int, block_size: int) -> Any:
                 blocks = kept[..., begin:end].reshape(*operand.shape[:-1], (end - begin) // size, size)
                 whole = blocks.sum(-1)[..., None] * 2 > size
                 parts.append(xp.broadcast_to(whole, blocks.shape).reshape(*operand.shape[:-1], end - begin))
-        return place.export(xp.concatenate(parts, -1)) if parts else kept
+        return library.export(xp.concatenate(parts, -1)) if parts else kept
 
 
 @spelled
@@ -71,14 +71,14 @@ def topk_mask(attention_bias: Any, attention_mask: Any, window_size: int, min_dt
     """
     window = checks.whole(window_size, "window_size", 1)
     ranked, visible = _arguments(attention_bias, attention_mask, min_dtype)
-    place, xp = ranked.library, ranked.library.xp
-    with place.on(ranked.device):
+    library, xp = ranked.library, ranked.library.xp
+    with library.on(ranked.device):
         order = _order(ranked.array, xp)  # worst first
         seen = _along(visible, order, xp)
         count = xp.cumsum(seen, -1)
         better = count[..., -1:] - count  # visible keys that rank above this one
         kept = _along(seen & (better < window), _order(order, xp), xp)
-        return place.export(_smoothed(kept, visible, block_size))
+        return library.export(_smoothed(kept, visible, block_size))
 
 
 @spelled
@@ -139,17 +139,17 @@ def create_mask(attention_bias: Any, attention_mask: Any, batch_size: int, query
 def _padding(mask: Any, batch: int, query_len: int, key_len: int) -> Any:
     """A padding mask of all keys or of the newest ones as (B, 1, 1, Lk)."""
     operand = describe(mask, "attention_mask")
-    place = operand.library
+    library = operand.library
     if operand.shape not in ((batch, key_len), (batch, query_len)):
         raise ValueError(f"attention_mask must have shape (B, Lk) = ({batch}, {key_len}), (B, Lq) = ({batch}, "
                          f"{query_len}) or four axes, got {operand.shape}")
     real = truth(mask, "attention_mask")
     if operand.shape[1] > key_len:
         raise ValueError(f"attention_mask must not have more keys than key_len={key_len}, got {operand.shape}")
-    with place.on(operand.device):
+    with library.on(operand.device):
         if operand.shape[1] < key_len:
-            older = place.full((batch, key_len - query_len), True, "bool", operand.device)
-            real = place.xp.concatenate((older, real), -1)
+            older = library.full((batch, key_len - query_len), True, "bool", operand.device)
+            real = library.xp.concatenate((older, real), -1)
         return real[:, None, None]
 
 
@@ -159,23 +159,23 @@ def _ranked(bias: Any) -> Operand:
     checks.one_of_types(operand)
     if operand.ndim < 1:
         raise ValueError("attention_bias must have at least one axis, got shape ()")
-    place, array = operand.library, operand.array
-    array = array.detach() if place.name == "torch" else array
+    library, array = operand.library, operand.array
+    array = array.detach() if library.name == "torch" else array
     if operand.dtype in ("float16", "bfloat16"):
-        array = place.astype(array, "float32")
-    return Operand("attention_bias", array, place, operand.shape, operand.strides, operand.dtype, operand.device, 0)
+        array = library.astype(array, "float32")
+    return Operand("attention_bias", array, library, operand.shape, operand.strides, operand.dtype, operand.device, 0)
 
 
 def _arguments(bias: Any, mask: Any, min_dtype: float | None) -> tuple[Operand, Any]:
     """The bias and what is visible, of one shape."""
     ranked = _ranked(bias)
-    place, xp = ranked.library, ranked.library.xp
+    library, xp = ranked.library, ranked.library.xp
     hidden_too = None if min_dtype is None else checks.real(min_dtype, "min_dtype")
     if mask is not None:
-        checks.require_same_place((ranked, describe(mask, "attention_mask")))
+        checks.require_same_device((ranked, describe(mask, "attention_mask")))
         mask = truth(mask, "attention_mask")
-    with place.on(ranked.device):
-        visible = place.full(ranked.shape, True, "bool", ranked.device)
+    with library.on(ranked.device):
+        visible = library.full(ranked.shape, True, "bool", ranked.device)
         if hidden_too is not None:
             visible = ranked.array != hidden_too
         if mask is not None:
@@ -184,7 +184,7 @@ def _arguments(bias: Any, mask: Any, min_dtype: float | None) -> tuple[Operand, 
                                  f"{tuple(mask.shape)}")
             visible = visible & mask
         array = xp.broadcast_to(ranked.array, visible.shape)
-    return Operand("attention_bias", array, place, tuple(visible.shape), (), ranked.dtype, ranked.device, 0), visible
+    return Operand("attention_bias", array, library, tuple(visible.shape), (), ranked.dtype, ranked.device, 0), visible
 
 
 def _broadcasts(a: Any, b: Any) -> bool:

@@ -43,7 +43,7 @@ def unpad_input(hidden_states: Any, attention_mask: Any, unused_mask: Any = None
         other = _mask(unused_mask, "unused_mask")
         if other.shape != used.shape:
             raise ValueError(f"unused_mask must have attention_mask's shape {used.shape}, got {other.shape}")
-        checks.require_same_place((used, other))
+        checks.require_same_device((used, other))
         every = Operand(used.name, used.array | other.array, used.library, used.shape, (), "bool", used.device, 0)
     _like(hidden_states, "hidden_states", used.shape)
     indices, cu_seqlens, longest = _places(every)
@@ -114,11 +114,11 @@ def _like(array: Any, name: str, shape: tuple[int, ...]) -> None:
 
 
 def _places(mask: Operand) -> tuple[Any, Any, int]:
-    place, xp = mask.library, mask.library.xp
-    with place.on(mask.device):
+    library, xp = mask.library, mask.library.xp
+    with library.on(mask.device):
         lengths = mask.array.sum(-1)
         flat = mask.array.reshape(-1)
-        nonzero = xp.nonzero(flat, as_tuple=True) if place.name == "torch" else xp.nonzero(flat)
-        begin = place.full((1,), 0, "int32", mask.device)
-        cu_seqlens = xp.concatenate((begin, place.cumsum(lengths)))
-        return place.astype(nonzero[0], "int64"), cu_seqlens, int(lengths.max()) if mask.shape[0] else 0
+        nonzero = xp.nonzero(flat, as_tuple=True) if library.name == "torch" else xp.nonzero(flat)
+        begin = library.full((1,), 0, "int32", mask.device)
+        cu_seqlens = xp.concatenate((begin, library.cumsum(lengths)))
+        return library.astype(nonzero[0], "int64"), cu_seqlens, int(lengths.max()) if mask.shape[0] else 0

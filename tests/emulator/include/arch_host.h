@@ -1,4 +1,4 @@
-// Host twins of the functions of kernels/arch.cuh that are written in PTX there. A new instruction gets its twin here.
+// Host twins of the functions of kernels/common/arch.cuh that are written in PTX there. A new instruction gets its twin here.
 #pragma once
 
 // ex2.approx.ftz.f32; here rounded once, with the same treatment of denormal numbers.

@@ -1,4 +1,4 @@
-// Host twins of the functions of kernels/sm90/arch.cuh that are written in PTX there. build.py takes those out of its text
+// Host twins of the functions of kernels/sm90/ptx.cuh that are written in PTX there. build.py takes those out of its text
 // and puts this in their place, behind the types that they need.
 #pragma once
 

@@ -1,0 +1,154 @@
+"""Backward pass: this library, dense attention and FlexAttention with the same mask, in one run.
+
+    python benchmarks/backward.py                       everything, below 2.5 minutes on an H200
+    python benchmarks/backward.py --set model --quick
+    python benchmarks/backward.py --table                        print the README's table from the results
+    python benchmarks/backward.py --update-readme                put it into README.md
+
+Inputs, as in forward_performance.py: bfloat16, query, key, value, dt_proj and dout independent normal numbers, A = 0.1.
+Timing, L2 policy, medians and peak memory: see measure.py. Peers that find no time within ``--seconds`` are left out
+and listed as such; the library's own rows are always measured.
+
+Sets. ``table``, the original package's (B1 H2/1 D64): "train" N = 256 ... 32768 with w = 1024, "window" w = 32 ...
+32768 at N = 32768 (and 256 at N = 1024). ``model``: 16 or 32 heads over 8, D 64 and 128, N = 4096 ... 131072, w 1024
+and 2048. ``smoke``: tiny, runs without a GPU, for trying the script.
+
+Stages. backward: attention_backward with the gradients of query, key, value and bias, every list of the mask prepared;
+backward+lists: with the mask's cache emptied before the capture; backward deterministic: deterministic=True.
+forward+backward: dynamic_mask_attention and dynamic_mask_attention_backward from the values, dt_proj and A on, with the
+gradients of all of them; scores and selection are computed twice, as a caller without autograd has it.
+
+Peers. cudnn, flash: dense causal scaled_dot_product_attention on contiguous (B, H, N, D) tensors (more work: all
+pairs); backward is torch.autograd.grad of a retained forward pass, forward+backward (cudnn) is both. flex: compiled
+FlexAttention with the same interval mask as block mask and the bias as a score_mod that learns, backward alone.
+
+Throughput: effective = dense causal operations / time; needed = operations of the kept pairs / time. 10*D per pair for
+a backward pass (five products), 14*D with the forward.
+
+Check: sampled queries (dq) and keys (dk, dv, dbias) of every case are compared with float64 under the rule "at most
+three times the error of the plain same-precision computation plus one rounding", see gradient_check.py; keys that
+nobody sees have gradients of exactly zero; deterministic=True gives the same bits twice; the whole chain agrees with
+its stages. If any check fails the run exits with 1 and leaves the recorded results alone.
+"""
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
+
+from benchmarks.harness import render, suite
+from benchmarks.harness.suite import Case
+
+
+def cases(which: str, quick: bool = False) -> list[Case]:
+    """The forward's cases that train, up to N = 131072, where dense attention ends. FlexAttention: three of them."""
+    if which == "smoke":
+        return [Case("smoke", 4, 2, 32, 300, 300, 64), Case("smoke", 2, 1, 64, 200, 200, 256)]
+
+    def compiled(case: Case) -> bool:
+        return (case.set, case.heads, case.head_dim, case.key_length, case.window) in (
+            ("train", 2, 64, 32768, 1024), ("model", 16, 128, 16384, 1024), ("model", 16, 128, 32768, 1024))
+
+    return [Case(c.set, c.heads, c.kv_heads, c.head_dim, c.query_length, c.key_length, c.window, flex=compiled(c))
+            for c in suite.cases(which, quick) if c.query_length > 1 and c.key_length <= 131072]
+
+
+class Benchmark(suite.Benchmark):
+    """All measurements of one case."""
+
+    flops: ClassVar = {"backward": 10, "backward+lists": 10, "backward deterministic": 10, "forward+backward": 14}
+
+    def prepare(self) -> None:
+        import cupy_dma as dma
+
+        super().prepare()
+        self.dout = self.normal(*self.query.shape)
+        self.out, self.lse = dma.attention(self.query, self.key, self.value, mask=self.mask, bias=self.scores,
+                                           return_lse=True)
+
+    def backward(self, deterministic: bool = False) -> Any:
+        from cupy_dma.backward import attention_backward
+
+        return attention_backward(self.dout, self.query, self.key, self.value, self.out, self.lse, mask=self.mask,
+                                  bias=self.scores, deterministic=deterministic)
+
+    def everything(self) -> Any:
+        import cupy_dma as dma
+        from cupy_dma.backward import dynamic_mask_attention_backward
+
+        made = {"dt_proj": self.dt_proj, "A": self.A, "window": self.case.window}
+        out, lse = dma.dynamic_mask_attention(self.query, self.key, self.value, **made, return_lse=True)
+        return dynamic_mask_attention_backward(self.dout, self.query, self.key, self.value, out, lse, **made)
+
+    def ours(self) -> None:
+        self.forget_lists()
+        self.record("cupy_dma", "backward+lists", self.backward, self.forget_lists)
+        self.forget_lists()
+        self.record("cupy_dma", "backward", self.backward)
+        self.record("cupy_dma", "backward deterministic", functools.partial(self.backward, True))
+        self.record("cupy_dma", "forward+backward", self.everything)
+
+    def check(self) -> dict[str, Any]:
+        """Sampled gradients against float64, see gradient_check.py; the same bits twice; the chain as its stages."""
+        import torch
+
+        from benchmarks.harness.gradient_check import check_gradients
+        from cupy_dma.backward import key_scores_backward
+
+        self.forget_lists()
+        found = self.backward()
+        sampled = check_gradients(found, self.dout, self.query, self.key, self.value, self.out, self.lse, self.scores,
+                                  *self.intervals(), seed=self.case.seed)
+        again = (self.backward(deterministic=True) for _ in range(2))
+        same_bits = all(map(torch.equal, *again))
+        whole = self.everything()
+        scores = key_scores_backward(found.bias, self.value, self.dt_proj, self.A)
+
+        def close(x: Any, y: Any) -> bool:
+            x, y = x.float(), y.float()
+            return float((x - y).abs().max()) <= 2**-7 * float(y.abs().max())
+
+        chain = (torch.equal(whole.query, found.query) and torch.equal(whole.key, found.key)
+                 and close(whole.value, found.value.float() + scores.value.float())
+                 and close(whole.dt_proj, scores.dt_proj) and close(whole.A, scores.A))
+        return {**asdict(sampled), "worst": sampled.worst, "same_bits": same_bits, "chain_equals_stages": chain,
+                "ok": sampled.ok and same_bits and chain}
+
+    def peers(self, deadline: float, flex: bool) -> None:
+        from torch.nn.attention import SDPBackend
+
+        from benchmarks.harness import measure, peers
+
+        case, tensors = self.case, (self.query, self.key, self.value, self.dout)
+        if flex:
+            if measure.on_gpu():
+                start, stop = (x.contiguous() for x in self.intervals())
+                self.peer("flex", lambda: peers.flex_backward(*tensors, start, stop, self.scores), deadline, "backward")
+            return
+        if case.set == "window":  # dense attention knows no window: measured with "train"
+            return
+        backends: dict[str, Any] = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+        if not measure.on_gpu():
+            backends = {"dense": None}
+        for who, backend in backends.items():
+            large = case.causal_pairs > 2e11  # for these only the fastest peer's backward
+            if who != "flash" or not large:
+                self.peer(who, functools.partial(peers.dense_backward, backend, *tensors), deadline, "backward")
+            if who != "flash" and not large:
+                self.peer(who, functools.partial(peers.dense_backward, backend, *tensors, forward=True), deadline,
+                          "forward+backward")
+
+
+SUITE = suite.Suite(__doc__ or "", cases, Benchmark, render.BACKWARD, seconds=120)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return suite.main(SUITE, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

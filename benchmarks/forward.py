@@ -1,0 +1,181 @@
+"""Forward pass: this library, dense attention, and the other ways to do the same masked attention, in one run.
+
+    python benchmarks/forward.py                       everything, below five minutes on an H200
+    python benchmarks/forward.py --set model --quick
+    python benchmarks/forward.py --table                         print the README's table from the results
+    python benchmarks/forward.py --update-readme                 put it into README.md
+
+Inputs: bfloat16, query, key, value and dt_proj independent normal numbers (torch.manual_seed of a number made from the
+case), A = 0.1, so scores are independent and identically distributed. Timing, L2 policy, medians, host time and peak
+memory: see measure.py. Peers that find no time within ``--seconds`` are left out and listed as such; the library's
+own rows are always measured.
+
+Sets. ``table``, the original package's (B1 H2/1 D64): "train" N = 256 ... 32768 with w = 1024, "window" w = 32 ...
+32768 at N = 32768 (and 256 at N = 1024), "infer" one query against 256 ... 524288 keys, w = 1024. ``model``: 16 or 32
+heads over 8, D 64 and 128, N = 4096 ... 1048576, w 1024 and 2048. ``smoke``: tiny, runs without a GPU, for trying the
+script.
+
+Stages. key_scores; selection (IntervalMask.top_w); attention (mask and key lists prepared); lists+attention (mask
+prepared, its cache emptied before the capture), lists = the difference; total = dynamic_mask_attention from dt_proj and
+A on. One query (infer) selects with keys="global".
+
+Peers. cudnn, flash: dense causal scaled_dot_product_attention (more work: all pairs). masked: the same function with
+the dense additive mask; masked+build: with the time to build it by topk. flex: compiled FlexAttention with the same
+interval mask as block mask and the bias as score_mod, block mask given.
+
+Throughput: effective = dense causal operations / time; needed = operations of the kept pairs / time (4*D per pair).
+
+Check: rows of every case (first, last, random) are compared with a float64 computation of the definition under the rule
+"at most twice the error of the plain same-precision computation plus one rounding of the output"; the mask must equal
+the exact selection in those rows. If any check fails the run exits with 1 and leaves the recorded results alone.
+"""
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
+
+from benchmarks.harness import render, suite
+from benchmarks.harness.suite import Case, cases
+
+
+class OnDevice:
+    """A torch tensor that hands out single slices as NumPy arrays: all that the row check reads."""
+
+    def __init__(self, tensor: Any):
+        from cupy_dma.arrays import library_named, numpy_dtype
+
+        self.tensor, self.shape = tensor, tuple(tensor.shape)
+        self.dtype = numpy_dtype(str(tensor.dtype).removeprefix("torch."))
+        self._library = library_named("torch")
+
+    def __getitem__(self, index: Any) -> Any:
+        import numpy as np
+        import torch
+
+        if isinstance(index, tuple):
+            index = tuple(torch.from_numpy(i).to(self.tensor.device) if isinstance(i, np.ndarray) else i for i in index)
+        return self._library.to_numpy(self.tensor[index])
+
+
+class Benchmark(suite.Benchmark):
+    """All measurements of one case."""
+
+    flops: ClassVar = {"attention": 4, "lists+attention": 4, "total": 4}
+
+    def ours(self) -> None:
+        import cupy_dma as dma
+
+        case, q, k, v = self.case, self.query, self.key, self.value
+
+        def attend() -> Any:
+            return dma.attention(q, k, v, mask=self.mask, bias=self.scores)
+
+        def everything() -> Any:
+            return dma.dynamic_mask_attention(q, k, v, dt_proj=self.dt_proj, A=self.A, window=case.window,
+                                              keys=case.keys)
+
+        self.record("cupy_dma", "key_scores", self.score)
+        self.record("cupy_dma", "selection", self.select)
+        self.forget_lists()
+        self.record("cupy_dma", "lists+attention", attend, self.forget_lists)
+        self.forget_lists()
+        self.record("cupy_dma", "attention", attend)
+        self.record("cupy_dma", "total", everything)
+        self.forget_lists()
+        ms = {row["stage"]: row["ms"] for row in self.rows}
+        self.rows.append({"who": "cupy_dma", "stage": "lists", "ms": ms["lists+attention"] - ms["attention"],
+                          "timing": "difference", "note": ""})
+
+    def check(self) -> dict[str, Any]:
+        """Sampled rows against float64; see rowcheck.py."""
+        import numpy as np
+
+        import cupy_dma as dma
+        from cupy_dma.cli.exact_rows import check_rows
+
+        case = self.case
+        out, lse = dma.attention(self.query, self.key, self.value, mask=self.mask, bias=self.scores, return_lse=True)
+        n = case.query_length
+        drawn = np.random.default_rng(case.seed).integers(0, n, 3 if case.key_length > 2**18 else 8).tolist()
+        rows = sorted({0, n // 2, n - 1, *drawn})
+        start, stop = (x[0].cpu().numpy() for x in self.intervals())
+        found = check_rows(OnDevice(out[0]), OnDevice(lse[0]), OnDevice(self.query[0]), OnDevice(self.key[0]),
+                           OnDevice(self.value[0]), self.scores[0].cpu().numpy(), case.window, rows, start=start,
+                           stop=stop)
+        total = dma.dynamic_mask_attention(self.query, self.key, self.value, dt_proj=self.dt_proj, A=self.A,
+                                           window=case.window, keys=case.keys)
+        same = bool((total == out).all())
+        return {**asdict(found), "total_equals_stages": same, "ok": found.ok and same}
+
+    def peers(self, deadline: float, flex: bool) -> None:
+        import torch
+        from torch.nn.attention import SDPBackend
+
+        from benchmarks.harness import measure, peers
+
+        case, q, k, v = self.case, self.query, self.key, self.value
+        group = case.heads // case.kv_heads
+
+        def one(who: str, make: Any) -> None:
+            self.peer(who, make, deadline, "attention")
+
+        if flex:
+            if case.flex and measure.on_gpu():
+                start, stop = (x.contiguous() for x in self.intervals())
+                one("flex", lambda: peers.flex(q, k, v, start, stop, self.scores))
+            return
+        if case.set != "window" and case.key_length <= 2**19:
+            backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+            if not measure.on_gpu():
+                backends = {"dense": None}
+            for who, backend in backends.items():
+                if who == "flash" and case.causal_pairs > 2e11:
+                    continue
+                one(who, functools.partial(peers.dense, backend, q, k, v))
+        if case.masked:
+            def build() -> Any:
+                return peers.dense_mask(self.scores, case.query_length, case.window, q.dtype, group)
+
+            mask = build() if time.monotonic() < deadline else torch.empty(0)
+            one("masked", lambda: peers.masked(q, k, v, lambda: mask))
+            del mask
+            one("masked+build", lambda: peers.masked(q, k, v, build))
+
+
+def host_times() -> dict[str, float]:
+    """Host microseconds per call at N = 1024, H2/1, D64: the prepared call and the whole chain."""
+    import cupy_dma as dma
+    from benchmarks.harness import measure
+
+    bench = Benchmark(Case("host", 2, 1, 64, 1024, 1024, 256))
+    scores = dma.key_scores(bench.value, bench.dt_proj, bench.A)
+    mask = dma.IntervalMask.top_w(scores, window=256)
+    q, k, v = bench.query, bench.key, bench.value
+    calls = 100 if measure.on_gpu() else 2
+    return {
+        "attention, mask and lists prepared":
+            measure.host_us(lambda: dma.attention(q, k, v, mask=mask, bias=scores), calls),
+        "from scores: selection, lists, attention":
+            measure.host_us(lambda: dma.dynamic_mask_attention(q, k, v, scores, window=256), calls),
+        "from values: scores, selection, lists, attention":
+            measure.host_us(lambda: dma.dynamic_mask_attention(q, k, v, dt_proj=bench.dt_proj, A=bench.A, window=256),
+                            calls),
+    }
+
+
+SUITE = suite.Suite(__doc__ or "", cases, Benchmark, render.FORWARD, seconds=240,
+                     extra=lambda: {"host_us": host_times()})
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return suite.main(SUITE, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

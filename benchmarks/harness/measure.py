@@ -1,0 +1,241 @@
+"""Time, memory and the record of the machine, for every benchmark.
+
+GPU time: the call is captured in a CUDA graph after three warm-up calls, so that host time plays no part; before each
+replay a 256 MiB buffer is overwritten, which empties the L2 cache; CUDA events stand around the replay alone; the
+result is the median. A call that cannot be captured is timed without a graph, and the row says so. The number of
+replays follows the time of one: enough for ``BUDGET_MS``, at least 5, at most 30.
+
+Steps of decoding take microseconds: several of them, on arrays of their own, stand in one graph, events around all of
+them, and the L2 cache holds what the steps before leave in it (``steps_ms``).
+
+Host time: wall time of many calls that are queued without waiting, divided by their number; the fastest of twenty
+rounds, for a shared host has phases of seconds in which everything takes half as long again.
+End to end: wall time of one call and the wait for its end, median of 50.
+
+Peak memory: the largest ``torch.cuda.max_memory_allocated`` over one call, less what was allocated before it, results
+included.
+
+Without a GPU everything runs on the CPU with a plain clock: that is for trying the scripts out, not for numbers.
+"""
+from __future__ import annotations
+
+import datetime
+import gc
+import importlib
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+BUDGET_MS = 60.0  # per measurement
+FLUSH_BYTES = 256 * 2**20
+
+
+def on_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def synchronize() -> None:
+    if on_gpu():
+        torch.cuda.synchronize()
+
+
+_flush: list[Any] = []
+
+
+def flush_l2() -> None:
+    if not _flush:
+        _flush.append(torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda"))
+    _flush[0].zero_()
+
+
+def gpu_ms(call: Callable[[], Any], setup: Callable[[], Any] | None = None) -> tuple[float, str]:
+    """Median milliseconds of ``call`` and how they were measured ("graph", "events" or "cpu clock").
+
+    ``setup`` runs before every recorded execution of ``call`` and is not timed; under a graph that is once, before the
+    capture, so it may only change what the host does (such as forgetting a cached result).
+    """
+    setup = setup or (lambda: None)
+    if not on_gpu():
+        samples = []
+        for _ in range(3):
+            setup()
+            started = time.perf_counter()
+            call()
+            samples.append(1e3 * (time.perf_counter() - started))
+        return statistics.median(samples), "cpu clock"
+
+    run, how = captured(call, setup)
+    return _median_ms(run), how
+
+
+def steps_ms(calls: Sequence[Callable[[], Any]]) -> tuple[float, str]:
+    """Median milliseconds of one of ``calls``, which run one after the other in one graph, and how it was measured.
+
+    For calls of microseconds, beside which a replay of its own is long. Nothing is done about the L2 cache in between:
+    ``calls`` should work on arrays of their own, together larger than it.
+    """
+    def run() -> None:
+        for call in calls:
+            call()
+
+    if not on_gpu():
+        ms, how = gpu_ms(run)
+    else:
+        replay, how = captured(run)
+        ms = _median_ms(replay, flush=False)
+    return ms / len(calls), how
+
+
+def captured(call: Callable[[], Any], setup: Callable[[], Any] = lambda: None) -> tuple[Callable[[], Any], str]:
+    """``call``, warmed up, as the replay of a CUDA graph, and "graph"; or as it is, and "events" or "cpu clock"."""
+    if not on_gpu():
+        return call, "cpu clock"
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            setup()
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    try:
+        setup()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            kept = call()
+    except Exception as error:
+        torch.cuda.synchronize()
+        print(f"    (not captured: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})")
+
+        def run() -> None:
+            setup()
+            call()
+
+        return run, "events"
+
+    def replay(keep: Any = kept) -> None:  # the graph's outputs live as long as this function
+        graph.replay()
+
+    return replay, "graph"
+
+
+def _median_ms(run: Callable[[], Any], flush: bool = True) -> float:
+    run()
+    first = _event_ms(run, flush)
+    count = max(5, min(30, int(BUDGET_MS / max(first, 1e-3))))
+    if first > 200:
+        count = 2
+    return statistics.median(_event_ms(run, flush) for _ in range(count))
+
+
+def _event_ms(run: Callable[[], Any], flush: bool) -> float:
+    if flush:
+        flush_l2()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def host_us(call: Callable[[], Any], calls: int = 100) -> float:
+    """Microseconds of host time per call, without waiting for the GPU."""
+    for _ in range(10):
+        call()
+    rounds = []
+    for _ in range(20):
+        synchronize()
+        started = time.perf_counter()
+        for _ in range(calls):
+            call()
+        rounds.append(1e6 * (time.perf_counter() - started) / calls)
+    synchronize()
+    return min(rounds)
+
+
+def waited_us(call: Callable[[], Any], calls: int = 50) -> float:
+    """Median microseconds from before ``call`` until the stream has its results, the wait included."""
+    samples = []
+    # To wait for the whole device, or to ask which stream is current, takes microseconds of its own.
+    wait = torch.cuda.current_stream().synchronize if on_gpu() else synchronize
+    for _ in range(3 + calls):
+        synchronize()
+        started = time.perf_counter()
+        call()
+        wait()
+        samples.append(1e6 * (time.perf_counter() - started))
+    return statistics.median(samples[3:])
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """Largest extra device memory during ``call``, results included; 0 without a GPU."""
+    if not on_gpu():
+        call()
+        return 0
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = call()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    del result
+    return peak
+
+
+def free_memory() -> None:
+    gc.collect()
+    if on_gpu():
+        torch.cuda.empty_cache()
+
+
+def free_bytes() -> float:
+    """Free memory of the GPU; without one there is always enough."""
+    return torch.cuda.mem_get_info()[0] if on_gpu() else float("inf")
+
+
+def machine() -> dict[str, Any]:
+    """Versions, device, clocks, commit and date: what a number means nothing without."""
+    versions = {"python": platform.python_version()}
+    for name in ("numpy", "torch", "cupy", "triton"):
+        try:
+            versions[name] = importlib.import_module(name).__version__
+        except ImportError:
+            continue
+    versions["torch_cuda"] = str(torch.version.cuda)
+    device = platform.processor() or platform.machine()
+    if on_gpu():
+        device = torch.cuda.get_device_name()
+        versions["cudnn"] = str(torch.backends.cudnn.version())
+    return {"device": device, "versions": versions, "driver": _query("driver_version"),
+            "clocks_mhz": _query("clocks.sm,clocks.mem,clocks.max.sm"), "commit": commit(),
+            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")}
+
+
+def _query(fields: str) -> str:
+    try:
+        return subprocess.run(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "-i", "0"],
+                              capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def commit() -> str:
+    """The commit of the tree, with a mark if files differ from it; empty outside a repository."""
+    try:
+        def git(*words: str) -> str:
+            return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True,
+                                  timeout=20).stdout.strip()
+
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "kernels", "cupy_dma")
+        return git("rev-parse", "HEAD") + ("+changes" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return ""

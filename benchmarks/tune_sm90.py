@@ -1,0 +1,217 @@
+"""Tile shapes of the Hopper forward, measured beside the portable kernel.
+
+    python benchmarks/tune_sm90.py                          everything, a few minutes on an H200
+    python benchmarks/tune_sm90.py --kind intervals --head-dim 64
+    python benchmarks/tune_sm90.py --in-use --kernels /tmp/other --case "16/8 N32768"   other kernels too
+
+For every kind of keys of ``hopper_tiles.TILES``, head dim, group and length: each candidate tile (rows x keys x stages
+of keys x stages of values x stages of queries), with and without turns, and the portable kernel, whether the call would
+go there or not. Inputs: bfloat16, batch 1, independent normal numbers; intervals: top-w masks of independent scores,
+with these as bias; bits: half of a dense mask visible, shared by all heads; softcaps of 30. Lists of intervals are
+cached, dense masks are packed in every call. Timing: see measure.py. Every output is compared with the portable
+kernel's; one that differs by more than two roundings of the largest number is marked WRONG, and the exit status is 1.
+
+The fastest tile of each group of rows is marked; ``in use`` are those of which the library takes one. The results go to
+``benchmarks/results/hopper_tiles.json``, but for those of a choice of cases, tiles or kernels, which are only printed.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
+
+from benchmarks.harness.suite import RESULTS
+from cupy_dma.backends.cuda.attention import forward, sm90, sm90_schedule
+from cupy_dma.backends.cuda.attention.sm90_schedule import HopperTile
+from cupy_dma.backends.cuda.runtime import jit
+
+KINDS = tuple(sm90_schedule.TILES)
+SHORT_CANDIDATES = {  # for lists of few keys; by the largest head dim
+    64: [HopperTile(192, 64, 6, 6, 3), HopperTile(192, 96, 5, 5, 3), HopperTile(128, 64, 6, 6, 3),
+         HopperTile(128, 128, 4, 4, 2)],
+    128: [HopperTile(192, 64, 2, 2, 3), HopperTile(192, 64, 4, 3, 2), HopperTile(128, 64, 3, 3, 3),
+          HopperTile(128, 64, 4, 4, 2)]}
+CANDIDATES = {  # for all other keys
+    64: [HopperTile(192, 128, 3, 3, 2), HopperTile(192, 96, 5, 5, 2), HopperTile(192, 64, 6, 6, 2),
+         HopperTile(128, 128, 4, 4, 2)],
+    128: [HopperTile(192, 64, 4, 3, 2), HopperTile(128, 128, 2, 2, 2), HopperTile(128, 64, 4, 4, 2)],
+    192: [HopperTile(128, 64, 2, 2, 2), HopperTile(128, 32, 3, 3, 2)],
+    256: [HopperTile(128, 32, 2, 2, 2)]}
+ROUNDING = 2.0**-8  # of bfloat16
+WINDOWS = {  # lengths and w
+    "short intervals": ((2048, 128), (32768, 32), (32768, 128)),
+    "intervals": ((2048, 1024), (8192, 1024), (16384, 1024), (32768, 1024), (32768, 4096)),
+    "intervals with softcap": ((32768, 1024),)}
+
+
+class Case(NamedTuple):
+    kind: str
+    head_dim: int
+    heads: int
+    kv_heads: int
+    length: int
+    window: int = 0
+    causal: bool = False
+
+    def __str__(self) -> str:
+        more = f" w{self.window}" if self.window else " causal" if self.causal else ""
+        return f"{self.kind}, D{self.head_dim} {self.heads}/{self.kv_heads} N{self.length}{more}"
+
+
+def cases(kinds: list[str], head_dims: list[int]) -> list[Case]:
+    found = []
+    for kind in kinds:
+        for d in (d for d in head_dims if sm90_schedule.tiles_of(kind, d)):
+            if kind in WINDOWS:
+                found += [Case(kind, d, *heads, n, w) for heads in ((2, 1), (16, 8)) for n, w in WINDOWS[kind]]
+            elif kind == "bits":
+                found += [Case(kind, d, *heads, 8192) for heads in ((2, 1), (16, 8))]
+            else:
+                found += [Case(kind, d, 16, 8, 8192, causal=causal) for causal in (False, True)]
+    return found
+
+
+def tiles(case: Case) -> list[HopperTile]:
+    """Candidates; dense masks are only for tiles of 128 rows."""
+    candidates = SHORT_CANDIDATES if case.kind == "short intervals" else CANDIDATES
+    largest = min(size for size in candidates if case.head_dim <= size)
+    return [tile._replace(turns=turns) for tile in candidates[largest]
+            if case.kind != "bits" or tile.block_m == 128 for turns in (False, True)]
+
+
+def name(tile: HopperTile) -> str:
+    return "x".join(map(str, tile[:5])) + " in turns" * tile.turns
+
+
+@contextlib.contextmanager
+def forced(tile: HopperTile | None) -> Iterator[None]:
+    """Calls go to the Hopper kernel with this tile, or to the portable kernel."""
+    saved = sm90.tile_shape, sm90._pays
+    sm90.tile_shape = lambda facts, processors: tile
+    sm90._pays = lambda call, problem: tile is not None
+    try:
+        yield
+    finally:
+        sm90.tile_shape, sm90._pays = saved
+
+
+@contextlib.contextmanager
+def kernels_of(folder: Path | None) -> Iterator[None]:
+    """Kernels are compiled from this folder, or from the tree's own. Their parameters must be those of the tree."""
+    saved = jit.kernels_directory
+    loaded = [module._kernel for name, module in list(sys.modules.items())
+              if name.startswith("cupy_dma.backends.cuda.") and hasattr(module, "_kernel")]
+
+    def forget() -> None:
+        for cache in (jit.source_text, jit.compile, jit.load, forward.load_kernel, *loaded):
+            cache.cache_clear()
+
+    if folder is not None:
+        jit.kernels_directory = lambda: folder
+        forget()
+    try:
+        yield
+    finally:
+        if folder is not None:
+            jit.kernels_directory = saved
+            forget()
+
+
+def calls(case: Case, device: str = "cuda", **more: Any) -> Callable[[], Any]:
+    """The call of a case, with ``more`` arguments."""
+    import torch
+
+    import cupy_dma as dma
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, case.length, heads, case.head_dim, device=device, dtype=torch.bfloat16)
+               for heads in (case.heads, case.kv_heads, case.kv_heads))
+    scores = torch.randn(1, case.kv_heads, case.length, device=device)
+    options: dict[str, Any] = {"causal": case.causal, **more}
+    if case.kind in WINDOWS:
+        options["mask"] = dma.IntervalMask.top_w(scores, case.window)
+    elif case.kind == "bits":
+        options["mask"] = torch.rand(1, 1, case.length, case.length, device=device) < 0.5
+    if case.kind in WINDOWS or "bias" in case.kind:
+        options["bias"] = scores
+    if "softcap" in case.kind:
+        options["softcap"] = 30.0
+    return lambda: dma.attention(q, k, v, **options)
+
+
+def measured(case: Case, folders: Sequence[Path] = (), only_in_use: bool = False) -> list[dict[str, Any]]:
+    from benchmarks.harness import measure
+
+    call = calls(case)
+    with forced(None):
+        expected = call()
+        rows = [{"tile": "portable", "ms": measure.gpu_ms(call)[0], "right": True}]
+    in_use = sm90_schedule.tiles_of(case.kind, case.head_dim)
+    for tile in tiles(case):
+        if only_in_use and tile not in in_use:
+            continue
+        for folder in (None, *folders):
+            with kernels_of(folder), forced(tile):
+                error = (call().float() - expected.float()).abs().max().item()
+                ms, _ = measure.gpu_ms(call)
+            rows.append({"tile": name(tile) + (f" of {folder}" if folder else ""), "ms": ms, "in_use": tile in in_use,
+                         "right": error <= 2 * ROUNDING * expected.float().abs().max().item()})
+    measure.free_memory()
+    return rows
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = []
+    for entry in result["cases"]:
+        lines.append(entry["name"])
+        fastest = min(row["ms"] for row in entry["rows"] if row["right"])
+        for row in entry["rows"]:
+            words = ["fastest"] * (row["right"] and row["ms"] == fastest) + ["in use"] * row.get("in_use", False)
+            words += ["WRONG"] * (not row["right"])
+            lines.append(f"  {row['tile']:<40}{row['ms']:9.4f} ms  {', '.join(words)}".rstrip())
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
+    options.add_argument("--head-dim", nargs="+", type=int, default=[64, 96, 128, 192, 256])
+    options.add_argument("--case", default="", help="only cases with this in their names")
+    options.add_argument("--in-use", action="store_true", help="only the tiles in use")
+    options.add_argument("--kernels", nargs="+", type=Path, default=[], help="folders to take for kernels/ as well")
+    options.add_argument("--out", default=str(RESULTS), help="folder of the JSON")
+    options.add_argument("--commit", help="recorded as the commit where the tree is a copy without its history")
+    args = options.parse_args(arguments)
+    if not all(1 <= d <= max(CANDIDATES) for d in args.head_dim):
+        options.error(f"--head-dim must be 1 to {max(CANDIDATES)}, got {args.head_dim}")
+    for folder in args.kernels:
+        if not (folder / "common/arch.cuh").is_file():
+            options.error(f"--kernels must be folders like kernels/, got {folder}, which has no arch.cuh")
+    found = cases(args.kind, args.head_dim)
+    chosen = [case for case in found if args.case in str(case)]
+    if not chosen:
+        options.error(f"--case must be part of a case's name, such as {found[0]}; got {args.case}")
+
+    from benchmarks.harness import measure
+
+    if not measure.on_gpu():
+        options.error("this needs a Hopper GPU")
+    result = {"method": __doc__, **measure.machine(), "cases": [
+        {**case._asdict(), "name": str(case), "rows": measured(case, args.kernels, args.in_use)} for case in chosen]}
+    result["commit"] = args.commit or result["commit"]
+    if not (args.case or args.in_use or args.kernels):
+        path = Path(args.out) / "hopper_tiles.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(result))
+    return 0 if all(row["right"] for entry in result["cases"] for row in entry["rows"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

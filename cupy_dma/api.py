@@ -1,0 +1,284 @@
+"""Attention over the keys that a mask keeps (SPEC section 5): check the arguments, choose a backend, hand back arrays.
+
+    s[i, j] = softcap(scale * q_i . k_j) + bias[i, j]        softcap(x) = c * tanh(x / c) for c > 0, otherwise x
+    out_i   = sum over visible j of softmax_j(s[i, j]) * v_j
+    lse_i   = log(sum over visible j of exp(s[i, j]))
+
+Query ``i`` stands at key position ``p_i = i + Lk - Lq``. A query that sees nothing gets ``out = 0, lse = -inf``.
+"""
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from cupy_dma import backends, checks
+from cupy_dma.arrays import belongs_to_torch, describe
+from cupy_dma.calls.attention import attention_call, dynamic_call
+from cupy_dma.calls.run import delivered, run, run_varlen, scores_of
+from cupy_dma.calls.scores import prepare
+from cupy_dma.calls.types import key_bias
+from cupy_dma.calls.varlen import check_dynamic, scores_and_bias, select_keys, varlen_call, visible_keys
+from cupy_dma.masks.selection import select
+
+
+def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any = None, causal: bool = False,
+              scale: float | None = None, softcap: float = 0.0, deterministic: bool = False, return_lse: bool = False,
+              backend: str | None = None) -> Any:
+    """Attention over the visible keys.
+
+    Parameters
+    ----------
+    query : float array ``(B, Lq, H, D)``
+    key, value : float array ``(B, Lk, Hkv, D)``
+        ``H`` a multiple of ``Hkv``, ``D`` from 1 to 256, lengths from 0, any strides of B, L and head (a BHSD tensor is
+        a view), the last axis contiguous. float16, bfloat16 or float32 everywhere, float64 on numpy and, of
+        CPU arrays, on flex. For the precision of float32 see the notes.
+    mask : IntervalMask, or bool array ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)`` or ``(Lq, Lk)``, or several in a tuple, optional
+        True = visible. Of several masks, what all of them show. A dense mask may be anything, at the cost of reading
+        it; one that is the same for every query (``1`` in place of ``Lq``) costs no more than an interval mask.
+    bias : float array ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)``, optional
+        Added after scale and softcap, in natural-log units. ``(1|B, 1|Hkv|H, Lk)`` is a key bias, such as the scores.
+    causal
+        Query ``i`` sees only keys ``j <= p_i``, in addition to the mask.
+    scale
+        Default ``1 / sqrt(D)``.
+    softcap
+        0 means none.
+    deterministic
+        The same bits on every run also in the backward pass; the forward is always deterministic.
+    return_lse
+        Return ``(out, lse)``.
+    backend
+        See ``cupy_dma.get_available_backends``. ``"numpy"`` with CUDA arrays copies to the host and back.
+
+    Returns
+    -------
+    out : array ``(B, Lq, H, D)`` of query's library and type, contiguous
+    lse : float32 array ``(B, H, Lq)``, natural log (float64 for float64), with ``return_lse``
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument has a wrong type, shape or place; nothing has been launched.
+    NotImplementedError
+        The backend does not serve this combination.
+
+    Notes
+    -----
+    Torch tensors that require grad get it (``cupy_dma.torch``). For other libraries see ``cupy_dma.backward``.
+
+    Sums, the softmax and ``lse`` are float32 for every type (float64 for float64). float32 arrays are multiplied in
+    full float32 by ``backend="numpy"``. The cuda backend multiplies them on TF32 tensor cores, forward and backward:
+    every factor of a product (query and key, probabilities and value, and those of the gradients) is rounded to 10 bits
+    of mantissa first, to nearest, so that results have about three decimal digits. The triton backend makes a product
+    of three TF32 products, which have about the precision of float32. Key scores and selection stay float32.
+    """
+    if belongs_to_torch(query, key, value, bias):
+        from cupy_dma.torch import functions
+
+        return functions.attention(query, key, value, mask=mask, bias=bias, causal=causal, scale=scale,
+                                   softcap=softcap, deterministic=deterministic, return_lse=return_lse,
+                                   backend=backend)
+    call = attention_call(query, key, value, mask, bias, causal, scale, softcap, deterministic)
+    return run(call, return_lse, backends.choose(backend, (call.query,)))
+
+
+def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None, *, window: int, dt_proj: Any = None,
+                           A: Any = None, dt_bias: Any = None, form: str = "exp", keys: str = "prefix",
+                           padding: Any = None, documents: Any = None, causal: bool = True,
+                           scale: float | None = None, softcap: float = 0.0, deterministic: bool = False,
+                           return_lse: bool = False, backend: str | None = None) -> Any:
+    """Every query attends to its ``window`` highest-scored keys, with the scores as key bias.
+
+    The same as ``attention(query, key, value, mask=IntervalMask.top_w(scores, window), bias=scores)``.
+
+    Parameters
+    ----------
+    query, key, value, scale, softcap, deterministic, return_lse, backend
+        As for ``attention``.
+    scores : float array ``(B, Hkv, Lk)``
+        Or instead ``dt_proj``, ``A`` and maybe ``dt_bias`` and ``form``, from which ``key_scores`` makes them.
+    window : int
+        Keys kept per query, at least 1.
+    keys, padding, documents
+        As for ``IntervalMask.top_w``.
+    causal
+        Prefix masks are causal by construction, so False is only allowed with ``keys="global"``.
+
+    Returns
+    -------
+    As ``attention``.
+
+    Raises
+    ------
+    As ``attention`` and ``IntervalMask.top_w``; ValueError also if both or neither of scores and dt_proj are given.
+    """
+    if belongs_to_torch(query, key, value, scores, dt_proj, A, dt_bias):
+        from cupy_dma.torch import functions
+
+        return functions.dynamic_mask_attention(
+            query, key, value, scores, window=window, dt_proj=dt_proj, A=A, dt_bias=dt_bias, form=form, keys=keys,
+            padding=padding, documents=documents, causal=causal, scale=scale, softcap=softcap,
+            deterministic=deterministic, return_lse=return_lse, backend=backend)
+    call = dynamic_call(query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents, causal,
+                        scale, softcap, deterministic)
+    module = backends.choose(backend, (call.query,))
+    ranked = scores_of(call, module)
+    attend_last = getattr(module, "attend_last", None)  # of a backend that needs no mask for few queries
+    results = None if attend_last is None else attend_last(call, ranked)
+    if results is not None:
+        return delivered(call, results, return_lse)
+    mask = select(ranked, call.window, call.keys, call.candidates, module)
+    return run(call.attention(ranked, mask), return_lse, module)
+
+
+def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: str = "exp",
+               backend: str | None = None) -> Any:
+    """Scores of all keys.
+
+    Parameters
+    ----------
+    value : float array ``(B, Lk, Hkv, D)``
+        Any strides, the last axis contiguous. float64 on the numpy backend only.
+    dt_proj : float array ``(Hkv, Hkv * D)``
+    A : float array ``(Hkv,)``
+    dt_bias : float array ``(Hkv,)``, optional
+        The parameters may be of another float type than ``value``.
+    form
+        ``"exp"``: ``exp(A * softplus(dt))``, the original definition (Hugging Face Doge); ``"linear"``:
+        ``A * softplus(dt)``, the later, numerically calmer one. They select the same keys but are different biases.
+    backend
+        See ``cupy_dma.get_available_backends``. ``"numpy"`` with CUDA arrays copies to the host and back.
+
+    Returns
+    -------
+    float32 array ``(B, Hkv, Lk)`` of ``value``'s library (float64 if ``value`` is float64). The sum over ``(g', d)`` is
+    accumulated in that type.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument has a wrong type, shape or place.
+
+    Notes
+    -----
+    Torch tensors that require grad get it (``cupy_dma.torch``). For other libraries see ``cupy_dma.backward``.
+    """
+    if belongs_to_torch(value, dt_proj, A, dt_bias):
+        from cupy_dma.torch import functions
+
+        return functions.key_scores(value, dt_proj, A, dt_bias=dt_bias, form=form, backend=backend)
+    call = prepare(value, dt_proj, A, dt_bias, form)
+    scores = backends.choose(backend, call[:1]).key_scores(*call)
+    return call[0].library.export(scores)
+
+
+def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *, mask: Any = None,
+                     bias: Any = None, causal: bool = False, scale: float | None = None, softcap: float = 0.0,
+                     deterministic: bool = False, return_lse: bool = False, block_table: Any = None,
+                     seqused_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+                     backend: str | None = None) -> Any:
+    """Attention within each of several sequences.
+
+    Parameters
+    ----------
+    query : float array ``(total_q, H, D)``
+    key, value : float array ``(total_k, Hkv, D)``
+        Or pages ``(num_pages, page_size, Hkv, D)`` with ``block_table``. Types and strides as for ``attention``.
+    cu_seqlens_q, cu_seqlens_k : int32 or int64 array ``(B + 1,)``
+        Cumulative lengths: start at 0, never fall. Rows of query behind the last sequence get ``out = 0, lse = -inf``.
+        ``cu_seqlens_k`` may be None with ``block_table`` and ``seqused_k``.
+    mask : IntervalMask of shape ``(1, 1|Hkv|H, total_k)``, optional
+        In packed key positions: query ``i`` of sequence ``b``, which has ``Lq_b`` queries and ``Lk_b`` keys, stands at
+        ``cu_seqlens_k[b] + i + Lk_b - Lq_b``. Keys of other sequences are never visible, whatever the mask says. With
+        ``block_table``: ``(1|B, 1|Hkv|H, max_pages * page_size)``, positions counted within the sequence.
+    bias : float array ``(1|Hkv|H, total_k)``, optional
+        One number per key, natural-log units. With ``block_table``: ``(1|B, 1|Hkv|H, max_pages * page_size)``.
+    causal, scale, softcap, deterministic, return_lse, backend
+        As for ``attention``.
+    block_table : int32 or int64 array ``(B, max_pages)``, optional
+        Key ``j`` of sequence ``b`` is row ``j % page_size`` of page ``block_table[b, j // page_size]``. Entries behind
+        the keys in use are never read. Forward only: there is no gradient through pages.
+    seqused_k : int32 or int64 array ``(B,)``, optional
+        Keys in use of each sequence, the first ones; by default all of ``cu_seqlens_k``.
+    max_seqlen_q, max_seqlen_k : int, optional
+        Not needed; taken because other libraries ask for them.
+
+    Returns
+    -------
+    out : array ``(total_q, H, D)`` of query's library and type, contiguous
+    lse : float32 array ``(H, total_q)``, natural log (float64 for float64), with ``return_lse``
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument has a wrong type, shape or place; nothing has been launched. Values of lengths and page tables are
+        checked on the CPU always, on a device when ``CUPY_DMA_CHECK=1``.
+    NotImplementedError
+        The backend does not serve this combination; dense masks and biases with a query axis never are.
+
+    Notes
+    -----
+    Torch tensors that require grad get it (``cupy_dma.torch``). For other libraries see
+    ``cupy_dma.backward.varlen_attention_backward``.
+    """
+    if belongs_to_torch(query, key, value, bias):
+        from cupy_dma.torch import varlen
+
+        return varlen.varlen_attention(
+            query, key, value, cu_seqlens_q, cu_seqlens_k, mask=mask, bias=bias, causal=causal, scale=scale,
+            softcap=softcap, deterministic=deterministic, return_lse=return_lse, block_table=block_table,
+            seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, backend=backend)
+    call = varlen_call(query, key, value, cu_seqlens_q, cu_seqlens_k, mask, bias, causal, scale, softcap,
+                       deterministic, block_table, seqused_k, max_seqlen_q, max_seqlen_k)
+    return run_varlen(call, return_lse, backends.choose(backend, (call.query,)))
+
+
+def varlen_dynamic_mask_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any,
+                                  scores: Any = None, *, window: int, dt_proj: Any = None, A: Any = None,
+                                  dt_bias: Any = None, form: str = "exp", keys: str = "prefix", causal: bool = True,
+                                  scale: float | None = None, softcap: float = 0.0, deterministic: bool = False,
+                                  return_lse: bool = False, block_table: Any = None, seqused_k: Any = None,
+                                  max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+                                  backend: str | None = None) -> Any:
+    """Every query attends to the ``window`` highest-scored keys of its own sequence, with the scores as key bias.
+
+    Parameters
+    ----------
+    query, key, value, cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, max_seqlen_q, max_seqlen_k
+        As for ``varlen_attention``.
+    scores : float array ``(Hkv, total_k)``
+        With ``block_table``: ``(B, Hkv, max_pages * page_size)``. Or instead ``dt_proj``, ``A`` and maybe ``dt_bias``
+        and ``form``, from which ``key_scores`` makes them (not with ``block_table``).
+    window, keys, causal, scale, softcap, deterministic, return_lse, backend
+        As for ``dynamic_mask_attention``.
+
+    Returns
+    -------
+    As ``varlen_attention``.
+
+    Raises
+    ------
+    As ``varlen_attention`` and ``dynamic_mask_attention``.
+    """
+    if belongs_to_torch(query, key, value, scores, dt_proj, A, dt_bias):
+        from cupy_dma.torch import varlen
+
+        return varlen.varlen_dynamic_mask_attention(
+            query, key, value, cu_seqlens_q, cu_seqlens_k, scores, window=window, dt_proj=dt_proj, A=A,
+            dt_bias=dt_bias, form=form, keys=keys, causal=causal, scale=scale, softcap=softcap,
+            deterministic=deterministic, return_lse=return_lse, block_table=block_table, seqused_k=seqused_k,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, backend=backend)
+    causal = check_dynamic(window, keys, causal, scores, dt_proj, A, dt_bias, block_table)
+    call = varlen_call(query, key, value, cu_seqlens_q, cu_seqlens_k, None, None, causal and keys == "global", scale,
+                       softcap, deterministic, block_table, seqused_k, max_seqlen_q, max_seqlen_k)
+    module = backends.choose(backend, (call.query,))
+    if scores is None:
+        recipe = prepare(call.value.array[None], dt_proj, A, dt_bias, form)
+        checks.require_same_device((call.query, recipe[1]))
+        ranked = replace(describe(module.key_scores(*recipe), "scores"), library=call.query.library)
+        call.bias = key_bias(ranked)
+    else:
+        ranked, call.bias = scores_and_bias(scores, call)
+    call.mask = visible_keys(select_keys(ranked, window, keys, call, module), call)
+    return run_varlen(call, return_lse, module)

@@ -1,0 +1,155 @@
+"""Attention of few queries, where tiles of queries would leave most of a GPU idle.
+
+Keys are shared out among blocks, and the last one adds up (``kernels/decode/flash_decode.cu``).
+"""
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cupy_dma.arrays import Operand
+from cupy_dma.backends.cuda.attention import sm90
+from cupy_dma.backends.cuda.attention.problem import Problem
+from cupy_dma.backends.cuda.decode.step import ROW_BYTES, WARPS, SplitConfig, min_blocks, parts_of
+from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE, BIAS_OF_KEYS, ELEMENTS, blocks
+from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
+
+if TYPE_CHECKING:
+    from cupy_dma.calls.types import AttentionCall
+
+MOST_ROWS, TILE_ROWS = 64, 16  # queries times heads of a group: that are served, and that read keys together
+LEAST_KEYS = 512  # below this a tile is as fast
+# Without a mask, from so many keys on, more rows are served: of all groups, one for each 1024 keys and multiprocessor,
+# up to so many.
+MANY_KEYS, MANY_ROWS = 4096, 8
+# Of intervals, on an H200, in us: to look at a key for a tile of rows, and to attend to one that is seen; to list keys
+# for the Hopper kernel, which then attends to each once, in any case and for each key that is seen and each there is.
+LOOK, SEE = 5.5e-5, 1.5e-4
+LIST, LIST_SEEN, LIST_KEY = 12.0, 5.5e-3, 5e-6
+
+
+@dataclass(frozen=True)
+class DecodeConfig(SplitConfig):
+    source = "decode/flash_decode.cu"
+    listed: bool
+    intervals: bool
+    causal: bool
+    bias: bool
+
+    def shared_bytes(self, parts: int) -> int:
+        """``struct DecodeShared`` and the weights."""
+        return super().shared_bytes(parts) + 16
+
+
+@dataclass(frozen=True)
+class KeyList:
+    """Keys that the queries of a call see, of each kv head: ``list (B * Hkv, count)`` int32 and, entry by entry, the
+    positions that see them, ``interval (B * Hkv, count, 2)`` int32 (None: all)."""
+
+    count: int
+    list: int  # addresses
+    interval: int | None
+    tickets: int  # (B * Hkv, sets) zeros
+    keep: Any  # the arrays
+
+
+def serves(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
+    """Whether this kernel takes the call on device ``index``: it can, and is faster than the others."""
+    return (shares_out(runtime, index, call, problem)
+            and not (_tiles_pay(call, problem) and sm90.serves(runtime, index, call, problem)))
+
+
+def shares_out(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
+    """Whether this kernel can take the call, and tiles of queries would not fill the GPU."""
+    return (call.sequences is None and not problem.bits and problem.bias_kind != BIAS_DENSE and not problem.by_head
+            and problem.key_length > 0 and _pays(runtime, index, call))
+
+
+def _pays(runtime: Runtime, index: int, call: AttentionCall) -> bool:
+    rows, groups = call.query_length * (call.heads // call.kv_heads), call.batch * call.kv_heads
+    processors = runtime.multiprocessors(index)
+    if rows > MOST_ROWS:
+        plain = call.mask is None or call.mask._causal_only
+        most = min(call.key_length // 1024, MANY_ROWS) * processors
+        return plain and call.key_length >= MANY_KEYS and rows * groups <= most
+    return call.key_length >= LEAST_KEYS and (rows <= TILE_ROWS or 2 * groups <= processors)
+
+
+def _tiles_pay(call: AttentionCall, problem: Problem) -> bool:
+    """Whether the Hopper kernel takes less time. It does where more than half a tile of rows sees all keys and its own
+    tiles, split up along the keys, read them no more often; and where so much is to be looked at that lists of keys
+    pay, made for this call alone: of keys that scores have scattered, for which kv heads have intervals of their own.
+    Of keys that follow each other, blocks that nobody sees are passed over."""
+    group, groups, row_bytes = call.heads // call.kv_heads, call.batch * call.kv_heads, call.head_dim * problem.size
+    rows = call.query_length * group
+    tiles = sets_of(rows, row_bytes)
+    if problem.mask is None:
+        return 2 * rows > _rows_together(row_bytes) and tiles >= group // problem.tile_heads
+    if problem.mask._bound is None or problem.mask.shape[1] == 1:
+        return False
+    seen = min(call.key_length, problem.mask._bound[0])
+    here = groups * tiles * (LOOK * call.key_length + SEE * seen)
+    return here > LIST + LIST_SEEN * seen + LIST_KEY * groups * call.key_length
+
+
+def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any, lse: Any,
+              listed: KeyList | None = None) -> None:
+    """Writes ``out`` and ``lse`` of a call that ``serves``, on its device. ``listed``: in place of the mask."""
+    query, library, device = call.query, call.query.library, call.query.device
+    batch, length, heads, head_dim = query.shape
+    kv_heads, index = call.kv_heads, device.index
+    slots = problem.key_length if listed is None else listed.count
+    rows = length * (heads // kv_heads)
+    sets = sets_of(rows, head_dim * problem.size)
+    tile_rows, tiles = blocks(rows, sets), batch * kv_heads * sets
+    resident = min_blocks(head_dim, head_dim, query.dtype, tile_rows)
+    parts, share = parts_of(tiles, slots, resident * runtime.multiprocessors(index))
+    fields: dict[str, Any] = {"out": library.pointer(out), "lse": library.pointer(lse), "group": heads // kv_heads,
+                              "sets": sets, "parts": parts, "share": share, "slots": slots}
+    keep = None
+    if parts > 1:
+        numbers = tiles * parts * tile_rows
+        keep = library.empty((numbers * (head_dim + 2),), "float32", device)
+        fields["partial"] = library.pointer(keep)
+        fields["partial_state"] = library.pointer(keep) + 4 * numbers * head_dim
+        if listed is None:
+            tickets = library.full((tiles,), 0, "int32", device)
+            fields["tickets"] = library.pointer(tickets)
+        else:
+            fields["tickets"] = listed.tickets
+    mask, intervals, causal = problem.mask, problem.mask is not None, problem.causal
+    if listed is not None:
+        fields["list"] = listed.list
+        intervals, causal = listed.interval is not None, False
+        if listed.interval is not None:
+            fields["list_interval"] = listed.interval
+    elif mask is not None:
+        for name, operand in (("start", mask._start), ("stop", mask._stop)):
+            fields |= {name: operand.pointer, f"{name}_batch": _step(operand, 0), f"{name}_group": _step(operand, 1)}
+    kernel = _kernel(runtime, index, parts, ELEMENTS[query.dtype], head_dim, head_dim, problem.vector, tile_rows,
+                     WARPS, call.softcap > 0.0, resident, listed is not None, intervals, causal,
+                     problem.bias_kind == BIAS_OF_KEYS)
+    params = jit.params("decode/flash_decode.cu", "DecodeParams")
+    shared = {name: problem.params[name] for name in params.names if name in problem.params and name not in fields}
+    kernel.launch(tiles * parts, 32 * WARPS, params.pack_some(shared, fields), library.stream(device))
+
+
+def _step(operand: Operand, axis: int) -> int:
+    return operand.strides[axis] if operand.shape[axis] > 1 else 0
+
+
+def sets_of(rows: int, row_bytes: int) -> int:
+    """Tiles that ``rows`` of a kv head are cut into, for rows of keys of so many bytes."""
+    return blocks(rows, _rows_together(row_bytes))
+
+
+def _rows_together(row_bytes: int) -> int:
+    return 8 if row_bytes > ROW_BYTES else TILE_ROWS
+
+
+@functools.cache
+def _kernel(runtime: Runtime, index: int, parts: int, *fields: Any) -> LoadedKernel:
+    config = DecodeConfig(*fields)
+    return runtime.load(config, "decode_attention", index, config.shared_bytes(parts))

@@ -1,0 +1,223 @@
+"""The attention forward on Hopper GPUs (``kernels/sm90``): warpgroup matrix products over gathered keys.
+
+It serves 16-bit elements in aligned rows, with a positive scale that a bias can be divided by, no float32 bias per
+query and key and, where there is a mask, more than a few keys; the portable kernel does the rest and gives the same
+numbers within rounding.
+"""
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.polynomial import Polynomial
+
+from cupy_dma.arrays import Operand
+from cupy_dma.backends.cuda.attention.problem import Problem
+from cupy_dma.backends.cuda.attention.sm90_schedule import HopperTile, Work, facts_of, is_dense, tile_shape, work_of
+from cupy_dma.backends.cuda.attention.tma import queries_map, rows_map, runs_map
+from cupy_dma.backends.cuda.lists.intervals import KeyLists, Lower
+from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE, ELEMENTS, blocks
+from cupy_dma.backends.cuda.runtime.device import Runtime
+
+if TYPE_CHECKING:
+    from cupy_dma.calls.types import AttentionCall
+
+
+@dataclass(frozen=True)
+class HopperForwardConfig(jit.Config):
+    source = "sm90/forward.cu"
+    element: str
+    head_dim: int
+    heads: int  # of a group in one tile
+    block_m: int
+    block_n: int
+    stages: int
+    value_stages: int
+    query_stages: int
+    turns: bool
+    keys: str
+    causal: bool
+    bias: int  # BIAS_NONE, BIAS_OF_KEYS, BIAS_DENSE
+    softcap: bool
+    bits: bool
+    bias_element: str
+    sequences: bool
+    bulk: bool
+    query_bulk: bool
+    runs: bool
+    split: bool = False  # the last tiles are split up along their keys
+
+    @property
+    def shared_bytes(self) -> int:
+        """Size of ``struct Shared`` in the kernel file, rounded up, and room to align it."""
+        row = blocks(self.head_dim, 64) * 128
+        rows = self.query_stages * self.block_m + (self.stages + self.value_stages) * self.block_n
+        facts = 4 * self.block_n * (2 + max(2, blocks(self.block_m // self.heads, 32)))
+        producer = 16 * self.block_n + 1536
+        barriers = 64 * self.stages + 16 * self.value_stages + 96 * self.query_stages
+        return 1024 + row * rows + self.stages * facts + barriers + producer
+
+
+@dataclass(frozen=True)
+class CombineConfig(jit.Config):
+    source = "sm90/combine.cu"
+    element: str
+    head_dim: int
+    heads: int  # as above
+    block_m: int
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a block of ``COMBINE_THREADS`` threads."""
+        return COMBINE_THREADS // next(lanes for lanes in (4, 8, 16, 32) if self.head_dim <= 4 * lanes or lanes == 32)
+
+
+COMBINE_THREADS = 256  # as in the kernel file
+SMALLEST_SCALE = 2.0**-40  # sums begin at bias / scale, which must stay far from the largest float32
+FEW_KEYS = 512  # of a mask that is left to the portable kernel
+
+
+def serves(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
+    """Whether this kernel takes the call on device ``index``: it can, and is faster."""
+    return (problem.size == 2 and problem.page_size == 0 and runtime.hopper(index) and problem.vector
+            and call.scale >= SMALLEST_SCALE
+            and not (problem.bias_kind == BIAS_DENSE and problem.bias_element == "float")
+            and problem.params["key_length"] > 0 and _strides_fit(problem) and _pays(call, problem))
+
+
+def _pays(call: AttentionCall, problem: Problem) -> bool:
+    """But for masks of few keys, where the portable kernel is faster by up to 6 us."""
+    return call.key_length > FEW_KEYS or (problem.mask is None and not problem.bits)
+
+
+def _strides_fit(problem: Problem) -> bool:
+    """Rows of keys and values, and a key's bias, are found with 32 bits for the distance of two of them in bytes."""
+    return all(abs(problem.params.get(name, 0)) < 2**29 for name in ("key_row", "value_row", "bias_key"))
+
+
+def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any, lse: Any) -> None:
+    """Writes ``out`` and ``lse`` of a call that ``serves``; on the call's device."""
+    query, library, device = call.query, call.query.library, call.query.device
+    processors = runtime.multiprocessors(device.index)
+    facts = facts_of(call, problem)
+    tile = tile_shape(facts, processors)
+    work = work_of(facts, tile, processors)
+    queries, stream = tile.block_m // problem.tile_heads, library.stream(device)
+    problem.move_mask_to_rows(runtime, stream)
+    lists: KeyLists | None = problem.key_lists(runtime, queries, tile.block_n, stream,
+                                                     Lower(work.lower, 64 // problem.tile_heads))
+    ordered = is_dense(problem)
+    key_maps = _runs_maps(call) if ordered else b"" if lists is not None else _maps(call, tile.block_n)
+    query_map = queries_map(query, queries, problem.tile_heads) if tile.block_m % problem.tile_heads == 0 else None
+    out_map = b"" if query_map is None else _out_map(call, problem, library.pointer(out))
+    kernel = _kernel(runtime, device.index, ELEMENTS[query.dtype], call.head_dim, problem.tile_heads, *tile,
+                     "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal and not problem.bits,
+                     problem.bias_kind, call.softcap > 0.0, problem.bits, problem.bias_element, problem.count > 0,
+                     bool(key_maps) and not ordered, query_map is not None, bool(key_maps) and ordered,
+                     work.parts > 1)
+    params = problem.pack(lists, out=library.pointer(out), lse=library.pointer(lse), tiles=work.tiles,
+                          section=work.section, shorter=work.shorter, lower=work.lower)
+    # struct ForwardParams: the maps first, and all of it a multiple of their alignment
+    maps = key_maps + (query_map or b"") + out_map
+    parts = None if work.parts == 1 else _Parts(call, problem, tile, work)
+    packed = maps + params + (parts.packed if parts else b"")
+    packed += _softcap_polynomials(call.scale, call.softcap, problem.bias_kind != BIAS_DENSE)
+    packed += bytes(-len(packed) % (64 if maps else 8))
+    kernel.launch(work.grid, 128 + 2 * tile.block_m, packed, stream)
+    if parts:
+        parts.combine(runtime, out, lse)
+
+
+class _Parts:
+    """What the parts of the last tiles leave, of each tile one after the other (kernels/sm90/split_kv.cuh)."""
+
+    def __init__(self, call: AttentionCall, problem: Problem, tile: HopperTile, work: Work):
+        query = call.query
+        sets = query.shape[0] * (call.heads // problem.tile_heads)
+        self.call, self.work = call, work
+        self.config = ELEMENTS[query.dtype], call.head_dim, problem.tile_heads, tile.block_m
+        self.rows = (sets * work.tiles - work.first) * tile.block_m
+        rows = self.rows * work.parts
+        self.workspace = query.library.empty((rows * (call.head_dim + 1),), "float32", query.device)
+        self.output = query.library.pointer(self.workspace)
+        self.lse = self.output + 4 * rows * call.head_dim
+        self.packed = jit.params("sm90/split_kv.cuh", "Parts").pack(
+            output=self.output, lse=self.lse, first=work.first, count=work.parts,
+            blocks=rows // tile.block_m)
+
+    def combine(self, runtime: Runtime, out: Any, lse: Any) -> None:
+        """Adds them up, behind the kernel that left them."""
+        query, work = self.call.query, self.work
+        library, (batch, length, heads, _) = query.library, query.shape
+        params = jit.params("sm90/combine.cu", "CombineParams").pack(
+            partial=self.output, partial_lse=self.lse, out=library.pointer(out), lse=library.pointer(lse), parts=work.parts,
+            first=work.first, batch=batch, query_length=length, heads=heads, tiles=work.tiles, shorter=work.shorter)
+        kernel, block_rows = _combine_kernel(runtime, query.device.index, *self.config)
+        kernel.launch(self.rows // block_rows, COMBINE_THREADS, params, library.stream(query.device))
+
+
+# tanh(y) / y as polynomials of y^2, and up to which y: minimax of the relative error, 5.5e-7 and 4.0e-7.
+_TANH_POLYNOMIALS = ((0.5, (0.99999945577, -0.33326317936, 0.13190296603, -0.04440222612)),
+                     (0.25, (0.999999604345, -0.33321908225, 0.12841613431)))
+
+
+@functools.lru_cache(maxsize=64)
+def _softcap_polynomials(scale: float, softcap: float, powers_of_2: bool) -> bytes:
+    """Two ``SoftcapPolynomial`` of kernels/sm90/config.cuh; nothing without a softcap."""
+    if softcap == 0.0:
+        return b""
+    ratio, unit = scale / softcap, math.log2(math.e) if powers_of_2 else 1.0
+    packed = np.zeros((2, 5))
+    for fields, (end, terms) in zip(packed, _TANH_POLYNOMIALS):
+        moved = Polynomial(terms)(Polynomial((end**2, 1.0))).coef  # of y^2 - end^2
+        fields[0] = (end / ratio)**2
+        fields[1:len(terms) + 1] = [unit * scale * ratio**(2 * k) * float(term) for k, term in enumerate(moved)]
+    numbers = abs(packed[packed != 0.0])
+    if numbers.min() < 2.0**-100 or numbers.max() > 2.0**100:
+        packed[:] = -1.0
+    return packed.astype(np.float32).tobytes()
+
+
+def _maps(call: AttentionCall, block: int) -> bytes:
+    """The tensors of keys and values for the copy engine; empty where it cannot read them."""
+    return _joined(rows_map(call.key, block), rows_map(call.value, block))
+
+
+def _out_map(call: AttentionCall, problem: Problem, pointer: int) -> bytes:
+    """The output for the copy engine, a warp's 16 rows at a time (``OUT_BULK`` in kernels/sm90/config.cuh); empty where
+    it does not write it."""
+    heads = problem.tile_heads
+    if problem.count > 0 or 16 % heads != 0:
+        return b""
+    _, length, all_heads, head_dim = call.query.shape
+    row = all_heads * head_dim
+    out = Operand("out", None, call.query.library, call.query.shape, (length * row, row, head_dim, 1), call.query.dtype,
+                  call.query.device, pointer)
+    found = queries_map(out, 16 // heads, heads)
+    assert found is not None  # the queries have one
+    return found
+
+
+def _runs_maps(call: AttentionCall) -> bytes:
+    """The same for keys that follow each other in the list of a tile."""
+    return _joined(runs_map(call.key), runs_map(call.value))
+
+
+def _joined(key: bytes | None, value: bytes | None) -> bytes:
+    return b"" if key is None or value is None else key + value
+
+
+@functools.cache
+def _combine_kernel(runtime: Runtime, index: int, *fields: Any) -> tuple[Any, int]:
+    config = CombineConfig(*fields)
+    return runtime.load(config, "combine_parts", index), config.block_rows
+
+
+@functools.cache
+def _kernel(runtime: Runtime, index: int, *fields: Any) -> Any:
+    config = HopperForwardConfig(*fields)
+    return runtime.load(config, "attention_forward", index, config.shared_bytes)

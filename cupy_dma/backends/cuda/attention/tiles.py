@@ -1,0 +1,181 @@
+"""The tile shapes of the attention kernels: which one for a head dim, a type, and a device's shared memory.
+
+Shared memory is what limits them: rows of float32 take twice the bytes, and a dense bias brings two tiles of its own.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from cupy_dma.backends.cuda.runtime.configs import (
+    RESERVED,
+    KeyTile,
+    Tile,
+    bias_bytes,
+    bias_pass_bytes,
+    key_tile_bytes,
+    tile_bytes,
+)
+
+Shape = TypeVar("Shape", bound=tuple)
+Tiles = dict[int, dict[int, tuple[Tile, ...]]]
+KeyTilesOf = dict[int, dict[int, tuple[KeyTile, ...]]]
+
+# By bytes of an element and head dim, the fastest first; the first that fits is taken. Measured in
+# docs/performance-notes.md (those of float32: chosen by counting).
+_FORWARD: Tiles = {2: {
+    64: (Tile(128, 64, 4, 2),),
+    128: (Tile(128, 64, 4, 2), Tile(128, 32, 4, 1)),
+    192: (Tile(128, 64, 8, 1), Tile(128, 32, 8, 1), Tile(64, 32, 4, 1)),
+    256: (Tile(128, 64, 8, 1), Tile(128, 32, 8, 1), Tile(64, 16, 4, 1)),
+}, 4: {
+    64: (Tile(128, 32, 4, 2),),
+    128: (Tile(128, 16, 4, 2), Tile(64, 16, 4, 1)),
+    192: (Tile(128, 32, 8, 1), Tile(128, 16, 8, 1), Tile(64, 16, 4, 1)),
+    256: (Tile(128, 16, 8, 1), Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
+}}
+_BACKWARD_QUERY: Tiles = {2: {
+    64: (Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
+    128: (Tile(128, 32, 4, 2), Tile(64, 32, 4, 2)),
+    256: (Tile(64, 32, 4, 1), Tile(32, 16, 2, 1)),
+}, 4: {
+    64: (Tile(128, 32, 4, 2), Tile(64, 32, 4, 1)),
+    128: (Tile(64, 16, 4, 2), Tile(32, 16, 2, 1)),
+    256: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
+}}
+_BACKWARD_KEY: KeyTilesOf = {2: {
+    64: (KeyTile(64, 64, 4, 2),),
+    128: (KeyTile(64, 64, 4, 2), KeyTile(64, 32, 4, 1)),
+    256: (KeyTile(64, 32, 4, 1), KeyTile(32, 16, 2, 1)),
+}, 4: {
+    64: (KeyTile(64, 32, 4, 2),),
+    128: (KeyTile(64, 16, 4, 2), KeyTile(32, 16, 2, 1)),
+    256: (KeyTile(64, 16, 4, 1), KeyTile(32, 16, 2, 1), KeyTile(16, 16, 1, 1)),
+}}
+# With a dense bias, two tiles of which must fit as well: the first of which as many blocks fit as it names.
+_BIASED_FORWARD: Tiles = {2: {
+    64: (Tile(128, 64, 4, 2), Tile(128, 32, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+    128: (Tile(128, 32, 4, 2), Tile(128, 32, 8, 1), Tile(64, 32, 4, 1)),
+    256: (Tile(128, 32, 8, 1), Tile(64, 32, 4, 1), Tile(64, 16, 4, 1)),
+}, 4: {
+    64: (Tile(128, 32, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+    128: (Tile(128, 16, 4, 2), Tile(128, 32, 8, 1), Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
+    256: (Tile(128, 16, 8, 1), Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
+}}
+_BIASED_BACKWARD_QUERY: Tiles = {2: {
+    64: (Tile(128, 32, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+    128: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(64, 16, 4, 1)),
+    256: (Tile(64, 32, 4, 1), Tile(32, 32, 2, 1), Tile(32, 16, 2, 1)),
+}, 4: {
+    64: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+    128: (Tile(64, 16, 4, 2), Tile(64, 32, 4, 1), Tile(32, 16, 2, 1)),
+    256: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
+}}
+_BIASED_BACKWARD_KEY: KeyTilesOf = {2: {
+    64: (KeyTile(64, 64, 4, 2), KeyTile(64, 32, 4, 2), KeyTile(64, 32, 4, 1)),
+    128: (KeyTile(64, 32, 4, 2), KeyTile(64, 32, 4, 1)),
+    256: (KeyTile(64, 32, 4, 1), KeyTile(32, 16, 2, 1)),
+}, 4: {
+    64: (KeyTile(64, 32, 4, 2), KeyTile(64, 16, 4, 2), KeyTile(64, 32, 4, 1)),
+    128: (KeyTile(64, 16, 4, 2), KeyTile(64, 16, 4, 1), KeyTile(32, 16, 2, 1)),
+    256: (KeyTile(64, 16, 4, 1), KeyTile(32, 16, 2, 1), KeyTile(16, 16, 1, 1)),
+}}
+_BACKWARD_BIAS: Tiles = {2: {
+    64: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 1)),
+    128: (Tile(128, 64, 8, 1), Tile(64, 32, 4, 1)),
+    256: (Tile(64, 64, 4, 1), Tile(64, 16, 4, 1)),
+}, 4: {
+    64: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 1)),
+    128: (Tile(128, 64, 8, 1), Tile(64, 64, 4, 1), Tile(64, 16, 4, 1)),
+    256: (Tile(64, 32, 4, 1), Tile(32, 32, 2, 1), Tile(16, 16, 1, 1)),
+}}
+_SMALL = {
+    2: (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+    4: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(64, 16, 4, 1)),
+}
+
+
+def _with_bias(size: Callable[[Any], int], rows: Callable[[Any], int], element: str) -> Callable[[Any], int]:
+    """Bytes of as many blocks as a multiprocessor is to hold, with two tiles of a dense bias each, less what the limit
+    of a single block leaves out already."""
+    def together(shape: Any) -> int:
+        return shape.min_blocks * (size(shape) + bias_bytes(rows(shape), shape.block_n, element) + RESERVED) - RESERVED
+
+    return together
+
+
+def _first_that_fits(shapes: Sequence[Shape], size: Callable[[Shape], int], head_dim: int, shared_limit: int) -> Shape:
+    for shape in shapes:
+        if size(shape) <= shared_limit:
+            return shape
+    raise NotImplementedError(
+        f"backend='cuda' cannot do this: no tile of head dim {head_dim} fits into this GPU's {shared_limit} bytes of "
+        "shared memory (float32 with head dims above 240, a dense bias and gradients needs more than 99 KB: take "
+        "float16 or bfloat16, or another backend)")
+
+
+def _of_head_dim(shapes: Mapping[int, tuple[Shape, ...]], head_dim: int) -> tuple[Shape, ...]:
+    return next(found for largest, found in shapes.items() if head_dim <= largest)
+
+
+# In all of these `size` is that of an element of query, key and value in bytes, `dense_bias` the kernels' type of a
+# bias with a number per query and key. 16 bytes a key: the words of a dense mask.
+@functools.cache
+def tile_shape(head_dim: int, shared_limit: int, few: bool = False, size: int = 2,
+               dense_bias: str | None = None) -> Tile:
+    """The forward's tile for a head dim within ``shared_limit`` bytes of shared memory.
+
+    ``few``: there are fewer tiles than multiprocessors, so that a tile's own time counts.
+    """
+    shapes = _of_head_dim((_FORWARD if dense_bias is None else _BIASED_FORWARD)[size], head_dim)
+    if few and head_dim <= 128:
+        shapes = _SMALL[size]
+
+    def needed(tile: Tile) -> int:
+        return tile_bytes(size, head_dim, tile.block_m, tile.block_n) + 16 * tile.block_n
+
+    size_of = needed if dense_bias is None else _with_bias(needed, lambda t: t.block_m, dense_bias)
+    return _first_that_fits(shapes, size_of, head_dim, shared_limit)
+
+
+@functools.cache
+def backward_query_tile(head_dim: int, shared_limit: int, size: int = 2, dense_bias: str | None = None) -> Tile:
+    """The tile of the query gradient, which keeps dout beside the queries."""
+    def needed(tile: Tile) -> int:
+        return tile_bytes(size, head_dim, 2 * tile.block_m, tile.block_n) + 16 * tile.block_n
+
+    if dense_bias is None:
+        return _first_that_fits(_of_head_dim(_BACKWARD_QUERY[size], head_dim), needed, head_dim, shared_limit)
+    return _first_that_fits(_of_head_dim(_BIASED_BACKWARD_QUERY[size], head_dim),
+                            _with_bias(needed, lambda t: t.block_m, dense_bias), head_dim, shared_limit)
+
+
+@functools.cache
+def backward_key_tile(head_dim: int, shared_limit: int, size: int = 2, dense_bias: str | None = None) -> KeyTile:
+    """The tile of the gradients of keys and values."""
+    def needed(tile: KeyTile) -> int:
+        return key_tile_bytes(size, head_dim, tile.block_n, tile.block_q) + 16 * tile.block_n
+
+    if dense_bias is None:
+        return _first_that_fits(_of_head_dim(_BACKWARD_KEY[size], head_dim), needed, head_dim, shared_limit)
+    return _first_that_fits(_of_head_dim(_BIASED_BACKWARD_KEY[size], head_dim),
+                            _with_bias(needed, lambda t: t.block_q, dense_bias), head_dim, shared_limit)
+
+
+@functools.cache
+def backward_bias_tile(head_dim: int, shared_limit: int, size: int, dense_bias: str) -> Tile:
+    """The tile of the gradient of a dense bias that is shared."""
+    def needed(tile: Tile) -> int:
+        alone = bias_pass_bytes(size, head_dim, tile.block_m, tile.block_n, dense_bias)
+        return tile.min_blocks * (alone + RESERVED) - RESERVED
+
+    return _first_that_fits(_of_head_dim(_BACKWARD_BIAS[size], head_dim), needed, head_dim, shared_limit)
+
+
+def heads_per_tile(group: int, bits: bool = False) -> int:
+    """Heads of a group that share a gathered tile: the largest divisor up to 4 (more would make lists too many).
+
+    ``bits``: a tile's queries must begin at a word's or at an 8th, 16th of it.
+    """
+    return max(h for h in ((1, 2, 4) if bits else (1, 2, 3, 4)) if group % h == 0)

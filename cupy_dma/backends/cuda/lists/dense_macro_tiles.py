@@ -1,0 +1,59 @@
+"""Key lists of super-tiles under a dense mask, for the gradients of keys and values: see kernels/lists/dense_macro_tiles.cu."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cupy_dma.backends.cuda.lists.dense_mask import PackedMask
+from cupy_dma.backends.cuda.lists.intervals import Workspace
+from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.configs import LIST_THREADS, PACK_KEYS, STATE_KEYS, DenseSupersConfig, blocks
+from cupy_dma.backends.cuda.runtime.device import Runtime
+
+UNIT_QUERIES = 512  # of the smallest super-tile, a multiple of 64
+
+
+@dataclass(frozen=True, slots=True)
+class DenseSupers:
+    """The lists of one call. Addresses point into ``workspace``."""
+
+    entries: int  # of all lists of a list row, a multiple of STATE_KEYS
+    partial: bool  # a key may have sums from several super-tiles
+    fields: dict[str, int]  # of the kernels' parameters
+    workspace: Any
+
+
+def list_entries(key_length: int, units: int) -> int:
+    """Entries for the lists of all super-tiles, each list a multiple of STATE_KEYS.
+
+    Room for every key once, and for 0.45 more: a top-w mask fits with super-tiles of about w queries, while a mask
+    without much structure (all visible, or causal: 1.5 with two super-tiles) gets one super-tile, which needs no sums.
+    """
+    return STATE_KEYS * blocks(key_length if units == 1 else key_length + key_length * 9 // 20, STATE_KEYS)
+
+
+def dense_supers(runtime: Runtime, packed: PackedMask, mask_heads: int, kv_heads: int, stream: int) -> DenseSupers:
+    """Lists of the keys that the queries of each super-tile see, chosen on the device; lengths are not 0."""
+    heads = 1 if mask_heads == 1 else kv_heads  # of lists
+    share = mask_heads // heads
+    rows, stride, words = packed.rows // share, packed.fields["key_stride"], packed.fields["query_words"]
+    units = blocks(packed.query_length, UNIT_QUERIES)
+    nodes = sum(blocks(units, 2**level) for level in range((units - 1).bit_length() + 1))
+    entries = list_entries(packed.key_length, units)
+    list_blocks = entries // STATE_KEYS
+    space = Workspace(packed, seen=rows * units * stride // 32, counts=rows * nodes, list=rows * entries,
+                      blocks=4 * rows * list_blocks, places=rows * units * packed.key_length, super_counts=rows,
+                      states=blocks(packed.rows * list_blocks * words, 2))
+    at, chunks = space.addresses, blocks(stride, PACK_KEYS * LIST_THREADS)
+    params = jit.params("lists/dense_macro_tiles.cu", "SuperParams").pack_some(at, {
+        "columns": packed.fields["columns"], "query_length": packed.query_length, "key_length": packed.key_length,
+        "query_words": words, "key_stride": stride, "key_chunks": chunks, "unit_queries": UNIT_QUERIES, "units": units,
+        "nodes": nodes, "entries": entries, "share": share})
+    for entry, grid in (("seen_keys", rows * units * chunks), ("count_keys", rows * nodes),
+                        ("super_keys", rows * units), ("list_states", packed.rows * list_blocks)):
+        runtime.load(DenseSupersConfig(), entry, packed.device.index).launch(grid, LIST_THREADS, params, stream)
+    batch = packed.rows // mask_heads
+    return DenseSupers(entries, units > 1, {
+        "super_list": at["list"], "super_blocks": at["blocks"], "super_states": at["states"], "places": at["places"],
+        "super_counts": at["super_counts"], "super_units": units, "super_entries": entries,
+        "list_batch": heads if batch > 1 else 0, "list_group": int(heads > 1)}, (space.array, packed.workspace))

@@ -1,0 +1,180 @@
+"""Key lists: which keys each tile of queries must gather, made on the device from the intervals of a mask.
+
+A mask of which it is known that few keys meet a tile gets a list per tile (``KEYS_LISTED``). Any other mask gets one
+list per row, of all keys that somebody sees, with a summary per block of keys by which a tile skips what it does not
+see (``KEYS_SHARED``): memory stays linear for every mask.
+"""
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cupy_dma.backends.cuda.lists.varlen import super_entries, tile_numbers
+from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.configs import LIST_CHUNK, LIST_THREADS, LIST_WARPS, ListConfig, blocks
+from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
+from cupy_dma.calls.sequences import Sequences
+from cupy_dma.masks.interval import IntervalMask
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLists:
+    """What the attention kernels need of a mask, on the device. Addresses point into ``workspace``."""
+
+    keys: str  # KEYS_LISTED or KEYS_SHARED
+    fields: dict[str, int]  # of the kernels' parameters: list, list_lengths, summaries, chunk_info, chunk, capacity
+    workspace: Any
+
+
+class Lower(NamedTuple):
+    """Tiles, the first ones, that have fewer queries than the others: how many, and so many queries less."""
+
+    tiles: int = 0
+    less: int = 0
+
+
+EQUAL = Lower()
+
+
+def key_lists(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int, block_n: int, causal: bool,
+              stream: int, sequences: Sequences | None = None, lower: Lower = EQUAL) -> KeyLists:
+    """The key lists of a mask for tiles of ``queries`` queries; kept on the mask, per stream.
+
+    With ``sequences`` the mask is one of rows (``mask_of_rows``), which belongs to a single call.
+    """
+    # A tile's own list knows no blocks: forward and backward share it, whatever their blocks of keys.
+    identity = (query_length, queries, lower, 0 if _tile_capacity(mask, queries) else block_n, causal, stream)
+    lists = mask._cache.get(identity)
+    if lists is None:
+        lists = mask._cache[identity] = _build(runtime, mask, query_length, queries, block_n, causal, stream,
+                                               sequences, lower)
+    return lists
+
+
+def _tile_capacity(mask: IntervalMask, queries: int) -> int:
+    """Entries that a list of ``queries`` consecutive queries can need; 0 if one list must serve all tiles."""
+    if mask._bound is None:
+        return 0
+    base, per_position = mask._bound
+    capacity = base + per_position * (queries - 1)
+    return capacity if capacity < mask.key_length else 0
+
+
+@dataclass(frozen=True, slots=True)
+class SuperLists:
+    """Keys of each super-tile of consecutive queries, for the gradients of keys and values. Addresses as above."""
+
+    supers: int
+    queries: int  # of a super-tile
+    capacity: int  # entries of a list, a multiple of block_n
+    entries: int  # of all lists of a mask row
+    fields: dict[str, int]  # what the kernels' parameters call the addresses
+    workspace: Any
+
+
+def super_lists(runtime: Runtime, mask: IntervalMask, query_length: int, block_n: int, causal: bool,
+                stream: int, sequences: Sequences | None = None) -> SuperLists | None:
+    """The super-tile lists of a mask, kept on it per stream; None for a mask that needs none (see ``_tile_capacity``).
+
+    A super-tile has as many queries as a query sees keys: measured best, and what bounds the partial sums' memory.
+    """
+    if mask._bound is None:
+        return None
+    queries = max(256, blocks(mask._bound[0], 64) * 64)
+    capacity = blocks(_tile_capacity(mask, queries), block_n) * block_n
+    if not capacity or queries >= query_length:
+        return None
+    identity = ("super", query_length, queries, block_n, causal, stream)
+    lists = mask._cache.get(identity)
+    if lists is None:
+        lists = mask._cache[identity] = _build_supers(runtime, mask, query_length, queries, capacity, causal, stream,
+                                                            sequences)
+    return lists
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(sizes: tuple[tuple[str, int], ...]) -> tuple[int, dict[str, int]]:
+    """Where arrays of int32 of these sizes lie in one allocation, each on 16 bytes: its size, and bytes by name."""
+    offsets, at = {}, 0
+    for name, size in sizes:
+        offsets[name] = at
+        at += 16 * blocks(size, 4)
+    return at // 4 + 4, offsets
+
+
+class Workspace:
+    """One allocation for several arrays of int32, in the library and on the device of ``owner`` (a mask)."""
+
+    def __init__(self, owner: Any, **sizes: int):
+        length, offsets = _layout(tuple(sizes.items()))
+        self.array = owner.library.empty((length,), "int32", owner.device)
+        base = owner.library.pointer(self.array)
+        self.addresses = {name: base + offset for name, offset in offsets.items()}
+
+
+@functools.cache
+def _kernel(runtime: Runtime, index: int, causal: bool, block_n: int, sequences: bool, entry: str) -> LoadedKernel:
+    return runtime.load(ListConfig(causal, block_n, sequences), entry, index)
+
+
+def _launch(runtime: Runtime, mask: IntervalMask, query_length: int, causal: bool, block_n: int, stream: int,
+            last: str, grid: int, fields: dict[str, int], space: Workspace, sequences: Sequences | None) -> None:
+    """count_seen, compact_seen and the kernel ``last`` with its grid."""
+    start, stop, length, (batch, heads, _) = mask._start, mask._stop, mask.key_length, mask.shape
+    chunks = blocks(length, LIST_CHUNK)
+    params = jit.params("lists/intervals.cu", "ListParams").pack_some({
+        "start": start.pointer, "stop": stop.pointer, "start_batch": start.strides[0], "start_head": start.strides[1],
+        "stop_batch": stop.strides[0], "stop_head": stop.strides[1], "heads": heads, "key_length": length,
+        "query_length": query_length, "chunks": chunks, "bounds": sequences.bounds.pointer if sequences else 0,
+        "sequences": sequences.count if sequences else 0}, fields, space.addresses)
+    # Lists take different times: of more blocks than multiprocessors all must get as many (1 % of 574 us).
+    even = last == "tile_lists" and grid > runtime.multiprocessors(mask.device.index)
+    for entry, size in (("count_seen", batch * heads * chunks), ("compact_seen", batch * heads * chunks), (last, grid)):
+        kernel = _kernel(runtime, mask.device.index, causal, block_n, sequences is not None, entry)
+        kernel.launch(size, LIST_THREADS, params, stream, early=entry != last or not even)
+
+
+def _build(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int, block_n: int, causal: bool,
+           stream: int, sequences: Sequences | None, lower: Lower) -> KeyLists:
+    rows, length = mask.shape[0] * mask.shape[1], mask.key_length
+    tiles = tile_numbers(query_length + lower.tiles * lower.less, queries, sequences.count if sequences else 0)
+    capacity = _tile_capacity(mask, queries)
+    summary_blocks = 0 if capacity else blocks(length, block_n)
+    space = Workspace(mask, chunk_info=4 * rows * blocks(length, LIST_CHUNK), interval=2 * rows * length,
+                       seen=rows * length, seen_count=rows, summaries=4 * rows * summary_blocks,
+                       list=rows * tiles * capacity, list_lengths=2 * rows * tiles)
+    fields = {"queries": queries, "tiles": tiles, "capacity": capacity, "summary_blocks": summary_blocks}
+    at = space.addresses
+    if capacity:
+        warps = _tile_warps(rows, tiles, runtime.multiprocessors(mask.device.index))
+        _launch(runtime, mask, query_length, causal, block_n, stream, "tile_lists",
+                rows * blocks(tiles, LIST_WARPS // warps),
+                {**fields, "lower": lower.tiles, "less": lower.less, "tile_warps": warps}, space, sequences)
+        return KeyLists("KEYS_LISTED", {"list": at["list"], "list_lengths": at["list_lengths"], "capacity": capacity},
+                        space.array)
+    _launch(runtime, mask, query_length, causal, block_n, stream, "summarize",
+            rows * blocks(summary_blocks, LIST_WARPS), fields, space, sequences)
+    return KeyLists("KEYS_SHARED", {"list": at["seen"], "list_lengths": at["seen_count"], "summaries": at["summaries"],
+                                    "chunk_info": at["chunk_info"], "chunk": LIST_CHUNK}, space.array)
+
+
+def _tile_warps(rows: int, tiles: int, multiprocessors: int) -> int:
+    """Warps that make one tile's list. A block looks for the keys of all its tiles: with more of them that is done less
+    often, with fewer it is done on more multiprocessors."""
+    return next((warps for warps in (4, 2) if rows * blocks(tiles, LIST_WARPS // warps) <= multiprocessors), 1)
+
+
+def _build_supers(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int, capacity: int, causal: bool,
+                  stream: int, sequences: Sequences | None) -> SuperLists:
+    rows, length, chunks = mask.shape[0] * mask.shape[1], mask.key_length, blocks(mask.key_length, LIST_CHUNK)
+    supers = tile_numbers(query_length, queries, sequences.count if sequences else 0)
+    entries = supers * capacity if sequences is None else super_entries(query_length, queries, capacity, sequences)
+    space = Workspace(mask, chunk_info=4 * rows * chunks, interval=2 * rows * length, seen=rows * length,
+                       seen_count=rows, span_sum=rows * chunks, span_offset=rows * length,
+                       super_list=rows * entries, super_lengths=rows * supers, places=rows * entries)
+    _launch(runtime, mask, query_length, causal, 64, stream, "super_lists", rows * supers,
+            {"super_queries": queries, "supers": supers, "super_capacity": capacity, "super_entries": entries}, space,
+            sequences)
+    kept = ("seen", "seen_count", "span_offset", "super_list", "super_lengths", "places")
+    return SuperLists(supers, queries, capacity, entries, {name: space.addresses[name] for name in kept}, space.array)

@@ -1,0 +1,43 @@
+"""Packed sequences on the device (``kernels/common/varlen.cuh``): tiles that do not cross them, masks in rows of query."""
+from __future__ import annotations
+
+import functools
+
+from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.configs import SEQUENCE_THREADS, SUPER_UNIT, SequenceConfig, blocks
+from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
+from cupy_dma.calls.sequences import Sequences
+from cupy_dma.masks.interval import Hints, IntervalMask
+
+
+def tile_numbers(length: int, size: int, sequences: int) -> int:
+    """Tiles of ``size`` that cover ``length``; of so many ``sequences``, the numbers that tiles may have."""
+    return length // size + sequences if sequences else blocks(length, size)
+
+
+def super_entries(query_length: int, queries: int, capacity: int, sequences: Sequences) -> int:
+    """Entries of the lists of all super-tiles of a mask row."""
+    first = (sequences.key_length // SUPER_UNIT + sequences.count) * SUPER_UNIT
+    return first + query_length // queries * capacity
+
+
+def mask_of_rows(runtime: Runtime, mask: IntervalMask, sequences: Sequences, causal: bool, stream: int) -> IntervalMask:
+    """The mask (1, heads, Lk) with the rows of query that see a key in place of the positions, ``causal`` applied.
+
+    Consecutive rows of one sequence see as many keys as consecutive positions: the bound holds for its tiles.
+    """
+    library, device, (_, heads, length) = mask.library, mask.device, mask.shape
+    start, stop = (library.empty((1, heads, length), "int32", device) for _ in range(2))
+    if heads * length:
+        params = jit.params("lists/varlen.cu", "SequenceParams").pack(
+            start=mask._start.pointer, stop=mask._stop.pointer, bounds=sequences.bounds.pointer,
+            row_start=library.pointer(start), row_stop=library.pointer(stop), start_head=mask._start.strides[1],
+            stop_head=mask._stop.strides[1], heads=heads, key_length=length, sequences=sequences.count)
+        grid = blocks(length, SEQUENCE_THREADS)
+        _kernel(runtime, device.index, causal).launch(grid, SEQUENCE_THREADS, params, stream)
+    return IntervalMask._make(library, start, stop, Hints(bound=mask._bound))
+
+
+@functools.cache
+def _kernel(runtime: Runtime, index: int, causal: bool) -> LoadedKernel:
+    return runtime.load(SequenceConfig(causal), "mask_of_rows", index)

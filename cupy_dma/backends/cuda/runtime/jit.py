@@ -1,0 +1,327 @@
+"""Kernels at run time: configuration -> prelude + source -> cubin -> launch.
+
+A configuration is a frozen dataclass whose fields become ``#define`` lines (the prelude) in front of a plain CUDA C
+file of ``kernels/``. Own ``#include "..."`` files are inlined, so that source text, options and compiler version
+together identify a cubin; it is kept on disk under that digest, and a changed kernel is a new digest. Compiling needs
+NVRTC and the CUDA headers but no GPU; loading goes through ``cupy.RawModule``, launching through driver.py.
+
+Environment: ``CUPY_DMA_CACHE_DIR`` (default ``~/.cache/cupy_dma``), ``CUPY_DMA_DEBUG=1`` (prints every kernel's
+configuration, compile time, registers, spills and launch shape), ``CUDA_HOME``/``CUDA_PATH`` (headers),
+``CUPY_DMA_EARLY=0`` (driver.py).
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from cupy_dma.backends.cuda.runtime import launch
+
+DEBUG = os.environ.get("CUPY_DMA_DEBUG", "") not in ("", "0")
+
+
+class CompileError(RuntimeError):
+    """A kernel could not be compiled; the message holds the compiler's log or what to install."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One source file, specialised. Subclasses add fields; each becomes ``#define NAME value`` (bool as 0 or 1)."""
+
+    source: ClassVar[str]  # file under kernels/
+
+    def prelude(self) -> str:
+        fields = ((f.name.upper(), getattr(self, f.name)) for f in dataclasses.fields(self))
+        return "".join(f"#define {name} {int(value) if isinstance(value, bool) else value}\n" for name, value in fields)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A cubin on disk and what the assembler said of its kernels (the largest of each number)."""
+
+    path: Path
+    registers: int
+    spill_bytes: int  # spill stores and loads together
+    stack_bytes: int
+    seconds: float  # compile time, 0.0 when it came from the cache
+
+
+# ---- where things are ----
+def kernels_directory() -> Path:
+    """The directory of the ``.cu`` files: inside an installed package, or beside the package in a checkout."""
+    package = Path(__file__).resolve().parents[3]
+    for folder in (package / "kernels", package.parent / "kernels"):
+        if (folder / "common" / "arch.cuh").is_file():
+            return folder
+    raise FileNotFoundError(f"no kernels/common/arch.cuh in {package} or {package.parent}: the installation is incomplete")
+
+
+def cache_directory() -> Path:
+    """Where cubins are kept (it need not exist yet)."""
+    return Path(os.environ.get("CUPY_DMA_CACHE_DIR") or Path.home() / ".cache" / "cupy_dma")
+
+
+def clear_cache() -> tuple[int, int]:
+    """Delete all cached cubins. Returns (files, bytes) removed."""
+    files = [f for f in cache_directory().glob("*") if f.suffix in (".cubin", ".json")]
+    size = sum(f.stat().st_size for f in files)
+    for f in files:
+        f.unlink(missing_ok=True)
+    return len(files), size
+
+
+@functools.cache
+def nvrtc_version() -> tuple[int, int]:
+    """(major, minor) of the NVRTC that CuPy uses."""
+    try:
+        from cupy.cuda import nvrtc
+    except ImportError as error:
+        raise CompileError("CuPy is not installed: pip install 'cupy_dma[cuda12]' (CUDA 12 drivers) or "
+                           "'cupy_dma[cuda13]' (CUDA 13 drivers)") from error
+    try:
+        return tuple(nvrtc.getVersion())
+    except (RuntimeError, OSError) as error:
+        raise CompileError(f"CuPy cannot load NVRTC ({error}): pip install 'cuda-toolkit[nvrtc,cudart]'") from error
+
+
+def _header_candidates() -> list[Path]:
+    """Include directories that may hold CUDA headers, likeliest first."""
+    found: list[Path] = []
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(variable):
+            found.append(Path(os.environ[variable]) / "include")
+    for entry in sys.path:
+        wheels = Path(entry or ".") / "nvidia"
+        if wheels.is_dir():
+            found += [wheels / f"cu{nvrtc_version()[0]}" / "include"]
+            found += [wheels / part / "include" for part in ("cuda_runtime", "cuda_nvcc", "cuda_crt")]
+    nvcc = shutil.which("nvcc")
+    if nvcc:
+        found.append(Path(nvcc).resolve().parent.parent / "include")
+    found += [Path("/usr/local/cuda/include"), Path("/opt/cuda/include")]
+    return [folder for folder in dict.fromkeys(found) if folder.is_dir()]
+
+
+def _header_version(include: Path) -> tuple[int, int] | None:
+    """CUDA version of a directory with cuda_runtime_api.h or cuda.h."""
+    for name, pattern in (("cuda_runtime_api.h", r"#define\s+CUDART_VERSION\s+(\d+)"),
+                          ("cuda.h", r"#define\s+CUDA_VERSION\s+(\d+)")):
+        if (include / name).is_file():
+            match = re.search(pattern, (include / name).read_text(errors="replace"))
+            if match:
+                return int(match[1]) // 1000, int(match[1]) % 1000 // 10
+    return None
+
+
+@functools.cache
+def find_headers() -> tuple[Path, ...]:
+    """Include directories that together hold cuda_fp16.h, mma.h and crt/mma.h.
+
+    One directory (or pair of wheels) of NVRTC's own major version is preferred, then of its minor version.
+
+    Raises
+    ------
+    CompileError
+        If there are none; says what to install.
+    """
+    wanted = nvrtc_version()
+    candidates = _header_candidates()
+
+    def distance(folder: Path) -> tuple[bool, int]:
+        version = _header_version(folder)
+        return (version is None or version[0] != wanted[0], abs((version or wanted)[1] - wanted[1]))
+
+    runtimes = sorted((p for p in candidates if (p / "cuda_fp16.h").is_file() and (p / "mma.h").is_file()
+                       and not distance(p)[0]), key=distance)
+    for runtime in runtimes:
+        if (runtime / "crt" / "mma.h").is_file():
+            return (runtime,)
+    for runtime in runtimes:
+        for other in candidates:
+            if (other / "crt" / "mma.h").is_file():
+                return (runtime, other)
+    major = wanted[0]
+    part = "crt" if major >= 13 else "nvcc"
+    raise CompileError(
+        f"the CUDA headers mma.h and crt/mma.h for CUDA {major} were not found (NVRTC is {wanted[0]}.{wanted[1]}). "
+        f"Install them with: pip install 'cuda-toolkit[cudart,{part}]=={major}.*', or set CUDA_HOME to a CUDA {major} "
+        f"toolkit. Looked in: {', '.join(map(str, candidates)) or 'no directory at all'}")
+
+
+# ---- source ----
+@functools.cache
+def source_text(name: str) -> str:
+    """A kernel file with its own includes inlined, each once; system includes stay. Lines keep their numbers."""
+    seen: set[str] = set()
+
+    def inline(file: str) -> str:
+        seen.add(file)
+        lines = [f'#line 1 "{file}"']
+        for number, line in enumerate((kernels_directory() / file).read_text().splitlines(), 1):
+            include = re.fullmatch(r'#include "([^"]+)"', line)
+            if include and include[1] not in seen:
+                lines += [inline(include[1]).rstrip("\n"), f'#line {number + 1} "{file}"']
+            else:
+                lines.append("" if include or line == "#pragma once" else line)
+        return "\n".join(lines) + "\n"
+
+    return inline(name)
+
+
+class Params:
+    """The parameter struct of a kernel, read from its source so that it is written down once.
+
+    ``pack(**fields)`` gives the by-value argument of a launch.
+    """
+
+    _formats: ClassVar[dict[str, str]] = {"long long": "q", "int": "i", "float": "f"}
+
+    def __init__(self, source: str, name: str):
+        body = re.search(rf"struct {name} \{{(.*?)\n\}};", source_text(source), re.DOTALL)
+        assert body, f"no struct {name} in {source}"
+        code = re.sub(r"//[^\n]*", "", body[1])
+        form, self.names = "@", []
+        for statement in filter(None, (part.strip() for part in code.split(";"))):
+            if "*" in statement:
+                kind, members = "P", [statement.rpartition("*")[2]]
+            else:
+                scalar = next(k for k in self._formats if statement.startswith(k + " "))
+                kind, members = self._formats[scalar], statement[len(scalar):].split(",")
+            form += kind * len(members)
+            self.names += [member.strip() for member in members]
+        self._places = {name: i for i, name in enumerate(self.names)}
+        self._pack = struct.Struct(form + "0q").pack  # padded to the struct's alignment
+
+    def pack(self, **fields: Any) -> bytes:
+        return self._pack(*[fields[name] for name in self.names])
+
+    def pack_some(self, *groups: Mapping[str, Any]) -> bytes:
+        """The argument with the fields of all ``groups``, later ones first; 0 for a field that none has."""
+        values: list[Any] = [0] * len(self.names)
+        places = self._places
+        for group in groups:
+            for name, value in group.items():
+                values[places[name]] = value
+        return self._pack(*values)
+
+
+@functools.cache
+def params(source: str, name: str) -> Params:
+    """The parameter struct ``name`` of a kernel file."""
+    return Params(source, name)
+
+
+# ---- compiling ----
+def _options(arch: str) -> tuple[str, ...]:
+    return (f"-arch={arch}", "-std=c++17", "--device-as-default-execution-space", "-lineinfo", "-Xptxas=-v",
+            *(f"-I{folder}" for folder in find_headers()))
+
+
+@functools.cache
+def compile(config: Config, arch: str) -> Compiled:
+    """The cubin of ``config`` for ``arch`` ("sm_80", "sm_90a", ...), from the disk cache if it is there."""
+    text = config.prelude() + source_text(config.source)
+    identity = json.dumps([text, arch, nvrtc_version(), [str(p) for p in find_headers()]])
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:24]
+    path = cache_directory() / f"{Path(config.source).stem}-{arch}-{digest}.cubin"
+    record = path.with_suffix(".json")
+    if path.is_file() and record.is_file():
+        return Compiled(path=path, seconds=0.0, **json.loads(record.read_text()))
+
+    started = time.perf_counter()
+    cubin, log = _run_nvrtc(text, config, arch)
+    resources = _read_resources(log)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for target, content in ((path, cubin), (record, json.dumps(resources).encode())):
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:  # readers see all of a file or none
+            file.write(content)
+        os.replace(file.name, target)
+    compiled = Compiled(path=path, seconds=time.perf_counter() - started, **resources)
+    if DEBUG:
+        print(f"cupy_dma: {config} {arch}: {compiled.seconds:.2f} s, {compiled.registers} registers, "
+              f"{compiled.spill_bytes} bytes spilled", file=sys.stderr)
+    return compiled
+
+
+def _run_nvrtc(text: str, config: Config, arch: str) -> tuple[bytes, str]:
+    options = _options(arch)
+    from cupy.cuda import nvrtc
+
+    program = nvrtc.createProgram(text, config.source, (), ())
+    try:
+        try:
+            nvrtc.compileProgram(program, options)
+        except nvrtc.NVRTCError as error:
+            raise CompileError(f"{config} does not compile for {arch} ({error}):\n"
+                               f"{nvrtc.getProgramLog(program)}") from error
+        # CuPy takes the last byte off as if it ended a string; an ELF file needs it.
+        return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _read_resources(log: str) -> dict[str, int]:
+    def number(pattern: str) -> int:
+        return max(map(int, re.findall(pattern, log)), default=0)
+
+    return {"registers": number(r"Used (\d+) registers"), "stack_bytes": number(r"(\d+) bytes stack frame"),
+            "spill_bytes": number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")}
+
+
+# ---- loading and launching ----
+@functools.cache
+def device_arch(index: int) -> str:
+    """"sm_90a" and the like for CUDA device ``index``."""
+    import cupy
+
+    capability = cupy.cuda.Device(index).compute_capability
+    return f"sm_{capability}" + ("a" if capability == "90" else "")
+
+
+class Kernel:
+    """A loaded kernel of one device. ``launch`` needs that device to be current."""
+
+    def __init__(self, config: Config, entry: str, index: int, shared_bytes: int):
+        import cupy
+
+        self.entry = entry
+        self.shared_bytes = shared_bytes
+        with cupy.cuda.Device(index) as device:
+            module = cupy.RawModule(path=str(compile(config, device_arch(index)).path))
+            function = module.get_function(entry)
+            if shared_bytes > 48 * 1024:
+                function.max_dynamic_shared_size_bytes = shared_bytes
+            self._loaded = module, function.kernel  # for as long as the driver has their handle
+            self._function = launch.Function(entry, function.kernel.ptr, shared_bytes,
+                                             launch.launches_early(int(device.compute_capability)), device.use)
+
+    def launch(self, grid: int, threads: int, params: bytes, stream: int, early: bool = True) -> None:
+        """Launch ``grid`` blocks of ``threads`` threads on the raw ``stream``; ``params`` is their struct.
+
+        ``early``: blocks may come, where the device can do that, while those of the kernel ahead are at work, and wait.
+        They gather where there is room then, several on the multiprocessors that are done first; without it they are
+        dealt out evenly. Blocks of long work need that: what launches early saves is 1 us, what gathered blocks lose
+        may be half of the kernel's speed.
+        """
+        if DEBUG:
+            print(f"cupy_dma: {self.entry}: {grid} blocks of {threads} threads, {self.shared_bytes} bytes",
+                  file=sys.stderr)
+        self._function.launch(grid, threads, params, stream, early)
+
+
+@functools.cache
+def load(config: Config, entry: str, index: int, shared_bytes: int = 0) -> Kernel:
+    """The ``__global__`` function ``entry`` of ``config`` on CUDA device ``index``, compiled on first use."""
+    return Kernel(config, entry, index, shared_bytes)

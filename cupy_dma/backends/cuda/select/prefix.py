@@ -1,0 +1,76 @@
+"""The prefix top-w selection on the device (SPEC section 3)."""
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from cupy_dma.arrays import Operand
+from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.configs import ARRIVALS, SELECT_THREADS, SelectConfig, blocks
+from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
+
+
+def selection_chunk(length: int) -> int:
+    """Keys per chunk: about N^(2/3), which balances the chunks' lists against merging them; a power of two."""
+    return 1 << max(10, (int(1.5 * length ** (2 / 3)) - 1).bit_length())
+
+
+def prefix_stop(runtime: Runtime, scores: Operand, window: int, padding: Operand | None,
+                document: Operand | None) -> Any:
+    """First position that no longer keeps a key: int32 ``(B, Hkv, Lk)``."""
+    stop = scores.library.empty(scores.shape, "int32", scores.device)
+    if 0 not in scores.shape:
+        _select(runtime, scores, window, padding, document, stop)
+    return stop
+
+
+def prefix_run(runtime: Runtime, scores: Operand, window: int, padding: Operand | None) -> tuple[Any, Any]:
+    """The same behind the first position that keeps a key, its own: int32 ``(Lk)``, written on the way, for a launch of
+    its own costs 2 us and the host 11."""
+    library, device = scores.library, scores.device
+    if 0 in scores.shape:
+        return library.arange(0, scores.shape[2], device), library.empty(scores.shape, "int32", device)
+    start, stop = library.empty(scores.shape[2:], "int32", device), library.empty(scores.shape, "int32", device)
+    _select(runtime, scores, window, padding, None, stop, start)
+    return start, stop
+
+
+def _select(runtime: Runtime, scores: Operand, window: int, padding: Operand | None, document: Operand | None,
+            stop: Any, start: Any = None) -> None:
+    library, device = scores.library, scores.device
+    batch, kv_heads, length = scores.shape
+    rows = batch * kv_heads
+    window = min(window, length)
+    chunk = selection_chunk(length)
+    chunks = blocks(length, chunk)
+    capacity = min(window, chunk)
+    # Per chunk: local, kept and arrivals of 8 bytes an entry, two counts of 4.
+    workspace = library.empty((rows * chunks * (2 * (capacity + window + chunk) + 2),), "int32", device)
+    local = library.pointer(workspace)
+    kept = local + 8 * rows * chunks * capacity
+    arrivals = kept + 8 * rows * chunks * window
+    kept_count = arrivals + 8 * rows * chunks * chunk
+    params = jit.params("select/prefix_top_w.cu", "SelectParams").pack(
+        score=scores.pointer, padding=padding.pointer if padding else 0, document=document.pointer if document else 0,
+        local=local, kept=kept, kept_count=kept_count, arrivals=arrivals,
+        arrival_count=kept_count + 4 * rows * chunks, stop=library.pointer(stop),
+        start=0 if start is None else library.pointer(start),
+        score_batch=scores.strides[0], score_head=scores.strides[1], score_key=scores.strides[2],
+        padding_batch=padding.strides[0] if padding else 0, document_batch=document.strides[0] if document else 0,
+        kv_heads=kv_heads, key_length=length, window=window, chunk=chunk, chunks=chunks, local_capacity=capacity)
+    stream = library.stream(device)
+    grids = (("local_top", rows * chunks if chunks > 1 else 0), ("filter_arrivals", rows * chunks),
+             ("sweep_arrivals", rows * chunks * blocks(chunk, ARRIVALS)))
+    (_, filters), (_, sweeps) = grids[1:]
+    # Each of these blocks can have a multiprocessor of its own, but not beside those ahead (35 us for 29).
+    gathers = sweeps <= runtime.multiprocessors(device.index) < filters + sweeps
+    with runtime.on(device):
+        for entry, grid in grids:
+            if grid:
+                kernel = _kernel(runtime, device.index, document is not None, padding is not None, entry)
+                kernel.launch(grid, SELECT_THREADS[entry], params, stream, entry != "sweep_arrivals" or not gathers)
+
+
+@functools.cache
+def _kernel(runtime: Runtime, index: int, documents: bool, padding: bool, entry: str) -> LoadedKernel:
+    return runtime.load(SelectConfig(documents, padding), entry, index)

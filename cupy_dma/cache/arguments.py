@@ -1,0 +1,175 @@
+"""Checks of what ``DynamicCache`` is given: plain comparisons of shapes and types, which never touch array data on a
+device (``CUPY_DMA_CHECK=1`` looks at lengths and scores there too; on the CPU lengths are always looked at)."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cupy_dma import checks
+from cupy_dma.arrays import Library, Operand, describe
+from cupy_dma.cache.slots import operand_of
+from cupy_dma.cache.state import CacheState, ExtendCall
+
+
+def type_name(dtype: Any) -> str:
+    """The name of a type given as a name, or as a NumPy, CuPy or torch type."""
+    name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+    if name not in checks.FLOATS:
+        try:
+            name = np.dtype(dtype).name
+        except TypeError:
+            pass
+    if name not in checks.FLOATS:
+        raise TypeError(f"dtype must be {' or '.join(checks.FLOATS)}, got {dtype!r}")
+    return name
+
+
+def extend_call(state: CacheState, query: Any, key: Any, value: Any, scores: Any, scale: float | None, softcap: float,
+                lengths: Any, cu_seqlens: Any, return_lse: bool, out: Any) -> ExtendCall:
+    """The arguments of ``extend``, or of ``update`` where ``query`` is None. Raises what they document."""
+    packed = cu_seqlens is not None
+    if packed and lengths is not None:
+        raise ValueError("give either lengths (of padded rows) or cu_seqlens (of packed ones), got both")
+    k, v, s = describe(key, "key"), describe(value, "value"), describe(scores, "scores")
+    q = None if query is None else describe(query, "query")
+    lead: tuple[tuple[int, ...], ...] = () if packed else ((state.batch,),)
+    row = "(total, " if packed else "(B, L, "
+    length = k.shape[len(lead)] if len(k.shape) == len(lead) + 3 else -1
+    for operand, meaning, sizes in ((k, "Hkv, D)", (state.kv_heads, state.head_dim)),
+                                    (v, "Hkv, Dv)", (state.kv_heads, state.value_dim))):
+        _is(operand, state.key.dtype, row + meaning, (*lead, (length,), *((size,) for size in sizes)), state)
+    if q is not None:
+        heads = q.shape[-2] if len(q.shape) == len(lead) + 3 else state.kv_heads
+        if heads < 1 or heads % state.kv_heads:
+            raise ValueError(f"query must have a multiple of the cache's heads (H % Hkv == 0), got {heads} query heads "
+                             f"and {state.kv_heads} kv heads")
+        _is(q, state.key.dtype, row + "H, D)", (*lead, (length,), (heads,), (state.head_dim,)), state)
+    _is(s, None, "(Hkv, total)" if packed else "(B, Hkv, L)", (*lead, (state.kv_heads,), (length,)), state)
+    given = [operand for operand in (q, k, v, s) if operand is not None]
+    checks.require_same_device((state.key, *given))
+    for operand in given:
+        if operand.library.requires_grad(operand.array):
+            raise NotImplementedError(f"{operand.name} requires grad, but a cache carries no gradient: call under "
+                                      f"torch.no_grad() or pass {operand.name}.detach()")
+    scale = state.head_dim ** -0.5 if scale is None else checks.real(scale, "scale")
+    softcap, return_lse = checks.real(softcap, "softcap", 0.0), checks.flag(return_lse, "return_lse")
+    counts = None if lengths is None else _counts(state, lengths, "lengths", (state.batch,), "(B,)", length)
+    bounds = None
+    if packed:
+        bounds = _counts(state, cu_seqlens, "cu_seqlens", (state.batch + 1,), "(B + 1,)", length)
+    s = _of_type(state, s)
+    if packed:
+        k, v, s = (operand_of(state.library, x.array[None], x.name) for x in (k, v, s))
+        q = None if q is None else operand_of(state.library, q.array[None], "query")
+    call = ExtendCall(q, k, v, s, scale, softcap, counts, bounds, return_lse)
+    if out is not None:
+        _take_out(state, call, out)
+    return call
+
+
+def _is(operand: Operand, dtype: str | None, meaning: str, sizes: Sequence[Sequence[int]], state: CacheState) -> None:
+    if len(operand.shape) != len(sizes):
+        raise ValueError(f"{operand.name} must have shape {meaning}, got {operand.shape}")
+    checks.has_shape(operand, meaning, sizes)
+    checks.rows_contiguous(operand)
+    if dtype is None:
+        allowed = checks.FLOATS if state.scores.dtype == "float64" else checks.FLOATS[:3]
+        checks.one_of_types(operand, allowed)
+    elif operand.dtype != dtype:
+        raise TypeError(f"{operand.name} must have the cache's type {dtype}, got {operand.dtype}")
+
+
+def _of_type(state: CacheState, scores: Operand) -> Operand:
+    """Scores in the type in which the cache keeps them."""
+    if checks.wants_values_checked() and not bool(scores.library.xp.isfinite(scores.array).all()):
+        raise ValueError("scores must be finite (CUPY_DMA_CHECK=1), got NaN or infinity")
+    if scores.dtype == state.scores.dtype:
+        return scores
+    return operand_of(state.library, state.library.astype(scores.array, state.scores.dtype), "scores")
+
+
+def _counts(state: CacheState, array: Any, name: str, shape: tuple[int, ...], meaning: str, most: int) -> Operand:
+    """Checked ``lengths`` or ``cu_seqlens``, contiguous."""
+    operand = describe(array, name)
+    checks.one_of_types(operand, checks.INTEGERS)
+    checks.has_shape(operand, meaning, tuple((size,) for size in shape))
+    checks.require_same_device((state.key, operand))
+    if state.device.kind == "cpu" or checks.wants_values_checked():
+        found = operand.library.to_numpy(operand.array)
+        shown = f"{found.tolist()[:16]}{' ...' if len(found) > 16 else ''}"
+        if name == "lengths" and ((found < 0) | (found > most)).any():
+            raise ValueError(f"lengths must lie between 0 and L = {most}, got {shown}")
+        if name == "cu_seqlens" and (found[0] != 0 or (found[1:] < found[:-1]).any() or found[-1] > most):
+            raise ValueError(f"cu_seqlens must be cumulative lengths that start at 0, never fall and end at the total "
+                             f"length {most} at most, got {shown}")
+    if operand.strides != (1,) and shape[0] > 1:
+        return operand_of(state.library, state.library.contiguous(operand.array), name)
+    return operand
+
+
+def _take_out(state: CacheState, call: ExtendCall, out: Any) -> None:
+    """``out``, or the pair ``(out, lse)``, as the place of the results."""
+    assert call.query is not None
+    pair = isinstance(out, (tuple, list))
+    if pair != call.return_lse or (pair and len(out) != 2):
+        raise TypeError(f"out must be {'a pair (out, lse)' if call.return_lse else 'one array'} with "
+                        f"return_lse={call.return_lse}, got {type(out).__name__}")
+    batch, length, heads, _ = call.query.shape
+    wanted = ((batch, length, heads, state.value_dim), state.key.dtype), ((batch, heads, length), state.scores.dtype)
+    names = ("out", "out[1] (lse)") if pair else ("out",)
+    made = []
+    for array, name, (shape, dtype) in zip(out if pair else (out,), names, wanted):
+        operand = describe(array, name)
+        if call.cu_seqlens is not None:
+            shape = shape[1:]
+        checks.has_shape(operand, "of the result", tuple((size,) for size in shape))
+        if operand.dtype != dtype:
+            raise TypeError(f"{name} must have the result's type {dtype}, got {operand.dtype}")
+        if not _contiguous(operand):
+            raise ValueError(f"{name} must be contiguous, got strides {operand.strides} with shape {operand.shape}")
+        checks.require_same_device((state.key, operand))
+        if operand.library.requires_grad(operand.array):
+            raise NotImplementedError(f"{name} requires grad, but a cache carries no gradient: pass {name}.detach()")
+        if call.cu_seqlens is not None:
+            operand = operand_of(state.library, operand.array[None], name)
+        made.append(operand)
+    call.out, call.lse = made[0], made[1] if pair else None
+
+
+def _contiguous(operand: Operand) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(operand.shape), reversed(operand.strides)):
+        if size != 1 and stride != expected and 0 not in operand.shape:
+            return False
+        expected *= size
+    return True
+
+
+def batch_rows(indices: Any, like: Operand, batch: int, count: int | None = None) -> Any:
+    """``indices`` into the batch as an int64 array of ``like``'s library and device: an integer array there, or ints.
+
+    ``count``: how many there must be.
+    """
+    library: Library = like.library
+    if isinstance(indices, (list, tuple, range)):
+        numbers = [checks.whole(number, f"indices[{i}]", 0) for i, number in enumerate(indices)]
+        array: Any = library.from_numpy(np.array(numbers, np.int64), like.device)
+        values: Any = np.array(numbers, np.int64)
+    else:
+        operand = describe(indices, "indices")
+        checks.one_of_types(operand, checks.INTEGERS)
+        if operand.ndim != 1:
+            raise ValueError(f"indices must have shape (n,), got {operand.shape}")
+        checks.require_same_device((like, operand))
+        array = library.astype(operand.array, "int64")
+        known = like.device.kind == "cpu" or checks.wants_values_checked()
+        values = library.to_numpy(array) if known else None
+    if values is not None and ((values < 0) | (values >= batch)).any():
+        raise ValueError(f"indices must lie between 0 and {batch - 1} (the cache has a batch of {batch}), got "
+                         f"{values.tolist()[:16]}")
+    if count is not None and array.shape[0] != count:
+        raise ValueError(f"indices must name {count} rows, one for each of the batch, got {array.shape[0]} "
+                         f"(select_batch makes a cache of another size)")
+    return array

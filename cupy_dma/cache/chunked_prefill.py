@@ -1,0 +1,261 @@
+"""``extend`` by any number of tokens, with a backend's selection and attention as they are.
+
+The kept rows in the order of their positions, with the new rows behind them, are a short history of ``R + L`` keys. It
+stands for the whole one: what was evicted is outranked by ``window`` older kept keys at every new position, so prefix
+selection over the short history keeps the same keys as over the whole. With ``base = R - lengths`` the token at
+position ``p`` stands at ``p + base`` in it, and key ``j`` is visible to ``j <= i < stop_j`` with
+
+    stop_j = max(first i at which window better keys exist,      (the backend's prefix_stop)
+                 never, if its position < sinks,
+                 position + base + recent)
+
+Empty slots come first, rank below everything (score -inf, oldest) and are visible to nobody. What still lives behind
+the last new token goes to slots that are not needed any more, in place.
+
+Packed calls do the same with all sequences one behind the other: ``B * R + total`` keys, sequence ``b`` from ``b * R +
+cu_seqlens[b]`` on. A key's own history is its sequence's part.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cupy_dma.arrays import Operand
+from cupy_dma.cache.slots import flagged_first, index, movable, needed, operand_of, refresh, rows, widened
+from cupy_dma.cache.state import CacheState, ExtendCall
+from cupy_dma.calls.sequences import Sequences, sequences_of
+from cupy_dma.calls.types import AttentionCall, key_bias
+from cupy_dma.masks.documents import runs_between
+from cupy_dma.masks.interval import NEVER, Hints, IntervalMask
+
+PrefixStop = Callable[[Operand, int, Operand | None, Operand | None], Any]
+Attention = Callable[[AttentionCall], tuple[Any, Any]]
+
+
+def extend_chunk(prefix_stop: PrefixStop, attention: Attention, state: CacheState,
+                 call: ExtendCall) -> tuple[Any, Any]:
+    """``out (B, L, H, Dv)`` and ``lse (B, H, L)``, None without a query, by a backend's own functions."""
+    with state.library.on(state.device):
+        if call.length == 0 or state.batch == 0:
+            return no_tokens(state, call)
+        history = _Padded(state, call) if call.cu_seqlens is None else _Packed(state, call)
+        order = state.library.xp.argsort(state.positions.array)
+        position = history.positions(_sorted(state, state.positions, order))
+        score = history.scores(_sorted(state, state.scores, order))
+        top = prefix_stop(score, min(state.window, history.length), None, history.document)
+        found = (None, None)
+        if call.query is not None:
+            mask = _visible(state, history, position, top)
+            found = _attend(attention, state, call, history, order, score, mask)
+        _store(state, call, history, order, position, top)
+    return found
+
+
+def no_tokens(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
+    """The results of a call without tokens."""
+    if call.query is None:
+        return None, None
+    library, (batch, length, heads, _) = state.library, call.query.shape
+    out = library.full((batch, length, heads, state.value_dim), 0, state.key.dtype, state.device)
+    lse = library.full((batch, heads, length), -float("inf"), state.scores.dtype, state.device)
+    return delivered(state, call, out, lse)
+
+
+class _Padded:
+    """Histories ``(B, Hkv, R + L)``: of each sequence the kept rows, then the new ones."""
+
+    document: Operand | None = None
+    sequences: Sequences | None = None
+
+    def __init__(self, state: CacheState, call: ExtendCall):
+        library, device, self.rows = state.library, state.device, state.rows
+        self.state, self.call, self.length = state, call, state.rows + call.length
+        self.shape = (state.batch, state.kv_heads, self.length)
+        if call.lengths is None:
+            self.added = library.full((state.batch,), call.length, "int64", device)
+        else:
+            self.added = library.astype(call.lengths.array, "int64")
+        self.base = self.of_tokens(state.rows - state.lengths.array)
+        self.end = self.of_tokens(self.added + state.rows)  # first place behind the real tokens
+        self.new_positions = (state.lengths.array[:, None] + index(state, call.length))[:, None]
+        self.ragged = call.lengths is not None
+        self.batch_of_new = index(state, state.batch)[:, None, None]  # where the arguments keep a sequence's tokens
+
+    def of_tokens(self, each: Any) -> Any:
+        """A number ``(B,)`` of each sequence, for each of its new tokens."""
+        return each[:, None, None]
+
+    def put(self, target: Any, old: Any, new: Any) -> None:
+        """Write ``old (B, Hkv, R, ...)`` and the arguments' ``new (B, Hkv|1, L, ...)`` into a history."""
+        target[:, :, :self.rows] = old
+        target[:, :, self.rows:] = new
+
+    def parts(self, joined: Any) -> tuple[Any, Any]:
+        """What ``put`` put together."""
+        return joined[:, :, :self.rows], joined[:, :, self.rows:]
+
+    def kept_tokens(self, keep: Any, most: int) -> tuple[Any, Any]:
+        """Places among the arguments' tokens of those to ``keep (B, Hkv, L)``, int64 ``(B, Hkv, most)``, of which the
+        first ``count (B, Hkv)`` mean something."""
+        return flagged_first(self.state, keep)[..., :most], keep.sum(-1)
+
+    def joined(self, old: Any, new: Any, dtype: str) -> Any:
+        target = self.state.library.empty(self.shape, dtype, self.state.device)
+        self.put(target, old, new)
+        return target
+
+    def positions(self, old: Any) -> Any:
+        """int64, -1 where a slot is empty."""
+        return self.joined(old, self.new_positions, "int64")
+
+    def scores(self, old: Any) -> Operand:
+        """-inf where a slot is empty."""
+        state = self.state
+        joined = self.joined(old, self.call.scores.array, state.scores.dtype)
+        return operand_of(state.library, joined, "scores")
+
+    def rows_of(self, old: Operand, new: Operand, order: Any, size: int) -> Operand:
+        """``(B, R + L, Hkv, size)`` of key or value, with zero columns up to ``size``."""
+        state, library, shape = self.state, self.state.library, (*self.shape, size)
+        joined = (library.empty(shape, old.dtype, state.device) if old.shape[3] == size else
+                  library.full(shape, 0, old.dtype, state.device))
+        columns = movable(library, joined, old.dtype)[..., :old.shape[3]]
+        self.put(columns, _sorted(state, old, order), rows(state, new).swapaxes(1, 2))
+        return operand_of(library, joined.swapaxes(1, 2), new.name)
+
+
+class _Packed(_Padded):
+    """One history ``(1, Hkv, B * R + total)`` for all sequences. Tokens behind the last sequence are not real."""
+
+    def __init__(self, state: CacheState, call: ExtendCall):
+        library, device, batch, rows = state.library, state.device, state.batch, state.rows
+        self.state, self.call, self.rows, self.ragged = state, call, rows, False
+        self.length = batch * rows + call.length
+        self.shape = (1, state.kv_heads, self.length)
+        assert call.cu_seqlens is not None
+        bounds = library.astype(call.cu_seqlens.array, "int32")
+        self.bounds = library.astype(bounds, "int64")
+        self.added = self.bounds[1:] - self.bounds[:-1]
+        self.first = bounds + library.arange(0, batch + 1, device) * rows  # of each sequence in the history
+
+        def sequence(of: Any, count: int) -> Any:
+            """Number of the sequence of each of ``count`` tokens or keys; the last one's for those behind it."""
+            number = library.search_right(of, library.arange(0, count, device)) - 1
+            return library.astype(library.xp.clip(number, None, batch - 1), "int64")
+
+        self.token, key = sequence(bounds, call.length), sequence(self.first, self.length)
+        self.old = library.astype(self.first[:-1], "int64")[:, None] + index(state, rows)
+        self.new = index(state, call.length) + (self.token + 1) * rows
+        lengths, first = state.lengths.array, library.astype(self.first, "int64")
+        self.base = (first[:-1] + rows - lengths)[key][None, None]
+        self.end = first[1:][key][None, None]
+        self.new_positions = self.of_tokens(lengths - self.bounds[:-1]) + index(state, call.length)
+        self.batch_of_new = index(state, batch)[:, None, None] * 0
+        runs = runs_between(library, device, self.first, self.length)
+        self.document = operand_of(library, runs.first, "cu_seqlens")
+        if call.query is not None:
+            self.sequences = sequences_of(call.query, Operand(
+                "key", None, library, (1, self.length, state.kv_heads, state.head_dim), (), state.key.dtype, device, 0),
+                call.cu_seqlens.array, self.first, None, None)
+
+    def of_tokens(self, each):
+        return each[self.token][None, None]
+
+    def put(self, target, old, new):
+        target[0][:, self.old] = old.swapaxes(0, 1)
+        target[0][:, self.new] = self.state.library.xp.broadcast_to(new[0], (self.shape[1], *new.shape[2:]))
+
+    def parts(self, joined):
+        return joined[0][:, self.old].swapaxes(0, 1), joined[0][:, self.new][None]
+
+    def kept_tokens(self, keep, most):
+        state, library = self.state, self.state.library
+        _, heads, total = keep.shape
+        before = library.full((heads, total + 1), 0, "int64", state.device)  # kept ones before each token
+        before[:, 1:] = library.cumsum(library.astype(keep[0], "int32"))
+        begin = before[:, self.bounds].swapaxes(0, 1)  # (B + 1, Hkv)
+        places = library.xp.clip(begin[:-1, :, None] + index(state, most), None, total - 1)
+        return flagged_first(state, keep)[0][index(state, heads)[:, None], places], begin[1:] - begin[:-1]
+
+
+def _sorted(state: CacheState, operand: Operand, order: Any) -> Any:
+    """The slots ``(B, Hkv, R, ...)`` in ``order``; scores of empty ones are -inf."""
+    batch, head = index(state, state.batch)[:, None, None], index(state, state.kv_heads)[:, None]
+    if operand is state.scores:
+        empty = state.positions.array < 0
+        return state.library.xp.where(empty, -float("inf"), operand.array)[batch, head, order]
+    return rows(state, operand)[batch, head, order]
+
+
+def _visible(state: CacheState, history: _Padded, position: Any, top: Any) -> IntervalMask:
+    """The mask of the new queries over the history."""
+    library, xp, stop = state.library, state.library.xp, top
+    if state.recent:
+        until = xp.clip(position + (history.base + state.recent), 0, NEVER)
+        stop = xp.maximum(stop, library.astype(until, "int32"))
+    if state.sinks:
+        stop = xp.where(position < state.sinks, NEVER, stop)
+    if history.ragged:  # queries behind a row's last token see nothing
+        stop = xp.minimum(stop, library.astype(history.end, "int32"))
+    stop = library.astype(xp.where(position < 0, 0, stop), "int32")
+    # At most R keys are visible at a position, and each next position adds one.
+    return IntervalMask._make(library, library.arange(0, history.length, state.device), stop,
+                              Hints("key", (state.rows, 1)))
+
+
+def _attend(attention: Attention, state: CacheState, call: ExtendCall, history: _Padded, order: Any, score: Operand,
+            mask: IntervalMask) -> tuple[Any, Any]:
+    """Attention of the new queries over the history. Key and value of different widths get zero columns."""
+    assert call.query is not None
+    size = max(state.head_dim, state.value_dim)
+    key = history.rows_of(state.key, call.key, order, size)
+    value = history.rows_of(state.value, call.value, order, size)
+    out, lse = attention(AttentionCall(widened(call.query, size), key, value, mask, None, key_bias(score), False,
+                                       call.scale, call.softcap, False, sequences=history.sequences))
+    return delivered(state, call, out, lse)
+
+
+def delivered(state: CacheState, call: ExtendCall, out: Any, lse: Any) -> tuple[Any, Any]:
+    """The results without zero columns, and where the call wants them."""
+    library, dtype, size = state.library, state.key.dtype, state.value_dim
+    if call.out is not None or out.shape[3] > size:
+        target = library.empty((*out.shape[:3], size), dtype, state.device) if call.out is None else call.out.array
+        movable(library, target, dtype)[...] = movable(library, out, dtype)[..., :size]
+        out = target
+    if call.lse is not None:
+        call.lse.array[...] = lse
+        lse = call.lse.array
+    return out, lse
+
+
+def _store(state: CacheState, call: ExtendCall, history: _Padded, order: Any, position: Any, top: Any) -> None:
+    """Keep what lives behind the last new token, and only that."""
+    library, xp = state.library, state.library.xp
+    batch, head = index(state, state.batch)[:, None, None], index(state, state.kv_heads)[:, None]
+    real = (position >= 0) & (library.arange(0, history.length, state.device) < history.end)
+    old_top, new_top = history.parts(real & (top >= history.end))
+    state.in_top.array[batch, head, order] = library.astype(old_top, "uint8")
+
+    state.lengths.array[...] = state.lengths.array + history.added
+    last = state.lengths.array - 1
+    keep = new_top
+    if state.sinks:
+        keep = keep | (history.new_positions < state.sinks)
+    if state.recent:
+        keep = keep | (history.new_positions > history.of_tokens(last) - state.recent)
+    keep = keep & history.parts(real)[1]
+
+    most = min(state.rows, call.length)
+    token, count = history.kept_tokens(keep, most)
+    slot = flagged_first(state, ~needed(state, last))[..., :most]
+    taken = index(state, most) < count[..., None]
+    source = history.batch_of_new
+    for target, fresh in (
+            (rows(state, state.key), rows(state, call.key)[source, token, head]),
+            (rows(state, state.value), rows(state, call.value)[source, token, head]),
+            (state.scores.array, call.scores.array[source, head, token]),
+            (state.positions.array, history.new_positions[source, 0, token]),
+            (state.in_top.array, library.astype(new_top, "uint8")[source, head, token])):
+        changed = taken if target.ndim == 3 else taken[..., None]
+        target[batch, head, slot] = xp.where(changed, fresh, target[batch, head, slot])
+    refresh(state)

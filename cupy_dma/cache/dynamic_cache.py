@@ -1,0 +1,259 @@
+"""Decode for ever in constant memory (SPEC section 7).
+
+Under prefix selection a key that has fallen out of the kept set never comes back, so ``window`` rows per kv head give
+exactly the attention over the whole history, however long it gets. ``cache_state.py`` says what is held and when a slot
+is given away; backends do the work (``cache_extend``).
+"""
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupy_dma import backends, checks
+from cupy_dma.arrays import describe, numpy_dtype
+from cupy_dma.cache.arguments import batch_rows, extend_call, type_name
+from cupy_dma.cache.slots import AFTER_ALL, index, needed
+from cupy_dma.cache.snapshot import ARRAYS, NUMBERS, copy_rows, empty_state, forget, load, saved_state
+
+
+class KeptKeys(NamedTuple):
+    """What a cache keeps, oldest first."""
+
+    positions: Any  # int64 (B, Hkv, R): index in the sequence, -1 behind the last kept key
+    scores: Any  # float (B, Hkv, R), -inf behind the last
+
+
+class DynamicCache:
+    """The keys, values and scores that any later query can see, of one attention layer.
+
+    The token at position ``p`` of its sequence attends to the ``window`` highest-scored of all tokens so far (SPEC
+    section 3: NaN ranks highest, of equal scores the newest), to the first ``sinks`` tokens, and to the last
+    ``recent``, itself among them; scores are key biases. This is ``top_w(scores, window) | sinks(n, sinks) |
+    sliding_window(n, recent)`` over the whole history, without keeping it.
+
+    Parameters
+    ----------
+    batch, kv_heads, window, head_dim : int
+        ``B``, ``Hkv``, ``w`` (at least 1) and ``D`` (1 to 256).
+    value_dim : int, optional
+        ``Dv``, 1 to 256; default ``head_dim``.
+    dtype
+        Of queries, keys and values: a name ("float16", "bfloat16", "float32"; "float64" on the numpy backend) or a
+        NumPy or torch type. Scores are kept in float32 (float64 in a float64 cache).
+    like : array, optional
+        Gives the library and device that the cache is for; default NumPy.
+    sinks, recent : int
+        How many first and last tokens are kept besides the top. A key can be several of these at once.
+    backend
+        See ``cupy_dma.get_available_backends``; ``cuda`` and ``numpy`` have a cache.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument has a wrong type or value, or the backend takes no arrays of this device.
+    RuntimeError
+        The backend cannot run here.
+
+    Notes
+    -----
+    Memory is ``B * Hkv * (window + sinks + recent)`` rows from the start and never grows. All calls work in place on
+    the arrays' device and the current stream, and never wait for it. A cache carries no gradient.
+    """
+
+    def __init__(self, batch: int, kv_heads: int, window: int, head_dim: int, value_dim: int | None = None,
+                 dtype: Any = "bfloat16", *, like: Any = None, sinks: int = 0, recent: int = 0,
+                 backend: str | None = None):
+        batch, kv_heads = checks.whole(batch, "batch", 0), checks.whole(kv_heads, "kv_heads", 1)
+        window, sinks, recent = (checks.whole(number, name, least) for number, name, least in (
+            (window, "window", 1), (sinks, "sinks", 0), (recent, "recent", 0)))
+        size = checks.whole(head_dim, "head_dim", 1)
+        sizes = size, size if value_dim is None else checks.whole(value_dim, "value_dim", 1)
+        for size, name in zip(sizes, ("head_dim", "value_dim")):
+            if size > 256:
+                raise ValueError(f"{name} must be 1 to 256, got {size}")
+        if window + sinks + recent >= 2**31:
+            raise ValueError(f"window + sinks + recent must be below 2**31, got {window + sinks + recent}")
+        kind = type_name(dtype)
+        seen = describe(np.empty(0) if like is None else like, "like")
+        self._module, library, device = backends.choose(backend, (seen,)), seen.library, seen.device
+        if kind == "float64" and device.kind == "cuda" and backend != "numpy":
+            raise TypeError("dtype must be float16, bfloat16 or float32 on CUDA, got float64 (backend='numpy' takes "
+                            "it)")
+        with library.on(device):
+            self._state = empty_state(library, device, kind, batch, kv_heads, (window, sinks, recent), *sizes)
+
+    # ---- tokens -----------------------------------------------------------------------------------------------------
+
+    def extend(self, query: Any, key: Any, value: Any, scores: Any, *, scale: float | None = None,
+               softcap: float = 0.0, lengths: Any = None, cu_seqlens: Any = None, return_lse: bool = False,
+               out: Any = None) -> Any:
+        """Append ``L >= 0`` tokens to every sequence and attend from them: a prompt, a part of it, or one new token.
+
+        Parameters
+        ----------
+        query : array ``(B, L, H, D)`` of the cache's type, library and device
+            ``H`` a multiple of ``Hkv``.
+        key, value : array ``(B, L, Hkv, D)`` and ``(B, L, Hkv, Dv)``
+            Any strides of B, L and head, the last axis contiguous.
+        scores : float array ``(B, Hkv, L)``
+            See ``cupy_dma.key_scores``.
+        scale, softcap
+            As for ``attention``; ``scale`` defaults to ``1 / sqrt(D)``.
+        lengths : int32 or int64 array ``(B,)``, optional
+            The first ``lengths[b]`` tokens of row ``b`` are real; the others change nothing and get ``out = 0, lse =
+            -inf``.
+        cu_seqlens : int32 or int64 array ``(B + 1,)``, optional
+            Cumulative lengths: the new tokens of all sequences lie one behind the other, ``(total, H, D)``, scores
+            ``(Hkv, total)``. Tokens behind the last sequence get ``out = 0, lse = -inf``.
+        return_lse
+            Return ``(out, lse)``.
+        out : array, or with ``return_lse`` a pair of arrays, optional
+            Contiguous; the results are written there.
+
+        Returns
+        -------
+        out : array ``(B, L, H, Dv)``, contiguous, or ``(total, H, Dv)``
+        lse : float32 array ``(B, H, L)``, or ``(H, total)``, natural log (float64 in a float64 cache)
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument has a wrong type, shape or place; nothing has been launched. Values of ``lengths`` and
+            ``cu_seqlens`` are checked on the CPU always, on a device when ``CUPY_DMA_CHECK=1``.
+        NotImplementedError
+            A torch tensor requires grad, or the backend has no cache.
+        """
+        if query is None:
+            raise TypeError("query must be an array, got None (update appends tokens without queries)")
+        call = extend_call(self._state, query, key, value, scores, scale, softcap, lengths, cu_seqlens, return_lse, out)
+        results = self._module.cache_extend(self._state, call)[:2 if call.return_lse else 1]
+        if out is not None:
+            return out if not call.return_lse else tuple(out)
+        assert call.query is not None
+        export, packed = call.query.library.export, call.cu_seqlens is not None
+        found = tuple(export(array[0] if packed else array) for array in results)
+        return found if call.return_lse else found[0]
+
+    def update(self, key: Any, value: Any, scores: Any, *, lengths: Any = None, cu_seqlens: Any = None) -> None:
+        """Append tokens without queries. Arguments and errors as for ``extend``."""
+        call = extend_call(self._state, None, key, value, scores, None, 0.0, lengths, cu_seqlens, False, None)
+        self._module.cache_extend(self._state, call)
+
+    def reset(self) -> None:
+        """Forget all tokens, in place."""
+        with self._here():
+            forget(self._state)
+
+    # ---- what is in it ----------------------------------------------------------------------------------------------
+
+    @property
+    def window(self) -> int:
+        """``w``: keys of the top."""
+        return self._state.window
+
+    @property
+    def sinks(self) -> int:
+        """First tokens that are kept besides."""
+        return self._state.sinks
+
+    @property
+    def recent(self) -> int:
+        """Last tokens that are kept besides."""
+        return self._state.recent
+
+    @property
+    def length(self) -> Any:
+        """int64 array ``(B,)``: tokens seen by each sequence (a copy)."""
+        with self._here():
+            return self._export(self._state.lengths.array + 0)
+
+    @property
+    def positions(self) -> Any:
+        """int64 array ``(B, Hkv, R)``: index in its sequence of the token in each slot, -1 where the last token sees
+        none. Order has no meaning; see ``kept``."""
+        with self._here():
+            return self._export(self._kept_positions())
+
+    def kept(self) -> KeptKeys:
+        """Positions and scores of the keys that each sequence's last token sees, oldest first; for analysis."""
+        state, xp = self._state, self._state.library.xp
+        with self._here():
+            where = self._kept_positions()
+            order = xp.argsort(xp.where(where < 0, AFTER_ALL, where))
+            score = xp.where(where < 0, -float("inf"), state.scores.array)
+            batch, head = index(state, state.batch)[:, None, None], index(state, state.kv_heads)[:, None]
+            return KeptKeys(*(self._export(array[batch, head, order]) for array in (where, score)))
+
+    def _kept_positions(self) -> Any:
+        """Positions of what the last token sees, -1 elsewhere."""
+        state = self._state
+        return state.library.xp.where(needed(state, state.lengths.array - 1), state.positions.array, -1)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the cache's arrays."""
+        return sum(prod(x.shape) * numpy_dtype(x.dtype).itemsize for x in
+                   (getattr(self._state, name) for name in ARRAYS))
+
+    def __repr__(self) -> str:
+        s = self._state
+        return (f"DynamicCache(batch={s.batch}, kv_heads={s.kv_heads}, window={s.window}, head_dim={s.head_dim}, "
+                f"value_dim={s.value_dim}, dtype={s.key.dtype!r}, sinks={s.sinks}, recent={s.recent}, "
+                f"library={s.library.name!r}, device={str(s.device)!r})")
+
+    # ---- whole sequences --------------------------------------------------------------------------------------------
+
+    def reorder(self, indices: Any) -> None:
+        """Sequence ``b`` becomes what sequence ``indices[b]`` was, in place: a step of beam search.
+
+        ``indices``: int32 or int64 array ``(B,)`` of the cache's library and device, or a list of ints.
+        """
+        rows = batch_rows(indices, self._state.key, self._state.batch, self._state.batch)
+        with self._here():
+            copy_rows(self._state, self._state, rows)
+
+    def select_batch(self, indices: Any) -> DynamicCache:
+        """A new cache of the sequences ``indices (n,)``, which may repeat. Takes what ``reorder`` takes."""
+        return self._copied(batch_rows(indices, self._state.key, self._state.batch))
+
+    def clone(self) -> DynamicCache:
+        """A copy that shares nothing."""
+        return self._copied(None)
+
+    def _copied(self, rows: Any) -> DynamicCache:
+        s, found = self._state, DynamicCache.__new__(DynamicCache)
+        with self._here():
+            batch = s.batch if rows is None else int(rows.shape[0])
+            found._module = self._module
+            found._state = empty_state(s.library, s.device, s.key.dtype, batch, s.kv_heads,
+                                       (s.window, s.sinks, s.recent), s.head_dim, s.value_dim)
+            copy_rows(s, found._state, rows)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that ``load_state_dict`` needs: copies of the arrays, of the cache's library, and numbers."""
+        with self._here():
+            saved = saved_state(self._state)
+        return {name: x if name in NUMBERS else self._export(x) for name, x in saved.items()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Become what was saved, in place. Arrays of another library or device are copied through the host.
+
+        Raises
+        ------
+        KeyError, TypeError, ValueError
+            Something is missing, or belongs to a cache of other sizes or types. Nothing has changed then.
+        """
+        with self._here():
+            load(self._state, saved)
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _here(self) -> AbstractContextManager:
+        return self._state.library.on(self._state.device)
+
+    def _export(self, array: Any) -> Any:
+        return self._state.library.export(array)

@@ -1,0 +1,168 @@
+"""Sequences of different lengths packed in one row (SPEC section 8): where each begins and ends, and pages of keys.
+
+Sequence ``b`` has the queries ``cu_seqlens_q[b] <= i < cu_seqlens_q[b + 1]`` and the keys ``key_first[b] <= j <
+key_end[b]``. Its query ``i`` stands at the packed key position ``i + key_end[b] - query_end[b]`` (bottom-right
+alignment) and sees keys of its own sequence only. All of it is computed on the arrays' device, without looking at
+values.
+
+Paged keys are counted as if every sequence had all its pages: key ``j`` of sequence ``b`` is the packed key
+``b * max_pages * page_size + j``.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cupy_dma import checks
+from cupy_dma.arrays import Operand, describe
+from cupy_dma.masks.interval import EVER, NEVER, Hints, IntervalMask
+
+
+@dataclass(slots=True, eq=False)
+class Sequences:
+    """The sequences of a call and, as a last one without keys, the rows of query behind them (often none)."""
+
+    count: int  # sequences, the last one included: B + 1
+    bounds: Operand  # int32 (4, count), contiguous: query_first, query_end, key_first, key_end
+    key_length: int  # packed keys
+    pages: Operand | None  # int32 (B, max_pages), contiguous: physical pages; those without used keys mean nothing
+    page_size: int  # 0: not paged
+
+    @property
+    def batch(self) -> int:
+        return self.count - 1
+
+
+def sequences_of(q: Operand, k: Operand, cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_k: Any,
+                 block_table: Any) -> Sequences:
+    """The checked sequences of ``q (1, total_q, H, D)`` and ``k (1, total_k, Hkv, D)``, or pages of ``k``."""
+    cu_q = _integers(cu_seqlens_q, "cu_seqlens_q", q)
+    if len(cu_q.shape) != 1 or cu_q.shape[0] < 1:
+        raise ValueError(f"cu_seqlens_q must have shape (B + 1,), got {cu_q.shape}")
+    batch = cu_q.shape[0] - 1
+    cu_k = used = table = None
+    if cu_seqlens_k is not None:
+        cu_k = _integers(cu_seqlens_k, "cu_seqlens_k", q)
+        checks.has_shape(cu_k, "cu_seqlens_q's shape (B + 1,)", ((batch + 1,),))
+    if seqused_k is not None:
+        used = _integers(seqused_k, "seqused_k", q)
+        checks.has_shape(used, "(B,)", ((batch,),))
+    if block_table is None:
+        if cu_k is None:
+            raise TypeError("cu_seqlens_k must be an array, got None: only paged keys (block_table) can do without")
+        length, page_size = k.shape[1], 0
+    else:
+        if cu_k is None and used is None:
+            raise TypeError("seqused_k or cu_seqlens_k must be given with block_table, got None for both")
+        table = _integers(block_table, "block_table", q)
+        if len(table.shape) != 2 or table.shape[0] != batch:
+            raise ValueError(f"block_table must have shape (B, max_pages) = ({batch}, any), got {table.shape}")
+        page_size = k.shape[1]
+        length = batch * table.shape[1] * page_size
+        if length > NEVER:
+            raise ValueError(f"block_table may name at most 2**31 - 1 keys, got shape {table.shape} and pages of "
+                             f"{page_size}")
+    if (q.device.kind == "cpu" or checks.wants_values_checked()):
+        _check_values(q, k, cu_q, cu_k, used, table, page_size)
+    return _made(q, cu_q, cu_k, used, table, length, page_size)
+
+
+def _integers(array: Any, name: str, like: Operand) -> Operand:
+    operand = describe(array, name)
+    checks.one_of_types(operand, checks.INTEGERS)
+    checks.require_same_device((like, operand))
+    return operand
+
+
+def _check_values(q: Operand, k: Operand, cu_q: Operand, cu_k: Operand | None, used: Operand | None,
+                  table: Operand | None, page_size: int) -> None:
+    def values(operand: Operand) -> Any:
+        return operand.library.to_numpy(operand.array)
+
+    def shown(found: Any) -> str:
+        return f"{found.tolist()[:16]}{' ...' if len(found) > 16 else ''}"
+
+    limits = [(cu_q, q.shape[1], "query's")]
+    if cu_k is not None:
+        limits.append((cu_k, NEVER if table is not None else k.shape[1], "key's"))
+    for operand, length, whose in limits:
+        found = values(operand)
+        if found[0] != 0 or (found[1:] < found[:-1]).any() or found[-1] > length:
+            raise ValueError(f"{operand.name} must be cumulative lengths that start at 0, never fall and end at "
+                             f"{whose} length {length} at most, got {shown(found)}")
+    lengths = None if cu_k is None else values(cu_k)[1:] - values(cu_k)[:-1]
+    if used is not None:
+        found = values(used)
+        if (found < 0).any() or (table is None and (found > lengths).any()):
+            raise ValueError(f"seqused_k must lie between 0 and the lengths of cu_seqlens_k, "
+                             f"got {shown(found)}{'' if lengths is None else f' for lengths {shown(lengths)}'}")
+        lengths = found
+    if table is None or lengths is None:
+        return
+    capacity, pages = table.shape[1] * page_size, values(table)
+    if (lengths > capacity).any():
+        raise ValueError(f"seqused_k (or cu_seqlens_k) must name at most max_pages * page_size = {capacity} keys of "
+                         f"a sequence, got {shown(lengths)}")
+    for b, length in enumerate(lengths):
+        needed = pages[b, :-(-int(length) // page_size) if length else 0]
+        if ((needed < 0) | (needed >= k.shape[0])).any():
+            raise ValueError(f"block_table must hold pages of key, 0 to {k.shape[0] - 1}, for all keys in use, got "
+                             f"{shown(needed)} for sequence {b} of {length} keys")
+
+
+def _made(q: Operand, cu_q: Operand, cu_k: Operand | None, used: Operand | None, table: Operand | None, length: int,
+          page_size: int) -> Sequences:
+    library, device, batch = q.library, q.device, cu_q.shape[0] - 1
+    xp = library.xp
+    with library.on(device):
+        query_first = library.astype(cu_q.array, "int32")
+        last_row = library.full((1,), q.shape[1], "int32", device)
+        query_end = xp.concatenate((query_first[1:], last_row))
+        counted = None if cu_k is None else library.astype(cu_k.array, "int32")
+        lengths = None if used is None else library.astype(used.array, "int32")
+        if table is None:
+            assert counted is not None
+            key_first = counted
+        else:
+            capacity = table.shape[1] * page_size
+            key_first = library.arange(0, batch + 1, device) * capacity
+            if lengths is None:
+                assert counted is not None
+                lengths = counted[1:] - counted[:-1]
+        end = key_first[1:] if lengths is None else key_first[:-1] + lengths
+        bounds = xp.stack((query_first, query_end, key_first, xp.concatenate((end, key_first[-1:]))))
+        pages = None
+        if table is not None:
+            pages = _operand(library.contiguous(library.astype(table.array, "int32")), "block_table", q)
+    return Sequences(batch + 1, _operand(bounds, "bounds", q), length, pages, page_size)
+
+
+def _operand(array: Any, name: str, like: Operand) -> Operand:
+    return replace(like.library.describe(array, name), library=like.library)
+
+
+# ---- what belongs to pages, in packed coordinates ----
+
+
+def packed_rows(array: Any, batch: int, xp: Any) -> Any:
+    """``(1|B, heads, capacity)`` as ``(1, heads, B * capacity)``."""
+    _, heads, capacity = array.shape
+    whole = xp.broadcast_to(array, (batch, heads, capacity))
+    return whole.swapaxes(0, 1).reshape(1, heads, batch * capacity)
+
+
+def packed_mask(mask: IntervalMask, batch: int) -> IntervalMask:
+    """A mask ``(1|B, heads, capacity)``, positions counted within each sequence, as one of packed positions."""
+    library, device, capacity = mask.library, mask.device, mask.key_length
+    half = -(2**30)  # no position lies before
+    with library.on(device):
+        ever = library.full((1, 1, 1), EVER, "int32", device)
+        never = library.full((1, 1, 1), NEVER, "int32", device)
+        end = library.full((1, 1, 1), capacity, "int32", device)  # no position lies there or behind
+        offset = (library.arange(0, batch, device) * capacity)[:, None, None]
+        where, start, stop = library.xp.where, mask._start.array, mask._stop.array
+        starts = where(start <= half, ever, library.xp.minimum(start, end) + offset)
+        stops = where(stop >= end, never, where(stop <= half, ever, stop + offset))
+        starts, stops = (packed_rows(run, batch, library.xp) for run in (starts, stops))
+        return IntervalMask._make(library, library.contiguous(starts), library.contiguous(stops),
+                                  Hints(mask._starts, mask._bound, mask._causal_only))

@@ -1,0 +1,97 @@
+"""Calls: arguments that have passed every check, as a backend gets them."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cupy_dma.arrays import Operand
+from cupy_dma.calls.scores import Recipe
+from cupy_dma.calls.sequences import Sequences
+from cupy_dma.masks.interval import IntervalMask
+from cupy_dma.masks.selection import Candidates
+
+
+@dataclass(slots=True, eq=False)  # not frozen for speed, but never changed
+class AttentionCall:
+    """What a backend's ``attention`` gets: arguments that have passed every check."""
+
+    query: Operand  # (B, Lq, H, D)
+    key: Operand  # (B, Lk, Hkv, D)
+    value: Operand  # (B, Lk, Hkv, D)
+    # Bias and dense mask are (1|B, 1|Hkv|H, 1|Lq, 1|Lk) with stride 0 on every axis of size 1; their ``array`` is the
+    # caller's, which may have fewer axes.
+    mask: IntervalMask | None
+    dense: Operand | None  # a key must be visible in both
+    bias: Operand | None
+    causal: bool  # cut at j <= p_i, in addition to the mask
+    scale: float
+    softcap: float  # 0 = none
+    deterministic: bool
+    sequences: Sequences | None = None  # varlen: packed in arrays of B = 1; key and value may be pages (see there)
+
+    @property
+    def batch(self) -> int:
+        return self.query.shape[0]
+
+    @property
+    def query_length(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def heads(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.query.shape[3]
+
+    @property
+    def key_length(self) -> int:
+        return self.key.shape[1] if self.sequences is None else self.sequences.key_length
+
+    @property
+    def kv_heads(self) -> int:
+        return self.key.shape[2]
+
+
+@dataclass(slots=True, eq=False)  # not frozen for speed, but never changed
+class AttentionBackwardCall:
+    """What a backend's ``attention_backward`` gets. ``dout`` and ``out`` have contiguous rows and any strides of B, L
+    and head (0 among them); ``lse`` and ``dlse`` are contiguous."""
+
+    forward: AttentionCall
+    dout: Operand  # (B, Lq, H, D), query's type
+    out: Operand  # (B, Lq, H, D), query's type: what the forward returned
+    lse: Operand  # (B, H, Lq) float32, float64 for float64
+    dlse: Operand | None  # as lse
+    needs: frozenset[str]  # of "query", "key", "value", "bias"; not empty, "bias" only if there is one
+
+
+@dataclass(slots=True, eq=False)  # not frozen for speed, but never changed
+class DynamicCall:
+    """Arguments of ``dynamic_mask_attention``: the scores, or the recipe that makes them."""
+
+    query: Operand
+    key: Operand
+    value: Operand
+    scores: Operand | None  # (B, Hkv|H, Lk)
+    recipe: Recipe | None
+    window: int
+    keys: str
+    candidates: Candidates
+    causal: bool
+    scale: float
+    softcap: float
+    deterministic: bool
+
+    def attention(self, scores: Operand, mask: IntervalMask) -> AttentionCall:
+        """The attention under ``mask`` with the scores as key bias. A prefix mask is causal by itself."""
+        return AttentionCall(self.query, self.key, self.value, mask, None, key_bias(scores),
+                             self.causal and self.keys == "global", self.scale, self.softcap, self.deterministic)
+
+
+def key_bias(scores: Operand) -> Operand:
+    """(B, H, Lk) as (B, H, 1, Lk): a query axis of size 1 and stride 0, the same memory."""
+    (b, h, n), (sb, sh, sn) = scores.shape, scores.strides
+    strides = (0 if b == 1 else sb, 0 if h == 1 else sh, 0, 0 if n == 1 else sn)
+    return Operand("bias", scores.array, scores.library, (b, h, 1, n), strides, scores.dtype, scores.device,
+                   scores.pointer)

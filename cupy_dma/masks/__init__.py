@@ -1,0 +1,4 @@
+"""Masks in two integers per key, and what makes them."""
+from cupy_dma.masks.interval import IntervalMask
+
+__all__ = ["IntervalMask"]

@@ -1,0 +1,121 @@
+"""Documents: several sequences packed in one row, each of which sees only its own keys.
+
+Given as cumulative lengths ``(n + 1,)`` or as an id per key ``(B, Lk)``; needed as the run of keys of the document that
+each key belongs to.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cupy_dma import checks
+from cupy_dma.arrays import Device, Library, Operand, is_traced
+from cupy_dma.masks.interval import EVER, NEVER, Hints, IntervalMask
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DocumentRuns:
+    """First key and end (first key after) of the document of every key, int32 ``(1|B, Lk)``."""
+
+    library: Library
+    device: Device
+    key_length: int
+    keys: Any  # int32 (Lk,): 0, 1, ...
+    first: Any
+    end: Any
+
+    def open_first(self) -> Any:
+        """``first``, with the first document open to earlier positions."""
+        with self.library.on(self.device):
+            ever = self.library.full((1, 1), EVER, "int32", self.device)
+            return self.library.xp.where(self.first > 0, self.first, ever)
+
+    def open_end(self) -> Any:
+        """``end``, with the last document open to later positions."""
+        with self.library.on(self.device):
+            never = self.library.full((1, 1), NEVER, "int32", self.device)
+            return self.library.xp.where(self.end < self.key_length, self.end, never)
+
+
+def document_runs(documents: Operand, key_length: int | None) -> DocumentRuns:
+    """The runs of cumulative lengths ``(n + 1,)`` or ids ``(B, Lk)``; see ``documents_mask``."""
+    checks.one_of_types(documents, checks.INTEGERS)
+    if documents.ndim not in (1, 2) or documents.shape == (0,):
+        raise ValueError(f"documents must be cumulative lengths (documents + 1,) or ids (B, Lk), "
+                         f"got shape {documents.shape}")
+    library, device = documents.library, documents.device
+    with library.on(device):
+        if documents.ndim == 1:
+            if key_length is None:
+                key_length = int(documents.array[-1])
+            key_length = checks.whole(key_length, "key_length", 0)
+            return _runs_of_lengths(documents, key_length)
+        if key_length is not None and checks.whole(key_length, "key_length", 0) != documents.shape[1]:
+            raise ValueError(f"key_length must be the length of documents' rows, {documents.shape[1]}, "
+                             f"got {key_length}")
+        return _runs_of_ids(documents)
+
+
+def _runs_of_lengths(documents: Operand, key_length: int) -> DocumentRuns:
+    library, device, count = documents.library, documents.device, documents.shape[0]
+    if (device.kind == "cpu" or checks.wants_values_checked()) and not is_traced(documents.array):
+        values = library.to_numpy(documents.array)
+        if values[0] != 0 or (values[1:] < values[:-1]).any() or values[-1] != key_length:
+            raise ValueError(f"documents must be cumulative lengths that start at 0, never fall and end at the key "
+                             f"length {key_length}, got {values.tolist()[:16]}{' ...' if count > 16 else ''}")
+    return runs_between(library, device, library.astype(documents.array, "int32"), key_length)
+
+
+def runs_between(library: Library, device: Device, bounds: Any, key_length: int) -> DocumentRuns:
+    """The runs between int32 ``bounds (n + 1,)``; keys behind the last bound belong to an empty run."""
+    count = bounds.shape[0]
+    keys = library.arange(0, key_length, device)
+    after = library.search_right(bounds, keys)  # number of the boundary that ends the key's document
+    inside = library.xp.where(after < count, after, after * 0 + (count - 1))
+    return DocumentRuns(library, device, key_length, keys, bounds[after - 1][None], bounds[inside][None])
+
+
+def _runs_of_ids(documents: Operand) -> DocumentRuns:
+    library, device = documents.library, documents.device
+    rows, key_length = documents.shape
+    if rows * key_length > NEVER:
+        raise ValueError(f"documents may have at most 2**31 - 1 ids, got shape {documents.shape}")
+    ids, keys = documents.array, library.arange(0, key_length, device)
+    changes = library.full((rows, key_length), 0, "int32", device)
+    if key_length > 1:
+        changes[:, 1:] = library.astype(ids[:, 1:] != ids[:, :-1], "int32")
+    # Numbered through all rows the documents are one sorted list, and searching it gives both ends of every run.
+    row = library.arange(0, rows, device)[:, None] * key_length
+    number = (library.cumsum(changes) + row).reshape(-1)
+    first = library.search_right(number, number - 1).reshape(rows, key_length) - row
+    end = library.search_right(number, number).reshape(rows, key_length) - row
+    return DocumentRuns(library, device, key_length, keys, first, end)
+
+
+def documents_mask(documents: Operand, key_length: int | None, causal: bool) -> IntervalMask:
+    """Every position sees the keys of its own document, with ``causal`` only those up to itself.
+
+    Parameters
+    ----------
+    documents : int32 or int64 array
+        ``(documents + 1,)``: cumulative lengths, from 0, never falling, to the key length; or ``(B, Lk)``: ids.
+        A change of id along the row begins a new document, also when the id has occurred before.
+    key_length
+        With cumulative lengths: their last entry. Left out, it is read from the array (this synchronizes on CUDA).
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``documents`` has a wrong type or shape, or its lengths do not rise from 0 to the key length. Values on the CPU
+        are always checked, values on a device when ``CUPY_DMA_CHECK=1``.
+
+    Notes
+    -----
+    The first document is open to earlier positions (more queries than keys) and the last to later ones, so that one
+    document of all keys is the plain causal mask, or no mask.
+    """
+    cut = checks.flag(causal, "causal")
+    runs = document_runs(documents, key_length)
+    if cut:
+        return IntervalMask._make(runs.library, runs.keys, runs.open_end()[:, None], Hints("key"))
+    return IntervalMask._make(runs.library, runs.open_first()[:, None], runs.open_end()[:, None])

@@ -1,0 +1,305 @@
+"""Masks in two integers per key.
+
+``IntervalMask``: key ``j`` is visible at position ``p`` iff ``start[..., j] <= p < stop[..., j]``, so never where
+``stop <= start``. Query ``i`` of ``Lq`` stands at position ``p_i = i + Lk - Lq``: positions end below ``Lk``, and are
+negative where there are more queries than keys. Both runs are int32 ``(1|B, 1|Hkv|H, Lk)``: memory and work are
+``O(Lk)``, never ``O(Lq * Lk)``. Ends without a bound are ``EVER`` (before every position) and ``NEVER`` (after).
+"""
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from cupy_dma import checks
+from cupy_dma.arrays import CPU, Device, Library, Operand, describe, library_named
+
+EVER, NEVER = -(2**31), 2**31 - 1
+Bound = tuple[int, int]
+
+
+def _home(like: Any) -> tuple[Library, Device]:
+    if like is None:
+        return library_named("numpy"), CPU
+    operand = describe(like, "like")
+    return operand.library, operand.device
+
+
+def _spread(library: Library, array: Any, name: str, shape: tuple[int, ...]) -> Operand:
+    """The Operand of a run's array, seen as the mask's full shape: stride 0 on axes that broadcast."""
+    if len(array.shape) < 3:
+        array = array[(None,) * (3 - len(array.shape))]
+    seen = library.describe(array, name)
+    (b, h, n), (batch, head, key) = seen.shape, seen.strides
+    strides = (0 if b == 1 else batch, 0 if h == 1 else head, 0 if n == 1 else key)
+    return Operand(name, array, library, shape, strides, "int32", seen.device, seen.pointer)
+
+
+class Hints(NamedTuple):
+    """What is known of a mask without looking at its values."""
+
+    starts: str | None = None  # "key" if every start is j, "open" if every start is EVER
+    bound: Bound | None = None  # (base, per_position): any T consecutive positions see at most base +
+    #                             per_position * (T - 1) keys
+    causal_only: bool = False  # the mask equals plain causality
+
+
+UNKNOWN = Hints()
+
+
+class IntervalMask:
+    """A mask under which every key is visible to one run of consecutive positions.
+
+    Parameters
+    ----------
+    start, stop : int32 array, ``(1|B, 1|Hkv|H, Lk)``
+        First position that sees the key, and the first position after it that does not. Fewer axes stand for the
+        last ones. Both of one library and device. A mask is immutable: do not write to its arrays afterwards.
+
+    Raises
+    ------
+    TypeError
+        ``start`` or ``stop`` is no int32 array, or they are of different libraries.
+    ValueError
+        Their shapes do not broadcast, their last axis is not contiguous, or they are on different devices.
+
+    See Also
+    --------
+    causal, sliding_window, padding, documents, prefix_lm, sinks, top_w : the usual masks, ready made.
+    """
+
+    __slots__ = ("__weakref__", "_bound", "_cache", "_causal_only", "_hints", "_start", "_starts", "_stop", "device",
+                 "key_length", "library", "shape")
+    __hash__ = None  # type: ignore[assignment]  # == compares values, so equal masks would need equal hashes
+
+    # _start, _stop: Operands of the full ``shape``, stride 0 on broadcast axes. _starts, _bound, _causal_only: the
+    # fields of _hints. _cache: what backends derive from the mask (key lists).
+
+    def __init__(self, start: Any, stop: Any):
+        operands = describe(start, "start"), describe(stop, "stop")
+        checks.require_same_device(operands)
+        for operand in operands:
+            checks.one_of_types(operand, ("int32",))
+            if not 1 <= operand.ndim <= 3:
+                raise ValueError(f"{operand.name} must have 1 to 3 axes (B, H, Lk), got shape {operand.shape}")
+            checks.rows_contiguous(operand)
+        shapes = [(1,) * (3 - operand.ndim) + tuple(operand.shape) for operand in operands]
+        if shapes[0][2] != shapes[1][2] or any(a != b and 1 not in (a, b) for a, b in zip(*shapes)):
+            raise ValueError(f"start and stop must broadcast to one shape (B, H, Lk), got start {operands[0].shape} "
+                             f"and stop {operands[1].shape}")
+        self._set(operands[0].library, operands[0].array, operands[1].array, UNKNOWN)
+
+    def _set(self, library: Library, start: Any, stop: Any, hints: Hints) -> None:
+        a, b = ((1, 1, 1, *run.shape)[-3:] for run in (start, stop))
+        shape = (b[0] if a[0] == 1 else a[0], b[1] if a[1] == 1 else a[1], b[2] if a[2] == 1 else a[2])
+        self._start, self._stop = _spread(library, start, "start", shape), _spread(library, stop, "stop", shape)
+        self.shape, self.key_length = shape, shape[2]
+        self.library, self.device = library, self._start.device
+        self._hints = hints
+        self._starts, self._bound, self._causal_only = hints
+        self._cache: dict[Any, Any] = {}
+
+    @classmethod
+    def _make(cls, library: Library, start: Any, stop: Any, hints: Hints = UNKNOWN) -> IntervalMask:
+        """A mask from arrays that are known to be good."""
+        mask = cls.__new__(cls)
+        mask._set(library, start, stop, hints)
+        return mask
+
+    @property
+    def start(self) -> Any:
+        """int32 array of 3 axes that broadcasts to ``shape``: the first position that sees the key."""
+        return self.library.export(self._start.array)
+
+    @property
+    def stop(self) -> Any:
+        """int32 array of 3 axes that broadcasts to ``shape``: the first later position that does not see the key."""
+        return self.library.export(self._stop.array)
+
+    def __repr__(self) -> str:
+        return f"IntervalMask(shape={self.shape}, library={self.library.name!r}, device={str(self.device)!r})"
+
+    # ---- constructors -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def causal(cls, key_length: int, *, like: Any = None) -> IntervalMask:
+        """Every position sees its own key and all older ones. ``like``: an array giving library and device."""
+        n = checks.whole(key_length, "key_length", 0)
+        library, device = _home(like)
+        return cls._make(library, library.arange(0, n, device), library.full((n,), NEVER, "int32", device),
+                         Hints("key", causal_only=True))
+
+    @classmethod
+    def sliding_window(cls, key_length: int, window: int, *, like: Any = None) -> IntervalMask:
+        """Every position sees the last ``window`` keys, its own among them."""
+        n, w = checks.whole(key_length, "key_length", 0), checks.whole(window, "window", 1)
+        library, device = _home(like)
+        with library.on(device):
+            start = library.arange(0, n, device)
+            stop = start + w if w + n < NEVER else library.full((n,), NEVER, "int32", device)
+        return cls._make(library, start, stop, Hints("key", (w, 1), w >= n))
+
+    @classmethod
+    def sinks(cls, key_length: int, count: int, *, like: Any = None) -> IntervalMask:
+        """The first ``count`` keys, visible from their own position on; no other key. Useful in a union."""
+        n, c = checks.whole(key_length, "key_length", 0), checks.whole(count, "count", 0)
+        library, device = _home(like)
+        with library.on(device):
+            start = library.arange(0, n, device)
+            stop = library.xp.where(start < min(c, NEVER), library.full((n,), NEVER, "int32", device), start)
+        return cls._make(library, start, stop, Hints("key", (c, 0), c >= n))
+
+    @classmethod
+    def prefix_lm(cls, key_length: int, prefix_length: Any, *, like: Any = None) -> IntervalMask:
+        """Keys below ``prefix_length`` (int, or integer array ``(B,)``) are visible everywhere, the rest causal."""
+        n = checks.whole(key_length, "key_length", 0)
+        lengths = describe(prefix_length, "prefix_length") if getattr(prefix_length, "shape", ()) else None
+        library, device = _home(prefix_length if lengths and like is None else like)
+        if lengths:
+            checks.one_of_types(lengths, checks.INTEGERS)
+            if lengths.ndim != 1:
+                raise ValueError(f"prefix_length must be an int or have shape (B,), got shape {lengths.shape}")
+            if (lengths.library.name, lengths.device) != (library.name, device):
+                raise ValueError(f"prefix_length must be of like's library and device, {library.name} on {device}, got "
+                                 f"{lengths.library.name} on {lengths.device}")
+            limit = lengths.array[:, None, None]
+        else:
+            limit = min(checks.whole(prefix_length, "prefix_length", 0), NEVER)
+        with library.on(device):
+            key = library.arange(0, n, device)
+            start = library.xp.where(key[None, None] < limit, library.full((1, 1, n), EVER, "int32", device), key)
+        return cls._make(library, start, library.full((n,), NEVER, "int32", device))
+
+    @classmethod
+    def padding(cls, padding: Any) -> IntervalMask:
+        """Real keys are visible at every position, hidden ones at none. ``padding``: bool ``(B, Lk)``, True = real."""
+        real = describe(padding, "padding")
+        checks.one_of_types(real, ("bool",))
+        if real.ndim != 2:
+            raise ValueError(f"padding must have shape (B, Lk), got {real.shape}")
+        library, device, n = real.library, real.device, real.shape[1]
+        with library.on(device):
+            start = library.full((n,), EVER, "int32", device)
+            stop = library.xp.where(real.array, library.full((n,), NEVER, "int32", device), start)
+        return cls._make(library, start, stop[:, None], Hints("open"))
+
+    @classmethod
+    def documents(cls, documents: Any, *, key_length: int | None = None, causal: bool = True) -> IntervalMask:
+        """Every position sees the keys of its own document. See ``cupy_dma.masks.documents.documents_mask``."""
+        from cupy_dma.masks.documents import documents_mask
+
+        return documents_mask(describe(documents, "documents"), key_length, causal)
+
+    @classmethod
+    def top_w(cls, scores: Any, window: int, *, keys: str = "prefix", padding: Any = None, documents: Any = None,
+              backend: str | None = None) -> IntervalMask:
+        """The dynamic mask: the ``window`` highest-scored keys. See ``cupy_dma.masks.selection.top_w``."""
+        from cupy_dma.masks.selection import top_w
+
+        return top_w(scores, window, keys, padding, documents, backend)
+
+    # ---- algebra ----------------------------------------------------------------------------------------------------
+
+    def _meet(self, other: IntervalMask, sign: str) -> bool:
+        """Whether the shapes broadcast. ValueError if the masks lie in different places."""
+        if (self.library.name, self.device) != (other.library.name, other.device):
+            raise ValueError(f"mask {sign} mask needs both on one library and device, got {self!r} and {other!r}; "
+                             f"move one with .to(array of the other's kind)")
+        a, b = self.shape, other.shape
+        meets = a[2] == b[2] and all(x == y or 1 in (x, y) for x, y in zip(a, b))
+        if not meets and sign != "==":
+            raise ValueError(f"mask {sign} mask needs shapes that broadcast and equal key lengths, got {a} and {b}")
+        return meets
+
+    def __and__(self, other: IntervalMask) -> IntervalMask:
+        """Visible under both: the later start and the earlier stop."""
+        if not isinstance(other, IntervalMask):
+            return NotImplemented
+        self._meet(other, "&")
+        xp, kinds = self.library.xp, {self._starts, other._starts}
+        with self.library.on(self.device):
+            if None in kinds:
+                start = xp.maximum(self._start.array, other._start.array)
+            else:
+                start = other._start.array if self._starts == "open" else self._start.array
+            stop = xp.minimum(self._stop.array, other._stop.array)
+        starts = None if None in kinds else "key" if "key" in kinds else "open"
+        bounds = [bound for bound in (self._bound, other._bound) if bound is not None]
+        causal_only = self._causal_only and other._causal_only
+        return self._make(self.library, start, stop, Hints(starts, min(bounds, default=None), causal_only))
+
+    def __or__(self, other: IntervalMask) -> IntervalMask:
+        """Visible under either, where the two runs of every key touch or overlap.
+
+        Raises ValueError where they do not, because two separate runs are no interval. This is certain, and costs
+        nothing, when both masks start at the key itself; otherwise the values are looked at, which synchronizes on
+        CUDA.
+        """
+        if not isinstance(other, IntervalMask):
+            return NotImplemented
+        self._meet(other, "|")
+        xp = self.library.xp
+        bound = None
+        if self._bound is not None and other._bound is not None:
+            bound = self._bound[0] + other._bound[0], self._bound[1] + other._bound[1]
+        a0, a1, b0, b1 = self._start.array, self._stop.array, other._start.array, other._stop.array
+        with self.library.on(self.device):
+            if self._starts is not None and self._starts == other._starts:
+                return self._make(self.library, a0, xp.maximum(a1, b1),
+                                  Hints(self._starts, bound, self._causal_only or other._causal_only))
+            no_a, no_b = a1 <= a0, b1 <= b0
+            apart = ~no_a & ~no_b & ((a0 > b1) | (b0 > a1))
+            if bool(apart.any()):
+                raise ValueError("mask | mask needs runs that touch or overlap: some key is visible in two separate "
+                                 "runs, which is no interval; use the dense masks, a.to_dense(n) | b.to_dense(n)")
+            start = xp.where(no_a, b0, xp.where(no_b, a0, xp.minimum(a0, b0)))
+            stop = xp.where(no_a, b1, xp.where(no_b, a1, xp.maximum(a1, b1)))
+        return self._make(self.library, start, stop, Hints(bound=bound))
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both show the same keys at every position a query can stand at (below ``Lk``). Synchronizes."""
+        if not isinstance(other, IntervalMask):
+            return NotImplemented
+        if not self._meet(other, "=="):
+            return False
+        xp = self.library.xp
+        with self.library.on(self.device):
+            end = self.library.full((1, 1, 1), self.key_length, "int32", self.device)
+            a0, b0 = self._start.array, other._start.array
+            a1, b1 = xp.minimum(self._stop.array, end), xp.minimum(other._stop.array, end)
+            same = ((a0 == b0) & (a1 == b1)) | ((a1 <= a0) & (b1 <= b0))
+            return bool(same.all())
+
+    # ---- views of the mask ------------------------------------------------------------------------------------------
+
+    def to(self, like: Any) -> IntervalMask:
+        """The same mask with arrays of ``like``'s library on ``like``'s device (through the host; synchronizes)."""
+        library, device = _home(like)
+        if (library.name, device) == (self.library.name, self.device):
+            return self
+        start, stop = (library.from_numpy(self.library.to_numpy(operand.array).copy(), device)
+                       for operand in (self._start, self._stop))
+        return self._make(library, start, stop, self._hints)
+
+    def to_dense(self, query_length: int) -> Any:
+        """bool ``(1|B, 1|Hkv|H, Lq, Lk)``, True = visible; query ``i`` stands at ``i + Lk - Lq``."""
+        first = self.key_length - checks.whole(query_length, "query_length", 0)
+        with self.library.on(self.device):
+            position = self.library.arange(first, self.key_length, self.device)[:, None]
+            start, stop = self._start.array, self._stop.array
+            return self.library.export((start[:, :, None] <= position) & (position < stop[:, :, None]))
+
+    def count(self, query_length: int) -> Any:
+        """int64 array ``(1|B, 1|Hkv|H)``: visible (query, key) pairs of each row, in ``O(Lk)``."""
+        first = self.key_length - checks.whole(query_length, "query_length", 0)
+        library, xp = self.library, self.library.xp
+        with library.on(self.device):
+            begin = xp.maximum(self._start.array, library.full((1,), first, "int32", self.device))
+            end = xp.minimum(self._stop.array, library.full((1,), self.key_length, "int32", self.device))
+            seen = library.astype(end, "int64") - library.astype(begin, "int64")
+            return library.export(xp.where(seen > 0, seen, seen * 0).sum(-1))
+
+    def plot(self, query_length: int | None = None, *, batch: int = 0, head: int = 0, ax: Any = None,
+             path: Any = None, max_size: int = 512) -> Any:
+        """A picture of one row of the mask; see ``cupy_dma.masks.plot.plot_mask``. Returns the matplotlib Axes."""
+        from cupy_dma.masks.plot import plot_mask
+
+        return plot_mask(self, query_length, batch=batch, head=head, ax=ax, path=path, max_size=max_size)

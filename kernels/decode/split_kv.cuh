@@ -1,0 +1,433 @@
+// A few rows of queries against some keys, by warps that share nothing but the query until the end: for decoding, where
+// there are too few queries to fill a GPU with tiles of them, and keys and values are read once.
+//
+// A tile has ROWS <= 16 rows (queries times heads of one group). A warp takes STEP = 16 keys at a time: it loads their
+// rows straight into the registers of the tensor cores' operands, 16 bytes (a piece) a lane and load, and keeps logits,
+// softmax state and output in registers. With g = lane / 4, t = lane % 4 a lane holds
+//     of keys     keys g and g + 8, pieces t, t + 4, ...: B of  s = q . k^T     (rows by keys)
+//     of values   keys 2t, 2t + 1, 2t + 8, 2t + 9, pieces g, g + 8, ...: A of  o^T = v^T . p^T     (dims by rows)
+//     of s        rows g and g + 8, keys 2t, 2t + 1 and these + 8: B of the second product as they stand
+//     of o        rows 2t and 2t + 1 (and + 8), two dims of each of its value pieces
+// Products do not mind in which order they sum, so query and key agree on an order of dims that makes a piece two steps of
+// an operand, and p and values on an order of keys. 16-bit elements are multiplied by mma m16n8k16, float32 by m16n8k8 as
+// TF32.
+//
+// The warps of a block leave outputs, maxima and sums in shared memory, blocks in global memory: `combine` adds them up
+// in their order, so that the result does not depend on who was first.
+//
+// Prelude: ELEMENT, HEAD_DIM, VALUE_DIM, VECTOR (rows may be read 16 bytes at a time), ROWS, WARPS, SOFTCAP.
+#pragma once
+#include "common/arch.cuh"
+#include "common/softmax.cuh"
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int STEP = 16;
+constexpr int PIECE = 16 / sizeof(ELEMENT);
+constexpr int KEY_CHUNKS = (HEAD_DIM + 4 * PIECE - 1) / (4 * PIECE);     // what the lanes of one key read at a time
+constexpr int VALUE_CHUNKS = (VALUE_DIM + 8 * PIECE - 1) / (8 * PIECE);  // what those that share a key read of its value
+constexpr int ROW_TILES = ROWS > 8 ? 2 : 1;
+constexpr int VALUE_TILES = VALUE_CHUNKS * PIECE / 2;  // of 16 dims
+constexpr bool TOGETHER = 2 * KEY_CHUNKS + 4 * VALUE_CHUNKS <= 16;  // values are loaded ahead of the first product
+static_assert(ROWS <= 16, "a tile is one operand high");
+
+constexpr const ELEMENT* TYPE = nullptr;
+
+struct alignas(16) Piece {
+    unsigned word[4];
+};
+
+struct Keys {
+    Piece piece[2][KEY_CHUNKS];
+};
+
+struct Values {
+    Piece piece[VALUE_CHUNKS][4];
+};
+
+struct Logits {
+    float x[8];  // of an accumulator of 16x16: common/arch.cuh
+};
+
+// What warps, then parts, have of a tile: outputs that are yet to be divided by l, in units of 2^m.
+struct PartState {
+    float m, l;
+};
+
+struct SplitShared {
+    Piece query[KEY_CHUNKS][ROW_TILES][32];  // A operands, by lane
+    float o[WARPS][ROWS][VALUE_DIM];
+    PartState state[WARPS][ROWS];
+    float sum[ROWS];
+};
+
+__device__ __forceinline__ unsigned bits_of(__half x) { return __half_as_ushort(x); }
+__device__ __forceinline__ unsigned bits_of(__nv_bfloat16 x) { return __bfloat16_as_ushort(x); }
+__device__ __forceinline__ unsigned bits_of(float x) { return __float_as_uint(x); }
+
+// Element `i` of those in a word, as an operand.
+template <typename T>
+__device__ __forceinline__ float element_of(unsigned word, int i, const T* type) {
+    return half_of(word, i, type);
+}
+__device__ __forceinline__ float element_of(unsigned word, int, const float*) {
+    return round_tf32(__uint_as_float(word));
+}
+
+// The word with zeros in place of elements that are not finite operands.
+__device__ __forceinline__ unsigned finite_word(unsigned word) {
+    unsigned kept = 0;
+    constexpr int PER_WORD = 4 / sizeof(ELEMENT);
+#pragma unroll
+    for (int i = 0; i < PER_WORD; ++i)
+        if (isfinite(element_of(word, i, TYPE))) kept |= (PER_WORD == 1 ? ~0u : 0xffffu) << 16 * i;
+    return word & kept;
+}
+
+// Piece `number` of a row of `dim` elements; zeros behind its end and where `exists` is false (nothing is read then).
+template <int dim>
+__device__ __forceinline__ Piece load_piece(const ELEMENT* row, int number, bool exists) {
+    const ELEMENT* source = row + number * PIECE;
+#if VECTOR
+    const uint4 words = load_16(source, exists && (dim % (8 * PIECE) == 0 || number * PIECE < dim));
+    return {words.x, words.y, words.z, words.w};
+#else
+    Piece piece = {};
+    constexpr int PER_WORD = 4 / sizeof(ELEMENT);
+#pragma unroll
+    for (int i = 0; i < PIECE; ++i)
+        if (exists && number * PIECE + i < dim)
+            piece.word[i / PER_WORD] |= bits_of(source[i]) << i % PER_WORD * 16;
+    return piece;
+#endif
+}
+
+// Writes what of the piece belongs to the row.
+template <int dim>
+__device__ __forceinline__ void store_piece(ELEMENT* row, int number, const Piece& piece) {
+#if VECTOR
+    if (number * PIECE < dim) reinterpret_cast<Piece*>(row)[number] = piece;
+#else
+    const ELEMENT* elements = reinterpret_cast<const ELEMENT*>(piece.word);
+#pragma unroll
+    for (int i = 0; i < PIECE; ++i)
+        if (number * PIECE + i < dim) row[number * PIECE + i] = elements[i];
+#endif
+}
+
+// ---- products ----
+__device__ __forceinline__ void multiply_words(float* c, const unsigned (&a)[4], const unsigned (&b)[2], const float*) {
+    const float left[4] = {__uint_as_float(a[0]), __uint_as_float(a[1]), __uint_as_float(a[2]), __uint_as_float(a[3])};
+    const float right[2] = {__uint_as_float(b[0]), __uint_as_float(b[1])};
+    multiply_add_tf32(c, left, right);
+}
+template <typename T>
+__device__ __forceinline__ void multiply_words(float* c, const unsigned (&a)[4], const unsigned (&b)[2], const T* type) {
+    multiply_add_half(c, a, b, type);
+}
+
+// A word as an operand: floats become TF32.
+__device__ __forceinline__ unsigned operand_word(unsigned x, const float*) {
+    return __float_as_uint(round_tf32(__uint_as_float(x)));
+}
+template <typename T>
+__device__ __forceinline__ unsigned operand_word(unsigned x, const T*) {
+    return x;
+}
+
+// The tile's query rows on their way to shared memory: loaded first, so that other loads can follow before they arrive.
+struct Query {
+    static constexpr int PIECES = KEY_CHUNKS * ROW_TILES * 32, OWN = (PIECES + THREADS - 1) / THREADS;
+    Piece piece[OWN];
+
+    // row_of(row) is the address of a row.
+    template <typename RowOf>
+    __device__ __forceinline__ Query(int rows, const RowOf& row_of) {
+#pragma unroll
+        for (int n = 0; n < OWN; ++n) {
+            const int i = threadIdx.x + n * THREADS, chunk = i / 32 / ROW_TILES, row = row_at(i);
+            const bool exists = i < PIECES && row < rows;
+            piece[n] = load_piece<HEAD_DIM>(row_of(exists ? row : 0), 4 * chunk + i % 4, exists);
+        }
+    }
+
+    // Complete behind the next barrier.
+    __device__ __forceinline__ void store(SplitShared& shared) const {
+#pragma unroll
+        for (int n = 0; n < OWN; ++n) {
+            const int i = threadIdx.x + n * THREADS;
+            if (i >= PIECES) continue;
+            Piece rounded;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) rounded.word[k] = operand_word(piece[n].word[k], TYPE);
+            shared.query[i / 32 / ROW_TILES][i / 32 % ROW_TILES][i % 32] = rounded;
+        }
+    }
+
+private:
+    __device__ __forceinline__ static int row_at(int i) { return i % 32 / 4 + 8 * (i / 32 % ROW_TILES); }
+};
+
+// Rows of 16 keys: row_of(key of the step) gives the address of a row. Loads depend on no condition: the compiler would let
+// them wait for each other to merge what they bring with zeros. So what is not wanted is read again from a wanted row, and
+// comes to nothing later: its logit is -inf, its value `only_seen` clears.
+template <typename RowOf>
+__device__ __forceinline__ void load_keys(Keys& keys, const RowOf& row_of) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+        const ELEMENT* row = row_of(8 * n + lane / 4);
+#pragma unroll
+        for (int c = 0; c < KEY_CHUNKS; ++c) keys.piece[n][c] = load_piece<HEAD_DIM>(row, 4 * c + lane % 4, true);
+    }
+}
+
+// The key of the step that value piece k of this lane belongs to.
+__device__ __forceinline__ int value_key(int k) { return 2 * (threadIdx.x & 3) + (k & 1) + 8 * (k >> 1); }
+
+template <typename RowOf>
+__device__ __forceinline__ void load_values(Values& values, const RowOf& row_of) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        const ELEMENT* row = row_of(value_key(k));
+#pragma unroll
+        for (int c = 0; c < VALUE_CHUNKS; ++c) values.piece[c][k] = load_piece<VALUE_DIM>(row, 8 * c + lane / 4, true);
+    }
+}
+
+// Which key of a step to read in place of key `i`: itself if it is `wanted`, else the first that is (key 0 if none is).
+__device__ __forceinline__ int key_to_read(int i, unsigned wanted) {
+    return wanted >> i & 1 ? i : max(__ffs(static_cast<int>(wanted)), 1) - 1;
+}
+
+// Clears the values of keys that nobody sees: they must not meet a probability of 0 (0 * inf).
+__device__ __forceinline__ void only_seen(Values& values, unsigned seen) {
+    if (seen == (1u << STEP) - 1) return;
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+        if (!(seen >> value_key(k) & 1))
+#pragma unroll
+            for (int c = 0; c < VALUE_CHUNKS; ++c) values.piece[c][k] = {};
+}
+
+// s = q . k^T
+__device__ __forceinline__ void score_keys(Logits& s, const SplitShared& shared, const Keys& keys) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) s.x[i] = 0.0f;
+#pragma unroll
+    for (int c = 0; c < KEY_CHUNKS; ++c) {
+        const Piece low = shared.query[c][0][lane];
+        const Piece high = ROW_TILES == 2 ? shared.query[c][ROW_TILES - 1][lane] : Piece{};
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+            const unsigned a[4] = {low.word[2 * step], high.word[2 * step], low.word[2 * step + 1],
+                                   high.word[2 * step + 1]};
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                const unsigned b[2] = {operand_word(keys.piece[n][c].word[2 * step], TYPE),
+                                       operand_word(keys.piece[n][c].word[2 * step + 1], TYPE)};
+                multiply_words(s.x + 4 * n, a, b, TYPE);
+            }
+        }
+    }
+}
+
+// What a warp has seen so far.
+struct WarpState {
+    float o[VALUE_TILES][ROW_TILES][4];
+    RowState rows;
+
+    __device__ __forceinline__ WarpState() {
+#pragma unroll
+        for (int d = 0; d < VALUE_TILES; ++d)
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) o[d][r][i] = 0.0f;
+    }
+
+    // Logits (-inf: not seen) become probabilities; earlier sums follow the new maxima.
+    __device__ __forceinline__ void soften(Logits& s) {
+        float rescale[2];
+        Logits (&tile)[1] = reinterpret_cast<Logits (&)[1]>(s);
+        rows.update(tile, rescale);
+        if (!__any_sync(ALL_LANES, rescale[0] != 1.0f || rescale[1] != 1.0f)) return;
+        const int t = threadIdx.x & 3;
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r) {
+            const float first = __shfl_sync(ALL_LANES, rescale[r], 8 * t);  // of row 2t: lane 4 * 2t
+            const float second = __shfl_sync(ALL_LANES, rescale[r], 8 * t + 4);
+#pragma unroll
+            for (int d = 0; d < VALUE_TILES; ++d)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) o[d][r][i] *= i & 1 ? second : first;
+        }
+    }
+
+    // o^T += v^T . p^T
+    __device__ __forceinline__ void add(const Logits& p, const Values& values) {
+        if constexpr (sizeof(ELEMENT) == 4) {
+#pragma unroll
+            for (int n = 0; n < 2; ++n)  // 8 keys each: 2t is k = t of the operands, 2t + 1 is k = t + 4
+#pragma unroll
+                for (int c = 0; c < VALUE_CHUNKS; ++c)
+#pragma unroll
+                    for (int i = 0; i < PIECE / 2; ++i) {
+                        const Piece &even = values.piece[c][2 * n], &odd = values.piece[c][2 * n + 1];
+                        const unsigned a[4] = {
+                            operand_word(even.word[2 * i], TYPE), operand_word(even.word[2 * i + 1], TYPE),
+                            operand_word(odd.word[2 * i], TYPE), operand_word(odd.word[2 * i + 1], TYPE)};
+#pragma unroll
+                        for (int r = 0; r < ROW_TILES; ++r) {
+                            const unsigned b[2] = {operand_word(__float_as_uint(p.x[4 * n + 2 * r]), TYPE),
+                                                   operand_word(__float_as_uint(p.x[4 * n + 2 * r + 1]), TYPE)};
+                            multiply_words(o[c * (PIECE / 2) + i][r], a, b, TYPE);
+                        }
+                    }
+        } else {
+            unsigned b[ROW_TILES][2];
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+                for (int n = 0; n < 2; ++n) {
+                    ELEMENT first, second;
+                    from_float(first, p.x[4 * n + 2 * r]);
+                    from_float(second, p.x[4 * n + 2 * r + 1]);
+                    b[r][n] = bits_of(first) | bits_of(second) << 16;
+                }
+#pragma unroll
+            for (int c = 0; c < VALUE_CHUNKS; ++c)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {  // a word holds two dims of a key: two keys of one dim are wanted
+                    const Piece (&key)[4] = values.piece[c];
+                    const unsigned a[4] = {__byte_perm(key[0].word[i], key[1].word[i], 0x5410),
+                                           __byte_perm(key[0].word[i], key[1].word[i], 0x7632),
+                                           __byte_perm(key[2].word[i], key[3].word[i], 0x5410),
+                                           __byte_perm(key[2].word[i], key[3].word[i], 0x7632)};
+#pragma unroll
+                    for (int r = 0; r < ROW_TILES; ++r) multiply_words(o[c * (PIECE / 2) + i][r], a, b[r], TYPE);
+                }
+        }
+    }
+
+    // Row (of the tile) and dim of o[d][r][i].
+    __device__ __forceinline__ static int row_at(int r, int i) { return 8 * r + 2 * (threadIdx.x & 3) + (i & 1); }
+    __device__ __forceinline__ static int dim_at(int d, int i) {
+        constexpr int EACH = PIECE / 2;
+        return (d / EACH * 8 + (threadIdx.x & 31) / 4) * PIECE + d % EACH * 2 + (i >> 1);
+    }
+
+    // Leaves this warp's share in shared memory; complete behind the next barrier.
+    __device__ __forceinline__ void leave(SplitShared& shared) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+        rows.finish();
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r) {
+            if (lane % 4 == 0 && lane / 4 + 8 * r < ROWS) shared.state[warp][lane / 4 + 8 * r] = {rows.m[r], rows.l[r]};
+#pragma unroll
+            for (int d = 0; d < VALUE_TILES; ++d)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (row_at(r, i) < ROWS && dim_at(d, i) < VALUE_DIM)
+                        shared.o[warp][row_at(r, i)][dim_at(d, i)] = o[d][r][i];
+        }
+    }
+};
+
+// ---- sums ----
+constexpr int MOST_PARTS = 512;
+constexpr int SUM_WIDTH = VALUE_DIM % 4 == 0 ? 4 : 1;
+
+struct alignas(4 * SUM_WIDTH) Numbers {
+    float x[SUM_WIDTH];
+};
+
+// `count` parts become one: o (count, ROWS, VALUE_DIM) and state (count, ROWS), in global memory (`far`) or in shared memory
+// (at most 32). `weights` has room for ROWS * count numbers. Calls write_state(row, state) once per row and
+// write(row, dim, o, l) once per number, in whatever thread. All threads of the block call it; `o` and `state` must be
+// complete, and what is in shared.o is lost if they are far. Loads are made many at a time: each batch costs a latency.
+template <bool far, typename WriteState, typename Write>
+__device__ __forceinline__ void combine(const float* o, const PartState* state, int count, float* weights,
+                                        SplitShared& shared, int rows, const WriteState& write_state,
+                                        const Write& write) {
+    // A thread adds SUM_WIDTH neighbouring numbers of every SLICES-th part.
+    constexpr int PER_ROW = VALUE_DIM / SUM_WIDTH, GROUPS = ROWS * PER_ROW;
+    constexpr int MANY = THREADS / GROUPS < WARPS ? THREADS / GROUPS : WARPS, SLICES = far && MANY > 1 ? MANY : 1;
+    constexpr int BATCH = far && SLICES == 1 ? 16 : 8;
+    const auto row_of = [](int i) { return i % GROUPS / PER_ROW; };
+    Numbers own[BATCH];
+    const auto load = [&](int i, int part) {
+        const Numbers* first = reinterpret_cast<const Numbers*>(o) + i % GROUPS;
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k)
+            own[k] = part + k * SLICES < count ? first[(part + k * SLICES) * GROUPS] : Numbers{};
+    };
+    // Under way at the same time as the states.
+    if (threadIdx.x < GROUPS * SLICES && row_of(threadIdx.x) < rows) load(threadIdx.x, threadIdx.x / GROUPS);
+
+    const int lane = threadIdx.x & 31;
+    for (int row = threadIdx.x / 32; row < rows; row += WARPS) {
+        constexpr int EACH = far ? MOST_PARTS / 32 : 1;
+        PartState part[EACH];
+        float m = -infinity(), l = 0.0f;
+#pragma unroll
+        for (int k = 0; k < EACH; ++k)
+            part[k] = lane + 32 * k < count ? state[(lane + 32 * k) * ROWS + row] : PartState{-infinity(), 0.0f};
+#pragma unroll
+        for (int k = 0; k < EACH; ++k) m = fmaxf(m, part[k].m);
+#pragma unroll
+        for (int distance = 16; distance > 0; distance >>= 1) m = fmaxf(m, __shfl_xor_sync(ALL_LANES, m, distance));
+        const float reference = m == -infinity() ? 0.0f : m;  // nothing seen: all weights are 2^-inf
+#pragma unroll
+        for (int k = 0; k < EACH; ++k) {
+            const float weight = exp2_fast(part[k].m - reference);
+            if (lane + 32 * k < count) weights[row * count + lane + 32 * k] = weight;
+            l = fmaf(weight, part[k].l, l);
+        }
+#pragma unroll
+        for (int distance = 16; distance > 0; distance >>= 1) l += __shfl_xor_sync(ALL_LANES, l, distance);
+        if (lane == 0) {
+            shared.sum[row] = l;
+            write_state(row, PartState{m, l});
+        }
+    }
+    __syncthreads();  // weights and sums are complete
+
+#pragma unroll 1
+    for (int i = threadIdx.x; i < GROUPS * SLICES; i += THREADS) {
+        const int row = row_of(i), slice = i / GROUPS;
+        if (row >= rows) continue;
+        Numbers sum = {};
+#pragma unroll 1
+        for (int part = slice; part < count; part += BATCH * SLICES) {
+            if (i >= THREADS || part > slice) load(i, part);
+#pragma unroll
+            for (int k = 0; k < BATCH; ++k) {
+                const float weight = part + k * SLICES < count ? weights[row * count + part + k * SLICES] : 0.0f;
+#pragma unroll
+                for (int x = 0; x < SUM_WIDTH; ++x) sum.x[x] = fmaf(weight, own[k].x[x], sum.x[x]);
+            }
+        }
+        if (SLICES > 1) {
+            reinterpret_cast<Numbers*>(shared.o)[i] = sum;
+        } else {
+#pragma unroll
+            for (int x = 0; x < SUM_WIDTH; ++x)
+                write(row, i % PER_ROW * SUM_WIDTH + x, sum.x[x], shared.sum[row]);
+        }
+    }
+    if (SLICES == 1) return;
+    __syncthreads();  // all slices are there
+    const float* of_slices = &shared.o[0][0][0];
+    for (int i = threadIdx.x; i < rows * VALUE_DIM; i += THREADS) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int slice = 0; slice < SLICES; ++slice) sum += of_slices[slice * ROWS * VALUE_DIM + i];
+        write(i / VALUE_DIM, i % VALUE_DIM, sum, shared.sum[i / VALUE_DIM]);
+    }
+}
+
+__device__ __forceinline__ float natural_lse(const PartState& s) {
+    return s.l == 0.0f ? -infinity() : LN_2 * s.m + logf(s.l);
+}

@@ -1,0 +1,448 @@
+// One token more for a cache that keeps, per sequence and kv head, the keys that are in the top `window` by (score,
+// position), the first `sinks` and the last `recent` positions (SPEC section 7; cupy_dma/cache/state.py): takes the token's
+// key in, computes the attention of its queries over what is kept, and finds what the token after it will need.
+//
+// key        // (B, Hkv, R, HEAD_DIM) ELEMENT     score    // (B, Hkv, R) f32      lengths  // (B) int64: tokens seen
+// value      // (B, Hkv, R, VALUE_DIM) ELEMENT    position // (B, Hkv, R) int64    lowest   // (B, Hkv): slot of the top's
+// query      // (B, L, H, HEAD_DIM) ELEMENT       in_top   // (B, Hkv, R) bytes    //   lowest key, -1 while there is room
+// out        // (B, L, H, VALUE_DIM), contiguous  lse // (B, H, L) f32             free     // (B, Hkv): a slot not needed, -1
+//                                                                    lowest_score // (B, Hkv) f32: that of slot `lowest`
+//
+// One launch. `parts` blocks share the R slots of one (sequence, kv head, set of ROWS query heads). They only read the state:
+// `lowest`, its score and `free`, found by the launch before, tell every block which key leaves the top and which slot the
+// token takes; its rows stand in shared memory in place of that slot's. What a block finds goes to `partial`: outputs, and
+// of set 0 the lowest key of the top and a free slot of its share. The block that takes the last ticket of a (sequence,
+// kv head) adds the parts up in their order and alone changes the state; by then nobody reads it any more. `lengths` is
+// read for all kv heads of a sequence: the last of these changes it (a second ticket).
+//
+// CLUSTER > 1 (sm_90 and later): the parts, that many and of one set, are a cluster of blocks. They leave what they find in
+// the shared memory of the first, which goes on when all of them are there: neither partial results in memory nor a ticket.
+//
+// A warp loads its first rows before it is known which are needed, because they take as long to come as that takes to be
+// found out; of the others only those that are needed. counts: sequences with fewer than `token` + 1 tokens take no step.
+//
+// Prelude: that of decode/split_kv.cuh, MIN_BLOCKS, ATTEND (0: there are no queries), CLUSTER.
+#include "common/arch.cuh"
+#include "common/rank.cuh"
+#include "decode/split_kv.cuh"
+
+// The lowest key of the top in some slots, and the first free one of them.
+struct Candidate {
+    long long position;
+    unsigned rank;
+    int slot, free;  // NO_SLOT if there is none
+};
+
+struct StepParams {
+    const ELEMENT* query;
+    const ELEMENT* new_key;    // (B, L, Hkv, HEAD_DIM)
+    const ELEMENT* new_value;  // (B, L, Hkv, VALUE_DIM)
+    const float* new_score;    // (B, Hkv, L)
+    const int* counts;         // (B), or null: all take the step
+    ELEMENT* key;
+    ELEMENT* value;
+    float* score;
+    long long* position;
+    unsigned char* in_top;
+    long long* lengths;
+    int* lowest;
+    float* lowest_score;
+    int* free;
+    ELEMENT* out;
+    float* lse;
+    float* partial;            // (B * Hkv, sets, parts, ROWS, VALUE_DIM)
+    PartState* partial_state;  // (B * Hkv, sets, parts, ROWS)
+    Candidate* candidates;     // (B * Hkv, parts)
+    unsigned* tickets;         // (B * Hkv), then (B); all 0
+    long long query_batch, query_row, query_head;  // strides, in elements
+    long long key_batch, key_row, key_head;
+    long long value_batch, value_row, value_head;
+    long long score_batch, score_head, score_token;
+    int count_words;  // 32-bit words of a number of counts
+    int kv_heads, group, sets, parts, share;  // query heads of a kv head; sets of them; slots of a part, a multiple of STEP
+    int slots, window, sinks, recent;
+    int length, token;  // L, and which of them
+    float scale, softcap;
+};
+
+constexpr int NO_SLOT = 2147483647;
+constexpr Candidate NOTHING = {0, 0, NO_SLOT, NO_SLOT};
+
+constexpr int KEY_PIECES = 4 * KEY_CHUNKS, VALUE_PIECES = 8 * VALUE_CHUNKS;
+
+struct StepShared {
+    SplitShared split;
+    Piece token[KEY_PIECES + VALUE_PIECES];  // its key, then its value
+#if CLUSTER > 1
+    struct {
+        float o[CLUSTER][ROWS][VALUE_DIM];
+        PartState state[CLUSTER][ROWS];
+        Candidate candidates[CLUSTER];
+    } parts;  // of the first block: what all have found
+#endif
+    Candidate candidates[WARPS];
+    int last;
+};
+
+// What the token does to its kv head.
+struct Change {
+    long long position;  // of the token
+    float score;
+    bool enters;         // the top
+    int dropped, target;  // slots: whose key leaves the top, and that the token takes; -1: none
+};
+
+struct Head {
+    const StepParams& p;
+    long long pair, position;  // batch * kv_heads + kv head; of the token
+    int batch, group;
+    int lowest, free;
+    float lowest_score, score;  // score: of the token
+
+    __device__ __forceinline__ Head(const StepParams& p, int pair)
+        : p(p), pair(pair), batch(pair / p.kv_heads), group(pair % p.kv_heads) {
+        position = p.lengths[batch];
+        lowest = p.lowest[pair];
+        lowest_score = p.lowest_score[pair];
+        free = p.free[pair];
+        score = p.new_score[batch * p.score_batch + group * p.score_head + p.token * p.score_token];
+    }
+
+    __device__ __forceinline__ Change change() const {
+        const bool enters = lowest < 0 || ordered(score) >= ordered(lowest_score);
+        const int dropped = enters ? lowest : -1;
+        const bool stored = enters || position < p.sinks || p.recent > 0;
+        return {position, score, enters, dropped, !stored ? -1 : free >= 0 ? free : dropped};
+    }
+
+    __device__ __forceinline__ const ELEMENT* new_key() const {
+        return p.new_key + batch * p.key_batch + p.token * p.key_row + group * p.key_head;
+    }
+    __device__ __forceinline__ const ELEMENT* new_value() const {
+        return p.new_value + batch * p.value_batch + p.token * p.value_row + group * p.value_head;
+    }
+    __device__ __forceinline__ ELEMENT* key_of(int slot) const { return p.key + (pair * p.slots + slot) * HEAD_DIM; }
+    __device__ __forceinline__ ELEMENT* value_of(int slot) const {
+        return p.value + (pair * p.slots + slot) * VALUE_DIM;
+    }
+};
+
+// What is known of a slot.
+struct Slot {
+    int number;
+    long long position;  // -1: empty
+    float score;
+    int in_top;
+
+    // As the state has it.
+    __device__ __forceinline__ Slot(const Head& head, int number, int end)
+        : number(number), position(-1), score(0.0f), in_top(0) {
+        if (number < end) {
+            const long long at = head.pair * head.p.slots + number;
+            position = head.p.position[at];
+            score = head.p.score[at];
+            in_top = head.p.in_top[at];
+        }
+    }
+
+    // As it is when the token has come.
+    __device__ __forceinline__ void follow(const Change& change) {
+        if (number == change.dropped || position < 0) in_top = 0;
+        if (number != change.target) return;
+        position = change.position;
+        score = change.score;
+        in_top = change.enters;
+    }
+
+    // Whether the token at `now` sees the key, or needs it to be kept.
+    __device__ __forceinline__ bool needed(const StepParams& p, long long now) const {
+        return position >= 0 && (in_top || position < p.sinks || position > now - p.recent);
+    }
+};
+
+// Keeps the lower of two lowest keys, and the first of two free slots.
+__device__ __forceinline__ void merge(Candidate& own, const Candidate& other) {
+    const bool below = other.rank < own.rank || (other.rank == own.rank && other.position < own.position);
+    const int free = min(own.free, other.free);
+    if (other.slot != NO_SLOT && (own.slot == NO_SLOT || below)) own = other;
+    own.free = free;
+}
+
+// The same for a warp.
+__device__ __forceinline__ Candidate merge_lanes(const Candidate& own) {
+    const auto lowest = [](bool among, unsigned x) { return __reduce_min_sync(ALL_LANES, among ? x : ~0u); };
+    bool among = own.slot != NO_SLOT;
+    const unsigned rank = lowest(among, own.rank);
+    among = among && own.rank == rank;
+    const unsigned high = static_cast<unsigned>(own.position >> 32), highest = lowest(among, high);
+    among = among && high == highest;
+    const unsigned low = static_cast<unsigned>(own.position), lower = lowest(among, low);
+    among = among && low == lower;
+    const unsigned slot = lowest(among, own.slot);
+    return {static_cast<long long>(static_cast<unsigned long long>(highest) << 32 | lower), rank,
+            slot == ~0u ? NO_SLOT : static_cast<int>(slot),
+            static_cast<int>(__reduce_min_sync(ALL_LANES, static_cast<unsigned>(own.free)))};
+}
+
+__device__ __forceinline__ void consider(Candidate& own, const Slot& slot, const Change& change, const StepParams& p) {
+    Candidate other = {slot.position, ordered(slot.score), NO_SLOT, NO_SLOT};
+    if (slot.in_top) other.slot = slot.number;
+    if (!slot.needed(p, change.position + 1)) other.free = slot.number;
+    merge(own, other);
+}
+
+// The logits of a step under the mask `seen` of its 16 slots, their scores in lanes 0 to 15.
+__device__ __forceinline__ void mask_logits(Logits& s, const LogitScale& logit, unsigned seen, float score) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int key = 2 * (threadIdx.x & 3) + fragment_column(i);
+        const float bias = __shfl_sync(ALL_LANES, score, key) * LOG2_E;
+        s.x[i] = seen >> key & 1 ? logit(s.x[i], bias) : -infinity();
+    }
+}
+
+// out and lse of a sequence that takes no step.
+__device__ void write_nothing(const StepParams& p, const Head& head, int first_head, int rows) {
+    for (int i = threadIdx.x; i < rows * VALUE_DIM; i += THREADS) {
+        const long long row = (long long)head.batch * p.length + p.token;
+        from_float(p.out[(row * p.kv_heads * p.group + first_head + i / VALUE_DIM) * VALUE_DIM + i % VALUE_DIM], 0.0f);
+    }
+    if (p.lse != nullptr && threadIdx.x < rows)
+        p.lse[((long long)head.batch * p.kv_heads * p.group + first_head + threadIdx.x) * p.length + p.token] =
+            -infinity();
+}
+
+// The state after the token, but for its rows. One thread.
+__device__ void change_state(const StepParams& p, const Head& head, const Change& change, Candidate lowest) {
+    const long long first = head.pair * p.slots;
+    if (change.dropped >= 0) p.in_top[first + change.dropped] = 0;
+    if (change.target >= 0) {
+        p.score[first + change.target] = change.score;
+        p.position[first + change.target] = change.position;
+        p.in_top[first + change.target] = change.enters;
+    }
+    p.lowest[head.pair] = change.position + 1 < p.window ? -1 : lowest.slot;
+    p.lowest_score[head.pair] = from_ordered(lowest.rank);
+    p.free[head.pair] = lowest.free == NO_SLOT ? -1 : lowest.free;
+}
+
+// The token's rows on their way to shared memory, a piece a thread.
+struct TokenRows {
+    Piece piece;
+
+    __device__ __forceinline__ TokenRows(const Head& head) {
+        static_assert(KEY_PIECES + VALUE_PIECES <= THREADS, "a piece a thread");
+        const int i = threadIdx.x;
+        piece = i < KEY_PIECES ? load_piece<HEAD_DIM>(head.new_key(), i, true)
+                               : load_piece<VALUE_DIM>(head.new_value(), i - KEY_PIECES, i < KEY_PIECES + VALUE_PIECES);
+    }
+
+    // Complete behind the next barrier.
+    __device__ __forceinline__ void store(StepShared& shared) const {
+        if (threadIdx.x < KEY_PIECES + VALUE_PIECES) shared.token[threadIdx.x] = piece;
+    }
+};
+
+// From there to the slot that the token takes.
+__device__ __forceinline__ void store_token(const StepShared& shared, const Head& head, int slot) {
+    const int i = threadIdx.x;
+    if (i < KEY_PIECES)
+        store_piece<HEAD_DIM>(head.key_of(slot), i, shared.token[i]);
+    else if (i < KEY_PIECES + VALUE_PIECES)
+        store_piece<VALUE_DIM>(head.value_of(slot), i - KEY_PIECES, shared.token[i]);
+}
+
+// The token's rows in place of those of key `number` of a step.
+__device__ __forceinline__ void take_key(Keys& keys, const StepShared& shared, int number) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+        if (8 * n + lane / 4 == number)
+#pragma unroll
+            for (int c = 0; c < KEY_CHUNKS; ++c) keys.piece[n][c] = shared.token[4 * c + lane % 4];
+}
+
+__device__ __forceinline__ void take_value(Values& values, const StepShared& shared, int number) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+        if (value_key(k) == number)
+#pragma unroll
+            for (int c = 0; c < VALUE_CHUNKS; ++c) values.piece[c][k] = shared.token[KEY_PIECES + 8 * c + lane / 4];
+}
+
+#if CLUSTER > 1
+#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTERED
+#endif
+
+extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_step(const StepParams p) {
+    wait_for_earlier_kernels();
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    StepShared& shared = *reinterpret_cast<StepShared*>(shared_memory);
+    float* weights = reinterpret_cast<float*>(shared_memory + sizeof(StepShared));  // (ROWS, max(parts, WARPS))
+    const int parts = CLUSTER > 1 ? CLUSTER : p.parts, sets = CLUSTER > 1 ? 1 : p.sets, blocks = parts * sets;
+    const int part = blockIdx.x % parts, set = blockIdx.x / parts % sets;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    const Head head(p, blockIdx.x / blocks);
+    const int rows = ATTEND ? min(ROWS, p.group - set * ROWS) : 0;  // query heads of this block
+    const int first_head = head.group * p.group + set * ROWS;
+    if (p.counts != nullptr && p.counts[head.batch * p.count_words] <= p.token) {  // fewer than 2^31 tokens
+        if (ATTEND && part == 0) write_nothing(p, head, first_head, rows);
+        return;
+    }
+#if CLUSTER > 1
+    cluster_arrive_running();  // its shared memory exists
+#endif
+
+    // ---- this block's share of the slots ----
+    const int first = part * p.share + warp * STEP, end = min((part + 1) * p.share, p.slots);
+    constexpr int STRIDE = WARPS * STEP;  // from a warp's step to its next
+    const TokenRows token(head);
+    Candidate candidate = NOTHING;
+    Change change = {0, 0.0f, false, -1, -1};
+    if constexpr (ATTEND) {
+        const Query query(rows, [&](int row) {
+            return p.query + head.batch * p.query_batch + p.token * p.query_row + (first_head + row) * p.query_head;
+        });
+        const LogitScale logit(p.scale, p.softcap);
+        WarpState state;
+        Keys keys;
+        Values values;
+        int place = first;  // of the step whose rows are loaded next
+        unsigned seen = place < end ? ~0u >> (32 - min(STEP, end - place)) : 0;  // of its slots; at first: that there are
+        const auto slot_to_read = [&](int i) { return min(place + key_to_read(i, seen), end - 1); };
+        const auto key_at = [&](int i) { return head.key_of(slot_to_read(i)); };
+        const auto value_at = [&](int i) { return head.value_of(slot_to_read(i)); };
+        const auto slot_at = [&](int base) { return Slot(head, base + lane, lane < STEP ? end : 0); };
+        const auto arrive = [&](Slot& slot) {  // the token has come: what is seen of the step's slots
+            slot.follow(change);
+            const bool mine = lane < STEP && slot.number < end;
+            if (mine && set == 0) consider(candidate, slot, change, p);
+            return __ballot_sync(ALL_LANES, mine && slot.needed(p, change.position));
+        };
+        Slot slot = slot_at(first), following = slot_at(first + STRIDE);
+        if (TOGETHER) {
+            load_keys(keys, key_at);
+            load_values(values, value_at);
+        }
+        change = head.change();
+        seen = arrive(slot);
+        query.store(shared.split);
+        token.store(shared);
+        __syncthreads();  // the query and the token are in place
+        for (int base = first; base < end; base += STRIDE) {
+            const unsigned now = seen;
+            const float score = slot.score;
+            const int taken = change.target - base;  // the key whose place the token takes
+            const bool here = taken >= 0 && taken < STEP;
+            Logits s;
+            if (!TOGETHER) load_keys(keys, key_at);
+            if (here) take_key(keys, shared, taken);
+            score_keys(s, shared.split, keys);
+            if (!TOGETHER) load_values(values, value_at);
+            if (here) take_value(values, shared, taken);
+            // The next step's keys come while this one's values are waited for, its values while its keys are multiplied.
+            slot = following;
+            following = slot_at(base + 2 * STRIDE);
+            place = base + STRIDE;
+            seen = arrive(slot);
+            if (TOGETHER) load_keys(keys, key_at);
+            mask_logits(s, logit, now, score);
+            state.soften(s);
+            only_seen(values, now);
+            state.add(s, values);
+            if (TOGETHER) load_values(values, value_at);
+        }
+        state.leave(shared.split);
+    } else {
+        token.store(shared);
+        change = head.change();
+        for (int base = first; base < end; base += STRIDE) {
+            Slot slot(head, base + lane, lane < STEP ? end : 0);
+            slot.follow(change);
+            if (lane < STEP && slot.number < end) consider(candidate, slot, change, p);
+        }
+    }
+    candidate = merge_lanes(candidate);
+    if (lane == 0) shared.candidates[warp] = candidate;
+    __syncthreads();  // what each warp has found is in place
+
+    // ---- the last block of a (sequence, kv head) goes on, of a cluster the first ----
+    const float* o = &shared.split.o[0][0][0];
+    const PartState* states = &shared.split.state[0][0];
+    const Candidate* found = shared.candidates;
+    int candidates = WARPS;
+#if CLUSTER > 1
+    auto& all = *first_of_cluster(&shared.parts);
+    cluster_wait();  // for the first block's memory
+    float* part_o = &all.o[part][0][0];
+    PartState* part_state = all.state[part];
+    Candidate* part_candidate = &all.candidates[part];
+#else
+    const long long place = (head.pair * sets + set) * parts + part;
+    float* part_o = p.partial + place * (ROWS * VALUE_DIM);
+    PartState* part_state = p.partial_state + place * ROWS;
+    Candidate* part_candidate = p.candidates + head.pair * parts + part;
+#endif
+    if (blocks > 1) {
+        if (set == 0 && warp == WARPS - 1) {
+            candidate = merge_lanes(lane < WARPS ? shared.candidates[lane] : NOTHING);
+            if (lane == 0) *part_candidate = candidate;
+        }
+        if (ATTEND)
+            combine<false>(o, states, WARPS, weights, shared.split, rows,
+                           [&](int row, const PartState& s) { part_state[row] = s; },
+                           [&](int row, int d, float x, float) { part_o[row * VALUE_DIM + d] = x; });
+#if CLUSTER > 1
+        cluster_arrive();
+        if (part != 0) return;
+        cluster_wait();  // for what all blocks have found
+        o = &shared.parts.o[0][0][0];
+        states = &shared.parts.state[0][0];
+        found = shared.parts.candidates;
+#else
+        __syncthreads();  // the block's results are written
+        if (threadIdx.x == 0) shared.last = take_ticket(p.tickets + head.pair, blocks - 1) == blocks - 1;
+        __syncthreads();  // all know whether the other blocks' results are there
+        if (!shared.last) return;
+        found = p.candidates + head.pair * parts;
+#endif
+        candidates = parts;
+    }
+
+    // ---- nobody else reads the state any more: change it ----
+    if (warp == WARPS - 1) {
+        Candidate best = NOTHING;
+        for (int i = lane; i < candidates; i += 32) merge(best, found[i]);
+        best = merge_lanes(best);
+        if (lane == 0) change_state(p, head, change, best);
+    } else if (warp == WARPS - 2 && lane == 0) {
+        unsigned* heads = p.tickets + gridDim.x / blocks + head.batch;
+        if (p.kv_heads == 1 || take_ticket(heads, p.kv_heads - 1) == p.kv_heads - 1)
+            p.lengths[head.batch] = change.position + 1;
+    }
+    if (change.target >= 0) store_token(shared, head, change.target);
+    if (!ATTEND) return;
+    for (int s = 0; s < sets; ++s) {
+        const int first_of_set = head.group * p.group + s * ROWS, rows_of_set = min(ROWS, p.group - s * ROWS);
+        const auto write_lse = [&](int row, const PartState& found) {
+            const long long of_head = (long long)head.batch * p.kv_heads * p.group + first_of_set + row;
+            if (p.lse != nullptr) p.lse[of_head * p.length + p.token] = natural_lse(found);
+        };
+        const auto write_out = [&](int row, int d, float x, float l) {
+            const long long of_token = (long long)head.batch * p.length + p.token;
+            from_float(p.out[(of_token * p.kv_heads * p.group + first_of_set + row) * VALUE_DIM + d],
+                       l == 0.0f ? 0.0f : x / l);
+        };
+        if (CLUSTER > 1 || blocks == 1) {
+            combine<false>(o, states, CLUSTER > 1 ? CLUSTER : WARPS, weights, shared.split, rows_of_set, write_lse, write_out);
+        } else {
+            const long long of_set = (head.pair * sets + s) * parts;
+            combine<true>(p.partial + of_set * (ROWS * VALUE_DIM), p.partial_state + of_set * ROWS, parts, weights,
+                          shared.split, rows_of_set, write_lse, write_out);
+        }
+        __syncthreads();  // weights and sums have been read
+    }
+}

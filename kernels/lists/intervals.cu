@@ -1,0 +1,350 @@
+// Key lists: which keys a tile of queries must gather, from the intervals of a mask row.
+//
+// start, stop // (1|B, 1|Hkv|H, Lk) int32, last axis contiguous. With CAUSAL a key is hidden from positions before its
+// own as well.
+//
+// Five kernels; a row is one (batch, head) of the mask:
+//   count_seen    per chunk of CHUNK keys: how many are visible to anybody, lowest start, highest stop
+//   compact_seen  those keys in order: index, interval (CAUSAL applied); where each chunk's begin
+//   tile_lists    per tile of `queries` positions: its full keys in order from the front of its list, its partial
+//                 keys in order from the back, and the two counts              (a mask with few keys per tile)
+//   super_lists   per super-tile of `super_queries` positions: its keys, those that it outlives first, then those that see all
+//                 of it, then those that come within it; and for each key its places in the lists of its super-tiles
+//                 (the backward pass; count_seen and compact_seen then count these places too)
+//   summarize     per BLOCK_N compacted keys: lowest and highest start and stop (any other mask)
+//
+// With SEQUENCES start and stop are rows of query (lists/varlen.cu), tiles and super-tiles do not cross sequences, and `super`
+// counts the super-tiles of a sequence.
+//
+// Prelude: CAUSAL, BLOCK_N, SEQUENCES.
+#include "common/arch.cuh"
+#include "common/block_select.cuh"
+#include "common/varlen.cuh"
+
+struct ListParams {
+    const int* start;
+    const int* stop;
+    int4* chunk_info;   // (rows, chunks): keys, lowest start, highest stop, keys of earlier chunks
+    int* seen;          // (rows, key_length): compacted indices
+    int2* interval;     // (rows, key_length): their start and stop
+    int* seen_count;    // (rows)
+    int* list;          // (rows, tiles, capacity)
+    int* list_lengths;  // (rows, tiles, 2): full, all
+    int4* summaries;    // (rows, ceil(key_length / BLOCK_N)): lowest start, highest start, lowest stop, highest stop
+    int* span_sum;       // (rows, chunks): places of the chunk's keys, if super_queries > 0
+    int* span_offset;    // (rows, key_length): of a compacted key, where its places begin
+    int* super_list;     // (rows, supers, super_capacity)
+    int* super_lengths;  // (rows, supers)
+    int* places;         // (rows, supers * super_capacity)
+    const int* bounds;   // SEQUENCES (4, sequences)
+    long long start_batch, start_head, stop_batch, stop_head;  // strides, in elements; 0 where an axis broadcasts
+    int heads;  // of the mask: row = batch * heads + head
+    int key_length, query_length, chunks, queries, tiles, capacity, summary_blocks;
+    int lower, less;  // so many tiles, the first ones, have so many queries less
+    int tile_warps;  // warps of tile_lists that make a tile's list: 1, 2 or 4
+    int super_queries, supers, super_capacity, sequences;
+    long long super_entries;  // SEQUENCES: instead of supers * super_capacity
+};
+
+constexpr int THREADS = 256;
+constexpr int OWN = 8;  // consecutive keys of a thread
+constexpr int CHUNK = THREADS * OWN;
+
+// The intervals of a row of the mask.
+struct Intervals {
+    const int *start, *stop;
+    int key_length;
+
+    __device__ __forceinline__ Intervals(const ListParams& p, int row) : key_length(p.key_length) {
+        const int batch = row / p.heads, head = row - batch * p.heads;
+        start = p.start + batch * p.start_batch + head * p.start_head;
+        stop = p.stop + batch * p.stop_batch + head * p.stop_head;
+    }
+
+    __device__ __forceinline__ int2 operator[](int j) const {
+        if (j >= key_length) return make_int2(0, 0);
+        return make_int2(CAUSAL ? max(start[j], j) : start[j], stop[j]);
+    }
+};
+
+// Super-tiles that a key meets: the first, and how many.
+__device__ __forceinline__ int2 span_of(const ListParams& p, int2 interval) {
+    if (p.super_queries == 0 || interval.x >= interval.y) return make_int2(0, 0);
+#if SEQUENCES
+    const int first_row = p.bounds[sequence_of_row(p.bounds, p.sequences, interval.x)];
+    const int first_super = (interval.x - first_row) / p.super_queries;
+    return make_int2(first_super, (interval.y - 1 - first_row) / p.super_queries - first_super + 1);
+#else
+    const int shift = p.key_length - p.query_length;
+    const long long first = max(static_cast<long long>(interval.x) - shift, 0ll);
+    const long long last = min(static_cast<long long>(interval.y) - shift, static_cast<long long>(p.query_length)) - 1;
+    if (last < first) return make_int2(0, 0);
+    const int super = static_cast<int>(first / p.super_queries);
+    return make_int2(super, static_cast<int>(last / p.super_queries) - super + 1);
+#endif
+}
+
+__device__ __forceinline__ int block_min(int value, int (&warp_values)[32]) {
+    const int lane = threadIdx.x & 31;
+    value = __reduce_min_sync(ALL_LANES, value);
+    __syncthreads();  // the values of an earlier call have been read
+    if (lane == 0) warp_values[threadIdx.x / 32] = value;
+    __syncthreads();  // every warp's value is in place
+    return __reduce_min_sync(ALL_LANES, warp_values[lane % (THREADS / 32)]);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) count_seen(const ListParams p) {
+    wait_for_earlier_kernels();
+    __shared__ int warp_values[32];
+    const int row = blockIdx.x / p.chunks, first = (blockIdx.x - row * p.chunks) * CHUNK + threadIdx.x;
+    const Intervals intervals(p, row);
+    int count = 0, lowest_start = NEVER, highest_stop = INT_LOWEST, total;
+#pragma unroll
+    for (int k = 0; k < OWN; ++k) {
+        const int2 v = intervals[first + k * THREADS];
+        if (v.x >= v.y) continue;
+        ++count;
+        lowest_start = min(lowest_start, v.x);
+        highest_stop = max(highest_stop, v.y);
+    }
+    exclusive_sum<THREADS>(count, total, warp_values);
+    lowest_start = block_min(lowest_start, warp_values);
+    highest_stop = ~block_min(~highest_stop, warp_values);  // ~x reverses the order without overflow
+    if (threadIdx.x == 0) p.chunk_info[blockIdx.x] = make_int4(total, lowest_start, highest_stop, 0);
+    if (p.super_queries == 0) return;
+    int spans = 0;
+#pragma unroll 1
+    for (int k = 0; k < OWN; ++k) spans += span_of(p, intervals[first + k * THREADS]).y;
+    exclusive_sum<THREADS>(spans, total, warp_values);
+    if (threadIdx.x == 0) p.span_sum[blockIdx.x] = total;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) compact_seen(const ListParams p) {
+    wait_for_earlier_kernels();
+    __shared__ int warp_values[32];
+    const int row = blockIdx.x / p.chunks, c = blockIdx.x - row * p.chunks, first = c * CHUNK + threadIdx.x * OWN;
+    const Intervals intervals(p, row);
+    int earlier = 0, offset, total;
+    for (int i = threadIdx.x; i < c; i += THREADS) earlier += p.chunk_info[row * p.chunks + i].x;
+
+    int2 own[OWN];
+    int count = 0;
+#pragma unroll
+    for (int k = 0; k < OWN; ++k) {
+        own[k] = intervals[first + k];
+        count += own[k].x < own[k].y;
+    }
+    exclusive_sum<THREADS>(earlier, offset, warp_values);
+    const int before = exclusive_sum<THREADS>(count, total, warp_values);
+    long long place = (long long)row * p.key_length + offset + before;
+#pragma unroll
+    for (int k = 0; k < OWN; ++k)
+        if (own[k].x < own[k].y) {
+            p.seen[place] = first + k;
+            p.interval[place++] = own[k];
+        }
+    if (threadIdx.x == 0) {
+        p.chunk_info[blockIdx.x].w = offset;
+        if (c == p.chunks - 1) p.seen_count[row] = offset + total;
+    }
+    if (p.super_queries == 0) return;
+    int earlier_spans = 0, span, spans = 0;
+    for (int i = threadIdx.x; i < c; i += THREADS) earlier_spans += p.span_sum[row * p.chunks + i];
+    exclusive_sum<THREADS>(earlier_spans, span, warp_values);
+#pragma unroll 1
+    for (int k = 0; k < OWN; ++k) spans += span_of(p, intervals[first + k]).y;
+    span += exclusive_sum<THREADS>(spans, total, warp_values);
+    place -= count;
+#pragma unroll 1
+    for (int k = 0; k < OWN; ++k) {
+        const int2 v = intervals[first + k];
+        if (v.x >= v.y) continue;
+        p.span_offset[place++] = span;
+        span += span_of(p, v).y;
+    }
+}
+
+// Compacted keys among which all are that meet positions first .. last: chunks before the first and behind the last chunk
+// that meets them are left out.
+__device__ __forceinline__ int2 find_range(const ListParams& p, long long row, int first, int last,
+                                           int (&warp_values)[32]) {
+    int first_chunk = NEVER, last_chunk = -1;
+    for (int c = threadIdx.x; c < p.chunks; c += THREADS) {
+        const int4 info = p.chunk_info[row * p.chunks + c];
+        if (info.x == 0 || info.y > last || info.z <= first) continue;
+        first_chunk = min(first_chunk, c);
+        last_chunk = c;
+    }
+    first_chunk = block_min(first_chunk, warp_values);
+    last_chunk = ~block_min(~last_chunk, warp_values);
+    if (first_chunk > last_chunk) return make_int2(0, 0);
+    const int4 info = p.chunk_info[row * p.chunks + last_chunk];
+    return make_int2(p.chunk_info[row * p.chunks + first_chunk].w, info.w + info.x);
+}
+
+// SEQUENCES have tiles of one size.
+__device__ __forceinline__ int first_query_of(const ListParams& p, int tile) {
+    return tile * p.queries - min(tile, p.lower) * p.less;
+}
+
+// A block makes the lists of consecutive tiles: all of it looks for keys that any of them sees, a step at a time, and
+// passes them through shared memory; then `tile_warps` warps make each tile's list of them. Keys that all tiles see in full,
+// nearly all of them, are copied; the others are sorted, by each warp of the tile for itself.
+extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParams p) {
+    wait_for_earlier_kernels();
+    constexpr int STEP = 4;  // consecutive compacted keys a thread looks at
+    __shared__ int warp_values[32];
+    __shared__ int common_key[THREADS * STEP], found_key[THREADS * STEP];
+    __shared__ int2 found_interval[THREADS * STEP];
+    const int tile_lanes = p.tile_warps * 32, group = THREADS / tile_lanes, groups = (p.tiles + group - 1) / group;
+    const int row = blockIdx.x / groups, first_tile = (blockIdx.x - row * groups) * group;
+    const int own_tile = threadIdx.x / tile_lanes, tile_lane = threadIdx.x - own_tile * tile_lanes;
+    const int tile = first_tile + own_tile, lane = threadIdx.x & 31;
+#if SEQUENCES
+    const RowTile rows = row_tile(p.bounds, p.bounds + p.sequences, p.sequences, p.queries, tile);
+    const bool exists = tile < p.tiles && rows.first < rows.end;
+    const int first_position = rows.first, last_position = rows.end - 1;
+    const int group_first = block_min(exists ? first_position : NEVER, warp_values);
+    const int group_last = ~block_min(exists ? ~last_position : NEVER, warp_values);
+#else
+    const bool exists = tile < p.tiles;
+    const int shift = p.key_length - p.query_length;
+    const int group_first = first_query_of(p, first_tile) + shift;
+    const int group_last = min(first_query_of(p, first_tile + group), p.query_length) - 1 + shift;
+    const int first_position = first_query_of(p, tile) + shift;
+    const int last_position = min(first_query_of(p, tile + 1), p.query_length) - 1 + shift;
+#endif
+
+    const int2 range = find_range(p, row, group_first, group_last, warp_values);
+    const int begin = range.x, end = range.y;
+
+    int* list = p.list + ((long long)row * p.tiles + tile) * p.capacity;
+    const long long base = (long long)row * p.key_length;
+    int full = 0, partial = 0;  // keys in the tile's list
+    for (int at = begin; at < end; at += THREADS * STEP) {
+        int2 own[STEP];
+        int key[STEP];
+        int kind[STEP];  // 0: seen by no tile, 1: by all positions of all tiles, 1 << 16: by some
+        int counts = 0, totals;
+#pragma unroll
+        for (int k = 0; k < STEP; ++k) {
+            const int i = at + threadIdx.x * STEP + k;
+            own[k] = i < end ? p.interval[base + i] : make_int2(0, 0);
+            key[k] = i < end ? p.seen[base + i] : 0;
+            const bool seen = own[k].x < own[k].y && own[k].x <= group_last && own[k].y > group_first;
+            kind[k] = !seen ? 0 : own[k].x <= group_first && own[k].y > group_last ? 1 : 1 << 16;
+            counts += kind[k];
+        }
+        counts = exclusive_sum<THREADS>(counts, totals, warp_values);  // its barriers: the keys before have been sorted
+        int common_place = counts & 0xffff, place = counts >> 16;
+#pragma unroll
+        for (int k = 0; k < STEP; ++k) {
+            if (kind[k] == 1) common_key[common_place++] = key[k];
+            if (kind[k] > 1) {
+                found_key[place] = key[k];
+                found_interval[place++] = own[k];
+            }
+        }
+        __syncthreads();  // all keys of this step are in shared memory
+        if (exists) {
+            const int common = totals & 0xffff, total = totals >> 16;
+#pragma unroll 1
+            for (int i = tile_lane; i < common; i += tile_lanes)
+                if (full + i < p.capacity) list[full + i] = common_key[i];
+            full += common;
+#pragma unroll 1
+            for (int i = lane; i - lane < total; i += 32) {
+                const int2 v = i < total ? found_interval[i] : make_int2(0, 0);
+                const bool any = v.x < v.y && v.x <= last_position && v.y > first_position;
+                const bool all = any && v.x <= first_position && v.y > last_position;
+                const unsigned is_full = __ballot_sync(ALL_LANES, all), is_seen = __ballot_sync(ALL_LANES, any);
+                const unsigned earlier = (1u << lane) - 1, is_partial = is_seen & ~is_full;
+                const int slot = all ? full + __popc(is_full & earlier)
+                                     : p.capacity - 1 - (partial + __popc(is_partial & earlier));
+                if (any && lane == tile_lane && slot >= 0 && slot < p.capacity) list[slot] = found_key[i];
+                full += __popc(is_full);
+                partial += __popc(is_partial);
+            }
+        }
+    }
+    if (tile_lane == 0 && exists) {
+        int* lengths = p.list_lengths + 2 * ((long long)row * p.tiles + tile);
+        lengths[0] = full;
+        lengths[1] = full + partial;
+    }
+}
+
+// One super-tile a block: a first pass counts the three kinds of keys, a second one writes them.
+extern "C" __global__ void __launch_bounds__(THREADS) super_lists(const ListParams p) {
+    wait_for_earlier_kernels();
+    __shared__ int warp_values[32];
+    const long long row = blockIdx.x / p.supers;
+#if SEQUENCES
+    const RowTile rows = row_tile(p.bounds, p.bounds + p.sequences, p.sequences, p.super_queries, blockIdx.x % p.supers);
+    if (rows.first >= rows.end) return;
+    const int first = rows.first, last = rows.end - 1, super = (first - p.bounds[rows.sequence]) / p.super_queries;
+    const long long entries = p.super_entries, place = row * entries +
+        super_place(p.bounds, p.sequences, p.key_length, p.super_queries, p.super_capacity, rows.sequence, super);
+#else
+    const int super = blockIdx.x % p.supers, shift = p.key_length - p.query_length;
+    const int first = super * p.super_queries + shift;
+    const int last = min((super + 1) * p.super_queries, p.query_length) - 1 + shift;
+    const long long entries = (long long)p.supers * p.super_capacity, place = (long long)blockIdx.x * p.super_capacity;
+#endif
+    const int2 range = find_range(p, row, first, last, warp_values);
+    const long long base = row * p.key_length;
+
+    auto kind_of = [&](int i) {  // 0: dies within, 1: sees all, 2: comes within, 3: not seen
+        const int2 v = i < range.y ? p.interval[base + i] : make_int2(0, 0);
+        if (v.x >= v.y || v.x > last || v.y <= first) return 3;
+        return v.y <= last ? 0 : v.x <= first ? 1 : 2;
+    };
+    int counts[3] = {0, 0, 0}, next[3], total;
+    for (int i = range.x + threadIdx.x; i < range.y; i += THREADS) {
+        const int kind = kind_of(i);
+#pragma unroll
+        for (int k = 0; k < 3; ++k) counts[k] += kind == k;
+    }
+    next[0] = 0;
+    exclusive_sum<THREADS>(counts[0], next[1], warp_values);
+    exclusive_sum<THREADS>(counts[1], total, warp_values);
+    next[2] = next[1] + total;
+    exclusive_sum<THREADS>(counts[2], total, warp_values);
+    if (threadIdx.x == 0) p.super_lengths[blockIdx.x] = min(next[2] + total, p.super_capacity);
+
+    int* list = p.super_list + place;
+    int* places = p.places + row * entries;
+    for (int at = range.x; at < range.y; at += THREADS) {
+        const int i = at + threadIdx.x, kind = kind_of(i);
+        int mine = 0;
+#pragma unroll
+        for (int k = 0; k < 3; ++k) {
+            const int before = exclusive_sum<THREADS>(kind == k, total, warp_values);
+            if (kind == k) mine = next[k] + before;
+            next[k] += total;
+        }
+        if (kind == 3 || mine >= p.super_capacity) continue;
+        list[mine] = p.seen[base + i];
+        places[p.span_offset[base + i] + super - span_of(p, p.interval[base + i]).x] = mine;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) summarize(const ListParams p) {
+    wait_for_earlier_kernels();
+    constexpr int WARPS = THREADS / 32;  // a warp takes one block of keys
+    const int parts = (p.summary_blocks + WARPS - 1) / WARPS;
+    const long long row = blockIdx.x / parts;
+    const int block = blockIdx.x % parts * WARPS + threadIdx.x / 32;
+    if (block >= p.summary_blocks) return;
+    const int end = min(p.seen_count[row], (block + 1) * BLOCK_N);
+    int4 s = make_int4(NEVER, INT_LOWEST, NEVER, INT_LOWEST);
+    for (int i = block * BLOCK_N + (threadIdx.x & 31); i < end; i += 32) {
+        const int2 v = p.interval[row * p.key_length + i];
+        s = make_int4(min(s.x, v.x), max(s.y, v.x), min(s.z, v.y), max(s.w, v.y));
+    }
+    s.x = __reduce_min_sync(ALL_LANES, s.x);
+    s.y = __reduce_max_sync(ALL_LANES, s.y);
+    s.z = __reduce_min_sync(ALL_LANES, s.z);
+    s.w = __reduce_max_sync(ALL_LANES, s.w);
+    if ((threadIdx.x & 31) == 0) p.summaries[row * p.summary_blocks + block] = s;
+}

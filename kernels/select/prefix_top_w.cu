@@ -1,0 +1,239 @@
+// Exact prefix top-w: stop[j] = the first position at which `window` better-ranked keys exist; j if there are that many
+// before position j already (never visible) or the key is no candidate; NEVER if it outlives the sequence.
+// Rank: (score, j), highest first; NaN above everything, -0 = +0. With DOCUMENTS a key competes only with keys of its
+// own document, and `document` holds the row of the document's first key.
+//
+// score    // (B, Hkv, Lk) f32, any strides       padding // (1|B, Lk) bytes, 0 = no candidate (PADDING)
+// document // (1|B, Lk) int32 (DOCUMENTS)         stop    // (B, Hkv, Lk) int32, contiguous
+// start    // (Lk) int32, becomes 0, 1, 2, ...; or null
+//
+// Three kernels; a row is one (batch, kv head), cut into chunks:
+//   local_top        a chunk's `window` best keys                                         -> local
+//   filter_arrivals  the best of all earlier chunks' lists are what is kept when the chunk begins (kept); keys of the
+//                    chunk below the last of them are never visible, the others arrive    -> kept, arrivals, stop
+//   sweep_arrivals   a block takes ARRIVALS arrivals of a chunk: what is kept before the first of them, which of it can
+//                    die under so many arrivals, and for each of these and of the arrivals the time of the n-th
+//                    better arrival, n = window - (kept keys that are better)             -> stop
+// A key that dies does so in one block, which writes its stop; all else was written by filter_arrivals.
+//
+// Prelude: DOCUMENTS, PADDING.
+#include "common/arch.cuh"
+#include "common/rank.cuh"
+#include "common/block_select.cuh"
+
+struct SelectParams {
+    const float* score;
+    const unsigned char* padding;
+    const int* document;
+    Ranked* local;        // (rows, chunks, local_capacity), unordered, padded with 0
+    Ranked* kept;         // (rows, chunks, window), unordered
+    int* kept_count;      // (rows, chunks)
+    Ranked* arrivals;     // (rows, chunks, chunk), by position
+    int* arrival_count;   // (rows, chunks)
+    int* stop;
+    int* start;
+    long long score_batch, score_head, score_key;  // strides, in elements
+    long long padding_batch, document_batch;
+    int kv_heads, key_length, window, chunk, chunks, local_capacity;
+};
+
+constexpr int LIST_THREADS = 1024;  // of local_top and filter_arrivals
+constexpr int SWEEP_THREADS = 512;
+constexpr int ARRIVALS = 256;
+
+struct Row {
+    const SelectParams& p;
+    int row, batch;
+    const float* score;
+
+    __device__ Row(const SelectParams& p, int row)
+        : p(p), row(row), batch(row / p.kv_heads),
+          score(p.score + batch * p.score_batch + row % p.kv_heads * p.score_head) {}
+
+    __device__ __forceinline__ Ranked ranked(int j) const {
+#if PADDING
+        if (p.padding[batch * p.padding_batch + j] == 0) return 0;
+#endif
+        return static_cast<Ranked>(ordered(score[j * p.score_key])) << 32 | static_cast<unsigned>(j);
+    }
+
+    // Row of the first key that key j competes with.
+    __device__ __forceinline__ int since(int j) const {
+#if DOCUMENTS
+        return p.document[batch * p.document_batch + j];
+#else
+        return 0;
+#endif
+    }
+
+    __device__ __forceinline__ long long chunk(int c) const { return (long long)row * p.chunks + c; }
+};
+
+extern "C" __global__ void __launch_bounds__(LIST_THREADS) local_top(const SelectParams p) {
+    wait_for_earlier_kernels();
+    __shared__ SelectShared shared;
+    __shared__ int stored;
+    const int c = blockIdx.x % p.chunks;
+    const Row row(p, blockIdx.x / p.chunks);
+    if (c == p.chunks - 1) return;  // nothing comes after it
+    const int first = c * p.chunk;  // every chunk but the last is whole
+    const int since = row.since(first + p.chunk - 1);
+    auto entry = [&](int i) { return first + i >= since ? row.ranked(first + i) : 0; };
+    const Candidates<LIST_THREADS, 4, decltype(entry)> candidates(entry, p.chunk);
+    const Selection best = select_highest(candidates, range_of(candidates, rank_of, shared), p.window, shared);
+
+    Ranked* local = p.local + row.chunk(c) * p.local_capacity;
+    if (threadIdx.x == 0) stored = 0;
+    __syncthreads();  // the counter is 0
+    candidates.for_each([&](Ranked e) {
+        if (e >= best.threshold) local[atomicAdd(&stored, 1)] = e;
+    });
+    for (int i = best.count + threadIdx.x; i < p.local_capacity; i += LIST_THREADS) local[i] = 0;
+}
+
+extern "C" __global__ void __launch_bounds__(LIST_THREADS) filter_arrivals(const SelectParams p) {
+    wait_for_earlier_kernels();
+    __shared__ SelectShared shared;
+    __shared__ int stored;
+    const int c = p.chunks - 1 - blockIdx.x % p.chunks;  // the longest first
+    const Row row(p, blockIdx.x / p.chunks);
+    const int first = c * p.chunk, count = min(p.chunk, p.key_length - first), since = row.since(first);
+
+    const Ranked* lists = p.local + row.chunk(0) * p.local_capacity;
+    auto entry = [&](int i) {
+        const Ranked e = lists[i];
+        return row_of(e) >= since ? e : 0;
+    };
+    const Candidates<LIST_THREADS, 16, decltype(entry)> candidates(entry, c * p.local_capacity);
+    const Selection best = select_highest(candidates, range_of(candidates, rank_of, shared), p.window, shared);
+    if (threadIdx.x == 0) {
+        stored = 0;
+        p.kept_count[row.chunk(c)] = best.count;
+    }
+    __syncthreads();  // the counter is 0
+    Ranked* kept = p.kept + row.chunk(c) * p.window;
+    candidates.for_each([&](Ranked e) {
+        if (e >= best.threshold) kept[atomicAdd(&stored, 1)] = e;
+    });
+
+    // Arrivals, in order of position: a thread looks at consecutive keys, a round at LIST_THREADS * OWN of them.
+    constexpr int OWN = 4;
+    int arrived = 0;
+    Ranked* arrivals = p.arrivals + row.chunk(c) * p.chunk;
+    int* stop = p.stop + (long long)row.row * p.key_length;
+    for (int base = 0; base < count; base += LIST_THREADS * OWN) {
+        Ranked own[OWN];
+        int passing = 0, total;
+#pragma unroll
+        for (int k = 0; k < OWN; ++k) {
+            const int i = base + threadIdx.x * OWN + k, j = first + i;
+            own[k] = i < count ? row.ranked(j) : 0;
+            const bool rival = best.count == p.window && row.since(min(j, p.key_length - 1)) == since;
+            if (rival && own[k] < best.threshold) own[k] = 0;
+            passing += own[k] != 0;
+        }
+        int place = arrived + exclusive_sum<LIST_THREADS>(passing, total, shared.warp_sums);
+#pragma unroll
+        for (int k = 0; k < OWN; ++k) {
+            const int i = base + threadIdx.x * OWN + k;
+            if (own[k] != 0) arrivals[place++] = own[k];
+            if (i < count) stop[first + i] = own[k] != 0 ? NEVER : first + i;
+            if (i < count && row.row == 0 && p.start != nullptr) p.start[first + i] = first + i;
+        }
+        arrived += total;
+    }
+    if (threadIdx.x == 0) p.arrival_count[row.chunk(c)] = arrived;
+}
+
+extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const SelectParams p) {
+    wait_for_earlier_kernels();
+    __shared__ SelectShared shared;
+    __shared__ __align__(16) Ranked mortal[ARRIVALS];    // kept keys that can die, padded with 0
+    __shared__ __align__(16) unsigned arriving[ARRIVALS];  // ranks of the arrivals, by position, padded with 0
+    __shared__ int time[ARRIVALS], document[ARRIVALS];     // their positions and documents
+    __shared__ int stored;
+    const int parts = (p.chunk + ARRIVALS - 1) / ARRIVALS;
+    const int part = blockIdx.x % parts, c = blockIdx.x / parts % p.chunks;
+    const Row row(p, blockIdx.x / parts / p.chunks);
+    const int before = part * ARRIVALS, coming = min(ARRIVALS, p.arrival_count[row.chunk(c)] - before);
+    if (coming <= 0) return;
+
+    // What is kept when the first arrival comes: the best of the chunk's kept set and the arrivals before it.
+    const Ranked* kept = p.kept + row.chunk(c) * p.window;
+    const Ranked* arrivals = p.arrivals + row.chunk(c) * p.chunk;
+    const int kept_count = p.kept_count[row.chunk(c)], since = row.since(row_of(arrivals[before]));
+    auto entry = [&](int i) {
+        const Ranked e = i < kept_count ? kept[i] : arrivals[i - kept_count];
+        return row_of(e) >= since ? e : 0;
+    };
+    const Candidates<SWEEP_THREADS, 6, decltype(entry)> candidates(entry, kept_count + before);
+    const WordRange ranks = range_of(candidates, rank_of, shared);
+    const Selection held = select_highest(candidates, ranks, p.window, shared);
+    const int mortals = min(held.count, coming - (p.window - held.count));  // each arrival pushes out one at most
+    if (mortals <= 0 && coming <= p.window) return;
+    const int safe = held.count - max(mortals, 0);
+    const Selection secure = select_highest(candidates, ranks, safe, shared);
+    if (threadIdx.x == 0) stored = 0;
+    if (threadIdx.x < ARRIVALS) {
+        const Ranked e = threadIdx.x < coming ? arrivals[before + threadIdx.x] : 0;
+        arriving[threadIdx.x] = rank_of(e);
+        time[threadIdx.x] = row_of(e);
+        document[threadIdx.x] = e != 0 ? row.since(row_of(e)) : -1;
+        mortal[threadIdx.x] = 0;
+    }
+    __syncthreads();  // the counter is 0, arrivals are in place, mortal is empty
+    candidates.for_each([&](Ranked e) {
+        if (e >= held.threshold && e < secure.threshold) mortal[atomicAdd(&stored, 1)] = e;
+    });
+    __syncthreads();  // mortal is complete
+
+    const bool arrives = threadIdx.x >= ARRIVALS;
+    const int mine = threadIdx.x & (ARRIVALS - 1);
+    if (mine >= (arrives ? coming : stored)) return;
+    const Ranked e = arrives ? static_cast<Ranked>(arriving[mine]) << 32 | static_cast<unsigned>(time[mine]) : mortal[mine];
+    const int own_document = arrives ? document[mine] : since;
+
+    int better = 0;  // keys kept at the start that rank above e; too many for e above a safe key, which cannot die here
+    if (own_document == since) {
+        better = safe;
+        for (int i = 0; i < stored; i += 8)
+#pragma unroll
+            for (int k = 0; k < 8; ++k) better += mortal[i + k] > e;
+    }
+    // Arrivals that rank above e: those of a higher score, and of an equal one if they are newer. Of ARRIVALS keys a warp
+    // holds 32 neighbours, so all but its own 32 arrivals are either older or newer than all of it.
+    int remaining = p.window - better;  // with this many better arrivals e dies
+    int fatal = remaining <= 0 ? 0 : ARRIVALS;
+    const unsigned rank = rank_of(e);
+    const int place = arrives ? mine : -1;
+    for (int base = 0; base < coming && fatal == ARRIVALS; base += 32) {
+        const int own = place - base;  // 0 to 31: among these arrivals
+        unsigned above = 0;
+        auto mark = [&](auto limit) {  // arrival i ranks above e if its rank is above limit(i)
+#pragma unroll
+            for (int i = 0; i < 32; ++i) {
+                bool higher = arriving[base + i] > limit(i);
+#if DOCUMENTS
+                higher = higher && document[base + i] == own_document;
+#endif
+                above |= static_cast<unsigned>(higher) << i;
+            }
+        };
+        if (own < 0)
+            mark([&](int) { return rank - 1; });
+        else if (own > 31)
+            mark([&](int) { return rank; });
+        else
+            mark([&](int i) { return i > own ? rank - 1 : rank; });
+        const int count = __popc(above);
+        if (count >= remaining) {
+            for (; remaining > 1; --remaining) above &= above - 1;
+            fatal = base + __ffs(above) - 1;
+        } else {
+            remaining -= count;
+        }
+    }
+    if (fatal == ARRIVALS) return;
+    const int j = row_of(e);
+    p.stop[(long long)row.row * p.key_length + j] = max(time[fatal], j);  // before its own arrival: never visible
+}

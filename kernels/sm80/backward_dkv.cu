@@ -1,0 +1,568 @@
+// Gradients of keys, values and key bias, key-stationary:
+//     dv_j = sum over i of p_ij dout_i,  dk_j = scale * sum over i of dx_ij q_i,  dbias_j = sum over i of ds_ij
+// with p, ds and dx as in sm80/backward_dq.cu; i runs over the queries of all heads of the key's group.
+//
+// A block owns BLOCK_N keys of one kv head and walks over the queries that may see them, BLOCK_Q at a time. Its transposed
+// logits (key rows, query columns) come from the tensor cores in the layout of the next product's left operand, so
+// probabilities and their gradients stay in registers. A warp owns 16 keys: their dk, dv and dbias are in its registers.
+//   KEYS_CONTIGUOUS  keys in their own order, every query: dkey, dvalue, dbias are written directly (INTERVALS: with the
+//                    intervals of a mask; else CAUSAL or none)
+//   KEYS_LISTED      keys of the list of a super-tile of consecutive queries, which few keys outlive: sums over these queries
+//                    are written as rows of float32, which sm80/backward_reduce.cu adds up in the order of the super-tiles.
+//                    BITS: the lists are those of lists/dense_macro_tiles.cu, steps in which no pair is visible are left out, and sums
+//                    over all queries (one super-tile) are written directly
+// With SEQUENCES neither kind of block crosses a sequence (common/varlen.cuh).
+// Every result has one writer and a fixed order of additions: the same bits on every run.
+//
+// Prelude: ELEMENT, HEAD_DIM, VECTOR, BLOCK_N, BLOCK_Q, WARPS, MIN_BLOCKS, KEYS, INTERVALS, BITS, CAUSAL, BIAS,
+// BIAS_ELEMENT, SOFTCAP, DIM_PARTS (head dims above 128: a block makes one part of the columns of dk and dv), DKEY, DVALUE,
+// DBIAS (what is wanted; DBIAS with BIAS_OF_KEYS only), SEQUENCES (with neither BITS nor BIAS_DENSE). BITS: KEYS_LISTED.
+#include "common/arch.cuh"
+#include "common/bias.cuh"
+#include "common/mask.cuh"
+#include "common/params.cuh"
+#include "common/varlen.cuh"
+#include "common/softmax.cuh"
+#include "common/smem_rows.cuh"
+
+constexpr int THREADS = WARPS * 32;
+constexpr int QUERY_FRAGMENTS = BLOCK_Q / 16;
+constexpr int WORDS = (BLOCK_Q + 31) / 32;  // BITS: of a key in a step
+constexpr int DIM_FRAGMENTS = HEAD_DIM_PADDED / 16;
+constexpr int PART_FRAGMENTS = (DIM_FRAGMENTS + DIM_PARTS - 1) / DIM_PARTS;
+constexpr int LIST_KEYS = 64;  // BITS: entries of a list that have one state
+static_assert(BLOCK_N == WARPS * 16, "a warp owns 16 keys");
+static_assert(!BITS || (KEYS == KEYS_LISTED && LIST_KEYS % BLOCK_N == 0), "dense masks have lists");
+
+struct Shared {
+    ELEMENT key[BLOCK_N * ROW_STRIDE];
+    ELEMENT value[BLOCK_N * ROW_STRIDE];
+    ELEMENT query[2][BLOCK_Q * ROW_STRIDE];
+    ELEMENT dout[2][BLOCK_Q * ROW_STRIDE];
+    float lse[3][BLOCK_Q], delta[3][BLOCK_Q];  // of the current, the next and the steps after
+    int index[BLOCK_N];
+    int start[BLOCK_N], stop[BLOCK_N];
+    float bias[BLOCK_N];
+#if BITS
+    unsigned words[2][WORDS][BLOCK_N];
+#endif
+#if BIAS == BIAS_DENSE
+    BiasTile<BLOCK_Q, BLOCK_N> bias_rows[2];
+#endif
+};
+
+// What a block works on.
+struct KeyTile {
+    int batch, group;
+    int count;                     // keys it has
+    int first;                     // place of the first in the list, or its row
+    int first_query, end_query;    // queries that are looked at
+    int shift;                     // of a query's position from its row
+    int first_fragment;            // of the columns of dk and dv
+    const int* list;               // KEYS_LISTED: the super-tile's keys
+    long long partial;             // KEYS_LISTED without BITS: row of the first key's partial sums
+    int entry;                     // BITS: of the first key, among those of the list row
+
+    // Whether its sums are partial ones.
+    __device__ __forceinline__ bool is_partial(const AttentionParams& p) const {
+        return KEYS == KEYS_LISTED && !(BITS && end_query - first_query == p.query_length);
+    }
+
+    // Row of the partial sums of its key number `row`.
+    __device__ __forceinline__ long long partial_row(const AttentionParams& p, int row) const {
+        return (BITS ? ((long long)batch * p.kv_heads + group) * p.super_entries + entry : partial) + row;
+    }
+};
+
+// The row of the mask for one head of the tile's group.
+__device__ __forceinline__ long long mask_row_of(const AttentionParams& p, const KeyTile& t, int head) {
+    return (long long)t.batch * p.mask_batch + t.group * p.mask_group + (long long)head * p.mask_head;
+}
+
+#if SEQUENCES
+// The keys and queries of block number `block` of the row (b, kv head).
+__device__ __forceinline__ void place_in_sequences(KeyTile& t, const AttentionParams& p, int block, int row) {
+    const int n = p.sequences;
+    const int* query_first = p.bounds;
+    const int* query_end = p.bounds + n;
+    const int* key_first = p.bounds + 2 * n;
+    const int* key_end = p.bounds + 3 * n;
+#if KEYS == KEYS_LISTED
+    const long long entry = (long long)block * BLOCK_N, further = entry - first_super_entries(p.key_length, n);
+    const bool is_first = further < 0;  // super-tile 0 of its sequence
+    const int slot = static_cast<int>(further / p.super_capacity);
+    const int b = is_first ? sequence_of_number(key_first, n, SUPER_UNIT, 1, static_cast<int>(entry / SUPER_UNIT))
+                           : sequence_of_number(query_first, n, p.super_queries, 0, slot);
+    const int k = is_first ? 0 : slot - query_first[b] / p.super_queries + 1;
+    t.first = static_cast<int>(entry - super_place(p.bounds, n, p.key_length, p.super_queries, p.super_capacity, b, k));
+    t.first_query = query_first[b] + k * p.super_queries;
+    t.end_query = min(t.first_query + p.super_queries, query_end[b]);
+    if (t.first_query >= t.end_query) return;  // no keys
+    const long long mask_row = t.group * p.mask_group;
+    t.list = p.super_list + mask_row * p.super_entries + entry - t.first;
+    t.count = min(BLOCK_N, p.super_lengths[mask_row * p.supers + query_first[b] / p.super_queries + b + k] - t.first);
+    t.partial = row * p.super_entries + entry;
+#else
+    const RowTile keys = row_tile(key_first, key_end, n, BLOCK_N, block);
+    t.first = keys.first;
+    t.count = keys.end - keys.first;
+    t.first_query = query_first[keys.sequence];
+    t.end_query = query_end[keys.sequence];
+    t.shift = INTERVALS ? 0 : key_end[keys.sequence] - t.end_query;  // masks have been moved to rows
+#endif
+}
+#endif
+
+__device__ __forceinline__ KeyTile find_key_tile(const AttentionParams& p) {
+    KeyTile t = {};
+    long long rest = blockIdx.x;
+    t.first_fragment = static_cast<int>(rest % DIM_PARTS) * PART_FRAGMENTS;
+    rest /= DIM_PARTS;
+#if SEQUENCES
+    const long long blocks = KEYS == KEYS_LISTED ? p.super_entries / BLOCK_N : p.key_length / BLOCK_N + p.sequences;
+    const int block = static_cast<int>(rest % blocks);
+    rest /= blocks;
+#elif BITS
+    const int blocks = static_cast<int>(p.super_entries / BLOCK_N), block = static_cast<int>(rest % blocks);
+    rest /= blocks;
+#elif KEYS == KEYS_LISTED
+    const int blocks = p.super_capacity / BLOCK_N;
+    t.first = static_cast<int>(rest % blocks) * BLOCK_N;
+    rest /= blocks;
+    const int super = static_cast<int>(rest % p.supers);
+    rest /= p.supers;
+#else
+    const int blocks = (p.key_length + BLOCK_N - 1) / BLOCK_N;
+    t.first = static_cast<int>(rest % blocks) * BLOCK_N;
+    rest /= blocks;
+#endif
+    t.group = static_cast<int>(rest % p.kv_heads);
+    t.batch = static_cast<int>(rest / p.kv_heads);
+#if SEQUENCES
+    place_in_sequences(t, p, block, t.group);
+#elif BITS
+    const long long list = ((long long)t.batch * p.list_batch + t.group * p.list_group) * p.super_entries;
+    t.entry = block * BLOCK_N;
+    const int4 found = p.super_blocks[(list + t.entry) / LIST_KEYS];
+    t.list = p.super_list + list + t.entry;
+    t.count = min(BLOCK_N, found.z - t.entry % LIST_KEYS);
+    t.first_query = found.x;
+    t.end_query = found.y;
+#elif KEYS == KEYS_LISTED
+    const long long mask_row = (long long)t.batch * p.mask_batch + t.group * p.mask_group;
+    const long long list = mask_row * p.supers + super;
+    t.list = p.super_list + list * p.super_capacity;
+    t.count = min(BLOCK_N, p.super_lengths[list] - t.first);
+    t.first_query = super * p.super_queries;
+    t.end_query = min(t.first_query + p.super_queries, p.query_length);
+    t.partial = (rest * p.supers + super) * p.super_capacity + t.first;
+#else
+    t.count = min(BLOCK_N, p.key_length - t.first);
+    t.end_query = p.query_length;
+#endif
+#if !SEQUENCES
+    t.shift = p.key_length - p.query_length;
+#endif
+    return t;
+}
+
+// Key and value rows, once for a block.
+__device__ __forceinline__ void load_keys(Shared& shared, const AttentionParams& p, const KeyTile& t) {
+    if (threadIdx.x < BLOCK_N) {
+        const int place = t.first + threadIdx.x;
+#if KEYS == KEYS_LISTED
+        shared.index[threadIdx.x] = static_cast<int>(threadIdx.x) < t.count ? t.list[place] : 0;
+#else
+        shared.index[threadIdx.x] = min(place, p.key_length - 1);
+#endif
+    }
+    __syncthreads();  // indices are in place
+    const ELEMENT* keys = p.key + t.batch * p.key_batch + t.group * p.key_head;
+    const ELEMENT* values = p.value + t.batch * p.value_batch + t.group * p.value_head;
+    for_each_piece<BLOCK_N, THREADS>([&](int row, int piece) {
+        const long long key = shared.index[row];
+        copy_piece(shared.key + row * ROW_STRIDE, keys + key * p.key_row, piece, row < t.count);
+        copy_piece(shared.value + row * ROW_STRIDE, values + key * p.value_row, piece, row < t.count);
+    });
+}
+
+// Interval and bias of every key under one head.
+__device__ __forceinline__ void load_key_facts(Shared& shared, const AttentionParams& p, const KeyTile& t, int head) {
+    if (threadIdx.x >= BLOCK_N) return;
+    const bool exists = static_cast<int>(threadIdx.x) < t.count;
+    const int key = shared.index[threadIdx.x];
+    int start = CAUSAL ? key : INT_LOWEST, stop = NEVER;
+#if INTERVALS
+    const long long row = mask_row_of(p, t, head);
+    const long long mask_head = row % p.mask_heads, mask_batch = row / p.mask_heads;
+    start = max(start, p.start[mask_batch * p.start_batch + mask_head * p.start_head + key]);
+    stop = p.stop[mask_batch * p.stop_batch + mask_head * p.stop_head + key];
+#endif
+    shared.start[threadIdx.x] = exists ? start : NEVER;  // no such key: an empty run
+    shared.stop[threadIdx.x] = exists ? stop : INT_LOWEST;
+    float bias = 0.0f;
+#if BIAS == BIAS_OF_KEYS
+    if (exists)
+        bias = p.bias[t.batch * p.bias_batch + t.group * p.bias_group + head * p.bias_head + key * p.bias_key] * LOG2_E;
+#endif
+    shared.bias[threadIdx.x] = bias;
+}
+
+// Queries that see any of the block's keys: begin <= query < end; those of [full_begin, full_end) see all of them.
+struct QueryRange {
+    int begin, end, full_begin, full_end;
+};
+
+__device__ __forceinline__ QueryRange find_queries(const Shared& shared, const AttentionParams& p, const KeyTile& t) {
+    int lowest_start = NEVER, highest_start = INT_LOWEST, lowest_stop = NEVER, highest_stop = INT_LOWEST;
+    for (int i = threadIdx.x & 31; i < BLOCK_N; i += 32) {
+        const int start = shared.start[i], stop = shared.stop[i];
+        highest_start = max(highest_start, start);
+        lowest_stop = min(lowest_stop, stop);
+        if (start >= stop) continue;
+        lowest_start = min(lowest_start, start);
+        highest_stop = max(highest_stop, stop);
+    }
+    auto query_at = [&](int position) {
+        const long long query = static_cast<long long>(position) - t.shift;
+        return static_cast<int>(min(max(query, static_cast<long long>(t.first_query)), static_cast<long long>(t.end_query)));
+    };
+    return {query_at(__reduce_min_sync(ALL_LANES, lowest_start)), query_at(__reduce_max_sync(ALL_LANES, highest_stop)),
+            query_at(__reduce_max_sync(ALL_LANES, highest_start)), query_at(__reduce_min_sync(ALL_LANES, lowest_stop))};
+}
+
+// The steps of BLOCK_Q queries of one head that the block looks at, in order. All threads of a block go through them
+// together and see the same.
+struct QueryStep {
+    int first;  // its first query; `end` of the steps or more: there are no more
+#if BITS
+    bool masked;  // some pair is not visible
+#endif
+};
+
+struct QuerySteps {
+    int next_query, end;
+#if BITS
+    const unsigned short* states;  // of these keys
+    int group;
+    unsigned pending, pending_masked;  // steps of the current 32 still to come
+
+    __device__ __forceinline__ QuerySteps(const AttentionParams& p, const KeyTile& t, int head)
+        : next_query(t.first_query), end(t.end_query), group(0), pending(0), pending_masked(0) {
+        const long long blocks = p.super_entries / LIST_KEYS;
+        states = p.super_states + (mask_row_of(p, t, head) * blocks + t.entry / LIST_KEYS) * p.query_words;
+    }
+
+    __device__ __forceinline__ QueryStep next() {
+        // A warp looks at the states of 32 steps at once; every warp does so for itself, so no barrier is needed.
+        while (pending == 0 && next_query < end) {
+            group = next_query;
+            const int mine = group + (threadIdx.x & 31) * BLOCK_Q;
+            unsigned any = 0, all = 3;
+            if (mine < end) {
+#pragma unroll
+                for (int w = 0; w < WORDS; ++w) {
+                    const unsigned state = states[mine / 32 + w];
+                    any |= state;
+                    all &= state;
+                }
+            }
+            pending = __ballot_sync(ALL_LANES, any != 0);
+            pending_masked = __ballot_sync(ALL_LANES, all != 3);
+            next_query = group + 32 * BLOCK_Q;
+        }
+        if (pending == 0) return {end, false};
+        const int bit = __ffs(pending) - 1;
+        pending &= pending - 1;
+        return {group + bit * BLOCK_Q, ((pending_masked >> bit) & 1) != 0};
+    }
+
+    __device__ __forceinline__ bool masked(QueryStep step) const { return step.masked; }
+#else
+    int full_begin, full_end;
+
+    __device__ __forceinline__ QuerySteps(const QueryRange& range, const KeyTile& t)
+        : next_query(range.begin < range.end ? t.first_query + (range.begin - t.first_query) / BLOCK_Q * BLOCK_Q
+                                             : range.end),
+          end(range.end), full_begin(range.full_begin), full_end(range.full_end) {}
+
+    __device__ __forceinline__ QueryStep next() {
+        const int query = next_query;
+        next_query += BLOCK_Q;
+        return {query};
+    }
+
+    __device__ __forceinline__ bool masked(QueryStep step) const {
+        return step.first < full_begin || step.first + BLOCK_Q > full_end;
+    }
+#endif
+};
+
+// lse and delta of a step's queries, one step ahead of their rows; past the range: -inf, as if the row saw nothing.
+__device__ __forceinline__ void fetch_statistics(Shared& shared, const AttentionParams& p, long long head_row, int query,
+                                                 int end, int slot) {
+    if (threadIdx.x >= BLOCK_Q) return;
+    const int i = query + threadIdx.x;
+    if (i < end) {
+        copy_async_4(&shared.lse[slot][threadIdx.x], p.lse + head_row * p.query_length + i, 4);
+        copy_async_4(&shared.delta[slot][threadIdx.x], p.delta + head_row * p.query_length + i, 4);
+    } else {
+        shared.lse[slot][threadIdx.x] = -infinity();
+        shared.delta[slot][threadIdx.x] = 0.0f;
+    }
+}
+
+// Rows of query and dout; zeros for rows that see nothing, whatever they hold.
+__device__ __forceinline__ void load_queries(Shared& shared, const AttentionParams& p, const KeyTile& t, int head,
+                                             int query, int slot, int stage) {
+    const ELEMENT* queries = p.query + t.batch * p.query_batch + head * p.query_head;
+    const ELEMENT* douts = p.dout + t.batch * p.dout_batch + head * p.dout_head;
+    for_each_piece<BLOCK_Q, THREADS>([&](int row, int piece) {
+        const bool exists = shared.lse[slot][row] != -infinity();
+        const long long i = exists ? query + row : 0;
+        copy_piece(shared.query[stage] + row * ROW_STRIDE, queries + i * p.query_row, piece, exists);
+        copy_piece(shared.dout[stage] + row * ROW_STRIDE, douts + i * p.dout_row, piece, exists);
+    });
+}
+
+// The words of a step in which not all pairs are visible.
+__device__ __forceinline__ void fetch_words(Shared& shared, const AttentionParams& p, const KeyTile& t, int head,
+                                            QueryStep step, int stage) {
+#if BITS
+    if (!step.masked) return;
+    const long long row = mask_row_of(p, t, head);
+    const unsigned* columns = p.columns + (row * p.query_words + step.first / 32) * p.key_stride;
+    for (int i = threadIdx.x; i < WORDS * BLOCK_N; i += THREADS)  // what the rows behind the last key get does not matter
+        copy_async_4(&shared.words[stage][i / BLOCK_N][i % BLOCK_N],
+                     columns + (long long)(i / BLOCK_N) * p.key_stride + shared.index[i % BLOCK_N], 4);
+#endif
+}
+
+// The biases of a step's queries.
+__device__ __forceinline__ void fetch_biases(Shared& shared, const AttentionParams& p, const KeyTile& t, int head,
+                                             int query, int stage) {
+#if BIAS == BIAS_DENSE
+    const int first = shared.index[0];
+    const bool in_order = BITS || KEYS == KEYS_CONTIGUOUS;  // lists of intervals are not
+    const bool following = in_order && shared.index[BLOCK_N - 1] - first == BLOCK_N - 1 && first % BIAS_WIDTH == 0;
+    load_bias<BLOCK_Q, BLOCK_N, THREADS>(
+        shared.bias_rows[stage], BiasRows(p, t.batch, t.group, head, query), following ? first : -1,
+        [&](int column) { return column < t.count ? shared.index[column] : -1; });
+#endif
+}
+
+// s = this warp's key (or value) rows . query (or dout) rows
+__device__ __forceinline__ void transposed_products(Accumulator (&s)[QUERY_FRAGMENTS], const ELEMENT* keys,
+                                                    const ELEMENT* queries) {
+#pragma unroll
+    for (int n = 0; n < QUERY_FRAGMENTS; ++n) clear(s[n]);
+#pragma unroll
+    for (int d = 0; d < DIM_FRAGMENTS; ++d) {
+        FragmentA a;
+        load_fragment(a, keys + d * 16, ROW_STRIDE);
+#pragma unroll
+        for (int n = 0; n < QUERY_FRAGMENTS; ++n) {
+            FragmentBT b;
+            load_fragment(b, queries + n * 16 * ROW_STRIDE + d * 16, ROW_STRIDE);
+            multiply_add(s[n], a, b);
+        }
+    }
+}
+
+// What a lane knows of its two keys.
+struct LaneKeys {
+    int start[2], stop[2];
+    float bias[2], dbias[2];
+};
+
+// s becomes p, dp becomes dx.
+__device__ __forceinline__ void gradients(Accumulator (&s)[QUERY_FRAGMENTS], Accumulator (&dp)[QUERY_FRAGMENTS],
+                                          LaneKeys& keys, const float* lse, const float* delta, const LogitScale& logit,
+                                          int first_position, bool masked, const Shared& shared, int stage,
+                                          int first_query) {
+#pragma unroll
+    for (int n = 0; n < QUERY_FRAGMENTS; ++n) {
+#if BITS || BIAS == BIAS_DENSE
+        const int first_row = threadIdx.x / 32 * 16 + (threadIdx.x & 31) / 4;  // of this lane
+#endif
+#if BITS
+        unsigned words[2] = {ALL_LANES, ALL_LANES};  // bit 0: of query 16 n + 2 * (lane % 4) of the step
+        if (masked) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                words[r] = shared.words[stage][n / 2][first_row + 8 * r] >>
+                           ((first_query + 16 * n & 31) + 2 * (threadIdx.x & 3));
+        }
+#endif
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int column = 16 * n + 2 * (threadIdx.x & 3) + fragment_column(i), r = fragment_row(i);
+            const float x = s[n].x[i], own_lse = lse[column];
+            const float reference = own_lse == -infinity() ? infinity() : own_lse * LOG2_E;
+#if BIAS == BIAS_DENSE
+            const float bias = to_float(shared.bias_rows[stage].x[column * BiasTile<BLOCK_Q, BLOCK_N>::STRIDE +
+                                                                  first_row + 8 * r]) * LOG2_E;
+#else
+            const float bias = keys.bias[r];
+#endif
+            float probability = exp2_fast(logit(x, bias) - reference);
+            float ds = probability * (dp[n].x[i] - delta[column]), dx = ds * logit.slope(x);
+#if BITS
+            if ((words[r] >> fragment_column(i) & 1) == 0) probability = ds = dx = 0.0f;
+#else
+            if (masked && !visible(first_position + column, keys.start[r], keys.stop[r])) probability = ds = dx = 0.0f;
+#endif
+            keys.dbias[r] += ds;
+            s[n].x[i] = probability;
+            dp[n].x[i] = dx;
+        }
+    }
+}
+
+// sums += s . rows for this warp's keys (s rounded to the type of an operand) and this block's columns
+__device__ __forceinline__ void add_products(Accumulator (&sums)[PART_FRAGMENTS], const Accumulator (&s)[QUERY_FRAGMENTS],
+                                             const ELEMENT* rows, int first_fragment) {
+#pragma unroll
+    for (int n = 0; n < QUERY_FRAGMENTS; ++n) {
+        FragmentA a;
+        round_to_operand(a, s[n]);
+#pragma unroll
+        for (int d = 0; d < PART_FRAGMENTS; ++d) {
+            if (DIM_PARTS > 1 && first_fragment + d >= DIM_FRAGMENTS) continue;
+            FragmentB b;
+            load_fragment(b, rows + n * 16 * ROW_STRIDE + (first_fragment + d) * 16, ROW_STRIDE);
+            multiply_add(sums[d], a, b);
+        }
+    }
+}
+
+// Calls write(row, column, number) for the numbers of this warp's 16 rows of dkey or dvalue.
+template <typename Write>
+__device__ __forceinline__ void for_each_sum(const Accumulator (&sums)[PART_FRAGMENTS], const KeyTile& t,
+                                             const Write& write) {
+    const int lane = threadIdx.x & 31, first_row = threadIdx.x / 32 * 16;
+#pragma unroll
+    for (int d = 0; d < PART_FRAGMENTS; ++d)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int row = first_row + lane / 4 + 8 * fragment_row(i);
+            const int column = 16 * (t.first_fragment + d) + 2 * (lane & 3) + fragment_column(i);
+            if (row < t.count && column < HEAD_DIM) write(row, column, sums[d].x[i]);
+        }
+}
+
+__device__ __forceinline__ void write_sums(const Accumulator (&sums)[PART_FRAGMENTS], const Shared& shared,
+                                           const AttentionParams& p, const KeyTile& t, ELEMENT* result, float* partial,
+                                           float factor) {
+    if (t.is_partial(p)) {
+        for_each_sum(sums, t, [&](int row, int column, float x) {
+            partial[t.partial_row(p, row) * HEAD_DIM + column] = x * factor;
+        });
+        return;
+    }
+    for_each_sum(sums, t, [&](int row, int column, float x) {
+        const long long key = (long long)t.batch * p.key_length + shared.index[row];
+        from_float(result[(key * p.kv_heads + t.group) * HEAD_DIM + column], x * factor);
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_key(const AttentionParams p) {
+    wait_for_earlier_kernels();
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
+    const KeyTile t = find_key_tile(p);
+    if (t.count <= 0) return;
+    const int lane = threadIdx.x & 31, first_row = threadIdx.x / 32 * 16, group_heads = p.heads / p.kv_heads;
+    load_keys(shared, p, t);
+    copy_async_commit();
+    round_rows<BLOCK_N, THREADS>(shared.key);
+    round_rows<BLOCK_N, THREADS>(shared.value);
+
+    const LogitScale logit(p.scale, p.softcap);
+    Accumulator dk[PART_FRAGMENTS], dv[PART_FRAGMENTS];
+#pragma unroll
+    for (int d = 0; d < PART_FRAGMENTS; ++d) {
+        clear(dk[d]);
+        clear(dv[d]);
+    }
+    for (int h = 0; h < group_heads; ++h) {
+        const int head = t.group * group_heads + h;
+        const long long head_row = (long long)t.batch * p.heads + head;
+        __syncthreads();  // everybody is done with the head before
+        load_key_facts(shared, p, t, head);
+        __syncthreads();  // intervals and biases are in place
+#if BITS
+        QuerySteps steps(p, t, head);
+#else
+        QuerySteps steps(find_queries(shared, p, t), t);
+#endif
+        QueryStep current = steps.next(), following = steps.next();
+        LaneKeys keys = {};
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = first_row + lane / 4 + 8 * r;
+            keys.start[r] = shared.start[row];
+            keys.stop[r] = shared.stop[row];
+            keys.bias[r] = shared.bias[row];
+        }
+
+        if (current.first < steps.end) {
+            fetch_statistics(shared, p, head_row, current.first, steps.end, 0);
+            fetch_statistics(shared, p, head_row, following.first, steps.end, 1);
+            copy_async_commit();
+            copy_async_wait<0>();
+            __syncthreads();  // statistics of the first two steps are in place
+            load_queries(shared, p, t, head, current.first, 0, 0);
+            fetch_words(shared, p, t, head, current, 0);
+            fetch_biases(shared, p, t, head, current.first, 0);
+            copy_async_commit();
+        }
+        for (int slot = 0, stage = 0; current.first < steps.end; stage ^= 1) {
+            const QueryStep after = steps.next();
+            const int next_slot = slot == 2 ? 0 : slot + 1, after_slot = next_slot == 2 ? 0 : next_slot + 1;
+            copy_async_wait<0>();
+            __syncthreads();  // this step's rows and the next one's statistics are in place; nobody reads the other stage
+            if (following.first < steps.end) {
+                load_queries(shared, p, t, head, following.first, next_slot, stage ^ 1);
+                fetch_words(shared, p, t, head, following, stage ^ 1);
+                fetch_biases(shared, p, t, head, following.first, stage ^ 1);
+            }
+            fetch_statistics(shared, p, head_row, after.first, steps.end, after_slot);
+            copy_async_commit();
+
+            Accumulator s[QUERY_FRAGMENTS], dp[QUERY_FRAGMENTS];
+            transposed_products(s, shared.key + first_row * ROW_STRIDE, shared.query[stage]);
+            transposed_products(dp, shared.value + first_row * ROW_STRIDE, shared.dout[stage]);
+            gradients(s, dp, keys, shared.lse[slot], shared.delta[slot], logit, current.first + t.shift,
+                      steps.masked(current), shared, stage, current.first);
+#if DVALUE
+            add_products(dv, s, shared.dout[stage], t.first_fragment);
+#endif
+#if DKEY
+            add_products(dk, dp, shared.query[stage], t.first_fragment);
+#endif
+            current = following;
+            following = after;
+            slot = next_slot;
+        }
+#if DBIAS
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = first_row + lane / 4 + 8 * r;
+            const float dbias = row_sum(keys.dbias[r]);
+            if ((lane & 3) != 0 || row >= t.count || t.first_fragment != 0) continue;
+            if (t.is_partial(p))
+                p.partial_bias[t.partial_row(p, row) * group_heads + h] = dbias;
+            else
+                p.dbias[head_row * p.key_length + shared.index[row]] = dbias;
+        }
+#endif
+    }
+    copy_async_wait<0>();
+#if DVALUE
+    write_sums(dv, shared, p, t, p.dvalue, p.partial_value, 1.0f);
+#endif
+#if DKEY
+    write_sums(dk, shared, p, t, p.dkey, p.partial_key, p.scale);
+#endif
+}

@@ -1,0 +1,95 @@
+// Adds up tiles of queries whose keys were split up into parts: with lse_i the logarithm of part i's sum of exponentials,
+//
+//     lse = log sum_i exp(lse_i),   out = sum_i exp(lse_i - lse) o_i
+//
+// for the rows of the tiles that sm90/split_kv.cuh describes. Parts are added in their order, so every run has the same bits. Where
+// a row sees nothing in a part, lse_i is -inf and the part does not count.
+//
+// partial // (split tiles, parts, BLOCK_M, HEAD_DIM) f32, on 16 bytes   partial_lse // (split tiles, parts, BLOCK_M) f32
+// out     // (B, Lq, H, D) ELEMENT, contiguous                          lse         // (B, H, Lq) f32
+// LANES lanes have a row, a block has ROWS rows of one tile. Rows of other tiles are left alone.
+//
+// Prelude: ELEMENT (16 bit), HEAD_DIM (a multiple of 8), HEADS (of a group in one tile), BLOCK_M.
+#include "sm90/split_kv.cuh"
+
+struct CombineParams {
+    const float* partial;
+    const float* partial_lse;
+    ELEMENT* out;
+    float* lse;
+    int parts;  // of a tile
+    int first;  // of the tiles that are split up, in the order in which tiles are dealt out
+    int batch, query_length, heads;
+    int tiles, shorter;  // as in AttentionParams
+};
+
+constexpr int THREADS = 256;
+constexpr int PIECES = HEAD_DIM / 4;  // of a row: four numbers each
+constexpr int LANES = PIECES <= 4 ? 4 : PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;
+constexpr int OWN = (PIECES + LANES - 1) / LANES;  // pieces of a lane
+constexpr int ROWS = THREADS / LANES;
+constexpr int TOGETHER = 4;  // parts that are on their way at a time
+constexpr float LEAST = 1.175494351e-38f;  // weight of a part that counts, so that infinite outputs do not become NaN
+static_assert(BLOCK_M % ROWS == 0 && HEAD_DIM % 8 == 0, "a block's rows are of one tile, and pieces are whole");
+
+extern "C" __global__ void __launch_bounds__(THREADS) combine_parts(const CombineParams p) {
+    wait_for_earlier_kernels();
+    constexpr int QUERIES = BLOCK_M / HEADS;
+    const int first = blockIdx.x * ROWS, number = first / BLOCK_M;
+    const int row = first % BLOCK_M + threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    const int sets = p.heads / HEADS;
+    const Dealt tile = dealt(p.first + number, p.batch * sets, p.tiles, p.shorter);
+    const int batch = tile.set / sets, head = tile.set % sets * HEADS + row % HEADS;
+    const int query = (p.tiles - 1 - tile.place) * QUERIES + row / HEADS;
+    if (row >= QUERIES * HEADS || query >= p.query_length) return;
+
+    const float* lse = p.partial_lse + row_of_part(number * p.parts, row);
+    const auto lse_of = [&](int part) { return lse[min(part, p.parts - 1) * BLOCK_M]; };
+    float highest = -infinity();
+#pragma unroll 1
+    for (int begin = 0; begin < p.parts; begin += TOGETHER) {
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) highest = fmaxf(highest, lse_of(begin + i));
+    }
+
+    const float* partial = p.partial + row_of_part(number * p.parts, row) * HEAD_DIM;
+    float o[OWN][4] = {}, sum = 0.0f;
+#pragma unroll 1
+    for (int begin = 0; begin < p.parts; begin += TOGETHER) {
+        float own[TOGETHER];
+        uint4 x[TOGETHER][OWN];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) {
+            own[i] = lse_of(begin + i);
+#pragma unroll
+            for (int k = 0; k < OWN; ++k) {
+                const int piece = lane + k * LANES;
+                x[i][k] = load_16(partial + (begin + i) * BLOCK_M * HEAD_DIM + 4 * piece,
+                                  begin + i < p.parts && (PIECES % LANES == 0 || piece < PIECES));
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) {
+            if (begin + i >= p.parts || own[i] == -infinity()) continue;
+            float weight = exp2_fast((own[i] - highest) * LOG2_E);
+            if (weight < LEAST) weight = LEAST;  // NaN remains
+            sum += weight;
+#pragma unroll
+            for (int k = 0; k < OWN; ++k) {
+                const unsigned words[4] = {x[i][k].x, x[i][k].y, x[i][k].z, x[i][k].w};
+#pragma unroll
+                for (int n = 0; n < 4; ++n) o[k][n] = fmaf(weight, __uint_as_float(words[n]), o[k][n]);
+            }
+        }
+    }
+    const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+    ELEMENT* out = p.out + (((long long)batch * p.query_length + query) * p.heads + head) * HEAD_DIM;
+#pragma unroll
+    for (int k = 0; k < OWN; ++k) {
+        const int piece = lane + k * LANES;
+        if (piece < PIECES)
+            reinterpret_cast<uint2*>(out)[piece] = make_uint2(pack_pair(o[k][0] * factor, o[k][1] * factor),
+                                                              pack_pair(o[k][2] * factor, o[k][3] * factor));
+    }
+    if (lane == 0) p.lse[((long long)batch * p.heads + head) * p.query_length + query] = highest + logf(sum);
+}

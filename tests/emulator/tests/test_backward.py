@@ -1,0 +1,295 @@
+"""The gradients on the CPU emulator: attention and key scores against the oracle, on small odd shapes."""
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+from cupy_dma.arrays import numpy_dtype
+from cupy_dma.backends.cuda.attention import backward
+from cupy_dma.backends.cuda.lists import dense_macro_tiles
+from cupy_dma.backward import attention_backward, key_scores_backward
+from tests.oracle import cases, reference
+
+build = pytest.importorskip("tests.emulator.build")
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+from tests import emulator  # noqa: E402
+from tests.emulator.tests.test_forward import BUILD, FORWARD, ORDERS, SCORE_CASES, bits, score_problem  # noqa: E402
+
+NAMES = ("float32-", "float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3", "bfloat16-D256", "mask-",
+         "causal-and-", "heads-", "window-1", "bias-", "softcap-", "layout-", "lengths-1x", "lengths-33x129",
+         "lengths-129x33", "dense-", "batch-3")
+
+
+@pytest.fixture(autouse=True)
+def device():
+    with emulator.using(build=BUILD) as runtime:
+        yield runtime
+
+
+@pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(NAMES)], ids=str)
+def test_backward_grid(case):
+    with_dlse = case.name.startswith(("heads-", "mask-"))
+    gradients = cases.run_backward(case, backend="emulator", with_dlse=with_dlse)
+    cases.check_backward(case, gradients, with_dlse=with_dlse, tf32=True)
+
+
+@pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith((
+    "bfloat16-D256", "float32-D128", "float32-D192", "float32-D256", "float32-dense-bias", "float32-dense-both",
+    "float32-dense-sizes", "dense-both", "dense-sizes"))], ids=str)
+def test_tiles_of_smaller_gpus(case, device):
+    """The cases whose tiles are others there, and those of few queries."""
+    device.shared_limit = 99 * 1024
+    cases.check_backward(case, cases.run_backward(case, backend="emulator"), tf32=True)
+
+
+@pytest.mark.parametrize("bias", ["full=bhqk", "full=11qk"])
+def test_large_float32_rows_with_a_dense_bias(bias, device):
+    """What fits on GPUs with more shared memory, and is refused on smaller ones."""
+    case = cases.Case("large", dtype="float32", head_dim=256, mask="dense=b1qk", bias=bias, query_length=37,
+                      key_length=40)
+    for limit in (227, 163):
+        device.shared_limit = limit * 1024
+        cases.check_backward(case, cases.run_backward(case, backend="emulator"), tf32=True)
+    device.shared_limit = 99 * 1024
+    with pytest.raises(NotImplementedError, match="99 KB"):
+        cases.run_backward(case, backend="emulator")
+
+
+def super_tiles(dtype, size):
+    """Gradients over several super-tiles: their lists, partial sums and the sum of these."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 400, heads, size)).astype(numpy_dtype(dtype)) for heads in (2, 1, 1))
+    scores = rng.standard_normal((1, 1, 400)).astype(np.float32)
+    mask = dma.IntervalMask.top_w(scores, 40)
+    out, lse = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True, backend="numpy")
+    return [attention_backward(q, q, k, v, out, lse, mask=mask, bias=scores, backend=name)
+            for name in ("emulator", "numpy")]
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 64), ("float16", 20), ("float32", 36)])
+def test_super_tiles(dtype, size):
+    for ours, other in zip(*super_tiles(dtype, size)):
+        x, y = ours.astype(np.float64), other.astype(np.float64)
+        assert np.linalg.norm(x - y) < (1e-3 if dtype == "float32" else 1e-2) * np.linalg.norm(y)
+
+
+@functools.cache
+def super_tiles_in_order():
+    return super_tiles("float16", 20)[0]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_the_order_of_threads_and_blocks_changes_no_bit(order):
+    expected = super_tiles_in_order()
+    with emulator.using(build=BUILD, order=order):
+        got = super_tiles("float16", 20)[0]
+    assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(got, expected))
+
+
+def dense_gradients(backend, dtype="float16"):
+    """A mask of blocks, so that steps and lists are left out, over more than 32 steps of queries; biases of their own
+    and shared."""
+    rng = np.random.default_rng(0)
+    n, lq = 136, 1100
+    kind = numpy_dtype(dtype)
+    q, k, v = (rng.standard_normal((1, m, heads, 16)).astype(kind) for m, heads in ((lq, 2), (n, 1), (n, 1)))
+    blocks = rng.choice(3, (1, 2, -(-lq // 32), -(-n // 8)), p=(0.7, 0.15, 0.15))
+    spread = blocks.repeat(32, 2)[:, :, :lq].repeat(8, 3)[..., :n]
+    mask = (spread == 2) | ((spread == 1) & (rng.random((1, 2, lq, n)) < 0.5))
+    mask[:, :, 200:700] = False
+    found = []
+    for heads in (1, 2):
+        bias = rng.standard_normal((1, heads, lq, n)).astype(kind)
+        out, lse = dma.attention(q, k, v, mask=mask, bias=bias, return_lse=True, backend=backend)
+        found += [out, lse, *attention_backward(q, q, k, v, out, lse, mask=mask, bias=bias, backend=backend)]
+    return found
+
+
+@functools.cache
+def dense_gradients_in_order():
+    return dense_gradients("emulator")
+
+
+@pytest.mark.parametrize("order", [None, *ORDERS], ids=str)
+def test_dense_masks_with_gaps(order):
+    expected = dense_gradients("numpy") if order is None else dense_gradients_in_order()
+    with emulator.using(build=BUILD, **({} if order is None else {"order": order})):
+        got = dense_gradients("emulator")
+    for a, b in zip(got, expected):
+        if order is not None:
+            assert np.array_equal(bits(a), bits(b))
+        else:
+            x, y = (np.where(np.isfinite(z), z, 0).astype(np.float64) for z in (a, b))
+            assert np.array_equal(np.isfinite(a), np.isfinite(b)) and np.linalg.norm(x - y) < 1e-2 * np.linalg.norm(y)
+
+
+def super_mask(kind, heads, queries=300, keys=200):
+    """A dense mask (1, heads, queries, keys) for super-tiles of 64 queries and more."""
+    rng = np.random.default_rng(heads)
+    i, j = np.arange(queries)[:, None], np.arange(keys)
+    some = rng.random((1, heads, queries, keys)) < 0.6
+    if kind == "columns":
+        return some & (rng.random((1, heads, 1, keys)) < 0.12)
+    if kind == "top_w":
+        scores = rng.standard_normal((1, heads, keys)).astype(np.float32)
+        return dma.IntervalMask.top_w(scores, 15).to_dense(queries)
+    masks = {"diagonal": i // 64 == j // 48, "later": (i >= 200) & (j >= 150), "causal": j + queries - keys <= i,
+             "full": j >= 0, "nothing": j < 0, "one": j == 7}
+    return np.broadcast_to(masks[kind], some.shape) if kind != "later" else some & masks[kind]
+
+
+def expected_lists(mask, kv_heads, capacity):
+    """Per list row the super-tiles of the first choice that fits: (first query, end, keys)."""
+    _, heads, queries, _ = mask.shape
+    for head in range(1 if heads == 1 else kv_heads):
+        share = max(heads // kv_heads, 1)
+        seen = mask[0, head * share:(head + 1) * share].any(0)
+        size = 64
+        while True:
+            ends = [(first, min(first + size, queries)) for first in range(0, queries, size)]
+            lists = [(first, end, np.flatnonzero(seen[first:end].any(0))) for first, end in ends]
+            if len(lists) == 1 or sum(-(-len(found) // 64) for *_, found in lists) * 64 <= capacity:
+                break
+            size *= 2
+        yield lists
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["columns", "top_w", "diagonal", "later", "causal", "full", "nothing", "one"])
+def test_super_tiles_of_dense_masks(kind, heads, monkeypatch):
+    """The lists are those of numpy, and the gradients agree, with super-tiles of 64 queries and more."""
+    monkeypatch.setattr(dense_macro_tiles, "UNIT_QUERIES", 64)
+    made = []
+
+    def spy(*arguments):
+        made.append(dense_macro_tiles.dense_supers(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(backward, "dense_supers", spy)
+    rng = np.random.default_rng(0)
+    mask = super_mask(kind, heads)
+    q = rng.standard_normal((1, 300, 4, 16)).astype(np.float16)
+    k, v = rng.standard_normal((2, 1, 200, 2, 16)).astype(np.float16)
+    bias = rng.standard_normal((1, 4, 200)).astype(np.float32)
+    out, lse = dma.attention(q, k, v, mask=mask, bias=bias[:, :, None], return_lse=True, backend="numpy")
+    found, expected = (attention_backward(q, q, k, v, out, lse, mask=mask, bias=bias[:, :, None], backend=name)
+                       for name in ("emulator", "numpy"))
+    for a, b in zip(found, expected):
+        x, y = a.astype(np.float64), b.astype(np.float64)
+        assert np.isfinite(x).all()
+        assert np.linalg.norm(x - y) <= 1e-2 * np.linalg.norm(y) + 1e-4  # one key: dq is 0 but for roundings
+    unseen = ~mask[0].reshape(heads, 300, 200).any(1)
+    for head in range(2):
+        nobody = unseen[head * heads // 2:max((head + 1) * heads // 2, 1)].all(0)
+        assert not found.key[0, nobody, head].any() and not found.value[0, nobody, head].any()
+
+    entries = made[0].entries
+    assert entries == 320  # 1.45 times 200 in blocks of 64
+    rows = [*expected_lists(mask, 2, entries)]
+    fields = made[0].fields
+
+    def read(name, *shape):
+        return np.ctypeslib.as_array(ctypes.cast(fields[name], ctypes.POINTER(ctypes.c_int)), shape)
+
+    assert read("super_counts", len(rows)).tolist() == [len(lists) for lists in rows]
+    for lists, numbers, found_blocks in zip(rows, read("super_list", len(rows), entries // 64, 64),
+                                            read("super_blocks", len(rows), entries // 64, 4)):
+        wanted = [(first, end, keys[at:at + 64]) for first, end, keys in lists for at in range(0, len(keys), 64)]
+        for block, (first, end, keys) in enumerate(wanted):
+            assert found_blocks[block].tolist() == [first, end, len(keys), 0]
+            assert numbers[block, :len(keys)].tolist() == keys.tolist()
+        assert not found_blocks[len(wanted):].any()
+
+
+@functools.cache
+def in_order(case):
+    return cases.run_backward(case, backend="emulator")
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_dense_super_tiles_in_any_order(order):
+    case = next(c for c in FORWARD if c.name == "dense-columns-full")
+    expected = in_order(case)
+    with emulator.using(build=BUILD, order=order):
+        got = cases.run_backward(case, backend="emulator")
+    assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(got, expected))
+
+
+@pytest.mark.parametrize("needs", [("bias",), ("query",), ("key",), ("value", "bias"), ("query", "key", "bias")])
+@pytest.mark.parametrize("name", ["bias-full_per_head-top_w", "dense-both-dense=1hqk-bhqk", "dense-bias-1gq1"])
+def test_some_gradients_of_dense_biases(name, needs):
+    case = next(c for c in FORWARD if c.name == name)
+    gradients = cases.run_backward(case, backend="emulator", needs=needs)
+    assert all((found is not None) == (part in needs) for part, found in gradients._asdict().items())
+    cases.check_backward(case, gradients)
+
+
+def test_a_bias_of_float64():
+    case = next(c for c in FORWARD if c.name == "dense-bias-11qk")
+    (q, k, v), named = cases._arguments(case, np.asarray)
+    named["bias"] = named["bias"].astype(np.float64)
+    out, lse = dma.attention(q, k, v, **named, return_lse=True, backend="emulator")
+    found = attention_backward(q, q, k, v, out, lse, **named, needs="bias", backend="emulator").bias
+    expected = attention_backward(q, q, k, v, out, lse, **named, needs="bias", backend="numpy").bias
+    assert found.dtype == np.float64 and np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("kind", ["key", "value", "query", "dout"])
+def test_a_bad_row_reaches_no_gradient_behind_a_dense_mask(kind):
+    """A row that nobody sees, or that sees nothing, may hold NaN."""
+    rng = np.random.default_rng(0)
+    x = {name: rng.standard_normal((1, 100, 2, 16)).astype(np.float16) for name in ("query", "key", "value", "dout")}
+    mask = rng.random((1, 2, 100, 100)) < 0.3
+    (mask[:, 0, :, 50] if kind in ("key", "value") else mask[:, 0, 50])[...] = False
+    bias = rng.standard_normal((1, 1, 100, 100)).astype(np.float16)
+    results = []
+    for spoil in (False, True):
+        if spoil:
+            x[kind][0, 50, 0] = np.nan
+        q, k, v, do = x["query"], x["key"], x["value"], x["dout"]
+        out, lse = dma.attention(q, k, v, mask=mask, bias=bias, return_lse=True, backend="emulator")
+        results.append(attention_backward(do, q, k, v, out, lse, mask=mask, bias=bias, backend="emulator"))
+    for clean, found in zip(*results):
+        assert np.array_equal(clean, found)
+
+
+def score_gradients(shape, dtype, form, backend):
+    value, weight, a, offset = score_problem(shape, dtype)
+    rng = np.random.default_rng(1)
+    dscores = rng.standard_normal((shape[0], shape[2], shape[1])).astype(np.float32)
+    dscores[rng.random(dscores.shape) < 0.2] = 0
+    arguments = [dscores, value, weight / np.float32(np.sqrt(shape[2])), a, offset]
+    if backend == "numpy":
+        arguments = [x.astype(np.float64) for x in arguments]
+    return key_scores_backward(*arguments[:4], dt_bias=arguments[4], form=form, backend=backend)
+
+
+@pytest.mark.parametrize(("dtype", "form", "shape"), SCORE_CASES)
+def test_key_scores_backward(dtype, form, shape):
+    found, expected = (score_gradients(shape, dtype, form, name) for name in ("emulator", "numpy"))
+    for name, g, ref in zip(("value", "dt_proj", "A", "dt_bias"), found, expected):
+        largest = np.abs(ref).max(initial=0.0)
+        roundings = reference.one_rounding(largest, g.dtype) + 2e-5 * max(largest, 1.0)
+        assert np.abs(g.astype(np.float64) - ref).max(initial=0.0) <= roundings, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(("mask-", "bias-", "softcap", "float16-D",
+                                                                           "float32-"))], ids=str)
+def test_a_gpu_agrees(case):
+    """The same inputs through every kernel on both."""
+    import cupy
+
+    found = cases.run_backward(case, backend="emulator")
+    theirs = cases.run_backward(case, cupy.asarray)
+    unit = {"float16": 2**-9, "bfloat16": 2**-6, "float32": 2**-9}[case.dtype]
+    for ours, other in zip(found, theirs):
+        assert (ours is None) == (other is None)
+        if ours is not None:
+            x, y = ours.astype(np.float64), cupy.asnumpy(other).astype(np.float64)
+            assert np.abs(x - y).max(initial=0.0) <= 2 * unit * max(1.0, np.abs(y).max(initial=0.0))

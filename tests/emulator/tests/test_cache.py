@@ -1,0 +1,50 @@
+"""The cuda backend's way of taking many tokens at once, on the CPU emulator."""
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from tests.oracle.cache_cases import History, packed
+
+build = pytest.importorskip("tests.emulator.build")
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+from tests import emulator  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def device():
+    with emulator.using(build=os.environ.get("CUPY_DMA_EMULATOR_BUILD", "watched")) as runtime:
+        yield runtime
+
+
+@pytest.mark.parametrize("history", [
+    History(length=31, window=6), History(length=31, window=6, sinks=2, recent=3, dtype="bfloat16", head_dim=16),
+    History(length=31, window=9, value_dim=4, scores="nan")], ids=str)
+def test_chunks(history):
+    cache = history.cache(backend="emulator")
+    out, lse = history.run(cache, [12, 9, 10])
+    history.check(out, lse, tf32=True)
+    history.check_kept(cache)
+
+
+def test_packed_chunks():
+    """Two sequences of 9 and 12 tokens at first, then of 12 and 9."""
+    history = History(length=21, window=6, sinks=1, recent=2, dtype="bfloat16", head_dim=16)
+    cache = history.cache(backend="emulator")
+    x, done, outs = history.data, np.zeros(2, int), [[], []]
+    for added in ((9, 12), (12, 9)):
+        tokens = [np.stack([np.resize(x[name][b, at:at + n], (12, *x[name].shape[2:]))
+                            for b, (at, n) in enumerate(zip(done, added))]) for name in ("query", "key", "value")]
+        tokens.append(np.stack([np.resize(x["scores"][b, :, at:at + n].T, (12, 2)).T
+                                for b, (at, n) in enumerate(zip(done, added))]))
+        rows, bounds = packed(tokens, added)
+        out, lse = cache.extend(*rows, cu_seqlens=bounds, return_lse=True)
+        for b, (begin, end) in enumerate(((0, added[0]), (added[0], 21))):
+            outs[b].append((out[begin:end], lse[:, begin:end]))
+        done += added
+    history.check(np.stack([np.concatenate([out for out, _ in parts]) for parts in outs]),
+                  np.stack([np.concatenate([lse for _, lse in parts], 1) for parts in outs]), tf32=True)
+    history.check_kept(cache)

@@ -1,0 +1,324 @@
+"""The kernels of decoding on the CPU emulator, against the oracle on the whole history and in different orders."""
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+from cupy_dma.arrays import describe, numpy_dtype
+from cupy_dma.backends.cuda.attention import flash_decode, last_queries
+from cupy_dma.backends.cuda.decode import step
+from tests.oracle import cases, reference
+from tests.oracle.cache_cases import SCORES, History
+from tests.unit.test_cache import check_invariants
+
+build = pytest.importorskip("tests.emulator.build")
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+from tests import emulator  # noqa: E402
+from tests.emulator import Order  # noqa: E402
+from tests.emulator.tests import test_forward  # noqa: E402
+
+BUILD = os.environ.get("CUPY_DMA_EMULATOR_BUILD", "watched")
+SMALL = History(dtype="float16", head_dim=16, length=24, window=7)
+# Both ways to load rows, with one part and with several; a tile of one operand and of two, sets of tiles.
+CASES = [
+    History(dtype="bfloat16", head_dim=64, window=100, recent=3, length=112, batch=1, heads=2, kv_heads=1),
+    History(dtype="float16", head_dim=16, value_dim=24, window=9, sinks=2, recent=3),
+    History(dtype="float16", head_dim=5, value_dim=7, window=9, heads=3, kv_heads=1, softcap=3.0, scale=0.7),
+    History(dtype="float32", head_dim=40, window=9, sinks=3, length=30),
+    History(dtype="float32", head_dim=7, window=70, length=74, batch=1, recent=1, heads=10, kv_heads=1),
+    History(dtype="bfloat16", head_dim=24, window=5, heads=12, kv_heads=1, length=20, batch=1),
+    History(dtype="bfloat16", head_dim=136, value_dim=16, window=5, heads=20, kv_heads=2, length=12, batch=1),
+    History(dtype="float16", head_dim=8, window=1, length=10, heads=36, kv_heads=1, batch=1),
+    History(dtype="float32", head_dim=256, window=3, length=8, heads=9, kv_heads=1, batch=1, scale=-0.05),
+]
+
+
+@pytest.fixture(autouse=True)
+def device():
+    with emulator.using(build=BUILD) as runtime:
+        step.split.cache_clear()
+        yield runtime
+        step.split.cache_clear()
+
+
+def steps(history: History, cache=None, begin: int = 0, **options) -> tuple[np.ndarray, np.ndarray]:
+    cache = cache or history.cache(backend="emulator")
+    return history.run(cache, [1] * (history.length - begin), begin=begin, **options)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("way", ["as it comes", "one part"])
+def test_against_the_oracle(case, way, monkeypatch):
+    if way != "as it comes" and case.heads in (36, 20, 3):
+        pytest.skip("one way is enough")
+    if way == "one part":
+        if case.window > 50:
+            pytest.skip("takes long, and several parts are the point")
+        monkeypatch.setattr(step, "MOST_PARTS", 1)
+    cache = case.cache(backend="emulator")
+    out, lse = steps(case, cache)
+    case.check(out, lse, tf32=True)
+    case.check_kept(cache)
+    check_invariants(cache._state, case.length)
+
+
+@pytest.mark.parametrize(("sinks", "recent"), [(0, 0), (2, 0), (0, 1), (2, 3)])
+@pytest.mark.parametrize("scores", [*SCORES, "infinite"])
+def test_state_after_every_step(scores, sinks, recent, device):
+    history = History(scores=scores, sinks=sinks, recent=recent, length=16, dtype="float16", head_dim=8, window=5)
+    cache = history.cache(backend="emulator")
+    for p in range(history.length):
+        out, lse = history.run(cache, [1], begin=p)
+        history.check_kept(cache, p)
+        if scores not in ("nan", "all_nan", "infinite"):
+            check_invariants(cache._state, p + 1)
+        if scores != "infinite":
+            history.check(out, lse, begin=p)
+
+
+@pytest.mark.parametrize("order", [Order("backward", "backward"), Order("random", "random", 1),
+                                   Order("random", "random", 2)], ids=str)
+def test_the_order_of_threads_and_blocks_changes_no_bit(order):
+    history = CASES[0]
+    expected = history.cache(backend="emulator")
+    history.run(expected, [102], np.asarray)
+    with emulator.using(build=BUILD, order=order):
+        other = expected.clone()
+        got = steps(history, other, 102)
+    wanted = steps(history, expected, 102)
+    assert all(np.array_equal(a.view("u1"), b.view("u1")) for a, b in zip(got, wanted))
+    for name, array in expected.state_dict().items():
+        assert np.asarray(array).tobytes() == np.asarray(other.state_dict()[name]).tobytes(), name
+
+
+@pytest.mark.parametrize("pieces", [[3, 1, 8, 2], [20, 1, 3], [1, 9, 4]])
+def test_few_tokens_at_a_time(pieces):
+    history = History(dtype="float16", head_dim=16, length=sum(pieces), window=7, recent=2)
+    cache = history.cache(backend="emulator")
+    history.check(*history.run(cache, pieces))
+    history.check_kept(cache)
+
+
+def test_sequences_that_take_no_step():
+    history = History(dtype="float16", head_dim=16, length=30, window=7, batch=3, recent=2)
+    cache, expected = history.cache(backend="emulator"), history.cache(backend="numpy")
+    taking = np.array([0, 1, 1])
+    assert not cache.extend(*history.tokens(0, 1), lengths=taking)[0].any()  # without lse
+    expected.extend(*history.tokens(0, 1), lengths=taking)
+    rng, kind = np.random.default_rng(0), ("int32", "int64")
+    for p in range(history.length):
+        tokens, taking = history.tokens(p, p + 1), rng.integers(0, 2, 3).astype(kind[p % 2])
+        out, lse = cache.extend(*tokens, lengths=taking, return_lse=True)
+        wanted, wanted_lse = expected.extend(*tokens, lengths=taking, return_lse=True)
+        assert np.abs(out.astype("f4") - wanted.astype("f4")).max() < 4e-3
+        assert not out[taking == 0].any() and np.isneginf(lse[taking == 0]).all()
+        np.testing.assert_allclose(lse, wanted_lse, atol=2e-3)
+        for mine, theirs in zip((*cache.kept(), cache.length), (*expected.kept(), expected.length)):
+            assert np.array_equal(mine, theirs)
+
+
+def test_update_is_a_step_without_queries():
+    cache = SMALL.cache(backend="emulator")
+    for p in range(SMALL.length - 4):
+        cache.update(*SMALL.tokens(p, p + 1)[1:])
+        SMALL.check_kept(cache, p)
+    SMALL.check(*steps(SMALL, cache, SMALL.length - 4), begin=SMALL.length - 4)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bad_row_reaches_only_those_that_see_it(bad):
+    """Rows with numbers that are not finite, in keys that leave the top and stay in their slots for a while."""
+    history = History(dtype="float16", head_dim=16, length=30, window=5, sinks=2, recent=3, scores="distinct", batch=1)
+    clean = steps(history)[0]
+    for where in (0, 9, 20):
+        for name in ("key", "value"):
+            spoiled = History(**{f: getattr(history, f) for f in ("dtype", "head_dim", "length", "window", "sinks",
+                                                                  "recent", "scores", "batch")})
+            spoiled.data[name][0, where, 0, 3] = bad
+            out = steps(spoiled)[0]
+            sees = history.mask[0, 0, :, where]
+            assert np.array_equal(out[0, ~sees, :2], clean[0, ~sees, :2])
+            assert np.array_equal(out[0, :, 2:], clean[0, :, 2:])
+            if name == "value":
+                assert not np.isfinite(out[0, sees, :2, 3].astype("f4")).any()
+
+
+def test_a_step_allocates_nothing(monkeypatch):
+    from tests.emulator.memory import WatchedLibrary
+
+    cache = SMALL.cache(backend="emulator")
+    out = np.zeros((2, 1, 4, 16), np.float16)
+    cache.extend(*SMALL.tokens(0, 1), out=out)
+    monkeypatch.setattr(WatchedLibrary, "empty", lambda *_: pytest.fail("memory was asked for"))
+    monkeypatch.setattr(WatchedLibrary, "full", lambda *_: pytest.fail("memory was asked for"))
+    for p in range(1, SMALL.length):
+        assert cache.extend(*SMALL.tokens(p, p + 1), out=out) is out
+    SMALL.check_kept(cache)
+    reference = SMALL.oracle()[0][0]
+    assert np.abs(out - reference[:, -1:]).max() <= 3e-3
+
+
+def test_rows_of_any_strides():
+    """Views that are not aligned to 16 bytes, and BHSD ones."""
+    history, far = SMALL, SMALL.cache(backend="emulator")
+    for p in range(history.length):
+        views = []
+        for x in history.tokens(p, p + 1)[:3]:
+            room = np.zeros((2, x.shape[2], 3, 19), x.dtype)[:, :, 1:2, 1:17].transpose(0, 2, 1, 3)
+            room[...] = x
+            views.append(room)
+        score = np.zeros((5, 2, 2), np.float32).transpose(2, 1, 0)[:, :, 2:3]
+        score[...] = history.tokens(p, p + 1)[3]
+        out, lse = far.extend(*views, score, return_lse=True)
+        history.check(out, lse, begin=p)
+
+
+def test_parts_cover_the_slots():
+    for rows in (1, 15, 63, 64, 1000, 1024, 5000, 70000):
+        for pairs in (1, 8, 300):
+            for group in (0, 1, 8, 9, 40):
+                cut = step.split((pairs, 1, rows, 128), 128, group, "float16", 132, False)
+                assert cut.share % step.STEP == 0 and cut.parts <= step.MOST_PARTS and cut.cluster == 1
+                assert (cut.parts - 1) * cut.share < rows <= cut.parts * cut.share
+                assert cut.rows * cut.sets >= group and 1 <= cut.rows <= 16
+
+
+def test_few_heads_take_clusters():
+    for rows, pairs, group, expected in (
+            (1024, 1, 2, True), (2048, 8, 2, False), (100, 1, 2, True), (16, 1, 2, False), (1024, 8, 2, True),
+            (1024, 9, 2, False), (1024, 1, 17, False), (65536, 1, 2, False)):
+        cut = step.split((1, pairs, rows, 64), 64, group, "float16", 132, True)
+        assert (cut.cluster == cut.parts == step.CLUSTER) == expected == (cut.cluster > 1)
+        assert cut.share % step.STEP == 0 and rows <= cut.parts * cut.share and cut.grid <= 132 * 3
+
+
+# ---- few queries against a long history ----
+NAMES = ("lengths-1x", "lengths-33x", "lengths-129x33-t", "mask-causal", "mask-window", "mask-top_w", "mask-global",
+         "mask-none", "softcap-", "float16-D3", "bfloat16-D256", "bfloat16-D40", "float32-D64", "float32-D256",
+         "float32-D7", "bias-key", "heads-8/1", "heads-4/2-top_w", "layout-bhsd", "window-1")
+FEW = [c for c in cases.CASES if c.name.startswith(NAMES) and not any(
+    part in c.name for part in ("dense", "per_head", "softcap-full"))]
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """The kernel of few queries takes every call that it can do."""
+    served = []
+    monkeypatch.setattr(flash_decode, "_pays", lambda *_: True)
+    launch = flash_decode.attention
+    monkeypatch.setattr(flash_decode, "attention", lambda *arguments: served.append(1) or launch(*arguments))
+    return served
+
+
+@pytest.mark.parametrize(("queries", "keys", "group", "kv_heads", "masked", "pays"), [
+    (64, 512, 1, 1, True, True), (65, 2**17, 1, 1, True, False), (64, 511, 1, 1, False, False),
+    (16, 2**17, 1, 80, True, True), (17, 2**17, 1, 80, True, False), (65, 4096, 1, 1, False, True),
+    (65, 4095, 1, 1, False, False), (264, 4096, 2, 1, False, True), (265, 4096, 2, 1, False, False),
+    (66, 8192, 2, 8, False, True), (67, 2**17, 2, 8, False, False)])
+def test_calls_that_share_keys_out(queries, keys, group, kv_heads, masked, pays):
+    """On 132 multiprocessors."""
+    mask = dma.IntervalMask.sliding_window(keys, 100) if masked else None
+    call = SimpleNamespace(query_length=queries, key_length=keys, heads=group * kv_heads, kv_heads=kv_heads, batch=1,
+                           mask=mask)
+    assert flash_decode._pays(SimpleNamespace(multiprocessors=lambda index: 132), 0, call) == pays
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_few_queries_on_the_forward_grid(case, always):
+    out, lse = cases.run(case, backend="emulator")
+    cases.check(case, out, lse, tf32=True)
+    assert always
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", ["causal", "top_w", "window"])
+def test_few_queries_isolate_bad_rows(bad, kind, always):
+    for dtype in (np.float16, np.float32):
+        for name in ("key", "value"):
+            dirty, clean, mask, sees = test_forward.bad_row_problem(kind, name, bad, dtype)
+            out = dma.attention(*dirty.values(), mask=mask, backend="emulator")
+            good = dma.attention(*clean.values(), mask=mask, backend="emulator")
+            assert np.array_equal(out[0, ~sees, 0], good[0, ~sees, 0])
+            assert np.array_equal(out[:, :, 1], good[:, :, 1])
+            if name == "value":
+                assert not np.isfinite(out[0, sees, 0, 5]).any()
+
+
+@pytest.mark.parametrize("order", [Order("backward", "backward"), Order("random", "random", 1)], ids=str)
+def test_few_queries_in_any_order(order, always):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, n, h, 16)).astype(np.float16) for n, h in ((3, 4), (5000, 2), (5000, 2)))
+    scores = np.round(rng.standard_normal((1, 2, 5000)).astype(np.float32), 2)
+    expected = dma.dynamic_mask_attention(q, k, v, scores, window=300, return_lse=True, backend="emulator")
+    with emulator.using(build=BUILD, order=order):
+        got = dma.dynamic_mask_attention(q, k, v, scores, window=300, return_lse=True, backend="emulator")
+    assert all(np.array_equal(a.view("u1"), b.view("u1")) for a, b in zip(got, expected))
+
+
+# ---- the last queries' selection ----
+@pytest.mark.parametrize("kind", ["iid", "equal", "increasing", "decreasing", "ties", "special"])
+@pytest.mark.parametrize(("length", "window", "queries"), [(2, 1, 1), (4096, 30, 1), (6000, 50, 4), (9000, 4500, 1),
+                                                           (70, 3, 9), (9000, 20, 33)])
+def test_selection_of_the_last_queries(kind, length, window, queries, device):
+    """Keys in order, and the positions that see them, against the heap of the NumPy backend."""
+    scores = test_forward.awkward_scores(kind, 2, length)
+    stop = np.asarray(dma.IntervalMask.top_w(scores, window, backend="numpy").stop)[0]
+    with device.memory.session() as session:
+        operand = session.operand(describe(scores, "scores"))
+        found = last_queries.select_last(device, operand, window, queries, 1)
+    space = found.keep[1]
+    first, (rows, count) = length - queries, (2, found.count)
+
+    def read(address, *shape):
+        begin = (address - space.ctypes.data) // 4
+        return space[begin:begin + int(np.prod(shape))].reshape(shape)
+
+    keys = read(found.list, rows, count)
+    for row in range(rows):
+        seen = np.flatnonzero((np.arange(length) <= first) & (stop[row] > first))
+        assert np.array_equal(keys[row], [*seen, *range(first + 1, length)])
+        if found.interval is not None:
+            start, end = read(found.interval, rows, count, 2)[row].T
+            assert (start[:window] <= first).all() and np.array_equal(start[window:], keys[row, window:])
+            assert np.array_equal(np.minimum(end, length), np.minimum(stop[row, keys[row]], length))
+
+
+@pytest.mark.parametrize(("length", "window", "queries", "heads", "dtype"), [
+    (700, 60, 1, 2, "float16"), (700, 60, 3, 10, "bfloat16"), (600, 90, 8, 4, "float32"),
+    (530, 529, 1, 2, "float16")])
+def test_last_queries_of_a_history(length, window, queries, heads, dtype, monkeypatch):
+    rng, kind = np.random.default_rng(0), numpy_dtype(dtype)
+    q, k, v = (rng.standard_normal((2, n, h, 16)).astype(kind)
+               for n, h in ((queries, heads), (length, 2), (length, 2)))
+    scores = rng.integers(-9, 9, (2, 2, length)).astype(np.float16)
+    launched = []
+    select = last_queries.select_last
+    monkeypatch.setattr(last_queries, "select_last", lambda *x: launched.append(1) or select(*x))
+    out, lse = dma.dynamic_mask_attention(q, k, v, scores, window=window, return_lse=True, backend="emulator")
+    assert launched
+    seen = reference.top_w_dense(scores, window, query_length=queries)
+    arguments = (q, k, v, seen, scores)
+    pairs = zip((out, lse), reference.attention(*arguments),
+                reference.same_precision_attention(*arguments, tf32=dtype == "float32"))
+    for found, expected, plain in pairs:
+        reference.assert_matches_reference(found, expected, plain, found.dtype)
+
+
+def test_what_the_last_queries_leave_to_masks(monkeypatch):
+    """Padding, global selection, masks per head, and histories that are not longer than the window."""
+    monkeypatch.setattr(flash_decode, "_pays", lambda *_: True)
+    monkeypatch.setattr(last_queries, "select_last", lambda *_: pytest.fail("these need a mask"))
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((1, 2, 4, 8)).astype(np.float16), rng.standard_normal((1, 40, 2, 8)).astype(np.float16)
+    scores, by_head = (rng.standard_normal((1, h, 40)).astype(np.float32) for h in (2, 4))
+    for s, options in ((scores, {"window": 39}), (scores, {"window": 5, "keys": "global"}), (by_head, {"window": 5}),
+                       (scores, {"window": 5, "padding": np.arange(40)[None] > 3}),
+                       (scores, {"window": 5, "documents": np.array([0, 20, 40])})):
+        out = dma.dynamic_mask_attention(q, k, k, s, **options, backend="emulator")
+        expected = dma.dynamic_mask_attention(*(x.astype("f4") for x in (q, k, k)), s, **options, backend="numpy")
+        assert np.abs(out - expected).max() < 4e-3

@@ -1,0 +1,544 @@
+"""Every portable kernel on the CPU emulator against the oracle, and in different orders of threads and blocks.
+
+The emulator watches every access (tests/emulator), so these tests fail for a race or a read out of bounds even where
+the numbers come out right. ``CUPY_DMA_EMULATOR_BUILD`` chooses another build (``make test-sanitize``: ``address``).
+"""
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import cupy_dma as dma
+from cupy_dma.arrays import CPU, library_named, numpy_dtype
+from cupy_dma.backends.cuda.attention import sm90, sm90_schedule
+from cupy_dma.backends.cuda.lists import intervals
+from cupy_dma.backends.cuda.runtime import warmup
+from cupy_dma.backends.cuda.runtime.configs import ListConfig
+from tests.oracle import cases, reference
+from tests.unit.test_selection import problems
+
+build = pytest.importorskip("tests.emulator.build")
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+from tests import emulator  # noqa: E402
+from tests.emulator import Order  # noqa: E402
+
+BUILD = os.environ.get("CUPY_DMA_EMULATOR_BUILD", "watched")
+FORWARD = [c for c in cases.CASES if c.dtype in ("float16", "bfloat16", "float32")]
+ORDERS = [Order("backward", "backward"), Order("random", "random", 1), Order("random", "random", 2)]
+
+
+@pytest.fixture(autouse=True)
+def device():
+    with emulator.using(build=BUILD) as runtime:
+        yield runtime
+
+
+def on_emulator(case, **options):
+    """``cases.run`` with the mask selected on the emulator too."""
+    return cases.run(case, backend="emulator", **options)
+
+
+# ---- attention ----
+@pytest.mark.parametrize("case", FORWARD, ids=str)
+def test_forward_grid(case):
+    out, lse = on_emulator(case)
+    cases.check(case, out, lse, tf32=True)
+
+
+@pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith((
+    "bfloat16-D128", "bfloat16-D256", "float32-D128", "float32-D192", "float32-D256", "float32-dense-bias",
+    "float32-dense-both", "float32-dense-sizes", "dense-both", "dense-sizes"))], ids=str)
+def test_tiles_of_smaller_gpus(case, device):
+    """The cases whose tiles are others there, and those of few queries."""
+    device.shared_limit = 99 * 1024
+    out, lse = on_emulator(case)
+    cases.check(case, out, lse, tf32=True)
+
+
+@pytest.mark.parametrize("bias", ["none", "key", "key_per_head"])
+@pytest.mark.parametrize("mask", ["none", "causal", "top_w", "global"])
+def test_many_blocks_of_keys(mask, bias):
+    """More than 32 blocks of keys (a group of summaries) and several tiles."""
+    case = cases.Case(f"long-{mask}-{bias}", dtype="float16", batch=1, query_length=150, key_length=2200, mask=mask,
+                      window=300, bias=bias, head_dim=24, heads=4, kv_heads=2)
+    out, lse = on_emulator(case)
+    cases.check(case, out, lse, tf32=True)
+
+
+@pytest.mark.parametrize(("lq", "lk"), [(64, 64), (100, 128)])
+def test_no_masked_block(lq, lk):
+    """Whole blocks only: none of the barriers that a masked block brings."""
+    case = cases.Case(f"whole-{lq}x{lk}", mask="none", query_length=lq, key_length=lk)
+    cases.check(case, *on_emulator(case), tf32=True)
+
+
+def bad_row_problem(kind, name, bad, dtype=np.float16):
+    """(arguments with one bad row, clean arguments, mask, which queries see the row)."""
+    rng = np.random.default_rng(0)
+    n, where = 150, 75
+    x = {part: rng.standard_normal((1, n, 2, 16)).astype(dtype) for part in ("query", "key", "value")}
+    dirty = {part: array.copy() for part, array in x.items()}
+    dirty[name][0, where, 0, 5] = bad
+    scores = rng.standard_normal((1, 2, n)).astype(np.float32)
+    scores[0, 0, where] = 1.2  # kept for some time, but not for ever
+    mask = {"causal": lambda: dma.IntervalMask.causal(n), "top_w": lambda: dma.IntervalMask.top_w(scores, 20),
+            "window": lambda: dma.IntervalMask.sliding_window(n, 30),
+            "dense": lambda: rng.random((1, 2, n, n)) < 0.3}[kind]()
+    dense = mask if kind == "dense" else mask.to_dense(n)
+    return dirty, x, mask, np.broadcast_to(dense, (1, 2, n, n))[0, 0, :, where]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["key", "value"])
+@pytest.mark.parametrize("kind", ["causal", "top_w", "window", "dense"])
+def test_a_bad_row_reaches_only_the_queries_that_see_it(name, bad, kind):
+    dirty, clean, mask, sees = bad_row_problem(kind, name, bad)
+    out = dma.attention(*dirty.values(), mask=mask, backend="emulator")
+    good = dma.attention(*clean.values(), mask=mask, backend="emulator")
+    assert np.array_equal(out[0, ~sees, 0], good[0, ~sees, 0]) and np.array_equal(out[:, :, 1], good[:, :, 1])
+    if name == "value":
+        assert not np.isfinite(out[0, sees, 0, 5]).any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.finfo(np.float32).max])
+@pytest.mark.parametrize("kind", ["causal", "top_w"])
+def test_a_bad_row_of_float32(bad, kind):
+    """Also the largest number, which TF32 rounds to infinity."""
+    for name in ("key", "value"):
+        dirty, clean, mask, sees = bad_row_problem(kind, name, bad, np.float32)
+        found, good = (dma.attention(*x.values(), mask=mask, return_lse=True, backend="emulator")
+                       for x in (dirty, clean))
+        assert np.array_equal(found[0][0, ~sees, 0], good[0][0, ~sees, 0])
+        if name == "value":
+            assert not np.isfinite(found[0][0, sees, 0, 5]).any()
+        dout = clean["query"]
+        grads = [dma.backward.attention_backward(dout, *x.values(), *result, mask=mask, backend="emulator").query
+                 for x, result in ((dirty, found), (clean, good))]
+        assert np.array_equal(grads[0][0, ~sees, 0], grads[1][0, ~sees, 0])
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 90, 100), (1, 2, 1, 100)])
+def test_minus_infinity_in_a_bias_hides(shape):
+    """Queries all of whose biases are -inf see nothing; NaN reaches its own queries only."""
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((1, n, 2, 16)).astype(np.float16) for n in (90, 100))
+    bias = np.where(rng.random(shape) < 0.5, rng.standard_normal(shape), -np.inf).astype(np.float32)
+    bias[0, 0, 7 % shape[2]] = -np.inf
+    out, lse = dma.attention(q, k, k, bias=bias, return_lse=True, backend="emulator")
+    ref, ref_lse = reference.attention(q, k, k, None, bias)
+    assert np.abs(out - ref).max() < 2e-3
+    assert np.array_equal(np.isneginf(lse), np.isneginf(ref_lse))
+    assert np.isneginf(lse[0, 0, 7]) and not out[0, 7, 0].any()
+    bias[0, 1, 5 % shape[2], 3] = np.nan
+    spoiled = dma.attention(q, k, k, bias=bias, backend="emulator")
+    bad = np.isnan(spoiled).any(axis=(0, 3))
+    assert bad[5, 1] and not bad[:, 0].any() and (bad[:, 1].sum() == 1 or shape[2] == 1)
+
+
+def test_strides_of_dense_masks_and_biases():
+    """Masks and biases with any strides, read in words of 4 keys and pieces of 16 bytes or singly."""
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((2, n, 2, 16)).astype(np.float16) for n in (70, 96))
+    for offset, width in ((0, 96), (8, 112), (4, 100), (1, 101)):
+        masks = (rng.random((70, 2, 2, width)) < 0.5).transpose(1, 2, 0, 3)[..., offset:offset + 96]
+        biases = rng.standard_normal((2, 70, 2, width)).astype(np.float16).transpose(0, 2, 1, 3)
+        biases = biases[..., offset:offset + 96]
+        out = dma.attention(q, k, k, mask=masks, bias=biases, backend="emulator")
+        assert np.abs(out - reference.attention(q, k, k, masks, biases)[0]).max() < 3e-3
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_fragment_layout(dtype, device):
+    assert device.lanes_with_known_layout(dtype) == 32
+
+
+# ---- selection ----
+def awkward_scores(kind, heads, n):
+    rng = np.random.default_rng(n)
+    s = rng.standard_normal((1, heads, n)).astype(np.float32)
+    match kind:
+        case "equal":
+            return np.zeros_like(s)
+        case "increasing":
+            return np.sort(s)
+        case "decreasing":
+            return np.ascontiguousarray(np.sort(s)[..., ::-1])
+        case "ties":
+            return np.round(s)
+        case "special":
+            s[rng.random(s.shape) < 0.02] = np.nan
+            s[rng.random(s.shape) < 0.02] = -np.nan
+            s[rng.random(s.shape) < 0.02] = np.inf
+            s[rng.random(s.shape) < 0.3] = -np.inf
+            s[rng.random(s.shape) < 0.3] = 0.0
+            s[rng.random(s.shape) < 0.3] = -0.0
+    return s
+
+
+def selection_options(length):
+    rng = np.random.default_rng(length)
+    padding = rng.random((1, length)) < 0.8
+    documents = np.cumsum(rng.random((1, length)) < 5 / length, axis=-1).astype(np.int32)
+    return {}, {"padding": padding}, {"documents": documents}, {"padding": padding, "documents": documents}
+
+
+AWKWARD = ["iid", "equal", "increasing", "decreasing", "ties", "special"]
+LENGTHS_AND_WINDOWS = [(1, 1), (1023, 1), (1025, 7), (1500, 400), (2100, 1030), (3000, 130)]
+
+
+@pytest.mark.parametrize("kind", AWKWARD)
+@pytest.mark.parametrize(("length", "window"), LENGTHS_AND_WINDOWS)
+def test_selection_over_chunks(kind, length, window):
+    """Against the heap of the NumPy backend, which is tested against the definition. Half of the options each: all of
+    them with every kind and with every length."""
+    scores = awkward_scores(kind, 2, length)
+    first = (AWKWARD.index(kind) + LENGTHS_AND_WINDOWS.index((length, window))) % 2
+    for options in selection_options(length)[first::2]:
+        expected = dma.IntervalMask.top_w(scores, window, **options, backend="numpy")
+        mask = dma.IntervalMask.top_w(scores, window, **options, backend="emulator")
+        assert np.array_equal(mask.stop, expected.stop)
+
+
+@given(problems(max_length=40))
+@settings(max_examples=25, deadline=None)
+def test_selection_is_the_definition(problem):
+    scores, window, padding, documents = problem
+    mask = dma.IntervalMask.top_w(scores, window, padding=padding, documents=documents,
+                                  backend="emulator" if scores.dtype != np.float64 else "numpy")
+    expected = reference.top_w_dense(scores, window, "prefix", padding, documents, scores.shape[2])
+    assert np.array_equal(np.broadcast_to(mask.to_dense(scores.shape[2]), expected.shape), expected)
+
+
+# ---- key scores ----
+SCORE_SHAPES = [(2, 33, 1, 64), (1, 40, 8, 128), (2, 37, 3, 33), (1, 35, 20, 64), (1, 5, 2, 1), (1, 0, 2, 8),
+                (1, 37, 3, 40), (2, 130, 2, 24)]
+# Every type with every shape, and either with both forms.
+SCORE_CASES = [(dtype, ("linear", "exp")[(i + j) % 2], shape) for j, shape in enumerate(SCORE_SHAPES)
+               for i, dtype in enumerate(("float16", "bfloat16", "float32"))]
+
+
+def score_problem(shape, dtype):
+    rng = np.random.default_rng(0)
+    _, _, heads, size = shape
+    value = rng.standard_normal(shape).astype(numpy_dtype(dtype))
+    weight = (rng.standard_normal((heads, heads * size)) / np.sqrt(size)).astype(np.float32)
+    return value, weight, rng.standard_normal(heads).astype(np.float32), rng.standard_normal(heads).astype(np.float32)
+
+
+@pytest.mark.parametrize(("dtype", "form", "shape"), SCORE_CASES)
+def test_key_scores(dtype, form, shape):
+    value, weight, a, offset = score_problem(shape, dtype)
+    # Of the values' own type, which is what tensor cores multiply; float32 values have weights of another one.
+    projection = weight if form == "exp" else weight.astype("float16" if dtype == "float32" else numpy_dtype(dtype))
+    got = dma.key_scores(value, projection, a, dt_bias=offset, form=form, backend="emulator")
+    assert got.dtype == np.float32 and got.shape == (shape[0], shape[2], shape[1])
+    np.testing.assert_allclose(got, reference.key_scores(value, projection, a, offset, form), rtol=2e-5, atol=1e-6)
+
+
+# ---- orders and libraries ----
+def chain(move, dtype="bfloat16", ranked=None, **options):
+    """Scores, selection, lists and attention, over two chunks of the selection. ``ranked``: scores to go on with."""
+    rng = np.random.default_rng(3)
+    n, lq = 1100, 60
+    value, weight, a, _ = score_problem((1, n, 2, 16), dtype)
+    key, query = (rng.standard_normal((1, m, h, 16)).astype(numpy_dtype(dtype)) for m, h in ((n, 2), (lq, 4)))
+    q, k, v, w, a = (move(x) for x in (query, key, value, weight, a))
+    computed = dma.key_scores(v, w, a, **options)
+    scores = computed if ranked is None else move(ranked)
+    mask = dma.IntervalMask.top_w(scores, 70, **options)
+    everything = dma.IntervalMask.top_w(scores, 70, keys="global", **options)
+    return [computed, mask.stop, *dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True, **options),
+            *dma.attention(q, k, v, mask=everything, bias=scores, causal=True, return_lse=True, **options)]
+
+
+@functools.cache
+def forward_chain():
+    """All in order, kept for the tests of other orders."""
+    return chain(np.asarray, backend="emulator")
+
+
+def bits(array):
+    return np.ascontiguousarray(library_named("torch" if "torch" in str(type(array)) else "numpy").to_numpy(array)).view("u1")
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_the_order_of_threads_and_blocks_changes_no_bit(order):
+    expected = forward_chain()
+    with emulator.using(build=BUILD, order=order):
+        got = chain(np.asarray, backend="emulator")
+    assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(got, expected))
+
+
+def test_torch_tensors_give_the_same_bits():
+    torch = pytest.importorskip("torch")
+    library = library_named("torch")
+    got = chain(lambda x: library.from_numpy(np.ascontiguousarray(x), CPU), backend="emulator")
+    assert all(isinstance(x, torch.Tensor) for x in got)
+    assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(got, forward_chain()))
+
+
+# ---- the choice of the backend ----
+def test_the_environment_makes_it_the_default(monkeypatch):
+    from cupy_dma import backends
+
+    x = np.ones((1, 4, 1, 8), np.float16)
+    with contextlib.suppress(KeyError):
+        backends._loaded.pop("emulator")
+    monkeypatch.setattr(backends, "_FOR_CPU", "emulator")
+    seen = []
+    monkeypatch.setattr(emulator.BACKEND, "attention", lambda call: seen.append(call) or (x, x))
+    dma.attention(x, x, x)
+    dma.attention(x, x, x, backend="numpy")
+    assert len(seen) == 1
+
+
+# ---- a GPU gives the same ----
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_gpu_agrees(dtype):
+    """The same inputs through every kernel on both; integers equal, floats within the rounding of their last steps."""
+    import cupy
+
+    on_host = chain(np.asarray, dtype, backend="emulator")
+    on_device = chain(cupy.asarray, dtype, on_host[0], backend="cuda")
+    names = ("scores", "stop", "out", "lse", "global out", "global lse")
+    for name, ours, theirs in zip(names, on_host, (cupy.asnumpy(x) for x in on_device)):
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        if ours.dtype == np.int32:
+            assert np.array_equal(ours, theirs), name
+            continue
+        empty = np.isneginf(ours.astype(np.float32))
+        assert np.array_equal(empty, np.isneginf(theirs.astype(np.float32)))
+        unit = {"float16": 2**-11, "bfloat16": 2**-8}.get(ours.dtype.name, 2e-5)
+        a, b = (np.where(empty, 0, x.astype(np.float64)) for x in (ours, theirs))
+        assert np.abs(a - b).max() <= 2 * unit * max(1.0, np.abs(a).max()), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(("mask-", "bias-", "softcap", "float16-D",
+                                                                           "float32-"))], ids=str)
+def test_a_gpu_agrees_on_the_forward_grid(case):
+    import cupy
+
+    out, lse = on_emulator(case)
+    theirs, their_lse = (cupy.asnumpy(x) for x in cases.run(case, cupy.asarray))
+    unit = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-10}[case.dtype]
+    size = max(1.0, float(np.abs(out.astype(np.float64)).max(initial=0)))
+    assert np.abs(out.astype(np.float64) - theirs.astype(np.float64)).max(initial=0) <= 2 * unit * size
+    assert np.array_equal(np.isneginf(lse), np.isneginf(their_lse))
+    seen = ~np.isneginf(lse)
+    np.testing.assert_allclose(lse[seen], their_lse[seen], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_warmup_compiles_what_usual_calls_load_on_hopper(device, monkeypatch, head_dim, group):
+    """Only the choice of kernels: those of ``kernels/sm90`` need not run for that."""
+    asked, real = [], device.load
+
+    class LaunchedOnHopper(Exception):
+        pass
+
+    def launch(*arguments, **options):
+        raise LaunchedOnHopper
+
+    def load(config, entry, index, shared_bytes=0):
+        asked.append(config)
+        return SimpleNamespace(launch=launch) if config.source.startswith("sm90/") else real(
+            config, entry, index, shared_bytes)
+
+    monkeypatch.setattr(device, "load", load)
+    monkeypatch.setattr(device, "hopper", lambda index: True)
+    monkeypatch.setattr(sm90, "rows_map", lambda rows, block: bytes(128))  # a driver makes them
+    monkeypatch.setattr(sm90, "queries_map", lambda rows, queries, heads: bytes(128))
+    query, key = (np.zeros((1, 600, heads, head_dim), np.float16) for heads in (2 * group, 2))
+    scores = np.random.default_rng(0).standard_normal((1, 2, 600)).astype(np.float32)
+    top_w = dma.IntervalMask.top_w(scores, 20)
+    documents = dma.IntervalMask.documents(np.array([0, 30, 600], np.int32))
+    for options in ({}, {"causal": True}, {"causal": True, "bias": scores}, {"mask": top_w, "bias": scores},
+                    {"mask": documents, "bias": scores}):
+        with contextlib.suppress(LaunchedOnHopper):
+            dma.attention(query, key, key, **options, backend="emulator")
+    history = np.zeros((1, 4000, 2, head_dim), np.float16)
+    for causal in (False, True):
+        with contextlib.suppress(LaunchedOnHopper):
+            dma.attention(query[:, :20], history, history, causal=causal, backend="emulator")
+    served = {config for config in asked if config.source.startswith("sm90/")}
+    assert len(served) == 7 and len([config for config in served if config.split]) == 2
+    assert served <= set(warmup.hopper_configs((head_dim,), ("float16",), (group,)))
+    listed = {config for config in asked if isinstance(config, ListConfig)}
+    configs = warmup.usual_configs((head_dim,), ("float16",), (group,), device.shared_limit)
+    assert listed <= {*configs, *warmup.hopper_configs((head_dim,), ("float16",), (group,))}
+
+
+def hopper_facts(head_dim, length, heads, kv_heads, window=None, bias=False, softcap=0.0, causal=False):
+    scores = np.zeros((1, 1, length), np.float32)
+    mask = dma.IntervalMask.top_w(scores, window) if window else None
+    call = SimpleNamespace(head_dim=head_dim, softcap=softcap, query_length=length, key_length=length, heads=heads,
+                           kv_heads=kv_heads, batch=1)
+    return sm90_schedule.facts_of(call, SimpleNamespace(
+        bits=False, bias_kind=int(bias), mask=mask, bias=scores if bias else None, count=0, causal=causal,
+        tile_heads=heads // kv_heads))
+
+
+@pytest.mark.parametrize(("arguments", "shape"), [
+    ((64, 32768, 16, 8, 1024, True), (192, 96)), ((64, 4096, 16, 8, 1024, True), (192, 96)),
+    ((64, 32768, 2, 1, 1024, True), (192, 96)), ((64, 16384, 2, 1, 1024, True), (128, 128)),
+    ((64, 8192, 2, 1, 1024, True), (128, 128)), ((64, 2048, 2, 1, 1024, True), (128, 128)),
+    ((64, 32768, 2, 1, 32, True), (192, 64)), ((64, 32768, 2, 1, 128, True), (192, 64)),
+    ((64, 16384, 2, 1, 32, True), (128, 64)), ((64, 2048, 2, 1, 128, True), (128, 64)),
+    ((64, 4096, 16, 8, 128, True), (192, 64)), ((128, 16384, 2, 1, 64, True), (128, 64)),
+    ((64, 32768, 2, 1, 256, True), (192, 96)), ((64, 32768, 2, 1, 4096, True), (192, 96)),
+    ((64, 32768, 2, 1, 1024, True, 30.0), (192, 96)), ((64, 32768, 16, 8, 1024, True, 30.0), (192, 96)),
+    ((96, 32768, 2, 1, 1024, True), (192, 64)), ((96, 32768, 2, 1, 1024, True, 30.0), (192, 64)),
+    ((128, 32768, 2, 1, 1024, True), (192, 64)), ((128, 16384, 2, 1, 1024, True), (128, 64)),
+    ((128, 32768, 16, 8, 1024, True), (192, 64)), ((128, 4096, 16, 8, 1024, True), (192, 64)),
+    ((64, 8192, 16, 8, None, True), (192, 96)), ((64, 4096, 16, 8, None, True), (192, 96)),
+    ((64, 8192, 16, 8), (192, 128)), ((64, 4096, 2, 1), (192, 128)), ((64, 8192, 16, 8, None, True, 30.0), (192, 96)),
+    ((64, 32768, 16, 8, None, True, 30.0), (192, 96)), ((64, 8192, 16, 8, None, True, 30.0, True), (192, 96)),
+    ((64, 8192, 16, 8, None, False, 30.0), (192, 128)),
+    ((64, 8192, 16, 8, None, False, 0.0, True), (192, 128)), ((128, 8192, 16, 8), (128, 128)),
+    ((192, 4096, 2, 1, 1024), (128, 64)), ((256, 4096, 2, 1), (128, 32))])
+def test_hopper_tiles_by_the_time_of_their_rounds(arguments, shape):
+    """As measured, on 132 multiprocessors."""
+    assert sm90_schedule.tile_shape(hopper_facts(*arguments), 132)[:2] == shape
+
+
+@pytest.mark.parametrize(("head_dim", "window", "places"), [
+    (64, 192, 3), (64, 193, 2), (96, 128, 3), (128, 128, 3), (128, 129, 2), (192, 32, 2)])
+def test_lists_of_few_keys_have_a_third_place_for_queries(head_dim, window, places):
+    facts = hopper_facts(head_dim, 32768, 16, 8, window, True)
+    assert sm90_schedule.tile_shape(facts, 132).query_stages == places
+
+
+@pytest.mark.parametrize(("length", "causal", "blocks"), [
+    (96, False, 3), (44 * 96, False, 132), (100 * 96, False, 132),
+    (45 * 96, False, 68), (66 * 96, False, 99), (88 * 96, False, 132),  # lower tiles
+    (44 * 96, True, 44), (500 * 96, False, 132)])
+def test_few_tiles_are_cut_up(length, causal, blocks):
+    facts = hopper_facts(64, length, 2, 1, causal=causal)._replace(key_length=300, seen=300)  # too few to be split up
+    assert sm90_schedule.work_of(facts, sm90_schedule.HopperTile(192, 64, 6, 6, 2), 132).grid == blocks
+
+
+@pytest.mark.parametrize(("arguments", "queries", "grid", "first", "parts"), [
+    ((64, 8192, 16, 8), 0, 132, 660, 4), ((64, 8192, 16, 8, None, True), 0, 132, 660, 4),
+    ((64, 16384, 2, 1), 0, 132, 132, 3), ((64, 4096, 2, 1), 0, 129, 0, 3), ((64, 2048, 2, 1), 0, 128, 0, 4),
+    ((128, 4096, 2, 1), 0, 128, 0, 2),
+    # pieces of prompts
+    ((128, 131072, 16, 8, 2048, True), 128, 128, 0, 8), ((128, 131072, 16, 8, 2048, True), 512, 128, 0, 2),
+    ((64, 65536, 32, 8, 4096, True), 256, 128, 0, 2), ((128, 32768, 16, 8, 1024, True), 128, 64, 0, 4),
+    ((64, 65536, 16, 8), 128, 128, 0, 8), ((64, 2**20, 2, 1), 128, 96, 0, 48),
+    ((128, 65536, 16, 8, 512, True), 128, 64, 0, 4), ((128, 65536, 2, 1, 512, True), 128, 16, 0, 8),
+    ((128, 65536, 16, 8, 1024, True), 256, 96, 0, 3), ((256, 1024, 4, 4), 0, 128, 0, 4),
+    ((256, 512, 2, 1), 0, 64, 0, 8),
+    # under causality
+    ((64, 65536, 16, 8, None, False, 0.0, True), 128, 128, 0, 8),
+    ((64, 2048, 2, 1, None, False, 0.0, True), 0, 128, 0, 4), ((128, 2048, 2, 1, None, False, 0.0, True), 0, 128, 0, 4),
+    ((128, 65536, 16, 8, None, False, 0.0, True), 512, 128, 0, 2),
+    # one or two tiles
+    ((128, 16384, 2, 1), 12, 32, 0, 32), ((128, 65536, 2, 1), 12, 60, 0, 60), ((128, 2**18, 2, 1), 12, 96, 0, 96),
+    ((128, 65536, 2, 1), 128, 96, 0, 48), ((64, 65536, 2, 1), 12, 48, 0, 48), ((256, 131072, 2, 1), 32, 96, 0, 96)])
+def test_tiles_are_split_up_along_many_keys(arguments, queries, grid, first, parts):
+    """On 132 multiprocessors, by what was measured."""
+    facts = hopper_facts(*arguments)
+    facts = facts._replace(query_length=queries or facts.query_length)
+    work = sm90_schedule.work_of(facts, sm90_schedule.tile_shape(facts, 132), 132)
+    assert (work.grid, work.first, work.parts) == (grid, first, parts)
+
+
+@pytest.mark.parametrize(("arguments", "queries", "more"), [
+    ((64, 512, 2, 1), 0, {}), ((64, 1024, 16, 8), 0, {}), ((128, 512, 2, 1), 0, {}),
+    ((64, 2048, 2, 1, 1024, True), 0, {}), ((64, 8192, 16, 8, 1024, True), 0, {}),
+    ((64, 65536, 16, 8, 1024, True), 256, {}), ((64, 32768, 32, 8, 16384, True), 0, {}),
+    ((64, 8192, 16, 8, None, False, 0.0, True), 0, {}), ((128, 512, 2, 1, None, False, 0.0, True), 0, {}),
+    ((64, 8192, 16, 8), 0, {"sequences": 3}), ((64, 8192, 16, 8), 0, {"bits": True}),
+    ((64, 65536, 16, 8), 256, {"listed": True}),  # nobody knows how many keys a query sees
+    ((64, 6 * 192 * 11, 8, 4), 0, {})])  # 528 tiles: all rounds are full
+def test_tiles_are_not_split_up_along_few_keys(arguments, queries, more):
+    facts = hopper_facts(*arguments)
+    facts = facts._replace(query_length=queries or facts.query_length, **more)
+    tile = sm90_schedule.HopperTile(192, 96, 5, 5, 2)
+    assert sm90_schedule.work_of(facts, tile, 132).parts == 1
+
+
+@pytest.mark.parametrize(("length", "heads", "kv_heads", "head_dim", "section"), [
+    (8192, 16, 8, 128, 4),  # 6 would leave 2 for the second section
+    (32768, 16, 8, 128, 1), (131072, 16, 8, 128, 1),
+    (32768, 16, 8, 64, 3),
+    (16384, 64, 8, 128, 12),  # kv heads are not divided: 4 sets of 2 heads share one
+    (16384, 4, 2, 256, 2),  # one kv head has 256 tiles, fewer than two for each multiprocessor
+    (2048, 16, 8, 128, 8)])
+def test_sections_of_causal_heads_are_equal(length, heads, kv_heads, head_dim, section):
+    facts = hopper_facts(head_dim, length, heads, kv_heads, causal=True)
+    tile = sm90_schedule.HopperTile(128, 128, 2, 2, 2)
+    facts = facts._replace(tile_heads=2, group_sets=heads // kv_heads // 2)
+    assert sm90_schedule.work_of(facts, tile, 132).section == section
+
+
+@pytest.mark.parametrize(("length", "heads", "kv_heads", "window", "tiles", "rounds"), [
+    # of 8 sets of 342 tiles ten each are shorter; in the last round of 96 tiles the 18 longest are cut up, 16 of which
+    # are not shorter, and the next one has 10 / 11 of the keys
+    (32768, 16, 8, 1024, 10, 20 + 0.15 + 0.85 * 10 / 11),
+    (16384, 2, 1, 1024, 10, 1.75),  # 39 tiles of the second round are cut up, the first of which is not shorter
+    (16384, 2, 1, 16384, 0, 1.75),  # all keys may be seen
+    (32768, 32, 8, 16384, 0, 41.9),  # 8 heads of so many keys do not fit into the second cache
+])
+def test_the_shortest_tiles_come_last(length, heads, kv_heads, window, tiles, rounds):
+    facts, tile = hopper_facts(64, length, heads, kv_heads, window), sm90_schedule.HopperTile(192, 96, 5, 5, 2)
+    assert sm90_schedule.work_of(facts, tile, 132).shorter == tiles
+    assert sm90_schedule.rounds(facts, tile, 132) == pytest.approx(rounds)
+
+
+@pytest.mark.parametrize(("arguments", "queries", "tiles", "lower", "grid"), [
+    # 264 tiles of 96 queries are two rounds, and 7424 queries remain
+    ((64, 32768, 2, 1, 1024, True), 0, 380, 116, 132), ((128, 32768, 2, 1, 512, True), 0, 380, 116, 132),
+    ((64, 32768, 2, 1, 64, True), 0, 380, 116, 132), ((64, 65536, 1, 1, 1024), 0, 380, 116, 132),
+    ((64, 65536, 16, 8, 512), 132 * 96 // 4 + 1000, 33 + 16, 16, 132),
+    ((64, 7500, 2, 1, 1024), 0, 118, 118, 118),  # nothing else
+    ((64, 32768, 16, 8, 1024), 0, 342, 0, 132),  # 12 tiles of each set would remain, 18 lower ones
+    ((64, 65536, 2, 1, 1024), 0, 683, 0, 132), ((64, 16384, 2, 1, 1024), 0, 171, 0, 132),  # few are cut in two
+    ((64, 45 * 96, 6, 3, 1024), 0, 45, 0, 132),  # of 132 tiles all rounds would be full
+    ((64, 61440, 12, 12, 8192), 0, 320, 0, 132)])  # keys of all heads do not fit into the second cache
+def test_the_last_round_may_have_lower_tiles(arguments, queries, tiles, lower, grid):
+    facts, tile = hopper_facts(*arguments), sm90_schedule.HopperTile(192, 96, 5, 5, 2)
+    facts = facts._replace(query_length=queries or facts.query_length)
+    work = sm90_schedule.work_of(facts, tile, 132)
+    assert (work.tiles, work.lower, work.grid) == (tiles, lower, grid) and work.shorter >= lower
+    whole = sm90_schedule._whole_tiles(facts, tile, 132)
+    assert sm90_schedule.rounds(facts, tile, 132) == whole.tiles * facts.sets // 132 + 0.8 or lower == 0
+
+
+def test_lower_tiles_cover_all_queries():
+    """As many of them, behind full rounds, as there are multiprocessors at most."""
+    found = 0
+    for heads, kv_heads, window, processors in itertools.product((2, 4, 12), (1, 2, 4), (None, 300), (132, 78)):
+        for length in range(640, 40000, 640):
+            facts = hopper_facts(64, length, heads * kv_heads, kv_heads, window)
+            facts = facts._replace(tile_heads=2, group_sets=heads // 2)
+            for tile in sm90_schedule.tiles_of("intervals", 64):
+                work = sm90_schedule.work_of(facts, tile, processors)
+                if work.lower:
+                    before = (work.tiles - work.lower) * facts.sets
+                    assert before % processors == 0 and processors <= 2 * work.lower * facts.sets <= 2 * processors
+                    assert 0 <= work.tiles * 96 - work.lower * 32 - length < 64
+                    found += 1
+    assert found > 100
+
+
+@pytest.mark.parametrize(("rows", "tiles", "warps"), [(1, 342, 2), (1, 264, 4), (8, 342, 1), (1, 1, 4)])
+def test_few_tiles_are_listed_on_all_multiprocessors(rows, tiles, warps):
+    assert intervals._tile_warps(rows, tiles, 132) == warps
+
+
+def test_warmup_compiles_hopper_kernels_for_hopper_only():
+    labels = {arch: [label for label, _ in warmup.warmup_jobs(arch=arch)] for arch in ("sm_90a", "sm_80")}
+    assert any(label.startswith("sm90/") for label in labels["sm_90a"])
+    assert not any(label.startswith("sm90/") for label in labels["sm_80"])

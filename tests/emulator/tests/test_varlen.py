@@ -1,0 +1,60 @@
+"""Packed sequences and pages through the kernels on the CPU emulator, against the oracle of single sequences."""
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from tests.oracle import varlen_cases as cases
+
+build = pytest.importorskip("tests.emulator.build")
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+from tests import emulator  # noqa: E402
+from tests.emulator.tests.test_forward import BUILD, ORDERS, bits  # noqa: E402
+
+FORWARD = [c for c in cases.CASES + cases.PAGES if c.dtype != "float64"]
+BACKWARD = [c for c in FORWARD if not c.page_size and c.name.startswith((
+    "bfloat16-", "float32-", "mask-", "causal-and-", "bias-key_", "used-", "tail-", "heads-6/2", "D3", "short-",
+    "sixty-", "one", "empty", "softcap"))]
+
+
+def named(name: str) -> cases.Case:
+    return next(c for c in cases.CASES + cases.PAGES + cases.SUPERS + cases.LONG if c.name == name)
+
+
+@pytest.fixture(autouse=True)
+def device():
+    with emulator.using(build=BUILD) as runtime:
+        yield runtime
+
+
+@pytest.mark.parametrize("case", FORWARD + cases.LONG, ids=str)
+def test_forward(case):
+    cases.check(case, *cases.run(case, backend="emulator"), tf32=True)
+
+
+@pytest.mark.parametrize("case", BACKWARD + cases.SUPERS, ids=str)
+def test_backward(case):
+    cases.check_backward(case, cases.run_backward(case, backend="emulator"), tf32=True)
+
+
+def everything():
+    return [*cases.run(named("mask-global"), backend="emulator"), *cases.run(named("pages-16-top_w"),
+                                                                             backend="emulator"),
+            *cases.run_backward(named("supers-window"), backend="emulator"),
+            *cases.run_backward(named("tail-none"), backend="emulator")]
+
+
+@functools.cache
+def everything_in_order():
+    return everything()
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_the_order_of_threads_and_blocks_changes_no_bit(order):
+    expected = everything_in_order()
+    with emulator.using(build=BUILD, order=order):
+        got = everything()
+    assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(got, expected))

@@ -1,0 +1,154 @@
+"""Compile what the GPU tests need on a machine without a GPU, for most of such a run's time is NVRTC's.
+
+    CUPY_DMA_CACHE_DIR=cubins python -m tests.gpu.precompile --arch sm_90a
+    ... --tune                                        what benchmarks/tune_sm90.py measures, too
+
+The files are those that the tests find in their cache directory, once copied there, if NVRTC has the same version as
+where they run and the CUDA headers lie at the same path (``CUDA_HOME``); otherwise they are compiled anew.
+
+What is compiled are the configurations that the tests' grids ask for: their calls are made on CPU arrays, for a device
+whose kernels do nothing.
+"""
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from benchmarks import tune_sm90
+from cupy_dma.arrays import Operand
+from cupy_dma.backends.cuda.attention import sm90
+from cupy_dma.backends.cuda.runtime import jit
+from tests import emulator
+from tests.emulator.memory import Session
+from tests.gpu import test_sm90
+from tests.gpu.sm90_tiles import TILES, taken
+from tests.oracle import cases, schedule_cases, varlen_cases
+
+
+class Nothing:
+    """A kernel that does nothing."""
+
+    def launch(self, *arguments: Any, **options: Any) -> None:
+        pass
+
+
+class Unwatched(Session):
+    """The memory of a call that touches none."""
+
+    def operand(self, operand: Operand, writable: bool = False) -> Operand:
+        return operand
+
+
+class UnwatchedMemory:
+    """Opens such sessions."""
+
+    @contextmanager
+    def session(self) -> Iterator[Session]:
+        yield Unwatched()
+
+
+class Recorder(emulator.EmulatorRuntime):
+    """A device of 132 multiprocessors that keeps the configurations of the kernels it is asked for."""
+
+    def __init__(self, is_hopper: bool = False):
+        super().__init__(build="plain", is_hopper=is_hopper)
+        self.memory = UnwatchedMemory()
+        self.configs: dict[jit.Config, None] = {}
+
+    def load(self, config: jit.Config, entry: str, index: int, shared_bytes: int = 0) -> Any:
+        self.configs[config] = None
+        return Nothing()
+
+    def multiprocessors(self, index: int) -> int:
+        return 132
+
+    def check_layout(self, index: int) -> None:
+        pass
+
+
+def hopper_configs() -> dict[jit.Config, None]:
+    """Of tests/gpu/test_sm90.py, and of the grids elsewhere."""
+    forward, packed = test_sm90.FORWARD, test_sm90.VARLEN
+    with emulator.hopper_gpu(Recorder) as runtime:
+        run_all(cases.run, cases.CASES)  # where the library takes it
+        run_all(varlen_cases.run, varlen_cases.CASES + varlen_cases.LONG)
+        for name, (tile, head_dims) in TILES.items():
+            with taken(tile, head_dims):
+                run_all(cases.run, forward)
+                run_all(varlen_cases.run, packed)
+                for split in (False, True):
+                    with schedule_cases.splitting(split):
+                        for case in schedule_cases.CASES:
+                            for heads in schedule_cases.HEADS:
+                                schedule_cases.run(case, *heads, head_dims[-1], np.ascontiguousarray, backend="emulator")
+                        if split and name in test_sm90.GRID_IN_PARTS:
+                            run_all(cases.run, forward)
+                if name == "128x128":
+                    with mock.patch.object(sm90, "_maps", lambda call, block: b""):
+                        run_all(cases.run, [case for case in forward if case.mask in ("none", "causal")])
+                if name == "192x64":
+                    with mock.patch.object(sm90, "queries_map", lambda *arguments: None):
+                        run_all(cases.run, [case for case in forward if case.mask in ("top_w", "causal")])
+    return runtime.configs
+
+
+def portable_configs() -> dict[jit.Config, None]:
+    """Of the same grids for the kernels of every GPU, forward and backward."""
+    with emulator.using(Recorder) as runtime:
+        run_all(cases.run, cases.CASES)
+        run_all(functools.partial(cases.run_backward, with_dlse=True), cases.CASES)
+        run_all(varlen_cases.run, varlen_cases.CASES + varlen_cases.PAGES + varlen_cases.LONG)
+        run_all(varlen_cases.run_backward, varlen_cases.CASES + varlen_cases.SUPERS)
+    return runtime.configs
+
+
+def tuning_configs(head_dims: Sequence[int] = (64, 96, 128, 192, 256)) -> dict[jit.Config, None]:
+    """Of benchmarks/tune_sm90.py, by shorter calls of the same kinds."""
+    with emulator.hopper_gpu(Recorder) as runtime:
+        for case in tune_sm90.cases(list(tune_sm90.KINDS), list(head_dims)):
+            short = case._replace(length=1024, window=min(case.window, 128))
+            call = tune_sm90.calls(short, device="cpu", backend="emulator")
+            for tile in (None, *tune_sm90.tiles(case)):
+                with tune_sm90.forced(tile):
+                    call()
+    return runtime.configs
+
+
+def run_all(run: Callable[..., Any], chosen: list[Any]) -> None:
+    for case in chosen:
+        if case.dtype != "float64":
+            run(case, np.ascontiguousarray, backend="emulator")
+
+
+def compile_one(config: jit.Config, arch: str) -> float:
+    return jit.compile(config, arch).seconds
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--arch", default="sm_90a", help="of the GPU that will run the tests (sm_90a)")
+    options.add_argument("--tune", action="store_true", help="also what benchmarks/tune_sm90.py measures (sm_90a)")
+    options.add_argument("--jobs", type=int, help="processes (one for each core)")
+    args = options.parse_args(arguments)
+    from tqdm import tqdm
+
+    found = portable_configs() | (hopper_configs() if args.arch == "sm_90a" else {})
+    if args.tune:
+        found |= tuning_configs()
+    with ProcessPoolExecutor(args.jobs) as pool:
+        seconds = list(tqdm(pool.map(functools.partial(compile_one, arch=args.arch), found), total=len(found),
+                            unit="kernel", disable=None))
+    print(f"{len(found)} kernels for {args.arch} in {jit.cache_directory()}, {sum(x > 0 for x in seconds)} of them new")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

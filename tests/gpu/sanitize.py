@@ -1,0 +1,293 @@
+"""Every kernel once, on small odd shapes, for a run under compute-sanitizer:
+
+    compute-sanitizer --tool memcheck  python -m tests.gpu.sanitize
+    compute-sanitizer --tool racecheck python -m tests.gpu.sanitize
+    ... python -m tests.gpu.sanitize forward varlen                    some parts only
+    ... python -m tests.gpu.sanitize backward --share 2/4              every fourth of their cases, from the second on
+
+CuPy's memory pool is off, so that every array has its own allocation and a read past its end is seen. Results are
+checked too, against the oracle. ``make sanitize`` runs both tools.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import cupy
+import numpy as np
+
+import cupy_dma as dma
+from cupy_dma.arrays import numpy_dtype
+from cupy_dma.backends import cuda
+from cupy_dma.backends.cuda.attention.sm90_schedule import TILES, HopperTile
+from cupy_dma.backends.cuda.decode import step
+from cupy_dma.backends.cuda.runtime.device import CudaRuntime
+from cupy_dma.backward import attention_backward, key_scores_backward
+from tests.gpu.sm90_tiles import portable, taken
+from tests.oracle import cases, reference, schedule_cases, varlen_cases
+from tests.oracle.cache_cases import History
+
+LENGTHS = ("lengths-1x70", "lengths-33x129", "lengths-129x33")
+NAMES = ("float32-", "float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3", "bfloat16-D256", "mask-",
+         "causal-and-", "window-1", "bias-", "softcap-", "layout-bhsd", "layout-head_slice", "dense-both",
+         "dense-columns", "dense-sizes", *LENGTHS)
+
+
+share = slice(None)  # of the cases of a grid
+
+
+def forward(dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")) -> int:
+    chosen = [c for c in cases.CASES if c.name.startswith(NAMES) and c.dtype in dtypes][share]
+    for case in chosen:
+        out, lse = cases.run(case, cupy.asarray)
+        cases.check(case, cupy.asnumpy(out), cupy.asnumpy(lse), tf32=True)
+    return len(chosen)
+
+
+def hopper_forward(tile: HopperTile, largest: int) -> int:
+    """The Hopper kernel with this tile, also where it would not pay; on two multiprocessors, so that blocks go on from
+    tile to tile, of which the last one is cut up where their number is odd; and on more, with tiles split up."""
+    if not cuda.runtime.hopper(0):
+        return 0
+
+    smallest = 65 if tile.block_n < 64 else 1  # blocks of 32 keys are for large head dims
+    with (taken(tile, range(smallest, largest + 1)),
+          mock.patch.object(CudaRuntime, "multiprocessors", lambda runtime, index: 2)):
+        return (forward(("float16", "bfloat16")) + varlen_forward(("float16", "bfloat16")) + rising_logits(largest)
+                + cut_tiles(largest) + split_tiles(largest) + lower_tiles(largest))
+
+
+def rising_logits(head_dim: int) -> int:
+    """Exponentials that become too large: by more than float32 holds, or by less; in lists and without. And with a
+    softcap that most products are small beside."""
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((1, 300, heads, head_dim)).astype(np.float16) for heads in (2, 1, 1))
+    count = 0
+    for slope, softcap in ((0.4, 0.0), (3.0, 0.0), (0.4, 12.0)):
+        bias = np.broadcast_to(slope * np.arange(300, dtype=np.float32), (1, 1, 300))
+        for window in (None, 200):
+            results = []
+            for move in (cupy.asarray, np.asarray):
+                q, k, v, b = (move(x) for x in (query, key, value, bias))
+                mask = None if window is None else dma.IntervalMask.sliding_window(300, window, like=q)
+                results.append(dma.attention(q, k, v, mask=mask, bias=b, causal=True, softcap=softcap))
+            ours, expected = results[0].get().astype(np.float64), results[1].astype(np.float64)
+            assert np.abs(ours - expected).max() < 2**-6 * np.abs(value).max()
+            count += 1
+    return count
+
+
+def cut_tiles(head_dim: int) -> int:
+    """The same bits on two multiprocessors as on one."""
+    count = 0
+    for name, exact in schedule_cases.CASES.items():
+        results = []
+        for processors in (1, 2):
+            with schedule_cases.multiprocessors(processors):
+                results.append(schedule_cases.run(name, 2, 1, head_dim, cupy.asarray, length=303))
+        for ours, expected in zip(*results):
+            assert not exact or cupy.array_equal(ours.view(cupy.int16), expected.view(cupy.int16))
+        count += 1
+    return count
+
+
+def lower_tiles(head_dim: int) -> int:
+    """In the last round, behind whole ones or without any: nearly as on one multiprocessor."""
+    count = 0
+    for name in ("none", "lists", "lists of all tiles"):
+        results = []
+        for processors in (1, 6, 10):
+            with schedule_cases.multiprocessors(processors, lower=processors > 1):
+                results.append(schedule_cases.run(name, 2, 1, head_dim, cupy.asarray, length=303))
+        check_nearly_same(results)
+        count += 1
+    return count
+
+
+def split_tiles(head_dim: int) -> int:
+    """Along their keys, behind whole tiles or without any: nearly as on one multiprocessor."""
+    count = 0
+    for name in schedule_cases.CASES:
+        results = []
+        for processors in (1, 7, 25):
+            with schedule_cases.multiprocessors(processors, split=processors > 1):
+                results.append(schedule_cases.run(name, 2, 1, head_dim, cupy.asarray, length=303))
+        check_nearly_same(results)
+        count += 1
+    return count
+
+
+def check_nearly_same(results: list[Any]) -> None:
+    for others in results[1:]:
+        for ours, expected, error in zip(others, results[0], (2**-8, 1e-4)):
+            assert cupy.allclose(ours.astype("f4"), expected.astype("f4"), rtol=0, atol=error, equal_nan=True)
+
+
+def backward() -> int:
+    chosen = [c for c in cases.CASES if c.name.startswith(NAMES) and c.dtype in ("float16", "bfloat16", "float32")]
+    chosen = chosen[share]
+    for case in chosen:
+        gradients = cases.run_backward(case, cupy.asarray, with_dlse=True)
+        cases.check_backward(case, [None if g is None else cupy.asnumpy(g) for g in gradients], with_dlse=True,
+                             tf32=True)
+    return len(chosen)
+
+
+def super_tiles() -> int:
+    """Long enough for several super-tiles: their lists, partial sums and the sum of these."""
+    rng = np.random.default_rng(0)
+    for dtype, size in (("bfloat16", 64), ("float16", 20), ("float32", 64)):
+        q, k, v = (rng.standard_normal((1, 700, heads, size)).astype(numpy_dtype(dtype)) for heads in (2, 1, 1))
+        scores = rng.standard_normal((1, 1, 700)).astype(np.float32)
+        found = []
+        for move in (cupy.asarray, np.asarray):
+            args, bias = [move(x) for x in (q, k, v)], move(scores)
+            mask = dma.IntervalMask.top_w(bias, 40)
+            out, lse = dma.attention(*args, mask=mask, bias=bias, return_lse=True)
+            found.append(attention_backward(args[0], *args, out, lse, mask=mask, bias=bias))
+        for ours, other in zip(*found):
+            x, y = cupy.asnumpy(ours).astype(np.float64), other.astype(np.float64)
+            assert np.linalg.norm(x - y) < 1e-2 * np.linalg.norm(y)
+    return 3
+
+
+def varlen_forward(dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")) -> int:
+    """Packed sequences and pages."""
+    chosen = [c for c in varlen_cases.CASES + varlen_cases.PAGES + varlen_cases.LONG if c.dtype in dtypes][share]
+    for case in chosen:
+        varlen_cases.check(case, *(cupy.asnumpy(x) for x in varlen_cases.run(case, cupy.asarray)), tf32=True)
+    return len(chosen)
+
+
+def varlen_backward() -> int:
+    """Super-tiles of sequences among them."""
+    chosen = [c for c in varlen_cases.CASES + varlen_cases.SUPERS if c.dtype != "float64"][share]
+    for case in chosen:
+        gradients = varlen_cases.run_backward(case, cupy.asarray)
+        varlen_cases.check_backward(case, [None if g is None else cupy.asnumpy(g) for g in gradients], tf32=True)
+    return len(chosen)
+
+
+def decoding() -> int:
+    """Single tokens into caches, with one part and with several, and the last queries of histories."""
+    return _steps() + _last_queries()
+
+
+def clusters() -> int:
+    """The first part of it with clusters of blocks."""
+    if not cuda.runtime.hopper(0):
+        return 0
+    with mock.patch.object(step, "clusters_pay", lambda *_: True):
+        step.split.cache_clear()
+        count = _steps()
+    step.split.cache_clear()
+    return count
+
+
+def _steps() -> int:
+    histories = [History(dtype="bfloat16", head_dim=64, window=150, recent=3, length=156, batch=1),
+                 History(dtype="float16", head_dim=16, value_dim=24, window=9, sinks=2, recent=3),
+                 History(dtype="float16", head_dim=5, window=9, heads=12, kv_heads=1),
+                 History(dtype="float32", head_dim=136, window=5, heads=20, kv_heads=1, length=12)]
+    for history in histories:
+        cache, outs = history.cache(cupy.asarray), []
+        for p in range(history.length):
+            outs.append(history.run(cache, [1], cupy.asarray, cupy.asnumpy, begin=p))
+            history.check_kept(cache, p, cupy.asnumpy)
+        history.check(*(np.concatenate(x, axis) for x, axis in zip(zip(*outs), (1, 2))), tf32=True)
+    return len(histories)
+
+
+def _last_queries() -> int:
+    rng = np.random.default_rng(0)
+    sizes = ((9001, 70, 1, np.float16), (9001, 70, 5, np.float32), (600, 599, 1, np.float16))
+    for length, window, queries, kind in sizes:
+        q, k, v = (rng.standard_normal((1, n, h, 16)).astype(kind) for n, h in ((queries, 4), (length, 2), (length, 2)))
+        scores = rng.integers(-50, 50, (1, 2, length)).astype(np.float32)
+        out = cupy.asnumpy(dma.dynamic_mask_attention(*(cupy.asarray(x) for x in (q, k, v, scores)), window=window))
+        wide = [x.astype(np.float64) for x in (q, k, v, scores)]
+        assert np.abs(out - dma.dynamic_mask_attention(*wide, window=window)).max() < 4e-3
+        out = cupy.asnumpy(dma.attention(*(cupy.asarray(x) for x in (q, k, v)), causal=True))
+        assert np.abs(out - dma.attention(*wide[:3], causal=True)).max() < 4e-3
+    return 2 * len(sizes)
+
+
+def selection() -> int:
+    """Two chunks and more, so that all three kernels work; ties and none, padding, documents."""
+    rng = np.random.default_rng(0)
+    count = 0
+    for length, window in ((1, 1), (1030, 3), (2500, 130)):
+        scores = np.stack([rng.integers(-50, 50, length), rng.standard_normal(length)])[None].astype(np.float32)
+        padding = rng.random((1, length)) < 0.8
+        documents = np.cumsum(rng.random((1, length)) < 3 / length, axis=-1).astype(np.int32)
+        for options in ({}, {"padding": padding}, {"documents": documents}):
+            expected = dma.IntervalMask.top_w(scores, window, **options)
+            mask = dma.IntervalMask.top_w(cupy.asarray(scores), window,
+                                          **{name: cupy.asarray(x) for name, x in options.items()})
+            assert np.array_equal(cupy.asnumpy(mask.stop), expected.stop)
+            count += 1
+    return count
+
+
+def key_scores() -> int:
+    rng = np.random.default_rng(0)
+    shapes = ((1, 70, 1, 64), (2, 33, 8, 128), (1, 41, 3, 33), (1, 37, 20, 64), (1, 37, 3, 40))
+    cases = [(shape, kind) for shape in shapes for kind in ("float32", "bfloat16")]
+    for shape, kind in cases:
+        value = rng.standard_normal(shape).astype(numpy_dtype("bfloat16"))
+        weight = (rng.standard_normal((shape[2], shape[2] * shape[3])) / 8).astype(numpy_dtype(kind))
+        a = np.ones(shape[2], np.float32)
+        got = cupy.asnumpy(dma.key_scores(*(cupy.asarray(x) for x in (value, weight, a))))
+        np.testing.assert_allclose(got, reference.key_scores(value, weight, a), rtol=2e-5)
+        upstream = rng.standard_normal(got.shape).astype(np.float32)
+        found = key_scores_backward(*(cupy.asarray(x) for x in (upstream, value, weight, a)))
+        expected = key_scores_backward(*(x.astype(np.float64) for x in (upstream, value, weight, a)))
+        for ours, other in zip(found[:3], expected[:3]):
+            x = cupy.asnumpy(ours).astype(np.float64)
+            assert np.linalg.norm(x - other) < 1e-2 * np.linalg.norm(other)
+    return len(cases)
+
+
+def in_portable_kernels(part: Callable[[], int]) -> int:
+    with portable():
+        return part()
+
+
+PARTS = {"forward": functools.partial(in_portable_kernels, forward), "backward": backward, "super-tiles": super_tiles,
+         "varlen": functools.partial(in_portable_kernels, varlen_forward), "varlen-backward": varlen_backward,
+         "selection": selection, "decoding": decoding,
+         "clusters": clusters, "scores": key_scores}
+PARTS |= {f"hopper-{tile.block_m}x{tile.block_n}x{tile.stages}{'-turns' * tile.turns}":
+          functools.partial(hopper_forward, tile, largest)
+          for kind in TILES.values() for largest, tiles in kind.items() for tile in tiles}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    global share
+    options = argparse.ArgumentParser(description="Run every kernel once, on small odd shapes.")
+    options.add_argument("part", nargs="*", help=f"only these, of {', '.join(PARTS)}")
+    options.add_argument("--share", metavar="I/N", default="1/1", help="every Nth case of the grids, from the Ith on")
+    args = options.parse_args(arguments)
+    chosen = args.part or list(PARTS)
+    if not set(chosen) <= set(PARTS):
+        options.error(f"part must be of {', '.join(PARTS)}, got {' '.join(chosen)}")
+    found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", args.share)
+    if not found or int(found[1]) > int(found[2]):
+        options.error(f"--share must be I/N with 1 <= I <= N, got {args.share}")
+    share = slice(int(found[1]) - 1, None, int(found[2]))
+    cupy.cuda.set_allocator(None)
+    with contextlib.redirect_stdout(io.StringIO()):  # the errors of every case
+        counts = {name: PARTS[name]() for name in chosen}
+    print("agree with the oracle:", ", ".join(f"{count} {name}" for name, count in counts.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""Tile shapes for the Hopper forward, and calls sent to it or past it."""
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
+
+from cupy_dma.backends.cuda.attention import sm90
+from cupy_dma.backends.cuda.attention.sm90_schedule import HopperTile
+
+TILES = {  # and head dims that fit
+    "128x128": (HopperTile(128, 128, 2, 2, 2), range(1, 129)),
+    "128x128x4": (HopperTile(128, 128, 4, 4, 2, turns=True), range(1, 65)),
+    "128x64": (HopperTile(128, 64, 2, 2, 2, turns=True), range(65, 193)),
+    "128x64x6": (HopperTile(128, 64, 6, 6, 3, turns=True), range(1, 65)),
+    "128x64x4": (HopperTile(128, 64, 4, 4, 2, turns=True), range(65, 129)),
+    "128x32": (HopperTile(128, 32, 2, 2, 2), range(129, 257)),
+    "192x64": (HopperTile(192, 64, 4, 3, 2, turns=True), range(1, 129)),
+    "192x64x6": (HopperTile(192, 64, 6, 6, 3, turns=True), range(1, 65)),
+    "192x64x2": (HopperTile(192, 64, 2, 2, 3, turns=True), range(65, 129)),
+    "192x96": (HopperTile(192, 96, 5, 5, 2, turns=True), range(1, 65)),
+    "192x128": (HopperTile(192, 128, 3, 3, 2, turns=True), range(1, 65)),
+}
+
+
+@contextmanager
+def taken(tile: HopperTile, head_dims: Container[int]) -> Iterator[None]:
+    """Calls with one of these head dims that the kernel can serve with this tile go to it, others to the portable one.
+    Dense masks and biases need tiles of 128 rows."""
+    def pays(call: Any, problem: Any) -> bool:
+        return call.head_dim in head_dims and (tile.block_m == 128 or not sm90.is_dense(problem))
+
+    with (mock.patch.object(sm90, "tile_shape", lambda *arguments: tile),
+          mock.patch.object(sm90, "_pays", pays)):
+        yield
+
+
+def portable() -> AbstractContextManager[Any]:
+    """No call goes to the Hopper forward."""
+    return mock.patch.object(sm90, "serves", lambda *arguments: False)

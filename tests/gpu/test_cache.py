@@ -1,0 +1,278 @@
+"""The decode cache on a GPU: what a service relies on. Results for every option are in test_cache.py, which runs there
+for CuPy and torch too."""
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import gc
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+from cupy_dma.arrays import Device, library_named
+from tests.gpu.gate import held
+from tests.oracle import reference
+from tests.oracle.cache_cases import History, draw_scores, packed, run_page
+
+pytestmark = pytest.mark.gpu
+GPU = Device("cuda", 0)
+PIECES = pytest.mark.parametrize("length", [1, 4, 40])
+
+
+@pytest.fixture
+def torch():
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
+    return torch
+
+
+def to(name):
+    library = library_named(name)
+    return lambda array: library.from_numpy(np.ascontiguousarray(array), GPU)
+
+
+def history_of(piece, **options):
+    return History(**{"length": 6 * piece, "window": 24, "head_dim": 64, "dtype": "bfloat16", **options})
+
+
+def same(torch, cache, other):
+    return all(torch.equal(a, b) for a, b in zip(cache.kept(), other.kept()))
+
+
+# ---- graphs ----
+@PIECES
+@pytest.mark.parametrize("ragged", [False, True], ids=["whole", "ragged"])
+def test_torch_graph_replay_equals_eager(torch, length, ragged):
+    """One graph serves every step: it reads counters, slots and lengths where they are."""
+    history = history_of(length, sinks=2, recent=3, batch=3)
+    move, rng = to("torch"), np.random.default_rng(0)
+    cache, eager = history.cache(move), history.cache(move)
+    static = history.tokens(0, length, move)
+    counts = move(np.full(3, length)) if ragged else None
+    out = torch.empty_like(static[0])
+    lse = torch.empty((3, history.heads, length), device="cuda")
+
+    def extend(of, tokens, lengths, **more):
+        return of.extend(*tokens, lengths=lengths, return_lse=True, **more)
+
+    extend(cache, static, counts, out=(out, lse))  # compiles
+    cache.reset()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        extend(cache, static, counts, out=(out, lse))
+    cache.reset()  # capturing runs nothing, whatever the library did meanwhile
+    for begin in range(0, history.length, length):
+        tokens = history.tokens(begin, begin + length, move)
+        for target, fresh in zip(static, tokens):
+            target.copy_(fresh)
+        if ragged:
+            counts.copy_(move(rng.integers(0, length + 1, 3)))
+        graph.replay()
+        expected, expected_lse = extend(eager, tokens, counts)
+        assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+        assert torch.equal(cache.length, eager.length) and same(torch, cache, eager)
+
+
+def test_cupy_graph_replay_equals_eager():
+    import cupy
+
+    history, move = history_of(1, length=40, sinks=1, recent=2), to("cupy")
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cache, eager = history.cache(move), history.cache(move)
+        static = history.tokens(0, 1, move)
+        out = cupy.empty_like(static[0])
+        cache.extend(*static, out=out)
+        cache.reset()
+        stream.begin_capture()
+        cache.extend(*static, out=out)
+        graph = stream.end_capture()
+        for p in range(40):
+            tokens = history.tokens(p, p + 1, move)
+            for target, fresh in zip(static, tokens):
+                target[...] = fresh
+            graph.launch(stream)
+            assert cupy.array_equal(out.view(np.int16), eager.extend(*tokens).view(np.int16))
+        stream.synchronize()
+        history.check_kept(cache, back=cupy.asnumpy)
+
+
+# ---- nothing waits, nothing grows ----
+def every_call(cache, tokens, rows, bounds, counts, order):
+    """All that a decode loop does, on arrays that lie on the device. To be called one after the other: a stream takes
+    about a thousand kernels, and then waits for the first."""
+    return [lambda: cache.extend(*tokens), lambda: cache.extend(*tokens, lengths=counts),
+            lambda: cache.extend(*rows, cu_seqlens=bounds), lambda: cache.update(*tokens[1:]),
+            lambda: cache.reorder(order), lambda: cache.kept().positions, lambda: cache.positions,
+            lambda: cache.length, lambda: cache.select_batch(order).length, lambda: cache.clone().length,
+            lambda: cache.state_dict()["lengths"]]
+
+
+def results_of(calls, around=contextlib.nullcontext):
+    """What the calls return, each made inside a context of its own."""
+    results = []
+    for call in calls:
+        with around():
+            results.append(call())
+    assert [x is None for x in results] == [False] * 3 + [True] * 2 + [False] * 6  # update and reorder return nothing
+    return [x for x in results if x is not None]
+
+
+def decode_arguments(history, length, move):
+    tokens = history.tokens(0, length)
+    rows, bounds = packed(tokens, [length, length])
+    return ([move(x) for x in tokens], [move(x) for x in rows], move(bounds), move(np.array([length, 0])),
+            move(np.array([1, 0])))
+
+
+@PIECES
+def test_torch_calls_do_not_wait(torch, length):
+    history, move = history_of(length), to("torch")
+    arguments = decode_arguments(history, length, move)
+    results_of(every_call(history.cache(move), *arguments))  # compiles, and looks at the device once
+    cache, stream = history.cache(move), torch.cuda.Stream()
+    expected = results_of(every_call(history.cache(move), *arguments))
+
+    @contextlib.contextmanager
+    def alone():
+        with held(stream.cuda_stream):
+            yield
+            assert torch.cuda.default_stream().query(), "work was put on the default stream"
+
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(stream):
+            results = results_of(every_call(cache, *arguments), alone)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(results, expected))
+
+
+@PIECES
+def test_cupy_calls_do_not_wait(length):
+    import cupy
+
+    history, move = history_of(length), to("cupy")
+    arguments = decode_arguments(history, length, move)
+    cache = history.cache(move)
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        results_of(every_call(history.cache(move), *arguments))  # compiles
+        expected = results_of(every_call(history.cache(move), *arguments))
+        # Back into the stream's memory pool, whatever earlier tests left there: to allocate from the driver takes
+        # seconds on a busy GPU.
+        cupy.cuda.alloc(64 << 20)
+        gc.collect()  # modules and graphs that earlier tests left: to unload one waits for the GPU
+        stream.synchronize()
+        results = results_of(every_call(cache, *arguments), functools.partial(held, stream.ptr))
+    for a, b in zip(results, expected):
+        assert cupy.asnumpy(a).tobytes() == cupy.asnumpy(b).tobytes()
+
+
+def test_a_step_allocates_nothing(torch):
+    history, move = history_of(1), to("torch")
+    cache, tokens = history.cache(move), history.tokens(0, 1, to("torch"))
+    out = torch.empty_like(tokens[0])
+    cache.extend(*tokens, out=out)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for _ in range(50):
+        cache.extend(*tokens, out=out)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+    import cupy
+
+    class Counter(cupy.cuda.MemoryHook):
+        name, count = "counter", 0
+
+        def malloc_preprocess(self, **facts):
+            self.count += 1
+
+    cache, tokens = history.cache(to("cupy")), history.tokens(0, 1, to("cupy"))
+    out = cupy.empty_like(tokens[0])
+    cache.extend(*tokens, out=out)
+    with Counter() as counter:
+        for _ in range(50):
+            cache.extend(*tokens, out=out)
+    assert counter.count == 0
+
+
+def test_memory_stays_the_same(torch):
+    history, move = history_of(1, window=100, length=1), to("torch")
+    cache, tokens = history.cache(move), [x.repeat(1, 1 if x.ndim == 3 else 64, *[1] * (x.ndim - 2))
+                                          for x in history.tokens(0, 1, move)]
+    tokens[3] = tokens[3].repeat(1, 1, 64).contiguous()
+
+    def use():
+        cache.extend(*tokens)
+        cache.extend(*(x[:, :1].contiguous() if x.ndim == 4 else x[:, :, :1].contiguous() for x in tokens))
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    use()
+    before = use()
+    assert [use() for _ in range(50)] == [before] * 50
+    assert cache.length.tolist() == [52 * 65] * 2
+
+
+# ---- for ever ----
+@pytest.mark.parametrize(("sinks", "recent"), [(0, 0), (4, 60)])
+def test_the_kept_set_does_not_drift_in_100000_steps(torch, sinks, recent):
+    n, w = 100_000, 100
+    scores = draw_scores("ties", (1, 2, n), np.random.default_rng(0))
+    row = torch.ones((1, 1, 2, 8), device="cuda", dtype=torch.float16)
+    cache = dma.DynamicCache(1, 2, w, 8, dtype="float16", sinks=sinks, recent=recent, like=row)
+    given, best = torch.from_numpy(scores).cuda(), [[], []]
+    for p in range(n):
+        cache.update(row, row, given[:, :, p:p + 1])
+        for head, kept in enumerate(best):
+            bisect.insort(kept, (float(scores[0, head, p]), p))
+            del kept[:-w]
+        if (p + 1) % 10_000 == 0 or p in (w - 2, w - 1, w):
+            for head, kept in enumerate(best):
+                besides = {*range(min(sinks, p + 1)), *range(max(p + 1 - recent, 0), p + 1)}
+                found = cache.kept().positions[0, head]
+                assert found[found >= 0].tolist() == sorted({j for _, j in kept} | besides)
+
+
+# ---- a serving shape ----
+@pytest.mark.parametrize("name", ["torch", "cupy"])
+def test_a_long_prompt_and_many_steps(name):
+    """B2 H16/8 D128 w=512: a prompt of 3000 tokens in two pieces, then 40 steps; the last ones against the oracle."""
+    rng, move, back = np.random.default_rng(0), to(name), library_named(name).to_numpy
+    history = History(length=3040, batch=2, heads=16, kv_heads=8, head_dim=128, dtype="bfloat16", window=512, sinks=4,
+                      recent=16)
+    cache = history.cache(move)
+    history.run(cache, [1800, 1200], move, back)
+    out, lse = history.run(cache, [1] * 36 + [4], move, back, begin=3000)
+    x, last = history.data, 3040 - 6
+    scores = SimpleNamespace(**x).scores
+    mask = reference.top_w_dense(scores, history.window, query_length=6)
+    p, j = np.arange(last, 3040)[:, None], np.arange(3040)
+    mask = mask | ((j <= p) & ((j < 4) | (j > p - 16)))
+    arguments = x["query"][:, last:], x["key"], x["value"], mask, scores
+    for found, ref, plain in zip((out[:, -6:], lse[:, :, -6:]), reference.attention(*arguments),
+                                 reference.same_precision_attention(*arguments)):
+        reference.assert_matches_reference(found, ref, plain, found.dtype)
+    positions = back(cache.kept().positions)
+    b, g = (int(i) for i in (rng.integers(2), rng.integers(8)))
+    assert positions[b, g][positions[b, g] >= 0].tolist() == np.flatnonzero(mask[b, g, -1]).tolist()
+
+
+def test_float64_is_refused(torch):
+    like = torch.empty(1, device="cuda")
+    with pytest.raises(TypeError, match="dtype must be float16, bfloat16 or float32 on CUDA, got float64"):
+        dma.DynamicCache(1, 1, 4, 8, dtype="float64", like=like)
+    history = History(length=6, dtype="float64")
+    cache = history.cache(to("torch"), backend="numpy")  # through the host, on request
+    out, lse = history.run(cache, [3, 1, 2], to("torch"), library_named("torch").to_numpy)
+    history.check(out, lse)
+
+
+def test_the_page_for_users(torch):
+    names = run_page(gpu=True)
+    assert names["cache"].length.tolist() == [1000, 1000]

@@ -1,0 +1,240 @@
+"""Decoding on a GPU, at sizes that fill it: the cache's step and few queries against a long history, against float64
+mathematics on the GPU; CUDA graphs; equal bits. Everything here is marked ``gpu``. Small odd shapes: test_cache.py and
+test_emulator_decode.py."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+from cupy_dma.backends import cuda
+from cupy_dma.backends.cuda.attention import flash_decode, last_queries, sm90
+from cupy_dma.backends.cuda.decode import step
+from tests.oracle.cache_cases import History
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def torch():
+    return pytest.importorskip("torch")
+
+
+def draw(torch, batch, n, heads, kv_heads, size, queries=None, dtype="bfloat16"):
+    make = torch.Generator(device="cuda").manual_seed(0)
+    q, k, v = (torch.randn(batch, length, h, size, generator=make, device="cuda").to(getattr(torch, dtype))
+               for length, h in ((queries or n, heads), (n, kv_heads), (n, kv_heads)))
+    return q, k, v, torch.randn(batch, kv_heads, n, generator=make, device="cuda")
+
+
+def visible(torch, scores, window, position, sinks=0, recent=0):
+    """bool (B, Hkv, n): the keys that a position sees, by sorting."""
+    ranked = scores[..., :position + 1].double().flip(-1)  # of equal scores the newest comes first
+    best = position - torch.sort(ranked, descending=True, stable=True, dim=-1).indices[..., :window]
+    seen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
+    seen[..., :min(sinks, position + 1)] = True
+    seen[..., max(0, position + 1 - recent):position + 1] |= recent > 0
+    return seen
+
+
+def expected(torch, q, k, v, bias, seen):
+    """out (B, H, D) and lse (B, H) of one query (B, H, D), in float64."""
+    group = q.shape[1] // k.shape[2]
+
+    def wide(x):
+        return x.double().repeat_interleave(group, 1)
+
+    s = torch.einsum("bhd,bhnd->bhn", q.double(), wide(k.transpose(1, 2))) * q.shape[2] ** -0.5 + wide(bias)
+    s = s.masked_fill(~seen.repeat_interleave(group, 1), float("-inf"))
+    return torch.einsum("bhn,bhnd->bhd", torch.softmax(s, -1), wide(v.transpose(1, 2))), torch.logsumexp(s, -1)
+
+
+def bits(array):
+    return array.cpu().reshape(-1).contiguous().view(__import__("torch").uint8)
+
+
+@pytest.mark.parametrize(("shape", "window", "sinks", "recent", "dtype"), [
+    ((1, 1400, 2, 1, 64), 1024, 0, 0, "bfloat16"), ((3, 900, 16, 8, 128), 500, 4, 60, "float16"),
+    ((40, 400, 16, 8, 128), 300, 0, 3, "bfloat16"), ((2, 400, 40, 2, 64), 200, 2, 0, "bfloat16"),
+    ((2, 300, 4, 2, 256), 100, 0, 0, "bfloat16"), ((2, 400, 4, 2, 128), 200, 0, 1, "float32")])
+def test_steps_of_large_caches(torch, shape, window, sinks, recent, dtype):
+    batch, n, _, kv_heads, size = shape
+    q, k, v, scores = draw(torch, *shape, dtype=dtype)
+    scores = torch.round(scores, decimals=1)
+    cache = dma.DynamicCache(batch, kv_heads, window, size, dtype=dtype, like=q, sinks=sinks, recent=recent)
+    first = n - 25
+    for begin in range(0, first, 100):
+        end = min(begin + 100, first)
+        cache.update(k[:, begin:end], v[:, begin:end], scores[:, :, begin:end])
+    for p in range(first, n):
+        part = slice(p, p + 1)
+        out, lse = cache.extend(q[:, part], k[:, part], v[:, part], scores[:, :, part], return_lse=True)
+        seen = visible(torch, scores, window, p, sinks, recent)
+        ref, ref_lse = expected(torch, q[:, p], k, v, scores, seen)
+        assert (out[:, 0].double() - ref).abs().max() < (2e-3 if dtype != "bfloat16" else 1e-2)
+        assert (lse[..., 0].double() - ref_lse).abs().max() < 2e-3
+        kept = cache.kept().positions
+        where = torch.where(seen, torch.arange(n, device="cuda"), n).sort(-1).values[..., :kept.shape[-1]]
+        assert torch.equal(torch.where(where == n, -1, where), kept)
+
+
+@pytest.fixture(params=[True, False], ids=["clusters", "tickets"])
+def clusters(request, monkeypatch):
+    """Steps in clusters of blocks wherever possible, or nowhere."""
+    if request.param and not cuda.runtime.hopper(0):
+        pytest.skip("no clusters of blocks on this GPU")
+    monkeypatch.setattr(step, "clusters_pay", lambda *_: request.param)
+    step.split.cache_clear()
+    yield request.param
+    step.split.cache_clear()
+
+
+@pytest.mark.parametrize("case", [
+    History(dtype="bfloat16", head_dim=64, window=100, recent=3, length=112, batch=1, heads=2, kv_heads=1),
+    History(dtype="bfloat16", head_dim=128, window=300, length=320, batch=1, heads=16, kv_heads=1, sinks=2),
+    History(dtype="float16", head_dim=16, value_dim=24, window=9, sinks=2, recent=3),
+    History(dtype="float16", head_dim=5, value_dim=7, window=9, heads=3, kv_heads=1, softcap=3.0, scale=0.7),
+    History(dtype="float32", head_dim=256, window=3, length=8, heads=8, kv_heads=1, batch=1, scale=-0.05),
+    History(dtype="float32", head_dim=40, window=129, sinks=3, length=140), History(scores="nan", dtype="float16"),
+], ids=str)
+def test_steps_in_clusters_and_with_tickets(case, clusters):
+    cupy = pytest.importorskip("cupy")
+    cache = case.cache(cupy.asarray)
+    out, lse = case.run(cache, [1] * case.length, cupy.asarray, cupy.asnumpy)
+    if case.scores != "nan":
+        case.check(out, lse, tf32=True)
+    case.check_kept(cache, case.length - 1, cupy.asnumpy)
+    if clusters:
+        assert cache._state.workspace["decode step", case.heads]["parts"] == step.CLUSTER
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_updates_in_clusters_and_with_tickets(length, clusters):
+    """Without queries."""
+    cupy = pytest.importorskip("cupy")
+    history = History(dtype="float16", window=200, length=240, sinks=1, recent=2)
+    cache = history.cache(cupy.asarray)
+    for begin in range(0, history.length, length):
+        cache.update(*history.tokens(begin, begin + length, cupy.asarray)[1:])
+    history.check_kept(cache, history.length - 1, cupy.asnumpy)
+
+
+def test_a_graph_of_a_step_replays(torch, clusters):
+    """One graph for every step, also while the cache fills; bits as without."""
+    q, k, v, scores = draw(torch, 2, 400, 8, 4, 64)
+    cache = dma.DynamicCache(2, 4, 150, 64, like=q, recent=2)
+    q1, k1, v1, s1 = (x[:, :1].clone() for x in (q, k, v, scores.transpose(1, 2)))
+    out = torch.empty_like(q1)
+
+    def step():
+        cache.extend(q1, k1, v1, s1.transpose(1, 2), out=out)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    cache.reset()
+    eager = cache.clone()
+    for p in range(400):
+        part = slice(p, p + 1)
+        for static, x in ((q1, q), (k1, k), (v1, v), (s1, scores.transpose(1, 2))):
+            static.copy_(x[:, part])
+        graph.replay()
+        other = eager.extend(q[:, part], k[:, part], v[:, part], scores[:, :, part])
+        assert torch.equal(bits(out), bits(other)), p
+    for name, array in cache.state_dict().items():
+        assert not torch.is_tensor(array) or torch.equal(bits(array), bits(eager.state_dict()[name])), name
+
+
+def test_many_steps_keep_the_right_keys(torch, clusters):
+    """Against the NumPy backend, at a rate of steps that finds races."""
+    rng = np.random.default_rng(0)
+    scores = np.round(rng.standard_normal((2, 3, 3000)), 1).astype(np.float32)
+    for sinks, recent in ((0, 0), (2, 5)):
+        caches = [dma.DynamicCache(2, 3, 200, 8, dtype="float16", like=like, sinks=sinks, recent=recent)
+                  for like in (torch.empty(1, device="cuda"), None)]
+        rows = [np.zeros((2, 1, 3, 8), np.float16), np.zeros((2, 3000, 3, 8), np.float16)]
+        moved, device_scores = torch.from_numpy(rows[0]).cuda(), torch.from_numpy(scores).cuda()
+        for p in range(3000):
+            caches[0].update(moved, moved, device_scores[:, :, p:p + 1])
+        caches[1].update(rows[1], rows[1], scores)
+        for ours, theirs in zip(caches[0].kept(), caches[1].kept()):
+            assert np.array_equal(ours.cpu().numpy(), theirs)
+
+
+@pytest.mark.parametrize("kind", ["iid", "equal", "increasing", "decreasing", "ties"])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_last_queries_of_long_histories(torch, kind, queries, monkeypatch):
+    n, window = 300_000, 1000
+    q, k, v, scores = draw(torch, 1, n, 4, 2, 64, queries)
+    scores = {"iid": scores, "equal": torch.zeros_like(scores), "increasing": torch.sort(scores).values,
+              "decreasing": torch.sort(scores, descending=True).values, "ties": torch.round(scores)}[kind].contiguous()
+    select, used = last_queries.select_last, []
+    monkeypatch.setattr(last_queries, "select_last", lambda *x: used.append(1) or select(*x))
+    results = [dma.dynamic_mask_attention(q, k, v, scores, window=window, return_lse=True) for _ in range(10)]
+    assert len(used) == 10
+    for i in range(queries):
+        seen = visible(torch, scores, window, n - queries + i)
+        ref, ref_lse = expected(torch, q[:, i], k, v, scores, seen)
+        assert (results[0][0][:, i].double() - ref).abs().max() < 1e-2
+        assert (results[0][1][..., i].double() - ref_lse).abs().max() < 2e-3
+    for other in results[1:]:
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(other, results[0]))
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "window", "top_w"])
+@pytest.mark.parametrize("queries", [1, 4])
+def test_few_queries_against_many_keys(torch, mask, queries):
+    n = 100_000
+    q, k, v, scores = draw(torch, 2, n, 8, 2, 128, queries)
+    masks = {"none": None, "causal": dma.IntervalMask.causal(n, like=q),
+             "window": dma.IntervalMask.sliding_window(n, 5000, like=q), "top_w": dma.IntervalMask.top_w(scores, 700)}
+    out, lse = dma.attention(q, k, v, mask=masks[mask], bias=scores, return_lse=True)
+    j = torch.arange(n, device="cuda")
+    for i in range(queries):
+        p = n - queries + i
+        seen = {"none": lambda: j >= 0, "causal": lambda p=p: j <= p, "window": lambda p=p: (j <= p) & (j > p - 5000),
+                "top_w": lambda p=p: visible(torch, scores, 700, p)}[mask]().expand(2, 2, n)
+        ref, ref_lse = expected(torch, q[:, i], k, v, scores, seen)
+        assert (out[:, i].double() - ref).abs().max() < 1e-2
+        assert (lse[..., i].double() - ref_lse).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("is_hopper", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "heads", "kv_heads", "head_dim"), [(264, 2, 1, 64), (65, 4, 4, 128),
+                                                                         (30, 15, 3, 96)])
+def test_hundreds_of_queries_against_many_keys(torch, monkeypatch, queries, heads, kv_heads, head_dim, causal,
+                                               is_hopper):
+    """As many as leave most of a GPU idle otherwise. Hopper's tiles are split up along their keys."""
+    if is_hopper and not cuda.runtime.hopper(0):
+        pytest.skip("no Hopper GPU")
+    if not is_hopper:
+        monkeypatch.setattr(sm90, "serves", lambda *_: False)
+    n, served, launch = 5000, [], flash_decode.attention
+    monkeypatch.setattr(flash_decode, "attention", lambda *arguments: served.append(1) or launch(*arguments))
+    q, k, v, scores = draw(torch, 1, n, heads, kv_heads, head_dim, queries)
+    out, lse = dma.attention(q, k, v, bias=scores, causal=causal, return_lse=True)
+    assert bool(served) != is_hopper
+    for i in (0, 1, queries // 2, queries - 1):
+        seen = (torch.arange(n, device="cuda") <= n - queries + i if causal else torch.ones(n, device="cuda") > 0)
+        ref, ref_lse = expected(torch, q[:, i], k, v, scores, seen.expand(1, kv_heads, n))
+        assert (out[:, i].double() - ref).abs().max() < 1e-2
+        assert (lse[..., i].double() - ref_lse).abs().max() < 2e-3
+
+
+def test_gradients_after_few_queries(torch):
+    """The backward pass takes out and lse of the kernel that shares keys out."""
+    q, k, v, scores = draw(torch, 1, 2000, 4, 2, 64, 3, "float16")
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = dma.dynamic_mask_attention(q, k, v, scores, window=300)
+    out.sum().backward()
+    grads = [x.grad.clone() for x in (q, k, v)]
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    total = sum(expected(torch, wide[0][:, i], wide[1], wide[2], scores, visible(torch, scores, 300, 1997 + i))[0].sum()
+                for i in range(3))
+    for ours, theirs in zip(grads, torch.autograd.grad(total, wide)):
+        assert (ours.double() - theirs).abs().max() < 2e-2 * theirs.abs().max().clamp_min(1.0)

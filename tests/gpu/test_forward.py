@@ -1,0 +1,490 @@
+"""The CUDA backend on a GPU: the forward grid, exact selection, and how it behaves towards streams, devices, graphs and
+allocators. Everything here is marked ``gpu``."""
+from __future__ import annotations
+
+import gc
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import cupy_dma as dma
+from cupy_dma.arrays import Device, library_named, numpy_dtype
+from cupy_dma.backends import cuda
+from cupy_dma.backends.cuda.runtime import jit, launch
+from cupy_dma.backends.cuda.runtime.configs import LayoutConfig
+from tests.gpu.gate import held
+from tests.gpu.sm90_tiles import portable
+from tests.oracle import cases, reference
+from tests.unit.test_selection import problems
+
+pytestmark = pytest.mark.gpu
+
+CUDA = Device("cuda", 0)
+FORWARD = [c for c in cases.CASES if c.dtype in ("float16", "bfloat16", "float32")]
+
+
+@pytest.fixture(scope="module")
+def torch():
+    return pytest.importorskip("torch")
+
+
+def converter(name, device=CUDA):
+    library = library_named(name)
+    return lambda x: library.from_numpy(np.ascontiguousarray(x), device)
+
+
+def host(array) -> np.ndarray:
+    return library_named("torch" if type(array).__module__.startswith("torch") else "cupy").to_numpy(array)
+
+
+def draw(torch, lq, lk, heads, kv_heads, head_dim, batch=1, dtype=None, seed=0, device="cuda"):
+    make = torch.Generator(device=device).manual_seed(seed)
+    return [torch.randn(batch, n, h, head_dim, generator=make, device=device, dtype=torch.float32).to(
+        dtype or torch.bfloat16) for n, h in ((lq, heads), (lk, kv_heads), (lk, kv_heads))]
+
+
+def draw_scores(torch, batch, heads, length, seed=1, device="cuda"):
+    make = torch.Generator(device=device).manual_seed(seed)
+    return torch.randn(batch, heads, length, generator=make, device=device)
+
+
+# ---- right ----
+@pytest.mark.parametrize("name", ["cupy", "torch"])
+@pytest.mark.parametrize("case", FORWARD, ids=str)
+def test_forward_grid(case, name):
+    pytest.importorskip(name)
+    out, lse = cases.run(case, converter(name))
+    cases.check(case, host(out), host(lse), tf32=True)
+
+
+@pytest.mark.parametrize("case", FORWARD, ids=str)
+def test_forward_grid_of_portable_kernels(case):
+    pytest.importorskip("cupy")
+    with portable():
+        out, lse = cases.run(case, converter("cupy"))
+    cases.check(case, host(out), host(lse), tf32=True)
+
+
+@pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(("bfloat16-D", "float32-D", "mask-", "heads-",
+                                                                           "window"))], ids=str)
+@pytest.mark.parametrize("limit", [99, 163])
+def test_tiles_of_smaller_gpus(case, limit, monkeypatch):
+    monkeypatch.setattr(cuda.runtime, "shared_memory_limit", lambda index: limit * 1024)
+    with portable():
+        out, lse = cases.run(case, converter("cupy"))
+    cases.check(case, host(out), host(lse), tf32=True)
+
+
+def _sample_check(torch, q, k, v, mask, bias, out, lse, rows, softcap=0.0):
+    """Rows of a large problem against the oracle: each row is a problem of one query."""
+    lq, lk, heads, group = q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2]
+    start = mask.start.expand(1, k.shape[2], lk) if mask is not None else None
+    stop = mask.stop.expand(1, k.shape[2], lk) if mask is not None else None
+    for i in rows:
+        p = i + lk - lq
+        for h in (0, heads - 1):
+            g = h // group
+            seen = (torch.arange(lk, device=q.device) <= p if mask is None else
+                    (start[0, g] <= p) & (p < stop[0, g]))
+            js = seen.nonzero()[:, 0]
+            one = [x.cpu() for x in (q[:1, i:i + 1, h:h + 1], k[:1, js, g:g + 1], v[:1, js, g:g + 1])]
+            one = [library_named("torch").to_numpy(x.contiguous()) for x in one]
+            added = None if bias is None else host(bias[:1, g:g + 1, js].contiguous())
+            ref, ref_lse = reference.attention(*one, bias=added, softcap=softcap)
+            plain, plain_lse = reference.same_precision_attention(*one, bias=added, softcap=softcap, tf32=True)
+            reference.assert_matches_reference(host(out[:1, i:i + 1, h:h + 1].contiguous()), ref, plain, plain.dtype)
+            exact = ref_lse[0, 0, 0]
+            allowed = 1e-4 * max(1.0, abs(exact)) + 2 * abs(plain_lse[0, 0, 0] - exact)
+            assert abs(float(lse[0, h, i]) - exact) < allowed
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [
+    *((size, "bfloat16") for size in (64, 128, 80, 192, 256, 33)),
+    *((size, "float32") for size in (64, 128, 192, 250))])
+@pytest.mark.parametrize("kind", ["top_w", "causal", "documents"])
+def test_long_sequences(torch, kind, head_dim, dtype):
+    n = 5000
+    q, k, v = draw(torch, n, n, 4, 2, head_dim, dtype=getattr(torch, dtype))
+    scores = draw_scores(torch, 1, 2, n)
+    mask = {"top_w": lambda: dma.IntervalMask.top_w(scores, 700), "causal": lambda: None,
+            "documents": lambda: dma.IntervalMask.documents(torch.tensor([0, 100, 100, 3000, n]).cuda())}[kind]()
+    out, lse = dma.attention(q, k, v, mask=mask, bias=scores, causal=kind == "causal", return_lse=True)
+    _sample_check(torch, q, k, v, mask, scores, out, lse, (0, 1, 99, 100, 2999, 3000, n - 1))
+
+
+def test_more_than_2_to_31_elements(torch):
+    if torch.cuda.get_device_properties(0).total_memory < 40e9:
+        pytest.skip("needs 40 GB of device memory")
+    n, heads, head_dim = 1_050_000, 16, 128
+    assert n * heads * head_dim > 2**31
+    q, k, v = (torch.empty(1, n, heads, head_dim, device="cuda", dtype=torch.bfloat16).normal_() for _ in range(3))
+    scores = draw_scores(torch, 1, heads, n)
+    mask = dma.IntervalMask.top_w(scores, 64)
+    out, lse = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True)
+    _sample_check(torch, q, k, v, mask, scores, out, lse, (0, 70, n // 2, n - 1))
+    del q, k, v, out
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["key", "value"])
+@pytest.mark.parametrize("kind", ["causal", "top_w", "window"])
+def test_a_bad_row_reaches_only_the_queries_that_see_it(torch, name, bad, kind):
+    n, where = 300, 150
+    q, k, v = draw(torch, n, n, 4, 2, 64)
+    clean = {"key": k.clone(), "value": v.clone()}
+    {"key": k, "value": v}[name][0, where, 0, 5] = bad
+    scores = draw_scores(torch, 1, 2, n)
+    scores[0, 0, where] = 1.2  # kept for some time, but not for ever
+    mask = {"causal": dma.IntervalMask.causal(n, like=q), "top_w": dma.IntervalMask.top_w(scores, 40),
+            "window": dma.IntervalMask.sliding_window(n, 50, like=q)}[kind]
+    out = dma.attention(q, k, v, mask=mask)
+    good = dma.attention(q, clean["key"], clean["value"], mask=mask)
+    sees = mask.to_dense(n).expand(1, 2, n, n)[0, 0, :, where]
+    assert sees.any() and not sees.all()
+    for h in (0, 1):  # the heads of kv head 0
+        assert torch.equal(out[0, ~sees, h], good[0, ~sees, h])
+        if name == "value":
+            assert not torch.isfinite(out[0, sees, h, 5]).any()
+    assert torch.equal(out[:, :, 2:], good[:, :, 2:])
+
+
+def test_a_key_nobody_sees_changes_no_bit(torch):
+    n = 400
+    q, k, v = draw(torch, n, n, 2, 1, 64)
+    scores = draw_scores(torch, 1, 1, n)
+    real = torch.rand(1, n, device="cuda") < 0.7
+    for mask in (dma.IntervalMask.top_w(scores, 60, padding=real), dma.IntervalMask.padding(real)):
+        out = dma.attention(q, k, v, mask=mask, bias=scores)
+        k2, v2, s2 = k.clone(), v.clone(), scores.clone()
+        k2[:, ~real[0]] = float("nan")
+        v2[:, ~real[0]] = float("inf")
+        s2[:, :, ~real[0]] = float("nan")
+        assert torch.equal(out, dma.attention(q, k2, v2, mask=mask, bias=s2))
+
+
+@given(problems(max_length=40))
+@settings(max_examples=60, deadline=None)
+def test_selection_is_the_definition(problem):
+    import cupy
+
+    scores, window, padding, documents = problem
+    moved = [None if x is None else cupy.asarray(x) for x in (scores, padding, documents)]
+    mask = dma.IntervalMask.top_w(moved[0], window, padding=moved[1], documents=moved[2])
+    expected = reference.top_w_dense(scores, window, "prefix", padding, documents, scores.shape[2])
+    assert np.array_equal(np.broadcast_to(cupy.asnumpy(mask.to_dense(scores.shape[2])), expected.shape), expected)
+
+
+def _scores(kind: str, heads: int, n: int) -> np.ndarray:
+    rng = np.random.default_rng(n + heads)
+    s = rng.standard_normal((1, heads, n)).astype(np.float32)
+    match kind:
+        case "increasing":
+            return np.sort(s)
+        case "decreasing":
+            return np.ascontiguousarray(np.sort(s)[..., ::-1])
+        case "equal":
+            return np.zeros_like(s)
+        case "recency":
+            return s + (12 * np.arange(n) / n).astype(np.float32)
+        case "bursty":
+            return s + np.repeat(rng.standard_normal((1, heads, -(-n // 50))) * 3, 50, axis=-1)[..., :n].astype("f4")
+        case "rounded":
+            return s.astype(numpy_dtype("bfloat16")).astype(np.float32)
+        case "relu":
+            return np.maximum(s, 0) * np.where(rng.random(s.shape) < 0.5, 1, -1).astype(np.float32)
+        case "special":
+            s[rng.random(s.shape) < 0.02] = np.nan
+            s[rng.random(s.shape) < 0.02] = np.inf
+            s[rng.random(s.shape) < 0.4] = -np.inf
+    return s
+
+
+KINDS = ["iid", "increasing", "decreasing", "equal", "recency", "bursty", "rounded", "relu", "special"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("length", "window"), [(1, 1), (1023, 1), (1025, 7), (4096, 1024), (5000, 4999), (9001, 256),
+                                                (40000, 1000), (70001, 3000)])
+def test_selection_of_long_sequences(kind, length, window):
+    """Against the heap of the NumPy backend, which is tested against the definition; with padding and documents."""
+    import cupy
+
+    scores = _scores(kind, 2, length)
+    rng = np.random.default_rng(length)
+    padding = rng.random((1, length)) < 0.8
+    documents = np.cumsum(rng.random((1, length)) < 5 / length, axis=-1).astype(np.int32)
+    for options in ({}, {"padding": padding}, {"documents": documents}, {"padding": padding, "documents": documents}):
+        expected = dma.IntervalMask.top_w(scores, window, **options)
+        mask = dma.IntervalMask.top_w(cupy.asarray(scores), window, **{k: cupy.asarray(x) for k, x in options.items()})
+        assert np.array_equal(cupy.asnumpy(mask.stop), expected.stop)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("form", ["exp", "linear"])
+@pytest.mark.parametrize("shape", [(2, 333, 1, 64), (1, 1000, 8, 128), (2, 77, 3, 33), (1, 100, 20, 64), (1, 0, 2, 8),
+                                   (1, 300, 3, 40)])
+def test_key_scores(dtype, form, shape):
+    rng = np.random.default_rng(0)
+    _, _, heads, size = shape
+    value = rng.standard_normal(shape).astype(numpy_dtype(dtype))
+    weight = (rng.standard_normal((heads, heads * size)) / np.sqrt(size)).astype(np.float32)
+    a, offset = rng.standard_normal(heads).astype(np.float32), rng.standard_normal(heads).astype(np.float32)
+    move = converter("cupy")
+    for projection in (weight, weight.astype(np.float16), weight.astype(numpy_dtype("bfloat16"))):
+        got = host(dma.key_scores(move(value), move(projection), move(a), dt_bias=move(offset), form=form))
+        expected = reference.key_scores(value, projection, a, offset, form)
+        assert got.dtype == np.float32 and got.shape == (shape[0], heads, shape[1])
+        np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6)
+
+
+def test_the_same_bits_every_time(torch):
+    q, k, v = draw(torch, 2000, 2000, 4, 2, 64)
+    weights, a = torch.randn(2, 128, device="cuda") / 10, torch.ones(2, device="cuda")
+    first = dma.dynamic_mask_attention(q, k, v, dt_proj=weights, A=a, window=300, return_lse=True)
+    for _ in range(20):
+        again = dma.dynamic_mask_attention(q, k, v, dt_proj=weights, A=a, window=300, return_lse=True)
+        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
+def test_heads_and_batch_can_be_permuted(torch):
+    q, k, v = draw(torch, 300, 300, 4, 4, 64, batch=3)
+    scores = draw_scores(torch, 3, 4, 300)
+    out = dma.dynamic_mask_attention(q, k, v, scores, window=50)
+    b, h = [2, 0, 1], [3, 1, 0, 2]
+    moved = dma.dynamic_mask_attention(*(x[b][:, :, h] for x in (q, k, v)), scores[b][:, h], window=50)
+    assert torch.equal(out[b][:, :, h], moved)
+
+
+def test_a_wide_window_is_dense_causal_attention(torch):
+    q, k, v = draw(torch, 700, 700, 2, 1, 64)
+    scores = draw_scores(torch, 1, 1, 700)
+    everything = dma.dynamic_mask_attention(q, k, v, scores, window=700)
+    assert torch.equal(everything, dma.attention(q, k, v, bias=scores, causal=True))
+
+
+# ---- refused ----
+def test_wide_types_are_refused():
+    move = converter("cupy")
+    x = move(np.ones((1, 4, 1, 8), np.float64))
+    with pytest.raises(TypeError, match=r"query.*float64"):
+        dma.attention(x, x, x)
+    with pytest.raises(TypeError, match="float64"):
+        dma.IntervalMask.top_w(move(np.ones((1, 1, 4))), 2)
+
+
+# ---- well-behaved ----
+def chain(q, k, v, scores, window=100):
+    return dma.dynamic_mask_attention(q, k, v, scores, window=window)
+
+
+def test_torch_cuda_graph(torch):
+    q, k, v = draw(torch, 500, 500, 4, 2, 64)
+    scores = draw_scores(torch, 1, 2, 500)
+    chain(q, k, v, scores)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(q, k, v, scores)
+    for seed in (5, 6):
+        for static, fresh in zip((q, k, v), draw(torch, 500, 500, 4, 2, 64, seed=seed), strict=True):
+            static.copy_(fresh)
+        scores.copy_(draw_scores(torch, 1, 2, 500, seed=seed))
+        graph.replay()
+        assert torch.equal(out, chain(q, k, v, scores))
+
+
+def test_cupy_graph():
+    import cupy
+
+    rng = np.random.default_rng(0)
+    x = cupy.asarray(rng.standard_normal((1, 300, 2, 64)).astype(np.float16))
+    scores = cupy.asarray(rng.standard_normal((1, 2, 300)).astype(np.float32))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        expected = chain(x, x, x, scores)
+        pool = [chain(x, x, x, scores) for _ in range(3)]  # the stream's pool has blocks for the capture
+        del pool
+        stream.begin_capture()
+        out = chain(x, x, x, scores)
+        graph = stream.end_capture()
+        out.fill(0)
+        graph.launch(stream)
+    stream.synchronize()
+    assert cupy.array_equal(out, expected)
+
+
+@pytest.mark.parametrize("length", [400, 3000])
+@pytest.mark.parametrize("captured", [False, True])
+def test_kernels_that_come_early_wait_for_those_ahead(torch, monkeypatch, length, captured):
+    """A chain of calls each of which reads what the one before it wrote, in memory that others have given back; the
+    same as with every kernel launched when the device is idle."""
+    x, scores = draw(torch, length, length, 2, 2, 64)[0], draw_scores(torch, 1, 2, length)
+
+    def calls():
+        y, all_of_it = x, []
+        for i in range(12):
+            y = 1.5 * y if i % 4 == 3 else chain(y, y, y, scores, window=30 + i)  # torch's kernel now and then
+            all_of_it.append(y.sum(2, keepdim=True))
+        return torch.cat(all_of_it)
+
+    original = launch.Function.launch
+
+    def launch_alone(self, grid, threads, params, stream, early=True):
+        torch.cuda.synchronize()
+        original(self, grid, threads, params, stream, early=False)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch.Function, "launch", launch_alone)
+        expected = calls()
+    if not captured:
+        for _ in range(10):
+            assert torch.equal(calls(), expected)
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = calls()
+    for _ in range(10):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+def test_a_thread_of_its_own(torch):
+    """Which has done nothing with CUDA before."""
+    q, k, v = draw(torch, 500, 500, 4, 2, 64)
+    scores = draw_scores(torch, 1, 2, 500)
+    expected = chain(q, k, v, scores)
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(2) as pool:
+        found = [*pool.map(lambda _: chain(q, k, v, scores), range(8))]
+    assert all(torch.equal(out, expected) for out in found)
+
+
+def test_a_launch_that_fails_names_the_kernel():
+    kernel = cuda.runtime.load(LayoutConfig("__half"), "fragment_layout", 0)
+    params = jit.params("common/check_fragment_layout.cu", "LayoutParams").pack(x=0, ok=0)
+    with pytest.raises(RuntimeError, match=r"fragment_layout .*1 blocks of 2048 threads.*CUDA_ERROR_INVALID_VALUE"):
+        kernel.launch(1, 2048, params, 0)
+
+
+def test_runs_on_the_callers_stream_and_does_not_wait(torch):
+    q, k, v = draw(torch, 500, 500, 4, 2, 64)
+    scores = draw_scores(torch, 1, 2, 500)
+    expected = chain(q, k, v, scores)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    late = torch.empty_like(scores)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(stream), held(stream.cuda_stream):
+            late.copy_(scores)
+            out = chain(q, k, v, late)
+            assert torch.cuda.default_stream().query(), "work was put on the default stream"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(out, expected)
+
+
+def test_a_call_that_waits_is_seen():
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with pytest.raises(AssertionError, match="waited for the stream"), held(stream.ptr, limit=0.1):
+        stream.synchronize()
+
+
+def test_cupy_runs_on_the_current_stream():
+    import cupy
+
+    rng = np.random.default_rng(0)
+    x = cupy.asarray(rng.standard_normal((1, 300, 2, 64)).astype(np.float16))
+    scores = cupy.asarray(rng.standard_normal((1, 2, 300)).astype(np.float32))
+    expected = chain(x, x, x, scores)
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        got = chain(x, x, x, scores)
+    stream.synchronize()
+    assert cupy.array_equal(expected, got)
+
+
+def test_key_lists_are_per_stream(torch):
+    q, k, v = draw(torch, 500, 500, 2, 1, 64)
+    mask = dma.IntervalMask.top_w(draw_scores(torch, 1, 1, 500), 50)
+    dma.attention(q, k, v, mask=mask)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        dma.attention(q, k, v, mask=mask)
+    assert len(mask._cache) == 2
+    torch.cuda.synchronize()
+
+
+def test_torch_inputs_allocate_through_torch(torch):
+    import cupy
+
+    q, k, v = draw(torch, 2000, 2000, 4, 2, 64)
+    scores = draw_scores(torch, 1, 2, 2000)
+    chain(q, k, v, scores)
+    gc.collect()
+    before = cupy.get_default_memory_pool().total_bytes()
+    allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+    chain(q, k, v, scores)
+    assert cupy.get_default_memory_pool().total_bytes() == before
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] > allocated
+
+
+def test_memory_is_linear(torch):
+    """Extra device memory at H16/8, D128, w=2048: at most 1 GiB at N=131072, and twice the length takes twice that."""
+    def extra(n):
+        q, k, v = draw(torch, n, n, 16, 8, 128)
+        scores = draw_scores(torch, 1, 8, n)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = chain(q, k, v, scores, window=2048)
+        return torch.cuda.max_memory_allocated() - before - out.nbytes
+
+    half, whole = extra(65536), extra(131072)
+    print(f"{half / 2**20:.0f} MiB at 65536, {whole / 2**20:.0f} MiB at 131072")
+    assert whole <= 2**30 and whole < 2.2 * half
+
+
+@pytest.mark.parametrize("name", ["cupy", "torch"])
+def test_a_device_that_is_not_current(name):
+    import cupy
+
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    pytest.importorskip(name)
+    assert cupy.cuda.runtime.getDevice() == 0
+    for case in (c for c in FORWARD if c.name in ("mask-top_w_padding", "mask-documents", "mask-causal", "mask-union",
+                                                  "bfloat16-D64")):
+        out, lse = cases.run(case, converter(name, Device("cuda", 1)))
+        assert library_named(name).describe(out, "out").device == Device("cuda", 1)
+        cases.check(case, host(out), host(lse), tf32=True)
+    assert cupy.cuda.runtime.getDevice() == 0
+
+
+def test_dlpack_producers_get_their_own_kind_back():
+    import cupy
+
+    class Wrapped:
+        def __init__(self, array):
+            self.array = array
+
+        def __dlpack__(self, **options):
+            return self.array.__dlpack__(**options)
+
+        def __dlpack_device__(self):
+            return self.array.__dlpack_device__()
+
+        def __array_namespace__(self):
+            class Namespace:
+                from_dlpack = staticmethod(lambda x: Wrapped(cupy.from_dlpack(x)))
+
+            return Namespace
+
+    x = cupy.asarray(np.random.default_rng(0).standard_normal((1, 100, 2, 64)).astype(np.float16))
+    out = dma.attention(*(Wrapped(x) for _ in range(3)), causal=True)
+    assert isinstance(out, Wrapped)
+    assert cupy.array_equal(out.array, dma.attention(x, x, x, causal=True))

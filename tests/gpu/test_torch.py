@@ -1,0 +1,144 @@
+"""The torch side on CUDA tensors: what the tests on CPU tensors cannot see. Everything here is marked ``gpu``."""
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+
+torch = pytest.importorskip("torch")
+
+from cupy_dma.backends import cuda  # noqa: E402
+from cupy_dma.torch import DynamicMaskAttention  # noqa: E402
+from tests.oracle.torch_inputs import same  # noqa: E402
+from tests.torch import recall  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def same_numbers():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+
+
+def draw(n=300, heads=4, kv_heads=2, size=64, dtype=torch.bfloat16):
+    """query, key, value, scores."""
+    shapes = (2, n, heads, size), (2, n, kv_heads, size), (2, n, kv_heads, size)
+    rows = [torch.randn(shape, device="cuda", dtype=dtype).requires_grad_() for shape in shapes]
+    return [*rows, torch.randn(2, kv_heads, n, device="cuda").requires_grad_()]
+
+
+def dynamic(q, k, v, s):
+    return dma.dynamic_mask_attention(q, k, v, s, window=50, softcap=5.0)
+
+
+def gradients(function, arguments):
+    out = function(*arguments)
+    weights = torch.linspace(-1, 1, out.numel(), device="cuda").view(out.shape).to(out.dtype)
+    return torch.autograd.grad(out, arguments, weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_autograd_has_the_bits_of_the_manual_functions(dtype):
+    q, k, v, s = draw(dtype=dtype)
+    out, lse = dma.dynamic_mask_attention(q, k, v, s, window=50, return_lse=True)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    found = torch.autograd.grad((out, lse), (q, k, v, s), (dout, dlse))
+    with torch.no_grad():
+        manual = dma.backward.dynamic_mask_attention_backward(dout, q, k, v, out, lse, s, window=50, dlse=dlse)
+    assert same(found, manual[:4])
+
+
+def test_forward_and_backward_share_their_key_lists(monkeypatch):
+    made, real = [], cuda.lists._build
+    monkeypatch.setattr(cuda.lists, "_build", lambda *arguments: made.append(arguments) or real(*arguments))
+    q, k, v, s = draw(n=2000)
+    mask = dma.IntervalMask.top_w(s, 100)
+    first = gradients(lambda *x: dma.attention(*x[:3], mask=mask, bias=x[3]), (q, k, v, s))
+    count = len(made)
+    second = gradients(lambda *x: dma.attention(*x[:3], mask=mask, bias=x[3]), (q, k, v, s))
+    assert len(made) == count and same(first, second)
+
+
+@pytest.mark.parametrize("how", ["compile", "dynamic lengths", "checkpoint", "other stream", "no unit stride"])
+def test_the_same_gradients_however_it_runs(how):
+    from torch.utils.checkpoint import checkpoint
+
+    arguments = draw()
+    plain = gradients(dynamic, arguments)
+    stream = torch.cuda.Stream()
+
+    def elsewhere(*x):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            out = dynamic(*x)
+        torch.cuda.current_stream().wait_stream(stream)
+        return out
+
+    run = {"compile": lambda: torch.compile(dynamic, fullgraph=True),
+           "dynamic lengths": lambda: torch.compile(dynamic, fullgraph=True, dynamic=True),
+           "checkpoint": lambda: lambda *x: checkpoint(dynamic, *x, use_reentrant=False),
+           "other stream": lambda: elsewhere,
+           "no unit stride": lambda: lambda *x: dynamic(*x).transpose(1, 3).clone(
+               memory_format=torch.contiguous_format).transpose(1, 3)}[how]()
+    found = gradients(run, arguments)
+    torch.cuda.synchronize()
+    assert same(plain, found)
+
+
+def test_autocast():
+    q, k, v, s = (x.detach().float().requires_grad_() for x in draw())
+    with torch.autocast("cuda", torch.bfloat16):
+        out = dynamic(q, k, v, s)
+    assert out.dtype == torch.bfloat16
+    out.float().square().sum().backward()
+    assert all(x.grad.dtype == torch.float32 and x.grad.isfinite().all() for x in (q, k, v, s))
+
+
+def test_a_cuda_graph_of_forward_and_backward():
+    layer = DynamicMaskAttention(2, 64, 50, device="cuda")
+    torch.nn.init.constant_(layer.A, 0.2)
+    q, k, v, _ = draw()
+    leaves = (q, k, v, *layer.parameters())
+    eager = gradients(lambda *x: layer(*x[:3]), leaves)
+    graphed = torch.cuda.make_graphed_callables(layer, (q, k, v))
+    for _ in range(3):
+        found = gradients(lambda *x: graphed(*x[:3]), leaves)
+        torch.cuda.synchronize()
+        assert same(eager, found)
+
+
+@pytest.mark.parametrize("compiler", [None, "inductor"])
+def test_recall_is_learned(compiler):
+    right, steps = recall.train("cuda", torch.bfloat16, compiler=compiler)
+    print(f"{steps} steps")
+    assert right == 1
+
+
+def test_compiled_and_eager_training_agree():
+    """A hundred steps of four layers in bfloat16 autocast: the same loss curve within rounding."""
+    def losses(compiled):
+        torch.manual_seed(0)
+        layers = torch.nn.ModuleList(torch.nn.ModuleDict({
+            "qkv": torch.nn.Linear(128, 128 + 2 * 64), "attend": DynamicMaskAttention(2, 32, 64, form="linear"),
+            "out": torch.nn.Linear(128, 128)}) for _ in range(4)).cuda()
+
+        def model(x):
+            for layer in layers:
+                q, k, v = (y.unflatten(-1, (-1, 32)) for y in layer["qkv"](x).split((128, 64, 64), -1))
+                x = x + layer["out"](layer["attend"](q, k, v).flatten(2))
+            return x
+
+        run = torch.compile(model, fullgraph=True) if compiled else model
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+        x, y = torch.randn(2, 4, 256, 128, device="cuda")
+        for _ in range(100):
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = (run(x) - y).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield loss.item()
+
+    eager, compiled = list(losses(False)), list(losses(True))
+    assert eager[-1] < eager[0]
+    np.testing.assert_allclose(compiled, eager, rtol=2e-2)

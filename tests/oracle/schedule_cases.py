@@ -1,0 +1,95 @@
+"""Calls whose tiles are dealt out to a few multiprocessors: whole, cut up (``CUT`` in kernels/sm90/config.cuh), split up
+along their keys (kernels/sm90/split_kv.cuh) or, in the last round, lower ones."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+import cupy_dma as dma
+from cupy_dma.backends.cuda.attention import sm90, sm90_schedule
+from cupy_dma.backends.cuda.lists import intervals
+from cupy_dma.backends.cuda.runtime.device import CudaRuntime
+from tests.emulator import EmulatorRuntime
+
+#: names, and whether all keys that a row sees come in the same blocks whatever part of a tile it belongs to
+CASES = {"none": True, "causal": True, "key bias": True, "lists": True, "short lists": True,
+         "values that are not finite": True, "lists of all tiles": False, "sequences": True,
+         "lists of sequences": True, "dense bias": True}
+HEADS = [(2, 1), (4, 1), (3, 1), (2, 2)]
+
+
+@contextmanager
+def multiprocessors(count: int, split: bool = False, lower: bool = False) -> Iterator[list[int]]:
+    """As many as tiles are dealt out to, and ``splitting`` or ``lowering``. Lists stay the same, whose order depends on
+    how many warps make one."""
+    with (mock.patch.object(CudaRuntime, "multiprocessors", lambda runtime, index: count),
+          mock.patch.object(EmulatorRuntime, "multiprocessors", lambda runtime, index: count),
+          mock.patch.object(intervals, "_tile_warps", lambda *arguments: 1), splitting(split) as parts,
+          lowering(lower) as tiles):
+        yield tiles if lower else parts
+
+
+@contextmanager
+def splitting(always: bool) -> Iterator[list[int]]:
+    """Tiles are split up along their keys wherever they can be, also into parts without keys, or never. Yields, of each
+    call, into how many parts; 1: none was."""
+    with (mock.patch.object(sm90_schedule, "_best_parts", lambda *arguments: arguments[-1] if always else 1),
+          mock.patch.object(sm90_schedule, "_least_part_keys", lambda *arguments: 1), dealt("parts") as parts):
+        yield parts
+
+
+@contextmanager
+def lowering(always: bool) -> Iterator[list[int]]:
+    """The last round has lower tiles wherever it can, or never. Yields, of each call, how many a set of heads has."""
+    with (mock.patch.object(sm90_schedule, "_lower_time", lambda *arguments: 0.0 if always else np.inf),
+          mock.patch.object(sm90_schedule, "LOWER_ROUNDS", np.inf), dealt("lower") as tiles):
+        yield tiles
+
+
+@contextmanager
+def dealt(field: str) -> Iterator[list[int]]:
+    """How the tiles of each call are dealt out, without what is known of earlier calls."""
+    found: list[int] = []
+    real = getattr(sm90.work_of, "__wrapped__", sm90.work_of)
+
+    def work_of(*arguments: Any) -> sm90_schedule.Work:
+        work = real(*arguments)
+        found.append(getattr(work, field))
+        return work
+
+    with mock.patch.object(sm90, "work_of", work_of):
+        yield found
+
+
+def run(name: str, heads: int, kv_heads: int, head_dim: int, convert: Callable[[np.ndarray], Any],
+        backend: str | None = None, length: int = 1003) -> tuple[Any, Any]:
+    """``out`` and ``lse``: of tiles with few or no queries at the ends, some with one block of keys, most with some."""
+    rng = np.random.default_rng(0)
+    sequences = "sequences" in name
+    batch = 1 if sequences else 2
+
+    def draw(*shape: int, dtype: str = "float16") -> np.ndarray:
+        return rng.standard_normal(shape).astype(dtype)
+
+    q, k, v = (draw(batch, length, h, head_dim) for h in (heads, kv_heads, kv_heads))
+    scores = draw(batch, kv_heads, length, dtype="float32")
+    if "finite" in name:
+        v[:, ::97] = np.inf
+    bounds = convert(np.array([0, length // 3, length // 3, length // 3 + 10, length], np.int32))
+    options: dict[str, Any] = {"return_lse": True, "backend": backend, "causal": name == "causal"}
+    if "lists" in name or "finite" in name:
+        options["mask"] = dma.IntervalMask.top_w(convert(scores), 20 if "short" in name else 150, backend=backend,
+                                                 documents=bounds if sequences else None)
+    if "of all tiles" in name:
+        options["mask"] = dma.IntervalMask(options["mask"].start, options["mask"].stop)
+    if name == "dense bias":
+        options["bias"] = convert(draw(batch, heads, length, length))
+    elif name not in ("none", "causal", "sequences"):
+        options["bias"] = convert(scores[0] if sequences else scores)
+    if sequences:
+        return dma.varlen_attention(convert(q[0]), convert(k[0]), convert(v[0]), bounds, bounds, **options)
+    return dma.attention(convert(q), convert(k), convert(v), **options)

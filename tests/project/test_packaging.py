@@ -1,0 +1,100 @@
+"""What is in the wheel, and that the CUDA sources are found from a wheel, an editable install and the tree."""
+import configparser
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted(path.relative_to(ROOT / "kernels").as_posix() for path in (ROOT / "kernels").rglob("*.cu*"))
+WHERE = "from cupy_dma.backends.cuda.runtime.jit import kernels_directory; print(kernels_directory())"
+
+
+def python(code: str, cwd: Path, path: str = "") -> str:
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel of a copy of the tree, built by the installed setuptools (no network)."""
+    setuptools = pytest.importorskip("setuptools", minversion="77")
+    pytest.importorskip("pip")
+    assert setuptools
+    place = tmp_path_factory.mktemp("wheel")
+    for name in ("kernels", "cupy_dma"):
+        shutil.copytree(ROOT / name, place / "tree" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, place / "tree")
+    done = subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps",
+                           "--no-build-isolation", "--wheel-dir", str(place), str(place / "tree")],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(place.glob("*.whl"))
+
+
+def test_wheel_is_pure_and_complete(wheel):
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as content:
+        names = set(content.namelist())
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "cupy_dma").rglob("*.py")}
+    assert modules <= names
+    assert {f"cupy_dma/kernels/{name}" for name in SOURCES} <= names
+    assert "cupy_dma/py.typed" in names
+    assert any(name.endswith("LICENSE") for name in names)
+    assert not [name for name in names if name.split("/")[0] not in ("cupy_dma",) and ".dist-info/" not in name]
+
+
+def test_installed_wheel_finds_its_kernels(wheel, tmp_path):
+    if importlib.util.find_spec("cupy_dma.backends.cuda.runtime.jit") is None or not SOURCES:
+        pytest.skip("there are no kernels in this tree yet")
+    with zipfile.ZipFile(wheel) as content:  # a pure wheel is installed by unpacking it
+        content.extractall(tmp_path / "site")
+    found = python(WHERE, tmp_path, path=str(tmp_path / "site"))
+    assert Path(found) == tmp_path / "site" / "cupy_dma" / "kernels"
+
+
+def test_tree_finds_its_kernels(tmp_path):
+    if importlib.util.find_spec("cupy_dma.backends.cuda.runtime.jit") is None or not SOURCES:
+        pytest.skip("there are no kernels in this tree yet")
+    assert Path(python(WHERE, tmp_path, path=str(ROOT))) == ROOT / "kernels"
+
+
+def test_editable_install_finds_its_kernels(tmp_path):
+    if importlib.util.find_spec("cupy_dma.backends.cuda.runtime.jit") is None or not SOURCES:
+        pytest.skip("there are no kernels in this tree yet")
+    try:
+        importlib.metadata.version("cupy_dma")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("cupy_dma is not installed in this interpreter")
+    assert Path(python(WHERE, tmp_path)) == ROOT / "kernels"
+
+
+def test_setup_cfg_lists_every_package():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    listed = set(config["options"]["packages"].split())
+    there = {path.parent.relative_to(ROOT).as_posix().replace("/", ".")
+             for path in (ROOT / "cupy_dma").rglob("__init__.py")}
+    assert listed == there | {"cupy_dma.kernels"}
+
+
+def test_versions_agree():
+    import cupy_dma
+
+    text = (ROOT / "pyproject.toml").read_text()
+    assert f'\nversion = "{cupy_dma.__version__}"\n' in text
+
+
+def test_import_is_light(tmp_path):
+    code = ("import sys, cupy_dma; "
+            "print([name for name in ('torch', 'triton', 'cupy', 'matplotlib', 'tqdm') if name in sys.modules])")
+    assert python(code, tmp_path, path=str(ROOT)) == "[]"

@@ -1,0 +1,60 @@
+"""Kernels compiled ahead for the GPU tests."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+from benchmarks import tune_sm90
+from cupy_dma.arrays import numpy_dtype
+from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.configs import LayoutConfig
+from tests.unit.test_jit import needs_compiler
+
+build = pytest.importorskip("tests.emulator.build")
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+from tests import emulator  # noqa: E402
+from tests.gpu import precompile  # noqa: E402
+
+
+def test_the_grids_reach_every_kernel():
+    found = precompile.hopper_configs()
+    assert {config.runs for config in found if config.source == "sm90/forward.cu"} == {True, False}
+    assert {config.bulk for config in found if config.source == "sm90/forward.cu"} == {True, False}
+    assert {config.split for config in found if config.source == "sm90/forward.cu"} == {True, False}
+    assert "sm90/combine.cu" in {config.source for config in found}
+    portable = precompile.portable_configs()
+    assert not any(config.source.startswith("sm90") for config in portable)
+    assert {"sm80/forward.cu", "sm80/backward_dkv.cu", "sm80/backward_dq.cu", "sm80/backward_reduce.cu", "sm80/backward_dbias.cu", "lists/intervals.cu",
+            "lists/dense_mask.cu"} <= {config.source for config in portable}
+
+
+def test_the_tiles_to_be_tuned(monkeypatch):
+    pytest.importorskip("torch")
+    few = {(case.kind, case.causal): case for case in tune_sm90.cases(list(tune_sm90.KINDS), [192])}
+    monkeypatch.setattr(tune_sm90, "cases", lambda kinds, head_dims: [
+        case._replace(heads=2, kv_heads=1) for case in few.values()])
+    found = precompile.tuning_configs([192])
+    tiles = {(config.block_m, config.block_n, config.stages, config.turns, config.keys, config.bits)
+             for config in found if config.source == "sm90/forward.cu"}
+    assert len(tiles) == 3 * 4  # two shapes with and without turns; lists, bits, keys in their own order
+
+
+def test_a_recorder_runs_nothing():
+    x = np.ones((1, 5, 1, 16), numpy_dtype("float16"))
+    with emulator.hopper_gpu(precompile.Recorder) as runtime:
+        dma.attention(x, x, x, backend="emulator")
+        assert runtime.configs
+    assert dma.attention(x, x, x, backend="emulator").min() == 1  # the emulator is itself again
+
+
+@needs_compiler
+def test_compiled_once(tmp_path, monkeypatch, capsys):
+    jit.compile.cache_clear()  # of another test in this process
+    monkeypatch.setenv("CUPY_DMA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(precompile, "portable_configs", lambda: {LayoutConfig("__half"): None})
+    for new in (1, 0):
+        assert precompile.main(["--arch", "sm_80", "--jobs", "1"]) == 0
+        assert f"{new} of them new" in capsys.readouterr().out
+        assert len(list(tmp_path.glob("*.cubin"))) == 1

@@ -1,0 +1,180 @@
+"""The torch side under torch.compile, activation checkpointing and autocast, on CPU tensors."""
+import shutil
+
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+
+torch = pytest.importorskip("torch")
+
+from cupy_dma.backends import numpy as numpy_backend  # noqa: E402
+from cupy_dma.torch import DynamicMaskAttention  # noqa: E402
+from tests.oracle.torch_inputs import HKV, D, N, draw, float64, gradients, recipe, same, same_numbers  # noqa: E402, F401
+
+needs_a_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))),
+                                      reason="inductor needs a C++ compiler")
+
+
+def dynamic(q, k, v, s):
+    return dma.dynamic_mask_attention(q, k, v, s, window=5, softcap=2.0)
+
+
+def by_parts(q, k, v, s):
+    scores = dma.key_scores(v, torch.full((HKV, HKV * D), 0.1), s.mean((0, 2)))
+    mask = dma.IntervalMask.top_w(scores, 5) | dma.IntervalMask.sliding_window(N, 3, like=q)
+    mask = mask & dma.IntervalMask.documents(torch.tensor([0, 7, N]), key_length=N)
+    return dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True)
+
+
+def inside(q, k, v, s):
+    x = dma.dynamic_mask_attention(q * 2, k, v.sin(), s, window=7, keys="global", padding=torch.arange(N)[None] != 3)
+    return dma.attention(x, k, v, causal=True, bias=s) + x
+
+
+OUTER_MASK = dma.IntervalMask.sliding_window(N, 4, like=torch.zeros(1))
+
+
+def with_a_mask_from_outside(q, k, v, s):
+    return dma.attention(q, k, v, mask=OUTER_MASK, bias=s)
+
+
+def several_masks(q, k, v, s):
+    j = torch.arange(N)
+    dense = (j * 7 % 5 != 0)[None, None, None], ((j + j[:, None]) % 3 != 0), (j * j[:, None] % 4 != 1)[None, None]
+    mask = (dma.IntervalMask.top_w(s, 9), *dense)
+    return dma.attention(q, k, v, mask=mask, bias=s[:, :, None] * s[:, :, :, None])
+
+
+@pytest.mark.parametrize(("function", "backend"), [
+    (several_masks, "aot_eager"),
+    (dynamic, "aot_eager"), (by_parts, "aot_eager"), (inside, "aot_eager"), (with_a_mask_from_outside, "aot_eager"),
+    pytest.param(dynamic, "inductor", marks=needs_a_compiler)])
+def test_compile_in_one_graph(function, backend):
+    arguments = draw(torch.float32)
+    eager, compiled = (f(*arguments) for f in (function, torch.compile(function, fullgraph=True, backend=backend)))
+    for a, b in zip(*((x if isinstance(x, tuple) else (x,)) for x in (eager, compiled))):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    for a, b in zip(gradients(eager, arguments), gradients(compiled, arguments)):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
+    with torch.no_grad():
+        torch.compile(function, fullgraph=True, backend="eager")(*arguments)
+
+
+def test_compile_with_dynamic_lengths():
+    module = DynamicMaskAttention(HKV, D, 5, form="linear")
+    torch.nn.init.normal_(module.A)
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n in (6, 18, 31, 3):
+        q, k, v, _ = draw(torch.float32, n=n)
+        leaves = (q, k, v, *module.parameters())
+        assert same(gradients(module(q, k, v), leaves), gradients(compiled(q, k, v), leaves))
+
+
+def test_bad_input_under_compile_raises_when_run():
+    q, k, v, s = draw(torch.float32)
+    with pytest.raises(ValueError, match="window must be at least 1, got 0"):
+        torch.compile(lambda *x: dma.dynamic_mask_attention(*x, window=0), backend="eager")(q, k, v, s)
+    with pytest.raises(ValueError, match="key must have query's batch and head dim"):
+        torch.compile(lambda q, k: dma.attention(q, k[..., :4], k[..., :4]), backend="aot_eager")(q, k)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    arguments = draw(torch.float32)
+    again = checkpoint(dynamic, *arguments, use_reentrant=reentrant, determinism_check="default")
+    loss = (again * again.detach()).sum()
+    loss.backward()
+    plain = dynamic(*arguments)
+    assert same([x.grad for x in arguments], torch.autograd.grad((plain * plain.detach()).sum(), arguments))
+
+
+def test_checkpointing_under_compile():
+    from torch.utils.checkpoint import checkpoint
+
+    arguments = draw(torch.float32)
+    compiled = torch.compile(lambda *x: checkpoint(dynamic, *x, use_reentrant=False), fullgraph=True,
+                             backend="aot_eager")
+    assert same(gradients(compiled(*arguments), arguments), gradients(dynamic(*arguments), arguments))
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_autocast(kind):
+    q, k, v, s = draw(torch.float32)
+    with torch.autocast("cpu", kind):
+        out, lse = dma.attention(q, k.to(kind), v, bias=s, causal=True, return_lse=True)
+        compiled = torch.compile(lambda q, k, v, s: dma.attention(q, k.to(kind), v, bias=s, causal=True),
+                                 fullgraph=True, backend="aot_eager")
+        assert torch.equal(out, compiled(q, k, v, s))
+        scores = dma.key_scores(v, *list(recipe(torch.float32).values())[:2])
+        with torch.no_grad():
+            assert dma.attention(q, k, v).dtype == kind
+        assert dma.attention(*[x.double() for x in (q, k, v)]).dtype == float64
+        with torch.autocast("cpu", enabled=False):
+            assert dma.attention(q, k, v).dtype == torch.float32
+    assert out.dtype == kind and lse.dtype == scores.dtype == torch.float32
+    found = gradients(out, (q, k, v, s), torch.ones_like(out))
+    assert {x.dtype for x in found} == {torch.float32}
+    halves = [x.detach().to(kind).requires_grad_() for x in (q, k, v)]
+    expected = gradients(dma.attention(*halves, bias=s, causal=True), (*halves, s), torch.ones_like(out))
+    assert same(found, [x.float() for x in expected])
+
+
+def test_deterministic_algorithms_are_obeyed(monkeypatch):
+    flags, real = [], numpy_backend.attention_backward
+    monkeypatch.setattr(numpy_backend, "attention_backward",
+                        lambda call: flags.append(call.forward.deterministic) or real(call))
+    for wanted in (False, True):
+        torch.use_deterministic_algorithms(wanted)
+        try:
+            dynamic(*draw(torch.float32)).sum().backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert flags == [False, True]
+
+
+def test_compiled_and_eager_training_agree():
+    """Twenty steps of four layers: the same losses up to rounding."""
+    def losses(compiled):
+        torch.manual_seed(0)
+        layers = torch.nn.ModuleList(torch.nn.ModuleDict({
+            "qkv": torch.nn.Linear(24, 24 + 2 * 12), "attend": DynamicMaskAttention(2, 6, 6),
+            "out": torch.nn.Linear(24, 24)}) for _ in range(4))
+        for layer in layers:
+            torch.nn.init.constant_(layer["attend"].A, 0.1)
+
+        def model(x):
+            for layer in layers:
+                q, k, v = layer["qkv"](x).split((24, 12, 12), -1)
+                out = layer["attend"](*(y.unflatten(-1, (-1, 6)) for y in (q, k, v)))
+                x = x + layer["out"](out.flatten(2))
+            return x
+
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.05)
+        x, y = torch.randn(2, 3, N, 24)
+        for _ in range(20):
+            loss = (run(x) - y).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield loss.item()
+
+    np.testing.assert_allclose(list(losses(True)), list(losses(False)), rtol=1e-5)
+
+
+@needs_a_compiler
+def test_the_compiler_keeps_the_last_axis_contiguous():
+    """Tensors that are made inside the graph reach the operators with the strides that eager mode gives them."""
+    def model(x, s):
+        q = (x.transpose(1, 2) * 2).transpose(1, 2)  # (B, H, N, D) in memory
+        k, v = x[:, :, :HKV].cos(), x[:, :, :1].expand(-1, -1, HKV, -1) + 1
+        return dynamic(q, k, v, s)
+
+    x, _, _, s = draw(torch.float32)
+    found = torch.compile(model, fullgraph=True, backend="inductor")(x, s)
+    torch.testing.assert_close(found, model(x, s), rtol=0, atol=1e-5)
+    for a, b in zip(gradients(found, (x, s)), gradients(model(x, s), (x, s))):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-5)

@@ -1,0 +1,276 @@
+"""Attention on the CPU: the forward grid against the oracle, containment of bad values, memory and work."""
+from __future__ import annotations
+
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+from cupy_dma.backends import numpy as numpy_backend
+from cupy_dma.backends.numpy import forward, tiles
+from tests.oracle import cases, reference
+from tests.oracle.cases import CASES, Case
+
+
+def draw(rng, *, b=1, lq=60, lk=60, h=2, g=1, d=16, dtype=np.float32):
+    return [rng.standard_normal(shape).astype(dtype) for shape in ((b, lq, h, d), (b, lk, g, d), (b, lk, g, d))]
+
+
+def compare(q, k, v, dense, *, mask, **options):
+    out, lse = dma.attention(q, k, v, mask=mask, return_lse=True, **options)
+    ref, ref_lse = reference.attention(q, k, v, dense, **options)
+    plain, plain_lse = reference.same_precision_attention(q, k, v, dense, **options)
+    reference.assert_matches_reference(out, ref, plain, out.dtype)
+    reference.assert_matches_reference(lse, ref_lse, plain_lse, lse.dtype)
+    return out, lse
+
+
+# ---- the grid -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_forward_grid(case):
+    cases.check(case, *cases.run(case))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name.startswith(("mask-", "causal-and-", "bias-"))],
+                         ids=str)
+def test_forward_in_many_chunks(case, monkeypatch):
+    """The grid again with tiles of 32 queries and 5 keys a chunk, so that the online softmax has many steps."""
+    monkeypatch.setattr(tiles, "KEY_CHUNK", 5)
+    monkeypatch.setattr(tiles, "TILE_ROWS", 1)
+    cases.check(case, *cases.run(case))
+
+
+def test_the_grid_is_not_vacuous():
+    """Most rows of most cases see some keys and not others."""
+    mixed = 0
+    for case in CASES:
+        dense = cases.dense_mask(case)
+        mixed += dense is not None and dense.size > 0 and bool((dense.any(-1) & ~dense.all(-1)).mean() > 0.5)
+    assert mixed > len(CASES) / 2
+
+
+# ---- what must not leak, and rows that see nothing ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["key", "value"])
+def test_a_bad_row_reaches_only_the_queries_that_see_it(rng, bad, where):
+    q, k, v = draw(rng)
+    (k if where == "key" else v)[0, 20, 0, 3] = bad
+    p, j = np.arange(60)[:, None], np.arange(60)
+    dense = ((j <= p) & (j > p - 5))[None, None]
+    out, _ = compare(q, k, v, dense, mask=dma.IntervalMask.sliding_window(60, 5))
+    assert np.isfinite(out[:, :20]).all() and np.isfinite(out[:, 25:]).all()
+    assert not np.isfinite(out[:, 20:25]).all()
+    compare(q, k, v, dense, mask=dense)
+
+
+def test_a_key_nobody_sees_changes_no_bit(rng):
+    q, k, v = draw(rng)
+    padding = np.ones((1, 60), bool)
+    padding[0, [7, 8, 30]] = False
+    mask = dma.IntervalMask.padding(padding)
+    bias = rng.standard_normal((1, 1, 60)).astype(np.float32)
+    clean = dma.attention(q, k, v, mask=mask, bias=bias, return_lse=True)
+    k[0, 7], v[0, 8], bias[0, 0, 30] = np.nan, np.inf, np.nan
+    for a, b in zip(clean, dma.attention(q, k, v, mask=mask, bias=bias, return_lse=True)):
+        assert np.array_equal(a, b)
+
+
+def test_a_nan_score_stays_visible(rng):
+    q, k, v = draw(rng)
+    scores = rng.standard_normal((1, 1, 60)).astype(np.float32)
+    scores[0, 0, 10] = np.nan
+    out = dma.dynamic_mask_attention(q, k, v, scores, window=3)
+    assert np.isfinite(out[:, :10]).all() and np.isnan(out[:, 10:]).all()
+
+
+def test_rows_that_see_nothing(rng):
+    q, k, v = draw(rng, lq=70)
+    out, lse = compare(q, k, v, None, mask=None, causal=True)
+    assert (out[:, :10] == 0).all() and np.isneginf(lse[..., :10]).all() and np.isfinite(lse[..., 10:]).all()
+    out, lse = dma.attention(q, k, v, mask=np.zeros((70, 60), bool), return_lse=True)
+    assert (out == 0).all() and np.isneginf(lse).all()
+    v[:] = np.nan  # nobody sees it
+    assert (dma.attention(q, k, v, mask=dma.IntervalMask.sinks(60, 0)) == 0).all()
+
+
+def test_visible_logits_of_minus_infinity_count_as_nothing(rng):
+    q, k, v = draw(rng)
+    out, lse = dma.attention(q, k, v, bias=np.full((1, 1, 60), -np.inf, np.float32), return_lse=True)
+    assert (out == 0).all() and np.isneginf(lse).all()
+
+
+# ---- laws ---------------------------------------------------------------------------------------------------------
+
+
+def test_parts_merge_by_their_lse(rng):
+    """Attention over disjoint masks, weighted by exp(lse), is attention over their union."""
+    q, k, v = draw(rng, dtype=np.float64)
+    near, all_keys = dma.IntervalMask.sliding_window(60, 7), dma.IntervalMask.causal(60)
+    far = near.to_dense(60) ^ all_keys.to_dense(60)
+    parts = [dma.attention(q, k, v, mask=mask, return_lse=True) for mask in (near, far)]
+    weights = np.stack([np.exp(lse) for _, lse in parts])
+    weights /= weights.sum(0)
+    merged = sum(w.swapaxes(1, 2)[..., None] * out for w, (out, _) in zip(weights, parts))
+    np.testing.assert_allclose(merged, dma.attention(q, k, v, causal=True), rtol=0, atol=1e-14)
+
+
+def test_a_dense_mask_and_its_intervals_agree(rng):
+    q, k, v = draw(rng, h=4, g=2)
+    mask = dma.IntervalMask.top_w(rng.standard_normal((1, 2, 60)).astype(np.float32), 9)
+    np.testing.assert_allclose(dma.attention(q, k, v, mask=mask), dma.attention(q, k, v, mask=mask.to_dense(60)),
+                               rtol=0, atol=1e-6)
+
+
+def test_the_same_bits_every_time(rng):
+    q, k, v = draw(rng, lk=300, lq=300)
+    scores = rng.standard_normal((1, 1, 300)).astype(np.float32)
+    first, second = (dma.dynamic_mask_attention(q, k, v, scores, window=20) for _ in range(2))
+    assert np.array_equal(first, second)
+
+
+def test_lengths_beyond_one_chunk(rng):
+    """More keys than a chunk and more queries than a tile, without shrinking either."""
+    n = 2 * tiles.KEY_CHUNK + 77
+    q, k, v = draw(rng, lq=300, lk=n, h=1, d=8)
+    out, _ = compare(q, k, v, None, mask=None, causal=True)
+    assert out.shape == (1, 300, 1, 8)
+
+
+# ---- the call in one ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", ["prefix", "global"])
+def test_dynamic_mask_attention_is_its_parts(rng, keys):
+    q, k, v = draw(rng, b=2, h=4, g=2)
+    padding = rng.random((2, 60)) < 0.8
+    documents = np.array([0, 20, 60], np.int32)
+    dt_proj, A, dt_bias = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 32), 2, 2))
+    options = {"keys": keys, "padding": padding, "documents": documents}
+    scores = dma.key_scores(v, dt_proj, A, dt_bias=dt_bias, form="linear")
+    mask = dma.IntervalMask.top_w(scores, 7, **options)
+    parts = dma.attention(q, k, v, mask=mask, bias=scores, causal=True, softcap=2.0, scale=0.4, return_lse=True)
+    given = dma.dynamic_mask_attention(q, k, v, scores, window=7, softcap=2.0, scale=0.4, return_lse=True, **options)
+    made = dma.dynamic_mask_attention(q, k, v, dt_proj=dt_proj, A=A, dt_bias=dt_bias, form="linear", window=7,
+                                      softcap=2.0, scale=0.4, return_lse=True, **options)
+    for whole in (given, made):
+        assert all(np.array_equal(a, b) for a, b in zip(whole, parts))
+
+
+def test_what_a_backend_gets(rng, monkeypatch):
+    """Biases and dense masks arrive with four axes and stride 0 where they broadcast, in the caller's memory."""
+    calls = []
+
+    def record(call):
+        calls.append(call)
+        return call.query.array, call.query.array
+
+    monkeypatch.setattr(numpy_backend, "attention", record)
+    q, k, v = draw(rng, b=2, h=4, g=2, d=8)
+    for shape, expected, strides in [
+        ((2, 2, 60), (2, 2, 1, 60), (120, 60, 0, 1)), ((1, 1, 60), (1, 1, 1, 60), (0, 0, 0, 1)),
+        ((2, 4, 1), (2, 4, 1, 1), (4, 1, 0, 0)), ((1, 4, 60, 60), (1, 4, 60, 60), (0, 3600, 60, 1)),
+        ((2, 1, 60, 1), (2, 1, 60, 1), (60, 0, 1, 0)),
+    ]:
+        bias = np.zeros(shape, np.float32)
+        dma.attention(q, k, v, bias=bias, scale=0.5, softcap=2, causal=True, deterministic=True)
+        call = calls.pop()
+        assert (call.bias.shape, call.bias.strides, call.bias.pointer) == (expected, strides, bias.ctypes.data)
+        assert (call.scale, call.softcap, call.causal, call.deterministic, call.mask) == (0.5, 2.0, True, True, None)
+        assert (call.batch, call.heads, call.kv_heads, call.query_length, call.key_length, call.head_dim) == (
+            2, 4, 2, 60, 60, 8)
+    for shape, strides in [((60, 60), (0, 0, 60, 1)), ((2, 1, 60, 60), (3600, 0, 60, 1)),
+                           ((1, 2, 60, 1), (0, 60, 1, 0))]:
+        dense = np.zeros(shape, bool)
+        dma.attention(q, k, v, mask=dense)
+        call = calls.pop()
+        assert (call.dense.shape, call.dense.strides) == ((1,) * (4 - len(shape)) + shape, strides)
+        assert call.dense.pointer == dense.ctypes.data and call.mask is None
+    for shape in ((1, 2, 1, 60), (2, 1, 1, 1), (1, 60)):  # the same for every query: an interval mask
+        dense = rng.random(shape) < 0.5
+        dma.attention(q, k, v, mask=dense)
+        call = calls.pop()
+        assert call.dense is None and call.mask.shape == (*((1,) * (4 - len(shape)) + shape)[:2], 60)
+        assert np.array_equal(np.broadcast_to(dense, (*call.mask.shape[:2], 60, 60)), call.mask.to_dense(60))
+    whole, by_head, window = np.ones((60, 60), bool), np.ones((2, 4, 60, 60), bool), dma.IntervalMask.causal(60)
+    by_head[:, 2] = False
+    dma.attention(q, k, v, mask=(whole, window, by_head, np.ones((1, 2, 1, 60), bool)))
+    call = calls.pop()
+    assert np.array_equal(call.dense.array, by_head) and call.mask.shape == (1, 2, 60)
+    scores = np.zeros((2, 2, 60), np.float32)
+    for keys, causal in (("prefix", False), ("global", True)):  # a prefix mask is causal by itself
+        dma.dynamic_mask_attention(q, k, v, scores, window=7, keys=keys)
+        call = calls.pop()
+        assert call.causal is causal and call.mask.shape == (2, 2, 60) and call.scale == 8 ** -0.5
+        assert (call.bias.name, call.bias.strides, call.bias.pointer) == ("bias", (120, 60, 0, 1), scores.ctypes.data)
+
+
+def test_global_keys_without_causality(rng):
+    q, k, v = draw(rng, lq=80)
+    scores = rng.standard_normal((1, 1, 60)).astype(np.float32)
+    dense = reference.top_w_dense(scores, 7, "global", query_length=80)
+    assert (dense.sum(-1) == 7).all()
+    out = dma.dynamic_mask_attention(q, k, v, scores, window=7, keys="global", causal=False)
+    np.testing.assert_allclose(out, reference.attention(q, k, v, dense, scores)[0], rtol=0, atol=1e-6)
+
+
+# ---- memory and work ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def long_input():
+    rng = np.random.default_rng(0)
+    n = 16384
+    q, k, v = draw(rng, lq=n, lk=n, h=4, g=2, d=64, dtype=np.float16)
+    return q, k, v, rng.standard_normal((1, 2, n)).astype(np.float32)
+
+
+def test_memory_is_linear(long_input):
+    q, k, v, scores = long_input
+    n = q.shape[1]
+    tracemalloc.start()
+    try:
+        dma.dynamic_mask_attention(q, k, v, scores, window=512)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    print(f"peak {peak / 2**20:.1f} MiB; a bool mask of one head would be {n * n / 2**20:.0f} MiB")
+    assert peak < n * n / 4
+
+
+def test_16k_tokens_take_seconds(long_input):
+    """0.2 s on two idle cores; the bound leaves room for a busy machine. The work itself is counted below."""
+    q, k, v, scores = long_input
+    begin = time.perf_counter()
+    dma.dynamic_mask_attention(q, k, v, scores, window=512)
+    seconds = time.perf_counter() - begin
+    print(f"{seconds:.2f} s")
+    assert seconds < 10
+
+
+def test_work_follows_the_kept_pairs(long_input, monkeypatch):
+    """Gathered pairs stay close to needed pairs: counted, not timed."""
+    q, k, v, scores = long_input
+    n, gathered = q.shape[1], 0
+    weighted_sum = tiles.weighted_sum
+
+    def counting(p, *rest):
+        nonlocal gathered
+        gathered += p.size
+        return weighted_sum(p, *rest)
+
+    monkeypatch.setattr(forward, "weighted_sum", counting)
+    mask = dma.IntervalMask.top_w(scores, 512)
+    dma.attention(q, k, v, mask=mask)
+    needed = int(mask.count(n).sum()) * 2  # two query heads a kv head
+    print(f"needed / gathered pairs: {needed / gathered:.3f}")
+    assert needed <= gathered < 1.4 * needed
+
+
+def test_the_grid_names_are_unique():
+    assert len({case.name for case in CASES}) == len(CASES) and all(isinstance(case, Case) for case in CASES)

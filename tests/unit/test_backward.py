@@ -1,0 +1,308 @@
+"""Gradients on the NumPy backend: the grid against the oracle, what must not leak, laws, memory."""
+import itertools
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+from cupy_dma.backends.numpy import backward as numpy_backward
+from cupy_dma.backends.numpy import scores as numpy_scores
+from cupy_dma.backends.numpy import tiles
+from tests.oracle import cases, reference
+from tests.oracle.cases import CASES, Case
+
+NAMES = ("query", "key", "value", "bias")
+
+
+def draw(rng, *, b=1, lq=60, lk=60, h=2, g=1, d=16, dtype=np.float32):
+    """query, key, value, dout."""
+    return [rng.standard_normal(shape).astype(dtype) for shape in ((b, lq, h, d), *[(b, lk, g, d)] * 2, (b, lq, h, d))]
+
+
+def gradients(q, k, v, dout, *, deterministic=False, needs=NAMES, dlse=None, **options):
+    out, lse = dma.attention(q, k, v, **options, return_lse=True)
+    return dma.backward.attention_backward(dout, q, k, v, out, lse, dlse=dlse, needs=needs,
+                                           deterministic=deterministic, **options)
+
+
+def compare(found, dout, q, k, v, dense, bias=None, **options):
+    arguments = (dout, q, k, v, dense, bias, *[options.get(name, default) for name, default in (
+        ("causal", False), ("scale", None), ("softcap", 0.0), ("dlse", None))])
+    triples = zip(reference.attention_gradients(*arguments), reference.same_precision_attention_gradients(*arguments),
+                  reference.attention_gradient_terms(*arguments))
+    for mine, (ref, plain, terms) in zip(found, triples):
+        if mine is not None:
+            reference.assert_matches_reference(mine, ref, plain, mine.dtype, factor=3, terms=terms)
+
+
+# ---- the grid -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_backward_grid(case):
+    cases.check_backward(case, cases.run_backward(case))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name.startswith(("mask-", "causal-and-", "bias-"))],
+                         ids=str)
+def test_backward_in_many_chunks_and_with_dlse(case, monkeypatch):
+    """The grid again with tiles of 32 queries and 5 keys a chunk, and a gradient of lse."""
+    monkeypatch.setattr(tiles, "KEY_CHUNK", 5)
+    monkeypatch.setattr(tiles, "TILE_ROWS", 1)
+    cases.check_backward(case, cases.run_backward(case, with_dlse=True), with_dlse=True)
+
+
+@pytest.mark.parametrize("needs", [subset for n in range(5) for subset in itertools.combinations(NAMES, n)], ids=str)
+def test_any_subset_has_the_same_bits(needs):
+    case = Case("subset", heads=4, kv_heads=2, softcap=2.0)
+    every, some = cases.run_backward(case), cases.run_backward(case, needs=needs)
+    for name, whole, part in zip(NAMES, every, some):
+        assert (part is not None) == (name in needs) and (part is None or np.array_equal(whole, part))
+
+
+def test_what_is_not_asked_for_is_not_computed(rng, monkeypatch):
+    q, k, v, dout = draw(rng)
+    products = []
+    monkeypatch.setattr(numpy_backward, "weighted_sum", lambda *arguments: products.append(1) or
+                        tiles.weighted_sum(*arguments))
+    for needs, count in (((), 0), (("value",), 1), (("bias",), 0), (("query",), 1), (NAMES, 3)):
+        products.clear()
+        gradients(q, k, v, dout, needs=needs, bias=np.zeros((1, 1, 60), np.float32))
+        assert len(products) == count  # one tile, one chunk
+
+
+def test_the_bias_has_its_own_shape_and_type(rng):
+    q, k, v, dout = draw(rng, b=2, h=4, g=2, dtype=np.float16)
+    for kind, shape in itertools.product((np.float16, np.float32, ml_dtypes.bfloat16),
+                                         ((2, 2, 60), (1, 1, 1), (1, 4, 60, 1), (2, 1, 1, 60), (2, 4, 60, 60))):
+        bias = rng.standard_normal(shape).astype(kind)
+        found = gradients(q, k, v, dout, bias=bias, needs=("bias",))
+        assert found.bias.dtype == kind and found.bias.shape == shape and found[:3] == (None,) * 3
+        compare(found, dout, q, k, v, None, bias)
+    assert gradients(q, k, v, dout).bias is None  # there is none
+
+
+@pytest.mark.parametrize("layout", ["expanded", "one number", "transposed", "reversed"])
+def test_any_strides_of_dout(rng, layout):
+    q, k, v, dout = draw(rng, b=2, h=4, g=2)
+    dout = {"expanded": lambda: np.broadcast_to(dout[:, :1], dout.shape),
+            "one number": lambda: np.broadcast_to(np.float32(0.5), dout.shape),
+            "transposed": lambda: np.ascontiguousarray(dout.swapaxes(1, 3)).swapaxes(1, 3),
+            "reversed": lambda: dout[::-1, ::-1, :, ::-1]}[layout]()
+    dlse = np.broadcast_to(np.float32(0.25), (2, 4, 60))
+    for a, b in zip(gradients(q, k, v, dout, dlse=dlse, causal=True),
+                    gradients(q, k, v, dout.copy(), dlse=dlse.copy(), causal=True)):
+        assert a is b or np.array_equal(a, b)
+
+
+# ---- what must not leak, and what is exactly zero -----------------------------------------------------------------
+
+
+def test_rows_that_see_nothing_and_keys_nobody_sees_get_exact_zeros(rng):
+    q, k, v, dout = draw(rng, lq=70, dtype=np.float16)
+    padding = np.ones((1, 60), bool)
+    padding[0, [7, 8, 59]] = False
+    mask, bias = dma.IntervalMask.padding(padding), rng.standard_normal((1, 1, 60)).astype(np.float32)
+    clean = gradients(q, k, v, dout, mask=mask, bias=bias, causal=True, dlse=np.ones((1, 2, 70), np.float32))
+    assert (clean.query[:, :10] == 0).all() and (clean.query[:, 10:].any(-1)[:, 1:]).all()
+    for found in (clean.key[0, :, 0].T, clean.value[0, :, 0].T, clean.bias):
+        assert not found[..., ~padding[0]].any() and found[..., padding[0]].any()
+    k[0, 7], v[0, 7], v[0, 8], bias[0, 0, 59] = np.nan, np.inf, np.nan, np.nan
+    q[:, :10], dout[:, 3:10] = np.nan, np.inf
+    dirty = gradients(q, k, v, dout, mask=mask, bias=bias, causal=True, dlse=np.ones((1, 2, 70), np.float32))
+    assert all(np.array_equal(a, b) for a, b in zip(clean, dirty))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("where", range(4), ids=("query", "key", "value", "dout"))
+def test_a_bad_row_reaches_only_what_meets_it(rng, bad, where):
+    """Query i sees keys i - 4 to i: row 20 of a query touches keys 16 to 20, a key touches queries 20 to 24, and
+    through them keys 16 to 24."""
+    arrays = draw(rng)
+    arrays[where][0, 20, 0, 3] = bad
+    found = gradients(*arrays, mask=dma.IntervalMask.sliding_window(60, 5), bias=np.zeros((1, 1, 60), np.float32))
+    of_keys = where in (1, 2)
+    rows, keys = (slice(20, 25), slice(16, 25)) if of_keys else (slice(20, 21), slice(16, 21))
+    for name, x, hit in zip(NAMES, found, (rows, keys, keys, keys)):
+        clean = np.isfinite(x.reshape(60, -1)).all(-1)
+        clean[hit] = True
+        assert clean.all(), name
+    assert not all(np.isfinite(x).all() for x in found)
+
+
+def test_logits_of_minus_infinity_count_as_nothing(rng):
+    q, k, v, dout = draw(rng)
+    for x in gradients(q, k, v, dout, bias=np.full((1, 1, 60), -np.inf, np.float32)):
+        assert (x == 0).all()
+    bias = np.zeros((1, 1, 60), np.float32)
+    bias[..., ::2] = -np.inf
+    hidden, cut = (gradients(q, k, v, dout, **option)
+                   for option in ({"bias": bias}, {"mask": np.broadcast_to(bias[0] == 0, (60, 60)).copy()}))
+    for a, b in zip(hidden[:3], cut):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [(0, 0), (0, 5), (5, 0)])
+def test_nothing_to_do(rng, lengths):
+    q, k, v, dout = draw(rng, lq=lengths[0], lk=lengths[1])
+    found = gradients(q, k, v, dout, bias=np.zeros((1, 1, lengths[1]), np.float32))
+    assert [x.shape for x in found] == [q.shape, k.shape, v.shape, (1, 1, lengths[1])]
+    assert not any(x.any() for x in found)
+
+
+# ---- laws ---------------------------------------------------------------------------------------------------------
+
+
+def test_permuting_batch_and_heads_permutes_the_gradients(rng):
+    q, k, v, dout = draw(rng, b=3, h=6, g=3)
+    scores = rng.standard_normal((3, 3, 60)).astype(np.float32)
+    batch, groups = [2, 0, 1], np.array([1, 2, 0])
+    heads = (2 * groups[:, None] + [1, 0]).reshape(-1)  # and the heads of a group exchanged
+
+    def run(q, k, v, dout, scores):
+        return gradients(q, k, v, dout, mask=dma.IntervalMask.top_w(scores, 9), bias=scores)
+
+    plain = run(q, k, v, dout, scores)
+    found = run(*(x[batch][:, :, axis] for x, axis in ((q, heads), (k, groups), (v, groups), (dout, heads))),
+                scores[batch][:, groups])
+    for a, b in zip(found, (*(x[batch][:, :, axis] for x, axis in zip(plain[:3], (heads, groups, groups))),
+                            plain.bias[batch][:, groups])):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+
+
+def test_the_same_bits_every_time(rng):
+    q, k, v, dout = draw(rng, lq=200, lk=200, h=4, g=2)
+    scores = rng.standard_normal((1, 2, 200)).astype(np.float32)
+    options = {"mask": dma.IntervalMask.top_w(scores, 20), "bias": scores}
+    first = gradients(q, k, v, dout, **options)
+    for deterministic in (False, True) * 5:
+        again = gradients(q, k, v, dout, deterministic=deterministic, **options)
+        assert all(np.array_equal(a, b) for a, b in zip(first, again))
+
+
+def test_grouped_heads_are_summed_before_the_rounding(rng):
+    """16 query heads on one kv head in bfloat16: sums of rounded parts would miss the bound by far."""
+    q, k, v, dout = draw(rng, h=16, g=1, lq=40, lk=40, dtype=ml_dtypes.bfloat16)
+    compare(gradients(q, k, v, dout, causal=True), dout, q, k, v, None, causal=True)
+
+
+def test_lengths_beyond_one_chunk(rng):
+    n = 2 * tiles.KEY_CHUNK + 77
+    q, k, v, dout = draw(rng, lq=300, lk=n, h=1, d=8)
+    compare(gradients(q, k, v, dout, causal=True), dout, q, k, v, None, causal=True)
+
+
+# ---- scores -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["exp", "linear"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("parameters", ["float32", "own"])
+def test_key_scores_backward(rng, form, dtype, parameters, monkeypatch):
+    monkeypatch.setattr(numpy_scores, "SCORE_CHUNK", 7)
+    kind = cases.numpy_dtype(dtype)
+    own = kind if parameters == "own" else np.float32
+    value = rng.standard_normal((2, 30, 3, 8)).astype(kind)
+    dt_proj, A, dt_bias = ((rng.standard_normal(shape) / 3).astype(own) for shape in ((3, 24), (3,), (3,)))
+    wide = np.float64 if dtype == "float64" else np.float32
+    dscores = rng.standard_normal((2, 3, 30)).astype(wide)
+    found = dma.backward.key_scores_backward(dscores, value, dt_proj, A, dt_bias=dt_bias, form=form)
+    arguments = (dscores, value, dt_proj, A, dt_bias, form)
+    for mine, argument, ref, plain in zip(found, (value, dt_proj, A, dt_bias),
+                                          reference.key_scores_gradients(*arguments),
+                                          reference.key_scores_gradients(*arguments, wide)):
+        assert mine.dtype == argument.dtype and mine.shape == argument.shape
+        reference.assert_matches_reference(mine, ref, plain.astype(mine.dtype), mine.dtype, factor=3, terms=10.0)
+    for needs in (("A",), ("value", "dt_bias"), ()):
+        part = dma.backward.key_scores_backward(dscores, value, dt_proj, A, dt_bias=dt_bias, form=form, needs=needs)
+        for name, a, b in zip(part._fields, part, found):
+            assert (a is None) == (name not in needs) and (a is None or np.array_equal(a, b))
+    assert dma.backward.key_scores_backward(dscores, value, dt_proj, A).dt_bias is None
+
+
+def test_a_key_without_gradient_may_hold_nan(rng):
+    value, dt_proj, A = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, 30, 2, 8), (2, 16), (2,)))
+    dscores = rng.standard_normal((1, 2, 30)).astype(np.float32)
+    dscores[..., 5] = 0
+    clean = dma.backward.key_scores_backward(dscores, value, dt_proj, A)
+    value[0, 5, 1, 2] = np.nan
+    dirty = dma.backward.key_scores_backward(dscores, value, dt_proj, A)
+    assert all(np.array_equal(a, b) for a, b in zip(clean[:3], dirty)) and not dirty.value[0, 5].any()
+
+
+# ---- the whole chain ----------------------------------------------------------------------------------------------
+
+
+def chain(rng, dtype=np.float32):
+    q, k, v, dout = draw(rng, b=2, h=4, g=2, dtype=dtype)
+    dt_proj, A, dt_bias = ((rng.standard_normal(shape) / 2).astype(np.float32) for shape in ((2, 32), 2, 2))
+    return q, k, v, dout, {"dt_proj": dt_proj, "A": A, "dt_bias": dt_bias, "form": "linear"}
+
+
+@pytest.mark.parametrize("keys", ["prefix", "global"])
+def test_dynamic_mask_attention_backward_is_its_parts(rng, keys):
+    q, k, v, dout, recipe = chain(rng)
+    options = {"window": 7, "keys": keys, "softcap": 2.0, "padding": rng.random((2, 60)) < 0.8}
+    out, lse = dma.dynamic_mask_attention(q, k, v, **recipe, **options, return_lse=True)
+    scores = dma.key_scores(v, **recipe)
+    mask = dma.IntervalMask.top_w(scores, 7, keys=keys, padding=options["padding"])
+    parts = dma.backward.attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores, causal=True, softcap=2.0)
+    given = dma.backward.dynamic_mask_attention_backward(dout, q, k, v, out, lse, scores, **options)
+    assert all(np.array_equal(a, b) for a, b in zip(given[:4], parts)) and given[4:] == (None,) * 3
+    more = dma.backward.key_scores_backward(parts.bias, v, **recipe)
+    made = dma.backward.dynamic_mask_attention_backward(dout, q, k, v, out, lse, **recipe, **options)
+    assert made.scores is None
+    for name in ("dt_proj", "A", "dt_bias"):
+        assert np.array_equal(getattr(made, name), getattr(more, name))
+    np.testing.assert_allclose(made.value, parts.value + more.value, rtol=0, atol=1e-6)
+    for needs in (("A",), ("value",), ("query",), ("dt_proj", "key")):
+        some = dma.backward.dynamic_mask_attention_backward(dout, q, k, v, out, lse, **recipe, **options, needs=needs)
+        for name, a, b in zip(some._fields, some, made):
+            assert (a is None) == (name not in needs) and (a is None or np.array_equal(a, b))
+
+
+def test_both_parts_of_dvalue_meet_the_rule(rng):
+    q, k, v, dout, recipe = chain(rng, np.float16)
+    recipe["A"] *= 4
+    out, lse = dma.dynamic_mask_attention(q, k, v, **recipe, window=7, return_lse=True)
+    found = dma.backward.dynamic_mask_attention_backward(dout, q, k, v, out, lse, **recipe, window=7, needs=("value",))
+    scores = reference.key_scores(v, **recipe)
+    dense = reference.top_w_dense(dma.key_scores(v, **recipe), 7)
+    ref, plain = (f(dout, q, k, v, dense, scores.astype(kind)) for f, kind in (
+        (reference.attention_gradients, np.float64), (reference.same_precision_attention_gradients, np.float32)))
+    ref_more, plain_more = (reference.key_scores_gradients(x[3], v, **recipe, wide=wide)[0]
+                            for x, wide in ((ref, np.float64), (plain, np.float32)))
+    reference.assert_matches_reference(found.value, ref[2] + ref_more, (plain[2] + plain_more).astype(np.float16),
+                                       np.float16, factor=3)
+
+
+# ---- memory and work ----------------------------------------------------------------------------------------------
+
+
+def test_memory_is_linear_and_work_follows_the_kept_pairs(rng, monkeypatch):
+    n = 8192
+    q, k, v, dout = draw(rng, lq=n, lk=n, h=4, g=2, d=32, dtype=np.float16)
+    scores = rng.standard_normal((1, 2, n)).astype(np.float32)
+    mask = dma.IntervalMask.top_w(scores, 256)
+    out, lse = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True)
+    gathered, logits = 0, numpy_backward.logits
+
+    def counting(*arguments):
+        nonlocal gathered
+        found = logits(*arguments)
+        gathered += found[0].size
+        return found
+
+    monkeypatch.setattr(numpy_backward, "logits", counting)
+    tracemalloc.start()
+    try:
+        dma.backward.attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    needed = 2 * int(mask.count(n).sum())
+    print(f"peak {peak / 2**20:.1f} MiB; a bool mask of one head is {n * n / 2**20:.0f} MiB; needed / gathered pairs "
+          f"{needed / gathered:.3f}")
+    assert peak < n * n / 2 and needed <= gathered < 1.6 * needed

@@ -1,0 +1,513 @@
+"""The decode cache against the oracle on the whole history (SPEC section 7), and its rules towards callers."""
+from __future__ import annotations
+
+import bisect
+from dataclasses import replace
+from importlib import import_module
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+from tests.oracle import reference
+from tests.oracle.cache_cases import SCORES, History, draw_scores, packed, run_page
+from tests.unit.test_arrays import Producer
+
+BESIDES = [(0, 0), (2, 0), (0, 3), (2, 3)]  # sinks and recent
+EXACT = History(length=24, batch=1, heads=2, kv_heads=1, dtype="float64", window=5)
+
+
+# ---- the whole history ----
+@pytest.mark.parametrize(("sinks", "recent"), BESIDES)
+@pytest.mark.parametrize("scores", SCORES)
+def test_step_by_step(scores, sinks, recent, convert):
+    history = History(scores=scores, sinks=sinks, recent=recent, length=30)
+    cache = history.cache(convert)
+    outs, lses = [], []
+    for p in range(history.length):
+        out, lse = history.run(cache, [1], convert, convert.back, begin=p)
+        outs.append(out)
+        lses.append(lse)
+        history.check_kept(cache, p, convert.back)
+    history.check(np.concatenate(outs, 1), np.concatenate(lses, 2), tf32=convert.name in ("cupy", "torch-cuda"))
+
+
+@pytest.mark.parametrize("case", [
+    History(dtype="float16"), History(dtype="bfloat16"), History(dtype="float64", sinks=1, recent=2),
+    History(heads=2), History(heads=6, kv_heads=2), History(heads=8, kv_heads=1), History(heads=1, kv_heads=1),
+    History(softcap=2.0, scale=1.5), History(scale=-0.3), History(value_dim=5, sinks=1), History(value_dim=12),
+    History(head_dim=1), History(head_dim=64, dtype="bfloat16", value_dim=32), History(window=1),
+    History(window=1, recent=1), History(window=39), History(window=40),
+    History(window=100, sinks=50, recent=50)], ids=str)
+@pytest.mark.parametrize("lengths", [[1] * 40, [40], [13, 1, 1, 5, 20]], ids=["steps", "whole", "pieces"])
+def test_against_the_oracle(case, lengths, convert):
+    if case.dtype == "float64" and convert.name in ("cupy", "torch-cuda"):
+        pytest.skip("float64 is refused on CUDA")
+    cache = case.cache(convert)
+    out, lse = case.run(cache, lengths, convert, convert.back)
+    case.check(out, lse, tf32=convert.name in ("cupy", "torch-cuda"))
+    case.check_kept(cache, back=convert.back)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_pieces(seed, convert):
+    rng = np.random.default_rng(seed)
+    window, sinks, recent = (int(x) for x in (rng.integers(1, 12), rng.integers(0, 5), rng.integers(0, 5)))
+    lengths = rng.integers(0, 9, 8)
+    history = History(length=int(lengths.sum()), window=window, sinks=sinks, recent=recent, seed=seed, head_dim=4,
+                      scores=("ties", "nan", "zeros", "infinite")[seed % 4], batch=1)
+    cache = history.cache(convert)
+    done = 0
+    for n in lengths.tolist():
+        out, lse = history.run(cache, [n], convert, convert.back, begin=done)
+        done += n
+        history.check_kept(cache, done - 1, convert.back)
+        if n and history.scores in ("ties", "zeros"):
+            history.check(out, lse, begin=done - n, tf32=convert.name in ("cupy", "torch-cuda"))
+
+
+def test_equal_scores_are_a_sliding_window():
+    history = replace(EXACT, scores="equal")
+    out, lse = history.run(history.cache(), [3, *[1] * 21])
+    x = history.data
+    window = dma.IntervalMask.sliding_window(history.length, history.window)
+    expected, expected_lse = dma.attention(x["query"], x["key"], x["value"], mask=window, bias=x["scores"],
+                                           return_lse=True)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(("sinks", "recent"), BESIDES)
+@pytest.mark.parametrize("scores", ["ties", "decreasing", "increasing"])
+def test_every_split_equals_one_shot(scores, sinks, recent):
+    history = replace(EXACT, scores=scores, sinks=sinks, recent=recent)
+    x, n = history.data, history.length
+    mask = dma.IntervalMask.top_w(x["scores"], history.window)
+    mask = mask | dma.IntervalMask.sinks(n, sinks) if sinks else mask
+    mask = mask | dma.IntervalMask.sliding_window(n, recent) if recent else mask
+    expected = dma.attention(x["query"], x["key"], x["value"], mask=mask, bias=x["scores"])
+    for split in range(n + 1):
+        cache = history.cache()
+        out, _ = history.run(cache, [split, n - split])
+        np.testing.assert_allclose(out, expected, rtol=0, atol=1e-14)
+        history.check_kept(cache)
+
+
+def check_invariants(state, position):
+    """What cache_state.py promises of ``lowest`` and ``free`` at the position that comes next."""
+    where, top, scores = (operand.array for operand in (state.positions, state.in_top, state.scores))
+    assert (top.sum(-1) == min(state.window, position)).all() and not top[where < 0].any()
+    for b, g in np.ndindex(state.batch, state.kv_heads):
+        used = (top[b, g] != 0) | ((where[b, g] >= 0) & (where[b, g] < state.sinks))
+        used |= (where[b, g] >= 0) & (where[b, g] > position - state.recent)
+        free, lowest = state.free.array[b, g], state.lowest.array[b, g]
+        assert (free == -1 and used.all()) or not used[free]
+        ranks = [(scores[b, g, r], where[b, g, r], r) for r in np.flatnonzero(top[b, g])]
+        assert lowest == (min(ranks)[2] if position >= state.window else -1)
+        assert lowest < 0 or state.lowest_score.array[b, g] == scores[b, g, lowest]
+        assert free >= 0 or (state.recent == 0 and where[b, g, lowest] >= state.sinks)
+
+
+def test_one_token_by_either_way():
+    """The numpy backend's single step and its short history give the same and keep the same."""
+    from cupy_dma.backends import numpy as backend
+    from cupy_dma.cache.arguments import extend_call
+    from cupy_dma.cache.chunked_prefill import extend_chunk
+
+    history = replace(EXACT, sinks=2, recent=2)
+    one, other = history.cache(), history.cache()
+    for p in range(history.length):
+        out, lse = history.run(one, [1], begin=p)
+        call = extend_call(other._state, *history.tokens(p, p + 1), None, 0.0, None, None, True, None)
+        other_out, other_lse = extend_chunk(backend.prefix_stop, backend.attention, other._state, call)
+        np.testing.assert_allclose(out, other_out, rtol=0, atol=1e-14)
+        np.testing.assert_allclose(lse, other_lse, rtol=0, atol=1e-14)
+        for mine, theirs in zip(one.kept(), other.kept()):
+            np.testing.assert_array_equal(mine, theirs)
+        check_invariants(one._state, p + 1)
+        check_invariants(other._state, p + 1)
+
+
+@pytest.mark.parametrize("lengths", [[1] * 24, [24], [5, 6, 1, 12]], ids=["steps", "whole", "pieces"])
+def test_what_nobody_sees_changes_nothing(lengths, convert):
+    """A NaN in a value reaches those who see it, and nobody after it was evicted or forgotten."""
+    history = History(length=24, sinks=1, recent=3, window=4)
+    history.data["value"][:, 9, 0, 3] = np.nan
+    history.data["scores"][:, :, 9] = -9  # seen for as long as it is recent
+    cache, tf32 = history.cache(convert), convert.name in ("cupy", "torch-cuda")
+    out, lse = history.run(cache, lengths, convert, convert.back)
+    history.check(out, lse, tf32=tf32)
+    assert np.isnan(out[:, 9:12]).any() and np.isfinite(out[:, 12:]).all()
+    cache._state.value.array[...] = float("nan")
+    cache.reset()
+    history.data["value"][:, 9] = 1
+    history.check(*history.run(cache, lengths, convert, convert.back), tf32=tf32)
+
+
+# ---- sequences of different lengths ----
+@pytest.mark.parametrize("form", ["lengths", "cu_seqlens"])
+@pytest.mark.parametrize(("sinks", "recent"), [(0, 0), (2, 3)])
+def test_sequences_of_different_lengths(form, sinks, recent, convert):
+    """Against a cache of its own for each sequence. What is not real holds NaN."""
+    rng = np.random.default_rng(3)
+    history = History(batch=3, length=60, sinks=sinks, recent=recent, head_dim=16)
+    cache, alone = history.cache(convert), [replace(history, batch=1).cache(convert) for _ in range(3)]
+    done = np.zeros(3, int)
+    for step in range(7):
+        most = (6, 1, 9, 1, 12, 3, 1)[step]
+        added = rng.integers(0, most + 1, 3)
+        x = history.data
+        tokens = []
+        for name in ("query", "key", "value", "scores"):
+            axis = 2 if name == "scores" else 1
+            shape = list(x[name].shape)
+            shape[axis] = most
+            part = np.full(shape, np.nan, np.float32)
+            for b in range(3):
+                rows = np.moveaxis(part[b], axis - 1, 0)
+                rows[:added[b]] = np.moveaxis(x[name][b], axis - 1, 0)[done[b]:done[b] + added[b]]
+            tokens.append(part)
+        if form == "lengths":
+            given = convert(added.astype((np.int32, np.int64)[step % 2]))
+            out, lse = (convert.back(y) for y in cache.extend(*(convert(y) for y in tokens), lengths=given,
+                                                               return_lse=True))
+            ours = [(out[b, :n], lse[b, :, :n]) for b, n in enumerate(added)]
+            rest = [(out[b, n:], lse[b, :, n:]) for b, n in enumerate(added)]
+        else:
+            rows, bounds = packed(tokens, added, behind=2)
+            out, lse = (convert.back(y) for y in cache.extend(*(convert(y) for y in rows), cu_seqlens=convert(bounds),
+                                                               return_lse=True))
+            ours = [(out[i:j], lse[:, i:j]) for i, j in pairwise(bounds)]
+            rest = [(out[bounds[-1]:], lse[:, bounds[-1]:])]
+        for nothing, no_lse in rest:
+            assert (nothing == 0).all() and (no_lse == -np.inf).all()
+        for b, n in enumerate(added):
+            one = [convert(np.ascontiguousarray(y[b:b + 1, :n] if i < 3 else y[b:b + 1, :, :n]))
+                   for i, y in enumerate(tokens)]
+            expected, expected_lse = (convert.back(y) for y in alone[b].extend(*one, return_lse=True))
+            tolerance = 5e-3 if convert.name in ("cupy", "torch-cuda") else 2e-6
+            np.testing.assert_allclose(ours[b][0], expected[0], rtol=0, atol=tolerance)
+            np.testing.assert_allclose(ours[b][1], expected_lse[0], rtol=0, atol=tolerance)
+            for mine, theirs in zip(cache.kept(), alone[b].kept()):
+                np.testing.assert_array_equal(convert.back(mine)[b], convert.back(theirs)[0])
+        done += added
+        assert convert.back(cache.length).tolist() == done.tolist()
+
+
+# ---- for ever ----
+@pytest.mark.parametrize(("sinks", "recent"), [(0, 0), (2, 3)])
+def test_the_kept_set_does_not_drift(sinks, recent):
+    """10^4 steps against a sorted list; the 10^5 of a GPU are in test_cache_cuda.py."""
+    n, w = 10_000, 9
+    scores = draw_scores("ties", (1, 1, n), np.random.default_rng(0))
+    cache = dma.DynamicCache(1, 1, w, 1, dtype="float32", sinks=sinks, recent=recent)
+    row, best, memory = np.ones((1, 1, 1, 1), np.float32), [], cache.memory_bytes
+    for p, score in enumerate(scores[0, 0].tolist()):
+        cache.update(row * p, row, scores[:, :, p:p + 1])
+        bisect.insort(best, (score, p))
+        del best[:-w]
+        if p % 97 == 0 or p == n - 1:
+            besides = {*range(min(sinks, p + 1)), *range(max(p + 1 - recent, 0), p + 1)}
+            wanted = sorted({j for _, j in best} | besides)
+            found = cache.kept().positions[0, 0]
+            assert found[found >= 0].tolist() == wanted
+            slots = cache.positions[0, 0]
+            np.testing.assert_array_equal(cache._state.key.array[0, 0, slots >= 0, 0], slots[slots >= 0])
+    assert cache.memory_bytes == memory
+
+
+# ---- whole sequences ----
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_reorder_select_clone_save_in_the_middle(dtype, convert):
+    history = History(batch=3, length=30, sinks=1, recent=2, dtype=dtype)
+    order = [2, 0, 2]
+    x = history.data
+    moved = replace(history)
+    moved.__dict__["data"] = {name: np.concatenate((y[order][:, :, :17], y[:, :, 17:]), 2) if name == "scores" else
+                              np.concatenate((y[order][:, :17], y[:, 17:]), 1) for name, y in x.items()}
+    tf32 = convert.name in ("cupy", "torch-cuda")
+
+    def goes_on(cache, expected=history):
+        expected.check(*expected.run(cache, [1, 1, 6, 1, 4], convert, convert.back, begin=17), begin=17, tf32=tf32)
+        expected.check_kept(cache, back=convert.back)
+
+    cache = history.cache(convert)
+    history.run(cache, [10, 1, 1, 5], convert, convert.back)
+    saved, copy = cache.state_dict(), cache.clone()
+    chosen = cache.select_batch(convert(np.array(order, np.int32)))
+    listed = cache.select_batch([1])
+    restored = history.cache(convert)
+    restored.load_state_dict(saved)
+    addresses = [operand.pointer for operand in (cache._state.key, cache._state.scores, cache._state.lowest)]
+    same = [type(cache._state.library).pointer(cache._state.library, getattr(cache._state, name).array)
+            for name in ("key", "scores", "lowest")]
+    assert addresses == same
+    goes_on(cache)
+    goes_on(copy)
+    goes_on(restored)
+    goes_on(chosen, moved)
+    assert listed.length.shape == (1,)
+    one = replace(history, batch=1)
+    one.__dict__["data"] = {name: y[1:2] for name, y in x.items()}
+    goes_on(listed, one)
+    cache.load_state_dict(saved)
+    cache.reorder(order)
+    goes_on(cache, moved)
+    cache.load_state_dict({name: convert.back(y) if name not in ("window", "sinks", "recent") else y
+                           for name, y in saved.items()})  # of another library, perhaps
+    goes_on(cache)
+    cache.reset()
+    history.check_kept(cache, -1, convert.back)
+    history.check(*history.run(cache, [17], convert, convert.back), tf32=tf32)
+
+
+def test_copies_share_nothing(convert):
+    history = History(length=20)
+    cache = history.cache(convert)
+    history.run(cache, [9], convert, convert.back)
+    saved, copy = cache.state_dict(), cache.clone()
+    before = {name: np.array(convert.back(x)) for name, x in saved.items() if name not in ("window", "sinks", "recent")}
+    history.run(cache, [9], convert, convert.back, begin=9)
+    for name, x in before.items():
+        np.testing.assert_array_equal(convert.back(saved[name]), x)
+        np.testing.assert_array_equal(convert.back(getattr(copy._state, name).array), x)
+
+
+# ---- arrays ----
+def test_update_is_extend_without_queries(convert):
+    history = History(sinks=1, recent=1)
+    one, other = history.cache(convert), history.cache(convert)
+    for begin, end in ((0, 12), (12, 13), (13, 14), (14, 40)):
+        tokens = history.tokens(begin, end, convert)
+        one.extend(*tokens)
+        assert other.update(*tokens[1:]) is None
+    for name in ("key", "value", "scores", "positions", "in_top", "lengths", "lowest", "free"):
+        np.testing.assert_array_equal(*(convert.back(getattr(c._state, name).array) for c in (one, other)))
+
+
+def test_any_strides_and_score_types(convert):
+    """BHSD views, 16-bit scores (few distinct ones, exact in any type)."""
+    history = History(length=12)
+    cache = history.cache(convert)
+    outs = []
+    for begin, end in ((0, 7), (7, 8), (8, 12)):
+        q, k, v, s = history.tokens(begin, end)
+        views = [convert(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (q, k, v)]
+        outs.append(convert.back(cache.extend(*views, convert(s.astype(np.float16)))))
+    (ref, plain), _ = history.oracle(tf32=convert.name in ("cupy", "torch-cuda"))
+    reference.assert_matches_reference(np.concatenate(outs, 1), ref, plain, np.float32)
+
+
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_results_go_where_asked(n, convert):
+    history = History(length=8, value_dim=5)
+    cache, other = history.cache(convert), history.cache(convert)
+    history.run(cache, [3], convert, convert.back)
+    history.run(other, [3], convert, convert.back)
+    tokens = history.tokens(3, 3 + n, convert)
+    expected, expected_lse = other.clone().extend(*tokens, return_lse=True)
+    out, lse = (convert(np.full(x.shape, 7, np.float32)) for x in (expected, expected_lse))
+    pair = cache.extend(*tokens, return_lse=True, out=(out, lse))
+    assert pair[0] is out and pair[1] is lse
+    assert other.extend(*tokens, out=convert(np.empty(expected.shape, np.float32))).shape == expected.shape
+    np.testing.assert_array_equal(convert.back(out), convert.back(expected))
+    np.testing.assert_array_equal(convert.back(lse), convert.back(expected_lse))
+    rows, bounds = packed([convert.back(x) for x in tokens], [n, n])
+    out = convert(np.full((2 * n, *expected.shape[2:]), 7, np.float32))
+    cache.reset()
+    assert cache.extend(*(convert(x) for x in rows), cu_seqlens=convert(bounds), out=out) is out
+    assert not (convert.back(out) == 7).any()
+
+
+def test_arrays_of_any_producer():
+    history = History(length=10)
+    plain, foreign = history.cache(), history.cache(Producer)
+    for begin, end in ((0, 6), (6, 7), (7, 10)):
+        expected = plain.extend(*history.tokens(begin, end))
+        found = foreign.extend(*history.tokens(begin, end, Producer))
+        np.testing.assert_array_equal(np.from_dlpack(found), expected)
+    np.testing.assert_array_equal(np.from_dlpack(foreign.kept().positions), plain.kept().positions)
+    assert foreign.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_no_sequences(convert):
+    history = replace(History(length=4), batch=0)
+    cache = history.cache(convert)
+    out, lse = cache.extend(*history.tokens(0, 4, convert), return_lse=True)
+    assert tuple(out.shape) == (0, 4, 4, 8) and tuple(lse.shape) == (0, 4, 4)
+    assert tuple(cache.kept().positions.shape) == (0, 2, 7)
+
+
+def test_facts():
+    cache = dma.DynamicCache(2, 3, 5, 8, 4, "bfloat16", sinks=1, recent=2)
+    assert (cache.window, cache.sinks, cache.recent) == (5, 1, 2)
+    rows = 2 * 3 * 8
+    assert cache.memory_bytes == rows * (2 * (8 + 4) + 4 + 8 + 1) + 2 * 8 + 2 * 3 * 12
+    assert repr(cache) == ("DynamicCache(batch=2, kv_heads=3, window=5, head_dim=8, value_dim=4, dtype='bfloat16', "
+                           "sinks=1, recent=2, library='numpy', device='cpu')")
+    for kind in (np.float16, np.dtype("float16"), "float16"):
+        assert dma.DynamicCache(1, 1, 1, 1, dtype=kind)._state.key.dtype == "float16"
+    torch = pytest.importorskip("torch")
+    assert dma.DynamicCache(1, 1, 1, 1, dtype=torch.bfloat16)._state.key.dtype == "bfloat16"
+    state = cache._state
+    assert (state.batch, state.kv_heads, state.rows, state.head_dim, state.value_dim) == (2, 3, 8, 8, 4)
+    assert state.CacheState.__dataclass_fields__.keys() >= {"workspace"}
+
+
+def test_the_page_for_users():
+    """Every Python block of docs/decoding.md runs; those for a GPU in test_cache_cuda.py."""
+    names = run_page(gpu=False)
+    assert names["out"].shape == (10, 4, 64)
+    assert [names[name].length.tolist() for name in ("cache", "fork", "one")] == [[0, 0], [619, 619], [619]]
+
+
+# ---- errors ----
+def arguments(**changes):
+    tokens = dict(zip(("query", "key", "value", "scores"), History(length=3, batch=2).tokens(0, 3)))
+    return {**tokens, **changes}
+
+
+def ones(*shape, dtype=np.float32):
+    return np.ones(shape, dtype)
+
+
+@pytest.mark.parametrize(("changes", "kind", "message"), [
+    ({"query": None}, TypeError, "query must be an array, got None"),
+    ({"query": [1]}, TypeError, "query must be a numpy"),
+    ({"query": ones(2, 3, 4)}, ValueError, r"query must have shape \(B, L, H, D\), got \(2, 3, 4\)"),
+    ({"query": ones(2, 3, 3, 8)}, ValueError, "3 query heads and 2 kv heads"),
+    ({"query": ones(2, 3, 0, 8)}, ValueError, "0 query heads"),
+    ({"query": ones(2, 2, 4, 8)}, ValueError, r"query must have shape \(B, L, H, D\) = \(2, 3, 4, 8\), got"),
+    ({"query": ones(2, 3, 4, 8, dtype=np.float16)}, TypeError, "query must have the cache's type float32, got float16"),
+    ({"query": ones(2, 3, 4, 16)[..., ::2]}, ValueError, "query must be contiguous in its last axis"),
+    ({"key": ones(3, 3, 2, 8)}, ValueError, r"key must have shape \(B, L, Hkv, D\) = \(2, 3, 2, 8\), got \(3,"),
+    ({"key": ones(2, 3, 2)}, ValueError, r"key must have shape \(B, L, Hkv, D\), got \(2, 3, 2\)"),
+    ({"key": ones(2, 3, 2, 8, dtype=np.float64)}, TypeError, "key must have the cache's type float32, got float64"),
+    ({"value": ones(2, 3, 2, 7)}, ValueError, r"value must have shape \(B, L, Hkv, Dv\) = \(2, 3, 2, 8\), got"),
+    ({"value": ones(2, 3, 2, 8, dtype=np.float64)}, TypeError, "value must have the cache's type"),
+    ({"scores": ones(2, 2, 4)}, ValueError, r"scores must have shape \(B, Hkv, L\) = \(2, 2, 3\), got"),
+    ({"scores": ones(2, 2, 3, dtype=np.float64)}, TypeError, "scores must be float16 or .*, got float64"),
+    ({"scores": ones(2, 2, 3, dtype=np.int32)}, TypeError, "scores must be .*got int32"),
+    ({"scores": ones(2, 2, 6)[..., ::2]}, ValueError, "scores must be contiguous in its last axis"),
+    ({"scale": "1"}, TypeError, "scale must be a real number"),
+    ({"softcap": -1.0}, ValueError, "softcap must be a finite number of at least 0"),
+    ({"return_lse": 1}, TypeError, "return_lse must be True or False"),
+    ({"lengths": ones(2)}, TypeError, "lengths must be int32 or int64, got float32"),
+    ({"lengths": [1, 2]}, TypeError, "lengths must be a numpy"),
+    ({"lengths": ones(3, dtype=np.int32)}, ValueError, r"lengths must have shape \(B,\) = \(2\), got"),
+    ({"lengths": np.array([0, 4])}, ValueError, r"lengths must lie between 0 and L = 3, got \[0, 4\]"),
+    ({"lengths": np.array([-1, 2])}, ValueError, "lengths must lie between 0 and L = 3"),
+    ({"lengths": np.array([1, 2]), "cu_seqlens": np.array([0, 1, 2])}, ValueError, "lengths .* got both"),
+    ({"cu_seqlens": np.array([0, 1, 2])}, ValueError, r"key must have shape \(total, Hkv, D\), got"),
+    ({"out": ones(2, 3, 4, 7)}, ValueError, "out must have shape of the result"),
+    ({"out": ones(2, 3, 4, 8, dtype=np.float64)}, TypeError, "out must have the result's type float32, got float64"),
+    ({"out": ones(2, 3, 8, 8)[:, :, ::2]}, ValueError, "out must be contiguous, got strides"),
+    ({"out": (ones(2, 3, 4, 8), ones(2, 4, 3))}, TypeError, "out must be one array with return_lse=False, got tuple"),
+    ({"out": ones(2, 3, 4, 8), "return_lse": True}, TypeError, r"out must be a pair \(out, lse\)"),
+    ({"out": (ones(2, 3, 4, 8), ones(2, 4, 4)), "return_lse": True}, ValueError, r"out\[1\] \(lse\) must have shape"),
+])
+def test_errors_of_extend(changes, kind, message):
+    cache = History(length=3).cache()
+    before = cache.state_dict()
+    with pytest.raises(kind, match=message):
+        cache.extend(**arguments(**changes))
+    for name, x in cache.state_dict().items():
+        np.testing.assert_array_equal(x, before[name])
+
+
+@pytest.mark.parametrize(("bounds", "message"), [
+    ([0, 2], r"cu_seqlens must have shape \(B \+ 1,\) = \(3\), got \(2,\)"),
+    ([1, 2, 3], "cu_seqlens must be cumulative lengths"), ([0, 3, 2], "never fall"), ([0, 3, 7], "length 6 at most"),
+])
+def test_errors_of_packed_tokens(bounds, message):
+    history = History(length=3)
+    rows, _ = packed(history.tokens(0, 3), [3, 3])
+    with pytest.raises(ValueError, match=message):
+        history.cache().extend(*rows, cu_seqlens=np.array(bounds))
+    with pytest.raises(ValueError, match=r"scores must have shape \(Hkv, total\) = \(2, 6\), got"):
+        history.cache().update(rows[1], rows[2], rows[3][:, :5], cu_seqlens=np.array([0, 3, 6]))
+
+
+@pytest.mark.parametrize(("arguments", "options", "kind", "message"), [
+    ((-1, 1, 4, 8), {}, ValueError, "batch must be at least 0, got -1"),
+    ((1, 0, 4, 8), {}, ValueError, "kv_heads must be at least 1"),
+    ((1, 1, 0, 8), {}, ValueError, "window must be at least 1"),
+    ((1, 1, 4.0, 8), {}, TypeError, "window must be an int, got float"),
+    ((1, 1, 4, 0), {}, ValueError, "head_dim must be at least 1"),
+    ((1, 1, 4, 257), {}, ValueError, "head_dim must be 1 to 256, got 257"),
+    ((1, 1, 4, 8, 257), {}, ValueError, "value_dim must be 1 to 256, got 257"),
+    ((1, 1, 4, 8, 8, "int8"), {}, TypeError, "dtype must be .*got 'int8'"),
+    ((1, 1, 4, 8, 8, 3), {}, TypeError, "dtype must be .*got 3"),
+    ((1, 1, 4, 8), {"sinks": -1}, ValueError, "sinks must be at least 0"),
+    ((1, 1, 4, 8), {"recent": True}, TypeError, "recent must be an int"),
+    ((1, 1, 2**31, 8), {}, ValueError, r"window \+ sinks \+ recent must be below 2\*\*31"),
+    ((1, 1, 4, 8), {"like": 3}, TypeError, "like must be a numpy"),
+    ((1, 1, 4, 8), {"backend": "cpu"}, ValueError, "backend must be one of"),
+])
+def test_errors_of_the_constructor(arguments, options, kind, message):
+    with pytest.raises(kind, match=message):
+        dma.DynamicCache(*arguments, **options)
+
+
+@pytest.mark.parametrize(("indices", "kind", "message"), [
+    ([0], ValueError, "indices must name 2 rows, one for each of the batch, got 1"),
+    ([0, 2], ValueError, r"indices must lie between 0 and 1 .*got \[0, 2\]"),
+    (np.array([0, -1]), ValueError, "indices must lie between 0 and 1"),
+    ([0, 1.5], TypeError, r"indices\[1\] must be an int"),
+    (np.array([[0, 1]]), ValueError, r"indices must have shape \(n,\), got \(1, 2\)"),
+    (np.array([0.0, 1.0]), TypeError, "indices must be int32 or int64"),
+])
+def test_errors_of_reorder(indices, kind, message):
+    with pytest.raises(kind, match=message):
+        History(length=1).cache().reorder(indices)
+
+
+@pytest.mark.parametrize(("change", "kind", "message"), [
+    (lambda s: s.pop("key"), KeyError, "missing: key"),
+    (lambda s: s.update(window=8), ValueError, "saved must be of a cache with window=7, got 8"),
+    (lambda s: s.update(key=s["key"][:1]), ValueError, r"saved\['key'\] must have shape of this cache"),
+    (lambda s: s.update(value=s["value"].astype(np.float64)), TypeError, r"saved\['value'\] must be float32"),
+])
+def test_errors_of_load_state_dict(change, kind, message):
+    history = History(length=9)
+    cache = history.cache()
+    saved = cache.state_dict()
+    change(saved)
+    history.run(cache, [9])
+    with pytest.raises(kind, match=message):
+        cache.load_state_dict(saved)
+    history.check_kept(cache)
+
+
+def test_what_a_backend_has_not():
+    history = History(length=3)
+    for name in ("triton", "flex"):
+        with pytest.raises(NotImplementedError, match=f"backend='{name}' has no DynamicCache"):
+            import_module(f"cupy_dma.backends.{name}").cache_extend(None, None)
+    with pytest.raises((ValueError, RuntimeError), match=r"backend='cuda' (takes CUDA arrays|cannot run here)"):
+        history.cache(backend="cuda")
+
+
+def test_values_are_checked_on_request(monkeypatch):
+    history = History(length=3, scores="all_nan")
+    monkeypatch.setenv("CUPY_DMA_CHECK", "1")
+    with pytest.raises(ValueError, match="scores must be finite"):
+        history.cache().extend(*history.tokens(0, 3))
+
+
+def test_a_cache_carries_no_gradient():
+    torch = pytest.importorskip("torch")
+    history = History(length=4)
+    cache = history.cache(torch.from_numpy)
+    tokens = history.tokens(0, 4, torch.from_numpy)
+    for i, name in enumerate(("query", "key", "value", "scores")):
+        wanted = [x.clone().requires_grad_(i == j) for j, x in enumerate(tokens)]
+        with pytest.raises(NotImplementedError, match=f"{name} requires grad, but a cache carries no gradient"):
+            cache.extend(*wanted)
+        with torch.no_grad():
+            assert not cache.clone().extend(*wanted).requires_grad
+    with pytest.raises(NotImplementedError, match="out requires grad"):
+        cache.extend(*tokens, out=torch.empty(2, 4, 4, 8, requires_grad=True))
+    with pytest.raises(TypeError, match="all arrays must be of one library"):
+        cache.extend(*history.tokens(0, 4))

@@ -1,0 +1,149 @@
+"""Launches by the driver, with one that only takes down what it is asked for."""
+from __future__ import annotations
+
+import ctypes
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from cupy_dma.backends.cuda.runtime import launch
+
+HANDLE, STREAM = 0x7f0012345678, 0x7f00aabbccdd  # as wide as addresses
+
+
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h."""
+
+    _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int),
+                ("rest", ctypes.c_char * 60))
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = (("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint),
+                ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(Attribute)), ("count", ctypes.c_uint))
+
+
+class Driver:
+    """The launches it has been asked for; ``statuses`` are what the next ones return, then 0."""
+
+    def __init__(self, version: int = 12030):
+        self.version, self.launches, self.statuses = version, [], []
+        form = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+        self.library = SimpleNamespace(cuLaunchKernelEx=form(self._launch), cuDriverGetVersion=self._get_version,
+                                       cuGetErrorName=self._text(b"CUDA_ERROR_INVALID_VALUE"),
+                                       cuGetErrorString=self._text(b"invalid argument"))
+
+    def _launch(self, config, function, arguments, extra):
+        config = LaunchConfig.from_address(config)
+        attributes = [(a.id, a.value) for a in config.attributes[:config.count]]
+        params = ctypes.string_at(ctypes.c_void_p.from_address(arguments).value, 16)
+        self.launches.append((function, [*config.grid], [*config.block], config.shared_bytes, config.stream or 0,
+                              attributes, params))
+        assert extra is None
+        return self.statuses.pop(0) if self.statuses else 0
+
+    def _get_version(self, place):
+        place._obj.value = self.version
+        return 0
+
+    def _text(self, text):
+        def get(status, place):
+            place._obj.value = text
+            return 0
+        return get
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Makes the driver one of a version."""
+    def make(version: int = 12030) -> Driver:
+        made = Driver(version)
+        monkeypatch.setattr(launch, "library", lambda: made.library)
+        launch.launches_early.cache_clear()
+        return made
+
+    yield make
+    launch.launches_early.cache_clear()
+
+
+def function(early: bool = True, bind=lambda: None) -> launch.Function:
+    return launch.Function("some_kernel", HANDLE, 70_000, early, bind)
+
+
+PARAMS = bytes(range(16))
+
+
+def test_the_structs_are_those_of_the_driver():
+    assert launch._CONFIG.size == ctypes.sizeof(LaunchConfig) == 56
+    assert launch._ATTRIBUTE.size == ctypes.sizeof(Attribute) == len(launch._EARLY) == 72
+
+
+@pytest.mark.parametrize("stream", [0, 1, 2, STREAM])
+def test_a_launch_says_what_it_was_told(fake, stream):
+    device = fake()
+    function().launch(132, 384, PARAMS, stream)
+    assert device.launches == [(HANDLE, [132, 1, 1], [384, 1, 1], 70_000, stream, [(6, 1)], PARAMS)]
+
+
+@pytest.mark.parametrize(("device_can", "asked"), [(True, True), (True, False), (False, True), (False, False)])
+def test_kernels_come_early_where_the_device_can_and_the_caller_may(fake, device_can, asked):
+    device = fake()
+    function(device_can).launch(1, 32, PARAMS, STREAM, early=asked)
+    assert device.launches[0][5] == ([(6, 1)] if device_can and asked else [])
+
+
+@pytest.mark.parametrize(("capability", "version", "setting", "expected"), [
+    (90, 12030, "", True), (120, 13000, "1", True), (89, 13000, "", False), (90, 12020, "", False),
+    (90, 13000, "0", False)])
+def test_early_launches_need_the_device_the_driver_and_the_users_leave(fake, monkeypatch, capability, version, setting,
+                                                                       expected):
+    fake(version)
+    monkeypatch.setenv("CUPY_DMA_EARLY", setting)
+    assert launch.launches_early(capability) is expected
+
+
+def test_an_error_names_the_kernel_and_its_launch(fake):
+    fake().statuses = [1]
+    with pytest.raises(RuntimeError, match=r"some_kernel .*5 blocks of 2000 threads, 70000 bytes.*"
+                                           r"CUDA_ERROR_INVALID_VALUE: invalid argument"):
+        function().launch(5, 2000, PARAMS, STREAM)
+
+
+def test_a_thread_without_a_context_gets_it(fake):
+    device, bound = fake(), []
+    device.statuses = [201]
+    function(bind=lambda: bound.append(1)).launch(3, 32, PARAMS, STREAM)
+    assert bound == [1] and len(device.launches) == 2 and device.launches[0] == device.launches[1]
+    device.statuses = [201, 201]
+    with pytest.raises(RuntimeError, match="some_kernel"):
+        function().launch(3, 32, PARAMS, STREAM)
+
+
+def test_threads_launch_the_same_kernel_at_the_same_time(fake):
+    device, kernel, each = fake(), function(), 300
+
+    def work(number: int) -> None:
+        for i in range(each):
+            kernel.launch(1 + i, 32, bytes([number]) * 16, number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(4):
+        own = [launch for launch in device.launches if launch[4] == number]
+        assert [launch[1][0] for launch in own] == [*range(1, each + 1)]
+        assert all(launch[6] == bytes([number]) * 16 for launch in own)
+
+
+def test_a_machine_without_a_driver_is_told_so(monkeypatch):
+    def refuse(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    with pytest.raises(RuntimeError, match=r"libcuda\.so\.1"):
+        launch.library.__wrapped__()

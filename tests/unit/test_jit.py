@@ -1,0 +1,394 @@
+"""Every kernel compiles for every supported architecture, within its registers; the cache notices changes; headers are
+found or asked for. Needs NVRTC and the CUDA headers, no GPU."""
+from __future__ import annotations
+
+import dataclasses
+import re
+import struct
+
+import pytest
+
+from cupy_dma.backends.cuda.attention import flash_decode, last_queries, sm90, sm90_schedule, tiles
+from cupy_dma.backends.cuda.decode import step
+from cupy_dma.backends.cuda.runtime import configs, jit
+from cupy_dma.backends.cuda.select import prefix
+
+try:
+    jit.find_headers()
+    reason = ""
+except jit.CompileError as error:
+    reason = str(error)
+needs_compiler = pytest.mark.skipif(bool(reason), reason=reason)
+
+ARCHITECTURES = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100": 227, "sm_120": 99}  # KiB shared
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUPY_DMA_CACHE_DIR", str(tmp_path))
+    jit.compile.cache_clear()
+    yield tmp_path
+    jit.compile.cache_clear()
+
+
+def specialisations(limit: int, every: bool) -> list[jit.Config]:
+    """Each kernel with each of its options at least once; with ``every`` head dims of each tile shape, and odd ones."""
+    found: list[jit.Config] = [configs.LayoutConfig(element) for element in configs.ELEMENTS.values()]
+    found += [configs.SelectConfig(documents, padding) for documents in (False, True) for padding in (False, True)]
+    found += [configs.ListConfig(causal, block) for causal in (False, True) for block in (64,)]
+    found += [configs.DenseConfig(queries) for queries in (8, 32, 128)] + [configs.DenseSupersConfig()]
+    found += [configs.ListConfig(False, 64, sequences=True), configs.SequenceConfig(causal=True)]
+    found += [configs.ScoreConfig("__half", "float", 64, 1, 1, True, True, False, False),
+              configs.ScoreConfig("__nv_bfloat16", "__nv_bfloat16", 128, 8, 8, True, True, False, True),
+              configs.ScoreConfig("__half", "__half", 64, 32, 8, True, False, True, True),
+              configs.ScoreConfig("__nv_bfloat16", "__nv_bfloat16", 128, 8, 8, True, False, True, False),
+              configs.ScoreConfig("float", "__half", 33, 3, 2, False, True, False, False)]
+    dims = {64: "KEYS_LISTED", 128: "KEYS_LISTED", 192: "KEYS_SHARED", 256: "KEYS_LISTED", 96: "KEYS_CONTIGUOUS",
+            1: "KEYS_LISTED", 40: "KEYS_SHARED", 250: "KEYS_CONTIGUOUS"}
+    for i, (head_dim, keys) in enumerate(dims.items() if every else [*dims.items()][1:6:4]):
+        heads = 1 if head_dim % 64 else 2
+        found.append(configs.ForwardConfig(("__half", "__nv_bfloat16")[i % 2], head_dim, head_dim % 8 == 0, heads,
+                                        *tiles.tile_shape(head_dim, limit * 1024), keys,
+                                        causal=keys == "KEYS_CONTIGUOUS", bias=head_dim != 96,
+                                        softcap=head_dim in (192, 1)))
+        options = {"causal": keys == "KEYS_CONTIGUOUS", "bias": head_dim != 96, "softcap": head_dim in (192, 1)}
+        element, vector, size = ("__nv_bfloat16", "__half")[i % 2], head_dim % 8 == 0, limit * 1024
+        found.append(configs.BackwardQueryConfig(element, head_dim, vector, heads,
+                                                 *tiles.backward_query_tile(head_dim, size), keys, **options))
+        found.append(configs.BackwardKeyConfig(
+            element, head_dim, vector, *tiles.backward_key_tile(head_dim, size),
+            "KEYS_CONTIGUOUS" if i % 3 else "KEYS_LISTED", intervals=keys != "KEYS_CONTIGUOUS",
+            dim_parts=2 if head_dim > 128 else 1, dkey=True, dvalue=True, dbias=i % 2 == 0, **options))
+        found += dense_specialisations("__nv_bfloat16", head_dim, size, ("float", "__nv_bfloat16", "__half")[i % 3],
+                                       bits=i % 2 == 0)
+    found += float32_specialisations(limit * 1024, every) + sequences(limit * 1024)
+    found += decoding()[::1 if every else 4]
+    found += [configs.BackwardSumConfig("float", 100, True, False, True, True, True),
+              configs.BackwardSumConfig("__half", 33, False, False, True, True, True),
+              configs.BackwardSumConfig("__nv_bfloat16", 128, True, True, True, False, False),
+              configs.BackwardSumConfig("__nv_bfloat16", 128, True, False, True, True, True, bits=True),
+              configs.ScoreBackwardConfig("__nv_bfloat16", "float", 128, 8, 8),
+              configs.ScoreBackwardConfig("float", "__half", 33, 20, 8)]
+    return found
+
+
+def float32_specialisations(limit: int, every: bool) -> list[jit.Config]:
+    """The attention kernels of float32."""
+    found: list[jit.Config] = []
+    dims = {64: "KEYS_LISTED", 128: "KEYS_LISTED", 192: "KEYS_CONTIGUOUS", 256: "KEYS_SHARED", 33: "KEYS_LISTED"}
+    for head_dim, keys in dims.items() if every else [*dims.items()][1:4:2]:
+        vector, options = head_dim % 4 == 0, {"causal": keys == "KEYS_CONTIGUOUS", "bias": True, "softcap": False}
+        found += [
+            configs.ForwardConfig("float", head_dim, vector, 2, *tiles.tile_shape(head_dim, limit, size=4), keys,
+                                  **options),
+            configs.BackwardQueryConfig("float", head_dim, vector, 2,
+                                        *tiles.backward_query_tile(head_dim, limit, size=4), keys, **options),
+            configs.BackwardKeyConfig(
+                "float", head_dim, vector, *tiles.backward_key_tile(head_dim, limit, size=4),
+                "KEYS_CONTIGUOUS" if keys == "KEYS_CONTIGUOUS" else "KEYS_LISTED", intervals=keys != "KEYS_CONTIGUOUS",
+                dim_parts=2 if head_dim > 128 else 1, dkey=True, dvalue=True, dbias=True, **options)]
+        if limit > 99 * 1024 or head_dim <= 240:
+            found += dense_specialisations("float", head_dim, limit, "__half" if head_dim == 192 else "float",
+                                           bits=head_dim != 128)
+    return found
+
+
+def dense_specialisations(element: str, head_dim: int, limit: int, bias: str, bits: bool) -> list[jit.Config]:
+    """The attention kernels with a dense mask or not, and with a dense bias; the key gradients with a dense mask."""
+    size = configs.ELEMENT_BYTES[element]
+    vector = head_dim * size % 16 == 0
+    rest = ("KEYS_LISTED" if bits else "KEYS_CONTIGUOUS", not bits, configs.BIAS_DENSE, head_dim == 192)
+    return [
+        configs.ForwardConfig(element, head_dim, vector, 2,
+                              *tiles.tile_shape(head_dim, limit, size=size, dense_bias=bias), *rest, bits, bias),
+        configs.BackwardQueryConfig(element, head_dim, vector, 1,
+                                    *tiles.backward_query_tile(head_dim, limit, size, bias), *rest, bits, bias,
+                                    dbias=True),
+        configs.BackwardBiasConfig(element, head_dim, vector, 1,
+                                   *tiles.backward_bias_tile(head_dim, limit, size, bias), "KEYS_CONTIGUOUS", *rest[1:],
+                                   bits, bias, intervals=not bits, sum_keys=head_dim == 256),
+        *(configs.BackwardKeyConfig(
+            element, head_dim, vector, *tiles.backward_key_tile(head_dim, limit, size, dense), rest[0],
+            False, not bits, configs.BIAS_DENSE if dense else configs.BIAS_NONE, False, 2 if head_dim > 128 else 1,
+            True, True, False, bits, dense or "float") for dense in (None, bias))]
+
+
+def sequences(limit: int) -> list[jit.Config]:
+    """What packed sequences and pages add to the attention kernels."""
+    found: list[jit.Config] = []
+    element = "__nv_bfloat16"
+    for keys in ("KEYS_CONTIGUOUS", "KEYS_LISTED", "KEYS_SHARED"):
+        plain = keys == "KEYS_CONTIGUOUS"
+        rest = (keys, plain, configs.BIAS_OF_KEYS, False, False, "float", True)
+        found += [configs.ForwardConfig(element, 128, True, 2, *tiles.tile_shape(128, limit), *rest, page_size)
+                  for page_size in (0, 16, 7)]
+        tile = tiles.backward_query_tile(128, limit)
+        found.append(configs.BackwardQueryConfig(element, 128, True, 2, *tile, *rest))
+        if keys != "KEYS_SHARED":
+            found.append(configs.BackwardKeyConfig(element, 128, True, *tiles.backward_key_tile(128, limit), keys,
+                                                   not plain, plain, configs.BIAS_OF_KEYS, False, 1, True, True, True,
+                                                   sequences=True))
+    return [*found, configs.BackwardSumConfig(element, 128, True, False, True, True, True, True)]
+
+
+def decoding() -> list[jit.Config]:
+    """The kernels of decoding: rows of each length, with one operand of query heads and with two."""
+    found: list[jit.Config] = [last_queries.DecodeSelectConfig(intervals) for intervals in (False, True)]
+    for dtype, size, rows in (("bfloat16", 64, 2), ("float16", 128, 16), ("bfloat16", 128, 4), ("float16", 256, 8),
+                              ("float32", 64, 16), ("float32", 128, 2), ("float16", 33, 3)):
+        element, vector = configs.ELEMENTS[dtype], size % 8 == 0
+        common = (element, size, size, vector, rows, step.WARPS, size == 33,
+                  step.min_blocks(size, size, dtype, rows))
+        found += [step.StepConfig(*common, attend, 1) for attend in (True, False)]
+        found += [flash_decode.DecodeConfig(*common, *rest) for rest in (
+            (True, rows > 2, False, True), (False, True, rows == 4, True), (False, False, rows == 3, False))]
+    return found
+
+
+def clusters() -> list[jit.Config]:
+    """Steps of decoding with few heads, on GPUs that have clusters of blocks."""
+    shapes = (("bfloat16", 64, 2, True), ("float16", 128, 16, True), ("float16", 33, 3, True),
+              ("float32", 256, 8, True), ("float32", 128, 2, False))
+    return [step.StepConfig(configs.ELEMENTS[dtype], size, size, size % 8 == 0, rows, step.CLUSTER_WARPS,
+                              size == 33, 1, attend, step.CLUSTER) for dtype, size, rows, attend in shapes]
+
+
+def chosen(arch: str) -> list[jit.Config]:
+    """What is compiled for an architecture: everything for sm_90a, every kernel with every type for the others. What
+    else their tiles need is shared out among those with as much shared memory, which have the same tiles."""
+    limit = ARCHITECTURES[arch]
+    found = specialisations(limit, every=arch == "sm_90a")
+    if arch == "sm_90a":
+        sums = [sm90.CombineConfig("__nv_bfloat16", head_dim, heads, rows)
+                for head_dim, heads, rows in ((64, 2, 192), (40, 1, 192), (128, 3, 192), (256, 2, 128))]
+        return [*found, *clusters(), *sums]
+    alike = [other for other, size in ARCHITECTURES.items() if size == limit and other != "sm_90a"]
+    first = {(config.source, getattr(config, "element", "")): config for config in reversed(found)}.values()
+    served = set(chosen("sm_90a"))
+    return [config for i, config in enumerate(found)
+            if config in first or (alike[i % len(alike)] == arch and config not in served)]
+
+
+def allowed_spills(config: jit.Config, arch: str) -> int:
+    """In bytes."""
+    if config.source in ("decode/step.cu", "decode/flash_decode.cu") and config.element != "float" and arch == "sm_90a":
+        return 0  # the usual steps of decoding
+    if config.source == "sm90/combine.cu":
+        return 0
+    if config.source == "sm80/backward_dkv.cu":
+        return 700  # two accumulators of all of D
+    return 320 if getattr(config, "sequences", False) else 256  # bounds beside what every tile knows: 282, NVRTC 12.9
+
+
+@needs_compiler
+@pytest.mark.parametrize(("arch", "source"), [(arch, source) for arch in ARCHITECTURES
+                                              for source in sorted({config.source for config in chosen(arch)})])
+def test_every_kernel_compiles_without_large_spills(arch, source):
+    for config in chosen(arch):
+        if config.source != source:
+            continue
+        compiled = jit.compile(config, arch)
+        assert 0 < compiled.registers <= 255, config
+        assert compiled.spill_bytes <= allowed_spills(config, arch), \
+            f"{config} spills {compiled.spill_bytes} bytes on {arch}"
+        assert compiled.path.read_bytes()[:4] == b"\x7fELF"
+
+
+@needs_compiler
+@pytest.mark.parametrize("keys", sm90_schedule.TILES)
+@pytest.mark.parametrize("heads", [1, 2])
+def test_hopper_kernels_keep_their_products_asynchronous(keys, heads):
+    bits, bias, contiguous = keys == "bits", "intervals" in keys or "bias" in keys, "contiguous" in keys
+    variants = [(int(bias), "float", not bits, bits, "softcap" in keys)]
+    if bits:  # with a dense bias, and with that and intervals
+        variants += [(configs.BIAS_DENSE, "__nv_bfloat16", False, masked, False) for masked in (True, False)]
+    elif heads == 2 and keys == "intervals":
+        variants.append((configs.BIAS_OF_KEYS, "float", True, False, True))
+    for head_dim, tile in ((d, tile) for d, shapes in sm90_schedule.TILES[keys].items() for tile in shapes):
+        for kind, element, sequences, masked, softcap in variants:
+            check_hopper_kernel(sm90.HopperForwardConfig(
+                "__nv_bfloat16", head_dim, heads, *tile, "KEYS_CONTIGUOUS" if contiguous else "KEYS_LISTED", contiguous,
+                kind, softcap, masked, element, sequences, contiguous, True, runs=bits))
+
+
+@needs_compiler
+@pytest.mark.parametrize(("keys", "causal"), [("contiguous", True), *(
+    (keys, False) for keys in sm90_schedule.TILES if keys not in ("bits", "short intervals"))])
+def test_hopper_kernels_of_parts_do_so_too(keys, causal):
+    listed, softcap = "intervals" in keys, "softcap" in keys
+    for head_dim, tile in ((d, tile) for d in (64, 128) for tile in sm90_schedule.TILES[keys][d]):
+        check_hopper_kernel(sm90.HopperForwardConfig(
+            "__half", head_dim, 2, *tile, "KEYS_LISTED" if listed else "KEYS_CONTIGUOUS", causal,
+            int(listed or "bias" in keys), softcap, False, "float", False, not listed, True, False, split=True))
+
+
+def check_hopper_kernel(config: sm90.HopperForwardConfig) -> None:
+    _, log = jit._run_nvrtc(config.prelude() + jit.source_text(config.source), config, "sm_90a")
+    assert "Used" in log  # the assembler has spoken
+    assert "serialized" not in log, f"{config}: {log}"
+    assert config.shared_bytes <= 227 * 1024
+    # The producer's, where it has 32 registers; its loop over whole blocks has few. A dense bias is in registers beside
+    # the logits; with a softcap there are all ways to compute it.
+    large, dense = config.block_m * config.block_n > 16384, config.bias == configs.BIAS_DENSE
+    allowed = 2048 if config.softcap else 800 if large else 320 if dense else 256
+    assert jit._read_resources(log)["spill_bytes"] <= allowed, config
+
+
+@pytest.mark.parametrize("element", ["__half", "float"])
+@pytest.mark.parametrize("limit", sorted(set(ARCHITECTURES.values())))
+@pytest.mark.parametrize("bias", [None, "__half", "float"])
+def test_tiles_fit_into_shared_memory(limit, element, bias):
+    size, limit = configs.ELEMENT_BYTES[element], limit * 1024
+    kind = configs.BIAS_OF_KEYS if bias is None else configs.BIAS_DENSE
+    of_bias = {"bits": True, "bias_element": bias or "float"}
+    for head_dim in range(1, 257):
+        shapes = [(configs.ForwardConfig, tiles.tile_shape(head_dim, limit, few, size, bias)) for few in (False, True)]
+        if (gradients := size == 2 or bias is None or limit > 99 * 1024 or head_dim <= 240):
+            shapes.append((configs.BackwardQueryConfig, tiles.backward_query_tile(head_dim, limit, size, bias)))
+        for heads in (1, 2, 3, 4):
+            for config_of, shape in shapes:
+                config = config_of(element, head_dim, True, heads, *shape, "KEYS_LISTED", False, kind, False,
+                                   bits=heads != 3, bias_element=bias or "float")
+                assert config.shared_bytes <= limit
+                assert config.queries >= (8 if size == 2 else 4) and shape.block_m % (16 * shape.warps) == 0
+        if not gradients:
+            continue
+        tile = tiles.backward_key_tile(head_dim, limit, size, bias)
+        key = configs.BackwardKeyConfig(element, head_dim, True, *tile, "KEYS_LISTED", True, False, kind, False, 1,
+                                        True, True, True, **of_bias)
+        assert key.shared_bytes <= limit and tile.block_n == 16 * tile.warps
+        if bias is not None:
+            shape = tiles.backward_bias_tile(head_dim, limit, size, bias)
+            whole = configs.BackwardBiasConfig(element, head_dim, True, 1, *shape, "KEYS_LISTED", False, kind, False,
+                                               **of_bias)
+            assert whole.shared_bytes <= limit and shape.block_m % (16 * shape.warps) == 0
+
+
+@pytest.mark.parametrize("tile", [tiles.backward_query_tile, tiles.backward_key_tile])
+def test_gradients_that_do_not_fit_are_refused(tile):
+    """float32 with large head dims and a dense bias, on GPUs with 99 KB of shared memory."""
+    with pytest.raises(NotImplementedError, match=r"^backend='cuda' cannot do this: .*head dim 241.*float16"):
+        tile(241, 99 * 1024, 4, "float")
+
+
+@needs_compiler
+def test_the_cache_serves_and_notices_a_changed_kernel(own_cache, monkeypatch):
+    config = configs.LayoutConfig("__half")
+    first = jit.compile(config, "sm_80")
+    jit.compile.cache_clear()
+    again = jit.compile(config, "sm_80")
+    assert first.seconds > 0 and again.seconds == 0 and again.path == first.path
+    assert again.registers == first.registers
+
+    original = jit.source_text
+    monkeypatch.setattr(jit, "source_text", lambda name: original(name) + "// changed\n")
+    jit.compile.cache_clear()
+    changed = jit.compile(config, "sm_80")
+    assert changed.seconds > 0 and changed.path != first.path
+
+    files, size = jit.clear_cache()
+    assert files == 4 and size > 0 and not list(own_cache.iterdir())
+
+
+@needs_compiler
+def test_a_broken_kernel_gives_the_compilers_words(own_cache, monkeypatch):
+    monkeypatch.setattr(jit, "source_text", lambda name: "this is no CUDA\n")
+    with pytest.raises(jit.CompileError, match=r"LayoutConfig.*sm_80(.|\n)*error"):
+        jit.compile(configs.LayoutConfig("__half"), "sm_80")
+
+
+def test_missing_headers_are_named(monkeypatch):
+    monkeypatch.setattr(jit, "nvrtc_version", lambda: (12, 9))
+    monkeypatch.setattr(jit, "_header_candidates", lambda: [])
+    with pytest.raises(jit.CompileError, match=r"crt/mma.h.*pip install 'cuda-toolkit\[cudart,nvcc\]==12"):
+        jit.find_headers.__wrapped__()
+
+
+def test_headers_of_the_compilers_version_are_preferred(monkeypatch, tmp_path):
+    def headers(name, version, crt=True):
+        (tmp_path / name / "crt").mkdir(parents=True)
+        for file in ("cuda_fp16.h", "mma.h"):
+            (tmp_path / name / file).touch()
+        (tmp_path / name / "cuda.h").write_text(f"#define CUDA_VERSION {version}\n")
+        if crt:
+            (tmp_path / name / "crt" / "mma.h").touch()
+        return tmp_path / name
+
+    wrong, near, same = headers("wrong", 11080), headers("near", 12040), headers("same", 12090)
+    bare = headers("bare", 12090, crt=False)
+    monkeypatch.setattr(jit, "nvrtc_version", lambda: (12, 9))
+    monkeypatch.setattr(jit, "_header_candidates", lambda: [wrong, near, same])
+    assert jit.find_headers.__wrapped__() == (same,)
+    monkeypatch.setattr(jit, "_header_candidates", lambda: [bare, near])
+    assert jit.find_headers.__wrapped__() == (near,)
+    monkeypatch.setattr(jit, "_header_candidates", lambda: [wrong])
+    with pytest.raises(jit.CompileError):
+        jit.find_headers.__wrapped__()
+
+
+def test_the_params_struct_is_read_from_the_source(monkeypatch):
+    text = ("struct P {\n    const int* a;  // first\n    long long b, c;  // e; f\n    int d;\n    float e;\n"
+            "    int f;\n};\n")
+    monkeypatch.setattr(jit, "source_text", lambda name: text)
+    params = jit.Params("any.cu", "P")
+    assert params.names == ["a", "b", "c", "d", "e", "f"]
+    packed = params.pack(a=1, b=-2, c=3, d=4, e=0.5, f=6)
+    assert packed == struct.pack("=Qqqifi", 1, -2, 3, 4, 0.5, 6) + b"\0" * 4
+    with pytest.raises(KeyError):
+        params.pack(a=1)
+
+
+@pytest.mark.parametrize(("source", "name"), [("common/params.cuh", "AttentionParams"), ("select/prefix_top_w.cu", "SelectParams"),
+                                              ("sm90/split_kv.cuh", "Parts"), ("sm90/combine.cu", "CombineParams"),
+                                              ("lists/intervals.cu", "ListParams"), ("select/key_scores.cu", "ScoreParams"),
+                                              ("select/key_scores_backward.cu", "ScoreBackwardParams"),
+                                              ("lists/varlen.cu", "SequenceParams"),
+                                              ("decode/step.cu", "StepParams"), ("decode/flash_decode.cu", "DecodeParams"),
+                                              ("select/last_queries_top_w.cu", "DecodeSelectParams"),
+                                              ("lists/dense_mask.cu", "DenseParams"), ("lists/dense_macro_tiles.cu", "SuperParams")])
+def test_every_params_struct_can_be_read(source, name):
+    params = jit.Params(source, name)
+    assert len(set(params.names)) == len(params.names) >= 5
+    assert len(params.pack(**dict.fromkeys(params.names, 1))) % 8 == 0
+
+
+def test_every_kernel_waits_for_those_ahead_of_it():
+    """One that did not could overtake them. What each thread does ahead of that is watched by the emulator."""
+    for path in jit.kernels_directory().rglob("*.cu"):
+        text = path.read_text()
+        kernels = re.findall(r"__global__\s[^{;]*\{.*?\n\}", text, re.DOTALL)
+        assert len(kernels) == text.count(" __global__ ") > 0
+        for kernel in kernels:
+            assert "\n    wait_for_earlier_kernels();\n" in kernel, f"{path.name}: {kernel[:99]}"
+
+
+def test_includes_are_inlined_once():
+    text = jit.source_text("sm80/forward.cu")
+    assert '#include "' not in text and text.count("struct KeyBlocks {") == 1 and "#pragma once" not in text
+
+
+def test_a_prelude_defines_every_field():
+    config = configs.ListConfig(causal=True, block_n=64)
+    assert config.prelude() == "#define CAUSAL 1\n#define BLOCK_N 64\n#define SEQUENCES 0\n"
+    assert len(dataclasses.fields(config)) == 3
+
+
+def test_selection_chunks_are_powers_of_two():
+    for length in (1, 1000, 32768, 131072, 2**20, 10**7):
+        chunk = prefix.selection_chunk(length)
+        assert chunk & (chunk - 1) == 0 and 1024 <= chunk
+    assert [prefix.selection_chunk(n) for n in (32768, 131072, 2**20)] == [2048, 4096, 16384]
+
+
+def test_lines_keep_their_numbers():
+    """What a compiler or a profiler says of a line is true of the file, also behind an include."""
+    file, number, seen = "", 0, set()
+    for line in jit.source_text("sm80/forward.cu").splitlines():
+        number += 1
+        place = re.fullmatch(r'#line (\d+) "(.*)"', line)
+        if place:
+            file, number = place[2], int(place[1]) - 1
+        elif line:
+            assert (jit.kernels_directory() / file).read_text().splitlines()[number - 1] == line
+            seen.add(file)
+    assert seen >= {"sm80/forward.cu", "common/arch.cuh", "common/mask.cuh", "common/softmax.cuh", "common/smem_rows.cuh"}

@@ -1,0 +1,307 @@
+"""Masks: constructors against their definitions, the laws of composition, counts, and pictures."""
+from __future__ import annotations
+
+import builtins
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cupy_dma as dma
+from cupy_dma.masks.interval import EVER, NEVER
+from cupy_dma.masks.plot import mask_density
+
+M = dma.IntervalMask
+N = 9
+quick = settings(max_examples=150, deadline=None)
+P, J = np.arange(N)[:, None], np.arange(N)
+
+
+def dense_of(start, stop, query_length):
+    """The definition: ``start <= p < stop`` with ``p_i = i + Lk - Lq``."""
+    start, stop = np.broadcast_arrays(np.asarray(start, np.int64), np.asarray(stop, np.int64))
+    p = np.arange(query_length)[:, None] + start.shape[-1] - query_length
+    return (start[..., None, :] <= p) & (p < stop[..., None, :])
+
+
+@st.composite
+def run_arrays(draw, shape):
+    ends = st.one_of(st.integers(-4, N + 4), st.sampled_from([EVER, NEVER, -N, 0, N]))
+    size = int(np.prod(shape))
+    return np.array(draw(st.lists(ends, min_size=size, max_size=size)), np.int32).reshape(shape)
+
+
+@st.composite
+def masks(draw, starts_at_key=None):
+    """Any mask of N keys: free runs, or one of the constructors."""
+    shape = draw(st.sampled_from([(1, 1, N), (2, 1, N), (1, 3, N), (2, 3, N)]))
+    if starts_at_key if starts_at_key is not None else draw(st.booleans()):
+        maker = draw(st.sampled_from(["causal", "window", "sinks", "top_w", "documents"]))
+        w = draw(st.integers(1, N + 1))
+        scores = np.array(draw(st.lists(st.integers(0, 3), min_size=N, max_size=N)), np.float32)
+        return {"causal": lambda: M.causal(N), "window": lambda: M.sliding_window(N, w),
+                "sinks": lambda: M.sinks(N, w - 1), "documents": lambda: M.documents(np.array([0, w - 1, N])),
+                "top_w": lambda: M.top_w(np.broadcast_to(scores, shape), w)}[maker]()
+    if draw(st.booleans()):
+        return M.padding(np.array(draw(st.lists(st.booleans(), min_size=N, max_size=N)))[None])
+    return M(draw(run_arrays(shape)), draw(run_arrays(draw(st.sampled_from([shape, (1, 1, N)])))))
+
+
+def union(a, b):
+    """a | b, or None where the runs do not touch."""
+    try:
+        return a | b
+    except ValueError as error:
+        assert "touch or overlap" in str(error)
+        return None
+
+
+# ---- constructors -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("query_length", [0, 1, 5, N, N + 4])
+@pytest.mark.parametrize(("name", "make", "rule"), [
+    ("causal", lambda like: M.causal(N, like=like), lambda p, j: j <= p),
+    ("window 1", lambda like: M.sliding_window(N, 1, like=like), lambda p, j: j == p),
+    ("window 3", lambda like: M.sliding_window(N, 3, like=like), lambda p, j: (j <= p) & (j > p - 3)),
+    ("window huge", lambda like: M.sliding_window(N, 2**40, like=like), lambda p, j: j <= p),
+    ("sinks 0", lambda like: M.sinks(N, 0, like=like), lambda p, j: (j < 0) & (p < 0)),
+    ("sinks 2", lambda like: M.sinks(N, 2, like=like), lambda p, j: (j < 2) & (j <= p)),
+    ("prefix 4", lambda like: M.prefix_lm(N, 4, like=like), lambda p, j: (j < 4) | (j <= p)),
+    ("prefix all", lambda like: M.prefix_lm(N, N, like=like), lambda p, j: (j <= N) & (p <= N)),
+])
+def test_constructors(convert, name, make, rule, query_length):
+    mask = make(convert(np.zeros(1, np.float32)))
+    assert mask.library.name == convert.name.removesuffix("-cuda") and mask.shape == (1, 1, N)
+    p = np.arange(query_length)[:, None] + N - query_length
+    dense = convert.back(mask.to_dense(query_length))
+    assert dense.dtype == bool and np.array_equal(dense, rule(p, J)[None, None])
+
+
+def test_numpy_without_like():
+    for mask in (M.causal(N), M.sliding_window(N, 3), M.sinks(N, 1), M.prefix_lm(N, 2)):
+        assert isinstance(mask.start, np.ndarray) and mask.start.dtype == mask.stop.dtype == np.int32
+
+
+def test_prefix_lm_per_sequence(convert):
+    lengths = convert(np.array([0, 4, N], np.int64))
+    dense = convert.back(M.prefix_lm(N, lengths).to_dense(N))
+    assert dense.shape == (3, 1, N, N)
+    for row, length in zip(dense, (0, 4, N)):
+        assert np.array_equal(row[0], (length > J) | (J <= P))
+
+
+def test_padding(convert):
+    real = np.random.default_rng(0).random((3, N)) < 0.5
+    dense = convert.back(M.padding(convert(real)).to_dense(N + 3))
+    assert np.array_equal(dense, np.broadcast_to(real[:, None, None], (3, 1, N + 3, N)))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_documents(convert, causal):
+    ids = np.array([[0, 0, 0, 1, 1, 2, 0, 0, 0], [5] * N], np.int32)
+    lengths = np.array([0, 3, 3, 5, 6, N], np.int64)  # the third document is empty
+    same = np.array([[0, 0, 0, 1, 1, 2, 3, 3, 3], [0] * N])
+    rule = same[:, None, :, None] == same[:, None, None, :]
+    if causal:
+        rule = rule & (J <= P)
+    from_ids = M.documents(convert(ids), causal=causal)
+    assert np.array_equal(convert.back(from_ids.to_dense(N)), rule)
+    for options in ({}, {"key_length": N}):
+        from_lengths = M.documents(convert(lengths), causal=causal, **options)
+        assert np.array_equal(convert.back(from_lengths.to_dense(N)), rule[:1])
+    one = M.documents(convert(np.array([0, N], np.int32)), causal=causal)
+    assert convert.back(one.to_dense(N + 2)).sum() == (N * (N + 1) // 2 if causal else N * (N + 2))
+
+
+def test_documents_of_length_zero():
+    assert M.documents(np.array([0])).shape == (1, 1, 0)
+    assert M.documents(np.zeros((2, 0), np.int32)).shape == (2, 1, 0)
+
+
+def test_user_made_runs_take_any_leading_axes(convert):
+    start, stop = np.arange(N, dtype=np.int32), np.arange(3, N + 3, dtype=np.int32)
+    plain = M(convert(start), convert(stop))
+    assert plain.shape == (1, 1, N) and plain == M.sliding_window(N, 3, like=convert(start))
+    per_head = M(convert(start), convert(np.stack([stop, stop + 1])))
+    assert per_head.shape == (1, 2, N) and per_head.start.shape == (1, 1, N) and per_head.stop.shape == (1, 2, N)
+    per_batch = M(convert(start), convert(np.stack([stop, stop + 1])[:, None]))
+    assert per_batch.shape == (2, 1, N)
+    assert per_batch._start.strides == (0, 0, 1) and per_batch._start.shape == (2, 1, N)
+    assert per_batch._stop.strides == (N, 0, 1)
+
+
+def test_moving_a_mask(convert):
+    mask = M.top_w(np.random.default_rng(0).standard_normal((2, 3, N)).astype(np.float32), 2)
+    there = mask.to(convert(np.zeros(1)))
+    assert there.library.name == convert.name.removesuffix("-cuda")
+    assert (there._bound, there._starts, there._causal_only) == (mask._bound, "key", False)
+    assert there.to(np.zeros(1)) == mask and mask.to(np.zeros(1)) is mask
+
+
+# ---- composition --------------------------------------------------------------------------------------------------
+
+
+@given(masks(), masks(), masks())
+@quick
+def test_laws_of_the_intersection(a, b, c):
+    assert a & b == b & a
+    assert (a & b) & c == a & (b & c)
+    assert a & a == a
+    for n in (0, 4, N, N + 3):
+        assert np.array_equal((a & b).to_dense(n), a.to_dense(n) & b.to_dense(n))
+
+
+@given(masks(), masks())
+@quick
+def test_the_union_is_the_union_or_an_error(a, b):
+    both = union(a, b)
+    assert a | a == a
+    runs = [(np.broadcast_to(m.start, (2, 3, N)), np.broadcast_to(m.stop, (2, 3, N))) for m in (a, b)]
+    (a0, a1), (b0, b1) = runs
+    apart = (a0 < a1) & (b0 < b1) & (np.maximum(a0, b0) > np.minimum(a1, b1))  # a gap between two runs
+    assert (both is None) == apart.any()
+    if both is None:
+        return
+    assert both == union(b, a)
+    for n in (0, 4, N, N + 3):
+        assert np.array_equal(both.to_dense(n), a.to_dense(n) | b.to_dense(n))
+
+
+@given(masks(starts_at_key=True), masks(starts_at_key=True), masks(starts_at_key=True))
+@quick
+def test_masks_that_start_at_the_key_form_a_lattice(a, b, c):
+    assert a._starts == b._starts == "key"
+    assert (a | b) | c == a | (b | c)
+    assert a & (b | c) == (a & b) | (a & c)
+    assert a | (a & b) == a and a & (a | b) == a
+    assert (a | b)._starts == (a & b)._starts == "key"
+
+
+@given(masks(), masks())
+@quick
+def test_equality_is_the_same_sight_from_every_position(a, b):
+    """Sight changes only at starts and stops, so those and their neighbours stand for all positions below N."""
+    ends = np.concatenate([np.ravel(run).astype(np.int64) for m in (a, b) for run in (m.start, m.stop)])
+    positions = np.unique(np.clip(np.concatenate((ends - 1, ends, ends + 1)), EVER, N - 1))
+    seen = [(m.start[..., None] <= positions) & (positions < m.stop[..., None]) for m in (a, b)]
+    assert (a == b) == np.array_equal(*np.broadcast_arrays(*seen))
+    assert (a != b) == (not a == b)
+
+
+@given(masks(), masks())
+@quick
+def test_flags_and_bounds_hold_after_composition(a, b):
+    for mask in [m for m in (a, b, a & b, union(a, b)) if m is not None]:
+        start = np.broadcast_to(mask.start, mask.shape)
+        if mask._starts == "key":
+            assert (start == J).all()
+        if mask._starts == "open":
+            assert (start == EVER).all()
+        if mask._causal_only:
+            assert mask == M.causal(N)
+        if mask._bound is not None:
+            base, slope = mask._bound
+            dense = mask.to_dense(N)
+            for length in (1, 2, 4):
+                for first in range(N - length + 1):
+                    seen = dense[:, :, first:first + length].any(axis=2).sum(axis=2)
+                    assert (seen <= base + slope * (length - 1)).all()
+
+
+@given(masks(), st.integers(0, 2 * N))
+@quick
+def test_count_is_the_sum_of_the_dense_mask(mask, query_length):
+    count = mask.count(query_length)
+    assert count.dtype == np.int64 and np.array_equal(count, mask.to_dense(query_length).sum(axis=(2, 3)))
+
+
+@given(run_arrays((2, 3, N)), run_arrays((2, 3, N)), st.integers(0, 2 * N))
+@quick
+def test_dense_is_the_definition(start, stop, query_length):
+    assert np.array_equal(M(start, stop).to_dense(query_length), dense_of(start, stop, query_length))
+
+
+def test_composition_in_every_library(convert):
+    like = convert(np.zeros(1, np.float32))
+    scores = np.random.default_rng(0).standard_normal((2, 2, N)).astype(np.float32)
+    real = np.random.default_rng(1).random((2, N)) < 0.7
+    here = [M.top_w(scores, 2), M.sliding_window(N, 2), M.padding(real), M.prefix_lm(N, 3)]
+    top_w = M.top_w(scores, 2).to(like)
+    there = [top_w, M.sliding_window(N, 2, like=like), M.padding(convert(real)), M.prefix_lm(N, 3, like=like)]
+    for a, x in zip(here, there):
+        assert np.array_equal(a.count(N), convert.back(x.count(N)))
+        for b, y in zip(here, there):
+            assert x & y == (a & b).to(like) and (x == y) == (a == b)
+            if union(a, b) is not None:
+                assert x | y == (a | b).to(like)
+
+
+def test_a_union_of_separate_runs_raises():
+    early, late = M(np.zeros(N, np.int32), np.full(N, 2, np.int32)), M(np.full(N, 3, np.int32), np.full(N, 5, np.int32))
+    with pytest.raises(ValueError, match="two separate runs"):
+        early | late
+    touching = early | M(np.full(N, 2, np.int32), np.full(N, 5, np.int32))
+    assert touching == M(np.zeros(N, np.int32), np.full(N, 5, np.int32))
+    assert early | M(np.full(N, 7, np.int32), np.full(N, 7, np.int32)) == early  # an empty run lies nowhere
+
+
+def test_masks_compare_only_with_masks():
+    assert M.causal(N) != 3 and M.causal(N) != M.causal(N + 1)
+    assert M.padding(np.ones((2, N), bool)) != M.padding(np.ones((3, N), bool))
+    with pytest.raises(TypeError):
+        hash(M.causal(N))
+    for operation in (lambda: M.causal(N) & 3, lambda: M.causal(N) | np.ones(N)):
+        with pytest.raises((TypeError, ValueError)):
+            operation()
+
+
+def test_masks_of_a_million_keys_count_exactly():
+    n = 2**20
+    assert M.causal(n).count(n).item() == n * (n + 1) // 2
+
+
+def test_repr():
+    assert repr(M.causal(3)) == "IntervalMask(shape=(1, 1, 3), library='numpy', device='cpu')"
+
+
+# ---- pictures -----------------------------------------------------------------------------------------------------
+
+
+@given(masks(), st.integers(1, 2 * N), st.integers(1, 2 * N))
+@quick
+def test_density_is_the_mean_of_the_dense_mask(mask, query_length, max_size):
+    density = mask_density(mask, query_length, 0, 0, max_size)
+    dense = mask.to_dense(query_length)[0, 0].astype(float)
+    rows, columns = (np.linspace(0, size, min(size, max_size) + 1).astype(int) for size in (query_length, N))
+    expected = [[dense[a:b, c:d].mean() for c, d in pairwise(columns)] for a, b in pairwise(rows)]
+    np.testing.assert_allclose(density, expected, atol=1e-12)
+
+
+def test_plot(tmp_path, convert):
+    pytest.importorskip("matplotlib")
+    mask = M.top_w(np.random.default_rng(0).standard_normal((2, 3, 3000)).astype(np.float32), 50)
+    path = tmp_path / "mask.png"
+    ax = mask.to(convert(np.zeros(1))).plot(path=path, batch=1, head=2, max_size=100)
+    assert path.read_bytes().startswith(b"\x89PNG") and ax.get_xlabel() == "key"
+    assert ax.images[0].get_array().shape == (100, 100)
+    assert mask.plot(10, ax=ax) is ax
+    with pytest.raises(ValueError, match=r"head must be below 3, got 3"):
+        mask.plot(head=3)
+    with pytest.raises(ValueError, match="query_length must be at least 1, got 0"):
+        mask.plot(0)
+
+
+def test_plot_without_matplotlib(monkeypatch):
+    find = builtins.__import__
+
+    def without(name, *rest):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return find(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match=r"cupy-dma\[plot\]"):
+        M.causal(4).plot()

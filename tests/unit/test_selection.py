@@ -1,0 +1,182 @@
+"""The selection is exact: integers compare equal with the definition and with a heap, for every kind of score."""
+from __future__ import annotations
+
+import heapq
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cupy_dma as dma
+from cupy_dma.arrays import describe, numpy_dtype
+from cupy_dma.backends import numpy as numpy_backend
+from cupy_dma.masks.interval import NEVER
+from tests.oracle import reference
+
+# Few values, so that ties are common; both zeros, infinities, NaN of either sign, subnormals.
+NEGATIVE_NAN = float(np.copysign(np.float32(np.nan), -1))
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, np.inf, -np.inf, np.nan, NEGATIVE_NAN, 1e-45, -1e-45, 3.0, 2.0, -7.5]
+ALPHABETS = [SPECIAL, [0.0, -0.0], [np.nan, NEGATIVE_NAN, np.inf], [-np.inf, -0.0, 0.0, 1e-45], [1.0, 2.0]]
+quick = settings(max_examples=120, deadline=None)
+
+
+@st.composite
+def problems(draw, max_length=24):
+    """(scores (B, Hkv, Lk), window, padding or None, documents or None)."""
+    n, batch, heads = draw(st.integers(0, max_length)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    alphabet = st.sampled_from(draw(st.sampled_from(ALPHABETS)))
+    values = draw(st.lists(alphabet, min_size=batch * heads * n, max_size=batch * heads * n))
+    scores = np.array(values, np.float32).reshape(batch, heads, n)
+    window = draw(st.one_of(st.integers(1, 6), st.integers(1, 2 * max_length)))
+    rows = draw(st.sampled_from([1, batch]))
+    padding = documents = None
+    if draw(st.booleans()):
+        padding = np.array(draw(st.lists(st.booleans(), min_size=rows * n, max_size=rows * n)), bool).reshape(rows, n)
+    kind = draw(st.sampled_from(["none", "lengths", "ids"]))
+    if kind == "lengths":
+        cuts = sorted(draw(st.lists(st.integers(0, n), max_size=4)))
+        documents = np.array([0, *cuts, n], draw(st.sampled_from([np.int32, np.int64])))
+    elif kind == "ids":
+        ids = draw(st.lists(st.integers(0, 2), min_size=rows * n, max_size=rows * n))
+        documents = np.array(ids, np.int32).reshape(rows, n)
+    return scores, window, padding, documents
+
+
+@given(problems(), st.sampled_from(["prefix", "global"]), st.integers(0, 30))
+@quick
+def test_top_w_is_the_definition(problem, keys, query_length):
+    scores, window, padding, documents = problem
+    mask = dma.IntervalMask.top_w(scores, window, keys=keys, padding=padding, documents=documents)
+    expected = reference.top_w_dense(scores, window, keys, padding, documents, query_length)
+    assert mask.shape == scores.shape
+    assert np.array_equal(np.broadcast_to(mask.to_dense(query_length), expected.shape), expected)
+
+
+@given(problems())
+@quick
+def test_prefix_stop_is_the_definition(problem):
+    scores, window, padding, documents = problem
+    document = None
+    if documents is not None:
+        numbers = reference.document_numbers(documents, scores.shape[2])
+        document = np.array([[int(np.flatnonzero(row == x)[0]) for x in row] for row in numbers],
+                            np.int32).reshape(numbers.shape)
+    stop = numpy_backend.prefix_stop(describe(scores, "scores"), window,
+                                     None if padding is None else describe(padding, "padding"),
+                                     None if document is None else describe(document, "documents"))
+    assert stop.dtype == np.int32
+    assert np.array_equal(stop, reference.prefix_stop(scores, window, padding, document))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_every_short_row(dtype, window):
+    """All rows of four out of the awkward values, not only those that a random search meets."""
+    rows = list(itertools.product([0.0, -0.0, np.nan, NEGATIVE_NAN, -np.inf, 1.0], repeat=4))
+    scores = np.array(rows, dtype)[:, None]
+    assert np.array_equal(dma.IntervalMask.top_w(scores, window).to_dense(4), reference.top_w_dense(scores, window))
+
+
+@given(st.lists(st.sampled_from(SPECIAL), min_size=1, max_size=60), st.integers(1, 70))
+@quick
+def test_top_w_is_what_a_heap_keeps(values, window):
+    """Another independent answer: a heap of (is NaN, score, index), walked along the row."""
+    heap, kept = [], []
+    for j, value in enumerate(np.float32(values).tolist()):
+        heapq.heappush(heap, (value != value, 0.0 if value != value else value, j))
+        if len(heap) > window:
+            heapq.heappop(heap)
+        kept.append({entry[2] for entry in heap})
+    dense = dma.IntervalMask.top_w(np.float32(values)[None, None], window).to_dense(len(values))[0, 0]
+    assert [set(np.flatnonzero(row).tolist()) for row in dense] == kept
+
+
+@given(problems())
+@quick
+def test_the_interval_fact(problem):
+    """What everything stands on: under the definition every key is visible for one run of positions, from its own."""
+    scores, window, padding, documents = problem
+    dense = reference.top_w_dense(scores, window, "prefix", padding, documents)
+    for column in np.moveaxis(dense, 3, 0).reshape(-1, dense.shape[2]) if dense.size else []:
+        runs = [value for value, _ in itertools.groupby(column.tolist())]
+        assert runs.count(True) <= 1
+    shown = dense.any(axis=2)
+    own = np.einsum("bhjj->bhj", dense)
+    assert np.array_equal(shown, own)  # a key that is ever visible is visible at its own position
+
+
+@given(problems(max_length=40))
+@quick
+def test_a_tile_sees_at_most_its_bound(problem):
+    scores, window, padding, documents = problem
+    for keys in ("prefix", "global"):
+        mask = dma.IntervalMask.top_w(scores, window, keys=keys, padding=padding, documents=documents)
+        dense, (base, slope) = mask.to_dense(scores.shape[2]), mask._bound
+        for length in (1, 2, 5, 16):
+            for first in range(0, max(scores.shape[2] - length, 0) + 1):
+                seen = dense[:, :, first:first + length].any(axis=2).sum(axis=2)
+                assert (seen <= base + slope * (length - 1)).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_every_float_type(rng, dtype):
+    scores = rng.standard_normal((2, 3, 50)).astype(numpy_dtype(dtype))
+    mask = dma.IntervalMask.top_w(scores, 6)
+    assert np.array_equal(mask.to_dense(50), reference.top_w_dense(scores, 6))
+
+
+def test_float64_scores_are_not_rounded():
+    scores = 1 + np.arange(8, 0, -1) * 2.0**-50  # all equal in float32
+    assert dma.IntervalMask.top_w(scores[None, None], 1).to_dense(8)[0, 0].argmax(1).tolist() == [0] * 8
+
+
+def test_equal_scores_give_a_sliding_window():
+    mask = dma.IntervalMask.top_w(np.zeros((1, 1, 30), np.float32), 7)
+    assert mask == dma.IntervalMask.sliding_window(30, 7)
+
+
+@pytest.mark.parametrize("window", [30, 31, 10**12])
+def test_a_window_of_everything_is_causality(window):
+    mask = dma.IntervalMask.top_w(np.zeros((2, 3, 30), np.float32), window)
+    assert mask._causal_only and mask.shape == (2, 3, 30) and mask == dma.IntervalMask.causal(30)
+    assert (mask.stop == NEVER).all()
+    padded = dma.IntervalMask.top_w(np.zeros((2, 3, 30), np.float32), window, padding=np.arange(30)[None] > 3)
+    assert not padded._causal_only and padded != mask
+
+
+def test_strided_scores(rng):
+    scores = rng.standard_normal((4, 6, 80)).astype(np.float32)
+    part = scores[::2, 1::2, 10:60]
+    assert dma.IntervalMask.top_w(part, 5) == dma.IntervalMask.top_w(part.copy(), 5)
+
+
+def test_one_document_is_no_document(rng):
+    scores = rng.standard_normal((2, 2, 40)).astype(np.float32)
+    for keys in ("prefix", "global"):
+        one = dma.IntervalMask.top_w(scores, 5, keys=keys, documents=np.array([0, 40]))
+        assert one == dma.IntervalMask.top_w(scores, 5, keys=keys)
+
+
+def test_a_document_selects_as_if_alone(rng):
+    scores = rng.standard_normal((1, 2, 60)).astype(np.float32)
+    whole = dma.IntervalMask.top_w(scores, 5, documents=np.array([0, 25, 60])).to_dense(60)
+    for a, b in ((0, 25), (25, 60)):
+        alone = dma.IntervalMask.top_w(scores[:, :, a:b], 5).to_dense(b - a)
+        assert np.array_equal(whole[:, :, a:b, a:b], alone)
+    assert not whole[:, :, 25:, :25].any()
+
+
+def test_a_long_row_counts_its_pairs(rng):
+    n, w = 200_000, 1000
+    mask = dma.IntervalMask.top_w(rng.standard_normal((1, 1, n)).astype(np.float32), w)
+    assert mask.count(n).item() == n * w - w * (w - 1) // 2
+
+
+def test_checked_values(monkeypatch):
+    scores = np.array([[[1.0, np.nan]]], np.float32)
+    dma.IntervalMask.top_w(scores, 1)
+    monkeypatch.setenv("CUPY_DMA_CHECK", "1")
+    with pytest.raises(ValueError, match="scores must be finite"):
+        dma.IntervalMask.top_w(scores, 1)
