@@ -1,4 +1,4 @@
-"""Attention over the keys that a mask keeps (SPEC section 5): check the arguments, choose a backend, hand back arrays.
+"""The public functions of arrays: check the arguments, choose a backend, hand back arrays of the caller's library.
 
     s[i, j] = softcap(scale * q_i . k_j) + bias[i, j]        softcap(x) = c * tanh(x / c) for c > 0, otherwise x
     out_i   = sum over visible j of softmax_j(s[i, j]) * v_j
@@ -8,17 +8,14 @@ Query ``i`` stands at key position ``p_i = i + Lk - Lq``. A query that sees noth
 """
 from __future__ import annotations
 
-from dataclasses import replace
+import sys
 from typing import Any
 
-from cupy_dma import backends, checks
-from cupy_dma.arrays import belongs_to_torch, describe
+from cupy_dma import backends
 from cupy_dma.calls.attention import attention_call, dynamic_call
-from cupy_dma.calls.run import delivered, run, run_varlen, scores_of
-from cupy_dma.calls.scores import prepare
-from cupy_dma.calls.types import key_bias
-from cupy_dma.calls.varlen import check_dynamic, scores_and_bias, select_keys, varlen_call, visible_keys
-from cupy_dma.masks.selection import select
+from cupy_dma.calls.run import run, run_dynamic
+from cupy_dma.calls.scores import recipe_of
+from cupy_dma.calls.varlen import varlen_call, varlen_dynamic_call
 
 
 def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any = None, causal: bool = False,
@@ -73,10 +70,10 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
     of mantissa first, to nearest, so that results have about three decimal digits. The triton backend makes a product
     of three TF32 products, which have about the precision of float32. Key scores and selection stay float32.
     """
-    if belongs_to_torch(query, key, value, bias):
-        from cupy_dma.torch import functions
+    if _belongs_to_torch(query, key, value, bias):
+        from cupy_dma import torch
 
-        return functions.attention(query, key, value, mask=mask, bias=bias, causal=causal, scale=scale,
+        return torch.attention(query, key, value, mask=mask, bias=bias, causal=causal, scale=scale,
                                    softcap=softcap, deterministic=deterministic, return_lse=return_lse,
                                    backend=backend)
     call = attention_call(query, key, value, mask, bias, causal, scale, softcap, deterministic)
@@ -113,23 +110,16 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
     ------
     As ``attention`` and ``IntervalMask.top_w``; ValueError also if both or neither of scores and dt_proj are given.
     """
-    if belongs_to_torch(query, key, value, scores, dt_proj, A, dt_bias):
-        from cupy_dma.torch import functions
+    if _belongs_to_torch(query, key, value, scores, dt_proj, A, dt_bias):
+        from cupy_dma import torch
 
-        return functions.dynamic_mask_attention(
+        return torch.dynamic_mask_attention(
             query, key, value, scores, window=window, dt_proj=dt_proj, A=A, dt_bias=dt_bias, form=form, keys=keys,
             padding=padding, documents=documents, causal=causal, scale=scale, softcap=softcap,
             deterministic=deterministic, return_lse=return_lse, backend=backend)
     call = dynamic_call(query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents, causal,
                         scale, softcap, deterministic)
-    module = backends.choose(backend, (call.query,))
-    ranked = scores_of(call, module)
-    attend_last = getattr(module, "attend_last", None)  # of a backend that needs no mask for few queries
-    results = None if attend_last is None else attend_last(call, ranked)
-    if results is not None:
-        return delivered(call, results, return_lse)
-    mask = select(ranked, call.window, call.keys, call.candidates, module)
-    return run(call.attention(ranked, mask), return_lse, module)
+    return run_dynamic(call, return_lse, backends.choose(backend, (call.attention.query,)))
 
 
 def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: str = "exp",
@@ -164,13 +154,13 @@ def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: s
     -----
     Torch tensors that require grad get it (``cupy_dma.torch``). For other libraries see ``cupy_dma.backward``.
     """
-    if belongs_to_torch(value, dt_proj, A, dt_bias):
-        from cupy_dma.torch import functions
+    if _belongs_to_torch(value, dt_proj, A, dt_bias):
+        from cupy_dma import torch
 
-        return functions.key_scores(value, dt_proj, A, dt_bias=dt_bias, form=form, backend=backend)
-    call = prepare(value, dt_proj, A, dt_bias, form)
-    scores = backends.choose(backend, call[:1]).key_scores(*call)
-    return call[0].library.export(scores)
+        return torch.key_scores(value, dt_proj, A, dt_bias=dt_bias, form=form, backend=backend)
+    recipe = recipe_of(value, dt_proj, A, dt_bias, form)
+    scores = backends.choose(backend, recipe[:1]).key_scores(*recipe)
+    return recipe[0].library.export(scores)
 
 
 def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *, mask: Any = None,
@@ -222,16 +212,16 @@ def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
     Torch tensors that require grad get it (``cupy_dma.torch``). For other libraries see
     ``cupy_dma.backward.varlen_attention_backward``.
     """
-    if belongs_to_torch(query, key, value, bias):
-        from cupy_dma.torch import varlen
+    if _belongs_to_torch(query, key, value, bias):
+        from cupy_dma import torch
 
-        return varlen.varlen_attention(
+        return torch.varlen_attention(
             query, key, value, cu_seqlens_q, cu_seqlens_k, mask=mask, bias=bias, causal=causal, scale=scale,
             softcap=softcap, deterministic=deterministic, return_lse=return_lse, block_table=block_table,
             seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, backend=backend)
     call = varlen_call(query, key, value, cu_seqlens_q, cu_seqlens_k, mask, bias, causal, scale, softcap,
                        deterministic, block_table, seqused_k, max_seqlen_q, max_seqlen_k)
-    return run_varlen(call, return_lse, backends.choose(backend, (call.query,)))
+    return run(call, return_lse, backends.choose(backend, (call.query,)))
 
 
 def varlen_dynamic_mask_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any,
@@ -261,24 +251,30 @@ def varlen_dynamic_mask_attention(query: Any, key: Any, value: Any, cu_seqlens_q
     ------
     As ``varlen_attention`` and ``dynamic_mask_attention``.
     """
-    if belongs_to_torch(query, key, value, scores, dt_proj, A, dt_bias):
-        from cupy_dma.torch import varlen
+    if _belongs_to_torch(query, key, value, scores, dt_proj, A, dt_bias):
+        from cupy_dma import torch
 
-        return varlen.varlen_dynamic_mask_attention(
+        return torch.varlen_dynamic_mask_attention(
             query, key, value, cu_seqlens_q, cu_seqlens_k, scores, window=window, dt_proj=dt_proj, A=A,
             dt_bias=dt_bias, form=form, keys=keys, causal=causal, scale=scale, softcap=softcap,
             deterministic=deterministic, return_lse=return_lse, block_table=block_table, seqused_k=seqused_k,
             max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, backend=backend)
-    causal = check_dynamic(window, keys, causal, scores, dt_proj, A, dt_bias, block_table)
-    call = varlen_call(query, key, value, cu_seqlens_q, cu_seqlens_k, None, None, causal and keys == "global", scale,
-                       softcap, deterministic, block_table, seqused_k, max_seqlen_q, max_seqlen_k)
-    module = backends.choose(backend, (call.query,))
-    if scores is None:
-        recipe = prepare(call.value.array[None], dt_proj, A, dt_bias, form)
-        checks.require_same_device((call.query, recipe[1]))
-        ranked = replace(describe(module.key_scores(*recipe), "scores"), library=call.query.library)
-        call.bias = key_bias(ranked)
-    else:
-        ranked, call.bias = scores_and_bias(scores, call)
-    call.mask = visible_keys(select_keys(ranked, window, keys, call, module), call)
-    return run_varlen(call, return_lse, module)
+    call = varlen_dynamic_call(query, key, value, cu_seqlens_q, cu_seqlens_k, scores, window, dt_proj, A, dt_bias, form,
+                               keys, causal, scale, softcap, deterministic, block_table, seqused_k, max_seqlen_q,
+                               max_seqlen_k)
+    return run_dynamic(call, return_lse, backends.choose(backend, (call.attention.query,)))
+
+
+def _belongs_to_torch(*arrays: Any) -> bool:
+    """Whether a call with these arguments is for ``cupy_dma.torch``: the first is a torch tensor, and one of them
+    requires grad, or autocast or ``torch.compile`` is at work."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not isinstance(arrays[0], torch.Tensor):
+        return False
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+        return True
+    if torch.is_grad_enabled():
+        for array in arrays:
+            if array is not None and getattr(array, "requires_grad", False):
+                return True
+    return False

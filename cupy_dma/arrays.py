@@ -65,6 +65,12 @@ class Library:
     def describe(self, array: Any, name: str) -> Operand:
         raise NotImplementedError
 
+    def operand(self, array: Any, name: str) -> Operand:
+        """The Operand of an array made here. It belongs to this library, also where that is a DLPack producer's."""
+        operand = self.describe(array, name)
+        operand.library = self
+        return operand
+
     def pointer(self, array: Any) -> int:
         """Address of the first element of an array made here."""
         raise NotImplementedError
@@ -325,27 +331,6 @@ def library_of(array: Any, name: str) -> Library:
     on_cpu = int(array.__dlpack_device__()[0]) == 1
     namespace = getattr(array, "__array_namespace__", lambda: sys.modules.get(kind.__module__.partition(".")[0]))()
     return DlpackLibrary(library_named("numpy" if on_cpu else "cupy"), namespace)
-
-
-def is_traced(array: Any) -> bool:
-    """Whether this call is being traced by ``torch.compile``: then operators are needed instead of addresses."""
-    torch: Any = sys.modules.get("torch")
-    return torch is not None and torch.compiler.is_compiling() and isinstance(array, torch.Tensor)
-
-
-def belongs_to_torch(*arrays: Any) -> bool:
-    """Whether a call with these arguments is for ``cupy_dma.torch``: the first is a torch tensor, and one of them
-    requires grad, or autocast or ``torch.compile`` is at work."""
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not isinstance(arrays[0], torch.Tensor):
-        return False
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
-        return True
-    if torch.is_grad_enabled():
-        for array in arrays:
-            if array is not None and getattr(array, "requires_grad", False):
-                return True
-    return False
 
 
 def describe(array: Any, name: str) -> Operand:

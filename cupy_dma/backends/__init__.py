@@ -26,6 +26,7 @@ go to ``cuda``, CPU arrays to ``numpy``. ``register`` adds a backend from outsid
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from importlib import import_module
 from types import ModuleType
@@ -104,6 +105,19 @@ def choose(backend: str | None, operands: Iterable[Operand | None]) -> ModuleTyp
         wanted = "CPU arrays under TRITON_INTERPRET=1" if on_cuda else "CUDA arrays"
         raise ValueError(f"backend='triton' takes {wanted}, but {first.name} is on {first.device}")
     return module
+
+
+def is_traced(array: Any) -> bool:
+    """Whether this call is being traced by ``torch.compile``: then operators are needed instead of addresses."""
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling() and isinstance(array, torch.Tensor)
+
+
+def traced() -> ModuleType:
+    """The functions as ``torch.compile`` sees them: operators. (``import_module`` cannot be traced.)"""
+    from cupy_dma.torch import scores
+
+    return scores
 
 
 def _load(name, backend: str | None, first: Operand) -> ModuleType:

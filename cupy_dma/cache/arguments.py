@@ -9,7 +9,6 @@ import numpy as np
 
 from cupy_dma import checks
 from cupy_dma.arrays import Library, Operand, describe
-from cupy_dma.cache.slots import operand_of
 from cupy_dma.cache.state import CacheState, ExtendCall
 
 
@@ -61,8 +60,8 @@ def extend_call(state: CacheState, query: Any, key: Any, value: Any, scores: Any
         bounds = _counts(state, cu_seqlens, "cu_seqlens", (state.batch + 1,), "(B + 1,)", length)
     s = _of_type(state, s)
     if packed:
-        k, v, s = (operand_of(state.library, x.array[None], x.name) for x in (k, v, s))
-        q = None if q is None else operand_of(state.library, q.array[None], "query")
+        k, v, s = (state.library.operand(x.array[None], x.name) for x in (k, v, s))
+        q = None if q is None else state.library.operand(q.array[None], "query")
     call = ExtendCall(q, k, v, s, scale, softcap, counts, bounds, return_lse)
     if out is not None:
         _take_out(state, call, out)
@@ -87,7 +86,7 @@ def _of_type(state: CacheState, scores: Operand) -> Operand:
         raise ValueError("scores must be finite (CUPY_DMA_CHECK=1), got NaN or infinity")
     if scores.dtype == state.scores.dtype:
         return scores
-    return operand_of(state.library, state.library.astype(scores.array, state.scores.dtype), "scores")
+    return state.library.operand(state.library.astype(scores.array, state.scores.dtype), "scores")
 
 
 def _counts(state: CacheState, array: Any, name: str, shape: tuple[int, ...], meaning: str, most: int) -> Operand:
@@ -105,7 +104,7 @@ def _counts(state: CacheState, array: Any, name: str, shape: tuple[int, ...], me
             raise ValueError(f"cu_seqlens must be cumulative lengths that start at 0, never fall and end at the total "
                              f"length {most} at most, got {shown}")
     if operand.strides != (1,) and shape[0] > 1:
-        return operand_of(state.library, state.library.contiguous(operand.array), name)
+        return state.library.operand(state.library.contiguous(operand.array), name)
     return operand
 
 
@@ -133,7 +132,7 @@ def _take_out(state: CacheState, call: ExtendCall, out: Any) -> None:
         if operand.library.requires_grad(operand.array):
             raise NotImplementedError(f"{name} requires grad, but a cache carries no gradient: pass {name}.detach()")
         if call.cu_seqlens is not None:
-            operand = operand_of(state.library, operand.array[None], name)
+            operand = state.library.operand(operand.array[None], name)
         made.append(operand)
     call.out, call.lse = made[0], made[1] if pair else None
 

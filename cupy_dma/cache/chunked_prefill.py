@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cupy_dma.arrays import Operand
-from cupy_dma.cache.slots import flagged_first, index, movable, needed, operand_of, refresh, rows, widened
+from cupy_dma.cache.slots import flagged_first, index, movable, needed, refresh, rows, widened
 from cupy_dma.cache.state import CacheState, ExtendCall
 from cupy_dma.calls.sequences import Sequences, sequences_of
 from cupy_dma.calls.types import AttentionCall, key_bias
@@ -112,7 +112,7 @@ class _Padded:
         """-inf where a slot is empty."""
         state = self.state
         joined = self.joined(old, self.call.scores.array, state.scores.dtype)
-        return operand_of(state.library, joined, "scores")
+        return state.library.operand(joined, "scores")
 
     def rows_of(self, old: Operand, new: Operand, order: Any, size: int) -> Operand:
         """``(B, R + L, Hkv, size)`` of key or value, with zero columns up to ``size``."""
@@ -121,7 +121,7 @@ class _Padded:
                   library.full(shape, 0, old.dtype, state.device))
         columns = movable(library, joined, old.dtype)[..., :old.shape[3]]
         self.put(columns, _sorted(state, old, order), rows(state, new).swapaxes(1, 2))
-        return operand_of(library, joined.swapaxes(1, 2), new.name)
+        return library.operand(joined.swapaxes(1, 2), new.name)
 
 
 class _Packed(_Padded):
@@ -152,7 +152,7 @@ class _Packed(_Padded):
         self.new_positions = self.of_tokens(lengths - self.bounds[:-1]) + index(state, call.length)
         self.batch_of_new = index(state, batch)[:, None, None] * 0
         runs = runs_between(library, device, self.first, self.length)
-        self.document = operand_of(library, runs.first, "cu_seqlens")
+        self.document = library.operand(runs.first, "cu_seqlens")
         if call.query is not None:
             self.sequences = sequences_of(call.query, Operand(
                 "key", None, library, (1, self.length, state.kv_heads, state.head_dim), (), state.key.dtype, device, 0),

@@ -5,18 +5,12 @@ looks at a value from the host. Call within ``state.library.on(state.device)``.
 """
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from cupy_dma.arrays import Library, Operand
 from cupy_dma.cache.state import CacheState
 
 AFTER_ALL = 2**63 - 1  # no token stands there
-
-
-def operand_of(library: Library, array: Any, name: str) -> Operand:
-    """The Operand of an array made here; it belongs to the caller's library also where that is a DLPack producer."""
-    return replace(library.describe(array, name), library=library)
 
 
 def index(state: CacheState, stop: int) -> Any:
@@ -76,6 +70,6 @@ def widened(operand: Operand, size: int) -> Operand:
     if operand.shape[-1] == size:
         return operand
     library = operand.library
-    wide = operand_of(library, library.full((*operand.shape[:-1], size), 0, operand.dtype, operand.device), operand.name)
+    wide = library.operand(library.full((*operand.shape[:-1], size), 0, operand.dtype, operand.device), operand.name)
     movable(library, wide.array, wide.dtype)[..., :operand.shape[-1]] = movable(library, operand.array, operand.dtype)
     return wide

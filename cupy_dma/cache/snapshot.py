@@ -5,7 +5,7 @@ from typing import Any
 
 from cupy_dma import checks
 from cupy_dma.arrays import Device, Library, Operand, describe
-from cupy_dma.cache.slots import movable, operand_of, refresh
+from cupy_dma.cache.slots import movable, refresh
 from cupy_dma.cache.state import CacheState
 
 SAVED = ("key", "value", "scores", "positions", "in_top", "lengths")  # the others follow from these
@@ -19,7 +19,7 @@ def empty_state(library: Library, device: Device, dtype: str, batch: int, kv_hea
     rows, scores = sum(numbers), "float64" if dtype == "float64" else "float32"
 
     def make(name: str, kind: str, *shape: int, value: int = 0) -> Operand:
-        return operand_of(library, library.full(shape, value, kind, device), name)
+        return library.operand(library.full(shape, value, kind, device), name)
 
     return CacheState(
         make("key", dtype, batch, kv_heads, rows, head_dim), make("value", dtype, batch, kv_heads, rows, value_dim),
@@ -48,7 +48,7 @@ def saved_state(state: CacheState) -> dict[str, Any]:
     found: dict[str, Any] = {name: getattr(state, name) for name in NUMBERS}
     for name in SAVED:
         operand = getattr(state, name)
-        copy = operand_of(state.library, state.library.empty(operand.shape, operand.dtype, state.device), name)
+        copy = state.library.operand(state.library.empty(operand.shape, operand.dtype, state.device), name)
         _bits(copy)[...] = _bits(operand)
         found[name] = copy.array
     return found
@@ -77,7 +77,7 @@ def _as_here(here: Operand, array: Any, name: str) -> Operand:
     if (given.library.name, given.device) == (here.library.name, here.device):
         return given
     values = given.library.to_numpy(given.array).copy()
-    return operand_of(here.library, here.library.from_numpy(values, here.device), name)
+    return here.library.operand(here.library.from_numpy(values, here.device), name)
 
 
 def _bits(operand: Operand) -> Any:

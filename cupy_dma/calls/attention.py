@@ -4,12 +4,12 @@ Checks look at shapes and types only: they cost a few microseconds and never tou
 """
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from cupy_dma import checks
 from cupy_dma.arrays import Operand, describe
-from cupy_dma.calls import scores as scores_module
 from cupy_dma.calls.mask import check_mask
+from cupy_dma.calls.scores import recipe_of
 from cupy_dma.calls.types import AttentionCall, DynamicCall, key_bias
 from cupy_dma.masks.selection import check_candidates
 
@@ -19,7 +19,7 @@ def attention_call(query: Any, key: Any, value: Any, mask: Any, bias: Any, causa
     """The arguments of ``cupy_dma.attention``, checked. Raises what it documents."""
     q, k, v = describe_qkv(query, key, value)
     scale, softcap, causal, deterministic = options(q, scale, softcap, causal, deterministic)
-    added = None if bias is None else _added(bias, q, k)
+    added = None if bias is None else _bias(bias, q, k)
     seen, dense = (None, None) if mask is None else check_mask(mask, q, k, lambda array: _dense(array, q, k))
     return AttentionCall(q, k, v, seen, dense, added, causal, scale, softcap, deterministic)
 
@@ -30,59 +30,91 @@ def dynamic_call(query: Any, key: Any, value: Any, scores: Any, window: int, dt_
     """The arguments of ``cupy_dma.dynamic_mask_attention``, checked. Raises what it documents."""
     q, k, v = describe_qkv(query, key, value)
     scale, softcap, causal, deterministic = options(q, scale, softcap, causal, deterministic)
-    window = checks.whole(window, "window", 1)
-    checks.choice(keys, "keys", ("prefix", "global"))
-    if keys == "prefix" and not causal:
-        raise ValueError("causal=False needs keys='global', got keys='prefix', which is causal by construction")
-    if (scores is None) == (dt_proj is None):
-        raise ValueError(f"give either scores or dt_proj and A, got {'neither' if scores is None else 'both'}")
+    window, causal = selection_options(window, keys, causal, scores, dt_proj, A, dt_bias)
     recipe = ranked = None
     if scores is None:
-        if A is None:
-            raise ValueError("A must be given with dt_proj, got None")
-        recipe = scores_module.prepare(value, dt_proj, A, dt_bias, form)
+        recipe = recipe_of(value, dt_proj, A, dt_bias, form)
         checks.require_same_device((q, recipe[1]))
     else:
-        extra = [name for name, argument in (("A", A), ("dt_bias", dt_bias)) if argument is not None]
-        if extra:
-            raise ValueError(f"{' and '.join(extra)} must come with dt_proj, got scores")
         ranked = describe(scores, "scores")
         checks.one_of_types(ranked)
         checks.has_shape(ranked, "(B, Hkv, Lk)", ((k.shape[0],), (k.shape[2], q.shape[2]), (k.shape[1],)))
         checks.rows_contiguous(ranked)
         checks.require_same_device((q, ranked))
     candidates = check_candidates(padding, documents, q, k.shape[0], k.shape[1])
-    return DynamicCall(q, k, v, ranked, recipe, window, keys, candidates, causal, scale, softcap, deterministic)
+    call = AttentionCall(q, k, v, None, None, None if ranked is None else key_bias(ranked), causal, scale, softcap,
+                         deterministic)
+    return DynamicCall(call, ranked, recipe, window, keys, candidates)
 
 
-def describe_qkv(query: Any, key: Any, value: Any) -> tuple[Operand, Operand, Operand]:
+def selection_options(window: int, keys: str, causal: bool, scores: Any, dt_proj: Any, A: Any,
+                      dt_bias: Any) -> tuple[int, bool]:
+    """The window, and whether the attention has to cut the mask at ``j <= p_i``: prefix masks are causal by
+    construction. Raises for what does not go together."""
+    window = checks.whole(window, "window", 1)
+    checks.choice(keys, "keys", ("prefix", "global"))
+    causal = checks.flag(causal, "causal")
+    if keys == "prefix" and not causal:
+        raise ValueError("causal=False needs keys='global', got keys='prefix', which is causal by construction")
+    if (scores is None) == (dt_proj is None):
+        raise ValueError(f"give either scores or dt_proj and A, got {'neither' if scores is None else 'both'}")
+    if scores is None and A is None:
+        raise ValueError("A must be given with dt_proj, got None")
+    extra = [name for name, argument in (("A", A), ("dt_bias", dt_bias)) if argument is not None]
+    if scores is not None and extra:
+        raise ValueError(f"{' and '.join(extra)} must come with dt_proj, got scores")
+    return window, causal and keys == "global"
+
+
+class Layout(NamedTuple):
+    """The axes of query, and of key and value, in words."""
+
+    query: str
+    keys: str
+
+
+PADDED = Layout("(B, Lq, H, D)", "(B, Lk, Hkv, D)")
+PACKED = Layout("(total_q, H, D)", "(total_k, Hkv, D)")
+PAGED = Layout("(total_q, H, D)", "(num_pages, page_size, Hkv, D)")
+
+
+def describe_qkv(query: Any, key: Any, value: Any, layout: Layout = PADDED) -> tuple[Operand, Operand, Operand]:
+    """query, key and value of four axes: packed ones have B = 1, pages are as they are."""
     q, k, v = describe(query, "query"), describe(key, "key"), describe(value, "value")
-    for operand, meaning in ((q, "(B, Lq, H, D)"), (k, "(B, Lk, Hkv, D)"), (v, "(B, Lk, Hkv, D)")):
-        if len(operand.shape) != 4:
+    for operand, meaning in ((q, layout.query), (k, layout.keys), (v, layout.keys)):
+        if len(operand.shape) != meaning.count(",") + 1:
             raise ValueError(f"{operand.name} must have shape {meaning}, got {operand.shape}")
-        if operand.strides[3] != 1:
+        if operand.strides[-1] != 1:
             checks.rows_contiguous(operand)
     checks.one_of_types(q)
     for operand in (k, v):
         if operand.dtype != q.dtype:
             raise TypeError(f"{operand.name} must have query's type {q.dtype}, got {operand.dtype}")
-    batch, _, heads, size = q.shape
+    heads, size = q.shape[-2:]
     if not 1 <= size <= 256:
         raise ValueError(f"query must have a head dim D (last axis) of 1 to 256, got shape {q.shape}")
-    if k.shape[0] != batch or k.shape[3] != size:
-        raise ValueError(f"key must have query's batch and head dim, (B, Lk, Hkv, D) = ({batch}, any, any, {size}), "
-                         f"got {k.shape}")
+    if layout is PADDED and (k.shape[0] != q.shape[0] or k.shape[3] != size):
+        raise ValueError(f"key must have query's batch and head dim, (B, Lk, Hkv, D) = ({q.shape[0]}, any, any, "
+                         f"{size}), got {k.shape}")
+    if k.shape[-1] != size:
+        raise ValueError(f"key must have query's head dim, {layout.keys} with D={size}, got {k.shape}")
     if v.shape != k.shape:
         raise ValueError(f"value must have key's shape {k.shape}, got {v.shape}")
-    if k.shape[2] < 1 or heads < 1 or heads % k.shape[2]:
+    kv_heads = k.shape[-2]
+    if kv_heads < 1 or heads < 1 or heads % kv_heads:
         raise ValueError(f"query must have a multiple of key's heads (H % Hkv == 0), got {heads} query heads and "
-                         f"{k.shape[2]} kv heads")
+                         f"{kv_heads} kv heads")
+    if layout is PAGED and k.shape[1] < 1:
+        raise ValueError(f"key must have pages of at least one row, {layout.keys}, got {k.shape}")
     checks.require_same_device((q, k, v))
-    return q, k, v
+    if layout is PADDED:
+        return q, k, v
+    q = checks.with_axes(q, 4)
+    return (q, k, v) if layout is PAGED else (q, checks.with_axes(k, 4), checks.with_axes(v, 4))
 
 
 def options(q: Operand, scale: float | None, softcap: float, causal: bool,
-             deterministic: bool) -> tuple[float, float, bool, bool]:
+            deterministic: bool) -> tuple[float, float, bool, bool]:
     return (q.shape[3] ** -0.5 if scale is None else checks.real(scale, "scale"),
             checks.real(softcap, "softcap", 0.0), checks.flag(causal, "causal"),
             checks.flag(deterministic, "deterministic"))
@@ -104,16 +136,16 @@ def _dense(mask: Any, q: Operand, k: Operand) -> Operand:
     return checks.with_axes(dense, 4)
 
 
-def _added(bias: Any, q: Operand, k: Operand) -> Operand:
+def _bias(bias: Any, q: Operand, k: Operand) -> Operand:
     operand = describe(bias, "bias")
     checks.one_of_types(operand)
     batch, heads, queries, keys = _allowed(q, k)
-    iskey_bias = len(operand.shape) == 3
-    if iskey_bias:
+    is_key_bias = len(operand.shape) == 3
+    if is_key_bias:
         checks.has_shape(operand, "(1|B, 1|Hkv|H, 1|Lk)", (batch, heads, keys))
     else:
         checks.has_shape(operand, "(1|B, 1|Hkv|H, 1|Lk) or (1|B, 1|Hkv|H, 1|Lq, 1|Lk)", (batch, heads, queries, keys))
     if operand.strides[-1] != 1:
         checks.rows_contiguous(operand)
     checks.require_same_device((q, operand))
-    return key_bias(operand) if iskey_bias else checks.with_axes(operand, 4)
+    return key_bias(operand) if is_key_bias else checks.with_axes(operand, 4)

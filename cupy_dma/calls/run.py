@@ -1,34 +1,50 @@
 """The one way from a checked call to a backend, and back to the caller's arrays."""
 from __future__ import annotations
 
-from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
-from cupy_dma.arrays import Operand, describe
-from cupy_dma.calls.types import AttentionCall, DynamicCall
+from cupy_dma.arrays import Operand
+from cupy_dma.calls.sequences import packed_mask
+from cupy_dma.calls.types import AttentionCall, DynamicCall, key_bias, with_mask
+from cupy_dma.masks.interval import IntervalMask
 
 
-def scores_of(call: DynamicCall, module: Any) -> Operand:
-    """The scores of a call: those given, or made on the backend ``module`` by the call's recipe."""
-    if call.recipe is None:
-        assert call.scores is not None
-        return call.scores
-    return replace(describe(module.key_scores(*call.recipe), "scores"), library=call.value.library)
+def run(call: AttentionCall, return_lse: bool, module: ModuleType) -> Any:
+    """``out``, or ``(out, lse)``, of a call on the backend ``module``, as the caller gets them."""
+    return _delivered(call, module.attention(call), return_lse)
 
 
-def run(call: AttentionCall, return_lse: bool, module: Any) -> Any:
-    """``out``, or ``(out, lse)``, of a checked call on the backend ``module``."""
-    return delivered(call, module.attention(call), return_lse)
+def run_dynamic(call: DynamicCall, return_lse: bool, module: ModuleType) -> Any:
+    """The same of a dynamic call: scores if they are not given, selection, attention."""
+    scores = call.scores if call.recipe is None else scores_of(call, module)
+    assert scores is not None
+    attend_last = getattr(module, "attend_last", None)  # of a backend that needs no mask for few queries
+    if attend_last is not None and call.attention.sequences is None:
+        results = attend_last(call, scores)
+        if results is not None:
+            return _delivered(call.attention, results, return_lse)
+    return run(masked(call, scores, module), return_lse, module)
 
 
-def delivered(call: AttentionCall | DynamicCall, results: tuple[Any, Any], return_lse: bool) -> Any:
-    """``out``, or ``(out, lse)``, as the caller gets them."""
+def scores_of(call: DynamicCall, module: ModuleType) -> Operand:
+    """The scores that the call's recipe makes."""
+    assert call.recipe is not None
+    return call.recipe[0].library.operand(module.key_scores(*call.recipe), "scores")
+
+
+def masked(call: DynamicCall, scores: Operand, module: ModuleType) -> AttentionCall:
+    """The attention under the mask that these scores select, with them as key bias."""
+    mask = IntervalMask._selected(scores, call.window, call.keys, call.candidates, module)
+    attention = call.attention
+    if attention.sequences is not None and attention.sequences.pages is not None:
+        mask = packed_mask(mask, attention.sequences.batch)
+    return with_mask(attention, mask, key_bias(scores) if attention.bias is None else attention.bias)
+
+
+def _delivered(call: AttentionCall, results: tuple[Any, Any], return_lse: bool) -> Any:
+    """Results of packed sequences have no batch axis."""
     export, (out, lse) = call.query.library.export, results
+    if call.sequences is not None:
+        out, lse = out[0], lse[0]
     return (export(out), export(lse)) if return_lse else export(out)
-
-
-def run_varlen(call: AttentionCall, return_lse: bool, module: Any) -> Any:
-    """``out (total_q, H, D)``, or ``(out, lse)``, of a checked call on the backend ``module``."""
-    out, lse = module.attention(call)
-    export = call.query.library.export
-    return (export(out[0]), export(lse[0])) if return_lse else export(out[0])

@@ -17,7 +17,7 @@ FORMS = ("exp", "linear")
 Recipe = tuple[Operand, Operand, Operand, Operand | None, str]  # value, dt_proj, A, dt_bias, form
 
 
-def prepare(value: Any, dt_proj: Any, A: Any, dt_bias: Any, form: str) -> Recipe:
+def recipe_of(value: Any, dt_proj: Any, A: Any, dt_bias: Any, form: str) -> Recipe:
     """The checked arguments of a backend's ``key_scores``."""
     v, projection, a = describe(value, "value"), describe(dt_proj, "dt_proj"), describe(A, "A")
     offset = None if dt_bias is None else describe(dt_bias, "dt_bias")

@@ -10,12 +10,13 @@ Paged keys are counted as if every sequence had all its pages: key ``j`` of sequ
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from cupy_dma import checks
 from cupy_dma.arrays import Operand, describe
-from cupy_dma.masks.interval import EVER, NEVER, Hints, IntervalMask
+from cupy_dma.masks.interval import IntervalMask
+from cupy_dma.masks.runs import EVER, NEVER, Hints
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +28,7 @@ class Sequences:
     key_length: int  # packed keys
     pages: Operand | None  # int32 (B, max_pages), contiguous: physical pages; those without used keys mean nothing
     page_size: int  # 0: not paged
+    given: tuple[Any, ...]  # cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, as the caller gave them
 
     @property
     def batch(self) -> int:
@@ -64,7 +66,7 @@ def sequences_of(q: Operand, k: Operand, cu_seqlens_q: Any, cu_seqlens_k: Any, s
                              f"{page_size}")
     if (q.device.kind == "cpu" or checks.wants_values_checked()):
         _check_values(q, k, cu_q, cu_k, used, table, page_size)
-    return _made(q, cu_q, cu_k, used, table, length, page_size)
+    return _made(q, cu_q, cu_k, used, table, length, page_size, (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table))
 
 
 def _integers(array: Any, name: str, like: Operand) -> Operand:
@@ -111,7 +113,7 @@ def _check_values(q: Operand, k: Operand, cu_q: Operand, cu_k: Operand | None, u
 
 
 def _made(q: Operand, cu_q: Operand, cu_k: Operand | None, used: Operand | None, table: Operand | None, length: int,
-          page_size: int) -> Sequences:
+          page_size: int, given: tuple[Any, ...]) -> Sequences:
     library, device, batch = q.library, q.device, cu_q.shape[0] - 1
     xp = library.xp
     with library.on(device):
@@ -133,12 +135,8 @@ def _made(q: Operand, cu_q: Operand, cu_k: Operand | None, used: Operand | None,
         bounds = xp.stack((query_first, query_end, key_first, xp.concatenate((end, key_first[-1:]))))
         pages = None
         if table is not None:
-            pages = _operand(library.contiguous(library.astype(table.array, "int32")), "block_table", q)
-    return Sequences(batch + 1, _operand(bounds, "bounds", q), length, pages, page_size)
-
-
-def _operand(array: Any, name: str, like: Operand) -> Operand:
-    return replace(like.library.describe(array, name), library=like.library)
+            pages = library.operand(library.contiguous(library.astype(table.array, "int32")), "block_table")
+    return Sequences(batch + 1, library.operand(bounds, "bounds"), length, pages, page_size, given)
 
 
 # ---- what belongs to pages, in packed coordinates ----

@@ -68,25 +68,20 @@ class AttentionBackwardCall:
 
 @dataclass(slots=True, eq=False)  # not frozen for speed, but never changed
 class DynamicCall:
-    """Arguments of ``dynamic_mask_attention``: the scores, or the recipe that makes them."""
+    """Arguments of ``dynamic_mask_attention`` and its varlen sister: the scores, or the recipe that makes them."""
 
-    query: Operand
-    key: Operand
-    value: Operand
-    scores: Operand | None  # (B, Hkv|H, Lk)
+    attention: AttentionCall  # without a mask; with the scores as key bias, if they are given
+    scores: Operand | None  # (B, Hkv|H, Lk), what the selection ranks; of pages (1|B, Hkv, capacity)
     recipe: Recipe | None
     window: int
     keys: str
     candidates: Candidates
-    causal: bool
-    scale: float
-    softcap: float
-    deterministic: bool
 
-    def attention(self, scores: Operand, mask: IntervalMask) -> AttentionCall:
-        """The attention under ``mask`` with the scores as key bias. A prefix mask is causal by itself."""
-        return AttentionCall(self.query, self.key, self.value, mask, None, key_bias(scores),
-                             self.causal and self.keys == "global", self.scale, self.softcap, self.deterministic)
+
+def with_mask(call: AttentionCall, mask: IntervalMask | None, bias: Operand | None) -> AttentionCall:
+    """The call under this mask and bias."""
+    return AttentionCall(call.query, call.key, call.value, mask, None, bias, call.causal, call.scale, call.softcap,
+                         call.deterministic, call.sequences)
 
 
 def key_bias(scores: Operand) -> Operand:

@@ -6,86 +6,84 @@ query stands at its last key. Everything else is as in ``cupy_dma.attention``, s
 """
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from cupy_dma import checks
 from cupy_dma.arrays import Operand, describe
-from cupy_dma.calls.attention import options
+from cupy_dma.calls.attention import PACKED, PAGED, describe_qkv, options, selection_options
+from cupy_dma.calls.scores import recipe_of
 from cupy_dma.calls.sequences import Sequences, packed_mask, packed_rows, sequences_of
-from cupy_dma.calls.types import AttentionCall, key_bias
+from cupy_dma.calls.types import AttentionCall, DynamicCall, key_bias, with_mask
 from cupy_dma.masks.documents import runs_between
-from cupy_dma.masks.interval import EVER, NEVER, Hints, IntervalMask
-from cupy_dma.masks.selection import Candidates, select
-
-# ---- arguments ------------------------------------------------------------------------------------------------------
+from cupy_dma.masks.interval import IntervalMask
+from cupy_dma.masks.selection import Candidates
 
 
 def varlen_call(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, mask: Any, bias: Any,
                 causal: bool, scale: float | None, softcap: float, deterministic: bool, block_table: Any,
                 seqused_k: Any, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None) -> AttentionCall:
     """The arguments of ``varlen_attention``, checked, as a call of B = 1. Raises what it documents."""
-    q, k, v = _describe_qkv(query, key, value, block_table is not None)
+    q, k, v = describe_qkv(query, key, value, PACKED if block_table is None else PAGED)
     scale, softcap, causal, deterministic = options(q, scale, softcap, causal, deterministic)
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if length is not None:
             checks.whole(length, name, 0)
     sequences = sequences_of(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
-    call = AttentionCall(q, k, v, None, None, None, causal, scale, softcap, deterministic, sequences=sequences)
-    if mask is not None:
-        call.mask = visible_keys(mask, call)
-    if bias is not None:
-        call.bias = scores_and_bias(bias, call, "bias")[1]
-    return call
+    call = AttentionCall(q, k, v, None, None, None, causal, scale, softcap, deterministic, sequences)
+    if mask is None and bias is None:
+        return call
+    return with_mask(call, None if mask is None else visible_keys(mask, call),
+                     None if bias is None else packed_bias(_per_key(bias, "bias", call), sequences))
 
 
-def check_dynamic(window: int, keys: str, causal: bool, scores: Any, dt_proj: Any, A: Any, dt_bias: Any,
-                  block_table: Any) -> bool:
-    """Checks of ``varlen_dynamic_mask_attention`` that need no shapes; ``causal`` as a bool."""
-    checks.whole(window, "window", 1)
-    checks.choice(keys, "keys", ("prefix", "global"))
-    cut = checks.flag(causal, "causal")
-    if keys == "prefix" and not cut:
-        raise ValueError("causal=False needs keys='global', got keys='prefix', which is causal by construction")
-    if (scores is None) == (dt_proj is None):
-        raise ValueError(f"give either scores or dt_proj and A, got {'neither' if scores is None else 'both'}")
-    if scores is None and A is None:
-        raise ValueError("A must be given with dt_proj, got None")
+def varlen_dynamic_call(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, scores: Any,
+                        window: int, dt_proj: Any, A: Any, dt_bias: Any, form: str, keys: str, causal: bool,
+                        scale: float | None, softcap: float, deterministic: bool, block_table: Any, seqused_k: Any,
+                        max_seqlen_q: int | None = None, max_seqlen_k: int | None = None) -> DynamicCall:
+    """The arguments of ``varlen_dynamic_mask_attention``, checked. Raises what it documents."""
+    window, causal = selection_options(window, keys, causal, scores, dt_proj, A, dt_bias)
     if scores is None and block_table is not None:
         raise ValueError("scores (B, Hkv, max_pages * page_size) must be given with block_table, got dt_proj")
-    extra = [name for name, argument in (("A", A), ("dt_bias", dt_bias)) if argument is not None]
-    if scores is not None and extra:
-        raise ValueError(f"{' and '.join(extra)} must come with dt_proj, got scores")
-    return cut
+    call = varlen_call(query, key, value, cu_seqlens_q, cu_seqlens_k, None, None, causal, scale, softcap,
+                       deterministic, block_table, seqused_k, max_seqlen_q, max_seqlen_k)
+    recipe = ranked = None
+    if scores is None:
+        recipe = recipe_of(call.value.array[None], dt_proj, A, dt_bias, form)
+        checks.require_same_device((call.query, recipe[1]))
+    else:
+        ranked, call = scores_of_keys(scores, call)
+    return DynamicCall(call, ranked, recipe, window, keys, candidates_of(call, keys))
 
 
-def _describe_qkv(query: Any, key: Any, value: Any, paged: bool) -> tuple[Operand, Operand, Operand]:
-    """query, key and value of B = 1; pages as they are."""
-    q, k, v = describe(query, "query"), describe(key, "key"), describe(value, "value")
-    keys = "(num_pages, page_size, Hkv, D)" if paged else "(total_k, Hkv, D)"
-    for operand, meaning in ((q, "(total_q, H, D)"), (k, keys), (v, keys)):
-        if len(operand.shape) != meaning.count(",") + 1:
-            raise ValueError(f"{operand.name} must have shape {meaning}, got {operand.shape}")
-        checks.rows_contiguous(operand)
-    checks.one_of_types(q)
-    for operand in (k, v):
-        if operand.dtype != q.dtype:
-            raise TypeError(f"{operand.name} must have query's type {q.dtype}, got {operand.dtype}")
-    _, heads, size = q.shape
-    if not 1 <= size <= 256:
-        raise ValueError(f"query must have a head dim D (last axis) of 1 to 256, got shape {q.shape}")
-    if k.shape[-1] != size:
-        raise ValueError(f"key must have query's head dim, {keys} with D={size}, got {k.shape}")
-    if v.shape != k.shape:
-        raise ValueError(f"value must have key's shape {k.shape}, got {v.shape}")
-    kv_heads = k.shape[-2]
-    if kv_heads < 1 or heads < 1 or heads % kv_heads:
-        raise ValueError(f"query must have a multiple of key's heads (H % Hkv == 0), got {heads} query heads and "
-                         f"{kv_heads} kv heads")
-    if paged and k.shape[1] < 1:
-        raise ValueError(f"key must have pages of at least one row, {keys}, got {k.shape}")
-    checks.require_same_device((q, k, v))
-    return checks.with_axes(q, 4), k if paged else checks.with_axes(k, 4), v if paged else checks.with_axes(v, 4)
+def scores_of_keys(scores: Any, call: AttentionCall) -> tuple[Operand, AttentionCall]:
+    """The checked ``scores`` as the selection takes them, and the call with them as its bias."""
+    ranked = _per_key(scores, "scores", call)
+    assert call.sequences is not None
+    return ranked, with_mask(call, None, packed_bias(ranked, call.sequences))
+
+
+def candidates_of(call: AttentionCall, keys: str) -> Candidates:
+    """Every sequence selects among its own keys: of pages each is a batch entry, packed ones are documents.
+
+    Of the keys of a sequence those in use are candidates. To a prefix that makes no difference, for no query stands
+    behind them; pages that no query sees may hold anything."""
+    sequences, library, device = call.sequences, call.query.library, call.query.device
+    assert sequences is not None
+    with library.on(device):
+        bounds = sequences.bounds.array
+        if sequences.pages is not None:
+            if keys == "prefix":
+                return Candidates()
+            used = (bounds[3] - bounds[2])[:-1]
+            capacity = sequences.pages.shape[1] * sequences.page_size
+            real = library.arange(0, capacity, device)[None] < used[:, None]
+            return Candidates(library.operand(real, "seqused_k"))
+        runs = runs_between(library, device, bounds[2], sequences.key_length)
+        if keys == "prefix":
+            return Candidates(None, runs, apart=True)
+        sequence = library.search_right(bounds[2], runs.keys) - 1
+        real = (runs.keys < bounds[3][sequence])[None]
+        return Candidates(checks.with_axes(library.operand(real, "seqused_k"), 2), runs, apart=True)
 
 
 def _shape_of_keys(call: AttentionCall) -> tuple[str, tuple[tuple[int, ...], ...]]:
@@ -116,9 +114,9 @@ def visible_keys(mask: Any, call: AttentionCall) -> IntervalMask:
     return mask if sequences.pages is None else packed_mask(mask, sequences.batch)
 
 
-def scores_and_bias(array: Any, call: AttentionCall, name: str = "scores") -> tuple[Operand, Operand]:
-    """One number per key: as an operand of three axes, and as a bias ``(1, heads, 1, packed keys)``."""
-    sequences, library, operand = call.sequences, call.query.library, describe(array, name)
+def _per_key(array: Any, name: str, call: AttentionCall) -> Operand:
+    """One number per key, checked, as an operand of three axes."""
+    sequences, operand = call.sequences, describe(array, name)
     assert sequences is not None
     checks.one_of_types(operand)
     meaning, allowed = _shape_of_keys(call)
@@ -134,68 +132,15 @@ def scores_and_bias(array: Any, call: AttentionCall, name: str = "scores") -> tu
     checks.rows_contiguous(operand)
     checks.require_same_device((call.query, operand))
     if sequences.pages is None:
-        operand = checks.with_axes(replace(library.describe(operand.array[None], name), library=library), 3)
-        return operand, key_bias(operand)
-    with library.on(call.query.device):
-        packed = library.contiguous(packed_rows(operand.array, sequences.batch, library.xp))
-    return operand, key_bias(replace(library.describe(packed, name), library=library))
+        operand = call.query.library.operand(operand.array[None], name)
+    return checks.with_axes(operand, 3)
 
 
-# ---- the selection --------------------------------------------------------------------------------------------------
-
-
-def select_keys(scores: Operand, window: int, keys: str, call: AttentionCall, module: Any) -> IntervalMask:
-    """The mask, as ``varlen_attention`` takes it, of the ``window`` best keys within each sequence: of ``scores (1,
-    heads, total_k)``, or of pages ``(B, heads, capacity)``."""
-    sequences = call.sequences
-    assert sequences is not None
-    kind = _top_w_of_sequences if sequences.pages is None else _top_w_of_pages
-    return kind(scores, window, keys, sequences, module)
-
-
-def _top_w_of_sequences(scores: Operand, window: int, keys: str, sequences: Sequences, module: Any) -> IntervalMask:
-    """The mask of the ``window`` best keys within each sequence, of ``scores (1, heads, total_k)``.
-
-    As ``IntervalMask.top_w`` with documents, except that a key of the ``"global"`` selection is visible from every
-    position of its own sequence: keys of other sequences need not be told apart.
-    """
-    library, device, n = scores.library, scores.device, scores.shape[2]
-    if checks.wants_values_checked() and not bool(library.xp.isfinite(scores.array).all()):
-        raise ValueError("scores must be finite (CUPY_DMA_CHECK=1), got NaN or infinity")
-    if scores.dtype in ("float16", "bfloat16"):
-        wide = library.astype(scores.array, "float32")
-        scores = checks.with_axes(replace(library.describe(wide, "scores"), library=library), 3)
-    prefix, w = keys == "prefix", min(window, max(n, 1))
-    hints = Hints("key", (w, 1), window >= n) if prefix else Hints("open", (w, 0))
-    if prefix and window >= n:
-        return IntervalMask._make(library, library.arange(0, n, device), library.full((1, 1, n), NEVER, "int32", device),
-                                  hints)
-    with library.on(device):
-        bounds = sequences.bounds.array
-        runs = runs_between(library, device, bounds[2], n)
-
-        def operand(array: Any, name: str) -> Operand:
-            return checks.with_axes(replace(library.describe(array, name), library=library), 2)
-
-        document = operand(runs.first, "cu_seqlens_k")
-        if prefix:
-            return IntervalMask._make(library, runs.keys, module.prefix_stop(scores, w, None, document), hints)
-        number = library.search_right(bounds[2], runs.keys) - 1
-        real = (runs.keys < bounds[3][number])[None]
-        stop = module.prefix_stop(scores, w, operand(real, "seqused_k"), document)
-        ever = library.full((1, 1, n), EVER, "int32", device)
-        kept = (stop >= runs.end[:, None]) & real[:, None]
-        stop = library.xp.where(kept, library.full((1, 1, n), NEVER, "int32", device), ever)
-    return IntervalMask._make(library, ever, stop, hints)
-
-
-def _top_w_of_pages(scores: Operand, window: int, keys: str, sequences: Sequences, module: Any) -> IntervalMask:
-    """The same of ``scores (1|B, heads, capacity)``, each sequence a batch entry."""
-    library, device, capacity = scores.library, scores.device, scores.shape[2]
-    candidates = Candidates(None, None)
-    if keys == "global":
-        with library.on(device):
-            used = (sequences.bounds.array[3] - sequences.bounds.array[2])[:-1]
-            real = library.arange(0, capacity, device)[None] < used[:, None]
-        candidates = Candidates(replace(library.describe(real, "seqused_k"), library=library), None)
-    return select(scores, window, keys, candidates, module)
+def packed_bias(operand: Operand, sequences: Sequences) -> Operand:
+    """One number per key, of three axes, as a bias ``(1, heads, 1, packed keys)``."""
+    if sequences.pages is None:
+        return key_bias(operand)
+    library = operand.library
+    with library.on(operand.device):
+        rows = packed_rows(operand.array, sequences.batch, library.xp)
+        return key_bias(library.operand(library.contiguous(rows), operand.name))

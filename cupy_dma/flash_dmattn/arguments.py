@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from cupy_dma import checks
-from cupy_dma.arrays import Device, DlpackLibrary, Operand, describe, is_traced, library_named
+from cupy_dma.arrays import Device, DlpackLibrary, Operand, describe, library_named
+from cupy_dma.backends import is_traced
 from cupy_dma.masks.interval import IntervalMask
 
 _PADDED_TO = 128

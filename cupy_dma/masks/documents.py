@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cupy_dma import checks
-from cupy_dma.arrays import Device, Library, Operand, is_traced
-from cupy_dma.masks.interval import EVER, NEVER, Hints, IntervalMask
+from cupy_dma import backends, checks
+from cupy_dma.arrays import Device, Library, Operand
+from cupy_dma.masks.runs import EVER, NEVER, Hints, Runs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +38,7 @@ class DocumentRuns:
 
 
 def document_runs(documents: Operand, key_length: int | None) -> DocumentRuns:
-    """The runs of cumulative lengths ``(n + 1,)`` or ids ``(B, Lk)``; see ``documents_mask``."""
+    """The runs of cumulative lengths ``(n + 1,)`` or ids ``(B, Lk)``; see ``IntervalMask.documents``."""
     checks.one_of_types(documents, checks.INTEGERS)
     if documents.ndim not in (1, 2) or documents.shape == (0,):
         raise ValueError(f"documents must be cumulative lengths (documents + 1,) or ids (B, Lk), "
@@ -58,7 +58,7 @@ def document_runs(documents: Operand, key_length: int | None) -> DocumentRuns:
 
 def _runs_of_lengths(documents: Operand, key_length: int) -> DocumentRuns:
     library, device, count = documents.library, documents.device, documents.shape[0]
-    if (device.kind == "cpu" or checks.wants_values_checked()) and not is_traced(documents.array):
+    if (device.kind == "cpu" or checks.wants_values_checked()) and not backends.is_traced(documents.array):
         values = library.to_numpy(documents.array)
         if values[0] != 0 or (values[1:] < values[:-1]).any() or values[-1] != key_length:
             raise ValueError(f"documents must be cumulative lengths that start at 0, never fall and end at the key "
@@ -92,30 +92,8 @@ def _runs_of_ids(documents: Operand) -> DocumentRuns:
     return DocumentRuns(library, device, key_length, keys, first, end)
 
 
-def documents_mask(documents: Operand, key_length: int | None, causal: bool) -> IntervalMask:
-    """Every position sees the keys of its own document, with ``causal`` only those up to itself.
-
-    Parameters
-    ----------
-    documents : int32 or int64 array
-        ``(documents + 1,)``: cumulative lengths, from 0, never falling, to the key length; or ``(B, Lk)``: ids.
-        A change of id along the row begins a new document, also when the id has occurred before.
-    key_length
-        With cumulative lengths: their last entry. Left out, it is read from the array (this synchronizes on CUDA).
-
-    Raises
-    ------
-    TypeError, ValueError
-        ``documents`` has a wrong type or shape, or its lengths do not rise from 0 to the key length. Values on the CPU
-        are always checked, values on a device when ``CUPY_DMA_CHECK=1``.
-
-    Notes
-    -----
-    The first document is open to earlier positions (more queries than keys) and the last to later ones, so that one
-    document of all keys is the plain causal mask, or no mask.
-    """
-    cut = checks.flag(causal, "causal")
-    runs = document_runs(documents, key_length)
-    if cut:
-        return IntervalMask._make(runs.library, runs.keys, runs.open_end()[:, None], Hints("key"))
-    return IntervalMask._make(runs.library, runs.open_first()[:, None], runs.open_end()[:, None])
+def documents_mask(runs: DocumentRuns, causal: bool) -> Runs:
+    """Every position sees the keys of its own document, with ``causal`` only those up to itself."""
+    if causal:
+        return Runs(runs.keys, runs.open_end()[:, None], Hints("key"))
+    return Runs(runs.open_first()[:, None], runs.open_end()[:, None])

@@ -7,13 +7,15 @@ negative where there are more queries than keys. Both runs are int32 ``(1|B, 1|H
 """
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any
 
-from cupy_dma import checks
+from cupy_dma import backends, checks
 from cupy_dma.arrays import CPU, Device, Library, Operand, describe, library_named
-
-EVER, NEVER = -(2**31), 2**31 - 1
-Bound = tuple[int, int]
+from cupy_dma.masks.documents import document_runs, documents_mask
+from cupy_dma.masks.plot import plot_mask
+from cupy_dma.masks.runs import EVER, NEVER, UNKNOWN, Hints, Runs, equal, intersection, spread, union
+from cupy_dma.masks.selection import Candidates, check_candidates, select
 
 
 def _home(like: Any) -> tuple[Library, Device]:
@@ -21,28 +23,6 @@ def _home(like: Any) -> tuple[Library, Device]:
         return library_named("numpy"), CPU
     operand = describe(like, "like")
     return operand.library, operand.device
-
-
-def _spread(library: Library, array: Any, name: str, shape: tuple[int, ...]) -> Operand:
-    """The Operand of a run's array, seen as the mask's full shape: stride 0 on axes that broadcast."""
-    if len(array.shape) < 3:
-        array = array[(None,) * (3 - len(array.shape))]
-    seen = library.describe(array, name)
-    (b, h, n), (batch, head, key) = seen.shape, seen.strides
-    strides = (0 if b == 1 else batch, 0 if h == 1 else head, 0 if n == 1 else key)
-    return Operand(name, array, library, shape, strides, "int32", seen.device, seen.pointer)
-
-
-class Hints(NamedTuple):
-    """What is known of a mask without looking at its values."""
-
-    starts: str | None = None  # "key" if every start is j, "open" if every start is EVER
-    bound: Bound | None = None  # (base, per_position): any T consecutive positions see at most base +
-    #                             per_position * (T - 1) keys
-    causal_only: bool = False  # the mask equals plain causality
-
-
-UNKNOWN = Hints()
 
 
 class IntervalMask:
@@ -90,7 +70,7 @@ class IntervalMask:
     def _set(self, library: Library, start: Any, stop: Any, hints: Hints) -> None:
         a, b = ((1, 1, 1, *run.shape)[-3:] for run in (start, stop))
         shape = (b[0] if a[0] == 1 else a[0], b[1] if a[1] == 1 else a[1], b[2] if a[2] == 1 else a[2])
-        self._start, self._stop = _spread(library, start, "start", shape), _spread(library, stop, "stop", shape)
+        self._start, self._stop = spread(library, start, "start", shape), spread(library, stop, "stop", shape)
         self.shape, self.key_length = shape, shape[2]
         self.library, self.device = library, self._start.device
         self._hints = hints
@@ -103,6 +83,14 @@ class IntervalMask:
         mask = cls.__new__(cls)
         mask._set(library, start, stop, hints)
         return mask
+
+    @classmethod
+    def _of(cls, library: Library, runs: Runs) -> IntervalMask:
+        return cls._make(library, *runs)
+
+    @property
+    def _runs(self) -> Runs:
+        return Runs(self._start.array, self._stop.array, self._hints)
 
     @property
     def start(self) -> Any:
@@ -183,18 +171,87 @@ class IntervalMask:
 
     @classmethod
     def documents(cls, documents: Any, *, key_length: int | None = None, causal: bool = True) -> IntervalMask:
-        """Every position sees the keys of its own document. See ``cupy_dma.masks.documents.documents_mask``."""
-        from cupy_dma.masks.documents import documents_mask
+        """Every position sees the keys of its own document, with ``causal`` only those up to itself.
 
-        return documents_mask(describe(documents, "documents"), key_length, causal)
+        Parameters
+        ----------
+        documents : int32 or int64 array
+            ``(documents + 1,)``: cumulative lengths, from 0, never falling, to the key length; or ``(B, Lk)``: ids.
+            A change of id along the row begins a new document, also when the id has occurred before.
+        key_length
+            With cumulative lengths: their last entry. Left out, it is read from the array (this synchronizes on CUDA).
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``documents`` has a wrong type or shape, or its lengths do not rise from 0 to the key length. Values on the
+            CPU are always checked, values on a device when ``CUPY_DMA_CHECK=1``.
+
+        Notes
+        -----
+        The first document is open to earlier positions (more queries than keys) and the last to later ones, so that one
+        document of all keys is the plain causal mask, or no mask.
+        """
+        runs = document_runs(describe(documents, "documents"), key_length)
+        return cls._of(runs.library, documents_mask(runs, checks.flag(causal, "causal")))
 
     @classmethod
     def top_w(cls, scores: Any, window: int, *, keys: str = "prefix", padding: Any = None, documents: Any = None,
               backend: str | None = None) -> IntervalMask:
-        """The dynamic mask: the ``window`` highest-scored keys. See ``cupy_dma.masks.selection.top_w``."""
-        from cupy_dma.masks.selection import top_w
+        """The dynamic mask: the ``window`` highest-ranked keys.
 
-        return top_w(scores, window, keys, padding, documents, backend)
+        Parameters
+        ----------
+        scores : float array ``(B, Hkv, Lk)``
+            Any float type; 16-bit scores are widened, float64 is exact on the numpy backend and refused on CUDA.
+        window : int
+            Keys kept per query, at least 1.
+        keys
+            ``"prefix"``: query ``i`` keeps the best of its candidates ``j <= p_i``; causal by construction.
+            ``"global"``: one set, the best of all candidates, shared by every query (add ``causal=True`` in the
+            attention to cut it, so that an early query may keep nothing).
+        padding : bool array ``(1|B, Lk)``, optional
+            True = a real key. A hidden key is no candidate and takes no place.
+        documents : int32 or int64 array, optional
+            As for ``IntervalMask.documents``: every document selects among its own keys.
+        backend
+            See ``cupy_dma.get_available_backends``. ``"numpy"`` with CUDA arrays copies to the host and back.
+
+        Returns
+        -------
+        IntervalMask of shape ``(B, Hkv, Lk)``. It carries no gradient; the scores get theirs as a bias.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument has a wrong type, shape or value, or (``CUPY_DMA_CHECK=1``) a score is not finite.
+
+        Notes
+        -----
+        The best keys *of a sliding window* are no interval mask: a key that was pushed out comes back when a better one
+        expires. To keep recent keys besides the best ones take the union, ``top_w(...) | sliding_window(...)``.
+        """
+        if backends.is_traced(scores):
+            return backends.traced().top_w(scores, window, keys, padding, documents, backend)
+        ranked = describe(scores, "scores")
+        window = checks.whole(window, "window", 1)
+        checks.choice(keys, "keys", ("prefix", "global"))
+        checks.one_of_types(ranked)
+        if ranked.ndim != 3:
+            raise ValueError(f"scores must have shape (B, Hkv, Lk), got {ranked.shape}")
+        checks.rows_contiguous(ranked)
+        module = backends.choose(backend, (ranked,))
+        if ranked.dtype == "float64" and ranked.device.kind == "cuda" and backend != "numpy":
+            raise TypeError("scores must be float16, bfloat16 or float32 on CUDA, got float64 (backend='numpy' takes "
+                            "it)")
+        candidates = check_candidates(padding, documents, ranked, ranked.shape[0], ranked.shape[2])
+        return cls._selected(ranked, window, keys, candidates, module)
+
+    @classmethod
+    def _selected(cls, scores: Operand, window: int, keys: str, candidates: Candidates,
+                  module: ModuleType) -> IntervalMask:
+        """``top_w`` of arguments that have been checked, on the backend ``module``."""
+        return cls._of(scores.library, select(scores, window, keys, candidates, module))
 
     # ---- algebra ----------------------------------------------------------------------------------------------------
 
@@ -214,17 +271,8 @@ class IntervalMask:
         if not isinstance(other, IntervalMask):
             return NotImplemented
         self._meet(other, "&")
-        xp, kinds = self.library.xp, {self._starts, other._starts}
         with self.library.on(self.device):
-            if None in kinds:
-                start = xp.maximum(self._start.array, other._start.array)
-            else:
-                start = other._start.array if self._starts == "open" else self._start.array
-            stop = xp.minimum(self._stop.array, other._stop.array)
-        starts = None if None in kinds else "key" if "key" in kinds else "open"
-        bounds = [bound for bound in (self._bound, other._bound) if bound is not None]
-        causal_only = self._causal_only and other._causal_only
-        return self._make(self.library, start, stop, Hints(starts, min(bounds, default=None), causal_only))
+            return self._of(self.library, intersection(self.library.xp, self._runs, other._runs))
 
     def __or__(self, other: IntervalMask) -> IntervalMask:
         """Visible under either, where the two runs of every key touch or overlap.
@@ -236,23 +284,8 @@ class IntervalMask:
         if not isinstance(other, IntervalMask):
             return NotImplemented
         self._meet(other, "|")
-        xp = self.library.xp
-        bound = None
-        if self._bound is not None and other._bound is not None:
-            bound = self._bound[0] + other._bound[0], self._bound[1] + other._bound[1]
-        a0, a1, b0, b1 = self._start.array, self._stop.array, other._start.array, other._stop.array
         with self.library.on(self.device):
-            if self._starts is not None and self._starts == other._starts:
-                return self._make(self.library, a0, xp.maximum(a1, b1),
-                                  Hints(self._starts, bound, self._causal_only or other._causal_only))
-            no_a, no_b = a1 <= a0, b1 <= b0
-            apart = ~no_a & ~no_b & ((a0 > b1) | (b0 > a1))
-            if bool(apart.any()):
-                raise ValueError("mask | mask needs runs that touch or overlap: some key is visible in two separate "
-                                 "runs, which is no interval; use the dense masks, a.to_dense(n) | b.to_dense(n)")
-            start = xp.where(no_a, b0, xp.where(no_b, a0, xp.minimum(a0, b0)))
-            stop = xp.where(no_a, b1, xp.where(no_b, a1, xp.maximum(a1, b1)))
-        return self._make(self.library, start, stop, Hints(bound=bound))
+            return self._of(self.library, union(self.library.xp, self._runs, other._runs))
 
     def __eq__(self, other: object) -> bool:
         """Whether both show the same keys at every position a query can stand at (below ``Lk``). Synchronizes."""
@@ -260,13 +293,8 @@ class IntervalMask:
             return NotImplemented
         if not self._meet(other, "=="):
             return False
-        xp = self.library.xp
         with self.library.on(self.device):
-            end = self.library.full((1, 1, 1), self.key_length, "int32", self.device)
-            a0, b0 = self._start.array, other._start.array
-            a1, b1 = xp.minimum(self._stop.array, end), xp.minimum(other._stop.array, end)
-            same = ((a0 == b0) & (a1 == b1)) | ((a1 <= a0) & (b1 <= b0))
-            return bool(same.all())
+            return equal(self.library, self.device, self.key_length, self._runs, other._runs)
 
     # ---- views of the mask ------------------------------------------------------------------------------------------
 
@@ -300,6 +328,4 @@ class IntervalMask:
     def plot(self, query_length: int | None = None, *, batch: int = 0, head: int = 0, ax: Any = None,
              path: Any = None, max_size: int = 512) -> Any:
         """A picture of one row of the mask; see ``cupy_dma.masks.plot.plot_mask``. Returns the matplotlib Axes."""
-        from cupy_dma.masks.plot import plot_mask
-
         return plot_mask(self, query_length, batch=batch, head=head, ax=ax, path=path, max_size=max_size)

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 
 from cupy_dma import checks
-from cupy_dma.masks.interval import IntervalMask
 
 
-def mask_density(mask: IntervalMask, query_length: int, batch: int, head: int, max_size: int) -> np.ndarray:
+def mask_density(mask: Any, query_length: int, batch: int, head: int, max_size: int) -> np.ndarray:
     """float64 ``(rows, columns)``, each at most ``max_size``: the visible share of the (query, key) pairs of each cell.
 
     Key ``j`` is visible to the queries ``[begin_j, end_j)``. Before query ``x`` there are ``clip(x, begin_j, end_j)
@@ -31,7 +30,7 @@ def mask_density(mask: IntervalMask, query_length: int, batch: int, head: int, m
     return density
 
 
-def plot_mask(mask: IntervalMask, query_length: int | None = None, *, batch: int = 0, head: int = 0, ax: Any = None,
+def plot_mask(mask: Any, query_length: int | None = None, *, batch: int = 0, head: int = 0, ax: Any = None,
               path: Any = None, max_size: int = 512) -> Any:
     """Draw which keys (columns) which queries (rows) see; the darker, the larger the visible share of a cell.
 

@@ -6,8 +6,9 @@
 Everything works in eager mode, under ``torch.compile(fullgraph=True)``, autocast and activation checkpointing, on CUDA
 and on CPU tensors. There are first derivatives only.
 """
-from cupy_dma.torch.functions import attention, dynamic_mask_attention, key_scores
+from cupy_dma.torch.attention import attention, dynamic_mask_attention
 from cupy_dma.torch.module import DynamicMaskAttention
+from cupy_dma.torch.scores import key_scores
 from cupy_dma.torch.varlen import varlen_attention, varlen_dynamic_mask_attention
 
 __all__ = ["DynamicMaskAttention", "attention", "dynamic_mask_attention", "key_scores", "varlen_attention",

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from cupy_dma import checks
 from cupy_dma.calls.scores import FORMS
-from cupy_dma.torch.functions import dynamic_mask_attention
+from cupy_dma.torch.attention import dynamic_mask_attention
 
 
 class DynamicMaskAttention(nn.Module):

@@ -120,6 +120,9 @@ class WatchedLibrary:
     def describe(self, array: Any, name: str) -> Operand:
         return self._session.operand(self._inner.describe(array, name))
 
+    def operand(self, array: Any, name: str) -> Operand:
+        return self.describe(array, name)
+
 
 class Memory:
     """Opens sessions."""

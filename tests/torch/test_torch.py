@@ -3,6 +3,7 @@ import gc
 import itertools
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ import cupy_dma as dma
 
 torch = pytest.importorskip("torch")
 
+from cupy_dma import checks  # noqa: E402
+from cupy_dma import torch as dma_torch  # noqa: E402
 from cupy_dma.backends import numpy as numpy_backend  # noqa: E402
-from cupy_dma.torch import DynamicMaskAttention, functions, operators  # noqa: E402
+from cupy_dma.torch import DynamicMaskAttention  # noqa: E402
 from tests.oracle.torch_inputs import HKV, B, D, H, N, draw, float64, gradients, recipe, same, same_numbers  # noqa: E402, F401
 from tests.torch import recall  # noqa: E402
 
@@ -156,21 +159,44 @@ def test_an_argument_changed_in_place_is_noticed():
 
 def test_forward_and_backward_share_the_mask_and_let_it_go(monkeypatch):
     seen, forward, backward = [], numpy_backend.attention, numpy_backend.attention_backward
-    monkeypatch.setattr(numpy_backend, "attention", lambda call: seen.append(id(call.mask)) or forward(call))
+    monkeypatch.setattr(numpy_backend, "attention", lambda call: seen.append(weakref.ref(call.mask)) or forward(call))
     monkeypatch.setattr(numpy_backend, "attention_backward",
-                        lambda call: seen.append(id(call.forward.mask)) or backward(call))
-    before = set(operators._alive)  # other modules may hold masks
+                        lambda call: seen.append(weakref.ref(call.forward.mask)) or backward(call))
     q, k, v, s = draw(torch.float32)
     mask = dma.IntervalMask.top_w(s, 5)
     dma.attention(q, k, v, mask=mask, bias=s).sum().backward()
-    assert seen == [id(mask)] * 2
+    assert [found() for found in seen] == [mask, mask] and seen[0]() is seen[1]() is mask
     seen.clear()
     out = dma.dynamic_mask_attention(q, k, v, s, window=5)
     gc.collect()
     out.sum().backward()
-    assert len(set(seen)) == 1
-    del out, mask
-    assert set(operators._alive) <= before
+    assert seen[0]() is seen[1]() is not None
+    del out
+    gc.collect()
+    assert seen[0]() is None
+
+
+@pytest.mark.parametrize("how", ["scores", "recipe"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_dynamic_call_checks_each_argument_once(monkeypatch, how, packed):
+    """And its backward pass checks nothing again."""
+    q, k, v, s = draw(torch.float32)
+    checked, real = [], checks.one_of_types
+    monkeypatch.setattr(checks, "one_of_types", lambda operand, *kinds: checked.append(operand.name) or real(
+        operand, *kinds))
+    given = {"scores": s} if how == "scores" else recipe(torch.float32)
+    if packed:
+        q, k, v = (x[0] for x in (q, k, v))
+        if how == "scores":
+            given["scores"] = s[0]
+        bounds = torch.tensor([0, 7, N], dtype=torch.int32)
+        out = dma.varlen_dynamic_mask_attention(q, k, v, bounds, bounds, window=5, **given)
+    else:
+        out = dma.dynamic_mask_attention(q, k, v, window=5, **given)
+    assert len(checked) == len(set(checked)) and "query" in checked and set(given) <= set(checked)
+    checked.clear()
+    out.sum().backward()
+    assert not checked
 
 
 # ---- operators ----------------------------------------------------------------------------------------------------
@@ -269,9 +295,9 @@ def test_the_module_starts_as_the_original_does():
 
 def test_public_functions_come_here():
     q, k, v, s = draw(torch.float32)
-    for public, own in ((dma.attention, functions.attention),
+    for public, own in ((dma.attention, dma_torch.attention),
                         (lambda *x, bias: dma.dynamic_mask_attention(*x, bias, window=4),
-                         lambda *x, bias: functions.dynamic_mask_attention(*x, bias, window=4))):
+                         lambda *x, bias: dma_torch.dynamic_mask_attention(*x, bias, window=4))):
         a, b = public(q, k, v, bias=s), own(q, k, v, bias=s)
         assert torch.equal(a, b) and type(a.grad_fn) is type(b.grad_fn)
     assert torch.equal(dma.dynamic_mask_attention(q, k, v, s, window=np.int64(4), scale=np.float32(0.5)),

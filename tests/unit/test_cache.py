@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import cupy_dma as dma
+from cupy_dma.cache.state import CacheState
 from tests.oracle import reference
 from tests.oracle.cache_cases import SCORES, History, draw_scores, packed, run_page
 from tests.unit.test_arrays import Producer
@@ -352,7 +353,7 @@ def test_facts():
     assert dma.DynamicCache(1, 1, 1, 1, dtype=torch.bfloat16)._state.key.dtype == "bfloat16"
     state = cache._state
     assert (state.batch, state.kv_heads, state.rows, state.head_dim, state.value_dim) == (2, 3, 8, 8, 4)
-    assert state.CacheState.__dataclass_fields__.keys() >= {"workspace"}
+    assert CacheState.__dataclass_fields__.keys() >= {"workspace"}
 
 
 def test_the_page_for_users():

@@ -19,8 +19,8 @@ Limits, of FlexAttention or of this use of it:
 
     problem.py            the call as tensors, what mask_mod and score_mod read, which blocks and keys are seen
     passes.py             forward and backward, compiled or not
-    ../_torch_math.py     key scores and selection
-    ../_torch_arrays.py   operands as torch tensors, the caller's stream
+    ../torch_common/scores_and_selection.py
+    ../torch_common/arrays.py   operands as torch tensors, the caller's stream
 """
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ from typing import Any
 __all__ = ["attention", "attention_backward", "cache_extend", "key_scores", "key_scores_backward", "prefix_stop",
            "unavailable"]
 
-_MODULES = {"attention": "flex.passes", "attention_backward": "flex.passes", "key_scores": "torch_common.scores_and_selection",
-            "key_scores_backward": "torch_common.scores_and_selection", "prefix_stop": "torch_common.scores_and_selection"}
+_SCORES = "torch_common.scores_and_selection"
+_MODULES = {"attention": "flex.passes", "attention_backward": "flex.passes", "key_scores": _SCORES,
+            "key_scores_backward": _SCORES, "prefix_stop": _SCORES}
 
 
 def unavailable() -> str | None:

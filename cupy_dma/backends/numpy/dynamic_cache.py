@@ -7,7 +7,7 @@ from cupy_dma import checks
 from cupy_dma.backends.numpy.selection import prefix_stop
 from cupy_dma.backends.numpy.varlen import attention
 from cupy_dma.cache.chunked_prefill import delivered, extend_chunk
-from cupy_dma.cache.slots import index, needed, operand_of, refresh, rows, widened
+from cupy_dma.cache.slots import index, needed, refresh, rows, widened
 from cupy_dma.cache.state import CacheState, ExtendCall
 from cupy_dma.calls.types import AttentionCall, key_bias
 
@@ -51,8 +51,8 @@ def _attend(state: CacheState, call: ExtendCall, seen: Any) -> tuple[Any, Any]:
     """Attention to the slots that are ``seen (B, Hkv, R)``. Key and value of different widths get zero columns."""
     library, size = state.library, max(state.head_dim, state.value_dim)
     assert call.query is not None
-    key, value = (widened(operand_of(library, x.array.swapaxes(1, 2), x.name), size) for x in (state.key, state.value))
-    mask = checks.with_axes(operand_of(library, seen[:, :, None], "mask"), 4)
+    key, value = (widened(library.operand(x.array.swapaxes(1, 2), x.name), size) for x in (state.key, state.value))
+    mask = checks.with_axes(library.operand(seen[:, :, None], "mask"), 4)
     out, lse = attention(AttentionCall(widened(call.query, size), key, value, None, mask, key_bias(state.scores), False,
                                        call.scale, call.softcap, False))
     return delivered(state, call, out, lse)

@@ -25,8 +25,9 @@ from typing import Any
 __all__ = ["attention", "attention_backward", "cache_extend", "interpreted", "key_scores", "key_scores_backward",
            "prefix_stop", "unavailable"]
 
-_MODULES = {"attention": "triton.forward", "attention_backward": "triton.backward", "key_scores": "torch_common.scores_and_selection",
-            "key_scores_backward": "torch_common.scores_and_selection", "prefix_stop": "triton.selection"}
+_SCORES = "torch_common.scores_and_selection"
+_MODULES = {"attention": "triton.forward", "attention_backward": "triton.backward", "key_scores": _SCORES,
+            "key_scores_backward": _SCORES, "prefix_stop": "triton.selection"}
 
 
 def interpreted() -> bool:

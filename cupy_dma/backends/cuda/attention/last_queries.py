@@ -16,7 +16,7 @@ from cupy_dma.backends.cuda.attention.problem import Problem
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import blocks
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
-from cupy_dma.calls.types import AttentionCall, DynamicCall, key_bias
+from cupy_dma.calls.types import DynamicCall, key_bias, with_mask
 
 # As in the kernel file.
 DIGIT_BITS, FEW, MOST_CHUNKS = 11, 4096, 1024
@@ -32,23 +32,23 @@ class DecodeSelectConfig(jit.Config):
 
 def attend_last(runtime: Runtime, call: DynamicCall, scores: Operand) -> tuple[Any, Any] | None:
     """``out`` and ``lse`` of a dynamic call with these scores; None for a call that is better served by a mask."""
-    queries, keys = call.query.shape[1], call.key.shape[1]
-    rows = queries * (call.query.shape[2] // call.key.shape[2])
+    attention = call.attention
+    queries, keys = attention.query_length, attention.key_length
+    rows = queries * (attention.heads // attention.kv_heads)
     if (call.keys != "prefix" or call.candidates.padding is not None or call.candidates.runs is not None
             or not 1 <= rows <= flash_decode.MOST_ROWS or keys - queries + 1 <= call.window
-            or scores.dtype == "float64" or scores.shape[1] != call.key.shape[2] or checks.wants_values_checked()):
+            or scores.dtype == "float64" or scores.shape[1] != attention.kv_heads or checks.wants_values_checked()):
         return None
-    library, device = call.query.library, call.query.device
+    query, library, device = attention.query, attention.query.library, attention.query.device
     if scores.dtype != "float32":
         scores = library.describe(library.astype(scores.array, "float32"), "scores")
-    attention = AttentionCall(call.query, call.key, call.value, None, None, key_bias(scores), False, call.scale,
-                              call.softcap, call.deterministic)
+    attention = with_mask(attention, None, key_bias(scores))
     problem = Problem(attention)
-    if call.query.shape[0] == 0 or not flash_decode.shares_out(runtime, device.index, attention, problem):
+    if attention.batch == 0 or not flash_decode.shares_out(runtime, device.index, attention, problem):
         return None
-    out = library.empty(call.query.shape, call.query.dtype, device)
-    lse = library.empty((call.query.shape[0], call.query.shape[2], queries), "float32", device)
-    sets = flash_decode.sets_of(rows, call.query.shape[3] * problem.size)
+    out = library.empty(query.shape, query.dtype, device)
+    lse = library.empty((attention.batch, attention.heads, queries), "float32", device)
+    sets = flash_decode.sets_of(rows, attention.head_dim * problem.size)
     with runtime.on(device):
         listed = select_last(runtime, scores, call.window, queries, sets)
         flash_decode.attention(runtime, attention, problem, out, lse, listed)

@@ -1,0 +1,93 @@
+"""The arguments of backward passes: what the forward returned and what arrives from above it."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+from cupy_dma import checks
+from cupy_dma.arrays import Operand, describe
+from cupy_dma.calls.types import AttentionBackwardCall, AttentionCall
+
+Upstream = tuple[Operand, Operand, Operand, Operand | None]  # dout, out, lse, dlse, as the caller has them
+
+
+def check_needs(needs: Iterable[str], allowed: tuple[str, ...]) -> frozenset[str]:
+    """Names of the wanted gradients. ValueError for a name that is not allowed."""
+    names = (needs,) if isinstance(needs, str) else tuple(needs)
+    for name in names:
+        if name not in allowed:
+            raise ValueError(f"needs must be some of {', '.join(map(repr, allowed))}, got {name!r}")
+    return frozenset(names)
+
+
+def check_upstream(call: AttentionCall, dout: Any, out: Any, lse: Any, dlse: Any) -> Upstream:
+    """``dout, out, lse, dlse`` of this call, checked. Those of packed sequences have no batch axis."""
+    q, packed = call.query, call.sequences is not None
+    rows = describe(dout, "dout"), describe(out, "out")
+    given = q.shape[1:] if packed else q.shape
+    for operand in rows:
+        if operand.dtype != q.dtype:
+            raise TypeError(f"{operand.name} must have query's type {q.dtype}, got {operand.dtype}")
+        if operand.shape != given:
+            raise ValueError(f"{operand.name} must have query's shape {given}, got {operand.shape}")
+        checks.require_same_device((q, operand))
+    if lse is None:
+        raise TypeError("lse must be an array, got None: it is what attention(..., return_lse=True) returned")
+    meaning, shape = ("(H, total_q)", (q.shape[2], q.shape[1])) if packed else (
+        "(B, H, Lq)", (q.shape[0], q.shape[2], q.shape[1]))
+    return (*rows, check_floats(lse, "lse", meaning, shape, q),
+            None if dlse is None else check_floats(dlse, "dlse", meaning, shape, q))
+
+
+def check_floats(array: Any, name: str, meaning: str, shape: tuple[int, ...], like: Operand) -> Operand:
+    """A checked float operand of this shape, on ``like``'s device."""
+    operand = describe(array, name)
+    checks.one_of_types(operand)
+    checks.has_shape(operand, meaning, [(size,) for size in shape])
+    checks.require_same_device((like, operand))
+    return operand
+
+
+def attention_gradients(call: AttentionCall, upstream: Upstream, needs: frozenset[str],
+                        module: ModuleType) -> tuple[Any, ...]:
+    """``dquery, dkey, dvalue, dbias`` in the shapes of the caller's arrays, on the backend ``module``; None for what
+    ``needs`` leaves out."""
+    dquery, dkey, dvalue, dbias = module.attention_backward(backward_call(call, upstream, needs))
+    if dbias is not None:
+        assert call.bias is not None
+        dbias = dbias.reshape(tuple(call.bias.array.shape))
+    if call.sequences is None:
+        return dquery, dkey, dvalue, dbias
+    if dbias is not None:
+        dbias = dbias.reshape(dbias.shape[-2:])
+    return *(None if gradient is None else gradient[0] for gradient in (dquery, dkey, dvalue)), dbias
+
+
+def backward_call(call: AttentionCall, upstream: Upstream, needs: frozenset[str]) -> AttentionBackwardCall:
+    """The backward call, its upstream arrays as ``AttentionBackwardCall`` promises them."""
+    q = call.query
+    if call.sequences is not None and call.sequences.pages is not None:
+        raise NotImplementedError("block_table must be None: paged attention has no backward pass (the pages of a "
+                                  "cache are shared); gather the keys and give them as (total_k, Hkv, D)")
+    dout, out = (x if x.strides[-1] == 1 else contiguous(x) for x in upstream[:2])
+    lse, dlse = (None if x is None else contiguous_floats(x, q) for x in upstream[2:])
+    if call.sequences is not None:
+        dout, out = checks.with_axes(dout, 4), checks.with_axes(out, 4)
+        lse, dlse = (None if x is None else checks.with_axes(x, 3) for x in (lse, dlse))
+    assert lse is not None
+    return AttentionBackwardCall(call, dout, out, lse, dlse, needs)
+
+
+def contiguous_floats(operand: Operand, like: Operand) -> Operand:
+    """Contiguous, in the type of numbers per row or key: float32, float64 for float64."""
+    kind = "float64" if like.dtype == "float64" else "float32"
+    if operand.dtype != kind:
+        operand = operand.library.operand(operand.library.astype(operand.array, kind), operand.name)
+    return contiguous(operand)
+
+
+def contiguous(operand: Operand) -> Operand:
+    """The operand with its elements in C order."""
+    packed = operand.library.contiguous(operand.array)
+    return operand if packed is operand.array else operand.library.operand(packed, operand.name)

@@ -1,0 +1,176 @@
+"""How functions of this package become operators ``torch.ops.cupy_dma``, and when they need not.
+
+Eager calls on plain tensors run a backend directly, inside a ``torch.autograd.Function``: their arguments are checked
+once, and a mask keeps its key lists from the forward to the backward pass. Whoever looks at operators gets operators:
+``torch.compile``, dispatch modes (fake tensors, FLOP counters, selective checkpointing), tensor subclasses, and
+autograd when it differentiates a gradient. An operator checks its arguments when it runs; its fake kernel gives shapes
+and types. Results are fresh and contiguous.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cupy_dma import checks
+
+# A compiler must not choose other strides for the inputs: the last axis has to stay contiguous.
+_STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
+_TENSOR = object()  # where an argument of an operator was a tensor
+_library = torch.library.Library("cupy_dma", "DEF")
+operators = torch.ops.cupy_dma
+
+
+class Options(NamedTuple):
+    """The arguments of the attention operators behind the bias."""
+
+    causal: bool
+    scale: float | None
+    softcap: float
+    deterministic: bool
+    backend: str | None
+
+
+# ---- operators ------------------------------------------------------------------------------------------------------
+
+
+def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Define an operator with its kernel, for CPU and CUDA tensors, and its fake kernel."""
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, _STRIDES))
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, kernel, device)
+    torch.library.register_fake(f"cupy_dma::{name}", fake, lib=_library)
+
+
+def register_derivative(name: str, differentiable: dict[int, str], keeps_outputs: bool) -> None:
+    """Give operator ``name`` its derivative, the operator ``{name}_backward``, which has none itself.
+
+    ``differentiable``: names of the arguments that may have gradients, by their positions. The derivative takes the
+    gradients of the outputs, with ``keeps_outputs`` the outputs, then the arguments, and the names of the wanted
+    gradients, which it returns in that order. (``torch.library.register_autograd`` costs 75 us a call for operators
+    with so many arguments.)
+    """
+    operator, derivative = getattr(operators, name).default, getattr(operators, f"{name}_backward").default
+
+    def kernel(keys: Any, *arguments: Any) -> Any:
+        if needs_grad(*[x for x in arguments if isinstance(x, Tensor)]):
+            return _Operator.apply(operator, derivative, differentiable, keeps_outputs, keys, *arguments)
+        return _below_autograd(operator, keys, arguments)
+
+    def refusing(keys: Any, *arguments: Any) -> list[Tensor]:
+        return list(_SecondDerivative.apply(derivative, keys, *arguments))
+
+    _library.impl(name, kernel, "Autograd", with_keyset=True)
+    _library.impl(f"{name}_backward", refusing, "Autograd", with_keyset=True)
+
+
+def _below_autograd(operator: Any, keys: Any, arguments: Any) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+
+
+class _Operator(torch.autograd.Function):
+    """An operator under the Autograd key."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: Any, derivative: Any, differentiable: dict[int, str], keeps_outputs: bool,
+                keys: Any, *arguments: Any) -> Any:
+        outputs = _below_autograd(operator, keys, arguments)
+        kept = outputs if keeps_outputs else ()
+        ctx.save_for_backward(*kept, *[x for x in arguments if isinstance(x, Tensor)])
+        ctx.arguments = [_TENSOR if isinstance(x, Tensor) else x for x in arguments]
+        ctx.derivative, ctx.differentiable, ctx.kept = derivative, differentiable, len(kept)
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        first = len(ctx.needs_input_grad) - len(ctx.arguments)
+        found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        if all(gradient is None for gradient in gradients):
+            return tuple(found)
+        outputs, tensors = ctx.saved_tensors[:ctx.kept], iter(ctx.saved_tensors[ctx.kept:])
+        arguments = [next(tensors) if x is _TENSOR else x for x in ctx.arguments]
+        upstream = torch.zeros_like(outputs[0]) if gradients[0] is None else gradients[0]
+        wanted = {i: name for i, name in ctx.differentiable.items() if ctx.needs_input_grad[first + i]}
+        made = ctx.derivative(upstream, *gradients[1:], *outputs, *arguments, list(wanted.values()))
+        for i, gradient in zip(wanted, made):
+            found[first + i] = gradient
+        return tuple(found)
+
+
+class _SecondDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, operator: Any, keys: Any, *arguments: Any) -> Any:
+        return tuple(_below_autograd(operator, keys, arguments))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise NotImplementedError("cupy_dma has no second derivatives: do not differentiate a gradient of attention or "
+                                  "key_scores (create_graph=True)")
+
+
+# ---- what the functions above the operators share -------------------------------------------------------------------
+
+
+def takes_operators(*tensors: Any) -> bool:
+    """Whether a call with these arguments must show operators, because somebody traces or watches it."""
+    if (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+            or torch._C._functorch.peek_interpreter_stack() is not None):
+        return True
+    for x in tensors:
+        if type(x) is not Tensor and isinstance(x, Tensor) and type(x) is not torch.nn.Parameter:
+            return True
+    return False
+
+
+def is_plain_gradient(gradient: Tensor) -> bool:
+    """Whether nobody looks at how a gradient is made: no tracer, and no autograd that would differentiate it again."""
+    return type(gradient) is Tensor and not torch.is_grad_enabled()
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd wants a gradient for any of them."""
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return False
+
+
+def fixed(deterministic: bool) -> bool:
+    """The option, or torch's switch for all of it."""
+    return checks.flag(deterministic, "deterministic") or torch.are_deterministic_algorithms_enabled()
+
+
+def options_of(causal: bool, scale: float | None, softcap: float, deterministic: bool, backend: str | None) -> Options:
+    """Checked options, as an operator takes them."""
+    return Options(checks.flag(causal, "causal"), None if scale is None else checks.real(scale, "scale"),
+                   checks.real(softcap, "softcap", 0.0), fixed(deterministic), backend)
+
+
+def cast(*tensors: Any) -> tuple[Any, ...]:
+    """Tensors in the type of autocast, where it is on for their device. float64 stays."""
+    first = tensors[0]
+    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    kind = torch.get_autocast_dtype(first.device.type)
+    return tuple([x.to(kind) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+                  for x in tensors])
+
+
+# ---- shapes and types of results ------------------------------------------------------------------------------------
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """The type of numbers per row or key."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def empty_like(named: dict[str, Tensor | None], needs: Sequence[str]) -> list[Tensor]:
+    """Fake gradients."""
+    found = [named[name] for name in needs]
+    return [x.new_empty(x.shape) for x in found if x is not None]

@@ -1,0 +1,131 @@
+"""Key scores and selection in torch.
+
+    key_scores -> scores            key_scores_backward -> the gradients named in ``needs``, in that order
+    top_w -> start, stop            (no gradient: the selection is piecewise constant)
+"""
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cupy_dma import backends
+from cupy_dma.arrays import library_named
+from cupy_dma.calls.gradients import contiguous_floats
+from cupy_dma.calls.scores import Recipe, recipe_of
+from cupy_dma.masks.interval import IntervalMask
+from cupy_dma.masks.selection import selection_hints
+from cupy_dma.torch.registration import (
+    cast,
+    empty_like,
+    is_plain_gradient,
+    needs_grad,
+    operators,
+    register,
+    register_derivative,
+    takes_operators,
+    wide,
+)
+
+PARAMETERS = ("value", "dt_proj", "A", "dt_bias")
+
+
+def key_scores(value: Tensor, dt_proj: Tensor, A: Tensor, *, dt_bias: Tensor | None = None, form: str = "exp",
+               backend: str | None = None) -> Tensor:
+    """``cupy_dma.key_scores`` with gradients for ``value``, ``dt_proj``, ``A`` and ``dt_bias``."""
+    (value,) = cast(value)
+    if takes_operators(value, dt_proj, A, dt_bias):
+        return operators.key_scores(value, dt_proj, A, dt_bias, form, backend)
+    recipe = recipe_of(value, dt_proj, A, dt_bias, form)
+    return scores_by(recipe, backends.choose(backend, recipe[:1]), backend)
+
+
+def scores_by(recipe: Recipe, module: ModuleType, backend: str | None) -> Tensor:
+    """The scores of a checked recipe on ``module``, the backend of that name, with their gradients."""
+    tensors = [None if x is None else x.array for x in recipe[:4]]
+    if needs_grad(*tensors):
+        return _KeyScores.apply(recipe, module, backend, *tensors)
+    return module.key_scores(*recipe)
+
+
+def top_w(scores: Tensor, window: int, keys: str, padding: Tensor | None, documents: Tensor | None,
+          backend: str | None) -> IntervalMask:
+    """``IntervalMask.top_w`` as ``torch.compile`` sees it: one operator, which checks its arguments when it runs."""
+    start, stop = operators.top_w(scores.detach(), window, keys, padding, documents, backend)
+    hints = selection_hints(window, scores.shape[2], keys, padding is not None, documents is not None)
+    return IntervalMask._make(library_named("torch"), start, stop, hints)
+
+
+class _KeyScores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, recipe: Recipe, module: ModuleType, backend: str | None, *tensors: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.form, ctx.module, ctx.backend = recipe[4], module, backend
+        return module.key_scores(*recipe)
+
+    @staticmethod
+    def backward(ctx: Any, dscores: Tensor) -> tuple[Any, ...]:
+        needs = [name for name, needed in zip(PARAMETERS, ctx.needs_input_grad[3:]) if needed]
+        if is_plain_gradient(dscores):
+            found = _gradients(dscores, ctx.saved_tensors, ctx.form, ctx.module, needs)
+        else:
+            found = operators.key_scores_backward(dscores, *ctx.saved_tensors, ctx.form, ctx.backend, needs)
+        named = dict(zip(needs, found))
+        return None, None, None, *(named.get(name) for name in PARAMETERS)
+
+
+def _gradients(dscores: Tensor, tensors: tuple[Any, ...], form: str, module: ModuleType,
+               needs: list[str]) -> list[Tensor]:
+    """The gradients named in ``needs``, of parameters that the forward has checked."""
+    operand, (value, dt_proj, A, dt_bias) = library_named("torch").operand, tensors
+    v, projection, a = operand(value, "value"), operand(dt_proj, "dt_proj"), operand(A, "A")
+    offset = None if dt_bias is None else operand(dt_bias, "dt_bias")
+    upstream = contiguous_floats(operand(dscores, "dscores"), v)
+    found = module.key_scores_backward(upstream, v, projection, a, offset, form, frozenset(needs))
+    return [gradient for name, gradient in zip(PARAMETERS, found) if name in needs]
+
+
+# ---- operators ------------------------------------------------------------------------------------------------------
+
+
+def _key_scores(value, dt_proj, A, dt_bias, form, backend):
+    recipe = recipe_of(value, dt_proj, A, dt_bias, form)
+    return backends.choose(backend, recipe[:1]).key_scores(*recipe)
+
+
+def _key_scores_backward(dscores, value, dt_proj, A, dt_bias, form, backend, needs):
+    recipe = recipe_of(value, dt_proj, A, dt_bias, form)
+    with torch.no_grad():
+        module = backends.choose(backend, recipe[:1])
+        return _gradients(dscores, (value, dt_proj, A, dt_bias), form, module, needs)
+
+
+def _top_w(scores, window, keys, padding, documents, backend):
+    mask = IntervalMask.top_w(scores, window, keys=keys, padding=padding, documents=documents, backend=backend)
+    return mask._start.array, mask._stop.array
+
+
+def _fake_key_scores(value, *rest):
+    batch, length, heads, _ = value.shape
+    return value.new_empty((batch, heads, length), dtype=wide(value))
+
+
+def _fake_key_scores_backward(dscores, value, dt_proj, A, dt_bias, form, backend, needs):
+    return empty_like({"value": value, "dt_proj": dt_proj, "A": A, "dt_bias": dt_bias}, needs)
+
+
+def _fake_top_w(scores, window, keys, padding, documents, backend):
+    rows = documents.shape[0] if keys == "global" and documents is not None and documents.ndim == 2 else 1
+    return (scores.new_empty((rows, 1, scores.shape[2]), dtype=torch.int32),
+            scores.new_empty(scores.shape, dtype=torch.int32))
+
+
+_ARGUMENTS = "Tensor value, Tensor dt_proj, Tensor A, Tensor? dt_bias, str form, str? backend"
+register(f"key_scores({_ARGUMENTS}) -> Tensor", _key_scores, _fake_key_scores)
+register(f"key_scores_backward(Tensor dscores, {_ARGUMENTS}, str[] needs) -> Tensor[]", _key_scores_backward,
+         _fake_key_scores_backward)
+register("top_w(Tensor scores, SymInt window, str keys, Tensor? padding, Tensor? documents, str? backend) "
+         "-> (Tensor start, Tensor stop)", _top_w, _fake_top_w)
+register_derivative("key_scores", dict(enumerate(PARAMETERS)), keeps_outputs=False)
