@@ -1,24 +1,24 @@
-"""A language model that writes for ever in constant memory, and the same text without the cache, to compare.
+"""A language model that generates text in constant memory, and the same text without the cache for comparison.
 
     python examples/generate.py                                  100,000 tokens on a GPU
     python examples/generate.py --tokens 200 --device cpu        a few, anywhere
 
-The model (``model.py``) is small and untrained. It writes nonsense, but which nonsense depends on the keys that are
-kept: attention is sharp, and its part is large.
+The model (``model.py``) is small and untrained. It writes nonsense, but which nonsense depends on the kept keys, since
+attention is sharp and contributes a lot.
 
-Generation. Each layer has a ``DynamicCache``: ``window`` rows per kv head, however long the text gets. The prompt goes
-in as one piece, then token by token; on a GPU one CUDA graph of a step is replayed for all of them. The text is drawn
-at random by adding Gumbel noise to the logits. Rounding must not decide a token, or no two ways to compute the same
-model could agree on a text for long. So there are DRAWS draws for a token, and the one is taken whose best token leads
-by most. Which one that is belongs to the random numbers: it is written down and given to whoever computes the text
-again.
+Generation. Each layer has a ``DynamicCache``: ``window`` rows per kv head, however long the text gets. The prompt is
+processed as one chunk, then tokens follow one by one; on a GPU one CUDA graph of a step is replayed for all of them.
+Tokens are sampled by adding Gumbel noise to the logits. Rounding must not decide a token, or two computations of the
+same model would soon disagree on the text. So each token has DRAWS draws, and the draw whose best token leads by the
+largest margin is taken. Which one that is becomes part of the random numbers: it is recorded, and reused wherever the
+text is computed again.
 
-Comparison. Two ways that know of no cache, with the same weights and random numbers:
+Comparison. Two computations without the cache, with the same weights and random numbers:
 1. free run: all keys and values are kept, and the best ``window`` are selected anew from all of them for every token.
-   The run reads its own tokens only. Its memory and time grow, so it stops after --free tokens.
-2. teacher forcing: one pass of the model over the text that was written, up to --forced tokens of it, gives what it
-   would have written at each position.
-Every token must be the same, and memory must not have grown; else the exit status is 1.
+   The run reads only its own tokens. Its memory and time grow, so it stops after --free tokens.
+2. teacher forcing: one pass of the model over the generated text, up to --forced tokens of it, gives what it would have
+   written at each position.
+Every token must be the same, and memory must not have grown; otherwise the exit status is 1.
 """
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from torch import Tensor
 from examples.model import BYTES, FullCache, Model
 
 PROMPT = b"Every query attends to the keys with the highest scores among those before it. "
-DRAWS = 16  # for a token
+DRAWS = 16  # per token
 TABLES = 1021, 1019  # rows of two tables of random numbers, primes: sums of rows repeat after 1,040,399 draws
 
 
 class Sampler:
-    """Draws a token for each position. Which of DRAWS draws counted is in ``draw`` afterwards."""
+    """Samples a token for each position. ``draw`` records which of the DRAWS draws was used."""
 
     def __init__(self, tokens: int, device: Any, seed: int):
         generator = torch.Generator().manual_seed(seed)
@@ -60,7 +60,7 @@ class Sampler:
         return -(-uniform.log()).log()
 
     def first(self, logits: Tensor, position: Tensor) -> Tensor:
-        """The token ``(1,)`` at ``position (1,)``, from ``logits (1, BYTES)``; the draw is written down."""
+        """The token ``(1,)`` at ``position (1,)``, from ``logits (1, BYTES)``; the draw is recorded."""
         noisy = logits + self.rows(position, self.numbers)
         two = noisy.topk(2, dim=-1).values
         clearest = (two[:, 0] - two[:, 1]).argmax(0, keepdim=True)
@@ -68,7 +68,7 @@ class Sampler:
         return noisy.index_select(0, clearest).argmax(-1)
 
     def again(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """``logits (n, BYTES)`` with the noise of the draws that were written down; the largest is the token."""
+        """``logits (n, BYTES)`` with the noise of the recorded draws; the largest is the token."""
         return logits + self.rows(positions, self.draw[positions])
 
 
@@ -99,7 +99,7 @@ def steps(count: int, first: int, block: int, step: Callable[[], Any], memory: C
 
 
 class Text:
-    """Tokens, and the position of the next one: on the device, because a graph reads it there."""
+    """Tokens, and the position of the next one, on the device, because a CUDA graph reads it there."""
 
     def __init__(self, prompt: Tensor, count: int):
         self.tokens = torch.cat((prompt, prompt.new_zeros(count)))
@@ -112,7 +112,7 @@ class Text:
 
 def start(model: Model, pasts: list[Any], prompt: Tensor, count: int,
           sample: Callable[[Tensor, Tensor], Tensor]) -> tuple[Text, Callable[[], None]]:
-    """The prompt taken in and one token written; and a function that writes the next one."""
+    """Processes the prompt and writes one token; returns the text and a function that writes the next one."""
     text = Text(prompt, count)
     logits = model.extend(prompt, torch.arange(len(prompt), device=prompt.device), pasts)
     text.append(sample(logits[-1:], text.next))
@@ -126,7 +126,7 @@ def start(model: Model, pasts: list[Any], prompt: Tensor, count: int,
 
 
 def generate(model: Model, sampler: Sampler, prompt: Tensor, count: int, block: int) -> tuple[Tensor, Curve, int]:
-    """``count`` tokens behind the prompt; time and memory; and the bytes of the caches."""
+    """``count`` tokens after the prompt; time and memory; and the bytes of the caches."""
     caches, cuda = model.caches(), prompt.is_cuda
     size = sum(cache.memory_bytes for cache in caches)
     text, step = start(model, caches, prompt, count, sampler.first)
@@ -138,21 +138,21 @@ def generate(model: Model, sampler: Sampler, prompt: Tensor, count: int, block: 
     side.wait_stream(torch.cuda.current_stream())
     warm = min(3, count - 1)
     with torch.cuda.stream(side):
-        for _ in range(warm):  # real tokens; what compiles does so here
+        for _ in range(warm):  # real tokens; kernels compile here
             step()
     torch.cuda.current_stream().wait_stream(side)
     if warm == count - 1:
         return text.tokens, Curve(), size
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step()  # only recorded
+        step()  # captured, not run
     curve = steps(count - 1 - warm, len(prompt) + 1 + warm, block, graph.replay, torch.cuda.memory_allocated,
                   torch.cuda.synchronize)
     return text.tokens, curve, size
 
 
 def free_run(model: Model, sampler: Sampler, prompt: Tensor, count: int, block: int) -> tuple[Tensor, Curve]:
-    """The same with all keys and values kept, for ``count`` tokens."""
+    """The same with a full KV cache, for ``count`` tokens."""
     pasts = [FullCache(layer, len(prompt) + count) for layer in model.layers]
     text, step = start(model, pasts, prompt, count, lambda *x: sampler.again(*x).argmax(-1))
 
@@ -164,8 +164,8 @@ def free_run(model: Model, sampler: Sampler, prompt: Tensor, count: int, block: 
 
 
 def forced(model: Model, sampler: Sampler, tokens: Tensor, first: int) -> tuple[Tensor, float]:
-    """What the model would have written at each position of ``tokens`` from ``first`` on, after what stands before; and
-    the smallest lead of a token over the next best."""
+    """What the model would have written at each position of ``tokens`` from ``first`` on, given all tokens before
+    it, and the smallest lead of a token over the next best."""
     positions = torch.arange(first, len(tokens), device=tokens.device)
     noisy = sampler.again(model(tokens[:-1])[first - 1:], positions)
     two = noisy.topk(2, dim=-1)
@@ -173,7 +173,7 @@ def forced(model: Model, sampler: Sampler, tokens: Tensor, first: int) -> tuple[
 
 
 def plot(path: str, cached: Curve, full: Curve, cache_bytes: int, row_bytes: int) -> str:
-    """Time per token and memory along the text; what to tell the user."""
+    """Plots time per token and memory along the text; returns a message for the user."""
     try:
         import matplotlib
     except ImportError:

@@ -1,10 +1,10 @@
-"""A small causal language model on bytes, and the cache that it would need without ``DynamicCache``.
+"""A small causal byte-level language model, and the full KV cache that it would need without ``DynamicCache``.
 
 Embedded bytes and positions, then layers of dynamic mask attention and an MLP,
 
     x += out(attention(q, k, v; scores)),  x += mlp(x)      with  q, k, v = project(norm(x))
 
-and a head that gives the logits of the next byte. It is not trained.
+and a head for the logits of the next byte. It is untrained.
 """
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import cupy_dma as dma
 from cupy_dma.torch import DynamicMaskAttention
 
 BYTES = 256
-ATTENTION = 1.5  # how sharp attention is, and how large its part
-WAVES = 32  # a position is told by as many sines and cosines
+ATTENTION = 1.5  # how sharp attention is, and how much it contributes
+WAVES = 32  # sines and cosines that encode a position
 
 
 class Layer(nn.Module):
-    """Attention with grouped heads, and an MLP. ``extend`` is ``forward`` for the tokens that come next."""
+    """Attention with GQA, and an MLP. ``extend`` is ``forward`` for the next tokens."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, window: int):
         super().__init__()
@@ -34,7 +34,7 @@ class Layer(nn.Module):
                                  nn.Linear(4 * width, width))
         nn.init.normal_(self.project.weight, std=ATTENTION * width**-0.5)
         nn.init.normal_(self.out.weight, std=ATTENTION * width**-0.5)
-        nn.init.ones_(self.attend.A)  # at 0 all scores would be equal, and the window a sliding one
+        nn.init.ones_(self.attend.A)  # at 0 all scores would tie, and the mask would be a sliding window
 
     def inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """query ``(B, L, H, D)``, key and value ``(B, L, Hkv, D)`` of ``x (B, L, width)``."""
@@ -71,14 +71,14 @@ class Model(nn.Module):
         return self.head(x)[0].float()
 
     def extend(self, tokens: Tensor, positions: Tensor, pasts: list[Any]) -> Tensor:
-        """The same for the tokens that come next, with one cache a layer."""
+        """The same for the next tokens, with one cache per layer."""
         x = self.embedded(tokens, positions)
         for layer, past in zip(self.layers, pasts):
             x = layer.extend(x, past)
         return self.head(x)[0].float()
 
     def embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """``(1, L, width)``. Equal tokens differ by their positions, else their scores would tie."""
+        """``(1, L, width)``. Positions tell equal tokens apart; otherwise their scores would tie."""
         angle = positions[:, None] * 10000.0 ** (-torch.arange(WAVES, device=tokens.device).double() / WAVES)
         waves = torch.cat((angle.cos(), angle.sin()), dim=1).to(self.place.weight.dtype)
         return (self.embed(tokens) + self.place(waves))[None]
@@ -90,7 +90,7 @@ class Model(nn.Module):
 
 
 class FullCache:
-    """All keys and values of a layer; what a query sees is selected anew from all of them."""
+    """All keys and values of a layer; every query selects from all of them anew."""
 
     def __init__(self, layer: Layer, capacity: int):
         like, self.layer, self.length = layer.out.weight, layer, 0

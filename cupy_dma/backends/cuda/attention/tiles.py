@@ -23,7 +23,7 @@ Tiles = dict[int, dict[int, tuple[Tile, ...]]]
 KeyTilesOf = dict[int, dict[int, tuple[KeyTile, ...]]]
 
 # By bytes of an element and head dim, the fastest first; the first that fits is taken. Measured in
-# docs/performance-notes.md (those of float32: chosen by counting).
+# docs/lab/forward-sm80.md and backward.md (those of float32: chosen by counting).
 _FORWARD: Tiles = {2: {
     64: (Tile(128, 64, 4, 2),),
     128: (Tile(128, 64, 4, 2), Tile(128, 32, 4, 1)),
