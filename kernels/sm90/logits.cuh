@@ -1,8 +1,8 @@
-// From products to probabilities on Hopper: bias, softcap, masks and the online softmax of a block, in registers.
+// From products to logits on Hopper, in registers: bias, softcap and masks of a block.
 //
 // Prelude: as sm90/forward.cu.
 #pragma once
-#include "sm90/config.cuh"
+#include "sm90/smem.cuh"
 
 // Logits are kept in a unit of their own, which the exponential takes in: products times `unit`, or natural logits times
 // log2(e), are powers of 2. So a product that needs neither softcap nor a bias afterwards is touched once. Needs scale > 0.
@@ -159,6 +159,12 @@ __device__ __forceinline__ void visibilities(int2 (&seen)[4], const Shared& shar
 }
 #endif
 
+// What is compared with the visibility of keys: the position of the query of row `row`, or with BITS its bit.
+__device__ __forceinline__ int position_of(const Tile& t, int row) {
+    const int query = row / HEADS;
+    return BITS ? static_cast<int>(1u << ((t.first_query + query) & 31)) : t.first_position + query;
+}
+
 // All queries see the block's first `clear` keys.
 template <int fragments>
 __device__ __forceinline__ void apply_mask(Fragment (&s)[KEY_FRAGMENTS], const Shared& shared, int stage, int clear,
@@ -178,160 +184,3 @@ __device__ __forceinline__ void apply_mask(Fragment (&s)[KEY_FRAGMENTS], const S
             if (!visible(position[fragment_row(i)], seen[own_key(0, i)])) s[n].x[i] = -infinity();
     }
 }
-
-// Whether references may be 0, for p and its 16 bits have the range of float32: no logit needs a subtraction then. Without a
-// bias it costs nothing. Blocks of few keys, even of one, must be known as such.
-constexpr bool ZERO_REFERENCES = POWERS_OF_2 && BIAS == BIAS_OF_KEYS && PLAIN && (FEW || !HOLES) &&
-                                 has_range_of_float(static_cast<const ELEMENT*>(nullptr));
-
-// Two rows' running sums of p = 2^(unit * s - reference), each lane's share. The reference need not be the maximum: rounding
-// is relative, so any will do that keeps p in range. A row's first block sets it, to the maximum of its logits or of some, or to 0
-// if that is near. Then the sums of a block say whether it is too low: only if one is above LARGEST, which hardly ever
-// happens, does it follow.
-struct RowSums {
-    static constexpr bool LARGE = ZERO_REFERENCES;  // so p may be
-    static constexpr float LARGEST = LARGE ? 1073741824.0f : 256.0f;
-    static constexpr float NEAR = 20.0f;             // of 0
-    static constexpr float NONE = -3.402823466e38f;  // where a row has seen nothing: all its logits are -inf, and p = 0
-    float reference[2], l[2];
-
-    __device__ __forceinline__ RowSums() : reference{NONE, NONE}, l{0.0f, 0.0f} {}
-
-    // Whether a row of this warp has no reference.
-    __device__ __forceinline__ bool incomplete() const {
-        return __any_sync(ALL_LANES, fminf(reference[0], reference[1]) == NONE);
-    }
-
-    // Rows without a reference get one from a block of logits. `zero`: it may be 0.
-    template <int fragments>
-    __device__ __forceinline__ void refer(const Fragment (&s)[KEY_FRAGMENTS], float unit, bool zero) {
-        float highest[2];
-        highest_logits<fragments>(s, unit, highest);
-        if (ZERO_REFERENCES && zero && __all_sync(ALL_LANES, fmaxf(fabsf(highest[0]), fabsf(highest[1])) <= NEAR))
-            highest[0] = highest[1] = 0.0f;
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-            if (reference[r] == NONE) reference[r] = fmaxf(NONE, highest[r]);
-    }
-
-    // Whether polynomials serve the rows of this warp.
-    __device__ __forceinline__ bool plain() const {
-        return !ZERO_REFERENCES || __all_sync(ALL_LANES, reference[0] == 0.0f && reference[1] == 0.0f);
-    }
-
-    // Turns a block's logits into p. Their sums are not in l yet.
-    template <int fragments>
-    __device__ __forceinline__ void exponentiate(Fragment (&s)[KEY_FRAGMENTS], float unit, float (&sum)[2]) const {
-        float strands[2][4];
-#pragma unroll
-        for (int n = 0; n < fragments; ++n)
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const int r = fragment_row(i), k = strand(i);
-                s[n].x[i] = exp2_fast(fmaf(s[n].x[i], unit, -reference[r]));
-                strands[r][k] = n == 0 ? s[n].x[i] : strands[r][k] + s[n].x[i];
-            }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) sum[r] = (strands[r][0] + strands[r][1]) + (strands[r][2] + strands[r][3]);
-    }
-
-#if SOFTCAP && BIAS != BIAS_DENSE
-    // The same of a whole block of products that a polynomial makes logits of, of rows that are plain; whether it holds for all
-    // of them.
-    template <bool high>
-    __device__ __forceinline__ bool exponentiate(Fragment (&s)[KEY_FRAGMENTS], const LaneBias& bias,
-                                                 const SoftcapPolynomial& polynomial, float (&sum)[2]) const {
-        unsigned signs[2] = {~0u, ~0u};
-        float of_row[2][KEY_FRAGMENTS];
-#pragma unroll
-        for (int n = 0; n < KEY_FRAGMENTS; ++n) {
-            const auto of_fragment = bias.of(n);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const float distance = polynomial.distance(s[n].x[i]);
-                signs[i / 4] &= __float_as_uint(distance);
-                const float lower = -reference[fragment_row(i)];
-                const float logit =
-                    polynomial.template logit<high>(s[n].x[i], distance, BIAS == BIAS_NONE ? lower : of_fragment(i));
-                s[n].x[i] = exp2_fast(BIAS == BIAS_NONE || ZERO_REFERENCES ? logit : logit + lower);
-            }
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-                of_row[r][n] = (s[n].x[2 * r] + s[n].x[2 * r + 1]) + (s[n].x[2 * r + 4] + s[n].x[2 * r + 5]);
-        }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            sum[r] = of_row[r][0];
-#pragma unroll
-            for (int n = 1; n < KEY_FRAGMENTS; ++n) sum[r] += of_row[r][n];
-        }
-        return __all_sync(ALL_LANES, static_cast<int>(signs[0] & signs[1]) < 0);
-    }
-#endif
-
-    // References follow large sums, all of them finite, by powers of 2. Earlier outputs must be multiplied by `factor`; p, its
-    // sums and l have been.
-    __device__ __forceinline__ void follow(Fragment (&s)[KEY_FRAGMENTS], float (&sum)[2], float (&factor)[2]) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float largest = row_max(sum[r]);
-            const int exponent = largest > LARGEST ? min((__float_as_int(largest) >> 23) - 127, 126) : 0;
-            factor[r] = __int_as_float((127 - exponent) << 23);
-            reference[r] += static_cast<float>(exponent);
-            sum[r] *= factor[r];
-            l[r] *= factor[r];
-        }
-#pragma unroll
-        for (int n = 0; n < KEY_FRAGMENTS; ++n)
-#pragma unroll
-            for (int i = 0; i < 8; ++i) s[n].x[i] *= factor[fragment_row(i)];
-    }
-
-    // References move up to the maxima of these logits, where these are far above them; other rows must not know. Earlier
-    // outputs must be multiplied by `factor`; l has been.
-    __device__ __forceinline__ void leap(const Fragment (&s)[KEY_FRAGMENTS], float unit, float (&factor)[2]) {
-        float highest[2];
-        highest_logits<KEY_FRAGMENTS>(s, unit, highest);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float now = fmaxf(reference[r], highest[r]);
-            factor[r] = exp2_fast(reference[r] - now);
-            if (factor[r] < 1.0f / LARGEST) reference[r] = now;
-            else factor[r] = 1.0f;
-            l[r] *= factor[r];
-        }
-    }
-
-    // Sums l over the row's four lanes.
-    __device__ __forceinline__ void finish() {
-        l[0] = row_sum(l[0]);
-        l[1] = row_sum(l[1]);
-    }
-
-    // In few instructions: l is about 1 at least (or 0, or not finite), so they are as good as exact ones.
-    __device__ __forceinline__ float inverse_sum(int r) const { return l[r] == 0.0f ? 0.0f : inverse_fast(l[r]); }
-
-    // Of row r, which this lane has. A row that has seen nothing has a logarithm of -inf.
-    __device__ __forceinline__ float lse(int r) const {
-        return LN_2 * ((r == 0 ? reference[0] : reference[1]) + log2_fast(r == 0 ? l[0] : l[1]));
-    }
-
-private:
-    // In four strands a row, as all that goes over a block: a warp has few others beside it and registers to spare.
-    static __device__ __forceinline__ constexpr int strand(int i) { return (i & 1) + 2 * (i >> 2); }
-
-    template <int fragments>
-    static __device__ __forceinline__ void highest_logits(const Fragment (&s)[KEY_FRAGMENTS], float unit, float (&highest)[2]) {
-        float strands[2][4];
-#pragma unroll
-        for (int n = 0; n < fragments; ++n)
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                float& h = strands[fragment_row(i)][strand(i)];
-                h = n == 0 ? s[n].x[i] : fmaxf(h, s[n].x[i]);
-            }
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-            highest[r] = row_max(fmaxf(fmaxf(strands[r][0], strands[r][1]), fmaxf(strands[r][2], strands[r][3]))) * unit;
-    }
-};

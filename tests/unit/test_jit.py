@@ -63,7 +63,9 @@ def specialisations(limit: int, every: bool) -> list[jit.Config]:
                                        bits=i % 2 == 0)
     found += float32_specialisations(limit * 1024, every) + sequences(limit * 1024)
     found += decoding()[::1 if every else 4]
-    found += [configs.BackwardSumConfig("float", 100, True, False, True, True, True),
+    found += [configs.BackwardPreprocessConfig("float", 100, True),
+              configs.BackwardPreprocessConfig("__half", 33, False),
+              configs.BackwardSumConfig("float", 100, True, False, True, True, True),
               configs.BackwardSumConfig("__half", 33, False, False, True, True, True),
               configs.BackwardSumConfig("__nv_bfloat16", 128, True, True, True, False, False),
               configs.BackwardSumConfig("__nv_bfloat16", 128, True, False, True, True, True, bits=True),

@@ -29,6 +29,7 @@ from cupy_dma.backends.cuda.runtime.configs import (
     SUM_WARPS,
     BackwardBiasConfig,
     BackwardKeyConfig,
+    BackwardPreprocessConfig,
     BackwardQueryConfig,
     BackwardSumConfig,
     KeyTile,
@@ -111,7 +112,7 @@ class _Backward:
             "dout_head": dout.strides[2], "out": out.pointer, "out_batch": out.strides[0], "out_row": out.strides[1],
             "out_head": out.strides[2],
             **{name: self.library.pointer(array) for name, array in results.items() if array is not None}}
-        self._load(BackwardSumConfig, "row_delta", self.problem.causal, *self.wanted, False).launch(
+        self._load(BackwardPreprocessConfig, "row_delta").launch(
             blocks(batch * query_length * heads, SUM_WARPS), SUM_THREADS, self.problem.pack(None, **fields),
             self.stream)
         if "query" in call.needs:

@@ -167,7 +167,7 @@ _TANH_POLYNOMIALS = ((0.5, (0.99999945577, -0.33326317936, 0.13190296603, -0.044
 
 @functools.lru_cache(maxsize=64)
 def _softcap_polynomials(scale: float, softcap: float, powers_of_2: bool) -> bytes:
-    """Two ``SoftcapPolynomial`` of kernels/sm90/config.cuh; nothing without a softcap."""
+    """Two ``SoftcapPolynomial`` of kernels/sm90/work.cuh; nothing without a softcap."""
     if softcap == 0.0:
         return b""
     ratio, unit = scale / softcap, math.log2(math.e) if powers_of_2 else 1.0

@@ -157,7 +157,7 @@ def tile_shape(facts: Facts, processors: int) -> HopperTile:
 
 @functools.lru_cache(maxsize=4096)
 def work_of(facts: Facts, tile: HopperTile, processors: int) -> Work:
-    """Few tiles are cut up among several blocks each (``scheduled`` in kernels/sm90/producer.cuh), by rows, or where it
+    """Few tiles are cut up among several blocks each (``scheduled`` in kernels/sm90/scheduler.cuh), by rows, or where it
     takes less time split up along their keys (kernels/sm90/split_kv.cuh). Or all of the last round are lower ones."""
     work = _whole_tiles(facts, tile, processors)
     full, rest = divmod(work.tiles * facts.sets, processors)

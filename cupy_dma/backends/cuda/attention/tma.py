@@ -27,7 +27,7 @@ def queries_map(rows: Operand, queries: int, heads: int) -> bytes | None:
 
 def runs_map(rows: Operand) -> bytes | None:
     """The map of ``rows (B, L, H, D)`` whose box has 32 rows of one head, from a multiple of 8 on, in the order of
-    gathered keys (``row_of_key`` in kernels/sm90/config.cuh): 0, 1, 8, 9, 16, 17, 24, 25, 2, 3, 10, ... Its axes are D,
+    gathered keys (``row_of_key`` in kernels/sm90/smem.cuh): 0, 1, 8, 9, 16, 17, 24, 25, 2, 3, 10, ... Its axes are D,
     row % 2, row / 8, row % 8 / 2, and the place of a head's first row in units of 16 bytes. Rows behind the last
     multiple of 8 are not in it."""
     return _runs(rows.dtype, rows.pointer, rows.shape, rows.strides)

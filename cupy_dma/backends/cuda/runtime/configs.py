@@ -182,6 +182,14 @@ class BackwardKeyConfig(jit.Config):
 
 
 @dataclass(frozen=True)
+class BackwardPreprocessConfig(jit.Config):
+    source = "sm80/backward_preprocess.cu"
+    element: str
+    head_dim: int
+    vector: bool
+
+
+@dataclass(frozen=True)
 class BackwardSumConfig(jit.Config):
     source = "sm80/backward_reduce.cu"
     element: str

@@ -1,0 +1,28 @@
+// Where a warp is in a ring of stages in shared memory. Each stage has a full and an empty barrier (sm90/smem.cuh), whose
+// phases alternate from one round of the ring to the next.
+//
+// Prelude: as sm90/forward.cu.
+#pragma once
+#include "sm90/config.cuh"
+
+// Which stage is next, and in which of its two phases.
+template <int count>
+struct Turn {
+    int stage = 0;
+    unsigned phase = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == count) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+
+    __device__ __forceinline__ Turn next() const {
+        Turn turn = *this;
+        turn.advance();
+        return turn;
+    }
+
+    __device__ __forceinline__ int stage_before() const { return stage == 0 ? count - 1 : stage - 1; }
+};
