@@ -81,19 +81,19 @@ def tiles(case: Case) -> list[HopperTile]:
     """Candidates; dense masks are only for tiles of 128 rows."""
     candidates = SHORT_CANDIDATES if case.kind == "short intervals" else CANDIDATES
     largest = min(size for size in candidates if case.head_dim <= size)
-    return [tile._replace(turns=turns) for tile in candidates[largest]
-            if case.kind != "bits" or tile.block_m == 128 for turns in (False, True)]
+    return [tile._replace(ping_pong=ping_pong) for tile in candidates[largest]
+            if case.kind != "bits" or tile.block_m == 128 for ping_pong in (False, True)]
 
 
 def name(tile: HopperTile) -> str:
-    return "x".join(map(str, tile[:5])) + " in turns" * tile.turns
+    return "x".join(map(str, tile[:5])) + " in turns" * tile.ping_pong
 
 
 @contextlib.contextmanager
 def forced(tile: HopperTile | None) -> Iterator[None]:
     """Calls go to the Hopper kernel with this tile, or to the portable kernel."""
     saved = sm90.tile_shape, sm90._pays
-    sm90.tile_shape = lambda facts, processors: tile
+    sm90.tile_shape = lambda facts, num_sms: tile
     sm90._pays = lambda call, problem: tile is not None
     try:
         yield

@@ -50,13 +50,13 @@ __device__ __forceinline__ bool visible(int bit, int word) { return (word & bit)
 struct KeyBlocks {
     KeySource source;
     int first_position, last_position;
-    int place;                        // next place in the list
+    int next_key;                        // next place in the list
     unsigned pending, pending_masked;  // KEYS_SHARED: blocks of the current 32 still to come
     int group;                         // KEYS_SHARED: place of the current 32 blocks
 
     __device__ KeyBlocks(const KeySource& source, int first_position, int last_position)
         : source(source), first_position(first_position), last_position(last_position),
-          place(KEYS == KEYS_SHARED ? source.first / BLOCK_N : source.first), pending(0),
+          next_key(KEYS == KEYS_SHARED ? source.first / BLOCK_N : source.first), pending(0),
           pending_masked(0), group(0) {}
 
     __device__ __forceinline__ KeyBlock next() {
@@ -64,8 +64,8 @@ struct KeyBlocks {
 #if KEYS == KEYS_SHARED
         // A warp looks at 32 summaries at once; every warp does so for itself, so no barrier is needed.
         const int blocks = (source.length + BLOCK_N - 1) / BLOCK_N;
-        while (pending == 0 && place < blocks) {
-            group = place;
+        while (pending == 0 && next_key < blocks) {
+            group = next_key;
             const int mine = group + (threadIdx.x & 31);
             bool seen = false, partial = false;
             if (mine < blocks) {
@@ -75,7 +75,7 @@ struct KeyBlocks {
             }
             pending = __ballot_sync(ALL_LANES, seen);
             pending_masked = __ballot_sync(ALL_LANES, partial);
-            place += 32;
+            next_key += 32;
         }
         if (pending != 0) {
             const int bit = __ffs(pending) - 1;
@@ -91,22 +91,22 @@ struct KeyBlocks {
 #else
         const int end = source.length, unmasked = source.length;
 #endif
-        if (place < end) {
-            block.first = place;
-            block.masked = place + BLOCK_N > unmasked;
-            place += BLOCK_N;
+        if (next_key < end) {
+            block.first = next_key;
+            block.masked = next_key + BLOCK_N > unmasked;
+            next_key += BLOCK_N;
         }
 #endif
         return block;
     }
 
     // Address of the list entry that holds the key at `place`, and whether there is one.
-    __device__ __forceinline__ const int* entry(int place, bool& exists) const {
-        exists = place < source.length;
+    __device__ __forceinline__ const int* entry(int index, bool& exists) const {
+        exists = index < source.length;
 #if KEYS == KEYS_LISTED
-        return source.list + (place < source.full ? place : source.capacity - 1 - (place - source.full));
+        return source.list + (index < source.full ? index : source.capacity - 1 - (index - source.full));
 #else
-        return source.list + place;
+        return source.list + index;
 #endif
     }
 };

@@ -56,12 +56,12 @@ struct RowState {
 #pragma unroll
             for (int i = 0; i < 8; ++i)
                 highest[fragment_row(i)] = fmaxf(highest[fragment_row(i)], s[n].x[i]);
-        float reference[2];
+        float finite_max[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             highest[r] = row_max(highest[r]);
-            reference[r] = highest[r] == -infinity() ? 0.0f : highest[r];  // a row that has seen nothing: p = 2^-inf
-            rescale[r] = exp2_fast(m[r] - reference[r]);
+            finite_max[r] = highest[r] == -infinity() ? 0.0f : highest[r];  // a row that has seen nothing: p = 2^-inf
+            rescale[r] = exp2_fast(m[r] - finite_max[r]);
             m[r] = highest[r];
             l[r] *= rescale[r];
         }
@@ -69,7 +69,7 @@ struct RowState {
         for (int n = 0; n < columns; ++n)
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                s[n].x[i] = exp2_fast(s[n].x[i] - reference[fragment_row(i)]);
+                s[n].x[i] = exp2_fast(s[n].x[i] - finite_max[fragment_row(i)]);
                 l[fragment_row(i)] += s[n].x[i];
             }
     }

@@ -49,14 +49,14 @@ struct Logits {
 };
 
 // What warps, then parts, have of a tile: outputs that are yet to be divided by l, in units of 2^m.
-struct PartState {
+struct SplitState {
     float m, l;
 };
 
 struct SplitShared {
     Piece query[KEY_CHUNKS][ROW_TILES][32];  // A operands, by lane
     float o[WARPS][ROWS][VALUE_DIM];
-    PartState state[WARPS][ROWS];
+    SplitState state[WARPS][ROWS];
     float sum[ROWS];
 };
 
@@ -248,7 +248,7 @@ struct WarpState {
     }
 
     // Logits (-inf: not seen) become probabilities; earlier sums follow the new maxima.
-    __device__ __forceinline__ void soften(Logits& s) {
+    __device__ __forceinline__ void online_softmax(Logits& s) {
         float rescale[2];
         Logits (&tile)[1] = reinterpret_cast<Logits (&)[1]>(s);
         rows.update(tile, rescale);
@@ -336,11 +336,11 @@ struct WarpState {
 };
 
 // ---- sums ----
-constexpr int MOST_PARTS = 512;
-constexpr int SUM_WIDTH = VALUE_DIM % 4 == 0 ? 4 : 1;
+constexpr int MAX_SPLITS = 512;
+constexpr int VECTOR_WIDTH = VALUE_DIM % 4 == 0 ? 4 : 1;
 
-struct alignas(4 * SUM_WIDTH) Numbers {
-    float x[SUM_WIDTH];
+struct alignas(4 * VECTOR_WIDTH) Vector {
+    float x[VECTOR_WIDTH];
 };
 
 // `count` parts become one: o (count, ROWS, VALUE_DIM) and state (count, ROWS), in global memory (`far`) or in shared memory
@@ -348,48 +348,48 @@ struct alignas(4 * SUM_WIDTH) Numbers {
 // write(row, dim, o, l) once per number, in whatever thread. All threads of the block call it; `o` and `state` must be
 // complete, and what is in shared.o is lost if they are far. Loads are made many at a time: each batch costs a latency.
 template <bool far, typename WriteState, typename Write>
-__device__ __forceinline__ void combine(const float* o, const PartState* state, int count, float* weights,
+__device__ __forceinline__ void combine(const float* o, const SplitState* state, int count, float* weights,
                                         SplitShared& shared, int rows, const WriteState& write_state,
                                         const Write& write) {
-    // A thread adds SUM_WIDTH neighbouring numbers of every SLICES-th part.
-    constexpr int PER_ROW = VALUE_DIM / SUM_WIDTH, GROUPS = ROWS * PER_ROW;
+    // A thread adds VECTOR_WIDTH neighbouring numbers of every SLICES-th part.
+    constexpr int PER_ROW = VALUE_DIM / VECTOR_WIDTH, GROUPS = ROWS * PER_ROW;
     constexpr int MANY = THREADS / GROUPS < WARPS ? THREADS / GROUPS : WARPS, SLICES = far && MANY > 1 ? MANY : 1;
     constexpr int BATCH = far && SLICES == 1 ? 16 : 8;
     const auto row_of = [](int i) { return i % GROUPS / PER_ROW; };
-    Numbers own[BATCH];
-    const auto load = [&](int i, int part) {
-        const Numbers* first = reinterpret_cast<const Numbers*>(o) + i % GROUPS;
+    Vector own[BATCH];
+    const auto load = [&](int i, int split) {
+        const Vector* first = reinterpret_cast<const Vector*>(o) + i % GROUPS;
 #pragma unroll
         for (int k = 0; k < BATCH; ++k)
-            own[k] = part + k * SLICES < count ? first[(part + k * SLICES) * GROUPS] : Numbers{};
+            own[k] = split + k * SLICES < count ? first[(split + k * SLICES) * GROUPS] : Vector{};
     };
     // Under way at the same time as the states.
     if (threadIdx.x < GROUPS * SLICES && row_of(threadIdx.x) < rows) load(threadIdx.x, threadIdx.x / GROUPS);
 
     const int lane = threadIdx.x & 31;
     for (int row = threadIdx.x / 32; row < rows; row += WARPS) {
-        constexpr int EACH = far ? MOST_PARTS / 32 : 1;
-        PartState part[EACH];
+        constexpr int EACH = far ? MAX_SPLITS / 32 : 1;
+        SplitState split[EACH];
         float m = -infinity(), l = 0.0f;
 #pragma unroll
         for (int k = 0; k < EACH; ++k)
-            part[k] = lane + 32 * k < count ? state[(lane + 32 * k) * ROWS + row] : PartState{-infinity(), 0.0f};
+            split[k] = lane + 32 * k < count ? state[(lane + 32 * k) * ROWS + row] : SplitState{-infinity(), 0.0f};
 #pragma unroll
-        for (int k = 0; k < EACH; ++k) m = fmaxf(m, part[k].m);
+        for (int k = 0; k < EACH; ++k) m = fmaxf(m, split[k].m);
 #pragma unroll
         for (int distance = 16; distance > 0; distance >>= 1) m = fmaxf(m, __shfl_xor_sync(ALL_LANES, m, distance));
-        const float reference = m == -infinity() ? 0.0f : m;  // nothing seen: all weights are 2^-inf
+        const float finite_max = m == -infinity() ? 0.0f : m;  // nothing seen: all weights are 2^-inf
 #pragma unroll
         for (int k = 0; k < EACH; ++k) {
-            const float weight = exp2_fast(part[k].m - reference);
+            const float weight = exp2_fast(split[k].m - finite_max);
             if (lane + 32 * k < count) weights[row * count + lane + 32 * k] = weight;
-            l = fmaf(weight, part[k].l, l);
+            l = fmaf(weight, split[k].l, l);
         }
 #pragma unroll
         for (int distance = 16; distance > 0; distance >>= 1) l += __shfl_xor_sync(ALL_LANES, l, distance);
         if (lane == 0) {
             shared.sum[row] = l;
-            write_state(row, PartState{m, l});
+            write_state(row, SplitState{m, l});
         }
     }
     __syncthreads();  // weights and sums are complete
@@ -398,23 +398,23 @@ __device__ __forceinline__ void combine(const float* o, const PartState* state, 
     for (int i = threadIdx.x; i < GROUPS * SLICES; i += THREADS) {
         const int row = row_of(i), slice = i / GROUPS;
         if (row >= rows) continue;
-        Numbers sum = {};
+        Vector sum = {};
 #pragma unroll 1
-        for (int part = slice; part < count; part += BATCH * SLICES) {
-            if (i >= THREADS || part > slice) load(i, part);
+        for (int split = slice; split < count; split += BATCH * SLICES) {
+            if (i >= THREADS || split > slice) load(i, split);
 #pragma unroll
             for (int k = 0; k < BATCH; ++k) {
-                const float weight = part + k * SLICES < count ? weights[row * count + part + k * SLICES] : 0.0f;
+                const float weight = split + k * SLICES < count ? weights[row * count + split + k * SLICES] : 0.0f;
 #pragma unroll
-                for (int x = 0; x < SUM_WIDTH; ++x) sum.x[x] = fmaf(weight, own[k].x[x], sum.x[x]);
+                for (int x = 0; x < VECTOR_WIDTH; ++x) sum.x[x] = fmaf(weight, own[k].x[x], sum.x[x]);
             }
         }
         if (SLICES > 1) {
-            reinterpret_cast<Numbers*>(shared.o)[i] = sum;
+            reinterpret_cast<Vector*>(shared.o)[i] = sum;
         } else {
 #pragma unroll
-            for (int x = 0; x < SUM_WIDTH; ++x)
-                write(row, i % PER_ROW * SUM_WIDTH + x, sum.x[x], shared.sum[row]);
+            for (int x = 0; x < VECTOR_WIDTH; ++x)
+                write(row, i % PER_ROW * VECTOR_WIDTH + x, sum.x[x], shared.sum[row]);
         }
     }
     if (SLICES == 1) return;
@@ -428,6 +428,6 @@ __device__ __forceinline__ void combine(const float* o, const PartState* state, 
     }
 }
 
-__device__ __forceinline__ float natural_lse(const PartState& s) {
+__device__ __forceinline__ float natural_lse(const SplitState& s) {
     return s.l == 0.0f ? -infinity() : LN_2 * s.m + logf(s.l);
 }

@@ -29,7 +29,7 @@ struct SuperParams {
     int* counts;
     int* list;
     int4* blocks;
-    int* places;
+    int* slots;
     int* super_counts;
     unsigned short* states;
     int query_length, key_length, query_words, key_stride, key_chunks;
@@ -132,20 +132,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) super_keys(const SuperPara
             blocks[b] = make_int4(0, 0, 0, 0);
 
     int* list = p.list + row * p.entries;
-    int* places = p.places + (row * p.units + super) * p.key_length;
+    int* slots = p.slots + (row * p.units + super) * p.key_length;
     for (int at = 0; at < p.key_stride / 32; at += THREADS) {
         const int word = at + threadIdx.x;
         const unsigned bits = word < p.key_stride / 32 ? seen_by(p, row, super, level, word) : 0;
         int total;
-        const int place = first + exclusive_sum<THREADS>(__popc(bits), total, warp_values);
+        const int slot = first + exclusive_sum<THREADS>(__popc(bits), total, warp_values);
         first += total;
         for (int i = 0; i < 32; ++i) {  // a warp writes the keys of a word together
             const unsigned theirs = __shfl_sync(ALL_LANES, bits, i);
             const int key = (word - lane + i) * 32 + lane;
-            const int mine = __shfl_sync(ALL_LANES, place, i) + __popc(theirs & ((1u << lane) - 1));
+            const int mine = __shfl_sync(ALL_LANES, slot, i) + __popc(theirs & ((1u << lane) - 1));
             const bool seen = (theirs >> lane & 1) != 0;
             if (seen) list[mine] = key;
-            if (key < p.key_length) places[key] = seen ? mine : -1;
+            if (key < p.key_length) slots[key] = seen ? mine : -1;
         }
     }
 }

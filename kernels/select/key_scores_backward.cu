@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) value_gradient(const Score
     const int first_key = blockIdx.x / p.channel_blocks % p.key_blocks * BLOCK_KEYS;
     const long long batch = blockIdx.x / p.channel_blocks / p.key_blocks;
     const bool exists = c < ALL_CHANNELS;
-    float sums[BLOCK_KEYS] = {};
+    float accumulators[BLOCK_KEYS] = {};
     for (int head = 0; head < KV_HEADS; head += HEAD_TILE) {
         __syncthreads();  // everybody is done with the heads before
         for (int i = threadIdx.x; i < HEAD_TILE * BLOCK_KEYS; i += THREADS) {
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) value_gradient(const Score
         for (int h = 0; h < HEAD_TILE; ++h) {
             const float w = exists && head + h < KV_HEADS ? to_float(p.dt_proj[(head + h) * p.weight_row + c]) : 0.0f;
 #pragma unroll
-            for (int k = 0; k < BLOCK_KEYS; ++k) sums[k] = fmaf(ddt[h][k], w, sums[k]);
+            for (int k = 0; k < BLOCK_KEYS; ++k) accumulators[k] = fmaf(ddt[h][k], w, accumulators[k]);
         }
     }
     if (!exists) return;
@@ -59,8 +59,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) value_gradient(const Score
     for (int k = 0; k < BLOCK_KEYS; ++k) {
         const long long key = first_key + k;
         if (key >= p.key_length) continue;
-        if (p.dvalue_in != nullptr) sums[k] += to_float(in[key * p.in_row]);
-        from_float(p.dvalue[(batch * p.key_length + key) * ALL_CHANNELS + c], sums[k]);
+        if (p.dvalue_in != nullptr) accumulators[k] += to_float(in[key * p.in_row]);
+        from_float(p.dvalue[(batch * p.key_length + key) * ALL_CHANNELS + c], accumulators[k]);
     }
 }
 
@@ -81,17 +81,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) weight_gradient(const Scor
                 h < KV_HEADS && k < count ? p.ddt[(batch * KV_HEADS + h) * p.key_length + first_key + k] : 0.0f;
         }
         __syncthreads();  // ddt is in place
-        float sums[HEAD_TILE] = {};
+        float accumulators[HEAD_TILE] = {};
 #pragma unroll 8
         for (int k = 0; k < count; ++k) {
             const float v = to_float(value[(first_key + k) * p.value_row]);
 #pragma unroll
             for (int h = 0; h < HEAD_TILE; ++h)
-                if (ddt[h][k] != 0.0f) sums[h] = fmaf(ddt[h][k], v, sums[h]);
+                if (ddt[h][k] != 0.0f) accumulators[h] = fmaf(ddt[h][k], v, accumulators[h]);
         }
 #pragma unroll
         for (int h = 0; h < HEAD_TILE; ++h)
             if (c < ALL_CHANNELS && head + h < KV_HEADS)
-                p.partial[(slice * KV_HEADS + head + h) * ALL_CHANNELS + c] = sums[h];
+                p.partial[(slice * KV_HEADS + head + h) * ALL_CHANNELS + c] = accumulators[h];
     }
 }

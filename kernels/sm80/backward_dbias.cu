@@ -120,7 +120,7 @@ __device__ __forceinline__ void add_gradients(Accumulator (&sum)[WARP_ROWS][KEY_
             }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_bias(const AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_dbias(const AttentionParams p) {
     wait_for_earlier_kernels();
     extern __shared__ __align__(128) unsigned char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
@@ -190,8 +190,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_bias(
                 __syncthreads();  // rows, biases and what the test needs are in place
 
                 Accumulator s[WARP_ROWS][KEY_FRAGMENTS], dp[WARP_ROWS][KEY_FRAGMENTS];
-                products<UNROLLED>(s, shared.query + first_row * ROW_STRIDE, shared.key);
-                products<UNROLLED>(dp, shared.dout + first_row * ROW_STRIDE, shared.value);
+                mma_rows_keys<UNROLLED>(s, shared.query + first_row * ROW_STRIDE, shared.key);
+                mma_rows_keys<UNROLLED>(dp, shared.dout + first_row * ROW_STRIDE, shared.value);
                 add_gradients(sum, s, dp, shared, logit, lse, delta, position, !sight.all);
             }
     }

@@ -15,7 +15,7 @@
 // Every result has one writer and a fixed order of additions: the same bits on every run.
 //
 // Prelude: ELEMENT, HEAD_DIM, VECTOR, BLOCK_N, BLOCK_Q, WARPS, MIN_BLOCKS, KEYS, INTERVALS, BITS, CAUSAL, BIAS,
-// BIAS_ELEMENT, SOFTCAP, DIM_PARTS (head dims above 128: a block makes one part of the columns of dk and dv), DKEY, DVALUE,
+// BIAS_ELEMENT, SOFTCAP, DIM_SLICES (head dims above 128: a block makes one part of the columns of dk and dv), DKEY, DVALUE,
 // DBIAS (what is wanted; DBIAS with BIAS_OF_KEYS only), SEQUENCES (with neither BITS nor BIAS_DENSE). BITS: KEYS_LISTED.
 #include "common/arch.cuh"
 #include "common/bias.cuh"
@@ -52,11 +52,11 @@ struct Shared {
 // Key and value rows, once for a block.
 __device__ __forceinline__ void load_keys(Shared& shared, const AttentionParams& p, const KeyTile& t) {
     if (threadIdx.x < BLOCK_N) {
-        const int place = t.first + threadIdx.x;
+        const int index = t.first + threadIdx.x;
 #if KEYS == KEYS_LISTED
-        shared.index[threadIdx.x] = static_cast<int>(threadIdx.x) < t.count ? t.list[place] : 0;
+        shared.index[threadIdx.x] = static_cast<int>(threadIdx.x) < t.count ? t.list[index] : 0;
 #else
-        shared.index[threadIdx.x] = min(place, p.key_length - 1);
+        shared.index[threadIdx.x] = min(index, p.key_length - 1);
 #endif
     }
     __syncthreads();  // indices are in place
@@ -235,7 +235,7 @@ __device__ __forceinline__ void fetch_biases(Shared& shared, const AttentionPara
 }
 
 // s = this warp's key (or value) rows . query (or dout) rows
-__device__ __forceinline__ void transposed_products(Accumulator (&s)[QUERY_FRAGMENTS], const ELEMENT* keys,
+__device__ __forceinline__ void transposed_mma(Accumulator (&s)[QUERY_FRAGMENTS], const ELEMENT* keys,
                                                     const ELEMENT* queries) {
 #pragma unroll
     for (int n = 0; n < QUERY_FRAGMENTS; ++n) clear(s[n]);
@@ -281,14 +281,14 @@ __device__ __forceinline__ void gradients(Accumulator (&s)[QUERY_FRAGMENTS], Acc
         for (int i = 0; i < 8; ++i) {
             const int column = 16 * n + 2 * (threadIdx.x & 3) + fragment_column(i), r = fragment_row(i);
             const float x = s[n].x[i], own_lse = lse[column];
-            const float reference = own_lse == -infinity() ? infinity() : own_lse * LOG2_E;
+            const float row_lse = own_lse == -infinity() ? infinity() : own_lse * LOG2_E;
 #if BIAS == BIAS_DENSE
             const float bias = to_float(shared.bias_rows[stage].x[column * BiasTile<BLOCK_Q, BLOCK_N>::STRIDE +
                                                                   first_row + 8 * r]) * LOG2_E;
 #else
             const float bias = keys.bias[r];
 #endif
-            float probability = exp2_fast(logit(x, bias) - reference);
+            float probability = exp2_fast(logit(x, bias) - row_lse);
             float ds = probability * (dp[n].x[i] - delta[column]), dx = ds * logit.slope(x);
 #if BITS
             if ((words[r] >> fragment_column(i) & 1) == 0) probability = ds = dx = 0.0f;
@@ -303,53 +303,53 @@ __device__ __forceinline__ void gradients(Accumulator (&s)[QUERY_FRAGMENTS], Acc
 }
 
 // sums += s . rows for this warp's keys (s rounded to the type of an operand) and this block's columns
-__device__ __forceinline__ void add_products(Accumulator (&sums)[PART_FRAGMENTS], const Accumulator (&s)[QUERY_FRAGMENTS],
+__device__ __forceinline__ void accumulate(Accumulator (&accumulators)[SLICE_FRAGMENTS], const Accumulator (&s)[QUERY_FRAGMENTS],
                                              const ELEMENT* rows, int first_fragment) {
 #pragma unroll
     for (int n = 0; n < QUERY_FRAGMENTS; ++n) {
         FragmentA a;
         round_to_operand(a, s[n]);
 #pragma unroll
-        for (int d = 0; d < PART_FRAGMENTS; ++d) {
-            if (DIM_PARTS > 1 && first_fragment + d >= DIM_FRAGMENTS) continue;
+        for (int d = 0; d < SLICE_FRAGMENTS; ++d) {
+            if (DIM_SLICES > 1 && first_fragment + d >= DIM_FRAGMENTS) continue;
             FragmentB b;
             load_fragment(b, rows + n * 16 * ROW_STRIDE + (first_fragment + d) * 16, ROW_STRIDE);
-            multiply_add(sums[d], a, b);
+            multiply_add(accumulators[d], a, b);
         }
     }
 }
 
 // Calls write(row, column, number) for the numbers of this warp's 16 rows of dkey or dvalue.
 template <typename Write>
-__device__ __forceinline__ void for_each_sum(const Accumulator (&sums)[PART_FRAGMENTS], const KeyTile& t,
+__device__ __forceinline__ void for_each_accumulator(const Accumulator (&accumulators)[SLICE_FRAGMENTS], const KeyTile& t,
                                              const Write& write) {
     const int lane = threadIdx.x & 31, first_row = threadIdx.x / 32 * 16;
 #pragma unroll
-    for (int d = 0; d < PART_FRAGMENTS; ++d)
+    for (int d = 0; d < SLICE_FRAGMENTS; ++d)
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const int row = first_row + lane / 4 + 8 * fragment_row(i);
             const int column = 16 * (t.first_fragment + d) + 2 * (lane & 3) + fragment_column(i);
-            if (row < t.count && column < HEAD_DIM) write(row, column, sums[d].x[i]);
+            if (row < t.count && column < HEAD_DIM) write(row, column, accumulators[d].x[i]);
         }
 }
 
-__device__ __forceinline__ void write_sums(const Accumulator (&sums)[PART_FRAGMENTS], const Shared& shared,
+__device__ __forceinline__ void write_accumulators(const Accumulator (&accumulators)[SLICE_FRAGMENTS], const Shared& shared,
                                            const AttentionParams& p, const KeyTile& t, ELEMENT* result, float* partial,
                                            float factor) {
     if (t.is_partial(p)) {
-        for_each_sum(sums, t, [&](int row, int column, float x) {
+        for_each_accumulator(accumulators, t, [&](int row, int column, float x) {
             partial[t.partial_row(p, row) * HEAD_DIM + column] = x * factor;
         });
         return;
     }
-    for_each_sum(sums, t, [&](int row, int column, float x) {
+    for_each_accumulator(accumulators, t, [&](int row, int column, float x) {
         const long long key = (long long)t.batch * p.key_length + shared.index[row];
         from_float(result[(key * p.kv_heads + t.group) * HEAD_DIM + column], x * factor);
     });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_key(const AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_dkv(const AttentionParams p) {
     wait_for_earlier_kernels();
     extern __shared__ __align__(128) unsigned char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
@@ -362,9 +362,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_key(c
     round_rows<BLOCK_N, THREADS>(shared.value);
 
     const LogitScale logit(p.scale, p.softcap);
-    Accumulator dk[PART_FRAGMENTS], dv[PART_FRAGMENTS];
+    Accumulator dk[SLICE_FRAGMENTS], dv[SLICE_FRAGMENTS];
 #pragma unroll
-    for (int d = 0; d < PART_FRAGMENTS; ++d) {
+    for (int d = 0; d < SLICE_FRAGMENTS; ++d) {
         clear(dk[d]);
         clear(dv[d]);
     }
@@ -414,15 +414,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_key(c
             copy_async_commit();
 
             Accumulator s[QUERY_FRAGMENTS], dp[QUERY_FRAGMENTS];
-            transposed_products(s, shared.key + first_row * ROW_STRIDE, shared.query[stage]);
-            transposed_products(dp, shared.value + first_row * ROW_STRIDE, shared.dout[stage]);
+            transposed_mma(s, shared.key + first_row * ROW_STRIDE, shared.query[stage]);
+            transposed_mma(dp, shared.value + first_row * ROW_STRIDE, shared.dout[stage]);
             gradients(s, dp, keys, shared.lse[slot], shared.delta[slot], logit, current.first + t.shift,
                       steps.masked(current), shared, stage, current.first);
 #if DVALUE
-            add_products(dv, s, shared.dout[stage], t.first_fragment);
+            accumulate(dv, s, shared.dout[stage], t.first_fragment);
 #endif
 #if DKEY
-            add_products(dk, dp, shared.query[stage], t.first_fragment);
+            accumulate(dk, dp, shared.query[stage], t.first_fragment);
 #endif
             current = following;
             following = after;
@@ -443,9 +443,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_key(c
     }
     copy_async_wait<0>();
 #if DVALUE
-    write_sums(dv, shared, p, t, p.dvalue, p.partial_value, 1.0f);
+    write_accumulators(dv, shared, p, t, p.dvalue, p.partial_value, 1.0f);
 #endif
 #if DKEY
-    write_sums(dk, shared, p, t, p.dkey, p.partial_key, p.scale);
+    write_accumulators(dk, shared, p, t, p.dkey, p.partial_key, p.scale);
 #endif
 }

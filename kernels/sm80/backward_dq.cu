@@ -86,7 +86,7 @@ __device__ __forceinline__ void write_bias_gradients(const Accumulator (&ds)[WAR
 }
 #endif
 
-// With DBIAS and BITS, ahead of backward_query and with as many blocks: zeros for the bias gradients of a tile that does not
+// With DBIAS and BITS, ahead of backward_dq and with as many blocks: zeros for the bias gradients of a tile that does not
 // look at every key.
 extern "C" __global__ void __launch_bounds__(THREADS) clear_bias(const AttentionParams p) {
     wait_for_earlier_kernels();
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) clear_bias(const Attention
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_query(const AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_dq(const AttentionParams p) {
     wait_for_earlier_kernels();
     extern __shared__ __align__(128) unsigned char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
@@ -150,8 +150,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_query
         copy_async_commit();
 
         Accumulator s[WARP_ROWS][KEY_FRAGMENTS], dp[WARP_ROWS][KEY_FRAGMENTS];
-        products(s, shared.query + first_row * ROW_STRIDE, shared.keys.key[stage]);
-        products(dp, shared.dout + first_row * ROW_STRIDE, shared.keys.value[stage]);
+        mma_rows_keys(s, shared.query + first_row * ROW_STRIDE, shared.keys.key[stage]);
+        mma_rows_keys(dp, shared.dout + first_row * ROW_STRIDE, shared.keys.value[stage]);
         logit_gradients(s, dp, shared.keys, stage, logit, lse, delta);
         if (current.masked) apply_mask(s, shared.keys, stage, slot, position, 0.0f);
 #if DBIAS

@@ -13,7 +13,7 @@ struct alignas(4 * sizeof(ELEMENT)) Four {
     ELEMENT x[4];
 };
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32) row_delta(const AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32) backward_preprocess(const AttentionParams p) {
     wait_for_earlier_kernels();
     const long long row = (long long)blockIdx.x * WARPS + threadIdx.x / 32;  // (b, i, h), heads running fastest
     const int lane = threadIdx.x & 31;

@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
         copy_async_commit();
 
         Accumulator s[WARP_ROWS][KEY_FRAGMENTS];
-        products(s, shared.query + first_row * ROW_STRIDE, shared.keys.key[stage]);
+        mma_rows_keys(s, shared.query + first_row * ROW_STRIDE, shared.keys.key[stage]);
         finish_logits(s, shared.keys, stage, logit);
         if (current.masked) apply_mask(s, shared.keys, stage, slot, position, -infinity());
 #pragma unroll

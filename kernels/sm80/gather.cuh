@@ -85,7 +85,7 @@ __device__ __forceinline__ void gather_keys(KeyTiles& shared, const AttentionPar
         const bool exists = whole || column < count;
 #if PAGE_SIZE
         const int key = key_at(column);
-        const long long page = exists ? p.pages[key / PAGE_SIZE] : 0, row = exists ? key % PAGE_SIZE : 0;
+        const long long page = exists ? p.page_table[key / PAGE_SIZE] : 0, row = exists ? key % PAGE_SIZE : 0;
 #else
         const long long page = 0, row = key_at(column);
 #endif
@@ -210,7 +210,7 @@ __device__ __forceinline__ void load_statistics(float (&lse)[WARP_ROWS][2], floa
 
 // s = rows . k for this warp's rows (16-row fragments, ROW_STRIDE apart) and the block's keys
 template <int unrolled = DIM_FRAGMENTS>
-__device__ __forceinline__ void products(Accumulator (&s)[WARP_ROWS][KEY_FRAGMENTS], const ELEMENT* rows,
+__device__ __forceinline__ void mma_rows_keys(Accumulator (&s)[WARP_ROWS][KEY_FRAGMENTS], const ELEMENT* rows,
                                          const ELEMENT* key) {
 #pragma unroll
     for (int m = 0; m < WARP_ROWS; ++m)

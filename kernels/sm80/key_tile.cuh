@@ -10,7 +10,7 @@
 #include "common/varlen.cuh"
 
 constexpr int DIM_FRAGMENTS = HEAD_DIM_PADDED / 16;
-constexpr int PART_FRAGMENTS = (DIM_FRAGMENTS + DIM_PARTS - 1) / DIM_PARTS;
+constexpr int SLICE_FRAGMENTS = (DIM_FRAGMENTS + DIM_SLICES - 1) / DIM_SLICES;
 constexpr int LIST_KEYS = 64;  // BITS: entries of a list that have one state
 
 // What a block works on.
@@ -43,7 +43,7 @@ __device__ __forceinline__ long long mask_row_of(const AttentionParams& p, const
 
 #if SEQUENCES
 // The keys and queries of block number `block` of the row (b, kv head).
-__device__ __forceinline__ void place_in_sequences(KeyTile& t, const AttentionParams& p, int block, int row) {
+__device__ __forceinline__ void find_in_sequences(KeyTile& t, const AttentionParams& p, int block, int row) {
     const int n = p.sequences;
     const int* query_first = p.bounds;
     const int* query_end = p.bounds + n;
@@ -53,10 +53,10 @@ __device__ __forceinline__ void place_in_sequences(KeyTile& t, const AttentionPa
     const long long entry = (long long)block * BLOCK_N, further = entry - first_super_entries(p.key_length, n);
     const bool is_first = further < 0;  // super-tile 0 of its sequence
     const int slot = static_cast<int>(further / p.super_capacity);
-    const int b = is_first ? sequence_of_number(key_first, n, SUPER_UNIT, 1, static_cast<int>(entry / SUPER_UNIT))
-                           : sequence_of_number(query_first, n, p.super_queries, 0, slot);
+    const int b = is_first ? sequence_of_index(key_first, n, SUPER_UNIT, 1, static_cast<int>(entry / SUPER_UNIT))
+                           : sequence_of_index(query_first, n, p.super_queries, 0, slot);
     const int k = is_first ? 0 : slot - query_first[b] / p.super_queries + 1;
-    t.first = static_cast<int>(entry - super_place(p.bounds, n, p.key_length, p.super_queries, p.super_capacity, b, k));
+    t.first = static_cast<int>(entry - super_offset(p.bounds, n, p.key_length, p.super_queries, p.super_capacity, b, k));
     t.first_query = query_first[b] + k * p.super_queries;
     t.end_query = min(t.first_query + p.super_queries, query_end[b]);
     if (t.first_query >= t.end_query) return;  // no keys
@@ -78,8 +78,8 @@ __device__ __forceinline__ void place_in_sequences(KeyTile& t, const AttentionPa
 __device__ __forceinline__ KeyTile find_key_tile(const AttentionParams& p) {
     KeyTile t = {};
     long long rest = blockIdx.x;
-    t.first_fragment = static_cast<int>(rest % DIM_PARTS) * PART_FRAGMENTS;
-    rest /= DIM_PARTS;
+    t.first_fragment = static_cast<int>(rest % DIM_SLICES) * SLICE_FRAGMENTS;
+    rest /= DIM_SLICES;
 #if SEQUENCES
     const long long blocks = KEYS == KEYS_LISTED ? p.super_entries / BLOCK_N : p.key_length / BLOCK_N + p.sequences;
     const int block = static_cast<int>(rest % blocks);
@@ -101,7 +101,7 @@ __device__ __forceinline__ KeyTile find_key_tile(const AttentionParams& p) {
     t.group = static_cast<int>(rest % p.kv_heads);
     t.batch = static_cast<int>(rest / p.kv_heads);
 #if SEQUENCES
-    place_in_sequences(t, p, block, t.group);
+    find_in_sequences(t, p, block, t.group);
 #elif BITS
     const long long list = ((long long)t.batch * p.list_batch + t.group * p.list_group) * p.super_entries;
     t.entry = block * BLOCK_N;

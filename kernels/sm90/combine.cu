@@ -2,7 +2,7 @@
 //
 //     lse = log sum_i exp(lse_i),   out = sum_i exp(lse_i - lse) o_i
 //
-// for the rows of the tiles that sm90/split_kv.cuh describes. Parts are added in their order, so every run has the same bits. Where
+// for the rows of the tiles that sm90/split_kv.cuh describes. Splits are added in their order, so every run has the same bits. Where
 // a row sees nothing in a part, lse_i is -inf and the part does not count.
 //
 // partial // (split tiles, parts, BLOCK_M, HEAD_DIM) f32, on 16 bytes   partial_lse // (split tiles, parts, BLOCK_M) f32
@@ -17,10 +17,10 @@ struct CombineParams {
     const float* partial_lse;
     ELEMENT* out;
     float* lse;
-    int parts;  // of a tile
+    int num_splits;  // of a tile
     int first;  // of the tiles that are split up, in the order in which tiles are dealt out
     int batch, query_length, heads;
-    int tiles, shorter;  // as in AttentionParams
+    int tiles, tail_tiles;  // as in AttentionParams
 };
 
 constexpr int THREADS = 256;
@@ -32,30 +32,30 @@ constexpr int TOGETHER = 4;  // parts that are on their way at a time
 constexpr float LEAST = 1.175494351e-38f;  // weight of a part that counts, so that infinite outputs do not become NaN
 static_assert(BLOCK_M % ROWS == 0 && HEAD_DIM % 8 == 0, "a block's rows are of one tile, and pieces are whole");
 
-extern "C" __global__ void __launch_bounds__(THREADS) combine_parts(const CombineParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS) combine_splits(const CombineParams p) {
     wait_for_earlier_kernels();
     constexpr int QUERIES = BLOCK_M / HEADS;
-    const int first = blockIdx.x * ROWS, number = first / BLOCK_M;
+    const int first = blockIdx.x * ROWS, split_tile = first / BLOCK_M;
     const int row = first % BLOCK_M + threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const int sets = p.heads / HEADS;
-    const Dealt tile = dealt(p.first + number, p.batch * sets, p.tiles, p.shorter);
+    const TileIndex tile = tile_at(p.first + split_tile, p.batch * sets, p.tiles, p.tail_tiles);
     const int batch = tile.set / sets, head = tile.set % sets * HEADS + row % HEADS;
-    const int query = (p.tiles - 1 - tile.place) * QUERIES + row / HEADS;
+    const int query = (p.tiles - 1 - tile.index) * QUERIES + row / HEADS;
     if (row >= QUERIES * HEADS || query >= p.query_length) return;
 
-    const float* lse = p.partial_lse + row_of_part(number * p.parts, row);
-    const auto lse_of = [&](int part) { return lse[min(part, p.parts - 1) * BLOCK_M]; };
+    const float* lse = p.partial_lse + row_of_split(split_tile * p.num_splits, row);
+    const auto lse_of = [&](int split) { return lse[min(split, p.num_splits - 1) * BLOCK_M]; };
     float highest = -infinity();
 #pragma unroll 1
-    for (int begin = 0; begin < p.parts; begin += TOGETHER) {
+    for (int begin = 0; begin < p.num_splits; begin += TOGETHER) {
 #pragma unroll
         for (int i = 0; i < TOGETHER; ++i) highest = fmaxf(highest, lse_of(begin + i));
     }
 
-    const float* partial = p.partial + row_of_part(number * p.parts, row) * HEAD_DIM;
+    const float* partial = p.partial + row_of_split(split_tile * p.num_splits, row) * HEAD_DIM;
     float o[OWN][4] = {}, sum = 0.0f;
 #pragma unroll 1
-    for (int begin = 0; begin < p.parts; begin += TOGETHER) {
+    for (int begin = 0; begin < p.num_splits; begin += TOGETHER) {
         float own[TOGETHER];
         uint4 x[TOGETHER][OWN];
 #pragma unroll
@@ -65,12 +65,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_parts(const Combin
             for (int k = 0; k < OWN; ++k) {
                 const int piece = lane + k * LANES;
                 x[i][k] = load_16(partial + (begin + i) * BLOCK_M * HEAD_DIM + 4 * piece,
-                                  begin + i < p.parts && (PIECES % LANES == 0 || piece < PIECES));
+                                  begin + i < p.num_splits && (PIECES % LANES == 0 || piece < PIECES));
             }
         }
 #pragma unroll
         for (int i = 0; i < TOGETHER; ++i) {
-            if (begin + i >= p.parts || own[i] == -infinity()) continue;
+            if (begin + i >= p.num_splits || own[i] == -infinity()) continue;
             float weight = exp2_fast((own[i] - highest) * LOG2_E);
             if (weight < LEAST) weight = LEAST;  // NaN remains
             sum += weight;

@@ -17,35 +17,35 @@ struct Consumer {
     const AttentionParams& p;
     const Logits logits;
     const int lane, group_row, first_row;  // rows of the warpgroup and of this warp in the tile
-    const unsigned bias_place;             // of this lane, in stage 0
-    Turn<STAGES> turn;                       // of the keys whose logits become exponentials
-    Turn<VALUE_STAGES> value_turn;           // of the values that come next
-    Turn<QUERY_STAGES> queries, query_turn;  // of these logits, and of the tile whose output comes next
+    const unsigned bias_address;             // of this lane, in stage 0
+    PipelineState<STAGES> key_state;                       // of the keys whose logits become exponentials
+    PipelineState<VALUE_STAGES> value_state;           // of the values that come next
+    PipelineState<QUERY_STAGES> query_state, output_state;  // of these logits, and of the tile whose output comes next
     Fragment s[KEY_FRAGMENTS], o[DIM_FRAGMENTS];
     unsigned probability[KEY_FRAGMENTS][4];
     Queries query;  // at `queries`
-    bool incomplete;                // before the block at `turn`
+    bool lacks_max;                // before the block at `key_state`
     int polynomials;                // SOFTCAP: how many hold for the products of the tile, as far as these are known
     bool keys_there, values_there;  // of the products that come next: seen to have come
     LaneBias bias;
     float sum[2];  // of the exponentials at hand
-    RowSums state, complete;  // of the tile at hand, and of the one before until its output is written
+    OnlineSoftmax softmax, previous_softmax;  // of the tile at hand, and of the one before until its output is written
 
     __device__ __forceinline__ Consumer(Shared& shared, const ForwardParams& launch)
         : shared(shared), launch(launch), p(launch.attention), logits(p.scale, p.softcap), lane(thread_now() & 31),
           group_row(uniform((thread_now() - PRODUCER_THREADS) / 128) * 64),
           first_row(uniform((thread_now() - PRODUCER_THREADS) / 32) * 16),
-          bias_place(kept(shared_address(&shared.bias[0][place_of(0, 0)]))) {}
+          bias_address(kept(shared_address(&shared.bias[0][fragment_key(0, 0)]))) {}
 
     // Of the warpgroup among those that multiply.
-    __device__ __forceinline__ int number() const { return group_row / 64; }
+    __device__ __forceinline__ int warpgroup() const { return group_row / 64; }
 
     // The softmax goes on to the tile whose queries are at `queries`.
     __device__ __forceinline__ void open_tile() {
-        complete = state;
-        state = RowSums();
+        previous_softmax = softmax;
+        softmax = OnlineSoftmax();
 #if BIAS == BIAS_DENSE
-        const Tile& t = shared.tile[queries.stage];
+        const Tile& t = shared.tile[query_state.stage];
 #pragma unroll
         for (int r = 0; r < 2; ++r)
             bias.row[r] = bias_row(p, t, first_row + lane / 4 + 8 * r);
@@ -61,9 +61,9 @@ struct Consumer {
 
     // Waits for the queries at `queries`.
     __device__ __forceinline__ void meet_queries() {
-        barrier_wait(&shared.query_arrived[queries.stage], queries.phase);
+        barrier_wait(&shared.query_full[query_state.stage], query_state.phase);
         if (!QUERIES_KEPT) return;
-        ELEMENT* rows = shared.query[queries.stage];
+        ELEMENT* rows = shared.query[query_state.stage];
 #pragma unroll
         for (int d = 0; d < DIM_FRAGMENTS; ++d)
             load_matrices(query[QUERIES_KEPT ? d : 0],
@@ -71,125 +71,125 @@ struct Consumer {
     }
 
     // Asks whether the keys at `keys` have come, for the answer takes its time.
-    __device__ __forceinline__ void look_ahead(const Turn<STAGES>& keys) {
-        keys_there = barrier_test(&shared.key_arrived[keys.stage], keys.phase);
+    __device__ __forceinline__ void look_ahead(const PipelineState<STAGES>& keys) {
+        keys_there = barrier_test(&shared.key_full[keys.stage], keys.phase);
     }
 
-    // Waits for these keys, and asks whether the values at `value_turn` have come.
-    __device__ __forceinline__ void meet_keys(const Turn<STAGES>& keys) {
-        if (!keys_there) barrier_wait(&shared.key_arrived[keys.stage], keys.phase);
-        values_there = barrier_test(&shared.value_arrived[value_turn.stage], value_turn.phase);
+    // Waits for these keys, and asks whether the values at `value_state` have come.
+    __device__ __forceinline__ void meet_keys(const PipelineState<STAGES>& keys) {
+        if (!keys_there) barrier_wait(&shared.key_full[keys.stage], keys.phase);
+        values_there = barrier_test(&shared.value_full[value_state.stage], value_state.phase);
     }
 
     __device__ __forceinline__ void meet_values() const {
-        if (!values_there) barrier_wait(&shared.value_arrived[value_turn.stage], value_turn.phase);
+        if (!values_there) barrier_wait(&shared.value_full[value_state.stage], value_state.phase);
     }
 
     // The sums of the block with these keys, which have come.
-    __device__ __forceinline__ void begin_sums(const Turn<STAGES>& keys) {
+    __device__ __forceinline__ void init_accumulators(const PipelineState<STAGES>& keys) {
 #if BIAS_FIRST
-        begin_with_bias(s, bias_place, keys.stage);
+        init_with_bias(s, bias_address, keys.stage);
         pin(s);  // not behind the wait for a turn
 #endif
     }
 
-    __device__ __forceinline__ void start_logits(const Turn<STAGES>& keys, const Turn<QUERY_STAGES>& queries) {
-        begin_logits(s, query, shared.query[queries.stage] + group_row * CHUNK_COLUMNS, shared.keys[keys.stage]);
+    __device__ __forceinline__ void start_qk(const PipelineState<STAGES>& keys, const PipelineState<QUERY_STAGES>& query_state) {
+        mma_qk(s, query, shared.query[query_state.stage] + group_row * CHUNK_COLUMNS, shared.keys[keys.stage]);
     }
 
     // The logits that were started last; later products may be under way.
     template <int later>
-    __device__ __forceinline__ void finish_products() {
-        products_wait<later>();
+    __device__ __forceinline__ void wait_logits() {
+        wgmma_wait<later>();
         pin(s);
         if (QUERIES_KEPT) pin(query);
     }
 
-    __device__ __forceinline__ void finish_output() {
-        products_wait<0>();
+    __device__ __forceinline__ void wait_output() {
+        wgmma_wait<0>();
         pin(o);
         pin(probability);
     }
 
     __device__ __forceinline__ void release_values() {
-        barrier_arrive(&shared.value_free[value_turn.stage]);
-        value_turn.advance();
+        barrier_arrive(&shared.value_empty[value_state.stage]);
+        value_state.advance();
     }
 
-    // Writes the tile whose queries were at `query_turn`.
-    __device__ __forceinline__ void close_tile(RowSums& result) {
-        write_tile(launch, shared.output[query_turn.stage], shared.query[query_turn.stage], first_row, o, result,
-                   shared.spoiled);
-        query_turn.advance();
+    // Writes the tile whose queries were at `output_state`.
+    __device__ __forceinline__ void run_epilogue(OnlineSoftmax& result) {
+        epilogue(launch, shared.output[output_state.stage], shared.query[output_state.stage], first_row, o, result,
+                   shared.nonfinite_seen);
+        output_state.advance();
     }
 
     // The block's last tile, or a part of it (SPLIT).
-    __device__ __forceinline__ void close_last_tile() {
+    __device__ __forceinline__ void run_last_epilogue() {
 #if SPLIT
-        if (blockIdx.x < launch.parts.blocks) {
-            write_part(launch.parts, shared.output[query_turn.stage].rows, first_row, o, state, shared.spoiled);
-            shared_write_fence();  // if everything is done once more, the copy engine overwrites these queries
-            query_turn.advance();
+        if (blockIdx.x < launch.splits.blocks) {
+            write_split(launch.splits, shared.output[output_state.stage].rows, first_row, o, softmax, shared.nonfinite_seen);
+            shared_write_fence();  // if everything is done once more, the TMA overwrites these queries
+            output_state.advance();
             return;
         }
 #endif
-        close_tile(state);
+        run_epilogue(softmax);
     }
 
     // When it has been read, other queries may come to its place. Better once the products that follow are under way, so that
     // nobody waits for it; a tile of one block calls it at once, because the next queries need its place.
     __device__ __forceinline__ void release_queries() const {
-#if OUT_BULK
-        stores_wait_read();
+#if OUT_TMA
+        tma_store_wait_read();
         __syncwarp();
-#elif QUERY_BULK
-        shared_write_fence();  // the copy engine may overwrite these rows
+#elif QUERY_TMA
+        shared_write_fence();  // the TMA may overwrite these rows
 #endif
-        barrier_arrive(&shared.query_free[query_turn.stage_before()]);
+        barrier_arrive(&shared.query_empty[output_state.stage_before()]);
     }
 
     // What is known of the block with these keys, which have come. A dense bias of it is on its way then.
-    __device__ __forceinline__ Order read_order(const Turn<STAGES>& keys) {
-        const Order order = shared.order[keys.stage];
+    __device__ __forceinline__ BlockInfo read_block_info(const PipelineState<STAGES>& keys) {
+        const BlockInfo block = shared.block_info[keys.stage];
 #if BIAS == BIAS_DENSE
-        bias.fetch(p, shared, keys.stage, order);
+        bias.fetch(p, shared, keys.stage, block);
 #endif
-        return order;
+        return block;
     }
 
     // What is left when all tiles have been written: the turn that nobody has taken, and writing.
-    __device__ __forceinline__ void forget() const {
-        if (number() == 0) take_turn();
-#if OUT_BULK
-        stores_wait();
+    __device__ __forceinline__ void drain() const {
+        if (warpgroup() == 0) ping_pong_wait();
+#if OUT_TMA
+        tma_store_wait();
 #endif
     }
 
     // Between these two a warpgroup issues products, and no other does (but for delayed ones).
-    __device__ __forceinline__ void take_turn() const {
-        if (TURNS) named_barrier(TURN_BARRIER + number(), 256);
+    __device__ __forceinline__ void ping_pong_wait() const {
+        if (PING_PONG) named_barrier(PING_PONG_BARRIER + warpgroup(), 256);
     }
 
-    __device__ __forceinline__ void pass_turn() const {
-        if (TURNS) named_barrier_arrive(TURN_BARRIER + (number() + 1) % CONSUMERS, 256);
+    __device__ __forceinline__ void ping_pong_arrive() const {
+        if (PING_PONG) named_barrier_arrive(PING_PONG_BARRIER + (warpgroup() + 1) % CONSUMERS, 256);
     }
 
-    // Begins the sums of the block at `turn` and takes a turn. Where the products are long, the others wait for those alone.
-    __device__ __forceinline__ void begin_turn() {
-        if (HEAD_DIM > 64) begin_sums(turn);
-        take_turn();
-        if (HEAD_DIM <= 64) begin_sums(turn);
+    // Begins the sums of the block at `key_state` and takes a turn. Where the products are long, the others wait for those alone.
+    __device__ __forceinline__ void enter_ping_pong() {
+        if (HEAD_DIM > 64) init_accumulators(key_state);
+        ping_pong_wait();
+        if (HEAD_DIM <= 64) init_accumulators(key_state);
     }
 
-    // What else is added to the logits of the block at `turn`; to be called while their products are under way.
+    // What else is added to the logits of the block at `key_state`; to be called while their products are under way.
     __device__ __forceinline__ void fetch_bias() {
 #if BIAS != BIAS_DENSE
-        bias.fetch(bias_place + turn.stage * BLOCK_N * 4);
+        bias.fetch(bias_address + key_state.stage * BLOCK_N * 4);
 #endif
     }
 
-    __device__ __forceinline__ void release_keys(const Turn<STAGES>& turn) const {
-        barrier_arrive(&shared.key_free[turn.stage]);
+    __device__ __forceinline__ void release_keys(const PipelineState<STAGES>& key_state) const {
+        barrier_arrive(&shared.key_empty[key_state.stage]);
     }
 
     // Softcap and bias, where products are to become logits.
@@ -206,7 +206,7 @@ struct Consumer {
         };
 #if SOFTCAP
         const int found = polynomials_for<fragments>(s, launch.softcap);
-        if (incomplete) polynomials = found;
+        if (lacks_max) polynomials = found;
         if (found > 0) {
             const SoftcapPolynomial& p = launch.softcap[0];
             change([&](float x, float bias) { return p.template logit<true>(x, p.distance(x), bias); });
@@ -218,23 +218,23 @@ struct Consumer {
 
     // These and masks.
     template <int fragments>
-    __device__ __forceinline__ void finish_logits(const Order& order) {
+    __device__ __forceinline__ void finish_logits(const BlockInfo& block) {
         make_logits<fragments>();
-        if (order.clear() == BLOCK_N) return;
-        const Tile& t = shared.tile[queries.stage];
+        if (block.unmasked() == BLOCK_N) return;
+        const Tile& t = shared.tile[query_state.stage];
         const int position[2] = {position_of(t, first_row + lane / 4), position_of(t, first_row + lane / 4 + 8)};
-        apply_mask<fragments>(s, shared, turn.stage, order.clear(), position);
+        apply_mask<fragments>(s, shared, key_state.stage, block.unmasked(), position);
     }
 
     // References come from the first `asked` fragments. Those of rows that may see few keys are their maxima: p is exact then
     // where a row sees one. So they are if an output was not finite, as values near the largest float32 need it.
     template <int fragments, int asked = fragments>
-    __device__ __forceinline__ void exponentiate(const Order& order) {
-        if (incomplete) {
-            state.template refer<asked>(s, logits.unit, order.whole() && !shared.careful);
-            if (!state.plain()) polynomials = 0;
+    __device__ __forceinline__ void exponentiate(const BlockInfo& block) {
+        if (lacks_max) {
+            softmax.template init_max<asked>(s, logits.unit, block.whole() && !shared.isolate_nonfinite);
+            if (!softmax.max_is_zero()) polynomials = 0;
         }
-        state.template exponentiate<fragments>(s, logits.unit, sum);
+        softmax.template exponentiate<fragments>(s, logits.unit, sum);
     }
 
 #if SOFTCAP && BIAS != BIAS_DENSE
@@ -242,39 +242,39 @@ struct Consumer {
     // products again.
     template <bool high>
     __device__ __forceinline__ bool approximate() {
-        if (state.template exponentiate<high>(s, bias, launch.softcap[!high], sum)) return true;
-        finish_output();
-        repeat_products();
+        if (softmax.template exponentiate<high>(s, bias, launch.softcap[!high], sum)) return true;
+        wait_output();
+        recompute_logits();
         --polynomials;
         return false;
     }
 #endif
 
-    // Whether the values of the block at `turn` must be looked at.
-    __device__ __forceinline__ bool holds(const Order& order) const {
-        return order.clear() < BLOCK_N && shared.careful;
+    // Whether the values of the block at `key_state` must be looked at.
+    __device__ __forceinline__ bool holds(const BlockInfo& block) const {
+        return block.unmasked() < BLOCK_N && shared.isolate_nonfinite;
     }
 
-    // The products of the block at `turn` become exponentials; where its values must be looked at, its keys are held.
-    __device__ __forceinline__ void exponentiate(Order& order) {
-        if (PLAIN && order.whole()) {
+    // The products of the block at `key_state` become exponentials; where its values must be looked at, its keys are held.
+    __device__ __forceinline__ void exponentiate(BlockInfo& block) {
+        if (PLAIN && block.whole()) {
 #if SOFTCAP && BIAS != BIAS_DENSE
-            if (!incomplete) {
+            if (!lacks_max) {
                 if (polynomials == 2 && approximate<false>()) return;
                 if (polynomials == 1 && approximate<true>()) return;
             }
 #endif
             make_logits<KEY_FRAGMENTS>();
-            exponentiate<KEY_FRAGMENTS, BIAS == BIAS_DENSE ? KEY_FRAGMENTS : 2>(order);
+            exponentiate<KEY_FRAGMENTS, BIAS == BIAS_DENSE ? KEY_FRAGMENTS : 2>(block);
             return;
         }
-        if (holds(order)) order.state |= Order::HELD;
-        if (!order.few()) {
-            finish_logits<KEY_FRAGMENTS>(order);
-            exponentiate<KEY_FRAGMENTS>(order);
+        if (holds(block)) block.flags |= BlockInfo::HELD;
+        if (!block.is_short()) {
+            finish_logits<KEY_FRAGMENTS>(block);
+            exponentiate<KEY_FRAGMENTS>(block);
         } else {
-            finish_logits<FEW_FRAGMENTS>(order);
-            exponentiate<FEW_FRAGMENTS>(order);
+            finish_logits<SHORT_BLOCK_FRAGMENTS>(block);
+            exponentiate<SHORT_BLOCK_FRAGMENTS>(block);
             fill_rest(0.0f);  // or the assembler would let the products wait for each other
         }
     }
@@ -282,22 +282,22 @@ struct Consumer {
     // Of a block of few keys.
     __device__ __forceinline__ void fill_rest(float x) {
 #pragma unroll
-        for (int n = FEW_FRAGMENTS; n < KEY_FRAGMENTS; ++n)
+        for (int n = SHORT_BLOCK_FRAGMENTS; n < KEY_FRAGMENTS; ++n)
 #pragma unroll
             for (int i = 0; i < 8; ++i) s[n].x[i] = x;
     }
 
-    // The products of the block at `turn` once more, by each warp for itself.
-    __device__ __forceinline__ void repeat_products() {
+    // The products of the block at `key_state` once more, by each warp for itself.
+    __device__ __forceinline__ void recompute_logits() {
 #if BIAS_FIRST
-        begin_with_bias(s, bias_place, turn.stage);
+        init_with_bias(s, bias_address, key_state.stage);
 #else
 #pragma unroll
         for (int n = 0; n < KEY_FRAGMENTS; ++n)
 #pragma unroll
             for (int i = 0; i < 8; ++i) s[n].x[i] = 0.0f;
 #endif
-        ELEMENT *rows = shared.query[queries.stage], *keys = shared.keys[turn.stage];
+        ELEMENT *rows = shared.query[query_state.stage], *keys = shared.keys[key_state.stage];
         // Of 16 x 16 numbers, as load_matrices wants them.
         const int row = first_row + lane % 16, key = lane / 16 * 8 + lane % 8;
 #pragma unroll 1
@@ -314,25 +314,25 @@ struct Consumer {
 
     // After `exponentiate`, while its exponentials are in no sum and no product yet: whether some are too large. The assembler
     // would move them behind the wait for the output products, but moves nothing across a branch that depends on them.
-    __device__ __forceinline__ bool strained() const {
-        return __any_sync(ALL_LANES, fmaxf(sum[0], sum[1]) > RowSums::LARGEST);
+    __device__ __forceinline__ bool needs_rescale() const {
+        return __any_sync(ALL_LANES, fmaxf(sum[0], sum[1]) > OnlineSoftmax::LARGEST);
     }
 
     // References follow, and so do the outputs so far, if they are of the same tile.
-    __device__ __forceinline__ void relieve(const Order& order, bool same_tile) {
-        finish_output();
+    __device__ __forceinline__ void rescale(const BlockInfo& block, bool same_tile) {
+        wait_output();
         float factor[2];
         if (__any_sync(ALL_LANES, fmaxf(sum[0], sum[1]) == infinity())) {
-            repeat_products();
-            if (BIAS == BIAS_DENSE) read_order(turn);  // for the bias, which is not kept in registers for this
-            finish_logits<KEY_FRAGMENTS>(order);
-            if (order.few()) fill_rest(-infinity());
-            state.leap(s, logits.unit, factor);
-            state.template exponentiate<KEY_FRAGMENTS>(s, logits.unit, sum);
+            recompute_logits();
+            if (BIAS == BIAS_DENSE) read_block_info(key_state);  // for the bias, which is not kept in registers for this
+            finish_logits<KEY_FRAGMENTS>(block);
+            if (block.is_short()) fill_rest(-infinity());
+            softmax.rescale_to_max(s, logits.unit, factor);
+            softmax.template exponentiate<KEY_FRAGMENTS>(s, logits.unit, sum);
         } else {
-            state.follow(s, sum, factor);
+            softmax.rescale_by_power_of_2(s, sum, factor);
         }
-        if (!state.plain()) polynomials = 0;
+        if (!softmax.max_is_zero()) polynomials = 0;
         if (!same_tile) return;
 #pragma unroll
         for (int d = 0; d < DIM_FRAGMENTS; ++d)
@@ -341,10 +341,10 @@ struct Consumer {
     }
 
     // The block's exponentials count, and its keys have been used.
-    __device__ __forceinline__ void settle(const Order& order) {
-        state.l[0] += sum[0];
-        state.l[1] += sum[1];
-        if (!order.held()) release_keys(turn);
+    __device__ __forceinline__ void commit_block(const BlockInfo& block) {
+        softmax.l[0] += sum[0];
+        softmax.l[1] += sum[1];
+        if (!block.held()) release_keys(key_state);
     }
 
     // Exponentials become the operand of the output product.
@@ -355,32 +355,32 @@ struct Consumer {
             for (int i = 0; i < 4; ++i) probability[n][i] = pack_pair(s[n].x[2 * i], s[n].x[2 * i + 1]);
     }
 
-    // The output products of the block at `value_turn`, whose values have come and whose keys were at `keys`; `opens`: it is
+    // The output products of the block at `value_state`, whose values have come and whose keys were at `keys`; `begins_tile`: it is
     // its tile's first.
-    __device__ __forceinline__ void start_output(const Order& order, const Turn<STAGES>& keys, bool opens) {
-        ELEMENT* value = shared.values[value_turn.stage];
-        if (order.held()) {
-            if (opens) clear_output();
-            opens = false;
-            isolate_nonfinite(o, value, shared, keys.stage, order.few() ? FEW_KEYS : BLOCK_N,
-                              shared.tile[query_turn.stage], first_row);
+    __device__ __forceinline__ void start_pv(const BlockInfo& block, const PipelineState<STAGES>& keys, bool begins_tile) {
+        ELEMENT* value = shared.values[value_state.stage];
+        if (block.held()) {
+            if (begins_tile) clear_output();
+            begins_tile = false;
+            isolate_nonfinite(o, value, shared, keys.stage, block.is_short() ? SHORT_BLOCK_KEYS : BLOCK_N,
+                              shared.tile[output_state.stage], first_row);
             release_keys(keys);
         }
-        begin_output(o, probability, value, order.few(), !opens);
+        mma_pv(o, probability, value, block.is_short(), !begins_tile);
     }
 
-    // From the block at `turn` on others multiply what is left, without rows of this consumer's: its part in their barriers.
+    // From the block at `key_state` on others multiply what is left, without rows of this consumer's: its part in their barriers.
     // `first`: of all blocks, which needs no turn.
     __device__ __forceinline__ void stand_by(bool first) {
-        for (Order order(0); !order.closes(); turn.advance()) {
-            barrier_wait(&shared.key_arrived[turn.stage], turn.phase);
-            order = shared.order[turn.stage];
-            if (!first) take_turn();
-            if (!first || number() == CONSUMERS - 1) pass_turn();
+        for (BlockInfo block(0); !block.ends_tile(); key_state.advance()) {
+            barrier_wait(&shared.key_full[key_state.stage], key_state.phase);
+            block = shared.block_info[key_state.stage];
+            if (!first) ping_pong_wait();
+            if (!first || warpgroup() == CONSUMERS - 1) ping_pong_arrive();
             first = false;
-            barrier_wait(&shared.value_arrived[value_turn.stage], value_turn.phase);
-            if (holds(order)) clear_nonfinite(shared.values[value_turn.stage], order.few() ? FEW_KEYS : BLOCK_N);
-            release_keys(turn);
+            barrier_wait(&shared.value_full[value_state.stage], value_state.phase);
+            if (holds(block)) clear_nonfinite(shared.values[value_state.stage], block.is_short() ? SHORT_BLOCK_KEYS : BLOCK_N);
+            release_keys(key_state);
             release_values();
         }
     }

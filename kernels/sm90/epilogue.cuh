@@ -5,7 +5,7 @@
 #include "sm90/smem.cuh"
 #include "sm90/softmax.cuh"
 
-#if OUT_BULK
+#if OUT_TMA
 // This warp's 16 rows of out, which are complete, on their way.
 __device__ __forceinline__ void copy_rows(const ForwardParams& launch, const Output& t, const ELEMENT* staging, int first_row) {
     shared_write_fence();
@@ -13,15 +13,15 @@ __device__ __forceinline__ void copy_rows(const ForwardParams& launch, const Out
     if (lane_now() != 0) return;
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; ++chunk)
-        store_box(&launch.out, staging + (chunk * BLOCK_M + first_row) * CHUNK_COLUMNS, chunk * CHUNK_COLUMNS, t.first_head,
+        tma_store(&launch.out, staging + (chunk * BLOCK_M + first_row) * CHUNK_COLUMNS, chunk * CHUNK_COLUMNS, t.first_head,
                   t.first_query + first_row / HEADS, t.batch);
-    stores_commit();
+    tma_store_commit();
 }
 #else
 // Row `row` of a tile's output, whose first one is at `first`: query by query, in each head by head.
 __device__ __forceinline__ ELEMENT* row_of_output(ELEMENT* first, int row, int query_bytes) {
-    const void* place = row_address(first + row % HEADS * HEAD_DIM, row / HEADS, query_bytes);
-    return const_cast<ELEMENT*>(static_cast<const ELEMENT*>(place));
+    const void* address = row_address(first + row % HEADS * HEAD_DIM, row / HEADS, query_bytes);
+    return const_cast<ELEMENT*>(static_cast<const ELEMENT*>(address));
 }
 
 // This warp's rows of out, which are complete.
@@ -44,24 +44,24 @@ __device__ __forceinline__ void copy_rows(const ForwardParams& launch, const Out
         pieces[k] = load_shared_16((first_piece ^ k * STEP % 8 * 16) + k * STEP * CHUNK_ROW_BYTES);
 #pragma unroll
     for (int k = 0; k < COPIES; ++k) {
-        ELEMENT* place = row_of_output(target, REGULAR ? k * STEP : first_row + k * STEP + own, query_bytes);
-        if (piece * 8 < HEAD_DIM && first_row + k * STEP + own < t.rows) __stcg(reinterpret_cast<uint4*>(place), pieces[k]);
+        ELEMENT* address = row_of_output(target, REGULAR ? k * STEP : first_row + k * STEP + own, query_bytes);
+        if (piece * 8 < HEAD_DIM && first_row + k * STEP + own < t.rows) __stcg(reinterpret_cast<uint4*>(address), pieces[k]);
     }
 }
 #endif
 
 // Writes this warp's 16 rows of out and lse, through the tile's own query rows, which nobody needs any more. In few
-// instructions: they run once a tile, so each of them is fetched anew. `spoiled` becomes 1 if a value of the tile's keys is
+// instructions: they run once a tile, so each of them is fetched anew. `nonfinite_seen` becomes 1 if a value of the tile's keys is
 // not finite: 0 times it is not either, so each row has such an output in its column, and one of a lane's two rows tells. Where
 // exponentials may be large a single row may overflow, too.
-__device__ __forceinline__ void write_tile(const ForwardParams& launch, const Output& output, ELEMENT* staging, int first_row,
-                                           const Fragment (&o)[DIM_FRAGMENTS], RowSums& state, int& spoiled) {
+__device__ __forceinline__ void epilogue(const ForwardParams& launch, const Output& output, ELEMENT* staging, int first_row,
+                                           const Fragment (&o)[DIM_FRAGMENTS], OnlineSoftmax& softmax, int& nonfinite_seen) {
     const Output t = output;  // all of it now, for nothing is read ahead of the stores that follow
     const int lane = lane_now();
-    state.finish();
-    const float factor[2] = {state.inverse_sum(0), state.inverse_sum(1)};
+    softmax.finish();
+    const float factor[2] = {softmax.inverse_sum(0), softmax.inverse_sum(1)};
     const unsigned corner = shared_address(piece_of<BLOCK_M>(staging, first_row + lane % 16, lane / 16));
-    unsigned nothing = 0;
+    unsigned nonfinite = 0;
 #pragma unroll
     for (int d = 0; d < DIM_FRAGMENTS; ++d) {
         unsigned words[4];
@@ -71,12 +71,12 @@ __device__ __forceinline__ void write_tile(const ForwardParams& launch, const Ou
             words[i / 2] = pack_pair(o[d].x[i] * f, o[d].x[i + 1] * f);
         }
         store_matrices((corner ^ 2 * d % 8 * 16) + d / 4 * BLOCK_M * CHUNK_ROW_BYTES, words);
-        nothing = add_nothing(add_nothing(nothing, words[0]), words[2]);
-        if (RowSums::LARGE) nothing = add_nothing(add_nothing(nothing, words[1]), words[3]);
+        nonfinite = add_zero_times(add_zero_times(nonfinite, words[0]), words[2]);
+        if (OnlineSoftmax::LARGE) nonfinite = add_zero_times(add_zero_times(nonfinite, words[1]), words[3]);
     }
-    if (nothing != 0) raise(spoiled);
+    if (nonfinite != 0) raise(nonfinite_seen);
     copy_rows(launch, t, staging, first_row);
     const int r = lane & 3, row = first_row + lane / 4 + 8 * r;  // two of four lanes write one each
     if (r < 2 && row < t.rows)
-        __stcg(t.lse + (long long)(row % HEADS) * launch.attention.query_length + row / HEADS, state.lse(r));
+        __stcg(t.lse + (long long)(row % HEADS) * launch.attention.query_length + row / HEADS, softmax.lse(r));
 }

@@ -13,7 +13,7 @@ constexpr int GROUP_KEYS = WARP_KEYS / ROWS;
 constexpr int RUN = GROUP_KEYS < 8 ? GROUP_KEYS : 8;
 static_assert(RUN % 2 == 0 && GROUP_KEYS % RUN == 0, "rows come in pairs");
 // So many warps have rows of few keys.
-constexpr int FEW_WARPS = BY_EIGHTS ? PRODUCER_WARPS : FEW_KEYS > WARP_KEYS ? FEW_KEYS / WARP_KEYS : 1;
+constexpr int SHORT_BLOCK_WARPS = BY_EIGHTS ? PRODUCER_WARPS : SHORT_BLOCK_KEYS > WARP_KEYS ? SHORT_BLOCK_KEYS / WARP_KEYS : 1;
 
 // Rows of keys or of values, and where in a stage they go to.
 struct Rows {
@@ -73,27 +73,27 @@ __device__ __forceinline__ void gather_rows(const Rows& rows, int warp, int firs
     if (ROW_PIECES < ROW_LANES && piece >= ROW_PIECES) return;
 #pragma unroll
     for (int run = from; run < GROUP_KEYS; run += RUN) {
-        if (FEW && BY_EIGHTS && key_of(warp, group + run) >= FEW_KEYS && count <= FEW_KEYS) return;
+        if (SHORT_BLOCK && BY_EIGHTS && key_of(warp, group + run) >= SHORT_BLOCK_KEYS && count <= SHORT_BLOCK_KEYS) return;
         RunOfRows(rows, piece, warp, group + run, first).copy<whole>(piece, warp, group + run, count);
     }
 }
 
-// The same of a whole block of keys and of one of values; `arrived` is told of the keys. Of the first run of both all
+// The same of a whole block of keys and of one of values; `full` is told of the keys. Of the first run of both all
 // addresses come first, so that no copy waits for the next one's.
-__device__ __forceinline__ void gather_both(const Rows& keys, const Rows& values, int warp, Barrier* arrived) {
+__device__ __forceinline__ void gather_both(const Rows& keys, const Rows& values, int warp, Barrier* full) {
     const int lane = threadIdx.x & 31, piece = lane % ROW_LANES, group = lane / ROW_LANES * GROUP_KEYS;
     const bool exists = ROW_PIECES == ROW_LANES || piece < ROW_PIECES;
     const RunOfRows first_keys(keys, piece, warp, group, 0), first_values(values, piece, warp, group, 0);
     if (exists) first_keys.copy<true>(piece, warp, group, BLOCK_N);
     gather_rows<true, RUN>(keys, warp, 0, BLOCK_N);
-    barrier_arrive_after_copies(arrived);
+    barrier_arrive_after_copies(full);
     if (exists) first_values.copy<true>(piece, warp, group, BLOCK_N);
     gather_rows<true, RUN>(values, warp, 0, BLOCK_N);
 }
 
 // Where the rows of a block's keys or values are: of a tile, and in it of a block.
 struct RowSource {
-#if BULK
+#if KV_TMA
     int group, batch;
 #else
     const ELEMENT* rows;
@@ -101,44 +101,44 @@ struct RowSource {
     int first;          // row of the first one, where they follow each other
     int count;          // how many there are, from the first on
     const int* listed;  // their rows, of this warp's, where they do not
-    bool whole;         // every place of the block is filled; where there is no key, with another one's row (HOLES)
+    bool whole;         // every place of the block is filled; where there is no key, with another one's row (PAD_BY_BIAS)
 #if RUNS
     int run;  // as in Block
 #endif
 };
 
-// Keys, or values. With BULK, and with RUNS where keys follow each other, one thread asks the copy engine for the rows;
-// `arrived` then counts their bytes too.
+// Keys, or values. With KV_TMA, and with RUNS where keys follow each other, one thread asks the TMA for the rows;
+// `full` then counts their bytes too.
 template <bool values>
 __device__ __forceinline__ void gather(ELEMENT* matrix, const RowSource& source, const ForwardParams& launch, int warp,
-                                       Barrier* arrived) {
+                                       Barrier* full) {
     const int row_stride = values ? launch.attention.value_row : launch.attention.key_row;
-#if BULK || RUNS
+#if KV_TMA || RUNS
     const TensorMap* map = values ? &launch.value : &launch.key;
 #endif
-#if BULK
+#if KV_TMA
     if (threadIdx.x != 0) return;
-    barrier_expect(arrived, CHUNKS * BLOCK_N * CHUNK_ROW_BYTES);
+    barrier_expect(full, CHUNKS * BLOCK_N * CHUNK_ROW_BYTES);
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; ++chunk)
-        copy_box(matrix + chunk * BLOCK_N * CHUNK_COLUMNS, map, arrived, chunk * CHUNK_COLUMNS, source.first,
+        tma_load(matrix + chunk * BLOCK_N * CHUNK_COLUMNS, map, full, chunk * CHUNK_COLUMNS, source.first,
                  source.group, source.batch);
 #else
 #if RUNS
     if (source.run >= 0) {
         if (threadIdx.x != 0) return;
-        barrier_expect(arrived, CHUNKS * BLOCK_N * CHUNK_ROW_BYTES);
+        barrier_expect(full, CHUNKS * BLOCK_N * CHUNK_ROW_BYTES);
         const int head = static_cast<int>((source.rows - (values ? launch.attention.value : launch.attention.key)) / 8);
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; ++chunk)
 #pragma unroll
             for (int key = 0; key < BLOCK_N; key += RUN_KEYS)
-                copy_box(matrix + (chunk * BLOCK_N + key) * CHUNK_COLUMNS, map, arrived, chunk * CHUNK_COLUMNS, 0,
+                tma_load(matrix + (chunk * BLOCK_N + key) * CHUNK_COLUMNS, map, full, chunk * CHUNK_COLUMNS, 0,
                          (source.run + key) / RUN_STEP, 0, head);
         return;
     }
 #endif
-    if (FEW && source.count <= FEW_KEYS && warp >= FEW_WARPS) return;
+    if (SHORT_BLOCK && source.count <= SHORT_BLOCK_KEYS && warp >= SHORT_BLOCK_WARPS) return;
     if (source.whole)
         gather_rows<true>({matrix, source.rows, row_stride, source.listed}, warp, source.first, source.count);
     else
@@ -165,9 +165,9 @@ __device__ __forceinline__ void gather_queries(ELEMENT* matrix, const AttentionP
 __device__ __forceinline__ float fetch_bias(const AttentionParams& p, const Plan& plan, int warp, const int* listed,
                                             int first, int count) {
 #if BIAS == BIAS_OF_KEYS
-    const int lane = threadIdx.x & 31, place = key_of(warp, lane);
-    if (lane >= WARP_KEYS || place >= count) return HOLES ? -infinity() : 0.0f;
-    const int key = KEYS == KEYS_CONTIGUOUS ? first + place : listed[lane];
+    const int lane = threadIdx.x & 31, index = key_of(warp, lane);
+    if (lane >= WARP_KEYS || index >= count) return PAD_BY_BIAS ? -infinity() : 0.0f;
+    const int key = KEYS == KEYS_CONTIGUOUS ? first + index : listed[lane];
     return __ldg(static_cast<const float*>(row_address(plan.bias, key, static_cast<int>(p.bias_key) * 4)));
 #else
     return 0.0f;
@@ -181,12 +181,12 @@ __device__ __forceinline__ void keep_bias(Shared& shared, int warp, int stage, f
     shared.bias[stage][key_of(warp, lane)] = __fmul_rz(bias, unit);
 }
 
-// What else is known per key. All queries see the block's first `clear` keys.
+// What else is known per key. All queries see the block's first `unmasked` keys.
 __device__ __forceinline__ void gather_facts(Shared& shared, const AttentionParams& p, const Plan& plan, int warp,
-                                             const RowSource& keys, int clear, int stage) {
-    const int lane = threadIdx.x & 31, place = key_of(warp, lane);
+                                             const RowSource& keys, int unmasked, int stage) {
+    const int lane = threadIdx.x & 31, index = key_of(warp, lane);
 #if BITS && RUNS
-    if (keys.run >= 0 && clear < BLOCK_N) {
+    if (keys.run >= 0 && unmasked < BLOCK_N) {
         constexpr int PIECES = BLOCK_N / 4;
 #pragma unroll
         for (int i = threadIdx.x; i < WORDS * PIECES; i += PRODUCER_THREADS)
@@ -195,28 +195,28 @@ __device__ __forceinline__ void gather_facts(Shared& shared, const AttentionPara
     }
 #endif
     if (lane >= WARP_KEYS) return;
-    const bool exists = place < keys.count;
+    const bool exists = index < keys.count;
 #if KEYS == KEYS_CONTIGUOUS
-    const int key = exists ? keys.first + place : 0;
+    const int key = exists ? keys.first + index : 0;
 #else
     const int key = keys.listed[lane];
 #endif
 #if KEYS_KNOWN
-    shared.key[stage][place] = key;
+    shared.key[stage][index] = key;
 #endif
-    if (clear == BLOCK_N) return;
+    if (unmasked == BLOCK_N) return;
 #if BITS
 #if RUNS
     if (keys.run >= 0) return;  // its words are on their way
 #endif
 #pragma unroll
     for (int w = 0; w < WORDS; ++w)  // a key that does not exist has no bits
-        copy_async_4(&shared.words[stage][w][place], plan.source.columns + (long long)w * p.key_stride + key, exists ? 4 : 0);
+        copy_async_4(&shared.words[stage][w][index], plan.source.columns + (long long)w * p.key_stride + key, exists ? 4 : 0);
 #elif KEYS == KEYS_CONTIGUOUS
-    shared.start[stage][place] = CAUSAL ? key : INT_LOWEST;
-    shared.stop[stage][place] = exists ? NEVER : INT_LOWEST;
+    shared.start[stage][index] = CAUSAL ? key : INT_LOWEST;
+    shared.stop[stage][index] = exists ? NEVER : INT_LOWEST;
 #else
-    copy_async_4(&shared.start[stage][place], plan.source.start + key, exists ? 4 : 0);
-    copy_async_4(&shared.stop[stage][place], plan.source.stop + key, exists ? 4 : 0);  // 0, 0 where there is no key
+    copy_async_4(&shared.start[stage][index], plan.source.start + key, exists ? 4 : 0);
+    copy_async_4(&shared.stop[stage][index], plan.source.stop + key, exists ? 4 : 0);  // 0, 0 where there is no key
 #endif
 }

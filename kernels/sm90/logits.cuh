@@ -38,13 +38,13 @@ __device__ __forceinline__ int polynomials_for(const Fragment (&s)[KEY_FRAGMENTS
 
 #if BIAS_FIRST
 // Before the products: the bias in units of them.
-// `own` is the address of stage 0's place_of(0, 0).
-__device__ __forceinline__ void begin_with_bias(Fragment (&s)[KEY_FRAGMENTS], unsigned own, int stage) {
+// `own` is the address of stage 0's fragment_key(0, 0).
+__device__ __forceinline__ void init_with_bias(Fragment (&s)[KEY_FRAGMENTS], unsigned own, int stage) {
 #pragma unroll
     for (int n = 0; n < KEY_FRAGMENTS; ++n)
 #pragma unroll
         for (int i = 0; i < 8; i += 2)
-            load_shared_pair(s[n].x[i], s[n].x[i + 1], own + (stage * BLOCK_N + place_of(0, n, i / 4 * 2)) * 4);
+            load_shared_pair(s[n].x[i], s[n].x[i + 1], own + (stage * BLOCK_N + fragment_key(0, n, i / 4 * 2)) * 4);
 }
 #endif
 
@@ -56,20 +56,20 @@ struct LaneBias {
     uint4 eight[2][KEY_FRAGMENTS / 2];  // (row, pair of fragments)
     const BIAS_ELEMENT* row[2];         // at key 0, of this lane's two rows
 
-    __device__ __forceinline__ void fetch(const AttentionParams& p, const Shared& shared, int stage, const Order& order) {
-        const int own = 8 * (lane_now() & 3), following = order.following;
-        if (following >= 0) {
+    __device__ __forceinline__ void fetch(const AttentionParams& p, const Shared& shared, int stage, const BlockInfo& block) {
+        const int own = 8 * (lane_now() & 3), run = block.run;
+        if (run >= 0) {
 #pragma unroll
             for (int r = 0; r < 2; ++r)
 #pragma unroll
-                for (int m = 0; m < KEY_FRAGMENTS / 2; ++m) eight[r][m] = load_once(row[r] + following + 32 * m + own);
+                for (int m = 0; m < KEY_FRAGMENTS / 2; ++m) eight[r][m] = load_once(row[r] + run + 32 * m + own);
             return;
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r)
 #pragma unroll
             for (int m = 0; m < KEY_FRAGMENTS / 2; ++m) {
-                if (m >= FEW_FRAGMENTS / 2 && order.few()) break;  // nobody has said which keys these are
+                if (m >= SHORT_BLOCK_FRAGMENTS / 2 && block.is_short()) break;  // nobody has said which keys these are
                 BIAS_ELEMENT* x = reinterpret_cast<BIAS_ELEMENT*>(&eight[r][m]);
 #pragma unroll
                 for (int k = 0; k < 8; ++k) x[k] = row[r][shared.key[stage][32 * m + own + k] * p.bias_key];
@@ -82,7 +82,7 @@ struct LaneBias {
         int n;
 
         __device__ __forceinline__ float operator()(int i) const {
-            const int k = own_key(n % 2, i);
+            const int k = lane_key(n % 2, i);
             const unsigned* pairs = reinterpret_cast<const unsigned*>(&all.eight[fragment_row(i)][n / 2]);
             return half_of(pairs[k / 2], k % 2, static_cast<const BIAS_ELEMENT*>(nullptr));
         }
@@ -91,19 +91,19 @@ struct LaneBias {
 };
 #elif BIAS == BIAS_OF_KEYS && SOFTCAP
 struct LaneBias {
-    unsigned own;  // address of the block's place_of(0, 0)
+    unsigned own;  // address of the block's fragment_key(0, 0)
 
     __device__ __forceinline__ void fetch(unsigned address) { own = address; }
 
     struct OfFragment {
         float key[4];
 
-        __device__ __forceinline__ float operator()(int i) const { return key[own_key(0, i)]; }
+        __device__ __forceinline__ float operator()(int i) const { return key[lane_key(0, i)]; }
     };
     __device__ __forceinline__ OfFragment of(int n) const {
         OfFragment bias;
 #pragma unroll
-        for (int k = 0; k < 4; k += 2) load_shared_pair(bias.key[k], bias.key[k + 1], own + place_of(0, n, k) * 4);
+        for (int k = 0; k < 4; k += 2) load_shared_pair(bias.key[k], bias.key[k + 1], own + fragment_key(0, n, k) * 4);
         return bias;
     }
 };
@@ -118,7 +118,7 @@ struct LaneBias {
 };
 #endif
 
-// What says who sees the block's key `place`: the word of this warp's queries, or the first position that sees it and the
+// What says who sees the block's key `key`: the word of this warp's queries, or the first position that sees it and the
 // first that no longer does.
 #if BITS
 static_assert(32 % (16 / HEADS > 0 ? 16 / HEADS : 1) == 0, "a warp's queries are in one word");
@@ -127,28 +127,28 @@ __device__ __forceinline__ const unsigned* warp_words(const Shared& shared, int 
     return shared.words[stage][(thread_now() - PRODUCER_THREADS) / 32 * 16 / HEADS / 32];
 }
 
-__device__ __forceinline__ int visibility(const Shared& shared, int stage, int place) {
-    return static_cast<int>(warp_words(shared, stage)[place]);
+__device__ __forceinline__ int visibility(const Shared& shared, int stage, int key) {
+    return static_cast<int>(warp_words(shared, stage)[key]);
 }
 #else
-__device__ __forceinline__ int2 visibility(const Shared& shared, int stage, int place) {
-    int start = shared.start[stage][place];
+__device__ __forceinline__ int2 visibility(const Shared& shared, int stage, int key) {
+    int start = shared.start[stage][key];
 #if CAUSAL && KEYS != KEYS_CONTIGUOUS
-    start = max(start, shared.key[stage][place]);
+    start = max(start, shared.key[stage][key]);
 #endif
-    return make_int2(start, shared.stop[stage][place]);
+    return make_int2(start, shared.stop[stage][key]);
 }
 
 // Of the four keys of this lane in fragment n.
 __device__ __forceinline__ void visibilities(int2 (&seen)[4], const Shared& shared, int stage, int n) {
-#if BULK
+#if KV_TMA
 #pragma unroll
-    for (int k = 0; k < 4; ++k) seen[k] = visibility(shared, stage, place_of(n, k));
+    for (int k = 0; k < 4; ++k) seen[k] = visibility(shared, stage, fragment_key(n, k));
 #else
-    int4 start = *reinterpret_cast<const int4*>(shared.start[stage] + place_of(n, 0));
-    const int4 stop = *reinterpret_cast<const int4*>(shared.stop[stage] + place_of(n, 0));
+    int4 start = *reinterpret_cast<const int4*>(shared.start[stage] + fragment_key(n, 0));
+    const int4 stop = *reinterpret_cast<const int4*>(shared.stop[stage] + fragment_key(n, 0));
 #if CAUSAL && KEYS != KEYS_CONTIGUOUS
-    const int4 key = *reinterpret_cast<const int4*>(shared.key[stage] + place_of(n, 0));
+    const int4 key = *reinterpret_cast<const int4*>(shared.key[stage] + fragment_key(n, 0));
     start = make_int4(max(start.x, key.x), max(start.y, key.y), max(start.z, key.z), max(start.w, key.w));
 #endif
     seen[0] = make_int2(start.x, stop.x);
@@ -165,15 +165,15 @@ __device__ __forceinline__ int position_of(const Tile& t, int row) {
     return BITS ? static_cast<int>(1u << ((t.first_query + query) & 31)) : t.first_position + query;
 }
 
-// All queries see the block's first `clear` keys.
+// All queries see the block's first `unmasked` keys.
 template <int fragments>
-__device__ __forceinline__ void apply_mask(Fragment (&s)[KEY_FRAGMENTS], const Shared& shared, int stage, int clear,
+__device__ __forceinline__ void apply_mask(Fragment (&s)[KEY_FRAGMENTS], const Shared& shared, int stage, int unmasked,
                                            const int (&position)[2]) {
 #pragma unroll
     for (int n = 0; n < fragments; ++n) {
-        if (!BITS && clear >= n / 2 * 32 + 32) continue;  // of masks as bits few blocks have clear keys
+        if (!BITS && unmasked >= n / 2 * 32 + 32) continue;  // of masks as bits few blocks have clear keys
 #if BITS
-        const int4 words = *reinterpret_cast<const int4*>(warp_words(shared, stage) + place_of(n, 0));
+        const int4 words = *reinterpret_cast<const int4*>(warp_words(shared, stage) + fragment_key(n, 0));
         const int seen[4] = {words.x, words.y, words.z, words.w};
 #else
         int2 seen[4];
@@ -181,6 +181,6 @@ __device__ __forceinline__ void apply_mask(Fragment (&s)[KEY_FRAGMENTS], const S
 #endif
 #pragma unroll
         for (int i = 0; i < 8; ++i)
-            if (!visible(position[fragment_row(i)], seen[own_key(0, i)])) s[n].x[i] = -infinity();
+            if (!visible(position[fragment_row(i)], seen[lane_key(0, i)])) s[n].x[i] = -infinity();
     }
 }

@@ -7,12 +7,12 @@
 using Queries = unsigned[QUERIES_KEPT ? DIM_FRAGMENTS : 1][4];  // of a warp, as operands
 
 // s = rows . k, or s += rows . k, of queries in registers or in shared memory
-__device__ __forceinline__ void begin_logits(Fragment (&s)[KEY_FRAGMENTS], Queries& kept, const ELEMENT* query,
+__device__ __forceinline__ void mma_qk(Fragment (&s)[KEY_FRAGMENTS], Queries& kept, const ELEMENT* query,
                                              const ELEMENT* key) {
     const unsigned a = matrix_descriptor(query, 0), b = matrix_descriptor(key, 0);
     pin(s);
     if (QUERIES_KEPT) pin(kept);
-    products_begin();
+    wgmma_fence();
 #pragma unroll
     for (int d = 0; d < DIM_FRAGMENTS; ++d) {
         const int chunk = d / 4, step = d % 4 * 32;
@@ -23,40 +23,40 @@ __device__ __forceinline__ void begin_logits(Fragment (&s)[KEY_FRAGMENTS], Queri
         else
             Wgmma<KEY_FRAGMENTS>::multiply_shared(s, moved(a, chunk * BLOCK_M * CHUNK_ROW_BYTES + step), keys, add);
     }
-    products_commit();
+    wgmma_commit();
 }
 
 // o += p . values of 16 keys, in pieces of at most 128 columns; or without `add` o = these.
 template <int first>
-__device__ __forceinline__ void add_columns(Fragment (&o)[DIM_FRAGMENTS], const unsigned (&a)[4], unsigned value, bool add) {
+__device__ __forceinline__ void mma_pv_columns(Fragment (&o)[DIM_FRAGMENTS], const unsigned (&a)[4], unsigned value, bool add) {
     if constexpr (first < DIM_FRAGMENTS) {
         constexpr int REST = DIM_FRAGMENTS - first;
         constexpr int SIZE = REST >= 8 ? 8 : REST == 6 ? 6 : REST >= 4 ? 4 : REST >= 2 ? 2 : 1;
         Wgmma<SIZE>::multiply_registers(&o[first], a,
                                         moved(value, first / 4 * BLOCK_N * CHUNK_ROW_BYTES + first % 4 * 32), add);
-        add_columns<first + SIZE>(o, a, value, add);
+        mma_pv_columns<first + SIZE>(o, a, value, add);
     }
 }
 
 // The same of the block's first fragments: one group of products.
 template <int fragments>
-__device__ __forceinline__ void add_products(Fragment (&o)[DIM_FRAGMENTS], const unsigned (&probability)[KEY_FRAGMENTS][4],
+__device__ __forceinline__ void mma_pv_fragments(Fragment (&o)[DIM_FRAGMENTS], const unsigned (&probability)[KEY_FRAGMENTS][4],
                                              unsigned value, bool add) {
-    products_begin();
+    wgmma_fence();
 #pragma unroll
     for (int n = 0; n < fragments; ++n)
-        add_columns<0>(o, probability[n], moved(value, n * 16 * CHUNK_ROW_BYTES), n > 0 || add);
-    products_commit();
+        mma_pv_columns<0>(o, probability[n], moved(value, n * 16 * CHUNK_ROW_BYTES), n > 0 || add);
+    wgmma_commit();
 }
 
 // A group with a branch inside would be waited for like several.
-__device__ __forceinline__ void begin_output(Fragment (&o)[DIM_FRAGMENTS], unsigned (&probability)[KEY_FRAGMENTS][4],
-                                             const ELEMENT* value, bool few, bool add) {
+__device__ __forceinline__ void mma_pv(Fragment (&o)[DIM_FRAGMENTS], unsigned (&probability)[KEY_FRAGMENTS][4],
+                                             const ELEMENT* value, bool is_short, bool add) {
     const unsigned b = matrix_descriptor(value, BLOCK_N * CHUNK_ROW_BYTES);
     pin(o);
     pin(probability);
-    if (FEW && few)
-        add_products<FEW_FRAGMENTS>(o, probability, b, add);
+    if (SHORT_BLOCK && is_short)
+        mma_pv_fragments<SHORT_BLOCK_FRAGMENTS>(o, probability, b, add);
     else
-        add_products<KEY_FRAGMENTS>(o, probability, b, add);
+        mma_pv_fragments<KEY_FRAGMENTS>(o, probability, b, add);
 }

@@ -7,7 +7,7 @@
 
 // Which stage is next, and in which of its two phases.
 template <int count>
-struct Turn {
+struct PipelineState {
     int stage = 0;
     unsigned phase = 0;
 
@@ -18,10 +18,10 @@ struct Turn {
         }
     }
 
-    __device__ __forceinline__ Turn next() const {
-        Turn turn = *this;
-        turn.advance();
-        return turn;
+    __device__ __forceinline__ PipelineState next() const {
+        PipelineState state = *this;
+        state.advance();
+        return state;
     }
 
     __device__ __forceinline__ int stage_before() const { return stage == 0 ? count - 1 : stage - 1; }

@@ -11,13 +11,13 @@
 #include "sm90/scheduler.cuh"
 
 // Of the last warps, which mostly have no rows of a block of few keys: they see to the tile's queries, and to orders.
-constexpr int QUERY_THREAD = 96, ORDER_THREAD = 64;
+constexpr int QUERY_THREAD = 96, BLOCK_INFO_THREAD = 64;
 
 // A block of keys.
 struct Block {
     int first;  // place of its first key in the list; negative: there is none
     int end;    // place behind its last one, or behind that of its list
-    int clear;  // as in Order
+    int unmasked;  // as in BlockInfo
 #if ORDERED
     int first_key, last_key;  // 0 and -1 if the block is not full, or full and partial keys meet in it
 
@@ -28,22 +28,22 @@ struct Block {
 #endif
 
     __device__ __forceinline__ int count() const { return end - first; }
-    __device__ __forceinline__ bool few() const { return FEW && count() <= FEW_KEYS; }
+    __device__ __forceinline__ bool is_short() const { return SHORT_BLOCK && count() <= SHORT_BLOCK_KEYS; }
 };
 
-// The rows of the keys of block `number` that warp `warp` gathers.
-__device__ __forceinline__ int* listed_rows(Shared& shared, unsigned number, int warp) {
+// The rows of the keys of block `block_index` that warp `warp` gathers.
+__device__ __forceinline__ int* listed_rows(Shared& shared, unsigned block_index, int warp) {
 #if KEYS == KEYS_CONTIGUOUS
     return nullptr;
 #else
-    return shared.listed[number % LISTS] + warp * WARP_KEYS;
+    return shared.listed[block_index % LISTS] + warp * WARP_KEYS;
 #endif
 }
 
 // From `entry`, this lane's, to there. Complete when the block's turn has come.
-__device__ __forceinline__ void list_entries(Shared& shared, unsigned number, int warp, const int* entry, bool exists = true) {
+__device__ __forceinline__ void list_entries(Shared& shared, unsigned block_index, int warp, const int* entry, bool exists = true) {
     const int lane = threadIdx.x & 31;
-    if (lane < WARP_KEYS) copy_async_4(listed_rows(shared, number, warp) + lane, entry, exists ? 4 : 0);
+    if (lane < WARP_KEYS) copy_async_4(listed_rows(shared, block_index, warp) + lane, entry, exists ? 4 : 0);
     copy_async_commit();
 }
 
@@ -53,24 +53,24 @@ __device__ __forceinline__ bool apart(unsigned full, unsigned partial) {
     return (full + LAST) / BLOCK_N + (partial + LAST) / BLOCK_N == (full + partial + LAST) / BLOCK_N;
 }
 
-// The next block, the one with number `number`. What the list says of its keys is under way then.
-__device__ __forceinline__ Block next_block(Shared& shared, KeyBlocks& blocks, int warp, unsigned number) {
+// The next block, the one with number `block_index`. What the list says of its keys is under way then.
+__device__ __forceinline__ Block next_block(Shared& shared, KeyBlocks& blocks, int warp, unsigned block_index) {
     const KeySource& source = blocks.source;
     const KeyBlock next = blocks.next();
     Block block = {next.first, source.length, BLOCK_N};
     if (next.first < 0) return block;
-    if (next.masked) block.clear = KEYS == KEYS_LISTED ? max(source.full - next.first, 0) : 0;
-#if HOLES
+    if (next.masked) block.unmasked = KEYS == KEYS_LISTED ? max(source.full - next.first, 0) : 0;
+#if PAD_BY_BIAS
     if (next.masked && next.first < source.full && apart(source.full - FIRST(source), source.length - source.full)) {
-        block.end = blocks.place = source.full;
-        block.clear = BLOCK_N;
+        block.end = blocks.next_key = source.full;
+        block.unmasked = BLOCK_N;
     }
 #endif
 #if KEYS != KEYS_CONTIGUOUS
-    const int place = next.first + key_of(warp, threadIdx.x & 31);
+    const int index = next.first + key_of(warp, threadIdx.x & 31);
     bool exists;
-    const int* entry = blocks.entry(HOLES ? min(place, block.end - 1) : place, exists);
-    list_entries(shared, number, warp, exists ? entry : source.list, exists);
+    const int* entry = blocks.entry(PAD_BY_BIAS ? min(index, block.end - 1) : index, exists);
+    list_entries(shared, block_index, warp, exists ? entry : source.list, exists);
 #endif
 #if ORDERED
     block.first_key = 0;
@@ -91,13 +91,13 @@ __device__ __forceinline__ Block next_block(Shared& shared, KeyBlocks& blocks, i
 }
 
 // The first block of a tile; a tile that meets no keys has one without keys, so that its output is written.
-__device__ __forceinline__ Block first_block(Shared& shared, KeyBlocks& blocks, int warp, unsigned number) {
-    Block block = next_block(shared, blocks, warp, number);
+__device__ __forceinline__ Block first_block(Shared& shared, KeyBlocks& blocks, int warp, unsigned block_index) {
+    Block block = next_block(shared, blocks, warp, block_index);
     if (block.first < 0) {
         block.first = block.end;
-        block.clear = 0;
+        block.unmasked = 0;
 #if KEYS != KEYS_CONTIGUOUS
-        list_entries(shared, number, warp, blocks.source.list, false);
+        list_entries(shared, block_index, warp, blocks.source.list, false);
 #endif
     }
     return block;
@@ -106,28 +106,28 @@ __device__ __forceinline__ Block first_block(Shared& shared, KeyBlocks& blocks, 
 // The queries of the tile that `plan` describes.
 __device__ __forceinline__ void open_tile(Shared& shared, const ForwardParams& launch, const Plan& plan, int stage,
                                           unsigned phase) {
-    Barrier *arrived = &shared.query_arrived[stage], *free = &shared.query_free[stage];
+    Barrier *full = &shared.query_full[stage], *empty = &shared.query_empty[stage];
     ELEMENT* queries = shared.query[stage];
-#if QUERY_BULK
+#if QUERY_TMA
     if (threadIdx.x != QUERY_THREAD) return;
-    barrier_wait(free, phase);
+    barrier_wait(empty, phase);
     shared.tile[stage] = plan.tile;
     shared.output[stage] = plan.output;
-    barrier_expect(arrived, CHUNKS * BLOCK_M * CHUNK_ROW_BYTES);
+    barrier_expect(full, CHUNKS * BLOCK_M * CHUNK_ROW_BYTES);
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; ++chunk)
-        copy_box(queries + chunk * BLOCK_M * CHUNK_COLUMNS, &launch.query, arrived, chunk * CHUNK_COLUMNS,
+        tma_load(queries + chunk * BLOCK_M * CHUNK_COLUMNS, &launch.query, full, chunk * CHUNK_COLUMNS,
                  plan.tile.first_head, plan.tile.first_query, plan.tile.batch);
 #else
-    barrier_wait(free, phase);
+    barrier_wait(empty, phase);
     if (threadIdx.x == 0) {
         shared.tile[stage] = plan.tile;
         shared.output[stage] = plan.output;
     }
     gather_queries(queries, launch.attention, plan.tile);
-    barrier_arrive_after_copies(arrived);
+    barrier_arrive_after_copies(full);
 #endif
-    barrier_arrive(arrived);
+    barrier_arrive(full);
 }
 
 // How many blocks at the beginning of a tile are full of keys that all queries see; its last block is not among them.
@@ -140,20 +140,20 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
     const AttentionParams& p = launch.attention;
     const int warp = uniform(threadIdx.x / 32);
     const float bias_unit = BIAS_FIRST ? 1.0f / p.scale : LOG2_E;
-    Turn<STAGES> turn;
-    Turn<VALUE_STAGES> value_turn;
-    Turn<QUERY_STAGES> query_turn;
-    Tiles tiles(launch, shared.plans[warp]);
-    int at_hand = 0;         // which plan is the tile's
-    unsigned number = 0;     // of the block
+    PipelineState<STAGES> key_state;
+    PipelineState<VALUE_STAGES> value_state;
+    PipelineState<QUERY_STAGES> query_state;
+    TileScheduler scheduler(launch, shared.plans[warp]);
+    int current_plan = 0;         // which plan is the tile's
+    unsigned block_index = 0;     // of the block
     RowSource values = {};   // of the block before
     float lane_bias = 0.0f;  // of this lane's key of the block at hand, asked for when the block before has been gathered
-    tiles.find(at_hand);
+    scheduler.find(current_plan);
 #if GAPS
-    if (threadIdx.x == QUERY_THREAD) shared.staying = tiles.staying;
-    if (tiles.staying == 0) {
-        if (!QUERY_BULK) barrier_arrive(&shared.query_arrived[0]);
-        if (!QUERY_BULK || threadIdx.x == QUERY_THREAD) barrier_arrive(&shared.query_arrived[0]);
+    if (threadIdx.x == QUERY_THREAD) shared.active_consumers = scheduler.active_consumers;
+    if (scheduler.active_consumers == 0) {
+        if (!QUERY_TMA) barrier_arrive(&shared.query_full[0]);
+        if (!QUERY_TMA || threadIdx.x == QUERY_THREAD) barrier_arrive(&shared.query_full[0]);
         return;
     }
 #endif
@@ -163,18 +163,18 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
         copy_async_wait<0>();
         __syncwarp();
 #endif
-        lane_bias = fetch_bias(p, plan, warp, listed_rows(shared, number, warp), first, count);
+        lane_bias = fetch_bias(p, plan, warp, listed_rows(shared, block_index, warp), first, count);
     };
     const auto gather_values = [&] {
-        barrier_wait(&shared.value_free[value_turn.stage], value_turn.phase ^ 1);
-        gather<true>(shared.values[value_turn.stage], values, launch, warp, &shared.value_arrived[value_turn.stage]);
-        barrier_arrive_after_copies(&shared.value_arrived[value_turn.stage]);
-        value_turn.advance();
+        barrier_wait(&shared.value_empty[value_state.stage], value_state.phase ^ 1);
+        gather<true>(shared.values[value_state.stage], values, launch, warp, &shared.value_full[value_state.stage]);
+        barrier_arrive_after_copies(&shared.value_full[value_state.stage]);
+        value_state.advance();
     };
-    KeyBlocks blocks = tiles.keys(at_hand);
-    Block block = first_block(shared, blocks, warp, number);
-    bool opens = true, found = false;  // the block is its tile's first; the next tile has been found
-#if WHOLE_BLOCKS
+    KeyBlocks blocks = scheduler.keys(current_plan);
+    Block block = first_block(shared, blocks, warp, block_index);
+    bool begins_tile = true, found = false;  // the block is its tile's first; the next tile has been found
+#if FULL_BLOCKS
     int whole = whole_blocks(blocks.source);  // that the tile begins with
 #else
     constexpr int whole = 0;
@@ -184,100 +184,100 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
     const BIAS_ELEMENT* bias;
 #endif
     for (;;) {
-        const Plan& plan = shared.plans[warp][at_hand];
-        if (opens) {
-            open_tile(shared, launch, plan, query_turn.stage, query_turn.phase ^ 1);
-            query_turn.advance();
+        const Plan& plan = shared.plans[warp][current_plan];
+        if (begins_tile) {
+            open_tile(shared, launch, plan, query_state.stage, query_state.phase ^ 1);
+            query_state.advance();
 #if BIAS == BIAS_DENSE
             bias = bias_row(p, plan.tile, threadIdx.x);
 #endif
         }
         meet_list(plan, block.first, block.count());
-#if WHOLE_BLOCKS
+#if FULL_BLOCKS
         // Behind the tile's first block: keys of whole ones and values of those before them, side by side, for a warp waits
         // for each of its steps.
-        if (!opens && whole > 1) {
+        if (!begins_tile && whole > 1) {
             const int* entry = plan.source.list + BLOCK_N + key_of(warp, threadIdx.x & 31) + FIRST(blocks.source);
             int left = whole - 1;
             do {
-                Barrier *key_free = &shared.key_free[turn.stage], *value_free = &shared.value_free[value_turn.stage];
-                const bool key_goes = barrier_test(key_free, turn.phase ^ 1);
-                const bool value_goes = barrier_test(value_free, value_turn.phase ^ 1);
+                Barrier *key_empty = &shared.key_empty[key_state.stage], *value_empty = &shared.value_empty[value_state.stage];
+                const bool key_ready = barrier_test(key_empty, key_state.phase ^ 1);
+                const bool value_ready = barrier_test(value_empty, value_state.phase ^ 1);
                 entry += BLOCK_N;
                 --left;
                 if (left > 0) {
-                    list_entries(shared, number + 1, warp, entry);
+                    list_entries(shared, block_index + 1, warp, entry);
                 } else {
-                    blocks = tiles.keys(at_hand);  // again, for it is not kept in registers
-                    blocks.place = FIRST(blocks.source) + whole * BLOCK_N;
-                    block = next_block(shared, blocks, warp, number + 1);
+                    blocks = scheduler.keys(current_plan);  // again, for it is not kept in registers
+                    blocks.next_key = FIRST(blocks.source) + whole * BLOCK_N;
+                    block = next_block(shared, blocks, warp, block_index + 1);
                 }
-                if (!key_goes) barrier_wait(key_free, turn.phase ^ 1);
-                keep_bias(shared, warp, turn.stage, lane_bias, bias_unit);
-                if (threadIdx.x == ORDER_THREAD) shared.order[turn.stage] = Order(0);
-                if (!value_goes) barrier_wait(value_free, value_turn.phase ^ 1);
-                barrier_arrive(&shared.key_arrived[turn.stage]);
-                gather_both({shared.keys[turn.stage], plan.keys, p.key_row, listed_rows(shared, number, warp)},
-                            {shared.values[value_turn.stage], plan.values, p.value_row, listed_rows(shared, number - 1, warp)},
-                            warp, &shared.key_arrived[turn.stage]);
-                barrier_arrive_after_copies(&shared.value_arrived[value_turn.stage]);
-                turn.advance();
-                value_turn.advance();
-                ++number;
+                if (!key_ready) barrier_wait(key_empty, key_state.phase ^ 1);
+                keep_bias(shared, warp, key_state.stage, lane_bias, bias_unit);
+                if (threadIdx.x == BLOCK_INFO_THREAD) shared.block_info[key_state.stage] = BlockInfo(0);
+                if (!value_ready) barrier_wait(value_empty, value_state.phase ^ 1);
+                barrier_arrive(&shared.key_full[key_state.stage]);
+                gather_both({shared.keys[key_state.stage], plan.keys, p.key_row, listed_rows(shared, block_index, warp)},
+                            {shared.values[value_state.stage], plan.values, p.value_row, listed_rows(shared, block_index - 1, warp)},
+                            warp, &shared.key_full[key_state.stage]);
+                barrier_arrive_after_copies(&shared.value_full[value_state.stage]);
+                key_state.advance();
+                value_state.advance();
+                ++block_index;
                 meet_list(plan, 0, left > 0 ? BLOCK_N : block.count());
             } while (left > 0);
-            values = {plan.values, 0, BLOCK_N, listed_rows(shared, number - 1, warp), true};
+            values = {plan.values, 0, BLOCK_N, listed_rows(shared, block_index - 1, warp), true};
             whole = 0;
         }
 #endif
         const int count = block.count();
-        const Block following = next_block(shared, blocks, warp, number + 1);
-        const bool closes = following.first < 0;
-        int following_keys = -1;
+        const Block next = next_block(shared, blocks, warp, block_index + 1);
+        const bool ends_tile = next.first < 0;
+        int run = -1;
 #if BIAS == BIAS_DENSE
         if (p.bias_aligned && block.run() >= 0) {
-            following_keys = block.run();  // the consumers read it when its turn has come, from the second cache
-            for (int i = 0; i < BLOCK_N; i += 128 / sizeof(BIAS_ELEMENT)) prefetch_line(bias + following_keys + i);
+            run = block.run();  // the consumers read it when its turn has come, from the L2
+            for (int i = 0; i < BLOCK_N; i += 128 / sizeof(BIAS_ELEMENT)) prefetch_line(bias + run + i);
         }
 #endif
-        const int* listed = listed_rows(shared, number, warp);
-#if BULK
+        const int* listed = listed_rows(shared, block_index, warp);
+#if KV_TMA
         RowSource rows = {plan.tile.group, plan.tile.batch, block.first, count, nullptr, true};
 #elif RUNS
-        RowSource rows = {plan.keys, block.first, count, listed, HOLES ? count > 0 : count >= BLOCK_N, block.run()};
+        RowSource rows = {plan.keys, block.first, count, listed, PAD_BY_BIAS ? count > 0 : count >= BLOCK_N, block.run()};
 #else
-        RowSource rows = {plan.keys, block.first, count, listed, HOLES ? count > 0 : count >= BLOCK_N};
+        RowSource rows = {plan.keys, block.first, count, listed, PAD_BY_BIAS ? count > 0 : count >= BLOCK_N};
 #endif
-        barrier_wait(&shared.key_free[turn.stage], turn.phase ^ 1);
-        gather_facts(shared, p, plan, warp, rows, block.clear, turn.stage);
-        gather<false>(shared.keys[turn.stage], rows, launch, warp, &shared.key_arrived[turn.stage]);
-        keep_bias(shared, warp, turn.stage, lane_bias, bias_unit);
-        if (!found && !(opens && whole > 1)) {  // it takes long, and these keys are on their way meanwhile
-            tiles.find(at_hand ^ 1);
+        barrier_wait(&shared.key_empty[key_state.stage], key_state.phase ^ 1);
+        gather_facts(shared, p, plan, warp, rows, block.unmasked, key_state.stage);
+        gather<false>(shared.keys[key_state.stage], rows, launch, warp, &shared.key_full[key_state.stage]);
+        keep_bias(shared, warp, key_state.stage, lane_bias, bias_unit);
+        if (!found && !(begins_tile && whole > 1)) {  // it takes long, and these keys are on their way meanwhile
+            scheduler.find(current_plan ^ 1);
             found = true;
         }
-        if (threadIdx.x == ORDER_THREAD) {
-            shared.order[turn.stage] = {block.clear, count <= FEW_KEYS, closes, tiles.staying, following_keys};
+        if (threadIdx.x == BLOCK_INFO_THREAD) {
+            shared.block_info[key_state.stage] = {block.unmasked, count <= SHORT_BLOCK_KEYS, ends_tile, scheduler.active_consumers, run};
         }
-        barrier_arrive_after_copies(&shared.key_arrived[turn.stage]);
-        barrier_arrive(&shared.key_arrived[turn.stage]);
-        turn.advance();
-        if (number > 0) gather_values();
-        ++number;
+        barrier_arrive_after_copies(&shared.key_full[key_state.stage]);
+        barrier_arrive(&shared.key_full[key_state.stage]);
+        key_state.advance();
+        if (block_index > 0) gather_values();
+        ++block_index;
         values = rows;
-        values.whole = BULK || count >= BLOCK_N;
-#if !BULK
+        values.whole = KV_TMA || count >= BLOCK_N;
+#if !KV_TMA
         values.rows = plan.values;
 #endif
-        block = following;
-        opens = closes;
-        if (!closes) continue;
-        if (tiles.staying == 0) break;
-        at_hand ^= 1;
+        block = next;
+        begins_tile = ends_tile;
+        if (!ends_tile) continue;
+        if (scheduler.active_consumers == 0) break;
+        current_plan ^= 1;
         found = false;
-        blocks = tiles.keys(at_hand);
-        block = first_block(shared, blocks, warp, number);
-#if WHOLE_BLOCKS
+        blocks = scheduler.keys(current_plan);
+        block = first_block(shared, blocks, warp, block_index);
+#if FULL_BLOCKS
         whole = whole_blocks(blocks.source);
 #endif
     }

@@ -58,7 +58,7 @@ __device__ __forceinline__ void load_matrices(unsigned (&words)[4], unsigned row
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(row) : "memory");
 }
 
-// ld.global.nc.L1::no_allocate: 16 bytes that are read once, which the first cache does not keep.
+// ld.global.nc.L1::no_allocate: 16 bytes that are read once, which the L1 does not keep.
 __device__ __forceinline__ uint4 load_once(const void* global) {
     uint4 x;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -66,20 +66,20 @@ __device__ __forceinline__ uint4 load_once(const void* global) {
     return x;
 }
 
-// A tensor in global memory as the copy engine sees it (CUtensorMap, made by the host).
+// A tensor in global memory as the TMA sees it (CUtensorMap, made by the host).
 struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
 // cp.async.bulk.tensor: a box of a tensor of four axes, from these coordinates on, to shared memory; `barrier` counts its bytes.
-__device__ __forceinline__ void copy_box(void* shared, const TensorMap* map, Barrier* barrier, int x0, int x1, int x2, int x3) {
+__device__ __forceinline__ void tma_load(void* shared, const TensorMap* map, Barrier* barrier, int x0, int x1, int x2, int x3) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
         ::"r"(shared_address(shared)), "l"(map), "r"(shared_address(barrier)), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
 }
 
 // The same of a tensor of five axes.
-__device__ __forceinline__ void copy_box(void* shared, const TensorMap* map, Barrier* barrier, int x0, int x1, int x2, int x3,
+__device__ __forceinline__ void tma_load(void* shared, const TensorMap* map, Barrier* barrier, int x0, int x1, int x2, int x3,
                                          int x4) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
@@ -88,20 +88,20 @@ __device__ __forceinline__ void copy_box(void* shared, const TensorMap* map, Bar
 }
 
 // The same the other way, without what a box has beyond the tensor. A thread waits for those that it has committed.
-__device__ __forceinline__ void store_box(const TensorMap* map, const void* shared, int x0, int x1, int x2, int x3) {
+__device__ __forceinline__ void tma_store(const TensorMap* map, const void* shared, int x0, int x1, int x2, int x3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
                  ::"l"(map), "r"(shared_address(shared)), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
 }
 
-__device__ __forceinline__ void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Until these are in memory.
-__device__ __forceinline__ void stores_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Until these have been read from shared memory.
-__device__ __forceinline__ void stores_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-// prefetch.global.L2: the line that holds this address is fetched into the second cache.
+// prefetch.global.L2: the line that holds this address is fetched into the L2.
 __device__ __forceinline__ void prefetch_line(const void* global) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
 }
@@ -127,7 +127,7 @@ __device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// mbarrier.expect_tx: the phase does not end before so many bytes more have come by copy_box.
+// mbarrier.expect_tx: the phase does not end before so many bytes more have come by tma_load.
 __device__ __forceinline__ void barrier_expect(Barrier* barrier, int bytes) {
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
@@ -223,7 +223,7 @@ __device__ __forceinline__ int zero_now() {
 }
 
 // A place in the code that remains one of its own.
-__device__ __forceinline__ void place_in_code() { asm volatile("" ::: "memory"); }
+__device__ __forceinline__ void code_anchor() { asm volatile("" ::: "memory"); }
 
 // The value in a register of its own, which is not worked out anew.
 __device__ __forceinline__ unsigned kept(unsigned value) {
@@ -235,13 +235,13 @@ __device__ __forceinline__ unsigned kept(unsigned value) {
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(ALL_LANES, value, 0); }
 
 // Before the first product, and again whenever registers that a product reads or adds to have been written.
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // Until at most `pending` of the youngest groups of products are under way.
 template <int pending>
-__device__ __forceinline__ void products_wait() {
+__device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
@@ -276,11 +276,11 @@ __device__ __forceinline__ void pin(unsigned (&words)[count][4]) {
 #define OPERANDS_4(d) OPERANDS_2(d), FRAGMENT_OPERANDS(d[2]), FRAGMENT_OPERANDS(d[3])
 #define OPERANDS_6(d) OPERANDS_4(d), FRAGMENT_OPERANDS(d[4]), FRAGMENT_OPERANDS(d[5])
 #define OPERANDS_8(d) OPERANDS_6(d), FRAGMENT_OPERANDS(d[6]), FRAGMENT_OPERANDS(d[7])
-#define PLACES_1 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define PLACES_2 PLACES_1 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define PLACES_4 PLACES_2 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define PLACES_6 PLACES_4 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define PLACES_8 PLACES_6 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define REGISTERS_1 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define REGISTERS_2 REGISTERS_1 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define REGISTERS_4 REGISTERS_2 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define REGISTERS_6 REGISTERS_4 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define REGISTERS_8 REGISTERS_6 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
 // wgmma.mma_async.m64nNk16, N = 16 * fragments:
 //   multiply_shared     d = a * b^T (+ d): a and b in shared memory, both with k along their rows
@@ -296,7 +296,7 @@ struct Wgmma;
             asm volatile("{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %" #i2 ", 0;\n"                        \
                          "mov.b64 a, {%" #i0 ", 0x40000040};\nmov.b64 b, {%" #i1 ", 0x40000040};\n"                     \
                          "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." PTX_TYPE "." PTX_TYPE                 \
-                         " {" PLACES_##fragments "}, a, b, add, 1, 1, 0, 0;\n}\n"                                      \
+                         " {" REGISTERS_##fragments "}, a, b, add, 1, 1, 0, 0;\n}\n"                                      \
                          : OPERANDS_##fragments(d)                                                                     \
                          : "r"(a), "r"(b), "r"(add));                                                                  \
         }                                                                                                              \
@@ -304,7 +304,7 @@ struct Wgmma;
             asm volatile("{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %" #i5 ", 0;\n"                             \
                          "mov.b64 b, {%" #i4 ", 0x40000040};\n"                                                        \
                          "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." PTX_TYPE "." PTX_TYPE                 \
-                         " {" PLACES_##fragments "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, b, add, 1, 1, 0;\n}\n"  \
+                         " {" REGISTERS_##fragments "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, b, add, 1, 1, 0;\n}\n"  \
                          : OPERANDS_##fragments(d)                                                                     \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add));                              \
         }                                                                                                              \
@@ -312,7 +312,7 @@ struct Wgmma;
             asm volatile("{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %" #i5 ", 0;\n"                             \
                          "mov.b64 b, {%" #i4 ", 0x40000040};\n"                                                        \
                          "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." PTX_TYPE "." PTX_TYPE                 \
-                         " {" PLACES_##fragments "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, b, add, 1, 1, 1;\n}\n"  \
+                         " {" REGISTERS_##fragments "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, b, add, 1, 1, 1;\n}\n"  \
                          : OPERANDS_##fragments(d)                                                                     \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add));                              \
         }                                                                                                              \
@@ -348,7 +348,7 @@ __device__ __forceinline__ float log2_fast(float x) {
 }
 
 // sum + 0 * pair, of two numbers of 16 bit each: 0, until one of these is not finite.
-__device__ __forceinline__ unsigned add_nothing(unsigned sum, unsigned pair) {
+__device__ __forceinline__ unsigned add_zero_times(unsigned sum, unsigned pair) {
     asm("fma.rn." PTX_TYPE "x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(pair), "r"(0));
     return sum;
 }

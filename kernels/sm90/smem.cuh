@@ -20,17 +20,17 @@ struct Shared {
 #if KEYS != KEYS_CONTIGUOUS
     int listed[LISTS][BLOCK_N];  // the producer's own: rows of the keys of the block at hand, of those around it
 #endif
-    Order order[STAGES];
-    int spoiled;  // whether an output is not finite
-    int careful;  // whether values are looked at where not all queries see their keys
-    int staying;  // how many consumers have a part in the block's first tile
+    BlockInfo block_info[STAGES];
+    int nonfinite_seen;  // whether an output is not finite
+    int isolate_nonfinite;  // whether values are looked at where not all queries see their keys
+    int active_consumers;  // how many consumers have a part in the block's first tile
     Tile tile[QUERY_STAGES];
     Output output[QUERY_STAGES];
     Plan plans[PRODUCER_WARPS][2];  // the producer's own: of the tile at hand and of the next one
-    Barrier everybody;  // of all threads, when all tiles have been written
-    // `begin_again` goes through all of these, from the first to the last.
-    Barrier query_arrived[QUERY_STAGES], query_free[QUERY_STAGES];
-    Barrier key_arrived[STAGES], key_free[STAGES], value_arrived[VALUE_STAGES], value_free[VALUE_STAGES];
+    Barrier all_written;  // of all threads, when all tiles have been written
+    // `restart` goes through all of these, from the first to the last.
+    Barrier query_full[QUERY_STAGES], query_empty[QUERY_STAGES];
+    Barrier key_full[STAGES], key_empty[STAGES], value_full[VALUE_STAGES], value_empty[VALUE_STAGES];
 };
 
 // Place of piece `piece` of row `row` in a matrix of `rows` rows.
@@ -42,7 +42,7 @@ __device__ __forceinline__ ELEMENT* piece_of(ELEMENT* matrix, int row, int piece
 // Where key `key` of a block stands in its matrices. Gathered, eight keys that follow each other are one lane's columns of two
 // accumulator fragments (2t, 2t + 1, 2t + 8, ...), so that it reads what is known of them in whole vectors.
 __device__ __forceinline__ constexpr int row_of_key(int key) {
-    return BULK ? key : key / 32 * 32 + key % 8 / 2 * 8 + key / 8 % 4 * 2 + key % 2;
+    return KV_TMA ? key : key / 32 * 32 + key % 8 / 2 * 8 + key / 8 % 4 * 2 + key % 2;
 }
 
 // Which key of the block is the (i + k)-th of producer warp `warp`. Of 96 keys it has eight of every 32, for of 24 that follow
@@ -52,17 +52,17 @@ __device__ __forceinline__ constexpr int key_of(int warp, int i, int k = 0) {
 }
 
 // Of the eight keys that a lane has of fragments n and n + 1 (n even): which one element i of fragment n + h is.
-__device__ __forceinline__ constexpr int own_key(int h, int i) { return 4 * h + i / 4 * 2 + i % 2; }
+__device__ __forceinline__ constexpr int lane_key(int h, int i) { return 4 * h + i / 4 * 2 + i % 2; }
 
 // Key of the block that the t-th of four lanes has as the k-th of its four columns in fragment n; gathered, the four follow
 // each other.
-__device__ __forceinline__ constexpr int place_of(int t, int n, int k) {
-    return BULK ? 16 * n + 2 * t + k % 2 + k / 2 * 8 : n / 2 * 32 + 8 * t + own_key(n % 2, 0) + k;
+__device__ __forceinline__ constexpr int fragment_key(int t, int n, int k) {
+    return KV_TMA ? 16 * n + 2 * t + k % 2 + k / 2 * 8 : n / 2 * 32 + 8 * t + lane_key(n % 2, 0) + k;
 }
 
 // Of this lane. Where registers are few it is worked out anew in each block that asks.
-__device__ __forceinline__ int place_of(int n, int k) {
-    return place_of((HEAD_DIM > 64 && BIAS != BIAS_DENSE ? lane_now() : threadIdx.x) & 3, n, k);
+__device__ __forceinline__ int fragment_key(int n, int k) {
+    return fragment_key((HEAD_DIM > 64 && BIAS != BIAS_DENSE ? lane_now() : threadIdx.x) & 3, n, k);
 }
 
 #if BIAS == BIAS_DENSE

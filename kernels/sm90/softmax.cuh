@@ -6,42 +6,42 @@
 
 // Whether references may be 0, for p and its 16 bits have the range of float32: no logit needs a subtraction then. Without a
 // bias it costs nothing. Blocks of few keys, even of one, must be known as such.
-constexpr bool ZERO_REFERENCES = POWERS_OF_2 && BIAS == BIAS_OF_KEYS && PLAIN && (FEW || !HOLES) &&
+constexpr bool ZERO_MAX = POWERS_OF_2 && BIAS == BIAS_OF_KEYS && PLAIN && (SHORT_BLOCK || !PAD_BY_BIAS) &&
                                  has_range_of_float(static_cast<const ELEMENT*>(nullptr));
 
 // Two rows' running sums of p = 2^(unit * s - reference), each lane's share. The reference need not be the maximum: rounding
 // is relative, so any will do that keeps p in range. A row's first block sets it, to the maximum of its logits or of some, or to 0
 // if that is near. Then the sums of a block say whether it is too low: only if one is above LARGEST, which hardly ever
 // happens, does it follow.
-struct RowSums {
-    static constexpr bool LARGE = ZERO_REFERENCES;  // so p may be
+struct OnlineSoftmax {
+    static constexpr bool LARGE = ZERO_MAX;  // so p may be
     static constexpr float LARGEST = LARGE ? 1073741824.0f : 256.0f;
     static constexpr float NEAR = 20.0f;             // of 0
     static constexpr float NONE = -3.402823466e38f;  // where a row has seen nothing: all its logits are -inf, and p = 0
-    float reference[2], l[2];
+    float m[2], l[2];
 
-    __device__ __forceinline__ RowSums() : reference{NONE, NONE}, l{0.0f, 0.0f} {}
+    __device__ __forceinline__ OnlineSoftmax() : m{NONE, NONE}, l{0.0f, 0.0f} {}
 
     // Whether a row of this warp has no reference.
-    __device__ __forceinline__ bool incomplete() const {
-        return __any_sync(ALL_LANES, fminf(reference[0], reference[1]) == NONE);
+    __device__ __forceinline__ bool lacks_max() const {
+        return __any_sync(ALL_LANES, fminf(m[0], m[1]) == NONE);
     }
 
     // Rows without a reference get one from a block of logits. `zero`: it may be 0.
     template <int fragments>
-    __device__ __forceinline__ void refer(const Fragment (&s)[KEY_FRAGMENTS], float unit, bool zero) {
+    __device__ __forceinline__ void init_max(const Fragment (&s)[KEY_FRAGMENTS], float unit, bool zero) {
         float highest[2];
         highest_logits<fragments>(s, unit, highest);
-        if (ZERO_REFERENCES && zero && __all_sync(ALL_LANES, fmaxf(fabsf(highest[0]), fabsf(highest[1])) <= NEAR))
+        if (ZERO_MAX && zero && __all_sync(ALL_LANES, fmaxf(fabsf(highest[0]), fabsf(highest[1])) <= NEAR))
             highest[0] = highest[1] = 0.0f;
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-            if (reference[r] == NONE) reference[r] = fmaxf(NONE, highest[r]);
+            if (m[r] == NONE) m[r] = fmaxf(NONE, highest[r]);
     }
 
     // Whether polynomials serve the rows of this warp.
-    __device__ __forceinline__ bool plain() const {
-        return !ZERO_REFERENCES || __all_sync(ALL_LANES, reference[0] == 0.0f && reference[1] == 0.0f);
+    __device__ __forceinline__ bool max_is_zero() const {
+        return !ZERO_MAX || __all_sync(ALL_LANES, m[0] == 0.0f && m[1] == 0.0f);
     }
 
     // Turns a block's logits into p. Their sums are not in l yet.
@@ -53,7 +53,7 @@ struct RowSums {
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const int r = fragment_row(i), k = strand(i);
-                s[n].x[i] = exp2_fast(fmaf(s[n].x[i], unit, -reference[r]));
+                s[n].x[i] = exp2_fast(fmaf(s[n].x[i], unit, -m[r]));
                 strands[r][k] = n == 0 ? s[n].x[i] : strands[r][k] + s[n].x[i];
             }
 #pragma unroll
@@ -75,10 +75,10 @@ struct RowSums {
             for (int i = 0; i < 8; ++i) {
                 const float distance = polynomial.distance(s[n].x[i]);
                 signs[i / 4] &= __float_as_uint(distance);
-                const float lower = -reference[fragment_row(i)];
+                const float lower = -m[fragment_row(i)];
                 const float logit =
                     polynomial.template logit<high>(s[n].x[i], distance, BIAS == BIAS_NONE ? lower : of_fragment(i));
-                s[n].x[i] = exp2_fast(BIAS == BIAS_NONE || ZERO_REFERENCES ? logit : logit + lower);
+                s[n].x[i] = exp2_fast(BIAS == BIAS_NONE || ZERO_MAX ? logit : logit + lower);
             }
 #pragma unroll
             for (int r = 0; r < 2; ++r)
@@ -96,13 +96,13 @@ struct RowSums {
 
     // References follow large sums, all of them finite, by powers of 2. Earlier outputs must be multiplied by `factor`; p, its
     // sums and l have been.
-    __device__ __forceinline__ void follow(Fragment (&s)[KEY_FRAGMENTS], float (&sum)[2], float (&factor)[2]) {
+    __device__ __forceinline__ void rescale_by_power_of_2(Fragment (&s)[KEY_FRAGMENTS], float (&sum)[2], float (&factor)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float largest = row_max(sum[r]);
             const int exponent = largest > LARGEST ? min((__float_as_int(largest) >> 23) - 127, 126) : 0;
             factor[r] = __int_as_float((127 - exponent) << 23);
-            reference[r] += static_cast<float>(exponent);
+            m[r] += static_cast<float>(exponent);
             sum[r] *= factor[r];
             l[r] *= factor[r];
         }
@@ -114,14 +114,14 @@ struct RowSums {
 
     // References move up to the maxima of these logits, where these are far above them; other rows must not know. Earlier
     // outputs must be multiplied by `factor`; l has been.
-    __device__ __forceinline__ void leap(const Fragment (&s)[KEY_FRAGMENTS], float unit, float (&factor)[2]) {
+    __device__ __forceinline__ void rescale_to_max(const Fragment (&s)[KEY_FRAGMENTS], float unit, float (&factor)[2]) {
         float highest[2];
         highest_logits<KEY_FRAGMENTS>(s, unit, highest);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float now = fmaxf(reference[r], highest[r]);
-            factor[r] = exp2_fast(reference[r] - now);
-            if (factor[r] < 1.0f / LARGEST) reference[r] = now;
+            const float now = fmaxf(m[r], highest[r]);
+            factor[r] = exp2_fast(m[r] - now);
+            if (factor[r] < 1.0f / LARGEST) m[r] = now;
             else factor[r] = 1.0f;
             l[r] *= factor[r];
         }
@@ -138,7 +138,7 @@ struct RowSums {
 
     // Of row r, which this lane has. A row that has seen nothing has a logarithm of -inf.
     __device__ __forceinline__ float lse(int r) const {
-        return LN_2 * ((r == 0 ? reference[0] : reference[1]) + log2_fast(r == 0 ? l[0] : l[1]));
+        return LN_2 * ((r == 0 ? m[0] : m[1]) + log2_fast(r == 0 ? l[0] : l[1]));
     }
 
 private:

@@ -11,7 +11,7 @@
 #pragma once
 #include "sm90/ptx.cuh"
 
-struct Parts {
+struct Splits {
     float* output;
     float* lse;
     int first;   // of the tiles that are split up, in the order in which tiles are dealt out
@@ -19,34 +19,34 @@ struct Parts {
     int blocks;  // that have one, as the last thing that they do
 };
 
-// Tile `place` of set `set`.
-struct Dealt {
-    int set, place;
+// Tile `split_row` of set `set`.
+struct TileIndex {
+    int set, index;
 };
 
-// The tile that is dealt out as number `number`, of `sets` sets of `tiles` tiles. Set by set, but for the last `shorter` tiles
+// The tile that is dealt out as number `index`, of `sets` sets of `tiles` tiles. Set by set, but for the last `tail_tiles` tiles
 // of each, whose lists may be shorter: these come last, the longest of them first.
-__device__ __forceinline__ Dealt dealt(int number, int sets, int tiles, int shorter) {
-    const int longer = tiles - shorter, behind = number - sets * longer;
-    const unsigned divisor = behind < 0 ? longer : sets, x = behind < 0 ? number : behind;
+__device__ __forceinline__ TileIndex tile_at(int index, int sets, int tiles, int tail_tiles) {
+    const int regular = tiles - tail_tiles, behind = index - sets * regular;
+    const unsigned divisor = behind < 0 ? regular : sets, x = behind < 0 ? index : behind;
     const int quotient = x / divisor, remainder = x - quotient * divisor;
-    return {behind < 0 ? quotient : remainder, behind < 0 ? remainder : longer + quotient};
+    return {behind < 0 ? quotient : remainder, behind < 0 ? remainder : regular + quotient};
 }
 
 // Row `row` of the parts that block `block` has left.
-__device__ __forceinline__ long long row_of_part(int block, int row) { return (long long)block * BLOCK_M + row; }
+__device__ __forceinline__ long long row_of_split(int block, int row) { return (long long)block * BLOCK_M + row; }
 
 // Writes this warp's 16 rows of a part, of `rows` in all, straight from registers: a row's four lanes fill sectors of 32 bytes.
-// `spoiled` becomes 1 if a value of the part's keys is not finite, see `write_tile`.
-template <typename Sums, int fragments>
-__device__ __forceinline__ void write_part(const Parts& parts, int rows, int first_row, const Fragment (&o)[fragments],
-                                           Sums& state, int& spoiled) {
+// `nonfinite_seen` becomes 1 if a value of the part's keys is not finite, see `epilogue`.
+template <typename Softmax, int fragments>
+__device__ __forceinline__ void write_split(const Splits& splits, int rows, int first_row, const Fragment (&o)[fragments],
+                                           Softmax& softmax, int& nonfinite_seen) {
     const int lane = lane_now(), row = first_row + lane / 4;
-    const long long place = row_of_part(blockIdx.x, row);
-    float* output = parts.output + place * HEAD_DIM + 2 * (lane & 3);
-    state.finish();
-    const float factor[2] = {state.inverse_sum(0), state.inverse_sum(1)};
-    float nothing = 0.0f;
+    const long long split_row = row_of_split(blockIdx.x, row);
+    float* output = splits.output + split_row * HEAD_DIM + 2 * (lane & 3);
+    softmax.finish();
+    const float factor[2] = {softmax.inverse_sum(0), softmax.inverse_sum(1)};
+    float nonfinite = 0.0f;
 #pragma unroll
     for (int d = 0; d < fragments; ++d)
 #pragma unroll
@@ -54,10 +54,10 @@ __device__ __forceinline__ void write_part(const Parts& parts, int rows, int fir
             const int r = fragment_row(i), column = 16 * d + fragment_column(i);
             if (column >= HEAD_DIM) continue;
             const float2 pair = make_float2(o[d].x[i] * factor[r], o[d].x[i + 1] * factor[r]);
-            if (r == 0 || Sums::LARGE) nothing = fmaf(pair.x, 0.0f, fmaf(pair.y, 0.0f, nothing));
+            if (r == 0 || Softmax::LARGE) nonfinite = fmaf(pair.x, 0.0f, fmaf(pair.y, 0.0f, nonfinite));
             if (row + 8 * r < rows) __stcg(reinterpret_cast<float2*>(output + 8 * r * HEAD_DIM + column), pair);
         }
-    if (nothing != 0.0f) raise(spoiled);
+    if (nonfinite != 0.0f) raise(nonfinite_seen);
     const int r = lane & 3;  // two of four lanes write one logarithm each
-    if (r < 2 && row + 8 * r < rows) __stcg(parts.lse + place + 8 * r, state.lse(r));
+    if (r < 2 && row + 8 * r < rows) __stcg(splits.lse + split_row + 8 * r, softmax.lse(r));
 }

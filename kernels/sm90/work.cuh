@@ -7,35 +7,35 @@
 #include "sm90/split_kv.cuh"
 
 // What the consumers are told of a block of keys.
-struct Order {
-    int state;      // 0: all queries see all of its keys, and others of the tile follow
-    int following;  // BIAS_DENSE: the first key, if BLOCK_N keys follow each other from a multiple of 16 bytes on, else -1
+struct BlockInfo {
+    int flags;      // 0: all queries see all of its keys, and others of the tile follow
+    int run;  // BIAS_DENSE: the first key, if BLOCK_N keys follow each other from a multiple of 16 bytes on, else -1
 
-    // In a state: how many keys not all queries see, all those before them being seen, and these. LEAVING, and the bits above
+    // In a state: how many keys not all queries see, all those before them being seen, and these. ENDS_WORK, and the bits above
     // it: that a consumer has no part in what follows.
-    static constexpr int MASKED = 255, FEW_OF_THEM = 256, CLOSES = 512, UNWRITTEN = 1024, HELD = 2048, LEAVING = 4096;
-    static_assert(BLOCK_N <= MASKED, "a state holds their number");
+    static constexpr int MASKED = 255, SHORT = 256, ENDS_TILE = 512, UNWRITTEN = 1024, HELD = 2048, ENDS_WORK = 4096;
+    static_assert(BLOCK_N <= MASKED, "a flags holds their number");
 
-    Order() = default;
-    __device__ __forceinline__ explicit Order(int state) : state(state), following(-1) {}
+    BlockInfo() = default;
+    __device__ __forceinline__ explicit BlockInfo(int flags) : flags(flags), run(-1) {}
 
-    // `clear`: all queries see so many keys from the block's first on. `closes`: it is its tile's last, and so many consumers
+    // `unmasked`: all queries see so many keys from the block's first on. `ends_tile`: it is its tile's last, and so many consumers
     // have a part in the next tile.
-    __device__ __forceinline__ Order(int clear, bool few, bool closes, int staying, int following)
-        : state(BLOCK_N - clear + (FEW && few ? FEW_OF_THEM : 0) +
-                (closes ? CLOSES + (LEAVING << CONSUMERS) - (LEAVING << staying) : 0)),
-          following(following) {}
+    __device__ __forceinline__ BlockInfo(int unmasked, bool is_short, bool ends_tile, int active_consumers, int run)
+        : flags(BLOCK_N - unmasked + (SHORT_BLOCK && is_short ? SHORT : 0) +
+                (ends_tile ? ENDS_TILE + (ENDS_WORK << CONSUMERS) - (ENDS_WORK << active_consumers) : 0)),
+          run(run) {}
 
-    __device__ __forceinline__ int clear() const { return BLOCK_N - (state & MASKED); }
-    __device__ __forceinline__ bool few() const { return FEW && (state & FEW_OF_THEM) != 0; }  // at most FEW_KEYS keys
-    __device__ __forceinline__ bool whole() const { return (state & (MASKED | FEW_OF_THEM)) == 0; }
-    __device__ __forceinline__ bool closes() const { return (state & CLOSES) != 0; }
+    __device__ __forceinline__ int unmasked() const { return BLOCK_N - (flags & MASKED); }
+    __device__ __forceinline__ bool is_short() const { return SHORT_BLOCK && (flags & SHORT) != 0; }  // at most SHORT_BLOCK_KEYS keys
+    __device__ __forceinline__ bool whole() const { return (flags & (MASKED | SHORT)) == 0; }
+    __device__ __forceinline__ bool ends_tile() const { return (flags & ENDS_TILE) != 0; }
     // Whether it is the last one of which this consumer has rows, and of all.
-    __device__ __forceinline__ bool ends(int consumer) const { return (state & (LEAVING << consumer)) != 0; }
-    __device__ __forceinline__ bool ends() const { return ends(0); }
+    __device__ __forceinline__ bool ends_work(int consumer) const { return (flags & (ENDS_WORK << consumer)) != 0; }
+    __device__ __forceinline__ bool ends_work() const { return ends_work(0); }
     // Of a block at hand: the tile before its own has not been written yet; its keys have not been released yet.
-    __device__ __forceinline__ bool unwritten() const { return (state & UNWRITTEN) != 0; }
-    __device__ __forceinline__ bool held() const { return (state & HELD) != 0; }
+    __device__ __forceinline__ bool unwritten() const { return (flags & UNWRITTEN) != 0; }
+    __device__ __forceinline__ bool held() const { return (flags & HELD) != 0; }
 };
 
 #if SOFTCAP
@@ -57,18 +57,18 @@ struct SoftcapPolynomial {
 #endif
 
 struct ForwardParams {
-#if BULK || RUNS
+#if KV_TMA || RUNS
     TensorMap key, value;
 #endif
-#if QUERY_BULK
+#if QUERY_TMA
     TensorMap query;
 #endif
-#if OUT_BULK
+#if OUT_TMA
     TensorMap out;
 #endif
     AttentionParams attention;
 #if SPLIT
-    Parts parts;
+    Splits splits;
 #endif
 #if SOFTCAP
     SoftcapPolynomial softcap[2];  // the second one of a lower degree, and of fewer products
@@ -94,7 +94,7 @@ struct Plan {
     const ELEMENT *keys, *values;
     const float* bias;
 #if SPLIT
-    int part;  // the tile's keys are those of this part; negative: all
+    int split;  // the tile's keys are those of this part; negative: all
 #endif
 
     __device__ __forceinline__ Plan(const AttentionParams& p, const Tile& t)

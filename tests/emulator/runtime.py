@@ -38,7 +38,7 @@ class EmulatedKernel:
         self.runtime, self.path, self.entry, self.shared_bytes = runtime, path, entry, shared_bytes
         self._library = _load(path)
 
-    def launch(self, grid: int, threads: int, params: bytes, stream: int = 0, early: bool = True) -> None:
+    def launch(self, grid: int, threads: int, params: bytes, stream: int = 0, pdl: bool = True) -> None:
         """Run ``grid`` blocks of ``threads`` threads to their end."""
         driver, order = build.driver(), self.runtime.order
         try:
@@ -52,7 +52,7 @@ class EmulatorRuntime:
     """A device whose kernels run on the CPU.
 
     ``build`` is one of ``build.BUILDS``; ``memory`` knows what kernels may touch. ``is_hopper``: the kernels of
-    ``kernels/sm90`` run too; ``hopper_gpu`` in __init__.py also lets them have the copy engine. ``most_writes``: how
+    ``kernels/sm90`` run too; ``hopper_gpu`` in __init__.py also lets them have TMA. ``most_writes``: how
     often an element of a result may be written in a launch.
     """
 
@@ -76,7 +76,7 @@ class EmulatorRuntime:
     def shared_memory_limit(self, index: int) -> int:
         return self.shared_limit
 
-    def multiprocessors(self, index: int) -> int:
+    def num_sms(self, index: int) -> int:
         return 4  # a small GPU: work is cut into several blocks also in small tests
 
     def hopper(self, index: int) -> bool:

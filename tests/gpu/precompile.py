@@ -56,7 +56,7 @@ class UnwatchedMemory:
 
 
 class Recorder(emulator.EmulatorRuntime):
-    """A device of 132 multiprocessors that keeps the configurations of the kernels it is asked for."""
+    """A device of 132 SMs that keeps the configurations of the kernels it is asked for."""
 
     def __init__(self, is_hopper: bool = False):
         super().__init__(build="plain", is_hopper=is_hopper)
@@ -67,7 +67,7 @@ class Recorder(emulator.EmulatorRuntime):
         self.configs[config] = None
         return Nothing()
 
-    def multiprocessors(self, index: int) -> int:
+    def num_sms(self, index: int) -> int:
         return 132
 
     def check_layout(self, index: int) -> None:

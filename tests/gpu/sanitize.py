@@ -52,14 +52,14 @@ def forward(dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")) -> int
 
 
 def hopper_forward(tile: HopperTile, largest: int) -> int:
-    """The Hopper kernel with this tile, also where it would not pay; on two multiprocessors, so that blocks go on from
+    """The Hopper kernel with this tile, also where it would not pay; on two SMs, so that blocks go on from
     tile to tile, of which the last one is cut up where their number is odd; and on more, with tiles split up."""
     if not cuda.runtime.hopper(0):
         return 0
 
     smallest = 65 if tile.block_n < 64 else 1  # blocks of 32 keys are for large head dims
     with (taken(tile, range(smallest, largest + 1)),
-          mock.patch.object(CudaRuntime, "multiprocessors", lambda runtime, index: 2)):
+          mock.patch.object(CudaRuntime, "num_sms", lambda runtime, index: 2)):
         return (forward(("float16", "bfloat16")) + varlen_forward(("float16", "bfloat16")) + rising_logits(largest)
                 + cut_tiles(largest) + split_tiles(largest) + lower_tiles(largest))
 
@@ -85,12 +85,12 @@ def rising_logits(head_dim: int) -> int:
 
 
 def cut_tiles(head_dim: int) -> int:
-    """The same bits on two multiprocessors as on one."""
+    """The same bits on two SMs as on one."""
     count = 0
     for name, exact in schedule_cases.CASES.items():
         results = []
-        for processors in (1, 2):
-            with schedule_cases.multiprocessors(processors):
+        for num_sms in (1, 2):
+            with schedule_cases.num_sms(num_sms):
                 results.append(schedule_cases.run(name, 2, 1, head_dim, cupy.asarray, length=303))
         for ours, expected in zip(*results):
             assert not exact or cupy.array_equal(ours.view(cupy.int16), expected.view(cupy.int16))
@@ -99,12 +99,12 @@ def cut_tiles(head_dim: int) -> int:
 
 
 def lower_tiles(head_dim: int) -> int:
-    """In the last round, behind whole ones or without any: nearly as on one multiprocessor."""
+    """In the last round, behind whole ones or without any: nearly as on one SM."""
     count = 0
     for name in ("none", "lists", "lists of all tiles"):
         results = []
-        for processors in (1, 6, 10):
-            with schedule_cases.multiprocessors(processors, lower=processors > 1):
+        for num_sms in (1, 6, 10):
+            with schedule_cases.num_sms(num_sms, lower=num_sms > 1):
                 results.append(schedule_cases.run(name, 2, 1, head_dim, cupy.asarray, length=303))
         check_nearly_same(results)
         count += 1
@@ -112,12 +112,12 @@ def lower_tiles(head_dim: int) -> int:
 
 
 def split_tiles(head_dim: int) -> int:
-    """Along their keys, behind whole tiles or without any: nearly as on one multiprocessor."""
+    """Along their keys, behind whole tiles or without any: nearly as on one SM."""
     count = 0
     for name in schedule_cases.CASES:
         results = []
-        for processors in (1, 7, 25):
-            with schedule_cases.multiprocessors(processors, split=processors > 1):
+        for num_sms in (1, 7, 25):
+            with schedule_cases.num_sms(num_sms, split=num_sms > 1):
                 results.append(schedule_cases.run(name, 2, 1, head_dim, cupy.asarray, length=303))
         check_nearly_same(results)
         count += 1

@@ -53,22 +53,22 @@ def specialisations(limit: int, every: bool) -> list[jit.Config]:
                                         softcap=head_dim in (192, 1)))
         options = {"causal": keys == "KEYS_CONTIGUOUS", "bias": head_dim != 96, "softcap": head_dim in (192, 1)}
         element, vector, size = ("__nv_bfloat16", "__half")[i % 2], head_dim % 8 == 0, limit * 1024
-        found.append(configs.BackwardQueryConfig(element, head_dim, vector, heads,
-                                                 *tiles.backward_query_tile(head_dim, size), keys, **options))
-        found.append(configs.BackwardKeyConfig(
-            element, head_dim, vector, *tiles.backward_key_tile(head_dim, size),
+        found.append(configs.BackwardDqConfig(element, head_dim, vector, heads,
+                                                 *tiles.backward_dq_tile(head_dim, size), keys, **options))
+        found.append(configs.BackwardDkvConfig(
+            element, head_dim, vector, *tiles.backward_dkv_tile(head_dim, size),
             "KEYS_CONTIGUOUS" if i % 3 else "KEYS_LISTED", intervals=keys != "KEYS_CONTIGUOUS",
-            dim_parts=2 if head_dim > 128 else 1, dkey=True, dvalue=True, dbias=i % 2 == 0, **options))
+            dim_slices=2 if head_dim > 128 else 1, dkey=True, dvalue=True, dbias=i % 2 == 0, **options))
         found += dense_specialisations("__nv_bfloat16", head_dim, size, ("float", "__nv_bfloat16", "__half")[i % 3],
                                        bits=i % 2 == 0)
     found += float32_specialisations(limit * 1024, every) + sequences(limit * 1024)
     found += decoding()[::1 if every else 4]
     found += [configs.BackwardPreprocessConfig("float", 100, True),
               configs.BackwardPreprocessConfig("__half", 33, False),
-              configs.BackwardSumConfig("float", 100, True, False, True, True, True),
-              configs.BackwardSumConfig("__half", 33, False, False, True, True, True),
-              configs.BackwardSumConfig("__nv_bfloat16", 128, True, True, True, False, False),
-              configs.BackwardSumConfig("__nv_bfloat16", 128, True, False, True, True, True, bits=True),
+              configs.BackwardReduceConfig("float", 100, True, False, True, True, True),
+              configs.BackwardReduceConfig("__half", 33, False, False, True, True, True),
+              configs.BackwardReduceConfig("__nv_bfloat16", 128, True, True, True, False, False),
+              configs.BackwardReduceConfig("__nv_bfloat16", 128, True, False, True, True, True, bits=True),
               configs.ScoreBackwardConfig("__nv_bfloat16", "float", 128, 8, 8),
               configs.ScoreBackwardConfig("float", "__half", 33, 20, 8)]
     return found
@@ -83,12 +83,12 @@ def float32_specialisations(limit: int, every: bool) -> list[jit.Config]:
         found += [
             configs.ForwardConfig("float", head_dim, vector, 2, *tiles.tile_shape(head_dim, limit, size=4), keys,
                                   **options),
-            configs.BackwardQueryConfig("float", head_dim, vector, 2,
-                                        *tiles.backward_query_tile(head_dim, limit, size=4), keys, **options),
-            configs.BackwardKeyConfig(
-                "float", head_dim, vector, *tiles.backward_key_tile(head_dim, limit, size=4),
+            configs.BackwardDqConfig("float", head_dim, vector, 2,
+                                        *tiles.backward_dq_tile(head_dim, limit, size=4), keys, **options),
+            configs.BackwardDkvConfig(
+                "float", head_dim, vector, *tiles.backward_dkv_tile(head_dim, limit, size=4),
                 "KEYS_CONTIGUOUS" if keys == "KEYS_CONTIGUOUS" else "KEYS_LISTED", intervals=keys != "KEYS_CONTIGUOUS",
-                dim_parts=2 if head_dim > 128 else 1, dkey=True, dvalue=True, dbias=True, **options)]
+                dim_slices=2 if head_dim > 128 else 1, dkey=True, dvalue=True, dbias=True, **options)]
         if limit > 99 * 1024 or head_dim <= 240:
             found += dense_specialisations("float", head_dim, limit, "__half" if head_dim == 192 else "float",
                                            bits=head_dim != 128)
@@ -103,14 +103,14 @@ def dense_specialisations(element: str, head_dim: int, limit: int, bias: str, bi
     return [
         configs.ForwardConfig(element, head_dim, vector, 2,
                               *tiles.tile_shape(head_dim, limit, size=size, dense_bias=bias), *rest, bits, bias),
-        configs.BackwardQueryConfig(element, head_dim, vector, 1,
-                                    *tiles.backward_query_tile(head_dim, limit, size, bias), *rest, bits, bias,
+        configs.BackwardDqConfig(element, head_dim, vector, 1,
+                                    *tiles.backward_dq_tile(head_dim, limit, size, bias), *rest, bits, bias,
                                     dbias=True),
-        configs.BackwardBiasConfig(element, head_dim, vector, 1,
-                                   *tiles.backward_bias_tile(head_dim, limit, size, bias), "KEYS_CONTIGUOUS", *rest[1:],
+        configs.BackwardDbiasConfig(element, head_dim, vector, 1,
+                                   *tiles.backward_dbias_tile(head_dim, limit, size, bias), "KEYS_CONTIGUOUS", *rest[1:],
                                    bits, bias, intervals=not bits, sum_keys=head_dim == 256),
-        *(configs.BackwardKeyConfig(
-            element, head_dim, vector, *tiles.backward_key_tile(head_dim, limit, size, dense), rest[0],
+        *(configs.BackwardDkvConfig(
+            element, head_dim, vector, *tiles.backward_dkv_tile(head_dim, limit, size, dense), rest[0],
             False, not bits, configs.BIAS_DENSE if dense else configs.BIAS_NONE, False, 2 if head_dim > 128 else 1,
             True, True, False, bits, dense or "float") for dense in (None, bias))]
 
@@ -124,25 +124,25 @@ def sequences(limit: int) -> list[jit.Config]:
         rest = (keys, plain, configs.BIAS_OF_KEYS, False, False, "float", True)
         found += [configs.ForwardConfig(element, 128, True, 2, *tiles.tile_shape(128, limit), *rest, page_size)
                   for page_size in (0, 16, 7)]
-        tile = tiles.backward_query_tile(128, limit)
-        found.append(configs.BackwardQueryConfig(element, 128, True, 2, *tile, *rest))
+        tile = tiles.backward_dq_tile(128, limit)
+        found.append(configs.BackwardDqConfig(element, 128, True, 2, *tile, *rest))
         if keys != "KEYS_SHARED":
-            found.append(configs.BackwardKeyConfig(element, 128, True, *tiles.backward_key_tile(128, limit), keys,
+            found.append(configs.BackwardDkvConfig(element, 128, True, *tiles.backward_dkv_tile(128, limit), keys,
                                                    not plain, plain, configs.BIAS_OF_KEYS, False, 1, True, True, True,
                                                    sequences=True))
-    return [*found, configs.BackwardSumConfig(element, 128, True, False, True, True, True, True)]
+    return [*found, configs.BackwardReduceConfig(element, 128, True, False, True, True, True, True)]
 
 
 def decoding() -> list[jit.Config]:
     """The kernels of decoding: rows of each length, with one operand of query heads and with two."""
-    found: list[jit.Config] = [last_queries.DecodeSelectConfig(intervals) for intervals in (False, True)]
+    found: list[jit.Config] = [last_queries.LastQueriesConfig(intervals) for intervals in (False, True)]
     for dtype, size, rows in (("bfloat16", 64, 2), ("float16", 128, 16), ("bfloat16", 128, 4), ("float16", 256, 8),
                               ("float32", 64, 16), ("float32", 128, 2), ("float16", 33, 3)):
         element, vector = configs.ELEMENTS[dtype], size % 8 == 0
         common = (element, size, size, vector, rows, step.WARPS, size == 33,
                   step.min_blocks(size, size, dtype, rows))
         found += [step.StepConfig(*common, attend, 1) for attend in (True, False)]
-        found += [flash_decode.DecodeConfig(*common, *rest) for rest in (
+        found += [flash_decode.FlashDecodeConfig(*common, *rest) for rest in (
             (True, rows > 2, False, True), (False, True, rows == 4, True), (False, False, rows == 3, False))]
     return found
 
@@ -246,7 +246,7 @@ def test_tiles_fit_into_shared_memory(limit, element, bias):
     for head_dim in range(1, 257):
         shapes = [(configs.ForwardConfig, tiles.tile_shape(head_dim, limit, few, size, bias)) for few in (False, True)]
         if (gradients := size == 2 or bias is None or limit > 99 * 1024 or head_dim <= 240):
-            shapes.append((configs.BackwardQueryConfig, tiles.backward_query_tile(head_dim, limit, size, bias)))
+            shapes.append((configs.BackwardDqConfig, tiles.backward_dq_tile(head_dim, limit, size, bias)))
         for heads in (1, 2, 3, 4):
             for config_of, shape in shapes:
                 config = config_of(element, head_dim, True, heads, *shape, "KEYS_LISTED", False, kind, False,
@@ -255,18 +255,18 @@ def test_tiles_fit_into_shared_memory(limit, element, bias):
                 assert config.queries >= (8 if size == 2 else 4) and shape.block_m % (16 * shape.warps) == 0
         if not gradients:
             continue
-        tile = tiles.backward_key_tile(head_dim, limit, size, bias)
-        key = configs.BackwardKeyConfig(element, head_dim, True, *tile, "KEYS_LISTED", True, False, kind, False, 1,
+        tile = tiles.backward_dkv_tile(head_dim, limit, size, bias)
+        key = configs.BackwardDkvConfig(element, head_dim, True, *tile, "KEYS_LISTED", True, False, kind, False, 1,
                                         True, True, True, **of_bias)
         assert key.shared_bytes <= limit and tile.block_n == 16 * tile.warps
         if bias is not None:
-            shape = tiles.backward_bias_tile(head_dim, limit, size, bias)
-            whole = configs.BackwardBiasConfig(element, head_dim, True, 1, *shape, "KEYS_LISTED", False, kind, False,
+            shape = tiles.backward_dbias_tile(head_dim, limit, size, bias)
+            whole = configs.BackwardDbiasConfig(element, head_dim, True, 1, *shape, "KEYS_LISTED", False, kind, False,
                                                **of_bias)
             assert whole.shared_bytes <= limit and shape.block_m % (16 * shape.warps) == 0
 
 
-@pytest.mark.parametrize("tile", [tiles.backward_query_tile, tiles.backward_key_tile])
+@pytest.mark.parametrize("tile", [tiles.backward_dq_tile, tiles.backward_dkv_tile])
 def test_gradients_that_do_not_fit_are_refused(tile):
     """float32 with large head dims and a dense bias, on GPUs with 99 KB of shared memory."""
     with pytest.raises(NotImplementedError, match=r"^backend='cuda' cannot do this: .*head dim 241.*float16"):
@@ -345,8 +345,8 @@ def test_the_params_struct_is_read_from_the_source(monkeypatch):
                                               ("lists/intervals.cu", "ListParams"), ("select/key_scores.cu", "ScoreParams"),
                                               ("select/key_scores_backward.cu", "ScoreBackwardParams"),
                                               ("lists/varlen.cu", "SequenceParams"),
-                                              ("decode/step.cu", "StepParams"), ("decode/flash_decode.cu", "DecodeParams"),
-                                              ("select/last_queries_top_w.cu", "DecodeSelectParams"),
+                                              ("decode/step.cu", "StepParams"), ("decode/flash_decode.cu", "FlashDecodeParams"),
+                                              ("select/last_queries_top_w.cu", "LastQueriesParams"),
                                               ("lists/dense_mask.cu", "DenseParams"), ("lists/dense_macro_tiles.cu", "SuperParams")])
 def test_every_params_struct_can_be_read(source, name):
     params = jit.Params(source, name)

@@ -17,7 +17,7 @@ HEADS, KV_HEADS, DIM = 4, 2, 64
 
 
 class Listener(Recorder):
-    """Keeps the name, the blocks and ``early`` of every launch."""
+    """Keeps the name, the blocks and ``pdl`` of every launch."""
 
     def __init__(self, is_hopper: bool = False):
         super().__init__(is_hopper)
@@ -27,8 +27,8 @@ class Listener(Recorder):
         listener = self
 
         class Kernel:
-            def launch(self, grid, threads, params, stream, early=True):
-                listener.heard.append((entry, grid, early))
+            def launch(self, grid, threads, params, stream, pdl=True):
+                listener.heard.append((entry, grid, pdl))
 
         return Kernel()
 
@@ -36,11 +36,11 @@ class Listener(Recorder):
 def launches(call) -> dict[str, tuple[int, bool]]:
     with emulator.using(Listener) as runtime:
         call()
-    return {entry: (grid, early) for entry, grid, early in runtime.heard}
+    return {entry: (grid, pdl) for entry, grid, pdl in runtime.heard}
 
 
-def early(call) -> dict[str, bool]:
-    return {entry: early for entry, (_, early) in launches(call).items()}
+def pdl(call) -> dict[str, bool]:
+    return {entry: pdl for entry, (_, pdl) in launches(call).items()}
 
 
 def inputs(length):
@@ -56,18 +56,18 @@ def test_blocks_of_a_backward_pass_are_dealt_out_evenly(kind):
                "dense bias": {"bias": np.zeros((1, HEADS, 400, 400), np.float32)},
                "dense bias of heads": {"bias": np.zeros((1, 1, 400, 400), np.float32)}}[kind]
     lse = np.zeros((1, HEADS, 400), np.float32)
-    found = early(lambda: dma.backward.attention_backward(query, query, key, value, query, lse, backend="emulator",
+    found = pdl(lambda: dma.backward.attention_backward(query, query, key, value, query, lse, backend="emulator",
                                                           **options))
-    assert found["row_delta"]
-    assert {entry for entry, early in found.items() if not early} == {
-        "backward_query", "backward_key", *(["backward_bias"] if kind == "dense bias of heads" else [])}
-    assert found.get("sum_partials", True)
+    assert found["backward_preprocess"]
+    assert {entry for entry, pdl in found.items() if not pdl} == {
+        "backward_dq", "backward_dkv", *(["backward_dbias"] if kind == "dense bias of heads" else [])}
+    assert found.get("backward_reduce", True)
 
 
 def test_weights_gradient_is_dealt_out_evenly():
     scores, value = np.zeros((1, KV_HEADS, 400), np.float32), inputs(400)[2]
     weight, A = np.zeros((KV_HEADS, KV_HEADS * DIM), np.float32), np.zeros(KV_HEADS, np.float32)
-    found = early(lambda: dma.backward.key_scores_backward(scores, value, weight, A, backend="emulator"))
+    found = pdl(lambda: dma.backward.key_scores_backward(scores, value, weight, A, backend="emulator"))
     assert found == {"key_scores": False, "value_gradient": True, "weight_gradient": False}
 
 
@@ -75,7 +75,7 @@ def test_weights_gradient_is_dealt_out_evenly():
 def test_scores_of_one_step_come_early(length, comes_early):
     value = inputs(length)[2]
     weight, A = np.zeros((KV_HEADS, KV_HEADS * DIM), np.float32), np.zeros(KV_HEADS, np.float32)
-    assert early(lambda: dma.key_scores(value, weight, A, backend="emulator")) == {"key_scores": comes_early}
+    assert pdl(lambda: dma.key_scores(value, weight, A, backend="emulator")) == {"key_scores": comes_early}
 
 
 @pytest.mark.parametrize("rows, length, sweeps, comes_early", [
@@ -103,7 +103,7 @@ def test_hopper_tiles_take_calls_that_see_all_keys(heads, kv_heads, queries, key
         with emulator.using(Listener, is_hopper=is_hopper) as runtime:
             dma.attention(query, key, key, causal=causal, backend="emulator")
         names = [name for name, *_ in runtime.heard]
-        assert names == (["decode_attention"] if shared or not is_hopper else ["attention_forward", "combine_parts"])
+        assert names == (["flash_decode"] if shared or not is_hopper else ["attention_forward", "combine_splits"])
 
 
 @pytest.mark.parametrize("heads, kv_heads, queries, keys, window, listed", [

@@ -141,8 +141,8 @@ def last_queries(queries: int) -> Callable[[], None]:
 
 
 def hopper_forward(tile: str, kind: str, head_dim: int = 64, **options: Any) -> Callable[[], None]:
-    """Several tiles, one after the other, the last of them cut up, with queries and outputs through the copy engine.
-    ``lists`` have whole blocks and others; keys of ``causal`` come through the copy engine too, of ``dense`` masks
+    """Several tiles, one after the other, the last of them cut up, with queries and outputs through TMA.
+    ``lists`` have whole blocks and others; keys of ``causal`` come through TMA too, of ``dense`` masks
     where they follow each other."""
     def check() -> None:
         rng = np.random.default_rng(0)
@@ -153,7 +153,7 @@ def hopper_forward(tile: str, kind: str, head_dim: int = 64, **options: Any) -> 
                         "window": lambda: dma.IntervalMask.sliding_window(500, 150),
                         "dense": lambda: rng.random((1, 1, 500, 500)) < 0.5}[kind]()
         order = emulator.Order("random", "random", 1)
-        with emulator.hopper_gpu(order=order), taken(*TILES[tile]), schedule_cases.multiprocessors(5):
+        with emulator.hopper_gpu(order=order), taken(*TILES[tile]), schedule_cases.num_sms(5):
             out = dma.attention(q, k, v, **more, backend="emulator")
         expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), **more, backend="numpy")
         assert np.abs(out - expected).max() < 6e-3
@@ -207,14 +207,14 @@ def softcapped_biases(factor: float, bias: float, logit: float = 1.0) -> Callabl
 
 
 def sections() -> None:
-    """Three causal heads with 3 tiles each for 2 multiprocessors, a section for each head."""
+    """Three causal heads with 3 tiles each for 2 SMs, a section for each head."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 300, 3, 16)).astype(np.float16) for _ in range(3))
-    with (emulator.hopper_gpu(), taken(*TILES["128x128"]), schedule_cases.multiprocessors(2),
+    with (emulator.hopper_gpu(), taken(*TILES["128x128"]), schedule_cases.num_sms(2),
           pytest.MonkeyPatch.context() as patch):
         patch.setattr(sm90, "work_of", sm90_schedule.work_of.__wrapped__)
-        patch.setattr(sm90_schedule, "SECTION_BYTES", 1)
-        patch.setattr(sm90_schedule, "SECTION_ROUNDS", 1)
+        patch.setattr(sm90_schedule, "SWIZZLE_GROUP_BYTES", 1)
+        patch.setattr(sm90_schedule, "SWIZZLE_GROUP_WAVES", 1)
         out = dma.attention(q, k, v, causal=True, backend="emulator")
     expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), causal=True, backend="numpy")
     assert np.abs(out - expected).max() < 3e-3
@@ -240,9 +240,9 @@ def lower_tiles() -> None:
     q, k, v = (rng.standard_normal((1, 500, heads, 64)).astype(np.float16) for heads in (4, 2, 2))
     mask = dma.IntervalMask.top_w(rng.standard_normal((1, 2, 500)).astype(np.float32), 100)
     expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), mask=mask, backend="numpy")
-    for processors, count in ((8, 2), (18, 8)):
+    for num_sms, count in ((8, 2), (18, 8)):
         with (emulator.hopper_gpu(), taken(*TILES["192x96"]),
-              schedule_cases.multiprocessors(processors, lower=True) as tiles):
+              schedule_cases.num_sms(num_sms, short_tiles=True) as tiles):
             out = dma.attention(q, k, v, mask=mask, backend="emulator")
         assert tiles == [count]
         assert np.abs(out - expected).max() < 6e-3
@@ -263,9 +263,9 @@ def hopper_parts(kind: str) -> Callable[[], None]:
         elif kind == "nobody":  # the last queries see nothing
             options["mask"] = dma.IntervalMask(np.zeros((1, 1, 900), np.int32), np.full((1, 1, 900), 850, np.int32))
         expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), **options, return_lse=True, backend="numpy")
-        for processors, count in ((3, 3), (19, 4)):
+        for num_sms, count in ((3, 3), (19, 4)):
             with (emulator.hopper_gpu() as gpu, taken(*TILES["192x64x6"]),
-                  schedule_cases.multiprocessors(processors, split=True) as parts):
+                  schedule_cases.num_sms(num_sms, split=True) as parts):
                 gpu.most_writes = 2
                 found = dma.attention(q, k, v, **options, return_lse=True, backend="emulator")
             assert parts == [count]
@@ -372,46 +372,46 @@ CHECKS: dict[str, Callable[[], None]] = {
 FAULTS = [
     # ---- Hopper: what is asynchronous ----
     Fault("keys are multiplied before they have come", "sm90/consumer.cuh",
-          "        if (!keys_there) barrier_wait(&shared.key_arrived[keys.stage], keys.phase);\n", "",
+          "        if (!keys_there) barrier_wait(&shared.key_full[keys.stage], keys.phase);\n", "",
           "hopper[causal]"),
     Fault("values are multiplied before they have come", "sm90/consumer.cuh",
-          "        if (!values_there) barrier_wait(&shared.value_arrived[value_turn.stage], value_turn.phase);\n", "",
+          "        if (!values_there) barrier_wait(&shared.value_full[value_state.stage], value_state.phase);\n", "",
           "hopper[causal]"),
     Fault("queries are multiplied before they have come", "sm90/consumer.cuh",
-          "        barrier_wait(&shared.query_arrived[queries.stage], queries.phase);\n", "", "hopper[lists, D128]"),
+          "        barrier_wait(&shared.query_full[query_state.stage], query_state.phase);\n", "", "hopper[lists, D128]"),
     Fault("keys come before their place is free", "sm90/producer.cuh",
-          "        barrier_wait(&shared.key_free[turn.stage], turn.phase ^ 1);\n        gather_facts",
+          "        barrier_wait(&shared.key_empty[key_state.stage], key_state.phase ^ 1);\n        gather_facts",
           "        gather_facts",
           "hopper[causal]"),
     Fault("values come before their place is free", "sm90/producer.cuh",
-          "        barrier_wait(&shared.value_free[value_turn.stage], value_turn.phase ^ 1);\n", "", "hopper[causal]"),
+          "        barrier_wait(&shared.value_empty[value_state.stage], value_state.phase ^ 1);\n", "", "hopper[causal]"),
     Fault("keys of whole blocks come before their place is free", "sm90/producer.cuh",
-          "                if (!key_goes) barrier_wait(key_free, turn.phase ^ 1);\n", "", "hopper[lists, D128]"),
+          "                if (!key_ready) barrier_wait(key_empty, key_state.phase ^ 1);\n", "", "hopper[lists, D128]"),
     Fault("queries come before their place is free", "sm90/producer.cuh",
-          "    barrier_wait(free, phase);\n    shared.tile[stage]", "    shared.tile[stage]", "hopper[causal]"),
+          "    barrier_wait(empty, phase);\n    shared.tile[stage]", "    shared.tile[stage]", "hopper[causal]"),
     Fault("half of the queries' bytes are waited for", "sm90/producer.cuh",
-          "barrier_expect(arrived, CHUNKS * BLOCK_M * CHUNK_ROW_BYTES)",
-          "barrier_expect(arrived, CHUNKS * BLOCK_M * CHUNK_ROW_BYTES / 2)", "hopper[causal]"),
+          "barrier_expect(full, CHUNKS * BLOCK_M * CHUNK_ROW_BYTES)",
+          "barrier_expect(full, CHUNKS * BLOCK_M * CHUNK_ROW_BYTES / 2)", "hopper[causal]"),
     Fault("too many bytes of keys are waited for", "sm90/gather.cuh",
-          "!= 0) return;\n        barrier_expect(arrived, CHUNKS * BLOCK_N * CHUNK_ROW_BYTES);",
-          "!= 0) return;\n        barrier_expect(arrived, CHUNKS * BLOCK_N * CHUNK_ROW_BYTES + 128);", "hopper[dense]"),
+          "!= 0) return;\n        barrier_expect(full, CHUNKS * BLOCK_N * CHUNK_ROW_BYTES);",
+          "!= 0) return;\n        barrier_expect(full, CHUNKS * BLOCK_N * CHUNK_ROW_BYTES + 128);", "hopper[dense]"),
     Fault("keys count as there when half of the producer says so", "sm90/forward.cu",
-          "barrier_init(&shared.key_arrived[i], 2 * PRODUCER_THREADS)",
-          "barrier_init(&shared.key_arrived[i], PRODUCER_THREADS)", "hopper[lists]"),
-    Fault("logits are read before they are there", "sm90/consumer.cuh", "        products_wait<later>();\n", "",
+          "barrier_init(&shared.key_full[i], 2 * PRODUCER_THREADS)",
+          "barrier_init(&shared.key_full[i], PRODUCER_THREADS)", "hopper[lists]"),
+    Fault("logits are read before they are there", "sm90/consumer.cuh", "        wgmma_wait<later>();\n", "",
           "hopper[causal]"),
     Fault("probabilities are replaced while they are multiplied", "sm90/forward.cu",
-          "    c.settle(order);\n    c.finish_output();\n", "    c.settle(order);\n", "hopper[lists]"),
+          "    c.commit_block(block);\n    c.wait_output();\n", "    c.commit_block(block);\n", "hopper[lists]"),
     Fault("queries come to the place of an output that is being copied", "sm90/consumer.cuh",
-          "        stores_wait_read();\n", "", "hopper[causal]"),
+          "        tma_store_wait_read();\n", "", "hopper[causal]"),
     Fault("no __syncwarp before rows of output are copied", "sm90/epilogue.cuh",
           "    shared_write_fence();\n    __syncwarp();\n    if (lane_now() != 0)", "    if (lane_now() != 0)",
           "hopper[causal]"),
-    Fault("lists of keys in two places", "sm90/producer.cuh", "shared.listed[number % LISTS]",
-          "shared.listed[number % 2]",
+    Fault("lists of keys in two places", "sm90/producer.cuh", "shared.listed[block_index % LISTS]",
+          "shared.listed[block_index % 2]",
           "hopper[lists]"),
     Fault("nobody gives the first turn away", "sm90/forward.cu",
-          "    if (c.number() == CONSUMERS - 1) c.pass_turn();\n", "", "hopper[lists]"),
+          "    if (c.warpgroup() == CONSUMERS - 1) c.ping_pong_arrive();\n", "", "hopper[lists]"),
     Fault("a phase is one stage too long", "sm90/pipeline.cuh", "if (++stage == count)", "if (++stage > count)",
           "hopper[lists]"),
     # ---- Hopper: numbers and edges ----
@@ -419,8 +419,8 @@ FAULTS = [
           "hopper[lists]"),
     Fault("padding of a row is read", "sm90/gather.cuh",
           "(HEAD_DIM == HEAD_DIM_PADDED || piece * 8 < HEAD_DIM);", "true;", "hopper[window, D40]"),
-    Fault("keys that some queries see count as clear", "sm90/logits.cuh", "clear >= n / 2 * 32 + 32",
-          "clear >= n / 2 * 32",
+    Fault("keys that some queries see count as clear", "sm90/logits.cuh", "unmasked >= n / 2 * 32 + 32",
+          "unmasked >= n / 2 * 32",
           "hopper[lists]"),
     Fault("outputs do not follow their reference", "sm90/consumer.cuh", "o[d].x[i] *= factor[fragment_row(i)];", ";",
           "hopper[rising]"),
@@ -428,74 +428,74 @@ FAULTS = [
           "hopper[rising]"),
     Fault("products that are repeated are those of other keys", "sm90/consumer.cuh", "key = lane / 16 * 8 + lane % 8",
           "key = lane % 16", "hopper[rising]"),
-    Fault("lower tiles begin where whole ones would", "common/query_tile.cuh", " - min(t.number, p.lower) * (64 / HEADS)", "",
+    Fault("lower tiles begin where whole ones would", "common/query_tile.cuh", " - min(t.index, p.short_tiles) * (64 / HEADS)", "",
           "hopper[lower]"),
-    Fault("lower tiles have the lists of whole ones", "lists/intervals.cu", " - min(tile, p.lower) * p.less", "",
+    Fault("lower tiles have the lists of whole ones", "lists/intervals.cu", " - min(tile, p.short_tiles) * p.missing_queries", "",
           "hopper[lower]"),
-    Fault("lower tiles have the rows of whole ones", "sm90/scheduler.cuh", "few || (lower && rest <= grid) ?", "few ?",
+    Fault("lower tiles have the rows of whole ones", "sm90/scheduler.cuh", "halved || (short_tail && rest <= grid) ?", "halved ?",
           "hopper[lower]"),
-    Fault("lower tiles are cut in two", "sm90/scheduler.cuh", "CUT && !lower && 2 *", "CUT && 2 *", "hopper[lower]"),
-    Fault("lower tiles are cut in three", "sm90/scheduler.cuh", "!CUT || lower ? 0", "!CUT ? 0", "hopper[lower]"),
+    Fault("lower tiles are cut in two", "sm90/scheduler.cuh", "ROW_CUT && !short_tail && 2 *", "ROW_CUT && 2 *", "hopper[lower]"),
+    Fault("lower tiles are cut in three", "sm90/scheduler.cuh", "!ROW_CUT || short_tail ? 0", "!ROW_CUT ? 0", "hopper[lower]"),
     Fault("parts of a tile have the first rows", "sm90/scheduler.cuh",
-          "                t.first_query += share.first * PART_QUERIES;\n", "", "hopper[lists]"),
-    Fault("every lane has another key's bias", "sm90/smem.cuh", "BULK ? 16 * n + 2 * t + k % 2 + k / 2 * 8 :",
-          "BULK ? 16 * n + 4 * t + k :",
+          "                t.first_query += work.first * CUT_QUERIES;\n", "", "hopper[lists]"),
+    Fault("every lane has another key's bias", "sm90/smem.cuh", "KV_TMA ? 16 * n + 2 * t + k % 2 + k / 2 * 8 :",
+          "KV_TMA ? 16 * n + 4 * t + k :",
           "hopper[causal]"),
     Fault("rows of a run in the order of rows", "sm90/smem.cuh",
-          "return BULK ? key : key / 32 * 32 + key % 8 / 2 * 8 + key / 8 % 4 * 2 + key % 2;", "return key;",
+          "return KV_TMA ? key : key / 32 * 32 + key % 8 / 2 * 8 + key / 8 % 4 * 2 + key % 2;", "return key;",
           "hopper[dense]"),
     Fault("large products take the polynomial", "sm90/logits.cuh", "square < polynomials[1].square",
           "square < 900.0f * polynomials[1].square", "hopper[causal, softcap]"),
     Fault("a polynomial is held to hold", "sm90/softmax.cuh", "static_cast<int>(signs[0] & signs[1]) < 0)",
           "true)", "hopper[softcap]"),
-    Fault("references of rows that see one key are 0", "sm90/consumer.cuh", "order.whole() && !shared.careful",
-          "!shared.careful", "hopper[softcap and bias]"),
-    Fault("references are 0 where sums overflow", "sm90/consumer.cuh", "order.whole() && !shared.careful",
-          "order.whole()", "hopper[softcap, large values]"),
+    Fault("references of rows that see one key are 0", "sm90/consumer.cuh", "block.whole() && !shared.isolate_nonfinite",
+          "!shared.isolate_nonfinite", "hopper[softcap and bias]"),
+    Fault("references are 0 where sums overflow", "sm90/consumer.cuh", "block.whole() && !shared.isolate_nonfinite",
+          "block.whole()", "hopper[softcap, large values]"),
     Fault("one of a lane's two rows may overflow", "sm90/epilogue.cuh",
-          "nothing = add_nothing(add_nothing(nothing, words[1]), words[3]);", ";", "hopper[softcap, a large row]"),
+          "nonfinite = add_zero_times(add_zero_times(nonfinite, words[1]), words[3]);", ";", "hopper[softcap, a large row]"),
     Fault("polynomials do not know of references that are not 0", "sm90/consumer.cuh",
-          "            if (!state.plain()) polynomials = 0;\n", "", "hopper[softcap and large bias]"),
+          "            if (!softmax.max_is_zero()) polynomials = 0;\n", "", "hopper[softcap and large bias]"),
     Fault("biases beside softcaps are natural", "sm90/producer.cuh", "1.0f / p.scale : LOG2_E", "1.0f / p.scale : 1.0f",
           "hopper[softcap and bias]"),
     Fault("products are not repeated for the next polynomial", "sm90/consumer.cuh",
-          "        repeat_products();\n        --polynomials;", "        --polynomials;", "hopper[softcap]"),
+          "        recompute_logits();\n        --polynomials;", "        --polynomials;", "hopper[softcap]"),
     Fault("a section begins with the last tile of the one before", "sm90/scheduler.cuh",
-          "rest = (round - sections * rounds) * grid + own",
-          "rest = (round - sections * rounds) * grid + own - sections", "hopper[sections]"),
-    Fault("sections have a round too few", "sm90/scheduler.cuh", "(p.section * p.tiles + grid - 1) / grid, sections",
-          "p.section * p.tiles / grid, sections", "hopper[sections]"),
+          "rest = (wave - groups * waves) * grid + own",
+          "rest = (wave - groups * waves) * grid + own - groups", "hopper[sections]"),
+    Fault("sections have a round too few", "sm90/scheduler.cuh", "(p.swizzle_group * p.tiles + grid - 1) / grid, groups",
+          "p.swizzle_group * p.tiles / grid, groups", "hopper[sections]"),
     Fault("lanes without a piece of a row read behind the tile", "sm90/epilogue.cuh", "min(piece, ROW_PIECES - 1)",
           "piece", "test_forward_grid[Hopper, heads-6/2]"),
-    Fault("several warps write a flag as if they were alone", "sm90/epilogue.cuh", "raise(spoiled);", "spoiled = 1;",
+    Fault("several warps write a flag as if they were alone", "sm90/epilogue.cuh", "raise(nonfinite_seen);", "nonfinite_seen = 1;",
           "hopper[not finite]"),
-    Fault("a block does not begin again", "sm90/forward.cu", "    return shared.spoiled != 0;", "    return false;",
+    Fault("a block does not begin again", "sm90/forward.cu", "    return shared.nonfinite_seen != 0;", "    return false;",
           "hopper[not finite]"),
     # ---- Hopper: parts of tiles ----
     Fault("a part begins with the list's first key", "sm90/scheduler.cuh",
-          "source.first = blocks * part / parts * BLOCK_N;", "source.first = 0;", "hopper[parts, none]"),
-    Fault("a part has a block of the next one", "sm90/scheduler.cuh", "blocks * (part + 1) / parts * BLOCK_N",
-          "(blocks * (part + 1) / parts + 1) * BLOCK_N", "hopper[parts, none]"),
+          "source.first = blocks * split / num_splits * BLOCK_N;", "source.first = 0;", "hopper[parts, none]"),
+    Fault("a part has a block of the next one", "sm90/scheduler.cuh", "blocks * (split + 1) / num_splits * BLOCK_N",
+          "(blocks * (split + 1) / num_splits + 1) * BLOCK_N", "hopper[parts, none]"),
     Fault("whole blocks of a part are the list's first ones", "sm90/producer.cuh", " + FIRST(blocks.source);\n",
           ";\n", "hopper[parts, lists]"),
     Fault("whole blocks are counted from the list's beginning", "sm90/producer.cuh", " - FIRST(source), 0)", ", 0)",
           "hopper[parts, lists]"),
-    Fault("a part leaves its results where another does", "sm90/split_kv.cuh", "row_of_part(blockIdx.x, row)",
-          "row_of_part(blockIdx.x / 2, row)", "hopper[parts, none]"),
-    Fault("a part that is not finite goes unnoticed", "sm90/split_kv.cuh", "if (nothing != 0.0f) raise(spoiled);", "",
+    Fault("a part leaves its results where another does", "sm90/split_kv.cuh", "row_of_split(blockIdx.x, row)",
+          "row_of_split(blockIdx.x / 2, row)", "hopper[parts, none]"),
+    Fault("a part that is not finite goes unnoticed", "sm90/split_kv.cuh", "if (nonfinite != 0.0f) raise(nonfinite_seen);", "",
           "hopper[parts, not finite]"),
-    Fault("the last part is taken for a whole tile", "sm90/consumer.cuh", "if (blockIdx.x < launch.parts.blocks) {",
-          "if (blockIdx.x + 1 < launch.parts.blocks) {", "hopper[parts, none]"),
+    Fault("the last part is taken for a whole tile", "sm90/consumer.cuh", "if (blockIdx.x < launch.splits.blocks) {",
+          "if (blockIdx.x + 1 < launch.splits.blocks) {", "hopper[parts, none]"),
     Fault("all parts have the same weight", "sm90/combine.cu", "exp2_fast((own[i] - highest) * LOG2_E)", "1.0f",
           "hopper[parts, none]"),
     Fault("parts in which a row sees nothing count", "sm90/combine.cu", " || own[i] == -infinity()) continue;",
           ") continue;", "hopper[parts, nobody]"),
     Fault("a sum of exponentials by another reference", "sm90/combine.cu", "= highest + logf(sum);", "= logf(sum);",
           "hopper[parts, none]"),
-    Fault("the sum goes to the first tiles", "sm90/combine.cu", "dealt(p.first + number,", "dealt(number,",
+    Fault("the sum goes to the first tiles", "sm90/combine.cu", "tile_at(p.first + split_tile,", "tile_at(split_tile,",
           "hopper[parts, none]"),
-    Fault("the sum misses the last part", "sm90/combine.cu", "if (begin + i >= p.parts ||",
-          "if (begin + i >= p.parts - 1 ||", "hopper[parts, none]"),
+    Fault("the sum misses the last part", "sm90/combine.cu", "if (begin + i >= p.num_splits ||",
+          "if (begin + i >= p.num_splits - 1 ||", "hopper[parts, none]"),
     # ---- barriers and asynchronous copies ----
     Fault("no barrier before the first block of keys", "sm80/forward.cu", "    __syncthreads();  // the query rows and",
           "    // the query rows and", "test_forward_grid[heads-4/2-top_w]"),
@@ -539,8 +539,8 @@ FAULTS = [
           "if (exists && d <= HEAD_DIM) x", "test_forward_grid[float16-D3]"),
     Fault("the padding of a row is read", "common/smem_rows.cuh", "exists = exists && piece * PIECE < HEAD_DIM;", "",
           "test_forward_grid[bfloat16-D40]"),
-    Fault("a partial block counts as whole", "common/mask.cuh", "block.masked = place + BLOCK_N > unmasked",
-          "block.masked = place + 1 > unmasked", "test_forward_grid[mask-none]"),
+    Fault("a partial block counts as whole", "common/mask.cuh", "block.masked = next_key + BLOCK_N > unmasked",
+          "block.masked = next_key + 1 > unmasked", "test_forward_grid[mask-none]"),
     Fault("one key too many is scored", "select/key_scores.cu", "if (key < p.key_length && head",
           "if (key <= p.key_length && head", "test_key_scores[heads 3, D 33]"),
     Fault("one key too many is multiplied", "select/key_scores.cu", "HEADS && key < p.key_length", "HEADS && key <= p.key_length",
@@ -588,10 +588,10 @@ FAULTS = [
           "if (s < super - 1) own_first", "test_super_tiles_of_dense_masks"),
     Fault("keys of other query heads are not listed", "lists/dense_macro_tiles.cu", "head < p.share; ++head", "head < 1; ++head",
           "test_super_tiles_of_dense_masks"),
-    Fault("keys that nobody sees get no gradient", "sm80/backward_reduce.cu", "supers == 1 && places[0] >= 0) return",
+    Fault("keys that nobody sees get no gradient", "sm80/backward_reduce.cu", "supers == 1 && slots[0] >= 0) return",
           "supers == 1) return", "test_a_bad_row_behind_a_dense_mask"),
-    Fault("super-tiles that do not see a key are added", "sm80/backward_reduce.cu", "return place < 0 ? -1 : row",
-          "return place < 0 ? 0 : row", "test_super_tiles_of_dense_masks"),
+    Fault("super-tiles that do not see a key are added", "sm80/backward_reduce.cu", "return slot < 0 ? -1 : row",
+          "return slot < 0 ? 0 : row", "test_super_tiles_of_dense_masks"),
     Fault("sums over some of the queries are written as results", "sm80/key_tile.cuh",
           "end_query - first_query == p.query_length", "true", "test_super_tiles_of_dense_masks"),
     Fault("the words of other keys", "sm80/backward_dkv.cu", "p.key_stride + shared.index[i % BLOCK_N], 4",
@@ -725,8 +725,8 @@ FAULTS = [
     Fault("a kernel does not wait for the one ahead", "lists/varlen.cu", "    wait_for_earlier_kernels();\n", "",
           "varlen[mask-window]"),
     Fault("values are read ahead of the wait", "select/key_scores.cu",
-          "    wait_for_earlier_kernels();\n#if PRODUCTS\n    score_keys(p);\n",
-          "#if PRODUCTS\n    score_keys(p);\n    wait_for_earlier_kernels();\n", "test_key_scores[products]"),
+          "    wait_for_earlier_kernels();\n#if TENSOR_CORES\n    score_keys(p);\n",
+          "#if TENSOR_CORES\n    score_keys(p);\n    wait_for_earlier_kernels();\n", "test_key_scores[products]"),
     Fault("only producers wait for the kernel ahead", "sm90/forward.cu", "    wait_for_earlier_kernels();\n",
           "    if (threadIdx.x < PRODUCER_THREADS) wait_for_earlier_kernels();\n", "hopper[causal]"),
     # ---- sequences ----

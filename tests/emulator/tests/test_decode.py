@@ -59,7 +59,7 @@ def test_against_the_oracle(case, way, monkeypatch):
     if way == "one part":
         if case.window > 50:
             pytest.skip("takes long, and several parts are the point")
-        monkeypatch.setattr(step, "MOST_PARTS", 1)
+        monkeypatch.setattr(step, "MAX_SPLITS", 1)
     cache = case.cache(backend="emulator")
     out, lse = steps(case, cache)
     case.check(out, lse, tf32=True)
@@ -183,8 +183,8 @@ def test_parts_cover_the_slots():
         for pairs in (1, 8, 300):
             for group in (0, 1, 8, 9, 40):
                 cut = step.split((pairs, 1, rows, 128), 128, group, "float16", 132, False)
-                assert cut.share % step.STEP == 0 and cut.parts <= step.MOST_PARTS and cut.cluster == 1
-                assert (cut.parts - 1) * cut.share < rows <= cut.parts * cut.share
+                assert cut.split_size % step.STEP == 0 and cut.num_splits <= step.MAX_SPLITS and cut.cluster == 1
+                assert (cut.num_splits - 1) * cut.split_size < rows <= cut.num_splits * cut.split_size
                 assert cut.rows * cut.sets >= group and 1 <= cut.rows <= 16
 
 
@@ -193,8 +193,8 @@ def test_few_heads_take_clusters():
             (1024, 1, 2, True), (2048, 8, 2, False), (100, 1, 2, True), (16, 1, 2, False), (1024, 8, 2, True),
             (1024, 9, 2, False), (1024, 1, 17, False), (65536, 1, 2, False)):
         cut = step.split((1, pairs, rows, 64), 64, group, "float16", 132, True)
-        assert (cut.cluster == cut.parts == step.CLUSTER) == expected == (cut.cluster > 1)
-        assert cut.share % step.STEP == 0 and rows <= cut.parts * cut.share and cut.grid <= 132 * 3
+        assert (cut.cluster == cut.num_splits == step.CLUSTER) == expected == (cut.cluster > 1)
+        assert cut.split_size % step.STEP == 0 and rows <= cut.num_splits * cut.split_size and cut.grid <= 132 * 3
 
 
 # ---- few queries against a long history ----
@@ -221,11 +221,11 @@ def always(monkeypatch):
     (65, 4095, 1, 1, False, False), (264, 4096, 2, 1, False, True), (265, 4096, 2, 1, False, False),
     (66, 8192, 2, 8, False, True), (67, 2**17, 2, 8, False, False)])
 def test_calls_that_share_keys_out(queries, keys, group, kv_heads, masked, pays):
-    """On 132 multiprocessors."""
+    """On 132 SMs."""
     mask = dma.IntervalMask.sliding_window(keys, 100) if masked else None
     call = SimpleNamespace(query_length=queries, key_length=keys, heads=group * kv_heads, kv_heads=kv_heads, batch=1,
                            mask=mask)
-    assert flash_decode._pays(SimpleNamespace(multiprocessors=lambda index: 132), 0, call) == pays
+    assert flash_decode._pays(SimpleNamespace(num_sms=lambda index: 132), 0, call) == pays
 
 
 @pytest.mark.parametrize("case", FEW, ids=str)

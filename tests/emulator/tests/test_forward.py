@@ -408,7 +408,7 @@ def hopper_facts(head_dim, length, heads, kv_heads, window=None, bias=False, sof
     ((64, 8192, 16, 8, None, False, 0.0, True), (192, 128)), ((128, 8192, 16, 8), (128, 128)),
     ((192, 4096, 2, 1, 1024), (128, 64)), ((256, 4096, 2, 1), (128, 32))])
 def test_hopper_tiles_by_the_time_of_their_rounds(arguments, shape):
-    """As measured, on 132 multiprocessors."""
+    """As measured, on 132 SMs."""
     assert sm90_schedule.tile_shape(hopper_facts(*arguments), 132)[:2] == shape
 
 
@@ -447,11 +447,11 @@ def test_few_tiles_are_cut_up(length, causal, blocks):
     ((128, 16384, 2, 1), 12, 32, 0, 32), ((128, 65536, 2, 1), 12, 60, 0, 60), ((128, 2**18, 2, 1), 12, 96, 0, 96),
     ((128, 65536, 2, 1), 128, 96, 0, 48), ((64, 65536, 2, 1), 12, 48, 0, 48), ((256, 131072, 2, 1), 32, 96, 0, 96)])
 def test_tiles_are_split_up_along_many_keys(arguments, queries, grid, first, parts):
-    """On 132 multiprocessors, by what was measured."""
+    """On 132 SMs, by what was measured."""
     facts = hopper_facts(*arguments)
     facts = facts._replace(query_length=queries or facts.query_length)
     work = sm90_schedule.work_of(facts, sm90_schedule.tile_shape(facts, 132), 132)
-    assert (work.grid, work.first, work.parts) == (grid, first, parts)
+    assert (work.grid, work.first, work.num_splits) == (grid, first, parts)
 
 
 @pytest.mark.parametrize(("arguments", "queries", "more"), [
@@ -466,7 +466,7 @@ def test_tiles_are_not_split_up_along_few_keys(arguments, queries, more):
     facts = hopper_facts(*arguments)
     facts = facts._replace(query_length=queries or facts.query_length, **more)
     tile = sm90_schedule.HopperTile(192, 96, 5, 5, 2)
-    assert sm90_schedule.work_of(facts, tile, 132).parts == 1
+    assert sm90_schedule.work_of(facts, tile, 132).num_splits == 1
 
 
 @pytest.mark.parametrize(("length", "heads", "kv_heads", "head_dim", "section"), [
@@ -474,13 +474,13 @@ def test_tiles_are_not_split_up_along_few_keys(arguments, queries, more):
     (32768, 16, 8, 128, 1), (131072, 16, 8, 128, 1),
     (32768, 16, 8, 64, 3),
     (16384, 64, 8, 128, 12),  # kv heads are not divided: 4 sets of 2 heads share one
-    (16384, 4, 2, 256, 2),  # one kv head has 256 tiles, fewer than two for each multiprocessor
+    (16384, 4, 2, 256, 2),  # one kv head has 256 tiles, fewer than two for each SM
     (2048, 16, 8, 128, 8)])
 def test_sections_of_causal_heads_are_equal(length, heads, kv_heads, head_dim, section):
     facts = hopper_facts(head_dim, length, heads, kv_heads, causal=True)
     tile = sm90_schedule.HopperTile(128, 128, 2, 2, 2)
     facts = facts._replace(tile_heads=2, group_sets=heads // kv_heads // 2)
-    assert sm90_schedule.work_of(facts, tile, 132).section == section
+    assert sm90_schedule.work_of(facts, tile, 132).swizzle_group == section
 
 
 @pytest.mark.parametrize(("length", "heads", "kv_heads", "window", "tiles", "rounds"), [
@@ -489,11 +489,11 @@ def test_sections_of_causal_heads_are_equal(length, heads, kv_heads, head_dim, s
     (32768, 16, 8, 1024, 10, 20 + 0.15 + 0.85 * 10 / 11),
     (16384, 2, 1, 1024, 10, 1.75),  # 39 tiles of the second round are cut up, the first of which is not shorter
     (16384, 2, 1, 16384, 0, 1.75),  # all keys may be seen
-    (32768, 32, 8, 16384, 0, 41.9),  # 8 heads of so many keys do not fit into the second cache
+    (32768, 32, 8, 16384, 0, 41.9),  # 8 heads of so many keys do not fit into the L2
 ])
 def test_the_shortest_tiles_come_last(length, heads, kv_heads, window, tiles, rounds):
     facts, tile = hopper_facts(64, length, heads, kv_heads, window), sm90_schedule.HopperTile(192, 96, 5, 5, 2)
-    assert sm90_schedule.work_of(facts, tile, 132).shorter == tiles
+    assert sm90_schedule.work_of(facts, tile, 132).tail_tiles == tiles
     assert sm90_schedule.rounds(facts, tile, 132) == pytest.approx(rounds)
 
 
@@ -506,29 +506,29 @@ def test_the_shortest_tiles_come_last(length, heads, kv_heads, window, tiles, ro
     ((64, 32768, 16, 8, 1024), 0, 342, 0, 132),  # 12 tiles of each set would remain, 18 lower ones
     ((64, 65536, 2, 1, 1024), 0, 683, 0, 132), ((64, 16384, 2, 1, 1024), 0, 171, 0, 132),  # few are cut in two
     ((64, 45 * 96, 6, 3, 1024), 0, 45, 0, 132),  # of 132 tiles all rounds would be full
-    ((64, 61440, 12, 12, 8192), 0, 320, 0, 132)])  # keys of all heads do not fit into the second cache
+    ((64, 61440, 12, 12, 8192), 0, 320, 0, 132)])  # keys of all heads do not fit into the L2
 def test_the_last_round_may_have_lower_tiles(arguments, queries, tiles, lower, grid):
     facts, tile = hopper_facts(*arguments), sm90_schedule.HopperTile(192, 96, 5, 5, 2)
     facts = facts._replace(query_length=queries or facts.query_length)
     work = sm90_schedule.work_of(facts, tile, 132)
-    assert (work.tiles, work.lower, work.grid) == (tiles, lower, grid) and work.shorter >= lower
+    assert (work.tiles, work.short_tiles, work.grid) == (tiles, lower, grid) and work.tail_tiles >= lower
     whole = sm90_schedule._whole_tiles(facts, tile, 132)
     assert sm90_schedule.rounds(facts, tile, 132) == whole.tiles * facts.sets // 132 + 0.8 or lower == 0
 
 
 def test_lower_tiles_cover_all_queries():
-    """As many of them, behind full rounds, as there are multiprocessors at most."""
+    """As many of them, behind full rounds, as there are SMs at most."""
     found = 0
-    for heads, kv_heads, window, processors in itertools.product((2, 4, 12), (1, 2, 4), (None, 300), (132, 78)):
+    for heads, kv_heads, window, num_sms in itertools.product((2, 4, 12), (1, 2, 4), (None, 300), (132, 78)):
         for length in range(640, 40000, 640):
             facts = hopper_facts(64, length, heads * kv_heads, kv_heads, window)
             facts = facts._replace(tile_heads=2, group_sets=heads // 2)
             for tile in sm90_schedule.tiles_of("intervals", 64):
-                work = sm90_schedule.work_of(facts, tile, processors)
-                if work.lower:
-                    before = (work.tiles - work.lower) * facts.sets
-                    assert before % processors == 0 and processors <= 2 * work.lower * facts.sets <= 2 * processors
-                    assert 0 <= work.tiles * 96 - work.lower * 32 - length < 64
+                work = sm90_schedule.work_of(facts, tile, num_sms)
+                if work.short_tiles:
+                    before = (work.tiles - work.short_tiles) * facts.sets
+                    assert before % num_sms == 0 and num_sms <= 2 * work.short_tiles * facts.sets <= 2 * num_sms
+                    assert 0 <= work.tiles * 96 - work.short_tiles * 32 - length < 64
                     found += 1
     assert found > 100
 

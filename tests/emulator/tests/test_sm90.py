@@ -163,16 +163,16 @@ def test_lower_tiles_of_the_last_queries(everything, torch, device):
 def test_forward_grid_in_parts(tile, name, everything):
     case = next(c for c in cases.CASES if c.name == name)
     everything(*TILES[tile])
-    with schedule_cases.multiprocessors(31, split=True) as parts:
+    with schedule_cases.num_sms(31, split=True) as parts:
         cases.check(case, *cases.run(case, backend="emulator"))
     assert len(parts) == 1 and parts[0] > 1
 
 
-@pytest.mark.parametrize(("biased", "processors", "tile"), [
+@pytest.mark.parametrize(("biased", "num_sms", "tile"), [
     (True, 3, "192x96"), (False, 2, "128x64x4")])
-def test_parts_of_lists_of_every_length(biased, processors, tile, gpu, everything, torch, device):
+def test_parts_of_lists_of_every_length(biased, num_sms, tile, gpu, everything, torch, device):
     gpu.most_writes = 2  # some values are not finite: a block begins again
-    test_sm90.test_parts_of_lists_of_every_length(biased, processors, tile, everything, torch, device)
+    test_sm90.test_parts_of_lists_of_every_length(biased, num_sms, tile, everything, torch, device)
 
 
 @pytest.mark.parametrize(("slope", "softcap", "tile"), [

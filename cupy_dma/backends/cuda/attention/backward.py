@@ -1,14 +1,14 @@
 """Gradients of the attention on the device (SPEC section 6): two passes, no atomics, the same bits on every run.
 
-1. ``row_delta``: ``delta_i = dout_i . out_i - dlse_i``.
-2. ``backward_query``: dq, query-major, over the same key lists as the forward.
+1. ``backward_preprocess``: ``delta_i = dout_i . out_i - dlse_i``.
+2. ``backward_dq``: dq, query-major, over the same key lists as the forward.
    Also the gradient of a dense bias that belongs to one head of one batch entry.
-3. ``backward_key``: dk, dv and the bias gradient, key-stationary. Where few keys meet a tile, and under dense masks,
-   the keys of each super-tile of queries are gathered and their sums kept in float32, which ``sum_partials`` adds in
+3. ``backward_dkv``: dk, dv and the bias gradient, key-stationary. Where few keys meet a tile, and under dense masks,
+   the keys of each super-tile of queries are gathered and their sums kept in float32, which ``backward_reduce`` adds in
    order; else keys in their own order look at every query that may see them.
-4. ``backward_bias``: the gradient of a dense bias that heads, batch entries or keys share, summed where it is made.
+4. ``backward_dbias``: the gradient of a dense bias that heads, batch entries or keys share, summed where it is made.
 
-2 to 4 do not come early: their blocks, of long work, would gather behind the many short ones of ``row_delta``
+2 to 4 do not come early: their blocks, of long work, would gather behind the many short ones of ``backward_preprocess``
 (B1 H2/1 D64, 4096 tokens: 151 us for 119).
 """
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Any
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.attention.forward import load_kernel
 from cupy_dma.backends.cuda.attention.problem import Problem, rows_aligned
-from cupy_dma.backends.cuda.attention.tiles import backward_bias_tile, backward_key_tile, backward_query_tile
+from cupy_dma.backends.cuda.attention.tiles import backward_dbias_tile, backward_dkv_tile, backward_dq_tile
 from cupy_dma.backends.cuda.lists.dense_macro_tiles import DenseSupers, dense_supers
 from cupy_dma.backends.cuda.lists.intervals import SuperLists, super_lists
-from cupy_dma.backends.cuda.lists.varlen import tile_numbers
+from cupy_dma.backends.cuda.lists.varlen import tile_count
 from cupy_dma.backends.cuda.runtime.configs import (
     BIAS_DENSE,
     ELEMENTS,
-    SUM_THREADS,
-    SUM_WARPS,
-    BackwardBiasConfig,
-    BackwardKeyConfig,
+    REDUCE_THREADS,
+    REDUCE_WARPS,
+    BackwardDbiasConfig,
+    BackwardDkvConfig,
     BackwardPreprocessConfig,
-    BackwardQueryConfig,
-    BackwardSumConfig,
+    BackwardDqConfig,
+    BackwardReduceConfig,
     KeyTile,
     blocks,
 )
@@ -58,7 +58,7 @@ class _Backward:
         self.stream = self.library.stream(self.device)
         self.vector = self.problem.vector and rows_aligned(call.dout, call.out)
         self.dense_bias = "bias" in call.needs and self.problem.bias_kind == BIAS_DENSE
-        #: of what backward_key makes; the gradient of a dense bias is made elsewhere
+        #: of what backward_dkv makes; the gradient of a dense bias is made elsewhere
         self.wanted = ("key" in call.needs, "value" in call.needs, "bias" in call.needs and not self.dense_bias)
         self.supers: SuperLists | None = None
         self.dense: DenseSupers | None = None
@@ -112,8 +112,8 @@ class _Backward:
             "dout_head": dout.strides[2], "out": out.pointer, "out_batch": out.strides[0], "out_row": out.strides[1],
             "out_head": out.strides[2],
             **{name: self.library.pointer(array) for name, array in results.items() if array is not None}}
-        self._load(BackwardPreprocessConfig, "row_delta").launch(
-            blocks(batch * query_length * heads, SUM_WARPS), SUM_THREADS, self.problem.pack(None, **fields),
+        self._load(BackwardPreprocessConfig, "backward_preprocess").launch(
+            blocks(batch * query_length * heads, REDUCE_WARPS), REDUCE_THREADS, self.problem.pack(None, **fields),
             self.stream)
         if "query" in call.needs:
             self._query_gradient(fields)
@@ -142,39 +142,39 @@ class _Backward:
         problem, bias = self.problem, self.problem.bias
         assert bias is not None
         _, query_length, _, head_dim = self.query.shape
-        tile = backward_bias_tile(head_dim, self.runtime.shared_memory_limit(self.device.index), problem.size,
+        tile = backward_dbias_tile(head_dim, self.runtime.shared_memory_limit(self.device.index), problem.size,
                                   problem.bias_element)
         tiles, sum_keys = blocks(query_length, tile.block_m), bias.shape[3] == 1
         packed = problem.packed_mask(self.runtime, self.stream)
-        kernel = self._load(BackwardBiasConfig, "backward_bias", 1, *tile, "KEYS_CONTIGUOUS",
+        kernel = self._load(BackwardDbiasConfig, "backward_dbias", 1, *tile, "KEYS_CONTIGUOUS",
                             problem.causal and packed is None, BIAS_DENSE, self.call.forward.softcap > 0.0,
                             packed is not None, problem.bias_element, False, 0,
                             packed is None and problem.mask is not None, sum_keys)
         grid = bias.shape[0] * bias.shape[1] * tiles * (1 if sum_keys else blocks(self.key.shape[1], tile.block_n))
         kernel.launch(grid, 32 * tile.warps, problem.pack(
             None, tiles=tiles, dbias_batch=bias.shape[0], dbias_heads=bias.shape[1],
-            **fields, **(packed.fields if packed else {})), self.stream, early=False)
+            **fields, **(packed.fields if packed else {})), self.stream, pdl=False)
 
     def _query_gradient(self, fields: dict[str, Any]) -> None:
         problem = self.problem
         batch, query_length, heads, head_dim = self.query.shape
-        tile = backward_query_tile(head_dim, self.runtime.shared_memory_limit(self.device.index), problem.size,
+        tile = backward_dq_tile(head_dim, self.runtime.shared_memory_limit(self.device.index), problem.size,
                                    problem.bias_of_tiles)
         queries = tile.block_m // problem.tile_heads
-        tiles = tile_numbers(query_length, queries, self.problem.count)
+        tiles = tile_count(query_length, queries, self.problem.count)
         lists = problem.key_lists(self.runtime, queries, tile.block_n, self.stream)
         makes_bias = self.dense_bias and self._bias_is_own()
         params = problem.pack(lists, tiles=tiles, **fields)
-        for entry in ("clear_bias", "backward_query") if makes_bias and problem.bits else ("backward_query",):
-            kernel = self._load(BackwardQueryConfig, entry, problem.tile_heads, *tile,
+        for entry in ("clear_bias", "backward_dq") if makes_bias and problem.bits else ("backward_dq",):
+            kernel = self._load(BackwardDqConfig, entry, problem.tile_heads, *tile,
                                 "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal and not problem.bits,
                                 problem.bias_kind, self.call.forward.softcap > 0.0, problem.bits, problem.bias_element,
                                 self.problem.count > 0, 0, makes_bias)
             kernel.launch(tiles * (heads // problem.tile_heads) * batch, 32 * tile.warps, params, self.stream,
-                          early=False)
+                          pdl=False)
 
     def _key_tile(self) -> KeyTile:
-        return backward_key_tile(self.key.shape[3], self.runtime.shared_memory_limit(self.device.index),
+        return backward_dkv_tile(self.key.shape[3], self.runtime.shared_memory_limit(self.device.index),
                                  self.problem.size, self.problem.bias_of_tiles)
 
     def _find_lists(self) -> None:
@@ -194,13 +194,13 @@ class _Backward:
         rows, tile = batch * kv_heads, self._key_tile()
         parts = 2 if head_dim > 128 else 1
         bits, listed, sequences = dense is not None, dense is not None or supers is not None, problem.count > 0
-        kernel = self._load(BackwardKeyConfig, "backward_key", *tile, "KEYS_LISTED" if listed else "KEYS_CONTIGUOUS",
+        kernel = self._load(BackwardDkvConfig, "backward_dkv", *tile, "KEYS_LISTED" if listed else "KEYS_CONTIGUOUS",
                             problem.mask is not None and not bits, problem.causal and not bits, problem.bias_kind,
                             self.call.forward.softcap > 0.0, parts, *self.wanted, bits, problem.bias_element,
                             sequences)
         if not listed:
-            tiles = tile_numbers(key_length, tile.block_n, problem.count)
-            kernel.launch(rows * tiles * parts, 32 * tile.warps, problem.pack(None, **fields), self.stream, early=False)
+            tiles = tile_count(key_length, tile.block_n, problem.count)
+            kernel.launch(rows * tiles * parts, 32 * tile.warps, problem.pack(None, **fields), self.stream, pdl=False)
             return
         if dense is not None:
             packed = problem.packed_mask(self.runtime, self.stream)
@@ -217,9 +217,9 @@ class _Backward:
                     for (name, size), wanted in zip(sizes.items(), self.wanted) if wanted and partial}
         params = problem.pack(None, **fields, **lists,
                               **{name: self.library.pointer(array) for name, array in partials.items()})
-        kernel.launch(entries // tile.block_n * parts, 32 * tile.warps, params, self.stream, early=False)
-        self._load(BackwardSumConfig, "sum_partials", problem.causal and not bits, *self.wanted, sequences,
-                   bits).launch(rows * blocks(key_length, SUM_WARPS), SUM_THREADS, params, self.stream)
+        kernel.launch(entries // tile.block_n * parts, 32 * tile.warps, params, self.stream, pdl=False)
+        self._load(BackwardReduceConfig, "backward_reduce", problem.causal and not bits, *self.wanted, sequences,
+                   bits).launch(rows * blocks(key_length, REDUCE_WARPS), REDUCE_THREADS, params, self.stream)
 
 
 def _reduced(dbias: Any, bias: Operand) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.attention import sm90
 from cupy_dma.backends.cuda.attention.problem import Problem
-from cupy_dma.backends.cuda.decode.step import ROW_BYTES, WARPS, SplitConfig, min_blocks, parts_of
+from cupy_dma.backends.cuda.decode.step import ROW_BYTES, WARPS, SplitConfig, min_blocks, choose_splits
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE, BIAS_OF_KEYS, ELEMENTS, blocks
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
@@ -19,9 +19,9 @@ from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
 if TYPE_CHECKING:
     from cupy_dma.calls.types import AttentionCall
 
-MOST_ROWS, TILE_ROWS = 64, 16  # queries times heads of a group: that are served, and that read keys together
-LEAST_KEYS = 512  # below this a tile is as fast
-# Without a mask, from so many keys on, more rows are served: of all groups, one for each 1024 keys and multiprocessor,
+MAX_ROWS, TILE_ROWS = 64, 16  # queries times heads of a group: that are served, and that read keys together
+MIN_KEYS = 512  # below this a tile is as fast
+# Without a mask, from so many keys on, more rows are served: of all groups, one for each 1024 keys and SM,
 # up to so many.
 MANY_KEYS, MANY_ROWS = 4096, 8
 # Of intervals, on an H200, in us: to look at a key for a tile of rows, and to attend to one that is seen; to list keys
@@ -31,16 +31,16 @@ LIST, LIST_SEEN, LIST_KEY = 12.0, 5.5e-3, 5e-6
 
 
 @dataclass(frozen=True)
-class DecodeConfig(SplitConfig):
+class FlashDecodeConfig(SplitConfig):
     source = "decode/flash_decode.cu"
     listed: bool
     intervals: bool
     causal: bool
     bias: bool
 
-    def shared_bytes(self, parts: int) -> int:
+    def shared_bytes(self, num_splits: int) -> int:
         """``struct DecodeShared`` and the weights."""
-        return super().shared_bytes(parts) + 16
+        return super().shared_bytes(num_splits) + 16
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class KeyList:
 
 def serves(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
     """Whether this kernel takes the call on device ``index``: it can, and is faster than the others."""
-    return (shares_out(runtime, index, call, problem)
+    return (can_serve(runtime, index, call, problem)
             and not (_tiles_pay(call, problem) and sm90.serves(runtime, index, call, problem)))
 
 
-def shares_out(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
+def can_serve(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
     """Whether this kernel can take the call, and tiles of queries would not fill the GPU."""
     return (call.sequences is None and not problem.bits and problem.bias_kind != BIAS_DENSE and not problem.by_head
             and problem.key_length > 0 and _pays(runtime, index, call))
@@ -69,12 +69,12 @@ def shares_out(runtime: Runtime, index: int, call: AttentionCall, problem: Probl
 
 def _pays(runtime: Runtime, index: int, call: AttentionCall) -> bool:
     rows, groups = call.query_length * (call.heads // call.kv_heads), call.batch * call.kv_heads
-    processors = runtime.multiprocessors(index)
-    if rows > MOST_ROWS:
+    num_sms = runtime.num_sms(index)
+    if rows > MAX_ROWS:
         plain = call.mask is None or call.mask._causal_only
-        most = min(call.key_length // 1024, MANY_ROWS) * processors
+        most = min(call.key_length // 1024, MANY_ROWS) * num_sms
         return plain and call.key_length >= MANY_KEYS and rows * groups <= most
-    return call.key_length >= LEAST_KEYS and (rows <= TILE_ROWS or 2 * groups <= processors)
+    return call.key_length >= MIN_KEYS and (rows <= TILE_ROWS or 2 * groups <= num_sms)
 
 
 def _tiles_pay(call: AttentionCall, problem: Problem) -> bool:
@@ -105,12 +105,12 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
     sets = sets_of(rows, head_dim * problem.size)
     tile_rows, tiles = blocks(rows, sets), batch * kv_heads * sets
     resident = min_blocks(head_dim, head_dim, query.dtype, tile_rows)
-    parts, share = parts_of(tiles, slots, resident * runtime.multiprocessors(index))
+    num_splits, split_size = choose_splits(tiles, slots, resident * runtime.num_sms(index))
     fields: dict[str, Any] = {"out": library.pointer(out), "lse": library.pointer(lse), "group": heads // kv_heads,
-                              "sets": sets, "parts": parts, "share": share, "slots": slots}
+                              "sets": sets, "num_splits": num_splits, "split_size": split_size, "slots": slots}
     keep = None
-    if parts > 1:
-        numbers = tiles * parts * tile_rows
+    if num_splits > 1:
+        numbers = tiles * num_splits * tile_rows
         keep = library.empty((numbers * (head_dim + 2),), "float32", device)
         fields["partial"] = library.pointer(keep)
         fields["partial_state"] = library.pointer(keep) + 4 * numbers * head_dim
@@ -128,12 +128,12 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
     elif mask is not None:
         for name, operand in (("start", mask._start), ("stop", mask._stop)):
             fields |= {name: operand.pointer, f"{name}_batch": _step(operand, 0), f"{name}_group": _step(operand, 1)}
-    kernel = _kernel(runtime, index, parts, ELEMENTS[query.dtype], head_dim, head_dim, problem.vector, tile_rows,
+    kernel = _kernel(runtime, index, num_splits, ELEMENTS[query.dtype], head_dim, head_dim, problem.vector, tile_rows,
                      WARPS, call.softcap > 0.0, resident, listed is not None, intervals, causal,
                      problem.bias_kind == BIAS_OF_KEYS)
-    params = jit.params("decode/flash_decode.cu", "DecodeParams")
+    params = jit.params("decode/flash_decode.cu", "FlashDecodeParams")
     shared = {name: problem.params[name] for name in params.names if name in problem.params and name not in fields}
-    kernel.launch(tiles * parts, 32 * WARPS, params.pack_some(shared, fields), library.stream(device))
+    kernel.launch(tiles * num_splits, 32 * WARPS, params.pack_some(shared, fields), library.stream(device))
 
 
 def _step(operand: Operand, axis: int) -> int:
@@ -150,6 +150,6 @@ def _rows_together(row_bytes: int) -> int:
 
 
 @functools.cache
-def _kernel(runtime: Runtime, index: int, parts: int, *fields: Any) -> LoadedKernel:
-    config = DecodeConfig(*fields)
-    return runtime.load(config, "decode_attention", index, config.shared_bytes(parts))
+def _kernel(runtime: Runtime, index: int, num_splits: int, *fields: Any) -> LoadedKernel:
+    config = FlashDecodeConfig(*fields)
+    return runtime.load(config, "flash_decode", index, config.shared_bytes(num_splits))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from cupy_dma.backends.cuda.attention import flash_decode, sm90
 from cupy_dma.backends.cuda.attention.problem import Problem
 from cupy_dma.backends.cuda.attention.tiles import tile_shape
-from cupy_dma.backends.cuda.lists.varlen import tile_numbers
+from cupy_dma.backends.cuda.lists.varlen import tile_count
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import ELEMENTS, ForwardConfig, Tile
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
@@ -56,16 +56,16 @@ def _tiling(runtime: Runtime, index: int, head_dim: int, tile_heads: int, query_
             dense_bias: str | None, sequences: int) -> tuple[Tile, int, int]:
     """Tile shape, tiles per row of heads, and blocks in all, for ``rows`` = batch times heads, elements of ``size``
     bytes, the kernels' type of a dense bias, and packed ``sequences`` (0: none)."""
-    limit, processors = runtime.shared_memory_limit(index), runtime.multiprocessors(index)
+    limit, num_sms = runtime.shared_memory_limit(index), runtime.num_sms(index)
 
     def cover(tile: Tile) -> tuple[Tile, int, int]:
-        tiles = tile_numbers(query_length, tile.block_m // tile_heads, sequences)
+        tiles = tile_count(query_length, tile.block_m // tile_heads, sequences)
         return tile, tiles, tiles * (rows // tile_heads)
 
     tile, tiles, grid = cover(tile_shape(head_dim, limit, False, size, dense_bias))
-    if grid < processors:
+    if grid < num_sms:
         return cover(tile_shape(head_dim, limit, True, size, dense_bias))
-    if dense_bias is None and head_dim <= 64 and grid >= 8 * processors:
+    if dense_bias is None and head_dim <= 64 and grid >= 8 * num_sms:
         tile = tile._replace(min_blocks=3)  # 10 % faster where there are enough tiles for several waves, else slower
     return tile, tiles, grid
 

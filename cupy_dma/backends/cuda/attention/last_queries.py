@@ -19,13 +19,13 @@ from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
 from cupy_dma.calls.types import AttentionCall, DynamicCall, key_bias
 
 # As in the kernel file.
-DIGIT_BITS, FEW, MOST_CHUNKS = 11, 4096, 1024
+DIGIT_BITS, COLLECT_KEYS, MAX_CHUNKS = 11, 4096, 1024
 THREADS = {"narrow": 512, "collect": 1024}
 RANGE_WORDS = 6
 
 
 @dataclass(frozen=True)
-class DecodeSelectConfig(jit.Config):
+class LastQueriesConfig(jit.Config):
     source = "select/last_queries_top_w.cu"
     intervals: bool
 
@@ -35,7 +35,7 @@ def attend_last(runtime: Runtime, call: DynamicCall, scores: Operand) -> tuple[A
     queries, keys = call.query.shape[1], call.key.shape[1]
     rows = queries * (call.query.shape[2] // call.key.shape[2])
     if (call.keys != "prefix" or call.candidates.padding is not None or call.candidates.runs is not None
-            or not 1 <= rows <= flash_decode.MOST_ROWS or keys - queries + 1 <= call.window
+            or not 1 <= rows <= flash_decode.MAX_ROWS or keys - queries + 1 <= call.window
             or scores.dtype == "float64" or scores.shape[1] != call.key.shape[2] or checks.wants_values_checked()):
         return None
     library, device = call.query.library, call.query.device
@@ -44,7 +44,7 @@ def attend_last(runtime: Runtime, call: DynamicCall, scores: Operand) -> tuple[A
     attention = AttentionCall(call.query, call.key, call.value, None, None, key_bias(scores), False, call.scale,
                               call.softcap, call.deterministic)
     problem = Problem(attention)
-    if call.query.shape[0] == 0 or not flash_decode.shares_out(runtime, device.index, attention, problem):
+    if call.query.shape[0] == 0 or not flash_decode.can_serve(runtime, device.index, attention, problem):
         return None
     out = library.empty(call.query.shape, call.query.dtype, device)
     lse = library.empty((call.query.shape[0], call.query.shape[2], queries), "float32", device)
@@ -78,7 +78,7 @@ def select_last(runtime: Runtime, scores: Operand, window: int, queries: int, se
         "score_batch": scores.strides[0], "score_head": scores.strides[1], "score_key": scores.strides[2],
         "kv_heads": kv_heads, "length": length, "window": window, "queries": queries, "chunk": chunk, "chunks": chunks,
         "passes": passes}
-    pack, stream = jit.params("select/last_queries_top_w.cu", "DecodeSelectParams").pack_some, library.stream(device)
+    pack, stream = jit.params("select/last_queries_top_w.cu", "LastQueriesParams").pack_some, library.stream(device)
     for number, shift in enumerate(shifts):
         _kernel(runtime, device.index, intervals, "narrow").launch(
             rows * chunks, THREADS["narrow"], pack(fields, {"pass": number, "shift": shift}), stream)
@@ -89,12 +89,12 @@ def select_last(runtime: Runtime, scores: Operand, window: int, queries: int, se
 @functools.lru_cache(maxsize=1024)
 def plan(length: int) -> tuple[int, tuple[int, ...]]:
     """Keys of a chunk, and by how many bits the digit of each pass is shifted; none where all keys are few."""
-    chunk = FEW * max(1, blocks(length, FEW * MOST_CHUNKS))
-    if length <= FEW:
+    chunk = COLLECT_KEYS * max(1, blocks(length, COLLECT_KEYS * MAX_CHUNKS))
+    if length <= COLLECT_KEYS:
         return chunk, ()
     return chunk, (53, 42, 32, max(0, (length - 1).bit_length() - DIGIT_BITS))
 
 
 @functools.cache
 def _kernel(runtime: Runtime, index: int, intervals: bool, entry: str) -> LoadedKernel:
-    return runtime.load(DecodeSelectConfig(intervals), entry, index)
+    return runtime.load(LastQueriesConfig(intervals), entry, index)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.attention.tiles import heads_per_tile
 from cupy_dma.backends.cuda.lists.dense_mask import PackedMask, dense_lists, mask_rows, pack_mask
-from cupy_dma.backends.cuda.lists.intervals import EQUAL, KeyLists, Lower, key_lists
+from cupy_dma.backends.cuda.lists.intervals import NO_SHORT_TILES, KeyLists, ShortTiles, key_lists
 from cupy_dma.backends.cuda.lists.varlen import mask_of_rows
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE, BIAS_NONE, BIAS_OF_KEYS, ELEMENT_BYTES, ELEMENTS
@@ -114,8 +114,8 @@ class Problem:
             self.causal = False
 
     def key_lists(self, runtime: Runtime, queries: int, block_n: int, stream: int,
-                  lower: Lower = EQUAL) -> KeyLists | None:
-        """The lists of keys of tiles of ``queries`` queries, some of a mask's ``lower``; None where every key is looked
+                  short_tiles: ShortTiles = NO_SHORT_TILES) -> KeyLists | None:
+        """The lists of keys of tiles of ``queries`` queries, some of a mask's ``short_tiles``; None where every key is looked
         at. Lengths are not 0."""
         packed = self.packed_mask(runtime, stream)
         if packed is not None:
@@ -123,7 +123,7 @@ class Problem:
         if self.mask is None:
             return None
         return key_lists(runtime, self.mask, self.params["query_length"], queries, block_n, self.causal, stream,
-                         self.sequences, lower)
+                         self.sequences, short_tiles)
 
     def packed_mask(self, runtime: Runtime, stream: int) -> PackedMask | None:
         """The bits of a dense mask, with all else that hides keys; made once for the passes of a call."""

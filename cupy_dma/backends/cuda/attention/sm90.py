@@ -18,7 +18,7 @@ from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.attention.problem import Problem
 from cupy_dma.backends.cuda.attention.sm90_schedule import HopperTile, Work, facts_of, is_dense, tile_shape, work_of
 from cupy_dma.backends.cuda.attention.tma import queries_map, rows_map, runs_map
-from cupy_dma.backends.cuda.lists.intervals import KeyLists, Lower
+from cupy_dma.backends.cuda.lists.intervals import KeyLists, ShortTiles
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE, ELEMENTS, blocks
 from cupy_dma.backends.cuda.runtime.device import Runtime
@@ -38,7 +38,7 @@ class HopperForwardConfig(jit.Config):
     stages: int
     value_stages: int
     query_stages: int
-    turns: bool
+    ping_pong: bool
     keys: str
     causal: bool
     bias: int  # BIAS_NONE, BIAS_OF_KEYS, BIAS_DENSE
@@ -46,8 +46,8 @@ class HopperForwardConfig(jit.Config):
     bits: bool
     bias_element: str
     sequences: bool
-    bulk: bool
-    query_bulk: bool
+    kv_tma: bool
+    query_tma: bool
     runs: bool
     split: bool = False  # the last tiles are split up along their keys
 
@@ -102,14 +102,14 @@ def _strides_fit(problem: Problem) -> bool:
 def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any, lse: Any) -> None:
     """Writes ``out`` and ``lse`` of a call that ``serves``; on the call's device."""
     query, library, device = call.query, call.query.library, call.query.device
-    processors = runtime.multiprocessors(device.index)
+    num_sms = runtime.num_sms(device.index)
     facts = facts_of(call, problem)
-    tile = tile_shape(facts, processors)
-    work = work_of(facts, tile, processors)
+    tile = tile_shape(facts, num_sms)
+    work = work_of(facts, tile, num_sms)
     queries, stream = tile.block_m // problem.tile_heads, library.stream(device)
     problem.move_mask_to_rows(runtime, stream)
     lists: KeyLists | None = problem.key_lists(runtime, queries, tile.block_n, stream,
-                                                     Lower(work.lower, 64 // problem.tile_heads))
+                                                     ShortTiles(work.short_tiles, 64 // problem.tile_heads))
     ordered = is_dense(problem)
     key_maps = _runs_maps(call) if ordered else b"" if lists is not None else _maps(call, tile.block_n)
     query_map = queries_map(query, queries, problem.tile_heads) if tile.block_m % problem.tile_heads == 0 else None
@@ -118,21 +118,21 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
                      "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal and not problem.bits,
                      problem.bias_kind, call.softcap > 0.0, problem.bits, problem.bias_element, problem.count > 0,
                      bool(key_maps) and not ordered, query_map is not None, bool(key_maps) and ordered,
-                     work.parts > 1)
+                     work.num_splits > 1)
     params = problem.pack(lists, out=library.pointer(out), lse=library.pointer(lse), tiles=work.tiles,
-                          section=work.section, shorter=work.shorter, lower=work.lower)
+                          swizzle_group=work.swizzle_group, tail_tiles=work.tail_tiles, short_tiles=work.short_tiles)
     # struct ForwardParams: the maps first, and all of it a multiple of their alignment
     maps = key_maps + (query_map or b"") + out_map
-    parts = None if work.parts == 1 else _Parts(call, problem, tile, work)
-    packed = maps + params + (parts.packed if parts else b"")
+    splits = None if work.num_splits == 1 else _Splits(call, problem, tile, work)
+    packed = maps + params + (splits.packed if splits else b"")
     packed += _softcap_polynomials(call.scale, call.softcap, problem.bias_kind != BIAS_DENSE)
     packed += bytes(-len(packed) % (64 if maps else 8))
     kernel.launch(work.grid, 128 + 2 * tile.block_m, packed, stream)
-    if parts:
-        parts.combine(runtime, out, lse)
+    if splits:
+        splits.combine(runtime, out, lse)
 
 
-class _Parts:
+class _Splits:
     """What the parts of the last tiles leave, of each tile one after the other (kernels/sm90/split_kv.cuh)."""
 
     def __init__(self, call: AttentionCall, problem: Problem, tile: HopperTile, work: Work):
@@ -141,12 +141,12 @@ class _Parts:
         self.call, self.work = call, work
         self.config = ELEMENTS[query.dtype], call.head_dim, problem.tile_heads, tile.block_m
         self.rows = (sets * work.tiles - work.first) * tile.block_m
-        rows = self.rows * work.parts
+        rows = self.rows * work.num_splits
         self.workspace = query.library.empty((rows * (call.head_dim + 1),), "float32", query.device)
         self.output = query.library.pointer(self.workspace)
         self.lse = self.output + 4 * rows * call.head_dim
-        self.packed = jit.params("sm90/split_kv.cuh", "Parts").pack(
-            output=self.output, lse=self.lse, first=work.first, count=work.parts,
+        self.packed = jit.params("sm90/split_kv.cuh", "Splits").pack(
+            output=self.output, lse=self.lse, first=work.first, count=work.num_splits,
             blocks=rows // tile.block_m)
 
     def combine(self, runtime: Runtime, out: Any, lse: Any) -> None:
@@ -154,8 +154,8 @@ class _Parts:
         query, work = self.call.query, self.work
         library, (batch, length, heads, _) = query.library, query.shape
         params = jit.params("sm90/combine.cu", "CombineParams").pack(
-            partial=self.output, partial_lse=self.lse, out=library.pointer(out), lse=library.pointer(lse), parts=work.parts,
-            first=work.first, batch=batch, query_length=length, heads=heads, tiles=work.tiles, shorter=work.shorter)
+            partial=self.output, partial_lse=self.lse, out=library.pointer(out), lse=library.pointer(lse), num_splits=work.num_splits,
+            first=work.first, batch=batch, query_length=length, heads=heads, tiles=work.tiles, tail_tiles=work.tail_tiles)
         kernel, block_rows = _combine_kernel(runtime, query.device.index, *self.config)
         kernel.launch(self.rows // block_rows, COMBINE_THREADS, params, library.stream(query.device))
 
@@ -183,12 +183,12 @@ def _softcap_polynomials(scale: float, softcap: float, powers_of_2: bool) -> byt
 
 
 def _maps(call: AttentionCall, block: int) -> bytes:
-    """The tensors of keys and values for the copy engine; empty where it cannot read them."""
+    """The tensors of keys and values for TMA; empty where it cannot read them."""
     return _joined(rows_map(call.key, block), rows_map(call.value, block))
 
 
 def _out_map(call: AttentionCall, problem: Problem, pointer: int) -> bytes:
-    """The output for the copy engine, a warp's 16 rows at a time (``OUT_BULK`` in kernels/sm90/config.cuh); empty where
+    """The output for TMA, a warp's 16 rows at a time (``OUT_TMA`` in kernels/sm90/config.cuh); empty where
     it does not write it."""
     heads = problem.tile_heads
     if problem.count > 0 or 16 % heads != 0:
@@ -214,7 +214,7 @@ def _joined(key: bytes | None, value: bytes | None) -> bytes:
 @functools.cache
 def _combine_kernel(runtime: Runtime, index: int, *fields: Any) -> tuple[Any, int]:
     config = CombineConfig(*fields)
-    return runtime.load(config, "combine_parts", index), config.block_rows
+    return runtime.load(config, "combine_splits", index), config.block_rows
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from cupy_dma.cache.state import CacheState, ExtendCall
 STEPS = 8  # tokens of a call that are taken one by one
 ROW_BYTES = 256  # of keys or values: longer ones leave registers for 8 query heads, and none to load ahead
 WARPS, STEP = 4, 16  # of a block; keys a warp takes at a time
-MOST_PARTS = 512  # blocks that share the slots of a kv head
+MAX_SPLITS = 512  # blocks that share the slots of a kv head
 BLOCK_STEPS = 4  # what beginning and ending a block takes, in steps of its warps
 CLUSTER, CLUSTER_WARPS, CLUSTER_STEPS = 8, 8, 3  # blocks of a cluster, warps of such a block, and its BLOCK_STEPS
 CANDIDATE_WORDS = 6  # of struct Candidate
@@ -40,11 +40,11 @@ class SplitConfig(jit.Config):
     softcap: bool
     min_blocks: int
 
-    def shared_bytes(self, parts: int) -> int:
-        """``struct SplitShared`` and the weights of ``parts`` parts."""
+    def shared_bytes(self, num_splits: int) -> int:
+        """``struct SplitShared`` and the weights of ``num_splits`` parts."""
         chunks = blocks(self.head_dim, 64 // ELEMENT_BYTES[self.element])
         query = 512 * chunks * (2 if self.rows > 8 else 1)
-        return query + 4 * self.rows * (self.warps * (self.value_dim + 2) + 1 + max(parts, self.warps)) + 16
+        return query + 4 * self.rows * (self.warps * (self.value_dim + 2) + 1 + max(num_splits, self.warps)) + 16
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class StepConfig(SplitConfig):
     attend: bool
     cluster: int  # blocks of a cluster, 1 = none
 
-    def shared_bytes(self, parts: int) -> int:
+    def shared_bytes(self, num_splits: int) -> int:
         """``struct StepShared`` and the weights."""
         pieces = 16 // ELEMENT_BYTES[self.element]
         token = 16 * (4 * blocks(self.head_dim, 4 * pieces) + 8 * blocks(self.value_dim, 8 * pieces))
         found = self.cluster * (4 * self.rows * (self.value_dim + 2) + 24) + 16 if self.cluster > 1 else 0
-        return super().shared_bytes(parts) + token + found + 24 * self.warps + 32
+        return super().shared_bytes(num_splits) + token + found + 24 * self.warps + 32
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Split:
 
     rows: int  # query heads of a block
     sets: int  # of query heads
-    parts: int
-    share: int  # slots of a part
+    num_splits: int
+    split_size: int  # slots of a part
     grid: int
     warps: int  # of a block
     cluster: int  # blocks of a cluster, 1 = none
@@ -95,9 +95,9 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
     if batch == 0:
         return out, lse
     cut = split(state.key.shape, state.value_dim, heads // state.kv_heads, state.key.dtype,
-                runtime.multiprocessors(index), runtime.hopper(index))
+                runtime.num_sms(index), runtime.hopper(index))
     operands = (call.key, call.value) if query is None else (query, call.key, call.value)
-    kernel = _kernel(runtime, index, cut.parts, ELEMENTS[state.key.dtype], state.head_dim, state.value_dim,
+    kernel = _kernel(runtime, index, cut.num_splits, ELEMENTS[state.key.dtype], state.head_dim, state.value_dim,
                      rows_aligned(*operands), cut.rows, cut.warps, call.softcap > 0.0,
                      min_blocks(state.head_dim, state.value_dim, state.key.dtype, cut.rows, cut.cluster),
                      query is not None, cut.cluster)
@@ -114,7 +114,7 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
 
 
 @functools.lru_cache(maxsize=1024)
-def split(shape: tuple[int, int, int, int], value_dim: int, group: int, dtype: str, processors: int,
+def split(shape: tuple[int, int, int, int], value_dim: int, group: int, dtype: str, num_sms: int,
           clusters: bool) -> Split:
     """The blocks of a step for keys ``(B, Hkv, R, D)`` and ``group`` query heads a kv head; in ``clusters``, if the GPU
     has such, where there are few heads."""
@@ -123,43 +123,43 @@ def split(shape: tuple[int, int, int, int], value_dim: int, group: int, dtype: s
     sets = max(1, blocks(group, 8 if long else 16))
     rows = max(1, blocks(group, sets))
     tiles = batch * kv_heads * sets
-    parts, share = parts_of(tiles, slots, processors * min_blocks(head_dim, value_dim, dtype, rows))
-    if clusters and sets == 1 and clusters_pay(tiles, slots, parts, share, processors):
-        return Split(rows, sets, CLUSTER, cluster_share(slots), tiles * CLUSTER, CLUSTER_WARPS, CLUSTER)
-    return Split(rows, sets, parts, share, tiles * parts, WARPS, 1)
+    num_splits, split_size = choose_splits(tiles, slots, num_sms * min_blocks(head_dim, value_dim, dtype, rows))
+    if clusters and sets == 1 and clusters_pay(tiles, slots, num_splits, split_size, num_sms):
+        return Split(rows, sets, CLUSTER, cluster_split_size(slots), tiles * CLUSTER, CLUSTER_WARPS, CLUSTER)
+    return Split(rows, sets, num_splits, split_size, tiles * num_splits, WARPS, 1)
 
 
-def clusters_pay(tiles: int, slots: int, parts: int, share: int, processors: int) -> bool:
-    """Whether a cluster for each of the ``tiles`` ends sooner than ``parts`` blocks, each with a ``share`` of the
-    slots. A cluster must find room in one group of multiprocessors: more than half of all are not filled with them."""
-    if parts == 1 or 2 * tiles * CLUSTER > processors:
+def clusters_pay(tiles: int, slots: int, num_splits: int, split_size: int, num_sms: int) -> bool:
+    """Whether a cluster for each of the ``tiles`` ends sooner than ``num_splits`` blocks, each with a ``split_size`` of the
+    slots. A cluster must find room in one group of SMs: more than half of all are not filled with them."""
+    if num_splits == 1 or 2 * tiles * CLUSTER > num_sms:
         return False
-    steps = blocks(cluster_share(slots), CLUSTER_WARPS * STEP)
-    return CLUSTER_STEPS + steps < BLOCK_STEPS + blocks(share, WARPS * STEP)
+    steps = blocks(cluster_split_size(slots), CLUSTER_WARPS * STEP)
+    return CLUSTER_STEPS + steps < BLOCK_STEPS + blocks(split_size, WARPS * STEP)
 
 
-def cluster_share(slots: int) -> int:
+def cluster_split_size(slots: int) -> int:
     """Slots of a block in a cluster; the last blocks may have none."""
     return blocks(blocks(slots, CLUSTER), STEP) * STEP
 
 
-def parts_of(tiles: int, slots: int, resident: int) -> tuple[int, int]:
+def choose_splits(tiles: int, slots: int, resident: int) -> tuple[int, int]:
     """How many blocks share the slots of each of so many tiles, and how many slots a block then has, where ``resident``
     blocks run at a time: what takes the fewest steps, one round of blocks after the other, and of these the fewest."""
     best = None
-    for wanted in range(1, min(blocks(slots, WARPS * STEP), MOST_PARTS) + 1):
-        share = blocks(blocks(slots, wanted), STEP) * STEP
-        parts = blocks(slots, share)
-        cost = blocks(tiles * parts, resident) * (BLOCK_STEPS + blocks(share, WARPS * STEP))
+    for wanted in range(1, min(blocks(slots, WARPS * STEP), MAX_SPLITS) + 1):
+        split_size = blocks(blocks(slots, wanted), STEP) * STEP
+        num_splits = blocks(slots, split_size)
+        cost = blocks(tiles * num_splits, resident) * (BLOCK_STEPS + blocks(split_size, WARPS * STEP))
         if best is None or cost < best[0]:
-            best = cost, parts, share
+            best = cost, num_splits, split_size
     assert best is not None
     return best[1:]
 
 
 def min_blocks(head_dim: int, value_dim: int, dtype: str, rows: int, cluster: int = 1) -> int:
-    """Blocks per multiprocessor that registers are shared out for: what the operands of a step leave room for. There
-    are never more blocks in clusters than multiprocessors."""
+    """Blocks per SM that registers are shared out for: what the operands of a step leave room for. There
+    are never more blocks in clusters than SMs."""
     if cluster > 1:
         return 1
     row_bytes = max(head_dim, value_dim) * ELEMENT_BYTES[ELEMENTS[dtype]]
@@ -167,9 +167,9 @@ def min_blocks(head_dim: int, value_dim: int, dtype: str, rows: int, cluster: in
 
 
 @functools.cache
-def _kernel(runtime: Runtime, index: int, parts: int, *fields: Any) -> LoadedKernel:
+def _kernel(runtime: Runtime, index: int, num_splits: int, *fields: Any) -> LoadedKernel:
     config = StepConfig(*fields)
-    return runtime.load(config, "decode_step", index, config.shared_bytes(parts))
+    return runtime.load(config, "decode_step", index, config.shared_bytes(num_splits))
 
 
 def _fixed(state: CacheState, cut: Split, heads: int) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def _fixed(state: CacheState, cut: Split, heads: int) -> dict[str, Any]:
         pairs = state.batch * state.kv_heads
         tiles = cut.grid if cut.grid > pairs and cut.cluster == 1 else 0  # a single part leaves nothing
         sizes = {"partial": tiles * cut.rows * state.value_dim if heads else 0,
-                 "partial_state": 2 * tiles * cut.rows, "candidates": CANDIDATE_WORDS * pairs * cut.parts,
+                 "partial_state": 2 * tiles * cut.rows, "candidates": CANDIDATE_WORDS * pairs * cut.num_splits,
                  "tickets": pairs + state.batch}
         arrays = {key: _made(state, f"{name} {key}", size) for key, size in sizes.items()}
         state.workspace[name] = {key: array.pointer for key, array in arrays.items()} | {
@@ -187,7 +187,7 @@ def _fixed(state: CacheState, cut: Split, heads: int) -> dict[str, Any]:
             "position": state.positions.pointer, "in_top": state.in_top.pointer, "lengths": state.lengths.pointer,
             "lowest": state.lowest.pointer, "lowest_score": state.lowest_score.pointer, "free": state.free.pointer,
             "kv_heads": state.kv_heads,
-            "group": heads // state.kv_heads, "sets": cut.sets, "parts": cut.parts, "share": cut.share,
+            "group": heads // state.kv_heads, "sets": cut.sets, "num_splits": cut.num_splits, "split_size": cut.split_size,
             "slots": state.rows, "window": state.window, "sinks": state.sinks, "recent": state.recent}
     return state.workspace[name]
 

@@ -10,7 +10,7 @@ from cupy_dma.calls.sequences import Sequences
 from cupy_dma.masks.interval import Hints, IntervalMask
 
 
-def tile_numbers(length: int, size: int, sequences: int) -> int:
+def tile_count(length: int, size: int, sequences: int) -> int:
     """Tiles of ``size`` that cover ``length``; of so many ``sequences``, the numbers that tiles may have."""
     return length // size + sequences if sequences else blocks(length, size)
 

@@ -13,7 +13,7 @@ _STAY = nullcontext()
 
 
 class LoadedKernel(Protocol):
-    def launch(self, grid: int, threads: int, params: bytes, stream: int, early: bool = True) -> None: ...
+    def launch(self, grid: int, threads: int, params: bytes, stream: int, pdl: bool = True) -> None: ...
 
 
 class Runtime(Protocol):
@@ -27,7 +27,7 @@ class Runtime(Protocol):
 
     def shared_memory_limit(self, index: int) -> int: ...
 
-    def multiprocessors(self, index: int) -> int: ...
+    def num_sms(self, index: int) -> int: ...
 
     def hopper(self, index: int) -> bool: ...
 
@@ -48,7 +48,7 @@ class CudaRuntime:
         return _cupy().cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"]
 
     @functools.cache  # noqa: B019
-    def multiprocessors(self, index: int) -> int:
+    def num_sms(self, index: int) -> int:
         return _cupy().cuda.Device(index).attributes["MultiProcessorCount"]
 
     @functools.cache  # noqa: B019

@@ -305,20 +305,20 @@ class Kernel:
                 function.max_dynamic_shared_size_bytes = shared_bytes
             self._loaded = module, function.kernel  # for as long as the driver has their handle
             self._function = launch.Function(entry, function.kernel.ptr, shared_bytes,
-                                             launch.launches_early(int(device.compute_capability)), device.use)
+                                             launch.supports_pdl(int(device.compute_capability)), device.use)
 
-    def launch(self, grid: int, threads: int, params: bytes, stream: int, early: bool = True) -> None:
+    def launch(self, grid: int, threads: int, params: bytes, stream: int, pdl: bool = True) -> None:
         """Launch ``grid`` blocks of ``threads`` threads on the raw ``stream``; ``params`` is their struct.
 
-        ``early``: blocks may come, where the device can do that, while those of the kernel ahead are at work, and wait.
-        They gather where there is room then, several on the multiprocessors that are done first; without it they are
+        ``pdl``: blocks may come, where the device can do that, while those of the kernel ahead are at work, and wait.
+        They gather where there is room then, several on the SMs that are done first; without it they are
         dealt out evenly. Blocks of long work need that: what launches early saves is 1 us, what gathered blocks lose
         may be half of the kernel's speed.
         """
         if DEBUG:
             print(f"cupy_dma: {self.entry}: {grid} blocks of {threads} threads, {self.shared_bytes} bytes",
                   file=sys.stderr)
-        self._function.launch(grid, threads, params, stream, early)
+        self._function.launch(grid, threads, params, stream, pdl)
 
 
 @functools.cache

@@ -17,8 +17,8 @@ from collections.abc import Callable
 _CONFIG = struct.Struct("@7IPPI0P")  # CUlaunchConfig: grid and block (x, y, z), shared bytes; stream, attributes, count
 _ATTRIBUTE = struct.Struct("@I4xi60x")  # CUlaunchAttribute: its number; the value, as long as the largest of all
 _STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_EARLY = ctypes.create_string_buffer(_ATTRIBUTE.pack(_STREAM_SERIALIZATION, 1), _ATTRIBUTE.size)
-_EARLY_PLACE = ctypes.addressof(_EARLY)
+_PDL = ctypes.create_string_buffer(_ATTRIBUTE.pack(_STREAM_SERIALIZATION, 1), _ATTRIBUTE.size)
+_PDL_ADDRESS = ctypes.addressof(_PDL)
 _Arguments = ctypes.c_char_p * 1  # a kernel's arguments: where each of them is
 _INVALID_CONTEXT = 201  # the thread has none
 
@@ -45,7 +45,7 @@ def library() -> ctypes.CDLL:
 
 
 @functools.cache
-def launches_early(capability: int) -> bool:
+def supports_pdl(capability: int) -> bool:
     """Whether kernels may come early on a device of compute ``capability`` (90 for 9.0)."""
     if capability < FIRST_CAPABILITY or os.environ.get("CUPY_DMA_EARLY", "") == "0":
         return False
@@ -56,19 +56,19 @@ def launches_early(capability: int) -> bool:
 class Function:
     """A loaded kernel whose only argument is a struct. Threads may launch it at the same time."""
 
-    def __init__(self, name: str, handle: int, shared_bytes: int, early: bool, bind: Callable[[], None]):
-        """``handle``: its CUfunction; ``early``: the device can launch it early; ``bind()`` gives the device's context
+    def __init__(self, name: str, handle: int, shared_bytes: int, pdl: bool, bind: Callable[[], None]):
+        """``handle``: its CUfunction; ``pdl``: the device can launch it early; ``bind()`` gives the device's context
         to the calling thread."""
         self.name, self._shared_bytes, self._bind = name, shared_bytes, bind
         self._handle = ctypes.c_void_p(handle)
-        self._early_launches = int(early)
+        self._pdl_attributes = int(pdl)
         self._call = library().cuLaunchKernelEx
 
-    def launch(self, grid: int, threads: int, params: bytes, stream: int, early: bool = True) -> None:
+    def launch(self, grid: int, threads: int, params: bytes, stream: int, pdl: bool = True) -> None:
         """Launch ``grid`` blocks of ``threads`` threads on the raw ``stream``; see ``jit.Kernel.launch``."""
         # All of it is the call's own, for the interpreter runs other threads meanwhile. The attribute never changes.
-        config = _CONFIG.pack(grid, 1, 1, threads, 1, 1, self._shared_bytes, stream, _EARLY_PLACE,
-                              self._early_launches if early else 0)
+        config = _CONFIG.pack(grid, 1, 1, threads, 1, 1, self._shared_bytes, stream, _PDL_ADDRESS,
+                              self._pdl_attributes if pdl else 0)
         arguments = _Arguments(params)
         status = self._call(config, self._handle, arguments, None)
         if status == _INVALID_CONTEXT:
