@@ -467,7 +467,7 @@ def test_sections_of_causal_heads(tile, everything, torch, monkeypatch, device, 
     """As many as there may be: the last rounds of most have tiles for some multiprocessors only."""
     served, head_dim = everything(*TILES[tile]), TILES[tile][1][-1]
     monkeypatch.setattr(sm90, "work_of", sm90_schedule.work_of.__wrapped__)
-    monkeypatch.setattr(sm90_schedule, "SECTION_BYTES", 1)
+    monkeypatch.setattr(sm90_schedule, "SWIZZLE_GROUP_BYTES", 1)
     q, k, v = draw(torch, length, length, *heads, head_dim, device=device)
     results = []
     for processors in dealt:
