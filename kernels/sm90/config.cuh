@@ -22,53 +22,63 @@ constexpr int ROW_PIECES = HEAD_DIM_PADDED / 8;  // 16-byte pieces of a row
 constexpr int ROW_LANES = ROW_PIECES <= 8 ? 8 : ROW_PIECES <= 16 ? 16 : 32;  // lanes that share a row
 constexpr int KEY_FRAGMENTS = BLOCK_N / 16;
 constexpr int DIM_FRAGMENTS = HEAD_DIM_PADDED / 16;
-// What a launch has, 504 for a lane of each warpgroup where there are two consumers and 512 where there are three, is dealt
-// out anew: as few to the consumers as their products do with. The producer keeps a run of row addresses.
-constexpr int ACCUMULATOR_REGISTERS = KEY_FRAGMENTS * 12 + DIM_FRAGMENTS * 8;  // and probabilities
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? (BIAS == BIAS_DENSE ? 216 : 208) : ACCUMULATOR_REGISTERS > 112 ? 160 : SOFTCAP ? 152 : 144;
+// A launch gives every lane of a warpgroup 504 registers in all with two consumers and 512 with three; they are
+// redistributed: the consumers get as few as their accumulators and operands need, the producer, which keeps the
+// addresses of a run of rows, the rest.
+constexpr int ACCUMULATOR_REGISTERS = KEY_FRAGMENTS * 12 + DIM_FRAGMENTS * 8;  // and those of the probabilities
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 2                ? (BIAS == BIAS_DENSE ? 216 : 208)
+                                   : ACCUMULATOR_REGISTERS > 112 ? 160
+                                   : SOFTCAP                     ? 152
+                                                                 : 144;
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 504 - 2 * CONSUMER_REGISTERS : 512 - 3 * CONSUMER_REGISTERS;
-// Whether a consumer keeps its queries in registers, where there are enough: then QK reads half as much of shared memory, all
-// of whose width it needs otherwise.
-constexpr bool QUERIES_KEPT = BIAS != BIAS_DENSE && ACCUMULATOR_REGISTERS + DIM_FRAGMENTS * 4 <= (CONSUMERS == 2 ? 144 : 96);
+// Whether a consumer keeps its queries in registers, if there are enough: QK then reads half as much from shared
+// memory, whose bandwidth it would otherwise use up.
+constexpr bool QUERIES_KEPT =
+    BIAS != BIAS_DENSE && ACCUMULATOR_REGISTERS + DIM_FRAGMENTS * 4 <= (CONSUMERS == 2 ? 144 : 96);
 constexpr int WARP_KEYS = BLOCK_N / PRODUCER_WARPS;  // keys of a block that a producer warp gathers
-constexpr bool BY_EIGHTS = WARP_KEYS == 24;          // not those that follow each other, but eight of every 32
-constexpr int ALL_BARRIER = 0, CONSUMER_BARRIER = 1, PING_PONG_BARRIER = 2;  // named barriers; of turns one for each warpgroup
-constexpr int LISTS = 4;  // of blocks, which the producer has at a time
-// Whether a block of at most SHORT_BLOCK_KEYS keys, with which most lists end, is less work than others.
+constexpr bool BY_EIGHTS = WARP_KEYS == 24;  // not consecutive keys, but eight of every 32
+// Named barriers; the ping-pong has one for each consumer warpgroup.
+constexpr int ALL_BARRIER = 0, CONSUMER_BARRIER = 1, PING_PONG_BARRIER = 2;
+constexpr int LISTS = 4;  // key lists of blocks that the producer holds at a time
+// Whether a block of at most SHORT_BLOCK_KEYS keys, which is how most lists end, has a cheaper path.
 #define SHORT_BLOCK (KEYS == KEYS_LISTED && !BITS && BLOCK_N > SHORT_BLOCK_KEYS)
 constexpr int SHORT_BLOCK_KEYS = 32;
 constexpr int SHORT_BLOCK_FRAGMENTS = SHORT_BLOCK_KEYS / 16;
-// Whether the consumers have a way of their own for whole blocks. Masks as bits leave few blocks whole.
-#define PLAIN (!BITS)
-// Whether whole blocks behind whole blocks have a loop of their own, whose code remains in one place: where a warp jumps it
-// waits for instructions. By measurement; lists gain nothing.
-#define FULL_BLOCK_LOOP (PLAIN && KEYS == KEYS_CONTIGUOUS && (CONSUMERS == 2 || SOFTCAP || BIAS == BIAS_NONE))
-// Whether places of a block that have no key need no test for being seen: they have a bias of -inf, and another key's row.
+// Whether the consumers have a separate path for full blocks, those whose keys all queries of the tile see. Masks as
+// bits leave few such blocks.
+#define FULL_BLOCK_PATH (!BITS)
+// Whether consecutive full blocks have a tight loop of their own, whose code is contiguous: a jump makes a warp wait
+// for instructions. Measured; lists gain nothing.
+#define FULL_BLOCK_LOOP (FULL_BLOCK_PATH && KEYS == KEYS_CONTIGUOUS && (CONSUMERS == 2 || SOFTCAP || BIAS == BIAS_NONE))
+// Whether the slots of a block beyond its last key need no visibility test: they get a bias of -inf and the row of
+// another key.
 #define PAD_BY_BIAS (KEYS == KEYS_LISTED && BIAS == BIAS_OF_KEYS)
-// Whether it matters that a block's keys follow each other: their rows come through the TMA then, and their dense
-// bias in vectors.
+// Whether it matters that the keys of a block are consecutive: TMA can then load their rows, and their dense bias is
+// read in vectors.
 #define ORDERED (RUNS || BIAS == BIAS_DENSE)
-constexpr int RUN_STEP = 8;   // such a block begins at a multiple of this key
-constexpr int RUN_KEYS = 32;  // of a box
-// Whether the last tiles, too few for all blocks of the grid, are cut up among them, 64 rows for each warpgroup that
-// multiplies. Of a dense mask a tile's words must begin at a word; causality's last tiles are short ones.
+constexpr int RUN_STEP = 8;  // such a block begins at a multiple of this key
+constexpr int RUN_KEYS = 32;  // of a TMA tile
+// Whether the tiles of the last wave, if there are fewer than CTAs, are cut by rows: 64 rows for each consumer
+// warpgroup. With a dense mask a tile must begin at a word of bits; under causality the last tiles are the cheap ones
+// anyway.
 #define ROW_CUT (64 % HEADS == 0 && !BITS && !(CAUSAL && KEYS == KEYS_CONTIGUOUS) && !SPLIT)
 constexpr int CUT_QUERIES = 64 / HEADS;
-static_assert(!SPLIT || (!SEQUENCES && !BITS), "such tiles are not split up");
-// Whether some numbers of tiles, or of parts, have none.
+static_assert(!SPLIT || (!SEQUENCES && !BITS), "such tiles are not split along their keys");
+// Whether a CTA may get an index without a tile: packed sequences leave gaps, cut tiles leave slices without queries.
 #define GAPS (SEQUENCES || ROW_CUT)
-// Whether the producer has a loop of its own for blocks full of keys that all queries see, which gathers them.
+// Whether the producer has a loop of its own that gathers full blocks.
 #define FULL_BLOCKS (KEYS == KEYS_LISTED && !ORDERED)
 static_assert(WARP_KEYS <= 32 && WARP_KEYS * ROW_LANES % 32 == 0, "a producer lane knows one key");
 
-// A bias of keys is where the sums of the products begin, unless a softcap comes between.
+// A bias per key is what the accumulators of QK begin with, unless a softcap comes between.
 #define BIAS_FIRST (BIAS == BIAS_OF_KEYS && !SOFTCAP)
-// Whether logits are powers of 2 as soon as they have their softcap, whose coefficients, and the bias, are in that unit.
+// Whether logits are exponents of 2 as soon as they have their softcap: its coefficients, and the bias, are in that
+// unit.
 #define POWERS_OF_2 (SOFTCAP && BIAS != BIAS_DENSE)
 
-// Whether the consumers must know the rows of keys: to compare them with positions, or to find their bias.
+// Whether the consumers need the index of each key: to compare it with positions, or to find its bias.
 #define KEYS_KNOWN ((CAUSAL && KEYS != KEYS_CONTIGUOUS) || BIAS == BIAS_DENSE)
 
-// Whether outputs go to memory through the TMA, a warp's 16 rows at a time: those of a sequence's last tile may be
-// another sequence's.
+// Whether TMA stores outputs, the 16 rows of a warp at a time. Not with packed sequences: rows behind a sequence's last
+// tile belong to the next sequence.
 #define OUT_TMA (QUERY_TMA && !SEQUENCES && 16 % HEADS == 0)

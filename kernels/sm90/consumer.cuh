@@ -1,5 +1,5 @@
-// A consumer of the Hopper forward: a warp of a warpgroup that multiplies 64 rows of the tile, and what it does with a block
-// of keys. In which order it does that is said in sm90/forward.cu.
+// A consumer of the Hopper forward: a warp of a warpgroup that computes 64 rows of the tile, and its operations on a
+// block of keys. sm90/forward.cu has their order.
 //
 // Prelude: as sm90/forward.cu.
 #pragma once
@@ -10,26 +10,27 @@
 #include "sm90/pipeline.cuh"
 #include "sm90/softmax.cuh"
 
-// A consumer warp's registers and turns.
+// A consumer warp's registers and pipeline states.
 struct Consumer {
     Shared& shared;
     const ForwardParams& launch;
     const AttentionParams& p;
     const Logits logits;
     const int lane, group_row, first_row;  // rows of the warpgroup and of this warp in the tile
-    const unsigned bias_address;             // of this lane, in stage 0
-    PipelineState<STAGES> key_state;                       // of the keys whose logits become exponentials
-    PipelineState<VALUE_STAGES> value_state;           // of the values that come next
-    PipelineState<QUERY_STAGES> query_state, output_state;  // of these logits, and of the tile whose output comes next
+    const unsigned bias_address;           // of this lane, in stage 0
+    PipelineState<STAGES> key_state;           // of the block whose logits are turned into exponentials
+    PipelineState<VALUE_STAGES> value_state;   // of the values needed next
+    PipelineState<QUERY_STAGES> query_state;   // of the queries of these logits
+    PipelineState<QUERY_STAGES> output_state;  // of the tile whose output is written next
     Fragment s[KEY_FRAGMENTS], o[DIM_FRAGMENTS];
     unsigned probability[KEY_FRAGMENTS][4];
-    Queries query;  // at `queries`
-    bool lacks_max;                // before the block at `key_state`
-    int polynomials;                // SOFTCAP: how many hold for the products of the tile, as far as these are known
-    bool keys_there, values_there;  // of the products that come next: seen to have come
+    Queries query;                  // those at `query_state`
+    bool lacks_max;                 // some row has no running max before the block at `key_state`
+    int polynomials;                // SOFTCAP: how many hold for the tile's blocks so far
+    bool keys_ready, values_ready;  // the next MMAs' operands have been seen to have arrived
     LaneBias bias;
-    float sum[2];  // of the exponentials at hand
-    OnlineSoftmax softmax, previous_softmax;  // of the tile at hand, and of the one before until its output is written
+    float sum[2];  // of the current exponentials
+    OnlineSoftmax softmax, previous_softmax;  // of the current tile, and of the one before until its output is written
 
     __device__ __forceinline__ Consumer(Shared& shared, const ForwardParams& launch)
         : shared(shared), launch(launch), p(launch.attention), logits(p.scale, p.softcap), lane(thread_now() & 31),
@@ -37,10 +38,10 @@ struct Consumer {
           first_row(uniform((thread_now() - PRODUCER_THREADS) / 32) * 16),
           bias_address(kept(shared_address(&shared.bias[0][fragment_key(0, 0)]))) {}
 
-    // Of the warpgroup among those that multiply.
+    // Index among the consumer warpgroups.
     __device__ __forceinline__ int warpgroup() const { return group_row / 64; }
 
-    // The softmax goes on to the tile whose queries are at `queries`.
+    // Starts the softmax of the tile whose queries are at `query_state`.
     __device__ __forceinline__ void open_tile() {
         previous_softmax = softmax;
         softmax = OnlineSoftmax();
@@ -59,8 +60,8 @@ struct Consumer {
             for (int i = 0; i < 8; ++i) o[d].x[i] = 0.0f;
     }
 
-    // Waits for the queries at `queries`.
-    __device__ __forceinline__ void meet_queries() {
+    // Waits for the queries at `query_state`.
+    __device__ __forceinline__ void wait_queries() {
         barrier_wait(&shared.query_full[query_state.stage], query_state.phase);
         if (!QUERIES_KEPT) return;
         ELEMENT* rows = shared.query[query_state.stage];
@@ -70,34 +71,35 @@ struct Consumer {
                           shared_address(piece_of<BLOCK_M>(rows, first_row + lane % 16, 2 * d + lane / 16)));
     }
 
-    // Asks whether the keys at `keys` have come, for the answer takes its time.
+    // Asks early whether the keys at `keys` have arrived, since the answer has a latency.
     __device__ __forceinline__ void look_ahead(const PipelineState<STAGES>& keys) {
-        keys_there = barrier_test(&shared.key_full[keys.stage], keys.phase);
+        keys_ready = barrier_test(&shared.key_full[keys.stage], keys.phase);
     }
 
-    // Waits for these keys, and asks whether the values at `value_state` have come.
-    __device__ __forceinline__ void meet_keys(const PipelineState<STAGES>& keys) {
-        if (!keys_there) barrier_wait(&shared.key_full[keys.stage], keys.phase);
-        values_there = barrier_test(&shared.value_full[value_state.stage], value_state.phase);
+    // Waits for these keys, and asks whether the values at `value_state` have arrived.
+    __device__ __forceinline__ void wait_keys(const PipelineState<STAGES>& keys) {
+        if (!keys_ready) barrier_wait(&shared.key_full[keys.stage], keys.phase);
+        values_ready = barrier_test(&shared.value_full[value_state.stage], value_state.phase);
     }
 
-    __device__ __forceinline__ void meet_values() const {
-        if (!values_there) barrier_wait(&shared.value_full[value_state.stage], value_state.phase);
+    __device__ __forceinline__ void wait_values() const {
+        if (!values_ready) barrier_wait(&shared.value_full[value_state.stage], value_state.phase);
     }
 
-    // The sums of the block with these keys, which have come.
+    // Initialises the accumulators for the block with these keys, which have arrived.
     __device__ __forceinline__ void init_accumulators(const PipelineState<STAGES>& keys) {
 #if BIAS_FIRST
         init_with_bias(s, bias_address, keys.stage);
-        pin(s);  // not behind the wait for a turn
+        pin(s);  // ahead of the ping-pong barrier
 #endif
     }
 
-    __device__ __forceinline__ void start_qk(const PipelineState<STAGES>& keys, const PipelineState<QUERY_STAGES>& query_state) {
+    __device__ __forceinline__ void start_qk(const PipelineState<STAGES>& keys,
+                                             const PipelineState<QUERY_STAGES>& query_state) {
         mma_qk(s, query, shared.query[query_state.stage] + group_row * CHUNK_COLUMNS, shared.keys[keys.stage]);
     }
 
-    // The logits that were started last; later products may be under way.
+    // Waits for the logits started last; `later` groups of MMAs issued after them may be in flight.
     template <int later>
     __device__ __forceinline__ void wait_logits() {
         wgmma_wait<later>();
@@ -116,19 +118,20 @@ struct Consumer {
         value_state.advance();
     }
 
-    // Writes the tile whose queries were at `output_state`.
+    // Writes the output of the tile whose queries were at `output_state`.
     __device__ __forceinline__ void run_epilogue(OnlineSoftmax& result) {
         epilogue(launch, shared.output[output_state.stage], shared.query[output_state.stage], first_row, o, result,
-                   shared.nonfinite_seen);
+                 shared.nonfinite_seen);
         output_state.advance();
     }
 
-    // The block's last tile, or a part of it (SPLIT).
+    // The CTA's last tile, or a split of it (SPLIT).
     __device__ __forceinline__ void run_last_epilogue() {
 #if SPLIT
         if (blockIdx.x < launch.splits.blocks) {
-            write_split(launch.splits, shared.output[output_state.stage].rows, first_row, o, softmax, shared.nonfinite_seen);
-            shared_write_fence();  // if everything is done once more, the TMA overwrites these queries
+            write_split(launch.splits, shared.output[output_state.stage].rows, first_row, o, softmax,
+                        shared.nonfinite_seen);
+            shared_write_fence();  // in a second pass TMA overwrites these queries
             output_state.advance();
             return;
         }
@@ -136,19 +139,20 @@ struct Consumer {
         run_epilogue(softmax);
     }
 
-    // When it has been read, other queries may come to its place. Better once the products that follow are under way, so that
-    // nobody waits for it; a tile of one block calls it at once, because the next queries need its place.
+    // Lets other queries replace the staged output once it has been read. Best called when the next MMAs are in flight,
+    // so that nothing waits for it; after a tile of one block it is called at once, because the next queries need the
+    // stage.
     __device__ __forceinline__ void release_queries() const {
 #if OUT_TMA
         tma_store_wait_read();
         __syncwarp();
 #elif QUERY_TMA
-        shared_write_fence();  // the TMA may overwrite these rows
+        shared_write_fence();  // TMA may overwrite these rows
 #endif
         barrier_arrive(&shared.query_empty[output_state.stage_before()]);
     }
 
-    // What is known of the block with these keys, which have come. A dense bias of it is on its way then.
+    // What is known of the block with these keys, which have arrived. Starts loading its dense bias.
     __device__ __forceinline__ BlockInfo read_block_info(const PipelineState<STAGES>& keys) {
         const BlockInfo block = shared.block_info[keys.stage];
 #if BIAS == BIAS_DENSE
@@ -157,7 +161,7 @@ struct Consumer {
         return block;
     }
 
-    // What is left when all tiles have been written: the turn that nobody has taken, and writing.
+    // After all tiles have been written: takes the ping-pong arrival that is left over, and waits for the stores.
     __device__ __forceinline__ void drain() const {
         if (warpgroup() == 0) ping_pong_wait();
 #if OUT_TMA
@@ -165,7 +169,7 @@ struct Consumer {
 #endif
     }
 
-    // Between these two a warpgroup issues products, and no other does (but for delayed ones).
+    // Ping-pong: between these two a warpgroup issues MMAs, and no other does (except for delayed ones).
     __device__ __forceinline__ void ping_pong_wait() const {
         if (PING_PONG) named_barrier(PING_PONG_BARRIER + warpgroup(), 256);
     }
@@ -174,14 +178,15 @@ struct Consumer {
         if (PING_PONG) named_barrier_arrive(PING_PONG_BARRIER + (warpgroup() + 1) % CONSUMERS, 256);
     }
 
-    // Begins the sums of the block at `key_state` and takes a turn. Where the products are long, the others wait for those alone.
+    // Initialises the accumulators of the block at `key_state` and waits for this warpgroup to be allowed to issue.
+    // Where MMAs are long (large head dims), the initialisation is kept out of the exclusive section.
     __device__ __forceinline__ void enter_ping_pong() {
         if (HEAD_DIM > 64) init_accumulators(key_state);
         ping_pong_wait();
         if (HEAD_DIM <= 64) init_accumulators(key_state);
     }
 
-    // What else is added to the logits of the block at `key_state`; to be called while their products are under way.
+    // The biases added to the logits of the block at `key_state`; called while its MMAs are in flight.
     __device__ __forceinline__ void fetch_bias() {
 #if BIAS != BIAS_DENSE
         bias.fetch(bias_address + key_state.stage * BLOCK_N * 4);
@@ -192,7 +197,7 @@ struct Consumer {
         barrier_arrive(&shared.key_empty[key_state.stage]);
     }
 
-    // Softcap and bias, where products are to become logits.
+    // Softcap and bias, where q . k needs them to become logits.
     template <int fragments>
     __device__ __forceinline__ void make_logits() {
         if (!Logits::CHANGED) return;
@@ -216,7 +221,7 @@ struct Consumer {
         change(logits);
     }
 
-    // These and masks.
+    // These and the mask.
     template <int fragments>
     __device__ __forceinline__ void finish_logits(const BlockInfo& block) {
         make_logits<fragments>();
@@ -226,20 +231,21 @@ struct Consumer {
         apply_mask<fragments>(s, shared, key_state.stage, block.unmasked(), position);
     }
 
-    // References come from the first `asked` fragments. Those of rows that may see few keys are their maxima: p is exact then
-    // where a row sees one. So they are if an output was not finite, as values near the largest float32 need it.
+    // The running max is initialised from the first `asked` fragments. For rows that may see few keys that is all of
+    // them, so m is their maximum and p exact for a row that sees one key. In the second pass too: values near the
+    // largest float32 need it.
     template <int fragments, int asked = fragments>
     __device__ __forceinline__ void exponentiate(const BlockInfo& block) {
         if (lacks_max) {
-            softmax.template init_max<asked>(s, logits.unit, block.whole() && !shared.isolate_nonfinite);
+            softmax.template init_max<asked>(s, logits.unit, block.is_full() && !shared.isolate_nonfinite);
             if (!softmax.max_is_zero()) polynomials = 0;
         }
         softmax.template exponentiate<fragments>(s, logits.unit, sum);
     }
 
 #if SOFTCAP && BIAS != BIAS_DENSE
-    // The same of a whole block by the last polynomial that is known to hold for the tile, or not; then the block has its
-    // products again.
+    // The same for a full block by the last polynomial known to hold for the tile. Returns false if it does not hold;
+    // the accumulators then have q . k again.
     template <bool high>
     __device__ __forceinline__ bool approximate() {
         if (softmax.template exponentiate<high>(s, bias, launch.softcap[!high], sum)) return true;
@@ -250,14 +256,15 @@ struct Consumer {
     }
 #endif
 
-    // Whether the values of the block at `key_state` must be looked at.
+    // Whether the values of the block at `key_state` must be checked for NaN and infinity.
     __device__ __forceinline__ bool holds(const BlockInfo& block) const {
         return block.unmasked() < BLOCK_N && shared.isolate_nonfinite;
     }
 
-    // The products of the block at `key_state` become exponentials; where its values must be looked at, its keys are held.
+    // Turns the accumulators of the block at `key_state` into exponentials; if its values must be checked, its keys are
+    // held.
     __device__ __forceinline__ void exponentiate(BlockInfo& block) {
-        if (PLAIN && block.whole()) {
+        if (FULL_BLOCK_PATH && block.is_full()) {
 #if SOFTCAP && BIAS != BIAS_DENSE
             if (!lacks_max) {
                 if (polynomials == 2 && approximate<false>()) return;
@@ -275,11 +282,11 @@ struct Consumer {
         } else {
             finish_logits<SHORT_BLOCK_FRAGMENTS>(block);
             exponentiate<SHORT_BLOCK_FRAGMENTS>(block);
-            fill_rest(0.0f);  // or the assembler would let the products wait for each other
+            fill_rest(0.0f);  // otherwise the assembler serialises the MMAs
         }
     }
 
-    // Of a block of few keys.
+    // Beyond the keys of a short block.
     __device__ __forceinline__ void fill_rest(float x) {
 #pragma unroll
         for (int n = SHORT_BLOCK_FRAGMENTS; n < KEY_FRAGMENTS; ++n)
@@ -287,7 +294,7 @@ struct Consumer {
             for (int i = 0; i < 8; ++i) s[n].x[i] = x;
     }
 
-    // The products of the block at `key_state` once more, by each warp for itself.
+    // Recomputes q . k of the block at `key_state`, each warp for itself.
     __device__ __forceinline__ void recompute_logits() {
 #if BIAS_FIRST
         init_with_bias(s, bias_address, key_state.stage);
@@ -298,7 +305,7 @@ struct Consumer {
             for (int i = 0; i < 8; ++i) s[n].x[i] = 0.0f;
 #endif
         ELEMENT *rows = shared.query[query_state.stage], *keys = shared.keys[key_state.stage];
-        // Of 16 x 16 numbers, as load_matrices wants them.
+        // Of 16 x 16 elements, as load_matrices wants them.
         const int row = first_row + lane % 16, key = lane / 16 * 8 + lane % 8;
 #pragma unroll 1
         for (int d = 0; d < DIM_FRAGMENTS; ++d) {
@@ -312,13 +319,13 @@ struct Consumer {
         }
     }
 
-    // After `exponentiate`, while its exponentials are in no sum and no product yet: whether some are too large. The assembler
-    // would move them behind the wait for the output products, but moves nothing across a branch that depends on them.
+    // After `exponentiate`, before its exponentials are used: whether some are too large. The branch that depends on it
+    // also keeps the assembler from moving them behind the wait for the output MMAs.
     __device__ __forceinline__ bool needs_rescale() const {
         return __any_sync(ALL_LANES, fmaxf(sum[0], sum[1]) > OnlineSoftmax::LARGEST);
     }
 
-    // References follow, and so do the outputs so far, if they are of the same tile.
+    // Raises the running max, and rescales the output so far if it belongs to the same tile.
     __device__ __forceinline__ void rescale(const BlockInfo& block, bool same_tile) {
         wait_output();
         float factor[2];
@@ -340,14 +347,14 @@ struct Consumer {
             for (int i = 0; i < 8; ++i) o[d].x[i] *= factor[fragment_row(i)];
     }
 
-    // The block's exponentials count, and its keys have been used.
+    // Adds the block's exponentials to l and releases its keys.
     __device__ __forceinline__ void commit_block(const BlockInfo& block) {
         softmax.l[0] += sum[0];
         softmax.l[1] += sum[1];
         if (!block.held()) release_keys(key_state);
     }
 
-    // Exponentials become the operand of the output product.
+    // Rounds exponentials to the operand of the output MMAs.
     __device__ __forceinline__ void round_probabilities() {
 #pragma unroll
         for (int n = 0; n < KEY_FRAGMENTS; ++n)
@@ -355,8 +362,8 @@ struct Consumer {
             for (int i = 0; i < 4; ++i) probability[n][i] = pack_pair(s[n].x[2 * i], s[n].x[2 * i + 1]);
     }
 
-    // The output products of the block at `value_state`, whose values have come and whose keys were at `keys`; `begins_tile`: it is
-    // its tile's first.
+    // Issues the output MMAs of the block at `value_state`, whose values have arrived and whose keys were at `keys`.
+    // `begins_tile`: it is the first block of its tile.
     __device__ __forceinline__ void start_pv(const BlockInfo& block, const PipelineState<STAGES>& keys, bool begins_tile) {
         ELEMENT* value = shared.values[value_state.stage];
         if (block.held()) {
@@ -369,8 +376,8 @@ struct Consumer {
         mma_pv(o, probability, value, block.is_short(), !begins_tile);
     }
 
-    // From the block at `key_state` on others multiply what is left, without rows of this consumer's: its part in their barriers.
-    // `first`: of all blocks, which needs no turn.
+    // From the block at `key_state` on this consumer has no rows; it only takes part in the barriers of the others'
+    // blocks. `first`: the CTA begins with them, and the first one needs no ping-pong wait.
     __device__ __forceinline__ void stand_by(bool first) {
         for (BlockInfo block(0); !block.ends_tile(); key_state.advance()) {
             barrier_wait(&shared.key_full[key_state.stage], key_state.phase);
@@ -379,7 +386,8 @@ struct Consumer {
             if (!first || warpgroup() == CONSUMERS - 1) ping_pong_arrive();
             first = false;
             barrier_wait(&shared.value_full[value_state.stage], value_state.phase);
-            if (holds(block)) clear_nonfinite(shared.values[value_state.stage], block.is_short() ? SHORT_BLOCK_KEYS : BLOCK_N);
+            if (holds(block))
+                clear_nonfinite(shared.values[value_state.stage], block.is_short() ? SHORT_BLOCK_KEYS : BLOCK_N);
             release_keys(key_state);
             release_values();
         }

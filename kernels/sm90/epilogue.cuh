@@ -6,8 +6,9 @@
 #include "sm90/softmax.cuh"
 
 #if OUT_TMA
-// This warp's 16 rows of out, which are complete, on their way.
-__device__ __forceinline__ void copy_rows(const ForwardParams& launch, const Output& t, const ELEMENT* staging, int first_row) {
+// Starts the TMA store of this warp's 16 rows of out, which it has written to `staging`.
+__device__ __forceinline__ void copy_rows(const ForwardParams& launch, const Output& t, const ELEMENT* staging,
+                                          int first_row) {
     shared_write_fence();
     __syncwarp();
     if (lane_now() != 0) return;
@@ -18,13 +19,13 @@ __device__ __forceinline__ void copy_rows(const ForwardParams& launch, const Out
     tma_store_commit();
 }
 #else
-// Row `row` of a tile's output, whose first one is at `first`: query by query, in each head by head.
+// Row `row` of a tile's output, whose first row is at `first`: query by query, within a query head by head.
 __device__ __forceinline__ ELEMENT* row_of_output(ELEMENT* first, int row, int query_bytes) {
     const void* address = row_address(first + row % HEADS * HEAD_DIM, row / HEADS, query_bytes);
     return const_cast<ELEMENT*>(static_cast<const ELEMENT*>(address));
 }
 
-// This warp's rows of out, which are complete.
+// Stores this warp's 16 rows of out, which it has written to `staging`.
 __device__ __forceinline__ void copy_rows(const ForwardParams& launch, const Output& t, ELEMENT* staging, int first_row) {
     const AttentionParams& p = launch.attention;
     const int lane = lane_now();
@@ -36,7 +37,7 @@ __device__ __forceinline__ void copy_rows(const ForwardParams& launch, const Out
         p.out + (((long long)t.batch * p.query_length + t.first_query) * p.heads + t.first_head) * HEAD_DIM + piece * 8;
     const int query_bytes = p.heads * HEAD_DIM * static_cast<int>(sizeof(ELEMENT));
     if (REGULAR) target = row_of_output(target, first_row + own, query_bytes);
-    // Lanes that have no piece read the last one: behind it another tile's rows may be on their way.
+    // Lanes without a piece read the last one: behind it another tile's rows may be arriving.
     const unsigned first_piece = shared_address(piece_of<BLOCK_M>(staging, first_row + own, min(piece, ROW_PIECES - 1)));
     uint4 pieces[COPIES];
 #pragma unroll
@@ -45,18 +46,19 @@ __device__ __forceinline__ void copy_rows(const ForwardParams& launch, const Out
 #pragma unroll
     for (int k = 0; k < COPIES; ++k) {
         ELEMENT* address = row_of_output(target, REGULAR ? k * STEP : first_row + k * STEP + own, query_bytes);
-        if (piece * 8 < HEAD_DIM && first_row + k * STEP + own < t.rows) __stcg(reinterpret_cast<uint4*>(address), pieces[k]);
+        if (piece * 8 < HEAD_DIM && first_row + k * STEP + own < t.rows)
+            __stcg(reinterpret_cast<uint4*>(address), pieces[k]);
     }
 }
 #endif
 
-// Writes this warp's 16 rows of out and lse, through the tile's own query rows, which nobody needs any more. In few
-// instructions: they run once a tile, so each of them is fetched anew. `nonfinite_seen` becomes 1 if a value of the tile's keys is
-// not finite: 0 times it is not either, so each row has such an output in its column, and one of a lane's two rows tells. Where
-// exponentials may be large a single row may overflow, too.
+// Writes this warp's 16 rows of out and lse, staged in the tile's own query rows, which are no longer needed. In few
+// instructions: it runs once per tile, so each of them has to be fetched. `nonfinite_seen` becomes 1 if a value of the
+// tile's keys is NaN or infinite: so is 0 times it, hence every row has such an output in that column and it is enough
+// to look at one of a lane's two rows. Where exponentials may be large (LARGE) a single row may overflow, too.
 __device__ __forceinline__ void epilogue(const ForwardParams& launch, const Output& output, ELEMENT* staging, int first_row,
-                                           const Fragment (&o)[DIM_FRAGMENTS], OnlineSoftmax& softmax, int& nonfinite_seen) {
-    const Output t = output;  // all of it now, for nothing is read ahead of the stores that follow
+                                         const Fragment (&o)[DIM_FRAGMENTS], OnlineSoftmax& softmax, int& nonfinite_seen) {
+    const Output t = output;  // a copy: nothing is read ahead of the stores below
     const int lane = lane_now();
     softmax.finish();
     const float factor[2] = {softmax.inverse_sum(0), softmax.inverse_sum(1)};

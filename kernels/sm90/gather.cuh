@@ -1,8 +1,9 @@
-// Gathering into shared memory: the rows of a block's keys and values, their biases and intervals, and a tile's queries.
+// Gathering into shared memory: the rows of a block's keys and values, their biases and visibility, and a tile's
+// queries.
 //
-// Each warp gathers WARP_KEYS of the block's keys (`key_of`). It copies ROWS rows at a time, ROW_LANES lanes a row; such a
-// group of lanes copies GROUP_KEYS of the warp's keys that follow each other, in runs whose places in shared memory are
-// constants apart.
+// Each warp gathers WARP_KEYS keys of the block (`key_of`). It copies ROWS rows at a time, ROW_LANES lanes a row; such
+// a group of lanes copies GROUP_KEYS consecutive keys of the warp, in runs whose shared-memory addresses are constant
+// distances apart.
 //
 // Prelude: as sm90/forward.cu.
 #pragma once
@@ -11,24 +12,26 @@
 constexpr int ROWS = 32 / ROW_LANES;
 constexpr int GROUP_KEYS = WARP_KEYS / ROWS;
 constexpr int RUN = GROUP_KEYS < 8 ? GROUP_KEYS : 8;
-static_assert(RUN % 2 == 0 && GROUP_KEYS % RUN == 0, "rows come in pairs");
-// So many warps have rows of few keys.
-constexpr int SHORT_BLOCK_WARPS = BY_EIGHTS ? PRODUCER_WARPS : SHORT_BLOCK_KEYS > WARP_KEYS ? SHORT_BLOCK_KEYS / WARP_KEYS : 1;
+static_assert(RUN % 2 == 0 && GROUP_KEYS % RUN == 0, "rows are copied in pairs");
+// How many warps have rows of a short block.
+constexpr int SHORT_BLOCK_WARPS = BY_EIGHTS                      ? PRODUCER_WARPS
+                                  : SHORT_BLOCK_KEYS > WARP_KEYS ? SHORT_BLOCK_KEYS / WARP_KEYS
+                                                                 : 1;
 
-// Rows of keys or of values, and where in a stage they go to.
+// Rows of keys or values, and the stage that they go to.
 struct Rows {
     ELEMENT* matrix;
     const ELEMENT* source;
     int stride;
-    const int* listed;  // rows of the warp's keys, if they do not follow each other
+    const int* listed;  // key indices of this warp, if keys are not consecutive
 };
 
-// Entries of a list that are read together.
+// List entries that are read together.
 template <int count> struct Entries;
 template <> struct Entries<4> { using Type = int4; };
 template <> struct Entries<2> { using Type = int2; };
 
-// A lane's pieces of a run of rows: of the warp's keys those from `begin` on.
+// A lane's pieces of a run of rows: those of the warp's keys from `begin` on.
 struct RunOfRows {
     const void* from[RUN];
     unsigned to;  // of the first one
@@ -52,34 +55,36 @@ struct RunOfRows {
         to = shared_address(piece_of<BLOCK_N>(rows.matrix, row_of_key(key_of(warp, begin)), piece));
     }
 
-    // Of the block's first `count` keys.
-    template <bool whole>
+    // Copies the pieces of the block's first `count` keys; `filled`: all.
+    template <bool filled>
     __device__ __forceinline__ void copy(int piece, int warp, int begin, int count) const {
 #pragma unroll
         for (int k = 0; k < RUN; ++k) {
-            const bool exists = (whole || key_of(warp, begin, k) < count) &&
+            const bool exists = (filled || key_of(warp, begin, k) < count) &&
                                 (HEAD_DIM == HEAD_DIM_PADDED || piece * 8 < HEAD_DIM);
-            // One row further the piece stands at the neighbouring place, eight rows further at the same again.
+            // Swizzle: in the next row the piece lies at the neighbouring slot, eight rows further at the same slot
+            // again.
             const unsigned turned = k % 2 ? (to ^ 16) + CHUNK_ROW_BYTES : to;
             copy_async_16(turned + k / 2 * 8 * CHUNK_ROW_BYTES, from[k], exists ? 16 : 0);
         }
     }
 };
 
-// This warp's rows of a block, of a lane's those from `from` on. Keys that are not listed follow each other from `first` on.
-template <bool whole, int from = 0>
+// This warp's rows of a block; of a lane's runs those from `from` on. Keys that are not listed are consecutive from
+// `first` on.
+template <bool filled, int from = 0>
 __device__ __forceinline__ void gather_rows(const Rows& rows, int warp, int first, int count) {
     const int lane = threadIdx.x & 31, piece = lane % ROW_LANES, group = lane / ROW_LANES * GROUP_KEYS;
     if (ROW_PIECES < ROW_LANES && piece >= ROW_PIECES) return;
 #pragma unroll
     for (int run = from; run < GROUP_KEYS; run += RUN) {
         if (SHORT_BLOCK && BY_EIGHTS && key_of(warp, group + run) >= SHORT_BLOCK_KEYS && count <= SHORT_BLOCK_KEYS) return;
-        RunOfRows(rows, piece, warp, group + run, first).copy<whole>(piece, warp, group + run, count);
+        RunOfRows(rows, piece, warp, group + run, first).copy<filled>(piece, warp, group + run, count);
     }
 }
 
-// The same of a whole block of keys and of one of values; `full` is told of the keys. Of the first run of both all
-// addresses come first, so that no copy waits for the next one's.
+// The same for a full block of keys and one of values; the keys arrive on `full`. All addresses of the first run of
+// both are computed first, so that no copy waits for the next one's address.
 __device__ __forceinline__ void gather_both(const Rows& keys, const Rows& values, int warp, Barrier* full) {
     const int lane = threadIdx.x & 31, piece = lane % ROW_LANES, group = lane / ROW_LANES * GROUP_KEYS;
     const bool exists = ROW_PIECES == ROW_LANES || piece < ROW_PIECES;
@@ -91,24 +96,24 @@ __device__ __forceinline__ void gather_both(const Rows& keys, const Rows& values
     gather_rows<true, RUN>(values, warp, 0, BLOCK_N);
 }
 
-// Where the rows of a block's keys or values are: of a tile, and in it of a block.
+// Where the rows of a block's keys or values are.
 struct RowSource {
 #if KV_TMA
     int group, batch;
 #else
     const ELEMENT* rows;
 #endif
-    int first;          // row of the first one, where they follow each other
-    int count;          // how many there are, from the first on
-    const int* listed;  // their rows, of this warp's, where they do not
-    bool whole;         // every place of the block is filled; where there is no key, with another one's row (PAD_BY_BIAS)
+    int first;  // index of the first key, if they are consecutive
+    int count;  // number of keys
+    const int* listed;  // key indices of this warp, if they are not
+    bool filled;  // every slot of the block is filled, those without a key by another row (PAD_BY_BIAS)
 #if RUNS
     int run;  // as in Block
 #endif
 };
 
-// Keys, or values. With KV_TMA, and with RUNS where keys follow each other, one thread asks the TMA for the rows;
-// `full` then counts their bytes too.
+// Gathers keys or values. With KV_TMA, and with RUNS if the keys are consecutive, one thread issues TMA loads, whose
+// bytes `full` then counts too.
 template <bool values>
 __device__ __forceinline__ void gather(ELEMENT* matrix, const RowSource& source, const ForwardParams& launch, int warp,
                                        Barrier* full) {
@@ -139,13 +144,14 @@ __device__ __forceinline__ void gather(ELEMENT* matrix, const RowSource& source,
     }
 #endif
     if (SHORT_BLOCK && source.count <= SHORT_BLOCK_KEYS && warp >= SHORT_BLOCK_WARPS) return;
-    if (source.whole)
+    if (source.filled)
         gather_rows<true>({matrix, source.rows, row_stride, source.listed}, warp, source.first, source.count);
     else
         gather_rows<false>({matrix, source.rows, row_stride, source.listed}, warp, source.first, source.count);
 #endif
 }
 
+// Queries of a tile, zeros for rows past the last query.
 __device__ __forceinline__ void gather_queries(ELEMENT* matrix, const AttentionParams& p, const Tile& t) {
     constexpr int STEP = PRODUCER_THREADS / ROW_LANES;
     const int piece = threadIdx.x % ROW_LANES, first = threadIdx.x / ROW_LANES;
@@ -161,7 +167,7 @@ __device__ __forceinline__ void gather_queries(ELEMENT* matrix, const AttentionP
     }
 }
 
-// The bias of this lane's key of a block with `count` keys, on its way.
+// Starts loading the bias of this lane's key of a block with `count` keys.
 __device__ __forceinline__ float fetch_bias(const AttentionParams& p, const Plan& plan, int warp, const int* listed,
                                             int first, int count) {
 #if BIAS == BIAS_OF_KEYS
@@ -174,14 +180,14 @@ __device__ __forceinline__ float fetch_bias(const AttentionParams& p, const Plan
 #endif
 }
 
-// It has come. Rounded towards zero a finite bias stays finite.
+// Stores it to the stage. Rounding towards zero keeps a finite bias finite.
 __device__ __forceinline__ void keep_bias(Shared& shared, int warp, int stage, float bias, float unit) {
     const int lane = threadIdx.x & 31;
     if (BIAS != BIAS_OF_KEYS || lane >= WARP_KEYS) return;
     shared.bias[stage][key_of(warp, lane)] = __fmul_rz(bias, unit);
 }
 
-// What else is known per key. All queries see the block's first `unmasked` keys.
+// Loads what else is known of each key (index, visibility). All queries see the block's first `unmasked` keys.
 __device__ __forceinline__ void gather_facts(Shared& shared, const AttentionParams& p, const Plan& plan, int warp,
                                              const RowSource& keys, int unmasked, int stage) {
     const int lane = threadIdx.x & 31, index = key_of(warp, lane);
@@ -207,7 +213,7 @@ __device__ __forceinline__ void gather_facts(Shared& shared, const AttentionPara
     if (unmasked == BLOCK_N) return;
 #if BITS
 #if RUNS
-    if (keys.run >= 0) return;  // its words are on their way
+    if (keys.run >= 0) return;  // the copies above load its words
 #endif
 #pragma unroll
     for (int w = 0; w < WORDS; ++w)  // a key that does not exist has no bits

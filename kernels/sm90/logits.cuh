@@ -1,30 +1,32 @@
-// From products to logits on Hopper, in registers: bias, softcap and masks of a block.
+// From Q K^T to logits on Hopper, in registers: bias, softcap and masks of a block.
 //
 // Prelude: as sm90/forward.cu.
 #pragma once
 #include "sm90/smem.cuh"
 
-// Logits are kept in a unit of their own, which the exponential takes in: products times `unit`, or natural logits times
-// log2(e), are powers of 2. So a product that needs neither softcap nor a bias afterwards is touched once. Needs scale > 0.
+// Logits are kept in a unit of their own that the exponential absorbs: q . k times `unit`, or natural logits times
+// log2(e), are exponents of 2. So an element that needs neither a softcap nor a bias afterwards is touched once. Needs
+// scale > 0.
 struct Logits {
-    static constexpr bool CHANGED = SOFTCAP || BIAS == BIAS_DENSE;  // products need one of these
+    static constexpr bool CHANGED = SOFTCAP || BIAS == BIAS_DENSE;  // accumulators need one of these
     float scale, cap, exponent, unit;
 
     __device__ __forceinline__ Logits(float scale, float softcap)
         : scale(scale), cap(POWERS_OF_2 ? softcap * LOG2_E : softcap), exponent(SOFTCAP ? 2.0f * LOG2_E / softcap : 0.0f),
           unit(POWERS_OF_2 ? 1.0f : CHANGED ? LOG2_E : scale * LOG2_E) {}
 
-    // Of a product, right everywhere.
+    // Of q . k, right everywhere.
     __device__ __forceinline__ float operator()(float x, float bias) const {
         return SOFTCAP ? softcapped(x * scale, cap, exponent) + bias : fmaf(x, scale, bias);
     }
 };
 
 #if SOFTCAP
-// Of the first `fragments` of a block of products, all of this warp: how many of these polynomials hold for them, from the
-// first on. NaN counts for nothing.
+// For the first `fragments` of a block of accumulators of this warp: how many of these polynomials hold for all of
+// them, counted from the first. A NaN is ignored.
 template <int fragments>
-__device__ __forceinline__ int polynomials_for(const Fragment (&s)[KEY_FRAGMENTS], const SoftcapPolynomial (&polynomials)[2]) {
+__device__ __forceinline__ int polynomials_for(const Fragment (&s)[KEY_FRAGMENTS],
+                                               const SoftcapPolynomial (&polynomials)[2]) {
     float strand[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int n = 0; n < fragments; ++n)
@@ -37,8 +39,7 @@ __device__ __forceinline__ int polynomials_for(const Fragment (&s)[KEY_FRAGMENTS
 #endif
 
 #if BIAS_FIRST
-// Before the products: the bias in units of them.
-// `own` is the address of stage 0's fragment_key(0, 0).
+// Initialises the accumulators of QK with the bias in units of q . k. `own`: address of fragment_key(0, 0) in stage 0.
 __device__ __forceinline__ void init_with_bias(Fragment (&s)[KEY_FRAGMENTS], unsigned own, int stage) {
 #pragma unroll
     for (int n = 0; n < KEY_FRAGMENTS; ++n)
@@ -48,15 +49,16 @@ __device__ __forceinline__ void init_with_bias(Fragment (&s)[KEY_FRAGMENTS], uns
 }
 #endif
 
-// What a lane adds to its logits of a block: to element i of fragment n `of(n)(i)`.
+// What a lane adds to its logits of a block: `of(n)(i)` to element i of fragment n.
 #if BIAS == BIAS_DENSE
-static_assert(sizeof(BIAS_ELEMENT) == 2, "eight numbers are 16 bytes");
+static_assert(sizeof(BIAS_ELEMENT) == 2, "eight elements are 16 bytes");
 
 struct LaneBias {
     uint4 eight[2][KEY_FRAGMENTS / 2];  // (row, pair of fragments)
     const BIAS_ELEMENT* row[2];         // at key 0, of this lane's two rows
 
-    __device__ __forceinline__ void fetch(const AttentionParams& p, const Shared& shared, int stage, const BlockInfo& block) {
+    __device__ __forceinline__ void fetch(const AttentionParams& p, const Shared& shared, int stage,
+                                          const BlockInfo& block) {
         const int own = 8 * (lane_now() & 3), run = block.run;
         if (run >= 0) {
 #pragma unroll
@@ -69,11 +71,11 @@ struct LaneBias {
         for (int r = 0; r < 2; ++r)
 #pragma unroll
             for (int m = 0; m < KEY_FRAGMENTS / 2; ++m) {
-                if (m >= SHORT_BLOCK_FRAGMENTS / 2 && block.is_short()) break;  // nobody has said which keys these are
+                if (m >= SHORT_BLOCK_FRAGMENTS / 2 && block.is_short()) break;  // beyond a short block keys are undefined
                 BIAS_ELEMENT* x = reinterpret_cast<BIAS_ELEMENT*>(&eight[r][m]);
 #pragma unroll
                 for (int k = 0; k < 8; ++k) x[k] = row[r][shared.key[stage][32 * m + own + k] * p.bias_key];
-                __syncwarp();  // or the assembler would have all loads under way and no registers for it
+                __syncwarp();  // keeps the assembler from issuing all loads at once, for which there are no registers
             }
     }
 
@@ -118,10 +120,10 @@ struct LaneBias {
 };
 #endif
 
-// What says who sees the block's key `key`: the word of this warp's queries, or the first position that sees it and the
-// first that no longer does.
+// The visibility of the block's key `key`: the word of this warp's queries, or the first position that sees it and the first
+// that no longer does.
 #if BITS
-static_assert(32 % (16 / HEADS > 0 ? 16 / HEADS : 1) == 0, "a warp's queries are in one word");
+static_assert(32 % (16 / HEADS > 0 ? 16 / HEADS : 1) == 0, "a warp's queries lie in one word");
 
 __device__ __forceinline__ const unsigned* warp_words(const Shared& shared, int stage) {
     return shared.words[stage][(thread_now() - PRODUCER_THREADS) / 32 * 16 / HEADS / 32];
@@ -139,7 +141,7 @@ __device__ __forceinline__ int2 visibility(const Shared& shared, int stage, int 
     return make_int2(start, shared.stop[stage][key]);
 }
 
-// Of the four keys of this lane in fragment n.
+// The same of the four keys of this lane in fragment n.
 __device__ __forceinline__ void visibilities(int2 (&seen)[4], const Shared& shared, int stage, int n) {
 #if KV_TMA
 #pragma unroll
@@ -159,19 +161,19 @@ __device__ __forceinline__ void visibilities(int2 (&seen)[4], const Shared& shar
 }
 #endif
 
-// What is compared with the visibility of keys: the position of the query of row `row`, or with BITS its bit.
+// What is compared with a key's visibility: the position of the query of row `row`, or with BITS its bit.
 __device__ __forceinline__ int position_of(const Tile& t, int row) {
     const int query = row / HEADS;
     return BITS ? static_cast<int>(1u << ((t.first_query + query) & 31)) : t.first_position + query;
 }
 
-// All queries see the block's first `unmasked` keys.
+// Masks a block of logits. All queries see its first `unmasked` keys.
 template <int fragments>
 __device__ __forceinline__ void apply_mask(Fragment (&s)[KEY_FRAGMENTS], const Shared& shared, int stage, int unmasked,
                                            const int (&position)[2]) {
 #pragma unroll
     for (int n = 0; n < fragments; ++n) {
-        if (!BITS && unmasked >= n / 2 * 32 + 32) continue;  // of masks as bits few blocks have clear keys
+        if (!BITS && unmasked >= n / 2 * 32 + 32) continue;  // with BITS few blocks have unmasked keys
 #if BITS
         const int4 words = *reinterpret_cast<const int4*>(warp_words(shared, stage) + fragment_key(n, 0));
         const int seen[4] = {words.x, words.y, words.z, words.w};

@@ -4,11 +4,11 @@
 #pragma once
 #include "sm90/config.cuh"
 
-using Queries = unsigned[QUERIES_KEPT ? DIM_FRAGMENTS : 1][4];  // of a warp, as operands
+using Queries = unsigned[QUERIES_KEPT ? DIM_FRAGMENTS : 1][4];  // a warp's queries as operands
 
-// s = rows . k, or s += rows . k, of queries in registers or in shared memory
+// s = q . k^T, or s += q . k^T (BIAS_FIRST), with queries in registers or in shared memory.
 __device__ __forceinline__ void mma_qk(Fragment (&s)[KEY_FRAGMENTS], Queries& kept, const ELEMENT* query,
-                                             const ELEMENT* key) {
+                                       const ELEMENT* key) {
     const unsigned a = matrix_descriptor(query, 0), b = matrix_descriptor(key, 0);
     pin(s);
     if (QUERIES_KEPT) pin(kept);
@@ -26,9 +26,10 @@ __device__ __forceinline__ void mma_qk(Fragment (&s)[KEY_FRAGMENTS], Queries& ke
     wgmma_commit();
 }
 
-// o += p . values of 16 keys, in pieces of at most 128 columns; or without `add` o = these.
+// o += p . v for 16 keys, in MMAs of at most 128 columns; without `add` o = p . v.
 template <int first>
-__device__ __forceinline__ void mma_pv_columns(Fragment (&o)[DIM_FRAGMENTS], const unsigned (&a)[4], unsigned value, bool add) {
+__device__ __forceinline__ void mma_pv_columns(Fragment (&o)[DIM_FRAGMENTS], const unsigned (&a)[4], unsigned value,
+                                               bool add) {
     if constexpr (first < DIM_FRAGMENTS) {
         constexpr int REST = DIM_FRAGMENTS - first;
         constexpr int SIZE = REST >= 8 ? 8 : REST == 6 ? 6 : REST >= 4 ? 4 : REST >= 2 ? 2 : 1;
@@ -38,10 +39,10 @@ __device__ __forceinline__ void mma_pv_columns(Fragment (&o)[DIM_FRAGMENTS], con
     }
 }
 
-// The same of the block's first fragments: one group of products.
+// The same for the first `fragments` key fragments of a block, as one group of MMAs.
 template <int fragments>
-__device__ __forceinline__ void mma_pv_fragments(Fragment (&o)[DIM_FRAGMENTS], const unsigned (&probability)[KEY_FRAGMENTS][4],
-                                             unsigned value, bool add) {
+__device__ __forceinline__ void mma_pv_fragments(Fragment (&o)[DIM_FRAGMENTS],
+                                                 const unsigned (&probability)[KEY_FRAGMENTS][4], unsigned value, bool add) {
     wgmma_fence();
 #pragma unroll
     for (int n = 0; n < fragments; ++n)
@@ -49,9 +50,10 @@ __device__ __forceinline__ void mma_pv_fragments(Fragment (&o)[DIM_FRAGMENTS], c
     wgmma_commit();
 }
 
-// A group with a branch inside would be waited for like several.
+// o += p . v for a block. The branch lies outside the groups: the compiler treats one with a branch inside like
+// several.
 __device__ __forceinline__ void mma_pv(Fragment (&o)[DIM_FRAGMENTS], unsigned (&probability)[KEY_FRAGMENTS][4],
-                                             const ELEMENT* value, bool is_short, bool add) {
+                                       const ELEMENT* value, bool is_short, bool add) {
     const unsigned b = matrix_descriptor(value, BLOCK_N * CHUNK_ROW_BYTES);
     pin(o);
     pin(probability);

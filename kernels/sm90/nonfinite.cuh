@@ -1,13 +1,13 @@
-// Values that are NaN or infinite, kept from rows that do not see their keys: only in a CTA's second pass over its tiles
+// Keeps NaN and infinite values from rows that do not see their keys. Used only in a CTA's second pass over its tiles
 // (sm90/forward.cu).
 //
 // Prelude: as sm90/forward.cu.
 #pragma once
 #include "sm90/logits.cuh"
 
-// Of a block's values those that are not finite become zero; by all consumers together.
+// Sets the non-finite values of a block to zero; called by all consumers together.
 __device__ __forceinline__ void clear_nonfinite(ELEMENT* value, int keys) {
-    named_barrier(CONSUMER_BARRIER, CONSUMER_THREADS);  // everybody has read the values that are about to be cleared
+    named_barrier(CONSUMER_BARRIER, CONSUMER_THREADS);  // all consumers have read the values cleared below
     for (int i = thread_now() - PRODUCER_THREADS; i < keys * HEAD_DIM_PADDED; i += CONSUMER_THREADS) {
         const int column = i % HEAD_DIM_PADDED;
         ELEMENT& x = piece_of<BLOCK_N>(value, i / HEAD_DIM_PADDED, column / 8)[column % 8];
@@ -17,10 +17,10 @@ __device__ __forceinline__ void clear_nonfinite(ELEMENT* value, int keys) {
     named_barrier(CONSUMER_BARRIER, CONSUMER_THREADS);  // the block is finite
 }
 
-// A value that is not finite must not reach a row that does not see its key, and 0 * inf is NaN: such values are added
-// to the rows that see them, and are zero for the product. By all consumers together.
-__device__ __forceinline__ void isolate_nonfinite(Fragment (&o)[DIM_FRAGMENTS], ELEMENT* value,
-                                                  const Shared& shared, int stage, int keys, const Tile& t, int first_row) {
+// A non-finite value must not reach a row that does not see its key, but 0 * inf is NaN: such values are added to the
+// rows that see them one by one, and are zero in the MMA. Called by all consumers together.
+__device__ __forceinline__ void isolate_nonfinite(Fragment (&o)[DIM_FRAGMENTS], ELEMENT* value, const Shared& shared,
+                                                  int stage, int keys, const Tile& t, int first_row) {
     const int row_of_lane = first_row + lane_now() / 4;
     const int position[2] = {position_of(t, row_of_lane), position_of(t, row_of_lane + 8)};
 #pragma unroll 1

@@ -1,11 +1,11 @@
-// Where a warp is in a ring of stages in shared memory. Each stage has a full and an empty barrier (sm90/smem.cuh), whose
-// phases alternate from one round of the ring to the next.
+// The position of a warp in a ring of stages in shared memory, and the parity of the mbarrier phase it waits for there.
+// Each stage has a full and an empty barrier (sm90/smem.cuh); the parity flips each time the ring wraps around.
 //
 // Prelude: as sm90/forward.cu.
 #pragma once
 #include "sm90/config.cuh"
 
-// Which stage is next, and in which of its two phases.
+// A stage and a phase.
 template <int count>
 struct PipelineState {
     int stage = 0;

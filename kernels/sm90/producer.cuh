@@ -1,8 +1,8 @@
 // The producer of the Hopper forward: a warpgroup that gathers one block of keys after the other, of one tile after the
 // other, into shared memory.
 //
-// A warp of the producer has a scheduler's issue slots to share with consumers that multiply, and waits for each of its own
-// instructions: what counts in the loop over blocks is how many there are.
+// Producer warps share a scheduler's issue slots with the consumers and wait for each of their own instructions, so
+// what counts in the loop over blocks is the number of instructions.
 //
 // Prelude: as sm90/forward.cu.
 #pragma once
@@ -10,18 +10,19 @@
 #include "sm90/pipeline.cuh"
 #include "sm90/scheduler.cuh"
 
-// Of the last warps, which mostly have no rows of a block of few keys: they see to the tile's queries, and to orders.
+// In the last warps, which rarely have rows of a short block: the threads that load the tile's queries and write
+// BlockInfo.
 constexpr int QUERY_THREAD = 96, BLOCK_INFO_THREAD = 64;
 
 // A block of keys.
 struct Block {
-    int first;  // place of its first key in the list; negative: there is none
-    int end;    // place behind its last one, or behind that of its list
+    int first;  // index of its first key in the list; negative: there is no block
+    int end;  // index behind its last key, or behind the end of its list
     int unmasked;  // as in BlockInfo
 #if ORDERED
-    int first_key, last_key;  // 0 and -1 if the block is not full, or full and partial keys meet in it
+    int first_key, last_key;  // 0 and -1 if the block is not filled, or if full and partial keys meet in it
 
-    // The first key, if the block's keys follow each other from a multiple of RUN_STEP on, else -1.
+    // The first key, if the keys are consecutive from a multiple of RUN_STEP on, else -1.
     __device__ __forceinline__ int run() const {
         return last_key - first_key == BLOCK_N - 1 && first_key % RUN_STEP == 0 ? first_key : -1;
     }
@@ -31,7 +32,7 @@ struct Block {
     __device__ __forceinline__ bool is_short() const { return SHORT_BLOCK && count() <= SHORT_BLOCK_KEYS; }
 };
 
-// The rows of the keys of block `block_index` that warp `warp` gathers.
+// The key indices of block `block_index` that warp `warp` gathers.
 __device__ __forceinline__ int* listed_rows(Shared& shared, unsigned block_index, int warp) {
 #if KEYS == KEYS_CONTIGUOUS
     return nullptr;
@@ -40,20 +41,22 @@ __device__ __forceinline__ int* listed_rows(Shared& shared, unsigned block_index
 #endif
 }
 
-// From `entry`, this lane's, to there. Complete when the block's turn has come.
-__device__ __forceinline__ void list_entries(Shared& shared, unsigned block_index, int warp, const int* entry, bool exists = true) {
+// Copies this lane's list entry `entry` there, asynchronously.
+__device__ __forceinline__ void list_entries(Shared& shared, unsigned block_index, int warp, const int* entry,
+                                             bool exists = true) {
     const int lane = threadIdx.x & 31;
     if (lane < WARP_KEYS) copy_async_4(listed_rows(shared, block_index, warp) + lane, entry, exists ? 4 : 0);
     copy_async_commit();
 }
 
-// Whether full and partial keys in blocks of their own make no block more than together: then only the latter are masked.
+// Whether full and partial keys in separate blocks need no more blocks than together: then only the partial ones are
+// masked.
 __device__ __forceinline__ bool apart(unsigned full, unsigned partial) {
     constexpr unsigned LAST = BLOCK_N - 1;
     return (full + LAST) / BLOCK_N + (partial + LAST) / BLOCK_N == (full + partial + LAST) / BLOCK_N;
 }
 
-// The next block, the one with number `block_index`. What the list says of its keys is under way then.
+// The next block of the tile, number `block_index` of this CTA. Its list entries are being copied when this returns.
 __device__ __forceinline__ Block next_block(Shared& shared, KeyBlocks& blocks, int warp, unsigned block_index) {
     const KeySource& source = blocks.source;
     const KeyBlock next = blocks.next();
@@ -90,7 +93,7 @@ __device__ __forceinline__ Block next_block(Shared& shared, KeyBlocks& blocks, i
     return block;
 }
 
-// The first block of a tile; a tile that meets no keys has one without keys, so that its output is written.
+// The first block of a tile; a tile without visible keys gets an empty block, so that its output is written.
 __device__ __forceinline__ Block first_block(Shared& shared, KeyBlocks& blocks, int warp, unsigned block_index) {
     Block block = next_block(shared, blocks, warp, block_index);
     if (block.first < 0) {
@@ -103,7 +106,7 @@ __device__ __forceinline__ Block first_block(Shared& shared, KeyBlocks& blocks, 
     return block;
 }
 
-// The queries of the tile that `plan` describes.
+// Loads the queries of the tile that `plan` describes.
 __device__ __forceinline__ void open_tile(Shared& shared, const ForwardParams& launch, const Plan& plan, int stage,
                                           unsigned phase) {
     Barrier *full = &shared.query_full[stage], *empty = &shared.query_empty[stage];
@@ -130,12 +133,12 @@ __device__ __forceinline__ void open_tile(Shared& shared, const ForwardParams& l
     barrier_arrive(full);
 }
 
-// How many blocks at the beginning of a tile are full of keys that all queries see; its last block is not among them.
-__device__ __forceinline__ int whole_blocks(const KeySource& source) {
+// How many blocks at the beginning of a tile are full; its last block never counts.
+__device__ __forceinline__ int count_full_blocks(const KeySource& source) {
     return max(min(source.full, source.length - 1) - FIRST(source), 0) / BLOCK_N;
 }
 
-// Keys run one block ahead of values, the order in which they are used, and lists one block ahead of keys.
+// Keys run one block ahead of values, the order in which the consumers need them, and lists one block ahead of keys.
 __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& launch) {
     const AttentionParams& p = launch.attention;
     const int warp = uniform(threadIdx.x / 32);
@@ -144,10 +147,10 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
     PipelineState<VALUE_STAGES> value_state;
     PipelineState<QUERY_STAGES> query_state;
     TileScheduler scheduler(launch, shared.plans[warp]);
-    int current_plan = 0;         // which plan is the tile's
-    unsigned block_index = 0;     // of the block
-    RowSource values = {};   // of the block before
-    float lane_bias = 0.0f;  // of this lane's key of the block at hand, asked for when the block before has been gathered
+    int current_plan = 0;  // index of the current tile's plan
+    unsigned block_index = 0;  // of the current block, over all tiles
+    RowSource values = {};  // of the block before
+    float lane_bias = 0.0f;  // of this lane's key of the current block
     scheduler.find(current_plan);
 #if GAPS
     if (threadIdx.x == QUERY_THREAD) shared.active_consumers = scheduler.active_consumers;
@@ -157,8 +160,8 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
         return;
     }
 #endif
-    // The list of the block at hand, which has `count` keys from `first` on, is complete.
-    const auto meet_list = [&](const Plan& plan, int first, int count) {
+    // Waits for the list entries of the current block, which has `count` keys from `first` on.
+    const auto wait_list = [&](const Plan& plan, int first, int count) {
 #if KEYS != KEYS_CONTIGUOUS
         copy_async_wait<0>();
         __syncwarp();
@@ -173,11 +176,11 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
     };
     KeyBlocks blocks = scheduler.keys(current_plan);
     Block block = first_block(shared, blocks, warp, block_index);
-    bool begins_tile = true, found = false;  // the block is its tile's first; the next tile has been found
+    bool begins_tile = true, found = false;  // found: so is the next tile
 #if FULL_BLOCKS
-    int whole = whole_blocks(blocks.source);  // that the tile begins with
+    int full_blocks = count_full_blocks(blocks.source);  // that the tile begins with
 #else
-    constexpr int whole = 0;
+    constexpr int full_blocks = 0;
 #endif
 #if BIAS == BIAS_DENSE
     static_assert(BLOCK_M == PRODUCER_THREADS, "a thread fetches one row of bias ahead");
@@ -192,15 +195,16 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
             bias = bias_row(p, plan.tile, threadIdx.x);
 #endif
         }
-        meet_list(plan, block.first, block.count());
+        wait_list(plan, block.first, block.count());
 #if FULL_BLOCKS
-        // Behind the tile's first block: keys of whole ones and values of those before them, side by side, for a warp waits
-        // for each of its steps.
-        if (!begins_tile && whole > 1) {
+        // After the tile's first block: the keys of a full block together with the values of the one before, since a warp
+        // waits for each of its steps.
+        if (!begins_tile && full_blocks > 1) {
             const int* entry = plan.source.list + BLOCK_N + key_of(warp, threadIdx.x & 31) + FIRST(blocks.source);
-            int left = whole - 1;
+            int left = full_blocks - 1;
             do {
-                Barrier *key_empty = &shared.key_empty[key_state.stage], *value_empty = &shared.value_empty[value_state.stage];
+                Barrier* key_empty = &shared.key_empty[key_state.stage];
+                Barrier* value_empty = &shared.value_empty[value_state.stage];
                 const bool key_ready = barrier_test(key_empty, key_state.phase ^ 1);
                 const bool value_ready = barrier_test(value_empty, value_state.phase ^ 1);
                 entry += BLOCK_N;
@@ -208,8 +212,8 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
                 if (left > 0) {
                     list_entries(shared, block_index + 1, warp, entry);
                 } else {
-                    blocks = scheduler.keys(current_plan);  // again, for it is not kept in registers
-                    blocks.next_key = FIRST(blocks.source) + whole * BLOCK_N;
+                    blocks = scheduler.keys(current_plan);  // again: it is not kept in registers
+                    blocks.next_key = FIRST(blocks.source) + full_blocks * BLOCK_N;
                     block = next_block(shared, blocks, warp, block_index + 1);
                 }
                 if (!key_ready) barrier_wait(key_empty, key_state.phase ^ 1);
@@ -218,16 +222,17 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
                 if (!value_ready) barrier_wait(value_empty, value_state.phase ^ 1);
                 barrier_arrive(&shared.key_full[key_state.stage]);
                 gather_both({shared.keys[key_state.stage], plan.keys, p.key_row, listed_rows(shared, block_index, warp)},
-                            {shared.values[value_state.stage], plan.values, p.value_row, listed_rows(shared, block_index - 1, warp)},
+                            {shared.values[value_state.stage], plan.values, p.value_row,
+                             listed_rows(shared, block_index - 1, warp)},
                             warp, &shared.key_full[key_state.stage]);
                 barrier_arrive_after_copies(&shared.value_full[value_state.stage]);
                 key_state.advance();
                 value_state.advance();
                 ++block_index;
-                meet_list(plan, 0, left > 0 ? BLOCK_N : block.count());
+                wait_list(plan, 0, left > 0 ? BLOCK_N : block.count());
             } while (left > 0);
             values = {plan.values, 0, BLOCK_N, listed_rows(shared, block_index - 1, warp), true};
-            whole = 0;
+            full_blocks = 0;
         }
 #endif
         const int count = block.count();
@@ -236,7 +241,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
         int run = -1;
 #if BIAS == BIAS_DENSE
         if (p.bias_aligned && block.run() >= 0) {
-            run = block.run();  // the consumers read it when its turn has come, from the L2
+            run = block.run();  // the consumers will read it, from L2
             for (int i = 0; i < BLOCK_N; i += 128 / sizeof(BIAS_ELEMENT)) prefetch_line(bias + run + i);
         }
 #endif
@@ -252,12 +257,13 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
         gather_facts(shared, p, plan, warp, rows, block.unmasked, key_state.stage);
         gather<false>(shared.keys[key_state.stage], rows, launch, warp, &shared.key_full[key_state.stage]);
         keep_bias(shared, warp, key_state.stage, lane_bias, bias_unit);
-        if (!found && !(begins_tile && whole > 1)) {  // it takes long, and these keys are on their way meanwhile
+        if (!found && !(begins_tile && full_blocks > 1)) {  // takes long, while the copies of these keys are in flight
             scheduler.find(current_plan ^ 1);
             found = true;
         }
         if (threadIdx.x == BLOCK_INFO_THREAD) {
-            shared.block_info[key_state.stage] = {block.unmasked, count <= SHORT_BLOCK_KEYS, ends_tile, scheduler.active_consumers, run};
+            shared.block_info[key_state.stage] = {block.unmasked, count <= SHORT_BLOCK_KEYS, ends_tile,
+                                                  scheduler.active_consumers, run};
         }
         barrier_arrive_after_copies(&shared.key_full[key_state.stage]);
         barrier_arrive(&shared.key_full[key_state.stage]);
@@ -265,7 +271,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
         if (block_index > 0) gather_values();
         ++block_index;
         values = rows;
-        values.whole = KV_TMA || count >= BLOCK_N;
+        values.filled = KV_TMA || count >= BLOCK_N;
 #if !KV_TMA
         values.rows = plan.values;
 #endif
@@ -278,7 +284,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
         blocks = scheduler.keys(current_plan);
         block = first_block(shared, blocks, warp, block_index);
 #if FULL_BLOCKS
-        whole = whole_blocks(blocks.source);
+        full_blocks = count_full_blocks(blocks.source);
 #endif
     }
     gather_values();

@@ -1,4 +1,4 @@
-// The tile scheduler: which tiles a persistent CTA computes, one after the other, and which of their keys.
+// The tile scheduler of persistent CTAs: which tiles a CTA computes, one after the other, and which of their keys.
 //
 // Prelude: as sm90/forward.cu.
 #pragma once
@@ -6,27 +6,27 @@
 
 __device__ __forceinline__ int num_sets(const AttentionParams& p) { return p.batch * (p.heads / HEADS); }
 
-// Tile `index` of set `set`, or a part of it: `count` times the rows of a consumer from the `first`-th on.
+// Tile `index` of set `set`, or a slice of its rows: `count` times the 64 rows of a consumer from the `first`-th on.
 struct WorkTile {
-    bool exists;  // or a later round has one
-    int set, index, first, count;  // count 0: this round has none
+    bool exists;  // or a later wave has one
+    int set, index, first, count;  // count 0: none in this wave
 #if SPLIT
     int split;  // and of its keys; negative: all
 #endif
 };
 
-// What this block takes in its round `wave`. Under causality alone tiles differ in their work: within `swizzle_group` sets of
-// heads, whose keys fit into the L2, the longest come first, and every other round goes through the blocks
-// backwards. So a block has as much to do as any other when a section ends, if each begins with a round of its own; the
-// last one of a section has none for some blocks, where it would have had one of the shortest. Of tiles that are split up
-// there is one round.
+// The tile of this CTA in wave `wave`. Under causality alone tiles differ in their work: within an L2 swizzle group,
+// `swizzle_group` sets of heads whose keys fit into L2, the longest tiles come first, and every other wave assigns them
+// to the CTAs in reverse. All CTAs then finish a group with equal work, provided each group begins with a wave of its
+// own; in the last wave of a group some CTAs get nothing where they would have got one of the shortest tiles. Tiles
+// that are split along their keys take a single wave.
 __device__ __forceinline__ WorkTile schedule(const ForwardParams& launch, int wave) {
     const AttentionParams& p = launch.attention;
     const int all = num_sets(p) * p.tiles;
     const unsigned grid = gridDim.x, block = blockIdx.x;
 #if CAUSAL && KEYS == KEYS_CONTIGUOUS && !SPLIT
     const int own = wave % 2 ? grid - 1 - block : block;
-#if SEQUENCES  // whose tiles are not in the order of their work
+#if SEQUENCES  // their tiles are not ordered by work
     const int index = wave * grid + own;
     const int first = index / (p.swizzle_group * p.tiles) * p.swizzle_group, rest = index - first * p.tiles;
     const bool exists = index < all;
@@ -45,13 +45,17 @@ __device__ __forceinline__ WorkTile schedule(const ForwardParams& launch, int wa
     return {index < all, tile.set, tile.index, 0, CONSUMERS, is_split ? static_cast<int>(block % num_splits) : -1};
 #else
     const int before = wave * grid;
-    // Of the last tiles, if there are fewer than blocks, the first ones (`cut_tiles`) are cut up into a part for each consumer, and
-    // the others in two if there are few. Without branches, for each would wait for instructions at a kernel's beginning.
+    // If the tiles of the last wave are fewer than CTAs, the first ones (`cut_tiles`) are cut into a slice for each consumer,
+    // and the others into two if they are few (`halved`). No branches: at the start of a kernel each would wait for
+    // instructions.
     const unsigned rest = max(all - before, 0);
-    const bool short_tail = ROW_CUT && p.short_tiles > 0;  // then these are the tiles with fewer rows, and nothing is cut up
+    const bool short_tail = ROW_CUT && p.short_tiles > 0;  // the last wave has short tiles, none of them cut
     const bool halved = ROW_CUT && !short_tail && 2 * rest <= grid;
     const unsigned spare = rest < grid ? grid - rest : 0;
-    const unsigned cut_tiles = !ROW_CUT || short_tail ? 0 : !halved ? spare / (CONSUMERS - 1) : CONSUMERS > 2 ? min(rest, spare - rest) : rest;
+    const unsigned cut_tiles = !ROW_CUT || short_tail ? 0
+                               : !halved              ? spare / (CONSUMERS - 1)
+                               : CONSUMERS > 2        ? min(rest, spare - rest)
+                                                      : rest;
     const unsigned other = block - CONSUMERS * cut_tiles;
     const bool is_cut = block < CONSUMERS * cut_tiles, is_second_half = !is_cut && halved && other % 2 != 0;
     const unsigned index = is_cut ? block / CONSUMERS : cut_tiles + (halved ? other / 2 : other);
@@ -62,7 +66,7 @@ __device__ __forceinline__ WorkTile schedule(const ForwardParams& launch, int wa
 #endif
 }
 
-// Place of a tile's first key in its own list. No function: it would change the code where it is 0.
+// Index of a tile's first key in its own list. No function: where it is 0 that would change the code.
 #if SPLIT
 #define FIRST(source) (source).first
 #else
@@ -70,7 +74,8 @@ __device__ __forceinline__ WorkTile schedule(const ForwardParams& launch, int wa
 #endif
 
 #if SPLIT
-// Of a tile's keys those of part `is_split`. Its `num_splits` have as many blocks each, or one more; of a short list some have none.
+// Restricts the keys of a tile to those of split `split` of `num_splits`, which differ by at most one block; of a short
+// list some are empty.
 __device__ __forceinline__ void keep_split(KeySource& source, unsigned split, unsigned num_splits) {
     const unsigned blocks = (source.length + BLOCK_N - 1) / BLOCK_N;
     source.first = blocks * split / num_splits * BLOCK_N;
@@ -79,18 +84,18 @@ __device__ __forceinline__ void keep_split(KeySource& source, unsigned split, un
 }
 #endif
 
-// The tiles of this block, one after the other. Finding a tile takes several divisions and a load.
+// The tiles of this CTA, one after the other. Finding a tile takes several divisions and a load.
 struct TileScheduler {
     const ForwardParams& launch;
     const AttentionParams& p;
-    Plan (&plans)[2];  // this warp's
+    Plan (&plans)[2];  // of this warp
     int wave;
-    int active_consumers;  // how many consumers have a part in the tile found last; none: there are no more
+    int active_consumers;  // how many consumers have rows of the tile found last; 0: there are no more tiles
 
     __device__ __forceinline__ TileScheduler(const ForwardParams& launch, Plan (&plans)[2])
         : launch(launch), p(launch.attention), plans(plans), wave(-1), active_consumers(0) {}
 
-    // Finds the next tile, and plans it.
+    // Finds the next tile and fills its plan.
     __device__ __forceinline__ void find(int plan) {
         Tile t;
         WorkTile work;
@@ -106,11 +111,12 @@ struct TileScheduler {
                 t.end_query = min(t.end_query, t.first_query + work.count * CUT_QUERIES);
                 t.last_position = t.first_position + t.end_query - t.first_query - 1;
             }
-            if (ROW_CUT && !SEQUENCES && t.first_query >= t.end_query) active_consumers = 0;  // a part without queries, in the last round
+            // A slice without queries, which only the last wave has.
+            if (ROW_CUT && !SEQUENCES && t.first_query >= t.end_query) active_consumers = 0;
             if (active_consumers == 0) return;
             if (!SEQUENCES || uniform(t.exists())) break;
         }
-        __syncwarp();  // nobody reads what was planned there before
+        __syncwarp();  // no lane reads the plan that was there before
         if ((threadIdx.x & 31) == 0) {
             plans[plan] = Plan(p, t);
 #if SPLIT
@@ -123,14 +129,14 @@ struct TileScheduler {
 #endif
         }
         copy_async_commit();
-        __syncwarp();  // it can be read
+        __syncwarp();  // the plan can be read
     }
 
-    // The keys of a tile. What comes from memory is made known to be the same in all lanes.
+    // The keys of a tile. Values loaded from memory are made warp-uniform for the compiler.
     __device__ __forceinline__ KeyBlocks keys(int plan) const {
 #if KEYS == KEYS_LISTED
         copy_async_wait<0>();
-        __syncwarp();  // the lengths are there
+        __syncwarp();  // the lengths have arrived
 #endif
         const Tile& t = plans[plan].tile;
         KeySource source = plans[plan].source;

@@ -1,33 +1,33 @@
-// The online softmax of a block of logits, in registers, two rows a lane.
+// The online softmax of a block of logits, in registers, two rows a lane, with a lazily rescaled running max.
 //
 // Prelude: as sm90/forward.cu.
 #pragma once
 #include "sm90/logits.cuh"
 
-// Whether references may be 0, for p and its 16 bits have the range of float32: no logit needs a subtraction then. Without a
-// bias it costs nothing. Blocks of few keys, even of one, must be known as such.
-constexpr bool ZERO_MAX = POWERS_OF_2 && BIAS == BIAS_OF_KEYS && PLAIN && (SHORT_BLOCK || !PAD_BY_BIAS) &&
+// Whether the running max may be 0: p and its 16-bit form have the range of float32, so logits need no subtraction.
+// Without a bias the subtraction costs nothing. Blocks of few keys, even of one, must be known as such.
+constexpr bool ZERO_MAX = POWERS_OF_2 && BIAS == BIAS_OF_KEYS && FULL_BLOCK_PATH && (SHORT_BLOCK || !PAD_BY_BIAS) &&
                                  has_range_of_float(static_cast<const ELEMENT*>(nullptr));
 
-// Two rows' running sums of p = 2^(unit * s - reference), each lane's share. The reference need not be the maximum: rounding
-// is relative, so any will do that keeps p in range. A row's first block sets it, to the maximum of its logits or of some, or to 0
-// if that is near. Then the sums of a block say whether it is too low: only if one is above LARGEST, which hardly ever
-// happens, does it follow.
+// Two rows' running sums of p = 2^(unit * s - m), each lane's part of them. m need not be the maximum: rounding is
+// relative, so any m that keeps p in range gives the same precision. A row's first block sets it, to the maximum of its
+// logits or of some of them, or to 0 if that is near. After that the sums of each block tell whether m is too low: only
+// if a sum exceeds LARGEST, which hardly ever happens, it is raised and what was accumulated is rescaled.
 struct OnlineSoftmax {
-    static constexpr bool LARGE = ZERO_MAX;  // so p may be
+    static constexpr bool LARGE = ZERO_MAX;  // whether p may be large
     static constexpr float LARGEST = LARGE ? 1073741824.0f : 256.0f;
-    static constexpr float NEAR = 20.0f;             // of 0
-    static constexpr float NONE = -3.402823466e38f;  // where a row has seen nothing: all its logits are -inf, and p = 0
+    static constexpr float NEAR = 20.0f;  // distance from 0
+    static constexpr float NONE = -3.402823466e38f;  // m of a row that has seen nothing: its logits are -inf, p = 0
     float m[2], l[2];
 
     __device__ __forceinline__ OnlineSoftmax() : m{NONE, NONE}, l{0.0f, 0.0f} {}
 
-    // Whether a row of this warp has no reference.
+    // Whether a row of this warp has no m yet.
     __device__ __forceinline__ bool lacks_max() const {
         return __any_sync(ALL_LANES, fminf(m[0], m[1]) == NONE);
     }
 
-    // Rows without a reference get one from a block of logits. `zero`: it may be 0.
+    // Sets m of the rows that have none from a block of logits. `zero`: it may be 0.
     template <int fragments>
     __device__ __forceinline__ void init_max(const Fragment (&s)[KEY_FRAGMENTS], float unit, bool zero) {
         float highest[2];
@@ -39,12 +39,12 @@ struct OnlineSoftmax {
             if (m[r] == NONE) m[r] = fmaxf(NONE, highest[r]);
     }
 
-    // Whether polynomials serve the rows of this warp.
+    // Whether m of all rows of this warp is 0, which the polynomials of a softcap with bias need.
     __device__ __forceinline__ bool max_is_zero() const {
         return !ZERO_MAX || __all_sync(ALL_LANES, m[0] == 0.0f && m[1] == 0.0f);
     }
 
-    // Turns a block's logits into p. Their sums are not in l yet.
+    // Turns a block's logits into p and returns their sums, which are not in l yet.
     template <int fragments>
     __device__ __forceinline__ void exponentiate(Fragment (&s)[KEY_FRAGMENTS], float unit, float (&sum)[2]) const {
         float strands[2][4];
@@ -61,8 +61,8 @@ struct OnlineSoftmax {
     }
 
 #if SOFTCAP && BIAS != BIAS_DENSE
-    // The same of a whole block of products that a polynomial makes logits of, of rows that are plain; whether it holds for all
-    // of them.
+    // The same for a full block of Q K^T, from which a polynomial makes logits, for rows with max_is_zero(). Returns whether
+    // the polynomial holds for all of them.
     template <bool high>
     __device__ __forceinline__ bool exponentiate(Fragment (&s)[KEY_FRAGMENTS], const LaneBias& bias,
                                                  const SoftcapPolynomial& polynomial, float (&sum)[2]) const {
@@ -94,8 +94,8 @@ struct OnlineSoftmax {
     }
 #endif
 
-    // References follow large sums, all of them finite, by powers of 2. Earlier outputs must be multiplied by `factor`; p, its
-    // sums and l have been.
+    // Raises m by the exponents of large but finite sums. Earlier outputs must be multiplied by `factor`; p, its sums
+    // and l have been.
     __device__ __forceinline__ void rescale_by_power_of_2(Fragment (&s)[KEY_FRAGMENTS], float (&sum)[2], float (&factor)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -112,8 +112,8 @@ struct OnlineSoftmax {
             for (int i = 0; i < 8; ++i) s[n].x[i] *= factor[fragment_row(i)];
     }
 
-    // References move up to the maxima of these logits, where these are far above them; other rows must not know. Earlier
-    // outputs must be multiplied by `factor`; l has been.
+    // Raises m to the maxima of these logits where those are far above it; other rows are unaffected. Earlier outputs
+    // must be multiplied by `factor`; l has been.
     __device__ __forceinline__ void rescale_to_max(const Fragment (&s)[KEY_FRAGMENTS], float unit, float (&factor)[2]) {
         float highest[2];
         highest_logits<KEY_FRAGMENTS>(s, unit, highest);
@@ -127,22 +127,23 @@ struct OnlineSoftmax {
         }
     }
 
-    // Sums l over the row's four lanes.
+    // Reduces l over the four lanes of a row.
     __device__ __forceinline__ void finish() {
         l[0] = row_sum(l[0]);
         l[1] = row_sum(l[1]);
     }
 
-    // In few instructions: l is about 1 at least (or 0, or not finite), so they are as good as exact ones.
+    // Approximate instructions: l is at least about 1 (or 0, or not finite), so they are as good as exact ones.
     __device__ __forceinline__ float inverse_sum(int r) const { return l[r] == 0.0f ? 0.0f : inverse_fast(l[r]); }
 
-    // Of row r, which this lane has. A row that has seen nothing has a logarithm of -inf.
+    // Of row r of this lane. A row that has seen nothing has -inf.
     __device__ __forceinline__ float lse(int r) const {
         return LN_2 * ((r == 0 ? m[0] : m[1]) + log2_fast(r == 0 ? l[0] : l[1]));
     }
 
 private:
-    // In four strands a row, as all that goes over a block: a warp has few others beside it and registers to spare.
+    // Four independent strands a row for everything that runs over a block: a scheduler has few other warps to hide
+    // latency.
     static __device__ __forceinline__ constexpr int strand(int i) { return (i & 1) + 2 * (i >> 2); }
 
     template <int fragments>

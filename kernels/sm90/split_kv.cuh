@@ -1,11 +1,11 @@
-// The order in which the tiles of the Hopper forward are dealt out, and parts of tiles (SPLIT): if the last ones are too few
-// for all blocks of the grid, each of them is split up along its keys. Block b has part b % count of tile first + b / count,
-// and leaves for sm90/combine.cu to add up
+// The order in which the Hopper forward schedules tiles, and split-KV (SPLIT): if the tiles of the last wave are too
+// few for all CTAs of the grid, each of them is split along its keys. CTA b computes split b % count of tile first + b
+// / count, and leaves for sm90/combine.cu
 //
-// output // (tiles split up, count, BLOCK_M, HEAD_DIM) f32   softmax over the part's keys, times v; 0 where a row sees none
-// lse    // (tiles split up, count, BLOCK_M) f32             natural log, -inf where a row sees none
+// output // (split tiles, count, BLOCK_M, HEAD_DIM) f32   softmax over the split's keys, times v; 0 where a row sees none
+// lse    // (split tiles, count, BLOCK_M) f32             natural log, -inf where a row sees none
 //
-// Rows are those of the tile; of those behind the last query nothing is written.
+// Rows are those of the tile; nothing is written for rows past the last query.
 //
 // Prelude: HEAD_DIM, BLOCK_M.
 #pragma once
@@ -14,18 +14,18 @@
 struct Splits {
     float* output;
     float* lse;
-    int first;   // of the tiles that are split up, in the order in which tiles are dealt out
-    int count;   // parts of each
-    int blocks;  // that have one, as the last thing that they do
+    int first;  // index of the first split tile in the order of the schedule
+    int count;  // splits of each tile
+    int blocks;  // CTAs that have a split, as their last tile
 };
 
-// Tile `split_row` of set `set`.
+// Tile `index` of set `set` of heads.
 struct TileIndex {
     int set, index;
 };
 
-// The tile that is dealt out as number `index`, of `sets` sets of `tiles` tiles. Set by set, but for the last `tail_tiles` tiles
-// of each, whose lists may be shorter: these come last, the longest of them first.
+// The tile at position `index` of the schedule of `sets` sets of `tiles` tiles: set by set, except for the last
+// `tail_tiles` tiles of each set, which may meet fewer keys. Those come last, the longest of them first.
 __device__ __forceinline__ TileIndex tile_at(int index, int sets, int tiles, int tail_tiles) {
     const int regular = tiles - tail_tiles, behind = index - sets * regular;
     const unsigned divisor = behind < 0 ? regular : sets, x = behind < 0 ? index : behind;
@@ -33,11 +33,11 @@ __device__ __forceinline__ TileIndex tile_at(int index, int sets, int tiles, int
     return {behind < 0 ? quotient : remainder, behind < 0 ? remainder : regular + quotient};
 }
 
-// Row `row` of the parts that block `block` has left.
+// Row `row` of the results that CTA `block` leaves.
 __device__ __forceinline__ long long row_of_split(int block, int row) { return (long long)block * BLOCK_M + row; }
 
-// Writes this warp's 16 rows of a part, of `rows` in all, straight from registers: a row's four lanes fill sectors of 32 bytes.
-// `nonfinite_seen` becomes 1 if a value of the part's keys is not finite, see `epilogue`.
+// Writes this warp's 16 rows of a split, of `rows` in all, straight from registers: the four lanes of a row fill
+// sectors of 32 bytes. `nonfinite_seen` becomes 1 if a value of the split's keys is NaN or infinite, see `epilogue`.
 template <typename Softmax, int fragments>
 __device__ __forceinline__ void write_split(const Splits& splits, int rows, int first_row, const Fragment (&o)[fragments],
                                            Softmax& softmax, int& nonfinite_seen) {
@@ -58,6 +58,6 @@ __device__ __forceinline__ void write_split(const Splits& splits, int rows, int 
             if (row + 8 * r < rows) __stcg(reinterpret_cast<float2*>(output + 8 * r * HEAD_DIM + column), pair);
         }
     if (nonfinite != 0.0f) raise(nonfinite_seen);
-    const int r = lane & 3;  // two of four lanes write one logarithm each
+    const int r = lane & 3;  // two of four lanes write one lse each
     if (r < 2 && row + 8 * r < rows) __stcg(splits.lse + split_row + 8 * r, softmax.lse(r));
 }

@@ -8,39 +8,40 @@
 
 // What the consumers are told of a block of keys.
 struct BlockInfo {
-    int flags;      // 0: all queries see all of its keys, and others of the tile follow
-    int run;  // BIAS_DENSE: the first key, if BLOCK_N keys follow each other from a multiple of 16 bytes on, else -1
+    int flags;  // 0: a full block that is not the last of its tile
+    int run;  // BIAS_DENSE: the first key, if the BLOCK_N keys are consecutive from a multiple of 16 bytes on, else -1
 
-    // In a state: how many keys not all queries see, all those before them being seen, and these. ENDS_WORK, and the bits above
-    // it: that a consumer has no part in what follows.
+    // In the flags: the number of keys, at the end of the block, that not all queries see; and these bits. ENDS_WORK
+    // and the bits above it: the block is the last one for that consumer.
     static constexpr int MASKED = 255, SHORT = 256, ENDS_TILE = 512, UNWRITTEN = 1024, HELD = 2048, ENDS_WORK = 4096;
-    static_assert(BLOCK_N <= MASKED, "a flags holds their number");
+    static_assert(BLOCK_N <= MASKED, "the flags hold the number of masked keys");
 
     BlockInfo() = default;
     __device__ __forceinline__ explicit BlockInfo(int flags) : flags(flags), run(-1) {}
 
-    // `unmasked`: all queries see so many keys from the block's first on. `ends_tile`: it is its tile's last, and so many consumers
-    // have a part in the next tile.
+    // `unmasked`: all queries see that many keys from the block's first on. `ends_tile`: it is the last block of its
+    // tile, and `active_consumers` consumers have rows of the next tile.
     __device__ __forceinline__ BlockInfo(int unmasked, bool is_short, bool ends_tile, int active_consumers, int run)
         : flags(BLOCK_N - unmasked + (SHORT_BLOCK && is_short ? SHORT : 0) +
                 (ends_tile ? ENDS_TILE + (ENDS_WORK << CONSUMERS) - (ENDS_WORK << active_consumers) : 0)),
           run(run) {}
 
     __device__ __forceinline__ int unmasked() const { return BLOCK_N - (flags & MASKED); }
-    __device__ __forceinline__ bool is_short() const { return SHORT_BLOCK && (flags & SHORT) != 0; }  // at most SHORT_BLOCK_KEYS keys
-    __device__ __forceinline__ bool whole() const { return (flags & (MASKED | SHORT)) == 0; }
+    __device__ __forceinline__ bool is_short() const { return SHORT_BLOCK && (flags & SHORT) != 0; }
+    __device__ __forceinline__ bool is_full() const { return (flags & (MASKED | SHORT)) == 0; }
     __device__ __forceinline__ bool ends_tile() const { return (flags & ENDS_TILE) != 0; }
-    // Whether it is the last one of which this consumer has rows, and of all.
+    // Whether it is the last block for this consumer, and for all.
     __device__ __forceinline__ bool ends_work(int consumer) const { return (flags & (ENDS_WORK << consumer)) != 0; }
     __device__ __forceinline__ bool ends_work() const { return ends_work(0); }
-    // Of a block at hand: the tile before its own has not been written yet; its keys have not been released yet.
+    // Of the current block: the output of the tile before its own has not been written yet; its keys have not been
+    // released yet.
     __device__ __forceinline__ bool unwritten() const { return (flags & UNWRITTEN) != 0; }
     __device__ __forceinline__ bool held() const { return (flags & HELD) != 0; }
 };
 
 #if SOFTCAP
-// cap * tanh(scale / cap * x) as an odd polynomial of x, where x^2 < `square`, which is below 0 if there is none; with
-// POWERS_OF_2 times log2(e). `softcapped` is right everywhere, but takes two results of the special functions unit.
+// cap * tanh(scale / cap * x) as an odd polynomial of x where x^2 < `square` (negative if there is none), times log2(e)
+// with POWERS_OF_2. `softcapped` is right everywhere but takes two results of the special function unit.
 struct SoftcapPolynomial {
     float square;
     float c[4];  // of x (x^2 - square)^k
@@ -71,14 +72,14 @@ struct ForwardParams {
     Splits splits;
 #endif
 #if SOFTCAP
-    SoftcapPolynomial softcap[2];  // the second one of a lower degree, and of fewer products
+    SoftcapPolynomial softcap[2];  // the second one has a lower degree and a smaller range
 #endif
 };
 
-// Where a tile's output goes to.
+// Where the output of a tile goes.
 struct Output {
-    int batch, first_head, first_query, rows;  // as many rows as the tile has
-    float* lse;                                // of its first row
+    int batch, first_head, first_query, rows;  // rows: of the tile
+    float* lse;  // of its first row
 
     __device__ __forceinline__ Output(const AttentionParams& p, const Tile& t)
         : batch(t.batch), first_head(t.first_head), first_query(t.first_query),
@@ -86,15 +87,15 @@ struct Output {
           lse(p.lse + ((long long)t.batch * p.heads + t.first_head) * p.query_length + t.first_query) {}
 };
 
-// A tile and where its keys, what is known of them and its output lie.
+// A tile, and where its keys, their visibility and its output lie.
 struct Plan {
     Tile tile;
     Output output;
-    KeySource source;  // KEYS_LISTED: the list's lengths are on their way when the tile has been found
+    KeySource source;  // KEYS_LISTED: the lengths of the list arrive asynchronously (cp.async)
     const ELEMENT *keys, *values;
     const float* bias;
 #if SPLIT
-    int split;  // the tile's keys are those of this part; negative: all
+    int split;  // which split of the tile's keys; negative: all keys
 #endif
 
     __device__ __forceinline__ Plan(const AttentionParams& p, const Tile& t)
