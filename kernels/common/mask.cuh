@@ -4,7 +4,7 @@
 // sources of blocks have one interface (a closed set, chosen by the prelude's KEYS):
 //   KEYS_CONTIGUOUS  keys in their own order: no mask, or plain causal (CAUSAL)
 //   KEYS_LISTED      the tile's own list: its `full` keys (seen by the whole tile) ahead of its partial ones
-//   KEYS_SHARED      one list for all tiles of a mask row, with a summary per block; blocks nobody sees are skipped
+//   KEYS_SHARED      one list for all tiles of a mask row, with a summary per block; blocks no query sees are skipped
 // A block is `masked` when some key of it needs a test for some query of the tile: start <= position < stop, or with BITS
 // the query's bit of the key's word (lists/dense_mask.cu).
 //
@@ -22,16 +22,16 @@ struct KeySource {
     const int* start;       // (key_length) first position that sees a key       (neither KEYS_CONTIGUOUS nor BITS)
     const int* stop;        // (key_length) first position that no longer sees it
     const int* list;        // KEYS_LISTED: (capacity) full keys from the front, partial keys from the back
-                            // KEYS_SHARED: (key_length) keys that somebody sees, in order
+                            // KEYS_SHARED: (key_length) keys that some query sees, in order
     const int4* summaries;  // KEYS_SHARED: per BLOCK_N list entries: lowest and highest start, lowest and highest stop
-    int first;              // place where a tile begins, if not at 0 (sequences)
-    int length;             // number of keys in the list, or the place where a tile ends; KEYS_CONTIGUOUS: key_length
+    int first;  // index in the list where a tile begins, if not 0 (sequences)
+    int length;  // number of keys in the list, or the index where a tile ends; KEYS_CONTIGUOUS: key_length
     int full;               // KEYS_LISTED: how many of them are full
     int capacity;           // KEYS_LISTED
 };
 
 struct KeyBlock {
-    int first;  // place of its first key in the list; negative: there are no more blocks
+    int first;  // index of its first key in the list; negative: there are no more blocks
     bool masked;
 };
 
@@ -50,9 +50,9 @@ __device__ __forceinline__ bool visible(int bit, int word) { return (word & bit)
 struct KeyBlocks {
     KeySource source;
     int first_position, last_position;
-    int next_key;                        // next place in the list
+    int next_key;  // index in the list of the next block's first key; KEYS_SHARED: next block
     unsigned pending, pending_masked;  // KEYS_SHARED: blocks of the current 32 still to come
-    int group;                         // KEYS_SHARED: place of the current 32 blocks
+    int group;  // KEYS_SHARED: index of the first of the current 32 blocks
 
     __device__ KeyBlocks(const KeySource& source, int first_position, int last_position)
         : source(source), first_position(first_position), last_position(last_position),
@@ -100,7 +100,7 @@ struct KeyBlocks {
         return block;
     }
 
-    // Address of the list entry that holds the key at `place`, and whether there is one.
+    // Address of the list entry `index`, and whether there is one.
     __device__ __forceinline__ const int* entry(int index, bool& exists) const {
         exists = index < source.length;
 #if KEYS == KEYS_LISTED

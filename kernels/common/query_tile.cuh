@@ -1,7 +1,7 @@
 // Tiles of queries and where their keys are: shared by all kernels that go through the keys of a tile of queries.
 //
-// A tile is BLOCK_M / HEADS consecutive queries times HEADS heads of one group. With SEQUENCES its queries belong to one
-// sequence (common/varlen.cuh). common/mask.cuh says how the keys come in blocks.
+// A tile is BLOCK_M / HEADS consecutive queries times HEADS query heads of one GQA group. With SEQUENCES its queries
+// belong to one sequence (common/varlen.cuh). common/mask.cuh says how the keys come in blocks.
 //
 // Prelude: HEADS, BLOCK_M, BLOCK_N, KEYS, CAUSAL, BITS, SEQUENCES.
 #pragma once
@@ -17,7 +17,7 @@ struct Tile {
     int batch, group, first_head, index, first_query, end_query, first_position, last_position;
     int first_key, end_key;  // SEQUENCES: of the tile's sequence
 
-    // Whether there is such a tile: of sequences, some numbers have none.
+    // Whether there is such a tile: packed sequences leave some indices without one.
     __device__ __forceinline__ bool exists() const { return !SEQUENCES || first_query < end_query; }
 };
 
@@ -60,7 +60,7 @@ __device__ __forceinline__ long long mask_row_of(const AttentionParams& p, const
     return (long long)t.batch * p.mask_batch + t.group * p.mask_group + t.first_head * p.mask_head;
 }
 
-// KEYS_LISTED: the tile's place in `list` and `list_lengths`.
+// KEYS_LISTED: index of the tile's list in `list` and `list_lengths`.
 __device__ __forceinline__ long long list_of(const AttentionParams& p, const Tile& t) {
     return mask_row_of(p, t) * p.tiles + t.index;
 }

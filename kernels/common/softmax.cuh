@@ -2,8 +2,8 @@
 //
 // Prelude: SOFTCAP.
 //
-// A warp holds 16 rows; a lane holds two of them (lane/4 and lane/4 + 8) and the columns that common/arch.cuh states, so a row
-// lives in four neighbouring lanes. Logits are in units of log 2: s2 = s * log2(e), p = 2^(s2 - m).
+// A warp holds 16 rows; a lane holds two of them (lane/4 and lane/4 + 8) and the columns that common/arch.cuh states,
+// so a row lives in four neighbouring lanes. Logits are in units of log 2: s2 = s * log2(e), p = 2^(s2 - m).
 #pragma once
 #include "common/arch.cuh"
 
@@ -22,7 +22,7 @@ __device__ __forceinline__ float softcapped(float x, float cap, float two_log2e_
     return cap - __fdividef(2.0f * cap, exp2_fast(x * two_log2e_over_cap) + 1.0f);
 }
 
-// Logits in log 2 units from products: softcap(scale * x) + bias.
+// Logits in log 2 units from x = q . k: softcap(scale * x) + bias.
 struct LogitScale {
     float scale, cap, exponent;  // scale in log 2 units without a softcap
 
@@ -33,7 +33,7 @@ struct LogitScale {
         return SOFTCAP ? fmaf(softcapped(product * scale, cap, exponent), LOG2_E, bias) : fmaf(product, scale, bias);
     }
 
-    // Derivative of the softcap at scale * product: 1 - tanh^2.
+    // Derivative of the softcap at scale * x: 1 - tanh^2.
     __device__ __forceinline__ float slope(float product) const {
         if (!SOFTCAP) return 1.0f;
         const float t = softcapped(product * scale, 1.0f, exponent);

@@ -1,22 +1,22 @@
 // Sequences of different lengths packed in one row: which of them a tile, a row or a key belongs to.
 //
-// bounds // (4, count) int32: first and end query row, first and end key of each sequence. Sequences follow each other:
+// bounds // (4, count) int32: first and end query row, first and end key of each sequence. Sequences are consecutive:
 //        // end[b] <= first[b + 1] on both sides, and no sequence meets another.
 //
-// Tiles of `size` rows do not cross sequences. So that nobody has to add up lengths, tile k of sequence b has the number
+// Tiles of `size` rows do not cross sequences. So that lengths need not be added up, tile k of sequence b has the index
 //     first[b] / size + b + k,        k < (end[b] - first[b]) / size, rounded up.
-// Numbers rise with (b, k), none has two tiles, and all are below total / size + count. Some have none.
+// Indices rise with (b, k), none has two tiles, and all are below total / size + count. Some have no tile.
 //
-// Masks of sequences are moved from key positions to query rows (lists/varlen.cu): a key is seen by rows of its own sequence
-// only, start <= row < stop, whatever the lengths.
+// Masks of sequences are moved from key positions to query rows (lists/varlen.cu): a key is seen by rows of its own
+// sequence only, start <= row < stop, whatever the lengths.
 #pragma once
 #include "common/arch.cuh"
 
 struct RowTile {
-    int sequence, first, end;  // end <= first: no tile has this number
+    int sequence, first, end;  // end <= first: no tile has this index
 };
 
-// The last b with first[b] / size + b * each <= number, found by a warp together; first[0] is 0.
+// The last b with first[b] / size + b * each <= index, found by a warp together; first[0] is 0.
 __device__ __forceinline__ int sequence_of_index(const int* first, int count, int size, int each, int index) {
     int low = 0, high = count;
     while (high - low > 1) {
@@ -28,7 +28,7 @@ __device__ __forceinline__ int sequence_of_index(const int* first, int count, in
     return low;
 }
 
-// The tile of this number; all lanes of a warp ask for the same.
+// The tile of this index; all lanes of a warp ask for the same one.
 __device__ __forceinline__ RowTile row_tile(const int* first, const int* end, int count, int size, int index) {
     const int b = sequence_of_index(first, count, size, 1, index);
     const int row = first[b] + (index - first[b] / size - b) * size;

@@ -1,15 +1,15 @@
-// Attention of a few query rows over many keys: the keys are shared out among blocks, so that few queries fill a GPU too.
-// The same mathematics as sm80/forward.cu.
+// Attention of few query rows over many keys, split-KV: the keys are split among blocks, so that few queries fill a GPU
+// too. The same mathematics as sm80/forward.cu.
 //
 // query  // (B, Lq, H, D) ELEMENT       key, value // (B, Lk, Hkv, D) ELEMENT, any batch, row and head strides
 // bias   // (1|B, 1|Hkv, Lk) f32, natural-log units (BIAS)
 // start, stop  // (1|B, 1|Hkv, Lk): key j is visible to positions start_j <= p < stop_j (INTERVALS)
 // out    // (B, Lq, H, D) ELEMENT, contiguous       lse // (B, H, Lq) f32, natural log, -inf where a row sees nothing
 //
-// The Lq * H / Hkv rows of a (sequence, kv head), query by query, are cut into `sets` of ROWS; `num_splits` blocks share the
-// keys of a set. With LISTED the keys are `list` (B * Hkv, slots), and the intervals stand beside it, entry by entry:
-// list_interval (B * Hkv, slots). Of a key that no row of the set sees nothing is read. A block leaves its part in global
-// memory; the one with the last ticket of a set adds them up in their order.
+// The Lq * H / Hkv rows of a (sequence, kv head), query by query, are cut into `sets` of ROWS; the keys of a set are
+// split among `num_splits` blocks. With LISTED the keys are `list` (B * Hkv, slots), and their intervals stand beside
+// it, entry by entry: list_interval (B * Hkv, slots). Keys that no row of the set sees are not read. A block leaves its
+// split's results in global memory; the block with the last ticket of a set combines them in order.
 //
 // Prelude: that of decode/split_kv.cuh (VALUE_DIM is HEAD_DIM), MIN_BLOCKS, LISTED, INTERVALS, CAUSAL, BIAS.
 #include "common/arch.cuh"
@@ -26,8 +26,8 @@ struct FlashDecodeParams {
     const int* stop;
     const int* list;
     const int2* list_interval;
-    float* partial;            // (B * Hkv, sets, parts, ROWS, D)
-    SplitState* partial_state;  // (B * Hkv, sets, parts, ROWS)
+    float* partial;            // (B * Hkv, sets, splits, ROWS, D)
+    SplitState* partial_state;  // (B * Hkv, sets, splits, ROWS)
     unsigned* tickets;         // (B * Hkv, sets), all 0
     long long query_batch, query_row, query_head;  // strides, in elements
     long long key_batch, key_row, key_head;
@@ -35,7 +35,8 @@ struct FlashDecodeParams {
     long long bias_batch, bias_group, bias_key;
     long long start_batch, start_group, stop_batch, stop_group;
     int query_length, key_length, kv_heads, group;  // group: query heads of a kv head
-    int sets, num_splits, split_size, slots;  // slots: entries of the list, or key_length; share: of a part, a multiple of STEP
+    int sets, num_splits;
+    int split_size, slots;  // keys of a split, a multiple of STEP; entries of the list, or key_length
     float scale, softcap;
 };
 
@@ -118,8 +119,8 @@ __device__ __forceinline__ unsigned rows_that_see(const Key& key, const Rows& ro
     return seen;
 }
 
-// Values that are not finite, of keys that some rows of the tile see and some do not: added where they are seen, and zero
-// for the product, in which 0 * inf would be NaN.
+// Non-finite values of keys that some rows of the tile see and some do not: added where they are seen, and zero in the
+// MMA, in which 0 * inf would be NaN.
 __device__ __forceinline__ void isolate_nonfinite(WarpState& state, Values& values, const Key& key, const Rows& rows,
                                                   unsigned partial) {
     unsigned found = 0;
@@ -173,8 +174,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) flash_decode(c
     wait_for_earlier_kernels();
     extern __shared__ __align__(128) unsigned char shared_memory[];
     FlashDecodeShared& shared = *reinterpret_cast<FlashDecodeShared*>(shared_memory);
-    float* weights = reinterpret_cast<float*>(shared_memory + sizeof(FlashDecodeShared));  // (ROWS, max(parts, WARPS))
-    const int tiles = gridDim.x / p.num_splits, split = blockIdx.x / tiles, tile = blockIdx.x % tiles;  // heads lie side by side
+    float* weights = reinterpret_cast<float*>(shared_memory + sizeof(FlashDecodeShared));  // (ROWS, max(num_splits, WARPS))
+    const int tiles = gridDim.x / p.num_splits;
+    const int split = blockIdx.x / tiles, tile = blockIdx.x % tiles;  // heads lie side by side
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     const Rows rows(p, tile);
     const ELEMENT* keys_of_head = p.key + rows.batch * p.key_batch + rows.group * p.key_head;
@@ -192,7 +194,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) flash_decode(c
     int next_slot = first;  // of the step whose rows are loaded next
     const auto row_of = [&](const ELEMENT* head, long long stride) {
         return [&, head, stride](int i) {
-            const int chosen = key_to_read(i, some), row = LISTED ? __shfl_sync(ALL_LANES, key.row, chosen) : next_slot + chosen;
+            const int chosen = key_to_read(i, some);
+            const int row = LISTED ? __shfl_sync(ALL_LANES, key.row, chosen) : next_slot + chosen;
             return head + (some != 0 ? row : 0) * stride;
         };
     };
@@ -213,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) flash_decode(c
         if (!TOGETHER && now != 0) load_keys(keys, row_of(keys_of_head, p.key_row));
         if (now != 0) score_keys(s, shared.split, keys);
         if (!TOGETHER && now != 0) load_values(values, row_of(values_of_head, p.value_row));
-        // The next step's keys come while this one's values are waited for, its values while its keys are multiplied.
+        // The next step's keys load while this one waits for its values, its values load while its keys are multiplied.
         key = following;
         following = key_at(base + 2 * STRIDE);
         some = __ballot_sync(ALL_LANES, key.seen_by_some(rows));
@@ -244,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) flash_decode(c
         if (TOGETHER) load_values(values, row_of(values_of_head, p.value_row));
     }
     state.leave(shared.split);
-    __syncthreads();  // what each warp has found is in place
+    __syncthreads();  // the results of all warps are in place
 
     const float* o = &shared.split.o[0][0][0];
     const SplitState* states = &shared.split.state[0][0];
@@ -265,9 +268,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) flash_decode(c
     combine<false>(o, states, WARPS, weights, shared.split, rows.count,
                    [&](int row, const SplitState& s) { p.partial_state[own * ROWS + row] = s; },
                    [&](int row, int d, float x, float) { p.partial[(own * ROWS + row) * VALUE_DIM + d] = x; });
-    __syncthreads();  // the block's part is written
+    __syncthreads();  // the block's results are written
     if (threadIdx.x == 0) shared.last = take_ticket(p.tickets + tile, p.num_splits - 1) == p.num_splits - 1;
-    __syncthreads();  // all know whether the other parts are there
+    __syncthreads();  // `last` is known to all threads
     if (!shared.last) return;
     combine<true>(p.partial + (long long)tile * p.num_splits * (ROWS * VALUE_DIM),
                   p.partial_state + (long long)tile * p.num_splits * ROWS, p.num_splits, weights, shared.split, rows.count,

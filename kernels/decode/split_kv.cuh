@@ -1,19 +1,19 @@
 // A few rows of queries against some keys, by warps that share nothing but the query until the end: for decoding, where
 // there are too few queries to fill a GPU with tiles of them, and keys and values are read once.
 //
-// A tile has ROWS <= 16 rows (queries times heads of one group). A warp takes STEP = 16 keys at a time: it loads their
+// A tile has ROWS <= 16 rows (queries times heads of one GQA group). A warp takes STEP = 16 keys at a time: it loads their
 // rows straight into the registers of the tensor cores' operands, 16 bytes (a piece) a lane and load, and keeps logits,
 // softmax state and output in registers. With g = lane / 4, t = lane % 4 a lane holds
 //     of keys     keys g and g + 8, pieces t, t + 4, ...: B of  s = q . k^T     (rows by keys)
 //     of values   keys 2t, 2t + 1, 2t + 8, 2t + 9, pieces g, g + 8, ...: A of  o^T = v^T . p^T     (dims by rows)
-//     of s        rows g and g + 8, keys 2t, 2t + 1 and these + 8: B of the second product as they stand
+//     of s        rows g and g + 8, keys 2t, 2t + 1 and these + 8: B of the second MMA as they stand
 //     of o        rows 2t and 2t + 1 (and + 8), two dims of each of its value pieces
-// Products do not mind in which order they sum, so query and key agree on an order of dims that makes a piece two steps of
-// an operand, and p and values on an order of keys. 16-bit elements are multiplied by mma m16n8k16, float32 by m16n8k8 as
-// TF32.
+// The order of summation within an MMA does not matter, so query and key agree on an order of dims that makes a piece
+// two steps of an operand, and p and values on an order of keys. 16-bit elements are multiplied by mma m16n8k16,
+// float32 by m16n8k8 as TF32.
 //
-// The warps of a block leave outputs, maxima and sums in shared memory, blocks in global memory: `combine` adds them up
-// in their order, so that the result does not depend on who was first.
+// The warps of a block leave outputs, maxima and sums in shared memory, blocks in global memory: `combine` adds them in
+// order, so that the result does not depend on which was first.
 //
 // Prelude: ELEMENT, HEAD_DIM, VALUE_DIM, VECTOR (rows may be read 16 bytes at a time), ROWS, WARPS, SOFTCAP.
 #pragma once
@@ -27,7 +27,7 @@ constexpr int KEY_CHUNKS = (HEAD_DIM + 4 * PIECE - 1) / (4 * PIECE);     // what
 constexpr int VALUE_CHUNKS = (VALUE_DIM + 8 * PIECE - 1) / (8 * PIECE);  // what those that share a key read of its value
 constexpr int ROW_TILES = ROWS > 8 ? 2 : 1;
 constexpr int VALUE_TILES = VALUE_CHUNKS * PIECE / 2;  // of 16 dims
-constexpr bool TOGETHER = 2 * KEY_CHUNKS + 4 * VALUE_CHUNKS <= 16;  // values are loaded ahead of the first product
+constexpr bool TOGETHER = 2 * KEY_CHUNKS + 4 * VALUE_CHUNKS <= 16;  // values are loaded ahead of the QK MMA
 static_assert(ROWS <= 16, "a tile is one operand high");
 
 constexpr const ELEMENT* TYPE = nullptr;
@@ -48,7 +48,7 @@ struct Logits {
     float x[8];  // of an accumulator of 16x16: common/arch.cuh
 };
 
-// What warps, then parts, have of a tile: outputs that are yet to be divided by l, in units of 2^m.
+// The softmax state of a warp, then of a split: its outputs are not yet divided by l, and in units of 2^m.
 struct SplitState {
     float m, l;
 };
@@ -114,7 +114,7 @@ __device__ __forceinline__ void store_piece(ELEMENT* row, int number, const Piec
 #endif
 }
 
-// ---- products ----
+// ---- MMA ----
 __device__ __forceinline__ void multiply_words(float* c, const unsigned (&a)[4], const unsigned (&b)[2], const float*) {
     const float left[4] = {__uint_as_float(a[0]), __uint_as_float(a[1]), __uint_as_float(a[2]), __uint_as_float(a[3])};
     const float right[2] = {__uint_as_float(b[0]), __uint_as_float(b[1])};
@@ -200,7 +200,7 @@ __device__ __forceinline__ int key_to_read(int i, unsigned wanted) {
     return wanted >> i & 1 ? i : max(__ffs(static_cast<int>(wanted)), 1) - 1;
 }
 
-// Clears the values of keys that nobody sees: they must not meet a probability of 0 (0 * inf).
+// Clears the values of keys that no query sees: they must not meet a probability of 0 (0 * inf).
 __device__ __forceinline__ void only_seen(Values& values, unsigned seen) {
     if (seen == (1u << STEP) - 1) return;
 #pragma unroll
@@ -247,7 +247,7 @@ struct WarpState {
                 for (int i = 0; i < 4; ++i) o[d][r][i] = 0.0f;
     }
 
-    // Logits (-inf: not seen) become probabilities; earlier sums follow the new maxima.
+    // Logits (-inf: not seen) become probabilities; earlier outputs are rescaled to the new maxima.
     __device__ __forceinline__ void online_softmax(Logits& s) {
         float rescale[2];
         Logits (&tile)[1] = reinterpret_cast<Logits (&)[1]>(s);
@@ -318,7 +318,7 @@ struct WarpState {
         return (d / EACH * 8 + (threadIdx.x & 31) / 4) * PIECE + d % EACH * 2 + (i >> 1);
     }
 
-    // Leaves this warp's share in shared memory; complete behind the next barrier.
+    // Stores this warp's results to shared memory; visible behind the next barrier.
     __device__ __forceinline__ void leave(SplitShared& shared) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
         rows.finish();
@@ -335,7 +335,7 @@ struct WarpState {
     }
 };
 
-// ---- sums ----
+// ---- combining splits ----
 constexpr int MAX_SPLITS = 512;
 constexpr int VECTOR_WIDTH = VALUE_DIM % 4 == 0 ? 4 : 1;
 
@@ -343,15 +343,15 @@ struct alignas(4 * VECTOR_WIDTH) Vector {
     float x[VECTOR_WIDTH];
 };
 
-// `count` parts become one: o (count, ROWS, VALUE_DIM) and state (count, ROWS), in global memory (`far`) or in shared memory
-// (at most 32). `weights` has room for ROWS * count numbers. Calls write_state(row, state) once per row and
-// write(row, dim, o, l) once per number, in whatever thread. All threads of the block call it; `o` and `state` must be
+// Combines `count` splits: o (count, ROWS, VALUE_DIM) and state (count, ROWS), in global memory (`far`) or in shared memory
+// (at most 32). `weights` has room for ROWS * count floats. Calls write_state(row, state) once per row and
+// write(row, dim, o, l) once per element, in any thread. All threads of the block call it; `o` and `state` must be
 // complete, and what is in shared.o is lost if they are far. Loads are made many at a time: each batch costs a latency.
 template <bool far, typename WriteState, typename Write>
 __device__ __forceinline__ void combine(const float* o, const SplitState* state, int count, float* weights,
                                         SplitShared& shared, int rows, const WriteState& write_state,
                                         const Write& write) {
-    // A thread adds VECTOR_WIDTH neighbouring numbers of every SLICES-th part.
+    // A thread adds VECTOR_WIDTH neighbouring elements of every SLICES-th split.
     constexpr int PER_ROW = VALUE_DIM / VECTOR_WIDTH, GROUPS = ROWS * PER_ROW;
     constexpr int MANY = THREADS / GROUPS < WARPS ? THREADS / GROUPS : WARPS, SLICES = far && MANY > 1 ? MANY : 1;
     constexpr int BATCH = far && SLICES == 1 ? 16 : 8;

@@ -8,14 +8,14 @@
 // out        // (B, L, H, VALUE_DIM), contiguous  lse // (B, H, L) f32             free     // (B, Hkv): a slot not needed, -1
 //                                                                    lowest_score // (B, Hkv) f32: that of slot `lowest`
 //
-// One launch. `num_splits` blocks share the R slots of one (sequence, kv head, set of ROWS query heads). They only read the state:
-// `lowest`, its score and `free`, found by the launch before, tell every block which key leaves the top and which slot the
-// token takes; its rows stand in shared memory in place of that slot's. What a block finds goes to `partial`: outputs, and
-// of set 0 the lowest key of the top and a free slot of its share. The block that takes the last ticket of a (sequence,
-// kv head) adds the parts up in their order and alone changes the state; by then nobody reads it any more. `lengths` is
-// read for all kv heads of a sequence: the last of these changes it (a second ticket).
+// One launch. The R slots of one (sequence, kv head, set of ROWS query heads) are split among `num_splits` blocks. They
+// only read the state: `lowest`, its score and `free`, found by the launch before, tell every block which key leaves
+// the top and which slot the token takes; its rows stand in shared memory in place of that slot's. What a block finds
+// goes to `partial`: outputs, and of set 0 the lowest key of the top and a free slot of its split. The block that takes
+// the last ticket of a (sequence, kv head) combines the splits in order and alone changes the state; by then no block
+// reads it any more. `lengths` is read for all kv heads of a sequence: the last of these changes it (a second ticket).
 //
-// CLUSTER > 1 (sm_90 and later): the parts, that many and of one set, are a cluster of blocks. They leave what they find in
+// CLUSTER > 1 (sm_90 and later): the splits, that many and of one set, are a cluster of blocks. They leave their results in
 // the shared memory of the first, which goes on when all of them are there: neither partial results in memory nor a ticket.
 //
 // A warp loads its first rows before it is known which are needed, because they take as long to come as that takes to be
@@ -50,16 +50,17 @@ struct StepParams {
     int* free;
     ELEMENT* out;
     float* lse;
-    float* partial;            // (B * Hkv, sets, parts, ROWS, VALUE_DIM)
-    SplitState* partial_state;  // (B * Hkv, sets, parts, ROWS)
-    Candidate* candidates;     // (B * Hkv, parts)
+    float* partial;            // (B * Hkv, sets, splits, ROWS, VALUE_DIM)
+    SplitState* partial_state;  // (B * Hkv, sets, splits, ROWS)
+    Candidate* candidates;     // (B * Hkv, splits)
     unsigned* tickets;         // (B * Hkv), then (B); all 0
     long long query_batch, query_row, query_head;  // strides, in elements
     long long key_batch, key_row, key_head;
     long long value_batch, value_row, value_head;
     long long score_batch, score_head, score_token;
     int count_words;  // 32-bit words of a number of counts
-    int kv_heads, group, sets, num_splits, split_size;  // query heads of a kv head; sets of them; slots of a part, a multiple of STEP
+    int kv_heads, group, sets;   // group: query heads of a kv head, in `sets` sets
+    int num_splits, split_size;  // slots of a split, a multiple of STEP
     int slots, window, sinks, recent;
     int length, token;  // L, and which of them
     float scale, softcap;
@@ -281,7 +282,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
     wait_for_earlier_kernels();
     extern __shared__ __align__(128) unsigned char shared_memory[];
     StepShared& shared = *reinterpret_cast<StepShared*>(shared_memory);
-    float* weights = reinterpret_cast<float*>(shared_memory + sizeof(StepShared));  // (ROWS, max(parts, WARPS))
+    float* weights = reinterpret_cast<float*>(shared_memory + sizeof(StepShared));  // (ROWS, max(num_splits, WARPS))
     const int num_splits = CLUSTER > 1 ? CLUSTER : p.num_splits, sets = CLUSTER > 1 ? 1 : p.sets, blocks = num_splits * sets;
     const int split = blockIdx.x % num_splits, set = blockIdx.x / num_splits % sets;
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
@@ -296,7 +297,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
     cluster_arrive_running();  // its shared memory exists
 #endif
 
-    // ---- this block's share of the slots ----
+    // ---- this block's split of the slots ----
     const int first = split * p.split_size + warp * STEP, end = min((split + 1) * p.split_size, p.slots);
     constexpr int STRIDE = WARPS * STEP;  // from a warp's step to its next
     const TokenRows token(head);
@@ -311,7 +312,8 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
         Keys keys;
         Values values;
         int next_slot = first;  // of the step whose rows are loaded next
-        unsigned seen = next_slot < end ? ~0u >> (32 - min(STEP, end - next_slot)) : 0;  // of its slots; at first: that there are
+        // Of its slots; at first: those that there are.
+        unsigned seen = next_slot < end ? ~0u >> (32 - min(STEP, end - next_slot)) : 0;
         const auto slot_to_read = [&](int i) { return min(next_slot + key_to_read(i, seen), end - 1); };
         const auto key_at = [&](int i) { return head.key_of(slot_to_read(i)); };
         const auto value_at = [&](int i) { return head.value_of(slot_to_read(i)); };
@@ -335,7 +337,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
         for (int base = first; base < end; base += STRIDE) {
             const unsigned now = seen;
             const float score = slot.score;
-            const int taken = change.target - base;  // the key whose place the token takes
+            const int taken = change.target - base;  // the key whose slot the token takes
             const bool here = taken >= 0 && taken < STEP;
             Logits s;
             if (!TOGETHER) load_keys(keys, key_at);
@@ -343,7 +345,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
             score_keys(s, shared.split, keys);
             if (!TOGETHER) load_values(values, value_at);
             if (here) take_value(values, shared, taken);
-            // The next step's keys come while this one's values are waited for, its values while its keys are multiplied.
+            // The next step's keys load while this one waits for its values, its values load while its keys are multiplied.
             slot = following;
             following = slot_at(base + 2 * STRIDE);
             next_slot = base + STRIDE;
@@ -367,7 +369,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
     }
     candidate = merge_lanes(candidate);
     if (lane == 0) shared.candidates[warp] = candidate;
-    __syncthreads();  // what each warp has found is in place
+    __syncthreads();  // the results of all warps are in place
 
     // ---- the last block of a (sequence, kv head) goes on, of a cluster the first ----
     const float* o = &shared.split.o[0][0][0];

@@ -7,8 +7,8 @@
 //                states // (mask rows, query_words, key_stride / 64) u16: 0 no pair of these 32 queries and 64 keys is
 //                visible, 1 some are, 3 all are (queries past the last do not count, keys past the last are not seen)
 //                query_words is a multiple of 4, so that a tile of 128 queries has all its words
-//   dense_lists  per (mask row, tile of QUERIES queries) its list of keys as in lists/intervals.cu: keys that all its queries see in
-//                order from the front, keys that some see in order from the back, and the two counts
+//   dense_lists  per (mask row, tile of QUERIES queries) its list of keys as in lists/intervals.cu: keys that all its
+//                queries see in order from the front, keys that some see in order from the back, and the two counts
 //
 // Both are bound by reading: pack_mask the bytes of the mask once, a thread 4 neighbouring keys of 32 queries; dense_lists
 // the words once, a thread 4 neighbouring keys of a tile.

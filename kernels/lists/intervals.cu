@@ -4,17 +4,17 @@
 // own as well.
 //
 // Five kernels; a row is one (batch, head) of the mask:
-//   count_seen    per chunk of CHUNK keys: how many are visible to anybody, lowest start, highest stop
+//   count_seen    per chunk of CHUNK keys: how many are visible to any query, lowest start, highest stop
 //   compact_seen  those keys in order: index, interval (CAUSAL applied); where each chunk's begin
 //   tile_lists    per tile of `queries` positions: its full keys in order from the front of its list, its partial
 //                 keys in order from the back, and the two counts              (a mask with few keys per tile)
-//   super_lists   per super-tile of `super_queries` positions: its keys, those that it outlives first, then those that see all
-//                 of it, then those that come within it; and for each key its places in the lists of its super-tiles
-//                 (the backward pass; count_seen and compact_seen then count these places too)
+//   super_lists   per super-tile of `super_queries` positions: its keys, those that it outlives first, then those that
+//                 see all of it, then those that come within it; and for each key its slots in the lists of its
+//                 super-tiles (the backward pass; count_seen and compact_seen then count these slots too)
 //   summarize     per BLOCK_N compacted keys: lowest and highest start and stop (any other mask)
 //
-// With SEQUENCES start and stop are rows of query (lists/varlen.cu), tiles and super-tiles do not cross sequences, and `super`
-// counts the super-tiles of a sequence.
+// With SEQUENCES start and stop are rows of query (lists/varlen.cu), tiles and super-tiles do not cross sequences, and
+// `super` counts the super-tiles of a sequence.
 //
 // Prelude: CAUSAL, BLOCK_N, SEQUENCES.
 #include "common/arch.cuh"
@@ -31,8 +31,8 @@ struct ListParams {
     int* list;          // (rows, tiles, capacity)
     int* list_lengths;  // (rows, tiles, 2): full, all
     int4* summaries;    // (rows, ceil(key_length / BLOCK_N)): lowest start, highest start, lowest stop, highest stop
-    int* span_sum;       // (rows, chunks): places of the chunk's keys, if super_queries > 0
-    int* span_offset;    // (rows, key_length): of a compacted key, where its places begin
+    int* span_sum;  // (rows, chunks): slots of the chunk's keys, if super_queries > 0
+    int* span_offset;  // (rows, key_length): of a compacted key, where its slots begin
     int* super_list;     // (rows, supers, super_capacity)
     int* super_lengths;  // (rows, supers)
     int* slots;         // (rows, supers * super_capacity)
@@ -40,7 +40,7 @@ struct ListParams {
     long long start_batch, start_head, stop_batch, stop_head;  // strides, in elements; 0 where an axis broadcasts
     int heads;  // of the mask: row = batch * heads + head
     int key_length, query_length, chunks, queries, tiles, capacity, summary_blocks;
-    int short_tiles, missing_queries;  // so many tiles, the first ones, have so many queries less
+    int short_tiles, missing_queries;  // that many tiles, the first ones, have that many queries less
     int tile_warps;  // warps of tile_lists that make a tile's list: 1, 2 or 4
     int super_queries, supers, super_capacity, sequences;
     long long super_entries;  // SEQUENCES: instead of supers * super_capacity
@@ -188,8 +188,8 @@ __device__ __forceinline__ int first_query_of(const ListParams& p, int tile) {
 }
 
 // A block makes the lists of consecutive tiles: all of it looks for keys that any of them sees, a step at a time, and
-// passes them through shared memory; then `tile_warps` warps make each tile's list of them. Keys that all tiles see in full,
-// nearly all of them, are copied; the others are sorted, by each warp of the tile for itself.
+// passes them through shared memory; then `tile_warps` warps make each tile's list of them. Keys that all tiles see in
+// full, nearly all of them, are copied; the others are sorted, by each warp of the tile for itself.
 extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParams p) {
     wait_for_earlier_kernels();
     constexpr int STEP = 4;  // consecutive compacted keys a thread looks at

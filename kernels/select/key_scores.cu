@@ -3,20 +3,21 @@
 //
 // With GRADIENT, instead of the scores, from their gradient dscore:
 //             ddt = dscore * d score / d dt,  dA_partial = dscore * d score / d A[h] of this key alone;
-// both are 0 where dscore is 0, whatever the value holds (nobody saw the key).
+// both are 0 where dscore is 0, whatever the value holds (no query saw the key).
 //
 // value    // (B, Lk, Hkv, D) VALUE, any batch, row and head strides
 // dt_proj  // (Hkv, Hkv * D) WEIGHT, any row stride      A, dt_bias // (Hkv) f32
 // score, dscore, ddt, dA_partial // (B, Hkv, Lk) f32, contiguous; accumulated in float32
 //
-// With TENSOR_CORES (16-bit numbers of one type, in rows of aligned 16 bytes) a warp multiplies 16 keys by all heads' weights on the
-// tensor cores, and waits for nobody. It reads nothing twice but the weights, so what bounds it are the bytes of the values.
-// The order of channels in a sum does not matter: those of a step are dealt out so that a lane's are 8 that follow each other.
+// With TENSOR_CORES (16-bit elements of one type, in rows of aligned 16 bytes) a warp multiplies 16 keys by all heads'
+// weights on the tensor cores, without barriers. It reads nothing twice but the weights, so what bounds it are the
+// bytes of the values. The order of channels in a sum does not matter: those of a step are assigned so that a lane has
+// 8 consecutive ones.
 //
-// Otherwise a block owns BLOCK_KEYS keys and HEAD_TILE heads, whose weights pass through shared memory CHANNELS at a time (all
-// at once, and once per block, where there are no more than that). A warp takes 32 / HEAD_TILE keys a round; its lanes
-// share the channels, keep one partial sum per key and head, and are summed so that every lane ends with one finished
-// (key, head), which it writes.
+// Otherwise a block owns BLOCK_KEYS keys and HEAD_TILE heads, whose weights pass through shared memory CHANNELS at a
+// time (all at once, and once per block, where there are no more than that). A warp takes 32 / HEAD_TILE keys a round;
+// its lanes share the channels, keep one partial sum per key and head, and are summed so that every lane ends with one
+// finished (key, head), which it writes.
 //
 // Prelude: VALUE, WEIGHT, HEAD_DIM, KV_HEADS, HEAD_TILE (1, 2, 4 or 8), VECTOR (4 numbers a load, else 1), EXP_FORM,
 // GRADIENT, TENSOR_CORES.
@@ -139,7 +140,7 @@ __device__ __forceinline__ void transpose_sum(float (&values)[32]) {
 }
 
 __device__ __forceinline__ void load_weights(Weights& weights, const ScoreParams& p, int first_head, int base, int count) {
-    __syncthreads();  // everybody is done with the weights of the channels before
+    __syncthreads();  // all threads are done with the weights of the channels before
 #pragma unroll
     for (int h = 0; h < HEAD_TILE; ++h) {
         const WEIGHT* row = p.dt_proj + min(first_head + h, KV_HEADS - 1) * p.weight_row + base;

@@ -7,8 +7,8 @@
 // dt_proj // (Hkv, Hkv * D) WEIGHT               dvalue, dvalue_in // (B, Lk, Hkv, D) VALUE; dvalue is contiguous
 // partial // (slices, Hkv, Hkv * D) f32, a slice being SLICE_KEYS keys of one batch entry
 //
-// A thread owns one channel c: of BLOCK_KEYS keys, or of the sums of a slice. A key whose ddt is 0 adds nothing, whatever its
-// value holds.
+// A thread owns one channel c: of BLOCK_KEYS keys, or of the sums of a slice. A key whose ddt is 0 adds nothing,
+// whatever its value holds.
 //
 // Prelude: VALUE, WEIGHT, HEAD_DIM, KV_HEADS, HEAD_TILE (heads whose sums a thread keeps at a time).
 #include "common/arch.cuh"
@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) value_gradient(const Score
     const bool exists = c < ALL_CHANNELS;
     float accumulators[BLOCK_KEYS] = {};
     for (int head = 0; head < KV_HEADS; head += HEAD_TILE) {
-        __syncthreads();  // everybody is done with the heads before
+        __syncthreads();  // all threads are done with the heads before
         for (int i = threadIdx.x; i < HEAD_TILE * BLOCK_KEYS; i += THREADS) {
             const int h = head + i / BLOCK_KEYS, key = first_key + i % BLOCK_KEYS;
             ddt[i / BLOCK_KEYS][i % BLOCK_KEYS] =
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) weight_gradient(const Scor
     const int own = min(c, ALL_CHANNELS - 1);
     const VALUE* value = p.value + batch * p.value_batch + own / HEAD_DIM * p.value_head + own % HEAD_DIM;
     for (int head = 0; head < KV_HEADS; head += HEAD_TILE) {
-        __syncthreads();  // everybody is done with the heads before
+        __syncthreads();  // all threads are done with the heads before
         for (int i = threadIdx.x; i < HEAD_TILE * SLICE_KEYS; i += THREADS) {
             const int h = head + i / SLICE_KEYS, k = i % SLICE_KEYS;
             ddt[i / SLICE_KEYS][k] =

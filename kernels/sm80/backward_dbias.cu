@@ -1,15 +1,16 @@
 // Gradient of a dense bias that several heads, batch entries or keys share:
 //     dbias[b', h', i, j] = sum of ds[b, h, i, j] over the (b, h) that share it (SUM_KEYS: and over all j),
-// with ds as in sm80/backward_dq.cu. (A bias that nobody shares gets its gradient there.)
+// with ds as in sm80/backward_dq.cu. (A bias that is not shared gets its gradient there.)
 //
 // dbias // (1|B, 1|Hkv|H, Lq, 1|Lk) BIAS_ELEMENT, contiguous
 //
 // A block owns BLOCK_M queries and BLOCK_N keys (SUM_KEYS: all keys, BLOCK_N at a time) of one row of the bias, and makes s
 // and dp of every head and batch entry in turn: their sum stays in registers, in float32 and in a fixed order, and every
-// element has one writer. Keys and values stay while heads of one group follow each other. Pairs of tiles in which
+// element has one writer. Keys and values stay while heads of one GQA group are consecutive. Pairs of tiles in which
 // nothing is visible are skipped before anything is loaded.
 //
-// Prelude: that of sm80/gather.cuh (with HEADS 1, KEYS_CONTIGUOUS, BIAS_DENSE, no SEQUENCES), MIN_BLOCKS, INTERVALS, SUM_KEYS.
+// Prelude: that of sm80/gather.cuh (with HEADS 1, KEYS_CONTIGUOUS, BIAS_DENSE, no SEQUENCES), MIN_BLOCKS, INTERVALS,
+// SUM_KEYS.
 #include "common/arch.cuh"
 #include "sm80/gather.cuh"
 
@@ -44,7 +45,7 @@ __device__ __forceinline__ Sight look(Shared& shared, const AttentionParams& p, 
         any |= state;
         all &= state;
     }
-    __syncthreads();  // everybody is done with the rows and words of the pair before
+    __syncthreads();  // all threads are done with the rows and words of the pair before
     if (any != 0 && all != 3) {
         const unsigned* columns = p.columns + (row * p.query_words + t.first_query / 32) * p.key_stride + first_key;
         for (int i = threadIdx.x; i < WORDS * BLOCK_N; i += THREADS)
@@ -67,7 +68,7 @@ __device__ __forceinline__ Sight look(Shared& shared, const AttentionParams& p, 
         any = start < stop && start <= t.last_position && stop > t.first_position;
         some_hidden = !(start <= t.first_position && stop > t.last_position);
     }
-    any = __syncthreads_or(any);  // also: everybody is done with the rows and facts of the pair before
+    any = __syncthreads_or(any);  // also: all threads are done with the rows and facts of the pair before
     some_hidden = __syncthreads_or(some_hidden);
     if (threadIdx.x < BLOCK_N) {
         shared.start[threadIdx.x] = start;

@@ -3,20 +3,21 @@
 // with p, ds and dx as in sm80/backward_dq.cu; i runs over the queries of all heads of the key's group.
 //
 // A block owns BLOCK_N keys of one kv head and walks over the queries that may see them, BLOCK_Q at a time. Its transposed
-// logits (key rows, query columns) come from the tensor cores in the layout of the next product's left operand, so
+// logits (key rows, query columns) come from the tensor cores in the layout of the next MMA's left operand, so
 // probabilities and their gradients stay in registers. A warp owns 16 keys: their dk, dv and dbias are in its registers.
 //   KEYS_CONTIGUOUS  keys in their own order, every query: dkey, dvalue, dbias are written directly (INTERVALS: with the
 //                    intervals of a mask; else CAUSAL or none)
-//   KEYS_LISTED      keys of the list of a super-tile of consecutive queries, which few keys outlive: sums over these queries
-//                    are written as rows of float32, which sm80/backward_reduce.cu adds up in the order of the super-tiles.
-//                    BITS: the lists are those of lists/dense_macro_tiles.cu, steps in which no pair is visible are left out, and sums
-//                    over all queries (one super-tile) are written directly
+//   KEYS_LISTED      keys of the list of a super-tile of consecutive queries, which few keys outlive: sums over these
+//                    queries are written as rows of float32, which sm80/backward_reduce.cu adds up in the order of the
+//                    super-tiles. BITS: the lists are those of lists/dense_macro_tiles.cu, steps in which no pair is
+//                    visible are left out, and sums over all queries (one super-tile) are written directly
 // With SEQUENCES neither kind of block crosses a sequence (common/varlen.cuh).
 // Every result has one writer and a fixed order of additions: the same bits on every run.
 //
 // Prelude: ELEMENT, HEAD_DIM, VECTOR, BLOCK_N, BLOCK_Q, WARPS, MIN_BLOCKS, KEYS, INTERVALS, BITS, CAUSAL, BIAS,
-// BIAS_ELEMENT, SOFTCAP, DIM_SLICES (head dims above 128: a block makes one part of the columns of dk and dv), DKEY, DVALUE,
-// DBIAS (what is wanted; DBIAS with BIAS_OF_KEYS only), SEQUENCES (with neither BITS nor BIAS_DENSE). BITS: KEYS_LISTED.
+// BIAS_ELEMENT, SOFTCAP, DIM_SLICES (head dims above 128: a block makes one slice of the columns of dk and dv), DKEY,
+// DVALUE, DBIAS (what is wanted; DBIAS with BIAS_OF_KEYS only), SEQUENCES (with neither BITS nor BIAS_DENSE). BITS:
+// KEYS_LISTED.
 #include "common/arch.cuh"
 #include "common/bias.cuh"
 #include "common/mask.cuh"
@@ -302,8 +303,9 @@ __device__ __forceinline__ void gradients(Accumulator (&s)[QUERY_FRAGMENTS], Acc
     }
 }
 
-// sums += s . rows for this warp's keys (s rounded to the type of an operand) and this block's columns
-__device__ __forceinline__ void accumulate(Accumulator (&accumulators)[SLICE_FRAGMENTS], const Accumulator (&s)[QUERY_FRAGMENTS],
+// accumulators += s . rows for this warp's keys (s rounded to the type of an operand) and this block's columns
+__device__ __forceinline__ void accumulate(Accumulator (&accumulators)[SLICE_FRAGMENTS],
+                                           const Accumulator (&s)[QUERY_FRAGMENTS],
                                              const ELEMENT* rows, int first_fragment) {
 #pragma unroll
     for (int n = 0; n < QUERY_FRAGMENTS; ++n) {
@@ -371,7 +373,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_dkv(c
     for (int h = 0; h < group_heads; ++h) {
         const int head = t.group * group_heads + h;
         const long long head_row = (long long)t.batch * p.heads + head;
-        __syncthreads();  // everybody is done with the head before
+        __syncthreads();  // all threads are done with the head before
         load_key_facts(shared, p, t, head);
         __syncthreads();  // intervals and biases are in place
 #if BITS
@@ -404,7 +406,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_dkv(c
             const QueryStep after = steps.next();
             const int next_slot = slot == 2 ? 0 : slot + 1, after_slot = next_slot == 2 ? 0 : next_slot + 1;
             copy_async_wait<0>();
-            __syncthreads();  // this step's rows and the next one's statistics are in place; nobody reads the other stage
+            __syncthreads();  // this step's rows and the next one's statistics are in place; no thread reads the other stage
             if (following.first < steps.end) {
                 load_queries(shared, p, t, head, following.first, next_slot, stage ^ 1);
                 fetch_words(shared, p, t, head, following, stage ^ 1);

@@ -6,11 +6,11 @@
 // dbias  // (B, H, Lq, Lk) BIAS_ELEMENT, with DBIAS: ds of the keys that the tile looks at, each pair has one writer;
 //           the others must be 0 before
 //
-// The same tiles and the same way through the keys as sm80/forward.cu, with three products a block instead of two. Probabilities
-// come from lse, so no softmax state is kept. dx is rounded to the type of an operand before its product.
+// The same tiles and the same way through the keys as sm80/forward.cu, with three MMAs a block instead of two.
+// Probabilities come from lse, so no softmax state is kept. dx is rounded to the type of an operand before its MMA.
 //
-// Prelude: that of sm80/gather.cuh (PAGE_SIZE 0), MIN_BLOCKS, DBIAS (with BIAS_DENSE of all batch entries, heads, queries and
-// keys).
+// Prelude: that of sm80/gather.cuh (PAGE_SIZE 0), MIN_BLOCKS, DBIAS (with BIAS_DENSE of all batch entries, heads,
+// queries and keys).
 #include "common/arch.cuh"
 #include "sm80/gather.cuh"
 
@@ -20,7 +20,7 @@ struct Shared {
     KeyTiles keys;
 };
 
-// s becomes dx from the products s = q . k and dp = dout . v, with DBIAS dp becomes ds.
+// s becomes dx from s = q . k and dp = dout . v, with DBIAS dp becomes ds.
 __device__ __forceinline__ void logit_gradients(Accumulator (&s)[WARP_ROWS][KEY_FRAGMENTS],
                                                 Accumulator (&dp)[WARP_ROWS][KEY_FRAGMENTS],
                                                 const KeyTiles& shared, int stage, const LogitScale& logit,
@@ -144,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_dq(co
         const KeyBlock after = blocks.next();
         const int next_slot = slot == 2 ? 0 : slot + 1, after_slot = next_slot == 2 ? 0 : next_slot + 1;
         copy_async_wait<0>();
-        __syncthreads();  // this block's rows and the next one's indices are in place; nobody reads the other stage
+        __syncthreads();  // this block's rows and the next one's indices are in place; no thread reads the other stage
         gather(following, next_slot, stage ^ 1);
         fetch_indices(shared.keys, blocks, after, after_slot);
         copy_async_commit();

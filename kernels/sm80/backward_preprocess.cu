@@ -1,9 +1,9 @@
-// delta_i = sum over d of dout[i,d] * out[i,d]  (- dlse_i), a warp a row; 0 for a row that sees nothing. The first kernel of the
-// backward pass.
+// delta_i = sum over d of dout[i,d] * out[i,d]  (- dlse_i), a warp a row; 0 for a row that sees nothing. The first
+// kernel of the backward pass.
 //
 // dout, out // (B, Lq, H, D) ELEMENT, any strides    delta, dlse // (B, H, Lq) f32
 //
-// Prelude: ELEMENT, HEAD_DIM, VECTOR (four numbers are read at a time).
+// Prelude: ELEMENT, HEAD_DIM, VECTOR (four elements are read at a time).
 #include "common/arch.cuh"
 #include "common/params.cuh"
 

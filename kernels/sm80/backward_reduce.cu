@@ -1,4 +1,5 @@
-// The sums that each super-tile of queries left (sm80/backward_dkv.cu), added in the order of the super-tiles, a warp a key.
+// The sums that each super-tile of queries left (sm80/backward_dkv.cu), added in the order of the super-tiles, a warp a
+// key.
 //
 // dkey, dvalue // (B, Lk, Hkv, D) ELEMENT and dbias // (B, H, Lk) f32 of the keys that some query sees. Other keys are left
 // alone; with BITS they get zeros, and where there is one super-tile sm80/backward_dkv.cu has written the results.

@@ -1,5 +1,5 @@
-// Tiles of keys for the gradients of keys and values: which keys a block of sm80/backward_dkv.cu has, and which queries it goes
-// through.
+// Tiles of keys for the gradients of keys and values: which keys a block of sm80/backward_dkv.cu has, and which queries
+// it goes through.
 //
 // Prelude: as sm80/backward_dkv.cu.
 #pragma once

@@ -120,8 +120,8 @@ struct LaneBias {
 };
 #endif
 
-// The visibility of the block's key `key`: the word of this warp's queries, or the first position that sees it and the first
-// that no longer does.
+// The visibility of the block's key `key`: the word of this warp's queries, or the first position that sees it and the
+// first that no longer does.
 #if BITS
 static_assert(32 % (16 / HEADS > 0 ? 16 / HEADS : 1) == 0, "a warp's queries lie in one word");
 

@@ -88,7 +88,8 @@ __device__ __forceinline__ void tma_load(void* shared, const TensorMap* map, Bar
         : "memory");
 }
 
-// The same in the other direction, without what lies beyond the tensor. A thread waits for the stores that it has committed.
+// The same in the other direction, without what lies beyond the tensor. A thread waits for the stores that it has
+// committed.
 __device__ __forceinline__ void tma_store(const TensorMap* map, const void* shared, int x0, int x1, int x2, int x3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
                  ::"l"(map), "r"(shared_address(shared)), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
@@ -133,7 +134,8 @@ __device__ __forceinline__ void barrier_expect(Barrier* barrier, int bytes) {
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
-// cp.async.mbarrier.arrive.noinc: one of the expected arrivals, once all of the calling thread's copies so far are complete.
+// cp.async.mbarrier.arrive.noinc: one of the expected arrivals, once all of the calling thread's copies so far are
+// complete.
 __device__ __forceinline__ void barrier_arrive_after_copies(Barrier* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
@@ -174,8 +176,8 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
 // fence.proxy.async: makes the calling thread's writes to shared memory visible to the tensor cores and to TMA.
 __device__ __forceinline__ void shared_write_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// stmatrix: four 8 x 8 matrices of 16-bit elements side by side in an accumulator's layout; lane l has the address of row l % 8
-// of matrix l / 8.
+// stmatrix: four 8 x 8 matrices of 16-bit elements side by side in an accumulator's layout; lane l has the address of
+// row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrices(unsigned row, const unsigned (&words)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                  ::"r"(row), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");

@@ -45,9 +45,9 @@ __device__ __forceinline__ WorkTile schedule(const ForwardParams& launch, int wa
     return {index < all, tile.set, tile.index, 0, CONSUMERS, is_split ? static_cast<int>(block % num_splits) : -1};
 #else
     const int before = wave * grid;
-    // If the tiles of the last wave are fewer than CTAs, the first ones (`cut_tiles`) are cut into a slice for each consumer,
-    // and the others into two if they are few (`halved`). No branches: at the start of a kernel each would wait for
-    // instructions.
+    // If the tiles of the last wave are fewer than CTAs, the first ones (`cut_tiles`) are cut into a slice for each
+    // consumer, and the others into two if they are few (`halved`). No branches: at the start of a kernel each would
+    // wait for instructions.
     const unsigned rest = max(all - before, 0);
     const bool short_tail = ROW_CUT && p.short_tiles > 0;  // the last wave has short tiles, none of them cut
     const bool halved = ROW_CUT && !short_tail && 2 * rest <= grid;

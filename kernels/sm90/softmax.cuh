@@ -61,8 +61,8 @@ struct OnlineSoftmax {
     }
 
 #if SOFTCAP && BIAS != BIAS_DENSE
-    // The same for a full block of Q K^T, from which a polynomial makes logits, for rows with max_is_zero(). Returns whether
-    // the polynomial holds for all of them.
+    // The same for a full block of Q K^T, from which a polynomial makes logits, for rows with max_is_zero(). Returns
+    // whether the polynomial holds for all of them.
     template <bool high>
     __device__ __forceinline__ bool exponentiate(Fragment (&s)[KEY_FRAGMENTS], const LaneBias& bias,
                                                  const SoftcapPolynomial& polynomial, float (&sum)[2]) const {
