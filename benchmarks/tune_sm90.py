@@ -4,8 +4,8 @@
     python benchmarks/tune_sm90.py --kind intervals --head-dim 64
     python benchmarks/tune_sm90.py --in-use --kernels /tmp/other --case "16/8 N32768"   other kernels too
 
-For every kind of keys of ``hopper_tiles.TILES``, head dim, group and length: each candidate tile (rows x keys x stages
-of keys x stages of values x stages of queries), with and without turns, and the portable kernel, whether the call would
+For every kind of keys of ``sm90_tiles.TILES``, head dim, group and length: each candidate tile (rows x keys x stages
+of keys x stages of values x stages of queries), with and without ping-pong, and the portable kernel, whether the call would
 go there or not. Inputs: bfloat16, batch 1, independent normal numbers; intervals: top-w masks of independent scores,
 with these as bias; bits: half of a dense mask visible, shared by all heads; softcaps of 30. Lists of intervals are
 cached, dense masks are packed in every call. Timing: see measure.py. Every output is compared with the portable
@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
 from benchmarks.harness.suite import RESULTS
-from cupy_dma.backends.cuda.attention import forward, sm90, sm90_schedule
-from cupy_dma.backends.cuda.attention.sm90_schedule import HopperTile
+from cupy_dma.backends.cuda.attention import sm90, sm90_tiles
+from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile
 from cupy_dma.backends.cuda.runtime import jit
 
-KINDS = tuple(sm90_schedule.TILES)
+KINDS = tuple(sm90_tiles.TILES)
 SHORT_CANDIDATES = {  # for lists of few keys; by the largest head dim
     64: [HopperTile(192, 64, 6, 6, 3), HopperTile(192, 96, 5, 5, 3), HopperTile(128, 64, 6, 6, 3),
          HopperTile(128, 128, 4, 4, 2)],
@@ -67,7 +67,7 @@ class Case(NamedTuple):
 def cases(kinds: list[str], head_dims: list[int]) -> list[Case]:
     found = []
     for kind in kinds:
-        for d in (d for d in head_dims if sm90_schedule.tiles_of(kind, d)):
+        for d in (d for d in head_dims if sm90_tiles.tiles_of(kind, d)):
             if kind in WINDOWS:
                 found += [Case(kind, d, *heads, n, w) for heads in ((2, 1), (16, 8)) for n, w in WINDOWS[kind]]
             elif kind == "bits":
@@ -86,7 +86,7 @@ def tiles(case: Case) -> list[HopperTile]:
 
 
 def name(tile: HopperTile) -> str:
-    return "x".join(map(str, tile[:5])) + " in turns" * tile.ping_pong
+    return "x".join(map(str, tile[:5])) + " ping-pong" * tile.ping_pong
 
 
 @contextlib.contextmanager
@@ -105,11 +105,12 @@ def forced(tile: HopperTile | None) -> Iterator[None]:
 def kernels_of(folder: Path | None) -> Iterator[None]:
     """Kernels are compiled from this folder, or from the tree's own. Their parameters must be those of the tree."""
     saved = jit.kernels_directory
-    loaded = [module._kernel for name, module in list(sys.modules.items())
-              if name.startswith("cupy_dma.backends.cuda.") and hasattr(module, "_kernel")]
+    loaders = [function for name, module in list(sys.modules.items()) if name.startswith("cupy_dma.backends.cuda.")
+               for function in vars(module).values()
+               if hasattr(function, "cache_clear") and function.__name__.endswith("_kernel")]
 
     def forget() -> None:
-        for cache in (jit.source_text, jit.compile, jit.load, forward.load_kernel, *loaded):
+        for cache in (jit.source_text, jit.compile, jit.load, *loaders):
             cache.cache_clear()
 
     if folder is not None:
@@ -152,7 +153,7 @@ def measured(case: Case, folders: Sequence[Path] = (), only_in_use: bool = False
     with forced(None):
         expected = call()
         rows = [{"tile": "portable", "ms": measure.gpu_ms(call)[0], "right": True}]
-    in_use = sm90_schedule.tiles_of(case.kind, case.head_dim)
+    in_use = sm90_tiles.tiles_of(case.kind, case.head_dim)
     for tile in tiles(case):
         if only_in_use and tile not in in_use:
             continue

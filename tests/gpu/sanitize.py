@@ -2,7 +2,7 @@
 
     compute-sanitizer --tool memcheck  python -m tests.gpu.sanitize
     compute-sanitizer --tool racecheck python -m tests.gpu.sanitize
-    ... python -m tests.gpu.sanitize forward varlen                    some parts only
+    ... python -m tests.gpu.sanitize forward varlen                    some kernels only
     ... python -m tests.gpu.sanitize backward --share 2/4              every fourth of their cases, from the second on
 
 CuPy's memory pool is off, so that every array has its own allocation and a read past its end is seen. Results are
@@ -26,7 +26,7 @@ import numpy as np
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends import cuda
-from cupy_dma.backends.cuda.attention.sm90_schedule import TILES, HopperTile
+from cupy_dma.backends.cuda.attention.sm90_tiles import TILES, HopperTile
 from cupy_dma.backends.cuda.decode import step
 from cupy_dma.backends.cuda.runtime.device import CudaRuntime
 from cupy_dma.backward import attention_backward, key_scores_backward
@@ -52,8 +52,8 @@ def forward(dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")) -> int
 
 
 def hopper_forward(tile: HopperTile, largest: int) -> int:
-    """The Hopper kernel with this tile, also where it would not pay; on two SMs, so that blocks go on from
-    tile to tile, of which the last one is cut up where their number is odd; and on more, with tiles split up."""
+    """The Hopper kernel with this tile, also where it would not pay: on two SMs, so that CTAs go on from tile to tile, and
+    an odd last tile is cut by rows; and on more, with tiles split along their keys."""
     if not cuda.runtime.hopper(0):
         return 0
 
@@ -255,16 +255,16 @@ def key_scores() -> int:
     return len(cases)
 
 
-def in_portable_kernels(part: Callable[[], int]) -> int:
+def in_portable_kernels(suite: Callable[[], int]) -> int:
     with portable():
-        return part()
+        return suite()
 
 
-PARTS = {"forward": functools.partial(in_portable_kernels, forward), "backward": backward, "super-tiles": super_tiles,
+SUITES = {"forward": functools.partial(in_portable_kernels, forward), "backward": backward, "super-tiles": super_tiles,
          "varlen": functools.partial(in_portable_kernels, varlen_forward), "varlen-backward": varlen_backward,
          "selection": selection, "decoding": decoding,
          "clusters": clusters, "scores": key_scores}
-PARTS |= {f"hopper-{tile.block_m}x{tile.block_n}x{tile.stages}{'-turns' * tile.turns}":
+SUITES |= {f"hopper-{tile.block_m}x{tile.block_n}x{tile.stages}{'-ping-pong' * tile.ping_pong}":
           functools.partial(hopper_forward, tile, largest)
           for kind in TILES.values() for largest, tiles in kind.items() for tile in tiles}
 
@@ -272,19 +272,19 @@ PARTS |= {f"hopper-{tile.block_m}x{tile.block_n}x{tile.stages}{'-turns' * tile.t
 def main(arguments: list[str] | None = None) -> int:
     global share
     options = argparse.ArgumentParser(description="Run every kernel once, on small odd shapes.")
-    options.add_argument("part", nargs="*", help=f"only these, of {', '.join(PARTS)}")
+    options.add_argument("suite", nargs="*", help=f"only these, of {', '.join(SUITES)}")
     options.add_argument("--share", metavar="I/N", default="1/1", help="every Nth case of the grids, from the Ith on")
     args = options.parse_args(arguments)
-    chosen = args.part or list(PARTS)
-    if not set(chosen) <= set(PARTS):
-        options.error(f"part must be of {', '.join(PARTS)}, got {' '.join(chosen)}")
+    chosen = args.suite or list(SUITES)
+    if not set(chosen) <= set(SUITES):
+        options.error(f"suite must be of {', '.join(SUITES)}, got {' '.join(chosen)}")
     found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", args.share)
     if not found or int(found[1]) > int(found[2]):
         options.error(f"--share must be I/N with 1 <= I <= N, got {args.share}")
     share = slice(int(found[1]) - 1, None, int(found[2]))
     cupy.cuda.set_allocator(None)
     with contextlib.redirect_stdout(io.StringIO()):  # the errors of every case
-        counts = {name: PARTS[name]() for name in chosen}
+        counts = {name: SUITES[name]() for name in chosen}
     print("agree with the oracle:", ", ".join(f"{count} {name}" for name, count in counts.items()))
     return 0
 

@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 from cupy_dma.backends.cuda.attention import sm90
-from cupy_dma.backends.cuda.attention.sm90_schedule import HopperTile
+from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile
 
 TILES = {  # and head dims that fit
     "128x128": (HopperTile(128, 128, 2, 2, 2), range(1, 129)),

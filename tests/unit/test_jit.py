@@ -8,10 +8,10 @@ import struct
 
 import pytest
 
-from cupy_dma.backends.cuda.attention import flash_decode, last_queries, sm90, sm90_schedule, tiles
+from cupy_dma.backends.cuda.attention import flash_decode, sm90, sm90_tiles, split, tiles
 from cupy_dma.backends.cuda.decode import step
 from cupy_dma.backends.cuda.runtime import configs, jit
-from cupy_dma.backends.cuda.select import prefix
+from cupy_dma.backends.cuda.select import last_queries, prefix
 
 try:
     jit.find_headers()
@@ -135,12 +135,12 @@ def sequences(limit: int) -> list[jit.Config]:
 
 def decoding() -> list[jit.Config]:
     """The kernels of decoding: rows of each length, with one operand of query heads and with two."""
-    found: list[jit.Config] = [last_queries.LastQueriesConfig(intervals) for intervals in (False, True)]
+    found: list[jit.Config] = [last_queries.LastQueriesConfig(intervals=intervals) for intervals in (False, True)]
     for dtype, size, rows in (("bfloat16", 64, 2), ("float16", 128, 16), ("bfloat16", 128, 4), ("float16", 256, 8),
                               ("float32", 64, 16), ("float32", 128, 2), ("float16", 33, 3)):
         element, vector = configs.ELEMENTS[dtype], size % 8 == 0
-        common = (element, size, size, vector, rows, step.WARPS, size == 33,
-                  step.min_blocks(size, size, dtype, rows))
+        common = (element, size, size, vector, rows, split.WARPS, size == 33,
+                  split.min_blocks(size, size, dtype, rows))
         found += [step.StepConfig(*common, attend, 1) for attend in (True, False)]
         found += [flash_decode.FlashDecodeConfig(*common, *rest) for rest in (
             (True, rows > 2, False, True), (False, True, rows == 4, True), (False, False, rows == 3, False))]
@@ -197,7 +197,7 @@ def test_every_kernel_compiles_without_large_spills(arch, source):
 
 
 @needs_compiler
-@pytest.mark.parametrize("keys", sm90_schedule.TILES)
+@pytest.mark.parametrize("keys", sm90_tiles.TILES)
 @pytest.mark.parametrize("heads", [1, 2])
 def test_hopper_kernels_keep_their_products_asynchronous(keys, heads):
     bits, bias, contiguous = keys == "bits", "intervals" in keys or "bias" in keys, "contiguous" in keys
@@ -206,7 +206,7 @@ def test_hopper_kernels_keep_their_products_asynchronous(keys, heads):
         variants += [(configs.BIAS_DENSE, "__nv_bfloat16", False, masked, False) for masked in (True, False)]
     elif heads == 2 and keys == "intervals":
         variants.append((configs.BIAS_OF_KEYS, "float", True, False, True))
-    for head_dim, tile in ((d, tile) for d, shapes in sm90_schedule.TILES[keys].items() for tile in shapes):
+    for head_dim, tile in ((d, tile) for d, shapes in sm90_tiles.TILES[keys].items() for tile in shapes):
         for kind, element, sequences, masked, softcap in variants:
             check_hopper_kernel(sm90.HopperForwardConfig(
                 "__nv_bfloat16", head_dim, heads, *tile, "KEYS_CONTIGUOUS" if contiguous else "KEYS_LISTED", contiguous,
@@ -215,10 +215,10 @@ def test_hopper_kernels_keep_their_products_asynchronous(keys, heads):
 
 @needs_compiler
 @pytest.mark.parametrize(("keys", "causal"), [("contiguous", True), *(
-    (keys, False) for keys in sm90_schedule.TILES if keys not in ("bits", "short intervals"))])
+    (keys, False) for keys in sm90_tiles.TILES if keys not in ("bits", "short intervals"))])
 def test_hopper_kernels_of_parts_do_so_too(keys, causal):
     listed, softcap = "intervals" in keys, "softcap" in keys
-    for head_dim, tile in ((d, tile) for d in (64, 128) for tile in sm90_schedule.TILES[keys][d]):
+    for head_dim, tile in ((d, tile) for d in (64, 128) for tile in sm90_tiles.TILES[keys][d]):
         check_hopper_kernel(sm90.HopperForwardConfig(
             "__half", head_dim, 2, *tile, "KEYS_LISTED" if listed else "KEYS_CONTIGUOUS", causal,
             int(listed or "bias" in keys), softcap, False, "float", False, not listed, True, False, split=True))

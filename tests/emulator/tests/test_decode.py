@@ -9,7 +9,7 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.arrays import describe, numpy_dtype
-from cupy_dma.backends.cuda.attention import flash_decode, last_queries
+from cupy_dma.backends.cuda.attention import flash_decode, last_queries, split
 from cupy_dma.backends.cuda.decode import step
 from tests.oracle import cases, reference
 from tests.oracle.cache_cases import SCORES, History
@@ -183,7 +183,7 @@ def test_parts_cover_the_slots():
         for pairs in (1, 8, 300):
             for group in (0, 1, 8, 9, 40):
                 cut = step.split((pairs, 1, rows, 128), 128, group, "float16", 132, False)
-                assert cut.split_size % step.STEP == 0 and cut.num_splits <= step.MAX_SPLITS and cut.cluster == 1
+                assert cut.split_size % split.STEP == 0 and cut.num_splits <= split.MAX_SPLITS and cut.cluster == 1
                 assert (cut.num_splits - 1) * cut.split_size < rows <= cut.num_splits * cut.split_size
                 assert cut.rows * cut.sets >= group and 1 <= cut.rows <= 16
 
@@ -194,7 +194,7 @@ def test_few_heads_take_clusters():
             (1024, 9, 2, False), (1024, 1, 17, False), (65536, 1, 2, False)):
         cut = step.split((1, pairs, rows, 64), 64, group, "float16", 132, True)
         assert (cut.cluster == cut.num_splits == step.CLUSTER) == expected == (cut.cluster > 1)
-        assert cut.split_size % step.STEP == 0 and rows <= cut.num_splits * cut.split_size and cut.grid <= 132 * 3
+        assert cut.split_size % split.STEP == 0 and rows <= cut.num_splits * cut.split_size and cut.grid <= 132 * 3
 
 
 # ---- few queries against a long history ----

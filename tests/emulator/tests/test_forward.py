@@ -17,7 +17,7 @@ from hypothesis import given, settings
 
 import cupy_dma as dma
 from cupy_dma.arrays import CPU, library_named, numpy_dtype
-from cupy_dma.backends.cuda.attention import sm90, sm90_schedule
+from cupy_dma.backends.cuda.attention import sm90, sm90_schedule, sm90_tiles
 from cupy_dma.backends.cuda.lists import intervals
 from cupy_dma.backends.cuda.runtime import warmup
 from cupy_dma.backends.cuda.runtime.configs import ListConfig
@@ -384,7 +384,7 @@ def hopper_facts(head_dim, length, heads, kv_heads, window=None, bias=False, sof
     mask = dma.IntervalMask.top_w(scores, window) if window else None
     call = SimpleNamespace(head_dim=head_dim, softcap=softcap, query_length=length, key_length=length, heads=heads,
                            kv_heads=kv_heads, batch=1)
-    return sm90_schedule.facts_of(call, SimpleNamespace(
+    return sm90_tiles.facts_of(call, SimpleNamespace(
         bits=False, bias_kind=int(bias), mask=mask, bias=scores if bias else None, count=0, causal=causal,
         tile_heads=heads // kv_heads))
 
@@ -425,7 +425,7 @@ def test_lists_of_few_keys_have_a_third_place_for_queries(head_dim, window, plac
     (44 * 96, True, 44), (500 * 96, False, 132)])
 def test_few_tiles_are_cut_up(length, causal, blocks):
     facts = hopper_facts(64, length, 2, 1, causal=causal)._replace(key_length=300, seen=300)  # too few to be split up
-    assert sm90_schedule.work_of(facts, sm90_schedule.HopperTile(192, 64, 6, 6, 2), 132).grid == blocks
+    assert sm90_schedule.work_of(facts, sm90_tiles.HopperTile(192, 64, 6, 6, 2), 132).grid == blocks
 
 
 @pytest.mark.parametrize(("arguments", "queries", "grid", "first", "parts"), [
@@ -465,7 +465,7 @@ def test_tiles_are_split_up_along_many_keys(arguments, queries, grid, first, par
 def test_tiles_are_not_split_up_along_few_keys(arguments, queries, more):
     facts = hopper_facts(*arguments)
     facts = facts._replace(query_length=queries or facts.query_length, **more)
-    tile = sm90_schedule.HopperTile(192, 96, 5, 5, 2)
+    tile = sm90_tiles.HopperTile(192, 96, 5, 5, 2)
     assert sm90_schedule.work_of(facts, tile, 132).num_splits == 1
 
 
@@ -478,7 +478,7 @@ def test_tiles_are_not_split_up_along_few_keys(arguments, queries, more):
     (2048, 16, 8, 128, 8)])
 def test_sections_of_causal_heads_are_equal(length, heads, kv_heads, head_dim, section):
     facts = hopper_facts(head_dim, length, heads, kv_heads, causal=True)
-    tile = sm90_schedule.HopperTile(128, 128, 2, 2, 2)
+    tile = sm90_tiles.HopperTile(128, 128, 2, 2, 2)
     facts = facts._replace(tile_heads=2, group_sets=heads // kv_heads // 2)
     assert sm90_schedule.work_of(facts, tile, 132).swizzle_group == section
 
@@ -492,9 +492,9 @@ def test_sections_of_causal_heads_are_equal(length, heads, kv_heads, head_dim, s
     (32768, 32, 8, 16384, 0, 41.9),  # 8 heads of so many keys do not fit into the L2
 ])
 def test_the_shortest_tiles_come_last(length, heads, kv_heads, window, tiles, rounds):
-    facts, tile = hopper_facts(64, length, heads, kv_heads, window), sm90_schedule.HopperTile(192, 96, 5, 5, 2)
+    facts, tile = hopper_facts(64, length, heads, kv_heads, window), sm90_tiles.HopperTile(192, 96, 5, 5, 2)
     assert sm90_schedule.work_of(facts, tile, 132).tail_tiles == tiles
-    assert sm90_schedule.rounds(facts, tile, 132) == pytest.approx(rounds)
+    assert sm90_schedule.waves(facts, tile, 132) == pytest.approx(rounds)
 
 
 @pytest.mark.parametrize(("arguments", "queries", "tiles", "lower", "grid"), [
@@ -508,12 +508,12 @@ def test_the_shortest_tiles_come_last(length, heads, kv_heads, window, tiles, ro
     ((64, 45 * 96, 6, 3, 1024), 0, 45, 0, 132),  # of 132 tiles all rounds would be full
     ((64, 61440, 12, 12, 8192), 0, 320, 0, 132)])  # keys of all heads do not fit into the L2
 def test_the_last_round_may_have_lower_tiles(arguments, queries, tiles, lower, grid):
-    facts, tile = hopper_facts(*arguments), sm90_schedule.HopperTile(192, 96, 5, 5, 2)
+    facts, tile = hopper_facts(*arguments), sm90_tiles.HopperTile(192, 96, 5, 5, 2)
     facts = facts._replace(query_length=queries or facts.query_length)
     work = sm90_schedule.work_of(facts, tile, 132)
     assert (work.tiles, work.short_tiles, work.grid) == (tiles, lower, grid) and work.tail_tiles >= lower
     whole = sm90_schedule._whole_tiles(facts, tile, 132)
-    assert sm90_schedule.rounds(facts, tile, 132) == whole.tiles * facts.sets // 132 + 0.8 or lower == 0
+    assert sm90_schedule.waves(facts, tile, 132) == whole.tiles * facts.sets // 132 + 0.8 or lower == 0
 
 
 def test_lower_tiles_cover_all_queries():
@@ -523,7 +523,7 @@ def test_lower_tiles_cover_all_queries():
         for length in range(640, 40000, 640):
             facts = hopper_facts(64, length, heads * kv_heads, kv_heads, window)
             facts = facts._replace(tile_heads=2, group_sets=heads // 2)
-            for tile in sm90_schedule.tiles_of("intervals", 64):
+            for tile in sm90_tiles.tiles_of("intervals", 64):
                 work = sm90_schedule.work_of(facts, tile, num_sms)
                 if work.short_tiles:
                     before = (work.tiles - work.short_tiles) * facts.sets

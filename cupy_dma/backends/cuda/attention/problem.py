@@ -81,7 +81,7 @@ class Problem:
             pages = self.sequences.pages
             self.params.update(bounds=self.sequences.bounds.pointer, sequences=self.sequences.count)
             if pages is not None:
-                self.params.update(pages=pages.pointer, key_batch=0, value_batch=0, key_page=key.strides[0],
+                self.params.update(page_table=pages.pointer, key_batch=0, value_batch=0, key_page=key.strides[0],
                                    value_page=value.strides[0])
         if rows is not None:
             mask_batch, mask_heads = rows
@@ -115,8 +115,8 @@ class Problem:
 
     def key_lists(self, runtime: Runtime, queries: int, block_n: int, stream: int,
                   short_tiles: ShortTiles = NO_SHORT_TILES) -> KeyLists | None:
-        """The lists of keys of tiles of ``queries`` queries, some of a mask's ``short_tiles``; None where every key is looked
-        at. Lengths are not 0."""
+        """The lists of keys of tiles of ``queries`` queries, the first ``short_tiles`` of them with fewer; None where
+        every key is looked at. Lengths are not 0."""
         packed = self.packed_mask(runtime, stream)
         if packed is not None:
             return dense_lists(runtime, packed, queries, stream)
@@ -134,12 +134,13 @@ class Problem:
 
     def pack(self, lists: KeyLists | None = None, **fields: Any) -> Any:
         """The kernels' parameters, with what ``fields`` adds."""
-        return jit.params("common/params.cuh", "AttentionParams").pack_some(self.params, lists.fields if lists else {}, fields)
+        params = jit.params("common/params.cuh", "AttentionParams")
+        return params.pack_some(self.params, lists.fields if lists else {}, fields)
 
 
 def _bias(bias: Operand | None) -> tuple[Operand | None, int]:
-    """A bias as the kernels read it, and its kind: one of keys in float32, a dense one in its own type or float32 for
-    float64. Its array may have three or four axes."""
+    """A bias as the kernels read it, and its kind: per key in float32, or dense in its own type (float32 for float64).
+    Its array may have three or four axes."""
     if bias is None:
         return None, BIAS_NONE
     if bias.shape[2] != 1:

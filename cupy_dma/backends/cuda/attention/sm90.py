@@ -1,4 +1,4 @@
-"""The attention forward on Hopper GPUs (``kernels/sm90``): warpgroup matrix products over gathered keys.
+"""The attention forward on Hopper GPUs (``kernels/sm90``): warpgroup MMAs (wgmma) over gathered keys.
 
 It serves 16-bit elements in aligned rows, with a positive scale that a bias can be divided by, no float32 bias per
 query and key and, where there is a mask, more than a few keys; the portable kernel does the rest and gives the same
@@ -16,12 +16,13 @@ from numpy.polynomial import Polynomial
 
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.attention.problem import Problem
-from cupy_dma.backends.cuda.attention.sm90_schedule import HopperTile, Work, facts_of, is_dense, tile_shape, work_of
+from cupy_dma.backends.cuda.attention.sm90_schedule import Work, tile_shape, work_of
+from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile, facts_of, is_dense
 from cupy_dma.backends.cuda.attention.tma import queries_map, rows_map, runs_map
 from cupy_dma.backends.cuda.lists.intervals import KeyLists, ShortTiles
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE, ELEMENTS, blocks
-from cupy_dma.backends.cuda.runtime.device import Runtime
+from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
 
 if TYPE_CHECKING:
     from cupy_dma.calls.types import AttentionCall
@@ -32,7 +33,7 @@ class HopperForwardConfig(jit.Config):
     source = "sm90/forward.cu"
     element: str
     head_dim: int
-    heads: int  # of a group in one tile
+    heads: int  # of a GQA group in one tile
     block_m: int
     block_n: int
     stages: int
@@ -49,7 +50,7 @@ class HopperForwardConfig(jit.Config):
     kv_tma: bool
     query_tma: bool
     runs: bool
-    split: bool = False  # the last tiles are split up along their keys
+    split: bool = False  # the last tiles are split along their keys
 
     @property
     def shared_bytes(self) -> int:
@@ -77,7 +78,7 @@ class CombineConfig(jit.Config):
 
 
 COMBINE_THREADS = 256  # as in the kernel file
-SMALLEST_SCALE = 2.0**-40  # sums begin at bias / scale, which must stay far from the largest float32
+SMALLEST_SCALE = 2.0**-40  # accumulators begin at bias / scale, which must stay far from the largest float32
 FEW_KEYS = 512  # of a mask that is left to the portable kernel
 
 
@@ -90,7 +91,7 @@ def serves(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) 
 
 
 def _pays(call: AttentionCall, problem: Problem) -> bool:
-    """But for masks of few keys, where the portable kernel is faster by up to 6 us."""
+    """False for masks of few keys, where the portable kernel is faster by up to 6 us."""
     return call.key_length > FEW_KEYS or (problem.mask is None and not problem.bits)
 
 
@@ -108,13 +109,13 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
     work = work_of(facts, tile, num_sms)
     queries, stream = tile.block_m // problem.tile_heads, library.stream(device)
     problem.move_mask_to_rows(runtime, stream)
-    lists: KeyLists | None = problem.key_lists(runtime, queries, tile.block_n, stream,
-                                                     ShortTiles(work.short_tiles, 64 // problem.tile_heads))
+    short_tiles = ShortTiles(tiles=work.short_tiles, missing_queries=64 // problem.tile_heads)
+    lists: KeyLists | None = problem.key_lists(runtime, queries, tile.block_n, stream, short_tiles)
     ordered = is_dense(problem)
     key_maps = _runs_maps(call) if ordered else b"" if lists is not None else _maps(call, tile.block_n)
     query_map = queries_map(query, queries, problem.tile_heads) if tile.block_m % problem.tile_heads == 0 else None
     out_map = b"" if query_map is None else _out_map(call, problem, library.pointer(out))
-    kernel = _kernel(runtime, device.index, ELEMENTS[query.dtype], call.head_dim, problem.tile_heads, *tile,
+    kernel = _kernel(runtime, device.index, ELEMENTS[query.dtype], call.head_dim, problem.tile_heads, tile,
                      "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal and not problem.bits,
                      problem.bias_kind, call.softcap > 0.0, problem.bits, problem.bias_element, problem.count > 0,
                      bool(key_maps) and not ordered, query_map is not None, bool(key_maps) and ordered,
@@ -133,13 +134,13 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
 
 
 class _Splits:
-    """What the parts of the last tiles leave, of each tile one after the other (kernels/sm90/split_kv.cuh)."""
+    """The results of the splits of the last tiles, tile by tile (kernels/sm90/split_kv.cuh)."""
 
     def __init__(self, call: AttentionCall, problem: Problem, tile: HopperTile, work: Work):
         query = call.query
         sets = query.shape[0] * (call.heads // problem.tile_heads)
         self.call, self.work = call, work
-        self.config = ELEMENTS[query.dtype], call.head_dim, problem.tile_heads, tile.block_m
+        self.config = ELEMENTS[query.dtype], call.head_dim, problem.tile_heads, tile.block_m  # of CombineConfig
         self.rows = (sets * work.tiles - work.first) * tile.block_m
         rows = self.rows * work.num_splits
         self.workspace = query.library.empty((rows * (call.head_dim + 1),), "float32", query.device)
@@ -150,12 +151,13 @@ class _Splits:
             blocks=rows // tile.block_m)
 
     def combine(self, runtime: Runtime, out: Any, lse: Any) -> None:
-        """Adds them up, behind the kernel that left them."""
+        """Combines them, behind the kernel that left them."""
         query, work = self.call.query, self.work
         library, (batch, length, heads, _) = query.library, query.shape
         params = jit.params("sm90/combine.cu", "CombineParams").pack(
-            partial=self.output, partial_lse=self.lse, out=library.pointer(out), lse=library.pointer(lse), num_splits=work.num_splits,
-            first=work.first, batch=batch, query_length=length, heads=heads, tiles=work.tiles, tail_tiles=work.tail_tiles)
+            partial=self.output, partial_lse=self.lse, out=library.pointer(out), lse=library.pointer(lse),
+            num_splits=work.num_splits, first=work.first, batch=batch, query_length=length, heads=heads,
+            tiles=work.tiles, tail_tiles=work.tail_tiles)
         kernel, block_rows = _combine_kernel(runtime, query.device.index, *self.config)
         kernel.launch(self.rows // block_rows, COMBINE_THREADS, params, library.stream(query.device))
 
@@ -183,13 +185,13 @@ def _softcap_polynomials(scale: float, softcap: float, powers_of_2: bool) -> byt
 
 
 def _maps(call: AttentionCall, block: int) -> bytes:
-    """The tensors of keys and values for TMA; empty where it cannot read them."""
+    """The TMA descriptors of keys and values; empty where TMA cannot read them."""
     return _joined(rows_map(call.key, block), rows_map(call.value, block))
 
 
 def _out_map(call: AttentionCall, problem: Problem, pointer: int) -> bytes:
-    """The output for TMA, a warp's 16 rows at a time (``OUT_TMA`` in kernels/sm90/config.cuh); empty where
-    it does not write it."""
+    """The TMA descriptor of the output, stored the 16 rows of a warp at a time (``OUT_TMA`` in
+    kernels/sm90/config.cuh); empty where TMA does not store it."""
     heads = problem.tile_heads
     if problem.count > 0 or 16 % heads != 0:
         return b""
@@ -203,7 +205,7 @@ def _out_map(call: AttentionCall, problem: Problem, pointer: int) -> bytes:
 
 
 def _runs_maps(call: AttentionCall) -> bytes:
-    """The same for keys that follow each other in the list of a tile."""
+    """The same for consecutive keys in the list of a tile."""
     return _joined(runs_map(call.key), runs_map(call.value))
 
 
@@ -212,12 +214,17 @@ def _joined(key: bytes | None, value: bytes | None) -> bytes:
 
 
 @functools.cache
-def _combine_kernel(runtime: Runtime, index: int, *fields: Any) -> tuple[Any, int]:
-    config = CombineConfig(*fields)
+def _combine_kernel(runtime: Runtime, index: int, element: str, head_dim: int, heads: int,
+                    block_m: int) -> tuple[LoadedKernel, int]:
+    config = CombineConfig(element=element, head_dim=head_dim, heads=heads, block_m=block_m)
     return runtime.load(config, "combine_splits", index), config.block_rows
 
 
-@functools.cache
-def _kernel(runtime: Runtime, index: int, *fields: Any) -> Any:
-    config = HopperForwardConfig(*fields)
+@functools.cache  # by fields: they hash faster than a configuration
+def _kernel(runtime: Runtime, index: int, element: str, head_dim: int, heads: int, tile: HopperTile, keys: str,
+            causal: bool, bias: int, softcap: bool, bits: bool, bias_element: str, sequences: bool, kv_tma: bool,
+            query_tma: bool, runs: bool, split: bool) -> LoadedKernel:
+    config = HopperForwardConfig(element=element, head_dim=head_dim, heads=heads, **tile._asdict(), keys=keys,
+                                 causal=causal, bias=bias, softcap=softcap, bits=bits, bias_element=bias_element,
+                                 sequences=sequences, kv_tma=kv_tma, query_tma=query_tma, runs=runs, split=split)
     return runtime.load(config, "attention_forward", index, config.shared_bytes)

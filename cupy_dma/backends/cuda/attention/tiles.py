@@ -97,7 +97,7 @@ _SMALL = {
 
 
 def _with_bias(size: Callable[[Any], int], rows: Callable[[Any], int], element: str) -> Callable[[Any], int]:
-    """Bytes of as many blocks as a SM is to hold, with two tiles of a dense bias each, less what the limit
+    """Bytes of as many blocks as an SM is to hold, with two tiles of a dense bias each, less what the limit
     of a single block leaves out already."""
     def together(shape: Any) -> int:
         return shape.min_blocks * (size(shape) + bias_bytes(rows(shape), shape.block_n, element) + RESERVED) - RESERVED

@@ -1,4 +1,7 @@
-"""Key lists of super-tiles under a dense mask, for the gradients of keys and values: see kernels/lists/dense_macro_tiles.cu."""
+"""Key lists of super-tiles under a dense mask, for the gradients of keys and values.
+
+See ``kernels/lists/dense_macro_tiles.cu``.
+"""
 from __future__ import annotations
 
 from dataclasses import dataclass

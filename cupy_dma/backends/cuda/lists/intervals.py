@@ -1,7 +1,7 @@
 """Key lists: which keys each tile of queries must gather, made on the device from the intervals of a mask.
 
 A mask of which it is known that few keys meet a tile gets a list per tile (``KEYS_LISTED``). Any other mask gets one
-list per row, of all keys that somebody sees, with a summary per block of keys by which a tile skips what it does not
+list per row, of all keys that some query sees, with a summary per block of keys by which a tile skips what it does not
 see (``KEYS_SHARED``): memory stays linear for every mask.
 """
 from __future__ import annotations
@@ -28,7 +28,7 @@ class KeyLists:
 
 
 class ShortTiles(NamedTuple):
-    """Tiles, the first ones, that have fewer queries than the others: how many, and so many queries less."""
+    """The first tiles of a set may have fewer queries than the others: how many tiles, and how many queries less."""
 
     tiles: int = 0
     missing_queries: int = 0
@@ -89,7 +89,7 @@ def super_lists(runtime: Runtime, mask: IntervalMask, query_length: int, block_n
     lists = mask._cache.get(identity)
     if lists is None:
         lists = mask._cache[identity] = _build_supers(runtime, mask, query_length, queries, capacity, causal, stream,
-                                                            sequences)
+                                                      sequences)
     return lists
 
 
@@ -115,7 +115,7 @@ class Workspace:
 
 @functools.cache
 def _kernel(runtime: Runtime, index: int, causal: bool, block_n: int, sequences: bool, entry: str) -> LoadedKernel:
-    return runtime.load(ListConfig(causal, block_n, sequences), entry, index)
+    return runtime.load(ListConfig(causal=causal, block_n=block_n, sequences=sequences), entry, index)
 
 
 def _launch(runtime: Runtime, mask: IntervalMask, query_length: int, causal: bool, block_n: int, stream: int,
@@ -138,19 +138,21 @@ def _launch(runtime: Runtime, mask: IntervalMask, query_length: int, causal: boo
 def _build(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int, block_n: int, causal: bool,
            stream: int, sequences: Sequences | None, short_tiles: ShortTiles) -> KeyLists:
     rows, length = mask.shape[0] * mask.shape[1], mask.key_length
-    tiles = tile_count(query_length + short_tiles.tiles * short_tiles.missing_queries, queries, sequences.count if sequences else 0)
+    length_of_full_tiles = query_length + short_tiles.tiles * short_tiles.missing_queries
+    tiles = tile_count(length_of_full_tiles, queries, sequences.count if sequences else 0)
     capacity = _tile_capacity(mask, queries)
     summary_blocks = 0 if capacity else blocks(length, block_n)
     space = Workspace(mask, chunk_info=4 * rows * blocks(length, LIST_CHUNK), interval=2 * rows * length,
-                       seen=rows * length, seen_count=rows, summaries=4 * rows * summary_blocks,
-                       list=rows * tiles * capacity, list_lengths=2 * rows * tiles)
+                      seen=rows * length, seen_count=rows, summaries=4 * rows * summary_blocks,
+                      list=rows * tiles * capacity, list_lengths=2 * rows * tiles)
     fields = {"queries": queries, "tiles": tiles, "capacity": capacity, "summary_blocks": summary_blocks}
     at = space.addresses
     if capacity:
         warps = _tile_warps(rows, tiles, runtime.num_sms(mask.device.index))
         _launch(runtime, mask, query_length, causal, block_n, stream, "tile_lists",
                 rows * blocks(tiles, LIST_WARPS // warps),
-                {**fields, "short_tiles": short_tiles.tiles, "missing_queries": short_tiles.missing_queries, "tile_warps": warps}, space, sequences)
+                {**fields, "short_tiles": short_tiles.tiles, "missing_queries": short_tiles.missing_queries,
+                 "tile_warps": warps}, space, sequences)
         return KeyLists("KEYS_LISTED", {"list": at["list"], "list_lengths": at["list_lengths"], "capacity": capacity},
                         space.array)
     _launch(runtime, mask, query_length, causal, block_n, stream, "summarize",
@@ -160,8 +162,8 @@ def _build(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int
 
 
 def _tile_warps(rows: int, tiles: int, num_sms: int) -> int:
-    """Warps that make one tile's list. A block looks for the keys of all its tiles: with more of them that is done less
-    often, with fewer it is done on more SMs."""
+    """Warps that make one tile's list. A block looks for the keys of all its tiles: with more tiles a block that is
+    done less often, with fewer it is done on more SMs."""
     return next((warps for warps in (4, 2) if rows * blocks(tiles, LIST_WARPS // warps) <= num_sms), 1)
 
 
@@ -171,8 +173,8 @@ def _build_supers(runtime: Runtime, mask: IntervalMask, query_length: int, queri
     supers = tile_count(query_length, queries, sequences.count if sequences else 0)
     entries = supers * capacity if sequences is None else super_entries(query_length, queries, capacity, sequences)
     space = Workspace(mask, chunk_info=4 * rows * chunks, interval=2 * rows * length, seen=rows * length,
-                       seen_count=rows, span_sum=rows * chunks, span_offset=rows * length,
-                       super_list=rows * entries, super_lengths=rows * supers, slots=rows * entries)
+                      seen_count=rows, span_sum=rows * chunks, span_offset=rows * length,
+                      super_list=rows * entries, super_lengths=rows * supers, slots=rows * entries)
     _launch(runtime, mask, query_length, causal, 64, stream, "super_lists", rows * supers,
             {"super_queries": queries, "supers": supers, "super_capacity": capacity, "super_entries": entries}, space,
             sequences)

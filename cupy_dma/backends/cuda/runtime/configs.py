@@ -1,4 +1,4 @@
-"""What each kernel file can be specialised in, and numbers it shares with the host."""
+"""What each kernel file can be specialised in, and the constants it shares with the host."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ class SequenceConfig(jit.Config):
 
 
 class Tile(NamedTuple):
-    """A block's part of the attention: rows (queries times heads), keys at a time, warps, blocks per SM."""
+    """The tile of a block: rows (queries times heads), keys at a time, warps, blocks per SM."""
 
     block_m: int
     block_n: int
@@ -85,7 +85,7 @@ class ForwardConfig(jit.Config):
     element: str
     head_dim: int
     vector: bool
-    heads: int  # of a group in one tile
+    heads: int  # of a GQA group in one tile
     block_m: int
     block_n: int
     warps: int
@@ -141,7 +141,7 @@ class BackwardDbiasConfig(ForwardConfig):
 
 
 class KeyTile(NamedTuple):
-    """A block's part of the key gradients: keys, queries at a time, warps, blocks per SM."""
+    """The tile of a block of the key gradients: keys, queries at a time, warps, blocks per SM."""
 
     block_n: int
     block_q: int
@@ -220,7 +220,7 @@ class DenseSupersConfig(jit.Config):
 # Threads of a block and sizes, as in the kernel files.
 BIAS_NONE, BIAS_OF_KEYS, BIAS_DENSE = 0, 1, 2
 STATE_KEYS, PACK_KEYS = 64, 4
-RESERVED = 1024  # bytes of a SM's shared memory that each of its blocks costs besides its own
+RESERVED = 1024  # bytes of an SM's shared memory that each of its blocks costs besides its own
 SCORE_THREADS, SCORE_BLOCK_KEYS, SCORE_SLICE_KEYS = 256, 32, 512
 SELECT_THREADS = {"local_top": 1024, "filter_arrivals": 1024, "sweep_arrivals": 512}
 ARRIVALS = 256
@@ -231,12 +231,12 @@ SEQUENCE_THREADS, SUPER_UNIT = 256, 64
 
 # Bytes of the ``struct Shared`` of the attention kernels.
 def row_bytes(size: int, head_dim: int) -> int:
-    """A row of ``head_dim`` elements of ``size`` bytes (tiles.cuh)."""
+    """A row of ``head_dim`` elements of ``size`` bytes (kernels/common/smem_rows.cuh)."""
     return size * ((head_dim + 15) // 16 * 16) + 16
 
 
 def tile_bytes(size: int, head_dim: int, rows: int, block_n: int) -> int:
-    """A tile of ``rows`` query rows and its keys (gather.cuh), with intervals and a bias of keys."""
+    """A tile of ``rows`` query rows and its keys (kernels/sm80/gather.cuh), with intervals and a bias of keys."""
     return row_bytes(size, head_dim) * (rows + 4 * block_n) + 4 * 9 * block_n
 
 
@@ -246,7 +246,7 @@ def key_tile_bytes(size: int, head_dim: int, block_n: int, block_q: int) -> int:
 
 
 def bias_bytes(rows: int, columns: int, element: str) -> int:
-    """Two tiles of a dense bias (bias.cuh)."""
+    """Two tiles of a dense bias (kernels/common/bias.cuh)."""
     return 2 * rows * (columns + 8) * ELEMENT_BYTES[element]
 
 
@@ -257,5 +257,5 @@ def bias_pass_bytes(size: int, head_dim: int, block_m: int, block_n: int, elemen
 
 
 def blocks(length: int, size: int) -> int:
-    """Pieces of ``size`` that cover ``length``."""
+    """Blocks of ``size`` that cover ``length``."""
     return -(-length // size)

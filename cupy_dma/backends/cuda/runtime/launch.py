@@ -1,7 +1,7 @@
-"""Launches by the CUDA driver itself: with an attribute that CuPy does not have, and in less of the host's time.
+"""Launches through the CUDA driver itself: with an attribute that CuPy does not have, and in less host time.
 
-The attribute is that of programmatic dependent launch: a kernel's blocks may come while the last ones of the kernel
-ahead of it in the stream are at work, and wait until that one has ended (``wait_for_earlier_kernels`` in
+The attribute is that of programmatic dependent launch (PDL): a kernel's blocks may start while the last ones of the
+kernel ahead of it in the stream are at work, and wait until that one has ended (``wait_for_earlier_kernels`` in
 kernels/common/arch.cuh). It takes an sm_90 and a driver that captures such launches into graphs, which is CUDA 12.3's.
 ``CUPY_DMA_EARLY=0`` does without.
 """
@@ -19,10 +19,10 @@ _ATTRIBUTE = struct.Struct("@I4xi60x")  # CUlaunchAttribute: its number; the val
 _STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _PDL = ctypes.create_string_buffer(_ATTRIBUTE.pack(_STREAM_SERIALIZATION, 1), _ATTRIBUTE.size)
 _PDL_ADDRESS = ctypes.addressof(_PDL)
-_Arguments = ctypes.c_char_p * 1  # a kernel's arguments: where each of them is
+_Arguments = ctypes.c_char_p * 1  # the address of each argument of a kernel
 _INVALID_CONTEXT = 201  # the thread has none
 
-FIRST_CAPABILITY, _FIRST_VERSION = 90, 12030  # of early launches
+FIRST_CAPABILITY, _FIRST_VERSION = 90, 12030  # that support PDL
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def supports_pdl(capability: int) -> bool:
-    """Whether kernels may come early on a device of compute ``capability`` (90 for 9.0)."""
+    """Whether PDL can be used on a device of compute ``capability`` (90 for 9.0)."""
     if capability < FIRST_CAPABILITY or os.environ.get("CUPY_DMA_EARLY", "") == "0":
         return False
     version = ctypes.c_int()
@@ -57,8 +57,8 @@ class Function:
     """A loaded kernel whose only argument is a struct. Threads may launch it at the same time."""
 
     def __init__(self, name: str, handle: int, shared_bytes: int, pdl: bool, bind: Callable[[], None]):
-        """``handle``: its CUfunction; ``pdl``: the device can launch it early; ``bind()`` gives the device's context
-        to the calling thread."""
+        """``handle``: its CUfunction; ``pdl``: the device supports PDL; ``bind()`` gives the device's context to the
+        calling thread."""
         self.name, self._shared_bytes, self._bind = name, shared_bytes, bind
         self._handle = ctypes.c_void_p(handle)
         self._pdl_attributes = int(pdl)
