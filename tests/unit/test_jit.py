@@ -341,7 +341,7 @@ def test_the_params_struct_is_read_from_the_source(monkeypatch):
 
 
 @pytest.mark.parametrize(("source", "name"), [("common/params.cuh", "AttentionParams"), ("select/prefix_top_w.cu", "SelectParams"),
-                                              ("sm90/split_kv.cuh", "Parts"), ("sm90/combine.cu", "CombineParams"),
+                                              ("sm90/split_kv.cuh", "Splits"), ("sm90/combine.cu", "CombineParams"),
                                               ("lists/intervals.cu", "ListParams"), ("select/key_scores.cu", "ScoreParams"),
                                               ("select/key_scores_backward.cu", "ScoreBackwardParams"),
                                               ("lists/varlen.cu", "SequenceParams"),
