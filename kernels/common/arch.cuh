@@ -159,13 +159,13 @@ __device__ __forceinline__ unsigned take_ticket(unsigned* counter, unsigned last
 
 // ---- clusters of blocks (sm_90) ----
 #if CLUSTER > 1
-// What a block did ahead of its arrival is visible to the others behind their wait, but for an arrival that only tells that
-// the block runs: that does not wait for what is under way. Threads that have ended count as arrived.
+// What a block did ahead of its arrival is visible to the others behind their wait, except for an arrival that only tells
+// that the block runs: that does not wait for work in flight. Threads that have ended count as arrived.
 __device__ __forceinline__ void cluster_arrive() { __cluster_barrier_arrive(); }
 __device__ __forceinline__ void cluster_arrive_running() { __cluster_barrier_arrive_relaxed(); }
 __device__ __forceinline__ void cluster_wait() { __cluster_barrier_wait(); }
 
-// Where the first block of the cluster has this part of its shared memory.
+// The same object in the shared memory of the first block of the cluster.
 template <typename T>
 __device__ __forceinline__ T* first_of_cluster(T* shared) {
     return static_cast<T*>(__cluster_map_shared_rank(shared, 0));
@@ -197,7 +197,7 @@ __device__ __forceinline__ constexpr unsigned sign_bits(int bytes) { return byte
 #ifdef ELEMENT
 // 16x16 TF32 numbers as the operands of multiply_add_tf32, [4 * step + ...] for two steps of 8 along k:
 //     A  a[0..3]        B, BT  b[0..1] of columns 0 to 7, b[0..1] of columns 8 to 15
-// The two factors of a product must agree on which k has which place. An A and a BT tile of shared memory come in the
+// Both operands of an MMA must agree on which k has which slot. An A and a BT tile of shared memory come in the
 // order of mma (k = t, t+4). An accumulator as A has k = 2t, 2t+1 in lane t, so a B tile is loaded in that order.
 template <typename Use, typename Layout>
 struct FragmentTf32 {
@@ -225,7 +225,7 @@ using FragmentBT = Operand<ELEMENT, nvcuda::wmma::matrix_b, nvcuda::wmma::col_ma
 using Accumulator = nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float>;
 
 // A 16x16 tile of shared memory, `ld` elements from row to row. For half the compiler turns load_matrix_sync into one
-// ldmatrix, for bfloat16 into four generic loads (CUDA 13.0); so bfloat16 is loaded as half: the bits and the places are
+// ldmatrix, for bfloat16 into four generic loads (CUDA 13.0); so bfloat16 is loaded as half: the bits and the slots are
 // the same.
 template <typename Use, typename Layout>
 __device__ __forceinline__ void load_fragment(nvcuda::wmma::fragment<Use, 16, 16, 16, __half, Layout>& fragment,
@@ -244,7 +244,7 @@ __device__ __forceinline__ void load_fragment(nvcuda::wmma::fragment<Use, 16, 16
 
 // 16x8 floats are loaded as 16x16 halves: a lane gets the float at (g, t) where it would get the halves (g, 2t) and
 // (g, 2t+1), which is the order of mma for A and BT. B and BT tiles are rounded here; A tiles, which stay in shared memory
-// for many products, must have been rounded there (round_rows in common/smem_rows.cuh).
+// for many MMAs, must have been rounded there (round_rows in common/smem_rows.cuh).
 template <typename Use, typename Layout>
 __device__ __forceinline__ void load_fragment(FragmentTf32<Use, Layout>& fragment, const float* tile, int ld) {
 #pragma unroll
@@ -284,7 +284,7 @@ __device__ __forceinline__ void multiply_add(Accumulator& c, const FragmentTf32<
             multiply_add_tf32(c.x + 4 * side, a.x + 4 * step, b.x + 4 * step + 2 * side);
 }
 
-// An accumulator, rounded to the type of an operand, as the left operand of a product with a B tile (a half fragment
+// An accumulator, rounded to the type of an operand, as the left operand of an MMA with a B tile (a half fragment
 // holds every element twice).
 template <typename A>
 __device__ __forceinline__ void round_to_operand(A& a, const Accumulator& c) {
@@ -297,7 +297,7 @@ __device__ __forceinline__ void round_to_operand(FragmentTf32<Use, Layout>& a, c
 #pragma unroll
     for (int step = 0; step < 2; ++step)
 #pragma unroll
-        for (int i = 0; i < 4; ++i)  // the places (row, k): (0, 0), (8, 0), (0, 1), (8, 1)
+        for (int i = 0; i < 4; ++i)  // (row, k): (0, 0), (8, 0), (0, 1), (8, 1)
             a.x[4 * step + i] = round_tf32(c.x[4 * step + 2 * (i & 1) + (i >> 1)]);
 }
 

@@ -60,6 +60,6 @@ struct AttentionParams {
     int list_batch, list_group;  // BITS: list row = batch * . + kv head * .
     int sequences, chunk;
     long long super_entries;        // of sequences and BITS: entries of all super-tiles' lists of a row
-    long long key_page, value_page;  // strides of pages; key_row and value_row within a page
+    long long key_page, value_page;  // strides of pages of the KV cache; key_row and value_row are strides within a page
     float scale, softcap;
 };

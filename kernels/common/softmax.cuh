@@ -29,14 +29,14 @@ struct LogitScale {
     __device__ __forceinline__ LogitScale(float scale, float softcap)
         : scale(SOFTCAP ? scale : scale * LOG2_E), cap(softcap), exponent(SOFTCAP ? 2.0f * LOG2_E / softcap : 0.0f) {}
 
-    __device__ __forceinline__ float operator()(float product, float bias) const {
-        return SOFTCAP ? fmaf(softcapped(product * scale, cap, exponent), LOG2_E, bias) : fmaf(product, scale, bias);
+    __device__ __forceinline__ float operator()(float x, float bias) const {
+        return SOFTCAP ? fmaf(softcapped(x * scale, cap, exponent), LOG2_E, bias) : fmaf(x, scale, bias);
     }
 
     // Derivative of the softcap at scale * x: 1 - tanh^2.
-    __device__ __forceinline__ float slope(float product) const {
+    __device__ __forceinline__ float slope(float x) const {
         if (!SOFTCAP) return 1.0f;
-        const float t = softcapped(product * scale, 1.0f, exponent);
+        const float t = softcapped(x * scale, 1.0f, exponent);
         return 1.0f - t * t;
     }
 };

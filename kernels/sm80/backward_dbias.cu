@@ -24,7 +24,7 @@ struct Shared {
     BiasTile<BLOCK_M, BLOCK_N> bias;  // in the end its gradient
 };
 
-// Steps of a product that are unrolled: with all of float32's the compiler loads ahead until registers spill.
+// Steps of an MMA loop that are unrolled: with all of float32's the compiler loads ahead until registers spill.
 constexpr int UNROLLED = sizeof(ELEMENT) == 4 ? 2 : DIM_FRAGMENTS;
 
 // What of the BLOCK_N keys from first_key on the tile's queries see; the facts of the test are in shared memory, or on

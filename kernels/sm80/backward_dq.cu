@@ -65,7 +65,7 @@ __device__ __forceinline__ void logit_gradients(Accumulator (&s)[WARP_ROWS][KEY_
 #if DBIAS
 static_assert(HEADS == 1, "heads have biases of their own");
 
-// ds of this warp's rows and the block's keys, through the place of their biases.
+// ds of this warp's rows and the block's keys, in place of their biases.
 __device__ __forceinline__ void write_bias_gradients(const Accumulator (&ds)[WARP_ROWS][KEY_FRAGMENTS], KeyTiles& shared,
                                                      int stage, const AttentionParams& p, const Tile& t, int first_row,
                                                      const BlockKeys& columns) {

@@ -17,7 +17,7 @@ constexpr int LIST_KEYS = 64;  // BITS: entries of a list that have one state
 struct KeyTile {
     int batch, group;
     int count;                     // keys it has
-    int first;                     // place of the first in the list, or its row
+    int first;  // index of the first one in the list, or its row
     int first_query, end_query;    // queries that are looked at
     int shift;                     // of a query's position from its row
     int first_fragment;            // of the columns of dk and dv

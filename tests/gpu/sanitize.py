@@ -104,7 +104,7 @@ def lower_tiles(head_dim: int) -> int:
     for name in ("none", "lists", "lists of all tiles"):
         results = []
         for num_sms in (1, 6, 10):
-            with schedule_cases.num_sms(num_sms, lower=num_sms > 1):
+            with schedule_cases.num_sms(num_sms, short_tiles=num_sms > 1):
                 results.append(schedule_cases.run(name, 2, 1, head_dim, cupy.asarray, length=303))
         check_nearly_same(results)
         count += 1
