@@ -5,11 +5,12 @@
     python benchmarks/tune_sm90.py --in-use --kernels /tmp/other --case "16/8 N32768"   other kernels too
 
 For every kind of keys of ``sm90_tiles.TILES``, head dim, group and length: each candidate tile (rows x keys x stages
-of keys x stages of values x stages of queries), with and without ping-pong, and the portable kernel, whether the call would
-go there or not. Inputs: bfloat16, batch 1, independent normal numbers; intervals: top-w masks of independent scores,
-with these as bias; bits: half of a dense mask visible, shared by all heads; softcaps of 30. Lists of intervals are
-cached, dense masks are packed in every call. Timing: see measure.py. Every output is compared with the portable
-kernel's; one that differs by more than two roundings of the largest number is marked WRONG, and the exit status is 1.
+of keys x stages of values x stages of queries), with and without ping-pong, and the portable kernel, whether or not the
+call would go there. Inputs: bfloat16, batch 1, independent normal elements; intervals: top-w masks of independent
+scores, with these as bias; bits: half of a dense mask visible, shared by all heads; softcaps of 30. Lists of intervals
+are cached, dense masks are packed in every call. Timing: see harness/measure.py. Every output is compared with the
+portable kernel's; one that differs by more than two roundings of the largest element is marked WRONG, and the exit
+status is 1.
 
 The fastest tile of each group of rows is marked; ``in use`` are those of which the library takes one. The results go to
 ``benchmarks/results/hopper_tiles.json``, but for those of a choice of cases, tiles or kernels, which are only printed.

@@ -52,8 +52,8 @@ def forward(dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")) -> int
 
 
 def hopper_forward(tile: HopperTile, largest: int) -> int:
-    """The Hopper kernel with this tile, also where it would not pay: on two SMs, so that CTAs go on from tile to tile, and
-    an odd last tile is cut by rows; and on more, with tiles split along their keys."""
+    """The Hopper kernel with this tile, also where it would not pay: on two SMs, so that CTAs go on from tile to tile,
+    and an odd last tile is cut by rows; and on more, with tiles split along their keys."""
     if not cuda.runtime.hopper(0):
         return 0
 
@@ -61,12 +61,12 @@ def hopper_forward(tile: HopperTile, largest: int) -> int:
     with (taken(tile, range(smallest, largest + 1)),
           mock.patch.object(CudaRuntime, "num_sms", lambda runtime, index: 2)):
         return (forward(("float16", "bfloat16")) + varlen_forward(("float16", "bfloat16")) + rising_logits(largest)
-                + cut_tiles(largest) + split_tiles(largest) + lower_tiles(largest))
+                + cut_tiles(largest) + split_tiles(largest) + short_tiles(largest))
 
 
 def rising_logits(head_dim: int) -> int:
     """Exponentials that become too large: by more than float32 holds, or by less; in lists and without. And with a
-    softcap that most products are small beside."""
+    softcap that is large beside most logits."""
     rng = np.random.default_rng(0)
     query, key, value = (rng.standard_normal((1, 300, heads, head_dim)).astype(np.float16) for heads in (2, 1, 1))
     count = 0
@@ -98,8 +98,8 @@ def cut_tiles(head_dim: int) -> int:
     return count
 
 
-def lower_tiles(head_dim: int) -> int:
-    """In the last round, behind whole ones or without any: nearly as on one SM."""
+def short_tiles(head_dim: int) -> int:
+    """In the last wave, after whole ones or without any: nearly as on one SM."""
     count = 0
     for name in ("none", "lists", "lists of all tiles"):
         results = []
@@ -112,7 +112,7 @@ def lower_tiles(head_dim: int) -> int:
 
 
 def split_tiles(head_dim: int) -> int:
-    """Along their keys, behind whole tiles or without any: nearly as on one SM."""
+    """Along their keys, after whole waves or without any: nearly as on one SM."""
     count = 0
     for name in schedule_cases.CASES:
         results = []
@@ -159,7 +159,7 @@ def super_tiles() -> int:
 
 
 def varlen_forward(dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")) -> int:
-    """Packed sequences and pages."""
+    """Packed sequences and paged KV caches."""
     chosen = [c for c in varlen_cases.CASES + varlen_cases.PAGES + varlen_cases.LONG if c.dtype in dtypes][share]
     for case in chosen:
         varlen_cases.check(case, *(cupy.asnumpy(x) for x in varlen_cases.run(case, cupy.asarray)), tf32=True)
@@ -176,12 +176,12 @@ def varlen_backward() -> int:
 
 
 def decoding() -> int:
-    """Single tokens into caches, with one part and with several, and the last queries of histories."""
+    """Single tokens into caches, with one split and with several, and the last queries of histories."""
     return _steps() + _last_queries()
 
 
 def clusters() -> int:
-    """The first part of it with clusters of blocks."""
+    """The tokens of ``decoding`` with clusters of blocks."""
     if not cuda.runtime.hopper(0):
         return 0
     with mock.patch.object(step, "clusters_pay", lambda *_: True):

@@ -15,7 +15,7 @@ from cupy_dma.backends.cuda.lists import intervals
 from cupy_dma.backends.cuda.runtime.device import CudaRuntime
 from tests.emulator import EmulatorRuntime
 
-#: names, and whether all keys that a row sees come in the same blocks whatever part of a tile it belongs to
+#: names, and whether all keys that a row sees come in the same blocks whatever slice of a tile it belongs to
 CASES = {"none": True, "causal": True, "key bias": True, "lists": True, "short lists": True,
          "values that are not finite": True, "lists of all tiles": False, "sequences": True,
          "lists of sequences": True, "dense bias": True}
@@ -24,8 +24,8 @@ HEADS = [(2, 1), (4, 1), (3, 1), (2, 2)]
 
 @contextmanager
 def num_sms(count: int, split: bool = False, short_tiles: bool = False) -> Iterator[list[int]]:
-    """The scheduler sees ``count`` SMs; with ``splitting`` or ``short_tails``. Lists stay the same: the order of their keys
-    depends on how many warps make one."""
+    """The scheduler sees ``count`` SMs; with ``splitting`` or ``short_tails``. Lists stay the same: the order of their
+    keys depends on how many warps make one."""
     with (mock.patch.object(CudaRuntime, "num_sms", lambda runtime, index: count),
           mock.patch.object(EmulatorRuntime, "num_sms", lambda runtime, index: count),
           mock.patch.object(intervals, "_tile_warps", lambda *arguments: 1), splitting(split) as splits,
@@ -35,8 +35,8 @@ def num_sms(count: int, split: bool = False, short_tiles: bool = False) -> Itera
 
 @contextmanager
 def splitting(always: bool) -> Iterator[list[int]]:
-    """Tiles are split along their keys wherever they can be, also into splits without keys, or never. Yields each call's
-    number of splits; 1: its tiles are whole."""
+    """Tiles are split along their keys wherever they can be, also into splits without keys, or never. Yields the number
+    of splits of each call; 1: its tiles are whole."""
     with (mock.patch.object(sm90_schedule, "_best_splits", lambda *arguments: arguments[-1] if always else 1),
           mock.patch.object(sm90_schedule, "_min_split_keys", lambda *arguments: 1), scheduled("num_splits") as splits):
         yield splits

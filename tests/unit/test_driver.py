@@ -89,7 +89,7 @@ def test_a_launch_says_what_it_was_told(fake, stream):
 
 
 @pytest.mark.parametrize(("device_can", "asked"), [(True, True), (True, False), (False, True), (False, False)])
-def test_kernels_come_early_where_the_device_can_and_the_caller_may(fake, device_can, asked):
+def test_pdl_where_the_device_can_and_the_caller_may(fake, device_can, asked):
     device = fake()
     function(device_can).launch(1, 32, PARAMS, STREAM, pdl=asked)
     assert device.launches[0][5] == ([(6, 1)] if device_can and asked else [])
@@ -98,8 +98,7 @@ def test_kernels_come_early_where_the_device_can_and_the_caller_may(fake, device
 @pytest.mark.parametrize(("capability", "version", "setting", "expected"), [
     (90, 12030, "", True), (120, 13000, "1", True), (89, 13000, "", False), (90, 12020, "", False),
     (90, 13000, "0", False)])
-def test_early_launches_need_the_device_the_driver_and_the_users_leave(fake, monkeypatch, capability, version, setting,
-                                                                       expected):
+def test_pdl_needs_the_device_the_driver_and_the_users_leave(fake, monkeypatch, capability, version, setting, expected):
     fake(version)
     monkeypatch.setenv("CUPY_DMA_EARLY", setting)
     assert launch.supports_pdl(capability) is expected

@@ -107,8 +107,8 @@ def dense_specialisations(element: str, head_dim: int, limit: int, bias: str, bi
                                     *tiles.backward_dq_tile(head_dim, limit, size, bias), *rest, bits, bias,
                                     dbias=True),
         configs.BackwardDbiasConfig(element, head_dim, vector, 1,
-                                   *tiles.backward_dbias_tile(head_dim, limit, size, bias), "KEYS_CONTIGUOUS", *rest[1:],
-                                   bits, bias, intervals=not bits, sum_keys=head_dim == 256),
+                                    *tiles.backward_dbias_tile(head_dim, limit, size, bias), "KEYS_CONTIGUOUS",
+                                    *rest[1:], bits, bias, intervals=not bits, sum_keys=head_dim == 256),
         *(configs.BackwardDkvConfig(
             element, head_dim, vector, *tiles.backward_dkv_tile(head_dim, limit, size, dense), rest[0],
             False, not bits, configs.BIAS_DENSE if dense else configs.BIAS_NONE, False, 2 if head_dim > 128 else 1,
@@ -116,7 +116,7 @@ def dense_specialisations(element: str, head_dim: int, limit: int, bias: str, bi
 
 
 def sequences(limit: int) -> list[jit.Config]:
-    """What packed sequences and pages add to the attention kernels."""
+    """What packed sequences and paged KV caches add to the attention kernels."""
     found: list[jit.Config] = []
     element = "__nv_bfloat16"
     for keys in ("KEYS_CONTIGUOUS", "KEYS_LISTED", "KEYS_SHARED"):
@@ -199,7 +199,7 @@ def test_every_kernel_compiles_without_large_spills(arch, source):
 @needs_compiler
 @pytest.mark.parametrize("keys", sm90_tiles.TILES)
 @pytest.mark.parametrize("heads", [1, 2])
-def test_hopper_kernels_keep_their_products_asynchronous(keys, heads):
+def test_hopper_kernels_keep_their_mmas_asynchronous(keys, heads):
     bits, bias, contiguous = keys == "bits", "intervals" in keys or "bias" in keys, "contiguous" in keys
     variants = [(int(bias), "float", not bits, bits, "softcap" in keys)]
     if bits:  # with a dense bias, and with that and intervals
@@ -216,7 +216,7 @@ def test_hopper_kernels_keep_their_products_asynchronous(keys, heads):
 @needs_compiler
 @pytest.mark.parametrize(("keys", "causal"), [("contiguous", True), *(
     (keys, False) for keys in sm90_tiles.TILES if keys not in ("bits", "short intervals"))])
-def test_hopper_kernels_of_parts_do_so_too(keys, causal):
+def test_split_hopper_kernels_do_so_too(keys, causal):
     listed, softcap = "intervals" in keys, "softcap" in keys
     for head_dim, tile in ((d, tile) for d in (64, 128) for tile in sm90_tiles.TILES[keys][d]):
         check_hopper_kernel(sm90.HopperForwardConfig(
@@ -340,14 +340,13 @@ def test_the_params_struct_is_read_from_the_source(monkeypatch):
         params.pack(a=1)
 
 
-@pytest.mark.parametrize(("source", "name"), [("common/params.cuh", "AttentionParams"), ("select/prefix_top_w.cu", "SelectParams"),
-                                              ("sm90/split_kv.cuh", "Splits"), ("sm90/combine.cu", "CombineParams"),
-                                              ("lists/intervals.cu", "ListParams"), ("select/key_scores.cu", "ScoreParams"),
-                                              ("select/key_scores_backward.cu", "ScoreBackwardParams"),
-                                              ("lists/varlen.cu", "SequenceParams"),
-                                              ("decode/step.cu", "StepParams"), ("decode/flash_decode.cu", "FlashDecodeParams"),
-                                              ("select/last_queries_top_w.cu", "LastQueriesParams"),
-                                              ("lists/dense_mask.cu", "DenseParams"), ("lists/dense_macro_tiles.cu", "SuperParams")])
+@pytest.mark.parametrize(("source", "name"), [
+    ("common/params.cuh", "AttentionParams"), ("select/prefix_top_w.cu", "SelectParams"),
+    ("sm90/split_kv.cuh", "Splits"), ("sm90/combine.cu", "CombineParams"), ("lists/intervals.cu", "ListParams"),
+    ("select/key_scores.cu", "ScoreParams"), ("select/key_scores_backward.cu", "ScoreBackwardParams"),
+    ("lists/varlen.cu", "SequenceParams"), ("decode/step.cu", "StepParams"),
+    ("decode/flash_decode.cu", "FlashDecodeParams"), ("select/last_queries_top_w.cu", "LastQueriesParams"),
+    ("lists/dense_mask.cu", "DenseParams"), ("lists/dense_macro_tiles.cu", "SuperParams")])
 def test_every_params_struct_can_be_read(source, name):
     params = jit.Params(source, name)
     assert len(set(params.names)) == len(params.names) >= 5
@@ -387,10 +386,11 @@ def test_lines_keep_their_numbers():
     file, number, seen = "", 0, set()
     for line in jit.source_text("sm80/forward.cu").splitlines():
         number += 1
-        place = re.fullmatch(r'#line (\d+) "(.*)"', line)
-        if place:
-            file, number = place[2], int(place[1]) - 1
+        marker = re.fullmatch(r'#line (\d+) "(.*)"', line)
+        if marker:
+            file, number = marker[2], int(marker[1]) - 1
         elif line:
             assert (jit.kernels_directory() / file).read_text().splitlines()[number - 1] == line
             seen.add(file)
-    assert seen >= {"sm80/forward.cu", "common/arch.cuh", "common/mask.cuh", "common/softmax.cuh", "common/smem_rows.cuh"}
+    assert seen >= {"sm80/forward.cu", "common/arch.cuh", "common/mask.cuh", "common/softmax.cuh",
+                    "common/smem_rows.cuh"}
