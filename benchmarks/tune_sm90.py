@@ -4,12 +4,13 @@
     python benchmarks/tune_sm90.py --kind intervals --head-dim 64
     python benchmarks/tune_sm90.py --in-use --kernels /tmp/other --case "16/8 N32768"   other kernels too
 
-For every kind of keys of ``hopper_tiles.TILES``, head dim, group and length: each candidate tile (rows x keys x stages
-of keys x stages of values x stages of queries), with and without turns, and the portable kernel, whether the call would
-go there or not. Inputs: bfloat16, batch 1, independent normal numbers; intervals: top-w masks of independent scores,
-with these as bias; bits: half of a dense mask visible, shared by all heads; softcaps of 30. Lists of intervals are
-cached, dense masks are packed in every call. Timing: see measure.py. Every output is compared with the portable
-kernel's; one that differs by more than two roundings of the largest number is marked WRONG, and the exit status is 1.
+For every kind of keys of ``sm90_tiles.TILES``, head dim, group and length: each candidate tile (rows x keys x stages
+of keys x stages of values x stages of queries), with and without ping-pong, and the portable kernel, whether or not the
+call would go there. Inputs: bfloat16, batch 1, independent normal elements; intervals: top-w masks of independent
+scores, with these as bias; bits: half of a dense mask visible, shared by all heads; softcaps of 30. Lists of intervals
+are cached, dense masks are packed in every call. Timing: see harness/measure.py. Every output is compared with the
+portable kernel's; one that differs by more than two roundings of the largest element is marked WRONG, and the exit
+status is 1.
 
 The fastest tile of each group of rows is marked; ``in use`` are those of which the library takes one. The results go to
 ``benchmarks/results/hopper_tiles.json``, but for those of a choice of cases, tiles or kernels, which are only printed.
@@ -27,11 +28,11 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
 from benchmarks.harness.suite import RESULTS
-from cupy_dma.backends.cuda.attention import forward, sm90, sm90_schedule
-from cupy_dma.backends.cuda.attention.sm90_schedule import HopperTile
+from cupy_dma.backends.cuda.attention import sm90, sm90_tiles
+from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile
 from cupy_dma.backends.cuda.runtime import jit
 
-KINDS = tuple(sm90_schedule.TILES)
+KINDS = tuple(sm90_tiles.TILES)
 SHORT_CANDIDATES = {  # for lists of few keys; by the largest head dim
     64: [HopperTile(192, 64, 6, 6, 3), HopperTile(192, 96, 5, 5, 3), HopperTile(128, 64, 6, 6, 3),
          HopperTile(128, 128, 4, 4, 2)],
@@ -67,7 +68,7 @@ class Case(NamedTuple):
 def cases(kinds: list[str], head_dims: list[int]) -> list[Case]:
     found = []
     for kind in kinds:
-        for d in (d for d in head_dims if sm90_schedule.tiles_of(kind, d)):
+        for d in (d for d in head_dims if sm90_tiles.tiles_of(kind, d)):
             if kind in WINDOWS:
                 found += [Case(kind, d, *heads, n, w) for heads in ((2, 1), (16, 8)) for n, w in WINDOWS[kind]]
             elif kind == "bits":
@@ -81,19 +82,19 @@ def tiles(case: Case) -> list[HopperTile]:
     """Candidates; dense masks are only for tiles of 128 rows."""
     candidates = SHORT_CANDIDATES if case.kind == "short intervals" else CANDIDATES
     largest = min(size for size in candidates if case.head_dim <= size)
-    return [tile._replace(turns=turns) for tile in candidates[largest]
-            if case.kind != "bits" or tile.block_m == 128 for turns in (False, True)]
+    return [tile._replace(ping_pong=ping_pong) for tile in candidates[largest]
+            if case.kind != "bits" or tile.block_m == 128 for ping_pong in (False, True)]
 
 
 def name(tile: HopperTile) -> str:
-    return "x".join(map(str, tile[:5])) + " in turns" * tile.turns
+    return "x".join(map(str, tile[:5])) + " ping-pong" * tile.ping_pong
 
 
 @contextlib.contextmanager
 def forced(tile: HopperTile | None) -> Iterator[None]:
     """Calls go to the Hopper kernel with this tile, or to the portable kernel."""
     saved = sm90.tile_shape, sm90._pays
-    sm90.tile_shape = lambda facts, processors: tile
+    sm90.tile_shape = lambda facts, num_sms: tile
     sm90._pays = lambda call, problem: tile is not None
     try:
         yield
@@ -105,11 +106,12 @@ def forced(tile: HopperTile | None) -> Iterator[None]:
 def kernels_of(folder: Path | None) -> Iterator[None]:
     """Kernels are compiled from this folder, or from the tree's own. Their parameters must be those of the tree."""
     saved = jit.kernels_directory
-    loaded = [module._kernel for name, module in list(sys.modules.items())
-              if name.startswith("cupy_dma.backends.cuda.") and hasattr(module, "_kernel")]
+    loaders = [function for name, module in list(sys.modules.items()) if name.startswith("cupy_dma.backends.cuda.")
+               for function in vars(module).values()
+               if hasattr(function, "cache_clear") and function.__name__.endswith("_kernel")]
 
     def forget() -> None:
-        for cache in (jit.source_text, jit.compile, jit.load, forward.load_kernel, *loaded):
+        for cache in (jit.source_text, jit.compile, jit.load, *loaders):
             cache.cache_clear()
 
     if folder is not None:
@@ -152,7 +154,7 @@ def measured(case: Case, folders: Sequence[Path] = (), only_in_use: bool = False
     with forced(None):
         expected = call()
         rows = [{"tile": "portable", "ms": measure.gpu_ms(call)[0], "right": True}]
-    in_use = sm90_schedule.tiles_of(case.kind, case.head_dim)
+    in_use = sm90_tiles.tiles_of(case.kind, case.head_dim)
     for tile in tiles(case):
         if only_in_use and tile not in in_use:
             continue

@@ -6,7 +6,7 @@
 // sm_80; the backend checks it once per device (common/check_fragment_layout.cu):
 //     element i of lane t stands at row t/4 + 8*((i>>1)&1), column 2*(t%4) + (i&1) + 8*(i>>2),
 // and a 16-bit A fragment holds its first eight elements in that same order, so that probabilities computed in an
-// accumulator become the operand of the next product without leaving the registers.
+// accumulator become the operand of the next MMA without leaving the registers.
 //
 // float32 operands are rounded to TF32 (10 bits of mantissa, to nearest) and multiplied by mma m16n8k8, four of which
 // make the same step of 16x16x16 with the same accumulator.
@@ -33,8 +33,8 @@ __device__ __forceinline__ void from_float(__half& y, float x) { y = __float2hal
 __device__ __forceinline__ void from_float(__nv_bfloat16& y, float x) { y = __float2bfloat16_rn(x); }
 __device__ __forceinline__ void from_float(float& y, float x) { y = x; }
 
-// One of two elements in a word, 0 for the lower half. A float32 is a bfloat16 with zeros behind it: shifted or masked it takes
-// one instruction, where the conversion takes two.
+// One of two elements in a word, 0 for the lower half. A float32 is a bfloat16 with zeros behind it: shifted or masked
+// it takes one instruction, where the conversion takes two.
 __device__ __forceinline__ float half_of(unsigned word, int side, const __half*) {
     return __half2float(__ushort_as_half(static_cast<unsigned short>(side ? word >> 16 : word)));
 }
@@ -55,7 +55,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
 }
 
 // ---- loads that stay where they are written ----
-// ld.global.v4.u32 of 16 aligned bytes, zeros and no access unless `exists`. The compiler does not move it behind products
+// ld.global.v4.u32 of 16 aligned bytes, zeros and no access unless `exists`. The compiler does not move it behind MMAs
 // and other instructions of this file: what is loaded together is under way together.
 __device__ __forceinline__ uint4 load_16(const void* global, bool exists) {
     uint4 x;
@@ -111,8 +111,8 @@ __device__ __forceinline__ void multiply_add_tf32(float* c, const float* a, cons
                    "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
 }
 
-// mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32, or bf16 (sm_80): c += a * b for a warp; two elements in a word, the first
-// in the lower half. With g = lane / 4 and t = lane % 4
+// mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32, or bf16 (sm_80): c += a * b for a warp; two elements in a word,
+// the first in the lower half. With g = lane / 4 and t = lane % 4
 //     a[0..3] stand at (g, 2t), (g+8, 2t), (g, 2t+8), (g+8, 2t+8) of 16x16,   b[0..1] at (2t, g), (2t+8, g) of 16x8,
 //     c[0..3] at (g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1) of 16x8.
 __device__ __forceinline__ void multiply_add_half(float* c, const unsigned* a, const unsigned* b, const __half*) {
@@ -129,11 +129,14 @@ __device__ __forceinline__ void multiply_add_half(float* c, const unsigned* a, c
 }
 
 // ---- kernels one behind the other (sm_90) ----
-// griddepcontrol.wait: until the kernel ahead in the stream has ended, which had waited for those ahead of it, and what they
-// wrote can be read. Every thread of every kernel calls this before it touches global memory.
-// griddepcontrol.launch_dependents: from now on the kernel behind may come. Its blocks do when all blocks of this kernel have
-// been here: they keep out none of them, take what room is left, and wait. It comes second, so that no third kernel comes.
-// A kernel that is launched as usual (cupy_dma/backends/cuda/runtime/launch.py) begins when the one ahead has ended, and has nothing to wait for.
+// Programmatic dependent launch (PDL). griddepcontrol.wait: waits until the kernel ahead in the stream has ended, which
+// had waited for those ahead of it, and what they wrote can be read. Every thread of every kernel calls this before it
+// touches global memory.
+// griddepcontrol.launch_dependents: from now on the next kernel's blocks may start, once all blocks of this kernel have
+// been here: they displace none of them, take the room that is left, and wait. It comes second, so that no third kernel
+// starts.
+// A kernel launched without PDL (cupy_dma/backends/cuda/runtime/launch.py) begins when the one ahead has ended, and has
+// nothing to wait for.
 __device__ __forceinline__ void wait_for_earlier_kernels() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
@@ -141,8 +144,9 @@ __device__ __forceinline__ void wait_for_earlier_kernels() {
 }
 
 // ---- work that the last of several blocks ends ----
-// Takes the next number from 0 to `last` of a counter, which is 0 again after the last of them (atom.inc). What the thread's
-// block did before a barrier ahead of this is visible to the blocks that get later numbers, behind a barrier after it.
+// Takes the next number from 0 to `last` of a counter, which is 0 again after the last of them (atom.inc). What the
+// thread's block did before a barrier ahead of this is visible to the blocks that get later numbers, behind a barrier
+// after it.
 __device__ __forceinline__ unsigned take_ticket(unsigned* counter, unsigned last) {
     unsigned number;
     asm volatile("fence.acq_rel.gpu;\n\tatom.relaxed.gpu.global.inc.u32 %0, [%1], %2;\n\tfence.acq_rel.gpu;"
@@ -155,13 +159,13 @@ __device__ __forceinline__ unsigned take_ticket(unsigned* counter, unsigned last
 
 // ---- clusters of blocks (sm_90) ----
 #if CLUSTER > 1
-// What a block did ahead of its arrival is visible to the others behind their wait, but for an arrival that only tells that
-// the block runs: that does not wait for what is under way. Threads that have ended count as arrived.
+// What a block did ahead of its arrival is visible to the others behind their wait, except for an arrival that only tells
+// that the block runs: that does not wait for work in flight. Threads that have ended count as arrived.
 __device__ __forceinline__ void cluster_arrive() { __cluster_barrier_arrive(); }
 __device__ __forceinline__ void cluster_arrive_running() { __cluster_barrier_arrive_relaxed(); }
 __device__ __forceinline__ void cluster_wait() { __cluster_barrier_wait(); }
 
-// Where the first block of the cluster has this part of its shared memory.
+// The same object in the shared memory of the first block of the cluster.
 template <typename T>
 __device__ __forceinline__ T* first_of_cluster(T* shared) {
     return static_cast<T*>(__cluster_map_shared_rank(shared, 0));
@@ -193,7 +197,7 @@ __device__ __forceinline__ constexpr unsigned sign_bits(int bytes) { return byte
 #ifdef ELEMENT
 // 16x16 TF32 numbers as the operands of multiply_add_tf32, [4 * step + ...] for two steps of 8 along k:
 //     A  a[0..3]        B, BT  b[0..1] of columns 0 to 7, b[0..1] of columns 8 to 15
-// The two factors of a product must agree on which k has which place. An A and a BT tile of shared memory come in the
+// Both operands of an MMA must agree on which k has which slot. An A and a BT tile of shared memory come in the
 // order of mma (k = t, t+4). An accumulator as A has k = 2t, 2t+1 in lane t, so a B tile is loaded in that order.
 template <typename Use, typename Layout>
 struct FragmentTf32 {
@@ -221,7 +225,7 @@ using FragmentBT = Operand<ELEMENT, nvcuda::wmma::matrix_b, nvcuda::wmma::col_ma
 using Accumulator = nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float>;
 
 // A 16x16 tile of shared memory, `ld` elements from row to row. For half the compiler turns load_matrix_sync into one
-// ldmatrix, for bfloat16 into four generic loads (CUDA 13.0); so bfloat16 is loaded as half: the bits and the places are
+// ldmatrix, for bfloat16 into four generic loads (CUDA 13.0); so bfloat16 is loaded as half: the bits and the slots are
 // the same.
 template <typename Use, typename Layout>
 __device__ __forceinline__ void load_fragment(nvcuda::wmma::fragment<Use, 16, 16, 16, __half, Layout>& fragment,
@@ -240,7 +244,7 @@ __device__ __forceinline__ void load_fragment(nvcuda::wmma::fragment<Use, 16, 16
 
 // 16x8 floats are loaded as 16x16 halves: a lane gets the float at (g, t) where it would get the halves (g, 2t) and
 // (g, 2t+1), which is the order of mma for A and BT. B and BT tiles are rounded here; A tiles, which stay in shared memory
-// for many products, must have been rounded there (round_rows in common/smem_rows.cuh).
+// for many MMAs, must have been rounded there (round_rows in common/smem_rows.cuh).
 template <typename Use, typename Layout>
 __device__ __forceinline__ void load_fragment(FragmentTf32<Use, Layout>& fragment, const float* tile, int ld) {
 #pragma unroll
@@ -280,7 +284,7 @@ __device__ __forceinline__ void multiply_add(Accumulator& c, const FragmentTf32<
             multiply_add_tf32(c.x + 4 * side, a.x + 4 * step, b.x + 4 * step + 2 * side);
 }
 
-// An accumulator, rounded to the type of an operand, as the left operand of a product with a B tile (a half fragment
+// An accumulator, rounded to the type of an operand, as the left operand of an MMA with a B tile (a half fragment
 // holds every element twice).
 template <typename A>
 __device__ __forceinline__ void round_to_operand(A& a, const Accumulator& c) {
@@ -293,7 +297,7 @@ __device__ __forceinline__ void round_to_operand(FragmentTf32<Use, Layout>& a, c
 #pragma unroll
     for (int step = 0; step < 2; ++step)
 #pragma unroll
-        for (int i = 0; i < 4; ++i)  // the places (row, k): (0, 0), (8, 0), (0, 1), (8, 1)
+        for (int i = 0; i < 4; ++i)  // (row, k): (0, 0), (8, 0), (0, 1), (8, 1)
             a.x[4 * step + i] = round_tf32(c.x[4 * step + 2 * (i & 1) + (i >> 1)]);
 }
 

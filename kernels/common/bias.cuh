@@ -1,8 +1,8 @@
-// A dense bias, one number per query and key: a tile of it in shared memory.
+// A dense bias, one element per query and key: a tile of it in shared memory.
 //
 // A tile has a row per query (heads that share a bias share its rows) and a column per key of a block, in the bias' own
-// type. Where the block's keys follow each other and rows are aligned it comes in asynchronous copies of 16 bytes,
-// otherwise (gathered keys, odd strides, one number for all keys) element by element. The gradient of a tile leaves by
+// type. Where the block's keys are consecutive and rows are aligned it comes in asynchronous copies of 16 bytes,
+// otherwise (gathered keys, odd strides, one element for all keys) element by element. The gradient of a tile leaves by
 // the same way.
 //
 // Prelude: BIAS (BIAS_NONE, BIAS_OF_KEYS: one float32 per key, or BIAS_DENSE), BIAS_ELEMENT (__half, __nv_bfloat16, float).
@@ -41,7 +41,7 @@ struct BiasRows {
 };
 
 // Starts the copies of a tile; what does not exist becomes 0. `following`: the key of column 0 if the columns are keys that
-// follow each other from a multiple of 16 bytes on, else -1. key_of(column): its key, or -1. All threads of a block
+// are consecutive from a multiple of 16 bytes on, else -1. key_of(column): its key, or -1. All threads of a block
 // call it; complete after copy_async_wait.
 template <int rows, int columns, int threads, typename KeyOf>
 __device__ __forceinline__ void load_bias(BiasTile<rows, columns>& tile, const BiasRows& source, int following,
@@ -93,8 +93,8 @@ __device__ __forceinline__ void set_bias_pair(BiasTile<rows, columns>& tile, int
     *reinterpret_cast<BiasPair*>(tile.x + row * BiasTile<rows, columns>::STRIDE + column) = pair;
 }
 
-// A warp writes `count` rows of a tile, from `first_row` on, to rows of `length` numbers at `target` (the row of first_row).
-// `following` and key_of as for load_bias.
+// A warp writes `count` rows of a tile, from `first_row` on, to rows of `length` numbers at `target` (the row of
+// first_row). `following` and key_of as for load_bias.
 template <int rows, int columns, typename KeyOf>
 __device__ __forceinline__ void store_bias(BIAS_ELEMENT* target, long long length, const BiasTile<rows, columns>& tile,
                                            int first_row, int count, int following, const KeyOf& key_of) {

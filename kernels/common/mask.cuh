@@ -4,7 +4,7 @@
 // sources of blocks have one interface (a closed set, chosen by the prelude's KEYS):
 //   KEYS_CONTIGUOUS  keys in their own order: no mask, or plain causal (CAUSAL)
 //   KEYS_LISTED      the tile's own list: its `full` keys (seen by the whole tile) ahead of its partial ones
-//   KEYS_SHARED      one list for all tiles of a mask row, with a summary per block; blocks nobody sees are skipped
+//   KEYS_SHARED      one list for all tiles of a mask row, with a summary per block; blocks no query sees are skipped
 // A block is `masked` when some key of it needs a test for some query of the tile: start <= position < stop, or with BITS
 // the query's bit of the key's word (lists/dense_mask.cu).
 //
@@ -22,16 +22,16 @@ struct KeySource {
     const int* start;       // (key_length) first position that sees a key       (neither KEYS_CONTIGUOUS nor BITS)
     const int* stop;        // (key_length) first position that no longer sees it
     const int* list;        // KEYS_LISTED: (capacity) full keys from the front, partial keys from the back
-                            // KEYS_SHARED: (key_length) keys that somebody sees, in order
+                            // KEYS_SHARED: (key_length) keys that some query sees, in order
     const int4* summaries;  // KEYS_SHARED: per BLOCK_N list entries: lowest and highest start, lowest and highest stop
-    int first;              // place where a tile begins, if not at 0 (sequences)
-    int length;             // number of keys in the list, or the place where a tile ends; KEYS_CONTIGUOUS: key_length
+    int first;  // index in the list where a tile begins, if not 0 (sequences)
+    int length;  // number of keys in the list, or the index where a tile ends; KEYS_CONTIGUOUS: key_length
     int full;               // KEYS_LISTED: how many of them are full
     int capacity;           // KEYS_LISTED
 };
 
 struct KeyBlock {
-    int first;  // place of its first key in the list; negative: there are no more blocks
+    int first;  // index of its first key in the list; negative: there are no more blocks
     bool masked;
 };
 
@@ -50,13 +50,13 @@ __device__ __forceinline__ bool visible(int bit, int word) { return (word & bit)
 struct KeyBlocks {
     KeySource source;
     int first_position, last_position;
-    int place;                        // next place in the list
+    int next_key;  // index in the list of the next block's first key; KEYS_SHARED: next block
     unsigned pending, pending_masked;  // KEYS_SHARED: blocks of the current 32 still to come
-    int group;                         // KEYS_SHARED: place of the current 32 blocks
+    int group;  // KEYS_SHARED: index of the first of the current 32 blocks
 
     __device__ KeyBlocks(const KeySource& source, int first_position, int last_position)
         : source(source), first_position(first_position), last_position(last_position),
-          place(KEYS == KEYS_SHARED ? source.first / BLOCK_N : source.first), pending(0),
+          next_key(KEYS == KEYS_SHARED ? source.first / BLOCK_N : source.first), pending(0),
           pending_masked(0), group(0) {}
 
     __device__ __forceinline__ KeyBlock next() {
@@ -64,8 +64,8 @@ struct KeyBlocks {
 #if KEYS == KEYS_SHARED
         // A warp looks at 32 summaries at once; every warp does so for itself, so no barrier is needed.
         const int blocks = (source.length + BLOCK_N - 1) / BLOCK_N;
-        while (pending == 0 && place < blocks) {
-            group = place;
+        while (pending == 0 && next_key < blocks) {
+            group = next_key;
             const int mine = group + (threadIdx.x & 31);
             bool seen = false, partial = false;
             if (mine < blocks) {
@@ -75,7 +75,7 @@ struct KeyBlocks {
             }
             pending = __ballot_sync(ALL_LANES, seen);
             pending_masked = __ballot_sync(ALL_LANES, partial);
-            place += 32;
+            next_key += 32;
         }
         if (pending != 0) {
             const int bit = __ffs(pending) - 1;
@@ -91,22 +91,22 @@ struct KeyBlocks {
 #else
         const int end = source.length, unmasked = source.length;
 #endif
-        if (place < end) {
-            block.first = place;
-            block.masked = place + BLOCK_N > unmasked;
-            place += BLOCK_N;
+        if (next_key < end) {
+            block.first = next_key;
+            block.masked = next_key + BLOCK_N > unmasked;
+            next_key += BLOCK_N;
         }
 #endif
         return block;
     }
 
-    // Address of the list entry that holds the key at `place`, and whether there is one.
-    __device__ __forceinline__ const int* entry(int place, bool& exists) const {
-        exists = place < source.length;
+    // Address of the list entry `index`, and whether there is one.
+    __device__ __forceinline__ const int* entry(int index, bool& exists) const {
+        exists = index < source.length;
 #if KEYS == KEYS_LISTED
-        return source.list + (place < source.full ? place : source.capacity - 1 - (place - source.full));
+        return source.list + (index < source.full ? index : source.capacity - 1 - (index - source.full));
 #else
-        return source.list + place;
+        return source.list + index;
 #endif
     }
 };

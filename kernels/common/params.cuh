@@ -7,8 +7,8 @@ struct AttentionParams {
     const ELEMENT* value;
     ELEMENT* out;
     float* lse;
-    const float* bias;        // one number per key
-    const void* bias_rows;    // one number per query and key, BIAS_ELEMENT
+    const float* bias;        // per key
+    const void* bias_rows;    // per query and key, BIAS_ELEMENT
     const int* start;         // (1|B, 1|Hkv|H, key_length)
     const int* stop;
     const int* list;          // KEYS_LISTED (mask rows, tiles, capacity), KEYS_SHARED (mask rows, key_length)
@@ -18,7 +18,7 @@ struct AttentionParams {
     const int4* summaries;    // KEYS_SHARED (mask rows, key_length / BLOCK_N, rounded up)
     const int4* chunk_info;   // KEYS_SHARED of sequences (mask rows, key_length / chunk, rounded up): see lists/intervals.cu
     const int* bounds;        // (4, sequences): see common/varlen.cuh
-    const int* pages;         // PAGE_SIZE: (key_length / PAGE_SIZE) page of every PAGE_SIZE keys
+    const int* page_table;  // PAGE_SIZE: (key_length / PAGE_SIZE) page in the KV cache of every PAGE_SIZE keys
     const ELEMENT* dout;      // from here on: the backward pass
     const float* dlse;
     float* delta;
@@ -32,10 +32,10 @@ struct AttentionParams {
     float* partial_bias;      // (B * Hkv, supers, super_capacity, H / Hkv)
     const int* super_list;    // (mask rows, supers, super_capacity); BITS: (list rows, super_entries)
     const int* super_lengths;  // (mask rows, supers)
-    const int* seen;          // (mask rows, key_length): keys that somebody sees, in order
+    const int* seen;          // (mask rows, key_length): keys that some query sees, in order
     const int* seen_count;    // (mask rows)
-    const int* span_offset;   // (mask rows, key_length): where the places of a seen key begin in `places`
-    const int* places;        // (mask rows, supers * super_capacity): a key's place in each super-tile that sees it
+    const int* span_offset;   // (mask rows, key_length): where the slots of a seen key begin in `slots`
+    const int* slots;        // (mask rows, supers * super_capacity): a key's slot in each super-tile that sees it
                               // with BITS: (list rows, super_units, key_length), see lists/dense_macro_tiles.cu
     const int4* super_blocks;             // BITS, like the next two (list rows, super_entries / 64)
     const unsigned short* super_states;   // (mask rows, super_entries / 64, query_words)
@@ -51,8 +51,8 @@ struct AttentionParams {
     int mask_heads;                         // 1, Hkv or H: mask head = mask row % mask_heads
     int batch, query_length, key_length, heads, kv_heads;
     int tiles, capacity;
-    int section, shorter;  // sm90/producer.cuh: how tiles are dealt out
-    int lower;             // tiles of a set, the first ones, that have 64 rows less than the others
+    int swizzle_group, tail_tiles;  // sm90/scheduler.cuh: the order of tiles
+    int short_tiles;  // tiles of a set, the first ones, that have 64 rows less than the others
     int query_words, key_stride;
     int dbias_batch, dbias_heads;  // axes of a dense bias
     int bias_aligned;  // rows of bias_rows may be read 16 bytes at a time
@@ -60,6 +60,6 @@ struct AttentionParams {
     int list_batch, list_group;  // BITS: list row = batch * . + kv head * .
     int sequences, chunk;
     long long super_entries;        // of sequences and BITS: entries of all super-tiles' lists of a row
-    long long key_page, value_page;  // strides of pages; key_row and value_row within a page
+    long long key_page, value_page;  // strides of pages of the KV cache; key_row and value_row are strides within a page
     float scale, softcap;
 };

@@ -1,7 +1,7 @@
 // Tiles of queries and where their keys are: shared by all kernels that go through the keys of a tile of queries.
 //
-// A tile is BLOCK_M / HEADS consecutive queries times HEADS heads of one group. With SEQUENCES its queries belong to one
-// sequence (common/varlen.cuh). common/mask.cuh says how the keys come in blocks.
+// A tile is BLOCK_M / HEADS consecutive queries times HEADS query heads of one GQA group. With SEQUENCES its queries
+// belong to one sequence (common/varlen.cuh). common/mask.cuh says how the keys come in blocks.
 //
 // Prelude: HEADS, BLOCK_M, BLOCK_N, KEYS, CAUSAL, BITS, SEQUENCES.
 #pragma once
@@ -14,26 +14,26 @@ constexpr int QUERIES = BLOCK_M / HEADS;
 constexpr int WORDS = (QUERIES + 31) / 32;  // BITS: of a key
 
 struct Tile {
-    int batch, group, first_head, number, first_query, end_query, first_position, last_position;
+    int batch, group, first_head, index, first_query, end_query, first_position, last_position;
     int first_key, end_key;  // SEQUENCES: of the tile's sequence
 
-    // Whether there is such a tile: of sequences, some numbers have none.
+    // Whether there is such a tile: packed sequences leave some indices without one.
     __device__ __forceinline__ bool exists() const { return !SEQUENCES || first_query < end_query; }
 };
 
-// Tile `place` of set `rest` of tiles: of one or more heads, counted along heads first, then along the batch.
+// Tile `index` of set `rest` of tiles: of one or more heads, counted along heads first, then along the batch.
 template <typename Index>
-__device__ __forceinline__ Tile find_tile(const AttentionParams& p, Index rest, int place) {
+__device__ __forceinline__ Tile find_tile(const AttentionParams& p, Index rest, int index) {
     const int sets = p.heads / p.kv_heads / HEADS;  // tiles side by side that share a kv head
     Tile t;
-    t.number = p.tiles - 1 - place;  // the longest causal tiles first
+    t.index = p.tiles - 1 - index;  // the longest causal tiles first
     const int set = static_cast<int>(rest % sets);
     rest /= sets;
     t.group = static_cast<int>(rest % p.kv_heads);
     t.batch = static_cast<int>(rest / p.kv_heads);
     t.first_head = (t.group * sets + set) * HEADS;
 #if SEQUENCES
-    const RowTile rows = row_tile(p.bounds, p.bounds + p.sequences, p.sequences, QUERIES, t.number);
+    const RowTile rows = row_tile(p.bounds, p.bounds + p.sequences, p.sequences, QUERIES, t.index);
     t.first_query = rows.first;
     t.end_query = rows.end;
     t.first_key = p.bounds[2 * p.sequences + rows.sequence];
@@ -42,7 +42,7 @@ __device__ __forceinline__ Tile find_tile(const AttentionParams& p, Index rest, 
     t.first_position = t.first_query + shift;
     t.last_position = t.end_query - 1 + shift;
 #else
-    t.first_query = t.number * QUERIES - min(t.number, p.lower) * (64 / HEADS);
+    t.first_query = t.index * QUERIES - min(t.index, p.short_tiles) * (64 / HEADS);
     t.end_query = p.query_length;
     t.first_position = t.first_query + p.key_length - p.query_length;
     t.last_position = min(t.first_query + QUERIES, p.query_length) - 1 + p.key_length - p.query_length;
@@ -60,9 +60,9 @@ __device__ __forceinline__ long long mask_row_of(const AttentionParams& p, const
     return (long long)t.batch * p.mask_batch + t.group * p.mask_group + t.first_head * p.mask_head;
 }
 
-// KEYS_LISTED: the tile's place in `list` and `list_lengths`.
+// KEYS_LISTED: index of the tile's list in `list` and `list_lengths`.
 __device__ __forceinline__ long long list_of(const AttentionParams& p, const Tile& t) {
-    return mask_row_of(p, t) * p.tiles + t.number;
+    return mask_row_of(p, t) * p.tiles + t.index;
 }
 
 // All of a tile's keys but how many there are in its own list, which must be read (find_keys).

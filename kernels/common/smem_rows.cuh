@@ -1,6 +1,6 @@
-// Rows of numbers from global to shared memory: contiguous or gathered, one row each HEAD_DIM numbers.
+// Rows from global to shared memory: contiguous or gathered, HEAD_DIM elements each.
 //
-// In shared memory a row takes ROW_STRIDE numbers: HEAD_DIM rounded up to 16 (the tensor cores' step, zero-filled) plus
+// In shared memory a row takes ROW_STRIDE elements: HEAD_DIM rounded up to 16 (the tensor cores' step, zero-filled) plus
 // 16 bytes, so that the eight rows one ldmatrix phase reads lie in different banks; so do the four rows and eight columns
 // of floats that common/arch.cuh reads at once.
 //
@@ -9,7 +9,7 @@
 #include "common/arch.cuh"
 
 constexpr int HEAD_DIM_PADDED = (HEAD_DIM + 15) / 16 * 16;
-constexpr int PIECE = 16 / sizeof(ELEMENT);  // numbers in 16 bytes
+constexpr int PIECE = 16 / sizeof(ELEMENT);  // elements in 16 bytes
 constexpr int ROW_STRIDE = HEAD_DIM_PADDED + PIECE;
 constexpr int ROW_PIECES = HEAD_DIM_PADDED / PIECE;
 constexpr int ROW_LANES = ROW_PIECES <= 2 ? 2 : ROW_PIECES <= 4 ? 4 : ROW_PIECES <= 8 ? 8 : ROW_PIECES <= 16 ? 16 : 32;

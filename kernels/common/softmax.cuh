@@ -2,8 +2,8 @@
 //
 // Prelude: SOFTCAP.
 //
-// A warp holds 16 rows; a lane holds two of them (lane/4 and lane/4 + 8) and the columns that common/arch.cuh states, so a row
-// lives in four neighbouring lanes. Logits are in units of log 2: s2 = s * log2(e), p = 2^(s2 - m).
+// A warp holds 16 rows; a lane holds two of them (lane/4 and lane/4 + 8) and the columns that common/arch.cuh states,
+// so a row lives in four neighbouring lanes. Logits are in units of log 2: s2 = s * log2(e), p = 2^(s2 - m).
 #pragma once
 #include "common/arch.cuh"
 
@@ -22,21 +22,21 @@ __device__ __forceinline__ float softcapped(float x, float cap, float two_log2e_
     return cap - __fdividef(2.0f * cap, exp2_fast(x * two_log2e_over_cap) + 1.0f);
 }
 
-// Logits in log 2 units from products: softcap(scale * x) + bias.
+// Logits in log 2 units from x = q . k: softcap(scale * x) + bias.
 struct LogitScale {
     float scale, cap, exponent;  // scale in log 2 units without a softcap
 
     __device__ __forceinline__ LogitScale(float scale, float softcap)
         : scale(SOFTCAP ? scale : scale * LOG2_E), cap(softcap), exponent(SOFTCAP ? 2.0f * LOG2_E / softcap : 0.0f) {}
 
-    __device__ __forceinline__ float operator()(float product, float bias) const {
-        return SOFTCAP ? fmaf(softcapped(product * scale, cap, exponent), LOG2_E, bias) : fmaf(product, scale, bias);
+    __device__ __forceinline__ float operator()(float x, float bias) const {
+        return SOFTCAP ? fmaf(softcapped(x * scale, cap, exponent), LOG2_E, bias) : fmaf(x, scale, bias);
     }
 
-    // Derivative of the softcap at scale * product: 1 - tanh^2.
-    __device__ __forceinline__ float slope(float product) const {
+    // Derivative of the softcap at scale * x: 1 - tanh^2.
+    __device__ __forceinline__ float slope(float x) const {
         if (!SOFTCAP) return 1.0f;
-        const float t = softcapped(product * scale, 1.0f, exponent);
+        const float t = softcapped(x * scale, 1.0f, exponent);
         return 1.0f - t * t;
     }
 };
@@ -56,12 +56,12 @@ struct RowState {
 #pragma unroll
             for (int i = 0; i < 8; ++i)
                 highest[fragment_row(i)] = fmaxf(highest[fragment_row(i)], s[n].x[i]);
-        float reference[2];
+        float finite_max[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             highest[r] = row_max(highest[r]);
-            reference[r] = highest[r] == -infinity() ? 0.0f : highest[r];  // a row that has seen nothing: p = 2^-inf
-            rescale[r] = exp2_fast(m[r] - reference[r]);
+            finite_max[r] = highest[r] == -infinity() ? 0.0f : highest[r];  // a row that has seen nothing: p = 2^-inf
+            rescale[r] = exp2_fast(m[r] - finite_max[r]);
             m[r] = highest[r];
             l[r] *= rescale[r];
         }
@@ -69,7 +69,7 @@ struct RowState {
         for (int n = 0; n < columns; ++n)
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                s[n].x[i] = exp2_fast(s[n].x[i] - reference[fragment_row(i)]);
+                s[n].x[i] = exp2_fast(s[n].x[i] - finite_max[fragment_row(i)]);
                 l[fragment_row(i)] += s[n].x[i];
             }
     }

@@ -1,37 +1,37 @@
 // Sequences of different lengths packed in one row: which of them a tile, a row or a key belongs to.
 //
-// bounds // (4, count) int32: first and end query row, first and end key of each sequence. Sequences follow each other:
+// bounds // (4, count) int32: first and end query row, first and end key of each sequence. Sequences are consecutive:
 //        // end[b] <= first[b + 1] on both sides, and no sequence meets another.
 //
-// Tiles of `size` rows do not cross sequences. So that nobody has to add up lengths, tile k of sequence b has the number
+// Tiles of `size` rows do not cross sequences. So that lengths need not be added up, tile k of sequence b has the index
 //     first[b] / size + b + k,        k < (end[b] - first[b]) / size, rounded up.
-// Numbers rise with (b, k), none has two tiles, and all are below total / size + count. Some have none.
+// Indices rise with (b, k), none has two tiles, and all are below total / size + count. Some have no tile.
 //
-// Masks of sequences are moved from key positions to query rows (lists/varlen.cu): a key is seen by rows of its own sequence
-// only, start <= row < stop, whatever the lengths.
+// Masks of sequences are moved from key positions to query rows (lists/varlen.cu): a key is seen by rows of its own
+// sequence only, start <= row < stop, whatever the lengths.
 #pragma once
 #include "common/arch.cuh"
 
 struct RowTile {
-    int sequence, first, end;  // end <= first: no tile has this number
+    int sequence, first, end;  // end <= first: no tile has this index
 };
 
-// The last b with first[b] / size + b * each <= number, found by a warp together; first[0] is 0.
-__device__ __forceinline__ int sequence_of_number(const int* first, int count, int size, int each, int number) {
+// The last b with first[b] / size + b * each <= index, found by a warp together; first[0] is 0.
+__device__ __forceinline__ int sequence_of_index(const int* first, int count, int size, int each, int index) {
     int low = 0, high = count;
     while (high - low > 1) {
         const int step = (high - low + 31) / 32, b = low + static_cast<int>(threadIdx.x & 31) * step;
-        const bool begins_before = b < high && first[b] / size + b * each <= number;
+        const bool begins_before = b < high && first[b] / size + b * each <= index;
         low += (__popc(__ballot_sync(ALL_LANES, begins_before)) - 1) * step;
         high = min(high, low + step);
     }
     return low;
 }
 
-// The tile of this number; all lanes of a warp ask for the same.
-__device__ __forceinline__ RowTile row_tile(const int* first, const int* end, int count, int size, int number) {
-    const int b = sequence_of_number(first, count, size, 1, number);
-    const int row = first[b] + (number - first[b] / size - b) * size;
+// The tile of this index; all lanes of a warp ask for the same one.
+__device__ __forceinline__ RowTile row_tile(const int* first, const int* end, int count, int size, int index) {
+    const int b = sequence_of_index(first, count, size, 1, index);
+    const int row = first[b] + (index - first[b] / size - b) * size;
     return {b, row, min(row + size, end[b])};
 }
 
@@ -57,7 +57,7 @@ __device__ __forceinline__ long long first_super_entries(int key_length, int cou
 }
 
 // Where the list of super-tile k of sequence b begins.
-__device__ __forceinline__ long long super_place(const int* bounds, int count, int key_length, int queries, int capacity,
+__device__ __forceinline__ long long super_offset(const int* bounds, int count, int key_length, int queries, int capacity,
                                                  int b, int k) {
     if (k == 0) return (long long)(bounds[2 * count + b] / SUPER_UNIT + b) * SUPER_UNIT;
     return first_super_entries(key_length, count) + (long long)(bounds[b] / queries + k - 1) * capacity;

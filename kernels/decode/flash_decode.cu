@@ -1,21 +1,21 @@
-// Attention of a few query rows over many keys: the keys are shared out among blocks, so that few queries fill a GPU too.
-// The same mathematics as sm80/forward.cu.
+// Attention of few query rows over many keys, split-KV: the keys are split among blocks, so that few queries fill a GPU
+// too. The same mathematics as sm80/forward.cu.
 //
 // query  // (B, Lq, H, D) ELEMENT       key, value // (B, Lk, Hkv, D) ELEMENT, any batch, row and head strides
 // bias   // (1|B, 1|Hkv, Lk) f32, natural-log units (BIAS)
 // start, stop  // (1|B, 1|Hkv, Lk): key j is visible to positions start_j <= p < stop_j (INTERVALS)
 // out    // (B, Lq, H, D) ELEMENT, contiguous       lse // (B, H, Lq) f32, natural log, -inf where a row sees nothing
 //
-// The Lq * H / Hkv rows of a (sequence, kv head), query by query, are cut into `sets` of ROWS; `parts` blocks share the
-// keys of a set. With LISTED the keys are `list` (B * Hkv, slots), and the intervals stand beside it, entry by entry:
-// list_interval (B * Hkv, slots). Of a key that no row of the set sees nothing is read. A block leaves its part in global
-// memory; the one with the last ticket of a set adds them up in their order.
+// The Lq * H / Hkv rows of a (sequence, kv head), query by query, are cut into `sets` of ROWS; the keys of a set are
+// split among `num_splits` blocks. With LISTED the keys are `list` (B * Hkv, slots), and their intervals stand beside
+// it, entry by entry: list_interval (B * Hkv, slots). Keys that no row of the set sees are not read. A block leaves its
+// split's results in global memory; the block with the last ticket of a set combines them in order.
 //
 // Prelude: that of decode/split_kv.cuh (VALUE_DIM is HEAD_DIM), MIN_BLOCKS, LISTED, INTERVALS, CAUSAL, BIAS.
 #include "common/arch.cuh"
 #include "decode/split_kv.cuh"
 
-struct DecodeParams {
+struct FlashDecodeParams {
     const ELEMENT* query;
     const ELEMENT* key;
     const ELEMENT* value;
@@ -26,8 +26,8 @@ struct DecodeParams {
     const int* stop;
     const int* list;
     const int2* list_interval;
-    float* partial;            // (B * Hkv, sets, parts, ROWS, D)
-    PartState* partial_state;  // (B * Hkv, sets, parts, ROWS)
+    float* partial;            // (B * Hkv, sets, splits, ROWS, D)
+    SplitState* partial_state;  // (B * Hkv, sets, splits, ROWS)
     unsigned* tickets;         // (B * Hkv, sets), all 0
     long long query_batch, query_row, query_head;  // strides, in elements
     long long key_batch, key_row, key_head;
@@ -35,23 +35,24 @@ struct DecodeParams {
     long long bias_batch, bias_group, bias_key;
     long long start_batch, start_group, stop_batch, stop_group;
     int query_length, key_length, kv_heads, group;  // group: query heads of a kv head
-    int sets, parts, share, slots;  // slots: entries of the list, or key_length; share: of a part, a multiple of STEP
+    int sets, num_splits;
+    int split_size, slots;  // keys of a split, a multiple of STEP; entries of the list, or key_length
     float scale, softcap;
 };
 
-struct DecodeShared {
+struct FlashDecodeShared {
     SplitShared split;
     int last;
 };
 
 // The rows of a block and its keys.
 struct Rows {
-    const DecodeParams& p;
+    const FlashDecodeParams& p;
     int pair, batch, group, set;
     int first, count;                     // rows: of the tile, of all rows of the kv head
     int first_position, last_position;    // of its queries
 
-    __device__ __forceinline__ Rows(const DecodeParams& p, int tile)
+    __device__ __forceinline__ Rows(const FlashDecodeParams& p, int tile)
         : p(p), pair(tile / p.sets), batch(pair / p.kv_heads), group(pair % p.kv_heads), set(tile % p.sets) {
         first = set * ROWS;
         count = min(ROWS, p.query_length * p.group - first);
@@ -75,7 +76,7 @@ struct Key {
 
     __device__ __forceinline__ Key(const Rows& rows, int slot, int end)
         : row(-1), start(INT_LOWEST), stop(NEVER), bias(0.0f) {
-        const DecodeParams& p = rows.p;
+        const FlashDecodeParams& p = rows.p;
         if (slot >= end) return;
         row = slot;
 #if LISTED
@@ -118,8 +119,8 @@ __device__ __forceinline__ unsigned rows_that_see(const Key& key, const Rows& ro
     return seen;
 }
 
-// Values that are not finite, of keys that some rows of the tile see and some do not: added where they are seen, and zero
-// for the product, in which 0 * inf would be NaN.
+// Non-finite values of keys that some rows of the tile see and some do not: added where they are seen, and zero in the
+// MMA, in which 0 * inf would be NaN.
 __device__ __forceinline__ void isolate_nonfinite(WarpState& state, Values& values, const Key& key, const Rows& rows,
                                                   unsigned partial) {
     unsigned found = 0;
@@ -169,19 +170,20 @@ __device__ __forceinline__ void isolate_nonfinite(WarpState& state, Values& valu
                 for (int w = 0; w < 4; ++w) values.piece[c][k].word[w] = finite_word(values.piece[c][k].word[w]);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_attention(const DecodeParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) flash_decode(const FlashDecodeParams p) {
     wait_for_earlier_kernels();
     extern __shared__ __align__(128) unsigned char shared_memory[];
-    DecodeShared& shared = *reinterpret_cast<DecodeShared*>(shared_memory);
-    float* weights = reinterpret_cast<float*>(shared_memory + sizeof(DecodeShared));  // (ROWS, max(parts, WARPS))
-    const int tiles = gridDim.x / p.parts, part = blockIdx.x / tiles, tile = blockIdx.x % tiles;  // heads lie side by side
+    FlashDecodeShared& shared = *reinterpret_cast<FlashDecodeShared*>(shared_memory);
+    float* weights = reinterpret_cast<float*>(shared_memory + sizeof(FlashDecodeShared));  // (ROWS, max(num_splits, WARPS))
+    const int tiles = gridDim.x / p.num_splits;
+    const int split = blockIdx.x / tiles, tile = blockIdx.x % tiles;  // heads lie side by side
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     const Rows rows(p, tile);
     const ELEMENT* keys_of_head = p.key + rows.batch * p.key_batch + rows.group * p.key_head;
     const ELEMENT* values_of_head = p.value + rows.batch * p.value_batch + rows.group * p.value_head;
 
     constexpr int STRIDE = WARPS * STEP;
-    const int first = part * p.share + warp * STEP, end = min((part + 1) * p.share, p.slots);
+    const int first = split * p.split_size + warp * STEP, end = min((split + 1) * p.split_size, p.slots);
     const auto key_at = [&](int base) { return Key(rows, base + lane, lane < STEP ? end : 0); };
     Key key = key_at(first), following = key_at(first + STRIDE);
     const Query query(rows.count, [&](int row) {
@@ -189,10 +191,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_attenti
                rows.head_of(row) * p.query_head;
     });
     unsigned some = __ballot_sync(ALL_LANES, key.seen_by_some(rows));
-    int place = first;  // of the step whose rows are loaded next
+    int next_slot = first;  // of the step whose rows are loaded next
     const auto row_of = [&](const ELEMENT* head, long long stride) {
         return [&, head, stride](int i) {
-            const int chosen = key_to_read(i, some), row = LISTED ? __shfl_sync(ALL_LANES, key.row, chosen) : place + chosen;
+            const int chosen = key_to_read(i, some);
+            const int row = LISTED ? __shfl_sync(ALL_LANES, key.row, chosen) : next_slot + chosen;
             return head + (some != 0 ? row : 0) * stride;
         };
     };
@@ -213,11 +216,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_attenti
         if (!TOGETHER && now != 0) load_keys(keys, row_of(keys_of_head, p.key_row));
         if (now != 0) score_keys(s, shared.split, keys);
         if (!TOGETHER && now != 0) load_values(values, row_of(values_of_head, p.value_row));
-        // The next step's keys come while this one's values are waited for, its values while its keys are multiplied.
+        // The next step's keys load while this one waits for its values, its values load while its keys are multiplied.
         key = following;
         following = key_at(base + 2 * STRIDE);
         some = __ballot_sync(ALL_LANES, key.seen_by_some(rows));
-        place = base + STRIDE;
+        next_slot = base + STRIDE;
         if (TOGETHER) load_keys(keys, row_of(keys_of_head, p.key_row));
         if (now != 0) {
             const unsigned all = __ballot_sync(ALL_LANES, current.seen_by_all(rows));
@@ -236,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_attenti
                     if (!(seen & 2)) s.x[i + 2] = -infinity();
                 }
             }
-            state.soften(s);
+            state.online_softmax(s);
             only_seen(values, now);
             if (now != all) isolate_nonfinite(state, values, current, rows, now & ~all);
             state.add(s, values);
@@ -244,12 +247,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_attenti
         if (TOGETHER) load_values(values, row_of(values_of_head, p.value_row));
     }
     state.leave(shared.split);
-    __syncthreads();  // what each warp has found is in place
+    __syncthreads();  // the results of all warps are in place
 
     const float* o = &shared.split.o[0][0][0];
-    const PartState* states = &shared.split.state[0][0];
+    const SplitState* states = &shared.split.state[0][0];
     const int heads = p.kv_heads * p.group;
-    const auto write_lse = [&](int row, const PartState& found) {
+    const auto write_lse = [&](int row, const SplitState& found) {
         p.lse[((long long)rows.batch * heads + rows.head_of(row)) * p.query_length + rows.query_of(row)] =
             natural_lse(found);
     };
@@ -257,19 +260,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_attenti
         const long long of_query = (long long)rows.batch * p.query_length + rows.query_of(row);
         from_float(p.out[(of_query * heads + rows.head_of(row)) * VALUE_DIM + d], l == 0.0f ? 0.0f : x / l);
     };
-    if (p.parts == 1) {
+    if (p.num_splits == 1) {
         combine<false>(o, states, WARPS, weights, shared.split, rows.count, write_lse, write_out);
         return;
     }
-    const long long own = (long long)tile * p.parts + part;
+    const long long own = (long long)tile * p.num_splits + split;
     combine<false>(o, states, WARPS, weights, shared.split, rows.count,
-                   [&](int row, const PartState& s) { p.partial_state[own * ROWS + row] = s; },
+                   [&](int row, const SplitState& s) { p.partial_state[own * ROWS + row] = s; },
                    [&](int row, int d, float x, float) { p.partial[(own * ROWS + row) * VALUE_DIM + d] = x; });
-    __syncthreads();  // the block's part is written
-    if (threadIdx.x == 0) shared.last = take_ticket(p.tickets + tile, p.parts - 1) == p.parts - 1;
-    __syncthreads();  // all know whether the other parts are there
+    __syncthreads();  // the block's results are written
+    if (threadIdx.x == 0) shared.last = take_ticket(p.tickets + tile, p.num_splits - 1) == p.num_splits - 1;
+    __syncthreads();  // `last` is known to all threads
     if (!shared.last) return;
-    combine<true>(p.partial + (long long)tile * p.parts * (ROWS * VALUE_DIM),
-                  p.partial_state + (long long)tile * p.parts * ROWS, p.parts, weights, shared.split, rows.count,
+    combine<true>(p.partial + (long long)tile * p.num_splits * (ROWS * VALUE_DIM),
+                  p.partial_state + (long long)tile * p.num_splits * ROWS, p.num_splits, weights, shared.split, rows.count,
                   write_lse, write_out);
 }

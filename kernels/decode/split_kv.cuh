@@ -1,19 +1,19 @@
 // A few rows of queries against some keys, by warps that share nothing but the query until the end: for decoding, where
 // there are too few queries to fill a GPU with tiles of them, and keys and values are read once.
 //
-// A tile has ROWS <= 16 rows (queries times heads of one group). A warp takes STEP = 16 keys at a time: it loads their
+// A tile has ROWS <= 16 rows (queries times heads of one GQA group). A warp takes STEP = 16 keys at a time: it loads their
 // rows straight into the registers of the tensor cores' operands, 16 bytes (a piece) a lane and load, and keeps logits,
 // softmax state and output in registers. With g = lane / 4, t = lane % 4 a lane holds
 //     of keys     keys g and g + 8, pieces t, t + 4, ...: B of  s = q . k^T     (rows by keys)
 //     of values   keys 2t, 2t + 1, 2t + 8, 2t + 9, pieces g, g + 8, ...: A of  o^T = v^T . p^T     (dims by rows)
-//     of s        rows g and g + 8, keys 2t, 2t + 1 and these + 8: B of the second product as they stand
+//     of s        rows g and g + 8, keys 2t, 2t + 1 and these + 8: B of the second MMA as they stand
 //     of o        rows 2t and 2t + 1 (and + 8), two dims of each of its value pieces
-// Products do not mind in which order they sum, so query and key agree on an order of dims that makes a piece two steps of
-// an operand, and p and values on an order of keys. 16-bit elements are multiplied by mma m16n8k16, float32 by m16n8k8 as
-// TF32.
+// The order of summation within an MMA does not matter, so query and key agree on an order of dims that makes a piece
+// two steps of an operand, and p and values on an order of keys. 16-bit elements are multiplied by mma m16n8k16,
+// float32 by m16n8k8 as TF32.
 //
-// The warps of a block leave outputs, maxima and sums in shared memory, blocks in global memory: `combine` adds them up
-// in their order, so that the result does not depend on who was first.
+// The warps of a block leave outputs, maxima and sums in shared memory, blocks in global memory: `combine` adds them in
+// order, so that the result does not depend on which was first.
 //
 // Prelude: ELEMENT, HEAD_DIM, VALUE_DIM, VECTOR (rows may be read 16 bytes at a time), ROWS, WARPS, SOFTCAP.
 #pragma once
@@ -27,7 +27,7 @@ constexpr int KEY_CHUNKS = (HEAD_DIM + 4 * PIECE - 1) / (4 * PIECE);     // what
 constexpr int VALUE_CHUNKS = (VALUE_DIM + 8 * PIECE - 1) / (8 * PIECE);  // what those that share a key read of its value
 constexpr int ROW_TILES = ROWS > 8 ? 2 : 1;
 constexpr int VALUE_TILES = VALUE_CHUNKS * PIECE / 2;  // of 16 dims
-constexpr bool TOGETHER = 2 * KEY_CHUNKS + 4 * VALUE_CHUNKS <= 16;  // values are loaded ahead of the first product
+constexpr bool TOGETHER = 2 * KEY_CHUNKS + 4 * VALUE_CHUNKS <= 16;  // values are loaded ahead of the QK MMA
 static_assert(ROWS <= 16, "a tile is one operand high");
 
 constexpr const ELEMENT* TYPE = nullptr;
@@ -48,15 +48,15 @@ struct Logits {
     float x[8];  // of an accumulator of 16x16: common/arch.cuh
 };
 
-// What warps, then parts, have of a tile: outputs that are yet to be divided by l, in units of 2^m.
-struct PartState {
+// The softmax state of a warp, then of a split: its outputs are not yet divided by l, and in units of 2^m.
+struct SplitState {
     float m, l;
 };
 
 struct SplitShared {
     Piece query[KEY_CHUNKS][ROW_TILES][32];  // A operands, by lane
     float o[WARPS][ROWS][VALUE_DIM];
-    PartState state[WARPS][ROWS];
+    SplitState state[WARPS][ROWS];
     float sum[ROWS];
 };
 
@@ -114,7 +114,7 @@ __device__ __forceinline__ void store_piece(ELEMENT* row, int number, const Piec
 #endif
 }
 
-// ---- products ----
+// ---- MMA ----
 __device__ __forceinline__ void multiply_words(float* c, const unsigned (&a)[4], const unsigned (&b)[2], const float*) {
     const float left[4] = {__uint_as_float(a[0]), __uint_as_float(a[1]), __uint_as_float(a[2]), __uint_as_float(a[3])};
     const float right[2] = {__uint_as_float(b[0]), __uint_as_float(b[1])};
@@ -200,7 +200,7 @@ __device__ __forceinline__ int key_to_read(int i, unsigned wanted) {
     return wanted >> i & 1 ? i : max(__ffs(static_cast<int>(wanted)), 1) - 1;
 }
 
-// Clears the values of keys that nobody sees: they must not meet a probability of 0 (0 * inf).
+// Clears the values of keys that no query sees: they must not meet a probability of 0 (0 * inf).
 __device__ __forceinline__ void only_seen(Values& values, unsigned seen) {
     if (seen == (1u << STEP) - 1) return;
 #pragma unroll
@@ -247,8 +247,8 @@ struct WarpState {
                 for (int i = 0; i < 4; ++i) o[d][r][i] = 0.0f;
     }
 
-    // Logits (-inf: not seen) become probabilities; earlier sums follow the new maxima.
-    __device__ __forceinline__ void soften(Logits& s) {
+    // Logits (-inf: not seen) become probabilities; earlier outputs are rescaled to the new maxima.
+    __device__ __forceinline__ void online_softmax(Logits& s) {
         float rescale[2];
         Logits (&tile)[1] = reinterpret_cast<Logits (&)[1]>(s);
         rows.update(tile, rescale);
@@ -318,7 +318,7 @@ struct WarpState {
         return (d / EACH * 8 + (threadIdx.x & 31) / 4) * PIECE + d % EACH * 2 + (i >> 1);
     }
 
-    // Leaves this warp's share in shared memory; complete behind the next barrier.
+    // Stores this warp's results to shared memory; visible behind the next barrier.
     __device__ __forceinline__ void leave(SplitShared& shared) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
         rows.finish();
@@ -335,61 +335,61 @@ struct WarpState {
     }
 };
 
-// ---- sums ----
-constexpr int MOST_PARTS = 512;
-constexpr int SUM_WIDTH = VALUE_DIM % 4 == 0 ? 4 : 1;
+// ---- combining splits ----
+constexpr int MAX_SPLITS = 512;
+constexpr int VECTOR_WIDTH = VALUE_DIM % 4 == 0 ? 4 : 1;
 
-struct alignas(4 * SUM_WIDTH) Numbers {
-    float x[SUM_WIDTH];
+struct alignas(4 * VECTOR_WIDTH) Vector {
+    float x[VECTOR_WIDTH];
 };
 
-// `count` parts become one: o (count, ROWS, VALUE_DIM) and state (count, ROWS), in global memory (`far`) or in shared memory
-// (at most 32). `weights` has room for ROWS * count numbers. Calls write_state(row, state) once per row and
-// write(row, dim, o, l) once per number, in whatever thread. All threads of the block call it; `o` and `state` must be
+// Combines `count` splits: o (count, ROWS, VALUE_DIM) and state (count, ROWS), in global memory (`far`) or in shared memory
+// (at most 32). `weights` has room for ROWS * count floats. Calls write_state(row, state) once per row and
+// write(row, dim, o, l) once per element, in any thread. All threads of the block call it; `o` and `state` must be
 // complete, and what is in shared.o is lost if they are far. Loads are made many at a time: each batch costs a latency.
 template <bool far, typename WriteState, typename Write>
-__device__ __forceinline__ void combine(const float* o, const PartState* state, int count, float* weights,
+__device__ __forceinline__ void combine(const float* o, const SplitState* state, int count, float* weights,
                                         SplitShared& shared, int rows, const WriteState& write_state,
                                         const Write& write) {
-    // A thread adds SUM_WIDTH neighbouring numbers of every SLICES-th part.
-    constexpr int PER_ROW = VALUE_DIM / SUM_WIDTH, GROUPS = ROWS * PER_ROW;
+    // A thread adds VECTOR_WIDTH neighbouring elements of every SLICES-th split.
+    constexpr int PER_ROW = VALUE_DIM / VECTOR_WIDTH, GROUPS = ROWS * PER_ROW;
     constexpr int MANY = THREADS / GROUPS < WARPS ? THREADS / GROUPS : WARPS, SLICES = far && MANY > 1 ? MANY : 1;
     constexpr int BATCH = far && SLICES == 1 ? 16 : 8;
     const auto row_of = [](int i) { return i % GROUPS / PER_ROW; };
-    Numbers own[BATCH];
-    const auto load = [&](int i, int part) {
-        const Numbers* first = reinterpret_cast<const Numbers*>(o) + i % GROUPS;
+    Vector own[BATCH];
+    const auto load = [&](int i, int split) {
+        const Vector* first = reinterpret_cast<const Vector*>(o) + i % GROUPS;
 #pragma unroll
         for (int k = 0; k < BATCH; ++k)
-            own[k] = part + k * SLICES < count ? first[(part + k * SLICES) * GROUPS] : Numbers{};
+            own[k] = split + k * SLICES < count ? first[(split + k * SLICES) * GROUPS] : Vector{};
     };
     // Under way at the same time as the states.
     if (threadIdx.x < GROUPS * SLICES && row_of(threadIdx.x) < rows) load(threadIdx.x, threadIdx.x / GROUPS);
 
     const int lane = threadIdx.x & 31;
     for (int row = threadIdx.x / 32; row < rows; row += WARPS) {
-        constexpr int EACH = far ? MOST_PARTS / 32 : 1;
-        PartState part[EACH];
+        constexpr int EACH = far ? MAX_SPLITS / 32 : 1;
+        SplitState split[EACH];
         float m = -infinity(), l = 0.0f;
 #pragma unroll
         for (int k = 0; k < EACH; ++k)
-            part[k] = lane + 32 * k < count ? state[(lane + 32 * k) * ROWS + row] : PartState{-infinity(), 0.0f};
+            split[k] = lane + 32 * k < count ? state[(lane + 32 * k) * ROWS + row] : SplitState{-infinity(), 0.0f};
 #pragma unroll
-        for (int k = 0; k < EACH; ++k) m = fmaxf(m, part[k].m);
+        for (int k = 0; k < EACH; ++k) m = fmaxf(m, split[k].m);
 #pragma unroll
         for (int distance = 16; distance > 0; distance >>= 1) m = fmaxf(m, __shfl_xor_sync(ALL_LANES, m, distance));
-        const float reference = m == -infinity() ? 0.0f : m;  // nothing seen: all weights are 2^-inf
+        const float finite_max = m == -infinity() ? 0.0f : m;  // nothing seen: all weights are 2^-inf
 #pragma unroll
         for (int k = 0; k < EACH; ++k) {
-            const float weight = exp2_fast(part[k].m - reference);
+            const float weight = exp2_fast(split[k].m - finite_max);
             if (lane + 32 * k < count) weights[row * count + lane + 32 * k] = weight;
-            l = fmaf(weight, part[k].l, l);
+            l = fmaf(weight, split[k].l, l);
         }
 #pragma unroll
         for (int distance = 16; distance > 0; distance >>= 1) l += __shfl_xor_sync(ALL_LANES, l, distance);
         if (lane == 0) {
             shared.sum[row] = l;
-            write_state(row, PartState{m, l});
+            write_state(row, SplitState{m, l});
         }
     }
     __syncthreads();  // weights and sums are complete
@@ -398,23 +398,23 @@ __device__ __forceinline__ void combine(const float* o, const PartState* state, 
     for (int i = threadIdx.x; i < GROUPS * SLICES; i += THREADS) {
         const int row = row_of(i), slice = i / GROUPS;
         if (row >= rows) continue;
-        Numbers sum = {};
+        Vector sum = {};
 #pragma unroll 1
-        for (int part = slice; part < count; part += BATCH * SLICES) {
-            if (i >= THREADS || part > slice) load(i, part);
+        for (int split = slice; split < count; split += BATCH * SLICES) {
+            if (i >= THREADS || split > slice) load(i, split);
 #pragma unroll
             for (int k = 0; k < BATCH; ++k) {
-                const float weight = part + k * SLICES < count ? weights[row * count + part + k * SLICES] : 0.0f;
+                const float weight = split + k * SLICES < count ? weights[row * count + split + k * SLICES] : 0.0f;
 #pragma unroll
-                for (int x = 0; x < SUM_WIDTH; ++x) sum.x[x] = fmaf(weight, own[k].x[x], sum.x[x]);
+                for (int x = 0; x < VECTOR_WIDTH; ++x) sum.x[x] = fmaf(weight, own[k].x[x], sum.x[x]);
             }
         }
         if (SLICES > 1) {
-            reinterpret_cast<Numbers*>(shared.o)[i] = sum;
+            reinterpret_cast<Vector*>(shared.o)[i] = sum;
         } else {
 #pragma unroll
-            for (int x = 0; x < SUM_WIDTH; ++x)
-                write(row, i % PER_ROW * SUM_WIDTH + x, sum.x[x], shared.sum[row]);
+            for (int x = 0; x < VECTOR_WIDTH; ++x)
+                write(row, i % PER_ROW * VECTOR_WIDTH + x, sum.x[x], shared.sum[row]);
         }
     }
     if (SLICES == 1) return;
@@ -428,6 +428,6 @@ __device__ __forceinline__ void combine(const float* o, const PartState* state, 
     }
 }
 
-__device__ __forceinline__ float natural_lse(const PartState& s) {
+__device__ __forceinline__ float natural_lse(const SplitState& s) {
     return s.l == 0.0f ? -infinity() : LN_2 * s.m + logf(s.l);
 }

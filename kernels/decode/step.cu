@@ -8,14 +8,14 @@
 // out        // (B, L, H, VALUE_DIM), contiguous  lse // (B, H, L) f32             free     // (B, Hkv): a slot not needed, -1
 //                                                                    lowest_score // (B, Hkv) f32: that of slot `lowest`
 //
-// One launch. `parts` blocks share the R slots of one (sequence, kv head, set of ROWS query heads). They only read the state:
-// `lowest`, its score and `free`, found by the launch before, tell every block which key leaves the top and which slot the
-// token takes; its rows stand in shared memory in place of that slot's. What a block finds goes to `partial`: outputs, and
-// of set 0 the lowest key of the top and a free slot of its share. The block that takes the last ticket of a (sequence,
-// kv head) adds the parts up in their order and alone changes the state; by then nobody reads it any more. `lengths` is
-// read for all kv heads of a sequence: the last of these changes it (a second ticket).
+// One launch. The R slots of one (sequence, kv head, set of ROWS query heads) are split among `num_splits` blocks. They
+// only read the state: `lowest`, its score and `free`, found by the launch before, tell every block which key leaves
+// the top and which slot the token takes; its rows stand in shared memory in place of that slot's. What a block finds
+// goes to `partial`: outputs, and of set 0 the lowest key of the top and a free slot of its split. The block that takes
+// the last ticket of a (sequence, kv head) combines the splits in order and alone changes the state; by then no block
+// reads it any more. `lengths` is read for all kv heads of a sequence: the last of these changes it (a second ticket).
 //
-// CLUSTER > 1 (sm_90 and later): the parts, that many and of one set, are a cluster of blocks. They leave what they find in
+// CLUSTER > 1 (sm_90 and later): the splits, that many and of one set, are a cluster of blocks. They leave their results in
 // the shared memory of the first, which goes on when all of them are there: neither partial results in memory nor a ticket.
 //
 // A warp loads its first rows before it is known which are needed, because they take as long to come as that takes to be
@@ -50,16 +50,17 @@ struct StepParams {
     int* free;
     ELEMENT* out;
     float* lse;
-    float* partial;            // (B * Hkv, sets, parts, ROWS, VALUE_DIM)
-    PartState* partial_state;  // (B * Hkv, sets, parts, ROWS)
-    Candidate* candidates;     // (B * Hkv, parts)
+    float* partial;            // (B * Hkv, sets, splits, ROWS, VALUE_DIM)
+    SplitState* partial_state;  // (B * Hkv, sets, splits, ROWS)
+    Candidate* candidates;     // (B * Hkv, splits)
     unsigned* tickets;         // (B * Hkv), then (B); all 0
     long long query_batch, query_row, query_head;  // strides, in elements
     long long key_batch, key_row, key_head;
     long long value_batch, value_row, value_head;
     long long score_batch, score_head, score_token;
     int count_words;  // 32-bit words of a number of counts
-    int kv_heads, group, sets, parts, share;  // query heads of a kv head; sets of them; slots of a part, a multiple of STEP
+    int kv_heads, group, sets;   // group: query heads of a kv head, in `sets` sets
+    int num_splits, split_size;  // slots of a split, a multiple of STEP
     int slots, window, sinks, recent;
     int length, token;  // L, and which of them
     float scale, softcap;
@@ -76,9 +77,9 @@ struct StepShared {
 #if CLUSTER > 1
     struct {
         float o[CLUSTER][ROWS][VALUE_DIM];
-        PartState state[CLUSTER][ROWS];
+        SplitState state[CLUSTER][ROWS];
         Candidate candidates[CLUSTER];
-    } parts;  // of the first block: what all have found
+    } splits;  // of the first block: what all have found
 #endif
     Candidate candidates[WARPS];
     int last;
@@ -146,7 +147,7 @@ struct Slot {
     }
 
     // As it is when the token has come.
-    __device__ __forceinline__ void follow(const Change& change) {
+    __device__ __forceinline__ void apply(const Change& change) {
         if (number == change.dropped || position < 0) in_top = 0;
         if (number != change.target) return;
         position = change.position;
@@ -281,23 +282,23 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
     wait_for_earlier_kernels();
     extern __shared__ __align__(128) unsigned char shared_memory[];
     StepShared& shared = *reinterpret_cast<StepShared*>(shared_memory);
-    float* weights = reinterpret_cast<float*>(shared_memory + sizeof(StepShared));  // (ROWS, max(parts, WARPS))
-    const int parts = CLUSTER > 1 ? CLUSTER : p.parts, sets = CLUSTER > 1 ? 1 : p.sets, blocks = parts * sets;
-    const int part = blockIdx.x % parts, set = blockIdx.x / parts % sets;
+    float* weights = reinterpret_cast<float*>(shared_memory + sizeof(StepShared));  // (ROWS, max(num_splits, WARPS))
+    const int num_splits = CLUSTER > 1 ? CLUSTER : p.num_splits, sets = CLUSTER > 1 ? 1 : p.sets, blocks = num_splits * sets;
+    const int split = blockIdx.x % num_splits, set = blockIdx.x / num_splits % sets;
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     const Head head(p, blockIdx.x / blocks);
     const int rows = ATTEND ? min(ROWS, p.group - set * ROWS) : 0;  // query heads of this block
     const int first_head = head.group * p.group + set * ROWS;
     if (p.counts != nullptr && p.counts[head.batch * p.count_words] <= p.token) {  // fewer than 2^31 tokens
-        if (ATTEND && part == 0) write_nothing(p, head, first_head, rows);
+        if (ATTEND && split == 0) write_nothing(p, head, first_head, rows);
         return;
     }
 #if CLUSTER > 1
     cluster_arrive_running();  // its shared memory exists
 #endif
 
-    // ---- this block's share of the slots ----
-    const int first = part * p.share + warp * STEP, end = min((part + 1) * p.share, p.slots);
+    // ---- this block's split of the slots ----
+    const int first = split * p.split_size + warp * STEP, end = min((split + 1) * p.split_size, p.slots);
     constexpr int STRIDE = WARPS * STEP;  // from a warp's step to its next
     const TokenRows token(head);
     Candidate candidate = NOTHING;
@@ -310,14 +311,15 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
         WarpState state;
         Keys keys;
         Values values;
-        int place = first;  // of the step whose rows are loaded next
-        unsigned seen = place < end ? ~0u >> (32 - min(STEP, end - place)) : 0;  // of its slots; at first: that there are
-        const auto slot_to_read = [&](int i) { return min(place + key_to_read(i, seen), end - 1); };
+        int next_slot = first;  // of the step whose rows are loaded next
+        // Of its slots; at first: those that there are.
+        unsigned seen = next_slot < end ? ~0u >> (32 - min(STEP, end - next_slot)) : 0;
+        const auto slot_to_read = [&](int i) { return min(next_slot + key_to_read(i, seen), end - 1); };
         const auto key_at = [&](int i) { return head.key_of(slot_to_read(i)); };
         const auto value_at = [&](int i) { return head.value_of(slot_to_read(i)); };
         const auto slot_at = [&](int base) { return Slot(head, base + lane, lane < STEP ? end : 0); };
         const auto arrive = [&](Slot& slot) {  // the token has come: what is seen of the step's slots
-            slot.follow(change);
+            slot.apply(change);
             const bool mine = lane < STEP && slot.number < end;
             if (mine && set == 0) consider(candidate, slot, change, p);
             return __ballot_sync(ALL_LANES, mine && slot.needed(p, change.position));
@@ -335,7 +337,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
         for (int base = first; base < end; base += STRIDE) {
             const unsigned now = seen;
             const float score = slot.score;
-            const int taken = change.target - base;  // the key whose place the token takes
+            const int taken = change.target - base;  // the key whose slot the token takes
             const bool here = taken >= 0 && taken < STEP;
             Logits s;
             if (!TOGETHER) load_keys(keys, key_at);
@@ -343,14 +345,14 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
             score_keys(s, shared.split, keys);
             if (!TOGETHER) load_values(values, value_at);
             if (here) take_value(values, shared, taken);
-            // The next step's keys come while this one's values are waited for, its values while its keys are multiplied.
+            // The next step's keys load while this one waits for its values, its values load while its keys are multiplied.
             slot = following;
             following = slot_at(base + 2 * STRIDE);
-            place = base + STRIDE;
+            next_slot = base + STRIDE;
             seen = arrive(slot);
             if (TOGETHER) load_keys(keys, key_at);
             mask_logits(s, logit, now, score);
-            state.soften(s);
+            state.online_softmax(s);
             only_seen(values, now);
             state.add(s, values);
             if (TOGETHER) load_values(values, value_at);
@@ -361,55 +363,55 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
         change = head.change();
         for (int base = first; base < end; base += STRIDE) {
             Slot slot(head, base + lane, lane < STEP ? end : 0);
-            slot.follow(change);
+            slot.apply(change);
             if (lane < STEP && slot.number < end) consider(candidate, slot, change, p);
         }
     }
     candidate = merge_lanes(candidate);
     if (lane == 0) shared.candidates[warp] = candidate;
-    __syncthreads();  // what each warp has found is in place
+    __syncthreads();  // the results of all warps are in place
 
     // ---- the last block of a (sequence, kv head) goes on, of a cluster the first ----
     const float* o = &shared.split.o[0][0][0];
-    const PartState* states = &shared.split.state[0][0];
+    const SplitState* states = &shared.split.state[0][0];
     const Candidate* found = shared.candidates;
     int candidates = WARPS;
 #if CLUSTER > 1
-    auto& all = *first_of_cluster(&shared.parts);
+    auto& all = *first_of_cluster(&shared.splits);
     cluster_wait();  // for the first block's memory
-    float* part_o = &all.o[part][0][0];
-    PartState* part_state = all.state[part];
-    Candidate* part_candidate = &all.candidates[part];
+    float* split_o = &all.o[split][0][0];
+    SplitState* split_state = all.state[split];
+    Candidate* split_candidate = &all.candidates[split];
 #else
-    const long long place = (head.pair * sets + set) * parts + part;
-    float* part_o = p.partial + place * (ROWS * VALUE_DIM);
-    PartState* part_state = p.partial_state + place * ROWS;
-    Candidate* part_candidate = p.candidates + head.pair * parts + part;
+    const long long own_split = (head.pair * sets + set) * num_splits + split;
+    float* split_o = p.partial + own_split * (ROWS * VALUE_DIM);
+    SplitState* split_state = p.partial_state + own_split * ROWS;
+    Candidate* split_candidate = p.candidates + head.pair * num_splits + split;
 #endif
     if (blocks > 1) {
         if (set == 0 && warp == WARPS - 1) {
             candidate = merge_lanes(lane < WARPS ? shared.candidates[lane] : NOTHING);
-            if (lane == 0) *part_candidate = candidate;
+            if (lane == 0) *split_candidate = candidate;
         }
         if (ATTEND)
             combine<false>(o, states, WARPS, weights, shared.split, rows,
-                           [&](int row, const PartState& s) { part_state[row] = s; },
-                           [&](int row, int d, float x, float) { part_o[row * VALUE_DIM + d] = x; });
+                           [&](int row, const SplitState& s) { split_state[row] = s; },
+                           [&](int row, int d, float x, float) { split_o[row * VALUE_DIM + d] = x; });
 #if CLUSTER > 1
         cluster_arrive();
-        if (part != 0) return;
+        if (split != 0) return;
         cluster_wait();  // for what all blocks have found
-        o = &shared.parts.o[0][0][0];
-        states = &shared.parts.state[0][0];
-        found = shared.parts.candidates;
+        o = &shared.splits.o[0][0][0];
+        states = &shared.splits.state[0][0];
+        found = shared.splits.candidates;
 #else
         __syncthreads();  // the block's results are written
         if (threadIdx.x == 0) shared.last = take_ticket(p.tickets + head.pair, blocks - 1) == blocks - 1;
         __syncthreads();  // all know whether the other blocks' results are there
         if (!shared.last) return;
-        found = p.candidates + head.pair * parts;
+        found = p.candidates + head.pair * num_splits;
 #endif
-        candidates = parts;
+        candidates = num_splits;
     }
 
     // ---- nobody else reads the state any more: change it ----
@@ -427,7 +429,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
     if (!ATTEND) return;
     for (int s = 0; s < sets; ++s) {
         const int first_of_set = head.group * p.group + s * ROWS, rows_of_set = min(ROWS, p.group - s * ROWS);
-        const auto write_lse = [&](int row, const PartState& found) {
+        const auto write_lse = [&](int row, const SplitState& found) {
             const long long of_head = (long long)head.batch * p.kv_heads * p.group + first_of_set + row;
             if (p.lse != nullptr) p.lse[of_head * p.length + p.token] = natural_lse(found);
         };
@@ -439,8 +441,8 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
         if (CLUSTER > 1 || blocks == 1) {
             combine<false>(o, states, CLUSTER > 1 ? CLUSTER : WARPS, weights, shared.split, rows_of_set, write_lse, write_out);
         } else {
-            const long long of_set = (head.pair * sets + s) * parts;
-            combine<true>(p.partial + of_set * (ROWS * VALUE_DIM), p.partial_state + of_set * ROWS, parts, weights,
+            const long long of_set = (head.pair * sets + s) * num_splits;
+            combine<true>(p.partial + of_set * (ROWS * VALUE_DIM), p.partial_state + of_set * ROWS, num_splits, weights,
                           shared.split, rows_of_set, write_lse, write_out);
         }
         __syncthreads();  // weights and sums have been read

@@ -1,20 +1,21 @@
-// Key lists of super-tiles of queries, from the bits of a dense mask (lists/dense_mask.cu): what the gradients of keys and values
-// gather (sm80/backward_dkv.cu).
+// Key lists of super-tiles of queries, from the bits of a dense mask (lists/dense_mask.cu): what the gradients of keys
+// and values gather (sm80/backward_dkv.cu).
 //
 // A super-tile has R consecutive queries, and its list holds the keys that any of them sees under any head of the kv head,
 // in order. R is chosen here, per list row: the first of U, 2 U, 4 U, ... with which the lists of all super-tiles
 // fit into `entries` together. The last choice is one super-tile of all queries, which always fits. So few visible keys
 // are gathered for few queries at a time, and where everything is visible every key is listed once.
 //
-//   seen_keys    seen // (list rows, units, key_stride / 32) u32: bit j % 32 of word j / 32 = one of these U queries sees key j
+//   seen_keys    seen // (list rows, units, key_stride / 32) u32: bit j % 32 of word j / 32 = one of these U queries
+//                sees key j
 //   count_keys   counts // (list rows, nodes): keys in each list of each choice, those of U first
 //   super_keys   list // (list rows, entries): the lists, each from a multiple of BLOCK_KEYS on
 //                blocks // (list rows, entries / BLOCK_KEYS) int4: first query and end of the super-tile of these entries,
 //                how many of them are keys (0: none), 0
-//                places // (list rows, units, key_length): a key's entry in the list of a super-tile, or -1
+//                slots // (list rows, units, key_length): a key's entry in the list of a super-tile, or -1
 //                super_counts // (list rows): super-tiles
-//   list_states  states // (mask rows, entries / BLOCK_KEYS, query_words) u16: as in lists/dense_mask.cu, of these keys and the words of
-//                their super-tile's queries; entries that are no keys do not count
+//   list_states  states // (mask rows, entries / BLOCK_KEYS, query_words) u16: as in lists/dense_mask.cu, of these keys
+//                and the words of their super-tile's queries; entries that are no keys do not count
 //
 // A list row is a kv head of a batch entry (or all heads, all batch entries); `share` mask rows belong to it. Every kernel
 // reads what it needs once: seen_keys and list_states the words, the others much less.
@@ -29,7 +30,7 @@ struct SuperParams {
     int* counts;
     int* list;
     int4* blocks;
-    int* places;
+    int* slots;
     int* super_counts;
     unsigned short* states;
     int query_length, key_length, query_words, key_stride, key_chunks;
@@ -132,20 +133,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) super_keys(const SuperPara
             blocks[b] = make_int4(0, 0, 0, 0);
 
     int* list = p.list + row * p.entries;
-    int* places = p.places + (row * p.units + super) * p.key_length;
+    int* slots = p.slots + (row * p.units + super) * p.key_length;
     for (int at = 0; at < p.key_stride / 32; at += THREADS) {
         const int word = at + threadIdx.x;
         const unsigned bits = word < p.key_stride / 32 ? seen_by(p, row, super, level, word) : 0;
         int total;
-        const int place = first + exclusive_sum<THREADS>(__popc(bits), total, warp_values);
+        const int slot = first + exclusive_sum<THREADS>(__popc(bits), total, warp_values);
         first += total;
         for (int i = 0; i < 32; ++i) {  // a warp writes the keys of a word together
             const unsigned theirs = __shfl_sync(ALL_LANES, bits, i);
             const int key = (word - lane + i) * 32 + lane;
-            const int mine = __shfl_sync(ALL_LANES, place, i) + __popc(theirs & ((1u << lane) - 1));
+            const int mine = __shfl_sync(ALL_LANES, slot, i) + __popc(theirs & ((1u << lane) - 1));
             const bool seen = (theirs >> lane & 1) != 0;
             if (seen) list[mine] = key;
-            if (key < p.key_length) places[key] = seen ? mine : -1;
+            if (key < p.key_length) slots[key] = seen ? mine : -1;
         }
     }
 }

@@ -7,8 +7,8 @@
 //                states // (mask rows, query_words, key_stride / 64) u16: 0 no pair of these 32 queries and 64 keys is
 //                visible, 1 some are, 3 all are (queries past the last do not count, keys past the last are not seen)
 //                query_words is a multiple of 4, so that a tile of 128 queries has all its words
-//   dense_lists  per (mask row, tile of QUERIES queries) its list of keys as in lists/intervals.cu: keys that all its queries see in
-//                order from the front, keys that some see in order from the back, and the two counts
+//   dense_lists  per (mask row, tile of QUERIES queries) its list of keys as in lists/intervals.cu: keys that all its
+//                queries see in order from the front, keys that some see in order from the back, and the two counts
 //
 // Both are bound by reading: pack_mask the bytes of the mask once, a thread 4 neighbouring keys of 32 queries; dense_lists
 // the words once, a thread 4 neighbouring keys of a tile.
@@ -61,9 +61,9 @@ __device__ __forceinline__ unsigned visible_queries(const DenseParams& p, int ba
     const long long first_position = static_cast<long long>(first_query) + p.key_length - p.query_length;
     unsigned seen = ALL_LANES;
 #if INTERVALS
-    const long long place = head / p.start_share;
-    seen &= bits_between(first_position, p.start[batch * p.start_batch + place * p.start_head + key],
-                         p.stop[batch * p.stop_batch + place * p.stop_head + key]);
+    const long long dense_head = head / p.start_share;
+    seen &= bits_between(first_position, p.start[batch * p.start_batch + dense_head * p.start_head + key],
+                         p.stop[batch * p.stop_batch + dense_head * p.stop_head + key]);
 #endif
 #if CAUSAL
     seen &= bits_between(first_position, key, NEVER);
@@ -161,14 +161,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) dense_lists(const DensePar
 #pragma unroll
         for (int k = 0; k < OWN; ++k) counts += any[k] == 0 ? 0 : all[k] ? 1 : 1 << 16;
         counts = exclusive_sum<THREADS>(counts, totals, warp_values);
-        int full_place = full + (counts & 0xffff), partial_place = p.capacity - 1 - (partial + (counts >> 16));
+        int full_index = full + (counts & 0xffff), partial_index = p.capacity - 1 - (partial + (counts >> 16));
 #pragma unroll
         for (int k = 0; k < OWN; ++k) {
             if (any[k] == 0) continue;
             if (all[k])
-                list[full_place++] = key + k;
+                list[full_index++] = key + k;
             else
-                list[partial_place--] = key + k;
+                list[partial_index--] = key + k;
         }
         full += totals & 0xffff;
         partial += totals >> 16;

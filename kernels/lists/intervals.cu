@@ -4,17 +4,17 @@
 // own as well.
 //
 // Five kernels; a row is one (batch, head) of the mask:
-//   count_seen    per chunk of CHUNK keys: how many are visible to anybody, lowest start, highest stop
+//   count_seen    per chunk of CHUNK keys: how many are visible to any query, lowest start, highest stop
 //   compact_seen  those keys in order: index, interval (CAUSAL applied); where each chunk's begin
 //   tile_lists    per tile of `queries` positions: its full keys in order from the front of its list, its partial
 //                 keys in order from the back, and the two counts              (a mask with few keys per tile)
-//   super_lists   per super-tile of `super_queries` positions: its keys, those that it outlives first, then those that see all
-//                 of it, then those that come within it; and for each key its places in the lists of its super-tiles
-//                 (the backward pass; count_seen and compact_seen then count these places too)
+//   super_lists   per super-tile of `super_queries` positions: its keys, those that it outlives first, then those that
+//                 see all of it, then those that come within it; and for each key its slots in the lists of its
+//                 super-tiles (the backward pass; count_seen and compact_seen then count these slots too)
 //   summarize     per BLOCK_N compacted keys: lowest and highest start and stop (any other mask)
 //
-// With SEQUENCES start and stop are rows of query (lists/varlen.cu), tiles and super-tiles do not cross sequences, and `super`
-// counts the super-tiles of a sequence.
+// With SEQUENCES start and stop are rows of query (lists/varlen.cu), tiles and super-tiles do not cross sequences, and
+// `super` counts the super-tiles of a sequence.
 //
 // Prelude: CAUSAL, BLOCK_N, SEQUENCES.
 #include "common/arch.cuh"
@@ -31,16 +31,16 @@ struct ListParams {
     int* list;          // (rows, tiles, capacity)
     int* list_lengths;  // (rows, tiles, 2): full, all
     int4* summaries;    // (rows, ceil(key_length / BLOCK_N)): lowest start, highest start, lowest stop, highest stop
-    int* span_sum;       // (rows, chunks): places of the chunk's keys, if super_queries > 0
-    int* span_offset;    // (rows, key_length): of a compacted key, where its places begin
+    int* span_sum;  // (rows, chunks): slots of the chunk's keys, if super_queries > 0
+    int* span_offset;  // (rows, key_length): of a compacted key, where its slots begin
     int* super_list;     // (rows, supers, super_capacity)
     int* super_lengths;  // (rows, supers)
-    int* places;         // (rows, supers * super_capacity)
+    int* slots;         // (rows, supers * super_capacity)
     const int* bounds;   // SEQUENCES (4, sequences)
     long long start_batch, start_head, stop_batch, stop_head;  // strides, in elements; 0 where an axis broadcasts
     int heads;  // of the mask: row = batch * heads + head
     int key_length, query_length, chunks, queries, tiles, capacity, summary_blocks;
-    int lower, less;  // so many tiles, the first ones, have so many queries less
+    int short_tiles, missing_queries;  // that many tiles, the first ones, have that many queries less
     int tile_warps;  // warps of tile_lists that make a tile's list: 1, 2 or 4
     int super_queries, supers, super_capacity, sequences;
     long long super_entries;  // SEQUENCES: instead of supers * super_capacity
@@ -136,12 +136,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) compact_seen(const ListPar
     }
     exclusive_sum<THREADS>(earlier, offset, warp_values);
     const int before = exclusive_sum<THREADS>(count, total, warp_values);
-    long long place = (long long)row * p.key_length + offset + before;
+    long long index = (long long)row * p.key_length + offset + before;
 #pragma unroll
     for (int k = 0; k < OWN; ++k)
         if (own[k].x < own[k].y) {
-            p.seen[place] = first + k;
-            p.interval[place++] = own[k];
+            p.seen[index] = first + k;
+            p.interval[index++] = own[k];
         }
     if (threadIdx.x == 0) {
         p.chunk_info[blockIdx.x].w = offset;
@@ -154,12 +154,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) compact_seen(const ListPar
 #pragma unroll 1
     for (int k = 0; k < OWN; ++k) spans += span_of(p, intervals[first + k]).y;
     span += exclusive_sum<THREADS>(spans, total, warp_values);
-    place -= count;
+    index -= count;
 #pragma unroll 1
     for (int k = 0; k < OWN; ++k) {
         const int2 v = intervals[first + k];
         if (v.x >= v.y) continue;
-        p.span_offset[place++] = span;
+        p.span_offset[index++] = span;
         span += span_of(p, v).y;
     }
 }
@@ -184,12 +184,12 @@ __device__ __forceinline__ int2 find_range(const ListParams& p, long long row, i
 
 // SEQUENCES have tiles of one size.
 __device__ __forceinline__ int first_query_of(const ListParams& p, int tile) {
-    return tile * p.queries - min(tile, p.lower) * p.less;
+    return tile * p.queries - min(tile, p.short_tiles) * p.missing_queries;
 }
 
 // A block makes the lists of consecutive tiles: all of it looks for keys that any of them sees, a step at a time, and
-// passes them through shared memory; then `tile_warps` warps make each tile's list of them. Keys that all tiles see in full,
-// nearly all of them, are copied; the others are sorted, by each warp of the tile for itself.
+// passes them through shared memory; then `tile_warps` warps make each tile's list of them. Keys that all tiles see in
+// full, nearly all of them, are copied; the others are sorted, by each warp of the tile for itself.
 extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParams p) {
     wait_for_earlier_kernels();
     constexpr int STEP = 4;  // consecutive compacted keys a thread looks at
@@ -236,13 +236,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParam
             counts += kind[k];
         }
         counts = exclusive_sum<THREADS>(counts, totals, warp_values);  // its barriers: the keys before have been sorted
-        int common_place = counts & 0xffff, place = counts >> 16;
+        int common_index = counts & 0xffff, index = counts >> 16;
 #pragma unroll
         for (int k = 0; k < STEP; ++k) {
-            if (kind[k] == 1) common_key[common_place++] = key[k];
+            if (kind[k] == 1) common_key[common_index++] = key[k];
             if (kind[k] > 1) {
-                found_key[place] = key[k];
-                found_interval[place++] = own[k];
+                found_key[index] = key[k];
+                found_interval[index++] = own[k];
             }
         }
         __syncthreads();  // all keys of this step are in shared memory
@@ -283,13 +283,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) super_lists(const ListPara
     const RowTile rows = row_tile(p.bounds, p.bounds + p.sequences, p.sequences, p.super_queries, blockIdx.x % p.supers);
     if (rows.first >= rows.end) return;
     const int first = rows.first, last = rows.end - 1, super = (first - p.bounds[rows.sequence]) / p.super_queries;
-    const long long entries = p.super_entries, place = row * entries +
-        super_place(p.bounds, p.sequences, p.key_length, p.super_queries, p.super_capacity, rows.sequence, super);
+    const long long entries = p.super_entries, index = row * entries +
+        super_offset(p.bounds, p.sequences, p.key_length, p.super_queries, p.super_capacity, rows.sequence, super);
 #else
     const int super = blockIdx.x % p.supers, shift = p.key_length - p.query_length;
     const int first = super * p.super_queries + shift;
     const int last = min((super + 1) * p.super_queries, p.query_length) - 1 + shift;
-    const long long entries = (long long)p.supers * p.super_capacity, place = (long long)blockIdx.x * p.super_capacity;
+    const long long entries = (long long)p.supers * p.super_capacity, index = (long long)blockIdx.x * p.super_capacity;
 #endif
     const int2 range = find_range(p, row, first, last, warp_values);
     const long long base = row * p.key_length;
@@ -312,8 +312,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) super_lists(const ListPara
     exclusive_sum<THREADS>(counts[2], total, warp_values);
     if (threadIdx.x == 0) p.super_lengths[blockIdx.x] = min(next[2] + total, p.super_capacity);
 
-    int* list = p.super_list + place;
-    int* places = p.places + row * entries;
+    int* list = p.super_list + index;
+    int* slots = p.slots + row * entries;
     for (int at = range.x; at < range.y; at += THREADS) {
         const int i = at + threadIdx.x, kind = kind_of(i);
         int mine = 0;
@@ -325,16 +325,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) super_lists(const ListPara
         }
         if (kind == 3 || mine >= p.super_capacity) continue;
         list[mine] = p.seen[base + i];
-        places[p.span_offset[base + i] + super - span_of(p, p.interval[base + i]).x] = mine;
+        slots[p.span_offset[base + i] + super - span_of(p, p.interval[base + i]).x] = mine;
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) summarize(const ListParams p) {
     wait_for_earlier_kernels();
     constexpr int WARPS = THREADS / 32;  // a warp takes one block of keys
-    const int parts = (p.summary_blocks + WARPS - 1) / WARPS;
-    const long long row = blockIdx.x / parts;
-    const int block = blockIdx.x % parts * WARPS + threadIdx.x / 32;
+    const int row_blocks = (p.summary_blocks + WARPS - 1) / WARPS;
+    const long long row = blockIdx.x / row_blocks;
+    const int block = blockIdx.x % row_blocks * WARPS + threadIdx.x / 32;
     if (block >= p.summary_blocks) return;
     const int end = min(p.seen_count[row], (block + 1) * BLOCK_N);
     int4 s = make_int4(NEVER, INT_LOWEST, NEVER, INT_LOWEST);

@@ -2,24 +2,25 @@
 //             dt = sum over (g, d) of value[b,j,g,d] * dt_proj[h, g*D + d]  (+ dt_bias[h]).
 //
 // With GRADIENT, instead of the scores, from their gradient dscore:
-//             ddt = dscore * d score / d dt,  dA_part = dscore * d score / d A[h] of this key alone;
-// both are 0 where dscore is 0, whatever the value holds (nobody saw the key).
+//             ddt = dscore * d score / d dt,  dA_partial = dscore * d score / d A[h] of this key alone;
+// both are 0 where dscore is 0, whatever the value holds (no query saw the key).
 //
 // value    // (B, Lk, Hkv, D) VALUE, any batch, row and head strides
 // dt_proj  // (Hkv, Hkv * D) WEIGHT, any row stride      A, dt_bias // (Hkv) f32
-// score, dscore, ddt, dA_part // (B, Hkv, Lk) f32, contiguous; accumulated in float32
+// score, dscore, ddt, dA_partial // (B, Hkv, Lk) f32, contiguous; accumulated in float32
 //
-// With PRODUCTS (16-bit numbers of one type, in rows of aligned 16 bytes) a warp multiplies 16 keys by all heads' weights on the
-// tensor cores, and waits for nobody. It reads nothing twice but the weights, so what bounds it are the bytes of the values.
-// The order of channels in a sum does not matter: those of a step are dealt out so that a lane's are 8 that follow each other.
+// With TENSOR_CORES (16-bit elements of one type, in rows of aligned 16 bytes) a warp multiplies 16 keys by all heads'
+// weights on the tensor cores, without barriers. It reads nothing twice but the weights, so what bounds it are the
+// bytes of the values. The order of channels in a sum does not matter: those of a step are assigned so that a lane has
+// 8 consecutive ones.
 //
-// Otherwise a block owns BLOCK_KEYS keys and HEAD_TILE heads, whose weights pass through shared memory CHANNELS at a time (all
-// at once, and once per block, where there are no more than that). A warp takes 32 / HEAD_TILE keys a round; its lanes
-// share the channels, keep one partial sum per key and head, and are summed so that every lane ends with one finished
-// (key, head), which it writes.
+// Otherwise a block owns BLOCK_KEYS keys and HEAD_TILE heads, whose weights pass through shared memory CHANNELS at a
+// time (all at once, and once per block, where there are no more than that). A warp takes 32 / HEAD_TILE keys a round;
+// its lanes share the channels, keep one partial sum per key and head, and are summed so that every lane ends with one
+// finished (key, head), which it writes.
 //
 // Prelude: VALUE, WEIGHT, HEAD_DIM, KV_HEADS, HEAD_TILE (1, 2, 4 or 8), VECTOR (4 numbers a load, else 1), EXP_FORM,
-// GRADIENT, PRODUCTS.
+// GRADIENT, TENSOR_CORES.
 #include "common/arch.cuh"
 
 struct ScoreParams {
@@ -30,7 +31,7 @@ struct ScoreParams {
     float* score;
     const float* dscore;  // GRADIENT
     float* ddt;
-    float* dA_part;
+    float* dA_partial;
     long long value_batch, value_row, value_head;  // strides, in elements
     long long weight_row;
     int key_length, key_blocks, head_tiles;
@@ -44,18 +45,18 @@ __device__ __forceinline__ void write_score(const ScoreParams& p, int batch, int
     const float dt = sum + (p.dt_bias != nullptr ? p.dt_bias[head] : 0.0f);
     const float softplus = dt > 20.0f ? dt : log1pf(expf(dt));  // e^-20 is below half a unit in the last place
     const float linear = p.A[head] * softplus;
-    const long long place = ((long long)batch * KV_HEADS + head) * p.key_length + key;
+    const long long index = ((long long)batch * KV_HEADS + head) * p.key_length + key;
 #if GRADIENT
-    const float dscore = p.dscore[place];
+    const float dscore = p.dscore[index];
     const float dlinear = EXP_FORM ? dscore * expf(linear) : dscore;
-    p.ddt[place] = dscore == 0.0f ? 0.0f : dlinear * p.A[head] / (1.0f + expf(-dt));
-    p.dA_part[place] = dscore == 0.0f ? 0.0f : dlinear * softplus;
+    p.ddt[index] = dscore == 0.0f ? 0.0f : dlinear * p.A[head] / (1.0f + expf(-dt));
+    p.dA_partial[index] = dscore == 0.0f ? 0.0f : dlinear * softplus;
 #else
-    p.score[place] = EXP_FORM ? expf(linear) : linear;
+    p.score[index] = EXP_FORM ? expf(linear) : linear;
 #endif
 }
 
-#if PRODUCTS
+#if TENSOR_CORES
 constexpr int BLOCK_KEYS = WARPS * 16;
 constexpr int HEAD_TILES = (KV_HEADS + 7) / 8;
 constexpr int PIECES = ALL_CHANNELS / 8;  // of 16 bytes
@@ -75,19 +76,19 @@ __device__ __forceinline__ void score_keys(const ScoreParams& p) {
 #pragma unroll
     for (int h = 0; h < HEAD_TILES; ++h) weight[h] = p.dt_proj + min(8 * h + group, KV_HEADS - 1) * p.weight_row;
 
-    float sums[HEAD_TILES][4] = {};
+    float accumulators[HEAD_TILES][4] = {};
 #pragma unroll 1
     for (int first = own; first < PIECES + own; first += 4 * STEPS) {
         // A tensor core adds up with truncation, so it does for short stretches only.
-        float part[2][HEAD_TILES][4] = {};
+        float partial[2][HEAD_TILES][4] = {};
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             const int piece = first + 4 * step, channel = piece * 8;
-            const long long place = channel / HEAD_DIM * p.value_head + channel % HEAD_DIM;
+            const long long index = channel / HEAD_DIM * p.value_head + channel % HEAD_DIM;
             uint4 x[2] = {}, w[HEAD_TILES] = {};
             if (PIECES % (4 * STEPS) == 0 || piece < PIECES) {
 #pragma unroll
-                for (int r = 0; r < 2; ++r) x[r] = *reinterpret_cast<const uint4*>(row[r] + place);
+                for (int r = 0; r < 2; ++r) x[r] = *reinterpret_cast<const uint4*>(row[r] + index);
 #pragma unroll
                 for (int h = 0; h < HEAD_TILES; ++h) w[h] = *reinterpret_cast<const uint4*>(weight[h] + channel);
             }
@@ -95,21 +96,21 @@ __device__ __forceinline__ void score_keys(const ScoreParams& p) {
 #pragma unroll
             for (int h = 0; h < HEAD_TILES; ++h) {
                 const unsigned b[2][2] = {{w[h].x, w[h].y}, {w[h].z, w[h].w}};
-                multiply_add_half(part[0][h], a[0], b[0], p.value);
-                multiply_add_half(part[1][h], a[1], b[1], p.value);
+                multiply_add_half(partial[0][h], a[0], b[0], p.value);
+                multiply_add_half(partial[1][h], a[1], b[1], p.value);
             }
         }
 #pragma unroll
         for (int h = 0; h < HEAD_TILES; ++h)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) sums[h][i] += part[0][h][i] + part[1][h][i];
+            for (int i = 0; i < 4; ++i) accumulators[h][i] += partial[0][h][i] + partial[1][h][i];
     }
 #pragma unroll
     for (int h = 0; h < HEAD_TILES; ++h)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int head = 8 * h + 2 * own + i % 2, key = first_key + group + i / 2 * 8;
-            if (head < KV_HEADS && key < p.key_length) write_score(p, batch, head, key, sums[h][i]);
+            if (head < KV_HEADS && key < p.key_length) write_score(p, batch, head, key, accumulators[h][i]);
         }
 }
 #else
@@ -139,7 +140,7 @@ __device__ __forceinline__ void transpose_sum(float (&values)[32]) {
 }
 
 __device__ __forceinline__ void load_weights(Weights& weights, const ScoreParams& p, int first_head, int base, int count) {
-    __syncthreads();  // everybody is done with the weights of the channels before
+    __syncthreads();  // all threads are done with the weights of the channels before
 #pragma unroll
     for (int h = 0; h < HEAD_TILE; ++h) {
         const WEIGHT* row = p.dt_proj + min(first_head + h, KV_HEADS - 1) * p.weight_row + base;
@@ -157,7 +158,7 @@ __device__ __forceinline__ void score_keys(const ScoreParams& p, Weights& weight
 
     if (ALL_CHANNELS <= CHANNELS) load_weights(weights, p, first_head, 0, ALL_CHANNELS);
     for (int round = 0; round < ROUNDS; ++round) {
-        float sums[32] = {};
+        float accumulators[32] = {};
         for (int base = 0; base < ALL_CHANNELS; base += CHANNELS) {
             const int count = min(CHANNELS, ALL_CHANNELS - base);
             if (ALL_CHANNELS > CHANNELS) load_weights(weights, p, first_head, base, count);
@@ -185,20 +186,20 @@ __device__ __forceinline__ void score_keys(const ScoreParams& p, Weights& weight
                     for (int k = 0; k < KEYS; ++k)
 #pragma unroll
                         for (int i = 0; i < WIDTH; ++i)
-                            sums[k * HEAD_TILE + h] = fmaf(x[k][i], w[i], sums[k * HEAD_TILE + h]);
+                            accumulators[k * HEAD_TILE + h] = fmaf(x[k][i], w[i], accumulators[k * HEAD_TILE + h]);
                 }
             }
         }
-        transpose_sum<16>(sums);
+        transpose_sum<16>(accumulators);
         const int key = first_key + round * KEYS + lane / HEAD_TILE;
-        if (key < p.key_length && head < KV_HEADS) write_score(p, batch, head, key, sums[0]);
+        if (key < p.key_length && head < KV_HEADS) write_score(p, batch, head, key, accumulators[0]);
     }
 }
 #endif
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) key_scores(const ScoreParams p) {
     wait_for_earlier_kernels();
-#if PRODUCTS
+#if TENSOR_CORES
     score_keys(p);
 #else
     __shared__ __align__(16) Weights weights;

@@ -7,8 +7,8 @@
 // dt_proj // (Hkv, Hkv * D) WEIGHT               dvalue, dvalue_in // (B, Lk, Hkv, D) VALUE; dvalue is contiguous
 // partial // (slices, Hkv, Hkv * D) f32, a slice being SLICE_KEYS keys of one batch entry
 //
-// A thread owns one channel c: of BLOCK_KEYS keys, or of the sums of a slice. A key whose ddt is 0 adds nothing, whatever its
-// value holds.
+// A thread owns one channel c: of BLOCK_KEYS keys, or of the sums of a slice. A key whose ddt is 0 adds nothing,
+// whatever its value holds.
 //
 // Prelude: VALUE, WEIGHT, HEAD_DIM, KV_HEADS, HEAD_TILE (heads whose sums a thread keeps at a time).
 #include "common/arch.cuh"
@@ -37,9 +37,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) value_gradient(const Score
     const int first_key = blockIdx.x / p.channel_blocks % p.key_blocks * BLOCK_KEYS;
     const long long batch = blockIdx.x / p.channel_blocks / p.key_blocks;
     const bool exists = c < ALL_CHANNELS;
-    float sums[BLOCK_KEYS] = {};
+    float accumulators[BLOCK_KEYS] = {};
     for (int head = 0; head < KV_HEADS; head += HEAD_TILE) {
-        __syncthreads();  // everybody is done with the heads before
+        __syncthreads();  // all threads are done with the heads before
         for (int i = threadIdx.x; i < HEAD_TILE * BLOCK_KEYS; i += THREADS) {
             const int h = head + i / BLOCK_KEYS, key = first_key + i % BLOCK_KEYS;
             ddt[i / BLOCK_KEYS][i % BLOCK_KEYS] =
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) value_gradient(const Score
         for (int h = 0; h < HEAD_TILE; ++h) {
             const float w = exists && head + h < KV_HEADS ? to_float(p.dt_proj[(head + h) * p.weight_row + c]) : 0.0f;
 #pragma unroll
-            for (int k = 0; k < BLOCK_KEYS; ++k) sums[k] = fmaf(ddt[h][k], w, sums[k]);
+            for (int k = 0; k < BLOCK_KEYS; ++k) accumulators[k] = fmaf(ddt[h][k], w, accumulators[k]);
         }
     }
     if (!exists) return;
@@ -59,8 +59,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) value_gradient(const Score
     for (int k = 0; k < BLOCK_KEYS; ++k) {
         const long long key = first_key + k;
         if (key >= p.key_length) continue;
-        if (p.dvalue_in != nullptr) sums[k] += to_float(in[key * p.in_row]);
-        from_float(p.dvalue[(batch * p.key_length + key) * ALL_CHANNELS + c], sums[k]);
+        if (p.dvalue_in != nullptr) accumulators[k] += to_float(in[key * p.in_row]);
+        from_float(p.dvalue[(batch * p.key_length + key) * ALL_CHANNELS + c], accumulators[k]);
     }
 }
 
@@ -74,24 +74,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) weight_gradient(const Scor
     const int own = min(c, ALL_CHANNELS - 1);
     const VALUE* value = p.value + batch * p.value_batch + own / HEAD_DIM * p.value_head + own % HEAD_DIM;
     for (int head = 0; head < KV_HEADS; head += HEAD_TILE) {
-        __syncthreads();  // everybody is done with the heads before
+        __syncthreads();  // all threads are done with the heads before
         for (int i = threadIdx.x; i < HEAD_TILE * SLICE_KEYS; i += THREADS) {
             const int h = head + i / SLICE_KEYS, k = i % SLICE_KEYS;
             ddt[i / SLICE_KEYS][k] =
                 h < KV_HEADS && k < count ? p.ddt[(batch * KV_HEADS + h) * p.key_length + first_key + k] : 0.0f;
         }
         __syncthreads();  // ddt is in place
-        float sums[HEAD_TILE] = {};
+        float accumulators[HEAD_TILE] = {};
 #pragma unroll 8
         for (int k = 0; k < count; ++k) {
             const float v = to_float(value[(first_key + k) * p.value_row]);
 #pragma unroll
             for (int h = 0; h < HEAD_TILE; ++h)
-                if (ddt[h][k] != 0.0f) sums[h] = fmaf(ddt[h][k], v, sums[h]);
+                if (ddt[h][k] != 0.0f) accumulators[h] = fmaf(ddt[h][k], v, accumulators[h]);
         }
 #pragma unroll
         for (int h = 0; h < HEAD_TILE; ++h)
             if (c < ALL_CHANNELS && head + h < KV_HEADS)
-                p.partial[(slice * KV_HEADS + head + h) * ALL_CHANNELS + c] = sums[h];
+                p.partial[(slice * KV_HEADS + head + h) * ALL_CHANNELS + c] = accumulators[h];
     }
 }

@@ -22,7 +22,7 @@
 constexpr int DIGITS = 1 << DIGIT_BITS;
 constexpr int NARROW_THREADS = 512, NARROW_OWN = 8;
 constexpr int COLLECT_THREADS = 1024, COLLECT_OWN = 4;
-constexpr int FEW = 4096;  // keys in question that `collect` resolves itself
+constexpr int COLLECT_KEYS = 4096;  // keys in question that `collect` resolves itself
 
 // The digit of the window-th best key: ranks low <= rank < low + 2^shift are in question, those above are certain.
 struct Range {
@@ -32,7 +32,7 @@ struct Range {
     int inside;   // how many are in question
 };
 
-struct DecodeSelectParams {
+struct LastQueriesParams {
     const float* score;
     int* counts;            // (rows, passes, DIGITS)
     Range* ranges;          // (rows)
@@ -47,11 +47,11 @@ struct DecodeSelectParams {
 };
 
 struct HistoryRow {
-    const DecodeSelectParams& p;
+    const LastQueriesParams& p;
     int row;
     const float* score;
 
-    __device__ __forceinline__ HistoryRow(const DecodeSelectParams& p, int row)
+    __device__ __forceinline__ HistoryRow(const LastQueriesParams& p, int row)
         : p(p), row(row), score(p.score + row / p.kv_heads * p.score_batch + row % p.kv_heads * p.score_head) {}
 
     __device__ __forceinline__ static Ranked ranked(float score, int j) {
@@ -73,7 +73,7 @@ struct HistoryRow {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(NARROW_THREADS) narrow(const DecodeSelectParams p) {
+extern "C" __global__ void __launch_bounds__(NARROW_THREADS) narrow(const LastQueriesParams p) {
     wait_for_earlier_kernels();
     __shared__ int histogram[DIGITS];
     __shared__ int warp_sums[32];
@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(NARROW_THREADS) narrow(const Decode
     const int chunk = blockIdx.x % p.chunks;
     const HistoryRow row(p, blockIdx.x / p.chunks);
     const Range before = p.pass == 0 ? Range{0, 64, p.window, p.length} : p.ranges[row.row];
-    if (p.pass > 0 && (before.inside <= FEW || before.inside == before.missing)) return;
+    if (p.pass > 0 && (before.inside <= COLLECT_KEYS || before.inside == before.missing)) return;
 
     for (int i = threadIdx.x; i < DIGITS; i += NARROW_THREADS) histogram[i] = 0;
     __syncthreads();  // the histogram is empty
@@ -137,7 +137,7 @@ __device__ __forceinline__ int position_of_death(const HistoryRow& row, Ranked e
     return NEVER;
 }
 
-extern "C" __global__ void __launch_bounds__(COLLECT_THREADS) collect(const DecodeSelectParams p) {
+extern "C" __global__ void __launch_bounds__(COLLECT_THREADS) collect(const LastQueriesParams p) {
     wait_for_earlier_kernels();
     __shared__ CollectShared shared;
     const int chunk = blockIdx.x % p.chunks;
@@ -155,10 +155,10 @@ extern "C" __global__ void __launch_bounds__(COLLECT_THREADS) collect(const Deco
             if (own[k] < low) own[k] = 0;
             passing += own[k] != 0;
         }
-        int place = begin + found + exclusive_sum<COLLECT_THREADS>(passing, total, shared.select.warp_sums);
+        int index = begin + found + exclusive_sum<COLLECT_THREADS>(passing, total, shared.select.warp_sums);
 #pragma unroll
         for (int k = 0; k < COLLECT_OWN; ++k)
-            if (own[k] != 0) survivors[place++] = own[k];
+            if (own[k] != 0) survivors[index++] = own[k];
         found += total;
     }
     if (threadIdx.x == 0) p.survivor_count[row.row * p.chunks + chunk] = found;
@@ -213,15 +213,15 @@ extern "C" __global__ void __launch_bounds__(COLLECT_THREADS) collect(const Deco
     };
     int kept = 0;
     candidates.for_each([&](Ranked e) { kept += e >= best.threshold; });
-    long long place = of_row + exclusive_sum<COLLECT_THREADS>(kept, total, shared.select.warp_sums);
+    long long index = of_row + exclusive_sum<COLLECT_THREADS>(kept, total, shared.select.warp_sums);
     candidates.for_each([&](Ranked e) {
         if (e < best.threshold) return;
-        p.list[place] = static_cast<int>(e & 0xffffffffu);
+        p.list[index] = static_cast<int>(e & 0xffffffffu);
         if (INTERVALS)
-            p.interval[place] = make_int2(
+            p.interval[index] = make_int2(
                 INT_LOWEST,
                 e < safe.threshold ? position_of_death(row, e, p.window - safe.count - better_mortals(e)) : NEVER);
-        ++place;
+        ++index;
     });
     if (INTERVALS)
         for (int i = threadIdx.x; i < coming; i += COLLECT_THREADS) {

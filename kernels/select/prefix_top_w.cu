@@ -132,11 +132,11 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) filter_arrivals(const
             if (rival && own[k] < best.threshold) own[k] = 0;
             passing += own[k] != 0;
         }
-        int place = arrived + exclusive_sum<LIST_THREADS>(passing, total, shared.warp_sums);
+        int slot = arrived + exclusive_sum<LIST_THREADS>(passing, total, shared.warp_sums);
 #pragma unroll
         for (int k = 0; k < OWN; ++k) {
             const int i = base + threadIdx.x * OWN + k;
-            if (own[k] != 0) arrivals[place++] = own[k];
+            if (own[k] != 0) arrivals[slot++] = own[k];
             if (i < count) stop[first + i] = own[k] != 0 ? NEVER : first + i;
             if (i < count && row.row == 0 && p.start != nullptr) p.start[first + i] = first + i;
         }
@@ -152,10 +152,10 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const
     __shared__ __align__(16) unsigned arriving[ARRIVALS];  // ranks of the arrivals, by position, padded with 0
     __shared__ int time[ARRIVALS], document[ARRIVALS];     // their positions and documents
     __shared__ int stored;
-    const int parts = (p.chunk + ARRIVALS - 1) / ARRIVALS;
-    const int part = blockIdx.x % parts, c = blockIdx.x / parts % p.chunks;
-    const Row row(p, blockIdx.x / parts / p.chunks);
-    const int before = part * ARRIVALS, coming = min(ARRIVALS, p.arrival_count[row.chunk(c)] - before);
+    const int slices = (p.chunk + ARRIVALS - 1) / ARRIVALS;
+    const int slice = blockIdx.x % slices, c = blockIdx.x / slices % p.chunks;
+    const Row row(p, blockIdx.x / slices / p.chunks);
+    const int before = slice * ARRIVALS, coming = min(ARRIVALS, p.arrival_count[row.chunk(c)] - before);
     if (coming <= 0) return;
 
     // What is kept when the first arrival comes: the best of the chunk's kept set and the arrivals before it.
@@ -205,9 +205,9 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const
     int remaining = p.window - better;  // with this many better arrivals e dies
     int fatal = remaining <= 0 ? 0 : ARRIVALS;
     const unsigned rank = rank_of(e);
-    const int place = arrives ? mine : -1;
+    const int slot = arrives ? mine : -1;
     for (int base = 0; base < coming && fatal == ARRIVALS; base += 32) {
-        const int own = place - base;  // 0 to 31: among these arrivals
+        const int own = slot - base;  // 0 to 31: among these arrivals
         unsigned above = 0;
         auto mark = [&](auto limit) {  // arrival i ranks above e if its rank is above limit(i)
 #pragma unroll

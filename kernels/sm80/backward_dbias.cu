@@ -1,15 +1,16 @@
 // Gradient of a dense bias that several heads, batch entries or keys share:
 //     dbias[b', h', i, j] = sum of ds[b, h, i, j] over the (b, h) that share it (SUM_KEYS: and over all j),
-// with ds as in sm80/backward_dq.cu. (A bias that nobody shares gets its gradient there.)
+// with ds as in sm80/backward_dq.cu. (A bias that is not shared gets its gradient there.)
 //
 // dbias // (1|B, 1|Hkv|H, Lq, 1|Lk) BIAS_ELEMENT, contiguous
 //
 // A block owns BLOCK_M queries and BLOCK_N keys (SUM_KEYS: all keys, BLOCK_N at a time) of one row of the bias, and makes s
 // and dp of every head and batch entry in turn: their sum stays in registers, in float32 and in a fixed order, and every
-// element has one writer. Keys and values stay while heads of one group follow each other. Pairs of tiles in which
+// element has one writer. Keys and values stay while heads of one GQA group are consecutive. Pairs of tiles in which
 // nothing is visible are skipped before anything is loaded.
 //
-// Prelude: that of sm80/gather.cuh (with HEADS 1, KEYS_CONTIGUOUS, BIAS_DENSE, no SEQUENCES), MIN_BLOCKS, INTERVALS, SUM_KEYS.
+// Prelude: that of sm80/gather.cuh (with HEADS 1, KEYS_CONTIGUOUS, BIAS_DENSE, no SEQUENCES), MIN_BLOCKS, INTERVALS,
+// SUM_KEYS.
 #include "common/arch.cuh"
 #include "sm80/gather.cuh"
 
@@ -23,7 +24,7 @@ struct Shared {
     BiasTile<BLOCK_M, BLOCK_N> bias;  // in the end its gradient
 };
 
-// Steps of a product that are unrolled: with all of float32's the compiler loads ahead until registers spill.
+// Steps of an MMA loop that are unrolled: with all of float32's the compiler loads ahead until registers spill.
 constexpr int UNROLLED = sizeof(ELEMENT) == 4 ? 2 : DIM_FRAGMENTS;
 
 // What of the BLOCK_N keys from first_key on the tile's queries see; the facts of the test are in shared memory, or on
@@ -44,7 +45,7 @@ __device__ __forceinline__ Sight look(Shared& shared, const AttentionParams& p, 
         any |= state;
         all &= state;
     }
-    __syncthreads();  // everybody is done with the rows and words of the pair before
+    __syncthreads();  // all threads are done with the rows and words of the pair before
     if (any != 0 && all != 3) {
         const unsigned* columns = p.columns + (row * p.query_words + t.first_query / 32) * p.key_stride + first_key;
         for (int i = threadIdx.x; i < WORDS * BLOCK_N; i += THREADS)
@@ -67,7 +68,7 @@ __device__ __forceinline__ Sight look(Shared& shared, const AttentionParams& p, 
         any = start < stop && start <= t.last_position && stop > t.first_position;
         some_hidden = !(start <= t.first_position && stop > t.last_position);
     }
-    any = __syncthreads_or(any);  // also: everybody is done with the rows and facts of the pair before
+    any = __syncthreads_or(any);  // also: all threads are done with the rows and facts of the pair before
     some_hidden = __syncthreads_or(some_hidden);
     if (threadIdx.x < BLOCK_N) {
         shared.start[threadIdx.x] = start;
@@ -120,7 +121,7 @@ __device__ __forceinline__ void add_gradients(Accumulator (&sum)[WARP_ROWS][KEY_
             }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_bias(const AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_dbias(const AttentionParams p) {
     wait_for_earlier_kernels();
     extern __shared__ __align__(128) unsigned char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
@@ -190,8 +191,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_bias(
                 __syncthreads();  // rows, biases and what the test needs are in place
 
                 Accumulator s[WARP_ROWS][KEY_FRAGMENTS], dp[WARP_ROWS][KEY_FRAGMENTS];
-                products<UNROLLED>(s, shared.query + first_row * ROW_STRIDE, shared.key);
-                products<UNROLLED>(dp, shared.dout + first_row * ROW_STRIDE, shared.value);
+                mma_rows_keys<UNROLLED>(s, shared.query + first_row * ROW_STRIDE, shared.key);
+                mma_rows_keys<UNROLLED>(dp, shared.dout + first_row * ROW_STRIDE, shared.value);
                 add_gradients(sum, s, dp, shared, logit, lse, delta, position, !sight.all);
             }
     }

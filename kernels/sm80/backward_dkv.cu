@@ -3,20 +3,21 @@
 // with p, ds and dx as in sm80/backward_dq.cu; i runs over the queries of all heads of the key's group.
 //
 // A block owns BLOCK_N keys of one kv head and walks over the queries that may see them, BLOCK_Q at a time. Its transposed
-// logits (key rows, query columns) come from the tensor cores in the layout of the next product's left operand, so
+// logits (key rows, query columns) come from the tensor cores in the layout of the next MMA's left operand, so
 // probabilities and their gradients stay in registers. A warp owns 16 keys: their dk, dv and dbias are in its registers.
 //   KEYS_CONTIGUOUS  keys in their own order, every query: dkey, dvalue, dbias are written directly (INTERVALS: with the
 //                    intervals of a mask; else CAUSAL or none)
-//   KEYS_LISTED      keys of the list of a super-tile of consecutive queries, which few keys outlive: sums over these queries
-//                    are written as rows of float32, which sm80/backward_reduce.cu adds up in the order of the super-tiles.
-//                    BITS: the lists are those of lists/dense_macro_tiles.cu, steps in which no pair is visible are left out, and sums
-//                    over all queries (one super-tile) are written directly
+//   KEYS_LISTED      keys of the list of a super-tile of consecutive queries, which few keys outlive: sums over these
+//                    queries are written as rows of float32, which sm80/backward_reduce.cu adds up in the order of the
+//                    super-tiles. BITS: the lists are those of lists/dense_macro_tiles.cu, steps in which no pair is
+//                    visible are left out, and sums over all queries (one super-tile) are written directly
 // With SEQUENCES neither kind of block crosses a sequence (common/varlen.cuh).
 // Every result has one writer and a fixed order of additions: the same bits on every run.
 //
 // Prelude: ELEMENT, HEAD_DIM, VECTOR, BLOCK_N, BLOCK_Q, WARPS, MIN_BLOCKS, KEYS, INTERVALS, BITS, CAUSAL, BIAS,
-// BIAS_ELEMENT, SOFTCAP, DIM_PARTS (head dims above 128: a block makes one part of the columns of dk and dv), DKEY, DVALUE,
-// DBIAS (what is wanted; DBIAS with BIAS_OF_KEYS only), SEQUENCES (with neither BITS nor BIAS_DENSE). BITS: KEYS_LISTED.
+// BIAS_ELEMENT, SOFTCAP, DIM_SLICES (head dims above 128: a block makes one slice of the columns of dk and dv), DKEY,
+// DVALUE, DBIAS (what is wanted; DBIAS with BIAS_OF_KEYS only), SEQUENCES (with neither BITS nor BIAS_DENSE). BITS:
+// KEYS_LISTED.
 #include "common/arch.cuh"
 #include "common/bias.cuh"
 #include "common/mask.cuh"
@@ -24,13 +25,11 @@
 #include "common/varlen.cuh"
 #include "common/softmax.cuh"
 #include "common/smem_rows.cuh"
+#include "sm80/key_tile.cuh"
 
 constexpr int THREADS = WARPS * 32;
 constexpr int QUERY_FRAGMENTS = BLOCK_Q / 16;
 constexpr int WORDS = (BLOCK_Q + 31) / 32;  // BITS: of a key in a step
-constexpr int DIM_FRAGMENTS = HEAD_DIM_PADDED / 16;
-constexpr int PART_FRAGMENTS = (DIM_FRAGMENTS + DIM_PARTS - 1) / DIM_PARTS;
-constexpr int LIST_KEYS = 64;  // BITS: entries of a list that have one state
 static_assert(BLOCK_N == WARPS * 16, "a warp owns 16 keys");
 static_assert(!BITS || (KEYS == KEYS_LISTED && LIST_KEYS % BLOCK_N == 0), "dense masks have lists");
 
@@ -51,129 +50,14 @@ struct Shared {
 #endif
 };
 
-// What a block works on.
-struct KeyTile {
-    int batch, group;
-    int count;                     // keys it has
-    int first;                     // place of the first in the list, or its row
-    int first_query, end_query;    // queries that are looked at
-    int shift;                     // of a query's position from its row
-    int first_fragment;            // of the columns of dk and dv
-    const int* list;               // KEYS_LISTED: the super-tile's keys
-    long long partial;             // KEYS_LISTED without BITS: row of the first key's partial sums
-    int entry;                     // BITS: of the first key, among those of the list row
-
-    // Whether its sums are partial ones.
-    __device__ __forceinline__ bool is_partial(const AttentionParams& p) const {
-        return KEYS == KEYS_LISTED && !(BITS && end_query - first_query == p.query_length);
-    }
-
-    // Row of the partial sums of its key number `row`.
-    __device__ __forceinline__ long long partial_row(const AttentionParams& p, int row) const {
-        return (BITS ? ((long long)batch * p.kv_heads + group) * p.super_entries + entry : partial) + row;
-    }
-};
-
-// The row of the mask for one head of the tile's group.
-__device__ __forceinline__ long long mask_row_of(const AttentionParams& p, const KeyTile& t, int head) {
-    return (long long)t.batch * p.mask_batch + t.group * p.mask_group + (long long)head * p.mask_head;
-}
-
-#if SEQUENCES
-// The keys and queries of block number `block` of the row (b, kv head).
-__device__ __forceinline__ void place_in_sequences(KeyTile& t, const AttentionParams& p, int block, int row) {
-    const int n = p.sequences;
-    const int* query_first = p.bounds;
-    const int* query_end = p.bounds + n;
-    const int* key_first = p.bounds + 2 * n;
-    const int* key_end = p.bounds + 3 * n;
-#if KEYS == KEYS_LISTED
-    const long long entry = (long long)block * BLOCK_N, further = entry - first_super_entries(p.key_length, n);
-    const bool is_first = further < 0;  // super-tile 0 of its sequence
-    const int slot = static_cast<int>(further / p.super_capacity);
-    const int b = is_first ? sequence_of_number(key_first, n, SUPER_UNIT, 1, static_cast<int>(entry / SUPER_UNIT))
-                           : sequence_of_number(query_first, n, p.super_queries, 0, slot);
-    const int k = is_first ? 0 : slot - query_first[b] / p.super_queries + 1;
-    t.first = static_cast<int>(entry - super_place(p.bounds, n, p.key_length, p.super_queries, p.super_capacity, b, k));
-    t.first_query = query_first[b] + k * p.super_queries;
-    t.end_query = min(t.first_query + p.super_queries, query_end[b]);
-    if (t.first_query >= t.end_query) return;  // no keys
-    const long long mask_row = t.group * p.mask_group;
-    t.list = p.super_list + mask_row * p.super_entries + entry - t.first;
-    t.count = min(BLOCK_N, p.super_lengths[mask_row * p.supers + query_first[b] / p.super_queries + b + k] - t.first);
-    t.partial = row * p.super_entries + entry;
-#else
-    const RowTile keys = row_tile(key_first, key_end, n, BLOCK_N, block);
-    t.first = keys.first;
-    t.count = keys.end - keys.first;
-    t.first_query = query_first[keys.sequence];
-    t.end_query = query_end[keys.sequence];
-    t.shift = INTERVALS ? 0 : key_end[keys.sequence] - t.end_query;  // masks have been moved to rows
-#endif
-}
-#endif
-
-__device__ __forceinline__ KeyTile find_key_tile(const AttentionParams& p) {
-    KeyTile t = {};
-    long long rest = blockIdx.x;
-    t.first_fragment = static_cast<int>(rest % DIM_PARTS) * PART_FRAGMENTS;
-    rest /= DIM_PARTS;
-#if SEQUENCES
-    const long long blocks = KEYS == KEYS_LISTED ? p.super_entries / BLOCK_N : p.key_length / BLOCK_N + p.sequences;
-    const int block = static_cast<int>(rest % blocks);
-    rest /= blocks;
-#elif BITS
-    const int blocks = static_cast<int>(p.super_entries / BLOCK_N), block = static_cast<int>(rest % blocks);
-    rest /= blocks;
-#elif KEYS == KEYS_LISTED
-    const int blocks = p.super_capacity / BLOCK_N;
-    t.first = static_cast<int>(rest % blocks) * BLOCK_N;
-    rest /= blocks;
-    const int super = static_cast<int>(rest % p.supers);
-    rest /= p.supers;
-#else
-    const int blocks = (p.key_length + BLOCK_N - 1) / BLOCK_N;
-    t.first = static_cast<int>(rest % blocks) * BLOCK_N;
-    rest /= blocks;
-#endif
-    t.group = static_cast<int>(rest % p.kv_heads);
-    t.batch = static_cast<int>(rest / p.kv_heads);
-#if SEQUENCES
-    place_in_sequences(t, p, block, t.group);
-#elif BITS
-    const long long list = ((long long)t.batch * p.list_batch + t.group * p.list_group) * p.super_entries;
-    t.entry = block * BLOCK_N;
-    const int4 found = p.super_blocks[(list + t.entry) / LIST_KEYS];
-    t.list = p.super_list + list + t.entry;
-    t.count = min(BLOCK_N, found.z - t.entry % LIST_KEYS);
-    t.first_query = found.x;
-    t.end_query = found.y;
-#elif KEYS == KEYS_LISTED
-    const long long mask_row = (long long)t.batch * p.mask_batch + t.group * p.mask_group;
-    const long long list = mask_row * p.supers + super;
-    t.list = p.super_list + list * p.super_capacity;
-    t.count = min(BLOCK_N, p.super_lengths[list] - t.first);
-    t.first_query = super * p.super_queries;
-    t.end_query = min(t.first_query + p.super_queries, p.query_length);
-    t.partial = (rest * p.supers + super) * p.super_capacity + t.first;
-#else
-    t.count = min(BLOCK_N, p.key_length - t.first);
-    t.end_query = p.query_length;
-#endif
-#if !SEQUENCES
-    t.shift = p.key_length - p.query_length;
-#endif
-    return t;
-}
-
 // Key and value rows, once for a block.
 __device__ __forceinline__ void load_keys(Shared& shared, const AttentionParams& p, const KeyTile& t) {
     if (threadIdx.x < BLOCK_N) {
-        const int place = t.first + threadIdx.x;
+        const int index = t.first + threadIdx.x;
 #if KEYS == KEYS_LISTED
-        shared.index[threadIdx.x] = static_cast<int>(threadIdx.x) < t.count ? t.list[place] : 0;
+        shared.index[threadIdx.x] = static_cast<int>(threadIdx.x) < t.count ? t.list[index] : 0;
 #else
-        shared.index[threadIdx.x] = min(place, p.key_length - 1);
+        shared.index[threadIdx.x] = min(index, p.key_length - 1);
 #endif
     }
     __syncthreads();  // indices are in place
@@ -352,7 +236,7 @@ __device__ __forceinline__ void fetch_biases(Shared& shared, const AttentionPara
 }
 
 // s = this warp's key (or value) rows . query (or dout) rows
-__device__ __forceinline__ void transposed_products(Accumulator (&s)[QUERY_FRAGMENTS], const ELEMENT* keys,
+__device__ __forceinline__ void transposed_mma(Accumulator (&s)[QUERY_FRAGMENTS], const ELEMENT* keys,
                                                     const ELEMENT* queries) {
 #pragma unroll
     for (int n = 0; n < QUERY_FRAGMENTS; ++n) clear(s[n]);
@@ -398,14 +282,14 @@ __device__ __forceinline__ void gradients(Accumulator (&s)[QUERY_FRAGMENTS], Acc
         for (int i = 0; i < 8; ++i) {
             const int column = 16 * n + 2 * (threadIdx.x & 3) + fragment_column(i), r = fragment_row(i);
             const float x = s[n].x[i], own_lse = lse[column];
-            const float reference = own_lse == -infinity() ? infinity() : own_lse * LOG2_E;
+            const float row_lse = own_lse == -infinity() ? infinity() : own_lse * LOG2_E;
 #if BIAS == BIAS_DENSE
             const float bias = to_float(shared.bias_rows[stage].x[column * BiasTile<BLOCK_Q, BLOCK_N>::STRIDE +
                                                                   first_row + 8 * r]) * LOG2_E;
 #else
             const float bias = keys.bias[r];
 #endif
-            float probability = exp2_fast(logit(x, bias) - reference);
+            float probability = exp2_fast(logit(x, bias) - row_lse);
             float ds = probability * (dp[n].x[i] - delta[column]), dx = ds * logit.slope(x);
 #if BITS
             if ((words[r] >> fragment_column(i) & 1) == 0) probability = ds = dx = 0.0f;
@@ -419,54 +303,55 @@ __device__ __forceinline__ void gradients(Accumulator (&s)[QUERY_FRAGMENTS], Acc
     }
 }
 
-// sums += s . rows for this warp's keys (s rounded to the type of an operand) and this block's columns
-__device__ __forceinline__ void add_products(Accumulator (&sums)[PART_FRAGMENTS], const Accumulator (&s)[QUERY_FRAGMENTS],
+// accumulators += s . rows for this warp's keys (s rounded to the type of an operand) and this block's columns
+__device__ __forceinline__ void accumulate(Accumulator (&accumulators)[SLICE_FRAGMENTS],
+                                           const Accumulator (&s)[QUERY_FRAGMENTS],
                                              const ELEMENT* rows, int first_fragment) {
 #pragma unroll
     for (int n = 0; n < QUERY_FRAGMENTS; ++n) {
         FragmentA a;
         round_to_operand(a, s[n]);
 #pragma unroll
-        for (int d = 0; d < PART_FRAGMENTS; ++d) {
-            if (DIM_PARTS > 1 && first_fragment + d >= DIM_FRAGMENTS) continue;
+        for (int d = 0; d < SLICE_FRAGMENTS; ++d) {
+            if (DIM_SLICES > 1 && first_fragment + d >= DIM_FRAGMENTS) continue;
             FragmentB b;
             load_fragment(b, rows + n * 16 * ROW_STRIDE + (first_fragment + d) * 16, ROW_STRIDE);
-            multiply_add(sums[d], a, b);
+            multiply_add(accumulators[d], a, b);
         }
     }
 }
 
 // Calls write(row, column, number) for the numbers of this warp's 16 rows of dkey or dvalue.
 template <typename Write>
-__device__ __forceinline__ void for_each_sum(const Accumulator (&sums)[PART_FRAGMENTS], const KeyTile& t,
+__device__ __forceinline__ void for_each_accumulator(const Accumulator (&accumulators)[SLICE_FRAGMENTS], const KeyTile& t,
                                              const Write& write) {
     const int lane = threadIdx.x & 31, first_row = threadIdx.x / 32 * 16;
 #pragma unroll
-    for (int d = 0; d < PART_FRAGMENTS; ++d)
+    for (int d = 0; d < SLICE_FRAGMENTS; ++d)
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const int row = first_row + lane / 4 + 8 * fragment_row(i);
             const int column = 16 * (t.first_fragment + d) + 2 * (lane & 3) + fragment_column(i);
-            if (row < t.count && column < HEAD_DIM) write(row, column, sums[d].x[i]);
+            if (row < t.count && column < HEAD_DIM) write(row, column, accumulators[d].x[i]);
         }
 }
 
-__device__ __forceinline__ void write_sums(const Accumulator (&sums)[PART_FRAGMENTS], const Shared& shared,
+__device__ __forceinline__ void write_accumulators(const Accumulator (&accumulators)[SLICE_FRAGMENTS], const Shared& shared,
                                            const AttentionParams& p, const KeyTile& t, ELEMENT* result, float* partial,
                                            float factor) {
     if (t.is_partial(p)) {
-        for_each_sum(sums, t, [&](int row, int column, float x) {
+        for_each_accumulator(accumulators, t, [&](int row, int column, float x) {
             partial[t.partial_row(p, row) * HEAD_DIM + column] = x * factor;
         });
         return;
     }
-    for_each_sum(sums, t, [&](int row, int column, float x) {
+    for_each_accumulator(accumulators, t, [&](int row, int column, float x) {
         const long long key = (long long)t.batch * p.key_length + shared.index[row];
         from_float(result[(key * p.kv_heads + t.group) * HEAD_DIM + column], x * factor);
     });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_key(const AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_dkv(const AttentionParams p) {
     wait_for_earlier_kernels();
     extern __shared__ __align__(128) unsigned char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
@@ -479,16 +364,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_key(c
     round_rows<BLOCK_N, THREADS>(shared.value);
 
     const LogitScale logit(p.scale, p.softcap);
-    Accumulator dk[PART_FRAGMENTS], dv[PART_FRAGMENTS];
+    Accumulator dk[SLICE_FRAGMENTS], dv[SLICE_FRAGMENTS];
 #pragma unroll
-    for (int d = 0; d < PART_FRAGMENTS; ++d) {
+    for (int d = 0; d < SLICE_FRAGMENTS; ++d) {
         clear(dk[d]);
         clear(dv[d]);
     }
     for (int h = 0; h < group_heads; ++h) {
         const int head = t.group * group_heads + h;
         const long long head_row = (long long)t.batch * p.heads + head;
-        __syncthreads();  // everybody is done with the head before
+        __syncthreads();  // all threads are done with the head before
         load_key_facts(shared, p, t, head);
         __syncthreads();  // intervals and biases are in place
 #if BITS
@@ -521,7 +406,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_key(c
             const QueryStep after = steps.next();
             const int next_slot = slot == 2 ? 0 : slot + 1, after_slot = next_slot == 2 ? 0 : next_slot + 1;
             copy_async_wait<0>();
-            __syncthreads();  // this step's rows and the next one's statistics are in place; nobody reads the other stage
+            __syncthreads();  // this step's rows and the next one's statistics are in place; no thread reads the other stage
             if (following.first < steps.end) {
                 load_queries(shared, p, t, head, following.first, next_slot, stage ^ 1);
                 fetch_words(shared, p, t, head, following, stage ^ 1);
@@ -531,15 +416,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_key(c
             copy_async_commit();
 
             Accumulator s[QUERY_FRAGMENTS], dp[QUERY_FRAGMENTS];
-            transposed_products(s, shared.key + first_row * ROW_STRIDE, shared.query[stage]);
-            transposed_products(dp, shared.value + first_row * ROW_STRIDE, shared.dout[stage]);
+            transposed_mma(s, shared.key + first_row * ROW_STRIDE, shared.query[stage]);
+            transposed_mma(dp, shared.value + first_row * ROW_STRIDE, shared.dout[stage]);
             gradients(s, dp, keys, shared.lse[slot], shared.delta[slot], logit, current.first + t.shift,
                       steps.masked(current), shared, stage, current.first);
 #if DVALUE
-            add_products(dv, s, shared.dout[stage], t.first_fragment);
+            accumulate(dv, s, shared.dout[stage], t.first_fragment);
 #endif
 #if DKEY
-            add_products(dk, dp, shared.query[stage], t.first_fragment);
+            accumulate(dk, dp, shared.query[stage], t.first_fragment);
 #endif
             current = following;
             following = after;
@@ -560,9 +445,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_key(c
     }
     copy_async_wait<0>();
 #if DVALUE
-    write_sums(dv, shared, p, t, p.dvalue, p.partial_value, 1.0f);
+    write_accumulators(dv, shared, p, t, p.dvalue, p.partial_value, 1.0f);
 #endif
 #if DKEY
-    write_sums(dk, shared, p, t, p.dkey, p.partial_key, p.scale);
+    write_accumulators(dk, shared, p, t, p.dkey, p.partial_key, p.scale);
 #endif
 }

@@ -6,11 +6,11 @@
 // dbias  // (B, H, Lq, Lk) BIAS_ELEMENT, with DBIAS: ds of the keys that the tile looks at, each pair has one writer;
 //           the others must be 0 before
 //
-// The same tiles and the same way through the keys as sm80/forward.cu, with three products a block instead of two. Probabilities
-// come from lse, so no softmax state is kept. dx is rounded to the type of an operand before its product.
+// The same tiles and the same way through the keys as sm80/forward.cu, with three MMAs a block instead of two.
+// Probabilities come from lse, so no softmax state is kept. dx is rounded to the type of an operand before its MMA.
 //
-// Prelude: that of sm80/gather.cuh (PAGE_SIZE 0), MIN_BLOCKS, DBIAS (with BIAS_DENSE of all batch entries, heads, queries and
-// keys).
+// Prelude: that of sm80/gather.cuh (PAGE_SIZE 0), MIN_BLOCKS, DBIAS (with BIAS_DENSE of all batch entries, heads,
+// queries and keys).
 #include "common/arch.cuh"
 #include "sm80/gather.cuh"
 
@@ -20,7 +20,7 @@ struct Shared {
     KeyTiles keys;
 };
 
-// s becomes dx from the products s = q . k and dp = dout . v, with DBIAS dp becomes ds.
+// s becomes dx from s = q . k and dp = dout . v, with DBIAS dp becomes ds.
 __device__ __forceinline__ void logit_gradients(Accumulator (&s)[WARP_ROWS][KEY_FRAGMENTS],
                                                 Accumulator (&dp)[WARP_ROWS][KEY_FRAGMENTS],
                                                 const KeyTiles& shared, int stage, const LogitScale& logit,
@@ -65,7 +65,7 @@ __device__ __forceinline__ void logit_gradients(Accumulator (&s)[WARP_ROWS][KEY_
 #if DBIAS
 static_assert(HEADS == 1, "heads have biases of their own");
 
-// ds of this warp's rows and the block's keys, through the place of their biases.
+// ds of this warp's rows and the block's keys, in place of their biases.
 __device__ __forceinline__ void write_bias_gradients(const Accumulator (&ds)[WARP_ROWS][KEY_FRAGMENTS], KeyTiles& shared,
                                                      int stage, const AttentionParams& p, const Tile& t, int first_row,
                                                      const BlockKeys& columns) {
@@ -86,7 +86,7 @@ __device__ __forceinline__ void write_bias_gradients(const Accumulator (&ds)[WAR
 }
 #endif
 
-// With DBIAS and BITS, ahead of backward_query and with as many blocks: zeros for the bias gradients of a tile that does not
+// With DBIAS and BITS, ahead of backward_dq and with as many blocks: zeros for the bias gradients of a tile that does not
 // look at every key.
 extern "C" __global__ void __launch_bounds__(THREADS) clear_bias(const AttentionParams p) {
     wait_for_earlier_kernels();
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) clear_bias(const Attention
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_query(const AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_dq(const AttentionParams p) {
     wait_for_earlier_kernels();
     extern __shared__ __align__(128) unsigned char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
@@ -144,14 +144,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_query
         const KeyBlock after = blocks.next();
         const int next_slot = slot == 2 ? 0 : slot + 1, after_slot = next_slot == 2 ? 0 : next_slot + 1;
         copy_async_wait<0>();
-        __syncthreads();  // this block's rows and the next one's indices are in place; nobody reads the other stage
+        __syncthreads();  // this block's rows and the next one's indices are in place; no thread reads the other stage
         gather(following, next_slot, stage ^ 1);
         fetch_indices(shared.keys, blocks, after, after_slot);
         copy_async_commit();
 
         Accumulator s[WARP_ROWS][KEY_FRAGMENTS], dp[WARP_ROWS][KEY_FRAGMENTS];
-        products(s, shared.query + first_row * ROW_STRIDE, shared.keys.key[stage]);
-        products(dp, shared.dout + first_row * ROW_STRIDE, shared.keys.value[stage]);
+        mma_rows_keys(s, shared.query + first_row * ROW_STRIDE, shared.keys.key[stage]);
+        mma_rows_keys(dp, shared.dout + first_row * ROW_STRIDE, shared.keys.value[stage]);
         logit_gradients(s, dp, shared.keys, stage, logit, lse, delta);
         if (current.masked) apply_mask(s, shared.keys, stage, slot, position, 0.0f);
 #if DBIAS

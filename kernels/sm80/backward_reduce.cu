@@ -1,72 +1,38 @@
-// The two small ends of the backward pass.
+// The sums that each super-tile of queries left (sm80/backward_dkv.cu), added in the order of the super-tiles, a warp a
+// key.
 //
-// row_delta     delta_i = sum over d of dout[i,d] * out[i,d]  (- dlse_i), a warp a row; 0 for a row that sees nothing
-//               dout, out // (B, Lq, H, D) ELEMENT, any strides    delta, dlse // (B, H, Lq) f32
-// sum_partials  dkey, dvalue // (B, Lk, Hkv, D) ELEMENT and dbias // (B, H, Lk) f32 of the keys that somebody sees: the sums
-//               that each super-tile left, added in the order of the super-tiles, a warp a key. Other keys are left alone;
-//               with BITS they get zeros, and where there is one super-tile backward_key has written the results
+// dkey, dvalue // (B, Lk, Hkv, D) ELEMENT and dbias // (B, H, Lk) f32 of the keys that some query sees. Other keys are left
+// alone; with BITS they get zeros, and where there is one super-tile sm80/backward_dkv.cu has written the results.
 //
-// Prelude: ELEMENT, HEAD_DIM, VECTOR (row_delta reads four numbers at a time), CAUSAL, DKEY, DVALUE, DBIAS,
-// SEQUENCES, BITS (a dense mask: lists/dense_macro_tiles.cu).
+// Prelude: ELEMENT, HEAD_DIM, CAUSAL, DKEY, DVALUE, DBIAS, SEQUENCES, BITS (a dense mask: lists/dense_macro_tiles.cu).
 #include "common/arch.cuh"
 #include "common/params.cuh"
 #include "common/varlen.cuh"
 
 constexpr int WARPS = 8;
 
-struct alignas(4 * sizeof(ELEMENT)) Four {
-    ELEMENT x[4];
-};
-
-extern "C" __global__ void __launch_bounds__(WARPS * 32) row_delta(const AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32) backward_reduce(const AttentionParams p) {
     wait_for_earlier_kernels();
-    const long long row = (long long)blockIdx.x * WARPS + threadIdx.x / 32;  // (b, i, h), heads running fastest
-    const int lane = threadIdx.x & 31;
-    if (row >= (long long)p.batch * p.query_length * p.heads) return;
-    const int head = static_cast<int>(row % p.heads), query = static_cast<int>(row / p.heads % p.query_length);
-    const long long batch = row / p.heads / p.query_length;
-    const ELEMENT* out = p.out + batch * p.out_batch + query * p.out_row + head * p.out_head;
-    const ELEMENT* dout = p.dout + batch * p.dout_batch + query * p.dout_row + head * p.dout_head;
-    float sum = 0.0f;
-#if VECTOR
-    for (int d = 4 * lane; d < HEAD_DIM; d += 128) {
-        const Four a = *reinterpret_cast<const Four*>(out + d), b = *reinterpret_cast<const Four*>(dout + d);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum = fmaf(to_float(a.x[i]), to_float(b.x[i]), sum);
-    }
-#else
-    for (int d = lane; d < HEAD_DIM; d += 32) sum = fmaf(to_float(out[d]), to_float(dout[d]), sum);
-#endif
-#pragma unroll
-    for (int distance = 16; distance > 0; distance >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, distance);
-    if (lane != 0) return;
-    const long long target = (batch * p.heads + head) * p.query_length + query;
-    if (p.dlse != nullptr) sum -= p.dlse[target];
-    p.delta[target] = p.lse[target] == -infinity() ? 0.0f : sum;
-}
-
-extern "C" __global__ void __launch_bounds__(WARPS * 32) sum_partials(const AttentionParams p) {
-    wait_for_earlier_kernels();
-    const int lane = threadIdx.x & 31, parts = (p.key_length + WARPS - 1) / WARPS;
-    const int number = blockIdx.x % parts * WARPS + threadIdx.x / 32;
-    const long long row = blockIdx.x / parts;  // (b, kv head)
+    const int lane = threadIdx.x & 31, row_blocks = (p.key_length + WARPS - 1) / WARPS;
+    const int index = blockIdx.x % row_blocks * WARPS + threadIdx.x / 32;
+    const long long row = blockIdx.x / row_blocks;  // (b, kv head)
     const int group = static_cast<int>(row % p.kv_heads), group_heads = p.heads / p.kv_heads;
     const long long batch = row / p.kv_heads;
 #if BITS
-    const int key = number;
+    const int key = index;
     if (key >= p.key_length) return;
     const long long list_row = batch * p.list_batch + group * p.list_group;
-    const int* places = p.places + list_row * p.super_units * p.key_length + key;
+    const int* slots = p.slots + list_row * p.super_units * p.key_length + key;
     const int supers = p.super_counts[list_row];
-    if (supers == 1 && places[0] >= 0) return;  // backward_key has written its results
+    if (supers == 1 && slots[0] >= 0) return;  // backward_dkv has written its results
     auto partial_row = [&](int i) {
-        const int place = places[static_cast<long long>(i) * p.key_length];
-        return place < 0 ? -1 : row * p.super_entries + place;
+        const int slot = slots[static_cast<long long>(i) * p.key_length];
+        return slot < 0 ? -1 : row * p.super_entries + slot;
     };
 #else
     const long long mask_row = batch * p.mask_batch + group * p.mask_group;
-    if (number >= p.seen_count[mask_row]) return;
-    const int key = p.seen[mask_row * p.key_length + number];
+    if (index >= p.seen_count[mask_row]) return;
+    const int key = p.seen[mask_row * p.key_length + index];
 
     // Super-tiles whose queries see the key; the same arithmetic as in lists/intervals.cu.
     const long long head = mask_row % p.mask_heads, mask_batch = mask_row / p.mask_heads;
@@ -75,10 +41,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) sum_partials(const Atte
     const int start = p.start[head * p.start_head + key], stop = p.stop[head * p.stop_head + key];
     const int first = (start - first_row) / p.super_queries;
     const int supers = stop <= start ? 0 : (stop - 1 - first_row) / p.super_queries - first + 1;
-    const int* places = p.places + mask_row * p.super_entries + p.span_offset[mask_row * p.key_length + number];
+    const int* slots = p.slots + mask_row * p.super_entries + p.span_offset[mask_row * p.key_length + index];
     auto partial_row = [&](int i) {
-        return row * p.super_entries + places[i] +
-               super_place(p.bounds, p.sequences, p.key_length, p.super_queries, p.super_capacity, b, first + i);
+        return row * p.super_entries + slots[i] +
+               super_offset(p.bounds, p.sequences, p.key_length, p.super_queries, p.super_capacity, b, first + i);
     };
 #else
     const int shift = p.key_length - p.query_length;
@@ -89,9 +55,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) sum_partials(const Atte
     const long long last_query = min(static_cast<long long>(stop) - shift, static_cast<long long>(p.query_length)) - 1;
     const int first = static_cast<int>(first_query / p.super_queries);
     const int supers = last_query < first_query ? 0 : static_cast<int>(last_query / p.super_queries) - first + 1;
-    const int* places = p.places + mask_row * p.supers * p.super_capacity + p.span_offset[mask_row * p.key_length + number];
+    const int* slots = p.slots + mask_row * p.supers * p.super_capacity + p.span_offset[mask_row * p.key_length + index];
 
-    auto partial_row = [&](int i) { return (row * p.supers + first + i) * p.super_capacity + places[i]; };
+    auto partial_row = [&](int i) { return (row * p.supers + first + i) * p.super_capacity + slots[i]; };
 #endif
 #endif
     const long long target = ((batch * p.key_length + key) * p.kv_heads + group) * HEAD_DIM;

@@ -4,8 +4,8 @@
 // bias   // natural-log units: (1|B, 1|Hkv|H, 1|Lk) f32 (BIAS_OF_KEYS), or of every query (BIAS_DENSE, common/bias.cuh)
 // out    // (B, Lq, H, D) ELEMENT, contiguous       lse // (B, H, Lq) f32, natural log, -inf where a row sees nothing
 //
-// What a block and a warp own, and how keys reach shared memory: sm80/gather.cuh. A warp keeps the logits, softmax state and
-// output of its rows in registers and alone writes their out and lse, once.
+// What a block and a warp own, and how keys reach shared memory: sm80/gather.cuh. A warp keeps the logits, softmax
+// state and output of its rows in registers and alone writes their out and lse, once.
 //
 // Prelude: that of sm80/gather.cuh, MIN_BLOCKS.
 #include "common/arch.cuh"
@@ -95,13 +95,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
         const KeyBlock after = blocks.next();
         const int next_slot = slot == 2 ? 0 : slot + 1, after_slot = next_slot == 2 ? 0 : next_slot + 1;
         copy_async_wait<0>();
-        __syncthreads();  // this block's rows and the next one's indices are in place; nobody reads the other stage
+        __syncthreads();  // this block's rows and the next one's indices are in place; no thread reads the other stage
         gather(following, next_slot, stage ^ 1);
         fetch_indices(shared.keys, blocks, after, after_slot);
         copy_async_commit();
 
         Accumulator s[WARP_ROWS][KEY_FRAGMENTS];
-        products(s, shared.query + first_row * ROW_STRIDE, shared.keys.key[stage]);
+        mma_rows_keys(s, shared.query + first_row * ROW_STRIDE, shared.keys.key[stage]);
         finish_logits(s, shared.keys, stage, logit);
         if (current.masked) apply_mask(s, shared.keys, stage, slot, position, -infinity());
 #pragma unroll

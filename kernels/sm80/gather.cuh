@@ -1,12 +1,12 @@
 // A tile of queries and the keys it gathers: shared by sm80/forward.cu and sm80/backward_dq.cu.
 //
-// A block owns one tile: BLOCK_M / HEADS consecutive queries times HEADS heads of one group, which share every gathered
-// key and value row. Tile row r is query r / HEADS, head r % HEADS. A warp owns WARP_ROWS fragments of 16 tile rows.
-// common/mask.cuh says which keys come, common/smem_rows.cuh how rows reach shared memory. While one block of BLOCK_N keys is multiplied,
-// the next one is on its way (two stages) and the list entries of the one after.
+// A block owns one tile: BLOCK_M / HEADS consecutive queries times HEADS query heads of one GQA group, which share
+// every gathered key and value row. Tile row r is query r / HEADS, head r % HEADS. A warp owns WARP_ROWS fragments of
+// 16 tile rows. common/mask.cuh says which keys come, common/smem_rows.cuh how rows reach shared memory. While one
+// block of BLOCK_N keys is multiplied, the next one is on its way (two stages) and the list entries of the one after.
 //
-// With SEQUENCES a tile's queries belong to one sequence (common/varlen.cuh), and with PAGE_SIZE the row of a key is found in its
-// page. Positions are those of keys, but rows of query where a list holds the keys of sequences.
+// With SEQUENCES a tile's queries belong to one sequence (common/varlen.cuh), and with PAGE_SIZE the row of a key is
+// found in its page. Positions are those of keys, but rows of query where a list holds the keys of sequences.
 //
 // The Shared struct of a kernel holds KeyTiles as `keys`.
 //
@@ -85,7 +85,7 @@ __device__ __forceinline__ void gather_keys(KeyTiles& shared, const AttentionPar
         const bool exists = whole || column < count;
 #if PAGE_SIZE
         const int key = key_at(column);
-        const long long page = exists ? p.pages[key / PAGE_SIZE] : 0, row = exists ? key % PAGE_SIZE : 0;
+        const long long page = exists ? p.page_table[key / PAGE_SIZE] : 0, row = exists ? key % PAGE_SIZE : 0;
 #else
         const long long page = 0, row = key_at(column);
 #endif
@@ -131,7 +131,7 @@ struct BlockKeys {
         return KEYS == KEYS_CONTIGUOUS ? block.first + column : index[column];
     }
 
-    // The first key if BLOCK_N keys follow each other from a multiple of 16 bytes on, else -1.
+    // The first key if BLOCK_N keys are consecutive from a multiple of 16 bytes on, else -1.
     __device__ __forceinline__ int following() const {
         if (block.first + BLOCK_N > blocks.source.length) return -1;
 #if KEYS == KEYS_CONTIGUOUS
@@ -210,7 +210,7 @@ __device__ __forceinline__ void load_statistics(float (&lse)[WARP_ROWS][2], floa
 
 // s = rows . k for this warp's rows (16-row fragments, ROW_STRIDE apart) and the block's keys
 template <int unrolled = DIM_FRAGMENTS>
-__device__ __forceinline__ void products(Accumulator (&s)[WARP_ROWS][KEY_FRAGMENTS], const ELEMENT* rows,
+__device__ __forceinline__ void mma_rows_keys(Accumulator (&s)[WARP_ROWS][KEY_FRAGMENTS], const ELEMENT* rows,
                                          const ELEMENT* key) {
 #pragma unroll
     for (int m = 0; m < WARP_ROWS; ++m)
@@ -263,8 +263,8 @@ __device__ __forceinline__ void apply_mask(Accumulator (&s)[WARP_ROWS][KEY_FRAGM
         }
 }
 
-// A value that is not finite must not reach a row that does not see its key, and 0 * inf is NaN. In a masked block with
-// such values they are added to the rows that see them, and are zero for the product.
+// A non-finite value must not reach a row that does not see its key, but 0 * inf is NaN. In a masked block such values are
+// added to the rows that see them, and are zero in the MMA.
 __device__ __forceinline__ bool block_is_finite(const ELEMENT* value) {
     unsigned found = 0;
     for_each_piece<BLOCK_N, THREADS>([&](int column, int piece) {
@@ -289,7 +289,7 @@ __device__ __forceinline__ void isolate_nonfinite(Accumulator (&o)[WARP_ROWS][DI
                         o[m][d].x[i] += v;
             }
     }
-    __syncthreads();  // everybody has read the values that are about to be cleared
+    __syncthreads();  // all threads have read the values that are about to be cleared
     for (int i = threadIdx.x; i < BLOCK_N * HEAD_DIM_PADDED; i += THREADS) {
         ELEMENT& x = value[i / HEAD_DIM_PADDED * ROW_STRIDE + i % HEAD_DIM_PADDED];
         if (!isfinite(to_operand(x))) from_float(x, 0.0f);
@@ -316,8 +316,8 @@ __device__ __forceinline__ void accumulate(Accumulator (&o)[WARP_ROWS][DIM_FRAGM
     }
 }
 
-// Writes this warp's rows of out or dquery, times a factor per row, through its part of `staging`, so that global stores are
-// whole 16-byte pieces of rows.
+// Writes this warp's rows of out or dquery, times a factor per row, through its part of `staging`, so that global
+// stores are whole 16-byte pieces of rows.
 __device__ __forceinline__ void write_rows(ELEMENT* target_base, ELEMENT* staging, const AttentionParams& p, const Tile& t,
                                            int first_row, const Accumulator (&o)[WARP_ROWS][DIM_FRAGMENTS],
                                            const float (&factor)[WARP_ROWS][2]) {
@@ -335,7 +335,7 @@ __device__ __forceinline__ void write_rows(ELEMENT* target_base, ELEMENT* stagin
                            o[m][d].x[i] * factor[m][r]);
             }
     __syncwarp();  // the warp's rows are complete
-    constexpr int WIDTH = VECTOR ? PIECE : 1;  // numbers a lane stores at a time
+    constexpr int WIDTH = VECTOR ? PIECE : 1;  // elements a lane stores at a time
     for (int i = lane; i < WARP_ROWS * 16 * (HEAD_DIM / WIDTH); i += 32) {
         const int row = i / (HEAD_DIM / WIDTH), d = i % (HEAD_DIM / WIDTH) * WIDTH;
         const int query = t.first_query + (first_row + row) / HEADS, head = t.first_head + (first_row + row) % HEADS;

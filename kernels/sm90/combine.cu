@@ -1,15 +1,17 @@
-// Adds up tiles of queries whose keys were split up into parts: with lse_i the logarithm of part i's sum of exponentials,
+// Combines the splits of tiles of queries whose keys were split (sm90/split_kv.cuh): with lse_i the log-sum-exp of
+// split i,
 //
 //     lse = log sum_i exp(lse_i),   out = sum_i exp(lse_i - lse) o_i
 //
-// for the rows of the tiles that sm90/split_kv.cuh describes. Parts are added in their order, so every run has the same bits. Where
-// a row sees nothing in a part, lse_i is -inf and the part does not count.
+// for the rows of those tiles. Splits are added in order, so every run gives the same bits. Where a row sees none of a
+// split's keys, lse_i is -inf and the split has no weight.
 //
-// partial // (split tiles, parts, BLOCK_M, HEAD_DIM) f32, on 16 bytes   partial_lse // (split tiles, parts, BLOCK_M) f32
-// out     // (B, Lq, H, D) ELEMENT, contiguous                          lse         // (B, H, Lq) f32
-// LANES lanes have a row, a block has ROWS rows of one tile. Rows of other tiles are left alone.
+// partial // (split tiles, splits, BLOCK_M, HEAD_DIM) f32, 16-byte aligned
+// partial_lse // (split tiles, splits, BLOCK_M) f32
+// out     // (B, Lq, H, D) ELEMENT, contiguous       lse // (B, H, Lq) f32
+// A row belongs to LANES lanes, a block has ROWS rows of one tile. Rows of other tiles are left alone.
 //
-// Prelude: ELEMENT (16 bit), HEAD_DIM (a multiple of 8), HEADS (of a group in one tile), BLOCK_M.
+// Prelude: ELEMENT (16 bit), HEAD_DIM (a multiple of 8), HEADS (query heads of a GQA group in one tile), BLOCK_M.
 #include "sm90/split_kv.cuh"
 
 struct CombineParams {
@@ -17,45 +19,46 @@ struct CombineParams {
     const float* partial_lse;
     ELEMENT* out;
     float* lse;
-    int parts;  // of a tile
-    int first;  // of the tiles that are split up, in the order in which tiles are dealt out
+    int num_splits;  // of a tile
+    int first;  // index of the first split tile in the order of the schedule
     int batch, query_length, heads;
-    int tiles, shorter;  // as in AttentionParams
+    int tiles, tail_tiles;  // as in AttentionParams
 };
 
 constexpr int THREADS = 256;
-constexpr int PIECES = HEAD_DIM / 4;  // of a row: four numbers each
+constexpr int PIECES = HEAD_DIM / 4;  // of a row: four elements each
 constexpr int LANES = PIECES <= 4 ? 4 : PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;
 constexpr int OWN = (PIECES + LANES - 1) / LANES;  // pieces of a lane
 constexpr int ROWS = THREADS / LANES;
-constexpr int TOGETHER = 4;  // parts that are on their way at a time
-constexpr float LEAST = 1.175494351e-38f;  // weight of a part that counts, so that infinite outputs do not become NaN
-static_assert(BLOCK_M % ROWS == 0 && HEAD_DIM % 8 == 0, "a block's rows are of one tile, and pieces are whole");
+constexpr int TOGETHER = 4;  // splits whose loads are in flight at a time
+// Smallest weight of a split whose keys a row sees: with a weight of 0 an infinite output would become NaN.
+constexpr float LEAST = 1.175494351e-38f;
+static_assert(BLOCK_M % ROWS == 0 && HEAD_DIM % 8 == 0, "a block has rows of one tile, and pieces are full");
 
-extern "C" __global__ void __launch_bounds__(THREADS) combine_parts(const CombineParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS) combine_splits(const CombineParams p) {
     wait_for_earlier_kernels();
     constexpr int QUERIES = BLOCK_M / HEADS;
-    const int first = blockIdx.x * ROWS, number = first / BLOCK_M;
+    const int first = blockIdx.x * ROWS, split_tile = first / BLOCK_M;
     const int row = first % BLOCK_M + threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const int sets = p.heads / HEADS;
-    const Dealt tile = dealt(p.first + number, p.batch * sets, p.tiles, p.shorter);
+    const TileIndex tile = tile_at(p.first + split_tile, p.batch * sets, p.tiles, p.tail_tiles);
     const int batch = tile.set / sets, head = tile.set % sets * HEADS + row % HEADS;
-    const int query = (p.tiles - 1 - tile.place) * QUERIES + row / HEADS;
+    const int query = (p.tiles - 1 - tile.index) * QUERIES + row / HEADS;
     if (row >= QUERIES * HEADS || query >= p.query_length) return;
 
-    const float* lse = p.partial_lse + row_of_part(number * p.parts, row);
-    const auto lse_of = [&](int part) { return lse[min(part, p.parts - 1) * BLOCK_M]; };
+    const float* lse = p.partial_lse + row_of_split(split_tile * p.num_splits, row);
+    const auto lse_of = [&](int split) { return lse[min(split, p.num_splits - 1) * BLOCK_M]; };
     float highest = -infinity();
 #pragma unroll 1
-    for (int begin = 0; begin < p.parts; begin += TOGETHER) {
+    for (int begin = 0; begin < p.num_splits; begin += TOGETHER) {
 #pragma unroll
         for (int i = 0; i < TOGETHER; ++i) highest = fmaxf(highest, lse_of(begin + i));
     }
 
-    const float* partial = p.partial + row_of_part(number * p.parts, row) * HEAD_DIM;
+    const float* partial = p.partial + row_of_split(split_tile * p.num_splits, row) * HEAD_DIM;
     float o[OWN][4] = {}, sum = 0.0f;
 #pragma unroll 1
-    for (int begin = 0; begin < p.parts; begin += TOGETHER) {
+    for (int begin = 0; begin < p.num_splits; begin += TOGETHER) {
         float own[TOGETHER];
         uint4 x[TOGETHER][OWN];
 #pragma unroll
@@ -65,12 +68,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_parts(const Combin
             for (int k = 0; k < OWN; ++k) {
                 const int piece = lane + k * LANES;
                 x[i][k] = load_16(partial + (begin + i) * BLOCK_M * HEAD_DIM + 4 * piece,
-                                  begin + i < p.parts && (PIECES % LANES == 0 || piece < PIECES));
+                                  begin + i < p.num_splits && (PIECES % LANES == 0 || piece < PIECES));
             }
         }
 #pragma unroll
         for (int i = 0; i < TOGETHER; ++i) {
-            if (begin + i >= p.parts || own[i] == -infinity()) continue;
+            if (begin + i >= p.num_splits || own[i] == -infinity()) continue;
             float weight = exp2_fast((own[i] - highest) * LOG2_E);
             if (weight < LEAST) weight = LEAST;  // NaN remains
             sum += weight;

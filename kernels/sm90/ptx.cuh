@@ -1,13 +1,13 @@
-// The instructions that only Hopper has (sm_90a), wrapped once: barriers in shared memory, register budgets, warpgroup
-// matrix products. Beside common/arch.cuh the only file with inline assembly. On a CPU (tests/emulator) all paragraphs that have some
-// are left out for their twins.
+// The instructions that only Hopper has (sm_90a), each wrapped once: TMA, mbarriers, register budgets, warpgroup MMAs.
+// Beside common/arch.cuh the only file with inline assembly. For the CPU (tests/emulator) every paragraph with assembly
+// is replaced by a host twin.
 //
-// A warpgroup (four warps, the first a multiple of four) multiplies together. Its accumulator of 64 x 16n numbers is an
-// array of n Fragments: element i of fragment f stands at row 16 * warp + lane/4 + 8*((i>>1)&1), column 16*f +
+// A warpgroup (four warps, the first a multiple of four) multiplies together. Its accumulator of 64 x 16n elements is
+// an array of n Fragments: element i of fragment f stands at row 16 * warp + lane/4 + 8*((i>>1)&1), column 16*f +
 // 2*(lane%4) + (i&1) + 8*(i>>2), the layout that common/arch.cuh states for a wmma accumulator.
 //
-// Matrices in shared memory are cut into chunks of 64 columns, a row of a chunk 128 bytes; the 16-byte piece c of row r lies
-// at place c ^ (r % 8) of its row ("128-byte swizzle"), chunks at 1024-byte boundaries.
+// Matrices in shared memory are cut into chunks of 64 columns, a row of a chunk 128 bytes; the 16-byte piece c of row r
+// lies at slot c ^ (r % 8) of its row ("128-byte swizzle"), chunks at 1024-byte boundaries.
 //
 // Prelude: ELEMENT (__half or __nv_bfloat16).
 #pragma once
@@ -30,24 +30,24 @@ __device__ __forceinline__ const void* row_address(const void* base, int row, in
     return address;
 }
 
-// copy_async_16 to an address in shared memory that has been worked out before.
+// copy_async_16 to a precomputed address in shared memory.
 __device__ __forceinline__ void copy_async_16(unsigned shared, const void* global, int valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid) : "memory");
 }
 
-// 16 bytes from an address in shared memory that has been worked out before.
+// 16 bytes from a precomputed address in shared memory.
 __device__ __forceinline__ uint4 load_shared_16(unsigned shared) {
     uint4 x;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(shared) : "memory");
     return x;
 }
 
-// Two numbers from an address in shared memory, into these registers: nothing is moved afterwards.
+// Two floats from an address in shared memory, directly into these registers.
 __device__ __forceinline__ void load_shared_pair(float& x, float& y, unsigned shared) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(shared) : "memory");
 }
 
-// st.relaxed: a flag in shared memory becomes 1; several threads may say so at the same time.
+// st.relaxed: sets a flag in shared memory to 1; several threads may do so at the same time.
 __device__ __forceinline__ void raise(int& flag) {
     asm volatile("st.relaxed.cta.shared.u32 [%0], 1;" ::"r"(shared_address(&flag)) : "memory");
 }
@@ -58,7 +58,7 @@ __device__ __forceinline__ void load_matrices(unsigned (&words)[4], unsigned row
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(row) : "memory");
 }
 
-// ld.global.nc.L1::no_allocate: 16 bytes that are read once, which the first cache does not keep.
+// ld.global.nc.L1::no_allocate: 16 bytes that are read once and not kept in L1.
 __device__ __forceinline__ uint4 load_once(const void* global) {
     uint4 x;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -66,20 +66,21 @@ __device__ __forceinline__ uint4 load_once(const void* global) {
     return x;
 }
 
-// A tensor in global memory as the copy engine sees it (CUtensorMap, made by the host).
+// A TMA descriptor of a tensor in global memory (CUtensorMap, made by the host).
 struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
-// cp.async.bulk.tensor: a box of a tensor of four axes, from these coordinates on, to shared memory; `barrier` counts its bytes.
-__device__ __forceinline__ void copy_box(void* shared, const TensorMap* map, Barrier* barrier, int x0, int x1, int x2, int x3) {
+// cp.async.bulk.tensor: loads a tile of a tensor of four axes at these coordinates into shared memory; `barrier` counts its
+// bytes.
+__device__ __forceinline__ void tma_load(void* shared, const TensorMap* map, Barrier* barrier, int x0, int x1, int x2, int x3) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
         ::"r"(shared_address(shared)), "l"(map), "r"(shared_address(barrier)), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
 }
 
 // The same of a tensor of five axes.
-__device__ __forceinline__ void copy_box(void* shared, const TensorMap* map, Barrier* barrier, int x0, int x1, int x2, int x3,
+__device__ __forceinline__ void tma_load(void* shared, const TensorMap* map, Barrier* barrier, int x0, int x1, int x2, int x3,
                                          int x4) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
@@ -87,21 +88,22 @@ __device__ __forceinline__ void copy_box(void* shared, const TensorMap* map, Bar
         : "memory");
 }
 
-// The same the other way, without what a box has beyond the tensor. A thread waits for those that it has committed.
-__device__ __forceinline__ void store_box(const TensorMap* map, const void* shared, int x0, int x1, int x2, int x3) {
+// The same in the other direction, without what lies beyond the tensor. A thread waits for the stores that it has
+// committed.
+__device__ __forceinline__ void tma_store(const TensorMap* map, const void* shared, int x0, int x1, int x2, int x3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
                  ::"l"(map), "r"(shared_address(shared)), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
 }
 
-__device__ __forceinline__ void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Until these are in memory.
-__device__ __forceinline__ void stores_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Waits until these are in memory.
+__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Until these have been read from shared memory.
-__device__ __forceinline__ void stores_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Waits until these have been read from shared memory.
+__device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-// prefetch.global.L2: the line that holds this address is fetched into the second cache.
+// prefetch.global.L2: fetches the line that holds this address into L2.
 __device__ __forceinline__ void prefetch_line(const void* global) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
 }
@@ -112,7 +114,7 @@ __device__ __forceinline__ void barrier_init(Barrier* barrier, int count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
 
-// mbarrier.inval: its place may be initialised again.
+// mbarrier.inval: it may be initialised again.
 __device__ __forceinline__ void barrier_end(Barrier* barrier) {
     asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
@@ -122,17 +124,18 @@ __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// mbarrier.arrive: one arrival, after everything the calling thread did before.
+// mbarrier.arrive: one arrival, which releases everything the calling thread did before.
 __device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// mbarrier.expect_tx: the phase does not end before so many bytes more have come by copy_box.
+// mbarrier.expect_tx: the phase does not end before that many more bytes have arrived by tma_load.
 __device__ __forceinline__ void barrier_expect(Barrier* barrier, int bytes) {
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
-// cp.async.mbarrier.arrive.noinc: one of the expected arrivals, once all of the calling thread's copies so far are complete.
+// cp.async.mbarrier.arrive.noinc: one of the expected arrivals, once all of the calling thread's copies so far are
+// complete.
 __device__ __forceinline__ void barrier_arrive_after_copies(Barrier* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
@@ -165,16 +168,16 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// bar.arrive: the calling thread's part in named barrier `id`, for which it does not wait.
+// bar.arrive: the calling thread arrives at named barrier `id` without waiting.
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// fence.proxy.async: what the calling thread wrote to shared memory becomes visible to the tensor cores.
+// fence.proxy.async: makes the calling thread's writes to shared memory visible to the tensor cores and to TMA.
 __device__ __forceinline__ void shared_write_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// stmatrix: four 8 x 8 matrices of 16-bit numbers side by side in an accumulator's layout; lane l has the address of row l % 8
-// of matrix l / 8.
+// stmatrix: four 8 x 8 matrices of 16-bit elements side by side in an accumulator's layout; lane l has the address of
+// row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrices(unsigned row, const unsigned (&words)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                  ::"r"(row), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
@@ -191,7 +194,7 @@ __device__ __forceinline__ void grow_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
-// ---- warpgroup matrix products: wgmma ----
+// ---- warpgroup MMA: wgmma ----
 // The lower word of a matrix descriptor: first address in shared memory, bytes from chunk to chunk (only where columns run
 // along n). The upper word is the same for all: 1024 bytes from eight rows to the next eight, 128-byte swizzle.
 __device__ __forceinline__ unsigned matrix_descriptor(const void* first, int chunk_bytes) {
@@ -201,51 +204,51 @@ __device__ __forceinline__ unsigned matrix_descriptor(const void* first, int chu
 // The descriptor of the matrix that begins `bytes` further on, a multiple of 16.
 __device__ __forceinline__ unsigned moved(unsigned descriptor, int bytes) { return descriptor + bytes / 16; }
 
-// This lane's number, read anew: what is worked out from it is not kept in registers from before a loop.
+// This lane's index, read again: what is computed from it is not kept in registers across a loop.
 __device__ __forceinline__ int lane_now() {
     int lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     return lane;
 }
 
-// The same of this thread's number in the block.
+// The same for this thread's index in the CTA.
 __device__ __forceinline__ int thread_now() {
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
 }
 
-// 0, which the compiler does not know.
+// 0, unknown to the compiler.
 __device__ __forceinline__ int zero_now() {
     int zero;
     asm volatile("mov.s32 %0, 0;" : "=r"(zero));
     return zero;
 }
 
-// A place in the code that remains one of its own.
-__device__ __forceinline__ void place_in_code() { asm volatile("" ::: "memory"); }
+// Keeps the compiler from merging this point of the code with another.
+__device__ __forceinline__ void code_anchor() { asm volatile("" ::: "memory"); }
 
-// The value in a register of its own, which is not worked out anew.
+// The value in a register of its own, which is not recomputed.
 __device__ __forceinline__ unsigned kept(unsigned value) {
     asm volatile("" : "+r"(value));
     return value;
 }
 
-// Lane 0's value, which the compiler then knows to be the same in all lanes.
+// Lane 0's value, which the compiler then knows to be warp-uniform.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(ALL_LANES, value, 0); }
 
-// Before the first product, and again whenever registers that a product reads or adds to have been written.
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// wgmma.fence: before the first MMA, and again whenever registers that an MMA reads or accumulates into were written.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Until at most `pending` of the youngest groups of products are under way.
+// wgmma.wait_group: waits until at most `pending` of the youngest groups of MMAs are in flight.
 template <int pending>
-__device__ __forceinline__ void products_wait() {
+__device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// Keeps the compiler from moving uses of registers across products that are under way.
+// Keeps the compiler from moving uses of registers across MMAs in flight.
 template <int count>
 __device__ __forceinline__ void pin(Fragment (&f)[count]) {
 #pragma unroll
@@ -276,11 +279,11 @@ __device__ __forceinline__ void pin(unsigned (&words)[count][4]) {
 #define OPERANDS_4(d) OPERANDS_2(d), FRAGMENT_OPERANDS(d[2]), FRAGMENT_OPERANDS(d[3])
 #define OPERANDS_6(d) OPERANDS_4(d), FRAGMENT_OPERANDS(d[4]), FRAGMENT_OPERANDS(d[5])
 #define OPERANDS_8(d) OPERANDS_6(d), FRAGMENT_OPERANDS(d[6]), FRAGMENT_OPERANDS(d[7])
-#define PLACES_1 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define PLACES_2 PLACES_1 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define PLACES_4 PLACES_2 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define PLACES_6 PLACES_4 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define PLACES_8 PLACES_6 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define REGISTERS_1 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define REGISTERS_2 REGISTERS_1 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define REGISTERS_4 REGISTERS_2 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define REGISTERS_6 REGISTERS_4 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define REGISTERS_8 REGISTERS_6 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
 // wgmma.mma_async.m64nNk16, N = 16 * fragments:
 //   multiply_shared     d = a * b^T (+ d): a and b in shared memory, both with k along their rows
@@ -296,7 +299,7 @@ struct Wgmma;
             asm volatile("{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %" #i2 ", 0;\n"                        \
                          "mov.b64 a, {%" #i0 ", 0x40000040};\nmov.b64 b, {%" #i1 ", 0x40000040};\n"                     \
                          "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." PTX_TYPE "." PTX_TYPE                 \
-                         " {" PLACES_##fragments "}, a, b, add, 1, 1, 0, 0;\n}\n"                                      \
+                         " {" REGISTERS_##fragments "}, a, b, add, 1, 1, 0, 0;\n}\n"                                      \
                          : OPERANDS_##fragments(d)                                                                     \
                          : "r"(a), "r"(b), "r"(add));                                                                  \
         }                                                                                                              \
@@ -304,7 +307,7 @@ struct Wgmma;
             asm volatile("{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %" #i5 ", 0;\n"                             \
                          "mov.b64 b, {%" #i4 ", 0x40000040};\n"                                                        \
                          "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." PTX_TYPE "." PTX_TYPE                 \
-                         " {" PLACES_##fragments "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, b, add, 1, 1, 0;\n}\n"  \
+                         " {" REGISTERS_##fragments "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, b, add, 1, 1, 0;\n}\n"  \
                          : OPERANDS_##fragments(d)                                                                     \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add));                              \
         }                                                                                                              \
@@ -312,7 +315,7 @@ struct Wgmma;
             asm volatile("{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %" #i5 ", 0;\n"                             \
                          "mov.b64 b, {%" #i4 ", 0x40000040};\n"                                                        \
                          "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." PTX_TYPE "." PTX_TYPE                 \
-                         " {" PLACES_##fragments "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, b, add, 1, 1, 1;\n}\n"  \
+                         " {" REGISTERS_##fragments "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, b, add, 1, 1, 1;\n}\n"  \
                          : OPERANDS_##fragments(d)                                                                     \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add));                              \
         }                                                                                                              \
@@ -347,8 +350,8 @@ __device__ __forceinline__ float log2_fast(float x) {
     return y;
 }
 
-// sum + 0 * pair, of two numbers of 16 bit each: 0, until one of these is not finite.
-__device__ __forceinline__ unsigned add_nothing(unsigned sum, unsigned pair) {
+// sum + 0 * pair, for two 16-bit elements each: 0 until one of them is not finite.
+__device__ __forceinline__ unsigned add_zero_times(unsigned sum, unsigned pair) {
     asm("fma.rn." PTX_TYPE "x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(pair), "r"(0));
     return sum;
 }
@@ -356,7 +359,7 @@ __device__ __forceinline__ unsigned add_nothing(unsigned sum, unsigned pair) {
 __device__ __forceinline__ constexpr bool has_range_of_float(const __half*) { return false; }
 __device__ __forceinline__ constexpr bool has_range_of_float(const __nv_bfloat16*) { return true; }
 
-// Two numbers rounded to 16 bit, the first in the lower half.
+// Two floats rounded to 16 bit, the first in the lower half.
 __device__ __forceinline__ unsigned pack_pair(const __half*, float low, float high) {
     const __half2 pair = __floats2half2_rn(low, high);
     return *reinterpret_cast<const unsigned*>(&pair);

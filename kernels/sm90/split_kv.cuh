@@ -1,52 +1,52 @@
-// The order in which the tiles of the Hopper forward are dealt out, and parts of tiles (SPLIT): if the last ones are too few
-// for all blocks of the grid, each of them is split up along its keys. Block b has part b % count of tile first + b / count,
-// and leaves for sm90/combine.cu to add up
+// The order in which the Hopper forward schedules tiles, and split-KV (SPLIT): if the tiles of the last wave are too
+// few for all CTAs of the grid, each of them is split along its keys. CTA b computes split b % count of tile first + b
+// / count, and leaves for sm90/combine.cu
 //
-// output // (tiles split up, count, BLOCK_M, HEAD_DIM) f32   softmax over the part's keys, times v; 0 where a row sees none
-// lse    // (tiles split up, count, BLOCK_M) f32             natural log, -inf where a row sees none
+// output // (split tiles, count, BLOCK_M, HEAD_DIM) f32   softmax over the split's keys, times v; 0 where a row sees none
+// lse    // (split tiles, count, BLOCK_M) f32             natural log, -inf where a row sees none
 //
-// Rows are those of the tile; of those behind the last query nothing is written.
+// Rows are those of the tile; nothing is written for rows past the last query.
 //
 // Prelude: HEAD_DIM, BLOCK_M.
 #pragma once
 #include "sm90/ptx.cuh"
 
-struct Parts {
+struct Splits {
     float* output;
     float* lse;
-    int first;   // of the tiles that are split up, in the order in which tiles are dealt out
-    int count;   // parts of each
-    int blocks;  // that have one, as the last thing that they do
+    int first;  // index of the first split tile in the order of the schedule
+    int count;  // splits of each tile
+    int blocks;  // CTAs that have a split, as their last tile
 };
 
-// Tile `place` of set `set`.
-struct Dealt {
-    int set, place;
+// Tile `index` of set `set` of heads.
+struct TileIndex {
+    int set, index;
 };
 
-// The tile that is dealt out as number `number`, of `sets` sets of `tiles` tiles. Set by set, but for the last `shorter` tiles
-// of each, whose lists may be shorter: these come last, the longest of them first.
-__device__ __forceinline__ Dealt dealt(int number, int sets, int tiles, int shorter) {
-    const int longer = tiles - shorter, behind = number - sets * longer;
-    const unsigned divisor = behind < 0 ? longer : sets, x = behind < 0 ? number : behind;
+// The tile at position `index` of the schedule of `sets` sets of `tiles` tiles: set by set, except for the last
+// `tail_tiles` tiles of each set, which may meet fewer keys. Those come last, the longest of them first.
+__device__ __forceinline__ TileIndex tile_at(int index, int sets, int tiles, int tail_tiles) {
+    const int regular = tiles - tail_tiles, behind = index - sets * regular;
+    const unsigned divisor = behind < 0 ? regular : sets, x = behind < 0 ? index : behind;
     const int quotient = x / divisor, remainder = x - quotient * divisor;
-    return {behind < 0 ? quotient : remainder, behind < 0 ? remainder : longer + quotient};
+    return {behind < 0 ? quotient : remainder, behind < 0 ? remainder : regular + quotient};
 }
 
-// Row `row` of the parts that block `block` has left.
-__device__ __forceinline__ long long row_of_part(int block, int row) { return (long long)block * BLOCK_M + row; }
+// Row `row` of the results that CTA `block` leaves.
+__device__ __forceinline__ long long row_of_split(int block, int row) { return (long long)block * BLOCK_M + row; }
 
-// Writes this warp's 16 rows of a part, of `rows` in all, straight from registers: a row's four lanes fill sectors of 32 bytes.
-// `spoiled` becomes 1 if a value of the part's keys is not finite, see `write_tile`.
-template <typename Sums, int fragments>
-__device__ __forceinline__ void write_part(const Parts& parts, int rows, int first_row, const Fragment (&o)[fragments],
-                                           Sums& state, int& spoiled) {
+// Writes this warp's 16 rows of a split, of `rows` in all, straight from registers: the four lanes of a row fill
+// sectors of 32 bytes. `nonfinite_seen` becomes 1 if a value of the split's keys is NaN or infinite, see `epilogue`.
+template <typename Softmax, int fragments>
+__device__ __forceinline__ void write_split(const Splits& splits, int rows, int first_row, const Fragment (&o)[fragments],
+                                           Softmax& softmax, int& nonfinite_seen) {
     const int lane = lane_now(), row = first_row + lane / 4;
-    const long long place = row_of_part(blockIdx.x, row);
-    float* output = parts.output + place * HEAD_DIM + 2 * (lane & 3);
-    state.finish();
-    const float factor[2] = {state.inverse_sum(0), state.inverse_sum(1)};
-    float nothing = 0.0f;
+    const long long split_row = row_of_split(blockIdx.x, row);
+    float* output = splits.output + split_row * HEAD_DIM + 2 * (lane & 3);
+    softmax.finish();
+    const float factor[2] = {softmax.inverse_sum(0), softmax.inverse_sum(1)};
+    float nonfinite = 0.0f;
 #pragma unroll
     for (int d = 0; d < fragments; ++d)
 #pragma unroll
@@ -54,10 +54,10 @@ __device__ __forceinline__ void write_part(const Parts& parts, int rows, int fir
             const int r = fragment_row(i), column = 16 * d + fragment_column(i);
             if (column >= HEAD_DIM) continue;
             const float2 pair = make_float2(o[d].x[i] * factor[r], o[d].x[i + 1] * factor[r]);
-            if (r == 0 || Sums::LARGE) nothing = fmaf(pair.x, 0.0f, fmaf(pair.y, 0.0f, nothing));
+            if (r == 0 || Softmax::LARGE) nonfinite = fmaf(pair.x, 0.0f, fmaf(pair.y, 0.0f, nonfinite));
             if (row + 8 * r < rows) __stcg(reinterpret_cast<float2*>(output + 8 * r * HEAD_DIM + column), pair);
         }
-    if (nothing != 0.0f) raise(spoiled);
-    const int r = lane & 3;  // two of four lanes write one logarithm each
-    if (r < 2 && row + 8 * r < rows) __stcg(parts.lse + place + 8 * r, state.lse(r));
+    if (nonfinite != 0.0f) raise(nonfinite_seen);
+    const int r = lane & 3;  // two of four lanes write one lse each
+    if (r < 2 && row + 8 * r < rows) __stcg(splits.lse + split_row + 8 * r, softmax.lse(r));
 }

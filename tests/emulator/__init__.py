@@ -126,7 +126,7 @@ def using(kind: type[EmulatorRuntime] = EmulatorRuntime, **options: Any) -> Iter
 
 @contextmanager
 def hopper_gpu(kind: type[EmulatorRuntime] = EmulatorRuntime, **options: Any) -> Iterator[EmulatorRuntime]:
-    """The same with a Hopper GPU, and a driver that describes tensors to its copy engine."""
+    """The same with a Hopper GPU, and a driver that describes tensors to its TMA."""
     forget_maps()
     try:
         with (using(kind, is_hopper=True, **options) as runtime,

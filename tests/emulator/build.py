@@ -52,7 +52,7 @@ BUILDS = {
 # The dynamic shared memory of every kernel: as much as any GPU gives a block. Static shared memory comes on top.
 _DYNAMIC_BYTES = 227 * 1024
 _EPILOGUE = f"""
-#line 1 "epilogue"
+#line 1 "generated"
 alignas(1024) thread_local unsigned char shared_memory[{_DYNAMIC_BYTES}];
 extern "C" unsigned char* dynamic_shared_memory() {{ return shared_memory; }}
 extern "C" const size_t dynamic_shared_size = {_DYNAMIC_BYTES};

@@ -257,11 +257,11 @@ extern "C" __global__ void bulk_not_waited(const Arguments p) {
 }
 
 // ---- Hopper ----
-extern "C" __global__ void products_not_waited(const Arguments p) {
+extern "C" __global__ void mmas_not_waited(const Arguments p) {
     wait_for_earlier_kernels();
     Fragment sums[1];
-    Wgmma<1>::multiply_shared(sums, 0, 0, false);  // (at products_not_waited)
-    products_commit();
+    Wgmma<1>::multiply_shared(sums, 0, 0, false);  // (at mmas_not_waited)
+    wgmma_commit();
 }
 
 extern "C" __global__ void register_changed(const Arguments p) {
@@ -270,17 +270,17 @@ extern "C" __global__ void register_changed(const Arguments p) {
     Fragment sums[1];
     unsigned a[4] = {0, 0, 0, 0};
     Wgmma<1>::multiply_registers(sums, a, matrix_descriptor(shared_memory, 0), false);  // (at register_changed)
-    products_commit();
+    wgmma_commit();
     if (threadIdx.x == 5) a[2] = 1;
-    products_wait<0>();
+    wgmma_wait<0>();
 }
 
-extern "C" __global__ void different_products(const Arguments p) {
+extern "C" __global__ void different_mmas(const Arguments p) {
     wait_for_earlier_kernels();
     Fragment sums[1];
     if (threadIdx.x < 5) Wgmma<1>::multiply_shared(sums, 0, 0, false);
-    products_commit();
-    products_wait<0>();  // (at different_products)
+    wgmma_commit();
+    wgmma_wait<0>();  // (at different_mmas)
 }
 
 // A row of 64 elements.
@@ -294,37 +294,37 @@ __device__ void ask_for_row(const Arguments& p, Barrier& barrier, unsigned char*
         const TensorMap map = row_of_input(p);
         barrier_init(&barrier, 1);
         barrier_expect(&barrier, bytes);
-        copy_box(shared, &map, &barrier, 0, 0, 0, 0);
+        tma_load(shared, &map, &barrier, 0, 0, 0, 0);
         barrier_arrive(&barrier);
     }
     __syncthreads();
 }
 
-extern "C" __global__ void box_not_waited(const Arguments p) {
+extern "C" __global__ void tma_not_waited(const Arguments p) {
     wait_for_earlier_kernels();
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     __shared__ Barrier barrier;
     ask_for_row(p, barrier, shared_memory, 128);
 }
 
-extern "C" __global__ void box_read_early(const Arguments p) {
+extern "C" __global__ void tma_read_early(const Arguments p) {
     wait_for_earlier_kernels();
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     __shared__ Barrier barrier;
     ask_for_row(p, barrier, shared_memory, 128);
-    p.out[threadIdx.x] = reinterpret_cast<int*>(shared_memory)[threadIdx.x];  // (at box_read_early)
+    p.out[threadIdx.x] = reinterpret_cast<int*>(shared_memory)[threadIdx.x];  // (at tma_read_early)
     barrier_wait(&barrier, 0);
 }
 
-extern "C" __global__ void box_of_fewer_bytes(const Arguments p) {
+extern "C" __global__ void tma_of_fewer_bytes(const Arguments p) {
     wait_for_earlier_kernels();
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     __shared__ Barrier barrier;
     ask_for_row(p, barrier, shared_memory, 256);
-    barrier_wait(&barrier, 0);  // (at box_of_fewer_bytes)
+    barrier_wait(&barrier, 0);  // (at tma_of_fewer_bytes)
 }
 
-extern "C" __global__ void box_between_rows(const Arguments p) {
+extern "C" __global__ void tma_between_rows(const Arguments p) {
     wait_for_earlier_kernels();
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     __shared__ Barrier barrier;
@@ -345,8 +345,8 @@ extern "C" __global__ void store_not_waited(const Arguments p) {
     reinterpret_cast<int*>(shared_memory)[threadIdx.x] = 1;
     __syncwarp();
     const TensorMap map = row_of_input({nullptr, p.out, 0});
-    if (threadIdx.x == 0) store_box(&map, shared_memory, 0, 0, 0, 0);  // (at store_not_waited)
-    stores_wait();  // for what has been committed
+    if (threadIdx.x == 0) tma_store(&map, shared_memory, 0, 0, 0, 0);  // (at store_not_waited)
+    tma_store_wait();  // for what has been committed
 }
 
 // ---- memory ----
@@ -457,7 +457,7 @@ extern "C" __global__ void copy_too_early(const Arguments p) {
 }
 
 // The box comes behind the wait, but may come at once.
-extern "C" __global__ void box_too_early(const Arguments p) {
+extern "C" __global__ void tma_too_early(const Arguments p) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     __shared__ Barrier barrier;
     if (threadIdx.x != 0) wait_for_earlier_kernels();

@@ -38,7 +38,7 @@ class EmulatedKernel:
         self.runtime, self.path, self.entry, self.shared_bytes = runtime, path, entry, shared_bytes
         self._library = _load(path)
 
-    def launch(self, grid: int, threads: int, params: bytes, stream: int = 0, early: bool = True) -> None:
+    def launch(self, grid: int, threads: int, params: bytes, stream: int = 0, pdl: bool = True) -> None:
         """Run ``grid`` blocks of ``threads`` threads to their end."""
         driver, order = build.driver(), self.runtime.order
         try:
@@ -52,7 +52,7 @@ class EmulatorRuntime:
     """A device whose kernels run on the CPU.
 
     ``build`` is one of ``build.BUILDS``; ``memory`` knows what kernels may touch. ``is_hopper``: the kernels of
-    ``kernels/sm90`` run too; ``hopper_gpu`` in __init__.py also lets them have the copy engine. ``most_writes``: how
+    ``kernels/sm90`` run too; ``hopper_gpu`` in __init__.py also gives them TMA. ``most_writes``: how
     often an element of a result may be written in a launch.
     """
 
@@ -76,8 +76,8 @@ class EmulatorRuntime:
     def shared_memory_limit(self, index: int) -> int:
         return self.shared_limit
 
-    def multiprocessors(self, index: int) -> int:
-        return 4  # a small GPU: work is cut into several blocks also in small tests
+    def num_sms(self, index: int) -> int:
+        return 4  # a small GPU: even small tests have several blocks and waves
 
     def hopper(self, index: int) -> bool:
         return self.is_hopper
@@ -96,8 +96,9 @@ class EmulatorRuntime:
         with self.memory.session() as session:
             session.readable(x, "x")
             session.writable(ok, "ok")
-            params = jit.params("common/check_fragment_layout.cu", "LayoutParams").pack(x=x.ctypes.data, ok=ok.ctypes.data)
-            self.load(LayoutConfig(ELEMENTS[dtype]), "fragment_layout", 0).launch(1, 32, params, 0)
+            config = LayoutConfig(element=ELEMENTS[dtype])
+            params = jit.params(config.source, "LayoutParams").pack(x=x.ctypes.data, ok=ok.ctypes.data)
+            self.load(config, "fragment_layout", 0).launch(1, 32, params, 0)
         return int(ok[0])
 
 
@@ -113,8 +114,8 @@ def _with_lines(message: str, library: Path) -> str:
         if shutil.which("addr2line") is None:
             return match[0]
         found = subprocess.run(["addr2line", "--inlines", "-e", str(library), match[1]], capture_output=True, text=True)
-        places = [line.split(" (")[0] for line in found.stdout.splitlines()]
-        own = [place for place in places if "/include/" not in place and not place.startswith("epilogue")]
-        return " < ".join(dict.fromkeys(place.rpartition("/")[2] for place in own or places))
+        frames = [line.split(" (")[0] for line in found.stdout.splitlines()]
+        own = [frame for frame in frames if "/include/" not in frame and not frame.startswith("generated")]
+        return " < ".join(dict.fromkeys(frame.rpartition("/")[2] for frame in own or frames))
 
     return re.sub(r"<\+(0x[0-9a-f]+)>", resolve, message)

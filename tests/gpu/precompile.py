@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -56,7 +57,7 @@ class UnwatchedMemory:
 
 
 class Recorder(emulator.EmulatorRuntime):
-    """A device of 132 multiprocessors that keeps the configurations of the kernels it is asked for."""
+    """A device of 132 SMs that keeps the configurations of the kernels it is asked for."""
 
     def __init__(self, is_hopper: bool = False):
         super().__init__(build="plain", is_hopper=is_hopper)
@@ -67,7 +68,7 @@ class Recorder(emulator.EmulatorRuntime):
         self.configs[config] = None
         return Nothing()
 
-    def multiprocessors(self, index: int) -> int:
+    def num_sms(self, index: int) -> int:
         return 132
 
     def check_layout(self, index: int) -> None:
@@ -86,9 +87,8 @@ def hopper_configs() -> dict[jit.Config, None]:
                 run_all(varlen_cases.run, packed)
                 for split in (False, True):
                     with schedule_cases.splitting(split):
-                        for case in schedule_cases.CASES:
-                            for heads in schedule_cases.HEADS:
-                                schedule_cases.run(case, *heads, head_dims[-1], np.ascontiguousarray, backend="emulator")
+                        for case, heads in itertools.product(schedule_cases.CASES, schedule_cases.HEADS):
+                            schedule_cases.run(case, *heads, head_dims[-1], np.ascontiguousarray, backend="emulator")
                         if split and name in test_sm90.GRID_IN_PARTS:
                             run_all(cases.run, forward)
                 if name == "128x128":

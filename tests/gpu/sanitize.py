@@ -2,7 +2,7 @@
 
     compute-sanitizer --tool memcheck  python -m tests.gpu.sanitize
     compute-sanitizer --tool racecheck python -m tests.gpu.sanitize
-    ... python -m tests.gpu.sanitize forward varlen                    some parts only
+    ... python -m tests.gpu.sanitize forward varlen                    some kernels only
     ... python -m tests.gpu.sanitize backward --share 2/4              every fourth of their cases, from the second on
 
 CuPy's memory pool is off, so that every array has its own allocation and a read past its end is seen. Results are
@@ -26,7 +26,7 @@ import numpy as np
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends import cuda
-from cupy_dma.backends.cuda.attention.sm90_schedule import TILES, HopperTile
+from cupy_dma.backends.cuda.attention.sm90_tiles import TILES, HopperTile
 from cupy_dma.backends.cuda.decode import step
 from cupy_dma.backends.cuda.runtime.device import CudaRuntime
 from cupy_dma.backward import attention_backward, key_scores_backward
@@ -52,21 +52,21 @@ def forward(dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")) -> int
 
 
 def hopper_forward(tile: HopperTile, largest: int) -> int:
-    """The Hopper kernel with this tile, also where it would not pay; on two multiprocessors, so that blocks go on from
-    tile to tile, of which the last one is cut up where their number is odd; and on more, with tiles split up."""
+    """The Hopper kernel with this tile, also where it would not pay: on two SMs, so that CTAs go on from tile to tile,
+    and an odd last tile is cut by rows; and on more, with tiles split along their keys."""
     if not cuda.runtime.hopper(0):
         return 0
 
     smallest = 65 if tile.block_n < 64 else 1  # blocks of 32 keys are for large head dims
     with (taken(tile, range(smallest, largest + 1)),
-          mock.patch.object(CudaRuntime, "multiprocessors", lambda runtime, index: 2)):
+          mock.patch.object(CudaRuntime, "num_sms", lambda runtime, index: 2)):
         return (forward(("float16", "bfloat16")) + varlen_forward(("float16", "bfloat16")) + rising_logits(largest)
-                + cut_tiles(largest) + split_tiles(largest) + lower_tiles(largest))
+                + cut_tiles(largest) + split_tiles(largest) + short_tiles(largest))
 
 
 def rising_logits(head_dim: int) -> int:
     """Exponentials that become too large: by more than float32 holds, or by less; in lists and without. And with a
-    softcap that most products are small beside."""
+    softcap that is large beside most logits."""
     rng = np.random.default_rng(0)
     query, key, value = (rng.standard_normal((1, 300, heads, head_dim)).astype(np.float16) for heads in (2, 1, 1))
     count = 0
@@ -85,12 +85,12 @@ def rising_logits(head_dim: int) -> int:
 
 
 def cut_tiles(head_dim: int) -> int:
-    """The same bits on two multiprocessors as on one."""
+    """The same bits on two SMs as on one."""
     count = 0
     for name, exact in schedule_cases.CASES.items():
         results = []
-        for processors in (1, 2):
-            with schedule_cases.multiprocessors(processors):
+        for num_sms in (1, 2):
+            with schedule_cases.num_sms(num_sms):
                 results.append(schedule_cases.run(name, 2, 1, head_dim, cupy.asarray, length=303))
         for ours, expected in zip(*results):
             assert not exact or cupy.array_equal(ours.view(cupy.int16), expected.view(cupy.int16))
@@ -98,13 +98,13 @@ def cut_tiles(head_dim: int) -> int:
     return count
 
 
-def lower_tiles(head_dim: int) -> int:
-    """In the last round, behind whole ones or without any: nearly as on one multiprocessor."""
+def short_tiles(head_dim: int) -> int:
+    """In the last wave, after whole ones or without any: nearly as on one SM."""
     count = 0
     for name in ("none", "lists", "lists of all tiles"):
         results = []
-        for processors in (1, 6, 10):
-            with schedule_cases.multiprocessors(processors, lower=processors > 1):
+        for num_sms in (1, 6, 10):
+            with schedule_cases.num_sms(num_sms, short_tiles=num_sms > 1):
                 results.append(schedule_cases.run(name, 2, 1, head_dim, cupy.asarray, length=303))
         check_nearly_same(results)
         count += 1
@@ -112,12 +112,12 @@ def lower_tiles(head_dim: int) -> int:
 
 
 def split_tiles(head_dim: int) -> int:
-    """Along their keys, behind whole tiles or without any: nearly as on one multiprocessor."""
+    """Along their keys, after whole waves or without any: nearly as on one SM."""
     count = 0
     for name in schedule_cases.CASES:
         results = []
-        for processors in (1, 7, 25):
-            with schedule_cases.multiprocessors(processors, split=processors > 1):
+        for num_sms in (1, 7, 25):
+            with schedule_cases.num_sms(num_sms, split=num_sms > 1):
                 results.append(schedule_cases.run(name, 2, 1, head_dim, cupy.asarray, length=303))
         check_nearly_same(results)
         count += 1
@@ -159,7 +159,7 @@ def super_tiles() -> int:
 
 
 def varlen_forward(dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")) -> int:
-    """Packed sequences and pages."""
+    """Packed sequences and paged KV caches."""
     chosen = [c for c in varlen_cases.CASES + varlen_cases.PAGES + varlen_cases.LONG if c.dtype in dtypes][share]
     for case in chosen:
         varlen_cases.check(case, *(cupy.asnumpy(x) for x in varlen_cases.run(case, cupy.asarray)), tf32=True)
@@ -176,12 +176,12 @@ def varlen_backward() -> int:
 
 
 def decoding() -> int:
-    """Single tokens into caches, with one part and with several, and the last queries of histories."""
+    """Single tokens into caches, with one split and with several, and the last queries of histories."""
     return _steps() + _last_queries()
 
 
 def clusters() -> int:
-    """The first part of it with clusters of blocks."""
+    """The tokens of ``decoding`` with clusters of blocks."""
     if not cuda.runtime.hopper(0):
         return 0
     with mock.patch.object(step, "clusters_pay", lambda *_: True):
@@ -255,16 +255,16 @@ def key_scores() -> int:
     return len(cases)
 
 
-def in_portable_kernels(part: Callable[[], int]) -> int:
+def in_portable_kernels(suite: Callable[[], int]) -> int:
     with portable():
-        return part()
+        return suite()
 
 
-PARTS = {"forward": functools.partial(in_portable_kernels, forward), "backward": backward, "super-tiles": super_tiles,
+SUITES = {"forward": functools.partial(in_portable_kernels, forward), "backward": backward, "super-tiles": super_tiles,
          "varlen": functools.partial(in_portable_kernels, varlen_forward), "varlen-backward": varlen_backward,
          "selection": selection, "decoding": decoding,
          "clusters": clusters, "scores": key_scores}
-PARTS |= {f"hopper-{tile.block_m}x{tile.block_n}x{tile.stages}{'-turns' * tile.turns}":
+SUITES |= {f"hopper-{tile.block_m}x{tile.block_n}x{tile.stages}{'-ping-pong' * tile.ping_pong}":
           functools.partial(hopper_forward, tile, largest)
           for kind in TILES.values() for largest, tiles in kind.items() for tile in tiles}
 
@@ -272,19 +272,19 @@ PARTS |= {f"hopper-{tile.block_m}x{tile.block_n}x{tile.stages}{'-turns' * tile.t
 def main(arguments: list[str] | None = None) -> int:
     global share
     options = argparse.ArgumentParser(description="Run every kernel once, on small odd shapes.")
-    options.add_argument("part", nargs="*", help=f"only these, of {', '.join(PARTS)}")
+    options.add_argument("suite", nargs="*", help=f"only these, of {', '.join(SUITES)}")
     options.add_argument("--share", metavar="I/N", default="1/1", help="every Nth case of the grids, from the Ith on")
     args = options.parse_args(arguments)
-    chosen = args.part or list(PARTS)
-    if not set(chosen) <= set(PARTS):
-        options.error(f"part must be of {', '.join(PARTS)}, got {' '.join(chosen)}")
+    chosen = args.suite or list(SUITES)
+    if not set(chosen) <= set(SUITES):
+        options.error(f"suite must be of {', '.join(SUITES)}, got {' '.join(chosen)}")
     found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", args.share)
     if not found or int(found[1]) > int(found[2]):
         options.error(f"--share must be I/N with 1 <= I <= N, got {args.share}")
     share = slice(int(found[1]) - 1, None, int(found[2]))
     cupy.cuda.set_allocator(None)
     with contextlib.redirect_stdout(io.StringIO()):  # the errors of every case
-        counts = {name: PARTS[name]() for name in chosen}
+        counts = {name: SUITES[name]() for name in chosen}
     print("agree with the oracle:", ", ".join(f"{count} {name}" for name, count in counts.items()))
     return 0
 

@@ -105,7 +105,7 @@ def test_steps_in_clusters_and_with_tickets(case, clusters):
         case.check(out, lse, tf32=True)
     case.check_kept(cache, case.length - 1, cupy.asnumpy)
     if clusters:
-        assert cache._state.workspace["decode step", case.heads]["parts"] == step.CLUSTER
+        assert cache._state.workspace["decode step", case.heads]["num_splits"] == step.CLUSTER
 
 
 @pytest.mark.parametrize("length", [1, 3])

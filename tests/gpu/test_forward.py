@@ -331,9 +331,9 @@ def test_kernels_that_come_early_wait_for_those_ahead(torch, monkeypatch, length
 
     original = launch.Function.launch
 
-    def launch_alone(self, grid, threads, params, stream, early=True):
+    def launch_alone(self, grid, threads, params, stream, pdl=True):
         torch.cuda.synchronize()
-        original(self, grid, threads, params, stream, early=False)
+        original(self, grid, threads, params, stream, pdl=False)
 
     with monkeypatch.context() as patch:
         patch.setattr(launch.Function, "launch", launch_alone)

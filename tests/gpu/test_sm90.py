@@ -95,7 +95,7 @@ def test_logits_that_rise_and_fall(slope, softcap, masked, tile, everything, tor
     mask = dma.IntervalMask.sliding_window(length, window, like=q) if masked else None
     results = []
     for processors in (132, 1):
-        with schedule_cases.multiprocessors(processors):
+        with schedule_cases.num_sms(processors):
             results.append(dma.attention(q, k, v, mask=mask, bias=bias, causal=True, softcap=softcap, return_lse=True))
     (out, lse), others = results
     assert torch.equal(out, others[0]) and torch.equal(lse, others[1])
@@ -332,7 +332,7 @@ def test_the_same_bits_however_tiles_are_dealt_out(name, tile, everything, torch
         problem = name, *group, TILES[tile][1][-1], lambda x: torch.tensor(x, device=device), None, length
         results = []
         for processors in dealt:
-            with schedule_cases.multiprocessors(processors):
+            with schedule_cases.num_sms(processors):
                 results.append(schedule_cases.run(*problem))
         for ours, expected in ((x, y) for result in results[1:] for x, y in zip(result, results[0])):
             if schedule_cases.CASES[name]:
@@ -356,10 +356,10 @@ def test_tiles_split_up_along_their_keys(name, tile, everything, torch, device, 
     found = set()
     for group in heads:
         problem = name, *group, TILES[tile][1][-1], lambda x: torch.tensor(x, device=device), None, length
-        with schedule_cases.multiprocessors(1):
+        with schedule_cases.num_sms(1):
             expected = schedule_cases.run(*problem)
         for processors in dealt:
-            with schedule_cases.multiprocessors(processors, split=True) as parts:
+            with schedule_cases.num_sms(processors, split=True) as parts:
                 results, again = (schedule_cases.run(*problem) for _ in range(2))
             found.update(parts)
             for ours, others in zip(results, again):
@@ -378,10 +378,10 @@ def test_a_last_round_of_lower_tiles(name, tile, everything, torch, device, head
     found = set()
     for group in heads:
         problem = name, *group, TILES[tile][1][-1], lambda x: torch.tensor(x, device=device), None, length
-        with schedule_cases.multiprocessors(1):
+        with schedule_cases.num_sms(1):
             expected = schedule_cases.run(*problem)
         for processors in dealt:
-            with schedule_cases.multiprocessors(processors, lower=True) as tiles:
+            with schedule_cases.num_sms(processors, short_tiles=True) as tiles:
                 results = schedule_cases.run(*problem)
             found.update(tiles)
             if name in ("none", "key bias", "sequences"):
@@ -399,7 +399,7 @@ def test_lower_tiles_of_the_last_queries(tile, processors, everything, torch, de
     q, k, v = draw(torch, queries, length, 2, 1, TILES[tile][1][-1], device=device, batch=2)
     scores = torch.randn(2, 1, length, device=device)
     mask = dma.IntervalMask.top_w(scores, 100)
-    with schedule_cases.multiprocessors(processors, lower=True) as tiles:
+    with schedule_cases.num_sms(processors, short_tiles=True) as tiles:
         out, lse = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True)
     with portable():
         expected = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True)
@@ -412,7 +412,7 @@ def test_lower_tiles_of_the_last_queries(tile, processors, everything, torch, de
 @pytest.mark.parametrize("case", FORWARD, ids=str)
 def test_forward_grid_in_parts(case, tile, everything):
     everything(*TILES[tile])
-    with schedule_cases.multiprocessors(31, split=True):
+    with schedule_cases.num_sms(31, split=True):
         out, lse = cases.run(case, converter("torch"))
     cases.check(case, host(out), host(lse))
 
@@ -421,7 +421,7 @@ def test_forward_grid_in_parts(case, tile, everything):
 @pytest.mark.parametrize(("biased", "processors"), [(True, 2), (True, 3), (False, 3)])
 def test_parts_of_lists_of_every_length(biased, processors, tile, everything, torch, device):
     """There is one tile. Parts have full keys, partial ones, both or none."""
-    with schedule_cases.multiprocessors(processors, split=True) as parts:
+    with schedule_cases.num_sms(processors, split=True) as parts:
         test_lists_of_every_length(biased, tile, everything, torch, device)
     assert set(parts) == {processors}
 
@@ -443,7 +443,7 @@ def test_parts_of_logits_that_rise_and_fall(slope, tile, everything, torch, devi
     position = torch.arange(length - queries, length, device=device)
     for mask, processors in itertools.product(masks, (3, 7)):
         keys, values = (k, v) if mask is None else bad
-        with schedule_cases.multiprocessors(processors, split=True) as parts:
+        with schedule_cases.num_sms(processors, split=True) as parts:
             out, lse = dma.attention(q, keys, values, mask=mask, bias=bias, softcap=softcap, return_lse=True)
         assert parts == [processors]
         logits = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double()) / q.shape[-1] ** 0.5
@@ -467,11 +467,11 @@ def test_sections_of_causal_heads(tile, everything, torch, monkeypatch, device, 
     """As many as there may be: the last rounds of most have tiles for some multiprocessors only."""
     served, head_dim = everything(*TILES[tile]), TILES[tile][1][-1]
     monkeypatch.setattr(sm90, "work_of", sm90_schedule.work_of.__wrapped__)
-    monkeypatch.setattr(sm90_schedule, "SECTION_BYTES", 1)
+    monkeypatch.setattr(sm90_schedule, "SWIZZLE_GROUP_BYTES", 1)
     q, k, v = draw(torch, length, length, *heads, head_dim, device=device)
     results = []
     for processors in dealt:
-        with schedule_cases.multiprocessors(processors):
+        with schedule_cases.num_sms(processors):
             results.append(dma.attention(q, k, v, causal=True, return_lse=True))
     for ours, expected in ((x, y) for result in results[1:] for x, y in zip(result, results[0])):
         assert torch.equal(ours, expected)
@@ -580,7 +580,7 @@ def test_values_that_are_not_finite_reach_nobody_who_does_not_see_them(kind, til
     infinite, nan = torch.nonzero((seen > length // 7) & (seen < 5 * length // 7)).flatten()[:2]
     bad[0, infinite, 0, 3], bad[0, nan, 0, 5] = float("inf"), float("nan")
     for processors in dealt:
-        with schedule_cases.multiprocessors(processors, split=split):
+        with schedule_cases.num_sms(processors, split=split):
             clean, out = (dma.attention(q, k, x, mask=mask, bias=bias, causal=kind == "causal") for x in (v, bad))
         at_infinity, at_nan = visible[0, 0, :, infinite], visible[0, 0, :, nan]
         assert torch.isinf(out[0, at_infinity, :2, 3]).all()

@@ -1,5 +1,5 @@
-"""Calls whose tiles are dealt out to a few multiprocessors: whole, cut up (``CUT`` in kernels/sm90/config.cuh), split up
-along their keys (kernels/sm90/split_kv.cuh) or, in the last round, lower ones."""
+"""Calls whose tiles are scheduled on few SMs: whole, cut by rows (``ROW_CUT`` in kernels/sm90/config.cuh), split along
+their keys (kernels/sm90/split_kv.cuh) or, in the last wave, short."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from cupy_dma.backends.cuda.lists import intervals
 from cupy_dma.backends.cuda.runtime.device import CudaRuntime
 from tests.emulator import EmulatorRuntime
 
-#: names, and whether all keys that a row sees come in the same blocks whatever part of a tile it belongs to
+#: names, and whether all keys that a row sees come in the same blocks whatever slice of a tile it belongs to
 CASES = {"none": True, "causal": True, "key bias": True, "lists": True, "short lists": True,
          "values that are not finite": True, "lists of all tiles": False, "sequences": True,
          "lists of sequences": True, "dense bias": True}
@@ -23,36 +23,36 @@ HEADS = [(2, 1), (4, 1), (3, 1), (2, 2)]
 
 
 @contextmanager
-def multiprocessors(count: int, split: bool = False, lower: bool = False) -> Iterator[list[int]]:
-    """As many as tiles are dealt out to, and ``splitting`` or ``lowering``. Lists stay the same, whose order depends on
-    how many warps make one."""
-    with (mock.patch.object(CudaRuntime, "multiprocessors", lambda runtime, index: count),
-          mock.patch.object(EmulatorRuntime, "multiprocessors", lambda runtime, index: count),
-          mock.patch.object(intervals, "_tile_warps", lambda *arguments: 1), splitting(split) as parts,
-          lowering(lower) as tiles):
-        yield tiles if lower else parts
+def num_sms(count: int, split: bool = False, short_tiles: bool = False) -> Iterator[list[int]]:
+    """The scheduler sees ``count`` SMs; with ``splitting`` or ``short_tails``. Lists stay the same: the order of their
+    keys depends on how many warps make one."""
+    with (mock.patch.object(CudaRuntime, "num_sms", lambda runtime, index: count),
+          mock.patch.object(EmulatorRuntime, "num_sms", lambda runtime, index: count),
+          mock.patch.object(intervals, "_tile_warps", lambda *arguments: 1), splitting(split) as splits,
+          short_tails(short_tiles) as tiles):
+        yield tiles if short_tiles else splits
 
 
 @contextmanager
 def splitting(always: bool) -> Iterator[list[int]]:
-    """Tiles are split up along their keys wherever they can be, also into parts without keys, or never. Yields, of each
-    call, into how many parts; 1: none was."""
-    with (mock.patch.object(sm90_schedule, "_best_parts", lambda *arguments: arguments[-1] if always else 1),
-          mock.patch.object(sm90_schedule, "_least_part_keys", lambda *arguments: 1), dealt("parts") as parts):
-        yield parts
+    """Tiles are split along their keys wherever they can be, also into splits without keys, or never. Yields the number
+    of splits of each call; 1: its tiles are whole."""
+    with (mock.patch.object(sm90_schedule, "_best_splits", lambda *arguments: arguments[-1] if always else 1),
+          mock.patch.object(sm90_schedule, "_min_split_keys", lambda *arguments: 1), scheduled("num_splits") as splits):
+        yield splits
 
 
 @contextmanager
-def lowering(always: bool) -> Iterator[list[int]]:
-    """The last round has lower tiles wherever it can, or never. Yields, of each call, how many a set of heads has."""
-    with (mock.patch.object(sm90_schedule, "_lower_time", lambda *arguments: 0.0 if always else np.inf),
-          mock.patch.object(sm90_schedule, "LOWER_ROUNDS", np.inf), dealt("lower") as tiles):
+def short_tails(always: bool) -> Iterator[list[int]]:
+    """The last wave has short tiles wherever it can, or never. Yields how many a set of heads has, for each call."""
+    with (mock.patch.object(sm90_schedule, "_short_tiles_time", lambda *arguments: 0.0 if always else np.inf),
+          mock.patch.object(sm90_schedule, "SHORT_TILE_WAVES", np.inf), scheduled("short_tiles") as tiles):
         yield tiles
 
 
 @contextmanager
-def dealt(field: str) -> Iterator[list[int]]:
-    """How the tiles of each call are dealt out, without what is known of earlier calls."""
+def scheduled(field: str) -> Iterator[list[int]]:
+    """That field of each call's schedule, made without what is cached from earlier calls."""
     found: list[int] = []
     real = getattr(sm90.work_of, "__wrapped__", sm90.work_of)
 

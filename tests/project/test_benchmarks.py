@@ -677,13 +677,13 @@ def test_wrong_steps_leave_the_results_alone(tmp_path, monkeypatch, capsys):
 
 # ---- tile shapes of the Hopper forward ----
 def test_tuned_tiles_fit():
-    from cupy_dma.backends.cuda.attention import sm90, sm90_schedule
+    from cupy_dma.backends.cuda.attention import sm90, sm90_tiles
 
     found = tune_sm90.cases(list(tune_sm90.KINDS), [64, 96, 128, 192, 256])
     assert len({str(case) for case in found}) == len(found)
     for case in found:
         candidates = tune_sm90.tiles(case)
-        assert set(sm90_schedule.tiles_of(case.kind, case.head_dim)) <= set(candidates)
+        assert set(sm90_tiles.tiles_of(case.kind, case.head_dim)) <= set(candidates)
         for tile in candidates:
             config = sm90.HopperForwardConfig(
                 "__nv_bfloat16", case.head_dim, 2, *tile, "KEYS_LISTED", case.causal, 1, False, case.kind == "bits",
@@ -740,14 +740,15 @@ def test_kernels_of_another_folder_are_loaded_anew():
     def ask():
         intervals._kernel(runtime, 0, False, 64, False, "tile_lists")
         prefix._kernel(runtime, 0, False, False, "local_top")
-        forward.load_kernel(runtime, configs.ListConfig, "summarize", 0, False, 64, False)
+        forward._kernel(runtime, 0, "__half", 64, True, 2, configs.Tile(64, 32, 4, 1), "KEYS_LISTED", False, 0, False,
+                        False, "float", False, 0)
 
     ask()
     with tune_sm90.kernels_of(jit.kernels_directory()):
         ask()
         ask()
     ask()
-    assert asked == ["tile_lists", "local_top", "summarize"] * 3
+    assert asked == ["tile_lists", "local_top", "attention_forward"] * 3
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

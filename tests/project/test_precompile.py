@@ -21,13 +21,14 @@ from tests.gpu import precompile  # noqa: E402
 def test_the_grids_reach_every_kernel():
     found = precompile.hopper_configs()
     assert {config.runs for config in found if config.source == "sm90/forward.cu"} == {True, False}
-    assert {config.bulk for config in found if config.source == "sm90/forward.cu"} == {True, False}
+    assert {config.kv_tma for config in found if config.source == "sm90/forward.cu"} == {True, False}
     assert {config.split for config in found if config.source == "sm90/forward.cu"} == {True, False}
     assert "sm90/combine.cu" in {config.source for config in found}
     portable = precompile.portable_configs()
     assert not any(config.source.startswith("sm90") for config in portable)
-    assert {"sm80/forward.cu", "sm80/backward_dkv.cu", "sm80/backward_dq.cu", "sm80/backward_reduce.cu", "sm80/backward_dbias.cu", "lists/intervals.cu",
-            "lists/dense_mask.cu"} <= {config.source for config in portable}
+    assert {"sm80/forward.cu", "sm80/backward_preprocess.cu", "sm80/backward_dq.cu", "sm80/backward_dkv.cu",
+            "sm80/backward_dbias.cu", "sm80/backward_reduce.cu", "lists/intervals.cu", "lists/dense_mask.cu",
+            } <= {config.source for config in portable}
 
 
 def test_the_tiles_to_be_tuned(monkeypatch):
@@ -36,7 +37,7 @@ def test_the_tiles_to_be_tuned(monkeypatch):
     monkeypatch.setattr(tune_sm90, "cases", lambda kinds, head_dims: [
         case._replace(heads=2, kv_heads=1) for case in few.values()])
     found = precompile.tuning_configs([192])
-    tiles = {(config.block_m, config.block_n, config.stages, config.turns, config.keys, config.bits)
+    tiles = {(config.block_m, config.block_n, config.stages, config.ping_pong, config.keys, config.bits)
              for config in found if config.source == "sm90/forward.cu"}
     assert len(tiles) == 3 * 4  # two shapes with and without turns; lists, bits, keys in their own order
 

@@ -62,15 +62,15 @@ def fake(monkeypatch):
     def make(version: int = 12030) -> Driver:
         made = Driver(version)
         monkeypatch.setattr(launch, "library", lambda: made.library)
-        launch.launches_early.cache_clear()
+        launch.supports_pdl.cache_clear()
         return made
 
     yield make
-    launch.launches_early.cache_clear()
+    launch.supports_pdl.cache_clear()
 
 
-def function(early: bool = True, bind=lambda: None) -> launch.Function:
-    return launch.Function("some_kernel", HANDLE, 70_000, early, bind)
+def function(pdl: bool = True, bind=lambda: None) -> launch.Function:
+    return launch.Function("some_kernel", HANDLE, 70_000, pdl, bind)
 
 
 PARAMS = bytes(range(16))
@@ -78,7 +78,7 @@ PARAMS = bytes(range(16))
 
 def test_the_structs_are_those_of_the_driver():
     assert launch._CONFIG.size == ctypes.sizeof(LaunchConfig) == 56
-    assert launch._ATTRIBUTE.size == ctypes.sizeof(Attribute) == len(launch._EARLY) == 72
+    assert launch._ATTRIBUTE.size == ctypes.sizeof(Attribute) == len(launch._PDL) == 72
 
 
 @pytest.mark.parametrize("stream", [0, 1, 2, STREAM])
@@ -89,20 +89,19 @@ def test_a_launch_says_what_it_was_told(fake, stream):
 
 
 @pytest.mark.parametrize(("device_can", "asked"), [(True, True), (True, False), (False, True), (False, False)])
-def test_kernels_come_early_where_the_device_can_and_the_caller_may(fake, device_can, asked):
+def test_pdl_where_the_device_can_and_the_caller_may(fake, device_can, asked):
     device = fake()
-    function(device_can).launch(1, 32, PARAMS, STREAM, early=asked)
+    function(device_can).launch(1, 32, PARAMS, STREAM, pdl=asked)
     assert device.launches[0][5] == ([(6, 1)] if device_can and asked else [])
 
 
 @pytest.mark.parametrize(("capability", "version", "setting", "expected"), [
     (90, 12030, "", True), (120, 13000, "1", True), (89, 13000, "", False), (90, 12020, "", False),
     (90, 13000, "0", False)])
-def test_early_launches_need_the_device_the_driver_and_the_users_leave(fake, monkeypatch, capability, version, setting,
-                                                                       expected):
+def test_pdl_needs_the_device_the_driver_and_the_users_leave(fake, monkeypatch, capability, version, setting, expected):
     fake(version)
     monkeypatch.setenv("CUPY_DMA_EARLY", setting)
-    assert launch.launches_early(capability) is expected
+    assert launch.supports_pdl(capability) is expected
 
 
 def test_an_error_names_the_kernel_and_its_launch(fake):

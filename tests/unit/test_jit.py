@@ -8,10 +8,10 @@ import struct
 
 import pytest
 
-from cupy_dma.backends.cuda.attention import flash_decode, last_queries, sm90, sm90_schedule, tiles
+from cupy_dma.backends.cuda.attention import flash_decode, sm90, sm90_tiles, split, tiles
 from cupy_dma.backends.cuda.decode import step
 from cupy_dma.backends.cuda.runtime import configs, jit
-from cupy_dma.backends.cuda.select import prefix
+from cupy_dma.backends.cuda.select import last_queries, prefix
 
 try:
     jit.find_headers()
@@ -53,20 +53,22 @@ def specialisations(limit: int, every: bool) -> list[jit.Config]:
                                         softcap=head_dim in (192, 1)))
         options = {"causal": keys == "KEYS_CONTIGUOUS", "bias": head_dim != 96, "softcap": head_dim in (192, 1)}
         element, vector, size = ("__nv_bfloat16", "__half")[i % 2], head_dim % 8 == 0, limit * 1024
-        found.append(configs.BackwardQueryConfig(element, head_dim, vector, heads,
-                                                 *tiles.backward_query_tile(head_dim, size), keys, **options))
-        found.append(configs.BackwardKeyConfig(
-            element, head_dim, vector, *tiles.backward_key_tile(head_dim, size),
+        found.append(configs.BackwardDqConfig(element, head_dim, vector, heads,
+                                                 *tiles.backward_dq_tile(head_dim, size), keys, **options))
+        found.append(configs.BackwardDkvConfig(
+            element, head_dim, vector, *tiles.backward_dkv_tile(head_dim, size),
             "KEYS_CONTIGUOUS" if i % 3 else "KEYS_LISTED", intervals=keys != "KEYS_CONTIGUOUS",
-            dim_parts=2 if head_dim > 128 else 1, dkey=True, dvalue=True, dbias=i % 2 == 0, **options))
+            dim_slices=2 if head_dim > 128 else 1, dkey=True, dvalue=True, dbias=i % 2 == 0, **options))
         found += dense_specialisations("__nv_bfloat16", head_dim, size, ("float", "__nv_bfloat16", "__half")[i % 3],
                                        bits=i % 2 == 0)
     found += float32_specialisations(limit * 1024, every) + sequences(limit * 1024)
     found += decoding()[::1 if every else 4]
-    found += [configs.BackwardSumConfig("float", 100, True, False, True, True, True),
-              configs.BackwardSumConfig("__half", 33, False, False, True, True, True),
-              configs.BackwardSumConfig("__nv_bfloat16", 128, True, True, True, False, False),
-              configs.BackwardSumConfig("__nv_bfloat16", 128, True, False, True, True, True, bits=True),
+    found += [configs.BackwardPreprocessConfig("float", 100, True),
+              configs.BackwardPreprocessConfig("__half", 33, False),
+              configs.BackwardReduceConfig("float", 100, True, False, True, True, True),
+              configs.BackwardReduceConfig("__half", 33, False, False, True, True, True),
+              configs.BackwardReduceConfig("__nv_bfloat16", 128, True, True, True, False, False),
+              configs.BackwardReduceConfig("__nv_bfloat16", 128, True, False, True, True, True, bits=True),
               configs.ScoreBackwardConfig("__nv_bfloat16", "float", 128, 8, 8),
               configs.ScoreBackwardConfig("float", "__half", 33, 20, 8)]
     return found
@@ -81,12 +83,12 @@ def float32_specialisations(limit: int, every: bool) -> list[jit.Config]:
         found += [
             configs.ForwardConfig("float", head_dim, vector, 2, *tiles.tile_shape(head_dim, limit, size=4), keys,
                                   **options),
-            configs.BackwardQueryConfig("float", head_dim, vector, 2,
-                                        *tiles.backward_query_tile(head_dim, limit, size=4), keys, **options),
-            configs.BackwardKeyConfig(
-                "float", head_dim, vector, *tiles.backward_key_tile(head_dim, limit, size=4),
+            configs.BackwardDqConfig("float", head_dim, vector, 2,
+                                        *tiles.backward_dq_tile(head_dim, limit, size=4), keys, **options),
+            configs.BackwardDkvConfig(
+                "float", head_dim, vector, *tiles.backward_dkv_tile(head_dim, limit, size=4),
                 "KEYS_CONTIGUOUS" if keys == "KEYS_CONTIGUOUS" else "KEYS_LISTED", intervals=keys != "KEYS_CONTIGUOUS",
-                dim_parts=2 if head_dim > 128 else 1, dkey=True, dvalue=True, dbias=True, **options)]
+                dim_slices=2 if head_dim > 128 else 1, dkey=True, dvalue=True, dbias=True, **options)]
         if limit > 99 * 1024 or head_dim <= 240:
             found += dense_specialisations("float", head_dim, limit, "__half" if head_dim == 192 else "float",
                                            bits=head_dim != 128)
@@ -101,20 +103,20 @@ def dense_specialisations(element: str, head_dim: int, limit: int, bias: str, bi
     return [
         configs.ForwardConfig(element, head_dim, vector, 2,
                               *tiles.tile_shape(head_dim, limit, size=size, dense_bias=bias), *rest, bits, bias),
-        configs.BackwardQueryConfig(element, head_dim, vector, 1,
-                                    *tiles.backward_query_tile(head_dim, limit, size, bias), *rest, bits, bias,
+        configs.BackwardDqConfig(element, head_dim, vector, 1,
+                                    *tiles.backward_dq_tile(head_dim, limit, size, bias), *rest, bits, bias,
                                     dbias=True),
-        configs.BackwardBiasConfig(element, head_dim, vector, 1,
-                                   *tiles.backward_bias_tile(head_dim, limit, size, bias), "KEYS_CONTIGUOUS", *rest[1:],
-                                   bits, bias, intervals=not bits, sum_keys=head_dim == 256),
-        *(configs.BackwardKeyConfig(
-            element, head_dim, vector, *tiles.backward_key_tile(head_dim, limit, size, dense), rest[0],
+        configs.BackwardDbiasConfig(element, head_dim, vector, 1,
+                                    *tiles.backward_dbias_tile(head_dim, limit, size, bias), "KEYS_CONTIGUOUS",
+                                    *rest[1:], bits, bias, intervals=not bits, sum_keys=head_dim == 256),
+        *(configs.BackwardDkvConfig(
+            element, head_dim, vector, *tiles.backward_dkv_tile(head_dim, limit, size, dense), rest[0],
             False, not bits, configs.BIAS_DENSE if dense else configs.BIAS_NONE, False, 2 if head_dim > 128 else 1,
             True, True, False, bits, dense or "float") for dense in (None, bias))]
 
 
 def sequences(limit: int) -> list[jit.Config]:
-    """What packed sequences and pages add to the attention kernels."""
+    """What packed sequences and paged KV caches add to the attention kernels."""
     found: list[jit.Config] = []
     element = "__nv_bfloat16"
     for keys in ("KEYS_CONTIGUOUS", "KEYS_LISTED", "KEYS_SHARED"):
@@ -122,25 +124,25 @@ def sequences(limit: int) -> list[jit.Config]:
         rest = (keys, plain, configs.BIAS_OF_KEYS, False, False, "float", True)
         found += [configs.ForwardConfig(element, 128, True, 2, *tiles.tile_shape(128, limit), *rest, page_size)
                   for page_size in (0, 16, 7)]
-        tile = tiles.backward_query_tile(128, limit)
-        found.append(configs.BackwardQueryConfig(element, 128, True, 2, *tile, *rest))
+        tile = tiles.backward_dq_tile(128, limit)
+        found.append(configs.BackwardDqConfig(element, 128, True, 2, *tile, *rest))
         if keys != "KEYS_SHARED":
-            found.append(configs.BackwardKeyConfig(element, 128, True, *tiles.backward_key_tile(128, limit), keys,
+            found.append(configs.BackwardDkvConfig(element, 128, True, *tiles.backward_dkv_tile(128, limit), keys,
                                                    not plain, plain, configs.BIAS_OF_KEYS, False, 1, True, True, True,
                                                    sequences=True))
-    return [*found, configs.BackwardSumConfig(element, 128, True, False, True, True, True, True)]
+    return [*found, configs.BackwardReduceConfig(element, 128, True, False, True, True, True, True)]
 
 
 def decoding() -> list[jit.Config]:
     """The kernels of decoding: rows of each length, with one operand of query heads and with two."""
-    found: list[jit.Config] = [last_queries.DecodeSelectConfig(intervals) for intervals in (False, True)]
+    found: list[jit.Config] = [last_queries.LastQueriesConfig(intervals=intervals) for intervals in (False, True)]
     for dtype, size, rows in (("bfloat16", 64, 2), ("float16", 128, 16), ("bfloat16", 128, 4), ("float16", 256, 8),
                               ("float32", 64, 16), ("float32", 128, 2), ("float16", 33, 3)):
         element, vector = configs.ELEMENTS[dtype], size % 8 == 0
-        common = (element, size, size, vector, rows, step.WARPS, size == 33,
-                  step.min_blocks(size, size, dtype, rows))
+        common = (element, size, size, vector, rows, split.WARPS, size == 33,
+                  split.min_blocks(size, size, dtype, rows))
         found += [step.StepConfig(*common, attend, 1) for attend in (True, False)]
-        found += [flash_decode.DecodeConfig(*common, *rest) for rest in (
+        found += [flash_decode.FlashDecodeConfig(*common, *rest) for rest in (
             (True, rows > 2, False, True), (False, True, rows == 4, True), (False, False, rows == 3, False))]
     return found
 
@@ -195,16 +197,16 @@ def test_every_kernel_compiles_without_large_spills(arch, source):
 
 
 @needs_compiler
-@pytest.mark.parametrize("keys", sm90_schedule.TILES)
+@pytest.mark.parametrize("keys", sm90_tiles.TILES)
 @pytest.mark.parametrize("heads", [1, 2])
-def test_hopper_kernels_keep_their_products_asynchronous(keys, heads):
+def test_hopper_kernels_keep_their_mmas_asynchronous(keys, heads):
     bits, bias, contiguous = keys == "bits", "intervals" in keys or "bias" in keys, "contiguous" in keys
     variants = [(int(bias), "float", not bits, bits, "softcap" in keys)]
     if bits:  # with a dense bias, and with that and intervals
         variants += [(configs.BIAS_DENSE, "__nv_bfloat16", False, masked, False) for masked in (True, False)]
     elif heads == 2 and keys == "intervals":
         variants.append((configs.BIAS_OF_KEYS, "float", True, False, True))
-    for head_dim, tile in ((d, tile) for d, shapes in sm90_schedule.TILES[keys].items() for tile in shapes):
+    for head_dim, tile in ((d, tile) for d, shapes in sm90_tiles.TILES[keys].items() for tile in shapes):
         for kind, element, sequences, masked, softcap in variants:
             check_hopper_kernel(sm90.HopperForwardConfig(
                 "__nv_bfloat16", head_dim, heads, *tile, "KEYS_CONTIGUOUS" if contiguous else "KEYS_LISTED", contiguous,
@@ -213,10 +215,10 @@ def test_hopper_kernels_keep_their_products_asynchronous(keys, heads):
 
 @needs_compiler
 @pytest.mark.parametrize(("keys", "causal"), [("contiguous", True), *(
-    (keys, False) for keys in sm90_schedule.TILES if keys not in ("bits", "short intervals"))])
-def test_hopper_kernels_of_parts_do_so_too(keys, causal):
+    (keys, False) for keys in sm90_tiles.TILES if keys not in ("bits", "short intervals"))])
+def test_split_hopper_kernels_do_so_too(keys, causal):
     listed, softcap = "intervals" in keys, "softcap" in keys
-    for head_dim, tile in ((d, tile) for d in (64, 128) for tile in sm90_schedule.TILES[keys][d]):
+    for head_dim, tile in ((d, tile) for d in (64, 128) for tile in sm90_tiles.TILES[keys][d]):
         check_hopper_kernel(sm90.HopperForwardConfig(
             "__half", head_dim, 2, *tile, "KEYS_LISTED" if listed else "KEYS_CONTIGUOUS", causal,
             int(listed or "bias" in keys), softcap, False, "float", False, not listed, True, False, split=True))
@@ -244,7 +246,7 @@ def test_tiles_fit_into_shared_memory(limit, element, bias):
     for head_dim in range(1, 257):
         shapes = [(configs.ForwardConfig, tiles.tile_shape(head_dim, limit, few, size, bias)) for few in (False, True)]
         if (gradients := size == 2 or bias is None or limit > 99 * 1024 or head_dim <= 240):
-            shapes.append((configs.BackwardQueryConfig, tiles.backward_query_tile(head_dim, limit, size, bias)))
+            shapes.append((configs.BackwardDqConfig, tiles.backward_dq_tile(head_dim, limit, size, bias)))
         for heads in (1, 2, 3, 4):
             for config_of, shape in shapes:
                 config = config_of(element, head_dim, True, heads, *shape, "KEYS_LISTED", False, kind, False,
@@ -253,18 +255,18 @@ def test_tiles_fit_into_shared_memory(limit, element, bias):
                 assert config.queries >= (8 if size == 2 else 4) and shape.block_m % (16 * shape.warps) == 0
         if not gradients:
             continue
-        tile = tiles.backward_key_tile(head_dim, limit, size, bias)
-        key = configs.BackwardKeyConfig(element, head_dim, True, *tile, "KEYS_LISTED", True, False, kind, False, 1,
+        tile = tiles.backward_dkv_tile(head_dim, limit, size, bias)
+        key = configs.BackwardDkvConfig(element, head_dim, True, *tile, "KEYS_LISTED", True, False, kind, False, 1,
                                         True, True, True, **of_bias)
         assert key.shared_bytes <= limit and tile.block_n == 16 * tile.warps
         if bias is not None:
-            shape = tiles.backward_bias_tile(head_dim, limit, size, bias)
-            whole = configs.BackwardBiasConfig(element, head_dim, True, 1, *shape, "KEYS_LISTED", False, kind, False,
+            shape = tiles.backward_dbias_tile(head_dim, limit, size, bias)
+            whole = configs.BackwardDbiasConfig(element, head_dim, True, 1, *shape, "KEYS_LISTED", False, kind, False,
                                                **of_bias)
             assert whole.shared_bytes <= limit and shape.block_m % (16 * shape.warps) == 0
 
 
-@pytest.mark.parametrize("tile", [tiles.backward_query_tile, tiles.backward_key_tile])
+@pytest.mark.parametrize("tile", [tiles.backward_dq_tile, tiles.backward_dkv_tile])
 def test_gradients_that_do_not_fit_are_refused(tile):
     """float32 with large head dims and a dense bias, on GPUs with 99 KB of shared memory."""
     with pytest.raises(NotImplementedError, match=r"^backend='cuda' cannot do this: .*head dim 241.*float16"):
@@ -338,14 +340,13 @@ def test_the_params_struct_is_read_from_the_source(monkeypatch):
         params.pack(a=1)
 
 
-@pytest.mark.parametrize(("source", "name"), [("common/params.cuh", "AttentionParams"), ("select/prefix_top_w.cu", "SelectParams"),
-                                              ("sm90/split_kv.cuh", "Parts"), ("sm90/combine.cu", "CombineParams"),
-                                              ("lists/intervals.cu", "ListParams"), ("select/key_scores.cu", "ScoreParams"),
-                                              ("select/key_scores_backward.cu", "ScoreBackwardParams"),
-                                              ("lists/varlen.cu", "SequenceParams"),
-                                              ("decode/step.cu", "StepParams"), ("decode/flash_decode.cu", "DecodeParams"),
-                                              ("select/last_queries_top_w.cu", "DecodeSelectParams"),
-                                              ("lists/dense_mask.cu", "DenseParams"), ("lists/dense_macro_tiles.cu", "SuperParams")])
+@pytest.mark.parametrize(("source", "name"), [
+    ("common/params.cuh", "AttentionParams"), ("select/prefix_top_w.cu", "SelectParams"),
+    ("sm90/split_kv.cuh", "Splits"), ("sm90/combine.cu", "CombineParams"), ("lists/intervals.cu", "ListParams"),
+    ("select/key_scores.cu", "ScoreParams"), ("select/key_scores_backward.cu", "ScoreBackwardParams"),
+    ("lists/varlen.cu", "SequenceParams"), ("decode/step.cu", "StepParams"),
+    ("decode/flash_decode.cu", "FlashDecodeParams"), ("select/last_queries_top_w.cu", "LastQueriesParams"),
+    ("lists/dense_mask.cu", "DenseParams"), ("lists/dense_macro_tiles.cu", "SuperParams")])
 def test_every_params_struct_can_be_read(source, name):
     params = jit.Params(source, name)
     assert len(set(params.names)) == len(params.names) >= 5
@@ -385,10 +386,11 @@ def test_lines_keep_their_numbers():
     file, number, seen = "", 0, set()
     for line in jit.source_text("sm80/forward.cu").splitlines():
         number += 1
-        place = re.fullmatch(r'#line (\d+) "(.*)"', line)
-        if place:
-            file, number = place[2], int(place[1]) - 1
+        marker = re.fullmatch(r'#line (\d+) "(.*)"', line)
+        if marker:
+            file, number = marker[2], int(marker[1]) - 1
         elif line:
             assert (jit.kernels_directory() / file).read_text().splitlines()[number - 1] == line
             seen.add(file)
-    assert seen >= {"sm80/forward.cu", "common/arch.cuh", "common/mask.cuh", "common/softmax.cuh", "common/smem_rows.cuh"}
+    assert seen >= {"sm80/forward.cu", "common/arch.cuh", "common/mask.cuh", "common/softmax.cuh",
+                    "common/smem_rows.cuh"}

@@ -1,4 +1,4 @@
-"""Which kernels may come early. A device whose kernels do nothing tells what it was asked to launch."""
+"""Which kernels are launched with PDL. A device whose kernels do nothing tells what it was asked to launch."""
 from __future__ import annotations
 
 import numpy as np
@@ -17,7 +17,7 @@ HEADS, KV_HEADS, DIM = 4, 2, 64
 
 
 class Listener(Recorder):
-    """Keeps the name, the blocks and ``early`` of every launch."""
+    """Keeps the name, the blocks and ``pdl`` of every launch."""
 
     def __init__(self, is_hopper: bool = False):
         super().__init__(is_hopper)
@@ -27,8 +27,8 @@ class Listener(Recorder):
         listener = self
 
         class Kernel:
-            def launch(self, grid, threads, params, stream, early=True):
-                listener.heard.append((entry, grid, early))
+            def launch(self, grid, threads, params, stream, pdl=True):
+                listener.heard.append((entry, grid, pdl))
 
         return Kernel()
 
@@ -36,11 +36,11 @@ class Listener(Recorder):
 def launches(call) -> dict[str, tuple[int, bool]]:
     with emulator.using(Listener) as runtime:
         call()
-    return {entry: (grid, early) for entry, grid, early in runtime.heard}
+    return {entry: (grid, pdl) for entry, grid, pdl in runtime.heard}
 
 
-def early(call) -> dict[str, bool]:
-    return {entry: early for entry, (_, early) in launches(call).items()}
+def pdl(call) -> dict[str, bool]:
+    return {entry: pdl for entry, (_, pdl) in launches(call).items()}
 
 
 def inputs(length):
@@ -48,7 +48,7 @@ def inputs(length):
 
 
 @pytest.mark.parametrize("kind", ["lists", "causal", "dense bias", "dense bias of heads"])
-def test_blocks_of_a_backward_pass_are_dealt_out_evenly(kind):
+def test_a_backward_pass_is_launched_without_pdl(kind):
     query, key, value = inputs(400)
     options = {"lists": {"mask": dma.IntervalMask.top_w(np.ones((1, KV_HEADS, 400), np.float32), window=50,
                                                         backend="numpy")},
@@ -56,34 +56,34 @@ def test_blocks_of_a_backward_pass_are_dealt_out_evenly(kind):
                "dense bias": {"bias": np.zeros((1, HEADS, 400, 400), np.float32)},
                "dense bias of heads": {"bias": np.zeros((1, 1, 400, 400), np.float32)}}[kind]
     lse = np.zeros((1, HEADS, 400), np.float32)
-    found = early(lambda: dma.backward.attention_backward(query, query, key, value, query, lse, backend="emulator",
+    found = pdl(lambda: dma.backward.attention_backward(query, query, key, value, query, lse, backend="emulator",
                                                           **options))
-    assert found["row_delta"]
-    assert {entry for entry, early in found.items() if not early} == {
-        "backward_query", "backward_key", *(["backward_bias"] if kind == "dense bias of heads" else [])}
-    assert found.get("sum_partials", True)
+    assert found["backward_preprocess"]
+    assert {entry for entry, pdl in found.items() if not pdl} == {
+        "backward_dq", "backward_dkv", *(["backward_dbias"] if kind == "dense bias of heads" else [])}
+    assert found.get("backward_reduce", True)
 
 
-def test_weights_gradient_is_dealt_out_evenly():
+def test_weights_gradient_is_launched_without_pdl():
     scores, value = np.zeros((1, KV_HEADS, 400), np.float32), inputs(400)[2]
     weight, A = np.zeros((KV_HEADS, KV_HEADS * DIM), np.float32), np.zeros(KV_HEADS, np.float32)
-    found = early(lambda: dma.backward.key_scores_backward(scores, value, weight, A, backend="emulator"))
+    found = pdl(lambda: dma.backward.key_scores_backward(scores, value, weight, A, backend="emulator"))
     assert found == {"key_scores": False, "value_gradient": True, "weight_gradient": False}
 
 
-@pytest.mark.parametrize("length, comes_early", [(1, True), (4000, False)])
-def test_scores_of_one_step_come_early(length, comes_early):
+@pytest.mark.parametrize("length, with_pdl", [(1, True), (4000, False)])
+def test_scores_of_one_step_are_launched_with_pdl(length, with_pdl):
     value = inputs(length)[2]
     weight, A = np.zeros((KV_HEADS, KV_HEADS * DIM), np.float32), np.zeros(KV_HEADS, np.float32)
-    assert early(lambda: dma.key_scores(value, weight, A, backend="emulator")) == {"key_scores": comes_early}
+    assert pdl(lambda: dma.key_scores(value, weight, A, backend="emulator")) == {"key_scores": with_pdl}
 
 
-@pytest.mark.parametrize("rows, length, sweeps, comes_early", [
+@pytest.mark.parametrize("rows, length, sweeps, with_pdl", [
     (8, 2048, 64, True), (8, 4096, 128, False), (4, 8192, 128, False), (8, 8192, 256, True), (1, 4096, 16, True)])
-def test_arrivals_are_swept_evenly_where_there_is_a_multiprocessor_for_each_block(rows, length, sweeps, comes_early):
+def test_arrivals_are_swept_without_pdl_where_there_is_an_sm_for_each_block(rows, length, sweeps, with_pdl):
     scores = np.zeros((1, rows, length), np.float32)
     found = launches(lambda: dma.IntervalMask.top_w(scores, window=1024, backend="emulator"))
-    assert found["sweep_arrivals"] == (sweeps, comes_early)
+    assert found["sweep_arrivals"] == (sweeps, with_pdl)
     assert found["local_top"][1] and found["filter_arrivals"][1]
 
 
@@ -96,14 +96,14 @@ def test_arrivals_are_swept_evenly_where_there_is_a_multiprocessor_for_each_bloc
     (64, 1, 4, 65536, 128, False)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_hopper_tiles_take_calls_that_see_all_keys(heads, kv_heads, queries, keys, head_dim, shared, causal):
-    """But for very few rows. Elsewhere keys are shared out among blocks."""
+    """But for very few rows. Elsewhere keys are split among blocks."""
     query = np.ones((1, queries, heads, head_dim), np.float16)
     key = np.broadcast_to(np.ones(head_dim, np.float16), (1, keys, kv_heads, head_dim))
     for is_hopper in (False, True):
         with emulator.using(Listener, is_hopper=is_hopper) as runtime:
             dma.attention(query, key, key, causal=causal, backend="emulator")
         names = [name for name, *_ in runtime.heard]
-        assert names == (["decode_attention"] if shared or not is_hopper else ["attention_forward", "combine_parts"])
+        assert names == (["flash_decode"] if shared or not is_hopper else ["attention_forward", "combine_splits"])
 
 
 @pytest.mark.parametrize("heads, kv_heads, queries, keys, window, listed", [

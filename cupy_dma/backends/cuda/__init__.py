@@ -1,25 +1,13 @@
 """The CUDA backend: this project's raw kernels (``kernels/``), compiled for the device at run time.
 
 Work runs on the caller's current stream, memory comes from the caller's library, and nothing synchronizes. The modules
-of this package prepare and launch; they reach the device through a ``Runtime`` only.
+of this package prepare and launch; they reach the device through a ``Runtime`` only. Its packages mirror ``kernels/``:
 
-    scores.py      key scores and gradient       kernels/select/key_scores.cu scores_backward.cu
-    selection.py   prefix top-w                  kernels/select/prefix_top_w.cu
-    lists.py       key lists of interval masks   kernels/lists/intervals.cu
-    dense.py       bits and lists of dense masks kernels/lists/dense_mask.cu
-    sequences.py   packed sequences              kernels/lists/varlen.cu
-    forward.py     attention over key lists      kernels/sm80/forward.cu
-    hopper.py      the same on Hopper GPUs       kernels/sm90/forward.cu combine.cu
-    hopper_tiles.py  its tile shapes, and how tiles are dealt out
-    few_queries.py the same, split over keys     kernels/decode/flash_decode.cu
-    last_queries.py  with their selection        kernels/select/last_queries_top_w.cu
-    backward.py    its gradients                 kernels/backward_{query,key,bias,sum}.cu
-    dynamic_cache.py  the decode cache
-    decode.py      its single tokens             kernels/decode/step.cu
-    problem.py     a call as both of them see it
-    configs.py     what each kernel can be specialised in
-    tiles.py       tile shapes of the attention kernels
-    warmup.py      kernels to compile ahead
+    attention/  forward, backward, Hopper, few queries       kernels/sm80, sm90, decode/flash_decode.cu
+    select/     key scores and prefix top-w                  kernels/select
+    lists/      key lists of interval and dense masks        kernels/lists
+    decode/     the decode cache                             kernels/decode/step.cu
+    runtime/    compiling, loading, launching                kernels/common/check_fragment_layout.cu
 """
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ void complete(OpenMeeting& o, unsigned warp) {
     Warp& w = m.warps[warp];
     o.complete = true;
     o.meeting.present = o.arrived;
-    const bool orders = o.kind == SYNC_WARP || o.kind == WGMMA;  // what the products have read they read for all lanes
+    const bool orders = o.kind == SYNC_WARP || o.kind == WGMMA;  // what the MMAs have read they read for all lanes
     if (orders) {  // what one lane has waited for, all of them have now
         uint32_t barrier = 0;
         for (unsigned lane = 0; lane < 32; ++lane)
@@ -144,13 +144,13 @@ void pass(const Event& e) {
     learn(self().clocks, e.opened);
 }
 
-void land_boxes(Event& e);
+void land_tiles(Event& e);
 
 // Ends the phase if nothing is missing any more: those that wait go on, ordered after all that came before the arrivals
 // (shadow.h). Bytes come when nothing else is missing, and `asked`: somebody waits for them.
 void settle(Event& e, bool waits, bool asked) {
     if (e.pending > 0) return;
-    if (asked || !e.waiting.empty()) land_boxes(e);
+    if (asked || !e.waiting.empty()) land_tiles(e);
     if (e.bytes > 0) return;
     if (e.bytes < 0) fault(format("%lld bytes more have come to an mbarrier than it was told to expect", -e.bytes));
     e.pending = e.count;
@@ -198,7 +198,7 @@ void run_thread() {
     for (auto& group : t.bulk)
         if (!group.empty())
             fault("bulk reduction at " + at(group.front().where) + ": the thread exits without having waited for it");
-    for (const auto& group : t.products)
+    for (const auto& group : t.mmas)
         if (!group.empty()) fault("wgmma at " + at(group.front().where) + ": the thread exits without having waited for it");
     if (!t.stores.empty())
         fault("cp.async.bulk.tensor at " + at(t.stores.front().where) + ": the thread exits without having waited for it");
@@ -297,7 +297,7 @@ void run_block(const Order& order) {
     std::fill(std::begin(m.named), std::end(m.named), Event());
     m.events.clear();
     m.has_events = false;
-    m.boxes.clear();
+    m.tma_loads.clear();
     m.known.clear();
     m.shared_atomics.clear();
     poison_shared();
@@ -319,7 +319,7 @@ void run_block(const Order& order) {
         t.clocks[i] = 1;
         t.groups.clear();
         t.bulk.clear();
-        t.products.clear();
+        t.mmas.clear();
         t.stores.clear();
     }
     std::vector<unsigned> warps(warp_count), lanes(32);
@@ -339,8 +339,8 @@ void run_block(const Order& order) {
             return;
         }
     }
-    if (!m.boxes.empty())
-        m.error = "cp.async.bulk.tensor at " + at(m.boxes.front().where) + ": the block ends before its bytes have come\n  in kernel " +
+    if (!m.tma_loads.empty())
+        m.error = "cp.async.bulk.tensor at " + at(m.tma_loads.front().where) + ": the block ends before its bytes have come\n  in kernel " +
                   m.kernel + format(", block %u", blockIdx.x);
 }
 

@@ -1,7 +1,7 @@
 // What the emulator knows of every two bytes of memory: who read and wrote them last, and whether anybody wrote them.
 //
 // Two accesses by different threads are a race if one of them writes (and not both are atomic) and nothing orders them:
-//   shared memory          a barrier of the block, or for lanes of a warp a __syncwarp or the wait for their products. Beyond
+//   shared memory          a barrier of the block, or for lanes of a warp a __syncwarp or the wait for their MMAs. Beyond
 //                          that each thread has a clock, and knows up to which time of each other thread's it has seen what
 //                          that did: from a barrier of some threads that both came to, or from others that knew.
 //   global memory, in a    a barrier of the block, or one of some threads that the later one has waited at. Barriers are

@@ -53,12 +53,12 @@ struct Event {
 
 // A tensor of 16-bit elements as copy_engine.py describes it.
 struct TensorDescription {
-    uint64_t axes, pointer, shape[5], stride[4], box[5];  // strides in bytes, of all axes but the first
+    uint64_t axes, pointer, shape[5], stride[4], tile[5];  // strides in bytes, of all axes but the first
 };
 static_assert(sizeof(TensorDescription) == 128, "as large as the hardware's");
 
-// A box of a tensor on its way to shared memory, and from there.
-struct Box {
+// A tile of a tensor on its way to shared memory, and from there.
+struct TmaLoad {
     int thread;
     void* shared;
     TensorDescription tensor;
@@ -66,7 +66,7 @@ struct Box {
     Event* event;
     Where where;
 };
-struct BoxStore {
+struct TmaStore {
     const void* shared;
     TensorDescription tensor;
     int at[5];
@@ -74,8 +74,8 @@ struct BoxStore {
     Where where;
 };
 
-// A lane's part in a product of its warpgroup.
-struct WarpProduct {
+// A lane's part in a MMA of its warpgroup.
+struct WarpMma {
     float* d;
     int fragments;
     const uint32_t* a;
@@ -83,7 +83,7 @@ struct WarpProduct {
     uint32_t a_descriptor, b_descriptor;
     bool b_by_rows, add, bfloat16;
     Where where;
-    std::vector<float> before;  // d when it was issued; empty: what the products before it have made
+    std::vector<float> before;  // d when it was issued; empty: what the MMAs before it have made
 };
 
 // What is known of a block by those that were handed a ticket after it: everything before barrier `barrier` of it, and all
@@ -121,8 +121,8 @@ struct Thread {
     Clocks clocks;                         // its own and what it has seen of the others
     std::vector<std::deque<Copy>> groups;  // asynchronous copies under way, the youngest group last
     std::vector<std::deque<BulkReduction>> bulk;  // bulk reductions under way, likewise
-    std::vector<std::deque<WarpProduct>> products;  // warpgroup products, likewise
-    std::deque<BoxStore> stores;                    // boxes that have not been waited for
+    std::vector<std::deque<WarpMma>> mmas;  // warpgroup MMAs, likewise
+    std::deque<TmaStore> stores;                    // tma_loads that have not been waited for
 };
 
 struct Warp {
@@ -171,7 +171,7 @@ struct Machine {
     bool has_events = false;  // barriers of some threads
     Event named[16];
     std::map<uintptr_t, Event> events;  // barriers in shared memory, by address
-    std::deque<Box> boxes;              // on their way
+    std::deque<TmaLoad> tma_loads;              // on their way
     int barrier_result[2];
     Where barrier_where;
     BarrierKind barrier_kind;

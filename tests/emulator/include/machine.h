@@ -62,7 +62,7 @@ void machine_mma_tf32(float* c, const float* a, const float* b, Where where);
 // mma m16n8k16 with 16-bit operands, two in a word: c (4 elements a lane) += a (4 words) * b (2 words).
 void machine_mma_half(float* c, const uint32_t* a, const uint32_t* b, bool bfloat16, Where where);
 
-// Warpgroup products (wgmma m64nNk16), N = 16 * fragments: d (8 * fragments elements a lane) = or += a * b. Operands are
+// Warpgroup MMAs (wgmma m64nNk16), N = 16 * fragments: d (8 * fragments elements a lane) = or += a * b. Operands are
 // read, and d is written, at the wait for their group; until then d is poison. Descriptors are the lower words of the
 // hardware's, with addresses from the beginning of dynamic shared memory on, for rows of 128 swizzled bytes.
 // a: four words of the lane, or 0 and a descriptor. `b_by_rows`: k counts the rows of b, not its columns.
@@ -82,13 +82,13 @@ void machine_copy_async(void* shared, const void* global, int bytes, int valid, 
 void machine_copy_commit();
 void machine_copy_wait(int pending);
 
-// cp.async.bulk.tensor: a box of a tensor from these coordinates on, to shared memory, which is poison until somebody waits
+// cp.async.bulk.tensor: a tile of a tensor from these coordinates on, to shared memory, which is poison until somebody waits
 // at the barrier for its bytes; or from shared memory, which is read at the thread's wait for what it has committed.
 // `map` is what the emulator's own driver function made (copy_engine.py).
-void machine_copy_box(void* shared, const void* map, uint64_t* barrier, const int* at, int axes, Where where);
-void machine_store_box(const void* map, const void* shared, const int* at, int axes, Where where);
-void machine_stores_commit();
-void machine_stores_wait();
+void machine_tma_load(void* shared, const void* map, uint64_t* barrier, const int* at, int axes, Where where);
+void machine_tma_store(const void* map, const void* shared, const int* at, int axes, Where where);
+void machine_tma_store_commit();
+void machine_tma_store_wait();
 
 // cp.reduce.async.bulk: shared memory is read, and added to global memory, at the wait for the group.
 void machine_bulk_reduce(float* global, const float* shared, int bytes, Where where);

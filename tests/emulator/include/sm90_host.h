@@ -38,7 +38,7 @@ inline const Meeting* meet_with_rows(unsigned row, Where w) {
     return machine_meet(ALL_LANES, SHUFFLE, row, w);
 }
 
-// Of matrices nobody need have written all rows, like those of warpgroup products.
+// Of matrices nobody need have written all rows, like those of warpgroup MMAs.
 __attribute__((no_sanitize("thread"), noinline)) inline unsigned look_at(const unsigned* word, Where w) {
     machine_access(word, sizeof *word, LOOK, w);
     return *word;
@@ -59,22 +59,22 @@ inline void prefetch_line(const void*) {}
 
 inline uint64_t* as_word(Barrier* barrier) { return reinterpret_cast<uint64_t*>(barrier); }
 
-inline void copy_box(void* shared, const TensorMap* map, Barrier* barrier, int x0, int x1, int x2, int x3, Where w = caller()) {
+inline void tma_load(void* shared, const TensorMap* map, Barrier* barrier, int x0, int x1, int x2, int x3, Where w = caller()) {
     const int at[] = {x0, x1, x2, x3};
-    machine_copy_box(shared, map, as_word(barrier), at, 4, w);
+    machine_tma_load(shared, map, as_word(barrier), at, 4, w);
 }
-inline void copy_box(void* shared, const TensorMap* map, Barrier* barrier, int x0, int x1, int x2, int x3, int x4,
+inline void tma_load(void* shared, const TensorMap* map, Barrier* barrier, int x0, int x1, int x2, int x3, int x4,
                      Where w = caller()) {
     const int at[] = {x0, x1, x2, x3, x4};
-    machine_copy_box(shared, map, as_word(barrier), at, 5, w);
+    machine_tma_load(shared, map, as_word(barrier), at, 5, w);
 }
-inline void store_box(const TensorMap* map, const void* shared, int x0, int x1, int x2, int x3, Where w = caller()) {
+inline void tma_store(const TensorMap* map, const void* shared, int x0, int x1, int x2, int x3, Where w = caller()) {
     const int at[] = {x0, x1, x2, x3};
-    machine_store_box(map, shared, at, 4, w);
+    machine_tma_store(map, shared, at, 4, w);
 }
-inline void stores_commit() { machine_stores_commit(); }
-inline void stores_wait() { machine_stores_wait(); }
-inline void stores_wait_read() { machine_stores_wait(); }
+inline void tma_store_commit() { machine_tma_store_commit(); }
+inline void tma_store_wait() { machine_tma_store_wait(); }
+inline void tma_store_wait_read() { machine_tma_store_wait(); }
 
 // ---- barriers ----
 inline void barrier_init(Barrier* barrier, int count, Where w = caller()) {
@@ -108,16 +108,16 @@ inline void grow_registers() {}
 inline int lane_now() { return static_cast<int>(own_lane()); }
 inline int thread_now() { return static_cast<int>(threadIdx.x); }
 inline int zero_now() { return 0; }
-inline void place_in_code() {}
+inline void code_anchor() {}
 inline unsigned kept(unsigned value) { return value; }
 template <typename Registers>
 inline void pin(Registers&) {}
 
 // ---- products ----
-inline void products_begin() {}
-inline void products_commit() { machine_wgmma_commit(); }
+inline void wgmma_fence() {}
+inline void wgmma_commit() { machine_wgmma_commit(); }
 template <int pending>
-inline void products_wait(Where w = caller()) {
+inline void wgmma_wait(Where w = caller()) {
     machine_wgmma_wait(pending, w);
 }
 
@@ -143,7 +143,7 @@ inline float inverse_fast(float x) { return 1.0f / x; }
 inline float log2_fast(float x) { return std::log2(x); }
 
 // Of a half that is not finite: NaN, for 0 times it is.
-inline unsigned add_nothing(unsigned sum, unsigned pair) {
+inline unsigned add_zero_times(unsigned sum, unsigned pair) {
     const unsigned found = nonfinite(pair, static_cast<const ELEMENT*>(nullptr));
     return sum | (found & 0x8000u ? 0x7fffu : 0u) | (found & 0x80000000u ? 0x7fff0000u : 0u);
 }

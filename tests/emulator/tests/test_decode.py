@@ -9,7 +9,7 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.arrays import describe, numpy_dtype
-from cupy_dma.backends.cuda.attention import flash_decode, last_queries
+from cupy_dma.backends.cuda.attention import flash_decode, last_queries, split
 from cupy_dma.backends.cuda.decode import step
 from tests.oracle import cases, reference
 from tests.oracle.cache_cases import SCORES, History
@@ -24,7 +24,7 @@ from tests.emulator.tests import test_forward  # noqa: E402
 
 BUILD = os.environ.get("CUPY_DMA_EMULATOR_BUILD", "watched")
 SMALL = History(dtype="float16", head_dim=16, length=24, window=7)
-# Both ways to load rows, with one part and with several; a tile of one operand and of two, sets of tiles.
+# Both ways to load rows, with one split and with several; a tile of one operand and of two, sets of tiles.
 CASES = [
     History(dtype="bfloat16", head_dim=64, window=100, recent=3, length=112, batch=1, heads=2, kv_heads=1),
     History(dtype="float16", head_dim=16, value_dim=24, window=9, sinks=2, recent=3),
@@ -52,14 +52,14 @@ def steps(history: History, cache=None, begin: int = 0, **options) -> tuple[np.n
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("way", ["as it comes", "one part"])
+@pytest.mark.parametrize("way", ["as it comes", "one split"])
 def test_against_the_oracle(case, way, monkeypatch):
     if way != "as it comes" and case.heads in (36, 20, 3):
         pytest.skip("one way is enough")
-    if way == "one part":
+    if way == "one split":
         if case.window > 50:
-            pytest.skip("takes long, and several parts are the point")
-        monkeypatch.setattr(step, "MOST_PARTS", 1)
+            pytest.skip("takes long, and several splits are the point")
+        monkeypatch.setattr(split, "MAX_SPLITS", 1)
     cache = case.cache(backend="emulator")
     out, lse = steps(case, cache)
     case.check(out, lse, tf32=True)
@@ -182,19 +182,19 @@ def test_parts_cover_the_slots():
     for rows in (1, 15, 63, 64, 1000, 1024, 5000, 70000):
         for pairs in (1, 8, 300):
             for group in (0, 1, 8, 9, 40):
-                cut = step.split((pairs, 1, rows, 128), 128, group, "float16", 132, False)
-                assert cut.share % step.STEP == 0 and cut.parts <= step.MOST_PARTS and cut.cluster == 1
-                assert (cut.parts - 1) * cut.share < rows <= cut.parts * cut.share
-                assert cut.rows * cut.sets >= group and 1 <= cut.rows <= 16
+                plan = step.split((pairs, 1, rows, 128), 128, group, "float16", 132, False)
+                assert plan.split_size % split.STEP == 0 and plan.num_splits <= split.MAX_SPLITS and plan.cluster == 1
+                assert (plan.num_splits - 1) * plan.split_size < rows <= plan.num_splits * plan.split_size
+                assert plan.rows * plan.sets >= group and 1 <= plan.rows <= 16
 
 
 def test_few_heads_take_clusters():
     for rows, pairs, group, expected in (
             (1024, 1, 2, True), (2048, 8, 2, False), (100, 1, 2, True), (16, 1, 2, False), (1024, 8, 2, True),
             (1024, 9, 2, False), (1024, 1, 17, False), (65536, 1, 2, False)):
-        cut = step.split((1, pairs, rows, 64), 64, group, "float16", 132, True)
-        assert (cut.cluster == cut.parts == step.CLUSTER) == expected == (cut.cluster > 1)
-        assert cut.share % step.STEP == 0 and rows <= cut.parts * cut.share and cut.grid <= 132 * 3
+        plan = step.split((1, pairs, rows, 64), 64, group, "float16", 132, True)
+        assert (plan.cluster == plan.num_splits == step.CLUSTER) == expected == (plan.cluster > 1)
+        assert plan.split_size % split.STEP == 0 and rows <= plan.num_splits * plan.split_size and plan.grid <= 132 * 3
 
 
 # ---- few queries against a long history ----
@@ -221,11 +221,11 @@ def always(monkeypatch):
     (65, 4095, 1, 1, False, False), (264, 4096, 2, 1, False, True), (265, 4096, 2, 1, False, False),
     (66, 8192, 2, 8, False, True), (67, 2**17, 2, 8, False, False)])
 def test_calls_that_share_keys_out(queries, keys, group, kv_heads, masked, pays):
-    """On 132 multiprocessors."""
+    """On 132 SMs."""
     mask = dma.IntervalMask.sliding_window(keys, 100) if masked else None
     call = SimpleNamespace(query_length=queries, key_length=keys, heads=group * kv_heads, kv_heads=kv_heads, batch=1,
                            mask=mask)
-    assert flash_decode._pays(SimpleNamespace(multiprocessors=lambda index: 132), 0, call) == pays
+    assert flash_decode._pays(SimpleNamespace(num_sms=lambda index: 132), 0, call) == pays
 
 
 @pytest.mark.parametrize("case", FEW, ids=str)

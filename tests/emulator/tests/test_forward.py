@@ -17,7 +17,7 @@ from hypothesis import given, settings
 
 import cupy_dma as dma
 from cupy_dma.arrays import CPU, library_named, numpy_dtype
-from cupy_dma.backends.cuda.attention import sm90, sm90_schedule
+from cupy_dma.backends.cuda.attention import sm90, sm90_schedule, sm90_tiles
 from cupy_dma.backends.cuda.lists import intervals
 from cupy_dma.backends.cuda.runtime import warmup
 from cupy_dma.backends.cuda.runtime.configs import ListConfig
@@ -266,7 +266,8 @@ def forward_chain():
 
 
 def bits(array):
-    return np.ascontiguousarray(library_named("torch" if "torch" in str(type(array)) else "numpy").to_numpy(array)).view("u1")
+    library = library_named("torch" if "torch" in str(type(array)) else "numpy")
+    return np.ascontiguousarray(library.to_numpy(array)).view("u1")
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
@@ -384,7 +385,7 @@ def hopper_facts(head_dim, length, heads, kv_heads, window=None, bias=False, sof
     mask = dma.IntervalMask.top_w(scores, window) if window else None
     call = SimpleNamespace(head_dim=head_dim, softcap=softcap, query_length=length, key_length=length, heads=heads,
                            kv_heads=kv_heads, batch=1)
-    return sm90_schedule.facts_of(call, SimpleNamespace(
+    return sm90_tiles.facts_of(call, SimpleNamespace(
         bits=False, bias_kind=int(bias), mask=mask, bias=scores if bias else None, count=0, causal=causal,
         tile_heads=heads // kv_heads))
 
@@ -407,28 +408,28 @@ def hopper_facts(head_dim, length, heads, kv_heads, window=None, bias=False, sof
     ((64, 8192, 16, 8, None, False, 30.0), (192, 128)),
     ((64, 8192, 16, 8, None, False, 0.0, True), (192, 128)), ((128, 8192, 16, 8), (128, 128)),
     ((192, 4096, 2, 1, 1024), (128, 64)), ((256, 4096, 2, 1), (128, 32))])
-def test_hopper_tiles_by_the_time_of_their_rounds(arguments, shape):
-    """As measured, on 132 multiprocessors."""
+def test_hopper_tiles_by_the_time_of_their_waves(arguments, shape):
+    """As measured, on 132 SMs."""
     assert sm90_schedule.tile_shape(hopper_facts(*arguments), 132)[:2] == shape
 
 
-@pytest.mark.parametrize(("head_dim", "window", "places"), [
+@pytest.mark.parametrize(("head_dim", "window", "stages"), [
     (64, 192, 3), (64, 193, 2), (96, 128, 3), (128, 128, 3), (128, 129, 2), (192, 32, 2)])
-def test_lists_of_few_keys_have_a_third_place_for_queries(head_dim, window, places):
+def test_lists_of_few_keys_have_a_third_query_stage(head_dim, window, stages):
     facts = hopper_facts(head_dim, 32768, 16, 8, window, True)
-    assert sm90_schedule.tile_shape(facts, 132).query_stages == places
+    assert sm90_schedule.tile_shape(facts, 132).query_stages == stages
 
 
 @pytest.mark.parametrize(("length", "causal", "blocks"), [
     (96, False, 3), (44 * 96, False, 132), (100 * 96, False, 132),
-    (45 * 96, False, 68), (66 * 96, False, 99), (88 * 96, False, 132),  # lower tiles
+    (45 * 96, False, 68), (66 * 96, False, 99), (88 * 96, False, 132),  # short tiles
     (44 * 96, True, 44), (500 * 96, False, 132)])
-def test_few_tiles_are_cut_up(length, causal, blocks):
-    facts = hopper_facts(64, length, 2, 1, causal=causal)._replace(key_length=300, seen=300)  # too few to be split up
-    assert sm90_schedule.work_of(facts, sm90_schedule.HopperTile(192, 64, 6, 6, 2), 132).grid == blocks
+def test_few_tiles_are_cut_by_rows(length, causal, blocks):
+    facts = hopper_facts(64, length, 2, 1, causal=causal)._replace(key_length=300, seen=300)  # too few to be split
+    assert sm90_schedule.work_of(facts, sm90_tiles.HopperTile(192, 64, 6, 6, 2), 132).grid == blocks
 
 
-@pytest.mark.parametrize(("arguments", "queries", "grid", "first", "parts"), [
+@pytest.mark.parametrize(("arguments", "queries", "grid", "first", "splits"), [
     ((64, 8192, 16, 8), 0, 132, 660, 4), ((64, 8192, 16, 8, None, True), 0, 132, 660, 4),
     ((64, 16384, 2, 1), 0, 132, 132, 3), ((64, 4096, 2, 1), 0, 129, 0, 3), ((64, 2048, 2, 1), 0, 128, 0, 4),
     ((128, 4096, 2, 1), 0, 128, 0, 2),
@@ -446,12 +447,12 @@ def test_few_tiles_are_cut_up(length, causal, blocks):
     # one or two tiles
     ((128, 16384, 2, 1), 12, 32, 0, 32), ((128, 65536, 2, 1), 12, 60, 0, 60), ((128, 2**18, 2, 1), 12, 96, 0, 96),
     ((128, 65536, 2, 1), 128, 96, 0, 48), ((64, 65536, 2, 1), 12, 48, 0, 48), ((256, 131072, 2, 1), 32, 96, 0, 96)])
-def test_tiles_are_split_up_along_many_keys(arguments, queries, grid, first, parts):
-    """On 132 multiprocessors, by what was measured."""
+def test_tiles_are_split_along_many_keys(arguments, queries, grid, first, splits):
+    """On 132 SMs, by what was measured."""
     facts = hopper_facts(*arguments)
     facts = facts._replace(query_length=queries or facts.query_length)
     work = sm90_schedule.work_of(facts, sm90_schedule.tile_shape(facts, 132), 132)
-    assert (work.grid, work.first, work.parts) == (grid, first, parts)
+    assert (work.grid, work.first, work.num_splits) == (grid, first, splits)
 
 
 @pytest.mark.parametrize(("arguments", "queries", "more"), [
@@ -460,75 +461,75 @@ def test_tiles_are_split_up_along_many_keys(arguments, queries, grid, first, par
     ((64, 65536, 16, 8, 1024, True), 256, {}), ((64, 32768, 32, 8, 16384, True), 0, {}),
     ((64, 8192, 16, 8, None, False, 0.0, True), 0, {}), ((128, 512, 2, 1, None, False, 0.0, True), 0, {}),
     ((64, 8192, 16, 8), 0, {"sequences": 3}), ((64, 8192, 16, 8), 0, {"bits": True}),
-    ((64, 65536, 16, 8), 256, {"listed": True}),  # nobody knows how many keys a query sees
-    ((64, 6 * 192 * 11, 8, 4), 0, {})])  # 528 tiles: all rounds are full
-def test_tiles_are_not_split_up_along_few_keys(arguments, queries, more):
+    ((64, 65536, 16, 8), 256, {"listed": True}),  # how many keys a query sees is unknown
+    ((64, 6 * 192 * 11, 8, 4), 0, {})])  # 528 tiles: all waves are full
+def test_tiles_are_not_split_along_few_keys(arguments, queries, more):
     facts = hopper_facts(*arguments)
     facts = facts._replace(query_length=queries or facts.query_length, **more)
-    tile = sm90_schedule.HopperTile(192, 96, 5, 5, 2)
-    assert sm90_schedule.work_of(facts, tile, 132).parts == 1
+    tile = sm90_tiles.HopperTile(192, 96, 5, 5, 2)
+    assert sm90_schedule.work_of(facts, tile, 132).num_splits == 1
 
 
-@pytest.mark.parametrize(("length", "heads", "kv_heads", "head_dim", "section"), [
-    (8192, 16, 8, 128, 4),  # 6 would leave 2 for the second section
+@pytest.mark.parametrize(("length", "heads", "kv_heads", "head_dim", "swizzle_group"), [
+    (8192, 16, 8, 128, 4),  # 6 would leave 2 for the second group
     (32768, 16, 8, 128, 1), (131072, 16, 8, 128, 1),
     (32768, 16, 8, 64, 3),
     (16384, 64, 8, 128, 12),  # kv heads are not divided: 4 sets of 2 heads share one
-    (16384, 4, 2, 256, 2),  # one kv head has 256 tiles, fewer than two for each multiprocessor
+    (16384, 4, 2, 256, 2),  # one kv head has 256 tiles, fewer than two for each SM
     (2048, 16, 8, 128, 8)])
-def test_sections_of_causal_heads_are_equal(length, heads, kv_heads, head_dim, section):
+def test_swizzle_groups_of_causal_heads_are_equal(length, heads, kv_heads, head_dim, swizzle_group):
     facts = hopper_facts(head_dim, length, heads, kv_heads, causal=True)
-    tile = sm90_schedule.HopperTile(128, 128, 2, 2, 2)
+    tile = sm90_tiles.HopperTile(128, 128, 2, 2, 2)
     facts = facts._replace(tile_heads=2, group_sets=heads // kv_heads // 2)
-    assert sm90_schedule.work_of(facts, tile, 132).section == section
+    assert sm90_schedule.work_of(facts, tile, 132).swizzle_group == swizzle_group
 
 
-@pytest.mark.parametrize(("length", "heads", "kv_heads", "window", "tiles", "rounds"), [
-    # of 8 sets of 342 tiles ten each are shorter; in the last round of 96 tiles the 18 longest are cut up, 16 of which
-    # are not shorter, and the next one has 10 / 11 of the keys
+@pytest.mark.parametrize(("length", "heads", "kv_heads", "window", "tiles", "waves"), [
+    # of 8 sets of 342 tiles ten each have fewer keys; in the last wave of 96 tiles the 18 longest are cut by rows, 16
+    # of which have all keys, and the next one has 10 / 11 of them
     (32768, 16, 8, 1024, 10, 20 + 0.15 + 0.85 * 10 / 11),
-    (16384, 2, 1, 1024, 10, 1.75),  # 39 tiles of the second round are cut up, the first of which is not shorter
+    (16384, 2, 1, 1024, 10, 1.75),  # 39 tiles of the second wave are cut, the first of which has all keys
     (16384, 2, 1, 16384, 0, 1.75),  # all keys may be seen
-    (32768, 32, 8, 16384, 0, 41.9),  # 8 heads of so many keys do not fit into the second cache
+    (32768, 32, 8, 16384, 0, 41.9),  # 8 heads of so many keys do not fit into L2
 ])
-def test_the_shortest_tiles_come_last(length, heads, kv_heads, window, tiles, rounds):
-    facts, tile = hopper_facts(64, length, heads, kv_heads, window), sm90_schedule.HopperTile(192, 96, 5, 5, 2)
-    assert sm90_schedule.work_of(facts, tile, 132).shorter == tiles
-    assert sm90_schedule.rounds(facts, tile, 132) == pytest.approx(rounds)
+def test_tiles_of_fewer_keys_are_scheduled_last(length, heads, kv_heads, window, tiles, waves):
+    facts, tile = hopper_facts(64, length, heads, kv_heads, window), sm90_tiles.HopperTile(192, 96, 5, 5, 2)
+    assert sm90_schedule.work_of(facts, tile, 132).tail_tiles == tiles
+    assert sm90_schedule.waves(facts, tile, 132) == pytest.approx(waves)
 
 
-@pytest.mark.parametrize(("arguments", "queries", "tiles", "lower", "grid"), [
-    # 264 tiles of 96 queries are two rounds, and 7424 queries remain
+@pytest.mark.parametrize(("arguments", "queries", "tiles", "short", "grid"), [
+    # 264 tiles of 96 queries are two waves, and 7424 queries remain
     ((64, 32768, 2, 1, 1024, True), 0, 380, 116, 132), ((128, 32768, 2, 1, 512, True), 0, 380, 116, 132),
     ((64, 32768, 2, 1, 64, True), 0, 380, 116, 132), ((64, 65536, 1, 1, 1024), 0, 380, 116, 132),
     ((64, 65536, 16, 8, 512), 132 * 96 // 4 + 1000, 33 + 16, 16, 132),
     ((64, 7500, 2, 1, 1024), 0, 118, 118, 118),  # nothing else
-    ((64, 32768, 16, 8, 1024), 0, 342, 0, 132),  # 12 tiles of each set would remain, 18 lower ones
+    ((64, 32768, 16, 8, 1024), 0, 342, 0, 132),  # 12 tiles of each set would remain, 18 short ones
     ((64, 65536, 2, 1, 1024), 0, 683, 0, 132), ((64, 16384, 2, 1, 1024), 0, 171, 0, 132),  # few are cut in two
-    ((64, 45 * 96, 6, 3, 1024), 0, 45, 0, 132),  # of 132 tiles all rounds would be full
-    ((64, 61440, 12, 12, 8192), 0, 320, 0, 132)])  # keys of all heads do not fit into the second cache
-def test_the_last_round_may_have_lower_tiles(arguments, queries, tiles, lower, grid):
-    facts, tile = hopper_facts(*arguments), sm90_schedule.HopperTile(192, 96, 5, 5, 2)
+    ((64, 45 * 96, 6, 3, 1024), 0, 45, 0, 132),  # of 132 tiles all waves would be full
+    ((64, 61440, 12, 12, 8192), 0, 320, 0, 132)])  # keys of all heads do not fit into L2
+def test_the_last_wave_may_have_short_tiles(arguments, queries, tiles, short, grid):
+    facts, tile = hopper_facts(*arguments), sm90_tiles.HopperTile(192, 96, 5, 5, 2)
     facts = facts._replace(query_length=queries or facts.query_length)
     work = sm90_schedule.work_of(facts, tile, 132)
-    assert (work.tiles, work.lower, work.grid) == (tiles, lower, grid) and work.shorter >= lower
+    assert (work.tiles, work.short_tiles, work.grid) == (tiles, short, grid) and work.tail_tiles >= short
     whole = sm90_schedule._whole_tiles(facts, tile, 132)
-    assert sm90_schedule.rounds(facts, tile, 132) == whole.tiles * facts.sets // 132 + 0.8 or lower == 0
+    assert sm90_schedule.waves(facts, tile, 132) == whole.tiles * facts.sets // 132 + 0.8 or short == 0
 
 
-def test_lower_tiles_cover_all_queries():
-    """As many of them, behind full rounds, as there are multiprocessors at most."""
+def test_short_tiles_cover_all_queries():
+    """After full waves, at most as many of them as SMs."""
     found = 0
-    for heads, kv_heads, window, processors in itertools.product((2, 4, 12), (1, 2, 4), (None, 300), (132, 78)):
+    for heads, kv_heads, window, num_sms in itertools.product((2, 4, 12), (1, 2, 4), (None, 300), (132, 78)):
         for length in range(640, 40000, 640):
             facts = hopper_facts(64, length, heads * kv_heads, kv_heads, window)
             facts = facts._replace(tile_heads=2, group_sets=heads // 2)
-            for tile in sm90_schedule.tiles_of("intervals", 64):
-                work = sm90_schedule.work_of(facts, tile, processors)
-                if work.lower:
-                    before = (work.tiles - work.lower) * facts.sets
-                    assert before % processors == 0 and processors <= 2 * work.lower * facts.sets <= 2 * processors
-                    assert 0 <= work.tiles * 96 - work.lower * 32 - length < 64
+            for tile in sm90_tiles.tiles_of("intervals", 64):
+                work = sm90_schedule.work_of(facts, tile, num_sms)
+                if work.short_tiles:
+                    before = (work.tiles - work.short_tiles) * facts.sets
+                    assert before % num_sms == 0 and num_sms <= 2 * work.short_tiles * facts.sets <= 2 * num_sms
+                    assert 0 <= work.tiles * 96 - work.short_tiles * 32 - length < 64
                     found += 1
     assert found > 100
 

@@ -1,5 +1,5 @@
-"""The Hopper forward (kernels/sm90) on the CPU emulator: the grid, what test_cuda_hopper.py tests on a GPU, and orders
-of threads and blocks. The emulator has twins of Hopper's instructions, and watches every access."""
+"""The Hopper forward (kernels/sm90) on the CPU emulator: the grid, what tests/gpu/test_sm90.py tests on a GPU, and
+orders of threads and blocks. The emulator has twins of Hopper's instructions, and watches every access."""
 from __future__ import annotations
 
 import numpy as np
@@ -72,7 +72,7 @@ def test_packed_sequences(tile, name, everything):
 
 
 @pytest.mark.parametrize("mask", ["none", "causal"])
-def test_without_the_copy_engine(mask, everything, monkeypatch):
+def test_without_tma(mask, everything, monkeypatch):
     served, case = everything(*TILES["128x128"]), cases.Case(f"gathered-{mask}", mask=mask, head_dim=64)
     monkeypatch.setattr(sm90, "_maps", lambda call, block: b"")
     monkeypatch.setattr(sm90, "queries_map", lambda query, queries, heads: None)
@@ -80,7 +80,7 @@ def test_without_the_copy_engine(mask, everything, monkeypatch):
     assert served
 
 
-# ---- what test_cuda_hopper.py tests on a GPU ----
+# ---- what tests/gpu/test_sm90.py tests on a GPU ----
 @pytest.mark.parametrize(("slope", "softcap", "masked", "tile"), [
     (0.4, 0.0, True, "192x96"), (3.0, 0.0, False, "192x96"), (3.0, 2.0, True, "192x96"), (0.4, 0.0, False, "128x128")])
 def test_logits_that_rise_and_fall(slope, softcap, masked, tile, everything, torch, device):
@@ -99,18 +99,18 @@ def test_softcaps_of_products_that_change(masked, tile, everything, torch, devic
 
 @pytest.mark.parametrize(("masked", "tile"), [(True, "192x96"), (False, "128x128x4")])
 def test_softcaps_of_values_near_the_largest(masked, tile, gpu, everything, torch, device):
-    gpu.most_writes = 2  # a block begins again
+    gpu.most_writes = 2  # a CTA makes a second pass
     test_sm90.test_softcaps_of_values_near_the_largest(masked, tile, everything, torch, device)
 
 
-def test_sections_of_causal_heads(everything, torch, device, monkeypatch):
+def test_swizzle_groups_of_causal_heads(everything, torch, device, monkeypatch):
     test_sm90.test_sections_of_causal_heads("192x128", everything, torch, monkeypatch, device, (6, 3), (1, 2, 5),
                                                    500)
 
 
 @pytest.mark.parametrize(("biased", "tile"), [(True, "192x96"), (False, "128x64x4")])
 def test_lists_of_every_length(biased, tile, gpu, everything, torch, device):
-    gpu.most_writes = 2  # some values are not finite: a block begins again
+    gpu.most_writes = 2  # some values are not finite: a CTA makes a second pass
     test_sm90.test_lists_of_every_length(biased, tile, everything, torch, device)
 
 
@@ -127,7 +127,7 @@ def test_a_dense_bias_of_short_blocks(everything, torch, device):
 
 @pytest.mark.parametrize(("name", "tile"), [
     (name, "128x128" if name == "dense bias" else "192x96") for name in schedule_cases.CASES])
-def test_the_same_bits_however_tiles_are_dealt_out(name, tile, gpu, everything, torch, device):
+def test_the_same_bits_whatever_the_schedule(name, tile, gpu, everything, torch, device):
     gpu.most_writes = 2 if "finite" in name else 1
     test_sm90.test_the_same_bits_however_tiles_are_dealt_out(name, tile, everything, torch, device, [(2, 1)],
                                                                     (1, 2, 5), 303)
@@ -137,7 +137,7 @@ def test_the_same_bits_however_tiles_are_dealt_out(name, tile, gpu, everything, 
     ("none", "192x128"), ("causal", "128x128"), ("key bias", "128x64"), ("lists", "192x64x2"),
     ("short lists", "192x96"), ("values that are not finite", "192x96"), ("lists of all tiles", "192x96"),
     ("dense bias", "128x128"), ("sequences", "192x96")])
-def test_tiles_split_up_along_their_keys(name, tile, gpu, everything, torch, device):
+def test_tiles_split_along_their_keys(name, tile, gpu, everything, torch, device):
     gpu.most_writes = 2 if "finite" in name else 1
     test_sm90.test_tiles_split_up_along_their_keys(name, tile, everything, torch, device, [(2, 1)], (5, 7, 60),
                                                           303)
@@ -146,11 +146,11 @@ def test_tiles_split_up_along_their_keys(name, tile, gpu, everything, torch, dev
 @pytest.mark.parametrize(("name", "tile"), [
     ("none", "192x128"), ("lists", "192x96"), ("short lists", "192x64x2"), ("lists of all tiles", "192x96"),
     ("sequences", "192x96")])
-def test_a_last_round_of_lower_tiles(name, tile, everything, torch, device):
+def test_a_last_wave_of_short_tiles(name, tile, everything, torch, device):
     test_sm90.test_a_last_round_of_lower_tiles(name, tile, everything, torch, device, [(2, 1)], (3, 6, 10), 303)
 
 
-def test_lower_tiles_of_the_last_queries(everything, torch, device):
+def test_short_tiles_of_the_last_queries(everything, torch, device):
     test_sm90.test_lower_tiles_of_the_last_queries("192x96", 10, everything, torch, device)
 
 
@@ -160,29 +160,29 @@ def test_lower_tiles_of_the_last_queries(everything, torch, device):
         "mask-documents", "mask-global", "bias-key_per_head-none", "softcap-40.0-key", "softcap-60.0-none",
         "layout-every_other", "window-1")),
     ("128x128", "heads-6/2-top_w"), ("128x32", "bfloat16-D256"), ("128x64", "float16-D128")])
-def test_forward_grid_in_parts(tile, name, everything):
+def test_forward_grid_with_splits(tile, name, everything):
     case = next(c for c in cases.CASES if c.name == name)
     everything(*TILES[tile])
-    with schedule_cases.multiprocessors(31, split=True) as parts:
+    with schedule_cases.num_sms(31, split=True) as splits:
         cases.check(case, *cases.run(case, backend="emulator"))
-    assert len(parts) == 1 and parts[0] > 1
+    assert len(splits) == 1 and splits[0] > 1
 
 
-@pytest.mark.parametrize(("biased", "processors", "tile"), [
+@pytest.mark.parametrize(("biased", "num_sms", "tile"), [
     (True, 3, "192x96"), (False, 2, "128x64x4")])
-def test_parts_of_lists_of_every_length(biased, processors, tile, gpu, everything, torch, device):
-    gpu.most_writes = 2  # some values are not finite: a block begins again
-    test_sm90.test_parts_of_lists_of_every_length(biased, processors, tile, everything, torch, device)
+def test_splits_of_lists_of_every_length(biased, num_sms, tile, gpu, everything, torch, device):
+    gpu.most_writes = 2  # some values are not finite: a CTA makes a second pass
+    test_sm90.test_parts_of_lists_of_every_length(biased, num_sms, tile, everything, torch, device)
 
 
 @pytest.mark.parametrize(("slope", "softcap", "tile"), [
     (0.05, 0.0, "192x96"), (3.0, 2.0, "128x64x6"), (-0.4, 0.0, "128x128")])
-def test_parts_of_logits_that_rise_and_fall(slope, softcap, tile, gpu, everything, torch, device):
+def test_splits_of_logits_that_rise_and_fall(slope, softcap, tile, gpu, everything, torch, device):
     gpu.most_writes = 2
     test_sm90.test_parts_of_logits_that_rise_and_fall(slope, tile, everything, torch, device, softcap)
 
 
-def test_values_that_are_not_finite_in_parts_of_tiles(gpu, everything, torch, device):
+def test_values_that_are_not_finite_in_splits(gpu, everything, torch, device):
     gpu.most_writes = 2
     test_sm90.test_values_that_are_not_finite_reach_nobody_who_does_not_see_them(
         "lists", "192x96", everything, torch, device, (31,), 300, split=True)
@@ -190,7 +190,7 @@ def test_values_that_are_not_finite_in_parts_of_tiles(gpu, everything, torch, de
 
 @pytest.mark.parametrize(("kind", "tile"), [("lists", "192x96"), ("causal", "192x128"), ("bits and bias", "128x128")])
 def test_values_that_are_not_finite_reach_nobody_who_does_not_see_them(kind, tile, gpu, everything, torch, device):
-    gpu.most_writes = 2  # a block begins again
+    gpu.most_writes = 2  # a CTA makes a second pass
     test_sm90.test_values_that_are_not_finite_reach_nobody_who_does_not_see_them(
         kind, tile, everything, torch, device, (1, 3), 300)
 

@@ -1,37 +1,39 @@
 """Gradients of the attention on the device (SPEC section 6): two passes, no atomics, the same bits on every run.
 
-1. ``row_delta``: ``delta_i = dout_i . out_i - dlse_i``.
-2. ``backward_query``: dq, query-major, over the same key lists as the forward.
+1. ``backward_preprocess``: ``delta_i = dout_i . out_i - dlse_i``.
+2. ``backward_dq``: dq, query-major, over the same key lists as the forward.
    Also the gradient of a dense bias that belongs to one head of one batch entry.
-3. ``backward_key``: dk, dv and the bias gradient, key-stationary. Where few keys meet a tile, and under dense masks,
-   the keys of each super-tile of queries are gathered and their sums kept in float32, which ``sum_partials`` adds in
+3. ``backward_dkv``: dk, dv and the bias gradient, key-stationary. Where few keys meet a tile, and under dense masks,
+   the keys of each super-tile of queries are gathered and their sums kept in float32, which ``backward_reduce`` adds in
    order; else keys in their own order look at every query that may see them.
-4. ``backward_bias``: the gradient of a dense bias that heads, batch entries or keys share, summed where it is made.
+4. ``backward_dbias``: the gradient of a dense bias that heads, batch entries or keys share, summed where it is made.
 
-2 to 4 do not come early: their blocks, of long work, would gather behind the many short ones of ``row_delta``
-(B1 H2/1 D64, 4096 tokens: 151 us for 119).
+2 to 4 are launched without PDL: their blocks, of long work, would gather behind the many short ones of
+``backward_preprocess`` (B1 H2/1 D64, 4096 tokens: 151 us for 119).
 """
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from cupy_dma.arrays import Operand
-from cupy_dma.backends.cuda.attention.forward import load_kernel
 from cupy_dma.backends.cuda.attention.problem import Problem, rows_aligned
-from cupy_dma.backends.cuda.attention.tiles import backward_bias_tile, backward_key_tile, backward_query_tile
+from cupy_dma.backends.cuda.attention.tiles import backward_dbias_tile, backward_dkv_tile, backward_dq_tile
 from cupy_dma.backends.cuda.lists.dense_macro_tiles import DenseSupers, dense_supers
 from cupy_dma.backends.cuda.lists.intervals import SuperLists, super_lists
-from cupy_dma.backends.cuda.lists.varlen import tile_numbers
+from cupy_dma.backends.cuda.lists.varlen import tile_count
 from cupy_dma.backends.cuda.runtime.configs import (
     BIAS_DENSE,
     ELEMENTS,
-    SUM_THREADS,
-    SUM_WARPS,
-    BackwardBiasConfig,
-    BackwardKeyConfig,
-    BackwardQueryConfig,
-    BackwardSumConfig,
+    REDUCE_THREADS,
+    REDUCE_WARPS,
+    BackwardDbiasConfig,
+    BackwardDkvConfig,
+    BackwardDqConfig,
+    BackwardPreprocessConfig,
+    BackwardReduceConfig,
     KeyTile,
+    Tile,
     blocks,
 )
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
@@ -54,10 +56,11 @@ class _Backward:
         if self.sequences is not None and self.sequences.pages is not None:
             raise NotImplementedError("block_table must be None: paged attention has no backward pass")
         self.library, self.device = self.query.library, self.query.device
+        self.element, self.softcap = ELEMENTS[self.query.dtype], call.forward.softcap > 0.0
         self.stream = self.library.stream(self.device)
         self.vector = self.problem.vector and rows_aligned(call.dout, call.out)
         self.dense_bias = "bias" in call.needs and self.problem.bias_kind == BIAS_DENSE
-        #: of what backward_key makes; the gradient of a dense bias is made elsewhere
+        #: of what backward_dkv makes; the gradient of a dense bias is made elsewhere
         self.wanted = ("key" in call.needs, "value" in call.needs, "bias" in call.needs and not self.dense_bias)
         self.supers: SuperLists | None = None
         self.dense: DenseSupers | None = None
@@ -97,22 +100,18 @@ class _Backward:
                 dbias = library.astype(rows, call.forward.bias.dtype)
         return grads["query"], grads["key"], grads["value"], dbias
 
-    def _load(self, config: Any, entry: str, *fields: Any) -> LoadedKernel:
-        return load_kernel(self.runtime, config, entry, self.device.index, ELEMENTS[self.query.dtype],
-                           self.query.shape[3], self.vector, *fields)
-
     def _launch(self, results: dict[str, Any]) -> None:
         call, dout, out = self.call, self.call.dout, self.call.out
         batch, query_length, heads, _ = self.query.shape
         delta = self.library.empty((batch, heads, query_length), "float32", self.device)
         fields = {
-            "lse": call.lse.pointer, "delta": self.library.pointer(delta), "dlse": call.dlse.pointer if call.dlse else 0,
-            "dout": dout.pointer, "dout_batch": dout.strides[0], "dout_row": dout.strides[1],
-            "dout_head": dout.strides[2], "out": out.pointer, "out_batch": out.strides[0], "out_row": out.strides[1],
-            "out_head": out.strides[2],
+            "lse": call.lse.pointer, "delta": self.library.pointer(delta),
+            "dlse": call.dlse.pointer if call.dlse else 0, "dout": dout.pointer, "dout_batch": dout.strides[0],
+            "dout_row": dout.strides[1], "dout_head": dout.strides[2], "out": out.pointer,
+            "out_batch": out.strides[0], "out_row": out.strides[1], "out_head": out.strides[2],
             **{name: self.library.pointer(array) for name, array in results.items() if array is not None}}
-        self._load(BackwardSumConfig, "row_delta", self.problem.causal, *self.wanted, False).launch(
-            blocks(batch * query_length * heads, SUM_WARPS), SUM_THREADS, self.problem.pack(None, **fields),
+        _preprocess_kernel(self.runtime, self.device.index, self.element, self.query.shape[3], self.vector).launch(
+            blocks(batch * query_length * heads, REDUCE_WARPS), REDUCE_THREADS, self.problem.pack(None, **fields),
             self.stream)
         if "query" in call.needs:
             self._query_gradient(fields)
@@ -122,7 +121,7 @@ class _Backward:
             self._bias_gradient(fields)
 
     def _bias_is_own(self) -> bool:
-        """Whether every pair of every head has its own number, so that the query pass can write its gradient."""
+        """Whether every pair of every head has a bias of its own, so that the query pass can write its gradient."""
         bias, query = self.call.forward.bias, self.query
         assert bias is not None
         return bias.shape == (query.shape[0], query.shape[2], query.shape[1], self.key.shape[1]) and (
@@ -141,39 +140,38 @@ class _Backward:
         problem, bias = self.problem, self.problem.bias
         assert bias is not None
         _, query_length, _, head_dim = self.query.shape
-        tile = backward_bias_tile(head_dim, self.runtime.shared_memory_limit(self.device.index), problem.size,
-                                  problem.bias_element)
+        tile = backward_dbias_tile(head_dim, self.runtime.shared_memory_limit(self.device.index), problem.size,
+                                   problem.bias_element)
         tiles, sum_keys = blocks(query_length, tile.block_m), bias.shape[3] == 1
         packed = problem.packed_mask(self.runtime, self.stream)
-        kernel = self._load(BackwardBiasConfig, "backward_bias", 1, *tile, "KEYS_CONTIGUOUS",
-                            problem.causal and packed is None, BIAS_DENSE, self.call.forward.softcap > 0.0,
-                            packed is not None, problem.bias_element, False, 0,
-                            packed is None and problem.mask is not None, sum_keys)
+        kernel = _dbias_kernel(self.runtime, self.device.index, self.element, head_dim, self.vector, tile,
+                               problem.causal and packed is None, self.softcap, packed is not None,
+                               problem.bias_element, packed is None and problem.mask is not None, sum_keys)
         grid = bias.shape[0] * bias.shape[1] * tiles * (1 if sum_keys else blocks(self.key.shape[1], tile.block_n))
         kernel.launch(grid, 32 * tile.warps, problem.pack(
             None, tiles=tiles, dbias_batch=bias.shape[0], dbias_heads=bias.shape[1],
-            **fields, **(packed.fields if packed else {})), self.stream, early=False)
+            **fields, **(packed.fields if packed else {})), self.stream, pdl=False)
 
     def _query_gradient(self, fields: dict[str, Any]) -> None:
         problem = self.problem
         batch, query_length, heads, head_dim = self.query.shape
-        tile = backward_query_tile(head_dim, self.runtime.shared_memory_limit(self.device.index), problem.size,
-                                   problem.bias_of_tiles)
+        tile = backward_dq_tile(head_dim, self.runtime.shared_memory_limit(self.device.index), problem.size,
+                                problem.bias_of_tiles)
         queries = tile.block_m // problem.tile_heads
-        tiles = tile_numbers(query_length, queries, self.problem.count)
+        tiles = tile_count(query_length, queries, self.problem.count)
         lists = problem.key_lists(self.runtime, queries, tile.block_n, self.stream)
         makes_bias = self.dense_bias and self._bias_is_own()
         params = problem.pack(lists, tiles=tiles, **fields)
-        for entry in ("clear_bias", "backward_query") if makes_bias and problem.bits else ("backward_query",):
-            kernel = self._load(BackwardQueryConfig, entry, problem.tile_heads, *tile,
-                                "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal and not problem.bits,
-                                problem.bias_kind, self.call.forward.softcap > 0.0, problem.bits, problem.bias_element,
-                                self.problem.count > 0, 0, makes_bias)
+        for entry in ("clear_bias", "backward_dq") if makes_bias and problem.bits else ("backward_dq",):
+            kernel = _dq_kernel(self.runtime, self.device.index, entry, self.element, head_dim, self.vector,
+                                problem.tile_heads, tile, "KEYS_CONTIGUOUS" if lists is None else lists.keys,
+                                problem.causal and not problem.bits, problem.bias_kind, self.softcap, problem.bits,
+                                problem.bias_element, problem.count > 0, makes_bias)
             kernel.launch(tiles * (heads // problem.tile_heads) * batch, 32 * tile.warps, params, self.stream,
-                          early=False)
+                          pdl=False)
 
     def _key_tile(self) -> KeyTile:
-        return backward_key_tile(self.key.shape[3], self.runtime.shared_memory_limit(self.device.index),
+        return backward_dkv_tile(self.key.shape[3], self.runtime.shared_memory_limit(self.device.index),
                                  self.problem.size, self.problem.bias_of_tiles)
 
     def _find_lists(self) -> None:
@@ -191,15 +189,16 @@ class _Backward:
         problem, dense, supers = self.problem, self.dense, self.supers
         batch, key_length, kv_heads, head_dim = self.key.shape
         rows, tile = batch * kv_heads, self._key_tile()
-        parts = 2 if head_dim > 128 else 1
+        dim_slices = 2 if head_dim > 128 else 1
         bits, listed, sequences = dense is not None, dense is not None or supers is not None, problem.count > 0
-        kernel = self._load(BackwardKeyConfig, "backward_key", *tile, "KEYS_LISTED" if listed else "KEYS_CONTIGUOUS",
-                            problem.mask is not None and not bits, problem.causal and not bits, problem.bias_kind,
-                            self.call.forward.softcap > 0.0, parts, *self.wanted, bits, problem.bias_element,
-                            sequences)
+        kernel = _dkv_kernel(self.runtime, self.device.index, self.element, head_dim, self.vector, tile,
+                             "KEYS_LISTED" if listed else "KEYS_CONTIGUOUS", problem.mask is not None and not bits,
+                             problem.causal and not bits, problem.bias_kind, self.softcap, dim_slices, *self.wanted,
+                             bits, problem.bias_element, sequences)
         if not listed:
-            tiles = tile_numbers(key_length, tile.block_n, problem.count)
-            kernel.launch(rows * tiles * parts, 32 * tile.warps, problem.pack(None, **fields), self.stream, early=False)
+            tiles = tile_count(key_length, tile.block_n, problem.count)
+            kernel.launch(rows * tiles * dim_slices, 32 * tile.warps, problem.pack(None, **fields), self.stream,
+                          pdl=False)
             return
         if dense is not None:
             packed = problem.packed_mask(self.runtime, self.stream)
@@ -216,9 +215,58 @@ class _Backward:
                     for (name, size), wanted in zip(sizes.items(), self.wanted) if wanted and partial}
         params = problem.pack(None, **fields, **lists,
                               **{name: self.library.pointer(array) for name, array in partials.items()})
-        kernel.launch(entries // tile.block_n * parts, 32 * tile.warps, params, self.stream, early=False)
-        self._load(BackwardSumConfig, "sum_partials", problem.causal and not bits, *self.wanted, sequences,
-                   bits).launch(rows * blocks(key_length, SUM_WARPS), SUM_THREADS, params, self.stream)
+        kernel.launch(entries // tile.block_n * dim_slices, 32 * tile.warps, params, self.stream, pdl=False)
+        _reduce_kernel(self.runtime, self.device.index, self.element, head_dim, self.vector,
+                       problem.causal and not bits, *self.wanted, sequences, bits).launch(
+            rows * blocks(key_length, REDUCE_WARPS), REDUCE_THREADS, params, self.stream)
+
+
+# ---- kernels by the fields of their configurations, which hash faster than the configurations ----
+@functools.cache
+def _preprocess_kernel(runtime: Runtime, index: int, element: str, head_dim: int, vector: bool) -> LoadedKernel:
+    config = BackwardPreprocessConfig(element=element, head_dim=head_dim, vector=vector)
+    return runtime.load(config, "backward_preprocess", index)
+
+
+@functools.cache
+def _dq_kernel(runtime: Runtime, index: int, entry: str, element: str, head_dim: int, vector: bool, heads: int,
+               tile: Tile, keys: str, causal: bool, bias: int, softcap: bool, bits: bool, bias_element: str,
+               sequences: bool, dbias: bool) -> LoadedKernel:
+    runtime.check_layout(index)
+    config = BackwardDqConfig(element=element, head_dim=head_dim, vector=vector, heads=heads, **tile._asdict(),
+                              keys=keys, causal=causal, bias=bias, softcap=softcap, bits=bits,
+                              bias_element=bias_element, sequences=sequences, dbias=dbias)
+    return runtime.load(config, entry, index, config.shared_bytes)
+
+
+@functools.cache
+def _dkv_kernel(runtime: Runtime, index: int, element: str, head_dim: int, vector: bool, tile: KeyTile, keys: str,
+                intervals: bool, causal: bool, bias: int, softcap: bool, dim_slices: int, dkey: bool, dvalue: bool,
+                dbias: bool, bits: bool, bias_element: str, sequences: bool) -> LoadedKernel:
+    runtime.check_layout(index)
+    config = BackwardDkvConfig(element=element, head_dim=head_dim, vector=vector, **tile._asdict(), keys=keys,
+                               intervals=intervals, causal=causal, bias=bias, softcap=softcap, dim_slices=dim_slices,
+                               dkey=dkey, dvalue=dvalue, dbias=dbias, bits=bits, bias_element=bias_element,
+                               sequences=sequences)
+    return runtime.load(config, "backward_dkv", index, config.shared_bytes)
+
+
+@functools.cache
+def _dbias_kernel(runtime: Runtime, index: int, element: str, head_dim: int, vector: bool, tile: Tile, causal: bool,
+                  softcap: bool, bits: bool, bias_element: str, intervals: bool, sum_keys: bool) -> LoadedKernel:
+    runtime.check_layout(index)
+    config = BackwardDbiasConfig(element=element, head_dim=head_dim, vector=vector, heads=1, **tile._asdict(),
+                                 keys="KEYS_CONTIGUOUS", causal=causal, bias=BIAS_DENSE, softcap=softcap, bits=bits,
+                                 bias_element=bias_element, intervals=intervals, sum_keys=sum_keys)
+    return runtime.load(config, "backward_dbias", index, config.shared_bytes)
+
+
+@functools.cache
+def _reduce_kernel(runtime: Runtime, index: int, element: str, head_dim: int, vector: bool, causal: bool, dkey: bool,
+                   dvalue: bool, dbias: bool, sequences: bool, bits: bool) -> LoadedKernel:
+    config = BackwardReduceConfig(element=element, head_dim=head_dim, vector=vector, causal=causal, dkey=dkey,
+                                  dvalue=dvalue, dbias=dbias, sequences=sequences, bits=bits)
+    return runtime.load(config, "backward_reduce", index)
 
 
 def _reduced(dbias: Any, bias: Operand) -> Any:

@@ -1,6 +1,6 @@
-"""Attention of few queries, where tiles of queries would leave most of a GPU idle.
+"""Attention of few queries, where tiles of queries would leave most of a GPU idle: split-KV.
 
-Keys are shared out among blocks, and the last one adds up (``kernels/decode/flash_decode.cu``).
+The keys are split among blocks, and the last block combines the results (``kernels/decode/flash_decode.cu``).
 """
 from __future__ import annotations
 
@@ -11,57 +11,46 @@ from typing import TYPE_CHECKING, Any
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.attention import sm90
 from cupy_dma.backends.cuda.attention.problem import Problem
-from cupy_dma.backends.cuda.decode.step import ROW_BYTES, WARPS, SplitConfig, min_blocks, parts_of
+from cupy_dma.backends.cuda.attention.split import ROW_BYTES, WARPS, SplitConfig, choose_splits, min_blocks
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE, BIAS_OF_KEYS, ELEMENTS, blocks
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
+from cupy_dma.backends.cuda.select.last_queries import KeyList
 
 if TYPE_CHECKING:
     from cupy_dma.calls.types import AttentionCall
 
-MOST_ROWS, TILE_ROWS = 64, 16  # queries times heads of a group: that are served, and that read keys together
-LEAST_KEYS = 512  # below this a tile is as fast
-# Without a mask, from so many keys on, more rows are served: of all groups, one for each 1024 keys and multiprocessor,
-# up to so many.
+MAX_ROWS, TILE_ROWS = 64, 16  # queries times heads of a GQA group: that are served, and that read keys together
+MIN_KEYS = 512  # below this a tile is as fast
+# Without a mask, from so many keys on, more rows are served: one row of all GQA groups for each 1024 keys and SM, up to
+# MANY_ROWS.
 MANY_KEYS, MANY_ROWS = 4096, 8
-# Of intervals, on an H200, in us: to look at a key for a tile of rows, and to attend to one that is seen; to list keys
-# for the Hopper kernel, which then attends to each once, in any case and for each key that is seen and each there is.
+# With intervals, on an H200, in us: to look at a key for a tile of rows, and to attend to a visible one; to list keys
+# for the Hopper kernel, which then attends to each once: in any case, for each visible key and for each key.
 LOOK, SEE = 5.5e-5, 1.5e-4
 LIST, LIST_SEEN, LIST_KEY = 12.0, 5.5e-3, 5e-6
 
 
 @dataclass(frozen=True)
-class DecodeConfig(SplitConfig):
+class FlashDecodeConfig(SplitConfig):
     source = "decode/flash_decode.cu"
     listed: bool
     intervals: bool
     causal: bool
     bias: bool
 
-    def shared_bytes(self, parts: int) -> int:
-        """``struct DecodeShared`` and the weights."""
-        return super().shared_bytes(parts) + 16
-
-
-@dataclass(frozen=True)
-class KeyList:
-    """Keys that the queries of a call see, of each kv head: ``list (B * Hkv, count)`` int32 and, entry by entry, the
-    positions that see them, ``interval (B * Hkv, count, 2)`` int32 (None: all)."""
-
-    count: int
-    list: int  # addresses
-    interval: int | None
-    tickets: int  # (B * Hkv, sets) zeros
-    keep: Any  # the arrays
+    def shared_bytes(self, num_splits: int) -> int:
+        """``struct FlashDecodeShared`` and the weights."""
+        return super().shared_bytes(num_splits) + 16
 
 
 def serves(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
     """Whether this kernel takes the call on device ``index``: it can, and is faster than the others."""
-    return (shares_out(runtime, index, call, problem)
+    return (can_serve(runtime, index, call, problem)
             and not (_tiles_pay(call, problem) and sm90.serves(runtime, index, call, problem)))
 
 
-def shares_out(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
+def can_serve(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
     """Whether this kernel can take the call, and tiles of queries would not fill the GPU."""
     return (call.sequences is None and not problem.bits and problem.bias_kind != BIAS_DENSE and not problem.by_head
             and problem.key_length > 0 and _pays(runtime, index, call))
@@ -69,19 +58,19 @@ def shares_out(runtime: Runtime, index: int, call: AttentionCall, problem: Probl
 
 def _pays(runtime: Runtime, index: int, call: AttentionCall) -> bool:
     rows, groups = call.query_length * (call.heads // call.kv_heads), call.batch * call.kv_heads
-    processors = runtime.multiprocessors(index)
-    if rows > MOST_ROWS:
+    num_sms = runtime.num_sms(index)
+    if rows > MAX_ROWS:
         plain = call.mask is None or call.mask._causal_only
-        most = min(call.key_length // 1024, MANY_ROWS) * processors
+        most = min(call.key_length // 1024, MANY_ROWS) * num_sms
         return plain and call.key_length >= MANY_KEYS and rows * groups <= most
-    return call.key_length >= LEAST_KEYS and (rows <= TILE_ROWS or 2 * groups <= processors)
+    return call.key_length >= MIN_KEYS and (rows <= TILE_ROWS or 2 * groups <= num_sms)
 
 
 def _tiles_pay(call: AttentionCall, problem: Problem) -> bool:
     """Whether the Hopper kernel takes less time. It does where more than half a tile of rows sees all keys and its own
-    tiles, split up along the keys, read them no more often; and where so much is to be looked at that lists of keys
-    pay, made for this call alone: of keys that scores have scattered, for which kv heads have intervals of their own.
-    Of keys that follow each other, blocks that nobody sees are passed over."""
+    tiles, split along the keys, read them no more often; and where so many keys are to be looked at that key lists pay,
+    made for this call alone: for keys that scores have scattered, for which kv heads have intervals of their own. Of
+    consecutive keys, blocks that no query sees are skipped."""
     group, groups, row_bytes = call.heads // call.kv_heads, call.batch * call.kv_heads, call.head_dim * problem.size
     rows = call.query_length * group
     tiles = sets_of(rows, row_bytes)
@@ -105,15 +94,16 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
     sets = sets_of(rows, head_dim * problem.size)
     tile_rows, tiles = blocks(rows, sets), batch * kv_heads * sets
     resident = min_blocks(head_dim, head_dim, query.dtype, tile_rows)
-    parts, share = parts_of(tiles, slots, resident * runtime.multiprocessors(index))
-    fields: dict[str, Any] = {"out": library.pointer(out), "lse": library.pointer(lse), "group": heads // kv_heads,
-                              "sets": sets, "parts": parts, "share": share, "slots": slots}
+    num_splits, split_size = choose_splits(tiles, slots, resident * runtime.num_sms(index))
+    fields: dict[str, Any] = {
+        "out": library.pointer(out), "lse": library.pointer(lse), "group": heads // kv_heads, "sets": sets,
+        "num_splits": num_splits, "split_size": split_size, "slots": slots}
     keep = None
-    if parts > 1:
-        numbers = tiles * parts * tile_rows
-        keep = library.empty((numbers * (head_dim + 2),), "float32", device)
+    if num_splits > 1:
+        partial_rows = tiles * num_splits * tile_rows
+        keep = library.empty((partial_rows * (head_dim + 2),), "float32", device)
         fields["partial"] = library.pointer(keep)
-        fields["partial_state"] = library.pointer(keep) + 4 * numbers * head_dim
+        fields["partial_state"] = library.pointer(keep) + 4 * partial_rows * head_dim
         if listed is None:
             tickets = library.full((tiles,), 0, "int32", device)
             fields["tickets"] = library.pointer(tickets)
@@ -128,12 +118,12 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
     elif mask is not None:
         for name, operand in (("start", mask._start), ("stop", mask._stop)):
             fields |= {name: operand.pointer, f"{name}_batch": _step(operand, 0), f"{name}_group": _step(operand, 1)}
-    kernel = _kernel(runtime, index, parts, ELEMENTS[query.dtype], head_dim, head_dim, problem.vector, tile_rows,
-                     WARPS, call.softcap > 0.0, resident, listed is not None, intervals, causal,
+    kernel = _kernel(runtime, index, num_splits, ELEMENTS[query.dtype], head_dim, problem.vector, tile_rows,
+                     call.softcap > 0.0, resident, listed is not None, intervals, causal,
                      problem.bias_kind == BIAS_OF_KEYS)
-    params = jit.params("decode/flash_decode.cu", "DecodeParams")
+    params = jit.params("decode/flash_decode.cu", "FlashDecodeParams")
     shared = {name: problem.params[name] for name in params.names if name in problem.params and name not in fields}
-    kernel.launch(tiles * parts, 32 * WARPS, params.pack_some(shared, fields), library.stream(device))
+    kernel.launch(tiles * num_splits, 32 * WARPS, params.pack_some(shared, fields), library.stream(device))
 
 
 def _step(operand: Operand, axis: int) -> int:
@@ -141,7 +131,7 @@ def _step(operand: Operand, axis: int) -> int:
 
 
 def sets_of(rows: int, row_bytes: int) -> int:
-    """Tiles that ``rows`` of a kv head are cut into, for rows of keys of so many bytes."""
+    """Tiles that ``rows`` query rows of a kv head are cut into, for rows of keys of ``row_bytes`` bytes."""
     return blocks(rows, _rows_together(row_bytes))
 
 
@@ -149,7 +139,10 @@ def _rows_together(row_bytes: int) -> int:
     return 8 if row_bytes > ROW_BYTES else TILE_ROWS
 
 
-@functools.cache
-def _kernel(runtime: Runtime, index: int, parts: int, *fields: Any) -> LoadedKernel:
-    config = DecodeConfig(*fields)
-    return runtime.load(config, "decode_attention", index, config.shared_bytes(parts))
+@functools.cache  # by fields: they hash faster than a configuration
+def _kernel(runtime: Runtime, index: int, num_splits: int, element: str, head_dim: int, vector: bool, rows: int,
+            softcap: bool, min_blocks: int, listed: bool, intervals: bool, causal: bool, bias: bool) -> LoadedKernel:
+    config = FlashDecodeConfig(element=element, head_dim=head_dim, value_dim=head_dim, vector=vector, rows=rows,
+                               warps=WARPS, softcap=softcap, min_blocks=min_blocks, listed=listed, intervals=intervals,
+                               causal=causal, bias=bias)
+    return runtime.load(config, "flash_decode", index, config.shared_bytes(num_splits))

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from cupy_dma.backends.cuda.attention import flash_decode, sm90
 from cupy_dma.backends.cuda.attention.problem import Problem
 from cupy_dma.backends.cuda.attention.tiles import tile_shape
-from cupy_dma.backends.cuda.lists.varlen import tile_numbers
-from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.lists.varlen import tile_count
 from cupy_dma.backends.cuda.runtime.configs import ELEMENTS, ForwardConfig, Tile
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
 
@@ -41,11 +40,11 @@ def attention(runtime: Runtime, call: AttentionCall) -> tuple[Any, Any]:
         if problem.key_length > 0:
             problem.move_mask_to_rows(runtime, stream)
             lists = problem.key_lists(runtime, tile.block_m // problem.tile_heads, tile.block_n, stream)
-        kernel = load_kernel(runtime, ForwardConfig, "attention_forward", device.index, ELEMENTS[query.dtype], head_dim,
-                             problem.vector, problem.tile_heads, *tile,
-                             "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal and not problem.bits,
-                             problem.bias_kind, call.softcap > 0.0, problem.bits and lists is not None,
-                             problem.bias_element, problem.count > 0, problem.page_size)
+        kernel = _kernel(runtime, device.index, ELEMENTS[query.dtype], head_dim, problem.vector, problem.tile_heads,
+                         tile, "KEYS_CONTIGUOUS" if lists is None else lists.keys,
+                         problem.causal and not problem.bits, problem.bias_kind, call.softcap > 0.0,
+                         problem.bits and lists is not None, problem.bias_element, problem.count > 0,
+                         problem.page_size)
         params = problem.pack(lists, out=library.pointer(out), lse=library.pointer(lse), tiles=tiles)
         kernel.launch(grid, 32 * tile.warps, params, stream)
     return out, lse
@@ -54,25 +53,28 @@ def attention(runtime: Runtime, call: AttentionCall) -> tuple[Any, Any]:
 @functools.lru_cache(maxsize=4096)
 def _tiling(runtime: Runtime, index: int, head_dim: int, tile_heads: int, query_length: int, rows: int, size: int,
             dense_bias: str | None, sequences: int) -> tuple[Tile, int, int]:
-    """Tile shape, tiles per row of heads, and blocks in all, for ``rows`` = batch times heads, elements of ``size``
-    bytes, the kernels' type of a dense bias, and packed ``sequences`` (0: none)."""
-    limit, processors = runtime.shared_memory_limit(index), runtime.multiprocessors(index)
+    """Tile shape, tiles per set of heads, and blocks in all, for ``rows`` = batch times heads, elements of ``size``
+    bytes, the kernels' type of a dense bias, and the number of packed ``sequences`` (0: none)."""
+    limit, num_sms = runtime.shared_memory_limit(index), runtime.num_sms(index)
 
     def cover(tile: Tile) -> tuple[Tile, int, int]:
-        tiles = tile_numbers(query_length, tile.block_m // tile_heads, sequences)
+        tiles = tile_count(query_length, tile.block_m // tile_heads, sequences)
         return tile, tiles, tiles * (rows // tile_heads)
 
     tile, tiles, grid = cover(tile_shape(head_dim, limit, False, size, dense_bias))
-    if grid < processors:
+    if grid < num_sms:
         return cover(tile_shape(head_dim, limit, True, size, dense_bias))
-    if dense_bias is None and head_dim <= 64 and grid >= 8 * processors:
+    if dense_bias is None and head_dim <= 64 and grid >= 8 * num_sms:
         tile = tile._replace(min_blocks=3)  # 10 % faster where there are enough tiles for several waves, else slower
     return tile, tiles, grid
 
 
-@functools.cache
-def load_kernel(runtime: Runtime, kind: type[jit.Config], entry: str, index: int, *fields: Any) -> LoadedKernel:
-    """The kernel ``entry`` of ``kind(*fields)`` (looked up per launch: fields hash faster than a config)."""
+@functools.cache  # by fields: they hash faster than a configuration
+def _kernel(runtime: Runtime, index: int, element: str, head_dim: int, vector: bool, heads: int, tile: Tile, keys: str,
+            causal: bool, bias: int, softcap: bool, bits: bool, bias_element: str, sequences: bool,
+            page_size: int) -> LoadedKernel:
     runtime.check_layout(index)
-    config = kind(*fields)
-    return runtime.load(config, entry, index, getattr(config, "shared_bytes", 0))
+    config = ForwardConfig(element=element, head_dim=head_dim, vector=vector, heads=heads, **tile._asdict(), keys=keys,
+                           causal=causal, bias=bias, softcap=softcap, bits=bits, bias_element=bias_element,
+                           sequences=sequences, page_size=page_size)
+    return runtime.load(config, "attention_forward", index, config.shared_bytes)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.attention.tiles import heads_per_tile
 from cupy_dma.backends.cuda.lists.dense_mask import PackedMask, dense_lists, mask_rows, pack_mask
-from cupy_dma.backends.cuda.lists.intervals import EQUAL, KeyLists, Lower, key_lists
+from cupy_dma.backends.cuda.lists.intervals import NO_SHORT_TILES, KeyLists, ShortTiles, key_lists
 from cupy_dma.backends.cuda.lists.varlen import mask_of_rows
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE, BIAS_NONE, BIAS_OF_KEYS, ELEMENT_BYTES, ELEMENTS
@@ -81,7 +81,7 @@ class Problem:
             pages = self.sequences.pages
             self.params.update(bounds=self.sequences.bounds.pointer, sequences=self.sequences.count)
             if pages is not None:
-                self.params.update(pages=pages.pointer, key_batch=0, value_batch=0, key_page=key.strides[0],
+                self.params.update(page_table=pages.pointer, key_batch=0, value_batch=0, key_page=key.strides[0],
                                    value_page=value.strides[0])
         if rows is not None:
             mask_batch, mask_heads = rows
@@ -114,16 +114,16 @@ class Problem:
             self.causal = False
 
     def key_lists(self, runtime: Runtime, queries: int, block_n: int, stream: int,
-                  lower: Lower = EQUAL) -> KeyLists | None:
-        """The lists of keys of tiles of ``queries`` queries, some of a mask's ``lower``; None where every key is looked
-        at. Lengths are not 0."""
+                  short_tiles: ShortTiles = NO_SHORT_TILES) -> KeyLists | None:
+        """The lists of keys of tiles of ``queries`` queries, the first ``short_tiles`` of them with fewer; None where
+        every key is looked at. Lengths are not 0."""
         packed = self.packed_mask(runtime, stream)
         if packed is not None:
             return dense_lists(runtime, packed, queries, stream)
         if self.mask is None:
             return None
         return key_lists(runtime, self.mask, self.params["query_length"], queries, block_n, self.causal, stream,
-                         self.sequences, lower)
+                         self.sequences, short_tiles)
 
     def packed_mask(self, runtime: Runtime, stream: int) -> PackedMask | None:
         """The bits of a dense mask, with all else that hides keys; made once for the passes of a call."""
@@ -134,12 +134,13 @@ class Problem:
 
     def pack(self, lists: KeyLists | None = None, **fields: Any) -> Any:
         """The kernels' parameters, with what ``fields`` adds."""
-        return jit.params("common/params.cuh", "AttentionParams").pack_some(self.params, lists.fields if lists else {}, fields)
+        params = jit.params("common/params.cuh", "AttentionParams")
+        return params.pack_some(self.params, lists.fields if lists else {}, fields)
 
 
 def _bias(bias: Operand | None) -> tuple[Operand | None, int]:
-    """A bias as the kernels read it, and its kind: one of keys in float32, a dense one in its own type or float32 for
-    float64. Its array may have three or four axes."""
+    """A bias as the kernels read it, and its kind: per key in float32, or dense in its own type (float32 for float64).
+    Its array may have three or four axes."""
     if bias is None:
         return None, BIAS_NONE
     if bias.shape[2] != 1:

@@ -1,4 +1,4 @@
-"""The attention forward on Hopper GPUs (``kernels/sm90``): warpgroup matrix products over gathered keys.
+"""The attention forward on Hopper GPUs (``kernels/sm90``): warpgroup MMAs (wgmma) over gathered keys.
 
 It serves 16-bit elements in aligned rows, with a positive scale that a bias can be divided by, no float32 bias per
 query and key and, where there is a mask, more than a few keys; the portable kernel does the rest and gives the same
@@ -16,12 +16,13 @@ from numpy.polynomial import Polynomial
 
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.attention.problem import Problem
-from cupy_dma.backends.cuda.attention.sm90_schedule import HopperTile, Work, facts_of, is_dense, tile_shape, work_of
+from cupy_dma.backends.cuda.attention.sm90_schedule import Work, tile_shape, work_of
+from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile, facts_of, is_dense
 from cupy_dma.backends.cuda.attention.tma import queries_map, rows_map, runs_map
-from cupy_dma.backends.cuda.lists.intervals import KeyLists, Lower
+from cupy_dma.backends.cuda.lists.intervals import KeyLists, ShortTiles
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE, ELEMENTS, blocks
-from cupy_dma.backends.cuda.runtime.device import Runtime
+from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
 
 if TYPE_CHECKING:
     from cupy_dma.calls.types import AttentionCall
@@ -32,13 +33,13 @@ class HopperForwardConfig(jit.Config):
     source = "sm90/forward.cu"
     element: str
     head_dim: int
-    heads: int  # of a group in one tile
+    heads: int  # of a GQA group in one tile
     block_m: int
     block_n: int
     stages: int
     value_stages: int
     query_stages: int
-    turns: bool
+    ping_pong: bool
     keys: str
     causal: bool
     bias: int  # BIAS_NONE, BIAS_OF_KEYS, BIAS_DENSE
@@ -46,10 +47,10 @@ class HopperForwardConfig(jit.Config):
     bits: bool
     bias_element: str
     sequences: bool
-    bulk: bool
-    query_bulk: bool
+    kv_tma: bool
+    query_tma: bool
     runs: bool
-    split: bool = False  # the last tiles are split up along their keys
+    split: bool = False  # the last tiles are split along their keys
 
     @property
     def shared_bytes(self) -> int:
@@ -77,7 +78,7 @@ class CombineConfig(jit.Config):
 
 
 COMBINE_THREADS = 256  # as in the kernel file
-SMALLEST_SCALE = 2.0**-40  # sums begin at bias / scale, which must stay far from the largest float32
+SMALLEST_SCALE = 2.0**-40  # accumulators begin at bias / scale, which must stay far from the largest float32
 FEW_KEYS = 512  # of a mask that is left to the portable kernel
 
 
@@ -90,7 +91,7 @@ def serves(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) 
 
 
 def _pays(call: AttentionCall, problem: Problem) -> bool:
-    """But for masks of few keys, where the portable kernel is faster by up to 6 us."""
+    """False for masks of few keys, where the portable kernel is faster by up to 6 us."""
     return call.key_length > FEW_KEYS or (problem.mask is None and not problem.bits)
 
 
@@ -102,60 +103,61 @@ def _strides_fit(problem: Problem) -> bool:
 def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any, lse: Any) -> None:
     """Writes ``out`` and ``lse`` of a call that ``serves``; on the call's device."""
     query, library, device = call.query, call.query.library, call.query.device
-    processors = runtime.multiprocessors(device.index)
+    num_sms = runtime.num_sms(device.index)
     facts = facts_of(call, problem)
-    tile = tile_shape(facts, processors)
-    work = work_of(facts, tile, processors)
+    tile = tile_shape(facts, num_sms)
+    work = work_of(facts, tile, num_sms)
     queries, stream = tile.block_m // problem.tile_heads, library.stream(device)
     problem.move_mask_to_rows(runtime, stream)
-    lists: KeyLists | None = problem.key_lists(runtime, queries, tile.block_n, stream,
-                                                     Lower(work.lower, 64 // problem.tile_heads))
+    short_tiles = ShortTiles(tiles=work.short_tiles, missing_queries=64 // problem.tile_heads)
+    lists: KeyLists | None = problem.key_lists(runtime, queries, tile.block_n, stream, short_tiles)
     ordered = is_dense(problem)
     key_maps = _runs_maps(call) if ordered else b"" if lists is not None else _maps(call, tile.block_n)
     query_map = queries_map(query, queries, problem.tile_heads) if tile.block_m % problem.tile_heads == 0 else None
     out_map = b"" if query_map is None else _out_map(call, problem, library.pointer(out))
-    kernel = _kernel(runtime, device.index, ELEMENTS[query.dtype], call.head_dim, problem.tile_heads, *tile,
+    kernel = _kernel(runtime, device.index, ELEMENTS[query.dtype], call.head_dim, problem.tile_heads, tile,
                      "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal and not problem.bits,
                      problem.bias_kind, call.softcap > 0.0, problem.bits, problem.bias_element, problem.count > 0,
                      bool(key_maps) and not ordered, query_map is not None, bool(key_maps) and ordered,
-                     work.parts > 1)
+                     work.num_splits > 1)
     params = problem.pack(lists, out=library.pointer(out), lse=library.pointer(lse), tiles=work.tiles,
-                          section=work.section, shorter=work.shorter, lower=work.lower)
+                          swizzle_group=work.swizzle_group, tail_tiles=work.tail_tiles, short_tiles=work.short_tiles)
     # struct ForwardParams: the maps first, and all of it a multiple of their alignment
     maps = key_maps + (query_map or b"") + out_map
-    parts = None if work.parts == 1 else _Parts(call, problem, tile, work)
-    packed = maps + params + (parts.packed if parts else b"")
+    splits = None if work.num_splits == 1 else _Splits(call, problem, tile, work)
+    packed = maps + params + (splits.packed if splits else b"")
     packed += _softcap_polynomials(call.scale, call.softcap, problem.bias_kind != BIAS_DENSE)
     packed += bytes(-len(packed) % (64 if maps else 8))
     kernel.launch(work.grid, 128 + 2 * tile.block_m, packed, stream)
-    if parts:
-        parts.combine(runtime, out, lse)
+    if splits:
+        splits.combine(runtime, out, lse)
 
 
-class _Parts:
-    """What the parts of the last tiles leave, of each tile one after the other (kernels/sm90/split_kv.cuh)."""
+class _Splits:
+    """The results of the splits of the last tiles, tile by tile (kernels/sm90/split_kv.cuh)."""
 
     def __init__(self, call: AttentionCall, problem: Problem, tile: HopperTile, work: Work):
         query = call.query
         sets = query.shape[0] * (call.heads // problem.tile_heads)
         self.call, self.work = call, work
-        self.config = ELEMENTS[query.dtype], call.head_dim, problem.tile_heads, tile.block_m
+        self.config = ELEMENTS[query.dtype], call.head_dim, problem.tile_heads, tile.block_m  # of CombineConfig
         self.rows = (sets * work.tiles - work.first) * tile.block_m
-        rows = self.rows * work.parts
+        rows = self.rows * work.num_splits
         self.workspace = query.library.empty((rows * (call.head_dim + 1),), "float32", query.device)
         self.output = query.library.pointer(self.workspace)
         self.lse = self.output + 4 * rows * call.head_dim
-        self.packed = jit.params("sm90/split_kv.cuh", "Parts").pack(
-            output=self.output, lse=self.lse, first=work.first, count=work.parts,
+        self.packed = jit.params("sm90/split_kv.cuh", "Splits").pack(
+            output=self.output, lse=self.lse, first=work.first, count=work.num_splits,
             blocks=rows // tile.block_m)
 
     def combine(self, runtime: Runtime, out: Any, lse: Any) -> None:
-        """Adds them up, behind the kernel that left them."""
+        """Combines them, behind the kernel that left them."""
         query, work = self.call.query, self.work
         library, (batch, length, heads, _) = query.library, query.shape
         params = jit.params("sm90/combine.cu", "CombineParams").pack(
-            partial=self.output, partial_lse=self.lse, out=library.pointer(out), lse=library.pointer(lse), parts=work.parts,
-            first=work.first, batch=batch, query_length=length, heads=heads, tiles=work.tiles, shorter=work.shorter)
+            partial=self.output, partial_lse=self.lse, out=library.pointer(out), lse=library.pointer(lse),
+            num_splits=work.num_splits, first=work.first, batch=batch, query_length=length, heads=heads,
+            tiles=work.tiles, tail_tiles=work.tail_tiles)
         kernel, block_rows = _combine_kernel(runtime, query.device.index, *self.config)
         kernel.launch(self.rows // block_rows, COMBINE_THREADS, params, library.stream(query.device))
 
@@ -167,7 +169,7 @@ _TANH_POLYNOMIALS = ((0.5, (0.99999945577, -0.33326317936, 0.13190296603, -0.044
 
 @functools.lru_cache(maxsize=64)
 def _softcap_polynomials(scale: float, softcap: float, powers_of_2: bool) -> bytes:
-    """Two ``SoftcapPolynomial`` of kernels/sm90/config.cuh; nothing without a softcap."""
+    """Two ``SoftcapPolynomial`` of kernels/sm90/work.cuh; nothing without a softcap."""
     if softcap == 0.0:
         return b""
     ratio, unit = scale / softcap, math.log2(math.e) if powers_of_2 else 1.0
@@ -183,13 +185,13 @@ def _softcap_polynomials(scale: float, softcap: float, powers_of_2: bool) -> byt
 
 
 def _maps(call: AttentionCall, block: int) -> bytes:
-    """The tensors of keys and values for the copy engine; empty where it cannot read them."""
+    """The TMA descriptors of keys and values; empty where TMA cannot read them."""
     return _joined(rows_map(call.key, block), rows_map(call.value, block))
 
 
 def _out_map(call: AttentionCall, problem: Problem, pointer: int) -> bytes:
-    """The output for the copy engine, a warp's 16 rows at a time (``OUT_BULK`` in kernels/sm90/config.cuh); empty where
-    it does not write it."""
+    """The TMA descriptor of the output, stored the 16 rows of a warp at a time (``OUT_TMA`` in
+    kernels/sm90/config.cuh); empty where TMA does not store it."""
     heads = problem.tile_heads
     if problem.count > 0 or 16 % heads != 0:
         return b""
@@ -203,7 +205,7 @@ def _out_map(call: AttentionCall, problem: Problem, pointer: int) -> bytes:
 
 
 def _runs_maps(call: AttentionCall) -> bytes:
-    """The same for keys that follow each other in the list of a tile."""
+    """The same for consecutive keys in the list of a tile."""
     return _joined(runs_map(call.key), runs_map(call.value))
 
 
@@ -212,12 +214,17 @@ def _joined(key: bytes | None, value: bytes | None) -> bytes:
 
 
 @functools.cache
-def _combine_kernel(runtime: Runtime, index: int, *fields: Any) -> tuple[Any, int]:
-    config = CombineConfig(*fields)
-    return runtime.load(config, "combine_parts", index), config.block_rows
+def _combine_kernel(runtime: Runtime, index: int, element: str, head_dim: int, heads: int,
+                    block_m: int) -> tuple[LoadedKernel, int]:
+    config = CombineConfig(element=element, head_dim=head_dim, heads=heads, block_m=block_m)
+    return runtime.load(config, "combine_splits", index), config.block_rows
 
 
-@functools.cache
-def _kernel(runtime: Runtime, index: int, *fields: Any) -> Any:
-    config = HopperForwardConfig(*fields)
+@functools.cache  # by fields: they hash faster than a configuration
+def _kernel(runtime: Runtime, index: int, element: str, head_dim: int, heads: int, tile: HopperTile, keys: str,
+            causal: bool, bias: int, softcap: bool, bits: bool, bias_element: str, sequences: bool, kv_tma: bool,
+            query_tma: bool, runs: bool, split: bool) -> LoadedKernel:
+    config = HopperForwardConfig(element=element, head_dim=head_dim, heads=heads, **tile._asdict(), keys=keys,
+                                 causal=causal, bias=bias, softcap=softcap, bits=bits, bias_element=bias_element,
+                                 sequences=sequences, kv_tma=kv_tma, query_tma=query_tma, runs=runs, split=split)
     return runtime.load(config, "attention_forward", index, config.shared_bytes)

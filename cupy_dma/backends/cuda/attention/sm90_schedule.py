@@ -1,313 +1,222 @@
-"""Tiles of the Hopper forward (``kernels/sm90``): their shapes, which of them a call takes, how they are dealt out."""
+"""The tile scheduler of the Hopper forward, host side: which tile a call takes, and how its tiles fill the SMs.
+
+The device side is ``kernels/sm90/scheduler.cuh``. Tiles run on persistent CTAs, one per SM, in waves; what these
+functions decide is the last wave, which rarely fills the SMs: its tiles may be cut by rows, be short ones, or be split
+along their keys (split-KV). Times are relative to that of a tile with the most keys.
+"""
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-from cupy_dma.backends.cuda.attention.problem import Problem
-from cupy_dma.backends.cuda.lists.varlen import tile_numbers
-from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE, blocks
+from cupy_dma.backends.cuda.attention.sm90_tiles import (
+    BLOCK_128_KEYS,
+    SECOND_TIMES,
+    Facts,
+    HopperTile,
+    entry,
+    tiles_of,
+)
+from cupy_dma.backends.cuda.lists.varlen import tile_count
+from cupy_dma.backends.cuda.runtime.configs import blocks
 
-if TYPE_CHECKING:
-    from cupy_dma.calls.types import AttentionCall
-
-
-class HopperTile(NamedTuple):
-    """A block's part of the attention: rows (queries times heads), keys at a time, stages of keys, of their values and
-    of queries, and whether the warpgroups that multiply take turns in doing so."""
-
-    block_m: int
-    block_n: int
-    stages: int
-    value_stages: int
-    query_stages: int
-    turns: bool = False
-
-
-SECTION_ROUNDS = 2  # so many tiles a multiprocessor has of a section at least, if there is more than one
-SECTION_BYTES = 24 << 20
-# By what a call's keys are and the largest head dim, measured by benchmarks/tune_sm90.py: one or two tiles, of which
-# a call takes the one with less time. Warpgroups that do not take turns come to do the same thing at the same time;
-# where there are two of them and little else to wait for, turns cost more than they bring. A tile of few keys is over
-# before the next one but one has its queries, which come to the place of its output: there it is worth a third place.
-WIDE_64, WIDE_128 = HopperTile(192, 96, 5, 5, 2, turns=True), HopperTile(192, 64, 4, 3, 2, turns=True)
-TILES: dict[str, dict[int, tuple[HopperTile, ...]]] = {
-    "short intervals": {64: (HopperTile(192, 64, 6, 6, 3, turns=True), HopperTile(128, 64, 6, 6, 3, turns=True)),
-                        128: (HopperTile(192, 64, 2, 2, 3, turns=True), HopperTile(128, 64, 4, 4, 2, turns=True))},
-    "intervals": {64: (WIDE_64, HopperTile(128, 128, 4, 4, 2, turns=True)),
-                  128: (WIDE_128, HopperTile(128, 64, 4, 4, 2, turns=True)),
-                  192: (HopperTile(128, 64, 2, 2, 2, turns=True),), 256: (HopperTile(128, 32, 2, 2, 2, turns=True),)},
-    "intervals with softcap": {64: (WIDE_64, HopperTile(128, 128, 4, 4, 2)),
-                               128: (WIDE_128, HopperTile(128, 64, 4, 4, 2, turns=True)),
-                               192: (HopperTile(128, 64, 2, 2, 2, turns=True),),
-                               256: (HopperTile(128, 32, 2, 2, 2, turns=True),)},
-    "bits": {64: (HopperTile(128, 128, 4, 4, 2),), 128: (HopperTile(128, 128, 2, 2, 2, turns=True),),
-             192: (HopperTile(128, 64, 2, 2, 2),), 256: (HopperTile(128, 32, 2, 2, 2, turns=True),)},
-    "contiguous": {64: (HopperTile(192, 128, 3, 3, 2, turns=True), HopperTile(128, 128, 4, 4, 2)),
-                   128: (HopperTile(128, 128, 2, 2, 2, turns=True),), 192: (HopperTile(128, 64, 2, 2, 2),),
-                   256: (HopperTile(128, 32, 2, 2, 2),)},
-    "contiguous with bias": {64: (WIDE_64, HopperTile(128, 128, 4, 4, 2)),
-                             128: (HopperTile(128, 128, 2, 2, 2),), 192: (HopperTile(128, 64, 2, 2, 2),),
-                             256: (HopperTile(128, 32, 2, 2, 2, turns=True),)},
-    "contiguous with bias and softcap": {64: (WIDE_64, HopperTile(128, 128, 4, 4, 2)),
-                                         128: (HopperTile(128, 128, 2, 2, 2),), 192: (HopperTile(128, 64, 2, 2, 2),),
-                                         256: (HopperTile(128, 32, 2, 2, 2, turns=True),)},
-}
-# The time of the second of two tiles, by that of the first. Blocks of 128 keys pay for lists of as many keys or more.
-SECOND_TIMES: dict[str, dict[int, float]] = {
-    "short intervals": {64: 0.78, 128: 0.85}, "intervals": {64: 0.77, 96: 0.78, 128: 0.73},
-    "intervals with softcap": {64: 0.75, 96: 0.7, 128: 0.72}, "contiguous": {64: 0.77},
-    "contiguous with bias": {64: 0.73}, "contiguous with bias and softcap": {64: 0.74}}
-SHORT_LISTS = {64: 192, 128: 128}  # keys of a query up to which intervals are short
-BLOCK_128_KEYS = 20  # what such a block of a list costs, in keys
-PART_TIMES = {192: (0.75, 0.9), 128: (0.85,)}  # of 64 and of 128 rows of a tile, by its own
-LOWER_TIME = 0.8  # of a tile of 128 rows among those of 192
-LOWER_ROUNDS = 3  # behind more, tiles that can be cut in two are
-TILE_TIME = 0.15  # of a tile without keys, by that of one with the most
-# Of tiles split up along their keys: the most parts of a tile, or of all if those are more, and the fewest keys of one,
-# where listed and of head dim 64.
-MOST_PARTS, MOST_PARTS_OF_ALL, LISTED_PART_KEYS = 32, 96, 128
-# What a round of them costs beside its keys, in such keys: in any case, and for each of its parts but the first ones,
-# and for each of a tile's.
-SPLIT_KEYS, PART_KEYS, FREE_PARTS, TILE_PART_KEYS = 400, 5, 32, 25
-CAUSAL_GAIN = 0.85  # of the time of whole tiles, below which causal ones are split up
-
-
-class Facts(NamedTuple):
-    """What tiles depend on, of a call."""
-
-    keys: str  # a name of ``TILES``
-    head_dim: int
-    tile_heads: int  # of a tile
-    group_sets: int  # of so many heads that share a kv head
-    groups: int  # kv heads of the whole batch
-    query_length: int
-    key_length: int
-    seen: int  # keys that a query may see
-    sequences: int  # packed ones
-    bits: bool  # there is a dense mask
-    listed: bool  # there is one of intervals
-    causal: bool  # there is none, and keys are those up to a query's own position
-
-    @property
-    def sets(self) -> int:
-        """Sets of ``tile_heads`` heads in the batch."""
-        return self.groups * self.group_sets
+SWIZZLE_GROUP_WAVES = 2  # tiles that an SM has of an L2 swizzle group at least, if there is more than one group
+SWIZZLE_GROUP_BYTES = 24 << 20  # keys and values that stay in L2
+CUT_TIMES = {192: (0.75, 0.9), 128: (0.85,)}  # of 64 and of 128 rows of a tile, relative to all of its rows
+SHORT_TILE_TIME = 0.8  # of a tile of 128 rows among those of 192
+SHORT_TILE_WAVES = 3  # after more waves, tiles that can be cut in two are
+TILE_TIME = 0.15  # of a tile without keys
+# Split-KV: the most splits of a tile, or of all tiles if that is more, and the fewest keys of a split of a list at head
+# dim 64.
+MAX_SPLITS, MAX_SPLITS_OF_ALL, LISTED_SPLIT_KEYS = 32, 96, 128
+# What a wave of splits costs beside its keys, in keys: in any case, for each split but the first FREE_SPLITS, and for
+# each split of one tile but as many.
+SPLIT_WAVE_KEYS, KEYS_PER_SPLIT, FREE_SPLITS, KEYS_PER_SPLIT_OF_TILE = 400, 5, 32, 25
+CAUSAL_GAIN = 0.85  # causal tiles are split if that takes less than this part of the time of whole tiles
 
 
 class Work(NamedTuple):
-    """How the tiles of a call are dealt out: what the launch and the kernel's parameters say of it."""
+    """The schedule of a call's tiles: what the launch and the kernel's parameters say of it."""
 
     tiles: int  # of a set of heads
-    grid: int  # blocks, which stay for many tiles
-    section: int  # sets of heads whose keys and values stay in the second cache together, if they fit
-    shorter: int  # tiles of a set that come last, as they may meet fewer keys than the others or are lower
-    lower: int = 0  # of those, all that the last round has, so many have two thirds of the rows
-    first: int = 0  # of the tiles that are split up along their keys, in the order in which they are dealt out
-    parts: int = 1  # of each of those; 1: none is split up
-
-
-def facts_of(call: AttentionCall, problem: Problem) -> Facts:
-    bound = None if problem.mask is None else problem.mask._bound
-    seen = call.key_length if bound is None else min(call.key_length, bound[0])
-    listed = problem.mask is not None
-    return Facts(_keys(call, problem, seen), call.head_dim, problem.tile_heads,
-                 call.heads // call.kv_heads // problem.tile_heads, call.batch * call.kv_heads, call.query_length,
-                 call.key_length, seen, problem.count, problem.bits, listed, problem.causal and not listed)
-
-
-def _keys(call: AttentionCall, problem: Problem, seen: int) -> str:
-    if is_dense(problem):
-        return "bits"
-    if problem.mask is not None:
-        if call.softcap > 0.0:
-            return "intervals with softcap"
-        return "short intervals" if seen <= (_entry(SHORT_LISTS, call.head_dim) or 0) else "intervals"
-    if problem.bias is None:
-        return "contiguous"
-    return "contiguous with bias" if call.softcap == 0.0 else "contiguous with bias and softcap"
-
-
-def is_dense(problem: Problem) -> bool:
-    """A dense mask, a dense bias, or both: keys come in blocks of some that follow each other, or nearly so."""
-    return problem.bits or problem.bias_kind == BIAS_DENSE
-
-
-def tiles_of(keys: str, head_dim: int) -> tuple[HopperTile, ...]:
-    """The tiles for a name of ``TILES``; none where there are none for this head dim."""
-    return _entry(TILES[keys], head_dim) or ()
-
-
-def _entry(table: dict[int, Any], head_dim: int) -> Any:
-    return next((entry for largest, entry in table.items() if head_dim <= largest), None)
+    grid: int  # persistent CTAs
+    swizzle_group: int  # sets of heads whose keys and values stay in L2 together, if they fit
+    tail_tiles: int  # tiles of a set that are scheduled last: they may meet fewer keys, or are short
+    short_tiles: int = 0  # of those, all of the last wave: tiles with two thirds of the rows
+    first: int = 0  # index in the schedule of the first tile that is split along its keys
+    num_splits: int = 1  # of each of those; 1: none is split
 
 
 @functools.lru_cache(maxsize=4096)
-def tile_shape(facts: Facts, processors: int) -> HopperTile:
-    """The tile for a call: the one with less time on so many multiprocessors."""
+def tile_shape(facts: Facts, num_sms: int) -> HopperTile:
+    """The tile for a call: the one with less time on ``num_sms`` SMs."""
     first, *others = tiles_of(facts.keys, facts.head_dim)
     if not others:
         return first
     second, = others
-    time = _entry(SECOND_TIMES[facts.keys], facts.head_dim)
+    time = entry(SECOND_TIMES[facts.keys], facts.head_dim)
     if facts.listed and second.block_n > first.block_n:
         time *= 1 + BLOCK_128_KEYS / max(1, facts.seen)
-    return first if rounds(facts, first, processors) <= time * rounds(facts, second, processors) else second
+    return first if waves(facts, first, num_sms) <= time * waves(facts, second, num_sms) else second
 
 
 @functools.lru_cache(maxsize=4096)
-def work_of(facts: Facts, tile: HopperTile, processors: int) -> Work:
-    """Few tiles are cut up among several blocks each (``scheduled`` in kernels/sm90/producer.cuh), by rows, or where it
-    takes less time split up along their keys (kernels/sm90/split_kv.cuh). Or all of the last round are lower ones."""
-    work = _whole_tiles(facts, tile, processors)
-    full, rest = divmod(work.tiles * facts.sets, processors)
-    parts = _parts(facts, tile, processors, work)
-    if parts > 1:
-        return work._replace(grid=processors if full else rest * parts, first=full * processors, parts=parts)
-    lower = _lower(facts, tile, processors, work)
-    if lower == 0:
+def work_of(facts: Facts, tile: HopperTile, num_sms: int) -> Work:
+    """The schedule of a call. If the tiles of the last wave are few, the kernel cuts them by rows (``schedule`` in
+    kernels/sm90/scheduler.cuh); where it takes less time they are split along their keys (kernels/sm90/split_kv.cuh),
+    or that wave has short tiles only."""
+    work = _whole_tiles(facts, tile, num_sms)
+    full, rest = divmod(work.tiles * facts.sets, num_sms)
+    num_splits = _num_splits(facts, tile, num_sms, work)
+    if num_splits > 1:
+        return work._replace(grid=num_sms if full else rest * num_splits, first=full * num_sms, num_splits=num_splits)
+    short_tiles = _short_tiles(facts, tile, num_sms, work)
+    if short_tiles == 0:
         return work
-    higher = full * processors // facts.sets
-    return work._replace(tiles=higher + lower, grid=processors if full else lower * facts.sets,
-                         shorter=max(work.shorter, lower), lower=lower)
+    regular = full * num_sms // facts.sets
+    return work._replace(tiles=regular + short_tiles, grid=num_sms if full else short_tiles * facts.sets,
+                         tail_tiles=max(work.tail_tiles, short_tiles), short_tiles=short_tiles)
 
 
-def _whole_tiles(facts: Facts, tile: HopperTile, processors: int) -> Work:
-    """Those that may meet fewer keys, as their queries have fewer before them than a query of the mask sees at most,
-    are dealt out last, all sets at a time, so these keys must fit into the second cache."""
+def _whole_tiles(facts: Facts, tile: HopperTile, num_sms: int) -> Work:
+    """The schedule without splits and short tiles. Tail tiles may meet fewer keys, since their queries have fewer keys
+    before them than a query of the mask sees at most; they are scheduled last, all sets together, so these keys must
+    fit into L2."""
     queries = tile.block_m // facts.tile_heads
-    tiles = tile_numbers(facts.query_length, queries, facts.sequences)
-    parts = tile.block_m // 64 if _cut(facts) else 1
-    groups = max(1, SECTION_BYTES // _bytes(facts, facts.key_length))
-    sections = max(1, min(blocks(facts.groups, groups), facts.sets * tiles // (SECTION_ROUNDS * processors)))
-    section = blocks(facts.groups, sections) * facts.group_sets
-    shorter = 0
+    tiles = tile_count(facts.query_length, queries, facts.sequences)
+    slices = tile.block_m // 64 if _row_cut(facts) else 1
+    groups = max(1, SWIZZLE_GROUP_BYTES // _bytes(facts, facts.key_length))
+    num_groups = max(1, min(blocks(facts.groups, groups), facts.sets * tiles // (SWIZZLE_GROUP_WAVES * num_sms)))
+    swizzle_group = blocks(facts.groups, num_groups) * facts.group_sets
+    tail_tiles = 0
     if facts.seen < facts.key_length and not facts.sequences and _fit_together(facts):
-        shorter = max(0, facts.seen + facts.query_length - facts.key_length) // queries
-    return Work(tiles, min(parts * tiles * facts.sets, processors), section, shorter)
+        tail_tiles = max(0, facts.seen + facts.query_length - facts.key_length) // queries
+    return Work(tiles, min(slices * tiles * facts.sets, num_sms), swizzle_group, tail_tiles)
 
 
 def _fit_together(facts: Facts) -> bool:
-    """Whether the keys that a query of each set sees fit into the second cache."""
-    return facts.groups * _bytes(facts, facts.seen) <= SECTION_BYTES
+    """Whether the keys that a query of each set sees fit into L2."""
+    return facts.groups * _bytes(facts, facts.seen) <= SWIZZLE_GROUP_BYTES
 
 
-def _cut(facts: Facts) -> bool:
-    """Whether tiles may be cut up: ``CUT`` in kernels/sm90/config.cuh."""
+def _row_cut(facts: Facts) -> bool:
+    """Whether tiles may be cut by rows: ``ROW_CUT`` in kernels/sm90/config.cuh."""
     return 64 % facts.tile_heads == 0 and not facts.bits and not facts.causal
 
 
-def _lower(facts: Facts, tile: HopperTile, processors: int, work: Work) -> int:
-    """Of how many lower tiles each set has in the last round; 0 if it is not all of such, or none."""
-    full, rest = divmod(work.tiles * facts.sets, processors)
-    higher, odd = divmod(full * processors, facts.sets)
-    if rest == 0 or odd or tile.block_m != 192 or facts.sequences or not _cut(facts) or not _fit_together(facts):
+def _short_tiles(facts: Facts, tile: HopperTile, num_sms: int, work: Work) -> int:
+    """How many short tiles each set has in the last wave, which then has no others; 0: none."""
+    full, rest = divmod(work.tiles * facts.sets, num_sms)
+    regular, odd = divmod(full * num_sms, facts.sets)
+    if rest == 0 or odd or tile.block_m != 192 or facts.sequences or not _row_cut(facts) or not _fit_together(facts):
         return 0
-    if full > LOWER_ROUNDS and 2 * rest <= processors:
+    if full > SHORT_TILE_WAVES and 2 * rest <= num_sms:
         return 0
-    queries, less = tile.block_m // facts.tile_heads, 64 // facts.tile_heads
-    lower = blocks(facts.query_length - higher * queries, queries - less)
-    time = _lower_time(facts, tile, processors, work)
-    return lower if lower * facts.sets <= processors and time < _cut_time(facts, tile, processors, work) else 0
+    queries, missing = tile.block_m // facts.tile_heads, 64 // facts.tile_heads
+    short_tiles = blocks(facts.query_length - regular * queries, queries - missing)
+    if short_tiles * facts.sets > num_sms:
+        return 0
+    faster = _short_tiles_time(facts, tile, num_sms, work) < _row_cut_time(facts, tile, num_sms, work)
+    return short_tiles if faster else 0
 
 
-def _parts(facts: Facts, tile: HopperTile, processors: int, work: Work) -> int:
-    """How many parts the tiles of the last round are split up into; 1: none. Under causality there is but one:
-    several balance tiles of different length."""
-    full, rest = divmod(work.tiles * facts.sets, processors)
+def _num_splits(facts: Facts, tile: HopperTile, num_sms: int, work: Work) -> int:
+    """How many splits each tile of the last wave has; 1: none. Under causality only if there is a single wave: several
+    balance tiles of different length."""
+    full, rest = divmod(work.tiles * facts.sets, num_sms)
     if rest == 0 or facts.sequences or facts.bits or (facts.causal and full):
         return 1
-    keys = _keys_at(facts, tile, work, full * processors)
-    most = min(processors // rest, max(MOST_PARTS, MOST_PARTS_OF_ALL // rest), keys // _least_part_keys(facts, tile))
-    return 1 if most < 2 else _best_parts(facts, tile, processors, work, most)
+    keys = _keys_at(facts, tile, work, full * num_sms)
+    most = min(num_sms // rest, max(MAX_SPLITS, MAX_SPLITS_OF_ALL // rest), keys // _min_split_keys(facts, tile))
+    return 1 if most < 2 else _best_splits(facts, tile, num_sms, work, most)
 
 
-def _least_part_keys(facts: Facts, tile: HopperTile) -> int:
-    """Of one part."""
-    return LISTED_PART_KEYS * 64 // facts.head_dim if facts.listed else 2 * tile.block_n
+def _min_split_keys(facts: Facts, tile: HopperTile) -> int:
+    """Of one split."""
+    return LISTED_SPLIT_KEYS * 64 // facts.head_dim if facts.listed else 2 * tile.block_n
 
 
-def _best_parts(facts: Facts, tile: HopperTile, processors: int, work: Work, most: int) -> int:
-    """The fastest number of parts, up to ``most``, for combine.cu reads four at a time; or 1, if it takes less time to
-    cut the tiles up. So it does for lists of all positions, of which the last tiles have the fewest keys, and where a
-    tile may skip most."""
+def _best_splits(facts: Facts, tile: HopperTile, num_sms: int, work: Work, most: int) -> int:
+    """The fastest number of splits, up to ``most`` (combine.cu reads four at a time); 1 if cutting by rows takes less
+    time. It does for lists of all positions, of which the last tiles have the fewest keys, and where a tile may skip
+    most keys."""
     if facts.listed and (facts.query_length == facts.key_length or facts.seen == facts.key_length):
         return 1
-    time, parts = min((_split_time(facts, tile, processors, work, n), n) for n in range(2, most + 1)
-                      if n <= 4 or n % 4 == 0)
-    whole = _cut_time(facts, tile, processors, work)
-    return parts if time < (CAUSAL_GAIN * whole if facts.causal else whole) else 1
+    time, num_splits = min((_split_time(facts, tile, num_sms, work, n), n) for n in range(2, most + 1)
+                           if n <= 4 or n % 4 == 0)
+    whole = _row_cut_time(facts, tile, num_sms, work)
+    return num_splits if time < (CAUSAL_GAIN * whole if facts.causal else whole) else 1
 
 
 def _bytes(facts: Facts, keys: int) -> int:
-    """Of so many keys of a head and their values."""
+    """Of ``keys`` keys of a head and their values."""
     return 2 * 2 * keys * facts.head_dim
 
 
-def rounds(facts: Facts, tile: HopperTile, processors: int) -> float:
-    """The time of all tiles, by that of one with the most keys."""
-    work, chosen = _whole_tiles(facts, tile, processors), work_of(facts, tile, processors)
+def waves(facts: Facts, tile: HopperTile, num_sms: int) -> float:
+    """The time of all tiles, in times of a tile with the most keys."""
+    work, chosen = _whole_tiles(facts, tile, num_sms), work_of(facts, tile, num_sms)
     count = facts.sets * work.tiles
-    if facts.causal and chosen.parts == 1:  # the longest tiles first, with half of the keys on average
-        return max(1.0, count / (2 * processors))
-    full = count // processors  # rounds
-    whole = min(full, facts.sets * (work.tiles - work.shorter) // processors)
-    total = whole + sum(_time_at(facts, work, place * processors) for place in range(whole, full))
-    if chosen.parts > 1:
-        return total + _split_time(facts, tile, processors, work, chosen.parts)
-    if chosen.lower > 0:
-        return total + _lower_time(facts, tile, processors, work)
-    return total + _cut_time(facts, tile, processors, work)
+    if facts.causal and chosen.num_splits == 1:  # the longest tiles first, with half of the keys on average
+        return max(1.0, count / (2 * num_sms))
+    full = count // num_sms
+    whole = min(full, facts.sets * (work.tiles - work.tail_tiles) // num_sms)
+    total = whole + sum(_time_at(facts, work, index * num_sms) for index in range(whole, full))
+    if chosen.num_splits > 1:
+        return total + _split_time(facts, tile, num_sms, work, chosen.num_splits)
+    if chosen.short_tiles > 0:
+        return total + _short_tiles_time(facts, tile, num_sms, work)
+    return total + _row_cut_time(facts, tile, num_sms, work)
 
 
-def _split_time(facts: Facts, tile: HopperTile, processors: int, work: Work, parts: int) -> float:
-    """The time of the last round, its tiles split up into so many parts: a fit to 176 calls, of which the chosen number
-    costs 1 % more than the best one on average. Keys of a longer head dim, and of more rows, take longer."""
-    full, rest = divmod(work.tiles * facts.sets, processors)
-    keys = _keys_at(facts, tile, work, full * processors) / parts
-    beside = (SPLIT_KEYS * (128 / tile.block_m)**0.65 + PART_KEYS * max(0, rest * parts - FREE_PARTS)
-              + TILE_PART_KEYS * max(0, parts - FREE_PARTS))
+def _split_time(facts: Facts, tile: HopperTile, num_sms: int, work: Work, num_splits: int) -> float:
+    """The time of the last wave with its tiles split: a fit to 176 calls, for which the chosen number of splits costs
+    1 % more than the best one on average. Keys of a longer head dim, and of more rows, take longer."""
+    full, rest = divmod(work.tiles * facts.sets, num_sms)
+    keys = _keys_at(facts, tile, work, full * num_sms) / num_splits
+    beside = (SPLIT_WAVE_KEYS * (128 / tile.block_m)**0.65 + KEYS_PER_SPLIT * max(0, rest * num_splits - FREE_SPLITS)
+              + KEYS_PER_SPLIT_OF_TILE * max(0, num_splits - FREE_SPLITS))
     return (keys + beside * (64 / facts.head_dim)**0.75) / _most_keys(facts, tile)
 
 
-def _cut_time(facts: Facts, tile: HopperTile, processors: int, work: Work) -> float:
-    """The same, its tiles cut up where they may be."""
-    full, rest = divmod(work.tiles * facts.sets, processors)
+def _row_cut_time(facts: Facts, tile: HopperTile, num_sms: int, work: Work) -> float:
+    """The same with its tiles cut by rows where they may be."""
+    full, rest = divmod(work.tiles * facts.sets, num_sms)
     if rest == 0:
         return 0.0
-    first = full * processors
+    first = full * num_sms
     time = _time_at(facts, work, first)
-    if not _cut(facts):
+    if not _row_cut(facts):
         return time
-    third, *half = PART_TIMES[tile.block_m]
-    if 2 * rest > processors:
-        return max(third * time, _time_at(facts, work, first + (processors - rest) // (tile.block_m // 64 - 1)))
-    return time * (third if tile.block_m // 64 * rest <= processors else half[0])
+    third, *half = CUT_TIMES[tile.block_m]
+    if 2 * rest > num_sms:
+        return max(third * time, _time_at(facts, work, first + (num_sms - rest) // (tile.block_m // 64 - 1)))
+    return time * (third if tile.block_m // 64 * rest <= num_sms else half[0])
 
 
-def _lower_time(facts: Facts, tile: HopperTile, processors: int, work: Work) -> float:
-    """The same of lower tiles."""
-    full = work.tiles * facts.sets // processors
-    return LOWER_TIME * _time_at(facts, work, full * processors)
+def _short_tiles_time(facts: Facts, tile: HopperTile, num_sms: int, work: Work) -> float:
+    """The same with short tiles."""
+    full = work.tiles * facts.sets // num_sms
+    return SHORT_TILE_TIME * _time_at(facts, work, full * num_sms)
 
 
-def _time_at(facts: Facts, work: Work, place: int) -> float:
-    """Of the tile that is dealt out there."""
-    return 1.0 - (1.0 - TILE_TIME) * _missing(facts, work, place)
+def _time_at(facts: Facts, work: Work, index: int) -> float:
+    """Of the tile at ``index`` of the schedule."""
+    return 1.0 - (1.0 - TILE_TIME) * _missing(facts, work, index)
 
 
-def _keys_at(facts: Facts, tile: HopperTile, work: Work, place: int) -> int:
+def _keys_at(facts: Facts, tile: HopperTile, work: Work, index: int) -> int:
     """Keys of that tile."""
-    return int(_most_keys(facts, tile) * (1.0 - _missing(facts, work, place)))
+    return int(_most_keys(facts, tile) * (1.0 - _missing(facts, work, index)))
 
 
-def _missing(facts: Facts, work: Work, place: int) -> float:
-    """Which part of the most keys that tile has not."""
-    longer = facts.sets * (work.tiles - work.shorter)
-    left = 0 if place < longer else (place - longer) // facts.sets + 1
-    return left / (work.shorter + 1)
+def _missing(facts: Facts, work: Work, index: int) -> float:
+    """Which part of the most keys that tile lacks."""
+    regular = facts.sets * (work.tiles - work.tail_tiles)
+    left = 0 if index < regular else (index - regular) // facts.sets + 1
+    return left / (work.tail_tiles + 1)
 
 
 def _most_keys(facts: Facts, tile: HopperTile) -> int:
-    """Of a tile: a query has one key more or less than the one before it."""
+    """Of a tile: each query sees at most one key that the one before it does not."""
     return min(facts.key_length, facts.seen + tile.block_m // facts.tile_heads)

@@ -35,7 +35,7 @@ _FORWARD: Tiles = {2: {
     192: (Tile(128, 32, 8, 1), Tile(128, 16, 8, 1), Tile(64, 16, 4, 1)),
     256: (Tile(128, 16, 8, 1), Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
 }}
-_BACKWARD_QUERY: Tiles = {2: {
+_BACKWARD_DQ: Tiles = {2: {
     64: (Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
     128: (Tile(128, 32, 4, 2), Tile(64, 32, 4, 2)),
     256: (Tile(64, 32, 4, 1), Tile(32, 16, 2, 1)),
@@ -44,7 +44,7 @@ _BACKWARD_QUERY: Tiles = {2: {
     128: (Tile(64, 16, 4, 2), Tile(32, 16, 2, 1)),
     256: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
 }}
-_BACKWARD_KEY: KeyTilesOf = {2: {
+_BACKWARD_DKV: KeyTilesOf = {2: {
     64: (KeyTile(64, 64, 4, 2),),
     128: (KeyTile(64, 64, 4, 2), KeyTile(64, 32, 4, 1)),
     256: (KeyTile(64, 32, 4, 1), KeyTile(32, 16, 2, 1)),
@@ -63,7 +63,7 @@ _BIASED_FORWARD: Tiles = {2: {
     128: (Tile(128, 16, 4, 2), Tile(128, 32, 8, 1), Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
     256: (Tile(128, 16, 8, 1), Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
 }}
-_BIASED_BACKWARD_QUERY: Tiles = {2: {
+_BIASED_BACKWARD_DQ: Tiles = {2: {
     64: (Tile(128, 32, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
     128: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(64, 16, 4, 1)),
     256: (Tile(64, 32, 4, 1), Tile(32, 32, 2, 1), Tile(32, 16, 2, 1)),
@@ -72,7 +72,7 @@ _BIASED_BACKWARD_QUERY: Tiles = {2: {
     128: (Tile(64, 16, 4, 2), Tile(64, 32, 4, 1), Tile(32, 16, 2, 1)),
     256: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
 }}
-_BIASED_BACKWARD_KEY: KeyTilesOf = {2: {
+_BIASED_BACKWARD_DKV: KeyTilesOf = {2: {
     64: (KeyTile(64, 64, 4, 2), KeyTile(64, 32, 4, 2), KeyTile(64, 32, 4, 1)),
     128: (KeyTile(64, 32, 4, 2), KeyTile(64, 32, 4, 1)),
     256: (KeyTile(64, 32, 4, 1), KeyTile(32, 16, 2, 1)),
@@ -81,7 +81,7 @@ _BIASED_BACKWARD_KEY: KeyTilesOf = {2: {
     128: (KeyTile(64, 16, 4, 2), KeyTile(64, 16, 4, 1), KeyTile(32, 16, 2, 1)),
     256: (KeyTile(64, 16, 4, 1), KeyTile(32, 16, 2, 1), KeyTile(16, 16, 1, 1)),
 }}
-_BACKWARD_BIAS: Tiles = {2: {
+_BACKWARD_DBIAS: Tiles = {2: {
     64: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 1)),
     128: (Tile(128, 64, 8, 1), Tile(64, 32, 4, 1)),
     256: (Tile(64, 64, 4, 1), Tile(64, 16, 4, 1)),
@@ -97,7 +97,7 @@ _SMALL = {
 
 
 def _with_bias(size: Callable[[Any], int], rows: Callable[[Any], int], element: str) -> Callable[[Any], int]:
-    """Bytes of as many blocks as a multiprocessor is to hold, with two tiles of a dense bias each, less what the limit
+    """Bytes of as many blocks as an SM is to hold, with two tiles of a dense bias each, less what the limit
     of a single block leaves out already."""
     def together(shape: Any) -> int:
         return shape.min_blocks * (size(shape) + bias_bytes(rows(shape), shape.block_n, element) + RESERVED) - RESERVED
@@ -126,7 +126,7 @@ def tile_shape(head_dim: int, shared_limit: int, few: bool = False, size: int = 
                dense_bias: str | None = None) -> Tile:
     """The forward's tile for a head dim within ``shared_limit`` bytes of shared memory.
 
-    ``few``: there are fewer tiles than multiprocessors, so that a tile's own time counts.
+    ``few``: there are fewer tiles than SMs, so that a tile's own time counts.
     """
     shapes = _of_head_dim((_FORWARD if dense_bias is None else _BIASED_FORWARD)[size], head_dim)
     if few and head_dim <= 128:
@@ -140,37 +140,37 @@ def tile_shape(head_dim: int, shared_limit: int, few: bool = False, size: int = 
 
 
 @functools.cache
-def backward_query_tile(head_dim: int, shared_limit: int, size: int = 2, dense_bias: str | None = None) -> Tile:
+def backward_dq_tile(head_dim: int, shared_limit: int, size: int = 2, dense_bias: str | None = None) -> Tile:
     """The tile of the query gradient, which keeps dout beside the queries."""
     def needed(tile: Tile) -> int:
         return tile_bytes(size, head_dim, 2 * tile.block_m, tile.block_n) + 16 * tile.block_n
 
     if dense_bias is None:
-        return _first_that_fits(_of_head_dim(_BACKWARD_QUERY[size], head_dim), needed, head_dim, shared_limit)
-    return _first_that_fits(_of_head_dim(_BIASED_BACKWARD_QUERY[size], head_dim),
+        return _first_that_fits(_of_head_dim(_BACKWARD_DQ[size], head_dim), needed, head_dim, shared_limit)
+    return _first_that_fits(_of_head_dim(_BIASED_BACKWARD_DQ[size], head_dim),
                             _with_bias(needed, lambda t: t.block_m, dense_bias), head_dim, shared_limit)
 
 
 @functools.cache
-def backward_key_tile(head_dim: int, shared_limit: int, size: int = 2, dense_bias: str | None = None) -> KeyTile:
+def backward_dkv_tile(head_dim: int, shared_limit: int, size: int = 2, dense_bias: str | None = None) -> KeyTile:
     """The tile of the gradients of keys and values."""
     def needed(tile: KeyTile) -> int:
         return key_tile_bytes(size, head_dim, tile.block_n, tile.block_q) + 16 * tile.block_n
 
     if dense_bias is None:
-        return _first_that_fits(_of_head_dim(_BACKWARD_KEY[size], head_dim), needed, head_dim, shared_limit)
-    return _first_that_fits(_of_head_dim(_BIASED_BACKWARD_KEY[size], head_dim),
+        return _first_that_fits(_of_head_dim(_BACKWARD_DKV[size], head_dim), needed, head_dim, shared_limit)
+    return _first_that_fits(_of_head_dim(_BIASED_BACKWARD_DKV[size], head_dim),
                             _with_bias(needed, lambda t: t.block_q, dense_bias), head_dim, shared_limit)
 
 
 @functools.cache
-def backward_bias_tile(head_dim: int, shared_limit: int, size: int, dense_bias: str) -> Tile:
+def backward_dbias_tile(head_dim: int, shared_limit: int, size: int, dense_bias: str) -> Tile:
     """The tile of the gradient of a dense bias that is shared."""
     def needed(tile: Tile) -> int:
         alone = bias_pass_bytes(size, head_dim, tile.block_m, tile.block_n, dense_bias)
         return tile.min_blocks * (alone + RESERVED) - RESERVED
 
-    return _first_that_fits(_of_head_dim(_BACKWARD_BIAS[size], head_dim), needed, head_dim, shared_limit)
+    return _first_that_fits(_of_head_dim(_BACKWARD_DBIAS[size], head_dim), needed, head_dim, shared_limit)
 
 
 def heads_per_tile(group: int, bits: bool = False) -> int:

@@ -1,9 +1,9 @@
 """The decode cache, one token at a time (SPEC section 7): one launch a token, whatever the history.
 
-Blocks share the slots of a (sequence, kv head); the last of them adds up what they found and changes the state
-(``kernels/decode/step.cu``). What they leave for each other lies in arrays that are made at the first step and stay with the
-state, so that later steps allocate nothing and a CUDA graph of a step can be replayed. On Hopper the blocks of a step
-with few heads are clusters, which leave it in shared memory.
+The slots of a (sequence, kv head) are split among blocks; the last of them combines their results and changes the state
+(``kernels/decode/step.cu``). What blocks leave for each other lies in arrays that are made at the first step and stay
+with the state, so that later steps allocate nothing and a CUDA graph of a step can be replayed. On Hopper the blocks of
+a step with few heads form clusters, which leave it in shared memory.
 """
 from __future__ import annotations
 
@@ -13,38 +13,23 @@ from typing import Any
 
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.attention.problem import rows_aligned
+from cupy_dma.backends.cuda.attention.split import (
+    BLOCK_STEPS,
+    ROW_BYTES,
+    STEP,
+    WARPS,
+    SplitConfig,
+    choose_splits,
+    min_blocks,
+)
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import ELEMENT_BYTES, ELEMENTS, blocks
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
 from cupy_dma.cache.state import CacheState, ExtendCall
 
 STEPS = 8  # tokens of a call that are taken one by one
-ROW_BYTES = 256  # of keys or values: longer ones leave registers for 8 query heads, and none to load ahead
-WARPS, STEP = 4, 16  # of a block; keys a warp takes at a time
-MOST_PARTS = 512  # blocks that share the slots of a kv head
-BLOCK_STEPS = 4  # what beginning and ending a block takes, in steps of its warps
 CLUSTER, CLUSTER_WARPS, CLUSTER_STEPS = 8, 8, 3  # blocks of a cluster, warps of such a block, and its BLOCK_STEPS
 CANDIDATE_WORDS = 6  # of struct Candidate
-
-
-@dataclass(frozen=True)
-class SplitConfig(jit.Config):
-    """What kernels/decode/split_kv.cuh asks for."""
-
-    element: str
-    head_dim: int
-    value_dim: int
-    vector: bool
-    rows: int
-    warps: int
-    softcap: bool
-    min_blocks: int
-
-    def shared_bytes(self, parts: int) -> int:
-        """``struct SplitShared`` and the weights of ``parts`` parts."""
-        chunks = blocks(self.head_dim, 64 // ELEMENT_BYTES[self.element])
-        query = 512 * chunks * (2 if self.rows > 8 else 1)
-        return query + 4 * self.rows * (self.warps * (self.value_dim + 2) + 1 + max(parts, self.warps)) + 16
 
 
 @dataclass(frozen=True)
@@ -53,22 +38,22 @@ class StepConfig(SplitConfig):
     attend: bool
     cluster: int  # blocks of a cluster, 1 = none
 
-    def shared_bytes(self, parts: int) -> int:
+    def shared_bytes(self, num_splits: int) -> int:
         """``struct StepShared`` and the weights."""
         pieces = 16 // ELEMENT_BYTES[self.element]
         token = 16 * (4 * blocks(self.head_dim, 4 * pieces) + 8 * blocks(self.value_dim, 8 * pieces))
         found = self.cluster * (4 * self.rows * (self.value_dim + 2) + 24) + 16 if self.cluster > 1 else 0
-        return super().shared_bytes(parts) + token + found + 24 * self.warps + 32
+        return super().shared_bytes(num_splits) + token + found + 24 * self.warps + 32
 
 
 @dataclass(frozen=True)
-class Split:
-    """How the slots of a cache are cut."""
+class SplitPlan:
+    """How the slots of a cache are split."""
 
-    rows: int  # query heads of a block
+    rows: int  # query heads of a block, all of one GQA group
     sets: int  # of query heads
-    parts: int
-    share: int  # slots of a part
+    num_splits: int
+    split_size: int  # slots of a split
     grid: int
     warps: int  # of a block
     cluster: int  # blocks of a cluster, 1 = none
@@ -80,28 +65,29 @@ def serves(state: CacheState, call: ExtendCall) -> bool:
 
 
 def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
-    """``out (B, L, H, Dv)`` and ``lse (B, H, L)`` of a call that ``serves``, None for what nobody asked for; changes
+    """``out (B, L, H, Dv)`` and ``lse (B, H, L)`` of a call that ``serves``, None for what was not asked for; changes
     the state. One launch per token."""
     library, device, query = state.library, state.device, call.query
     index, batch, length = device.index, state.batch, call.length
     heads = 0 if query is None else query.shape[2]
     out = lse = None
     if query is not None:
-        out = call.out.array if call.out else library.empty((batch, length, heads, state.value_dim), query.dtype, device)
+        shape = batch, length, heads, state.value_dim
+        out = call.out.array if call.out else library.empty(shape, query.dtype, device)
         if call.lse:
             lse = call.lse.array
         elif call.return_lse:
             lse = library.empty((batch, heads, length), "float32", device)
     if batch == 0:
         return out, lse
-    cut = split(state.key.shape, state.value_dim, heads // state.kv_heads, state.key.dtype,
-                runtime.multiprocessors(index), runtime.hopper(index))
+    plan = split(state.key.shape, state.value_dim, heads // state.kv_heads, state.key.dtype,
+                 runtime.num_sms(index), runtime.hopper(index))
     operands = (call.key, call.value) if query is None else (query, call.key, call.value)
-    kernel = _kernel(runtime, index, cut.parts, ELEMENTS[state.key.dtype], state.head_dim, state.value_dim,
-                     rows_aligned(*operands), cut.rows, cut.warps, call.softcap > 0.0,
-                     min_blocks(state.head_dim, state.value_dim, state.key.dtype, cut.rows, cut.cluster),
-                     query is not None, cut.cluster)
-    fields = {**_fixed(state, cut, heads), **_moving(call)}
+    kernel = _kernel(runtime, index, plan.num_splits, ELEMENTS[state.key.dtype], state.head_dim, state.value_dim,
+                     rows_aligned(*operands), plan.rows, plan.warps, call.softcap > 0.0,
+                     min_blocks(state.head_dim, state.value_dim, state.key.dtype, plan.rows, plan.cluster),
+                     query is not None, plan.cluster)
+    fields = {**_fixed(state, plan, heads), **_moving(call)}
     if out is not None:
         fields["out"] = library.pointer(out)
     if lse is not None:
@@ -109,86 +95,67 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
     pack, stream = jit.params("decode/step.cu", "StepParams").pack_some, library.stream(device)
     with runtime.on(device):
         for token in range(length):
-            kernel.launch(cut.grid, 32 * cut.warps, pack(fields, {"token": token}), stream)
+            kernel.launch(plan.grid, 32 * plan.warps, pack(fields, {"token": token}), stream)
     return out, lse
 
 
 @functools.lru_cache(maxsize=1024)
-def split(shape: tuple[int, int, int, int], value_dim: int, group: int, dtype: str, processors: int,
-          clusters: bool) -> Split:
-    """The blocks of a step for keys ``(B, Hkv, R, D)`` and ``group`` query heads a kv head; in ``clusters``, if the GPU
-    has such, where there are few heads."""
+def split(shape: tuple[int, int, int, int], value_dim: int, group: int, dtype: str, num_sms: int,
+          clusters: bool) -> SplitPlan:
+    """The blocks of a step for keys ``(B, Hkv, R, D)`` and GQA groups of ``group`` query heads; in ``clusters``, if the
+    GPU has them, where there are few heads."""
     batch, kv_heads, slots, head_dim = shape
     long = max(head_dim, value_dim) * ELEMENT_BYTES[ELEMENTS[dtype]] > ROW_BYTES
     sets = max(1, blocks(group, 8 if long else 16))
     rows = max(1, blocks(group, sets))
     tiles = batch * kv_heads * sets
-    parts, share = parts_of(tiles, slots, processors * min_blocks(head_dim, value_dim, dtype, rows))
-    if clusters and sets == 1 and clusters_pay(tiles, slots, parts, share, processors):
-        return Split(rows, sets, CLUSTER, cluster_share(slots), tiles * CLUSTER, CLUSTER_WARPS, CLUSTER)
-    return Split(rows, sets, parts, share, tiles * parts, WARPS, 1)
+    num_splits, split_size = choose_splits(tiles, slots, num_sms * min_blocks(head_dim, value_dim, dtype, rows))
+    if clusters and sets == 1 and clusters_pay(tiles, slots, num_splits, split_size, num_sms):
+        return SplitPlan(rows=rows, sets=sets, num_splits=CLUSTER, split_size=cluster_split_size(slots),
+                         grid=tiles * CLUSTER, warps=CLUSTER_WARPS, cluster=CLUSTER)
+    return SplitPlan(rows=rows, sets=sets, num_splits=num_splits, split_size=split_size, grid=tiles * num_splits,
+                     warps=WARPS, cluster=1)
 
 
-def clusters_pay(tiles: int, slots: int, parts: int, share: int, processors: int) -> bool:
-    """Whether a cluster for each of the ``tiles`` ends sooner than ``parts`` blocks, each with a ``share`` of the
-    slots. A cluster must find room in one group of multiprocessors: more than half of all are not filled with them."""
-    if parts == 1 or 2 * tiles * CLUSTER > processors:
+def clusters_pay(tiles: int, slots: int, num_splits: int, split_size: int, num_sms: int) -> bool:
+    """Whether a cluster for each of the ``tiles`` ends sooner than ``num_splits`` blocks with ``split_size`` slots
+    each. A cluster must find room in one group of SMs: more than half of all SMs are not filled with them."""
+    if num_splits == 1 or 2 * tiles * CLUSTER > num_sms:
         return False
-    steps = blocks(cluster_share(slots), CLUSTER_WARPS * STEP)
-    return CLUSTER_STEPS + steps < BLOCK_STEPS + blocks(share, WARPS * STEP)
+    steps = blocks(cluster_split_size(slots), CLUSTER_WARPS * STEP)
+    return CLUSTER_STEPS + steps < BLOCK_STEPS + blocks(split_size, WARPS * STEP)
 
 
-def cluster_share(slots: int) -> int:
+def cluster_split_size(slots: int) -> int:
     """Slots of a block in a cluster; the last blocks may have none."""
     return blocks(blocks(slots, CLUSTER), STEP) * STEP
 
 
-def parts_of(tiles: int, slots: int, resident: int) -> tuple[int, int]:
-    """How many blocks share the slots of each of so many tiles, and how many slots a block then has, where ``resident``
-    blocks run at a time: what takes the fewest steps, one round of blocks after the other, and of these the fewest."""
-    best = None
-    for wanted in range(1, min(blocks(slots, WARPS * STEP), MOST_PARTS) + 1):
-        share = blocks(blocks(slots, wanted), STEP) * STEP
-        parts = blocks(slots, share)
-        cost = blocks(tiles * parts, resident) * (BLOCK_STEPS + blocks(share, WARPS * STEP))
-        if best is None or cost < best[0]:
-            best = cost, parts, share
-    assert best is not None
-    return best[1:]
+@functools.cache  # by fields: they hash faster than a configuration
+def _kernel(runtime: Runtime, index: int, num_splits: int, element: str, head_dim: int, value_dim: int, vector: bool,
+            rows: int, warps: int, softcap: bool, min_blocks: int, attend: bool, cluster: int) -> LoadedKernel:
+    config = StepConfig(element=element, head_dim=head_dim, value_dim=value_dim, vector=vector, rows=rows, warps=warps,
+                        softcap=softcap, min_blocks=min_blocks, attend=attend, cluster=cluster)
+    return runtime.load(config, "decode_step", index, config.shared_bytes(num_splits))
 
 
-def min_blocks(head_dim: int, value_dim: int, dtype: str, rows: int, cluster: int = 1) -> int:
-    """Blocks per multiprocessor that registers are shared out for: what the operands of a step leave room for. There
-    are never more blocks in clusters than multiprocessors."""
-    if cluster > 1:
-        return 1
-    row_bytes = max(head_dim, value_dim) * ELEMENT_BYTES[ELEMENTS[dtype]]
-    return 1 if row_bytes > ROW_BYTES else 2 if rows > 8 or row_bytes > ROW_BYTES // 2 else 3
-
-
-@functools.cache
-def _kernel(runtime: Runtime, index: int, parts: int, *fields: Any) -> LoadedKernel:
-    config = StepConfig(*fields)
-    return runtime.load(config, "decode_step", index, config.shared_bytes(parts))
-
-
-def _fixed(state: CacheState, cut: Split, heads: int) -> dict[str, Any]:
+def _fixed(state: CacheState, plan: SplitPlan, heads: int) -> dict[str, Any]:
     """Parameters that are the same at every step of this state; kept with it, and the arrays that they name."""
     name = ("decode step", heads)
     if name not in state.workspace:
         pairs = state.batch * state.kv_heads
-        tiles = cut.grid if cut.grid > pairs and cut.cluster == 1 else 0  # a single part leaves nothing
-        sizes = {"partial": tiles * cut.rows * state.value_dim if heads else 0,
-                 "partial_state": 2 * tiles * cut.rows, "candidates": CANDIDATE_WORDS * pairs * cut.parts,
+        tiles = plan.grid if plan.grid > pairs and plan.cluster == 1 else 0  # a single split leaves nothing
+        sizes = {"partial": tiles * plan.rows * state.value_dim if heads else 0,
+                 "partial_state": 2 * tiles * plan.rows, "candidates": CANDIDATE_WORDS * pairs * plan.num_splits,
                  "tickets": pairs + state.batch}
         arrays = {key: _made(state, f"{name} {key}", size) for key, size in sizes.items()}
         state.workspace[name] = {key: array.pointer for key, array in arrays.items()} | {
             "key": state.key.pointer, "value": state.value.pointer, "score": state.scores.pointer,
             "position": state.positions.pointer, "in_top": state.in_top.pointer, "lengths": state.lengths.pointer,
             "lowest": state.lowest.pointer, "lowest_score": state.lowest_score.pointer, "free": state.free.pointer,
-            "kv_heads": state.kv_heads,
-            "group": heads // state.kv_heads, "sets": cut.sets, "parts": cut.parts, "share": cut.share,
-            "slots": state.rows, "window": state.window, "sinks": state.sinks, "recent": state.recent}
+            "kv_heads": state.kv_heads, "group": heads // state.kv_heads, "sets": plan.sets,
+            "num_splits": plan.num_splits, "split_size": plan.split_size, "slots": state.rows, "window": state.window,
+            "sinks": state.sinks, "recent": state.recent}
     return state.workspace[name]
 
 

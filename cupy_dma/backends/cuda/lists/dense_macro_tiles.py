@@ -1,4 +1,7 @@
-"""Key lists of super-tiles under a dense mask, for the gradients of keys and values: see kernels/lists/dense_macro_tiles.cu."""
+"""Key lists of super-tiles under a dense mask, for the gradients of keys and values.
+
+See ``kernels/lists/dense_macro_tiles.cu``.
+"""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -42,7 +45,7 @@ def dense_supers(runtime: Runtime, packed: PackedMask, mask_heads: int, kv_heads
     entries = list_entries(packed.key_length, units)
     list_blocks = entries // STATE_KEYS
     space = Workspace(packed, seen=rows * units * stride // 32, counts=rows * nodes, list=rows * entries,
-                      blocks=4 * rows * list_blocks, places=rows * units * packed.key_length, super_counts=rows,
+                      blocks=4 * rows * list_blocks, slots=rows * units * packed.key_length, super_counts=rows,
                       states=blocks(packed.rows * list_blocks * words, 2))
     at, chunks = space.addresses, blocks(stride, PACK_KEYS * LIST_THREADS)
     params = jit.params("lists/dense_macro_tiles.cu", "SuperParams").pack_some(at, {
@@ -54,6 +57,6 @@ def dense_supers(runtime: Runtime, packed: PackedMask, mask_heads: int, kv_heads
         runtime.load(DenseSupersConfig(), entry, packed.device.index).launch(grid, LIST_THREADS, params, stream)
     batch = packed.rows // mask_heads
     return DenseSupers(entries, units > 1, {
-        "super_list": at["list"], "super_blocks": at["blocks"], "super_states": at["states"], "places": at["places"],
+        "super_list": at["list"], "super_blocks": at["blocks"], "super_states": at["states"], "slots": at["slots"],
         "super_counts": at["super_counts"], "super_units": units, "super_entries": entries,
         "list_batch": heads if batch > 1 else 0, "list_group": int(heads > 1)}, (space.array, packed.workspace))

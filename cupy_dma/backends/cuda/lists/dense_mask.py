@@ -14,7 +14,7 @@ from cupy_dma.masks.interval import IntervalMask
 
 @dataclass(frozen=True, slots=True)
 class PackedMask:
-    """A mask of one call, a bit a pair: see kernels/lists/dense_mask.cu. Addresses point into ``workspace``."""
+    """The mask of one call, a bit per pair: see kernels/lists/dense_mask.cu. Addresses point into ``workspace``."""
 
     rows: int
     query_length: int
@@ -58,7 +58,8 @@ def pack_mask(runtime: Runtime, dense: Operand, mask: IntervalMask | None, causa
         "start_share": 1 if mask is None else heads // mask.shape[1], "query_length": query_length,
         "key_length": key_length, "key_chunks": chunks})
     vector = d_key == 1 and not any(x % PACK_KEYS for x in (dense.pointer, d_batch, d_head, d_query))
-    kernel = runtime.load(DenseConfig(32, vector, mask is not None, causal), "pack_mask", device.index)
+    config = DenseConfig(queries=32, vector=vector, intervals=mask is not None, causal=causal)
+    kernel = runtime.load(config, "pack_mask", device.index)
     kernel.launch(batch * heads * words * chunks, LIST_THREADS, params, stream)
     return PackedMask(batch * heads, query_length, key_length, fields, library, device, (columns, states))
 
@@ -72,5 +73,6 @@ def dense_lists(runtime: Runtime, packed: PackedMask, queries: int, stream: int)
     lists = {"list": library.pointer(space) + 8 * entries, "list_lengths": library.pointer(space), "capacity": capacity}
     params = jit.params("lists/dense_mask.cu", "DenseParams").pack_some(packed.fields, lists, {
         "query_length": packed.query_length, "key_length": packed.key_length, "tiles": tiles})
-    runtime.load(DenseConfig(queries), "dense_lists", packed.device.index).launch(entries, LIST_THREADS, params, stream)
+    kernel = runtime.load(DenseConfig(queries=queries), "dense_lists", packed.device.index)
+    kernel.launch(entries, LIST_THREADS, params, stream)
     return KeyLists("KEYS_LISTED", {**lists, **packed.fields}, (space, packed.workspace))

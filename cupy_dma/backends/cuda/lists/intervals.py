@@ -1,7 +1,7 @@
 """Key lists: which keys each tile of queries must gather, made on the device from the intervals of a mask.
 
 A mask of which it is known that few keys meet a tile gets a list per tile (``KEYS_LISTED``). Any other mask gets one
-list per row, of all keys that somebody sees, with a summary per block of keys by which a tile skips what it does not
+list per row, of all keys that some query sees, with a summary per block of keys by which a tile skips what it does not
 see (``KEYS_SHARED``): memory stays linear for every mask.
 """
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cupy_dma.backends.cuda.lists.varlen import super_entries, tile_numbers
+from cupy_dma.backends.cuda.lists.varlen import super_entries, tile_count
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import LIST_CHUNK, LIST_THREADS, LIST_WARPS, ListConfig, blocks
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
@@ -27,28 +27,28 @@ class KeyLists:
     workspace: Any
 
 
-class Lower(NamedTuple):
-    """Tiles, the first ones, that have fewer queries than the others: how many, and so many queries less."""
+class ShortTiles(NamedTuple):
+    """The first tiles of a set may have fewer queries than the others: how many tiles, and how many queries less."""
 
     tiles: int = 0
-    less: int = 0
+    missing_queries: int = 0
 
 
-EQUAL = Lower()
+NO_SHORT_TILES = ShortTiles()
 
 
 def key_lists(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int, block_n: int, causal: bool,
-              stream: int, sequences: Sequences | None = None, lower: Lower = EQUAL) -> KeyLists:
+              stream: int, sequences: Sequences | None = None, short_tiles: ShortTiles = NO_SHORT_TILES) -> KeyLists:
     """The key lists of a mask for tiles of ``queries`` queries; kept on the mask, per stream.
 
     With ``sequences`` the mask is one of rows (``mask_of_rows``), which belongs to a single call.
     """
     # A tile's own list knows no blocks: forward and backward share it, whatever their blocks of keys.
-    identity = (query_length, queries, lower, 0 if _tile_capacity(mask, queries) else block_n, causal, stream)
+    identity = (query_length, queries, short_tiles, 0 if _tile_capacity(mask, queries) else block_n, causal, stream)
     lists = mask._cache.get(identity)
     if lists is None:
         lists = mask._cache[identity] = _build(runtime, mask, query_length, queries, block_n, causal, stream,
-                                               sequences, lower)
+                                               sequences, short_tiles)
     return lists
 
 
@@ -89,7 +89,7 @@ def super_lists(runtime: Runtime, mask: IntervalMask, query_length: int, block_n
     lists = mask._cache.get(identity)
     if lists is None:
         lists = mask._cache[identity] = _build_supers(runtime, mask, query_length, queries, capacity, causal, stream,
-                                                            sequences)
+                                                      sequences)
     return lists
 
 
@@ -115,7 +115,7 @@ class Workspace:
 
 @functools.cache
 def _kernel(runtime: Runtime, index: int, causal: bool, block_n: int, sequences: bool, entry: str) -> LoadedKernel:
-    return runtime.load(ListConfig(causal, block_n, sequences), entry, index)
+    return runtime.load(ListConfig(causal=causal, block_n=block_n, sequences=sequences), entry, index)
 
 
 def _launch(runtime: Runtime, mask: IntervalMask, query_length: int, causal: bool, block_n: int, stream: int,
@@ -128,29 +128,31 @@ def _launch(runtime: Runtime, mask: IntervalMask, query_length: int, causal: boo
         "stop_batch": stop.strides[0], "stop_head": stop.strides[1], "heads": heads, "key_length": length,
         "query_length": query_length, "chunks": chunks, "bounds": sequences.bounds.pointer if sequences else 0,
         "sequences": sequences.count if sequences else 0}, fields, space.addresses)
-    # Lists take different times: of more blocks than multiprocessors all must get as many (1 % of 574 us).
-    even = last == "tile_lists" and grid > runtime.multiprocessors(mask.device.index)
+    # Lists take different times: of more blocks than SMs all must get as many (1 % of 574 us).
+    even = last == "tile_lists" and grid > runtime.num_sms(mask.device.index)
     for entry, size in (("count_seen", batch * heads * chunks), ("compact_seen", batch * heads * chunks), (last, grid)):
         kernel = _kernel(runtime, mask.device.index, causal, block_n, sequences is not None, entry)
-        kernel.launch(size, LIST_THREADS, params, stream, early=entry != last or not even)
+        kernel.launch(size, LIST_THREADS, params, stream, pdl=entry != last or not even)
 
 
 def _build(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int, block_n: int, causal: bool,
-           stream: int, sequences: Sequences | None, lower: Lower) -> KeyLists:
+           stream: int, sequences: Sequences | None, short_tiles: ShortTiles) -> KeyLists:
     rows, length = mask.shape[0] * mask.shape[1], mask.key_length
-    tiles = tile_numbers(query_length + lower.tiles * lower.less, queries, sequences.count if sequences else 0)
+    length_of_full_tiles = query_length + short_tiles.tiles * short_tiles.missing_queries
+    tiles = tile_count(length_of_full_tiles, queries, sequences.count if sequences else 0)
     capacity = _tile_capacity(mask, queries)
     summary_blocks = 0 if capacity else blocks(length, block_n)
     space = Workspace(mask, chunk_info=4 * rows * blocks(length, LIST_CHUNK), interval=2 * rows * length,
-                       seen=rows * length, seen_count=rows, summaries=4 * rows * summary_blocks,
-                       list=rows * tiles * capacity, list_lengths=2 * rows * tiles)
+                      seen=rows * length, seen_count=rows, summaries=4 * rows * summary_blocks,
+                      list=rows * tiles * capacity, list_lengths=2 * rows * tiles)
     fields = {"queries": queries, "tiles": tiles, "capacity": capacity, "summary_blocks": summary_blocks}
     at = space.addresses
     if capacity:
-        warps = _tile_warps(rows, tiles, runtime.multiprocessors(mask.device.index))
+        warps = _tile_warps(rows, tiles, runtime.num_sms(mask.device.index))
         _launch(runtime, mask, query_length, causal, block_n, stream, "tile_lists",
                 rows * blocks(tiles, LIST_WARPS // warps),
-                {**fields, "lower": lower.tiles, "less": lower.less, "tile_warps": warps}, space, sequences)
+                {**fields, "short_tiles": short_tiles.tiles, "missing_queries": short_tiles.missing_queries,
+                 "tile_warps": warps}, space, sequences)
         return KeyLists("KEYS_LISTED", {"list": at["list"], "list_lengths": at["list_lengths"], "capacity": capacity},
                         space.array)
     _launch(runtime, mask, query_length, causal, block_n, stream, "summarize",
@@ -159,22 +161,22 @@ def _build(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int
                                     "chunk_info": at["chunk_info"], "chunk": LIST_CHUNK}, space.array)
 
 
-def _tile_warps(rows: int, tiles: int, multiprocessors: int) -> int:
-    """Warps that make one tile's list. A block looks for the keys of all its tiles: with more of them that is done less
-    often, with fewer it is done on more multiprocessors."""
-    return next((warps for warps in (4, 2) if rows * blocks(tiles, LIST_WARPS // warps) <= multiprocessors), 1)
+def _tile_warps(rows: int, tiles: int, num_sms: int) -> int:
+    """Warps that make one tile's list. A block looks for the keys of all its tiles: with more tiles a block that is
+    done less often, with fewer it is done on more SMs."""
+    return next((warps for warps in (4, 2) if rows * blocks(tiles, LIST_WARPS // warps) <= num_sms), 1)
 
 
 def _build_supers(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int, capacity: int, causal: bool,
                   stream: int, sequences: Sequences | None) -> SuperLists:
     rows, length, chunks = mask.shape[0] * mask.shape[1], mask.key_length, blocks(mask.key_length, LIST_CHUNK)
-    supers = tile_numbers(query_length, queries, sequences.count if sequences else 0)
+    supers = tile_count(query_length, queries, sequences.count if sequences else 0)
     entries = supers * capacity if sequences is None else super_entries(query_length, queries, capacity, sequences)
     space = Workspace(mask, chunk_info=4 * rows * chunks, interval=2 * rows * length, seen=rows * length,
-                       seen_count=rows, span_sum=rows * chunks, span_offset=rows * length,
-                       super_list=rows * entries, super_lengths=rows * supers, places=rows * entries)
+                      seen_count=rows, span_sum=rows * chunks, span_offset=rows * length,
+                      super_list=rows * entries, super_lengths=rows * supers, slots=rows * entries)
     _launch(runtime, mask, query_length, causal, 64, stream, "super_lists", rows * supers,
             {"super_queries": queries, "supers": supers, "super_capacity": capacity, "super_entries": entries}, space,
             sequences)
-    kept = ("seen", "seen_count", "span_offset", "super_list", "super_lengths", "places")
+    kept = ("seen", "seen_count", "span_offset", "super_list", "super_lengths", "slots")
     return SuperLists(supers, queries, capacity, entries, {name: space.addresses[name] for name in kept}, space.array)

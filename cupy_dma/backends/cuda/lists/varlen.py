@@ -1,4 +1,4 @@
-"""Packed sequences on the device (``kernels/common/varlen.cuh``): tiles that do not cross them, masks in rows of query."""
+"""Packed sequences on the device (``kernels/common/varlen.cuh``): tiles that do not cross them, masks of query rows."""
 from __future__ import annotations
 
 import functools
@@ -10,8 +10,8 @@ from cupy_dma.calls.sequences import Sequences
 from cupy_dma.masks.interval import Hints, IntervalMask
 
 
-def tile_numbers(length: int, size: int, sequences: int) -> int:
-    """Tiles of ``size`` that cover ``length``; of so many ``sequences``, the numbers that tiles may have."""
+def tile_count(length: int, size: int, sequences: int) -> int:
+    """Tiles of ``size`` that cover ``length``; with packed ``sequences``, the indices that tiles may have."""
     return length // size + sequences if sequences else blocks(length, size)
 
 
@@ -40,4 +40,4 @@ def mask_of_rows(runtime: Runtime, mask: IntervalMask, sequences: Sequences, cau
 
 @functools.cache
 def _kernel(runtime: Runtime, index: int, causal: bool) -> LoadedKernel:
-    return runtime.load(SequenceConfig(causal), "mask_of_rows", index)
+    return runtime.load(SequenceConfig(causal=causal), "mask_of_rows", index)

@@ -1,0 +1,8 @@
+"""Compiling, loading and launching kernels.
+
+    configs.py  what each kernel file can be specialised in
+    jit.py      configuration -> prelude + source -> cubin -> loaded kernel
+    launch.py   launches through the driver, with programmatic dependent launch
+    device.py   the device as the backend sees it (``Runtime``)
+    warmup.py   kernels to compile ahead
+"""

@@ -1,4 +1,4 @@
-"""What each kernel file can be specialised in, and numbers it shares with the host."""
+"""What each kernel file can be specialised in, and the constants it shares with the host."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -27,16 +27,16 @@ class ScoreConfig(jit.Config):
     vector: bool
     exp_form: bool
     gradient: bool
-    products: bool
+    tensor_cores: bool
 
     @property
     def block_keys(self) -> int:
-        return 128 if self.products else 8 * (32 // self.head_tile) * (4 if self.head_tile == 8 else 1)
+        return 128 if self.tensor_cores else 8 * (32 // self.head_tile) * (4 if self.head_tile == 8 else 1)
 
     @property
     def head_tiles(self) -> int:
         """Blocks for the same keys."""
-        return 1 if self.products else blocks(self.kv_heads, self.head_tile)
+        return 1 if self.tensor_cores else blocks(self.kv_heads, self.head_tile)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class SequenceConfig(jit.Config):
 
 
 class Tile(NamedTuple):
-    """A block's part of the attention: rows (queries times heads), keys at a time, warps, blocks per multiprocessor."""
+    """The tile of a block: rows (queries times heads), keys at a time, warps, blocks per SM."""
 
     block_m: int
     block_n: int
@@ -85,7 +85,7 @@ class ForwardConfig(jit.Config):
     element: str
     head_dim: int
     vector: bool
-    heads: int  # of a group in one tile
+    heads: int  # of a GQA group in one tile
     block_m: int
     block_n: int
     warps: int
@@ -119,7 +119,7 @@ class ForwardConfig(jit.Config):
 
 
 @dataclass(frozen=True)
-class BackwardQueryConfig(ForwardConfig):
+class BackwardDqConfig(ForwardConfig):
     source = "sm80/backward_dq.cu"
     dbias: bool = False
 
@@ -129,7 +129,7 @@ class BackwardQueryConfig(ForwardConfig):
 
 
 @dataclass(frozen=True)
-class BackwardBiasConfig(ForwardConfig):
+class BackwardDbiasConfig(ForwardConfig):
     source = "sm80/backward_dbias.cu"
     intervals: bool = False
     sum_keys: bool = False
@@ -141,7 +141,7 @@ class BackwardBiasConfig(ForwardConfig):
 
 
 class KeyTile(NamedTuple):
-    """A block's part of the key gradients: keys, queries at a time, warps, blocks per multiprocessor."""
+    """The tile of a block of the key gradients: keys, queries at a time, warps, blocks per SM."""
 
     block_n: int
     block_q: int
@@ -150,7 +150,7 @@ class KeyTile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BackwardKeyConfig(jit.Config):
+class BackwardDkvConfig(jit.Config):
     source = "sm80/backward_dkv.cu"
     element: str
     head_dim: int
@@ -164,7 +164,7 @@ class BackwardKeyConfig(jit.Config):
     causal: bool
     bias: int
     softcap: bool
-    dim_parts: int
+    dim_slices: int
     dkey: bool
     dvalue: bool
     dbias: bool
@@ -174,7 +174,7 @@ class BackwardKeyConfig(jit.Config):
 
     @property
     def shared_bytes(self) -> int:
-        """Size of ``struct Shared`` in backward_key.cu."""
+        """Size of ``struct Shared`` in sm80/backward_dkv.cu."""
         size = key_tile_bytes(ELEMENT_BYTES[self.element], self.head_dim, self.block_n, self.block_q)
         if self.bits:
             size += 8 * blocks(self.block_q, 32) * self.block_n
@@ -182,7 +182,15 @@ class BackwardKeyConfig(jit.Config):
 
 
 @dataclass(frozen=True)
-class BackwardSumConfig(jit.Config):
+class BackwardPreprocessConfig(jit.Config):
+    source = "sm80/backward_preprocess.cu"
+    element: str
+    head_dim: int
+    vector: bool
+
+
+@dataclass(frozen=True)
+class BackwardReduceConfig(jit.Config):
     source = "sm80/backward_reduce.cu"
     element: str
     head_dim: int
@@ -212,42 +220,42 @@ class DenseSupersConfig(jit.Config):
 # Threads of a block and sizes, as in the kernel files.
 BIAS_NONE, BIAS_OF_KEYS, BIAS_DENSE = 0, 1, 2
 STATE_KEYS, PACK_KEYS = 64, 4
-RESERVED = 1024  # bytes of a multiprocessor's shared memory that each of its blocks costs besides its own
+RESERVED = 1024  # bytes of an SM's shared memory that each of its blocks costs besides its own
 SCORE_THREADS, SCORE_BLOCK_KEYS, SCORE_SLICE_KEYS = 256, 32, 512
 SELECT_THREADS = {"local_top": 1024, "filter_arrivals": 1024, "sweep_arrivals": 512}
 ARRIVALS = 256
 LIST_THREADS, LIST_CHUNK, LIST_WARPS = 256, 2048, 8
-SUM_THREADS, SUM_WARPS = 256, 8
+REDUCE_THREADS, REDUCE_WARPS = 256, 8
 SEQUENCE_THREADS, SUPER_UNIT = 256, 64
 
 
 # Bytes of the ``struct Shared`` of the attention kernels.
 def row_bytes(size: int, head_dim: int) -> int:
-    """A row of ``head_dim`` elements of ``size`` bytes (tiles.cuh)."""
+    """A row of ``head_dim`` elements of ``size`` bytes (kernels/common/smem_rows.cuh)."""
     return size * ((head_dim + 15) // 16 * 16) + 16
 
 
 def tile_bytes(size: int, head_dim: int, rows: int, block_n: int) -> int:
-    """A tile of ``rows`` query rows and its keys (gather.cuh), with intervals and a bias of keys."""
+    """A tile of ``rows`` query rows and its keys (kernels/sm80/gather.cuh), with intervals and a bias of keys."""
     return row_bytes(size, head_dim) * (rows + 4 * block_n) + 4 * 9 * block_n
 
 
 def key_tile_bytes(size: int, head_dim: int, block_n: int, block_q: int) -> int:
-    """backward_key.cu without a dense mask and bias."""
+    """sm80/backward_dkv.cu without a dense mask and bias."""
     return row_bytes(size, head_dim) * (2 * block_n + 4 * block_q) + 4 * (6 * block_q + 4 * block_n)
 
 
 def bias_bytes(rows: int, columns: int, element: str) -> int:
-    """Two tiles of a dense bias (bias.cuh)."""
+    """Two tiles of a dense bias (kernels/common/bias.cuh)."""
     return 2 * rows * (columns + 8) * ELEMENT_BYTES[element]
 
 
 def bias_pass_bytes(size: int, head_dim: int, block_m: int, block_n: int, element: str) -> int:
-    """backward_bias.cu; ``element`` is the bias'."""
+    """sm80/backward_dbias.cu; ``element`` is the bias'."""
     return (2 * row_bytes(size, head_dim) * (block_m + block_n) + 4 * block_n * (2 + blocks(block_m, 32))
             + bias_bytes(block_m, block_n, element) // 2)
 
 
 def blocks(length: int, size: int) -> int:
-    """Pieces of ``size`` that cover ``length``."""
+    """Blocks of ``size`` that cover ``length``."""
     return -(-length // size)

@@ -13,7 +13,7 @@ _STAY = nullcontext()
 
 
 class LoadedKernel(Protocol):
-    def launch(self, grid: int, threads: int, params: bytes, stream: int, early: bool = True) -> None: ...
+    def launch(self, grid: int, threads: int, params: bytes, stream: int, pdl: bool = True) -> None: ...
 
 
 class Runtime(Protocol):
@@ -27,7 +27,7 @@ class Runtime(Protocol):
 
     def shared_memory_limit(self, index: int) -> int: ...
 
-    def multiprocessors(self, index: int) -> int: ...
+    def num_sms(self, index: int) -> int: ...
 
     def hopper(self, index: int) -> bool: ...
 
@@ -48,7 +48,7 @@ class CudaRuntime:
         return _cupy().cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"]
 
     @functools.cache  # noqa: B019
-    def multiprocessors(self, index: int) -> int:
+    def num_sms(self, index: int) -> int:
         return _cupy().cuda.Device(index).attributes["MultiProcessorCount"]
 
     @functools.cache  # noqa: B019
@@ -58,7 +58,8 @@ class CudaRuntime:
 
     @functools.cache  # noqa: B019
     def check_layout(self, index: int) -> None:
-        """Verify once per device the register layout that arch.cuh states; the only call that waits for the device."""
+        """Verify once per device the register layout that kernels/common/arch.cuh states; the only call that waits for
+        the device."""
         cupy = _cupy()
         for dtype in ELEMENTS:
             with cupy.cuda.Device(index), cupy.cuda.Stream(non_blocking=True) as stream:
@@ -66,8 +67,9 @@ class CudaRuntime:
                 x = cupy.arange(256, dtype=cupy.float32) - 128
                 bits = x.view(cupy.uint16)[1::2].copy() if dtype == "bfloat16" else x.astype(dtype)
                 ok = cupy.zeros(1, cupy.int32)
-                params = jit.params("common/check_fragment_layout.cu", "LayoutParams").pack(x=bits.data.ptr, ok=ok.data.ptr)
-                self.load(LayoutConfig(ELEMENTS[dtype]), "fragment_layout", index).launch(1, 32, params, stream.ptr)
+                config = LayoutConfig(element=ELEMENTS[dtype])
+                params = jit.params(config.source, "LayoutParams").pack(x=bits.data.ptr, ok=ok.data.ptr)
+                self.load(config, "fragment_layout", index).launch(1, 32, params, stream.ptr)
                 found = int(ok.get()[0])
             if found != 32:
                 raise RuntimeError(f"this GPU (cuda:{index}) keeps matrix fragments in a layout unknown to the kernels "

@@ -3,11 +3,11 @@
 A configuration is a frozen dataclass whose fields become ``#define`` lines (the prelude) in front of a plain CUDA C
 file of ``kernels/``. Own ``#include "..."`` files are inlined, so that source text, options and compiler version
 together identify a cubin; it is kept on disk under that digest, and a changed kernel is a new digest. Compiling needs
-NVRTC and the CUDA headers but no GPU; loading goes through ``cupy.RawModule``, launching through driver.py.
+NVRTC and the CUDA headers but no GPU; loading goes through ``cupy.RawModule``, launching through launch.py.
 
 Environment: ``CUPY_DMA_CACHE_DIR`` (default ``~/.cache/cupy_dma``), ``CUPY_DMA_DEBUG=1`` (prints every kernel's
 configuration, compile time, registers, spills and launch shape), ``CUDA_HOME``/``CUDA_PATH`` (headers),
-``CUPY_DMA_EARLY=0`` (driver.py).
+``CUPY_DMA_EARLY=0`` (launch.py).
 """
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def kernels_directory() -> Path:
     for folder in (package / "kernels", package.parent / "kernels"):
         if (folder / "common" / "arch.cuh").is_file():
             return folder
-    raise FileNotFoundError(f"no kernels/common/arch.cuh in {package} or {package.parent}: the installation is incomplete")
+    raise FileNotFoundError(f"no kernels/common/arch.cuh in {package} or {package.parent}: the installation is "
+                            "incomplete")
 
 
 def cache_directory() -> Path:
@@ -201,7 +202,7 @@ class Params:
                 kind, members = self._formats[scalar], statement[len(scalar):].split(",")
             form += kind * len(members)
             self.names += [member.strip() for member in members]
-        self._places = {name: i for i, name in enumerate(self.names)}
+        self._indices = {name: i for i, name in enumerate(self.names)}
         self._pack = struct.Struct(form + "0q").pack  # padded to the struct's alignment
 
     def pack(self, **fields: Any) -> bytes:
@@ -210,10 +211,10 @@ class Params:
     def pack_some(self, *groups: Mapping[str, Any]) -> bytes:
         """The argument with the fields of all ``groups``, later ones first; 0 for a field that none has."""
         values: list[Any] = [0] * len(self.names)
-        places = self._places
+        indices = self._indices
         for group in groups:
             for name, value in group.items():
-                values[places[name]] = value
+                values[indices[name]] = value
         return self._pack(*values)
 
 
@@ -305,20 +306,20 @@ class Kernel:
                 function.max_dynamic_shared_size_bytes = shared_bytes
             self._loaded = module, function.kernel  # for as long as the driver has their handle
             self._function = launch.Function(entry, function.kernel.ptr, shared_bytes,
-                                             launch.launches_early(int(device.compute_capability)), device.use)
+                                             launch.supports_pdl(int(device.compute_capability)), device.use)
 
-    def launch(self, grid: int, threads: int, params: bytes, stream: int, early: bool = True) -> None:
+    def launch(self, grid: int, threads: int, params: bytes, stream: int, pdl: bool = True) -> None:
         """Launch ``grid`` blocks of ``threads`` threads on the raw ``stream``; ``params`` is their struct.
 
-        ``early``: blocks may come, where the device can do that, while those of the kernel ahead are at work, and wait.
-        They gather where there is room then, several on the multiprocessors that are done first; without it they are
-        dealt out evenly. Blocks of long work need that: what launches early saves is 1 us, what gathered blocks lose
-        may be half of the kernel's speed.
+        ``pdl``: programmatic dependent launch, where the device can do that: blocks may start while those of the kernel
+        ahead are at work, and wait. They gather where there is room then, several on the SMs that are done first;
+        without it they are spread evenly. Blocks of long work need that: PDL saves 1 us a launch, gathered blocks may
+        lose half of the kernel's speed.
         """
         if DEBUG:
             print(f"cupy_dma: {self.entry}: {grid} blocks of {threads} threads, {self.shared_bytes} bytes",
                   file=sys.stderr)
-        self._function.launch(grid, threads, params, stream, early)
+        self._function.launch(grid, threads, params, stream, pdl)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
-"""Launches by the CUDA driver itself: with an attribute that CuPy does not have, and in less of the host's time.
+"""Launches through the CUDA driver itself: with an attribute that CuPy does not have, and in less host time.
 
-The attribute is that of programmatic dependent launch: a kernel's blocks may come while the last ones of the kernel
-ahead of it in the stream are at work, and wait until that one has ended (``wait_for_earlier_kernels`` in
+The attribute is that of programmatic dependent launch (PDL): a kernel's blocks may start while the last ones of the
+kernel ahead of it in the stream are at work, and wait until that one has ended (``wait_for_earlier_kernels`` in
 kernels/common/arch.cuh). It takes an sm_90 and a driver that captures such launches into graphs, which is CUDA 12.3's.
 ``CUPY_DMA_EARLY=0`` does without.
 """
@@ -17,12 +17,12 @@ from collections.abc import Callable
 _CONFIG = struct.Struct("@7IPPI0P")  # CUlaunchConfig: grid and block (x, y, z), shared bytes; stream, attributes, count
 _ATTRIBUTE = struct.Struct("@I4xi60x")  # CUlaunchAttribute: its number; the value, as long as the largest of all
 _STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_EARLY = ctypes.create_string_buffer(_ATTRIBUTE.pack(_STREAM_SERIALIZATION, 1), _ATTRIBUTE.size)
-_EARLY_PLACE = ctypes.addressof(_EARLY)
-_Arguments = ctypes.c_char_p * 1  # a kernel's arguments: where each of them is
+_PDL = ctypes.create_string_buffer(_ATTRIBUTE.pack(_STREAM_SERIALIZATION, 1), _ATTRIBUTE.size)
+_PDL_ADDRESS = ctypes.addressof(_PDL)
+_Arguments = ctypes.c_char_p * 1  # the address of each argument of a kernel
 _INVALID_CONTEXT = 201  # the thread has none
 
-FIRST_CAPABILITY, _FIRST_VERSION = 90, 12030  # of early launches
+FIRST_CAPABILITY, _FIRST_VERSION = 90, 12030  # that support PDL
 
 
 @functools.cache
@@ -45,8 +45,8 @@ def library() -> ctypes.CDLL:
 
 
 @functools.cache
-def launches_early(capability: int) -> bool:
-    """Whether kernels may come early on a device of compute ``capability`` (90 for 9.0)."""
+def supports_pdl(capability: int) -> bool:
+    """Whether PDL can be used on a device of compute ``capability`` (90 for 9.0)."""
     if capability < FIRST_CAPABILITY or os.environ.get("CUPY_DMA_EARLY", "") == "0":
         return False
     version = ctypes.c_int()
@@ -56,19 +56,19 @@ def launches_early(capability: int) -> bool:
 class Function:
     """A loaded kernel whose only argument is a struct. Threads may launch it at the same time."""
 
-    def __init__(self, name: str, handle: int, shared_bytes: int, early: bool, bind: Callable[[], None]):
-        """``handle``: its CUfunction; ``early``: the device can launch it early; ``bind()`` gives the device's context
-        to the calling thread."""
+    def __init__(self, name: str, handle: int, shared_bytes: int, pdl: bool, bind: Callable[[], None]):
+        """``handle``: its CUfunction; ``pdl``: the device supports PDL; ``bind()`` gives the device's context to the
+        calling thread."""
         self.name, self._shared_bytes, self._bind = name, shared_bytes, bind
         self._handle = ctypes.c_void_p(handle)
-        self._early_launches = int(early)
+        self._pdl_attributes = int(pdl)
         self._call = library().cuLaunchKernelEx
 
-    def launch(self, grid: int, threads: int, params: bytes, stream: int, early: bool = True) -> None:
+    def launch(self, grid: int, threads: int, params: bytes, stream: int, pdl: bool = True) -> None:
         """Launch ``grid`` blocks of ``threads`` threads on the raw ``stream``; see ``jit.Kernel.launch``."""
         # All of it is the call's own, for the interpreter runs other threads meanwhile. The attribute never changes.
-        config = _CONFIG.pack(grid, 1, 1, threads, 1, 1, self._shared_bytes, stream, _EARLY_PLACE,
-                              self._early_launches if early else 0)
+        config = _CONFIG.pack(grid, 1, 1, threads, 1, 1, self._shared_bytes, stream, _PDL_ADDRESS,
+                              self._pdl_attributes if pdl else 0)
         arguments = _Arguments(params)
         status = self._call(config, self._handle, arguments, None)
         if status == _INVALID_CONTEXT:

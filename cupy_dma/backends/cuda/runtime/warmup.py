@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from cupy_dma.backends.cuda.attention import sm90, sm90_schedule
+from cupy_dma.backends.cuda.attention import sm90, sm90_tiles, split
 from cupy_dma.backends.cuda.attention.tiles import heads_per_tile, tile_shape
 from cupy_dma.backends.cuda.decode import step
 from cupy_dma.backends.cuda.runtime import jit
@@ -24,7 +24,7 @@ from cupy_dma.backends.cuda.runtime.configs import (
 def usual_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] = ("float16", "bfloat16"),
                   groups: tuple[int, ...] = (1, 2, 4), shared_limit: int = 99 * 1024) -> list[jit.Config]:
     """The kernels that ordinary calls need. Key scores are specialised in the number of heads: compiled when called."""
-    configs: list[jit.Config] = [LayoutConfig(element) for element in ELEMENTS.values()]
+    configs: list[jit.Config] = [LayoutConfig(element=element) for element in ELEMENTS.values()]
     configs += [SelectConfig(documents=False, padding=padding) for padding in (False, True)]
     for head_dim in head_dims:
         tiles = {dtype: tile_shape(head_dim, shared_limit, size=ELEMENT_BYTES[ELEMENTS[dtype]]) for dtype in dtypes}
@@ -35,14 +35,15 @@ def usual_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...
                                            ("KEYS_CONTIGUOUS", True, BIAS_OF_KEYS),
                                            ("KEYS_CONTIGUOUS", False, BIAS_NONE), ("KEYS_LISTED", False, BIAS_OF_KEYS),
                                            ("KEYS_SHARED", False, BIAS_OF_KEYS)):
-                    configs.append(ForwardConfig(ELEMENTS[dtype], head_dim, True, heads, *tiles[dtype], keys,
-                                                 causal, bias, softcap=False))
+                    configs.append(ForwardConfig(
+                        element=ELEMENTS[dtype], head_dim=head_dim, vector=True, heads=heads, **tiles[dtype]._asdict(),
+                        keys=keys, causal=causal, bias=bias, softcap=False))
     return list(dict.fromkeys(configs))
 
 
 def hopper_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] = ("float16", "bfloat16"),
                    groups: tuple[int, ...] = (1, 2, 4)) -> list[jit.Config]:
-    """The kernels of ``kernels/sm90`` for the same calls, of which the portable ones serve masks of few keys."""
+    """The kernels of ``kernels/sm90`` for the same calls; masks of few keys still go to the portable ones."""
     configs: list[jit.Config] = []
     elements = [ELEMENTS[dtype] for dtype in dtypes if ELEMENT_BYTES[ELEMENTS[dtype]] == 2]
     for kind, keys, causal, bias in (("contiguous", "KEYS_CONTIGUOUS", True, BIAS_NONE),
@@ -52,30 +53,33 @@ def hopper_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ..
                                      ("short intervals", "KEYS_LISTED", False, BIAS_OF_KEYS),
                                      ("intervals", "KEYS_SHARED", False, BIAS_OF_KEYS)):
         for head_dim in head_dims:
-            for tile in sm90_schedule.tiles_of(kind, head_dim):
+            for tile in sm90_tiles.tiles_of(kind, head_dim):
                 if keys != "KEYS_CONTIGUOUS":
                     configs.append(ListConfig(causal=False, block_n=tile.block_n))
                 served = [(element, heads) for heads in sorted({heads_per_tile(group) for group in groups})
                           for element in elements]
                 # The last tiles without a mask, and all of few queries under causality or over long lists, are split.
-                split = kind == "contiguous" or kind == "intervals" and keys == "KEYS_LISTED"
-                configs += [sm90.HopperForwardConfig(element, head_dim, heads, *tile, keys, causal, bias, False,
-                                                       False, "float", False, keys == "KEYS_CONTIGUOUS",
-                                                       tile.block_m % heads == 0, False, parts)
-                            for parts in (False, True)[:1 + split] for element, heads in served]
-                if split:
-                    configs += [sm90.CombineConfig(element, head_dim, heads, tile.block_m)
-                                for element, heads in served]
+                splits = kind == "contiguous" or kind == "intervals" and keys == "KEYS_LISTED"
+                configs += [sm90.HopperForwardConfig(
+                    element=element, head_dim=head_dim, heads=heads, **tile._asdict(), keys=keys, causal=causal,
+                    bias=bias, softcap=False, bits=False, bias_element="float", sequences=False,
+                    kv_tma=keys == "KEYS_CONTIGUOUS", query_tma=tile.block_m % heads == 0, runs=False, split=split_keys)
+                    for split_keys in (False, True)[:1 + splits] for element, heads in served]
+                if splits:
+                    configs += [sm90.CombineConfig(element=element, head_dim=head_dim, heads=heads,
+                                                   block_m=tile.block_m) for element, heads in served]
     return list(dict.fromkeys(configs))
 
 
 def decode_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] = ("float16", "bfloat16"),
                    groups: tuple[int, ...] = (1, 2, 4), clusters: bool = False) -> list[jit.Config]:
     """The step of the decode cache, with ``clusters`` also that of few heads."""
-    return [step.StepConfig(ELEMENTS[dtype], head_dim, head_dim, True, group, warps, False,
-                              step.min_blocks(head_dim, head_dim, dtype, group, cluster), True, cluster)
+    return [step.StepConfig(element=ELEMENTS[dtype], head_dim=head_dim, value_dim=head_dim, vector=True, rows=group,
+                            warps=warps, softcap=False,
+                            min_blocks=split.min_blocks(head_dim, head_dim, dtype, group, cluster), attend=True,
+                            cluster=cluster)
             for head_dim in head_dims for group in groups for dtype in dtypes
-            for warps, cluster in ((step.WARPS, 1), (step.CLUSTER_WARPS, step.CLUSTER))[:1 + clusters]]
+            for warps, cluster in ((split.WARPS, 1), (step.CLUSTER_WARPS, step.CLUSTER))[:1 + clusters]]
 
 
 def warmup_jobs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] = ("float16", "bfloat16"),

@@ -62,8 +62,8 @@ def _select(runtime: Runtime, scores: Operand, window: int, padding: Operand | N
     grids = (("local_top", rows * chunks if chunks > 1 else 0), ("filter_arrivals", rows * chunks),
              ("sweep_arrivals", rows * chunks * blocks(chunk, ARRIVALS)))
     (_, filters), (_, sweeps) = grids[1:]
-    # Each of these blocks can have a multiprocessor of its own, but not beside those ahead (35 us for 29).
-    gathers = sweeps <= runtime.multiprocessors(device.index) < filters + sweeps
+    # Each of these blocks can have an SM of its own, but not beside those ahead (35 us for 29).
+    gathers = sweeps <= runtime.num_sms(device.index) < filters + sweeps
     with runtime.on(device):
         for entry, grid in grids:
             if grid:
@@ -73,4 +73,4 @@ def _select(runtime: Runtime, scores: Operand, window: int, padding: Operand | N
 
 @functools.cache
 def _kernel(runtime: Runtime, index: int, documents: bool, padding: bool, entry: str) -> LoadedKernel:
-    return runtime.load(SelectConfig(documents, padding), entry, index)
+    return runtime.load(SelectConfig(documents=documents, padding=padding), entry, index)

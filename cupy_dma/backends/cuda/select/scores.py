@@ -41,13 +41,13 @@ def key_scores_backward(runtime: Runtime, dscores: Operand, value: Operand, dt_p
     key_blocks, channel_blocks = blocks(length, SCORE_BLOCK_KEYS), blocks(kv_heads * head_dim, SCORE_THREADS)
     slices = blocks(length, SCORE_SLICE_KEYS)
     with runtime.on(device):
-        ddt, parts = (library.full((batch, kv_heads, length), 0.0, "float32", device) for _ in range(2))
+        ddt, dA_partial = (library.full((batch, kv_heads, length), 0.0, "float32", device) for _ in range(2))
         partial = library.full((max(batch * slices, 1), kv_heads, kv_heads * head_dim), 0.0, "float32", device)
         if batch and length:
             _run(runtime, value, weight, A, dt_bias, form, dscore=dscores.pointer, ddt=library.pointer(ddt),
-                 dA_part=library.pointer(parts))
-            config = ScoreBackwardConfig(ELEMENTS[value.dtype], ELEMENTS[weight.dtype], head_dim, kv_heads,
-                                         min(kv_heads, 8))
+                 dA_partial=library.pointer(dA_partial))
+            config = ScoreBackwardConfig(value=ELEMENTS[value.dtype], weight=ELEMENTS[weight.dtype], head_dim=head_dim,
+                                         kv_heads=kv_heads, head_tile=min(kv_heads, 8))
             fields = {
                 "ddt": library.pointer(ddt), "value": value.pointer, "dt_proj": weight.pointer,
                 "dvalue": 0 if made is None else library.pointer(made), "partial": library.pointer(partial),
@@ -57,16 +57,17 @@ def key_scores_backward(runtime: Runtime, dscores: Operand, value: Operand, dt_p
             for entry, wanted, grid, size in (("value_gradient", "value", key_blocks, key_blocks),
                                               ("weight_gradient", "dt_proj", slices, slices)):
                 if wanted in needs:
-                    params = jit.params("select/key_scores_backward.cu", "ScoreBackwardParams").pack(key_blocks=size, **fields)
+                    params = jit.params(config.source, "ScoreBackwardParams").pack(key_blocks=size, **fields)
                     runtime.load(config, entry, device.index).launch(
                         batch * grid * channel_blocks, SCORE_THREADS, params, library.stream(device),
-                        early=entry != "weight_gradient")  # whose blocks, few and long, would gather (100 us for 71)
+                        pdl=entry != "weight_gradient")  # whose blocks, few and long, would gather (100 us for 71)
 
         def rounded(name: str, array: Any, like: Operand | None) -> Any:
             return library.astype(array.sum((0, 2) if name != "dt_proj" else 0), like.dtype) if (
                 like is not None and name in needs) else None
 
-        return (made, rounded("dt_proj", partial, dt_proj), rounded("A", parts, A), rounded("dt_bias", ddt, dt_bias))
+        return (made, rounded("dt_proj", partial, dt_proj), rounded("A", dA_partial, A),
+                rounded("dt_bias", ddt, dt_bias))
 
 
 def _projection(value: Operand, dt_proj: Operand) -> Operand:
@@ -84,31 +85,32 @@ def _added(dvalue: Operand | None) -> dict[str, int]:
 
 
 def _run(runtime: Runtime, value: Operand, dt_proj: Operand, A: Operand, dt_bias: Operand | None, form: str,
-         score: int = 0, dscore: int = 0, ddt: int = 0, dA_part: int = 0) -> None:
-    """The kernel of scores.cu: scores, or with ``dscore`` their gradients."""
+         score: int = 0, dscore: int = 0, ddt: int = 0, dA_partial: int = 0) -> None:
+    """Launches kernels/select/key_scores.cu: scores, or with ``dscore`` their gradients."""
     library, device = value.library, value.device
     batch, length, kv_heads, head_dim = value.shape
     A, dt_bias = _as_float32(A), None if dt_bias is None else _as_float32(dt_bias)
     size = 4 if value.dtype == "float32" else 2
 
-    def in_pieces(operand: Operand, numbers: int) -> bool:
-        """Whether each row can be read so many numbers at a time."""
-        return head_dim % numbers == 0 and operand.pointer % (numbers * size) == 0 and not any(
-            stride % numbers for stride, extent in zip(operand.strides, operand.shape[:-1]) if extent > 1)
+    def in_pieces(operand: Operand, elements: int) -> bool:
+        """Whether each row can be read ``elements`` elements at a time."""
+        return head_dim % elements == 0 and operand.pointer % (elements * size) == 0 and not any(
+            stride % elements for stride, extent in zip(operand.strides, operand.shape[:-1]) if extent > 1)
 
-    products = size == 2 and value.dtype == dt_proj.dtype and in_pieces(value, 8) and in_pieces(dt_proj, 8)
-    config = ScoreConfig(ELEMENTS[value.dtype], ELEMENTS[dt_proj.dtype], head_dim, kv_heads,
-                         max(tile for tile in (1, 2, 4, 8) if tile <= kv_heads), in_pieces(value, 4), form == "exp",
-                         dscore != 0, products)
+    tensor_cores = size == 2 and value.dtype == dt_proj.dtype and in_pieces(value, 8) and in_pieces(dt_proj, 8)
+    config = ScoreConfig(value=ELEMENTS[value.dtype], weight=ELEMENTS[dt_proj.dtype], head_dim=head_dim,
+                         kv_heads=kv_heads, head_tile=max(tile for tile in (1, 2, 4, 8) if tile <= kv_heads),
+                         vector=in_pieces(value, 4), exp_form=form == "exp", gradient=dscore != 0,
+                         tensor_cores=tensor_cores)
     key_blocks, head_tiles = blocks(length, config.block_keys), config.head_tiles
-    params = jit.params("select/key_scores.cu", "ScoreParams").pack(
+    params = jit.params(config.source, "ScoreParams").pack(
         value=value.pointer, dt_proj=dt_proj.pointer, A=A.pointer, dt_bias=dt_bias.pointer if dt_bias else 0,
-        score=score, dscore=dscore, ddt=ddt, dA_part=dA_part, value_batch=value.strides[0], value_row=value.strides[1],
-        value_head=value.strides[2], weight_row=dt_proj.strides[0], key_length=length, key_blocks=key_blocks,
-        head_tiles=head_tiles)
+        score=score, dscore=dscore, ddt=ddt, dA_partial=dA_partial, value_batch=value.strides[0],
+        value_row=value.strides[1], value_head=value.strides[2], weight_row=dt_proj.strides[0], key_length=length,
+        key_blocks=key_blocks, head_tiles=head_tiles)
     # Behind an attention kernel blocks of many keys would gather (60 us for 52); for a step's keys 1 us counts.
     runtime.load(config, "key_scores", device.index).launch(batch * key_blocks * head_tiles, SCORE_THREADS, params,
-                                                            library.stream(device), early=key_blocks == 1)
+                                                            library.stream(device), pdl=key_blocks == 1)
 
 
 def _as_float32(operand: Operand) -> Operand:

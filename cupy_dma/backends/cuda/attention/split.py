@@ -1,0 +1,58 @@
+"""Split-KV of few query rows (``kernels/decode/split_kv.cuh``): how the keys of a tile are split among blocks.
+
+Shared by attention over few queries and by the steps of the decode cache.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.configs import ELEMENT_BYTES, ELEMENTS, blocks
+
+ROW_BYTES = 256  # of keys or values: longer rows leave registers for 8 query heads, and none to load ahead
+WARPS, STEP = 4, 16  # of a block; keys a warp takes at a time
+MAX_SPLITS = 512  # as in the kernel file
+BLOCK_STEPS = 4  # what beginning and ending a block takes, in steps of its warps
+
+
+@dataclass(frozen=True)
+class SplitConfig(jit.Config):
+    """What kernels/decode/split_kv.cuh asks for."""
+
+    element: str
+    head_dim: int
+    value_dim: int
+    vector: bool
+    rows: int
+    warps: int
+    softcap: bool
+    min_blocks: int
+
+    def shared_bytes(self, num_splits: int) -> int:
+        """``struct SplitShared`` and the weights of ``num_splits`` splits."""
+        chunks = blocks(self.head_dim, 64 // ELEMENT_BYTES[self.element])
+        query = 512 * chunks * (2 if self.rows > 8 else 1)
+        return query + 4 * self.rows * (self.warps * (self.value_dim + 2) + 1 + max(num_splits, self.warps)) + 16
+
+
+def choose_splits(tiles: int, slots: int, resident: int) -> tuple[int, int]:
+    """How many splits each of ``tiles`` tiles gets, and how many slots a split has, if ``resident`` blocks run at a
+    time: what takes the fewest steps, one wave of blocks after the other, and of these the fewest splits."""
+    best = None
+    for wanted in range(1, min(blocks(slots, WARPS * STEP), MAX_SPLITS) + 1):
+        split_size = blocks(blocks(slots, wanted), STEP) * STEP
+        num_splits = blocks(slots, split_size)
+        cost = blocks(tiles * num_splits, resident) * (BLOCK_STEPS + blocks(split_size, WARPS * STEP))
+        if best is None or cost < best[0]:
+            best = cost, num_splits, split_size
+    assert best is not None
+    return best[1:]
+
+
+def min_blocks(head_dim: int, value_dim: int, dtype: str, rows: int, cluster: int = 1) -> int:
+    """Blocks per SM that the registers must suffice for: what the operands of a step leave room for. There are never
+    more blocks in clusters than SMs."""
+    if cluster > 1:
+        return 1
+    row_bytes = max(head_dim, value_dim) * ELEMENT_BYTES[ELEMENTS[dtype]]
+    return 1 if row_bytes > ROW_BYTES else 2 if rows > 8 or row_bytes > ROW_BYTES // 2 else 3

@@ -1,0 +1,82 @@
+"""The keys that the last few queries of a long history see under prefix top-w (SPEC section 3), from the scores alone.
+
+``kernels/select/last_queries_top_w.cu``; without a mask over the history.
+"""
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from cupy_dma.arrays import Operand
+from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.configs import blocks
+from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
+
+# As in the kernel file.
+DIGIT_BITS, COLLECT_KEYS, MAX_CHUNKS = 11, 4096, 1024
+THREADS = {"narrow": 512, "collect": 1024}
+RANGE_WORDS = 6
+
+
+@dataclass(frozen=True)
+class LastQueriesConfig(jit.Config):
+    source = "select/last_queries_top_w.cu"
+    intervals: bool
+
+
+@dataclass(frozen=True)
+class KeyList:
+    """Keys that the queries of a call see, of each kv head: ``list (B * Hkv, count)`` int32 and, entry by entry, the
+    positions that see them, ``interval (B * Hkv, count, 2)`` int32 (None: all)."""
+
+    count: int
+    list: int  # addresses
+    interval: int | None
+    tickets: int  # (B * Hkv, sets) zeros
+    keep: Any  # the arrays
+
+
+def select_last(runtime: Runtime, scores: Operand, window: int, queries: int, sets: int) -> KeyList:
+    """The keys that the last ``queries`` positions see of ``scores (B, Hkv, Lk)`` float32, and ``sets`` tickets a row
+    for the attention. There are more than ``window`` keys up to the first of them."""
+    library, device, (batch, kv_heads, keys) = scores.library, scores.device, scores.shape
+    rows, length = batch * kv_heads, keys - queries + 1
+    chunk, shifts = plan(length)
+    chunks, passes = blocks(length, chunk), len(shifts)
+    count = window + queries - 1
+    intervals = queries > 1
+    # In one allocation each: what must be zero, and the rest, arrays of 8 bytes first.
+    zeros = library.full((rows * (RANGE_WORDS + 1 + sets + (passes << DIGIT_BITS)),), 0, "int32", device)
+    space = library.empty((rows * (2 * chunks * chunk + chunks + count * (3 if intervals else 1)),), "int32", device)
+    ranges, survivors = library.pointer(zeros), library.pointer(space)
+    tickets = ranges + 4 * rows * RANGE_WORDS
+    counts = tickets + 4 * rows * (1 + sets)
+    interval = survivors + 8 * rows * chunks * chunk
+    kept = interval + (8 * rows * count if intervals else 0)
+    fields = {
+        "score": scores.pointer, "counts": counts, "ranges": ranges, "tickets": tickets, "survivors": survivors,
+        "survivor_count": kept + 4 * rows * count, "list": kept, "interval": interval,
+        "score_batch": scores.strides[0], "score_head": scores.strides[1], "score_key": scores.strides[2],
+        "kv_heads": kv_heads, "length": length, "window": window, "queries": queries, "chunk": chunk, "chunks": chunks,
+        "passes": passes}
+    pack, stream = jit.params("select/last_queries_top_w.cu", "LastQueriesParams").pack_some, library.stream(device)
+    for number, shift in enumerate(shifts):
+        _kernel(runtime, device.index, intervals, "narrow").launch(
+            rows * chunks, THREADS["narrow"], pack(fields, {"pass": number, "shift": shift}), stream)
+    _kernel(runtime, device.index, intervals, "collect").launch(rows * chunks, THREADS["collect"], pack(fields), stream)
+    return KeyList(count, kept, interval if intervals else None, tickets + 4 * rows, (zeros, space))
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(length: int) -> tuple[int, tuple[int, ...]]:
+    """Keys of a chunk, and the shift of each pass's digit in bits; no passes where ``collect`` can take all keys."""
+    chunk = COLLECT_KEYS * max(1, blocks(length, COLLECT_KEYS * MAX_CHUNKS))
+    if length <= COLLECT_KEYS:
+        return chunk, ()
+    return chunk, (53, 42, 32, max(0, (length - 1).bit_length() - DIGIT_BITS))
+
+
+@functools.cache
+def _kernel(runtime: Runtime, index: int, intervals: bool, entry: str) -> LoadedKernel:
+    return runtime.load(LastQueriesConfig(intervals=intervals), entry, index)

@@ -1,0 +1,41 @@
+// delta_i = sum over d of dout[i,d] * out[i,d]  (- dlse_i), a warp a row; 0 for a row that sees nothing. The first
+// kernel of the backward pass.
+//
+// dout, out // (B, Lq, H, D) ELEMENT, any strides    delta, dlse // (B, H, Lq) f32
+//
+// Prelude: ELEMENT, HEAD_DIM, VECTOR (four elements are read at a time).
+#include "common/arch.cuh"
+#include "common/params.cuh"
+
+constexpr int WARPS = 8;
+
+struct alignas(4 * sizeof(ELEMENT)) Four {
+    ELEMENT x[4];
+};
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32) backward_preprocess(const AttentionParams p) {
+    wait_for_earlier_kernels();
+    const long long row = (long long)blockIdx.x * WARPS + threadIdx.x / 32;  // (b, i, h), heads running fastest
+    const int lane = threadIdx.x & 31;
+    if (row >= (long long)p.batch * p.query_length * p.heads) return;
+    const int head = static_cast<int>(row % p.heads), query = static_cast<int>(row / p.heads % p.query_length);
+    const long long batch = row / p.heads / p.query_length;
+    const ELEMENT* out = p.out + batch * p.out_batch + query * p.out_row + head * p.out_head;
+    const ELEMENT* dout = p.dout + batch * p.dout_batch + query * p.dout_row + head * p.dout_head;
+    float sum = 0.0f;
+#if VECTOR
+    for (int d = 4 * lane; d < HEAD_DIM; d += 128) {
+        const Four a = *reinterpret_cast<const Four*>(out + d), b = *reinterpret_cast<const Four*>(dout + d);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum = fmaf(to_float(a.x[i]), to_float(b.x[i]), sum);
+    }
+#else
+    for (int d = lane; d < HEAD_DIM; d += 32) sum = fmaf(to_float(out[d]), to_float(dout[d]), sum);
+#endif
+#pragma unroll
+    for (int distance = 16; distance > 0; distance >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, distance);
+    if (lane != 0) return;
+    const long long target = (batch * p.heads + head) * p.query_length + query;
+    if (p.dlse != nullptr) sum -= p.dlse[target];
+    p.delta[target] = p.lse[target] == -infinity() ? 0.0f : sum;
+}

@@ -1,0 +1,354 @@
+"""What catches the faults: tests of tests/emulator/tests, and probes of their own (``OWN``)."""
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+from cupy_dma.arrays import numpy_dtype
+from cupy_dma.backends.cuda.attention import sm90, sm90_schedule
+from tests.gpu.sm90_tiles import TILES, taken
+from tests.oracle import cases, schedule_cases
+from tests.oracle.cache_cases import History
+
+build = pytest.importorskip("tests.emulator.build")
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+from tests import emulator  # noqa: E402
+from tests.emulator.tests import test_backward, test_decode, test_forward, test_varlen  # noqa: E402
+
+
+def named(name: str) -> cases.Case:
+    return next(c for c in cases.CASES if c.name == name)
+
+
+def elsewhere(test: Callable[..., None], *arguments: Any) -> Callable[[], None]:
+    """A test of another file, with arguments that it runs with there: sound kernels are known to pass it."""
+    names = [*inspect.signature(test).parameters]
+    given, fixtures = dict(zip(names, arguments)), names[len(arguments):]
+    assert fixtures in ([], ["monkeypatch"])
+    for mark in test.pytestmark:
+        own = mark.args[0] if isinstance(mark.args[0], tuple) else (mark.args[0],)
+        values = [value if len(own) > 1 else (value,) for value in mark.args[1]]
+        assert tuple(given[name] for name in own) in values, f"{test.__name__} does not run with {arguments}"
+
+    def check() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            test(*arguments, *[patch] * len(fixtures))
+
+    return check
+
+
+def grid(name: str) -> Callable[[], None]:
+    return elsewhere(test_forward.test_forward_grid, named(name))
+
+
+def one_awkward_selection(kind: str, length: int, window: int) -> Callable[[], None]:
+    return elsewhere(test_forward.test_selection_over_chunks, kind, length, window)
+
+
+def varlen(name: str) -> Callable[[], None]:
+    return elsewhere(test_varlen.test_forward, test_varlen.named(name))
+
+
+def varlen_backward(name: str) -> Callable[[], None]:
+    return elsewhere(test_varlen.test_backward, test_varlen.named(name))
+
+
+def lists_over_chunks() -> None:
+    """A mask whose lists are made from two chunks of 2048 keys."""
+    rng = np.random.default_rng(0)
+    n, lq = 2200, 300
+    q, k = (rng.standard_normal((1, m, 1, 16)).astype(np.float16) for m in (lq, n))
+    mask = dma.IntervalMask.sliding_window(n, 90)
+    out = dma.attention(q, k, k, mask=mask, backend="emulator")
+    expected = dma.attention(q.astype("f4"), k.astype("f4"), k.astype("f4"), mask=mask, backend="numpy")
+    assert np.abs(out - expected).max() < 5e-3
+
+
+def gathered_biases() -> None:
+    """Biases of whole blocks of keys, with and without hidden keys between them; a last tile that is not full."""
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((1, n, 1, 16)).astype(np.float16) for n in (70, 400))
+    bias = rng.standard_normal((1, 1, 70, 400)).astype(np.float16)
+    for mask in (np.broadcast_to(np.arange(400) % 3 == 0, (70, 400)).copy(), None):
+        out, expected = (dma.attention(q, k, k, mask=mask, bias=bias, backend=name) for name in ("emulator", "numpy"))
+        assert np.abs(out.astype("f4") - expected.astype("f4")).max() < 5e-3
+
+
+def backward_grid(name: str) -> Callable[[], None]:
+    return elsewhere(test_backward.test_backward_grid, named(name))
+
+
+def decoding(**options: Any) -> Callable[[], None]:
+    """Tokens one by one into a cache."""
+    history = History(**{"dtype": "float16", "head_dim": 16, "window": 7, "length": 24, "batch": 1, **options})
+
+    def check() -> None:
+        cache = history.cache(backend="emulator")
+        for p in range(history.length):
+            results = history.run(cache, [1], begin=p)
+            history.check_kept(cache, p)
+            history.check(*results, begin=p)
+
+    return check
+
+
+def flash_decode() -> None:
+    """Several steps a warp, so that sums are rescaled."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, n, h, 16)).astype(np.float16) for n, h in ((2, 4), (6000, 2), (6000, 2)))
+    out = dma.attention(3 * q, k, v, backend="emulator")
+    expected = dma.attention(*(x.astype("f4") for x in (3 * q, k, v)), backend="numpy")
+    assert np.abs(out - expected).max() < 3e-3
+
+
+def window_of_flash_decode() -> None:
+    """Two queries, and one key that only the first of them sees, in a step of keys that both see or none."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, n, h, 16)).astype(np.float16) for n, h in ((2, 4), (600, 2), (600, 2)))
+    mask = dma.IntervalMask.sliding_window(600, 90)
+    out = dma.attention(q, k, v, mask=mask, backend="emulator")
+    expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), mask=mask, backend="numpy")
+    assert np.abs(out - expected).max() < 2e-3
+
+
+def last_queries(queries: int) -> Callable[[], None]:
+    def check() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            test_decode.test_last_queries_of_a_history(6000, 60, queries, 4, "float16", patch)
+
+    return check
+
+
+def sm90_forward(tile: str, kind: str, head_dim: int = 64, **options: Any) -> Callable[[], None]:
+    """Several tiles, one after the other, the last of them cut by rows, with queries and outputs through TMA. ``lists``
+    have full blocks and others; TMA also loads the keys of ``causal``, and consecutive ones of ``dense`` masks."""
+    def check() -> None:
+        rng = np.random.default_rng(0)
+        q, k, v = (rng.standard_normal((1, 500, heads, head_dim)).astype(np.float16) for heads in (4, 2, 2))
+        scores = rng.standard_normal((1, 2, 500)).astype(np.float32)
+        more: dict[str, Any] = {"causal": {"causal": True}, "lists": {"bias": scores}}.get(kind, {}) | options
+        more["mask"] = {"causal": lambda: None, "lists": lambda: dma.IntervalMask.top_w(scores, 150),
+                        "window": lambda: dma.IntervalMask.sliding_window(500, 150),
+                        "dense": lambda: rng.random((1, 1, 500, 500)) < 0.5}[kind]()
+        order = emulator.Order("random", "random", 1)
+        with emulator.hopper_gpu(order=order), taken(*TILES[tile]), schedule_cases.num_sms(5):
+            out = dma.attention(q, k, v, **more, backend="emulator")
+        expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), **more, backend="numpy")
+        assert np.abs(out - expected).max() < 6e-3
+
+    return check
+
+
+def rising_logits() -> None:
+    """Some sums of their exponentials become too large, and some infinite."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 300, heads, 64)).astype(np.float16) for heads in (2, 1, 1))
+    for slope in (0.4, 3.0):
+        bias = np.broadcast_to(slope * np.arange(300, dtype=np.float32), (1, 1, 300))
+        with emulator.hopper_gpu(), taken(*TILES["192x96"]):
+            out = dma.attention(q, k, v, bias=bias, causal=True, backend="emulator")
+        expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), bias=bias, causal=True, backend="numpy")
+        assert np.abs(out - expected).max() < 6e-3
+
+
+def logits_that_change() -> None:
+    """Within a tile: one polynomial of the softcap holds for the first keys, another for more, none for the last."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 400, heads, 64)).astype(np.float16) for heads in (2, 1, 1))
+    q /= 4
+    for part, size in zip(np.split(k, 4, axis=1), (0.2, 0.45, 0.45, 3.0)):
+        part *= size * 8.0 * 5.0 / np.abs(np.einsum("bqhd,bkgd->hqk", q.astype("f4"), part.astype("f4"))).max()
+    options = {"softcap": 5.0, "mask": dma.IntervalMask.sliding_window(400, 390)}
+    with emulator.hopper_gpu(), taken(*TILES["192x96"]):
+        out = dma.attention(q, k, v, **options, backend="emulator")
+    expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), **options, backend="numpy")
+    assert np.abs(out - expected).max() < 3e-3
+
+
+def softcapped_biases(factor: float, bias: float, logit: float = 1.0) -> Callable[[], None]:
+    """bfloat16 with a softcap and a bias of keys: a query that sees one key, large values, a query of large logits."""
+    def check() -> None:
+        rng = np.random.default_rng(0)
+        q, k, v = (rng.standard_normal((1, 400, heads, 64)).astype(numpy_dtype("bfloat16")) for heads in (2, 1, 1))
+        v = (v.astype("f4") * factor).astype(v.dtype)
+        q[:, 396] *= logit
+        options = {"softcap": 20.0, "bias": bias + rng.standard_normal((1, 1, 400)).astype(np.float32), "causal": True}
+        with emulator.hopper_gpu() as gpu, taken(*TILES["128x128x4"]):
+            gpu.most_writes = 2
+            out = dma.attention(q, k, v, **options, backend="emulator")
+        expected = dma.attention(*(x.astype("f8") for x in (q, k, v)), **options, backend="numpy")
+        largest = np.abs(v.astype("f8")).max()
+        assert np.array_equal(out[0, 0], np.broadcast_to(v[0, 0], (2, 64)))
+        assert np.abs(out.astype("f8") - expected).max() < 2**-7 * largest
+
+    return check
+
+
+def swizzle_groups() -> None:
+    """Three causal heads with 3 tiles each on 2 SMs, an L2 swizzle group for each head."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 300, 3, 16)).astype(np.float16) for _ in range(3))
+    with (emulator.hopper_gpu(), taken(*TILES["128x128"]), schedule_cases.num_sms(2),
+          pytest.MonkeyPatch.context() as patch):
+        patch.setattr(sm90, "work_of", sm90_schedule.work_of.__wrapped__)
+        patch.setattr(sm90_schedule, "SWIZZLE_GROUP_BYTES", 1)
+        patch.setattr(sm90_schedule, "SWIZZLE_GROUP_WAVES", 1)
+        out = dma.attention(q, k, v, causal=True, backend="emulator")
+    expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), causal=True, backend="numpy")
+    assert np.abs(out - expected).max() < 3e-3
+
+
+def nonfinite_values() -> None:
+    """A value of every tile that some of its queries do not see."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 300, heads, 64)).astype(np.float16) for heads in (2, 1, 1))
+    v[:, ::50] = np.inf
+    mask = dma.IntervalMask.sliding_window(300, 20)
+    with emulator.hopper_gpu() as gpu, taken(*TILES["192x96"]):
+        gpu.most_writes = 2
+        out = dma.attention(q, k, v, mask=mask, backend="emulator")
+    expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), mask=mask, backend="numpy")
+    finite = np.isfinite(expected)
+    assert np.array_equal(np.isfinite(out), finite) and np.abs(out[finite] - expected[finite]).max() < 3e-3
+
+
+def short_tiles() -> None:
+    """After whole waves, where they could be cut in two, and without any, where some could be cut in three."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 500, heads, 64)).astype(np.float16) for heads in (4, 2, 2))
+    mask = dma.IntervalMask.top_w(rng.standard_normal((1, 2, 500)).astype(np.float32), 100)
+    expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), mask=mask, backend="numpy")
+    for num_sms, count in ((8, 2), (18, 8)):
+        with (emulator.hopper_gpu(), taken(*TILES["192x96"]),
+              schedule_cases.num_sms(num_sms, short_tiles=True) as tiles):
+            out = dma.attention(q, k, v, mask=mask, backend="emulator")
+        assert tiles == [count]
+        assert np.abs(out - expected).max() < 6e-3
+
+
+def sm90_splits(kind: str) -> Callable[[], None]:
+    """After whole waves and without any, tiles split along their keys; some queries see keys of some splits only."""
+    def check() -> None:
+        rng = np.random.default_rng(0)
+        q, k, v = (rng.standard_normal((1, n, h, 64)).astype(np.float16) for n, h in ((100, 4), (900, 2), (900, 2)))
+        scores = rng.standard_normal((1, 2, 900)).astype(np.float32)
+        options: dict[str, Any] = {"mask": None, "bias": 3 * np.sort(scores)}
+        if kind == "lists":
+            options["mask"] = dma.IntervalMask.top_w(scores, 600)
+        elif kind == "non-finite":
+            v[:, ::100] = np.inf
+            options = {"mask": dma.IntervalMask.sliding_window(900, 30)}
+        elif kind == "nothing seen":  # by the last queries
+            options["mask"] = dma.IntervalMask(np.zeros((1, 1, 900), np.int32), np.full((1, 1, 900), 850, np.int32))
+        expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), **options, return_lse=True, backend="numpy")
+        for num_sms, count in ((3, 3), (19, 4)):
+            with (emulator.hopper_gpu() as gpu, taken(*TILES["192x64x6"]),
+                  schedule_cases.num_sms(num_sms, split=True) as splits):
+                gpu.most_writes = 2
+                found = dma.attention(q, k, v, **options, return_lse=True, backend="emulator")
+            assert splits == [count]
+            for ours, theirs, error in zip(found, expected, (6e-3, 1e-4)):
+                finite = np.isfinite(theirs)
+                assert np.array_equal(np.isfinite(ours), finite)
+                assert np.abs(ours[finite] - theirs[finite]).max() < error
+
+    return check
+
+
+def sm90_grid(tile: str, name: str) -> Callable[[], None]:
+    def check() -> None:
+        with emulator.hopper_gpu(), taken(*TILES[tile]):
+            grid(name)()
+
+    return check
+
+
+OWN: dict[str, Callable[[], None]] = {
+    "sm90[lists]": sm90_forward("192x96", "lists"),
+    "sm90[lists, D128]": sm90_forward("192x64x2", "lists", head_dim=128),
+    "sm90[window, D40]": sm90_forward("128x64x6", "window", head_dim=40),
+    "sm90[causal]": sm90_forward("192x128", "causal"),
+    "sm90[causal, softcap]": sm90_forward("192x96", "causal", softcap=2.0),
+    "sm90[dense]": sm90_forward("128x128", "dense"),
+    "sm90[rising]": rising_logits,
+    "sm90[softcap]": logits_that_change,
+    "sm90[softcap and bias]": softcapped_biases(1.0, 7.0),
+    "sm90[softcap and large bias]": softcapped_biases(1.0, 30.0),
+    "sm90[softcap, large values]": softcapped_biases(2.0**114, 7.0),
+    "sm90[softcap, a large row]": softcapped_biases(2.0**112, 0.0, 4.0),
+    "sm90[swizzle groups]": swizzle_groups,
+    "sm90[non-finite]": nonfinite_values,
+    "sm90[short tiles]": short_tiles,
+    **{f"sm90[splits, {kind}]": sm90_splits(kind) for kind in ("none", "lists", "non-finite", "nothing seen")},
+    "test_forward_grid[Hopper, heads-6/2]": sm90_grid("128x128", "heads-6/2-top_w"),
+    "flash_decode": flash_decode,
+    "flash_decode[window]": window_of_flash_decode,
+    "decoding": decoding(),
+    "decoding[several splits]": decoding(window=100, recent=2, length=104, heads=2, kv_heads=1),
+    "decoding[sinks and recent]": decoding(sinks=2, recent=3),
+    "last_queries[1]": last_queries(1),
+    "last_queries[4]": last_queries(4),
+    "lists_over_chunks": lists_over_chunks,
+    "gathered_biases": gathered_biases,
+}
+
+CHECKS: dict[str, Callable[[], None]] = {
+    **OWN,
+    "test_forward_grid[mask-none]": grid("mask-none"),
+    "test_forward_grid[heads-4/2-top_w]": grid("heads-4/2-top_w"),
+    "test_forward_grid[mask-per_batch]": grid("mask-per_batch"),
+    "test_forward_grid[float16-D3]": grid("float16-D3"),
+    "test_forward_grid[bfloat16-D40]": grid("bfloat16-D40"),
+    "test_forward_grid[lengths-33x129-causal]": grid("lengths-33x129-causal"),
+    "test_forward_grid[lengths-129x33-top_w]": grid("lengths-129x33-top_w"),
+    "test_forward_grid[lengths-300x300-causal]": grid("lengths-300x300-causal"),
+    "test_forward_grid[lengths-300x300-top_w]": grid("lengths-300x300-top_w"),
+    "test_many_blocks_of_keys[top_w]": elsewhere(test_forward.test_many_blocks_of_keys, "top_w", "key"),
+    "test_no_masked_block": elsewhere(test_forward.test_no_masked_block, 64, 64),
+    "test_a_bad_row[top_w]":
+        elsewhere(test_forward.test_a_bad_row_reaches_only_the_queries_that_see_it, "value", np.inf, "top_w"),
+    "test_selection[iid]": one_awkward_selection("iid", 3000, 130),
+    "test_selection[increasing]": one_awkward_selection("increasing", 2100, 1030),
+    "test_selection[ties]": one_awkward_selection("ties", 2100, 1030),
+    "test_selection[special]": one_awkward_selection("special", 1500, 400),
+    "test_selection[few of special]": one_awkward_selection("special", 1025, 7),
+    "test_key_scores[heads 3, D 33]": elsewhere(test_forward.test_key_scores, "bfloat16", "exp", (2, 37, 3, 33)),
+    "test_key_scores[heads 20]": elsewhere(test_forward.test_key_scores, "float16", "exp", (1, 35, 20, 64)),
+    "test_key_scores[products]": elsewhere(test_forward.test_key_scores, "float16", "linear", (1, 37, 3, 40)),
+    "test_forward_grid[float32-D64]": grid("float32-D64"),
+    "test_forward_grid[float32-D4-causal]": grid("float32-D4-causal"),
+    "test_a_bad_row_of_float32": elsewhere(test_forward.test_a_bad_row_of_float32, -np.finfo(np.float32).max, "top_w"),
+    "test_backward_grid[float32-D40]": backward_grid("float32-D40"),
+    "test_backward_grid[float32-dense-both]": backward_grid("float32-dense-both-dense=11qk-1gqk"),
+    "test_backward_grid[mask-none]": backward_grid("mask-none"),
+    "test_backward_grid[lengths-129x33-causal]": backward_grid("lengths-129x33-causal"),
+    "test_forward_grid[mask-dense]": grid("mask-dense"),
+    "test_forward_grid[causal-and-dense]": grid("causal-and-dense"),
+    "test_forward_grid[dense-mask-1hqk]": grid("dense-mask-1hqk"),
+    "test_backward_grid[mask-dense]": backward_grid("mask-dense"),
+    "test_backward_grid[dense-both-1hqk-bhqk]": backward_grid("dense-both-dense=1hqk-bhqk"),
+    "test_backward_grid[dense-both-11qk-1gqk]": backward_grid("dense-both-dense=11qk-1gqk"),
+    "test_backward_grid[dense-both-b1q1]": backward_grid("dense-both-dense=b1q1-b1q1"),
+    "test_dense_masks_with_gaps": elsewhere(test_backward.test_dense_masks_with_gaps, None),
+    "test_a_bad_row_behind_a_dense_mask":
+        elsewhere(test_backward.test_a_bad_row_reaches_no_gradient_behind_a_dense_mask, "key"),
+    "test_super_tiles_of_dense_masks":
+        elsewhere(test_backward.test_super_tiles_of_dense_masks, "columns", 4),
+    "test_super_tiles": elsewhere(test_backward.test_super_tiles, "float16", 20),
+    "test_key_scores_backward":
+        elsewhere(test_backward.test_key_scores_backward, "float16", "exp", (1, 35, 20, 64)),
+    "varlen[bfloat16-none]": varlen("bfloat16-none"),
+    "varlen[mask-window]": varlen("mask-window"),
+    "varlen[used-per_head]": varlen("used-per_head"),
+    "varlen[long-per_head]": varlen("long-per_head"),
+    "varlen[sixty-none]": varlen("sixty-none"),
+    "varlen[pages-16-none]": varlen("pages-16-none"),
+    "varlen backward[bfloat16-none]": varlen_backward("bfloat16-none"),
+    "varlen backward[supers]": varlen_backward("supers"),
+}
