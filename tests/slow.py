@@ -21,6 +21,7 @@ SHARES: dict[str, int | None] = {
     "tests/emulator/mutations/*": 8,
     "tests/emulator/tests/test_faults.py::*": 2,
     "tests/emulator/*": 10,
+    "tests/unit/test_varlen.py::test_gradients_are_derivatives": 4,
 }
 
 
