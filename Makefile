@@ -126,7 +126,7 @@ $(VENV)/.torch-%: $(VENV)/.test
 	@for torch in $(TORCH); do \
 	    echo "pip install $$torch"; \
 	    $(PIP_LOUD) $(TORCH_OPTIONS) "$$torch" >$@.log 2>&1 && touch $@ && exit; \
-	    echo "failed:"; grep -v '^ *$$' $@.log | tail -n 12 | sed 's/^/    /'; \
+	    echo "failed:"; sed -n '/ERROR/,$$p' $@.log | grep -v '^ *$$' | sed 's/^/    /'; \
 	done; \
 	echo "torch is not installed: the tests that need it are skipped (TORCH=... names another, TORCH= none)"; touch $@
 

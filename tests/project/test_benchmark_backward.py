@@ -38,9 +38,9 @@ def test_gradient_check(dtype):
         assert not check(**{name: gradient * 1.05}).ok, name
         assert not check(**{name: torch.full_like(gradient, float("nan"))}).ok, name
     g, j = (stop[0] <= start[0]).nonzero()[0].tolist()
-    for name, place in (("key", (0, j, g)), ("value", (0, j, g)), ("bias", (0, g, j))):
+    for name, index in (("key", (0, j, g)), ("value", (0, j, g)), ("bias", (0, g, j))):
         leak = getattr(found, name).clone()
-        leak[place] = 1e-6
+        leak[index] = 1e-6
         assert not check(**{name: leak}).unseen_are_zero
 
 
