@@ -26,9 +26,8 @@ def test_the_grids_reach_every_kernel():
     assert "sm90/combine.cu" in {config.source for config in found}
     portable = precompile.portable_configs()
     assert not any(config.source.startswith("sm90") for config in portable)
-    assert {"sm80/forward.cu", "sm80/backward_dkv.cu", "sm80/backward_dq.cu", "sm80/backward_reduce.cu",
-            "sm80/backward_dbias.cu", "lists/intervals.cu", "lists/dense_mask.cu"} <= {
-                config.source for config in portable}
+    assert {"sm80/forward.cu", "sm80/backward_dkv.cu", "sm80/backward_dq.cu", "sm80/backward_reduce.cu", "sm80/backward_dbias.cu", "lists/intervals.cu",
+            "lists/dense_mask.cu"} <= {config.source for config in portable}
 
 
 def test_the_tiles_to_be_tuned(monkeypatch):
