@@ -1,7 +1,8 @@
 # Each target does its own set-up: from Python >= 3.10 and make alone to a finished run.
 #
 #   make demo         dynamic mask attention over a long text, with a picture of the mask in mask.png
-#   make test         all tests that this machine can run
+#   make test         what a change could break, in minutes: all but the tests marked slow (tests/slow.py)
+#   make test-all     make test, then the slow ones: every kernel and every fault, 20 minutes and more
 #   make test-gpu     the tests that need a GPU; records the result in tests/gpu_results.json
 #   make test-sanitize  the kernels on the CPU emulator, with its race detector and with AddressSanitizer
 #   make sanitize     every kernel under compute-sanitizer's memcheck and racecheck (needs a GPU)
@@ -14,7 +15,7 @@
 # VENV=                an empty VENV installs nothing and runs the tree in PYTHON itself
 # CUDA_EXTRA=cuda12    which CUDA extra to install; chosen by the driver if not given
 # TORCH=               what pip installs as torch for the tests; empty for none, and then its tests are skipped
-# ARGS="--length 4096" more arguments for demo, test, test-gpu and bench
+# ARGS="--length 4096" more arguments for demo, test, test-all, test-gpu and bench
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -29,7 +30,6 @@ GPU := $(if $(DRIVER_CUDA),yes)
 ifdef GPU
 CUDA_EXTRA ?= $(shell test $(DRIVER_CUDA) -ge 13 && echo cuda13 || echo cuda12)
 DEMO_EXTRAS := plot,$(CUDA_EXTRA)
-SELECT :=
 WORKERS :=
 # Torch on a GPU machine is the user's choice (make test VENV= runs in an interpreter that has one).
 TORCH ?=
@@ -37,31 +37,38 @@ else
 # No GPU, but the tests compile every kernel with NVRTC, which needs none.
 CUDA_EXTRA ?= $(if $(filter Darwin,$(shell uname)),,cuda12)
 DEMO_EXTRAS := plot
-SELECT := -m "not gpu"
+NO_GPU := and not gpu
 WORKERS := -n $(JOBS) --dist worksteal
-# A CPU build by its full version: a CUDA build is gigabytes of no use here, and its pins clash with CUDA_EXTRA.
-TORCH ?= torch==2.13.0$(if $(filter Darwin,$(shell uname)),,+cpu)
+# A CPU build under either of its names. A CUDA build is gigabytes of no use here, and its pins clash with CUDA_EXTRA:
+# tests/no-cuda-torch.txt lets pip refuse it. A TORCH of the user's own is tried as it stands.
+TORCH ?= torch==2.13.0+cpu torch==2.13.0
 endif
+TORCH_OPTIONS := $(if $(filter file,$(origin TORCH)),--constraint tests/no-cuda-torch.txt)
 
 ifdef VENV
 RUN := $(VENV)/bin/python
 DEMO_READY := $(VENV)/.demo
-TEST_READY := $(VENV)/.test
+TORCH_READY := $(if $(TORCH),$(VENV)/.torch-$(shell echo '$(TORCH)' | cksum | cut -d ' ' -f 1))
+TEST_READY := $(VENV)/.test $(TORCH_READY)
 BENCH_READY := $(VENV)/.bench
 LINT_READY := $(VENV)/.lint
 else
 RUN := PYTHONPATH=. $(PYTHON)
 endif
 
-PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+PIP_LOUD := $(VENV)/bin/python -m pip install --disable-pip-version-check
+PIP := $(PIP_LOUD) --quiet
 
-.PHONY: demo test test-gpu test-sanitize sanitize bench lint check-record clean
+.PHONY: demo test test-all test-gpu test-sanitize sanitize bench lint check-record clean
 
 demo: $(DEMO_READY)
 	$(RUN) -m cupy_dma demo $(ARGS)
 
 test: $(TEST_READY)
-	$(RUN) -m pytest $(SELECT) $(if $(VENV),$(WORKERS)) $(ARGS)
+	$(RUN) -m pytest -m "not slow $(NO_GPU)" $(if $(VENV),$(WORKERS)) $(ARGS)
+
+test-all: test
+	$(RUN) -m pytest -m "slow $(NO_GPU)" $(if $(VENV),$(WORKERS)) $(ARGS)
 
 test-gpu: $(TEST_READY)
 	$(RUN) -m pytest -m gpu -p tests.gpu.gpu_record --gpu-record tests/gpu_results.json $(ARGS)
@@ -112,9 +119,16 @@ $(VENV)/.demo: $(VENV)/bin/python pyproject.toml setup.cfg
 
 $(VENV)/.test: $(VENV)/bin/python pyproject.toml setup.cfg
 	$(PIP) --editable ".[test$(CUDA_EXTRA:%=,%)]"
-	$(if $(TORCH),@$(PIP) $(TORCH) 2>/dev/null || \
-	    echo "$(TORCH) is not to be had here: the tests that need torch are skipped")
 	@touch $@
+
+# Each of TORCH in turn. Without any of them the tests that need torch are skipped, and every run ends by saying so.
+$(VENV)/.torch-%: $(VENV)/.test
+	@for torch in $(TORCH); do \
+	    echo "pip install $$torch"; \
+	    $(PIP_LOUD) $(TORCH_OPTIONS) "$$torch" >$@.log 2>&1 && touch $@ && exit; \
+	    echo "failed:"; sed -n '/ERROR/,$$p' $@.log | grep -v '^ *$$' | sed 's/^/    /'; \
+	done; \
+	echo "torch is not installed: the tests that need it are skipped (TORCH=... names another, TORCH= none)"; touch $@
 
 $(VENV)/.bench: $(VENV)/bin/python pyproject.toml setup.cfg
 	$(PIP) --editable ".[torch,plot$(CUDA_EXTRA:%=,%)]"

@@ -1,33 +1,47 @@
-"""What forward_equivalence.py and backward_equivalence.py share: named cases, every backend, the strict rule, a table.
+"""Results of every backend against the float64 oracle, in every type.
 
-Each case is drawn, laid out and answered by tests/oracle/cases.py and tests/oracle/reference.py, in sizes of several tiles. An error
-``max|x - ref64|`` may be at most twice (gradients: three times) that of the plain same-precision computation, plus the
-roundings that ``reference.error_and_allowed`` names; NaN and infinities must stand where the oracle has them, and every
-result must have the type and shape of its argument. Nothing is averaged and nothing may be left out of a tensor.
+    python benchmarks/accuracy.py forward        out and lse, named cases, a line per backend, type and case
+    python benchmarks/accuracy.py backward       their gradients, with a gradient of lse
+    python benchmarks/accuracy.py grid           gradients over the tests' whole grid, a line per backend and type
+    python benchmarks/accuracy.py forward --backend flex --dtype bfloat16 --cases dense
 
-A backend that cannot run here stands in the table with the reason, and so does a case that it refuses.
+Each case is drawn, laid out and answered by tests/oracle/cases.py and tests/oracle/reference.py; the named ones have
+sizes of several tiles, the grid has masks, biases, lengths, head dims, grouped heads, strides, softcap and scale. An
+error ``max|x - ref64|`` may be at most twice (gradients: three times) that of the plain same-precision computation,
+plus the roundings that ``reference.error_and_allowed`` names. NaN and infinities must stand where the oracle has them,
+and every result must have the type and shape of its argument; one that does not is infinitely wrong. Nothing is
+averaged and nothing may be left out of a tensor.
+
+A line shows the tensor that comes closest to its limit, of the grid the worst error of each gradient in units of what
+is allowed. A backend that cannot run here stands there with the reason, and so does a case that it refuses (the grid
+counts them as not served). Writes forward_equivalence.json, backward_equivalence.json or grad_equivalence.json; exits
+with 1 if any error exceeds what is allowed, and then the file ends with .failed.json.
 """
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
+
 import numpy as np
 
-from benchmarks.grad_equivalence import TYPES_OF, number, place_of, where
 from benchmarks.harness.suite import RESULTS
-from tests.oracle import reference
+from tests.oracle import cases, reference
 from tests.oracle.cases import Case
 
 DTYPES = ("float16", "bfloat16", "float32")
 BACKENDS = ("cuda", "numpy", "triton", "flex")
-TF32 = ("cuda", "triton")  # these multiply float32 by tensor cores, if they take it
+TYPES_OF = {"cuda": DTYPES}  # it raises TypeError for others; the other backends take float64 too
+GRADIENTS = ("query", "key", "value", "bias")
 _SIZES = {"batch": 2, "query_length": 260, "key_length": 260, "heads": 4, "kv_heads": 2, "head_dim": 64, "window": 64}
 
 CASES = [Case(name, **{**_SIZES, **changes}) for name, changes in {
@@ -49,6 +63,52 @@ CASES = [Case(name, **{**_SIZES, **changes}) for name, changes in {
 Answer = dict[str, tuple[np.ndarray, np.ndarray, float]]  # name -> float64, plain, size of the terms
 
 
+# ---- what is compared ----
+@dataclass(frozen=True)
+class Suite:
+    file: str  # of the results
+    dtypes: tuple[str, ...]
+    factor: int  # of the plain error that is allowed
+    tf32: tuple[str, ...]  # backends that multiply float32 by tensor cores, if they take it
+    cases: Callable[[str, str], list[Case]]  # of a type, with names that start like this
+    run: Callable[..., dict[str, Any]]  # (case, convert, backend, with_dlse)
+    expected: Callable[..., Answer]  # (case, with_dlse, tf32)
+
+
+def named(dtype: str, start: str = "") -> list[Case]:
+    return [replace(case, dtype=dtype) for case in CASES if case.name.startswith(start)]
+
+
+def grid(dtype: str, start: str = "") -> list[Case]:
+    """Every different case of the tests in this type."""
+    return list({replace(case, name="", dtype=dtype): replace(case, dtype=dtype) for case in cases.CASES
+                 if case.name.startswith(start)}.values())
+
+
+def forward(case: Case, convert: Any, backend: str, with_dlse: bool) -> dict[str, Any]:
+    return dict(zip(("out", "lse"), cases.run(case, convert, backend=backend)))
+
+
+def forward_expected(case: Case, with_dlse: bool, tf32: bool) -> Answer:
+    return cases.expected(case, tf32=tf32)
+
+
+def backward(case: Case, convert: Any, backend: str, with_dlse: bool) -> dict[str, Any]:
+    return cases.run_backward(case, convert, with_dlse=with_dlse, backend=backend)._asdict()
+
+
+def backward_expected(case: Case, with_dlse: bool, tf32: bool) -> Answer:
+    return cases.expected_gradients(case, with_dlse=with_dlse, tf32=tf32)
+
+
+SUITES = {
+    "forward": Suite("forward_equivalence", DTYPES, 2, ("cuda", "triton"), named, forward, forward_expected),
+    "backward": Suite("backward_equivalence", DTYPES, 3, ("cuda", "triton"), named, backward, backward_expected),
+    "grid": Suite("grad_equivalence", (*DTYPES, "float64"), 3, ("cuda",), grid, backward, backward_expected),
+}
+
+
+# ---- comparing ----
 @dataclass
 class Row:
     """One case on one backend in one type."""
@@ -59,16 +119,25 @@ class Row:
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)  # tensor -> error, allowed
     reason: str = ""  # why there is nothing
 
+    def ratio(self, name: str) -> float:
+        """The error in units of what is allowed."""
+        error, allowed = self.errors[name]
+        return 0.0 if error == 0 else error / allowed if allowed else math.inf
+
     @property
     def worst(self) -> str:
-        """The tensor with the largest error in units of what is allowed."""
-        return max(self.errors, key=lambda name: _ratio(*self.errors[name]))
+        return max(self.errors, key=self.ratio)
 
     @property
     def ok(self) -> bool:
-        return all(_ratio(*pair) <= 1 for pair in self.errors.values())
+        return all(self.ratio(name) <= 1 for name in self.errors)
 
-    def add(self, name: str, found: Any, ref: np.ndarray, plain: np.ndarray, terms: float, factor: int) -> None:
+    def add(self, name: str, found: Any, expected: tuple[np.ndarray, np.ndarray, float] | None, factor: int) -> None:
+        if expected is None:
+            if found is not None:
+                self.errors[name] = math.inf, 0.0
+            return
+        ref, plain, terms = expected
         if found is None or found.shape != ref.shape or found.dtype != plain.dtype or reference.misplaced(found, ref):
             self.errors[name] = math.inf, 0.0
             return
@@ -76,69 +145,57 @@ class Row:
         self.errors[name] = error, allowed
 
 
-def _ratio(error: float, allowed: float) -> float:
-    return 0.0 if error == 0 else error / allowed if allowed else math.inf
+def library_for(backend: str, suite: Suite) -> tuple[Any, Any]:
+    """The library and device whose arrays a backend takes. flex computes on the GPU if there is one, but not the grid:
+    it would compile every case, for hours."""
+    from cupy_dma.arrays import CPU, Device, library_named
 
-
-@dataclass(frozen=True)
-class Suite:
-    """What is compared: ``run(case, convert, backend)`` gives the tensors, ``expected(case, **options)`` the answer."""
-
-    name: str
-    method: str
-    run: Callable[[Case, Callable[[np.ndarray], Any], str], dict[str, Any]]
-    expected: Callable[..., Answer]
-    factor: int
-
-
-def place_for(backend: str) -> tuple[Any, Any]:
-    """Where a backend's arrays lie: as for the gradients of the whole grid, but flex on the GPU if there is one."""
-    if backend == "flex":
+    on_gpu = Device("cuda", 0)
+    if backend == "flex" and suite.cases is named:
         import torch
 
-        from cupy_dma.arrays import Device, library_named
+        return (library_named("torch"), on_gpu) if torch.cuda.is_available() else (library_named("numpy"), CPU)
+    if backend == "triton":
+        return library_named("torch"), on_gpu
+    return (library_named("cupy"), on_gpu) if backend == "cuda" else (library_named("numpy"), CPU)
 
-        if torch.cuda.is_available():
-            return library_named("torch"), Device("cuda", 0)
-    return place_of(backend)
 
-
-def compare(suite: Suite, backends: list[str], dtypes: list[str], names: str = "") -> Iterator[Row]:
+def compare(suite: Suite, backends: list[str], dtypes: list[str], names: str = "", dlse: bool = True) -> Iterator[Row]:
     from tqdm import tqdm
 
     from cupy_dma.backends import why_not
 
     reasons = {backend: why_not(backend) for backend in backends}
     yield from (Row(backend, "", "", reason=f"not available: {why}") for backend, why in reasons.items() if why)
-    places = {backend: place_for(backend) for backend, reason in reasons.items() if not reason}
-    todo = [replace(case, dtype=dtype) for dtype in dtypes for case in CASES if case.name.startswith(names)]
-    for case in tqdm(todo, unit="case", disable=None):
-        answers: dict[bool, Answer] = {}
-        for backend, (place, device) in places.items():
+    libraries = {backend: library_for(backend, suite) for backend, reason in reasons.items() if not reason}
+    for case in tqdm([case for dtype in dtypes for case in suite.cases(dtype, names)], unit="case", disable=None):
+        answers: dict[bool, Answer] = {}  # one for all backends, one for products through TF32
+        for backend, (library, device) in libraries.items():
             row = Row(backend, case.dtype, case.name)
-            if case.dtype not in TYPES_OF.get(backend, DTYPES):
+            if case.dtype not in TYPES_OF.get(backend, suite.dtypes):
                 row.reason = f"{backend} does not take {case.dtype}"
                 yield row
                 continue
 
-            def convert(array: np.ndarray, place: Any = place, device: Any = device) -> Any:
-                return place.from_numpy(np.ascontiguousarray(array), device)
+            def convert(array: np.ndarray, library: Any = library, device: Any = device) -> Any:
+                return library.from_numpy(np.ascontiguousarray(array), device)
 
             try:
-                found = suite.run(case, convert, backend)
+                found = suite.run(case, convert, backend, dlse)
             except NotImplementedError as error:
-                row.reason = str(error)
+                row.reason = str(error) or "not served"
                 yield row
                 continue
-            tf32 = case.dtype == "float32" and backend in TF32
+            tf32 = case.dtype == "float32" and backend in suite.tf32
             if tf32 not in answers:
-                answers[tf32] = suite.expected(case, **({"tf32": True} if tf32 else {}))
-            for name, expected in answers[tf32].items():
-                tensor = found.get(name)
-                row.add(name, None if tensor is None else place.to_numpy(tensor), *expected, suite.factor)
+                answers[tf32] = suite.expected(case, dlse, tf32)
+            for name, tensor in found.items():
+                row.add(name, None if tensor is None else library.to_numpy(tensor), answers[tf32].get(name),
+                        suite.factor)
             yield row
 
 
+# ---- what is printed and recorded ----
 HEADER = f"{'backend':<9}{'type':<10}{'case':<22}{'tensor':<7}{'max error':>11}{'allowed':>11}  ok"
 
 
@@ -160,28 +217,89 @@ def printed(rows: Iterator[Row]) -> list[Row]:
     return found
 
 
-def record(suite: Suite, rows: list[Row], seconds: float, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"method": f"{suite.method}\n{__doc__}", "arguments": arguments, **where(arguments["commit"]),
-            "seconds": seconds, "rows": [
-                {"backend": row.backend, "dtype": row.dtype, "case": row.case, "reason": row.reason, "ok": row.ok,
-                 "tensors": {name: {"error": number(error), "allowed": allowed}
-                             for name, (error, allowed) in row.errors.items()}} for row in rows]}
+def entry(row: Row) -> dict[str, Any]:
+    return {"backend": row.backend, "dtype": row.dtype, "case": row.case, "reason": row.reason, "ok": row.ok,
+            "tensors": {name: {"error": number(error), "allowed": allowed}
+                        for name, (error, allowed) in row.errors.items()}}
 
 
-def main(suite: Suite, arguments: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=suite.method.splitlines()[0])
+def by_type(rows: list[Row]) -> list[dict[str, Any]]:
+    """The rows of the grid, one entry for a backend and type."""
+    grouped: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.dtype in TYPES_OF.get(row.backend, (row.dtype,)) and row.dtype:
+            grouped.setdefault((row.backend, row.dtype), []).append(row)
+    found = []
+    for (backend, dtype), of_type in grouped.items():
+        served = [row for row in of_type if not row.reason]
+        worst, case = dict.fromkeys(GRADIENTS, 0.0), {}
+        for row in served:
+            for name in row.errors:
+                if row.ratio(name) > worst[name]:
+                    worst[name], case[name] = row.ratio(name), row.case
+        found.append({"backend": backend, "dtype": dtype, "cases": len(served),
+                      "not_served": len(of_type) - len(served),
+                      "worst_error_over_allowed": {name: number(ratio) for name, ratio in worst.items()},
+                      "worst_case": case, "ok": all(row.ok for row in served)})
+    return found
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    rows = [f"{'backend':<9}{'type':<10}{'cases':>6}{'not served':>12}" + "".join(f"{'d' + n:>9}" for n in GRADIENTS)]
+    for found in lines:
+        worst = found["worst_error_over_allowed"].values()
+        rows.append(f"{found['backend']:<9}{found['dtype']:<10}{found['cases']:>6}{found['not_served']:>12}"
+                    + "".join(f"{float(str(x).replace('infinite', 'inf')):>9.3f}" if found["cases"] else f"{'–':>9}"
+                              for x in worst)
+                    + ("" if found["ok"] else f"  EXCEEDS in {found['worst_case']}"))
+    return "\n".join(rows)
+
+
+def number(ratio: float) -> float | str:
+    return ratio if math.isfinite(ratio) else "infinite"  # JSON has no infinity
+
+
+def where(commit: str | None) -> dict[str, Any]:
+    """Versions, device and commit of this run."""
+    found: dict[str, Any] = {}
+    if importlib.util.find_spec("torch"):  # measure.py needs it
+        from benchmarks.harness import measure
+
+        found = measure.machine()
+    if commit:
+        found["commit"] = commit
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("what", choices=SUITES)
     options.add_argument("--backend", action="append", choices=BACKENDS, help="only this one (may be repeated)")
-    options.add_argument("--dtype", action="append", choices=DTYPES, help="only this type (may be repeated)")
+    options.add_argument("--dtype", action="append", choices=SUITES["grid"].dtypes,
+                         help="only this type (may be repeated)")
     options.add_argument("--cases", default="", help="only cases whose name starts with this")
+    options.add_argument("--dlse", action="store_true", help="of the grid: also with a gradient of lse")
     options.add_argument("--out", default=str(RESULTS), help="folder of the JSON")
     options.add_argument("--commit", help="recorded as the commit where the tree is a copy without its history")
     args = options.parse_args(arguments)
+    suite, is_grid = SUITES[args.what], args.what == "grid"
     started = time.monotonic()
-    rows = printed(compare(suite, args.backend or list(BACKENDS), args.dtype or list(DTYPES), args.cases))
-    ok = all(row.ok for row in rows) and any(row.errors for row in rows)
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{suite.name}_equivalence{'' if ok else '.failed'}.json"
-    path.write_text(json.dumps(record(suite, rows, time.monotonic() - started, vars(args)), indent=1) + "\n")
+    rows = compare(suite, args.backend or list(BACKENDS), args.dtype or list(suite.dtypes), args.cases,
+                   args.dlse or not is_grid)
+    found = list(rows) if is_grid else printed(rows)
+    ok = all(row.ok for row in found) and any(row.errors for row in found)
+    if is_grid:
+        entries = {"lines": by_type(found)}
+        print(table(entries["lines"]))
+    else:
+        entries = {"rows": [entry(row) for row in found]}
+    path = Path(args.out) / f"{suite.file}{'' if ok else '.failed'}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"method": __doc__, "arguments": vars(args), **where(args.commit),
+                                "seconds": time.monotonic() - started, **entries}, indent=1) + "\n")
     print(f"wrote {path} after {time.monotonic() - started:.0f} s")
     return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -26,7 +26,7 @@ Throughput: effective = dense causal operations / time; needed = operations of t
 a backward pass (five products), 14*D with the forward.
 
 Check: sampled queries (dq) and keys (dk, dv, dbias) of every case are compared with float64 under the rule "at most
-three times the error of the plain same-precision computation plus one rounding", see gradient_check.py; keys that
+three times the error of the plain same-precision computation plus one rounding", see harness/check.py; keys that
 nobody sees have gradients of exactly zero; deterministic=True gives the same bits twice; the whole chain agrees with
 its stages. If any check fails the run exits with 1 and leaves the recorded results alone.
 """
@@ -93,16 +93,16 @@ class Benchmark(suite.Benchmark):
         self.record("cupy_dma", "forward+backward", self.everything)
 
     def check(self) -> dict[str, Any]:
-        """Sampled gradients against float64, see gradient_check.py; the same bits twice; the chain as its stages."""
+        """Sampled gradients against float64, see harness/check.py; the same bits twice; the chain as its stages."""
         import torch
 
-        from benchmarks.harness.gradient_check import check_gradients
+        from benchmarks.harness.check import check_interval_gradients
         from cupy_dma.backward import key_scores_backward
 
         self.forget_lists()
         found = self.backward()
-        sampled = check_gradients(found, self.dout, self.query, self.key, self.value, self.out, self.lse, self.scores,
-                                  *self.intervals(), seed=self.case.seed)
+        sampled = check_interval_gradients(found, self.dout, self.query, self.key, self.value, self.out, self.lse,
+                                           self.scores, *self.intervals(), seed=self.case.seed)
         again = (self.backward(deterministic=True) for _ in range(2))
         same_bits = all(map(torch.equal, *again))
         whole = self.everything()

@@ -41,12 +41,12 @@ class Benchmark(suite.Benchmark):
 
     def sampled(self) -> list[int]:
         """Sequences that are checked."""
-        from benchmarks.harness.decode_check import sampled_batch
+        from benchmarks.harness.check import sampled_batch
 
         return sampled_batch(self.case.batch, self.case.seed)
 
     def best_keys(self, b: int, window: int) -> Any:
-        from benchmarks.harness.decode_check import best_keys
+        from benchmarks.harness.check import best_keys
 
         if (b, window) not in self.best:
             self.best[b, window] = best_keys(self.scores[b], window)
@@ -54,7 +54,7 @@ class Benchmark(suite.Benchmark):
 
     def checked(self, out: Any, lse: Any, window: int | None, bias: bool = True) -> Any:
         """The check of a result ``(B, 1, H, D)`` and ``(B, H, 1)`` over the best ``window`` keys (None: all)."""
-        from benchmarks.harness.decode_check import TokenCheck
+        from benchmarks.harness.check import TokenCheck
 
         check = TokenCheck()
         for b in self.sampled():
@@ -271,7 +271,7 @@ class Original(Benchmark):
             added = mask_of(self.query, self.scores)[0, ::group, 0]  # (Hkv, n), rounded as the peer's
 
             def check(out: Any) -> Any:
-                from benchmarks.harness.decode_check import TokenCheck
+                from benchmarks.harness.check import TokenCheck
 
                 found, kept = TokenCheck(), [row.nonzero()[:, 0] for row in added > float("-inf")]
                 found.wrong_keys = sum(len(keys) != min(case.window, case.key_length) for keys in kept)

@@ -54,6 +54,8 @@ class Varlen(Benchmark):
         self.batch(equal)
 
     def packed(self, label: str, ends: Any, lengths: list[int]) -> None:
+        import torch
+
         import cupy_dma as dma
         from benchmarks.harness.check import Given, Problem
         from cupy_dma.backward import varlen_attention_backward
@@ -80,9 +82,9 @@ class Varlen(Benchmark):
 
         bounds = ends.tolist()
 
-        def span(index: int) -> tuple[int, int]:
+        def sequence_of(index: int) -> Any:
             at = next(n for n in range(1, len(bounds)) if index < bounds[n])
-            return bounds[at - 1], bounds[at]
+            return torch.arange(bounds[at - 1], bounds[at], device=q.device)
 
         def visible(i: Any, j: Any) -> Any:
             if mask is None:
@@ -90,7 +92,8 @@ class Varlen(Benchmark):
             start, stop = (run.expand(mask.shape)[0][:, None, j] for run in (mask.start, mask.stop))
             return (start <= i[:, None]) & (i[:, None] < stop)
 
-        problem = Problem(q, k, v, visible, None if self.scores is None else self.scores[0][:, None], span, span)
+        problem = Problem(q, k, v, visible, None if self.scores is None else self.scores[0][:, None],
+                          sequence_of, sequence_of)
         dbias = None if found.bias is None else found.bias.reshape(-1, 1, len(k))
         self.confirm(label, Given(problem, do, out, lse), (*found[:3], dbias))
         self.problem_of_all = problem

@@ -93,7 +93,7 @@ class Benchmark(suite.Benchmark):
                           "timing": "difference", "note": ""})
 
     def check(self) -> dict[str, Any]:
-        """Sampled rows against float64; see rowcheck.py."""
+        """Sampled rows against float64; see cupy_dma/cli/exact_rows.py."""
         import numpy as np
 
         import cupy_dma as dma

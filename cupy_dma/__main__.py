@@ -1,39 +1,19 @@
-"""The command line: ``python -m cupy_dma {info,demo,warmup,clear-cache}``.
-
-Exit status: 0 when all is well, 1 when a check failed, 2 when the command cannot run as asked (the message says what
-to install or to change).
-"""
+"""The command line: ``python -m cupy_dma {info,demo,warmup,clear-cache}``. Exit status: cli/exit.py."""
 from __future__ import annotations
 
 import argparse
 import sys
 
-
-def complain(message: str) -> int:
-    print(f"cupy_dma: {message}", file=sys.stderr)
-    return 2
-
-
-def info(args: argparse.Namespace) -> int:
-    from cupy_dma.cli import info
-
-    return info.main()
-
-
-def demo(args: argparse.Namespace) -> int:
-    from cupy_dma.cli import demo
-
-    return demo.main(args)
+from cupy_dma.cli import demo, info
+from cupy_dma.cli.exit import complain
 
 
 def warmup(args: argparse.Namespace) -> int:
     """Compile the kernels of usual calls, for the local GPU or for ``--arch``; they stay in the disk cache."""
-    from cupy_dma.cli.info import INSTALL_CUDA
-
     try:
         import cupy
     except ImportError:
-        return complain(f"warmup compiles with CuPy, which is not installed: {INSTALL_CUDA}")
+        return complain(f"warmup compiles with CuPy, which is not installed: {info.INSTALL_CUDA}")
     if args.arch is None:
         try:
             cupy.cuda.runtime.getDeviceCount()
@@ -69,15 +49,15 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m cupy_dma", description="Flash Dynamic Mask Attention.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(function, summary):
-        name = function.__name__.replace("_", "-")
+    def command(name, function, summary):
         made = commands.add_parser(name, help=summary, description=summary)
         made.set_defaults(run=function)
         return made
 
-    command(info, "Show versions, devices, headers, the cache, and which backends can run and why others cannot.")
+    command("info", lambda args: info.main(),
+            "Show versions, devices, headers, the cache, and which backends can run and why others cannot.")
 
-    run = command(demo, "Run dynamic mask attention over a text, check it and draw the mask.")
+    run = command("demo", demo.main, "Run dynamic mask attention over a text, check it and draw the mask.")
     run.add_argument("--file", metavar="PATH", help="the text (default: the standard library's documentation topics)")
     run.add_argument("--length", type=int, metavar="N",
                      help="use the first N bytes (default: 16384, on a GPU 131072; less if the text is shorter)")
@@ -92,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--output", default="mask.png", metavar="PNG",
                      help="the picture of the mask (default: %(default)s)")
 
-    prepare = command(warmup, "Compile the kernels of usual calls ahead of their first use.")
+    prepare = command("warmup", warmup, "Compile the kernels of usual calls ahead of their first use.")
     prepare.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], help="(default: 64 128)")
     prepare.add_argument("--dtype", nargs="+", default=["bfloat16", "float16"],
                          choices=["float16", "bfloat16", "float32"], help="(default: bfloat16 float16)")
@@ -100,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
                          help="query heads per key and value head (default: 1 2 4)")
     prepare.add_argument("--arch", help="such as sm_90a: compile for another architecture; needs no GPU")
 
-    command(clear_cache, "Remove the compiled kernels from the disk cache.")
+    command("clear-cache", clear_cache, "Remove the compiled kernels from the disk cache.")
     return top
 
 

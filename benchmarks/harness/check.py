@@ -10,10 +10,17 @@ and the gradients, functions of ``out`` and ``lse`` as they were given, are
     dq_i = scale * sum_j ds_ij k_j,   dk_j = scale * sum_i ds_ij q_i,   dv_j = sum_i p_ij dout_i,   dbias = ds, summed
 
 A query costs its visible keys, a key the queries that see it. Allowed is twice (gradients: three times) the error of
-the plain same-precision computation plus the roundings that ``gradient_check.Deviation`` names.
+the plain same-precision computation (the same formulas accumulated in float32, p and ds rounded to the type of the
+input before they are multiplied, the result rounded once) plus one rounding of the largest value (16 of a float32
+result, which is rounded no more coarsely than the steps of its sum, whose order is free) plus, of gradients, 16 float32
+roundings of the largest sum of absolute terms, which may have to cancel.
+
+``check_forward`` and ``check_backward`` take any mask; ``check_interval_gradients`` and ``TokenCheck`` go through them
+one kv head at a time, over the visible keys alone, for sequences too long for all pairs of a row in all heads.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +29,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness.gradient_check import Deviation
+from cupy_dma.cli.exact_rows import Deviation, kept_keys
 
-Span = Callable[[int], tuple[int, int]]
+LIFE = 4096  # queries; keys that live longer are not sampled
+Kept = Sequence[Tensor]  # of each kv head: the keys that are seen, int64
+Seen = Callable[[int], Tensor]
 
 
 @dataclass
@@ -36,8 +45,8 @@ class Problem:
     value: Tensor
     visible: Callable[[Tensor, Tensor], Tensor]  # queries (n,), keys (m,) -> bool (1|Hkv|H, n, m)
     bias: Tensor | None = None  # (Hkv|H, 1|Lq, Lk)
-    keys_of: Span | None = None  # the keys that a query can see; all
-    queries_of: Span | None = None  # the queries that can see a key; all
+    keys_of: Seen | None = None  # indices of the keys that a query can see; all
+    queries_of: Seen | None = None  # indices of the queries that can see a key; all
     softcap: float = 0.0  # c: c * tanh(scale * q . k / c) in place of scale * q . k; 0 = none; forward only
 
     def spread(self, x: Tensor) -> Tensor:
@@ -58,14 +67,29 @@ class Problem:
             s = s + self.spread(part[:, :, j]).to(wide)
         return s.masked_fill(~self.spread(self.visible(i, j)), -torch.inf)
 
-    def range(self, span: Span | None, index: int, length: int) -> Tensor:
-        begin, end = (0, length) if span is None else span(index)
-        return torch.arange(begin, end, device=self.query.device)
+    def seen_by(self, row: int) -> Tensor:
+        return self.keys_of(row) if self.keys_of else torch.arange(len(self.key), device=self.key.device)
+
+    def seeing(self, key: int) -> Tensor:
+        return self.queries_of(key) if self.queries_of else torch.arange(len(self.query), device=self.key.device)
+
+
+def every(i: Tensor, j: Tensor) -> Tensor:
+    """``Problem.visible`` where ``keys_of`` and ``queries_of`` name nothing but visible pairs."""
+    return torch.ones((1, len(i), len(j)), dtype=torch.bool, device=i.device)
 
 
 def sample(length: int, seed: int, count: int = 5) -> list[int]:
     """The first, middle and last rows and some drawn ones."""
     return sorted({0, length // 2, length - 1, *np.random.default_rng(seed).integers(0, length, count).tolist()})
+
+
+def compare(deviation: Deviation, found: Tensor, exact: Tensor, plain: Tensor, terms: Tensor | None = None) -> None:
+    single = found.dtype == torch.float32
+    deviation.unit, deviation.roundings = torch.finfo(found.dtype).eps / 2, 16 if single else 1
+    deviation.add(float((found.double() - exact).abs().max()),
+                  float((plain.to(found.dtype).double() - exact).abs().max()), float(exact.abs().max()),
+                  0.0 if terms is None else float(terms.max()))
 
 
 def summary(deviations: dict[str, Deviation]) -> dict[str, Any]:
@@ -78,10 +102,16 @@ def summary(deviations: dict[str, Deviation]) -> dict[str, Any]:
 def check_forward(problem: Problem, out: Tensor, lse: Tensor | None, rows: Sequence[int]) -> dict[str, Any]:
     """``out (Lq, H, D)`` and ``lse (H, Lq)`` in these rows: "ok", the "worst" error in units of what is allowed, and
     all errors."""
-    deviations = {"out": Deviation(factor=2), **({} if lse is None else {"lse": Deviation(factor=2)})}
+    deviations = {name: Deviation() for name in ("out", "lse")[:1 if lse is None else 2]}
+    compare_forward(deviations, problem, out, lse, rows)
+    return summary(deviations)
+
+
+def compare_forward(deviations: dict[str, Deviation], problem: Problem, out: Tensor, lse: Tensor | None,
+                    rows: Sequence[int]) -> None:
     for row in rows:
         i = torch.tensor([row], device=out.device)
-        j = problem.range(problem.keys_of, row, len(problem.key))
+        j = problem.seen_by(row)
         found = []
         for wide, rounded in ((torch.float64, torch.float64), (torch.float32, out.dtype)):
             s = problem.logits(i, j, wide)
@@ -92,14 +122,13 @@ def check_forward(problem: Problem, out: Tensor, lse: Tensor | None, rows: Seque
             o = p.to(rounded).to(wide) @ problem.rows(problem.value, j, wide) / p.sum(-1, keepdim=True)
             found.append((torch.where(seen[..., None], o, 0)[:, 0], total[:, 0], seen[:, 0]))
         (exact, exact_lse, seen), (plain, plain_lse, _) = found
-        deviations["out"].compare(out[row], exact, plain, exact * 0)
+        compare(deviations["out"], out[row], exact, plain)
         if lse is not None:
             ours = lse[:, row]
             if not torch.equal(ours > -torch.inf, seen):
                 deviations["lse"].error = torch.inf
             elif bool(seen.any()):
-                deviations["lse"].compare(*(x[seen] for x in (ours, exact_lse, plain_lse, exact_lse * 0)))
-    return summary(deviations)
+                compare(deviations["lse"], ours[seen], exact_lse[seen], plain_lse[seen])
 
 
 @dataclass
@@ -126,10 +155,16 @@ class Given:
 def check_backward(given: Given, gradients: Any, rows: Sequence[int], keys: Sequence[int]) -> dict[str, Any]:
     """Gradients ``(query, key, value, bias)`` without the batch axis, the bias ``(Hkv|H, 1|Lq, Lk)`` or None, of these
     queries and keys; as ``check_forward``."""
+    names = "query", "key", "value", *(() if gradients[3] is None else ("bias",))
+    deviations = {name: Deviation(factor=3) for name in names}
+    compare_backward(deviations, given, gradients, rows, keys)
+    return summary(deviations)
+
+
+def compare_backward(deviations: dict[str, Deviation], given: Given, gradients: Any, rows: Sequence[int],
+                     keys: Sequence[int]) -> None:
     problem = given.problem
     dq, dk, dv, dbias = gradients
-    names = "query", "key", "value", *(() if dbias is None else ("bias",))
-    deviations = {name: Deviation() for name in names}
     scale, kv_heads = problem.query.shape[2]**-0.5, problem.key.shape[1]
     kinds = (torch.float64, torch.float64), (torch.float32, problem.query.dtype)
 
@@ -138,24 +173,125 @@ def check_backward(given: Given, gradients: Any, rows: Sequence[int], keys: Sequ
 
     for row in rows:
         i = torch.tensor([row], device=dq.device)
-        j = problem.range(problem.keys_of, row, len(problem.key))
+        j = problem.seen_by(row)
         (_, dx, terms, ds), (_, plain_dx, _, plain_ds) = (given.pairs(i, j, *kind) for kind in kinds)
         k = problem.rows(problem.key, j, torch.float64)
-        deviations["query"].compare(dq[row], scale * (dx @ k)[:, 0], scale * (plain_dx @ k.float())[:, 0],
-                                    scale * (terms @ k.abs())[:, 0])
+        compare(deviations["query"], dq[row], scale * (dx @ k)[:, 0], scale * (plain_dx @ k.float())[:, 0],
+                scale * (terms @ k.abs())[:, 0])
         if dbias is not None and dbias.shape[1] > 1:
-            parts = (grouped(x[:, 0], dbias.shape[0]) for x in (ds, plain_ds, terms))
-            deviations["bias"].compare(dbias[:, row, j], *parts)
+            compare(deviations["bias"], dbias[:, row, j],
+                    *(grouped(x[:, 0], dbias.shape[0]) for x in (ds, plain_ds, terms)))
     for key in keys:
         j = torch.tensor([key], device=dq.device)
-        i = problem.range(problem.queries_of, key, len(problem.query))
+        i = problem.seeing(key)
         (p, dx, terms, ds), (plain_p, plain_dx, _, plain_ds) = (given.pairs(i, j, *kind) for kind in kinds)
         q, do = problem.rows(problem.query, i, torch.float64), problem.rows(given.dout, i, torch.float64)
         for name, found, weights, x, factor in (("key", dk, (dx, plain_dx, terms), q, scale),
                                                 ("value", dv, (p, plain_p, p), do, 1.0)):
             sums = [factor * (w.transpose(1, 2) @ y)[:, 0] for w, y in zip(weights, (x, x.float(), x.abs()))]
-            deviations[name].compare(found[key], *(grouped(y, kv_heads) for y in sums))
+            compare(deviations[name], found[key], *(grouped(y, kv_heads) for y in sums))
         if dbias is not None and dbias.shape[1] == 1:
             sums = [grouped(x.sum((1, 2)), dbias.shape[0]) for x in (ds, plain_ds, terms)]
-            deviations["bias"].compare(dbias[:, 0, key], *sums)
-    return summary(deviations)
+            compare(deviations["bias"], dbias[:, 0, key], *sums)
+
+
+# ---- long sequences under an interval mask ----
+@dataclass
+class GradientCheck:
+    queries: int
+    keys: int  # (kv head, key) pairs that were compared
+    unseen_keys: int  # (kv head, key) pairs that nobody sees
+    unseen_are_zero: bool
+    gradients: dict[str, dict[str, float]]  # name -> error, allowed
+
+    @property
+    def worst(self) -> float:
+        """The largest error in units of what is allowed."""
+        return max(math.inf if g["error"] > g["allowed"] == 0 else g["error"] / (g["allowed"] or 1)
+                   for g in self.gradients.values())
+
+    @property
+    def ok(self) -> bool:
+        return self.unseen_are_zero and self.queries > 0 and self.keys > 0 and self.worst <= 1
+
+
+def check_interval_gradients(gradients: Any, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor,
+                             lse: Tensor, bias: Tensor, start: Tensor, stop: Tensor, seed: int = 0) -> GradientCheck:
+    """Gradients of attention under an interval mask; those of keys that nobody sees must be zero, all of them.
+
+    Parameters
+    ----------
+    gradients : ``(query, key, value, bias)``, as ``attention_backward`` returns them
+    dout, query, out : ``(1, L, H, D)``; key, value : ``(1, L, Hkv, D)``, as many keys as queries
+    lse : ``(1, H, L)``; bias : ``(1, Hkv, L)``, both float32
+    start, stop : int ``(1, Hkv, L)`` of the mask
+    """
+    dq, dk, dv, dbias = (x[0] for x in gradients)
+    dout, query, key, value, out, lse, bias, start, stop = (
+        x[0] for x in (dout, query, key, value, out, lse, bias, start, stop))
+    length, kv_heads = len(query), key.shape[1]
+    group = query.shape[1] // kv_heads
+    rng = np.random.default_rng(seed)
+    rows = sorted({0, length // 2, length - 1, *rng.integers(0, length, 5).tolist()})
+    life = stop.clamp(max=length) - start
+    living = torch.nonzero((life > 0) & (life <= LIFE)).cpu().numpy()  # rows (kv head, key)
+    drawn = living[np.unique(rng.integers(0, len(living), 12))] if len(living) else living
+
+    deviations = {name: Deviation(factor=3) for name in ("query", "key", "value", "bias")}
+    for g in range(kv_heads):
+        one, own = slice(g, g + 1), slice(g * group, (g + 1) * group)
+
+        def keys_of(row: int, g: int = g) -> Tensor:
+            return torch.nonzero((start[g] <= row) & (row < stop[g]))[:, 0]
+
+        def queries_of(key: int, g: int = g) -> Tensor:
+            return torch.arange(int(start[g, key]), int(start[g, key] + life[g, key]), device=dq.device)
+
+        problem = Problem(query[:, own], key[:, one], value[:, one], every, bias[one, None], keys_of, queries_of)
+        given = Given(problem, dout[:, own], out[:, own], lse[own])
+        compare_backward(deviations, given, (dq[:, own], dk[:, one], dv[:, one], dbias[one, None]), rows,
+                         drawn[drawn[:, 0] == g, 1].tolist())
+
+    unseen = life <= 0
+    zero = all(not bool((x != 0).any(-1)[unseen.T].any()) for x in (dk, dv)) and not bool((dbias[unseen] != 0).any())
+    return GradientCheck(len(rows), len(drawn), int(unseen.sum()), zero,
+                         {name: {"error": d.error, "allowed": d.allowed} for name, d in deviations.items()})
+
+
+# ---- decoding ----
+def best_keys(scores: Tensor, window: int) -> Kept:
+    """The keys of ``scores (Hkv, n)`` that the last position sees, oldest first."""
+    return [torch.from_numpy(kept_keys(row, len(row) - 1, window)).to(scores.device) for row in scores.cpu().numpy()]
+
+
+def sampled_batch(batch: int, seed: int) -> list[int]:
+    """The first and the last sequence and one that is drawn."""
+    return sorted({0, batch - 1, *np.random.default_rng(seed).integers(0, batch, 1).tolist()})
+
+
+class TokenCheck:
+    """One query over a long history, of any number of sequences; ``result()`` says how they were."""
+
+    def __init__(self) -> None:
+        self.deviations = {"out": Deviation(), "lse": Deviation()}
+        self.wrong_keys = 0  # (sequence, kv head) pairs whose kept keys are not those of the definition
+
+    def compare(self, out: Tensor, lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
+                bias: Tensor | None = None, kept: Kept | None = None) -> None:
+        """``out, query (H, D)``, ``lse (H,)``, ``key, value (n, Hkv, D)``, ``bias (Hkv, n)``; no ``kept``: all keys."""
+        group = query.shape[0] // key.shape[1]
+        for g in range(key.shape[1]):
+            one, own = slice(g, g + 1), slice(g * group, (g + 1) * group)
+            problem = Problem(query[None, own], key[:, one], value[:, one], every,
+                              None if bias is None else bias[one, None],
+                              None if kept is None else lambda row, keys=kept[g]: keys)
+            compare_forward(self.deviations, problem, out[None, own], None if lse is None else lse[own, None], [0])
+
+    def compare_kept(self, positions: Tensor, kept: Kept) -> None:
+        """``positions (Hkv, R)``, in any order and -1 where there is none, must be ``kept``."""
+        self.wrong_keys += sum(not torch.equal(row[row >= 0].sort().values, keys)
+                               for row, keys in zip(positions, kept))
+
+    def result(self) -> dict[str, Any]:
+        found = summary({name: d for name, d in self.deviations.items() if d.unit or d.error})
+        return {**found, "wrong_keys": self.wrong_keys, "ok": found["ok"] and self.wrong_keys == 0}

@@ -12,15 +12,20 @@ from __future__ import annotations
 
 import math
 import time
+import tracemalloc
 from argparse import Namespace
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
 
+import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
+from cupy_dma.backends import why_not
 from cupy_dma.cli.exact_rows import RowCheck, check_rows
+from cupy_dma.cli.exit import complain
 
 CONTEXTS = (1, 2, 3)  # how many bytes, up to the present one, each embedding table sees
 BUCKETS = 4096  # rows of an embedding table; longer contexts are hashed into it
@@ -30,8 +35,6 @@ CHECKED_ROWS = 48
 
 def default_text() -> bytes:
     """The documentation topics of the standard library: half a megabyte of English that every Python has."""
-    from pydoc_data.topics import topics
-
     return "\n\n".join(topics[name] for name in sorted(topics)).encode()
 
 
@@ -104,8 +107,8 @@ def embed(text: bytes, heads: int, kv_heads: int, head_dim: int, dtype: str, see
     return Problem(query, key, value, dt_proj.astype(kind), A)
 
 
-class HostPlace:
-    """Where the work runs: the array module, waiting for the device, and the peak of extra memory."""
+class HostDevice:
+    """What the work runs on: the array module, waiting for the device, and the peak of extra memory."""
 
     name = "numpy"
     xp: Any = np
@@ -119,8 +122,6 @@ class HostPlace:
     @contextmanager
     def peak_memory(self, sink: list[int]):
         """Append the largest number of extra bytes that was allocated at once inside the block."""
-        import tracemalloc
-
         tracemalloc.start()
         try:
             yield
@@ -129,7 +130,7 @@ class HostPlace:
             tracemalloc.stop()
 
 
-class CudaPlace(HostPlace):
+class CudaDevice(HostDevice):
     name = "cuda"
 
     def __init__(self) -> None:
@@ -174,26 +175,22 @@ class Result:
     picture: str = ""
 
 
-def choose_place(backend: str | None) -> HostPlace:
+def choose_device(backend: str | None) -> HostDevice:
     """cuda where there is a GPU, numpy otherwise; an explicit choice that cannot run raises."""
-    from cupy_dma.backends import why_not
-
     if backend is None:
         backend = "numpy" if why_not("cuda") else "cuda"
     reason = why_not(backend)
     if reason:
         raise RuntimeError(f"--backend {backend} cannot run here: {reason}")
-    return HostPlace() if backend == "numpy" else CudaPlace()
+    return HostDevice() if backend == "numpy" else CudaDevice()
 
 
-def run(text: bytes, place: HostPlace, *, window: int, heads: int, kv_heads: int, head_dim: int, dtype: str, seed: int,
-        output: str, progress: bool = True) -> Result:
+def run(text: bytes, device: HostDevice, *, window: int, heads: int, kv_heads: int, head_dim: int, dtype: str,
+        seed: int, output: str, progress: bool = True) -> Result:
     """All stages, timed. On CUDA the chain runs once before, so that compilation is a stage of its own."""
     from tqdm import tqdm
 
-    import cupy_dma as dma
-
-    backend = place.name
+    backend = device.name
     group = heads // kv_heads
     # NumPy takes seconds, so it goes one kv head at a time and the bar shows it; on a GPU one call does all.
     parts = [slice(g, g + 1) for g in range(kv_heads)] if backend == "numpy" else [slice(0, kv_heads)]
@@ -207,7 +204,7 @@ def run(text: bytes, place: HostPlace, *, window: int, heads: int, kv_heads: int
         bar.set_description_str(name)
         started = time.perf_counter()
         yield
-        place.wait()
+        device.wait()
         result.seconds[name] = result.seconds.get(name, 0.0) + time.perf_counter() - started
         bar.update()
 
@@ -218,7 +215,7 @@ def run(text: bytes, place: HostPlace, *, window: int, heads: int, kv_heads: int
 
     with bar:
         with stage("embed the text"):
-            problem = embed(text, heads, kv_heads, head_dim, dtype, seed, place.xp)
+            problem = embed(text, heads, kv_heads, head_dim, dtype, seed, device.xp)
         if backend == "cuda":
             with stage("first call, compiles"):
                 scores = dma.key_scores(problem.value, problem.dt_proj, problem.A, form="exp")
@@ -226,7 +223,7 @@ def run(text: bytes, place: HostPlace, *, window: int, heads: int, kv_heads: int
         with stage("key scores"):
             scores = dma.key_scores(problem.value, problem.dt_proj, problem.A, form="exp")
         masks, outs, lses = [], [], []
-        with place.peak_memory(peaks):
+        with device.peak_memory(peaks):
             for part in parts:
                 with stage("selection"):
                     masks.append(dma.IntervalMask.top_w(scores[:, part], window=window))
@@ -236,14 +233,15 @@ def run(text: bytes, place: HostPlace, *, window: int, heads: int, kv_heads: int
                 lses.append(lse)
         with stage("check"):
             def on_host(arrays: list[Any], axis: int) -> np.ndarray:
-                return np.concatenate([place.to_host(array) for array in arrays], axis=axis)[0]
+                return np.concatenate([device.to_host(array) for array in arrays], axis=axis)[0]
 
-            start = on_host([place.xp.broadcast_to(mask.start, mask.shape) for mask in masks], 1)
-            stop = on_host([place.xp.broadcast_to(mask.stop, mask.shape) for mask in masks], 1)
-            query, key, value, bias = (place.to_host(x)[0] for x in (problem.query, problem.key, problem.value, scores))
+            start = on_host([device.xp.broadcast_to(mask.start, mask.shape) for mask in masks], 1)
+            stop = on_host([device.xp.broadcast_to(mask.stop, mask.shape) for mask in masks], 1)
+            query, key, value, bias = (device.to_host(x)[0]
+                                       for x in (problem.query, problem.key, problem.value, scores))
             result.check = check_rows(on_host(outs, 2), on_host(lses, 1), query, key, value, bias, window,
                                       sample_rows(len(text), seed), start=start, stop=stop,
-                                      tf32=place.name == "cuda")
+                                      tf32=device.name == "cuda")
         with stage("picture"):
             result.picture = draw(masks, kv_heads, len(text), output)
 
@@ -319,8 +317,6 @@ def report(result: Result, length: int, name: str, args: Namespace, backend: str
 
 def main(args: Namespace) -> int:
     """``python -m cupy_dma demo``. 0 if the check passes, 1 if it fails, 2 if the demo cannot run as asked."""
-    from cupy_dma.__main__ import complain
-
     try:
         for name in ("window", "heads", "kv_heads", "head_dim"):
             if getattr(args, name) < 1:
@@ -329,16 +325,16 @@ def main(args: Namespace) -> int:
             raise ValueError(f"--length must be at least 1, got {args.length}")
         if args.heads % args.kv_heads:
             raise ValueError(f"--heads must be a multiple of --kv-heads, got {args.heads} and {args.kv_heads}")
-        place = choose_place(args.backend)
-        length = args.length or (131072 if place.name == "cuda" else 16384)
-        dtype = args.dtype or ("bfloat16" if place.name == "cuda" else "float32")
+        device = choose_device(args.backend)
+        length = args.length or (131072 if device.name == "cuda" else 16384)
+        dtype = args.dtype or ("bfloat16" if device.name == "cuda" else "float32")
         text, name = read_text(args.file, length)
     except (ValueError, OSError, RuntimeError) as problem:
         return complain(str(problem))
     try:
-        result = run(text, place, window=args.window, heads=args.heads, kv_heads=args.kv_heads, head_dim=args.head_dim,
+        result = run(text, device, window=args.window, heads=args.heads, kv_heads=args.kv_heads, head_dim=args.head_dim,
                      dtype=dtype, seed=args.seed, output=args.output)
     except (ValueError, NotImplementedError, TypeError) as problem:  # what the backend cannot do, in its own words
         return complain(str(problem))
-    print(report(result, len(text), name, args, place.name, dtype))
+    print(report(result, len(text), name, args, device.name, dtype))
     return 0 if result.check is not None and result.check.ok else 1

@@ -9,7 +9,8 @@ The error allowed is relative to the same row computed the plain way in the prec
 float32 accumulation, probabilities rounded to 16 bit before the second product, and the output rounded once. The plain
 error of float32 and float64 inputs is nothing but the luck of the order of summation, so these get 32 roundings more.
 Where tensor cores multiply float32, the plain way has all factors of both products rounded to TF32 (``tf32``).
-Everything here is NumPy on the host.
+Everything here is NumPy on the host. benchmarks/harness/check.py applies the same rule to torch tensors on their
+device, also to gradients and to other masks.
 """
 from __future__ import annotations
 
@@ -18,6 +19,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+
+@dataclass
+class Deviation:
+    """The largest deviation from float64 of what was compared so far, and what is allowed:
+
+        factor * (error of the plain computation) + roundings * unit * (largest value) + 16 * 2**-24 * terms
+    """
+
+    factor: int = 2
+    unit: float = 0.0  # half a unit in the last place of 1.0, in the type of the result
+    roundings: int = 1
+    error: float = 0.0
+    plain_error: float = 0.0
+    largest: float = 0.0
+    terms: float = 0.0  # the largest sum of absolute terms, which may cancel
+
+    def add(self, error: float, plain_error: float, largest: float, terms: float = 0.0) -> None:
+        self.error = math.inf if math.isnan(error) else max(self.error, error)
+        self.plain_error, self.largest = max(self.plain_error, plain_error), max(self.largest, largest)
+        self.terms = max(self.terms, terms)
+
+    @property
+    def allowed(self) -> float:
+        return (self.factor * self.plain_error + self.roundings * self.unit * self.largest
+                + 16 * 2.0**-24 * self.terms)
 
 
 @dataclass
@@ -113,7 +140,8 @@ def check_rows(out: np.ndarray, lse: np.ndarray, query: np.ndarray, key: np.ndar
     key_length, kv_heads, _ = key.shape
     group = heads // kv_heads
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
-    error = plain_error = lse_error = plain_lse_error = largest = largest_lse = 0.0
+    of_out = Deviation(unit=rounding(query.dtype), roundings=1 if query.dtype.itemsize == 2 else 32)
+    of_lse = Deviation(unit=2.0**-24, roundings=64)
     wrong_rows = 0
     for row in rows:
         position = row + key_length - query_length
@@ -125,21 +153,11 @@ def check_rows(out: np.ndarray, lse: np.ndarray, query: np.ndarray, key: np.ndar
             for h in range(g * group, (g + 1) * group):
                 exact, exact_lse = exact_row(query[row, h], keys, values, bias, scale)
                 plain, plain_lse = plain_row(query[row, h], keys, values, bias, scale, tf32)
-                error = _worst(error, np.abs(out[row, h].astype(np.float64) - exact).max())
-                plain_error = max(plain_error, float(np.abs(plain - exact).max()))
-                largest = max(largest, float(np.abs(exact).max()))
+                of_out.add(float(np.abs(out[row, h].astype(np.float64) - exact).max()),
+                           float(np.abs(plain - exact).max()), float(np.abs(exact).max()))
                 if exact_lse == -math.inf:
-                    lse_error = _worst(lse_error, 0.0 if lse[h, row] == -math.inf else math.inf)
-                    continue
-                lse_error = _worst(lse_error, abs(float(lse[h, row]) - exact_lse))
-                plain_lse_error = max(plain_lse_error, abs(plain_lse - exact_lse))
-                largest_lse = max(largest_lse, abs(exact_lse))
-    roundings = 1 if query.dtype.itemsize == 2 else 32
-    return RowCheck(rows=len(rows), error=error, allowed=2 * plain_error + roundings * rounding(query.dtype) * largest,
-                    lse_error=lse_error, lse_allowed=float(2 * plain_lse_error + 2.0**-18 * (1 + largest_lse)),
-                    wrong_rows=wrong_rows)
-
-
-def _worst(so_far: float, new: float) -> float:
-    """The larger one, where NaN is larger than everything."""
-    return math.inf if math.isnan(new) else max(so_far, float(new))
+                    of_lse.add(0.0 if lse[h, row] == -math.inf else math.inf, 0.0, 0.0)
+                else:
+                    of_lse.add(abs(float(lse[h, row]) - exact_lse), abs(plain_lse - exact_lse), 1 + abs(exact_lse))
+    return RowCheck(rows=len(rows), error=of_out.error, allowed=of_out.allowed, lse_error=of_lse.error,
+                    lse_allowed=of_lse.allowed, wrong_rows=wrong_rows)

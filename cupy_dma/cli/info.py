@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from cupy_dma.backends import NAMES, why_not
+
 INSTALL_CUDA = ("pip install 'cupy_dma[cuda12]' for a CUDA 12 driver, 'cupy_dma[cuda13]' for a CUDA 13 driver "
                 "(one of the two, never both)")
 
@@ -77,8 +79,6 @@ def cache(directory: Path) -> str:
 
 def backends() -> list[tuple[str, str]]:
     """Every backend with the reason why it cannot run here, empty if it can."""
-    from cupy_dma.backends import NAMES, why_not
-
     return [(name, why_not(name) or "") for name in NAMES]
 
 

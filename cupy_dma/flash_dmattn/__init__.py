@@ -12,10 +12,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from cupy_dma.backends import why_not
+
 if TYPE_CHECKING:
     from cupy_dma.flash_dmattn import integrations as integrations
     from cupy_dma.flash_dmattn import utils
-    from cupy_dma.flash_dmattn.choice import flash_dmattn_func_auto, get_available_backends
+    from cupy_dma.flash_dmattn.auto import flash_dmattn_func_auto
+    from cupy_dma.flash_dmattn.choice import get_available_backends
     from cupy_dma.flash_dmattn.first_generation import apply_dynamic_mask_attention, fwd
     from cupy_dma.flash_dmattn.flash_dmattn_flex import flex_dmattn_func
     from cupy_dma.flash_dmattn.flash_dmattn_interface import (
@@ -42,7 +45,7 @@ _SUBMODULES = ("integrations", "utils")  # integrations needs torch, so it is no
 _MODULE_OF = {
     "apply_dynamic_mask_attention": "first_generation",
     "fwd": "first_generation",
-    "flash_dmattn_func_auto": "choice",
+    "flash_dmattn_func_auto": "auto",
     "get_available_backends": "choice",
     "flex_dmattn_func": "flash_dmattn_flex",
     "triton_dmattn_func": "flash_dmattn_triton",
@@ -56,8 +59,6 @@ def __getattr__(name: str):
     if name in _SUBMODULES:
         return import_module(f"{__name__}.{name}")
     if name in ("CUDA_AVAILABLE", "TRITON_AVAILABLE", "FLEX_AVAILABLE"):
-        from cupy_dma.backends import why_not
-
         return why_not(name.partition("_")[0].lower()) is None
     name = _SPARSE.get(name, name)
     if name not in __all__:

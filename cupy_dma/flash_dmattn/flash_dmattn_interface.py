@@ -13,6 +13,8 @@ from cupy_dma import attention, checks
 from cupy_dma.flash_dmattn.argument_names import in_either_order, spelled
 from cupy_dma.flash_dmattn.arguments import added, rows, seen_as, visible
 from cupy_dma.flash_dmattn.choice import serving
+from cupy_dma.flash_dmattn.probabilities import probabilities
+from cupy_dma.flash_dmattn.varlen import VarlenCall
 
 
 @spelled
@@ -80,8 +82,6 @@ def attend(query: Any, key: Any, value: Any, attn_mask: Any, attn_bias: Any, sof
     out, lse = attention(query, key, value, **options, **running, return_lse=True)
     if results == 2:
         return out, lse
-    from cupy_dma.flash_dmattn.probabilities import probabilities
-
     return out, lse, probabilities(query, key, lse, **options)
 
 
@@ -146,8 +146,6 @@ def flash_dmattn_varlen_func(query: Any, key: Any, value: Any, attn_mask: Any = 
     S_dmask : array ``(B, H, max_seqlen_q, max_seqlen_k)``, 0 beyond a sequence; None with ``block_table``
         Both only with ``return_attn_probs``.
     """
-    from cupy_dma.flash_dmattn.varlen import VarlenCall
-
     call = VarlenCall(
         rows(query, "query"), rows(key, "key"), rows(value, "value"), cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
         max_seqlen_k, bool_or(is_causal, "is_causal"), softmax_scale, softcap or 0.0,

@@ -145,7 +145,7 @@ def same_precision_attention(query, key, value, dense_mask=None, bias=None, caus
     the input before the second product, the output rounded to it (float64 for float64).
 
     ``tf32``: float32 inputs are multiplied by tensor cores. What section 12 says of 16-bit types then holds with TF32
-    in the place of the type: the factors of both products, query and key as well as probabilities and value, have to be
+    instead of the type: the factors of both products, query and key as well as probabilities and value, have to be
     rounded to it once, to nearest. Nothing else is: sums, softmax and output are float32.
     """
     kind = np.asarray(query).dtype
@@ -308,7 +308,7 @@ def error_and_allowed(out, reference, plain, dtype, factor=2, terms=0.0) -> tupl
 
     For float32 and float64 the output is rounded no more coarsely than every step of the accumulation, so the order of
     a sum, which is free, moves the result by several roundings: 16 are allowed. (Where float32 went through
-    TF32 the plain error, some 2^13 roundings of float32, decides.) Only finite places are compared.
+    TF32 the plain error, some 2^13 roundings of float32, decides.) Only finite entries are compared.
     """
     out, plain, reference = _f64(out), _f64(plain), _f64(reference)
     finite = np.isfinite(reference)
@@ -327,12 +327,12 @@ def misplaced(out, reference) -> str:
     for name, test in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
         wrong = np.argwhere(test(out) != test(reference))
         if len(wrong):
-            return f"{name} differs at {len(wrong)} places, first {wrong[0]}"
+            return f"{name} differs in {len(wrong)} entries, first {wrong[0]}"
     return ""
 
 
 def assert_matches_reference(out, reference, plain, dtype, factor=2, terms=0.0) -> None:
-    """Section 12, see ``error_and_allowed``; NaN and infinities must be in the same places."""
+    """Section 12, see ``error_and_allowed``; NaN and infinities must be in the same entries."""
     assert np.shape(out) == np.shape(reference)
     wrong = misplaced(out, reference)
     assert not wrong, wrong

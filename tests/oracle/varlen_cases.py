@@ -132,7 +132,7 @@ def _drawn(case: Case) -> dict[str, np.ndarray]:
     if case.bias != "none":
         count = {"key": g, "key_per_head": h, "key_shared": 1}[case.bias]
         data["bias"] = rng.standard_normal((count, n)).astype(kind if case.bias == "key_per_head" else np.float32)
-    # In positions within each sequence: starts open and at random places, ends also behind the last position.
+    # In positions within each sequence: starts open and at random positions, ends also behind the last position.
     data["start"] = np.where(rng.random((h, n)) < 0.3, EVER, rng.integers(-60, 120, (h, n)))
     data["stop"] = np.where(rng.random((h, n)) < 0.3, NEVER, rng.integers(-40, 150, (h, n)))
     for name in ("key", "value"):  # what no query can see must not matter
@@ -207,7 +207,7 @@ def _in_pages(case: Case, name: str, table: np.ndarray, convert: Callable[[np.nd
             pages[table[b, j // case.page_size], j % case.page_size] = data[name][data["cu_k"][b] + j]
     if case.layout == "transposed":
         return convert(np.ascontiguousarray(pages.swapaxes(1, 2))).swapaxes(1, 2)
-    if case.layout == "split":  # key and value pages in turn
+    if case.layout == "split":  # key and value pages alternate
         base = np.full((len(pages), 2, *pages.shape[1:]), np.nan, pages.dtype)
         base[:, int(name == "value")] = pages
         return convert(base)[:, int(name == "value")]
@@ -217,7 +217,7 @@ def _in_pages(case: Case, name: str, table: np.ndarray, convert: Callable[[np.nd
 def arguments(case: Case, convert: Callable[[np.ndarray], Any] = np.asarray) -> tuple[list[Any], dict[str, Any]]:
     """Positional and named arguments, without mask and bias."""
     data = _drawn(case)
-    place = convert if case.layout != "wide" else lambda x: _wide(x, convert)
+    laid_out = convert if case.layout != "wide" else lambda x: _wide(x, convert)
     named: dict[str, Any] = {"scale": None, "softcap": case.softcap, "causal": case.causal}
     if case.page_size:
         rng = np.random.default_rng(0)
@@ -227,10 +227,10 @@ def arguments(case: Case, convert: Callable[[np.ndarray], Any] = np.asarray) -> 
         for b, used in enumerate(case.keys):
             table[b, -(-used // case.page_size):] = -1  # never read
         named.update(block_table=convert(table.astype(np.int32)), seqused_k=convert(np.array(case.keys, np.int32)))
-        return [place(data["query"]), k, v, convert(data["cu_q"]), None], named
+        return [laid_out(data["query"]), k, v, convert(data["cu_q"]), None], named
     if case.used:
         named["seqused_k"] = convert(np.array(case.used, np.int32))
-    return [*(place(data[name]) for name in ("query", "key", "value")), convert(data["cu_q"]),
+    return [*(laid_out(data[name]) for name in ("query", "key", "value")), convert(data["cu_q"]),
             convert(data["cu_k"])], named
 
 

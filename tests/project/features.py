@@ -1,7 +1,7 @@
 """Which function runs on which backend, forward and backward, and the test that stands behind each tick.
 
-``python -m tests.project.features`` writes docs/features.md from this table; tests/project/test_features.py compares the two and checks
-that every test exists and is run with the cases that are named.
+``python -m tests.project.features`` writes docs/features.md from this table; tests/project/test_features.py compares
+the two and checks that every test exists and is run with the cases that are named.
 
 A cell is a test's name, ``folder/file::function`` or ``file::function[start of a case's name]`` (several: separated by
 blanks), or a sentence that says why there is no tick. Files are those of tests/, without ``test_`` and ``.py``.
@@ -65,11 +65,13 @@ def _features() -> Iterator[Feature]:
 def _selection() -> Iterator[Feature]:
     group = "Scores and selection"
     yield Feature(group, "key_scores", "forward", (
-        "gpu/forward::test_key_scores emulator/forward::test_key_scores", "unit/scores::test_types", "backends/triton::test_key_scores",
+        "gpu/forward::test_key_scores emulator/forward::test_key_scores", "unit/scores::test_types",
+        "backends/triton::test_key_scores",
         "backends/flex::test_scores_and_their_gradients gpu/flex::test_selection_and_scores"))
     yield Feature(group, "key_scores", "backward", (
         "gpu/backward::test_key_scores_backward emulator/backward::test_key_scores_backward",
-        "unit/backward::test_key_scores_backward", "backends/triton::test_key_scores", "backends/flex::test_scores_and_their_gradients"))
+        "unit/backward::test_key_scores_backward", "backends/triton::test_key_scores",
+        "backends/flex::test_scores_and_their_gradients"))
     yield Feature(group, "IntervalMask.top_w, padding, documents", "forward", (
         "gpu/forward::test_selection_is_the_definition emulator/forward::test_selection_is_the_definition",
         "unit/selection::test_top_w_is_the_definition", "backends/triton::test_selection_is_the_definition",
@@ -85,9 +87,10 @@ def _attention() -> Iterator[Feature]:
     yield from _both(group, "dense biases", _grid("bias-full"))
     yield from _both(group, "dense masks of every broadcast shape", _grid("dense-mask-"))
     yield from _both(group, "dense biases of every broadcast shape", _grid("dense-bias-"))
+    shapes = "backends/flex::test_every_broadcast_shape[flex"
     yield from _both(group, "dense masks, intervals and dense bias at once", _grid("dense-both-"),
-                     flex_forward="backends/flex::test_forward_grid[dense-both- backends/flex::test_every_broadcast_shape[flex",
-                     flex_backward="backends/flex::test_backward_grid[dense-both- backends/flex::test_every_broadcast_shape[flex")
+                     flex_forward=f"backends/flex::test_forward_grid[dense-both- {shapes}",
+                     flex_backward=f"backends/flex::test_backward_grid[dense-both- {shapes}")
     yield from _both(group, "softcap, scale", _grid("softcap-key"))
     yield from _both(group, "grouped heads", _grid("heads-6/2"))
     yield from _both(group, "any lengths, more queries than keys, 0", _grid("lengths-"))
@@ -113,7 +116,8 @@ def _attention() -> Iterator[Feature]:
     tiles = "FlexAttention multiplies whole tiles: a NaN that some queries see may reach others"
     bad_row = "test_a_bad_row_reaches_only_the_queries_that_see_it"
     yield from _both(group, "a NaN reaches only those who see it", (
-        (f"gpu/forward::{bad_row} emulator/forward::{bad_row}", f"unit/attention::{bad_row}", f"backends/triton::{bad_row}", tiles),
+        (f"gpu/forward::{bad_row} emulator/forward::{bad_row}", f"unit/attention::{bad_row}",
+         f"backends/triton::{bad_row}", tiles),
         ("emulator/forward::test_a_bad_row_of_float32 "
          "emulator/backward::test_a_bad_row_reaches_no_gradient_behind_a_dense_mask",
          "unit/backward::test_a_bad_row_reaches_only_what_meets_it",
@@ -143,7 +147,8 @@ def _varlen() -> Iterator[Feature]:
     yield from _both(group, "varlen_dynamic_mask_attention", (
         cells("gpu/varlen::test_forward[bfloat16-top_w emulator/varlen::test_forward[bfloat16-top_w",
               "unit/varlen::test_forward[bfloat16-top_w"),
-        cells("gpu/varlen::test_long_sequences_are_as_calls_of_their_own", "unit/varlen::test_gradients_are_derivatives")))
+        cells("gpu/varlen::test_long_sequences_are_as_calls_of_their_own",
+              "unit/varlen::test_gradients_are_derivatives")))
     yield from _both(group, "float64", (
         cells("", "unit/varlen::test_forward[float64-"), cells("", "unit/varlen::test_backward[float64-")),
         cuda="refused: the tensor cores of the kernels take no float64")
@@ -177,7 +182,8 @@ def _torch() -> Iterator[Feature]:
     flex = "backends/flex::test_torch_gradients gpu/flex::test_autograd_and_compile"
     yield from _both(group, "autograd", ((
         "gpu/torch::test_autograd_has_the_bits_of_the_manual_functions",
-        "torch/torch::test_autograd_has_the_bits_of_the_manual_functions", "backends/triton::test_autograd_and_the_whole_chain",
+        "torch/torch::test_autograd_has_the_bits_of_the_manual_functions",
+        "backends/triton::test_autograd_and_the_whole_chain",
         flex),) * 2)
     yield from _both(group, "torch.compile", ((
         "gpu/torch::test_compiled_and_eager_training_agree", "torch/compile::test_compile_in_one_graph",
@@ -198,7 +204,8 @@ def _drop_in() -> Iterator[Feature]:
     for name, forward, backward in (
             ("flash_dmattn_func", "flash_dmattn/functions::test_every_broadcast_shape",
              "flash_dmattn/functions::test_gradients_are_those_of_attention"),
-            ("flash_dmattn_qkvpacked_func", packed, "flash_dmattn/functions::test_packed_gradients_go_to_the_packed_array"),
+            ("flash_dmattn_qkvpacked_func", packed,
+             "flash_dmattn/functions::test_packed_gradients_go_to_the_packed_array"),
             ("flash_dmattn_kvpacked_func", packed, f"{every}flash_dmattn_kvpacked_func"),
             ("flash_dmattn_varlen_func", varlen, varlen_gradients),
             ("flash_dmattn_varlen_qkvpacked_func", varlen_packed, f"{every}flash_dmattn_varlen_qkvpacked_func"),
@@ -249,7 +256,8 @@ def page() -> str:
     lines += ["", "## Why not", "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1)), "",
               "## The tests", "",
               "Tests in `tests/gpu` need a GPU, those of `test_sm90.py` a Hopper GPU; `tests/emulator/tests` runs the",
-              "same kernels on the CPU ([emulator.md](emulator.md)). Tests of `triton` run on a GPU, and a part of them",
+              "same kernels on the CPU ([emulator.md](emulator.md)). Tests of `triton` run on a GPU, and a part of "
+              "them",
               "on the CPU, in Triton's interpreter (`test_in_the_interpreter`). Those of the drop-in and of the cache",
               "on `numpy` and `cuda` are mostly the same, run with the arrays of every library.",
               "`tests/gpu_results.json` records the last run on a GPU.", ""]

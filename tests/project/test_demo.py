@@ -59,9 +59,9 @@ def test_empty_file(tmp_path, capsys):
 
 
 def test_backend_that_cannot_run(capsys, monkeypatch):
-    from cupy_dma import backends
+    from cupy_dma.cli import demo
 
-    monkeypatch.setattr(backends, "why_not", lambda name: "the cable is unplugged" if name == "cuda" else None)
+    monkeypatch.setattr(demo, "why_not", lambda name: "the cable is unplugged" if name == "cuda" else None)
     assert cli.main(["demo", "--backend", "cuda"]) == 2
     assert "--backend cuda cannot run here: the cable is unplugged" in capsys.readouterr().err
 

@@ -29,16 +29,16 @@ def wheel(tmp_path_factory) -> Path:
     setuptools = pytest.importorskip("setuptools", minversion="77")
     pytest.importorskip("pip")
     assert setuptools
-    place = tmp_path_factory.mktemp("wheel")
+    folder = tmp_path_factory.mktemp("wheel")
     for name in ("kernels", "cupy_dma"):
-        shutil.copytree(ROOT / name, place / "tree" / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / "tree" / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, place / "tree")
+        shutil.copy(ROOT / name, folder / "tree")
     done = subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps",
-                           "--no-build-isolation", "--wheel-dir", str(place), str(place / "tree")],
+                           "--no-build-isolation", "--wheel-dir", str(folder), str(folder / "tree")],
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    return next(place.glob("*.whl"))
+    return next(folder.glob("*.whl"))
 
 
 def test_wheel_is_pure_and_complete(wheel):

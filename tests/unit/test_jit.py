@@ -22,6 +22,19 @@ needs_compiler = pytest.mark.skipif(bool(reason), reason=reason)
 
 ARCHITECTURES = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100": 227, "sm_120": 99}  # KiB shared
 
+# What make test compiles; make test-all compiles the rest of ``chosen``. The portable kernels are the same text on
+# every architecture, so sm_80, the oldest, gets all of them; a newer one adds its own tiles and the paths that only it
+# takes: clusters and the kernels of kernels/sm90 on sm_90a, the smallest shared memory and the newest assembler on
+# sm_120. sm_86 and sm_89 share the tiles of sm_120, and sm_100 those of sm_90a.
+QUICK = {"sm_80": None, "sm_90a": ("decode/step.cu", "sm90/combine.cu"),
+         "sm_120": ("sm80/forward.cu", "sm80/backward_dkv.cu")}  # sources; None: all
+QUICK_HOPPER = {("contiguous", 2, 128), ("intervals", 1, 128), ("bits", 1, 64)}  # keys, heads, head dim
+QUICK_SPLIT = {("contiguous", True, 128)}  # keys, causal, head dim
+
+
+def case(*values, quick: bool):
+    return pytest.param(*values, marks=() if quick else pytest.mark.slow)
+
 
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
@@ -183,8 +196,9 @@ def allowed_spills(config: jit.Config, arch: str) -> int:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("arch", "source"), [(arch, source) for arch in ARCHITECTURES
-                                              for source in sorted({config.source for config in chosen(arch)})])
+@pytest.mark.parametrize(("arch", "source"), [
+    case(arch, source, quick=arch in QUICK and (QUICK[arch] is None or source in QUICK[arch]))
+    for arch in ARCHITECTURES for source in sorted({config.source for config in chosen(arch)})])
 def test_every_kernel_compiles_without_large_spills(arch, source):
     for config in chosen(arch):
         if config.source != source:
@@ -197,16 +211,17 @@ def test_every_kernel_compiles_without_large_spills(arch, source):
 
 
 @needs_compiler
-@pytest.mark.parametrize("keys", sm90_tiles.TILES)
-@pytest.mark.parametrize("heads", [1, 2])
-def test_hopper_kernels_keep_their_mmas_asynchronous(keys, heads):
+@pytest.mark.parametrize(("keys", "heads", "head_dim"), [
+    case(keys, heads, head_dim, quick=(keys, heads, head_dim) in QUICK_HOPPER)
+    for keys, head_dims in sm90_tiles.TILES.items() for heads in (1, 2) for head_dim in head_dims])
+def test_hopper_kernels_keep_their_mmas_asynchronous(keys, heads, head_dim):
     bits, bias, contiguous = keys == "bits", "intervals" in keys or "bias" in keys, "contiguous" in keys
     variants = [(int(bias), "float", not bits, bits, "softcap" in keys)]
     if bits:  # with a dense bias, and with that and intervals
         variants += [(configs.BIAS_DENSE, "__nv_bfloat16", False, masked, False) for masked in (True, False)]
     elif heads == 2 and keys == "intervals":
         variants.append((configs.BIAS_OF_KEYS, "float", True, False, True))
-    for head_dim, tile in ((d, tile) for d, shapes in sm90_tiles.TILES[keys].items() for tile in shapes):
+    for tile in sm90_tiles.TILES[keys][head_dim]:
         for kind, element, sequences, masked, softcap in variants:
             check_hopper_kernel(sm90.HopperForwardConfig(
                 "__nv_bfloat16", head_dim, heads, *tile, "KEYS_CONTIGUOUS" if contiguous else "KEYS_LISTED", contiguous,
@@ -214,11 +229,13 @@ def test_hopper_kernels_keep_their_mmas_asynchronous(keys, heads):
 
 
 @needs_compiler
-@pytest.mark.parametrize(("keys", "causal"), [("contiguous", True), *(
-    (keys, False) for keys in sm90_tiles.TILES if keys not in ("bits", "short intervals"))])
-def test_split_hopper_kernels_do_so_too(keys, causal):
+@pytest.mark.parametrize(("keys", "causal", "head_dim"), [
+    case(keys, causal, head_dim, quick=(keys, causal, head_dim) in QUICK_SPLIT)
+    for keys, causal in [("contiguous", True), *((keys, False) for keys in sm90_tiles.TILES)]
+    if keys not in ("bits", "short intervals") for head_dim in (64, 128)])
+def test_split_hopper_kernels_do_so_too(keys, causal, head_dim):
     listed, softcap = "intervals" in keys, "softcap" in keys
-    for head_dim, tile in ((d, tile) for d in (64, 128) for tile in sm90_tiles.TILES[keys][d]):
+    for tile in sm90_tiles.TILES[keys][head_dim]:
         check_hopper_kernel(sm90.HopperForwardConfig(
             "__half", head_dim, 2, *tile, "KEYS_LISTED" if listed else "KEYS_CONTIGUOUS", causal,
             int(listed or "bias" in keys), softcap, False, "float", False, not listed, True, False, split=True))
