@@ -1,21 +1,24 @@
-"""The drop-in for the ``flash_dmattn`` package (and for ``flash_sparse_attn``, its later name).
+"""A drop-in replacement for the ``flash_dmattn`` package (and for ``flash_sparse_attn``, its later name).
 
     from cupy_dma.flash_dmattn import flash_dmattn_func_auto    # was: from flash_dmattn import ...
     out = flash_dmattn_func_auto()(q, k, v, attn_mask=mask, attn_bias=bias, is_causal=True)
 
-Functions, argument names and their order are the original's, of every generation; the meaning is that of
-``cupy_dma.attention``, of which all of this is a thin layer. ``docs/coming_from_flash_dmattn.md`` lists old calls, what
-they are here, and where the two differ on purpose. Every name is loaded at its first use.
+Functions, argument names and argument order are those of the original, in all its versions; semantics are those of
+``cupy_dma.attention``, on which this is a thin layer. ``docs/coming_from_flash_dmattn.md`` lists the original's calls,
+their equivalents here, and deliberate differences. Every name is loaded on first use.
 """
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from cupy_dma.backends import why_not
+
 if TYPE_CHECKING:
     from cupy_dma.flash_dmattn import integrations as integrations
     from cupy_dma.flash_dmattn import utils
-    from cupy_dma.flash_dmattn.choice import flash_dmattn_func_auto, get_available_backends
+    from cupy_dma.flash_dmattn.auto import flash_dmattn_func_auto
+    from cupy_dma.flash_dmattn.choice import get_available_backends
     from cupy_dma.flash_dmattn.first_generation import apply_dynamic_mask_attention, fwd
     from cupy_dma.flash_dmattn.flash_dmattn_flex import flex_dmattn_func
     from cupy_dma.flash_dmattn.flash_dmattn_interface import (
@@ -42,7 +45,7 @@ _SUBMODULES = ("integrations", "utils")  # integrations needs torch, so it is no
 _MODULE_OF = {
     "apply_dynamic_mask_attention": "first_generation",
     "fwd": "first_generation",
-    "flash_dmattn_func_auto": "choice",
+    "flash_dmattn_func_auto": "auto",
     "get_available_backends": "choice",
     "flex_dmattn_func": "flash_dmattn_flex",
     "triton_dmattn_func": "flash_dmattn_triton",
@@ -56,8 +59,6 @@ def __getattr__(name: str):
     if name in _SUBMODULES:
         return import_module(f"{__name__}.{name}")
     if name in ("CUDA_AVAILABLE", "TRITON_AVAILABLE", "FLEX_AVAILABLE"):
-        from cupy_dma.backends import why_not
-
         return why_not(name.partition("_")[0].lower()) is None
     name = _SPARSE.get(name, name)
     if name not in __all__:
