@@ -325,7 +325,7 @@ def test_equivalence_grid_has_every_case_once_in_every_type():
 @pytest.mark.parametrize(("script", "tensors"), [
     (forward_equivalence, {"out", "lse"}), (backward_equivalence, {"query", "key", "value", "bias"})])
 def test_named_equivalence(script, tensors, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(backends._outside, "triton", SimpleNamespace(unavailable=lambda: "not today"))
+    monkeypatch.setitem(backends._registered, "triton", SimpleNamespace(unavailable=lambda: "not today"))
     monkeypatch.delitem(backends._loaded, "triton", raising=False)
     arguments = ["--backend", "numpy", "--backend", "triton", "--cases", "odd", "--out", str(tmp_path)]
     assert script.main(arguments) == 0
