@@ -139,16 +139,9 @@ def _loop(dq, drow, q, do, row_lse, row_delta, rows, position, query, first, las
     SKIP: tl.constexpr = MASKED and (DENSE or (INTERVALS and not LISTED))
     for at in range(begin, end, BLOCK_N):
         index = at + tl.arange(0, BLOCK_N)
-        key, wanted, start, stop = find_keys(index, end, full, capacity, listed, start_base, stop_base, first, last,
-                                             LISTED, INTERVALS, CAUSAL, MASKED)
-        visible = rows[:, None]
-        if MASKED:
-            visible = (start[None, :] <= position[:, None]) & (position[:, None] < stop[None, :]) & rows[:, None]
-        if DENSE:
-            seen = tl.load(dense_base + query.to(tl.int64)[:, None] * dense_row + key.to(tl.int64)[None, :] * dense_key,
-                           mask=visible & wanted[None, :], other=0)
-            visible = seen != 0
-            wanted = tl.max(visible.to(tl.int32), axis=0) > 0
+        key, wanted, visible = find_keys(index, end, full, capacity, listed, start_base, stop_base, first, last, rows,
+                                         position, query, dense_base, dense_row, dense_key, LISTED, INTERVALS, CAUSAL,
+                                         DENSE, MASKED)
         go = True
         if SKIP:
             go = tl.max(wanted.to(tl.int32), axis=0) > 0

@@ -91,9 +91,10 @@ def key_range(meta, row, tile, tiles, first, last, key_length, BLOCK_N: tl.const
 
 
 @triton.jit
-def find_keys(index, end, full, capacity, listed, start_base, stop_base, first, last, LISTED: tl.constexpr,
-              INTERVALS: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr):
-    """The keys with these indices, whether they exist and some query may see them, and their runs [start, stop)."""
+def find_keys(index, end, full, capacity, listed, start_base, stop_base, first, last, rows, position, query, dense_base,
+              dense_row, dense_key, LISTED: tl.constexpr, INTERVALS: tl.constexpr, CAUSAL: tl.constexpr,
+              DENSE: tl.constexpr, MASKED: tl.constexpr):
+    """The keys with these indices, which of them some query may see, and which pairs (rows, keys) are visible."""
     wanted = index < end
     key = index
     if LISTED:
@@ -103,9 +104,16 @@ def find_keys(index, end, full, capacity, listed, start_base, stop_base, first, 
         else:
             key = tl.load(listed + index)
     start, stop = key_runs(key, wanted, start_base, stop_base, INTERVALS and MASKED, CAUSAL)
+    visible = rows[:, None]
     if MASKED:
         wanted = wanted & (start <= last) & (stop > first) & (start < stop)
-    return key, wanted, start, stop
+        visible = (start[None, :] <= position[:, None]) & (position[:, None] < stop[None, :]) & rows[:, None]
+    if DENSE:
+        seen = tl.load(dense_base + query.to(tl.int64)[:, None] * dense_row + key.to(tl.int64)[None, :] * dense_key,
+                       mask=visible & wanted[None, :], other=0)
+        visible = seen != 0
+        wanted = tl.max(visible.to(tl.int32), axis=0) > 0
+    return key, wanted, visible
 
 
 @triton.jit
