@@ -114,7 +114,10 @@ def is_traced(array: Any) -> bool:
 
 
 def traced() -> ModuleType:
-    """The module whose functions are operators, for ``torch.compile``. (It cannot trace ``import_module``.)"""
+    """The module whose functions are operators, for ``torch.compile``, which cannot trace ``import_module``.
+
+    This is the only import of a higher layer: ``IntervalMask.top_w`` has to become an operator when it is traced.
+    """
     from cupy_dma.torch import scores
 
     return scores

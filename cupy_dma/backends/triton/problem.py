@@ -10,7 +10,6 @@ from cupy_dma.arrays import Operand
 from cupy_dma.backends.torch_common.arrays import strides_of, tensor
 from cupy_dma.backends.triton.lists import tile_keys
 from cupy_dma.calls.types import AttentionCall
-from cupy_dma.masks.interval import IntervalMask
 
 MOST_HEADS = 16  # query heads of a GQA group that share a tile
 INTERPRETER_LIMIT = 227 * 1024
@@ -39,8 +38,7 @@ class Problem:
         if call.sequences is not None:
             _refuse("packed sequences (cu_seqlens) are supported by backend='cuda' and 'numpy'")
         self.call, self.dense, self.bias, self.causal = call, call.dense, call.bias, call.causal
-        self.mask: IntervalMask | None = call.mask
-        mask = call.mask
+        mask = self.mask = call.mask
         if mask is not None:
             if mask._causal_only:
                 self.mask, self.causal = None, True
