@@ -1,10 +1,10 @@
 """Flash Dynamic Mask Attention for CuPy, torch and NumPy.
 
     scores = cupy_dma.key_scores(value, dt_proj, A)                 # one number per key and kv head
-    mask = cupy_dma.IntervalMask.top_w(scores, window=2048)         # which queries see it: two integers per key
+    mask = cupy_dma.IntervalMask.top_w(scores, window=2048)         # which queries see each key: two integers per key
     out = cupy_dma.attention(query, key, value, mask=mask, bias=scores)
 
-Every public name is loaded at its first use, so that importing the package imports no array library and needs no GPU.
+Every public name is loaded on first use, so importing the package imports no array library and needs no GPU.
 """
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The public functions of arrays: check the arguments, choose a backend, hand back arrays of the caller's library.
+"""The public array functions: check the arguments, choose a backend, return arrays of the caller's library.
 
     s[i, j] = softcap(scale * q_i . k_j) + bias[i, j]        softcap(x) = c * tanh(x / c) for c > 0, otherwise x
     out_i   = sum over visible j of softmax_j(s[i, j]) * v_j
     lse_i   = log(sum over visible j of exp(s[i, j]))
 
-Query ``i`` stands at key position ``p_i = i + Lk - Lq``. A query that sees nothing gets ``out = 0, lse = -inf``.
+Query ``i`` stands at key position ``p_i = i + Lk - Lq``. A query with no visible keys gets ``out = 0, lse = -inf``.
 """
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
     ----------
     query : float array ``(B, Lq, H, D)``
     key, value : float array ``(B, Lk, Hkv, D)``
-        ``H`` a multiple of ``Hkv``, ``D`` from 1 to 256, lengths from 0, any strides of B, L and head (a BHSD tensor is
-        a view), the last axis contiguous. float16, bfloat16 or float32 everywhere, float64 on numpy and, of
-        CPU arrays, on flex. For the precision of float32 see the notes.
+        ``H`` is a multiple of ``Hkv``, ``D`` is 1 to 256, lengths may be 0. Any strides of B, L and head (a transposed
+        BHSD tensor needs no copy); the last axis is contiguous. float16, bfloat16 or float32 on every backend, float64
+        on numpy and, for CPU arrays, on flex. For the precision of float32 see the notes.
     mask : IntervalMask, or bool array ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)`` or ``(Lq, Lk)``, or several in a tuple, optional
-        True = visible. Of several masks, what all of them show. A dense mask may be anything, at the cost of reading
-        it; one that is the same for every query (``1`` in place of ``Lq``) costs no more than an interval mask.
+        True = visible. Several masks are intersected. A dense mask may be arbitrary, at the cost of reading it; one
+        that is the same for every query (``1`` in place of ``Lq``) costs no more than an interval mask.
     bias : float array ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)``, optional
-        Added after scale and softcap, in natural-log units. ``(1|B, 1|Hkv|H, Lk)`` is a key bias, such as the scores.
+        Added to the logits after scale and softcap, in natural-log units. ``(1|B, 1|Hkv|H, Lk)`` is a key bias, such
+        as the scores.
     causal
         Query ``i`` sees only keys ``j <= p_i``, in addition to the mask.
     scale
@@ -42,7 +43,7 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
     softcap
         0 means none.
     deterministic
-        The same bits on every run also in the backward pass; the forward is always deterministic.
+        Make the backward pass bitwise reproducible too; the forward pass always is.
     return_lse
         Return ``(out, lse)``.
     backend
@@ -56,26 +57,27 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
     Raises
     ------
     TypeError, ValueError
-        An argument has a wrong type, shape or place; nothing has been launched.
+        An argument has the wrong type, shape or device; nothing has been launched.
     NotImplementedError
-        The backend does not serve this combination.
+        The backend does not support this combination.
 
     Notes
     -----
-    Torch tensors that require grad get it (``cupy_dma.torch``). For other libraries see ``cupy_dma.backward``.
+    The result is differentiable for torch tensors that require grad (``cupy_dma.torch``). For other libraries see
+    ``cupy_dma.backward``.
 
-    Sums, the softmax and ``lse`` are float32 for every type (float64 for float64). float32 arrays are multiplied in
-    full float32 by ``backend="numpy"``. The cuda backend multiplies them on TF32 tensor cores, forward and backward:
-    every factor of a product (query and key, probabilities and value, and those of the gradients) is rounded to 10 bits
-    of mantissa first, to nearest, so that results have about three decimal digits. The triton backend makes a product
-    of three TF32 products, which have about the precision of float32. Key scores and selection stay float32.
+    Accumulation, the softmax and ``lse`` are float32 for every type (float64 for float64). ``backend="numpy"``
+    multiplies float32 arrays in full float32. The cuda backend multiplies them on TF32 tensor cores, forward and
+    backward: every operand of an MMA (query and key, probabilities and value, and those of the gradients) is first
+    rounded to 10 bits of mantissa, to nearest, so results have about three decimal digits. The triton backend splits
+    each product into three TF32 products (3xTF32), which has about the precision of float32. Key scores and selection
+    stay float32.
     """
     if _belongs_to_torch(query, key, value, bias):
         from cupy_dma import torch
 
-        return torch.attention(query, key, value, mask=mask, bias=bias, causal=causal, scale=scale,
-                                   softcap=softcap, deterministic=deterministic, return_lse=return_lse,
-                                   backend=backend)
+        return torch.attention(query, key, value, mask=mask, bias=bias, causal=causal, scale=scale, softcap=softcap,
+                               deterministic=deterministic, return_lse=return_lse, backend=backend)
     call = attention_call(query, key, value, mask, bias, causal, scale, softcap, deterministic)
     return run(call, return_lse, backends.choose(backend, (call.query,)))
 
@@ -87,20 +89,21 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
                            return_lse: bool = False, backend: str | None = None) -> Any:
     """Every query attends to its ``window`` highest-scored keys, with the scores as key bias.
 
-    The same as ``attention(query, key, value, mask=IntervalMask.top_w(scores, window), bias=scores)``.
+    Equivalent to ``attention(query, key, value, mask=IntervalMask.top_w(scores, window), bias=scores)``.
 
     Parameters
     ----------
     query, key, value, scale, softcap, deterministic, return_lse, backend
         As for ``attention``.
     scores : float array ``(B, Hkv, Lk)``
-        Or instead ``dt_proj``, ``A`` and maybe ``dt_bias`` and ``form``, from which ``key_scores`` makes them.
+        Instead of scores you can pass ``dt_proj``, ``A`` and optionally ``dt_bias`` and ``form``, from which
+        ``key_scores`` computes them.
     window : int
         Keys kept per query, at least 1.
     keys, padding, documents
         As for ``IntervalMask.top_w``.
     causal
-        Prefix masks are causal by construction, so False is only allowed with ``keys="global"``.
+        Prefix masks are causal by construction, so False is allowed only with ``keys="global"``.
 
     Returns
     -------
@@ -108,7 +111,7 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
 
     Raises
     ------
-    As ``attention`` and ``IntervalMask.top_w``; ValueError also if both or neither of scores and dt_proj are given.
+    As ``attention`` and ``IntervalMask.top_w``; also ValueError if both or neither of scores and dt_proj are given.
     """
     if _belongs_to_torch(query, key, value, scores, dt_proj, A, dt_bias):
         from cupy_dma import torch
@@ -124,7 +127,7 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
 
 def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: str = "exp",
                backend: str | None = None) -> Any:
-    """Scores of all keys.
+    """Scores of all keys, by which ``IntervalMask.top_w`` ranks them.
 
     Parameters
     ----------
@@ -133,26 +136,28 @@ def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: s
     dt_proj : float array ``(Hkv, Hkv * D)``
     A : float array ``(Hkv,)``
     dt_bias : float array ``(Hkv,)``, optional
-        The parameters may be of another float type than ``value``.
+        The parameters may have a different float type from ``value``.
     form
         ``"exp"``: ``exp(A * softplus(dt))``, the original definition (Hugging Face Doge); ``"linear"``:
-        ``A * softplus(dt)``, the later, numerically calmer one. They select the same keys but are different biases.
+        ``A * softplus(dt)``, the later and numerically better behaved one. Both select the same keys but are different
+        biases. ``dt = value @ dt_proj^T + dt_bias``, summed over all kv heads and ``D``.
     backend
         See ``cupy_dma.get_available_backends``. ``"numpy"`` with CUDA arrays copies to the host and back.
 
     Returns
     -------
-    float32 array ``(B, Hkv, Lk)`` of ``value``'s library (float64 if ``value`` is float64). The sum over ``(g', d)`` is
-    accumulated in that type.
+    float32 array ``(B, Hkv, Lk)`` of ``value``'s library (float64 if ``value`` is float64). ``dt`` is accumulated in
+    that type.
 
     Raises
     ------
     TypeError, ValueError
-        An argument has a wrong type, shape or place.
+        An argument has the wrong type, shape or device.
 
     Notes
     -----
-    Torch tensors that require grad get it (``cupy_dma.torch``). For other libraries see ``cupy_dma.backward``.
+    The result is differentiable for torch tensors that require grad (``cupy_dma.torch``). For other libraries see
+    ``cupy_dma.backward``.
     """
     if _belongs_to_torch(value, dt_proj, A, dt_bias):
         from cupy_dma import torch
@@ -168,31 +173,32 @@ def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
                      deterministic: bool = False, return_lse: bool = False, block_table: Any = None,
                      seqused_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
                      backend: str | None = None) -> Any:
-    """Attention within each of several sequences.
+    """Attention within each of several packed sequences (varlen).
 
     Parameters
     ----------
     query : float array ``(total_q, H, D)``
     key, value : float array ``(total_k, Hkv, D)``
-        Or pages ``(num_pages, page_size, Hkv, D)`` with ``block_table``. Types and strides as for ``attention``.
+        Or a paged KV cache ``(num_pages, page_size, Hkv, D)`` with ``block_table``. Types and strides as for
+        ``attention``.
     cu_seqlens_q, cu_seqlens_k : int32 or int64 array ``(B + 1,)``
-        Cumulative lengths: start at 0, never fall. Rows of query behind the last sequence get ``out = 0, lse = -inf``.
+        Cumulative lengths: start at 0, never decrease. Query rows after the last sequence get ``out = 0, lse = -inf``.
         ``cu_seqlens_k`` may be None with ``block_table`` and ``seqused_k``.
     mask : IntervalMask of shape ``(1, 1|Hkv|H, total_k)``, optional
         In packed key positions: query ``i`` of sequence ``b``, which has ``Lq_b`` queries and ``Lk_b`` keys, stands at
         ``cu_seqlens_k[b] + i + Lk_b - Lq_b``. Keys of other sequences are never visible, whatever the mask says. With
         ``block_table``: ``(1|B, 1|Hkv|H, max_pages * page_size)``, positions counted within the sequence.
     bias : float array ``(1|Hkv|H, total_k)``, optional
-        One number per key, natural-log units. With ``block_table``: ``(1|B, 1|Hkv|H, max_pages * page_size)``.
+        One number per key, in natural-log units. With ``block_table``: ``(1|B, 1|Hkv|H, max_pages * page_size)``.
     causal, scale, softcap, deterministic, return_lse, backend
         As for ``attention``.
     block_table : int32 or int64 array ``(B, max_pages)``, optional
-        Key ``j`` of sequence ``b`` is row ``j % page_size`` of page ``block_table[b, j // page_size]``. Entries behind
-        the keys in use are never read. Forward only: there is no gradient through pages.
+        The page table: key ``j`` of sequence ``b`` is row ``j % page_size`` of page ``block_table[b, j // page_size]``.
+        Entries past the keys in use are never read. Forward only: a paged KV cache gets no gradient.
     seqused_k : int32 or int64 array ``(B,)``, optional
-        Keys in use of each sequence, the first ones; by default all of ``cu_seqlens_k``.
+        How many of each sequence's keys are in use, counted from its first; by default all of ``cu_seqlens_k``.
     max_seqlen_q, max_seqlen_k : int, optional
-        Not needed; taken because other libraries ask for them.
+        Not needed; accepted because other libraries require them.
 
     Returns
     -------
@@ -202,14 +208,14 @@ def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
     Raises
     ------
     TypeError, ValueError
-        An argument has a wrong type, shape or place; nothing has been launched. Values of lengths and page tables are
-        checked on the CPU always, on a device when ``CUPY_DMA_CHECK=1``.
+        An argument has the wrong type, shape or device; nothing has been launched. Values of lengths and page tables
+        are always checked in host memory, in GPU memory only with ``CUPY_DMA_CHECK=1``.
     NotImplementedError
-        The backend does not serve this combination; dense masks and biases with a query axis never are.
+        The backend does not support this combination; none supports dense masks or biases with a query axis.
 
     Notes
     -----
-    Torch tensors that require grad get it (``cupy_dma.torch``). For other libraries see
+    The result is differentiable for torch tensors that require grad (``cupy_dma.torch``). For other libraries see
     ``cupy_dma.backward.varlen_attention_backward``.
     """
     if _belongs_to_torch(query, key, value, bias):
@@ -238,8 +244,8 @@ def varlen_dynamic_mask_attention(query: Any, key: Any, value: Any, cu_seqlens_q
     query, key, value, cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, max_seqlen_q, max_seqlen_k
         As for ``varlen_attention``.
     scores : float array ``(Hkv, total_k)``
-        With ``block_table``: ``(B, Hkv, max_pages * page_size)``. Or instead ``dt_proj``, ``A`` and maybe ``dt_bias``
-        and ``form``, from which ``key_scores`` makes them (not with ``block_table``).
+        With ``block_table``: ``(B, Hkv, max_pages * page_size)``. Instead of scores you can pass ``dt_proj``, ``A`` and
+        optionally ``dt_bias`` and ``form``, from which ``key_scores`` computes them (not with ``block_table``).
     window, keys, causal, scale, softcap, deterministic, return_lse, backend
         As for ``dynamic_mask_attention``.
 
@@ -266,8 +272,8 @@ def varlen_dynamic_mask_attention(query: Any, key: Any, value: Any, cu_seqlens_q
 
 
 def _belongs_to_torch(*arrays: Any) -> bool:
-    """Whether a call with these arguments is for ``cupy_dma.torch``: the first is a torch tensor, and one of them
-    requires grad, or autocast or ``torch.compile`` is at work."""
+    """Whether ``cupy_dma.torch`` handles a call with these arguments: the first is a torch tensor, and one of them
+    requires grad, or autocast or ``torch.compile`` is active."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not isinstance(arrays[0], torch.Tensor):
         return False

@@ -1,11 +1,11 @@
 """The only module that knows array libraries.
 
 Every array that enters the package becomes an ``Operand``: its shape, strides, type, device and address, plus the
-``Library`` it came from. Everything that leaves is made by the library of the first argument, so that arrays of one
-kind in give the same kind out, from the caller's own allocator and on the caller's current stream.
+``Library`` it came from. Results are allocated by the library of the first argument, so callers get back arrays of the
+library they passed in, from their own allocator and on their current stream.
 
-Libraries: NumPy, CuPy, torch (CPU and CUDA), and anything with ``__dlpack__`` (viewed as NumPy or CuPy, handed back
-through the producer's own ``from_dlpack``). None of them is imported before an array of that library is seen.
+Libraries: NumPy, CuPy, torch (CPU and CUDA), and anything with ``__dlpack__`` (viewed as NumPy or CuPy, and returned
+through the producer's own ``from_dlpack``). None but NumPy is imported before an array of that library is seen.
 """
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ CPU = Device("cpu", 0)
 _NO_CONTEXT = nullcontext()
 
 
-@dataclass(slots=True, eq=False)  # not frozen, though never changed: a frozen one takes three times as long to make
+@dataclass(slots=True, eq=False)  # never changed, but not frozen: a frozen one takes three times as long to construct
 class Operand:
-    """What a backend needs to know of one argument."""
+    """What a backend needs to know about one argument."""
 
-    name: str  # the argument's name, for messages
-    array: Any  # the array itself, of its own library
+    name: str  # the argument's name, for error messages
+    array: Any  # the array itself, in its own library
     library: Library
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in elements
@@ -48,7 +48,7 @@ class Operand:
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """The NumPy type of a type name; bfloat16 comes from ml_dtypes."""
+    """The NumPy dtype of this name; bfloat16 comes from ml_dtypes."""
     if name == "bfloat16":
         import ml_dtypes
 
@@ -57,7 +57,7 @@ def numpy_dtype(name: str) -> np.dtype:
 
 
 class Library:
-    """One array library: describe, allocate, convert, and the few functions that mask constructors need."""
+    """One array library: describe, allocate, convert, and the few operations that mask constructors need."""
 
     name = ""
     xp: Any  # the module
@@ -66,20 +66,20 @@ class Library:
         raise NotImplementedError
 
     def operand(self, array: Any, name: str) -> Operand:
-        """The Operand of an array made here. It belongs to this library, also where that is a DLPack producer's."""
+        """The Operand of an array allocated by this library, which owns it even if it stands for a DLPack producer."""
         operand = self.describe(array, name)
         operand.library = self
         return operand
 
     def pointer(self, array: Any) -> int:
-        """Address of the first element of an array made here."""
+        """Address of the first element of an array allocated by this library."""
         raise NotImplementedError
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: Device) -> Any:
         raise NotImplementedError
 
     def to_numpy(self, array: Any) -> np.ndarray:
-        """A NumPy array of the same values: a view for CPU arrays, a (synchronizing) copy for CUDA arrays."""
+        """A NumPy array with the same values: a view of a CPU array, a (synchronizing) copy of a CUDA array."""
         raise NotImplementedError
 
     def from_numpy(self, array: np.ndarray, device: Device) -> Any:
@@ -89,11 +89,11 @@ class Library:
         raise NotImplementedError
 
     def on(self, device: Device) -> AbstractContextManager:
-        """The context in which elementwise operations on arrays of ``device`` run."""
+        """The context in which to run elementwise operations on arrays of ``device``."""
         return _NO_CONTEXT
 
     def contiguous(self, array: Any) -> Any:
-        """The array with its elements in C order: itself if it has them so, otherwise a copy."""
+        """The array in C order: itself if it is C-contiguous already, otherwise a copy."""
         raise NotImplementedError
 
     def requires_grad(self, array: Any) -> bool:
@@ -117,7 +117,7 @@ class Library:
         """int32 number of entries of the sorted 1-D ``boundaries`` that are <= each value."""
 
     def export(self, array: Any) -> Any:
-        """Hand a result to the caller (only DLPack producers need a conversion)."""
+        """A result as the caller gets it (only DLPack producers need a conversion)."""
         return array
 
 
@@ -175,7 +175,7 @@ class CupyLibrary(NumpyLibrary):
         self.xp = cupy
 
     def on(self, device):
-        current = self.xp.cuda.runtime.getDevice()  # asking costs less than entering
+        current = self.xp.cuda.runtime.getDevice()  # a query costs less than entering a context
         return _NO_CONTEXT if current == device.index else self.xp.cuda.Device(device.index)
 
     def describe(self, array, name):
@@ -254,7 +254,7 @@ class TorchLibrary(Library):
         return array.numpy()
 
     def from_numpy(self, array, device):
-        if array.dtype.name == "bfloat16":  # a type that torch does not know in NumPy arrays
+        if array.dtype.name == "bfloat16":  # torch does not accept this dtype in NumPy arrays
             return self.xp.from_numpy(array.view(np.int16)).view(self.xp.bfloat16).to(self._torch_device(device))
         return self.xp.from_numpy(array).to(self._torch_device(device))
 
@@ -284,8 +284,8 @@ class TorchLibrary(Library):
 
 
 class DlpackLibrary(Library):
-    """A producer of ``__dlpack__`` that is none of the above: viewed as NumPy or CuPy, returned by its own
-    ``from_dlpack`` (through ``__array_namespace__``, as the array API standard has it) where it offers one."""
+    """A producer of ``__dlpack__`` that is none of the above: viewed as NumPy or CuPy, and returned through its own
+    ``from_dlpack`` where it has one (found through ``__array_namespace__``, as in the array API standard)."""
 
     def __init__(self, base: Library, namespace: Any):
         self.base, self.namespace = base, namespace
@@ -304,7 +304,7 @@ _makers = {"numpy": NumpyLibrary, "cupy": CupyLibrary, "torch": TorchLibrary}
 
 
 def library_named(name: str) -> Library:
-    """The library "numpy", "cupy" or "torch"; importing it if need be."""
+    """The library "numpy", "cupy" or "torch", imported if necessary."""
     if name not in _libraries:
         _libraries[name] = _makers[name]()
     return _libraries[name]
@@ -319,7 +319,7 @@ def _find_library(kind: type) -> Library | None:
 
 
 def library_of(array: Any, name: str) -> Library:
-    """The library ``array`` belongs to. TypeError if it is no array."""
+    """The library that ``array`` belongs to. TypeError if it is not an array."""
     kind = type(array)
     if kind not in _library_of_type:
         _library_of_type[kind] = _find_library(kind)
@@ -334,7 +334,7 @@ def library_of(array: Any, name: str) -> Library:
 
 
 def describe(array: Any, name: str) -> Operand:
-    """The ``Operand`` of an argument. TypeError if it is no array."""
+    """The ``Operand`` of an argument. TypeError if it is not an array."""
     owner = library_of(array, name)
     if isinstance(owner, DlpackLibrary):
         view = owner.base.xp.from_dlpack(array)

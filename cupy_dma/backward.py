@@ -1,16 +1,17 @@
-"""Gradients, by hand: for CuPy and NumPy users who have no autograd (SPEC section 6).
+"""Explicit gradient functions, for CuPy and NumPy users who have no autograd (SPEC section 6).
 
-With ``p = exp(s - lse)`` the probabilities of the forward pass and ``x = scale * q . k`` before the softcap:
+With ``p = exp(s - lse)``, the probabilities of the forward pass, and ``x = scale * q . k``, the logits before the
+softcap:
 
     delta_i = sum_d dout[i, d] * out[i, d] - dlse[i]
     ds[i, j] = p[i, j] * (dout_i . v_j - delta_i)            visible pairs only, 0 elsewhere
-    dx[i, j] = ds[i, j] * (1 - tanh(x / c)^2)                ds itself without a softcap
+    dx[i, j] = ds[i, j] * (1 - tanh(x / c)^2)                ds without a softcap
     dv_j = sum_i p[i, j] dout_i        dq_i = scale * sum_j dx[i, j] k_j        dk_j = scale * sum_i dx[i, j] q_i
     dbias = ds, summed over the axes along which the bias broadcasts and over the heads that share it
 
 Everything is accumulated and reduced in float32 (float64 for float64) and rounded once, to the type of the argument.
-The selection of keys is piecewise constant and has no gradient: the scores get theirs as the bias. Rows that see
-nothing and keys that nobody sees get exact zeros, and what they hold, NaN or infinity, reaches no other gradient.
+The selection of keys is piecewise constant and has no gradient: the scores get theirs as a bias. Queries with no
+visible keys and keys that no query sees get exact zeros, and a NaN or infinity in them propagates to no other gradient.
 """
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ from cupy_dma.calls.varlen import varlen_call
 
 
 class AttentionGradients(NamedTuple):
-    """Each of its argument's shape and type; None for what was not asked for."""
+    """Each has its argument's shape and type; None for what was not asked for."""
 
     query: Any = None
     key: Any = None
@@ -45,7 +46,7 @@ class AttentionGradients(NamedTuple):
 
 
 class ScoreGradients(NamedTuple):
-    """Each of its argument's shape and type; None for what was not asked for."""
+    """Each has its argument's shape and type; None for what was not asked for."""
 
     value: Any = None
     dt_proj: Any = None
@@ -54,7 +55,7 @@ class ScoreGradients(NamedTuple):
 
 
 class DynamicGradients(NamedTuple):
-    """Each of its argument's shape and type; None for what was not asked for or not given."""
+    """Each has its argument's shape and type; None for what was not asked for or not given."""
 
     query: Any = None
     key: Any = None
@@ -75,18 +76,18 @@ def attention_backward(dout: Any, query: Any, key: Any, value: Any, out: Any, ls
     Parameters
     ----------
     dout : float array ``(B, Lq, H, D)`` of query's type
-        Gradient of ``out``. Any strides; copied if its last axis is not contiguous.
+        Gradient with respect to ``out``. Any strides; copied if its last axis is not contiguous.
     query, key, value, mask, bias, causal, scale, softcap, backend
-        As they were given to ``attention``.
+        As passed to ``attention``.
     out, lse
         What ``attention(..., return_lse=True)`` returned.
     deterministic
-        The same bits on every run. False leaves a backend free to sum in any order.
+        Bitwise reproducible results. False leaves a backend free to sum in any order.
     dlse : float array ``(B, H, Lq)``, optional
-        Gradient of ``lse``, where the caller has used it too.
+        Gradient with respect to ``lse``, if the loss depends on it.
     needs
-        Any of ``"query"``, ``"key"``, ``"value"``, ``"bias"``: what is left out is not computed. All by default; a
-        ``"bias"`` that was not given is ignored.
+        Any of ``"query"``, ``"key"``, ``"value"``, ``"bias"``: gradients left out are not computed. All by default;
+        ``"bias"`` is ignored if no bias was given.
 
     Returns
     -------
@@ -96,9 +97,9 @@ def attention_backward(dout: Any, query: Any, key: Any, value: Any, out: Any, ls
     Raises
     ------
     TypeError, ValueError
-        An argument has a wrong type, shape or place, or ``needs`` an unknown name; nothing has been launched.
+        An argument has the wrong type, shape or device, or ``needs`` an unknown name; nothing has been launched.
     NotImplementedError
-        The backend does not serve this combination, or a torch argument requires grad: there is no second derivative.
+        The backend does not support this combination, or a torch argument requires grad: there is no second derivative.
     """
     wanted = check_needs(needs, AttentionGradients._fields)
     call = attention_call(query, key, value, mask, bias, causal, scale, softcap, deterministic)
@@ -117,24 +118,24 @@ def varlen_attention_backward(dout: Any, query: Any, key: Any, value: Any, out: 
     Parameters
     ----------
     dout : float array ``(total_q, H, D)`` of query's type
-        Gradient of ``out``. Any strides; copied if its last axis is not contiguous.
+        Gradient with respect to ``out``. Any strides; copied if its last axis is not contiguous.
     query, key, value, cu_seqlens_q, cu_seqlens_k, mask, bias, causal, scale, softcap, seqused_k, max_seqlen_q, \
 max_seqlen_k, backend
-        As they were given to ``varlen_attention``.
+        As passed to ``varlen_attention``.
     out, lse
         What ``varlen_attention(..., return_lse=True)`` returned.
     dlse : float array ``(H, total_q)``, optional
-        Gradient of ``lse``, where the caller has used it too.
+        Gradient with respect to ``lse``, if the loss depends on it.
     deterministic, needs
         As for ``attention_backward``.
     block_table
-        None: there is no gradient through pages.
+        Must be None: a paged KV cache gets no gradient.
 
     Returns
     -------
     AttentionGradients
         ``(query, key, value, bias)``, each of the shape and type of its argument; None where not asked for. Keys that
-        belong to no sequence, or lie behind ``seqused_k``, get zeros.
+        belong to no sequence, or lie past ``seqused_k``, get zeros.
 
     Raises
     ------
@@ -166,12 +167,13 @@ def key_scores_backward(dscores: Any, value: Any, dt_proj: Any, A: Any, *, dt_bi
     Parameters
     ----------
     dscores : float array ``(B, Hkv, Lk)``
-        Gradient of the scores. Copied if it is not contiguous or not float32 (float64 for a float64 ``value``).
+        Gradient with respect to the scores. Copied if it is not contiguous or not float32 (float64 for a float64
+        ``value``).
     value, dt_proj, A, dt_bias, form, backend
-        As they were given to ``key_scores``.
+        As passed to ``key_scores``.
     needs
-        Any of ``"value"``, ``"dt_proj"``, ``"A"``, ``"dt_bias"``: what is left out is not computed. All by default; a
-        ``"dt_bias"`` that was not given is ignored.
+        Any of ``"value"``, ``"dt_proj"``, ``"A"``, ``"dt_bias"``: gradients left out are not computed. All by default;
+        ``"dt_bias"`` is ignored if none was given.
 
     Returns
     -------
@@ -205,23 +207,24 @@ def dynamic_mask_attention_backward(
         padding: Any = None, documents: Any = None, causal: bool = True, scale: float | None = None,
         softcap: float = 0.0, deterministic: bool = False, dlse: Any = None,
         needs: Iterable[str] = DynamicGradients._fields, backend: str | None = None) -> DynamicGradients:
-    """Gradients of ``cupy_dma.dynamic_mask_attention``: scores and selection are computed again.
+    """Gradients of ``cupy_dma.dynamic_mask_attention``: scores and selection are recomputed.
 
     Parameters
     ----------
     dout, out, lse, dlse, deterministic
         As for ``attention_backward``.
-    query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents : as the forward has them
-    causal, scale, softcap, backend
-        As they were given to ``dynamic_mask_attention``.
+    query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents, causal, scale, softcap, \
+backend
+        As passed to ``dynamic_mask_attention``.
     needs
         Any of ``"query"``, ``"key"``, ``"value"``, ``"scores"``, ``"dt_proj"``, ``"A"``, ``"dt_bias"``. All by default;
-        what was not given is ignored.
+        names of arguments that were not given are ignored.
 
     Returns
     -------
     DynamicGradients
-        Where the scores are made from ``value``, its gradient has both parts, added before the last rounding.
+        Where the scores are computed from ``value``, its gradient is the sum of both terms, added before the last
+        rounding.
 
     Raises
     ------
@@ -250,8 +253,8 @@ def dynamic_mask_attention_backward(
     if recipe is not None and through_scores:
         dscores = library.operand(found.pop("scores"), "dscores")
         added = None if dv is None else library.operand(dv, "dvalue")
-        parts = module.key_scores_backward(dscores, *recipe, through_scores, added)
-        found.update((name, part) for name, part in zip(ScoreGradients._fields, parts) if name in through_scores)
+        gradients = module.key_scores_backward(dscores, *recipe, through_scores, added)
+        found.update((name, x) for name, x in zip(ScoreGradients._fields, gradients) if name in through_scores)
     return DynamicGradients(*_exported(library, [found.get(name) for name in DynamicGradients._fields]))
 
 

@@ -1,7 +1,7 @@
-"""Checks of arguments. Each error names the argument, says what was given and what is allowed.
+"""Argument checks. Each error names the argument, what was given and what is allowed.
 
-TypeError for types, ValueError for shapes and values. All are plain comparisons of Python numbers: they cost well
-under a microsecond and never touch array data.
+TypeError for types, ValueError for shapes and values. All are plain comparisons of Python objects: they cost well under
+a microsecond each and never touch array data.
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def one_of_types(operand: Operand, allowed: Sequence[str] = FLOATS) -> None:
 
 
 def rows_contiguous(operand: Operand) -> None:
-    """The kernels load rows: elements of the last axis must be neighbours. Other axes may have any stride."""
+    """The kernels load whole rows, so the last axis must have stride 1. Other axes may have any stride."""
     if operand.strides[-1] != 1 and operand.shape[-1] != 1 and 0 not in operand.shape:
         raise ValueError(f"{operand.name} must be contiguous in its last axis (stride 1), got stride "
                          f"{operand.strides[-1]} with shape {operand.shape}; make it so with ascontiguousarray() "
@@ -31,7 +31,7 @@ def rows_contiguous(operand: Operand) -> None:
 
 
 def has_shape(operand: Operand, meaning: str, allowed: Sequence[Sequence[int]]) -> None:
-    """Every axis of ``operand`` has one of the allowed sizes; ``meaning`` is the shape in the SPEC's letters."""
+    """Every axis of ``operand`` has one of the allowed sizes; ``meaning`` is the shape in the SPEC's symbols."""
     shape = operand.shape
     if len(shape) == len(allowed):
         for size, sizes in zip(shape, allowed):
@@ -39,12 +39,17 @@ def has_shape(operand: Operand, meaning: str, allowed: Sequence[Sequence[int]]) 
                 break
         else:
             return
+    raise wrong_shape(operand.name, meaning, allowed, shape)
+
+
+def wrong_shape(name: str, meaning: str, allowed: Sequence[Sequence[int]], shape: tuple[int, ...]) -> ValueError:
+    """The error for a shape that is not allowed."""
     wanted = ", ".join(" or ".join(map(str, dict.fromkeys(sizes))) for sizes in allowed)
-    raise ValueError(f"{operand.name} must have shape {meaning} = ({wanted}), got {shape}")
+    return ValueError(f"{name} must have shape {meaning} = ({wanted}), got {shape}")
 
 
 def with_axes(operand: Operand, ndim: int) -> Operand:
-    """The operand with leading axes of size 1 up to ``ndim`` and stride 0 on all axes of size 1; the same memory."""
+    """The operand with leading axes of size 1 up to ``ndim``, over the same memory; axes of size 1 have stride 0."""
     missing = ndim - len(operand.shape)
     shape = (1,) * missing + tuple(operand.shape)
     strides = (0,) * missing + tuple([0 if size == 1 else stride
@@ -53,7 +58,7 @@ def with_axes(operand: Operand, ndim: int) -> Operand:
 
 
 def whole(value, name: str, minimum: int) -> int:
-    """An integer argument of at least ``minimum``."""
+    """An integer argument that is at least ``minimum``."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -66,7 +71,7 @@ def whole(value, name: str, minimum: int) -> int:
 
 
 def real(value, name: str, minimum: float = -math.inf) -> float:
-    """A finite real number of at least ``minimum``."""
+    """A finite real number that is at least ``minimum``."""
     if type(value) is not float:
         if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__") or getattr(value, "shape", None):
             raise TypeError(f"{name} must be a real number, got {type(value).__name__} {value!r}")
@@ -80,7 +85,7 @@ def real(value, name: str, minimum: float = -math.inf) -> float:
 def flag(value, name: str) -> bool:
     if value is True or value is False:
         return value
-    if type(value).__name__ in ("bool", "bool_"):  # NumPy's own truth values
+    if type(value).__name__ in ("bool", "bool_"):  # NumPy's booleans
         return bool(value)
     raise TypeError(f"{name} must be True or False, got {type(value).__name__} {value!r}")
 
@@ -91,12 +96,12 @@ def choice(value, name: str, allowed: Sequence[str]) -> None:
 
 
 def wants_values_checked() -> bool:
-    """``CUPY_DMA_CHECK=1``: also validate values that lie on a device, at the price of synchronizing."""
+    """``CUPY_DMA_CHECK=1``: also validate values in GPU memory, at the cost of a synchronization."""
     return os.environ.get("CUPY_DMA_CHECK", "0") not in ("", "0")
 
 
 def require_same_device(operands: Iterable[Operand | None]) -> None:
-    """All on one device and of one library; ValueError or TypeError naming the first that differs."""
+    """All on one device and from one library; ValueError or TypeError naming the first that differs."""
     first: Operand | None = None
     for operand in operands:
         if operand is None:
@@ -113,8 +118,9 @@ def require_same_device(operands: Iterable[Operand | None]) -> None:
 
 
 def require_no_grad(operands: Iterable[Operand | None]) -> None:
-    """NotImplementedError if autograd expects a gradient through any of them: cutting a graph silently is worse."""
+    """NotImplementedError if autograd expects a gradient through any of them: silently cutting the graph is worse."""
     for operand in operands:
         if operand is not None and operand.library.requires_grad(operand.array):
-            raise NotImplementedError(f"{operand.name} requires grad, but gradients have none themselves (no second "
-                                      f"derivative); call under torch.no_grad() or pass {operand.name}.detach()")
+            raise NotImplementedError(f"{operand.name} requires grad, but gradients are not differentiable (there is "
+                                      f"no second derivative); call under torch.no_grad() or pass "
+                                      f"{operand.name}.detach()")

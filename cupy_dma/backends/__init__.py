@@ -1,27 +1,27 @@
-"""The choice of a backend.
+"""The backend registry: what a backend is, and which one serves a call.
 
 A backend is a module with these functions:
 
 - ``unavailable() -> str | None``: why it cannot run here;
 - ``key_scores(value, dt_proj, A, dt_bias, form) -> array``: SPEC section 2, float32 ``(B, Hkv, Lk)``;
 - ``prefix_stop(scores, window, padding, document) -> array``: ``stop_j`` of SPEC section 3, int32 ``(B, Hkv, Lk)``;
-- ``prefix_run(scores, window, padding) -> (start, stop)``, if it has one: the same without documents, and the keys' own
+- ``prefix_run(scores, window, padding) -> (start, stop)``, optional: the same without documents, and the keys' own
   positions, int32 ``(Lk)``;
 - ``attention(call) -> (out, lse)``: SPEC section 5;
-- ``attention_backward(call) -> (dquery, dkey, dvalue, dbias)``: SPEC section 6, of an ``AttentionBackwardCall``; None
+- ``attention_backward(call) -> (dquery, dkey, dvalue, dbias)``: SPEC section 6, for an ``AttentionBackwardCall``; None
   for what ``call.needs`` leaves out. ``dbias`` has the four axes of the call's bias Operand and its type;
 - ``key_scores_backward(dscores, value, dt_proj, A, dt_bias, form, needs, dvalue=None) -> (dvalue, ddt_proj, dA,
-  ddt_bias)``: of ``dscores`` float32 ``(B, Hkv, Lk)`` (float64 for float64), contiguous; each of its argument's shape
-  and type, None for what ``needs`` leaves out. A given ``dvalue``, the attention's own gradient of ``value``, is added
-  before the rounding (needs holds "value" then);
-- ``cache_extend(state, call) -> (out, lse)``: SPEC section 7, of a ``CacheState``, which it changes in place, and an
-  ``ExtendCall``; None for ``out`` and ``lse`` without a query;
-- ``attend_last(call, scores) -> (out, lse) | None``, if it has one: ``dynamic_mask_attention`` of a ``DynamicCall``
-  with few queries and the scores, without a mask; None for a call that is better served by one.
+  ddt_bias)``: ``dscores`` is contiguous float32 ``(B, Hkv, Lk)`` (float64 for float64); each result has its argument's
+  shape and type, None for what ``needs`` leaves out. ``dvalue``, if given, is the gradient of ``value`` through the
+  attention itself and is added before rounding (``needs`` then holds "value");
+- ``cache_extend(state, call) -> (out, lse)``: SPEC section 7, for a ``CacheState``, updated in place, and an
+  ``ExtendCall``; ``out`` and ``lse`` are None without a query;
+- ``attend_last(call, scores) -> (out, lse) | None``, optional: ``dynamic_mask_attention`` for a ``DynamicCall`` with
+  few queries and its scores, without building a mask; None for a call that is faster with one.
 
-They take ``Operand`` that have passed all checks and return arrays of the library of their first argument. CUDA arrays
-go to ``cuda``, CPU arrays to ``numpy``. ``register`` adds a backend from outside of the package; in a checkout
-``CUPY_DMA_EMULATOR=1`` sends CPU arrays to the one that runs the CUDA kernels on the CPU (``tests/emulator``).
+They take checked ``Operand``s and return arrays of the library of their first argument. CUDA arrays go to ``cuda``, CPU
+arrays to ``numpy``. ``register`` adds a backend from outside the package; in a checkout ``CUPY_DMA_EMULATOR=1`` sends
+CPU arrays to the one that runs the CUDA kernels on the CPU (``tests/emulator``).
 """
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ from typing import Any
 
 from cupy_dma.arrays import Operand
 
-NAMES = ("cuda", "numpy", "triton", "flex")  # in the order of choice for CUDA arrays
-_loaded: dict[str, Any] = {}  # the backends that have been found able to run
-_outside: dict[str, Any] = {}  # those that were registered
+NAMES = ("cuda", "numpy", "triton", "flex")  # in order of preference for CUDA arrays
+_loaded: dict[str, Any] = {}  # the backends known to be able to run
+_registered: dict[str, Any] = {}  # those from outside the package
 _FOR_CPU = "emulator" if os.environ.get("CUPY_DMA_EMULATOR", "") not in ("", "0") else "numpy"
 
 
 def register(name: str, backend: Any) -> None:
     """Make ``backend``, an object with these functions, selectable by ``name``. It takes CPU arrays."""
-    _outside[name] = backend
+    _registered[name] = backend
 
 
 def why_not(name: str) -> str | None:
-    """Why backend ``name`` cannot run here; None if it can. ValueError for a name that is no backend's."""
+    """Why backend ``name`` cannot run here; None if it can. ValueError if there is no backend of that name."""
     if name in _loaded:
         return None
-    if name == _FOR_CPU == "emulator" and name not in _outside:
+    if name == _FOR_CPU == "emulator" and name not in _registered:
         try:
             import_module("tests.emulator")  # registers itself
         except ImportError as error:
-            return f"CUPY_DMA_EMULATOR is set outside of a checkout: {error}"
-    if name not in NAMES and name not in _outside:
+            return f"CUPY_DMA_EMULATOR is set outside a checkout: {error}"
+    if name not in NAMES and name not in _registered:
         raise ValueError(f"backend must be one of {', '.join(map(repr, NAMES))}, got {name!r}")
     try:
-        module = _outside.get(name) or import_module(f"cupy_dma.backends.{name}")
+        module = _registered.get(name) or import_module(f"cupy_dma.backends.{name}")
     except ImportError as error:
         return str(error)
     reason = module.unavailable()
@@ -67,12 +67,12 @@ def why_not(name: str) -> str | None:
 
 
 def get_available_backends() -> list[str]:
-    """Names of the backends that can run on this machine, in the order of choice for CUDA arrays."""
+    """Names of the backends that can run on this machine, in order of preference for CUDA arrays."""
     return [name for name in NAMES if why_not(name) is None]
 
 
 def choose(backend: str | None, operands: Iterable[Operand | None]) -> ModuleType:
-    """The module that serves these arguments.
+    """The backend module that serves these arguments.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ def choose(backend: str | None, operands: Iterable[Operand | None]) -> ModuleTyp
     Raises
     ------
     TypeError, ValueError
-        ``backend`` is no backend's name, or cannot take arrays of this device.
+        There is no backend of that name, or it does not take arrays on this device.
     RuntimeError
         The backend cannot run here; the message says why.
     """
@@ -96,7 +96,7 @@ def choose(backend: str | None, operands: Iterable[Operand | None]) -> ModuleTyp
         module = _loaded[name]
     except (KeyError, TypeError):
         module = _load(name, backend, first)
-    if name in _outside and on_cuda:
+    if name in _registered and on_cuda:
         raise ValueError(f"backend={name!r} takes CPU arrays, but {first.name} is on {first.device}")
     if name == "cuda" and not on_cuda:
         raise ValueError(f"backend='cuda' takes CUDA arrays, but {first.name} is on {first.device}; "
@@ -108,13 +108,16 @@ def choose(backend: str | None, operands: Iterable[Operand | None]) -> ModuleTyp
 
 
 def is_traced(array: Any) -> bool:
-    """Whether this call is being traced by ``torch.compile``: then operators are needed instead of addresses."""
+    """Whether ``torch.compile`` is tracing this call, so that it must go through operators instead of addresses."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_compiling() and isinstance(array, torch.Tensor)
 
 
 def traced() -> ModuleType:
-    """The functions as ``torch.compile`` sees them: operators. (``import_module`` cannot be traced.)"""
+    """The module whose functions are operators, for ``torch.compile``, which cannot trace ``import_module``.
+
+    This is the only import of a higher layer: ``IntervalMask.top_w`` has to become an operator when it is traced.
+    """
     from cupy_dma.torch import scores
 
     return scores
@@ -127,7 +130,7 @@ def _load(name, backend: str | None, first: Operand) -> ModuleType:
     if reason is None:
         return _loaded[name]
     if backend is None:
-        raise RuntimeError(f"no backend can take {first.name} on {first.device} here: {name}: {reason} "
+        raise RuntimeError(f"no backend here takes {first.name} on {first.device}: {name}: {reason} "
                            f"(backend='numpy' would copy to the host and compute there)")
     raise RuntimeError(f"backend={backend!r} cannot run here: {reason}; "
                        f"available: {', '.join(get_available_backends())}")

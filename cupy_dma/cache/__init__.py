@@ -1,4 +1,4 @@
-"""Decode for ever in constant memory (SPEC section 7)."""
+"""Decoding of unbounded length in constant memory (SPEC section 7)."""
 from cupy_dma.cache.dynamic_cache import DynamicCache, KeptKeys
 
 __all__ = ["DynamicCache", "KeptKeys"]

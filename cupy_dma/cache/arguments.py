@@ -1,5 +1,7 @@
-"""Checks of what ``DynamicCache`` is given: plain comparisons of shapes and types, which never touch array data on a
-device (``CUPY_DMA_CHECK=1`` looks at lengths and scores there too; on the CPU lengths are always looked at)."""
+"""Argument checks of ``DynamicCache``: plain comparisons of shapes and types, which never read GPU memory.
+
+Values of lengths are checked in host memory; with ``CUPY_DMA_CHECK=1`` values of lengths and scores on any device.
+"""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,7 +15,7 @@ from cupy_dma.cache.state import CacheState, ExtendCall
 
 
 def type_name(dtype: Any) -> str:
-    """The name of a type given as a name, or as a NumPy, CuPy or torch type."""
+    """The name of a type that is passed by name, or as a NumPy, CuPy or torch dtype."""
     name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
     if name not in checks.FLOATS:
         try:
@@ -27,38 +29,36 @@ def type_name(dtype: Any) -> str:
 
 def extend_call(state: CacheState, query: Any, key: Any, value: Any, scores: Any, scale: float | None, softcap: float,
                 lengths: Any, cu_seqlens: Any, return_lse: bool, out: Any) -> ExtendCall:
-    """The arguments of ``extend``, or of ``update`` where ``query`` is None. Raises what they document."""
+    """The checked arguments of ``extend``, or of ``update`` where ``query`` is None. Raises what they document."""
     packed = cu_seqlens is not None
     if packed and lengths is not None:
-        raise ValueError("give either lengths (of padded rows) or cu_seqlens (of packed ones), got both")
+        raise ValueError("give either lengths (for padded rows) or cu_seqlens (for packed rows), got both")
     k, v, s = describe(key, "key"), describe(value, "value"), describe(scores, "scores")
     q = None if query is None else describe(query, "query")
     lead: tuple[tuple[int, ...], ...] = () if packed else ((state.batch,),)
-    row = "(total, " if packed else "(B, L, "
+    axes = "(total, " if packed else "(B, L, "
     length = k.shape[len(lead)] if len(k.shape) == len(lead) + 3 else -1
     for operand, meaning, sizes in ((k, "Hkv, D)", (state.kv_heads, state.head_dim)),
                                     (v, "Hkv, Dv)", (state.kv_heads, state.value_dim))):
-        _is(operand, state.key.dtype, row + meaning, (*lead, (length,), *((size,) for size in sizes)), state)
+        _require(operand, state.key.dtype, axes + meaning, (*lead, (length,), *((size,) for size in sizes)), state)
     if q is not None:
         heads = q.shape[-2] if len(q.shape) == len(lead) + 3 else state.kv_heads
         if heads < 1 or heads % state.kv_heads:
             raise ValueError(f"query must have a multiple of the cache's heads (H % Hkv == 0), got {heads} query heads "
                              f"and {state.kv_heads} kv heads")
-        _is(q, state.key.dtype, row + "H, D)", (*lead, (length,), (heads,), (state.head_dim,)), state)
-    _is(s, None, "(Hkv, total)" if packed else "(B, Hkv, L)", (*lead, (state.kv_heads,), (length,)), state)
+        _require(q, state.key.dtype, axes + "H, D)", (*lead, (length,), (heads,), (state.head_dim,)), state)
+    _require(s, None, "(Hkv, total)" if packed else "(B, Hkv, L)", (*lead, (state.kv_heads,), (length,)), state)
     given = [operand for operand in (q, k, v, s) if operand is not None]
     checks.require_same_device((state.key, *given))
     for operand in given:
-        if operand.library.requires_grad(operand.array):
-            raise NotImplementedError(f"{operand.name} requires grad, but a cache carries no gradient: call under "
-                                      f"torch.no_grad() or pass {operand.name}.detach()")
+        _require_no_grad(operand)
     scale = state.head_dim ** -0.5 if scale is None else checks.real(scale, "scale")
     softcap, return_lse = checks.real(softcap, "softcap", 0.0), checks.flag(return_lse, "return_lse")
     counts = None if lengths is None else _counts(state, lengths, "lengths", (state.batch,), "(B,)", length)
     bounds = None
     if packed:
         bounds = _counts(state, cu_seqlens, "cu_seqlens", (state.batch + 1,), "(B + 1,)", length)
-    s = _of_type(state, s)
+    s = _in_cache_type(state, s)
     if packed:
         k, v, s = (state.library.operand(x.array[None], x.name) for x in (k, v, s))
         q = None if q is None else state.library.operand(q.array[None], "query")
@@ -68,7 +68,8 @@ def extend_call(state: CacheState, query: Any, key: Any, value: Any, scores: Any
     return call
 
 
-def _is(operand: Operand, dtype: str | None, meaning: str, sizes: Sequence[Sequence[int]], state: CacheState) -> None:
+def _require(operand: Operand, dtype: str | None, meaning: str, sizes: Sequence[Sequence[int]],
+             state: CacheState) -> None:
     if len(operand.shape) != len(sizes):
         raise ValueError(f"{operand.name} must have shape {meaning}, got {operand.shape}")
     checks.has_shape(operand, meaning, sizes)
@@ -80,7 +81,13 @@ def _is(operand: Operand, dtype: str | None, meaning: str, sizes: Sequence[Seque
         raise TypeError(f"{operand.name} must have the cache's type {dtype}, got {operand.dtype}")
 
 
-def _of_type(state: CacheState, scores: Operand) -> Operand:
+def _require_no_grad(operand: Operand) -> None:
+    if operand.library.requires_grad(operand.array):
+        raise NotImplementedError(f"{operand.name} requires grad, but a cache carries no gradient: call under "
+                                  f"torch.no_grad() or pass {operand.name}.detach()")
+
+
+def _in_cache_type(state: CacheState, scores: Operand) -> Operand:
     """Scores in the type in which the cache keeps them."""
     if checks.wants_values_checked() and not bool(scores.library.xp.isfinite(scores.array).all()):
         raise ValueError("scores must be finite (CUPY_DMA_CHECK=1), got NaN or infinity")
@@ -90,7 +97,7 @@ def _of_type(state: CacheState, scores: Operand) -> Operand:
 
 
 def _counts(state: CacheState, array: Any, name: str, shape: tuple[int, ...], meaning: str, most: int) -> Operand:
-    """Checked ``lengths`` or ``cu_seqlens``, contiguous."""
+    """The checked ``lengths`` or ``cu_seqlens``, contiguous; ``most`` is the largest allowed value."""
     operand = describe(array, name)
     checks.one_of_types(operand, checks.INTEGERS)
     checks.has_shape(operand, meaning, tuple((size,) for size in shape))
@@ -101,15 +108,15 @@ def _counts(state: CacheState, array: Any, name: str, shape: tuple[int, ...], me
         if name == "lengths" and ((found < 0) | (found > most)).any():
             raise ValueError(f"lengths must lie between 0 and L = {most}, got {shown}")
         if name == "cu_seqlens" and (found[0] != 0 or (found[1:] < found[:-1]).any() or found[-1] > most):
-            raise ValueError(f"cu_seqlens must be cumulative lengths that start at 0, never fall and end at the total "
-                             f"length {most} at most, got {shown}")
+            raise ValueError(f"cu_seqlens must be cumulative lengths that start at 0, never decrease and end at the "
+                             f"total length {most} at most, got {shown}")
     if operand.strides != (1,) and shape[0] > 1:
         return state.library.operand(state.library.contiguous(operand.array), name)
     return operand
 
 
 def _take_out(state: CacheState, call: ExtendCall, out: Any) -> None:
-    """``out``, or the pair ``(out, lse)``, as the place of the results."""
+    """Check ``out``, or the pair ``(out, lse)``, and make the call write its results there."""
     assert call.query is not None
     pair = isinstance(out, (tuple, list))
     if pair != call.return_lse or (pair and len(out) != 2):
@@ -129,8 +136,7 @@ def _take_out(state: CacheState, call: ExtendCall, out: Any) -> None:
         if not _contiguous(operand):
             raise ValueError(f"{name} must be contiguous, got strides {operand.strides} with shape {operand.shape}")
         checks.require_same_device((state.key, operand))
-        if operand.library.requires_grad(operand.array):
-            raise NotImplementedError(f"{name} requires grad, but a cache carries no gradient: pass {name}.detach()")
+        _require_no_grad(operand)
         if call.cu_seqlens is not None:
             operand = state.library.operand(operand.array[None], name)
         made.append(operand)
@@ -147,9 +153,9 @@ def _contiguous(operand: Operand) -> bool:
 
 
 def batch_rows(indices: Any, like: Operand, batch: int, count: int | None = None) -> Any:
-    """``indices`` into the batch as an int64 array of ``like``'s library and device: an integer array there, or ints.
+    """``indices`` into the batch, an integer array or ints, as an int64 array of ``like``'s library and device.
 
-    ``count``: how many there must be.
+    ``count``: how many there must be, if that is fixed.
     """
     library: Library = like.library
     if isinstance(indices, (list, tuple, range)):

@@ -1,19 +1,19 @@
-"""``extend`` by any number of tokens, with a backend's selection and attention as they are.
+"""``extend`` by any number of tokens (chunked prefill), with a backend's ordinary selection and attention.
 
-The kept rows in the order of their positions, with the new rows behind them, are a short history of ``R + L`` keys. It
-stands for the whole one: what was evicted is outranked by ``window`` older kept keys at every new position, so prefix
-selection over the short history keeps the same keys as over the whole. With ``base = R - lengths`` the token at
-position ``p`` stands at ``p + base`` in it, and key ``j`` is visible to ``j <= i < stop_j`` with
+The kept rows in order of position, followed by the new rows, form a short history of ``R + L`` keys. It is equivalent
+to the full history: every evicted key is outranked by ``window`` kept keys at every new position, so prefix selection
+over the short history keeps the same keys. With ``base = R - lengths``, the token at position ``p`` has index
+``p + base`` in it, and key ``j`` is visible to ``j <= i < stop_j`` with
 
     stop_j = max(first i at which window better keys exist,      (the backend's prefix_stop)
                  never, if its position < sinks,
                  position + base + recent)
 
-Empty slots come first, rank below everything (score -inf, oldest) and are visible to nobody. What still lives behind
-the last new token goes to slots that are not needed any more, in place.
+Empty slots come first, rank below everything (score -inf, oldest) and are never visible. New keys that are still needed
+after the last new token are then written to slots that are no longer needed, in place.
 
-Packed calls do the same with all sequences one behind the other: ``B * R + total`` keys, sequence ``b`` from ``b * R +
-cu_seqlens[b]`` on. A key's own history is its sequence's part.
+Packed calls do the same with all sequences concatenated: ``B * R + total`` keys, where sequence ``b`` starts at
+``b * R + cu_seqlens[b]`` and each sequence is a history of its own.
 """
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Attention = Callable[[AttentionCall], tuple[Any, Any]]
 
 def extend_chunk(prefix_stop: PrefixStop, attention: Attention, state: CacheState,
                  call: ExtendCall) -> tuple[Any, Any]:
-    """``out (B, L, H, Dv)`` and ``lse (B, H, L)``, None without a query, by a backend's own functions."""
+    """``out (B, L, H, Dv)`` and ``lse (B, H, L)``, None without a query, computed by these functions of a backend."""
     with state.library.on(state.device):
         if call.length == 0 or state.batch == 0:
             return no_tokens(state, call)
@@ -62,7 +62,7 @@ def no_tokens(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
 
 
 class _Padded:
-    """Histories ``(B, Hkv, R + L)``: of each sequence the kept rows, then the new ones."""
+    """Histories ``(B, Hkv, R + L)``: each sequence's kept rows, then its new ones."""
 
     document: Operand | None = None
     sequences: Sequences | None = None
@@ -76,27 +76,27 @@ class _Padded:
         else:
             self.added = library.astype(call.lengths.array, "int64")
         self.base = self.of_tokens(state.rows - state.lengths.array)
-        self.end = self.of_tokens(self.added + state.rows)  # first place behind the real tokens
+        self.end = self.of_tokens(self.added + state.rows)  # one past the last real token
         self.new_positions = (state.lengths.array[:, None] + index(state, call.length))[:, None]
         self.ragged = call.lengths is not None
-        self.batch_of_new = index(state, state.batch)[:, None, None]  # where the arguments keep a sequence's tokens
+        self.batch_of_new = index(state, state.batch)[:, None, None]  # batch index of each sequence's new tokens
 
     def of_tokens(self, each: Any) -> Any:
-        """A number ``(B,)`` of each sequence, for each of its new tokens."""
+        """A number per sequence, ``(B,)``, broadcast to its new tokens."""
         return each[:, None, None]
 
     def put(self, target: Any, old: Any, new: Any) -> None:
-        """Write ``old (B, Hkv, R, ...)`` and the arguments' ``new (B, Hkv|1, L, ...)`` into a history."""
+        """Write ``old (B, Hkv, R, ...)`` and ``new (B, Hkv|1, L, ...)`` into a history."""
         target[:, :, :self.rows] = old
         target[:, :, self.rows:] = new
 
-    def parts(self, joined: Any) -> tuple[Any, Any]:
-        """What ``put`` put together."""
+    def separated(self, joined: Any) -> tuple[Any, Any]:
+        """The inverse of ``put``: old and new."""
         return joined[:, :, :self.rows], joined[:, :, self.rows:]
 
     def kept_tokens(self, keep: Any, most: int) -> tuple[Any, Any]:
-        """Places among the arguments' tokens of those to ``keep (B, Hkv, L)``, int64 ``(B, Hkv, most)``, of which the
-        first ``count (B, Hkv)`` mean something."""
+        """Indices of the new tokens to ``keep (B, Hkv, L)``: int64 ``(B, Hkv, most)``, of which the first
+        ``count (B, Hkv)`` are valid."""
         return flagged_first(self.state, keep)[..., :most], keep.sum(-1)
 
     def joined(self, old: Any, new: Any, dtype: str) -> Any:
@@ -125,7 +125,7 @@ class _Padded:
 
 
 class _Packed(_Padded):
-    """One history ``(1, Hkv, B * R + total)`` for all sequences. Tokens behind the last sequence are not real."""
+    """One history ``(1, Hkv, B * R + total)`` for all sequences. Tokens after the last sequence are not real."""
 
     def __init__(self, state: CacheState, call: ExtendCall):
         library, device, batch, rows = state.library, state.device, state.batch, state.rows
@@ -139,7 +139,7 @@ class _Packed(_Padded):
         self.first = bounds + library.arange(0, batch + 1, device) * rows  # of each sequence in the history
 
         def sequence(of: Any, count: int) -> Any:
-            """Number of the sequence of each of ``count`` tokens or keys; the last one's for those behind it."""
+            """The sequence of each of ``count`` tokens or keys; those after the last sequence count as part of it."""
             number = library.search_right(of, library.arange(0, count, device)) - 1
             return library.astype(library.xp.clip(number, None, batch - 1), "int64")
 
@@ -165,21 +165,21 @@ class _Packed(_Padded):
         target[0][:, self.old] = old.swapaxes(0, 1)
         target[0][:, self.new] = self.state.library.xp.broadcast_to(new[0], (self.shape[1], *new.shape[2:]))
 
-    def parts(self, joined):
+    def separated(self, joined):
         return joined[0][:, self.old].swapaxes(0, 1), joined[0][:, self.new][None]
 
     def kept_tokens(self, keep, most):
         state, library = self.state, self.state.library
         _, heads, total = keep.shape
-        before = library.full((heads, total + 1), 0, "int64", state.device)  # kept ones before each token
+        before = library.full((heads, total + 1), 0, "int64", state.device)  # kept tokens before each one
         before[:, 1:] = library.cumsum(library.astype(keep[0], "int32"))
         begin = before[:, self.bounds].swapaxes(0, 1)  # (B + 1, Hkv)
-        places = library.xp.clip(begin[:-1, :, None] + index(state, most), None, total - 1)
-        return flagged_first(state, keep)[0][index(state, heads)[:, None], places], begin[1:] - begin[:-1]
+        indices = library.xp.clip(begin[:-1, :, None] + index(state, most), None, total - 1)
+        return flagged_first(state, keep)[0][index(state, heads)[:, None], indices], begin[1:] - begin[:-1]
 
 
 def _sorted(state: CacheState, operand: Operand, order: Any) -> Any:
-    """The slots ``(B, Hkv, R, ...)`` in ``order``; scores of empty ones are -inf."""
+    """The slots ``(B, Hkv, R, ...)`` in ``order``; empty slots have score -inf."""
     batch, head = index(state, state.batch)[:, None, None], index(state, state.kv_heads)[:, None]
     if operand is state.scores:
         empty = state.positions.array < 0
@@ -188,14 +188,14 @@ def _sorted(state: CacheState, operand: Operand, order: Any) -> Any:
 
 
 def _visible(state: CacheState, history: _Padded, position: Any, top: Any) -> IntervalMask:
-    """The mask of the new queries over the history."""
+    """Which keys of the history the new queries see."""
     library, xp, stop = state.library, state.library.xp, top
     if state.recent:
         until = xp.clip(position + (history.base + state.recent), 0, NEVER)
         stop = xp.maximum(stop, library.astype(until, "int32"))
     if state.sinks:
         stop = xp.where(position < state.sinks, NEVER, stop)
-    if history.ragged:  # queries behind a row's last token see nothing
+    if history.ragged:  # queries past a row's last real token see nothing
         stop = xp.minimum(stop, library.astype(history.end, "int32"))
     stop = library.astype(xp.where(position < 0, 0, stop), "int32")
     # At most R keys are visible at a position, and each next position adds one.
@@ -205,7 +205,7 @@ def _visible(state: CacheState, history: _Padded, position: Any, top: Any) -> In
 
 def _attend(attention: Attention, state: CacheState, call: ExtendCall, history: _Padded, order: Any, score: Operand,
             mask: IntervalMask) -> tuple[Any, Any]:
-    """Attention of the new queries over the history. Key and value of different widths get zero columns."""
+    """Attention of the new queries over the history. If key and value differ in width, zero columns even them out."""
     assert call.query is not None
     size = max(state.head_dim, state.value_dim)
     key = history.rows_of(state.key, call.key, order, size)
@@ -216,7 +216,7 @@ def _attend(attention: Attention, state: CacheState, call: ExtendCall, history: 
 
 
 def delivered(state: CacheState, call: ExtendCall, out: Any, lse: Any) -> tuple[Any, Any]:
-    """The results without zero columns, and where the call wants them."""
+    """The results without padding columns, in the call's output arrays if it has any."""
     library, dtype, size = state.library, state.key.dtype, state.value_dim
     if call.out is not None or out.shape[3] > size:
         target = library.empty((*out.shape[:3], size), dtype, state.device) if call.out is None else call.out.array
@@ -229,11 +229,11 @@ def delivered(state: CacheState, call: ExtendCall, out: Any, lse: Any) -> tuple[
 
 
 def _store(state: CacheState, call: ExtendCall, history: _Padded, order: Any, position: Any, top: Any) -> None:
-    """Keep what lives behind the last new token, and only that."""
+    """Store the keys that are needed after the last new token, and only those."""
     library, xp = state.library, state.library.xp
     batch, head = index(state, state.batch)[:, None, None], index(state, state.kv_heads)[:, None]
     real = (position >= 0) & (library.arange(0, history.length, state.device) < history.end)
-    old_top, new_top = history.parts(real & (top >= history.end))
+    old_top, new_top = history.separated(real & (top >= history.end))
     state.in_top.array[batch, head, order] = library.astype(old_top, "uint8")
 
     state.lengths.array[...] = state.lengths.array + history.added
@@ -243,7 +243,7 @@ def _store(state: CacheState, call: ExtendCall, history: _Padded, order: Any, po
         keep = keep | (history.new_positions < state.sinks)
     if state.recent:
         keep = keep | (history.new_positions > history.of_tokens(last) - state.recent)
-    keep = keep & history.parts(real)[1]
+    keep = keep & history.separated(real)[1]
 
     most = min(state.rows, call.length)
     token, count = history.kept_tokens(keep, most)

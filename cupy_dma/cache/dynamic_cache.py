@@ -1,8 +1,8 @@
-"""Decode for ever in constant memory (SPEC section 7).
+"""Decoding of unbounded length in constant memory (SPEC section 7).
 
-Under prefix selection a key that has fallen out of the kept set never comes back, so ``window`` rows per kv head give
-exactly the attention over the whole history, however long it gets. ``cache_state.py`` says what is held and when a slot
-is given away; backends do the work (``cache_extend``).
+Under prefix selection a key that has dropped out of the kept set never returns, so ``window`` rows per kv head give
+exactly the attention over the full history, however long it gets. ``state.py`` documents what is stored and when a slot
+may be overwritten; backends do the work (``cache_extend``).
 """
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from cupy_dma.cache.snapshot import ARRAYS, NUMBERS, copy_rows, empty_state, for
 class KeptKeys(NamedTuple):
     """What a cache keeps, oldest first."""
 
-    positions: Any  # int64 (B, Hkv, R): index in the sequence, -1 behind the last kept key
-    scores: Any  # float (B, Hkv, R), -inf behind the last
+    positions: Any  # int64 (B, Hkv, R): index in the sequence, -1 after the last kept key
+    scores: Any  # float (B, Hkv, R), -inf after the last kept key
 
 
 class DynamicCache:
-    """The keys, values and scores that any later query can see, of one attention layer.
+    """The KV cache of one attention layer: the keys, values and scores that later queries can still see.
 
     The token at position ``p`` of its sequence attends to the ``window`` highest-scored of all tokens so far (SPEC
-    section 3: NaN ranks highest, of equal scores the newest), to the first ``sinks`` tokens, and to the last
-    ``recent``, itself among them; scores are key biases. This is ``top_w(scores, window) | sinks(n, sinks) |
-    sliding_window(n, recent)`` over the whole history, without keeping it.
+    section 3: NaN ranks highest, the newest of equal scores first), to the first ``sinks`` tokens, and to the last
+    ``recent`` tokens, including itself; scores are key biases. This equals ``top_w(scores, window) | sinks(n, sinks) |
+    sliding_window(n, recent)`` over the full history, without storing it.
 
     Parameters
     ----------
@@ -41,26 +41,26 @@ class DynamicCache:
     value_dim : int, optional
         ``Dv``, 1 to 256; default ``head_dim``.
     dtype
-        Of queries, keys and values: a name ("float16", "bfloat16", "float32"; "float64" on the numpy backend) or a
-        NumPy or torch type. Scores are kept in float32 (float64 in a float64 cache).
+        Type of queries, keys and values: a name ("float16", "bfloat16", "float32"; "float64" on the numpy backend) or
+        a NumPy or torch dtype. Scores are kept in float32 (float64 in a float64 cache).
     like : array, optional
-        Gives the library and device that the cache is for; default NumPy.
+        Sets the library and device of the cache; default NumPy.
     sinks, recent : int
-        How many first and last tokens are kept besides the top. A key can be several of these at once.
+        How many first and last tokens are kept in addition to the top. A key may belong to several of these sets.
     backend
         See ``cupy_dma.get_available_backends``; ``cuda`` and ``numpy`` have a cache.
 
     Raises
     ------
     TypeError, ValueError
-        An argument has a wrong type or value, or the backend takes no arrays of this device.
+        An argument has the wrong type or value, or the backend does not take arrays on this device.
     RuntimeError
         The backend cannot run here.
 
     Notes
     -----
-    Memory is ``B * Hkv * (window + sinks + recent)`` rows from the start and never grows. All calls work in place on
-    the arrays' device and the current stream, and never wait for it. A cache carries no gradient.
+    ``B * Hkv * (window + sinks + recent)`` rows are allocated up front and never grow. All calls work in place on the
+    arrays' device and the current stream, and never synchronize. A cache carries no gradient.
     """
 
     def __init__(self, batch: int, kv_heads: int, window: int, head_dim: int, value_dim: int | None = None,
@@ -90,12 +90,12 @@ class DynamicCache:
     def extend(self, query: Any, key: Any, value: Any, scores: Any, *, scale: float | None = None,
                softcap: float = 0.0, lengths: Any = None, cu_seqlens: Any = None, return_lse: bool = False,
                out: Any = None) -> Any:
-        """Append ``L >= 0`` tokens to every sequence and attend from them: a prompt, a part of it, or one new token.
+        """Append ``L >= 0`` tokens to every sequence and attend from them: a prompt, a chunk of one, or one new token.
 
         Parameters
         ----------
         query : array ``(B, L, H, D)`` of the cache's type, library and device
-            ``H`` a multiple of ``Hkv``.
+            ``H`` is a multiple of ``Hkv``.
         key, value : array ``(B, L, Hkv, D)`` and ``(B, L, Hkv, Dv)``
             Any strides of B, L and head, the last axis contiguous.
         scores : float array ``(B, Hkv, L)``
@@ -103,15 +103,15 @@ class DynamicCache:
         scale, softcap
             As for ``attention``; ``scale`` defaults to ``1 / sqrt(D)``.
         lengths : int32 or int64 array ``(B,)``, optional
-            The first ``lengths[b]`` tokens of row ``b`` are real; the others change nothing and get ``out = 0, lse =
+            The first ``lengths[b]`` tokens of row ``b`` are real; the others are ignored and get ``out = 0, lse =
             -inf``.
         cu_seqlens : int32 or int64 array ``(B + 1,)``, optional
-            Cumulative lengths: the new tokens of all sequences lie one behind the other, ``(total, H, D)``, scores
-            ``(Hkv, total)``. Tokens behind the last sequence get ``out = 0, lse = -inf``.
+            Cumulative lengths: the new tokens of all sequences are concatenated, ``(total, H, D)``, scores
+            ``(Hkv, total)``. Tokens after the last sequence get ``out = 0, lse = -inf``.
         return_lse
             Return ``(out, lse)``.
         out : array, or with ``return_lse`` a pair of arrays, optional
-            Contiguous; the results are written there.
+            Where to write the results; contiguous.
 
         Returns
         -------
@@ -121,8 +121,8 @@ class DynamicCache:
         Raises
         ------
         TypeError, ValueError
-            An argument has a wrong type, shape or place; nothing has been launched. Values of ``lengths`` and
-            ``cu_seqlens`` are checked on the CPU always, on a device when ``CUPY_DMA_CHECK=1``.
+            An argument has the wrong type, shape or device; nothing has been launched. Values of ``lengths`` and
+            ``cu_seqlens`` are always checked in host memory, in GPU memory only with ``CUPY_DMA_CHECK=1``.
         NotImplementedError
             A torch tensor requires grad, or the backend has no cache.
         """
@@ -143,37 +143,37 @@ class DynamicCache:
         self._module.cache_extend(self._state, call)
 
     def reset(self) -> None:
-        """Forget all tokens, in place."""
+        """Remove all tokens, in place."""
         with self._here():
             forget(self._state)
 
-    # ---- what is in it ----------------------------------------------------------------------------------------------
+    # ---- contents ---------------------------------------------------------------------------------------------------
 
     @property
     def window(self) -> int:
-        """``w``: keys of the top."""
+        """``w``: highest-scored keys that are kept."""
         return self._state.window
 
     @property
     def sinks(self) -> int:
-        """First tokens that are kept besides."""
+        """First tokens that are kept as well."""
         return self._state.sinks
 
     @property
     def recent(self) -> int:
-        """Last tokens that are kept besides."""
+        """Last tokens that are kept as well."""
         return self._state.recent
 
     @property
     def length(self) -> Any:
-        """int64 array ``(B,)``: tokens seen by each sequence (a copy)."""
+        """int64 array ``(B,)``: tokens added to each sequence so far (a copy)."""
         with self._here():
             return self._export(self._state.lengths.array + 0)
 
     @property
     def positions(self) -> Any:
         """int64 array ``(B, Hkv, R)``: index in its sequence of the token in each slot, -1 where the last token sees
-        none. Order has no meaning; see ``kept``."""
+        none. The order is arbitrary; see ``kept``."""
         with self._here():
             return self._export(self._kept_positions())
 
@@ -188,13 +188,13 @@ class DynamicCache:
             return KeptKeys(*(self._export(array[batch, head, order]) for array in (where, score)))
 
     def _kept_positions(self) -> Any:
-        """Positions of what the last token sees, -1 elsewhere."""
+        """Positions of the keys that the last token sees, -1 elsewhere."""
         state = self._state
         return state.library.xp.where(needed(state, state.lengths.array - 1), state.positions.array, -1)
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the cache's arrays."""
+        """Size of the cache's arrays in bytes."""
         return sum(prod(x.shape) * numpy_dtype(x.dtype).itemsize for x in
                    (getattr(self._state, name) for name in ARRAYS))
 
@@ -207,7 +207,7 @@ class DynamicCache:
     # ---- whole sequences --------------------------------------------------------------------------------------------
 
     def reorder(self, indices: Any) -> None:
-        """Sequence ``b`` becomes what sequence ``indices[b]`` was, in place: a step of beam search.
+        """Replace sequence ``b`` by the former sequence ``indices[b]``, in place: a step of beam search.
 
         ``indices``: int32 or int64 array ``(B,)`` of the cache's library and device, or a list of ints.
         """
@@ -216,11 +216,11 @@ class DynamicCache:
             copy_rows(self._state, self._state, rows)
 
     def select_batch(self, indices: Any) -> DynamicCache:
-        """A new cache of the sequences ``indices (n,)``, which may repeat. Takes what ``reorder`` takes."""
+        """A new cache of the sequences ``indices (n,)``, as for ``reorder``; they may repeat."""
         return self._copied(batch_rows(indices, self._state.key, self._state.batch))
 
     def clone(self) -> DynamicCache:
-        """A copy that shares nothing."""
+        """A copy that shares no memory."""
         return self._copied(None)
 
     def _copied(self, rows: Any) -> DynamicCache:
@@ -234,23 +234,23 @@ class DynamicCache:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """All that ``load_state_dict`` needs: copies of the arrays, of the cache's library, and numbers."""
+        """Everything that ``load_state_dict`` needs: copies of the arrays, in the cache's library, and numbers."""
         with self._here():
             saved = saved_state(self._state)
         return {name: x if name in NUMBERS else self._export(x) for name, x in saved.items()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Become what was saved, in place. Arrays of another library or device are copied through the host.
+        """Restore a saved state, in place. Arrays of another library or device are copied through the host.
 
         Raises
         ------
         KeyError, TypeError, ValueError
-            Something is missing, or belongs to a cache of other sizes or types. Nothing has changed then.
+            Something is missing, or belongs to a cache of other sizes or types; the cache is then unchanged.
         """
         with self._here():
             load(self._state, saved)
 
-    # ---- inside -----------------------------------------------------------------------------------------------------
+    # ---- internals --------------------------------------------------------------------------------------------------
 
     def _here(self) -> AbstractContextManager:
         return self._state.library.on(self._state.device)

@@ -1,7 +1,7 @@
-"""What a cache's slots are good for, and the few array operations behind it: the same code for NumPy, CuPy and torch.
+"""Which slots of a cache are needed, and the array operations behind it: the same code for NumPy, CuPy and torch.
 
-Everything is elementwise, a running sum, or an indexed copy: it runs where the arrays are, in a fixed order, and never
-looks at a value from the host. Call within ``state.library.on(state.device)``.
+Everything is an elementwise operation, a prefix sum or an indexed copy: it runs on the arrays' device in a fixed order
+and never reads a value on the host. Call within ``state.library.on(state.device)``.
 """
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 from cupy_dma.arrays import Library, Operand
 from cupy_dma.cache.state import CacheState
 
-AFTER_ALL = 2**63 - 1  # no token stands there
+AFTER_ALL = 2**63 - 1  # after the position of any token
 
 
 def index(state: CacheState, stop: int) -> Any:
-    """int64 0, ..., stop - 1: a type that all libraries take as an index."""
+    """int64 0, ..., stop - 1: a type that all libraries accept as an index."""
     return state.library.astype(state.library.arange(0, stop, state.device), "int64")
 
 
 def movable(library: Library, array: Any, dtype: str) -> Any:
-    """Elements as they are moved about: bfloat16, which not every operation knows, as the integers of its bits."""
+    """The array in a type that every copy supports: bfloat16 is viewed as 16-bit integers."""
     return array.view(library.xp.int16) if dtype == "bfloat16" else array
 
 
 def rows(state: CacheState, operand: Operand) -> Any:
-    """Keys or values, of the cache or new ones, as they are moved about."""
+    """Keys or values, the cache's or new ones, in a type that every copy supports."""
     return movable(state.library, operand.array, operand.dtype)
 
 
 def needed(state: CacheState, position: Any) -> Any:
-    """bool ``(B, Hkv, R)``: slots that a query at ``position (B,)`` sees, if nothing newer has come."""
+    """bool ``(B, Hkv, R)``: slots that a query at ``position (B,)`` sees if no newer token has been added."""
     where = state.positions.array
     found = state.in_top.array != 0
     if state.sinks:
@@ -40,10 +40,10 @@ def needed(state: CacheState, position: Any) -> Any:
 
 
 def refresh(state: CacheState) -> None:
-    """Find ``lowest``, its score and ``free`` anew for the position ``lengths`` that comes next."""
+    """Recompute ``lowest``, its score and ``free`` for the next position, ``lengths``."""
     xp, score, where = state.library.xp, state.scores.array, state.positions.array
     top, length = state.in_top.array != 0, state.lengths.array
-    # The smallest number in the top, or, where all are NaN, any; of those the oldest.
+    # The smallest score in the top that is a number, or any if all are NaN; of equal ones the oldest.
     number = top & ~xp.isnan(score)
     least = xp.amin(xp.where(number, score, float("inf")), -1)[..., None]
     last = xp.where(xp.any(number, -1)[..., None], number & (score == least), top)
@@ -55,7 +55,7 @@ def refresh(state: CacheState) -> None:
 
 
 def flagged_first(state: CacheState, flags: Any) -> Any:
-    """int64 permutation of the last axis of ``flags (B', Hkv, n)``: where it is set, then the rest, each in order."""
+    """int64 stable partition of the last axis of ``flags (B', Hkv, n)``: indices where it is set, then the others."""
     library = state.library
     lead, heads, n = flags.shape
     yes, no = (library.astype(library.cumsum(library.astype(x, "int32")), "int64") for x in (flags, ~flags))
@@ -66,7 +66,7 @@ def flagged_first(state: CacheState, flags: Any) -> Any:
 
 
 def widened(operand: Operand, size: int) -> Operand:
-    """``operand (..., d)`` with zero columns up to ``size``: a product of rows does not change by them."""
+    """``operand (..., d)`` padded with zero columns to ``size``, which changes no dot product of rows."""
     if operand.shape[-1] == size:
         return operand
     library = operand.library

@@ -1,4 +1,4 @@
-"""Whole sequences of a cache: made, copied, moved about and saved. Call within ``library.on(device)``."""
+"""Whole sequences of a cache: creation, copies, reordering and saving. Call within ``library.on(device)``."""
 from __future__ import annotations
 
 from typing import Any
@@ -8,7 +8,7 @@ from cupy_dma.arrays import Device, Library, Operand, describe
 from cupy_dma.cache.slots import movable, refresh
 from cupy_dma.cache.state import CacheState
 
-SAVED = ("key", "value", "scores", "positions", "in_top", "lengths")  # the others follow from these
+SAVED = ("key", "value", "scores", "positions", "in_top", "lengths")  # the other arrays follow from these
 NUMBERS = ("window", "sinks", "recent")
 ARRAYS = (*SAVED, "lowest", "lowest_score", "free")
 
@@ -30,21 +30,21 @@ def empty_state(library: Library, device: Device, dtype: str, batch: int, kv_hea
 
 
 def forget(state: CacheState) -> None:
-    """Back to no tokens, in place."""
+    """Remove all tokens, in place."""
     for operand, value in ((state.positions, -1), (state.in_top, 0), (state.lengths, 0), (state.lowest, -1),
                            (state.free, 0)):
         operand.array[...] = value
 
 
 def copy_rows(source: CacheState, target: CacheState, rows: Any = None) -> None:
-    """``target`` becomes the sequences ``rows (n,)`` of ``source``, by default all; the two may be one state."""
+    """Copy the sequences ``rows (n,)`` of ``source``, by default all, into ``target``, which may be ``source``."""
     for name in ARRAYS:
-        taken, given = _bits(getattr(source, name)), _bits(getattr(target, name))
-        given[...] = taken if rows is None else taken[rows]
+        old, new = _bits(getattr(source, name)), _bits(getattr(target, name))
+        new[...] = old if rows is None else old[rows]
 
 
 def saved_state(state: CacheState) -> dict[str, Any]:
-    """Copies of the arrays, and the numbers that say what they mean."""
+    """Copies of the arrays, and the numbers that define their meaning."""
     found: dict[str, Any] = {name: getattr(state, name) for name in NUMBERS}
     for name in SAVED:
         operand = getattr(state, name)
@@ -58,7 +58,7 @@ def load(state: CacheState, saved: dict[str, Any]) -> None:
     """The reverse of ``saved_state``. Raises what ``DynamicCache.load_state_dict`` documents."""
     missing = [name for name in (*SAVED, *NUMBERS) if name not in saved]
     if missing:
-        raise KeyError(f"saved must hold {', '.join((*SAVED, *NUMBERS))}; missing: {', '.join(missing)}")
+        raise KeyError(f"saved must contain {', '.join((*SAVED, *NUMBERS))}; missing: {', '.join(missing)}")
     for name in NUMBERS:
         if saved[name] != getattr(state, name):
             raise ValueError(f"saved must be of a cache with {name}={getattr(state, name)}, got {saved[name]}")
@@ -69,7 +69,7 @@ def load(state: CacheState, saved: dict[str, Any]) -> None:
 
 
 def _as_here(here: Operand, array: Any, name: str) -> Operand:
-    """A saved array that fits, on the library and device of ``here``."""
+    """A saved array of ``here``'s shape and type, in the library and on the device of ``here``."""
     given = describe(array, name)
     checks.has_shape(given, "of this cache", tuple((size,) for size in here.shape))
     if given.dtype != here.dtype:

@@ -1,1 +1,1 @@
-"""Arguments that have passed every check, and the one way to a backend."""
+"""Checked arguments, and the only path to a backend."""

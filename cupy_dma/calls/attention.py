@@ -1,4 +1,4 @@
-"""Arguments that have passed every check: what the public functions hand to a backend.
+"""Checked arguments of the attention functions: what the public functions pass to a backend.
 
 Checks look at shapes and types only: they cost a few microseconds and never touch array data.
 """
@@ -16,7 +16,7 @@ from cupy_dma.masks.selection import check_candidates
 
 def attention_call(query: Any, key: Any, value: Any, mask: Any, bias: Any, causal: bool, scale: float | None,
                    softcap: float, deterministic: bool) -> AttentionCall:
-    """The arguments of ``cupy_dma.attention``, checked. Raises what it documents."""
+    """The checked arguments of ``cupy_dma.attention``. Raises what it documents."""
     q, k, v = describe_qkv(query, key, value)
     scale, softcap, causal, deterministic = options(q, scale, softcap, causal, deterministic)
     added = None if bias is None else _bias(bias, q, k)
@@ -27,7 +27,7 @@ def attention_call(query: Any, key: Any, value: Any, mask: Any, bias: Any, causa
 def dynamic_call(query: Any, key: Any, value: Any, scores: Any, window: int, dt_proj: Any, A: Any, dt_bias: Any,
                  form: str, keys: str, padding: Any, documents: Any, causal: bool, scale: float | None, softcap: float,
                  deterministic: bool) -> DynamicCall:
-    """The arguments of ``cupy_dma.dynamic_mask_attention``, checked. Raises what it documents."""
+    """The checked arguments of ``cupy_dma.dynamic_mask_attention``. Raises what it documents."""
     q, k, v = describe_qkv(query, key, value)
     scale, softcap, causal, deterministic = options(q, scale, softcap, causal, deterministic)
     window, causal = selection_options(window, keys, causal, scores, dt_proj, A, dt_bias)
@@ -49,8 +49,8 @@ def dynamic_call(query: Any, key: Any, value: Any, scores: Any, window: int, dt_
 
 def selection_options(window: int, keys: str, causal: bool, scores: Any, dt_proj: Any, A: Any,
                       dt_bias: Any) -> tuple[int, bool]:
-    """The window, and whether the attention has to cut the mask at ``j <= p_i``: prefix masks are causal by
-    construction. Raises for what does not go together."""
+    """The window, and whether the attention must apply causality itself: prefix masks are causal by construction.
+    ValueError for arguments that do not go together."""
     window = checks.whole(window, "window", 1)
     checks.choice(keys, "keys", ("prefix", "global"))
     causal = checks.flag(causal, "causal")
@@ -67,7 +67,7 @@ def selection_options(window: int, keys: str, causal: bool, scores: Any, dt_proj
 
 
 class Layout(NamedTuple):
-    """The axes of query, and of key and value, in words."""
+    """The axes of query, and of key and value, as error messages show them."""
 
     query: str
     keys: str
@@ -79,7 +79,7 @@ PAGED = Layout("(total_q, H, D)", "(num_pages, page_size, Hkv, D)")
 
 
 def describe_qkv(query: Any, key: Any, value: Any, layout: Layout = PADDED) -> tuple[Operand, Operand, Operand]:
-    """query, key and value of four axes: packed ones have B = 1, pages are as they are."""
+    """query, key and value with four axes: packed ones have B = 1, a paged KV cache keeps its own axes."""
     q, k, v = describe(query, "query"), describe(key, "key"), describe(value, "value")
     for operand, meaning in ((q, layout.query), (k, layout.keys), (v, layout.keys)):
         if len(operand.shape) != meaning.count(",") + 1:
@@ -121,7 +121,7 @@ def options(q: Operand, scale: float | None, softcap: float, causal: bool,
 
 
 def _allowed(q: Operand, k: Operand) -> tuple[tuple[int, ...], ...]:
-    """Sizes that the axes of a mask or bias may have."""
+    """Allowed sizes of the axes of a mask or bias."""
     return (1, q.shape[0]), (1, k.shape[2], q.shape[2]), (1, q.shape[1]), (1, k.shape[1])
 
 

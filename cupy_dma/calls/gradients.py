@@ -1,4 +1,4 @@
-"""The arguments of backward passes: what the forward returned and what arrives from above it."""
+"""The arguments of backward passes: the forward's results and the upstream gradients."""
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -9,11 +9,11 @@ from cupy_dma import checks
 from cupy_dma.arrays import Operand, describe
 from cupy_dma.calls.types import AttentionBackwardCall, AttentionCall
 
-Upstream = tuple[Operand, Operand, Operand, Operand | None]  # dout, out, lse, dlse, as the caller has them
+Upstream = tuple[Operand, Operand, Operand, Operand | None]  # dout, out, lse, dlse in the caller's shapes
 
 
 def check_needs(needs: Iterable[str], allowed: tuple[str, ...]) -> frozenset[str]:
-    """Names of the wanted gradients. ValueError for a name that is not allowed."""
+    """Names of the requested gradients. ValueError for a name that is not allowed."""
     names = (needs,) if isinstance(needs, str) else tuple(needs)
     for name in names:
         if name not in allowed:
@@ -22,7 +22,7 @@ def check_needs(needs: Iterable[str], allowed: tuple[str, ...]) -> frozenset[str
 
 
 def check_upstream(call: AttentionCall, dout: Any, out: Any, lse: Any, dlse: Any) -> Upstream:
-    """``dout, out, lse, dlse`` of this call, checked. Those of packed sequences have no batch axis."""
+    """The checked ``dout, out, lse, dlse`` of this call. Those of packed sequences have no batch axis."""
     q, packed = call.query, call.sequences is not None
     rows = describe(dout, "dout"), describe(out, "out")
     given = q.shape[1:] if packed else q.shape
@@ -41,7 +41,7 @@ def check_upstream(call: AttentionCall, dout: Any, out: Any, lse: Any, dlse: Any
 
 
 def check_floats(array: Any, name: str, meaning: str, shape: tuple[int, ...], like: Operand) -> Operand:
-    """A checked float operand of this shape, on ``like``'s device."""
+    """A checked float operand of this shape, of ``like``'s library and device."""
     operand = describe(array, name)
     checks.one_of_types(operand)
     checks.has_shape(operand, meaning, [(size,) for size in shape])
@@ -51,7 +51,7 @@ def check_floats(array: Any, name: str, meaning: str, shape: tuple[int, ...], li
 
 def attention_gradients(call: AttentionCall, upstream: Upstream, needs: frozenset[str],
                         module: ModuleType) -> tuple[Any, ...]:
-    """``dquery, dkey, dvalue, dbias`` in the shapes of the caller's arrays, on the backend ``module``; None for what
+    """``dquery, dkey, dvalue, dbias`` in the shapes of the caller's arrays, from the backend ``module``; None for what
     ``needs`` leaves out."""
     dquery, dkey, dvalue, dbias = module.attention_backward(backward_call(call, upstream, needs))
     if dbias is not None:
@@ -65,11 +65,11 @@ def attention_gradients(call: AttentionCall, upstream: Upstream, needs: frozense
 
 
 def backward_call(call: AttentionCall, upstream: Upstream, needs: frozenset[str]) -> AttentionBackwardCall:
-    """The backward call, its upstream arrays as ``AttentionBackwardCall`` promises them."""
+    """The backward call, with its upstream arrays in the layout that ``AttentionBackwardCall`` documents."""
     q = call.query
-    if call.sequences is not None and call.sequences.pages is not None:
-        raise NotImplementedError("block_table must be None: paged attention has no backward pass (the pages of a "
-                                  "cache are shared); gather the keys and give them as (total_k, Hkv, D)")
+    if call.sequences is not None and call.sequences.page_table is not None:
+        raise NotImplementedError("block_table must be None: attention over a paged KV cache has no backward pass "
+                                  "(pages may be shared); gather the keys and pass them as (total_k, Hkv, D)")
     dout, out = (x if x.strides[-1] == 1 else contiguous(x) for x in upstream[:2])
     lse, dlse = (None if x is None else contiguous_floats(x, q) for x in upstream[2:])
     if call.sequences is not None:
@@ -80,7 +80,7 @@ def backward_call(call: AttentionCall, upstream: Upstream, needs: frozenset[str]
 
 
 def contiguous_floats(operand: Operand, like: Operand) -> Operand:
-    """Contiguous, in the type of numbers per row or key: float32, float64 for float64."""
+    """Contiguous, in the type of per-row and per-key numbers: float32, float64 for float64."""
     kind = "float64" if like.dtype == "float64" else "float32"
     if operand.dtype != kind:
         operand = operand.library.operand(operand.library.astype(operand.array, kind), operand.name)
@@ -88,6 +88,6 @@ def contiguous_floats(operand: Operand, like: Operand) -> Operand:
 
 
 def contiguous(operand: Operand) -> Operand:
-    """The operand with its elements in C order."""
+    """The operand in C order."""
     packed = operand.library.contiguous(operand.array)
     return operand if packed is operand.array else operand.library.operand(packed, operand.name)

@@ -1,4 +1,4 @@
-"""The one way from a checked call to a backend, and back to the caller's arrays."""
+"""The only path from a checked call to a backend, and back to the caller's arrays."""
 from __future__ import annotations
 
 from types import ModuleType
@@ -11,15 +11,15 @@ from cupy_dma.masks.interval import IntervalMask
 
 
 def run(call: AttentionCall, return_lse: bool, module: ModuleType) -> Any:
-    """``out``, or ``(out, lse)``, of a call on the backend ``module``, as the caller gets them."""
+    """``out`` or ``(out, lse)`` of a call on the backend ``module``, as the caller gets them."""
     return _delivered(call, module.attention(call), return_lse)
 
 
 def run_dynamic(call: DynamicCall, return_lse: bool, module: ModuleType) -> Any:
-    """The same of a dynamic call: scores if they are not given, selection, attention."""
+    """The same for a dynamic call: scores unless they are given, selection, attention."""
     scores = call.scores if call.recipe is None else scores_of(call, module)
     assert scores is not None
-    attend_last = getattr(module, "attend_last", None)  # of a backend that needs no mask for few queries
+    attend_last = getattr(module, "attend_last", None)  # few queries: a backend may do without a mask
     if attend_last is not None and call.attention.sequences is None:
         results = attend_last(call, scores)
         if results is not None:
@@ -28,22 +28,22 @@ def run_dynamic(call: DynamicCall, return_lse: bool, module: ModuleType) -> Any:
 
 
 def scores_of(call: DynamicCall, module: ModuleType) -> Operand:
-    """The scores that the call's recipe makes."""
+    """The scores computed from the call's recipe."""
     assert call.recipe is not None
     return call.recipe[0].library.operand(module.key_scores(*call.recipe), "scores")
 
 
 def masked(call: DynamicCall, scores: Operand, module: ModuleType) -> AttentionCall:
-    """The attention under the mask that these scores select, with them as key bias."""
+    """The attention call with the mask that these scores select and, as key bias, the scores."""
     mask = IntervalMask._selected(scores, call.window, call.keys, call.candidates, module)
     attention = call.attention
-    if attention.sequences is not None and attention.sequences.pages is not None:
+    if attention.sequences is not None and attention.sequences.page_table is not None:
         mask = packed_mask(mask, attention.sequences.batch)
     return with_mask(attention, mask, key_bias(scores) if attention.bias is None else attention.bias)
 
 
 def _delivered(call: AttentionCall, results: tuple[Any, Any], return_lse: bool) -> Any:
-    """Results of packed sequences have no batch axis."""
+    """Results as the caller gets them; those of packed sequences have no batch axis."""
     export, (out, lse) = call.query.library.export, results
     if call.sequences is not None:
         out, lse = out[0], lse[0]

@@ -1,12 +1,12 @@
-"""Sequences of different lengths packed in one row (SPEC section 8): where each begins and ends, and pages of keys.
+"""Packed sequences of different lengths (varlen, SPEC section 8): where each begins and ends, and page tables.
 
 Sequence ``b`` has the queries ``cu_seqlens_q[b] <= i < cu_seqlens_q[b + 1]`` and the keys ``key_first[b] <= j <
 key_end[b]``. Its query ``i`` stands at the packed key position ``i + key_end[b] - query_end[b]`` (bottom-right
-alignment) and sees keys of its own sequence only. All of it is computed on the arrays' device, without looking at
-values.
+alignment) and sees only keys of its own sequence. Everything is computed on the arrays' device, without reading values
+on the host.
 
-Paged keys are counted as if every sequence had all its pages: key ``j`` of sequence ``b`` is the packed key
-``b * max_pages * page_size + j``.
+The keys of a paged KV cache are numbered as if every sequence used all its pages: key ``j`` of sequence ``b`` is the
+packed key ``b * max_pages * page_size + j``.
 """
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from cupy_dma.masks.runs import EVER, NEVER, Hints
 
 @dataclass(slots=True, eq=False)
 class Sequences:
-    """The sequences of a call and, as a last one without keys, the rows of query behind them (often none)."""
+    """The sequences of a call and one more without keys: the query rows after the last sequence (often none)."""
 
-    count: int  # sequences, the last one included: B + 1
+    count: int  # sequences, including that last one: B + 1
     bounds: Operand  # int32 (4, count), contiguous: query_first, query_end, key_first, key_end
     key_length: int  # packed keys
-    pages: Operand | None  # int32 (B, max_pages), contiguous: physical pages; those without used keys mean nothing
+    page_table: Operand | None  # int32 (B, max_pages), contiguous: physical pages; entries past the used keys are junk
     page_size: int  # 0: not paged
-    given: tuple[Any, ...]  # cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, as the caller gave them
+    given: tuple[Any, ...]  # cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, as the caller passed them
 
     @property
     def batch(self) -> int:
@@ -37,7 +37,7 @@ class Sequences:
 
 def sequences_of(q: Operand, k: Operand, cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_k: Any,
                  block_table: Any) -> Sequences:
-    """The checked sequences of ``q (1, total_q, H, D)`` and ``k (1, total_k, Hkv, D)``, or pages of ``k``."""
+    """The checked sequences of ``q (1, total_q, H, D)`` and of ``k (1, total_k, Hkv, D)`` or a paged ``k``."""
     cu_q = _integers(cu_seqlens_q, "cu_seqlens_q", q)
     if len(cu_q.shape) != 1 or cu_q.shape[0] < 1:
         raise ValueError(f"cu_seqlens_q must have shape (B + 1,), got {cu_q.shape}")
@@ -51,7 +51,7 @@ def sequences_of(q: Operand, k: Operand, cu_seqlens_q: Any, cu_seqlens_k: Any, s
         checks.has_shape(used, "(B,)", ((batch,),))
     if block_table is None:
         if cu_k is None:
-            raise TypeError("cu_seqlens_k must be an array, got None: only paged keys (block_table) can do without")
+            raise TypeError("cu_seqlens_k must be an array, got None: it is optional only with a block_table")
         length, page_size = k.shape[1], 0
     else:
         if cu_k is None and used is None:
@@ -62,8 +62,8 @@ def sequences_of(q: Operand, k: Operand, cu_seqlens_q: Any, cu_seqlens_k: Any, s
         page_size = k.shape[1]
         length = batch * table.shape[1] * page_size
         if length > NEVER:
-            raise ValueError(f"block_table may name at most 2**31 - 1 keys, got shape {table.shape} and pages of "
-                             f"{page_size}")
+            raise ValueError(f"block_table may address at most 2**31 - 1 keys, got shape {table.shape} and pages of "
+                             f"{page_size} keys")
     if (q.device.kind == "cpu" or checks.wants_values_checked()):
         _check_values(q, k, cu_q, cu_k, used, table, page_size)
     return _made(q, cu_q, cu_k, used, table, length, page_size, (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table))
@@ -90,7 +90,7 @@ def _check_values(q: Operand, k: Operand, cu_q: Operand, cu_k: Operand | None, u
     for operand, length, whose in limits:
         found = values(operand)
         if found[0] != 0 or (found[1:] < found[:-1]).any() or found[-1] > length:
-            raise ValueError(f"{operand.name} must be cumulative lengths that start at 0, never fall and end at "
+            raise ValueError(f"{operand.name} must be cumulative lengths that start at 0, never decrease and end at "
                              f"{whose} length {length} at most, got {shown(found)}")
     lengths = None if cu_k is None else values(cu_k)[1:] - values(cu_k)[:-1]
     if used is not None:
@@ -103,13 +103,13 @@ def _check_values(q: Operand, k: Operand, cu_q: Operand, cu_k: Operand | None, u
         return
     capacity, pages = table.shape[1] * page_size, values(table)
     if (lengths > capacity).any():
-        raise ValueError(f"seqused_k (or cu_seqlens_k) must name at most max_pages * page_size = {capacity} keys of "
-                         f"a sequence, got {shown(lengths)}")
+        raise ValueError(f"seqused_k (or cu_seqlens_k) must give each sequence at most max_pages * page_size = "
+                         f"{capacity} keys, got {shown(lengths)}")
     for b, length in enumerate(lengths):
         needed = pages[b, :-(-int(length) // page_size) if length else 0]
         if ((needed < 0) | (needed >= k.shape[0])).any():
-            raise ValueError(f"block_table must hold pages of key, 0 to {k.shape[0] - 1}, for all keys in use, got "
-                             f"{shown(needed)} for sequence {b} of {length} keys")
+            raise ValueError(f"block_table must hold page numbers of key, 0 to {k.shape[0] - 1}, for all keys in use, "
+                             f"got {shown(needed)} for sequence {b} with {length} keys")
 
 
 def _made(q: Operand, cu_q: Operand, cu_k: Operand | None, used: Operand | None, table: Operand | None, length: int,
@@ -133,13 +133,13 @@ def _made(q: Operand, cu_q: Operand, cu_k: Operand | None, used: Operand | None,
                 lengths = counted[1:] - counted[:-1]
         end = key_first[1:] if lengths is None else key_first[:-1] + lengths
         bounds = xp.stack((query_first, query_end, key_first, xp.concatenate((end, key_first[-1:]))))
-        pages = None
+        page_table = None
         if table is not None:
-            pages = library.operand(library.contiguous(library.astype(table.array, "int32")), "block_table")
-    return Sequences(batch + 1, library.operand(bounds, "bounds"), length, pages, page_size, given)
+            page_table = library.operand(library.contiguous(library.astype(table.array, "int32")), "block_table")
+    return Sequences(batch + 1, library.operand(bounds, "bounds"), length, page_table, page_size, given)
 
 
-# ---- what belongs to pages, in packed coordinates ----
+# ---- from positions within a paged sequence to packed ones ----
 
 
 def packed_rows(array: Any, batch: int, xp: Any) -> Any:
@@ -150,13 +150,13 @@ def packed_rows(array: Any, batch: int, xp: Any) -> Any:
 
 
 def packed_mask(mask: IntervalMask, batch: int) -> IntervalMask:
-    """A mask ``(1|B, heads, capacity)``, positions counted within each sequence, as one of packed positions."""
+    """A mask ``(1|B, heads, capacity)``, with positions counted within each sequence, in packed positions."""
     library, device, capacity = mask.library, mask.device, mask.key_length
-    half = -(2**30)  # no position lies before
+    half = -(2**30)  # before every position
     with library.on(device):
         ever = library.full((1, 1, 1), EVER, "int32", device)
         never = library.full((1, 1, 1), NEVER, "int32", device)
-        end = library.full((1, 1, 1), capacity, "int32", device)  # no position lies there or behind
+        end = library.full((1, 1, 1), capacity, "int32", device)  # after every position
         offset = (library.arange(0, batch, device) * capacity)[:, None, None]
         where, start, stop = library.xp.where, mask._start.array, mask._stop.array
         starts = where(start <= half, ever, library.xp.minimum(start, end) + offset)

@@ -1,4 +1,4 @@
-"""Calls: arguments that have passed every check, as a backend gets them."""
+"""Calls: checked arguments, as a backend gets them."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from cupy_dma.masks.selection import Candidates
 
 @dataclass(slots=True, eq=False)  # not frozen for speed, but never changed
 class AttentionCall:
-    """What a backend's ``attention`` gets: arguments that have passed every check."""
+    """The checked arguments of a backend's ``attention``."""
 
     query: Operand  # (B, Lq, H, D)
     key: Operand  # (B, Lk, Hkv, D)
@@ -20,13 +20,13 @@ class AttentionCall:
     # Bias and dense mask are (1|B, 1|Hkv|H, 1|Lq, 1|Lk) with stride 0 on every axis of size 1; their ``array`` is the
     # caller's, which may have fewer axes.
     mask: IntervalMask | None
-    dense: Operand | None  # a key must be visible in both
+    dense: Operand | None  # a key must be visible in both masks
     bias: Operand | None
-    causal: bool  # cut at j <= p_i, in addition to the mask
+    causal: bool  # query i sees only j <= p_i, in addition to the mask
     scale: float
     softcap: float  # 0 = none
     deterministic: bool
-    sequences: Sequences | None = None  # varlen: packed in arrays of B = 1; key and value may be pages (see there)
+    sequences: Sequences | None = None  # varlen: packed in arrays of B = 1; key and value may be a paged KV cache
 
     @property
     def batch(self) -> int:
@@ -55,23 +55,23 @@ class AttentionCall:
 
 @dataclass(slots=True, eq=False)  # not frozen for speed, but never changed
 class AttentionBackwardCall:
-    """What a backend's ``attention_backward`` gets. ``dout`` and ``out`` have contiguous rows and any strides of B, L
-    and head (0 among them); ``lse`` and ``dlse`` are contiguous."""
+    """The checked arguments of a backend's ``attention_backward``. ``dout`` and ``out`` have contiguous rows and any
+    strides of B, L and head, including 0; ``lse`` and ``dlse`` are contiguous."""
 
     forward: AttentionCall
     dout: Operand  # (B, Lq, H, D), query's type
     out: Operand  # (B, Lq, H, D), query's type: what the forward returned
     lse: Operand  # (B, H, Lq) float32, float64 for float64
-    dlse: Operand | None  # as lse
-    needs: frozenset[str]  # of "query", "key", "value", "bias"; not empty, "bias" only if there is one
+    dlse: Operand | None  # like lse
+    needs: frozenset[str]  # some of "query", "key", "value", "bias"; not empty, "bias" only if there is a bias
 
 
 @dataclass(slots=True, eq=False)  # not frozen for speed, but never changed
 class DynamicCall:
-    """Arguments of ``dynamic_mask_attention`` and its varlen sister: the scores, or the recipe that makes them."""
+    """The checked arguments of ``dynamic_mask_attention`` and its varlen twin: the scores, or the recipe for them."""
 
-    attention: AttentionCall  # without a mask; with the scores as key bias, if they are given
-    scores: Operand | None  # (B, Hkv|H, Lk), what the selection ranks; of pages (1|B, Hkv, capacity)
+    attention: AttentionCall  # without a mask; with the scores as key bias if they are given
+    scores: Operand | None  # (B, Hkv|H, Lk), what the selection ranks; for a paged KV cache (1|B, Hkv, capacity)
     recipe: Recipe | None
     window: int
     keys: str
@@ -79,13 +79,13 @@ class DynamicCall:
 
 
 def with_mask(call: AttentionCall, mask: IntervalMask | None, bias: Operand | None) -> AttentionCall:
-    """The call under this mask and bias."""
+    """The call with this mask and bias."""
     return AttentionCall(call.query, call.key, call.value, mask, None, bias, call.causal, call.scale, call.softcap,
                          call.deterministic, call.sequences)
 
 
 def key_bias(scores: Operand) -> Operand:
-    """(B, H, Lk) as (B, H, 1, Lk): a query axis of size 1 and stride 0, the same memory."""
+    """(B, H, Lk) as (B, H, 1, Lk), over the same memory: a query axis of size 1 and stride 0."""
     (b, h, n), (sb, sh, sn) = scores.shape, scores.strides
     strides = (0 if b == 1 else sb, 0 if h == 1 else sh, 0, 0 if n == 1 else sn)
     return Operand("bias", scores.array, scores.library, (b, h, 1, n), strides, scores.dtype, scores.device,

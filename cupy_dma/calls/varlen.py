@@ -1,7 +1,7 @@
-"""Attention over sequences of different lengths packed in one row, and over paged keys (SPEC section 8).
+"""Checked arguments of attention over packed sequences (varlen) and over a paged KV cache (SPEC section 8).
 
 Sequence ``b`` has the queries ``cu_seqlens_q[b] <= i < cu_seqlens_q[b + 1]`` and the keys ``cu_seqlens_k[b] <= j <
-cu_seqlens_k[b + 1]`` (with ``seqused_k`` the first ``seqused_k[b]`` of them), and is bottom-right aligned: its last
+cu_seqlens_k[b + 1]`` (with ``seqused_k`` the first ``seqused_k[b]`` of them). It is bottom-right aligned: its last
 query stands at its last key. Everything else is as in ``cupy_dma.attention``, sequence by sequence.
 """
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 from cupy_dma import checks
 from cupy_dma.arrays import Operand, describe
 from cupy_dma.calls.attention import PACKED, PAGED, describe_qkv, options, selection_options
+from cupy_dma.calls.mask import check_interval
 from cupy_dma.calls.scores import recipe_of
 from cupy_dma.calls.sequences import Sequences, packed_mask, packed_rows, sequences_of
 from cupy_dma.calls.types import AttentionCall, DynamicCall, key_bias, with_mask
@@ -22,7 +23,7 @@ from cupy_dma.masks.selection import Candidates
 def varlen_call(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, mask: Any, bias: Any,
                 causal: bool, scale: float | None, softcap: float, deterministic: bool, block_table: Any,
                 seqused_k: Any, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None) -> AttentionCall:
-    """The arguments of ``varlen_attention``, checked, as a call of B = 1. Raises what it documents."""
+    """The checked arguments of ``varlen_attention``, as a call of B = 1. Raises what it documents."""
     q, k, v = describe_qkv(query, key, value, PACKED if block_table is None else PAGED)
     scale, softcap, causal, deterministic = options(q, scale, softcap, causal, deterministic)
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
@@ -40,7 +41,7 @@ def varlen_dynamic_call(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_
                         window: int, dt_proj: Any, A: Any, dt_bias: Any, form: str, keys: str, causal: bool,
                         scale: float | None, softcap: float, deterministic: bool, block_table: Any, seqused_k: Any,
                         max_seqlen_q: int | None = None, max_seqlen_k: int | None = None) -> DynamicCall:
-    """The arguments of ``varlen_dynamic_mask_attention``, checked. Raises what it documents."""
+    """The checked arguments of ``varlen_dynamic_mask_attention``. Raises what it documents."""
     window, causal = selection_options(window, keys, causal, scores, dt_proj, A, dt_bias)
     if scores is None and block_table is not None:
         raise ValueError("scores (B, Hkv, max_pages * page_size) must be given with block_table, got dt_proj")
@@ -56,26 +57,26 @@ def varlen_dynamic_call(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_
 
 
 def scores_of_keys(scores: Any, call: AttentionCall) -> tuple[Operand, AttentionCall]:
-    """The checked ``scores`` as the selection takes them, and the call with them as its bias."""
+    """The checked ``scores`` for the selection, and the call with them as its bias."""
     ranked = _per_key(scores, "scores", call)
     assert call.sequences is not None
     return ranked, with_mask(call, None, packed_bias(ranked, call.sequences))
 
 
 def candidates_of(call: AttentionCall, keys: str) -> Candidates:
-    """Every sequence selects among its own keys: of pages each is a batch entry, packed ones are documents.
+    """Every sequence selects among its own keys: with a page table each is a batch entry, otherwise a document.
 
-    Of the keys of a sequence those in use are candidates. To a prefix that makes no difference, for no query stands
-    behind them; pages that no query sees may hold anything."""
+    Only a sequence's keys in use are candidates. Prefix selection needs no test for that, as no query stands after
+    them; memory of a paged KV cache that no query sees may hold anything."""
     sequences, library, device = call.sequences, call.query.library, call.query.device
     assert sequences is not None
     with library.on(device):
         bounds = sequences.bounds.array
-        if sequences.pages is not None:
+        if sequences.page_table is not None:
             if keys == "prefix":
                 return Candidates()
             used = (bounds[3] - bounds[2])[:-1]
-            capacity = sequences.pages.shape[1] * sequences.page_size
+            capacity = sequences.page_table.shape[1] * sequences.page_size
             real = library.arange(0, capacity, device)[None] < used[:, None]
             return Candidates(library.operand(real, "seqused_k"))
         runs = runs_between(library, device, bounds[2], sequences.key_length)
@@ -87,12 +88,12 @@ def candidates_of(call: AttentionCall, keys: str) -> Candidates:
 
 
 def _shape_of_keys(call: AttentionCall) -> tuple[str, tuple[tuple[int, ...], ...]]:
-    """What a mask may have as its shape: in words, and the sizes of its axes."""
+    """The allowed shapes of a mask: as error messages show them, and the sizes of each axis."""
     sequences, heads = call.sequences, (1, call.kv_heads, call.heads)
     assert sequences is not None
-    if sequences.pages is None:
+    if sequences.page_table is None:
         return "(1, 1|Hkv|H, total_k)", ((1,), heads, (sequences.key_length,))
-    capacity = sequences.pages.shape[1] * sequences.page_size
+    capacity = sequences.page_table.shape[1] * sequences.page_size
     return "(1|B, 1|Hkv|H, max_pages * page_size)", ((1, sequences.batch), heads, (capacity,))
 
 
@@ -103,42 +104,36 @@ def visible_keys(mask: Any, call: AttentionCall) -> IntervalMask:
     if not isinstance(mask, IntervalMask):
         describe(mask, "mask")
         raise NotImplementedError("mask must be an IntervalMask or None, got a dense array: a packed batch has no "
-                                  "rectangle of queries and keys; give every sequence to attention() by itself")
-    meaning, allowed = _shape_of_keys(call)
-    if any(size not in sizes for size, sizes in zip(mask.shape, allowed)):
-        wanted = ", ".join(" or ".join(map(str, dict.fromkeys(sizes))) for sizes in allowed)
-        raise ValueError(f"mask must have shape {meaning} = ({wanted}), got {mask.shape}")
-    if mask.device != q.device or mask.library.name != q.library.name:
-        raise ValueError(f"mask must be of query's library and device, {q.library.name} on {q.device}, got "
-                         f"{mask!r}; move it with mask.to(query)")
-    return mask if sequences.pages is None else packed_mask(mask, sequences.batch)
+                                  "rectangle of queries and keys; call attention() for each sequence instead")
+    check_interval(mask, q, *_shape_of_keys(call))
+    return mask if sequences.page_table is None else packed_mask(mask, sequences.batch)
 
 
 def _per_key(array: Any, name: str, call: AttentionCall) -> Operand:
-    """One number per key, checked, as an operand of three axes."""
+    """One checked number per key, as an operand with three axes."""
     sequences, operand = call.sequences, describe(array, name)
     assert sequences is not None
     checks.one_of_types(operand)
     meaning, allowed = _shape_of_keys(call)
-    if sequences.pages is None:
+    if sequences.page_table is None:
         meaning, allowed = "(1|Hkv|H, total_k)", allowed[1:]
     if name == "scores":
         meaning = meaning.replace("1|", "")
         allowed = (*((sizes[-1],) for sizes in allowed[:-2]), allowed[-2][1:], allowed[-1])
-    if len(operand.shape) == 4 or (len(operand.shape) == 3 and sequences.pages is None):
+    if len(operand.shape) == 4 or (len(operand.shape) == 3 and sequences.page_table is None):
         raise NotImplementedError(f"{name} must be one number per key, {meaning}, got shape {operand.shape}: a packed "
                                   f"batch has no rectangle of queries and keys")
     checks.has_shape(operand, meaning, allowed)
     checks.rows_contiguous(operand)
     checks.require_same_device((call.query, operand))
-    if sequences.pages is None:
+    if sequences.page_table is None:
         operand = call.query.library.operand(operand.array[None], name)
     return checks.with_axes(operand, 3)
 
 
 def packed_bias(operand: Operand, sequences: Sequences) -> Operand:
-    """One number per key, of three axes, as a bias ``(1, heads, 1, packed keys)``."""
-    if sequences.pages is None:
+    """One number per key, with three axes, as a bias ``(1, heads, 1, packed keys)``."""
+    if sequences.page_table is None:
         return key_bias(operand)
     library = operand.library
     with library.on(operand.device):

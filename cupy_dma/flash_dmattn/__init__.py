@@ -1,11 +1,11 @@
-"""The drop-in for the ``flash_dmattn`` package (and for ``flash_sparse_attn``, its later name).
+"""A drop-in replacement for the ``flash_dmattn`` package (and for ``flash_sparse_attn``, its later name).
 
     from cupy_dma.flash_dmattn import flash_dmattn_func_auto    # was: from flash_dmattn import ...
     out = flash_dmattn_func_auto()(q, k, v, attn_mask=mask, attn_bias=bias, is_causal=True)
 
-Functions, argument names and their order are the original's, of every generation; the meaning is that of
-``cupy_dma.attention``, of which all of this is a thin layer. ``docs/coming_from_flash_dmattn.md`` lists old calls, what
-they are here, and where the two differ on purpose. Every name is loaded at its first use.
+Functions, argument names and argument order are those of the original, in all its versions; semantics are those of
+``cupy_dma.attention``, on which this is a thin layer. ``docs/coming_from_flash_dmattn.md`` lists the original's calls,
+their equivalents here, and deliberate differences. Every name is loaded on first use.
 """
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Every generation's name for an argument.
+"""The names of an argument in all versions of the original.
 
-The functions of this package are written with the newest names; ``@spelled`` lets a call use the older ones, and the
-short ones of the CUDA extension. Giving one argument under two names raises.
+The functions of this package are written with the newest names; ``@any_names`` lets a call use the older ones and the
+short ones of the CUDA extension. Passing one argument under two names raises TypeError.
 """
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _OTHER_NAMES = {
 _NEWEST = {name: (newest, *others) for newest, others in _OTHER_NAMES.items() for name in (newest, *others)}
 
 
-def spelled(function: _Function) -> _Function:
-    """``function``, callable with any spelling of its arguments.
+def any_names(function: _Function) -> _Function:
+    """``function``, callable with any of the names of its arguments.
 
-    A function may use an older name itself: whichever of a group is among its parameters is the one it gets.
+    A function may itself use an older name: it receives the argument under the name that is among its parameters.
     """
     parameters = tuple(inspect.signature(function).parameters)
     own_name = {}
@@ -65,7 +65,7 @@ def _renamed(function: str, positional: Sequence[str], named: dict[str, Any], ow
 
 def in_either_order(function: _Function) -> _Function:
     """A varlen function of ``query, key, value, attn_mask, attn_bias, cu_seqlens_q, ...``, callable also in the later
-    order without mask and bias. What comes fourth tells them apart: cumulative lengths have one axis."""
+    order without mask and bias. The fourth argument tells them apart: only cumulative lengths have one axis."""
     parameters = [name for name, parameter in inspect.signature(function).parameters.items()
                   if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     newer = parameters[5:]

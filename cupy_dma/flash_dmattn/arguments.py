@@ -1,9 +1,9 @@
-"""Masks and biases as the original took them, turned into what ``cupy_dma.attention`` takes.
+"""Conversion of the original's masks and biases to those of ``cupy_dma.attention``.
 
-A mask may be boolean (True = visible), numbers with 1 = visible and 0 = hidden, or additive with 0 = visible and
--inf (or a type's lowest number) = hidden. A float mask is additive if it has a negative entry; so one that is 0
+A mask may be boolean (True = visible), numeric with 1 = visible and 0 = hidden, or additive with 0 = visible and
+-inf (or a type's lowest number) = hidden. A float mask is additive if it has a negative entry, so one that is 0
 everywhere hides everything. Shapes are ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)``, or without the query axis; the key axis may be
-padded to the next multiple of 128, which the original did itself. Nothing here waits for a GPU.
+padded to the next multiple of 128, as the original padded it. Nothing here synchronizes with a GPU.
 """
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from cupy_dma.masks.interval import IntervalMask
 
 _PADDED_TO = 128
 _NUMBERS = (*checks.FLOATS, "uint8", "int8", "int16", "int32", "int64")
-_HIDDEN = -1e4  # with CUPY_DMA_CHECK=1, what an additive mask may have besides 0 is at most this
+_HIDDEN = -1e4  # with CUPY_DMA_CHECK=1, the entries of an additive mask must be 0 or at most this
 
 
-def seen_as(array: Any, name: str) -> Operand:
-    """``describe``, also where ``torch.compile`` is at work, whose tensors have no address. TypeError if no array."""
+def operand_of(array: Any, name: str) -> Operand:
+    """``describe`` that works under ``torch.compile`` too, whose tensors have no address. TypeError if not an array."""
     if not is_traced(array):
         return describe(array, name)
-    library = Device(array.device.type, array.device.index or 0)
+    device = Device(array.device.type, array.device.index or 0)
     return Operand(name, array, library_named("torch"), tuple(array.shape), array.stride(),
-                   str(array.dtype).removeprefix("torch."), library, 0)
+                   str(array.dtype).removeprefix("torch."), device, 0)
 
 
 def rows(array: Any, name: str) -> Any:
     """The array with a contiguous last axis: itself, or a copy."""
-    operand = seen_as(array, name)
+    operand = operand_of(array, name)
     if not operand.shape or operand.strides[-1] == 1 or operand.shape[-1] == 1:
         return array
     return array if isinstance(operand.library, DlpackLibrary) else operand.library.contiguous(array)
 
 
 def visible(mask: Any, key_length: int, name: str = "attn_mask", *, zeros_show: bool = False) -> Any:
-    """An IntervalMask, a bool array of four axes, a tuple of these, or None. ``zeros_show`` as for ``truth``."""
+    """An IntervalMask, a bool array with four axes, a tuple of these, or None. ``zeros_show`` as for ``truth``."""
     if mask is None or isinstance(mask, IntervalMask):
         return mask
     if isinstance(mask, (tuple, list)):
-        return tuple(visible(part, key_length, name, zeros_show=zeros_show) for part in mask)
-    operand = seen_as(mask, name)
+        return tuple(visible(item, key_length, name, zeros_show=zeros_show) for item in mask)
+    operand = operand_of(mask, name)
     if operand.ndim not in (3, 4):
         raise ValueError(f"{name} must have shape (1|B, 1|Hkv|H, 1|Lq, 1|Lk) or (1|B, 1|Hkv|H, 1|Lk), got "
                          f"{operand.shape}; write a padding mask (B, Lk) as mask[:, None], and (Lq, Lk) as "
@@ -52,19 +52,19 @@ def visible(mask: Any, key_length: int, name: str = "attn_mask", *, zeros_show: 
 
 
 def added(bias: Any, key_length: int, name: str = "attn_bias") -> Any:
-    """A bias of three or four axes, or None."""
+    """A bias with three or four axes, or None."""
     if bias is None:
         return None
-    return rows(_cut(bias, seen_as(bias, name), key_length), name)
+    return rows(_cut(bias, operand_of(bias, name), key_length), name)
 
 
 def _cut(array: Any, operand: Operand, key_length: int) -> Any:
-    """Without the keys that were added as padding, and every axis that repeats itself in memory cut to size 1: an
-    expanded key bias is a key bias again, whose work and memory do not grow with the square of the length."""
+    """The array without padding keys, and with every axis of stride 0 cut to size 1: an expanded key bias becomes a
+    plain key bias again, whose work and memory do not grow quadratically with the length."""
     if operand.shape and operand.shape[-1] == -(-key_length // _PADDED_TO) * _PADDED_TO > key_length:
         array = array[..., :key_length]
     if getattr(array, "requires_grad", False) and array.is_leaf:
-        return array  # its gradient has a place for every entry
+        return array  # its gradient has an entry for every element
     for axis, (size, stride) in enumerate(zip(operand.shape, operand.strides)):
         if stride == 0 and size > 1:
             array = array[(slice(None),) * axis + (slice(0, 1),)]
@@ -72,18 +72,18 @@ def _cut(array: Any, operand: Operand, key_length: int) -> Any:
 
 
 def truth(mask: Any, name: str, *, zeros_show: bool = False) -> Any:
-    """The boolean array, contiguous in its last axis, of a mask in any of the three forms.
+    """A mask in any of the three forms as a boolean array that is contiguous in its last axis.
 
-    ``zeros_show``: a mask of zeros alone is additive and hides nothing, as where additive masks are the custom.
+    ``zeros_show``: a mask of only zeros is additive and hides nothing, for callers that use additive masks.
     """
-    operand = seen_as(mask, name)
+    operand = operand_of(mask, name)
     if operand.dtype == "bool":
         return rows(mask, name)
     checks.one_of_types(operand, ("bool", *_NUMBERS))
     library, array = operand.library, operand.array
     if library.name == "torch":
         array = array.detach()
-    elif operand.dtype == "bfloat16":  # of which other libraries know little
+    elif operand.dtype == "bfloat16":  # which other libraries barely support
         array = library.astype(array, "float32")
     with library.on(operand.device):
         if checks.wants_values_checked():
@@ -96,5 +96,5 @@ def _check_values(array: Any, xp: Any, name: str) -> None:
     zero = array == 0
     if not (bool((zero | (array == 1)).all()) or bool((zero | (array <= _HIDDEN)).all())):
         raise ValueError(f"{name} must be boolean, or 1 and 0 for visible and hidden, or 0 and -inf (at most "
-                         f"{_HIDDEN:g}) for visible and hidden (CUPY_DMA_CHECK=1), got other values; what is added "
-                         f"to the scores belongs in attn_bias")
+                         f"{_HIDDEN:g}) for visible and hidden (CUPY_DMA_CHECK=1), got other values; an additive bias "
+                         f"belongs in attn_bias")

@@ -1,4 +1,4 @@
-"""``flash_dmattn_func_auto``: the function for this machine."""
+"""``flash_dmattn_func_auto``: the attention function for a backend."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -19,16 +19,16 @@ def flash_dmattn_func_auto(backend: str | None = None, **options: Any) -> Callab
     ----------
     backend
         One of ``get_available_backends()``; None takes the best one for the arrays of each call: cuda, triton or flex
-        for CUDA arrays, numpy for arrays on the CPU.
+        for CUDA arrays, numpy for CPU arrays.
     **options
-        Arguments that every call of the returned function shall have.
+        Arguments to apply to every call of the returned function.
 
     Raises
     ------
     ValueError
         There is no backend of that name.
     RuntimeError
-        It cannot run here; the message says why.
+        The backend cannot run here; the message says why.
     """
     chosen: Callable[..., Any] = flash_dmattn_func
     if backend is not None:

@@ -1,26 +1,28 @@
-"""The functions of the first generation: ``apply_dynamic_mask_attention`` and the CUDA extension's ``fwd``."""
+"""The functions of the original's first generation: ``apply_dynamic_mask_attention`` and the CUDA extension's ``fwd``.
+"""
 from __future__ import annotations
 
 from typing import Any
 
-from cupy_dma import checks, key_scores
+from cupy_dma import checks
+from cupy_dma.api import key_scores
 from cupy_dma.arrays import describe
-from cupy_dma.flash_dmattn.argument_names import spelled
-from cupy_dma.flash_dmattn.arguments import added, rows, seen_as, visible
-from cupy_dma.flash_dmattn.choice import serving
+from cupy_dma.flash_dmattn.argument_names import any_names
+from cupy_dma.flash_dmattn.arguments import added, operand_of, rows, visible
+from cupy_dma.flash_dmattn.choice import choose_backend
 from cupy_dma.flash_dmattn.flash_dmattn_interface import attend, bool_or, flash_dmattn_func
 from cupy_dma.flash_dmattn.utils.mask import topk_mask
 from cupy_dma.flash_dmattn.windows import best_keys
 from cupy_dma.masks.interval import IntervalMask
 
 
-@spelled
+@any_names
 def apply_dynamic_mask_attention(query: Any, key: Any, value: Any, dt_proj: Any, A: Any, causal_mask: Any = None,
                                  keep_window_size: int = 2048, is_causal: bool | None = True, *,
                                  softmax_scale: float | None = None, softcap: float | None = None,
                                  deterministic: bool | None = None, return_attn_probs: bool | None = None,
                                  backend: str | None = None) -> Any:
-    """Every query attends to its best keys, by scores made from the values. All in ``(B, heads, length, D)``.
+    """Every query attends to its best keys, by scores computed from the values. Arrays are ``(B, heads, length, D)``.
 
     Parameters
     ----------
@@ -28,26 +30,26 @@ def apply_dynamic_mask_attention(query: Any, key: Any, value: Any, dt_proj: Any,
     key, value : float array ``(B, Hkv, Lk, D)``
     dt_proj : float array ``(Hkv, Hkv * D)``
     A : float array ``(Hkv,)``
-        ``exp(A * softplus(value @ dt_proj^T))`` ranks the keys and is added to their scores.
+        ``exp(A * softplus(value @ dt_proj^T))`` ranks the keys and is added to their logits.
     causal_mask : array ``(1|B, 1|Hkv|H, 1|Lq, Lk)`` or ``(1|B, 1|Hkv|H, Lk)``, optional
-        0 = visible and -inf = hidden, or bool with True = visible. Hidden keys take no place in the window. If it is no
-        more than causality and padding, the work stays linear; to see that, its values are read.
+        0 = visible and -inf = hidden, or bool with True = visible. Hidden keys do not count towards the window. If the
+        mask is only causality and padding, work stays linear; its values are read to find that out.
     keep_window_size : int
         Keys per query; 0 keeps all.
     is_causal
-        A query ranks and sees no newer keys. False: all queries share the best keys of the whole sequence.
+        A query ranks and sees no later keys. False: all queries share the best keys of the whole sequence.
 
     Returns
     -------
     out : array ``(B, H, Lq, D)``, a view of contiguous ``(B, Lq, H, D)``; or ``(out, softmax_lse, S_dmask)``
     """
     for array, name in ((query, "query"), (key, "key"), (value, "value")):
-        if seen_as(array, name).ndim != 4:
+        if operand_of(array, name).ndim != 4:
             raise ValueError(f"{name} must have shape (B, heads, length, D), got {tuple(array.shape)}")
     window = checks.whole(keep_window_size, "keep_window_size", 0)
     query, key, value = (rows(array, name).swapaxes(1, 2) for array, name in (
         (query, "query"), (key, "key"), (value, "value")))
-    backend = serving(backend, query)
+    backend = choose_backend(backend, query)
     scores = key_scores(value, dt_proj, A, backend=backend)
     seen = visible(causal_mask, key.shape[1], "causal_mask", zeros_show=True)
     mask = best_keys(scores, window, seen, bool_or(is_causal, "is_causal"), query.shape[1], backend)
@@ -58,7 +60,7 @@ def apply_dynamic_mask_attention(query: Any, key: Any, value: Any, dt_proj: Any,
     return (found[0].swapaxes(1, 2), *found[1:])
 
 
-@spelled
+@any_names
 def fwd(q: Any, k: Any, v: Any, zoh: Any = None, active_mask: Any = None, out: Any = None, p_dropout: float = 0.0,
         softmax_scale: float | None = None, is_causal: bool | None = False, keep_window_size: int = 2048,
         softcap: float | None = 0.0, return_softmax: bool | None = False, gen: Any = None, *,
@@ -70,30 +72,30 @@ def fwd(q: Any, k: Any, v: Any, zoh: Any = None, active_mask: Any = None, out: A
     q : float array ``(B, Lq, H, D)``
     k, v : float array ``(B, Lk, Hkv, D)``
     zoh : float array ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)`` or ``(B, Hkv, Lk)``, optional
-        Added to the scores.
+        Bias, added to the logits.
     active_mask : array of such a shape, optional
-        1 = visible, 0 = hidden. None with ``zoh``: every query sees the ``keep_window_size`` keys with the best of it
-        (0: all); for ``zoh`` per key an interval mask finds them, without a dense one.
+        1 = visible, 0 = hidden. None with ``zoh``: every query sees the ``keep_window_size`` keys with the highest
+        bias (0: all); for a bias per key this is an interval mask, without a dense one.
     out : array ``(B, Lq, H, D)``, optional
-        Where to write the result; it is returned too.
+        Where to write the result, which is also returned.
     p_dropout, gen
-        There is no dropout: ``p_dropout`` must be 0, ``gen`` is not used.
+        Dropout is not supported: ``p_dropout`` must be 0, ``gen`` is ignored.
     keep_window_size
-        Has no meaning when ``active_mask`` is given, which is always obeyed.
+        Ignored if ``active_mask`` is given, which is applied as it is.
     return_softmax
-        Also make the probabilities.
+        Also compute the probabilities.
 
     Returns
     -------
-    [out, softmax_lse, probabilities or None, None], where the last one was the state of the random numbers
+    [out, softmax_lse, probabilities or None, None]; the original returned its random number state as the last one
     """
     if checks.real(p_dropout, "p_dropout", 0.0) != 0:
-        raise NotImplementedError(f"p_dropout must be 0, got {p_dropout}: there is no dropout")
+        raise NotImplementedError(f"p_dropout must be 0, got {p_dropout}: dropout is not supported")
     window = checks.whole(keep_window_size, "keep_window_size", 0)
-    causal, length = bool_or(is_causal, "is_causal"), (0, 0, *seen_as(k, "k").shape)[-3]
+    causal, length = bool_or(is_causal, "is_causal"), (0, 0, *operand_of(k, "k").shape)[-3]
     zoh, mask = added(zoh, length, "zoh"), visible(active_mask, length, "active_mask")
     if mask is None and zoh is not None and window:
-        mask = _window_of(zoh, window, causal, q.shape[1], serving(backend, q))
+        mask = _window_of(zoh, window, causal, q.shape[1], choose_backend(backend, q))
     results = 3 if bool_or(return_softmax, "return_softmax") else 2
     found, lse, *p = attend(q, k, v, mask, zoh, softmax_scale, causal, softcap, None, backend, results)
     if out is not None:
@@ -105,7 +107,7 @@ def fwd(q: Any, k: Any, v: Any, zoh: Any = None, active_mask: Any = None, out: A
 
 
 def _window_of(zoh: Any, window: int, causal: bool, query_length: int, backend: str | None) -> Any:
-    """The mask of the best keys of a bias."""
+    """The mask that selects the keys with the highest bias."""
     if zoh.ndim == 4 and zoh.shape[2] == 1:
         zoh = zoh[:, :, 0]
     if zoh.ndim == 3:

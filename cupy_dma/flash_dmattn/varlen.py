@@ -1,25 +1,26 @@
-"""Packed sequences with the masks and biases of the original.
+"""Packed sequences with the original's masks and biases.
 
-Per key they are what ``cupy_dma.varlen_attention`` takes. With a query axis the sequences are laid out as a padded
-batch, every one at the end of its row: query ``i`` of ``Lq`` in row ``max_q - Lq + i`` and key ``j`` of ``Lk`` in row
-``max_k - Lk + j``, so that the alignment at the last query and key is that of the whole batch, and causality with it.
-That takes the memory of the padded mask, which the caller's has already.
+Masks and biases per key are passed on to ``cupy_dma.varlen_attention``. With a query axis the sequences are laid out as
+a left-padded batch: query ``i`` of ``Lq`` in row ``max_q - Lq + i`` and key ``j`` of ``Lk`` in row ``max_k - Lk + j``,
+so that bottom-right alignment, and causality with it, is that of the whole batch. That takes the memory of a padded
+mask, which the caller's mask takes already.
 """
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from cupy_dma import attention, checks, varlen_attention
+from cupy_dma import checks
+from cupy_dma.api import attention, varlen_attention
 from cupy_dma.arrays import Operand, describe
-from cupy_dma.flash_dmattn.arguments import rows, seen_as, truth
+from cupy_dma.flash_dmattn.arguments import operand_of, rows, truth
 from cupy_dma.flash_dmattn.probabilities import probabilities
 from cupy_dma.masks.interval import EVER, NEVER, IntervalMask
 
 
 @dataclass
 class VarlenCall:
-    """The arguments of ``flash_dmattn_varlen_func`` but mask and bias."""
+    """The arguments of ``flash_dmattn_varlen_func`` other than mask and bias."""
 
     query: Any
     key: Any
@@ -44,12 +45,12 @@ class VarlenCall:
             raise TypeError("cu_seqlens_k (or seqused_k, with block_table) must be given, got None")
         if self.block_table is not None:
             for given, name in ((mask, "attn_mask"), (bias, "attn_bias")):
-                if _has_axes(given, name, 4):
+                if _has_at_least_axes(given, name, 4):
                     raise NotImplementedError(f"{name} with a query axis cannot be used with block_table; per key it "
                                               f"has the shape (B, 1|Hkv|H, max_pages * page_size)")
             return self._per_key(_runs(mask, False), None if bias is None else rows(bias, "attn_bias"),
                                  with_probabilities)
-        if with_probabilities or _has_axes(mask, "attn_mask", 3) or _has_axes(bias, "attn_bias", 3):
+        if with_probabilities or _has_at_least_axes(mask, "attn_mask", 3) or _has_at_least_axes(bias, "attn_bias", 3):
             return self._padded(mask, bias, with_probabilities)
         return self._per_key(_runs(mask, True), None if bias is None else rows(bias, "attn_bias"), False)
 
@@ -64,7 +65,7 @@ class VarlenCall:
     def _padded(self, mask: Any, bias: Any, with_probabilities: bool) -> Any:
         for array, name, meaning in ((self.query, "query", "(total_q, H, D)"), (self.key, "key", "(total_k, Hkv, D)"),
                                      (self.value, "value", "(total_k, Hkv, D)")):
-            if seen_as(array, name).ndim != 3:
+            if operand_of(array, name).ndim != 3:
                 raise ValueError(f"{name} must have shape {meaning}, got {tuple(array.shape)}")
         q = _Layout(self.query, self.cu_seqlens_q, self.max_seqlen_q, "q")
         k = _Layout(self.key, self.cu_seqlens_k, self.max_seqlen_k, "k", self.seqused_k)
@@ -85,8 +86,8 @@ class VarlenCall:
 
 
 class _Layout:
-    """Where the rows of packed sequences stand in a padded batch of ``longest`` rows a sequence. Rows that belong to
-    no sequence, or are not in use, stand in one more row behind it."""
+    """Where the rows of packed sequences go in a padded batch with ``longest`` rows per sequence. Rows that belong to
+    no sequence, or are not in use, go to one extra row after the batch."""
 
     def __init__(self, packed: Any, cu_seqlens: Any, longest: int | None, which: str, used: Any = None):
         self.name = name = f"cu_seqlens_{which}"
@@ -120,7 +121,7 @@ class _Layout:
             self.target = library.xp.where(self.inside, start + local, local * 0 + self.batch * self.longest)
             local = self._count(self.longest) - (self.longest - self.lengths[:, None])
             self.real = local >= 0
-            self.local = local.clip(0)  # (B, longest): number in its sequence
+            self.local = local.clip(0)  # (B, longest): index within its sequence
             self.source = (self.first[:, None] + self.local).clip(0, max(self.total - 1, 0))
 
     def _count(self, size: int) -> Any:
@@ -134,7 +135,7 @@ class _Layout:
         values, lengths = library.to_numpy(ends), library.to_numpy(self.lengths)
         room = values[1:] - values[:-1]
         if values[0] != 0 or values[-1] > self.total or (room < 0).any():
-            raise ValueError(f"{self.name} must start at 0, never fall and end at {self.total} at most, got "
+            raise ValueError(f"{self.name} must start at 0, never decrease and end at {self.total} at most, got "
                              f"{values.tolist()[:16]}")
         if (lengths < 0).any() or (lengths > room).any():
             raise ValueError(f"seqused_k must be from 0 to the lengths in {self.name}, {room.tolist()[:16]}, got "
@@ -144,14 +145,14 @@ class _Layout:
                              f"{self.longest}")
 
     def padded(self, packed: Any) -> Any:
-        """(total, heads, D) as (B, longest, heads, D), 0 between the sequences."""
+        """(total, heads, D) as (B, longest, heads, D), padded with 0."""
         operand, rows_ = self.operand, self.batch * self.longest
         flat = operand.library.full((rows_ + 1, *packed.shape[1:]), 0, operand.dtype, operand.device)
         flat[self.target] = packed
         return flat[:rows_].reshape(self.batch, self.longest, *packed.shape[1:])
 
     def packed(self, padded: Any, elsewhere: float) -> Any:
-        """(B, longest, ...) as (total, ...)."""
+        """(B, longest, ...) as (total, ...), with ``elsewhere`` in rows that belong to no sequence."""
         xp = self.operand.library.xp
         flat = padded.reshape(self.batch * self.longest, *padded.shape[2:])
         behind = self.operand.library.full((1, *flat.shape[1:]), elsewhere, describe(padded, "out").dtype,
@@ -159,7 +160,7 @@ class _Layout:
         return xp.concatenate((flat, behind))[self.target]
 
     def from_start(self, array: Any, axis: int) -> Any:
-        """An array (B, ...) whose ``axis`` is this layout, moved so that every sequence begins at 0; 0 after it."""
+        """An array (B, ...) whose ``axis`` has this layout, shifted so that every sequence begins at 0; 0 after it."""
         xp, column = self.operand.library.xp, self._count(self.longest)
         inside = column < self.lengths[:, None]
         index = column + (self.longest - self.lengths[:, None])
@@ -170,15 +171,15 @@ class _Layout:
         return xp.where(inside.reshape(shape), moved, moved * 0)
 
 
-def _has_axes(array: Any, name: str, count: int) -> bool:
-    return array is not None and not isinstance(array, IntervalMask) and seen_as(array, name).ndim >= count
+def _has_at_least_axes(array: Any, name: str, count: int) -> bool:
+    return array is not None and not isinstance(array, IntervalMask) and operand_of(array, name).ndim >= count
 
 
 def _runs(mask: Any, packed: bool) -> IntervalMask | None:
-    """A mask per key as intervals: everywhere or nowhere."""
+    """A mask per key as intervals: each key is visible everywhere or nowhere."""
     if mask is None or isinstance(mask, IntervalMask):
         return mask
-    if packed and seen_as(mask, "attn_mask").ndim != 2:
+    if packed and operand_of(mask, "attn_mask").ndim != 2:
         raise ValueError(f"attn_mask must have shape (1|Hkv|H, total_k), (total_q, 1|Hkv|H, max_seqlen_k) or "
                          f"(1|B, 1|Hkv|H, 1|max_seqlen_q, 1|max_seqlen_k), got {tuple(mask.shape)}")
     return _everywhere(truth(mask, "attn_mask"))
@@ -195,7 +196,7 @@ def _everywhere(seen: Any) -> IntervalMask:
 
 
 def _padded_mask(mask: Any, q: _Layout, k: _Layout) -> Any:
-    """The mask of the padded batch: the caller's, and nothing but real keys."""
+    """The mask of the padded batch: the caller's mask, restricted to real keys."""
     real = IntervalMask.padding(k.real)
     if mask is None:
         return real
@@ -206,7 +207,7 @@ def _padded_mask(mask: Any, q: _Layout, k: _Layout) -> Any:
 
 
 def _moved(mask: IntervalMask, k: _Layout) -> IntervalMask:
-    """A mask in packed positions, in those of the padded batch: both count back from the end of a sequence."""
+    """A mask in packed positions, converted to those of the padded batch."""
     library = k.operand.library
     if mask.shape[0] != 1 or mask.key_length != k.total:
         raise ValueError(f"attn_mask must have shape (1, 1|Hkv|H, total_k) with total_k={k.total}, got {mask.shape}")
@@ -222,7 +223,7 @@ def _moved(mask: IntervalMask, k: _Layout) -> IntervalMask:
 
 
 def _laid_out(array: Any, name: str, q: _Layout, k: _Layout) -> Any:
-    """A mask or bias of any of the shapes as (B, h, max_q|1, max_k|1) of the padded batch."""
+    """A mask or bias of any allowed shape as (B, h, max_q|1, max_k|1) of the padded batch."""
     if array is None:
         return None
     operand = describe(array, name)

@@ -1,9 +1,9 @@
-"""The window of the best keys under the masks that the original combined it with.
+"""Selection of the best keys under the masks that the original combined it with.
 
-The selection ranks only keys that a query may see. With no mask, a padding mask, or a dense mask that is plain
-causality and padding, the result is an interval mask: two integers per key. To find that out of a dense mask its
-values are looked at, which waits for the GPU. Under any other dense mask every query has a set of its own, and the
-result is dense, like the mask.
+Only keys that a query may see are ranked. With no mask, a padding mask, or a dense mask that is only causality and
+padding, the result is an interval mask: two integers per key. Whether a dense mask is that simple depends on its
+values, which are read, synchronizing with the GPU. Under any other dense mask every query has a kept set of its own,
+and the result is dense, like the mask.
 """
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def best_keys(scores: Any, window: int | None, visible: Any, causal: bool, query
     visible : bool array ``(B, Lk)`` or ``(1|B, 1|Hkv|H, 1|Lq, Lk)``, or None
         True = a query may see the key.
     causal
-        A query may see no newer key; in addition to ``visible``.
+        A query sees no later keys, in addition to ``visible``.
 
     Returns
     -------
-    IntervalMask, or bool array ``(B, Hkv|H, Lq, Lk)``; both contain ``visible`` and ``causal``.
+    IntervalMask, or bool array ``(B, Hkv|H, Lq, Lk)``; both include ``visible`` and ``causal``.
     """
     ranked = describe(scores, "scores")
     keys = "prefix" if causal else "global"
@@ -52,8 +52,8 @@ def best_keys(scores: Any, window: int | None, visible: Any, causal: bool, query
 
 
 def plain_padding(visible: Any, causal: bool, query_length: int) -> Any:
-    """The padding mask (1|B, Lk), contiguous, of a dense mask (1|B, 1, 1|Lq, Lk) that is no more than causality and
-    padding; None if it is."""
+    """The padding mask (1|B, Lk), contiguous, of a dense mask (1|B, 1, 1|Lq, Lk) that is only causality and padding;
+    None if it is more than that."""
     operand = describe(visible, "mask")
     library, device, length = operand.library, operand.device, operand.shape[3]
     if operand.shape[1] != 1 or operand.shape[2] == 0:
@@ -69,7 +69,7 @@ def plain_padding(visible: Any, causal: bool, query_length: int) -> Any:
 
 
 def _seen_causally(operand: Operand, query_length: int) -> Any:
-    """bool (Lq, Lk)."""
+    """The causal mask, bool (Lq, Lk)."""
     length, library = operand.shape[3], operand.library
     position = library.arange(length - query_length, length, operand.device)
     return library.arange(0, length, operand.device) <= position[:, None]
@@ -83,7 +83,7 @@ def _dense(scores: Operand, window: int | None, visible: Any, causal: bool, quer
             seen = seen & _seen_causally(operand, query_length)
         if not window:
             return seen
-        groups = seen.shape[1] // scores.shape[1] if seen.shape[1] > scores.shape[1] else 1
-        if groups > 1:  # a mask per query head ranks the scores of its group's head
-            array = array[:, [head // groups for head in range(seen.shape[1])]]
+        group_size = seen.shape[1] // scores.shape[1] if seen.shape[1] > scores.shape[1] else 1
+        if group_size > 1:  # a mask per query head ranks the scores of its GQA group's kv head
+            array = array[:, [head // group_size for head in range(seen.shape[1])]]
         return topk_mask(array, seen, window)

@@ -1,4 +1,4 @@
-"""Masks in two integers per key, and what makes them."""
+"""Interval masks, two integers per key, and their constructors."""
 from cupy_dma.masks.interval import IntervalMask
 
 __all__ = ["IntervalMask"]

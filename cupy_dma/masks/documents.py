@@ -1,7 +1,7 @@
 """Documents: several sequences packed in one row, each of which sees only its own keys.
 
-Given as cumulative lengths ``(n + 1,)`` or as an id per key ``(B, Lk)``; needed as the run of keys of the document that
-each key belongs to.
+The caller passes cumulative lengths ``(n + 1,)`` or an id per key ``(B, Lk)``; masks need, for each key, the run of
+keys of its document.
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cupy_dma.masks.runs import EVER, NEVER, Hints, Runs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DocumentRuns:
-    """First key and end (first key after) of the document of every key, int32 ``(1|B, Lk)``."""
+    """First key and end (one past the last key) of every key's document, int32 ``(1|B, Lk)``."""
 
     library: Library
     device: Device
@@ -25,13 +25,13 @@ class DocumentRuns:
     end: Any
 
     def open_first(self) -> Any:
-        """``first``, with the first document open to earlier positions."""
+        """``first``, with the first document visible to all earlier positions too."""
         with self.library.on(self.device):
             ever = self.library.full((1, 1), EVER, "int32", self.device)
             return self.library.xp.where(self.first > 0, self.first, ever)
 
     def open_end(self) -> Any:
-        """``end``, with the last document open to later positions."""
+        """``end``, with the last document visible to all later positions too."""
         with self.library.on(self.device):
             never = self.library.full((1, 1), NEVER, "int32", self.device)
             return self.library.xp.where(self.end < self.key_length, self.end, never)
@@ -61,16 +61,16 @@ def _runs_of_lengths(documents: Operand, key_length: int) -> DocumentRuns:
     if (device.kind == "cpu" or checks.wants_values_checked()) and not backends.is_traced(documents.array):
         values = library.to_numpy(documents.array)
         if values[0] != 0 or (values[1:] < values[:-1]).any() or values[-1] != key_length:
-            raise ValueError(f"documents must be cumulative lengths that start at 0, never fall and end at the key "
-                             f"length {key_length}, got {values.tolist()[:16]}{' ...' if count > 16 else ''}")
+            raise ValueError(f"documents must be cumulative lengths that start at 0, never decrease and end at the "
+                             f"key length {key_length}, got {values.tolist()[:16]}{' ...' if count > 16 else ''}")
     return runs_between(library, device, library.astype(documents.array, "int32"), key_length)
 
 
 def runs_between(library: Library, device: Device, bounds: Any, key_length: int) -> DocumentRuns:
-    """The runs between int32 ``bounds (n + 1,)``; keys behind the last bound belong to an empty run."""
+    """The runs between int32 ``bounds (n + 1,)``; keys past the last bound belong to an empty run."""
     count = bounds.shape[0]
     keys = library.arange(0, key_length, device)
-    after = library.search_right(bounds, keys)  # number of the boundary that ends the key's document
+    after = library.search_right(bounds, keys)  # index of the bound that ends the key's document
     inside = library.xp.where(after < count, after, after * 0 + (count - 1))
     return DocumentRuns(library, device, key_length, keys, bounds[after - 1][None], bounds[inside][None])
 
@@ -84,7 +84,7 @@ def _runs_of_ids(documents: Operand) -> DocumentRuns:
     changes = library.full((rows, key_length), 0, "int32", device)
     if key_length > 1:
         changes[:, 1:] = library.astype(ids[:, 1:] != ids[:, :-1], "int32")
-    # Numbered through all rows the documents are one sorted list, and searching it gives both ends of every run.
+    # Numbered across all rows the documents form one sorted list; a search in it gives both ends of every run.
     row = library.arange(0, rows, device)[:, None] * key_length
     number = (library.cumsum(changes) + row).reshape(-1)
     first = library.search_right(number, number - 1).reshape(rows, key_length) - row
@@ -93,7 +93,7 @@ def _runs_of_ids(documents: Operand) -> DocumentRuns:
 
 
 def documents_mask(runs: DocumentRuns, causal: bool) -> Runs:
-    """Every position sees the keys of its own document, with ``causal`` only those up to itself."""
+    """Every position sees the keys of its own document; with ``causal``, only those up to itself."""
     if causal:
         return Runs(runs.keys, runs.open_end()[:, None], Hints("key"))
     return Runs(runs.open_first()[:, None], runs.open_end()[:, None])

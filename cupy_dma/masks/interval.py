@@ -1,9 +1,10 @@
 """Masks in two integers per key.
 
 ``IntervalMask``: key ``j`` is visible at position ``p`` iff ``start[..., j] <= p < stop[..., j]``, so never where
-``stop <= start``. Query ``i`` of ``Lq`` stands at position ``p_i = i + Lk - Lq``: positions end below ``Lk``, and are
-negative where there are more queries than keys. Both runs are int32 ``(1|B, 1|Hkv|H, Lk)``: memory and work are
-``O(Lk)``, never ``O(Lq * Lk)``. Ends without a bound are ``EVER`` (before every position) and ``NEVER`` (after).
+``stop <= start``. Query ``i`` of ``Lq`` stands at position ``p_i = i + Lk - Lq``: the last query stands at the last
+key, and positions are negative where there are more queries than keys. Both runs are int32 ``(1|B, 1|Hkv|H, Lk)``:
+memory and work are ``O(Lk)``, never ``O(Lq * Lk)``. An open start is ``EVER`` (before every position), an open stop
+``NEVER`` (after every position).
 """
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from cupy_dma.masks.runs import EVER, NEVER, UNKNOWN, Hints, Runs, equal, inters
 from cupy_dma.masks.selection import Candidates, check_candidates, select
 
 
-def _home(like: Any) -> tuple[Library, Device]:
+def _library_and_device(like: Any) -> tuple[Library, Device]:
     if like is None:
         return library_named("numpy"), CPU
     operand = describe(like, "like")
@@ -31,26 +32,26 @@ class IntervalMask:
     Parameters
     ----------
     start, stop : int32 array, ``(1|B, 1|Hkv|H, Lk)``
-        First position that sees the key, and the first position after it that does not. Fewer axes stand for the
-        last ones. Both of one library and device. A mask is immutable: do not write to its arrays afterwards.
+        First position that sees the key, and the first position after it that does not. Missing leading axes
+        broadcast. Both are of one library and device. A mask is immutable: do not write to its arrays afterwards.
 
     Raises
     ------
     TypeError
-        ``start`` or ``stop`` is no int32 array, or they are of different libraries.
+        ``start`` or ``stop`` is not an int32 array, or they are of different libraries.
     ValueError
         Their shapes do not broadcast, their last axis is not contiguous, or they are on different devices.
 
     See Also
     --------
-    causal, sliding_window, padding, documents, prefix_lm, sinks, top_w : the usual masks, ready made.
+    causal, sliding_window, padding, documents, prefix_lm, sinks, top_w : constructors of the usual masks.
     """
 
     __slots__ = ("__weakref__", "_bound", "_cache", "_causal_only", "_hints", "_start", "_starts", "_stop", "device",
                  "key_length", "library", "shape")
     __hash__ = None  # type: ignore[assignment]  # == compares values, so equal masks would need equal hashes
 
-    # _start, _stop: Operands of the full ``shape``, stride 0 on broadcast axes. _starts, _bound, _causal_only: the
+    # _start, _stop: Operands of the full ``shape``, with stride 0 on broadcast axes. _starts, _bound, _causal_only: the
     # fields of _hints. _cache: what backends derive from the mask (key lists).
 
     def __init__(self, start: Any, stop: Any):
@@ -79,7 +80,7 @@ class IntervalMask:
 
     @classmethod
     def _make(cls, library: Library, start: Any, stop: Any, hints: Hints = UNKNOWN) -> IntervalMask:
-        """A mask from arrays that are known to be good."""
+        """A mask from arrays that are known to be valid."""
         mask = cls.__new__(cls)
         mask._set(library, start, stop, hints)
         return mask
@@ -94,12 +95,12 @@ class IntervalMask:
 
     @property
     def start(self) -> Any:
-        """int32 array of 3 axes that broadcasts to ``shape``: the first position that sees the key."""
+        """int32 array with 3 axes that broadcasts to ``shape``: the first position that sees the key."""
         return self.library.export(self._start.array)
 
     @property
     def stop(self) -> Any:
-        """int32 array of 3 axes that broadcasts to ``shape``: the first later position that does not see the key."""
+        """int32 array with 3 axes that broadcasts to ``shape``: the first later position that does not see the key."""
         return self.library.export(self._stop.array)
 
     def __repr__(self) -> str:
@@ -109,17 +110,17 @@ class IntervalMask:
 
     @classmethod
     def causal(cls, key_length: int, *, like: Any = None) -> IntervalMask:
-        """Every position sees its own key and all older ones. ``like``: an array giving library and device."""
+        """Every position sees its own key and all earlier ones. ``like``: an array that sets library and device."""
         n = checks.whole(key_length, "key_length", 0)
-        library, device = _home(like)
+        library, device = _library_and_device(like)
         return cls._make(library, library.arange(0, n, device), library.full((n,), NEVER, "int32", device),
                          Hints("key", causal_only=True))
 
     @classmethod
     def sliding_window(cls, key_length: int, window: int, *, like: Any = None) -> IntervalMask:
-        """Every position sees the last ``window`` keys, its own among them."""
+        """Every position sees the last ``window`` keys, including its own."""
         n, w = checks.whole(key_length, "key_length", 0), checks.whole(window, "window", 1)
-        library, device = _home(like)
+        library, device = _library_and_device(like)
         with library.on(device):
             start = library.arange(0, n, device)
             stop = start + w if w + n < NEVER else library.full((n,), NEVER, "int32", device)
@@ -127,9 +128,9 @@ class IntervalMask:
 
     @classmethod
     def sinks(cls, key_length: int, count: int, *, like: Any = None) -> IntervalMask:
-        """The first ``count`` keys, visible from their own position on; no other key. Useful in a union."""
+        """Attention sinks: the first ``count`` keys, visible from their own position on, and no others. For unions."""
         n, c = checks.whole(key_length, "key_length", 0), checks.whole(count, "count", 0)
-        library, device = _home(like)
+        library, device = _library_and_device(like)
         with library.on(device):
             start = library.arange(0, n, device)
             stop = library.xp.where(start < min(c, NEVER), library.full((n,), NEVER, "int32", device), start)
@@ -137,10 +138,10 @@ class IntervalMask:
 
     @classmethod
     def prefix_lm(cls, key_length: int, prefix_length: Any, *, like: Any = None) -> IntervalMask:
-        """Keys below ``prefix_length`` (int, or integer array ``(B,)``) are visible everywhere, the rest causal."""
+        """The first ``prefix_length`` keys (int, or integer array ``(B,)``) are visible everywhere, the rest causal."""
         n = checks.whole(key_length, "key_length", 0)
         lengths = describe(prefix_length, "prefix_length") if getattr(prefix_length, "shape", ()) else None
-        library, device = _home(prefix_length if lengths and like is None else like)
+        library, device = _library_and_device(prefix_length if lengths and like is None else like)
         if lengths:
             checks.one_of_types(lengths, checks.INTEGERS)
             if lengths.ndim != 1:
@@ -158,7 +159,7 @@ class IntervalMask:
 
     @classmethod
     def padding(cls, padding: Any) -> IntervalMask:
-        """Real keys are visible at every position, hidden ones at none. ``padding``: bool ``(B, Lk)``, True = real."""
+        """Real keys are visible at every position, padding at none. ``padding``: bool ``(B, Lk)``, True = real."""
         real = describe(padding, "padding")
         checks.one_of_types(real, ("bool",))
         if real.ndim != 2:
@@ -171,26 +172,26 @@ class IntervalMask:
 
     @classmethod
     def documents(cls, documents: Any, *, key_length: int | None = None, causal: bool = True) -> IntervalMask:
-        """Every position sees the keys of its own document, with ``causal`` only those up to itself.
+        """Every position sees the keys of its own document; with ``causal``, only those up to itself.
 
         Parameters
         ----------
         documents : int32 or int64 array
-            ``(documents + 1,)``: cumulative lengths, from 0, never falling, to the key length; or ``(B, Lk)``: ids.
-            A change of id along the row begins a new document, also when the id has occurred before.
+            ``(documents + 1,)``: cumulative lengths, from 0 to the key length, never decreasing; or ``(B, Lk)``: ids.
+            Every change of id along the row begins a new document, even if the id has occurred before.
         key_length
-            With cumulative lengths: their last entry. Left out, it is read from the array (this synchronizes on CUDA).
+            With cumulative lengths: their last entry. By default it is read from the array, which synchronizes on CUDA.
 
         Raises
         ------
         TypeError, ValueError
-            ``documents`` has a wrong type or shape, or its lengths do not rise from 0 to the key length. Values on the
-            CPU are always checked, values on a device when ``CUPY_DMA_CHECK=1``.
+            ``documents`` has the wrong type or shape, or its lengths do not rise from 0 to the key length. Values are
+            always checked in host memory, in GPU memory only with ``CUPY_DMA_CHECK=1``.
 
         Notes
         -----
-        The first document is open to earlier positions (more queries than keys) and the last to later ones, so that one
-        document of all keys is the plain causal mask, or no mask.
+        The first document is also visible to earlier positions (more queries than keys) and the last to later ones, so
+        that one document of all keys is the plain causal mask, or no mask.
         """
         runs = document_runs(describe(documents, "documents"), key_length)
         return cls._of(runs.library, documents_mask(runs, checks.flag(causal, "causal")))
@@ -203,15 +204,15 @@ class IntervalMask:
         Parameters
         ----------
         scores : float array ``(B, Hkv, Lk)``
-            Any float type; 16-bit scores are widened, float64 is exact on the numpy backend and refused on CUDA.
+            Any float type; 16-bit scores are widened. float64 is exact on the numpy backend and rejected on CUDA.
         window : int
             Keys kept per query, at least 1.
         keys
             ``"prefix"``: query ``i`` keeps the best of its candidates ``j <= p_i``; causal by construction.
-            ``"global"``: one set, the best of all candidates, shared by every query (add ``causal=True`` in the
-            attention to cut it, so that an early query may keep nothing).
+            ``"global"``: one set, the best of all candidates, shared by every query (with ``causal=True`` in the
+            attention a query sees only its earlier members, possibly none).
         padding : bool array ``(1|B, Lk)``, optional
-            True = a real key. A hidden key is no candidate and takes no place.
+            True = a real key. Padding is not a candidate and does not count towards the window.
         documents : int32 or int64 array, optional
             As for ``IntervalMask.documents``: every document selects among its own keys.
         backend
@@ -224,12 +225,13 @@ class IntervalMask:
         Raises
         ------
         TypeError, ValueError
-            An argument has a wrong type, shape or value, or (``CUPY_DMA_CHECK=1``) a score is not finite.
+            An argument has the wrong type, shape or value, or (``CUPY_DMA_CHECK=1``) a score is not finite.
 
         Notes
         -----
-        The best keys *of a sliding window* are no interval mask: a key that was pushed out comes back when a better one
-        expires. To keep recent keys besides the best ones take the union, ``top_w(...) | sliding_window(...)``.
+        The best keys *within a sliding window* are not an interval mask: an outranked key returns when a better one
+        leaves the window. To keep recent keys as well as the best ones take the union, ``top_w(...) |
+        sliding_window(...)``.
         """
         if backends.is_traced(scores):
             return backends.traced().top_w(scores, window, keys, padding, documents, backend)
@@ -250,16 +252,16 @@ class IntervalMask:
     @classmethod
     def _selected(cls, scores: Operand, window: int, keys: str, candidates: Candidates,
                   module: ModuleType) -> IntervalMask:
-        """``top_w`` of arguments that have been checked, on the backend ``module``."""
+        """``top_w`` with checked arguments, on the backend ``module``."""
         return cls._of(scores.library, select(scores, window, keys, candidates, module))
 
     # ---- algebra ----------------------------------------------------------------------------------------------------
 
     def _meet(self, other: IntervalMask, sign: str) -> bool:
-        """Whether the shapes broadcast. ValueError if the masks lie in different places."""
+        """Whether the shapes broadcast. ValueError if the masks differ in library or device."""
         if (self.library.name, self.device) != (other.library.name, other.device):
-            raise ValueError(f"mask {sign} mask needs both on one library and device, got {self!r} and {other!r}; "
-                             f"move one with .to(array of the other's kind)")
+            raise ValueError(f"mask {sign} mask needs both of one library and device, got {self!r} and {other!r}; "
+                             f"move one with .to(an array of the other's library and device)")
         a, b = self.shape, other.shape
         meets = a[2] == b[2] and all(x == y or 1 in (x, y) for x, y in zip(a, b))
         if not meets and sign != "==":
@@ -277,9 +279,8 @@ class IntervalMask:
     def __or__(self, other: IntervalMask) -> IntervalMask:
         """Visible under either, where the two runs of every key touch or overlap.
 
-        Raises ValueError where they do not, because two separate runs are no interval. This is certain, and costs
-        nothing, when both masks start at the key itself; otherwise the values are looked at, which synchronizes on
-        CUDA.
+        ValueError where they do not, because two separate runs are not an interval. If both masks start at the key
+        itself the runs always touch and nothing is checked; otherwise the values are read, which synchronizes on CUDA.
         """
         if not isinstance(other, IntervalMask):
             return NotImplemented
@@ -288,7 +289,7 @@ class IntervalMask:
             return self._of(self.library, union(self.library.xp, self._runs, other._runs))
 
     def __eq__(self, other: object) -> bool:
-        """Whether both show the same keys at every position a query can stand at (below ``Lk``). Synchronizes."""
+        """Whether both show the same keys at every position that a query can have (below ``Lk``). Synchronizes."""
         if not isinstance(other, IntervalMask):
             return NotImplemented
         if not self._meet(other, "=="):
@@ -299,8 +300,8 @@ class IntervalMask:
     # ---- views of the mask ------------------------------------------------------------------------------------------
 
     def to(self, like: Any) -> IntervalMask:
-        """The same mask with arrays of ``like``'s library on ``like``'s device (through the host; synchronizes)."""
-        library, device = _home(like)
+        """The same mask with arrays of ``like``'s library on ``like``'s device (copied through the host)."""
+        library, device = _library_and_device(like)
         if (library.name, device) == (self.library.name, self.device):
             return self
         start, stop = (library.from_numpy(self.library.to_numpy(operand.array).copy(), device)
@@ -327,5 +328,5 @@ class IntervalMask:
 
     def plot(self, query_length: int | None = None, *, batch: int = 0, head: int = 0, ax: Any = None,
              path: Any = None, max_size: int = 512) -> Any:
-        """A picture of one row of the mask; see ``cupy_dma.masks.plot.plot_mask``. Returns the matplotlib Axes."""
+        """Plot one row of the mask; see ``cupy_dma.masks.plot.plot_mask``. Returns the matplotlib Axes."""
         return plot_mask(self, query_length, batch=batch, head=head, ax=ax, path=path, max_size=max_size)

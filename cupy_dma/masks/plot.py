@@ -1,4 +1,4 @@
-"""Pictures of masks, made from the intervals: memory follows the picture and the keys, never ``Lq * Lk``."""
+"""Plots of masks, drawn from the intervals: memory is linear in the picture and the keys, never ``Lq * Lk``."""
 from __future__ import annotations
 
 from itertools import pairwise
@@ -10,10 +10,10 @@ from cupy_dma import checks
 
 
 def mask_density(mask: Any, query_length: int, batch: int, head: int, max_size: int) -> np.ndarray:
-    """float64 ``(rows, columns)``, each at most ``max_size``: the visible share of the (query, key) pairs of each cell.
+    """float64 ``(rows, columns)``, each at most ``max_size``: the visible fraction of each cell's (query, key) pairs.
 
-    Key ``j`` is visible to the queries ``[begin_j, end_j)``. Before query ``x`` there are ``clip(x, begin_j, end_j)
-    - begin_j`` of them, so a cell's pairs are a difference of that count at the cell's two edges, summed over its keys.
+    Key ``j`` is visible to the queries ``[begin_j, end_j)``. ``clip(x, begin_j, end_j) - begin_j`` of them come before
+    query ``x``, so the visible pairs of a cell are the difference of that count at its two edges, summed over its keys.
     """
     n, offset = mask.key_length, mask.key_length - query_length
     start, stop = (np.broadcast_to(mask.library.to_numpy(run.array), mask.shape)[batch, head].astype(np.int64)
@@ -32,7 +32,7 @@ def mask_density(mask: Any, query_length: int, batch: int, head: int, max_size: 
 
 def plot_mask(mask: Any, query_length: int | None = None, *, batch: int = 0, head: int = 0, ax: Any = None,
               path: Any = None, max_size: int = 512) -> Any:
-    """Draw which keys (columns) which queries (rows) see; the darker, the larger the visible share of a cell.
+    """Plot which queries (rows) see which keys (columns); darker cells have a larger fraction of visible pairs.
 
     Parameters
     ----------
@@ -43,9 +43,9 @@ def plot_mask(mask: Any, query_length: int | None = None, *, batch: int = 0, hea
     ax
         matplotlib Axes to draw into; default: a new figure.
     path
-        Also write the picture to this file.
+        Also save the picture to this file.
     max_size
-        Cells per side at most; longer masks are averaged.
+        Maximum number of cells per side; longer masks are averaged.
 
     Returns
     -------
@@ -56,7 +56,7 @@ def plot_mask(mask: Any, query_length: int | None = None, *, batch: int = 0, hea
     ImportError
         matplotlib is not installed; it comes with the extra ``plot``.
     ValueError
-        ``batch`` or ``head`` is not in the mask, or a length is not positive.
+        ``batch`` or ``head`` is out of range, or a length is not positive.
     """
     length = mask.key_length if query_length is None else checks.whole(query_length, "query_length", 1)
     if mask.key_length < 1:

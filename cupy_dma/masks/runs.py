@@ -1,7 +1,7 @@
 """Runs of positions: for every key the first position that sees it and the first later one that does not.
 
-Two int32 arrays that broadcast to ``(B, H, Lk)``, and hints: what is known of them without looking at their values.
-Here is how two masks combine; ``IntervalMask`` wraps it. Call within ``library.on(device)``.
+Two int32 arrays that broadcast to ``(B, H, Lk)``, and hints: what is known about them without reading their values.
+This module defines how two masks combine; ``IntervalMask`` wraps it. Call within ``library.on(device)``.
 """
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Bound = tuple[int, int]
 
 
 class Hints(NamedTuple):
-    """What is known of a mask without looking at its values."""
+    """What is known about a mask without reading its values."""
 
     starts: str | None = None  # "key" if every start is j, "open" if every start is EVER
-    bound: Bound | None = None  # (base, per_position): any T consecutive positions see at most base +
+    bound: Bound | None = None  # (base, per_position): any T consecutive positions together see at most base +
     #                             per_position * (T - 1) keys
     causal_only: bool = False  # the mask equals plain causality
 
@@ -34,7 +34,7 @@ class Runs(NamedTuple):
 
 
 def spread(library: Library, array: Any, name: str, shape: tuple[int, ...]) -> Operand:
-    """The Operand of a run's array, seen as the mask's full shape: stride 0 on axes that broadcast."""
+    """The Operand of a run's array, viewed in the mask's full shape: stride 0 on axes that broadcast."""
     if len(array.shape) < 3:
         array = array[(None,) * (3 - len(array.shape))]
     seen = library.describe(array, name)
@@ -57,8 +57,8 @@ def intersection(xp: Any, a: Runs, b: Runs) -> Runs:
 
 
 def union(xp: Any, a: Runs, b: Runs) -> Runs:
-    """Visible under either. ValueError if some key has two separate runs, which costs a look at the values (on CUDA a
-    synchronization) unless both masks start alike."""
+    """Visible under either. ValueError if some key has two separate runs; unless the hints rule that out, this reads
+    the values, which synchronizes on CUDA."""
     bound = None
     if a.hints.bound is not None and b.hints.bound is not None:
         bound = a.hints.bound[0] + b.hints.bound[0], a.hints.bound[1] + b.hints.bound[1]
@@ -68,14 +68,14 @@ def union(xp: Any, a: Runs, b: Runs) -> Runs:
     no_a, no_b = a.stop <= a.start, b.stop <= b.start
     apart = ~no_a & ~no_b & ((a.start > b.stop) | (b.start > a.stop))
     if bool(apart.any()):
-        raise ValueError("mask | mask needs runs that touch or overlap: some key is visible in two separate runs, "
-                         "which is no interval; use the dense masks, a.to_dense(n) | b.to_dense(n)")
+        raise ValueError("mask | mask needs runs that touch or overlap, but some key is visible in two separate runs, "
+                         "which no interval can express; use dense masks, a.to_dense(n) | b.to_dense(n)")
     return Runs(xp.where(no_a, b.start, xp.where(no_b, a.start, xp.minimum(a.start, b.start))),
                 xp.where(no_a, b.stop, xp.where(no_b, a.stop, xp.maximum(a.stop, b.stop))), Hints(bound=bound))
 
 
 def equal(library: Library, device: Device, key_length: int, a: Runs, b: Runs) -> bool:
-    """Whether both show the same keys at every position a query can stand at (below ``Lk``)."""
+    """Whether both show the same keys at every position that a query can have (below ``Lk``)."""
     xp = library.xp
     end = library.full((1, 1, 1), key_length, "int32", device)
     a_stop, b_stop = xp.minimum(a.stop, end), xp.minimum(b.stop, end)

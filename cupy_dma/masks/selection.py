@@ -1,9 +1,9 @@
 """The dynamic mask: which keys every query keeps (SPEC section 3).
 
-Keys are ranked by ``(score, j)``, highest first; NaN above everything, the newest key of equals first. The w-th best of
-a growing prefix only rises, so a key that has fallen out of the kept set never returns: key ``j`` is visible from its
-own position to ``stop_j``, the first position at which ``w`` better keys exist. A backend's ``prefix_stop`` finds
-``stop_j``; all else follows from it here, in a few elementwise operations over ``(B, Hkv, Lk)``.
+Keys are ranked by ``(score, j)``, highest first: NaN ranks above everything, the newest of equal keys first. The w-th
+best rank of a growing prefix never decreases, so a key that has dropped out of the kept set never returns: key ``j`` is
+visible from its own position to ``stop_j``, the first position at which ``w`` better keys exist. A backend's
+``prefix_stop`` computes ``stop_j``; the rest is done here, in a few elementwise operations over ``(B, Hkv, Lk)``.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Candidates(NamedTuple):
 
     padding: Operand | None = None  # bool (1|B, Lk), True = a real key
     runs: DocumentRuns | None = None  # the documents to select within
-    apart: bool = False  # the attention keeps documents apart by itself, so the mask need not
+    apart: bool = False  # the attention itself separates the documents, so the mask need not
 
 
 def check_candidates(padding: Any, documents: Any, like: Operand, batch: int, length: int) -> Candidates:
@@ -42,7 +42,7 @@ def check_candidates(padding: Any, documents: Any, like: Operand, batch: int, le
 
 
 def select(scores: Operand, window: int, keys: str, candidates: Candidates, module: ModuleType) -> Runs:
-    """The mask of the ``window`` best keys, of arguments that have been checked, on the backend ``module``."""
+    """The mask of the ``window`` best keys, from checked arguments, on the backend ``module``."""
     library, device, n = scores.library, scores.device, scores.shape[2]
     real, runs, apart = candidates
     if checks.wants_values_checked() and not bool(library.xp.isfinite(scores.array).all()):
@@ -75,15 +75,16 @@ def select(scores: Operand, window: int, keys: str, candidates: Candidates, modu
             if not apart:
                 start, end = runs.open_first()[:, None], runs.open_end()[:, None]
         kept = stop >= last
-        if runs is not None and real is not None:  # behind the last document nothing is kept
+        if runs is not None and real is not None:  # past the last document nothing is kept
             kept = kept & real.array[:, None]
         return Runs(start, library.xp.where(kept, end, start), hints)
 
 
 def selection_hints(window: int, length: int, keys: str, has_padding: bool, has_documents: bool) -> Hints:
-    """What is known of a selection's mask from its arguments alone."""
+    """What is known about a selection's mask from its arguments alone."""
     w = min(window, max(length, 1))
     if keys == "prefix":
         return Hints("key", (w, 1), window >= length and not has_padding and not has_documents)
-    # Positions of two documents see the keys of both, and whole documents between them at most T - 2 keys.
+    # T positions that span several documents see w keys of the first, w of the last and all of those in between, which
+    # have at most T - 2 keys.
     return Hints(None, (2 * w, 1)) if has_documents else Hints("open", (w, 0))

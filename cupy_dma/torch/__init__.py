@@ -1,10 +1,10 @@
-"""torch: differentiable functions, the operators under them, and a module.
+"""torch: differentiable functions, the operators beneath them, and a module.
 
     out = cupy_dma.torch.dynamic_mask_attention(query, key, value, scores, window=2048)     # or cupy_dma's own
-    layer = cupy_dma.torch.DynamicMaskAttention(kv_heads=8, head_dim=128, window=2048)      # scores learned
+    layer = cupy_dma.torch.DynamicMaskAttention(kv_heads=8, head_dim=128, window=2048)      # learns its scores
 
 Everything works in eager mode, under ``torch.compile(fullgraph=True)``, autocast and activation checkpointing, on CUDA
-and on CPU tensors. There are first derivatives only.
+and CPU tensors. Only first derivatives are available.
 """
 from cupy_dma.torch.attention import attention, dynamic_mask_attention
 from cupy_dma.torch.module import DynamicMaskAttention

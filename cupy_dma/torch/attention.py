@@ -2,10 +2,10 @@
 
     attention -> out, lse           attention_backward -> the gradients named in ``needs``, in that order
 
-``cupy_dma.attention`` and its sisters come here by themselves when a tensor requires grad, under autocast and under
-``torch.compile``; calling these directly is the same. Under autocast query, key and value are cast to its type, float64
-excepted; scores, biases and score parameters keep theirs. ``torch.use_deterministic_algorithms`` is obeyed. An interval
-mask crosses to an operator as its two tensors and its hints.
+``cupy_dma.attention`` and the other public functions delegate to these when a tensor requires grad, under autocast and
+under ``torch.compile``; calling these directly is equivalent. Under autocast query, key and value are cast to its type,
+except float64; scores, biases and score parameters keep theirs. ``torch.use_deterministic_algorithms`` is respected. An
+interval mask is passed to an operator as its two tensors and its hints.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cupy_dma import backends, checks
 from cupy_dma.arrays import Operand, library_named
 from cupy_dma.calls.attention import attention_call, dynamic_call
 from cupy_dma.calls.gradients import attention_gradients
-from cupy_dma.calls.mask import intersect, parts_of
+from cupy_dma.calls.mask import intersect, masks_in
 from cupy_dma.calls.run import masked
 from cupy_dma.calls.sequences import Sequences
 from cupy_dma.calls.types import AttentionCall, DynamicCall, key_bias
@@ -31,7 +31,7 @@ from cupy_dma.torch.registration import (
     Options,
     cast,
     empty_like,
-    fixed,
+    is_deterministic,
     is_plain_gradient,
     needs_grad,
     operators,
@@ -46,8 +46,8 @@ from cupy_dma.torch.scores import scores_by
 INPUTS = ("query", "key", "value", "bias")
 
 
-class MaskParts(NamedTuple):
-    """A mask as the operators take it."""
+class MaskArguments(NamedTuple):
+    """An interval mask as arguments of an operator."""
 
     start: Tensor | None = None
     stop: Tensor | None = None
@@ -56,7 +56,7 @@ class MaskParts(NamedTuple):
     causal_only: bool = False
 
     @classmethod
-    def of(cls, mask: IntervalMask | None) -> MaskParts:
+    def of(cls, mask: IntervalMask | None) -> MaskArguments:
         return cls() if mask is None else cls(mask._start.array, mask._stop.array, *mask._hints)
 
     def mask(self) -> IntervalMask | None:
@@ -73,15 +73,15 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None,
     """``cupy_dma.attention`` with gradients for ``query, key, value`` and ``bias``, through ``out`` and ``lse``."""
     query, key, value = cast(query, key, value)
     if takes_operators(query, key, value, bias):
-        given = parts_of(mask)
+        given = masks_in(mask)
         if len(given) == 1:
             interval, dense = (given[0], None) if isinstance(given[0], IntervalMask) else (None, given[0])
         else:
             interval, dense = intersect(given, key.shape[1], key.shape[2], query.shape[2])
-        out, lse = operators.attention(query, key, value, *MaskParts.of(interval), dense, bias,
+        out, lse = operators.attention(query, key, value, *MaskArguments.of(interval), dense, bias,
                                        *options_of(causal, scale, softcap, deterministic, backend))
     else:
-        call = attention_call(query, key, value, mask, bias, causal, scale, softcap, fixed(deterministic))
+        call = attention_call(query, key, value, mask, bias, causal, scale, softcap, is_deterministic(deterministic))
         out, lse = attend(call, backends.choose(backend, (call.query,)), backend, (query, key, value, bias))
     return (out, lse) if return_lse else out
 
@@ -93,7 +93,7 @@ def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Te
                            softcap: float = 0.0, deterministic: bool = False, return_lse: bool = False,
                            backend: str | None = None) -> Any:
     """``cupy_dma.dynamic_mask_attention`` with gradients for ``query, key, value`` and ``scores``, or through the
-    scores for ``value`` (both parts), ``dt_proj``, ``A`` and ``dt_bias``."""
+    scores for ``value`` (both terms), ``dt_proj``, ``A`` and ``dt_bias``."""
     query, key, value = cast(query, key, value)
     if takes_operators(query, key, value, scores, dt_proj, A, dt_bias, padding, documents):
         if scores is None:
@@ -105,7 +105,7 @@ def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Te
             *options_of(causal and keys == "global", scale, softcap, deterministic, backend))
     else:
         call = dynamic_call(query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents,
-                            causal, scale, softcap, fixed(deterministic))
+                            causal, scale, softcap, is_deterministic(deterministic))
         out, lse = attend_dynamic(call, backend, query, key, value, scores)
     return (out, lse) if return_lse else out
 
@@ -140,9 +140,9 @@ def _attended(call: AttentionCall, module: ModuleType) -> tuple[Tensor, Tensor]:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention of a call whose arguments have been checked. What is kept of the call are its options and its mask,
-    with the key lists that it has by then; tensors are kept by autograd alone, so that hooks on saved tensors
-    (checkpointing, offloading) see all of them."""
+    """Attention of a checked call. The context keeps the call's options and its mask, including the key lists that
+    backends have cached on it; tensors are saved through autograd only, so that saved-tensor hooks (checkpointing,
+    offloading) see all of them."""
 
     @staticmethod
     def forward(ctx: Any, call: AttentionCall, module: ModuleType, backend: str | None,
@@ -165,7 +165,7 @@ class _Attention(torch.autograd.Function):
                 call = _call_of(query, key, value, ctx.mask, dense, bias, ctx.options, ctx.sequences)
                 found = dict(zip(needs, gradients_of(call, *upstream, ctx.module, needs)))
             else:
-                arguments = (*upstream, query, key, value, *MaskParts.of(ctx.mask))
+                arguments = (*upstream, query, key, value, *MaskArguments.of(ctx.mask))
                 options = (bias, *ctx.options, ctx.backend)
                 if ctx.sequences is None:
                     made = operators.attention_backward(*arguments, dense, *options, needs)
@@ -178,7 +178,7 @@ class _Attention(torch.autograd.Function):
 def _call_of(query: Tensor, key: Tensor, value: Tensor, mask: IntervalMask | None, dense: Tensor | None,
              bias: Tensor | None, options: tuple[bool, float, float, bool],
              sequences: Sequences | None = None) -> AttentionCall:
-    """The call of tensors that the forward has checked."""
+    """The call for tensors that the forward has checked."""
     operand = library_named("torch").operand
 
     def of(tensor: Tensor, name: str) -> Operand:
@@ -206,19 +206,19 @@ def gradients_of(call: AttentionCall, dout: Tensor, dlse: Tensor | None, out: Te
 # ---- operators ------------------------------------------------------------------------------------------------------
 
 
-def _masks(parts: MaskParts, dense: Tensor | None) -> tuple[Any, ...]:
-    return tuple(mask for mask in (parts.mask(), dense) if mask is not None)
+def _masks(interval: MaskArguments, dense: Tensor | None) -> tuple[Any, ...]:
+    return tuple(mask for mask in (interval.mask(), dense) if mask is not None)
 
 
 def _attention(query, key, value, start, stop, starts, bound, causal_only, dense, bias, *options):
-    masks, options = _masks(MaskParts(start, stop, starts, bound, causal_only), dense), Options(*options)
+    masks, options = _masks(MaskArguments(start, stop, starts, bound, causal_only), dense), Options(*options)
     call = attention_call(query, key, value, masks, bias, *options[:4])
     return backends.choose(options.backend, (call.query,)).attention(call)
 
 
 def _attention_backward(dout, dlse, out, lse, query, key, value, start, stop, starts, bound, causal_only, dense, bias,
                         causal, scale, softcap, deterministic, backend, needs):
-    masks = _masks(MaskParts(start, stop, starts, bound, causal_only), dense)
+    masks = _masks(MaskArguments(start, stop, starts, bound, causal_only), dense)
     with torch.no_grad():
         call = attention_call(query, key, value, masks, bias, causal, scale, softcap, deterministic)
         return gradients_of(call, dout, dlse, out, lse, backends.choose(backend, (call.query,)), needs)

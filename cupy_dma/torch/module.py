@@ -12,7 +12,7 @@ from cupy_dma.torch.attention import dynamic_mask_attention
 
 
 class DynamicMaskAttention(nn.Module):
-    """``dynamic_mask_attention`` with the parameters of the scores.
+    """``dynamic_mask_attention`` with the parameters of the key scores.
 
     Parameters
     ----------
@@ -21,7 +21,7 @@ class DynamicMaskAttention(nn.Module):
     window : int
         Keys kept per query.
     dt_bias : bool
-        Learn an offset per kv head too.
+        Also learn an offset per kv head.
     form, keys, scale, softcap, deterministic, backend
         As for ``cupy_dma.dynamic_mask_attention``.
     device, dtype
@@ -30,8 +30,8 @@ class DynamicMaskAttention(nn.Module):
     Attributes
     ----------
     A : Parameter ``(Hkv,)``
-        Zeros at first, as in the original (Hugging Face Doge), whose names these are: all scores are equal then, every
-        query sees the last ``window`` keys, and only ``A`` gets a gradient until it has moved.
+        Initialised to zeros, as in the original (Hugging Face Doge), which also gives the names: all scores are equal
+        at first, every query sees the last ``window`` keys, and only ``A`` gets a gradient until it has moved.
     dt_proj : nn.Linear
         ``Hkv * D -> Hkv``, initialised by ``nn.Linear``.
     """

@@ -1,10 +1,10 @@
-"""How functions of this package become operators ``torch.ops.cupy_dma``, and when they need not.
+"""How functions of this package are registered as operators ``torch.ops.cupy_dma``, and when calls bypass them.
 
 Eager calls on plain tensors run a backend directly, inside a ``torch.autograd.Function``: their arguments are checked
-once, and a mask keeps its key lists from the forward to the backward pass. Whoever looks at operators gets operators:
-``torch.compile``, dispatch modes (fake tensors, FLOP counters, selective checkpointing), tensor subclasses, and
-autograd when it differentiates a gradient. An operator checks its arguments when it runs; its fake kernel gives shapes
-and types. Results are fresh and contiguous.
+once, and a mask keeps its key lists from the forward to the backward pass. Calls that something traces or intercepts
+use the operators: ``torch.compile``, dispatch modes (fake tensors, FLOP counters, selective checkpointing), tensor
+subclasses, and autograd when it differentiates a gradient. An operator checks its arguments when it runs; its fake
+kernel gives shapes and types. Results are freshly allocated and contiguous.
 """
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch import Tensor
 
 from cupy_dma import checks
 
-# A compiler must not choose other strides for the inputs: the last axis has to stay contiguous.
+# The compiler must not choose other strides for the inputs: the last axis has to stay contiguous.
 _STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
-_TENSOR = object()  # where an argument of an operator was a tensor
+_TENSOR = object()  # stands for an argument of an operator that was a tensor
 _library = torch.library.Library("cupy_dma", "DEF")
 operators = torch.ops.cupy_dma
 
 
 class Options(NamedTuple):
-    """The arguments of the attention operators behind the bias."""
+    """The arguments of the attention operators after the bias."""
 
     causal: bool
     scale: float | None
@@ -46,12 +46,12 @@ def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) 
 
 
 def register_derivative(name: str, differentiable: dict[int, str], keeps_outputs: bool) -> None:
-    """Give operator ``name`` its derivative, the operator ``{name}_backward``, which has none itself.
+    """Register operator ``{name}_backward``, itself not differentiable, as the derivative of operator ``name``.
 
-    ``differentiable``: names of the arguments that may have gradients, by their positions. The derivative takes the
-    gradients of the outputs, with ``keeps_outputs`` the outputs, then the arguments, and the names of the wanted
-    gradients, which it returns in that order. (``torch.library.register_autograd`` costs 75 us a call for operators
-    with so many arguments.)
+    ``differentiable``: names of the arguments that may have gradients, by position. The derivative takes the gradients
+    of the outputs, with ``keeps_outputs`` the outputs, then the arguments, and the names of the requested gradients,
+    which it returns in that order. (``torch.library.register_autograd`` costs 75 us per call for operators with this
+    many arguments.)
     """
     operator, derivative = getattr(operators, name).default, getattr(operators, f"{name}_backward").default
 
@@ -73,7 +73,7 @@ def _below_autograd(operator: Any, keys: Any, arguments: Any) -> Any:
 
 
 class _Operator(torch.autograd.Function):
-    """An operator under the Autograd key."""
+    """An operator at the Autograd dispatch key."""
 
     @staticmethod
     def forward(ctx: Any, operator: Any, derivative: Any, differentiable: dict[int, str], keeps_outputs: bool,
@@ -113,11 +113,11 @@ class _SecondDerivative(torch.autograd.Function):
                                   "key_scores (create_graph=True)")
 
 
-# ---- what the functions above the operators share -------------------------------------------------------------------
+# ---- shared by the functions above the operators --------------------------------------------------------------------
 
 
 def takes_operators(*tensors: Any) -> bool:
-    """Whether a call with these arguments must show operators, because somebody traces or watches it."""
+    """Whether a call with these arguments must go through operators, because something traces or intercepts it."""
     if (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
             or torch._C._functorch.peek_interpreter_stack() is not None):
         return True
@@ -128,7 +128,7 @@ def takes_operators(*tensors: Any) -> bool:
 
 
 def is_plain_gradient(gradient: Tensor) -> bool:
-    """Whether nobody looks at how a gradient is made: no tracer, and no autograd that would differentiate it again."""
+    """Whether a gradient can be computed without operators: nothing traces it, nor will autograd differentiate it."""
     return type(gradient) is Tensor and not torch.is_grad_enabled()
 
 
@@ -141,19 +141,19 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return False
 
 
-def fixed(deterministic: bool) -> bool:
-    """The option, or torch's switch for all of it."""
+def is_deterministic(deterministic: bool) -> bool:
+    """The checked option, or torch's global switch."""
     return checks.flag(deterministic, "deterministic") or torch.are_deterministic_algorithms_enabled()
 
 
 def options_of(causal: bool, scale: float | None, softcap: float, deterministic: bool, backend: str | None) -> Options:
     """Checked options, as an operator takes them."""
     return Options(checks.flag(causal, "causal"), None if scale is None else checks.real(scale, "scale"),
-                   checks.real(softcap, "softcap", 0.0), fixed(deterministic), backend)
+                   checks.real(softcap, "softcap", 0.0), is_deterministic(deterministic), backend)
 
 
 def cast(*tensors: Any) -> tuple[Any, ...]:
-    """Tensors in the type of autocast, where it is on for their device. float64 stays."""
+    """Tensors cast to autocast's type if it is enabled for their device, except float64."""
     first = tensors[0]
     if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
         return tensors
@@ -166,7 +166,7 @@ def cast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """The type of numbers per row or key."""
+    """The type of per-row and per-key numbers."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 

@@ -43,7 +43,7 @@ def key_scores(value: Tensor, dt_proj: Tensor, A: Tensor, *, dt_bias: Tensor | N
 
 
 def scores_by(recipe: Recipe, module: ModuleType, backend: str | None) -> Tensor:
-    """The scores of a checked recipe on ``module``, the backend of that name, with their gradients."""
+    """The scores of a checked recipe, differentiable, on ``module``, the backend of that name."""
     tensors = [None if x is None else x.array for x in recipe[:4]]
     if needs_grad(*tensors):
         return _KeyScores.apply(recipe, module, backend, *tensors)
@@ -52,7 +52,7 @@ def scores_by(recipe: Recipe, module: ModuleType, backend: str | None) -> Tensor
 
 def top_w(scores: Tensor, window: int, keys: str, padding: Tensor | None, documents: Tensor | None,
           backend: str | None) -> IntervalMask:
-    """``IntervalMask.top_w`` as ``torch.compile`` sees it: one operator, which checks its arguments when it runs."""
+    """``IntervalMask.top_w`` under ``torch.compile``: a single operator, which checks its arguments when it runs."""
     start, stop = operators.top_w(scores.detach(), window, keys, padding, documents, backend)
     hints = selection_hints(window, scores.shape[2], keys, padding is not None, documents is not None)
     return IntervalMask._make(library_named("torch"), start, stop, hints)
@@ -78,7 +78,7 @@ class _KeyScores(torch.autograd.Function):
 
 def _gradients(dscores: Tensor, tensors: tuple[Any, ...], form: str, module: ModuleType,
                needs: list[str]) -> list[Tensor]:
-    """The gradients named in ``needs``, of parameters that the forward has checked."""
+    """The gradients named in ``needs``, for parameters that the forward has checked."""
     operand, (value, dt_proj, A, dt_bias) = library_named("torch").operand, tensors
     v, projection, a = operand(value, "value"), operand(dt_proj, "dt_proj"), operand(A, "A")
     offset = None if dt_bias is None else operand(dt_bias, "dt_bias")

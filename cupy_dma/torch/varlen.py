@@ -3,7 +3,7 @@
     varlen_attention -> out, lse            varlen_attention_backward -> the gradients named in ``needs``, in that order
     varlen_top_w -> start, stop             (no gradient)
 
-As ``attention.py``, with the sequences as tensors behind the options.
+As ``attention.py``, with the tensors that describe the sequences after the options.
 """
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from cupy_dma.calls.attention import selection_options
 from cupy_dma.calls.varlen import candidates_of, scores_of_keys, varlen_call, varlen_dynamic_call
 from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.masks.selection import selection_hints
-from cupy_dma.torch.attention import MASK, OPTIONS, MaskParts, attend, attend_dynamic, gradients_of
+from cupy_dma.torch.attention import MASK, OPTIONS, MaskArguments, attend, attend_dynamic, gradients_of
 from cupy_dma.torch.registration import (
     cast,
     empty_like,
-    fixed,
+    is_deterministic,
     operators,
     options_of,
     register,
@@ -43,11 +43,11 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Te
     sequences = cu_seqlens_q, cu_seqlens_k, seqused_k, block_table
     if takes_operators(query, key, value, bias, *sequences):
         _check_lengths(max_seqlen_q, max_seqlen_k)
-        out, lse = operators.varlen_attention(query, key, value, *MaskParts.of(mask), bias,
+        out, lse = operators.varlen_attention(query, key, value, *MaskArguments.of(mask), bias,
                                               *options_of(causal, scale, softcap, deterministic, backend), *sequences)
     else:
         call = varlen_call(query, key, value, cu_seqlens_q, cu_seqlens_k, mask, bias, causal, scale, softcap,
-                           fixed(deterministic), block_table, seqused_k, max_seqlen_q, max_seqlen_k)
+                           is_deterministic(deterministic), block_table, seqused_k, max_seqlen_q, max_seqlen_k)
         out, lse = attend(call, backends.choose(backend, (call.query,)), backend, (query, key, value, bias))
     return (out, lse) if return_lse else out
 
@@ -62,7 +62,7 @@ def varlen_dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, cu_
                                   max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
                                   backend: str | None = None) -> Any:
     """``cupy_dma.varlen_dynamic_mask_attention`` with gradients for ``query, key, value`` and ``scores``, or through
-    the scores for ``value`` (both parts), ``dt_proj``, ``A`` and ``dt_bias``."""
+    the scores for ``value`` (both terms), ``dt_proj``, ``A`` and ``dt_bias``."""
     query, key, value = cast(query, key, value)
     sequences = cu_seqlens_q, cu_seqlens_k, seqused_k, block_table
     if takes_operators(query, key, value, scores, dt_proj, A, dt_bias, *sequences):
@@ -77,8 +77,8 @@ def varlen_dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, cu_
                                               *options_of(cut, scale, softcap, deterministic, backend), *sequences)
     else:
         call = varlen_dynamic_call(query, key, value, cu_seqlens_q, cu_seqlens_k, scores, window, dt_proj, A, dt_bias,
-                                   form, keys, causal, scale, softcap, fixed(deterministic), block_table, seqused_k,
-                                   max_seqlen_q, max_seqlen_k)
+                                   form, keys, causal, scale, softcap, is_deterministic(deterministic), block_table,
+                                   seqused_k, max_seqlen_q, max_seqlen_k)
         out, lse = attend_dynamic(call, backend, query, key, value, scores)
     return (out, lse) if return_lse else out
 
@@ -94,7 +94,7 @@ def _check_lengths(*lengths: int | None) -> None:
 
 def _call(query, key, value, start, stop, starts, bound, causal_only, bias, causal, scale, softcap, deterministic,
           cu_seqlens_q, cu_seqlens_k, seqused_k, block_table):
-    mask = MaskParts(start, stop, starts, bound, causal_only).mask()
+    mask = MaskArguments(start, stop, starts, bound, causal_only).mask()
     return varlen_call(query, key, value, cu_seqlens_q, cu_seqlens_k, mask, bias, causal, scale, softcap,
                        deterministic, block_table, seqused_k)
 

@@ -1,5 +1,6 @@
-"""The flex backend on the CPU: the grid forward and backward, what must not leak, blocks, the path of compiled kernels
-(traced, without its compiler), and the torch operations for scores and selection. On a GPU: test_flex_cuda.py."""
+"""The flex backend on the CPU: the grid forward and backward, isolation of non-finite values, blocks, the path of
+compiled kernels (traced, without its compiler), and the torch operations for scores and selection. On a GPU:
+tests/gpu/test_flex.py."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -81,11 +82,11 @@ def test_only_what_is_needed(needs):
     cases.check_backward(case, found)
 
 
-# ---- what must not leak -------------------------------------------------------------------------------------------
+# ---- isolation of non-finite values -------------------------------------------------------------------------------
 
 
 def hidden_case(rng):
-    """A call in which keys 7, 8 and 30 are seen by nobody and queries 0 to 9 see nothing."""
+    """A call in which no query sees keys 7, 8 and 30, and queries 0 to 9 have no visible keys."""
     q, k, v = draw(rng, lq=70)
     padding = np.ones((1, 60), bool)
     padding[0, [7, 8, 30]] = False
@@ -126,7 +127,7 @@ def test_rows_that_see_nothing(rng):
 
 
 def test_a_bad_key_that_some_see(rng):
-    """The documented limit: the key itself is contained in the forward, a bad value is not."""
+    """The documented limit: a non-finite key is isolated in the forward, a non-finite value is not."""
     q, k, v = draw(rng)
     mask = dma.IntervalMask.sliding_window(60, 5)
     clean = dma.attention(q, k, v, mask=mask)
@@ -225,7 +226,7 @@ def test_one_program_a_configuration(traced, rng):
 
 
 def test_many_configurations(traced, rng):
-    """torch gives up a function after a few variants; here every configuration is a function of its own."""
+    """torch stops compiling a function after a few variants; here every configuration is its own function."""
     for n in range(20, 30):
         q, k, v = draw(rng, lq=n, lk=n, d=16)
         np.testing.assert_allclose(dma.attention(q, k, v, causal=True, backend="flex"),
@@ -320,7 +321,7 @@ def test_scores_and_their_gradients(rng, dtype, form):
 
 
 def test_gradients_of_scores_that_nobody_uses(rng):
-    """A value with NaN whose score one head uses spoils that head's row of ddt_proj, and no other."""
+    """A NaN in a value whose score only one head uses propagates to that head's row of ddt_proj, and to no other."""
     value = rng.standard_normal((1, 50, 2, 8)).astype(np.float32)
     dt_proj, A = rng.standard_normal((2, 16)).astype(np.float32), np.float32([0.3, -0.2])
     dscores = rng.standard_normal((1, 2, 50)).astype(np.float32)

@@ -1,8 +1,8 @@
 """The Triton backend: on a GPU (marked ``gpu``), and on the CPU in Triton's interpreter.
 
-The interpreter must be chosen before Triton is imported, so its tests run in a process of their own:
-``test_in_the_interpreter`` runs this file again with ``TRITON_INTERPRET=1``, and then the tests below take CPU tensors
-and the smaller part of the grid (all of it with ``CUPY_DMA_TRITON_GRID=all``).
+The interpreter must be selected before Triton is imported, so its tests run in a separate process:
+``test_in_the_interpreter`` runs this file again with ``TRITON_INTERPRET=1``, and then the tests below use CPU tensors
+and a subset of the grid (all of it with ``CUPY_DMA_TRITON_GRID=all``).
 """
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ DEVICE = CPU if INTERPRETED else Device("cuda", 0)
 LIBRARIES = ["torch", "numpy" if INTERPRETED else "cupy"]
 GRID = [c for c in cases.CASES if c.dtype != "float64"]
 if INTERPRETED:
-    from tests.backends.triton_interpreter import mend
+    from tests.backends.triton_interpreter import patch
 
-    mend()
+    patch()
     if os.environ.get("CUPY_DMA_TRITON_GRID") != "all":
         GRID = [c for c in GRID if c.name in (
             "float16-D3", "bfloat16-D40", "float32-D16", "bfloat16-D128", "heads-6/2-causal", "heads-4/2-top_w",
@@ -48,7 +48,7 @@ POISONED = ("float16-D3", "heads-6/2-top_w", "heads-4/2-top_w", "lengths-129x33-
 
 
 def on_device(test):
-    """A test of the kernels: in the interpreter's process, or on a GPU."""
+    """A test of the kernels, in the interpreter's process or on a GPU."""
     return test if INTERPRETED else pytest.mark.gpu(test)
 
 
@@ -91,7 +91,7 @@ def draw(torch, n, heads=4, kv_heads=2, size=32, lq=None, dtype=None):
     return q, k, v, torch.randn(1, kv_heads, n).to(str(DEVICE))
 
 
-# ---- right ----
+# ---- correctness ----
 @on_device
 @pytest.mark.parametrize(("case", "name"), RUNS, ids=str)
 def test_grid(torch, case, name):
@@ -107,8 +107,8 @@ def test_grid(torch, case, name):
 @on_device
 @pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")
 @pytest.mark.parametrize("case", [c for c in GRID if c.name in POISONED], ids=str)
-def test_memory_holds_garbage_at_first(torch, case):
-    """Every array that is made uninitialised, result or not, holds NaN or the largest integer before it is written."""
+def test_uninitialised_memory_is_never_read(torch, case):
+    """Every array that is allocated uninitialised, result or not, is filled with NaN or the largest integer."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # and torch.utils.deterministic fills, by its default
     try:
         assert torch.empty(3).isnan().all()
@@ -193,7 +193,7 @@ def test_key_scores(torch, name, dtype, form, shape):
 
 @on_device
 def test_autograd_and_the_whole_chain(torch):
-    """Torch's autograd through scores, selection and attention, against the gradients by hand and on NumPy."""
+    """Torch's autograd through scores, selection and attention, against the explicit gradients and NumPy's."""
     q, k, v, _ = draw(torch, 90, dtype=torch.float32)
     weight, a = torch.randn(2, 64).to(q.device) / 8, torch.ones(2).to(q.device)
     leaves = [x.requires_grad_() for x in (q, k, v, weight, a)]
@@ -231,9 +231,9 @@ def test_compile_and_autocast(torch):
         assert x.dtype == torch.float32 and (x - y).norm() <= 2e-2 * y.norm()
 
 
-# ---- what must not reach a result ----
+# ---- isolation of non-finite values ----
 def nearly(x, y) -> bool:
-    """Finite, and equal but for the order of sums: a tile with a bad row is made again in smaller steps."""
+    """Finite, and equal up to the order of summation: a tile with a non-finite row is recomputed in smaller blocks."""
     return bool(x.isfinite().all() and ((x - y).abs() <= 2**-9 * (1 + y.abs())).all())
 
 
@@ -308,7 +308,7 @@ def test_what_nobody_sees_changes_no_bit(torch, softcap):
 
 @on_device
 def test_rows_that_see_nothing(torch):
-    """More queries than keys: the first rows see nothing, get zeros, and what they hold reaches nothing."""
+    """More queries than keys: the first rows have no visible keys, get zeros, and a NaN in them does not propagate."""
     q, k, v, scores = draw(torch, 60, 2, 1, lq=100)
     mask = dma.IntervalMask.top_w(scores, 15, backend="triton")
     out, lse = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True, backend="triton")
@@ -335,8 +335,8 @@ def test_only_what_is_asked_for(torch, needs, bias):
     dout = torch.randn_like(out)
     everything = attention_backward(dout, q, k, v, out, lse, **options)
     some = attention_backward(dout, q, k, v, out, lse, **options, needs=needs)
-    # What is asked for decides which kernel is compiled, and the compiler in which order the kernel adds up: the same
-    # bits come for the same question only. The sums are float32 of p (dout . v - delta); of a row they cancel.
+    # The needed gradients decide which kernel is compiled, and the compiler decides the order of summation: results are
+    # bitwise equal only for the same needs. The sums are float32 of p (dout . v - delta); along a row they cancel.
     noise = 2**-23 * float(dout.float().norm(dim=-1).max() * v.float().norm(dim=-1).max())
     for name in everything._fields:
         assert (getattr(some, name) is None) == (name not in needs)
@@ -355,8 +355,8 @@ def test_refused(torch):
 
 @pytest.mark.parametrize(("handle", "expected"), [(0, "default 3"), (1, "default 3"), (2, "external 2 3"),
                                                   (94000, "external 94000 3")])
-def test_a_raw_stream_is_that_stream(torch, monkeypatch, handle, expected):
-    """torch makes a new stream of a null handle, which is what CuPy calls its default stream: a race with CuPy."""
+def test_a_raw_stream_maps_to_the_same_stream(torch, monkeypatch, handle, expected):
+    """torch creates a new stream for a null handle, which is CuPy's default stream: that would race with CuPy."""
     from cupy_dma.backends.torch_common import arrays
 
     monkeypatch.setattr(torch.cuda, "default_stream", lambda index: f"default {index}")
@@ -376,7 +376,7 @@ def test_cpu_arrays_are_refused():
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
 @pytest.mark.parametrize("kind", ["default", "own", "non-blocking"])
 def test_work_runs_on_cupys_stream(torch, kind):
-    """torch works on the very stream that is CuPy's, and CuPy's own work before and after waits for nothing else."""
+    """torch works on CuPy's current stream, so that CuPy's own work before and after needs no other synchronization."""
     cupy = pytest.importorskip("cupy")
     from cupy_dma.arrays import describe
     from cupy_dma.backends.torch_common.arrays import on_stream_of

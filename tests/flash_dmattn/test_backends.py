@@ -1,5 +1,5 @@
-"""Every function of the drop-in on every backend, forward and backward, against the NumPy backend in float64 (which
-test_flash_dmattn*.py compares with the oracle)."""
+"""Every function of the drop-in on every backend, forward and backward, against the NumPy backend in float64 (which the
+other tests in this folder compare with the oracle)."""
 from __future__ import annotations
 
 import numpy as np
@@ -87,11 +87,11 @@ def check(name, place, backend):
         assert ref.norm() > 0 and found.shape == ref.shape
         error = float((found - ref).norm() / ref.norm())
         print(f"{part}: relative error {error:.1e}")
-        assert error < (2e-2 if part == "A" else 5e-3), part  # one number of A's is a sum over keys that cancels
+        assert error < (2e-2 if part == "A" else 5e-3), part  # the gradient of A is a sum over keys with cancellation
 
 
 def pairs(*names):
-    """Those that a backend serves: packed sequences per key are refused by triton and flex."""
+    """The cases that a backend supports: triton and flex reject packed sequences with masks per key."""
     return [f"{backend}-{name}" for backend in names for name in ALL
             if backend in ("cuda", "numpy") or not name.endswith("per-key")]
 

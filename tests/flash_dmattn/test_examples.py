@@ -1,6 +1,6 @@
-"""What the original's API reference shows how to do, done here: only the name of the package in an import is another.
+"""The use cases in the original's API reference, with only the package name in the imports changed.
 
-Each test is one of its examples in our own words, on a GPU where there is one.
+Each test is one of its examples, rewritten, on a GPU if there is one.
 """
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tensors():
 
 
 def eager(q, k, v, mask=None, bias=None, is_causal=False, scale=None):
-    """The textbook formula in float32; every query must see something."""
+    """The textbook formula in float32; every query must have a visible key."""
     groups = q.shape[2] // k.shape[2]
     q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
@@ -93,13 +93,13 @@ def test_one_signature_for_all_backends(function, name, tensors):
 
 
 def test_masks_of_ones_and_zeros(tensors):
-    """1.0 = visible, 0.0 = masked, as in the generations before masks became boolean."""
+    """1.0 = visible, 0.0 = masked, as in the versions before masks became boolean."""
     q, k, v, mask, bias = tensors
     close(flash_dmattn_func(q, k, v, mask.to(q.dtype), bias), eager(q, k, v, mask, bias))
 
 
 def test_the_first_extension(tensors):
-    """Selecting by hand, then the extension's forward; its result is the first of a list."""
+    """Explicit selection, then the extension's forward, whose result is the first item of a list."""
     q, k, v, _, zoh = tensors
     window = 32
     active = torch.zeros_like(zoh).scatter(-1, zoh.topk(window, dim=-1).indices, 1.0)
@@ -110,7 +110,7 @@ def test_the_first_extension(tensors):
 
 
 class Attention(nn.Module):
-    """A layer of a model that learns its mask, as the original's integration example has it."""
+    """A layer of a model that learns its mask, as in the original's integration example."""
 
     def __init__(self, size, style):
         super().__init__()
@@ -169,7 +169,7 @@ def test_looking_for_nan(tensors):
     assert not out.isnan().any() and not q.grad.isnan().any()
 
 
-def test_the_page_about_it_runs():
+def test_the_documentation_runs():
     page = (Path(__file__).resolve().parents[2] / "docs" / "coming_from_flash_dmattn.md").read_text()
     names: dict[str, object] = {}
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):

@@ -1,4 +1,5 @@
-"""The drop-in's functions of fixed length: against the oracle, under every name of every argument, on every backend."""
+"""The drop-in's functions for fixed lengths: against the oracle, with every name of every argument, on every backend.
+"""
 from __future__ import annotations
 
 import inspect
@@ -82,7 +83,7 @@ def test_interval_masks_and_tuples(causal, convert, qkv, rng):
     check(convert.back(out), qkv, kept, scores)
 
 
-def test_a_tuple_shows_what_all_show(convert, qkv, rng):
+def test_a_tuple_is_an_intersection(convert, qkv, rng):
     mask = rng.random((B, 1, LQ, LK)) < 0.7
     causal = dma.IntervalMask.causal(LK, like=convert(mask))
     out = flash_dmattn_func(*map(convert, qkv), (causal, convert(mask.astype(np.float32))))
@@ -96,7 +97,7 @@ def test_last_axis_may_have_any_stride(convert, qkv, rng):
     check(convert.back(out), qkv, mask.swapaxes(2, 3), bias.swapaxes(2, 3))
 
 
-def test_an_expanded_bias_is_used_as_it_lies_in_memory(monkeypatch, qkv, rng):
+def test_an_expanded_bias_stays_a_key_bias(monkeypatch, qkv, rng):
     torch = pytest.importorskip("torch")
     seen, real = [], dma.attention
     monkeypatch.setattr("cupy_dma.flash_dmattn.flash_dmattn_interface.attention",
@@ -258,7 +259,7 @@ def test_auto(convert, qkv):
 
 
 def test_orders_of_the_other_backends(monkeypatch, qkv, rng):
-    monkeypatch.setattr("cupy_dma.flash_dmattn.flash_dmattn_interface.serving", lambda backend, first: None)
+    monkeypatch.setattr("cupy_dma.flash_dmattn.flash_dmattn_interface.choose_backend", lambda backend, first: None)
     mask = rng.random((B, HKV, LQ, LK)) < 0.6
     check(triton_dmattn_func(*qkv, mask, None, True, 0.7), qkv, mask, None, True, 0.7)
     check(flex_dmattn_func(*qkv, mask, None, False, 0.7), qkv, mask, None, False, 0.7)

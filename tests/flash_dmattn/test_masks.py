@@ -19,7 +19,7 @@ LOWEST = float(np.finfo(np.float32).min)
 
 
 def best(row, visible, window):
-    """Indices of the ``window`` best visible keys: NaN first, then the highest, of equal ones the newest."""
+    """Indices of the ``window`` best visible keys: NaN first, then the highest, the newest of equal ones first."""
     rank = [(math.isnan(x), 0.0 if math.isnan(x) else float(x), j) for j, x in enumerate(row) if visible[j]]
     return sorted(j for _, _, j in sorted(rank, reverse=True)[:window])
 
@@ -123,14 +123,14 @@ def test_topk_indices(window, convert, rng):
         assert found[row].tolist() == best(bias[row], np.ones(LK, bool), window)
 
 
-def test_without_ties_it_is_torch_topk(rng):
+def test_without_ties_it_equals_torch_topk(rng):
     torch = pytest.importorskip("torch")
     bias = torch.from_numpy(rng.permutation(B * LQ * LK).reshape(B, 1, LQ, LK).astype(np.float32))
     expected = torch.zeros(bias.shape, dtype=torch.bool).scatter(-1, bias.topk(4).indices, True)
     assert torch.equal(masks.topk_mask(bias.requires_grad_(), None, 4, LOWEST), expected)
 
 
-def test_the_rule_for_ties_is_that_of_the_interval_masks(rng):
+def test_ties_are_broken_as_by_interval_masks(rng):
     scores = biases(rng, B, HKV, LK)
     dense = masks.topk_mask(scores[:, :, None], dma.IntervalMask.causal(LK).to_dense(LK), 4)
     assert (dense == dma.IntervalMask.top_w(scores, 4).to_dense(LK)).all()
@@ -234,7 +234,7 @@ def data(rng):
 
 
 def scores_of(data, convert):
-    """As the library computes them, so that what is compared is not their last bit."""
+    """Scores as the library computes them, so that the comparison does not depend on their last bit."""
     found = dma.key_scores(*(convert(data[name]) for name in ("value", "dt_proj", "A")))
     exact = reference.key_scores(data["value"], data["dt_proj"], data["A"])
     np.testing.assert_allclose(convert.back(found), exact, rtol=1e-5)
@@ -246,7 +246,7 @@ def bhsd(data, convert):
 
 
 def selected(scores, window, visible):
-    """The best of what each query may see."""
+    """The best of the keys that each query may see."""
     if visible.shape[1] == H:
         scores = np.repeat(scores, H // HKV, axis=1)
     return simple_topk(scores[:, :, None], visible, window or LK)
@@ -352,7 +352,7 @@ def test_fwd_selects_where_no_mask_is_given(zoh_shape, causal, convert, data, rn
     check(convert.back(everything[0]), qkv, None, zoh, causal)
 
 
-def test_fwd_writes_where_it_is_told(convert, data):
+def test_fwd_writes_to_out(convert, data):
     qkv = [convert(data[name]) for name in ("query", "key", "value")]
     place = convert(np.zeros((B, LQ, H, D), np.float16))
     found = flash_dmattn.fwd(*qkv, out=place)

@@ -1,4 +1,4 @@
-"""The attention function for transformers models, against the oracle with the mask that it stands for."""
+"""The attention function for transformers models, against the oracle with the equivalent mask."""
 from __future__ import annotations
 
 import subprocess
@@ -90,7 +90,7 @@ def test_expanded_masks_and_biases_stay_linear(data, monkeypatch):
 
 @pytest.mark.parametrize("keys", [1, 4])
 def test_decoding(keys, data):
-    """The last queries alone, as with a cache: the last rows of the whole."""
+    """Only the last queries, as with a KV cache, give the last rows of the full result."""
     (q, k, v), scores = data
     for mask in (None, LEFT):
         whole = attend((q, k, v), mask, scores, window_size=3)
@@ -132,7 +132,7 @@ def test_several_sequences_in_one_row(window, data):
         check(attend(one, cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=5, max_length_k=5), one, seen)
 
 
-def test_where_options_come_from(data):
+def test_sources_of_options(data):
     qkv, scores = data
     expected = attend(qkv, None, scores, window_size=3)
     for name in ("window_size", "keep_window_size"):
@@ -189,7 +189,7 @@ def test_errors(options, kind, parts, data):
         assert part in str(caught.value), str(caught.value)
 
 
-def test_attention_weights_are_not_made(data):
+def test_attention_weights_are_not_computed(data):
     with pytest.warns(UserWarning, match="output_attentions=True has no effect"):
         attend(data[0], output_attentions=True)
     attend(data[0], output_attentions=False, head_mask=None, dropout=0.0, use_cache=True, sliding_window=None)

@@ -1,4 +1,4 @@
-"""The drop-in's functions of packed sequences: every shape of mask and bias against the oracle of single sequences."""
+"""The drop-in's varlen functions: every shape of mask and bias against the oracle of each sequence."""
 from __future__ import annotations
 
 import numpy as np
@@ -27,7 +27,7 @@ def rows(rng):
 
 
 def of_sequence(array, b):
-    """What a mask or bias of any of the shapes says of sequence ``b``, in four axes."""
+    """The entries of a mask or bias of any shape for sequence ``b``, with four axes."""
     if array is None:
         return None
     (lq, lk), q, k = LENGTHS[b], slice(*CU_Q[b:b + 2]), slice(*CU_K[b:b + 2])
@@ -143,7 +143,7 @@ def test_packed(convert, rng):
     check(convert.back(out), (q, *kv.swapaxes(0, 1)), None, bias, True)
 
 
-def test_rows_behind_the_last_sequence_and_keys_in_use(convert, rows, rng):
+def test_rows_after_the_last_sequence_and_unused_keys(convert, rows, rng):
     more = [np.concatenate((x, np.full_like(x[:2], 3))) for x in rows]
     mask = np.concatenate((rng.random((TOTAL_Q, 1, MAX_K)) < 0.6, np.ones((2, 1, MAX_K), bool)))
     used = np.array([max(k - 1, 0) for _, k in LENGTHS], np.int32)
@@ -181,11 +181,11 @@ def test_gradients(shape, rows, rng):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
-# ---- pages --------------------------------------------------------------------------------------------------------
+# ---- paged KV cache -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("with_mask", [False, True])
-def test_pages(with_mask, convert, rows, rng):
+def test_paged_kv_cache(with_mask, convert, rows, rng):
     size, most = 3, 3
     table = rng.permutation(B * most).reshape(B, most).astype(np.int32)
     pages = [np.full((B * most, size, HKV, D), np.nan, np.float16) for _ in range(2)]

@@ -15,11 +15,11 @@ from typing import NamedTuple
 BACKENDS = ("cuda", "numpy", "triton", "flex")
 PENDING = "filled in when this part is merged"
 NO_GRADIENT = "piecewise constant, has no gradient"
-NO_PAGES = "there is no gradient through pages"
+NO_PAGES = "a paged KV cache gets no gradient"
 ON_THE_HOST = "computes on the host"
 CAPTURE = "not tested; the first call of a configuration compiles, which no capture allows"
-PACKED_TRITON = "refused: packed sequences are served by `cuda` and `numpy`"
-PACKED_FLEX = "refused: FlexAttention takes equally long sequences"
+PACKED_TRITON = "rejected: packed sequences are supported by `cuda` and `numpy`"
+PACKED_FLEX = "rejected: FlexAttention takes sequences of equal length"
 NO_CACHE = "has no decode cache: `extend` raises NotImplementedError"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "features.md"
 
@@ -92,20 +92,20 @@ def _attention() -> Iterator[Feature]:
                      flex_forward=f"backends/flex::test_forward_grid[dense-both- {shapes}",
                      flex_backward=f"backends/flex::test_backward_grid[dense-both- {shapes}")
     yield from _both(group, "softcap, scale", _grid("softcap-key"))
-    yield from _both(group, "grouped heads", _grid("heads-6/2"))
+    yield from _both(group, "GQA", _grid("heads-6/2"))
     yield from _both(group, "any lengths, more queries than keys, 0", _grid("lengths-"))
     yield from _both(group, "head dims 1 to 256", _grid("bfloat16-D"))
     yield from _both(group, "float16, bfloat16", _grid("float16-D"), cuda_forward=(
         "gpu/forward::test_forward_grid[float16-D emulator/forward::test_forward_grid[float16-D "
         "gpu/sm90::test_forward_grid[float16-D"))
     yield from _both(group, "float32 (`cuda`: TF32)", _grid("float32-D"))
-    yield from _both(group, "float64 (`flex`: on the CPU, refused on CUDA)", _grid("float64-D"),
-                     cuda="refused: the tensor cores of the kernels take no float64",
-                     triton="refused: the kernels accumulate in float32",
+    yield from _both(group, "float64 (`flex`: on the CPU, rejected on CUDA)", _grid("float64-D"),
+                     cuda="rejected: the tensor cores used by the kernels do not take float64",
+                     triton="rejected: the kernels accumulate in float32",
                      flex_forward="backends/flex::test_forward_grid[float64-D",
                      flex_backward="backends/flex::test_backward_grid[float64-D")
     yield from _both(group, "any strides", _grid("layout-"))
-    yield from _both(group, "what nobody sees changes nothing", (
+    yield from _both(group, "keys that no query sees change nothing", (
         ("gpu/forward::test_a_key_nobody_sees_changes_no_bit", "unit/attention::test_a_key_nobody_sees_changes_no_bit",
          "backends/triton::test_what_nobody_sees_changes_no_bit",
          "backends/flex::test_what_nobody_sees_changes_no_bit gpu/flex::test_what_nobody_sees_changes_no_bit"),
@@ -115,7 +115,7 @@ def _attention() -> Iterator[Feature]:
          "backends/flex::test_what_nobody_sees_changes_no_bit gpu/flex::test_what_nobody_sees_changes_no_bit")))
     tiles = "FlexAttention multiplies whole tiles: a NaN that some queries see may reach others"
     bad_row = "test_a_bad_row_reaches_only_the_queries_that_see_it"
-    yield from _both(group, "a NaN reaches only those who see it", (
+    yield from _both(group, "a NaN propagates only to queries that see its key", (
         (f"gpu/forward::{bad_row} emulator/forward::{bad_row}", f"unit/attention::{bad_row}",
          f"backends/triton::{bad_row}", tiles),
         ("emulator/forward::test_a_bad_row_of_float32 "
@@ -124,14 +124,14 @@ def _attention() -> Iterator[Feature]:
          f"backends/triton::{bad_row} backends/triton::test_a_bad_query_reaches_only_the_keys_that_it_sees", tiles)))
     triton = "backends/triton::test_the_same_bits_every_time_and_on_every_stream"
     flex = "backends/flex::test_deterministic_gradients gpu/flex::test_deterministic"
-    yield from _both(group, "the same bits every time (`flex`: deterministic=True)", (
+    yield from _both(group, "bitwise reproducible (`flex`: deterministic=True)", (
         ("gpu/forward::test_the_same_bits_every_time", "unit/attention::test_the_same_bits_every_time", triton, flex),
         ("gpu/backward::test_the_same_bits_every_time", "unit/backward::test_the_same_bits_every_time", triton, flex)))
 
     yield from _both("dynamic_mask_attention", "from scores or values", (
-        ("gpu/backward::test_the_whole_chain", "unit/attention::test_dynamic_mask_attention_is_its_parts",
+        ("gpu/backward::test_the_whole_chain", "unit/attention::test_dynamic_mask_attention_equals_its_steps",
          "backends/triton::test_autograd_and_the_whole_chain", "backends/flex::test_the_whole_chain"),
-        ("gpu/backward::test_the_whole_chain", "unit/backward::test_dynamic_mask_attention_backward_is_its_parts",
+        ("gpu/backward::test_the_whole_chain", "unit/backward::test_dynamic_mask_attention_backward_equals_its_steps",
          "backends/triton::test_autograd_and_the_whole_chain", "backends/flex::test_the_whole_chain")))
 
 
@@ -151,7 +151,7 @@ def _varlen() -> Iterator[Feature]:
               "unit/varlen::test_gradients_are_derivatives")))
     yield from _both(group, "float64", (
         cells("", "unit/varlen::test_forward[float64-"), cells("", "unit/varlen::test_backward[float64-")),
-        cuda="refused: the tensor cores of the kernels take no float64")
+        cuda="rejected: the tensor cores used by the kernels do not take float64")
     yield Feature(group, "block_table", "forward", cells(
         "gpu/varlen::test_forward[pages- emulator/varlen::test_forward[pages-", "unit/varlen::test_forward[pages-"))
     yield Feature(group, "block_table", "backward", (NO_PAGES,) * 4)
@@ -223,7 +223,7 @@ def _drop_in() -> Iterator[Feature]:
             yield from _both("cupy_dma.flash_dmattn", name + meaning, (
                 (f"{forward} {cuda}", forward, triton, flex), (cuda, backward, triton, flex)))
     yield Feature("cupy_dma.flash_dmattn", "flash_dmattn_varlen_func, block_table", "forward", (
-        "flash_dmattn/varlen::test_pages",) * 2 + (PACKED_TRITON, PACKED_FLEX))
+        "flash_dmattn/varlen::test_paged_kv_cache",) * 2 + (PACKED_TRITON, PACKED_FLEX))
     yield Feature("cupy_dma.flash_dmattn", "flash_dmattn_varlen_func, block_table", "backward", (NO_PAGES,) * 4)
 
 

@@ -1,4 +1,4 @@
-"""Associative recall: pairs of a name and a value, then the names again in another order; say the values.
+"""Associative recall: pairs of a name and a value, then the names again in another order; predict the values.
 
 One layer suffices, because every token also carries the one before it. The window is half of the sequence, and all
 scores are equal at first: to answer, the layer must learn to keep the values and drop the names.
@@ -44,7 +44,7 @@ def sequences(count: int) -> tuple[Tensor, Tensor]:
 
 def train(device: Any = "cpu", dtype: torch.dtype = torch.float32, steps: int = 500,
           compiler: str | None = None) -> tuple[float, int]:
-    """Overfit 32 sequences: the best share of right answers, and the steps it took. 16-bit types through autocast."""
+    """Overfit 32 sequences: the best accuracy, and the steps it took. 16-bit types through autocast."""
     torch.manual_seed(0)
     model = Recall().to(device)
     run: Any = torch.compile(model, fullgraph=True, backend=compiler) if compiler else model

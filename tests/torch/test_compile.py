@@ -167,7 +167,7 @@ def test_compiled_and_eager_training_agree():
 
 @needs_a_compiler
 def test_the_compiler_keeps_the_last_axis_contiguous():
-    """Tensors that are made inside the graph reach the operators with the strides that eager mode gives them."""
+    """Tensors created inside the graph are passed to the operators with the strides that they have in eager mode."""
     def model(x, s):
         q = (x.transpose(1, 2) * 2).transpose(1, 2)  # (B, H, N, D) in memory
         k, v = x[:, :, :HKV].cos(), x[:, :, :1].expand(-1, -1, HKV, -1) + 1

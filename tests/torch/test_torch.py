@@ -51,7 +51,7 @@ def test_gradcheck_attention(mask, softcap):
 @pytest.mark.parametrize("form", ["exp", "linear"])
 @pytest.mark.parametrize("keys", ["prefix", "global"])
 def test_gradcheck_the_whole_chain(form, keys):
-    """Away from ties the selection is constant, so differences see what the formulas say."""
+    """Away from ties the selection is constant, so finite differences agree with the formulas."""
     q, k, v, _ = draw()
 
     def run(q, k, v, dt_proj, A, dt_bias):
@@ -78,7 +78,8 @@ def test_autograd_has_the_bits_of_the_manual_functions(dtype):
     assert all(a.dtype == b.dtype == leaf.dtype for a, b, leaf in zip(found, manual, leaves))
     assert same([x for i, x in enumerate(found) if i != 2], [x for i, x in enumerate(manual) if i != 2])
     rounding = torch.finfo(dtype).eps * manual[2].abs().max().item()
-    torch.testing.assert_close(found[2], manual[2], rtol=0, atol=rounding)  # autograd rounds both parts, then adds them
+    # autograd rounds both terms before adding them
+    torch.testing.assert_close(found[2], manual[2], rtol=0, atol=rounding)
 
 
 @pytest.mark.parametrize("subset", [c for n in range(1, 5) for c in itertools.combinations(range(4), n)], ids=str)
@@ -107,7 +108,7 @@ def test_nothing_requires_grad():
 
 
 @pytest.mark.parametrize("how", ["sum", "transposed", "sliced", "lse", "twice", "sum of both"])
-def test_however_the_output_is_used(how):
+def test_any_use_of_the_output(how):
     q, k, v, s = draw()
     out, lse = dma.attention(q, k, v, causal=True, bias=s, return_lse=True)
     weights = torch.randn(B, D, H, N, dtype=float64).permute(0, 3, 2, 1)  # no unit stride at the end
@@ -157,7 +158,7 @@ def test_an_argument_changed_in_place_is_noticed():
         out.sum().backward()
 
 
-def test_forward_and_backward_share_the_mask_and_let_it_go(monkeypatch):
+def test_forward_and_backward_share_the_mask_and_release_it(monkeypatch):
     seen, forward, backward = [], numpy_backend.attention, numpy_backend.attention_backward
     monkeypatch.setattr(numpy_backend, "attention", lambda call: seen.append(weakref.ref(call.mask)) or forward(call))
     monkeypatch.setattr(numpy_backend, "attention_backward",
@@ -279,7 +280,7 @@ def test_the_module_starts_as_the_original_does():
     q, k, v, _ = draw(torch.float32)
     out = module(q, k, v)
     window = dma.attention(q, k, v, mask=dma.IntervalMask.sliding_window(N, 5, like=q))
-    torch.testing.assert_close(out, window)  # equal scores: the last keys, and a bias that changes nothing
+    torch.testing.assert_close(out, window)  # equal scores: a sliding window, and a bias that changes nothing
     out.square().sum().backward()
     assert module.A.grad.any() and not module.dt_proj.weight.grad.any()
     with_bias = DynamicMaskAttention(HKV, D, 5, dt_bias=True, dtype=torch.bfloat16, softcap=3.0, keys="global")
@@ -293,7 +294,7 @@ def test_the_module_starts_as_the_original_does():
             DynamicMaskAttention(**{"kv_heads": HKV, "head_dim": D, "window": 5, **wrong})
 
 
-def test_public_functions_come_here():
+def test_public_functions_delegate_to_torch():
     q, k, v, s = draw(torch.float32)
     for public, own in ((dma.attention, dma_torch.attention),
                         (lambda *x, bias: dma.dynamic_mask_attention(*x, bias, window=4),

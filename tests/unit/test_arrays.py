@@ -1,4 +1,4 @@
-"""Arrays of one kind in, the same kind out; strides, types, and the libraries' corners."""
+"""Results come from the library of the arguments; strides, types, and corner cases of the libraries."""
 from __future__ import annotations
 
 import subprocess
@@ -20,7 +20,7 @@ def torch():
 
 
 class Producer:
-    """An array library of its own: speaks DLPack and nothing else."""
+    """An array library that supports DLPack and nothing else."""
 
     def __init__(self, array):
         self._array = array
@@ -111,7 +111,7 @@ def test_torch_subclasses_and_read_only_arrays(torch):
 
 
 def test_gradients_are_never_dropped(torch):
-    """Whichever argument requires grad, its gradient arrives."""
+    """Whichever argument requires grad gets its gradient."""
     q, k, v, scores = (torch.rand(shape) for shape in ((1, 4, 1, 8), (1, 4, 1, 8), (1, 4, 1, 8), (1, 1, 4)))
     dt_proj, A, dt_bias = torch.rand(1, 8), torch.ones(1), torch.zeros(1)
     calls = {
@@ -132,7 +132,7 @@ def test_gradients_are_never_dropped(torch):
             with torch.no_grad():
                 assert torch.equal(call(), out) and not call().requires_grad
             argument.requires_grad_(False)
-    mask = dma.IntervalMask.top_w(scores.requires_grad_(), 2)  # selection has no gradient: there is nothing to lose
+    mask = dma.IntervalMask.top_w(scores.requires_grad_(), 2)  # selection has no gradient: none is dropped
     assert not mask.stop.requires_grad
 
 
@@ -141,7 +141,7 @@ def test_a_device_prints_as_its_users_write_it():
 
 
 @pytest.mark.parametrize("name", ["numpy", "torch"])
-def test_the_few_functions_masks_need(name):
+def test_operations_that_masks_need(name):
     pytest.importorskip(name)
     library = library_named(name)
     back = library.to_numpy
@@ -149,15 +149,16 @@ def test_the_few_functions_masks_need(name):
     assert back(library.full((2, 1), 7, "int32", CPU)).dtype == np.int32
     assert back(library.empty((2, 3), "bfloat16", CPU)).dtype == ml_dtypes.bfloat16
     rows = library.from_numpy(np.array([[1, 0, 2], [0, 1, 1]], np.int32), CPU)
-    assert back(library.cumsum(rows)).tolist() == [[1, 1, 3], [0, 1, 2]] and back(library.cumsum(rows)).dtype == np.int32
+    sums = back(library.cumsum(rows))
+    assert sums.tolist() == [[1, 1, 3], [0, 1, 2]] and sums.dtype == np.int32
     sorted_row = library.from_numpy(np.array([0, 3, 3, 5], np.int32), CPU)
     found = library.search_right(sorted_row, library.arange(-1, 6, CPU))
     assert back(found).tolist() == [0, 1, 1, 1, 3, 3, 4] and back(found).dtype == np.int32
 
 
 def test_importing_needs_and_loads_nothing():
-    """Under 50 ms, and neither CuPy nor torch nor triton, not even for NumPy work. The best of a few runs counts:
-    others may use the machine, and the first one writes the bytecode."""
+    """Importing takes under 50 ms and loads neither CuPy nor torch nor triton, not even for NumPy work. The best of a
+    few runs counts: the machine may be busy, and the first run writes the bytecode."""
     code = """
 import sys, time
 begin = time.perf_counter()

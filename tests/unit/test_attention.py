@@ -1,4 +1,4 @@
-"""Attention on the CPU: the forward grid against the oracle, containment of bad values, memory and work."""
+"""Attention on the CPU: the forward grid against the oracle, isolation of non-finite values, memory and work."""
 from __future__ import annotations
 
 import time
@@ -38,7 +38,7 @@ def test_forward_grid(case):
 @pytest.mark.parametrize("case", [case for case in CASES if case.name.startswith(("mask-", "causal-and-", "bias-"))],
                          ids=str)
 def test_forward_in_many_chunks(case, monkeypatch):
-    """The grid again with tiles of 32 queries and 5 keys a chunk, so that the online softmax has many steps."""
+    """The same grid with tiles of 32 queries and chunks of 5 keys, so that the online softmax takes many steps."""
     monkeypatch.setattr(tiles, "KEY_CHUNK", 5)
     monkeypatch.setattr(tiles, "TILE_ROWS", 1)
     cases.check(case, *cases.run(case))
@@ -53,7 +53,7 @@ def test_the_grid_is_not_vacuous():
     assert mixed > len(CASES) / 2
 
 
-# ---- what must not leak, and rows that see nothing ----------------------------------------------------------------
+# ---- isolation of non-finite values, and rows with no visible keys ------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -95,7 +95,7 @@ def test_rows_that_see_nothing(rng):
     assert (out[:, :10] == 0).all() and np.isneginf(lse[..., :10]).all() and np.isfinite(lse[..., 10:]).all()
     out, lse = dma.attention(q, k, v, mask=np.zeros((70, 60), bool), return_lse=True)
     assert (out == 0).all() and np.isneginf(lse).all()
-    v[:] = np.nan  # nobody sees it
+    v[:] = np.nan  # no query sees it
     assert (dma.attention(q, k, v, mask=dma.IntervalMask.sinks(60, 0)) == 0).all()
 
 
@@ -108,7 +108,7 @@ def test_visible_logits_of_minus_infinity_count_as_nothing(rng):
 # ---- laws ---------------------------------------------------------------------------------------------------------
 
 
-def test_parts_merge_by_their_lse(rng):
+def test_splits_merge_by_their_lse(rng):
     """Attention over disjoint masks, weighted by exp(lse), is attention over their union."""
     q, k, v = draw(rng, dtype=np.float64)
     near, all_keys = dma.IntervalMask.sliding_window(60, 7), dma.IntervalMask.causal(60)
@@ -142,11 +142,11 @@ def test_lengths_beyond_one_chunk(rng):
     assert out.shape == (1, 300, 1, 8)
 
 
-# ---- the call in one ----------------------------------------------------------------------------------------------
+# ---- dynamic_mask_attention ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keys", ["prefix", "global"])
-def test_dynamic_mask_attention_is_its_parts(rng, keys):
+def test_dynamic_mask_attention_equals_its_steps(rng, keys):
     q, k, v = draw(rng, b=2, h=4, g=2)
     padding = rng.random((2, 60)) < 0.8
     documents = np.array([0, 20, 60], np.int32)
@@ -191,7 +191,7 @@ def test_what_a_backend_gets(rng, monkeypatch):
         call = calls.pop()
         assert (call.dense.shape, call.dense.strides) == ((1,) * (4 - len(shape)) + shape, strides)
         assert call.dense.pointer == dense.ctypes.data and call.mask is None
-    for shape in ((1, 2, 1, 60), (2, 1, 1, 1), (1, 60)):  # the same for every query: an interval mask
+    for shape in ((1, 2, 1, 60), (2, 1, 1, 1), (1, 60)):  # the same for every query: becomes an interval mask
         dense = rng.random(shape) < 0.5
         dma.attention(q, k, v, mask=dense)
         call = calls.pop()
@@ -203,7 +203,7 @@ def test_what_a_backend_gets(rng, monkeypatch):
     call = calls.pop()
     assert np.array_equal(call.dense.array, by_head) and call.mask.shape == (1, 2, 60)
     scores = np.zeros((2, 2, 60), np.float32)
-    for keys, causal in (("prefix", False), ("global", True)):  # a prefix mask is causal by itself
+    for keys, causal in (("prefix", False), ("global", True)):  # a prefix mask is causal by construction
         dma.dynamic_mask_attention(q, k, v, scores, window=7, keys=keys)
         call = calls.pop()
         assert call.causal is causal and call.mask.shape == (2, 2, 60) and call.scale == 8 ** -0.5
@@ -244,7 +244,7 @@ def test_memory_is_linear(long_input):
 
 
 def test_16k_tokens_take_seconds(long_input):
-    """0.2 s on two idle cores; the bound leaves room for a busy machine. The work itself is counted below."""
+    """0.2 s on two idle cores; the limit allows for a busy machine. The work itself is counted below."""
     q, k, v, scores = long_input
     begin = time.perf_counter()
     dma.dynamic_mask_attention(q, k, v, scores, window=512)
@@ -267,7 +267,7 @@ def test_work_follows_the_kept_pairs(long_input, monkeypatch):
     monkeypatch.setattr(forward, "weighted_sum", counting)
     mask = dma.IntervalMask.top_w(scores, 512)
     dma.attention(q, k, v, mask=mask)
-    needed = int(mask.count(n).sum()) * 2  # two query heads a kv head
+    needed = int(mask.count(n).sum()) * 2  # two query heads per kv head
     print(f"needed / gathered pairs: {needed / gathered:.3f}")
     assert needed <= gathered < 1.4 * needed
 

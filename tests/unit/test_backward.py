@@ -1,4 +1,4 @@
-"""Gradients on the NumPy backend: the grid against the oracle, what must not leak, laws, memory."""
+"""Gradients on the NumPy backend: the grid against the oracle, isolation of non-finite values, laws, memory."""
 import itertools
 import tracemalloc
 
@@ -48,7 +48,7 @@ def test_backward_grid(case):
 @pytest.mark.parametrize("case", [case for case in CASES if case.name.startswith(("mask-", "causal-and-", "bias-"))],
                          ids=str)
 def test_backward_in_many_chunks_and_with_dlse(case, monkeypatch):
-    """The grid again with tiles of 32 queries and 5 keys a chunk, and a gradient of lse."""
+    """The same grid with tiles of 32 queries and chunks of 5 keys, and a gradient of lse."""
     monkeypatch.setattr(tiles, "KEY_CHUNK", 5)
     monkeypatch.setattr(tiles, "TILE_ROWS", 1)
     cases.check_backward(case, cases.run_backward(case, with_dlse=True), with_dlse=True)
@@ -97,7 +97,7 @@ def test_any_strides_of_dout(rng, layout):
         assert a is b or np.array_equal(a, b)
 
 
-# ---- what must not leak, and what is exactly zero -----------------------------------------------------------------
+# ---- isolation of non-finite values, and exact zeros --------------------------------------------------------------
 
 
 def test_rows_that_see_nothing_and_keys_nobody_sees_get_exact_zeros(rng):
@@ -118,8 +118,8 @@ def test_rows_that_see_nothing_and_keys_nobody_sees_get_exact_zeros(rng):
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("where", range(4), ids=("query", "key", "value", "dout"))
 def test_a_bad_row_reaches_only_what_meets_it(rng, bad, where):
-    """Query i sees keys i - 4 to i: row 20 of a query touches keys 16 to 20, a key touches queries 20 to 24, and
-    through them keys 16 to 24."""
+    """Query i sees keys i - 4 to i: query 20 affects keys 16 to 20; key 20 affects queries 20 to 24 and, through them,
+    keys 16 to 24."""
     arrays = draw(rng)
     arrays[where][0, 20, 0, 3] = bad
     found = gradients(*arrays, mask=dma.IntervalMask.sliding_window(60, 5), bias=np.zeros((1, 1, 60), np.float32))
@@ -182,8 +182,8 @@ def test_the_same_bits_every_time(rng):
         assert all(np.array_equal(a, b) for a, b in zip(first, again))
 
 
-def test_grouped_heads_are_summed_before_the_rounding(rng):
-    """16 query heads on one kv head in bfloat16: sums of rounded parts would miss the bound by far."""
+def test_gqa_groups_are_summed_before_rounding(rng):
+    """16 query heads on one kv head in bfloat16: sums of rounded terms would exceed the tolerance by far."""
     q, k, v, dout = draw(rng, h=16, g=1, lq=40, lk=40, dtype=ml_dtypes.bfloat16)
     compare(gradients(q, k, v, dout, causal=True), dout, q, k, v, None, causal=True)
 
@@ -242,7 +242,7 @@ def chain(rng, dtype=np.float32):
 
 
 @pytest.mark.parametrize("keys", ["prefix", "global"])
-def test_dynamic_mask_attention_backward_is_its_parts(rng, keys):
+def test_dynamic_mask_attention_backward_equals_its_steps(rng, keys):
     q, k, v, dout, recipe = chain(rng)
     options = {"window": 7, "keys": keys, "softcap": 2.0, "padding": rng.random((2, 60)) < 0.8}
     out, lse = dma.dynamic_mask_attention(q, k, v, **recipe, **options, return_lse=True)
@@ -263,7 +263,7 @@ def test_dynamic_mask_attention_backward_is_its_parts(rng, keys):
             assert (a is None) == (name not in needs) and (a is None or np.array_equal(a, b))
 
 
-def test_both_parts_of_dvalue_meet_the_rule(rng):
+def test_both_terms_of_dvalue_meet_the_tolerance(rng):
     q, k, v, dout, recipe = chain(rng, np.float16)
     recipe["A"] *= 4
     out, lse = dma.dynamic_mask_attention(q, k, v, **recipe, window=7, return_lse=True)

@@ -1,4 +1,4 @@
-"""The decode cache against the oracle on the whole history (SPEC section 7), and its rules towards callers."""
+"""The decode cache against the oracle on the full history (SPEC section 7), and its contract with callers."""
 from __future__ import annotations
 
 import bisect
@@ -19,7 +19,7 @@ BESIDES = [(0, 0), (2, 0), (0, 3), (2, 3)]  # sinks and recent
 EXACT = History(length=24, batch=1, heads=2, kv_heads=1, dtype="float64", window=5)
 
 
-# ---- the whole history ----
+# ---- the full history ----
 @pytest.mark.parametrize(("sinks", "recent"), BESIDES)
 @pytest.mark.parametrize("scores", SCORES)
 def test_step_by_step(scores, sinks, recent, convert):
@@ -96,7 +96,7 @@ def test_every_split_equals_one_shot(scores, sinks, recent):
 
 
 def check_invariants(state, position):
-    """What cache_state.py promises of ``lowest`` and ``free`` at the position that comes next."""
+    """The invariants of ``lowest`` and ``free`` at the next position, as documented in cupy_dma/cache/state.py."""
     where, top, scores = (operand.array for operand in (state.positions, state.in_top, state.scores))
     assert (top.sum(-1) == min(state.window, position)).all() and not top[where < 0].any()
     for b, g in np.ndindex(state.batch, state.kv_heads):
@@ -111,7 +111,7 @@ def check_invariants(state, position):
 
 
 def test_one_token_by_either_way():
-    """The numpy backend's single step and its short history give the same and keep the same."""
+    """The numpy backend's single-token step and its chunked prefill give the same results and keep the same keys."""
     from cupy_dma.backends import numpy as backend
     from cupy_dma.cache.arguments import extend_call
     from cupy_dma.cache.chunked_prefill import extend_chunk
@@ -132,10 +132,10 @@ def test_one_token_by_either_way():
 
 @pytest.mark.parametrize("lengths", [[1] * 24, [24], [5, 6, 1, 12]], ids=["steps", "whole", "pieces"])
 def test_what_nobody_sees_changes_nothing(lengths, convert):
-    """A NaN in a value reaches those who see it, and nobody after it was evicted or forgotten."""
+    """A NaN in a value propagates to queries that see it, and to none after it was evicted or removed."""
     history = History(length=24, sinks=1, recent=3, window=4)
     history.data["value"][:, 9, 0, 3] = np.nan
-    history.data["scores"][:, :, 9] = -9  # seen for as long as it is recent
+    history.data["scores"][:, :, 9] = -9  # visible only while it is recent
     cache, tf32 = history.cache(convert), convert.name in ("cupy", "torch-cuda")
     out, lse = history.run(cache, lengths, convert, convert.back)
     history.check(out, lse, tf32=tf32)
@@ -150,7 +150,7 @@ def test_what_nobody_sees_changes_nothing(lengths, convert):
 @pytest.mark.parametrize("form", ["lengths", "cu_seqlens"])
 @pytest.mark.parametrize(("sinks", "recent"), [(0, 0), (2, 3)])
 def test_sequences_of_different_lengths(form, sinks, recent, convert):
-    """Against a cache of its own for each sequence. What is not real holds NaN."""
+    """Against a separate cache for each sequence. Tokens that are not real hold NaN."""
     rng = np.random.default_rng(3)
     history = History(batch=3, length=60, sinks=sinks, recent=recent, head_dim=16)
     cache, alone = history.cache(convert), [replace(history, batch=1).cache(convert) for _ in range(3)]
@@ -196,10 +196,10 @@ def test_sequences_of_different_lengths(form, sinks, recent, convert):
         assert convert.back(cache.length).tolist() == done.tolist()
 
 
-# ---- for ever ----
+# ---- unbounded decoding ----
 @pytest.mark.parametrize(("sinks", "recent"), [(0, 0), (2, 3)])
 def test_the_kept_set_does_not_drift(sinks, recent):
-    """10^4 steps against a sorted list; the 10^5 of a GPU are in test_cache_cuda.py."""
+    """10^4 steps against a sorted list; tests/gpu/test_cache.py does 10^5."""
     n, w = 10_000, 9
     scores = draw_scores("ties", (1, 1, n), np.random.default_rng(0))
     cache = dma.DynamicCache(1, 1, w, 1, dtype="float32", sinks=sinks, recent=recent)
@@ -256,14 +256,14 @@ def test_reorder_select_clone_save_in_the_middle(dtype, convert):
     cache.reorder(order)
     goes_on(cache, moved)
     cache.load_state_dict({name: convert.back(y) if name not in ("window", "sinks", "recent") else y
-                           for name, y in saved.items()})  # of another library, perhaps
+                           for name, y in saved.items()})  # possibly of another library
     goes_on(cache)
     cache.reset()
     history.check_kept(cache, -1, convert.back)
     history.check(*history.run(cache, [17], convert, convert.back), tf32=tf32)
 
 
-def test_copies_share_nothing(convert):
+def test_copies_share_no_memory(convert):
     history = History(length=20)
     cache = history.cache(convert)
     history.run(cache, [9], convert, convert.back)
@@ -288,7 +288,7 @@ def test_update_is_extend_without_queries(convert):
 
 
 def test_any_strides_and_score_types(convert):
-    """BHSD views, 16-bit scores (few distinct ones, exact in any type)."""
+    """BHSD views, and 16-bit scores (few distinct values, exact in any type)."""
     history = History(length=12)
     cache = history.cache(convert)
     outs = []
@@ -301,7 +301,7 @@ def test_any_strides_and_score_types(convert):
 
 
 @pytest.mark.parametrize("n", [0, 1, 5])
-def test_results_go_where_asked(n, convert):
+def test_results_are_written_to_out(n, convert):
     history = History(length=8, value_dim=5)
     cache, other = history.cache(convert), history.cache(convert)
     history.run(cache, [3], convert, convert.back)
@@ -340,7 +340,7 @@ def test_no_sequences(convert):
     assert tuple(cache.kept().positions.shape) == (0, 2, 7)
 
 
-def test_facts():
+def test_properties():
     cache = dma.DynamicCache(2, 3, 5, 8, 4, "bfloat16", sinks=1, recent=2)
     assert (cache.window, cache.sinks, cache.recent) == (5, 1, 2)
     rows = 2 * 3 * 8
@@ -356,8 +356,8 @@ def test_facts():
     assert CacheState.__dataclass_fields__.keys() >= {"workspace"}
 
 
-def test_the_page_for_users():
-    """Every Python block of docs/decoding.md runs; those for a GPU in test_cache_cuda.py."""
+def test_the_documentation_runs():
+    """Every Python block of docs/decoding.md runs; those that need a GPU run in tests/gpu/test_cache.py."""
     names = run_page(gpu=False)
     assert names["out"].shape == (10, 4, 64)
     assert [names[name].length.tolist() for name in ("cache", "fork", "one")] == [[0, 0], [619, 619], [619]]
@@ -419,7 +419,8 @@ def test_errors_of_extend(changes, kind, message):
 
 @pytest.mark.parametrize(("bounds", "message"), [
     ([0, 2], r"cu_seqlens must have shape \(B \+ 1,\) = \(3\), got \(2,\)"),
-    ([1, 2, 3], "cu_seqlens must be cumulative lengths"), ([0, 3, 2], "never fall"), ([0, 3, 7], "length 6 at most"),
+    ([1, 2, 3], "cu_seqlens must be cumulative lengths"), ([0, 3, 2], "never decrease"),
+    ([0, 3, 7], "length 6 at most"),
 ])
 def test_errors_of_packed_tokens(bounds, message):
     history = History(length=3)
@@ -481,7 +482,7 @@ def test_errors_of_load_state_dict(change, kind, message):
     history.check_kept(cache)
 
 
-def test_what_a_backend_has_not():
+def test_backends_without_a_cache():
     history = History(length=3)
     for name in ("triton", "flex"):
         with pytest.raises(NotImplementedError, match=f"backend='{name}' has no DynamicCache"):

@@ -1,4 +1,4 @@
-"""Masks: constructors against their definitions, the laws of composition, counts, and pictures."""
+"""Masks: constructors against their definitions, laws of composition, counts, and plots."""
 from __future__ import annotations
 
 import builtins
@@ -35,7 +35,7 @@ def run_arrays(draw, shape):
 
 @st.composite
 def masks(draw, starts_at_key=None):
-    """Any mask of N keys: free runs, or one of the constructors."""
+    """Any mask of N keys: arbitrary runs, or one of the constructors."""
     shape = draw(st.sampled_from([(1, 1, N), (2, 1, N), (1, 3, N), (2, 3, N)]))
     if starts_at_key if starts_at_key is not None else draw(st.booleans()):
         maker = draw(st.sampled_from(["causal", "window", "sinks", "top_w", "documents"]))
@@ -182,8 +182,8 @@ def test_masks_that_start_at_the_key_form_a_lattice(a, b, c):
 
 @given(masks(), masks())
 @quick
-def test_equality_is_the_same_sight_from_every_position(a, b):
-    """Sight changes only at starts and stops, so those and their neighbours stand for all positions below N."""
+def test_equality_is_equal_visibility_at_every_position(a, b):
+    """Visibility changes only at starts and stops, so these and their neighbours represent all positions below N."""
     ends = np.concatenate([np.ravel(run).astype(np.int64) for m in (a, b) for run in (m.start, m.stop)])
     positions = np.unique(np.clip(np.concatenate((ends - 1, ends, ends + 1)), EVER, N - 1))
     seen = [(m.start[..., None] <= positions) & (positions < m.stop[..., None]) for m in (a, b)]
@@ -193,7 +193,7 @@ def test_equality_is_the_same_sight_from_every_position(a, b):
 
 @given(masks(), masks())
 @quick
-def test_flags_and_bounds_hold_after_composition(a, b):
+def test_hints_hold_after_composition(a, b):
     for mask in [m for m in (a, b, a & b, union(a, b)) if m is not None]:
         start = np.broadcast_to(mask.start, mask.shape)
         if mask._starts == "key":
@@ -245,7 +245,7 @@ def test_a_union_of_separate_runs_raises():
         early | late
     touching = early | M(np.full(N, 2, np.int32), np.full(N, 5, np.int32))
     assert touching == M(np.zeros(N, np.int32), np.full(N, 5, np.int32))
-    assert early | M(np.full(N, 7, np.int32), np.full(N, 7, np.int32)) == early  # an empty run lies nowhere
+    assert early | M(np.full(N, 7, np.int32), np.full(N, 7, np.int32)) == early  # an empty run adds nothing
 
 
 def test_masks_compare_only_with_masks():
@@ -267,7 +267,7 @@ def test_repr():
     assert repr(M.causal(3)) == "IntervalMask(shape=(1, 1, 3), library='numpy', device='cpu')"
 
 
-# ---- pictures -----------------------------------------------------------------------------------------------------
+# ---- plots --------------------------------------------------------------------------------------------------------
 
 
 @given(masks(), st.integers(1, 2 * N), st.integers(1, 2 * N))

@@ -1,4 +1,4 @@
-"""The oracle checks itself: small cases worked out by hand, and torch's own attention."""
+"""Tests of the oracle: small cases worked out by hand, and torch's own attention."""
 from __future__ import annotations
 
 import math
@@ -99,7 +99,7 @@ def _differences(loss, array, step=1e-5) -> np.ndarray:
     return found
 
 
-def test_the_plain_computation_errs_by_rounding(rng):
+def test_the_plain_computation_has_rounding_errors(rng):
     q, k, v = (rng.standard_normal((1, 40, 1, 32)).astype(np.float16) for _ in range(3))
     ref, plain = reference.attention(q, k, v)[0], reference.same_precision_attention(q, k, v)[0]
     assert plain.dtype == np.float16
@@ -117,7 +117,8 @@ def test_tf32_by_hand(rng):
 
 
 def test_the_plain_computation_through_tf32(rng):
-    """It errs by the roundings of the factors: not at all where they are TF32 numbers; 16-bit types know none of it."""
+    """Its errors come from rounding the operands: there are none if they are TF32 numbers; 16-bit types never use it.
+    """
     q, k, v, dout = (rng.standard_normal((1, 40, 1, 32)).astype(np.float32) for _ in range(4))
     small = [x.astype(np.float16) for x in (q, k, v)]
     assert np.array_equal(reference.same_precision_attention(*small)[0],
@@ -140,7 +141,7 @@ def test_one_rounding(dtype, value, expected):
     assert reference.one_rounding(value, dtype) == expected
 
 
-def test_the_rule_refuses(rng):
+def test_the_tolerance_rejects_errors(rng):
     ref = rng.standard_normal((3, 4))
     out = ref.astype(np.float16)
     reference.assert_matches_reference(out, ref, out, np.float16)

@@ -1,4 +1,4 @@
-"""The selection is exact: integers compare equal with the definition and with a heap, for every kind of score."""
+"""The selection is exact: its integers equal those of the definition and of a heap, for every kind of score."""
 from __future__ import annotations
 
 import heapq
@@ -73,7 +73,7 @@ def test_prefix_stop_is_the_definition(problem):
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_every_short_row(dtype, window):
-    """All rows of four out of the awkward values, not only those that a random search meets."""
+    """All rows of four special values, not only those that a random search finds."""
     rows = list(itertools.product([0.0, -0.0, np.nan, NEGATIVE_NAN, -np.inf, 1.0], repeat=4))
     scores = np.array(rows, dtype)[:, None]
     assert np.array_equal(dma.IntervalMask.top_w(scores, window).to_dense(4), reference.top_w_dense(scores, window))
@@ -82,7 +82,7 @@ def test_every_short_row(dtype, window):
 @given(st.lists(st.sampled_from(SPECIAL), min_size=1, max_size=60), st.integers(1, 70))
 @quick
 def test_top_w_is_what_a_heap_keeps(values, window):
-    """Another independent answer: a heap of (is NaN, score, index), walked along the row."""
+    """Another independent implementation: a heap of (is NaN, score, index), updated along the row."""
     heap, kept = [], []
     for j, value in enumerate(np.float32(values).tolist()):
         heapq.heappush(heap, (value != value, 0.0 if value != value else value, j))
@@ -95,8 +95,8 @@ def test_top_w_is_what_a_heap_keeps(values, window):
 
 @given(problems())
 @quick
-def test_the_interval_fact(problem):
-    """What everything stands on: under the definition every key is visible for one run of positions, from its own."""
+def test_the_interval_theorem(problem):
+    """The basis of this package: under the definition every key is visible for one run of positions, from its own."""
     scores, window, padding, documents = problem
     dense = reference.top_w_dense(scores, window, "prefix", padding, documents)
     for column in np.moveaxis(dense, 3, 0).reshape(-1, dense.shape[2]) if dense.size else []:
@@ -138,7 +138,7 @@ def test_equal_scores_give_a_sliding_window():
 
 
 @pytest.mark.parametrize("window", [30, 31, 10**12])
-def test_a_window_of_everything_is_causality(window):
+def test_a_window_of_all_keys_is_causal(window):
     mask = dma.IntervalMask.top_w(np.zeros((2, 3, 30), np.float32), window)
     assert mask._causal_only and mask.shape == (2, 3, 30) and mask == dma.IntervalMask.causal(30)
     assert (mask.stop == NEVER).all()

@@ -1,4 +1,4 @@
-"""Packed sequences and pages on the NumPy backend and through torch, against the oracle of single sequences."""
+"""Packed sequences and paged KV caches on the NumPy backend and through torch, against the oracle of each sequence."""
 from __future__ import annotations
 
 import numpy as np
@@ -51,7 +51,7 @@ def test_scores_from_values():
     assert np.array_equal(got, dma.varlen_dynamic_mask_attention(Q, K, V, CU_Q, CU_K, scores, window=3))
 
 
-def test_lengths_of_pages_from_cu_seqlens():
+def test_paged_lengths_from_cu_seqlens():
     pages = tokens(6, 4, 2, 8)
     table = np.array([[3, 1, 0], [2, 5, 4]], np.int32)
     expected = attend(Q, pages, pages, cu_seqlens_k=None, block_table=table, seqused_k=np.array([5, 10], np.int32))
@@ -98,7 +98,7 @@ def int32(*values):
     (lambda: attend(cu_seqlens_k=CU_K[:2]), ValueError, ["cu_seqlens_k", "(B + 1,)", "(2,)"]),
     (lambda: attend(cu_seqlens_k=None), TypeError, ["cu_seqlens_k", "None", "block_table"]),
     (lambda: attend(cu_seqlens_q=int32(1, 4, 12)), ValueError, ["cu_seqlens_q", "start at 0", "[1, 4, 12]"]),
-    (lambda: attend(cu_seqlens_q=int32(0, 5, 4)), ValueError, ["cu_seqlens_q", "never fall", "[0, 5, 4]"]),
+    (lambda: attend(cu_seqlens_q=int32(0, 5, 4)), ValueError, ["cu_seqlens_q", "never decrease", "[0, 5, 4]"]),
     (lambda: attend(cu_seqlens_q=int32(0, 4, 13)), ValueError, ["cu_seqlens_q", "length 12", "13"]),
     (lambda: attend(cu_seqlens_k=int32(0, 5, 16)), ValueError, ["cu_seqlens_k", "length 15", "16"]),
     (lambda: attend(seqused_k=int32(5)), ValueError, ["seqused_k", "(2)", "(1,)"]),
@@ -115,7 +115,7 @@ def int32(*values):
     (lambda: attend(bias=tokens(3, 15)), ValueError, ["bias", "(1|Hkv|H, total_k)", "(3, 15)"]),
     (lambda: attend(bias=tokens(1, 2, 15)), NotImplementedError, ["bias", "(1|Hkv|H, total_k)", "(1, 2, 15)"]),
     (lambda: attend(bias=np.ones((2, 15), np.int32)), TypeError, ["bias", "int32"]),
-    # pages
+    # paged KV cache
     (lambda: paged(key=K), ValueError, ["key", "(num_pages, page_size, Hkv, D)", "(15, 2, 8)"]),
     (lambda: paged(key=PAGES[:, :0]), ValueError, ["key", "at least one row"]),
     (lambda: paged(block_table=TABLE[0]), ValueError, ["block_table", "(B, max_pages)", "(2,)"]),
@@ -145,7 +145,7 @@ def test_errors(call, error, words):
         assert word in str(raised.value), str(raised.value)
 
 
-def test_pages_have_no_gradient():
+def test_a_paged_kv_cache_has_no_gradient():
     with pytest.raises(NotImplementedError, match="block_table"):
         dma.backward.varlen_attention_backward(Q, Q, PAGES, PAGES, Q, tokens(4, 12), CU_Q, None, block_table=TABLE,
                                                seqused_k=int32(8, 3))
@@ -223,7 +223,7 @@ def test_operators_are_consistent():
                           (q.detach(), k.detach(), s.detach(), 3, "global", None, *CU, None, None))
 
 
-def test_torch_pages_have_no_gradient():
+def test_a_paged_kv_cache_has_no_gradient_in_torch():
     pages = torch.from_numpy(PAGES).double().requires_grad_()
     out = dma.varlen_attention(torch.from_numpy(Q).double(), pages, pages, CU[0], None,
                                block_table=torch.from_numpy(TABLE), seqused_k=torch.tensor([8, 3]))

@@ -1,26 +1,26 @@
-"""The flex backend: torch's FlexAttention with mask and bias applied as SPEC section 5 has them.
+"""The flex backend: torch's FlexAttention with the mask and bias of SPEC section 5.
 
-CUDA arrays run in compiled FlexAttention kernels; CPU arrays (torch or NumPy) in FlexAttention's unfused mathematics,
-which holds the scores ``(B, H, Lq, Lk)`` in memory and is meant for tests. Mask and bias reach the kernel as
-``mask_mod`` and ``score_mod`` that index the caller's arrays, with query ``i`` at position ``i + Lk - Lq``, and blocks
-of 128 x 128 pairs that hold no visible pair are skipped. The backward pass computes the forward again.
+CUDA arrays run in compiled FlexAttention kernels; CPU arrays (torch or NumPy) in FlexAttention's unfused reference
+implementation, which materializes the logits ``(B, H, Lq, Lk)`` and is meant for tests. Mask and bias are a
+``mask_mod`` and a ``score_mod`` that index the caller's arrays, with query ``i`` at position ``i + Lk - Lq``. Blocks of
+128 x 128 pairs without a visible pair are skipped. The backward pass recomputes the forward.
 
-Limits, of FlexAttention or of this use of it:
+Limits of FlexAttention, or of this use of it:
 
-- Varlen calls are refused; pack the sequences with a documents mask.
-- A NaN or infinity in a key or value that no query sees changes nothing, and none in a query that sees nothing. But one
-  that *some* queries see may also reach others of its batch entry and head, because FlexAttention multiplies whole
-  tiles, and 0 times NaN is NaN: a value ``out`` and ``dquery``, a key ``dquery`` (in ``out`` only where it is seen), a
-  query ``dkey`` and ``dbias`` is spoiled by what is visible only. Finite arrays never meet this.
+- Varlen calls are rejected; pack the sequences with a documents mask.
+- A NaN or infinity in a key or value that no query sees changes nothing, nor does one in a query with no visible keys.
+  But one that *some* queries see may also propagate to others of its batch entry and head, because FlexAttention
+  multiplies whole tiles, and 0 times NaN is NaN: from a value to ``out`` and ``dquery``, from a key to ``dquery`` (to
+  ``out`` only where the key is visible), from a query to ``dkey``; ``dbias`` is affected by visible pairs only.
 - Every new combination of shapes, types and options is compiled once on CUDA, which takes seconds.
-- ``deterministic=True`` with a bias that broadcasts holds its gradient ``(B, H, Lq, Lk)`` in float32 before it is
-  summed; without it FlexAttention adds to the bias gradient with atomic float32 additions.
-- Finding the blocks reads a dense mask once more and takes ``Lq * Lk / 128`` bytes for an interval mask.
+- ``deterministic=True`` with a bias that broadcasts materializes its gradient ``(B, H, Lq, Lk)`` in float32 before
+  summing it; otherwise FlexAttention accumulates the bias gradient with atomic float32 additions.
+- Building the block mask reads a dense mask once more and takes ``Lq * Lk / 128`` bytes for an interval mask.
 
-    problem.py            the call as tensors, what mask_mod and score_mod read, which blocks and keys are seen
+    problem.py            the call as tensors, what mask_mod and score_mod read, which blocks and keys are visible
     passes.py             forward and backward, compiled or not
-    ../torch_common/scores_and_selection.py
-    ../torch_common/arrays.py   operands as torch tensors, the caller's stream
+    ../torch_common/scores_and_selection.py   key scores, their gradients, prefix selection
+    ../torch_common/arrays.py                 operands as torch tensors, the caller's stream
 """
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def unavailable() -> str | None:
 
 
 def cache_extend(state: Any, call: Any) -> Any:
-    """The decode cache: not here."""
+    """This backend has no decode cache."""
     raise NotImplementedError("backend='flex' has no DynamicCache; backend='cuda' and backend='numpy' have one")
 
 
 def __getattr__(name: str) -> Any:
-    """The functions of a backend. Their modules import torch, which may be missing, so they come late."""
+    """The backend's functions. Their modules import torch, which may not be installed, so they are loaded lazily."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(f"cupy_dma.backends.{_MODULES[name]}"), name)

@@ -1,12 +1,12 @@
 """Attention by FlexAttention and its gradients by autograd (SPEC sections 5 and 6).
 
-Query, key and value are handed over as (B, heads, L, D) views; what nobody may see is set to 0 first: keys and values
-that no query sees, and in the backward pass the rows of query, dout and dlse that see nothing. On a CPU all of it is
-computed in float32 (float64) and rounded once, because the unfused mathematics would round in between.
+Query, key and value are passed as (B, heads, L, D) views, after zeroing what must not contribute: keys and values that
+no query sees and, in the backward pass, rows of query, dout and dlse with no visible keys. On a CPU everything is
+computed in float32 (float64) and rounded once, because the unfused implementation would round intermediate results.
 
-The bias that has a gradient is a float32 copy: FlexAttention sums over the axes along which it broadcasts, and over the
-heads that share it, in the type of the array that it indexes. That array is no view of another tensor that requires
-grad: compiled FlexAttention returns no gradient, and no error, for a view (torch 2.13).
+A bias that needs a gradient is copied to float32: FlexAttention sums over the axes along which it broadcasts, and over
+the heads that share it, in the type of the array that it indexes. That array must not be a view of another tensor that
+requires grad: for a view, compiled FlexAttention returns no gradient, and no error (torch 2.13).
 """
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def attention_backward(call: AttentionBackwardCall) -> tuple[Any, Any, Any, Any]
 
 
 def _summed_to(gradient: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``gradient`` of four axes summed to the ``shape`` of a bias: over grouped heads and broadcast axes."""
+    """``gradient``, with four axes, summed to the ``shape`` of a bias: over GQA groups and broadcast axes."""
     if 1 < shape[1] < gradient.shape[1]:
         gradient = gradient.unflatten(1, (shape[1], -1)).sum(2)
     return gradient.sum_to_size(shape)
@@ -91,23 +91,23 @@ def _require_served(call: AttentionCall) -> None:
     def refuse(why: str) -> None:
         raise NotImplementedError(f"backend='flex' cannot do this: {why}")
 
-    if getattr(call, "sequences", None) is not None:
-        refuse("FlexAttention takes a rectangle of equally long sequences, not varlen ones; use another backend, or "
-               "one sequence with IntervalMask.documents")
+    if call.sequences is not None:
+        refuse("FlexAttention takes sequences of equal length, not varlen ones; use another backend, or one sequence "
+               "with IntervalMask.documents")
     if call.query.device.kind == "cuda" and call.query.dtype == "float64":
         refuse("FlexAttention's kernels do not take float64; use backend='numpy' or float32")
 
 
 def _plain_dispatch() -> Any:
-    """Autograd and vmap, both of which FlexAttention uses, also below an operator, where the dispatcher has switched
-    them off; and never autocast."""
+    """Enable autograd and vmap, which FlexAttention uses and the dispatcher disables below an operator; disable
+    autocast."""
     autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
         torch._C.DispatchKey.AutocastCUDA)
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), autocast)
 
 
 class _Prepared:
-    """What forward and backward of a call share."""
+    """What the forward and backward pass of a call share."""
 
     def __init__(self, call: AttentionCall):
         query, key, value = (shaped(x).transpose(1, 2) for x in (call.query, call.key, call.value))
@@ -136,8 +136,8 @@ class _Prepared:
         return self.device.type == "cuda"
 
     def captured(self, every_pair: bool = False) -> Captured | None:
-        """The bias as the kernel indexes it: 16-bit ones as they are. ``every_pair``: with all its axes spread out, so
-        that nothing is added up in its gradient, and the sums come afterwards, in a fixed order."""
+        """The bias as the kernel indexes it; 16-bit ones are not converted. ``every_pair``: expanded along all axes, so
+        that its gradient is not reduced by the kernel but afterwards, in a fixed order."""
         call = self.call
         if call.bias is None:
             return None
@@ -161,18 +161,19 @@ class _Prepared:
 
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor, modified: Callable[..., Tensor],
                  extra: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """FlexAttention's mathematics, the operator below the public function, which refuses gradients on a CPU."""
+        """FlexAttention's unfused implementation: the operator below the public function, which rejects gradients on a
+        CPU."""
         from torch._higher_order_ops.flex_attention import flex_attention
 
         blocks = self.blocks or self.problem.block_mask(*self.problem.survey()[:2], self.visible)
         found = flex_attention(query, key, value, modified, (*blocks.as_tuple()[:-1], self.visible), self.call.scale,
                                {}, tuple(extra), tuple(self.read))
-        return found[0], found[1] * math.log(2)  # its lse counts in powers of 2
+        return found[0], found[1] * math.log(2)  # its lse is base 2
 
     def _compiled(self, query: Tensor, key: Tensor, value: Tensor, added: Captured | None,
                   modified: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
         call, size = self.call, self.call.head_dim
-        more = max(16, 1 << (size - 1).bit_length()) - size  # to the powers of two that the kernels are made for
+        more = max(16, 1 << (size - 1).bit_length()) - size  # pad to a power of two, which the kernels require
         if more:
             query, key, value = (torch.nn.functional.pad(x, (0, more)) for x in (query, key, value))
         bias = None if added is None else added.data
@@ -187,19 +188,19 @@ class _Prepared:
         return out[..., :size], lse
 
     def _options(self, query: Tensor, added: Captured | None) -> dict[str, Any]:
-        """What the kernels, forward and backward, are told. FlexAttention chooses blocks that fit into shared memory
-        with three steps of keys and values in flight. It does not count what the index functions load: of an array of
-        pairs a whole block a step, which is loaded ahead too. Large rows of float32 leave hardly any room either.
-        There, one step at a time."""
+        """Kernel options for forward and backward. FlexAttention chooses blocks that fit into shared memory with three
+        pipeline stages of keys and values. It does not count what mask_mod and score_mod load: from an array of pairs a
+        whole block per stage, which is prefetched too. Long float32 rows leave hardly any room either. In both cases,
+        use a single stage."""
         pairs = any({2, 3} <= {*captured.axes} for captured in (*self.problem.captured(), *([added] if added else [])))
-        options: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}  # not the decoding kernel, which takes fewer masks
+        options: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}  # the decoding kernel supports fewer masks
         if pairs or (query.dtype == torch.float32 and query.shape[-1] > 64):
             options["num_stages"] = 1
         return options
 
 
 def _modified(added: Captured | None, softcap: float, wide: torch.dtype) -> Callable[..., Tensor]:
-    """``modified(s, b, h, i, j, *data)`` with the data of the bias."""
+    """``modified(s, b, h, i, j, *data)``, where ``data`` holds the bias."""
     read = None if added is None else added.reader()
 
     def modified(s: Tensor, b: Any, h: Any, i: Any, j: Any, *data: Tensor) -> Tensor:
@@ -211,20 +212,20 @@ def _modified(added: Captured | None, softcap: float, wide: torch.dtype) -> Call
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, modified: Any, block_mask: Any,
-            scale: float, grouped: bool, options: Any) -> tuple[Tensor, Tensor]:
+            scale: float, gqa: bool, options: Any) -> tuple[Tensor, Tensor]:
     def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return modified(s, b, h, i, j, bias)  # an argument of the compiled function: only these get gradients
+        return modified(s, b, h, i, j, bias)  # bias is an argument of the compiled function: only those get gradients
 
     if hasattr(flex, "AuxRequest"):
-        out, aux = flex.flex_attention(query, key, value, score_mod, block_mask, scale, grouped,
+        out, aux = flex.flex_attention(query, key, value, score_mod, block_mask, scale, gqa,
                                        kernel_options=options, return_aux=flex.AuxRequest(lse=True))
         return out, aux.lse
-    return flex.flex_attention(query, key, value, score_mod, block_mask, scale, grouped, return_lse=True,
+    return flex.flex_attention(query, key, value, score_mod, block_mask, scale, gqa, return_lse=True,
                                kernel_options=options)
 
 
 def _program(number: int) -> Callable[..., Any]:
-    """``_attend`` compiled for one configuration. torch gives up a function of which it has compiled a few variants, so
-    each gets code of its own."""
+    """``_attend`` compiled for one configuration. torch stops compiling a function after a few variants, so each
+    configuration gets its own code object."""
     code = _attend.__code__.replace(co_name=f"_attend_{number}")
     return torch.compile(FunctionType(code, globals()), backend=COMPILER, fullgraph=True, dynamic=False)

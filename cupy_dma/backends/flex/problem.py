@@ -1,10 +1,10 @@
-"""A call as FlexAttention takes it: tensors, the two functions of an index that the kernel calls, and block lists.
+"""A call in FlexAttention's terms: tensors, the two index functions that the kernel calls, and block lists.
 
     visible(b, h, i, j)   = start[b, h', j] <= p < stop[b, h', j]  and  dense[b, h', i, j]  and (causal) j <= p
     modified(s, b, h, i, j) = softcap(s) + bias[b, h', i, j]           p = i + Lk - Lq,  s = scale * q . k
 
-``h'`` is ``h``, or the kv head ``h // G`` where an array has kv heads. Arrays lose the axes along which they broadcast
-and are indexed by the others.
+``h'`` is ``h``, or the kv head ``h // G`` for an array with kv heads. Arrays are stored without the axes along which
+they broadcast.
 """
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch import Tensor
 from cupy_dma.backends.torch_common.arrays import shaped
 from cupy_dma.calls.types import AttentionCall
 
-BLOCK = 128  # FlexAttention skips blocks of so many queries and keys
-PAIRS_AT_A_TIME = 2**28  # of a dense mask, while its blocks are found
+BLOCK = 128  # FlexAttention skips blocks of this many queries and keys
+PAIRS_AT_A_TIME = 2**28  # pairs of a dense mask that are read at a time to find its blocks
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Captured:
 
     data: Tensor
     form: tuple[int, ...]  # its shape with all four axes
-    axes: tuple[int, ...]  # of (b, h, i, j), those that are left
-    group: int  # query heads to one of its heads
+    axes: tuple[int, ...]  # which of (b, h, i, j) it has
+    group: int  # query heads per head of the array
 
     @classmethod
     def of(cls, array: Tensor, heads: int, key_length: int) -> Captured:
-        if array.numel() == 1:  # an index is needed all the same
+        if array.numel() == 1:  # it needs at least one axis to index
             array = array.expand(1, 1, 1, key_length).contiguous()
         axes = tuple(axis for axis in range(4) if array.shape[axis] > 1) or (3,)
         return cls(array.reshape([array.shape[axis] for axis in axes]), tuple(array.shape), axes,
@@ -45,7 +45,7 @@ class Captured:
         return tuple(self.data.shape), self.data.dtype, self.axes, self.group
 
     def reader(self) -> Callable[..., Tensor]:
-        """``read(data, b, h, i, j)``, the entry of one pair."""
+        """``read(data, b, h, i, j)``, the entry for one pair."""
         axes, group = self.axes, self.group
 
         def read(data: Tensor, b: Any, h: Any, i: Any, j: Any) -> Tensor:
@@ -86,13 +86,13 @@ class Problem:
         return self.start is None and self.dense is None and not self.causal
 
     def captured(self) -> list[Captured]:
-        """What ``visible`` reads."""
+        """The arrays that ``visible`` reads."""
         arrays = [run[:, :, None] for run in (self.start, self.stop) if run is not None]
         return [Captured.of(x, self.heads, self.key_length)
                 for x in (*arrays, *([] if self.dense is None else [self.dense]))]
 
     def visible(self) -> Callable[..., Tensor]:
-        """``visible(b, h, i, j, *data)`` with the data of ``captured()``."""
+        """``visible(b, h, i, j, *data)``, where ``data`` are the data of ``captured()``."""
         offset, causal = self.offset, self.causal
         readers = [captured.reader() for captured in self.captured()]
         runs, dense = (readers[:2] if self.start is not None else []), self.dense is not None
@@ -111,8 +111,9 @@ class Problem:
     # ---- which blocks, which keys ----
 
     def survey(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Blocks with some visible pair and blocks with nothing else, ``(1|B, 1|Hkv|H, Lq/BLOCK, Lk/BLOCK)`` (rounded
-        up; a block that reaches over an edge is never full), and the keys that somebody sees, ``(1|B, 1|Hkv, Lk)``."""
+        """Blocks with some visible pair and blocks with only visible pairs, ``(1|B, 1|Hkv|H, Lq/BLOCK, Lk/BLOCK)``
+        (rounded up; a block that crosses an edge is never full), and the keys that some query sees,
+        ``(1|B, 1|Hkv, Lk)``."""
         some, full, seen = zip(*(self._survey_dense() if self.dense is not None else [self._survey_runs()]))
         keys = torch.stack(seen).any(0)
         if keys.shape[1] not in (1, self.kv_heads):
@@ -120,7 +121,7 @@ class Problem:
         return torch.cat(some, 2), torch.cat(full, 2), keys
 
     def _intervals(self) -> tuple[Tensor, Tensor]:
-        """start and stop with causality in them; everything visible without a mask."""
+        """``start`` and ``stop`` combined with causality; everything is visible without a mask."""
         key = torch.arange(self.key_length, device=self.device, dtype=torch.int32)
         start, stop = self.start, self.stop
         if start is None or stop is None:
@@ -130,13 +131,13 @@ class Problem:
     def _survey_runs(self) -> tuple[Tensor, Tensor, Tensor]:
         start, stop = (x[:, :, None] for x in self._intervals())
         first = torch.arange(0, self.query_length, BLOCK, device=start.device)[:, None] + self.offset
-        last = torch.clamp(first + BLOCK, max=self.key_length)  # one after
+        last = torch.clamp(first + BLOCK, max=self.key_length)  # one past the last position
         some = (start < stop) & (start < last) & (stop > first)
         full = (start <= first) & (stop >= last) & (last - first == BLOCK)
         return _by_key_block(some).any(-1), _by_key_block(full).all(-1), some.any(2)
 
     def _survey_dense(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """The same of some rows of blocks at a time, from their visible pairs."""
+        """The same for a dense mask, a few rows of blocks at a time."""
         dense = self.dense
         assert dense is not None
         start, stop = self._intervals()
@@ -155,7 +156,7 @@ class Problem:
             yield blocks.any(-1).any(3), blocks.all(-1).all(3), seen.any(2)
 
     def block_mask(self, some: Tensor, full: Tensor, visible: Callable[..., Tensor]) -> Any:
-        """FlexAttention's lists of these blocks."""
+        """FlexAttention's ``BlockMask`` of these blocks."""
         from torch.nn.attention.flex_attention import BlockMask
 
         some, full = (x if x.shape[1] in (1, self.heads) else x.repeat_interleave(self.heads // x.shape[1], 1)
@@ -165,11 +166,11 @@ class Problem:
 
 
 def _by_key_block(pairs: Tensor) -> Tensor:
-    """The last axis cut into blocks, False beyond its end."""
+    """The last axis divided into blocks, padded with False."""
     return torch.nn.functional.pad(pairs, (0, -pairs.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
 
 
 def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of every row are listed, and their numbers, those first."""
+    """How many blocks are set in each row, and all block indices with those first."""
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)

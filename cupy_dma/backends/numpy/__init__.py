@@ -1,20 +1,20 @@
-"""The NumPy backend: what runs where there is no GPU, and a reference of every feature.
+"""The NumPy backend: runs where there is no GPU, and implements every feature.
 
-16-bit types are computed in float32, float32 in float32, float64 in float64. Memory and work follow the visible pairs:
-attention walks over tiles of consecutive queries, gathers only the keys that some query of the tile sees, and works
-through long key lists in chunks. No ``Lq x Lk`` array is ever made for interval masks, and dense masks and biases are
-read in slices. Every sum has one order, so results are the same bits on every run.
+float16, bfloat16 and float32 are computed in float32, float64 in float64. Memory and work are proportional to the
+visible pairs: attention loops over tiles of consecutive queries, gathers only the keys that some query of the tile
+sees, and processes long key lists in chunks. No ``Lq x Lk`` array is ever allocated for interval masks, and dense masks
+and biases are read in slices. Every sum has a fixed order, so results are bitwise reproducible.
 
-Invisible keys are never multiplied in: a logit of an invisible key is replaced by -inf, and rows that are not finite
-are added only where they are seen (in a matrix product even a weight of 0 would spread a NaN).
+Invisible keys never contribute: the logit of an invisible key is replaced by -inf, and non-finite rows are added only
+to queries that see them (in a matrix product even a weight of 0 would propagate a NaN).
 
-    host.py        operands as NumPy arrays, and back
-    scores.py      key scores and their gradients
-    selection.py   prefix top-w
-    tiles.py       queries in tiles, the keys of each, their logits      (shared by forward and backward)
-    forward.py     attention
-    backward.py    its gradients
-    varlen.py      both, sequence by sequence
+    host.py           operands as NumPy arrays, and back
+    scores.py         key scores and their gradients
+    selection.py      prefix top-w
+    tiles.py          query tiles, their keys and logits      (shared by forward and backward)
+    forward.py        attention
+    backward.py       its gradients
+    varlen.py         both, sequence by sequence
     dynamic_cache.py  the decode cache
 """
 from cupy_dma.backends.numpy.dynamic_cache import cache_extend

@@ -1,7 +1,7 @@
 """Gradients of attention over the same gathered keys (SPEC section 6; formulas in ``cupy_dma.backward``).
 
-Tile by tile: the probabilities of a chunk of keys come back from ``lse``, and every gradient takes its share. What a
-tile adds to keys, values and bias goes to float32 (float64) arrays of their full size, rounded once at the end.
+Tile by tile, the probabilities of a chunk of keys are recomputed from ``lse`` and every gradient is accumulated. The
+gradients of key, value and bias have float32 (float64) accumulators of full size, rounded once at the end.
 """
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def attention_backward(call: AttentionBackwardCall) -> tuple[Any, Any, Any, Any]
     forward = call.forward
     arguments = {"query": forward.query, "key": forward.key, "value": forward.value, "bias": forward.bias}
     with np.errstate(all="ignore"):
-        sums = _Sums(call)
+        total = _Accumulators(call)
         for row in rows_of(forward):
             for tile in row.tiles:
-                sums.add(row, tile)
-        dq, dk, dv, dbias = (rounded(sums.found[name], operand) if name in call.needs and operand is not None else None
+                total.add(row, tile)
+        dq, dk, dv, dbias = (rounded(total.found[name], operand) if name in call.needs and operand is not None else None
                              for name, operand in arguments.items())
     return dq, dk, dv, dbias
 
 
-class _Sums:
-    """The gradients while they grow."""
+class _Accumulators:
+    """The gradients while they are being summed."""
 
     def __init__(self, call: AttentionBackwardCall):
         forward = call.forward
@@ -42,11 +42,11 @@ class _Sums:
         self.found = {name: np.zeros(shapes[name], self.kind) for name in call.needs}
 
     def add(self, row: Row, tile: Tile) -> None:
-        """What the queries of one tile contribute."""
+        """Add the contributions of one tile's queries."""
         call, kind, found, b = self.call.forward, self.kind, self.found, row.batch
         here, there = (b, slice(tile.begin, tile.end), row.heads), (b, row.heads, slice(tile.begin, tile.end))
         lse = self.lse[there]
-        alive = (lse != -np.inf)[..., None]  # a row that sees nothing takes part in nothing, whatever it holds
+        alive = (lse != -np.inf)[..., None]  # a row with no visible keys contributes nothing, whatever it contains
         q, do, out = (np.where(alive, np.moveaxis(x[here], 1, 0).astype(kind), kind(0))
                       for x in (self.query, self.dout, self.out))
         shift = np.where(alive, lse[..., None], kind(0))
@@ -56,14 +56,14 @@ class _Sums:
         q *= kind(call.scale)
         dq = np.zeros(q.shape, kind)
         bias = None if self.bias is None else entry(self.bias, row, call)
-        spoiled_q, spoiled_do = (~np.isfinite(x).all(axis=2).reshape(-1) for x in (q, do))
-        for keys, whole in chunks(tile):
-            s, visible, bent = logits(q, row, tile, keys, whole, bias, call.softcap)
+        nonfinite_q, nonfinite_do = (~np.isfinite(x).all(axis=2).reshape(-1) for x in (q, do))
+        for keys, full in chunks(tile):
+            s, visible, tanh = logits(q, row, tile, keys, full, bias, call.softcap)
             p = np.exp(s - shift)
             if visible is not None:
                 p = np.where(visible, p, kind(0))  # lse may be NaN
             if "value" in found:
-                found["value"][b, keys, row.group] += _transposed_sum(p, do, spoiled_do, visible)
+                found["value"][b, keys, row.kv_head] += _transposed_sum(p, do, nonfinite_do, visible)
             if found.keys() == {"value"}:
                 continue
             dp = (do.reshape(-1, do.shape[2]) @ row.keys.v[keys].T).reshape(p.shape)
@@ -71,26 +71,26 @@ class _Sums:
             ds = np.where(alive if visible is None else alive & visible, ds, kind(0))
             if "bias" in found:
                 _add_bias(entry(found["bias"], row, call), ds, tile, keys)
-            if bent is not None:
-                ds = np.where(ds == 0, kind(0), ds * (1 - bent * bent))  # an invisible logit may be NaN
+            if tanh is not None:
+                ds = np.where(ds == 0, kind(0), ds * (1 - tanh * tanh))  # an invisible logit may be NaN
             if "query" in found:
-                dq += weighted_sum(ds, row.keys.k[keys], row.keys.spoiled_k[keys], visible)
+                dq += weighted_sum(ds, row.keys.k[keys], row.keys.nonfinite_k[keys], visible)
             if "key" in found:
-                found["key"][b, keys, row.group] += _transposed_sum(ds, q, spoiled_q, visible)
+                found["key"][b, keys, row.kv_head] += _transposed_sum(ds, q, nonfinite_q, visible)
         if "query" in found:
             found["query"][here] = np.moveaxis(dq, 0, 1) * kind(call.scale)
 
 
-def _transposed_sum(weights: np.ndarray, rows: np.ndarray, spoiled: np.ndarray,
+def _transposed_sum(weights: np.ndarray, rows: np.ndarray, nonfinite: np.ndarray,
                     visible: np.ndarray | None) -> np.ndarray:
     """``(keys, D)``: the sum over heads and queries of ``weights (heads, queries, keys)`` times ``rows (..., D)``."""
     flat = weights.reshape(-1, weights.shape[2]).T
-    sees = None if visible is None or not spoiled.any() else np.tile(visible, (weights.shape[0], 1)).T
-    return weighted_sum(flat[None], rows.reshape(-1, rows.shape[2]), spoiled, sees)[0]
+    sees = None if visible is None or not nonfinite.any() else np.tile(visible, (weights.shape[0], 1)).T
+    return weighted_sum(flat[None], rows.reshape(-1, rows.shape[2]), nonfinite, sees)[0]
 
 
 def _add_bias(target: np.ndarray, ds: np.ndarray, tile: Tile, keys: np.ndarray) -> None:
-    """Add ``ds (heads, queries, keys)`` to a bias row ``(1|Lq, 1|Lk)`` that these heads share."""
+    """Add ``ds (heads, queries, keys)`` to the gradient ``(1|Lq, 1|Lk)`` of a bias that these heads share."""
     added = ds.sum(axis=0)
     if target.shape[0] == 1:
         added = added.sum(axis=0, keepdims=True)

@@ -1,4 +1,4 @@
-"""The decode cache: one token by one slot, as SPEC section 7 has it; more of them as a short history."""
+"""The decode cache: a single token updates one slot (SPEC section 7); several go through chunked prefill."""
 from __future__ import annotations
 
 from typing import Any
@@ -21,18 +21,18 @@ def cache_extend(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
 
 
 def _step(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
-    """One token per sequence: it takes a spare slot, or that of the key which it pushes out, or none."""
+    """One token per sequence: it takes a free slot, or that of the key that it evicts, or none."""
     library, xp, position = state.library, state.library.xp, state.lengths.array + 0
     batch, head = index(state, state.batch)[:, None], index(state, state.kv_heads)
     top, lowest, free, score = state.in_top.array, state.lowest.array, state.free.array, call.scores.array[:, :, 0]
     has_room = lowest < 0
-    pushed = library.astype(xp.where(has_room, 0, lowest), "int64")
+    evicted = library.astype(xp.where(has_room, 0, lowest), "int64")
     real = library.full((state.batch,), True, "bool", state.device) if call.lengths is None else call.lengths.array > 0
-    enters = real[:, None] & (has_room | xp.isnan(score) | (score >= state.scores.array[batch, head, pushed]))
+    enters = real[:, None] & (has_room | xp.isnan(score) | (score >= state.scores.array[batch, head, evicted]))
     stored = real[:, None] & (enters | (position < state.sinks)[:, None] | (state.recent > 0))
 
-    top[batch, head, pushed] = xp.where(enters & ~has_room, 0, top[batch, head, pushed])
-    slot = library.astype(xp.where(free >= 0, free, pushed), "int64")
+    top[batch, head, evicted] = xp.where(enters & ~has_room, 0, top[batch, head, evicted])
+    slot = library.astype(xp.where(free >= 0, free, evicted), "int64")
     for target, fresh in ((rows(state, state.key), rows(state, call.key)[:, 0]),
                           (rows(state, state.value), rows(state, call.value)[:, 0]),
                           (state.scores.array, score), (state.positions.array, position[:, None]),
@@ -48,7 +48,8 @@ def _step(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
 
 
 def _attend(state: CacheState, call: ExtendCall, seen: Any) -> tuple[Any, Any]:
-    """Attention to the slots that are ``seen (B, Hkv, R)``. Key and value of different widths get zero columns."""
+    """Attention over the slots that are ``seen (B, Hkv, R)``. If key and value differ in width, zero columns even them
+    out."""
     library, size = state.library, max(state.head_dim, state.value_dim)
     assert call.query is not None
     key, value = (widened(library.operand(x.array.swapaxes(1, 2), x.name), size) for x in (state.key, state.value))

@@ -30,17 +30,17 @@ def attention(call: AttentionCall) -> tuple[Any, Any]:
 
 def _attend(q: np.ndarray, row: Row, tile: Tile, bias: np.ndarray | None,
             softcap: float) -> tuple[np.ndarray, np.ndarray]:
-    """Online softmax of the scaled queries ``q (heads, queries, D)`` over the tile's keys -> out, lse."""
+    """``out`` and ``lse`` of the scaled queries ``q (heads, queries, D)`` over the tile's keys, by online softmax."""
     kind = q.dtype.type
     m, total, out = np.full(q.shape[:2], -np.inf, kind), np.zeros(q.shape[:2], kind), np.zeros(q.shape, kind)
-    for keys, whole in chunks(tile):
-        s, visible, _ = logits(q, row, tile, keys, whole, bias, softcap)
+    for keys, full in chunks(tile):
+        s, visible, _ = logits(q, row, tile, keys, full, bias, softcap)
         m_new = np.maximum(m, s.max(axis=2))
         shift = np.where(m_new == -np.inf, kind(0), m_new)
         p = np.exp(s - shift[..., None])
-        shrink = np.exp(m - shift)
-        total = total * shrink + p.sum(axis=2)
-        out = out * shrink[..., None] + weighted_sum(p, row.keys.v[keys], row.keys.spoiled_v[keys], visible)
+        rescale = np.exp(m - shift)
+        total = total * rescale + p.sum(axis=2)
+        out = out * rescale[..., None] + weighted_sum(p, row.keys.v[keys], row.keys.nonfinite_v[keys], visible)
         m = m_new
     seen = total != 0  # a sum of NaN is "seen": NaN stays NaN
     out = np.where(seen[..., None], out / total[..., None], kind(0))

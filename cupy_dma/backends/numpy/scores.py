@@ -14,7 +14,7 @@ from cupy_dma.arrays import Operand, numpy_dtype
 from cupy_dma.backends.numpy.host import deliver, host, rounded, widened
 from cupy_dma.backends.numpy.tiles import weighted_sum
 
-SCORE_CHUNK = 4096  # keys whose values are widened at a time
+SCORE_CHUNK = 4096  # keys whose values are converted at a time
 
 
 def key_scores(value: Operand, dt_proj: Operand, A: Operand, dt_bias: Operand | None, form: str) -> Any:
@@ -51,7 +51,7 @@ def key_scores_backward(dscores: Operand, value: Operand, dt_proj: Operand, A: O
                 dt = rows @ projection.T + offset
                 softplus = np.logaddexp(0, dt).astype(kind)
                 dscore = upstream[b, :, span].T  # (keys, Hkv)
-                used = dscore != 0  # a key that nobody sees may hold NaN, and then so does its score
+                used = dscore != 0  # a key that no query sees may hold NaN, and then so does its score
                 dstate = np.where(used, dscore * np.exp(a * softplus) if form == "exp" else dscore, kind.type(0))
                 ddt = np.where(used, dstate * a / (1 + np.exp(-dt)), kind.type(0))
                 da += np.where(used, dstate * softplus, kind.type(0)).sum(axis=0)
@@ -59,7 +59,7 @@ def key_scores_backward(dscores: Operand, value: Operand, dt_proj: Operand, A: O
                 if "dt_proj" in needs:
                     d_projection += weighted_sum(ddt.T[None], rows, ~np.isfinite(rows).all(axis=1), used.T)[0]
                 if dv is not None:
-                    part = (ddt @ projection).reshape(-1, heads, size)
-                    dv[b, span] = part if added is None else part + added[b, span].astype(kind)
+                    through_scores = (ddt @ projection).reshape(-1, heads, size)
+                    dv[b, span] = through_scores if added is None else through_scores + added[b, span].astype(kind)
     found = (("value", dv, value), ("dt_proj", d_projection, dt_proj), ("A", da, A), ("dt_bias", d_offset, dt_bias))
     return tuple([rounded(x, like) if name in needs and like is not None else None for name, x, like in found])

@@ -1,4 +1,4 @@
-"""The prefix top-w selection with a heap (SPEC section 3)."""
+"""Prefix top-w selection with a heap (SPEC section 3)."""
 from __future__ import annotations
 
 import heapq
@@ -12,7 +12,7 @@ from cupy_dma.masks.interval import NEVER
 
 
 def _ordered(scores: np.ndarray) -> np.ndarray:
-    """Unsigned integers in the order of the scores: -0 equals +0, and all NaN are equal and above everything."""
+    """Unsigned integers that sort like the scores: -0 equals +0, and all NaN are equal and above everything."""
     bits = np.uint64 if scores.dtype == np.float64 else np.uint32
     top = bits(1 << (8 * scores.itemsize - 1))
     raw = (scores + scores.dtype.type(0)).view(bits)  # -0 + 0 is +0
@@ -23,10 +23,10 @@ def _ordered(scores: np.ndarray) -> np.ndarray:
 def prefix_stop(scores: Operand, window: int, padding: Operand | None, document: Operand | None) -> Any:
     """int32 ``(B, Hkv, Lk)``: the first position at which ``window`` better keys exist.
 
-    ``padding`` bool ``(1|B, Lk)``, True = a real key; ``document`` int32 ``(1|B, Lk)``: first key of its document. The
-    rank is ``(document, score, j)``, highest first: keys of older documents are pushed out by any newer one, so the
-    result is exact while the key's own document lasts. ``NEVER`` if that position does not exist, ``j`` if the key is
-    hidden or at once outranked.
+    ``padding`` bool ``(1|B, Lk)``, True = a real key; ``document`` int32 ``(1|B, Lk)``: first key of its document. Keys
+    are ranked by ``(document, score, j)``, highest first: any key of a later document evicts keys of earlier ones, so
+    the result is exact within the key's own document. ``NEVER`` if that position does not exist, ``j`` if the key is
+    padding or outranked from the start.
     """
     values = host(scores)
     batch, heads, length = values.shape
@@ -44,13 +44,13 @@ def prefix_stop(scores: Operand, window: int, padding: Operand | None, document:
 
 
 def _row_stop(ordered: np.ndarray, group: np.ndarray, position: np.ndarray, window: int, never: int) -> np.ndarray:
-    """``stop`` of one row of candidates: keep the ``window`` best in a heap; whoever is pushed out stops there."""
+    """``stop`` of one row of candidates: keep the ``window`` best in a heap; an evicted key stops there."""
     by_rank = np.lexsort((ordered, group))  # stable: of equal scores the newest ranks highest
     rank = np.empty(len(by_rank), np.int64)
     rank[by_rank] = np.arange(len(by_rank))
     ranks, stop = rank.tolist(), np.full(len(by_rank), never, np.int32)
     heap = ranks[:window]
     heapq.heapify(heap)
-    pushed_out = [heapq.heappushpop(heap, newcomer) for newcomer in ranks[window:]]
-    stop[by_rank[pushed_out]] = position[window:]
+    evicted = [heapq.heappushpop(heap, newcomer) for newcomer in ranks[window:]]
+    stop[by_rank[evicted]] = position[window:]
     return stop

@@ -1,6 +1,6 @@
-"""Queries in tiles, the keys that each tile sees, and their logits: one copy for forward and backward.
+"""Query tiles, the keys that each tile sees, and their logits: shared by forward and backward.
 
-Heads that share keys, mask and bias are rows of one matrix product, ``(heads, queries)`` of them.
+Query heads that share keys, mask and bias are batched into one matrix product, with ``heads * queries`` rows.
 """
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ class Tile(NamedTuple):
     begin: int
     end: int
     full: np.ndarray  # keys that every query of the tile sees
-    partial: np.ndarray  # keys that some see
+    partial: np.ndarray  # keys that some but not all see
     visible: Callable[[np.ndarray], np.ndarray]  # keys (n,) -> bool (queries, n)
 
 
 class Keys(NamedTuple):
-    """Keys and values of one (batch, kv head) in the type of the computation, and which rows hold NaN or infinity."""
+    """Keys and values of one (batch, kv head) in the compute type, and which rows contain a NaN or infinity."""
 
     k: np.ndarray  # (Lk, D)
     v: np.ndarray  # (Lk, D)
-    spoiled_k: np.ndarray  # bool (Lk,)
-    spoiled_v: np.ndarray
+    nonfinite_k: np.ndarray  # bool (Lk,)
+    nonfinite_v: np.ndarray
 
 
 class Row(NamedTuple):
     """Query heads that are computed together: they share keys, mask and bias."""
 
     batch: int
-    group: int  # kv head
+    kv_head: int
     heads: slice
     keys: Keys
     tiles: Iterator[Tile]
 
 
 def rows_of(call: AttentionCall) -> Iterator[Row]:
-    """All (batch, query head) of a call."""
+    """All batch entries and query heads of a call."""
     kind = widened(call.query.dtype)
     key, value = host(call.key), host(call.value)
     group = call.heads // call.kv_heads
@@ -64,55 +64,57 @@ def rows_of(call: AttentionCall) -> Iterator[Row]:
 
 
 def entry(array: np.ndarray, row: Row, call: AttentionCall) -> np.ndarray:
-    """What belongs to these heads of something with axes (1|B, 1|Hkv|H, ...), as a view."""
+    """The entry for these heads in an array with axes (1|B, 1|Hkv|H, ...), as a view."""
     return _row(array, row.batch, row.heads.start, call)
 
 
 def _row(array: np.ndarray, b: int, h: int, call: AttentionCall) -> np.ndarray:
-    """The entry of batch ``b`` and query head ``h`` of something with axes (1|B, 1|Hkv|H, ...)."""
+    """The entry for batch ``b`` and query head ``h`` in an array with axes (1|B, 1|Hkv|H, ...)."""
     heads = array.shape[1]
     if heads != call.heads and heads > 1:
         h //= call.heads // call.kv_heads
     return array[b if array.shape[0] > 1 else 0, h if heads > 1 else 0]
 
 
-def logits(q: np.ndarray, row: Row, tile: Tile, keys: np.ndarray, whole: bool, bias: np.ndarray | None,
+def logits(q: np.ndarray, row: Row, tile: Tile, keys: np.ndarray, full: bool, bias: np.ndarray | None,
            softcap: float) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
     """Logits of the scaled queries ``q (heads, queries, D)`` and these keys, -inf where a query does not see a key.
 
-    Also which pairs are visible, bool ``(queries, keys)``, None if all are; and ``tanh(x / softcap)``, None without
-    softcap.
+    Also which pairs are visible, bool ``(queries, keys)``, None if all are (``full``); and ``tanh(x / softcap)``, None
+    without softcap.
     """
     kind = q.dtype.type
-    s, bent = (q.reshape(-1, q.shape[2]) @ row.keys.k[keys].T).reshape(*q.shape[:2], len(keys)), None
+    s, tanh = (q.reshape(-1, q.shape[2]) @ row.keys.k[keys].T).reshape(*q.shape[:2], len(keys)), None
     if softcap > 0:
-        bent = np.tanh(s / kind(softcap))
-        s = kind(softcap) * bent
+        tanh = np.tanh(s / kind(softcap))
+        s = kind(softcap) * tanh
     if bias is not None:
-        part = bias if bias.shape[0] == 1 else bias[tile.begin:tile.end]
-        s += (part if bias.shape[1] == 1 else part[:, keys]).astype(kind)
-    visible = None if whole else tile.visible(keys)
+        rows = bias if bias.shape[0] == 1 else bias[tile.begin:tile.end]
+        s += (rows if bias.shape[1] == 1 else rows[:, keys]).astype(kind)
+    visible = None if full else tile.visible(keys)
     if visible is not None:
         s = np.where(visible, s, kind(-np.inf))
-    return s, visible, bent
+    return s, visible, tanh
 
 
-def weighted_sum(p: np.ndarray, v: np.ndarray, spoiled: np.ndarray, visible: np.ndarray | None) -> np.ndarray:
-    """``p (heads, queries, keys) @ v (keys, D)``; rows of ``v`` that are not finite reach only those who see them."""
-    if not spoiled.any():
+def weighted_sum(p: np.ndarray, v: np.ndarray, nonfinite: np.ndarray, visible: np.ndarray | None) -> np.ndarray:
+    """``p (heads, queries, keys) @ v (keys, D)``; a non-finite row of ``v`` propagates only to rows of ``p`` that see
+    it."""
+    if not nonfinite.any():
         return (p.reshape(-1, p.shape[2]) @ v).reshape(*p.shape[:2], -1)
-    clean = np.where(spoiled[:, None], 0, v).astype(v.dtype)
+    clean = np.where(nonfinite[:, None], 0, v).astype(v.dtype)
     total = (p.reshape(-1, p.shape[2]) @ clean).reshape(*p.shape[:2], -1)
-    for t in np.flatnonzero(spoiled):
+    for t in np.flatnonzero(nonfinite):
         sees = slice(None) if visible is None else visible[:, t]
         total[:, sees] += p[:, sees, t, None] * v[t]
     return total
 
 
 def chunks(tile: Tile) -> Iterator[tuple[np.ndarray, bool]]:
-    for keys, whole in ((tile.full, True), (tile.partial, False)):
+    """The tile's keys, ``KEY_CHUNK`` at a time, and whether every query of the tile sees them."""
+    for keys, full in ((tile.full, True), (tile.partial, False)):
         for begin in range(0, len(keys), KEY_CHUNK):
-            yield keys[begin:begin + KEY_CHUNK], whole
+            yield keys[begin:begin + KEY_CHUNK], full
 
 
 class _TileMaker:
@@ -145,7 +147,7 @@ class _TileMaker:
         if call.causal:
             start = np.maximum(start, np.arange(n))
 
-        # Keys enter in the order of their starts and leave at their stops: work follows what is visible.
+        # Keys enter in order of their starts and leave at their stops, so work is proportional to the visible pairs.
         ever = np.flatnonzero((start < stop) & (stop > offset))
         entering = ever[np.argsort(start[ever], kind="stable")]
         starts = start[entering]

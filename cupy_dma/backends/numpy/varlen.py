@@ -1,4 +1,4 @@
-"""Attention and its gradients of packed sequences: one by one, each a plain call of B = 1. Other calls pass through."""
+"""Attention and its gradients over packed sequences, each as a plain call with B = 1. Other calls pass through."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -37,14 +37,14 @@ def attention_backward(call: AttentionBackwardCall) -> tuple[Any, Any, Any, Any]
     dlse = None if call.dlse is None else host(call.dlse)
     for one in _sequences(packed):
         rows, keys = one.queries, one.keys
-        parts = backward.attention_backward(AttentionBackwardCall(
+        gradients = backward.attention_backward(AttentionBackwardCall(
             one.call, _operand(dout[:, rows], "dout"), _operand(out[:, rows], "out"),
             _operand(lse[:, :, rows], "lse"), None if dlse is None else _operand(dlse[:, :, rows], "dlse"),
             call.needs))
-        for (name, part), where in zip(zip(arguments, parts), (np.s_[:, rows], np.s_[:, keys], np.s_[:, keys],
-                                                               np.s_[:, :, :, keys])):
+        own = np.s_[:, rows], np.s_[:, keys], np.s_[:, keys], np.s_[:, :, :, keys]
+        for name, gradient, where in zip(arguments, gradients, own):
             if name in found:
-                found[name][where] = part
+                found[name][where] = gradient
     dq, dk, dv, dbias = (deliver(found[name], operand) if name in found and operand is not None else None
                          for name, operand in arguments.items())
     return dq, dk, dv, dbias
@@ -66,10 +66,10 @@ def _sequences(call: AttentionCall) -> Iterator[_Sequence]:
     added = None if bias is None else host(bias)
     for number, (first_query, end_query, first_key, end_key) in enumerate(host(sequences.bounds).T.tolist()):
         rows, keys = slice(first_query, end_query), slice(first_key, end_key)
-        k, v = ((key, value) if sequences.pages is None else
-                (_paged(x, sequences.page_size, host(sequences.pages), number, end_key - first_key)
+        k, v = ((key, value) if sequences.page_table is None else
+                (_gathered(x, sequences.page_size, host(sequences.page_table), number, end_key - first_key)
                  for x in (key, value)))
-        if sequences.pages is None:
+        if sequences.page_table is None:
             k, v = k[:, keys], v[:, keys]
         yield _Sequence(rows, keys, replace(
             call, query=_operand(query[:, rows], "query"), key=_operand(k, "key"), value=_operand(v, "value"),
@@ -81,14 +81,14 @@ def _operand(array: np.ndarray, name: str) -> Operand:
     return library_named("numpy").describe(array, name)
 
 
-def _paged(pages: np.ndarray, page_size: int, table: np.ndarray, number: int, length: int) -> np.ndarray:
-    """The first ``length`` rows of a sequence's pages, ``(1, length, Hkv, D)``."""
+def _gathered(pages: np.ndarray, page_size: int, table: np.ndarray, number: int, length: int) -> np.ndarray:
+    """The first ``length`` rows in the pages of sequence ``number``, ``(1, length, Hkv, D)``."""
     needed = table[number, :-(-length // page_size)] if length else table[:0, :0].reshape(-1)
     return pages[needed].reshape(1, -1, *pages.shape[2:])[:, :length]
 
 
 def _mask(runs: list[np.ndarray], keys: slice) -> IntervalMask:
-    """The mask of a sequence's keys, in positions of its own."""
+    """The mask of a sequence's keys, in positions within the sequence."""
     start, stop = (np.where((run <= EVER) | (run >= NEVER), run, run.astype(np.int64) - keys.start).clip(EVER, NEVER)
                    for run in (run[:, :, keys] for run in runs))
     library = library_named("numpy")

@@ -1,7 +1,7 @@
 """Operands as torch tensors, the caller's stream, and results as arrays of the caller's library.
 
-For backends that compute with torch. Nothing is copied, except arrays with a negative stride and NumPy arrays that must
-not be written to. Results lie in memory of the caller's library.
+For backends that compute with torch. Nothing is copied except arrays with negative strides and read-only NumPy arrays.
+Results are in memory of the caller's library.
 """
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def on_stream_of(operand: Operand) -> Iterator[None]:
 
 
 def _stream(handle: int, index: int) -> torch.cuda.Stream:
-    """torch's view of a raw stream. The legacy default stream is 0, or 1 as ``cudaStreamLegacy``; of a 0 ExternalStream
-    would make a new stream, on which nothing waits for CuPy's work, nor CuPy's for what is done there."""
+    """A raw stream as a torch stream. The legacy default stream is 0, or 1 as ``cudaStreamLegacy``; given 0,
+    ExternalStream would create a new stream, unordered with CuPy's work."""
     return torch.cuda.default_stream(index) if handle in (0, 1) else torch.cuda.ExternalStream(handle, index)
 
 
 def tensor(operand: Operand) -> torch.Tensor:
-    """The operand's array as a tensor over the same memory; its own axes, which may be fewer than the operand's."""
+    """The operand's array as a tensor over the same memory; it may have fewer axes than the operand."""
     return as_tensor(operand.array, operand)
 
 
@@ -54,21 +54,21 @@ def as_tensor(array: Any, like: Operand) -> torch.Tensor:
     if any(stride < 0 for stride in array.strides):
         array = like.library.contiguous(array)
     if like.device.kind == "cpu":
-        if not array.flags.writeable:  # torch warns, for it knows no such tensors
+        if not array.flags.writeable:  # torch has no read-only tensors, and warns
             array = array.copy()
         return library_named("torch").from_numpy(array, CPU)
-    raw = {"bfloat16": "int16", "bool": "uint8"}.get(array.dtype.name)  # types that not every DLPack carries
+    raw = {"bfloat16": "int16", "bool": "uint8"}.get(array.dtype.name)  # types that not every DLPack supports
     if raw is None:
         return torch.from_dlpack(array)
     return torch.from_dlpack(array.view(raw)).view(getattr(torch, array.dtype.name))
 
 
 def strides_of(operand: Operand, array: torch.Tensor) -> tuple[int, ...]:
-    """The operand's strides, or those of the copy that ``tensor`` had to make, on the operand's axes."""
+    """The operand's strides, or those of the copy that ``tensor`` had to make, for the operand's axes."""
     if all(stride >= 0 for stride in operand.strides):
         return operand.strides
     shape, strides = operand.shape, list(array.stride())
-    if len(strides) == 3 and len(shape) == 4:  # a key bias: its query axis is not there
+    if len(strides) == 3 and len(shape) == 4:  # a key bias: its array has no query axis
         strides.insert(2, 0)
     strides = [0] * (len(shape) - len(strides)) + strides
     return tuple(0 if size == 1 else stride for size, stride in zip(shape, strides))
@@ -81,7 +81,7 @@ def result(like: Operand, shape: tuple[int, ...], dtype: str) -> tuple[Any, torc
 
 
 def delivered(found: torch.Tensor, like: Operand) -> Any:
-    """A tensor that was made here, in ``like``'s library: torch's own, or a copy in memory of the caller's pool."""
+    """A tensor computed here as an array of ``like``'s library: itself, or a copy in memory of the caller's library."""
     if like.library.name == "torch":
         return found
     array, target = result(like, tuple(found.shape), str(found.dtype).removeprefix("torch."))

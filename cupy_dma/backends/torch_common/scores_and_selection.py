@@ -4,14 +4,14 @@
     dstate = dscore * score, or dscore      ddt = dstate * A * sigmoid(dt)
     dA = sum dstate * softplus(dt)      ddt_bias = sum ddt      ddt_proj = ddt^T @ value      dvalue = ddt @ dt_proj
 
-Some thousand keys at a time. Products and sums are made in float64, so that no setting of TF32 reaches them; there are
-few of them. A key whose score has no gradient may hold NaN or infinity: it reaches nothing.
+A few thousand keys at a time. Matrix products are computed in float64, so that torch's TF32 settings do not affect
+them; they are small. A NaN or infinity in a key whose score has no gradient propagates to nothing.
 
-Selection: let r_j be the rank of key j among all keys in the order (document, score, j), lowest first, keys hidden by
-padding below all others, and T_p the w-th highest rank among the keys 0 .. p (-1 while there are fewer). T never falls,
+Selection: let r_j be the rank of key j among all keys in the order (document, score, j), lowest first, with padding
+below all other keys, and T_p the w-th highest rank among the keys 0 .. p (-1 while there are fewer). T never decreases,
 and key j is kept at p >= j iff T_p <= r_j. So stop_j = max(j, first p with T_p > r_j), a binary search in T. All T_p
-come at once from a descent through the bits of the ranks (a wavelet matrix, one level in memory at a time): log2(Lk)
-rounds of elementwise operations over (B, Hkv, Lk), the same on a CPU and on a GPU, in linear memory.
+are found together by descending through the bits of the ranks (a wavelet matrix, one level in memory at a time):
+log2(Lk) rounds of elementwise operations over (B, Hkv, Lk), the same on CPU and GPU, in linear memory.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cupy_dma.arrays import Operand
 from cupy_dma.backends.torch_common.arrays import delivered, on_stream_of, rounded, shaped, tensor
 from cupy_dma.masks.interval import NEVER
 
-SCORE_CHUNK = 8192  # keys whose values are widened at a time
+SCORE_CHUNK = 8192  # keys whose values are converted at a time
 
 
 # ---- scores -------------------------------------------------------------------------------------------------------
@@ -68,19 +68,20 @@ def key_scores_backward(dscores: Operand, value: Operand, dt_proj: Operand, A: O
             dt = rows @ projection.T + offset
             softplus = _softplus(dt)
             dscore = upstream[b, :, span].T.double()  # (keys, Hkv)
-            used = dscore != 0  # a key that nobody sees may hold NaN, and then so does its score
+            used = dscore != 0  # a key that no query sees may hold NaN, and then so does its score
             dstate = torch.where(used, dscore * (a * softplus).exp() if form == "exp" else dscore, 0.0)
             ddt = torch.where(used, dstate * a * torch.sigmoid(dt), 0.0)
             da += torch.where(used, dstate * softplus, 0.0).sum(0)
             d_offset += ddt.sum(0)
             if "dt_proj" in needs:
-                bad = ~torch.isfinite(rows)
-                spoiled = used.T.double() @ bad.double() > 0
-                clean = ddt.T @ torch.where(bad, 0.0, rows)
-                d_projection += torch.where(spoiled, torch.nan, clean)
+                nonfinite = ~torch.isfinite(rows)
+                is_nan = used.T.double() @ nonfinite.double() > 0
+                clean = ddt.T @ torch.where(nonfinite, 0.0, rows)
+                d_projection += torch.where(is_nan, torch.nan, clean)
             if dv is not None:
-                part = (ddt @ projection).reshape(-1, heads, size)
-                dv[b, span] = (part if added is None else part + added[b, span].double()).to(dv.dtype)
+                through_scores = (ddt @ projection).reshape(-1, heads, size)
+                total = through_scores if added is None else through_scores + added[b, span].double()
+                dv[b, span] = total.to(dv.dtype)
         found = (("value", dv, value), ("dt_proj", d_projection, dt_proj), ("A", da, A), ("dt_bias", d_offset, dt_bias))
         return tuple([rounded(x, like) if name in needs and x is not None and like is not None else None
                       for name, x, like in found])
@@ -94,18 +95,18 @@ def _softplus(dt: torch.Tensor) -> torch.Tensor:
 
 
 def running_best(rank: torch.Tensor, window: int) -> torch.Tensor:
-    """int32 ``(rows, n)``: T, the ``window``-th highest of the first 1, 2, ... of the ranks, which are a permutation of
-    0 .. n - 1; -1 where there are fewer.
+    """int32 ``(rows, n)``: T, the ``window``-th highest rank of every prefix of ``rank``, a permutation of 0 .. n - 1;
+    -1 where the prefix is shorter than that.
 
-    Level by level from the highest bit, the numbers are kept in stable order of the bits above; a prefix is then one
-    run ``[first, last)`` of them.
+    Level by level from the highest bit, the ranks are kept stably sorted by the bits above; those of a prefix that can
+    still be T are then one run ``[first, last)``.
     """
     rows, n = rank.shape
     sequence = rank.long()
     found, first = torch.zeros_like(sequence), torch.zeros_like(sequence)
     index = torch.arange(n, device=rank.device)
     last = (index + 1).repeat(rows, 1)
-    wanted = torch.full_like(sequence, window)  # the how many-th highest of the run
+    wanted = torch.full_like(sequence, window)  # T is the wanted-th highest of the run
     before = sequence.new_zeros((rows, n + 1))  # before[x]: ones among the first x
     for level in reversed(range(max(1, (n - 1).bit_length()))):
         bit = (sequence >> level) & 1
@@ -127,7 +128,7 @@ def prefix_stop(scores: Operand, window: int, padding: Operand | None, document:
                 best: Callable[[torch.Tensor, int], torch.Tensor] = running_best) -> Any:
     """int32 ``(B, Hkv, Lk)``: the first position at which ``window`` better keys exist; see ``cupy_dma.backends``.
 
-    ``best``: computes what ``running_best`` does.
+    ``best``: a function equivalent to ``running_best``.
     """
     with on_stream_of(scores):
         values = tensor(scores)
@@ -146,7 +147,7 @@ def prefix_stop(scores: Operand, window: int, padding: Operand | None, document:
 
 
 def _ordered(scores: torch.Tensor) -> torch.Tensor:
-    """Signed integers in the order of the scores: -0 equals +0, and all NaN are equal and above everything."""
+    """Signed integers that sort like the scores: -0 equals +0, and all NaN are equal and above everything."""
     wide = scores.dtype == torch.float64
     kind = torch.int64 if wide else torch.int32
     bits = (scores + 0.0).contiguous().view(kind)  # -0 + 0 is +0
@@ -155,7 +156,7 @@ def _ordered(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _ranks(scores: torch.Tensor, hidden: torch.Tensor | None, group: torch.Tensor | None) -> torch.Tensor:
-    """int32: the place of every key in the order (document, score, j), hidden keys first."""
+    """int32: the rank of every key in the order (document, score, j), padding first."""
     order = _ordered(scores).sort(dim=-1, stable=True).indices  # of equal scores the newest ranks highest
     if hidden is not None or group is not None:
         first = torch.zeros_like(order) if group is None else group.long()

@@ -1,19 +1,20 @@
-"""The Triton backend: gathered-key kernels written in Triton, selection and scores in torch operations.
+"""The Triton backend: gathered-key attention kernels written in Triton; scores and selection in torch operations.
 
-Takes CUDA arrays of torch, CuPy and DLPack producers; with ``TRITON_INTERPRET=1``, set before Triton is imported, CPU
-arrays, on which Triton's interpreter runs the kernels. Work runs on the caller's current stream, results come from the
-caller's library, nothing synchronizes, and every sum has one order: results are the same bits on every run.
+Takes CUDA arrays of torch, CuPy and DLPack producers; with ``TRITON_INTERPRET=1``, set before Triton is imported, it
+takes CPU arrays and Triton's interpreter runs the kernels. Work runs on the caller's current stream, results are
+allocated by the caller's library, nothing synchronizes, and every sum has a fixed order: results are bitwise
+reproducible.
 
-float16 and bfloat16 are multiplied on tensor cores; a float32 product is made of three TF32 products, which together
-have about the precision of float32.
+float16 and bfloat16 are multiplied on tensor cores; float32 uses three TF32 MMAs per product (3xTF32), which have about
+the precision of float32.
 
     problem.py     a call as the kernels see it
-    lists.py       key lists and ranges of tiles, the order of keys for their gradients
-    tiles.py       what the kernels share: a tile of queries, visibility, logits, non-finite values
-    forward.py     attention                       backward.py, backward_key.py, backward_bias.py   its gradients
+    lists.py       key lists or key ranges of tiles, and the order of keys for their gradients
+    tiles.py       shared by the kernels: a tile of queries, visibility, logits, non-finite values
+    forward.py     attention                       backward.py, backward_dkv.py, backward_dbias.py   its gradients
     selection.py   prefix top-w
-    ../_torch_math.py     key scores, their gradients, the rest of the selection
-    ../_torch_arrays.py   operands as torch tensors, the caller's stream
+    ../torch_common/scores_and_selection.py   key scores, their gradients, the rest of the selection
+    ../torch_common/arrays.py                 operands as torch tensors, the caller's stream
 """
 from __future__ import annotations
 
@@ -56,12 +57,12 @@ def unavailable() -> str | None:
 
 
 def cache_extend(state: Any, call: Any) -> Any:
-    """The decode cache: not here."""
+    """This backend has no decode cache."""
     raise NotImplementedError("backend='triton' has no DynamicCache; backend='cuda' and backend='numpy' have one")
 
 
 def __getattr__(name: str) -> Any:
-    """The functions of a backend. Their modules import torch and Triton, which may be missing, so they come late."""
+    """The backend's functions. Their modules import torch and Triton, which may not be installed: loaded lazily."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(f"cupy_dma.backends.{_MODULES[name]}"), name)

@@ -1,11 +1,12 @@
-"""Gradients of the attention (SPEC section 6; formulas in ``cupy_dma.backward``): no atomics, the same bits every run.
+"""Gradients of attention (SPEC section 6; formulas in ``cupy_dma.backward``): no atomics, so bitwise reproducible.
 
-1. ``row_delta``: delta_i = dout_i . out_i - dlse_i, (B, H, Lq) float32.
-2. ``backward_query``: dq, and the gradient of a bias per query, over the same key lists as the forward.
-3. ``backward_key``: dk, dv, and the gradient of a bias per key (backward_key.py).
-4. ``backward_bias``: the gradient of a bias per pair, every element written once (backward_bias.py).
+1. ``backward_preprocess``: delta_i = dout_i . out_i - dlse_i, (B, H, Lq) float32.
+2. ``backward_dq``: dq, and the gradient of a bias per query, over the same key lists as the forward.
+3. ``backward_dkv``: dk, dv, and the gradient of a bias per key (backward_dkv.py).
+4. ``backward_dbias``: the gradient of a bias per pair, every element written once (backward_dbias.py).
 
-A gradient of a bias per query or key is float32 per query head, then summed over what shares the bias and rounded once.
+The gradient of a bias per query or key is float32 per query head, then summed over the heads and batch entries that
+share the bias and rounded once.
 """
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ import triton.language as tl
 
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.torch_common.arrays import on_stream_of, result, tensor
-from cupy_dma.backends.triton.backward_bias import bias_gradient
-from cupy_dma.backends.triton.backward_key import key_gradients
+from cupy_dma.backends.triton.backward_dbias import bias_gradient
+from cupy_dma.backends.triton.backward_dkv import key_gradients
 from cupy_dma.backends.triton.problem import Problem
 from cupy_dma.backends.triton.tiles import (
     INF,
@@ -71,19 +72,19 @@ def _launch(call: AttentionBackwardCall, problem: Problem, grads: dict[str, torc
     out = {name: common.pop(name) for name in ("out", "out_batch", "out_row", "out_head")}
     common.update(lse=lse, delta=delta)
     dlse = None if call.dlse is None else tensor(call.dlse)
-    row_delta[(triton.cdiv(delta.numel(), DELTA_ROWS),)](
+    backward_preprocess[(triton.cdiv(delta.numel(), DELTA_ROWS),)](
         common["dout"], out["out"], lse, dlse, delta, common["dout_batch"], common["dout_row"], common["dout_head"],
         out["out_batch"], out["out_row"], out["out_head"], delta.numel(), heads, query_length,
         common["HEAD_DIM"], common["BLOCK_D"], DELTA_ROWS)
 
     if "query" in grads or per == "query":
         summed = torch.empty_like(delta) if per == "query" else None
-        grid, arguments = problem.query_tiles("query")
+        grid, arguments = problem.query_tiles("dq")
         arguments.update(dquery=grads.get("query"), dbias=summed, DQUERY="query" in grads, DBIAS=summed is not None,
-                         spoiled=torch.empty(grid, dtype=torch.int8, device=delta.device))
-        backward_query[grid](**arguments, REPAIR=False)
+                         nonfinite_seen=torch.empty(grid, dtype=torch.int8, device=delta.device))
+        backward_dq[grid](**arguments, REPAIR=False)
         if problem.hides and "query" in grads:
-            backward_query[grid](**problem.for_repair(arguments), REPAIR=True)
+            backward_dq[grid](**problem.for_repair(arguments), REPAIR=True)
         if summed is not None:
             assert bias is not None and dbias is not None
             dbias.copy_(_reduced(summed, bias).reshape(bias.shape))
@@ -112,42 +113,35 @@ def _reduced(summed: torch.Tensor, bias: Operand) -> torch.Tensor:
 
 
 @triton.jit(do_not_specialize=["count", *PLAIN])
-def row_delta(dout, out, lse, dlse, delta, dout_batch, dout_row, dout_head, out_batch, out_row, out_head, count, heads,
-              query_length, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
-    """delta_i = dout_i . out_i - dlse_i; 0 for a row that sees nothing."""
-    place = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # in (B, H, Lq)
-    exists = place < count
-    i, head, b = place % query_length, place // query_length % heads, place // query_length // heads
-    alive = exists & (tl.load(lse + place, mask=exists, other=-INF) != -INF)
+def backward_preprocess(dout, out, lse, dlse, delta, dout_batch, dout_row, dout_head, out_batch, out_row, out_head,
+                        count, heads, query_length, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
+    """delta_i = dout_i . out_i - dlse_i; 0 for a row with no visible keys."""
+    index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # in (B, H, Lq)
+    exists = index < count
+    i, head, b = index % query_length, index // query_length % heads, index // query_length // heads
+    alive = exists & (tl.load(lse + index, mask=exists, other=-INF) != -INF)
     x = load_rows(dout, b * dout_batch + i * dout_row + head * dout_head, alive, HEAD_DIM, BLOCK_D, True)
     y = load_rows(out, b * out_batch + i * out_row + head * out_head, alive, HEAD_DIM, BLOCK_D, True)
     found = tl.sum(x.to(tl.float32) * y.to(tl.float32), axis=1)
     if dlse is not None:
-        found -= tl.load(dlse + place, mask=alive, other=0.0)
-    tl.store(delta + place, found, mask=exists)
+        found -= tl.load(dlse + index, mask=alive, other=0.0)
+    tl.store(delta + index, found, mask=exists)
 
 
 @triton.jit
-def _walk(dq, drow, q, do, row_lse, row_delta, rows, position, query, first, last, begin, end, full, capacity, listed,
+def _loop(dq, drow, q, do, row_lse, row_delta, rows, position, query, first, last, begin, end, full, capacity, listed,
           start_base, stop_base, dense_base, dense_row, dense_key, bias_base, bias_row, bias_key, key_base, key_row,
           value_base, value_row, scale, softcap, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
           LISTED: tl.constexpr, INTERVALS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
           BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, DQUERY: tl.constexpr,
           MASKED: tl.constexpr, ISOLATE: tl.constexpr):
-    """dq and the rows' sums of ds after the keys at the places begin .. end."""
+    """dq, and the sums of ds along each row, after the keys with indices begin .. end of the tile."""
     SKIP: tl.constexpr = MASKED and (DENSE or (INTERVALS and not LISTED))
     for at in range(begin, end, BLOCK_N):
-        place = at + tl.arange(0, BLOCK_N)
-        key, wanted, start, stop = find_keys(place, end, full, capacity, listed, start_base, stop_base, first, last,
-                                             LISTED, INTERVALS, CAUSAL, MASKED)
-        visible = rows[:, None]
-        if MASKED:
-            visible = (start[None, :] <= position[:, None]) & (position[:, None] < stop[None, :]) & rows[:, None]
-        if DENSE:
-            seen = tl.load(dense_base + query.to(tl.int64)[:, None] * dense_row + key.to(tl.int64)[None, :] * dense_key,
-                           mask=visible & wanted[None, :], other=0)
-            visible = seen != 0
-            wanted = tl.max(visible.to(tl.int32), axis=0) > 0
+        index = at + tl.arange(0, BLOCK_N)
+        key, wanted, visible = find_keys(index, end, full, capacity, listed, start_base, stop_base, first, last, rows,
+                                         position, query, dense_base, dense_row, dense_key, LISTED, INTERVALS, CAUSAL,
+                                         DENSE, MASKED)
         go = True
         if SKIP:
             go = tl.max(wanted.to(tl.int32), axis=0) > 0
@@ -162,9 +156,9 @@ def _walk(dq, drow, q, do, row_lse, row_delta, rows, position, query, first, las
                 added = tl.load(bias_base + query.to(tl.int64)[:, None] * bias_row
                                 + key.to(tl.int64)[None, :] * bias_key, mask=visible & wanted[None, :],
                                 other=0.0).to(tl.float32) * LOG2_E
-            products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-            _, ds, dx = gradients(products, dp, added, visible, row_lse[:, None], row_delta[:, None], scale, softcap,
+            _, ds, dx = gradients(qk, dp, added, visible, row_lse[:, None], row_delta[:, None], scale, softcap,
                                   SOFTCAP)
             drow += tl.sum(ds, axis=1)
             if DQUERY:
@@ -176,24 +170,24 @@ def _walk(dq, drow, q, do, row_lse, row_delta, rows, position, query, first, las
 
 
 @triton.jit(do_not_specialize=PLAIN)
-def backward_query(query, key, value, dout, lse, delta, dquery, dbias, spoiled, start, stop, listed, meta, dense, bias,
-                   query_batch, query_row, query_head, key_batch, key_row, key_head,
-                   value_batch, value_row, value_head, dout_batch, dout_row, dout_head,
-                   start_batch, start_head, stop_batch, stop_head, mask_batch, mask_head, mask_share,
-                   dense_batch, dense_head, dense_row, dense_key, dense_share,
-                   bias_batch, bias_head, bias_row, bias_key, bias_share,
-                   heads, kv_heads, query_length, key_length, tiles, capacity, scale, softcap,
-                   HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                   HEADS: tl.constexpr, LISTED: tl.constexpr, INTERVALS: tl.constexpr, CAUSAL: tl.constexpr,
-                   DENSE: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-                   DQUERY: tl.constexpr, DBIAS: tl.constexpr, REPAIR: tl.constexpr):
-    """dq of a tile of queries, and dbias (B, H, Lq), the sums of ds along the keys. REPAIR: see forward.py."""
+def backward_dq(query, key, value, dout, lse, delta, dquery, dbias, nonfinite_seen, start, stop, listed, meta, dense,
+                bias, query_batch, query_row, query_head, key_batch, key_row, key_head,
+                value_batch, value_row, value_head, dout_batch, dout_row, dout_head,
+                start_batch, start_head, stop_batch, stop_head, mask_batch, mask_head, mask_share,
+                dense_batch, dense_head, dense_row, dense_key, dense_share,
+                bias_batch, bias_head, bias_row, bias_key, bias_share,
+                heads, kv_heads, query_length, key_length, tiles, capacity, scale, softcap,
+                HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                HEADS: tl.constexpr, LISTED: tl.constexpr, INTERVALS: tl.constexpr, CAUSAL: tl.constexpr,
+                DENSE: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+                DQUERY: tl.constexpr, DBIAS: tl.constexpr, REPAIR: tl.constexpr):
+    """dq of a tile of queries, and dbias (B, H, Lq), ds summed over the keys. REPAIR: see forward.py."""
     if REPAIR:
-        if tl.load(spoiled + tl.program_id(0)) == 0:
+        if tl.load(nonfinite_seen + tl.program_id(0)) == 0:
             return
     tile, b, first_head, i, head, rows, position, first, last = find_tile(tiles, heads, query_length, key_length,
                                                                          BLOCK_M, HEADS)
-    group = first_head // (heads // kv_heads)
+    kv_head = first_head // (heads // kv_heads)
     q = load_rows(query + b * query_batch, i.to(tl.int64) * query_row + head.to(tl.int64) * query_head, rows,
                   HEAD_DIM, BLOCK_D, True)
     do = load_rows(dout + b * dout_batch, i.to(tl.int64) * dout_row + head.to(tl.int64) * dout_head, rows,
@@ -220,25 +214,25 @@ def backward_query(query, key, value, dout, lse, delta, dquery, dbias, spoiled, 
     bias_base = bias
     if BIAS != 0:
         bias_base = bias + b * bias_batch + (first_head // bias_share).to(tl.int64) * bias_head
-    key_base = key + b * key_batch + group.to(tl.int64) * key_head
-    value_base = value + b * value_batch + group.to(tl.int64) * value_head
+    key_base = key + b * key_batch + kv_head.to(tl.int64) * key_head
+    value_base = value + b * value_batch + kv_head.to(tl.int64) * value_head
 
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     drow = tl.zeros((BLOCK_M,), tl.float32)
     if REPAIR:
         masked = begin
     elif not DENSE and (LISTED or not INTERVALS):
-        dq, drow = _walk(dq, drow, q, do, row_lse, row_delta, alive, position, i, first, last, begin, masked, full,
+        dq, drow = _loop(dq, drow, q, do, row_lse, row_delta, alive, position, i, first, last, begin, masked, full,
                          capacity, tile_list, start_base, stop_base, dense_base, dense_row, dense_key, bias_base,
                          bias_row, bias_key, key_base, key_row, value_base, value_row, scale, softcap, HEAD_DIM,
                          BLOCK_D, BLOCK_N, LISTED, INTERVALS, CAUSAL, DENSE, BIAS, SOFTCAP, PRECISION, DQUERY, False,
                          False)
-    dq, drow = _walk(dq, drow, q, do, row_lse, row_delta, alive, position, i, first, last, masked, end, full, capacity,
+    dq, drow = _loop(dq, drow, q, do, row_lse, row_delta, alive, position, i, first, last, masked, end, full, capacity,
                      tile_list, start_base, stop_base, dense_base, dense_row, dense_key, bias_base, bias_row, bias_key,
                      key_base, key_row, value_base, value_row, scale, softcap, HEAD_DIM, BLOCK_D, BLOCK_N, LISTED,
                      INTERVALS, CAUSAL, DENSE, BIAS, SOFTCAP, PRECISION, DQUERY, True, REPAIR)
     if not REPAIR:
-        tl.store(spoiled + tl.program_id(0), has_nonfinite(dq).to(tl.int8))
+        tl.store(nonfinite_seen + tl.program_id(0), has_nonfinite(dq).to(tl.int8))
     if DQUERY:
         store_rows(dquery, ((b * query_length + i) * heads + head) * HEAD_DIM, rows, dq * scale, HEAD_DIM, BLOCK_D)
     if DBIAS:

@@ -3,12 +3,12 @@
     s2 = (softcap(scale * q . k) + bias) * log2(e)      m = max s2      p = 2^(s2 - m)      l = sum p
     out = (sum p v) / l      lse = ln 2 * (m + log2(l))      out = 0 and lse = -inf where l = 0
 
-query (B, Lq, H, D), key and value (B, Lk, Hkv, D), out as query, lse (B, H, Lq) float32. p is rounded to the type of
-value for the second product.
+query (B, Lq, H, D), key and value (B, Lk, Hkv, D), out like query, lse (B, H, Lq) float32. p is rounded to the type of
+value for the second MMA.
 
-A value that is not finite and that some rows of a tile see but others do not spoils the sums of both. A tile that finds
-something non-finite in its result says so, and a second launch (REPAIR) makes such tiles again, with such values kept
-apart; its other programs end at once.
+If only some rows of a tile see a non-finite value, the MMA propagates it to the accumulators of all of them. A tile
+with a non-finite result therefore sets ``nonfinite_seen``, and a second launch (REPAIR) recomputes such tiles with
+non-finite values isolated; its other programs exit at once.
 """
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def attention(call: AttentionCall) -> tuple[Any, Any]:
         if batch and query_length:
             grid, arguments = problem.query_tiles("forward")
             arguments.update(out=out_tensor, lse=lse_tensor,
-                             spoiled=torch.empty(grid, dtype=torch.int8, device=out_tensor.device))
+                             nonfinite_seen=torch.empty(grid, dtype=torch.int8, device=out_tensor.device))
             attention_forward[grid](**arguments, REPAIR=False)
             if problem.hides:
                 attention_forward[grid](**problem.for_repair(arguments), REPAIR=True)
@@ -63,20 +63,13 @@ def _attend(acc, m, l, q, rows, position, query, first, last, begin, end, full, 
             LISTED: tl.constexpr, INTERVALS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
             BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
             ISOLATE: tl.constexpr):
-    """acc, m and l after the keys at the places begin .. end."""
+    """acc, m and l after the keys with indices begin .. end of the tile."""
     SKIP: tl.constexpr = MASKED and (DENSE or (INTERVALS and not LISTED))
     for at in range(begin, end, BLOCK_N):
-        place = at + tl.arange(0, BLOCK_N)
-        key, wanted, start, stop = find_keys(place, end, full, capacity, listed, start_base, stop_base, first, last,
-                                             LISTED, INTERVALS, CAUSAL, MASKED)
-        visible = rows[:, None]
-        if MASKED:
-            visible = (start[None, :] <= position[:, None]) & (position[:, None] < stop[None, :]) & rows[:, None]
-        if DENSE:
-            seen = tl.load(dense_base + query.to(tl.int64)[:, None] * dense_row + key.to(tl.int64)[None, :] * dense_key,
-                           mask=visible & wanted[None, :], other=0)
-            visible = seen != 0
-            wanted = tl.max(visible.to(tl.int32), axis=0) > 0
+        index = at + tl.arange(0, BLOCK_N)
+        key, wanted, visible = find_keys(index, end, full, capacity, listed, start_base, stop_base, first, last, rows,
+                                         position, query, dense_base, dense_row, dense_key, LISTED, INTERVALS, CAUSAL,
+                                         DENSE, MASKED)
         go = True
         if SKIP:
             go = tl.max(wanted.to(tl.int32), axis=0) > 0
@@ -93,14 +86,14 @@ def _attend(acc, m, l, q, rows, position, query, first, last, begin, end, full, 
                 s += added.to(tl.float32) * LOG2_E
             if MASKED:
                 s = tl.where(visible, s, -INF)
-            highest = tl.maximum(m, tl.max(s, axis=1))
-            shift = tl.where(highest == -INF, 0.0, highest)
+            m_new = tl.maximum(m, tl.max(s, axis=1))
+            shift = tl.where(m_new == -INF, 0.0, m_new)
             p = tl.exp2(s - shift[:, None])
-            shrink = tl.exp2(m - shift)
-            m = highest
-            l = l * shrink + tl.sum(p, axis=1)
+            rescale = tl.exp2(m - shift)
+            m = m_new
+            l = l * rescale + tl.sum(p, axis=1)
             v = load_rows(value_base, key.to(tl.int64) * value_row, wanted, HEAD_DIM, BLOCK_D, MASKED)
-            acc = acc * shrink[:, None]
+            acc = acc * rescale[:, None]
             if ISOLATE:
                 acc += nonfinite_part(p, visible, v)
                 v = finite_only(v)
@@ -109,7 +102,7 @@ def _attend(acc, m, l, q, rows, position, query, first, last, begin, end, full, 
 
 
 @triton.jit(do_not_specialize=PLAIN)
-def attention_forward(query, key, value, out, lse, spoiled, start, stop, listed, meta, dense, bias,
+def attention_forward(query, key, value, out, lse, nonfinite_seen, start, stop, listed, meta, dense, bias,
                       query_batch, query_row, query_head, key_batch, key_row, key_head,
                       value_batch, value_row, value_head, start_batch, start_head, stop_batch, stop_head,
                       mask_batch, mask_head, mask_share, dense_batch, dense_head, dense_row, dense_key, dense_share,
@@ -120,11 +113,11 @@ def attention_forward(query, key, value, out, lse, spoiled, start, stop, listed,
                       DENSE: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
                       REPAIR: tl.constexpr):
     if REPAIR:
-        if tl.load(spoiled + tl.program_id(0)) == 0:
+        if tl.load(nonfinite_seen + tl.program_id(0)) == 0:
             return
     tile, b, first_head, i, head, rows, position, first, last = find_tile(tiles, heads, query_length, key_length,
                                                                          BLOCK_M, HEADS)
-    group = first_head // (heads // kv_heads)
+    kv_head = first_head // (heads // kv_heads)
     q = load_rows(query + b * query_batch, i.to(tl.int64) * query_row + head.to(tl.int64) * query_head, rows,
                   HEAD_DIM, BLOCK_D, True)
     row = b * mask_batch + (first_head // mask_share) * mask_head
@@ -144,8 +137,8 @@ def attention_forward(query, key, value, out, lse, spoiled, start, stop, listed,
     bias_base = bias
     if BIAS != 0:
         bias_base = bias + b * bias_batch + (first_head // bias_share).to(tl.int64) * bias_head
-    key_base = key + b * key_batch + group.to(tl.int64) * key_head
-    value_base = value + b * value_batch + group.to(tl.int64) * value_head
+    key_base = key + b * key_batch + kv_head.to(tl.int64) * key_head
+    value_base = value + b * value_batch + kv_head.to(tl.int64) * value_head
 
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     m = tl.full((BLOCK_M,), -INF, tl.float32)
@@ -162,10 +155,10 @@ def attention_forward(query, key, value, out, lse, spoiled, start, stop, listed,
                         key_base, key_row, value_base, value_row, scale, softcap, HEAD_DIM, BLOCK_D, BLOCK_N, LISTED,
                         INTERVALS, CAUSAL, DENSE, BIAS, SOFTCAP, PRECISION, True, REPAIR)
     if not REPAIR:
-        tl.store(spoiled + tl.program_id(0), has_nonfinite(acc).to(tl.int8))
+        tl.store(nonfinite_seen + tl.program_id(0), has_nonfinite(acc).to(tl.int8))
     seen = l != 0.0  # a sum of NaN is "seen": NaN stays NaN
     acc = tl.where(seen[:, None], acc / tl.where(seen, l, 1.0)[:, None], 0.0)
     row_lse = tl.where(seen, LN_2 * (m + tl.log2(tl.where(seen, l, 1.0))), -INF)
-    place = (b * query_length + i) * heads + head
-    store_rows(out, place * HEAD_DIM, rows, acc, HEAD_DIM, BLOCK_D)
+    index = (b * query_length + i) * heads + head
+    store_rows(out, index * HEAD_DIM, rows, acc, HEAD_DIM, BLOCK_D)
     tl.store(lse + (b * heads + head) * query_length + i, row_lse, mask=rows)

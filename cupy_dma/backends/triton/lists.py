@@ -1,13 +1,13 @@
-"""What the kernels need of a mask's runs, made on the device and kept on the mask, per stream.
+"""What the kernels need to know about a mask's runs, built on the device and cached on the mask, per stream.
 
-Of a mask of which it is known that few keys meet a tile (``_bound``), every tile of consecutive queries gets the list
-of the keys that some of its queries see: full keys (seen by all of them) from the front, partial ones from the back.
-Of any other mask every tile gets the range of blocks of keys that it has to look at. Memory is linear in Lk.
+If the mask has a bound (``_bound``: few keys are visible to a tile), every tile of consecutive queries gets a list of
+the keys that some of its queries see: full keys (visible to all of them) from the front, partial ones from the back.
+For any other mask every tile gets the range of key blocks that it has to process. Memory is linear in Lk.
 
-The gradients of keys walk over the queries that see any key of a block, so a block should hold keys of similar runs:
+The gradients of keys loop over the queries that see any key of a block, so a block should hold keys with similar runs:
 ``key_order`` sorts the keys by the size class of their run, floor(log2(length)), then by its start. Within a class the
-ranges of blocks tile the queries once, so walking costs at most twice the visible pairs plus Lq times the classes,
-whatever the mask.
+ranges of the blocks cover the queries once, so the loops visit at most twice the visible pairs plus Lq times the number
+of classes, whatever the mask.
 """
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from cupy_dma.backends.torch_common.arrays import tensor
 from cupy_dma.backends.triton.tiles import EVER, NEVER
 from cupy_dma.masks.interval import IntervalMask
 
-LIST_CHUNK = 1024  # keys that a tile looks at in one step
-CHUNKS = 1024  # chunks or blocks whose summaries it looks at in one step
+LIST_CHUNK = 1024  # keys that a tile reads in one step
+CHUNKS = 1024  # chunks or blocks whose summaries it reads in one step
 LOWEST, HIGHEST = EVER.value, NEVER.value
 
 
 class TileKeys(NamedTuple):
-    """For tiles of a fixed number of queries; ``rows`` are those of the mask, batch by batch, head by head."""
+    """The keys of tiles with a fixed number of queries; ``rows`` are mask rows, batch by batch, head by head."""
 
     listed: Any  # int32 (rows, tiles, capacity), or None: keys in their own order
     capacity: int
-    meta: Any  # int32 (rows, tiles, 2): number of full keys and of all; without a list: begin and end of the places
+    meta: Any  # int32 (rows, tiles, 2): number of full keys and of all keys; without a list: begin and end of the keys
 
 
 def tile_keys(mask: IntervalMask, query_length: int, queries: int, block_n: int, causal: bool) -> TileKeys:
@@ -44,13 +44,13 @@ def tile_keys(mask: IntervalMask, query_length: int, queries: int, block_n: int,
 
 
 def key_order(mask: IntervalMask, query_length: int, causal: bool) -> torch.Tensor:
-    """int32 (rows, Lk): the keys, those with the longest runs first, those that no query sees last."""
+    """int32 (rows, Lk): the keys, longest runs first; keys that no query sees come last."""
     identity = ("triton", "order", query_length, causal, _stream(mask))
     found = mask._cache.get(identity)
     if found is None:
         begin, end = _runs(mask, query_length, causal)
         size = (end.long() - begin).clamp_(min=0)
-        # frexp gives 0 for an empty run, otherwise one more than floor(log2); exact, as sizes are below 2^53
+        # frexp's exponent is 0 for an empty run, otherwise floor(log2) + 1; exact, as sizes are below 2^53
         rank = torch.frexp(size.double()).exponent.long()
         rank = ((64 - rank) << 32) + (begin.long() - (mask.key_length - query_length)).clamp_(0, query_length)
         found = mask._cache[identity] = rank.sort(dim=-1, stable=True).indices.int()
@@ -62,7 +62,7 @@ def _stream(mask: IntervalMask) -> int:
 
 
 def _capacity(mask: IntervalMask, queries: int) -> int:
-    """Entries that a list of ``queries`` consecutive queries can need; 0 if there shall be no lists."""
+    """The most entries that the list of ``queries`` consecutive queries can have; 0 to use no lists."""
     if mask._bound is None:
         return 0
     base, per_position = mask._bound
@@ -71,7 +71,7 @@ def _capacity(mask: IntervalMask, queries: int) -> int:
 
 
 def _runs(mask: IntervalMask, query_length: int, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The runs cut to the positions that queries stand at: int32 (rows, Lk) each, empty where end <= begin."""
+    """The runs clipped to the positions of the queries: int32 (rows, Lk) each, empty where end <= begin."""
     n = mask.key_length
     start, stop = (tensor(run).expand(mask.shape).reshape(-1, n) for run in (mask._start, mask._stop))
     begin = start.clamp(min=n - query_length)
@@ -87,13 +87,13 @@ def _build(mask: IntervalMask, query_length: int, queries: int, block_n: int, ca
     tiles, seen = -(-query_length // queries), begin < end
     step = LIST_CHUNK if capacity else block_n
     chunks = -(-n // step)
-    place = torch.arange(n, device=begin.device).expand(rows, n)
-    if capacity:  # keys that somebody sees, packed in their order
-        place = torch.where(seen, seen.cumsum(-1) - 1, chunks * step)
+    index = torch.arange(n, device=begin.device).expand(rows, n)
+    if capacity:  # pack the keys that some query sees, in order
+        index = torch.where(seen, seen.cumsum(-1) - 1, chunks * step)
         packed = begin.new_zeros((rows, chunks * step + 1))
-        packed.scatter_(1, place, torch.arange(n, dtype=torch.int32, device=begin.device).expand(rows, n))
-    low = begin.new_full((rows, chunks * step + 1), HIGHEST).scatter_(1, place, torch.where(seen, begin, HIGHEST))
-    high = begin.new_full((rows, chunks * step + 1), LOWEST).scatter_(1, place, torch.where(seen, end, LOWEST))
+        packed.scatter_(1, index, torch.arange(n, dtype=torch.int32, device=begin.device).expand(rows, n))
+    low = begin.new_full((rows, chunks * step + 1), HIGHEST).scatter_(1, index, torch.where(seen, begin, HIGHEST))
+    high = begin.new_full((rows, chunks * step + 1), LOWEST).scatter_(1, index, torch.where(seen, end, LOWEST))
     low, high = (x[:, :-1].contiguous().view(rows, chunks, step) for x in (low, high))
     lowest, highest = low.amin(-1), high.amax(-1)
     meta = begin.new_empty((rows, tiles, 2))
@@ -109,7 +109,7 @@ def _build(mask: IntervalMask, query_length: int, queries: int, block_n: int, ca
 
 @triton.jit
 def _meeting(lowest, highest, chunks, first, last, BLOCK: tl.constexpr):
-    """The chunks that positions first .. last can meet: from, to."""
+    """The range of chunks with keys that positions first .. last may see."""
     begin = chunks
     end = 0
     for at in range(0, chunks, BLOCK):
@@ -131,7 +131,7 @@ def _positions(tile, queries, query_length, key_length):
 
 @triton.jit(do_not_specialize=["chunks", "tiles", "query_length", "key_length"])
 def tile_ranges(lowest, highest, meta, chunks, tiles, query_length, key_length, queries, step, BLOCK: tl.constexpr):
-    """meta: begin and end of the places that a tile looks at. A program is a tile of a row."""
+    """meta: begin and end of the keys that a tile has to process. A program is one tile of one mask row."""
     program = tl.program_id(0)
     row = (program // tiles).to(tl.int64)
     first, last = _positions(program % tiles, queries, query_length, key_length)
@@ -143,7 +143,7 @@ def tile_ranges(lowest, highest, meta, chunks, tiles, query_length, key_length, 
 @triton.jit(do_not_specialize=["chunks", "capacity", "tiles", "query_length", "key_length"])
 def tile_lists(packed, low, high, lowest, highest, listed, meta, chunks, capacity, tiles, query_length, key_length,
                queries, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """listed and meta of a tile, from the packed keys of its row: keys that are seen at first .. last."""
+    """listed and meta of a tile, from the packed keys of its mask row: the keys visible at positions first .. last."""
     program = tl.program_id(0)
     row = (program // tiles).to(tl.int64)
     first, last = _positions(program % tiles, queries, query_length, key_length)
@@ -152,9 +152,9 @@ def tile_lists(packed, low, high, lowest, highest, listed, meta, chunks, capacit
     full = 0
     partial = 0
     for chunk in range(begin, end):
-        place = (row * chunks + chunk) * CHUNK + tl.arange(0, CHUNK)
-        start = tl.load(low + place)
-        stop = tl.load(high + place)
+        index = (row * chunks + chunk) * CHUNK + tl.arange(0, CHUNK)
+        start = tl.load(low + index)
+        stop = tl.load(high + index)
         key = tl.load(packed + row * chunks * CHUNK + chunk * CHUNK + tl.arange(0, CHUNK))
         meets = (start <= last) & (stop > first)
         whole = meets & (start <= first) & (stop > last)

@@ -10,39 +10,35 @@ from cupy_dma.arrays import Operand
 from cupy_dma.backends.torch_common.arrays import strides_of, tensor
 from cupy_dma.backends.triton.lists import tile_keys
 from cupy_dma.calls.types import AttentionCall
-from cupy_dma.masks.interval import IntervalMask
 
-MOST_HEADS = 16  # of a group that share a tile
+MOST_HEADS = 16  # query heads of a GQA group that share a tile
 INTERPRETER_LIMIT = 227 * 1024
 
 
 class Shape(NamedTuple):
-    """Of the blocks of a kernel."""
+    """The block sizes and launch options of a kernel."""
 
-    block_m: int  # rows, or queries of one step of backward_key
+    block_m: int  # rows, or queries per step of backward_dkv
     block_n: int  # keys
     warps: int
     stages: int
 
 
 class Problem:
-    """A checked call that this backend serves; NotImplementedError for others.
+    """A checked call that this backend supports; NotImplementedError for others.
 
-    ``mask`` is None where no runs are needed: no mask, or plain causality, which ``causal`` then states. ``causal`` is
-    False where the mask itself hides keys from positions before their own.
+    ``mask`` is None where no runs are needed: without a mask, or under plain causality, which ``causal`` then states.
+    ``causal`` is False where the mask itself hides keys from earlier positions.
     """
 
     def __init__(self, call: AttentionCall):
         query, key, value = call.query, call.key, call.value
         if query.dtype not in ("float16", "bfloat16", "float32"):
             _refuse(f"query must be float16, bfloat16 or float32, got {query.dtype}")
-        if getattr(call, "sequences", None) is not None:
-            _refuse("packed sequences (cu_seqlens) are served by backend='cuda' and 'numpy'")
-        mask, self.dense = call.mask, getattr(call, "dense", None)
-        if isinstance(mask, Operand):
-            mask, self.dense = None, mask
-        self.call, self.bias, self.causal = call, call.bias, call.causal
-        self.mask: IntervalMask | None = mask
+        if call.sequences is not None:
+            _refuse("packed sequences (cu_seqlens) are supported by backend='cuda' and 'numpy'")
+        self.call, self.dense, self.bias, self.causal = call, call.dense, call.bias, call.causal
+        mask = self.mask = call.mask
         if mask is not None:
             if mask._causal_only:
                 self.mask, self.causal = None, True
@@ -51,16 +47,16 @@ class Problem:
         if key.shape[1] == 0:
             self.mask = self.dense = self.bias = None
         heads, self.kv_heads = query.shape[2], key.shape[2]
-        self.heads, self.group = heads, heads // self.kv_heads
-        #: whether some query may not see every key
+        self.heads, self.group_size = heads, heads // self.kv_heads
+        #: whether some query may not see all keys
         self.hides = self.causal or self.mask is not None or self.dense is not None
         masked = 1 if self.mask is None else self.mask.shape[1]
         shared = (1, self.kv_heads)
-        #: whether query heads of one group have runs of their own, or dense masks or biases
+        #: whether the query heads of a GQA group differ in their runs; and in runs, dense masks or biases
         self.runs_by_head = masked not in shared
         self.by_head = self.runs_by_head or any(
             x is not None and x.shape[1] not in shared for x in (self.dense, self.bias))
-        self.tile_heads = 1 if self.by_head else min(self.group & -self.group, MOST_HEADS)
+        self.tile_heads = 1 if self.by_head else min(self.group_size & -self.group_size, MOST_HEADS)
         #: 1: one bias per key, 2: one per pair
         self.bias_kind = 0 if self.bias is None else 1 if self.bias.shape[2] == 1 else 2
 
@@ -69,7 +65,7 @@ class Problem:
             "scale": call.scale, "softcap": call.softcap, "HEAD_DIM": query.shape[3],
             "BLOCK_D": padded(query.shape[3]), "INTERVALS": self.mask is not None, "CAUSAL": self.causal,
             "DENSE": self.dense is not None, "BIAS": self.bias_kind, "SOFTCAP": call.softcap > 0.0,
-            # three TF32 products have the precision of float32; the dot products of 16-bit numbers ignore this
+            # three TF32 MMAs have the precision of float32; MMAs of 16-bit types ignore this
             "PRECISION": "tf32x3"}
         for name, operand in (("query", query), ("key", key), ("value", value)):
             self.add_rows(name, operand)
@@ -78,13 +74,13 @@ class Problem:
         self._add_runs()
 
     def add_rows(self, name: str, operand: Operand) -> None:
-        """Arguments of an operand (B, L, heads, D)."""
+        """Kernel arguments of an operand (B, L, heads, D)."""
         array = tensor(operand)
         batch, row, head, _ = strides_of(operand, array)
         self.arguments.update({name: array, f"{name}_batch": batch, f"{name}_row": row, f"{name}_head": head})
 
     def _add_pairs(self, name: str, operand: Operand | None) -> None:
-        """Arguments of an operand (1|B, 1|Hkv|H, 1|Lq, 1|Lk)."""
+        """Kernel arguments of an operand (1|B, 1|Hkv|H, 1|Lq, 1|Lk)."""
         array: torch.Tensor | None = None
         strides: tuple[int, ...] = (0, 0, 0, 0)
         share = 1
@@ -109,16 +105,16 @@ class Problem:
         self.arguments.update(zip(names, values))
 
     def _share(self, heads: int) -> int:
-        """Query heads that share an entry of something with this many heads (1, Hkv or H; of 1 the stride is 0)."""
-        return self.group if heads == self.kv_heads else 1
+        """Query heads per head of an array with this many heads (1, Hkv or H; if 1, its stride is 0 anyway)."""
+        return self.group_size if heads == self.kv_heads else 1
 
     def shape(self, kernel: str) -> Shape:
         query = self.call.query
-        size, width = padded(query.shape[3]), 8 if query.dtype == "float32" else 2  # two TF32 parts of a float32
+        size, width = padded(query.shape[3]), 8 if query.dtype == "float32" else 2  # 3xTF32 keeps two TF32 numbers
         return _shape(kernel, size, width, _shared_memory(query.device.index), query.shape[1] * self.tile_heads)
 
     def query_tiles(self, kernel: str) -> tuple[tuple[int], dict[str, Any]]:
-        """Grid and arguments of a kernel that has a program per tile of queries."""
+        """Grid and arguments of a kernel with one program per tile of queries."""
         batch, query_length = self.call.query.shape[:2]
         shape = self.shape(kernel)
         queries = shape.block_m // self.tile_heads
@@ -133,7 +129,7 @@ class Problem:
 
     @staticmethod
     def for_repair(arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a kernel for its rare second launch: small steps, which need few registers."""
+        """The arguments for a kernel's REPAIR launch, which is rare: small blocks, which need few registers."""
         return {**arguments, "BLOCK_N": 16, "num_warps": 8 if arguments["BLOCK_M"] > 64 else 4, "num_stages": 1}
 
 
@@ -142,13 +138,13 @@ def _refuse(why: str) -> None:
 
 
 def padded(size: int) -> int:
-    """The head dim as the kernels' blocks have it: a power of two, at least 16."""
+    """The head dim padded to BLOCK_D: a power of two, at least 16."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 @functools.cache
 def _shared_memory(index: int) -> int:
-    """Bytes of shared memory that a block may have."""
+    """Bytes of shared memory available to a CTA."""
     if not torch.cuda.is_available():
         return INTERPRETER_LIMIT
     return torch.cuda.get_device_properties(index).shared_memory_per_block_optin
@@ -156,17 +152,18 @@ def _shared_memory(index: int) -> int:
 
 @functools.cache
 def _shape(kernel: str, size: int, width: int, limit: int, rows: int) -> Shape:
-    """Blocks that fit: ``rows`` rows of queries, each of ``size`` numbers of ``width`` bytes. Chosen for few spills."""
+    """Block sizes that fit into shared memory, for ``rows`` query rows of ``size`` numbers with ``width`` bytes each;
+    chosen for few register spills."""
     wide = size > 128 or width == 8
     shape = {"forward": Shape(128, 32 if size > 128 else 64, 8, 3),
-             "query": Shape(64 if wide else 128, 32 if size > 128 else 64, 8, 2),
-             "key": Shape(32 if wide else 64, 64 if wide else 128, 8, 2),
-             "bias": Shape(64, 64, 4, 1)}[kernel]
+             "dq": Shape(64 if wide else 128, 32 if size > 128 else 64, 8, 2),
+             "dkv": Shape(32 if wide else 64, 64 if wide else 128, 8, 2),
+             "dbias": Shape(64, 64, 4, 1)}[kernel]
     if width == 8:
         shape = Shape(min(shape.block_m, 64), 32, 4 if size <= 64 else 8, min(shape.stages, 2))
 
     def needed(s: Shape) -> int:
-        own, moving = (s.block_n, s.block_m) if kernel == "key" else (s.block_m, s.block_n)
+        own, moving = (s.block_n, s.block_m) if kernel == "dkv" else (s.block_m, s.block_n)
         held = 1 if kernel == "forward" else 2
         return size * width * (held * own + 2 * s.stages * moving) + 4 * s.block_m * s.block_n
 
@@ -176,6 +173,6 @@ def _shape(kernel: str, size: int, width: int, limit: int, rows: int) -> Shape:
         shape = shape._replace(block_n=shape.block_n // 2, block_m=max(16, shape.block_m // 2))
     while needed(shape) > limit and shape.block_m > 16:
         shape = shape._replace(block_m=shape.block_m // 2)
-    if kernel != "key" and rows < shape.block_m:  # few queries: decoding
+    if kernel != "dkv" and rows < shape.block_m:  # few queries: decoding
         shape = shape._replace(block_m=max(16, 1 << (rows - 1).bit_length()), warps=4)
     return shape

@@ -1,11 +1,11 @@
-"""What the kernels share: a tile of queries, the keys of a block and who sees them, logits, and non-finite values.
+"""Shared by the kernels: tiles of queries, blocks of keys and their visibility, logits, and non-finite values.
 
-A tile has BLOCK_M rows: BLOCK_M / HEADS consecutive queries times HEADS heads of one group, which share every gathered
-key; row r is query r // HEADS, head r % HEADS. Query i stands at position i + Lk - Lq. Logits are in log 2 units.
+A tile has BLOCK_M rows: BLOCK_M / HEADS consecutive queries times HEADS heads of one GQA group, which share every
+gathered key; row r is query r // HEADS, head r % HEADS. Query i stands at position i + Lk - Lq. Logits are base 2.
 
-Keys come in blocks of BLOCK_N. LISTED: from the tile's own list, its full keys (seen by the whole tile) from the front,
-its partial ones from the back. Otherwise in their own order. A pair is visible where start <= position < stop, and
-DENSE where the dense mask says so too; a block that is not MASKED needs no test.
+Keys are processed in blocks of BLOCK_N. LISTED: they come from the tile's own list, full keys (visible to the whole
+tile) from the front, partial ones from the back. Otherwise they come in their own order. A pair is visible where start
+<= position < stop and, if DENSE, the dense mask is true; a block that is not MASKED needs no test.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Numbers whose value a kernel is not compiled for, as nothing is gained by it.
+# Arguments on whose values kernels are not specialized, as nothing is gained by it.
 PLAIN = ["heads", "kv_heads", "query_length", "key_length", "tiles", "blocks", "capacity", "mask_batch", "mask_head",
          "mask_share", "dense_share", "bias_share", "bias_heads", "sharing_batches", "sharing_heads"]
 EVER = tl.constexpr(-(2**31))
@@ -42,7 +42,7 @@ def find_tile(tiles, heads, query_length, key_length, BLOCK_M: tl.constexpr, HEA
 
 @triton.jit
 def load_rows(base, row_offsets, row_mask, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
-    """Rows of HEAD_DIM numbers as (rows, BLOCK_D), 0 in padding and where the row mask is False."""
+    """Rows of HEAD_DIM numbers as (rows, BLOCK_D), 0 in the padding and where the row mask is False."""
     d = tl.arange(0, BLOCK_D)
     pointers = base + row_offsets[:, None] + d[None, :]
     if MASKED:
@@ -67,7 +67,7 @@ def store_rows(base, row_offsets, row_mask, rows, HEAD_DIM: tl.constexpr, BLOCK_
 @triton.jit
 def key_range(meta, row, tile, tiles, first, last, key_length, BLOCK_N: tl.constexpr, LISTED: tl.constexpr,
               INTERVALS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr):
-    """begin, end of the places a tile looks at, from where on they need a mask, and (LISTED) how many keys are full."""
+    """begin and end of a tile's key indices, the first that needs masking, and (LISTED) the number of full keys."""
     full = 0
     if LISTED:
         full = tl.load(meta + (row * tiles + tile) * 2)
@@ -91,26 +91,34 @@ def key_range(meta, row, tile, tiles, first, last, key_length, BLOCK_N: tl.const
 
 
 @triton.jit
-def find_keys(place, end, full, capacity, listed, start_base, stop_base, first, last, LISTED: tl.constexpr,
-              INTERVALS: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr):
-    """Keys at these places, whether they exist and some query may see them, and their runs [start, stop)."""
-    wanted = place < end
-    key = place
+def find_keys(index, end, full, capacity, listed, start_base, stop_base, first, last, rows, position, query, dense_base,
+              dense_row, dense_key, LISTED: tl.constexpr, INTERVALS: tl.constexpr, CAUSAL: tl.constexpr,
+              DENSE: tl.constexpr, MASKED: tl.constexpr):
+    """The keys with these indices, which of them some query may see, and which pairs (rows, keys) are visible."""
+    wanted = index < end
+    key = index
     if LISTED:
         if MASKED:
-            entry = tl.where(place < full, place, capacity - 1 - (place - full))
+            entry = tl.where(index < full, index, capacity - 1 - (index - full))
             key = tl.load(listed + entry, mask=wanted, other=0)
         else:
-            key = tl.load(listed + place)
+            key = tl.load(listed + index)
     start, stop = key_runs(key, wanted, start_base, stop_base, INTERVALS and MASKED, CAUSAL)
+    visible = rows[:, None]
     if MASKED:
         wanted = wanted & (start <= last) & (stop > first) & (start < stop)
-    return key, wanted, start, stop
+        visible = (start[None, :] <= position[:, None]) & (position[:, None] < stop[None, :]) & rows[:, None]
+    if DENSE:
+        seen = tl.load(dense_base + query.to(tl.int64)[:, None] * dense_row + key.to(tl.int64)[None, :] * dense_key,
+                       mask=visible & wanted[None, :], other=0)
+        visible = seen != 0
+        wanted = tl.max(visible.to(tl.int32), axis=0) > 0
+    return key, wanted, visible
 
 
 @triton.jit
 def key_runs(key, exists, start_base, stop_base, INTERVALS: tl.constexpr, CAUSAL: tl.constexpr):
-    """First position that sees each key, and the first later one that does not; an empty run if it does not exist."""
+    """First position that sees each key, and the first later one that does not; an empty run if there is no key."""
     start = tl.where(exists, EVER, NEVER)
     stop = tl.where(exists, NEVER, EVER)
     if INTERVALS:
@@ -123,16 +131,16 @@ def key_runs(key, exists, start_base, stop_base, INTERVALS: tl.constexpr, CAUSAL
 
 @triton.jit
 def softcapped(x, cap):
-    """cap * tanh(x / cap), with an absolute error of some 1e-7 cap."""
+    """cap * tanh(x / cap), with an absolute error of about 1e-7 cap."""
     return cap - 2.0 * cap / (tl.exp2(x * (2.0 * LOG2_E / cap)) + 1.0)
 
 
 @triton.jit
-def logits(products, scale, softcap, SOFTCAP: tl.constexpr):
+def logits(qk, scale, softcap, SOFTCAP: tl.constexpr):
     if SOFTCAP:
-        s = softcapped(products * scale, softcap) * LOG2_E
+        s = softcapped(qk * scale, softcap) * LOG2_E
     else:
-        s = products * (scale * LOG2_E)
+        s = qk * (scale * LOG2_E)
     return s
 
 
@@ -148,10 +156,10 @@ def finite_only(rows):
 
 @triton.jit
 def nonfinite_part(weights, visible, rows):
-    """What the non-finite numbers of ``rows`` add to ``weights @ rows`` over visible pairs: 0, an infinity or NaN.
+    """The contribution of the non-finite numbers in ``rows`` to ``weights @ rows`` over visible pairs: 0, inf or NaN.
 
-    In a product a weight of 0 would spread a NaN to those who do not see it. So the product is made of
-    ``finite_only(rows)``, and this is added; counts of 0 and 1 are exact in every type. All of it is a rare path.
+    In an MMA a weight of 0 would still propagate a NaN to rows that do not see it, so the MMA takes
+    ``finite_only(rows)`` and this is added. It counts with MMAs of 0 and 1, exact in every type. This path is rare.
     """
     x = rows.to(tl.float32)
     kind = tl.float16
@@ -167,13 +175,13 @@ def nonfinite_part(weights, visible, rows):
 
 
 @triton.jit
-def gradients(products, dp, added, visible, lse, delta, scale, softcap, SOFTCAP: tl.constexpr):
-    """p, ds and dx of SPEC section 6 from q . k, dout . v, bias in log 2 units, lse and delta; 0 where invisible."""
-    s = logits(products, scale, softcap, SOFTCAP) + added
+def gradients(qk, dp, added, visible, lse, delta, scale, softcap, SOFTCAP: tl.constexpr):
+    """p, ds and dx of SPEC section 6 from q . k, dout . v, the bias in base 2, lse and delta; 0 where invisible."""
+    s = logits(qk, scale, softcap, SOFTCAP) + added
     p = tl.where(visible, tl.exp2(s - lse * LOG2_E), 0.0)
     ds = tl.where(visible, p * (dp - delta), 0.0)
     dx = ds
     if SOFTCAP:
-        bent = softcapped(products * (scale / softcap), 1.0)
-        dx = tl.where(visible, ds * (1.0 - bent * bent), 0.0)
+        tanh = softcapped(qk * (scale / softcap), 1.0)
+        dx = tl.where(visible, ds * (1.0 - tanh * tanh), 0.0)
     return p, ds, dx

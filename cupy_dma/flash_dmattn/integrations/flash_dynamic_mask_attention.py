@@ -1,4 +1,4 @@
-"""What a ``transformers`` model calls as its attention function. It imports torch, not transformers."""
+"""The attention function that a ``transformers`` model calls. It imports torch, not transformers."""
 from __future__ import annotations
 
 import warnings
@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from cupy_dma import checks
-from cupy_dma.flash_dmattn.argument_names import spelled
+from cupy_dma.flash_dmattn.argument_names import any_names
 from cupy_dma.flash_dmattn.arguments import added, truth, visible
 from cupy_dma.flash_dmattn.flash_dmattn_interface import flash_dmattn_func, flash_dmattn_varlen_func
 from cupy_dma.flash_dmattn.utils.mask import topk_mask
 from cupy_dma.flash_dmattn.windows import best_keys, plain_padding
 from cupy_dma.masks.interval import IntervalMask
 
-_REFUSED = ("head_mask", "s_aux")  # what would change the result, and cannot be done
+_REFUSED = ("head_mask", "s_aux")  # arguments that would change the result and are not supported
 
 
-@spelled
+@any_names
 def flash_dynamic_mask_attention_forward(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
         attention_bias: Tensor | None = None, scaling: float | None = None, window_size: int | None = None,
@@ -31,13 +31,13 @@ def flash_dynamic_mask_attention_forward(
     Parameters
     ----------
     module
-        Gives ``is_causal``, and ``window_size`` or ``keep_window_size``, where the call does not. float32 inputs are
-        cast to the type of its first Linear layer, if that has 16 bits, as is usual around PEFT.
+        Supplies ``is_causal``, and ``window_size`` or ``keep_window_size``, if the call does not. float32 inputs are
+        cast to the type of its first Linear layer if that is a 16-bit type, as is common with PEFT.
     query : ``(B, H, Lq, D)``
     key, value : ``(B, Hkv, Lk, D)``
     attention_mask, optional
-        Padding ``(B, length)``, bool or 0/1; keys beyond its length are not used, and the output is 0 at queries that
-        it calls padding. Or a mask as for ``flash_dmattn_func``, but here zeros alone hide nothing.
+        Padding ``(B, length)``, bool or 0/1; keys past its length are not used, and the output is 0 at queries that
+        are padding. Or a mask as for ``flash_dmattn_func``, except that a mask of only zeros hides nothing.
     attention_bias : ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)`` or ``(B, Hkv, Lk)``, optional
     scaling, softcap, deterministic
         As for ``flash_dmattn_func``.
@@ -45,14 +45,14 @@ def flash_dynamic_mask_attention_forward(
         With a bias and more keys than this, every query sees the keys with the highest bias among those that it may
         see. For a bias per key this is an interval mask unless ``attention_mask`` is more than causality and padding.
     position_ids : ``(1, length)``, optional
-        Several sequences in one row, each of which begins at position 0 and sees only itself.
+        Packed sequences in one row: each begins at position 0 and attends only to itself.
     cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, optional
         The same by cumulative lengths, without mask or bias.
     dropout
         Must be 0.
     **others
-        Ignored, as transformers passes much that concerns other functions; but ``head_mask`` and ``s_aux`` raise, and
-        ``output_attentions`` warns.
+        Ignored, as transformers passes arguments meant for other implementations; but ``head_mask`` and ``s_aux`` raise
+        NotImplementedError, and ``output_attentions`` warns.
 
     Returns
     -------
@@ -64,9 +64,9 @@ def flash_dynamic_mask_attention_forward(
         if others.get(name) is not None:
             raise NotImplementedError(f"{name} must be None, got {type(others[name]).__name__}: it is not supported")
     if dropout:
-        raise NotImplementedError(f"dropout must be 0, got {dropout}: there is no dropout")
+        raise NotImplementedError(f"dropout must be 0, got {dropout}: dropout is not supported")
     if others.get("output_attentions"):
-        warnings.warn("output_attentions=True has no effect: the attention weights are never made", stacklevel=3)
+        warnings.warn("output_attentions=True has no effect: the attention weights are never computed", stacklevel=3)
     causal = checks.flag(module.is_causal if is_causal is None else is_causal, "is_causal")
     if window_size is None:
         window_size = getattr(module, "window_size", getattr(module, "keep_window_size", None))
@@ -77,8 +77,8 @@ def flash_dynamic_mask_attention_forward(
 
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         if attention_mask is not None or attention_bias is not None:
-            raise NotImplementedError("cu_seq_lens_q and cu_seq_lens_k go without attention_mask and attention_bias; "
-                                      "flash_dmattn_varlen_func takes them together")
+            raise NotImplementedError("cu_seq_lens_q and cu_seq_lens_k cannot be combined with attention_mask or "
+                                      "attention_bias; flash_dmattn_varlen_func takes them together")
         out = flash_dmattn_varlen_func(
             query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), cu_seqlens_q=cu_seq_lens_q,
             cu_seqlens_k=cu_seq_lens_k, max_seqlen_q=max_length_q, max_seqlen_k=max_length_k, is_causal=causal,
@@ -108,7 +108,7 @@ def flash_dynamic_mask_attention_forward(
 
 def _mask(bias: Tensor | None, mask: Tensor | None, window: int | None, causal: bool, documents: Tensor | None,
           query: Tensor, key: Tensor, backend: str | None) -> tuple[Any, bool]:
-    """The mask of the call, and whether causality is still to be added."""
+    """The mask of the call, and whether causality is still to be applied."""
     length = key.shape[1]
     if mask is not None and mask.dim() == 2:
         seen = truth(mask, "attention_mask")
@@ -126,7 +126,7 @@ def _mask(bias: Tensor | None, mask: Tensor | None, window: int | None, causal: 
         if seen is not None and seen.dim() == 4:
             seen = plain_padding(seen, causal, query.shape[1])
             if seen is None:
-                raise NotImplementedError("attention_mask of four axes must be causality and padding where "
+                raise NotImplementedError("attention_mask with four axes must be only causality and padding where "
                                           "position_ids hold several sequences and a window is selected")
         keys = "prefix" if causal else "global"
         return IntervalMask.top_w(per_key.detach(), window, keys=keys, padding=seen, documents=documents,
@@ -143,7 +143,7 @@ def _mask(bias: Tensor | None, mask: Tensor | None, window: int | None, causal: 
 
 
 def _cast(module: Any, *tensors: Tensor | None) -> tuple[Any, ...]:
-    """float32 inputs in the model's own 16-bit type (a quantized one's is in its configuration)."""
+    """float32 inputs cast to the model's 16-bit type (for a quantized model, the one in its configuration)."""
     first = tensors[0]
     if first is None or first.dtype != torch.float32 or torch.is_autocast_enabled(first.device.type):
         return tensors

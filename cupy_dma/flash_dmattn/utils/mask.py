@@ -1,11 +1,11 @@
-"""Dense masks from biases, one row of keys at a time: the ``window_size`` best keys, or all with a positive bias.
+"""Dense masks from biases, row by row: the ``window_size`` best keys, or all keys with a positive bias.
 
     kept[..., j] = visible[..., j] and fewer than window_size visible keys of the row rank above j        (topk)
     kept[..., j] = visible[..., j] and bias[..., j] > 0                                                  (relu)
 
-Keys rank by ``(bias, j)``: the higher bias first, of equal ones the newest key, NaN above everything, as everywhere in
-this package. Results are boolean, True = kept, of the size that their name says; ``cupy_dma.IntervalMask.top_w`` keeps
-the best of a growing prefix in two integers per key. A block smoothed in shows no key that the mask hides.
+Keys are ranked by ``(bias, j)``: higher biases first, the newest of equal keys first, NaN above everything, as
+everywhere in this package. Results are dense boolean arrays, True = kept; ``cupy_dma.IntervalMask.top_w`` stores the
+best keys of a growing prefix in two integers per key. Block smoothing never reveals a key that the mask hides.
 """
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from typing import Any
 
 from cupy_dma import checks
 from cupy_dma.arrays import Operand, describe
-from cupy_dma.flash_dmattn.argument_names import spelled
+from cupy_dma.flash_dmattn.argument_names import any_names
 from cupy_dma.flash_dmattn.arguments import truth
 
 
 def topk_indices(attention_bias: Any, window_size: int) -> Any:
-    """int64 indices of the ``window_size`` best keys of every row of ``(..., Lk)``, rising; all if there are fewer."""
+    """int64 indices of the ``window_size`` best keys of every row of ``(..., Lk)``, ascending; all if there are fewer.
+    """
     window = checks.whole(window_size, "window_size", 1)
     ranked = _ranked(attention_bias)
     library, xp = ranked.library, ranked.library.xp
@@ -28,8 +29,8 @@ def topk_indices(attention_bias: Any, window_size: int) -> Any:
 
 
 def block_smooth(attention_mask: Any, key_len: int, block_size: int) -> Any:
-    """A mask ``(..., key_len)`` in which every block of ``block_size`` keys is kept whole where more than half of it
-    was, and dropped where not; the last block may be shorter. A new array."""
+    """A mask ``(..., key_len)`` in which each block of ``block_size`` keys is kept entirely if more than half of it was
+    kept, and dropped otherwise; the last block may be shorter. A new array."""
     operand = describe(attention_mask, "attention_mask")
     length = checks.whole(key_len, "key_len", 0)
     block = checks.whole(block_size, "block_size", 1)
@@ -39,17 +40,17 @@ def block_smooth(attention_mask: Any, key_len: int, block_size: int) -> Any:
     if block == 1:
         return kept
     with library.on(operand.device):
-        parts = []
+        pieces = []
         for begin, end, size in ((0, length - length % block, block), (length - length % block, length,
                                                                       length % block)):
             if end > begin:
                 blocks = kept[..., begin:end].reshape(*operand.shape[:-1], (end - begin) // size, size)
                 whole = blocks.sum(-1)[..., None] * 2 > size
-                parts.append(xp.broadcast_to(whole, blocks.shape).reshape(*operand.shape[:-1], end - begin))
-        return library.export(xp.concatenate(parts, -1)) if parts else kept
+                pieces.append(xp.broadcast_to(whole, blocks.shape).reshape(*operand.shape[:-1], end - begin))
+        return library.export(xp.concatenate(pieces, -1)) if pieces else kept
 
 
-@spelled
+@any_names
 def topk_mask(attention_bias: Any, attention_mask: Any, window_size: int, min_dtype: float | None = None,
               block_size: int | None = None) -> Any:
     """The ``window_size`` best visible keys of every row.
@@ -61,7 +62,7 @@ def topk_mask(attention_bias: Any, attention_mask: Any, window_size: int, min_dt
     window_size : int
         Keys kept per row, at least 1; a row with fewer visible keys keeps them all.
     min_dtype
-        A key with exactly this bias is hidden too.
+        Keys with exactly this bias are hidden too.
     block_size
         Smooth the result, see ``block_smooth``.
 
@@ -81,10 +82,10 @@ def topk_mask(attention_bias: Any, attention_mask: Any, window_size: int, min_dt
         return library.export(_smoothed(kept, visible, block_size))
 
 
-@spelled
+@any_names
 def dynamic_mask(attention_bias: Any, attention_mask: Any, window_size: int, min_dtype: float | None = None,
                  block_size: int | None = None) -> Any:
-    """``topk_mask`` by its name of 1.2.2."""
+    """``topk_mask`` under its name in 1.2.2."""
     return topk_mask(attention_bias, attention_mask, window_size, min_dtype, block_size)
 
 
@@ -99,7 +100,7 @@ def relu_mask(attention_bias: Any, attention_mask: Any, min_dtype: float | None 
         return ranked.library.export(_smoothed(visible & (ranked.array > 0), visible, block_size))
 
 
-@spelled
+@any_names
 def create_mask(attention_bias: Any, attention_mask: Any, batch_size: int, query_len: int, key_len: int,
                 window_size: int, min_dtype: float | None = None, block_size: int | None = None, type: str = "topk"
                 ) -> Any:
@@ -109,8 +110,8 @@ def create_mask(attention_bias: Any, attention_mask: Any, batch_size: int, query
     ----------
     attention_bias : float array ``(1|B, 1|Hkv|H, 1|Lq, Lk)`` or ``(1|B, 1|Hkv|H, Lk)``
     attention_mask : bool array, or None
-        Of such a shape; or a padding mask ``(B, Lk)`` or ``(B, Lq)``, True = a real key, where the last is that of the
-        newest keys and all older ones are real.
+        Of such a shape; or a padding mask ``(B, Lk)`` or ``(B, Lq)``, True = a real key, where the latter covers only
+        the newest keys and all earlier ones are real.
     batch_size, query_len, key_len
         ``B``, ``Lq``, ``Lk``.
     window_size, min_dtype, block_size
@@ -137,7 +138,7 @@ def create_mask(attention_bias: Any, attention_mask: Any, batch_size: int, query
 
 
 def _padding(mask: Any, batch: int, query_len: int, key_len: int) -> Any:
-    """A padding mask of all keys or of the newest ones as (B, 1, 1, Lk)."""
+    """A padding mask of all keys, or only the newest ones, as (B, 1, 1, Lk)."""
     operand = describe(mask, "attention_mask")
     library = operand.library
     if operand.shape not in ((batch, key_len), (batch, query_len)):
@@ -154,7 +155,7 @@ def _padding(mask: Any, batch: int, query_len: int, key_len: int) -> Any:
 
 
 def _ranked(bias: Any) -> Operand:
-    """The bias without gradient, of a type that its library can sort."""
+    """The bias without gradient, in a type that its library can sort."""
     operand = describe(bias, "attention_bias")
     checks.one_of_types(operand)
     if operand.ndim < 1:
@@ -167,7 +168,7 @@ def _ranked(bias: Any) -> Operand:
 
 
 def _arguments(bias: Any, mask: Any, min_dtype: float | None) -> tuple[Operand, Any]:
-    """The bias and what is visible, of one shape."""
+    """The bias and which keys are visible, in one shape."""
     ranked = _ranked(bias)
     library, xp = ranked.library, ranked.library.xp
     hidden_too = None if min_dtype is None else checks.real(min_dtype, "min_dtype")

@@ -1,7 +1,7 @@
 """Between padded batches ``(B, L, ...)`` and packed sequences ``(total, ...)``.
 
-An attention mask is ``(B, L)``, bool or 0/1, True = a real token. How many there are is a question to the values, so
-all but ``index_first_axis`` and ``pad_input`` wait for the GPU.
+An attention mask is ``(B, L)``, bool or 0/1, True = a real token. The number of real tokens depends on its values, so
+all functions but ``index_first_axis`` and ``pad_input`` synchronize with the GPU.
 """
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def unpad_input(hidden_states: Any, attention_mask: Any, unused_mask: Any = None
     hidden_states : array ``(B, L, ...)``
     attention_mask : bool or integer array ``(B, L)``
     unused_mask : bool or integer array ``(B, L)``, optional
-        Tokens that are allocated but not used; they are kept too.
+        Tokens that are allocated but not used; they are kept as well.
 
     Returns
     -------
     hidden_states : array ``(total, ...)``
     indices : int64 array ``(total,)``
-        Where they came from, counted over both axes.
+        Where the tokens came from, counted over both axes.
     cu_seqlens : int32 array ``(B + 1,)``
     max_seqlen : int
     seqused : int32 array ``(B,)``
-        Tokens of ``attention_mask`` alone.
+        Number of tokens in ``attention_mask`` alone.
     """
     used = _mask(attention_mask, "attention_mask")
     every = used
@@ -46,13 +46,13 @@ def unpad_input(hidden_states: Any, attention_mask: Any, unused_mask: Any = None
         checks.require_same_device((used, other))
         every = Operand(used.name, used.array | other.array, used.library, used.shape, (), "bool", used.device, 0)
     _like(hidden_states, "hidden_states", used.shape)
-    indices, cu_seqlens, longest = _places(every)
+    indices, cu_seqlens, longest = _unpad_data(every)
     return (index_first_axis(hidden_states, indices), indices, cu_seqlens, longest,
             used.library.astype(used.array.sum(-1), "int32"))
 
 
 def pad_input(hidden_states: Any, indices: Any, batch: int, seqlen: int) -> Any:
-    """The padded batch ``(batch, seqlen, ...)`` of packed rows ``(total, ...)`` and where they go; 0 elsewhere."""
+    """The inverse of ``unpad_input``: packed rows ``(total, ...)`` as a batch ``(batch, seqlen, ...)``, 0 elsewhere."""
     packed = describe(hidden_states, "hidden_states")
     rows = checks.whole(batch, "batch", 0), checks.whole(seqlen, "seqlen", 0)
     with packed.library.on(packed.device):
@@ -63,15 +63,15 @@ def pad_input(hidden_states: Any, indices: Any, batch: int, seqlen: int) -> Any:
 
 def get_unpad_data(attention_mask: Any) -> tuple[Any, Any, int]:
     """``indices``, ``cu_seqlens`` and ``max_seqlen`` of ``unpad_input``."""
-    return _places(_mask(attention_mask, "attention_mask"))
+    return _unpad_data(_mask(attention_mask, "attention_mask"))
 
 
 def upad_input(query_layer: Any, key_layer: Any, value_layer: Any, attention_mask: Any, query_length: int,
                unpad_input_func: Callable[..., Any] = unpad_input) -> tuple[Any, ...]:
     """The real tokens of a padded query, key and value, ``(B, L, heads, D)`` each.
 
-    ``attention_mask`` is that of the keys; of longer keys the rest is cut off. The queries are the newest tokens:
-    all, or one for each sequence, or the last ``query_length`` of which the mask says which are real.
+    ``attention_mask`` covers the keys; keys past its length are dropped. The queries are the newest tokens: all of
+    them, or one per sequence, or the last ``query_length``, for which the mask says which are real.
 
     Returns
     -------
@@ -80,7 +80,7 @@ def upad_input(query_layer: Any, key_layer: Any, value_layer: Any, attention_mas
     (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     """
     real = _mask(attention_mask, "attention_mask")
-    indices_k, cu_seqlens_k, longest_k = _places(real)
+    indices_k, cu_seqlens_k, longest_k = _unpad_data(real)
     length = real.shape[1]
     key_layer, value_layer = key_layer[:, :length], value_layer[:, :length]
     _like(key_layer, "key_layer", real.shape)
@@ -113,7 +113,7 @@ def _like(array: Any, name: str, shape: tuple[int, ...]) -> None:
                          f"{tuple(array.shape)}")
 
 
-def _places(mask: Operand) -> tuple[Any, Any, int]:
+def _unpad_data(mask: Operand) -> tuple[Any, Any, int]:
     library, xp = mask.library, mask.library.xp
     with library.on(mask.device):
         lengths = mask.array.sum(-1)

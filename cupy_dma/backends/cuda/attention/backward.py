@@ -53,7 +53,7 @@ class _Backward:
     def __init__(self, runtime: Runtime, call: AttentionBackwardCall):
         self.runtime, self.call, self.problem = runtime, call, Problem(call.forward)
         self.query, self.key, self.sequences = call.forward.query, call.forward.key, call.forward.sequences
-        if self.sequences is not None and self.sequences.pages is not None:
+        if self.sequences is not None and self.sequences.page_table is not None:
             raise NotImplementedError("block_table must be None: paged attention has no backward pass")
         self.library, self.device = self.query.library, self.query.device
         self.element, self.softcap = ELEMENTS[self.query.dtype], call.forward.softcap > 0.0

@@ -78,7 +78,7 @@ class Problem:
                 self.params.update(bias_rows=self.bias.pointer, bias_aligned=int(each == 1 and not any(
                     x * size % 16 for x in (batch, head, each_query)) and self.bias.pointer % 16 == 0))
         if self.sequences is not None:
-            pages = self.sequences.pages
+            pages = self.sequences.page_table
             self.params.update(bounds=self.sequences.bounds.pointer, sequences=self.sequences.count)
             if pages is not None:
                 self.params.update(page_table=pages.pointer, key_batch=0, value_batch=0, key_page=key.strides[0],

@@ -1,12 +1,12 @@
-"""Gradients of keys, values and of a bias per key, key-major:
+"""Gradients of key, value and a bias per key, key-major:
 
     dv_j = sum_i p_ij dout_i      dk_j = scale * sum_i dx_ij q_i      dbias_j = sum_i ds_ij
 
-i runs over the queries of all heads of the key's group. A program owns BLOCK_N keys of one kv head and walks, head by
-head, over the queries that may see any of them, BLOCK_M at a time; its products are transposed (key rows, query
-columns). With runs the keys of a program come from ``lists.key_order``, so that their runs are alike. Every result has
-one writer. A row of query or dout that is not finite, and that only some of the keys are seen by, is repaired as in
-forward.py.
+i runs over the queries of all heads in the key's GQA group. A program owns BLOCK_N keys of one kv head and loops, head
+by head, over the queries that may see any of them, BLOCK_M at a time; its logits are transposed (key rows, query
+columns). Under an interval mask a program's keys come from ``lists.key_order``, so that their runs are similar. Every
+result has one writer. A non-finite row of query or dout that sees only some of the keys is handled by a REPAIR launch
+as in forward.py.
 """
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from cupy_dma.backends.triton.tiles import (
 
 def key_gradients(problem: Problem, dkey: torch.Tensor | None, dvalue: torch.Tensor | None,
                   dbias: torch.Tensor | None) -> None:
-    """Write dkey and dvalue (B, Lk, Hkv, D), and dbias (B, H, Lk) float32; None for what is not wanted."""
-    shape, order = problem.shape("key"), None
+    """Write dkey and dvalue (B, Lk, Hkv, D), and dbias (B, H, Lk) float32; None for what is not needed."""
+    shape, order = problem.shape("dkv"), None
     batch, key_length, kv_heads, _ = problem.call.key.shape
     if problem.mask is not None and not problem.runs_by_head:
         order = key_order(problem.mask, problem.call.query.shape[1], problem.causal)
@@ -43,12 +43,12 @@ def key_gradients(problem: Problem, dkey: torch.Tensor | None, dvalue: torch.Ten
     grid = (blocks * kv_heads * batch,)
     arguments = {
         **problem.arguments, "dkey": dkey, "dvalue": dvalue, "dbias": dbias, "order": order, "blocks": blocks,
-        "spoiled": torch.empty(grid, dtype=torch.int8, device=problem.arguments["delta"].device),
+        "nonfinite_seen": torch.empty(grid, dtype=torch.int8, device=problem.arguments["delta"].device),
         "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "ORDER": order is not None, "DKEY": dkey is not None,
         "DVALUE": dvalue is not None, "DBIAS": dbias is not None, "num_warps": shape.warps, "num_stages": shape.stages}
-    backward_key[grid](**arguments, REPAIR=False)
+    backward_dkv[grid](**arguments, REPAIR=False)
     if dkey is not None or dvalue is not None:
-        backward_key[grid](**{**arguments, "BLOCK_M": 16, "num_stages": 1}, REPAIR=True)
+        backward_dkv[grid](**{**arguments, "BLOCK_M": 16, "num_stages": 1}, REPAIR=True)
 
 
 @triton.jit
@@ -57,12 +57,12 @@ def _add_queries(dk, dv, db, k, v, start, stop, wanted, key, at, b, head, query_
                  key_length, scale, softcap, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
                  DENSE: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
                  DKEY: tl.constexpr, DVALUE: tl.constexpr, DBIAS: tl.constexpr, REPAIR: tl.constexpr):
-    """What the queries at .. at + BLOCK_M of one head add."""
+    """Add the contributions of the queries at .. at + BLOCK_M of one head."""
     i = at + tl.arange(0, BLOCK_M)
     rows = i < query_length
     position = i + key_length - query_length
     row_lse = tl.load(lse_base + i, mask=rows, other=-INF)
-    alive = row_lse != -INF  # a row that sees nothing takes part in nothing, whatever it holds
+    alive = row_lse != -INF  # a row with no visible keys contributes nothing, whatever it contains
     visible = (start[:, None] <= position[None, :]) & (position[None, :] < stop[:, None]) & alive[None, :]
     if DENSE:
         seen = tl.load(dense_base + key.to(tl.int64)[:, None] * dense_key + i.to(tl.int64)[None, :] * dense_row,
@@ -82,11 +82,11 @@ def _add_queries(dk, dv, db, k, v, start, stop, wanted, key, at, b, head, query_
         elif BIAS == 2:
             added = tl.load(bias_base + key.to(tl.int64)[:, None] * bias_key + i.to(tl.int64)[None, :] * bias_row,
                             mask=visible, other=0.0).to(tl.float32) * LOG2_E
-        products = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        dp = products
+        qk = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        dp = qk
         if DKEY or DBIAS:
             dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        p, ds, dx = gradients(products, dp, added, visible, tl.where(alive, row_lse, INF)[None, :], delta[None, :],
+        p, ds, dx = gradients(qk, dp, added, visible, tl.where(alive, row_lse, INF)[None, :], delta[None, :],
                               scale, softcap, SOFTCAP)
         if DBIAS:
             db += tl.sum(ds, axis=1)
@@ -104,8 +104,8 @@ def _add_queries(dk, dv, db, k, v, start, stop, wanted, key, at, b, head, query_
 
 
 @triton.jit(do_not_specialize=PLAIN)
-def backward_key(query, key, value, dout, lse, delta, dkey, dvalue, dbias, spoiled, order, start, stop, dense, bias,
-                 query_batch, query_row, query_head, key_batch, key_row, key_head,
+def backward_dkv(query, key, value, dout, lse, delta, dkey, dvalue, dbias, nonfinite_seen, order, start, stop, dense,
+                 bias, query_batch, query_row, query_head, key_batch, key_row, key_head,
                  value_batch, value_row, value_head, dout_batch, dout_row, dout_head,
                  start_batch, start_head, stop_batch, stop_head, mask_batch, mask_head, mask_share,
                  dense_batch, dense_head, dense_row, dense_key, dense_share,
@@ -117,28 +117,29 @@ def backward_key(query, key, value, dout, lse, delta, dkey, dvalue, dbias, spoil
                  DVALUE: tl.constexpr, DBIAS: tl.constexpr, REPAIR: tl.constexpr):
     program = tl.program_id(0)
     if REPAIR:
-        if tl.load(spoiled + program) == 0:
+        if tl.load(nonfinite_seen + program) == 0:
             return
     rows_of_keys = tl.num_programs(0) // blocks
-    row = program % rows_of_keys  # the longest runs of every kv head first
-    group = row % kv_heads
+    row = program % rows_of_keys  # so that the longest runs of every kv head come first
+    kv_head = row % kv_heads
     b = (row // kv_heads).to(tl.int64)
-    each = heads // kv_heads
-    place = program // rows_of_keys * BLOCK_N + tl.arange(0, BLOCK_N)
-    exists = place < key_length
-    key_index = place
+    group_size = heads // kv_heads
+    index = program // rows_of_keys * BLOCK_N + tl.arange(0, BLOCK_N)
+    exists = index < key_length
+    key_index = index
     if ORDER:
-        mask_row = b * mask_batch + (group * each // mask_share) * mask_head
-        key_index = tl.load(order + mask_row * key_length + place, mask=exists, other=0)
+        mask_row = b * mask_batch + (kv_head * group_size // mask_share) * mask_head
+        key_index = tl.load(order + mask_row * key_length + index, mask=exists, other=0)
     wide = key_index.to(tl.int64)
-    k = load_rows(key + b * key_batch + group.to(tl.int64) * key_head, wide * key_row, exists, HEAD_DIM, BLOCK_D, True)
-    v = load_rows(value + b * value_batch + group.to(tl.int64) * value_head, wide * value_row, exists, HEAD_DIM,
+    k = load_rows(key + b * key_batch + kv_head.to(tl.int64) * key_head, wide * key_row, exists, HEAD_DIM, BLOCK_D,
+                  True)
+    v = load_rows(value + b * value_batch + kv_head.to(tl.int64) * value_head, wide * value_row, exists, HEAD_DIM,
                   BLOCK_D, True)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     shift = key_length - query_length
-    for member in range(0, each):
-        head = group * each + member
+    for member in range(0, group_size):
+        head = kv_head * group_size + member
         start_base = start
         stop_base = stop
         if INTERVALS:
@@ -169,8 +170,8 @@ def backward_key(query, key, value, dout, lse, delta, dkey, dvalue, dbias, spoil
         if DBIAS:
             tl.store(dbias + (b * heads + head) * key_length + wide, db, mask=exists)
     if not REPAIR:
-        tl.store(spoiled + program, (has_nonfinite(dk) | has_nonfinite(dv)).to(tl.int8))
-    target = ((b * key_length + wide) * kv_heads + group) * HEAD_DIM
+        tl.store(nonfinite_seen + program, (has_nonfinite(dk) | has_nonfinite(dv)).to(tl.int8))
+    target = ((b * key_length + wide) * kv_heads + kv_head) * HEAD_DIM
     if DKEY:
         store_rows(dkey, target, exists, dk * scale, HEAD_DIM, BLOCK_D)
     if DVALUE:

@@ -1,7 +1,7 @@
-"""Gradient of a bias per pair, (1|B, 1|Hkv|H, Lq, Lk): ds summed over the batches and heads that share it.
+"""Gradient of a bias per pair, (1|B, 1|Hkv|H, Lq, Lk): ds summed over the batch entries and heads that share it.
 
-A program owns BLOCK_M x BLOCK_N elements. It makes ds of every batch and head that shares them, one after the other,
-adds them up in float32 and writes each element once: no memory besides the result, the same bits on every run.
+A program owns BLOCK_M x BLOCK_N elements. It loops over the batch entries and heads that share them, accumulates ds in
+float32 and writes each element once: no workspace, and bitwise reproducible.
 """
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from cupy_dma.backends.triton.tiles import INF, LOG2_E, PLAIN, gradients, key_ru
 
 
 def bias_gradient(problem: Problem, dbias: torch.Tensor | None) -> None:
-    """Write dbias, contiguous, of the bias's four axes."""
+    """Write dbias, contiguous, with the four axes of the bias."""
     assert dbias is not None
     batch, query_length = problem.call.query.shape[:2]
-    shape, sharing = problem.shape("bias"), problem.heads // dbias.shape[1]
+    shape, sharing = problem.shape("dbias"), problem.heads // dbias.shape[1]
     blocks = triton.cdiv(dbias.shape[3], shape.block_n)
     grid = (triton.cdiv(query_length, shape.block_m) * blocks * dbias.shape[0] * dbias.shape[1],)
-    backward_bias[grid](**problem.arguments, dbias=dbias, blocks=blocks, bias_heads=dbias.shape[1],
+    backward_dbias[grid](**problem.arguments, dbias=dbias, blocks=blocks, bias_heads=dbias.shape[1],
                         sharing_batches=batch // dbias.shape[0], sharing_heads=sharing, BLOCK_M=shape.block_m,
                         BLOCK_N=shape.block_n, num_warps=shape.warps, num_stages=shape.stages)
 
 
 @triton.jit(do_not_specialize=PLAIN)
-def backward_bias(query, key, value, dout, lse, delta, dbias, start, stop, dense, bias,
+def backward_dbias(query, key, value, dout, lse, delta, dbias, start, stop, dense, bias,
                   query_batch, query_row, query_head, key_batch, key_row, key_head,
                   value_batch, value_row, value_head, dout_batch, dout_row, dout_head,
                   start_batch, start_head, stop_batch, stop_head, mask_batch, mask_head, mask_share,
@@ -47,13 +47,13 @@ def backward_bias(query, key, value, dout, lse, delta, dbias, start, stop, dense
     position = i + key_length - query_length
     query_index = i.to(tl.int64)
     key_index = j.to(tl.int64)
-    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     first_batch = entry // bias_heads * sharing_batches
     first_head = entry % bias_heads * sharing_heads
     for shared in range(0, sharing_batches * sharing_heads):
         b = (first_batch + shared // sharing_heads).to(tl.int64)
         head = first_head + shared % sharing_heads
-        group = (head // (heads // kv_heads)).to(tl.int64)
+        kv_head = (head // (heads // kv_heads)).to(tl.int64)
         start_base = start
         stop_base = stop
         if INTERVALS:
@@ -73,17 +73,18 @@ def backward_bias(query, key, value, dout, lse, delta, dbias, start, stop, dense
                           HEAD_DIM, BLOCK_D, True)
             do = load_rows(dout + b * dout_batch + head.to(tl.int64) * dout_head, query_index * dout_row, rows,
                            HEAD_DIM, BLOCK_D, True)
-            k = load_rows(key + b * key_batch + group * key_head, key_index * key_row, exists, HEAD_DIM, BLOCK_D, True)
-            v = load_rows(value + b * value_batch + group * value_head, key_index * value_row, exists, HEAD_DIM,
+            k = load_rows(key + b * key_batch + kv_head * key_head, key_index * key_row, exists, HEAD_DIM, BLOCK_D,
+                          True)
+            v = load_rows(value + b * value_batch + kv_head * value_head, key_index * value_row, exists, HEAD_DIM,
                           BLOCK_D, True)
             row_delta = tl.load(delta + statistics, mask=rows, other=0.0)
             added = tl.load(bias + b * bias_batch + (head // bias_share).to(tl.int64) * bias_head
                             + query_index[:, None] * bias_row + key_index[None, :] * bias_key, mask=visible,
                             other=0.0).to(tl.float32) * LOG2_E
-            products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-            _, ds, _ = gradients(products, dp, added, visible, tl.where(alive, row_lse, INF)[:, None],
+            _, ds, _ = gradients(qk, dp, added, visible, tl.where(alive, row_lse, INF)[:, None],
                                  row_delta[:, None], scale, softcap, SOFTCAP)
-            sums += ds
+            acc += ds
     target = dbias + (entry.to(tl.int64) * query_length + query_index[:, None]) * key_length + key_index[None, :]
-    tl.store(target, sums.to(dbias.dtype.element_ty), mask=rows[:, None] & exists[None, :])
+    tl.store(target, acc.to(dbias.dtype.element_ty), mask=rows[:, None] & exists[None, :])
