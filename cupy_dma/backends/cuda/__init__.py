@@ -11,16 +11,17 @@ of this package prepare and launch; they reach the device through a ``Runtime`` 
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
+from typing import Any
 
 from cupy_dma.backends.cuda.attention.backward import attention_backward as _attention_backward
 from cupy_dma.backends.cuda.attention.forward import attention as _attention
 from cupy_dma.backends.cuda.attention.last_queries import attend_last as _attend_last
 from cupy_dma.backends.cuda.decode.cache import cache_extend as _cache_extend
 from cupy_dma.backends.cuda.decode.step import step as _decode_step
-from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime import jit, warmup
 from cupy_dma.backends.cuda.runtime.device import CudaRuntime
-from cupy_dma.backends.cuda.runtime.warmup import warmup_jobs
 from cupy_dma.backends.cuda.select.prefix import prefix_run as _prefix_run
 from cupy_dma.backends.cuda.select.prefix import prefix_stop as _prefix_stop
 from cupy_dma.backends.cuda.select.scores import key_scores as _key_scores
@@ -62,3 +63,15 @@ def unavailable() -> str | None:
     except jit.CompileError as error:
         return str(error)
     return None
+
+
+def warmup_jobs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] = ("float16", "bfloat16"),
+                groups: tuple[int, ...] = (1, 2, 4), arch: str | None = None) -> list[tuple[str, Callable[[], Any]]]:
+    """(label, job) pairs; ``job()`` compiles one kernel file for ``arch``, by default the current device's (without one
+    sm_90a)."""
+    if unavailable() is not None:
+        return warmup.jobs(arch or "sm_90a", head_dims=head_dims, dtypes=dtypes, groups=groups)
+    import cupy
+
+    index = cupy.cuda.runtime.getDevice()
+    return warmup.jobs(arch or jit.device_arch(index), runtime.shared_memory_limit(index), head_dims, dtypes, groups)

@@ -540,6 +540,6 @@ def test_few_tiles_are_listed_on_all_multiprocessors(rows, tiles, warps):
 
 
 def test_warmup_compiles_hopper_kernels_for_hopper_only():
-    labels = {arch: [label for label, _ in warmup.warmup_jobs(arch=arch)] for arch in ("sm_90a", "sm_80")}
+    labels = {arch: [label for label, _ in warmup.jobs(arch)] for arch in ("sm_90a", "sm_80")}
     assert any(label.startswith("sm90/") for label in labels["sm_90a"])
     assert not any(label.startswith("sm90/") for label in labels["sm_80"])

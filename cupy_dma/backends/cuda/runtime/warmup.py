@@ -82,23 +82,13 @@ def decode_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ..
             for warps, cluster in ((split.WARPS, 1), (step.CLUSTER_WARPS, step.CLUSTER))[:1 + clusters]]
 
 
-def warmup_jobs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] = ("float16", "bfloat16"),
-                groups: tuple[int, ...] = (1, 2, 4), arch: str | None = None) -> list[tuple[str, Callable[[], Any]]]:
-    """(label, job) pairs; ``job()`` compiles one kernel file for ``arch``, by default the current device's."""
-    from cupy_dma.backends import cuda
-
-    if cuda.unavailable() is None:
-        import cupy
-
-        index = cupy.cuda.runtime.getDevice()
-        own_arch, limit = jit.device_arch(index), cuda.runtime.shared_memory_limit(index)
-    else:
-        own_arch, limit = "sm_90a", 227 * 1024
-
-    on_hopper = (arch or own_arch) == "sm_90a"
-    configs = [*usual_configs(head_dims, dtypes, groups, limit),
-               *decode_configs(head_dims, dtypes, groups, on_hopper)]
-    if on_hopper:
+def jobs(arch: str, shared_limit: int = 227 * 1024, head_dims: tuple[int, ...] = (64, 128),
+         dtypes: tuple[str, ...] = ("float16", "bfloat16"),
+         groups: tuple[int, ...] = (1, 2, 4)) -> list[tuple[str, Callable[[], Any]]]:
+    """(label, job) pairs; ``job()`` compiles one kernel file for ``arch``."""
+    configs = [*usual_configs(head_dims, dtypes, groups, shared_limit),
+               *decode_configs(head_dims, dtypes, groups, arch == "sm_90a")]
+    if arch == "sm_90a":
         configs += hopper_configs(head_dims, dtypes, groups)
     return [(f"{config.source} D={config.head_dim}" if hasattr(config, "head_dim") else config.source,
-             functools.partial(jit.compile, config, arch or own_arch)) for config in dict.fromkeys(configs)]
+             functools.partial(jit.compile, config, arch)) for config in dict.fromkeys(configs)]
