@@ -6,7 +6,7 @@ import cupy_dma as dma
 
 torch = pytest.importorskip("torch")
 
-from cupy_dma.backends import cuda  # noqa: E402
+from cupy_dma.backends.cuda.lists import intervals  # noqa: E402
 from cupy_dma.torch import DynamicMaskAttention  # noqa: E402
 from tests.oracle.torch_inputs import same  # noqa: E402
 from tests.torch import recall  # noqa: E402
@@ -49,8 +49,8 @@ def test_autograd_has_the_bits_of_the_manual_functions(dtype):
 
 
 def test_forward_and_backward_share_their_key_lists(monkeypatch):
-    made, real = [], cuda.lists._build
-    monkeypatch.setattr(cuda.lists, "_build", lambda *arguments: made.append(arguments) or real(*arguments))
+    made, real = [], intervals._build
+    monkeypatch.setattr(intervals, "_build", lambda *arguments: made.append(arguments) or real(*arguments))
     q, k, v, s = draw(n=2000)
     mask = dma.IntervalMask.top_w(s, 100)
     first = gradients(lambda *x: dma.attention(*x[:3], mask=mask, bias=x[3]), (q, k, v, s))

@@ -18,7 +18,7 @@ def run(tmp_path, *arguments):
 
 @pytest.mark.parametrize(("what", "tensors"), [("forward", {"out", "lse"}), ("backward", set(accuracy.GRADIENTS))])
 def test_named_cases_of_every_type(what, tensors, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(backends._outside, "triton", SimpleNamespace(unavailable=lambda: "not today"))
+    monkeypatch.setitem(backends._registered, "triton", SimpleNamespace(unavailable=lambda: "not today"))
     monkeypatch.delitem(backends._loaded, "triton", raising=False)
     assert run(tmp_path, what, "--backend", "numpy", "--backend", "triton", "--cases", "odd") == 0
     rows = json.loads((tmp_path / f"{what}_equivalence.json").read_text())["rows"]
