@@ -186,9 +186,9 @@ def test_key_scores(torch, name, dtype, form, shape):
                                 backend="triton")
     wide = [x.astype(np.float64) for x in (dscores, value, weight, a)]
     expected = key_scores_backward(*wide, dt_bias=offset.astype(np.float64), form=form)
-    for part, g, ref in zip(found._fields, map(host, found), expected):
+    for name, g, ref in zip(found._fields, map(host, found), expected):
         largest = np.abs(ref).max(initial=0.0)
-        assert np.abs(g.astype(np.float64) - ref).max(initial=0.0) <= reference.one_rounding(largest, g.dtype), part
+        assert np.abs(g.astype(np.float64) - ref).max(initial=0.0) <= reference.one_rounding(largest, g.dtype), name
 
 
 @on_device
@@ -245,7 +245,7 @@ def test_a_bad_row_reaches_only_the_queries_that_see_it(torch, name, bad, kind):
     q, k, v, scores = draw(torch, n)
     clean = {"key": k.clone(), "value": v.clone()}
     {"key": k, "value": v}[name][0, where, 0, 5] = bad
-    scores[0, 0, where] = 1.2  # kept for some time, but not for ever
+    scores[0, 0, where] = 1.2  # kept for a while, but not to the end
     mask = {"causal": lambda: dma.IntervalMask.causal(n, like=q),
             "top_w": lambda: dma.IntervalMask.top_w(scores, 20, backend="triton"),
             "dense": lambda: torch.rand(1, 1, n, n).to(q.device) < 0.3}[kind]()
@@ -280,8 +280,8 @@ def test_a_bad_query_reaches_only_the_keys_that_it_sees(torch):
         q2, dout2 = q.clone(), dout.clone()
         {"query": q2, "dout": dout2}[name][0, where, 1, 3] = float("nan")
         dirty = attention_backward(dout2, q2, k, v, out, lse, mask=mask, bias=scores, backend="triton")
-        for part in ("key", "value"):
-            assert nearly(getattr(dirty, part)[0, ~seen, 0], getattr(pure, part)[0, ~seen, 0])
+        for name in ("key", "value"):
+            assert nearly(getattr(dirty, name)[0, ~seen, 0], getattr(pure, name)[0, ~seen, 0])
         assert torch.isnan(dirty.key[0, seen, 0]).any(-1).all()
         assert torch.equal(dirty.query[:, :, 2:], pure.query[:, :, 2:])
 
@@ -390,14 +390,14 @@ def test_work_runs_on_cupys_stream(torch, kind):
     torch.cuda.synchronize()
     for _ in range(20):
         with stream:
-            spoiled = [cupy.full_like(x, cupy.nan) for x in given_arrays]
-            for target, x in zip(spoiled, given_arrays):
+            poisoned = [cupy.full_like(x, cupy.nan) for x in given_arrays]
+            for target, x in zip(poisoned, given_arrays):
                 target[...] = x
-            out = dma.attention(*spoiled[:3], bias=spoiled[3], causal=True, backend="triton")
+            out = dma.attention(*poisoned[:3], bias=poisoned[3], causal=True, backend="triton")
             copy = out.copy()
-            for x in (*spoiled, out):
+            for x in (*poisoned, out):
                 x.fill(cupy.nan)
-            del spoiled, out
+            del poisoned, out
             assert np.array_equal(cupy.asnumpy(copy), host(expected))
 
 

@@ -23,24 +23,24 @@ PACKED = {"q": (TOTAL_Q, H, D), "k": (TOTAL_K, HKV, D), "v": (TOTAL_K, HKV, D), 
 
 def varlen(name, arrays, lengths, longest):
     """A call of a packed function; its last array is the bias."""
-    def run(*given, place, backend):
+    def run(*given, device, backend):
         *rows, bias = given
-        bounds = [torch.from_numpy(x).to(place) for x in lengths]
+        bounds = [torch.from_numpy(x).to(device) for x in lengths]
         return getattr(flash_dmattn, name)(*rows, None, bias, *bounds, *longest, is_causal=True, backend=backend)
 
-    return run, {part: PACKED[part] for part in arrays}
+    return run, {name: PACKED[name] for name in arrays}
 
 
 def batch(name, arrays, **options):
-    def run(*given, place, backend):
+    def run(*given, device, backend):
         *rows, bias = given
         found = getattr(flash_dmattn, name)(*rows, attn_bias=bias, is_causal=True, backend=backend, **options)
         return found[0] if name == "fwd" else found
 
-    return run, {part: BATCH[part] for part in arrays}
+    return run, {name: BATCH[name] for name in arrays}
 
 
-def early(*given, place, backend):
+def early(*given, device, backend):
     return flash_dmattn.apply_dynamic_mask_attention(*given, keep_window_size=3, backend=backend)
 
 
@@ -66,28 +66,29 @@ PER_KEY = {
 ALL = {**FUNCTIONS, **{f"{name}-per-key": function for name, function in PER_KEY.items()}}
 
 
-def results(name, place, backend, dtype):
+def results(name, device, backend, dtype):
     """The output and the gradients of every argument, in float64 on the CPU."""
     function, shapes = ALL[name]
     rng = np.random.default_rng(0)
     drawn = [torch.from_numpy(rng.standard_normal(shape).astype(np.float16)) for shape in shapes.values()]
     if name == "apply_dynamic_mask_attention":
         drawn[3] /= 16  # scores of moderate size
-    leaves = [x.to(place, dtype).requires_grad_() for x in drawn]
-    out = function(*leaves, place=place, backend=backend)
-    dout = torch.from_numpy(rng.standard_normal(tuple(out.shape)).astype(np.float16)).to(place, dtype)
+    leaves = [x.to(device, dtype).requires_grad_() for x in drawn]
+    out = function(*leaves, device=device, backend=backend)
+    dout = torch.from_numpy(rng.standard_normal(tuple(out.shape)).astype(np.float16)).to(device, dtype)
     found = {"out": out, **dict(zip(shapes, torch.autograd.grad(out, leaves, dout)))}
-    return {part: x.detach().cpu().double() for part, x in found.items()}
+    return {argument: x.detach().cpu().double() for argument, x in found.items()}
 
 
-def check(name, place, backend):
+def check(name, device, backend):
     expected = results(name, "cpu", "numpy", torch.float64)
-    for part, found in results(name, place, backend, torch.float16).items():
-        ref = expected[part]
+    for argument, found in results(name, device, backend, torch.float16).items():
+        ref = expected[argument]
         assert ref.norm() > 0 and found.shape == ref.shape
         error = float((found - ref).norm() / ref.norm())
-        print(f"{part}: relative error {error:.1e}")
-        assert error < (2e-2 if part == "A" else 5e-3), part  # the gradient of A is a sum over keys with cancellation
+        print(f"{argument}: relative error {error:.1e}")
+        # The gradient of A is a sum over keys with cancellation.
+        assert error < (2e-2 if argument == "A" else 5e-3), argument
 
 
 def pairs(*names):

@@ -311,7 +311,7 @@ def test_signatures_are_shown():
 X = np.zeros
 
 
-@pytest.mark.parametrize("call, kind, parts", [
+@pytest.mark.parametrize("call, kind, words", [
     (lambda q, k, v: flash_dmattn_func([1.0], k, v), TypeError, ["query", "list"]),
     (lambda q, k, v: flash_dmattn_func(q, None, v), TypeError, ["key", "NoneType"]),
     (lambda q, k, v: flash_dmattn_func(q[0], k, v), ValueError, ["query", "(B, Lq, H, D)", "(5, 4, 8)"]),
@@ -335,11 +335,11 @@ X = np.zeros
     (lambda q, k, v: flash_dmattn.flash_dmattn_kvpacked_func(q, k), ValueError,
      ["kv", "(B, Lk, 2, Hkv, D)", "(2, 7, 2, 8)"]),
 ])
-def test_errors(call, kind, parts, qkv):
+def test_errors(call, kind, words, qkv):
     with pytest.raises(kind) as caught:
         call(*qkv)
-    for part in parts:
-        assert part in str(caught.value), str(caught.value)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
 
 
 def test_mask_values_are_checked_on_request(monkeypatch, qkv):

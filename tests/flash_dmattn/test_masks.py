@@ -35,8 +35,8 @@ def simple_topk(bias, visible, window):
 def simple_smooth(mask, block):
     out = np.zeros_like(mask)
     for begin in range(0, mask.shape[-1], block):
-        part = mask[..., begin:begin + block]
-        out[..., begin:begin + block] = 2 * part.sum(-1, keepdims=True) > part.shape[-1]
+        keys = mask[..., begin:begin + block]
+        out[..., begin:begin + block] = 2 * keys.sum(-1, keepdims=True) > keys.shape[-1]
     return out
 
 
@@ -136,7 +136,7 @@ def test_ties_are_broken_as_by_interval_masks(rng):
     assert (dense == dma.IntervalMask.top_w(scores, 4).to_dense(LK)).all()
 
 
-@pytest.mark.parametrize("call, kind, parts", [
+@pytest.mark.parametrize("call, kind, words", [
     (lambda x: masks.topk_mask(x, None, 0), ValueError, ["window_size", "at least 1", "0"]),
     (lambda x: masks.topk_mask(x, None, 2.5), TypeError, ["window_size", "float"]),
     (lambda x: masks.topk_mask(x, None, 2, window_size=3, keep_window_size=3), TypeError, ["window_size"]),
@@ -154,11 +154,11 @@ def test_ties_are_broken_as_by_interval_masks(rng):
     (lambda x: masks.create_mask(x, np.ones((B, 5), bool), B, 1, LK, 2, LOWEST), ValueError,
      ["attention_mask", "(2, 11)", "(2, 1)", "(2, 5)"]),
 ])
-def test_errors_of_masks(call, kind, parts, rng):
+def test_errors_of_masks(call, kind, words, rng):
     with pytest.raises(kind) as caught:
         call(biases(rng, B, HKV, 1, LK))
-    for part in parts:
-        assert part in str(caught.value), str(caught.value)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
 
 
 # ---- padding ------------------------------------------------------------------------------------------------------
@@ -208,18 +208,18 @@ def test_gradients_through_padding():
     assert torch.equal(hidden.grad, 3.0 * mask[:, :, None].expand(-1, -1, 3))
 
 
-@pytest.mark.parametrize("call, parts", [
+@pytest.mark.parametrize("call, words", [
     (lambda x, m: padding.unpad_input(x, m[0]), ["attention_mask", "(B, L)", "(5,)"]),
     (lambda x, m: padding.unpad_input(x, m, m[:1]), ["unused_mask", "(2, 5)", "(1, 5)"]),
     (lambda x, m: padding.unpad_input(x[:1], m), ["hidden_states", "(2, 5)", "(1, 5, 3)"]),
     (lambda x, m: padding.pad_input(x[0], np.arange(5), -1, 5), ["batch", "at least 0", "-1"]),
     (lambda x, m: padding.upad_input(x[..., None], x[:, :3, :, None], x[..., None], m, 5), ["key_layer", "(2, 5)"]),
 ])
-def test_errors_of_padding(call, parts):
+def test_errors_of_padding(call, words):
     with pytest.raises(ValueError) as caught:
         call(np.zeros((2, 5, 3)), np.ones((2, 5), bool))
-    for part in parts:
-        assert part in str(caught.value), str(caught.value)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
 
 
 # ---- the first generation -----------------------------------------------------------------------------------------
@@ -354,13 +354,13 @@ def test_fwd_selects_where_no_mask_is_given(zoh_shape, causal, convert, data, rn
 
 def test_fwd_writes_to_out(convert, data):
     qkv = [convert(data[name]) for name in ("query", "key", "value")]
-    place = convert(np.zeros((B, LQ, H, D), np.float16))
-    found = flash_dmattn.fwd(*qkv, out=place)
-    assert found[0] is place
-    check(convert.back(place), [data[name] for name in ("query", "key", "value")])
+    target = convert(np.zeros((B, LQ, H, D), np.float16))
+    found = flash_dmattn.fwd(*qkv, out=target)
+    assert found[0] is target
+    check(convert.back(target), [data[name] for name in ("query", "key", "value")])
 
 
-@pytest.mark.parametrize("call, kind, parts", [
+@pytest.mark.parametrize("call, kind, words", [
     (lambda q, k, **more: flash_dmattn.fwd(q, k, k, p_dropout=0.1), NotImplementedError, ["p_dropout", "0.1"]),
     (lambda q, k, **more: flash_dmattn.fwd(q, k, k, out=k), ValueError, ["out", "(2, 6, 4, 8)", "(2, 11, 2, 8)"]),
     (lambda q, k, **more: flash_dmattn.fwd(q, k, k, q=q), TypeError, ["'q'"]),
@@ -374,8 +374,8 @@ def test_fwd_writes_to_out(convert, data):
         q.swapaxes(1, 2), k.swapaxes(1, 2), k.swapaxes(1, 2), dt, A, np.zeros((LQ, LK))), ValueError,
      ["causal_mask", "(1|B, 1|Hkv|H, 1|Lq, 1|Lk)", "(6, 11)"]),
 ])
-def test_errors_of_the_first_generation(call, kind, parts, data):
+def test_errors_of_the_first_generation(call, kind, words, data):
     with pytest.raises(kind) as caught:
         call(data["query"], data["key"], dt=data["dt_proj"], A=data["A"])
-    for part in parts:
-        assert part in str(caught.value), str(caught.value)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)

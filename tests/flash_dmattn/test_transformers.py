@@ -171,7 +171,7 @@ def test_gradients(data):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("options, kind, parts", [
+@pytest.mark.parametrize("options, kind, words", [
     ({"head_mask": torch.ones(1)}, NotImplementedError, ["head_mask", "Tensor"]),
     ({"s_aux": torch.ones(1)}, NotImplementedError, ["s_aux"]),
     ({"dropout": 0.1}, NotImplementedError, ["dropout", "0.1"]),
@@ -182,11 +182,11 @@ def test_gradients(data):
     ({"mask": np.ones((B, L), bool), "cu_seq_lens_q": torch.tensor([0, 18])}, NotImplementedError,
      ["cu_seq_lens_q", "attention_mask"]),
 ])
-def test_errors(options, kind, parts, data):
+def test_errors(options, kind, words, data):
     with pytest.raises(kind) as caught:
         attend(data[0], **options)
-    for part in parts:
-        assert part in str(caught.value), str(caught.value)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
 
 
 def test_attention_weights_are_not_computed(data):

@@ -214,7 +214,7 @@ def test_paged_kv_cache(with_mask, convert, rows, rng):
 X = np.zeros
 
 
-@pytest.mark.parametrize("call, kind, parts", [
+@pytest.mark.parametrize("call, kind, words", [
     (lambda q, k, v: flash_dmattn_varlen_func(q, k, v), TypeError, ["cu_seqlens_q", "None"]),
     (lambda q, k, v: flash_dmattn_varlen_func(q, k, v, cu_seqlens_q=CU_Q), TypeError, ["cu_seqlens_k", "None"]),
     (lambda q, k, v: flash_dmattn_varlen_func(q, k, v, CU_Q, CU_K, cu_seqlens_k=CU_K), TypeError, ["cu_seqlens_k"]),
@@ -244,8 +244,8 @@ X = np.zeros
     (lambda q, k, v: flash_dmattn.flash_dmattn_varlen_kvpacked_func(q, k[:, None]), ValueError,
      ["kv", "(total_k, 2, Hkv, D)", "(19, 1, 2, 8)"]),
 ])
-def test_errors(call, kind, parts, rows):
+def test_errors(call, kind, words, rows):
     with pytest.raises(kind) as caught:
         call(*rows)
-    for part in parts:
-        assert part in str(caught.value), str(caught.value)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)

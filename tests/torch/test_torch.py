@@ -216,10 +216,10 @@ def operator_calls():
     for keys in ("prefix", "global"):
         for documents in (None, torch.tensor([0, 7, N]), torch.arange(N).expand(B, N) // 7):
             yield "top_w", (s, 5, keys, torch.rand(B, N) < 0.8, documents, None)
-    for parts in (interval, dense, (*interval[:5], dense[5]), (None,) * 4 + (False, None)):
-        yield "attention", (q, k, v, *parts, s, *options)
-        yield "attention", (q, k, v, *parts, None, True, 0.3, 2.0, True, "numpy")
-        yield "attention_backward", (out, lse, out, lse, *[x.detach() for x in (q, k, v)], *parts, s.detach(), *options,
+    for masks in (interval, dense, (*interval[:5], dense[5]), (None,) * 4 + (False, None)):
+        yield "attention", (q, k, v, *masks, s, *options)
+        yield "attention", (q, k, v, *masks, None, True, 0.3, 2.0, True, "numpy")
+        yield "attention_backward", (out, lse, out, lse, *[x.detach() for x in (q, k, v)], *masks, s.detach(), *options,
                                      ["key", "bias"])
 
 

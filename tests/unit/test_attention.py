@@ -113,10 +113,10 @@ def test_splits_merge_by_their_lse(rng):
     q, k, v = draw(rng, dtype=np.float64)
     near, all_keys = dma.IntervalMask.sliding_window(60, 7), dma.IntervalMask.causal(60)
     far = near.to_dense(60) ^ all_keys.to_dense(60)
-    parts = [dma.attention(q, k, v, mask=mask, return_lse=True) for mask in (near, far)]
-    weights = np.stack([np.exp(lse) for _, lse in parts])
+    splits = [dma.attention(q, k, v, mask=mask, return_lse=True) for mask in (near, far)]
+    weights = np.stack([np.exp(lse) for _, lse in splits])
     weights /= weights.sum(0)
-    merged = sum(w.swapaxes(1, 2)[..., None] * out for w, (out, _) in zip(weights, parts))
+    merged = sum(w.swapaxes(1, 2)[..., None] * out for w, (out, _) in zip(weights, splits))
     np.testing.assert_allclose(merged, dma.attention(q, k, v, causal=True), rtol=0, atol=1e-14)
 
 
@@ -154,12 +154,12 @@ def test_dynamic_mask_attention_equals_its_steps(rng, keys):
     options = {"keys": keys, "padding": padding, "documents": documents}
     scores = dma.key_scores(v, dt_proj, A, dt_bias=dt_bias, form="linear")
     mask = dma.IntervalMask.top_w(scores, 7, **options)
-    parts = dma.attention(q, k, v, mask=mask, bias=scores, causal=True, softcap=2.0, scale=0.4, return_lse=True)
+    stepwise = dma.attention(q, k, v, mask=mask, bias=scores, causal=True, softcap=2.0, scale=0.4, return_lse=True)
     given = dma.dynamic_mask_attention(q, k, v, scores, window=7, softcap=2.0, scale=0.4, return_lse=True, **options)
     made = dma.dynamic_mask_attention(q, k, v, dt_proj=dt_proj, A=A, dt_bias=dt_bias, form="linear", window=7,
                                       softcap=2.0, scale=0.4, return_lse=True, **options)
     for whole in (given, made):
-        assert all(np.array_equal(a, b) for a, b in zip(whole, parts))
+        assert all(np.array_equal(a, b) for a, b in zip(whole, stepwise))
 
 
 def test_what_a_backend_gets(rng, monkeypatch):

@@ -58,8 +58,8 @@ def test_backward_in_many_chunks_and_with_dlse(case, monkeypatch):
 def test_any_subset_has_the_same_bits(needs):
     case = Case("subset", heads=4, kv_heads=2, softcap=2.0)
     every, some = cases.run_backward(case), cases.run_backward(case, needs=needs)
-    for name, whole, part in zip(NAMES, every, some):
-        assert (part is not None) == (name in needs) and (part is None or np.array_equal(whole, part))
+    for name, whole, subset in zip(NAMES, every, some):
+        assert (subset is not None) == (name in needs) and (subset is None or np.array_equal(whole, subset))
 
 
 def test_what_is_not_asked_for_is_not_computed(rng, monkeypatch):
@@ -216,8 +216,8 @@ def test_key_scores_backward(rng, form, dtype, parameters, monkeypatch):
         assert mine.dtype == argument.dtype and mine.shape == argument.shape
         reference.assert_matches_reference(mine, ref, plain.astype(mine.dtype), mine.dtype, factor=3, terms=10.0)
     for needs in (("A",), ("value", "dt_bias"), ()):
-        part = dma.backward.key_scores_backward(dscores, value, dt_proj, A, dt_bias=dt_bias, form=form, needs=needs)
-        for name, a, b in zip(part._fields, part, found):
+        subset = dma.backward.key_scores_backward(dscores, value, dt_proj, A, dt_bias=dt_bias, form=form, needs=needs)
+        for name, a, b in zip(subset._fields, subset, found):
             assert (a is None) == (name not in needs) and (a is None or np.array_equal(a, b))
     assert dma.backward.key_scores_backward(dscores, value, dt_proj, A).dt_bias is None
 
@@ -248,15 +248,15 @@ def test_dynamic_mask_attention_backward_equals_its_steps(rng, keys):
     out, lse = dma.dynamic_mask_attention(q, k, v, **recipe, **options, return_lse=True)
     scores = dma.key_scores(v, **recipe)
     mask = dma.IntervalMask.top_w(scores, 7, keys=keys, padding=options["padding"])
-    parts = dma.backward.attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores, causal=True, softcap=2.0)
+    direct = dma.backward.attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores, causal=True, softcap=2.0)
     given = dma.backward.dynamic_mask_attention_backward(dout, q, k, v, out, lse, scores, **options)
-    assert all(np.array_equal(a, b) for a, b in zip(given[:4], parts)) and given[4:] == (None,) * 3
-    more = dma.backward.key_scores_backward(parts.bias, v, **recipe)
+    assert all(np.array_equal(a, b) for a, b in zip(given[:4], direct)) and given[4:] == (None,) * 3
+    more = dma.backward.key_scores_backward(direct.bias, v, **recipe)
     made = dma.backward.dynamic_mask_attention_backward(dout, q, k, v, out, lse, **recipe, **options)
     assert made.scores is None
     for name in ("dt_proj", "A", "dt_bias"):
         assert np.array_equal(getattr(made, name), getattr(more, name))
-    np.testing.assert_allclose(made.value, parts.value + more.value, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(made.value, direct.value + more.value, rtol=0, atol=1e-6)
     for needs in (("A",), ("value",), ("query",), ("dt_proj", "key")):
         some = dma.backward.dynamic_mask_attention_backward(dout, q, k, v, out, lse, **recipe, **options, needs=needs)
         for name, a, b in zip(some._fields, some, made):

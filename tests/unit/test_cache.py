@@ -164,11 +164,11 @@ def test_sequences_of_different_lengths(form, sinks, recent, convert):
             axis = 2 if name == "scores" else 1
             shape = list(x[name].shape)
             shape[axis] = most
-            part = np.full(shape, np.nan, np.float32)
+            padded = np.full(shape, np.nan, np.float32)
             for b in range(3):
-                rows = np.moveaxis(part[b], axis - 1, 0)
+                rows = np.moveaxis(padded[b], axis - 1, 0)
                 rows[:added[b]] = np.moveaxis(x[name][b], axis - 1, 0)[done[b]:done[b] + added[b]]
-            tokens.append(part)
+            tokens.append(padded)
         if form == "lengths":
             given = convert(added.astype((np.int32, np.int64)[step % 2]))
             out, lse = (convert.back(y) for y in cache.extend(*(convert(y) for y in tokens), lengths=given,
@@ -209,8 +209,8 @@ def test_the_kept_set_does_not_drift(sinks, recent):
         bisect.insort(best, (score, p))
         del best[:-w]
         if p % 97 == 0 or p == n - 1:
-            besides = {*range(min(sinks, p + 1)), *range(max(p + 1 - recent, 0), p + 1)}
-            wanted = sorted({j for _, j in best} | besides)
+            others = {*range(min(sinks, p + 1)), *range(max(p + 1 - recent, 0), p + 1)}
+            wanted = sorted({j for _, j in best} | others)
             found = cache.kept().positions[0, 0]
             assert found[found >= 0].tolist() == wanted
             slots = cache.positions[0, 0]

@@ -145,8 +145,8 @@ def test_the_tolerance_rejects_errors(rng):
     ref = rng.standard_normal((3, 4))
     out = ref.astype(np.float16)
     reference.assert_matches_reference(out, ref, out, np.float16)
-    for spoil in (np.nan, np.inf, 5.0, out[0, 0] * np.float16(1.01)):
+    for error in (np.nan, np.inf, 5.0, out[0, 0] * np.float16(1.01)):
         wrong = out.copy()
-        wrong[0, 0] = spoil
+        wrong[0, 0] = error
         with pytest.raises(AssertionError):
             reference.assert_matches_reference(wrong, ref, out, np.float16)

@@ -148,8 +148,8 @@ def test_a_window_of_all_keys_is_causal(window):
 
 def test_strided_scores(rng):
     scores = rng.standard_normal((4, 6, 80)).astype(np.float32)
-    part = scores[::2, 1::2, 10:60]
-    assert dma.IntervalMask.top_w(part, 5) == dma.IntervalMask.top_w(part.copy(), 5)
+    view = scores[::2, 1::2, 10:60]
+    assert dma.IntervalMask.top_w(view, 5) == dma.IntervalMask.top_w(view.copy(), 5)
 
 
 def test_one_document_is_no_document(rng):
