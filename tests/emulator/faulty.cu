@@ -456,7 +456,7 @@ extern "C" __global__ void copy_too_early(const Arguments p) {
     p.out[threadIdx.x] = row[threadIdx.x];
 }
 
-// The box comes behind the wait, but may come at once.
+// The TMA load is issued behind the wait, but may arrive at once.
 extern "C" __global__ void tma_too_early(const Arguments p) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     __shared__ Barrier barrier;

@@ -1,7 +1,7 @@
 // What only Hopper has: warpgroup MMAs, and TMA (machine.h, include/sm90_host.h).
 //
 // All of it is asynchronous, and happens as late as it may: MMAs when their warp waits for them, a tile of a tensor when
-// somebody waits for its bytes, a tile of outputs when its thread waits for it.
+// some thread waits for its bytes, a tile of outputs when its thread waits for it.
 #pragma once
 #include "schedule.h"
 #include "tensor.h"
@@ -192,7 +192,7 @@ void land(const TmaLoad& tile) {
     m.current = running;
 }
 
-// Boxes whose bytes are all that a barrier with somebody waiting at it lacks.
+// Tiles whose bytes are all that a barrier with a thread waiting at it lacks.
 void land_tiles(Event& e) {
     for (auto tile = m.tma_loads.begin(); tile != m.tma_loads.end();) {
         if (tile->event != &e) {

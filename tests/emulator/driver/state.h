@@ -74,7 +74,7 @@ struct TmaStore {
     Where where;
 };
 
-// A lane's part in a MMA of its warpgroup.
+// A lane's part of a warpgroup MMA.
 struct WarpMma {
     float* d;
     int fragments;
@@ -128,7 +128,7 @@ struct Thread {
 struct Warp {
     unsigned alive;
     uint32_t sync;
-    std::deque<OpenMeeting> meetings;  // a place is used again when everybody has left
+    std::deque<OpenMeeting> meetings;  // an entry is reused when all lanes have left
 };
 
 struct Library {
