@@ -128,7 +128,7 @@ $(VENV)/.torch-%: $(VENV)/.test
 	    $(PIP_LOUD) $(TORCH_OPTIONS) "$$torch" >$@.log 2>&1 && touch $@ && exit; \
 	    echo "failed:"; sed -n '/ERROR/,$$p' $@.log | grep -v '^ *$$' | sed 's/^/    /'; \
 	done; \
-	touch $@; echo "torch is not installed: tests that need it are skipped. TORCH=... names another, TORCH= none;" \
+	touch $@; echo "none was installed: without torch, tests that need it are skipped. TORCH=... names another;" \
 	    "these are tried again without $@"
 
 $(VENV)/.bench: $(VENV)/bin/python pyproject.toml setup.cfg
