@@ -128,7 +128,8 @@ $(VENV)/.torch-%: $(VENV)/.test
 	    $(PIP_LOUD) $(TORCH_OPTIONS) "$$torch" >$@.log 2>&1 && touch $@ && exit; \
 	    echo "failed:"; sed -n '/ERROR/,$$p' $@.log | grep -v '^ *$$' | sed 's/^/    /'; \
 	done; \
-	echo "torch is not installed: the tests that need it are skipped (TORCH=... names another, TORCH= none)"; touch $@
+	touch $@; echo "none was installed: without torch, tests that need it are skipped. TORCH=... names another;" \
+	    "these are tried again without $@"
 
 $(VENV)/.bench: $(VENV)/bin/python pyproject.toml setup.cfg
 	$(PIP) --editable ".[torch,plot$(CUDA_EXTRA:%=,%)]"
