@@ -89,7 +89,7 @@ def hopper_configs() -> dict[jit.Config, None]:
                     with schedule_cases.splitting(split):
                         for case, heads in itertools.product(schedule_cases.CASES, schedule_cases.HEADS):
                             schedule_cases.run(case, *heads, head_dims[-1], np.ascontiguousarray, backend="emulator")
-                        if split and name in test_sm90.GRID_IN_PARTS:
+                        if split and name in test_sm90.GRID_IN_SPLITS:
                             run_all(cases.run, forward)
                 if name == "128x128":
                     with mock.patch.object(sm90, "_maps", lambda call, block: b""):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 RUNS_MAPS = sm90._runs_maps
 FORWARD = [c for c in cases.CASES if c.dtype in ("float16", "bfloat16")]
-GRID_IN_PARTS = ("192x96", "192x64", "128x128", "128x32")  # tiles
+GRID_IN_SPLITS = ("192x96", "192x64", "128x128", "128x32")  # tiles
 VARLEN = [c for c in varlen_cases.CASES + varlen_cases.LONG if c.dtype in ("float16", "bfloat16")]
 
 
@@ -94,8 +94,8 @@ def test_logits_that_rise_and_fall(slope, softcap, masked, tile, everything, tor
     bias = slope * torch.arange(length, device=device, dtype=torch.float32).expand(1, 1, length)
     mask = dma.IntervalMask.sliding_window(length, window, like=q) if masked else None
     results = []
-    for processors in (132, 1):
-        with schedule_cases.num_sms(processors):
+    for sms in (132, 1):
+        with schedule_cases.num_sms(sms):
             results.append(dma.attention(q, k, v, mask=mask, bias=bias, causal=True, softcap=softcap, return_lse=True))
     (out, lse), others = results
     assert torch.equal(out, others[0]) and torch.equal(lse, others[1])
@@ -243,7 +243,7 @@ def test_the_copy_engine_reads_views(torch):
 @pytest.mark.parametrize("tile", [name for name, (tile, _) in TILES.items() if tile.block_m == 128])
 @pytest.mark.parametrize(("masked", "biased"), [(True, False), (False, True), (True, True)])
 def test_keys_that_follow_each_other(masked, biased, tile, everything, torch, monkeypatch, device, length=1001):
-    """The copy engine brings them in the order of gathered ones: the same bits, whatever lists leave out."""
+    """TMA loads them in the order of gathered ones: the same bits, whatever lists leave out."""
     _, head_dims = TILES[tile]
     served, boxes = everything(*TILES[tile]), []
     for head_dim in (head_dims[0] + 7, (head_dims[0] + head_dims[-1]) // 2 // 8 * 8, head_dims[-1]):
@@ -325,14 +325,14 @@ def test_dense_bias_where_the_kernel_pays(head_dim, poison, torch, monkeypatch):
 @pytest.mark.parametrize(("name", "tile"), [(name, tile) for name in schedule_cases.CASES for tile in TILES
                                             if name != "dense bias" or TILES[tile][0].block_m == 128])
 def test_the_same_bits_however_tiles_are_dealt_out(name, tile, everything, torch, device, heads=schedule_cases.HEADS,
-                                                   dealt=(1, 2, 3, 4, 5, 7, 31, 132), length=1003):
-    """One multiprocessor takes whole tiles; several take some of these, and parts of the last ones."""
+                                                   sm_counts=(1, 2, 3, 4, 5, 7, 31, 132), length=1003):
+    """One SM takes whole tiles; several take some of these, and splits of the last ones."""
     served = everything(*TILES[tile])
     for group in heads:
         problem = name, *group, TILES[tile][1][-1], lambda x: torch.tensor(x, device=device), None, length
         results = []
-        for processors in dealt:
-            with schedule_cases.num_sms(processors):
+        for sms in sm_counts:
+            with schedule_cases.num_sms(sms):
                 results.append(schedule_cases.run(*problem))
         for ours, expected in ((x, y) for result in results[1:] for x, y in zip(result, results[0])):
             if schedule_cases.CASES[name]:
@@ -343,14 +343,14 @@ def test_the_same_bits_however_tiles_are_dealt_out(name, tile, everything, torch
             out, lse = schedule_cases.run(*problem)
         torch.testing.assert_close(results[0][0], out, rtol=0, atol=2**-8, equal_nan=True)
         torch.testing.assert_close(results[0][1], lse, rtol=0, atol=1e-4)
-    assert len(served) == len(dealt) * len(heads)
+    assert len(served) == len(sm_counts) * len(heads)
 
 
 @pytest.mark.parametrize(("name", "tile"), [(name, tile) for name in schedule_cases.CASES for tile in TILES
                                             if name != "dense bias" or TILES[tile][0].block_m == 128])
 def test_tiles_split_up_along_their_keys(name, tile, everything, torch, device, heads=schedule_cases.HEADS,
-                                         dealt=(3, 7, 20, 31, 132), length=1003):
-    """Behind whole tiles or without any; into a few parts or into many, some of which have no keys. Twice the same
+                                         sm_counts=(3, 7, 20, 31, 132), length=1003):
+    """Behind whole tiles or without any; into a few splits or into many, some of which have no keys. Twice the same
     bits."""
     everything(*TILES[tile])
     found = set()
@@ -358,10 +358,10 @@ def test_tiles_split_up_along_their_keys(name, tile, everything, torch, device, 
         problem = name, *group, TILES[tile][1][-1], lambda x: torch.tensor(x, device=device), None, length
         with schedule_cases.num_sms(1):
             expected = schedule_cases.run(*problem)
-        for processors in dealt:
-            with schedule_cases.num_sms(processors, split=True) as parts:
+        for sms in sm_counts:
+            with schedule_cases.num_sms(sms, split=True) as splits:
                 results, again = (schedule_cases.run(*problem) for _ in range(2))
-            found.update(parts)
+            found.update(splits)
             for ours, others in zip(results, again):
                 assert torch.equal(ours.view(torch.int16), others.view(torch.int16))
             torch.testing.assert_close(results[0], expected[0], rtol=0, atol=2**-8, equal_nan=True)
@@ -372,16 +372,16 @@ def test_tiles_split_up_along_their_keys(name, tile, everything, torch, device, 
 @pytest.mark.parametrize(("name", "tile"), [(name, tile) for name in schedule_cases.CASES for tile in TILES
                                             if TILES[tile][0].block_m == 192 and name != "dense bias"])
 def test_a_last_round_of_lower_tiles(name, tile, everything, torch, device, heads=schedule_cases.HEADS,
-                                     dealt=(4, 6, 14, 16, 26, 32, 48), length=1003):
-    """Behind whole tiles or without any, as many as multiprocessors or fewer. Keys of lists come in another order."""
+                                     sm_counts=(4, 6, 14, 16, 26, 32, 48), length=1003):
+    """Behind whole tiles or without any, as many as SMs or fewer. Keys of lists come in another order."""
     everything(*TILES[tile])
     found = set()
     for group in heads:
         problem = name, *group, TILES[tile][1][-1], lambda x: torch.tensor(x, device=device), None, length
         with schedule_cases.num_sms(1):
             expected = schedule_cases.run(*problem)
-        for processors in dealt:
-            with schedule_cases.num_sms(processors, short_tiles=True) as tiles:
+        for sms in sm_counts:
+            with schedule_cases.num_sms(sms, short_tiles=True) as tiles:
                 results = schedule_cases.run(*problem)
             found.update(tiles)
             if name in ("none", "key bias", "sequences"):
@@ -391,24 +391,24 @@ def test_a_last_round_of_lower_tiles(name, tile, everything, torch, device, head
     assert found == {0} if "sequences" in name else max(found) > 2
 
 
-@pytest.mark.parametrize("processors", [10, 12])
+@pytest.mark.parametrize("sms", [10, 12])
 @pytest.mark.parametrize("tile", [tile for tile in TILES if TILES[tile][0].block_m == 192])
-def test_lower_tiles_of_the_last_queries(tile, processors, everything, torch, device, length=1003, queries=700):
+def test_short_tail_tiles_of_the_last_queries(tile, sms, everything, torch, device, length=1003, queries=700):
     """All and the last of 8 tiles, whose positions are not those of their rows; batches with masks of their own."""
     everything(*TILES[tile])
     q, k, v = draw(torch, queries, length, 2, 1, TILES[tile][1][-1], device=device, batch=2)
     scores = torch.randn(2, 1, length, device=device)
     mask = dma.IntervalMask.top_w(scores, 100)
-    with schedule_cases.num_sms(processors, short_tiles=True) as tiles:
+    with schedule_cases.num_sms(sms, short_tiles=True) as tiles:
         out, lse = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True)
     with portable():
         expected = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True)
-    assert tiles == [{10: 4, 12: 2}[processors]]
+    assert tiles == [{10: 4, 12: 2}[sms]]
     torch.testing.assert_close(out, expected[0], rtol=0, atol=2**-6)
     torch.testing.assert_close(lse, expected[1], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("tile", GRID_IN_PARTS)
+@pytest.mark.parametrize("tile", GRID_IN_SPLITS)
 @pytest.mark.parametrize("case", FORWARD, ids=str)
 def test_forward_grid_in_parts(case, tile, everything):
     everything(*TILES[tile])
@@ -418,17 +418,17 @@ def test_forward_grid_in_parts(case, tile, everything):
 
 
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize(("biased", "processors"), [(True, 2), (True, 3), (False, 3)])
-def test_parts_of_lists_of_every_length(biased, processors, tile, everything, torch, device):
+@pytest.mark.parametrize(("biased", "sms"), [(True, 2), (True, 3), (False, 3)])
+def test_splits_of_lists_of_every_length(biased, sms, tile, everything, torch, device):
     """There is one tile. Parts have full keys, partial ones, both or none."""
-    with schedule_cases.num_sms(processors, split=True) as parts:
+    with schedule_cases.num_sms(sms, split=True) as splits:
         test_lists_of_every_length(biased, tile, everything, torch, device)
-    assert set(parts) == {processors}
+    assert set(splits) == {sms}
 
 
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("slope", [0.05, 3.0, -0.4])
-def test_parts_of_logits_that_rise_and_fall(slope, tile, everything, torch, device, softcap=0.0):
+def test_splits_of_logits_that_rise_and_fall(slope, tile, everything, torch, device, softcap=0.0):
     """Parts that count for nothing beside others; rows that see nothing in some, or in all."""
     everything(*TILES[tile])
     length, queries = 1000, 60
@@ -441,11 +441,11 @@ def test_parts_of_logits_that_rise_and_fall(slope, tile, everything, torch, devi
         rows[:, 300:600] = torch.nan  # which nobody sees
     masks = None, dma.IntervalMask._make(library_named("torch"), start, stop, Hints(bound=(700, 0)))
     position = torch.arange(length - queries, length, device=device)
-    for mask, processors in itertools.product(masks, (3, 7)):
+    for mask, sms in itertools.product(masks, (3, 7)):
         keys, values = (k, v) if mask is None else bad
-        with schedule_cases.num_sms(processors, split=True) as parts:
+        with schedule_cases.num_sms(sms, split=True) as splits:
             out, lse = dma.attention(q, keys, values, mask=mask, bias=bias, softcap=softcap, return_lse=True)
-        assert parts == [processors]
+        assert splits == [sms]
         logits = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double()) / q.shape[-1] ** 0.5
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
@@ -463,15 +463,15 @@ def test_parts_of_logits_that_rise_and_fall(slope, tile, everything, torch, devi
 
 @pytest.mark.parametrize("tile", TILES)
 def test_sections_of_causal_heads(tile, everything, torch, monkeypatch, device, heads=(10, 5),
-                                  dealt=(1, 2, 3, 5, 7, 13, 132), length=700):
+                                  sm_counts=(1, 2, 3, 5, 7, 13, 132), length=700):
     """As many as there may be: the last rounds of most have tiles for some multiprocessors only."""
     served, head_dim = everything(*TILES[tile]), TILES[tile][1][-1]
     monkeypatch.setattr(sm90, "work_of", sm90_schedule.work_of.__wrapped__)
     monkeypatch.setattr(sm90_schedule, "SWIZZLE_GROUP_BYTES", 1)
     q, k, v = draw(torch, length, length, *heads, head_dim, device=device)
     results = []
-    for processors in dealt:
-        with schedule_cases.num_sms(processors):
+    for sms in sm_counts:
+        with schedule_cases.num_sms(sms):
             results.append(dma.attention(q, k, v, causal=True, return_lse=True))
     for ours, expected in ((x, y) for result in results[1:] for x, y in zip(result, results[0])):
         assert torch.equal(ours, expected)
@@ -479,7 +479,7 @@ def test_sections_of_causal_heads(tile, everything, torch, monkeypatch, device, 
         out, lse = dma.attention(q, k, v, causal=True, return_lse=True)
     assert (results[0][0].float() - out.float()).abs().max() <= 2**-7 * out.float().abs().max()
     torch.testing.assert_close(results[0][1], lse, rtol=0, atol=1e-4)
-    assert len(served) == len(dealt)
+    assert len(served) == len(sm_counts)
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -567,9 +567,9 @@ def visible_of(torch, kind, length, device):
 
 @pytest.mark.parametrize(("kind", "tile"), [(kind, tile) for kind in ("lists", "causal", "bits", "bits and bias")
                                             for tile in TILES if "bits" not in kind or TILES[tile][0].block_m == 128])
-def test_values_that_are_not_finite_reach_nobody_who_does_not_see_them(kind, tile, everything, torch, device,
-                                                                       dealt=(1, 3, 132), length=700, split=False):
-    """A block that finds one in an output begins again with its first tile, and looks at values. In the second batch
+def test_nonfinite_values_reach_only_queries_that_see_them(kind, tile, everything, torch, device,
+                                                           sm_counts=(1, 3, 132), length=700, split=False):
+    """A CTA that finds one in an output begins again with its first tile, and looks at values. In the second batch
     there is none."""
     served = everything(*TILES[tile])
     q, k, v = draw(torch, length, length, 4, 2, TILES[tile][1][-1], batch=2, device=device)
@@ -579,8 +579,8 @@ def test_values_that_are_not_finite_reach_nobody_who_does_not_see_them(kind, til
     seen = visible[0, 0].sum(0)
     infinite, nan = torch.nonzero((seen > length // 7) & (seen < 5 * length // 7)).flatten()[:2]
     bad[0, infinite, 0, 3], bad[0, nan, 0, 5] = float("inf"), float("nan")
-    for processors in dealt:
-        with schedule_cases.num_sms(processors, split=split):
+    for sms in sm_counts:
+        with schedule_cases.num_sms(sms, split=split):
             clean, out = (dma.attention(q, k, x, mask=mask, bias=bias, causal=kind == "causal") for x in (v, bad))
         at_infinity, at_nan = visible[0, 0, :, infinite], visible[0, 0, :, nan]
         assert torch.isinf(out[0, at_infinity, :2, 3]).all()
@@ -588,11 +588,11 @@ def test_values_that_are_not_finite_reach_nobody_who_does_not_see_them(kind, til
         out[0, at_infinity, :2, 3] = clean[0, at_infinity, :2, 3]
         out[0, at_nan, :2, 5] = clean[0, at_nan, :2, 5]
         assert torch.equal(out, clean)
-    assert len(served) == 2 * len(dealt)
+    assert len(served) == 2 * len(sm_counts)
 
 
 @pytest.mark.parametrize("tile", TILES)
 def test_values_that_are_not_finite_in_parts_of_tiles(tile, everything, torch, device):
-    """Some blocks of the grid begin again, others that have parts of the same tiles do not."""
-    test_values_that_are_not_finite_reach_nobody_who_does_not_see_them("lists", tile, everything, torch, device,
+    """Some blocks of the grid begin again, others that have splits of the same tiles do not."""
+    test_nonfinite_values_reach_only_queries_that_see_them("lists", tile, everything, torch, device,
                                                                        (31, 132), split=True)

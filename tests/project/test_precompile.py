@@ -39,7 +39,7 @@ def test_the_tiles_to_be_tuned(monkeypatch):
     found = precompile.tuning_configs([192])
     tiles = {(config.block_m, config.block_n, config.stages, config.ping_pong, config.keys, config.bits)
              for config in found if config.source == "sm90/forward.cu"}
-    assert len(tiles) == 3 * 4  # two shapes with and without turns; lists, bits, keys in their own order
+    assert len(tiles) == 3 * 4  # two shapes with and without ping-pong; lists, bits, keys in their own order
 
 
 def test_a_recorder_runs_nothing():

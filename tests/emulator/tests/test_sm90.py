@@ -151,7 +151,7 @@ def test_a_last_wave_of_short_tiles(name, tile, everything, torch, device):
 
 
 def test_short_tiles_of_the_last_queries(everything, torch, device):
-    test_sm90.test_lower_tiles_of_the_last_queries("192x96", 10, everything, torch, device)
+    test_sm90.test_short_tail_tiles_of_the_last_queries("192x96", 10, everything, torch, device)
 
 
 @pytest.mark.parametrize(("tile", "name"), [
@@ -172,26 +172,26 @@ def test_forward_grid_with_splits(tile, name, everything):
     (True, 3, "192x96"), (False, 2, "128x64x4")])
 def test_splits_of_lists_of_every_length(biased, num_sms, tile, gpu, everything, torch, device):
     gpu.most_writes = 2  # some values are not finite: a CTA makes a second pass
-    test_sm90.test_parts_of_lists_of_every_length(biased, num_sms, tile, everything, torch, device)
+    test_sm90.test_splits_of_lists_of_every_length(biased, num_sms, tile, everything, torch, device)
 
 
 @pytest.mark.parametrize(("slope", "softcap", "tile"), [
     (0.05, 0.0, "192x96"), (3.0, 2.0, "128x64x6"), (-0.4, 0.0, "128x128")])
 def test_splits_of_logits_that_rise_and_fall(slope, softcap, tile, gpu, everything, torch, device):
     gpu.most_writes = 2
-    test_sm90.test_parts_of_logits_that_rise_and_fall(slope, tile, everything, torch, device, softcap)
+    test_sm90.test_splits_of_logits_that_rise_and_fall(slope, tile, everything, torch, device, softcap)
 
 
 def test_values_that_are_not_finite_in_splits(gpu, everything, torch, device):
     gpu.most_writes = 2
-    test_sm90.test_values_that_are_not_finite_reach_nobody_who_does_not_see_them(
+    test_sm90.test_nonfinite_values_reach_only_queries_that_see_them(
         "lists", "192x96", everything, torch, device, (31,), 300, split=True)
 
 
 @pytest.mark.parametrize(("kind", "tile"), [("lists", "192x96"), ("causal", "192x128"), ("bits and bias", "128x128")])
-def test_values_that_are_not_finite_reach_nobody_who_does_not_see_them(kind, tile, gpu, everything, torch, device):
+def test_nonfinite_values_reach_only_queries_that_see_them(kind, tile, gpu, everything, torch, device):
     gpu.most_writes = 2  # a CTA makes a second pass
-    test_sm90.test_values_that_are_not_finite_reach_nobody_who_does_not_see_them(
+    test_sm90.test_nonfinite_values_reach_only_queries_that_see_them(
         kind, tile, everything, torch, device, (1, 3), 300)
 
 
