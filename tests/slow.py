@@ -22,7 +22,7 @@ SHARES: dict[str, int | None] = {
     "tests/emulator/tests/test_faults.py::*": 2,
     "tests/emulator/tests/test_sm90.py::*every_length*": None,  # 10 to 20 s each
     "tests/emulator/tests/test_sm90.py::*follow_each_other*": None,
-    "tests/emulator/tests/test_sm90.py::*nonfinite*": None,
+    "tests/emulator/tests/test_sm90.py::*finite*": None,
     "tests/emulator/*": 10,
     "tests/backends/test_flex.py::test_*_grid": 3,
     "tests/unit/test_varlen.py::test_gradients_are_derivatives": 4,
