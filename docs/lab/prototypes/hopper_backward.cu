@@ -1,0 +1,501 @@
+// Prototype: gradients on Hopper, key-stationary. A CTA owns 128 keys of one kv head (a list entry block of a
+// super-tile, or consecutive keys) and walks over 64-query tiles of all heads of the group.
+// Prelude: ELEMENT HEAD_DIM STAGES LISTED CAUSAL BIAS DQ (0 none, 1 reduce-add, 2 in order)
+#include "common/arch.cuh"
+#include "sm90/ptx.cuh"
+#include "common/params.cuh"
+
+constexpr int BLOCK_N = 128, BLOCK_Q = 64, CHUNKS = HEAD_DIM / 64, DF = HEAD_DIM / 16;
+#ifndef PRODUCER_REGISTERS
+#define PRODUCER_REGISTERS 24
+#endif
+constexpr int PRODUCERS = 128, THREADS = 384;
+constexpr int DQ_COLUMNS = HEAD_DIM / 2, DQF = DQ_COLUMNS / 16;
+
+struct True { static constexpr bool value = true; };
+struct False { static constexpr bool value = false; };
+
+struct BackwardParams {
+    TensorMap query, dout;
+    AttentionParams attention;
+    float* statistics;  // (2, B, H, padded Lq): -lse * log2(e), delta
+    float* dq;                 // (B, H, query tiles, 2, 64 * DQ_COLUMNS) in fragment order
+    int* semaphores;           // (B, H, query tiles)
+    int padded, query_tiles;
+};
+
+struct Shared {
+    ELEMENT key[CHUNKS * BLOCK_N * 64];
+    ELEMENT value[CHUNKS * BLOCK_N * 64];
+    ELEMENT query[STAGES][CHUNKS * BLOCK_Q * 64];
+    ELEMENT dout[STAGES][CHUNKS * BLOCK_Q * 64];
+#if DQ
+    ELEMENT ds[2][BLOCK_N * 64];
+    float dq[2][64 * DQ_COLUMNS];
+#endif
+    float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];  // -lse * log2(e)
+    int index[BLOCK_N], start[BLOCK_N], stop[BLOCK_N];
+    float bias[BLOCK_N];
+    Barrier query_full[STAGES], query_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];
+};
+
+__device__ __forceinline__ void load_line(void* shared, const void* global, int bytes, Barrier* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void reduce_line(float* global, const void* shared, int bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+                 ::"l"(global), "r"(shared_address(shared)), "r"(bytes) : "memory");
+}
+template <int fragments> struct Transposed;
+#define DEFINE_T(fragments, columns, i0, i1, i2)                                                                        \
+    template <> struct Transposed<fragments> {                                                                          \
+        static __device__ __forceinline__ void multiply(Fragment* d, unsigned a, unsigned b, int add) {                 \
+            asm volatile("{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %" #i2 ", 0;\n"                         \
+                         "mov.b64 a, {%" #i0 ", 0x40000040};\nmov.b64 b, {%" #i1 ", 0x40000040};\n"                      \
+                         "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." PTX_TYPE "." PTX_TYPE                  \
+                         " {" REGISTERS_##fragments "}, a, b, add, 1, 1, 1, 1;\n}\n"                                     \
+                         : OPERANDS_##fragments(d) : "r"(a), "r"(b), "r"(add));                                         \
+        }                                                                                                               \
+    };
+DEFINE_T(2, 32, 16, 17, 18)
+DEFINE_T(4, 64, 32, 33, 34)
+
+template <int rows>
+__device__ __forceinline__ ELEMENT* piece_of(ELEMENT* matrix, int row, int piece) {
+    return matrix + (piece / 8 * rows + row) * 64 + ((piece ^ row) & 7) * 8;
+}
+
+struct Work {
+    int batch, group, count, first_query, end_query, block;
+    const int* list;
+    long long partial;
+};
+
+__device__ __forceinline__ Work find_work(const AttentionParams& p) {
+    Work w;
+    long long rest = blockIdx.x;
+#if LISTED
+    const int blocks = p.super_capacity / BLOCK_N;
+    w.block = static_cast<int>(rest % blocks);
+    rest /= blocks;
+    const int super = static_cast<int>(rest % p.supers);
+    rest /= p.supers;
+#else
+    const int blocks = (p.key_length + BLOCK_N - 1) / BLOCK_N;
+    w.block = static_cast<int>(rest % blocks);
+    rest /= blocks;
+#endif
+    w.group = static_cast<int>(rest % p.kv_heads);
+    w.batch = static_cast<int>(rest / p.kv_heads);
+#if LISTED
+    const long long mask_row = (long long)w.batch * p.mask_batch + w.group * p.mask_group;
+    const long long list = mask_row * p.supers + super;
+    w.list = p.super_list + list * p.super_capacity + w.block * BLOCK_N;
+    w.count = min(BLOCK_N, p.super_lengths[list] - w.block * BLOCK_N);
+    w.first_query = super * p.super_queries;
+    w.end_query = min(w.first_query + p.super_queries, p.query_length);
+    w.partial = (rest * p.supers + super) * p.super_capacity + w.block * BLOCK_N;
+#else
+    w.list = nullptr;
+    w.count = min(BLOCK_N, p.key_length - w.block * BLOCK_N);
+    w.first_query = 0;
+    w.end_query = p.query_length;
+#endif
+    return w;
+}
+
+struct Range { int begin, end, full_begin, full_end; };  // queries; those of [full_begin, full_end) see all keys
+
+__device__ __forceinline__ Range find_range(const Shared& s, const AttentionParams& p, const Work& w) {
+    int a = NEVER, b = INT_LOWEST, c = NEVER, d = INT_LOWEST;
+    for (int i = threadIdx.x & 31; i < BLOCK_N; i += 32) {
+        const int start = s.start[i], stop = s.stop[i];
+        b = max(b, start);
+        c = min(c, stop);
+        if (start >= stop) continue;
+        a = min(a, start);
+        d = max(d, stop);
+    }
+    const int shift = p.key_length - p.query_length;
+    auto at = [&](int position) {
+        return static_cast<int>(min(max((long long)position - shift, (long long)w.first_query), (long long)w.end_query));
+    };
+    Range r = {at(__reduce_min_sync(ALL_LANES, a)), at(__reduce_max_sync(ALL_LANES, d)), at(__reduce_max_sync(ALL_LANES, b)),
+               at(__reduce_min_sync(ALL_LANES, c))};
+    r.begin = w.first_query + (r.begin - w.first_query) / BLOCK_Q * BLOCK_Q;
+    return r;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __grid_constant__ BackwardParams launch) {
+    extern __shared__ unsigned char shared_memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(shared_memory + (0u - shared_address(shared_memory)) % 1024);
+    const AttentionParams& p = launch.attention;
+    const Work w = find_work(p);
+    if (w.count <= 0) return;  // (in order: blocks without keys come last)
+    const int group_heads = p.heads / p.kv_heads;
+    if (threadIdx.x < BLOCK_N) {
+        const int i = threadIdx.x;
+        const bool exists = i < w.count;
+        const int key = LISTED ? (exists ? w.list[i] : 0) : min(w.block * BLOCK_N + i, p.key_length - 1);
+        int start = CAUSAL ? key : INT_LOWEST, stop = NEVER;
+#if LISTED
+        const long long mask_row = (long long)w.batch * p.mask_batch + w.group * p.mask_group;
+        const long long mh = mask_row % p.mask_heads, mb = mask_row / p.mask_heads;
+        start = max(start, p.start[mb * p.start_batch + mh * p.start_head + key]);
+        stop = p.stop[mb * p.stop_batch + mh * p.stop_head + key];
+#endif
+        shared.index[i] = key;
+        shared.start[i] = exists ? start : NEVER;
+        shared.stop[i] = exists ? stop : INT_LOWEST;
+#if BIAS
+        shared.bias[i] = exists ? p.bias[w.batch * p.bias_batch + w.group * p.bias_group + key * p.bias_key] * LOG2_E : 0.0f;
+#endif
+    }
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(&shared.query_full[i], 1);
+            barrier_init(&shared.query_empty[i], 2);
+            barrier_init(&shared.dout_full[i], 1);
+            barrier_init(&shared.dout_empty[i], 2);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    {
+        const ELEMENT* keys = p.key + w.batch * p.key_batch + w.group * p.key_head;
+        const ELEMENT* values = p.value + w.batch * p.value_batch + w.group * p.value_head;
+        constexpr int PIECES = HEAD_DIM / 8;
+        for (int i = threadIdx.x; i < BLOCK_N * PIECES; i += THREADS) {
+            const int row = i / PIECES, piece = i % PIECES;
+            const long long key = shared.index[row];
+            copy_async_16(shared_address(piece_of<BLOCK_N>(shared.key, row, piece)), keys + key * p.key_row + piece * 8, row < w.count ? 16 : 0);
+            copy_async_16(shared_address(piece_of<BLOCK_N>(shared.value, row, piece)), values + key * p.value_row + piece * 8, row < w.count ? 16 : 0);
+        }
+        copy_async_commit();
+        copy_async_wait<0>();
+        shared_write_fence();
+    }
+    __syncthreads();
+    const Range range = find_range(shared, p, w);
+    const int tiles = range.begin < range.end ? (range.end - range.begin + BLOCK_Q - 1) / BLOCK_Q : 0;
+    const int steps = tiles * group_heads;
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x < PRODUCERS) {
+        shrink_registers<PRODUCER_REGISTERS>();
+        if (threadIdx.x == 0) {
+            int stage = 0; unsigned phase = 0;
+            for (int h = 0; h < group_heads; ++h)
+                for (int t = 0; t < tiles; ++t) {
+                    const int head = w.group * group_heads + h, query = range.begin + t * BLOCK_Q;
+                    barrier_wait(&shared.query_empty[stage], phase ^ 1);
+                    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&shared.query_full[stage])), "r"(CHUNKS * BLOCK_Q * 128 + BLOCK_Q * 8) : "memory");
+                    for (int c = 0; c < CHUNKS; ++c)
+                        tma_load(shared.query[stage] + c * BLOCK_Q * 64, &launch.query, &shared.query_full[stage], c * 64, head, query, w.batch);
+                    const float* line = launch.statistics + ((long long)w.batch * p.heads + head) * launch.padded + query;
+                    load_line(shared.lse[stage], line, BLOCK_Q * 4, &shared.query_full[stage]);
+                    load_line(shared.delta[stage], line + (long long)p.batch * p.heads * launch.padded, BLOCK_Q * 4, &shared.query_full[stage]);
+                    barrier_wait(&shared.dout_empty[stage], phase ^ 1);
+                    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&shared.dout_full[stage])), "r"(CHUNKS * BLOCK_Q * 128) : "memory");
+                    for (int c = 0; c < CHUNKS; ++c)
+                        tma_load(shared.dout[stage] + c * BLOCK_Q * 64, &launch.dout, &shared.dout_full[stage], c * 64, head, query, w.batch);
+                    if (++stage == STAGES) { stage = 0; phase ^= 1; }
+                }
+        }
+#if DQ
+        if (warp == 1 || warp == 2) {
+            const int half = warp - 1, lane = threadIdx.x & 31;
+            named_barrier_arrive(4 + half, 160);  // the staging area is free
+            const int all = (w.end_query - w.first_query + BLOCK_Q - 1) / BLOCK_Q, before = (range.begin - w.first_query) / BLOCK_Q;
+            for (int h = 0; h < group_heads; ++h) {
+                const int head = w.group * group_heads + h;
+#if DQ == 2
+                for (int t = 0; t < all; ++t) {
+                    const bool mine = tiles > 0 && t >= before && t < before + tiles;
+#else
+                for (int t = before; t < before + tiles; ++t) {
+                    const bool mine = true;
+#endif
+                    const long long tile = ((long long)w.batch * p.heads + head) * launch.query_tiles + w.first_query / BLOCK_Q + t;
+                    if (mine) named_barrier(2 + half, 160);  // staged
+                    if (lane == 0) {
+#if DQ == 2
+                        int* semaphore = launch.semaphores + 2 * tile + half;
+                        int seen;
+                        do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(semaphore) : "memory");
+                        while (seen != w.block);
+#endif
+                        if (mine) {
+                            reduce_line(launch.dq + (2 * tile + half) * 64 * DQ_COLUMNS, shared.dq[half], 64 * DQ_COLUMNS * 4);
+                            tma_store_commit();
+                            tma_store_wait_read();
+                        }
+                    }
+                    __syncwarp();
+                    if (mine && !(h == group_heads - 1 && t == before + tiles - 1)) named_barrier_arrive(4 + half, 160);
+#if DQ == 2
+                    if (lane == 0) {
+                        int* semaphore = launch.semaphores + 2 * tile + half;
+                        tma_store_wait();
+                        asm volatile("fence.proxy.async;" ::: "memory");
+                        asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(semaphore), "r"(w.block + 1) : "memory");
+                    }
+#endif
+                }
+            }
+            if (lane == 0) tma_store_wait();
+        }
+#endif
+        return;
+    }
+    grow_registers<504 / 2 - PRODUCER_REGISTERS / 2>();
+    const int half = warp / 4 - 1, lane = threadIdx.x & 31, first_row = half * 64 + (warp & 3) * 16;
+    Fragment s[4], dp[4], dk[DF], dv[DF];
+#pragma unroll
+    for (int d = 0; d < DF; ++d)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) dk[d].x[i] = dv[d].x[i] = 0.0f;
+    int start[2], stop[2];
+    float bias[2] = {0.0f, 0.0f}, dbias[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        start[r] = shared.start[first_row + lane / 4 + 8 * r];
+        stop[r] = shared.stop[first_row + lane / 4 + 8 * r];
+#if BIAS
+        bias[r] = shared.bias[first_row + lane / 4 + 8 * r];
+#endif
+    }
+    const float scale2 = p.scale * LOG2_E;
+    const int shift = p.key_length - p.query_length;
+    const unsigned key_a = matrix_descriptor(shared.key + half * 64 * 64, 0), value_a = matrix_descriptor(shared.value + half * 64 * 64, 0);
+    auto qk = [&](Fragment (&x)[4], unsigned a, const ELEMENT* rows) {
+        const unsigned b = matrix_descriptor(rows, 0);
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) x[n].x[i] = 0.0f;  // or what was there would be kept until now
+        pin(x);
+        wgmma_fence();
+#pragma unroll
+        for (int d = 0; d < DF; ++d)
+            Wgmma<4>::multiply_shared(x, moved(a, d / 4 * BLOCK_N * 128 + d % 4 * 32), moved(b, d / 4 * BLOCK_Q * 128 + d % 4 * 32), d > 0);
+        wgmma_commit();
+    };
+    auto accumulate = [&](Fragment (&x)[DF], unsigned (&a)[4][4], const ELEMENT* rows) {
+        const unsigned b = matrix_descriptor(rows, BLOCK_Q * 128);
+        pin(x);
+        pin(a);
+        wgmma_fence();
+#pragma unroll
+        for (int n = 0; n < 4; ++n) Wgmma<DF>::multiply_registers(x, a[n], moved(b, n * 16 * 128), true);
+        wgmma_commit();
+    };
+    int stage = 0, tile = 0, h = 0, buffer = 0;
+    unsigned phase = 0;
+    auto iterate = [&](auto with_next) {
+        constexpr bool more = decltype(with_next)::value;
+        const int query = range.begin + tile * BLOCK_Q;
+        const bool masked = query < range.full_begin || query + BLOCK_Q > range.full_end;
+        unsigned probability[4][4], gradient[4][4];
+        wgmma_wait<1>();
+        pin(s);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            float lse[2][2];
+#pragma unroll
+            for (int k = 0; k < 2; ++k) load_shared_pair(lse[k][0], lse[k][1], shared_address(&shared.lse[stage][16 * n + 8 * k + 2 * (lane & 3)]));
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const int r = (i >> 1) & 1;
+                s[n].x[i] = exp2_fast(fmaf(s[n].x[i], scale2, lse[i >> 2][i & 1] + (BIAS ? bias[r] : 0.0f)));
+            }
+        }
+        if (masked) {
+            const int position = query + shift + 2 * (lane & 3);
+#pragma unroll
+            for (int n = 0; n < 4; ++n)
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    const int r = (i >> 1) & 1, at = position + 16 * n + (i & 1) + 8 * (i >> 2);
+                    if (!(start[r] <= at && at < stop[r])) s[n].x[i] = 0.0f;
+                }
+        }
+        wgmma_wait<0>();  // dp
+        pin(dp);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            float delta[2][2];
+#pragma unroll
+            for (int k = 0; k < 2; ++k) load_shared_pair(delta[k][0], delta[k][1], shared_address(&shared.delta[stage][16 * n + 8 * k + 2 * (lane & 3)]));
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const float ds = s[n].x[i] * (dp[n].x[i] - delta[i >> 2][i & 1]);
+                if (BIAS) dbias[(i >> 1) & 1] += ds;
+                dp[n].x[i] = ds;
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) gradient[n][i] = pack_pair(dp[n].x[2 * i], dp[n].x[2 * i + 1]);
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) probability[n][i] = pack_pair(s[n].x[2 * i], s[n].x[2 * i + 1]);
+        accumulate(dv, probability, shared.dout[stage]);
+#if DQ
+        {
+            const unsigned corner = shared_address(piece_of<BLOCK_N>(shared.ds[buffer], first_row + lane % 16, lane / 16));
+#pragma unroll
+            for (int n = 0; n < 4; ++n) store_matrices(corner ^ 2 * n * 16, gradient[n]);
+            shared_write_fence();
+            named_barrier(1, 256);  // ds of both warpgroups is in shared memory
+        }
+#endif
+        const int next_stage = stage + 1 == STAGES ? 0 : stage + 1;
+        const unsigned next_phase = stage + 1 == STAGES ? phase ^ 1 : phase;
+        wgmma_wait<0>();  // dv
+        pin(dv);
+        pin(probability);
+        if ((threadIdx.x & 127) == 0) barrier_arrive(&shared.dout_empty[stage]);
+#if DQ
+        Fragment dq[DQF];
+        {
+            const unsigned a = matrix_descriptor(shared.ds[buffer], 0);
+            const unsigned b = matrix_descriptor(HEAD_DIM == 128 ? shared.key + half * BLOCK_N * 64 : shared.key, 0);
+#pragma unroll
+            for (int n = 0; n < DQF; ++n)
+#pragma unroll
+                for (int i = 0; i < 8; ++i) dq[n].x[i] = 0.0f;
+            pin(dq);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < 8; ++k)
+                Transposed<DQF>::multiply(dq, moved(a, k * 16 * 128), moved(b, k * 16 * 128 + (HEAD_DIM == 128 ? 0 : half * 64)), k > 0);
+            wgmma_commit();
+        }
+#endif
+        accumulate(dk, gradient, shared.query[stage]);
+#if DQ
+        wgmma_wait<1>();
+        pin(dq);
+        named_barrier(4 + half, 160);  // the staging area is free
+#pragma unroll
+        for (int n = 0; n < DQF; ++n)
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+                reinterpret_cast<float4*>(shared.dq[half])[(2 * n + k) * 128 + (threadIdx.x & 127)] =
+                    make_float4(dq[n].x[4 * k], dq[n].x[4 * k + 1], dq[n].x[4 * k + 2], dq[n].x[4 * k + 3]);
+        shared_write_fence();
+        named_barrier_arrive(2 + half, 160);
+#endif
+        if constexpr (more) {
+            barrier_wait(&shared.query_full[next_stage], next_phase);
+            qk(s, key_a, shared.query[next_stage]);
+        }
+        wgmma_wait<more ? 1 : 0>();
+        pin(dk);
+        pin(gradient);
+        if ((threadIdx.x & 127) == 0) barrier_arrive(&shared.query_empty[stage]);
+        if constexpr (more) {
+            barrier_wait(&shared.dout_full[next_stage], next_phase);
+            qk(dp, value_a, shared.dout[next_stage]);
+        }
+        buffer ^= 1;
+        stage = next_stage;
+        phase = next_phase;
+        if (++tile == tiles) {
+            tile = 0;
+#if BIAS
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float sum = dbias[r];
+                sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+                sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+                dbias[r] = 0.0f;
+                const int row = first_row + lane / 4 + 8 * r;
+                if ((lane & 3) == 0 && row < w.count) {
+                    if (LISTED) p.partial_bias[(w.partial + row) * group_heads + h] = sum;
+                    else p.dbias[((long long)w.batch * p.heads + w.group * group_heads + h) * p.key_length + shared.index[row]] = sum;
+                }
+            }
+#endif
+            ++h;
+        }
+    };
+    if (steps > 0) {
+        barrier_wait(&shared.query_full[0], 0);
+        qk(s, key_a, shared.query[0]);
+        barrier_wait(&shared.dout_full[0], 0);
+        qk(dp, value_a, shared.dout[0]);
+#pragma unroll 1
+        for (int step = 1; step < steps; ++step) iterate(True());
+        iterate(False());
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int row = first_row + lane / 4 + 8 * r;
+        if (row >= w.count) continue;
+#pragma unroll
+        for (int d = 0; d < DF; ++d)
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                const int column = 16 * d + 8 * k + 2 * (lane & 3), i = 4 * k + 2 * r;
+#if LISTED
+                *reinterpret_cast<float2*>(p.partial_key + (w.partial + row) * HEAD_DIM + column) = make_float2(dk[d].x[i] * p.scale, dk[d].x[i + 1] * p.scale);
+                *reinterpret_cast<float2*>(p.partial_value + (w.partial + row) * HEAD_DIM + column) = make_float2(dv[d].x[i], dv[d].x[i + 1]);
+#else
+                const long long at = (((long long)w.batch * p.key_length + shared.index[row]) * p.kv_heads + w.group) * HEAD_DIM + column;
+                *reinterpret_cast<unsigned*>(p.dkey + at) = pack_pair(dk[d].x[i] * p.scale, dk[d].x[i + 1] * p.scale);
+                *reinterpret_cast<unsigned*>(p.dvalue + at) = pack_pair(dv[d].x[i], dv[d].x[i + 1]);
+#endif
+            }
+    }
+}
+
+// dq in fragment order -> (B, Lq, H, D); a CTA a tile
+extern "C" __global__ void __launch_bounds__(256) convert_dq(const __grid_constant__ BackwardParams launch) {
+    const AttentionParams& p = launch.attention;
+    const long long tile = blockIdx.x;
+    const int t = static_cast<int>(tile % launch.query_tiles), head = static_cast<int>(tile / launch.query_tiles % p.heads);
+    const long long batch = tile / launch.query_tiles / p.heads;
+    for (int i = threadIdx.x; i < 2 * 64 * DQ_COLUMNS / 4; i += 256) {
+        const float4 x = reinterpret_cast<const float4*>(launch.dq + tile * 128 * DQ_COLUMNS)[i];
+        const int half = i / (16 * DQ_COLUMNS), e = i % (16 * DQ_COLUMNS), k = e / 128, thread = e % 128;
+        const int row = thread / 32 * 16 + thread % 32 / 4, column = half * DQ_COLUMNS + 8 * k + 2 * (thread & 3);
+        const int query = t * 64 + row;
+        ELEMENT* out = p.dquery + ((batch * p.query_length + query) * p.heads + head) * HEAD_DIM + column;
+        if (query < p.query_length) *reinterpret_cast<unsigned*>(out) = pack_pair(x.x * p.scale, x.y * p.scale);
+        if (query + 8 < p.query_length) *reinterpret_cast<unsigned*>(out + 8ll * p.heads * HEAD_DIM) = pack_pair(x.z * p.scale, x.w * p.scale);
+    }
+}
+
+// a warp a row
+extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant__ BackwardParams launch) {
+    const AttentionParams& p = launch.attention;
+    const long long row = (long long)blockIdx.x * 8 + threadIdx.x / 32;  // (b, i of padded, h)
+    const int lane = threadIdx.x & 31;
+    if (row >= (long long)p.batch * launch.padded * p.heads) return;
+    const int head = static_cast<int>(row % p.heads), query = static_cast<int>(row / p.heads % launch.padded);
+    const long long batch = row / p.heads / launch.padded;
+    float2 result = make_float2(-infinity(), 0.0f);
+    if (query < p.query_length) {
+        const ELEMENT* out = p.out + batch * p.out_batch + query * p.out_row + head * p.out_head;
+        const ELEMENT* dout = p.dout + batch * p.dout_batch + query * p.dout_row + head * p.dout_head;
+        float sum = 0.0f;
+        for (int d = 4 * lane; d < HEAD_DIM; d += 128) {
+            const uint2 a = *reinterpret_cast<const uint2*>(out + d), b = *reinterpret_cast<const uint2*>(dout + d);
+            const unsigned u[2] = {a.x, a.y}, v[2] = {b.x, b.y};
+            for (int i = 0; i < 4; ++i)
+                sum = fmaf(half_of(u[i / 2], i % 2, (const ELEMENT*)nullptr), half_of(v[i / 2], i % 2, (const ELEMENT*)nullptr), sum);
+        }
+        for (int distance = 16; distance > 0; distance >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, distance);
+        const long long at = (batch * p.heads + head) * p.query_length + query;
+        const float lse = p.lse[at];
+        result = make_float2(lse == -infinity() ? -infinity() : -lse * LOG2_E, lse == -infinity() ? 0.0f : sum);
+    }
+    if (lane != 0) return;
+    float* line = launch.statistics + (batch * p.heads + head) * launch.padded + query;
+    line[0] = result.x;
+    line[(long long)p.batch * p.heads * launch.padded] = result.y;
+}
