@@ -15,6 +15,7 @@
 # VENV=                an empty VENV installs nothing and runs the tree in PYTHON itself
 # CUDA_EXTRA=cuda12    which CUDA extra to install; chosen by the driver if not given
 # TORCH=               what pip installs as torch for the tests; empty for none, and then its tests are skipped
+# GPU_JOBS=8           processes of make test-gpu: most of its time is compiling, which is the host's
 # ARGS="--length 4096" more arguments for demo, test, test-all, test-gpu and bench
 
 PYTHON ?= python3
@@ -71,7 +72,7 @@ test-all: test
 	$(RUN) -m pytest -m "slow $(NO_GPU)" $(if $(VENV),$(WORKERS)) $(ARGS)
 
 test-gpu: $(TEST_READY)
-	$(RUN) -m pytest -m gpu -p tests.gpu.gpu_record --gpu-record tests/gpu_results.json $(ARGS)
+	$(RUN) -m pytest -m gpu $(GPU_JOBS:%=-n %) -p tests.gpu.gpu_record --gpu-record tests/gpu_results.json $(ARGS)
 
 # The libraries of AddressSanitizer must be there before the interpreter; what it leaks is not the kernels' doing.
 ASAN := LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so.6)" \

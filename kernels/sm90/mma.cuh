@@ -19,9 +19,10 @@ __device__ __forceinline__ void mma_qk(Fragment (&s)[KEY_FRAGMENTS], Queries& ke
         const unsigned keys = moved(b, chunk * BLOCK_N * CHUNK_ROW_BYTES + step);
         const bool add = d > 0 || BIAS_FIRST;
         if (QUERIES_KEPT)
-            Wgmma<KEY_FRAGMENTS>::multiply_queries(s, kept[QUERIES_KEPT ? d : 0], keys, add);
+            Wgmma<KEY_FRAGMENTS>::multiply<Major::K>(s, kept[QUERIES_KEPT ? d : 0], keys, add);
         else
-            Wgmma<KEY_FRAGMENTS>::multiply_shared(s, moved(a, chunk * BLOCK_M * CHUNK_ROW_BYTES + step), keys, add);
+            Wgmma<KEY_FRAGMENTS>::multiply<Major::K, Major::K>(
+                s, moved(a, chunk * BLOCK_M * CHUNK_ROW_BYTES + step), keys, add);
     }
     wgmma_commit();
 }
@@ -33,8 +34,8 @@ __device__ __forceinline__ void mma_pv_columns(Fragment (&o)[DIM_FRAGMENTS], con
     if constexpr (first < DIM_FRAGMENTS) {
         constexpr int REST = DIM_FRAGMENTS - first;
         constexpr int SIZE = REST >= 8 ? 8 : REST == 6 ? 6 : REST >= 4 ? 4 : REST >= 2 ? 2 : 1;
-        Wgmma<SIZE>::multiply_registers(&o[first], a,
-                                        moved(value, first / 4 * BLOCK_N * CHUNK_ROW_BYTES + first % 4 * 32), add);
+        Wgmma<SIZE>::multiply<Major::MN>(&o[first], a,
+                                         moved(value, first / 4 * BLOCK_N * CHUNK_ROW_BYTES + first % 4 * 32), add);
         mma_pv_columns<first + SIZE>(o, a, value, add);
     }
 }

@@ -22,6 +22,9 @@ struct Fragment {
 
 using Barrier = unsigned long long;
 
+// Which axis of an operand in shared memory runs along its rows of 128 bytes: that of the sum (k), or the other one.
+enum class Major { K, MN };
+
 // ---- copies ----
 // mad.wide.s32: the address of row `row`, rows `stride` bytes apart.
 __device__ __forceinline__ const void* row_address(const void* base, int row, int stride) {
@@ -285,46 +288,39 @@ __device__ __forceinline__ void pin(unsigned (&words)[count][4]) {
 #define REGISTERS_6 REGISTERS_4 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define REGISTERS_8 REGISTERS_6 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// wgmma.mma_async.m64nNk16, N = 16 * fragments:
-//   multiply_shared     d = a * b^T (+ d): a and b in shared memory, both with k along their rows
-//   multiply_queries    the same with a 64 x 16 operand in registers as a
-//   multiply_registers  d = a * b (+ d): such an a, b with n along its rows
+// wgmma.mma_async.m64nNk16, N = 16 * fragments: d = a . b (+ d), a 64 x 16 and b 16 x N. b lies in shared memory, a there
+// too or in registers. (Majors of a in registers are K.)
 template <int fragments>
 struct Wgmma;
 
-#define DEFINE_WGMMA(fragments, columns, i0, i1, i2, i3, i4, i5)                                                       \
+#define DEFINE_WGMMA(fragments, columns, i0, i1, i2, i3, i4, i5, i6)                                                   \
     template <>                                                                                                        \
     struct Wgmma<fragments> {                                                                                          \
-        static __device__ __forceinline__ void multiply_shared(Fragment* d, unsigned a, unsigned b, int add) {         \
+        template <Major a_major, Major b_major>                                                                        \
+        static __device__ __forceinline__ void multiply(Fragment* d, unsigned a, unsigned b, int add) {                \
             asm volatile("{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %" #i2 ", 0;\n"                        \
                          "mov.b64 a, {%" #i0 ", 0x40000040};\nmov.b64 b, {%" #i1 ", 0x40000040};\n"                     \
                          "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." PTX_TYPE "." PTX_TYPE                 \
-                         " {" REGISTERS_##fragments "}, a, b, add, 1, 1, 0, 0;\n}\n"                                      \
+                         " {" REGISTERS_##fragments "}, a, b, add, 1, 1, %" #i3 ", %" #i4 ";\n}\n"                      \
                          : OPERANDS_##fragments(d)                                                                     \
-                         : "r"(a), "r"(b), "r"(add));                                                                  \
+                         : "r"(a), "r"(b), "r"(add), "n"(a_major == Major::MN), "n"(b_major == Major::MN));            \
         }                                                                                                              \
-        static __device__ __forceinline__ void multiply_queries(Fragment* d, const unsigned (&a)[4], unsigned b, int add) { \
-            asm volatile("{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %" #i5 ", 0;\n"                             \
+        template <Major b_major>                                                                                       \
+        static __device__ __forceinline__ void multiply(Fragment* d, const unsigned (&a)[4], unsigned b, int add) {    \
+            asm volatile("{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %" #i5 ", 0;\n"                           \
                          "mov.b64 b, {%" #i4 ", 0x40000040};\n"                                                        \
                          "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." PTX_TYPE "." PTX_TYPE                 \
-                         " {" REGISTERS_##fragments "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, b, add, 1, 1, 0;\n}\n"  \
+                         " {" REGISTERS_##fragments "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, b, add, 1, 1, %" #i6  \
+                         ";\n}\n"                                                                                      \
                          : OPERANDS_##fragments(d)                                                                     \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add));                              \
-        }                                                                                                              \
-        static __device__ __forceinline__ void multiply_registers(Fragment* d, const unsigned (&a)[4], unsigned b, int add) { \
-            asm volatile("{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %" #i5 ", 0;\n"                             \
-                         "mov.b64 b, {%" #i4 ", 0x40000040};\n"                                                        \
-                         "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." PTX_TYPE "." PTX_TYPE                 \
-                         " {" REGISTERS_##fragments "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, b, add, 1, 1, 1;\n}\n"  \
-                         : OPERANDS_##fragments(d)                                                                     \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add));                              \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(b_major == Major::MN));   \
         }                                                                                                              \
     };
-DEFINE_WGMMA(1, 16, 8, 9, 10, 11, 12, 13)
-DEFINE_WGMMA(2, 32, 16, 17, 18, 19, 20, 21)
-DEFINE_WGMMA(4, 64, 32, 33, 34, 35, 36, 37)
-DEFINE_WGMMA(6, 96, 48, 49, 50, 51, 52, 53)
-DEFINE_WGMMA(8, 128, 64, 65, 66, 67, 68, 69)
+DEFINE_WGMMA(1, 16, 8, 9, 10, 11, 12, 13, 14)
+DEFINE_WGMMA(2, 32, 16, 17, 18, 19, 20, 21, 22)
+DEFINE_WGMMA(4, 64, 32, 33, 34, 35, 36, 37, 38)
+DEFINE_WGMMA(6, 96, 48, 49, 50, 51, 52, 53, 54)
+DEFINE_WGMMA(8, 128, 64, 65, 66, 67, 68, 69, 70)
 
 // mma.m16n8k16 by one warp, twice: d += a * b^T for 16 rows of b, which are the columns of fragment d.
 __device__ __forceinline__ void multiply_warp(Fragment& d, const unsigned (&a)[4], const unsigned (&b)[4]) {

@@ -173,6 +173,43 @@ extern "C" __global__ void tf32(const Tf32 p) {
     for (int i = 0; i < 4; ++i) p.product[(g + 8 * (i >> 1)) * 8 + 2 * t + (i & 1)] = c[i];
 }
 
+// Element (row, column) of a matrix with rows of 64 elements, pieces of eight swizzled.
+__device__ __half& swizzled(__half* matrix, int row, int column) {
+    return matrix[row * 64 + (column / 8 ^ row % 8) * 8 + column % 8];
+}
+
+template <Major a_major, Major b_major>
+__device__ void multiply_majors(const Arguments& p, __half* a, __half* b, int* out) {
+    __syncthreads();  // nobody multiplies the matrices before
+    for (int i = threadIdx.x; i < 64 * 16; i += blockDim.x)
+        from_float(a_major == Major::K ? swizzled(a, i / 16, i % 16) : swizzled(a, i % 16, i / 16), p.in[i]);
+    for (int i = threadIdx.x; i < 16 * 32; i += blockDim.x)
+        from_float(b_major == Major::K ? swizzled(b, i % 32, i / 32) : swizzled(b, i / 32, i % 32), p.in[1024 + i]);
+    shared_write_fence();
+    __syncthreads();  // both are complete
+    Fragment sums[2];
+    wgmma_fence();
+    Wgmma<2>::multiply<a_major, b_major>(sums, matrix_descriptor(a, 0), matrix_descriptor(b, 0), false);
+    wgmma_commit();
+    wgmma_wait<0>();
+    for (int n = 0; n < 2; ++n)
+        for (int i = 0; i < 8; ++i) {
+            const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4 + 8 * (i >> 1 & 1);
+            out[row * 32 + 16 * n + 2 * (lane % 4) + (i & 1) + 8 * (i >> 2)] = static_cast<int>(sums[n].x[i]);
+        }
+}
+
+// One warpgroup: a (64 x 16) times b (16 x 32), in every layout; in (1024 + 512), out (4, 64, 32)
+extern "C" __global__ void majors(const Arguments p) {
+    wait_for_earlier_kernels();
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    __half *a = reinterpret_cast<__half*>(shared_memory), *b = a + 64 * 64;
+    multiply_majors<Major::K, Major::K>(p, a, b, p.out);
+    multiply_majors<Major::K, Major::MN>(p, a, b, p.out + 2048);
+    multiply_majors<Major::MN, Major::K>(p, a, b, p.out + 2 * 2048);
+    multiply_majors<Major::MN, Major::MN>(p, a, b, p.out + 3 * 2048);
+}
+
 // ---- waiting for ever, or for the wrong ones ----
 extern "C" __global__ void divergent_barrier(const Arguments p) {
     wait_for_earlier_kernels();
@@ -260,7 +297,7 @@ extern "C" __global__ void bulk_not_waited(const Arguments p) {
 extern "C" __global__ void mmas_not_waited(const Arguments p) {
     wait_for_earlier_kernels();
     Fragment sums[1];
-    Wgmma<1>::multiply_shared(sums, 0, 0, false);  // (at mmas_not_waited)
+    Wgmma<1>::multiply<Major::K, Major::K>(sums, 0, 0, false);  // (at mmas_not_waited)
     wgmma_commit();
 }
 
@@ -269,7 +306,7 @@ extern "C" __global__ void register_changed(const Arguments p) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     Fragment sums[1];
     unsigned a[4] = {0, 0, 0, 0};
-    Wgmma<1>::multiply_registers(sums, a, matrix_descriptor(shared_memory, 0), false);  // (at register_changed)
+    Wgmma<1>::multiply<Major::MN>(sums, a, matrix_descriptor(shared_memory, 0), false);  // (at register_changed)
     wgmma_commit();
     if (threadIdx.x == 5) a[2] = 1;
     wgmma_wait<0>();
@@ -278,7 +315,7 @@ extern "C" __global__ void register_changed(const Arguments p) {
 extern "C" __global__ void different_mmas(const Arguments p) {
     wait_for_earlier_kernels();
     Fragment sums[1];
-    if (threadIdx.x < 5) Wgmma<1>::multiply_shared(sums, 0, 0, false);
+    if (threadIdx.x < 5) Wgmma<1>::multiply<Major::K, Major::K>(sums, 0, 0, false);
     wgmma_commit();
     wgmma_wait<0>();  // (at different_mmas)
 }

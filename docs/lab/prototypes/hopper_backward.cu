@@ -47,20 +47,6 @@ __device__ __forceinline__ void reduce_line(float* global, const void* shared, i
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                  ::"l"(global), "r"(shared_address(shared)), "r"(bytes) : "memory");
 }
-template <int fragments> struct Transposed;
-#define DEFINE_T(fragments, columns, i0, i1, i2)                                                                        \
-    template <> struct Transposed<fragments> {                                                                          \
-        static __device__ __forceinline__ void multiply(Fragment* d, unsigned a, unsigned b, int add) {                 \
-            asm volatile("{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %" #i2 ", 0;\n"                         \
-                         "mov.b64 a, {%" #i0 ", 0x40000040};\nmov.b64 b, {%" #i1 ", 0x40000040};\n"                      \
-                         "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." PTX_TYPE "." PTX_TYPE                  \
-                         " {" REGISTERS_##fragments "}, a, b, add, 1, 1, 1, 1;\n}\n"                                     \
-                         : OPERANDS_##fragments(d) : "r"(a), "r"(b), "r"(add));                                         \
-        }                                                                                                               \
-    };
-DEFINE_T(2, 32, 16, 17, 18)
-DEFINE_T(4, 64, 32, 33, 34)
-
 template <int rows>
 __device__ __forceinline__ ELEMENT* piece_of(ELEMENT* matrix, int row, int piece) {
     return matrix + (piece / 8 * rows + row) * 64 + ((piece ^ row) & 7) * 8;
@@ -278,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
         wgmma_fence();
 #pragma unroll
         for (int d = 0; d < DF; ++d)
-            Wgmma<4>::multiply_shared(x, moved(a, d / 4 * BLOCK_N * 128 + d % 4 * 32), moved(b, d / 4 * BLOCK_Q * 128 + d % 4 * 32), d > 0);
+            Wgmma<4>::multiply<Major::K, Major::K>(x, moved(a, d / 4 * BLOCK_N * 128 + d % 4 * 32), moved(b, d / 4 * BLOCK_Q * 128 + d % 4 * 32), d > 0);
         wgmma_commit();
     };
     auto accumulate = [&](Fragment (&x)[DF], unsigned (&a)[4][4], const ELEMENT* rows) {
@@ -287,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
         pin(a);
         wgmma_fence();
 #pragma unroll
-        for (int n = 0; n < 4; ++n) Wgmma<DF>::multiply_registers(x, a[n], moved(b, n * 16 * 128), true);
+        for (int n = 0; n < 4; ++n) Wgmma<DF>::multiply<Major::MN>(x, a[n], moved(b, n * 16 * 128), true);
         wgmma_commit();
     };
     int stage = 0, tile = 0, h = 0, buffer = 0;
@@ -371,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < 8; ++k)
-                Transposed<DQF>::multiply(dq, moved(a, k * 16 * 128), moved(b, k * 16 * 128 + (HEAD_DIM == 128 ? 0 : half * 64)), k > 0);
+                Wgmma<DQF>::multiply<Major::MN, Major::MN>(dq, moved(a, k * 16 * 128), moved(b, k * 16 * 128 + (HEAD_DIM == 128 ? 0 : half * 64)), k > 0);
             wgmma_commit();
         }
 #endif

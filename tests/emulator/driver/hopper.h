@@ -48,7 +48,11 @@ std::vector<float> left(const std::vector<WarpMma*>& lanes) {
     std::vector<float> a(16 * 16);
     const WarpMma& any = *lanes[0];
     const unsigned warp = m.current / 32 % 4;
-    for (int row = 0; !any.a && row < 16; ++row)
+    for (int k = 0; !any.a && any.a_by_rows && k < 16; ++k)
+        for_each_piece(first_of(any.a_descriptor) + k * ROW_BYTES + 32 * warp, 32, any.where, [&](int row, const uint16_t* x) {
+            for (int i = 0; i < 8; ++i) a[(row + i) * 16 + k] = widen(x[i], any.bfloat16);
+        });
+    for (int row = 0; !any.a && !any.a_by_rows && row < 16; ++row)
         for_each_piece(first_of(any.a_descriptor) + (16 * warp + row) * ROW_BYTES, 32, any.where, [&](int k, const uint16_t* x) {
             for (int i = 0; i < 8; ++i) a[row * 16 + k + i] = widen(x[i], any.bfloat16);
         });
@@ -91,7 +95,7 @@ void multiply_rows(const std::vector<WarpMma*>& lanes) {
     const WarpMma& any = *lanes[0];
     for (const WarpMma* p : lanes)
         if (p->fragments != any.fragments || p->b_descriptor != any.b_descriptor || p->add != any.add || !p->a != !any.a ||
-            p->a_descriptor != any.a_descriptor || p->where.line != any.where.line)
+            p->a_descriptor != any.a_descriptor || p->a_by_rows != any.a_by_rows || p->where.line != any.where.line)
             fault("wgmma at " + at(any.where) + ": the lanes of a warp ask for different MMAs");
     const int columns = 16 * any.fragments;
     const auto place = [&](int lane, int i) {
@@ -221,9 +225,9 @@ void store(const TmaStore& tile) {
 }  // namespace
 
 extern "C" {
-void machine_wgmma(float* d, int fragments, const uint32_t* a, uint32_t a_descriptor, uint32_t b_descriptor, bool b_by_rows,
-                   bool add, bool bfloat16, Where where) {
-    WarpMma mma{d, fragments, a, {}, a_descriptor, b_descriptor, b_by_rows, add, bfloat16, where, {}};
+void machine_wgmma(float* d, int fragments, const uint32_t* a, uint32_t a_descriptor, bool a_by_rows, uint32_t b_descriptor,
+                   bool b_by_rows, bool add, bool bfloat16, Where where) {
+    WarpMma mma{d, fragments, a, {}, a_descriptor, b_descriptor, a_by_rows, b_by_rows, add, bfloat16, where, {}};
     if (a) std::memcpy(mma.a_before, a, sizeof mma.a_before);
     begin(mma);
     if (self().mmas.empty()) self().mmas.emplace_back();

@@ -81,7 +81,7 @@ struct WarpMma {
     const uint32_t* a;
     uint32_t a_before[4];  // when it was issued
     uint32_t a_descriptor, b_descriptor;
-    bool b_by_rows, add, bfloat16;
+    bool a_by_rows, b_by_rows, add, bfloat16;
     Where where;
     std::vector<float> before;  // d when it was issued; empty: what the MMAs before it have made
 };

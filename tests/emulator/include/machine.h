@@ -65,9 +65,10 @@ void machine_mma_half(float* c, const uint32_t* a, const uint32_t* b, bool bfloa
 // Warpgroup MMAs (wgmma m64nNk16), N = 16 * fragments: d (8 * fragments elements a lane) = or += a * b. Operands are
 // read, and d is written, at the wait for their group; until then d is poison. Descriptors are the lower words of the
 // hardware's, with addresses from the beginning of dynamic shared memory on, for rows of 128 swizzled bytes.
-// a: four words of the lane, or 0 and a descriptor. `b_by_rows`: k counts the rows of b, not its columns.
-void machine_wgmma(float* d, int fragments, const uint32_t* a, uint32_t a_descriptor, uint32_t b_descriptor, bool b_by_rows,
-                   bool add, bool bfloat16, Where where);
+// a: four words of the lane, or 0 and a descriptor. `a_by_rows`, `b_by_rows`: k counts the rows of the matrix in memory,
+// not its columns.
+void machine_wgmma(float* d, int fragments, const uint32_t* a, uint32_t a_descriptor, bool a_by_rows, uint32_t b_descriptor,
+                   bool b_by_rows, bool add, bool bfloat16, Where where);
 void machine_wgmma_commit();
 void machine_wgmma_wait(int pending, Where where);
 

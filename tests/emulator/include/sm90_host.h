@@ -123,14 +123,13 @@ inline void wgmma_wait(Where w = caller()) {
 
 template <int fragments>
 struct Wgmma {
-    static void multiply_shared(Fragment* d, unsigned a, unsigned b, int add, Where w = caller()) {
-        machine_wgmma(d->x, fragments, nullptr, a, b, false, add != 0, IS_BFLOAT16, w);
+    template <Major a_major, Major b_major>
+    static void multiply(Fragment* d, unsigned a, unsigned b, int add, Where w = caller()) {
+        machine_wgmma(d->x, fragments, nullptr, a, a_major == Major::MN, b, b_major == Major::MN, add != 0, IS_BFLOAT16, w);
     }
-    static void multiply_queries(Fragment* d, const unsigned (&a)[4], unsigned b, int add, Where w = caller()) {
-        machine_wgmma(d->x, fragments, a, 0, b, false, add != 0, IS_BFLOAT16, w);
-    }
-    static void multiply_registers(Fragment* d, const unsigned (&a)[4], unsigned b, int add, Where w = caller()) {
-        machine_wgmma(d->x, fragments, a, 0, b, true, add != 0, IS_BFLOAT16, w);
+    template <Major b_major>
+    static void multiply(Fragment* d, const unsigned (&a)[4], unsigned b, int add, Where w = caller()) {
+        machine_wgmma(d->x, fragments, a, 0, false, b, b_major == Major::MN, add != 0, IS_BFLOAT16, w);
     }
 };
 

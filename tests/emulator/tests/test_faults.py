@@ -152,6 +152,14 @@ def test_tf32(rng):
     np.testing.assert_allclose(product, a @ b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_warpgroup_mmas_of_every_layout(order, rng):
+    x = rng.integers(-8, 8, 1024 + 512).astype(np.int32)
+    out = np.zeros((4, 64, 32), np.int32)
+    launch("majors", out, x, threads=128, shared=12 * 1024, order=order)
+    assert (out == x[:1024].reshape(64, 16) @ x[1024:].reshape(16, 32)).all()
+
+
 # ---- what is wrong ----
 FAULTS = {  # kernel: what the report must say, threads, blocks
     "divergent_barrier": ("threads diverge: some wait for __syncthreads at", 32, 1),
