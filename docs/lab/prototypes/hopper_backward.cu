@@ -1,11 +1,16 @@
-// Prototype: gradients on Hopper, key-stationary. A CTA owns 128 keys of one kv head (a list entry block of a
-// super-tile, or consecutive keys) and walks over 64-query tiles of all heads of the group.
-// Prelude: ELEMENT HEAD_DIM STAGES LISTED CAUSAL BIAS DQ (0 none, 1 reduce-add, 2 in order)
+// Prototype: gradients on Hopper, key-stationary. A CTA owns 128 keys of one kv head (a block of a super-tile's list, or
+// consecutive keys) and walks over the 64-query tiles of all heads of the GQA group. See docs/lab/backward.md, version 39.
+//
+// Prelude: ELEMENT, HEAD_DIM (64, 128), STAGES, LISTED, CAUSAL, BIAS (per key), DQ (0: none, 1: added in any order, 2: in
+// the order of the blocks), PRODUCER_REGISTERS, LATE (dV is waited for together with dQ).
 #include "common/arch.cuh"
 #include "sm90/ptx.cuh"
 #include "common/params.cuh"
 
 constexpr int BLOCK_N = 128, BLOCK_Q = 64, CHUNKS = HEAD_DIM / 64, DF = HEAD_DIM / 16;
+#ifndef LATE
+#define LATE 0
+#endif
 #ifndef PRODUCER_REGISTERS
 #define PRODUCER_REGISTERS 24
 #endif
@@ -21,6 +26,7 @@ struct BackwardParams {
     float* statistics;  // (2, B, H, padded Lq): -lse * log2(e), delta
     float* dq;                 // (B, H, query tiles, 2, 64 * DQ_COLUMNS) in fragment order
     int* semaphores;           // (B, H, query tiles)
+    int2* ranges;              // (B * Hkv, supers, blocks): tiles of the super-tile that a block visits
     int padded, query_tiles;
 };
 
@@ -39,6 +45,18 @@ struct Shared {
     Barrier query_full[STAGES], query_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];
 };
 
+#ifdef CUPY_DMA_HOST
+#define LINE_BYTES 0
+__device__ __forceinline__ void load_line(void* shared, const void* global, int bytes, Barrier* barrier) {
+    for (int i = 0; i < bytes / 4; ++i) static_cast<float*>(shared)[i] = static_cast<const float*>(global)[i];
+}
+__device__ __forceinline__ void reduce_line(float* global, const void* shared, int bytes) { bulk_reduce_add(global, static_cast<const float*>(shared), bytes); }
+__device__ __forceinline__ void reduce_commit() { bulk_commit(); }
+__device__ __forceinline__ void reduce_wait_read() { bulk_wait<0>(); }
+__device__ __forceinline__ void reduce_wait() { bulk_wait<0>(); }
+__device__ __forceinline__ void barrier_arrive_expect(Barrier* barrier, int bytes) { barrier_expect(barrier, bytes); barrier_arrive(barrier); }
+#else
+#define LINE_BYTES (BLOCK_Q * 8)
 __device__ __forceinline__ void load_line(void* shared, const void* global, int bytes, Barrier* barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory");
@@ -47,6 +65,13 @@ __device__ __forceinline__ void reduce_line(float* global, const void* shared, i
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                  ::"l"(global), "r"(shared_address(shared)), "r"(bytes) : "memory");
 }
+__device__ __forceinline__ void reduce_commit() { tma_store_commit(); }
+__device__ __forceinline__ void reduce_wait_read() { tma_store_wait_read(); }
+__device__ __forceinline__ void reduce_wait() { tma_store_wait(); }
+__device__ __forceinline__ void barrier_arrive_expect(Barrier* barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+#endif
 template <int rows>
 __device__ __forceinline__ ELEMENT* piece_of(ELEMENT* matrix, int row, int piece) {
     return matrix + (piece / 8 * rows + row) * 64 + ((piece ^ row) & 7) * 8;
@@ -70,6 +95,7 @@ __device__ __forceinline__ Work find_work(const AttentionParams& p) {
 #else
     const int blocks = (p.key_length + BLOCK_N - 1) / BLOCK_N;
     w.block = static_cast<int>(rest % blocks);
+    if (DQ == 2) w.block = blocks - 1 - w.block;
     rest /= blocks;
 #endif
     w.group = static_cast<int>(rest % p.kv_heads);
@@ -113,7 +139,35 @@ __device__ __forceinline__ Range find_range(const Shared& s, const AttentionPara
     return r;
 }
 
+// A CTA a block of keys: the tiles that it visits.
+extern "C" __global__ void __launch_bounds__(128) find_ranges(const __grid_constant__ BackwardParams launch) {
+    wait_for_earlier_kernels();
+    const AttentionParams& p = launch.attention;
+    const Work w = find_work(p);
+    __shared__ int lowest, highest;
+    if (threadIdx.x == 0) { lowest = NEVER; highest = INT_LOWEST; }
+    __syncthreads();
+    if (static_cast<int>(threadIdx.x) < w.count) {
+        const int key = LISTED ? w.list[threadIdx.x] : w.block * BLOCK_N + threadIdx.x;
+        int start = CAUSAL ? key : INT_LOWEST, stop = NEVER;
+#if LISTED
+        const long long mask_row = (long long)w.batch * p.mask_batch + w.group * p.mask_group;
+        const long long mh = mask_row % p.mask_heads, mb = mask_row / p.mask_heads;
+        start = max(start, p.start[mb * p.start_batch + mh * p.start_head + key]);
+        stop = p.stop[mb * p.stop_batch + mh * p.stop_head + key];
+#endif
+        if (start < stop) { atomicMin(&lowest, start); atomicMax(&highest, stop); }
+    }
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    const long long shift = p.key_length - p.query_length;
+    const int begin = static_cast<int>(min(max(lowest - shift, (long long)w.first_query), (long long)w.end_query)) - w.first_query;
+    const int end = static_cast<int>(min(max(highest - shift, (long long)w.first_query), (long long)w.end_query)) - w.first_query;
+    launch.ranges[blockIdx.x] = begin < end ? make_int2(begin / BLOCK_Q, (end + BLOCK_Q - 1) / BLOCK_Q) : make_int2(0, 0);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __grid_constant__ BackwardParams launch) {
+    wait_for_earlier_kernels();
     extern __shared__ unsigned char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory + (0u - shared_address(shared_memory)) % 1024);
     const AttentionParams& p = launch.attention;
@@ -141,9 +195,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(&shared.query_full[i], 1);
-            barrier_init(&shared.query_empty[i], 2);
+            barrier_init(&shared.query_empty[i], 256);
             barrier_init(&shared.dout_full[i], 1);
-            barrier_init(&shared.dout_empty[i], 2);
+            barrier_init(&shared.dout_empty[i], 256);
         }
         barrier_init_fence();
     }
@@ -175,14 +229,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
                 for (int t = 0; t < tiles; ++t) {
                     const int head = w.group * group_heads + h, query = range.begin + t * BLOCK_Q;
                     barrier_wait(&shared.query_empty[stage], phase ^ 1);
-                    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&shared.query_full[stage])), "r"(CHUNKS * BLOCK_Q * 128 + BLOCK_Q * 8) : "memory");
+                    barrier_arrive_expect(&shared.query_full[stage], CHUNKS * BLOCK_Q * 128 + LINE_BYTES);
                     for (int c = 0; c < CHUNKS; ++c)
                         tma_load(shared.query[stage] + c * BLOCK_Q * 64, &launch.query, &shared.query_full[stage], c * 64, head, query, w.batch);
                     const float* line = launch.statistics + ((long long)w.batch * p.heads + head) * launch.padded + query;
                     load_line(shared.lse[stage], line, BLOCK_Q * 4, &shared.query_full[stage]);
                     load_line(shared.delta[stage], line + (long long)p.batch * p.heads * launch.padded, BLOCK_Q * 4, &shared.query_full[stage]);
                     barrier_wait(&shared.dout_empty[stage], phase ^ 1);
-                    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&shared.dout_full[stage])), "r"(CHUNKS * BLOCK_Q * 128) : "memory");
+                    barrier_arrive_expect(&shared.dout_full[stage], CHUNKS * BLOCK_Q * 128);
                     for (int c = 0; c < CHUNKS; ++c)
                         tma_load(shared.dout[stage] + c * BLOCK_Q * 64, &launch.dout, &shared.dout_full[stage], c * 64, head, query, w.batch);
                     if (++stage == STAGES) { stage = 0; phase ^= 1; }
@@ -192,44 +246,53 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
         if (warp == 1 || warp == 2) {
             const int half = warp - 1, lane = threadIdx.x & 31;
             named_barrier_arrive(4 + half, 160);  // the staging area is free
-            const int all = (w.end_query - w.first_query + BLOCK_Q - 1) / BLOCK_Q, before = (range.begin - w.first_query) / BLOCK_Q;
+            const int before = (range.begin - w.first_query) / BLOCK_Q;
+#if DQ == 2
+            // In a tile the blocks that visit it add in the order of the list, or causal ones the latest first.
+            const int2* ranges = launch.ranges + blockIdx.x - w.block;
+            constexpr int MOST = 8;
+            int2 others[MOST];
+            const int blocks = LISTED ? w.block : (p.key_length + BLOCK_N - 1) / BLOCK_N - 1 - w.block;
+#pragma unroll
+            for (int i = 0; i < MOST; ++i) others[i] = 32 * i + lane < blocks && LISTED ? ranges[32 * i + lane] : make_int2(0, 0);
+#endif
             for (int h = 0; h < group_heads; ++h) {
                 const int head = w.group * group_heads + h;
-#if DQ == 2
-                for (int t = 0; t < all; ++t) {
-                    const bool mine = tiles > 0 && t >= before && t < before + tiles;
-#else
                 for (int t = before; t < before + tiles; ++t) {
-                    const bool mine = true;
-#endif
                     const long long tile = ((long long)w.batch * p.heads + head) * launch.query_tiles + w.first_query / BLOCK_Q + t;
-                    if (mine) named_barrier(2 + half, 160);  // staged
+#if DQ == 2
+                    int rank = 0;
+                    if (LISTED) {
+#pragma unroll
+                        for (int i = 0; i < MOST; ++i) rank += __popc(__ballot_sync(ALL_LANES, others[i].x <= t && t < others[i].y));
+                    } else {
+                        rank = min(blocks, (t * BLOCK_Q + BLOCK_Q - 1 + p.key_length - p.query_length) / BLOCK_N - w.block);
+                    }
+                    int* semaphore = launch.semaphores + 2 * tile + half;
+#endif
+                    named_barrier(2 + half, 160);  // staged
                     if (lane == 0) {
 #if DQ == 2
-                        int* semaphore = launch.semaphores + 2 * tile + half;
                         int seen;
                         do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(semaphore) : "memory");
-                        while (seen != w.block);
+                        while (seen != rank);
 #endif
-                        if (mine) {
-                            reduce_line(launch.dq + (2 * tile + half) * 64 * DQ_COLUMNS, shared.dq[half], 64 * DQ_COLUMNS * 4);
-                            tma_store_commit();
-                            tma_store_wait_read();
-                        }
+                        reduce_line(launch.dq + (2 * tile + half) * 64 * DQ_COLUMNS, shared.dq[half], 64 * DQ_COLUMNS * 4);
+                        reduce_commit();
+                        reduce_wait_read();
                     }
                     __syncwarp();
-                    if (mine && !(h == group_heads - 1 && t == before + tiles - 1)) named_barrier_arrive(4 + half, 160);
+                    if (!(h == group_heads - 1 && t == before + tiles - 1)) named_barrier_arrive(4 + half, 160);
 #if DQ == 2
                     if (lane == 0) {
-                        int* semaphore = launch.semaphores + 2 * tile + half;
-                        tma_store_wait();
+                        reduce_wait();
                         asm volatile("fence.proxy.async;" ::: "memory");
-                        asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(semaphore), "r"(w.block + 1) : "memory");
+                        asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(semaphore), "r"(rank + 1) : "memory");
                     }
 #endif
                 }
             }
-            if (lane == 0) tma_store_wait();
+            if (lane == 0) reduce_wait();
         }
 #endif
         return;
@@ -340,10 +403,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
 #endif
         const int next_stage = stage + 1 == STAGES ? 0 : stage + 1;
         const unsigned next_phase = stage + 1 == STAGES ? phase ^ 1 : phase;
+#if !LATE
         wgmma_wait<0>();  // dv
         pin(dv);
         pin(probability);
-        if ((threadIdx.x & 127) == 0) barrier_arrive(&shared.dout_empty[stage]);
+        barrier_arrive(&shared.dout_empty[stage]);
+#endif
 #if DQ
         Fragment dq[DQF];
         {
@@ -364,6 +429,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
         accumulate(dk, gradient, shared.query[stage]);
 #if DQ
         wgmma_wait<1>();
+#if LATE
+        pin(dv);
+        pin(probability);
+        barrier_arrive(&shared.dout_empty[stage]);
+#endif
         pin(dq);
         named_barrier(4 + half, 160);  // the staging area is free
 #pragma unroll
@@ -380,9 +450,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
             qk(s, key_a, shared.query[next_stage]);
         }
         wgmma_wait<more ? 1 : 0>();
+#if LATE && !DQ
+        pin(dv);
+        pin(probability);
+        barrier_arrive(&shared.dout_empty[stage]);
+#endif
         pin(dk);
         pin(gradient);
-        if ((threadIdx.x & 127) == 0) barrier_arrive(&shared.query_empty[stage]);
+        barrier_arrive(&shared.query_empty[stage]);
         if constexpr (more) {
             barrier_wait(&shared.dout_full[next_stage], next_phase);
             qk(dp, value_a, shared.dout[next_stage]);
@@ -441,23 +516,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
 
 // dq in fragment order -> (B, Lq, H, D); a CTA a tile
 extern "C" __global__ void __launch_bounds__(256) convert_dq(const __grid_constant__ BackwardParams launch) {
+    wait_for_earlier_kernels();
     const AttentionParams& p = launch.attention;
+    __shared__ unsigned rows[64][HEAD_DIM / 2 + 4];
     const long long tile = blockIdx.x;
     const int t = static_cast<int>(tile % launch.query_tiles), head = static_cast<int>(tile / launch.query_tiles % p.heads);
     const long long batch = tile / launch.query_tiles / p.heads;
+#pragma unroll
     for (int i = threadIdx.x; i < 2 * 64 * DQ_COLUMNS / 4; i += 256) {
-        const float4 x = reinterpret_cast<const float4*>(launch.dq + tile * 128 * DQ_COLUMNS)[i];
+        const float4 x = __ldcs(reinterpret_cast<const float4*>(launch.dq + tile * 128 * DQ_COLUMNS) + i);
         const int half = i / (16 * DQ_COLUMNS), e = i % (16 * DQ_COLUMNS), k = e / 128, thread = e % 128;
-        const int row = thread / 32 * 16 + thread % 32 / 4, column = half * DQ_COLUMNS + 8 * k + 2 * (thread & 3);
-        const int query = t * 64 + row;
-        ELEMENT* out = p.dquery + ((batch * p.query_length + query) * p.heads + head) * HEAD_DIM + column;
-        if (query < p.query_length) *reinterpret_cast<unsigned*>(out) = pack_pair(x.x * p.scale, x.y * p.scale);
-        if (query + 8 < p.query_length) *reinterpret_cast<unsigned*>(out + 8ll * p.heads * HEAD_DIM) = pack_pair(x.z * p.scale, x.w * p.scale);
+        const int row = thread / 32 * 16 + thread % 32 / 4, pair = (half * DQ_COLUMNS + 8 * k) / 2 + (thread & 3);
+        rows[row][pair] = pack_pair(x.x * p.scale, x.y * p.scale);
+        rows[row + 8][pair] = pack_pair(x.z * p.scale, x.w * p.scale);
+    }
+    __syncthreads();
+    constexpr int PIECES = HEAD_DIM / 8;
+#pragma unroll
+    for (int i = threadIdx.x; i < 64 * PIECES; i += 256) {
+        const int row = i / PIECES, piece = i % PIECES, query = t * 64 + row;
+        if (query < p.query_length)
+            *reinterpret_cast<uint4*>(p.dquery + ((batch * p.query_length + query) * p.heads + head) * HEAD_DIM + piece * 8) = *reinterpret_cast<const uint4*>(&rows[row][piece * 4]);
     }
 }
 
 // a warp a row
 extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant__ BackwardParams launch) {
+    wait_for_earlier_kernels();
     const AttentionParams& p = launch.attention;
     const long long row = (long long)blockIdx.x * 8 + threadIdx.x / 32;  // (b, i of padded, h)
     const int lane = threadIdx.x & 31;

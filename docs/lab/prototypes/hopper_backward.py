@@ -6,6 +6,7 @@ Order of dq: 0 no dq, 1 added in any order, 2 added in the order of the blocks. 
 """
 from __future__ import annotations
 
+import itertools
 import re
 import struct
 import tempfile
@@ -25,7 +26,7 @@ from cupy_dma.arrays import library_named
 from cupy_dma.backends import cuda
 from cupy_dma.backends.cuda.attention import tma
 from cupy_dma.backends.cuda.attention.problem import Problem
-from cupy_dma.backends.cuda.lists.intervals import super_lists
+from cupy_dma.backends.cuda.lists import intervals
 from cupy_dma.backends.cuda.runtime import jit, launch
 from cupy_dma.backends.cuda.runtime.configs import BackwardReduceConfig
 from cupy_dma.calls.attention import attention_call
@@ -64,11 +65,13 @@ class Run:
             for h in (heads, kv_heads, kv_heads, heads))
         self.causal = window is None
         self.bias = None if self.causal else torch.randn(batch, kv_heads, length, device="cuda")
+        self.window = window
         self.mask = None if self.causal else dma.IntervalMask.top_w(self.bias, window)
         self.out, self.lse = dma.attention(self.q, self.k, self.v, mask=self.mask, bias=self.bias, causal=self.causal,
                                            return_lse=True)
 
-    def prepare(self, order: int) -> Run:
+    def prepare(self, order: int, late: bool = True, windows: int = 1) -> Run:
+        """``windows``: queries of a super-tile, in windows."""
         batch, length, heads, kv_heads, head_dim = self.shape
         self.order, self.tiles = order, -(-length // BLOCK_Q)
         call = attention_call(self.q, self.k, self.v, self.mask, self.bias, self.causal, None, 0.0, False)
@@ -86,8 +89,10 @@ class Run:
                        f"{name}_head": x.stride(2)}
         self.grid = batch * kv_heads * -(-length // BLOCK_N)
         if not self.causal:
-            supers = super_lists(cuda.runtime, problem.mask, length, BLOCK_N, problem.causal, self.stream)
-            assert supers is not None
+            queries = max(256, -(-self.window // 64) * 64) * windows
+            capacity = -(-(self.window + queries - 1) // BLOCK_N) * BLOCK_N
+            supers = self.supers = intervals._build_supers(cuda.runtime, problem.mask, length, queries, capacity,
+                                                           problem.causal, self.stream, None)
             entries = batch * kv_heads * supers.entries
             self.grid = entries // BLOCK_N
             self.partial = [torch.empty(entries * n, device="cuda") for n in (head_dim, head_dim, heads // kv_heads)]
@@ -95,21 +100,22 @@ class Run:
                                                (x.data_ptr() for x in self.partial)))
             fields |= {"supers": supers.supers, "super_capacity": supers.capacity, "super_queries": supers.queries,
                        "super_entries": supers.entries}
+        self.ranges = torch.zeros(2 * self.grid, dtype=torch.int32, device="cuda")
         self.params = problem.pack(None, **fields)
         describe = library_named("torch").describe
         packed = b"".join(tma.queries_map(describe(x, "rows"), BLOCK_Q, 1) or b"" for x in (self.q, self.dout))
         packed += self.params + struct.pack(
-            "@PPPii", self.statistics.data_ptr(), self.sums.data_ptr(), self.semaphores.data_ptr(),
-            self.tiles * BLOCK_Q, self.tiles)
+            "@PPPPii", self.statistics.data_ptr(), self.sums.data_ptr(), self.semaphores.data_ptr(),
+            self.ranges.data_ptr(), self.tiles * BLOCK_Q, self.tiles)
         self.packed = packed + bytes(-len(packed) % 64)
         loaded = module(ELEMENT="__nv_bfloat16", HEAD_DIM=head_dim, STAGES=STAGES, LISTED=int(not self.causal),
                         CAUSAL=int(self.causal), BIAS=int(not self.causal), DQ=order,
-                        PRODUCER_REGISTERS=PRODUCER_REGISTERS)
+                        PRODUCER_REGISTERS=PRODUCER_REGISTERS, LATE=int(late))
         shared = 2048 + 2 * (2 * BLOCK_N + 2 * STAGES * BLOCK_Q) * head_dim + STAGES * (8 * BLOCK_Q + 32) + 16 * BLOCK_N
         if order:
             shared += 2 * 2 * BLOCK_N * 64 + 4 * 64 * head_dim
         self.launches = {}
-        for name, size in (("prepare", 0), ("backward_kv", shared), ("convert_dq", 0)):
+        for name, size in (("prepare", 0), ("find_ranges", 0), ("backward_kv", shared), ("convert_dq", 0)):
             function = loaded.get_function(name)
             if size > 48 * 1024:
                 function.max_dynamic_shared_size_bytes = size
@@ -123,6 +129,7 @@ class Run:
     def kernel(self) -> None:
         if self.order == 2:
             self.semaphores.zero_()
+            self._launch("find_ranges", self.grid, 128)
         self._launch("backward_kv", self.grid, 384)
 
     def all(self) -> None:
@@ -194,10 +201,11 @@ def main() -> None:
                   (1, 16384, 16, 8, 128, None), (1, 16384, 16, 8, 64, None)):
         dense, run = cudnn(*shape[:5]), Run(*shape)
         print(f"{shape}: cuDNN {dense:.3f} ms, portable {milliseconds(run.portable):.3f}")
-        for order in (0, 1, 2):
-            run.prepare(order)
+        for order, late, windows in itertools.product((0, 1, 2), (False, True), (1,) if shape[5] is None else (1, 2)):
+            run.prepare(order, late, windows)
             whole = milliseconds(run.all)
-            print(f"  order {order}: kernel {milliseconds(run.kernel):.3f}, all {whole:.3f}, {dense / whole:.2f} times")
+            print(f"  order {order}, late {late}, {windows} windows: kernel {milliseconds(run.kernel):.3f}, "
+                  f"all {whole:.3f}, {dense / whole:.2f} times")
 
 
 if __name__ == "__main__":
