@@ -34,8 +34,8 @@ __device__ __forceinline__ void mma_pv_columns(Fragment (&o)[DIM_FRAGMENTS], con
     if constexpr (first < DIM_FRAGMENTS) {
         constexpr int REST = DIM_FRAGMENTS - first;
         constexpr int SIZE = REST >= 8 ? 8 : REST == 6 ? 6 : REST >= 4 ? 4 : REST >= 2 ? 2 : 1;
-        Wgmma<SIZE>::multiply<Major::MN>(&o[first], a,
-                                         moved(value, first / 4 * BLOCK_N * CHUNK_ROW_BYTES + first % 4 * 32), add);
+        Wgmma<SIZE>::template multiply<Major::MN>(
+            &o[first], a, moved(value, first / 4 * BLOCK_N * CHUNK_ROW_BYTES + first % 4 * 32), add);
         mma_pv_columns<first + SIZE>(o, a, value, add);
     }
 }
