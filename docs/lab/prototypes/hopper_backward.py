@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python docs/lab/prototypes/hopper_backward.py          needs a Hopper GPU, CuPy and torch
 
-Order of dq: 0 no dq, 1 added in any order, 2 added in the order of the blocks. See docs/lab/backward.md, version 39.
+Order of dq: 0 no dq, 1 added in any order, 2 added in a fixed order. See docs/lab/backward.md, version 39.
 """
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from cupy_dma.backends.cuda.runtime.configs import BackwardReduceConfig
 from cupy_dma.calls.attention import attention_call
 
 SOURCE = Path(__file__).with_suffix(".cu")
-BLOCK_N, BLOCK_Q, STAGES, PRODUCER_REGISTERS = 128, 64, 2, 40
+BLOCK_N, STAGES, PRODUCER_REGISTERS = 128, 2, 40
 
 
 @cache
@@ -48,7 +48,8 @@ def module(**macros: Any) -> Any:
 
     text = "".join(f"#define {name} {value}\n" for name, value in macros.items())
     text += re.sub(r'#include "([^"]+)"', inline, SOURCE.read_text())
-    cubin, _ = jit._run_nvrtc(text, SimpleNamespace(source=SOURCE.name), "sm_90a")
+    cubin, log = jit._run_nvrtc(text, SimpleNamespace(source=SOURCE.name), "sm_90a")
+    print("   ", macros, jit._read_resources(log))
     with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
         file.write(cubin)
     return cupy.RawModule(path=file.name)
@@ -70,14 +71,15 @@ class Run:
         self.out, self.lse = dma.attention(self.q, self.k, self.v, mask=self.mask, bias=self.bias, causal=self.causal,
                                            return_lse=True)
 
-    def prepare(self, order: int, late: bool = True, windows: int = 1) -> Run:
+    def prepare(self, order: int, block_q: int = 64, shift: bool = True, windows: int = 1) -> Run:
         """``windows``: queries of a super-tile, in windows."""
         batch, length, heads, kv_heads, head_dim = self.shape
-        self.order, self.tiles = order, -(-length // BLOCK_Q)
+        self.order, self.tiles, self.zeroed = order, -(-length // block_q), order == 1
+        self.block_q = block_q
         call = attention_call(self.q, self.k, self.v, self.mask, self.bias, self.causal, None, 0.0, False)
         problem, self.stream = Problem(call), torch.cuda.current_stream().cuda_stream
-        self.statistics = torch.empty(2, batch, heads, self.tiles * BLOCK_Q, device="cuda")
-        self.sums = torch.zeros(batch * heads * self.tiles * BLOCK_Q * head_dim if order else 1, device="cuda")
+        self.statistics = torch.empty(2, batch, heads, self.tiles * block_q, device="cuda")
+        self.sums = torch.zeros(batch * heads * self.tiles * block_q * head_dim if order else 1, device="cuda")
         self.semaphores = torch.zeros(batch * heads * self.tiles * 2, dtype=torch.int32, device="cuda")
         self.dq, self.dk, self.dv = torch.empty_like(self.q), torch.zeros_like(self.k), torch.zeros_like(self.v)
         self.dbias = torch.zeros(batch, heads, length, device="cuda")
@@ -89,7 +91,7 @@ class Run:
                        f"{name}_head": x.stride(2)}
         self.grid = batch * kv_heads * -(-length // BLOCK_N)
         if not self.causal:
-            queries = max(256, -(-self.window // 64) * 64) * windows
+            queries = max(256, -(-self.window // 128) * 128) * windows
             capacity = -(-(self.window + queries - 1) // BLOCK_N) * BLOCK_N
             supers = self.supers = intervals._build_supers(cuda.runtime, problem.mask, length, queries, capacity,
                                                            problem.causal, self.stream, None)
@@ -103,17 +105,19 @@ class Run:
         self.ranges = torch.zeros(2 * self.grid, dtype=torch.int32, device="cuda")
         self.params = problem.pack(None, **fields)
         describe = library_named("torch").describe
-        packed = b"".join(tma.queries_map(describe(x, "rows"), BLOCK_Q, 1) or b"" for x in (self.q, self.dout))
+        packed = b"".join(tma.queries_map(describe(x, "rows"), block_q, 1) or b"" for x in (self.q, self.dout))
         packed += self.params + struct.pack(
             "@PPPPii", self.statistics.data_ptr(), self.sums.data_ptr(), self.semaphores.data_ptr(),
-            self.ranges.data_ptr(), self.tiles * BLOCK_Q, self.tiles)
+            self.ranges.data_ptr(), self.tiles * block_q, self.tiles)
         self.packed = packed + bytes(-len(packed) % 64)
-        loaded = module(ELEMENT="__nv_bfloat16", HEAD_DIM=head_dim, STAGES=STAGES, LISTED=int(not self.causal),
+        loaded = module(BLOCK_Q=block_q, SHIFT=int(shift and (order == 1 or not self.causal)),
+                        MOST=1 if self.causal else -(-self.supers.capacity // 4096),
+                        ELEMENT="__nv_bfloat16", HEAD_DIM=head_dim, STAGES=STAGES, LISTED=int(not self.causal),
                         CAUSAL=int(self.causal), BIAS=int(not self.causal), DQ=order,
-                        PRODUCER_REGISTERS=PRODUCER_REGISTERS, LATE=int(late))
-        shared = 2048 + 2 * (2 * BLOCK_N + 2 * STAGES * BLOCK_Q) * head_dim + STAGES * (8 * BLOCK_Q + 32) + 16 * BLOCK_N
+                        PRODUCER_REGISTERS=PRODUCER_REGISTERS)
+        shared = 2048 + 2 * (2 * BLOCK_N + 2 * STAGES * block_q) * head_dim + STAGES * (8 * block_q + 32) + 16 * BLOCK_N
         if order:
-            shared += 2 * 2 * BLOCK_N * 64 + 4 * 64 * head_dim
+            shared += 2 * 2 * BLOCK_N * block_q + 2 * block_q * head_dim * 2
         self.launches = {}
         for name, size in (("prepare", 0), ("find_ranges", 0), ("backward_kv", shared), ("convert_dq", 0)):
             function = loaded.get_function(name)
@@ -134,9 +138,9 @@ class Run:
 
     def all(self) -> None:
         batch, length, heads, kv_heads, head_dim = self.shape
-        if self.order:
+        if self.zeroed:
             self.sums.zero_()
-        self._launch("prepare", -(-batch * self.tiles * BLOCK_Q * heads // 8), 256)
+        self._launch("prepare", -(-batch * self.tiles * self.block_q * heads // 8), 256)
         self.kernel()
         if self.order:
             self._launch("convert_dq", batch * heads * self.tiles, 256)
@@ -195,17 +199,21 @@ def main() -> None:
     print(torch.cuda.get_device_name())
     for shape in ((1, 1000, 2, 1, 128, 200), (2, 2048, 4, 2, 128, 256), (1, 2048, 4, 4, 64, 256),
                   (1, 1000, 4, 2, 128, None), (1, 2048, 4, 2, 64, None)):
-        for order in (0, 1, 2):
-            Run(*shape).prepare(order).check()
+        for order, block_q in itertools.product((0, 1, 2), (64,) if shape[4] == 128 else (64, 128)):
+            Run(*shape).prepare(order, block_q).check()
     for shape in ((1, 32768, 16, 8, 128, 1024), (1, 32768, 16, 8, 64, 1024), (1, 32768, 2, 1, 64, 1024),
                   (1, 16384, 16, 8, 128, None), (1, 16384, 16, 8, 64, None)):
         dense, run = cudnn(*shape[:5]), Run(*shape)
-        print(f"{shape}: cuDNN {dense:.3f} ms, portable {milliseconds(run.portable):.3f}")
-        for order, late, windows in itertools.product((0, 1, 2), (False, True), (1,) if shape[5] is None else (1, 2)):
-            run.prepare(order, late, windows)
+        print(f"{shape}: cuDNN {dense:.3f} ms, portable {milliseconds(run.portable):.3f}", flush=True)
+        ways = itertools.product((0, 1, 2), (64,) if shape[4] == 128 else (64, 128), (False, True),
+                                 (1, 2) if shape[5] is not None else (1,))
+        for order, block_q, shift, windows in ways:
+            if shift and order == 0:
+                continue
+            run.prepare(order, block_q, shift, windows)
             whole = milliseconds(run.all)
-            print(f"  order {order}, late {late}, {windows} windows: kernel {milliseconds(run.kernel):.3f}, "
-                  f"all {whole:.3f}, {dense / whole:.2f} times")
+            print(f"  order {order}, {block_q} queries, shift {shift}, {windows} windows: "
+                  f"kernel {milliseconds(run.kernel):.3f}, all {whole:.3f}, {dense / whole:.2f} times", flush=True)
 
 
 if __name__ == "__main__":

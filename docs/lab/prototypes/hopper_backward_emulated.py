@@ -1,6 +1,8 @@
 """Runs the prototype of the Hopper backward on the CPU emulator, with its race detector, and prints relative errors.
 
-    PYTHONPATH=. python docs/lab/prototypes/hopper_backward_emulated.py ORDER LATE HEAD_DIM        (0|1, 0|1, 64|128)
+    PYTHONPATH=. python docs/lab/prototypes/hopper_backward_emulated.py ORDER HEAD_DIM BLOCK_Q
+
+ORDER 0, 1 or 2; HEAD_DIM 64 or 128; BLOCK_Q 64 or, with HEAD_DIM 64, 128.
 """
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from tests import emulator
 from tests.emulator import build
 
 SOURCE = Path(__file__).with_suffix("").with_name("hopper_backward.cu")
-BATCH, N, HEADS, KV_HEADS, WINDOW, SUPER, BLOCK_N, BLOCK_Q = 1, 300, 2, 1, 60, 256, 128, 64
+BATCH, N, HEADS, KV_HEADS, WINDOW, SUPER, BLOCK_N = 1, 300, 2, 1, 60, 256, 128
 
 
 def super_lists(start: np.ndarray, stop: np.ndarray) -> list[list[int]]:
@@ -50,7 +52,7 @@ class Overlay:
         return SOURCE if file == "prototype.cu" else self.folder / file
 
 
-def main(order: int, late: int, head_dim: int) -> None:
+def main(order: int, head_dim: int, block_q: int) -> None:
     rng = np.random.default_rng(0)
     q, k, v, dout = (rng.standard_normal((BATCH, N, heads, head_dim)).astype(ml_dtypes.bfloat16)
                      for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS))
@@ -64,9 +66,9 @@ def main(order: int, late: int, head_dim: int) -> None:
     listed, lengths = np.zeros((len(lists), capacity), np.int32), np.array([len(x) for x in lists], np.int32)
     for row, found in zip(listed, lists):
         row[:len(found)] = found
-    tiles, entries, group = -(-N // BLOCK_Q), len(lists) * capacity, HEADS // KV_HEADS
-    made = {"statistics": np.zeros((2, HEADS, tiles * BLOCK_Q), np.float32),
-            "sums": np.zeros(HEADS * tiles * BLOCK_Q * head_dim, np.float32),
+    tiles, entries, group = -(-N // block_q), len(lists) * capacity, HEADS // KV_HEADS
+    made = {"statistics": np.zeros((2, HEADS, tiles * block_q), np.float32),
+            "sums": np.zeros(HEADS * tiles * block_q * head_dim, np.float32),
             "semaphores": np.zeros(HEADS * tiles * 2, np.int32), "ranges": np.zeros(2 * entries // BLOCK_N, np.int32),
             "partial_key": np.zeros((entries, head_dim), np.float32),
             "partial_value": np.zeros((entries, head_dim), np.float32),
@@ -82,20 +84,21 @@ def main(order: int, late: int, head_dim: int) -> None:
                "super_queries": SUPER, "super_entries": entries, "scale": head_dim**-0.5}
     struct_of = jit.params("common/params.cuh", "AttentionParams")
     macros = {"ELEMENT": "__nv_bfloat16", "HEAD_DIM": head_dim, "STAGES": 2, "LISTED": 1, "CAUSAL": 0, "BIAS": 1,
-              "DQ": order, "LATE": late}
+              "DQ": order, "BLOCK_Q": block_q, "SHIFT": int(order == 1), "MOST": 1}
     text = "".join(f"#define {name} {value}\n" for name, value in macros.items()) + source()
     with emulator.hopper_gpu() as runtime, runtime.memory.session() as session:
         describe = library_named("numpy").describe
-        packed = b"".join(tma.queries_map(describe(x, "rows"), BLOCK_Q, 1) or b"" for x in (q, dout))
+        packed = b"".join(tma.queries_map(describe(x, "rows"), block_q, 1) or b"" for x in (q, dout))
         packed += struct_of.pack_some({name: x for name, x in fields.items() if name in struct_of.names})
         packed += struct.pack("@PPPPii", *(fields[name] for name in ("statistics", "sums", "semaphores", "ranges")),
-                              tiles * BLOCK_Q, tiles)
+                              tiles * block_q, tiles)
         packed += bytes(-len(packed) % 64)
         for name, x in read.items():
             session.readable(x, name)
         for name, x in made.items():
             build.driver().initialise_region(session.writable(x, name))
-        launches = [("prepare", tiles * BLOCK_Q * HEADS // 8, 256), ("backward_kv", entries // BLOCK_N, 384)]
+        launches = [("prepare", tiles * block_q * HEADS // 8, 256), ("find_ranges", entries // BLOCK_N, 128),
+                    ("backward_kv", entries // BLOCK_N, 384)]
         if order:
             launches.append(("convert_dq", HEADS * tiles, 256))
         for entry, grid, threads in launches:
