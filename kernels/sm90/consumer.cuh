@@ -322,7 +322,12 @@ struct Consumer {
     // After `exponentiate`, before its exponentials are used: whether some are too large. The branch that depends on it
     // also keeps the assembler from moving them behind the wait for the output MMAs.
     __device__ __forceinline__ bool needs_rescale() const {
-        return __any_sync(ALL_LANES, fmaxf(sum[0], sum[1]) > OnlineSoftmax::LARGEST);
+        return __any_sync(ALL_LANES, fmaxf(sum[0], sum[1]) > largest_sum());
+    }
+
+    // In the second pass the products with large values must not overflow.
+    __device__ __forceinline__ float largest_sum() const {
+        return OnlineSoftmax::LARGE && shared.isolate_nonfinite ? OnlineSoftmax::SMALL : OnlineSoftmax::LARGEST;
     }
 
     // Raises the running max, and rescales the output so far if it belongs to the same tile.
@@ -334,10 +339,10 @@ struct Consumer {
             if (BIAS == BIAS_DENSE) read_block_info(key_state);  // for the bias, which is not kept in registers for this
             finish_logits<KEY_FRAGMENTS>(block);
             if (block.is_short()) fill_rest(-infinity());
-            softmax.rescale_to_max(s, logits.unit, factor);
+            softmax.rescale_to_max(s, logits.unit, largest_sum(), factor);
             softmax.template exponentiate<KEY_FRAGMENTS>(s, logits.unit, sum);
         } else {
-            softmax.rescale_by_power_of_2(s, sum, factor);
+            softmax.rescale_by_power_of_2(s, sum, largest_sum(), factor);
         }
         if (!softmax.max_is_zero()) polynomials = 0;
         if (!same_tile) return;

@@ -15,7 +15,7 @@ constexpr bool ZERO_MAX = POWERS_OF_2 && BIAS == BIAS_OF_KEYS && FULL_BLOCK_PATH
 // if a sum exceeds LARGEST, which hardly ever happens, it is raised and what was accumulated is rescaled.
 struct OnlineSoftmax {
     static constexpr bool LARGE = ZERO_MAX;  // whether p may be large
-    static constexpr float LARGEST = LARGE ? 1073741824.0f : 256.0f;
+    static constexpr float SMALL = 256.0f, LARGEST = LARGE ? 1073741824.0f : SMALL;
     static constexpr float NEAR = 20.0f;  // distance from 0
     static constexpr float NONE = -3.402823466e38f;  // m of a row that has seen nothing: its logits are -inf, p = 0
     float m[2], l[2];
@@ -94,13 +94,14 @@ struct OnlineSoftmax {
     }
 #endif
 
-    // Raises m by the exponents of large but finite sums. Earlier outputs must be multiplied by `factor`; p, its sums
+    // Raises m by the exponents of finite sums above `limit`. Earlier outputs must be multiplied by `factor`; p, its sums
     // and l have been.
-    __device__ __forceinline__ void rescale_by_power_of_2(Fragment (&s)[KEY_FRAGMENTS], float (&sum)[2], float (&factor)[2]) {
+    __device__ __forceinline__ void rescale_by_power_of_2(Fragment (&s)[KEY_FRAGMENTS], float (&sum)[2], float limit,
+                                                          float (&factor)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float largest = row_max(sum[r]);
-            const int exponent = largest > LARGEST ? min((__float_as_int(largest) >> 23) - 127, 126) : 0;
+            const int exponent = largest > limit ? min((__float_as_int(largest) >> 23) - 127, 126) : 0;
             factor[r] = __int_as_float((127 - exponent) << 23);
             m[r] += static_cast<float>(exponent);
             sum[r] *= factor[r];
@@ -114,14 +115,14 @@ struct OnlineSoftmax {
 
     // Raises m to the maxima of these logits where those are far above it; other rows are unaffected. Earlier outputs
     // must be multiplied by `factor`; l has been.
-    __device__ __forceinline__ void rescale_to_max(const Fragment (&s)[KEY_FRAGMENTS], float unit, float (&factor)[2]) {
+    __device__ __forceinline__ void rescale_to_max(const Fragment (&s)[KEY_FRAGMENTS], float unit, float limit, float (&factor)[2]) {
         float highest[2];
         highest_logits<KEY_FRAGMENTS>(s, unit, highest);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float now = fmaxf(m[r], highest[r]);
             factor[r] = exp2_fast(m[r] - now);
-            if (factor[r] < 1.0f / LARGEST) m[r] = now;
+            if (factor[r] < 1.0f / limit) m[r] = now;
             else factor[r] = 1.0f;
             l[r] *= factor[r];
         }

@@ -6,6 +6,7 @@ import functools
 import numpy as np
 import pytest
 
+import cupy_dma as dma
 from tests.oracle import varlen_cases as cases
 
 build = pytest.importorskip("tests.emulator.build")
@@ -58,3 +59,21 @@ def test_the_order_of_threads_and_blocks_changes_no_bit(order):
     with emulator.using(build=BUILD, order=order):
         got = everything()
     assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(got, expected))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_gradients_of_a_bias_per_key_through_torch(dtype):
+    """It has two axes, (Hkv, keys), and may be of another type than the kernels read."""
+    torch = pytest.importorskip("torch")
+    make = torch.Generator().manual_seed(0)
+    shapes = (30, 4, 16), (30, 2, 16), (30, 2, 16), (2, 30)
+    bounds, results = torch.tensor([0, 11, 30], dtype=torch.int32), []
+    values = [torch.randn(shape, generator=make).to(torch.float16) for shape in shapes]
+    values[3] = values[3].to(getattr(torch, dtype))
+    for backend in ("numpy", "emulator"):
+        q, k, v, bias = leaves = [x.clone().requires_grad_() for x in values]
+        out = dma.varlen_attention(q, k, v, bounds, bounds, bias=bias, causal=True, backend=backend)
+        results.append([out, *torch.autograd.grad(out, leaves, values[0])])
+    for found, expected in zip(*results):
+        assert found.dtype == expected.dtype
+        assert torch.allclose(found.float(), expected.float(), atol=2e-2)

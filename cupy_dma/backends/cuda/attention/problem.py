@@ -140,7 +140,7 @@ class Problem:
 
 def _bias(bias: Operand | None) -> tuple[Operand | None, int]:
     """A bias as the kernels read it, and its kind: per key in float32, or dense in its own type (float32 for float64).
-    Its array may have three or four axes."""
+    Its array may have two axes (packed sequences), three or four."""
     if bias is None:
         return None, BIAS_NONE
     if bias.shape[2] != 1:
@@ -151,7 +151,9 @@ def _bias(bias: Operand | None) -> tuple[Operand | None, int]:
 def _as_float32(bias: Operand) -> Operand:
     library = bias.library
     seen = library.describe(library.astype(bias.array, "float32"), "bias")
-    strides = seen.strides if len(seen.strides) == 4 else (*seen.strides[:2], 0, seen.strides[2])
+    strides = seen.strides
+    if len(strides) < 4:  # a bias per key, of packed sequences without the axis of batches
+        strides = (*(0,) * (3 - len(strides)), *strides[:-1], 0, strides[-1])
     strides = tuple(0 if size == 1 else stride for size, stride in zip(bias.shape, strides))
     return Operand("bias", seen.array, library, bias.shape, strides, "float32", bias.device, seen.pointer)
 
