@@ -20,12 +20,12 @@
 // KEYS_LISTED.
 #include "common/arch.cuh"
 #include "common/bias.cuh"
+#include "common/key_tile.cuh"
 #include "common/mask.cuh"
 #include "common/params.cuh"
 #include "common/varlen.cuh"
 #include "common/softmax.cuh"
 #include "common/smem_rows.cuh"
-#include "sm80/key_tile.cuh"
 
 constexpr int THREADS = WARPS * 32;
 constexpr int QUERY_FRAGMENTS = BLOCK_Q / 16;
@@ -90,29 +90,6 @@ __device__ __forceinline__ void load_key_facts(Shared& shared, const AttentionPa
         bias = p.bias[t.batch * p.bias_batch + t.group * p.bias_group + head * p.bias_head + key * p.bias_key] * LOG2_E;
 #endif
     shared.bias[threadIdx.x] = bias;
-}
-
-// Queries that see any of the block's keys: begin <= query < end; those of [full_begin, full_end) see all of them.
-struct QueryRange {
-    int begin, end, full_begin, full_end;
-};
-
-__device__ __forceinline__ QueryRange find_queries(const Shared& shared, const AttentionParams& p, const KeyTile& t) {
-    int lowest_start = NEVER, highest_start = INT_LOWEST, lowest_stop = NEVER, highest_stop = INT_LOWEST;
-    for (int i = threadIdx.x & 31; i < BLOCK_N; i += 32) {
-        const int start = shared.start[i], stop = shared.stop[i];
-        highest_start = max(highest_start, start);
-        lowest_stop = min(lowest_stop, stop);
-        if (start >= stop) continue;
-        lowest_start = min(lowest_start, start);
-        highest_stop = max(highest_stop, stop);
-    }
-    auto query_at = [&](int position) {
-        const long long query = static_cast<long long>(position) - t.shift;
-        return static_cast<int>(min(max(query, static_cast<long long>(t.first_query)), static_cast<long long>(t.end_query)));
-    };
-    return {query_at(__reduce_min_sync(ALL_LANES, lowest_start)), query_at(__reduce_max_sync(ALL_LANES, highest_stop)),
-            query_at(__reduce_max_sync(ALL_LANES, highest_start)), query_at(__reduce_min_sync(ALL_LANES, lowest_stop))};
 }
 
 // The steps of BLOCK_Q queries of one head that the block looks at, in order. All threads of a block go through them
@@ -355,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_dkv(c
     wait_for_earlier_kernels();
     extern __shared__ __align__(128) unsigned char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
-    const KeyTile t = find_key_tile(p);
+    const KeyTile t = find_key_tile(p, blockIdx.x);
     if (t.count <= 0) return;
     const int lane = threadIdx.x & 31, first_row = threadIdx.x / 32 * 16, group_heads = p.heads / p.kv_heads;
     load_keys(shared, p, t);
@@ -379,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_dkv(c
 #if BITS
         QuerySteps steps(p, t, head);
 #else
-        QuerySteps steps(find_queries(shared, p, t), t);
+        QuerySteps steps(find_queries(shared.start, shared.stop, t), t);
 #endif
         QueryStep current = steps.next(), following = steps.next();
         LaneKeys keys = {};

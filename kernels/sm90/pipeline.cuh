@@ -1,9 +1,7 @@
 // The position of a warp in a ring of stages in shared memory, and the parity of the mbarrier phase it waits for there.
-// Each stage has a full and an empty barrier (sm90/smem.cuh); the parity flips each time the ring wraps around.
-//
-// Prelude: as sm90/forward.cu.
+// Each stage has a full and an empty barrier; the parity flips each time the ring wraps around.
 #pragma once
-#include "sm90/config.cuh"
+#include "common/arch.cuh"
 
 // A stage and a phase.
 template <int count>

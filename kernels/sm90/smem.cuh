@@ -6,6 +6,7 @@
 //
 // Prelude: as sm90/forward.cu.
 #pragma once
+#include "sm90/swizzle.cuh"
 #include "sm90/work.cuh"
 
 struct Shared {
@@ -36,12 +37,6 @@ struct Shared {
     Barrier query_full[QUERY_STAGES], query_empty[QUERY_STAGES];
     Barrier key_full[STAGES], key_empty[STAGES], value_full[VALUE_STAGES], value_empty[VALUE_STAGES];
 };
-
-// Address of piece `piece` of row `row` in a swizzled matrix of `rows` rows.
-template <int rows>
-__device__ __forceinline__ ELEMENT* piece_of(ELEMENT* matrix, int row, int piece) {
-    return matrix + (piece / 8 * rows + row) * CHUNK_COLUMNS + ((piece ^ row) & 7) * 8;
-}
 
 // The row of key `key` of a block in the matrices of its stage. Of gathered keys, eight consecutive ones are the
 // columns of one lane in two accumulator fragments (2t, 2t + 1, 2t + 8, ...), so that a lane reads their bias and

@@ -79,6 +79,8 @@ def hopper_configs() -> dict[jit.Config, None]:
     """Of tests/gpu/test_sm90.py, and of the grids elsewhere."""
     forward, packed = test_sm90.FORWARD, test_sm90.VARLEN
     with emulator.hopper_gpu(Recorder) as runtime:
+        run_all(functools.partial(cases.run_backward, with_dlse=True), cases.CASES)
+        run_all(varlen_cases.run_backward, varlen_cases.CASES)
         run_all(cases.run, cases.CASES)  # where the library takes it
         run_all(varlen_cases.run, varlen_cases.CASES + varlen_cases.LONG)
         for name, (tile, head_dims) in TILES.items():

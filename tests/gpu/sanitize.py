@@ -38,7 +38,8 @@ LENGTHS = ("lengths-1x70", "lengths-33x129", "lengths-129x33")
 NAMES = ("float32-", "float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3", "bfloat16-D256", "mask-",
          "causal-and-", "window-1", "bias-", "softcap-", "layout-bhsd", "layout-head_slice", "dense-both",
          "dense-columns", "dense-sizes", *LENGTHS)
-
+HOPPER_NAMES = ("float16-D64", "bfloat16-D128", "bfloat16-D40", "mask-causal", "mask-padding", "mask-top_w_padding",
+                "softcap-key", "lengths-129x33-causal", "lengths-300x300")
 
 share = slice(None)  # of the cases of a grid
 
@@ -158,6 +159,20 @@ def super_tiles() -> int:
     return 3
 
 
+def hopper_backward() -> int:
+    """The Hopper key gradients on two SMs, so that CTAs go on from tile to tile."""
+    if not cuda.runtime.hopper(0):
+        return 0
+    dtypes, count = ("float16", "bfloat16"), 0
+    with mock.patch.object(CudaRuntime, "num_sms", lambda runtime, index: 2):
+        chosen = [c for c in cases.CASES if c.name.startswith(HOPPER_NAMES) and c.dtype in dtypes][share]
+        for case in chosen:
+            gradients = cases.run_backward(case, cupy.asarray, with_dlse=True)
+            cases.check_backward(case, [None if g is None else cupy.asnumpy(g) for g in gradients], with_dlse=True)
+        count = len(chosen) + super_tiles()
+    return count
+
+
 def varlen_forward(dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")) -> int:
     """Packed sequences and paged KV caches."""
     chosen = [c for c in varlen_cases.CASES + varlen_cases.PAGES + varlen_cases.LONG if c.dtype in dtypes][share]
@@ -260,8 +275,10 @@ def in_portable_kernels(suite: Callable[[], int]) -> int:
         return suite()
 
 
-SUITES = {"forward": functools.partial(in_portable_kernels, forward), "backward": backward, "super-tiles": super_tiles,
+SUITES = {"forward": functools.partial(in_portable_kernels, forward),
+         "backward": functools.partial(in_portable_kernels, backward), "super-tiles": super_tiles,
          "varlen": functools.partial(in_portable_kernels, varlen_forward), "varlen-backward": varlen_backward,
+         "hopper-backward": hopper_backward,
          "selection": selection, "decoding": decoding,
          "clusters": clusters, "scores": key_scores}
 SUITES |= {f"hopper-{tile.block_m}x{tile.block_n}x{tile.stages}{'-ping-pong' * tile.ping_pong}":

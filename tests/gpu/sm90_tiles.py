@@ -1,12 +1,12 @@
-"""Tile shapes for the Hopper forward, and calls sent to it or past it."""
+"""Tile shapes for the Hopper forward, and calls sent to the Hopper kernels or past them."""
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from cupy_dma.backends.cuda.attention import sm90
+from cupy_dma.backends.cuda.attention import sm90, sm90_backward
 from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile
 
 TILES = {  # and head dims that fit
@@ -36,6 +36,9 @@ def taken(tile: HopperTile, head_dims: Container[int]) -> Iterator[None]:
         yield
 
 
-def portable() -> AbstractContextManager[Any]:
-    """No call goes to the Hopper forward."""
-    return mock.patch.object(sm90, "serves", lambda *arguments: False)
+@contextmanager
+def portable() -> Iterator[None]:
+    """No call goes to the Hopper kernels."""
+    with (mock.patch.object(sm90, "serves", lambda *arguments: False),
+          mock.patch.object(sm90_backward, "serves", lambda *arguments: False)):
+        yield

@@ -9,6 +9,7 @@ import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends import cuda
 from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward, key_scores_backward
+from tests.gpu.sm90_tiles import portable
 from tests.gpu.test_forward import FORWARD, converter, draw, draw_scores, host
 from tests.oracle import cases, reference
 
@@ -32,6 +33,13 @@ def test_backward_grid(case, name):
     with_dlse = case.name.startswith(("heads-", "mask-"))
     gradients = cases.run_backward(case, converter(name), with_dlse=with_dlse)
     cases.check_backward(case, as_numpy(gradients), with_dlse=with_dlse, tf32=True)
+
+
+@pytest.mark.parametrize("case", [c for c in FORWARD if c.dtype != "float32"], ids=str)
+def test_backward_grid_in_portable_kernels(case):
+    """What goes to the Hopper kernel where there is one."""
+    with portable():
+        cases.check_backward(case, as_numpy(cases.run_backward(case, converter("cupy"))))
 
 
 @pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(("bfloat16-D", "float32-D", "mask-",

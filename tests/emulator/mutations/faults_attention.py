@@ -54,7 +54,7 @@ FAULTS = [
           "supers == 1) return", "test_a_bad_row_behind_a_dense_mask"),
     Fault("super-tiles that do not see a key are added", "sm80/backward_reduce.cu", "return slot < 0 ? -1 : row",
           "return slot < 0 ? 0 : row", "test_super_tiles_of_dense_masks"),
-    Fault("sums over some of the queries are written as results", "sm80/key_tile.cuh",
+    Fault("sums over some of the queries are written as results", "common/key_tile.cuh",
           "end_query - first_query == p.query_length", "true", "test_super_tiles_of_dense_masks"),
     Fault("the words of other keys", "sm80/backward_dkv.cu", "p.key_stride + shared.index[i % BLOCK_N], 4",
           "p.key_stride + i % BLOCK_N, 4", "test_super_tiles_of_dense_masks"),

@@ -46,7 +46,7 @@ FAULTS = [
     Fault("a phase is one stage too long", "sm90/pipeline.cuh", "if (++stage == count)", "if (++stage > count)",
           "sm90[lists]"),
     # ---- values and edges ----
-    Fault("another swizzle", "sm90/smem.cuh", "((piece ^ row) & 7) * 8", "((piece + row) & 7) * 8", "sm90[lists]"),
+    Fault("another swizzle", "sm90/swizzle.cuh", "((piece ^ row) & 7) * 8", "((piece + row) & 7) * 8", "sm90[lists]"),
     Fault("padding of a row is read", "sm90/gather.cuh", "(HEAD_DIM == HEAD_DIM_PADDED || piece * 8 < HEAD_DIM);",
           "true;", "sm90[window, D40]"),
     Fault("keys that some queries see count as unmasked", "sm90/logits.cuh", "unmasked >= n / 2 * 32 + 32",

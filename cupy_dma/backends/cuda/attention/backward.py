@@ -17,6 +17,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from cupy_dma.arrays import Operand
+from cupy_dma.backends.cuda.attention import sm90_backward
 from cupy_dma.backends.cuda.attention.problem import Problem, rows_aligned
 from cupy_dma.backends.cuda.attention.tiles import backward_dbias_tile, backward_dkv_tile, backward_dq_tile
 from cupy_dma.backends.cuda.lists.dense_macro_tiles import DenseSupers, dense_supers
@@ -62,6 +63,8 @@ class _Backward:
         self.dense_bias = "bias" in call.needs and self.problem.bias_kind == BIAS_DENSE
         #: of what backward_dkv makes; the gradient of a dense bias is made elsewhere
         self.wanted = ("key" in call.needs, "value" in call.needs, "bias" in call.needs and not self.dense_bias)
+        #: whether the Hopper kernel makes them
+        self.hopper = all(self.wanted[:2]) and sm90_backward.serves(runtime, call, self.problem, self.vector)
         self.supers: SuperLists | None = None
         self.dense: DenseSupers | None = None
 
@@ -182,43 +185,54 @@ class _Backward:
             self.dense = dense_supers(self.runtime, packed, problem.params["mask_heads"], self.key.shape[2],
                                       self.stream)
         elif problem.mask is not None and not problem.by_head:
-            self.supers = super_lists(self.runtime, problem.mask, query_length, self._key_tile().block_n,
-                                      problem.causal, self.stream, self.sequences)
+            block_n = sm90_backward.BLOCK_N if self.hopper else self._key_tile().block_n
+            self.supers = super_lists(self.runtime, problem.mask, query_length, block_n, problem.causal, self.stream,
+                                      self.sequences)
 
     def _key_gradients(self, fields: dict[str, Any]) -> None:
-        problem, dense, supers = self.problem, self.dense, self.supers
+        problem, bits = self.problem, self.dense is not None
         batch, key_length, kv_heads, head_dim = self.key.shape
-        rows, tile = batch * kv_heads, self._key_tile()
-        dim_slices = 2 if head_dim > 128 else 1
-        bits, listed, sequences = dense is not None, dense is not None or supers is not None, problem.count > 0
-        kernel = _dkv_kernel(self.runtime, self.device.index, self.element, head_dim, self.vector, tile,
-                             "KEYS_LISTED" if listed else "KEYS_CONTIGUOUS", problem.mask is not None and not bits,
-                             problem.causal and not bits, problem.bias_kind, self.softcap, dim_slices, *self.wanted,
-                             bits, problem.bias_element, sequences)
-        if not listed:
-            tiles = tile_count(key_length, tile.block_n, problem.count)
-            kernel.launch(rows * tiles * dim_slices, 32 * tile.warps, problem.pack(None, **fields), self.stream,
-                          pdl=False)
-            return
-        if dense is not None:
-            packed = problem.packed_mask(self.runtime, self.stream)
-            assert packed is not None
-            entries, partial, lists = rows * dense.entries, dense.partial, {**packed.fields, **dense.fields}
-        else:
-            assert supers is not None
-            entries, partial = rows * supers.entries, True
-            lists = {**supers.fields, "supers": supers.supers, "super_capacity": supers.capacity,
-                     "super_queries": supers.queries, "super_entries": supers.entries}
+        lists, entries, partial = self._lists()
         sizes = dict(zip(("partial_key", "partial_value", "partial_bias"),
                          (head_dim, head_dim, self.query.shape[2] // kv_heads)))
         partials = {name: self.library.empty((entries * size,), "float32", self.device)
                     for (name, size), wanted in zip(sizes.items(), self.wanted) if wanted and partial}
-        params = problem.pack(None, **fields, **lists,
-                              **{name: self.library.pointer(array) for name, array in partials.items()})
-        kernel.launch(entries // tile.block_n * dim_slices, 32 * tile.warps, params, self.stream, pdl=False)
-        _reduce_kernel(self.runtime, self.device.index, self.element, head_dim, self.vector,
-                       problem.causal and not bits, *self.wanted, sequences, bits).launch(
-            rows * blocks(key_length, REDUCE_WARPS), REDUCE_THREADS, params, self.stream)
+        fields = {**fields, **lists, **{name: self.library.pointer(array) for name, array in partials.items()}}
+        if self.hopper:
+            sm90_backward.launch(self.runtime, self.call, problem, self.supers, fields)
+        else:
+            self._portable_key_gradients(fields, entries)
+        if entries:
+            _reduce_kernel(self.runtime, self.device.index, self.element, head_dim, self.vector,
+                           problem.causal and not bits, *self.wanted, problem.count > 0, bits).launch(
+                batch * kv_heads * blocks(key_length, REDUCE_WARPS), REDUCE_THREADS, problem.pack(None, **fields),
+                self.stream)
+
+    def _lists(self) -> tuple[dict[str, int], int, bool]:
+        """The lists of super-tiles in the kernels' parameters, their entries (0: there are no lists), and whether sums
+        over a super-tile are partial ones."""
+        rows = self.key.shape[0] * self.key.shape[2]
+        if self.dense is not None:
+            packed = self.problem.packed_mask(self.runtime, self.stream)
+            assert packed is not None
+            return {**packed.fields, **self.dense.fields}, rows * self.dense.entries, self.dense.partial
+        supers = self.supers
+        if supers is None:
+            return {}, 0, False
+        return {**supers.fields, "supers": supers.supers, "super_capacity": supers.capacity,
+                "super_queries": supers.queries, "super_entries": supers.entries}, rows * supers.entries, True
+
+    def _portable_key_gradients(self, fields: dict[str, Any], entries: int) -> None:
+        problem, tile, bits = self.problem, self._key_tile(), self.dense is not None
+        batch, key_length, kv_heads, head_dim = self.key.shape
+        dim_slices = 2 if head_dim > 128 else 1
+        kernel = _dkv_kernel(self.runtime, self.device.index, self.element, head_dim, self.vector, tile,
+                             "KEYS_LISTED" if entries else "KEYS_CONTIGUOUS", problem.mask is not None and not bits,
+                             problem.causal and not bits, problem.bias_kind, self.softcap, dim_slices, *self.wanted,
+                             bits, problem.bias_element, problem.count > 0)
+        tiles = (entries // tile.block_n if entries
+                 else batch * kv_heads * tile_count(key_length, tile.block_n, problem.count))
+        kernel.launch(tiles * dim_slices, 32 * tile.warps, problem.pack(None, **fields), self.stream, pdl=False)
 
 
 # ---- kernels by the fields of their configurations, which hash faster than the configurations ----

@@ -1,19 +1,18 @@
-// Tiles of keys for the gradients of keys and values: which keys a block of sm80/backward_dkv.cu has, and which queries
-// it goes through.
+// Tiles of keys for the gradients of keys and values (backward_dkv.cu of sm80 and sm90): which keys a tile has, and which
+// queries it goes through.
 //
 // Prelude: as sm80/backward_dkv.cu.
 #pragma once
 #include "common/arch.cuh"
 #include "common/mask.cuh"
 #include "common/params.cuh"
-#include "common/smem_rows.cuh"
 #include "common/varlen.cuh"
 
-constexpr int DIM_FRAGMENTS = HEAD_DIM_PADDED / 16;
+constexpr int DIM_FRAGMENTS = (HEAD_DIM + 15) / 16;
 constexpr int SLICE_FRAGMENTS = (DIM_FRAGMENTS + DIM_SLICES - 1) / DIM_SLICES;
 constexpr int LIST_KEYS = 64;  // BITS: entries of a list that have one state
 
-// What a block works on.
+// A tile: BLOCK_N keys of one kv head.
 struct KeyTile {
     int batch, group;
     int count;                     // keys it has
@@ -75,9 +74,10 @@ __device__ __forceinline__ void find_in_sequences(KeyTile& t, const AttentionPar
 }
 #endif
 
-__device__ __forceinline__ KeyTile find_key_tile(const AttentionParams& p) {
+// The tile of this index, without keys if there is none; all lanes of a warp ask for the same one.
+__device__ __forceinline__ KeyTile find_key_tile(const AttentionParams& p, long long index) {
     KeyTile t = {};
-    long long rest = blockIdx.x;
+    long long rest = index;
     t.first_fragment = static_cast<int>(rest % DIM_SLICES) * SLICE_FRAGMENTS;
     rest /= DIM_SLICES;
 #if SEQUENCES
@@ -126,4 +126,28 @@ __device__ __forceinline__ KeyTile find_key_tile(const AttentionParams& p) {
     t.shift = p.key_length - p.query_length;
 #endif
     return t;
+}
+
+// Queries that see any of a tile's keys: begin <= query < end; those of [full_begin, full_end) see all of them.
+struct QueryRange {
+    int begin, end, full_begin, full_end;
+};
+
+// From the intervals of BLOCK_N keys, by a warp together.
+__device__ __forceinline__ QueryRange find_queries(const int* starts, const int* stops, const KeyTile& t) {
+    int lowest_start = NEVER, highest_start = INT_LOWEST, lowest_stop = NEVER, highest_stop = INT_LOWEST;
+    for (int i = threadIdx.x & 31; i < BLOCK_N; i += 32) {
+        const int start = starts[i], stop = stops[i];
+        highest_start = max(highest_start, start);
+        lowest_stop = min(lowest_stop, stop);
+        if (start >= stop) continue;
+        lowest_start = min(lowest_start, start);
+        highest_stop = max(highest_stop, stop);
+    }
+    auto query_at = [&](int position) {
+        const long long query = static_cast<long long>(position) - t.shift;
+        return static_cast<int>(min(max(query, static_cast<long long>(t.first_query)), static_cast<long long>(t.end_query)));
+    };
+    return {query_at(__reduce_min_sync(ALL_LANES, lowest_start)), query_at(__reduce_max_sync(ALL_LANES, highest_stop)),
+            query_at(__reduce_max_sync(ALL_LANES, highest_start)), query_at(__reduce_min_sync(ALL_LANES, lowest_stop))};
 }

@@ -1,0 +1,47 @@
+// Gradients of keys, values and key bias on Hopper, key-stationary; what sm80/backward_dkv.cu computes, with warpgroup
+// MMAs (docs/hopper-backward.md).
+//
+// A persistent CTA takes tiles of BLOCK_N keys of one kv head by tickets: a block of a super-tile's list, or consecutive
+// keys. Each of two consumer warpgroups owns 64 keys, whose dk, dv and dbias stay in its registers, and walks over the
+// queries of all heads of the group, BLOCK_Q at a time, which TMA brings. S^T = K Q^T and dP^T = V dO^T have both operands
+// in shared memory; P^T and dS^T are the left operands of dV and dK in registers. While a tile is worked on, the producer
+// gathers the keys of the next one.
+//   KEYS_CONTIGUOUS  dkey, dvalue, dbias are written directly
+//   KEYS_LISTED      sums over a super-tile's queries are written as rows of float32 (sm80/backward_reduce.cu adds them)
+// Every result has one writer and a fixed order of additions, whoever takes which ticket: the same bits on every run.
+//
+// Prelude: ELEMENT, HEAD_DIM (at most 128), BLOCK_Q, STAGES (of queries), KEYS (KEYS_CONTIGUOUS or KEYS_LISTED), INTERVALS,
+// CAUSAL, BIAS (BIAS_NONE or BIAS_OF_KEYS), SOFTCAP, SEQUENCES (with KEYS_CONTIGUOUS).
+#include "sm90/backward_consumer.cuh"
+#include "sm90/backward_producer.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_dkv(const __grid_constant__ BackwardParams launch) {
+    wait_for_earlier_kernels();
+    extern __shared__ unsigned char shared_memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(shared_memory + (0u - shared_address(shared_memory)) % 1024);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < KEY_STAGES; ++i) {
+            barrier_init(&shared.key_full[i], 32);
+            barrier_init(&shared.key_empty[i], CONSUMER_THREADS + 32 + 1);  // who reads the facts
+        }
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(&shared.query_landed[i], 1);
+            barrier_init(&shared.dout_landed[i], 1);
+            barrier_init(&shared.ready[i], 32);
+            barrier_init(&shared.query_empty[i], CONSUMER_THREADS);
+            barrier_init(&shared.dout_empty[i], CONSUMER_THREADS);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    const int warp = threadIdx.x / 32;
+    if (warp >= 4) {
+        grow_registers<CONSUMER_REGISTERS>();
+        Consumer(shared, launch.attention).run();
+        return;
+    }
+    shrink_registers<PRODUCER_REGISTERS>();
+    if (warp >= KEY_WARP) produce_keys(shared, launch, warp - KEY_WARP);
+    else if (warp == STATISTICS_WARP) produce_statistics(shared, launch);
+    else if (threadIdx.x % 32 == 0) produce_queries(shared, launch);
+}

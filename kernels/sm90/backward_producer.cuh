@@ -1,0 +1,166 @@
+// The producer of the Hopper key gradients: keys of the next tile, queries and their statistics of the next steps.
+//
+// Prelude: as sm90/backward_dkv.cu.
+#pragma once
+#include "sm90/backward_tiles.cuh"
+
+// ---- the producer: keys ----
+// The keys of one tile by a warp, and what is known of them.
+__device__ __forceinline__ void load_facts(KeyFacts& facts, const AttentionParams& p, const KeyTile& t) {
+    const int lane = threadIdx.x & 31;
+    for (int i = lane; i < BLOCK_N; i += 32) {
+        const bool exists = i < t.count;
+        int key = 0, start = NEVER, stop = INT_LOWEST;  // no such key: an empty run
+        float bias = 0.0f;
+        if (exists) {
+            key = KEYS == KEYS_LISTED ? t.list[t.first + i] : t.first + i;
+            start = CAUSAL ? key : INT_LOWEST;
+            stop = NEVER;
+#if INTERVALS
+            const long long row = mask_row_of(p, t, 0), head = row % p.mask_heads, batch = row / p.mask_heads;
+            start = max(start, p.start[batch * p.start_batch + head * p.start_head + key]);
+            stop = p.stop[batch * p.stop_batch + head * p.stop_head + key];
+#endif
+#if BIAS == BIAS_OF_KEYS
+            bias = p.bias[t.batch * p.bias_batch + t.group * p.bias_group + key * p.bias_key] * LOG2_E;
+#endif
+        }
+        facts.index[i] = key;
+        facts.start[i] = start;
+        facts.stop[i] = stop;
+        facts.bias[i] = bias;
+    }
+    __syncwarp();
+    QueryRange queries = find_queries(facts.start, facts.stop, t);
+    int steps = 0;
+    if (queries.begin < queries.end) {
+        queries.begin = t.first_query + (queries.begin - t.first_query) / BLOCK_Q * BLOCK_Q;
+        steps = (queries.end - queries.begin + BLOCK_Q - 1) / BLOCK_Q;
+    }
+    if (lane == 0) {
+        facts.tile = t;
+        facts.queries = queries;
+        facts.steps = steps;
+    }
+}
+
+// Rows of keys and values; zeros for a key that nobody sees, whatever it holds.
+__device__ __forceinline__ void load_rows(Shared& shared, int stage, const AttentionParams& p, const KeyTile& t) {
+    constexpr int PIECES = 2 * DIM_FRAGMENTS;  // 16 bytes each
+    const KeyFacts& facts = shared.facts[stage];
+    const ELEMENT* keys = p.key + t.batch * p.key_batch + t.group * p.key_head;
+    const ELEMENT* values = p.value + t.batch * p.value_batch + t.group * p.value_head;
+#pragma unroll 4
+    for (int i = threadIdx.x & 31; i < BLOCK_N * PIECES; i += 32) {
+        const int row = i / PIECES, piece = i % PIECES;
+        const bool exists = facts.start[row] < facts.stop[row] && piece * 8 < HEAD_DIM;
+        const long long key = facts.index[row], column = exists ? piece * 8 : 0;
+        copy_async_16(piece_of<BLOCK_N>(shared.key[stage], row, piece), keys + key * p.key_row + column, exists ? 16 : 0);
+        copy_async_16(piece_of<BLOCK_N>(shared.value[stage], row, piece), values + key * p.value_row + column,
+                      exists ? 16 : 0);
+    }
+    copy_async_commit();
+    copy_async_wait<0>();
+    shared_write_fence();
+}
+
+// Fills one stage of keys, tile after tile.
+__device__ __forceinline__ void produce_keys(Shared& shared, const BackwardParams& launch, int stage) {
+    const AttentionParams& p = launch.attention;
+    const unsigned last = launch.tiles + KEY_STAGES * gridDim.x - 1;  // every warp of this kind takes one that is none
+    for (unsigned phase = 1;; phase ^= 1) {
+        barrier_wait(&shared.key_empty[stage], phase);
+        unsigned ticket = 0;
+        if ((threadIdx.x & 31) == 0) ticket = take_ticket(launch.tickets, last);
+        ticket = __shfl_sync(ALL_LANES, ticket, 0);
+        const bool ends = ticket >= static_cast<unsigned>(launch.tiles);
+        if (ends) {
+            if ((threadIdx.x & 31) == 0) shared.facts[stage].steps = END;
+        } else {
+            const KeyTile t = find_key_tile(p, ticket);
+            load_facts(shared.facts[stage], p, t);
+            load_rows(shared, stage, p, t);
+        }
+        barrier_arrive(&shared.key_full[stage]);
+        if (ends) return;
+    }
+}
+
+// ---- the producer: queries ----
+// Rows of query and dout, by one thread.
+__device__ __forceinline__ void produce_queries(Shared& shared, const BackwardParams& launch) {
+    constexpr int BYTES = CHUNKS * BLOCK_Q * CHUNK_ROW_BYTES;
+    const AttentionParams& p = launch.attention;
+    const int group_heads = p.heads / p.kv_heads;
+    PipelineState<STAGES> state;
+    for_each_tile(shared, [&](int keys, const KeyFacts& facts) {
+        const int steps = facts.steps, begin = facts.queries.begin, batch = facts.tile.batch;
+        const int head = facts.tile.group * group_heads;
+        barrier_arrive(&shared.key_empty[keys]);
+        for (int h = 0; h < group_heads; ++h)
+            for (int i = 0; i < steps; ++i, state.advance()) {
+                const int query = begin + i * BLOCK_Q;
+                const auto load = [&](ELEMENT* rows, const TensorMap* map, Barrier* landed, Barrier* empty) {
+                    barrier_wait(empty, state.phase ^ 1);
+                    barrier_expect(landed, BYTES);
+#pragma unroll
+                    for (int c = 0; c < CHUNKS; ++c)
+                        tma_load(rows + c * BLOCK_Q * CHUNK_COLUMNS, map, landed, c * CHUNK_COLUMNS, head + h, query, batch);
+                    barrier_arrive(landed);
+                };
+                const int stage = state.stage;
+                load(shared.query[stage], &launch.query, &shared.query_landed[stage], &shared.query_empty[stage]);
+                load(shared.dout[stage], &launch.dout, &shared.dout_landed[stage], &shared.dout_empty[stage]);
+            }
+    });
+}
+
+// Sets a row to zeros; by a warp together.
+__device__ __forceinline__ void clear_row(ELEMENT* rows, int row) {
+    const int piece = threadIdx.x & 31;
+    if (piece < CHUNKS * 8) *reinterpret_cast<uint4*>(piece_of<BLOCK_Q>(rows, row, piece)) = make_uint4(0, 0, 0, 0);
+}
+
+// lse and delta of a step's queries, by a warp. Rows that see nothing, and those of the next sequence or super-tile, count
+// for nothing, whatever they hold: they become zeros.
+__device__ __forceinline__ void produce_statistics(Shared& shared, const BackwardParams& launch) {
+    const AttentionParams& p = launch.attention;
+    const int lane = threadIdx.x & 31, group_heads = p.heads / p.kv_heads;
+    PipelineState<STAGES> state;
+    for_each_tile(shared, [&](int keys, const KeyFacts& facts) {
+        const int steps = facts.steps, end = facts.tile.end_query, begin = facts.queries.begin;
+        const long long head = (long long)facts.tile.batch * p.heads + facts.tile.group * group_heads;
+        barrier_arrive(&shared.key_empty[keys]);
+        for (int h = 0; h < group_heads; ++h)
+            for (int i = 0; i < steps; ++i, state.advance()) {
+                const int first = begin + i * BLOCK_Q, stage = state.stage;
+                float lse[BLOCK_Q / 32], delta[BLOCK_Q / 32];
+#pragma unroll
+                for (int k = 0; k < BLOCK_Q / 32; ++k) {
+                    const int query = first + 32 * k + lane;
+                    const long long row = (head + h) * p.query_length + query;
+                    lse[k] = query < end ? p.lse[row] : -infinity();
+                    delta[k] = query < end ? p.delta[row] : 0.0f;
+                }
+                barrier_wait(&shared.query_empty[stage], state.phase ^ 1);
+                barrier_wait(&shared.dout_empty[stage], state.phase ^ 1);
+#pragma unroll
+                for (int k = 0; k < BLOCK_Q / 32; ++k) {
+                    const bool sees = lse[k] != -infinity();
+                    shared.lse[stage][32 * k + lane] = sees ? -lse[k] * LOG2_E : -infinity();
+                    shared.delta[stage][32 * k + lane] = sees ? delta[k] : 0.0f;
+                    // Behind the last query of all there are zeros already.
+                    unsigned blank = __ballot_sync(ALL_LANES, !sees && first + 32 * k + lane < p.query_length);
+                    if (blank == 0) continue;
+                    barrier_wait(&shared.query_landed[stage], state.phase);
+                    barrier_wait(&shared.dout_landed[stage], state.phase);
+                    for (; blank != 0; blank &= blank - 1) {
+                        clear_row(shared.query[stage], 32 * k + __ffs(blank) - 1);
+                        clear_row(shared.dout[stage], 32 * k + __ffs(blank) - 1);
+                    }
+                    shared_write_fence();
+                }
+                barrier_arrive(&shared.ready[stage]);
+            }
+    });
+}

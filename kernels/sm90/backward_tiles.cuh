@@ -1,0 +1,95 @@
+// What the warps of the Hopper key gradients share: the tile's shape, shared memory with its barriers, the parameters, and
+// how a CTA goes through its tiles.
+//
+// Prelude: as sm90/backward_dkv.cu.
+#pragma once
+#define BITS 0
+#define DIM_SLICES 1
+#define BLOCK_N 128
+#include "common/arch.cuh"
+#include "common/bias.cuh"
+#include "common/key_tile.cuh"
+#include "common/params.cuh"
+#include "common/softmax.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/ptx.cuh"
+#include "sm90/swizzle.cuh"
+
+constexpr int CHUNKS = (HEAD_DIM + CHUNK_COLUMNS - 1) / CHUNK_COLUMNS;
+constexpr int QUERY_FRAGMENTS = BLOCK_Q / 16;
+constexpr int OUT_FRAGMENTS = DIM_FRAGMENTS <= 1 ? 1 : (DIM_FRAGMENTS + 1) / 2 * 2;  // columns of dk and dv, in wgmma's sizes
+constexpr int CONSUMER_THREADS = 256, THREADS = 128 + CONSUMER_THREADS;
+constexpr int KEY_STAGES = 2;
+constexpr int LOOKAHEAD = 10;  // steps before a tile's end at which the next ticket is taken and its keys are gathered
+// Warps of the producer; a warp each for the two stages of keys.
+constexpr int QUERY_WARP = 0, STATISTICS_WARP = 1, KEY_WARP = 2;
+constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+static_assert(HEAD_DIM <= 128 && (KEYS == KEYS_LISTED || KEYS == KEYS_CONTIGUOUS), "what the kernel is made for");
+static_assert(!SEQUENCES || KEYS == KEYS_CONTIGUOUS, "lists of sequences come in smaller units");
+
+struct BackwardParams {
+    TensorMap query, dout;
+    AttentionParams attention;
+    unsigned* tickets;  // one, 0
+    int tiles;
+};
+
+// What is known of a tile's keys.
+struct KeyFacts {
+    int index[BLOCK_N], start[BLOCK_N], stop[BLOCK_N];
+    float bias[BLOCK_N];  // in log 2 units
+    KeyTile tile;
+    QueryRange queries;  // its beginning at a step of BLOCK_Q
+    int steps;  // of one head; END: there are no more tiles
+};
+constexpr int END = -1;
+
+struct Shared {
+    ELEMENT key[KEY_STAGES][CHUNKS * BLOCK_N * CHUNK_COLUMNS];
+    ELEMENT value[KEY_STAGES][CHUNKS * BLOCK_N * CHUNK_COLUMNS];
+    ELEMENT query[STAGES][CHUNKS * BLOCK_Q * CHUNK_COLUMNS];
+    ELEMENT dout[STAGES][CHUNKS * BLOCK_Q * CHUNK_COLUMNS];
+    float lse[STAGES][BLOCK_Q];  // -lse * log2(e); -inf: a row that counts for nothing
+    float delta[STAGES][BLOCK_Q];
+    KeyFacts facts[KEY_STAGES];
+    Barrier key_full[KEY_STAGES], key_empty[KEY_STAGES];
+    Barrier query_landed[STAGES], dout_landed[STAGES];  // by TMA; a stage's rows and statistics, too, when it is ready
+    Barrier ready[STAGES];
+    Barrier query_empty[STAGES], dout_empty[STAGES];
+};
+
+// The stages of keys in turn. A stage whose warp has found no more tiles is left out.
+struct KeyRing {
+    int stage = 0;
+    unsigned phases = 0, ended = 0;  // a bit a stage
+
+    __device__ __forceinline__ unsigned phase() const { return phases >> stage & 1; }
+
+    __device__ __forceinline__ void advance() {
+        phases ^= 1u << stage;
+        stage ^= ended == 0;
+    }
+
+    // The tile at this stage is none; whether that goes for the other stage too.
+    __device__ __forceinline__ bool end() {
+        const bool all = ended != 0;
+        phases ^= 1u << stage;
+        ended |= 1u << stage;
+        stage ^= 1;
+        return all;
+    }
+};
+
+// Goes through the tiles of this CTA as they come: work(stage, facts).
+template <typename Work>
+__device__ __forceinline__ void for_each_tile(Shared& shared, const Work& work) {
+    for (KeyRing ring;;) {
+        barrier_wait(&shared.key_full[ring.stage], ring.phase());
+        if (shared.facts[ring.stage].steps == END) {
+            if (ring.end()) return;
+            continue;
+        }
+        work(ring.stage, shared.facts[ring.stage]);
+        ring.advance();
+    }
+}

@@ -1,0 +1,161 @@
+"""The Hopper key gradients (kernels/sm90/backward_dkv.cu) on the CPU emulator: the grid, orders of threads and blocks,
+CTAs that take one tile after the other, and what must not reach a gradient."""
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+from cupy_dma.arrays import numpy_dtype
+from cupy_dma.backends.cuda.attention import sm90_backward
+from cupy_dma.backward import attention_backward
+from tests.oracle import cases, schedule_cases, varlen_cases
+
+build = pytest.importorskip("tests.emulator.build")
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+from tests import emulator  # noqa: E402
+from tests.emulator.tests.test_forward import BUILD, ORDERS, bits  # noqa: E402
+
+GRID = ("float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D16", "mask-window", "mask-top_w_padding",
+        "mask-padding", "mask-documents", "mask-global", "causal-and-padding", "heads-6/2-top_w",
+        "heads-3/1-causal", "bias-key_shared-none", "bias-key-top_w", "softcap-none", "softcap-key", "softcap-40.0-key",
+        "lengths-1x70-causal", "lengths-33x129-none", "lengths-129x33-top_w", "lengths-129x33-causal",
+        "layout-every_other", "window-1")
+PORTABLE = ("float16-D3", "bfloat16-D256", "mask-per_head", "bias-key_per_head-none", "bias-full-none", "mask-dense")
+VARLEN = ("float16-causal", "bfloat16-none", "tail-none", "short-none", "heads-6/2-none")
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    with emulator.hopper_gpu(build=BUILD) as runtime:
+        yield runtime
+
+
+@pytest.fixture
+def served():
+    with mock.patch.object(sm90_backward, "launch", side_effect=sm90_backward.launch) as launch:
+        yield launch
+
+
+def gradients(backend: str, length: int = 700, queries: int | None = None, window: int = 60, head_dim: int = 64,
+              heads: tuple[int, int] = (2, 1), dtype: str = "float16", spoil: Any = None, **options: Any) -> Any:
+    """Of a mask of the best keys with their scores as bias, or without a window of ``options`` alone."""
+    rng = np.random.default_rng(0)
+    queries = length if queries is None else queries
+    q, dout, k, v = (rng.standard_normal((1, n, h, head_dim)).astype(numpy_dtype(dtype)) for n, h in (
+        (queries, heads[0]), (queries, heads[0]), (length, heads[1]), (length, heads[1])))
+    scores = rng.standard_normal((1, heads[1], length)).astype(np.float32)
+    if window:
+        options |= {"mask": dma.IntervalMask.top_w(scores, window), "bias": scores}
+    out, lse = dma.attention(q, k, v, **options, return_lse=True, backend="numpy")
+    if spoil is not None:
+        spoil(q, k, v, dout)
+    return attention_backward(dout, q, k, v, out, lse, **options, backend=backend)
+
+
+def check(found: Any, expected: Any, dtype: str = "float16") -> None:
+    for name, ours, other in zip(found._fields, found, expected):
+        assert (ours is None) == (other is None)
+        if ours is not None:
+            x, y = ours.astype(np.float64), other.astype(np.float64)
+            error = np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30)
+            assert error < (1e-3 if dtype == "float16" else 8e-3), f"{name}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("name", GRID)
+def test_backward_grid(name, served):
+    case = next(c for c in cases.CASES if c.name == name)
+    cases.check_backward(case, cases.run_backward(case, backend="emulator", with_dlse=True), with_dlse=True)
+    assert served.called
+
+
+@pytest.mark.parametrize("name", PORTABLE)
+def test_what_the_portable_kernel_does(name, served):
+    case = next(c for c in cases.CASES if c.name == name)
+    cases.check_backward(case, cases.run_backward(case, backend="emulator"))
+    assert not served.called
+
+
+@pytest.mark.parametrize("name", VARLEN)
+def test_packed_sequences(name, served, gpu):
+    gpu.most_writes = 2  # of the forward, where a value is not finite
+    case = next(c for c in varlen_cases.CASES if c.name == name)
+    varlen_cases.check_backward(case, varlen_cases.run_backward(case, backend="emulator"))
+    assert served.called
+
+
+@pytest.mark.parametrize("num_sms", [1, 3])
+@pytest.mark.parametrize("options", [
+    {"head_dim": 64}, {"head_dim": 128, "dtype": "bfloat16"}, {"head_dim": 96, "softcap": 3.0},
+    {"window": 0, "causal": True, "length": 1500, "head_dim": 16}, {"window": 0, "causal": True, "head_dim": 128},
+    {"window": 0, "length": 300, "queries": 1200, "head_dim": 40}, {"length": 500, "window": 200, "heads": (6, 2)},
+], ids=str)
+def test_tile_after_tile(options, num_sms, served):
+    """Few CTAs, which take several tiles: short ones, and some longer than LOOKAHEAD."""
+    with schedule_cases.num_sms(num_sms):
+        found = gradients("emulator", **options)
+    check(found, gradients("numpy", **options), options.get("dtype", "float16"))
+    assert served.called
+
+
+@functools.cache
+def in_order(**options: Any) -> Any:
+    with schedule_cases.num_sms(2):
+        return gradients("emulator", **options)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 0, "causal": True, "length": 500, "head_dim": 128}], ids=str)
+def test_the_order_of_threads_and_blocks_changes_no_bit(options, order):
+    expected = in_order(**options)
+    with emulator.hopper_gpu(build=BUILD, order=order), schedule_cases.num_sms(3):
+        got = gradients("emulator", **options)
+    assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(got, expected) if a is not None)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_that_see_nothing_may_hold_anything(head_dim):
+    """More queries than keys: the first ones see nothing, within a step and in whole steps."""
+    def spoil(q: Any, k: Any, v: Any, dout: Any) -> None:
+        q[:, :201], dout[:, :201] = np.nan, np.inf
+
+    options = {"length": 300, "queries": 501, "head_dim": head_dim, "window": 0, "causal": True}
+    clean, found = gradients("emulator", **options), gradients("emulator", spoil=spoil, **options)
+    assert np.array_equal(clean.key, found.key) and np.array_equal(clean.value, found.value)
+
+
+def test_queries_of_the_next_super_tile_count_once():
+    """A step of 128 queries reaches into the next super-tile of 320; what stands there is another tile's."""
+    options = {"length": 900, "window": 300, "head_dim": 64}
+    check(gradients("emulator", **options), gradients("numpy", **options))
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_keys_that_nobody_sees_may_hold_anything(listed):
+    rng = np.random.default_rng(1)
+    real = rng.random((1, 700)) < 0.7
+    mask = dma.IntervalMask.padding(real)
+    if listed:
+        mask = dma.IntervalMask.top_w(rng.standard_normal((1, 1, 700)).astype(np.float32), 60, padding=real)
+
+    def spoil(q: Any, k: Any, v: Any, dout: Any) -> None:
+        k[:, ~real[0]], v[:, ~real[0]] = np.nan, np.inf
+
+    clean, found = (gradients("emulator", window=0, mask=mask, spoil=spoil if bad else None) for bad in (False, True))
+    assert all(np.array_equal(a, b) for a, b in zip(clean, found) if a is not None)
+    assert not found.key[:, ~real[0]].any() and not found.value[:, ~real[0]].any()
+
+
+@pytest.mark.parametrize("softcap", [0.5, 20.0])
+@pytest.mark.parametrize("spread", [0.0, 60.0])
+def test_softcaps_of_small_and_vanishing_probabilities(softcap, spread):
+    """The derivative comes from the probability, which may have vanished: large biases see to that."""
+    rng = np.random.default_rng(0)
+    options = {"window": 0, "length": 200, "softcap": softcap, "causal": True,
+               "bias": (spread * rng.standard_normal((1, 1, 200))).astype(np.float32)}
+    check(gradients("emulator", **options), gradients("numpy", **options))

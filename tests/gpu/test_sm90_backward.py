@@ -1,0 +1,72 @@
+"""The Hopper key gradients (kernels/sm90/backward_dkv.cu) on a GPU that has it: beside the portable kernel's on long
+calls, and the same bits on every run, also on few SMs beside other work. The grid is in test_backward.py. Everything
+here is marked ``gpu``."""
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+
+import cupy_dma as dma
+from cupy_dma.backends import cuda
+from cupy_dma.backends.cuda.attention import sm90_backward
+from cupy_dma.backward import attention_backward
+from tests.gpu.sm90_tiles import portable
+from tests.gpu.test_forward import draw, draw_scores
+from tests.oracle import schedule_cases
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def torch():
+    module = pytest.importorskip("torch")
+    if not cuda.runtime.hopper(0):
+        pytest.skip("needs a Hopper GPU (compute capability 9.0)")
+    return module
+
+
+def problem(torch, kind, head_dim, length=4000, heads=4, kv_heads=2, dtype=None):
+    """The arguments of ``attention_backward``, by position and by name."""
+    q, k, v = draw(torch, length, length, heads, kv_heads, head_dim, dtype=dtype)
+    scores = draw_scores(torch, 1, kv_heads, length)
+    options = {"lists": lambda: {"mask": dma.IntervalMask.top_w(scores, 300), "bias": scores},
+               "softcap": lambda: {"mask": dma.IntervalMask.top_w(scores, 300), "bias": scores, "softcap": 5.0},
+               "increasing": lambda: {"mask": dma.IntervalMask.top_w(scores.sort(-1).values, 300)},
+               "causal": lambda: {"causal": True}, "none": dict}[kind]()
+    out, lse = dma.attention(q, k, v, **options, return_lse=True)
+    return (torch.randn_like(out), q, k, v, out, lse), options
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", [24, 64, 80, 96, 128])
+@pytest.mark.parametrize("kind", ["lists", "softcap", "increasing", "causal", "none"])
+def test_as_the_portable_kernel(torch, kind, head_dim, dtype):
+    arguments, options = problem(torch, kind, head_dim, dtype=getattr(torch, dtype))
+    with mock.patch.object(sm90_backward, "launch", side_effect=sm90_backward.launch) as launch:
+        found = attention_backward(*arguments, **options)
+    assert launch.called
+    with portable():
+        expected = attention_backward(*arguments, **options)
+    for name, ours, other in zip(found._fields, found, expected):
+        if ours is not None:
+            error = ((ours.double() - other.double()).norm() / other.double().norm()).item()
+            assert error < 1e-3, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("num_sms", [3, 132])
+@pytest.mark.parametrize(("kind", "head_dim"), [("lists", 64), ("lists", 128), ("causal", 64), ("causal", 128)])
+def test_the_same_bits_beside_other_work(torch, kind, head_dim, num_sms):
+    """200 repeats, with CTAs that take many tiles or few, starved now and then by copies on another stream."""
+    arguments, options = problem(torch, kind, head_dim, length=2000)
+    first = attention_backward(*arguments, **options)
+    stream, ballast = torch.cuda.Stream(), torch.randn(2**24, device="cuda")
+    torch.cuda.synchronize()
+    for i in range(200):
+        if i % 3:
+            with torch.cuda.stream(stream):
+                ballast.mul_(1.0)
+        with schedule_cases.num_sms(num_sms):
+            again = attention_backward(*arguments, **options)
+        torch.cuda.synchronize()
+        assert all(x is None or torch.equal(x, y) for x, y in zip(first, again)), i
