@@ -43,7 +43,7 @@ def problem(torch, kind, head_dim, length=4000, heads=4, kv_heads=2, dtype=None)
 @pytest.mark.parametrize("kind", ["lists", "softcap", "increasing", "causal", "none"])
 def test_as_the_portable_kernel(torch, kind, head_dim, dtype):
     arguments, options = problem(torch, kind, head_dim, dtype=getattr(torch, dtype))
-    with mock.patch.object(sm90_backward, "launch", side_effect=sm90_backward.launch) as launch:
+    with mock.patch.object(sm90_backward, "launch_dkv", side_effect=sm90_backward.launch_dkv) as launch:
         found = attention_backward(*arguments, **options)
     assert launch.called
     with portable():

@@ -38,7 +38,7 @@ def gpu():
 
 @pytest.fixture
 def served():
-    with mock.patch.object(sm90_backward, "launch", side_effect=sm90_backward.launch) as launch:
+    with mock.patch.object(sm90_backward, "launch_dkv", side_effect=sm90_backward.launch_dkv) as launch:
         yield launch
 
 

@@ -63,8 +63,9 @@ class _Backward:
         self.dense_bias = "bias" in call.needs and self.problem.bias_kind == BIAS_DENSE
         #: of what backward_dkv makes; the gradient of a dense bias is made elsewhere
         self.wanted = ("key" in call.needs, "value" in call.needs, "bias" in call.needs and not self.dense_bias)
-        #: whether the Hopper kernel makes them
-        self.hopper = all(self.wanted[:2]) and sm90_backward.serves(runtime, call, self.problem, self.vector)
+        served = runtime, call, self.problem, self.vector
+        #: whether the Hopper kernels make these, and the gradient of the queries
+        self.hopper_keys, self.hopper_query = sm90_backward.serves_keys(*served), sm90_backward.serves_query(*served)
         self.supers: SuperLists | None = None
         self.dense: DenseSupers | None = None
 
@@ -116,7 +117,9 @@ class _Backward:
         _preprocess_kernel(self.runtime, self.device.index, self.element, self.query.shape[3], self.vector).launch(
             blocks(batch * query_length * heads, REDUCE_WARPS), REDUCE_THREADS, self.problem.pack(None, **fields),
             self.stream)
-        if "query" in call.needs:
+        if "query" in call.needs and self.hopper_query:
+            sm90_backward.launch_dq(self.runtime, call, self.problem, fields)
+        elif "query" in call.needs:
             self._query_gradient(fields)
         if any(self.wanted):
             self._key_gradients(fields)
@@ -185,7 +188,7 @@ class _Backward:
             self.dense = dense_supers(self.runtime, packed, problem.params["mask_heads"], self.key.shape[2],
                                       self.stream)
         elif problem.mask is not None and not problem.by_head:
-            block_n = sm90_backward.BLOCK_N if self.hopper else self._key_tile().block_n
+            block_n = sm90_backward.BLOCK_N if self.hopper_keys else self._key_tile().block_n
             self.supers = super_lists(self.runtime, problem.mask, query_length, block_n, problem.causal, self.stream,
                                       self.sequences)
 
@@ -198,8 +201,8 @@ class _Backward:
         partials = {name: self.library.empty((entries * size,), "float32", self.device)
                     for (name, size), wanted in zip(sizes.items(), self.wanted) if wanted and partial}
         fields = {**fields, **lists, **{name: self.library.pointer(array) for name, array in partials.items()}}
-        if self.hopper:
-            sm90_backward.launch(self.runtime, self.call, problem, self.supers, fields)
+        if self.hopper_keys:
+            sm90_backward.launch_dkv(self.runtime, self.call, problem, self.supers, fields)
         else:
             self._portable_key_gradients(fields, entries)
         if entries:

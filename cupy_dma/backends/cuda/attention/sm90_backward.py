@@ -1,8 +1,9 @@
-"""The gradients of keys, values and key biases on Hopper GPUs (``kernels/sm90/backward_dkv.cu``): key-stationary, with
-warpgroup MMAs (wgmma), over the same super-tile lists as the portable kernel.
+"""The gradients on Hopper GPUs (``kernels/sm90/backward_dq.cu`` and ``backward_dkv.cu``), with warpgroup MMAs (wgmma):
+of queries query-major over the key lists of tiles; of keys, values and key biases key-stationary over the same
+super-tile lists as the portable kernel.
 
-It serves 16-bit elements in aligned rows of at most 128 columns under masks and biases that the heads of a GQA group
-share; the portable kernel does the rest and gives the same numbers within rounding.
+They serve 16-bit elements in aligned rows of at most 128 columns without a dense mask or bias; the portable kernels do
+the rest and give the same numbers within rounding.
 """
 from __future__ import annotations
 
@@ -10,18 +11,45 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.attention.problem import Problem
 from cupy_dma.backends.cuda.attention.tma import queries_map
 from cupy_dma.backends.cuda.lists.intervals import SuperLists
 from cupy_dma.backends.cuda.lists.varlen import tile_count
 from cupy_dma.backends.cuda.runtime import jit
-from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE, ELEMENTS
+from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE, ELEMENTS, blocks
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
 
 if TYPE_CHECKING:
     from cupy_dma.calls.types import AttentionBackwardCall
 
-BLOCK_N, KEY_STAGES, STAGES, THREADS = 128, 2, 2, 384  # as in the kernel file
+MAX_HEAD_DIM = 128
+BLOCK_N, KEY_STAGES, STAGES = 128, 2, 2  # of backward_dkv.cu: keys of a tile; stages of keys and of queries
+BLOCK_M, DQ_BLOCK_N, DQ_STAGES = 128, 64, 4  # of backward_dq.cu: rows of a tile, keys of a block, stages of keys
+THREADS = 384  # of either
+
+
+@dataclass(frozen=True)
+class HopperBackwardDqConfig(jit.Config):
+    source = "sm90/backward_dq.cu"
+    element: str
+    head_dim: int
+    heads: int  # of a GQA group in one tile
+    block_m: int
+    block_n: int
+    stages: int
+    keys: str
+    causal: bool
+    bias: int  # BIAS_NONE or BIAS_OF_KEYS
+    softcap: bool
+    sequences: bool
+
+    @property
+    def shared_bytes(self) -> int:
+        """Size of ``struct Shared`` in the kernel's files, rounded up, and room to align it."""
+        rows = 2 * self.block_m + 2 * self.stages * self.block_n
+        return (1024 + blocks(self.head_dim, 64) * 128 * rows + self.stages * (16 * self.block_n + 32)
+                + 8 * self.block_m + 64)
 
 
 @dataclass(frozen=True)
@@ -40,52 +68,99 @@ class HopperBackwardDkvConfig(jit.Config):
 
     @property
     def shared_bytes(self) -> int:
-        """Size of ``struct Shared`` in the kernel file, rounded up, and room to align it."""
-        row = -(-self.head_dim // 64) * 128
+        """As above."""
         rows = 2 * KEY_STAGES * BLOCK_N + 2 * self.stages * self.block_q
-        return 1024 + row * rows + 8 * self.stages * self.block_q + KEY_STAGES * (16 * BLOCK_N + 128) + 256
+        return (1024 + blocks(self.head_dim, 64) * 128 * rows + 8 * self.stages * self.block_q
+                + KEY_STAGES * (16 * BLOCK_N + 128) + 256)
 
 
-def serves(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, vector: bool) -> bool:
-    """Whether this kernel takes the gradients of a call: it can, and is faster. ``vector``: all rows are aligned."""
+def _serves(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, vector: bool) -> bool:
+    """What both need. ``vector``: all rows are aligned."""
     query = call.forward.query
-    return (runtime.hopper(query.device.index) and problem.size == 2 and vector and query.shape[3] <= 128
-            and {"key", "value"} <= call.needs
-            and problem.bias_kind != BIAS_DENSE and not problem.by_head and problem.dense is None
+    return (runtime.hopper(query.device.index) and problem.size == 2 and vector and query.shape[3] <= MAX_HEAD_DIM
+            and problem.bias_kind != BIAS_DENSE and problem.dense is None)
+
+
+def serves_query(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, vector: bool) -> bool:
+    """Whether ``launch_dq`` takes the gradient of a call's queries."""
+    return (_serves(runtime, call, problem, vector) and BLOCK_M % problem.tile_heads == 0
+            and _maps(call, BLOCK_M // problem.tile_heads, problem.tile_heads) is not None)
+
+
+def serves_keys(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, vector: bool) -> bool:
+    """Whether ``launch_dkv`` takes the gradients of a call's keys, values and bias: masks and biases are those of a GQA
+    group, and packed sequences need no lists."""
+    return (_serves(runtime, call, problem, vector) and {"key", "value"} <= call.needs and not problem.by_head
             and not (problem.count > 0 and problem.mask is not None)
-            and queries_map(query, block_q(query.shape[3]), 1) is not None
-            and queries_map(call.dout, block_q(query.shape[3]), 1) is not None)
+            and _maps(call, block_q(call.forward.head_dim), 1) is not None)
 
 
 def block_q(head_dim: int) -> int:
-    """Queries of a step."""
+    """Queries of a step of ``launch_dkv``."""
     return 128 if head_dim <= 64 else 64
 
 
-def launch(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, supers: SuperLists | None,
-           fields: dict[str, Any]) -> None:
-    """Writes the gradients, or with ``supers`` their sums over super-tiles; ``fields``: what the call's launches share,
-    and where those sums go."""
+def launch_dq(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, fields: dict[str, Any]) -> None:
+    """Writes the gradient of the queries; ``fields``: what the call's launches share."""
+    query = call.forward.query
+    library, device, heads = query.library, query.device, problem.tile_heads
+    queries, stream = BLOCK_M // heads, library.stream(device)
+    lists = problem.key_lists(runtime, queries, DQ_BLOCK_N, stream)
+    tiles = tile_count(query.shape[1], queries, problem.count)
+    kernel = _dq_kernel(runtime, device.index, ELEMENTS[query.dtype], query.shape[3], heads,
+                        "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal, problem.bias_kind,
+                        call.forward.softcap > 0.0, problem.count > 0)
+    grid = min(tiles * (query.shape[2] // heads) * query.shape[0], runtime.num_sms(device.index))
+    packed = _packed(_maps(call, queries, heads), problem.pack(lists, tiles=tiles, **fields))
+    kernel.launch(grid, THREADS, packed, stream, pdl=False)
+
+
+def launch_dkv(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, supers: SuperLists | None,
+               fields: dict[str, Any]) -> None:
+    """Writes the gradients of keys, values and bias, or with ``supers`` their sums over super-tiles; ``fields``: what
+    the call's launches share, and where those sums go."""
     query, key = call.forward.query, call.forward.key
     batch, key_length, kv_heads, head_dim = key.shape
     library, device = query.library, query.device
-    kernel = _kernel(runtime, device.index, ELEMENTS[query.dtype], head_dim,
-                     "KEYS_CONTIGUOUS" if supers is None else "KEYS_LISTED", problem.mask is not None, problem.causal,
-                     problem.bias_kind, call.forward.softcap > 0.0, problem.count > 0)
+    kernel = _dkv_kernel(runtime, device.index, ELEMENTS[query.dtype], head_dim,
+                         "KEYS_CONTIGUOUS" if supers is None else "KEYS_LISTED", problem.mask is not None,
+                         problem.causal, problem.bias_kind, call.forward.softcap > 0.0, problem.count > 0)
     tiles = batch * kv_heads * (tile_count(key_length, BLOCK_N, problem.count) if supers is None
                                 else supers.entries // BLOCK_N)
     tickets = library.full((1,), 0, "int32", device)
-    maps = [queries_map(rows, block_q(head_dim), 1) for rows in (query, call.dout)]
-    assert None not in maps  # or ``serves`` would not have taken it
-    packed = b"".join(found or b"" for found in maps) + problem.pack(None, **fields)
-    packed += library.pointer(tickets).to_bytes(8, "little") + tiles.to_bytes(4, "little")
-    packed += bytes(-len(packed) % 64)
-    kernel.launch(min(tiles, runtime.num_sms(device.index)), THREADS, packed, library.stream(device), pdl=False)
+    more = library.pointer(tickets).to_bytes(8, "little") + tiles.to_bytes(4, "little")
+    kernel.launch(min(tiles, runtime.num_sms(device.index)), THREADS,
+                  _packed(_maps(call, block_q(head_dim), 1), problem.pack(None, **fields) + more),
+                  library.stream(device), pdl=False)
+
+
+def _maps(call: AttentionBackwardCall, queries: int, heads: int) -> bytes | None:
+    """The TMA descriptors of query and dout; None where TMA cannot read them."""
+    def of(rows: Operand) -> bytes | None:
+        return queries_map(rows, queries, heads)
+
+    query, dout = of(call.forward.query), of(call.dout)
+    return None if query is None or dout is None else query + dout
+
+
+def _packed(maps: bytes | None, params: bytes) -> bytes:
+    """A kernel's argument: the maps first, and all of it a multiple of their alignment."""
+    assert maps is not None  # or the kernel would not have taken the call
+    return maps + params + bytes(-len(maps + params) % 64)
 
 
 @functools.cache  # by fields: they hash faster than a configuration
-def _kernel(runtime: Runtime, index: int, element: str, head_dim: int, keys: str, intervals: bool, causal: bool,
-            bias: int, softcap: bool, sequences: bool) -> LoadedKernel:
+def _dq_kernel(runtime: Runtime, index: int, element: str, head_dim: int, heads: int, keys: str, causal: bool,
+               bias: int, softcap: bool, sequences: bool) -> LoadedKernel:
+    config = HopperBackwardDqConfig(element=element, head_dim=head_dim, heads=heads, block_m=BLOCK_M,
+                                    block_n=DQ_BLOCK_N, stages=DQ_STAGES, keys=keys, causal=causal, bias=bias,
+                                    softcap=softcap, sequences=sequences)
+    return runtime.load(config, "backward_dq", index, config.shared_bytes)
+
+
+@functools.cache
+def _dkv_kernel(runtime: Runtime, index: int, element: str, head_dim: int, keys: str, intervals: bool, causal: bool,
+                bias: int, softcap: bool, sequences: bool) -> LoadedKernel:
     config = HopperBackwardDkvConfig(element=element, head_dim=head_dim, block_q=block_q(head_dim), stages=STAGES,
                                      keys=keys, intervals=intervals, causal=causal, bias=bias, softcap=softcap,
                                      sequences=sequences)

@@ -1,0 +1,111 @@
+// The producer of the Hopper query gradient: rows of a tile by TMA, keys and values by cp.async.
+//
+// Prelude: as sm90/backward_dq.cu.
+#pragma once
+#include "sm90/query_tiles.cuh"
+
+// Query and dout of a tile, with lse and delta of its rows; -inf where there is no row.
+__device__ __forceinline__ void produce_rows(Shared& shared, const QueryParams& launch, const Tile& t, unsigned phase) {
+    constexpr int BYTES = CHUNKS * BLOCK_M * CHUNK_ROW_BYTES;
+    const AttentionParams& p = launch.attention;
+    barrier_wait(&shared.query_empty, phase ^ 1);
+    if (threadIdx.x == 0) {
+        barrier_expect(&shared.query_full, 2 * BYTES);
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            const int at = c * BLOCK_M * CHUNK_COLUMNS, column = c * CHUNK_COLUMNS;
+            tma_load(shared.query + at, &launch.query, &shared.query_full, column, t.first_head, t.first_query, t.batch);
+            tma_load(shared.dout + at, &launch.dout, &shared.query_full, column, t.first_head, t.first_query, t.batch);
+        }
+        barrier_arrive(&shared.query_full);
+    }
+    for (int row = threadIdx.x; row < BLOCK_M; row += PRODUCER_THREADS) {
+        const int query = t.first_query + row / HEADS;
+        const bool exists = query < t.end_query;
+        const long long at = ((long long)t.batch * p.heads + t.first_head + row % HEADS) * p.query_length + query;
+        shared.lse[row] = exists ? p.lse[at] : -infinity();
+        shared.delta[row] = exists ? p.delta[at] : 0.0f;
+    }
+    barrier_arrive(&shared.query_full);
+}
+
+// One block of keys, of which this lane knows one, or none: `key` of `exists`.
+__device__ __forceinline__ void produce_block(Shared& shared, int stage, const AttentionParams& p, const Tile& t,
+                                              const KeySource& source, int key, bool exists) {
+    constexpr int PIECES = 2 * DIM_FRAGMENTS;  // of a row, 16 bytes each
+    const int lane = threadIdx.x & 31, first = threadIdx.x / 32 * WARP_KEYS;
+    if (lane < WARP_KEYS) {
+        const int slot = first + lane;
+#if KEYS == KEYS_CONTIGUOUS
+        shared.start[stage][slot] = !exists ? NEVER : CAUSAL ? key : INT_LOWEST;
+        shared.stop[stage][slot] = NEVER;
+#else
+        // Zeros: nobody sees it.
+        copy_async_4(&shared.start[stage][slot], source.start + key, exists ? 4 : 0);
+        copy_async_4(&shared.stop[stage][slot], source.stop + key, exists ? 4 : 0);
+        if (CAUSAL) shared.index[stage][slot] = key;
+#endif
+#if BIAS == BIAS_OF_KEYS
+        copy_async_4(&shared.bias[stage][slot],
+                     p.bias + t.batch * p.bias_batch + t.group * p.bias_group + t.first_head * p.bias_head + key * p.bias_key,
+                     exists ? 4 : 0);
+#endif
+    }
+    const unsigned found = __ballot_sync(ALL_LANES, exists);
+    const ELEMENT* keys = p.key + t.batch * p.key_batch + t.group * p.key_head;
+    const ELEMENT* values = p.value + t.batch * p.value_batch + t.group * p.value_head;
+#pragma unroll
+    for (int i = 0; i < (WARP_KEYS * PIECES + 31) / 32; ++i) {
+        const int at = 32 * i + lane, row = at / PIECES, piece = at % PIECES;
+        const long long from = __shfl_sync(ALL_LANES, key, row);
+        if (WARP_KEYS * PIECES % 32 != 0 && at >= WARP_KEYS * PIECES) continue;
+        const int valid = (found >> row & 1) != 0 && piece * 8 < HEAD_DIM ? 16 : 0, column = valid ? piece * 8 : 0;
+        copy_async_16(piece_of<BLOCK_N>(shared.key[stage], first + row, piece), keys + from * p.key_row + column, valid);
+        copy_async_16(piece_of<BLOCK_N>(shared.value[stage], first + row, piece), values + from * p.value_row + column, valid);
+    }
+    barrier_arrive_after_copies(&shared.key_full[stage]);
+}
+
+// The key of the block that this lane fetches: its index in `key`, 0 if there is none; whether there is one.
+__device__ __forceinline__ bool key_of(const KeyBlocks& blocks, KeyBlock block, int& key) {
+    const int lane = threadIdx.x & 31, slot = block.first + threadIdx.x / 32 * WARP_KEYS + lane;
+    bool exists = block.first >= 0 && lane < WARP_KEYS;
+#if KEYS == KEYS_CONTIGUOUS
+    exists = exists && slot < blocks.source.length;
+    key = exists ? slot : 0;
+#else
+    bool listed = false;
+    const int* entry = blocks.entry(slot, listed);
+    exists = exists && listed;
+    key = exists ? *entry : 0;
+#endif
+    return exists;
+}
+
+__device__ __forceinline__ void produce(Shared& shared, const QueryParams& launch) {
+    const AttentionParams& p = launch.attention;
+    PipelineState<STAGES> state;
+    unsigned phase = 0;
+    for_each_tile(p, [&](const Tile& t) {
+        produce_rows(shared, launch, t, phase);
+        phase ^= 1;
+        KeyBlocks blocks(find_keys(p, t), t.first_position, t.last_position);
+        KeyBlock block = blocks.next();
+        int key = 0;
+        bool exists = key_of(blocks, block, key);
+        for (bool more = true; more; state.advance()) {  // at least one block, maybe without keys
+            const KeyBlock following = block.first < 0 ? block : blocks.next();
+            int next_key = 0;
+            const bool next_exists = key_of(blocks, following, next_key);
+            more = following.first >= 0;
+            barrier_wait(&shared.key_empty[state.stage], state.phase ^ 1);
+            if (threadIdx.x == 0)
+                shared.flags[state.stage] = (block.masked || block.first < 0 ? MASKED : 0) | (more ? 0 : LAST);
+            produce_block(shared, state.stage, p, t, blocks.source, key, exists);
+            barrier_arrive(&shared.key_full[state.stage]);
+            block = following;
+            key = next_key;
+            exists = next_exists;
+        }
+    });
+}
