@@ -28,23 +28,42 @@ struct Consumer {
 
     __device__ __forceinline__ int row(int r) const { return first_row + lane / 4 + 8 * r; }
 
-    // Rows of the tile to registers.
+    // This warp's 16 rows of a matrix, 16 columns of them, as a left operand.
+    __device__ __forceinline__ void load_rows(unsigned (&a)[4], ELEMENT* rows, int d) const {
+        load_matrices(a, shared_address(piece_of<BLOCK_M>(rows, first_row + lane % 16, 2 * d + lane / 16)));
+    }
+
+    // Rows of the tile, which have arrived, to registers; delta = dout . out - dlse, also to memory.
     __device__ __forceinline__ void begin_tile(const Tile& t) {
-        barrier_wait(&shared.query_full, phase);
-        phase ^= 1;
+        delta[0] = delta[1] = 0.0f;
 #pragma unroll
         for (int d = 0; d < DIM_FRAGMENTS; ++d) {
-            load_matrices(query[d], shared_address(piece_of<BLOCK_M>(shared.query, first_row + lane % 16, 2 * d + lane / 16)));
-            load_matrices(dout[d], shared_address(piece_of<BLOCK_M>(shared.dout, first_row + lane % 16, 2 * d + lane / 16)));
+            unsigned out[4];
+            load_rows(query[d], shared.query, d);
+            load_rows(dout[d], shared.dout, d);
+            load_rows(out, shared.out, d);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+#pragma unroll
+                for (int side = 0; side < 2; ++side)
+                    delta[i & 1] = fmaf(half_of(dout[d][i], side, static_cast<const ELEMENT*>(nullptr)),
+                                        half_of(out[i], side, static_cast<const ELEMENT*>(nullptr)), delta[i & 1]);
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            lse[r] = shared.lse[row(r)] * LOG2_E;
-            delta[r] = shared.delta[row(r)];
+            const float own = shared.lse[row(r)], sum = row_sum(delta[r]) - shared.dlse[row(r)];
+            delta[r] = own == -infinity() ? 0.0f : sum;
+            lse[r] = own * LOG2_E;
             position[r] = t.first_position + row(r) / HEADS;
         }
         shared_write_fence();  // TMA may overwrite these rows
         barrier_arrive(&shared.query_empty);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int i = t.first_query + row(r) / HEADS, head = t.first_head + row(r) % HEADS;
+            if ((lane & 3) == 0 && i < t.end_query)
+                p.delta[((long long)t.batch * p.heads + head) * p.query_length + i] = delta[r];
+        }
 #pragma unroll
         for (int d = 0; d < OUT_FRAGMENTS; ++d)
 #pragma unroll
@@ -204,7 +223,10 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void run() {
-        for_each_tile(p, [&](const Tile& t) {
+        for (;; phase ^= 1) {
+            barrier_wait(&shared.query_full, phase);
+            if (shared.tile == END) return;
+            const Tile t = find_tile(p, shared.tile);
             begin_tile(t);
             start_logits();
             start_dp();
@@ -213,6 +235,6 @@ struct Consumer {
             while ((shared.flags[keys.stage] & LAST) == 0) advance<True>();
             advance<False>();
             write(t);
-        });
+        }
     }
 };

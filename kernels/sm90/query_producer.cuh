@@ -4,18 +4,21 @@
 #pragma once
 #include "sm90/query_tiles.cuh"
 
-// Query and dout of a tile, with lse and delta of its rows; -inf where there is no row.
-__device__ __forceinline__ void produce_rows(Shared& shared, const QueryParams& launch, const Tile& t, unsigned phase) {
+// Query, dout and out of a tile, with lse and its gradient of its rows; -inf where there is no row.
+__device__ __forceinline__ void produce_rows(Shared& shared, const QueryParams& launch, const Tile& t, int index,
+                                             unsigned phase) {
     constexpr int BYTES = CHUNKS * BLOCK_M * CHUNK_ROW_BYTES;
     const AttentionParams& p = launch.attention;
     barrier_wait(&shared.query_empty, phase ^ 1);
     if (threadIdx.x == 0) {
-        barrier_expect(&shared.query_full, 2 * BYTES);
+        shared.tile = index;
+        barrier_expect(&shared.query_full, 3 * BYTES);
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
             const int at = c * BLOCK_M * CHUNK_COLUMNS, column = c * CHUNK_COLUMNS;
             tma_load(shared.query + at, &launch.query, &shared.query_full, column, t.first_head, t.first_query, t.batch);
             tma_load(shared.dout + at, &launch.dout, &shared.query_full, column, t.first_head, t.first_query, t.batch);
+            tma_load(shared.out + at, &launch.out, &shared.query_full, column, t.first_head, t.first_query, t.batch);
         }
         barrier_arrive(&shared.query_full);
     }
@@ -24,7 +27,7 @@ __device__ __forceinline__ void produce_rows(Shared& shared, const QueryParams& 
         const bool exists = query < t.end_query;
         const long long at = ((long long)t.batch * p.heads + t.first_head + row % HEADS) * p.query_length + query;
         shared.lse[row] = exists ? p.lse[at] : -infinity();
-        shared.delta[row] = exists ? p.delta[at] : 0.0f;
+        shared.dlse[row] = exists && p.dlse != nullptr ? p.dlse[at] : 0.0f;
     }
     barrier_arrive(&shared.query_full);
 }
@@ -82,30 +85,53 @@ __device__ __forceinline__ bool key_of(const KeyBlocks& blocks, KeyBlock block, 
     return exists;
 }
 
+// The keys of a tile, block by block: at least one, maybe without keys.
+__device__ __forceinline__ void produce_keys(Shared& shared, const AttentionParams& p, const Tile& t,
+                                             PipelineState<STAGES>& state) {
+    KeyBlocks blocks(find_keys(p, t), t.first_position, t.last_position);
+    KeyBlock block = blocks.next();
+    int key = 0;
+    bool exists = key_of(blocks, block, key);
+    for (bool more = true; more; state.advance()) {
+        const KeyBlock following = block.first < 0 ? block : blocks.next();
+        int next_key = 0;
+        const bool next_exists = key_of(blocks, following, next_key);
+        more = following.first >= 0;
+        barrier_wait(&shared.key_empty[state.stage], state.phase ^ 1);
+        if (threadIdx.x == 0)
+            shared.flags[state.stage] = (block.masked || block.first < 0 ? MASKED : 0) | (more ? 0 : LAST);
+        produce_block(shared, state.stage, p, t, blocks.source, key, exists);
+        barrier_arrive(&shared.key_full[state.stage]);
+        block = following;
+        key = next_key;
+        exists = next_exists;
+    }
+}
+
+// Tile after tile: the CTA's number is its first ticket, the others come from a counter, each taken while the tile before
+// is worked on.
 __device__ __forceinline__ void produce(Shared& shared, const QueryParams& launch) {
     const AttentionParams& p = launch.attention;
     PipelineState<STAGES> state;
     unsigned phase = 0;
-    for_each_tile(p, [&](const Tile& t) {
-        produce_rows(shared, launch, t, phase);
-        phase ^= 1;
-        KeyBlocks blocks(find_keys(p, t), t.first_position, t.last_position);
-        KeyBlock block = blocks.next();
-        int key = 0;
-        bool exists = key_of(blocks, block, key);
-        for (bool more = true; more; state.advance()) {  // at least one block, maybe without keys
-            const KeyBlock following = block.first < 0 ? block : blocks.next();
-            int next_key = 0;
-            const bool next_exists = key_of(blocks, following, next_key);
-            more = following.first >= 0;
-            barrier_wait(&shared.key_empty[state.stage], state.phase ^ 1);
-            if (threadIdx.x == 0)
-                shared.flags[state.stage] = (block.masked || block.first < 0 ? MASKED : 0) | (more ? 0 : LAST);
-            produce_block(shared, state.stage, p, t, blocks.source, key, exists);
-            barrier_arrive(&shared.key_full[state.stage]);
-            block = following;
-            key = next_key;
-            exists = next_exists;
+    int index = blockIdx.x;
+    for (int turn = 0; index < launch.tiles; turn ^= 1) {
+        unsigned ticket = 0;
+        if (threadIdx.x == 0) ticket = atomicAdd(launch.tickets, 1u);
+        const Tile t = find_tile(p, index);
+        if (t.exists()) {
+            produce_rows(shared, launch, t, index, phase);
+            phase ^= 1;
+            produce_keys(shared, p, t, state);
         }
-    });
+        if (threadIdx.x == 0) shared.next[turn] = static_cast<int>(gridDim.x + ticket);
+        named_barrier(PRODUCER_BARRIER, PRODUCER_THREADS);
+        index = shared.next[turn];
+    }
+    barrier_wait(&shared.query_empty, phase ^ 1);
+    if (threadIdx.x == 0) {
+        shared.tile = END;
+        barrier_arrive(&shared.query_full);
+    }
+    barrier_arrive(&shared.query_full);
 }

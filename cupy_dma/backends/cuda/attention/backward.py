@@ -114,13 +114,14 @@ class _Backward:
             "dout_row": dout.strides[1], "dout_head": dout.strides[2], "out": out.pointer,
             "out_batch": out.strides[0], "out_row": out.strides[1], "out_head": out.strides[2],
             **{name: self.library.pointer(array) for name, array in results.items() if array is not None}}
-        _preprocess_kernel(self.runtime, self.device.index, self.element, self.query.shape[3], self.vector).launch(
-            blocks(batch * query_length * heads, REDUCE_WARPS), REDUCE_THREADS, self.problem.pack(None, **fields),
-            self.stream)
-        if "query" in call.needs and self.hopper_query:
+        if self.hopper_query:  # it makes delta, too
             sm90_backward.launch_dq(self.runtime, call, self.problem, fields)
-        elif "query" in call.needs:
-            self._query_gradient(fields)
+        else:
+            _preprocess_kernel(self.runtime, self.device.index, self.element, self.query.shape[3], self.vector).launch(
+                blocks(batch * query_length * heads, REDUCE_WARPS), REDUCE_THREADS, self.problem.pack(None, **fields),
+                self.stream)
+            if "query" in call.needs:
+                self._query_gradient(fields)
         if any(self.wanted):
             self._key_gradients(fields)
         if self.dense_bias and not self._bias_is_own():

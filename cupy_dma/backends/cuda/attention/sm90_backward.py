@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MAX_HEAD_DIM = 128
 BLOCK_N, KEY_STAGES, STAGES = 128, 2, 2  # of backward_dkv.cu: keys of a tile; stages of keys and of queries
-BLOCK_M, DQ_BLOCK_N, DQ_STAGES = 128, 64, 4  # of backward_dq.cu: rows of a tile, keys of a block, stages of keys
+BLOCK_M, DQ_BLOCK_N, DQ_STAGES = 128, 64, 3  # of backward_dq.cu: rows of a tile, keys of a block, stages of keys
 THREADS = 384  # of either
 
 
@@ -47,9 +47,9 @@ class HopperBackwardDqConfig(jit.Config):
     @property
     def shared_bytes(self) -> int:
         """Size of ``struct Shared`` in the kernel's files, rounded up, and room to align it."""
-        rows = 2 * self.block_m + 2 * self.stages * self.block_n
+        rows = 3 * self.block_m + 2 * self.stages * self.block_n
         return (1024 + blocks(self.head_dim, 64) * 128 * rows + self.stages * (16 * self.block_n + 32)
-                + 8 * self.block_m + 64)
+                + 8 * self.block_m + 96)
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ def _serves(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, vec
 
 def serves_query(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, vector: bool) -> bool:
     """Whether ``launch_dq`` takes the gradient of a call's queries."""
-    return (_serves(runtime, call, problem, vector) and BLOCK_M % problem.tile_heads == 0
-            and _maps(call, BLOCK_M // problem.tile_heads, problem.tile_heads) is not None)
+    return (_serves(runtime, call, problem, vector) and "query" in call.needs and BLOCK_M % problem.tile_heads == 0
+            and _maps(call, BLOCK_M // problem.tile_heads, problem.tile_heads, out=True) is not None)
 
 
 def serves_keys(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, vector: bool) -> bool:
@@ -101,7 +101,7 @@ def block_q(head_dim: int) -> int:
 
 
 def launch_dq(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, fields: dict[str, Any]) -> None:
-    """Writes the gradient of the queries; ``fields``: what the call's launches share."""
+    """Writes the gradient of the queries, and ``delta``; ``fields``: what the call's launches share."""
     query = call.forward.query
     library, device, heads = query.library, query.device, problem.tile_heads
     queries, stream = BLOCK_M // heads, library.stream(device)
@@ -110,9 +110,11 @@ def launch_dq(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, f
     kernel = _dq_kernel(runtime, device.index, ELEMENTS[query.dtype], query.shape[3], heads,
                         "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal, problem.bias_kind,
                         call.forward.softcap > 0.0, problem.count > 0)
-    grid = min(tiles * (query.shape[2] // heads) * query.shape[0], runtime.num_sms(device.index))
-    packed = _packed(_maps(call, queries, heads), problem.pack(lists, tiles=tiles, **fields))
-    kernel.launch(grid, THREADS, packed, stream, pdl=False)
+    all_tiles = tiles * (query.shape[2] // heads) * query.shape[0]
+    tickets = library.full((1,), 0, "int32", device)
+    params = problem.pack(lists, tiles=tiles, **fields) + _tickets(library.pointer(tickets), all_tiles)
+    kernel.launch(min(all_tiles, runtime.num_sms(device.index)), THREADS,
+                  _packed(_maps(call, queries, heads, out=True), params), stream, pdl=False)
 
 
 def launch_dkv(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, supers: SuperLists | None,
@@ -128,19 +130,21 @@ def launch_dkv(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, 
     tiles = batch * kv_heads * (tile_count(key_length, BLOCK_N, problem.count) if supers is None
                                 else supers.entries // BLOCK_N)
     tickets = library.full((1,), 0, "int32", device)
-    more = library.pointer(tickets).to_bytes(8, "little") + tiles.to_bytes(4, "little")
+    params = problem.pack(None, **fields) + _tickets(library.pointer(tickets), tiles)
     kernel.launch(min(tiles, runtime.num_sms(device.index)), THREADS,
-                  _packed(_maps(call, block_q(head_dim), 1), problem.pack(None, **fields) + more),
-                  library.stream(device), pdl=False)
+                  _packed(_maps(call, block_q(head_dim), 1), params), library.stream(device), pdl=False)
 
 
-def _maps(call: AttentionBackwardCall, queries: int, heads: int) -> bytes | None:
-    """The TMA descriptors of query and dout; None where TMA cannot read them."""
-    def of(rows: Operand) -> bytes | None:
-        return queries_map(rows, queries, heads)
+def _maps(call: AttentionBackwardCall, queries: int, heads: int, out: bool = False) -> bytes | None:
+    """The TMA descriptors of query, dout and, if asked for, ``out``; None where TMA cannot read them."""
+    rows: tuple[Operand, ...] = (call.forward.query, call.dout, call.out) if out else (call.forward.query, call.dout)
+    maps = [queries_map(operand, queries, heads) for operand in rows]
+    return None if None in maps else b"".join(found for found in maps if found)
 
-    query, dout = of(call.forward.query), of(call.dout)
-    return None if query is None or dout is None else query + dout
+
+def _tickets(pointer: int, tiles: int) -> bytes:
+    """The fields behind the attention's parameters."""
+    return pointer.to_bytes(8, "little") + tiles.to_bytes(4, "little")
 
 
 def _packed(maps: bytes | None, params: bytes) -> bytes:
