@@ -12,8 +12,8 @@
 //
 // Prelude: ELEMENT, HEAD_DIM (at most 128), BLOCK_Q, STAGES (of queries), KEYS (KEYS_CONTIGUOUS or KEYS_LISTED), INTERVALS,
 // CAUSAL, BIAS (BIAS_NONE or BIAS_OF_KEYS), SOFTCAP, SEQUENCES (with KEYS_CONTIGUOUS).
-#include "sm90/backward_consumer.cuh"
-#include "sm90/backward_producer.cuh"
+#include "sm90/backward_dkv_consumer.cuh"
+#include "sm90/backward_dkv_producer.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_dkv(const __grid_constant__ BackwardParams launch) {
     wait_for_earlier_kernels();

@@ -26,7 +26,9 @@ GRID = ("float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D16", "mask-win
         "heads-3/1-causal", "bias-key_shared-none", "bias-key-top_w", "softcap-none", "softcap-key", "softcap-40.0-key",
         "lengths-1x70-causal", "lengths-33x129-none", "lengths-129x33-top_w", "lengths-129x33-causal",
         "layout-every_other", "window-1")
-PORTABLE = ("float16-D3", "bfloat16-D256", "mask-per_head", "bias-key_per_head-none", "bias-full-none", "mask-dense")
+PORTABLE = ("float16-D3", "bfloat16-D256", "bias-full-none", "mask-dense")
+BY_HEAD = ("mask-per_head", "bias-key_per_head-none")  # keys and values; the queries are not
+LISTS_OF_SEQUENCES = ("causal-and-window", "causal-and-open", "causal-and-per_head")
 VARLEN = ("float16-causal", "bfloat16-none", "tail-none", "short-none", "heads-6/2-none")
 
 
@@ -37,13 +39,20 @@ def gpu():
 
 
 @pytest.fixture
+def served_query():
+    with mock.patch.object(sm90_backward, "launch_dq", side_effect=sm90_backward.launch_dq) as launch:
+        yield launch
+
+
+@pytest.fixture
 def served():
     with mock.patch.object(sm90_backward, "launch_dkv", side_effect=sm90_backward.launch_dkv) as launch:
         yield launch
 
 
 def gradients(backend: str, length: int = 700, queries: int | None = None, window: int = 60, head_dim: int = 64,
-              heads: tuple[int, int] = (2, 1), dtype: str = "float16", spoil: Any = None, **options: Any) -> Any:
+              heads: tuple[int, int] = (2, 1), dtype: str = "float16", spoil: Any = None,
+              needs: tuple[str, ...] = ("query", "key", "value", "bias"), **options: Any) -> Any:
     """Of a mask of the best keys with their scores as bias, or without a window of ``options`` alone."""
     rng = np.random.default_rng(0)
     queries = length if queries is None else queries
@@ -55,11 +64,11 @@ def gradients(backend: str, length: int = 700, queries: int | None = None, windo
     out, lse = dma.attention(q, k, v, **options, return_lse=True, backend="numpy")
     if spoil is not None:
         spoil(q, k, v, dout)
-    return attention_backward(dout, q, k, v, out, lse, **options, backend=backend)
+    return attention_backward(dout, q, k, v, out, lse, **options, needs=needs, backend=backend)
 
 
 def check(found: Any, expected: Any, dtype: str = "float16") -> None:
-    for name, ours, other in zip(found._fields, found, expected):
+    for name, ours, other in zip(getattr(found, "_fields", ("gradient",)), found, expected):
         assert (ours is None) == (other is None)
         if ours is not None:
             x, y = ours.astype(np.float64), other.astype(np.float64)
@@ -74,11 +83,30 @@ def test_backward_grid(name, served):
     assert served.called
 
 
-@pytest.mark.parametrize("name", PORTABLE)
-def test_what_the_portable_kernel_does(name, served):
+@pytest.mark.parametrize("name", PORTABLE + BY_HEAD)
+def test_what_the_portable_kernel_does(name, served, served_query):
     case = next(c for c in cases.CASES if c.name == name)
-    cases.check_backward(case, cases.run_backward(case, backend="emulator"))
+    cases.check_backward(case, cases.run_backward(case, backend="emulator", with_dlse=True), with_dlse=True)
     assert not served.called
+    assert served_query.called == (name in BY_HEAD)
+
+
+@pytest.mark.parametrize("name", LISTS_OF_SEQUENCES)
+def test_lists_of_packed_sequences(name, served, served_query):
+    """Their super-tiles are the portable kernel's."""
+    case = next(c for c in varlen_cases.CASES if c.name == name)
+    varlen_cases.check_backward(case, varlen_cases.run_backward(case, backend="emulator"))
+    assert served_query.called and not served.called
+
+
+@pytest.mark.parametrize("needs", [("query",), ("key", "value"), ("query", "key", "value"), ("query", "bias")])
+def test_only_what_is_asked_for(needs):
+    """delta is there for all of them, whoever makes it."""
+    everything, some = gradients("emulator"), gradients("emulator", needs=needs)
+    for name in everything._fields:
+        assert (getattr(some, name) is None) == (name not in needs)
+        if name in needs:
+            check((getattr(some, name),), (getattr(everything, name),))
 
 
 @pytest.mark.parametrize("name", VARLEN)

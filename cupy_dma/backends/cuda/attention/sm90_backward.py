@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MAX_HEAD_DIM = 128
 BLOCK_N, KEY_STAGES, STAGES = 128, 2, 2  # of backward_dkv.cu: keys of a tile; stages of keys and of queries
-BLOCK_M, DQ_BLOCK_N, DQ_STAGES = 128, 64, 3  # of backward_dq.cu: rows of a tile, keys of a block, stages of keys
+BLOCK_M, DQ_STAGES = 128, 3  # of backward_dq.cu: rows of a tile, stages of keys
 THREADS = 384  # of either
 
 
@@ -100,12 +100,17 @@ def block_q(head_dim: int) -> int:
     return 128 if head_dim <= 64 else 64
 
 
+def dq_block_n(head_dim: int) -> int:
+    """Keys of a block of ``launch_dq``."""
+    return 128 if head_dim <= 64 else 64
+
+
 def launch_dq(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, fields: dict[str, Any]) -> None:
     """Writes the gradient of the queries, and ``delta``; ``fields``: what the call's launches share."""
     query = call.forward.query
     library, device, heads = query.library, query.device, problem.tile_heads
     queries, stream = BLOCK_M // heads, library.stream(device)
-    lists = problem.key_lists(runtime, queries, DQ_BLOCK_N, stream)
+    lists = problem.key_lists(runtime, queries, dq_block_n(query.shape[3]), stream)
     tiles = tile_count(query.shape[1], queries, problem.count)
     kernel = _dq_kernel(runtime, device.index, ELEMENTS[query.dtype], query.shape[3], heads,
                         "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal, problem.bias_kind,
@@ -157,7 +162,7 @@ def _packed(maps: bytes | None, params: bytes) -> bytes:
 def _dq_kernel(runtime: Runtime, index: int, element: str, head_dim: int, heads: int, keys: str, causal: bool,
                bias: int, softcap: bool, sequences: bool) -> LoadedKernel:
     config = HopperBackwardDqConfig(element=element, head_dim=head_dim, heads=heads, block_m=BLOCK_M,
-                                    block_n=DQ_BLOCK_N, stages=DQ_STAGES, keys=keys, causal=causal, bias=bias,
+                                    block_n=dq_block_n(head_dim), stages=DQ_STAGES, keys=keys, causal=causal, bias=bias,
                                     softcap=softcap, sequences=sequences)
     return runtime.load(config, "backward_dq", index, config.shared_bytes)
 

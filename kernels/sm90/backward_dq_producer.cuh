@@ -2,7 +2,7 @@
 //
 // Prelude: as sm90/backward_dq.cu.
 #pragma once
-#include "sm90/query_tiles.cuh"
+#include "sm90/backward_dq_tiles.cuh"
 
 // Query, dout and out of a tile, with lse and its gradient of its rows; -inf where there is no row.
 __device__ __forceinline__ void produce_rows(Shared& shared, const QueryParams& launch, const Tile& t, int index,

@@ -2,7 +2,7 @@
 //
 // Prelude: as sm90/backward_dkv.cu.
 #pragma once
-#include "sm90/backward_tiles.cuh"
+#include "sm90/backward_dkv_tiles.cuh"
 
 struct True { static constexpr bool value = true; };
 struct False { static constexpr bool value = false; };

@@ -2,7 +2,7 @@
 //
 // Prelude: as sm90/backward_dkv.cu.
 #pragma once
-#include "sm90/backward_tiles.cuh"
+#include "sm90/backward_dkv_tiles.cuh"
 
 // ---- the producer: keys ----
 // The keys of one tile by a warp, and what is known of them.
