@@ -1,12 +1,13 @@
 """A test of the tests: faults are put into the kernels one at a time, and the emulator tests must notice each.
 
-    checks.py             what catches them: tests of tests/emulator/tests, and probes of their own
-    faults_sm90.py        faults by the kernel they break: the Hopper forward,
-    faults_attention.py   the portable attention kernels,
-    faults_select.py      scores and selection,
-    faults_lists.py       key lists,
-    faults_decode.py      decoding
-    test_mutations.py     puts them in
+    checks.py                 what catches them: tests of tests/emulator/tests, and probes of their own
+    faults_sm90.py            faults by the kernel they break: the Hopper forward,
+    faults_sm90_backward.py   the Hopper key gradients,
+    faults_attention.py       the portable attention kernels,
+    faults_select.py          scores and selection,
+    faults_lists.py           key lists,
+    faults_decode.py          decoding
+    test_mutations.py         puts them in
 """
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ build = pytest.importorskip("tests.emulator.build")
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 from tests import emulator  # noqa: E402
-from tests.emulator.tests import test_backward, test_decode, test_forward, test_varlen  # noqa: E402
+from tests.emulator.tests import test_backward, test_decode, test_forward, test_sm90_backward, test_varlen  # noqa: E402
 
 
 def named(name: str) -> cases.Case:
@@ -269,6 +269,55 @@ def sm90_grid(tile: str, name: str) -> Callable[[], None]:
     return check
 
 
+def sm90_backward(num_sms: int = 1, order: emulator.Order | None = None, **options: Any) -> Callable[[], None]:
+    """Gradients of ``test_sm90_backward`` by one CTA that takes tile after tile, or by several."""
+    def check() -> None:
+        with hopper_in_random_order(order), schedule_cases.num_sms(num_sms):
+            found = test_sm90_backward.gradients("emulator", **options)
+        test_sm90_backward.check(found, test_sm90_backward.gradients("numpy", **options))
+
+    return check
+
+
+def sm90_backward_runs(keys: slice, start: int, stop: int) -> Callable[[], None]:
+    """400 keys in their own order, of which ``keys`` are seen by queries ``start`` to ``stop`` and others by all."""
+    runs = np.zeros((2, 1, 1, 400), np.int32)
+    runs[1] = 400
+    runs[..., keys] = np.array([start, stop])[:, None, None, None]
+    return sm90_backward(length=400, window=0, mask=dma.IntervalMask(*runs))
+
+
+def sm90_backward_test(test: Callable[..., None], *arguments: Any) -> Callable[[], None]:
+    check = elsewhere(test, *arguments)
+
+    def run() -> None:
+        with hopper_in_random_order():
+            check()
+
+    return run
+
+
+def hopper_in_random_order(order: emulator.Order | None = None) -> Any:
+    return emulator.hopper_gpu(order=order or emulator.Order("random", "random", 1))
+
+
+def bad_super_tile() -> None:
+    """NaN in the queries of the later super-tiles (320 queries each) reaches no key that these do not see, although the
+    third step of 128 queries begins in the first super-tile and ends in the second."""
+    def spoil(q: Any, k: Any, v: Any, dout: Any) -> None:
+        q[:, 320:], dout[:, 320:] = np.nan, np.inf
+
+    rng = np.random.default_rng(0)
+    scores = rng.standard_normal((1, 1, 700)).astype(np.float32)
+    mask = dma.IntervalMask.top_w(scores, 300)
+    with hopper_in_random_order():
+        clean, found = (test_sm90_backward.gradients("emulator", window=0, mask=mask, spoil=bad)
+                        for bad in (None, spoil))
+    unseen = ~mask.to_dense(700)[0, 0, 320:].any(0)  # by the bad queries
+    assert unseen.any() and np.array_equal(clean.key[:, unseen], found.key[:, unseen])
+    assert np.array_equal(clean.value[:, unseen], found.value[:, unseen])
+
+
 OWN: dict[str, Callable[[], None]] = {
     "sm90[lists]": sm90_forward("192x96", "lists"),
     "sm90[lists, D128]": sm90_forward("192x64x2", "lists", head_dim=128),
@@ -286,6 +335,18 @@ OWN: dict[str, Callable[[], None]] = {
     "sm90[non-finite]": nonfinite_values,
     "sm90[short tiles]": short_tiles,
     **{f"sm90[splits, {kind}]": sm90_splits(kind) for kind in ("none", "lists", "non-finite", "nothing seen")},
+    "sm90 backward[lists]": sm90_backward(),
+    "sm90 backward[super-tiles]": sm90_backward(window=300),
+    "sm90 backward[causal, D128]": sm90_backward(num_sms=2, window=0, causal=True, head_dim=128, length=500),
+    "sm90 backward[one tile]": sm90_backward(order=emulator.Order("backward", "backward"), window=0, length=100),
+    "sm90 backward[10 steps]": sm90_backward(window=0, length=384, queries=256, heads=(5, 1)),
+    "sm90 backward[11 steps]": sm90_backward(window=0, length=384, queries=128, heads=(11, 1)),
+    "sm90 backward[first query masked]": sm90_backward_runs(slice(128), 1, 400),
+    "sm90 backward[last query masked]": sm90_backward_runs(slice(128), 0, 255),
+    "sm90 backward[empty tiles]": sm90_backward_runs(slice(128, None), 0, 0),
+    "sm90 backward[D40]": sm90_backward(window=0, length=200, head_dim=40),
+    "sm90 backward[softcap]": sm90_backward(softcap=3.0),
+    "sm90 backward[a bad super-tile]": bad_super_tile,
     "test_forward_grid[Hopper, heads-6/2]": sm90_grid("128x128", "heads-6/2-top_w"),
     "flash_decode": flash_decode,
     "flash_decode[window]": window_of_flash_decode,
@@ -343,6 +404,12 @@ CHECKS: dict[str, Callable[[], None]] = {
     "test_super_tiles": elsewhere(test_backward.test_super_tiles, "float16", 20),
     "test_key_scores_backward":
         elsewhere(test_backward.test_key_scores_backward, "float16", "exp", (1, 35, 20, 64)),
+    "sm90 backward[blank rows]":
+        sm90_backward_test(test_sm90_backward.test_rows_that_see_nothing_may_hold_anything, 64),
+    "sm90 backward[unseen keys]":
+        sm90_backward_test(test_sm90_backward.test_keys_that_nobody_sees_may_hold_anything, False),
+    "sm90 backward[softcap, vanished]":
+        sm90_backward_test(test_sm90_backward.test_softcaps_of_small_and_vanishing_probabilities, 20.0, 60.0),
     "varlen[bfloat16-none]": varlen("bfloat16-none"),
     "varlen[mask-window]": varlen("mask-window"),
     "varlen[used-per_head]": varlen("used-per_head"),

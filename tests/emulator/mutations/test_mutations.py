@@ -10,7 +10,14 @@ import io
 import pytest
 
 from cupy_dma.backends.cuda.runtime import jit
-from tests.emulator.mutations import faults_attention, faults_decode, faults_lists, faults_select, faults_sm90
+from tests.emulator.mutations import (
+    faults_attention,
+    faults_decode,
+    faults_lists,
+    faults_select,
+    faults_sm90,
+    faults_sm90_backward,
+)
 
 build = pytest.importorskip("tests.emulator.build")
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
@@ -18,8 +25,8 @@ pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(buil
 from tests import emulator  # noqa: E402
 from tests.emulator.mutations.checks import CHECKS, OWN  # noqa: E402
 
-FAULTS = [*faults_sm90.FAULTS, *faults_attention.FAULTS, *faults_select.FAULTS, *faults_lists.FAULTS,
-          *faults_decode.FAULTS]
+FAULTS = [*faults_sm90.FAULTS, *faults_sm90_backward.FAULTS, *faults_attention.FAULTS, *faults_select.FAULTS,
+          *faults_lists.FAULTS, *faults_decode.FAULTS]
 
 
 @pytest.fixture(autouse=True)
