@@ -7,11 +7,17 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
+from glob import glob
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # One of several processes that share the cores: threads of NumPy and torch that wait would take them from each
     # other. Both read this when they are imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # They share the GPUs, too: each begins with another one. CUDA reads this when it is first used.
+    count = len(glob("/dev/nvidia[0-9]*"))
+    if count > 1:
+        first = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % count
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(str((first + i) % count) for i in range(count)))
 
 import numpy as np
 import pytest

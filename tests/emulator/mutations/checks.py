@@ -318,6 +318,38 @@ def bad_super_tile() -> None:
     assert np.array_equal(clean.value[:, unseen], found.value[:, unseen])
 
 
+def sm90_backward_grid(name: str) -> Callable[[], None]:
+    def check() -> None:
+        case = named(name)
+        with hopper_in_random_order():
+            found = cases.run_backward(case, backend="emulator", with_dlse=True)
+        cases.check_backward(case, found, with_dlse=True)
+
+    return check
+
+
+def biases_that_hide() -> None:
+    """Rows whose keys all have a bias of -inf see nothing."""
+    bias = np.zeros((1, 1, 200), np.float32)
+    bias[..., :10] = -np.inf
+    options: dict[str, Any] = {"length": 200, "window": 0, "causal": True, "bias": bias}
+    with hopper_in_random_order():
+        found = test_sm90_backward.gradients("emulator", **options)
+    assert not found.query[:, :10].any()
+    test_sm90_backward.check(found[:3], test_sm90_backward.gradients("numpy", **options)[:3])
+
+
+def bad_value() -> None:
+    """An infinite value reaches the gradients of the queries that see it, and no others."""
+    def spoil(q: Any, k: Any, v: Any, dout: Any) -> None:
+        v[:, 40] = np.inf
+
+    options: dict[str, Any] = {"length": 200, "window": 0, "causal": True}
+    with hopper_in_random_order():
+        clean, found = (test_sm90_backward.gradients("emulator", spoil=bad, **options) for bad in (None, spoil))
+    assert np.array_equal(clean.query[:, :40], found.query[:, :40])
+
+
 OWN: dict[str, Callable[[], None]] = {
     "sm90[lists]": sm90_forward("192x96", "lists"),
     "sm90[lists, D128]": sm90_forward("192x64x2", "lists", head_dim=128),
@@ -347,6 +379,9 @@ OWN: dict[str, Callable[[], None]] = {
     "sm90 backward[D40]": sm90_backward(window=0, length=200, head_dim=40),
     "sm90 backward[softcap]": sm90_backward(softcap=3.0),
     "sm90 backward[a bad super-tile]": bad_super_tile,
+    "sm90 backward[a bad value]": bad_value,
+    "sm90 backward[dlse]": sm90_backward_grid("bias-key-top_w"),
+    "sm90 backward[biases that hide]": biases_that_hide,
     "test_forward_grid[Hopper, heads-6/2]": sm90_grid("128x128", "heads-6/2-top_w"),
     "flash_decode": flash_decode,
     "flash_decode[window]": window_of_flash_decode,

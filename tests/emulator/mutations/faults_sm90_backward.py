@@ -1,10 +1,12 @@
-"""Faults in the Hopper key gradients: kernels/sm90/backward_*."""
+"""Faults in the Hopper gradients: kernels/sm90/backward_*."""
 from __future__ import annotations
 
 from tests.emulator.mutations import Fault
 
-KERNEL, TILES = "sm90/backward_dkv.cu", "sm90/backward_tiles.cuh"
-PRODUCER, CONSUMER = "sm90/backward_producer.cuh", "sm90/backward_consumer.cuh"
+KERNEL, TILES = "sm90/backward_dkv.cu", "sm90/backward_dkv_tiles.cuh"
+PRODUCER, CONSUMER = "sm90/backward_dkv_producer.cuh", "sm90/backward_dkv_consumer.cuh"
+DQ_KERNEL, DQ_PRODUCER = "sm90/backward_dq.cu", "sm90/backward_dq_producer.cuh"
+DQ_CONSUMER = "sm90/backward_dq_consumer.cuh"
 LISTS, SUPERS, CAUSAL = "sm90 backward[lists]", "sm90 backward[super-tiles]", "sm90 backward[causal, D128]"
 BLANK_ROWS, ONE_TILE = "sm90 backward[blank rows]", "sm90 backward[one tile]"
 
@@ -123,4 +125,46 @@ FAULTS = [
     Fault("the kernel does not wait for the kernels ahead", KERNEL,
           "    wait_for_earlier_kernels();\n    extern __shared__ unsigned char shared_memory[];\n    Shared& shared",
           "    extern __shared__ unsigned char shared_memory[];\n    Shared& shared", LISTS),
+    # ---- the query gradient ----
+    Fault("a tile's rows are loaded before the ones before are in registers", DQ_PRODUCER,
+          "    barrier_wait(&shared.query_empty, phase ^ 1);\n    if (threadIdx.x == 0) {\n        shared.tile = i",
+          "    if (threadIdx.x == 0) {\n        shared.tile = i", LISTS),
+    Fault("two thirds of the bytes of a tile's rows are waited for", DQ_PRODUCER, "3 * BYTES", "2 * BYTES", LISTS),
+    Fault("keys of a block are gathered before their stage is empty", DQ_PRODUCER,
+          "        barrier_wait(&shared.key_empty[state.stage], state.phase ^ 1);\n", "", CAUSAL),
+    Fault("the full barrier of a block counts half of the producer", DQ_KERNEL,
+          "key_full[i], 2 * PRODUCER_THREADS)", "key_full[i], PRODUCER_THREADS)", LISTS),
+    Fault("a block is there before its copies are", DQ_PRODUCER,
+          "barrier_arrive_after_copies(&shared.key_full[stage]);", "barrier_arrive(&shared.key_full[stage]);", LISTS),
+    Fault("the producer's warps take the next tile before it is known", DQ_PRODUCER,
+          "        named_barrier(PRODUCER_BARRIER, PRODUCER_THREADS);\n", "", CAUSAL),
+    Fault("the next tile has one place", DQ_PRODUCER, "turn ^= 1", "turn ^= 0", CAUSAL),
+    Fault("rows are multiplied before they have arrived", DQ_CONSUMER,
+          "            barrier_wait(&shared.query_full, phase);\n", "", LISTS),
+    Fault("rows are never given back", DQ_CONSUMER, "        barrier_arrive(&shared.query_empty);\n", "", CAUSAL),
+    Fault("a block is multiplied before it has arrived", DQ_CONSUMER,
+          "        barrier_wait(&shared.key_full[keys.stage], keys.phase);\n", "", LISTS),
+    Fault("a block is given back while dq is multiplied", DQ_CONSUMER,
+          "        wgmma_wait<Next::value ? 1 : 0>();\n        pin(dq);", "        pin(dq);", LISTS),
+    Fault("logits of the query gradient are read too early", DQ_CONSUMER,
+          "        wgmma_wait<1>();\n        pin(s);\n", "        pin(s);\n", LISTS),
+    Fault("dP of the query gradient is read too early", DQ_CONSUMER,
+          "        wgmma_wait<0>();\n        pin(dp);\n", "        pin(dp);\n", LISTS),
+    Fault("no block of the query gradient is masked", DQ_PRODUCER, "block.masked || block.first < 0 ? MASKED : 0", "0",
+          LISTS),
+    Fault("a tile ends one block early", DQ_PRODUCER, "        more = following.first >= 0;\n",
+          "        more = following.first >= 0 && !following.masked;\n", CAUSAL),
+    Fault("delta without the gradient of lse", DQ_CONSUMER, "row_sum(delta[r]) - shared.dlse[row(r)]",
+          "row_sum(delta[r])", "sm90 backward[dlse]"),
+    Fault("delta of a quarter of the columns", DQ_CONSUMER, "row_sum(delta[r]) -", "delta[r] -", LISTS),
+    Fault("dq without the scale", DQ_CONSUMER, "dq[d].x[at] * p.scale, dq[d].x[at + 1] * p.scale",
+          "dq[d].x[at], dq[d].x[at + 1]", LISTS),
+    Fault("rows that see nothing have a gradient", DQ_CONSUMER, "sees ? pack_pair", "true ? pack_pair",
+          "sm90 backward[biases that hide]"),
+    Fault("values that a row does not see reach its gradient", DQ_CONSUMER,
+          "                    dp[n].x[i + k] = 0.0f;\n", "", "sm90 backward[a bad value]"),
+    Fault("columns behind the head dim of dq are written", DQ_CONSUMER, "if (column >= HEAD_DIM) continue;",
+          "if (column >= HEAD_DIM + 8) continue;", "sm90 backward[D40]"),
+    Fault("rows behind a tile's last query are written", DQ_CONSUMER,
+          "            if (i >= t.end_query) continue;\n", "", LISTS),
 ]
