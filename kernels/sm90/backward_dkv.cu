@@ -29,7 +29,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_dkv(const __gr
             barrier_init(&shared.dout_landed[i], 1);
             barrier_init(&shared.ready[i], 32);
             barrier_init(&shared.query_empty[i], CONSUMER_THREADS);
-            barrier_init(&shared.dout_empty[i], CONSUMER_THREADS);
         }
         barrier_init_fence();
     }
@@ -37,7 +36,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_dkv(const __gr
     const int warp = threadIdx.x / 32;
     if (warp >= 4) {
         grow_registers<CONSUMER_REGISTERS>();
-        Consumer(shared, launch.attention).run();
+        Consumer consumer(shared, launch.attention);
+        consumer.run();
         return;
     }
     shrink_registers<PRODUCER_REGISTERS>();

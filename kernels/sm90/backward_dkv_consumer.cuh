@@ -187,7 +187,6 @@ struct Consumer {
         pin(dk);
         pin(probability);
         pin(gradient);
-        barrier_arrive(&shared.dout_empty[stage]);
         barrier_arrive(&shared.query_empty[stage]);
         if constexpr (Next::value) {
             start_dp();
@@ -253,9 +252,7 @@ struct Consumer {
                 if (i == total - LOOKAHEAD) release(stale);
             }
             advance<False>(t, h);
-        } else {
-            for (int h = 0; h < group_heads; ++h) write_bias(t, h);
-        }
+        }  // else the host has set dbias to zeros
         write(t, dv, p.dvalue, p.partial_value, 1.0f);
         write(t, dk, p.dkey, p.partial_key, p.scale);
     }
@@ -276,10 +273,6 @@ struct Consumer {
             }
             run_tile(ring.stage, shared.facts[ring.stage], stale);
             stale = ring.stage;
-            if (ring.ended != 0) {  // the next tile, if any, comes to this stage
-                release(stale);
-                stale = -1;
-            }
             ring.advance();
         }
     }

@@ -31,16 +31,11 @@ __device__ __forceinline__ void load_facts(KeyFacts& facts, const AttentionParam
         facts.bias[i] = bias;
     }
     __syncwarp();
-    QueryRange queries = find_queries(facts.start, facts.stop, t);
-    int steps = 0;
-    if (queries.begin < queries.end) {
-        queries.begin = t.first_query + (queries.begin - t.first_query) / BLOCK_Q * BLOCK_Q;
-        steps = (queries.end - queries.begin + BLOCK_Q - 1) / BLOCK_Q;
-    }
+    const QueryRange queries = find_queries(facts.start, facts.stop, t);
     if (lane == 0) {
         facts.tile = t;
         facts.queries = queries;
-        facts.steps = steps;
+        facts.steps = max(0, (queries.end - queries.begin + BLOCK_Q - 1) / BLOCK_Q);
     }
 }
 
@@ -67,11 +62,10 @@ __device__ __forceinline__ void load_rows(Shared& shared, int stage, const Atten
 // Fills one stage of keys, tile after tile.
 __device__ __forceinline__ void produce_keys(Shared& shared, const BackwardParams& launch, int stage) {
     const AttentionParams& p = launch.attention;
-    const unsigned last = launch.tiles + KEY_STAGES * gridDim.x - 1;  // every warp of this kind takes one that is none
     for (unsigned phase = 1;; phase ^= 1) {
         barrier_wait(&shared.key_empty[stage], phase);
         unsigned ticket = 0;
-        if ((threadIdx.x & 31) == 0) ticket = take_ticket(launch.tickets, last);
+        if ((threadIdx.x & 31) == 0) ticket = atomicAdd(launch.tickets, 1u);
         ticket = __shfl_sync(ALL_LANES, ticket, 0);
         const bool ends = ticket >= static_cast<unsigned>(launch.tiles);
         if (ends) {
@@ -100,8 +94,7 @@ __device__ __forceinline__ void produce_queries(Shared& shared, const BackwardPa
         for (int h = 0; h < group_heads; ++h)
             for (int i = 0; i < steps; ++i, state.advance()) {
                 const int query = begin + i * BLOCK_Q;
-                const auto load = [&](ELEMENT* rows, const TensorMap* map, Barrier* landed, Barrier* empty) {
-                    barrier_wait(empty, state.phase ^ 1);
+                const auto load = [&](ELEMENT* rows, const TensorMap* map, Barrier* landed) {
                     barrier_expect(landed, BYTES);
 #pragma unroll
                     for (int c = 0; c < CHUNKS; ++c)
@@ -109,8 +102,9 @@ __device__ __forceinline__ void produce_queries(Shared& shared, const BackwardPa
                     barrier_arrive(landed);
                 };
                 const int stage = state.stage;
-                load(shared.query[stage], &launch.query, &shared.query_landed[stage], &shared.query_empty[stage]);
-                load(shared.dout[stage], &launch.dout, &shared.dout_landed[stage], &shared.dout_empty[stage]);
+                barrier_wait(&shared.query_empty[stage], state.phase ^ 1);
+                load(shared.query[stage], &launch.query, &shared.query_landed[stage]);
+                load(shared.dout[stage], &launch.dout, &shared.dout_landed[stage]);
             }
     });
 }
@@ -143,12 +137,11 @@ __device__ __forceinline__ void produce_statistics(Shared& shared, const Backwar
                     delta[k] = query < end ? p.delta[row] : 0.0f;
                 }
                 barrier_wait(&shared.query_empty[stage], state.phase ^ 1);
-                barrier_wait(&shared.dout_empty[stage], state.phase ^ 1);
 #pragma unroll
                 for (int k = 0; k < BLOCK_Q / 32; ++k) {
                     const bool sees = lse[k] != -infinity();
                     shared.lse[stage][32 * k + lane] = sees ? -lse[k] * LOG2_E : -infinity();
-                    shared.delta[stage][32 * k + lane] = sees ? delta[k] : 0.0f;
+                    shared.delta[stage][32 * k + lane] = delta[k];  // 0 for a row that sees nothing
                     // Behind the last query of all there are zeros already.
                     unsigned blank = __ballot_sync(ALL_LANES, !sees && first + 32 * k + lane < p.query_length);
                     if (blank == 0) continue;

@@ -30,7 +30,7 @@ static_assert(!SEQUENCES || KEYS == KEYS_CONTIGUOUS, "lists of sequences come in
 struct BackwardParams {
     TensorMap query, dout;
     AttentionParams attention;
-    unsigned* tickets;  // one, 0
+    unsigned* tickets;  // one, 0 before
     int tiles;
 };
 
@@ -39,7 +39,7 @@ struct KeyFacts {
     int index[BLOCK_N], start[BLOCK_N], stop[BLOCK_N];
     float bias[BLOCK_N];  // in log 2 units
     KeyTile tile;
-    QueryRange queries;  // its beginning at a step of BLOCK_Q
+    QueryRange queries;
     int steps;  // of one head; END: there are no more tiles
 };
 constexpr int END = -1;
@@ -55,26 +55,27 @@ struct Shared {
     Barrier key_full[KEY_STAGES], key_empty[KEY_STAGES];
     Barrier query_landed[STAGES], dout_landed[STAGES];  // by TMA; a stage's rows and statistics, too, when it is ready
     Barrier ready[STAGES];
-    Barrier query_empty[STAGES], dout_empty[STAGES];
+    Barrier query_empty[STAGES];  // both kinds of rows, and statistics
 };
 
-// The stages of keys in turn. A stage whose warp has found no more tiles is left out.
+// The stages of keys in turn. A stage that has ended keeps its phase; the other one has at most one tile more, whose ticket
+// was taken earlier.
 struct KeyRing {
     int stage = 0;
-    unsigned phases = 0, ended = 0;  // a bit a stage
+    unsigned phases = 0;  // a bit a stage
+    bool ended = false;
 
     __device__ __forceinline__ unsigned phase() const { return phases >> stage & 1; }
 
     __device__ __forceinline__ void advance() {
         phases ^= 1u << stage;
-        stage ^= ended == 0;
+        stage ^= 1;
     }
 
-    // The tile at this stage is none; whether that goes for the other stage too.
+    // The tile at this stage is none; whether that has been so before.
     __device__ __forceinline__ bool end() {
-        const bool all = ended != 0;
-        phases ^= 1u << stage;
-        ended |= 1u << stage;
+        const bool all = ended;
+        ended = true;
         stage ^= 1;
         return all;
     }

@@ -32,6 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_dq(const __gri
         produce(shared, launch);
     } else {
         grow_registers<CONSUMER_REGISTERS>();
-        Consumer(shared, launch.attention).run();
+        Consumer consumer(shared, launch.attention);
+        consumer.run();
     }
 }

@@ -148,13 +148,18 @@ def test_the_order_of_threads_and_blocks_changes_no_bit(options, order):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_rows_that_see_nothing_may_hold_anything(head_dim):
-    """More queries than keys: the first ones see nothing, within a step and in whole steps."""
+    """Between those that see the first keys and those that see the others; or, with more queries than keys, the first
+    ones."""
     def spoil(q: Any, k: Any, v: Any, dout: Any) -> None:
-        q[:, :201], dout[:, :201] = np.nan, np.inf
+        q[:, rows], dout[:, rows] = np.nan, np.inf
 
-    options = {"length": 300, "queries": 501, "head_dim": head_dim, "window": 0, "causal": True}
-    clean, found = gradients("emulator", **options), gradients("emulator", spoil=spoil, **options)
-    assert np.array_equal(clean.key, found.key) and np.array_equal(clean.value, found.value)
+    runs = np.array([[0] * 150 + [150] * 250, [100] * 150 + [400] * 250], np.int32)[:, None, None]
+    for rows, options in ((slice(100, 150), {"length": 400, "mask": dma.IntervalMask(*runs)}),
+                          (slice(201), {"length": 300, "queries": 501, "causal": True})):
+        options |= {"head_dim": head_dim, "window": 0}
+        clean, found = gradients("emulator", **options), gradients("emulator", spoil=spoil, **options)
+        assert np.array_equal(clean.key, found.key) and np.array_equal(clean.value, found.value)
+        assert np.array_equal(clean.query, found.query) and not found.query[:, rows].any()
 
 
 def test_queries_of_the_next_super_tile_count_once():
