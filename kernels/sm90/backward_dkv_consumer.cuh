@@ -211,8 +211,10 @@ struct Consumer {
         }
     }
 
+    // A gradient, if it is wanted.
     __device__ __forceinline__ void write(const KeyTile& t, const Fragment (&x)[OUT_FRAGMENTS], ELEMENT* result,
                                           float* partial, float factor) {
+        if (result == nullptr) return;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (row(r) >= t.count) continue;

@@ -1,6 +1,7 @@
 // Gradient of the queries on Hopper, query-major; what sm80/backward_dq.cu computes, with warpgroup MMAs:
 //     p = exp(s - lse), ds = p * (dout . v - delta), dx = ds * (slope of the softcap), dq = scale * sum over j of dx k_j.
-// It also makes delta = dout . out - dlse (0 for a row that sees nothing), which it writes for the other gradients.
+// It also makes delta = dout . out - dlse (0 for a row that sees nothing), which it writes for the other gradients; nothing
+// else without dquery.
 //
 // A persistent CTA takes, by tickets, tiles of BLOCK_M rows (BLOCK_M / HEADS queries times HEADS heads of a GQA group). Each
 // consumer warpgroup has 64 rows, whose query and dout stay in its registers; the producer gathers their keys and values,

@@ -228,6 +228,7 @@ struct Consumer {
             if (shared.tile == END) return;
             const Tile t = find_tile(p, shared.tile);
             begin_tile(t);
+            if (p.dquery == nullptr) continue;
             start_logits();
             start_dp();
             exponentiate();

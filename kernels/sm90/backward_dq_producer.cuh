@@ -122,7 +122,7 @@ __device__ __forceinline__ void produce(Shared& shared, const QueryParams& launc
         if (t.exists()) {
             produce_rows(shared, launch, t, index, phase);
             phase ^= 1;
-            produce_keys(shared, p, t, state);
+            if (p.dquery != nullptr) produce_keys(shared, p, t, state);
         }
         if (threadIdx.x == 0) shared.next[turn] = static_cast<int>(gridDim.x + ticket);
         named_barrier(PRODUCER_BARRIER, PRODUCER_THREADS);

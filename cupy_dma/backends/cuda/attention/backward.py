@@ -64,7 +64,7 @@ class _Backward:
         #: of what backward_dkv makes; the gradient of a dense bias is made elsewhere
         self.wanted = ("key" in call.needs, "value" in call.needs, "bias" in call.needs and not self.dense_bias)
         served = runtime, call, self.problem, self.vector
-        #: whether the Hopper kernels make these, and the gradient of the queries
+        #: whether the Hopper kernels make these; and the gradient of the queries, or at least delta
         self.hopper_keys, self.hopper_query = sm90_backward.serves_keys(*served), sm90_backward.serves_query(*served)
         self.supers: SuperLists | None = None
         self.dense: DenseSupers | None = None

@@ -82,15 +82,15 @@ def _serves(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, vec
 
 
 def serves_query(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, vector: bool) -> bool:
-    """Whether ``launch_dq`` takes the gradient of a call's queries."""
-    return (_serves(runtime, call, problem, vector) and "query" in call.needs and BLOCK_M % problem.tile_heads == 0
+    """Whether ``launch_dq`` takes the gradient of a call's queries, or ``delta`` alone."""
+    return (_serves(runtime, call, problem, vector) and BLOCK_M % problem.tile_heads == 0
             and _maps(call, BLOCK_M // problem.tile_heads, problem.tile_heads, out=True) is not None)
 
 
 def serves_keys(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, vector: bool) -> bool:
     """Whether ``launch_dkv`` takes the gradients of a call's keys, values and bias: masks and biases are those of a GQA
     group, and packed sequences need no lists."""
-    return (_serves(runtime, call, problem, vector) and {"key", "value"} <= call.needs and not problem.by_head
+    return (_serves(runtime, call, problem, vector) and not problem.by_head
             and not (problem.count > 0 and problem.mask is not None)
             and _maps(call, block_q(call.forward.head_dim), 1) is not None)
 
@@ -106,11 +106,13 @@ def dq_block_n(head_dim: int) -> int:
 
 
 def launch_dq(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, fields: dict[str, Any]) -> None:
-    """Writes the gradient of the queries, and ``delta``; ``fields``: what the call's launches share."""
+    """Writes ``delta`` and, if it is asked for, the gradient of the queries; ``fields``: what the call's launches
+    share."""
     query = call.forward.query
     library, device, heads = query.library, query.device, problem.tile_heads
     queries, stream = BLOCK_M // heads, library.stream(device)
-    lists = problem.key_lists(runtime, queries, dq_block_n(query.shape[3]), stream)
+    wanted = "query" in call.needs
+    lists = problem.key_lists(runtime, queries, dq_block_n(query.shape[3]), stream) if wanted else None
     tiles = tile_count(query.shape[1], queries, problem.count)
     kernel = _dq_kernel(runtime, device.index, ELEMENTS[query.dtype], query.shape[3], heads,
                         "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal, problem.bias_kind,
