@@ -15,7 +15,7 @@
 #include "sm90/backward_dkv_consumer.cuh"
 #include "sm90/backward_dkv_producer.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_dkv(const __grid_constant__ BackwardParams launch) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_dkv(const __grid_constant__ BackwardDkvParams launch) {
     wait_for_earlier_kernels();
     extern __shared__ unsigned char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory + (0u - shared_address(shared_memory)) % 1024);

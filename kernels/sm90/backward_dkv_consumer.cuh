@@ -4,9 +4,6 @@
 #pragma once
 #include "sm90/backward_dkv_tiles.cuh"
 
-struct True { static constexpr bool value = true; };
-struct False { static constexpr bool value = false; };
-
 // A consumer warp: 16 of its warpgroup's 64 keys, two of them a lane's.
 struct Consumer {
     Shared& shared;
@@ -47,52 +44,20 @@ struct Consumer {
             bias[r] = facts.bias[row(r)];
             dbias[r] = 0.0f;
         }
-#pragma unroll
-        for (int d = 0; d < OUT_FRAGMENTS; ++d)
-#pragma unroll
-            for (int i = 0; i < 8; ++i) dk[d].x[i] = dv[d].x[i] = 0.0f;
-    }
-
-    // x = this warpgroup's 64 key rows . query rows, as one group of MMAs.
-    __device__ __forceinline__ void multiply_rows(Fragment (&x)[QUERY_FRAGMENTS], unsigned a, const ELEMENT* rows) {
-        const unsigned b = matrix_descriptor(rows, 0);
-#pragma unroll
-        for (int n = 0; n < QUERY_FRAGMENTS; ++n)
-#pragma unroll
-            for (int i = 0; i < 8; ++i) x[n].x[i] = 0.0f;  // or what was there would be kept until now
-        pin(x);
-        wgmma_fence();
-#pragma unroll
-        for (int d = 0; d < DIM_FRAGMENTS; ++d)
-            Wgmma<QUERY_FRAGMENTS>::template multiply<Major::K, Major::K>(
-                x, moved(a, d / 4 * BLOCK_N * CHUNK_ROW_BYTES + d % 4 * 32),
-                moved(b, d / 4 * BLOCK_Q * CHUNK_ROW_BYTES + d % 4 * 32), d > 0);
-        wgmma_commit();
-    }
-
-    // x += a . query rows, as one group of MMAs.
-    __device__ __forceinline__ void accumulate(Fragment (&x)[OUT_FRAGMENTS], unsigned (&a)[QUERY_FRAGMENTS][4],
-                                               const ELEMENT* rows) {
-        const unsigned b = matrix_descriptor(rows, BLOCK_Q * CHUNK_ROW_BYTES);
-        pin(x);
-        pin(a);
-        wgmma_fence();
-#pragma unroll
-        for (int n = 0; n < QUERY_FRAGMENTS; ++n)
-            Wgmma<OUT_FRAGMENTS>::template multiply<Major::MN>(x, a[n], moved(b, n * 16 * CHUNK_ROW_BYTES), true);
-        wgmma_commit();
+        clear(dk);
+        clear(dv);
     }
 
     // The step's S and dP.
     __device__ __forceinline__ void start_logits() {
         barrier_wait(&shared.ready[queries.stage], queries.phase);
         barrier_wait(&shared.query_landed[queries.stage], queries.phase);
-        multiply_rows(s, keys, shared.query[queries.stage]);
+        multiply_rows<BLOCK_N, BLOCK_Q>(s, keys, shared.query[queries.stage]);
     }
 
     __device__ __forceinline__ void start_dp() {
         barrier_wait(&shared.dout_landed[queries.stage], queries.phase);
-        multiply_rows(dp, values, shared.dout[queries.stage]);
+        multiply_rows<BLOCK_N, BLOCK_Q>(dp, values, shared.dout[queries.stage]);
     }
 
     // A pair of neighbouring queries' statistics: those of this lane in fragment n, k = 0 or 1.
@@ -130,13 +95,7 @@ struct Consumer {
         pin(dp);
     }
 
-    // The derivative of the softcap from what has become of the logit: 1 - tanh^2.
-    __device__ __forceinline__ float slope(float probability, float own, float lower) const {
-        const float capped = (log2_fast(probability) - lower - own) * LN_2 / logit.cap;
-        return 1.0f - capped * capped;
-    }
-
-    // dp becomes the gradient of q . k / scale; dbias grows.
+    // dp becomes the gradient of q . k / scale; dbias grows. The logit that the softcap's derivative needs comes from p.
     __device__ __forceinline__ void differentiate() {
 #pragma unroll
         for (int n = 0; n < QUERY_FRAGMENTS; ++n) {
@@ -149,25 +108,20 @@ struct Consumer {
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const int r = fragment_row(i);
-                const float ds = s[n].x[i] * (dp[n].x[i] - delta[i >> 2][i & 1]);
+                const float probability = s[n].x[i], ds = probability * (dp[n].x[i] - delta[i >> 2][i & 1]);
                 dbias[r] += ds;
                 dp[n].x[i] = ds;
-                if (SOFTCAP)
-                    dp[n].x[i] = s[n].x[i] == 0.0f ? 0.0f : ds * slope(s[n].x[i], bias[r], lse[i >> 2][i & 1]);
+                if (SOFTCAP) {
+                    const float capped = log2_fast(probability) - lse[i >> 2][i & 1] - bias[r];
+                    dp[n].x[i] = probability == 0.0f ? 0.0f : ds * softcap_slope(capped, logit.cap);
+                }
             }
         }
     }
 
-    __device__ __forceinline__ void round(unsigned (&operand)[QUERY_FRAGMENTS][4], const Fragment (&x)[QUERY_FRAGMENTS]) {
-#pragma unroll
-        for (int n = 0; n < QUERY_FRAGMENTS; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) operand[n][i] = pack_pair(x[n].x[2 * i], x[n].x[2 * i + 1]);
-    }
-
-    // A step, whose p and dP are there; `Next`: another one follows, whose p and dP are there afterwards. No MMA is in
+    // A step, whose p and dP are there; `more`: another one follows, whose p and dP are there afterwards. No MMA is in
     // flight between two calls, or the assembler would wait after each.
-    template <typename Next>
+    template <bool more>
     __device__ __forceinline__ void advance(const KeyTile& t, int h) {
         unsigned probability[QUERY_FRAGMENTS][4], gradient[QUERY_FRAGMENTS][4];
         differentiate();
@@ -181,14 +135,14 @@ struct Consumer {
         accumulate(dv, probability, shared.dout[stage]);
         accumulate(dk, gradient, shared.query[stage]);
         queries.advance();
-        if constexpr (Next::value) start_logits();
-        wgmma_wait<Next::value ? 1 : 0>();
+        if constexpr (more) start_logits();
+        wgmma_wait<more ? 1 : 0>();
         pin(dv);
         pin(dk);
         pin(probability);
         pin(gradient);
         barrier_arrive(&shared.query_empty[stage]);
-        if constexpr (Next::value) {
+        if constexpr (more) {
             start_dp();
             exponentiate();
         }
@@ -221,18 +175,12 @@ struct Consumer {
             const long long at = t.is_partial(p)
                                      ? t.partial_row(p, row(r))
                                      : ((long long)t.batch * p.key_length + t.first + row(r)) * p.kv_heads + t.group;
-#pragma unroll
-            for (int d = 0; d < OUT_FRAGMENTS; ++d)
-#pragma unroll
-                for (int k = 0; k < 2; ++k) {
-                    const int column = 16 * d + 8 * k + 2 * (lane & 3), i = 4 * k + 2 * r;
-                    if (column >= HEAD_DIM) continue;
-                    const float low = x[d].x[i] * factor, high = x[d].x[i + 1] * factor;
-                    if (t.is_partial(p))
-                        *reinterpret_cast<float2*>(partial + at * HEAD_DIM + column) = make_float2(low, high);
-                    else
-                        *reinterpret_cast<unsigned*>(result + at * HEAD_DIM + column) = pack_pair(low, high);
-                }
+            for_each_pair(x, r, factor, [&](int column, float low, float high) {
+                if (t.is_partial(p))
+                    *reinterpret_cast<float2*>(partial + at * HEAD_DIM + column) = make_float2(low, high);
+                else
+                    *reinterpret_cast<unsigned*>(result + at * HEAD_DIM + column) = pack_pair(low, high);
+            });
         }
     }
 
@@ -249,11 +197,11 @@ struct Consumer {
             int h = 0;
 #pragma unroll 1
             for (int i = 1; i < total; ++i) {
-                advance<True>(t, h);
+                advance<true>(t, h);
                 h += step == 0;
                 if (i == total - LOOKAHEAD) release(stale);
             }
-            advance<False>(t, h);
+            advance<false>(t, h);
         }  // else the host has set dbias to zeros
         write(t, dv, p.dvalue, p.partial_value, 1.0f);
         write(t, dk, p.dkey, p.partial_key, p.scale);

@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_facts(KeyFacts& facts, const AttentionParam
 
 // Rows of keys and values; zeros for a key that nobody sees, whatever it holds.
 __device__ __forceinline__ void load_rows(Shared& shared, int stage, const AttentionParams& p, const KeyTile& t) {
-    constexpr int PIECES = 2 * DIM_FRAGMENTS;  // 16 bytes each
+    constexpr int PIECES = 2 * ROW_STEPS;  // 16 bytes each
     const KeyFacts& facts = shared.facts[stage];
     const ELEMENT* keys = p.key + t.batch * p.key_batch + t.group * p.key_head;
     const ELEMENT* values = p.value + t.batch * p.value_batch + t.group * p.value_head;
@@ -60,7 +60,7 @@ __device__ __forceinline__ void load_rows(Shared& shared, int stage, const Atten
 }
 
 // Fills one stage of keys, tile after tile.
-__device__ __forceinline__ void produce_keys(Shared& shared, const BackwardParams& launch, int stage) {
+__device__ __forceinline__ void produce_keys(Shared& shared, const BackwardDkvParams& launch, int stage) {
     const AttentionParams& p = launch.attention;
     for (unsigned phase = 1;; phase ^= 1) {
         barrier_wait(&shared.key_empty[stage], phase);
@@ -82,7 +82,7 @@ __device__ __forceinline__ void produce_keys(Shared& shared, const BackwardParam
 
 // ---- the producer: queries ----
 // Rows of query and dout, by one thread.
-__device__ __forceinline__ void produce_queries(Shared& shared, const BackwardParams& launch) {
+__device__ __forceinline__ void produce_queries(Shared& shared, const BackwardDkvParams& launch) {
     constexpr int BYTES = CHUNKS * BLOCK_Q * CHUNK_ROW_BYTES;
     const AttentionParams& p = launch.attention;
     const int group_heads = p.heads / p.kv_heads;
@@ -117,7 +117,7 @@ __device__ __forceinline__ void clear_row(ELEMENT* rows, int row) {
 
 // lse and delta of a step's queries, by a warp. Rows that see nothing, and those of the next sequence or super-tile, count
 // for nothing, whatever they hold: they become zeros.
-__device__ __forceinline__ void produce_statistics(Shared& shared, const BackwardParams& launch) {
+__device__ __forceinline__ void produce_statistics(Shared& shared, const BackwardDkvParams& launch) {
     const AttentionParams& p = launch.attention;
     const int lane = threadIdx.x & 31, group_heads = p.heads / p.kv_heads;
     PipelineState<STAGES> state;

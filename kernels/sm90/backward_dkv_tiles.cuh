@@ -11,13 +11,11 @@
 #include "common/key_tile.cuh"
 #include "common/params.cuh"
 #include "common/softmax.cuh"
+#include "sm90/backward_mma.cuh"
 #include "sm90/pipeline.cuh"
-#include "sm90/ptx.cuh"
 #include "sm90/swizzle.cuh"
 
-constexpr int CHUNKS = (HEAD_DIM + CHUNK_COLUMNS - 1) / CHUNK_COLUMNS;
 constexpr int QUERY_FRAGMENTS = BLOCK_Q / 16;
-constexpr int OUT_FRAGMENTS = DIM_FRAGMENTS <= 1 ? 1 : (DIM_FRAGMENTS + 1) / 2 * 2;  // columns of dk and dv, in wgmma's sizes
 constexpr int CONSUMER_THREADS = 256, THREADS = 128 + CONSUMER_THREADS;
 constexpr int KEY_STAGES = 2;
 constexpr int LOOKAHEAD = 10;  // steps before a tile's end at which the next ticket is taken and its keys are gathered
@@ -27,7 +25,7 @@ constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 static_assert(HEAD_DIM <= 128 && (KEYS == KEYS_LISTED || KEYS == KEYS_CONTIGUOUS), "what the kernel is made for");
 static_assert(!SEQUENCES || KEYS == KEYS_CONTIGUOUS, "lists of sequences come in smaller units");
 
-struct BackwardParams {
+struct BackwardDkvParams {
     TensorMap query, dout;
     AttentionParams attention;
     unsigned* tickets;  // one, 0 before

@@ -10,11 +10,10 @@
 //
 // Prelude: ELEMENT, HEAD_DIM (at most 128), HEADS (divides BLOCK_M), BLOCK_M, BLOCK_N, STAGES, KEYS, CAUSAL, BIAS (BIAS_NONE
 // or BIAS_OF_KEYS), SOFTCAP, SEQUENCES.
-#define BITS 0
 #include "sm90/backward_dq_consumer.cuh"
 #include "sm90/backward_dq_producer.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_dq(const __grid_constant__ QueryParams launch) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_dq(const __grid_constant__ BackwardDqParams launch) {
     wait_for_earlier_kernels();
     extern __shared__ unsigned char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory + (0u - shared_address(shared_memory)) % 1024);

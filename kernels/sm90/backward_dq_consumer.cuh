@@ -4,9 +4,6 @@
 #pragma once
 #include "sm90/backward_dq_tiles.cuh"
 
-struct True { static constexpr bool value = true; };
-struct False { static constexpr bool value = false; };
-
 // A consumer warp: 16 of its warpgroup's 64 rows, two of them a lane's.
 struct Consumer {
     Shared& shared;
@@ -16,7 +13,7 @@ struct Consumer {
     PipelineState<STAGES> keys;  // of the current block
     unsigned phase = 0;          // of the queries
     // of the current tile
-    unsigned query[DIM_FRAGMENTS][4], dout[DIM_FRAGMENTS][4];
+    unsigned query[ROW_STEPS][4], dout[ROW_STEPS][4];
     float lse[2], delta[2];  // lse in log 2 units
     int position[2];
     Fragment s[KEY_FRAGMENTS], dp[KEY_FRAGMENTS];  // of the current block: S, later P; dP, later dS
@@ -37,7 +34,7 @@ struct Consumer {
     __device__ __forceinline__ void begin_tile(const Tile& t) {
         delta[0] = delta[1] = 0.0f;
 #pragma unroll
-        for (int d = 0; d < DIM_FRAGMENTS; ++d) {
+        for (int d = 0; d < ROW_STEPS; ++d) {
             unsigned out[4];
             load_rows(query[d], shared.query, d);
             load_rows(dout[d], shared.dout, d);
@@ -64,52 +61,19 @@ struct Consumer {
             if ((lane & 3) == 0 && i < t.end_query)
                 p.delta[((long long)t.batch * p.heads + head) * p.query_length + i] = delta[r];
         }
-#pragma unroll
-        for (int d = 0; d < OUT_FRAGMENTS; ++d)
-#pragma unroll
-            for (int i = 0; i < 8; ++i) dq[d].x[i] = 0.0f;
-    }
-
-    // x = this warpgroup's rows . rows of a stage, as one group of MMAs.
-    __device__ __forceinline__ void multiply_rows(Fragment (&x)[KEY_FRAGMENTS], unsigned (&a)[DIM_FRAGMENTS][4],
-                                                  const ELEMENT* rows) {
-        const unsigned b = matrix_descriptor(rows, 0);
-#pragma unroll
-        for (int n = 0; n < KEY_FRAGMENTS; ++n)
-#pragma unroll
-            for (int i = 0; i < 8; ++i) x[n].x[i] = 0.0f;  // or what was there would be kept until now
-        pin(x);
-        pin(a);
-        wgmma_fence();
-#pragma unroll
-        for (int d = 0; d < DIM_FRAGMENTS; ++d)
-            Wgmma<KEY_FRAGMENTS>::template multiply<Major::K>(
-                x, a[d], moved(b, d / 4 * BLOCK_N * CHUNK_ROW_BYTES + d % 4 * 32), d > 0);
-        wgmma_commit();
+        clear(dq);
     }
 
     // S of the block at `keys`, when it has arrived.
     __device__ __forceinline__ void start_logits() {
         barrier_wait(&shared.key_full[keys.stage], keys.phase);
         shared_write_fence();  // what cp.async wrote, before wgmma reads it
-        multiply_rows(s, query, shared.key[keys.stage]);
+        multiply_rows<BLOCK_N>(s, query, shared.key[keys.stage]);
     }
 
-    __device__ __forceinline__ void start_dp() { multiply_rows(dp, dout, shared.value[keys.stage]); }
+    __device__ __forceinline__ void start_dp() { multiply_rows<BLOCK_N>(dp, dout, shared.value[keys.stage]); }
 
-    // dq += dS K for the block at `stage`.
-    __device__ __forceinline__ void start_dq(unsigned (&gradient)[KEY_FRAGMENTS][4], int stage) {
-        const unsigned b = matrix_descriptor(shared.key[stage], BLOCK_N * CHUNK_ROW_BYTES);
-        pin(dq);
-        pin(gradient);
-        wgmma_fence();
-#pragma unroll
-        for (int n = 0; n < KEY_FRAGMENTS; ++n)
-            Wgmma<OUT_FRAGMENTS>::template multiply<Major::MN>(dq, gradient[n], moved(b, n * 16 * CHUNK_ROW_BYTES), true);
-        wgmma_commit();
-    }
-
-    // The biases in log 2 units of this lane's two neighbouring keys in fragment n, k = 0 or 1.
+    // The biases of this lane's two neighbouring keys in fragment n, k = 0 or 1.
     __device__ __forceinline__ void load_biases(float (&x)[2], int n, int k) const {
         x[0] = x[1] = 0.0f;
         if (BIAS != BIAS_OF_KEYS) return;
@@ -146,22 +110,14 @@ struct Consumer {
                 const int slot = 16 * n + 2 * (lane & 3) + fragment_column(i), at = position[fragment_row(i)];
 #pragma unroll
                 for (int k = 0; k < 2; ++k) {
-                    bool seen = visible(at, shared.start[keys.stage][slot + k], shared.stop[keys.stage][slot + k]);
-                    if (CAUSAL && KEYS != KEYS_CONTIGUOUS) seen = seen && shared.index[keys.stage][slot + k] <= at;
-                    if (seen) continue;
+                    if (visible(at, shared.start[keys.stage][slot + k], shared.stop[keys.stage][slot + k])) continue;
                     s[n].x[i + k] = 0.0f;
                     dp[n].x[i + k] = 0.0f;
                 }
             }
     }
 
-    // The derivative of the softcap from what has become of the logit: 1 - tanh^2.
-    __device__ __forceinline__ float slope(float probability, float bias, float lower) const {
-        const float capped = (log2_fast(probability) + lower - bias * LOG2_E) * LN_2 / logit.cap;
-        return 1.0f - capped * capped;
-    }
-
-    // dS of the block as an operand.
+    // dS of the block as an operand. The logit that the softcap's derivative needs comes from p.
     __device__ __forceinline__ void differentiate(unsigned (&gradient)[KEY_FRAGMENTS][4]) {
 #pragma unroll
         for (int n = 0; n < KEY_FRAGMENTS; ++n) {
@@ -173,30 +129,33 @@ struct Consumer {
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const int r = fragment_row(i);
-                float ds = s[n].x[i] * (dp[n].x[i] - delta[r]);
-                if (SOFTCAP) ds = s[n].x[i] == 0.0f ? 0.0f : ds * slope(s[n].x[i], bias[i >> 2][i & 1], lse[r]);
+                const float probability = s[n].x[i];
+                float ds = probability * (dp[n].x[i] - delta[r]);
+                if (SOFTCAP) {
+                    const float capped = log2_fast(probability) + lse[r] - bias[i >> 2][i & 1] * LOG2_E;
+                    ds = probability == 0.0f ? 0.0f : ds * softcap_slope(capped, logit.cap);
+                }
                 dp[n].x[i] = ds;
             }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) gradient[n][i] = pack_pair(dp[n].x[2 * i], dp[n].x[2 * i + 1]);
         }
+        round(gradient, dp);
     }
 
-    // A block, whose p and dP are there; `Next`: another one of the tile follows, whose p and dP are there afterwards. No
+    // A block, whose p and dP are there; `more`: another one of the tile follows, whose p and dP are there afterwards. No
     // MMA is in flight between two calls, or the assembler would wait after each.
-    template <typename Next>
+    template <bool more>
     __device__ __forceinline__ void advance() {
         unsigned gradient[KEY_FRAGMENTS][4];
         const int stage = keys.stage;
         differentiate(gradient);
-        start_dq(gradient, stage);
+        accumulate(dq, gradient, shared.key[stage]);
         keys.advance();
-        if constexpr (Next::value) start_logits();
-        wgmma_wait<Next::value ? 1 : 0>();
+        if constexpr (more) start_logits();
+        wgmma_wait<more ? 1 : 0>();
         pin(dq);
         pin(gradient);
         barrier_arrive(&shared.key_empty[stage]);
-        if constexpr (Next::value) {
+        if constexpr (more) {
             start_dp();  // not earlier: dS, S and dP together are too many registers
             exponentiate();
         }
@@ -210,15 +169,9 @@ struct Consumer {
             if (i >= t.end_query) continue;
             ELEMENT* result = p.dquery + (((long long)t.batch * p.query_length + i) * p.heads + head) * HEAD_DIM;
             const bool sees = lse[r] != -infinity();
-#pragma unroll
-            for (int d = 0; d < OUT_FRAGMENTS; ++d)
-#pragma unroll
-                for (int k = 0; k < 2; ++k) {
-                    const int column = 16 * d + 8 * k + 2 * (lane & 3), at = 4 * k + 2 * r;
-                    if (column >= HEAD_DIM) continue;
-                    *reinterpret_cast<unsigned*>(result + column) =
-                        sees ? pack_pair(dq[d].x[at] * p.scale, dq[d].x[at + 1] * p.scale) : 0u;
-                }
+            for_each_pair(dq, r, p.scale, [&](int column, float low, float high) {
+                *reinterpret_cast<unsigned*>(result + column) = sees ? pack_pair(low, high) : 0u;
+            });
         }
     }
 
@@ -233,8 +186,8 @@ struct Consumer {
             start_dp();
             exponentiate();
 #pragma unroll 1
-            while ((shared.flags[keys.stage] & LAST) == 0) advance<True>();
-            advance<False>();
+            while ((shared.flags[keys.stage] & LAST) == 0) advance<true>();
+            advance<false>();
             write(t);
         }
     }

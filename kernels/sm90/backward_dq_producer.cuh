@@ -5,7 +5,7 @@
 #include "sm90/backward_dq_tiles.cuh"
 
 // Query, dout and out of a tile, with lse and its gradient of its rows; -inf where there is no row.
-__device__ __forceinline__ void produce_rows(Shared& shared, const QueryParams& launch, const Tile& t, int index,
+__device__ __forceinline__ void produce_rows(Shared& shared, const BackwardDqParams& launch, const Tile& t, int index,
                                              unsigned phase) {
     constexpr int BYTES = CHUNKS * BLOCK_M * CHUNK_ROW_BYTES;
     const AttentionParams& p = launch.attention;
@@ -22,31 +22,29 @@ __device__ __forceinline__ void produce_rows(Shared& shared, const QueryParams& 
         }
         barrier_arrive(&shared.query_full);
     }
-    for (int row = threadIdx.x; row < BLOCK_M; row += PRODUCER_THREADS) {
-        const int query = t.first_query + row / HEADS;
-        const bool exists = query < t.end_query;
-        const long long at = ((long long)t.batch * p.heads + t.first_head + row % HEADS) * p.query_length + query;
-        shared.lse[row] = exists ? p.lse[at] : -infinity();
-        shared.dlse[row] = exists && p.dlse != nullptr ? p.dlse[at] : 0.0f;
-    }
+    const int row = threadIdx.x, query = t.first_query + row / HEADS;  // there are as many threads as rows
+    const bool exists = query < t.end_query;
+    const long long at = ((long long)t.batch * p.heads + t.first_head + row % HEADS) * p.query_length + query;
+    shared.lse[row] = exists ? p.lse[at] : -infinity();
+    shared.dlse[row] = exists && p.dlse != nullptr ? p.dlse[at] : 0.0f;
     barrier_arrive(&shared.query_full);
 }
 
 // One block of keys, of which this lane knows one, or none: `key` of `exists`.
 __device__ __forceinline__ void produce_block(Shared& shared, int stage, const AttentionParams& p, const Tile& t,
                                               const KeySource& source, int key, bool exists) {
-    constexpr int PIECES = 2 * DIM_FRAGMENTS;  // of a row, 16 bytes each
+    constexpr int PIECES = 2 * ROW_STEPS;  // of a row, 16 bytes each
     const int lane = threadIdx.x & 31, first = threadIdx.x / 32 * WARP_KEYS;
+    const int slot = first + lane;
+    int start = !exists ? NEVER : CAUSAL ? key : INT_LOWEST;
     if (lane < WARP_KEYS) {
-        const int slot = first + lane;
 #if KEYS == KEYS_CONTIGUOUS
-        shared.start[stage][slot] = !exists ? NEVER : CAUSAL ? key : INT_LOWEST;
         shared.stop[stage][slot] = NEVER;
 #else
         // Zeros: nobody sees it.
-        copy_async_4(&shared.start[stage][slot], source.start + key, exists ? 4 : 0);
+        if (!CAUSAL) copy_async_4(&shared.start[stage][slot], source.start + key, exists ? 4 : 0);
         copy_async_4(&shared.stop[stage][slot], source.stop + key, exists ? 4 : 0);
-        if (CAUSAL) shared.index[stage][slot] = key;
+        if (CAUSAL && exists) start = max(key, source.start[key]);  // stored when the rows are under way
 #endif
 #if BIAS == BIAS_OF_KEYS
         copy_async_4(&shared.bias[stage][slot],
@@ -66,6 +64,7 @@ __device__ __forceinline__ void produce_block(Shared& shared, int stage, const A
         copy_async_16(piece_of<BLOCK_N>(shared.key[stage], first + row, piece), keys + from * p.key_row + column, valid);
         copy_async_16(piece_of<BLOCK_N>(shared.value[stage], first + row, piece), values + from * p.value_row + column, valid);
     }
+    if ((CAUSAL || KEYS == KEYS_CONTIGUOUS) && lane < WARP_KEYS) shared.start[stage][slot] = start;
     barrier_arrive_after_copies(&shared.key_full[stage]);
 }
 
@@ -110,7 +109,7 @@ __device__ __forceinline__ void produce_keys(Shared& shared, const AttentionPara
 
 // Tile after tile: the CTA's number is its first ticket, the others come from a counter, each taken while the tile before
 // is worked on.
-__device__ __forceinline__ void produce(Shared& shared, const QueryParams& launch) {
+__device__ __forceinline__ void produce(Shared& shared, const BackwardDqParams& launch) {
     const AttentionParams& p = launch.attention;
     PipelineState<STAGES> state;
     unsigned phase = 0;

@@ -3,12 +3,14 @@ found or asked for. Needs NVRTC and the CUDA headers, no GPU."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import struct
+from typing import Any
 
 import pytest
 
-from cupy_dma.backends.cuda.attention import flash_decode, sm90, sm90_tiles, split, tiles
+from cupy_dma.backends.cuda.attention import flash_decode, sm90, sm90_backward, sm90_tiles, split, tiles
 from cupy_dma.backends.cuda.decode import step
 from cupy_dma.backends.cuda.runtime import configs, jit
 from cupy_dma.backends.cuda.select import last_queries, prefix
@@ -241,15 +243,37 @@ def test_split_hopper_kernels_do_so_too(keys, causal, head_dim):
             int(listed or "bias" in keys), softcap, False, "float", False, not listed, True, False, split=True))
 
 
+@needs_compiler
+@pytest.mark.parametrize(("head_dim", "causal", "bias", "softcap"), [
+    case(head_dim, *rest, quick=(head_dim, *rest) in ((64, True, 1, False), (128, True, 1, True)))
+    for head_dim in (40, 64, 96, 128) for rest in itertools.product((False, True), (0, 1), (False, True))])
+def test_hopper_gradients_do_so_too(head_dim, causal, bias, softcap):
+    common = {"element": "__nv_bfloat16", "head_dim": head_dim, "causal": causal, "bias": bias, "softcap": softcap}
+    for keys, sequences in itertools.product(("KEYS_CONTIGUOUS", "KEYS_LISTED", "KEYS_SHARED"), (False, True)):
+        check_asynchronous(sm90_backward.HopperBackwardDqConfig(
+            **common, heads=2, block_m=sm90_backward.BLOCK_M, block_n=sm90_backward.dq_block_n(head_dim),
+            stages=sm90_backward.DQ_STAGES, keys=keys, sequences=sequences), allowed=256)
+    # Of 128 queries a step much is spilled, with a softcap most: 1064.
+    for keys, intervals, sequences in (("KEYS_CONTIGUOUS", False, False), ("KEYS_CONTIGUOUS", True, False),
+                                       ("KEYS_CONTIGUOUS", False, True), ("KEYS_LISTED", True, False)):
+        check_asynchronous(sm90_backward.HopperBackwardDkvConfig(
+            **common, block_q=sm90_backward.block_q(head_dim), stages=sm90_backward.STAGES, keys=keys,
+            intervals=intervals, sequences=sequences), allowed=1088 if head_dim <= 64 else 256)
+
+
 def check_hopper_kernel(config: sm90.HopperForwardConfig) -> None:
+    # The producer's, where it has 32 registers; its loop over whole blocks has few. A dense bias is in registers beside
+    # the logits; with a softcap there are all ways to compute it.
+    large, dense = config.block_m * config.block_n > 16384, config.bias == configs.BIAS_DENSE
+    check_asynchronous(config, allowed=2048 if config.softcap else 800 if large else 320 if dense else 256)
+
+
+def check_asynchronous(config: Any, allowed: int) -> None:
+    """The assembler waits for no MMA by itself; at most ``allowed`` bytes are spilled."""
     _, log = jit._run_nvrtc(config.prelude() + jit.source_text(config.source), config, "sm_90a")
     assert "Used" in log  # the assembler has spoken
     assert "serialized" not in log, f"{config}: {log}"
     assert config.shared_bytes <= 227 * 1024
-    # The producer's, where it has 32 registers; its loop over whole blocks has few. A dense bias is in registers beside
-    # the logits; with a softcap there are all ways to compute it.
-    large, dense = config.block_m * config.block_n > 16384, config.bias == configs.BIAS_DENSE
-    allowed = 2048 if config.softcap else 800 if large else 320 if dense else 256
     assert jit._read_resources(log)["spill_bytes"] <= allowed, config
 
 

@@ -30,13 +30,11 @@ THREADS = 384  # of either
 
 
 @dataclass(frozen=True)
-class HopperBackwardDqConfig(jit.Config):
-    source = "sm90/backward_dq.cu"
+class _Config(jit.Config):
+    """What both kernels are specialised in."""
+
     element: str
     head_dim: int
-    heads: int  # of a GQA group in one tile
-    block_m: int
-    block_n: int
     stages: int
     keys: str
     causal: bool
@@ -44,27 +42,27 @@ class HopperBackwardDqConfig(jit.Config):
     softcap: bool
     sequences: bool
 
+
+@dataclass(frozen=True)
+class HopperBackwardDqConfig(_Config):
+    source = "sm90/backward_dq.cu"
+    heads: int  # of a GQA group in one tile
+    block_m: int
+    block_n: int
+
     @property
     def shared_bytes(self) -> int:
         """Size of ``struct Shared`` in the kernel's files, rounded up, and room to align it."""
         rows = 3 * self.block_m + 2 * self.stages * self.block_n
-        return (1024 + blocks(self.head_dim, 64) * 128 * rows + self.stages * (16 * self.block_n + 32)
+        return (1024 + blocks(self.head_dim, 64) * 128 * rows + self.stages * (12 * self.block_n + 32)
                 + 8 * self.block_m + 96)
 
 
 @dataclass(frozen=True)
-class HopperBackwardDkvConfig(jit.Config):
+class HopperBackwardDkvConfig(_Config):
     source = "sm90/backward_dkv.cu"
-    element: str
-    head_dim: int
     block_q: int
-    stages: int
-    keys: str  # KEYS_CONTIGUOUS or KEYS_LISTED
     intervals: bool
-    causal: bool
-    bias: int  # BIAS_NONE or BIAS_OF_KEYS
-    softcap: bool
-    sequences: bool
 
     @property
     def shared_bytes(self) -> int:
