@@ -232,12 +232,11 @@ struct Consumer {
     }
 
     // The running max is initialised from the first `asked` fragments. For rows that may see few keys that is all of
-    // them, so m is their maximum and p exact for a row that sees one key. In the second pass too: values near the
-    // largest float32 need it.
+    // them, so m is their maximum and p exact for a row that sees one key.
     template <int fragments, int asked = fragments>
     __device__ __forceinline__ void exponentiate(const BlockInfo& block) {
         if (lacks_max) {
-            softmax.template init_max<asked>(s, logits.unit, block.is_full() && !shared.isolate_nonfinite);
+            softmax.template init_max<asked>(s, logits.unit, block.is_full());
             if (!softmax.max_is_zero()) polynomials = 0;
         }
         softmax.template exponentiate<fragments>(s, logits.unit, sum);
