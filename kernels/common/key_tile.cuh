@@ -18,6 +18,7 @@ struct KeyTile {
     int count;                     // keys it has
     int first;  // index of the first one in the list, or its row
     int first_query, end_query;    // queries that are looked at
+    int sequence;                  // SEQUENCES with KEYS_CONTIGUOUS; else 0
     int shift;                     // of a query's position from its row
     int first_fragment;            // of the columns of dk and dv
     const int* list;               // KEYS_LISTED: the super-tile's keys
@@ -67,6 +68,7 @@ __device__ __forceinline__ void find_in_sequences(KeyTile& t, const AttentionPar
     const RowTile keys = row_tile(key_first, key_end, n, BLOCK_N, block);
     t.first = keys.first;
     t.count = keys.end - keys.first;
+    t.sequence = keys.sequence;
     t.first_query = query_first[keys.sequence];
     t.end_query = query_end[keys.sequence];
     t.shift = INTERVALS ? 0 : key_end[keys.sequence] - t.end_query;  // masks have been moved to rows

@@ -8,10 +8,12 @@
 // gathers the keys of the next one.
 //   KEYS_CONTIGUOUS  dkey, dvalue, dbias are written directly
 //   KEYS_LISTED      sums over a super-tile's queries are written as rows of float32 (sm80/backward_reduce.cu adds them)
-// Every result has one writer and a fixed order of additions, whoever takes which ticket: the same bits on every run.
+//   DQUERY           dq, too, in one pass instead of two: dS K of each step is added to float32 sums in memory, in any
+//                    order (sm90/backward_dq_round.cu makes dquery of them)
+// All other results have one writer and a fixed order of additions, whoever takes which ticket: the same bits on every run.
 //
-// Prelude: ELEMENT, HEAD_DIM (at most 128), BLOCK_Q, STAGES (of queries), KEYS (KEYS_CONTIGUOUS or KEYS_LISTED), INTERVALS,
-// CAUSAL, BIAS (BIAS_NONE or BIAS_OF_KEYS), SOFTCAP, SEQUENCES (with KEYS_CONTIGUOUS).
+// Prelude: ELEMENT, HEAD_DIM (at most 128), BLOCK_Q, STAGES (of queries), KEY_STAGES (1 or 2), KEYS (KEYS_CONTIGUOUS or
+// KEYS_LISTED), INTERVALS, CAUSAL, BIAS (BIAS_NONE or BIAS_OF_KEYS), SOFTCAP, SEQUENCES and DQUERY (with KEYS_CONTIGUOUS).
 #include "sm90/backward_dkv_consumer.cuh"
 #include "sm90/backward_dkv_producer.cuh"
 
@@ -30,18 +32,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_dkv(const __gr
             barrier_init(&shared.ready[i], 32);
             barrier_init(&shared.query_empty[i], CONSUMER_THREADS);
         }
+#if DQUERY
+        for (int i = 0; i < 2; ++i) {
+            barrier_init(&shared.ds_full[i], CONSUMER_THREADS);
+            barrier_init(&shared.ds_empty[i], CONSUMER_THREADS);
+        }
+#endif
         barrier_init_fence();
     }
     __syncthreads();
     const int warp = threadIdx.x / 32;
     if (warp >= 4) {
         grow_registers<CONSUMER_REGISTERS>();
-        Consumer consumer(shared, launch.attention);
+        Consumer consumer(shared, launch);
         consumer.run();
         return;
     }
     shrink_registers<PRODUCER_REGISTERS>();
-    if (warp >= KEY_WARP) produce_keys(shared, launch, warp - KEY_WARP);
+    if (warp >= KEY_WARP && warp < KEY_WARP + KEY_STAGES) produce_keys(shared, launch, warp - KEY_WARP);
     else if (warp == STATISTICS_WARP) produce_statistics(shared, launch);
-    else if (threadIdx.x % 32 == 0) produce_queries(shared, launch);
+    else if (warp == QUERY_WARP && threadIdx.x % 32 == 0) produce_queries(shared, launch);
 }

@@ -7,14 +7,17 @@
 // A consumer warp: 16 of its warpgroup's 64 keys, two of them a lane's.
 struct Consumer {
     Shared& shared;
+    const BackwardDkvParams& launch;
     const AttentionParams& p;
     const int half, lane, first_row;  // of the tile
     const LogitScale logit;
     PipelineState<STAGES> queries;  // of the current step
+    PipelineState<2> ds;            // DQUERY
     // of the current tile
     unsigned keys, values;  // descriptors of this warpgroup's rows
     QueryRange range;
     int shift, steps;
+    int stage;  // of its keys
     int start[2], stop[2];
     float bias[2];
     // of the current step
@@ -24,9 +27,9 @@ struct Consumer {
     Fragment dk[OUT_FRAGMENTS], dv[OUT_FRAGMENTS];
     float dbias[2];
 
-    __device__ __forceinline__ Consumer(Shared& shared, const AttentionParams& p)
-        : shared(shared), p(p), half(threadIdx.x / 128 - 1), lane(threadIdx.x & 31),
-          first_row(half * 64 + threadIdx.x / 32 % 4 * 16), logit(p.scale, p.softcap) {}
+    __device__ __forceinline__ Consumer(Shared& shared, const BackwardDkvParams& launch)
+        : shared(shared), launch(launch), p(launch.attention), half(threadIdx.x / 128 - 1), lane(threadIdx.x & 31),
+          first_row(half * 64 + threadIdx.x / 32 % 4 * 16), logit(launch.attention.scale, launch.attention.softcap) {}
 
     __device__ __forceinline__ int row(int r) const { return first_row + lane / 4 + 8 * r; }
 
@@ -36,6 +39,13 @@ struct Consumer {
         range = facts.queries;
         shift = facts.tile.shift;
         steps = facts.steps;
+        this->stage = stage;
+#if DQUERY
+        const KeyTile& t = facts.tile;
+        const long long head = (long long)t.batch * p.heads + t.group * (p.heads / p.kv_heads);
+        if (threadIdx.x % 128 == 0)
+            shared.sums[half] = launch.dquery_sums + (head * launch.query_units + facts.first_unit) * DQ_UNIT + half * DQ_HALF;
+#endif
         step = 0;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -65,10 +75,26 @@ struct Consumer {
         load_shared_pair(x[0], x[1], shared_address(statistics + 16 * n + 8 * k + 2 * (lane & 3)));
     }
 
-    // Waits for both; s becomes p.
-    __device__ __forceinline__ void exponentiate() {
+    // Whether some pair of the step may be hidden.
+    __device__ __forceinline__ bool is_masked() const {
         const int query = range.begin + step * BLOCK_Q;
-        const bool masked = query < range.full_begin || query + BLOCK_Q > range.full_end;
+        return query < range.full_begin || query + BLOCK_Q > range.full_end;
+    }
+
+    // Sets those of hidden pairs to 0.
+    __device__ __forceinline__ void hide(Fragment (&x)[QUERY_FRAGMENTS]) const {
+        const int position = range.begin + step * BLOCK_Q + shift + 2 * (lane & 3);
+#pragma unroll
+        for (int n = 0; n < QUERY_FRAGMENTS; ++n)
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                if (!visible(position + 16 * n + fragment_column(i), start[fragment_row(i)], stop[fragment_row(i)]))
+                    x[n].x[i] = 0.0f;
+    }
+
+    // Waits for S, issued before the last group of MMAs; it becomes P.
+    __device__ __forceinline__ void exponentiate() {
+        const bool masked = is_masked();
         wgmma_wait<1>();
         pin(s);
 #pragma unroll
@@ -82,18 +108,73 @@ struct Consumer {
                 s[n].x[i] = exp2_fast(SOFTCAP ? logit(s[n].x[i], own) + lower : logit(s[n].x[i], lower + own));
             }
         }
-        if (masked) {
-            const int position = query + shift + 2 * (lane & 3);
-#pragma unroll
-            for (int n = 0; n < QUERY_FRAGMENTS; ++n)
-#pragma unroll
-                for (int i = 0; i < 8; ++i)
-                    if (!visible(position + 16 * n + fragment_column(i), start[fragment_row(i)], stop[fragment_row(i)]))
-                        s[n].x[i] = 0.0f;
-        }
+        if (masked) hide(s);
+    }
+
+    // For dq a value that is not finite must not reach the queries that do not see it.
+    __device__ __forceinline__ void wait_dp() {
+        const bool masked = DQUERY && is_masked();
         wgmma_wait<0>();
         pin(dp);
+        if (masked) hide(dp);
     }
+
+#if DQUERY
+    // Shares dS with the other warpgroup.
+    __device__ __forceinline__ void share(const unsigned (&gradient)[QUERY_FRAGMENTS][4]) {
+        barrier_wait(&shared.ds_empty[ds.stage], ds.phase ^ 1);
+#pragma unroll
+        for (int c = 0; c < BLOCK_Q / 64; ++c) {
+            const unsigned corner = shared_address(piece_of<BLOCK_N>(
+                shared.ds[ds.stage] + c * BLOCK_N * CHUNK_COLUMNS, first_row + lane % 16, lane / 16));
+#pragma unroll
+            for (int n = 0; n < 4; ++n) store_matrices(corner ^ 32 * n, gradient[4 * c + n]);
+        }
+        shared_write_fence();
+        barrier_arrive(&shared.ds_full[ds.stage]);
+    }
+
+    // Issues this warpgroup's half of dS^T K.
+    __device__ __forceinline__ void start_dq(Fragment (&dq)[DQ_FRAGMENTS]) {
+        constexpr int A_BYTES = DQ_BY_ROWS ? BLOCK_N * CHUNK_ROW_BYTES : 0;
+        constexpr int B_BYTES = DQ_BY_ROWS ? 0 : CHUNKS == 2 ? BLOCK_N * CHUNK_ROW_BYTES : 32 * DQ_FRAGMENTS;
+        const unsigned a = moved(matrix_descriptor(shared.ds[ds.stage], 0), half * A_BYTES);
+        const unsigned b = moved(matrix_descriptor(shared.key[stage], 0), half * B_BYTES);
+        clear(dq);
+        pin(dq);
+        barrier_wait(&shared.ds_full[ds.stage], ds.phase);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < BLOCK_N / 16; ++k)
+            Wgmma<DQ_FRAGMENTS>::template multiply<Major::MN, Major::MN>(dq, moved(a, k * 16 * CHUNK_ROW_BYTES),
+                                                                         moved(b, k * 16 * CHUNK_ROW_BYTES), k > 0);
+        wgmma_commit();
+    }
+
+    // Adds it to the sums of the step that has just ended.
+    __device__ __forceinline__ void add_dq(const Fragment (&dq)[DQ_FRAGMENTS]) {
+        const int thread = threadIdx.x & 127;
+        if (thread == 0) bulk_wait_read();
+        named_barrier(SUMS_BARRIER + half, 128);
+#pragma unroll
+        for (int n = 0; n < DQ_FRAGMENTS; ++n)
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+                reinterpret_cast<float4*>(shared.dq[half])[(2 * n + k) * 128 + thread] =
+                    make_float4(dq[n].x[4 * k], dq[n].x[4 * k + 1], dq[n].x[4 * k + 2], dq[n].x[4 * k + 3]);
+        shared_write_fence();
+        named_barrier(SUMS_BARRIER + half, 128);
+        if (thread == 0) {
+            const bool last = step == 0;  // of its head; its upper half may belong to others
+            float* const sums = shared.sums[half];
+            if (!DQ_BY_ROWS || !last || half == 0 || (range.end - range.begin - 1) % BLOCK_Q >= 64) {
+                bulk_reduce_add(sums, shared.dq[half], 4 * DQ_HALF);
+                bulk_commit();
+            }
+            shared.sums[half] = sums + 2 * DQ_HALF + (last ? launch.query_units * DQ_UNIT - 2 * DQ_HALF * steps : 0);
+        }
+    }
+#endif
 
     // dp becomes the gradient of q . k / scale; dbias grows. The logit that the softcap's derivative needs comes from p.
     __device__ __forceinline__ void differentiate() {
@@ -131,6 +212,9 @@ struct Consumer {
             step = 0;
             write_bias(t, h);
         }
+#if DQUERY
+        share(gradient);
+#endif
         const int stage = queries.stage;
         accumulate(dv, probability, shared.dout[stage]);
         accumulate(dk, gradient, shared.query[stage]);
@@ -142,10 +226,24 @@ struct Consumer {
         pin(probability);
         pin(gradient);
         barrier_arrive(&shared.query_empty[stage]);
+#if DQUERY
+        Fragment dq[DQ_FRAGMENTS];
+        start_dq(dq);
+        if constexpr (more) exponentiate();
+        wgmma_wait<0>();
+        pin(dq);
+        barrier_arrive(&shared.ds_empty[ds.stage]);
+        ds.advance();
+        if constexpr (more) start_dp();
+        add_dq(dq);
+        if constexpr (more) wait_dp();
+#else
         if constexpr (more) {
             start_dp();
             exponentiate();
+            wait_dp();
         }
+#endif
     }
 
     // dbias of one head, if it is wanted; it begins anew. (It is summed in any case: where this branch is missing, the
@@ -194,6 +292,7 @@ struct Consumer {
             start_logits();
             start_dp();
             exponentiate();
+            wait_dp();
             int h = 0;
 #pragma unroll 1
             for (int i = 1; i < total; ++i) {
@@ -203,6 +302,7 @@ struct Consumer {
             }
             advance<false>(t, h);
         }  // else the host has set dbias to zeros
+        if (KEY_STAGES == 1) release(stage);
         write(t, dv, p.dvalue, p.partial_value, 1.0f);
         write(t, dk, p.dkey, p.partial_key, p.scale);
     }
@@ -218,12 +318,15 @@ struct Consumer {
             if (shared.facts[ring.stage].steps == END) {
                 release(stale);
                 stale = -1;
-                if (ring.end()) return;
+                if (ring.end()) break;
                 continue;
             }
             run_tile(ring.stage, shared.facts[ring.stage], stale);
-            stale = ring.stage;
+            if (KEY_STAGES > 1) stale = ring.stage;
             ring.advance();
         }
+#if DQUERY
+        if (threadIdx.x % 128 == 0) bulk_wait();
+#endif
     }
 };

@@ -31,17 +31,19 @@ __device__ __forceinline__ void load_facts(KeyFacts& facts, const AttentionParam
         facts.bias[i] = bias;
     }
     __syncwarp();
-    const QueryRange queries = find_queries(facts.start, facts.stop, t);
+    QueryRange queries = find_queries(facts.start, facts.stop, t);
+    if (DQUERY) queries.begin -= (queries.begin - t.first_query) % UNIT_QUERIES;
     if (lane == 0) {
         facts.tile = t;
         facts.queries = queries;
         facts.steps = max(0, (queries.end - queries.begin + BLOCK_Q - 1) / BLOCK_Q);
+        facts.first_unit = unit_of(t.first_query, t.sequence) + (queries.begin - t.first_query) / UNIT_QUERIES;
     }
 }
 
 // Rows of keys and values; zeros for a key that nobody sees, whatever it holds.
 __device__ __forceinline__ void load_rows(Shared& shared, int stage, const AttentionParams& p, const KeyTile& t) {
-    constexpr int PIECES = 2 * ROW_STEPS;  // 16 bytes each
+    constexpr int PIECES = DQUERY ? 8 * CHUNKS : 2 * ROW_STEPS;  // 16 bytes each; dq is made in whole chunks
     const KeyFacts& facts = shared.facts[stage];
     const ELEMENT* keys = p.key + t.batch * p.key_batch + t.group * p.key_head;
     const ELEMENT* values = p.value + t.batch * p.value_batch + t.group * p.value_head;

@@ -16,8 +16,13 @@
 #include "sm90/swizzle.cuh"
 
 constexpr int QUERY_FRAGMENTS = BLOCK_Q / 16;
+// DQUERY: a warpgroup makes half of a step's dq: 64 of 128 queries, or half of the columns of 64.
+constexpr bool DQ_BY_ROWS = BLOCK_Q == 128;
+constexpr int DQ_FRAGMENTS = DQ_BY_ROWS ? OUT_FRAGMENTS : CHUNKS == 2 ? 4 : OUT_FRAGMENTS == 4 ? 2 : 1;
+constexpr int DQ_HALF = 64 * 16 * DQ_FRAGMENTS;  // elements
+constexpr int UNIT_QUERIES = 64, DQ_UNIT = DQ_BY_ROWS ? DQ_HALF : 2 * DQ_HALF;
+enum : int { SUMS_BARRIER = 1 };  // named barriers, one of each warpgroup
 constexpr int CONSUMER_THREADS = 256, THREADS = 128 + CONSUMER_THREADS;
-constexpr int KEY_STAGES = 2;
 constexpr int LOOKAHEAD = 10;  // steps before a tile's end at which the next ticket is taken and its keys are gathered
 // Warps of the producer; a warp each for the two stages of keys.
 constexpr int QUERY_WARP = 0, STATISTICS_WARP = 1, KEY_WARP = 2;
@@ -30,7 +35,12 @@ struct BackwardDkvParams {
     AttentionParams attention;
     unsigned* tickets;  // one, 0 before
     int tiles;
+    int query_units;      // DQUERY: units of queries of a head
+    float* dquery_sums;  // (batch, heads, query_units, DQ_UNIT), 0 before; halves in the order of their accumulators
 };
+
+// Where the units of a sequence begin (or of a super-tile, or of all queries: sequence 0).
+__device__ __forceinline__ int unit_of(int first_query, int sequence) { return first_query / UNIT_QUERIES + sequence; }
 
 // What is known of a tile's keys.
 struct KeyFacts {
@@ -39,6 +49,7 @@ struct KeyFacts {
     KeyTile tile;
     QueryRange queries;
     int steps;  // of one head; END: there are no more tiles
+    int first_unit;  // DQUERY: the first one's, among the head's
 };
 constexpr int END = -1;
 
@@ -49,6 +60,12 @@ struct Shared {
     ELEMENT dout[STAGES][CHUNKS * BLOCK_Q * CHUNK_COLUMNS];
     float lse[STAGES][BLOCK_Q];  // -lse * log2(e); -inf: a row that counts for nothing
     float delta[STAGES][BLOCK_Q];
+#if DQUERY
+    ELEMENT ds[2][BLOCK_N * BLOCK_Q];  // rows are keys
+    float dq[2][DQ_HALF];              // of each warpgroup
+    float* sums[2];                    // of dq of the current step; each for one thread
+    Barrier ds_full[2], ds_empty[2];
+#endif
     KeyFacts facts[KEY_STAGES];
     Barrier key_full[KEY_STAGES], key_empty[KEY_STAGES];
     Barrier query_landed[STAGES], dout_landed[STAGES];  // by TMA; a stage's rows and statistics, too, when it is ready
@@ -56,8 +73,8 @@ struct Shared {
     Barrier query_empty[STAGES];  // both kinds of rows, and statistics
 };
 
-// The stages of keys in turn. A stage that has ended keeps its phase; the other one has at most one tile more, whose ticket
-// was taken earlier.
+// The stages of keys in turn. A stage that has ended keeps its phase; the other one, if there are two, has at most one tile
+// more, whose ticket was taken earlier.
 struct KeyRing {
     int stage = 0;
     unsigned phases = 0;  // a bit a stage
@@ -67,14 +84,14 @@ struct KeyRing {
 
     __device__ __forceinline__ void advance() {
         phases ^= 1u << stage;
-        stage ^= 1;
+        stage = (stage + 1) % KEY_STAGES;
     }
 
     // The tile at this stage is none; whether that has been so before.
     __device__ __forceinline__ bool end() {
-        const bool all = ended;
+        const bool all = ended || KEY_STAGES == 1;
         ended = true;
-        stage ^= 1;
+        stage = (stage + 1) % KEY_STAGES;
         return all;
     }
 };

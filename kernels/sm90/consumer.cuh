@@ -144,7 +144,7 @@ struct Consumer {
     // stage.
     __device__ __forceinline__ void release_queries() const {
 #if OUT_TMA
-        tma_store_wait_read();
+        bulk_wait_read();
         __syncwarp();
 #elif QUERY_TMA
         shared_write_fence();  // TMA may overwrite these rows
@@ -165,7 +165,7 @@ struct Consumer {
     __device__ __forceinline__ void drain() const {
         if (warpgroup() == 0) ping_pong_wait();
 #if OUT_TMA
-        tma_store_wait();
+        bulk_wait();
 #endif
     }
 

@@ -16,7 +16,7 @@ __device__ __forceinline__ void copy_rows(const ForwardParams& launch, const Out
     for (int chunk = 0; chunk < CHUNKS; ++chunk)
         tma_store(&launch.out, staging + (chunk * BLOCK_M + first_row) * CHUNK_COLUMNS, chunk * CHUNK_COLUMNS, t.first_head,
                   t.first_query + first_row / HEADS, t.batch);
-    tma_store_commit();
+    bulk_commit();
 }
 #else
 // Row `row` of a tile's output, whose first row is at `first`: query by query, within a query head by head.

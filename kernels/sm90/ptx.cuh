@@ -98,13 +98,21 @@ __device__ __forceinline__ void tma_store(const TensorMap* map, const void* shar
                  ::"l"(map), "r"(shared_address(shared)), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
 }
 
-__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// cp.reduce.async.bulk: adds floats in shared memory to those in memory, when the group it is committed with comes to it.
+// Addresses and bytes are multiples of 16.
+__device__ __forceinline__ void bulk_reduce_add(float* global, const float* shared, int bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+                 ::"l"(global), "r"(shared_address(shared)), "r"(bytes) : "memory");
+}
+
+// The thread's TMA stores and bulk reductions so far, those that are in no group yet, become one.
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Waits until these are in memory.
-__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Waits until these have been read from shared memory.
-__device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // prefetch.global.L2: fetches the line that holds this address into L2.
 __device__ __forceinline__ void prefetch_line(const void* global) {

@@ -136,7 +136,7 @@ extern "C" __global__ void reductions(const Sums p) {
     reduce_add_4(p.out + 4 * threadIdx.x, make_float4(1.0f, 2.0f, 3.0f, 4.0f));
     bulk_reduce_add(p.out + 4 * (31 - threadIdx.x), rows[threadIdx.x], 16);
     bulk_commit();
-    bulk_wait<0>();
+    bulk_wait();
 }
 
 struct Conversions {
@@ -383,7 +383,7 @@ extern "C" __global__ void store_not_waited(const Arguments p) {
     __syncwarp();
     const TensorMap map = row_of_input({nullptr, p.out, 0});
     if (threadIdx.x == 0) tma_store(&map, shared_memory, 0, 0, 0, 0);  // (at store_not_waited)
-    tma_store_wait();  // for what has been committed
+    bulk_wait();  // for what has been committed
 }
 
 // ---- memory ----

@@ -61,7 +61,7 @@ inline unsigned take_ticket(unsigned* counter, unsigned last, Where w = caller()
     return atomic_change(counter, w, [last](unsigned y) -> unsigned { return y >= last ? 0 : y + 1; });
 }
 
-// Twins of instructions that the kernels do not use yet; arch.cuh gets their PTX when they do.
+// The twin of an instruction that the kernels do not use yet; arch.cuh gets its PTX when they do.
 
 // red.global.add.v4.f32
 inline void reduce_add_4(float* global, float4 x, Where w = caller()) {
@@ -70,15 +70,4 @@ inline void reduce_add_4(float* global, float4 x, Where w = caller()) {
     atomicAdd(global + 1, x.y, w);
     atomicAdd(global + 2, x.z, w);
     atomicAdd(global + 3, x.w, w);
-}
-
-// cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32, its commit_group and wait_group
-inline void bulk_reduce_add(float* global, const float* shared, int bytes, Where w = caller()) {
-    machine_bulk_reduce(global, shared, bytes, w);
-}
-inline void bulk_commit() { machine_bulk_commit(); }
-
-template <int pending>
-inline void bulk_wait() {
-    machine_bulk_wait(pending);
 }

@@ -72,9 +72,18 @@ inline void tma_store(const TensorMap* map, const void* shared, int x0, int x1, 
     const int at[] = {x0, x1, x2, x3};
     machine_tma_store(map, shared, at, 4, w);
 }
-inline void tma_store_commit() { machine_tma_store_commit(); }
-inline void tma_store_wait() { machine_tma_store_wait(); }
-inline void tma_store_wait_read() { machine_tma_store_wait(); }
+inline void bulk_reduce_add(float* global, const float* shared, int bytes, Where w = caller()) {
+    machine_bulk_reduce(global, shared, bytes, w);
+}
+inline void bulk_commit() {
+    machine_tma_store_commit();
+    machine_bulk_commit();
+}
+inline void bulk_wait() {
+    machine_tma_store_wait();
+    machine_bulk_wait(0);
+}
+inline void bulk_wait_read() { bulk_wait(); }
 
 // ---- barriers ----
 inline void barrier_init(Barrier* barrier, int count, Where w = caller()) {

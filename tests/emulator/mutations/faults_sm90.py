@@ -34,7 +34,7 @@ FAULTS = [
           "sm90[causal]"),
     Fault("probabilities are replaced while they are multiplied", "sm90/forward.cu",
           "    c.commit_block(block);\n    c.wait_output();\n", "    c.commit_block(block);\n", "sm90[lists]"),
-    Fault("queries overwrite an output that is being stored", "sm90/consumer.cuh", "        tma_store_wait_read();\n",
+    Fault("queries overwrite an output that is being stored", "sm90/consumer.cuh", "        bulk_wait_read();\n",
           "", "sm90[causal]"),
     Fault("no __syncwarp before rows of output are copied", "sm90/epilogue.cuh",
           "    shared_write_fence();\n    __syncwarp();\n    if (lane_now() != 0)", "    if (lane_now() != 0)",

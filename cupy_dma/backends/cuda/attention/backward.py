@@ -1,4 +1,5 @@
 """Gradients of the attention on the device (SPEC section 6): two passes, no atomics, the same bits on every run.
+(On Hopper GPUs dq has not, unless ``deterministic`` is asked for: it is added up in one pass with the others.)
 
 1. ``backward_preprocess``: ``delta_i = dout_i . out_i - dlse_i``.
 2. ``backward_dq``: dq, query-major, over the same key lists as the forward.
@@ -114,18 +115,24 @@ class _Backward:
             "dout_row": dout.strides[1], "dout_head": dout.strides[2], "out": out.pointer,
             "out_batch": out.strides[0], "out_row": out.strides[1], "out_head": out.strides[2],
             **{name: self.library.pointer(array) for name, array in results.items() if array is not None}}
-        if self.hopper_query:  # it makes delta, too
+        one_pass = self._one_pass()
+        if self.hopper_query and not one_pass:  # it makes delta, too
             sm90_backward.launch_dq(self.runtime, call, self.problem, fields)
         else:
             _preprocess_kernel(self.runtime, self.device.index, self.element, self.query.shape[3], self.vector).launch(
                 blocks(batch * query_length * heads, REDUCE_WARPS), REDUCE_THREADS, self.problem.pack(None, **fields),
                 self.stream)
-            if "query" in call.needs:
+            if "query" in call.needs and not one_pass:
                 self._query_gradient(fields)
         if any(self.wanted):
-            self._key_gradients(fields)
+            self._key_gradients(fields, one_pass)
         if self.dense_bias and not self._bias_is_own():
             self._bias_gradient(fields)
+
+    def _one_pass(self) -> bool:
+        """Whether the Hopper key pass adds up the gradient of the queries, too, in any order."""
+        return (self.hopper_keys and "query" in self.call.needs and any(self.wanted)
+                and not self.call.forward.deterministic)
 
     def _bias_is_own(self) -> bool:
         """Whether every pair of every head has a bias of its own, so that the query pass can write its gradient."""
@@ -193,7 +200,7 @@ class _Backward:
             self.supers = super_lists(self.runtime, problem.mask, query_length, block_n, problem.causal, self.stream,
                                       self.sequences)
 
-    def _key_gradients(self, fields: dict[str, Any]) -> None:
+    def _key_gradients(self, fields: dict[str, Any], one_pass: bool) -> None:
         problem, bits = self.problem, self.dense is not None
         batch, key_length, kv_heads, head_dim = self.key.shape
         lists, entries, partial = self._lists()
@@ -203,7 +210,7 @@ class _Backward:
                     for (name, size), wanted in zip(sizes.items(), self.wanted) if wanted and partial}
         fields = {**fields, **lists, **{name: self.library.pointer(array) for name, array in partials.items()}}
         if self.hopper_keys:
-            sm90_backward.launch_dkv(self.runtime, self.call, problem, self.supers, fields)
+            sm90_backward.launch_dkv(self.runtime, self.call, problem, self.supers, fields, one_pass)
         else:
             self._portable_key_gradients(fields, entries)
         if entries:

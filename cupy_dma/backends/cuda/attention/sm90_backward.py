@@ -1,6 +1,7 @@
 """The gradients on Hopper GPUs (``kernels/sm90/backward_dq.cu`` and ``backward_dkv.cu``), with warpgroup MMAs (wgmma):
 of queries query-major over the key lists of tiles; of keys, values and key biases key-stationary over the same
-super-tile lists as the portable kernel.
+super-tile lists as the portable kernel. Where results need not be deterministic the key-stationary kernel makes all of
+them in one pass, with five products instead of seven.
 
 They serve 16-bit elements in aligned rows of at most 128 columns without a dense mask or bias; the portable kernels do
 the rest and give the same numbers within rounding.
@@ -17,16 +18,17 @@ from cupy_dma.backends.cuda.attention.tma import queries_map
 from cupy_dma.backends.cuda.lists.intervals import SuperLists
 from cupy_dma.backends.cuda.lists.varlen import tile_count
 from cupy_dma.backends.cuda.runtime import jit
-from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE, ELEMENTS, blocks
+from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE, BIAS_NONE, ELEMENTS, blocks
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
 
 if TYPE_CHECKING:
     from cupy_dma.calls.types import AttentionBackwardCall
 
 MAX_HEAD_DIM = 128
-BLOCK_N, KEY_STAGES, STAGES = 128, 2, 2  # of backward_dkv.cu: keys of a tile; stages of keys and of queries
+BLOCK_N, STAGES = 128, 2  # of backward_dkv.cu: keys of a tile; stages of queries
 BLOCK_M, DQ_STAGES = 128, 3  # of backward_dq.cu: rows of a tile, stages of keys
 THREADS = 384  # of either
+UNIT_QUERIES, ROUND_THREADS = 64, 256  # of backward_dq_round.cu
 
 
 @dataclass(frozen=True)
@@ -62,14 +64,22 @@ class HopperBackwardDqConfig(_Config):
 class HopperBackwardDkvConfig(_Config):
     source = "sm90/backward_dkv.cu"
     block_q: int
+    key_stages: int
     intervals: bool
+    dquery: bool
 
     @property
     def shared_bytes(self) -> int:
         """As above."""
-        rows = 2 * KEY_STAGES * BLOCK_N + 2 * self.stages * self.block_q
-        return (1024 + blocks(self.head_dim, 64) * 128 * rows + 8 * self.stages * self.block_q
-                + KEY_STAGES * (16 * BLOCK_N + 128) + 256)
+        rows = 2 * self.key_stages * BLOCK_N + 2 * self.stages * self.block_q
+        dquery = 4 * BLOCK_N * self.block_q + 4 * self.block_q // UNIT_QUERIES * unit_sums(self.head_dim) + 64 if self.dquery else 0
+        return (1024 + blocks(self.head_dim, 64) * 128 * rows + 8 * self.stages * self.block_q + dquery
+                + self.key_stages * (16 * BLOCK_N + 128) + 256)
+
+
+@dataclass(frozen=True)
+class HopperBackwardRoundConfig(HopperBackwardDkvConfig):
+    source = "sm90/backward_dq_round.cu"
 
 
 def _serves(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, vector: bool) -> bool:
@@ -98,6 +108,11 @@ def block_q(head_dim: int) -> int:
     return 128 if head_dim <= 64 else 64
 
 
+def unit_sums(head_dim: int) -> int:
+    """Float32 sums of dq of ``UNIT_QUERIES`` queries, ``DQ_UNIT`` in the kernel's files."""
+    return UNIT_QUERIES * (128 if head_dim > 64 else 16 if head_dim <= 16 else 32 * blocks(head_dim, 32))
+
+
 def dq_block_n(head_dim: int) -> int:
     """Keys of a block of ``launch_dq``."""
     return 128 if head_dim <= 64 else 64
@@ -123,21 +138,30 @@ def launch_dq(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, f
 
 
 def launch_dkv(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, supers: SuperLists | None,
-               fields: dict[str, Any]) -> None:
-    """Writes the gradients of keys, values and bias, or with ``supers`` their sums over super-tiles; ``fields``: what
-    the call's launches share, and where those sums go."""
+               fields: dict[str, Any], one_pass: bool = False) -> None:
+    """Writes the gradients of keys, values and bias, or with ``supers`` their sums over super-tiles; ``one_pass``: and
+    that of queries, from ``delta``. ``fields``: what the call's launches share, and where those sums go."""
     query, key = call.forward.query, call.forward.key
     batch, key_length, kv_heads, head_dim = key.shape
     library, device = query.library, query.device
     kernel = _dkv_kernel(runtime, device.index, ELEMENTS[query.dtype], head_dim,
                          "KEYS_CONTIGUOUS" if supers is None else "KEYS_LISTED", problem.mask is not None,
-                         problem.causal, problem.bias_kind, call.forward.softcap > 0.0, problem.count > 0)
+                         problem.causal, problem.bias_kind, call.forward.softcap > 0.0, problem.count > 0, one_pass)
     tiles = batch * kv_heads * (tile_count(key_length, BLOCK_N, problem.count) if supers is None
                                 else supers.entries // BLOCK_N)
+    query_units = tile_count(query.shape[1], UNIT_QUERIES, problem.count)
+    units = batch * query.shape[2] * query_units
     tickets = library.full((1,), 0, "int32", device)
+    sums, stream = None, library.stream(device)
+    if one_pass:
+        sums = library.full((units * unit_sums(head_dim),), 0.0, "float32", device)
     params = problem.pack(None, **fields) + _tickets(library.pointer(tickets), tiles)
-    kernel.launch(min(tiles, runtime.num_sms(device.index)), THREADS,
-                  _packed(_maps(call, block_q(head_dim), 1), params), library.stream(device), pdl=False)
+    params += query_units.to_bytes(4, "little") + (library.pointer(sums) if one_pass else 0).to_bytes(8, "little")
+    packed = _packed(_maps(call, block_q(head_dim), 1), params)
+    kernel.launch(min(tiles, runtime.num_sms(device.index)), THREADS, packed, stream, pdl=False)
+    if one_pass:
+        _round_kernel(runtime, device.index, ELEMENTS[query.dtype], head_dim, problem.count > 0).launch(
+            units, ROUND_THREADS, packed, stream)
 
 
 def _maps(call: AttentionBackwardCall, queries: int, heads: int, out: bool = False) -> bytes | None:
@@ -169,8 +193,17 @@ def _dq_kernel(runtime: Runtime, index: int, element: str, head_dim: int, heads:
 
 @functools.cache
 def _dkv_kernel(runtime: Runtime, index: int, element: str, head_dim: int, keys: str, intervals: bool, causal: bool,
-                bias: int, softcap: bool, sequences: bool) -> LoadedKernel:
-    config = HopperBackwardDkvConfig(element=element, head_dim=head_dim, block_q=block_q(head_dim), stages=STAGES,
-                                     keys=keys, intervals=intervals, causal=causal, bias=bias, softcap=softcap,
-                                     sequences=sequences)
+                bias: int, softcap: bool, sequences: bool, dquery: bool) -> LoadedKernel:
+    config = HopperBackwardDkvConfig(
+        element=element, head_dim=head_dim, block_q=block_q(head_dim), stages=STAGES, key_stages=1 if dquery else 2,
+        keys=keys, intervals=intervals, causal=causal, bias=bias, softcap=softcap, sequences=sequences, dquery=dquery)
     return runtime.load(config, "backward_dkv", index, config.shared_bytes)
+
+
+@functools.cache
+def _round_kernel(runtime: Runtime, index: int, element: str, head_dim: int, sequences: bool) -> LoadedKernel:
+    config = HopperBackwardRoundConfig(
+        element=element, head_dim=head_dim, block_q=block_q(head_dim), stages=STAGES, key_stages=1,
+        keys="KEYS_CONTIGUOUS", intervals=False, causal=False, bias=BIAS_NONE, softcap=False, sequences=sequences,
+        dquery=True)
+    return runtime.load(config, "backward_dq_round", index)
