@@ -33,10 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_dkv(const __gr
             barrier_init(&shared.query_empty[i], CONSUMER_THREADS);
         }
 #if DQUERY
-        for (int i = 0; i < 2; ++i) {
-            barrier_init(&shared.ds_full[i], CONSUMER_THREADS);
-            barrier_init(&shared.ds_empty[i], CONSUMER_THREADS);
-        }
+        for (int i = 0; i < 2; ++i) barrier_init(&shared.ds_full[i], CONSUMER_THREADS);
 #endif
         barrier_init_fence();
     }

@@ -120,9 +120,9 @@ struct Consumer {
     }
 
 #if DQUERY
-    // Shares dS with the other warpgroup.
+    // Shares dS with the other warpgroup. Both are done with what this stage held two steps ago: this one has waited for
+    // the other's dS of the step before, which that one stored after its dQ of two steps ago.
     __device__ __forceinline__ void share(const unsigned (&gradient)[QUERY_FRAGMENTS][4]) {
-        barrier_wait(&shared.ds_empty[ds.stage], ds.phase ^ 1);
 #pragma unroll
         for (int c = 0; c < BLOCK_Q / 64; ++c) {
             const unsigned corner = shared_address(piece_of<BLOCK_N>(
@@ -232,7 +232,6 @@ struct Consumer {
         if constexpr (more) exponentiate();
         wgmma_wait<0>();
         pin(dq);
-        barrier_arrive(&shared.ds_empty[ds.stage]);
         ds.advance();
         if constexpr (more) start_dp();
         add_dq(dq);

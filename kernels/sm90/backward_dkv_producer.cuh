@@ -43,7 +43,7 @@ __device__ __forceinline__ void load_facts(KeyFacts& facts, const AttentionParam
 
 // Rows of keys and values; zeros for a key that nobody sees, whatever it holds.
 __device__ __forceinline__ void load_rows(Shared& shared, int stage, const AttentionParams& p, const KeyTile& t) {
-    constexpr int PIECES = DQUERY ? 8 * CHUNKS : 2 * ROW_STEPS;  // 16 bytes each; dq is made in whole chunks
+    constexpr int PIECES = 2 * ROW_STEPS;  // 16 bytes each
     const KeyFacts& facts = shared.facts[stage];
     const ELEMENT* keys = p.key + t.batch * p.key_batch + t.group * p.key_head;
     const ELEMENT* values = p.value + t.batch * p.value_batch + t.group * p.value_head;

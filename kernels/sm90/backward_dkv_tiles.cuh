@@ -64,7 +64,7 @@ struct Shared {
     ELEMENT ds[2][BLOCK_N * BLOCK_Q];  // rows are keys
     float dq[2][DQ_HALF];              // of each warpgroup
     float* sums[2];                    // of dq of the current step; each for one thread
-    Barrier ds_full[2], ds_empty[2];
+    Barrier ds_full[2];                // a stage is empty when the other one is full: see docs/hopper-backward.md
 #endif
     KeyFacts facts[KEY_STAGES];
     Barrier key_full[KEY_STAGES], key_empty[KEY_STAGES];
@@ -89,7 +89,7 @@ struct KeyRing {
 
     // The tile at this stage is none; whether that has been so before.
     __device__ __forceinline__ bool end() {
-        const bool all = ended || KEY_STAGES == 1;
+        const bool all = ended;
         ended = true;
         stage = (stage + 1) % KEY_STAGES;
         return all;

@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks import tune_sm90
 from cupy_dma.arrays import Operand
-from cupy_dma.backends.cuda.attention import sm90
+from cupy_dma.backends.cuda.attention import sm90, sm90_backward
 from cupy_dma.backends.cuda.runtime import jit
 from tests import emulator
 from tests.emulator.memory import Session
@@ -79,8 +79,10 @@ def hopper_configs() -> dict[jit.Config, None]:
     """Of tests/gpu/test_sm90.py, and of the grids elsewhere."""
     forward, packed = test_sm90.FORWARD, test_sm90.VARLEN
     with emulator.hopper_gpu(Recorder) as runtime:
-        run_all(functools.partial(cases.run_backward, with_dlse=True), cases.CASES)
-        run_all(varlen_cases.run_backward, varlen_cases.CASES)
+        for one_pass in (False, True):
+            with mock.patch.object(sm90_backward, "ONE_PASS", one_pass):
+                run_all(functools.partial(cases.run_backward, with_dlse=True), cases.CASES)
+                run_all(varlen_cases.run_backward, varlen_cases.CASES)
         run_all(cases.run, cases.CASES)  # where the library takes it
         run_all(varlen_cases.run, varlen_cases.CASES + varlen_cases.LONG)
         for name, (tile, head_dims) in TILES.items():

@@ -26,6 +26,7 @@ import numpy as np
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends import cuda
+from cupy_dma.backends.cuda.attention import sm90_backward
 from cupy_dma.backends.cuda.attention.sm90_tiles import TILES, HopperTile
 from cupy_dma.backends.cuda.decode import step
 from cupy_dma.backends.cuda.runtime.device import CudaRuntime
@@ -160,15 +161,18 @@ def super_tiles() -> int:
 
 
 def hopper_backward() -> int:
-    """The Hopper key gradients on two SMs, so that CTAs go on from tile to tile."""
+    """The Hopper gradients in two passes and in one, on two SMs, so that CTAs go on from tile to tile."""
     if not cuda.runtime.hopper(0):
         return 0
-    with mock.patch.object(CudaRuntime, "num_sms", lambda runtime, index: 2):
-        chosen = [c for c in cases.CASES if c.name.startswith(HOPPER_NAMES)][share]
-        for case in chosen:
-            gradients = cases.run_backward(case, cupy.asarray, with_dlse=True)
-            cases.check_backward(case, [None if g is None else cupy.asnumpy(g) for g in gradients], with_dlse=True)
-        return len(chosen) + super_tiles()
+    count, chosen = 0, [c for c in cases.CASES if c.name.startswith(HOPPER_NAMES)][share]
+    for one_pass in (False, True):
+        with (mock.patch.object(CudaRuntime, "num_sms", lambda runtime, index: 2),
+              mock.patch.object(sm90_backward, "ONE_PASS", one_pass)):
+            for case in chosen:
+                gradients = cases.run_backward(case, cupy.asarray, with_dlse=True)
+                cases.check_backward(case, [None if g is None else cupy.asnumpy(g) for g in gradients], with_dlse=True)
+            count += len(chosen) + super_tiles()
+    return count
 
 
 def varlen_forward(dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")) -> int:

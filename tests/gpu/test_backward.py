@@ -124,8 +124,8 @@ def test_the_whole_chain(torch):
     mask = dma.IntervalMask.top_w(scores, 60)
     out, lse = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True)
     dout = torch.randn_like(out)
-    parts = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores)
-    whole = dynamic_mask_attention_backward(dout, q, k, v, out, lse, window=60, dt_proj=weight, A=a)
+    parts = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores, deterministic=True)
+    whole = dynamic_mask_attention_backward(dout, q, k, v, out, lse, window=60, dt_proj=weight, A=a, deterministic=True)
     chained = key_scores_backward(parts.bias, v, weight, a)
     assert torch.equal(whole.query, parts.query) and torch.equal(whole.key, parts.key)
     assert torch.equal(whole.dt_proj, chained.dt_proj) and torch.equal(whole.A, chained.A)
@@ -145,7 +145,7 @@ def test_the_same_bits_every_time(torch, head_dim, dtype):
     first = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores, deterministic=True)
     for _ in range(50):
         mask._cache.clear()
-        again = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores)
+        again = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores, deterministic=True)
         assert all(torch.equal(x, y) for x, y in zip(first, again))
 
 
@@ -156,12 +156,12 @@ def test_race_stress(torch):
     mask = dma.IntervalMask.top_w(scores, 128)
     out, lse = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True)
     dout = torch.randn_like(out)
-    first = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores)
+    first = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores, deterministic=True)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     for i in range(200):
         with torch.cuda.stream(stream if i % 2 else torch.cuda.current_stream()):
-            again = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores)
+            again = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores, deterministic=True)
         torch.cuda.synchronize()
         assert all(torch.equal(x, y) for x, y in zip(first, again)), i
 
@@ -173,7 +173,8 @@ def test_heads_and_batch_can_be_permuted(torch):
     def gradients(q, k, v, scores, dout=None):
         mask = dma.IntervalMask.top_w(scores, 50)
         out, lse = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True)
-        return attention_backward(out if dout is None else dout, q, k, v, out, lse, mask=mask, bias=scores)
+        return attention_backward(out if dout is None else dout, q, k, v, out, lse, mask=mask, bias=scores,
+                                  deterministic=True)
 
     b, h = [2, 0, 1], [3, 1, 0, 2]
     straight = gradients(q, k, v, scores)
@@ -193,10 +194,11 @@ def test_what_nobody_sees_changes_no_bit(torch, softcap):
     for mask in (dma.IntervalMask.top_w(scores, 60, padding=real), dma.IntervalMask.padding(real)):
         out, lse = dma.attention(q, k, v, mask=mask, bias=scores, softcap=softcap, return_lse=True)
         dout = torch.randn_like(out)
-        first = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores, softcap=softcap)
+        first = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores, softcap=softcap, deterministic=True)
         k2, v2 = k.clone(), v.clone()
         k2[:, ~real[0]], v2[:, ~real[0]] = float("nan"), float("inf")
-        again = attention_backward(dout, q, k2, v2, out, lse, mask=mask, bias=scores, softcap=softcap)
+        again = attention_backward(dout, q, k2, v2, out, lse, mask=mask, bias=scores, softcap=softcap,
+                                   deterministic=True)
         assert all(torch.equal(x, y) for x, y in zip(first, again))
         for g in (first.key, first.value):
             assert not g[:, ~real[0]].any()
@@ -224,9 +226,9 @@ def test_listed_keys_under_dense_masks(torch, kind, head_dim, dtype, bias_heads)
     bias = torch.randn(1, bias_heads, n, n, device="cuda", dtype=q.dtype) if bias_heads else None
     out, lse = dma.attention(q, k, v, mask=mask, bias=bias, return_lse=True)
     dout = torch.randn_like(out)
-    first = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=bias)
+    first = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=bias, deterministic=True)
     for _ in range(20):
-        again = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=bias)
+        again = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=bias, deterministic=True)
         assert all(x is None or torch.equal(x, y) for x, y in zip(first, again))
 
     wide = mask.repeat_interleave(4 // mask.shape[1], 1)
@@ -244,7 +246,7 @@ def test_listed_keys_under_dense_masks(torch, kind, head_dim, dtype, bias_heads)
     unseen = ~mask.any(2).repeat_interleave(2 // min(mask.shape[1], 2), 1)[0]
     unseen = unseen.unflatten(0, (2, -1)).all(1)  # (kv heads, keys)
     k[0].transpose(0, 1)[unseen], v[0].transpose(0, 1)[unseen] = float("nan"), float("inf")
-    again = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=bias)
+    again = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=bias, deterministic=True)
     assert all(x is None or torch.equal(x, y) for x, y in zip(first, again))
     assert not first.key[0].transpose(0, 1)[unseen].any() and not first.value[0].transpose(0, 1)[unseen].any()
 
@@ -273,10 +275,10 @@ def test_rows_that_see_nothing(torch):
     mask = dma.IntervalMask.top_w(scores, 30)
     out, lse = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True)
     dout = torch.randn_like(out)
-    first = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores)
+    first = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores, deterministic=True)
     assert not first.query[:, :80].any() and first.query[:, 80:].any()
     q[:, :80], dout[:, :80] = float("nan"), float("inf")
-    again = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores)
+    again = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores, deterministic=True)
     assert torch.equal(first.key, again.key) and torch.equal(first.value, again.value)
     assert torch.equal(first.bias, again.bias) and torch.equal(first.query[:, 80:], again.query[:, 80:])
 
@@ -288,8 +290,8 @@ def test_only_what_is_asked_for(torch, needs):
     mask = dma.IntervalMask.top_w(scores, 80)
     out, lse = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True)
     dout = torch.randn_like(out)
-    everything = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores)
-    some = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores, needs=needs)
+    everything = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores, deterministic=True)
+    some = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores, needs=needs, deterministic=True)
     for name in everything._fields:
         assert (getattr(some, name) is None) == (name not in needs)
         if name in needs:

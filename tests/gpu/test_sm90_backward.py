@@ -1,6 +1,6 @@
-"""The Hopper key gradients (kernels/sm90/backward_dkv.cu) on a GPU that has it: beside the portable kernel's on long
-calls, and the same bits on every run, also on few SMs beside other work. The grid is in test_backward.py. Everything
-here is marked ``gpu``."""
+"""The Hopper gradients (kernels/sm90/backward_*.cu) on a GPU that has them, in two passes and in one: the grids, beside
+the portable kernels' on long calls, and the same bits on every run, also on few SMs beside other work. Everything here
+is marked ``gpu``."""
 from __future__ import annotations
 
 from unittest import mock
@@ -12,8 +12,8 @@ from cupy_dma.backends import cuda
 from cupy_dma.backends.cuda.attention import sm90_backward
 from cupy_dma.backward import attention_backward
 from tests.gpu.sm90_tiles import portable
-from tests.gpu.test_forward import draw, draw_scores
-from tests.oracle import schedule_cases
+from tests.gpu.test_forward import converter, draw, draw_scores, host
+from tests.oracle import cases, schedule_cases, varlen_cases
 
 pytestmark = pytest.mark.gpu
 
@@ -38,14 +38,32 @@ def problem(torch, kind, head_dim, length=4000, heads=4, kv_heads=2, dtype=None)
     return (torch.randn_like(out), q, k, v, out, lse), options
 
 
+@pytest.fixture(params=[False, True], ids=["two passes", "one pass"])
+def one_pass(request, monkeypatch):
+    monkeypatch.setattr(sm90_backward, "ONE_PASS", request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("case", [c for c in cases.CASES if c.dtype in ("float16", "bfloat16")], ids=str)
+def test_grid(torch, case, one_pass):
+    gradients = cases.run_backward(case, converter("cupy"), with_dlse=True)
+    cases.check_backward(case, [None if g is None else host(g) for g in gradients], with_dlse=True)
+
+
+@pytest.mark.parametrize("case", [c for c in varlen_cases.CASES if c.dtype in ("float16", "bfloat16")], ids=str)
+def test_packed_sequences(torch, case, one_pass):
+    varlen_cases.check_backward(case, [None if g is None else host(g)
+                                       for g in varlen_cases.run_backward(case, converter("cupy"))])
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("head_dim", [24, 64, 80, 96, 128])
 @pytest.mark.parametrize("kind", ["lists", "softcap", "increasing", "causal", "none"])
-def test_as_the_portable_kernel(torch, kind, head_dim, dtype):
+def test_as_the_portable_kernel(torch, kind, head_dim, dtype, one_pass):
     arguments, options = problem(torch, kind, head_dim, dtype=getattr(torch, dtype))
     with mock.patch.object(sm90_backward, "launch_dkv", side_effect=sm90_backward.launch_dkv) as launch:
         found = attention_backward(*arguments, **options)
-    assert launch.called
+    assert launch.call_args.args[-1] is one_pass
     with portable():
         expected = attention_backward(*arguments, **options)
     for name, ours, other in zip(found._fields, found, expected):
@@ -56,8 +74,9 @@ def test_as_the_portable_kernel(torch, kind, head_dim, dtype):
 
 @pytest.mark.parametrize("num_sms", [3, 132])
 @pytest.mark.parametrize(("kind", "head_dim"), [("lists", 64), ("lists", 128), ("causal", 64), ("causal", 128)])
-def test_the_same_bits_beside_other_work(torch, kind, head_dim, num_sms):
-    """200 repeats, with CTAs that take many tiles or few, starved now and then by copies on another stream."""
+def test_the_same_bits_beside_other_work(torch, kind, head_dim, num_sms, one_pass):
+    """200 repeats, with CTAs that take many tiles or few, starved now and then by copies on another stream. In one
+    pass the gradient of the queries has the same bits up to the order of its additions."""
     arguments, options = problem(torch, kind, head_dim, length=2000)
     first = attention_backward(*arguments, **options)
     stream, ballast = torch.cuda.Stream(), torch.randn(2**24, device="cuda")
@@ -69,4 +88,8 @@ def test_the_same_bits_beside_other_work(torch, kind, head_dim, num_sms):
         with schedule_cases.num_sms(num_sms):
             again = attention_backward(*arguments, **options)
         torch.cuda.synchronize()
-        assert all(x is None or torch.equal(x, y) for x, y in zip(first, again)), i
+        for name, x, y in zip(first._fields, first, again):
+            if one_pass and name == "query":
+                assert (x - y).norm() < 1e-2 * x.norm(), i
+            else:
+                assert x is None or torch.equal(x, y), (i, name)

@@ -301,6 +301,7 @@ void machine_bulk_reduce(float* global, const float* shared, int bytes, Where wh
     if (bytes % 16 || reinterpret_cast<uintptr_t>(global) % 16 || reinterpret_cast<uintptr_t>(shared) % 16)
         fault("bulk reduction at " + at(where) + ": addresses and size must be multiples of 16 bytes");
     if (!self().waited) fault("bulk reduction at " + at(where) + TOO_EARLY);
+    for (int i = 0; i < bytes / 4; ++i) machine_access(shared + i, 4, READ, where);  // may be read now, or at the wait
     if (self().bulk.empty()) self().bulk.emplace_back();
     self().bulk.back().push_back({global, shared, bytes, where});
 }

@@ -91,7 +91,8 @@ void machine_tma_store(const void* map, const void* shared, const int* at, int a
 void machine_tma_store_commit();
 void machine_tma_store_wait();
 
-// cp.reduce.async.bulk: shared memory is read, and added to global memory, at the wait for the group.
+// cp.reduce.async.bulk: shared memory is read, and added to global memory, at the wait for the group; it must have been
+// written before.
 void machine_bulk_reduce(float* global, const float* shared, int bytes, Where where);
 void machine_bulk_commit();
 void machine_bulk_wait(int pending);

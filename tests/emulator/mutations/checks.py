@@ -1,8 +1,9 @@
 """What catches the faults: tests of tests/emulator/tests, and probes of their own (``OWN``)."""
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -270,7 +271,10 @@ def sm90_grid(tile: str, name: str) -> Callable[[], None]:
 
 
 def sm90_backward(num_sms: int = 1, order: emulator.Order | None = None, **options: Any) -> Callable[[], None]:
-    """Gradients of ``test_sm90_backward`` by one CTA that takes tile after tile, or by several."""
+    """Gradients of ``test_sm90_backward`` by one CTA that takes tile after tile, or by several; in two passes unless
+    told otherwise."""
+    options = {"deterministic": True} | options
+
     def check() -> None:
         with hopper_in_random_order(order), schedule_cases.num_sms(num_sms):
             found = test_sm90_backward.gradients("emulator", **options)
@@ -297,8 +301,10 @@ def sm90_backward_test(test: Callable[..., None], *arguments: Any) -> Callable[[
     return run
 
 
-def hopper_in_random_order(order: emulator.Order | None = None) -> Any:
-    return emulator.hopper_gpu(order=order or emulator.Order("random", "random", 1))
+@contextlib.contextmanager
+def hopper_in_random_order(order: emulator.Order | None = None) -> Iterator[None]:
+    with emulator.hopper_gpu(order=order or emulator.Order("random", "random", 1)), test_sm90_backward.in_one_pass():
+        yield
 
 
 def bad_super_tile() -> None:
@@ -311,7 +317,7 @@ def bad_super_tile() -> None:
     scores = rng.standard_normal((1, 1, 700)).astype(np.float32)
     mask = dma.IntervalMask.top_w(scores, 300)
     with hopper_in_random_order():
-        clean, found = (test_sm90_backward.gradients("emulator", window=0, mask=mask, spoil=bad)
+        clean, found = (test_sm90_backward.gradients("emulator", window=0, mask=mask, spoil=bad, deterministic=True)
                         for bad in (None, spoil))
     unseen = ~mask.to_dense(700)[0, 0, 320:].any(0)  # by the bad queries
     assert unseen.any() and np.array_equal(clean.key[:, unseen], found.key[:, unseen])
@@ -322,7 +328,7 @@ def sm90_backward_grid(name: str) -> Callable[[], None]:
     def check() -> None:
         case = named(name)
         with hopper_in_random_order():
-            found = cases.run_backward(case, backend="emulator", with_dlse=True)
+            found = cases.run_backward(case, backend="emulator", with_dlse=True, deterministic=True)
         cases.check_backward(case, found, with_dlse=True)
 
     return check
@@ -332,22 +338,11 @@ def biases_that_hide() -> None:
     """Rows whose keys all have a bias of -inf see nothing."""
     bias = np.zeros((1, 1, 200), np.float32)
     bias[..., :10] = -np.inf
-    options: dict[str, Any] = {"length": 200, "window": 0, "causal": True, "bias": bias}
+    options: dict[str, Any] = {"length": 200, "window": 0, "causal": True, "bias": bias, "deterministic": True}
     with hopper_in_random_order():
         found = test_sm90_backward.gradients("emulator", **options)
     assert not found.query[:, :10].any()
     test_sm90_backward.check(found, test_sm90_backward.gradients("numpy", **options))
-
-
-def bad_value() -> None:
-    """An infinite value reaches the gradients of the queries that see it, and no others."""
-    def spoil(q: Any, k: Any, v: Any, dout: Any) -> None:
-        v[:, 40] = np.inf
-
-    options: dict[str, Any] = {"length": 200, "window": 0, "causal": True}
-    with hopper_in_random_order():
-        clean, found = (test_sm90_backward.gradients("emulator", spoil=bad, **options) for bad in (None, spoil))
-    assert np.array_equal(clean.query[:, :40], found.query[:, :40])
 
 
 OWN: dict[str, Callable[[], None]] = {
@@ -379,10 +374,13 @@ OWN: dict[str, Callable[[], None]] = {
     "sm90 backward[D40]": sm90_backward(window=0, length=200, head_dim=40),
     "sm90 backward[softcap]": sm90_backward(softcap=3.0),
     "sm90 backward[a bad super-tile]": bad_super_tile,
-    "sm90 backward[a bad value]": bad_value,
     "sm90 backward[dlse]": sm90_backward_grid("bias-key-top_w"),
     "sm90 backward[causality and intervals]": sm90_backward_grid("causal-and-padding"),
     "sm90 backward[biases that hide]": biases_that_hide,
+    "sm90 one pass[lists]": sm90_backward(num_sms=2, deterministic=False),
+    "sm90 one pass[lists, D128]": sm90_backward(num_sms=2, deterministic=False, head_dim=128),
+    "sm90 one pass[causal, D128]": sm90_backward(window=0, causal=True, head_dim=128, length=500, deterministic=False),
+    "sm90 one pass[causal, D40]": sm90_backward(window=0, causal=True, head_dim=40, length=500, deterministic=False),
     "test_forward_grid[Hopper, heads-6/2]": sm90_grid("128x128", "heads-6/2-top_w"),
     "flash_decode": flash_decode,
     "flash_decode[window]": window_of_flash_decode,
@@ -441,11 +439,16 @@ CHECKS: dict[str, Callable[[], None]] = {
     "test_key_scores_backward":
         elsewhere(test_backward.test_key_scores_backward, "float16", "exp", (1, 35, 20, 64)),
     "sm90 backward[blank rows]":
-        sm90_backward_test(test_sm90_backward.test_rows_that_see_nothing_may_hold_anything, 64),
+        sm90_backward_test(test_sm90_backward.test_rows_that_see_nothing_may_hold_anything, 64, True),
     "sm90 backward[unseen keys]":
-        sm90_backward_test(test_sm90_backward.test_keys_that_nobody_sees_may_hold_anything, False),
+        sm90_backward_test(test_sm90_backward.test_keys_that_nobody_sees_may_hold_anything, False, True),
     "sm90 backward[softcap, vanished]":
-        sm90_backward_test(test_sm90_backward.test_softcaps_of_small_and_vanishing_probabilities, 20.0, 60.0),
+        sm90_backward_test(test_sm90_backward.test_softcaps_of_small_and_vanishing_probabilities, 20.0, 60.0, True),
+    "sm90 backward[a bad value]":
+        sm90_backward_test(test_sm90_backward.test_a_bad_value_reaches_the_queries_that_see_it_only, True),
+    "sm90 one pass[a bad value]":
+        sm90_backward_test(test_sm90_backward.test_a_bad_value_reaches_the_queries_that_see_it_only, False),
+    "sm90 one pass[sequences]": sm90_backward_test(test_sm90_backward.test_a_bad_value_stays_in_its_sequence, False),
     "varlen[bfloat16-none]": varlen("bfloat16-none"),
     "varlen[mask-window]": varlen("mask-window"),
     "varlen[used-per_head]": varlen("used-per_head"),

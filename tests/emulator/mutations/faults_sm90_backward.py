@@ -8,6 +8,8 @@ PRODUCER, CONSUMER = "sm90/backward_dkv_producer.cuh", "sm90/backward_dkv_consum
 DQ_KERNEL, DQ_PRODUCER = "sm90/backward_dq.cu", "sm90/backward_dq_producer.cuh"
 DQ_CONSUMER = "sm90/backward_dq_consumer.cuh"
 LISTS, SUPERS, CAUSAL = "sm90 backward[lists]", "sm90 backward[super-tiles]", "sm90 backward[causal, D128]"
+ONE_LISTS, ONE_CAUSAL = "sm90 one pass[lists]", "sm90 one pass[causal, D128]"
+ROUND = "sm90/backward_dq_round.cu"
 BLANK_ROWS, ONE_TILE = "sm90 backward[blank rows]", "sm90 backward[one tile]"
 
 FAULTS = [
@@ -17,7 +19,7 @@ FAULTS = [
     Fault("key rows count as gathered before they are there", PRODUCER,
           "    copy_async_wait<0>();\n    shared_write_fence();", "    shared_write_fence();", CAUSAL),
     Fault("a warp gathers key rows by numbers that are still to be stored", PRODUCER,
-          "    __syncwarp();\n    const QueryRange queries", "    const QueryRange queries", LISTS),
+          "    __syncwarp();\n    QueryRange queries", "    QueryRange queries", LISTS),
     Fault("queries are loaded for keys that are not known yet", TILES,
           "        barrier_wait(&shared.key_full[ring.stage], ring.phase());\n        if (shared.facts",
           "        if (shared.facts", LISTS),
@@ -126,7 +128,51 @@ FAULTS = [
           "BackwardDkvParams launch) {\n    wait_for_earlier_kernels();\n", "BackwardDkvParams launch) {\n", LISTS),
     Fault("the kernel of queries does not wait for the kernels ahead", DQ_KERNEL,
           "BackwardDqParams launch) {\n    wait_for_earlier_kernels();\n", "BackwardDqParams launch) {\n", LISTS),
-    # ---- the query gradient ----
+    # ---- the query gradient in one pass with the others ----
+    Fault("dS has one stage", CONSUMER, "shared_write_fence();\n        barrier_arrive(&shared.ds_full[ds.stage]);",
+          "shared_write_fence();\n        barrier_arrive(&shared.ds_full[0]);", ONE_CAUSAL),
+    Fault("dS is multiplied before both warpgroups have stored it", CONSUMER,
+          "        barrier_wait(&shared.ds_full[ds.stage], ds.phase);\n", "", ONE_CAUSAL),
+    Fault("dS counts as stored when one warpgroup has stored it", KERNEL, "ds_full[i], CONSUMER_THREADS)",
+          "ds_full[i], CONSUMER_THREADS / 2)", ONE_CAUSAL),
+    Fault("dQ is read before its MMAs have ended", CONSUMER, "        wgmma_wait<0>();\n        pin(dq);",
+          "        pin(dq);", ONE_CAUSAL),
+    Fault("S is read together with dQ", CONSUMER,
+          "        if constexpr (more) exponentiate();\n        wgmma_wait<0>();",
+          "        wgmma_wait<1>();\n        if constexpr (more) exponentiate();", ONE_CAUSAL),
+    Fault("dq is replaced while it is added", CONSUMER, "        if (thread == 0) bulk_wait_read();\n", "", ONE_CAUSAL),
+    Fault("no barrier before dq is replaced", CONSUMER,
+          "bulk_wait_read();\n        named_barrier(SUMS_BARRIER + half, 128);", "bulk_wait_read();", ONE_CAUSAL),
+    Fault("no barrier before dq is added", CONSUMER,
+          "        shared_write_fence();\n        named_barrier(SUMS_BARRIER + half, 128);\n", "", ONE_CAUSAL),
+    Fault("the warpgroups' barriers are one", CONSUMER,
+          "bulk_wait_read();\n        named_barrier(SUMS_BARRIER + half, 128);",
+          "bulk_wait_read();\n        named_barrier(SUMS_BARRIER, 128);", ONE_CAUSAL),
+    Fault("a CTA ends before its last dq is added", CONSUMER,
+          "        if (threadIdx.x % 128 == 0) bulk_wait();\n", "", ONE_CAUSAL),
+    Fault("keys are given back before their only stage is read", CONSUMER,
+          "        if (total <= LOOKAHEAD) release(stale);", "        if (KEY_STAGES == 1) release(stage);",
+          ONE_CAUSAL),
+    Fault("the keys of the only stage are not given back", CONSUMER,
+          "        if (KEY_STAGES == 1) release(stage);\n", "", ONE_CAUSAL),
+    Fault("a hidden pair has the product with a value that is not finite", CONSUMER,
+          "        if (masked) hide(dp);\n", "", "sm90 one pass[a bad value]"),
+    Fault("a step's room beyond its sequence is added to the next one", CONSUMER,
+          "(range.end - range.begin - 1) % BLOCK_Q >= 64", "true", "sm90 one pass[sequences]"),
+    Fault("the upper half of every last step is left out", CONSUMER, "(range.end - range.begin - 1) % BLOCK_Q >= 64",
+          "false", ONE_LISTS),
+    Fault("the next head's dq is added behind the last one's", CONSUMER,
+          "launch.query_units * DQ_UNIT - 2 * DQ_HALF * steps", "0", ONE_CAUSAL),
+    Fault("steps do not begin with a unit of queries", PRODUCER,
+          "    if (DQUERY) queries.begin -= (queries.begin - t.first_query) % UNIT_QUERIES;\n", "", ONE_LISTS),
+    Fault("the first step's dq is added to the super-tile's first unit", PRODUCER,
+          " + (queries.begin - t.first_query) / UNIT_QUERIES;", ";", ONE_CAUSAL),
+    Fault("both warpgroups multiply the same dS", CONSUMER, "half * A_BYTES", "0", ONE_LISTS),
+    Fault("both warpgroups multiply the same columns of K", CONSUMER, "half * B_BYTES", "0", ONE_CAUSAL),
+    Fault("dq without the scale", ROUND, "pack_pair(x.z * p.scale, x.w * p.scale)", "pack_pair(x.z, x.w)", ONE_LISTS),
+    Fault("no barrier before dq is written by rows", ROUND, "    __syncthreads();\n", "", ONE_LISTS),
+    Fault("queries behind the last one are written", ROUND, "        if (query >= end) continue;\n", "", ONE_LISTS),
+    # ---- the query gradient, query-major ----
     Fault("a tile's rows are loaded before the ones before are in registers", DQ_PRODUCER,
           "    barrier_wait(&shared.query_empty, phase ^ 1);\n    if (threadIdx.x == 0) {\n        shared.tile = i",
           "    if (threadIdx.x == 0) {\n        shared.tile = i", LISTS),

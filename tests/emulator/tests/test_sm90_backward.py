@@ -1,6 +1,6 @@
-"""The Hopper gradients (kernels/sm90/backward_dq.cu, backward_dkv.cu, backward_dq_round.cu) on the CPU emulator: the grid,
-orders of threads and blocks, CTAs that take one tile after the other, and what must not reach a gradient. There are two
-passes if results are to be deterministic, and else one."""
+"""The Hopper gradients (kernels/sm90/backward_*.cu) on the CPU emulator: the grid, orders of threads and blocks, CTAs
+that take one tile after the other, and what must not reach a gradient. There are two passes if results are to be
+deterministic, and else one."""
 from __future__ import annotations
 
 import functools
@@ -35,8 +35,13 @@ VARLEN = ("float16-causal", "bfloat16-none", "tail-none", "short-none", "heads-6
 
 @pytest.fixture(autouse=True)
 def gpu():
-    with emulator.hopper_gpu(build=BUILD) as runtime:
+    with emulator.hopper_gpu(build=BUILD) as runtime, in_one_pass():
         yield runtime
+
+
+def in_one_pass() -> Any:
+    """What need not be deterministic."""
+    return mock.patch.object(sm90_backward, "ONE_PASS", True)
 
 
 @pytest.fixture
@@ -114,7 +119,9 @@ def test_lists_of_packed_sequences(name, served, served_query):
 @pytest.mark.parametrize("window", [0, 60])
 def test_only_what_is_asked_for(window, needs):
     """The same bits as among all gradients."""
-    options = {"window": window, "deterministic": True} | ({} if window else {"causal": True, "bias": np.ones((1, 1, 700), np.float32)})
+    options = {"window": window, "deterministic": True}
+    if not window:
+        options |= {"causal": True, "bias": np.ones((1, 1, 700), np.float32)}
     everything, some = gradients("emulator", **options), gradients("emulator", needs=needs, **options)
     for name in everything._fields:
         assert (getattr(some, name) is None) == (name not in needs)

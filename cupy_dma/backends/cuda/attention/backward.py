@@ -1,5 +1,4 @@
 """Gradients of the attention on the device (SPEC section 6): two passes, no atomics, the same bits on every run.
-(On Hopper GPUs dq has not, unless ``deterministic`` is asked for: it is added up in one pass with the others.)
 
 1. ``backward_preprocess``: ``delta_i = dout_i . out_i - dlse_i``.
 2. ``backward_dq``: dq, query-major, over the same key lists as the forward.
@@ -131,7 +130,7 @@ class _Backward:
 
     def _one_pass(self) -> bool:
         """Whether the Hopper key pass adds up the gradient of the queries, too, in any order."""
-        return (self.hopper_keys and "query" in self.call.needs and any(self.wanted)
+        return (sm90_backward.ONE_PASS and self.hopper_keys and "query" in self.call.needs and any(self.wanted)
                 and not self.call.forward.deterministic)
 
     def _bias_is_own(self) -> bool:

@@ -29,6 +29,7 @@ BLOCK_N, STAGES = 128, 2  # of backward_dkv.cu: keys of a tile; stages of querie
 BLOCK_M, DQ_STAGES = 128, 3  # of backward_dq.cu: rows of a tile, stages of keys
 THREADS = 384  # of either
 UNIT_QUERIES, ROUND_THREADS = 64, 256  # of backward_dq_round.cu
+ONE_PASS = False  # whether calls that need not be deterministic have one: see docs/lab/backward.md, version 42
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,11 @@ class HopperBackwardDkvConfig(_Config):
     def shared_bytes(self) -> int:
         """As above."""
         rows = 2 * self.key_stages * BLOCK_N + 2 * self.stages * self.block_q
-        dquery = 4 * BLOCK_N * self.block_q + 4 * self.block_q // UNIT_QUERIES * unit_sums(self.head_dim) + 64 if self.dquery else 0
-        return (1024 + blocks(self.head_dim, 64) * 128 * rows + 8 * self.stages * self.block_q + dquery
+        size = (1024 + blocks(self.head_dim, 64) * 128 * rows + 8 * self.stages * self.block_q
                 + self.key_stages * (16 * BLOCK_N + 128) + 256)
+        if self.dquery:
+            size += 4 * BLOCK_N * self.block_q + 4 * self.block_q // UNIT_QUERIES * unit_sums(self.head_dim) + 64
+        return size
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,11 @@ def serves_keys(runtime: Runtime, call: AttentionBackwardCall, problem: Problem,
 def block_q(head_dim: int) -> int:
     """Queries of a step of ``launch_dkv``."""
     return 128 if head_dim <= 64 else 64
+
+
+def key_stages(one_pass: bool) -> int:
+    """Stages of keys of ``launch_dkv``: in one pass there is room for one."""
+    return 1 if one_pass else 2
 
 
 def unit_sums(head_dim: int) -> int:
@@ -195,7 +203,7 @@ def _dq_kernel(runtime: Runtime, index: int, element: str, head_dim: int, heads:
 def _dkv_kernel(runtime: Runtime, index: int, element: str, head_dim: int, keys: str, intervals: bool, causal: bool,
                 bias: int, softcap: bool, sequences: bool, dquery: bool) -> LoadedKernel:
     config = HopperBackwardDkvConfig(
-        element=element, head_dim=head_dim, block_q=block_q(head_dim), stages=STAGES, key_stages=1 if dquery else 2,
+        element=element, head_dim=head_dim, block_q=block_q(head_dim), stages=STAGES, key_stages=key_stages(dquery),
         keys=keys, intervals=intervals, causal=causal, bias=bias, softcap=softcap, sequences=sequences, dquery=dquery)
     return runtime.load(config, "backward_dkv", index, config.shared_bytes)
 
@@ -203,7 +211,7 @@ def _dkv_kernel(runtime: Runtime, index: int, element: str, head_dim: int, keys:
 @functools.cache
 def _round_kernel(runtime: Runtime, index: int, element: str, head_dim: int, sequences: bool) -> LoadedKernel:
     config = HopperBackwardRoundConfig(
-        element=element, head_dim=head_dim, block_q=block_q(head_dim), stages=STAGES, key_stages=1,
+        element=element, head_dim=head_dim, block_q=block_q(head_dim), stages=STAGES, key_stages=key_stages(True),
         keys="KEYS_CONTIGUOUS", intervals=False, causal=False, bias=BIAS_NONE, softcap=False, sequences=sequences,
         dquery=True)
     return runtime.load(config, "backward_dq_round", index)
