@@ -31,7 +31,7 @@ from torch import Tensor
 
 from cupy_dma.cli.exact_rows import Deviation, kept_keys
 
-LIFE = 4096  # queries; keys that live longer are not sampled
+LIFE = 4096  # queries; keys that live longer are sampled only where all do
 Kept = Sequence[Tensor]  # of each kv head: the keys that are seen, int64
 Seen = Callable[[int], Tensor]
 
@@ -216,28 +216,32 @@ class GradientCheck:
 
 
 def check_interval_gradients(gradients: Any, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor,
-                             lse: Tensor, bias: Tensor, start: Tensor, stop: Tensor, seed: int = 0) -> GradientCheck:
-    """Gradients of attention under an interval mask; those of keys that nobody sees must be zero, all of them.
+                             lse: Tensor, bias: Tensor | None, start: Tensor, stop: Tensor,
+                             seed: int = 0) -> GradientCheck:
+    """Gradients of attention under an interval mask, of the first batch entry; those of keys that nobody sees must be
+    zero, all of them.
 
     Parameters
     ----------
     gradients : ``(query, key, value, bias)``, as ``attention_backward`` returns them
-    dout, query, out : ``(1, L, H, D)``; key, value : ``(1, L, Hkv, D)``, as many keys as queries
-    lse : ``(1, H, L)``; bias : ``(1, Hkv, L)``, both float32
+    dout, query, out : ``(B, L, H, D)``; key, value : ``(B, L, Hkv, D)``, as many keys as queries
+    lse : ``(B, H, L)``; bias : ``(B, Hkv, L)`` or None, both float32
     start, stop : int ``(1, Hkv, L)`` of the mask
     """
-    dq, dk, dv, dbias = (x[0] for x in gradients)
-    dout, query, key, value, out, lse, bias, start, stop = (
-        x[0] for x in (dout, query, key, value, out, lse, bias, start, stop))
+    dq, dk, dv, dbias = (None if x is None else x[0] for x in gradients)
+    dout, query, key, value, out, lse, start, stop = (x[0] for x in (dout, query, key, value, out, lse, start, stop))
+    bias = None if bias is None else bias[0]
     length, kv_heads = len(query), key.shape[1]
     group = query.shape[1] // kv_heads
     rng = np.random.default_rng(seed)
     rows = sorted({0, length // 2, length - 1, *rng.integers(0, length, 5).tolist()})
     life = stop.clamp(max=length) - start
-    living = torch.nonzero((life > 0) & (life <= LIFE)).cpu().numpy()  # rows (kv head, key)
+    short = (life > 0) & (life <= LIFE)
+    living = torch.nonzero(short if bool(short.any()) else life > 0).cpu().numpy()  # rows (kv head, key)
     drawn = living[np.unique(rng.integers(0, len(living), 12))] if len(living) else living
 
-    deviations = {name: Deviation(factor=3) for name in ("query", "key", "value", "bias")}
+    names = "query", "key", "value", *(() if bias is None else ("bias",))
+    deviations = {name: Deviation(factor=3) for name in names}
     for g in range(kv_heads):
         one, own = slice(g, g + 1), slice(g * group, (g + 1) * group)
 
@@ -247,13 +251,16 @@ def check_interval_gradients(gradients: Any, dout: Tensor, query: Tensor, key: T
         def queries_of(key: int, g: int = g) -> Tensor:
             return torch.arange(int(start[g, key]), int(start[g, key] + life[g, key]), device=dq.device)
 
-        problem = Problem(query[:, own], key[:, one], value[:, one], every, bias[one, None], keys_of, queries_of)
+        problem = Problem(query[:, own], key[:, one], value[:, one], every, None if bias is None else bias[one, None],
+                          keys_of, queries_of)
         given = Given(problem, dout[:, own], out[:, own], lse[own])
-        compare_backward(deviations, given, (dq[:, own], dk[:, one], dv[:, one], dbias[one, None]), rows,
+        of_bias = None if dbias is None else dbias[one, None]
+        compare_backward(deviations, given, (dq[:, own], dk[:, one], dv[:, one], of_bias), rows,
                          drawn[drawn[:, 0] == g, 1].tolist())
 
     unseen = life <= 0
-    zero = all(not bool((x != 0).any(-1)[unseen.T].any()) for x in (dk, dv)) and not bool((dbias[unseen] != 0).any())
+    zero = all(not bool((x != 0).any(-1)[unseen.T].any()) for x in (dk, dv))
+    zero &= dbias is None or not bool((dbias[unseen] != 0).any())
     return GradientCheck(len(rows), len(drawn), int(unseen.sum()), zero,
                          {name: {"error": d.error, "allowed": d.allowed} for name, d in deviations.items()})
 

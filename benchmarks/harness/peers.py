@@ -76,15 +76,16 @@ def forward_backward(forward: Callable[..., torch.Tensor], inputs: Sequence[torc
     return torch.autograd.grad(forward(*leaves), leaves, dout)
 
 
-def dense_backward(backend: SDPBackend | None, query, key, value, dout, *, forward: bool = False) -> tuple[Call, str]:
-    """The gradients of causal scaled_dot_product_attention on contiguous (B, H, N, D) tensors, with or without the
-    forward pass that comes before them. Returns the call and a note."""
+def dense_backward(backend: SDPBackend | None, query, key, value, dout, *, causal: bool = True,
+                   forward: bool = False) -> tuple[Call, str]:
+    """The gradients of scaled_dot_product_attention on contiguous (B, H, N, D) tensors, with or without the forward
+    pass that comes before them. Returns the call and a note."""
     q, k, v, do = (x.transpose(1, 2).contiguous() for x in (query, key, value, dout))
 
     def make(k, v) -> Call:
         if forward:
-            return partial(forward_backward, partial(sdpa, backend), (q, k, v), do)
-        return Backward(partial(sdpa, backend), (q, k, v), do)
+            return partial(forward_backward, partial(sdpa, backend, causal=causal), (q, k, v), do)
+        return Backward(partial(sdpa, backend, causal=causal), (q, k, v), do)
 
     return expanded_if_needed(make, k, v, q.shape[1] // k.shape[1])
 

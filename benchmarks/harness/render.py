@@ -152,6 +152,8 @@ def _backward_text(result: dict[str, Any]) -> str:
         check = case["check"]
         lines.append(_row(case, columns, "backward", "forward+backward", 10)
                      + (f"{check['worst']:.2f} of what is allowed" if check["ok"] else f"FAILED {check}"))
+    if published := result.get("published"):
+        lines.append(f"{published['what']}: causal {published['causal']}, full {published['full']} at {published['N']}")
     return "\n".join(lines + _notes(result))
 
 

@@ -23,7 +23,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 @dataclass(frozen=True)
 class Case:
-    set: str  # "train", "window", "infer", "model" or "smoke"
+    set: str  # "train", "window", "infer", "model", "plain" or "smoke"
     heads: int
     kv_heads: int
     head_dim: int
@@ -33,12 +33,14 @@ class Case:
     flex: bool = False  # compiling takes long: few cases
     masked: bool = False  # needs the Lq x Lk mask
     batch: int = 1
+    pattern: str = ""  # of the scores, instead of those made from the values; of the set "plain": the mask
 
     @property
     def name(self) -> str:
         length = f"N{self.key_length}" if self.query_length == self.key_length else f"1x{self.key_length}"
         batch = f" B{self.batch}" if self.batch > 1 else ""
-        return f"{self.set}{batch} H{self.heads}/{self.kv_heads} D{self.head_dim} {length} w{self.window}"
+        pattern = f" {self.pattern}" if self.pattern else ""
+        return f"{self.set}{pattern}{batch} H{self.heads}/{self.kv_heads} D{self.head_dim} {length} w{self.window}"
 
     @property
     def keys(self) -> str:
@@ -55,6 +57,8 @@ class Case:
     def kept_pairs(self) -> int:
         """Pairs of the dynamic mask, over all query heads."""
         n, w = self.key_length, min(self.window, self.key_length)
+        if self.pattern == "none":
+            return self.batch * self.heads * n * n
         if self.query_length == 1:
             return self.batch * self.heads * w
         return self.batch * self.heads * (n * w - w * (w - 1) // 2)
@@ -134,9 +138,9 @@ class Benchmark:
         self.mask._cache.clear()
 
     def intervals(self) -> tuple[Any, Any]:
-        """``start`` and ``stop`` of the mask, (1, Hkv, Lk) each."""
+        """``start`` and ``stop`` of the mask, (1, Hkv, Lk) each, of the first batch entry."""
         shape = 1, self.case.kv_heads, self.case.key_length
-        return self.mask.start.expand(shape), self.mask.stop.expand(shape)
+        return self.mask.start[:1].expand(shape), self.mask.stop[:1].expand(shape)
 
     def record(self, who: str, stage: str, call: Any, setup: Any = None, note: str = "") -> None:
         from benchmarks.harness import measure
@@ -189,6 +193,7 @@ class Suite:
     report: Report
     seconds: float  # after which no peer is started
     extra: Callable[[], dict[str, Any]] = dict  # more for the record
+    sets: tuple[str, ...] = ("table", "model", "all", "smoke")
 
 
 def run(suite: Suite, args: argparse.Namespace) -> int:
@@ -238,7 +243,7 @@ def run(suite: Suite, args: argparse.Namespace) -> int:
 
 def main(suite: Suite, arguments: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=suite.method.splitlines()[0])
-    options.add_argument("--set", choices=["table", "model", "all", "smoke"], default="all")
+    options.add_argument("--set", choices=suite.sets, default="all")
     options.add_argument("--quick", action="store_true", help="few cases, no FlexAttention")
     options.add_argument("--seconds", type=float, default=suite.seconds,
                          help=f"after this time no peer is started (default: {suite.seconds:g})")
