@@ -48,7 +48,10 @@ class Case:
 
     @property
     def causal_pairs(self) -> int:
-        """Visible pairs of causal attention, over all query heads."""
+        """Visible pairs of the dense attention that a case is compared with, causal but for "none", over all query
+        heads."""
+        if self.pattern == "none":
+            return self.kept_pairs
         if self.query_length == 1:
             return self.batch * self.heads * self.key_length
         return self.batch * self.heads * self.key_length * (self.key_length + 1) // 2
