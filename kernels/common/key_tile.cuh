@@ -18,7 +18,7 @@ struct KeyTile {
     int count;                     // keys it has
     int first;  // index of the first one in the list, or its row
     int first_query, end_query;    // queries that are looked at
-    int sequence;                  // SEQUENCES with KEYS_CONTIGUOUS; else 0
+    int sequence;                  // SEQUENCES; else 0
     int shift;                     // of a query's position from its row
     int first_fragment;            // of the columns of dk and dv
     const int* list;               // KEYS_LISTED: the super-tile's keys
@@ -57,6 +57,7 @@ __device__ __forceinline__ void find_in_sequences(KeyTile& t, const AttentionPar
                            : sequence_of_index(query_first, n, p.super_queries, 0, slot);
     const int k = is_first ? 0 : slot - query_first[b] / p.super_queries + 1;
     t.first = static_cast<int>(entry - super_offset(p.bounds, n, p.key_length, p.super_queries, p.super_capacity, b, k));
+    t.sequence = b;
     t.first_query = query_first[b] + k * p.super_queries;
     t.end_query = min(t.first_query + p.super_queries, query_end[b]);
     if (t.first_query >= t.end_query) return;  // no keys

@@ -50,7 +50,7 @@ __device__ __forceinline__ int sequence_of_row(const int* first, int count, int 
 //
 // The first super-tile of a sequence has room for all keys of the sequence, in units of SUPER_UNIT entries; each further
 // one has room for `capacity`. Together that is linear in the lengths, also for many short sequences.
-constexpr int SUPER_UNIT = 64;
+constexpr int SUPER_UNIT = 128;
 
 __device__ __forceinline__ long long first_super_entries(int key_length, int count) {
     return (long long)(key_length / SUPER_UNIT + count) * SUPER_UNIT;

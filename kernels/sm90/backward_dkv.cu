@@ -13,7 +13,7 @@
 // All other results have one writer and a fixed order of additions, whoever takes which ticket: the same bits on every run.
 //
 // Prelude: ELEMENT, HEAD_DIM (at most 128), BLOCK_Q, STAGES (of queries), KEY_STAGES (1 or 2), KEYS (KEYS_CONTIGUOUS or
-// KEYS_LISTED), INTERVALS, CAUSAL, BIAS (BIAS_NONE or BIAS_OF_KEYS), SOFTCAP, SEQUENCES and DQUERY (with KEYS_CONTIGUOUS).
+// KEYS_LISTED), INTERVALS, CAUSAL, BIAS (BIAS_NONE or BIAS_OF_KEYS), SOFTCAP, SEQUENCES, DQUERY.
 #include "sm90/backward_dkv_consumer.cuh"
 #include "sm90/backward_dkv_producer.cuh"
 

@@ -28,7 +28,7 @@ constexpr int LOOKAHEAD = 10;  // steps before a tile's end at which the next ti
 constexpr int QUERY_WARP = 0, STATISTICS_WARP = 1, KEY_WARP = 2;
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 static_assert(HEAD_DIM <= 128 && (KEYS == KEYS_LISTED || KEYS == KEYS_CONTIGUOUS), "what the kernel is made for");
-static_assert(!SEQUENCES || KEYS == KEYS_CONTIGUOUS, "lists of sequences come in smaller units");
+static_assert(!SEQUENCES || SUPER_UNIT % BLOCK_N == 0, "a tile's keys are of one list");
 
 struct BackwardDkvParams {
     TensorMap query, dout;

@@ -82,7 +82,7 @@ def hopper_configs() -> dict[jit.Config, None]:
         for one_pass in (False, True):
             with mock.patch.object(sm90_backward, "ONE_PASS", one_pass):
                 run_all(functools.partial(cases.run_backward, with_dlse=True), cases.CASES)
-                run_all(varlen_cases.run_backward, varlen_cases.CASES)
+                run_all(varlen_cases.run_backward, varlen_cases.CASES + varlen_cases.SUPERS)
         run_all(cases.run, cases.CASES)  # where the library takes it
         run_all(varlen_cases.run, varlen_cases.CASES + varlen_cases.LONG)
         for name, (tile, head_dims) in TILES.items():

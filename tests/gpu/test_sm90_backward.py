@@ -50,7 +50,8 @@ def test_grid(torch, case, one_pass):
     cases.check_backward(case, [None if g is None else host(g) for g in gradients], with_dlse=True)
 
 
-@pytest.mark.parametrize("case", [c for c in varlen_cases.CASES if c.dtype in ("float16", "bfloat16")], ids=str)
+@pytest.mark.parametrize("case", [c for c in varlen_cases.CASES + varlen_cases.SUPERS
+                                  if c.dtype in ("float16", "bfloat16")], ids=str)
 def test_packed_sequences(torch, case, one_pass):
     varlen_cases.check_backward(case, [None if g is None else host(g)
                                        for g in varlen_cases.run_backward(case, converter("cupy"))])

@@ -255,7 +255,8 @@ def test_hopper_gradients_do_so_too(head_dim, causal, bias, softcap):
             stages=sm90_backward.DQ_STAGES, keys=keys, sequences=sequences), allowed=256)
     # Of 128 queries a step much is spilled, with a softcap most: 1064.
     for keys, intervals, sequences in (("KEYS_CONTIGUOUS", False, False), ("KEYS_CONTIGUOUS", True, False),
-                                       ("KEYS_CONTIGUOUS", False, True), ("KEYS_LISTED", True, False)):
+                                       ("KEYS_CONTIGUOUS", False, True), ("KEYS_LISTED", True, False),
+                                       ("KEYS_LISTED", True, True)):
         for dquery in (False, True):
             check_asynchronous(sm90_backward.HopperBackwardDkvConfig(
                 **common, block_q=sm90_backward.block_q(head_dim), stages=sm90_backward.STAGES, keys=keys,

@@ -100,9 +100,8 @@ def serves_query(runtime: Runtime, call: AttentionBackwardCall, problem: Problem
 
 def serves_keys(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, vector: bool) -> bool:
     """Whether ``launch_dkv`` takes the gradients of a call's keys, values and bias: masks and biases are those of a GQA
-    group, and packed sequences need no lists."""
+    group."""
     return (_serves(runtime, call, problem, vector) and not problem.by_head
-            and not (problem.count > 0 and problem.mask is not None)
             and _maps(call, block_q(call.forward.head_dim), 1) is not None)
 
 

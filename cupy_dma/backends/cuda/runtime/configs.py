@@ -226,7 +226,7 @@ SELECT_THREADS = {"local_top": 1024, "filter_arrivals": 1024, "sweep_arrivals": 
 ARRIVALS = 256
 LIST_THREADS, LIST_CHUNK, LIST_WARPS = 256, 2048, 8
 REDUCE_THREADS, REDUCE_WARPS = 256, 8
-SEQUENCE_THREADS, SUPER_UNIT = 256, 64
+SEQUENCE_THREADS, SUPER_UNIT = 256, 128
 
 
 # Bytes of the ``struct Shared`` of the attention kernels.
