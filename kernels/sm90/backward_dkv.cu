@@ -6,16 +6,23 @@
 // queries of all heads of the group, BLOCK_Q at a time, which TMA brings. S^T = K Q^T and dP^T = V dO^T have both operands
 // in shared memory; P^T and dS^T are the left operands of dV and dK in registers. While a tile is worked on, the producer
 // gathers the keys of the next one.
+// Above HEAD_DIM 128 the accumulators are too large for that (WIDE): BLOCK_N is 64, and both warpgroups have the same keys;
+// the first makes S, P and dV, the second dP, dS and dK, for which it gets P through shared memory.
 //   KEYS_CONTIGUOUS  dkey, dvalue, dbias are written directly
 //   KEYS_LISTED      sums over a super-tile's queries are written as rows of float32 (sm80/backward_reduce.cu adds them)
 //   DQUERY           dq, too, in one pass instead of two: dS K of each step is added to float32 sums in memory, in any
 //                    order (sm90/backward_dq_round.cu makes dquery of them)
 // All other results have one writer and a fixed order of additions, whoever takes which ticket: the same bits on every run.
 //
-// Prelude: ELEMENT, HEAD_DIM (at most 128), BLOCK_Q, STAGES (of queries), KEY_STAGES (1 or 2), KEYS (KEYS_CONTIGUOUS or
-// KEYS_LISTED), INTERVALS, CAUSAL, BIAS (BIAS_NONE or BIAS_OF_KEYS), SOFTCAP, SEQUENCES, DQUERY.
+// Prelude: ELEMENT, HEAD_DIM (at most 256), BLOCK_Q, STAGES (of queries), KEY_STAGES (1 or 2), KEYS (KEYS_CONTIGUOUS or
+// KEYS_LISTED), INTERVALS, CAUSAL, BIAS (BIAS_NONE or BIAS_OF_KEYS), SOFTCAP, SEQUENCES, DQUERY (HEAD_DIM to 128).
 #include "sm90/backward_dkv_consumer.cuh"
 #include "sm90/backward_dkv_producer.cuh"
+#if WIDE
+#include "sm90/backward_dkv_wide.cuh"
+#else
+#include "sm90/backward_dkv_narrow.cuh"
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_dkv(const __grid_constant__ BackwardDkvParams launch) {
     wait_for_earlier_kernels();
@@ -32,6 +39,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_dkv(const __gr
             barrier_init(&shared.ready[i], 32);
             barrier_init(&shared.query_empty[i], CONSUMER_THREADS);
         }
+#if WIDE
+        barrier_init(&shared.probability_full, 128);
+        barrier_init(&shared.probability_empty, 128);
+#endif
 #if DQUERY
         for (int i = 0; i < 2; ++i) barrier_init(&shared.ds_full[i], CONSUMER_THREADS);
 #endif

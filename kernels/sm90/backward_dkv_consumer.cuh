@@ -1,51 +1,43 @@
-// A consumer of the Hopper key gradients: MMAs, probabilities and their gradients, results to memory.
+// What the consumers of the Hopper key gradients have in common (sm90/backward_dkv_narrow.cuh and _wide.cuh): S and dP,
+// probabilities and their gradients, results to memory, and how they go from tile to tile.
 //
 // Prelude: as sm90/backward_dkv.cu.
 #pragma once
 #include "sm90/backward_dkv_tiles.cuh"
 
 // A consumer warp: 16 of its warpgroup's 64 keys, two of them a lane's.
-struct Consumer {
+struct ConsumerBase {
     Shared& shared;
     const BackwardDkvParams& launch;
     const AttentionParams& p;
     const int half, lane, first_row;  // of the tile
     const LogitScale logit;
     PipelineState<STAGES> queries;  // of the current step
-    PipelineState<2> ds;            // DQUERY
     // of the current tile
     unsigned keys, values;  // descriptors of this warpgroup's rows
     QueryRange range;
     int shift, steps;
-    int stage;  // of its keys
     int start[2], stop[2];
     float bias[2];
     // of the current step
     int step;
     // accumulators
     Fragment s[QUERY_FRAGMENTS], dp[QUERY_FRAGMENTS];  // S^T, later P^T; dP^T, later dS^T
-    Fragment dk[OUT_FRAGMENTS], dv[OUT_FRAGMENTS];
     float dbias[2];
 
-    __device__ __forceinline__ Consumer(Shared& shared, const BackwardDkvParams& launch)
+    __device__ __forceinline__ ConsumerBase(Shared& shared, const BackwardDkvParams& launch)
         : shared(shared), launch(launch), p(launch.attention), half(threadIdx.x / 128 - 1), lane(threadIdx.x & 31),
-          first_row(half * 64 + threadIdx.x / 32 % 4 * 16), logit(launch.attention.scale, launch.attention.softcap) {}
+          first_row((WIDE ? 0 : half * 64) + threadIdx.x / 32 % 4 * 16), logit(launch.attention.scale, launch.attention.softcap) {}
 
     __device__ __forceinline__ int row(int r) const { return first_row + lane / 4 + 8 * r; }
 
     __device__ __forceinline__ void begin_tile(int stage, const KeyFacts& facts) {
-        keys = matrix_descriptor(shared.key[stage] + half * 64 * CHUNK_COLUMNS, 0);
-        values = matrix_descriptor(shared.value[stage] + half * 64 * CHUNK_COLUMNS, 0);
+        const int own_rows = WIDE ? 0 : half * 64 * CHUNK_COLUMNS;
+        keys = matrix_descriptor(shared.key[stage] + own_rows, 0);
+        values = matrix_descriptor(shared.value[stage] + own_rows, 0);
         range = facts.queries;
         shift = facts.tile.shift;
         steps = facts.steps;
-        this->stage = stage;
-#if DQUERY
-        const KeyTile& t = facts.tile;
-        const long long head = (long long)t.batch * p.heads + t.group * (p.heads / p.kv_heads);
-        if (threadIdx.x % 128 == 0)
-            shared.sums[half] = launch.dquery_sums + (head * launch.query_units + facts.first_unit) * DQ_UNIT + half * DQ_HALF;
-#endif
         step = 0;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -54,8 +46,6 @@ struct Consumer {
             bias[r] = facts.bias[row(r)];
             dbias[r] = 0.0f;
         }
-        clear(dk);
-        clear(dv);
     }
 
     // The step's S and dP.
@@ -66,6 +56,7 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void start_dp() {
+        if (WIDE) barrier_wait(&shared.ready[queries.stage], queries.phase);
         barrier_wait(&shared.dout_landed[queries.stage], queries.phase);
         multiply_rows<BLOCK_N, BLOCK_Q>(dp, values, shared.dout[queries.stage]);
     }
@@ -92,10 +83,10 @@ struct Consumer {
                     x[n].x[i] = 0.0f;
     }
 
-    // Waits for S, issued before the last group of MMAs; it becomes P.
+    // Waits for S, issued before the last group of MMAs (WIDE: in it); it becomes P.
     __device__ __forceinline__ void exponentiate() {
         const bool masked = is_masked();
-        wgmma_wait<1>();
+        wgmma_wait<WIDE ? 0 : 1>();
         pin(s);
 #pragma unroll
         for (int n = 0; n < QUERY_FRAGMENTS; ++n) {
@@ -119,63 +110,6 @@ struct Consumer {
         if (masked) hide(dp);
     }
 
-#if DQUERY
-    // Shares dS with the other warpgroup. Both are done with what this stage held two steps ago: this one has waited for
-    // the other's dS of the step before, which that one stored after its dQ of two steps ago.
-    __device__ __forceinline__ void share(const unsigned (&gradient)[QUERY_FRAGMENTS][4]) {
-#pragma unroll
-        for (int c = 0; c < BLOCK_Q / 64; ++c) {
-            const unsigned corner = shared_address(piece_of<BLOCK_N>(
-                shared.ds[ds.stage] + c * BLOCK_N * CHUNK_COLUMNS, first_row + lane % 16, lane / 16));
-#pragma unroll
-            for (int n = 0; n < 4; ++n) store_matrices(corner ^ 32 * n, gradient[4 * c + n]);
-        }
-        shared_write_fence();
-        barrier_arrive(&shared.ds_full[ds.stage]);
-    }
-
-    // Issues this warpgroup's half of dS^T K.
-    __device__ __forceinline__ void start_dq(Fragment (&dq)[DQ_FRAGMENTS]) {
-        constexpr int A_BYTES = DQ_BY_ROWS ? BLOCK_N * CHUNK_ROW_BYTES : 0;
-        constexpr int B_BYTES = DQ_BY_ROWS ? 0 : CHUNKS == 2 ? BLOCK_N * CHUNK_ROW_BYTES : 32 * DQ_FRAGMENTS;
-        const unsigned a = moved(matrix_descriptor(shared.ds[ds.stage], 0), half * A_BYTES);
-        const unsigned b = moved(matrix_descriptor(shared.key[stage], 0), half * B_BYTES);
-        clear(dq);
-        pin(dq);
-        barrier_wait(&shared.ds_full[ds.stage], ds.phase);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < BLOCK_N / 16; ++k)
-            Wgmma<DQ_FRAGMENTS>::template multiply<Major::MN, Major::MN>(dq, moved(a, k * 16 * CHUNK_ROW_BYTES),
-                                                                         moved(b, k * 16 * CHUNK_ROW_BYTES), k > 0);
-        wgmma_commit();
-    }
-
-    // Adds it to the sums of the step that has just ended.
-    __device__ __forceinline__ void add_dq(const Fragment (&dq)[DQ_FRAGMENTS]) {
-        const int thread = threadIdx.x & 127;
-        if (thread == 0) bulk_wait_read();
-        named_barrier(SUMS_BARRIER + half, 128);
-#pragma unroll
-        for (int n = 0; n < DQ_FRAGMENTS; ++n)
-#pragma unroll
-            for (int k = 0; k < 2; ++k)
-                reinterpret_cast<float4*>(shared.dq[half])[(2 * n + k) * 128 + thread] =
-                    make_float4(dq[n].x[4 * k], dq[n].x[4 * k + 1], dq[n].x[4 * k + 2], dq[n].x[4 * k + 3]);
-        shared_write_fence();
-        named_barrier(SUMS_BARRIER + half, 128);
-        if (thread == 0) {
-            const bool last = step == 0;  // of its head; its upper half may belong to others
-            float* const sums = shared.sums[half];
-            if (!DQ_BY_ROWS || !last || half == 0 || (range.end - range.begin - 1) % BLOCK_Q >= 64) {
-                bulk_reduce_add(sums, shared.dq[half], 4 * DQ_HALF);
-                bulk_commit();
-            }
-            shared.sums[half] = sums + 2 * DQ_HALF + (last ? launch.query_units * DQ_UNIT - 2 * DQ_HALF * steps : 0);
-        }
-    }
-#endif
-
     // dp becomes the gradient of q . k / scale; dbias grows. The logit that the softcap's derivative needs comes from p.
     __device__ __forceinline__ void differentiate() {
 #pragma unroll
@@ -198,51 +132,6 @@ struct Consumer {
                 }
             }
         }
-    }
-
-    // A step, whose p and dP are there; `more`: another one follows, whose p and dP are there afterwards. No MMA is in
-    // flight between two calls, or the assembler would wait after each.
-    template <bool more>
-    __device__ __forceinline__ void advance(const KeyTile& t, int h) {
-        unsigned probability[QUERY_FRAGMENTS][4], gradient[QUERY_FRAGMENTS][4];
-        differentiate();
-        round(gradient, dp);
-        round(probability, s);
-        if (++step == steps) {
-            step = 0;
-            write_bias(t, h);
-        }
-#if DQUERY
-        share(gradient);
-#endif
-        const int stage = queries.stage;
-        accumulate(dv, probability, shared.dout[stage]);
-        accumulate(dk, gradient, shared.query[stage]);
-        queries.advance();
-        if constexpr (more) start_logits();
-        wgmma_wait<more ? 1 : 0>();
-        pin(dv);
-        pin(dk);
-        pin(probability);
-        pin(gradient);
-        barrier_arrive(&shared.query_empty[stage]);
-#if DQUERY
-        Fragment dq[DQ_FRAGMENTS];
-        start_dq(dq);
-        if constexpr (more) exponentiate();
-        wgmma_wait<0>();
-        pin(dq);
-        ds.advance();
-        if constexpr (more) start_dp();
-        add_dq(dq);
-        if constexpr (more) wait_dp();
-#else
-        if constexpr (more) {
-            start_dp();
-            exponentiate();
-            wait_dp();
-        }
-#endif
     }
 
     // dbias of one head, if it is wanted; it begins anew. (It is summed in any case: where this branch is missing, the
@@ -281,51 +170,27 @@ struct Consumer {
         }
     }
 
-    // One tile. `stale`: the stage of the tile before it, which is given back LOOKAHEAD steps before the end; -1: none.
-    __device__ __forceinline__ void run_tile(int stage, const KeyFacts& facts, int stale) {
-        begin_tile(stage, facts);
-        const KeyTile t = facts.tile;
-        const int group_heads = p.heads / p.kv_heads, total = steps * group_heads;
-        if (total <= LOOKAHEAD) release(stale);
-        if (total > 0) {
-            start_logits();
-            start_dp();
-            exponentiate();
-            wait_dp();
-            int h = 0;
-#pragma unroll 1
-            for (int i = 1; i < total; ++i) {
-                advance<true>(t, h);
-                h += step == 0;
-                if (i == total - LOOKAHEAD) release(stale);
-            }
-            advance<false>(t, h);
-        }  // else the host has set dbias to zeros
-        if (KEY_STAGES == 1) release(stage);
-        write(t, dv, p.dvalue, p.partial_value, 1.0f);
-        write(t, dk, p.dkey, p.partial_key, p.scale);
-    }
-
     __device__ __forceinline__ void release(int key_stage) const {
         if (key_stage >= 0) barrier_arrive(&shared.key_empty[key_stage]);
     }
-
-    __device__ __forceinline__ void run() {
-        int stale = -1;
-        for (KeyRing ring;;) {
-            barrier_wait(&shared.key_full[ring.stage], ring.phase());
-            if (shared.facts[ring.stage].steps == END) {
-                release(stale);
-                stale = -1;
-                if (ring.end()) break;
-                continue;
-            }
-            run_tile(ring.stage, shared.facts[ring.stage], stale);
-            if (KEY_STAGES > 1) stale = ring.stage;
-            ring.advance();
-        }
-#if DQUERY
-        if (threadIdx.x % 128 == 0) bulk_wait();
-#endif
-    }
 };
+
+// Tile after tile: run_tile(stage, facts, stale). `stale`: the stage of the tile before, which is still to be given back; -1:
+// none.
+template <typename Consumer>
+__device__ __forceinline__ void run_tiles(Consumer& consumer) {
+    Shared& shared = consumer.shared;
+    int stale = -1;
+    for (KeyRing ring;;) {
+        barrier_wait(&shared.key_full[ring.stage], ring.phase());
+        if (shared.facts[ring.stage].steps == END) {
+            consumer.release(stale);
+            stale = -1;
+            if (ring.end()) return;
+            continue;
+        }
+        consumer.run_tile(ring.stage, shared.facts[ring.stage], stale);
+        if (KEY_STAGES > 1) stale = ring.stage;
+        ring.advance();
+    }
+}

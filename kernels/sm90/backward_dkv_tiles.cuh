@@ -5,7 +5,12 @@
 #pragma once
 #define BITS 0
 #define DIM_SLICES 1
+#define WIDE (HEAD_DIM > 128)
+#if WIDE
+#define BLOCK_N 64
+#else
 #define BLOCK_N 128
+#endif
 #include "common/arch.cuh"
 #include "common/bias.cuh"
 #include "common/key_tile.cuh"
@@ -27,7 +32,7 @@ constexpr int LOOKAHEAD = 10;  // steps before a tile's end at which the next ti
 // Warps of the producer; a warp each for the two stages of keys.
 constexpr int QUERY_WARP = 0, STATISTICS_WARP = 1, KEY_WARP = 2;
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
-static_assert(HEAD_DIM <= 128 && (KEYS == KEYS_LISTED || KEYS == KEYS_CONTIGUOUS), "what the kernel is made for");
+static_assert(HEAD_DIM <= 256 && !(WIDE && DQUERY) && (KEYS == KEYS_LISTED || KEYS == KEYS_CONTIGUOUS), "what the kernel is made for");
 static_assert(!SEQUENCES || SUPER_UNIT % BLOCK_N == 0, "a tile's keys are of one list");
 
 struct BackwardDkvParams {
@@ -65,6 +70,10 @@ struct Shared {
     float dq[2][DQ_HALF];              // of each warpgroup
     float* sums[2];                    // of dq of the current step; each for one thread
     Barrier ds_full[2];                // a stage is empty when the other one is full: see docs/hopper-backward.md
+#endif
+#if WIDE
+    float4 probability[QUERY_FRAGMENTS * 2][128];  // of a step, thread by thread
+    Barrier probability_full, probability_empty;
 #endif
     KeyFacts facts[KEY_STAGES];
     Barrier key_full[KEY_STAGES], key_empty[KEY_STAGES];

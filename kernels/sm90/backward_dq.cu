@@ -1,14 +1,14 @@
 // Gradient of the queries on Hopper, query-major; what sm80/backward_dq.cu computes, with warpgroup MMAs:
 //     p = exp(s - lse), ds = p * (dout . v - delta), dx = ds * (slope of the softcap), dq = scale * sum over j of dx k_j.
 // It also makes delta = dout . out - dlse (0 for a row that sees nothing), which it writes for the other gradients; nothing
-// else without dquery.
+// else without dquery. Above HEAD_DIM 128 (WIDE) it reads delta.
 //
 // A persistent CTA takes, by tickets, tiles of BLOCK_M rows (BLOCK_M / HEADS queries times HEADS heads of a GQA group). Each
 // consumer warpgroup has 64 rows, whose query and dout stay in its registers; the producer gathers their keys and values,
 // BLOCK_N at a time (common/mask.cuh says which), into STAGES stages. S = Q K^T and dP = dO V^T have their left operands in
-// registers, dS is the left operand of dQ += dS K. Every row has one writer and a fixed order of additions.
+// registers (WIDE: shared memory, for as long as the tile lasts), dS is the left operand of dQ += dS K. Every row has one writer and a fixed order of additions.
 //
-// Prelude: ELEMENT, HEAD_DIM (at most 128), HEADS (divides BLOCK_M), BLOCK_M, BLOCK_N, STAGES, KEYS, CAUSAL, BIAS (BIAS_NONE
+// Prelude: ELEMENT, HEAD_DIM (at most 256), HEADS (divides BLOCK_M), BLOCK_M, BLOCK_N, STAGES, KEYS, CAUSAL, BIAS (BIAS_NONE
 // or BIAS_OF_KEYS), SOFTCAP, SEQUENCES.
 #include "sm90/backward_dq_consumer.cuh"
 #include "sm90/backward_dq_producer.cuh"

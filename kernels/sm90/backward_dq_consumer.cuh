@@ -13,7 +13,11 @@ struct Consumer {
     PipelineState<STAGES> keys;  // of the current block
     unsigned phase = 0;          // of the queries
     // of the current tile
+#if WIDE
+    unsigned query, dout;  // descriptors of this warpgroup's rows
+#else
     unsigned query[ROW_STEPS][4], dout[ROW_STEPS][4];
+#endif
     float lse[2], delta[2];  // lse in log 2 units
     int position[2];
     Fragment s[KEY_FRAGMENTS], dp[KEY_FRAGMENTS];  // of the current block: S, later P; dP, later dS
@@ -25,6 +29,21 @@ struct Consumer {
 
     __device__ __forceinline__ int row(int r) const { return first_row + lane / 4 + 8 * r; }
 
+#if WIDE
+    // The tile's rows have arrived.
+    __device__ __forceinline__ void begin_tile(const Tile& t) {
+        const int own_rows = (threadIdx.x / 128 - 1) * 64 * CHUNK_COLUMNS;
+        query = matrix_descriptor(shared.query + own_rows, 0);
+        dout = matrix_descriptor(shared.dout + own_rows, 0);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            lse[r] = shared.lse[row(r)] * LOG2_E;
+            delta[r] = shared.dlse[row(r)];
+            position[r] = t.first_position + row(r) / HEADS;
+        }
+        clear(dq);
+    }
+#else
     // This warp's 16 rows of a matrix, 16 columns of them, as a left operand.
     __device__ __forceinline__ void load_rows(unsigned (&a)[4], ELEMENT* rows, int d) const {
         load_matrices(a, shared_address(piece_of<BLOCK_M>(rows, first_row + lane % 16, 2 * d + lane / 16)));
@@ -63,15 +82,26 @@ struct Consumer {
         }
         clear(dq);
     }
+#endif
+
+    // 64 rows of this warpgroup, in shared memory (WIDE) or in registers, times rows of keys or values.
+    template <typename Rows>
+    __device__ __forceinline__ static void multiply(Fragment (&x)[KEY_FRAGMENTS], Rows& a, const ELEMENT* rows) {
+#if WIDE
+        multiply_rows<BLOCK_M, BLOCK_N>(x, a, rows);
+#else
+        multiply_rows<BLOCK_N>(x, a, rows);
+#endif
+    }
 
     // S of the block at `keys`, when it has arrived.
     __device__ __forceinline__ void start_logits() {
         barrier_wait(&shared.key_full[keys.stage], keys.phase);
         shared_write_fence();  // what cp.async wrote, before wgmma reads it
-        multiply_rows<BLOCK_N>(s, query, shared.key[keys.stage]);
+        multiply(s, query, shared.key[keys.stage]);
     }
 
-    __device__ __forceinline__ void start_dp() { multiply_rows<BLOCK_N>(dp, dout, shared.value[keys.stage]); }
+    __device__ __forceinline__ void start_dp() { multiply(dp, dout, shared.value[keys.stage]); }
 
     // The biases of this lane's two neighbouring keys in fragment n, k = 0 or 1.
     __device__ __forceinline__ void load_biases(float (&x)[2], int n, int k) const {
@@ -188,6 +218,7 @@ struct Consumer {
 #pragma unroll 1
             while ((shared.flags[keys.stage] & LAST) == 0) advance<true>();
             advance<false>();
+            if (WIDE) barrier_arrive(&shared.query_empty);
             write(t);
         }
     }

@@ -4,7 +4,8 @@
 #pragma once
 #include "sm90/backward_dq_tiles.cuh"
 
-// Query, dout and out of a tile, with lse and its gradient of its rows; -inf where there is no row.
+// Query, dout and out of a tile, with lse and its gradient of its rows; -inf where there is no row. WIDE: without out, and
+// with delta.
 __device__ __forceinline__ void produce_rows(Shared& shared, const BackwardDqParams& launch, const Tile& t, int index,
                                              unsigned phase) {
     constexpr int BYTES = CHUNKS * BLOCK_M * CHUNK_ROW_BYTES;
@@ -12,13 +13,15 @@ __device__ __forceinline__ void produce_rows(Shared& shared, const BackwardDqPar
     barrier_wait(&shared.query_empty, phase ^ 1);
     if (threadIdx.x == 0) {
         shared.tile = index;
-        barrier_expect(&shared.query_full, 3 * BYTES);
+        barrier_expect(&shared.query_full, (WIDE ? 2 : 3) * BYTES);
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
             const int at = c * BLOCK_M * CHUNK_COLUMNS, column = c * CHUNK_COLUMNS;
             tma_load(shared.query + at, &launch.query, &shared.query_full, column, t.first_head, t.first_query, t.batch);
             tma_load(shared.dout + at, &launch.dout, &shared.query_full, column, t.first_head, t.first_query, t.batch);
+#if !WIDE
             tma_load(shared.out + at, &launch.out, &shared.query_full, column, t.first_head, t.first_query, t.batch);
+#endif
         }
         barrier_arrive(&shared.query_full);
     }
@@ -26,7 +29,8 @@ __device__ __forceinline__ void produce_rows(Shared& shared, const BackwardDqPar
     const bool exists = query < t.end_query;
     const long long at = ((long long)t.batch * p.heads + t.first_head + row % HEADS) * p.query_length + query;
     shared.lse[row] = exists ? p.lse[at] : -infinity();
-    shared.dlse[row] = exists && p.dlse != nullptr ? p.dlse[at] : 0.0f;
+    const float* further = WIDE ? p.delta : p.dlse;
+    shared.dlse[row] = exists && further != nullptr ? further[at] : 0.0f;
     barrier_arrive(&shared.query_full);
 }
 

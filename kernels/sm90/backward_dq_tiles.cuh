@@ -3,6 +3,7 @@
 // Prelude: as sm90/backward_dq.cu.
 #pragma once
 #define BITS 0
+#define WIDE (HEAD_DIM > 128)
 #include "common/bias.cuh"
 #include "common/query_tile.cuh"
 #include "common/softmax.cuh"
@@ -15,7 +16,7 @@ constexpr int PRODUCER_THREADS = 128, CONSUMER_THREADS = 256, THREADS = PRODUCER
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 constexpr int PRODUCER_BARRIER = 1;
 constexpr int WARP_KEYS = BLOCK_N / 4;  // of a block, gathered by one warp
-static_assert(HEAD_DIM <= 128 && BLOCK_M == PRODUCER_THREADS && BLOCK_M % HEADS == 0 && WARP_KEYS <= 32, "what the kernel is made for");
+static_assert(HEAD_DIM <= 256 && BLOCK_M == PRODUCER_THREADS && BLOCK_M % HEADS == 0 && WARP_KEYS <= 32, "what the kernel is made for");
 
 struct BackwardDqParams {
     TensorMap query, dout, out;
@@ -29,13 +30,15 @@ enum : int { MASKED = 1, LAST = 2 };  // of a block: not all rows see all its ke
 struct Shared {
     ELEMENT query[CHUNKS * BLOCK_M * CHUNK_COLUMNS];
     ELEMENT dout[CHUNKS * BLOCK_M * CHUNK_COLUMNS];
+#if !WIDE
     ELEMENT out[CHUNKS * BLOCK_M * CHUNK_COLUMNS];
+#endif
     ELEMENT key[STAGES][CHUNKS * BLOCK_N * CHUNK_COLUMNS];
     ELEMENT value[STAGES][CHUNKS * BLOCK_N * CHUNK_COLUMNS];
     float bias[STAGES][BLOCK_N];
     int start[STAGES][BLOCK_N], stop[STAGES][BLOCK_N];
     int flags[STAGES];
-    float lse[BLOCK_M], dlse[BLOCK_M];
+    float lse[BLOCK_M], dlse[BLOCK_M];  // WIDE: delta in place of dlse
     int tile;     // that the rows belong to; END: there are no more
     int next[2];  // of the producer alone
     Barrier query_full, query_empty;

@@ -49,12 +49,17 @@ __device__ __forceinline__ void multiply_rows(Fragment (&x)[count], unsigned (&a
 template <int steps>
 __device__ __forceinline__ void accumulate(Fragment (&x)[OUT_FRAGMENTS], unsigned (&a)[steps][4], const ELEMENT* rows) {
     const unsigned b = matrix_descriptor(rows, steps * 16 * CHUNK_ROW_BYTES);
+    constexpr int FIRST = OUT_FRAGMENTS < 8 ? OUT_FRAGMENTS : 8, REST = OUT_FRAGMENTS - FIRST;  // 128 columns at a time
     pin(x);
     pin(a);
     wgmma_fence();
 #pragma unroll
-    for (int n = 0; n < steps; ++n)
-        Wgmma<OUT_FRAGMENTS>::template multiply<Major::MN>(x, a[n], moved(b, n * 16 * CHUNK_ROW_BYTES), true);
+    for (int n = 0; n < steps; ++n) {
+        const unsigned rows_of_b = moved(b, n * 16 * CHUNK_ROW_BYTES);
+        Wgmma<FIRST>::template multiply<Major::MN>(x, a[n], rows_of_b, true);
+        if constexpr (REST > 0)
+            Wgmma<REST>::template multiply<Major::MN>(x + FIRST, a[n], moved(rows_of_b, 2 * steps * 16 * CHUNK_ROW_BYTES), true);
+    }
     wgmma_commit();
 }
 

@@ -246,22 +246,22 @@ def test_split_hopper_kernels_do_so_too(keys, causal, head_dim):
 @needs_compiler
 @pytest.mark.parametrize(("head_dim", "causal", "bias", "softcap"), [
     case(head_dim, *rest, quick=(head_dim, *rest) in ((64, True, 1, False), (128, True, 1, True)))
-    for head_dim in (40, 64, 96, 128) for rest in itertools.product((False, True), (0, 1), (False, True))])
+    for head_dim in (40, 64, 96, 128, 192, 256) for rest in itertools.product((False, True), (0, 1), (False, True))])
 def test_hopper_gradients_do_so_too(head_dim, causal, bias, softcap):
     common = {"element": "__nv_bfloat16", "head_dim": head_dim, "causal": causal, "bias": bias, "softcap": softcap}
     for keys, sequences in itertools.product(("KEYS_CONTIGUOUS", "KEYS_LISTED", "KEYS_SHARED"), (False, True)):
         check_asynchronous(sm90_backward.HopperBackwardDqConfig(
             **common, heads=2, block_m=sm90_backward.BLOCK_M, block_n=sm90_backward.dq_block_n(head_dim),
-            stages=sm90_backward.DQ_STAGES, keys=keys, sequences=sequences), allowed=256)
+            stages=sm90_backward.dq_stages(head_dim), keys=keys, sequences=sequences), allowed=256)
     # Of 128 queries a step much is spilled, with a softcap most: 1064.
     for keys, intervals, sequences in (("KEYS_CONTIGUOUS", False, False), ("KEYS_CONTIGUOUS", True, False),
                                        ("KEYS_CONTIGUOUS", False, True), ("KEYS_LISTED", True, False),
                                        ("KEYS_LISTED", True, True)):
-        for dquery in (False, True):
+        for dquery in (False, True)[:1 if head_dim > sm90_backward.MAX_NARROW_DIM else 2]:
             check_asynchronous(sm90_backward.HopperBackwardDkvConfig(
                 **common, block_q=sm90_backward.block_q(head_dim), stages=sm90_backward.STAGES, keys=keys,
-                key_stages=sm90_backward.key_stages(dquery), intervals=intervals, sequences=sequences, dquery=dquery),
-                allowed=1088 if head_dim <= 64 else 640 if dquery else 256)
+                key_stages=sm90_backward.key_stages(head_dim, dquery), intervals=intervals, sequences=sequences,
+                dquery=dquery), allowed=1088 if head_dim <= 64 else 640 if dquery else 256)
 
 
 def check_hopper_kernel(config: sm90.HopperForwardConfig) -> None:

@@ -363,6 +363,8 @@ OWN: dict[str, Callable[[], None]] = {
     "sm90[short tiles]": short_tiles,
     **{f"sm90[splits, {kind}]": sm90_splits(kind) for kind in ("none", "lists", "non-finite", "nothing seen")},
     "sm90 backward[lists]": sm90_backward(),
+    "sm90 backward[lists, D256]": sm90_backward(head_dim=256, num_sms=2, length=500),
+    "sm90 backward[causal, D192]": sm90_backward(head_dim=192, num_sms=2, window=0, causal=True, length=300),
     "sm90 backward[super-tiles]": sm90_backward(window=300),
     "sm90 backward[causal, D128]": sm90_backward(num_sms=2, window=0, causal=True, head_dim=128, length=500),
     "sm90 backward[one tile]": sm90_backward(order=emulator.Order("backward", "backward"), window=0, length=100),

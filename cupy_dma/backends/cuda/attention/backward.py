@@ -115,14 +115,18 @@ class _Backward:
             "out_batch": out.strides[0], "out_row": out.strides[1], "out_head": out.strides[2],
             **{name: self.library.pointer(array) for name, array in results.items() if array is not None}}
         one_pass = self._one_pass()
-        if self.hopper_query and not one_pass:  # it makes delta, too
+        wide = self.query.shape[3] > sm90_backward.MAX_NARROW_DIM
+        if self.hopper_query and not one_pass and not wide:  # it makes delta, too
             sm90_backward.launch_dq(self.runtime, call, self.problem, fields)
         else:
             _preprocess_kernel(self.runtime, self.device.index, self.element, self.query.shape[3], self.vector).launch(
                 blocks(batch * query_length * heads, REDUCE_WARPS), REDUCE_THREADS, self.problem.pack(None, **fields),
                 self.stream)
             if "query" in call.needs and not one_pass:
-                self._query_gradient(fields)
+                if self.hopper_query:
+                    sm90_backward.launch_dq(self.runtime, call, self.problem, fields)
+                else:
+                    self._query_gradient(fields)
         if any(self.wanted):
             self._key_gradients(fields, one_pass)
         if self.dense_bias and not self._bias_is_own():
@@ -130,8 +134,8 @@ class _Backward:
 
     def _one_pass(self) -> bool:
         """Whether the Hopper key pass adds up the gradient of the queries, too, in any order."""
-        return (sm90_backward.ONE_PASS and self.hopper_keys and "query" in self.call.needs and any(self.wanted)
-                and not self.call.forward.deterministic)
+        return (self.hopper_keys and sm90_backward.has_one_pass(self.query.shape[3]) and "query" in self.call.needs
+                and any(self.wanted) and not self.call.forward.deterministic)
 
     def _bias_is_own(self) -> bool:
         """Whether every pair of every head has a bias of its own, so that the query pass can write its gradient."""
@@ -195,7 +199,7 @@ class _Backward:
             self.dense = dense_supers(self.runtime, packed, problem.params["mask_heads"], self.key.shape[2],
                                       self.stream)
         elif problem.mask is not None and not problem.by_head:
-            block_n = sm90_backward.BLOCK_N if self.hopper_keys else self._key_tile().block_n
+            block_n = sm90_backward.block_n(self.key.shape[3]) if self.hopper_keys else self._key_tile().block_n
             self.supers = super_lists(self.runtime, problem.mask, query_length, block_n, problem.causal, self.stream,
                                       self.sequences)
 

@@ -3,8 +3,8 @@ of queries query-major over the key lists of tiles; of keys, values and key bias
 super-tile lists as the portable kernel. Where results need not be deterministic the key-stationary kernel makes all of
 them in one pass, with five products instead of seven.
 
-They serve 16-bit elements in aligned rows of at most 128 columns without a dense mask or bias; the portable kernels do
-the rest and give the same numbers within rounding.
+They serve 16-bit elements in aligned rows without a dense mask or bias; the portable kernels do the rest and give the
+same numbers within rounding.
 """
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
 if TYPE_CHECKING:
     from cupy_dma.calls.types import AttentionBackwardCall
 
-MAX_HEAD_DIM = 128
-BLOCK_N, STAGES = 128, 2  # of backward_dkv.cu: keys of a tile; stages of queries
-BLOCK_M, DQ_STAGES = 128, 3  # of backward_dq.cu: rows of a tile, stages of keys
+MAX_NARROW_DIM = 128  # above it (WIDE in the kernels) there is no one pass, and launch_dq does not make delta
+STAGES = 2  # of queries, of backward_dkv.cu
+BLOCK_M = 128  # of backward_dq.cu: rows of a tile
 THREADS = 384  # of either
 UNIT_QUERIES, ROUND_THREADS = 64, 256  # of backward_dq_round.cu
 ONE_PASS = False  # whether calls that need not be deterministic have one: see docs/lab/backward.md, version 42
@@ -56,7 +56,7 @@ class HopperBackwardDqConfig(_Config):
     @property
     def shared_bytes(self) -> int:
         """Size of ``struct Shared`` in the kernel's files, rounded up, and room to align it."""
-        rows = 3 * self.block_m + 2 * self.stages * self.block_n
+        rows = (3 if self.head_dim <= MAX_NARROW_DIM else 2) * self.block_m + 2 * self.stages * self.block_n
         return (1024 + blocks(self.head_dim, 64) * 128 * rows + self.stages * (12 * self.block_n + 32)
                 + 8 * self.block_m + 96)
 
@@ -72,11 +72,14 @@ class HopperBackwardDkvConfig(_Config):
     @property
     def shared_bytes(self) -> int:
         """As above."""
-        rows = 2 * self.key_stages * BLOCK_N + 2 * self.stages * self.block_q
+        keys = block_n(self.head_dim)
+        rows = 2 * self.key_stages * keys + 2 * self.stages * self.block_q
         size = (1024 + blocks(self.head_dim, 64) * 128 * rows + 8 * self.stages * self.block_q
-                + self.key_stages * (16 * BLOCK_N + 128) + 256)
+                + self.key_stages * (16 * keys + 128) + 256)
+        if self.head_dim > MAX_NARROW_DIM:
+            size += 4 * keys * self.block_q
         if self.dquery:
-            size += 4 * BLOCK_N * self.block_q + 4 * self.block_q // UNIT_QUERIES * unit_sums(self.head_dim) + 64
+            size += 4 * keys * self.block_q + 4 * self.block_q // UNIT_QUERIES * unit_sums(self.head_dim) + 64
         return size
 
 
@@ -88,13 +91,14 @@ class HopperBackwardRoundConfig(HopperBackwardDkvConfig):
 def _serves(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, vector: bool) -> bool:
     """What both need. ``vector``: all rows are aligned."""
     query = call.forward.query
-    return (runtime.hopper(query.device.index) and problem.size == 2 and vector and query.shape[3] <= MAX_HEAD_DIM
+    return (runtime.hopper(query.device.index) and problem.size == 2 and vector
             and problem.bias_kind != BIAS_DENSE and problem.dense is None)
 
 
 def serves_query(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, vector: bool) -> bool:
     """Whether ``launch_dq`` takes the gradient of a call's queries, or ``delta`` alone."""
-    return (_serves(runtime, call, problem, vector) and BLOCK_M % problem.tile_heads == 0
+    return (_serves(runtime, call, problem, vector)
+            and BLOCK_M % problem.tile_heads == 0
             and _maps(call, BLOCK_M // problem.tile_heads, problem.tile_heads, out=True) is not None)
 
 
@@ -105,14 +109,24 @@ def serves_keys(runtime: Runtime, call: AttentionBackwardCall, problem: Problem,
             and _maps(call, block_q(call.forward.head_dim), 1) is not None)
 
 
+def has_one_pass(head_dim: int) -> bool:
+    """Whether ``launch_dkv`` can make the gradient of the queries, too."""
+    return ONE_PASS and head_dim <= MAX_NARROW_DIM
+
+
+def block_n(head_dim: int) -> int:
+    """Keys of a tile of ``launch_dkv``."""
+    return 128 if head_dim <= MAX_NARROW_DIM else 64
+
+
 def block_q(head_dim: int) -> int:
     """Queries of a step of ``launch_dkv``."""
     return 128 if head_dim <= 64 else 64
 
 
-def key_stages(one_pass: bool) -> int:
-    """Stages of keys of ``launch_dkv``: in one pass there is room for one."""
-    return 1 if one_pass else 2
+def key_stages(head_dim: int, one_pass: bool) -> int:
+    """Stages of keys of ``launch_dkv``: in one pass, and of wide heads, there is room for one."""
+    return 1 if one_pass or head_dim > MAX_NARROW_DIM else 2
 
 
 def unit_sums(head_dim: int) -> int:
@@ -122,12 +136,17 @@ def unit_sums(head_dim: int) -> int:
 
 def dq_block_n(head_dim: int) -> int:
     """Keys of a block of ``launch_dq``."""
-    return 128 if head_dim <= 64 else 64
+    return 128 if head_dim <= 64 else 64 if head_dim <= 192 else 32
+
+
+def dq_stages(head_dim: int) -> int:
+    """Stages of such blocks."""
+    return 3 if head_dim <= MAX_NARROW_DIM else 2
 
 
 def launch_dq(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, fields: dict[str, Any]) -> None:
-    """Writes ``delta`` and, if it is asked for, the gradient of the queries; ``fields``: what the call's launches
-    share."""
+    """Writes ``delta`` (of wide heads: reads it) and, if it is asked for, the gradient of the queries; ``fields``: what
+    the call's launches share."""
     query = call.forward.query
     library, device, heads = query.library, query.device, problem.tile_heads
     queries, stream = BLOCK_M // heads, library.stream(device)
@@ -154,8 +173,8 @@ def launch_dkv(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, 
     kernel = _dkv_kernel(runtime, device.index, ELEMENTS[query.dtype], head_dim,
                          "KEYS_CONTIGUOUS" if supers is None else "KEYS_LISTED", problem.mask is not None,
                          problem.causal, problem.bias_kind, call.forward.softcap > 0.0, problem.count > 0, one_pass)
-    tiles = batch * kv_heads * (tile_count(key_length, BLOCK_N, problem.count) if supers is None
-                                else supers.entries // BLOCK_N)
+    tiles = batch * kv_heads * (tile_count(key_length, block_n(head_dim), problem.count) if supers is None
+                                else supers.entries // block_n(head_dim))
     query_units = tile_count(query.shape[1], UNIT_QUERIES, problem.count)
     units = batch * query.shape[2] * query_units
     tickets = library.full((1,), 0, "int32", device)
@@ -193,8 +212,8 @@ def _packed(maps: bytes | None, params: bytes) -> bytes:
 def _dq_kernel(runtime: Runtime, index: int, element: str, head_dim: int, heads: int, keys: str, causal: bool,
                bias: int, softcap: bool, sequences: bool) -> LoadedKernel:
     config = HopperBackwardDqConfig(element=element, head_dim=head_dim, heads=heads, block_m=BLOCK_M,
-                                    block_n=dq_block_n(head_dim), stages=DQ_STAGES, keys=keys, causal=causal, bias=bias,
-                                    softcap=softcap, sequences=sequences)
+                                    block_n=dq_block_n(head_dim), stages=dq_stages(head_dim), keys=keys,
+                                    causal=causal, bias=bias, softcap=softcap, sequences=sequences)
     return runtime.load(config, "backward_dq", index, config.shared_bytes)
 
 
@@ -202,15 +221,16 @@ def _dq_kernel(runtime: Runtime, index: int, element: str, head_dim: int, heads:
 def _dkv_kernel(runtime: Runtime, index: int, element: str, head_dim: int, keys: str, intervals: bool, causal: bool,
                 bias: int, softcap: bool, sequences: bool, dquery: bool) -> LoadedKernel:
     config = HopperBackwardDkvConfig(
-        element=element, head_dim=head_dim, block_q=block_q(head_dim), stages=STAGES, key_stages=key_stages(dquery),
-        keys=keys, intervals=intervals, causal=causal, bias=bias, softcap=softcap, sequences=sequences, dquery=dquery)
+        element=element, head_dim=head_dim, block_q=block_q(head_dim), stages=STAGES,
+        key_stages=key_stages(head_dim, dquery), keys=keys, intervals=intervals, causal=causal, bias=bias,
+        softcap=softcap, sequences=sequences, dquery=dquery)
     return runtime.load(config, "backward_dkv", index, config.shared_bytes)
 
 
 @functools.cache
 def _round_kernel(runtime: Runtime, index: int, element: str, head_dim: int, sequences: bool) -> LoadedKernel:
     config = HopperBackwardRoundConfig(
-        element=element, head_dim=head_dim, block_q=block_q(head_dim), stages=STAGES, key_stages=key_stages(True),
-        keys="KEYS_CONTIGUOUS", intervals=False, causal=False, bias=BIAS_NONE, softcap=False, sequences=sequences,
-        dquery=True)
+        element=element, head_dim=head_dim, block_q=block_q(head_dim), stages=STAGES,
+        key_stages=key_stages(head_dim, True), keys="KEYS_CONTIGUOUS", intervals=False, causal=False,
+        bias=BIAS_NONE, softcap=False, sequences=sequences, dquery=True)
     return runtime.load(config, "backward_dq_round", index)

@@ -1,0 +1,163 @@
+// A consumer of the Hopper key gradients up to HEAD_DIM 128: dk and dv of its warpgroup's keys, and with DQUERY half of dq
+// of each step.
+//
+// Prelude: as sm90/backward_dkv.cu.
+#pragma once
+#include "sm90/backward_dkv_consumer.cuh"
+
+struct Consumer : ConsumerBase {
+    Fragment dk[OUT_FRAGMENTS], dv[OUT_FRAGMENTS];
+#if DQUERY
+    PipelineState<2> ds;
+    int key_stage;  // of the current tile
+#endif
+
+    using ConsumerBase::ConsumerBase;
+
+#if DQUERY
+    __device__ __forceinline__ void begin_sums(int stage, const KeyFacts& facts) {
+        const KeyTile& t = facts.tile;
+        const long long head = (long long)t.batch * p.heads + t.group * (p.heads / p.kv_heads);
+        if (threadIdx.x % 128 == 0)
+            shared.sums[half] = launch.dquery_sums + (head * launch.query_units + facts.first_unit) * DQ_UNIT + half * DQ_HALF;
+        key_stage = stage;
+    }
+
+    // Shares dS with the other warpgroup. Both are done with what this stage held two steps ago: this one has waited for
+    // the other's dS of the step before, which that one stored after its dQ of two steps ago.
+    __device__ __forceinline__ void share(const unsigned (&gradient)[QUERY_FRAGMENTS][4]) {
+#pragma unroll
+        for (int c = 0; c < BLOCK_Q / 64; ++c) {
+            const unsigned corner = shared_address(piece_of<BLOCK_N>(
+                shared.ds[ds.stage] + c * BLOCK_N * CHUNK_COLUMNS, first_row + lane % 16, lane / 16));
+#pragma unroll
+            for (int n = 0; n < 4; ++n) store_matrices(corner ^ 32 * n, gradient[4 * c + n]);
+        }
+        shared_write_fence();
+        barrier_arrive(&shared.ds_full[ds.stage]);
+    }
+
+    // Issues this warpgroup's half of dS^T K.
+    __device__ __forceinline__ void start_dq(Fragment (&dq)[DQ_FRAGMENTS]) {
+        constexpr int A_BYTES = DQ_BY_ROWS ? BLOCK_N * CHUNK_ROW_BYTES : 0;
+        constexpr int B_BYTES = DQ_BY_ROWS ? 0 : CHUNKS == 2 ? BLOCK_N * CHUNK_ROW_BYTES : 32 * DQ_FRAGMENTS;
+        const unsigned a = moved(matrix_descriptor(shared.ds[ds.stage], 0), half * A_BYTES);
+        const unsigned b = moved(matrix_descriptor(shared.key[key_stage], 0), half * B_BYTES);
+        clear(dq);
+        pin(dq);
+        barrier_wait(&shared.ds_full[ds.stage], ds.phase);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < BLOCK_N / 16; ++k)
+            Wgmma<DQ_FRAGMENTS>::template multiply<Major::MN, Major::MN>(dq, moved(a, k * 16 * CHUNK_ROW_BYTES),
+                                                                         moved(b, k * 16 * CHUNK_ROW_BYTES), k > 0);
+        wgmma_commit();
+    }
+
+    // Adds it to the sums of the step that has just ended.
+    __device__ __forceinline__ void add_dq(const Fragment (&dq)[DQ_FRAGMENTS]) {
+        const int thread = threadIdx.x & 127;
+        if (thread == 0) bulk_wait_read();
+        named_barrier(SUMS_BARRIER + half, 128);
+#pragma unroll
+        for (int n = 0; n < DQ_FRAGMENTS; ++n)
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+                reinterpret_cast<float4*>(shared.dq[half])[(2 * n + k) * 128 + thread] =
+                    make_float4(dq[n].x[4 * k], dq[n].x[4 * k + 1], dq[n].x[4 * k + 2], dq[n].x[4 * k + 3]);
+        shared_write_fence();
+        named_barrier(SUMS_BARRIER + half, 128);
+        if (thread == 0) {
+            const bool last = step == 0;  // of its head; its upper half may belong to others
+            float* const sums = shared.sums[half];
+            if (!DQ_BY_ROWS || !last || half == 0 || (range.end - range.begin - 1) % BLOCK_Q >= 64) {
+                bulk_reduce_add(sums, shared.dq[half], 4 * DQ_HALF);
+                bulk_commit();
+            }
+            shared.sums[half] = sums + 2 * DQ_HALF + (last ? launch.query_units * DQ_UNIT - 2 * DQ_HALF * steps : 0);
+        }
+    }
+#endif
+
+    // A step, whose p and dP are there; `more`: another one follows, whose p and dP are there afterwards. No MMA is in
+    // flight between two calls, or the assembler would wait after each.
+    template <bool more>
+    __device__ __forceinline__ void advance(const KeyTile& t, int h) {
+        unsigned probability[QUERY_FRAGMENTS][4], gradient[QUERY_FRAGMENTS][4];
+        differentiate();
+        round(gradient, dp);
+        round(probability, s);
+        if (++step == steps) {
+            step = 0;
+            write_bias(t, h);
+        }
+#if DQUERY
+        share(gradient);
+#endif
+        const int stage = queries.stage;
+        accumulate(dv, probability, shared.dout[stage]);
+        accumulate(dk, gradient, shared.query[stage]);
+        queries.advance();
+        if constexpr (more) start_logits();
+        wgmma_wait<more ? 1 : 0>();
+        pin(dv);
+        pin(dk);
+        pin(probability);
+        pin(gradient);
+        barrier_arrive(&shared.query_empty[stage]);
+#if DQUERY
+        Fragment dq[DQ_FRAGMENTS];
+        start_dq(dq);
+        if constexpr (more) exponentiate();
+        wgmma_wait<0>();
+        pin(dq);
+        ds.advance();
+        if constexpr (more) start_dp();
+        add_dq(dq);
+        if constexpr (more) wait_dp();
+#else
+        if constexpr (more) {
+            start_dp();
+            exponentiate();
+            wait_dp();
+        }
+#endif
+    }
+
+    // One tile. The stage of the tile before it is given back LOOKAHEAD steps before the end.
+    __device__ __forceinline__ void run_tile(int stage, const KeyFacts& facts, int stale) {
+        begin_tile(stage, facts);
+#if DQUERY
+        begin_sums(stage, facts);
+#endif
+        const KeyTile t = facts.tile;
+        const int group_heads = p.heads / p.kv_heads, total = steps * group_heads;
+        if (total <= LOOKAHEAD) release(stale);
+        clear(dk);
+        clear(dv);
+        if (total > 0) {
+            start_logits();
+            start_dp();
+            exponentiate();
+            wait_dp();
+            int h = 0;
+#pragma unroll 1
+            for (int i = 1; i < total; ++i) {
+                advance<true>(t, h);
+                h += step == 0;
+                if (i == total - LOOKAHEAD) release(stale);
+            }
+            advance<false>(t, h);
+        }  // else the host has set dbias to zeros
+        if (KEY_STAGES == 1) release(stage);
+        write(t, dv, p.dvalue, p.partial_value, 1.0f);
+        write(t, dk, p.dkey, p.partial_key, p.scale);
+    }
+
+    __device__ __forceinline__ void run() {
+        run_tiles(*this);
+#if DQUERY
+        if (threadIdx.x % 128 == 0) bulk_wait();
+#endif
+    }
+};
