@@ -102,34 +102,38 @@ struct ConsumerBase {
         if (masked) hide(s);
     }
 
-    // For dq a value that is not finite must not reach the queries that do not see it.
     __device__ __forceinline__ void wait_dp() {
-        const bool masked = DQUERY && is_masked();
         wgmma_wait<0>();
         pin(dp);
-        if (masked) hide(dp);
     }
 
-    // dp becomes the gradient of q . k / scale; dbias grows. The logit that the softcap's derivative needs comes from p.
+    // dp becomes the gradient of q . k / scale; dbias grows. A value or a dout that is not finite reaches no hidden pair. The
+    // logit that the softcap's derivative needs comes from p.
     __device__ __forceinline__ void differentiate() {
+        const bool masked = is_masked();
 #pragma unroll
         for (int n = 0; n < QUERY_FRAGMENTS; ++n) {
-            float delta[2][2], lse[2][2];
+            float delta[2][2];
 #pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                load_pair(delta[k], shared.delta[queries.stage], n, k);
-                if (SOFTCAP) load_pair(lse[k], shared.lse[queries.stage], n, k);
+            for (int k = 0; k < 2; ++k) load_pair(delta[k], shared.delta[queries.stage], n, k);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) dp[n].x[i] = s[n].x[i] * (dp[n].x[i] - delta[i >> 2][i & 1]);
+        }
+        if (masked) hide(dp);
+#pragma unroll
+        for (int n = 0; n < QUERY_FRAGMENTS; ++n) {
+            float lse[2][2];
+            if (SOFTCAP) {
+#pragma unroll
+                for (int k = 0; k < 2; ++k) load_pair(lse[k], shared.lse[queries.stage], n, k);
             }
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const int r = fragment_row(i);
-                const float probability = s[n].x[i], ds = probability * (dp[n].x[i] - delta[i >> 2][i & 1]);
-                dbias[r] += ds;
-                dp[n].x[i] = ds;
-                if (SOFTCAP) {
-                    const float capped = log2_fast(probability) - lse[i >> 2][i & 1] - bias[r];
-                    dp[n].x[i] = probability == 0.0f ? 0.0f : ds * softcap_slope(capped, logit.cap);
-                }
+                dbias[r] += dp[n].x[i];
+                if (!SOFTCAP) continue;
+                const float capped = log2_fast(s[n].x[i]) - lse[i >> 2][i & 1] - bias[r];
+                dp[n].x[i] = s[n].x[i] == 0.0f ? 0.0f : dp[n].x[i] * softcap_slope(capped, logit.cap);
             }
         }
     }

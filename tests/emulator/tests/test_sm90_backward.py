@@ -261,3 +261,18 @@ def test_a_bad_value_stays_in_its_sequence(deterministic):
     found = query_gradient()
     check_queries(found[30:], clean[30:])
     assert not np.isfinite(found[:30]).any(-1).all()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("options", [{"head_dim": 64}, {"head_dim": 64, "softcap": 3.0}, {"head_dim": 256}], ids=str)
+def test_a_bad_dout_reaches_the_keys_that_its_query_sees_only(options, deterministic):
+    """Of the gradients of keys and biases; those of values are sums of p * dout, p being 0 where a key is hidden."""
+    def spoil(q: Any, k: Any, v: Any, dout: Any) -> None:
+        dout[:, 100] = np.nan
+
+    bias = np.random.default_rng(3).standard_normal((1, 1, 200)).astype(np.float32)
+    options = options | {"length": 200, "window": 0, "causal": True, "bias": bias, "deterministic": deterministic}
+    clean, found = (gradients("emulator", spoil=bad, **options) for bad in (None, spoil))
+    assert np.array_equal(clean.key[:, 101:], found.key[:, 101:])
+    assert np.array_equal(clean.bias[..., 101:], found.bias[..., 101:])
+    assert np.isnan(found.key[:, :101]).any(-1).all() and np.isnan(found.bias[..., :101]).all()
