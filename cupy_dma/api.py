@@ -273,11 +273,13 @@ def varlen_dynamic_mask_attention(query: Any, key: Any, value: Any, cu_seqlens_q
 
 def _belongs_to_torch(*arrays: Any) -> bool:
     """Whether ``cupy_dma.torch`` handles a call with these arguments: the first is a torch tensor, and one of them
-    requires grad, or autocast or ``torch.compile`` is active."""
+    requires grad, or it is of a subclass, or autocast, ``torch.compile`` or something else that traces is active."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not isinstance(arrays[0], torch.Tensor):
         return False
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+    if (type(arrays[0]) is not torch.Tensor or torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()
+            or torch._C._len_torch_dispatch_stack() > 0
+            or torch._C._functorch.peek_interpreter_stack() is not None):
         return True
     if torch.is_grad_enabled():
         for array in arrays:

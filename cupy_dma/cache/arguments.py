@@ -128,6 +128,9 @@ def _take_out(state: CacheState, call: ExtendCall, out: Any) -> None:
     made = []
     for array, name, (shape, dtype) in zip(out if pair else (out,), names, wanted):
         operand = describe(array, name)
+        if operand.library.name == "torch" and operand.array is not array:
+            raise ValueError(f"{name} must be an ordinary tensor, got one whose negative bit is set: what is written "
+                             f"to its memory would be read with the opposite sign")
         if call.cu_seqlens is not None:
             shape = shape[1:]
         checks.has_shape(operand, "of the result", tuple((size,) for size in shape))
