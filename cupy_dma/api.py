@@ -31,17 +31,18 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
         BHSD tensor needs no copy); the last axis is contiguous. float16, bfloat16 or float32 on every backend, float64
         on numpy and, for CPU arrays, on flex. For the precision of float32 see the notes.
     mask : IntervalMask, or bool array ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)`` or ``(Lq, Lk)``, or several in a tuple, optional
-        True = visible. Several masks are intersected. A dense mask may be arbitrary, at the cost of reading it; one
-        that is the same for every query (``1`` in place of ``Lq``) costs no more than an interval mask.
+        True = visible. A padding mask ``(B, Lk)`` is ``mask[:, None, None]``; a mask with two axes that could be one
+        (``Lq == B``) raises. Several masks are intersected. A dense mask may be arbitrary, at the cost of reading it;
+        one that is the same for every query (``1`` in place of ``Lq``) costs no more than an interval mask.
     bias : float array ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)``, optional
         Added to the logits after scale and softcap, in natural-log units. ``(1|B, 1|Hkv|H, Lk)`` is a key bias, such
-        as the scores.
+        as the scores: of any strides, copied if its last axis is not contiguous.
     causal
         Query ``i`` sees only keys ``j <= p_i``, in addition to the mask.
     scale
-        Default ``1 / sqrt(D)``.
+        Default ``1 / sqrt(D)``. At most 2**127 in size, unless the arrays are float64.
     softcap
-        0 means none.
+        0 means none; otherwise 2**-126 to 2**127, unless the arrays are float64.
     deterministic
         Make the backward pass bitwise reproducible too; the forward pass always is.
     return_lse
@@ -97,7 +98,8 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
         As for ``attention``.
     scores : float array ``(B, Hkv, Lk)``
         Instead of scores you can pass ``dt_proj``, ``A`` and optionally ``dt_bias`` and ``form``, from which
-        ``key_scores`` computes them.
+        ``key_scores`` computes them. Of any strides: copied (4 bytes per key and head) if the last axis is not
+        contiguous.
     window : int
         Keys kept per query, at least 1.
     keys, padding, documents
@@ -172,7 +174,7 @@ def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
                      bias: Any = None, causal: bool = False, scale: float | None = None, softcap: float = 0.0,
                      deterministic: bool = False, return_lse: bool = False, block_table: Any = None,
                      seqused_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-                     backend: str | None = None) -> Any:
+                     tail_padding: bool = False, backend: str | None = None) -> Any:
     """Attention within each of several packed sequences (varlen).
 
     Parameters
@@ -181,9 +183,10 @@ def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
     key, value : float array ``(total_k, Hkv, D)``
         Or a paged KV cache ``(num_pages, page_size, Hkv, D)`` with ``block_table``. Types and strides as for
         ``attention``.
-    cu_seqlens_q, cu_seqlens_k : int32 or int64 array ``(B + 1,)``
-        Cumulative lengths: start at 0, never decrease. Query rows after the last sequence get ``out = 0, lse = -inf``.
-        ``cu_seqlens_k`` may be None with ``block_table`` and ``seqused_k``.
+    cu_seqlens_q, cu_seqlens_k : int32 or int64 array ``(B + 1,)``, or list of ints
+        Cumulative lengths: start at 0, never decrease, end at ``total_q`` and ``total_k``. A list is copied to the
+        device, which waits for it; pass an array where that matters. ``cu_seqlens_k`` may be None with ``block_table``
+        and ``seqused_k``.
     mask : IntervalMask of shape ``(1, 1|Hkv|H, total_k)``, optional
         In packed key positions: query ``i`` of sequence ``b``, which has ``Lq_b`` queries and ``Lk_b`` keys, stands at
         ``cu_seqlens_k[b] + i + Lk_b - Lq_b``. Keys of other sequences are never visible, whatever the mask says. With
@@ -192,13 +195,18 @@ def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
         One number per key, in natural-log units. With ``block_table``: ``(1|B, 1|Hkv|H, max_pages * page_size)``.
     causal, scale, softcap, deterministic, return_lse, backend
         As for ``attention``.
-    block_table : int32 or int64 array ``(B, max_pages)``, optional
+    block_table : int32 or int64 array ``(B, max_pages)``, or list, optional
         The page table: key ``j`` of sequence ``b`` is row ``j % page_size`` of page ``block_table[b, j // page_size]``.
         Entries past the keys in use are never read. Forward only: a paged KV cache gets no gradient.
-    seqused_k : int32 or int64 array ``(B,)``, optional
+    seqused_k : int32 or int64 array ``(B,)``, or list, optional
         How many of each sequence's keys are in use, counted from its first; by default all of ``cu_seqlens_k``.
     max_seqlen_q, max_seqlen_k : int, optional
         Not needed; accepted because other libraries require them.
+    tail_padding
+        Allow rows after the last sequence, as in arrays of a fixed size (CUDA graphs). Such queries get ``out = 0``
+        and ``lse = -inf``, such keys are not read. False: cumulative lengths that end early raise, where that can be
+        seen without waiting for a GPU: from lists and arrays in host memory, from one array for a query and key of
+        different lengths, from ``max_seqlen_q`` and ``max_seqlen_k`` (with ``CUPY_DMA_CHECK=1``, everywhere).
 
     Returns
     -------
@@ -224,9 +232,10 @@ def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
         return torch.varlen_attention(
             query, key, value, cu_seqlens_q, cu_seqlens_k, mask=mask, bias=bias, causal=causal, scale=scale,
             softcap=softcap, deterministic=deterministic, return_lse=return_lse, block_table=block_table,
-            seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, backend=backend)
+            seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, tail_padding=tail_padding,
+            backend=backend)
     call = varlen_call(query, key, value, cu_seqlens_q, cu_seqlens_k, mask, bias, causal, scale, softcap,
-                       deterministic, block_table, seqused_k, max_seqlen_q, max_seqlen_k)
+                       deterministic, block_table, seqused_k, max_seqlen_q, max_seqlen_k, tail_padding)
     return run(call, return_lse, backends.choose(backend, (call.query,)))
 
 
@@ -236,12 +245,12 @@ def varlen_dynamic_mask_attention(query: Any, key: Any, value: Any, cu_seqlens_q
                                   scale: float | None = None, softcap: float = 0.0, deterministic: bool = False,
                                   return_lse: bool = False, block_table: Any = None, seqused_k: Any = None,
                                   max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-                                  backend: str | None = None) -> Any:
+                                  tail_padding: bool = False, backend: str | None = None) -> Any:
     """Every query attends to the ``window`` highest-scored keys of its own sequence, with the scores as key bias.
 
     Parameters
     ----------
-    query, key, value, cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, max_seqlen_q, max_seqlen_k
+    query, key, value, cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, max_seqlen_q, max_seqlen_k, tail_padding
         As for ``varlen_attention``.
     scores : float array ``(Hkv, total_k)``
         With ``block_table``: ``(B, Hkv, max_pages * page_size)``. Instead of scores you can pass ``dt_proj``, ``A`` and
@@ -264,10 +273,10 @@ def varlen_dynamic_mask_attention(query: Any, key: Any, value: Any, cu_seqlens_q
             query, key, value, cu_seqlens_q, cu_seqlens_k, scores, window=window, dt_proj=dt_proj, A=A,
             dt_bias=dt_bias, form=form, keys=keys, causal=causal, scale=scale, softcap=softcap,
             deterministic=deterministic, return_lse=return_lse, block_table=block_table, seqused_k=seqused_k,
-            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, backend=backend)
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, tail_padding=tail_padding, backend=backend)
     call = varlen_dynamic_call(query, key, value, cu_seqlens_q, cu_seqlens_k, scores, window, dt_proj, A, dt_bias, form,
                                keys, causal, scale, softcap, deterministic, block_table, seqused_k, max_seqlen_q,
-                               max_seqlen_k)
+                               max_seqlen_k, tail_padding)
     return run_dynamic(call, return_lse, backends.choose(backend, (call.attention.query,)))
 
 

@@ -39,7 +39,7 @@ def dynamic_call(query: Any, key: Any, value: Any, scores: Any, window: int, dt_
         ranked = describe(scores, "scores")
         checks.one_of_types(ranked)
         checks.has_shape(ranked, "(B, Hkv, Lk)", ((k.shape[0],), (k.shape[2], q.shape[2]), (k.shape[1],)))
-        checks.rows_contiguous(ranked)
+        ranked = checks.in_rows(ranked)
         checks.require_same_device((q, ranked))
     candidates = check_candidates(padding, documents, q, k.shape[0], k.shape[1])
     call = AttentionCall(q, k, v, None, None, None if ranked is None else key_bias(ranked), causal, scale, softcap,
@@ -115,9 +115,9 @@ def describe_qkv(query: Any, key: Any, value: Any, layout: Layout = PADDED) -> t
 
 def options(q: Operand, scale: float | None, softcap: float, causal: bool,
             deterministic: bool) -> tuple[float, float, bool, bool]:
-    return (q.shape[3] ** -0.5 if scale is None else checks.real(scale, "scale"),
-            checks.real(softcap, "softcap", 0.0), checks.flag(causal, "causal"),
-            checks.flag(deterministic, "deterministic"))
+    return (q.shape[3] ** -0.5 if scale is None else checks.factor(scale, "scale", q.dtype),
+            0.0 if softcap == 0.0 and type(softcap) is float else checks.softcap_of(softcap, q.dtype),
+            checks.flag(causal, "causal"), checks.flag(deterministic, "deterministic"))
 
 
 def _allowed(q: Operand, k: Operand) -> tuple[tuple[int, ...], ...]:
@@ -125,10 +125,20 @@ def _allowed(q: Operand, k: Operand) -> tuple[tuple[int, ...], ...]:
     return (1, q.shape[0]), (1, k.shape[2], q.shape[2]), (1, q.shape[1]), (1, k.shape[1])
 
 
+def not_padding(shape: tuple[int, ...], batch: int, queries: int, keys: int) -> None:
+    """ValueError for a mask of two axes that is, or could be, a padding mask ``(B, Lk)`` instead of ``(Lq, Lk)``."""
+    if shape[0] == batch > 1 and shape[1] in (1, keys):
+        fits = "fits (Lq, Lk) and (B, Lk): write mask[None, None] for the first and, for the second," \
+            if batch == queries else f"is (B, Lk) instead of (Lq, Lk) = ({queries}, {keys}): write"
+        raise ValueError(f"mask must have four axes here, got {tuple(shape)}, which {fits} mask[:, None, None] or "
+                         f"IntervalMask.padding(mask), or pass it as padding to dynamic_mask_attention")
+
+
 def _dense(mask: Any, q: Operand, k: Operand) -> Operand:
     dense = describe(mask, "mask")
-    checks.one_of_types(dense, ("bool",))
+    checks.boolean(dense)
     if len(dense.shape) == 2:
+        not_padding(dense.shape, q.shape[0], q.shape[1], k.shape[1])
         dense = checks.with_axes(dense, 4)
     checks.has_shape(dense, "(1|B, 1|Hkv|H, 1|Lq, 1|Lk)", _allowed(q, k))
     checks.rows_contiguous(dense)
@@ -146,6 +156,8 @@ def _bias(bias: Any, q: Operand, k: Operand) -> Operand:
     else:
         checks.has_shape(operand, "(1|B, 1|Hkv|H, 1|Lk) or (1|B, 1|Hkv|H, 1|Lq, 1|Lk)", (batch, heads, queries, keys))
     if operand.strides[-1] != 1:
+        if is_key_bias:
+            operand = checks.in_rows(operand)
         checks.rows_contiguous(operand)
     checks.require_same_device((q, operand))
     return key_bias(operand) if is_key_bias else checks.with_axes(operand, 4)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cupy_dma import backends, checks
 from cupy_dma.arrays import Operand, library_named
-from cupy_dma.calls.attention import attention_call, dynamic_call
+from cupy_dma.calls.attention import attention_call, dynamic_call, not_padding
 from cupy_dma.calls.gradients import attention_gradients
 from cupy_dma.calls.mask import intersect, masks_in
 from cupy_dma.calls.run import masked
@@ -29,8 +29,10 @@ from cupy_dma.masks.runs import Hints
 from cupy_dma.masks.selection import selection_hints
 from cupy_dma.torch.registration import (
     Options,
+    as_tensor,
     cast,
     empty_like,
+    in_rows,
     is_deterministic,
     is_plain_gradient,
     needs_grad,
@@ -72,11 +74,15 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None,
               deterministic: bool = False, return_lse: bool = False, backend: str | None = None) -> Any:
     """``cupy_dma.attention`` with gradients for ``query, key, value`` and ``bias``, through ``out`` and ``lse``."""
     query, key, value = cast(query, key, value)
+    bias = in_rows(bias)
     if takes_operators(query, key, value, bias):
         given = masks_in(mask)
         if len(given) == 1:
             interval, dense = (given[0], None) if isinstance(given[0], IntervalMask) else (None, given[0])
         else:
+            for item in given:
+                if not isinstance(item, IntervalMask) and item.ndim == 2:
+                    not_padding(item.shape, query.shape[0], query.shape[1], key.shape[1])
             interval, dense = intersect(given, key.shape[1], key.shape[2], query.shape[2])
         out, lse = operators.attention(query, key, value, *MaskArguments.of(interval), dense, bias,
                                        *options_of(causal, scale, softcap, deterministic, backend))
@@ -95,7 +101,9 @@ def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Te
     """``cupy_dma.dynamic_mask_attention`` with gradients for ``query, key, value`` and ``scores``, or through the
     scores for ``value`` (both terms), ``dt_proj``, ``A`` and ``dt_bias``."""
     query, key, value = cast(query, key, value)
+    scores = in_rows(scores)
     if takes_operators(query, key, value, scores, dt_proj, A, dt_bias, padding, documents):
+        documents = as_tensor(documents, query)
         if scores is None:
             scores = operators.key_scores(value, dt_proj, A, dt_bias, form, backend)
         start, stop = operators.top_w(scores.detach(), window, keys, padding, documents, backend)

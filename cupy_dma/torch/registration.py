@@ -159,6 +159,18 @@ def options_of(causal: bool, scale: float | None, softcap: float, deterministic:
                    checks.real(softcap, "softcap", 0.0), is_deterministic(deterministic), backend)
 
 
+def in_rows(x: Any) -> Any:
+    """Scores or a key bias with a contiguous last axis: the tensor, or a differentiable copy. Others are left alone."""
+    if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided or not 1 <= x.ndim <= 3:
+        return x
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def as_tensor(x: Any, like: Tensor) -> Any:
+    """A list of ints as an int32 tensor on ``like``'s device; others are left alone."""
+    return torch.tensor(x, dtype=torch.int32, device=like.device) if isinstance(x, (list, tuple)) else x
+
+
 def cast(*tensors: Any) -> tuple[Any, ...]:
     """Tensors cast to autocast's type if it is enabled for their device, except float64."""
     first = tensors[0]

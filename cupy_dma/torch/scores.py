@@ -18,8 +18,10 @@ from cupy_dma.calls.scores import Recipe, recipe_of
 from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.masks.selection import selection_hints
 from cupy_dma.torch.registration import (
+    as_tensor,
     cast,
     empty_like,
+    in_rows,
     is_plain_gradient,
     needs_grad,
     operators,
@@ -53,6 +55,7 @@ def scores_by(recipe: Recipe, module: ModuleType, backend: str | None) -> Tensor
 def top_w(scores: Tensor, window: int, keys: str, padding: Tensor | None, documents: Tensor | None,
           backend: str | None) -> IntervalMask:
     """``IntervalMask.top_w`` under ``torch.compile``: a single operator, which checks its arguments when it runs."""
+    scores, documents = in_rows(scores), as_tensor(documents, scores)
     start, stop = operators.top_w(scores.detach(), window, keys, padding, documents, backend)
     hints = selection_hints(window, scores.shape[2], keys, padding is not None, documents is not None)
     return IntervalMask._make(library_named("torch"), start, stop, hints)
