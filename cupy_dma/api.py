@@ -13,6 +13,7 @@ from typing import Any
 
 from cupy_dma import backends
 from cupy_dma.calls.attention import attention_call, dynamic_call
+from cupy_dma.calls.layout import in_bhnd, is_ours
 from cupy_dma.calls.run import run, run_dynamic
 from cupy_dma.calls.scores import recipe_of
 from cupy_dma.calls.varlen import varlen_call, varlen_dynamic_call
@@ -20,8 +21,8 @@ from cupy_dma.calls.varlen import varlen_call, varlen_dynamic_call
 
 def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any = None, causal: bool = False,
               scale: float | None = None, softcap: float = 0.0, deterministic: bool = False, return_lse: bool = False,
-              backend: str | None = None) -> Any:
-    """Attention over the visible keys.
+              layout: str | None = None, backend: str | None = None) -> Any:
+    """Attention over the visible keys, for arrays ``(B, L, H, D)``; ``layout="bhnd"`` takes SDPA's ``(B, H, L, D)``.
 
     Parameters
     ----------
@@ -47,6 +48,9 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
         Make the backward pass bitwise reproducible too; the forward pass always is.
     return_lse
         Return ``(out, lse)``.
+    layout
+        ``"bhnd"``: query, key, value and ``out`` are ``(B, H, L, D)``, as views; mask, bias and ``lse`` stay as they
+        are. None is ``"bnhd"``, but warns where the shapes look like ``"bhnd"`` (more heads than positions).
     backend
         See ``cupy_dma.get_available_backends``. ``"numpy"`` with CUDA arrays copies to the host and back.
 
@@ -74,12 +78,16 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
     each product into three TF32 products (3xTF32), which has about the precision of float32. Key scores and selection
     stay float32.
     """
+    if not is_ours(layout):
+        return in_bhnd(attention, (("query", query), ("key", key), ("value", value)), mask=mask, bias=bias,
+                       causal=causal, scale=scale, softcap=softcap, deterministic=deterministic,
+                       return_lse=return_lse, backend=backend)
     if _belongs_to_torch(query, key, value, bias):
         from cupy_dma import torch
 
         return torch.attention(query, key, value, mask=mask, bias=bias, causal=causal, scale=scale, softcap=softcap,
-                               deterministic=deterministic, return_lse=return_lse, backend=backend)
-    call = attention_call(query, key, value, mask, bias, causal, scale, softcap, deterministic)
+                               deterministic=deterministic, return_lse=return_lse, layout=layout, backend=backend)
+    call = attention_call(query, key, value, mask, bias, causal, scale, softcap, deterministic, layout)
     return run(call, return_lse, backends.choose(backend, (call.query,)))
 
 
@@ -87,14 +95,15 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
                            A: Any = None, dt_bias: Any = None, form: str = "exp", keys: str = "prefix",
                            padding: Any = None, documents: Any = None, causal: bool = True,
                            scale: float | None = None, softcap: float = 0.0, deterministic: bool = False,
-                           return_lse: bool = False, backend: str | None = None) -> Any:
+                           return_lse: bool = False, layout: str | None = None, backend: str | None = None) -> Any:
     """Every query attends to its ``window`` highest-scored keys, with the scores as key bias.
 
-    Equivalent to ``attention(query, key, value, mask=IntervalMask.top_w(scores, window), bias=scores)``.
+    Arrays are ``(B, L, H, D)``; ``layout="bhnd"`` takes SDPA's ``(B, H, L, D)``. Equivalent to ``attention(query,
+    key, value, mask=IntervalMask.top_w(scores, window), bias=scores)``.
 
     Parameters
     ----------
-    query, key, value, scale, softcap, deterministic, return_lse, backend
+    query, key, value, scale, softcap, deterministic, return_lse, layout, backend
         As for ``attention``.
     scores : float array ``(B, Hkv, Lk)``
         Instead of scores you can pass ``dt_proj``, ``A`` and optionally ``dt_bias`` and ``form``, from which
@@ -115,21 +124,26 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
     ------
     As ``attention`` and ``IntervalMask.top_w``; also ValueError if both or neither of scores and dt_proj are given.
     """
+    if not is_ours(layout):
+        return in_bhnd(dynamic_mask_attention, (("query", query), ("key", key), ("value", value)), scores,
+                       window=window, dt_proj=dt_proj, A=A, dt_bias=dt_bias, form=form, keys=keys, padding=padding,
+                       documents=documents, causal=causal, scale=scale, softcap=softcap, deterministic=deterministic,
+                       return_lse=return_lse, backend=backend)
     if _belongs_to_torch(query, key, value, scores, dt_proj, A, dt_bias):
         from cupy_dma import torch
 
         return torch.dynamic_mask_attention(
             query, key, value, scores, window=window, dt_proj=dt_proj, A=A, dt_bias=dt_bias, form=form, keys=keys,
             padding=padding, documents=documents, causal=causal, scale=scale, softcap=softcap,
-            deterministic=deterministic, return_lse=return_lse, backend=backend)
+            deterministic=deterministic, return_lse=return_lse, layout=layout, backend=backend)
     call = dynamic_call(query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents, causal,
-                        scale, softcap, deterministic)
+                        scale, softcap, deterministic, layout)
     return run_dynamic(call, return_lse, backends.choose(backend, (call.attention.query,)))
 
 
 def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: str = "exp",
-               backend: str | None = None) -> Any:
-    """Scores of all keys, by which ``IntervalMask.top_w`` ranks them.
+               layout: str | None = None, backend: str | None = None) -> Any:
+    """Scores of all keys, by which ``IntervalMask.top_w`` ranks them, from a value ``(B, Lk, Hkv, D)``.
 
     Parameters
     ----------
@@ -143,6 +157,8 @@ def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: s
         ``"exp"``: ``exp(A * softplus(dt))``, the original definition (Hugging Face Doge); ``"linear"``:
         ``A * softplus(dt)``, the later and numerically better behaved one. Both select the same keys but are different
         biases. ``dt = value @ dt_proj^T + dt_bias``, summed over all kv heads and ``D``.
+    layout
+        ``"bhnd"``: the value is ``(B, Hkv, Lk, D)``. None is ``"bnhd"``.
     backend
         See ``cupy_dma.get_available_backends``. ``"numpy"`` with CUDA arrays copies to the host and back.
 
@@ -161,6 +177,8 @@ def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: s
     The result is differentiable for torch tensors that require grad (``cupy_dma.torch``). For other libraries see
     ``cupy_dma.backward``.
     """
+    if not is_ours(layout):
+        return in_bhnd(key_scores, (("value", value),), dt_proj, A, dt_bias=dt_bias, form=form, backend=backend)
     if _belongs_to_torch(value, dt_proj, A, dt_bias):
         from cupy_dma import torch
 
@@ -175,7 +193,7 @@ def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
                      deterministic: bool = False, return_lse: bool = False, block_table: Any = None,
                      seqused_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
                      tail_padding: bool = False, backend: str | None = None) -> Any:
-    """Attention within each of several packed sequences (varlen).
+    """Attention within each of several packed sequences (varlen), for arrays ``(total, H, D)``.
 
     Parameters
     ----------
@@ -247,6 +265,8 @@ def varlen_dynamic_mask_attention(query: Any, key: Any, value: Any, cu_seqlens_q
                                   max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
                                   tail_padding: bool = False, backend: str | None = None) -> Any:
     """Every query attends to the ``window`` highest-scored keys of its own sequence, with the scores as key bias.
+
+    Arrays are ``(total, H, D)``, all sequences one after the other.
 
     Parameters
     ----------

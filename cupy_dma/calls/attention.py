@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from cupy_dma import checks
 from cupy_dma.arrays import Operand, describe
+from cupy_dma.calls.layout import hint, warn_if_turned
 from cupy_dma.calls.mask import check_mask
 from cupy_dma.calls.scores import recipe_of
 from cupy_dma.calls.types import AttentionCall, DynamicCall, key_bias
@@ -15,9 +16,12 @@ from cupy_dma.masks.selection import check_candidates
 
 
 def attention_call(query: Any, key: Any, value: Any, mask: Any, bias: Any, causal: bool, scale: float | None,
-                   softcap: float, deterministic: bool) -> AttentionCall:
-    """The checked arguments of ``cupy_dma.attention``. Raises what it documents."""
+                   softcap: float, deterministic: bool, layout: str | None = "bnhd") -> AttentionCall:
+    """The checked arguments of ``cupy_dma.attention``, in our layout. Raises what it documents; warns only where the
+    caller has not given a layout, None."""
     q, k, v = describe_qkv(query, key, value)
+    if layout is None:
+        warn_if_turned(q, k, 4)
     scale, softcap, causal, deterministic = options(q, scale, softcap, causal, deterministic)
     added = None if bias is None else _bias(bias, q, k)
     seen, dense = (None, None) if mask is None else check_mask(mask, q, k, lambda array: _dense(array, q, k))
@@ -26,9 +30,11 @@ def attention_call(query: Any, key: Any, value: Any, mask: Any, bias: Any, causa
 
 def dynamic_call(query: Any, key: Any, value: Any, scores: Any, window: int, dt_proj: Any, A: Any, dt_bias: Any,
                  form: str, keys: str, padding: Any, documents: Any, causal: bool, scale: float | None, softcap: float,
-                 deterministic: bool) -> DynamicCall:
-    """The checked arguments of ``cupy_dma.dynamic_mask_attention``. Raises what it documents."""
+                 deterministic: bool, layout: str | None = "bnhd") -> DynamicCall:
+    """The checked arguments of ``cupy_dma.dynamic_mask_attention``. Raises and warns as ``attention_call``."""
     q, k, v = describe_qkv(query, key, value)
+    if layout is None:
+        warn_if_turned(q, k, 4)
     scale, softcap, causal, deterministic = options(q, scale, softcap, causal, deterministic)
     window, causal = selection_options(window, keys, causal, scores, dt_proj, A, dt_bias)
     recipe = ranked = None
@@ -103,7 +109,7 @@ def describe_qkv(query: Any, key: Any, value: Any, layout: Layout = PADDED) -> t
     kv_heads = k.shape[-2]
     if kv_heads < 1 or heads < 1 or heads % kv_heads:
         raise ValueError(f"query must have a multiple of key's heads (H % Hkv == 0), got {heads} query heads and "
-                         f"{kv_heads} kv heads")
+                         f"{kv_heads} kv heads{hint(q, k) if layout is PADDED else ''}")
     if layout is PAGED and k.shape[1] < 1:
         raise ValueError(f"key must have pages of at least one row, {layout.keys}, got {k.shape}")
     checks.require_same_device((q, k, v))

@@ -101,7 +101,7 @@ class IntervalMask:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles hold the arrays and the hints; what backends have derived is derived again."""
-        return _restored, (self.start, self.stop, tuple(self._hints))
+        return _restored, (self.start, self.stop, (self._starts, self._bound, self._causal_only))
 
     @property
     def start(self) -> Any:
