@@ -99,8 +99,15 @@ class IntervalMask:
     def _runs(self) -> Runs:
         return Runs(self._start.array, self._stop.array, self._hints)
 
+    def __copy__(self) -> IntervalMask:
+        """Shares the arrays, and what backends have derived from them."""
+        twin = self._make(self.library, self._start.array, self._stop.array,
+                          Hints(self._starts, self._bound, self._causal_only))
+        twin._cache = self._cache
+        return twin
+
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles hold the arrays and the hints; what backends have derived is derived again."""
+        """Deep copies and pickles hold the arrays and the hints; what backends derive is derived again."""
         return _restored, (self.start, self.stop, (self._starts, self._bound, self._causal_only))
 
     @property
