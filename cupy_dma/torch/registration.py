@@ -126,11 +126,14 @@ def takes_operators(*tensors: Any) -> bool:
         return True
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     special = transformed or torch._C._len_torch_dispatch_stack() > 0
+    # No operator takes what a transform has wrapped, or nested tensors; the checks of a plain call say so.
     for x in tensors:
-        if isinstance(x, Tensor):
-            if x.is_nested or (transformed and torch_tensors.transform_of(torch, x)):
-                return False  # no operator takes them; the checks of a plain call say so
-            special = special or (type(x) is not Tensor and type(x) is not torch.nn.Parameter)
+        if transformed and isinstance(x, Tensor) and torch_tensors.transform_of(torch, x):
+            return False
+        if type(x) is not Tensor and isinstance(x, Tensor) and type(x) is not torch.nn.Parameter:
+            if x.is_nested:
+                return False
+            special = True
     return special
 
 
