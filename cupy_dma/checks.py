@@ -155,7 +155,8 @@ def factor(value, name: str, dtype: str, minimum: float = -math.inf) -> float:
     """``real``, and within the range of float32, in which ``dtype`` is computed unless it is float64."""
     number = real(value, name, minimum)
     if abs(number) > LARGEST and dtype != "float64":
-        raise ValueError(f"{name} must be at most 2**127 = 1.7e38, as {dtype} is computed in float32, got {number!r}")
+        raise ValueError(f"{name} must be at most 2**127 = 1.7e38, as {dtype} arrays are computed in float32, "
+                         f"got {number!r}")
     return number
 
 
@@ -163,8 +164,8 @@ def softcap_of(value, dtype: str) -> float:
     """The checked softcap, which is also divided by: 0 for none."""
     number = factor(value, "softcap", dtype, 0.0)
     if 0 < number < 2.0**-126 and dtype != "float64":
-        raise ValueError(f"softcap must be 0 (none) or at least 2**-126 = 1.2e-38, as {dtype} is computed in float32, "
-                         f"got {number!r}")
+        raise ValueError(f"softcap must be 0 (none) or at least 2**-126 = 1.2e-38, as {dtype} arrays are computed "
+                         f"in float32, got {number!r}")
     return number
 
 
