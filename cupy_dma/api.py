@@ -13,6 +13,7 @@ from typing import Any
 
 from cupy_dma import backends
 from cupy_dma.calls.attention import attention_call, dynamic_call
+from cupy_dma.calls.layout import in_bhnd, is_ours
 from cupy_dma.calls.run import run, run_dynamic
 from cupy_dma.calls.scores import recipe_of
 from cupy_dma.calls.varlen import varlen_call, varlen_dynamic_call
@@ -20,8 +21,8 @@ from cupy_dma.calls.varlen import varlen_call, varlen_dynamic_call
 
 def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any = None, causal: bool = False,
               scale: float | None = None, softcap: float = 0.0, deterministic: bool = False, return_lse: bool = False,
-              backend: str | None = None) -> Any:
-    """Attention over the visible keys.
+              layout: str | None = None, backend: str | None = None) -> Any:
+    """Attention over the visible keys, for arrays ``(B, L, H, D)``; ``layout="bhnd"`` takes SDPA's ``(B, H, L, D)``.
 
     Parameters
     ----------
@@ -31,21 +32,25 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
         BHSD tensor needs no copy); the last axis is contiguous. float16, bfloat16 or float32 on every backend, float64
         on numpy and, for CPU arrays, on flex. For the precision of float32 see the notes.
     mask : IntervalMask, or bool array ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)`` or ``(Lq, Lk)``, or several in a tuple, optional
-        True = visible. Several masks are intersected. A dense mask may be arbitrary, at the cost of reading it; one
-        that is the same for every query (``1`` in place of ``Lq``) costs no more than an interval mask.
+        True = visible. A padding mask ``(B, Lk)`` is ``mask[:, None, None]``; a mask with two axes that could be one
+        (``Lq == B``) raises. Several masks are intersected. A dense mask may be arbitrary, at the cost of reading it;
+        one that is the same for every query (``1`` in place of ``Lq``) costs no more than an interval mask.
     bias : float array ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)``, optional
         Added to the logits after scale and softcap, in natural-log units. ``(1|B, 1|Hkv|H, Lk)`` is a key bias, such
-        as the scores.
+        as the scores: of any strides, copied if its last axis is not contiguous.
     causal
         Query ``i`` sees only keys ``j <= p_i``, in addition to the mask.
     scale
-        Default ``1 / sqrt(D)``.
+        Default ``1 / sqrt(D)``. At most 2**127 in size, unless the arrays are float64.
     softcap
-        0 means none.
+        0 means none; otherwise 2**-126 to 2**127, unless the arrays are float64.
     deterministic
         Make the backward pass bitwise reproducible too; the forward pass always is.
     return_lse
         Return ``(out, lse)``.
+    layout
+        ``"bhnd"``: query, key, value and ``out`` are ``(B, H, L, D)``, as views; mask, bias and ``lse`` stay as they
+        are. None is ``"bnhd"``, but warns where the shapes look like ``"bhnd"`` (more heads than positions).
     backend
         See ``cupy_dma.get_available_backends``. ``"numpy"`` with CUDA arrays copies to the host and back.
 
@@ -73,12 +78,16 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
     each product into three TF32 products (3xTF32), which has about the precision of float32. Key scores and selection
     stay float32.
     """
+    if not is_ours(layout):
+        return in_bhnd(attention, (("query", query), ("key", key), ("value", value)), mask=mask, bias=bias,
+                       causal=causal, scale=scale, softcap=softcap, deterministic=deterministic,
+                       return_lse=return_lse, backend=backend)
     if _belongs_to_torch(query, key, value, bias):
         from cupy_dma import torch
 
         return torch.attention(query, key, value, mask=mask, bias=bias, causal=causal, scale=scale, softcap=softcap,
-                               deterministic=deterministic, return_lse=return_lse, backend=backend)
-    call = attention_call(query, key, value, mask, bias, causal, scale, softcap, deterministic)
+                               deterministic=deterministic, return_lse=return_lse, layout=layout, backend=backend)
+    call = attention_call(query, key, value, mask, bias, causal, scale, softcap, deterministic, layout)
     return run(call, return_lse, backends.choose(backend, (call.query,)))
 
 
@@ -86,18 +95,20 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
                            A: Any = None, dt_bias: Any = None, form: str = "exp", keys: str = "prefix",
                            padding: Any = None, documents: Any = None, causal: bool = True,
                            scale: float | None = None, softcap: float = 0.0, deterministic: bool = False,
-                           return_lse: bool = False, backend: str | None = None) -> Any:
+                           return_lse: bool = False, layout: str | None = None, backend: str | None = None) -> Any:
     """Every query attends to its ``window`` highest-scored keys, with the scores as key bias.
 
-    Equivalent to ``attention(query, key, value, mask=IntervalMask.top_w(scores, window), bias=scores)``.
+    Arrays are ``(B, L, H, D)``; ``layout="bhnd"`` takes SDPA's ``(B, H, L, D)``. Equivalent to ``attention(query,
+    key, value, mask=IntervalMask.top_w(scores, window), bias=scores)``.
 
     Parameters
     ----------
-    query, key, value, scale, softcap, deterministic, return_lse, backend
+    query, key, value, scale, softcap, deterministic, return_lse, layout, backend
         As for ``attention``.
     scores : float array ``(B, Hkv, Lk)``
         Instead of scores you can pass ``dt_proj``, ``A`` and optionally ``dt_bias`` and ``form``, from which
-        ``key_scores`` computes them.
+        ``key_scores`` computes them. Of any strides: copied (4 bytes per key and head) if the last axis is not
+        contiguous.
     window : int
         Keys kept per query, at least 1.
     keys, padding, documents
@@ -113,21 +124,26 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
     ------
     As ``attention`` and ``IntervalMask.top_w``; also ValueError if both or neither of scores and dt_proj are given.
     """
+    if not is_ours(layout):
+        return in_bhnd(dynamic_mask_attention, (("query", query), ("key", key), ("value", value)), scores,
+                       window=window, dt_proj=dt_proj, A=A, dt_bias=dt_bias, form=form, keys=keys, padding=padding,
+                       documents=documents, causal=causal, scale=scale, softcap=softcap, deterministic=deterministic,
+                       return_lse=return_lse, backend=backend)
     if _belongs_to_torch(query, key, value, scores, dt_proj, A, dt_bias):
         from cupy_dma import torch
 
         return torch.dynamic_mask_attention(
             query, key, value, scores, window=window, dt_proj=dt_proj, A=A, dt_bias=dt_bias, form=form, keys=keys,
             padding=padding, documents=documents, causal=causal, scale=scale, softcap=softcap,
-            deterministic=deterministic, return_lse=return_lse, backend=backend)
+            deterministic=deterministic, return_lse=return_lse, layout=layout, backend=backend)
     call = dynamic_call(query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents, causal,
-                        scale, softcap, deterministic)
+                        scale, softcap, deterministic, layout)
     return run_dynamic(call, return_lse, backends.choose(backend, (call.attention.query,)))
 
 
 def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: str = "exp",
-               backend: str | None = None) -> Any:
-    """Scores of all keys, by which ``IntervalMask.top_w`` ranks them.
+               layout: str | None = None, backend: str | None = None) -> Any:
+    """Scores of all keys, by which ``IntervalMask.top_w`` ranks them, from a value ``(B, Lk, Hkv, D)``.
 
     Parameters
     ----------
@@ -141,6 +157,8 @@ def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: s
         ``"exp"``: ``exp(A * softplus(dt))``, the original definition (Hugging Face Doge); ``"linear"``:
         ``A * softplus(dt)``, the later and numerically better behaved one. Both select the same keys but are different
         biases. ``dt = value @ dt_proj^T + dt_bias``, summed over all kv heads and ``D``.
+    layout
+        ``"bhnd"``: the value is ``(B, Hkv, Lk, D)``. None is ``"bnhd"``.
     backend
         See ``cupy_dma.get_available_backends``. ``"numpy"`` with CUDA arrays copies to the host and back.
 
@@ -159,6 +177,8 @@ def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: s
     The result is differentiable for torch tensors that require grad (``cupy_dma.torch``). For other libraries see
     ``cupy_dma.backward``.
     """
+    if not is_ours(layout):
+        return in_bhnd(key_scores, (("value", value),), dt_proj, A, dt_bias=dt_bias, form=form, backend=backend)
     if _belongs_to_torch(value, dt_proj, A, dt_bias):
         from cupy_dma import torch
 
@@ -172,8 +192,8 @@ def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
                      bias: Any = None, causal: bool = False, scale: float | None = None, softcap: float = 0.0,
                      deterministic: bool = False, return_lse: bool = False, block_table: Any = None,
                      seqused_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-                     backend: str | None = None) -> Any:
-    """Attention within each of several packed sequences (varlen).
+                     tail_padding: bool = False, backend: str | None = None) -> Any:
+    """Attention within each of several packed sequences (varlen), for arrays ``(total, H, D)``.
 
     Parameters
     ----------
@@ -181,9 +201,10 @@ def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
     key, value : float array ``(total_k, Hkv, D)``
         Or a paged KV cache ``(num_pages, page_size, Hkv, D)`` with ``block_table``. Types and strides as for
         ``attention``.
-    cu_seqlens_q, cu_seqlens_k : int32 or int64 array ``(B + 1,)``
-        Cumulative lengths: start at 0, never decrease. Query rows after the last sequence get ``out = 0, lse = -inf``.
-        ``cu_seqlens_k`` may be None with ``block_table`` and ``seqused_k``.
+    cu_seqlens_q, cu_seqlens_k : int32 or int64 array ``(B + 1,)``, or list of ints
+        Cumulative lengths: start at 0, never decrease, end at ``total_q`` and ``total_k``. A list is copied to the
+        device, which waits for it; pass an array where that matters. ``cu_seqlens_k`` may be None with ``block_table``
+        and ``seqused_k``.
     mask : IntervalMask of shape ``(1, 1|Hkv|H, total_k)``, optional
         In packed key positions: query ``i`` of sequence ``b``, which has ``Lq_b`` queries and ``Lk_b`` keys, stands at
         ``cu_seqlens_k[b] + i + Lk_b - Lq_b``. Keys of other sequences are never visible, whatever the mask says. With
@@ -192,13 +213,18 @@ def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
         One number per key, in natural-log units. With ``block_table``: ``(1|B, 1|Hkv|H, max_pages * page_size)``.
     causal, scale, softcap, deterministic, return_lse, backend
         As for ``attention``.
-    block_table : int32 or int64 array ``(B, max_pages)``, optional
+    block_table : int32 or int64 array ``(B, max_pages)``, or list, optional
         The page table: key ``j`` of sequence ``b`` is row ``j % page_size`` of page ``block_table[b, j // page_size]``.
         Entries past the keys in use are never read. Forward only: a paged KV cache gets no gradient.
-    seqused_k : int32 or int64 array ``(B,)``, optional
+    seqused_k : int32 or int64 array ``(B,)``, or list, optional
         How many of each sequence's keys are in use, counted from its first; by default all of ``cu_seqlens_k``.
     max_seqlen_q, max_seqlen_k : int, optional
         Not needed; accepted because other libraries require them.
+    tail_padding
+        Allow rows after the last sequence, as in arrays of a fixed size (CUDA graphs). Such queries get ``out = 0``
+        and ``lse = -inf``, such keys are not read. False: cumulative lengths that end early raise, where that can be
+        seen without waiting for a GPU: from lists and arrays in host memory, from one array for a query and key of
+        different lengths, from ``max_seqlen_q`` and ``max_seqlen_k`` (with ``CUPY_DMA_CHECK=1``, everywhere).
 
     Returns
     -------
@@ -224,9 +250,10 @@ def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
         return torch.varlen_attention(
             query, key, value, cu_seqlens_q, cu_seqlens_k, mask=mask, bias=bias, causal=causal, scale=scale,
             softcap=softcap, deterministic=deterministic, return_lse=return_lse, block_table=block_table,
-            seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, backend=backend)
+            seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, tail_padding=tail_padding,
+            backend=backend)
     call = varlen_call(query, key, value, cu_seqlens_q, cu_seqlens_k, mask, bias, causal, scale, softcap,
-                       deterministic, block_table, seqused_k, max_seqlen_q, max_seqlen_k)
+                       deterministic, block_table, seqused_k, max_seqlen_q, max_seqlen_k, tail_padding)
     return run(call, return_lse, backends.choose(backend, (call.query,)))
 
 
@@ -236,12 +263,14 @@ def varlen_dynamic_mask_attention(query: Any, key: Any, value: Any, cu_seqlens_q
                                   scale: float | None = None, softcap: float = 0.0, deterministic: bool = False,
                                   return_lse: bool = False, block_table: Any = None, seqused_k: Any = None,
                                   max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-                                  backend: str | None = None) -> Any:
+                                  tail_padding: bool = False, backend: str | None = None) -> Any:
     """Every query attends to the ``window`` highest-scored keys of its own sequence, with the scores as key bias.
+
+    Arrays are ``(total, H, D)``, all sequences one after the other.
 
     Parameters
     ----------
-    query, key, value, cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, max_seqlen_q, max_seqlen_k
+    query, key, value, cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, max_seqlen_q, max_seqlen_k, tail_padding
         As for ``varlen_attention``.
     scores : float array ``(Hkv, total_k)``
         With ``block_table``: ``(B, Hkv, max_pages * page_size)``. Instead of scores you can pass ``dt_proj``, ``A`` and
@@ -264,20 +293,22 @@ def varlen_dynamic_mask_attention(query: Any, key: Any, value: Any, cu_seqlens_q
             query, key, value, cu_seqlens_q, cu_seqlens_k, scores, window=window, dt_proj=dt_proj, A=A,
             dt_bias=dt_bias, form=form, keys=keys, causal=causal, scale=scale, softcap=softcap,
             deterministic=deterministic, return_lse=return_lse, block_table=block_table, seqused_k=seqused_k,
-            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, backend=backend)
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, tail_padding=tail_padding, backend=backend)
     call = varlen_dynamic_call(query, key, value, cu_seqlens_q, cu_seqlens_k, scores, window, dt_proj, A, dt_bias, form,
                                keys, causal, scale, softcap, deterministic, block_table, seqused_k, max_seqlen_q,
-                               max_seqlen_k)
+                               max_seqlen_k, tail_padding)
     return run_dynamic(call, return_lse, backends.choose(backend, (call.attention.query,)))
 
 
 def _belongs_to_torch(*arrays: Any) -> bool:
     """Whether ``cupy_dma.torch`` handles a call with these arguments: the first is a torch tensor, and one of them
-    requires grad, or autocast or ``torch.compile`` is active."""
+    requires grad, or it is of a subclass, or autocast, ``torch.compile`` or something else that traces is active."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not isinstance(arrays[0], torch.Tensor):
         return False
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+    if (type(arrays[0]) is not torch.Tensor or torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()
+            or torch._C._len_torch_dispatch_stack() > 0
+            or torch._C._functorch.peek_interpreter_stack() is not None):
         return True
     if torch.is_grad_enabled():
         for array in arrays:

@@ -71,7 +71,7 @@ def attention_backward(dout: Any, query: Any, key: Any, value: Any, out: Any, ls
                        deterministic: bool = False, dlse: Any = None,
                        needs: Iterable[str] = AttentionGradients._fields,
                        backend: str | None = None) -> AttentionGradients:
-    """Gradients of ``cupy_dma.attention``.
+    """Gradients of ``cupy_dma.attention``, for arrays ``(B, L, H, D)``.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ def varlen_attention_backward(dout: Any, query: Any, key: Any, value: Any, out: 
                               max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
                               needs: Iterable[str] = AttentionGradients._fields,
                               backend: str | None = None) -> AttentionGradients:
-    """Gradients of ``cupy_dma.varlen_attention``.
+    """Gradients of ``cupy_dma.varlen_attention``, for arrays ``(total, H, D)``.
 
     Parameters
     ----------
@@ -162,7 +162,7 @@ def _gradients(call: AttentionCall, upstream: Upstream, wanted: frozenset[str],
 
 def key_scores_backward(dscores: Any, value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: str = "exp",
                         needs: Iterable[str] = ScoreGradients._fields, backend: str | None = None) -> ScoreGradients:
-    """Gradients of ``cupy_dma.key_scores``.
+    """Gradients of ``cupy_dma.key_scores``, for a value ``(B, Lk, Hkv, D)``.
 
     Parameters
     ----------
@@ -207,7 +207,7 @@ def dynamic_mask_attention_backward(
         padding: Any = None, documents: Any = None, causal: bool = True, scale: float | None = None,
         softcap: float = 0.0, deterministic: bool = False, dlse: Any = None,
         needs: Iterable[str] = DynamicGradients._fields, backend: str | None = None) -> DynamicGradients:
-    """Gradients of ``cupy_dma.dynamic_mask_attention``: scores and selection are recomputed.
+    """Gradients of ``cupy_dma.dynamic_mask_attention``, for arrays ``(B, L, H, D)``: scores and mask are recomputed.
 
     Parameters
     ----------

@@ -10,16 +10,85 @@ import operator
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
-from cupy_dma.arrays import Operand
+import numpy as np
+
+from cupy_dma.arrays import Operand, describe
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int32", "int64")
+ZERO_ONE = ("uint8", "int8", "int16", "int32", "int64")  # integer types in which masks of 0 and 1 come
+LARGEST = 2.0**127  # of scale and softcap: a factor log2(e) above it, float32 ends
 
 
 def one_of_types(operand: Operand, allowed: Sequence[str] = FLOATS) -> None:
     if operand.dtype not in allowed:
         raise TypeError(f"{operand.name} must be {' or '.join(allowed)}, got {operand.dtype}")
+
+
+def boolean(operand: Operand) -> None:
+    """A mask where True means visible."""
+    if operand.dtype != "bool":
+        raise not_a_mask(operand, "bool")
+
+
+def not_a_mask(operand: Operand, allowed: str) -> TypeError:
+    """The error for a mask of another type; what a float mask means cannot be seen from its type."""
+    hint = ""
+    if operand.dtype in FLOATS:
+        hint = (f"; write a mask of 0 and -inf as {operand.name} == 0, one of 1 and 0 as {operand.name} != 0, and "
+                f"pass values to be added to the logits as bias")
+    return TypeError(f"{operand.name} must be {allowed}, got {operand.dtype}{hint}")
+
+
+def real_keys(operand: Operand) -> Operand:
+    """A padding mask as booleans, True = a real key, from booleans or integers 0 and 1. Integers in GPU memory are
+    validated only with ``CUPY_DMA_CHECK=1``; any but 0 is a real key there."""
+    if operand.dtype == "bool":
+        return operand
+    if operand.dtype not in ZERO_ONE:
+        raise not_a_mask(operand, "bool, or integers 1 (a real key) and 0")
+    library, array = operand.library, operand.array
+    with library.on(operand.device):
+        if values_known(operand) and bool(((array != 0) & (array != 1)).any()):
+            raise ValueError(f"{operand.name} must be 1 for real keys and 0 for padding, got other integers")
+        return library.operand(array != 0, operand.name)
+
+
+def values_known(operand: Operand) -> bool:
+    """Whether values may be read: in host memory, or on request."""
+    return operand.device.kind == "cpu" or wants_values_checked()
+
+
+def integers(value: Any, name: str, like: Operand) -> Operand:
+    """An int32 or int64 array of ``like``'s library and device; a list of ints is copied there."""
+    if isinstance(value, (list, tuple)):
+        value = like.library.from_numpy(integer_list(value, name), like.device)
+        operand = like.library.operand(value, name)
+    else:
+        operand = describe(value, name)
+    one_of_types(operand, INTEGERS)
+    require_same_device((like, operand))
+    return operand
+
+
+def integer_list(value: list | tuple, name: str) -> np.ndarray:
+    """A (nested) list of ints as an array: int32, or int64 if one of them needs it."""
+    try:
+        array = np.array(value)
+    except ValueError:  # rows of different lengths
+        array = np.empty(0)
+    if array.dtype.kind != "i" and value:
+        raise TypeError(f"{name} must be an integer array or a list of ints, got {value!r:.100}")
+    return array.astype(np.int32 if not array.size or abs(array).max() < 2**31 else np.int64)
+
+
+def in_rows(operand: Operand) -> Operand:
+    """The operand with a contiguous last axis: itself, or a copy. For one number per key, where a copy is cheap."""
+    if operand.strides[-1:] in ((1,), ()) or operand.shape[-1] == 1 or 0 in operand.shape:
+        return operand
+    return operand.library.operand(operand.library.contiguous(operand.array), operand.name)
 
 
 def rows_contiguous(operand: Operand) -> None:
@@ -80,6 +149,24 @@ def real(value, name: str, minimum: float = -math.inf) -> float:
         bound = "" if minimum == -math.inf else f" of at least {minimum:g}"
         raise ValueError(f"{name} must be a finite number{bound}, got {value!r}")
     return value
+
+
+def factor(value, name: str, dtype: str, minimum: float = -math.inf) -> float:
+    """``real``, and within the range of float32, in which ``dtype`` is computed unless it is float64."""
+    number = real(value, name, minimum)
+    if abs(number) > LARGEST and dtype != "float64":
+        raise ValueError(f"{name} must be at most 2**127 = 1.7e38, as {dtype} arrays are computed in float32, "
+                         f"got {number!r}")
+    return number
+
+
+def softcap_of(value, dtype: str) -> float:
+    """The checked softcap, which is also divided by: 0 for none."""
+    number = factor(value, "softcap", dtype, 0.0)
+    if 0 < number < 2.0**-126 and dtype != "float64":
+        raise ValueError(f"softcap must be 0 (none) or at least 2**-126 = 1.2e-38, as {dtype} arrays are computed "
+                         f"in float32, got {number!r}")
+    return number
 
 
 def flag(value, name: str) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from cupy_dma import checks
 from cupy_dma.arrays import Library, Operand, describe
 from cupy_dma.cache.state import CacheState, ExtendCall
+from cupy_dma.calls.sequences import check_bounds, known_values, shown
 
 
 def type_name(dtype: Any) -> str:
@@ -28,7 +29,8 @@ def type_name(dtype: Any) -> str:
 
 
 def extend_call(state: CacheState, query: Any, key: Any, value: Any, scores: Any, scale: float | None, softcap: float,
-                lengths: Any, cu_seqlens: Any, return_lse: bool, out: Any) -> ExtendCall:
+                lengths: Any, cu_seqlens: Any, return_lse: bool, out: Any,
+                tail_padding: bool = False) -> ExtendCall:
     """The checked arguments of ``extend``, or of ``update`` where ``query`` is None. Raises what they document."""
     packed = cu_seqlens is not None
     if packed and lengths is not None:
@@ -52,13 +54,15 @@ def extend_call(state: CacheState, query: Any, key: Any, value: Any, scores: Any
     checks.require_same_device((state.key, *given))
     for operand in given:
         _require_no_grad(operand)
-    scale = state.head_dim ** -0.5 if scale is None else checks.real(scale, "scale")
-    softcap, return_lse = checks.real(softcap, "softcap", 0.0), checks.flag(return_lse, "return_lse")
+    scale = state.head_dim ** -0.5 if scale is None else checks.factor(
+        scale, "scale", state.key.dtype)
+    softcap, return_lse = checks.softcap_of(softcap, state.key.dtype), checks.flag(return_lse, "return_lse")
     counts = None if lengths is None else _counts(state, lengths, "lengths", (state.batch,), "(B,)", length)
     bounds = None
     if packed:
-        bounds = _counts(state, cu_seqlens, "cu_seqlens", (state.batch + 1,), "(B + 1,)", length)
-    s = _in_cache_type(state, s)
+        bounds = _counts(state, cu_seqlens, "cu_seqlens", (state.batch + 1,), "(B + 1,)", length,
+                         checks.flag(tail_padding, "tail_padding"))
+    s = _in_cache_type(state, checks.in_rows(s))
     if packed:
         k, v, s = (state.library.operand(x.array[None], x.name) for x in (k, v, s))
         q = None if q is None else state.library.operand(q.array[None], "query")
@@ -73,11 +77,12 @@ def _require(operand: Operand, dtype: str | None, meaning: str, sizes: Sequence[
     if len(operand.shape) != len(sizes):
         raise ValueError(f"{operand.name} must have shape {meaning}, got {operand.shape}")
     checks.has_shape(operand, meaning, sizes)
-    checks.rows_contiguous(operand)
     if dtype is None:
         allowed = checks.FLOATS if state.scores.dtype == "float64" else checks.FLOATS[:3]
         checks.one_of_types(operand, allowed)
-    elif operand.dtype != dtype:
+        return
+    checks.rows_contiguous(operand)
+    if operand.dtype != dtype:
         raise TypeError(f"{operand.name} must have the cache's type {dtype}, got {operand.dtype}")
 
 
@@ -96,20 +101,17 @@ def _in_cache_type(state: CacheState, scores: Operand) -> Operand:
     return state.library.operand(state.library.astype(scores.array, state.scores.dtype), "scores")
 
 
-def _counts(state: CacheState, array: Any, name: str, shape: tuple[int, ...], meaning: str, most: int) -> Operand:
+def _counts(state: CacheState, array: Any, name: str, shape: tuple[int, ...], meaning: str, most: int,
+            tail_padding: bool = False) -> Operand:
     """The checked ``lengths`` or ``cu_seqlens``, contiguous; ``most`` is the largest allowed value."""
-    operand = describe(array, name)
-    checks.one_of_types(operand, checks.INTEGERS)
+    operand = checks.integers(array, name, state.key)
     checks.has_shape(operand, meaning, tuple((size,) for size in shape))
-    checks.require_same_device((state.key, operand))
-    if state.device.kind == "cpu" or checks.wants_values_checked():
-        found = operand.library.to_numpy(operand.array)
-        shown = f"{found.tolist()[:16]}{' ...' if len(found) > 16 else ''}"
-        if name == "lengths" and ((found < 0) | (found > most)).any():
-            raise ValueError(f"lengths must lie between 0 and L = {most}, got {shown}")
-        if name == "cu_seqlens" and (found[0] != 0 or (found[1:] < found[:-1]).any() or found[-1] > most):
-            raise ValueError(f"cu_seqlens must be cumulative lengths that start at 0, never decrease and end at the "
-                             f"total length {most} at most, got {shown}")
+    found = known_values(operand, array)
+    if found is not None:
+        if name == "cu_seqlens":
+            check_bounds(found, name, most, "the total", tail_padding)
+        elif ((found < 0) | (found > most)).any():
+            raise ValueError(f"lengths must lie between 0 and L = {most}, got {shown(found)}")
     if operand.strides != (1,) and shape[0] > 1:
         return state.library.operand(state.library.contiguous(operand.array), name)
     return operand
@@ -128,6 +130,9 @@ def _take_out(state: CacheState, call: ExtendCall, out: Any) -> None:
     made = []
     for array, name, (shape, dtype) in zip(out if pair else (out,), names, wanted):
         operand = describe(array, name)
+        if operand.library.name == "torch" and operand.array is not array:
+            raise ValueError(f"{name} must be an ordinary tensor, got one whose negative bit is set: what is written "
+                             f"to its memory would be read with the opposite sign")
         if call.cu_seqlens is not None:
             shape = shape[1:]
         checks.has_shape(operand, "of the result", tuple((size,) for size in shape))

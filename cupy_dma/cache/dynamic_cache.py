@@ -42,9 +42,10 @@ class DynamicCache:
         ``Dv``, 1 to 256; default ``head_dim``.
     dtype
         Type of queries, keys and values: a name ("float16", "bfloat16", "float32"; "float64" on the numpy backend) or
-        a NumPy or torch dtype. Scores are kept in float32 (float64 in a float64 cache).
+        a NumPy or torch dtype. Default: that of ``like``, bfloat16 without it. Scores are kept in float32 (float64 in
+        a float64 cache).
     like : array, optional
-        Sets the library and device of the cache; default NumPy.
+        Sets the library and device of the cache, default NumPy, and the type unless ``dtype`` does.
     sinks, recent : int
         How many first and last tokens are kept in addition to the top. A key may belong to several of these sets.
     backend
@@ -64,7 +65,7 @@ class DynamicCache:
     """
 
     def __init__(self, batch: int, kv_heads: int, window: int, head_dim: int, value_dim: int | None = None,
-                 dtype: Any = "bfloat16", *, like: Any = None, sinks: int = 0, recent: int = 0,
+                 dtype: Any = None, *, like: Any = None, sinks: int = 0, recent: int = 0,
                  backend: str | None = None):
         batch, kv_heads = checks.whole(batch, "batch", 0), checks.whole(kv_heads, "kv_heads", 1)
         window, sinks, recent = (checks.whole(number, name, least) for number, name, least in (
@@ -76,9 +77,12 @@ class DynamicCache:
                 raise ValueError(f"{name} must be 1 to 256, got {size}")
         if window + sinks + recent >= 2**31:
             raise ValueError(f"window + sinks + recent must be below 2**31, got {window + sinks + recent}")
-        kind = type_name(dtype)
         seen = describe(np.empty(0) if like is None else like, "like")
+        if dtype is None and like is not None:
+            checks.one_of_types(seen)
+        kind = type_name(dtype or ("bfloat16" if like is None else seen.dtype))
         self._module, library, device = backends.choose(backend, (seen,)), seen.library, seen.device
+        self._backend = backend
         if kind == "float64" and device.kind == "cuda" and backend != "numpy":
             raise TypeError("dtype must be float16, bfloat16 or float32 on CUDA, got float64 (backend='numpy' takes "
                             "it)")
@@ -88,8 +92,8 @@ class DynamicCache:
     # ---- tokens -----------------------------------------------------------------------------------------------------
 
     def extend(self, query: Any, key: Any, value: Any, scores: Any, *, scale: float | None = None,
-               softcap: float = 0.0, lengths: Any = None, cu_seqlens: Any = None, return_lse: bool = False,
-               out: Any = None) -> Any:
+               softcap: float = 0.0, lengths: Any = None, cu_seqlens: Any = None, tail_padding: bool = False,
+               return_lse: bool = False, out: Any = None) -> Any:
         """Append ``L >= 0`` tokens to every sequence and attend from them: a prompt, a chunk of one, or one new token.
 
         Parameters
@@ -99,15 +103,18 @@ class DynamicCache:
         key, value : array ``(B, L, Hkv, D)`` and ``(B, L, Hkv, Dv)``
             Any strides of B, L and head, the last axis contiguous.
         scores : float array ``(B, Hkv, L)``
-            See ``cupy_dma.key_scores``.
+            See ``cupy_dma.key_scores``. Copied if the last axis is not contiguous.
         scale, softcap
             As for ``attention``; ``scale`` defaults to ``1 / sqrt(D)``.
-        lengths : int32 or int64 array ``(B,)``, optional
+        lengths : int32 or int64 array ``(B,)`` or list, optional
             The first ``lengths[b]`` tokens of row ``b`` are real; the others are ignored and get ``out = 0, lse =
             -inf``.
-        cu_seqlens : int32 or int64 array ``(B + 1,)``, optional
+        cu_seqlens : int32 or int64 array ``(B + 1,)`` or list, optional
             Cumulative lengths: the new tokens of all sequences are concatenated, ``(total, H, D)``, scores
-            ``(Hkv, total)``. Tokens after the last sequence get ``out = 0, lse = -inf``.
+            ``(Hkv, total)``.
+        tail_padding
+            Allow tokens after the last sequence, as in arrays of a fixed size: they are ignored and get ``out = 0,
+            lse = -inf``. False: lengths that end early raise where their values are checked (see below).
         return_lse
             Return ``(out, lse)``.
         out : array, or with ``return_lse`` a pair of arrays, optional
@@ -128,7 +135,8 @@ class DynamicCache:
         """
         if query is None:
             raise TypeError("query must be an array, got None (update appends tokens without queries)")
-        call = extend_call(self._state, query, key, value, scores, scale, softcap, lengths, cu_seqlens, return_lse, out)
+        call = extend_call(self._state, query, key, value, scores, scale, softcap, lengths, cu_seqlens, return_lse, out,
+                           tail_padding)
         results = self._module.cache_extend(self._state, call)[:2 if call.return_lse else 1]
         if out is not None:
             return out if not call.return_lse else tuple(out)
@@ -137,9 +145,11 @@ class DynamicCache:
         found = tuple(export(array[0] if packed else array) for array in results)
         return found if call.return_lse else found[0]
 
-    def update(self, key: Any, value: Any, scores: Any, *, lengths: Any = None, cu_seqlens: Any = None) -> None:
+    def update(self, key: Any, value: Any, scores: Any, *, lengths: Any = None, cu_seqlens: Any = None,
+               tail_padding: bool = False) -> None:
         """Append tokens without queries. Arguments and errors as for ``extend``."""
-        call = extend_call(self._state, None, key, value, scores, None, 0.0, lengths, cu_seqlens, False, None)
+        call = extend_call(self._state, None, key, value, scores, None, 0.0, lengths, cu_seqlens, False, None,
+                           tail_padding)
         self._module.cache_extend(self._state, call)
 
     def reset(self) -> None:
@@ -227,11 +237,30 @@ class DynamicCache:
         s, found = self._state, DynamicCache.__new__(DynamicCache)
         with self._here():
             batch = s.batch if rows is None else int(rows.shape[0])
-            found._module = self._module
+            found._module, found._backend = self._module, self._backend
             found._state = empty_state(s.library, s.device, s.key.dtype, batch, s.kv_heads,
                                        (s.window, s.sinks, s.recent), s.head_dim, s.value_dim)
             copy_rows(s, found._state, rows)
         return found
+
+    def __copy__(self) -> DynamicCache:
+        """``clone``: two caches that share arrays would overwrite each other's tokens."""
+        return self.clone()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DynamicCache:
+        return self.clone()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle holds: ``state_dict`` and the arguments that it does not imply."""
+        return {"saved": self.state_dict(), "dtype": self._state.key.dtype, "backend": self._backend}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        saved = state["saved"]
+        batch, kv_heads, _, head_dim = saved["key"].shape
+        self.__init__(batch, kv_heads, saved["window"], head_dim, saved["value"].shape[3],  # type: ignore[misc]
+                      state["dtype"], like=saved["key"], sinks=saved["sinks"], recent=saved["recent"],
+                      backend=state["backend"])
+        self.load_state_dict(saved)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that ``load_state_dict`` needs: copies of the arrays, in the cache's library, and numbers."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from cupy_dma import checks
 from cupy_dma.arrays import Operand, describe
+from cupy_dma.calls.layout import hint, warn_if_turned
 from cupy_dma.calls.mask import check_mask
 from cupy_dma.calls.scores import recipe_of
 from cupy_dma.calls.types import AttentionCall, DynamicCall, key_bias
@@ -15,9 +16,12 @@ from cupy_dma.masks.selection import check_candidates
 
 
 def attention_call(query: Any, key: Any, value: Any, mask: Any, bias: Any, causal: bool, scale: float | None,
-                   softcap: float, deterministic: bool) -> AttentionCall:
-    """The checked arguments of ``cupy_dma.attention``. Raises what it documents."""
+                   softcap: float, deterministic: bool, layout: str | None = "bnhd") -> AttentionCall:
+    """The checked arguments of ``cupy_dma.attention``, in our layout. Raises what it documents; warns only where the
+    caller has not given a layout, None."""
     q, k, v = describe_qkv(query, key, value)
+    if layout is None:
+        warn_if_turned(q, k, 4)
     scale, softcap, causal, deterministic = options(q, scale, softcap, causal, deterministic)
     added = None if bias is None else _bias(bias, q, k)
     seen, dense = (None, None) if mask is None else check_mask(mask, q, k, lambda array: _dense(array, q, k))
@@ -26,9 +30,11 @@ def attention_call(query: Any, key: Any, value: Any, mask: Any, bias: Any, causa
 
 def dynamic_call(query: Any, key: Any, value: Any, scores: Any, window: int, dt_proj: Any, A: Any, dt_bias: Any,
                  form: str, keys: str, padding: Any, documents: Any, causal: bool, scale: float | None, softcap: float,
-                 deterministic: bool) -> DynamicCall:
-    """The checked arguments of ``cupy_dma.dynamic_mask_attention``. Raises what it documents."""
+                 deterministic: bool, layout: str | None = "bnhd") -> DynamicCall:
+    """The checked arguments of ``cupy_dma.dynamic_mask_attention``. Raises and warns as ``attention_call``."""
     q, k, v = describe_qkv(query, key, value)
+    if layout is None:
+        warn_if_turned(q, k, 4)
     scale, softcap, causal, deterministic = options(q, scale, softcap, causal, deterministic)
     window, causal = selection_options(window, keys, causal, scores, dt_proj, A, dt_bias)
     recipe = ranked = None
@@ -39,7 +45,7 @@ def dynamic_call(query: Any, key: Any, value: Any, scores: Any, window: int, dt_
         ranked = describe(scores, "scores")
         checks.one_of_types(ranked)
         checks.has_shape(ranked, "(B, Hkv, Lk)", ((k.shape[0],), (k.shape[2], q.shape[2]), (k.shape[1],)))
-        checks.rows_contiguous(ranked)
+        ranked = checks.in_rows(ranked)
         checks.require_same_device((q, ranked))
     candidates = check_candidates(padding, documents, q, k.shape[0], k.shape[1])
     call = AttentionCall(q, k, v, None, None, None if ranked is None else key_bias(ranked), causal, scale, softcap,
@@ -103,7 +109,7 @@ def describe_qkv(query: Any, key: Any, value: Any, layout: Layout = PADDED) -> t
     kv_heads = k.shape[-2]
     if kv_heads < 1 or heads < 1 or heads % kv_heads:
         raise ValueError(f"query must have a multiple of key's heads (H % Hkv == 0), got {heads} query heads and "
-                         f"{kv_heads} kv heads")
+                         f"{kv_heads} kv heads{hint(q, k) if layout is PADDED else ''}")
     if layout is PAGED and k.shape[1] < 1:
         raise ValueError(f"key must have pages of at least one row, {layout.keys}, got {k.shape}")
     checks.require_same_device((q, k, v))
@@ -115,9 +121,9 @@ def describe_qkv(query: Any, key: Any, value: Any, layout: Layout = PADDED) -> t
 
 def options(q: Operand, scale: float | None, softcap: float, causal: bool,
             deterministic: bool) -> tuple[float, float, bool, bool]:
-    return (q.shape[3] ** -0.5 if scale is None else checks.real(scale, "scale"),
-            checks.real(softcap, "softcap", 0.0), checks.flag(causal, "causal"),
-            checks.flag(deterministic, "deterministic"))
+    return (q.shape[3] ** -0.5 if scale is None else checks.factor(scale, "scale", q.dtype),
+            0.0 if softcap == 0.0 and type(softcap) is float else checks.softcap_of(softcap, q.dtype),
+            checks.flag(causal, "causal"), checks.flag(deterministic, "deterministic"))
 
 
 def _allowed(q: Operand, k: Operand) -> tuple[tuple[int, ...], ...]:
@@ -125,10 +131,20 @@ def _allowed(q: Operand, k: Operand) -> tuple[tuple[int, ...], ...]:
     return (1, q.shape[0]), (1, k.shape[2], q.shape[2]), (1, q.shape[1]), (1, k.shape[1])
 
 
+def not_padding(shape: tuple[int, ...], batch: int, queries: int, keys: int) -> None:
+    """ValueError for a mask of two axes that is, or could be, a padding mask ``(B, Lk)`` instead of ``(Lq, Lk)``."""
+    if shape[0] == batch > 1 and shape[1] in (1, keys):
+        fits = "fits (Lq, Lk) and (B, Lk): write mask[None, None] for the first and, for the second," \
+            if batch == queries else f"is (B, Lk) instead of (Lq, Lk) = ({queries}, {keys}): write"
+        raise ValueError(f"mask must have four axes here, got {tuple(shape)}, which {fits} mask[:, None, None] or "
+                         f"IntervalMask.padding(mask), or pass it as padding to dynamic_mask_attention")
+
+
 def _dense(mask: Any, q: Operand, k: Operand) -> Operand:
     dense = describe(mask, "mask")
-    checks.one_of_types(dense, ("bool",))
+    checks.boolean(dense)
     if len(dense.shape) == 2:
+        not_padding(dense.shape, q.shape[0], q.shape[1], k.shape[1])
         dense = checks.with_axes(dense, 4)
     checks.has_shape(dense, "(1|B, 1|Hkv|H, 1|Lq, 1|Lk)", _allowed(q, k))
     checks.rows_contiguous(dense)
@@ -146,6 +162,8 @@ def _bias(bias: Any, q: Operand, k: Operand) -> Operand:
     else:
         checks.has_shape(operand, "(1|B, 1|Hkv|H, 1|Lk) or (1|B, 1|Hkv|H, 1|Lq, 1|Lk)", (batch, heads, queries, keys))
     if operand.strides[-1] != 1:
+        if is_key_bias:
+            operand = checks.in_rows(operand)
         checks.rows_contiguous(operand)
     checks.require_same_device((q, operand))
     return key_bias(operand) if is_key_bias else checks.with_axes(operand, 4)

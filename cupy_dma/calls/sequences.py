@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupy_dma import checks
-from cupy_dma.arrays import Operand, describe
+from cupy_dma.arrays import Operand
 from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.masks.runs import EVER, NEVER, Hints
 
@@ -35,28 +35,32 @@ class Sequences:
         return self.count - 1
 
 
-def sequences_of(q: Operand, k: Operand, cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_k: Any,
-                 block_table: Any) -> Sequences:
+def sequences_of(q: Operand, k: Operand, cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_k: Any, block_table: Any,
+                 tail_padding: bool = True) -> Sequences:
     """The checked sequences of ``q (1, total_q, H, D)`` and of ``k (1, total_k, Hkv, D)`` or a paged ``k``."""
-    cu_q = _integers(cu_seqlens_q, "cu_seqlens_q", q)
+    cu_q = checks.integers(cu_seqlens_q, "cu_seqlens_q", q)
     if len(cu_q.shape) != 1 or cu_q.shape[0] < 1:
         raise ValueError(f"cu_seqlens_q must have shape (B + 1,), got {cu_q.shape}")
     batch = cu_q.shape[0] - 1
     cu_k = used = table = None
     if cu_seqlens_k is not None:
-        cu_k = _integers(cu_seqlens_k, "cu_seqlens_k", q)
+        cu_k = cu_q if cu_seqlens_k is cu_seqlens_q else checks.integers(cu_seqlens_k, "cu_seqlens_k", q)
         checks.has_shape(cu_k, "cu_seqlens_q's shape (B + 1,)", ((batch + 1,),))
     if seqused_k is not None:
-        used = _integers(seqused_k, "seqused_k", q)
+        used = checks.integers(seqused_k, "seqused_k", q)
         checks.has_shape(used, "(B,)", ((batch,),))
     if block_table is None:
         if cu_k is None:
             raise TypeError("cu_seqlens_k must be an array, got None: it is optional only with a block_table")
         length, page_size = k.shape[1], 0
+        if cu_k is cu_q and q.shape[1] != length and not tail_padding:
+            raise ValueError(f"cu_seqlens_q and cu_seqlens_k must be different arrays where query and key have "
+                             f"different lengths, got one for total_q={q.shape[1]} and total_k={length} (tail_padding="
+                             f"True allows rows after the last sequence)")
     else:
         if cu_k is None and used is None:
             raise TypeError("seqused_k or cu_seqlens_k must be given with block_table, got None for both")
-        table = _integers(block_table, "block_table", q)
+        table = checks.integers(block_table, "block_table", q)
         if len(table.shape) != 2 or table.shape[0] != batch:
             raise ValueError(f"block_table must have shape (B, max_pages) = ({batch}, any), got {table.shape}")
         page_size = k.shape[1]
@@ -64,51 +68,64 @@ def sequences_of(q: Operand, k: Operand, cu_seqlens_q: Any, cu_seqlens_k: Any, s
         if length > NEVER:
             raise ValueError(f"block_table may address at most 2**31 - 1 keys, got shape {table.shape} and pages of "
                              f"{page_size} keys")
-    if (q.device.kind == "cpu" or checks.wants_values_checked()):
-        _check_values(q, k, cu_q, cu_k, used, table, page_size)
-    return _made(q, cu_q, cu_k, used, table, length, page_size, (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table))
+    known = [known_values(operand, given) for operand, given in (
+        (cu_q, cu_seqlens_q), (cu_k, cu_seqlens_k), (used, seqused_k), (table, block_table))]
+    if any(values is not None for values in known):
+        _check_values(q, k, known, page_size, tail_padding)
+    return _made(q, cu_q, cu_k, used, table, length, page_size,
+                 tuple(None if x is None else x.array for x in (cu_q, cu_k, used, table)))
 
 
-def _integers(array: Any, name: str, like: Operand) -> Operand:
-    operand = describe(array, name)
-    checks.one_of_types(operand, checks.INTEGERS)
-    checks.require_same_device((like, operand))
-    return operand
+def known_values(operand: Operand | None, given: Any) -> Any:
+    """The values where they are known on the host: of lists, of arrays there, and with ``CUPY_DMA_CHECK=1``."""
+    if operand is None or not (isinstance(given, (list, tuple)) or checks.values_known(operand)):
+        return None
+    return operand.library.to_numpy(operand.array)
 
 
-def _check_values(q: Operand, k: Operand, cu_q: Operand, cu_k: Operand | None, used: Operand | None,
-                  table: Operand | None, page_size: int) -> None:
-    def values(operand: Operand) -> Any:
-        return operand.library.to_numpy(operand.array)
+def shown(found: Any) -> str:
+    return f"{found.tolist()[:16]}{' ...' if len(found) > 16 else ''}"
 
-    def shown(found: Any) -> str:
-        return f"{found.tolist()[:16]}{' ...' if len(found) > 16 else ''}"
 
-    limits = [(cu_q, q.shape[1], "query's")]
+def check_bounds(found: Any, name: str, length: int, whose: str, tail_padding: bool) -> None:
+    """ValueError unless these cumulative lengths divide ``length`` rows into sequences, without ``tail_padding`` all
+    of them."""
+    if found[0] != 0 or (found[1:] < found[:-1]).any() or found[-1] > length:
+        raise ValueError(f"{name} must be cumulative lengths that start at 0, never decrease and end at {whose} length "
+                         f"{length}{' at most' if tail_padding else ''}, got {shown(found)}")
+    if found[-1] < length and not tail_padding:
+        raise ValueError(f"{name} must end at {whose} length {length}, got {shown(found)}: rows {found[-1]} to "
+                         f"{length - 1} belong to no sequence (tail_padding=True allows that)")
+
+
+def _check_values(q: Operand, k: Operand, known: list[Any], page_size: int, tail_padding: bool) -> None:
+    cu_q, cu_k, used, table = known
+    if cu_q is not None:
+        check_bounds(cu_q, "cu_seqlens_q", q.shape[1], "query's", tail_padding)
     if cu_k is not None:
-        limits.append((cu_k, NEVER if table is not None else k.shape[1], "key's"))
-    for operand, length, whose in limits:
-        found = values(operand)
-        if found[0] != 0 or (found[1:] < found[:-1]).any() or found[-1] > length:
-            raise ValueError(f"{operand.name} must be cumulative lengths that start at 0, never decrease and end at "
-                             f"{whose} length {length} at most, got {shown(found)}")
-    lengths = None if cu_k is None else values(cu_k)[1:] - values(cu_k)[:-1]
+        if page_size == 0:
+            check_bounds(cu_k, "cu_seqlens_k", k.shape[1], "key's", tail_padding)
+        else:
+            check_bounds(cu_k, "cu_seqlens_k", NEVER, "a", True)
+    lengths = None if cu_k is None else cu_k[1:] - cu_k[:-1]
     if used is not None:
-        found = values(used)
-        if (found < 0).any() or (table is None and (found > lengths).any()):
+        if (used < 0).any() or (table is None and lengths is not None and (used > lengths).any()):
             raise ValueError(f"seqused_k must lie between 0 and the lengths of cu_seqlens_k, "
-                             f"got {shown(found)}{'' if lengths is None else f' for lengths {shown(lengths)}'}")
-        lengths = found
-    if table is None or lengths is None:
-        return
-    capacity, pages = table.shape[1] * page_size, values(table)
+                             f"got {shown(used)}{'' if lengths is None else f' for lengths {shown(lengths)}'}")
+        lengths = used
+    if table is not None and lengths is not None:
+        _check_pages(table, lengths, page_size, k.shape[0])
+
+
+def _check_pages(pages: Any, lengths: Any, page_size: int, num_pages: int) -> None:
+    capacity = pages.shape[1] * page_size
     if (lengths > capacity).any():
         raise ValueError(f"seqused_k (or cu_seqlens_k) must give each sequence at most max_pages * page_size = "
                          f"{capacity} keys, got {shown(lengths)}")
     for b, length in enumerate(lengths):
         needed = pages[b, :-(-int(length) // page_size) if length else 0]
-        if ((needed < 0) | (needed >= k.shape[0])).any():
-            raise ValueError(f"block_table must hold page numbers of key, 0 to {k.shape[0] - 1}, for all keys in use, "
+        if ((needed < 0) | (needed >= num_pages)).any():
+            raise ValueError(f"block_table must hold page numbers of key, 0 to {num_pages - 1}, for all keys in use, "
                              f"got {shown(needed)} for sequence {b} with {length} keys")
 
 

@@ -22,14 +22,19 @@ from cupy_dma.masks.selection import Candidates
 
 def varlen_call(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, mask: Any, bias: Any,
                 causal: bool, scale: float | None, softcap: float, deterministic: bool, block_table: Any,
-                seqused_k: Any, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None) -> AttentionCall:
-    """The checked arguments of ``varlen_attention``, as a call of B = 1. Raises what it documents."""
+                seqused_k: Any, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+                tail_padding: bool = True) -> AttentionCall:
+    """The checked arguments of ``varlen_attention``, as a call of B = 1. Raises what it documents; the public functions
+    pass ``tail_padding`` on, what is called after them leaves it out."""
     q, k, v = describe_qkv(query, key, value, PACKED if block_table is None else PAGED)
     scale, softcap, causal, deterministic = options(q, scale, softcap, causal, deterministic)
-    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if length is not None:
-            checks.whole(length, name, 0)
-    sequences = sequences_of(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
+    checks.flag(tail_padding, "tail_padding")
+    sequences = sequences_of(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, tail_padding)
+    for name, longest, total in (("max_seqlen_q", max_seqlen_q, q.shape[1]),
+                                 ("max_seqlen_k", max_seqlen_k, 0 if sequences.page_size else k.shape[1])):
+        if longest is not None and checks.whole(longest, name, 0) * sequences.batch < total and not tail_padding:
+            raise ValueError(f"{name} must be at least the longest sequence, got {longest} for {sequences.batch} "
+                             f"sequences in {total} rows (tail_padding=True allows rows after the last sequence)")
     call = AttentionCall(q, k, v, None, None, None, causal, scale, softcap, deterministic, sequences)
     if mask is None and bias is None:
         return call
@@ -40,13 +45,14 @@ def varlen_call(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_
 def varlen_dynamic_call(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, scores: Any,
                         window: int, dt_proj: Any, A: Any, dt_bias: Any, form: str, keys: str, causal: bool,
                         scale: float | None, softcap: float, deterministic: bool, block_table: Any, seqused_k: Any,
-                        max_seqlen_q: int | None = None, max_seqlen_k: int | None = None) -> DynamicCall:
+                        max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+                        tail_padding: bool = True) -> DynamicCall:
     """The checked arguments of ``varlen_dynamic_mask_attention``. Raises what it documents."""
     window, causal = selection_options(window, keys, causal, scores, dt_proj, A, dt_bias)
     if scores is None and block_table is not None:
         raise ValueError("scores (B, Hkv, max_pages * page_size) must be given with block_table, got dt_proj")
     call = varlen_call(query, key, value, cu_seqlens_q, cu_seqlens_k, None, None, causal, scale, softcap,
-                       deterministic, block_table, seqused_k, max_seqlen_q, max_seqlen_k)
+                       deterministic, block_table, seqused_k, max_seqlen_q, max_seqlen_k, tail_padding)
     recipe = ranked = None
     if scores is None:
         recipe = recipe_of(call.value.array[None], dt_proj, A, dt_bias, form)
@@ -124,7 +130,7 @@ def _per_key(array: Any, name: str, call: AttentionCall) -> Operand:
         raise NotImplementedError(f"{name} must be one number per key, {meaning}, got shape {operand.shape}: a packed "
                                   f"batch has no rectangle of queries and keys")
     checks.has_shape(operand, meaning, allowed)
-    checks.rows_contiguous(operand)
+    operand = checks.in_rows(operand)
     checks.require_same_device((call.query, operand))
     if sequences.page_table is None:
         operand = call.query.library.operand(operand.array[None], name)

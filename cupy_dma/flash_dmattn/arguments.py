@@ -1,9 +1,10 @@
 """Conversion of the original's masks and biases to those of ``cupy_dma.attention``.
 
-A mask may be boolean (True = visible), numeric with 1 = visible and 0 = hidden, or additive with 0 = visible and
--inf (or a type's lowest number) = hidden. A float mask is additive if it has a negative entry, so one that is 0
-everywhere hides everything. Shapes are ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)``, or without the query axis; the key axis may be
-padded to the next multiple of 128, as the original padded it. Nothing here synchronizes with a GPU.
+A mask may be boolean (True = visible) or numeric with 1 = visible and 0 = hidden. Additive masks (0 = visible, -inf or
+a type's lowest number = hidden) raise: they may hold a bias besides, which would be lost. To tell them apart the values
+of float masks are read, which synchronizes with a GPU; nothing else here does. Shapes are
+``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)``, or without the query axis; the key axis may be padded to the next multiple of 128, as
+the original padded it.
 """
 from __future__ import annotations
 
@@ -16,7 +17,6 @@ from cupy_dma.masks.interval import IntervalMask
 
 _PADDED_TO = 128
 _NUMBERS = (*checks.FLOATS, "uint8", "int8", "int16", "int32", "int64")
-_HIDDEN = -1e4  # with CUPY_DMA_CHECK=1, the entries of an additive mask must be 0 or at most this
 
 
 def operand_of(array: Any, name: str) -> Operand:
@@ -36,18 +36,18 @@ def rows(array: Any, name: str) -> Any:
     return array if isinstance(operand.library, DlpackLibrary) else operand.library.contiguous(array)
 
 
-def visible(mask: Any, key_length: int, name: str = "attn_mask", *, zeros_show: bool = False) -> Any:
-    """An IntervalMask, a bool array with four axes, a tuple of these, or None. ``zeros_show`` as for ``truth``."""
+def visible(mask: Any, key_length: int, name: str = "attn_mask") -> Any:
+    """An IntervalMask, a bool array with four axes, a tuple of these, or None."""
     if mask is None or isinstance(mask, IntervalMask):
         return mask
     if isinstance(mask, (tuple, list)):
-        return tuple(visible(item, key_length, name, zeros_show=zeros_show) for item in mask)
+        return tuple(visible(item, key_length, name) for item in mask)
     operand = operand_of(mask, name)
     if operand.ndim not in (3, 4):
         raise ValueError(f"{name} must have shape (1|B, 1|Hkv|H, 1|Lq, 1|Lk) or (1|B, 1|Hkv|H, 1|Lk), got "
                          f"{operand.shape}; write a padding mask (B, Lk) as mask[:, None], and (Lq, Lk) as "
                          f"mask[None, None]")
-    seen = truth(_cut(mask, operand, key_length), name, zeros_show=zeros_show)
+    seen = truth(_cut(mask, operand, key_length), name)
     return seen[:, :, None] if operand.ndim == 3 else seen
 
 
@@ -71,30 +71,37 @@ def _cut(array: Any, operand: Operand, key_length: int) -> Any:
     return array
 
 
-def truth(mask: Any, name: str, *, zeros_show: bool = False) -> Any:
-    """A mask in any of the three forms as a boolean array that is contiguous in its last axis.
-
-    ``zeros_show``: a mask of only zeros is additive and hides nothing, for callers that use additive masks.
-    """
+def truth(mask: Any, name: str) -> Any:
+    """A mask in either form as a boolean array that is contiguous in its last axis."""
     operand = operand_of(mask, name)
     if operand.dtype == "bool":
         return rows(mask, name)
     checks.one_of_types(operand, ("bool", *_NUMBERS))
-    library, array = operand.library, operand.array
+    library, array, traced = operand.library, operand.array, is_traced(mask)
+    if operand.dtype in checks.FLOATS and traced:
+        raise TypeError(f"{name} must be boolean under torch.compile, where values cannot be read, got "
+                        f"{operand.dtype}: {_INSTEAD.format(name)}")
     if library.name == "torch":
         array = array.detach()
     elif operand.dtype == "bfloat16":  # which other libraries barely support
         array = library.astype(array, "float32")
     with library.on(operand.device):
-        if checks.wants_values_checked():
-            _check_values(array, library.xp, name)
-        additive = ~(array > 0).any() if zeros_show else (array < 0).any()
-        return library.export((array > 0) | ((array == 0) & additive))
+        if operand.dtype in checks.FLOATS or (not traced and checks.values_known(operand)):
+            _check_values(array, operand)
+        return library.export(array > 0)
 
 
-def _check_values(array: Any, xp: Any, name: str) -> None:
-    zero = array == 0
-    if not (bool((zero | (array == 1)).all()) or bool((zero | (array <= _HIDDEN)).all())):
-        raise ValueError(f"{name} must be boolean, or 1 and 0 for visible and hidden, or 0 and -inf (at most "
-                         f"{_HIDDEN:g}) for visible and hidden (CUPY_DMA_CHECK=1), got other values; an additive bias "
-                         f"belongs in attn_bias")
+_INSTEAD = "write 0 and -inf as {0} == 0, 1 and 0 as {0} != 0, and pass what is to be added to the logits as attn_bias"
+
+
+def _check_values(array: Any, operand: Operand) -> None:
+    """ValueError unless all are 0 or 1, and for floats not all 0: an additive mask may be, and then hides nothing."""
+    one = array == 1
+    if not bool(((array == 0) | one).all()):
+        found = "other values"
+    elif operand.dtype in checks.FLOATS and 0 not in operand.shape and not bool(one.any()):
+        found = "zeros only (hidden, or an additive mask that hides nothing?)"
+    else:
+        return
+    raise ValueError(f"{operand.name} must be boolean, or 1 and 0 for visible and hidden, got {operand.dtype} with "
+                     f"{found}: {_INSTEAD.format(operand.name)}")

@@ -32,8 +32,9 @@ def apply_dynamic_mask_attention(query: Any, key: Any, value: Any, dt_proj: Any,
     A : float array ``(Hkv,)``
         ``exp(A * softplus(value @ dt_proj^T))`` ranks the keys and is added to their logits.
     causal_mask : array ``(1|B, 1|Hkv|H, 1|Lq, Lk)`` or ``(1|B, 1|Hkv|H, Lk)``, optional
-        0 = visible and -inf = hidden, or bool with True = visible. Hidden keys do not count towards the window. If the
-        mask is only causality and padding, work stays linear; its values are read to find that out.
+        bool, or 1 and 0: True or 1 = visible. An additive mask raises; write ``causal_mask == 0``. Hidden keys do not
+        count towards the window. If the mask is only causality and padding, work stays linear; its values are read to
+        find that out.
     keep_window_size : int
         Keys per query; 0 keeps all.
     is_causal
@@ -51,7 +52,7 @@ def apply_dynamic_mask_attention(query: Any, key: Any, value: Any, dt_proj: Any,
         (query, "query"), (key, "key"), (value, "value")))
     backend = choose_backend(backend, query)
     scores = key_scores(value, dt_proj, A, backend=backend)
-    seen = visible(causal_mask, key.shape[1], "causal_mask", zeros_show=True)
+    seen = visible(causal_mask, key.shape[1], "causal_mask")
     mask = best_keys(scores, window, seen, bool_or(is_causal, "is_causal"), query.shape[1], backend)
     found = flash_dmattn_func(query, key, value, mask, scores, softmax_scale, False, softcap, deterministic,
                               return_attn_probs, backend=backend)

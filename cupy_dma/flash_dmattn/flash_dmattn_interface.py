@@ -32,8 +32,8 @@ def flash_dmattn_func(query: Any, key: Any, value: Any, attn_mask: Any = None, a
     key, value : float array ``(B, Lk, Hkv, D)``
         ``H`` is a multiple of ``Hkv``. Copied if the last axis is not contiguous.
     attn_mask : array ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)`` or ``(1|B, 1|Hkv|H, 1|Lk)``, or IntervalMask, optional
-        True or 1 = visible, False or 0 = hidden; or additive, 0 = visible and -inf or a type's lowest number = hidden.
-        A float mask with a negative entry is additive. A tuple of masks is their intersection.
+        True or 1 = visible, False or 0 = hidden. Additive masks (0 and -inf) raise; the values of a float mask are read
+        to see that it is none, which synchronizes with a GPU. A tuple of masks is their intersection.
     attn_bias : float array of such a shape, optional
         Added after scale and softcap. An expanded key bias is treated as a key bias, in linear memory.
     softmax_scale
@@ -116,7 +116,8 @@ def flash_dmattn_varlen_func(query: Any, key: Any, value: Any, attn_mask: Any = 
                              max_seqlen_k: int | None = None, softmax_scale: float | None = None,
                              is_causal: bool | None = None, softcap: float | None = None,
                              deterministic: bool | None = None, return_attn_probs: bool | None = None,
-                             block_table: Any = None, *, seqused_k: Any = None, backend: str | None = None) -> Any:
+                             block_table: Any = None, *, seqused_k: Any = None, tail_padding: bool = False,
+                             backend: str | None = None) -> Any:
     """Attention within packed sequences (varlen).
 
     Both argument orders after ``value`` are accepted: ``attn_mask, attn_bias, cu_seqlens_q, cu_seqlens_k,
@@ -127,8 +128,10 @@ def flash_dmattn_varlen_func(query: Any, key: Any, value: Any, attn_mask: Any = 
     ----------
     query : float array ``(total_q, H, D)``
     key, value : float array ``(total_k, Hkv, D)``, or with ``block_table`` a paged cache ``(pages, page_size, Hkv, D)``
-    cu_seqlens_q, cu_seqlens_k : integer array ``(B + 1,)``
+    cu_seqlens_q, cu_seqlens_k : integer array ``(B + 1,)``, or list
         First row of every sequence, and the end. Each sequence is bottom-right aligned: at its last query and last key.
+    tail_padding
+        Allow rows after the last sequence, see ``cupy_dma.varlen_attention``.
     max_seqlen_q, max_seqlen_k : int, optional
         Longest sequence. With a mask or bias per query they avoid a synchronization with the GPU.
     attn_mask, attn_bias
@@ -152,7 +155,8 @@ def flash_dmattn_varlen_func(query: Any, key: Any, value: Any, attn_mask: Any = 
     call = VarlenCall(
         rows(query, "query"), rows(key, "key"), rows(value, "value"), cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
         max_seqlen_k, bool_or(is_causal, "is_causal"), softmax_scale, softcap or 0.0,
-        bool_or(deterministic, "deterministic"), block_table, seqused_k, choose_backend(backend, query))
+        bool_or(deterministic, "deterministic"), block_table, seqused_k, tail_padding,
+        choose_backend(backend, query))
     return call.run(attn_mask, attn_bias, bool_or(return_attn_probs, "return_attn_probs"))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from cupy_dma import checks
 from cupy_dma.api import attention, varlen_attention
 from cupy_dma.arrays import Operand, describe
+from cupy_dma.calls.sequences import check_bounds
 from cupy_dma.flash_dmattn.arguments import operand_of, rows, truth
 from cupy_dma.flash_dmattn.probabilities import probabilities
 from cupy_dma.masks.interval import EVER, NEVER, IntervalMask
@@ -35,6 +36,7 @@ class VarlenCall:
     deterministic: bool
     block_table: Any
     seqused_k: Any
+    tail_padding: bool
     backend: str | None
 
     def run(self, mask: Any, bias: Any, with_probabilities: bool) -> Any:
@@ -59,7 +61,8 @@ class VarlenCall:
             self.query, self.key, self.value, self.cu_seqlens_q, self.cu_seqlens_k, mask=mask, bias=bias,
             causal=self.causal, scale=self.scale, softcap=self.softcap, deterministic=self.deterministic,
             return_lse=with_probabilities, block_table=self.block_table, seqused_k=self.seqused_k,
-            max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k, backend=self.backend)
+            max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k, tail_padding=self.tail_padding,
+            backend=self.backend)
         return (*found, None) if with_probabilities else found
 
     def _padded(self, mask: Any, bias: Any, with_probabilities: bool) -> Any:
@@ -67,8 +70,8 @@ class VarlenCall:
                                      (self.value, "value", "(total_k, Hkv, D)")):
             if operand_of(array, name).ndim != 3:
                 raise ValueError(f"{name} must have shape {meaning}, got {tuple(array.shape)}")
-        q = _Layout(self.query, self.cu_seqlens_q, self.max_seqlen_q, "q")
-        k = _Layout(self.key, self.cu_seqlens_k, self.max_seqlen_k, "k", self.seqused_k)
+        q = _Layout(self.query, self.cu_seqlens_q, self.max_seqlen_q, "q", self.tail_padding)
+        k = _Layout(self.key, self.cu_seqlens_k, self.max_seqlen_k, "k", self.tail_padding, self.seqused_k)
         if q.batch != k.batch:
             raise ValueError(f"cu_seqlens_q and cu_seqlens_k must have one length, got {q.batch + 1} and {k.batch + 1}")
         query, key, value = q.padded(self.query), k.padded(self.key), k.padded(self.value)
@@ -89,16 +92,16 @@ class _Layout:
     """Where the rows of packed sequences go in a padded batch with ``longest`` rows per sequence. Rows that belong to
     no sequence, or are not in use, go to one extra row after the batch."""
 
-    def __init__(self, packed: Any, cu_seqlens: Any, longest: int | None, which: str, used: Any = None):
+    def __init__(self, packed: Any, cu_seqlens: Any, longest: int | None, which: str, tail_padding: bool,
+                 used: Any = None):
         self.name = name = f"cu_seqlens_{which}"
         if cu_seqlens is None:
             raise TypeError(f"{name} must be given, got None")
-        bounds, lengths = describe(cu_seqlens, name), None if used is None else describe(used, "seqused_k")
-        checks.one_of_types(bounds, checks.INTEGERS)
+        self.operand = operand = describe(packed, which)
+        bounds = checks.integers(cu_seqlens, name, operand)
+        lengths = None if used is None else checks.integers(used, "seqused_k", operand)
         if bounds.ndim != 1 or bounds.shape[0] < 2:
             raise ValueError(f"{name} must have shape (B + 1,) with B of at least 1, got {bounds.shape}")
-        self.operand = operand = describe(packed, which)
-        checks.require_same_device((operand, bounds, lengths))
         library = operand.library
         self.total, self.batch = operand.shape[0], bounds.shape[0] - 1
         with library.on(operand.device):
@@ -106,13 +109,12 @@ class _Layout:
             self.first = ends[:-1]
             self.lengths = ends[1:] - self.first
             if lengths is not None:
-                checks.one_of_types(lengths, checks.INTEGERS)
                 checks.has_shape(lengths, "(B,)", ((self.batch,),))
                 self.lengths = library.astype(lengths.array, "int64")
             if longest is None:
                 longest = int(self.lengths.max())
             self.longest = checks.whole(longest, f"max_seqlen_{which}", 0)
-            self._check_lengths(ends)
+            self._check_lengths(ends, tail_padding)
             row = self._count(self.total)
             sequence = library.astype(library.search_right(ends[1:], row), "int64").clip(0, self.batch - 1)
             local = row - self.first[sequence]
@@ -128,15 +130,13 @@ class _Layout:
         library = self.operand.library
         return library.astype(library.arange(0, size, self.operand.device), "int64")
 
-    def _check_lengths(self, ends: Any) -> None:
+    def _check_lengths(self, ends: Any, tail_padding: bool) -> None:
         if self.operand.device.kind == "cuda" and not checks.wants_values_checked():
             return
         library = self.operand.library
         values, lengths = library.to_numpy(ends), library.to_numpy(self.lengths)
         room = values[1:] - values[:-1]
-        if values[0] != 0 or values[-1] > self.total or (room < 0).any():
-            raise ValueError(f"{self.name} must start at 0, never decrease and end at {self.total} at most, got "
-                             f"{values.tolist()[:16]}")
+        check_bounds(values, self.name, self.total, "query's" if self.name[-1] == "q" else "key's", tail_padding)
         if (lengths < 0).any() or (lengths > room).any():
             raise ValueError(f"seqused_k must be from 0 to the lengths in {self.name}, {room.tolist()[:16]}, got "
                              f"{lengths.tolist()[:16]}")

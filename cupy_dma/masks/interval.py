@@ -26,6 +26,12 @@ def _library_and_device(like: Any) -> tuple[Library, Device]:
     return operand.library, operand.device
 
 
+def _restored(start: Any, stop: Any, hints: tuple[Any, ...]) -> IntervalMask:
+    """The mask of a pickle or copy."""
+    operand = describe(start, "start")
+    return IntervalMask._make(operand.library, operand.array, describe(stop, "stop").array, Hints(*hints))
+
+
 class IntervalMask:
     """A mask under which every key is visible to one run of consecutive positions.
 
@@ -93,6 +99,17 @@ class IntervalMask:
     def _runs(self) -> Runs:
         return Runs(self._start.array, self._stop.array, self._hints)
 
+    def __copy__(self) -> IntervalMask:
+        """Shares the arrays, and what backends have derived from them."""
+        twin = self._make(self.library, self._start.array, self._stop.array,
+                          Hints(self._starts, self._bound, self._causal_only))
+        twin._cache = self._cache
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Deep copies and pickles hold the arrays and the hints; what backends derive is derived again."""
+        return _restored, (self.start, self.stop, (self._starts, self._bound, self._causal_only))
+
     @property
     def start(self) -> Any:
         """int32 array with 3 axes that broadcasts to ``shape``: the first position that sees the key."""
@@ -159,9 +176,9 @@ class IntervalMask:
 
     @classmethod
     def padding(cls, padding: Any) -> IntervalMask:
-        """Real keys are visible at every position, padding at none. ``padding``: bool ``(B, Lk)``, True = real."""
-        real = describe(padding, "padding")
-        checks.one_of_types(real, ("bool",))
+        """Real keys are visible at every position, padding at none. ``padding (B, Lk)``: bool, or integers 0 and 1;
+        True or 1 = real."""
+        real = checks.real_keys(describe(padding, "padding"))
         if real.ndim != 2:
             raise ValueError(f"padding must have shape (B, Lk), got {real.shape}")
         library, device, n = real.library, real.device, real.shape[1]
@@ -205,15 +222,16 @@ class IntervalMask:
         ----------
         scores : float array ``(B, Hkv, Lk)``
             Any float type; 16-bit scores are widened. float64 is exact on the numpy backend and rejected on CUDA.
+            Copied if the last axis is not contiguous.
         window : int
             Keys kept per query, at least 1.
         keys
             ``"prefix"``: query ``i`` keeps the best of its candidates ``j <= p_i``; causal by construction.
             ``"global"``: one set, the best of all candidates, shared by every query (with ``causal=True`` in the
             attention a query sees only its earlier members, possibly none).
-        padding : bool array ``(1|B, Lk)``, optional
-            True = a real key. Padding is not a candidate and does not count towards the window.
-        documents : int32 or int64 array, optional
+        padding : bool array ``(1|B, Lk)``, or integers 0 and 1, optional
+            True or 1 = a real key. Padding is not a candidate and does not count towards the window.
+        documents : int32 or int64 array or list, optional
             As for ``IntervalMask.documents``: every document selects among its own keys.
         backend
             See ``cupy_dma.get_available_backends``. ``"numpy"`` with CUDA arrays copies to the host and back.
@@ -241,7 +259,7 @@ class IntervalMask:
         checks.one_of_types(ranked)
         if ranked.ndim != 3:
             raise ValueError(f"scores must have shape (B, Hkv, Lk), got {ranked.shape}")
-        checks.rows_contiguous(ranked)
+        ranked = checks.in_rows(ranked)
         module = backends.choose(backend, (ranked,))
         if ranked.dtype == "float64" and ranked.device.kind == "cuda" and backend != "numpy":
             raise TypeError("scores must be float16, bfloat16 or float32 on CUDA, got float64 (backend='numpy' takes "

@@ -27,10 +27,10 @@ class Candidates(NamedTuple):
 def check_candidates(padding: Any, documents: Any, like: Operand, batch: int, length: int) -> Candidates:
     """The checked ``padding`` and ``documents`` of ``top_w``, of ``like``'s library and device."""
     real = None if padding is None else describe(padding, "padding")
-    packed = None if documents is None else describe(documents, "documents")
-    checks.require_same_device((like, real, packed))
+    packed = None if documents is None else checks.integers(documents, "documents", like)
+    checks.require_same_device((like, real))
     if real is not None:
-        checks.one_of_types(real, ("bool",))
+        real = checks.real_keys(real)
         checks.has_shape(real, "(1|B, Lk)", ((1, batch), (length,)))
         checks.rows_contiguous(real)
         real = checks.with_axes(real, 2)

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from cupy_dma import backends, checks
 from cupy_dma.arrays import Operand, library_named
-from cupy_dma.calls.attention import attention_call, dynamic_call
+from cupy_dma.calls.attention import attention_call, dynamic_call, not_padding
 from cupy_dma.calls.gradients import attention_gradients
+from cupy_dma.calls.layout import in_bhnd, is_ours
 from cupy_dma.calls.mask import intersect, masks_in
 from cupy_dma.calls.run import masked
 from cupy_dma.calls.sequences import Sequences
@@ -29,8 +30,10 @@ from cupy_dma.masks.runs import Hints
 from cupy_dma.masks.selection import selection_hints
 from cupy_dma.torch.registration import (
     Options,
+    as_tensor,
     cast,
     empty_like,
+    in_rows,
     is_deterministic,
     is_plain_gradient,
     needs_grad,
@@ -69,19 +72,30 @@ class MaskArguments(NamedTuple):
 
 def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None,
               bias: Tensor | None = None, causal: bool = False, scale: float | None = None, softcap: float = 0.0,
-              deterministic: bool = False, return_lse: bool = False, backend: str | None = None) -> Any:
-    """``cupy_dma.attention`` with gradients for ``query, key, value`` and ``bias``, through ``out`` and ``lse``."""
+              deterministic: bool = False, return_lse: bool = False, layout: str | None = None,
+              backend: str | None = None) -> Any:
+    """``cupy_dma.attention`` of tensors ``(B, L, H, D)``, or ``(B, H, L, D)`` with ``layout="bhnd"``, with gradients
+    for ``query, key, value`` and ``bias``, through ``out`` and ``lse``."""
+    if not is_ours(layout):
+        return in_bhnd(attention, (("query", query), ("key", key), ("value", value)), mask=mask, bias=bias,
+                       causal=causal, scale=scale, softcap=softcap, deterministic=deterministic,
+                       return_lse=return_lse, backend=backend)
     query, key, value = cast(query, key, value)
+    bias = in_rows(bias)
     if takes_operators(query, key, value, bias):
         given = masks_in(mask)
         if len(given) == 1:
             interval, dense = (given[0], None) if isinstance(given[0], IntervalMask) else (None, given[0])
         else:
+            for item in given:
+                if not isinstance(item, IntervalMask) and item.ndim == 2:
+                    not_padding(item.shape, query.shape[0], query.shape[1], key.shape[1])
             interval, dense = intersect(given, key.shape[1], key.shape[2], query.shape[2])
         out, lse = operators.attention(query, key, value, *MaskArguments.of(interval), dense, bias,
                                        *options_of(causal, scale, softcap, deterministic, backend))
     else:
-        call = attention_call(query, key, value, mask, bias, causal, scale, softcap, is_deterministic(deterministic))
+        call = attention_call(query, key, value, mask, bias, causal, scale, softcap, is_deterministic(deterministic),
+                              layout)
         out, lse = attend(call, backends.choose(backend, (call.query,)), backend, (query, key, value, bias))
     return (out, lse) if return_lse else out
 
@@ -91,11 +105,19 @@ def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Te
                            form: str = "exp", keys: str = "prefix", padding: Tensor | None = None,
                            documents: Tensor | None = None, causal: bool = True, scale: float | None = None,
                            softcap: float = 0.0, deterministic: bool = False, return_lse: bool = False,
-                           backend: str | None = None) -> Any:
-    """``cupy_dma.dynamic_mask_attention`` with gradients for ``query, key, value`` and ``scores``, or through the
-    scores for ``value`` (both terms), ``dt_proj``, ``A`` and ``dt_bias``."""
+                           layout: str | None = None, backend: str | None = None) -> Any:
+    """``cupy_dma.dynamic_mask_attention`` of tensors ``(B, L, H, D)``, or ``(B, H, L, D)`` with ``layout="bhnd"``, with
+    gradients for ``query, key, value`` and ``scores``, or through the scores for ``value`` (both terms), ``dt_proj``,
+    ``A`` and ``dt_bias``."""
+    if not is_ours(layout):
+        return in_bhnd(dynamic_mask_attention, (("query", query), ("key", key), ("value", value)), scores,
+                       window=window, dt_proj=dt_proj, A=A, dt_bias=dt_bias, form=form, keys=keys, padding=padding,
+                       documents=documents, causal=causal, scale=scale, softcap=softcap, deterministic=deterministic,
+                       return_lse=return_lse, backend=backend)
     query, key, value = cast(query, key, value)
+    scores = in_rows(scores)
     if takes_operators(query, key, value, scores, dt_proj, A, dt_bias, padding, documents):
+        documents = as_tensor(documents, query)
         if scores is None:
             scores = operators.key_scores(value, dt_proj, A, dt_bias, form, backend)
         start, stop = operators.top_w(scores.detach(), window, keys, padding, documents, backend)
@@ -105,7 +127,7 @@ def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Te
             *options_of(causal and keys == "global", scale, softcap, deterministic, backend))
     else:
         call = dynamic_call(query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents,
-                            causal, scale, softcap, is_deterministic(deterministic))
+                            causal, scale, softcap, is_deterministic(deterministic), layout)
         out, lse = attend_dynamic(call, backend, query, key, value, scores)
     return (out, lse) if return_lse else out
 

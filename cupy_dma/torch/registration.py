@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cupy_dma import checks
+from cupy_dma.arrays import torch_tensors
 
 # The compiler must not choose other strides for the inputs: the last axis has to stay contiguous.
 _STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
@@ -56,6 +57,9 @@ def register_derivative(name: str, differentiable: dict[int, str], keeps_outputs
     operator, derivative = getattr(operators, name).default, getattr(operators, f"{name}_backward").default
 
     def kernel(keys: Any, *arguments: Any) -> Any:
+        for position, argument in differentiable.items():
+            if arguments[position] is not None and torch_tensors.has_tangent(torch, arguments[position]):
+                raise torch_tensors.tangent_error(argument)
         if needs_grad(*[x for x in arguments if isinstance(x, Tensor)]):
             return _Operator.apply(operator, derivative, differentiable, keeps_outputs, keys, *arguments)
         return _below_autograd(operator, keys, arguments)
@@ -118,13 +122,19 @@ class _SecondDerivative(torch.autograd.Function):
 
 def takes_operators(*tensors: Any) -> bool:
     """Whether a call with these arguments must go through operators, because something traces or intercepts it."""
-    if (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-            or torch._C._functorch.peek_interpreter_stack() is not None):
+    if torch.compiler.is_compiling():
         return True
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    special = transformed or torch._C._len_torch_dispatch_stack() > 0
+    # No operator takes what a transform has wrapped, or nested tensors; the checks of a plain call say so.
     for x in tensors:
+        if transformed and isinstance(x, Tensor) and torch_tensors.transform_of(torch, x):
+            return False
         if type(x) is not Tensor and isinstance(x, Tensor) and type(x) is not torch.nn.Parameter:
-            return True
-    return False
+            if x.is_nested:
+                return False
+            special = True
+    return special
 
 
 def is_plain_gradient(gradient: Tensor) -> bool:
@@ -152,10 +162,22 @@ def options_of(causal: bool, scale: float | None, softcap: float, deterministic:
                    checks.real(softcap, "softcap", 0.0), is_deterministic(deterministic), backend)
 
 
+def in_rows(x: Any) -> Any:
+    """Scores or a key bias with a contiguous last axis: the tensor, or a differentiable copy. Others are left alone."""
+    if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided or not 1 <= x.ndim <= 3:
+        return x
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def as_tensor(x: Any, like: Tensor) -> Any:
+    """A list of ints as an int32 tensor on ``like``'s device; others are left alone."""
+    return torch.tensor(x, dtype=torch.int32, device=like.device) if isinstance(x, (list, tuple)) else x
+
+
 def cast(*tensors: Any) -> tuple[Any, ...]:
     """Tensors cast to autocast's type if it is enabled for their device, except float64."""
     first = tensors[0]
-    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+    if not isinstance(first, Tensor) or first.is_meta or not torch.is_autocast_enabled(first.device.type):
         return tensors
     kind = torch.get_autocast_dtype(first.device.type)
     return tuple([x.to(kind) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x

@@ -14,12 +14,15 @@ from torch import Tensor
 from cupy_dma import backends
 from cupy_dma.arrays import library_named
 from cupy_dma.calls.gradients import contiguous_floats
+from cupy_dma.calls.layout import in_bhnd, is_ours
 from cupy_dma.calls.scores import Recipe, recipe_of
 from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.masks.selection import selection_hints
 from cupy_dma.torch.registration import (
+    as_tensor,
     cast,
     empty_like,
+    in_rows,
     is_plain_gradient,
     needs_grad,
     operators,
@@ -33,8 +36,11 @@ PARAMETERS = ("value", "dt_proj", "A", "dt_bias")
 
 
 def key_scores(value: Tensor, dt_proj: Tensor, A: Tensor, *, dt_bias: Tensor | None = None, form: str = "exp",
-               backend: str | None = None) -> Tensor:
-    """``cupy_dma.key_scores`` with gradients for ``value``, ``dt_proj``, ``A`` and ``dt_bias``."""
+               layout: str | None = None, backend: str | None = None) -> Tensor:
+    """``cupy_dma.key_scores`` of a value ``(B, Lk, Hkv, D)``, or ``(B, Hkv, Lk, D)`` with ``layout="bhnd"``, with
+    gradients for ``value``, ``dt_proj``, ``A`` and ``dt_bias``."""
+    if not is_ours(layout):
+        return in_bhnd(key_scores, (("value", value),), dt_proj, A, dt_bias=dt_bias, form=form, backend=backend)
     (value,) = cast(value)
     if takes_operators(value, dt_proj, A, dt_bias):
         return operators.key_scores(value, dt_proj, A, dt_bias, form, backend)
@@ -53,6 +59,7 @@ def scores_by(recipe: Recipe, module: ModuleType, backend: str | None) -> Tensor
 def top_w(scores: Tensor, window: int, keys: str, padding: Tensor | None, documents: Tensor | None,
           backend: str | None) -> IntervalMask:
     """``IntervalMask.top_w`` under ``torch.compile``: a single operator, which checks its arguments when it runs."""
+    scores, documents = in_rows(scores), as_tensor(documents, scores)
     start, stop = operators.top_w(scores.detach(), window, keys, padding, documents, backend)
     hints = selection_hints(window, scores.shape[2], keys, padding is not None, documents is not None)
     return IntervalMask._make(library_named("torch"), start, stop, hints)

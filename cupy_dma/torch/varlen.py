@@ -19,8 +19,10 @@ from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.masks.selection import selection_hints
 from cupy_dma.torch.attention import MASK, OPTIONS, MaskArguments, attend, attend_dynamic, gradients_of
 from cupy_dma.torch.registration import (
+    as_tensor,
     cast,
     empty_like,
+    in_rows,
     is_deterministic,
     operators,
     options_of,
@@ -35,19 +37,21 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Te
                      mask: IntervalMask | None = None, bias: Tensor | None = None, causal: bool = False,
                      scale: float | None = None, softcap: float = 0.0, deterministic: bool = False,
                      return_lse: bool = False, block_table: Tensor | None = None, seqused_k: Tensor | None = None,
-                     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+                     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, tail_padding: bool = False,
                      backend: str | None = None) -> Any:
     """``cupy_dma.varlen_attention`` with gradients for ``query, key, value`` and ``bias``, through ``out`` and
     ``lse``."""
     query, key, value = cast(query, key, value)
-    sequences = cu_seqlens_q, cu_seqlens_k, seqused_k, block_table
+    bias, sequences = in_rows(bias), (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
     if takes_operators(query, key, value, bias, *sequences):
+        sequences = _as_tensors(query, sequences)
         _check_lengths(max_seqlen_q, max_seqlen_k)
         out, lse = operators.varlen_attention(query, key, value, *MaskArguments.of(mask), bias,
                                               *options_of(causal, scale, softcap, deterministic, backend), *sequences)
     else:
         call = varlen_call(query, key, value, cu_seqlens_q, cu_seqlens_k, mask, bias, causal, scale, softcap,
-                           is_deterministic(deterministic), block_table, seqused_k, max_seqlen_q, max_seqlen_k)
+                           is_deterministic(deterministic), block_table, seqused_k, max_seqlen_q, max_seqlen_k,
+                           tail_padding)
         out, lse = attend(call, backends.choose(backend, (call.query,)), backend, (query, key, value, bias))
     return (out, lse) if return_lse else out
 
@@ -60,12 +64,13 @@ def varlen_dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, cu_
                                   deterministic: bool = False, return_lse: bool = False,
                                   block_table: Tensor | None = None, seqused_k: Tensor | None = None,
                                   max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-                                  backend: str | None = None) -> Any:
+                                  tail_padding: bool = False, backend: str | None = None) -> Any:
     """``cupy_dma.varlen_dynamic_mask_attention`` with gradients for ``query, key, value`` and ``scores``, or through
     the scores for ``value`` (both terms), ``dt_proj``, ``A`` and ``dt_bias``."""
     query, key, value = cast(query, key, value)
-    sequences = cu_seqlens_q, cu_seqlens_k, seqused_k, block_table
+    scores, sequences = in_rows(scores), (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
     if takes_operators(query, key, value, scores, dt_proj, A, dt_bias, *sequences):
+        sequences = _as_tensors(query, sequences)
         window, cut = selection_options(window, keys, causal, scores, dt_proj, A, dt_bias)
         _check_lengths(max_seqlen_q, max_seqlen_k)
         if scores is None:
@@ -78,9 +83,14 @@ def varlen_dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, cu_
     else:
         call = varlen_dynamic_call(query, key, value, cu_seqlens_q, cu_seqlens_k, scores, window, dt_proj, A, dt_bias,
                                    form, keys, causal, scale, softcap, is_deterministic(deterministic), block_table,
-                                   seqused_k, max_seqlen_q, max_seqlen_k)
+                                   seqused_k, max_seqlen_q, max_seqlen_k, tail_padding)
         out, lse = attend_dynamic(call, backend, query, key, value, scores)
     return (out, lse) if return_lse else out
+
+
+def _as_tensors(like: Tensor, sequences: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Lists as int32 tensors on ``like``'s device."""
+    return tuple([as_tensor(x, like) for x in sequences])
 
 
 def _check_lengths(*lengths: int | None) -> None:

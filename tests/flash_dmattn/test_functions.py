@@ -12,6 +12,8 @@ import pytest
 import cupy_dma as dma
 from cupy_dma import backends, flash_dmattn
 from cupy_dma.flash_dmattn import flash_dmattn_func, flex_dmattn_func, triton_dmattn_func
+from cupy_dma.flash_dmattn.utils.mask import topk_mask
+from cupy_dma.flash_dmattn.utils.padding import unpad_input
 from tests.oracle import reference
 
 B, LQ, LK, H, HKV, D = 2, 5, 7, 4, 2, 8
@@ -43,17 +45,55 @@ def test_every_broadcast_shape(shape, convert, qkv, rng):
     assert type(out) is type(lse) is type(p) and tuple(p.shape) == (B, H, LQ, LK)
 
 
-@pytest.mark.parametrize("form", ["bool", "zero-one", "integers", "minus infinity", "lowest number"])
+@pytest.mark.parametrize("form", ["bool", "zero-one", "integers"])
 def test_every_form_of_a_mask(form, convert, qkv, rng):
     mask = rng.random((B, HKV, LQ, LK)) < 0.6
-    given = {"bool": mask, "zero-one": mask.astype(np.float16), "integers": mask.astype(np.int64),
-             "minus infinity": np.where(mask, 0, -np.inf).astype(np.float32),
-             "lowest number": np.where(mask, 0, np.finfo(np.float16).min).astype(np.float16)}[form]
+    given = {"bool": mask, "zero-one": mask.astype(np.float16), "integers": mask.astype(np.int64)}[form]
     check(convert.back(flash_dmattn_func(*map(convert, qkv), convert(given))), qkv, mask)
 
 
-def test_a_mask_of_zeros_hides_everything(convert, qkv):
-    out, lse, p = flash_dmattn_func(*map(convert, qkv), convert(np.zeros((1, 1, 1, LK), np.float32)),
+def additive_masks():
+    """Float masks that are added to the logits, also one with a bias in it, as Doge makes it."""
+    seen = np.tri(LQ, LK, LK - LQ, dtype=bool)[None, None]
+    yield np.where(seen, 0, -np.inf).astype(np.float32)
+    yield np.where(seen, 0, np.finfo(np.float16).min).astype(np.float16)
+    yield np.where(seen, 0.5, -np.inf).astype(np.float32)
+    yield np.zeros((1, 1, LQ, LK), np.float16)
+
+
+@pytest.mark.parametrize("mask", list(additive_masks()))
+def test_additive_masks_raise(mask, convert, qkv):
+    q, k, v = map(convert, qkv)
+    given, message = convert(mask), r"must be boolean, or 1 and 0 .*got float(16|32) with .* == 0, .*attn_bias"
+    bhsd = [x.swapaxes(1, 2) for x in (q, k, v)]
+    weight, A = convert(np.zeros((HKV, HKV * D), np.float16)), convert(np.zeros(HKV, np.float16))
+    for name, call in (
+            ("attn_mask", lambda: flash_dmattn_func(q, k, v, given)),
+            ("attn_mask", lambda: flash_dmattn_func(q, k, v, (given, given))),
+            ("active_mask", lambda: flash_dmattn.fwd(q, k, v, None, given)),
+            ("causal_mask", lambda: flash_dmattn.apply_dynamic_mask_attention(*bhsd, weight, A, given)),
+            ("attention_mask", lambda: topk_mask(given, given, 2)),
+            ("attention_mask", lambda: unpad_input(q, given[0, 0])),
+            ("attn_mask", lambda: flash_dmattn.flash_dmattn_varlen_func(
+                q[0], k[0], v[0], cu_seqlens_q=convert(np.array([0, LQ])), cu_seqlens_k=convert(np.array([0, LK])),
+                attn_mask=given))):
+        with pytest.raises(ValueError, match=f"{name} {message}"):
+            call()
+
+
+def test_a_float_mask_cannot_be_read_under_compile(qkv):
+    torch = pytest.importorskip("torch")
+    q, k, v = map(torch.from_numpy, qkv)
+    run = torch.compile(lambda m: flash_dmattn_func(q, k, v, m), backend="eager")
+    mask = torch.rand(B, 1, LQ, LK) < 0.6
+    torch.testing.assert_close(run(mask), flash_dmattn_func(q, k, v, mask))
+    with pytest.raises(Exception, match=r"attn_mask must be boolean under torch\.compile"):
+        run(mask.float())
+
+
+@pytest.mark.parametrize("kind", [bool, np.int32])
+def test_a_mask_that_hides_everything(kind, convert, qkv):
+    out, lse, p = flash_dmattn_func(*map(convert, qkv), convert(np.zeros((1, 1, 1, LK), kind)),
                                     return_attn_probs=True)
     assert (convert.back(out) == 0).all() and (convert.back(p) == 0).all() and (convert.back(lse) == -np.inf).all()
 
@@ -221,7 +261,7 @@ def test_torch_compile(qkv):
         return flash_dmattn_func(q, k, v, mask=mask, scale=0.5, is_causal=True)
 
     torch._dynamo.reset()
-    for given in (mask, mask.float()):
+    for given in (mask, mask.int()):
         assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(q, k, v, given),
                            run(q, k, v, given))
 
@@ -342,12 +382,10 @@ def test_errors(call, kind, words, qkv):
         assert word in str(caught.value), str(caught.value)
 
 
-def test_mask_values_are_checked_on_request(monkeypatch, qkv):
-    slopes = -np.arange(LK, dtype=np.float32).reshape(1, 1, 1, LK)
-    flash_dmattn_func(*qkv, slopes)
-    monkeypatch.setenv("CUPY_DMA_CHECK", "1")
-    with pytest.raises(ValueError, match=r"attn_mask must be boolean.*belongs in attn_bias"):
-        flash_dmattn_func(*qkv, slopes)
+def test_integers_of_a_mask_are_zero_or_one(monkeypatch, convert, qkv):
+    monkeypatch.setenv("CUPY_DMA_CHECK", "1")  # in host memory they are checked always
+    with pytest.raises(ValueError, match=r"attn_mask must be boolean, .*got int64 with other values"):
+        flash_dmattn_func(*map(convert, qkv), convert(-np.arange(LK).reshape(1, 1, 1, LK)))
 
 
 def test_importing_it_imports_no_array_library():

@@ -148,13 +148,18 @@ def test_rows_after_the_last_sequence_and_unused_keys(convert, rows, rng):
     mask = np.concatenate((rng.random((TOTAL_Q, 1, MAX_K)) < 0.6, np.ones((2, 1, MAX_K), bool)))
     used = np.array([max(k - 1, 0) for _, k in LENGTHS], np.int32)
     arrays = [convert(x) for x in more]
-    out, lse, _ = flash_dmattn_varlen_func(*arrays, convert(mask), None, *lengths(convert), return_attn_probs=True)
+    out, lse, _ = flash_dmattn_varlen_func(*arrays, convert(mask), None, *lengths(convert), return_attn_probs=True,
+                                           tail_padding=True)
     check(convert.back(out)[:TOTAL_Q], rows, mask[:TOTAL_Q], lse=convert.back(lse)[:, :TOTAL_Q])
     assert (convert.back(out)[TOTAL_Q:] == 0).all() and (convert.back(lse)[:, TOTAL_Q:] == -np.inf).all()
     dense = flash_dmattn_varlen_func(*arrays, convert(np.ones_like(mask)), None, *lengths(convert), is_causal=True,
-                                     seqused_k=convert(used))
-    linear = flash_dmattn_varlen_func(*arrays, None, None, *lengths(convert), is_causal=True, seqused_k=convert(used))
+                                     seqused_k=convert(used), tail_padding=True)
+    linear = flash_dmattn_varlen_func(*arrays, None, None, *lengths(convert), is_causal=True, seqused_k=convert(used),
+                                      tail_padding=True)
     np.testing.assert_allclose(convert.back(dense).astype(float), convert.back(linear).astype(float), atol=2e-3)
+    for given in (None, convert(mask)):
+        with pytest.raises(ValueError, match=r"cu_seqlens_q must end at query's length 18, .*rows 16 to 17"):
+            flash_dmattn_varlen_func(*arrays, given, None, *(x.tolist() for x in (CU_Q, CU_K)))
 
 
 @pytest.mark.parametrize("shape", [None, PER_KEY[1], PER_QUERY[1], PADDED[0]], ids=str)
@@ -233,7 +238,7 @@ X = np.zeros
     (lambda q, k, v: flash_dmattn_varlen_func(q, k, v, X((2, 9), bool), None, CU_Q, CU_K), ValueError, ["mask", "9"]),
     (lambda q, k, v: flash_dmattn_varlen_func(q, k, v, X((TOTAL_Q, 1, 5), bool), None, CU_Q, CU_K, 6, 5), ValueError,
      ["max_seqlen_k", "7", "5"]),
-    (lambda q, k, v: flash_dmattn_varlen_func(q, k, v, X((TOTAL_Q, 1, 7), bool), None, CU_Q, CU_K[:-1], 6, 7),
+    (lambda q, k, v: flash_dmattn_varlen_func(q, k, v, X((TOTAL_Q, 1, 7), bool), None, CU_Q, np.delete(CU_K, -2), 6, 7),
      ValueError, ["cu_seqlens_q and cu_seqlens_k", "7", "6"]),
     (lambda q, k, v: flash_dmattn_varlen_func(q, k, v, X((TOTAL_Q, 1, 7), bool), None, CU_Q, CU_K + 1, 6, 7),
      ValueError, ["cu_seqlens_k", "start at 0", "19"]),

@@ -273,16 +273,17 @@ def run(case: Case, convert: Callable[[np.ndarray], Any] = np.asarray, **options
         named["causal"] = case.mask == "top_w"
         return dma.varlen_dynamic_mask_attention(
             *positional, _per_key(case, "scores", convert), window=case.window,
-            keys={"top_w": "prefix"}.get(case.mask, "global"), **named, return_lse=True, **options)
-    return dma.varlen_attention(*positional, **named, **with_mask_and_bias(case, convert, **options), return_lse=True,
-                                **options)
+            keys={"top_w": "prefix"}.get(case.mask, "global"), **named, tail_padding=case.tail != (0, 0),
+            return_lse=True, **options)
+    return dma.varlen_attention(*positional, **named, **with_mask_and_bias(case, convert, **options),
+                                tail_padding=case.tail != (0, 0), return_lse=True, **options)
 
 
 def run_backward(case: Case, convert: Callable[[np.ndarray], Any] = np.asarray, **options: Any) -> Any:
     positional, named = arguments(case, convert)
     backend = {"backend": options["backend"]} if "backend" in options else {}
     named.update(with_mask_and_bias(case, convert, **backend))
-    out, lse = dma.varlen_attention(*positional, **named, return_lse=True, **options)
+    out, lse = dma.varlen_attention(*positional, **named, tail_padding=case.tail != (0, 0), return_lse=True, **options)
     data = _drawn(case)
     return dma.backward.varlen_attention_backward(convert(data["dout"]), *positional[:3], out, lse, *positional[3:],
                                                   **named, dlse=convert(data["dlse"]), **options)

@@ -73,6 +73,10 @@ def test_compile_with_dynamic_lengths():
 
 def test_bad_input_under_compile_raises_when_run():
     q, k, v, s = draw(torch.float32)
+    padding = torch.ones(len(q), N, dtype=torch.bool)
+    for mask in (padding, (padding, padding[:, None, None])):
+        with pytest.raises(Exception, match=r"mask must have four axes here, got \(2, \d+\), which is \(B, Lk\)"):
+            torch.compile(lambda *x, mask=mask: dma.attention(*x, mask=mask), backend="eager")(q, k, v)
     with pytest.raises(ValueError, match="window must be at least 1, got 0"):
         torch.compile(lambda *x: dma.dynamic_mask_attention(*x, window=0), backend="eager")(q, k, v, s)
     with pytest.raises(ValueError, match="key must have query's batch and head dim"):

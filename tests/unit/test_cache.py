@@ -178,7 +178,7 @@ def test_sequences_of_different_lengths(form, sinks, recent, convert):
         else:
             rows, bounds = packed(tokens, added, behind=2)
             out, lse = (convert.back(y) for y in cache.extend(*(convert(y) for y in rows), cu_seqlens=convert(bounds),
-                                                               return_lse=True))
+                                                               tail_padding=True, return_lse=True))
             ours = [(out[i:j], lse[:, i:j]) for i, j in pairwise(bounds)]
             rest = [(out[bounds[-1]:], lse[:, bounds[-1]:])]
         for nothing, no_lse in rest:
@@ -390,12 +390,15 @@ def ones(*shape, dtype=np.float32):
     ({"scores": ones(2, 2, 4)}, ValueError, r"scores must have shape \(B, Hkv, L\) = \(2, 2, 3\), got"),
     ({"scores": ones(2, 2, 3, dtype=np.float64)}, TypeError, "scores must be float16 or .*, got float64"),
     ({"scores": ones(2, 2, 3, dtype=np.int32)}, TypeError, "scores must be .*got int32"),
-    ({"scores": ones(2, 2, 6)[..., ::2]}, ValueError, "scores must be contiguous in its last axis"),
+    ({"key": ones(2, 3, 2, 16)[..., ::2]}, ValueError, "key must be contiguous in its last axis"),
+    ({"scale": 1e39}, ValueError, r"scale must be at most 2\*\*127"),
+    ({"softcap": 1e-46}, ValueError, r"softcap must be 0 \(none\) or at least 2\*\*-126"),
     ({"scale": "1"}, TypeError, "scale must be a real number"),
     ({"softcap": -1.0}, ValueError, "softcap must be a finite number of at least 0"),
     ({"return_lse": 1}, TypeError, "return_lse must be True or False"),
     ({"lengths": ones(2)}, TypeError, "lengths must be int32 or int64, got float32"),
-    ({"lengths": [1, 2]}, TypeError, "lengths must be a numpy"),
+    ({"lengths": [1, 2.5]}, TypeError, "lengths must be an integer array or a list of ints"),
+    ({"lengths": "12"}, TypeError, "lengths must be a numpy"),
     ({"lengths": ones(3, dtype=np.int32)}, ValueError, r"lengths must have shape \(B,\) = \(2\), got"),
     ({"lengths": np.array([0, 4])}, ValueError, r"lengths must lie between 0 and L = 3, got \[0, 4\]"),
     ({"lengths": np.array([-1, 2])}, ValueError, "lengths must lie between 0 and L = 3"),
@@ -420,7 +423,8 @@ def test_errors_of_extend(changes, kind, message):
 @pytest.mark.parametrize(("bounds", "message"), [
     ([0, 2], r"cu_seqlens must have shape \(B \+ 1,\) = \(3\), got \(2,\)"),
     ([1, 2, 3], "cu_seqlens must be cumulative lengths"), ([0, 3, 2], "never decrease"),
-    ([0, 3, 7], "length 6 at most"),
+    ([0, 3, 7], "end at the total length 6, got"),
+    ([0, 3, 5], "cu_seqlens must end at the total length 6, got .*rows 5 to 5 belong to no sequence"),
 ])
 def test_errors_of_packed_tokens(bounds, message):
     history = History(length=3)

@@ -91,7 +91,17 @@ def int32(*values):
     (lambda: attend(query=Q[:, :3]), ValueError, ["query", "H % Hkv", "3 query heads"]),
     (lambda: attend(value=V.astype(np.float16)), TypeError, ["value", "float32", "float16"]),
     (lambda: attend(query=Q.astype(np.int32)), TypeError, ["query", "int32"]),
-    (lambda: attend(cu_seqlens_q=[0, 12]), TypeError, ["cu_seqlens_q", "list"]),
+    (lambda: attend(cu_seqlens_q=[0, 4.5, 12]), TypeError, ["cu_seqlens_q", "[0, 4.5, 12]", "list of ints"]),
+    (lambda: attend(cu_seqlens_q="0 12"), TypeError, ["cu_seqlens_q", "str"]),
+    (lambda: attend(cu_seqlens_q=[0, 4, 13]), ValueError, ["cu_seqlens_q", "length 12", "13"]),
+    (lambda: attend(cu_seqlens_q=int32(0, 4, 10)), ValueError,
+     ["cu_seqlens_q", "end at query's length 12", "[0, 4, 10]", "rows 10 to 11", "tail_padding=True"]),
+    (lambda: attend(cu_seqlens_k=[0, 5, 14]), ValueError,
+     ["cu_seqlens_k", "end at key's length 15", "[0, 5, 14]", "rows 14 to 14", "tail_padding=True"]),
+    (lambda: attend(Q, K[:11], V[:11], CU_Q, CU_Q), ValueError, ["cu_seqlens_k", "total_q=12", "total_k=11"]),
+    (lambda: attend(max_seqlen_q=5), ValueError, ["max_seqlen_q", "5", "2 sequences", "12 rows", "tail_padding"]),
+    (lambda: attend(max_seqlen_k=7), ValueError, ["max_seqlen_k", "7", "15 rows"]),
+    (lambda: attend(tail_padding=1), TypeError, ["tail_padding", "1", "True or False"]),
     (lambda: attend(cu_seqlens_q=CU_Q.astype(np.float32)), TypeError, ["cu_seqlens_q", "int32", "float32"]),
     (lambda: attend(cu_seqlens_q=CU_Q[None]), ValueError, ["cu_seqlens_q", "(B + 1,)", "(1, 3)"]),
     (lambda: attend(cu_seqlens_q=CU_Q[:0]), ValueError, ["cu_seqlens_q", "(B + 1,)", "(0,)"]),
@@ -143,6 +153,32 @@ def test_errors(call, error, words):
         call()
     for word in words:
         assert word in str(raised.value), str(raised.value)
+
+
+def test_lists_of_lengths_and_pages():
+    expected = attend(return_lse=True)
+    for a, b in zip(attend(cu_seqlens_q=[0, 4, 12], cu_seqlens_k=(0, 5, 15), return_lse=True), expected):
+        assert np.array_equal(a, b)
+    assert np.array_equal(attend(seqused_k=[4, 9]), attend(seqused_k=int32(4, 9)))
+    assert np.array_equal(paged(block_table=TABLE.tolist(), seqused_k=USED.tolist()), paged())
+    scores = tokens(2, 15)
+    assert np.array_equal(dma.varlen_dynamic_mask_attention(Q, K, V, [0, 4, 12], [0, 5, 15], scores, window=3),
+                          dynamic(scores))
+
+
+def test_rows_after_the_last_sequence_are_allowed_on_request():
+    for cu_q, cu_k in (([0, 4, 10], CU_K), (CU_Q, [0, 5, 14]), ([0, 4, 10], [0, 5, 14])):
+        out, lse = attend(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, tail_padding=True, return_lse=True)
+        same = attend(Q[:cu_q[-1]], K[:cu_k[-1]], V[:cu_k[-1]], cu_q, cu_k)
+        np.testing.assert_allclose(out[:cu_q[-1]], same, atol=1e-6)
+        assert not out[cu_q[-1]:].any() and np.isneginf(lse[:, cu_q[-1]:]).all()
+    assert not attend(Q, K[:11], V[:11], [0, 4, 11], [0, 4, 11], max_seqlen_q=5, tail_padding=True)[11].any()
+
+
+def test_scores_and_biases_of_any_strides():
+    scores = tokens(15, 2)
+    assert np.array_equal(dynamic(scores.T), dynamic(np.ascontiguousarray(scores.T)))
+    assert np.array_equal(attend(bias=scores.T), attend(bias=np.ascontiguousarray(scores.T)))
 
 
 def test_a_paged_kv_cache_has_no_gradient():
@@ -231,8 +267,26 @@ def test_a_paged_kv_cache_has_no_gradient_in_torch():
         out.sum().backward()
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_torch_takes_lists_and_scores_of_any_strides(compiled):
+    def run(q, k, v, s):
+        return dma.varlen_dynamic_mask_attention(q, k, v, [0, 4, 12], [0, 5, 15], s.T, window=3)
+
+    def expected(q, k, v, s):
+        return dma.varlen_dynamic_mask_attention(q, k, v, *CU, s.T.contiguous(), window=3)
+
+    inputs = leaves(Q, K, V, np.ascontiguousarray(SCORES.T))
+    run = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
+    found, same = run(*inputs), expected(*inputs)
+    assert torch.equal(found, same)
+    for a, b in zip(torch.autograd.grad(found.sin().sum(), inputs), torch.autograd.grad(same.sin().sum(), inputs)):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
 def test_torch_errors_name_the_argument():
     q, k, v = leaves(Q, K, V)
+    with pytest.raises(ValueError, match=r"cu_seqlens_q must end at query's length 12.*tail_padding=True"):
+        dma.varlen_attention(q, k, v, CU[0].clamp(max=10), CU[1])
     with pytest.raises(TypeError, match="cu_seqlens_q"):
         dma.varlen_attention(q, k, v, CU_Q, CU_K)
     with pytest.raises(NotImplementedError, match="mask"):

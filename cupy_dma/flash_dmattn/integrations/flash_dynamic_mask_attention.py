@@ -37,7 +37,9 @@ def flash_dynamic_mask_attention_forward(
     key, value : ``(B, Hkv, Lk, D)``
     attention_mask, optional
         Padding ``(B, length)``, bool or 0/1; keys past its length are not used, and the output is 0 at queries that
-        are padding. Or a mask as for ``flash_dmattn_func``, except that a mask of only zeros hides nothing.
+        are padding. Or a mask as for ``flash_dmattn_func``: boolean, as transformers makes it for SDPA. One of 0 and
+        -inf, as for eager attention, raises (write ``attention_mask == 0``), and so does one that holds a bias, as in
+        Doge (pass it as ``attention_bias``).
     attention_bias : ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)`` or ``(B, Hkv, Lk)``, optional
     scaling, softcap, deterministic
         As for ``flash_dmattn_func``.
@@ -113,7 +115,7 @@ def _mask(bias: Tensor | None, mask: Tensor | None, window: int | None, causal: 
     if mask is not None and mask.dim() == 2:
         seen = truth(mask, "attention_mask")
     else:
-        seen = visible(None if mask is None else mask[..., :length], length, "attention_mask", zeros_show=True)
+        seen = visible(None if mask is None else mask[..., :length], length, "attention_mask")
     if bias is None or not window or window >= length:
         own = None if documents is None else IntervalMask.documents(documents, causal=causal)
         if seen is None or own is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from cupy_dma import checks
 from cupy_dma.arrays import Operand, describe
+from cupy_dma.flash_dmattn.arguments import truth
 
 
 def index_first_axis(tensor: Any, indices: Any) -> Any:
@@ -102,9 +103,7 @@ def _mask(mask: Any, name: str) -> Operand:
     operand = describe(mask, name)
     if operand.ndim != 2:
         raise ValueError(f"{name} must have shape (B, L), got {operand.shape}")
-    checks.one_of_types(operand, ("bool", *checks.FLOATS, "uint8", "int8", "int16", "int32", "int64"))
-    with operand.library.on(operand.device):
-        return Operand(name, operand.array != 0, operand.library, operand.shape, (), "bool", operand.device, 0)
+    return describe(truth(mask, name), name)
 
 
 def _like(array: Any, name: str, shape: tuple[int, ...]) -> None:

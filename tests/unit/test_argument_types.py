@@ -1,0 +1,185 @@
+"""Arguments in the forms in which users have them: 0/1 padding, lists, strided scores, the type of an array."""
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+from cupy_dma.arrays import describe
+
+B, N, H, HKV, D = 2, 9, 4, 2, 8
+REAL = np.arange(N) >= np.array([[3], [0]])
+
+
+@pytest.fixture
+def data(rng):
+    shapes = (B, N, H, D), (B, N, HKV, D), (B, N, HKV, D), (B, HKV, N)
+    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+
+def equal(convert, a, b):
+    return np.array_equal(convert.back(a), convert.back(b))
+
+
+# ---- padding, lists, scores ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["int64", "int32", "int16", "int8", "uint8"])
+@pytest.mark.parametrize("keys", ["prefix", "global"])
+def test_padding_of_zeros_and_ones(kind, keys, convert, data):
+    *qkv, scores = map(convert, data)
+    given, real = convert(REAL.astype(kind)), convert(REAL)
+    assert dma.IntervalMask.padding(given) == dma.IntervalMask.padding(real)
+    assert dma.IntervalMask.top_w(scores, 3, keys=keys, padding=given) == dma.IntervalMask.top_w(
+        scores, 3, keys=keys, padding=real)
+    found, expected = (dma.dynamic_mask_attention(*qkv, scores, window=3, keys=keys, padding=x) for x in (given, real))
+    assert equal(convert, found, expected)
+
+
+def test_padding_of_other_integers_on_request(monkeypatch, convert):
+    monkeypatch.setenv("CUPY_DMA_CHECK", "1")
+    with pytest.raises(ValueError, match="padding must be 1 for real keys and 0 for padding"):
+        dma.IntervalMask.padding(convert(np.array([[0, 2]])))
+
+
+def test_documents_as_a_list(convert, data):
+    *qkv, scores = map(convert, data)
+    for given in ([0, 4, N], (0, 4, N), [[0] * 4 + [1] * 5] * B):
+        found, expected = (dma.dynamic_mask_attention(*qkv, scores, window=3, documents=x)
+                           for x in (given, convert(np.array(given, np.int32))))
+        assert equal(convert, found, expected)
+
+
+@pytest.mark.parametrize("keys", ["prefix", "global"])
+def test_scores_of_any_strides(keys, convert, data):
+    *qkv, scores = map(convert, data)
+    strided = convert(np.ascontiguousarray(data[3].swapaxes(1, 2))).swapaxes(1, 2)
+    assert describe(strided, "scores").strides[-1] != 1
+    assert dma.IntervalMask.top_w(strided, 3, keys=keys) == dma.IntervalMask.top_w(scores, 3, keys=keys)
+    assert equal(convert, dma.dynamic_mask_attention(*qkv, strided, window=3, keys=keys),
+                 dma.dynamic_mask_attention(*qkv, scores, window=3, keys=keys))
+    assert equal(convert, dma.attention(*qkv, bias=strided), dma.attention(*qkv, bias=scores))
+
+
+def test_gradients_of_scores_of_any_strides(data):
+    torch = pytest.importorskip("torch")
+    leaves = [torch.from_numpy(x).requires_grad_() for x in data[:3]]
+    s = torch.from_numpy(np.ascontiguousarray(data[3].swapaxes(1, 2))).requires_grad_()
+    for run in (lambda s: dma.dynamic_mask_attention(*leaves, s, window=3),
+                lambda s: dma.attention(*leaves, bias=s, causal=True)):
+        found, same = run(s.transpose(1, 2)), run(s.transpose(1, 2).contiguous())
+        assert torch.equal(found, same)
+        for a, b in zip(*(torch.autograd.grad(x.sin().sum(), (*leaves, s)) for x in (found, same))):
+            assert torch.equal(a, b)
+
+
+def test_manual_gradients_of_scores_of_any_strides(data):
+    q, k, v, s = data
+    strided = np.ascontiguousarray(s.swapaxes(1, 2)).swapaxes(1, 2)
+    out, lse = dma.dynamic_mask_attention(q, k, v, s, window=3, return_lse=True)
+    found, same = (dma.backward.dynamic_mask_attention_backward(np.ones_like(out), q, k, v, out, lse, x, window=3)
+                   for x in (strided, s))
+    assert np.array_equal(found.scores, same.scores) and np.array_equal(found.key, same.key)
+
+
+# ---- no keys ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", ["prefix", "global"])
+@pytest.mark.parametrize("queries", [0, 3])
+def test_no_keys(keys, queries, convert, data):
+    q, k = convert(data[0][:, :queries]), convert(data[1][:, :0])
+    weight, A = convert(np.ones((HKV, HKV * D), np.float32)), convert(np.ones(HKV, np.float32))
+    for more in ({}, {"padding": convert(np.ones((B, 0), bool))}, {"documents": [0, 0]}, {"dt_bias": A}):
+        out, lse = dma.dynamic_mask_attention(q, k, k, dt_proj=weight, A=A, window=3, keys=keys, return_lse=True,
+                                              **more)
+        assert tuple(out.shape) == (B, queries, H, D) and not convert.back(out).any()
+        assert np.isneginf(convert.back(lse)).all()
+
+
+# ---- the cache ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32"])
+def test_a_cache_has_the_type_of_an_array(kind, convert, data):
+    like = convert(data[0].astype(kind))
+    assert f"dtype={kind!r}" in repr(dma.DynamicCache(B, HKV, 3, D, like=like))
+    assert "dtype='float16'" in repr(dma.DynamicCache(B, HKV, 3, D, dtype="float16", like=like))
+    assert "dtype='bfloat16'" in repr(dma.DynamicCache(B, HKV, 3, D))
+    with pytest.raises(TypeError, match=r"like must be float16 .*, got int64"):
+        dma.DynamicCache(B, HKV, 3, D, like=convert(np.zeros(1, np.int64)))
+    told = dma.DynamicCache(B, HKV, 3, D, dtype="float16", like=convert(np.zeros(1, np.int64)))
+    assert "dtype='float16'" in repr(told)
+
+
+def test_a_cache_takes_lists_and_scores_of_any_strides(convert, data):
+    q, k, v, s = map(convert, data)
+    strided = convert(np.ascontiguousarray(data[3].swapaxes(1, 2))).swapaxes(1, 2)
+    caches = [dma.DynamicCache(B, HKV, 3, D, like=q, recent=1) for _ in range(2)]
+    found = caches[0].extend(q, k, v, strided, lengths=[N, 5])
+    assert equal(convert, found, caches[1].extend(q, k, v, s, lengths=convert(np.array([N, 5]))))
+    rows = [x.reshape(B * N, -1, D) for x in (q, k, v)]
+    packed = convert(data[3].swapaxes(0, 1).reshape(HKV, B * N).copy())
+    found = caches[0].extend(*rows, packed, cu_seqlens=[0, 7, B * N])
+    assert equal(convert, found, caches[1].extend(*rows, packed, cu_seqlens=convert(np.array([0, 7, B * N]))))
+
+
+def copies(x):
+    yield from (copy.copy(x), copy.deepcopy(x), copy.deepcopy([x, x])[1])
+    yield from (pickle.loads(pickle.dumps(x, protocol)) for protocol in (2, pickle.HIGHEST_PROTOCOL))
+
+
+@pytest.mark.parametrize("backend", [None, "numpy"])
+def test_copies_and_pickles_of_a_cache(backend, convert, data):
+    q, k, v, s = map(convert, data)
+    cache = dma.DynamicCache(B, HKV, 3, D, like=q, sinks=1, recent=2, backend=backend)
+    cache.extend(q, k, v, s)
+    twins = list(copies(cache))
+    expected = convert.back(cache.extend(q, k, v, s))
+    for twin in twins:  # they share nothing with the cache, which has moved on
+        assert repr(twin) == repr(cache) and convert.back(twin.length).tolist() == [N] * B
+        assert np.array_equal(convert.back(twin.extend(q, k, v, s)), expected)
+        assert equal(convert, twin.kept().positions, cache.kept().positions)
+    (empty,) = (pickle.loads(pickle.dumps(dma.DynamicCache(0, 1, 2, 4, 6, "float32"))),)
+    assert "batch=0" in repr(empty) and "value_dim=6" in repr(empty)
+
+
+# ---- masks --------------------------------------------------------------------------------------------------------
+
+
+def test_copies_and_pickles_of_a_mask(convert, data):
+    *qkv, scores = map(convert, data)
+    M = dma.IntervalMask
+    for mask in (M.top_w(scores, 3), M.sliding_window(N, 3, like=scores), M.padding(convert(REAL)),
+                 M(convert(np.zeros(N, np.int32)), convert(np.full((B, 1, N), 5, np.int32)))):
+        dma.attention(*qkv, mask=mask)  # which may leave something behind
+        for twin in copies(mask):
+            assert twin == mask and (twin.shape, twin.device, twin._hints) == (mask.shape, mask.device, mask._hints)
+            assert type(twin.start) is type(mask.start) and twin.library is mask.library
+            for run in (twin._start, twin._stop):
+                assert run.pointer == describe(run.array, "run").pointer
+            assert equal(convert, dma.attention(*qkv, mask=twin), dma.attention(*qkv, mask=mask))
+
+
+# ---- the range of scale and softcap -------------------------------------------------------------------------------
+
+
+def test_scale_and_softcap_within_float32_are_used_and_beyond_raise(data):
+    q, k, v, _ = data
+    for options in ({"scale": 2.0**127}, {"softcap": 2.0**127}, {"softcap": 2.0**-126}):
+        assert np.isfinite(dma.attention(0 * q, k, v, **options)).all()
+    wide = [x.astype(np.float64) for x in (q, k, v)]
+    assert np.isfinite(dma.attention(*wide, softcap=1e39)).all()
+    assert np.isfinite(dma.attention(0 * wide[0], *wide[1:], scale=1e39)).all()
+
+
+@pytest.mark.parametrize("option", [{"softcap": 1e39}, {"scale": 1e39}, {"softcap": 1e-46}])
+def test_beyond_float32_in_torch(option, data):
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.from_numpy(x).requires_grad_() for x in data[:3])
+    for run in (dma.attention, torch.compile(dma.attention, backend="eager")):
+        with pytest.raises(ValueError, match=f"{next(iter(option))} must be .*computed in float32"):
+            run(q, k, v, **option)
