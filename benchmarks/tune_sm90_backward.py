@@ -1,0 +1,140 @@
+"""Ways of the Hopper backward, measured beside cuDNN's dense backward: one pass or two, and queries of a step.
+
+    python benchmarks/tune_sm90_backward.py                 everything, some minutes on an H100
+    python benchmarks/tune_sm90_backward.py --case "D64"
+
+Cases: those of backward.py's sets ``model`` and ``plain`` up to 32768 keys, and three of ``table``. Two passes,
+the portable kernels, and up to head dim 128 one pass; up to 64 each with 64 and with 128 queries a step. All gradients,
+lists prepared. Timing: see harness/measure.py. Every gradient is compared with the portable kernels'; one that differs
+by more than 1 % of their norm is marked WRONG, and the exit status is 1.
+
+The results go to ``benchmarks/results/hopper_backward.json``; those of a choice of cases are only printed.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
+
+from benchmarks import backward
+from benchmarks.harness.suite import RESULTS, Case
+from cupy_dma.backends.cuda.attention import sm90_backward
+
+
+class Way(NamedTuple):
+    one_pass: bool = False
+    block_q: int = 0  # 0: the kernels' choice
+    portable: bool = False
+
+    def __str__(self) -> str:
+        steps = f", {self.block_q} queries a step" if self.block_q else ""
+        return "portable" if self.portable else f"{'one pass' if self.one_pass else 'two passes'}{steps}"
+
+
+def cases() -> list[Case]:
+    found = backward.cases("model") + backward.cases("plain") + backward.cases("table")
+    return [c for c in found if c.key_length <= 32768 and (c.set != "train" or c.key_length in (4096, 16384, 32768))
+            and c.set != "window"]
+
+
+def ways(case: Case) -> list[Way]:
+    if case.head_dim > sm90_backward.MAX_NARROW_DIM:
+        return [Way(portable=True), Way()]
+    steps = (64, 128) if case.head_dim <= 64 else (0,)
+    return [Way(portable=True), *(Way(one_pass, block_q) for one_pass in (False, True) for block_q in steps)]
+
+
+@contextlib.contextmanager
+def forced(way: Way) -> Iterator[None]:
+    """Calls take this way."""
+    kernels = sm90_backward._dkv_kernel, sm90_backward._round_kernel
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sm90_backward, "ONE_PASS", way.one_pass))
+        if way.portable:
+            stack.enter_context(mock.patch.object(sm90_backward, "_serves", lambda *arguments: False))
+        if way.block_q:
+            stages = 1 if way.one_pass and way.block_q == 128 else 2
+            stack.enter_context(mock.patch.object(sm90_backward, "block_q", lambda head_dim: way.block_q))
+            stack.enter_context(mock.patch.object(sm90_backward, "key_stages", lambda head_dim, one_pass: stages))
+        for kernel in kernels:
+            kernel.cache_clear()
+        try:
+            yield
+        finally:
+            for kernel in kernels:
+                kernel.cache_clear()
+
+
+def measured(case: Case) -> list[dict[str, Any]]:
+    from torch.nn.attention import SDPBackend
+
+    from benchmarks.harness import measure, peers
+
+    bench = backward.Benchmark(case)
+    bench.prepare()
+    rows: list[dict[str, Any]] = []
+    expected: Any = None
+    for way in ways(case):
+        with forced(way):
+            bench.forget_lists()  # ways differ in what they keep on the mask
+            found = bench.backward()
+            expected = found if expected is None else expected
+            ms, how = measure.gpu_ms(bench.backward)
+            rows.append({"way": str(way), "ms": ms, "timing": how, "peak_bytes": measure.peak_bytes(bench.backward),
+                         "right": all(x is None or bool((x.float() - y.float()).norm() <= 0.01 * y.float().norm())
+                                      for x, y in zip(found, expected))})
+    call, note = peers.dense_backward(SDPBackend.CUDNN_ATTENTION, bench.query, bench.key, bench.value, bench.dout,
+                                      causal=case.pattern != "none")
+    ms, how = measure.gpu_ms(call)
+    rows.append({"way": "cudnn", "ms": ms, "timing": how, "note": note, "right": True})
+    return rows
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = []
+    for entry in result["cases"]:
+        dense = entry["rows"][-1]["ms"]
+        best = min(row["ms"] for row in entry["rows"][:-1])
+        lines.append(entry["name"])
+        for row in entry["rows"]:
+            marks = ["fastest"] * (row["ms"] == best) + ["WRONG"] * (not row["right"])
+            lines.append(f"    {row['way']:34s} {row['ms']:9.3f} ms {dense / row['ms']:6.2f} x cuDNN {' '.join(marks)}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--case", default="", help="only cases with this in their names")
+    options.add_argument("--out", default=str(RESULTS), help="folder of the JSON")
+    options.add_argument("--commit", help="recorded as the commit where the tree is a copy without its history")
+    args = options.parse_args(arguments)
+    chosen = [case for case in cases() if args.case in case.name]
+    if not chosen:
+        options.error(f"--case must be part of a case's name, such as {cases()[0].name!r}; got {args.case!r}")
+
+    from benchmarks.harness import measure
+
+    if not measure.on_gpu():
+        options.error("this needs a Hopper GPU")
+    result: dict[str, Any] = {"method": __doc__, **measure.machine(), "cases": []}
+    result["commit"] = args.commit or result["commit"]
+    for case in chosen:
+        result["cases"].append({"name": case.name, "rows": measured(case)})
+        measure.free_memory()
+        print(table({"cases": result["cases"][-1:]}), flush=True)
+    if not args.case:
+        path = Path(args.out) / "hopper_backward.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if all(row["right"] for entry in result["cases"] for row in entry["rows"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
