@@ -1,5 +1,6 @@
 """``DynamicMaskAttention`` on CPU tensors: what it keeps, decoding without repeating its options, errors."""
 import copy
+import itertools
 import pickle
 import re
 
@@ -98,7 +99,7 @@ def test_packed_sequences(options):
     module, (q, k, v, _) = layer(3, **OPTIONS[options]), draw(torch.float32)
     bounds = torch.tensor([0, 7, 8, N], dtype=torch.int32)
     out, lse = module(q[0], k[0], v[0], cu_seqlens=bounds, return_lse=True)
-    parts = [module(*(x[:1, a:b] for x in (q, k, v)), return_lse=True) for a, b in zip(bounds[:-1], bounds[1:])]
+    parts = [module(*(x[:1, a:b] for x in (q, k, v)), return_lse=True) for a, b in itertools.pairwise(bounds)]
     leaves = q, k, v, *module.parameters()
     torch.testing.assert_close(out, torch.cat([part[0][0] for part in parts]), rtol=0, atol=2e-6)
     torch.testing.assert_close(lse, torch.cat([part[1][0] for part in parts], 1), rtol=0, atol=2e-6)
@@ -215,7 +216,7 @@ def test_copies_and_reset():
 
 WRONG = {
     "kv heads": (lambda m, q, k, v: m(q, k[:, :, :1], v[:, :, :1]),
-                 r"key must have shape \(B, Lk, 2, 6\), got \(2, 18, 1, 6\): the layer was made with kv_heads=2, head_d"),
+                 r"key must have shape \(B, Lk, 2, 6\), got \(2, 18, 1, 6\): the layer was made with kv_heads=2, head"),
     "head dim": (lambda m, q, k, v: m(q[..., :4], k[..., :4], v[..., :4]), r"key must have shape .* head_dim=6"),
     "value": (lambda m, q, k, v: m(q, k, v[..., :4]), r"value must have shape \(B, Lk, 2, 6\), got \(2, 18, 2, 4\)"),
     "query": (lambda m, q, k, v: m(q[:, :, :3], k, v), r"query .* H a multiple of 2, got \(2, 18, 3, 6\): the layer"),
@@ -249,8 +250,10 @@ def test_a_cache_has_no_gradient():
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"keys": "global", "sinks": 1}, "sinks and recent need keys='prefix', got sinks=1"), ({"sinks": -1}, "sinks"),
-    ({"recent": 1.5}, "recent"), ({"head_dim": 257}, "head_dim must be 1 to 256, got 257"), ({"softcap": -1}, "softcap"),
-    ({"keys": "all"}, "keys must be"), ({"causal": False}, "causal=False needs keys='global'"), ({"scale": "x"}, "scale"),
+    ({"recent": 1.5}, "recent"), ({"head_dim": 257}, "head_dim must be 1 to 256, got 257"),
+    ({"softcap": -1}, "softcap"),
+    ({"keys": "all"}, "keys must be"), ({"causal": False}, "causal=False needs keys='global'"),
+    ({"scale": "x"}, "scale"),
 ])
 def test_options_are_checked_when_the_layer_is_made(options, message):
     with pytest.raises((TypeError, ValueError), match=message):
