@@ -15,6 +15,7 @@ from torch.nn import functional  # noqa: E402
 from cupy_dma.torch import DynamicMaskSelfAttention  # noqa: E402
 from tests.oracle import reference  # noqa: E402
 from tests.oracle.torch_inputs import float64, gradients, same, same_numbers  # noqa: E402, F401
+from tests.project.pages import run_page  # noqa: E402
 
 WIDTH, HEADS, KV_HEADS, W, B, N = 24, 4, 2, 5, 2, 18
 OPTIONS = {
@@ -362,6 +363,14 @@ def test_it_learns_in_a_block():
         optimizer.step()
     print(loss.item())
     assert loss < 0.1
+
+
+def test_the_documentation_runs(tmp_path, monkeypatch, capsys):
+    """Every Python block of docs/layers.md."""
+    monkeypatch.chdir(tmp_path)
+    names = run_page("layers.md", gpu=False)
+    assert names["text"].shape == (4, 50) and (tmp_path / "model.pt").exists()
+    assert "tensor([31, 41])" in capsys.readouterr().out
 
 
 WRONG = {
