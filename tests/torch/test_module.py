@@ -12,7 +12,8 @@ import cupy_dma as dma
 torch = pytest.importorskip("torch")
 
 from cupy_dma.torch import DynamicMaskAttention  # noqa: E402
-from tests.oracle import reference  # noqa: E402
+from tests.oracle import layer_cases  # noqa: E402
+from tests.oracle.layer_cases import check, problem  # noqa: E402
 from tests.oracle.torch_inputs import HKV, B, D, H, N, draw, float64, gradients, same, same_numbers  # noqa: E402, F401
 
 OPTIONS = {"plain": {}, "linear": {"form": "linear"}, "dt_bias": {"dt_bias": True}, "scale": {"scale": 0.7},
@@ -26,43 +27,11 @@ def layer(window=5, dtype=torch.float32, **options):
     return made
 
 
-def as64(x):
-    return x.detach().double().numpy()
-
-
-def kept(scores, window, sinks, recent, real, document):
-    """bool ``(B, Hkv, N, N)`` by the definition, from ``real`` and ``document (B, N)``."""
-    found = np.zeros((*scores.shape, scores.shape[-1]), bool)
-    for b, g, p in np.ndindex(scores.shape):
-        own = [j for j in range(scores.shape[-1]) if real[b, j] and document[b, j] == document[b, p]]
-        past = [j for j in own if j <= p]
-        best = sorted(past, key=lambda j: (scores[b, g, j], j))[-window:]
-        found[b, g, p, [*best, *(j for j in own[:sinks] if j <= p), *past[len(past) - min(recent, len(past)):]]] = True
-    return found
-
-
-def expected(module, q, k, v, real=None, document=None):
-    """The oracle's output for the layer's parameters and options, and the plain one of the same precision."""
-    dt_bias = None if module.dt_proj.bias is None else as64(module.dt_proj.bias)
-    scores = reference.key_scores(as64(v), as64(module.dt_proj.weight), as64(module.A), dt_bias, module.form)
-    shape = v.shape[0], v.shape[1]
-    mask = kept(scores, module.window, module.sinks, module.recent, np.ones(shape, bool) if real is None else real,
-                np.zeros(shape, int) if document is None else document)
-    kind = reference.ml_dtypes.bfloat16 if q.dtype == torch.bfloat16 else np.dtype(str(q.dtype)[6:])
-    given = [as64(x).astype(kind) for x in (q, k, v)]
-    options = {"dense_mask": mask, "bias": scores, "scale": module.scale, "softcap": module.softcap}
-    return (reference.attention(*given, **options)[0], reference.same_precision_attention(*given, **options)[0], kind)
-
-
-def right(out, wanted):
-    reference.assert_matches_reference(as64(out), wanted[0], wanted[1], wanted[2])
-
-
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, float64])
 def test_forward_is_the_definition(options, dtype):
     module, (q, k, v, _) = layer(dtype=dtype, **OPTIONS[options]), draw(dtype, requires_grad=False)
-    right(module(q, k, v), expected(module, q, k, v))
+    check(module(q, k, v), problem(module, q, k, v))
 
 
 def real_tokens(kind):
@@ -77,9 +46,9 @@ def real_tokens(kind):
 def test_padding_is_no_token(kind, options):
     module, (q, k, v, _) = layer(**OPTIONS[options]), draw(torch.float32, requires_grad=False)
     real = real_tokens(kind)
-    right(module(q, k, v, padding=real), expected(module, q, k, v, real.numpy()))
+    check(module(q, k, v, padding=real), problem(module, q, k, v, real))
     one = module(q, k, v, padding=real[:1])
-    right(one, expected(module, q, k, v, real[:1].expand(B, N).numpy()))
+    check(one, problem(module, q, k, v, real[:1]))
 
 
 @pytest.mark.parametrize("options", ["plain", "sinks", "recent", "all"])
@@ -87,11 +56,11 @@ def test_padding_is_no_token(kind, options):
 def test_every_document_keeps_its_own(options, padded):
     module, (q, k, v, _) = layer(3, **OPTIONS[options]), draw(torch.float32, requires_grad=False)
     ids = (torch.arange(N)[None] * torch.tensor([[1], [2]]) // 7).expand(B, N)
-    real = real_tokens("holes") if padded else torch.ones(B, N, dtype=torch.bool)
+    real = real_tokens("holes") if padded else None
     given = {"padding": real} if padded else {}
-    right(module(q, k, v, documents=ids, **given), expected(module, q, k, v, real.numpy(), ids.numpy()))
-    bounds, number = torch.tensor([0, 7, 7, N]), (np.arange(N)[None] >= 7).repeat(B, 0)
-    right(module(q, k, v, documents=bounds, **given), expected(module, q, k, v, real.numpy(), number))
+    check(module(q, k, v, documents=ids, **given), problem(module, q, k, v, real, ids))
+    bounds, number = torch.tensor([0, 7, 7, N]), np.arange(N)[None] >= 7
+    check(module(q, k, v, documents=bounds, **given), problem(module, q, k, v, real, number))
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -110,6 +79,13 @@ def test_packed_sequences(options):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("how", layer_cases.INPUTS)
+@pytest.mark.parametrize("besides", layer_cases.BESIDES, ids=str)
+def test_what_the_kernels_are_tested_with(how, besides):
+    sinks, recent = besides
+    layer_cases.check_layer(layer(6, torch.bfloat16, sinks=sinks, recent=recent, form="linear", softcap=5.0), how)
+
+
 @torch.no_grad()
 def test_no_tokens():
     q, k, v, _ = draw(torch.float32, requires_grad=False, n=0)
@@ -123,7 +99,7 @@ def test_more_sinks_and_recent_than_keys():
     q, k, v, _ = draw(torch.float32, requires_grad=False)
     for options in ({"sinks": N}, {"recent": 2**31 - 2}, {"sinks": 2**31 - 2, "recent": 4}):
         module = layer(1, **options)
-        right(module(q, k, v), expected(module, q, k, v))
+        check(module(q, k, v), problem(module, q, k, v))
 
 
 @pytest.mark.parametrize("options", ["recent", "all"])
@@ -143,7 +119,7 @@ def test_extend_is_forward(options, dtype, pieces):
     cache, outs = module.make_cache(B), []
     for a, b in zip(np.cumsum((0, *pieces)), np.cumsum(pieces)):
         outs.append(module.extend(cache, *(x[:, a:b] for x in (q, k, v))))
-    right(torch.cat(outs, 1), expected(module, q, k, v))
+    check(torch.cat(outs, 1), problem(module, q, k, v))
     assert cache.memory_bytes == module.make_cache(B).memory_bytes
 
 
@@ -189,7 +165,7 @@ def test_decoding_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         out = module.extend(module.make_cache(B), q, k, v)
         assert out.dtype == torch.bfloat16
-        right(out, expected(module, *(x.bfloat16() for x in (q, k, v))))
+        check(out, problem(module, *(x.bfloat16() for x in (q, k, v))))
 
 
 @pytest.mark.parametrize("given", [{}, {"padding": torch.arange(N)[None] > 2}, {"documents": torch.tensor([0, 7, N])}],
