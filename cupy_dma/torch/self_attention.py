@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 from cupy_dma import checks
 from cupy_dma.cache import DynamicCache
 from cupy_dma.torch.module import DynamicMaskAttention
+from cupy_dma.torch.registration import cast
 from cupy_dma.torch.rotary import Rotation
 from cupy_dma.torch.tokens import Tokens
 
@@ -111,8 +112,10 @@ class DynamicMaskSelfAttention(nn.Module):
 
     def make_cache(self, batch: int, *, dtype: Any = None, device: Any = None) -> DynamicCache:
         """An empty cache of ``batch`` sequences for ``forward(x, cache=...)``; arguments as for
-        ``DynamicMaskAttention.make_cache``."""
-        return self.attention.make_cache(batch, dtype=dtype, device=device)
+        ``DynamicMaskAttention.make_cache``. Type and device follow the projections: the parameters of the scores may
+        have another type."""
+        (like,) = cast(self.k_proj.weight.new_empty(0, device=device))
+        return self.attention.make_cache(batch, dtype=like.dtype if dtype is None else dtype, device=like.device)
 
     def forward(self, x: Tensor, *, padding: Tensor | None = None, cu_seqlens: Any = None,
                 positions: Tensor | None = None, cache: DynamicCache | None = None) -> Tensor:

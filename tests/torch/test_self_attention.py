@@ -156,6 +156,14 @@ def test_decoding_in_bfloat16():
     right(extended(module, x, (11, *[1] * 7)), dense(twin(module), x.double()), module(x))
 
 
+def test_decoding_with_scores_of_another_type():
+    """Parameters of the scores often stay float32 in a model of 16 bits."""
+    module, x = layer(torch.bfloat16), tokens(torch.bfloat16)
+    module.attention.float()
+    assert "dtype='bfloat16'" in repr(module.make_cache(B))
+    assert extended(module, x, (11, 7)).dtype == module(x).dtype == torch.bfloat16
+
+
 def test_decoding_under_autocast():
     module, x = layer(window=N, qk_norm=True), tokens()
     with torch.autocast("cpu", torch.bfloat16):
