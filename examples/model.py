@@ -50,8 +50,7 @@ class Layer(nn.Module):
 
     def extend(self, x: Tensor, past: Any) -> Tensor:
         q, k, v = self.inputs(x)
-        scores = dma.key_scores(v, self.attend.dt_proj.weight, self.attend.A, form="linear")
-        return self.finish(x, past.extend(q, k, v, scores))
+        return self.finish(x, past.extend(q, k, v, self.attend.scores(v)))
 
 
 class Model(nn.Module):
@@ -84,9 +83,7 @@ class Model(nn.Module):
         return (self.embed(tokens) + self.place(waves))[None]
 
     def caches(self) -> list[dma.DynamicCache]:
-        like = self.embed.weight
-        return [dma.DynamicCache(1, layer.kv_heads, self.window, layer.size, dtype=like.dtype, like=like.detach())
-                for layer in self.layers]
+        return [layer.attend.make_cache(1) for layer in self.layers]
 
 
 class FullCache:

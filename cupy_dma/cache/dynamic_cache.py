@@ -160,6 +160,21 @@ class DynamicCache:
     # ---- contents ---------------------------------------------------------------------------------------------------
 
     @property
+    def batch(self) -> int:
+        """``B``: sequences."""
+        return self._state.batch
+
+    @property
+    def kv_heads(self) -> int:
+        """``Hkv``."""
+        return self._state.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """``D`` of queries and keys."""
+        return self._state.head_dim
+
+    @property
     def window(self) -> int:
         """``w``: highest-scored keys that are kept."""
         return self._state.window

@@ -7,22 +7,32 @@ import torch
 from torch import Tensor, nn
 
 from cupy_dma import checks
+from cupy_dma.cache import DynamicCache
 from cupy_dma.calls.scores import FORMS
-from cupy_dma.torch.attention import dynamic_mask_attention
+from cupy_dma.torch.attention import attention, dynamic_mask_attention
+from cupy_dma.torch.kept import kept_keys
+from cupy_dma.torch.registration import cast
+from cupy_dma.torch.scores import key_scores
+from cupy_dma.torch.varlen import varlen_attention, varlen_dynamic_mask_attention
 
 
 class DynamicMaskAttention(nn.Module):
-    """``dynamic_mask_attention`` with the parameters of the key scores.
+    """``dynamic_mask_attention`` with the parameters of the key scores, for training and for decoding.
+
+    ``DynamicMaskSelfAttention`` adds the projections and rotary positions around it.
 
     Parameters
     ----------
     kv_heads, head_dim : int
-        ``Hkv`` and ``D`` of the keys and values.
+        ``Hkv`` and ``D`` of the keys and values; ``D`` is 1 to 256.
     window : int
-        Keys kept per query.
+        Keys kept per query, the highest-scored ones.
+    sinks, recent : int
+        How many first and last tokens of each sequence are kept as well, as in ``DynamicCache``. They need
+        ``keys="prefix"``.
     dt_bias : bool
         Also learn an offset per kv head.
-    form, keys, scale, softcap, deterministic, backend
+    form, keys, causal, scale, softcap, deterministic, backend
         As for ``cupy_dma.dynamic_mask_attention``.
     device, dtype
         Of the parameters.
@@ -34,29 +44,189 @@ class DynamicMaskAttention(nn.Module):
         at first, every query sees the last ``window`` keys, and only ``A`` gets a gradient until it has moved.
     dt_proj : nn.Linear
         ``Hkv * D -> Hkv``, initialised by ``nn.Linear``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument has the wrong type or value.
     """
 
-    def __init__(self, kv_heads: int, head_dim: int, window: int, *, dt_bias: bool = False, form: str = "exp",
-                 keys: str = "prefix", causal: bool = True, scale: float | None = None, softcap: float = 0.0,
-                 deterministic: bool = False, backend: str | None = None, device: Any = None, dtype: Any = None):
+    def __init__(self, kv_heads: int, head_dim: int, window: int, *, sinks: int = 0, recent: int = 0,
+                 dt_bias: bool = False, form: str = "exp", keys: str = "prefix", causal: bool = True,
+                 scale: float | None = None, softcap: float = 0.0, deterministic: bool = False,
+                 backend: str | None = None, device: Any = None, dtype: Any = None):
         super().__init__()
         checks.choice(form, "form", FORMS)
-        heads, size = checks.whole(kv_heads, "kv_heads", 1), checks.whole(head_dim, "head_dim", 1)
+        checks.choice(keys, "keys", ("prefix", "global"))
+        self.kv_heads, self.head_dim = checks.whole(kv_heads, "kv_heads", 1), checks.whole(head_dim, "head_dim", 1)
+        if self.head_dim > 256:
+            raise ValueError(f"head_dim must be 1 to 256, got {head_dim}")
         self.window = checks.whole(window, "window", 1)
-        self.options: dict[str, Any] = {
-            "form": form, "keys": keys, "causal": causal, "scale": scale, "softcap": softcap,
-            "deterministic": deterministic, "backend": backend}
-        self.A = nn.Parameter(torch.zeros(heads, device=device, dtype=dtype))
-        self.dt_proj = nn.Linear(heads * size, heads, bias=dt_bias, device=device, dtype=dtype)
+        self.sinks, self.recent = checks.whole(sinks, "sinks", 0), checks.whole(recent, "recent", 0)
+        self.form, self.keys, self.causal = form, keys, checks.flag(causal, "causal")
+        self.scale = None if scale is None else checks.real(scale, "scale")
+        self.softcap = checks.real(softcap, "softcap", 0.0)
+        self.deterministic, self.backend = checks.flag(deterministic, "deterministic"), backend
+        if keys == "prefix" and not causal:
+            raise ValueError("causal=False needs keys='global', got keys='prefix', which is causal by construction")
+        if keys == "global" and (sinks or recent):
+            raise ValueError(f"sinks and recent need keys='prefix', got sinks={sinks}, recent={recent} and "
+                             f"keys='global'")
+        self.A = nn.Parameter(torch.zeros(self.kv_heads, device=device, dtype=dtype))
+        self.dt_proj = nn.Linear(self.kv_heads * self.head_dim, self.kv_heads, bias=checks.flag(dt_bias, "dt_bias"),
+                                 device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Initialise the parameters anew, as the constructor does."""
+        nn.init.zeros_(self.A)
+        self.dt_proj.reset_parameters()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, padding: Tensor | None = None,
-                documents: Tensor | None = None, return_lse: bool = False) -> Any:
-        """Attention of ``query (B, Lq, H, D)`` over ``key, value (B, Lk, Hkv, D)``; ``padding`` and ``documents`` as
-        for ``IntervalMask.top_w``."""
-        return dynamic_mask_attention(query, key, value, window=self.window, dt_proj=self.dt_proj.weight, A=self.A,
-                                      dt_bias=self.dt_proj.bias, padding=padding, documents=documents,
-                                      return_lse=return_lse, **self.options)
+                documents: Tensor | None = None, cu_seqlens: Tensor | None = None, return_lse: bool = False) -> Any:
+        """Attention of whole sequences.
+
+        Parameters
+        ----------
+        query : Tensor ``(B, Lq, H, D)``
+            ``H`` is a multiple of the layer's ``kv_heads``.
+        key, value : Tensor ``(B, Lk, Hkv, D)``
+        padding, documents
+            As for ``IntervalMask.top_w``.
+        cu_seqlens : int32 or int64 Tensor ``(B + 1,)``, optional
+            Cumulative lengths of packed sequences: ``query (total, H, D)``, ``key`` and ``value (total, Hkv, D)``.
+        return_lse
+            Return ``(out, lse)``.
+
+        Returns
+        -------
+        out : Tensor of query's shape
+        lse : float32 Tensor ``(B, H, Lq)``, or ``(H, total)``, natural log (float64 for float64)
+
+        Raises
+        ------
+        TypeError, ValueError
+            A tensor does not fit the layer, or as for ``dynamic_mask_attention``.
+        """
+        packed = cu_seqlens is not None
+        if packed and (padding is not None or documents is not None):
+            raise ValueError("cu_seqlens says where the packed sequences begin: give no padding and no documents with "
+                             "it")
+        self._check(query, key, value, packed)
+        options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "deterministic": self.deterministic,
+                                   "return_lse": return_lse, "backend": self.backend}
+        if self.sinks or self.recent:
+            scores = self.scores(value)
+            mask = kept_keys(scores[None] if packed else scores, self.window, self.sinks, self.recent, padding,
+                             cu_seqlens if packed else documents, self.backend)
+            if packed:
+                return varlen_attention(query, key, value, cu_seqlens, cu_seqlens, mask=mask, bias=scores, **options)
+            return attention(query, key, value, mask=mask, bias=scores, **options)
+        options.update(window=self.window, keys=self.keys, causal=self.causal, form=self.form, A=self.A,
+                       dt_proj=self.dt_proj.weight, dt_bias=self.dt_proj.bias)
+        if packed:
+            return varlen_dynamic_mask_attention(query, key, value, cu_seqlens, cu_seqlens, **options)
+        return dynamic_mask_attention(query, key, value, padding=padding, documents=documents, **options)
+
+    def scores(self, value: Tensor) -> Tensor:
+        """Scores ``(B, Hkv, Lk)`` of the keys with these values ``(B, Lk, Hkv, D)``, or ``(Hkv, total)`` of packed
+        ones ``(total, Hkv, D)``; float32 (float64 for float64), differentiable. See ``cupy_dma.key_scores``."""
+        packed = getattr(value, "ndim", 4) == 3
+        self._check_one(value, "value", packed)
+        found = key_scores(value[None] if packed else value, self.dt_proj.weight, self.A, dt_bias=self.dt_proj.bias,
+                           form=self.form, backend=self.backend)
+        return found[0] if packed else found
+
+    # ---- decoding ---------------------------------------------------------------------------------------------------
+
+    def make_cache(self, batch: int, *, dtype: Any = None, device: Any = None) -> DynamicCache:
+        """An empty cache of ``batch`` sequences for ``extend``, with the layer's sizes and options.
+
+        Parameters
+        ----------
+        batch : int
+        dtype
+            Type of queries, keys and values; default: under autocast its type, otherwise that of the parameters.
+        device
+            Default: that of the parameters.
+
+        Raises
+        ------
+        ValueError
+            The layer was made with ``keys="global"``, which selects by scores still to come.
+        """
+        if self.keys == "global":
+            raise ValueError("a layer with keys='global' cannot decode: it selects by the scores of later keys")
+        like = self.dt_proj.weight.new_empty(0, device=device)
+        kind = cast(like)[0].dtype if dtype is None else dtype
+        return DynamicCache(batch, self.kv_heads, self.window, self.head_dim, dtype=kind, like=like, sinks=self.sinks,
+                            recent=self.recent, backend=self.backend)
+
+    def extend(self, cache: DynamicCache, query: Tensor, key: Tensor, value: Tensor, *, lengths: Tensor | None = None,
+               cu_seqlens: Tensor | None = None, return_lse: bool = False, out: Any = None) -> Any:
+        """Append tokens to a cache and attend from them: a prompt, a chunk of one, or one new token.
+
+        The result is that of ``forward`` over all tokens so far, for the last ones. Call under ``torch.no_grad()``.
+
+        Parameters
+        ----------
+        cache
+            Of ``make_cache``.
+        query : Tensor ``(B, L, H, D)`` of the cache's type
+        key, value : Tensor ``(B, L, Hkv, D)``
+        lengths, cu_seqlens, return_lse, out
+            As for ``DynamicCache.extend``.
+
+        Returns
+        -------
+        As ``DynamicCache.extend``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A tensor or the cache does not fit the layer, or as for ``DynamicCache.extend``.
+        NotImplementedError
+            Something requires grad: a cache carries no gradient.
+        """
+        self._check(query, key, value, cu_seqlens is not None)
+        self._check_cache(cache)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *self.parameters())):
+            raise NotImplementedError("a cache carries no gradient, but the layer's parameters or inputs require grad: "
+                                      "call under torch.no_grad()")
+        query, key, value = cast(query, key, value)
+        return cache.extend(query, key, value, self.scores(value), scale=self.scale, softcap=self.softcap,
+                            lengths=lengths, cu_seqlens=cu_seqlens, return_lse=return_lse, out=out)
+
+    # ---- checks -----------------------------------------------------------------------------------------------------
+
+    def _check(self, query: Any, key: Any, value: Any, packed: bool) -> None:
+        for tensor, name in ((key, "key"), (value, "value")):
+            self._check_one(tensor, name, packed)
+        if not isinstance(query, Tensor):
+            raise TypeError(f"query must be a torch tensor, got {type(query).__name__}")
+        heads = query.shape[-2] if query.ndim == 4 - packed else 0
+        if not heads or heads % self.kv_heads or query.shape[-1] != self.head_dim:
+            raise ValueError(f"query must have shape ({'total' if packed else 'B, Lq'}, H, {self.head_dim}) with H a "
+                             f"multiple of {self.kv_heads}, got {tuple(query.shape)}: {self._made()}")
+
+    def _check_one(self, tensor: Any, name: str, packed: bool) -> None:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
+        if tensor.ndim != 4 - packed or tensor.shape[-2:] != (self.kv_heads, self.head_dim):
+            raise ValueError(f"{name} must have shape ({'total' if packed else 'B, Lk'}, {self.kv_heads}, "
+                             f"{self.head_dim}), got {tuple(tensor.shape)}: {self._made()}")
+
+    def _check_cache(self, cache: Any) -> None:
+        if not isinstance(cache, DynamicCache):
+            raise TypeError(f"cache must be a DynamicCache, as make_cache makes it, got {type(cache).__name__}")
+        for name in ("kv_heads", "head_dim", "window", "sinks", "recent"):
+            if getattr(cache, name) != getattr(self, name):
+                raise ValueError(f"cache must have the layer's {name}={getattr(self, name)}, got "
+                                 f"{name}={getattr(cache, name)}: make it with the layer's make_cache")
+
+    def _made(self) -> str:
+        return f"the layer was made with kv_heads={self.kv_heads}, head_dim={self.head_dim}"
 
     def extra_repr(self) -> str:
-        shown = {"window": self.window, **{name: value for name, value in self.options.items() if value is not None}}
-        return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+        names = ("kv_heads", "head_dim", "window", "sinks", "recent", "form", "keys", "causal", "scale", "softcap",
+                 "deterministic", "backend")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) is not None)

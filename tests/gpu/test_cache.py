@@ -15,7 +15,8 @@ import cupy_dma as dma
 from cupy_dma.arrays import Device, library_named
 from tests.gpu.gate import held
 from tests.oracle import reference
-from tests.oracle.cache_cases import History, draw_scores, packed, run_page
+from tests.oracle.cache_cases import History, draw_scores, packed
+from tests.project.pages import run_page
 
 pytestmark = pytest.mark.gpu
 GPU = Device("cuda", 0)
@@ -274,5 +275,5 @@ def test_float64_is_refused(torch):
 
 
 def test_the_page_for_users(torch):
-    names = run_page(gpu=True)
+    names = run_page("decoding.md", gpu=True)
     assert names["cache"].length.tolist() == [1000, 1000]

@@ -1,4 +1,6 @@
 """The torch side on CUDA tensors: what the tests on CPU tensors cannot see. Everything here is marked ``gpu``."""
+import copy
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,8 @@ import cupy_dma as dma
 torch = pytest.importorskip("torch")
 
 from cupy_dma.backends.cuda.lists import intervals  # noqa: E402
-from cupy_dma.torch import DynamicMaskAttention  # noqa: E402
+from cupy_dma.torch import DynamicMaskAttention, DynamicMaskSelfAttention  # noqa: E402
+from tests.oracle import layer_cases, reference  # noqa: E402
 from tests.oracle.torch_inputs import same  # noqa: E402
 from tests.torch import recall  # noqa: E402
 
@@ -105,6 +108,45 @@ def test_a_cuda_graph_of_forward_and_backward():
         found = gradients(lambda *x: graphed(*x[:3]), leaves)
         torch.cuda.synchronize()
         assert same(eager, found)
+
+
+@pytest.mark.parametrize("how", layer_cases.INPUTS)
+@pytest.mark.parametrize("besides", layer_cases.BESIDES, ids=str)
+def test_what_the_kernels_are_tested_with(how, besides):
+    sinks, recent = besides
+    layer_cases.check_layer(DynamicMaskAttention(2, 64, 6, sinks=sinks, recent=recent, form="linear", softcap=5.0,
+                                                 device="cuda", dtype=torch.bfloat16), how, "cuda")
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+@torch.no_grad()
+def test_decoding_is_forward(graphed):
+    """A prompt padded on the left, then single tokens, in one CUDA graph or not. The window keeps every key, as the
+    selection of rounded scores would not be that of exact ones."""
+    module = DynamicMaskSelfAttention(256, 4, 2, 64, qk_norm=True, device="cuda", dtype=torch.bfloat16)
+    torch.nn.init.normal_(module.attention.A, std=0.1)
+    x, real = torch.randn(2, 50, 256, device="cuda", dtype=torch.bfloat16), torch.ones(2, 50, dtype=torch.bool)
+    real[0, :7] = False
+    whole = module(x, padding=real.cuda())
+    exact = copy.deepcopy(module).double().cpu()(x.double().cpu(), padding=real)
+    cache = module.make_cache(2)
+    outs = [module(x[:, :40], padding=real[:, :40].cuda(), cache=cache)]
+    token = x[:, 40:41].clone()
+    outs.append(module(token, cache=cache))  # the first step compiles
+    graph, out = torch.cuda.CUDAGraph(), token
+    if graphed:
+        with torch.cuda.graph(graph):
+            out = module(token, cache=cache)
+    for i in range(41, 50):
+        token.copy_(x[:, i:i + 1])
+        if graphed:
+            graph.replay()
+        else:
+            out = module(token, cache=cache)
+        outs.append(out.clone())
+    assert cache.length.tolist() == [43, 50]
+    reference.assert_matches_reference(*(y.double().cpu().numpy() for y in (torch.cat(outs, 1), exact, whole)),
+                                       reference.ml_dtypes.bfloat16)
 
 
 @pytest.mark.parametrize("compiler", [None, "inductor"])

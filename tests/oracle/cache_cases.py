@@ -2,11 +2,9 @@
 in pieces. One copy for NumPy, torch, CuPy and the emulator (``convert`` as the fixture of that name has it)."""
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -150,13 +148,3 @@ def packed(arrays: list[np.ndarray], lengths: Iterable[int], behind: int = 0) ->
 
     rows = [join([x[b, :n] for b, n in enumerate(lengths)], 0) for x in arrays[:3]]
     return [*rows, join([arrays[3][b, :, :n] for b, n in enumerate(lengths)], 1)], bounds
-
-
-def run_page(*, gpu: bool) -> dict[str, Any]:
-    """Run the Python blocks of docs/decoding.md one after the other, as a reader would; what they leave behind."""
-    page = Path(__file__).resolve().parents[2] / "docs" / "decoding.md"
-    names: dict[str, Any] = {"__name__": "decoding"}
-    for block in re.finditer(r"(<!-- gpu -->\n)?```python\n(.*?)```", page.read_text(), re.DOTALL):
-        if gpu or not block[1]:
-            exec(compile(block[2], str(page), "exec"), names)
-    return names

@@ -20,6 +20,7 @@ ON_THE_HOST = "computes on the host"
 CAPTURE = "not tested; the first call of a configuration compiles, which no capture allows"
 PACKED_TRITON = "rejected: packed sequences are supported by `cuda` and `numpy`"
 PACKED_FLEX = "rejected: FlexAttention takes sequences of equal length"
+LAYERS = "not tested; a layer calls `attention` and `key_scores`, which are"
 NO_CACHE = "has no decode cache: `extend` raises NotImplementedError"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "features.md"
 
@@ -194,6 +195,18 @@ def _torch() -> Iterator[Feature]:
     yield from _both(group, "CUDA graphs", (
         ("gpu/forward::test_torch_cuda_graph", ON_THE_HOST, CAPTURE, CAPTURE),
         ("gpu/torch::test_a_cuda_graph_of_forward_and_backward", ON_THE_HOST, CAPTURE, CAPTURE)))
+    core, whole = "test_what_the_kernels_are_tested_with", "test_decoding_is_forward"
+    yield from _both(group, "DynamicMaskAttention: sinks, recent, padding, documents, packed", (
+        (f"gpu/torch::{core} emulator/layers::test_the_core", f"torch/module::{core}", LAYERS, LAYERS),) * 2)
+    yield Feature(group, "DynamicMaskAttention.extend", "forward", (
+        f"gpu/torch::{core} emulator/layers::test_the_core", "torch/module::test_extend_is_forward", NO_CACHE,
+        NO_CACHE))
+    yield Feature(group, "DynamicMaskSelfAttention", "forward", (
+        f"gpu/torch::{whole}", "torch/self_attention::test_forward_and_gradients_are_the_definition", LAYERS, LAYERS))
+    yield Feature(group, "DynamicMaskSelfAttention", "backward", (
+        LAYERS, "torch/self_attention::test_forward_and_gradients_are_the_definition", LAYERS, LAYERS))
+    yield Feature(group, "DynamicMaskSelfAttention, with a cache", "forward", (
+        f"gpu/torch::{whole}", f"torch/self_attention::{whole}", NO_CACHE, NO_CACHE))
 
 
 def _drop_in() -> Iterator[Feature]:

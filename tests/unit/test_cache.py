@@ -12,7 +12,8 @@ import pytest
 import cupy_dma as dma
 from cupy_dma.cache.state import CacheState
 from tests.oracle import reference
-from tests.oracle.cache_cases import SCORES, History, draw_scores, packed, run_page
+from tests.oracle.cache_cases import SCORES, History, draw_scores, packed
+from tests.project.pages import run_page
 from tests.unit.test_arrays import Producer
 
 BESIDES = [(0, 0), (2, 0), (0, 3), (2, 3)]  # sinks and recent
@@ -358,7 +359,7 @@ def test_properties():
 
 def test_the_documentation_runs():
     """Every Python block of docs/decoding.md runs; those that need a GPU run in tests/gpu/test_cache.py."""
-    names = run_page(gpu=False)
+    names = run_page("decoding.md", gpu=False)
     assert names["out"].shape == (10, 4, 64)
     assert [names[name].length.tolist() for name in ("cache", "fork", "one")] == [[0, 0], [619, 619], [619]]
 

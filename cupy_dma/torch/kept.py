@@ -1,0 +1,51 @@
+"""Which keys a layer keeps: of every sequence the best ``window``, the first ``sinks`` and the last ``recent``.
+
+    top_w(scores, window) | sinks(n, sinks) | sliding_window(n, recent)
+
+as a ``DynamicCache`` keeps them. Padding is no token: it is neither a sink nor recent and does not count among them, so
+a padded row keeps what the row without its padding keeps. Every document has sinks and recent keys of its own.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cupy_dma.arrays import describe, library_named
+from cupy_dma.masks.documents import document_runs
+from cupy_dma.masks.interval import NEVER, Hints, IntervalMask
+from cupy_dma.masks.selection import selection_hints
+
+
+def kept_keys(scores: Tensor, window: int, sinks: int, recent: int, padding: Tensor | None, documents: Tensor | None,
+              backend: str | None) -> IntervalMask:
+    """The mask of these keys for ``scores (B, Hkv, Lk)``; ``padding`` and ``documents`` as for ``top_w``."""
+    n = scores.shape[2]
+    best = IntervalMask.top_w(scores.detach(), window, padding=padding, documents=documents, backend=backend)
+    position = torch.arange(n, device=scores.device)
+    runs = None if documents is None else document_runs(describe(documents, "documents"), n)
+    besides = _stop_besides(position, sinks, recent, padding, None if runs is None else runs.first.long())
+    stop = torch.maximum(best._stop.array, besides[:, None])
+    if runs is not None:
+        stop = torch.minimum(stop, runs.open_end()[:, None])
+    # All runs start at their keys: T positions see what the first of them sees, and T - 1 keys that begin later.
+    bound = min(window + sinks + recent, max(n, 1)), 1
+    known = selection_hints(max(window, sinks, recent), n, "prefix", padding is not None, runs is not None)
+    return IntervalMask._make(library_named("torch"), position.int(), stop, Hints("key", bound, known.causal_only))
+
+
+def _stop_besides(position: Tensor, sinks: int, recent: int, padding: Tensor | None, first: Tensor | None) -> Tensor:
+    """int32 ``(1|B, Lk)``: where each key stops to be a sink or recent, whatever its document's end; at itself if it is
+    padding. ``first (1|B, Lk)``: the first key of each key's document."""
+    real = torch.ones_like(position, dtype=torch.bool)[None] if padding is None else padding
+    start = torch.zeros_like(position)[None] if first is None else first
+    count, start = torch.broadcast_tensors(real.long().cumsum(1), start)  # real keys up to each, in all documents
+    rank = count - (count - real.long()).gather(1, start)  # 1 for the first of its document
+    if padding is None:
+        later = position + recent
+    else:
+        in_order = padding.logical_not().long().argsort(dim=1, stable=True).expand_as(count)  # the real keys first
+        following = count - 1 + recent
+        there = following.clamp(0, max(len(position) - 1, 0))
+        later = torch.where(following < count[:, -1:], in_order.gather(1, there), NEVER)
+    stop = torch.where(rank <= sinks, NEVER, later.clamp(max=NEVER))
+    return torch.where(real, stop, position).int()

@@ -1,0 +1,173 @@
+"""Self-attention with a dynamic mask: the attention of a transformer block, from ``x`` to ``x``.
+
+    q, k, v = x Wq, x Wk, x Wv                     heads of head_dim
+    q, k    = rotate(norm(q), p), rotate(norm(k), p)      where asked for; p: position in the sequence
+    out     = DynamicMaskAttention(q, k, v) Wo
+
+The same parameters serve whole sequences, padded or packed, and decoding with a cache.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as checkpointed
+
+from cupy_dma import checks
+from cupy_dma.cache import DynamicCache
+from cupy_dma.torch.module import DynamicMaskAttention
+from cupy_dma.torch.registration import cast
+from cupy_dma.torch.rotary import Rotation
+from cupy_dma.torch.tokens import Tokens
+
+
+class DynamicMaskSelfAttention(nn.Module):
+    """Causal multi-head self-attention in which every query sees the keys that the layer has learned to keep.
+
+    Parameters
+    ----------
+    width : int
+        Size of a token, in and out.
+    heads, kv_heads : int
+        ``H`` and ``Hkv``; ``H`` is a multiple of ``Hkv``, which is ``H`` by default.
+    window : int
+        Keys kept per query, the highest-scored ones.
+    head_dim : int, optional
+        ``D``, 1 to 256; default ``width // heads``.
+    rope : float or None
+        Base of the rotary positions; None for none.
+    qk_norm : bool
+        Normalise queries and keys, each head with RMSNorm, before they are rotated.
+    sinks, recent : int
+        How many first and last tokens are kept as well.
+    form, dt_bias, scale, softcap, deterministic, backend
+        As for ``DynamicMaskAttention``.
+    bias : bool
+        Whether the projections have biases.
+    checkpoint : bool
+        Recompute the layer in the backward pass instead of keeping its intermediate results (gradient checkpointing).
+        May be changed later: it is an attribute.
+    batch_first : bool
+        ``x`` is ``(B, N, width)``, otherwise ``(N, B, width)``.
+    device, dtype
+        Of the parameters.
+
+    Attributes
+    ----------
+    q_proj, k_proj, v_proj, o_proj : nn.Linear
+    q_norm, k_norm : nn.RMSNorm or None
+    attention : DynamicMaskAttention
+        The core, with the parameters of the key scores.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument has the wrong type or value.
+
+    Notes
+    -----
+    The projections and their names are those of Llama and Doge in ``transformers``. There is no dropout of attention
+    weights.
+    """
+
+    def __init__(self, width: int, heads: int, kv_heads: int | None = None, window: int = 2048, *,
+                 head_dim: int | None = None, rope: float | None = 10000.0, qk_norm: bool = False, sinks: int = 0,
+                 recent: int = 0, form: str = "exp", dt_bias: bool = False, scale: float | None = None,
+                 softcap: float = 0.0, bias: bool = False, checkpoint: bool = False, batch_first: bool = True,
+                 deterministic: bool = False, backend: str | None = None, device: Any = None, dtype: Any = None):
+        super().__init__()
+        self.width, self.heads = checks.whole(width, "width", 1), checks.whole(heads, "heads", 1)
+        self.kv_heads = self.heads if kv_heads is None else checks.whole(kv_heads, "kv_heads", 1)
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads must be a multiple of kv_heads, got heads={heads}, kv_heads={kv_heads}")
+        if head_dim is None and self.width % self.heads:
+            raise ValueError(f"width must be a multiple of heads where head_dim is not given, got width={width}, "
+                             f"heads={heads}")
+        self.head_dim = self.width // self.heads if head_dim is None else checks.whole(head_dim, "head_dim", 1)
+        self.rope = None if rope is None else checks.real(rope, "rope")
+        if self.rope is not None and self.rope <= 0:
+            raise ValueError(f"rope must be a positive base, or None for no rotary positions, got {rope}")
+        if self.rope is not None and self.head_dim % 2:
+            raise ValueError(f"rotary positions need an even head_dim, got head_dim={self.head_dim}; give another or "
+                             f"rope=None")
+        self.checkpoint, self.batch_first = checks.flag(checkpoint, "checkpoint"), checks.flag(batch_first,
+                                                                                              "batch_first")
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.attention = DynamicMaskAttention(
+            self.kv_heads, self.head_dim, window, sinks=sinks, recent=recent, dt_bias=dt_bias, form=form, scale=scale,
+            softcap=softcap, deterministic=deterministic, backend=backend, **made)
+        inner, outer = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        made["bias"] = checks.flag(bias, "bias")
+        self.q_proj, self.k_proj = nn.Linear(width, inner, **made), nn.Linear(width, outer, **made)
+        self.v_proj, self.o_proj = nn.Linear(width, outer, **made), nn.Linear(inner, width, **made)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(self.head_dim, eps=1e-6, device=device, dtype=dtype) if checks.flag(qk_norm, "qk_norm") else None
+            for _ in range(2))
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters anew, as the constructor does."""
+        for module in self.children():
+            module.reset_parameters()
+
+    def make_cache(self, batch: int, *, dtype: Any = None, device: Any = None) -> DynamicCache:
+        """An empty cache of ``batch`` sequences for ``forward(x, cache=...)``; arguments as for
+        ``DynamicMaskAttention.make_cache``. Type and device follow the projections: the parameters of the scores may
+        have another type."""
+        (like,) = cast(self.k_proj.weight.new_empty(0, device=device))
+        return self.attention.make_cache(batch, dtype=like.dtype if dtype is None else dtype, device=like.device)
+
+    def forward(self, x: Tensor, *, padding: Tensor | None = None, cu_seqlens: Any = None,
+                positions: Tensor | None = None, cache: DynamicCache | None = None) -> Tensor:
+        """Self-attention of whole sequences or, with a cache, of the next tokens of sequences.
+
+        Parameters
+        ----------
+        x : Tensor ``(B, N, width)``, or ``(N, B, width)`` without ``batch_first``
+            With ``cu_seqlens``: ``(total, width)``.
+        padding : bool or 0/1 integer Tensor ``(B, N)``, optional
+            True or 1 = a real token of ``x``; padding may stand anywhere. Its output is 0, and what it holds has no
+            influence, not even a NaN. Positions count real tokens.
+        cu_seqlens : int32 or int64 Tensor ``(B + 1,)``, or a list, optional
+            Cumulative lengths of packed sequences, from 0 to ``total``.
+        positions : int Tensor ``(N,)``, ``(B, N)`` or ``(total,)``, optional
+            Where the tokens stand, for the rotary positions alone; default: 0, 1, 2, ... in each sequence, with a cache
+            from its length on. The selection goes by the order of tokens.
+        cache : DynamicCache, optional
+            Of ``make_cache``; the tokens of ``x`` are appended to it. Call under ``torch.no_grad()``.
+
+        Returns
+        -------
+        Tensor of ``x``'s shape
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument has the wrong type, shape or value, or does not fit the layer.
+        NotImplementedError
+            With a cache, something requires grad.
+        """
+        tokens = Tokens.of(x, self.width, self.batch_first, padding, cu_seqlens, positions, cache)
+        if self.checkpoint and cache is None and torch.is_grad_enabled():
+            out = checkpointed(self._attend, tokens.x, tokens, use_reentrant=False, preserve_rng_state=False)
+        else:
+            out = self._attend(tokens.x, tokens, cache)
+        return tokens.restored(out)
+
+    def _attend(self, x: Tensor, tokens: Tokens, cache: DynamicCache | None = None) -> Tensor:
+        query, key = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj))
+        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query).to(value.dtype), self.k_norm(key).to(value.dtype)
+        if self.rope is not None:
+            rotate = Rotation.at(tokens.positions, self.head_dim, self.rope)
+            query, key = rotate(query), rotate(key)
+        if cache is None:
+            out = self.attention(query, key, value, padding=tokens.padding, cu_seqlens=tokens.cu_seqlens)
+        else:
+            out = self.attention.extend(cache, query, key, value, lengths=tokens.lengths, cu_seqlens=tokens.cu_seqlens)
+        return self.o_proj(out.flatten(-2))
+
+    def extra_repr(self) -> str:
+        names = ("width", "heads", "kv_heads", "head_dim", "rope", "checkpoint", "batch_first")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
