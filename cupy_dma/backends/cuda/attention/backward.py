@@ -68,6 +68,7 @@ class _Backward:
         self.hopper_keys, self.hopper_query = sm90_backward.serves_keys(*served), sm90_backward.serves_query(*served)
         self.supers: SuperLists | None = None
         self.dense: DenseSupers | None = None
+        self.tickets = 0  # address of a counter of each Hopper kernel
 
     def run(self) -> tuple[Any, Any, Any, Any]:
         call, library = self.call, self.library
@@ -91,10 +92,15 @@ class _Backward:
             grads = {name: result(name, operand) for name, operand in (
                 ("query", self.query), ("key", self.key), ("value", call.forward.value))}
             dbias = rows = None
+            key_bias = "bias" in call.needs and not self.dense_bias
+            if key_bias or self.hopper_keys or self.hopper_query:
+                size = batch * heads * key_length if key_bias else 0
+                zeros = library.full((size + 2,), 0.0, "float32", self.device)  # and a ticket of each kernel
+                self.tickets = library.pointer(zeros) + 4 * size
+                if key_bias:
+                    dbias = zeros[:size].reshape(batch, heads, key_length)
             if self.dense_bias:
                 rows = self._dense_gradient(bool(some))
-            elif "bias" in call.needs:
-                dbias = library.full((batch, heads, key_length), 0.0, "float32", self.device)
             if some:
                 self._launch({**{f"d{name}": grad for name, grad in grads.items()}, "dbias": dbias,
                               "dbias_rows": rows})
@@ -117,14 +123,14 @@ class _Backward:
         one_pass = self._one_pass()
         wide = self.query.shape[3] > sm90_backward.MAX_NARROW_DIM
         if self.hopper_query and not one_pass and not wide:  # it makes delta, too
-            sm90_backward.launch_dq(self.runtime, call, self.problem, fields)
+            sm90_backward.launch_dq(self.runtime, call, self.problem, fields, self.tickets)
         else:
             _preprocess_kernel(self.runtime, self.device.index, self.element, self.query.shape[3], self.vector).launch(
                 blocks(batch * query_length * heads, REDUCE_WARPS), REDUCE_THREADS, self.problem.pack(None, **fields),
                 self.stream)
             if "query" in call.needs and not one_pass:
                 if self.hopper_query:
-                    sm90_backward.launch_dq(self.runtime, call, self.problem, fields)
+                    sm90_backward.launch_dq(self.runtime, call, self.problem, fields, self.tickets)
                 else:
                     self._query_gradient(fields)
         if any(self.wanted):
@@ -213,7 +219,7 @@ class _Backward:
                     for (name, size), wanted in zip(sizes.items(), self.wanted) if wanted and partial}
         fields = {**fields, **lists, **{name: self.library.pointer(array) for name, array in partials.items()}}
         if self.hopper_keys:
-            sm90_backward.launch_dkv(self.runtime, self.call, problem, self.supers, fields, one_pass)
+            sm90_backward.launch_dkv(self.runtime, self.call, problem, self.supers, fields, self.tickets + 4, one_pass)
         else:
             self._portable_key_gradients(fields, entries)
         if entries:

@@ -144,9 +144,10 @@ def dq_stages(head_dim: int) -> int:
     return 3 if head_dim <= MAX_NARROW_DIM else 2
 
 
-def launch_dq(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, fields: dict[str, Any]) -> None:
-    """Writes ``delta`` (of wide heads: reads it) and, if it is asked for, the gradient of the queries; ``fields``: what
-    the call's launches share."""
+def launch_dq(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, fields: dict[str, Any],
+              tickets: int) -> None:
+    """Writes ``delta`` (of wide heads: reads it) and, if it is asked for, the gradient of the queries. ``fields``: what
+    the call's launches share; ``tickets``: a counter in memory, 0 before."""
     query = call.forward.query
     library, device, heads = query.library, query.device, problem.tile_heads
     queries, stream = BLOCK_M // heads, library.stream(device)
@@ -157,16 +158,15 @@ def launch_dq(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, f
                         "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal, problem.bias_kind,
                         call.forward.softcap > 0.0, problem.count > 0)
     all_tiles = tiles * (query.shape[2] // heads) * query.shape[0]
-    tickets = library.full((1,), 0, "int32", device)
-    params = problem.pack(lists, tiles=tiles, **fields) + _tickets(library.pointer(tickets), all_tiles)
+    params = problem.pack(lists, tiles=tiles, **fields) + _tickets(tickets, all_tiles)
     kernel.launch(min(all_tiles, runtime.num_sms(device.index)), THREADS,
                   _packed(_maps(call, queries, heads, out=True), params), stream, pdl=False)
 
 
 def launch_dkv(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, supers: SuperLists | None,
-               fields: dict[str, Any], one_pass: bool = False) -> None:
+               fields: dict[str, Any], tickets: int, one_pass: bool = False) -> None:
     """Writes the gradients of keys, values and bias, or with ``supers`` their sums over super-tiles; ``one_pass``: and
-    that of queries, from ``delta``. ``fields``: what the call's launches share, and where those sums go."""
+    that of queries, from ``delta``. ``fields`` and ``tickets`` as in ``launch_dq``, with where those sums go."""
     query, key = call.forward.query, call.forward.key
     batch, key_length, kv_heads, head_dim = key.shape
     library, device = query.library, query.device
@@ -177,11 +177,10 @@ def launch_dkv(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, 
                                 else supers.entries // block_n(head_dim))
     query_units = tile_count(query.shape[1], UNIT_QUERIES, problem.count)
     units = batch * query.shape[2] * query_units
-    tickets = library.full((1,), 0, "int32", device)
     sums, stream = None, library.stream(device)
     if one_pass:
         sums = library.full((units * unit_sums(head_dim),), 0.0, "float32", device)
-    params = problem.pack(None, **fields) + _tickets(library.pointer(tickets), tiles)
+    params = problem.pack(None, **fields) + _tickets(tickets, tiles)
     params += query_units.to_bytes(4, "little") + (library.pointer(sums) if one_pass else 0).to_bytes(8, "little")
     packed = _packed(_maps(call, block_q(head_dim), 1), params)
     kernel.launch(min(tiles, runtime.num_sms(device.index)), THREADS, packed, stream, pdl=False)

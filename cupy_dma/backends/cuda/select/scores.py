@@ -41,8 +41,8 @@ def key_scores_backward(runtime: Runtime, dscores: Operand, value: Operand, dt_p
     key_blocks, channel_blocks = blocks(length, SCORE_BLOCK_KEYS), blocks(kv_heads * head_dim, SCORE_THREADS)
     slices = blocks(length, SCORE_SLICE_KEYS)
     with runtime.on(device):
-        ddt, dA_partial = (library.full((batch, kv_heads, length), 0.0, "float32", device) for _ in range(2))
-        partial = library.full((max(batch * slices, 1), kv_heads, kv_heads * head_dim), 0.0, "float32", device)
+        ddt, dA_partial = (library.empty((batch, kv_heads, length), "float32", device) for _ in range(2))
+        partial = library.empty((batch * slices, kv_heads, kv_heads * head_dim), "float32", device)
         if batch and length:
             _run(runtime, value, weight, A, dt_bias, form, dscore=dscores.pointer, ddt=library.pointer(ddt),
                  dA_partial=library.pointer(dA_partial))
