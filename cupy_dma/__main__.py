@@ -38,10 +38,10 @@ def warmup(args: argparse.Namespace) -> int:
 
 def clear_cache(args: argparse.Namespace) -> int:
     """Remove the compiled kernels."""
-    from cupy_dma.backends.cuda.runtime import jit
+    from cupy_dma.backends.cuda.runtime import disk_cache
 
-    files, size = jit.clear_cache()
-    print(f"removed {files} files, {size:,} bytes, from {jit.cache_directory()}")
+    files, size = disk_cache.clear()
+    print(f"removed {files} files, {size:,} bytes, from {disk_cache.directory()}")
     return 0
 
 

@@ -66,7 +66,7 @@ def test_warmup_passes_on_what_the_compiler_says(capsys, monkeypatch):
 
 
 def test_clear_cache_counts_what_it_removes(capsys, monkeypatch, tmp_path):
-    pytest.importorskip("cupy_dma.backends.cuda.runtime.jit")
+    pytest.importorskip("cupy_dma.backends.cuda.runtime.disk_cache")
     monkeypatch.setenv("CUPY_DMA_CACHE_DIR", str(tmp_path))
     (tmp_path / "a.cubin").write_bytes(b"12345")
     (tmp_path / "notes.txt").write_text("not ours")
