@@ -150,7 +150,8 @@ def main(arguments: list[str] | None = None) -> int:
     with ProcessPoolExecutor(args.jobs) as pool:
         seconds = list(tqdm(pool.map(functools.partial(compile_one, arch=args.arch), found), total=len(found),
                             unit="kernel", disable=None))
-    print(f"{len(found)} kernels for {args.arch} in {disk_cache.directory()}, {sum(x > 0 for x in seconds)} of them new")
+    print(f"{len(found)} kernels for {args.arch} in {disk_cache.directory()}, "
+          f"{sum(x > 0 for x in seconds)} of them new")
     return 0
 
 
