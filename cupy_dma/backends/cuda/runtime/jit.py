@@ -262,14 +262,26 @@ def _read_resources(log: str) -> dict[str, int]:
             "spill_bytes": number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")}
 
 
+def arch_name(capability: int) -> str:
+    """"sm_90a" and the like for a compute capability such as 90."""
+    return f"sm_{capability}" + ("a" if capability == 90 else "")
+
+
+def architectures() -> list[str]:
+    """What this NVRTC compiles the kernels for."""
+    nvrtc_version()  # says what is missing
+    from cupy.cuda import nvrtc
+
+    return [arch_name(capability) for capability in nvrtc.getSupportedArchs() if capability >= 80]
+
+
 # ---- loading and launching ----
 @functools.cache
 def device_arch(index: int) -> str:
-    """"sm_90a" and the like for CUDA device ``index``."""
+    """The architecture of CUDA device ``index``."""
     import cupy
 
-    capability = cupy.cuda.Device(index).compute_capability
-    return f"sm_{capability}" + ("a" if capability == "90" else "")
+    return arch_name(int(cupy.cuda.Device(index).compute_capability))
 
 
 class Kernel:
