@@ -4,49 +4,26 @@ from __future__ import annotations
 import argparse
 import sys
 
-from cupy_dma.cli import demo, info
-from cupy_dma.cli.exit import complain
+import cupy_dma
+from cupy_dma.cli import demo, info, warmup
+from cupy_dma.cli.arguments import Parser, whole
+from cupy_dma.cli.exit import status_of
 
-
-def warmup(args: argparse.Namespace) -> int:
-    """Compile the kernels of usual calls, for the local GPU or for ``--arch``; they stay in the disk cache."""
-    try:
-        import cupy
-    except ImportError:
-        return complain(f"warmup compiles with CuPy, which is not installed: {info.INSTALL_CUDA}")
-    if args.arch is None:
-        try:
-            cupy.cuda.runtime.getDeviceCount()
-        except cupy.cuda.runtime.CUDARuntimeError as error:
-            return complain(f"there is no GPU here ({error}); name an architecture with --arch, such as --arch sm_90a")
-    from tqdm import tqdm
-
-    from cupy_dma.backends.cuda import warmup_jobs
-    from cupy_dma.backends.cuda.runtime import jit
-
-    jobs = warmup_jobs(args.head_dim, args.dtype, args.group, args.arch)
-    with tqdm(jobs, unit="kernel", leave=False, disable=None) as bar:  # NVRTC takes one at a time, also from threads
-        for label, compile_kernel in bar:
-            bar.set_postfix_str(label)
-            try:
-                compile_kernel()
-            except jit.CompileError as error:
-                return complain(str(error))
-    print(f"{len(jobs)} kernels are ready" + (f" for {args.arch}" if args.arch else ""))
-    return 0
+head_dim = whole(1, 256)
 
 
 def clear_cache(args: argparse.Namespace) -> int:
     """Remove the compiled kernels."""
-    from cupy_dma.backends.cuda.runtime import jit
+    from cupy_dma.backends.cuda.runtime import disk_cache
 
-    files, size = jit.clear_cache()
-    print(f"removed {files} files, {size:,} bytes, from {jit.cache_directory()}")
+    files, size = disk_cache.clear()
+    print(f"removed {files} files, {size:,} bytes, from {disk_cache.directory()}")
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m cupy_dma", description="Flash Dynamic Mask Attention.")
+    top = Parser(prog="python -m cupy_dma", description="Flash Dynamic Mask Attention.")
+    top.add_argument("--version", action="version", version=f"cupy_dma {cupy_dma.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name, function, summary):
@@ -59,24 +36,25 @@ def parser() -> argparse.ArgumentParser:
 
     run = command("demo", demo.main, "Run dynamic mask attention over a text, check it and draw the mask.")
     run.add_argument("--file", metavar="PATH", help="the text (default: the standard library's documentation topics)")
-    run.add_argument("--length", type=int, metavar="N",
+    run.add_argument("--length", type=whole(1), metavar="N",
                      help="use the first N bytes (default: 16384, on a GPU 131072; less if the text is shorter)")
-    run.add_argument("--window", type=int, default=512, metavar="W", help="keys kept per query (default: %(default)s)")
-    run.add_argument("--heads", type=int, default=4, help="query heads (default: %(default)s)")
-    run.add_argument("--kv-heads", type=int, default=2, help="key and value heads (default: %(default)s)")
-    run.add_argument("--head-dim", type=int, default=64, help="(default: %(default)s)")
+    run.add_argument("--window", type=whole(1), default=512, metavar="W",
+                     help="keys kept per query (default: %(default)s)")
+    run.add_argument("--heads", type=whole(1), default=4, help="query heads (default: %(default)s)")
+    run.add_argument("--kv-heads", type=whole(1), default=2, help="key and value heads (default: %(default)s)")
+    run.add_argument("--head-dim", type=head_dim, default=64, help="1 to 256 (default: %(default)s)")
     run.add_argument("--dtype", choices=["float16", "bfloat16", "float32", "float64"],
                      help="(default: float32, on a GPU bfloat16)")
     run.add_argument("--backend", choices=["cuda", "numpy"], help="(default: cuda where it can run, else numpy)")
-    run.add_argument("--seed", type=int, default=0, help="of the projections (default: %(default)s)")
-    run.add_argument("--output", default="mask.png", metavar="PNG",
-                     help="the picture of the mask (default: %(default)s)")
+    run.add_argument("--seed", type=whole(0), default=0, help="of the projections (default: %(default)s)")
+    run.add_argument("--output", metavar="PNG",
+                     help="the picture of the mask (default: mask.png, where matplotlib is installed)")
 
-    prepare = command("warmup", warmup, "Compile the kernels of usual calls ahead of their first use.")
-    prepare.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], help="(default: 64 128)")
+    prepare = command("warmup", warmup.main, "Compile the kernels of usual calls ahead of their first use.")
+    prepare.add_argument("--head-dim", type=head_dim, nargs="+", default=[64, 128], help="1 to 256 (default: 64 128)")
     prepare.add_argument("--dtype", nargs="+", default=["bfloat16", "float16"],
                          choices=["float16", "bfloat16", "float32"], help="(default: bfloat16 float16)")
-    prepare.add_argument("--group", type=int, nargs="+", default=[1, 2, 4],
+    prepare.add_argument("--group", type=whole(1), nargs="+", default=[1, 2, 4],
                          help="query heads per key and value head (default: 1 2 4)")
     prepare.add_argument("--arch", help="such as sm_90a: compile for another architecture; needs no GPU")
 
@@ -85,8 +63,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = parser().parse_args(arguments)
-    return args.run(args)
+    def command() -> int:
+        args = parser().parse_args(arguments)
+        return args.run(args)
+
+    return status_of(command)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import time
-import tracemalloc
 from argparse import Namespace
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,14 +22,16 @@ import numpy as np
 
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
-from cupy_dma.backends import why_not
+from cupy_dma.cli import picture
+from cupy_dma.cli.devices import HostDevice, choose_device
 from cupy_dma.cli.exact_rows import RowCheck, check_rows
-from cupy_dma.cli.exit import complain
+from cupy_dma.cli.exit import FAILED, complain
 
 CONTEXTS = (1, 2, 3)  # how many bytes, up to the present one, each embedding table sees
 BUCKETS = 4096  # rows of an embedding table; longer contexts are hashed into it
 WIDTH = 128  # of the embedding
 CHECKED_ROWS = 48
+DENSE_QUERIES = 512  # that speak for all of dense attention on the CPU
 
 
 def default_text() -> bytes:
@@ -107,87 +108,22 @@ def embed(text: bytes, heads: int, kv_heads: int, head_dim: int, dtype: str, see
     return Problem(query, key, value, dt_proj.astype(kind), A)
 
 
-class HostDevice:
-    """What the work runs on: the array module, waiting for the device, and the peak of extra memory."""
-
-    name = "numpy"
-    xp: Any = np
-
-    def wait(self) -> None:
-        pass
-
-    def to_host(self, array: Any) -> np.ndarray:
-        return np.asarray(array)
-
-    @contextmanager
-    def peak_memory(self, sink: list[int]):
-        """Append the largest number of extra bytes that was allocated at once inside the block."""
-        tracemalloc.start()
-        try:
-            yield
-        finally:
-            sink.append(tracemalloc.get_traced_memory()[1])
-            tracemalloc.stop()
-
-
-class CudaDevice(HostDevice):
-    name = "cuda"
-
-    def __init__(self) -> None:
-        import cupy
-
-        self.xp = cupy
-
-    def wait(self) -> None:
-        self.xp.cuda.get_current_stream().synchronize()
-
-    def to_host(self, array: Any) -> np.ndarray:
-        return self.xp.asnumpy(array)
-
-    @contextmanager
-    def peak_memory(self, sink: list[int]):
-        class Peak(self.xp.cuda.MemoryHook):  # type: ignore[name-defined]
-            name = "cupy_dma peak"
-            peak = 0
-
-            def __init__(self):
-                self.held: dict[int, int] = {}  # bytes of each block that was allocated since, by its id
-
-            def malloc_postprocess(self, device_id, size, mem_size, mem_ptr, pmem_id):
-                self.held[pmem_id] = mem_size
-                self.peak = max(self.peak, sum(self.held.values()))
-
-            def free_postprocess(self, device_id, mem_size, mem_ptr, pmem_id):
-                self.held.pop(pmem_id, None)
-
-        with Peak() as hook:
-            yield
-        sink.append(hook.peak)
-
-
 @dataclass
 class Result:
     seconds: dict[str, float] = field(default_factory=dict)  # of each stage
+    dense_seconds: float = 0.0  # of attention over all keys
+    dense_queries: int = 0  # that were timed for that
     kept_pairs: int = 0  # visible (query, key) pairs, summed over kv heads
     causal_pairs: int = 0
     peak_bytes: int = 0  # largest extra memory of selection and attention, results included
     check: RowCheck | None = None
-    picture: str = ""
-
-
-def choose_device(backend: str | None) -> HostDevice:
-    """cuda where there is a GPU, numpy otherwise; an explicit choice that cannot run raises."""
-    if backend is None:
-        backend = "numpy" if why_not("cuda") else "cuda"
-    reason = why_not(backend)
-    if reason:
-        raise RuntimeError(f"--backend {backend} cannot run here: {reason}")
-    return HostDevice() if backend == "numpy" else CudaDevice()
+    figure: Any = None  # of matplotlib, if asked for
 
 
 def run(text: bytes, device: HostDevice, *, window: int, heads: int, kv_heads: int, head_dim: int, dtype: str,
-        seed: int, output: str, progress: bool = True) -> Result:
-    """All stages, timed. On CUDA the chain runs once before, so that compilation is a stage of its own."""
+        seed: int, title: str = "", progress: bool = True) -> Result:
+    """All stages, timed; with a ``title`` also a picture. On CUDA the chain runs once before, so that compilation is a
+    stage of its own."""
     from tqdm import tqdm
 
     backend = device.name
@@ -196,16 +132,17 @@ def run(text: bytes, device: HostDevice, *, window: int, heads: int, kv_heads: i
     parts = [slice(g, g + 1) for g in range(kv_heads)] if backend == "numpy" else [slice(0, kv_heads)]
     result = Result()
     peaks: list[int] = []
-    bar = tqdm(total=4 + 2 * len(parts) + (backend == "cuda"), disable=None if progress else True, leave=False,
-               bar_format="{desc:<20}{bar:30} {n_fmt}/{total_fmt}  {elapsed}")
+    bar = tqdm(total=4 + 2 * len(parts) + (backend == "cuda") + bool(title), disable=None if progress else True,
+               leave=False, bar_format="{desc:<20}{bar:30} {n_fmt}/{total_fmt}  {elapsed}")
 
     @contextmanager
-    def stage(name: str):
+    def stage(name: str, timed: bool = True):
         bar.set_description_str(name)
         started = time.perf_counter()
         yield
         device.wait()
-        result.seconds[name] = result.seconds.get(name, 0.0) + time.perf_counter() - started
+        if timed:
+            result.seconds[name] = result.seconds.get(name, 0.0) + time.perf_counter() - started
         bar.update()
 
     def attend(mask: Any, part: slice) -> tuple[Any, Any]:
@@ -220,6 +157,7 @@ def run(text: bytes, device: HostDevice, *, window: int, heads: int, kv_heads: i
             with stage("first call, compiles"):
                 scores = dma.key_scores(problem.value, problem.dt_proj, problem.A, form="exp")
                 attend(dma.IntervalMask.top_w(scores, window=window), parts[0])
+                dense_attention(problem, device)
         with stage("key scores"):
             scores = dma.key_scores(problem.value, problem.dt_proj, problem.A, form="exp")
         masks, outs, lses = [], [], []
@@ -231,6 +169,8 @@ def run(text: bytes, device: HostDevice, *, window: int, heads: int, kv_heads: i
                     out, lse = attend(masks[-1], part)
                 outs.append(out)
                 lses.append(lse)
+        with stage("dense attention", timed=False), device.peak_memory([]):  # measured as ours is
+            result.dense_seconds, result.dense_queries = dense_attention(problem, device)
         with stage("check"):
             def on_host(arrays: list[Any], axis: int) -> np.ndarray:
                 return np.concatenate([device.to_host(array) for array in arrays], axis=axis)[0]
@@ -242,8 +182,10 @@ def run(text: bytes, device: HostDevice, *, window: int, heads: int, kv_heads: i
             result.check = check_rows(on_host(outs, 2), on_host(lses, 1), query, key, value, bias, window,
                                       sample_rows(len(text), seed), start=start, stop=stop,
                                       tf32=device.name == "cuda")
-        with stage("picture"):
-            result.picture = draw(masks, kv_heads, len(text), output)
+        if title:
+            with stage("picture"):
+                sliding = (device.to_host(problem.A) == 0).tolist()
+                result.figure = picture.make(masks, sliding, len(text), window, title)
 
     result.peak_bytes = max(peaks)
     result.kept_pairs = sum(int(mask.count(len(text)).sum()) for mask in masks)
@@ -251,35 +193,26 @@ def run(text: bytes, device: HostDevice, *, window: int, heads: int, kv_heads: i
     return result
 
 
+def dense_attention(problem: Problem, device: HostDevice) -> tuple[float, int]:
+    """The seconds that causal attention over all keys takes, and how many queries were timed for that: on the CPU those
+    in the middle, which see as many keys as queries do on average."""
+    length = problem.query.shape[1]
+    timed = length if device.name == "cuda" else min(length, DENSE_QUERIES)
+    first = (length - timed) // 2
+    last = first + timed
+    started = time.perf_counter()
+    dma.attention(problem.query[:, first:last], problem.key[:, :last], problem.value[:, :last], causal=True,
+                  return_lse=True, backend=device.name)
+    device.wait()
+    seconds = time.perf_counter() - started
+    return seconds * length * (length + 1) / (timed * (first + 1 + last)), timed
+
+
 def sample_rows(length: int, seed: int) -> list[int]:
     """The first and the last rows and random ones between them."""
     edge = [row for row in (0, 1, length // 2, length - 2, length - 1) if 0 <= row < length]
     drawn = np.random.default_rng(seed + 1).integers(0, length, CHECKED_ROWS - len(edge))
     return sorted({*edge, *drawn.tolist()})
-
-
-def draw(masks: list[Any], kv_heads: int, length: int, output: str) -> str:
-    """Write a picture of the mask of each kv head (at most four); returns what to tell the user."""
-    try:
-        import matplotlib
-    except ImportError:
-        return "not drawn: matplotlib is missing (pip install matplotlib, or the extra cupy_dma[plot])"
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    shown = min(kv_heads, 4)
-    figure, axes = plt.subplots(1, shown, figsize=(5.5 * shown, 5.5), squeeze=False, layout="constrained")
-    for g, ax in enumerate(axes[0]):
-        mask, head = (masks[g], 0) if len(masks) == kv_heads else (masks[0], g)
-        mask.plot(length, head=head, ax=ax)
-        ax.set_title(f"kv head {g}")
-    try:
-        figure.savefig(output, dpi=120)
-    except (OSError, ValueError) as error:  # no such folder, no right to write, no such format
-        return f"not drawn: {error}"
-    finally:
-        plt.close(figure)
-    return output
 
 
 def size(count: float) -> str:
@@ -290,10 +223,12 @@ def size(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
-def report(result: Result, length: int, name: str, args: Namespace, backend: str, dtype: str) -> str:
-    """The table that the command prints."""
+def report(result: Result, length: int, name: str, args: Namespace, backend: str, dtype: str, drawn: str) -> str:
+    """The table that the command prints. ``drawn``: what became of the picture."""
     check = result.check
     assert check is not None
+    own = sum(result.seconds[stage] for stage in ("key scores", "selection", "attention"))
+    estimated = f", estimated from {result.dense_queries} queries" if result.dense_queries < length else ""
     lines = [
         f"text        {length:,} bytes of {name}",
         f"attention   backend {backend}, {dtype}, {args.heads} heads over {args.kv_heads}, head dim {args.head_dim}, "
@@ -302,6 +237,8 @@ def report(result: Result, length: int, name: str, args: Namespace, backend: str
         "stage                     seconds",
         *(f"  {stage:<22}{seconds:>9.4f}" for stage, seconds in result.seconds.items()),
         "",
+        f"time        {own:.4f} s for key scores, selection and attention; dense attention, causal over all keys, "
+        f"takes {result.dense_seconds:.4f} s{estimated}: {result.dense_seconds / own:.1f} times as long",
         f"pairs       {result.kept_pairs:,} kept of {result.causal_pairs:,} causal "
         f"({100 * result.kept_pairs / result.causal_pairs:.2f} %), over the kv heads",
         f"memory      {size(result.peak_bytes)} extra at the peak, results included; "
@@ -309,32 +246,40 @@ def report(result: Result, length: int, name: str, args: Namespace, backend: str
         f"output      error {check.error:.2e}, allowed {check.allowed:.2e} (float64 check of {check.rows} rows)",
         f"lse         error {check.lse_error:.2e}, allowed {check.lse_allowed:.2e}",
         f"selection   {'exact' if check.wrong_rows == 0 else f'WRONG in {check.wrong_rows} rows'}",
-        f"picture     {result.picture}",
+        f"picture     {drawn}",
         f"check       {'passed' if check.ok else 'FAILED'}",
     ]
     return "\n".join(lines)
 
 
 def main(args: Namespace) -> int:
-    """``python -m cupy_dma demo``. 0 if the check passes, 1 if it fails, 2 if the demo cannot run as asked."""
+    """``python -m cupy_dma demo``. 0 if the check passes, 1 if it fails or the picture cannot be written, 2 if the demo
+    cannot run as asked."""
+    output = args.output or "mask.png"
+    undrawn = picture.why_not(output)
     try:
-        for name in ("window", "heads", "kv_heads", "head_dim"):
-            if getattr(args, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-        if args.length is not None and args.length < 1:
-            raise ValueError(f"--length must be at least 1, got {args.length}")
         if args.heads % args.kv_heads:
             raise ValueError(f"--heads must be a multiple of --kv-heads, got {args.heads} and {args.kv_heads}")
+        if undrawn and (args.output or undrawn != picture.NEEDED):
+            raise ValueError(f"--output {output}: {undrawn}")
         device = choose_device(args.backend)
         length = args.length or (131072 if device.name == "cuda" else 16384)
         dtype = args.dtype or ("bfloat16" if device.name == "cuda" else "float32")
         text, name = read_text(args.file, length)
     except (ValueError, OSError, RuntimeError) as problem:
         return complain(str(problem))
+    title = f"Which keys each query attends to: {len(text):,} bytes of {name}"
     try:
         result = run(text, device, window=args.window, heads=args.heads, kv_heads=args.kv_heads, head_dim=args.head_dim,
-                     dtype=dtype, seed=args.seed, output=args.output)
+                     dtype=dtype, seed=args.seed, title="" if undrawn else title)
     except (ValueError, NotImplementedError, TypeError) as problem:  # what the backend cannot do, in its own words
         return complain(str(problem))
-    print(report(result, len(text), name, args, device.name, dtype))
-    return 0 if result.check is not None and result.check.ok else 1
+    if result.figure is not None:
+        try:
+            result.figure.savefig(output, dpi=120)
+        except OSError as error:  # a disk that is full
+            undrawn = f"{output}: {error.strerror or error}"
+    print(report(result, len(text), name, args, device.name, dtype, f"not drawn: {undrawn}" if undrawn else output))
+    if result.figure is not None and undrawn:
+        return complain(f"cannot write the picture {undrawn}", FAILED)
+    return 0 if result.check is not None and result.check.ok else FAILED

@@ -32,7 +32,7 @@ def describe() -> Iterator[tuple[str, str]]:
     yield from _devices()
     yield "kernels", _try(lambda: kernels(_jit().kernels_directory()))
     yield "crt/mma.h", _try(lambda: headers(_jit().find_headers()))
-    yield "cache", _try(lambda: cache(Path(_jit().cache_directory())))
+    yield "cache", _try(lambda: cache(_disk_cache().directory()))
     for backend, reason in backends():
         yield f"backend {backend}", reason or "available"
 
@@ -92,6 +92,12 @@ def _jit() -> Any:
     from cupy_dma.backends.cuda.runtime import jit
 
     return jit
+
+
+def _disk_cache() -> Any:
+    from cupy_dma.backends.cuda.runtime import disk_cache
+
+    return disk_cache
 
 
 def _devices() -> Iterator[tuple[str, str]]:

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime import disk_cache, jit
 
 HERE = Path(__file__).resolve().parent
 INCLUDE = HERE / "include"
@@ -102,7 +102,7 @@ def _run_compiler(name: str, *arguments: str | Path) -> None:
 
 def _headers(flags: tuple[str, ...]) -> Path:
     """A directory with the kernels' headers, precompiled with these flags; to be searched ahead of ``include/``."""
-    path = jit.cache_directory() / "emulator" / f"headers-{_digest('', flags)}" / "cuda_host.h.gch"
+    path = disk_cache.directory() / "emulator" / f"headers-{_digest('', flags)}" / "cuda_host.h.gch"
     if not path.is_file():
         with _making(path) as work:
             _run_compiler("cuda_host.h", "-x", "c++-header", INCLUDE / "cuda_host.h", "-o", work / path.name, *flags)
@@ -111,7 +111,7 @@ def _headers(flags: tuple[str, ...]) -> Path:
 
 def _compiled(name: str, text: str, flags: tuple[str, ...], link: tuple[str, ...], headers: Path | None = None) -> Path:
     """The shared object of a source text; ``text`` is compiled as C++ from a file beside it, which debuggers find."""
-    path = jit.cache_directory() / "emulator" / f"{name}-{_digest(text, flags)}.so"
+    path = disk_cache.directory() / "emulator" / f"{name}-{_digest(text, flags)}.so"
     if path.is_file():
         return path
     with _making(path) as work:

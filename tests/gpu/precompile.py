@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks import tune_sm90
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.attention import sm90, sm90_backward
-from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime import disk_cache, jit
 from tests import emulator
 from tests.emulator.memory import Session
 from tests.gpu import test_sm90
@@ -150,7 +150,8 @@ def main(arguments: list[str] | None = None) -> int:
     with ProcessPoolExecutor(args.jobs) as pool:
         seconds = list(tqdm(pool.map(functools.partial(compile_one, arch=args.arch), found), total=len(found),
                             unit="kernel", disable=None))
-    print(f"{len(found)} kernels for {args.arch} in {jit.cache_directory()}, {sum(x > 0 for x in seconds)} of them new")
+    print(f"{len(found)} kernels for {args.arch} in {disk_cache.directory()}, "
+          f"{sum(x > 0 for x in seconds)} of them new")
     return 0
 
 

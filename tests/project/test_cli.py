@@ -1,10 +1,14 @@
 """The command line, run in this process."""
+import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import cupy_dma
 from cupy_dma import __main__ as cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,6 +20,13 @@ def without_cupy(monkeypatch):
     for name in [name for name in sys.modules if name == "cupy" or name.startswith("cupy.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "cupy", None)
+
+
+def one_line(capsys) -> str:
+    """What was said on stderr, in one line."""
+    said = capsys.readouterr().err
+    assert re.fullmatch("cupy_dma: .+\n", said), said
+    return said
 
 
 def test_info_says_why_a_backend_cannot_run(capsys):
@@ -43,6 +54,8 @@ def test_warmup_for_another_architecture(capsys, monkeypatch, tmp_path):
     pytest.importorskip("cupy")
     cuda = pytest.importorskip("cupy_dma.backends.cuda")
     compiled = []
+    monkeypatch.setenv("CUPY_DMA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cuda.jit, "architectures", lambda: ["sm_90a"])
     monkeypatch.setattr(cuda, "warmup_jobs", lambda head_dims, dtypes, groups, arch: [
         (f"{size} {dtype} {group}", lambda job=(size, dtype, group): compiled.append((job, arch)))
         for size in head_dims for dtype in dtypes for group in groups])
@@ -61,12 +74,13 @@ def test_warmup_passes_on_what_the_compiler_says(capsys, monkeypatch):
         raise jit.CompileError(f"no such architecture as {arch}")
 
     monkeypatch.setattr(cuda, "warmup_jobs", lambda *given: [("a kernel", lambda: job(given[-1]))])
-    assert cli.main(["warmup", "--arch", "sm_1"]) == 2
-    assert "no such architecture as sm_1" in capsys.readouterr().err
+    monkeypatch.setattr(jit, "architectures", lambda: ["sm_80"])
+    assert cli.main(["warmup", "--arch", "sm_80"]) == 2
+    assert "no such architecture as sm_80" in capsys.readouterr().err
 
 
 def test_clear_cache_counts_what_it_removes(capsys, monkeypatch, tmp_path):
-    pytest.importorskip("cupy_dma.backends.cuda.runtime.jit")
+    pytest.importorskip("cupy_dma.backends.cuda.runtime.disk_cache")
     monkeypatch.setenv("CUPY_DMA_CACHE_DIR", str(tmp_path))
     (tmp_path / "a.cubin").write_bytes(b"12345")
     (tmp_path / "notes.txt").write_text("not ours")
@@ -76,10 +90,8 @@ def test_clear_cache_counts_what_it_removes(capsys, monkeypatch, tmp_path):
 
 
 def test_a_command_is_required(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main([])
-    assert stopped.value.code == 2
-    assert "COMMAND" in capsys.readouterr().err
+    assert cli.main([]) == 2
+    assert "COMMAND" in one_line(capsys)
 
 
 def test_module_is_executable(tmp_path):
@@ -87,3 +99,97 @@ def test_module_is_executable(tmp_path):
     assert done.returncode == 0
     for command in ("info", "demo", "warmup", "clear-cache"):
         assert command in done.stdout
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"cupy_dma {cupy_dma.__version__}\n"
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--arch", "sm_80", "--head-dim", "300"], "argument --head-dim: must be from 1 to 256, got 300"),
+    (["--arch", "sm_80", "--head-dim", "64", "0"], "argument --head-dim: must be from 1 to 256, got 0"),
+    (["--arch", "sm_80", "--head-dim", "x"], "argument --head-dim: must be a whole number from 1 to 256, got 'x'"),
+    (["--arch", "sm_80", "--group", "-1"], "argument --group: must be at least 1, got -1"),
+    (["--arch", "sm_80", "--dtype", "float64"], "argument --dtype: invalid choice: 'float64' (choose from"),
+    (["--arch"], "argument --arch: expected one argument"),
+    (["--jobs", "4"], "unrecognized arguments: --jobs 4")])
+def test_misuse_of_warmup(capsys, arguments, message):
+    assert cli.main(["warmup", *arguments]) == 2
+    assert message in one_line(capsys)
+
+
+@pytest.mark.parametrize("arch", ["sm_70", "sm_75", "sm_90", "sm_1", "90a", ""])
+def test_architectures_of_warmup(capsys, arch):
+    jit = pytest.importorskip("cupy_dma.backends.cuda.runtime.jit")
+    try:
+        jit.architectures()
+    except jit.CompileError as error:
+        pytest.skip(str(error))
+    assert cli.main(["warmup", "--arch", arch]) == 2
+    said = one_line(capsys)
+    assert "--arch must be one of sm_80, sm_86" in said and "sm_90a" in said and f"got {arch}\n" in said
+
+
+def test_warmup_says_ahead_that_nothing_can_be_kept(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("cupy")
+    from cupy_dma.backends import cuda
+
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUPY_DMA_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(cuda.jit, "architectures", lambda: ["sm_80"])
+    monkeypatch.setattr(cuda, "warmup_jobs", lambda *given: [("a kernel", lambda: pytest.fail("was compiled"))])
+    assert cli.main(["warmup", "--arch", "sm_80"]) == 1
+    assert "Set CUPY_DMA_CACHE_DIR" in one_line(capsys)
+
+
+def test_interrupted(capsys, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.info, "main", interrupt)
+    assert cli.main(["info"]) == 130
+    assert one_line(capsys) == "cupy_dma: interrupted\n"
+
+
+def test_out_of_memory(capsys, monkeypatch):
+    def grow(*arguments):
+        raise MemoryError("Unable to allocate 2 EiB")
+
+    monkeypatch.setattr(cli.info, "main", grow)
+    assert cli.main(["info"]) == 2
+    assert one_line(capsys) == "cupy_dma: not enough memory: Unable to allocate 2 EiB\n"
+
+
+def command(*arguments: str, shell: str = "", **options) -> subprocess.Popen:
+    """A process of the command line, with redirections of ``shell``."""
+    return subprocess.Popen(["sh", "-c", f'exec "$@" {shell}', "sh", sys.executable, "-m", "cupy_dma", *arguments],
+                            cwd=ROOT, stderr=subprocess.PIPE, text=True, **options)
+
+
+def test_control_c_of_a_process(tmp_path):
+    os.mkfifo(tmp_path / "text")
+    with command("demo", "--backend", "numpy", "--file", str(tmp_path / "text")) as process:
+        with open(tmp_path / "text", "wb"):  # once the process has opened it, which reads it to no end
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "cupy_dma: interrupted\n")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("argument", ["info", "--version"])
+@pytest.mark.parametrize(("shell", "reason"), [
+    (">&-", "standard output is closed"), (">/dev/full", "No space left on device")])
+def test_output_that_cannot_be_written(argument, unbuffered, shell, reason):
+    if "full" in shell and not os.path.exists("/dev/full"):
+        pytest.skip("there is no /dev/full")
+    with command(argument, shell=shell, env={**os.environ, "PYTHONUNBUFFERED": unbuffered}) as process:
+        _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (1, f"cupy_dma: cannot write the output: {reason}\n")
+
+
+def test_reader_that_went_away():
+    with command("info", stdout=subprocess.PIPE) as process:
+        process.stdout.close()
+        said = process.stderr.read()
+    assert (process.returncode, said) == (1, "cupy_dma: cannot write the output: Broken pipe\n")

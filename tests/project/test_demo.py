@@ -1,11 +1,12 @@
 """The demo: its text, its embedding, its exit codes, and that its check can fail."""
+import re
 import sys
 
 import numpy as np
 import pytest
 
 from cupy_dma import __main__ as cli
-from cupy_dma.cli import demo
+from cupy_dma.cli import demo, devices, picture
 
 
 def run(tmp_path, *arguments):
@@ -43,13 +44,20 @@ def test_file_shorter_than_the_length(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--window", "0"], "--window must be at least 1, got 0"),
-    (["--length", "-5"], "--length must be at least 1, got -5"),
+    (["--window", "0"], "argument --window: must be at least 1, got 0"),
+    (["--length", "-5"], "argument --length: must be at least 1, got -5"),
+    (["--seed", "-1"], "argument --seed: must be at least 0, got -1"),
     (["--heads", "3", "--kv-heads", "2"], "--heads must be a multiple of --kv-heads, got 3 and 2"),
-    (["--length", "9", "--head-dim", "257"], "257"), (["--file", "/no/such/file"], "/no/such/file")])
+    (["--head-dim", "257"], "argument --head-dim: must be from 1 to 256, got 257"),
+    (["--file", "/no/such/file"], "/no/such/file"), (["--file", "/"], "'/'"),
+    (["--output", "/no/such/folder/mask.png"], "--output /no/such/folder/mask.png: there is no folder /no/such/folder"),
+    (["--output", "mask.gif.txt"], "--output mask.gif.txt: its name must end in one of ."),
+    (["--output", "mask"], "--output mask: its name must end in one of .")])
 def test_bad_arguments_say_what_is_wrong(tmp_path, capsys, arguments, message):
+    pytest.importorskip("matplotlib")
     assert run(tmp_path, *arguments) == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
 
 
 def test_empty_file(tmp_path, capsys):
@@ -59,9 +67,7 @@ def test_empty_file(tmp_path, capsys):
 
 
 def test_backend_that_cannot_run(capsys, monkeypatch):
-    from cupy_dma.cli import demo
-
-    monkeypatch.setattr(demo, "why_not", lambda name: "the cable is unplugged" if name == "cuda" else None)
+    monkeypatch.setattr(devices, "why_not", lambda name: "the cable is unplugged" if name == "cuda" else None)
     assert cli.main(["demo", "--backend", "cuda"]) == 2
     assert "--backend cuda cannot run here: the cable is unplugged" in capsys.readouterr().err
 
@@ -82,16 +88,80 @@ def test_wrong_result_fails_the_check(tmp_path, capsys, monkeypatch):
 
 
 def test_without_matplotlib(tmp_path, capsys, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert run(tmp_path, "--length", "64", "--window", "8") == 0
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["demo", "--backend", "numpy", "--length", "64", "--window", "8"]) == 0
     assert "pip install matplotlib" in capsys.readouterr().out
     assert not (tmp_path / "mask.png").exists()
+    assert run(tmp_path, "--length", "64") == 2  # a picture that was asked for
+    assert "mask.png: matplotlib is missing" in capsys.readouterr().err
 
 
-def test_picture_that_cannot_be_written(tmp_path, capsys):
+def test_picture_that_cannot_be_written(tmp_path, capsys, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure").Figure
+
+    def fill(self, path, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(figure, "savefig", fill)
+    assert run(tmp_path, "--length", "64") == 1
+    shown = capsys.readouterr()
+    assert "not drawn: " in shown.out and "check       passed" in shown.out
+    assert shown.err == f"cupy_dma: cannot write the picture {tmp_path}/mask.png: No space left on device\n"
+
+
+@pytest.mark.parametrize(("kv_heads", "shown"), [(1, [0]), (2, [0, 1]), (6, [0, 1, 2, 5])])
+def test_picture_says_what_it_shows(tmp_path, capsys, monkeypatch, kv_heads, shown):
+    figures = []
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    monkeypatch.setattr(figure, "savefig", lambda self, path, **options: figures.append(self))
+    (tmp_path / "text").write_bytes(b"abc" * 40)
+    assert run(tmp_path, "--file", str(tmp_path / "text"), "--window", "7", "--heads", str(kv_heads),
+               "--kv-heads", str(kv_heads)) == 0
+    drawn, = figures
+    assert "120 bytes of" in drawn.get_suptitle() and "text" in drawn.get_suptitle()
+    assert [entry.get_text() for entry in drawn.legends[0].get_texts()][::2] == ["visible", "hidden"]
+    titles = [ax.get_title() for ax in drawn.axes]
+    assert [int(title.split()[2].rstrip(":")) for title in titles] == shown
+    assert all("the 7 keys with the highest scores" in title for title in titles[:-1])
+    assert ("sliding window, the newest 7 keys" in titles[-1]) == (kv_heads > 1)
+
+
+def test_existing_picture_is_replaced_and_a_folder_is_not(tmp_path):
     pytest.importorskip("matplotlib")
-    assert cli.main(["demo", "--backend", "numpy", "--length", "64", "--output", str(tmp_path / "no" / "m.png")]) == 0
-    assert "not drawn: " in capsys.readouterr().out
+    (tmp_path / "old.png").touch()
+    (tmp_path / "folder.png").mkdir()
+    assert not picture.why_not(str(tmp_path / "old.png"))
+    assert picture.why_not(str(tmp_path / "folder.png")) == "it cannot be written"
+
+
+def test_dense_attention_is_timed_beside_ours(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(demo, "DENSE_QUERIES", 50)
+    assert run(tmp_path, "--length", "300", "--window", "20") == 0
+    line, = (line for line in capsys.readouterr().out.splitlines() if line.startswith("time "))
+    found = re.fullmatch(r"time +([\d.]+) s for key scores, selection and attention; dense attention, causal over all "
+                         r"keys, takes ([\d.]+) s, estimated from 50 queries: ([\d.]+) times as long", line)
+    own, dense, ratio = map(float, found.groups())
+    assert dense > 0 and ratio == pytest.approx(dense / own, abs=0.06, rel=0.02)
+
+
+@pytest.mark.parametrize(("length", "queries"), [(1, 1), (301, 50), (300, 300)])
+def test_queries_in_the_middle_speak_for_all(monkeypatch, length, queries):
+    """With a clock that counts pairs, the estimate is the number of all causal pairs."""
+    clock = [0.0]
+
+    def attention(query, key, value, **options):
+        assert options["causal"]
+        n, m = query.shape[1], key.shape[1]
+        clock[0] += sum(range(m - n + 1, m + 1))
+
+    monkeypatch.setattr(demo.dma, "attention", attention)
+    monkeypatch.setattr(demo.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(demo, "DENSE_QUERIES", queries)
+    problem = demo.embed(bytes(length), 2, 1, 4, "float32", 0, np)
+    assert demo.dense_attention(problem, devices.HostDevice()) == (pytest.approx(length * (length + 1) / 2), queries)
 
 
 def test_embedding_is_seeded_and_sees_the_bytes_before():

@@ -3,7 +3,6 @@ import configparser
 import importlib.metadata
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -21,24 +20,6 @@ def python(code: str, cwd: Path, path: str = "") -> str:
     done = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """The wheel of a copy of the tree, built by the installed setuptools (no network)."""
-    setuptools = pytest.importorskip("setuptools", minversion="77")
-    pytest.importorskip("pip")
-    assert setuptools
-    folder = tmp_path_factory.mktemp("wheel")
-    for name in ("kernels", "cupy_dma"):
-        shutil.copytree(ROOT / name, folder / "tree" / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder / "tree")
-    done = subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps",
-                           "--no-build-isolation", "--wheel-dir", str(folder), str(folder / "tree")],
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return next(folder.glob("*.whl"))
 
 
 def test_wheel_is_pure_and_complete(wheel):

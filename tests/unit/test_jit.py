@@ -12,7 +12,7 @@ import pytest
 
 from cupy_dma.backends.cuda.attention import flash_decode, sm90, sm90_backward, sm90_tiles, split, tiles
 from cupy_dma.backends.cuda.decode import step
-from cupy_dma.backends.cuda.runtime import configs, jit
+from cupy_dma.backends.cuda.runtime import configs, disk_cache, jit
 from cupy_dma.backends.cuda.select import last_queries, prefix
 
 try:
@@ -332,7 +332,7 @@ def test_the_cache_serves_and_notices_a_changed_kernel(own_cache, monkeypatch):
     changed = jit.compile(config, "sm_80")
     assert changed.seconds > 0 and changed.path != first.path
 
-    files, size = jit.clear_cache()
+    files, size = disk_cache.clear()
     assert files == 4 and size > 0 and not list(own_cache.iterdir())
 
 

@@ -69,9 +69,9 @@ def warmup_jobs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] 
                 groups: tuple[int, ...] = (1, 2, 4), arch: str | None = None) -> list[tuple[str, Callable[[], Any]]]:
     """(label, job) pairs; ``job()`` compiles one kernel file for ``arch``, by default the current device's (without one
     sm_90a)."""
-    if unavailable() is not None:
-        return warmup.jobs(arch or "sm_90a", head_dims=head_dims, dtypes=dtypes, groups=groups)
-    import cupy
+    if arch is None and unavailable() is None:
+        import cupy
 
-    index = cupy.cuda.runtime.getDevice()
-    return warmup.jobs(arch or jit.device_arch(index), runtime.shared_memory_limit(index), head_dims, dtypes, groups)
+        index = cupy.cuda.runtime.getDevice()
+        return warmup.jobs(jit.device_arch(index), runtime.shared_memory_limit(index), head_dims, dtypes, groups)
+    return warmup.jobs(arch or "sm_90a", None, head_dims, dtypes, groups)

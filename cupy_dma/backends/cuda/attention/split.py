@@ -49,6 +49,13 @@ def choose_splits(tiles: int, slots: int, resident: int) -> tuple[int, int]:
     return best[1:]
 
 
+def rows_of_group(group: int, head_dim: int, value_dim: int, dtype: str) -> tuple[int, int]:
+    """The query heads of a block, all of one GQA group, and into how many such sets a group is cut."""
+    long = max(head_dim, value_dim) * ELEMENT_BYTES[ELEMENTS[dtype]] > ROW_BYTES
+    sets = max(1, blocks(group, 8 if long else 16))
+    return max(1, blocks(group, sets)), sets
+
+
 def min_blocks(head_dim: int, value_dim: int, dtype: str, rows: int, cluster: int = 1) -> int:
     """Blocks per SM that the registers must suffice for: what the operands of a step leave room for. There are never
     more blocks in clusters than SMs."""

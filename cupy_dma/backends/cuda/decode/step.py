@@ -15,12 +15,12 @@ from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.attention.problem import rows_aligned
 from cupy_dma.backends.cuda.attention.split import (
     BLOCK_STEPS,
-    ROW_BYTES,
     STEP,
     WARPS,
     SplitConfig,
     choose_splits,
     min_blocks,
+    rows_of_group,
 )
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import ELEMENT_BYTES, ELEMENTS, blocks
@@ -105,9 +105,7 @@ def split(shape: tuple[int, int, int, int], value_dim: int, group: int, dtype: s
     """The blocks of a step for keys ``(B, Hkv, R, D)`` and GQA groups of ``group`` query heads; in ``clusters``, if the
     GPU has them, where there are few heads."""
     batch, kv_heads, slots, head_dim = shape
-    long = max(head_dim, value_dim) * ELEMENT_BYTES[ELEMENTS[dtype]] > ROW_BYTES
-    sets = max(1, blocks(group, 8 if long else 16))
-    rows = max(1, blocks(group, sets))
+    rows, sets = rows_of_group(group, head_dim, value_dim, dtype)
     tiles = batch * kv_heads * sets
     num_splits, split_size = choose_splits(tiles, slots, num_sms * min_blocks(head_dim, value_dim, dtype, rows))
     if clusters and sets == 1 and clusters_pay(tiles, slots, num_splits, split_size, num_sms):

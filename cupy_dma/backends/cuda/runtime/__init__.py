@@ -1,8 +1,9 @@
 """Compiling, loading and launching kernels.
 
-    configs.py  what each kernel file can be specialised in
-    jit.py      configuration -> prelude + source -> cubin -> loaded kernel
-    launch.py   launches through the driver, with programmatic dependent launch
-    device.py   the device as the backend sees it (``Runtime``)
-    warmup.py   kernels to compile ahead
+    configs.py     what each kernel file can be specialised in
+    jit.py         configuration -> prelude + source -> cubin -> loaded kernel
+    disk_cache.py  cubins on disk
+    launch.py      launches through the driver, with programmatic dependent launch
+    device.py      the device as the backend sees it (``Runtime``)
+    warmup.py      kernels to compile ahead
 """

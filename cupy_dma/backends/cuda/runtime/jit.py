@@ -2,12 +2,12 @@
 
 A configuration is a frozen dataclass whose fields become ``#define`` lines (the prelude) in front of a plain CUDA C
 file of ``kernels/``. Own ``#include "..."`` files are inlined, so that source text, options and compiler version
-together identify a cubin; it is kept on disk under that digest, and a changed kernel is a new digest. Compiling needs
-NVRTC and the CUDA headers but no GPU; loading goes through ``cupy.RawModule``, launching through launch.py.
+together identify a cubin; it is kept on disk under that digest (disk_cache.py), and a changed kernel is a new digest.
+Compiling needs NVRTC and the CUDA headers but no GPU; loading goes through ``cupy.RawModule``, launching through
+launch.py.
 
-Environment: ``CUPY_DMA_CACHE_DIR`` (default ``~/.cache/cupy_dma``), ``CUPY_DMA_DEBUG=1`` (prints every kernel's
-configuration, compile time, registers, spills and launch shape), ``CUDA_HOME``/``CUDA_PATH`` (headers),
-``CUPY_DMA_EARLY=0`` (launch.py).
+Environment: ``CUPY_DMA_CACHE_DIR`` (disk_cache.py), ``CUPY_DMA_DEBUG=1`` (prints every kernel's configuration, compile
+time, registers, spills and launch shape), ``CUDA_HOME``/``CUDA_PATH`` (headers), ``CUPY_DMA_EARLY=0`` (launch.py).
 """
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ import re
 import shutil
 import struct
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cupy_dma.backends.cuda.runtime import launch
+from cupy_dma.backends.cuda.runtime import disk_cache, launch
 
 DEBUG = os.environ.get("CUPY_DMA_DEBUG", "") not in ("", "0")
 
@@ -67,20 +66,6 @@ def kernels_directory() -> Path:
             return folder
     raise FileNotFoundError(f"no kernels/common/arch.cuh in {package} or {package.parent}: the installation is "
                             "incomplete")
-
-
-def cache_directory() -> Path:
-    """Where cubins are kept (it need not exist yet)."""
-    return Path(os.environ.get("CUPY_DMA_CACHE_DIR") or Path.home() / ".cache" / "cupy_dma")
-
-
-def clear_cache() -> tuple[int, int]:
-    """Delete all cached cubins. Returns (files, bytes) removed."""
-    files = [f for f in cache_directory().glob("*") if f.suffix in (".cubin", ".json")]
-    size = sum(f.stat().st_size for f in files)
-    for f in files:
-        f.unlink(missing_ok=True)
-    return len(files), size
 
 
 @functools.cache
@@ -236,20 +221,16 @@ def compile(config: Config, arch: str) -> Compiled:
     text = config.prelude() + source_text(config.source)
     identity = json.dumps([text, arch, nvrtc_version(), [str(p) for p in find_headers()]])
     digest = hashlib.sha256(identity.encode()).hexdigest()[:24]
-    path = cache_directory() / f"{Path(config.source).stem}-{arch}-{digest}.cubin"
-    record = path.with_suffix(".json")
-    if path.is_file() and record.is_file():
-        return Compiled(path=path, seconds=0.0, **json.loads(record.read_text()))
+    name = f"{Path(config.source).stem}-{arch}-{digest}"
+    if found := disk_cache.read(name):
+        path, resources = found
+        return Compiled(path=path, seconds=0.0, **resources)
 
     started = time.perf_counter()
     cubin, log = _run_nvrtc(text, config, arch)
     resources = _read_resources(log)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for target, content in ((path, cubin), (record, json.dumps(resources).encode())):
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:  # readers see all of a file or none
-            file.write(content)
-        os.replace(file.name, target)
-    compiled = Compiled(path=path, seconds=time.perf_counter() - started, **resources)
+    seconds = time.perf_counter() - started
+    compiled = Compiled(path=disk_cache.write(name, cubin, resources), seconds=seconds, **resources)
     if DEBUG:
         print(f"cupy_dma: {config} {arch}: {compiled.seconds:.2f} s, {compiled.registers} registers, "
               f"{compiled.spill_bytes} bytes spilled", file=sys.stderr)
@@ -281,14 +262,26 @@ def _read_resources(log: str) -> dict[str, int]:
             "spill_bytes": number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")}
 
 
+def arch_name(capability: int) -> str:
+    """"sm_90a" and the like for a compute capability such as 90."""
+    return f"sm_{capability}" + ("a" if capability == 90 else "")
+
+
+def architectures() -> list[str]:
+    """What this NVRTC compiles the kernels for."""
+    nvrtc_version()  # says what is missing
+    from cupy.cuda import nvrtc
+
+    return [arch_name(capability) for capability in nvrtc.getSupportedArchs() if capability >= 80]
+
+
 # ---- loading and launching ----
 @functools.cache
 def device_arch(index: int) -> str:
-    """"sm_90a" and the like for CUDA device ``index``."""
+    """The architecture of CUDA device ``index``."""
     import cupy
 
-    capability = cupy.cuda.Device(index).compute_capability
-    return f"sm_{capability}" + ("a" if capability == "90" else "")
+    return arch_name(int(cupy.cuda.Device(index).compute_capability))
 
 
 class Kernel:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,18 @@ from cupy_dma.backends.cuda.runtime.configs import (
 )
 
 
+def shared_memory_limit(arch: str) -> int:
+    """Bytes of shared memory a block may have (CUDA C++ Programming Guide, technical specifications per compute
+    capability); what is not known yet counts as the smallest."""
+    kib = {"sm_80": 163, "sm_87": 163, "sm_90a": 227, "sm_100": 227, "sm_101": 227, "sm_103": 227, "sm_110": 227}
+    return 1024 * kib.get(arch, 99)
+
+
+def _aligned(head_dim: int, dtype: str) -> bool:
+    """Whether rows of contiguous arrays are read in pieces of 16 bytes."""
+    return head_dim * ELEMENT_BYTES[ELEMENTS[dtype]] % 16 == 0
+
+
 def usual_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] = ("float16", "bfloat16"),
                   groups: tuple[int, ...] = (1, 2, 4), shared_limit: int = 99 * 1024) -> list[jit.Config]:
     """The kernels that ordinary calls need. Key scores are specialised in the number of heads: compiled when called."""
@@ -36,8 +49,8 @@ def usual_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...
                                            ("KEYS_CONTIGUOUS", False, BIAS_NONE), ("KEYS_LISTED", False, BIAS_OF_KEYS),
                                            ("KEYS_SHARED", False, BIAS_OF_KEYS)):
                     configs.append(ForwardConfig(
-                        element=ELEMENTS[dtype], head_dim=head_dim, vector=True, heads=heads, **tiles[dtype]._asdict(),
-                        keys=keys, causal=causal, bias=bias, softcap=False))
+                        element=ELEMENTS[dtype], head_dim=head_dim, vector=_aligned(head_dim, dtype), heads=heads,
+                        **tiles[dtype]._asdict(), keys=keys, causal=causal, bias=bias, softcap=False))
     return list(dict.fromkeys(configs))
 
 
@@ -52,7 +65,7 @@ def hopper_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ..
                                      ("intervals", "KEYS_LISTED", False, BIAS_OF_KEYS),
                                      ("short intervals", "KEYS_LISTED", False, BIAS_OF_KEYS),
                                      ("intervals", "KEYS_SHARED", False, BIAS_OF_KEYS)):
-        for head_dim in head_dims:
+        for head_dim in filter(lambda size: _aligned(size, "bfloat16"), head_dims):
             for tile in sm90_tiles.tiles_of(kind, head_dim):
                 if keys != "KEYS_CONTIGUOUS":
                     configs.append(ListConfig(causal=False, block_n=tile.block_n))
@@ -74,19 +87,25 @@ def hopper_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ..
 def decode_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] = ("float16", "bfloat16"),
                    groups: tuple[int, ...] = (1, 2, 4), clusters: bool = False) -> list[jit.Config]:
     """The step of the decode cache, with ``clusters`` also that of few heads."""
-    return [step.StepConfig(element=ELEMENTS[dtype], head_dim=head_dim, value_dim=head_dim, vector=True, rows=group,
-                            warps=warps, softcap=False,
-                            min_blocks=split.min_blocks(head_dim, head_dim, dtype, group, cluster), attend=True,
-                            cluster=cluster)
-            for head_dim in head_dims for group in groups for dtype in dtypes
-            for warps, cluster in ((split.WARPS, 1), (step.CLUSTER_WARPS, step.CLUSTER))[:1 + clusters]]
+    configs: list[jit.Config] = []
+    for head_dim, group, dtype in itertools.product(head_dims, groups, dtypes):
+        rows, sets = split.rows_of_group(group, head_dim, head_dim, dtype)
+        configs += [step.StepConfig(
+            element=ELEMENTS[dtype], head_dim=head_dim, value_dim=head_dim, vector=_aligned(head_dim, dtype), rows=rows,
+            warps=warps, softcap=False, min_blocks=split.min_blocks(head_dim, head_dim, dtype, rows, cluster),
+            attend=True, cluster=cluster)
+            for warps, cluster in ((split.WARPS, 1), (step.CLUSTER_WARPS, step.CLUSTER))[:1 + (clusters and sets == 1)]]
+    return configs
 
 
-def jobs(arch: str, shared_limit: int = 227 * 1024, head_dims: tuple[int, ...] = (64, 128),
+def jobs(arch: str, shared_limit: int | None = None, head_dims: tuple[int, ...] = (64, 128),
          dtypes: tuple[str, ...] = ("float16", "bfloat16"),
          groups: tuple[int, ...] = (1, 2, 4)) -> list[tuple[str, Callable[[], Any]]]:
-    """(label, job) pairs; ``job()`` compiles one kernel file for ``arch``."""
-    configs = [*usual_configs(head_dims, dtypes, groups, shared_limit),
+    """(label, job) pairs; ``job()`` compiles one kernel file for ``arch``.
+
+    ``shared_limit``: bytes of shared memory a block may have, by default those of ``arch``.
+    """
+    configs = [*usual_configs(head_dims, dtypes, groups, shared_limit or shared_memory_limit(arch)),
                *decode_configs(head_dims, dtypes, groups, arch == "sm_90a")]
     if arch == "sm_90a":
         configs += hopper_configs(head_dims, dtypes, groups)
