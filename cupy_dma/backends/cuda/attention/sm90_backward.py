@@ -2,8 +2,9 @@
 of queries query-major over the key lists of tiles; of keys, values and key biases key-stationary over the same
 super-tile lists as the portable kernel.
 
-They serve 16-bit elements in aligned rows of at most 128 columns without a dense mask or bias; the portable kernels do
-the rest and give the same numbers within rounding.
+They serve 16-bit elements in aligned rows of at most 128 columns without a dense mask or bias, and softcaps that are
+not so large that their formula loses the logits; the portable kernels do the rest and give the same numbers within
+rounding.
 """
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from cupy_dma.calls.types import AttentionBackwardCall
 
 MAX_HEAD_DIM = 128
+MAX_SOFTCAP = 4096.0
 BLOCK_N, KEY_STAGES, STAGES = 128, 2, 2  # of backward_dkv.cu: keys of a tile; stages of keys and of queries
 BLOCK_M, DQ_STAGES = 128, 3  # of backward_dq.cu: rows of a tile, stages of keys
 THREADS = 384  # of either
@@ -76,7 +78,7 @@ def _serves(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, vec
     """What both need. ``vector``: all rows are aligned."""
     query = call.forward.query
     return (runtime.hopper(query.device.index) and problem.size == 2 and vector and query.shape[3] <= MAX_HEAD_DIM
-            and problem.bias_kind != BIAS_DENSE and problem.dense is None)
+            and problem.bias_kind != BIAS_DENSE and problem.dense is None and call.forward.softcap <= MAX_SOFTCAP)
 
 
 def serves_query(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, vector: bool) -> bool:
