@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from cupy_dma.arrays import describe
 from cupy_dma.calls.mask import masks_in
 from cupy_dma.masks.interval import IntervalMask
@@ -30,7 +32,8 @@ def probabilities(query: Any, key: Any, lse: Any, *, mask: Any, bias: Any, causa
         per_group = array.shape[1] // kv_heads if array.shape[1] > kv_heads else 1
         return array.reshape(array.shape[0], array.shape[1] // per_group, per_group, *array.shape[2:])
 
-    with library.on(q.device):
+    with library.on(q.device), np.errstate(all="ignore"):
+        nothing = library.full((1,), 0, kind, q.device)  # x * 0 is NaN where x is not finite
         rows = library.astype(plain(query), kind).reshape(batch, length, kv_heads, heads // kv_heads, size)
         columns = library.astype(plain(key), kind)
         s = xp.matmul(rows.swapaxes(1, 2).swapaxes(2, 3), columns.swapaxes(1, 2).swapaxes(2, 3)[:, :, None])
@@ -40,12 +43,12 @@ def probabilities(query: Any, key: Any, lse: Any, *, mask: Any, bias: Any, causa
         if bias is not None:
             s = s + by_group(library.astype(plain(bias), kind))
         total = by_group(plain(lse)[..., None])
-        seen = total > -float("inf")
+        seen = total != -float("inf")
         for item in masks_in(mask):
             seen = seen & by_group(plain(item.to_dense(length) if isinstance(item, IntervalMask) else item))
         if causal:
             position = library.arange(keys - length, keys, q.device)
             seen = seen & (library.arange(0, keys, q.device) <= position[:, None])
         seen = xp.broadcast_to(seen, s.shape)
-        p = xp.exp(xp.where(seen, s - total, s * 0))
-        return library.export(library.astype(xp.where(seen, p, p * 0), q.dtype).reshape(batch, heads, length, keys))
+        p = xp.where(seen, xp.exp(s - total), nothing)
+        return library.export(library.astype(p, q.dtype).reshape(batch, heads, length, keys))

@@ -20,7 +20,7 @@ def best_keys(scores: Any, window: int | None, visible: Any, causal: bool, query
 
     Parameters
     ----------
-    scores : float array ``(B, Hkv, Lk)``
+    scores : float array ``(1|B, Hkv, Lk)``
     window
         0 or None: all keys.
     visible : bool array ``(B, Lk)`` or ``(1|B, 1|Hkv|H, 1|Lq, Lk)``, or None
@@ -43,6 +43,8 @@ def best_keys(scores: Any, window: int | None, visible: Any, causal: bool, query
         visible = padding
     plain = scores.detach() if ranked.library.name == "torch" else scores
     if window:
+        if visible is not None and scores.shape[0] == 1:  # every batch entry ranks its own keys
+            plain = ranked.library.xp.broadcast_to(plain, (visible.shape[0], *plain.shape[1:]))
         return IntervalMask.top_w(plain, window, keys=keys, padding=visible, backend=backend)
     mask = IntervalMask.causal(ranked.shape[2], like=scores) if keys == "prefix" else None
     if visible is not None:

@@ -81,7 +81,7 @@ template <int rows, int columns>
 __device__ __forceinline__ float2 bias_pair(const BiasTile<rows, columns>& tile, int row, int column) {
     const BiasPair pair =
         *reinterpret_cast<const BiasPair*>(tile.x + row * BiasTile<rows, columns>::STRIDE + column);
-    return make_float2(to_float(pair.x[0]) * LOG2_E, to_float(pair.x[1]) * LOG2_E);
+    return make_float2(log2_units(to_float(pair.x[0])), log2_units(to_float(pair.x[1])));
 }
 
 // The gradient in place of the bias.

@@ -25,6 +25,10 @@ struct KeyTile {
     long long partial;             // KEYS_LISTED without BITS: row of the first key's partial sums
     int entry;                     // BITS: of the first key, among those of the list row
 
+    // Behind the last query's. A key that begins there or later counts as one that nobody sees: steps go on with columns
+    // that are no queries, which would see it.
+    __device__ __forceinline__ int end_position() const { return end_query + shift; }
+
     // Whether its sums are partial ones.
     __device__ __forceinline__ bool is_partial(const AttentionParams& p) const {
         return KEYS == KEYS_LISTED && !(BITS && end_query - first_query == p.query_length);

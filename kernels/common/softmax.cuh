@@ -17,29 +17,57 @@ __device__ __forceinline__ float row_sum(float x) {
     return x + __shfl_xor_sync(ALL_LANES, x, 2);
 }
 
-// c * tanh(x / c) with tanh(y) = 1 - 2 / (e^2y + 1): absolute error of some 1e-7 c, where tanh.approx has 5e-4 c.
+// tanh(y) with a relative error of some 5e-7, for softcaps of any size: 1 - 2 / (e^2y + 1) has an absolute error of some
+// 1e-7 (tanh.approx 5e-4), so near 0 a polynomial takes its place (minimax). Its instructions cost little beside the two of
+// the special function unit, of which there is a quarter as many a clock.
+__device__ __forceinline__ float tanh_of(float y) {
+    const float square = y * y, near = fmaf(y * square, fmaf(square, 0.12876417f, -0.33324571f), y);
+    const float far = 1.0f - __fdividef(2.0f, exp2_fast(y * (2.0f * LOG2_E)) + 1.0f);
+    return fabsf(y) < 0.25f ? near : far;
+}
+
+// c * tanh(x / c), with an absolute error of some 1e-7 c: for kernels that have no registers for tanh_of, and take it for
+// logits that are not much smaller than c.
 __device__ __forceinline__ float softcapped(float x, float cap, float two_log2e_over_cap) {
     return cap - __fdividef(2.0f * cap, exp2_fast(x * two_log2e_over_cap) + 1.0f);
 }
 
+// A softcap of which multiples and inverses are ordinary numbers; no logit is large enough to tell the difference.
+__device__ __forceinline__ float usable_softcap(float softcap) { return fminf(softcap, 1.8446744e19f); }
+
 // Logits in log 2 units from x = q . k: softcap(scale * x) + bias.
 struct LogitScale {
-    float scale, cap, exponent;  // scale in log 2 units without a softcap
+    float scale, cap;  // in log 2 units; scale / softcap with a softcap
 
     __device__ __forceinline__ LogitScale(float scale, float softcap)
-        : scale(SOFTCAP ? scale : scale * LOG2_E), cap(softcap), exponent(SOFTCAP ? 2.0f * LOG2_E / softcap : 0.0f) {}
+        : scale(SOFTCAP ? scale / usable_softcap(softcap) : scale * LOG2_E), cap(usable_softcap(softcap) * LOG2_E) {}
 
     __device__ __forceinline__ float operator()(float x, float bias) const {
-        return SOFTCAP ? fmaf(softcapped(x * scale, cap, exponent), LOG2_E, bias) : fmaf(x, scale, bias);
+        return SOFTCAP ? fmaf(tanh_of(x * scale), cap, bias) : fmaf(x, scale, bias);
     }
 
-    // Derivative of the softcap at scale * x: 1 - tanh^2.
+    // Derivative of the softcap: 1 - tanh^2.
     __device__ __forceinline__ float slope(float x) const {
         if (!SOFTCAP) return 1.0f;
-        const float t = softcapped(x * scale, 1.0f, exponent);
-        return 1.0f - t * t;
+        const float t = tanh_of(x * scale);
+        return fmaf(-t, t, 1.0f);
     }
 };
+
+// lse of a row with the maximum m (log 2 units) and the sum l of 2^(s2 - m); l = 0 where it saw nothing. At the end of the
+// range m stands for all that lies beyond.
+__device__ __forceinline__ float natural_lse(float m, float l) {
+    if (l == 0.0f) return -infinity();
+    return fabsf(m) == LARGEST_FLOAT ? m : LN_2 * m + logf(l);
+}
+
+// lse in log 2 units, for p = 2^(s2 - lse2). Far from 0 the roundings of both are whole exponents, and p must not come out
+// as 2^64 or infinity: there lse2 is raised by more than these, and p vanishes.
+__device__ __forceinline__ float log2_lse(float lse) {
+    constexpr float FAR = 4194304.0f, ROUNDINGS = 3.8e-6f;
+    const float x = log2_units(lse);
+    return fabsf(x) > FAR && fabsf(lse) <= LARGEST_FLOAT ? fmaf(fabsf(x), ROUNDINGS, x) : x;
+}
 
 // Two rows' running maximum m (log 2 units) and this lane's share l of the running sum of p.
 struct RowState {
@@ -82,7 +110,5 @@ struct RowState {
 
     __device__ __forceinline__ float inverse_sum(int r) const { return l[r] == 0.0f ? 0.0f : 1.0f / l[r]; }
 
-    __device__ __forceinline__ float lse(int r) const {
-        return l[r] == 0.0f ? -infinity() : LN_2 * m[r] + logf(l[r]);
-    }
+    __device__ __forceinline__ float lse(int r) const { return natural_lse(m[r], l[r]); }
 };

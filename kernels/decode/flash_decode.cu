@@ -92,7 +92,8 @@ struct Key {
         stop = p.stop[rows.batch * p.stop_batch + rows.group * p.stop_group + row];
 #endif
         if (CAUSAL) start = max(start, row);
-        if (BIAS) bias = p.bias[rows.batch * p.bias_batch + rows.group * p.bias_group + row * p.bias_key] * LOG2_E;
+        if (BIAS)
+            bias = log2_units(p.bias[rows.batch * p.bias_batch + rows.group * p.bias_group + row * p.bias_key]);
     }
 
     __device__ __forceinline__ bool seen_by(int position) const {

@@ -428,6 +428,4 @@ __device__ __forceinline__ void combine(const float* o, const SplitState* state,
     }
 }
 
-__device__ __forceinline__ float natural_lse(const SplitState& s) {
-    return s.l == 0.0f ? -infinity() : LN_2 * s.m + logf(s.l);
-}
+__device__ __forceinline__ float natural_lse(const SplitState& s) { return natural_lse(s.m, s.l); }

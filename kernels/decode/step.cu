@@ -197,7 +197,7 @@ __device__ __forceinline__ void mask_logits(Logits& s, const LogitScale& logit, 
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const int key = 2 * (threadIdx.x & 3) + fragment_column(i);
-        const float bias = __shfl_sync(ALL_LANES, score, key) * LOG2_E;
+        const float bias = log2_units(__shfl_sync(ALL_LANES, score, key));
         s.x[i] = seen >> key & 1 ? logit(s.x[i], bias) : -infinity();
     }
 }

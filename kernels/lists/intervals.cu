@@ -50,12 +50,14 @@ constexpr int THREADS = 256;
 constexpr int OWN = 8;  // consecutive keys of a thread
 constexpr int CHUNK = THREADS * OWN;
 
-// The intervals of a row of the mask.
+// The intervals of a row of the mask, within the positions of queries: a key that no query sees, whatever it holds, must be
+// in no list.
 struct Intervals {
     const int *start, *stop;
-    int key_length;
+    int first_position, key_length;
 
-    __device__ __forceinline__ Intervals(const ListParams& p, int row) : key_length(p.key_length) {
+    __device__ __forceinline__ Intervals(const ListParams& p, int row)
+        : first_position(p.key_length - p.query_length), key_length(p.key_length) {
         const int batch = row / p.heads, head = row - batch * p.heads;
         start = p.start + batch * p.start_batch + head * p.start_head;
         stop = p.stop + batch * p.stop_batch + head * p.stop_head;
@@ -63,7 +65,8 @@ struct Intervals {
 
     __device__ __forceinline__ int2 operator[](int j) const {
         if (j >= key_length) return make_int2(0, 0);
-        return make_int2(CAUSAL ? max(start[j], j) : start[j], stop[j]);
+        const int2 own = make_int2(CAUSAL ? max(start[j], j) : start[j], stop[j]);
+        return SEQUENCES ? own : make_int2(max(own.x, first_position), min(own.y, key_length));
     }
 };
 

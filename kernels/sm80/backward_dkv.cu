@@ -82,12 +82,14 @@ __device__ __forceinline__ void load_key_facts(Shared& shared, const AttentionPa
     start = max(start, p.start[mask_batch * p.start_batch + mask_head * p.start_head + key]);
     stop = p.stop[mask_batch * p.stop_batch + mask_head * p.stop_head + key];
 #endif
-    shared.start[threadIdx.x] = exists ? start : NEVER;  // no such key: an empty run
-    shared.stop[threadIdx.x] = exists ? stop : INT_LOWEST;
+    const bool seen = exists && start < t.end_position();
+    shared.start[threadIdx.x] = seen ? start : NEVER;  // an empty run
+    shared.stop[threadIdx.x] = seen ? stop : INT_LOWEST;
     float bias = 0.0f;
 #if BIAS == BIAS_OF_KEYS
     if (exists)
-        bias = p.bias[t.batch * p.bias_batch + t.group * p.bias_group + head * p.bias_head + key * p.bias_key] * LOG2_E;
+        bias = log2_units(
+            p.bias[t.batch * p.bias_batch + t.group * p.bias_group + head * p.bias_head + key * p.bias_key]);
 #endif
     shared.bias[threadIdx.x] = bias;
 }
@@ -171,6 +173,11 @@ __device__ __forceinline__ void fetch_statistics(Shared& shared, const Attention
         shared.lse[slot][threadIdx.x] = -infinity();
         shared.delta[slot][threadIdx.x] = 0.0f;
     }
+}
+
+// When a thread's copies have landed, and ahead of the barrier: lse in log 2 units.
+__device__ __forceinline__ void finish_statistics(Shared& shared, int slot) {
+    if (threadIdx.x < BLOCK_Q) shared.lse[slot][threadIdx.x] = log2_lse(shared.lse[slot][threadIdx.x]);
 }
 
 // Rows of query and dout; zeros for rows that see nothing, whatever they hold.
@@ -259,10 +266,10 @@ __device__ __forceinline__ void gradients(Accumulator (&s)[QUERY_FRAGMENTS], Acc
         for (int i = 0; i < 8; ++i) {
             const int column = 16 * n + 2 * (threadIdx.x & 3) + fragment_column(i), r = fragment_row(i);
             const float x = s[n].x[i], own_lse = lse[column];
-            const float row_lse = own_lse == -infinity() ? infinity() : own_lse * LOG2_E;
+            const float row_lse = own_lse == -infinity() ? infinity() : own_lse;
 #if BIAS == BIAS_DENSE
-            const float bias = to_float(shared.bias_rows[stage].x[column * BiasTile<BLOCK_Q, BLOCK_N>::STRIDE +
-                                                                  first_row + 8 * r]) * LOG2_E;
+            const float bias = log2_units(to_float(
+                shared.bias_rows[stage].x[column * BiasTile<BLOCK_Q, BLOCK_N>::STRIDE + first_row + 8 * r]));
 #else
             const float bias = keys.bias[r];
 #endif
@@ -373,7 +380,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_dkv(c
             fetch_statistics(shared, p, head_row, following.first, steps.end, 1);
             copy_async_commit();
             copy_async_wait<0>();
-            __syncthreads();  // statistics of the first two steps are in place
+            finish_statistics(shared, 0);
+            __syncthreads();  // statistics of the first step are in place
             load_queries(shared, p, t, head, current.first, 0, 0);
             fetch_words(shared, p, t, head, current, 0);
             fetch_biases(shared, p, t, head, current.first, 0);
@@ -383,6 +391,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_dkv(c
             const QueryStep after = steps.next();
             const int next_slot = slot == 2 ? 0 : slot + 1, after_slot = next_slot == 2 ? 0 : next_slot + 1;
             copy_async_wait<0>();
+            finish_statistics(shared, next_slot);
             __syncthreads();  // this step's rows and the next one's statistics are in place; no thread reads the other stage
             if (following.first < steps.end) {
                 load_queries(shared, p, t, head, following.first, next_slot, stage ^ 1);

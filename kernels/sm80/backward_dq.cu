@@ -52,7 +52,7 @@ __device__ __forceinline__ void logit_gradients(Accumulator (&s)[WARP_ROWS][KEY_
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const int column = 16 * n + 2 * (threadIdx.x & 3) + fragment_column(i), r = fragment_row(i);
-            const float bias = BIAS ? bias_row[column] * LOG2_E : 0.0f;
+            const float bias = BIAS ? log2_units(bias_row[column]) : 0.0f;
 #pragma unroll
             for (int m = 0; m < WARP_ROWS; ++m) {
                 const float x = s[m][n].x[i], probability = exp2_fast(logit(x, bias) - lse[m][r]);

@@ -37,7 +37,7 @@ __device__ __forceinline__ void finish_logits(Accumulator (&s)[WARP_ROWS][KEY_FR
     for (int n = 0; n < KEY_FRAGMENTS; ++n)
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const float bias = BIAS ? bias_row[16 * n + 2 * (threadIdx.x & 3) + fragment_column(i)] * LOG2_E : 0.0f;
+            const float bias = BIAS ? log2_units(bias_row[16 * n + 2 * (threadIdx.x & 3) + fragment_column(i)]) : 0.0f;
 #pragma unroll
             for (int m = 0; m < WARP_ROWS; ++m) s[m][n].x[i] = logit(s[m][n].x[i], bias);
         }

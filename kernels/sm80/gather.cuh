@@ -162,7 +162,9 @@ struct KeyGather {
                                          const KeyBlocks& blocks)
         : shared(shared), p(p), blocks(blocks), keys(p.key + t.batch * p.key_batch + t.group * p.key_head),
           values(p.value + t.batch * p.value_batch + t.group * p.value_head),
-          biases(p.bias + t.batch * p.bias_batch + t.group * p.bias_group + t.first_head * p.bias_head)
+          biases(BIAS == BIAS_OF_KEYS
+                     ? p.bias + t.batch * p.bias_batch + t.group * p.bias_group + t.first_head * p.bias_head
+                     : nullptr)
 #if BIAS == BIAS_DENSE
           , bias_rows(p, t.batch, t.group, t.first_head, t.first_query)
 #endif
@@ -203,7 +205,7 @@ __device__ __forceinline__ void load_statistics(float (&lse)[WARP_ROWS][2], floa
             const bool exists = row < QUERIES * HEADS && query < t.end_query;
             const long long head = (long long)t.batch * p.heads + t.first_head + row % HEADS;
             const float x = exists ? p.lse[head * p.query_length + query] : -infinity();
-            lse[m][r] = x == -infinity() ? infinity() : x * LOG2_E;
+            lse[m][r] = x == -infinity() ? infinity() : log2_lse(x);
             delta[m][r] = exists ? p.delta[head * p.query_length + query] : 0.0f;
         }
 }

@@ -11,7 +11,7 @@ struct ConsumerBase {
     const BackwardDkvParams& launch;
     const AttentionParams& p;
     const int half, lane, first_row;  // of the tile
-    const LogitScale logit;
+    const BackwardLogits logit;
     PipelineState<STAGES> queries;  // of the current step
     // of the current tile
     unsigned keys, values;  // descriptors of this warpgroup's rows

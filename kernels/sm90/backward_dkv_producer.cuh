@@ -20,9 +20,13 @@ __device__ __forceinline__ void load_facts(KeyFacts& facts, const AttentionParam
             const long long row = mask_row_of(p, t, 0), head = row % p.mask_heads, batch = row / p.mask_heads;
             start = max(start, p.start[batch * p.start_batch + head * p.start_head + key]);
             stop = p.stop[batch * p.stop_batch + head * p.stop_head + key];
+            if (KEYS == KEYS_CONTIGUOUS && start >= t.end_position()) {  // lists have no such key
+                start = NEVER;
+                stop = INT_LOWEST;
+            }
 #endif
 #if BIAS == BIAS_OF_KEYS
-            bias = p.bias[t.batch * p.bias_batch + t.group * p.bias_group + key * p.bias_key] * LOG2_E;
+            bias = log2_units(p.bias[t.batch * p.bias_batch + t.group * p.bias_group + key * p.bias_key]);
 #endif
         }
         facts.index[i] = key;
@@ -142,7 +146,7 @@ __device__ __forceinline__ void produce_statistics(Shared& shared, const Backwar
 #pragma unroll
                 for (int k = 0; k < BLOCK_Q / 32; ++k) {
                     const bool sees = lse[k] != -infinity();
-                    shared.lse[stage][32 * k + lane] = sees ? -lse[k] * LOG2_E : -infinity();
+                    shared.lse[stage][32 * k + lane] = sees ? -log2_lse(lse[k]) : -infinity();
                     shared.delta[stage][32 * k + lane] = delta[k];  // 0 for a row that sees nothing
                     // Behind the last query of all there are zeros already.
                     unsigned blank = __ballot_sync(ALL_LANES, !sees && first + 32 * k + lane < p.query_length);

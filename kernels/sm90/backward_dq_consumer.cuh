@@ -9,7 +9,7 @@ struct Consumer {
     Shared& shared;
     const AttentionParams& p;
     const int lane, first_row;
-    const LogitScale logit;
+    const BackwardLogits logit;
     PipelineState<STAGES> keys;  // of the current block
     unsigned phase = 0;          // of the queries
     // of the current tile
@@ -37,7 +37,7 @@ struct Consumer {
         dout = matrix_descriptor(shared.dout + own_rows, 0);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            lse[r] = shared.lse[row(r)] * LOG2_E;
+            lse[r] = log2_lse(shared.lse[row(r)]);
             delta[r] = shared.dlse[row(r)];
             position[r] = t.first_position + row(r) / HEADS;
         }
@@ -69,7 +69,7 @@ struct Consumer {
         for (int r = 0; r < 2; ++r) {
             const float own = shared.lse[row(r)], sum = row_sum(delta[r]) - shared.dlse[row(r)];
             delta[r] = own == -infinity() ? 0.0f : sum;
-            lse[r] = own * LOG2_E;
+            lse[r] = log2_lse(own);
             position[r] = t.first_position + row(r) / HEADS;
         }
         shared_write_fence();  // TMA may overwrite these rows
@@ -123,7 +123,7 @@ struct Consumer {
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const float own = bias[i >> 2][i & 1], lower = lse[fragment_row(i)];
-                s[n].x[i] = exp2_fast(SOFTCAP ? logit(s[n].x[i], own * LOG2_E) - lower
+                s[n].x[i] = exp2_fast(SOFTCAP ? logit(s[n].x[i], log2_units(own)) - lower
                                               : logit(s[n].x[i], fmaf(own, LOG2_E, -lower)));
             }
         }

@@ -84,6 +84,18 @@ __device__ __forceinline__ void for_each_pair(const Fragment (&x)[OUT_FRAGMENTS]
         }
 }
 
+// Logits in log 2 units from q . k: as LogitScale of common/softmax.cuh, for softcaps that are not large (`softcapped`).
+struct BackwardLogits {
+    float scale, cap, exponent;  // scale in log 2 units without a softcap
+
+    __device__ __forceinline__ BackwardLogits(float scale, float softcap)
+        : scale(SOFTCAP ? scale : scale * LOG2_E), cap(softcap), exponent(SOFTCAP ? 2.0f * LOG2_E / softcap : 0.0f) {}
+
+    __device__ __forceinline__ float operator()(float x, float bias) const {
+        return SOFTCAP ? fmaf(softcapped(x * scale, cap, exponent), LOG2_E, bias) : fmaf(x, scale, bias);
+    }
+};
+
 // The derivative of a softcap, 1 - tanh^2, at a logit in log 2 units that has been through it.
 __device__ __forceinline__ float softcap_slope(float capped, float cap) {
     const float t = capped * LN_2 / cap;

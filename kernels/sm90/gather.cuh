@@ -180,11 +180,21 @@ __device__ __forceinline__ float fetch_bias(const AttentionParams& p, const Plan
 #endif
 }
 
-// Stores it to the stage. Rounding towards zero keeps a finite bias finite.
+// A bias in units of 1 / `inverse_unit` log 2, such that p = 2^(unit * s - m) can bear it: of a product that m cannot hold,
+// half its last place is left as an exponent. So below -FAR biases become powers of 2, whose products are exact. q . k makes
+// no difference there, and lse, in which a row that sees nothing else has them, is not lower than it should be: that would
+// make probabilities of the backward pass infinite. Rounding towards zero makes no new infinity.
+__device__ __forceinline__ float bearable_bias(float bias, float inverse_unit) {
+    constexpr float FAR = 134217728.0f;
+    const float x = __fmul_rz(log2_units(bias), inverse_unit);
+    return x < -FAR * power_of_2_below(inverse_unit) ? power_of_2_below(x) : x;
+}
+
+// Stores it to the stage.
 __device__ __forceinline__ void keep_bias(Shared& shared, int warp, int stage, float bias, float unit) {
     const int lane = threadIdx.x & 31;
     if (BIAS != BIAS_OF_KEYS || lane >= WARP_KEYS) return;
-    shared.bias[stage][key_of(warp, lane)] = __fmul_rz(bias, unit);
+    shared.bias[stage][key_of(warp, lane)] = bearable_bias(bias, unit);
 }
 
 // Loads what else is known of each key (index, visibility). All queries see the block's first `unmasked` keys.

@@ -12,10 +12,11 @@ struct Logits {
     float scale, cap, exponent, unit;
 
     __device__ __forceinline__ Logits(float scale, float softcap)
-        : scale(scale), cap(POWERS_OF_2 ? softcap * LOG2_E : softcap), exponent(SOFTCAP ? 2.0f * LOG2_E / softcap : 0.0f),
+        : scale(scale), cap(usable_softcap(softcap) * (POWERS_OF_2 ? LOG2_E : 1.0f)),
+          exponent(SOFTCAP ? 2.0f * LOG2_E / usable_softcap(softcap) : 0.0f),
           unit(POWERS_OF_2 ? 1.0f : CHANGED ? LOG2_E : scale * LOG2_E) {}
 
-    // Of q . k, right everywhere.
+    // Of q . k. Where a block has small logits only, polynomials take the place of this (SoftcapPolynomial).
     __device__ __forceinline__ float operator()(float x, float bias) const {
         return SOFTCAP ? softcapped(x * scale, cap, exponent) + bias : fmaf(x, scale, bias);
     }

@@ -142,7 +142,7 @@ __device__ __forceinline__ int count_full_blocks(const KeySource& source) {
 __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& launch) {
     const AttentionParams& p = launch.attention;
     const int warp = uniform(threadIdx.x / 32);
-    const float bias_unit = BIAS_FIRST ? 1.0f / p.scale : LOG2_E;
+    const float bias_unit = BIAS_FIRST ? __frcp_rz(p.scale * LOG2_E) : 1.0f;
     PipelineState<STAGES> key_state;
     PipelineState<VALUE_STAGES> value_state;
     PipelineState<QUERY_STAGES> query_state;

@@ -17,7 +17,10 @@ struct OnlineSoftmax {
     static constexpr bool LARGE = ZERO_MAX;  // whether p may be large
     static constexpr float SMALL = 256.0f, LARGEST = LARGE ? 1073741824.0f : SMALL;
     static constexpr float NEAR = 20.0f;  // distance from 0
-    static constexpr float NONE = -3.402823466e38f;  // m of a row that has seen nothing: its logits are -inf, p = 0
+    // A product s * unit that m cannot hold leaves half its last place as an exponent. Key biases are made bearable
+    // (sm90/gather.cuh); logits with a dense bias below this have p = 0, and logits that come later take over.
+    static constexpr float LOWEST_DENSE = -1073741824.0f;
+    static constexpr float NONE = -LARGEST_FLOAT;  // m of a row that has seen nothing: its logits are -inf, p = 0
     float m[2], l[2];
 
     __device__ __forceinline__ OnlineSoftmax() : m{NONE, NONE}, l{0.0f, 0.0f} {}
@@ -31,7 +34,12 @@ struct OnlineSoftmax {
     template <int fragments>
     __device__ __forceinline__ void init_max(const Fragment (&s)[KEY_FRAGMENTS], float unit, bool zero) {
         float highest[2];
-        highest_logits<fragments>(s, unit, highest);
+        highest_logits<fragments>(s, highest);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (BIAS == BIAS_DENSE && highest[r] > -infinity()) highest[r] = fmaxf(highest[r], LOWEST_DENSE);
+            highest[r] *= unit;
+        }
         if (ZERO_MAX && zero && __all_sync(ALL_LANES, fmaxf(fabsf(highest[0]), fabsf(highest[1])) <= NEAR))
             highest[0] = highest[1] = 0.0f;
 #pragma unroll
@@ -94,16 +102,18 @@ struct OnlineSoftmax {
     }
 #endif
 
-    // Raises m by the exponents of finite sums above `limit`. Earlier outputs must be multiplied by `factor`; p, its sums
-    // and l have been.
+    // Raises m by the exponents of finite sums above `limit`, as far as it holds their sum. Earlier outputs must be multiplied
+    // by `factor`; p, its sums and l have been.
     __device__ __forceinline__ void rescale_by_power_of_2(Fragment (&s)[KEY_FRAGMENTS], float (&sum)[2], float limit,
                                                           float (&factor)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float largest = row_max(sum[r]);
-            const int exponent = largest > limit ? min((__float_as_int(largest) >> 23) - 127, 126) : 0;
+            const int wanted = largest > limit ? min((__float_as_int(largest) >> 23) - 127, 126) : 0;
+            const float raised = m[r] + static_cast<float>(wanted);
+            const int exponent = min(static_cast<int>(rintf(raised - m[r])), 126);
             factor[r] = __int_as_float((127 - exponent) << 23);
-            m[r] += static_cast<float>(exponent);
+            m[r] = raised;
             sum[r] *= factor[r];
             l[r] *= factor[r];
         }
@@ -117,10 +127,10 @@ struct OnlineSoftmax {
     // must be multiplied by `factor`; l has been.
     __device__ __forceinline__ void rescale_to_max(const Fragment (&s)[KEY_FRAGMENTS], float unit, float limit, float (&factor)[2]) {
         float highest[2];
-        highest_logits<KEY_FRAGMENTS>(s, unit, highest);
+        highest_logits<KEY_FRAGMENTS>(s, highest);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float now = fmaxf(m[r], highest[r]);
+            const float now = fmaxf(m[r], highest[r] * unit);
             factor[r] = exp2_fast(m[r] - now);
             if (factor[r] < 1.0f / limit) m[r] = now;
             else factor[r] = 1.0f;
@@ -148,7 +158,7 @@ private:
     static __device__ __forceinline__ constexpr int strand(int i) { return (i & 1) + 2 * (i >> 2); }
 
     template <int fragments>
-    static __device__ __forceinline__ void highest_logits(const Fragment (&s)[KEY_FRAGMENTS], float unit, float (&highest)[2]) {
+    static __device__ __forceinline__ void highest_logits(const Fragment (&s)[KEY_FRAGMENTS], float (&highest)[2]) {
         float strands[2][4];
 #pragma unroll
         for (int n = 0; n < fragments; ++n)
@@ -159,6 +169,6 @@ private:
             }
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-            highest[r] = row_max(fmaxf(fmaxf(strands[r][0], strands[r][1]), fmaxf(strands[r][2], strands[r][3]))) * unit;
+            highest[r] = row_max(fmaxf(fmaxf(strands[r][0], strands[r][1]), fmaxf(strands[r][2], strands[r][3])));
     }
 };

@@ -41,7 +41,7 @@ struct BlockInfo {
 
 #if SOFTCAP
 // cap * tanh(scale / cap * x) as an odd polynomial of x where x^2 < `square` (negative if there is none), times log2(e)
-// with POWERS_OF_2. `softcapped` is right everywhere but takes two results of the special function unit.
+// with POWERS_OF_2. `softcapped` takes two results of the special function unit.
 struct SoftcapPolynomial {
     float square;
     float c[4];  // of x (x^2 - square)^k
@@ -101,5 +101,5 @@ struct Plan {
     __device__ __forceinline__ Plan(const AttentionParams& p, const Tile& t)
         : tile(t), output(p, t), source(locate_keys(p, t)), keys(p.key + t.batch * p.key_batch + t.group * p.key_head),
           values(p.value + t.batch * p.value_batch + t.group * p.value_head),
-          bias(p.bias + t.batch * p.bias_batch + t.group * p.bias_group + t.first_head * p.bias_head) {}
+          bias(p.bias + (BIAS == BIAS_OF_KEYS ? t.batch * p.bias_batch + t.group * p.bias_group + t.first_head * p.bias_head : 0)) {}
 };

@@ -98,6 +98,19 @@ def test_a_mask_that_hides_everything(kind, convert, qkv):
     assert (convert.back(out) == 0).all() and (convert.back(p) == 0).all() and (convert.back(lse) == -np.inf).all()
 
 
+def test_probabilities_of_hidden_keys_are_zero(convert):
+    """Whatever their bias is, and whatever they hold; NaN reaches the rows that see it."""
+    rows = [np.ones((1, 2, 1, 4), np.float32) for _ in range(3)]
+    mask, bias = np.tril(np.ones((1, 1, 2, 2), bool)), np.zeros((1, 1, 2, 2), np.float32)
+    bias[..., 0, 1] = -np.inf
+    _, _, p = flash_dmattn_func(*map(convert, rows), convert(mask), convert(bias), return_attn_probs=True)
+    np.testing.assert_allclose(convert.back(p)[0, 0], [[1, 0], [0.5, 0.5]], rtol=1e-3)
+    for bad in (np.nan, np.inf):
+        rows[1][0, 1] = bad
+        _, _, p = flash_dmattn_func(*map(convert, rows), convert(mask), return_attn_probs=True)
+        np.testing.assert_array_equal(convert.back(p)[0, 0], [[1, 0], [np.nan, np.nan]])
+
+
 def test_without_the_query_axis(convert, qkv, rng):
     mask, bias = rng.random((B, HKV, LK)) < 0.6, rng.standard_normal((B, 1, LK)).astype(np.float16)
     out = flash_dmattn_func(*map(convert, qkv), convert(mask), convert(bias))

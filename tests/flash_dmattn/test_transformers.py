@@ -56,20 +56,31 @@ MASKS = {
 
 
 @pytest.mark.parametrize("window", [None, 3, L, 100])
-@pytest.mark.parametrize("bias_axes", [None, 3, 4, "expanded", "per query"])
+@pytest.mark.parametrize("bias_axes", [None, 3, 4, "expanded", "per query", "shared", "shared, per query"])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_and_windows(name, bias_axes, window, device, data, rng):
     qkv, scores = data
     given, visible = MASKS[name]
     bias = {None: None, 3: scores, 4: scores[:, :, None], "expanded": np.repeat(scores[:, :, None], L, 2),
-            "per query": rng.standard_normal((B, HKV, L, L)).astype(np.float32)}[bias_axes]
+            "per query": rng.standard_normal((B, HKV, L, L)).astype(np.float32), "shared": scores[:1, :, None],
+            "shared, per query": rng.standard_normal((1, HKV, L, L)).astype(np.float32)}[bias_axes]
     seen = np.broadcast_to(visible, (B, 1, L, L))
     if bias is not None and window is not None and window < L:
-        seen = simple_topk(scores[:, :, None] if bias.ndim == 3 else bias, seen, window)
+        ranked = bias[:, :, None] if bias.ndim == 3 else bias
+        seen = simple_topk(np.broadcast_to(ranked, (B, *ranked.shape[1:])), seen, window)
     out = attend(qkv, given, bias, device=device, scaling=0.3, window_size=window, softcap=5.0)
     if given is not None and given.ndim == 2:
         assert (out[~LEFT] == 0).all()
     check(out, qkv, seen, bias, False, 0.3, 5.0)
+
+
+def test_an_expanded_bias_under_padding_and_a_window(device, data):
+    (q, k, v), scores = data
+    expanded = torch.from_numpy(scores[:1, :, None]).to(device).expand(B, -1, -1, -1)
+    out, _ = flash_dynamic_mask_attention_forward(
+        MODULE, *(torch.from_numpy(x).to(device).transpose(1, 2) for x in (q, k, v)), torch.from_numpy(LEFT).to(device),
+        expanded, window_size=3)
+    np.testing.assert_array_equal(out.cpu().numpy(), attend((q, k, v), LEFT, scores[:1, :, None], window_size=3))
 
 
 def test_expanded_masks_and_biases_stay_linear(data, monkeypatch):

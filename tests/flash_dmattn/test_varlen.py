@@ -84,6 +84,20 @@ def test_every_shape_of_mask_and_bias(what, shape, convert, rows, rng):
     check(convert.back(alone), rows, mask, bias, True, 0.7, 2.0)
 
 
+@pytest.mark.parametrize("queries, keys", [((0, 0), (0, 0)), ((2, 1), (0, 0)), ((0, 0), (1, 2))], ids=str)
+@pytest.mark.parametrize("longest", [None, 3])
+def test_only_empty_sequences(longest, queries, keys, convert):
+    cu_q, cu_k = (np.cumsum([0, *lengths]).astype(np.int32) for lengths in (queries, keys))
+    q, k = (np.ones((cu[-1], 1, D), np.float16) for cu in (cu_q, cu_k))
+    max_q, max_k = (max(lengths) if longest is None else longest for lengths in (queries, keys))
+    for shape in ((1, cu_k[-1]), (cu_q[-1], 1, max_k), (1, 1, 1, 1)):
+        out, lse, p = flash_dmattn_varlen_func(
+            *map(convert, (q, k, k)), convert(np.ones(shape, bool)), convert(np.zeros(shape, np.float32)),
+            convert(cu_q), convert(cu_k), longest, longest, return_attn_probs=True)
+        assert [tuple(x.shape) for x in (out, lse, p)] == [q.shape, (1, len(q)), (2, 1, max_q, max_k)]
+        assert not convert.back(p).any()
+
+
 @pytest.mark.parametrize("mask_shape", [PER_KEY[1], PER_QUERY[1], PADDED[2], None], ids=str)
 @pytest.mark.parametrize("bias_shape", [PER_KEY[2], PER_QUERY[0], PADDED[0], None], ids=str)
 def test_shapes_together(mask_shape, bias_shape, convert, rows, rng):

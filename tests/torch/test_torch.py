@@ -177,6 +177,19 @@ def test_forward_and_backward_share_the_mask_and_release_it(monkeypatch):
     assert seen[0]() is None
 
 
+def test_a_mask_with_the_same_starts_between_forward_and_backward():
+    """Is another mask, although both are alive."""
+    x = torch.randn(1, 12, 1, 4, requires_grad=True)
+    mask = dma.IntervalMask.sliding_window(12, 3, like=x.detach())
+    other = mask & dma.IntervalMask.padding(torch.arange(12)[None] < 6)
+    found, expected = [], []
+    for masks, results in (((mask, other), found), ((mask.to_dense(12), other.to_dense(12)), expected)):
+        outputs = [dma.attention(x, x.detach(), x.detach(), mask=seen) for seen in masks]
+        results += [torch.autograd.grad(out.sum(), x)[0] for out in outputs]
+    for ours, other in zip(found, expected):
+        torch.testing.assert_close(ours, other)
+
+
 @pytest.mark.parametrize("how", ["scores", "recipe"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_dynamic_call_checks_each_argument_once(monkeypatch, how, packed):

@@ -99,6 +99,11 @@ inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __frcp_rz(float x) {
+    const float y = 1.0f / x;
+    return std::fabs(double(y) * x) > 1.0 ? std::nextafter(y, 0.0f) : y;
+}
+
 inline float __fmul_rz(float x, float y) {
     const double exact = static_cast<double>(x) * y;
     const float nearest = static_cast<float>(exact);

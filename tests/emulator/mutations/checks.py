@@ -20,7 +20,15 @@ build = pytest.importorskip("tests.emulator.build")
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 from tests import emulator  # noqa: E402
-from tests.emulator.tests import test_backward, test_decode, test_forward, test_sm90_backward, test_varlen  # noqa: E402
+from tests.emulator.tests import (  # noqa: E402
+    test_backward,
+    test_decode,
+    test_forward,
+    test_numerics,
+    test_sm90_backward,
+    test_strides_and_reuse,
+    test_varlen,
+)
 
 
 def named(name: str) -> cases.Case:
@@ -451,6 +459,29 @@ CHECKS: dict[str, Callable[[], None]] = {
     "sm90 one pass[a bad value]":
         sm90_backward_test(test_sm90_backward.test_a_bad_value_reaches_the_queries_that_see_it_only, False),
     "sm90 one pass[sequences]": sm90_backward_test(test_sm90_backward.test_a_bad_value_stays_in_its_sequence, False),
+    "test_low_biases": elsewhere(test_numerics.test_low_biases, "portable", "float16", "key", "lowest", 0),
+    "test_low_biases[Hopper, keys]": elsewhere(test_numerics.test_low_biases, "hopper", "float16", "key", -1e30, 0),
+    "test_low_biases[Hopper, dense]":
+        elsewhere(test_numerics.test_low_biases, "hopper", "bfloat16", "bfloat16", -1e10, 30),
+    "test_gradients_with_low_biases":
+        elsewhere(test_numerics.test_gradients_with_low_biases, "portable", "float16", "key", -1e9, 0.0),
+    "test_gradients_with_low_biases[Hopper]":
+        elsewhere(test_numerics.test_gradients_with_low_biases, "hopper", "bfloat16", "key", -1e7, 0.0),
+    **{f"test_softcaps_of_any_size[{name}]":
+        elsewhere(test_numerics.test_softcaps_of_any_size, "portable", "float16", 1.0, softcap)
+       for name, softcap in (("0.5", 0.5), ("1e5", 1e5), ("3e38", 3e38))},
+    "test_keys_behind":
+        elsewhere(test_numerics.test_nothing_comes_from_keys_behind_the_last_query, "portable", "key", 4),
+    "test_keys_behind[Hopper]":
+        elsewhere(test_numerics.test_nothing_comes_from_keys_behind_the_last_query, "hopper", "key", 200),
+    "test_other_strides[batch]": elsewhere(test_strides_and_reuse.test_one_array_has_other_strides, "batch", 2),
+    "test_other_strides[row]": elsewhere(test_strides_and_reuse.test_one_array_has_other_strides, "row", 2),
+    "test_other_strides[dout]": elsewhere(test_strides_and_reuse.test_one_array_has_other_strides, "row", 3),
+    "test_strided_scores": test_strides_and_reuse.test_the_gradient_of_a_strided_value_through_the_scores,
+    "test_tiles_inside_heads": test_strides_and_reuse.test_tiles_that_begin_inside_the_heads_of_a_query,
+    "test_a_last_position_that_begins_a_chunk":
+        elsewhere(test_strides_and_reuse.test_a_last_position_that_begins_a_chunk, 2),
+    "test_a_key_of_the_last_word": test_strides_and_reuse.test_a_key_that_only_the_last_word_of_queries_sees,
     "varlen[bfloat16-none]": varlen("bfloat16-none"),
     "varlen[mask-window]": varlen("mask-window"),
     "varlen[used-per_head]": varlen("used-per_head"),

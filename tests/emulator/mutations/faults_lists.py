@@ -24,6 +24,11 @@ FAULTS = [
     Fault("keys that die within the tile count as full", "lists/intervals.cu",
           "v.x <= first_position && v.y > last_position", "v.x <= first_position && v.y > first_position",
           "lists_over_chunks"),
+    Fault("a chunk that begins at a tile's last position is left out", "lists/intervals.cu", "info.y > last ||",
+          "info.y >= last ||", "test_a_last_position_that_begins_a_chunk"),
+    Fault("keys that no query sees are listed", "lists/intervals.cu",
+          "SEQUENCES ? own : make_int2(max(own.x, first_position), min(own.y, key_length))", "own",
+          "test_keys_behind[Hopper]"),
     # ---- dense masks ----
     Fault("bits of a word in the wrong order", "lists/dense_mask.cu",
           "__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632)",
@@ -44,6 +49,10 @@ FAULTS = [
           "if (s < super - 1) own_first", "test_super_tiles_of_dense_masks"),
     Fault("keys of other query heads are not listed", "lists/dense_macro_tiles.cu", "head < p.share; ++head",
           "head < 1; ++head", "test_super_tiles_of_dense_masks"),
+    Fault("the last word of a super-tile's queries is not looked at", "lists/dense_macro_tiles.cu",
+          "p.query_words - first_word);", "p.query_words - first_word - 1);", "test_a_key_of_the_last_word"),
+    Fault("states of the last words are not written", "lists/dense_macro_tiles.cu", "(found.y + 63) / 64 * 2",
+          "found.y / 64 * 2", "test_a_key_of_the_last_word"),
     # ---- gradients ----
     Fault("keys that come late are left out of a super-tile", "lists/intervals.cu",
           "return v.y <= last ? 0 : v.x <= first ? 1 : 2;", "return v.y <= last ? 0 : v.x <= first ? 1 : 3;",

@@ -46,6 +46,8 @@ FAULTS = [
     # ---- gradients ----
     Fault("no barrier before ddt is read", "select/key_scores_backward.cu",
           "        __syncthreads();  // ddt is in place\n#pragma", "#pragma", "test_key_scores_backward"),
+    Fault("the gradient to add to at the stride of values", "select/key_scores_backward.cu",
+          "p.dvalue_in + batch * p.in_batch", "p.dvalue_in + batch * p.value_batch", "test_strided_scores"),
     # ---- decoding ----
     Fault("no barrier before the ticket of a count", "select/last_queries_top_w.cu",
           "    __syncthreads();  // the block's counts", "    //", "last_queries[1]"),

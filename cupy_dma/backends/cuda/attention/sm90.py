@@ -165,6 +165,9 @@ class _Splits:
 # tanh(y) / y as polynomials of y^2, and up to which y: minimax of the relative error, 5.5e-7 and 4.0e-7.
 _TANH_POLYNOMIALS = ((0.5, (0.99999945577, -0.33326317936, 0.13190296603, -0.04440222612)),
                      (0.25, (0.999999604345, -0.33321908225, 0.12841613431)))
+# For softcaps so large that float32 does not hold those coefficients: up to 2e-7 and 3e-8.
+_LARGE_SOFTCAP = ((0.035, (1.0, -1 / 3)), (0.0003, (1.0,)))
+_HUGE_SOFTCAP = _LARGE_SOFTCAP[1:] * 2
 
 
 @functools.lru_cache(maxsize=64)
@@ -173,15 +176,16 @@ def _softcap_polynomials(scale: float, softcap: float, powers_of_2: bool) -> byt
     if softcap == 0.0:
         return b""
     ratio, unit = scale / softcap, math.log2(math.e) if powers_of_2 else 1.0
-    packed = np.zeros((2, 5))
-    for fields, (end, terms) in zip(packed, _TANH_POLYNOMIALS):
-        moved = Polynomial(terms)(Polynomial((end**2, 1.0))).coef  # of y^2 - end^2
-        fields[0] = (end / ratio)**2
-        fields[1:len(terms) + 1] = [unit * scale * ratio**(2 * k) * float(term) for k, term in enumerate(moved)]
-    numbers = abs(packed[packed != 0.0])
-    if numbers.min() < 2.0**-100 or numbers.max() > 2.0**100:
-        packed[:] = -1.0
-    return packed.astype(np.float32).tobytes()
+    for polynomials in (_TANH_POLYNOMIALS, _LARGE_SOFTCAP, _HUGE_SOFTCAP):
+        packed = np.zeros((2, 5))
+        for fields, (end, terms) in zip(packed, polynomials):
+            moved = Polynomial(terms)(Polynomial((end**2, 1.0))).coef  # of y^2 - end^2
+            fields[0] = min((end / ratio)**2, 2.0**100)  # no logit is as large
+            fields[1:len(terms) + 1] = [unit * scale * ratio**(2 * k) * float(term) for k, term in enumerate(moved)]
+        numbers = abs(packed[packed != 0.0])
+        if numbers.min() >= 2.0**-100 and numbers.max() <= 2.0**100:
+            return packed.astype(np.float32).tobytes()
+    return np.full((2, 5), -1.0, np.float32).tobytes()
 
 
 def _maps(call: AttentionCall, block: int) -> bytes:

@@ -3,8 +3,8 @@ of queries query-major over the key lists of tiles; of keys, values and key bias
 super-tile lists as the portable kernel. Where results need not be deterministic the key-stationary kernel makes all of
 them in one pass, with five products instead of seven.
 
-They serve 16-bit elements in aligned rows without a dense mask or bias; the portable kernels do the rest and give the
-same numbers within rounding.
+They serve 16-bit elements in aligned rows without a dense mask or bias, and softcaps that are not so large that their
+formula loses the logits; the portable kernels do the rest and give the same numbers within rounding.
 """
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cupy_dma.calls.types import AttentionBackwardCall
 
 MAX_NARROW_DIM = 128  # above it (WIDE in the kernels) there is no one pass, and launch_dq does not make delta
+MAX_SOFTCAP = 4096.0
 STAGES = 2  # of queries, of backward_dkv.cu
 BLOCK_M = 128  # of backward_dq.cu: rows of a tile
 THREADS = 384  # of either
@@ -92,7 +93,7 @@ def _serves(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, vec
     """What both need. ``vector``: all rows are aligned."""
     query = call.forward.query
     return (runtime.hopper(query.device.index) and problem.size == 2 and vector
-            and problem.bias_kind != BIAS_DENSE and problem.dense is None)
+            and problem.bias_kind != BIAS_DENSE and problem.dense is None and call.forward.softcap <= MAX_SOFTCAP)
 
 
 def serves_query(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, vector: bool) -> bool:

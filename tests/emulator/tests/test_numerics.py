@@ -1,0 +1,177 @@
+"""Numbers at the ends of their range, on the CPU emulator and by section 12 of the specification: biases as low as their
+type has them, softcaps of any size, and NaN where no query looks."""
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+from cupy_dma.arrays import numpy_dtype
+from cupy_dma.backward import attention_backward
+from tests.oracle import reference
+
+build = pytest.importorskip("tests.emulator.build")
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+from tests import emulator  # noqa: E402
+from tests.emulator.tests.test_forward import BUILD  # noqa: E402
+
+KERNELS = ("portable", "hopper", "flash decode")
+
+
+@contextlib.contextmanager
+def gpu(kernel):
+    with emulator.hopper_gpu(build=BUILD) if kernel == "hopper" else emulator.using(build=BUILD) as runtime:
+        yield runtime
+
+
+def problem(kernel, dtype="float16", keys=600, queries=70, head_dim=32, heads=(2, 1), size=1.0):
+    """Queries, keys and values that this kernel takes."""
+    rng = np.random.default_rng(0)
+    queries = 3 if kernel == "flash decode" else queries
+    return [(factor * rng.standard_normal((1, n, h, head_dim))).astype(numpy_dtype(dtype))
+            for n, h, factor in ((queries, heads[0], size), (keys, heads[1], size), (keys, heads[1], 1.0))]
+
+
+def check_forward(arrays, out, lse=None, **options):
+    (ref, ref_lse), (plain, plain_lse) = (function(*arrays, **options, tf32=True) if i else function(*arrays, **options)
+                                          for i, function in enumerate((reference.attention,
+                                                                        reference.same_precision_attention)))
+    reference.assert_matches_reference(out, ref, plain, out.dtype)
+    if lse is not None:
+        reference.assert_matches_reference(lse, ref_lse, plain_lse, lse.dtype)
+
+
+def check_gradients(arrays, dout, found, **options):
+    expected = reference.attention_gradients(dout, *arrays, **options)
+    plain = reference.same_precision_attention_gradients(dout, *arrays, **options, tf32=True)
+    terms = reference.attention_gradient_terms(dout, *arrays, **options)
+    for ours, ref, other, total in zip(found, expected, plain, terms):
+        if ours is not None:
+            reference.assert_matches_reference(ours, ref, other, ours.dtype, factor=3, terms=total)
+
+
+# ---- biases ---------------------------------------------------------------------------------------------------------
+
+
+def low_bias(kind, low, queries, keys, near):
+    """``low`` for all keys but the ``near`` last ones."""
+    bias = np.full((1, 1, keys), low, np.float32)
+    bias[..., keys - near:] = np.random.default_rng(1).standard_normal(near)
+    if kind == "key":
+        return bias
+    return np.ascontiguousarray(np.broadcast_to(bias[:, :, None], (1, 1, queries, keys)).astype(numpy_dtype(kind)))
+
+
+@pytest.mark.parametrize(("kernel", "dtype", "kind", "low", "near"), [
+    (*case, low, near) for case in (
+        ("portable", "float16", "key"), ("portable", "bfloat16", "bfloat16"), ("portable", "float32", "float32"),
+        ("hopper", "float16", "key"), ("hopper", "bfloat16", "key"), ("hopper", "bfloat16", "bfloat16"),
+        ("flash decode", "float16", "key"), ("flash decode", "float32", "key"))
+    for low in (-1e9, -1e10, -1e30, "lowest") for near in (0, 30)
+    # A row of lower ones alone sees nothing: docs/hopper-kernel.md.
+    if not (case == ("hopper", "bfloat16", "bfloat16") and near == 0 and low != -1e9)])
+def test_low_biases(kernel, dtype, kind, low, near):
+    """They hide a key beside others, but a row that sees no others sees them: its output is their mean."""
+    arrays = problem(kernel, dtype)
+    lowest = float(reference.ml_dtypes.finfo(kind if kind != "key" else "float32").min)
+    bias = low_bias(kind, lowest if low == "lowest" else low, arrays[0].shape[1], 600, near)
+    with gpu(kernel):
+        out, lse = dma.attention(*arrays, bias=bias, return_lse=True, backend="emulator")
+    exact = near or (kernel != "hopper" and low == "lowest" and kind != "bfloat16")
+    check_forward(arrays, out, lse if exact else None, bias=bias)
+    assert np.isfinite(lse).all() and (near or (lse < -4e8).all())
+
+
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+@pytest.mark.parametrize("low", [-1e7, -1e9, -1e30, "lowest"], ids=str)
+@pytest.mark.parametrize(("kernel", "dtype", "kind"), [
+    ("portable", "float16", "key"), ("portable", "bfloat16", "bfloat16"), ("portable", "float32", "float32"),
+    ("hopper", "bfloat16", "key")])
+def test_gradients_with_low_biases(kernel, dtype, kind, low, softcap):
+    """The first rows see nothing but such keys. float32 does not hold their probabilities, which must not become infinite:
+    they have no gradient."""
+    arrays = problem(kernel, dtype, keys=90, queries=90)
+    lowest = float(reference.ml_dtypes.finfo(kind if kind != "key" else "float32").min)
+    options = {"bias": low_bias(kind, lowest if low == "lowest" else low, 90, 90, 50), "causal": True,
+               "softcap": softcap}
+    dout = arrays[0][:, ::-1].copy()
+    with gpu(kernel):
+        out, lse = dma.attention(*arrays, **options, return_lse=True, backend="emulator")
+        found = attention_backward(dout, *arrays, out, lse, **options, backend="emulator")
+    dout[:, :40] = 0
+    check_gradients(arrays, dout, found, **options)
+
+
+def test_a_cache_of_low_scores():
+    """The scores are biases of the kept keys."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 4, 1, 16)).astype(np.float16) for _ in range(3))
+    scores = np.full((1, 1, 4), np.finfo(np.float32).min)
+    cache = dma.DynamicCache(1, 1, 8, 16, like=q, dtype="float16", backend="emulator")
+    with emulator.using(build=BUILD):
+        for i in range(4):
+            one = slice(i, i + 1)
+            out, lse = cache.extend(q[:, one], k[:, one], v[:, one], scores[:, :, one], return_lse=True)
+            mean = v[:, :i + 1].astype("f4").mean(1)
+            assert np.abs(out[:, 0].astype("f4") - mean).max() < 2e-3 and lse.item() == np.finfo(np.float32).min
+
+
+# ---- softcaps -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0, 3e4, 1e5, 1e7, 1e15, 1e30, 3e38])
+@pytest.mark.parametrize("size", [1.0, 6.0])
+@pytest.mark.parametrize(("kernel", "dtype"), [
+    ("portable", "float16"), ("portable", "float32"), ("hopper", "float16"), ("hopper", "bfloat16"),
+    ("flash decode", "float16")])
+def test_softcaps_of_any_size(kernel, dtype, size, softcap):
+    """A large one changes nothing."""
+    arrays = problem(kernel, dtype, keys=600 if kernel == "flash decode" else 100, size=size)
+    with gpu(kernel):
+        out, lse = dma.attention(*arrays, softcap=softcap, return_lse=True, backend="emulator")
+    check_forward(arrays, out, lse, softcap=softcap)
+    if kernel == "flash decode":
+        return
+    dout = arrays[0][:, ::-1].copy()
+    with gpu(kernel):
+        found = attention_backward(dout, *arrays, out, lse, softcap=softcap, backend="emulator")
+    check_gradients(arrays, dout, found[:3], softcap=softcap)
+
+
+# ---- what nobody sees -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("queries", [4, 200])
+@pytest.mark.parametrize("bad", ["key", "value", "bias"])
+@pytest.mark.parametrize("kernel", ["portable", "hopper"])
+def test_nothing_comes_from_keys_behind_the_last_query(kernel, bad, queries):
+    """Also where the last step of queries is not full: its other columns are no queries."""
+    q, k, v = problem(kernel, keys=queries, queries=queries)
+    start = np.zeros(queries, np.int32)
+    start[1::3] = queries + np.arange(len(start[1::3]))
+    options = {"mask": dma.IntervalMask(start, np.full(queries, 2**31 - 1, np.int32)),
+               "bias": np.random.default_rng(2).standard_normal((1, 1, queries)).astype(np.float32)}
+    results = []
+    for spoil in (False, True):
+        if spoil:
+            {"key": k, "value": v}.get(bad, options["bias"][:, 0])[:, 1::3] = np.nan if bad != "value" else np.inf
+        with gpu(kernel):
+            out, lse = dma.attention(q, k, v, **options, return_lse=True, backend="emulator")
+            results.append((out, *attention_backward(out, q, k, v, out, lse, **options, backend="emulator")))
+    for clean, found in zip(*results):
+        assert np.array_equal(clean, found)
+    assert not found[..., 1::3].any() and not results[1][2][:, 1::3].any() and not results[1][3][:, 1::3].any()
+
+
+@pytest.mark.parametrize("shown", [(1, 2, 70, 600), (1, 1, 70, 600)])
+def test_no_address_is_made_of_a_bias_that_there_is_not(shown):
+    """A dense bias with negative strides: those of a key bias are added to no address."""
+    arrays = problem("portable")
+    bias = np.random.default_rng(0).standard_normal(shown).astype(np.float16)[::-1, ::-1, ::-1]
+    for kernel in ("portable", "hopper"):
+        with emulator.hopper_gpu(build="plain") if kernel == "hopper" else emulator.using(build="plain"):
+            out = dma.attention(*arrays, bias=bias, backend="emulator")
+        check_forward(arrays, out, bias=bias)

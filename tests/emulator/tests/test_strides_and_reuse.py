@@ -1,0 +1,118 @@
+"""Query, key and value with strides of their own, edges of tiles and chunks, and masks that several calls share, on the
+CPU emulator: inputs on which small faults of the kernels and their launchers show."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward
+
+build = pytest.importorskip("tests.emulator.build")
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+from tests import emulator  # noqa: E402
+from tests.emulator.tests.test_forward import BUILD  # noqa: E402
+
+
+@pytest.fixture(autouse=True, params=["portable", "hopper"])
+def device(request):
+    with emulator.hopper_gpu(build=BUILD) if request.param == "hopper" else emulator.using(build=BUILD) as runtime:
+        yield runtime
+
+
+def draw(*shape, dtype=np.float16, seed=0):
+    """Numbers that differ from shape to shape."""
+    return np.random.default_rng((seed, *shape)).standard_normal(shape).astype(dtype)
+
+
+def within(array, *shape):
+    """The array as a part of a larger one of this shape, with its strides."""
+    larger = np.full(shape, np.nan, array.dtype)
+    part = larger[tuple(slice(size) for size in array.shape)]
+    part[...] = array
+    return part
+
+
+def check_attention(*arrays, error=3e-3, **options):
+    found, expected = (dma.attention(*arrays, **options, return_lse=True, backend=name)
+                       for name in ("emulator", "numpy"))
+    assert np.abs(found[0].astype("f4") - expected[0].astype("f4")).max() < error
+    assert np.abs(found[1] - expected[1]).max() < 1e-4
+
+
+LARGER = {"batch": (2, 50, 2, 16), "row": (2, 40, 3, 16), "head": (2, 40, 2, 24), "odd": (2, 40, 2, 19)}
+
+
+@pytest.mark.parametrize("which", range(5))
+@pytest.mark.parametrize("larger", LARGER)
+def test_one_array_has_other_strides(larger, which):
+    """Forward and gradients read each of query, key, value, dout and out at its own strides."""
+    shape, places = LARGER[larger], [lambda array: array] * 5
+    places[which] = lambda array: within(array, *shape)
+    arrays = [place(draw(2, 40, 2, 16, seed=seed)) for seed, place in enumerate(places[:3])]
+    check_attention(*arrays)
+    out, lse = dma.attention(*arrays, return_lse=True, backend="numpy")
+    upstream, out = places[3](draw(*out.shape, seed=3)), places[4](out)
+    found, expected = (attention_backward(upstream, *arrays, out, lse, backend=name) for name in ("emulator", "numpy"))
+    for ours, other in zip(found[:3], expected[:3]):
+        assert np.abs(ours.astype("f4") - other.astype("f4")).max() < 1e-2
+
+
+def test_a_head_stride_that_is_not_aligned():
+    """Rows are, so that only the heads tell that 16 bytes cannot be read at a time."""
+    store = np.zeros(20 * 40, np.float16)
+    query = np.lib.stride_tricks.as_strided(store, (1, 20, 2, 16), (1600, 80, 34, 2))
+    query[...] = draw(*query.shape)
+    check_attention(query, *(draw(1, 20, 2, 16, seed=seed) for seed in (1, 2)))
+
+
+def test_the_gradient_of_a_strided_value_through_the_scores():
+    query, key, value = (draw(2, 40, 2, 16, seed=seed) for seed in range(3))
+    options = {"dt_proj": draw(2, 32, dtype=np.float32) / 6, "A": np.full(2, 0.5, np.float32), "window": 9}
+    for larger in LARGER.values():
+        strided = within(value, *larger)
+        out, lse = dma.dynamic_mask_attention(query, key, strided, **options, return_lse=True, backend="numpy")
+        found, expected = (dynamic_mask_attention_backward(out, query, key, strided, out, lse, **options,
+                                                           needs=("value",), backend=name).value
+                           for name in ("emulator", "numpy"))
+        assert np.abs(found.astype("f4") - expected.astype("f4")).max() < 2e-2
+
+
+def test_tiles_that_begin_inside_the_heads_of_a_query():
+    """Tiles of 16 rows begin and end between the 7 heads of a query."""
+    scores = draw(1, 1, 700, dtype=np.float32)
+    for mask in (dma.IntervalMask.causal(700), dma.IntervalMask.sliding_window(700, 600)):
+        check_attention(draw(1, 5, 7, 16), *(draw(1, 700, 1, 16, seed=seed) for seed in (1, 2)), mask=mask, bias=scores)
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 4, 8])
+def test_a_last_position_that_begins_a_chunk(tiles):
+    """The last query of ``tiles`` tiles, whose lists are made together, is at key 2048, the first one of a chunk."""
+    shift, length = 2049 - 64 * tiles, 64 * tiles + 20
+    key = draw(1, shift + length, 1, 8)
+    check_attention(draw(1, length, 1, 8), key, key, mask=dma.IntervalMask.sliding_window(shift + length, 64))
+
+
+def test_a_key_that_only_the_last_word_of_queries_sees():
+    query, key, value = (draw(1, n, 1, 16, seed=seed) for seed, n in enumerate((120, 200, 200)))
+    mask = np.zeros((1, 1, 120, 200), bool)
+    mask[..., 5] = mask[0, 0, 110, 150] = True
+    out, lse = dma.attention(query, key, value, mask=mask, return_lse=True, backend="numpy")
+    found, expected = (attention_backward(np.ones_like(out), query, key, value, out, lse, mask=mask, backend=name).value
+                       for name in ("emulator", "numpy"))
+    assert expected[0, 150].any() and np.abs(found.astype("f4") - expected.astype("f4")).max() < 0.1
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_mask_with_causality_and_without(first):
+    """Lists are kept on the mask, and causality belongs to their identity."""
+    stop = np.random.default_rng(0).integers(0, 400, 300).astype(np.int32)
+    mask = dma.IntervalMask(np.full(300, -5, np.int32), stop)
+    arrays = [draw(1, 300, 1, 16, seed=seed) for seed in range(3)]
+    for causal in (first, not first):
+        check_attention(*arrays, mask=mask, causal=causal)
+        out, lse = dma.attention(*arrays, mask=mask, causal=causal, return_lse=True, backend="numpy")
+        found, expected = (attention_backward(out, *arrays, out, lse, mask=mask, causal=causal, backend=name)
+                           for name in ("emulator", "numpy"))
+        assert all(np.abs(a.astype("f4") - b.astype("f4")).max() < 1e-2 for a, b in zip(found[:3], expected[:3]))
