@@ -465,7 +465,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     **{f"test_softcaps_of_any_size[{name}]":
         elsewhere(test_numerics.test_softcaps_of_any_size, "portable", "float16", 1.0, softcap)
        for name, softcap in (("0.5", 0.5), ("1e5", 1e5), ("3e38", 3e38))},
-    "test_keys_behind": elsewhere(test_numerics.test_nothing_comes_from_keys_behind_the_last_query, "portable", "key", 4),
+    "test_keys_behind":
+        elsewhere(test_numerics.test_nothing_comes_from_keys_behind_the_last_query, "portable", "key", 4),
     "test_keys_behind[Hopper]":
         elsewhere(test_numerics.test_nothing_comes_from_keys_behind_the_last_query, "hopper", "key", 200),
     "test_other_strides[batch]": elsewhere(test_strides_and_reuse.test_one_array_has_other_strides, "batch", 2),
