@@ -30,8 +30,8 @@ __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000);
 // The largest one that is no farther from 0, with the sign of x; infinity is one.
 __device__ __forceinline__ float power_of_2_below(float x) { return __uint_as_float(__float_as_uint(x) & 0xff800000u); }
 
-// A logit or bias in units of log 2. Rounding towards zero keeps a finite one finite: a bias may be the lowest number of
-// its type, and only -inf hides a key.
+// A logit or bias in units of log 2. Rounding towards zero keeps a finite one finite: a bias may be the lowest number
+// of its type, and only -inf hides a key.
 __device__ __forceinline__ float log2_units(float natural) { return __fmul_rz(natural, LOG2_E); }
 
 // ---- conversions between float32 and the type of the elements, round to nearest even ----

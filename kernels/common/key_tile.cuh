@@ -25,8 +25,8 @@ struct KeyTile {
     long long partial;             // KEYS_LISTED without BITS: row of the first key's partial sums
     int entry;                     // BITS: of the first key, among those of the list row
 
-    // Behind the last query's. A key that begins there or later counts as one that nobody sees: steps go on with columns
-    // that are no queries, which would see it.
+    // Behind the last query's. A key that begins there or later counts as one that nobody sees: the last step has
+    // columns that are no queries and would see it.
     __device__ __forceinline__ int end_position() const { return end_query + shift; }
 
     // Whether its sums are partial ones.

@@ -50,8 +50,8 @@ constexpr int THREADS = 256;
 constexpr int OWN = 8;  // consecutive keys of a thread
 constexpr int CHUNK = THREADS * OWN;
 
-// The intervals of a row of the mask, within the positions of queries: a key that no query sees, whatever it holds, must be
-// in no list.
+// The intervals of a row of the mask, within the positions of queries: a key that no query sees may hold NaN, and must
+// be in no list.
 struct Intervals {
     const int *start, *stop;
     int first_position, key_length;

@@ -84,7 +84,7 @@ __device__ __forceinline__ void for_each_pair(const Fragment (&x)[OUT_FRAGMENTS]
         }
 }
 
-// Logits in log 2 units from q . k: as LogitScale of common/softmax.cuh, for softcaps that are not large (`softcapped`).
+// Logits in log 2 units from q . k: as LogitScale of common/softmax.cuh, for softcaps that are not large.
 struct BackwardLogits {
     float scale, cap, exponent;  // scale in log 2 units without a softcap
 

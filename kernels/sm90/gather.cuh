@@ -180,10 +180,10 @@ __device__ __forceinline__ float fetch_bias(const AttentionParams& p, const Plan
 #endif
 }
 
-// A bias in units of 1 / `inverse_unit` log 2, such that p = 2^(unit * s - m) can bear it: of a product that m cannot hold,
-// half its last place is left as an exponent. So below -FAR biases become powers of 2, whose products are exact. q . k makes
-// no difference there, and lse, in which a row that sees nothing else has them, is not lower than it should be: that would
-// make probabilities of the backward pass infinite. Rounding towards zero makes no new infinity.
+// A bias in units of Q K^T, or of log 2, such that p = 2^(unit * s - m) can bear it: of a product that m cannot hold,
+// half its last place is left as an exponent. So below -FAR biases become powers of 2, whose products are exact: nearer
+// to 0, as a lower lse would make probabilities of the backward pass infinite. q . k makes no difference there.
+// Rounding towards zero makes no new infinity.
 __device__ __forceinline__ float bearable_bias(float bias, float inverse_unit) {
     constexpr float FAR = 134217728.0f;
     const float x = __fmul_rz(log2_units(bias), inverse_unit);

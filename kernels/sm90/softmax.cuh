@@ -102,8 +102,8 @@ struct OnlineSoftmax {
     }
 #endif
 
-    // Raises m by the exponents of finite sums above `limit`, as far as it holds their sum. Earlier outputs must be multiplied
-    // by `factor`; p, its sums and l have been.
+    // Raises m by the exponents of finite sums above `limit`, as far as a float holds the result. Earlier outputs must
+    // be multiplied by `factor`; p, its sums and l have been.
     __device__ __forceinline__ void rescale_by_power_of_2(Fragment (&s)[KEY_FRAGMENTS], float (&sum)[2], float limit,
                                                           float (&factor)[2]) {
 #pragma unroll

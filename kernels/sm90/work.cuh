@@ -101,5 +101,6 @@ struct Plan {
     __device__ __forceinline__ Plan(const AttentionParams& p, const Tile& t)
         : tile(t), output(p, t), source(locate_keys(p, t)), keys(p.key + t.batch * p.key_batch + t.group * p.key_head),
           values(p.value + t.batch * p.value_batch + t.group * p.value_head),
-          bias(p.bias + (BIAS == BIAS_OF_KEYS ? t.batch * p.bias_batch + t.group * p.bias_group + t.first_head * p.bias_head : 0)) {}
+          bias(p.bias + (BIAS == BIAS_OF_KEYS
+                             ? t.batch * p.bias_batch + t.group * p.bias_group + t.first_head * p.bias_head : 0)) {}
 };

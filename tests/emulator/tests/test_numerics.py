@@ -1,9 +1,10 @@
-"""Numbers at the ends of their range, on the CPU emulator and by section 12 of the specification: biases as low as their
-type has them, softcaps of any size, and NaN where no query looks."""
+"""Numbers at the ends of their range, on the CPU emulator and by section 12 of the specification: biases as low as
+their type has them, softcaps of any size, and NaN where no query looks."""
 from __future__ import annotations
 
 import contextlib
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -36,9 +37,8 @@ def problem(kernel, dtype="float16", keys=600, queries=70, head_dim=32, heads=(2
 
 
 def check_forward(arrays, out, lse=None, **options):
-    (ref, ref_lse), (plain, plain_lse) = (function(*arrays, **options, tf32=True) if i else function(*arrays, **options)
-                                          for i, function in enumerate((reference.attention,
-                                                                        reference.same_precision_attention)))
+    ref, ref_lse = reference.attention(*arrays, **options)
+    plain, plain_lse = reference.same_precision_attention(*arrays, **options, tf32=True)
     reference.assert_matches_reference(out, ref, plain, out.dtype)
     if lse is not None:
         reference.assert_matches_reference(lse, ref_lse, plain_lse, lse.dtype)
@@ -54,6 +54,10 @@ def check_gradients(arrays, dout, found, **options):
 
 
 # ---- biases ---------------------------------------------------------------------------------------------------------
+
+
+def lowest_of(kind):
+    return float(ml_dtypes.finfo("float32" if kind == "key" else kind).min)
 
 
 def low_bias(kind, low, queries, keys, near):
@@ -76,7 +80,7 @@ def low_bias(kind, low, queries, keys, near):
 def test_low_biases(kernel, dtype, kind, low, near):
     """They hide a key beside others, but a row that sees no others sees them: its output is their mean."""
     arrays = problem(kernel, dtype)
-    lowest = float(reference.ml_dtypes.finfo(kind if kind != "key" else "float32").min)
+    lowest = lowest_of(kind)
     bias = low_bias(kind, lowest if low == "lowest" else low, arrays[0].shape[1], 600, near)
     with gpu(kernel):
         out, lse = dma.attention(*arrays, bias=bias, return_lse=True, backend="emulator")
@@ -91,10 +95,10 @@ def test_low_biases(kernel, dtype, kind, low, near):
     ("portable", "float16", "key"), ("portable", "bfloat16", "bfloat16"), ("portable", "float32", "float32"),
     ("hopper", "bfloat16", "key")])
 def test_gradients_with_low_biases(kernel, dtype, kind, low, softcap):
-    """The first rows see nothing but such keys. float32 does not hold their probabilities, which must not become infinite:
-    they have no gradient."""
+    """The first rows see nothing but such keys. float32 does not hold their probabilities, which must not become
+    infinite: they have no gradient."""
     arrays = problem(kernel, dtype, keys=90, queries=90)
-    lowest = float(reference.ml_dtypes.finfo(kind if kind != "key" else "float32").min)
+    lowest = lowest_of(kind)
     options = {"bias": low_bias(kind, lowest if low == "lowest" else low, 90, 90, 50), "causal": True,
                "softcap": softcap}
     dout = arrays[0][:, ::-1].copy()
