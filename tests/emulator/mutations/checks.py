@@ -450,8 +450,8 @@ CHECKS: dict[str, Callable[[], None]] = {
         elsewhere(test_backward.test_key_scores_backward, "float16", "exp", (1, 35, 20, 64)),
     "sm90 backward[blank rows]":
         sm90_backward_test(test_sm90_backward.test_rows_that_see_nothing_may_hold_anything, 64, True),
-    "sm90 backward[unseen keys]":
-        sm90_backward_test(test_sm90_backward.test_keys_that_nobody_sees_may_hold_anything, False, True),
+    "sm90 one pass[unseen keys]":
+        sm90_backward_test(test_sm90_backward.test_keys_that_nobody_sees_may_hold_anything, False, False),
     "sm90 backward[softcap, vanished]":
         sm90_backward_test(test_sm90_backward.test_softcaps_of_small_and_vanishing_probabilities, 20.0, 60.0, True),
     "sm90 backward[a bad value]":
@@ -469,7 +469,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         elsewhere(test_numerics.test_gradients_with_low_biases, "hopper", "bfloat16", "key", -1e7, 0.0),
     **{f"test_softcaps_of_any_size[{name}]":
         elsewhere(test_numerics.test_softcaps_of_any_size, "portable", "float16", 1.0, softcap)
-       for name, softcap in (("0.5", 0.5), ("1e5", 1e5), ("3e38", 3e38))},
+       for name, softcap in (("0.5", 0.5), ("1e5", 1e5), ("1.7e38", 1.7e38))},
     "test_keys_behind":
         elsewhere(test_numerics.test_nothing_comes_from_keys_behind_the_last_query, "portable", "key", 4),
     "test_keys_behind[Hopper]":
