@@ -145,6 +145,17 @@ def test_softcaps_of_any_size(kernel, dtype, size, softcap):
     check_gradients(arrays, dout, found[:3], softcap=softcap)
 
 
+@pytest.mark.parametrize("kernel", ["portable", "hopper"])
+def test_a_small_scale_beside_a_large_softcap(kernel):
+    """Their quotient is below float32's ordinary numbers."""
+    q, k, v = problem(kernel, "bfloat16", keys=100)
+    q, k, options = (q.astype("f4") * 1000).astype(q.dtype), (k.astype("f4") * 1000).astype(k.dtype), {"scale": 1e-7}
+    with gpu(kernel):
+        out = dma.attention(q, k, v, **options, softcap=1.7e38, backend="emulator")
+        expected = dma.attention(q, k, v, **options, backend="emulator")
+    assert np.abs(out.astype("f4") - expected.astype("f4")).max() < 2**-6
+
+
 # ---- what nobody sees -----------------------------------------------------------------------------------------------
 
 
