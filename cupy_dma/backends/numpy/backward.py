@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupy_dma.backends.numpy.host import host, rounded, widened
+from cupy_dma.backends.numpy.threads import one_blas_thread
 from cupy_dma.backends.numpy.tiles import Row, Tile, chunks, entry, logits, rows_of, weighted_sum
 from cupy_dma.calls.types import AttentionBackwardCall
 
@@ -21,8 +22,9 @@ def attention_backward(call: AttentionBackwardCall) -> tuple[Any, Any, Any, Any]
     with np.errstate(all="ignore"):
         total = _Accumulators(call)
         for row in rows_of(forward):
-            for tile in row.tiles:
-                total.add(row, tile)
+            with one_blas_thread():
+                for tile in row.tiles:
+                    total.add(row, tile)
         dq, dk, dv, dbias = (rounded(total.found[name], operand) if name in call.needs and operand is not None else None
                              for name, operand in arguments.items())
     return dq, dk, dv, dbias

@@ -7,6 +7,7 @@ import numpy as np
 
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends.numpy.host import deliver, host, widened
+from cupy_dma.backends.numpy.threads import one_blas_thread
 from cupy_dma.backends.numpy.tiles import Row, Tile, chunks, entry, logits, rows_of, weighted_sum
 from cupy_dma.calls.types import AttentionCall
 
@@ -20,11 +21,12 @@ def attention(call: AttentionCall) -> tuple[Any, Any]:
     with np.errstate(all="ignore"):
         for row in rows_of(call):
             added = None if bias is None else entry(bias, row, call)
-            for tile in row.tiles:
-                here = row.batch, slice(tile.begin, tile.end), row.heads
-                q = np.moveaxis(query[here], 1, 0).astype(kind) * kind.type(call.scale)
-                o, lse[row.batch, row.heads, tile.begin:tile.end] = _attend(q, row, tile, added, call.softcap)
-                out[here] = np.moveaxis(o, 0, 1)
+            with one_blas_thread():
+                for tile in row.tiles:
+                    here = row.batch, slice(tile.begin, tile.end), row.heads
+                    q = np.moveaxis(query[here], 1, 0).astype(kind) * kind.type(call.scale)
+                    o, lse[row.batch, row.heads, tile.begin:tile.end] = _attend(q, row, tile, added, call.softcap)
+                    out[here] = np.moveaxis(o, 0, 1)
     return deliver(out, call.query), deliver(lse, call.query)
 
 
