@@ -11,7 +11,7 @@ import numpy as np
 
 from cupy_dma.backends.numpy.host import host, rounded, widened
 from cupy_dma.backends.numpy.threads import one_blas_thread
-from cupy_dma.backends.numpy.tiles import Row, Tile, chunks, entry, logits, rows_of, weighted_sum
+from cupy_dma.backends.numpy.tiles import Row, Tile, chunks, entry, hide, logits, rows_of, weighted_sum
 from cupy_dma.calls.types import AttentionBackwardCall
 
 
@@ -49,28 +49,37 @@ class _Accumulators:
         here, there = (b, slice(tile.begin, tile.end), row.heads), (b, row.heads, slice(tile.begin, tile.end))
         lse = self.lse[there]
         alive = (lse != -np.inf)[..., None]  # a row with no visible keys contributes nothing, whatever it contains
-        q, do, out = (np.where(alive, np.moveaxis(x[here], 1, 0).astype(kind), kind(0))
+        q, do, out = (np.moveaxis(x[here], 1, 0).astype(kind, order="C")
                       for x in (self.query, self.dout, self.out))
-        shift = np.where(alive, lse[..., None], kind(0))
+        shift = lse[..., None].astype(kind)
         delta = (do * out).sum(axis=2, keepdims=True)
         if self.dlse is not None:
-            delta = np.where(alive, delta - self.dlse[there][..., None], kind(0))
+            delta -= self.dlse[there][..., None]
+        some_dead = not alive.all()
+        if some_dead:
+            for x in (q, do, shift, delta):
+                hide(x, alive)
         q *= kind(call.scale)
         dq = np.zeros(q.shape, kind)
         bias = None if self.bias is None else entry(self.bias, row, call)
         nonfinite_q, nonfinite_do = (~np.isfinite(x).all(axis=2).reshape(-1) for x in (q, do))
         for keys, full in chunks(tile):
             s, visible, tanh = logits(q, row, tile, keys, full, bias, call.softcap)
-            p = np.exp(s - shift)
+            s -= shift
+            p = np.exp(s, out=s)
             if visible is not None:
-                p = np.where(visible, p, kind(0))  # lse may be NaN
+                hide(p, visible)  # lse may be NaN
             if "value" in found:
                 found["value"][b, keys, row.kv_head] += _transposed_sum(p, do, nonfinite_do, visible)
             if found.keys() == {"value"}:
                 continue
-            dp = (do.reshape(-1, do.shape[2]) @ row.keys.v[keys].T).reshape(p.shape)
-            ds = p * (dp - delta)
-            ds = np.where(alive if visible is None else alive & visible, ds, kind(0))
+            ds = (do.reshape(-1, do.shape[2]) @ row.keys.v[keys].T).reshape(p.shape)  # dp
+            ds -= delta
+            ds *= p
+            if visible is not None:
+                hide(ds, visible)
+            if some_dead:
+                hide(ds, alive)
             if "bias" in found:
                 _add_bias(entry(found["bias"], row, call), ds, tile, keys)
             if tanh is not None:

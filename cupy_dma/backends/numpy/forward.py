@@ -39,7 +39,8 @@ def _attend(q: np.ndarray, row: Row, tile: Tile, bias: np.ndarray | None,
         s, visible, _ = logits(q, row, tile, keys, full, bias, softcap)
         m_new = np.maximum(m, s.max(axis=2))
         shift = np.where(m_new == -np.inf, kind(0), m_new)
-        p = np.exp(s - shift[..., None])
+        s -= shift[..., None]
+        p = np.exp(s, out=s)
         rescale = np.exp(m - shift)
         total = total * rescale + p.sum(axis=2)
         out = out * rescale[..., None] + weighted_sum(p, row.keys.v[keys], row.keys.nonfinite_v[keys], visible)
