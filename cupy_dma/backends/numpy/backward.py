@@ -11,7 +11,18 @@ import numpy as np
 
 from cupy_dma.backends.numpy.host import host, rounded, widened
 from cupy_dma.backends.numpy.threads import one_blas_thread
-from cupy_dma.backends.numpy.tiles import Row, Tile, chunks, entry, hide, logits, rows_of, weighted_sum
+from cupy_dma.backends.numpy.tiles import (
+    Row,
+    Scratch,
+    Tile,
+    chunks,
+    entry,
+    hide,
+    logits,
+    nonfinite_rows,
+    rows_of,
+    weighted_sum,
+)
 from cupy_dma.calls.types import AttentionBackwardCall
 
 
@@ -19,10 +30,10 @@ def attention_backward(call: AttentionBackwardCall) -> tuple[Any, Any, Any, Any]
     """``(dquery, dkey, dvalue, dbias)``, None for what is not in ``call.needs``; see ``cupy_dma.backends``."""
     forward = call.forward
     arguments = {"query": forward.query, "key": forward.key, "value": forward.value, "bias": forward.bias}
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), one_blas_thread():
         total = _Accumulators(call)
         for row in rows_of(forward):
-            with one_blas_thread():
+            with one_blas_thread():  # again: a concurrent call that has ended lifted the limit
                 for tile in row.tiles:
                     total.add(row, tile)
         dq, dk, dv, dbias = (rounded(total.found[name], operand) if name in call.needs and operand is not None else None
@@ -41,6 +52,7 @@ class _Accumulators:
         self.bias = None if forward.bias is None else host(forward.bias)
         shapes = {"query": forward.query.shape, "key": forward.key.shape, "value": forward.value.shape,
                   "bias": () if forward.bias is None else forward.bias.shape}
+        self.for_p, self.for_ds = Scratch(), Scratch()
         self.found = {name: np.zeros(shapes[name], self.kind) for name in call.needs}
 
     def add(self, row: Row, tile: Tile) -> None:
@@ -49,7 +61,7 @@ class _Accumulators:
         here, there = (b, slice(tile.begin, tile.end), row.heads), (b, row.heads, slice(tile.begin, tile.end))
         lse = self.lse[there]
         alive = (lse != -np.inf)[..., None]  # a row with no visible keys contributes nothing, whatever it contains
-        q, do, out = (np.moveaxis(x[here], 1, 0).astype(kind, order="C")
+        q, do, out = (x[here].swapaxes(0, 1).astype(kind, order="C")
                       for x in (self.query, self.dout, self.out))
         shift = lse[..., None].astype(kind)
         delta = (do * out).sum(axis=2, keepdims=True)
@@ -62,9 +74,9 @@ class _Accumulators:
         q *= kind(call.scale)
         dq = np.zeros(q.shape, kind)
         bias = None if self.bias is None else entry(self.bias, row, call)
-        nonfinite_q, nonfinite_do = (~np.isfinite(x).all(axis=2).reshape(-1) for x in (q, do))
+        nonfinite_q, nonfinite_do = (nonfinite_rows(x).reshape(-1) for x in (q, do))
         for keys, full in chunks(tile):
-            s, visible, tanh = logits(q, row, tile, keys, full, bias, call.softcap)
+            s, visible, tanh = logits(q, row, tile, keys, full, bias, call.softcap, self.for_p)
             s -= shift
             p = np.exp(s, out=s)
             if visible is not None:
@@ -73,7 +85,7 @@ class _Accumulators:
                 found["value"][b, keys, row.kv_head] += _transposed_sum(p, do, nonfinite_do, visible)
             if found.keys() == {"value"}:
                 continue
-            ds = (do.reshape(-1, do.shape[2]) @ row.keys.v[keys].T).reshape(p.shape)  # dp
+            ds = self.for_ds.product(do, row.keys.v[keys])  # dp
             ds -= delta
             ds *= p
             if visible is not None:
@@ -89,7 +101,7 @@ class _Accumulators:
             if "key" in found:
                 found["key"][b, keys, row.kv_head] += _transposed_sum(ds, q, nonfinite_q, visible)
         if "query" in found:
-            found["query"][here] = np.moveaxis(dq, 0, 1) * kind(call.scale)
+            found["query"][here] = dq.swapaxes(0, 1) * kind(call.scale)
 
 
 def _transposed_sum(weights: np.ndarray, rows: np.ndarray, nonfinite: np.ndarray,

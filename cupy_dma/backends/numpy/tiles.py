@@ -58,7 +58,7 @@ def rows_of(call: AttentionCall) -> Iterator[Row]:
     for b in range(call.batch):
         for g in range(call.kv_heads):
             k, v = (np.ascontiguousarray(x[b, :, g], kind) for x in (key, value))
-            keys = Keys(k, v, *(~np.isfinite(x).all(axis=1) for x in (k, v)))
+            keys = Keys(k, v, nonfinite_rows(k), nonfinite_rows(v))
             for h in range(g * group, (g + 1) * group, together):
                 yield Row(b, g, slice(h, h + together), keys, tiles_of(b, h))
 
@@ -76,25 +76,41 @@ def _row(array: np.ndarray, b: int, h: int, call: AttentionCall) -> np.ndarray:
     return array[b if array.shape[0] > 1 else 0, h if heads > 1 else 0]
 
 
+class Scratch:
+    """Memory for one product after the other, as large as the largest.
+
+    Arrays of this size, made anew, are given back to the system and mapped again page by page, which takes up to half
+    the time of a backward pass.
+    """
+
+    def __init__(self) -> None:
+        self.flat = np.empty(0)
+
+    def product(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """``a (heads, queries, D) @ b (keys, D)^T``; overwrites the product before."""
+        rows, columns = a.shape[0] * a.shape[1], len(b)
+        if self.flat.size < rows * columns:
+            self.flat = np.empty(rows * columns, a.dtype)
+        out = self.flat[:rows * columns].reshape(rows, columns)
+        return np.matmul(a.reshape(rows, -1), b.T, out=out).reshape(*a.shape[:2], columns)
+
+
 def logits(q: np.ndarray, row: Row, tile: Tile, keys: np.ndarray, full: bool, bias: np.ndarray | None,
-           softcap: float) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """Logits of the scaled queries ``q (heads, queries, D)`` and these keys, -inf where a query does not see a key.
+           softcap: float, scratch: Scratch) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+    """Logits of the scaled queries ``q (heads, queries, D)`` and these keys, anything where a query does not see a key.
 
     Also which pairs are visible, bool ``(queries, keys)``, None if all are (``full``); and ``tanh(x / softcap)``, None
-    without softcap.
+    without softcap. The next call with the same ``scratch`` overwrites the logits.
     """
     kind = q.dtype.type
-    s, tanh = (q.reshape(-1, q.shape[2]) @ row.keys.k[keys].T).reshape(*q.shape[:2], len(keys)), None
+    s, tanh = scratch.product(q, row.keys.k[keys]), None
     if softcap > 0:
         tanh = np.tanh(s / kind(softcap))
         s = kind(softcap) * tanh
     if bias is not None:
         rows = bias if bias.shape[0] == 1 else bias[tile.begin:tile.end]
         s += (rows if bias.shape[1] == 1 else rows[:, keys]).astype(kind)
-    visible = None if full else tile.visible(keys)
-    if visible is not None:
-        hide(s, visible, -np.inf)
-    return s, visible, tanh
+    return s, None if full else tile.visible(keys), tanh
 
 
 def hide(x: np.ndarray, visible: np.ndarray, instead: float = 0.0) -> None:
@@ -108,6 +124,14 @@ def hide(x: np.ndarray, visible: np.ndarray, instead: float = 0.0) -> None:
     bits &= kept
     if instead:
         bits |= ~kept & x.dtype.type(instead).view(bits.dtype)
+
+
+def nonfinite_rows(x: np.ndarray) -> np.ndarray:
+    """Which rows of ``x (..., D)`` contain a NaN or infinity."""
+    finite = np.isfinite(x)
+    if finite.all():  # along short rows all() takes ten times as long
+        return np.zeros(x.shape[:-1], bool)
+    return ~finite.all(axis=-1)
 
 
 def weighted_sum(p: np.ndarray, v: np.ndarray, nonfinite: np.ndarray, visible: np.ndarray | None) -> np.ndarray:
