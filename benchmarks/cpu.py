@@ -1,7 +1,8 @@
 """The NumPy backend beside torch's SDPA on the same CPU, forward and backward, in one run.
 
     python benchmarks/cpu.py                  both sizes, two minutes on two cores
-    python benchmarks/cpu.py --set small --repeats 101
+    python benchmarks/cpu.py --set small --repeats 101 --out /tmp/small
+    python benchmarks/cpu.py --update-docs    put the table of the recorded results into docs/lab/numpy.md
 
 Inputs: float32, independent normal numbers (numpy.random.default_rng of a number made from the case), 4/2 heads, D 32.
 small: B 8, N 256, w 64 and 256 (as many pairs as causal attention); large: B 1, N 16384, w 512. ``smoke``: tiny.
@@ -11,9 +12,9 @@ gradients. all BLAS threads: the same without the limit to one thread, to show w
 scaled_dot_product_attention with enable_gqa and its three gradients, contiguous (B, H, N, D) tensors, torch's own
 number of threads.
 
-Timing: wall time, the three by turns, ``--repeats`` times after a warm-up; medians, and the fastest. Where other
-programs want the cores too, only these numbers of one run can be compared with each other: the load average and the
-numbers of threads stand beside them.
+Timing: wall time, cupy_dma and sdpa by turns, ``--repeats`` times after a warm-up, then all BLAS threads (which take
+time from others for a while after their work); medians, and the fastest. Where other programs want the cores too, only
+these numbers of one run can be compared with each other: the load average and the numbers of threads stand beside them.
 
 Check: sampled rows and keys of every batch entry against float64, as in forward.py and backward.py. If any check fails
 the run exits with 1 and leaves the recorded results alone. Times have no part in that.
@@ -39,9 +40,10 @@ from threadpoolctl import ThreadpoolController, threadpool_info
 
 import cupy_dma as dma
 from benchmarks.harness import render
-from benchmarks.harness.suite import RESULTS, Case
+from benchmarks.harness.suite import RESULTS, ROOT, Case
 from cupy_dma.backends.numpy import threads
 
+DOCS = ROOT / "docs" / "lab" / "numpy.md"
 REPEATS = {"small": 41, "large": 5, "smoke": 2}
 WANTED = {"small": 0.5, "large": 3.0, "smoke": 0.0}  # times as fast as SDPA
 
@@ -50,6 +52,18 @@ def cases(which: str) -> list[Case]:
     found = [Case("small", 4, 2, 32, 256, 256, window, batch=8) for window in (64, 256)]
     found += [Case("large", 4, 2, 32, 16384, 16384, 512), Case("smoke", 4, 2, 16, 70, 70, 20, batch=2)]
     return [case for case in found if case.set == which or which == "all" and case.set != "smoke"]
+
+
+def by_turns(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Milliseconds of each call in each turn; the first turn does not count."""
+    ms: dict[str, list[float]] = {who: [] for who in calls}
+    for turn in range(repeats + 1):
+        for who, call in calls.items():
+            started = time.perf_counter()
+            call()
+            if turn:
+                ms[who].append(1e3 * (time.perf_counter() - started))
+    return ms
 
 
 class Benchmark:
@@ -89,14 +103,8 @@ class Benchmark:
         return call
 
     def rows(self, repeats: int) -> list[dict[str, Any]]:
-        calls = {"cupy_dma": self.ours, "all BLAS threads": self.unlimited, "sdpa": self.sdpa()}
-        ms: dict[str, list[float]] = {who: [] for who in calls}
-        for turn in range(repeats + 1):
-            for who, call in calls.items():
-                started = time.perf_counter()
-                call()
-                if turn:
-                    ms[who].append(1e3 * (time.perf_counter() - started))
+        ms = {**by_turns({"cupy_dma": self.ours, "sdpa": self.sdpa()}, repeats),
+              **by_turns({"all BLAS threads": self.unlimited}, repeats)}
         return [{"who": who, "stage": "forward+backward", "ms": statistics.median(found), "fastest_ms": min(found),
                  "repeats": repeats} for who, found in ms.items()]
 
@@ -136,18 +144,23 @@ def machine() -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    lines = ["| batch, N, heads, head dim, window | SDPA | all BLAS threads | cupy_dma | times as fast | wanted |",
-             "|---|--:|--:|--:|--:|--:|"]
+    lines = ["| batch, N, heads, head dim, window | SDPA | all BLAS threads | cupy_dma | times as fast | of the fastest "
+             "turns | wanted |", "|---|--:|--:|--:|--:|--:|--:|"]
     for case in result["cases"]:
-        sdpa, unlimited, ours = (render.value(case, who, "forward+backward")
-                                 for who in ("sdpa", "all BLAS threads", "cupy_dma"))
-        assert sdpa and ours
-        cells = [f"{case['batch']}, {render.label(case)}", *map(render.milliseconds, (sdpa, unlimited, ours)),
-                 render.times(sdpa / ours), f"≥ {render.times(WANTED[case['set']])}"]
+        ms, fastest = ({who: render.value(case, who, "forward+backward", field) or 0.0
+                        for who in ("sdpa", "all BLAS threads", "cupy_dma")} for field in ("ms", "fastest_ms"))
+        cells = [f"{case['batch']}, {render.label(case)}", *map(render.milliseconds, ms.values()),
+                 *(render.times(found["sdpa"] / found["cupy_dma"]) for found in (ms, fastest)),
+                 f"≥ {render.times(WANTED[case['set']])}"]
         lines.append("| " + " | ".join(cells) + " |")
     pools = ", ".join(f"{found['internal_api']} {found['num_threads']}" for found in result["thread_pools"])
-    return "\n".join(lines + ["", f"Milliseconds, medians by turns, {result['cores']} cores, threads: torch "
-                                  f"{result['torch_threads']}, {pools}; load {result['load'][0]:.1f}."])
+    versions = result["versions"]
+    return "\n".join([*lines, "", f"Milliseconds, medians, {result['cores']} cores, threads: torch "
+                                  f"{result['torch_threads']}, {pools}; load {result['load'][0]:.1f}; NumPy",
+                      f"{versions['numpy']}, torch {versions['torch']}, {result['date'][:10]}."])
+
+
+REPORT = render.Report("cpu", "NumPy backend", table, table, ())
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -156,15 +169,15 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument("--repeats", type=int, help=f"timed turns (default: {REPEATS})")
     options.add_argument("--out", default=str(RESULTS), help="folder of the JSON")
     options.add_argument("--commit", help="recorded as the commit where the tree is a copy without its history")
-    options.add_argument("--table", action="store_true", help="print the table of the recorded results")
+    options.add_argument("--update-docs", action="store_true", help="put the table of the recorded results into docs/lab")
     args = options.parse_args(arguments)
     path = Path(args.out) / "cpu_performance.json"
-    if args.table:
-        print(table(json.loads(path.read_text())))
+    if args.update_docs:
+        REPORT.update_readme(DOCS, json.loads(path.read_text()))
         return 0
     if args.repeats is not None and args.repeats < 1:
         options.error(f"argument --repeats: must be at least 1, got {args.repeats}")
-    result = {"method": __doc__, "arguments": vars(args), **machine(), "cases": []}
+    result = {"method": __doc__, "arguments": {"set": args.set, "repeats": args.repeats}, **machine(), "cases": []}
     result["commit"] = args.commit or result["commit"]
     for case in cases(args.set):
         bench = Benchmark(case)

@@ -1,4 +1,6 @@
-"""benchmarks/cpu.py on tiny inputs."""
+"""benchmarks/cpu.py on tiny inputs, and what it has recorded."""
+import json
+
 import pytest
 
 import cupy_dma as dma
@@ -30,6 +32,18 @@ def test_smoke_run(result):
         assert 0 < render.value(case, who, "forward+backward", "fastest_ms") <= render.value(
             case, who, "forward+backward")
     assert "| 2, 70, 4/2 heads, D 16, w 20 |" in cpu.table(result)
+
+
+def test_table_of_the_docs_is_the_recorded_one():
+    shown = cpu.DOCS.read_text().split(cpu.REPORT.begin)[1].split(cpu.REPORT.end)[0].strip()
+    recorded = (cpu.RESULTS / "cpu_performance.json").read_text()
+    assert shown == cpu.table(json.loads(recorded)), "run: python benchmarks/cpu.py --update-docs"
+
+
+def test_targets_are_met_in_the_recorded_run():
+    for case in json.loads((cpu.RESULTS / "cpu_performance.json").read_text())["cases"]:
+        sdpa, ours = (render.value(case, who, "forward+backward") for who in ("sdpa", "cupy_dma"))
+        assert sdpa / ours >= cpu.WANTED[case["set"]], case["name"]
 
 
 def test_without_the_limit_blas_has_all_threads(monkeypatch):
