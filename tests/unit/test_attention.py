@@ -291,3 +291,34 @@ def test_work_follows_the_kept_pairs(long_input, monkeypatch):
 
 def test_the_grid_names_are_unique():
     assert len({case.name for case in CASES}) == len(CASES) and all(isinstance(case, Case) for case in CASES)
+
+
+# ---- what the tiles are made of -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+@pytest.mark.parametrize("instead", [0.0, -np.inf])
+def test_hide_overwrites_anything_and_nothing_else(kind, instead):
+    x = np.array([[[1, np.nan, np.inf, -0.0], [-np.inf, 5, np.nan, 1e-45]]] * 2, kind)
+    visible = np.array([[True, False, False, True], [False, True, True, True]])
+    found = x.copy()
+    tiles.hide(found, visible, instead)
+    expected = np.where(visible, x, kind(instead))
+    assert found.tobytes() == expected.tobytes()
+
+
+def test_scratch_keeps_its_memory():
+    rng, scratch = np.random.default_rng(0), tiles.Scratch()
+    for shape in ((2, 9, 4), (2, 5, 4), (1, 3, 4)):
+        a, b = rng.standard_normal(shape), rng.standard_normal((7, 4))
+        found, flat = scratch.product(a, b), scratch.flat
+        np.testing.assert_allclose(found, a @ b.T)
+        assert np.shares_memory(found, flat)
+        assert flat.size == 2 * 9 * 7
+
+
+def test_rows_that_are_not_finite():
+    x = np.ones((2, 5, 3), np.float32)
+    assert not tiles.nonfinite_rows(x).any()
+    x[0, 1, 2], x[1, 4, 0] = np.nan, -np.inf
+    assert np.argwhere(tiles.nonfinite_rows(x)).tolist() == [[0, 1], [1, 4]]

@@ -5,10 +5,13 @@ visible pairs: attention loops over tiles of consecutive queries, gathers only t
 sees, and processes long key lists in chunks. No ``Lq x Lk`` array is ever allocated for interval masks, and dense masks
 and biases are read in slices. Every sum has a fixed order, so results are bitwise reproducible.
 
+Every product is that of one tile, too small to share: BLAS has one thread meanwhile, and the user's number afterwards.
+
 Invisible keys never contribute: the logit of an invisible key is replaced by -inf, and non-finite rows are added only
 to queries that see them (in a matrix product even a weight of 0 would propagate a NaN).
 
     host.py           operands as NumPy arrays, and back
+    threads.py        one BLAS thread for small products
     scores.py         key scores and their gradients
     selection.py      prefix top-w
     tiles.py          query tiles, their keys and logits      (shared by forward and backward)

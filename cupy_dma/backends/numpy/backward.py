@@ -10,7 +10,19 @@ from typing import Any
 import numpy as np
 
 from cupy_dma.backends.numpy.host import host, rounded, widened
-from cupy_dma.backends.numpy.tiles import Row, Tile, chunks, entry, logits, rows_of, weighted_sum
+from cupy_dma.backends.numpy.threads import one_blas_thread
+from cupy_dma.backends.numpy.tiles import (
+    Row,
+    Scratch,
+    Tile,
+    chunks,
+    entry,
+    hide,
+    logits,
+    nonfinite_rows,
+    rows_of,
+    weighted_sum,
+)
 from cupy_dma.calls.types import AttentionBackwardCall
 
 
@@ -18,11 +30,12 @@ def attention_backward(call: AttentionBackwardCall) -> tuple[Any, Any, Any, Any]
     """``(dquery, dkey, dvalue, dbias)``, None for what is not in ``call.needs``; see ``cupy_dma.backends``."""
     forward = call.forward
     arguments = {"query": forward.query, "key": forward.key, "value": forward.value, "bias": forward.bias}
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), one_blas_thread():
         total = _Accumulators(call)
         for row in rows_of(forward):
-            for tile in row.tiles:
-                total.add(row, tile)
+            with one_blas_thread():  # again: a concurrent call that has ended lifted the limit
+                for tile in row.tiles:
+                    total.add(row, tile)
         dq, dk, dv, dbias = (rounded(total.found[name], operand) if name in call.needs and operand is not None else None
                              for name, operand in arguments.items())
     return dq, dk, dv, dbias
@@ -39,6 +52,7 @@ class _Accumulators:
         self.bias = None if forward.bias is None else host(forward.bias)
         shapes = {"query": forward.query.shape, "key": forward.key.shape, "value": forward.value.shape,
                   "bias": () if forward.bias is None else forward.bias.shape}
+        self.for_p, self.for_ds = Scratch(), Scratch()
         self.found = {name: np.zeros(shapes[name], self.kind) for name in call.needs}
 
     def add(self, row: Row, tile: Tile) -> None:
@@ -47,28 +61,37 @@ class _Accumulators:
         here, there = (b, slice(tile.begin, tile.end), row.heads), (b, row.heads, slice(tile.begin, tile.end))
         lse = self.lse[there]
         alive = (lse != -np.inf)[..., None]  # a row with no visible keys contributes nothing, whatever it contains
-        q, do, out = (np.where(alive, np.moveaxis(x[here], 1, 0).astype(kind), kind(0))
+        q, do, out = (x[here].swapaxes(0, 1).astype(kind, order="C")
                       for x in (self.query, self.dout, self.out))
-        shift = np.where(alive, lse[..., None], kind(0))
+        shift = lse[..., None].astype(kind)
         delta = (do * out).sum(axis=2, keepdims=True)
         if self.dlse is not None:
-            delta = np.where(alive, delta - self.dlse[there][..., None], kind(0))
+            delta -= self.dlse[there][..., None]
+        some_dead = not alive.all()
+        if some_dead:
+            for x in (q, do, shift, delta):
+                hide(x, alive)
         q *= kind(call.scale)
         dq = np.zeros(q.shape, kind)
         bias = None if self.bias is None else entry(self.bias, row, call)
-        nonfinite_q, nonfinite_do = (~np.isfinite(x).all(axis=2).reshape(-1) for x in (q, do))
+        nonfinite_q, nonfinite_do = (nonfinite_rows(x).reshape(-1) for x in (q, do))
         for keys, full in chunks(tile):
-            s, visible, tanh = logits(q, row, tile, keys, full, bias, call.softcap)
-            p = np.exp(s - shift)
+            s, visible, tanh = logits(q, row, tile, keys, full, bias, call.softcap, self.for_p)
+            s -= shift
+            p = np.exp(s, out=s)
             if visible is not None:
-                p = np.where(visible, p, kind(0))  # lse may be NaN
+                hide(p, visible)  # lse may be NaN
             if "value" in found:
                 found["value"][b, keys, row.kv_head] += _transposed_sum(p, do, nonfinite_do, visible)
             if found.keys() == {"value"}:
                 continue
-            dp = (do.reshape(-1, do.shape[2]) @ row.keys.v[keys].T).reshape(p.shape)
-            ds = p * (dp - delta)
-            ds = np.where(alive if visible is None else alive & visible, ds, kind(0))
+            ds = self.for_ds.product(do, row.keys.v[keys])  # dp
+            ds -= delta
+            ds *= p
+            if visible is not None:
+                hide(ds, visible)
+            if some_dead:
+                hide(ds, alive)
             if "bias" in found:
                 _add_bias(entry(found["bias"], row, call), ds, tile, keys)
             if tanh is not None:
@@ -78,7 +101,7 @@ class _Accumulators:
             if "key" in found:
                 found["key"][b, keys, row.kv_head] += _transposed_sum(ds, q, nonfinite_q, visible)
         if "query" in found:
-            found["query"][here] = np.moveaxis(dq, 0, 1) * kind(call.scale)
+            found["query"][here] = dq.swapaxes(0, 1) * kind(call.scale)
 
 
 def _transposed_sum(weights: np.ndarray, rows: np.ndarray, nonfinite: np.ndarray,

@@ -7,7 +7,8 @@ import numpy as np
 
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends.numpy.host import deliver, host, widened
-from cupy_dma.backends.numpy.tiles import Row, Tile, chunks, entry, logits, rows_of, weighted_sum
+from cupy_dma.backends.numpy.threads import one_blas_thread
+from cupy_dma.backends.numpy.tiles import Row, Scratch, Tile, chunks, entry, hide, logits, rows_of, weighted_sum
 from cupy_dma.calls.types import AttentionCall
 
 
@@ -17,27 +18,33 @@ def attention(call: AttentionCall) -> tuple[Any, Any]:
     query, bias = host(call.query), None if call.bias is None else host(call.bias)
     out = np.zeros(call.query.shape, numpy_dtype(call.query.dtype))
     lse = np.full((call.batch, call.heads, call.query_length), -np.inf, kind)
-    with np.errstate(all="ignore"):
+    scratch = Scratch()
+    with np.errstate(all="ignore"), one_blas_thread():
         for row in rows_of(call):
             added = None if bias is None else entry(bias, row, call)
-            for tile in row.tiles:
-                here = row.batch, slice(tile.begin, tile.end), row.heads
-                q = np.moveaxis(query[here], 1, 0).astype(kind) * kind.type(call.scale)
-                o, lse[row.batch, row.heads, tile.begin:tile.end] = _attend(q, row, tile, added, call.softcap)
-                out[here] = np.moveaxis(o, 0, 1)
+            with one_blas_thread():  # again: a concurrent call that has ended lifted the limit
+                for tile in row.tiles:
+                    queries = slice(tile.begin, tile.end)
+                    q = query[row.batch, queries, row.heads].swapaxes(0, 1).astype(kind, order="C")
+                    q *= kind.type(call.scale)
+                    o, lse[row.batch, row.heads, queries] = _attend(q, row, tile, added, call.softcap, scratch)
+                    out[row.batch, queries, row.heads] = o.swapaxes(0, 1)
     return deliver(out, call.query), deliver(lse, call.query)
 
 
 def _attend(q: np.ndarray, row: Row, tile: Tile, bias: np.ndarray | None,
-            softcap: float) -> tuple[np.ndarray, np.ndarray]:
+            softcap: float, scratch: Scratch) -> tuple[np.ndarray, np.ndarray]:
     """``out`` and ``lse`` of the scaled queries ``q (heads, queries, D)`` over the tile's keys, by online softmax."""
     kind = q.dtype.type
     m, total, out = np.full(q.shape[:2], -np.inf, kind), np.zeros(q.shape[:2], kind), np.zeros(q.shape, kind)
     for keys, full in chunks(tile):
-        s, visible, _ = logits(q, row, tile, keys, full, bias, softcap)
+        s, visible, _ = logits(q, row, tile, keys, full, bias, softcap, scratch)
+        if visible is not None:
+            hide(s, visible, -np.inf)
         m_new = np.maximum(m, s.max(axis=2))
         shift = np.where(m_new == -np.inf, kind(0), m_new)
-        p = np.exp(s - shift[..., None])
+        s -= shift[..., None]
+        p = np.exp(s, out=s)
         rescale = np.exp(m - shift)
         total = total * rescale + p.sum(axis=2)
         out = out * rescale[..., None] + weighted_sum(p, row.keys.v[keys], row.keys.nonfinite_v[keys], visible)

@@ -12,6 +12,7 @@ import numpy as np
 
 from cupy_dma.arrays import Operand, numpy_dtype
 from cupy_dma.backends.numpy.host import deliver, host, rounded, widened
+from cupy_dma.backends.numpy.threads import one_blas_thread
 from cupy_dma.backends.numpy.tiles import weighted_sum
 
 SCORE_CHUNK = 4096  # keys whose values are converted at a time
@@ -24,7 +25,7 @@ def key_scores(value: Operand, dt_proj: Operand, A: Operand, dt_bias: Operand | 
     offset = 0 if dt_bias is None else host(dt_bias).astype(kind)
     batch, length, heads, size = value.shape
     scores = np.empty((batch, heads, length), kind)
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), one_blas_thread():
         for b in range(batch):
             for begin in range(0, length, SCORE_CHUNK):
                 rows = values[b, begin:begin + SCORE_CHUNK].astype(kind).reshape(-1, heads * size)
@@ -43,7 +44,7 @@ def key_scores_backward(dscores: Operand, value: Operand, dt_proj: Operand, A: O
     batch, length, heads, size = value.shape
     dv = np.zeros(value.shape, numpy_dtype(value.dtype)) if "value" in needs else None
     d_projection, da, d_offset = (np.zeros(x.shape, kind) for x in (projection, a, a))
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), one_blas_thread():
         for b in range(batch):
             for begin in range(0, length, SCORE_CHUNK):
                 span = slice(begin, begin + SCORE_CHUNK)

@@ -58,7 +58,7 @@ def rows_of(call: AttentionCall) -> Iterator[Row]:
     for b in range(call.batch):
         for g in range(call.kv_heads):
             k, v = (np.ascontiguousarray(x[b, :, g], kind) for x in (key, value))
-            keys = Keys(k, v, *(~np.isfinite(x).all(axis=1) for x in (k, v)))
+            keys = Keys(k, v, nonfinite_rows(k), nonfinite_rows(v))
             for h in range(g * group, (g + 1) * group, together):
                 yield Row(b, g, slice(h, h + together), keys, tiles_of(b, h))
 
@@ -76,25 +76,62 @@ def _row(array: np.ndarray, b: int, h: int, call: AttentionCall) -> np.ndarray:
     return array[b if array.shape[0] > 1 else 0, h if heads > 1 else 0]
 
 
+class Scratch:
+    """Memory for one product after the other, as large as the largest.
+
+    Arrays of this size, made anew, are given back to the system and mapped again page by page, which takes up to half
+    the time of a backward pass.
+    """
+
+    def __init__(self) -> None:
+        self.flat = np.empty(0)
+
+    def product(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """``a (heads, queries, D) @ b (keys, D)^T``; overwrites the product before."""
+        rows, columns = a.shape[0] * a.shape[1], len(b)
+        if self.flat.size < rows * columns:
+            self.flat = np.empty(rows * columns, a.dtype)
+        out = self.flat[:rows * columns].reshape(rows, columns)
+        return np.matmul(a.reshape(rows, -1), b.T, out=out).reshape(*a.shape[:2], columns)
+
+
 def logits(q: np.ndarray, row: Row, tile: Tile, keys: np.ndarray, full: bool, bias: np.ndarray | None,
-           softcap: float) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """Logits of the scaled queries ``q (heads, queries, D)`` and these keys, -inf where a query does not see a key.
+           softcap: float, scratch: Scratch) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+    """Logits of the scaled queries ``q (heads, queries, D)`` and these keys, anything where a query does not see a key.
 
     Also which pairs are visible, bool ``(queries, keys)``, None if all are (``full``); and ``tanh(x / softcap)``, None
-    without softcap.
+    without softcap. The next call with the same ``scratch`` overwrites the logits.
     """
     kind = q.dtype.type
-    s, tanh = (q.reshape(-1, q.shape[2]) @ row.keys.k[keys].T).reshape(*q.shape[:2], len(keys)), None
+    s, tanh = scratch.product(q, row.keys.k[keys]), None
     if softcap > 0:
         tanh = np.tanh(s / kind(softcap))
         s = kind(softcap) * tanh
     if bias is not None:
         rows = bias if bias.shape[0] == 1 else bias[tile.begin:tile.end]
         s += (rows if bias.shape[1] == 1 else rows[:, keys]).astype(kind)
-    visible = None if full else tile.visible(keys)
-    if visible is not None:
-        s = np.where(visible, s, kind(-np.inf))
-    return s, visible, tanh
+    return s, None if full else tile.visible(keys), tanh
+
+
+def hide(x: np.ndarray, visible: np.ndarray, instead: float = 0.0) -> None:
+    """Overwrite ``x (heads, queries, keys)`` where ``visible``, which broadcasts to it, is False; a NaN, too.
+
+    By the bits of the numbers, which are vector instructions: with a mask as irregular as that of the best keys
+    np.where takes four times as long as the product that ``x`` comes from.
+    """
+    bits = x.view(f"i{x.itemsize}")
+    kept = -visible.astype(bits.dtype)  # all bits or none
+    bits &= kept
+    if instead:
+        bits |= ~kept & x.dtype.type(instead).view(bits.dtype)
+
+
+def nonfinite_rows(x: np.ndarray) -> np.ndarray:
+    """Which rows of ``x (..., D)`` contain a NaN or infinity."""
+    finite = np.isfinite(x)
+    if finite.all():  # along short rows all() takes ten times as long
+        return np.zeros(x.shape[:-1], bool)
+    return ~finite.all(axis=-1)
 
 
 def weighted_sum(p: np.ndarray, v: np.ndarray, nonfinite: np.ndarray, visible: np.ndarray | None) -> np.ndarray:
@@ -141,11 +178,11 @@ class _TileMaker:
         call, n = self.call, self.call.key_length
         offset = n - call.query_length
         if self.runs is None:
-            start, stop = np.full(n, EVER, np.int64), np.full(n, n, np.int64)
+            start, stop = np.full(n, EVER, np.int32), np.full(n, n, np.int32)
         else:
-            start, stop = (_row(run, b, h, call).astype(np.int64) for run in self.runs)
+            start, stop = (_row(run, b, h, call) for run in self.runs)
         if call.causal:
-            start = np.maximum(start, np.arange(n))
+            start = np.maximum(start, np.arange(n, dtype=np.int32))
 
         # Keys enter in order of their starts and leave at their stops, so work is proportional to the visible pairs.
         ever = np.flatnonzero((start < stop) & (stop > offset))
@@ -158,7 +195,7 @@ class _TileMaker:
             active = np.concatenate((active, entering[entered:until]))
             active, entered = active[stop[active] > first], until
             full = (start[active] <= first) & (stop[active] > last)
-            position = np.arange(first, last + 1)[:, None]
+            position = np.arange(first, last + 1, dtype=np.int32)[:, None]
             visible = partial(_within, start, stop, position)
             yield Tile(begin, end, active[full], active[~full], visible)
 
