@@ -144,8 +144,8 @@ def machine() -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    lines = ["| batch, N, heads, head dim, window | SDPA | all BLAS threads | cupy_dma | times as fast | of the fastest "
-             "turns | wanted |", "|---|--:|--:|--:|--:|--:|--:|"]
+    lines = ["| batch, N, heads, head dim, window | SDPA | all BLAS threads | cupy_dma | times as fast | of the "
+             "fastest turns | wanted |", "|---|--:|--:|--:|--:|--:|--:|"]
     for case in result["cases"]:
         ms, fastest = ({who: render.value(case, who, "forward+backward", field) or 0.0
                         for who in ("sdpa", "all BLAS threads", "cupy_dma")} for field in ("ms", "fastest_ms"))
@@ -169,7 +169,8 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument("--repeats", type=int, help=f"timed turns (default: {REPEATS})")
     options.add_argument("--out", default=str(RESULTS), help="folder of the JSON")
     options.add_argument("--commit", help="recorded as the commit where the tree is a copy without its history")
-    options.add_argument("--update-docs", action="store_true", help="put the table of the recorded results into docs/lab")
+    options.add_argument("--update-docs", action="store_true",
+                         help="put the table of the recorded results into docs/lab")
     args = options.parse_args(arguments)
     path = Path(args.out) / "cpu_performance.json"
     if args.update_docs:

@@ -289,6 +289,7 @@ extern "C" __global__ void named_barrier_short(const Arguments p) {
 extern "C" __global__ void bulk_not_waited(const Arguments p) {
     wait_for_earlier_kernels();
     __shared__ __align__(16) float row[4];
+    for (int i = 0; i < 4; ++i) row[i] = 1.0f;
     bulk_reduce_add(reinterpret_cast<float*>(p.out), row, 16);  // (at bulk_not_waited)
     bulk_commit();
 }
