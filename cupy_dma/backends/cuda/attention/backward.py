@@ -92,15 +92,13 @@ class _Backward:
             grads = {name: result(name, operand) for name, operand in (
                 ("query", self.query), ("key", self.key), ("value", call.forward.value))}
             dbias = rows = None
-            key_bias = "bias" in call.needs and not self.dense_bias
-            if key_bias or self.hopper_keys or self.hopper_query:
-                size = batch * heads * key_length if key_bias else 0
-                zeros = library.full((size + 2,), 0.0, "float32", self.device)  # and a ticket of each kernel
-                self.tickets = library.pointer(zeros) + 4 * size
-                if key_bias:
-                    dbias = zeros[:size].reshape(batch, heads, key_length)
+            if self.hopper_keys or self.hopper_query:
+                tickets = library.full((2,), 0, "int32", self.device)  # of each kernel
+                self.tickets = library.pointer(tickets)
             if self.dense_bias:
                 rows = self._dense_gradient(bool(some))
+            elif "bias" in call.needs:
+                dbias = library.full((batch, heads, key_length), 0.0, "float32", self.device)
             if some:
                 self._launch({**{f"d{name}": grad for name, grad in grads.items()}, "dbias": dbias,
                               "dbias_rows": rows})
