@@ -253,7 +253,7 @@ def test_hopper_gradients_do_so_too(head_dim, causal, bias, softcap):
         check_asynchronous(sm90_backward.HopperBackwardDqConfig(
             **common, heads=2, block_m=sm90_backward.BLOCK_M, block_n=sm90_backward.dq_block_n(head_dim),
             stages=sm90_backward.dq_stages(head_dim), keys=keys, sequences=sequences), allowed=256)
-    # Of 128 queries a step much is spilled in two passes: 1300 and more.
+    # Of 128 queries a step much is spilled in two passes: 1300.
     for keys, intervals, sequences in (("KEYS_CONTIGUOUS", False, False), ("KEYS_CONTIGUOUS", True, False),
                                        ("KEYS_CONTIGUOUS", False, True), ("KEYS_LISTED", True, False),
                                        ("KEYS_LISTED", True, True)):
@@ -261,7 +261,7 @@ def test_hopper_gradients_do_so_too(head_dim, causal, bias, softcap):
             check_asynchronous(sm90_backward.HopperBackwardDkvConfig(
                 **common, block_q=sm90_backward.block_q(head_dim), stages=sm90_backward.STAGES, keys=keys,
                 key_stages=sm90_backward.key_stages(head_dim, dquery), intervals=intervals, sequences=sequences,
-                dquery=dquery), allowed=1408 if head_dim <= 64 else 640 if dquery else 256)
+                dquery=dquery), allowed=1300 if head_dim <= 64 else 640 if dquery else 256)
 
 
 def check_hopper_kernel(config: sm90.HopperForwardConfig) -> None:
