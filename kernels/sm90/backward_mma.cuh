@@ -45,20 +45,19 @@ __device__ __forceinline__ void multiply_rows(Fragment (&x)[count], unsigned (&a
     wgmma_commit();
 }
 
-// x += a . b, 16 rows of b for each of a's operands.
-template <int steps>
+// x += a . b, 16 rows of b for each of a's operands, 128 columns at a time.
+template <int steps, int first = OUT_FRAGMENTS < 8 ? OUT_FRAGMENTS : 8, int rest = OUT_FRAGMENTS - first>
 __device__ __forceinline__ void accumulate(Fragment (&x)[OUT_FRAGMENTS], unsigned (&a)[steps][4], const ELEMENT* rows) {
     const unsigned b = matrix_descriptor(rows, steps * 16 * CHUNK_ROW_BYTES);
-    constexpr int FIRST = OUT_FRAGMENTS < 8 ? OUT_FRAGMENTS : 8, REST = OUT_FRAGMENTS - FIRST;  // 128 columns at a time
     pin(x);
     pin(a);
     wgmma_fence();
 #pragma unroll
     for (int n = 0; n < steps; ++n) {
         const unsigned rows_of_b = moved(b, n * 16 * CHUNK_ROW_BYTES);
-        Wgmma<FIRST>::template multiply<Major::MN>(x, a[n], rows_of_b, true);
-        if constexpr (REST > 0)
-            Wgmma<REST>::template multiply<Major::MN>(x + FIRST, a[n], moved(rows_of_b, 2 * steps * 16 * CHUNK_ROW_BYTES), true);
+        Wgmma<first>::template multiply<Major::MN>(x, a[n], rows_of_b, true);
+        if constexpr (rest > 0)
+            Wgmma<rest>::template multiply<Major::MN>(x + first, a[n], moved(rows_of_b, 2 * steps * 16 * CHUNK_ROW_BYTES), true);
     }
     wgmma_commit();
 }

@@ -1,7 +1,7 @@
 """Compile what the GPU tests need on a machine without a GPU, for most of such a run's time is NVRTC's.
 
     CUPY_DMA_CACHE_DIR=cubins python -m tests.gpu.precompile --arch sm_90a
-    ... --tune                                        what benchmarks/tune_sm90.py measures, too
+    ... --tune                                        what the scripts benchmarks/tune_* measure, too
 
 The files are those that the tests find in their cache directory, once copied there, if NVRTC has the same version as
 where they run and the CUDA headers lie at the same path (``CUDA_HOME``); otherwise they are compiled anew.
@@ -23,10 +23,12 @@ from unittest import mock
 
 import numpy as np
 
-from benchmarks import tune_sm90
+import cupy_dma as dma
+from benchmarks import backward, tune_sm90, tune_sm90_backward
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.attention import sm90, sm90_backward
 from cupy_dma.backends.cuda.runtime import disk_cache, jit
+from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward
 from tests import emulator
 from tests.emulator.memory import Session
 from tests.gpu import test_sm90
@@ -126,6 +128,29 @@ def tuning_configs(head_dims: Sequence[int] = (64, 96, 128, 192, 256)) -> dict[j
     return runtime.configs
 
 
+def backward_tuning_configs() -> dict[jit.Config, None]:
+    """Of benchmarks/tune_sm90_backward.py, likewise, and of the whole chain in benchmarks/backward.py."""
+    import torch
+
+    with emulator.hopper_gpu(Recorder) as runtime:
+        for case in backward.cases("all"):
+            heads = case.heads, case.kv_heads, case.kv_heads
+            q, k, v = (torch.randn(1, 1024, h, case.head_dim, dtype=torch.bfloat16) for h in heads)
+            scores = torch.randn(1, case.kv_heads, 1024)
+            options: dict[str, Any] = {"causal": case.pattern == "causal"}
+            if case.set != "plain":
+                options = {"mask": dma.IntervalMask.top_w(scores, 128), "bias": scores}
+                made = {"dt_proj": torch.randn(case.kv_heads, case.kv_heads * case.head_dim, dtype=torch.bfloat16),
+                        "A": torch.ones(case.kv_heads), "window": 128, "backend": "emulator"}
+                out, lse = dma.dynamic_mask_attention(q, k, v, **made, return_lse=True)
+                dynamic_mask_attention_backward(out, q, k, v, out, lse, **made)
+            out, lse = dma.attention(q, k, v, **options, return_lse=True, backend="emulator")
+            for way in tune_sm90_backward.ways(case):
+                with tune_sm90_backward.forced(way):
+                    attention_backward(out, q, k, v, out, lse, **options, backend="emulator")
+    return runtime.configs
+
+
 def run_all(run: Callable[..., Any], chosen: list[Any]) -> None:
     for case in chosen:
         if case.dtype != "float64":
@@ -139,14 +164,14 @@ def compile_one(config: jit.Config, arch: str) -> float:
 def main(arguments: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--arch", default="sm_90a", help="of the GPU that will run the tests (sm_90a)")
-    options.add_argument("--tune", action="store_true", help="also what benchmarks/tune_sm90.py measures (sm_90a)")
+    options.add_argument("--tune", action="store_true", help="also what benchmarks/tune_* measure (sm_90a)")
     options.add_argument("--jobs", type=int, help="processes (one for each core)")
     args = options.parse_args(arguments)
     from tqdm import tqdm
 
     found = portable_configs() | (hopper_configs() if args.arch == "sm_90a" else {})
     if args.tune:
-        found |= tuning_configs()
+        found |= tuning_configs() | backward_tuning_configs()
     with ProcessPoolExecutor(args.jobs) as pool:
         seconds = list(tqdm(pool.map(functools.partial(compile_one, arch=args.arch), found), total=len(found),
                             unit="kernel", disable=None))

@@ -1,0 +1,172 @@
+"""Host time of a training step of one attention layer, beside scaled_dot_product_attention's in the same process.
+
+    python benchmarks/host.py
+    python benchmarks/host.py --quick      fewer rounds, nothing recorded
+
+Small inputs (B1, 512 tokens, 4 heads over 2, D 64, w = 128, bfloat16), so that the GPU is not what takes the time. Each
+row is a call, or a call and ``torch.autograd.grad`` of its output, queued ``CALLS`` times without waiting; rows take
+turns, and the fastest of ``ROUNDS`` rounds counts, for a shared host has phases in which everything takes half as long
+again. Ratios are to SDPA (flash) with or without gradients.
+
+Rows: attention with a prepared interval mask and a key bias; dynamic_mask_attention from given scores; the layer
+``DynamicMaskAttention``; SDPA. Launches and GPU time are those of one step by torch's profiler.
+
+Check: the gradients of every step are finite and not all zero; the layer's output is that of the functions.
+
+Results: ``benchmarks/results/host.json``.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
+
+from benchmarks.harness.suite import RESULTS
+
+LENGTH, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 512, 4, 2, 64, 128
+ROUNDS, CALLS = 20, 30
+
+
+def calls(device: str) -> dict[str, Callable[[], Any]]:
+    """What is measured, by name."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    import cupy_dma as dma
+    from cupy_dma.torch import DynamicMaskAttention
+
+    torch.manual_seed(0)
+
+    def normal(heads: int) -> Any:
+        return torch.randn(1, LENGTH, heads, HEAD_DIM, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    q, k, v = normal(HEADS), normal(KV_HEADS), normal(KV_HEADS)
+    dense = [torch.randn(1, HEADS, LENGTH, HEAD_DIM, device=device, dtype=torch.bfloat16, requires_grad=True)
+             for _ in range(3)]
+    scores = torch.randn(1, KV_HEADS, LENGTH, device=device, requires_grad=True)
+    mask = dma.IntervalMask.top_w(scores.detach(), WINDOW)
+    layer = DynamicMaskAttention(KV_HEADS, HEAD_DIM, WINDOW, device=device, dtype=torch.bfloat16)
+    torch.nn.init.constant_(layer.A, 0.1)
+    dout = torch.randn_like(q)
+
+    def sdpa() -> Any:
+        return scaled_dot_product_attention(*dense, is_causal=True)
+
+    def prepared() -> Any:
+        return dma.attention(q, k, v, mask=mask, bias=scores)
+
+    def from_scores() -> Any:
+        return dma.dynamic_mask_attention(q, k, v, scores, window=WINDOW)
+
+    def by_layer() -> Any:
+        return layer(q, k, v)
+
+    def forward(call: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            with torch.no_grad():
+                return call()
+        return run
+
+    def step(call: Callable[[], Any], *inputs: Any) -> Callable[[], Any]:
+        def run() -> Any:
+            out = call()
+            return torch.autograd.grad(out, inputs, dout if out.shape == dout.shape else dout.transpose(1, 2))
+        return run
+
+    assert torch.equal(by_layer(), dma.dynamic_mask_attention(q, k, v, window=WINDOW, A=layer.A,
+                                                              dt_proj=layer.dt_proj.weight))
+    kinds = {"prepared mask": (prepared, (q, k, v, scores)), "from scores": (from_scores, (q, k, v, scores)),
+             "layer": (by_layer, (q, k, v, *layer.parameters()))}
+    found = {"SDPA, forward": forward(sdpa), "SDPA, step": step(sdpa, *dense)}
+    for name, (call, inputs) in kinds.items():
+        found |= {f"{name}, forward": forward(call), f"{name}, step": step(call, *inputs)}
+    return found
+
+
+def check(found: dict[str, Callable[[], Any]]) -> None:
+    """Raises if a step's gradients are not finite, or zero."""
+    for name, call in found.items():
+        for x in call() if name.endswith("step") else (call(),):
+            assert bool(x.isfinite().all()) and bool((x != 0).any()), name
+
+
+def by_turns(found: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Microseconds a call, of the fastest round."""
+    from benchmarks.harness import measure
+
+    best = dict.fromkeys(found, float("inf"))
+    for i in range(rounds + 1):
+        for name, call in found.items():
+            measure.synchronize()
+            started = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            spent = 1e6 * (time.perf_counter() - started) / CALLS
+            if i:
+                best[name] = min(best[name], spent)
+    measure.synchronize()
+    return best
+
+
+def on_gpu(call: Callable[[], Any]) -> dict[str, Any]:
+    """Launches and GPU microseconds of one call, kernel by kernel."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from benchmarks.harness import measure
+
+    if not measure.on_gpu():
+        return {}
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        call()
+        measure.synchronize()
+    events = [e for e in seen.events() if str(e.device_type).endswith("CUDA")]
+    return {"launches": len(events), "gpu_us": sum(e.device_time for e in events),
+            "kernels": [[e.name[:60], round(e.device_time, 1)] for e in events]}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'':26s}{'host us':>9s}{'x SDPA':>8s}{'launches':>10s}{'GPU us':>8s}"]
+    for row in rows:
+        gpu = f"{row['launches']:10d}{row['gpu_us']:8.0f}" if "gpu_us" in row else ""
+        lines.append(f"{row['name']:26s}{row['host_us']:9.1f}{row['times_sdpa']:8.2f}{gpu}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--quick", action="store_true", help="fewer rounds, nothing recorded")
+    options.add_argument("--out", default=str(RESULTS), help="folder of the JSON")
+    options.add_argument("--commit", help="recorded as the commit where the tree is a copy without its history")
+    args = options.parse_args(arguments)
+    import torch
+
+    from benchmarks.harness import measure
+
+    # Which peer: the switch is global, for a context manager around each call would cost as much as the call.
+    if measure.on_gpu():
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_math_sdp(False)
+    found = calls("cuda" if measure.on_gpu() else "cpu")
+    check(found)
+    times = by_turns(found, 3 if args.quick else ROUNDS)
+    rows = [{"name": name, "host_us": spent, "times_sdpa": spent / times[f"SDPA, {name.rpartition(', ')[2]}"],
+             **on_gpu(found[name])} for name, spent in times.items()]
+    result: dict[str, Any] = {"method": __doc__, **measure.machine(), "rows": rows}
+    result["commit"] = args.commit or result["commit"]
+    if not args.quick:
+        path = Path(args.out) / "host.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
