@@ -61,7 +61,7 @@ def forced(way: Way) -> Iterator[None]:
             stack.enter_context(mock.patch.object(sm90_backward, "_serves", lambda *arguments: False))
         if way.block_q:
             stages = 1 if way.one_pass and way.block_q == 128 else 2
-            stack.enter_context(mock.patch.object(sm90_backward, "block_q", lambda head_dim: way.block_q))
+            stack.enter_context(mock.patch.object(sm90_backward, "block_q", lambda *facts: way.block_q))
             stack.enter_context(mock.patch.object(sm90_backward, "key_stages", lambda head_dim, one_pass: stages))
         for kernel in kernels:
             kernel.cache_clear()

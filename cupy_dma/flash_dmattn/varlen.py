@@ -114,7 +114,8 @@ class _Layout:
             if longest is None:
                 longest = int(self.lengths.max())
             self.longest = checks.whole(longest, f"max_seqlen_{which}", 0)
-            self._check_lengths(ends, tail_padding)
+            self._check_lengths(ends, tail_padding, all(isinstance(x, (list, tuple, type(None)))
+                                                        for x in (cu_seqlens, used)))
             row = self._count(self.total)
             sequence = library.astype(library.search_right(ends[1:], row), "int64").clip(0, self.batch - 1)
             local = row - self.first[sequence]
@@ -130,8 +131,8 @@ class _Layout:
         library = self.operand.library
         return library.astype(library.arange(0, size, self.operand.device), "int64")
 
-    def _check_lengths(self, ends: Any, tail_padding: bool) -> None:
-        if self.operand.device.kind == "cuda" and not checks.wants_values_checked():
+    def _check_lengths(self, ends: Any, tail_padding: bool, lists: bool) -> None:
+        if self.operand.device.kind == "cuda" and not (lists or checks.wants_values_checked()):
             return
         library = self.operand.library
         values, lengths = library.to_numpy(ends), library.to_numpy(self.lengths)

@@ -259,7 +259,8 @@ def test_hopper_gradients_do_so_too(head_dim, causal, bias, softcap):
                                        ("KEYS_LISTED", True, True)):
         for dquery in (False, True)[:1 if head_dim > sm90_backward.MAX_NARROW_DIM else 2]:
             check_asynchronous(sm90_backward.HopperBackwardDkvConfig(
-                **common, block_q=sm90_backward.block_q(head_dim), stages=sm90_backward.STAGES, keys=keys,
+                **common, block_q=sm90_backward.block_q(head_dim, dquery, keys == "KEYS_LISTED"), keys=keys,
+                stages=sm90_backward.STAGES,
                 key_stages=sm90_backward.key_stages(head_dim, dquery), intervals=intervals, sequences=sequences,
                 dquery=dquery), allowed=1300 if head_dim <= 64 else 640 if dquery else 256)
 

@@ -1,7 +1,7 @@
 """The gradients on Hopper GPUs (``kernels/sm90/backward_dq.cu`` and ``backward_dkv.cu``), with warpgroup MMAs (wgmma):
 of queries query-major over the key lists of tiles; of keys, values and key biases key-stationary over the same
-super-tile lists as the portable kernel. Where results need not be deterministic the key-stationary kernel makes all of
-them in one pass, with five products instead of seven.
+super-tile lists as the portable kernel. Without lists, where results need not be deterministic, the key-stationary
+kernel makes all of them in one pass, with five products instead of seven.
 
 They serve 16-bit elements in aligned rows without a dense mask or bias, and softcaps that are not so large that their
 formula loses the logits; the portable kernels do the rest and give the same numbers within rounding.
@@ -30,7 +30,9 @@ STAGES = 2  # of queries, of backward_dkv.cu
 BLOCK_M = 128  # of backward_dq.cu: rows of a tile
 THREADS = 384  # of either
 UNIT_QUERIES, ROUND_THREADS = 64, 256  # of backward_dq_round.cu
-ONE_PASS = False  # whether calls that need not be deterministic have one: see docs/lab/backward.md, version 42
+#: whether calls that need not be deterministic have one; None: those without lists, which it makes faster (docs/lab/
+#: backward.md, version 42)
+ONE_PASS: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -107,12 +109,12 @@ def serves_keys(runtime: Runtime, call: AttentionBackwardCall, problem: Problem,
     """Whether ``launch_dkv`` takes the gradients of a call's keys, values and bias: masks and biases are those of a GQA
     group."""
     return (_serves(runtime, call, problem, vector) and not problem.by_head
-            and _maps(call, block_q(call.forward.head_dim), 1) is not None)
+            and _maps(call, block_q(call.forward.head_dim, True, False), 1) is not None)
 
 
-def has_one_pass(head_dim: int) -> bool:
-    """Whether ``launch_dkv`` can make the gradient of the queries, too."""
-    return ONE_PASS and head_dim <= MAX_NARROW_DIM
+def has_one_pass(head_dim: int, listed: bool) -> bool:
+    """Whether ``launch_dkv`` is to make the gradient of the queries, too. ``listed``: its keys come from lists."""
+    return head_dim <= MAX_NARROW_DIM and (not listed if ONE_PASS is None else ONE_PASS)
 
 
 def block_n(head_dim: int) -> int:
@@ -120,9 +122,9 @@ def block_n(head_dim: int) -> int:
     return 128 if head_dim <= MAX_NARROW_DIM else 64
 
 
-def block_q(head_dim: int) -> int:
-    """Queries of a step of ``launch_dkv``."""
-    return 128 if head_dim <= 64 else 64
+def block_q(head_dim: int, one_pass: bool, listed: bool) -> int:
+    """Queries of a step of ``launch_dkv``; ``listed`` as above."""
+    return 128 if head_dim <= 64 and (one_pass or not listed) else 64
 
 
 def key_stages(head_dim: int, one_pass: bool) -> int:
@@ -183,7 +185,7 @@ def launch_dkv(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, 
         sums = library.full((units * unit_sums(head_dim),), 0.0, "float32", device)
     params = problem.pack(None, **fields) + _tickets(tickets, tiles)
     params += query_units.to_bytes(4, "little") + (library.pointer(sums) if one_pass else 0).to_bytes(8, "little")
-    packed = _packed(_maps(call, block_q(head_dim), 1), params)
+    packed = _packed(_maps(call, block_q(head_dim, one_pass, supers is not None), 1), params)
     kernel.launch(min(tiles, runtime.num_sms(device.index)), THREADS, packed, stream, pdl=False)
     if one_pass:
         _round_kernel(runtime, device.index, ELEMENTS[query.dtype], head_dim, problem.count > 0).launch(
@@ -221,16 +223,16 @@ def _dq_kernel(runtime: Runtime, index: int, element: str, head_dim: int, heads:
 def _dkv_kernel(runtime: Runtime, index: int, element: str, head_dim: int, keys: str, intervals: bool, causal: bool,
                 bias: int, softcap: bool, sequences: bool, dquery: bool) -> LoadedKernel:
     config = HopperBackwardDkvConfig(
-        element=element, head_dim=head_dim, block_q=block_q(head_dim), stages=STAGES,
-        key_stages=key_stages(head_dim, dquery), keys=keys, intervals=intervals, causal=causal, bias=bias,
-        softcap=softcap, sequences=sequences, dquery=dquery)
+        element=element, head_dim=head_dim, block_q=block_q(head_dim, dquery, keys == "KEYS_LISTED"),
+        stages=STAGES, key_stages=key_stages(head_dim, dquery), keys=keys, intervals=intervals, causal=causal,
+        bias=bias, softcap=softcap, sequences=sequences, dquery=dquery)
     return runtime.load(config, "backward_dkv", index, config.shared_bytes)
 
 
 @functools.cache
 def _round_kernel(runtime: Runtime, index: int, element: str, head_dim: int, sequences: bool) -> LoadedKernel:
     config = HopperBackwardRoundConfig(
-        element=element, head_dim=head_dim, block_q=block_q(head_dim), stages=STAGES,
+        element=element, head_dim=head_dim, block_q=block_q(head_dim, True, False), stages=STAGES,
         key_stages=key_stages(head_dim, True), keys="KEYS_CONTIGUOUS", intervals=False, causal=False,
         bias=BIAS_NONE, softcap=False, sequences=sequences, dquery=True)
     return runtime.load(config, "backward_dq_round", index)
