@@ -6,7 +6,7 @@
 // both are 0 where dscore is 0, whatever the value holds (no query saw the key).
 //
 // value    // (B, Lk, Hkv, D) VALUE, any batch, row and head strides
-// dt_proj  // (Hkv, Hkv * D) WEIGHT, any row stride      A, dt_bias // (Hkv) f32
+// dt_proj  // (Hkv, Hkv * D) WEIGHT, any row stride      A, dt_bias // (Hkv) PARAMETER
 // score, dscore, ddt, dA_partial // (B, Hkv, Lk) f32, contiguous; accumulated in float32
 //
 // With TENSOR_CORES (16-bit elements of one type, in rows of aligned 16 bytes) a warp multiplies 16 keys by all heads'
@@ -19,15 +19,15 @@
 // its lanes share the channels, keep one partial sum per key and head, and are summed so that every lane ends with one
 // finished (key, head), which it writes.
 //
-// Prelude: VALUE, WEIGHT, HEAD_DIM, KV_HEADS, HEAD_TILE (1, 2, 4 or 8), VECTOR (4 numbers a load, else 1), EXP_FORM,
-// GRADIENT, TENSOR_CORES.
+// Prelude: VALUE, WEIGHT, PARAMETER, HEAD_DIM, KV_HEADS, HEAD_TILE (1, 2, 4 or 8), VECTOR (4 numbers a load, else 1),
+// EXP_FORM, GRADIENT, TENSOR_CORES.
 #include "common/arch.cuh"
 
 struct ScoreParams {
     const VALUE* value;
     const WEIGHT* dt_proj;
-    const float* A;
-    const float* dt_bias;  // or null
+    const PARAMETER* A;
+    const PARAMETER* dt_bias;  // or null
     float* score;
     const float* dscore;  // GRADIENT
     float* ddt;
@@ -42,14 +42,14 @@ constexpr int ALL_CHANNELS = KV_HEADS * HEAD_DIM;
 
 // Of key `key` and head `head`, whose dt is complete but for the bias.
 __device__ __forceinline__ void write_score(const ScoreParams& p, int batch, int head, int key, float sum) {
-    const float dt = sum + (p.dt_bias != nullptr ? p.dt_bias[head] : 0.0f);
+    const float dt = sum + (p.dt_bias != nullptr ? to_float(p.dt_bias[head]) : 0.0f);
     const float softplus = dt > 20.0f ? dt : log1pf(expf(dt));  // e^-20 is below half a unit in the last place
-    const float linear = p.A[head] * softplus;
+    const float a = to_float(p.A[head]), linear = a * softplus;
     const long long index = ((long long)batch * KV_HEADS + head) * p.key_length + key;
 #if GRADIENT
     const float dscore = p.dscore[index];
     const float dlinear = EXP_FORM ? dscore * expf(linear) : dscore;
-    p.ddt[index] = dscore == 0.0f ? 0.0f : dlinear * p.A[head] / (1.0f + expf(-dt));
+    p.ddt[index] = dscore == 0.0f ? 0.0f : dlinear * a / (1.0f + expf(-dt));
     p.dA_partial[index] = dscore == 0.0f ? 0.0f : dlinear * softplus;
 #else
     p.score[index] = EXP_FORM ? expf(linear) : linear;

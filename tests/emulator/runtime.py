@@ -73,6 +73,10 @@ class EmulatorRuntime:
     def on(self, device: Device) -> AbstractContextManager:
         return nullcontext()
 
+    def clear(self, pointer: int, size: int, stream: int) -> None:
+        if size:
+            build.driver().clear(pointer, size)
+
     def shared_memory_limit(self, index: int) -> int:
         return self.shared_limit
 

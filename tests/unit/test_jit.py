@@ -53,11 +53,11 @@ def specialisations(limit: int, every: bool) -> list[jit.Config]:
     found += [configs.ListConfig(causal, block) for causal in (False, True) for block in (64,)]
     found += [configs.DenseConfig(queries) for queries in (8, 32, 128)] + [configs.DenseSupersConfig()]
     found += [configs.ListConfig(False, 64, sequences=True), configs.SequenceConfig(causal=True)]
-    found += [configs.ScoreConfig("__half", "float", 64, 1, 1, True, True, False, False),
-              configs.ScoreConfig("__nv_bfloat16", "__nv_bfloat16", 128, 8, 8, True, True, False, True),
-              configs.ScoreConfig("__half", "__half", 64, 32, 8, True, False, True, True),
-              configs.ScoreConfig("__nv_bfloat16", "__nv_bfloat16", 128, 8, 8, True, False, True, False),
-              configs.ScoreConfig("float", "__half", 33, 3, 2, False, True, False, False)]
+    found += [configs.ScoreConfig("__half", "float", "float", 64, 1, 1, True, True, False, False),
+              configs.ScoreConfig("__nv_bfloat16", "__nv_bfloat16", "__nv_bfloat16", 128, 8, 8, True, True, False, True),
+              configs.ScoreConfig("__half", "__half", "float", 64, 32, 8, True, False, True, True),
+              configs.ScoreConfig("__nv_bfloat16", "__nv_bfloat16", "__half", 128, 8, 8, True, False, True, False),
+              configs.ScoreConfig("float", "__half", "float", 33, 3, 2, False, True, False, False)]
     dims = {64: "KEYS_LISTED", 128: "KEYS_LISTED", 192: "KEYS_SHARED", 256: "KEYS_LISTED", 96: "KEYS_CONTIGUOUS",
             1: "KEYS_LISTED", 40: "KEYS_SHARED", 250: "KEYS_CONTIGUOUS"}
     for i, (head_dim, keys) in enumerate(dims.items() if every else [*dims.items()][1:6:4]):

@@ -20,23 +20,25 @@ from cupy_dma.backends.cuda.attention.forward import attention as _attention
 from cupy_dma.backends.cuda.attention.last_queries import attend_last as _attend_last
 from cupy_dma.backends.cuda.decode.cache import cache_extend as _cache_extend
 from cupy_dma.backends.cuda.decode.step import step as _decode_step
-from cupy_dma.backends.cuda.runtime import jit, warmup
+from cupy_dma.backends.cuda.runtime import jit, plans, warmup
 from cupy_dma.backends.cuda.runtime.device import CudaRuntime
 from cupy_dma.backends.cuda.select.prefix import prefix_run as _prefix_run
 from cupy_dma.backends.cuda.select.prefix import prefix_stop as _prefix_stop
 from cupy_dma.backends.cuda.select.scores import key_scores as _key_scores
 from cupy_dma.backends.cuda.select.scores import key_scores_backward as _key_scores_backward
+from cupy_dma.calls.types import AttentionBackwardCall, AttentionCall
 
 __all__ = ["attend_last", "attention", "attention_backward", "cache_extend", "key_scores", "key_scores_backward",
            "prefix_run", "prefix_stop", "unavailable", "warmup_jobs"]
 
+plans.plannable(AttentionCall, AttentionBackwardCall)
 runtime = CudaRuntime()
-attention = partial(_attention, runtime)
-key_scores = partial(_key_scores, runtime)
-prefix_stop = partial(_prefix_stop, runtime)
-prefix_run = partial(_prefix_run, runtime)
-attention_backward = partial(_attention_backward, runtime)
-key_scores_backward = partial(_key_scores_backward, runtime)
+attention = partial(plans.planned(_attention), runtime)
+key_scores = partial(plans.planned(_key_scores), runtime)
+prefix_stop = partial(plans.planned(_prefix_stop), runtime)
+prefix_run = partial(plans.planned(_prefix_run), runtime)
+attention_backward = partial(plans.planned(_attention_backward), runtime)
+key_scores_backward = partial(plans.planned(_key_scores_backward), runtime)
 attend_last = partial(_attend_last, runtime)
 cache_extend = partial(_cache_extend, partial(_decode_step, runtime), prefix_stop, attention)
 

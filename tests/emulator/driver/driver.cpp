@@ -156,6 +156,18 @@ void initialise_region(int id) {
         for (Cell& cell : (*r)->cells) cell.initialised = true;
 }
 
+// Sets memory, of one region, to zero, as the host does between launches.
+void clear(uintptr_t pointer, size_t bytes) {
+    for (auto& r : m.regions)
+        if (r->writable && r->begin <= pointer && pointer + bytes <= r->end) {
+            std::memset(reinterpret_cast<void*>(pointer), 0, bytes);
+            for (size_t i = (pointer - r->begin) / r->cell; i * r->cell < pointer - r->begin + bytes; ++i)
+                r->cells[i].initialised = true;
+            return;
+        }
+    throw Fault("memory is set to zero that the call has not made");
+}
+
 // From now on read-only: what was written can be read.
 void freeze_region(int id) {
     const auto found = find_region(id);
@@ -381,6 +393,7 @@ PYBIND11_MODULE(DRIVER_NAME, module) {
                py::arg("valid"), py::arg("item") = CELL_BYTES);
     module.def("remove_region", &remove_region);
     module.def("initialise_region", &initialise_region);
+    module.def("clear", &clear);
     module.def("freeze_region", &freeze_region);
     module.def("written", &written);
     module.def("accesses", [] { return m.accesses; });

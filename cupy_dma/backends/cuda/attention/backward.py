@@ -38,6 +38,7 @@ from cupy_dma.backends.cuda.runtime.configs import (
     blocks,
 )
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
+from cupy_dma.backends.cuda.runtime.sums import Axes, add_all, add_rows
 
 if TYPE_CHECKING:
     from cupy_dma.calls.types import AttentionBackwardCall
@@ -103,7 +104,7 @@ class _Backward:
                 self._launch({**{f"d{name}": grad for name, grad in grads.items()}, "dbias": dbias,
                               "dbias_rows": rows})
             if call.forward.bias is not None and dbias is not None:
-                dbias = _reduced(dbias, call.forward.bias)
+                dbias = _reduced(self.runtime, dbias, call.forward.bias, (batch, heads, key_length))
             elif call.forward.bias is not None and rows is not None:
                 dbias = library.astype(rows, call.forward.bias.dtype)
         return grads["query"], grads["key"], grads["value"], dbias
@@ -301,13 +302,16 @@ def _reduce_kernel(runtime: Runtime, index: int, element: str, head_dim: int, ve
     return runtime.load(config, "backward_reduce", index)
 
 
-def _reduced(dbias: Any, bias: Operand) -> Any:
-    """float32 (B, H, Lk) summed over the axes along which the bias broadcasts, rounded once to its type."""
-    batch, heads, length = dbias.shape
-    if bias.shape[1] != heads:
-        dbias = dbias.reshape(batch, bias.shape[1], heads // bias.shape[1], length).sum(2)
-    if bias.shape[0] != batch:
-        dbias = dbias.sum(0)[None]
-    if bias.shape[3] != length:
-        dbias = dbias.sum(2)
-    return bias.library.astype(dbias.reshape(bias.shape), bias.dtype)
+def _reduced(runtime: Runtime, dbias: Any, bias: Operand, shape: tuple[int, int, int]) -> Any:
+    """float32 (B, H, Lk), of this ``shape``, summed over the axes along which the bias broadcasts, rounded once to its
+    type."""
+    (batch, heads, length), (own_batch, own_heads, _, keys) = shape, bias.shape
+    if (own_batch, own_heads, keys) == shape and bias.dtype == "float32":
+        return dbias.reshape(bias.shape)
+    rows, group = own_batch * own_heads, heads // own_heads
+    outer = {"rows": rows, "row": group * length, "firsts": batch // own_batch, "first": heads * length}
+    if keys != length:
+        axes, add = Axes(columns=group * length, **outer), add_all
+    else:
+        axes, add = Axes(columns=length, seconds=group, second=length, **outer), add_rows
+    return add(runtime, bias.library, bias.device, dbias, axes, bias.dtype, bias.shape)

@@ -14,6 +14,7 @@ from cupy_dma.backends.cuda.lists.varlen import super_entries, tile_count
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import LIST_CHUNK, LIST_THREADS, LIST_WARPS, ListConfig, blocks
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
+from cupy_dma.backends.cuda.runtime.plans import kept_on_mask, plannable, planned
 from cupy_dma.calls.sequences import Sequences
 from cupy_dma.masks.interval import IntervalMask
 
@@ -35,8 +36,10 @@ class ShortTiles(NamedTuple):
 
 
 NO_SHORT_TILES = ShortTiles()
+plannable(ShortTiles)
 
 
+@kept_on_mask
 def key_lists(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int, block_n: int, causal: bool,
               stream: int, sequences: Sequences | None = None, short_tiles: ShortTiles = NO_SHORT_TILES) -> KeyLists:
     """The key lists of a mask for tiles of ``queries`` queries; kept on the mask, per stream.
@@ -47,8 +50,8 @@ def key_lists(runtime: Runtime, mask: IntervalMask, query_length: int, queries: 
     identity = (query_length, queries, short_tiles, 0 if _tile_capacity(mask, queries) else block_n, causal, stream)
     lists = mask._cache.get(identity)
     if lists is None:
-        lists = mask._cache[identity] = _build(runtime, mask, query_length, queries, block_n, causal, stream,
-                                               sequences, short_tiles)
+        lists = mask._cache[identity] = _build(runtime, mask, query_length, queries, block_n, causal, sequences,
+                                               short_tiles)
     return lists
 
 
@@ -73,6 +76,7 @@ class SuperLists:
     workspace: Any
 
 
+@kept_on_mask
 def super_lists(runtime: Runtime, mask: IntervalMask, query_length: int, block_n: int, causal: bool,
                 stream: int, sequences: Sequences | None = None) -> SuperLists | None:
     """The super-tile lists of a mask, kept on it per stream; None for a mask that needs none (see ``_tile_capacity``).
@@ -88,7 +92,7 @@ def super_lists(runtime: Runtime, mask: IntervalMask, query_length: int, block_n
     identity = ("super", query_length, queries, block_n, causal, stream)
     lists = mask._cache.get(identity)
     if lists is None:
-        lists = mask._cache[identity] = _build_supers(runtime, mask, query_length, queries, capacity, causal, stream,
+        lists = mask._cache[identity] = _build_supers(runtime, mask, query_length, queries, capacity, causal,
                                                       sequences)
     return lists
 
@@ -118,11 +122,11 @@ def _kernel(runtime: Runtime, index: int, causal: bool, block_n: int, sequences:
     return runtime.load(ListConfig(causal=causal, block_n=block_n, sequences=sequences), entry, index)
 
 
-def _launch(runtime: Runtime, mask: IntervalMask, query_length: int, causal: bool, block_n: int, stream: int,
-            last: str, grid: int, fields: dict[str, int], space: Workspace, sequences: Sequences | None) -> None:
+def _launch(runtime: Runtime, mask: IntervalMask, query_length: int, causal: bool, block_n: int, last: str, grid: int,
+            fields: dict[str, int], space: Workspace, sequences: Sequences | None) -> None:
     """count_seen, compact_seen and the kernel ``last`` with its grid."""
     start, stop, length, (batch, heads, _) = mask._start, mask._stop, mask.key_length, mask.shape
-    chunks = blocks(length, LIST_CHUNK)
+    chunks, stream = blocks(length, LIST_CHUNK), mask.library.stream(mask.device)
     params = jit.params("lists/intervals.cu", "ListParams").pack_some({
         "start": start.pointer, "stop": stop.pointer, "start_batch": start.strides[0], "start_head": start.strides[1],
         "stop_batch": stop.strides[0], "stop_head": stop.strides[1], "heads": heads, "key_length": length,
@@ -135,8 +139,9 @@ def _launch(runtime: Runtime, mask: IntervalMask, query_length: int, causal: boo
         kernel.launch(size, LIST_THREADS, params, stream, pdl=entry != last or not even)
 
 
+@planned
 def _build(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int, block_n: int, causal: bool,
-           stream: int, sequences: Sequences | None, short_tiles: ShortTiles) -> KeyLists:
+           sequences: Sequences | None, short_tiles: ShortTiles) -> KeyLists:
     rows, length = mask.shape[0] * mask.shape[1], mask.key_length
     length_of_full_tiles = query_length + short_tiles.tiles * short_tiles.missing_queries
     tiles = tile_count(length_of_full_tiles, queries, sequences.count if sequences else 0)
@@ -149,13 +154,13 @@ def _build(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int
     at = space.addresses
     if capacity:
         warps = _tile_warps(rows, tiles, runtime.num_sms(mask.device.index))
-        _launch(runtime, mask, query_length, causal, block_n, stream, "tile_lists",
+        _launch(runtime, mask, query_length, causal, block_n, "tile_lists",
                 rows * blocks(tiles, LIST_WARPS // warps),
                 {**fields, "short_tiles": short_tiles.tiles, "missing_queries": short_tiles.missing_queries,
                  "tile_warps": warps}, space, sequences)
         return KeyLists("KEYS_LISTED", {"list": at["list"], "list_lengths": at["list_lengths"], "capacity": capacity},
                         space.array)
-    _launch(runtime, mask, query_length, causal, block_n, stream, "summarize",
+    _launch(runtime, mask, query_length, causal, block_n, "summarize",
             rows * blocks(summary_blocks, LIST_WARPS), fields, space, sequences)
     return KeyLists("KEYS_SHARED", {"list": at["seen"], "list_lengths": at["seen_count"], "summaries": at["summaries"],
                                     "chunk_info": at["chunk_info"], "chunk": LIST_CHUNK}, space.array)
@@ -167,15 +172,16 @@ def _tile_warps(rows: int, tiles: int, num_sms: int) -> int:
     return next((warps for warps in (4, 2) if rows * blocks(tiles, LIST_WARPS // warps) <= num_sms), 1)
 
 
+@planned
 def _build_supers(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int, capacity: int, causal: bool,
-                  stream: int, sequences: Sequences | None) -> SuperLists:
+                  sequences: Sequences | None) -> SuperLists:
     rows, length, chunks = mask.shape[0] * mask.shape[1], mask.key_length, blocks(mask.key_length, LIST_CHUNK)
     supers = tile_count(query_length, queries, sequences.count if sequences else 0)
     entries = supers * capacity if sequences is None else super_entries(query_length, queries, capacity, sequences)
     space = Workspace(mask, chunk_info=4 * rows * chunks, interval=2 * rows * length, seen=rows * length,
                       seen_count=rows, span_sum=rows * chunks, span_offset=rows * length,
                       super_list=rows * entries, super_lengths=rows * supers, slots=rows * entries)
-    _launch(runtime, mask, query_length, causal, 64, stream, "super_lists", rows * supers,
+    _launch(runtime, mask, query_length, causal, 64, "super_lists", rows * supers,
             {"super_queries": queries, "supers": supers, "super_capacity": capacity, "super_entries": entries}, space,
             sequences)
     kept = ("seen", "seen_count", "span_offset", "super_list", "super_lengths", "slots")

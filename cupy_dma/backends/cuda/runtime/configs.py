@@ -21,6 +21,7 @@ class ScoreConfig(jit.Config):
     source = "select/key_scores.cu"
     value: str
     weight: str
+    parameter: str  # of A and dt_bias
     head_dim: int
     kv_heads: int
     head_tile: int

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from cupy_dma.arrays import Device
-from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime import jit, launch
 from cupy_dma.backends.cuda.runtime.configs import ELEMENTS, LayoutConfig
 
 _STAY = nullcontext()
@@ -25,6 +25,8 @@ class Runtime(Protocol):
 
     def on(self, device: Device) -> AbstractContextManager: ...
 
+    def clear(self, pointer: int, size: int, stream: int) -> None: ...
+
     def shared_memory_limit(self, index: int) -> int: ...
 
     def num_sms(self, index: int) -> int: ...
@@ -41,6 +43,10 @@ class CudaRuntime:
 
     def on(self, device: Device) -> AbstractContextManager:
         return _STAY if _current_device() == device.index else _cupy().cuda.Device(device.index)
+
+    def clear(self, pointer: int, size: int, stream: int) -> None:
+        """Set ``size`` bytes to zero, on the current device."""
+        launch.clear(pointer, size, stream)
 
     @functools.cache  # noqa: B019 - one runtime for the life of the process
     def shared_memory_limit(self, index: int) -> int:

@@ -79,6 +79,13 @@ class Function:
                                f"{self._shared_bytes} bytes of dynamic shared memory): {_error(status)}")
 
 
+def clear(pointer: int, size: int, stream: int) -> None:
+    """Set ``size`` bytes to zero, in the order of the raw ``stream``."""
+    status = library().cuMemsetD8Async(ctypes.c_uint64(pointer), 0, ctypes.c_size_t(size), ctypes.c_void_p(stream))
+    if status:
+        raise RuntimeError(f"{size} bytes at {pointer:#x} cannot be set to zero: {_error(status)}")
+
+
 def _error(status: int) -> str:
     """"CUDA_ERROR_INVALID_VALUE: invalid argument" and the like."""
     texts = []

@@ -15,6 +15,7 @@ from cupy_dma.backends.cuda.runtime.configs import (
     blocks,
 )
 from cupy_dma.backends.cuda.runtime.device import Runtime
+from cupy_dma.backends.cuda.runtime.sums import Axes, add_all, add_rows
 
 
 def key_scores(runtime: Runtime, value: Operand, dt_proj: Operand, A: Operand, dt_bias: Operand | None,
@@ -62,12 +63,19 @@ def key_scores_backward(runtime: Runtime, dscores: Operand, value: Operand, dt_p
                         batch * grid * channel_blocks, SCORE_THREADS, params, library.stream(device),
                         pdl=entry != "weight_gradient")  # whose blocks, few and long, would gather (100 us for 71)
 
-        def rounded(name: str, array: Any, like: Operand | None) -> Any:
-            return library.astype(array.sum((0, 2) if name != "dt_proj" else 0), like.dtype) if (
-                like is not None and name in needs) else None
+        def of_heads(name: str, array: Any, like: Operand | None) -> Any:
+            if like is None or name not in needs:
+                return None
+            axes = Axes(rows=kv_heads, row=length, columns=length, firsts=batch, first=kv_heads * length)
+            return add_all(runtime, library, device, array, axes, like.dtype, (kv_heads,))
 
-        return (made, rounded("dt_proj", partial, dt_proj), rounded("A", dA_partial, A),
-                rounded("dt_bias", ddt, dt_bias))
+        ddt_proj = None
+        if "dt_proj" in needs:
+            weights = kv_heads * kv_heads * head_dim
+            ddt_proj = add_rows(runtime, library, device, partial,
+                                Axes(columns=weights, firsts=batch * slices, first=weights), dt_proj.dtype,
+                                dt_proj.shape)
+        return made, ddt_proj, of_heads("A", dA_partial, A), of_heads("dt_bias", ddt, dt_bias)
 
 
 def _projection(value: Operand, dt_proj: Operand) -> Operand:
@@ -89,7 +97,8 @@ def _run(runtime: Runtime, value: Operand, dt_proj: Operand, A: Operand, dt_bias
     """Launches kernels/select/key_scores.cu: scores, or with ``dscore`` their gradients."""
     library, device = value.library, value.device
     batch, length, kv_heads, head_dim = value.shape
-    A, dt_bias = _as_float32(A), None if dt_bias is None else _as_float32(dt_bias)
+    if A.dtype not in ELEMENTS or dt_bias is not None and dt_bias.dtype != A.dtype:
+        A, dt_bias = _as_float32(A), None if dt_bias is None else _as_float32(dt_bias)
     size = 4 if value.dtype == "float32" else 2
 
     def in_pieces(operand: Operand, elements: int) -> bool:
@@ -98,8 +107,9 @@ def _run(runtime: Runtime, value: Operand, dt_proj: Operand, A: Operand, dt_bias
             stride % elements for stride, extent in zip(operand.strides, operand.shape[:-1]) if extent > 1)
 
     tensor_cores = size == 2 and value.dtype == dt_proj.dtype and in_pieces(value, 8) and in_pieces(dt_proj, 8)
-    config = ScoreConfig(value=ELEMENTS[value.dtype], weight=ELEMENTS[dt_proj.dtype], head_dim=head_dim,
-                         kv_heads=kv_heads, head_tile=max(tile for tile in (1, 2, 4, 8) if tile <= kv_heads),
+    config = ScoreConfig(value=ELEMENTS[value.dtype], weight=ELEMENTS[dt_proj.dtype],
+                         parameter=ELEMENTS[A.dtype], head_dim=head_dim, kv_heads=kv_heads,
+                         head_tile=max(tile for tile in (1, 2, 4, 8) if tile <= kv_heads),
                          vector=in_pieces(value, 4), exp_form=form == "exp", gradient=dscore != 0,
                          tensor_cores=tensor_cores)
     key_blocks, head_tiles = blocks(length, config.block_keys), config.head_tiles

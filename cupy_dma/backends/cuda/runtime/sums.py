@@ -1,0 +1,61 @@
+"""Sums of float32 arrays over outer axes, rounded to a type (``kernels/common/sums.cu``)."""
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from cupy_dma.arrays import Device, Library
+from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.configs import ELEMENTS, blocks
+from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
+
+THREADS = 256  # as in the kernel file
+
+
+@dataclass(frozen=True)
+class SumConfig(jit.Config):
+    source = "common/sums.cu"
+    result: str
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """Over which axes of an array is summed: extents and strides, in elements; 1 and 0 of axes that are not there."""
+
+    rows: int = 1  # of the result
+    row: int = 0
+    columns: int = 1
+    firsts: int = 1
+    first: int = 0
+    seconds: int = 1
+    second: int = 0
+
+
+def add_rows(runtime: Runtime, library: Library, device: Device, array: Any, axes: Axes, dtype: str,
+             shape: tuple[int, ...]) -> Any:
+    """``result[o, i]``, ``rows x columns``, in this ``shape``: the sum over ``firsts`` and ``seconds``."""
+    return _add(runtime, library, device, array, axes, dtype, shape, "add_rows", blocks(axes.rows * axes.columns, THREADS))
+
+
+def add_all(runtime: Runtime, library: Library, device: Device, array: Any, axes: Axes, dtype: str,
+            shape: tuple[int, ...]) -> Any:
+    """``result[o]``, ``rows`` numbers in this ``shape``: the sum over ``firsts`` and the contiguous ``columns``."""
+    return _add(runtime, library, device, array, axes, dtype, shape, "add_all", axes.rows)
+
+
+def _add(runtime: Runtime, library: Library, device: Device, array: Any, axes: Axes, dtype: str,
+         shape: tuple[int, ...], entry: str, grid: int) -> Any:
+    kind = dtype if dtype in ELEMENTS else "float32"
+    result = library.empty(shape, kind, device)
+    if grid:
+        params = jit.params("common/sums.cu", "SumParams").pack(
+            **{"in": library.pointer(array)}, out=library.pointer(result), first=axes.first, second=axes.second,
+            row=axes.row, firsts=axes.firsts, seconds=axes.seconds, rows=axes.rows, columns=axes.columns)
+        _kernel(runtime, device.index, ELEMENTS[kind], entry).launch(grid, THREADS, params, library.stream(device))
+    return result if kind == dtype else library.astype(result, dtype)
+
+
+@functools.cache
+def _kernel(runtime: Runtime, index: int, result: str, entry: str) -> LoadedKernel:
+    return runtime.load(SumConfig(result=result), entry, index)
