@@ -12,7 +12,7 @@ import pytest
 
 from cupy_dma.backends.cuda.attention import flash_decode, sm90, sm90_backward, sm90_tiles, split, tiles
 from cupy_dma.backends.cuda.decode import step
-from cupy_dma.backends.cuda.runtime import configs, disk_cache, jit
+from cupy_dma.backends.cuda.runtime import configs, disk_cache, jit, sums
 from cupy_dma.backends.cuda.select import last_queries, prefix
 
 try:
@@ -50,11 +50,12 @@ def specialisations(limit: int, every: bool) -> list[jit.Config]:
     """Each kernel with each of its options at least once; with ``every`` head dims of each tile shape, and odd ones."""
     found: list[jit.Config] = [configs.LayoutConfig(element) for element in configs.ELEMENTS.values()]
     found += [configs.SelectConfig(documents, padding) for documents in (False, True) for padding in (False, True)]
+    found += [sums.SumConfig(element) for element in configs.ELEMENTS.values()]
     found += [configs.ListConfig(causal, block) for causal in (False, True) for block in (64,)]
     found += [configs.DenseConfig(queries) for queries in (8, 32, 128)] + [configs.DenseSupersConfig()]
     found += [configs.ListConfig(False, 64, sequences=True), configs.SequenceConfig(causal=True)]
     found += [configs.ScoreConfig("__half", "float", "float", 64, 1, 1, True, True, False, False),
-              configs.ScoreConfig("__nv_bfloat16", "__nv_bfloat16", "__nv_bfloat16", 128, 8, 8, True, True, False, True),
+              configs.ScoreConfig(*("__nv_bfloat16",) * 3, 128, 8, 8, True, True, False, True),
               configs.ScoreConfig("__half", "__half", "float", 64, 32, 8, True, False, True, True),
               configs.ScoreConfig("__nv_bfloat16", "__nv_bfloat16", "__half", 128, 8, 8, True, False, True, False),
               configs.ScoreConfig("float", "__half", "float", 33, 3, 2, False, True, False, False)]
@@ -388,7 +389,8 @@ def test_the_params_struct_is_read_from_the_source(monkeypatch):
 @pytest.mark.parametrize(("source", "name"), [
     ("common/params.cuh", "AttentionParams"), ("select/prefix_top_w.cu", "SelectParams"),
     ("sm90/split_kv.cuh", "Splits"), ("sm90/combine.cu", "CombineParams"), ("lists/intervals.cu", "ListParams"),
-    ("select/key_scores.cu", "ScoreParams"), ("select/key_scores_backward.cu", "ScoreBackwardParams"),
+    ("common/sums.cu", "SumParams"), ("select/key_scores.cu", "ScoreParams"),
+    ("select/key_scores_backward.cu", "ScoreBackwardParams"),
     ("lists/varlen.cu", "SequenceParams"), ("decode/step.cu", "StepParams"),
     ("decode/flash_decode.cu", "FlashDecodeParams"), ("select/last_queries_top_w.cu", "LastQueriesParams"),
     ("lists/dense_mask.cu", "DenseParams"), ("lists/dense_macro_tiles.cu", "SuperParams")])

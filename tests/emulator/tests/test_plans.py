@@ -7,15 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_dma.arrays import describe
-from cupy_dma.backends.cuda.attention import sm90_backward
 from cupy_dma.backends.cuda.runtime import plans
 from tests import emulator
 from tests.oracle import cases
 
-NAMES = ("bfloat16-D64", "float32-", "mask-", "causal-and-", "window-1", "bias-", "softcap-key", "layout-", "lengths-33x129",
-         "dense-both", "dense-columns")
+NAMES = ("bfloat16-D64", "float32-", "mask-", "causal-and-", "window-1", "bias-", "softcap-key", "layout-",
+         "lengths-33x129", "dense-both", "dense-columns")
 CHOSEN = [case for case in cases.CASES if case.name.startswith(NAMES) and case.dtype != "float64"][::4]
+SIXTEEN_BIT_BIASES = ("bias-key_per_head-none",)  # the library makes them float32: not planned
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def device(request, monkeypatch):
 
     monkeypatch.setattr(emulator.Backend, "_run",
                         lambda backend, function, *rest: run(backend, planned(function), *rest))
-    with (emulator.hopper_gpu if request.param else emulator.using)() as runtime:
+    with (emulator.hopper_gpu if request.param else emulator.using)() as runtime, plans.switched(True):
         yield runtime
 
 
@@ -64,6 +63,7 @@ def same(first: Any, second: Any) -> None:
 def test_a_plan_gives_what_its_call_gives(case, device, calls):
     run = functools.partial(cases.run_backward, case, np.ascontiguousarray, with_dlse=True, backend="emulator")
     found = [run() for _ in range(3)]
-    assert calls["made"] > 0 and calls["refused"] == 0 and calls["run"] >= 2 * calls["made"] - 2
+    assert (calls["refused"] > 0) == (case.name in SIXTEEN_BIT_BIASES)
+    assert calls["run"] >= 2 * calls["made"] and (calls["made"] > 0 or calls["refused"] > 0)
     for gradients in found[1:]:
         same(found[0], gradients)

@@ -309,7 +309,7 @@ def _reduced(runtime: Runtime, dbias: Any, bias: Operand, shape: tuple[int, int,
     if (own_batch, own_heads, keys) == shape and bias.dtype == "float32":
         return dbias.reshape(bias.shape)
     rows, group = own_batch * own_heads, heads // own_heads
-    outer = {"rows": rows, "row": group * length, "firsts": batch // own_batch, "first": heads * length}
+    outer = {"rows": rows, "row": group * length, "firsts": batch if own_batch == 1 else 1, "first": heads * length}
     if keys != length:
         axes, add = Axes(columns=group * length, **outer), add_all
     else:

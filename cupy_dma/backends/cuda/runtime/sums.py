@@ -35,7 +35,8 @@ class Axes:
 def add_rows(runtime: Runtime, library: Library, device: Device, array: Any, axes: Axes, dtype: str,
              shape: tuple[int, ...]) -> Any:
     """``result[o, i]``, ``rows x columns``, in this ``shape``: the sum over ``firsts`` and ``seconds``."""
-    return _add(runtime, library, device, array, axes, dtype, shape, "add_rows", blocks(axes.rows * axes.columns, THREADS))
+    grid = blocks(axes.rows * axes.columns, THREADS)
+    return _add(runtime, library, device, array, axes, dtype, shape, "add_rows", grid)
 
 
 def add_all(runtime: Runtime, library: Library, device: Device, array: Any, axes: Axes, dtype: str,
