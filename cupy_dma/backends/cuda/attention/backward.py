@@ -139,7 +139,7 @@ class _Backward:
 
     def _one_pass(self) -> bool:
         """Whether the Hopper key pass adds up the gradient of the queries, too, in any order."""
-        return (self.hopper_keys and sm90_backward.has_one_pass(self.query.shape[3], self.supers is not None)
+        return (self.hopper_keys and sm90_backward.has_one_pass(self.query.shape[3], self.problem.mask is not None)
                 and "query" in self.call.needs and any(self.wanted) and not self.call.forward.deterministic)
 
     def _bias_is_own(self) -> bool:

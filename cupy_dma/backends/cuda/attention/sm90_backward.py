@@ -1,6 +1,6 @@
 """The gradients on Hopper GPUs (``kernels/sm90/backward_dq.cu`` and ``backward_dkv.cu``), with warpgroup MMAs (wgmma):
 of queries query-major over the key lists of tiles; of keys, values and key biases key-stationary over the same
-super-tile lists as the portable kernel. Without lists, where results need not be deterministic, the key-stationary
+super-tile lists as the portable kernel. Without a mask, where results need not be deterministic, the key-stationary
 kernel makes all of them in one pass, with five products instead of seven.
 
 They serve 16-bit elements in aligned rows without a dense mask or bias, and softcaps that are not so large that their
@@ -30,7 +30,7 @@ STAGES = 2  # of queries, of backward_dkv.cu
 BLOCK_M = 128  # of backward_dq.cu: rows of a tile
 THREADS = 384  # of either
 UNIT_QUERIES, ROUND_THREADS = 64, 256  # of backward_dq_round.cu
-#: whether calls that need not be deterministic have one; None: those without lists, which it makes faster (docs/lab/
+#: whether calls that need not be deterministic have one; None: those without a mask, which it makes faster (docs/lab/
 #: backward.md, version 42)
 ONE_PASS: bool | None = None
 
@@ -112,9 +112,9 @@ def serves_keys(runtime: Runtime, call: AttentionBackwardCall, problem: Problem,
             and _maps(call, block_q(call.forward.head_dim, True, False), 1) is not None)
 
 
-def has_one_pass(head_dim: int, listed: bool) -> bool:
-    """Whether ``launch_dkv`` is to make the gradient of the queries, too. ``listed``: its keys come from lists."""
-    return head_dim <= MAX_NARROW_DIM and (not listed if ONE_PASS is None else ONE_PASS)
+def has_one_pass(head_dim: int, masked: bool) -> bool:
+    """Whether ``launch_dkv`` is to make the gradient of the queries, too. ``masked``: there is more than causality."""
+    return head_dim <= MAX_NARROW_DIM and (not masked if ONE_PASS is None else ONE_PASS)
 
 
 def block_n(head_dim: int) -> int:
@@ -123,7 +123,7 @@ def block_n(head_dim: int) -> int:
 
 
 def block_q(head_dim: int, one_pass: bool, listed: bool) -> int:
-    """Queries of a step of ``launch_dkv``; ``listed`` as above."""
+    """Queries of a step of ``launch_dkv``; ``listed``: its keys come from lists."""
     return 128 if head_dim <= 64 and (one_pass or not listed) else 64
 
 
