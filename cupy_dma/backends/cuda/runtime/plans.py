@@ -15,38 +15,38 @@ import dataclasses
 import functools
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupy_dma.arrays import Device, Operand, numpy_dtype
 from cupy_dma.backends.cuda.runtime import jit
-from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
+from cupy_dma.backends.cuda.runtime.device import Runtime
+from cupy_dma.backends.cuda.runtime.traces import (
+    FIRST,
+    SPAN,
+    Arguments,
+    Clear,
+    Launch,
+    Recorder,
+    Trace,
+    TracedArray,
+    TracedMask,
+    Untraceable,
+    address_of,
+    on_stream,
+    plannable,
+)
 from cupy_dma.masks.interval import IntervalMask
 
-ALIGNMENT = 16  # nothing asks for more: an argument's address modulo this is part of its kind
+__all__ = ["Plan", "kept_on_mask", "plannable", "planned", "switched"]
+
 SPACING = 256  # of the arrays in a workspace
 MOST_PLANS = 4096  # of a device; then all are forgotten
-_SPAN = 2**36  # between made-up addresses: no array is as long
-_FIRST, _LAST = 2**8, 2**11 - 1  # made-up addresses, in units of _SPAN: below 2^47, as the driver wants them
-
 
 # Off by default until every GPU test has run with them: docs/lab/host.md.
 _enabled = os.environ.get("CUPY_DMA_PLANS", "") not in ("", "0")
-
-
-class _Stream(int):
-    """Stands for the caller's stream."""
-
-
-_STREAM = _Stream()
-
-
-class Untraceable(Exception):
-    """A function cannot be planned for these arguments."""
 
 
 @contextmanager
@@ -58,247 +58,6 @@ def switched(on: bool) -> Iterator[None]:
         yield
     finally:
         _enabled = before
-
-
-# ---- the arguments of a call ----------------------------------------------------------------------------------------
-
-_PLAIN = {bool, int, float, str, frozenset, tuple}
-_fields: dict[type, tuple[str, ...]] = {}
-
-
-def plannable(*kinds: type) -> None:
-    """Arguments of these types may be planned: dataclasses if their fields may, and tuples of plain values."""
-    for kind in kinds:
-        if dataclasses.is_dataclass(kind):
-            _fields[kind] = tuple(field.name for field in dataclasses.fields(kind))
-        else:
-            _PLAIN.add(kind)
-
-
-class Arguments:
-    """The kind of a call's arguments, and the addresses, rounded down to ``ALIGNMENT``, and masks among them."""
-
-    __slots__ = ("addresses", "device", "kind", "library", "masks")
-
-    def __init__(self, name: str, arguments: tuple[Any, ...], named: dict[str, Any]):
-        self.kind: list[Any] = [name, *named]
-        self.addresses: list[int] = []
-        self.masks: list[IntervalMask] = []
-        self.library: Any = None
-        self.device: Any = None
-        for argument in (*arguments, *named.values()):
-            self._add(argument)
-        assert self.library is not None  # every backend function takes an array
-        self.kind += (self.library.name, self.device)
-
-    def _add(self, x: Any) -> None:
-        kind = type(x)
-        if kind is Operand:
-            odd = x.pointer % ALIGNMENT
-            self.kind.append((x.shape, x.strides, x.dtype, odd))
-            self.addresses.append(x.pointer - odd)
-            if self.library is None:
-                self.library, self.device = x.library, x.device
-        elif x is None or kind in _PLAIN:
-            self.kind.append(x)
-        elif kind is IntervalMask:
-            self.kind.append(x._hints)
-            self.masks.append(x)
-            self._add(x._start)
-            self._add(x._stop)
-        elif kind in _fields:
-            for name in _fields[kind]:
-                self._add(getattr(x, name))
-        else:
-            raise Untraceable(f"an argument of type {kind.__name__}")
-
-
-# ---- a run on stand-ins ---------------------------------------------------------------------------------------------
-
-
-class TracedArray:
-    """An array that is nowhere: the ``base``-th of a trace, contiguous."""
-
-    def __init__(self, base: int, pointer: int, shape: tuple[int, ...], dtype: str):
-        self.base, self.pointer, self.shape, self.dtype = base, pointer, shape, dtype
-
-    def reshape(self, shape: tuple[int, ...]) -> TracedArray:
-        return TracedArray(self.base, self.pointer, tuple(shape), self.dtype)
-
-
-class TracedMask(IntervalMask):
-    """An interval mask of such arrays; its lists are those of the ``real`` one, the ``index``-th of a call."""
-
-    __slots__ = ("index", "real", "trace")
-    index: int
-    real: IntervalMask
-    trace: Trace
-
-
-class TracedLibrary:
-    """Allocates in a trace."""
-
-    def __init__(self, trace: Trace, name: str):
-        self._trace, self.name = trace, name
-
-    def empty(self, shape: tuple[int, ...], dtype: str, device: Device) -> TracedArray:
-        base = self._trace.add(_bytes(shape, dtype))
-        return TracedArray(base, self._trace.address(base), tuple(shape), dtype)
-
-    def full(self, shape: tuple[int, ...], value: Any, dtype: str, device: Device) -> TracedArray:
-        if value != 0:
-            raise Untraceable(f"an array filled with {value}")
-        array = self.empty(shape, dtype, device)
-        self._trace.steps.append(Clear(array.pointer, _bytes(shape, dtype)))
-        return array
-
-    def astype(self, array: TracedArray, dtype: str) -> TracedArray:
-        if array.dtype != dtype:
-            raise Untraceable("the library's astype")
-        return array
-
-    def pointer(self, array: TracedArray) -> int:
-        return array.pointer
-
-    def stream(self, device: Device) -> int:
-        return _STREAM
-
-    def __getattr__(self, name: str) -> Any:
-        raise Untraceable(f"the library's {name}")
-
-
-class Launch(NamedTuple):
-    kernel: LoadedKernel
-    grid: int
-    threads: int
-    pdl: bool
-    params: bytes
-
-
-class Clear(NamedTuple):
-    """Memory set to zero."""
-
-    pointer: int
-    size: int
-
-
-class Request(NamedTuple):
-    """``function(runtime, mask, *arguments)`` gives an object with a ``workspace``: lists that a mask keeps."""
-
-    function: Callable[..., Any]
-    mask: int
-    arguments: tuple[Any, ...]
-    base: int
-
-
-class Trace:
-    """One run on stand-ins. ``ascending``: how their addresses are made up."""
-
-    def __init__(self, runtime: Runtime, arguments: Arguments, ascending: bool):
-        self.runtime, self.arguments, self.ascending = runtime, arguments, ascending
-        self.library = TracedLibrary(self, arguments.library.name)
-        self.sizes: list[int] = []  # of the arrays that the function makes, in bytes; of others 0
-        self.given: list[int] = []  # bases of the arguments
-        self.steps: list[Launch | Clear] = []
-        self.requests: list[Request] = []
-        self.masks = 0
-
-    def add(self, size: int) -> int:
-        """The base of another array."""
-        self.sizes.append(size)
-        if len(self.sizes) > _LAST - _FIRST:
-            raise Untraceable("too many arrays")
-        return len(self.sizes) - 1
-
-    def address(self, base: int) -> int:
-        return _address(base, self.ascending)
-
-    def stand_in(self, x: Any) -> Any:
-        """The argument in this trace; in the order of ``Arguments``."""
-        kind = type(x)
-        if kind is Operand:
-            base = self.add(0)
-            self.given.append(base)
-            pointer = self.address(base) + x.pointer % ALIGNMENT
-            array = TracedArray(base, pointer, x.shape, x.dtype)
-            return dataclasses.replace(x, array=array, library=self.library, pointer=pointer)
-        if kind is IntervalMask:
-            mask = TracedMask.__new__(TracedMask)
-            mask.real, mask.trace, mask.index = x, self, self.masks
-            self.masks += 1
-            mask._start, mask._stop = self.stand_in(x._start), self.stand_in(x._stop)
-            mask.shape, mask.key_length, mask.device = x.shape, x.key_length, x.device
-            mask.library, mask._cache = mask._start.library, {}
-            mask._hints, mask._starts, mask._bound, mask._causal_only = x._hints, x._starts, x._bound, x._causal_only
-            return mask
-        if kind in _fields:
-            return dataclasses.replace(x, **{name: self.stand_in(getattr(x, name)) for name in _fields[kind]})
-        return x
-
-    def lists(self, function: Callable[..., Any], mask: TracedMask, arguments: tuple[Any, ...]) -> Any:
-        """What ``function`` gives for the real mask, at a made-up address."""
-        library, device = self.arguments.library, self.arguments.device
-        real = function(self.runtime, mask.real, *_on_stream(arguments, library.stream(device)))
-        if real is None:
-            return None
-        space = library.describe(real.workspace, "lists")
-        base = self.add(0)
-        moved, end = self.address(base) - space.pointer, _bytes(space.shape, space.dtype)
-        self.requests.append(Request(function, mask.index, arguments, base))
-        return dataclasses.replace(
-            real, workspace=TracedArray(base, self.address(base), space.shape, space.dtype),
-            fields={name: value + moved if 0 <= value - space.pointer <= end else value
-                    for name, value in real.fields.items()})
-
-
-def _address(base: int, ascending: bool) -> int:
-    return (_FIRST + base if ascending else _LAST - base) * _SPAN + ALIGNMENT  # and not aligned better
-
-
-def _bytes(shape: tuple[int, ...], dtype: str) -> int:
-    return int(np.prod(shape)) * numpy_dtype(dtype).itemsize
-
-
-def _on_stream(arguments: tuple[Any, ...], stream: int) -> tuple[Any, ...]:
-    return tuple([stream if x is _STREAM else x for x in arguments])
-
-
-class _RecordedKernel:
-    def __init__(self, recorder: Recorder, kernel: LoadedKernel):
-        self._recorder, self._kernel = recorder, kernel
-
-    def launch(self, grid: int, threads: int, params: bytes, stream: int, pdl: bool = True) -> None:
-        assert stream is _STREAM
-        self._recorder.trace.steps.append(Launch(self._kernel, grid, threads, pdl, params))
-
-
-class Recorder:
-    """The ``Runtime`` of traces: one for each real one, for kernels are cached by it."""
-
-    def __init__(self, runtime: Runtime):
-        self._runtime, self._local = runtime, threading.local()
-
-    @property
-    def trace(self) -> Trace:
-        return self._local.trace
-
-    def record(self, trace: Trace, function: Callable[..., Any], arguments: tuple[Any, ...],
-               named: dict[str, Any]) -> Any:
-        """What the function returns for stand-ins of these arguments."""
-        outer, self._local.trace = getattr(self._local, "trace", None), trace
-        stand_ins = [trace.stand_in(x) for x in (*arguments, *named.values())]
-        count = len(arguments)
-        try:
-            return function(self, *stand_ins[:count], **dict(zip(named, stand_ins[count:])))
-        finally:
-            self._local.trace = outer
-
-    @functools.cache  # noqa: B019 - one recorder for the life of a runtime
-    def load(self, config: jit.Config, entry: str, index: int, shared_bytes: int = 0) -> LoadedKernel:
-        return _RecordedKernel(self, self._runtime.load(config, entry, index, shared_bytes))
-
-    def __getattr__(self, name: str) -> Any:  # facts about the device
-        return getattr(self._runtime, name)
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------
@@ -367,9 +126,9 @@ class Plan:
 
     def _located(self, x: int, y: int) -> _Address:
         """Of an address that is ``x`` in one trace and ``y`` in the other."""
-        base = (x + _SPAN // 2) // _SPAN - _FIRST
-        offset = x - _address(base, True)
-        if base not in self._places or y != _address(base, False) + offset:
+        base = (x + SPAN // 2) // SPAN - FIRST
+        offset = x - address_of(base, True)
+        if base not in self._places or y != address_of(base, False) + offset:
             raise Untraceable("a number that depends on addresses")
         place, begin = self._places[base]
         return _Address(place, begin + offset)
@@ -402,7 +161,7 @@ class Plan:
         library, device, addresses = arguments.library, arguments.device, list(arguments.addresses)
         stream, pointer, empty = library.stream(device), library.pointer, library.empty
         for function, mask, more, _ in self._requests:
-            addresses.append(pointer(function(runtime, arguments.masks[mask], *_on_stream(more, stream)).workspace))
+            addresses.append(pointer(function(runtime, arguments.masks[mask], *on_stream(more, stream)).workspace))
         outputs = [empty(shape, dtype, device) for shape, dtype in self._outputs]
         addresses += [pointer(x) for x in outputs]
         if self._workspace:
