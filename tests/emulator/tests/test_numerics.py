@@ -91,10 +91,10 @@ def test_low_biases(kernel, dtype, kind, low, near):
 
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
 @pytest.mark.parametrize("low", [-1e7, -1e9, -1e30, "lowest"], ids=str)
-@pytest.mark.parametrize(("kernel", "dtype", "kind"), [
-    ("portable", "float16", "key"), ("portable", "bfloat16", "bfloat16"), ("portable", "float32", "float32"),
-    ("hopper", "bfloat16", "key")])
-def test_gradients_with_low_biases(kernel, dtype, kind, low, softcap):
+@pytest.mark.parametrize(("kernel", "dtype", "kind", "deterministic"), [
+    ("portable", "float16", "key", False), ("portable", "bfloat16", "bfloat16", False),
+    ("portable", "float32", "float32", False), ("hopper", "bfloat16", "key", False), ("hopper", "bfloat16", "key", True)])
+def test_gradients_with_low_biases(kernel, dtype, kind, deterministic, low, softcap):
     """The first rows see nothing but such keys. float32 does not hold their probabilities, which must not become
     infinite: they have no gradient."""
     arrays = problem(kernel, dtype, keys=90, queries=90)
@@ -104,7 +104,7 @@ def test_gradients_with_low_biases(kernel, dtype, kind, low, softcap):
     dout = arrays[0][:, ::-1].copy()
     with gpu(kernel):
         out, lse = dma.attention(*arrays, **options, return_lse=True, backend="emulator")
-        found = attention_backward(dout, *arrays, out, lse, **options, backend="emulator")
+        found = attention_backward(dout, *arrays, out, lse, **options, deterministic=deterministic, backend="emulator")
     dout[:, :40] = 0
     check_gradients(arrays, dout, found, **options)
 
