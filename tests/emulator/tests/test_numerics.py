@@ -93,7 +93,8 @@ def test_low_biases(kernel, dtype, kind, low, near):
 @pytest.mark.parametrize("low", [-1e7, -1e9, -1e30, "lowest"], ids=str)
 @pytest.mark.parametrize(("kernel", "dtype", "kind", "deterministic"), [
     ("portable", "float16", "key", False), ("portable", "bfloat16", "bfloat16", False),
-    ("portable", "float32", "float32", False), ("hopper", "bfloat16", "key", False), ("hopper", "bfloat16", "key", True)])
+    ("portable", "float32", "float32", False), ("hopper", "bfloat16", "key", False),
+    ("hopper", "bfloat16", "key", True)])
 def test_gradients_with_low_biases(kernel, dtype, kind, deterministic, low, softcap):
     """The first rows see nothing but such keys. float32 does not hold their probabilities, which must not become
     infinite: they have no gradient."""
