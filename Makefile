@@ -72,7 +72,8 @@ test-all: test
 	$(RUN) -m pytest -m "slow $(NO_GPU)" $(if $(VENV),$(WORKERS)) $(ARGS)
 
 test-gpu: $(TEST_READY)
-	$(RUN) -m pytest -m gpu $(GPU_JOBS:%=-n % --dist worksteal) -p tests.gpu.gpu_record --gpu-record tests/gpu_results.json $(ARGS)
+	$(RUN) -m pytest -m gpu $(GPU_JOBS:%=-n % --dist worksteal) -p tests.gpu.gpu_record \
+	    --gpu-record tests/gpu_results.json $(ARGS)
 
 # The libraries of AddressSanitizer must be there before the interpreter; what it leaks is not the kernels' doing.
 ASAN := LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so.6)" \

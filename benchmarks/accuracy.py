@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itse
 
 import numpy as np
 
-from benchmarks.harness.suite import RESULTS
+from benchmarks.harness.suite import add_record_options
 from tests.oracle import cases, reference
 from tests.oracle.cases import Case
 
@@ -279,8 +279,7 @@ def main(arguments: list[str] | None = None) -> int:
                          help="only this type (may be repeated)")
     options.add_argument("--cases", default="", help="only cases whose name starts with this")
     options.add_argument("--dlse", action="store_true", help="of the grid: also with a gradient of lse")
-    options.add_argument("--out", default=str(RESULTS), help="folder of the JSON")
-    options.add_argument("--commit", help="recorded as the commit where the tree is a copy without its history")
+    add_record_options(options)
     args = options.parse_args(arguments)
     suite, is_grid = SUITES[args.what], args.what == "grid"
     started = time.monotonic()

@@ -18,16 +18,14 @@ Results: ``benchmarks/results/host.json``.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
-from benchmarks.harness.suite import RESULTS
+from benchmarks.harness.suite import add_record_options, write_record
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 512, 4, 2, 64, 128
 ROUNDS, CALLS = 20, 30
@@ -100,18 +98,8 @@ def by_turns(found: dict[str, Callable[[], Any]], rounds: int) -> dict[str, floa
     """Microseconds a call, of the fastest round."""
     from benchmarks.harness import measure
 
-    best = dict.fromkeys(found, float("inf"))
-    for i in range(rounds + 1):
-        for name, call in found.items():
-            measure.synchronize()
-            started = time.perf_counter()
-            for _ in range(CALLS):
-                call()
-            spent = 1e6 * (time.perf_counter() - started) / CALLS
-            if i:
-                best[name] = min(best[name], spent)
-    measure.synchronize()
-    return best
+    turns = [{name: measure.host_us(call, CALLS, rounds=1) for name, call in found.items()} for _ in range(rounds)]
+    return {name: min(turn[name] for turn in turns) for name in found}
 
 
 def on_gpu(call: Callable[[], Any]) -> dict[str, Any]:
@@ -141,8 +129,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--quick", action="store_true", help="fewer rounds, nothing recorded")
-    options.add_argument("--out", default=str(RESULTS), help="folder of the JSON")
-    options.add_argument("--commit", help="recorded as the commit where the tree is a copy without its history")
+    add_record_options(options)
     args = options.parse_args(arguments)
     import torch
 
@@ -158,12 +145,8 @@ def main(arguments: list[str] | None = None) -> int:
     times = by_turns(found, 3 if args.quick else ROUNDS)
     rows = [{"name": name, "host_us": spent, "times_sdpa": spent / times[f"SDPA, {name.rpartition(', ')[2]}"],
              **on_gpu(found[name])} for name, spent in times.items()]
-    result: dict[str, Any] = {"method": __doc__, **measure.machine(), "rows": rows}
-    result["commit"] = args.commit or result["commit"]
     if not args.quick:
-        path = Path(args.out) / "host.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write_record("host.json", args, __doc__, rows=rows)
     print(table(rows))
     return 0
 

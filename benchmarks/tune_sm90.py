@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
-from benchmarks.harness.suite import RESULTS
+from benchmarks.harness.suite import add_record_options, write_record
 from cupy_dma.backends.cuda.attention import sm90, sm90_tiles
 from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile
 from cupy_dma.backends.cuda.runtime import jit
@@ -187,8 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument("--case", default="", help="only cases with this in their names")
     options.add_argument("--in-use", action="store_true", help="only the tiles in use")
     options.add_argument("--kernels", nargs="+", type=Path, default=[], help="folders to take for kernels/ as well")
-    options.add_argument("--out", default=str(RESULTS), help="folder of the JSON")
-    options.add_argument("--commit", help="recorded as the commit where the tree is a copy without its history")
+    add_record_options(options)
     args = options.parse_args(arguments)
     if not all(1 <= d <= max(CANDIDATES) for d in args.head_dim):
         options.error(f"--head-dim must be 1 to {max(CANDIDATES)}, got {args.head_dim}")
@@ -204,13 +202,10 @@ def main(arguments: list[str] | None = None) -> int:
 
     if not measure.on_gpu():
         options.error("this needs a Hopper GPU")
-    result = {"method": __doc__, **measure.machine(), "cases": [
+    result = {"cases": [
         {**case._asdict(), "name": str(case), "rows": measured(case, args.kernels, args.in_use)} for case in chosen]}
-    result["commit"] = args.commit or result["commit"]
     if not (args.case or args.in_use or args.kernels):
-        path = Path(args.out) / "hopper_tiles.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write_record("hopper_tiles.json", args, __doc__, **result)
     print(table(result))
     return 0 if all(row["right"] for entry in result["cases"] for row in entry["rows"]) else 1
 

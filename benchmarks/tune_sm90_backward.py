@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
 from benchmarks import backward
-from benchmarks.harness.suite import RESULTS, Case
+from benchmarks.harness.suite import Case, add_record_options, write_record
 from cupy_dma.backends.cuda.attention import sm90_backward
 
 
@@ -112,8 +111,7 @@ def table(result: dict[str, Any]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--case", default="", help="only cases with this in their names")
-    options.add_argument("--out", default=str(RESULTS), help="folder of the JSON")
-    options.add_argument("--commit", help="recorded as the commit where the tree is a copy without its history")
+    add_record_options(options)
     args = options.parse_args(arguments)
     chosen = [case for case in cases() if args.case in case.name]
     if not chosen:
@@ -123,16 +121,13 @@ def main(arguments: list[str] | None = None) -> int:
 
     if not measure.on_gpu():
         options.error("this needs a Hopper GPU")
-    result: dict[str, Any] = {"method": __doc__, **measure.machine(), "cases": []}
-    result["commit"] = args.commit or result["commit"]
+    result: dict[str, Any] = {"cases": []}
     for case in chosen:
         result["cases"].append({"name": case.name, "rows": measured(case)})
         measure.free_memory()
         print(table({"cases": result["cases"][-1:]}), flush=True)
     if not args.case:
-        path = Path(args.out) / "hopper_backward.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write_record("hopper_backward.json", args, __doc__, **result)
     return 0 if all(row["right"] for entry in result["cases"] for row in entry["rows"]) else 1
 
 

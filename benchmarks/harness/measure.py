@@ -146,19 +146,19 @@ def _event_ms(run: Callable[[], Any], flush: bool) -> float:
     return start.elapsed_time(end)
 
 
-def host_us(call: Callable[[], Any], calls: int = 100) -> float:
+def host_us(call: Callable[[], Any], calls: int = 100, rounds: int = 20) -> float:
     """Microseconds of host time per call, without waiting for the GPU."""
     for _ in range(10):
         call()
-    rounds = []
-    for _ in range(20):
+    found = []
+    for _ in range(rounds):
         synchronize()
         started = time.perf_counter()
         for _ in range(calls):
             call()
-        rounds.append(1e6 * (time.perf_counter() - started) / calls)
+        found.append(1e6 * (time.perf_counter() - started) / calls)
     synchronize()
-    return min(rounds)
+    return min(found)
 
 
 def waited_us(call: Callable[[], Any], calls: int = 50) -> float:

@@ -199,6 +199,23 @@ class Suite:
     sets: tuple[str, ...] = ("table", "model", "all", "smoke")
 
 
+def add_record_options(options: argparse.ArgumentParser) -> None:
+    """Those of every script that writes results."""
+    options.add_argument("--out", default=str(RESULTS), help="folder of what is recorded")
+    options.add_argument("--commit", help="recorded as the commit where the tree is a copy without its history")
+
+
+def write_record(name: str, args: argparse.Namespace, method: str | None, **result: Any) -> None:
+    """Write a result with its method and machine to ``name`` in the folder ``args.out``."""
+    from benchmarks.harness import measure
+
+    record = {"method": method, **measure.machine(), **result}
+    record["commit"] = args.commit or record["commit"]
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / name).write_text(json.dumps(record, indent=1) + "\n")
+
+
 def run(suite: Suite, args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
@@ -250,8 +267,7 @@ def main(suite: Suite, arguments: list[str] | None = None) -> int:
     options.add_argument("--quick", action="store_true", help="few cases, no FlexAttention")
     options.add_argument("--seconds", type=float, default=suite.seconds,
                          help=f"after this time no peer is started (default: {suite.seconds:g})")
-    options.add_argument("--out", default=str(RESULTS), help="folder of the JSON and the chart")
-    options.add_argument("--commit", help="recorded as the commit where the tree is a copy without its history")
+    add_record_options(options)
     options.add_argument("--table", action="store_true", help="print the README's table from the recorded results")
     options.add_argument("--update-readme", action="store_true", help="put that table into README.md")
     args = options.parse_args(arguments)

@@ -74,8 +74,7 @@ class EmulatorRuntime:
         return nullcontext()
 
     def clear(self, pointer: int, size: int, stream: int) -> None:
-        if size:
-            build.driver().clear(pointer, size)
+        build.driver().clear(pointer, size)
 
     def shared_memory_limit(self, index: int) -> int:
         return self.shared_limit

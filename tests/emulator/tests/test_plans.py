@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import cupy_dma as dma
+from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends.cuda.runtime import plans
+from cupy_dma.backward import dynamic_mask_attention_backward
 from tests import emulator
 from tests.oracle import cases
 
@@ -59,11 +62,42 @@ def same(first: Any, second: Any) -> None:
             np.testing.assert_array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
 
 
+def moved(kept: list[np.ndarray]) -> Any:
+    """Copies arrays, which stay alive: an address of an earlier call is out of bounds in a later one."""
+    def copied(x: np.ndarray) -> np.ndarray:
+        kept.append(np.array(x, order="C"))
+        return kept[-1]
+
+    return copied
+
+
 @pytest.mark.parametrize("case", CHOSEN, ids=str)
 def test_a_plan_gives_what_its_call_gives(case, device, calls):
-    run = functools.partial(cases.run_backward, case, np.ascontiguousarray, with_dlse=True, backend="emulator")
-    found = [run() for _ in range(3)]
+    convert = moved([])
+    found = [cases.run_backward(case, convert, with_dlse=True, backend="emulator") for _ in range(3)]
     assert (calls["refused"] > 0) == (case.name in SIXTEEN_BIT_BIASES)
     assert calls["run"] >= 2 * calls["made"] and (calls["made"] > 0 or calls["refused"] > 0)
     for gradients in found[1:]:
         same(found[0], gradients)
+
+
+@pytest.mark.parametrize("parameter", ["float32", "bfloat16"])
+def test_the_whole_chain_is_planned(parameter, device, calls):
+    """Scores, selection, lists, attention and all gradients, of other values in each call."""
+    rng, convert, made = np.random.default_rng(0), moved([]), None
+    for i in range(3):
+        q, k, v, dout = (convert(rng.standard_normal((1, 200, heads, 64)).astype(numpy_dtype("bfloat16")))
+                         for heads in (4, 2, 2, 4))
+        weights = [convert(rng.standard_normal(shape).astype(numpy_dtype(parameter)))
+                   for shape in ((2, 128), (2,), (2,))]
+        options = dict(zip(("dt_proj", "A", "dt_bias"), weights)) | {"window": 30}
+        results = []
+        for planning in (True, False):
+            with plans.switched(planning):
+                out, lse = dma.dynamic_mask_attention(q, k, v, **options, return_lse=True, backend="emulator")
+                found = dynamic_mask_attention_backward(dout, q, k, v, out, lse, **options, deterministic=True,
+                                                        backend="emulator")
+            results.append((out, lse, *found))
+        same(*results)
+        made = calls["made"] if i == 1 else made
+    assert calls["refused"] == 0 and calls["made"] == made >= 6 and calls["run"] >= 2 * made

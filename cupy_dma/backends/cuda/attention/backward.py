@@ -1,4 +1,5 @@
-"""Gradients of the attention on the device (SPEC section 6): two passes, no atomics, the same bits on every run.
+"""Gradients of the attention on the device (SPEC section 6): two passes, no atomics, the same bits on every run. Only
+Hopper has one pass, without a mask, where the call need not be deterministic (sm90_backward.py).
 
 1. ``backward_preprocess``: ``delta_i = dout_i . out_i - dlse_i``.
 2. ``backward_dq``: dq, query-major, over the same key lists as the forward.

@@ -109,7 +109,7 @@ def serves_keys(runtime: Runtime, call: AttentionBackwardCall, problem: Problem,
     """Whether ``launch_dkv`` takes the gradients of a call's keys, values and bias: masks and biases are those of a GQA
     group."""
     return (_serves(runtime, call, problem, vector) and not problem.by_head
-            and _maps(call, block_q(call.forward.head_dim, True, False), 1) is not None)
+            and _maps(call, UNIT_QUERIES, 1) is not None)
 
 
 def has_one_pass(head_dim: int, masked: bool) -> bool:

@@ -6,6 +6,8 @@ what it launches. A word of a kernel's parameters that differs between the two r
 tell of which array; if they do not, the function is not planned. Further calls allocate the results and one workspace,
 fill in the addresses and launch.
 
+Off unless ``CUPY_DMA_PLANS=1``, until every GPU test has run with them (docs/lab/host.md).
+
 Key lists belong to their mask, not to the call: a plan asks for them (``kept_on_mask``), and they are made, by a plan
 of their own, if the mask has none yet.
 """
@@ -45,7 +47,6 @@ __all__ = ["Plan", "kept_on_mask", "plannable", "planned", "switched"]
 SPACING = 256  # of the arrays in a workspace
 MOST_PLANS = 4096  # of a device; then all are forgotten
 
-# Off by default until every GPU test has run with them: docs/lab/host.md.
 _enabled = os.environ.get("CUPY_DMA_PLANS", "") not in ("", "0")
 
 

@@ -118,8 +118,9 @@ class TracedLibrary:
     def full(self, shape: tuple[int, ...], value: Any, dtype: str, device: Device) -> TracedArray:
         if value != 0:
             raise Untraceable(f"an array filled with {value}")
-        array = self.empty(shape, dtype, device)
-        self._trace.steps.append(Clear(array.pointer, bytes_of(shape, dtype)))
+        array, size = self.empty(shape, dtype, device), bytes_of(shape, dtype)
+        if size:
+            self._trace.steps.append(Clear(array.pointer, size))
         return array
 
     def astype(self, array: TracedArray, dtype: str) -> TracedArray:
