@@ -40,7 +40,8 @@ NAMES = ("float32-", "float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3
          "causal-and-", "window-1", "bias-", "softcap-", "layout-bhsd", "layout-head_slice", "dense-both",
          "dense-columns", "dense-sizes", *LENGTHS)
 HOPPER_NAMES = ("float16-D64", "bfloat16-D128", "bfloat16-D40", "mask-causal", "mask-padding", "mask-top_w_padding",
-                "softcap-key", "lengths-129x33-causal", "lengths-300x300")
+                "softcap-key", "lengths-129x33-causal", "lengths-300x300", "causal-and-dense", "dense-mask-1gqk",
+                "dense-columns-key")
 
 share = slice(None)  # of the cases of a grid
 

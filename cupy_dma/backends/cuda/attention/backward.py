@@ -140,7 +140,7 @@ class _Backward:
 
     def _one_pass(self) -> bool:
         """Whether the Hopper key pass adds up the gradient of the queries, too, in any order."""
-        return (self.hopper_keys and sm90_backward.has_one_pass(self.query.shape[3], self.problem.mask is not None)
+        return (self.hopper_keys and sm90_backward.has_one_pass(self.query.shape[3], self.problem)
                 and "query" in self.call.needs and any(self.wanted) and not self.call.forward.deterministic)
 
     def _bias_is_own(self) -> bool:
@@ -219,7 +219,7 @@ class _Backward:
                     for (name, size), wanted in zip(sizes.items(), self.wanted) if wanted and partial}
         fields = {**fields, **lists, **{name: self.library.pointer(array) for name, array in partials.items()}}
         if self.hopper_keys:
-            sm90_backward.launch_dkv(self.runtime, self.call, problem, self.supers, fields, self.tickets + 4, one_pass)
+            sm90_backward.launch_dkv(self.runtime, self.call, problem, entries, fields, self.tickets + 4, one_pass)
         else:
             self._portable_key_gradients(fields, entries)
         if entries:
