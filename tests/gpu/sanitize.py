@@ -26,7 +26,6 @@ import numpy as np
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends import cuda
-from cupy_dma.backends.cuda.attention import sm90_backward
 from cupy_dma.backends.cuda.attention.sm90_tiles import TILES, HopperTile
 from cupy_dma.backends.cuda.decode import step
 from cupy_dma.backends.cuda.runtime.device import CudaRuntime
@@ -168,7 +167,7 @@ def hopper_backward() -> int:
     count, chosen = 0, [c for c in cases.CASES if c.name.startswith(HOPPER_NAMES)][share]
     for one_pass in (False, True):
         with (mock.patch.object(CudaRuntime, "num_sms", lambda runtime, index: 2),
-              mock.patch.object(sm90_backward, "ONE_PASS", one_pass)):
+              schedule_cases.hopper_gradients(one_pass)):
             for case in chosen:
                 gradients = cases.run_backward(case, cupy.asarray, with_dlse=True)
                 cases.check_backward(case, [None if g is None else cupy.asnumpy(g) for g in gradients], with_dlse=True)

@@ -47,9 +47,9 @@ def problem(torch, kind, head_dim, length=4000, heads=4, kv_heads=2, dtype=None)
 
 
 @pytest.fixture(params=[False, True], ids=["two passes", "one pass"])
-def one_pass(request, monkeypatch):
-    monkeypatch.setattr(sm90_backward, "ONE_PASS", request.param)
-    return request.param
+def one_pass(request):
+    with schedule_cases.hopper_gradients(request.param):
+        yield request.param
 
 
 @pytest.mark.parametrize("case", [c for c in cases.CASES if c.dtype in ("float16", "bfloat16")], ids=str)

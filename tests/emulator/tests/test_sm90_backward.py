@@ -43,7 +43,7 @@ def gpu():
 
 def in_one_pass() -> Any:
     """What need not be deterministic."""
-    return mock.patch.object(sm90_backward, "ONE_PASS", True)
+    return schedule_cases.hopper_gradients(True)
 
 
 @pytest.fixture
@@ -190,6 +190,25 @@ def test_only_what_is_asked_for(window, needs):
         assert (getattr(some, name) is None) == (name not in needs)
         if name in needs:
             assert np.array_equal(getattr(some, name), getattr(everything, name)), name
+
+
+@pytest.mark.parametrize(("options", "tiles"), [
+    ({}, 9), ({"head_dim": 128, "heads": (4, 2)}, 18), ({"window": 0, "causal": True, "deterministic": True}, 6),
+    ({"window": 0, "dense": "top_w"}, 8)], ids=str)
+def test_no_more_tiles_than_sms_are_left_to_the_portable_kernel(options, tiles, served, served_query):
+    with mock.patch.object(sm90_backward, "ONE_PASS", None), mock.patch.object(sm90_backward, "MIN_TILES", 1.0):
+        for sms in (tiles - 1, tiles):
+            served.reset_mock()
+            with schedule_cases.num_sms(sms):
+                check(gradients("emulator", **options), gradients("numpy", **options))
+            assert served.called == (sms < tiles) and served_query.called
+
+
+@pytest.mark.parametrize("options", [{"window": 0, "causal": True}, {"head_dim": 256}], ids=str)
+def test_one_pass_and_wide_heads_take_few_tiles_too(options, served):
+    with mock.patch.object(sm90_backward, "ONE_PASS", None), mock.patch.object(sm90_backward, "MIN_TILES", 1.0):
+        check(gradients("emulator", **options), gradients("numpy", **options))
+    assert served.called
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

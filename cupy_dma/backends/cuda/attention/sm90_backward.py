@@ -33,6 +33,9 @@ UNIT_QUERIES, ROUND_THREADS = 64, 256  # of backward_dq_round.cu
 #: whether calls that need not be deterministic have one; None: those without a mask, which it makes faster (docs/lab/
 #: backward.md, version 42)
 ONE_PASS: bool | None = None
+#: tiles of launch_dkv on each SM: with fewer, in two passes up to MAX_NARROW_DIM, the portable kernel with its smaller
+#: tiles is faster (docs/lab/backward.md, version 44)
+MIN_TILES = 1.0
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,19 @@ def has_one_pass(head_dim: int, problem: Problem) -> bool:
     return head_dim <= MAX_NARROW_DIM and not problem.bits and (problem.mask is None if ONE_PASS is None else ONE_PASS)
 
 
+def has_enough_tiles(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, entries: int) -> bool:
+    """Whether ``launch_dkv`` keeps the GPU busy in two passes; ``entries`` as there."""
+    query = call.forward.query
+    return (query.shape[3] > MAX_NARROW_DIM
+            or _key_tiles(call, problem, entries) > MIN_TILES * runtime.num_sms(query.device.index))
+
+
+def _key_tiles(call: AttentionBackwardCall, problem: Problem, entries: int) -> int:
+    batch, key_length, kv_heads, head_dim = call.forward.key.shape
+    size = block_n(head_dim)
+    return entries // size if entries else batch * kv_heads * tile_count(key_length, size, problem.count)
+
+
 def block_n(head_dim: int) -> int:
     """Keys of a tile of ``launch_dkv``."""
     return 128 if head_dim <= MAX_NARROW_DIM else 64
@@ -178,14 +194,13 @@ def launch_dkv(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, 
     over these; ``one_pass``: and that of queries, from ``delta``. ``fields`` and ``tickets`` as in ``launch_dq``, with
     the lists and where those sums go."""
     query, key = call.forward.query, call.forward.key
-    batch, key_length, kv_heads, head_dim = key.shape
+    batch, head_dim = key.shape[0], key.shape[3]
     library, device = query.library, query.device
     kernel = _dkv_kernel(runtime, device.index, ELEMENTS[query.dtype], head_dim,
                          "KEYS_LISTED" if entries else "KEYS_CONTIGUOUS", problem.mask is not None and not problem.bits,
                          problem.causal and not problem.bits, problem.bias_kind, call.forward.softcap > 0.0,
                          problem.count > 0, problem.bits, one_pass)
-    tiles = (entries // block_n(head_dim) if entries
-             else batch * kv_heads * tile_count(key_length, block_n(head_dim), problem.count))
+    tiles = _key_tiles(call, problem, entries)
     query_units = tile_count(query.shape[1], UNIT_QUERIES, problem.count)
     units = batch * query.shape[2] * query_units
     sums, stream = None, library.stream(device)
