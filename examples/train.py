@@ -36,11 +36,10 @@ from cupy_dma.torch import DynamicMaskSelfAttention
 
 BYTES = 256
 KINDS = ("dynamic", "dense", "window")
-SIZES = ("layers", "width", "heads", "kv_heads", "window", "attention")
+SIZES = ("layers", "width", "heads", "kv_heads", "window", "recent", "attention")
 FIXED = (*SIZES, "seed", "batch", "length", "steps", "rate", "text")  # when a run has begun
 SAVED = (*FIXED, "validate", "pieces", "save", "autocast", "compile")  # options that a checkpoint brings
 HELD_OUT = 0.1  # of the text
-SCORES = 10.0  # A and dt_proj learn at this times the rate: A starts at 0, and AdamW moves it by a rate a step
 
 
 class DenseAttention(nn.Module):
@@ -52,14 +51,15 @@ class DenseAttention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int, kv_heads: int, window: int, attention: str):
+    def __init__(self, width: int, heads: int, kv_heads: int, window: int, recent: int, attention: str):
         super().__init__()
         self.norm = nn.RMSNorm(width)
-        self.attention = DynamicMaskSelfAttention(width, heads, kv_heads, window, qk_norm=True, form="linear", sinks=1)
+        self.attention = DynamicMaskSelfAttention(width, heads, kv_heads, window, qk_norm=True, form="linear", sinks=1,
+                                                  recent=recent)
         self.mlp = nn.Sequential(nn.RMSNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         if attention == "dense":  # last, so that all else begins with the same numbers
             self.attention.attention = DenseAttention()
-        elif attention == "window":  # A stays 0: every query sees the last bytes
+        elif attention == "window":  # A stays 0: every query sees the last keys
             self.attention.attention.A.requires_grad_(False)
 
     def forward(self, x: Tensor, cache: Any = None) -> Tensor:
@@ -68,11 +68,12 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, layers: int, width: int, heads: int, kv_heads: int, window: int, attention: str = "dynamic"):
+    def __init__(self, layers: int, width: int, heads: int, kv_heads: int, window: int, recent: int = 0,
+                 attention: str = "dynamic"):
         super().__init__()
         self.attention = attention
         self.embed = nn.Embedding(BYTES, width)
-        self.blocks = nn.ModuleList(Block(width, heads, kv_heads, window, attention) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, kv_heads, window, recent, attention) for _ in range(layers))
         self.head = nn.Sequential(nn.RMSNorm(width), nn.Linear(width, BYTES))
 
     def forward(self, tokens: Tensor, caches: list[Any] | None = None) -> Tensor:
@@ -91,13 +92,12 @@ class Model(nn.Module):
 
 
 def optimizer_of(model: nn.Module, rate: float) -> torch.optim.Optimizer:
-    """AdamW with two groups: the parameters of the key scores have a rate of their own and no weight decay."""
-    scores = {id(x) for name, x in model.named_parameters() if name.endswith((".A", ".dt_proj.weight"))}
-    others = [x for x in model.parameters() if id(x) not in scores]
-    groups: list[dict[str, Any]] = [{"params": others, "rate": rate}]
+    """AdamW, without weight decay for the parameters of the key scores."""
+    scores = [x for name, x in model.named_parameters() if name.endswith((".A", ".dt_proj.weight"))]
+    others = [x for x in model.parameters() if all(x is not y for y in scores)]
+    groups: list[dict[str, Any]] = [{"params": others}]
     if scores:
-        groups.append({"params": [x for x in model.parameters() if id(x) in scores], "rate": SCORES * rate,
-                       "weight_decay": 0.0})
+        groups.append({"params": scores, "weight_decay": 0.0})
     return torch.optim.AdamW(groups, lr=rate)
 
 
@@ -125,7 +125,7 @@ class Run:
     def step(self) -> float:
         args, done = self.args, len(self.losses)
         for group in self.optimizer.param_groups:  # warm up, then down to 0
-            group["lr"] = group["rate"] * min((done + 1) / 10, (1 + math.cos(math.pi * done / args.steps)) / 2)
+            group["lr"] = args.rate * min((done + 1) / 10, (1 + math.cos(math.pi * done / args.steps)) / 2)
         first = torch.randint(len(self.text) - args.length, (args.batch, 1), generator=self.pieces)
         self.optimizer.zero_grad()
         loss = self.loss_of(self.text[(first + torch.arange(args.length + 1)).to(args.device)])
@@ -231,7 +231,8 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     for name, usual, meaning in (
             ("steps", 100, "training steps"), ("batch", 4, "pieces of text in a step"), ("length", 128, "bytes in a "
              "piece"), ("layers", 2, ""), ("width", 64, ""), ("heads", 4, ""), ("kv-heads", 2, ""),
-            ("window", 32, "keys that a query keeps"), ("validate", 50, "steps from one validation to the next"),
+            ("window", 32, "keys that a query keeps"), ("recent", 8, "last bytes that are kept as well"),
+            ("validate", 50, "steps from one validation to the next"),
             ("pieces", 64, "of the held-out text in a validation, at most"),
             ("save", 100, "steps from one checkpoint to the next")):
         parser.add_argument(f"--{name}", type=int, default=usual, help=f"{meaning} (default: {usual})".strip())
