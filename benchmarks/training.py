@@ -2,7 +2,7 @@
 
     python benchmarks/training.py                                        everything
     python benchmarks/training.py --quick                                a choice for little time
-    python benchmarks/training.py --models 80m --lengths 32768,131072 --peers none,dma,sdpa --modes eager
+    python benchmarks/training.py --models 80m --lengths 32768,131072 --peers none,dma,sdpa --modes eager --add
     python benchmarks/training.py --models tiny --lengths 128,256 --device cpu     anywhere, for trying the script
     python benchmarks/training.py --show                                 print the table of the recorded results
     python benchmarks/training.py --update-docs                          put it into docs/training.md, draw the chart
@@ -34,7 +34,8 @@ model and length ("none" need only be finite). A row that fails has no numbers i
 the run exits with 1 and leaves the recorded results alone. A row that cannot run says why: "out of memory", or the
 error.
 
-Results: ``benchmarks/results/training.json`` and ``training.png``; while it runs, ``training.partial.json``.
+Results: ``benchmarks/results/training.json`` and ``training.png``; while it runs, ``training.partial.json``. ``--add``
+keeps what is recorded there, of the same device, versions and commit, and adds or replaces the rows that it measures.
 """
 from __future__ import annotations
 
@@ -170,9 +171,37 @@ def add_shares(rows: list[dict[str, Any]]) -> None:
             row["attention_share"] = 1 - without / row["ms"]
 
 
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("model", "length", "batch", "mode", "peer"))
+
+
+def recorded(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows to which those of this run are added: recorded on the same device, with the same versions and commit."""
+    from benchmarks.harness import measure
+
+    path = Path(args.out) / "training.json"
+    if not (args.add and path.exists()):
+        return []
+    result, here = json.loads(path.read_text()), measure.machine()
+    here["commit"] = args.commit or here["commit"]
+    for name in ("device", "versions", "commit"):
+        if result[name] != here[name]:
+            raise SystemExit(f"--add: {path} has the {name} {result[name]}, and this is {here[name]}")
+    return result["rows"]
+
+
+def joined(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Old rows that were not measured anew, then new ones, in the order of models, lengths, modes and peers."""
+    fresh = {key(row) for row in new}
+    rows = [row for row in old if key(row) not in fresh] + new
+    return sorted(rows, key=lambda row: (row["model"] != "80m", row["model"], row["length"], MODES.index(row["mode"]),
+                                         PEERS.index(row["peer"])))
+
+
 def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
+    before = recorded(args)
     deadline, ok = time.monotonic() + args.seconds, True
     rows: list[dict[str, Any]] = []
     for name, length in (bar := tqdm(list(itertools.product(args.models, args.lengths)), unit="case", disable=None)):
@@ -188,7 +217,7 @@ def run(args: argparse.Namespace) -> int:
         ok &= check(group)
         add_shares(group)
         rows += group
-        write_record("training.partial.json", args, __doc__, arguments=vars(args), rows=rows)
+        write_record("training.partial.json", args, __doc__, arguments=vars(args), rows=joined(before, rows))
     out = Path(args.out)
     path = (out / "training.partial.json").replace(out / f"training{'' if ok else '.failed'}.json")
     result = json.loads(path.read_text())
@@ -220,11 +249,12 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     options.add_argument("--peers", type=listed(PEERS), default=list(PEERS), help="with none for shares of attention")
     options.add_argument("--modes", type=listed(MODES), default=list(MODES))
     options.add_argument("--quick", action="store_true",
-                         help="the small model without checkpointing at 2048, 32768 and 131072 tokens, without flex")
+                         help="the small model, eager and with checkpointing, 3 steps, without flex")
     options.add_argument("--steps", type=int, default=5, help="measured steps (default: 5)")
     options.add_argument("--tokens", type=int, default=65536, help="of a step, where one sequence has fewer")
     options.add_argument("--seconds", type=float, default=3600, help="after this time nothing more is started")
     options.add_argument("--device", default="cuda")
+    options.add_argument("--add", action="store_true", help="keep recorded rows that this run does not measure")
     options.add_argument("--show", action="store_true", help="print the table of the recorded results")
     options.add_argument("--update-docs", action="store_true", help="put that table into docs/training.md")
     add_record_options(options)
@@ -235,8 +265,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     if args.steps < 1 or args.tokens < 1:
         options.error(f"--steps and --tokens must be at least 1, got {args.steps} and {args.tokens}")
     if args.quick:
-        args.models, args.lengths, args.peers = ["80m"], [2048, 32768, 131072], ["none", "dma", "sdpa"]
-        args.modes, args.steps = ["eager", "compile"], 3
+        args.models, args.peers, args.modes, args.steps = ["80m"], ["none", "dma", "sdpa"], ["eager", "checkpoint"], 3
     return args
 
 

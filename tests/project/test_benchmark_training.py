@@ -59,6 +59,19 @@ def test_every_peer_in_every_mode(tmp_path, capsys):
                                 f"{render_training.END}\nafter\n")
 
 
+def test_rows_are_added(tmp_path):
+    """Those that are measured again are replaced, and shares are of one run."""
+    first = record(tmp_path, "--modes", "eager", "--peers", "none,sdpa")["rows"]
+    rows = record(tmp_path, "--modes", "eager,checkpoint", "--peers", "none,dma", "--add")["rows"]
+    assert [(row["mode"], row["peer"]) for row in rows] == [
+        ("eager", "none"), ("eager", "dma"), ("eager", "sdpa"), ("checkpoint", "none"), ("checkpoint", "dma")]
+    assert rows[2] == first[1] and rows[0] != first[0]
+    path = tmp_path / "training.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "device": "another"}))
+    with pytest.raises(SystemExit, match=r"--add: .* has the device another"):
+        training.main([*TINY, "--out", str(tmp_path), "--add"])
+
+
 def test_what_cannot_run_is_a_row(tmp_path, monkeypatch):
     """Out of memory, another error, and no time left; the other rows and the record are there."""
     class Failing(torch.nn.Module):
