@@ -73,7 +73,7 @@ def line(row: dict[str, Any]) -> str:
     name = f"{row['model']:5}{length_of(row['length']):>5} x{row['batch']:<4}{row['mode']:20}{row['peer']:6}"
     if row["ms"] is None:
         return f"{name}{row['note']}"
-    part = f"{share(row):>6}" if "attention_share" in row else " " * 6
+    part = f"{share(row):>8}" if "attention_share" in row else " " * 8
     return (f"{name}{row['ms']:9.1f} ms{row['tokens_per_second'] / 1e3:9.1f} k/s{part}{memory(row):>7} GiB  loss "
             f"{row['losses'][-1]:.4f}  warm-up {row['warm_up_s']:.1f} s  {row['note']}")
 
@@ -107,6 +107,8 @@ def chart(result: dict[str, Any], path: Path) -> None:
                             label=f"{PEERS[peer]}, {mode}")
                     ax.set_xscale("log", base=2)
                     ax.set_yscale("log")
+            lengths = sorted({row["length"] for row in result["rows"] if row["model"] == name})
+            ax.set_xticks(lengths, [length_of(n) for n in lengths])
             ax.set_xlabel("tokens per sequence")
             ax.set_ylabel(label)
             ax.set_title(NAMES[name], fontsize=10)
