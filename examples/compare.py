@@ -5,10 +5,10 @@
     python examples/compare.py --device cpu --seeds 0 --steps 50 --batch 2 --length 256 --window 32 --width 64
 
 The model is that of ``train.py``, 4096 bytes at a time; a query keeps 512 keys by their scores and the last 64
-(``--recent 0``: by their scores alone). For each seed all kinds of
-attention begin with the same parameters and see the same pieces of text in the same order. The text is the source code
-of the standard library, in which a name may come back after thousands of bytes, or ``--text``. What is compared is the
-loss after the last step on the held-out tenth of it, in nats per byte.
+(``--recent 0``: by their scores alone). For each seed all kinds of attention begin with the same parameters and see the
+same pieces of text in the same order. The text is the source code of the standard library, in which a name may come
+back after thousands of bytes, or ``--text``. What is compared is the loss after the last step on the held-out tenth of
+it, in nats per byte.
 """
 from __future__ import annotations
 
