@@ -4,7 +4,7 @@
     python examples/compare.py --kinds dense,dynamic,window             and a window that learns nothing
     python examples/compare.py --device cpu --seeds 0 --steps 50 --batch 2 --length 256 --window 32 --width 64
 
-The model is that of ``train.py``, 4096 bytes at a time; a query keeps 512 keys by their scores and the last 64
+The model is that of ``train.py``, 4096 bytes at a time; a query keeps 512 keys by their scores and the last 128
 (``--recent 0``: by their scores alone). For each seed all kinds of attention begin with the same parameters and see the
 same pieces of text in the same order. The text is the source code of the standard library, in which a name may come
 back after thousands of bytes, or ``--text``. What is compared is the loss after the last step on the held-out tenth of
@@ -40,7 +40,7 @@ def parsed(arguments: list[str] | None) -> tuple[argparse.Namespace, bytes]:
     parser.add_argument("--seeds", default="0,1,2", help="(default: 0,1,2)")
     on_gpu = torch.cuda.is_available()
     parser.set_defaults(steps=1000, batch=8, length=4096, layers=4, width=256, heads=4, kv_heads=2, window=512,
-                        recent=64, rate=2e-3, validate=250, output=Path("compare.json"), autocast=on_gpu)
+                        recent=128, rate=2e-3, validate=250, output=Path("compare.json"), autocast=on_gpu)
     args = parser.parse_args(arguments)
     args.kinds, args.seeds = args.kinds.split(","), [int(seed) for seed in args.seeds.split(",")]
     if set(args.kinds) - set(KINDS):
