@@ -17,12 +17,13 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupy_dma.arrays import Device, Library
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.device import Runtime
 from cupy_dma.backends.cuda.runtime.traces import (
@@ -83,22 +84,39 @@ class _Dataclass(NamedTuple):
 class Plan:
     """The launches of one kind of call."""
 
-    def __init__(self, first: Trace, second: Trace, results: tuple[Any, Any]):
-        """Of two traces, ascending and not, and what the function returned in them."""
-        self._requests = first.requests
-        self._outputs: list[tuple[tuple[int, ...], str]] = []
+    def __init__(self, first: Trace, second: Trace, results: tuple[Any, Any],
+                 places: dict[int, tuple[int, int]] | None = None, kept: Collection[int] = (), begin: int = 0):
+        """Of two traces, ascending and not, and what the function returned in them.
+
+        ``places``: where the addresses of arrays from outside are found, by base: at which place in the list of a
+        call's addresses, and how far behind that one; by default the arguments, in order. ``kept``: bases of arrays
+        that the caller keeps, in one allocation. Bases before ``begin`` that have no place are gone."""
+        self._places = {base: (i, 0) for i, base in enumerate(first.given)} if places is None else dict(places)
+        self._requests, self._unfilled = first.requests, first.unfilled
+        self._outputs: list[tuple[tuple[int, ...], str]] = []  # shapes and types of what is allocated
         self._indices: dict[int, int] = {}  # of the outputs, by base
         self._find_outputs(results[0])
-        outside = [*first.given, *(request.base for request in first.requests)]
-        self._places = {base: (place, 0) for place, base in enumerate([*outside, *self._indices])}
-        end = 0
-        for base, size in enumerate(first.sizes):
-            if base not in self._places:
-                self._places[base] = len(outside) + len(self._indices), end
-                end += -(-size // SPACING) * SPACING
-        self._workspace = end // 4  # in int32
+        count = len({place for place, _ in self._places.values()})
+        for base in (*(request.base for request in first.requests), *self._indices):
+            self._places[base] = count, 0
+            count += 1
+        self._count = len(self._outputs)  # results; behind them are what is kept and the workspace
+        rest = [base for base in range(begin, len(first.sizes)) if base not in self._places]
+        self.keeps = self._allocate(first, count, [base for base in rest if base in kept])
+        self._allocate(first, count + self.keeps, [base for base in rest if base not in kept])
         self._result = self._template(*results)
         self._record(first.steps, second.steps)
+        self._allocators: tuple[Any, list[Callable[[], Any]]] = None, []
+
+    def _allocate(self, trace: Trace, place: int, bases: list[int]) -> bool:
+        """Lays arrays out in one allocation. Whether there is any."""
+        end = 0
+        for base in bases:
+            self._places[base] = place, end
+            end += -(-trace.sizes[base] // SPACING) * SPACING
+        if end:
+            self._outputs.append(((end // 4,), "int32"))
+        return end > 0
 
     def _find_outputs(self, x: Any) -> None:
         if isinstance(x, TracedArray):
@@ -129,7 +147,7 @@ class Plan:
         """Of an address that is ``x`` in one trace and ``y`` in the other."""
         base = (x + SPAN // 2) // SPAN - FIRST
         offset = x - address_of(base, True)
-        if base not in self._places or y != address_of(base, False) + offset:
+        if base not in self._places or base in self._unfilled or y != address_of(base, False) + offset:
             raise Untraceable("a number that depends on addresses")
         place, begin = self._places[base]
         return _Address(place, begin + offset)
@@ -159,17 +177,27 @@ class Plan:
 
     def run(self, runtime: Runtime, arguments: Arguments) -> Any:
         """The call with these arguments."""
-        library, device, addresses = arguments.library, arguments.device, list(arguments.addresses)
-        stream, pointer, empty = library.stream(device), library.pointer, library.empty
-        for function, mask, more, _ in self._requests:
-            addresses.append(pointer(function(runtime, arguments.masks[mask], *on_stream(more, stream)).workspace))
-        outputs = [empty(shape, dtype, device) for shape, dtype in self._outputs]
-        addresses += [pointer(x) for x in outputs]
-        if self._workspace:
-            workspace = empty((self._workspace,), "int32", device)
-            addresses.append(pointer(workspace))
+        addresses = list(arguments.addresses)
+        mask = arguments.masks[0] if arguments.masks else None
+        outputs = self.launch(runtime, arguments.library, arguments.device, addresses, mask)
+        return _filled(self._result, outputs, addresses)
+
+    def launch(self, runtime: Runtime, library: Library, device: Device, addresses: list[int],
+               mask: IntervalMask | None) -> list[Any]:
+        """The call at these addresses, to which those of all other arrays are added: the results in their order, and
+        if there is any what is kept, which has the place behind them."""
+        stream = library.stream(device)
+        if self._requests:
+            assert mask is not None
+            addresses += self._lists(runtime, library, mask, stream)
+        known, allocators = self._allocators
+        if known is not library:
+            allocators = [library.allocator(shape, dtype, device) for shape, dtype in self._outputs]
+            self._allocators = library, allocators
+        outputs = [allocate() for allocate in allocators]
+        addresses += [library.pointer(x) for x in outputs]
         words = self._words.copy()
-        words[self._at] = np.array(addresses, np.uint64)[self._which] + self._offsets
+        words[self._at] = np.array(addresses, np.uint64).take(self._which) + self._offsets
         params = words.tobytes()
         with runtime.on(device):
             for kernel, a, b, *last in self._steps:
@@ -177,7 +205,16 @@ class Plan:
                     runtime.clear(addresses[a] + b, last[0], stream)
                 else:
                     kernel.launch(a, b, params[last[0]:last[1]], stream, last[2])
-        return _filled(self._result, outputs, addresses)
+        return outputs
+
+    def _lists(self, runtime: Runtime, library: Library, mask: IntervalMask, stream: int) -> list[int]:
+        """Addresses of the lists that the plan asks of its mask; they are kept on it."""
+        found = mask._cache.get((self, stream))
+        if found is None:
+            found = mask._cache[self, stream] = [
+                library.pointer(function(runtime, mask, *on_stream(more, stream)).workspace)
+                for function, more, _ in self._requests]
+        return found
 
 
 def _filled(template: Any, outputs: list[Any], addresses: list[int]) -> Any:
@@ -211,7 +248,7 @@ def planned(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(runtime: Runtime, *arguments: Any, **named: Any) -> Any:
-        if not _enabled:
+        if not _enabled or type(runtime) is Recorder:
             return function(runtime, *arguments, **named)
         try:
             found = Arguments(function.__qualname__, arguments, named)
@@ -236,7 +273,7 @@ def planned(function: Callable[..., Any]) -> Callable[..., Any]:
 def _made(function: Callable[..., Any], runtime: Runtime, recorder: Recorder, found: Arguments,
           arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """The plan of calls with such arguments."""
-    traces = Trace(runtime, found, True), Trace(runtime, found, False)
+    traces = [Trace(runtime, found.library, found.device, ascending) for ascending in (True, False)]
     try:
         first, second = (recorder.record(trace, function, arguments, named) for trace in traces)
         return Plan(*traces, (first, second))
