@@ -43,7 +43,7 @@ from cupy_dma.backends.cuda.runtime.traces import (
 )
 from cupy_dma.masks.interval import IntervalMask
 
-__all__ = ["Plan", "kept_on_mask", "plannable", "planned", "switched"]
+__all__ = ["Plan", "enabled", "kept_on_mask", "plannable", "planned", "recorder_of", "switched"]
 
 SPACING = 256  # of the arrays in a workspace
 MOST_PLANS = 4096  # of a device; then all are forgotten
@@ -117,6 +117,14 @@ class Plan:
         if end:
             self._outputs.append(((end // 4,), "int32"))
         return end > 0
+
+    def place(self, base: int) -> tuple[int, int]:
+        """Where the address of an array is found: at which place in the list of addresses, and how far behind it."""
+        return self._places[base]
+
+    def order(self, results: tuple[Any, ...]) -> list[int | None]:
+        """Which of what ``launch`` gives is each of these results of the first trace."""
+        return [None if x is None else self._indices[x.base] for x in results]
 
     def _find_outputs(self, x: Any) -> None:
         if isinstance(x, TracedArray):
@@ -243,6 +251,16 @@ def _of(runtime: Runtime) -> tuple[dict[Any, Any], Recorder]:
     return {}, Recorder(runtime)
 
 
+def recorder_of(runtime: Runtime) -> Recorder:
+    """One for each device, for kernels are kept by it."""
+    return _of(runtime)[1]
+
+
+def enabled() -> bool:
+    """Whether calls are planned."""
+    return _enabled
+
+
 def planned(function: Callable[..., Any]) -> Callable[..., Any]:
     """A backend function ``(runtime, ...)`` that plans its calls."""
 
@@ -273,10 +291,10 @@ def planned(function: Callable[..., Any]) -> Callable[..., Any]:
 def _made(function: Callable[..., Any], runtime: Runtime, recorder: Recorder, found: Arguments,
           arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """The plan of calls with such arguments."""
-    traces = [Trace(runtime, found.library, found.device, ascending) for ascending in (True, False)]
+    first, second = (Trace(runtime, found.library, found.device, ascending) for ascending in (True, False))
     try:
-        first, second = (recorder.record(trace, function, arguments, named) for trace in traces)
-        return Plan(*traces, (first, second))
+        results = [recorder.record(trace, function, arguments, named) for trace in (first, second)]
+        return Plan(first, second, (results[0], results[1]))
     except Untraceable as reason:
         if jit.DEBUG:
             print(f"cupy_dma: {function.__name__} is not planned: {reason}", file=sys.stderr)
