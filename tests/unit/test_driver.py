@@ -2,12 +2,15 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 from types import SimpleNamespace
 
 import pytest
 
 from cupy_dma.backends.cuda.runtime import launch
+from cupy_dma.backends.cuda.runtime.launches import Launches
+from cupy_dma.backends.cuda.runtime.traces import Clear, Launch
 
 HANDLE, STREAM = 0x7f0012345678, 0x7f00aabbccdd  # as wide as addresses
 
@@ -146,3 +149,26 @@ def test_a_machine_without_a_driver_is_told_so(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", refuse)
     with pytest.raises(RuntimeError, match=r"libcuda\.so\.1"):
         launch.library.__wrapped__()
+
+
+# ---- the launches of a plan ----
+
+
+def test_a_plan_launches_what_its_trace_has_recorded(fake):
+    """At other addresses: holes, stream and all that the driver reads are where they belong."""
+    device, kernels = fake(), [SimpleNamespace(function=function(pdl)) for pdl in (True, False)]
+    traces = [[Launch(kernels[0], 5, 64, True, struct.pack("2q", 7, base)), Clear(base + 32, 8), Clear(base + 256, 4),
+               Launch(kernels[1], 6, 96, True, struct.pack("2qi", base + 4, 9, 3))] for base in (1 << 40, 1 << 41)]
+    plan = Launches(*traces, lambda x, y: (0, x - (1 << 40)), 1, 256)
+    cleared = []
+    runtime = SimpleNamespace(clear=lambda *arguments: cleared.append(arguments))
+    for address in (0x7f0000001000, 0x7f0000002000):
+        device.launches.clear()
+        plan.run(runtime, [address], STREAM)
+        assert device.launches == [
+            (HANDLE, [5, 1, 1], [64, 1, 1], 70_000, STREAM, [(6, 1)], struct.pack("2q", 7, address)),
+            (HANDLE, [6, 1, 1], [96, 1, 1], 70_000, STREAM, [], struct.pack("2q", address + 4, 9))]
+        assert cleared.pop() == (address + 32, 228, STREAM) and not cleared
+    device.statuses = [1]
+    with pytest.raises(RuntimeError, match=r"some_kernel .*5 blocks of 64 threads"):
+        plan.run(runtime, [address], STREAM)

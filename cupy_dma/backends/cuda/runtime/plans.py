@@ -21,17 +21,14 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from cupy_dma.arrays import Device, Library
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.device import Runtime
+from cupy_dma.backends.cuda.runtime.launches import Launches
 from cupy_dma.backends.cuda.runtime.traces import (
     FIRST,
     SPAN,
     Arguments,
-    Clear,
-    Launch,
     Recorder,
     Trace,
     TracedArray,
@@ -105,7 +102,8 @@ class Plan:
         self.keeps = self._allocate(first, count, [base for base in rest if base in kept])
         self._allocate(first, count + self.keeps, [base for base in rest if base not in kept])
         self._result = self._template(*results)
-        self._record(first.steps, second.steps)
+        self._launches = Launches(first.steps, second.steps, self._located, count + len(self._outputs) - self._count,
+                                  SPACING)
         self._allocators: tuple[Any, list[Callable[[], Any]]] = None, []
 
     def _allocate(self, trace: Trace, place: int, bases: list[int]) -> bool:
@@ -160,29 +158,6 @@ class Plan:
         place, begin = self._places[base]
         return _Address(place, begin + offset)
 
-    def _record(self, first: list[Launch | Clear], second: list[Launch | Clear]) -> None:
-        """Sets ``_steps``, and ``_words``, the parameters of all kernels, of which words ``_at`` are
-        ``addresses[_which] + _offsets``."""
-        self._steps: list[tuple[Any, ...]] = []
-        words, holes, size = [np.zeros(0, np.uint64)], [], 0
-        if len(first) != len(second):
-            raise Untraceable("launches that depend on addresses")
-        for a, b in zip(first, second):
-            if isinstance(a, Clear) or isinstance(b, Clear):
-                self._steps.append((None, *self._located(a[0], b[0]), a[1]))  # type: ignore[arg-type]
-                continue
-            x, y = (np.frombuffer(step.params + bytes(-len(step.params) % 8), np.uint64) for step in (a, b))
-            if a[:4] != b[:4] or x.shape != y.shape:
-                raise Untraceable("launches that depend on addresses")
-            holes += [(size + int(i), *self._located(int(x[i]), int(y[i]))) for i in np.flatnonzero(x != y)]
-            self._steps.append((a.kernel, a.grid, a.threads, 8 * size, 8 * size + len(a.params), a.pdl))
-            words.append(x)
-            size += len(x)
-        self._words = np.concatenate(words)
-        at, which, offsets = zip(*holes) if holes else ((), (), ())
-        self._at, self._which = np.array(at, np.intp), np.array(which, np.intp)
-        self._offsets = np.array([offset % 2**64 for offset in offsets], np.uint64)
-
     def run(self, runtime: Runtime, arguments: Arguments) -> Any:
         """The call with these arguments."""
         addresses = list(arguments.addresses)
@@ -204,15 +179,8 @@ class Plan:
             self._allocators = library, allocators
         outputs = [allocate() for allocate in allocators]
         addresses += [library.pointer(x) for x in outputs]
-        words = self._words.copy()
-        words[self._at] = np.array(addresses, np.uint64).take(self._which) + self._offsets
-        params = words.tobytes()
         with runtime.on(device):
-            for kernel, a, b, *last in self._steps:
-                if kernel is None:
-                    runtime.clear(addresses[a] + b, last[0], stream)
-                else:
-                    kernel.launch(a, b, params[last[0]:last[1]], stream, last[2])
+            self._launches.run(runtime, addresses, stream)
         return outputs
 
     def _lists(self, runtime: Runtime, library: Library, mask: IntervalMask, stream: int) -> list[int]:
