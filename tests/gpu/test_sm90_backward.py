@@ -39,7 +39,7 @@ def problem(torch, kind, head_dim, length=4000, heads=4, kv_heads=2, dtype=None)
 
 
 @pytest.fixture(params=[False, True], ids=["two passes", "one pass"])
-def one_pass(request, monkeypatch):
+def one_pass(request, monkeypatch, unplanned):
     monkeypatch.setattr(sm90_backward, "ONE_PASS", request.param)
     return request.param
 

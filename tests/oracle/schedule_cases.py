@@ -12,6 +12,7 @@ import numpy as np
 import cupy_dma as dma
 from cupy_dma.backends.cuda.attention import sm90, sm90_schedule
 from cupy_dma.backends.cuda.lists import intervals
+from cupy_dma.backends.cuda.runtime import plans
 from cupy_dma.backends.cuda.runtime.device import CudaRuntime
 from tests.emulator import EmulatorRuntime
 
@@ -61,7 +62,7 @@ def scheduled(field: str) -> Iterator[list[int]]:
         found.append(getattr(work, field))
         return work
 
-    with mock.patch.object(sm90, "work_of", work_of):
+    with plans.switched(False), mock.patch.object(sm90, "work_of", work_of):
         yield found
 
 

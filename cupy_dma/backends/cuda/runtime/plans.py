@@ -6,7 +6,7 @@ what it launches. A word of a kernel's parameters that differs between the two r
 tell of which array; if they do not, the function is not planned. Further calls allocate the results and one workspace,
 fill in the addresses and launch.
 
-Off unless ``CUPY_DMA_PLANS=1``, until every GPU test has run with them (docs/lab/host.md).
+``CUPY_DMA_PLANS=0`` does without.
 
 Key lists belong to their mask, not to the call: a plan asks for them (``kept_on_mask``), and they are made, by a plan
 of their own, if the mask has none yet.
@@ -45,7 +45,7 @@ __all__ = ["Plan", "enabled", "kept_on_mask", "plannable", "planned", "recorder_
 SPACING = 256  # of the arrays in a workspace
 MOST_PLANS = 4096  # of a device; then all are forgotten
 
-_enabled = os.environ.get("CUPY_DMA_PLANS", "") not in ("", "0")
+_enabled = os.environ.get("CUPY_DMA_PLANS", "1") not in ("", "0")
 
 
 @contextmanager
