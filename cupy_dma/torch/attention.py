@@ -60,8 +60,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None,
         query, key, value = cast(query, key, value)
     inputs = query, key, value, bias
     kind = steps.kind_of(inputs, mask, ("attention", causal, scale, softcap, deterministic, layout, backend))
-    if (plans := steps.known(kind)) is not None:
-        out, lse = steps.run(plans, kind, mask, inputs)
+    if kind is not None and kind.plans is not None:
+        out, lse = steps.run(kind, mask, inputs)
         return (out, lse) if return_lse else out
     bias = in_rows(bias)
     if takes_operators(query, key, value, bias):
@@ -105,8 +105,8 @@ def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Te
     if documents is None and (padding is None or getattr(padding, "dtype", None) is torch.bool):
         options = ("dynamic", window, form, keys, causal, scale, softcap, deterministic, layout, backend)
         kind = steps.kind_of((*inputs, padding), None, options)
-        if (plans := steps.known(kind)) is not None and not checks.wants_values_checked():
-            out, lse = steps.run(plans, kind, None, inputs, padding)
+        if kind is not None and kind.plans is not None and not checks.wants_values_checked():
+            out, lse = steps.run(kind, None, inputs, padding)
             return (out, lse) if return_lse else out
     scores = in_rows(scores)
     if takes_operators(query, key, value, scores, dt_proj, A, dt_bias, padding, documents):

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+from torch.nn import Parameter
 
 from cupy_dma.calls.layout import looks_turned
 from cupy_dma.calls.types import AttentionCall, DynamicCall
@@ -22,63 +24,69 @@ from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.torch.gradients import Facts, MaskArguments, Saved, gradients
 
 MOST_KINDS = 4096  # then all are forgotten
-_TENSORS = (Tensor, torch.nn.Parameter)
 _PLAIN = {bool, int, float, str, type(None)}  # types of options
 _functorch, _dispatch = torch._C._functorch, torch._C._len_torch_dispatch_stack
+_is_deterministic = torch._C._get_deterministic_algorithms
 
 
-class Kind(NamedTuple):
-    """Of a call: what its plans depend on, and the addresses of its tensors."""
-
-    facts: Any
-    addresses: list[int]
-    grad: bool  # whether autograd wants a gradient
-
-
-class _Known(NamedTuple):
-    """A kind whose calls have been made."""
+class _Plans(NamedTuple):
+    """What is known of a kind whose calls have been made."""
 
     step: Any  # None until there is one, and where there can be none
     calls: int  # that have been made
     facts: Facts  # without a mask
     runtime: Any  # of the backend then
-    strides: list[tuple[int, ...]]  # of the tensors that the backward gets: the inputs, out, lse
+    strides: list[tuple[int, ...]]  # of the tensors that the backward gets: those of the inputs, out, lse
 
 
-_known: dict[Any, _Known] = {}
+class Kind(NamedTuple):
+    """Of a call: what its plans depend on, and what is known of it."""
+
+    facts: Any
+    addresses: list[int]  # of its tensors
+    grad: bool  # whether autograd wants a gradient
+    plans: _Plans | None  # to be run
+
+
+_known: dict[Any, _Plans] = {}
 
 
 def kind_of(tensors: tuple[Any, ...], mask: Any, options: tuple[Any, ...]) -> Kind | None:
     """The kind of a call with these arguments; None for one that cannot be planned."""
-    if (torch.compiler.is_compiling() or _functorch.peek_interpreter_stack() is not None or _dispatch() > 0
+    if (is_compiling() or _functorch.peek_interpreter_stack() is not None or _dispatch() > 0
             or forward_ad._current_level >= 0):
         return None
-    facts: list[Any] = []
+    facts: list[Any] = [options, tuple(map(type, options)), _is_deterministic(), grad := torch.is_grad_enabled()]
     addresses, bits, wanted = [], 0, False
     try:
         for x in tensors:
             if x is None:
                 facts.append(None)
                 continue
-            if type(x) not in _TENSORS or x.is_neg():
+            kind = type(x)
+            if (kind is not Tensor and kind is not Parameter) or x.is_neg():
                 return None
             address, needs = x.data_ptr(), x.requires_grad
             addresses.append(address)
             bits |= address or 1
             wanted |= needs
-            facts.append((x.shape, x.stride(), x.dtype, x.device, needs))
+            facts += x.shape, x.stride(), x.dtype, x.device, needs
         if mask is not None:
             if type(mask) is not IntervalMask:
                 return None
             facts.append(_facts_of(mask))
             bits |= mask._start.pointer | mask._stop.pointer
-        grad = wanted and torch.is_grad_enabled()
-        facts.append((options, *map(type, options), grad, torch.are_deterministic_algorithms_enabled()))
         found = tuple(facts)
-        hash(found)
+        plans = _known.get(found)
     except (RuntimeError, TypeError):  # sparse and nested tensors, and options of any type
         return None
-    return None if bits & 15 else Kind(found, addresses, grad)
+    if bits & 15:
+        return None
+    if plans is not None:
+        module = plans.facts.module
+        if plans.step is None or module.runtime is not plans.runtime or not module.plans.enabled():
+            plans = None
+    return Kind(found, addresses, grad and wanted, plans)
 
 
 def _facts_of(mask: IntervalMask) -> Any:
@@ -89,23 +97,12 @@ def _facts_of(mask: IntervalMask) -> Any:
     return found
 
 
-def known(kind: Kind | None) -> _Known | None:
-    """What to ``run`` for calls of this kind, if there are plans."""
-    if kind is None:
-        return None
-    found = _known.get(kind.facts)
-    if found is None or found.step is None:
-        return None
-    module = found.facts.module
-    return found if module.runtime is found.runtime and module.plans.enabled() else None
-
-
 def learn(kind: Kind | None, call: AttentionCall | DynamicCall, module: ModuleType, backend: str | None,
           inputs: tuple[Tensor | None, ...]) -> None:
     """A checked call of this kind has been made, with these inputs."""
     make = getattr(module, "make_step", None)
     if kind is None or make is None or not module.plans.enabled() or not _PLAIN.issuperset(
-            map(type, kind.facts[-1][0])):
+            kind.facts[1]):
         return
     own, form = (call.attention, call.recipe and call.recipe[4]) if isinstance(call, DynamicCall) else (call, None)
     found = _known.get(kind.facts)
@@ -120,16 +117,16 @@ def learn(kind: Kind | None, call: AttentionCall | DynamicCall, module: ModuleTy
         _, length, heads, size = own.query.shape
         strides = [x.stride() for x in inputs if x is not None]
         strides += [(length * heads * size, heads * size, size, 1), (heads * length, length, 1)]
-        _known[kind.facts] = _Known(None, 1, facts, module.runtime, strides)
+        _known[kind.facts] = _Plans(None, 1, facts, module.runtime, strides)
 
 
-def run(known: _Known, kind: Kind | None, mask: IntervalMask | None, inputs: tuple[Tensor | None, ...],
+def run(kind: Kind, mask: IntervalMask | None, inputs: tuple[Tensor | None, ...],
         padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``out, lse`` of a call of a known kind, with their gradients."""
-    assert kind is not None
+    """``out, lse`` of a call of a kind that has plans, with their gradients."""
     if kind.grad:
-        return _Step.apply(known, kind.addresses, mask, padding, *inputs)
-    out, lse = known.step.forward(kind.addresses, mask, (*inputs, padding))[:2]
+        return _Step.apply(kind.plans, kind.addresses, mask, padding, *inputs)
+    assert kind.plans is not None
+    out, lse = kind.plans.step.forward(kind.addresses, mask, (*inputs, padding))[:2]
     return out, lse
 
 
@@ -137,39 +134,39 @@ class _Step(torch.autograd.Function):
     """The context keeps the mask, or what the call has made itself: its mask, key lists and scores."""
 
     @staticmethod
-    def forward(ctx: Any, known: _Known, addresses: list[int], mask: IntervalMask | None, padding: Tensor | None,
+    def forward(ctx: Any, plans: _Plans, addresses: list[int], mask: IntervalMask | None, padding: Tensor | None,
                 *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, lse, *kept = known.step.forward(addresses, mask, (*inputs, padding))
+        out, lse, *kept = plans.step.forward(addresses, mask, (*inputs, padding))
         ctx.save_for_backward(out, lse, *inputs)
-        ctx.kept = known, mask, kept
+        ctx.kept = plans, mask, kept
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        known, mask, kept = ctx.kept
+        plans, mask, kept = ctx.kept
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad[4:]
         found = None
-        if dout is not None and known.runtime is known.facts.module.runtime:
-            found = _planned(known, mask, kept, saved, dout, dlse, needed)
+        if dout is not None and plans.runtime is plans.facts.module.runtime:
+            found = _planned(plans, mask, kept, saved, dout, dlse, needed)
         if found is None:
-            facts, scores = _unplanned(known, mask, kept)
+            facts, scores = _unplanned(plans, mask, kept)
             found = gradients(facts, Saved(*saved)._replace(scores=scores), dout, dlse, needed)
         return None, None, None, None, *found
 
 
-def _planned(known: _Known, mask: IntervalMask | None, kept: list[Tensor], saved: tuple[Any, ...], dout: Tensor,
+def _planned(plans: _Plans, mask: IntervalMask | None, kept: list[Tensor], saved: tuple[Any, ...], dout: Tensor,
              dlse: Tensor | None, needed: tuple[bool, ...]) -> list[Tensor | None] | None:
     """The gradients by plans; None where there are none."""
     if (type(dout) is not Tensor or torch.is_grad_enabled() or _functorch.peek_interpreter_stack() is not None
-            or _dispatch() > 0 or not known.facts.module.plans.enabled()):
+            or _dispatch() > 0 or not plans.facts.module.plans.enabled()):
         return None
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     if dlse is not None:
         dlse = dlse.contiguous()
     tensors = [x for x in (*saved[2:], saved[0], saved[1]) if x is not None]
-    if [x.stride() for x in tensors] != known.strides:  # a hook has made other ones of them
+    if [x.stride() for x in tensors] != plans.strides:  # a hook has made other ones of them
         return None
     tensors += (*kept, dout) if dlse is None else (*kept, dout, dlse)
     addresses, bits = [x.data_ptr() for x in tensors], 0
@@ -177,12 +174,12 @@ def _planned(known: _Known, mask: IntervalMask | None, kept: list[Tensor], saved
         bits |= address or 1
     if bits & 15:
         return None
-    return known.step.backward(addresses, mask, (dout.stride(), dlse is None, needed), (dout, dlse), tensors)
+    return plans.step.backward(addresses, mask, (dout.stride(), dlse is None, needed), (dout, dlse), tensors)
 
 
-def _unplanned(known: _Known, mask: IntervalMask | None, kept: list[Tensor]) -> tuple[Facts, Tensor | None]:
+def _unplanned(plans: _Plans, mask: IntervalMask | None, kept: list[Tensor]) -> tuple[Facts, Tensor | None]:
     """What a backward without plans needs of the call: facts, and the scores that it has made."""
-    made, scores = known.step.made, None
+    made, scores = plans.step.made, None
     if made is not None:
         def array(place: Any) -> Tensor:
             begin = place.offset // 4
@@ -191,4 +188,4 @@ def _unplanned(known: _Known, mask: IntervalMask | None, kept: list[Tensor]) -> 
 
         mask = MaskArguments(array(made.start), array(made.stop), *made.hints).mask()
         scores = None if made.scores is None else array(made.scores)
-    return known.facts._replace(mask=mask), scores
+    return plans.facts._replace(mask=mask), scores

@@ -15,7 +15,7 @@ from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import LIST_CHUNK, LIST_THREADS, LIST_WARPS, ListConfig, blocks
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
 from cupy_dma.backends.cuda.runtime.plans import kept_on_mask, plannable, planned
-from cupy_dma.backends.cuda.runtime.traces import Recorder
+from cupy_dma.backends.cuda.runtime.traces import Recorder, TracedMask
 from cupy_dma.calls.sequences import Sequences
 from cupy_dma.masks.interval import IntervalMask
 
@@ -147,8 +147,9 @@ def _seen_sizes(mask: IntervalMask, spans: bool) -> dict[str, int]:
 
 def _seen(runtime: Runtime, mask: IntervalMask, query_length: int, causal: bool, stream: int,
           sequences: Sequences | None) -> Seen | None:
-    """Those that all lists of a mask share which a plan makes itself (of other masks each list has its own)."""
-    if sequences is not None or type(runtime) is not Recorder:
+    """Those that all lists of a mask share which a plan makes itself. Of other masks each list has its own, for they
+    are kept apart."""
+    if sequences is not None or type(runtime) is not Recorder or type(mask) is TracedMask:
         return None
     identity = ("seen", query_length, causal, stream)
     seen = mask._cache.get(identity)

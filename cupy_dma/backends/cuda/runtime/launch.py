@@ -22,6 +22,7 @@ _PDL = ctypes.create_string_buffer(_ATTRIBUTE.pack(_STREAM_SERIALIZATION, 1), _A
 _PDL_ADDRESS = ctypes.addressof(_PDL)
 CONFIG_BYTES, STREAM_WORD = _CONFIG.size, 4  # and which of its words of 8 bytes is the stream
 _Arguments = ctypes.c_char_p * 1  # the address of each argument of a kernel
+_ZERO = ctypes.c_ubyte(0)
 _INVALID_CONTEXT = 201  # the thread has none
 
 FIRST_CAPABILITY, _FIRST_VERSION = 90, 12030  # that support PDL
@@ -88,11 +89,20 @@ class Function:
                                f"{self._shared_bytes} bytes of dynamic shared memory): {_error(status)}")
 
 
-def clear(pointer: int, size: int, stream: int) -> None:
-    """Set ``size`` bytes to zero, in the order of the raw ``stream``."""
-    status = library().cuMemsetD8Async(ctypes.c_uint64(pointer), 0, ctypes.c_size_t(size), ctypes.c_void_p(stream))
+def clear(pointer: int, size: int, stream: int, bind: Callable[[], None]) -> None:
+    """Set ``size`` bytes to zero, in the order of the raw ``stream``; ``bind`` as above."""
+    clear_at(ctypes.c_uint64(pointer), ctypes.c_void_p(stream), ctypes.c_size_t(size), bind)
+
+
+def clear_at(pointer: Any, stream: Any, size: Any, bind: Callable[[], None]) -> None:
+    """The same with arguments as ctypes passes them."""
+    call = library().cuMemsetD8Async
+    status = call(pointer, _ZERO, size, stream)
+    if status == _INVALID_CONTEXT:
+        bind()
+        status = call(pointer, _ZERO, size, stream)
     if status:
-        raise RuntimeError(f"{size} bytes at {pointer:#x} cannot be set to zero: {_error(status)}")
+        raise RuntimeError(f"{size.value} bytes at {pointer.value:#x} cannot be set to zero: {_error(status)}")
 
 
 def _error(status: int) -> str:

@@ -7,6 +7,7 @@ parameters in one array of words, so that filling the holes of that array is all
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ class _Clear(NamedTuple):
     place: int
     offset: int
     size: int
+    words: int = 0  # where its address and the stream stand, in bytes
 
 
 class _Launch(NamedTuple):
@@ -73,6 +75,12 @@ class Launches:
                 holes += [(config + launch.STREAM_WORD, count, 0), (config + len(fixed), count + 1, 8 * size)]
                 words += [fixed, np.zeros(1, np.uint64)]
             size = sum(map(len, words))
+        for i, step in enumerate(self._steps):
+            if isinstance(step, _Clear):
+                self._steps[i] = step._replace(words=8 * size)
+                holes += [(size, step.place, step.offset), (size + 1, count, 0)]
+                words.append(np.zeros(2, np.uint64))
+                size += 2
         self._words = np.concatenate(words)
         at, which, offsets = zip(*holes) if holes else ((), (), ())
         self._at, self._which = np.array(at, np.intp), np.array(which, np.intp)
@@ -88,11 +96,16 @@ class Launches:
         else:
             self._steps.append(new)
 
-    def _copy(self) -> _Words:
+    def _copy(self, runtime: Runtime) -> _Words:
+        bind = getattr(runtime, "bind", None)
         array = self._words.copy()
         base, calls = array.ctypes.data, list[_Call]()
         for step in self._steps:
-            if isinstance(step, _Clear):
+            if isinstance(step, _Clear) and bind is not None:
+                at = base + step.words
+                call = functools.partial(launch.clear_at, size=ctypes.c_size_t(step.size), bind=bind)
+                calls.append((call, ctypes.c_uint64.from_address(at), ctypes.c_void_p.from_address(at + 8)))
+            elif isinstance(step, _Clear):
                 calls.append((_clear, step, None))
             elif (function := _function_of(step.kernel)) is not None:
                 config = base + step.config
@@ -107,7 +120,7 @@ class Launches:
         try:
             words = self._free.pop()
         except IndexError:
-            words = self._copy()
+            words = self._copy(runtime)
         array, base, calls = words
         assert len(addresses) == self._count
         array[self._at] = np.array([*addresses, stream, base], np.uint64).take(self._which) + self._offsets
