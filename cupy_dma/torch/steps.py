@@ -107,7 +107,8 @@ def learn(kind: Kind | None, call: AttentionCall | DynamicCall, module: ModuleTy
     own, form = (call.attention, call.recipe and call.recipe[4]) if isinstance(call, DynamicCall) else (call, None)
     found = _known.get(kind.facts)
     if found is not None and found.runtime is module.runtime:
-        if found.calls == 1:
+        capturing = own.query.device.kind == "cuda" and torch.cuda.is_current_stream_capturing()
+        if found.calls == 1 and not capturing:  # graphs must not load kernels
             _known[kind.facts] = found._replace(step=make(call), calls=2)
         return
     if len(_known) >= MOST_KINDS:
@@ -159,7 +160,8 @@ def _planned(plans: _Plans, mask: IntervalMask | None, kept: list[Tensor], saved
              dlse: Tensor | None, needed: tuple[bool, ...]) -> list[Tensor | None] | None:
     """The gradients by plans; None where there are none."""
     if (type(dout) is not Tensor or torch.is_grad_enabled() or _functorch.peek_interpreter_stack() is not None
-            or _dispatch() > 0 or not plans.facts.module.plans.enabled()):
+            or _dispatch() > 0 or forward_ad._current_level >= 0 or not plans.facts.module.plans.enabled()
+            or dout.is_neg() or (dlse is not None and dlse.is_neg())):
         return None
     if dout.stride(-1) != 1:
         dout = dout.contiguous()

@@ -323,6 +323,19 @@ def test_the_layer(device, planned):
     assert planned == {"forward": 2, "backward": 2}
 
 
+def test_strange_gradients_are_not_planned(device, planned):
+    """A negative bit, and what is known to be zero."""
+    inputs = draw(0)
+    for _ in range(3):
+        out, _ = dynamic(*inputs)
+        dout = torch.randn_like(out)
+        expected = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    before = dict(planned)
+    same(list(torch.autograd.grad(out, inputs, torch._neg_view(-dout), retain_graph=True)), list(expected))
+    zero = torch.autograd.grad(out, inputs, torch._efficientzerotensor(out.shape, dtype=out.dtype))
+    assert not any(x.any() for x in zero) and planned == before
+
+
 def test_strange_tensors_are_not_planned(device, planned):
     """Whatever the kind of the call before."""
     q, k, v, s = draw(0)

@@ -145,20 +145,20 @@ def _seen_sizes(mask: IntervalMask, spans: bool) -> dict[str, int]:
     return sizes | {"span_sum": rows * chunks, "span_offset": rows * length} if spans else sizes
 
 
-def _seen(runtime: Runtime, mask: IntervalMask, query_length: int, causal: bool, stream: int,
+def _seen(runtime: Runtime, mask: IntervalMask, query_length: int, block_n: int, causal: bool,
           sequences: Sequences | None) -> Seen | None:
     """Those that all lists of a mask share which a plan makes itself. Of other masks each list has its own, for they
-    are kept apart."""
+    are kept apart. ``block_n``: of the list that needs them first, whose kernels are loaded."""
     if sequences is not None or type(runtime) is not Recorder or type(mask) is TracedMask:
         return None
-    identity = ("seen", query_length, causal, stream)
+    identity = ("seen", query_length, causal)
     seen = mask._cache.get(identity)
     if seen is None:
         queries = _super_queries(mask, query_length)
         space = Workspace(mask, **_seen_sizes(mask, queries > 0))
         seen = mask._cache[identity] = Seen(space.addresses, space.array)
         params = _params(mask, query_length, {"super_queries": queries}, space.addresses, None)
-        _count(runtime, mask, params, causal, 64, False)
+        _count(runtime, mask, params, causal, block_n, False)
     return seen
 
 
@@ -201,7 +201,7 @@ def _build(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int
     tiles = tile_count(length_of_full_tiles, queries, sequences.count if sequences else 0)
     capacity = _tile_capacity(mask, queries)
     summary_blocks = 0 if capacity else blocks(length, block_n)
-    seen = _seen(runtime, mask, query_length, causal, mask.library.stream(mask.device), sequences)
+    seen = _seen(runtime, mask, query_length, block_n, causal, sequences)
     space = Workspace(mask, **_seen_sizes(mask, False) if seen is None else {}, summaries=4 * rows * summary_blocks,
                       list=rows * tiles * capacity, list_lengths=2 * rows * tiles)
     fields = {"queries": queries, "tiles": tiles, "capacity": capacity, "summary_blocks": summary_blocks}
@@ -232,7 +232,7 @@ def _build_supers(runtime: Runtime, mask: IntervalMask, query_length: int, queri
     rows = mask.shape[0] * mask.shape[1]
     supers = tile_count(query_length, queries, sequences.count if sequences else 0)
     entries = supers * capacity if sequences is None else super_entries(query_length, queries, capacity, sequences)
-    seen = _seen(runtime, mask, query_length, causal, mask.library.stream(mask.device), sequences)
+    seen = _seen(runtime, mask, query_length, 64, causal, sequences)
     space = Workspace(mask, **_seen_sizes(mask, True) if seen is None else {}, super_list=rows * entries,
                       super_lengths=rows * supers, slots=rows * entries)
     at = space.addresses if seen is None else seen.addresses | space.addresses
