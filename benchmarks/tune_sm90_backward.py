@@ -3,9 +3,11 @@
     python benchmarks/tune_sm90_backward.py                 everything, some minutes on an H100
     python benchmarks/tune_sm90_backward.py --case "D64"
 
-Cases: those of backward.py's sets ``model`` and ``plain`` up to 32768 keys, and three of ``table``. Two passes,
-the portable kernels, and up to head dim 128 one pass; up to 64 each with 64 and with 128 queries a step. All gradients,
-lists prepared. Timing: see harness/measure.py. Every gradient is compared with the portable kernels'; one that differs
+Cases: those of backward.py's sets ``model`` and ``plain`` up to 32768 keys, and three of ``table``; short ones, whose
+tiles are few; ``dense``, a top-w mask as a dense one, which is packed and listed in each call. Ways: the portable
+kernels, two passes, the same with the portable kernel for keys, and without dense masks and up to head dim 128 one
+pass; up to 64 each with 64 and with 128 queries a step. All gradients, lists of intervals prepared.
+Timing: see harness/measure.py. Every gradient is compared with the portable kernels'; one that differs
 by more than 1 % of their norm is marked WRONG, and the exit status is 1.
 
 The results go to ``benchmarks/results/hopper_backward.json``; those of a choice of cases are only printed.
@@ -32,23 +34,31 @@ class Way(NamedTuple):
     one_pass: bool = False
     block_q: int = 0  # 0: the kernels' choice
     portable: bool = False
+    portable_keys: bool = False
 
     def __str__(self) -> str:
         steps = f", {self.block_q} queries a step" if self.block_q else ""
+        if self.portable_keys:
+            return "portable for keys"
         return "portable" if self.portable else f"{'one pass' if self.one_pass else 'two passes'}{steps}"
 
 
 def cases() -> list[Case]:
     found = backward.cases("model") + backward.cases("plain") + backward.cases("table")
-    return [c for c in found if c.key_length <= 32768 and (c.set != "train" or c.key_length in (4096, 16384, 32768))
-            and c.set != "window"]
+    short = [Case("short", *sizes, n, n, min(w, n)) for sizes in ((2, 1, 64), (6, 3, 128), (16, 8, 64), (16, 8, 128))
+             for n, w in ((1024, 256), (2048, 1024), (4096, 1024), (8192, 1024))]
+    dense = [Case("dense", *sizes, n, n, 1024) for *sizes, n in (
+        (6, 3, 128, 4096), (16, 8, 64, 8192), (16, 8, 128, 8192), (16, 2, 256, 8192))]
+    return short + dense + [c for c in found if c.key_length <= 32768 and c.set != "window"
+                            and (c.set != "train" or c.key_length in (4096, 16384, 32768))]
 
 
 def ways(case: Case) -> list[Way]:
-    if case.head_dim > sm90_backward.MAX_NARROW_DIM:
-        return [Way(portable=True), Way()]
+    some = [Way(portable=True), Way(portable_keys=True)]
+    if case.head_dim > sm90_backward.MAX_NARROW_DIM or case.set == "dense":
+        return [*some, Way()]
     steps = (64, 128) if case.head_dim <= 64 else (0,)
-    return [Way(portable=True), *(Way(one_pass, block_q) for one_pass in (False, True) for block_q in steps)]
+    return [*some, *(Way(one_pass, block_q) for one_pass in (False, True) for block_q in steps)]
 
 
 @contextlib.contextmanager
@@ -58,8 +68,11 @@ def forced(way: Way) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(plans.switched(False))
         stack.enter_context(mock.patch.object(sm90_backward, "ONE_PASS", way.one_pass))
+        stack.enter_context(mock.patch.object(sm90_backward, "MIN_TILES", 0.0))
         if way.portable:
             stack.enter_context(mock.patch.object(sm90_backward, "_serves", lambda *arguments: False))
+        if way.portable_keys:
+            stack.enter_context(mock.patch.object(sm90_backward, "serves_keys", lambda *arguments: False))
         if way.block_q:
             stages = 1 if way.one_pass and way.block_q == 128 else 2
             stack.enter_context(mock.patch.object(sm90_backward, "block_q", lambda *facts: way.block_q))
@@ -80,6 +93,8 @@ def measured(case: Case) -> list[dict[str, Any]]:
 
     bench = backward.Benchmark(case)
     bench.prepare()
+    if case.set == "dense":
+        bench.options["mask"] = bench.mask.to_dense(case.key_length)
     rows: list[dict[str, Any]] = []
     expected: Any = None
     for way in ways(case):

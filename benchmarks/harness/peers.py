@@ -129,14 +129,12 @@ def interval_blocks(start: torch.Tensor, stop: torch.Tensor, query_length: int, 
     return seen.reshape(split).any(-1), full.reshape(split).all(-1)
 
 
-def _flex_pass(query, key, start, stop, block: int, compiled: bool) -> Callable[..., torch.Tensor]:
-    """FlexAttention as a function of query, key, value (B, H, N, D) and bias (B, Hkv, Lk), with the interval mask as
-    block mask and mask_mod and the key bias as score_mod."""
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+def interval_block_mask(start: torch.Tensor, stop: torch.Tensor, query_length: int, group: int, block: int):
+    """FlexAttention's block mask of ``start`` and ``stop (B, Hkv, Lk)`` for ``Hkv * group`` query heads."""
+    from torch.nn.attention.flex_attention import BlockMask
 
-    heads, query_length = query.shape[2], query.shape[1]
-    group = heads // key.shape[2]
-    offset = key.shape[1] - query_length
+    key_length = start.shape[2]
+    offset = key_length - query_length
 
     def visible(b, h, i, j):
         position = i + offset
@@ -150,20 +148,40 @@ def _flex_pass(query, key, start, stop, block: int, compiled: bool) -> Callable[
         return blocks.sum(-1, dtype=torch.int32), order
 
     # Elsewhere torch takes the lengths to be whole blocks.
-    lengths = {"seq_lengths": (query_length, key.shape[1])} if query_length % block else {}
-    block_mask = BlockMask.from_kv_blocks(*ordered(some), *ordered(full), BLOCK_SIZE=block, mask_mod=visible, **lengths)
+    lengths = {"seq_lengths": (query_length, key_length)} if query_length % block else {}
+    return BlockMask.from_kv_blocks(*ordered(some), *ordered(full), BLOCK_SIZE=block, mask_mod=visible, **lengths)
+
+
+def with_bias(attend, block_mask, group: int, q, k, v, bias) -> torch.Tensor:
+    def add_bias(s, b, h, i, j):
+        return s + bias[b, h // group, j]
+
+    return attend(q, k, v, score_mod=add_bias, block_mask=block_mask, enable_gqa=group > 1)
+
+
+def _flex_pass(query, key, start, stop, block: int, compiled: bool) -> Callable[..., torch.Tensor]:
+    """FlexAttention as a function of query, key, value (B, H, N, D) and bias (B, Hkv, Lk), with the interval mask as
+    block mask and mask_mod and the key bias as score_mod."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    group = query.shape[2] // key.shape[2]
+    block_mask = interval_block_mask(start, stop, query.shape[1], group, block)
     attend = flex_attention
     if compiled:
         torch._dynamo.reset()
         attend = torch.compile(flex_attention, dynamic=False)
+    return partial(with_bias, attend, block_mask, group)
 
-    def forward(q, k, v, bias):
-        def add_bias(s, b, h, i, j):
-            return s + bias[b, h // group, j]
 
-        return attend(q, k, v, score_mod=add_bias, block_mask=block_mask, enable_gqa=group > 1)
+def flex_intervals(query, key, value, start, stop, bias, block: int = 128) -> torch.Tensor:
+    """FlexAttention under an interval mask with a key bias, the block mask built in the call: one function to compile.
+    Query, key, value and result as ``(B, N, H, D)``."""
+    from torch.nn.attention.flex_attention import flex_attention
 
-    return forward
+    group = query.shape[2] // key.shape[2]
+    start, stop = (x.expand(key.shape[0], key.shape[2], key.shape[1]) for x in (start, stop))
+    mask = interval_block_mask(start, stop, query.shape[1], group, block)
+    return with_bias(flex_attention, mask, group, *bhsd(query, key, value), bias).transpose(1, 2)
 
 
 def flex(query, key, value, start, stop, bias, block: int = 128, compiled: bool = True) -> Call:

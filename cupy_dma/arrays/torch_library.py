@@ -10,6 +10,13 @@ from cupy_dma.arrays import torch_tensors
 from cupy_dma.arrays.library import CPU, Device, Library, Operand, numpy_dtype
 
 
+def _in_numpy(array):
+    """The memory of a CPU tensor. ``Tensor.numpy()`` would forbid its storage to be resized, as FSDP does with that of
+    parameters."""
+    found = np.from_dlpack(array)
+    return found if found.flags.writeable else array.numpy()  # DLPack's first version does not say
+
+
 class TorchLibrary(Library):
     name = "torch"
 
@@ -61,8 +68,8 @@ class TorchLibrary(Library):
     def to_numpy(self, array):
         array = array.detach().cpu()
         if array.dtype == self.xp.bfloat16:
-            return array.view(self.xp.int16).numpy().view(numpy_dtype("bfloat16"))
-        return array.numpy()
+            return _in_numpy(array.view(self.xp.int16)).view(numpy_dtype("bfloat16"))
+        return _in_numpy(array)
 
     def from_numpy(self, array, device):
         if array.dtype.name == "bfloat16":  # torch does not accept this dtype in NumPy arrays

@@ -96,7 +96,8 @@ class _Operator(torch.autograd.Function):
         found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         if all(gradient is None for gradient in gradients):
             return tuple(found)
-        outputs, tensors = ctx.saved_tensors[:ctx.kept], iter(ctx.saved_tensors[ctx.kept:])
+        saved = ctx.saved_tensors  # a checkpoint gives them once
+        outputs, tensors = saved[:ctx.kept], iter(saved[ctx.kept:])
         arguments = [next(tensors) if x is _TENSOR else x for x in ctx.arguments]
         upstream = torch.zeros_like(outputs[0]) if gradients[0] is None else gradients[0]
         wanted = {i: name for i, name in ctx.differentiable.items() if ctx.needs_input_grad[first + i]}

@@ -115,6 +115,7 @@ __device__ __forceinline__ KeyTile find_key_tile(const AttentionParams& p, long 
     const int4 found = p.super_blocks[(list + t.entry) / LIST_KEYS];
     t.list = p.super_list + list + t.entry;
     t.count = min(BLOCK_N, found.z - t.entry % LIST_KEYS);
+    if (BLOCK_N > LIST_KEYS) t.count = found.z + p.super_blocks[(list + t.entry) / LIST_KEYS + 1].z;
     t.first_query = found.x;
     t.end_query = found.y;
 #elif KEYS == KEYS_LISTED

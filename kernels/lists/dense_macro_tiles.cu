@@ -3,13 +3,13 @@
 //
 // A super-tile has R consecutive queries, and its list holds the keys that any of them sees under any head of the kv head,
 // in order. R is chosen here, per list row: the first of U, 2 U, 4 U, ... with which the lists of all super-tiles
-// fit into `entries` together. The last choice is one super-tile of all queries, which always fits. So few visible keys
+// fit into `entries` together, each from a multiple of TILE_KEYS on. The last choice is one super-tile of all queries, which always fits. So few visible keys
 // are gathered for few queries at a time, and where everything is visible every key is listed once.
 //
 //   seen_keys    seen // (list rows, units, key_stride / 32) u32: bit j % 32 of word j / 32 = one of these U queries
 //                sees key j
 //   count_keys   counts // (list rows, nodes): keys in each list of each choice, those of U first
-//   super_keys   list // (list rows, entries): the lists, each from a multiple of BLOCK_KEYS on
+//   super_keys   list // (list rows, entries): the lists
 //                blocks // (list rows, entries / BLOCK_KEYS) int4: first query and end of the super-tile of these entries,
 //                how many of them are keys (0: none), 0
 //                slots // (list rows, units, key_length): a key's entry in the list of a super-tile, or -1
@@ -42,6 +42,7 @@ struct SuperParams {
 constexpr int THREADS = 256;
 constexpr int OWN = 4;  // neighbouring keys of a thread
 constexpr int BLOCK_KEYS = 64;
+constexpr int TILE_KEYS = 128;  // the most that a kernel takes of a list at once
 
 // Super-tiles of 2^level units each.
 __device__ __forceinline__ int supers_of(const SuperParams& p, int level) {
@@ -98,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_keys(const SuperPara
 }
 
 // Entries that a list of `keys` keys takes.
-__device__ __forceinline__ int entries_of(int keys) { return (keys + BLOCK_KEYS - 1) / BLOCK_KEYS * BLOCK_KEYS; }
+__device__ __forceinline__ int entries_of(int keys) { return (keys + TILE_KEYS - 1) / TILE_KEYS * TILE_KEYS; }
 
 // A block makes the list of one super-tile, if the choice has as many.
 extern "C" __global__ void __launch_bounds__(THREADS) super_keys(const SuperParams p) {
@@ -125,9 +126,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) super_keys(const SuperPara
 
     const int queries = p.unit_queries << level, first_query = super * queries, count = counts[super];
     int4* blocks = p.blocks + row * (p.entries / BLOCK_KEYS);
-    for (int b = threadIdx.x; b * BLOCK_KEYS < count; b += THREADS)
+    for (int b = threadIdx.x; b * BLOCK_KEYS < entries_of(count); b += THREADS)
         blocks[first / BLOCK_KEYS + b] = make_int4(first_query, min(first_query + queries, p.query_length),
-                                                   min(count - b * BLOCK_KEYS, BLOCK_KEYS), 0);
+                                                   min(max(count - b * BLOCK_KEYS, 0), BLOCK_KEYS), 0);
     if (super == supers - 1)  // behind the last list
         for (int b = all / BLOCK_KEYS + threadIdx.x; b < p.entries / BLOCK_KEYS; b += THREADS)
             blocks[b] = make_int4(0, 0, 0, 0);

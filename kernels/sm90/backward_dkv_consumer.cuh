@@ -19,6 +19,9 @@ struct ConsumerBase {
     int shift, steps;
     int start[2], stop[2];
     float bias[2];
+#if BITS
+    int key[2];  // rows
+#endif
     // of the current step
     int step;
     // accumulators
@@ -45,6 +48,9 @@ struct ConsumerBase {
             stop[r] = facts.stop[row(r)];
             bias[r] = facts.bias[row(r)];
             dbias[r] = 0.0f;
+#if BITS
+            key[r] = facts.index[row(r)];
+#endif
         }
     }
 
@@ -66,14 +72,40 @@ struct ConsumerBase {
         load_shared_pair(x[0], x[1], shared_address(statistics + 16 * n + 8 * k + 2 * (lane & 3)));
     }
 
+    // Row of the key and value `r` of this lane.
+    __device__ __forceinline__ int key_row(const KeyTile& t, int r) const {
+#if BITS
+        return key[r];
+#else
+        return t.first + row(r);
+#endif
+    }
+
     // Whether some pair of the step may be hidden.
     __device__ __forceinline__ bool is_masked() const {
+#if BITS
+        return shared.masked[queries.stage] != 0;
+#else
         const int query = range.begin + step * BLOCK_Q;
         return query < range.full_begin || query + BLOCK_Q > range.full_end;
+#endif
     }
 
     // Sets those of hidden pairs to 0.
     __device__ __forceinline__ void hide(Fragment (&x)[QUERY_FRAGMENTS]) const {
+#if BITS
+#pragma unroll
+        for (int w = 0; w < WORDS; ++w)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const unsigned word = shared.words[queries.stage][w][row(r)] >> 2 * (lane & 3);
+#pragma unroll
+                for (int i = 0; i < 16; ++i) {
+                    if (fragment_row(i % 8) != r) continue;
+                    if ((word >> (i / 8 * 16 + fragment_column(i % 8)) & 1) == 0) x[2 * w + i / 8].x[i % 8] = 0.0f;
+                }
+            }
+#else
         const int position = range.begin + step * BLOCK_Q + shift + 2 * (lane & 3);
 #pragma unroll
         for (int n = 0; n < QUERY_FRAGMENTS; ++n)
@@ -81,6 +113,7 @@ struct ConsumerBase {
             for (int i = 0; i < 8; ++i)
                 if (!visible(position + 16 * n + fragment_column(i), start[fragment_row(i)], stop[fragment_row(i)]))
                     x[n].x[i] = 0.0f;
+#endif
     }
 
     // Waits for S, issued before the last group of MMAs (WIDE: in it); it becomes P.
@@ -151,7 +184,7 @@ struct ConsumerBase {
             if (t.is_partial(p))
                 results[t.partial_row(p, row(r)) * group_heads + h] = sum;
             else
-                results[((long long)t.batch * p.heads + t.group * group_heads + h) * p.key_length + t.first + row(r)] = sum;
+                results[((long long)t.batch * p.heads + t.group * group_heads + h) * p.key_length + key_row(t, r)] = sum;
         }
     }
 
@@ -164,7 +197,7 @@ struct ConsumerBase {
             if (row(r) >= t.count) continue;
             const long long at = t.is_partial(p)
                                      ? t.partial_row(p, row(r))
-                                     : ((long long)t.batch * p.key_length + t.first + row(r)) * p.kv_heads + t.group;
+                                     : ((long long)t.batch * p.key_length + key_row(t, r)) * p.kv_heads + t.group;
             for_each_pair(x, r, factor, [&](int column, float low, float high) {
                 if (t.is_partial(p))
                     *reinterpret_cast<float2*>(partial + at * HEAD_DIM + column) = make_float2(low, high);

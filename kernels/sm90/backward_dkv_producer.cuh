@@ -5,6 +5,32 @@
 #include "sm90/backward_dkv_tiles.cuh"
 
 // ---- the producer: keys ----
+#if BITS
+// Which steps of a head see any of the tile's keys, by a warp; how many.
+__device__ __forceinline__ int find_steps(KeyFacts& facts, const AttentionParams& p, const KeyTile& t) {
+    const int lane = threadIdx.x & 31, lists = t.count > LIST_KEYS ? 2 : 1;
+    const unsigned short* states =
+        p.super_states + (mask_row_of(p, t, 0) * (p.super_entries / LIST_KEYS) + t.entry / LIST_KEYS) * p.query_words;
+    int steps = 0;
+    for (int group = 0; t.count > 0 && t.first_query + 32 * group * BLOCK_Q < t.end_query; ++group) {
+        const int query = t.first_query + (32 * group + lane) * BLOCK_Q;
+        unsigned any = 0, all = 3;
+        for (int i = 0; query < t.end_query && i < lists * WORDS; ++i) {
+            const unsigned state = states[i / WORDS * p.query_words + query / 32 + i % WORDS];
+            any |= state;
+            all &= state;
+        }
+        const unsigned live = __ballot_sync(ALL_LANES, any != 0), masked = __ballot_sync(ALL_LANES, all != 3);
+        if (lane == 0) {
+            facts.live[group] = live;
+            facts.masked[group] = masked;
+        }
+        steps += __popc(live);
+    }
+    return steps;
+}
+#endif
+
 // The keys of one tile by a warp, and what is known of them.
 __device__ __forceinline__ void load_facts(KeyFacts& facts, const AttentionParams& p, const KeyTile& t) {
     const int lane = threadIdx.x & 31;
@@ -35,12 +61,18 @@ __device__ __forceinline__ void load_facts(KeyFacts& facts, const AttentionParam
         facts.bias[i] = bias;
     }
     __syncwarp();
+#if BITS
+    QueryRange queries = {t.first_query, t.end_query, t.first_query, t.end_query};
+    const int steps = find_steps(facts, p, t);
+#else
     QueryRange queries = find_queries(facts.start, facts.stop, t);
+    const int steps = max(0, (queries.end - queries.begin + BLOCK_Q - 1) / BLOCK_Q);
+#endif
     if (DQUERY) queries.begin -= (queries.begin - t.first_query) % UNIT_QUERIES;
     if (lane == 0) {
         facts.tile = t;
         facts.queries = queries;
-        facts.steps = max(0, (queries.end - queries.begin + BLOCK_Q - 1) / BLOCK_Q);
+        facts.steps = steps;
         facts.first_unit = unit_of(t.first_query, t.sequence) + (queries.begin - t.first_query) / UNIT_QUERIES;
     }
 }
@@ -94,12 +126,12 @@ __device__ __forceinline__ void produce_queries(Shared& shared, const BackwardDk
     const int group_heads = p.heads / p.kv_heads;
     PipelineState<STAGES> state;
     for_each_tile(shared, [&](int keys, const KeyFacts& facts) {
-        const int steps = facts.steps, begin = facts.queries.begin, batch = facts.tile.batch;
-        const int head = facts.tile.group * group_heads;
-        barrier_arrive(&shared.key_empty[keys]);
+        const int steps = facts.steps, batch = facts.tile.batch, head = facts.tile.group * group_heads;
+        StepQueries queries(facts);
+        if (!BITS) barrier_arrive(&shared.key_empty[keys]);
         for (int h = 0; h < group_heads; ++h)
             for (int i = 0; i < steps; ++i, state.advance()) {
-                const int query = begin + i * BLOCK_Q;
+                const int query = queries.first(i);
                 const auto load = [&](ELEMENT* rows, const TensorMap* map, Barrier* landed) {
                     barrier_expect(landed, BYTES);
 #pragma unroll
@@ -112,6 +144,7 @@ __device__ __forceinline__ void produce_queries(Shared& shared, const BackwardDk
                 load(shared.query[stage], &launch.query, &shared.query_landed[stage]);
                 load(shared.dout[stage], &launch.dout, &shared.dout_landed[stage]);
             }
+        if (BITS) barrier_arrive(&shared.key_empty[keys]);
     });
 }
 
@@ -128,12 +161,17 @@ __device__ __forceinline__ void produce_statistics(Shared& shared, const Backwar
     const int lane = threadIdx.x & 31, group_heads = p.heads / p.kv_heads;
     PipelineState<STAGES> state;
     for_each_tile(shared, [&](int keys, const KeyFacts& facts) {
-        const int steps = facts.steps, end = facts.tile.end_query, begin = facts.queries.begin;
+        const int steps = facts.steps, end = facts.tile.end_query;
         const long long head = (long long)facts.tile.batch * p.heads + facts.tile.group * group_heads;
+        StepQueries queries(facts);
+#if BITS
+        const unsigned* columns = p.columns + mask_row_of(p, facts.tile, 0) * p.query_words * p.key_stride;
+#else
         barrier_arrive(&shared.key_empty[keys]);
+#endif
         for (int h = 0; h < group_heads; ++h)
             for (int i = 0; i < steps; ++i, state.advance()) {
-                const int first = begin + i * BLOCK_Q, stage = state.stage;
+                const int first = queries.first(i), stage = state.stage;
                 float lse[BLOCK_Q / 32], delta[BLOCK_Q / 32];
 #pragma unroll
                 for (int k = 0; k < BLOCK_Q / 32; ++k) {
@@ -142,7 +180,24 @@ __device__ __forceinline__ void produce_statistics(Shared& shared, const Backwar
                     lse[k] = query < end ? p.lse[row] : -infinity();
                     delta[k] = query < end ? p.delta[row] : 0.0f;
                 }
+#if BITS
+                unsigned words[WORDS * BLOCK_N / 32];
+                if (queries.masked()) {
+#pragma unroll
+                    for (int k = 0; k < WORDS * BLOCK_N / 32; ++k)
+                        words[k] = columns[(long long)(first / 32 + 32 * k / BLOCK_N) * p.key_stride +
+                                           facts.index[32 * k % BLOCK_N + lane]];
+                }
+#endif
                 barrier_wait(&shared.query_empty[stage], state.phase ^ 1);
+#if BITS
+                if (queries.masked()) {
+#pragma unroll
+                    for (int k = 0; k < WORDS * BLOCK_N / 32; ++k)
+                        shared.words[stage][32 * k / BLOCK_N][32 * k % BLOCK_N + lane] = words[k];
+                }
+                if (lane == 0) shared.masked[stage] = queries.masked();
+#endif
 #pragma unroll
                 for (int k = 0; k < BLOCK_Q / 32; ++k) {
                     const bool sees = lse[k] != -infinity();
@@ -161,5 +216,6 @@ __device__ __forceinline__ void produce_statistics(Shared& shared, const Backwar
                 }
                 barrier_arrive(&shared.ready[stage]);
             }
+        if (BITS) barrier_arrive(&shared.key_empty[keys]);
     });
 }

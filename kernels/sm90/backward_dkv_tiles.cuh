@@ -3,7 +3,6 @@
 //
 // Prelude: as sm90/backward_dkv.cu.
 #pragma once
-#define BITS 0
 #define DIM_SLICES 1
 #define WIDE (HEAD_DIM > 128)
 #if WIDE
@@ -21,6 +20,8 @@
 #include "sm90/swizzle.cuh"
 
 constexpr int QUERY_FRAGMENTS = BLOCK_Q / 16;
+constexpr int WORDS = BLOCK_Q / 32;        // BITS: of a key in a step
+constexpr int MOST_STEPS = 2048;           // BITS: of a head
 // DQUERY: a warpgroup makes half of a step's dq: 64 of 128 queries, or half of the columns of 64.
 constexpr bool DQ_BY_ROWS = BLOCK_Q == 128;
 constexpr int DQ_FRAGMENTS = DQ_BY_ROWS ? OUT_FRAGMENTS : CHUNKS == 2 ? 4 : OUT_FRAGMENTS == 4 ? 2 : 1;
@@ -33,6 +34,7 @@ constexpr int LOOKAHEAD = 10;  // steps before a tile's end at which the next ti
 constexpr int QUERY_WARP = 0, STATISTICS_WARP = 1, KEY_WARP = 2;
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 static_assert(HEAD_DIM <= 256 && !(WIDE && DQUERY) && (KEYS == KEYS_LISTED || KEYS == KEYS_CONTIGUOUS), "what the kernel is made for");
+static_assert(!BITS || (KEYS == KEYS_LISTED && !DQUERY && !INTERVALS && !CAUSAL && !SEQUENCES), "dense masks have lists");
 static_assert(!SEQUENCES || SUPER_UNIT % BLOCK_N == 0, "a tile's keys are of one list");
 
 struct BackwardDkvParams {
@@ -55,8 +57,45 @@ struct KeyFacts {
     QueryRange queries;
     int steps;  // of one head; END: there are no more tiles
     int first_unit;  // DQUERY: the first one's, among the head's
+#if BITS
+    unsigned live[MOST_STEPS / 32], masked[MOST_STEPS / 32];  // a bit a step, which see some pair, and not all pairs
+#endif
 };
 constexpr int END = -1;
+
+// The steps of a tile, head by head: number i of a head begins with query first(i). BITS: i counts those that see a pair.
+struct StepQueries {
+    const int begin;
+#if BITS
+    const KeyFacts& facts;
+    int word = 0, bit = 0;
+    unsigned pending = 0;  // steps of the current word still to come
+#endif
+
+    __device__ __forceinline__ StepQueries(const KeyFacts& facts)
+        : begin(facts.queries.begin)
+#if BITS
+          , facts(facts)
+#endif
+    {}
+
+    __device__ __forceinline__ int first(int i) {
+#if BITS
+        if (i == 0) pending = facts.live[word = 0];
+        while (pending == 0) pending = facts.live[++word];
+        bit = __ffs(pending) - 1;
+        pending &= pending - 1;
+        return begin + (32 * word + bit) * BLOCK_Q;
+#else
+        return begin + i * BLOCK_Q;
+#endif
+    }
+
+#if BITS
+    // Whether the step whose first query was asked for last has hidden pairs.
+    __device__ __forceinline__ bool masked() const { return (facts.masked[word] >> bit & 1) != 0; }
+#endif
+};
 
 struct Shared {
     ELEMENT key[KEY_STAGES][CHUNKS * BLOCK_N * CHUNK_COLUMNS];
@@ -65,6 +104,10 @@ struct Shared {
     ELEMENT dout[STAGES][CHUNKS * BLOCK_Q * CHUNK_COLUMNS];
     float lse[STAGES][BLOCK_Q];  // -lse * log2(e); -inf: a row that counts for nothing
     float delta[STAGES][BLOCK_Q];
+#if BITS
+    unsigned words[STAGES][WORDS][BLOCK_N];  // of a step with hidden pairs
+    int masked[STAGES];  // whether it has
+#endif
 #if DQUERY
     ELEMENT ds[2][BLOCK_N * BLOCK_Q];  // rows are keys
     float dq[2][DQ_HALF];              // of each warpgroup

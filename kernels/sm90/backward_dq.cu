@@ -9,7 +9,7 @@
 // registers (WIDE: shared memory, for as long as the tile lasts), dS is the left operand of dQ += dS K. Every row has one writer and a fixed order of additions.
 //
 // Prelude: ELEMENT, HEAD_DIM (at most 256), HEADS (divides BLOCK_M), BLOCK_M, BLOCK_N, STAGES, KEYS, CAUSAL, BIAS (BIAS_NONE
-// or BIAS_OF_KEYS), SOFTCAP, SEQUENCES.
+// or BIAS_OF_KEYS), SOFTCAP, SEQUENCES, BITS (KEYS_LISTED, with neither CAUSAL nor SEQUENCES).
 #include "sm90/backward_dq_consumer.cuh"
 #include "sm90/backward_dq_producer.cuh"
 

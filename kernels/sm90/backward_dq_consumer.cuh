@@ -19,7 +19,7 @@ struct Consumer {
     unsigned query[ROW_STEPS][4], dout[ROW_STEPS][4];
 #endif
     float lse[2], delta[2];  // lse in log 2 units
-    int position[2];
+    int position[2];  // BITS: the query's bit in a word
     Fragment s[KEY_FRAGMENTS], dp[KEY_FRAGMENTS];  // of the current block: S, later P; dP, later dS
     Fragment dq[OUT_FRAGMENTS];
 
@@ -28,6 +28,10 @@ struct Consumer {
           logit(p.scale, p.softcap) {}
 
     __device__ __forceinline__ int row(int r) const { return first_row + lane / 4 + 8 * r; }
+
+    __device__ __forceinline__ static int position_of(const Tile& t, int row) {
+        return BITS ? static_cast<int>(1u << ((t.first_query + row / HEADS) & 31)) : t.first_position + row / HEADS;
+    }
 
 #if WIDE
     // The tile's rows have arrived.
@@ -39,7 +43,7 @@ struct Consumer {
         for (int r = 0; r < 2; ++r) {
             lse[r] = log2_lse(shared.lse[row(r)]);
             delta[r] = shared.dlse[row(r)];
-            position[r] = t.first_position + row(r) / HEADS;
+            position[r] = position_of(t, row(r));
         }
         clear(dq);
     }
@@ -70,7 +74,7 @@ struct Consumer {
             const float own = shared.lse[row(r)], sum = row_sum(delta[r]) - shared.dlse[row(r)];
             delta[r] = own == -infinity() ? 0.0f : sum;
             lse[r] = log2_lse(own);
-            position[r] = t.first_position + row(r) / HEADS;
+            position[r] = position_of(t, row(r));
         }
         shared_write_fence();  // TMA may overwrite these rows
         barrier_arrive(&shared.query_empty);
@@ -132,6 +136,15 @@ struct Consumer {
         if (masked) hide();
     }
 
+    // Whether a row at `at` sees the block's key `slot`.
+    __device__ __forceinline__ bool row_sees(int at, int slot) const {
+#if BITS
+        return visible(at, static_cast<int>(shared.words[keys.stage][first_row / HEADS / 32][slot]));
+#else
+        return visible(at, shared.start[keys.stage][slot], shared.stop[keys.stage][slot]);
+#endif
+    }
+
     __device__ __forceinline__ void hide() {
 #pragma unroll
         for (int n = 0; n < KEY_FRAGMENTS; ++n)
@@ -140,7 +153,7 @@ struct Consumer {
                 const int slot = 16 * n + 2 * (lane & 3) + fragment_column(i), at = position[fragment_row(i)];
 #pragma unroll
                 for (int k = 0; k < 2; ++k) {
-                    if (visible(at, shared.start[keys.stage][slot + k], shared.stop[keys.stage][slot + k])) continue;
+                    if (row_sees(at, slot + k)) continue;
                     s[n].x[i + k] = 0.0f;
                     dp[n].x[i + k] = 0.0f;
                 }

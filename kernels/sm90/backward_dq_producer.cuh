@@ -42,7 +42,11 @@ __device__ __forceinline__ void produce_block(Shared& shared, int stage, const A
     const int slot = first + lane;
     int start = !exists ? NEVER : CAUSAL ? key : INT_LOWEST;
     if (lane < WARP_KEYS) {
-#if KEYS == KEYS_CONTIGUOUS
+#if BITS
+#pragma unroll
+        for (int w = 0; w < WORDS; ++w)  // a key that does not exist has no bits
+            copy_async_4(&shared.words[stage][w][slot], source.columns + (long long)w * p.key_stride + key, exists ? 4 : 0);
+#elif KEYS == KEYS_CONTIGUOUS
         shared.stop[stage][slot] = NEVER;
 #else
         // Zeros: nobody sees it.
@@ -68,7 +72,9 @@ __device__ __forceinline__ void produce_block(Shared& shared, int stage, const A
         copy_async_16(piece_of<BLOCK_N>(shared.key[stage], first + row, piece), keys + from * p.key_row + column, valid);
         copy_async_16(piece_of<BLOCK_N>(shared.value[stage], first + row, piece), values + from * p.value_row + column, valid);
     }
+#if !BITS
     if ((CAUSAL || KEYS == KEYS_CONTIGUOUS) && lane < WARP_KEYS) shared.start[stage][slot] = start;
+#endif
     barrier_arrive_after_copies(&shared.key_full[stage]);
 }
 

@@ -2,7 +2,6 @@
 //
 // Prelude: as sm90/backward_dq.cu.
 #pragma once
-#define BITS 0
 #define WIDE (HEAD_DIM > 128)
 #include "common/bias.cuh"
 #include "common/query_tile.cuh"
@@ -36,7 +35,11 @@ struct Shared {
     ELEMENT key[STAGES][CHUNKS * BLOCK_N * CHUNK_COLUMNS];
     ELEMENT value[STAGES][CHUNKS * BLOCK_N * CHUNK_COLUMNS];
     float bias[STAGES][BLOCK_N];
+#if BITS
+    unsigned words[STAGES][WORDS][BLOCK_N];
+#else
     int start[STAGES][BLOCK_N], stop[STAGES][BLOCK_N];
+#endif
     int flags[STAGES];
     float lse[BLOCK_M], dlse[BLOCK_M];  // WIDE: delta in place of dlse
     int tile;     // that the rows belong to; END: there are no more

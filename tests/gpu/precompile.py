@@ -26,7 +26,7 @@ import numpy as np
 import cupy_dma as dma
 from benchmarks import backward, tune_sm90, tune_sm90_backward
 from cupy_dma.arrays import Operand
-from cupy_dma.backends.cuda.attention import sm90, sm90_backward
+from cupy_dma.backends.cuda.attention import sm90
 from cupy_dma.backends.cuda.runtime import disk_cache, jit
 from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward
 from tests import emulator
@@ -82,7 +82,7 @@ def hopper_configs() -> dict[jit.Config, None]:
     forward, packed = test_sm90.FORWARD, test_sm90.VARLEN
     with emulator.hopper_gpu(Recorder) as runtime:
         for one_pass in (False, True):
-            with mock.patch.object(sm90_backward, "ONE_PASS", one_pass):
+            with schedule_cases.hopper_gradients(one_pass):
                 run_all(functools.partial(cases.run_backward, with_dlse=True), cases.CASES)
                 run_all(varlen_cases.run_backward, varlen_cases.CASES + varlen_cases.SUPERS)
         run_all(cases.run, cases.CASES)  # where the library takes it
@@ -133,7 +133,7 @@ def backward_tuning_configs() -> dict[jit.Config, None]:
     import torch
 
     with emulator.hopper_gpu(Recorder) as runtime:
-        for case in backward.cases("all"):
+        for case in dict.fromkeys(backward.cases("all") + tune_sm90_backward.cases()):
             heads = case.heads, case.kv_heads, case.kv_heads
             q, k, v = (torch.randn(1, 1024, h, case.head_dim, dtype=torch.bfloat16) for h in heads)
             scores = torch.randn(1, case.kv_heads, 1024)
@@ -144,6 +144,8 @@ def backward_tuning_configs() -> dict[jit.Config, None]:
                         "A": torch.ones(case.kv_heads), "window": 128, "backend": "emulator"}
                 out, lse = dma.dynamic_mask_attention(q, k, v, **made, return_lse=True)
                 dynamic_mask_attention_backward(out, q, k, v, out, lse, **made)
+            if case.set == "dense":
+                options["mask"] = options["mask"].to_dense(1024)
             out, lse = dma.attention(q, k, v, **options, return_lse=True, backend="emulator")
             for way in tune_sm90_backward.ways(case):
                 with tune_sm90_backward.forced(way):

@@ -26,7 +26,6 @@ import numpy as np
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends import cuda
-from cupy_dma.backends.cuda.attention import sm90_backward
 from cupy_dma.backends.cuda.attention.sm90_tiles import TILES, HopperTile
 from cupy_dma.backends.cuda.decode import step
 from cupy_dma.backends.cuda.runtime import plans
@@ -41,7 +40,8 @@ NAMES = ("float32-", "float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3
          "causal-and-", "window-1", "bias-", "softcap-", "layout-bhsd", "layout-head_slice", "dense-both",
          "dense-columns", "dense-sizes", *LENGTHS)
 HOPPER_NAMES = ("float16-D64", "bfloat16-D128", "bfloat16-D40", "mask-causal", "mask-padding", "mask-top_w_padding",
-                "softcap-key", "lengths-129x33-causal", "lengths-300x300")
+                "softcap-key", "lengths-129x33-causal", "lengths-300x300", "causal-and-dense", "dense-mask-1gqk",
+                "dense-columns-key")
 
 share = slice(None)  # of the cases of a grid
 
@@ -168,7 +168,7 @@ def hopper_backward() -> int:
     count, chosen = 0, [c for c in cases.CASES if c.name.startswith(HOPPER_NAMES)][share]
     for one_pass in (False, True):
         with (plans.switched(False), mock.patch.object(CudaRuntime, "num_sms", lambda runtime, index: 2),
-              mock.patch.object(sm90_backward, "ONE_PASS", one_pass)):
+              schedule_cases.hopper_gradients(one_pass)):
             for case in chosen:
                 gradients = cases.run_backward(case, cupy.asarray, with_dlse=True)
                 cases.check_backward(case, [None if g is None else cupy.asnumpy(g) for g in gradients], with_dlse=True)

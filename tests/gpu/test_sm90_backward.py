@@ -26,6 +26,12 @@ def torch():
     return module
 
 
+def tiles(torch, length):
+    """A dense mask of squares of 128, an eighth of all, which makes one super-tile."""
+    seen = torch.rand(1, 1, -(-length // 128), -(-length // 128), device="cuda") < 0.125
+    return seen.repeat_interleave(128, 2).repeat_interleave(128, 3)[:, :, :length, :length].contiguous()
+
+
 def problem(torch, kind, head_dim, length=4000, heads=4, kv_heads=2, dtype=None):
     """The arguments of ``attention_backward``, by position and by name."""
     q, k, v = draw(torch, length, length, heads, kv_heads, head_dim, dtype=dtype)
@@ -33,15 +39,17 @@ def problem(torch, kind, head_dim, length=4000, heads=4, kv_heads=2, dtype=None)
     options = {"lists": lambda: {"mask": dma.IntervalMask.top_w(scores, 300), "bias": scores},
                "softcap": lambda: {"mask": dma.IntervalMask.top_w(scores, 300), "bias": scores, "softcap": 5.0},
                "increasing": lambda: {"mask": dma.IntervalMask.top_w(scores.sort(-1).values, 300)},
+               "dense": lambda: {"mask": dma.IntervalMask.top_w(scores, 300).to_dense(length), "bias": scores},
+               "tiles": lambda: {"mask": tiles(torch, length), "bias": scores},
                "causal": lambda: {"causal": True}, "none": dict}[kind]()
     out, lse = dma.attention(q, k, v, **options, return_lse=True)
     return (torch.randn_like(out), q, k, v, out, lse), options
 
 
 @pytest.fixture(params=[False, True], ids=["two passes", "one pass"])
-def one_pass(request, monkeypatch, unplanned):
-    monkeypatch.setattr(sm90_backward, "ONE_PASS", request.param)
-    return request.param
+def one_pass(request, unplanned):
+    with schedule_cases.hopper_gradients(request.param):
+        yield request.param
 
 
 @pytest.mark.parametrize("case", [c for c in cases.CASES if c.dtype in ("float16", "bfloat16")], ids=str)
@@ -59,12 +67,12 @@ def test_packed_sequences(torch, case, one_pass):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("head_dim", [24, 64, 80, 96, 128, 192, 256])
-@pytest.mark.parametrize("kind", ["lists", "softcap", "increasing", "causal", "none"])
+@pytest.mark.parametrize("kind", ["lists", "softcap", "increasing", "dense", "tiles", "causal", "none"])
 def test_as_the_portable_kernel(torch, kind, head_dim, dtype, one_pass):
     arguments, options = problem(torch, kind, head_dim, dtype=getattr(torch, dtype))
     with mock.patch.object(sm90_backward, "launch_dkv", side_effect=sm90_backward.launch_dkv) as launch:
         found = attention_backward(*arguments, **options)
-    assert launch.call_args.args[-1] is (one_pass and head_dim <= 128)
+    assert launch.call_args.args[-1] is (one_pass and head_dim <= 128 and kind not in ("dense", "tiles"))
     with portable():
         expected = attention_backward(*arguments, **options)
     for name, ours, other in zip(found._fields, found, expected):
@@ -74,8 +82,8 @@ def test_as_the_portable_kernel(torch, kind, head_dim, dtype, one_pass):
 
 
 @pytest.mark.parametrize("num_sms", [3, 132])
-@pytest.mark.parametrize(("kind", "head_dim"), [("lists", 64), ("lists", 128), ("lists", 256), ("causal", 64),
-                                               ("causal", 128)])
+@pytest.mark.parametrize(("kind", "head_dim"), [("lists", 64), ("lists", 128), ("lists", 256), ("dense", 128),
+                                               ("causal", 64), ("causal", 128)])
 def test_the_same_bits_beside_other_work(torch, kind, head_dim, num_sms, one_pass):
     """200 repeats, with CTAs that take many tiles or few, starved now and then by copies on another stream. In one
     pass the gradient of the queries has the same bits up to the order of its additions."""

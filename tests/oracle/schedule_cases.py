@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 
 import cupy_dma as dma
-from cupy_dma.backends.cuda.attention import sm90, sm90_schedule
+from cupy_dma.backends.cuda.attention import sm90, sm90_backward, sm90_schedule
 from cupy_dma.backends.cuda.lists import intervals
 from cupy_dma.backends.cuda.runtime import plans
 from cupy_dma.backends.cuda.runtime.device import CudaRuntime
@@ -32,6 +32,14 @@ def num_sms(count: int, split: bool = False, short_tiles: bool = False) -> Itera
           mock.patch.object(intervals, "_tile_warps", lambda *arguments: 1), splitting(split) as splits,
           short_tails(short_tiles) as tiles):
         yield tiles if short_tiles else splits
+
+
+@contextmanager
+def hopper_gradients(one_pass: bool | None) -> Iterator[None]:
+    """However few tiles there are the Hopper kernels make the gradients, in one pass where they can, or in two."""
+    with (plans.switched(False), mock.patch.object(sm90_backward, "ONE_PASS", one_pass),
+          mock.patch.object(sm90_backward, "MIN_TILES", 0.0)):
+        yield
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from tests.emulator.tests.test_sm90_backward import check, gradients  # noqa: E4
 def test_cases():
     names = [case.name for case in tune.cases()]
     assert len(names) == len(set(names)) and len(names) > 15
-    assert {len(tune.ways(case)) for case in tune.cases()} == {2, 3, 5}
+    assert {len(tune.ways(case)) for case in tune.cases()} == {3, 4, 6}
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -31,8 +31,12 @@ def test_ways(head_dim):
               mock.patch.object(sm90_backward, "launch_dkv", side_effect=sm90_backward.launch_dkv) as launch):
             with mock.patch.object(gpu, "load", side_effect=gpu.load) as load:
                 check(gradients("emulator", **options), expected)
-            assert launch.called is not way.portable
-            if not way.portable:
+            portable = way.portable or way.portable_keys
+            assert launch.called is not portable
+            if not way.one_pass:
+                entries = {call.args[0].source for call in load.call_args_list}
+                assert ("sm90/backward_dq.cu" in entries) is not way.portable
+            if not portable:
                 config = next(call.args[0] for call in load.call_args_list if call.args[1] == "backward_dkv")
                 assert (config.dquery, config.block_q) == (way.one_pass, way.block_q or 64)
 

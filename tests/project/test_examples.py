@@ -82,12 +82,13 @@ def test_training(train, tmp_path, capsys):
     assert "\nThe statement " in said
 
 
-def test_what_was_trained_writes_as_it_reads(train, tmp_path):
+@pytest.mark.parametrize("attention", ["dynamic", "dense"])
+def test_what_was_trained_writes_as_it_reads(train, tmp_path, attention):
     """With a window that keeps every byte, the most likely bytes are those of passes over the whole text."""
     import torch
 
     torch.manual_seed(0)
-    sizes = {"layers": 2, "width": 32, "heads": 2, "kv_heads": 1, "window": 64}
+    sizes = {"layers": 2, "width": 32, "heads": 2, "kv_heads": 1, "window": 64, "attention": attention}
     model = train.Model(**sizes)
     train.save(tmp_path / "model.pt", model, sizes)
     loaded, prompt = train.load(tmp_path / "model.pt", "cpu"), torch.randint(256, (2, 9))
@@ -96,9 +97,115 @@ def test_what_was_trained_writes_as_it_reads(train, tmp_path):
     assert torch.equal(written[:, :9], prompt) and torch.equal(written[:, 9:], model(written)[:, 8:-1].argmax(-1))
 
 
+def test_kinds_of_attention_begin_alike(train):
+    """Dense attention is dynamic attention whose window keeps every byte; A = 0 is a sliding window."""
+    import torch
+
+    sizes = {"layers": 2, "width": 32, "heads": 2, "kv_heads": 1}
+    logits, ids = {}, torch.randint(256, (2, 50))
+    for attention, window in (("dense", 50), ("dynamic", 50), ("dynamic", 8), ("window", 8)):
+        torch.manual_seed(3)
+        model = train.Model(**sizes, window=window, attention=attention)
+        logits[attention, window] = model(ids)
+        learns = [x.requires_grad for name, x in model.named_parameters() if name.endswith(".A")]
+        assert learns == {"dense": [], "dynamic": [True, True], "window": [False, False]}[attention]
+    torch.testing.assert_close(logits["dense", 50], logits["dynamic", 50], rtol=0, atol=1e-5)
+    assert torch.equal(logits["dynamic", 8], logits["window", 8])
+    assert not torch.allclose(logits["dynamic", 8], logits["dynamic", 50], atol=1e-3)
+
+
+LEARN = [*SHORT, "--steps", "12", "--save", "5", "--validate", "4", "--pieces", "6", "--count", "5"]
+
+
+def recorded(path):
+    import torch
+
+    saved = torch.load(path, weights_only=True)
+    return saved["run"]["losses"], saved["run"]["validation"], saved["model"]
+
+
+@pytest.mark.parametrize("attention", ["dynamic", "dense"])
+def test_a_resumed_run_is_an_uninterrupted_one(train, tmp_path, monkeypatch, capsys, attention):
+    """The same losses, validations and parameters, bit for bit, from a run that ends after 8 steps, with a checkpoint
+    after 5 of them."""
+    import torch
+
+    whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
+    options = [*LEARN, "--attention", attention]
+    train.main([*options, "--output", str(whole)])
+    real = train.Run.step
+
+    def step(run):
+        if len(run.losses) == 8:
+            raise KeyboardInterrupt
+        return real(run)
+
+    monkeypatch.setattr(train.Run, "step", step)
+    with pytest.raises(KeyboardInterrupt):
+        train.main([*options, "--output", str(parts)])
+    monkeypatch.undo()
+    assert len(recorded(parts)[0]) == 5
+    capsys.readouterr()
+    torch.randn(7)  # whatever state the generators of the process are in
+    train.main(["--resume", str(parts), "--device", "cpu", "--count", "5"])
+    assert "has done 5 of 12 steps" in capsys.readouterr().out
+    (losses, validation, model), (again, validated, resumed) = recorded(whole), recorded(parts)
+    assert losses == again and len(losses) == 12 and validation == validated
+    assert [step for step, _ in validation] == [4, 8, 12]
+    assert model.keys() == resumed.keys() and all(torch.equal(model[name], resumed[name]) for name in model)
+    for path in (whole, parts):
+        assert path.with_suffix(".png").stat().st_size > 1000
+
+
+def test_a_run_is_not_resumed_as_another(train, tmp_path, capsys):
+    train.main([*LEARN, "--output", str(tmp_path / "model.pt")])
+    for option, value in (("--window", "9"), ("--attention", "dense"), ("--kv-heads", "4")):
+        with pytest.raises(SystemExit):
+            train.main(["--resume", str(tmp_path / "model.pt"), option, value])
+        assert f"{option} was " in capsys.readouterr().err
+
+
+def test_training_on_a_text_of_ones_own(train, tmp_path, capsys, monkeypatch):
+    """What repeats is learned, compiled and under autocast; the held-out part is not trained on."""
+    import functools
+
+    import torch
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"The quick brown fox. " * 200 + b"0123456789" * 50)
+    train.main([*SHORT, "--text", str(text), "--steps", "60", "--compile", "--autocast", "--rate", "0.02", "--count",
+                "3", "--output", str(tmp_path / "model.pt")])
+    found = re.search(r"4700 bytes of text.*?([\d.]+) in the last 10 steps, ([\d.]+) on held-out",
+                      capsys.readouterr().out)
+    learned, held_out = map(float, found.groups())
+    assert learned < 1 and held_out > 3  # digits have never been seen
+    text.write_bytes(b"short")
+    with pytest.raises(SystemExit):
+        train.main([*SHORT, "--text", str(text)])
+    assert "--text must have at least 4 pieces of --length 64, got 5 bytes" in capsys.readouterr().err
+
+
+def test_comparison(train, tmp_path, capsys):
+    import json
+
+    from examples import compare
+
+    output = tmp_path / "compare.json"
+    assert compare.main([*SHORT, "--steps", "3", "--seeds", "0,5", "--pieces", "4", "--kinds", "dense,dynamic,window",
+                         "--output", str(output)]) == 0
+    said, runs = capsys.readouterr().out, json.loads(output.read_text())["runs"]
+    assert [(run["seed"], run["attention"]) for run in runs] == [
+        (seed, kind) for seed in (0, 5) for kind in ("dense", "dynamic", "window")]
+    last = [run["validation"][-1][1] for run in runs]
+    apart = (last[1] - last[0] + last[4] - last[3]) / 2
+    assert f"dynamic - dense: {apart:+.4f} nats" in said and "window - dense: " in said
+    assert runs[1]["losses"][0] == runs[2]["losses"][0]  # the same text and parameters
+
+
 @pytest.mark.parametrize(("option", "value", "message"), [
     ("steps", "0", "--steps must be at least 1, got 0"), ("temperature", "0", "--temperature must be above 0"),
-    ("prompt", "", "--prompt must not be empty")])
+    ("save", "0", "--save must be at least 1, got 0"), ("prompt", "", "--prompt must not be empty")])
 def test_bad_options_of_training(train, capsys, option, value, message):
     with pytest.raises(SystemExit):
         train.main([f"--{option}", value])

@@ -253,7 +253,7 @@ def test_hopper_gradients_do_so_too(head_dim, causal, bias, softcap):
     for keys, sequences in itertools.product(("KEYS_CONTIGUOUS", "KEYS_LISTED", "KEYS_SHARED"), (False, True)):
         check_asynchronous(sm90_backward.HopperBackwardDqConfig(
             **common, heads=2, block_m=sm90_backward.BLOCK_M, block_n=sm90_backward.dq_block_n(head_dim),
-            stages=sm90_backward.dq_stages(head_dim), keys=keys, sequences=sequences), allowed=256)
+            stages=sm90_backward.dq_stages(head_dim), keys=keys, sequences=sequences, bits=False), allowed=256)
     # Of 128 queries a step much is spilled in two passes: 1300.
     for keys, intervals, sequences in (("KEYS_CONTIGUOUS", False, False), ("KEYS_CONTIGUOUS", True, False),
                                        ("KEYS_CONTIGUOUS", False, True), ("KEYS_LISTED", True, False),
@@ -263,7 +263,17 @@ def test_hopper_gradients_do_so_too(head_dim, causal, bias, softcap):
                 **common, block_q=sm90_backward.block_q(head_dim, dquery, keys == "KEYS_LISTED"), keys=keys,
                 stages=sm90_backward.STAGES,
                 key_stages=sm90_backward.key_stages(head_dim, dquery), intervals=intervals, sequences=sequences,
-                dquery=dquery), allowed=1300 if head_dim <= 64 else 640 if dquery else 256)
+                bits=False, dquery=dquery), allowed=1300 if head_dim <= 64 else 640 if dquery else 256)
+    if causal:
+        return
+    for heads in (1, 16):
+        check_asynchronous(sm90_backward.HopperBackwardDqConfig(
+            **common, heads=heads, block_m=sm90_backward.BLOCK_M, block_n=sm90_backward.dq_block_n(head_dim),
+            stages=sm90_backward.dq_stages(head_dim), keys="KEYS_LISTED", sequences=False, bits=True), allowed=256)
+    check_asynchronous(sm90_backward.HopperBackwardDkvConfig(
+        **common, block_q=64, keys="KEYS_LISTED", stages=sm90_backward.STAGES,
+        key_stages=sm90_backward.key_stages(head_dim, False), intervals=False, sequences=False, bits=True,
+        dquery=False), allowed=256)
 
 
 def check_hopper_kernel(config: sm90.HopperForwardConfig) -> None:

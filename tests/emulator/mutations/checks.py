@@ -374,6 +374,7 @@ OWN: dict[str, Callable[[], None]] = {
     "sm90 backward[lists, D256]": sm90_backward(head_dim=256, num_sms=2, length=500),
     "sm90 backward[causal, D192]": sm90_backward(head_dim=192, num_sms=2, window=0, causal=True, length=300),
     "sm90 backward[super-tiles]": sm90_backward(window=300),
+    "sm90 backward[dense mask]": sm90_backward(window=0, dense="bands", length=300, queries=2300, heads=(4, 2)),
     "sm90 backward[causal, D128]": sm90_backward(num_sms=2, window=0, causal=True, head_dim=128, length=500),
     "sm90 backward[one tile]": sm90_backward(order=emulator.Order("backward", "backward"), window=0, length=100),
     "sm90 backward[10 steps]": sm90_backward(window=0, length=384, queries=256, heads=(5, 1)),

@@ -12,6 +12,7 @@ LISTS, SUPERS, CAUSAL = "sm90 backward[lists]", "sm90 backward[super-tiles]", "s
 ONE_LISTS, ONE_CAUSAL = "sm90 one pass[lists]", "sm90 one pass[causal, D128]"
 ROUND = "sm90/backward_dq_round.cu"
 WIDE_LISTS, WIDE_CAUSAL = "sm90 backward[lists, D256]", "sm90 backward[causal, D192]"
+DENSE = "sm90 backward[dense mask]"
 BLANK_ROWS, ONE_TILE = "sm90 backward[blank rows]", "sm90 backward[one tile]"
 
 FAULTS = [
@@ -21,7 +22,7 @@ FAULTS = [
     Fault("key rows count as gathered before they are there", PRODUCER,
           "    copy_async_wait<0>();\n    shared_write_fence();", "    shared_write_fence();", CAUSAL),
     Fault("a warp gathers key rows by numbers that are still to be stored", PRODUCER,
-          "    __syncwarp();\n    QueryRange queries", "    QueryRange queries", LISTS),
+          "    __syncwarp();\n#if BITS", "#if BITS", LISTS),
     Fault("queries are loaded for keys that are not known yet", TILES,
           "        barrier_wait(&shared.key_full[ring.stage], ring.phase());\n        if (shared.facts",
           "        if (shared.facts", LISTS),
@@ -55,7 +56,7 @@ FAULTS = [
     Fault("half of the bytes of a step's queries and of its douts are waited for", PRODUCER,
           "barrier_expect(landed, BYTES);", "barrier_expect(landed, BYTES / 2);", LISTS),
     Fault("statistics are stored before their stage is empty", PRODUCER,
-          "                barrier_wait(&shared.query_empty[stage], state.phase ^ 1);\n#pragma", "#pragma", LISTS),
+          "                barrier_wait(&shared.query_empty[stage], state.phase ^ 1);\n#if BITS", "#if BITS", LISTS),
     Fault("queries are cleared before they have landed", PRODUCER,
           "                    barrier_wait(&shared.query_landed[stage], state.phase);\n", "", BLANK_ROWS),
     Fault("douts are cleared before they have landed", PRODUCER,
@@ -248,4 +249,20 @@ FAULTS = [
           "                    dp[n].x[i + k] = 0.0f;\n", "", "sm90 backward[a bad value]"),
     Fault("rows behind a tile's last query are written", DQ_CONSUMER,
           "            if (i >= t.end_query) continue;\n", "", LISTS),
+    # ---- dense masks ----
+    Fault("steps are found in the states of a tile's first keys alone", PRODUCER, "t.count > LIST_KEYS ? 2 : 1;", "1;",
+          DENSE),
+    Fault("steps in which no pair is visible are taken for others", TILES, "pending = facts.live[++word];",
+          "pending = facts.masked[++word];", DENSE),
+    Fault("steps of the heads behind the first begin where the one before ended", TILES,
+          "        if (i == 0) pending = facts.live[word = 0];\n", "", DENSE),
+    Fault("all keys of a tile have the words of the first queries", PRODUCER, "(first / 32 + 32 * k / BLOCK_N)",
+          "(first / 32)", DENSE),
+    Fault("pairs that a dense mask hides count in both rows of a lane", CONSUMER,
+          "if (fragment_row(i % 8) != r) continue;", "if (r != 0) continue;", DENSE),
+    Fault("the results of listed keys go to the first keys", CONSUMER, "        return key[r];\n",
+          "        return t.first + row(r);\n", DENSE),
+    Fault("a warp of queries reads the first word of a key", DQ_CONSUMER, "[first_row / HEADS / 32]", "[0]", DENSE),
+    Fault("the second half of a tile has no keys", "common/key_tile.cuh",
+          "found.z + p.super_blocks[(list + t.entry) / LIST_KEYS + 1].z;", "found.z;", DENSE),
 ]

@@ -153,7 +153,7 @@ def expected_lists(mask, kv_heads, capacity):
         while True:
             ends = [(first, min(first + size, queries)) for first in range(0, queries, size)]
             lists = [(first, end, np.flatnonzero(seen[first:end].any(0))) for first, end in ends]
-            if len(lists) == 1 or sum(-(-len(found) // 64) for *_, found in lists) * 64 <= capacity:
+            if len(lists) == 1 or sum(-(-len(found) // 128) for *_, found in lists) * 128 <= capacity:
                 break
             size *= 2
         yield lists
@@ -189,7 +189,7 @@ def test_super_tiles_of_dense_masks(kind, heads, monkeypatch):
         assert not found.key[0, nobody, head].any() and not found.value[0, nobody, head].any()
 
     entries = made[0].entries
-    assert entries == 320  # 1.45 times 200 in blocks of 64
+    assert entries == 384  # 1.45 times 200 in tiles of 128
     rows = [*expected_lists(mask, 2, entries)]
     fields = made[0].fields
 
@@ -199,7 +199,8 @@ def test_super_tiles_of_dense_masks(kind, heads, monkeypatch):
     assert read("super_counts", len(rows)).tolist() == [len(lists) for lists in rows]
     for lists, numbers, found_blocks in zip(rows, read("super_list", len(rows), entries // 64, 64),
                                             read("super_blocks", len(rows), entries // 64, 4)):
-        wanted = [(first, end, keys[at:at + 64]) for first, end, keys in lists for at in range(0, len(keys), 64)]
+        wanted = [(first, end, keys[at:at + 64]) for first, end, keys in lists
+                  for at in range(0, -(-len(keys) // 128) * 128, 64)]
         for block, (first, end, keys) in enumerate(wanted):
             assert found_blocks[block].tolist() == [first, end, len(keys), 0]
             assert numbers[block, :len(keys)].tolist() == keys.tolist()

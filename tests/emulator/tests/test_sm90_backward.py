@@ -27,8 +27,10 @@ GRID = ("float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D16", "bfloat16
         "heads-3/1-causal", "bias-key_shared-none", "bias-key-top_w", "softcap-none", "softcap-key", "softcap-40.0-key",
         "lengths-1x70-causal", "lengths-33x129-none", "lengths-129x33-top_w", "lengths-129x33-causal",
         "layout-every_other", "window-1")
-PORTABLE = ("float16-D3", "bias-full-none", "mask-dense")
-BY_HEAD = ("mask-per_head", "bias-key_per_head-none")  # keys and values; the queries are not
+DENSE = ("mask-dense", "causal-and-dense", "dense-mask-11qk", "dense-mask-1gq1", "dense-mask-bgqk",
+         "dense-columns-key", "dense-columns-shared")
+PORTABLE = ("float16-D3", "bias-full-none")
+BY_HEAD = ("mask-per_head", "mask-dense_per_head", "bias-key_per_head-none")  # keys and values; the queries are not
 VARLEN = ("float16-causal", "bfloat16-none", "tail-none", "short-none", "heads-6/2-none", "causal-and-window",
           "causal-and-open", "supers", "supers-window")
 
@@ -41,7 +43,7 @@ def gpu():
 
 def in_one_pass() -> Any:
     """What need not be deterministic."""
-    return mock.patch.object(sm90_backward, "ONE_PASS", True)
+    return schedule_cases.hopper_gradients(True)
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def case_named(name: str) -> cases.Case:
 
 
 def gradients(backend: str, length: int = 700, queries: int | None = None, window: int = 60, head_dim: int = 64,
-              heads: tuple[int, int] = (2, 1), dtype: str = "float16", spoil: Any = None,
+              heads: tuple[int, int] = (2, 1), dtype: str = "float16", spoil: Any = None, dense: str = "",
               needs: tuple[str, ...] = ("query", "key", "value", "bias"), **options: Any) -> Any:
     """Of a mask of the best keys with their scores as bias, or without a window of ``options`` alone."""
     rng = np.random.default_rng(0)
@@ -71,6 +73,8 @@ def gradients(backend: str, length: int = 700, queries: int | None = None, windo
     scores = rng.standard_normal((1, heads[1], length)).astype(np.float32)
     if window:
         options |= {"mask": dma.IntervalMask.top_w(scores, window), "bias": scores}
+    if dense:
+        options |= {"mask": dense_mask(dense, heads[1], queries, length), "bias": scores}
     out, lse = dma.attention(q, k, v, **options, return_lse=True, backend="numpy")
     if spoil is not None:
         spoil(q, k, v, dout)
@@ -88,6 +92,66 @@ def check(found: Any, expected: Any, dtype: str = "float16") -> None:
 
 def check_queries(found: np.ndarray, expected: np.ndarray) -> None:
     check(AttentionGradients(found, None, None, None), AttentionGradients(expected, None, None, None))
+
+
+def dense_mask(kind: str, heads: int, queries: int, length: int) -> np.ndarray:
+    rng, i, j = np.random.default_rng(2), np.arange(queries)[:, None], np.arange(length)
+    masks = {"diagonal": i // 150 == j // 150, "causal": j + queries - length <= i, "full": i + j >= 0,
+             "bands": (i // 200 % 3 == j // 100) & (rng.random((queries, length)) < 0.5),
+             "random": rng.random((queries, length)) < 0.3, "few": (rng.random((queries, length)) < 0.01) & (i >= 130)}
+    if kind == "top_w":
+        scores = rng.standard_normal((1, heads, length)).astype(np.float32)
+        return dma.IntervalMask.top_w(scores, 60).to_dense(queries)
+    return masks[kind][None, None]
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_dense_masks(name, served, served_query):
+    case = case_named(name)
+    cases.check_backward(case, cases.run_backward(case, backend="emulator", with_dlse=True), with_dlse=True)
+    assert served.called and served_query.called and served.call_args.args[-1] is False  # two passes
+
+
+@pytest.mark.parametrize("options", [
+    {"dense": "diagonal"}, {"dense": "causal", "head_dim": 128, "dtype": "bfloat16"}, {"dense": "full", "head_dim": 96},
+    {"dense": "random", "head_dim": 256, "heads": (3, 1)}, {"dense": "top_w", "head_dim": 192, "heads": (6, 2)},
+    {"dense": "top_w", "length": 1100, "heads": (8, 2), "head_dim": 16}, {"dense": "few", "softcap": 3.0},
+    {"dense": "few", "length": 300, "queries": 1200}, {"dense": "bands", "length": 300, "queries": 2300},
+    {"dense": "random", "length": 900, "queries": 70},
+], ids=str)
+def test_steps_of_dense_masks(options, served, served_query):
+    """Of tiles of one super-tile and of several, of which some see no pair; the same bits in other orders."""
+    options = {"window": 0, **options}
+    with schedule_cases.num_sms(3):
+        found = gradients("emulator", **options)
+    check(found, gradients("numpy", **options), options.get("dtype", "float16"))
+    assert served.called and served_query.called
+    with emulator.hopper_gpu(build=BUILD, order=ORDERS[-1]), schedule_cases.num_sms(2):
+        again = gradients("emulator", **options)
+    assert all(np.array_equal(bits(x), bits(y)) for x, y in zip(found, again))
+
+
+def test_what_dense_masks_hide_may_hold_anything():
+    """Keys and queries that see nothing; and a value that is not finite reaches only those who see it."""
+    options: dict[str, Any] = {"window": 0, "dense": "few", "length": 500}
+    seen = dense_mask("few", 1, 500, 500)[0, 0]
+    keys, rows = np.flatnonzero(~seen.any(0)), np.flatnonzero(~seen.any(1))
+    assert len(keys) and len(rows) > 100
+
+    def spoil(q: Any, k: Any, v: Any, dout: Any) -> None:
+        k[:, keys], v[:, keys], q[:, rows], dout[:, rows] = np.nan, np.inf, np.nan, np.inf
+
+    clean, found = (gradients("emulator", spoil=bad, **options) for bad in (None, spoil))
+    assert all(np.array_equal(bits(x), bits(y)) for x, y in zip(clean, found))
+    assert not found.query[:, rows].any() and not found.key[:, keys].any() and not found.value[:, keys].any()
+
+    def spoil_one(q: Any, k: Any, v: Any, dout: Any) -> None:
+        v[:, one] = np.inf
+
+    one = int(np.argmax(seen.sum(0)))
+    found = gradients("emulator", spoil=spoil_one, **options)
+    assert np.array_equal(clean.query[:, ~seen[:, one]], found.query[:, ~seen[:, one]])
+    assert not np.isfinite(found.query[:, seen[:, one]]).all()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -126,6 +190,25 @@ def test_only_what_is_asked_for(window, needs):
         assert (getattr(some, name) is None) == (name not in needs)
         if name in needs:
             assert np.array_equal(getattr(some, name), getattr(everything, name)), name
+
+
+@pytest.mark.parametrize(("options", "tiles"), [
+    ({}, 9), ({"head_dim": 128, "heads": (4, 2)}, 18), ({"window": 0, "causal": True, "deterministic": True}, 6),
+    ({"window": 0, "dense": "top_w"}, 8)], ids=str)
+def test_no_more_tiles_than_sms_are_left_to_the_portable_kernel(options, tiles, served, served_query):
+    with mock.patch.object(sm90_backward, "ONE_PASS", None), mock.patch.object(sm90_backward, "MIN_TILES", 1.0):
+        for sms in (tiles - 1, tiles):
+            served.reset_mock()
+            with schedule_cases.num_sms(sms):
+                check(gradients("emulator", **options), gradients("numpy", **options))
+            assert served.called == (sms < tiles) and served_query.called
+
+
+@pytest.mark.parametrize("options", [{"window": 0, "causal": True}, {"head_dim": 256}], ids=str)
+def test_one_pass_and_wide_heads_take_few_tiles_too(options, served):
+    with mock.patch.object(sm90_backward, "ONE_PASS", None), mock.patch.object(sm90_backward, "MIN_TILES", 1.0):
+        check(gradients("emulator", **options), gradients("numpy", **options))
+    assert served.called
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -82,6 +82,8 @@ class _Backward:
                 self.problem.move_mask_to_rows(self.runtime, self.stream)
             if some and any(self.wanted):
                 self._find_lists()
+                self.hopper_keys = self.hopper_keys and (self._one_pass() or sm90_backward.has_enough_tiles(
+                    self.runtime, call, self.problem, self._entries()))
 
             def result(name: str, operand: Operand) -> Any:
                 if name not in call.needs:
@@ -140,7 +142,7 @@ class _Backward:
 
     def _one_pass(self) -> bool:
         """Whether the Hopper key pass adds up the gradient of the queries, too, in any order."""
-        return (self.hopper_keys and sm90_backward.has_one_pass(self.query.shape[3], self.problem.mask is not None)
+        return (self.hopper_keys and sm90_backward.has_one_pass(self.query.shape[3], self.problem)
                 and "query" in self.call.needs and any(self.wanted) and not self.call.forward.deterministic)
 
     def _bias_is_own(self) -> bool:
@@ -212,14 +214,14 @@ class _Backward:
     def _key_gradients(self, fields: dict[str, Any], one_pass: bool) -> None:
         problem, bits = self.problem, self.dense is not None
         batch, key_length, kv_heads, head_dim = self.key.shape
-        lists, entries, partial = self._lists()
+        (lists, partial), entries = self._lists(), self._entries()
         sizes = dict(zip(("partial_key", "partial_value", "partial_bias"),
                          (head_dim, head_dim, self.query.shape[2] // kv_heads)))
         partials = {name: self.library.empty((entries * size,), "float32", self.device)
                     for (name, size), wanted in zip(sizes.items(), self.wanted) if wanted and partial}
         fields = {**fields, **lists, **{name: self.library.pointer(array) for name, array in partials.items()}}
         if self.hopper_keys:
-            sm90_backward.launch_dkv(self.runtime, self.call, problem, self.supers, fields, self.tickets + 4, one_pass)
+            sm90_backward.launch_dkv(self.runtime, self.call, problem, entries, fields, self.tickets + 4, one_pass)
         else:
             self._portable_key_gradients(fields, entries)
         if entries:
@@ -228,19 +230,22 @@ class _Backward:
                 batch * kv_heads * blocks(key_length, REDUCE_WARPS), REDUCE_THREADS, problem.pack(None, **fields),
                 self.stream)
 
-    def _lists(self) -> tuple[dict[str, int], int, bool]:
-        """The lists of super-tiles in the kernels' parameters, their entries (0: there are no lists), and whether sums
-        over a super-tile are partial ones."""
-        rows = self.key.shape[0] * self.key.shape[2]
+    def _entries(self) -> int:
+        """Of the lists of super-tiles; 0: there are none."""
+        lists = self.supers or self.dense
+        return 0 if lists is None else self.key.shape[0] * self.key.shape[2] * lists.entries
+
+    def _lists(self) -> tuple[dict[str, int], bool]:
+        """The lists of super-tiles in the kernels' parameters, and whether sums over a super-tile are partial ones."""
         if self.dense is not None:
             packed = self.problem.packed_mask(self.runtime, self.stream)
             assert packed is not None
-            return {**packed.fields, **self.dense.fields}, rows * self.dense.entries, self.dense.partial
+            return {**packed.fields, **self.dense.fields}, self.dense.partial
         supers = self.supers
         if supers is None:
-            return {}, 0, False
+            return {}, False
         return {**supers.fields, "supers": supers.supers, "super_capacity": supers.capacity,
-                "super_queries": supers.queries, "super_entries": supers.entries}, rows * supers.entries, True
+                "super_queries": supers.queries, "super_entries": supers.entries}, True
 
     def _portable_key_gradients(self, fields: dict[str, Any], entries: int) -> None:
         problem, tile, bits = self.problem, self._key_tile(), self.dense is not None

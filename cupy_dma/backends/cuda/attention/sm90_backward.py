@@ -3,7 +3,7 @@ of queries query-major over the key lists of tiles; of keys, values and key bias
 super-tile lists as the portable kernel. Without a mask, where results need not be deterministic, the key-stationary
 kernel makes all of them in one pass, with five products instead of seven.
 
-They serve 16-bit elements in aligned rows without a dense mask or bias, and softcaps that are not so large that their
+They serve 16-bit elements in aligned rows without a dense bias, and softcaps that are not so large that their
 formula loses the logits; the portable kernels do the rest and give the same numbers within rounding.
 """
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.attention.problem import Problem
 from cupy_dma.backends.cuda.attention.tma import queries_map
-from cupy_dma.backends.cuda.lists.intervals import SuperLists
 from cupy_dma.backends.cuda.lists.varlen import tile_count
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE, BIAS_NONE, ELEMENTS, blocks
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
 MAX_NARROW_DIM = 128  # above it (WIDE in the kernels) there is no one pass, and launch_dq does not make delta
 MAX_SOFTCAP = 4096.0
+MAX_DENSE_QUERIES = 131072  # of a dense mask (MOST_STEPS in the kernels)
 STAGES = 2  # of queries, of backward_dkv.cu
 BLOCK_M = 128  # of backward_dq.cu: rows of a tile
 THREADS = 384  # of either
@@ -33,6 +33,9 @@ UNIT_QUERIES, ROUND_THREADS = 64, 256  # of backward_dq_round.cu
 #: whether calls that need not be deterministic have one; None: those without a mask, which it makes faster (docs/lab/
 #: backward.md, version 42)
 ONE_PASS: bool | None = None
+#: tiles of launch_dkv on each SM: with fewer, in two passes up to MAX_NARROW_DIM, the portable kernel with its smaller
+#: tiles is faster (docs/lab/backward.md, version 44)
+MIN_TILES = 1.0
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class _Config(jit.Config):
     bias: int  # BIAS_NONE or BIAS_OF_KEYS
     softcap: bool
     sequences: bool
+    bits: bool
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,8 @@ class HopperBackwardDqConfig(_Config):
     def shared_bytes(self) -> int:
         """Size of ``struct Shared`` in the kernel's files, rounded up, and room to align it."""
         rows = (3 if self.head_dim <= MAX_NARROW_DIM else 2) * self.block_m + 2 * self.stages * self.block_n
-        return (1024 + blocks(self.head_dim, 64) * 128 * rows + self.stages * (12 * self.block_n + 32)
+        numbers = 1 + blocks(self.block_m // self.heads, 32) if self.bits else 3  # of a key
+        return (1024 + blocks(self.head_dim, 64) * 128 * rows + self.stages * (4 * numbers * self.block_n + 32)
                 + 8 * self.block_m + 96)
 
 
@@ -81,6 +86,9 @@ class HopperBackwardDkvConfig(_Config):
                 + self.key_stages * (16 * keys + 128) + 256)
         if self.head_dim > MAX_NARROW_DIM:
             size += 4 * keys * self.block_q
+        if self.bits:
+            size += self.stages * (keys * self.block_q // 8 + 4)
+            size += self.key_stages * MAX_DENSE_QUERIES // self.block_q // 4
         if self.dquery:
             size += 4 * keys * self.block_q + 4 * self.block_q // UNIT_QUERIES * unit_sums(self.head_dim) + 64
         return size
@@ -95,7 +103,7 @@ def _serves(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, vec
     """What both need. ``vector``: all rows are aligned."""
     query = call.forward.query
     return (runtime.hopper(query.device.index) and problem.size == 2 and vector
-            and problem.bias_kind != BIAS_DENSE and problem.dense is None and call.forward.softcap <= MAX_SOFTCAP)
+            and problem.bias_kind != BIAS_DENSE and call.forward.softcap <= MAX_SOFTCAP)
 
 
 def serves_query(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, vector: bool) -> bool:
@@ -109,12 +117,26 @@ def serves_keys(runtime: Runtime, call: AttentionBackwardCall, problem: Problem,
     """Whether ``launch_dkv`` takes the gradients of a call's keys, values and bias: masks and biases are those of a GQA
     group."""
     return (_serves(runtime, call, problem, vector) and not problem.by_head
+            and not (problem.bits and call.forward.query.shape[1] > MAX_DENSE_QUERIES)
             and _maps(call, UNIT_QUERIES, 1) is not None)
 
 
-def has_one_pass(head_dim: int, masked: bool) -> bool:
-    """Whether ``launch_dkv`` is to make the gradient of the queries, too. ``masked``: there is more than causality."""
-    return head_dim <= MAX_NARROW_DIM and (not masked if ONE_PASS is None else ONE_PASS)
+def has_one_pass(head_dim: int, problem: Problem) -> bool:
+    """Whether ``launch_dkv`` is to make the gradient of the queries, too."""
+    return head_dim <= MAX_NARROW_DIM and not problem.bits and (problem.mask is None if ONE_PASS is None else ONE_PASS)
+
+
+def has_enough_tiles(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, entries: int) -> bool:
+    """Whether ``launch_dkv`` keeps the GPU busy in two passes; ``entries`` as there."""
+    query = call.forward.query
+    return (query.shape[3] > MAX_NARROW_DIM
+            or _key_tiles(call, problem, entries) > MIN_TILES * runtime.num_sms(query.device.index))
+
+
+def _key_tiles(call: AttentionBackwardCall, problem: Problem, entries: int) -> int:
+    batch, key_length, kv_heads, head_dim = call.forward.key.shape
+    size = block_n(head_dim)
+    return entries // size if entries else batch * kv_heads * tile_count(key_length, size, problem.count)
 
 
 def block_n(head_dim: int) -> int:
@@ -158,26 +180,27 @@ def launch_dq(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, f
     lists = problem.key_lists(runtime, queries, dq_block_n(query.shape[3]), stream) if wanted else None
     tiles = tile_count(query.shape[1], queries, problem.count)
     kernel = _dq_kernel(runtime, device.index, ELEMENTS[query.dtype], query.shape[3], heads,
-                        "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal, problem.bias_kind,
-                        call.forward.softcap > 0.0, problem.count > 0)
+                        "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal and not problem.bits,
+                        problem.bias_kind, call.forward.softcap > 0.0, problem.count > 0, problem.bits)
     all_tiles = tiles * (query.shape[2] // heads) * query.shape[0]
     params = problem.pack(lists, tiles=tiles, **fields) + _tickets(tickets, all_tiles)
     kernel.launch(min(all_tiles, runtime.num_sms(device.index)), THREADS,
                   _packed(_maps(call, queries, heads, out=True), params), stream, pdl=False)
 
 
-def launch_dkv(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, supers: SuperLists | None,
+def launch_dkv(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, entries: int,
                fields: dict[str, Any], tickets: int, one_pass: bool = False) -> None:
-    """Writes the gradients of keys, values and bias, or with ``supers`` their sums over super-tiles; ``one_pass``: and
-    that of queries, from ``delta``. ``fields`` and ``tickets`` as in ``launch_dq``, with where those sums go."""
+    """Writes the gradients of keys, values and bias, or with lists of super-tiles, of so many ``entries``, their sums
+    over these; ``one_pass``: and that of queries, from ``delta``. ``fields`` and ``tickets`` as in ``launch_dq``, with
+    the lists and where those sums go."""
     query, key = call.forward.query, call.forward.key
-    batch, key_length, kv_heads, head_dim = key.shape
+    batch, head_dim = key.shape[0], key.shape[3]
     library, device = query.library, query.device
     kernel = _dkv_kernel(runtime, device.index, ELEMENTS[query.dtype], head_dim,
-                         "KEYS_CONTIGUOUS" if supers is None else "KEYS_LISTED", problem.mask is not None,
-                         problem.causal, problem.bias_kind, call.forward.softcap > 0.0, problem.count > 0, one_pass)
-    tiles = batch * kv_heads * (tile_count(key_length, block_n(head_dim), problem.count) if supers is None
-                                else supers.entries // block_n(head_dim))
+                         "KEYS_LISTED" if entries else "KEYS_CONTIGUOUS", problem.mask is not None and not problem.bits,
+                         problem.causal and not problem.bits, problem.bias_kind, call.forward.softcap > 0.0,
+                         problem.count > 0, problem.bits, one_pass)
+    tiles = _key_tiles(call, problem, entries)
     query_units = tile_count(query.shape[1], UNIT_QUERIES, problem.count)
     units = batch * query.shape[2] * query_units
     sums, stream = None, library.stream(device)
@@ -185,7 +208,7 @@ def launch_dkv(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, 
         sums = library.full((units * unit_sums(head_dim),), 0.0, "float32", device)
     params = problem.pack(None, **fields) + _tickets(tickets, tiles)
     params += query_units.to_bytes(4, "little") + (library.pointer(sums) if one_pass else 0).to_bytes(8, "little")
-    packed = _packed(_maps(call, block_q(head_dim, one_pass, supers is not None), 1), params)
+    packed = _packed(_maps(call, block_q(head_dim, one_pass, entries > 0), 1), params)
     kernel.launch(min(tiles, runtime.num_sms(device.index)), THREADS, packed, stream, pdl=False)
     if one_pass:
         _round_kernel(runtime, device.index, ELEMENTS[query.dtype], head_dim, problem.count > 0).launch(
@@ -212,20 +235,21 @@ def _packed(maps: bytes | None, params: bytes) -> bytes:
 
 @functools.cache  # by fields: they hash faster than a configuration
 def _dq_kernel(runtime: Runtime, index: int, element: str, head_dim: int, heads: int, keys: str, causal: bool,
-               bias: int, softcap: bool, sequences: bool) -> LoadedKernel:
+               bias: int, softcap: bool, sequences: bool, bits: bool) -> LoadedKernel:
     config = HopperBackwardDqConfig(element=element, head_dim=head_dim, heads=heads, block_m=BLOCK_M,
                                     block_n=dq_block_n(head_dim), stages=dq_stages(head_dim), keys=keys,
-                                    causal=causal, bias=bias, softcap=softcap, sequences=sequences)
+                                    causal=causal, bias=bias, softcap=softcap, sequences=sequences, bits=bits)
     return runtime.load(config, "backward_dq", index, config.shared_bytes)
 
 
 @functools.cache
 def _dkv_kernel(runtime: Runtime, index: int, element: str, head_dim: int, keys: str, intervals: bool, causal: bool,
-                bias: int, softcap: bool, sequences: bool, dquery: bool) -> LoadedKernel:
+                bias: int, softcap: bool, sequences: bool, bits: bool,
+                dquery: bool) -> LoadedKernel:
     config = HopperBackwardDkvConfig(
         element=element, head_dim=head_dim, block_q=block_q(head_dim, dquery, keys == "KEYS_LISTED"),
         stages=STAGES, key_stages=key_stages(head_dim, dquery), keys=keys, intervals=intervals, causal=causal,
-        bias=bias, softcap=softcap, sequences=sequences, dquery=dquery)
+        bias=bias, softcap=softcap, sequences=sequences, bits=bits, dquery=dquery)
     return runtime.load(config, "backward_dkv", index, config.shared_bytes)
 
 
@@ -234,5 +258,5 @@ def _round_kernel(runtime: Runtime, index: int, element: str, head_dim: int, seq
     config = HopperBackwardRoundConfig(
         element=element, head_dim=head_dim, block_q=block_q(head_dim, True, False), stages=STAGES,
         key_stages=key_stages(head_dim, True), keys="KEYS_CONTIGUOUS", intervals=False, causal=False,
-        bias=BIAS_NONE, softcap=False, sequences=sequences, dquery=True)
+        bias=BIAS_NONE, softcap=False, sequences=sequences, bits=False, dquery=True)
     return runtime.load(config, "backward_dq_round", index)

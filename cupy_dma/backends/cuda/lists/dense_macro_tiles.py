@@ -14,25 +14,26 @@ from cupy_dma.backends.cuda.runtime.configs import LIST_THREADS, PACK_KEYS, STAT
 from cupy_dma.backends.cuda.runtime.device import Runtime
 
 UNIT_QUERIES = 512  # of the smallest super-tile, a multiple of 64
+TILE_KEYS = 128  # the most that a kernel takes of a list at once, a multiple of STATE_KEYS
 
 
 @dataclass(frozen=True, slots=True)
 class DenseSupers:
     """The lists of one call. Addresses point into ``workspace``."""
 
-    entries: int  # of all lists of a list row, a multiple of STATE_KEYS
+    entries: int  # of all lists of a list row, a multiple of TILE_KEYS
     partial: bool  # a key may have sums from several super-tiles
     fields: dict[str, int]  # of the kernels' parameters
     workspace: Any
 
 
 def list_entries(key_length: int, units: int) -> int:
-    """Entries for the lists of all super-tiles, each list a multiple of STATE_KEYS.
+    """Entries for the lists of all super-tiles, each list a multiple of TILE_KEYS.
 
     Room for every key once, and for 0.45 more: a top-w mask fits with super-tiles of about w queries, while a mask
     without much structure (all visible, or causal: 1.5 with two super-tiles) gets one super-tile, which needs no sums.
     """
-    return STATE_KEYS * blocks(key_length if units == 1 else key_length + key_length * 9 // 20, STATE_KEYS)
+    return TILE_KEYS * blocks(key_length if units == 1 else key_length + key_length * 9 // 20, TILE_KEYS)
 
 
 def dense_supers(runtime: Runtime, packed: PackedMask, mask_heads: int, kv_heads: int, stream: int) -> DenseSupers:

@@ -1,0 +1,177 @@
+"""Forward, and forward and backward, from given scores beside dense attention, over a grid of shapes.
+
+    python benchmarks/grid.py                       everything, about four minutes on an H100
+    python benchmarks/grid.py --heads 16/8 --length 2048
+
+Grid: bfloat16, 2/1 to 32/8 heads, D 64 and 128, N 256 to 32768, w 64 to N, batch 1, 4 and 16, as far as a batch has at
+most 65536 tokens. Scores are independent, lists are made anew in each call. Ours: dynamic_mask_attention, alone and
+with torch.autograd.grad for query, key, value and scores. Dense: causal scaled_dot_product_attention of the same
+tensors, by cuDNN and by FlashAttention; the faster one counts.
+
+Wanted: at least 0.95 times dense attention's speed where it takes more than 150 us; else at most 40 us more, with the
+backward pass 80 us more.
+
+Timing: see harness/measure.py. Check: gradients of the first batch entry against float64 for sampled queries and keys,
+as in backward.py; the other entries are those of a call with this entry alone.
+
+Results: ``benchmarks/results/grid.json``; those of a part of the grid are only printed.
+"""
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
+
+from benchmarks import backward
+from benchmarks.harness.suite import Case, add_record_options, write_record
+
+HEADS = ((2, 1, 64), (6, 3, 128), (16, 8, 64), (16, 8, 128), (32, 8, 128))
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 32768)
+MOST_TOKENS = 65536
+LEAST_SPEED, SHORT_MS = 0.95, 0.15
+MORE_MS = {"forward": 0.04, "both": 0.08}
+
+
+class Row(NamedTuple):
+    """A case, in ms."""
+
+    name: str
+    stage: str  # "forward" or "both"
+    ours: float
+    dense: float
+
+    @property
+    def speed(self) -> float:
+        return self.dense / self.ours
+
+    @property
+    def ok(self) -> bool:
+        if self.dense > SHORT_MS:
+            return self.speed >= LEAST_SPEED
+        return self.ours <= self.dense + MORE_MS[self.stage]
+
+
+def cases(heads: str = "", length: int = 0) -> list[Case]:
+    found = []
+    for h, kv_heads, head_dim in HEADS:
+        for n in LENGTHS:
+            windows = sorted({w for w in (64, 256, 1024, 4096, n) if w <= n})
+            if (heads and heads != f"{h}/{kv_heads}") or (length and length != n):
+                continue
+            found += [Case("model", h, kv_heads, head_dim, n, n, w, batch=b) for b in (1, 4, 16) for w in windows
+                      if n * b <= MOST_TOKENS and (b == 1 or w in (256, 1024, n))]
+    return found
+
+
+class Benchmark(backward.Benchmark):
+    """The calls of one case."""
+
+    def forward(self) -> Any:
+        import torch
+
+        import cupy_dma as dma
+
+        with torch.no_grad():
+            return dma.dynamic_mask_attention(self.query, self.key, self.value, self.scores, window=self.case.window)
+
+    def both(self, entry: slice = slice(None)) -> Any:
+        import cupy_dma as dma
+        from benchmarks.harness.peers import forward_backward
+
+        return forward_backward(functools.partial(dma.dynamic_mask_attention, window=self.case.window),
+                                [x[entry] for x in (self.query, self.key, self.value, self.scores)], self.dout[entry])
+
+    def right(self) -> bool:
+        import torch
+
+        from benchmarks.harness.check import check_interval_gradients
+        from cupy_dma.backward import AttentionGradients
+
+        found = self.both()
+        first = AttentionGradients(*(x[:1] for x in found))
+        inputs = (x[:1] for x in (self.dout, self.query, self.key, self.value, self.out, self.lse, self.scores))
+        sampled = check_interval_gradients(first, *inputs, *self.intervals(), seed=self.case.seed)
+        if self.case.batch == 1:
+            return sampled.ok
+        last = slice(self.case.batch - 1, None)
+        return sampled.ok and all(torch.allclose(x[last].float(), y.float(), rtol=2**-6, atol=2**-6)
+                                  for x, y in zip(found, self.both(last)))
+
+
+def dense_ms(bench: Benchmark) -> dict[str, float]:
+    from torch.nn.attention import SDPBackend
+
+    from benchmarks.harness import measure, peers
+
+    tensors = bench.query, bench.key, bench.value
+    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION] if measure.on_gpu() else [None]
+    found: dict[str, list[float]] = {"forward": [], "both": []}
+    for backend in backends:
+        calls = {"forward": peers.dense(backend, *tensors),
+                 "both": peers.dense_backward(backend, *tensors, bench.dout, forward=True)}
+        for stage, (call, _) in calls.items():
+            found[stage].append(measure.gpu_ms(call)[0])
+    return {stage: min(ms) for stage, ms in found.items()}
+
+
+def measured(chosen: list[Case]) -> tuple[list[Row], list[str]]:
+    """Rows, and the names of the cases that were wrong."""
+    from tqdm import tqdm
+
+    from benchmarks.harness import measure
+
+    rows: list[Row] = []
+    wrong = []
+    dense: dict[Any, dict[str, float]] = {}
+    for case in tqdm(chosen, unit="case", disable=None):
+        bench = Benchmark(case)
+        bench.prepare()
+        shape = case.heads, case.head_dim, case.key_length, case.batch
+        if shape not in dense:
+            dense[shape] = dense_ms(bench)
+        for stage, call in (("forward", bench.forward), ("both", bench.both)):
+            rows.append(Row(case.name, stage, measure.gpu_ms(call)[0], dense[shape][stage]))
+        if not bench.right():
+            wrong.append(case.name)
+        del bench
+        measure.free_memory()
+    return rows, wrong
+
+
+def table(rows: list[Row]) -> str:
+    """What is slower than wanted, the slowest first, and how many are not."""
+    lines = []
+    for stage in MORE_MS:
+        chosen = [row for row in rows if row.stage == stage]
+        slow = sorted((row for row in chosen if not row.ok), key=lambda row: row.speed)
+        lines.append(f"{stage}: {len(chosen) - len(slow)} of {len(chosen)} as fast as wanted")
+        lines += [f"    {row.name:44s} {row.ours:8.3f} ms, dense {row.dense:8.3f}, {row.speed:5.2f} times"
+                  for row in slow]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--heads", default="", help="only these heads, such as 16/8")
+    options.add_argument("--length", type=int, default=0, help="only this length")
+    add_record_options(options)
+    args = options.parse_args(arguments)
+    chosen = cases(args.heads, args.length)
+    if not chosen:
+        options.error(f"--heads must be of {', '.join(f'{h}/{g}' for h, g, _ in HEADS)} and --length of "
+                      f"{', '.join(map(str, LENGTHS))}, got {args.heads!r} and {args.length}")
+    rows, wrong = measured(chosen)
+    print(table(rows))
+    for name in wrong:
+        print(f"WRONG: {name}")
+    if not (args.heads or args.length or wrong):
+        write_record("grid.json", args, __doc__, rows=[{**row._asdict(), "ok": row.ok} for row in rows])
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,288 @@
+"""Training steps of a decoder with dynamic mask attention, beside the same model with dense and with FlexAttention.
+
+    python benchmarks/training.py                                        everything
+    python benchmarks/training.py --quick                                a choice for little time
+    python benchmarks/training.py --models 80m --lengths 32768,131072 --peers none,dma,sdpa --modes eager --add
+    python benchmarks/training.py --models tiny --lengths 128,256 --device cpu     anywhere, for trying the script
+    python benchmarks/training.py --show                                 print the table of the recorded results
+    python benchmarks/training.py --update-docs                          put it into docs/training.md, draw the chart
+
+Models (harness/decoder.py). 80m: 12 layers of width 768, 6/3 heads, D 128, w = 1024, MLP of 1536, vocabulary 32768: the
+shape of the original paper's 80M model. 1.7b: 4 layers of a model of 1.7B parameters, width 2048, 16/8 heads, D 128,
+w = 1024, MLP of 6144. (89M and 268M parameters with the embedding.) tiny: for trying. Everything is bfloat16,
+parameters and AdamW's state too (fused, weight decay 0.1, learning rate 3e-4). A = 0.1 at first, so the selection goes
+by scores. Tokens are drawn at random, the r-th 1/r times as often as the first, anew in every step, the same for all
+peers.
+
+Peers. dma: cupy_dma. sdpa: causal scaled_dot_product_attention over all keys (more work: all pairs), by cuDNN where it
+gives gradients. flex: the same selection, the block mask built in every step, and compiled FlexAttention. none: no
+attention at all, query + key + value in its place. The model around them is the same, and parameters that they share
+begin with the same values.
+
+Modes. eager; compile: each layer and the loss by torch.compile, in one graph each (flex: its core apart); checkpoint
+and compile+checkpoint: the same with each layer recomputed in the backward pass. The logits are recomputed always.
+
+Sizes. A step has at least ``--tokens`` tokens (default 65536) in sequences of one length: 32 of 2048, 8 of 8192, 2 of
+32768, one of 131072.
+
+Timing: ``WARM_UP`` steps, in which kernels are compiled, then ``--steps`` steps queued without waiting, CUDA events
+between them, the median; forward, backward, optimizer. Peak memory: ``torch.cuda.max_memory_allocated`` of the
+measured steps, all of it, model and optimizer too. Share of attention: 1 - t(none) / t(peer), in the same mode.
+
+Check: the loss of the last step is finite and at most ``NEAR`` nats from the median of all peers and modes of the same
+model and length ("none" need only be finite). A row that fails has no numbers in the table; if one of dma or sdpa does,
+the run exits with 1 and leaves the recorded results alone. A row that cannot run says why: "out of memory", or the
+error.
+
+Results: ``benchmarks/results/training.json`` and ``training.png``; while it runs, ``training.partial.json``. ``--add``
+keeps what is recorded there, of the same device, versions and commit, and adds or replaces the rows that it measures.
+"""
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
+
+from benchmarks.harness import render_training
+from benchmarks.harness.suite import ROOT, add_record_options, write_record
+
+if TYPE_CHECKING:
+    from benchmarks.harness.decoder import Sizes
+
+LENGTHS = (2048, 8192, 32768, 131072)
+PEERS = ("none", "dma", "sdpa", "flex")
+MODES = ("eager", "compile", "checkpoint", "compile+checkpoint")
+WARM_UP = 2
+NEAR = 0.1  # nats
+DOCS = ROOT / "docs" / "training.md"
+
+
+def models() -> dict[str, Sizes]:
+    from benchmarks.harness.decoder import Sizes
+
+    return {"80m": Sizes(layers=12, width=768, heads=6, kv_heads=3, head_dim=128, inner=1536, window=1024),
+            "1.7b": Sizes(layers=4, width=2048, heads=16, kv_heads=8, head_dim=128, inner=6144, window=1024),
+            "tiny": Sizes(layers=2, width=64, heads=4, kv_heads=2, head_dim=16, inner=128, window=32, vocabulary=256)}
+
+
+def step_times(step: Callable[[], Any], steps: int, device: str) -> list[float]:
+    """Milliseconds of each of ``steps`` calls, on a GPU between events in the stream, without waits."""
+    import torch
+
+    if not device.startswith("cuda"):
+        marks = [time.perf_counter()]
+        for _ in range(steps):
+            step()
+            marks.append(time.perf_counter())
+        return [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+
+
+def trained(sizes: Sizes, peer: str, mode: str, batch: int, length: int, steps: int, device: str) -> dict[str, Any]:
+    """Train one peer for a few steps; its row."""
+    import torch
+
+    from benchmarks.harness import decoder
+
+    options = {"compiled": mode.startswith("compile"), "checkpoint": mode.endswith("checkpoint")}
+    on_gpu = device.startswith("cuda")
+    with decoder.decoder(sizes, peer, device=device, dtype=torch.bfloat16, **options) as (model, note):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
+        batches = [decoder.batch_of(sizes, batch, length, i, device) for i in range(WARM_UP + steps)]
+        upcoming, losses = iter(batches), []
+
+        def step() -> None:
+            optimizer.zero_grad()
+            loss = model(next(upcoming))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+
+        started = time.perf_counter()
+        for _ in range(WARM_UP):
+            step()
+        losses[-1].item()  # waits
+        warm_up = time.perf_counter() - started
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        found = step_times(step, steps, device)
+        ms = statistics.median(found)
+        return {"ms": ms, "tokens_per_second": 1e3 * batch * length / ms, "all_ms": found, "warm_up_s": warm_up,
+                "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+                "losses": [loss.item() for loss in losses], "note": note,
+                "parameters": sum(x.numel() for x in model.parameters())}
+
+
+def row_of(sizes: Sizes, peer: str, mode: str, *rest: Any) -> dict[str, Any]:
+    """The row of one peer, or why there is none."""
+    import torch
+
+    from benchmarks.harness import measure
+
+    torch.compiler.reset()
+    measure.free_memory()
+    try:
+        return trained(sizes, peer, mode, *rest)
+    except Exception as error:  # a peer that cannot run is a result too
+        words = f"{type(error).__name__}: {error}"
+    # Only now is what the error's frames held free.
+    lines = [line for line in words.splitlines() if line.strip()]
+    return {"ms": None, "note": "out of memory" if "out of memory" in words.lower() or "OutOfMemory" in words
+            else lines[0][:200]}
+
+
+def check(rows: list[dict[str, Any]]) -> bool:
+    """Mark rows of one model and length whose last loss is wrong; whether dma's and sdpa's are right."""
+    last = {id(row): row["losses"][-1] for row in rows if row["ms"] is not None}
+    known = [loss for row in rows if (loss := last.get(id(row), math.nan)) == loss and row["peer"] != "none"]
+    for row in rows:
+        if row["ms"] is None:
+            continue
+        loss = last[id(row)]
+        near = row["peer"] == "none" or abs(loss - statistics.median(known or [loss])) <= NEAR
+        row["ok"] = math.isfinite(loss) and near
+        if not row["ok"]:
+            row["note"] = f"wrong loss {loss:.3f}" + (f", {row['note']}" if row["note"] else "")
+    return all(row.get("ok", True) for row in rows if row["peer"] in ("none", "dma", "sdpa"))
+
+
+def add_shares(rows: list[dict[str, Any]]) -> None:
+    """How much of the step attention takes."""
+    rest = {row["mode"]: row["ms"] for row in rows if row["peer"] == "none"}
+    for row in rows:
+        without = rest.get(row["mode"])
+        if row["ms"] and without and row["peer"] != "none":
+            row["attention_share"] = 1 - without / row["ms"]
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("model", "length", "batch", "mode", "peer"))
+
+
+def recorded(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows to which those of this run are added: recorded on the same device, with the same versions and commit."""
+    from benchmarks.harness import measure
+
+    path = Path(args.out) / "training.json"
+    if not (args.add and path.exists()):
+        return []
+    result, here = json.loads(path.read_text()), measure.machine()
+    here["commit"] = args.commit or here["commit"]
+    for name in ("device", "versions", "commit"):
+        if result[name] != here[name]:
+            raise SystemExit(f"--add: {path} has the {name} {result[name]}, and this is {here[name]}")
+    return result["rows"]
+
+
+def joined(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Old rows that were not measured anew, then new ones, in the order of models, lengths, modes and peers."""
+    fresh = {key(row) for row in new}
+    rows = [row for row in old if key(row) not in fresh] + new
+    return sorted(rows, key=lambda row: (row["model"] != "80m", row["model"], row["length"], MODES.index(row["mode"]),
+                                         PEERS.index(row["peer"])))
+
+
+def run(args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    before = recorded(args)
+    deadline, ok = time.monotonic() + args.seconds, True
+    rows: list[dict[str, Any]] = []
+    for name, length in (bar := tqdm(list(itertools.product(args.models, args.lengths)), unit="case", disable=None)):
+        batch, sizes = max(1, args.tokens // length), models()[name]
+        group = []
+        for mode, peer in itertools.product(args.modes, args.peers):
+            bar.set_postfix_str(f"{name} {length} {mode} {peer}")
+            late = time.monotonic() > deadline
+            found = {"ms": None, "note": "no time left"} if late else row_of(sizes, peer, mode, batch, length,
+                                                                             args.steps, args.device)
+            group.append({"model": name, "length": length, "batch": batch, "peer": peer, "mode": mode, **found})
+            tqdm.write(render_training.line(group[-1]))
+        ok &= check(group)
+        add_shares(group)
+        rows += group
+        write_record("training.partial.json", args, __doc__, arguments=vars(args), rows=joined(before, rows))
+    out = Path(args.out)
+    path = (out / "training.partial.json").replace(out / f"training{'' if ok else '.failed'}.json")
+    result = json.loads(path.read_text())
+    render_training.chart(result, path.with_suffix(".png"))
+    print(render_training.text(result))
+    print(f"wrote {path}")
+    return 0 if ok else 1
+
+
+def listed(allowed: tuple[Any, ...] | None, kind: Callable[[str], Any] = str) -> Callable[[str], list[Any]]:
+    """The type of an option that takes values with commas between them."""
+    def parse(text: str) -> list[Any]:
+        try:
+            found = [kind(part) for part in text.split(",")]
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        wrong = [x for x in found if allowed is not None and x not in allowed]
+        if wrong:
+            raise argparse.ArgumentTypeError(f"{wrong[0]} is not one of {', '.join(map(str, allowed or ()))}")
+        return found
+
+    return parse
+
+
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--models", type=listed(("80m", "1.7b", "tiny")), default=["80m", "1.7b"])
+    options.add_argument("--lengths", type=listed(None, int), default=list(LENGTHS), help="multiples of 128")
+    options.add_argument("--peers", type=listed(PEERS), default=list(PEERS), help="with none for shares of attention")
+    options.add_argument("--modes", type=listed(MODES), default=list(MODES))
+    options.add_argument("--quick", action="store_true",
+                         help="the small model, eager and with checkpointing, 3 steps, without flex")
+    options.add_argument("--steps", type=int, default=5, help="measured steps (default: 5)")
+    options.add_argument("--tokens", type=int, default=65536, help="of a step, where one sequence has fewer")
+    options.add_argument("--seconds", type=float, default=3600, help="after this time nothing more is started")
+    options.add_argument("--device", default="cuda")
+    options.add_argument("--add", action="store_true", help="keep recorded rows that this run does not measure")
+    options.add_argument("--show", action="store_true", help="print the table of the recorded results")
+    options.add_argument("--update-docs", action="store_true", help="put that table into docs/training.md")
+    add_record_options(options)
+    args = options.parse_args(arguments)
+    wrong = [n for n in args.lengths if n < 128 or n % 128]
+    if wrong:
+        options.error(f"--lengths must be multiples of 128, got {wrong[0]}")
+    if args.steps < 1 or args.tokens < 1:
+        options.error(f"--steps and --tokens must be at least 1, got {args.steps} and {args.tokens}")
+    if args.quick:
+        args.models, args.peers, args.modes, args.steps = ["80m"], ["none", "dma", "sdpa"], ["eager", "checkpoint"], 3
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parsed(arguments)
+    if not (args.show or args.update_docs):
+        gc.collect()
+        return run(args)
+    path = Path(args.out) / "training.json"
+    result = json.loads(path.read_text())
+    if args.update_docs:
+        render_training.chart(result, path.with_suffix(".png"))
+        render_training.update(DOCS, result)
+    else:
+        print(render_training.text(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
