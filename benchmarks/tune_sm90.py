@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itse
 from benchmarks.harness.suite import add_record_options, write_record
 from cupy_dma.backends.cuda.attention import sm90, sm90_tiles
 from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile
-from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime import jit, plans
 
 KINDS = tuple(sm90_tiles.TILES)
 SHORT_CANDIDATES = {  # for lists of few keys; by the largest head dim
@@ -96,7 +96,8 @@ def forced(tile: HopperTile | None) -> Iterator[None]:
     sm90.tile_shape = lambda facts, num_sms: tile
     sm90._pays = lambda call, problem: tile is not None
     try:
-        yield
+        with plans.switched(False):
+            yield
     finally:
         sm90.tile_shape, sm90._pays = saved
 
@@ -117,7 +118,8 @@ def kernels_of(folder: Path | None) -> Iterator[None]:
         jit.kernels_directory = lambda: folder
         forget()
     try:
-        yield
+        with plans.switched(plans.enabled() and folder is None):
+            yield
     finally:
         if folder is not None:
             jit.kernels_directory = saved

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itse
 from benchmarks import backward
 from benchmarks.harness.suite import Case, add_record_options, write_record
 from cupy_dma.backends.cuda.attention import sm90_backward
+from cupy_dma.backends.cuda.runtime import plans
 
 
 class Way(NamedTuple):
@@ -65,6 +66,7 @@ def forced(way: Way) -> Iterator[None]:
     """Calls take this way."""
     kernels = sm90_backward._dkv_kernel, sm90_backward._round_kernel
     with contextlib.ExitStack() as stack:
+        stack.enter_context(plans.switched(False))
         stack.enter_context(mock.patch.object(sm90_backward, "ONE_PASS", way.one_pass))
         stack.enter_context(mock.patch.object(sm90_backward, "MIN_TILES", 0.0))
         if way.portable:

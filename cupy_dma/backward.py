@@ -24,13 +24,13 @@ from cupy_dma.calls.attention import attention_call, dynamic_call
 from cupy_dma.calls.gradients import (
     Upstream,
     attention_gradients,
-    backward_call,
+    chain_gradients,
     check_floats,
     check_needs,
     check_upstream,
     contiguous_floats,
 )
-from cupy_dma.calls.run import masked, scores_of
+from cupy_dma.calls.run import attention_of
 from cupy_dma.calls.scores import recipe_of
 from cupy_dma.calls.types import AttentionCall
 from cupy_dma.calls.varlen import varlen_call
@@ -239,23 +239,13 @@ backend
     upstream = check_upstream(attention, dout, out, lse, dlse)
     given = {"scores": scores, "dt_proj": dt_proj, "A": A, "dt_bias": dt_bias}
     wanted -= {name for name, argument in given.items() if argument is None}
-    through_scores = wanted - {"query", "key", "scores"} if recipe is not None else frozenset[str]()
-    direct = wanted & {"query", "key", "value"} | ({"bias"} if through_scores or "scores" in wanted else set())
-    module, library = backends.choose(backend, (attention.query,)), attention.query.library
-    if not direct:
+    if not wanted:
         return DynamicGradients()
-
-    ranked = scores_of(call, module) if call.scores is None else call.scores
-    dq, dk, dv, dbias = module.attention_backward(
-        backward_call(masked(call, ranked, module), upstream, frozenset(direct)))
-    found = {"query": dq, "key": dk, "value": dv}
-    if dbias is not None:
-        found["scores"] = dbias.reshape(ranked.shape)
-    if recipe is not None and through_scores:
-        dscores = library.operand(found.pop("scores"), "dscores")
-        added = None if dv is None else library.operand(dv, "dvalue")
-        gradients = module.key_scores_backward(dscores, *recipe, through_scores, added)
-        found.update((name, x) for name, x in zip(ScoreGradients._fields, gradients) if name in through_scores)
+    module, library = backends.choose(backend, (attention.query,)), attention.query.library
+    found = chain_gradients(attention_of(call, module), recipe,
+                            upstream, frozenset("bias" if name == "scores" else name for name in wanted), module)
+    if recipe is None:
+        found["scores"] = found["bias"]
     return DynamicGradients(*_exported(library, [found.get(name) for name in DynamicGradients._fields]))
 
 

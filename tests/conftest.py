@@ -92,6 +92,15 @@ def _report_missing_packages(terminalreporter):
 
 
 @pytest.fixture
+def unplanned():
+    """No call repeats what an earlier one has launched: for tests that change which kernels a call takes."""
+    from cupy_dma.backends.cuda.runtime import plans
+
+    with plans.switched(False):
+        yield
+
+
+@pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
 

@@ -1,6 +1,8 @@
 """``Operand``, what a backend needs to know about an argument, and ``Library``, what is asked of an array library."""
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -68,6 +70,10 @@ class Library:
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: Device) -> Any:
         raise NotImplementedError
+
+    def allocator(self, shape: tuple[int, ...], dtype: str, device: Device) -> Callable[[], Any]:
+        """What ``empty`` does, for many arrays of one kind."""
+        return functools.partial(self.empty, shape, dtype, device)
 
     def to_numpy(self, array: Any) -> np.ndarray:
         """A NumPy array with the same values: a view of a CPU array, a (synchronizing) copy of a CUDA array."""

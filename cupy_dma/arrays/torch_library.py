@@ -1,6 +1,7 @@
 """torch, on the CPU and on CUDA devices."""
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,9 @@ class TorchLibrary(Library):
 
     def empty(self, shape, dtype, device):
         return self.xp.empty(shape, dtype=self._type_of[dtype], device=self._torch_device(device))
+
+    def allocator(self, shape, dtype, device):
+        return functools.partial(self.xp.empty, shape, dtype=self._type_of[dtype], device=self._torch_device(device))
 
     def to_numpy(self, array):
         array = array.detach().cpu()

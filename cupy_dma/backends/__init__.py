@@ -17,7 +17,10 @@ A backend is a module with these functions:
 - ``cache_extend(state, call) -> (out, lse)``: SPEC section 7, for a ``CacheState``, updated in place, and an
   ``ExtendCall``; ``out`` and ``lse`` are None without a query;
 - ``attend_last(call, scores) -> (out, lse) | None``, optional: ``dynamic_mask_attention`` for a ``DynamicCall`` with
-  few queries and its scores, without building a mask; None for a call that is faster with one.
+  few queries and its scores, without building a mask; None for a call that is faster with one;
+- ``make_step(call) -> step | None``, optional: an ``AttentionCall`` or ``DynamicCall`` and its gradients as plans, for
+  calls that differ in addresses alone (``cuda/steps.py``); with the module ``plans``, which may switch them off, and
+  the ``runtime`` that they belong to.
 
 They take checked ``Operand``s and return arrays of the library of their first argument. CUDA arrays go to ``cuda``, CPU
 arrays to ``numpy``. ``register`` adds a backend from outside the package; in a checkout ``CUPY_DMA_EMULATOR=1`` sends

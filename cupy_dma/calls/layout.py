@@ -47,12 +47,18 @@ def _turned(array: Any, name: str) -> Any:
 
 def warn_if_turned(q: Operand, k: Operand, stacklevel: int) -> None:
     """A warning where query and key ``(B, L, H, D)`` are more plausible as ``(B, H, L, D)``."""
-    heads, keys = q.shape[2], k.shape[1]
-    if heads > keys > 0 and k.shape[2] == heads and _fits(q, k) and (
-            q.shape[1] > keys or heads > MOST_HEADS or heads > q.shape[1] > 1):
+    if looks_turned(q, k):
+        heads, keys = q.shape[2], k.shape[1]
         warnings.warn(f"query {q.shape} and key {k.shape} are read as (B, L, H, D): {heads} heads, but only {keys} "
                       f"keys. If they are (B, H, L, D), as for scaled_dot_product_attention, pass layout='bhnd'; if "
                       f"not, layout='bnhd' says so", UserWarning, stacklevel=stacklevel)
+
+
+def looks_turned(q: Operand, k: Operand) -> bool:
+    """Whether ``warn_if_turned`` warns."""
+    heads, keys = q.shape[2], k.shape[1]
+    return heads > keys > 0 and k.shape[2] == heads and _fits(q, k) and (
+        q.shape[1] > keys or heads > MOST_HEADS or heads > q.shape[1] > 1)
 
 
 def hint(q: Operand, k: Operand) -> str:

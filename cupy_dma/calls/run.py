@@ -27,6 +27,13 @@ def run_dynamic(call: DynamicCall, return_lse: bool, module: ModuleType) -> Any:
     return run(masked(call, scores, module), return_lse, module)
 
 
+def attention_of(call: DynamicCall, module: ModuleType) -> AttentionCall:
+    """The attention of a dynamic call: its scores unless they are given, and what they select."""
+    scores = call.scores if call.recipe is None else scores_of(call, module)
+    assert scores is not None
+    return masked(call, scores, module)
+
+
 def scores_of(call: DynamicCall, module: ModuleType) -> Operand:
     """The scores computed from the call's recipe."""
     assert call.recipe is not None

@@ -11,23 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cupy_dma import backends, checks
-from cupy_dma.arrays import Operand, library_named
+from cupy_dma.arrays import library_named
 from cupy_dma.calls.attention import attention_call, dynamic_call, not_padding
 from cupy_dma.calls.gradients import attention_gradients
 from cupy_dma.calls.layout import in_bhnd, is_ours
 from cupy_dma.calls.mask import intersect, masks_in
-from cupy_dma.calls.run import masked
-from cupy_dma.calls.sequences import Sequences
-from cupy_dma.calls.types import AttentionCall, DynamicCall, key_bias
+from cupy_dma.calls.run import attention_of, masked
+from cupy_dma.calls.types import AttentionCall, DynamicCall
 from cupy_dma.masks.interval import IntervalMask
-from cupy_dma.masks.runs import Hints
 from cupy_dma.masks.selection import selection_hints
+from cupy_dma.torch import steps
+from cupy_dma.torch.gradients import INPUTS, Facts, MaskArguments, Saved, gradients
 from cupy_dma.torch.registration import (
     Options,
     as_tensor,
@@ -35,7 +35,6 @@ from cupy_dma.torch.registration import (
     empty_like,
     in_rows,
     is_deterministic,
-    is_plain_gradient,
     needs_grad,
     operators,
     options_of,
@@ -45,29 +44,6 @@ from cupy_dma.torch.registration import (
     wide,
 )
 from cupy_dma.torch.scores import scores_by
-
-INPUTS = ("query", "key", "value", "bias")
-
-
-class MaskArguments(NamedTuple):
-    """An interval mask as arguments of an operator."""
-
-    start: Tensor | None = None
-    stop: Tensor | None = None
-    starts: str | None = None
-    bound: Sequence[int] | None = None
-    causal_only: bool = False
-
-    @classmethod
-    def of(cls, mask: IntervalMask | None) -> MaskArguments:
-        return cls() if mask is None else cls(mask._start.array, mask._stop.array, *mask._hints)
-
-    def mask(self) -> IntervalMask | None:
-        if self.start is None or self.stop is None:
-            return None
-        bound = None if self.bound is None else (self.bound[0], self.bound[1])
-        return IntervalMask._make(library_named("torch"), self.start, self.stop,
-                                  Hints(self.starts, bound, self.causal_only))
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None,
@@ -80,7 +56,13 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None,
         return in_bhnd(attention, (("query", query), ("key", key), ("value", value)), mask=mask, bias=bias,
                        causal=causal, scale=scale, softcap=softcap, deterministic=deterministic,
                        return_lse=return_lse, backend=backend)
-    query, key, value = cast(query, key, value)
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+        query, key, value = cast(query, key, value)
+    inputs = query, key, value, bias
+    kind = steps.kind_of(inputs, mask, ("attention", causal, scale, softcap, deterministic, layout, backend))
+    if kind is not None and kind.plans is not None:
+        out, lse = steps.run(kind, mask, inputs)
+        return (out, lse) if return_lse else out
     bias = in_rows(bias)
     if takes_operators(query, key, value, bias):
         given = masks_in(mask)
@@ -96,7 +78,10 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None,
     else:
         call = attention_call(query, key, value, mask, bias, causal, scale, softcap, is_deterministic(deterministic),
                               layout)
-        out, lse = attend(call, backends.choose(backend, (call.query,)), backend, (query, key, value, bias))
+        module = backends.choose(backend, (call.query,))
+        out, lse = attend(call, module, backend, (query, key, value, bias))
+        if bias is inputs[3]:
+            steps.learn(kind, call, module, backend, inputs)
     return (out, lse) if return_lse else out
 
 
@@ -114,7 +99,15 @@ def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Te
                        window=window, dt_proj=dt_proj, A=A, dt_bias=dt_bias, form=form, keys=keys, padding=padding,
                        documents=documents, causal=causal, scale=scale, softcap=softcap, deterministic=deterministic,
                        return_lse=return_lse, backend=backend)
-    query, key, value = cast(query, key, value)
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+        query, key, value = cast(query, key, value)
+    inputs, kind = (query, key, value, scores, dt_proj, A, dt_bias), None
+    if documents is None and (padding is None or getattr(padding, "dtype", None) is torch.bool):
+        options = ("dynamic", window, form, keys, causal, scale, softcap, deterministic, layout, backend)
+        kind = steps.kind_of((*inputs, padding), None, options)
+        if kind is not None and kind.plans is not None and not checks.wants_values_checked():
+            out, lse = steps.run(kind, None, inputs, padding)
+            return (out, lse) if return_lse else out
     scores = in_rows(scores)
     if takes_operators(query, key, value, scores, dt_proj, A, dt_bias, padding, documents):
         documents = as_tensor(documents, query)
@@ -128,37 +121,45 @@ def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Te
     else:
         call = dynamic_call(query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents,
                             causal, scale, softcap, is_deterministic(deterministic), layout)
-        out, lse = attend_dynamic(call, backend, query, key, value, scores)
+        module = backends.choose(backend, (call.attention.query,))
+        out, lse = attend_dynamic(call, module, backend, query, key, value, scores)
+        if scores is inputs[3] and not checks.wants_values_checked():
+            steps.learn(kind, call, module, backend, inputs)
     return (out, lse) if return_lse else out
 
 
-def attend_dynamic(call: DynamicCall, backend: str | None, query: Tensor, key: Tensor, value: Tensor,
-                   scores: Tensor | None) -> tuple[Tensor, Tensor]:
+def attend_dynamic(call: DynamicCall, module: ModuleType, backend: str | None, query: Tensor, key: Tensor,
+                   value: Tensor, scores: Tensor | None) -> tuple[Tensor, Tensor]:
     """``out, lse`` of a checked dynamic call on these tensors, with their gradients."""
-    module = backends.choose(backend, (call.attention.query,))
+    if call.attention.sequences is None:
+        parameters = [None if x is None else x.array for x in (call.recipe or (None,) * 4)[1:4]]
+        return attend(call, module, backend, (query, key, value, scores, *parameters))
     ranked = call.scores
     if ranked is None:
         assert call.recipe is not None
         made = scores_by(call.recipe, module, backend)
-        scores, ranked = made if call.attention.sequences is None else made[0], library_named("torch").operand(
-            made, "scores")
+        scores, ranked = made[0], library_named("torch").operand(made, "scores")
     with torch.no_grad():
         attention = masked(call, ranked, module)
     return attend(attention, module, backend, (query, key, value, scores))
 
 
-def attend(call: AttentionCall, module: ModuleType, backend: str | None,
+def attend(call: AttentionCall | DynamicCall, module: ModuleType, backend: str | None,
            inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
-    """``out, lse`` of a checked call on ``module``, the backend of that name, with gradients for its query, key, value
-    and bias, ``inputs``."""
+    """``out, lse`` of a checked call on ``module``, the backend of that name, with gradients for ``inputs``: its query,
+    key, value and bias, or scores, and the parameters of scores to be computed."""
     if needs_grad(*inputs):
         return _Attention.apply(call, module, backend, *inputs)
-    return _attended(call, module)
+    out, lse, _ = _attended(call, module)
+    return out, lse
 
 
-def _attended(call: AttentionCall, module: ModuleType) -> tuple[Tensor, Tensor]:
+def _attended(call: AttentionCall | DynamicCall, module: ModuleType) -> tuple[Tensor, Tensor, AttentionCall]:
+    """And the call with what it has selected."""
+    if isinstance(call, DynamicCall):
+        call = attention_of(call, module)
     out, lse = module.attention(call)
-    return (out, lse) if call.sequences is None else (out[0], lse[0])
+    return (out, lse, call) if call.sequences is None else (out[0], lse[0], call)
 
 
 class _Attention(torch.autograd.Function):
@@ -167,52 +168,21 @@ class _Attention(torch.autograd.Function):
     offloading) see all of them."""
 
     @staticmethod
-    def forward(ctx: Any, call: AttentionCall, module: ModuleType, backend: str | None,
+    def forward(ctx: Any, call: AttentionCall | DynamicCall, module: ModuleType, backend: str | None,
                 *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, lse = _attended(call, module)
-        ctx.save_for_backward(out, lse, *inputs, None if call.dense is None else call.dense.array)
-        ctx.mask, ctx.sequences, ctx.module, ctx.backend = call.mask, call.sequences, module, backend
-        ctx.options = call.causal, call.scale, call.softcap, call.deterministic
+        out, lse, own = _attended(call, module)
+        recipe = call.recipe if isinstance(call, DynamicCall) else None
+        ctx.save_for_backward(out, lse, *inputs, *[None] * (len(INPUTS) - len(inputs)),
+                              None if own.dense is None else own.dense.array,
+                              None if recipe is None or own.bias is None else own.bias.array)
+        ctx.facts = Facts(own.mask, (own.causal, own.scale, own.softcap, own.deterministic),
+                          None if recipe is None else recipe[4], module, backend, own.sequences)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        found: dict[str, Tensor] = {}
-        if dout is not None or dlse is not None:
-            out, lse, query, key, value, bias, dense = ctx.saved_tensors
-            upstream = torch.zeros_like(out) if dout is None else dout, dlse, out, lse
-            needs = [name for name, needed in zip(INPUTS, ctx.needs_input_grad[3:]) if needed]
-            if is_plain_gradient(upstream[0]):
-                call = _call_of(query, key, value, ctx.mask, dense, bias, ctx.options, ctx.sequences)
-                found = dict(zip(needs, gradients_of(call, *upstream, ctx.module, needs)))
-            else:
-                arguments = (*upstream, query, key, value, *MaskArguments.of(ctx.mask))
-                options = (bias, *ctx.options, ctx.backend)
-                if ctx.sequences is None:
-                    made = operators.attention_backward(*arguments, dense, *options, needs)
-                else:
-                    made = operators.varlen_attention_backward(*arguments, *options, *ctx.sequences.given, needs)
-                found = dict(zip(needs, made))
-        return None, None, None, *(found.get(name) for name in INPUTS)
-
-
-def _call_of(query: Tensor, key: Tensor, value: Tensor, mask: IntervalMask | None, dense: Tensor | None,
-             bias: Tensor | None, options: tuple[bool, float, float, bool],
-             sequences: Sequences | None = None) -> AttentionCall:
-    """The call for tensors that the forward has checked."""
-    operand = library_named("torch").operand
-
-    def of(tensor: Tensor, name: str) -> Operand:
-        return operand(tensor, name) if tensor.ndim == 4 else checks.with_axes(operand(tensor, name), 4)
-
-    added = None
-    if bias is not None:
-        added = operand(bias, "bias")
-        added = checks.with_axes(added, 4) if bias.ndim == 4 else key_bias(checks.with_axes(added, 3))
-    shown = None if dense is None else checks.with_axes(operand(dense, "mask"), 4)
-    return AttentionCall(of(query, "query"), of(key, "key"), of(value, "value"), mask, shown, added, *options,
-                         sequences)
+        return None, None, None, *gradients(ctx.facts, Saved(*ctx.saved_tensors), dout, dlse, ctx.needs_input_grad[3:])
 
 
 def gradients_of(call: AttentionCall, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor,

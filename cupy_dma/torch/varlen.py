@@ -17,7 +17,8 @@ from cupy_dma.calls.attention import selection_options
 from cupy_dma.calls.varlen import candidates_of, scores_of_keys, varlen_call, varlen_dynamic_call
 from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.masks.selection import selection_hints
-from cupy_dma.torch.attention import MASK, OPTIONS, MaskArguments, attend, attend_dynamic, gradients_of
+from cupy_dma.torch.attention import MASK, OPTIONS, attend, attend_dynamic, gradients_of
+from cupy_dma.torch.gradients import MaskArguments
 from cupy_dma.torch.registration import (
     as_tensor,
     cast,
@@ -84,7 +85,8 @@ def varlen_dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, cu_
         call = varlen_dynamic_call(query, key, value, cu_seqlens_q, cu_seqlens_k, scores, window, dt_proj, A, dt_bias,
                                    form, keys, causal, scale, softcap, is_deterministic(deterministic), block_table,
                                    seqused_k, max_seqlen_q, max_seqlen_k, tail_padding)
-        out, lse = attend_dynamic(call, backend, query, key, value, scores)
+        module = backends.choose(backend, (call.attention.query,))
+        out, lse = attend_dynamic(call, module, backend, query, key, value, scores)
     return (out, lse) if return_lse else out
 
 

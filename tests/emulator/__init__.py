@@ -13,17 +13,20 @@ from typing import Any
 from unittest import mock
 
 from cupy_dma import backends
-from cupy_dma.arrays import Operand, describe, numpy_dtype
+from cupy_dma.arrays import Operand, describe, library_named, numpy_dtype
 from cupy_dma.backends.cuda.attention import tma
 from cupy_dma.backends.cuda.attention.backward import attention_backward as _attention_backward
 from cupy_dma.backends.cuda.attention.forward import attention as _attention
 from cupy_dma.backends.cuda.attention.last_queries import attend_last as _attend_last
 from cupy_dma.backends.cuda.decode.cache import cache_extend as _cache_extend
 from cupy_dma.backends.cuda.decode.step import step as _decode_step
+from cupy_dma.backends.cuda.runtime import plans
+from cupy_dma.backends.cuda.runtime.traces import Untraceable
 from cupy_dma.backends.cuda.select.prefix import prefix_run as _prefix_run
 from cupy_dma.backends.cuda.select.prefix import prefix_stop as _prefix_stop
 from cupy_dma.backends.cuda.select.scores import key_scores as _key_scores
 from cupy_dma.backends.cuda.select.scores import key_scores_backward as _key_scores_backward
+from cupy_dma.backends.cuda.steps import Step
 from cupy_dma.cache.snapshot import ARRAYS
 from cupy_dma.cache.state import CacheState, ExtendCall
 from cupy_dma.masks.interval import IntervalMask
@@ -37,6 +40,8 @@ __all__ = ["BACKEND", "Backend", "EmulatorError", "EmulatorRuntime", "Order", "h
 
 class Backend:
     """What ``cupy_dma.backends`` asks of a backend, on one emulated device."""
+
+    plans = plans
 
     def __init__(self, runtime: EmulatorRuntime):
         self.runtime = runtime
@@ -71,6 +76,12 @@ class Backend:
     def _step(self, state: Any, call: Any) -> Any:
         return self._run(_decode_step, (state, call), ("out", "lse"))
 
+    def make_step(self, call: Any) -> Any:
+        try:
+            return WatchedStep(self.runtime, call)
+        except Untraceable:
+            return None
+
     def _run(self, function: Any, arguments: tuple, names: tuple[str, ...], more: dict[str, Any] | None = None) -> Any:
         with self.runtime.memory.session() as session:
             more = {name: _announced(argument, session) for name, argument in (more or {}).items()}
@@ -83,6 +94,31 @@ class Backend:
                     session.check_written(operand.pointer, name, numpy_dtype(operand.dtype).itemsize,
                                           self.runtime.most_writes)
             return results
+
+
+class WatchedStep(Step):
+    """A step whose arrays are announced; those that it keeps stay announced."""
+
+    def __init__(self, runtime: EmulatorRuntime, call: Any):
+        with runtime.memory.session() as session:
+            super().__init__(runtime, _announced(call, session))
+
+    def forward(self, addresses: Any, mask: Any, arrays: Any) -> Any:
+        with self._announcing(mask, arrays) as mask:
+            return super().forward(addresses, mask, arrays)
+
+    def backward(self, addresses: Any, mask: Any, kind: Any, upstream: Any, arrays: Any) -> Any:
+        with self._announcing(mask, arrays) as mask:
+            return super().backward(addresses, mask, kind, upstream, arrays)
+
+    @contextmanager
+    def _announcing(self, mask: Any, arrays: Any) -> Iterator[Any]:
+        inner = library_named("torch")
+        with self.runtime.memory.session() as session:
+            for i, array in enumerate(arrays):
+                if array is not None:
+                    self.library = session.operand(inner.describe(array, f"argument {i}")).library
+            yield None if mask is None else _announced(mask, session)
 
 
 def _announced(argument: Any, session: Session) -> Any:

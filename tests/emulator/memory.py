@@ -7,8 +7,9 @@ is gone.
 """
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -109,6 +110,9 @@ class WatchedLibrary:
             memory[:] = 0xff if "float" in dtype else 0xab
             self._session.made(array, self.pointer(array), size, f"an array {shape} {dtype}")
         return array
+
+    def allocator(self, shape: tuple[int, ...], dtype: str, device: Any) -> Callable[[], Any]:
+        return functools.partial(self.empty, shape, dtype, device)
 
     def full(self, shape: tuple[int, ...], value: Any, dtype: str, device: Any) -> Any:
         array = self._inner.full(shape, value, dtype, device)

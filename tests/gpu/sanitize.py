@@ -28,6 +28,7 @@ from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends import cuda
 from cupy_dma.backends.cuda.attention.sm90_tiles import TILES, HopperTile
 from cupy_dma.backends.cuda.decode import step
+from cupy_dma.backends.cuda.runtime import plans
 from cupy_dma.backends.cuda.runtime.device import CudaRuntime
 from cupy_dma.backward import attention_backward, key_scores_backward
 from tests.gpu.sm90_tiles import portable, taken
@@ -60,7 +61,7 @@ def hopper_forward(tile: HopperTile, largest: int) -> int:
         return 0
 
     smallest = 65 if tile.block_n < 64 else 1  # blocks of 32 keys are for large head dims
-    with (taken(tile, range(smallest, largest + 1)),
+    with (plans.switched(False), taken(tile, range(smallest, largest + 1)),
           mock.patch.object(CudaRuntime, "num_sms", lambda runtime, index: 2)):
         return (forward(("float16", "bfloat16")) + varlen_forward(("float16", "bfloat16")) + rising_logits(largest)
                 + cut_tiles(largest) + split_tiles(largest) + short_tiles(largest))
@@ -166,7 +167,7 @@ def hopper_backward() -> int:
         return 0
     count, chosen = 0, [c for c in cases.CASES if c.name.startswith(HOPPER_NAMES)][share]
     for one_pass in (False, True):
-        with (mock.patch.object(CudaRuntime, "num_sms", lambda runtime, index: 2),
+        with (plans.switched(False), mock.patch.object(CudaRuntime, "num_sms", lambda runtime, index: 2),
               schedule_cases.hopper_gradients(one_pass)):
             for case in chosen:
                 gradients = cases.run_backward(case, cupy.asarray, with_dlse=True)

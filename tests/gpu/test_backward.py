@@ -45,7 +45,7 @@ def test_backward_grid_in_portable_kernels(case):
 @pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(("bfloat16-D", "float32-D", "mask-",
                                                                            "heads-"))], ids=str)
 @pytest.mark.parametrize("limit", [99, 163])
-def test_tiles_of_smaller_gpus(case, limit, monkeypatch):
+def test_tiles_of_smaller_gpus(case, limit, monkeypatch, unplanned):
     monkeypatch.setattr(cuda.runtime, "shared_memory_limit", lambda index: limit * 1024)
     cases.check_backward(case, as_numpy(cases.run_backward(case, converter("cupy"))), tf32=True)
 

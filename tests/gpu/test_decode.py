@@ -207,8 +207,8 @@ def test_few_queries_against_many_keys(torch, mask, queries):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("queries", "heads", "kv_heads", "head_dim"), [(264, 2, 1, 64), (65, 4, 4, 128),
                                                                          (30, 15, 3, 96)])
-def test_hundreds_of_queries_against_many_keys(torch, monkeypatch, queries, heads, kv_heads, head_dim, causal,
-                                               is_hopper):
+def test_hundreds_of_queries_against_many_keys(torch, monkeypatch, unplanned, queries, heads, kv_heads, head_dim,
+                                               causal, is_hopper):
     """As many as leave most of a GPU idle otherwise. Hopper's tiles are split up along their keys."""
     if is_hopper and not cuda.runtime.hopper(0):
         pytest.skip("no Hopper GPU")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 import cupy_dma as dma
 from cupy_dma.arrays import Device, library_named, numpy_dtype
 from cupy_dma.backends import cuda
-from cupy_dma.backends.cuda.runtime import jit, launch
+from cupy_dma.backends.cuda.runtime import jit, launch, plans
 from cupy_dma.backends.cuda.runtime.configs import LayoutConfig
 from tests.gpu.gate import held
 from tests.gpu.sm90_tiles import portable
@@ -70,7 +70,7 @@ def test_forward_grid_of_portable_kernels(case):
 @pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(("bfloat16-D", "float32-D", "mask-", "heads-",
                                                                            "window"))], ids=str)
 @pytest.mark.parametrize("limit", [99, 163])
-def test_tiles_of_smaller_gpus(case, limit, monkeypatch):
+def test_tiles_of_smaller_gpus(case, limit, monkeypatch, unplanned):
     monkeypatch.setattr(cuda.runtime, "shared_memory_limit", lambda index: limit * 1024)
     with portable():
         out, lse = cases.run(case, converter("cupy"))
@@ -335,7 +335,7 @@ def test_kernels_that_come_early_wait_for_those_ahead(torch, monkeypatch, length
         torch.cuda.synchronize()
         original(self, grid, threads, params, stream, pdl=False)
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, plans.switched(False):
         patch.setattr(launch.Function, "launch", launch_alone)
         expected = calls()
     if not captured:

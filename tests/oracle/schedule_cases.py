@@ -12,6 +12,7 @@ import numpy as np
 import cupy_dma as dma
 from cupy_dma.backends.cuda.attention import sm90, sm90_backward, sm90_schedule
 from cupy_dma.backends.cuda.lists import intervals
+from cupy_dma.backends.cuda.runtime import plans
 from cupy_dma.backends.cuda.runtime.device import CudaRuntime
 from tests.emulator import EmulatorRuntime
 
@@ -36,7 +37,8 @@ def num_sms(count: int, split: bool = False, short_tiles: bool = False) -> Itera
 @contextmanager
 def hopper_gradients(one_pass: bool | None) -> Iterator[None]:
     """However few tiles there are the Hopper kernels make the gradients, in one pass where they can, or in two."""
-    with mock.patch.object(sm90_backward, "ONE_PASS", one_pass), mock.patch.object(sm90_backward, "MIN_TILES", 0.0):
+    with (plans.switched(False), mock.patch.object(sm90_backward, "ONE_PASS", one_pass),
+          mock.patch.object(sm90_backward, "MIN_TILES", 0.0)):
         yield
 
 
@@ -68,7 +70,7 @@ def scheduled(field: str) -> Iterator[list[int]]:
         found.append(getattr(work, field))
         return work
 
-    with mock.patch.object(sm90, "work_of", work_of):
+    with plans.switched(False), mock.patch.object(sm90, "work_of", work_of):
         yield found
 
 

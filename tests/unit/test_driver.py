@@ -2,12 +2,15 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 from types import SimpleNamespace
 
 import pytest
 
 from cupy_dma.backends.cuda.runtime import launch
+from cupy_dma.backends.cuda.runtime.launches import Launches
+from cupy_dma.backends.cuda.runtime.traces import Clear, Launch
 
 HANDLE, STREAM = 0x7f0012345678, 0x7f00aabbccdd  # as wide as addresses
 
@@ -30,9 +33,11 @@ class Driver:
     """The launches it has been asked for; ``statuses`` are what the next ones return, then 0."""
 
     def __init__(self, version: int = 12030):
-        self.version, self.launches, self.statuses = version, [], []
+        self.version, self.launches, self.cleared, self.statuses = version, [], [], []
         form = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+        memset = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p)
         self.library = SimpleNamespace(cuLaunchKernelEx=form(self._launch), cuDriverGetVersion=self._get_version,
+                                       cuMemsetD8Async=memset(self._clear),
                                        cuGetErrorName=self._text(b"CUDA_ERROR_INVALID_VALUE"),
                                        cuGetErrorString=self._text(b"invalid argument"))
 
@@ -43,6 +48,10 @@ class Driver:
         self.launches.append((function, [*config.grid], [*config.block], config.shared_bytes, config.stream or 0,
                               attributes, params))
         assert extra is None
+        return self.statuses.pop(0) if self.statuses else 0
+
+    def _clear(self, pointer, value, size, stream):
+        self.cleared.append((pointer, value, size, stream or 0))
         return self.statuses.pop(0) if self.statuses else 0
 
     def _get_version(self, place):
@@ -146,3 +155,33 @@ def test_a_machine_without_a_driver_is_told_so(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", refuse)
     with pytest.raises(RuntimeError, match=r"libcuda\.so\.1"):
         launch.library.__wrapped__()
+
+
+# ---- the launches of a plan ----
+
+
+def test_a_plan_launches_what_its_trace_has_recorded(fake):
+    """At other addresses: holes, stream and all that the driver reads are where they belong."""
+    device, kernels = fake(), [SimpleNamespace(function=function(pdl)) for pdl in (True, False)]
+    traces = [[Launch(kernels[0], 5, 64, True, struct.pack("2q", 7, base)), Clear(base + 32, 8), Clear(base + 256, 4),
+               Launch(kernels[1], 6, 96, True, struct.pack("2qi", base + 4, 9, 3))] for base in (1 << 40, 1 << 41)]
+    plan = Launches(*traces, lambda x, y: (0, x - (1 << 40)), 1, 256)
+    bound = []
+    runtime = SimpleNamespace(bind=lambda: bound.append(1))
+    for address in (0x7f0000001000, 0x7f0000002000):
+        device.launches.clear()
+        device.cleared.clear()
+        plan.run(runtime, [address], STREAM)
+        assert device.launches == [
+            (HANDLE, [5, 1, 1], [64, 1, 1], 70_000, STREAM, [(6, 1)], struct.pack("2q", 7, address)),
+            (HANDLE, [6, 1, 1], [96, 1, 1], 70_000, STREAM, [], struct.pack("2q", address + 4, 9))]
+        assert device.cleared == [(address + 32, 0, 228, STREAM)]
+    device.statuses = [0, 201, 0, 0]
+    plan.run(runtime, [address], STREAM)
+    assert device.cleared[1:] == device.cleared[:1] * 2 and bound == [1]
+    device.statuses = [1]
+    with pytest.raises(RuntimeError, match=r"some_kernel .*5 blocks of 64 threads"):
+        plan.run(runtime, [address], STREAM)
+    device.statuses = [0, 1]
+    with pytest.raises(RuntimeError, match="228 bytes at 0x7f0000002020 cannot be set to zero: CUDA_ERROR"):
+        plan.run(runtime, [address], STREAM)

@@ -26,10 +26,11 @@ from cupy_dma.backends.cuda.select.prefix import prefix_run as _prefix_run
 from cupy_dma.backends.cuda.select.prefix import prefix_stop as _prefix_stop
 from cupy_dma.backends.cuda.select.scores import key_scores as _key_scores
 from cupy_dma.backends.cuda.select.scores import key_scores_backward as _key_scores_backward
+from cupy_dma.backends.cuda.steps import make_step as _make_step
 from cupy_dma.calls.types import AttentionBackwardCall, AttentionCall
 
 __all__ = ["attend_last", "attention", "attention_backward", "cache_extend", "key_scores", "key_scores_backward",
-           "prefix_run", "prefix_stop", "unavailable", "warmup_jobs"]
+           "make_step", "prefix_run", "prefix_stop", "unavailable", "warmup_jobs"]
 
 plans.plannable(AttentionCall, AttentionBackwardCall)
 runtime = CudaRuntime()
@@ -40,6 +41,7 @@ prefix_run = partial(plans.planned(_prefix_run), runtime)
 attention_backward = partial(plans.planned(_attention_backward), runtime)
 key_scores_backward = partial(plans.planned(_key_scores_backward), runtime)
 attend_last = partial(_attend_last, runtime)
+make_step = partial(_make_step, runtime)
 cache_extend = partial(_cache_extend, partial(_decode_step, runtime), prefix_stop, attention)
 
 

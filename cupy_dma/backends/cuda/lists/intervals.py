@@ -15,6 +15,7 @@ from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import LIST_CHUNK, LIST_THREADS, LIST_WARPS, ListConfig, blocks
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
 from cupy_dma.backends.cuda.runtime.plans import kept_on_mask, plannable, planned
+from cupy_dma.backends.cuda.runtime.traces import Recorder, TracedMask
 from cupy_dma.calls.sequences import Sequences
 from cupy_dma.masks.interval import IntervalMask
 
@@ -83,18 +84,24 @@ def super_lists(runtime: Runtime, mask: IntervalMask, query_length: int, block_n
 
     A super-tile has as many queries as a query sees keys: measured best, and what bounds the partial sums' memory.
     """
-    if mask._bound is None:
+    queries = _super_queries(mask, query_length)
+    if not queries:
         return None
-    queries = max(256, blocks(mask._bound[0], 64) * 64)
     capacity = blocks(_tile_capacity(mask, queries), block_n) * block_n
-    if not capacity or queries >= query_length:
-        return None
     identity = ("super", query_length, queries, block_n, causal, stream)
     lists = mask._cache.get(identity)
     if lists is None:
         lists = mask._cache[identity] = _build_supers(runtime, mask, query_length, queries, capacity, causal,
                                                       sequences)
     return lists
+
+
+def _super_queries(mask: IntervalMask, query_length: int) -> int:
+    """Queries of a super-tile of this mask; 0 for a mask that needs none."""
+    if mask._bound is None:
+        return 0
+    queries = max(256, blocks(mask._bound[0], 64) * 64)
+    return queries if _tile_capacity(mask, queries) and queries < query_length else 0
 
 
 @functools.lru_cache(maxsize=1024)
@@ -122,21 +129,68 @@ def _kernel(runtime: Runtime, index: int, causal: bool, block_n: int, sequences:
     return runtime.load(ListConfig(causal=causal, block_n=block_n, sequences=sequences), entry, index)
 
 
-def _launch(runtime: Runtime, mask: IntervalMask, query_length: int, causal: bool, block_n: int, last: str, grid: int,
-            fields: dict[str, int], space: Workspace, sequences: Sequences | None) -> None:
-    """count_seen, compact_seen and the kernel ``last`` with its grid."""
-    start, stop, length, (batch, heads, _) = mask._start, mask._stop, mask.key_length, mask.shape
-    chunks, stream = blocks(length, LIST_CHUNK), mask.library.stream(mask.device)
-    params = jit.params("lists/intervals.cu", "ListParams").pack_some({
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The keys of a mask that some query sees: what count_seen and compact_seen make. Addresses as above."""
+
+    addresses: dict[str, int]
+    workspace: Any
+
+
+def _seen_sizes(mask: IntervalMask, spans: bool) -> dict[str, int]:
+    """Arrays that they write; ``spans``: for super-tiles, too."""
+    rows, length = mask.shape[0] * mask.shape[1], mask.key_length
+    chunks = blocks(length, LIST_CHUNK)
+    sizes = {"chunk_info": 4 * rows * chunks, "interval": 2 * rows * length, "seen": rows * length, "seen_count": rows}
+    return sizes | {"span_sum": rows * chunks, "span_offset": rows * length} if spans else sizes
+
+
+def _seen(runtime: Runtime, mask: IntervalMask, query_length: int, block_n: int, causal: bool,
+          sequences: Sequences | None) -> Seen | None:
+    """Those that all lists of a mask share which a plan makes itself. Of other masks each list has its own, for they
+    are kept apart. ``block_n``: of the list that needs them first, whose kernels are loaded."""
+    if sequences is not None or type(runtime) is not Recorder or type(mask) is TracedMask:
+        return None
+    identity = ("seen", query_length, causal)
+    seen = mask._cache.get(identity)
+    if seen is None:
+        queries = _super_queries(mask, query_length)
+        space = Workspace(mask, **_seen_sizes(mask, queries > 0))
+        seen = mask._cache[identity] = Seen(space.addresses, space.array)
+        params = _params(mask, query_length, {"super_queries": queries}, space.addresses, None)
+        _count(runtime, mask, params, causal, block_n, False)
+    return seen
+
+
+def _params(mask: IntervalMask, query_length: int, fields: dict[str, int], addresses: dict[str, int],
+            sequences: Sequences | None) -> bytes:
+    start, stop, length = mask._start, mask._stop, mask.key_length
+    return jit.params("lists/intervals.cu", "ListParams").pack_some({
         "start": start.pointer, "stop": stop.pointer, "start_batch": start.strides[0], "start_head": start.strides[1],
-        "stop_batch": stop.strides[0], "stop_head": stop.strides[1], "heads": heads, "key_length": length,
-        "query_length": query_length, "chunks": chunks, "bounds": sequences.bounds.pointer if sequences else 0,
-        "sequences": sequences.count if sequences else 0}, fields, space.addresses)
+        "stop_batch": stop.strides[0], "stop_head": stop.strides[1], "heads": mask.shape[1], "key_length": length,
+        "query_length": query_length, "chunks": blocks(length, LIST_CHUNK),
+        "bounds": sequences.bounds.pointer if sequences else 0, "sequences": sequences.count if sequences else 0},
+        fields, addresses)
+
+
+def _count(runtime: Runtime, mask: IntervalMask, params: bytes, causal: bool, block_n: int, sequences: bool) -> None:
+    """count_seen and compact_seen."""
+    batch, heads, length = mask.shape
+    for entry in ("count_seen", "compact_seen"):
+        _kernel(runtime, mask.device.index, causal, block_n, sequences, entry).launch(
+            batch * heads * blocks(length, LIST_CHUNK), LIST_THREADS, params, mask.library.stream(mask.device))
+
+
+def _launch(runtime: Runtime, mask: IntervalMask, query_length: int, causal: bool, block_n: int, last: str, grid: int,
+            fields: dict[str, int], addresses: dict[str, int], seen: Seen | None, sequences: Sequences | None) -> None:
+    """The kernel ``last`` with its grid, unless there is ``seen`` behind count_seen and compact_seen."""
+    params = _params(mask, query_length, fields, addresses, sequences)
+    if seen is None:
+        _count(runtime, mask, params, causal, block_n, sequences is not None)
     # Lists take different times: of more blocks than SMs all must get as many (1 % of 574 us).
     even = last == "tile_lists" and grid > runtime.num_sms(mask.device.index)
-    for entry, size in (("count_seen", batch * heads * chunks), ("compact_seen", batch * heads * chunks), (last, grid)):
-        kernel = _kernel(runtime, mask.device.index, causal, block_n, sequences is not None, entry)
-        kernel.launch(size, LIST_THREADS, params, stream, pdl=entry != last or not even)
+    _kernel(runtime, mask.device.index, causal, block_n, sequences is not None, last).launch(
+        grid, LIST_THREADS, params, mask.library.stream(mask.device), pdl=not even)
 
 
 @planned
@@ -147,21 +201,21 @@ def _build(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int
     tiles = tile_count(length_of_full_tiles, queries, sequences.count if sequences else 0)
     capacity = _tile_capacity(mask, queries)
     summary_blocks = 0 if capacity else blocks(length, block_n)
-    space = Workspace(mask, chunk_info=4 * rows * blocks(length, LIST_CHUNK), interval=2 * rows * length,
-                      seen=rows * length, seen_count=rows, summaries=4 * rows * summary_blocks,
+    seen = _seen(runtime, mask, query_length, block_n, causal, sequences)
+    space = Workspace(mask, **_seen_sizes(mask, False) if seen is None else {}, summaries=4 * rows * summary_blocks,
                       list=rows * tiles * capacity, list_lengths=2 * rows * tiles)
     fields = {"queries": queries, "tiles": tiles, "capacity": capacity, "summary_blocks": summary_blocks}
-    at = space.addresses
+    at = space.addresses if seen is None else seen.addresses | space.addresses
     if capacity:
         warps = _tile_warps(rows, tiles, runtime.num_sms(mask.device.index))
         _launch(runtime, mask, query_length, causal, block_n, "tile_lists",
                 rows * blocks(tiles, LIST_WARPS // warps),
                 {**fields, "short_tiles": short_tiles.tiles, "missing_queries": short_tiles.missing_queries,
-                 "tile_warps": warps}, space, sequences)
+                 "tile_warps": warps}, at, seen, sequences)
         return KeyLists("KEYS_LISTED", {"list": at["list"], "list_lengths": at["list_lengths"], "capacity": capacity},
                         space.array)
     _launch(runtime, mask, query_length, causal, block_n, "summarize",
-            rows * blocks(summary_blocks, LIST_WARPS), fields, space, sequences)
+            rows * blocks(summary_blocks, LIST_WARPS), fields, at, seen, sequences)
     return KeyLists("KEYS_SHARED", {"list": at["seen"], "list_lengths": at["seen_count"], "summaries": at["summaries"],
                                     "chunk_info": at["chunk_info"], "chunk": LIST_CHUNK}, space.array)
 
@@ -175,14 +229,15 @@ def _tile_warps(rows: int, tiles: int, num_sms: int) -> int:
 @planned
 def _build_supers(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int, capacity: int, causal: bool,
                   sequences: Sequences | None) -> SuperLists:
-    rows, length, chunks = mask.shape[0] * mask.shape[1], mask.key_length, blocks(mask.key_length, LIST_CHUNK)
+    rows = mask.shape[0] * mask.shape[1]
     supers = tile_count(query_length, queries, sequences.count if sequences else 0)
     entries = supers * capacity if sequences is None else super_entries(query_length, queries, capacity, sequences)
-    space = Workspace(mask, chunk_info=4 * rows * chunks, interval=2 * rows * length, seen=rows * length,
-                      seen_count=rows, span_sum=rows * chunks, span_offset=rows * length,
-                      super_list=rows * entries, super_lengths=rows * supers, slots=rows * entries)
+    seen = _seen(runtime, mask, query_length, 64, causal, sequences)
+    space = Workspace(mask, **_seen_sizes(mask, True) if seen is None else {}, super_list=rows * entries,
+                      super_lengths=rows * supers, slots=rows * entries)
+    at = space.addresses if seen is None else seen.addresses | space.addresses
     _launch(runtime, mask, query_length, causal, 64, "super_lists", rows * supers,
-            {"super_queries": queries, "supers": supers, "super_capacity": capacity, "super_entries": entries}, space,
-            sequences)
+            {"super_queries": queries, "supers": supers, "super_capacity": capacity, "super_entries": entries}, at,
+            seen, sequences)
     kept = ("seen", "seen_count", "span_offset", "super_list", "super_lengths", "slots")
-    return SuperLists(supers, queries, capacity, entries, {name: space.addresses[name] for name in kept}, space.array)
+    return SuperLists(supers, queries, capacity, entries, {name: at[name] for name in kept}, space.array)

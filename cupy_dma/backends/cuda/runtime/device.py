@@ -46,7 +46,11 @@ class CudaRuntime:
 
     def clear(self, pointer: int, size: int, stream: int) -> None:
         """Set ``size`` bytes to zero, on the current device."""
-        launch.clear(pointer, size, stream)
+        launch.clear(pointer, size, stream, self.bind)
+
+    def bind(self) -> None:
+        """Give the context of the current device to a thread that has none."""
+        _cupy().cuda.Device(_current_device()).use()
 
     @functools.cache  # noqa: B019 - one runtime for the life of the process
     def shared_memory_limit(self, index: int) -> int:

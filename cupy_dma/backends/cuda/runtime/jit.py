@@ -298,7 +298,7 @@ class Kernel:
             if shared_bytes > 48 * 1024:
                 function.max_dynamic_shared_size_bytes = shared_bytes
             self._loaded = module, function.kernel  # for as long as the driver has their handle
-            self._function = launch.Function(entry, function.kernel.ptr, shared_bytes,
+            self.function = launch.Function(entry, function.kernel.ptr, shared_bytes,
                                              launch.supports_pdl(int(device.compute_capability)), device.use)
 
     def launch(self, grid: int, threads: int, params: bytes, stream: int, pdl: bool = True) -> None:
@@ -312,7 +312,7 @@ class Kernel:
         if DEBUG:
             print(f"cupy_dma: {self.entry}: {grid} blocks of {threads} threads, {self.shared_bytes} bytes",
                   file=sys.stderr)
-        self._function.launch(grid, threads, params, stream, pdl)
+        self.function.launch(grid, threads, params, stream, pdl)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import functools
 import os
 import struct
 from collections.abc import Callable
+from typing import Any
 
 # ---- what the driver reads, from cuda.h ----
 _CONFIG = struct.Struct("@7IPPI0P")  # CUlaunchConfig: grid and block (x, y, z), shared bytes; stream, attributes, count
@@ -19,7 +20,9 @@ _ATTRIBUTE = struct.Struct("@I4xi60x")  # CUlaunchAttribute: its number; the val
 _STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _PDL = ctypes.create_string_buffer(_ATTRIBUTE.pack(_STREAM_SERIALIZATION, 1), _ATTRIBUTE.size)
 _PDL_ADDRESS = ctypes.addressof(_PDL)
+CONFIG_BYTES, STREAM_WORD = _CONFIG.size, 4  # and which of its words of 8 bytes is the stream
 _Arguments = ctypes.c_char_p * 1  # the address of each argument of a kernel
+_ZERO = ctypes.c_ubyte(0)
 _INVALID_CONTEXT = 201  # the thread has none
 
 FIRST_CAPABILITY, _FIRST_VERSION = 90, 12030  # that support PDL
@@ -67,23 +70,39 @@ class Function:
     def launch(self, grid: int, threads: int, params: bytes, stream: int, pdl: bool = True) -> None:
         """Launch ``grid`` blocks of ``threads`` threads on the raw ``stream``; see ``jit.Kernel.launch``."""
         # All of it is the call's own, for the interpreter runs other threads meanwhile. The attribute never changes.
-        config = _CONFIG.pack(grid, 1, 1, threads, 1, 1, self._shared_bytes, stream, _PDL_ADDRESS,
-                              self._pdl_attributes if pdl else 0)
-        arguments = _Arguments(params)
+        self.launch_at(self.config(grid, threads, pdl, stream), _Arguments(params))
+
+    def config(self, grid: int, threads: int, pdl: bool, stream: int = 0) -> bytes:
+        """What the driver reads of a launch besides its arguments."""
+        return _CONFIG.pack(grid, 1, 1, threads, 1, 1, self._shared_bytes, stream, _PDL_ADDRESS,
+                            self._pdl_attributes if pdl else 0)
+
+    def launch_at(self, config: Any, arguments: Any) -> None:
+        """Launch with what ``config`` has made, and an array of the parameters' address, both as ctypes passes them."""
         status = self._call(config, self._handle, arguments, None)
         if status == _INVALID_CONTEXT:
             self._bind()
             status = self._call(config, self._handle, arguments, None)
         if status:
+            grid, _, _, threads, *_ = _CONFIG.unpack(ctypes.string_at(config, _CONFIG.size))
             raise RuntimeError(f"the kernel {self.name} cannot be launched ({grid} blocks of {threads} threads, "
                                f"{self._shared_bytes} bytes of dynamic shared memory): {_error(status)}")
 
 
-def clear(pointer: int, size: int, stream: int) -> None:
-    """Set ``size`` bytes to zero, in the order of the raw ``stream``."""
-    status = library().cuMemsetD8Async(ctypes.c_uint64(pointer), 0, ctypes.c_size_t(size), ctypes.c_void_p(stream))
+def clear(pointer: int, size: int, stream: int, bind: Callable[[], None]) -> None:
+    """Set ``size`` bytes to zero, in the order of the raw ``stream``; ``bind`` as above."""
+    clear_at(ctypes.c_uint64(pointer), ctypes.c_void_p(stream), ctypes.c_size_t(size), bind)
+
+
+def clear_at(pointer: Any, stream: Any, size: Any, bind: Callable[[], None]) -> None:
+    """The same with arguments as ctypes passes them."""
+    call = library().cuMemsetD8Async
+    status = call(pointer, _ZERO, size, stream)
+    if status == _INVALID_CONTEXT:
+        bind()
+        status = call(pointer, _ZERO, size, stream)
     if status:
-        raise RuntimeError(f"{size} bytes at {pointer:#x} cannot be set to zero: {_error(status)}")
+        raise RuntimeError(f"{size.value} bytes at {pointer.value:#x} cannot be set to zero: {_error(status)}")
 
 
 def _error(status: int) -> str:

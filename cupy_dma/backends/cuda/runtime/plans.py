@@ -6,7 +6,7 @@ what it launches. A word of a kernel's parameters that differs between the two r
 tell of which array; if they do not, the function is not planned. Further calls allocate the results and one workspace,
 fill in the addresses and launch.
 
-Off unless ``CUPY_DMA_PLANS=1``, until every GPU test has run with them (docs/lab/host.md).
+``CUPY_DMA_PLANS=0`` does without.
 
 Key lists belong to their mask, not to the call: a plan asks for them (``kept_on_mask``), and they are made, by a plan
 of their own, if the mask has none yet.
@@ -17,20 +17,18 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from cupy_dma.arrays import Device, Library
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.device import Runtime
+from cupy_dma.backends.cuda.runtime.launches import Launches
 from cupy_dma.backends.cuda.runtime.traces import (
     FIRST,
     SPAN,
     Arguments,
-    Clear,
-    Launch,
     Recorder,
     Trace,
     TracedArray,
@@ -42,12 +40,12 @@ from cupy_dma.backends.cuda.runtime.traces import (
 )
 from cupy_dma.masks.interval import IntervalMask
 
-__all__ = ["Plan", "kept_on_mask", "plannable", "planned", "switched"]
+__all__ = ["Plan", "enabled", "kept_on_mask", "plannable", "planned", "recorder_of", "switched"]
 
 SPACING = 256  # of the arrays in a workspace
 MOST_PLANS = 4096  # of a device; then all are forgotten
 
-_enabled = os.environ.get("CUPY_DMA_PLANS", "") not in ("", "0")
+_enabled = os.environ.get("CUPY_DMA_PLANS", "1") not in ("", "0")
 
 
 @contextmanager
@@ -83,22 +81,48 @@ class _Dataclass(NamedTuple):
 class Plan:
     """The launches of one kind of call."""
 
-    def __init__(self, first: Trace, second: Trace, results: tuple[Any, Any]):
-        """Of two traces, ascending and not, and what the function returned in them."""
-        self._requests = first.requests
-        self._outputs: list[tuple[tuple[int, ...], str]] = []
+    def __init__(self, first: Trace, second: Trace, results: tuple[Any, Any],
+                 places: dict[int, tuple[int, int]] | None = None, kept: Collection[int] = (), begin: int = 0):
+        """Of two traces, ascending and not, and what the function returned in them.
+
+        ``places``: where the addresses of arrays from outside are found, by base: at which place in the list of a
+        call's addresses, and how far behind that one; by default the arguments, in order. ``kept``: bases of arrays
+        that the caller keeps, in one allocation. Bases before ``begin`` that have no place are gone."""
+        self._places = {base: (i, 0) for i, base in enumerate(first.given)} if places is None else dict(places)
+        self._requests, self._unfilled = first.requests, first.unfilled
+        self._outputs: list[tuple[tuple[int, ...], str]] = []  # shapes and types of what is allocated
         self._indices: dict[int, int] = {}  # of the outputs, by base
         self._find_outputs(results[0])
-        outside = [*first.given, *(request.base for request in first.requests)]
-        self._places = {base: (place, 0) for place, base in enumerate([*outside, *self._indices])}
-        end = 0
-        for base, size in enumerate(first.sizes):
-            if base not in self._places:
-                self._places[base] = len(outside) + len(self._indices), end
-                end += -(-size // SPACING) * SPACING
-        self._workspace = end // 4  # in int32
+        count = len({place for place, _ in self._places.values()})
+        for base in (*(request.base for request in first.requests), *self._indices):
+            self._places[base] = count, 0
+            count += 1
+        self._count = len(self._outputs)  # results; behind them are what is kept and the workspace
+        rest = [base for base in range(begin, len(first.sizes)) if base not in self._places]
+        self.keeps = self._allocate(first, count, [base for base in rest if base in kept])
+        self._allocate(first, count + self.keeps, [base for base in rest if base not in kept])
         self._result = self._template(*results)
-        self._record(first.steps, second.steps)
+        self._launches = Launches(first.steps, second.steps, self._located, count + len(self._outputs) - self._count,
+                                  SPACING)
+        self._allocators: tuple[Any, list[Callable[[], Any]]] = None, []
+
+    def _allocate(self, trace: Trace, place: int, bases: list[int]) -> bool:
+        """Lays arrays out in one allocation. Whether there is any."""
+        end = 0
+        for base in bases:
+            self._places[base] = place, end
+            end += -(-trace.sizes[base] // SPACING) * SPACING
+        if end:
+            self._outputs.append(((end // 4,), "int32"))
+        return end > 0
+
+    def place(self, base: int) -> tuple[int, int]:
+        """Where the address of an array is found: at which place in the list of addresses, and how far behind it."""
+        return self._places[base]
+
+    def order(self, results: tuple[Any, ...]) -> list[int | None]:
+        """Which of what ``launch`` gives is each of these results of the first trace."""
+        return [None if x is None else self._indices[x.base] for x in results]
 
     def _find_outputs(self, x: Any) -> None:
         if isinstance(x, TracedArray):
@@ -129,55 +153,44 @@ class Plan:
         """Of an address that is ``x`` in one trace and ``y`` in the other."""
         base = (x + SPAN // 2) // SPAN - FIRST
         offset = x - address_of(base, True)
-        if base not in self._places or y != address_of(base, False) + offset:
+        if base not in self._places or base in self._unfilled or y != address_of(base, False) + offset:
             raise Untraceable("a number that depends on addresses")
         place, begin = self._places[base]
         return _Address(place, begin + offset)
 
-    def _record(self, first: list[Launch | Clear], second: list[Launch | Clear]) -> None:
-        """Sets ``_steps``, and ``_words``, the parameters of all kernels, of which words ``_at`` are
-        ``addresses[_which] + _offsets``."""
-        self._steps: list[tuple[Any, ...]] = []
-        words, holes, size = [np.zeros(0, np.uint64)], [], 0
-        if len(first) != len(second):
-            raise Untraceable("launches that depend on addresses")
-        for a, b in zip(first, second):
-            if isinstance(a, Clear) or isinstance(b, Clear):
-                self._steps.append((None, *self._located(a[0], b[0]), a[1]))  # type: ignore[arg-type]
-                continue
-            x, y = (np.frombuffer(step.params + bytes(-len(step.params) % 8), np.uint64) for step in (a, b))
-            if a[:4] != b[:4] or x.shape != y.shape:
-                raise Untraceable("launches that depend on addresses")
-            holes += [(size + int(i), *self._located(int(x[i]), int(y[i]))) for i in np.flatnonzero(x != y)]
-            self._steps.append((a.kernel, a.grid, a.threads, 8 * size, 8 * size + len(a.params), a.pdl))
-            words.append(x)
-            size += len(x)
-        self._words = np.concatenate(words)
-        at, which, offsets = zip(*holes) if holes else ((), (), ())
-        self._at, self._which = np.array(at, np.intp), np.array(which, np.intp)
-        self._offsets = np.array([offset % 2**64 for offset in offsets], np.uint64)
-
     def run(self, runtime: Runtime, arguments: Arguments) -> Any:
         """The call with these arguments."""
-        library, device, addresses = arguments.library, arguments.device, list(arguments.addresses)
-        stream, pointer, empty = library.stream(device), library.pointer, library.empty
-        for function, mask, more, _ in self._requests:
-            addresses.append(pointer(function(runtime, arguments.masks[mask], *on_stream(more, stream)).workspace))
-        outputs = [empty(shape, dtype, device) for shape, dtype in self._outputs]
-        addresses += [pointer(x) for x in outputs]
-        if self._workspace:
-            workspace = empty((self._workspace,), "int32", device)
-            addresses.append(pointer(workspace))
-        words = self._words.copy()
-        words[self._at] = np.array(addresses, np.uint64)[self._which] + self._offsets
-        params = words.tobytes()
-        with runtime.on(device):
-            for kernel, a, b, *last in self._steps:
-                if kernel is None:
-                    runtime.clear(addresses[a] + b, last[0], stream)
-                else:
-                    kernel.launch(a, b, params[last[0]:last[1]], stream, last[2])
+        addresses = list(arguments.addresses)
+        mask = arguments.masks[0] if arguments.masks else None
+        outputs = self.launch(runtime, arguments.library, arguments.device, addresses, mask)
         return _filled(self._result, outputs, addresses)
+
+    def launch(self, runtime: Runtime, library: Library, device: Device, addresses: list[int],
+               mask: IntervalMask | None) -> list[Any]:
+        """The call at these addresses, to which those of all other arrays are added: the results in their order, and
+        if there is any what is kept, which has the place behind them."""
+        stream = library.stream(device)
+        if self._requests:
+            assert mask is not None
+            addresses += self._lists(runtime, library, mask, stream)
+        known, allocators = self._allocators
+        if known is not library:
+            allocators = [library.allocator(shape, dtype, device) for shape, dtype in self._outputs]
+            self._allocators = library, allocators
+        outputs = [allocate() for allocate in allocators]
+        addresses += [library.pointer(x) for x in outputs]
+        with runtime.on(device):
+            self._launches.run(runtime, addresses, stream)
+        return outputs
+
+    def _lists(self, runtime: Runtime, library: Library, mask: IntervalMask, stream: int) -> list[int]:
+        """Addresses of the lists that the plan asks of its mask; they are kept on it."""
+        found = mask._cache.get((self, stream))
+        if found is None:
+            found = mask._cache[self, stream] = [
+                library.pointer(function(runtime, mask, *on_stream(more, stream)).workspace)
+                for function, more, _ in self._requests]
+        return found
 
 
 def _filled(template: Any, outputs: list[Any], addresses: list[int]) -> Any:
@@ -206,12 +219,22 @@ def _of(runtime: Runtime) -> tuple[dict[Any, Any], Recorder]:
     return {}, Recorder(runtime)
 
 
+def recorder_of(runtime: Runtime) -> Recorder:
+    """One for each device, for kernels are kept by it."""
+    return _of(runtime)[1]
+
+
+def enabled() -> bool:
+    """Whether calls are planned."""
+    return _enabled
+
+
 def planned(function: Callable[..., Any]) -> Callable[..., Any]:
     """A backend function ``(runtime, ...)`` that plans its calls."""
 
     @functools.wraps(function)
     def run(runtime: Runtime, *arguments: Any, **named: Any) -> Any:
-        if not _enabled:
+        if not _enabled or type(runtime) is Recorder:
             return function(runtime, *arguments, **named)
         try:
             found = Arguments(function.__qualname__, arguments, named)
@@ -236,10 +259,10 @@ def planned(function: Callable[..., Any]) -> Callable[..., Any]:
 def _made(function: Callable[..., Any], runtime: Runtime, recorder: Recorder, found: Arguments,
           arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """The plan of calls with such arguments."""
-    traces = Trace(runtime, found, True), Trace(runtime, found, False)
+    first, second = (Trace(runtime, found.library, found.device, ascending) for ascending in (True, False))
     try:
-        first, second = (recorder.record(trace, function, arguments, named) for trace in traces)
-        return Plan(*traces, (first, second))
+        results = [recorder.record(trace, function, arguments, named) for trace in (first, second)]
+        return Plan(first, second, (results[0], results[1]))
     except Untraceable as reason:
         if jit.DEBUG:
             print(f"cupy_dma: {function.__name__} is not planned: {reason}", file=sys.stderr)

@@ -4,12 +4,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupy_dma.arrays import Device, Operand, numpy_dtype
+from cupy_dma.arrays import Device, Library, Operand, numpy_dtype
+from cupy_dma.arrays.library import NO_CONTEXT
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
 from cupy_dma.masks.interval import IntervalMask
@@ -87,20 +89,27 @@ class Arguments:
 
 
 class TracedArray:
-    """An array that is nowhere: the ``base``-th of a trace, contiguous."""
+    """An array that is nowhere: the ``base``-th of a trace. ``packed``: it is contiguous."""
 
-    def __init__(self, base: int, pointer: int, shape: tuple[int, ...], dtype: str):
-        self.base, self.pointer, self.shape, self.dtype = base, pointer, shape, dtype
+    def __init__(self, base: int, pointer: int, shape: tuple[int, ...], dtype: str, packed: bool = True):
+        self.base, self.pointer, self.shape, self.dtype, self.packed = base, pointer, shape, dtype, packed
 
     def reshape(self, shape: tuple[int, ...]) -> TracedArray:
+        if not self.packed:
+            raise Untraceable("another shape of an array with gaps")
         return TracedArray(self.base, self.pointer, tuple(shape), self.dtype)
+
+    def __getitem__(self, axes: tuple[None, ...]) -> TracedArray:
+        """With more axes of size 1 in front."""
+        if any(axis is not None for axis in axes):
+            raise Untraceable("a view of an array")
+        return self.reshape((1,) * len(axes) + self.shape)
 
 
 class TracedMask(IntervalMask):
-    """An interval mask of such arrays; its lists are those of the ``real`` one, the ``index``-th of a call."""
+    """An interval mask of such arrays; its lists are those of the ``real`` one."""
 
-    __slots__ = ("index", "real", "trace")
-    index: int
+    __slots__ = ("real", "trace")
     real: IntervalMask
     trace: Trace
 
@@ -116,17 +125,37 @@ class TracedLibrary:
         return TracedArray(base, self._trace.address(base), tuple(shape), dtype)
 
     def full(self, shape: tuple[int, ...], value: Any, dtype: str, device: Device) -> TracedArray:
-        if value != 0:
-            raise Untraceable(f"an array filled with {value}")
         array, size = self.empty(shape, dtype, device), bytes_of(shape, dtype)
-        if size:
+        if value != 0:
+            self._trace.unfilled.add(array.base)
+        elif size:
             self._trace.steps.append(Clear(array.pointer, size))
+        return array
+
+    def arange(self, start: int, stop: int, device: Device) -> TracedArray:
+        array = self.empty((stop - start,), "int32", device)
+        self._trace.unfilled.add(array.base)
         return array
 
     def astype(self, array: TracedArray, dtype: str) -> TracedArray:
         if array.dtype != dtype:
             raise Untraceable("the library's astype")
         return array
+
+    def contiguous(self, array: TracedArray) -> TracedArray:
+        if not array.packed:
+            raise Untraceable("a copy of an array with gaps")
+        return array
+
+    def describe(self, array: TracedArray, name: str) -> Operand:
+        strides = packed_strides(array.shape)
+        return Operand(name, array, self, array.shape, strides,  # type: ignore[arg-type]
+                       array.dtype, self._trace.device, array.pointer)
+
+    operand = describe
+
+    def on(self, device: Device) -> AbstractContextManager:
+        return NO_CONTEXT
 
     def pointer(self, array: TracedArray) -> int:
         return array.pointer
@@ -157,7 +186,6 @@ class Request(NamedTuple):
     """``function(runtime, mask, *arguments)`` gives an object with a ``workspace``: lists that a mask keeps."""
 
     function: Callable[..., Any]
-    mask: int
     arguments: tuple[Any, ...]
     base: int
 
@@ -165,14 +193,15 @@ class Request(NamedTuple):
 class Trace:
     """One run on stand-ins. ``ascending``: how their addresses are made up."""
 
-    def __init__(self, runtime: Runtime, arguments: Arguments, ascending: bool):
-        self.runtime, self.arguments, self.ascending = runtime, arguments, ascending
-        self.library = TracedLibrary(self, arguments.library.name)
+    def __init__(self, runtime: Runtime, owner: Library, device: Device, ascending: bool):
+        """Of a call with arrays of ``owner`` on ``device``."""
+        self.runtime, self.owner, self.device, self.ascending = runtime, owner, device, ascending
+        self.library = TracedLibrary(self, owner.name)
         self.sizes: list[int] = []  # of the arrays that the function makes, in bytes; of others 0
         self.given: list[int] = []  # bases of the arguments
+        self.unfilled: set[int] = set()  # arrays whose values nothing writes here: no kernel may read them
         self.steps: list[Launch | Clear] = []
         self.requests: list[Request] = []
-        self.masks = 0
 
     def add(self, size: int) -> int:
         """The base of another array."""
@@ -191,12 +220,11 @@ class Trace:
             base = self.add(0)
             self.given.append(base)
             pointer = self.address(base) + x.pointer % ALIGNMENT
-            array = TracedArray(base, pointer, x.shape, x.dtype)
+            array = TracedArray(base, pointer, tuple(x.array.shape), x.dtype, is_packed(x))
             return dataclasses.replace(x, array=array, library=self.library, pointer=pointer)
         if kind is IntervalMask:
             mask = TracedMask.__new__(TracedMask)
-            mask.real, mask.trace, mask.index = x, self, self.masks
-            self.masks += 1
+            mask.real, mask.trace = x, self
             mask._start, mask._stop = self.stand_in(x._start), self.stand_in(x._stop)
             mask.shape, mask.key_length, mask.device = x.shape, x.key_length, x.device
             mask.library, mask._cache = mask._start.library, {}
@@ -208,14 +236,13 @@ class Trace:
 
     def lists(self, function: Callable[..., Any], mask: TracedMask, arguments: tuple[Any, ...]) -> Any:
         """What ``function`` gives for the real mask, at a made-up address."""
-        library, device = self.arguments.library, self.arguments.device
-        real = function(self.runtime, mask.real, *on_stream(arguments, library.stream(device)))
+        real = function(self.runtime, mask.real, *on_stream(arguments, self.owner.stream(self.device)))
         if real is None:
             return None
-        space = library.describe(real.workspace, "lists")
+        space = self.owner.describe(real.workspace, "lists")
         base = self.add(0)
         moved, end = self.address(base) - space.pointer, bytes_of(space.shape, space.dtype)
-        self.requests.append(Request(function, mask.index, arguments, base))
+        self.requests.append(Request(function, arguments, base))
         return dataclasses.replace(
             real, workspace=TracedArray(base, self.address(base), space.shape, space.dtype),
             fields={name: value + moved if 0 <= value - space.pointer <= end else value
@@ -224,6 +251,20 @@ class Trace:
 
 def address_of(base: int, ascending: bool) -> int:
     return (FIRST + base if ascending else LAST - base) * SPAN + ALIGNMENT  # and not aligned better
+
+
+def packed_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of an array in C order, in elements."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides)) if shape else ()
+
+
+def is_packed(x: Operand) -> bool:
+    """Whether it is in C order."""
+    return all(size == 1 or stride == packed
+               for size, stride, packed in zip(x.shape, x.strides, packed_strides(x.shape)))
 
 
 def bytes_of(shape: tuple[int, ...], dtype: str) -> int:
@@ -253,16 +294,22 @@ class Recorder:
     def trace(self) -> Trace:
         return self._local.trace
 
+    @contextmanager
+    def recording(self, trace: Trace) -> Iterator[None]:
+        """Launches are those of this trace, for a while."""
+        outer, self._local.trace = getattr(self._local, "trace", None), trace
+        try:
+            yield
+        finally:
+            self._local.trace = outer
+
     def record(self, trace: Trace, function: Callable[..., Any], arguments: tuple[Any, ...],
                named: dict[str, Any]) -> Any:
         """What the function returns for stand-ins of these arguments."""
-        outer, self._local.trace = getattr(self._local, "trace", None), trace
         stand_ins = [trace.stand_in(x) for x in (*arguments, *named.values())]
         count = len(arguments)
-        try:
+        with self.recording(trace):
             return function(self, *stand_ins[:count], **dict(zip(named, stand_ins[count:])))
-        finally:
-            self._local.trace = outer
 
     @functools.cache  # noqa: B019 - one recorder for the life of a runtime
     def load(self, config: jit.Config, entry: str, index: int, shared_bytes: int = 0) -> LoadedKernel:

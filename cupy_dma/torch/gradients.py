@@ -1,0 +1,122 @@
+"""The gradients of a call from what its forward has saved: on its backend, or where they are traced by operators."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cupy_dma import checks
+from cupy_dma.arrays import Operand, library_named
+from cupy_dma.calls.gradients import chain_gradients
+from cupy_dma.calls.sequences import Sequences
+from cupy_dma.calls.types import AttentionCall, key_bias
+from cupy_dma.masks.interval import IntervalMask
+from cupy_dma.masks.runs import Hints
+from cupy_dma.torch.registration import is_plain_gradient, operators
+
+INPUTS = ("query", "key", "value", "bias", "dt_proj", "A", "dt_bias")  # given scores are the bias
+
+
+class MaskArguments(NamedTuple):
+    """An interval mask as arguments of an operator."""
+
+    start: Tensor | None = None
+    stop: Tensor | None = None
+    starts: str | None = None
+    bound: Sequence[int] | None = None
+    causal_only: bool = False
+
+    @classmethod
+    def of(cls, mask: IntervalMask | None) -> MaskArguments:
+        return cls() if mask is None else cls(mask._start.array, mask._stop.array, *mask._hints)
+
+    def mask(self) -> IntervalMask | None:
+        if self.start is None or self.stop is None:
+            return None
+        bound = None if self.bound is None else (self.bound[0], self.bound[1])
+        return IntervalMask._make(library_named("torch"), self.start, self.stop,
+                                  Hints(self.starts, bound, self.causal_only))
+
+
+class Facts(NamedTuple):
+    """What a backward needs of a call besides tensors."""
+
+    mask: IntervalMask | None
+    options: tuple[bool, float, float, bool]  # causal, scale, softcap, deterministic
+    form: str | None  # of the scores, if they are computed
+    module: ModuleType
+    backend: str | None
+    sequences: Sequences | None = None
+
+
+class Saved(NamedTuple):
+    """The tensors of a call: the results, ``INPUTS``, a dense mask, and the scores if they are computed."""
+
+    out: Tensor
+    lse: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None = None
+    dt_proj: Tensor | None = None
+    A: Tensor | None = None
+    dt_bias: Tensor | None = None
+    dense: Tensor | None = None
+    scores: Tensor | None = None
+
+
+def gradients(facts: Facts, saved: Saved, dout: Tensor | None, dlse: Tensor | None,
+              needed: Sequence[bool]) -> list[Tensor | None]:
+    """Those of ``INPUTS``, as many as there are in ``needed``."""
+    needs = [name for name, wanted in zip(INPUTS, needed) if wanted]
+    if dout is None:
+        if dlse is None:
+            return [None] * len(needed)
+        dout = torch.zeros_like(saved.out)
+    find = _by_backend if is_plain_gradient(dout) else _by_operators
+    found = find(facts, saved, dout, dlse, needs)
+    return [found[name] if wanted else None for name, wanted in zip(INPUTS, needed)]
+
+
+def _by_backend(facts: Facts, saved: Saved, dout: Tensor, dlse: Tensor | None, needs: list[str]) -> dict[str, Any]:
+    """For tensors that the forward has checked."""
+    operand = library_named("torch").operand
+
+    def of(tensor: Tensor, name: str) -> Operand:
+        return operand(tensor, name) if tensor.ndim == 4 else checks.with_axes(operand(tensor, name), 4)
+
+    added, bias = None, saved.scores if saved.bias is None else saved.bias
+    if bias is not None:
+        added = operand(bias, "bias")
+        added = checks.with_axes(added, 4) if bias.ndim == 4 else key_bias(checks.with_axes(added, 3))
+    shown = None if saved.dense is None else checks.with_axes(operand(saved.dense, "mask"), 4)
+    call = AttentionCall(of(saved.query, "query"), of(saved.key, "key"), of(saved.value, "value"), facts.mask, shown,
+                         added, *facts.options, facts.sequences)
+    recipe = None
+    if facts.form is not None:
+        parameters = [None if x is None else operand(x, name) for x, name in zip(saved[6:9], INPUTS[4:])]
+        recipe = call.value, *parameters, facts.form
+    upstream = (operand(dout, "dout"), operand(saved.out, "out"), operand(saved.lse, "lse"),
+                None if dlse is None else operand(dlse, "dlse"))
+    return chain_gradients(call, recipe, upstream, frozenset(needs), facts.module)  # type: ignore[arg-type]
+
+
+def _by_operators(facts: Facts, saved: Saved, dout: Tensor, dlse: Tensor | None, needs: list[str]) -> dict[str, Any]:
+    through_scores = [] if facts.form is None else [name for name in needs if name in ("value", *INPUTS[4:])]
+    direct = [name for name in INPUTS[:4] if name in needs or name == "bias" and through_scores]
+    arguments = (dout, dlse, saved.out, saved.lse, saved.query, saved.key, saved.value, *MaskArguments.of(facts.mask))
+    options = (saved.scores if saved.bias is None else saved.bias, *facts.options, facts.backend)
+    if facts.sequences is None:
+        made = operators.attention_backward(*arguments, saved.dense, *options, direct)
+    else:
+        made = operators.varlen_attention_backward(*arguments, *options, *facts.sequences.given, direct)
+    found = dict(zip(direct, made))
+    if through_scores:
+        made = operators.key_scores_backward(found["bias"], saved.value, *saved[6:9], facts.form, facts.backend,
+                                             through_scores)
+        for name, gradient in zip(through_scores, made):
+            found[name] = gradient if name not in found else found[name] + gradient
+    return found

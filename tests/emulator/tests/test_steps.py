@@ -1,0 +1,358 @@
+"""Steps: torch calls that are looked up by their tensors and run as plans, against the same calls without plans."""
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import cupy_dma as dma
+from cupy_dma.backends.cuda.runtime import plans
+from cupy_dma.backends.cuda.steps import Step
+from tests import emulator
+
+torch = pytest.importorskip("torch")
+
+from cupy_dma.torch import DynamicMaskAttention, steps  # noqa: E402
+
+N, H, HKV, D, W = 150, 4, 2, 64, 20
+
+
+@pytest.fixture(params=[False, True], ids=["portable", "hopper"])
+def device(request):
+    """An emulated device whose calls are planned."""
+    with (emulator.hopper_gpu if request.param else emulator.using)() as runtime, plans.switched(True):
+        yield runtime
+
+
+@pytest.fixture(autouse=True)
+def planned(monkeypatch):
+    """How many forward and backward passes were run as plans."""
+    count = {"forward": 0, "backward": 0}
+
+    def counted(name: str) -> Callable[..., Any]:
+        run = getattr(Step, name)
+
+        def call(*arguments: Any) -> Any:
+            found = run(*arguments)
+            count[name] += found is not None
+            return found
+
+        return call
+
+    for name in count:
+        monkeypatch.setattr(Step, name, counted(name))
+    monkeypatch.setattr(steps, "_known", {})
+    return count
+
+
+def draw(seed: int, *, dtype: Any = torch.bfloat16, batch: int = 1, length: int = N, grad: bool = True) -> Any:
+    """query, key, value, scores; other memory each time."""
+    torch.manual_seed(seed)
+    shapes = [(batch, length, heads, D) for heads in (H, HKV, HKV)]
+    found = [torch.randn(shape).to(dtype) for shape in shapes] + [torch.randn(batch, HKV, length)]
+    return [x.requires_grad_(grad) for x in found]
+
+
+def parameters(seed: int, dtype: Any = torch.float32) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    shapes = {"dt_proj": (HKV, HKV * D), "A": (HKV,), "dt_bias": (HKV,)}
+    return {name: torch.randn(shape).to(dtype).requires_grad_() for name, shape in shapes.items()}
+
+
+def step(call: Callable[..., Any], *inputs: Any, with_lse: bool = True) -> list[Any]:
+    """Results and gradients."""
+    out, lse = call(*inputs)
+    torch.manual_seed(1)
+    grads = [torch.randn_like(out), torch.randn_like(lse) if with_lse else None]
+    wanted = [x for x in inputs if x.requires_grad]
+    results = (out, lse) if with_lse else (out,)
+    found = torch.autograd.grad(results, wanted, grads[:len(results)])
+    return [out.detach(), lse.detach(), *found]
+
+
+def same(a: list[Any], b: list[Any]) -> None:
+    assert len(a) == len(b)
+    for x, y in zip(a, b):
+        assert x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y)
+
+
+def check(call: Callable[..., Any], make: Callable[[int], Any], planned: dict[str, int], calls: int = 4,
+          **options: Any) -> None:
+    """Calls of one kind give what they give without plans; from the third on they are planned."""
+    for i in range(calls):
+        inputs = make(i)
+        before = dict(planned)
+        found = step(call, *inputs, **options)
+        assert {name: planned[name] - before[name] for name in planned} == {"forward": i > 1, "backward": i > 1}
+        with plans.switched(False):
+            same(found, step(call, *inputs, **options))
+
+
+def attend(q: Any, k: Any, v: Any, bias: Any = None, **options: Any) -> Any:
+    return dma.attention(q, k, v, bias=bias, **options, deterministic=True, return_lse=True, backend="emulator")
+
+
+def dynamic(q: Any, k: Any, v: Any, scores: Any = None, **options: Any) -> Any:
+    return dma.dynamic_mask_attention(q, k, v, scores, **{"window": W} | options, deterministic=True, return_lse=True,
+                                      backend="emulator")
+
+
+def from_values(q: Any, k: Any, v: Any, *parameters: Any, **options: Any) -> Any:
+    return dynamic(q, k, v, **dict(zip(("dt_proj", "A", "dt_bias"), parameters)), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_a_prepared_mask(dtype, with_lse, device, planned):
+    masks = [dma.IntervalMask.top_w(draw(i)[3].detach(), W, backend="emulator") for i in range(2)]
+    for i in range(5):  # the lists of each mask are its own
+        mask = masks[i % 2]
+        inputs = draw(i, dtype=dtype)
+        found = step(lambda *x: attend(*x, mask=mask), *inputs, with_lse=with_lse)  # noqa: B023
+        assert planned == {"forward": max(0, i - 1), "backward": max(0, i - 1)}
+        with plans.switched(False):
+            same(found, step(lambda *x: attend(*x, mask=mask), *inputs, with_lse=with_lse))  # noqa: B023
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 2.0}, {"causal": True, "scale": 0.3}], ids=str)
+def test_no_mask(options, device, planned):
+    check(lambda *x: attend(*x, **options), draw, planned)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("window", [W, 2 * N])
+def test_from_scores(batch, window, device, planned):
+    """Also a window of everything, which is plain causality."""
+    check(lambda *x: dynamic(*x, window=window), lambda i: draw(i, batch=batch), planned)
+
+
+def test_padding(device, planned):
+    paddings = [torch.rand(2, N) < 0.8 for _ in range(4)]
+    check(lambda q, k, v, s: dynamic(q, k, v, s, padding=paddings[int(q.detach()[0, 0, 0, 0] * 100) % 4]),
+          lambda i: draw(i, batch=2), planned)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", ["exp", "linear"])
+def test_from_values(dtype, form, device, planned):
+    check(lambda *x: from_values(*x, form=form), lambda i: [*draw(i)[:3], *parameters(i, dtype).values()], planned)
+
+
+def test_views(device, planned):
+    """Rows of one array, and the other layout."""
+    def make(i: int) -> Any:
+        q, k, v, s = draw(i, grad=False)
+        rows = torch.cat((q, k, v), 2)
+        parts = [x.detach().requires_grad_() for x in rows.split((H, HKV, HKV), 2)]
+        return [*parts, s.requires_grad_()]
+
+    check(dynamic, make, planned)
+    before = planned["backward"]
+    for _ in range(3):
+        *rows, scores = make(0)
+        out, _ = dynamic(*(x.transpose(1, 2) for x in rows), scores, layout="bhnd")
+        out.sum().backward()
+    assert planned["backward"] == before + 1
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1, 2), (3,), (0, 3)], ids=str)
+def test_some_gradients(wanted, device, planned):
+    def make(i: int) -> Any:
+        return [x.requires_grad_(j in wanted) for j, x in enumerate(draw(i, grad=False))]
+
+    check(dynamic, make, planned)
+    before = dict(planned)
+    inputs = draw(9)  # another kind
+    step(dynamic, *inputs)
+    assert planned == before
+
+
+def test_what_is_asked_for_may_change(device, planned):
+    """A kind of call may have several kinds of backward passes."""
+    inputs = draw(0)
+    for i in range(6):
+        out, lse = dynamic(*inputs)
+        loss = [out.sum(), lse.sum(), (out[..., ::2].sum() + lse.sum())][i % 3]
+        found = torch.autograd.grad(loss, inputs[:2] if i > 3 else inputs)
+        with plans.switched(False):
+            out, lse = dynamic(*inputs)
+            loss = [out.sum(), lse.sum(), (out[..., ::2].sum() + lse.sum())][i % 3]
+            same(list(found), list(torch.autograd.grad(loss, inputs[:2] if i > 3 else inputs)))
+    assert planned["forward"] == 4
+
+
+def test_options_are_part_of_the_kind(device, planned):
+    q, k, v, s = draw(0)
+    for _ in range(3):
+        attend(q, k, v, s, causal=True, softcap=2.0)
+    assert planned["forward"] == 1
+    for options in ({"causal": False, "softcap": 2.0}, {"causal": True, "softcap": 3.0}, {"causal": True, "scale": 0.1},
+                    {"causal": True}):
+        found = attend(q, k, v, s, **options)
+        with plans.switched(False):
+            same(list(found), list(attend(q, k, v, s, **options)))
+    assert planned["forward"] == 1
+
+
+def test_errors_after_good_calls(device, planned):
+    q, k, v, s = draw(0)
+    mask = dma.IntervalMask.top_w(s.detach(), W, backend="emulator")
+    for _ in range(3):
+        attend(q, k, v, s, mask=mask, causal=True)
+        dynamic(q, k, v, s)
+        from_values(q, k, v, *parameters(0).values())
+    assert planned["forward"] == 3
+    for error, call in ((TypeError, lambda: attend(q, k, v, s, mask=mask, causal=1)),
+                        (TypeError, lambda: attend(q, k, v, s, mask="all", causal=True)),
+                        (TypeError, lambda: attend(q, k, v.float(), s, mask=mask, causal=True)),
+                        (ValueError, lambda: attend(q, k, v[:, 1:], s, mask=mask, causal=True)),
+                        (ValueError, lambda: attend(q, k, v, s[..., 1:], mask=mask, causal=True)),
+                        (ValueError, lambda: attend(q, k, v, s, mask=dma.IntervalMask.causal(N), causal=True)),
+                        (TypeError, lambda: attend(q, k, v, s, mask=mask, causal=True, softcap=None)),
+                        (TypeError, lambda: dynamic(q, k, v, s, window=float(W))),
+                        (ValueError, lambda: dynamic(q, k, v, s, dt_proj=parameters(0)["dt_proj"])),
+                        (ValueError, lambda: dynamic(q, k, v, s, keys="all")),
+                        (TypeError, lambda: dynamic(q, k, v, s, window=torch.ones(3))),
+                        (ValueError, lambda: from_values(q, k, v, *parameters(0).values(), form="log"))):
+        with pytest.raises(error):
+            call()
+
+
+def test_values_are_checked_on_request(device, monkeypatch):
+    q, k, v, s = draw(0)
+    for _ in range(3):
+        dynamic(q, k, v, s)
+    monkeypatch.setenv("CUPY_DMA_CHECK", "1")
+    with pytest.raises(ValueError, match="finite"):
+        dynamic(q, k, v, torch.full_like(s, torch.nan).requires_grad_())
+
+
+def test_memory_is_released(device, planned):
+    for i in range(4):
+        inputs = draw(i)
+        mask = dma.IntervalMask.top_w(inputs[3].detach(), W, backend="emulator")
+        out, lse = attend(*inputs, mask=mask)
+        made = dynamic(*inputs)[0]
+        (out.sum() + lse.sum() + made.sum()).backward()
+        seen = [weakref.ref(x) for x in (*inputs, mask, out, lse, made)]
+        del inputs, mask, out, lse, made
+        gc.collect()
+        assert not [found() for found in seen if found() is not None]
+    assert planned == {"forward": 4, "backward": 4}
+
+
+def test_an_argument_changed_in_place_is_noticed(device, planned):
+    for _ in range(3):
+        q, *rest = draw(0)
+        x = q * 2
+        out, _ = dynamic(x, *rest)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.float().sum().backward()
+    assert planned == {"forward": 1, "backward": 0}
+
+
+@pytest.mark.parametrize("call", [dynamic, from_values], ids=["scores", "values"])
+def test_a_gradient_that_autograd_follows_takes_operators(call, device, planned):
+    def make(i: int) -> Any:
+        inputs = draw(i, dtype=torch.float32)  # 16 bits would be rounded once for each term
+        return inputs if call is dynamic else [*inputs[:3], *parameters(i).values()]
+
+    for i in range(3):
+        inputs = make(i)
+        out, lse = call(*inputs)
+        found = torch.autograd.grad((out.float().sum(), lse.sum()), inputs, create_graph=True)
+    assert planned == {"forward": 1, "backward": 0}
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        found[0].float().sum().backward()
+    expected = torch.autograd.grad([x.float().sum() for x in call(*inputs)], inputs)
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b)
+
+
+def test_hooks_on_saved_tensors(device, planned):
+    """Which may give back tensors with other strides."""
+    def make() -> Any:
+        q, k, v, s = draw(0, grad=False)
+        rows = torch.cat((q, k, v), 2)
+        return [*(x.detach().requires_grad_() for x in rows.split((H, HKV, HKV), 2)), s.requires_grad_()]
+
+    expected = step(dynamic, *make())
+    for _ in range(3):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(memory_format=torch.contiguous_format),
+                                                      lambda x: x):
+            same(step(dynamic, *make()), expected)
+    assert planned == {"forward": 2, "backward": 0}
+
+
+def test_checkpointing(device, planned):
+    from torch.utils.checkpoint import checkpoint
+
+    expected = step(dynamic, *draw(0))
+    for _ in range(3):
+        same(step(lambda *x: checkpoint(dynamic, *x, use_reentrant=False), *draw(0)), expected)
+    assert planned["backward"] == 2
+
+
+def test_autocast(device, planned):
+    def call(*inputs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return dynamic(*inputs)
+
+    check(call, lambda i: draw(i, dtype=torch.float32), planned)
+
+
+def test_the_layer(device, planned):
+    torch.manual_seed(0)
+    layer = DynamicMaskAttention(HKV, D, W, dtype=torch.bfloat16, backend="emulator", dt_bias=True, deterministic=True)
+    torch.nn.init.constant_(layer.A, 0.1)
+
+    def run(q: Any, k: Any, v: Any) -> list[Any]:
+        layer.zero_grad()
+        out = layer(q, k, v)
+        out.backward(torch.ones_like(out))
+        return [out.detach(), q.grad, k.grad, v.grad, *(x.grad.clone() for x in layer.parameters())]
+
+    for i in range(4):
+        found = run(*draw(i)[:3])
+        with plans.switched(False):
+            same(found, run(*draw(i)[:3]))
+    assert planned == {"forward": 2, "backward": 2}
+
+
+def test_strange_gradients_are_not_planned(device, planned):
+    """A negative bit, and what is known to be zero."""
+    inputs = draw(0)
+    for _ in range(3):
+        out, _ = dynamic(*inputs)
+        dout = torch.randn_like(out)
+        expected = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    before = dict(planned)
+    same(list(torch.autograd.grad(out, inputs, torch._neg_view(-dout), retain_graph=True)), list(expected))
+    zero = torch.autograd.grad(out, inputs, torch._efficientzerotensor(out.shape, dtype=out.dtype))
+    assert not any(x.any() for x in zero) and planned == before
+
+
+def test_strange_tensors_are_not_planned(device, planned):
+    """Whatever the kind of the call before."""
+    q, k, v, s = draw(0)
+    for _ in range(3):
+        dynamic(q, k, v, s)
+    before = planned["forward"]
+    turned = torch._neg_view(q.detach()).requires_grad_()
+    moved = torch.cat((q.detach().flatten(), q.new_zeros(8)))[1:1 + q.numel()].view_as(q).requires_grad_()
+    for x in (turned, moved):
+        for _ in range(3):
+            found = dynamic(x, k, v, s)
+        with plans.switched(False):
+            same(list(found), list(dynamic(x, k, v, s)))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="tangent"):
+        dynamic(torch.autograd.forward_ad.make_dual(q.detach(), q.detach()), k, v, s)
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        torch.func.grad(lambda x: dynamic(x, k, v, s)[0].sum())(q.detach())
+    with pytest.raises(TypeError, match="meta"):
+        dynamic(*(x.detach().to("meta").requires_grad_() for x in (q, k, v, s)))
+    assert planned["forward"] == before
