@@ -241,9 +241,9 @@ class _Backward:
     def _in_parts(self, fields: dict[str, Any], results: dict[str, Any], parts: sm90_backward.Parts,
                   one_pass: bool) -> None:
         """The gradients of keys in their own order from sums over parts of the queries."""
-        library, device, partials = self.library, self.device, {}
+        (batch, length, *_), library, device, partials = self.key.shape, self.library, self.device, {}
         size = math.prod(self.key.shape)
-        sizes = {"key": size, "value": size, "bias": size // self.key.shape[2] // self.key.shape[3] * self.query.shape[2]}
+        sizes = {"key": size, "value": size, "bias": batch * length * self.query.shape[2]}
         for (name, size), wanted in zip(sizes.items(), self.wanted):
             if wanted and name == "bias":  # a part has some heads
                 partials[name] = library.full((parts.count * size,), 0.0, "float32", device)

@@ -143,15 +143,17 @@ def parts_of(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, en
     query, key = call.forward.query, call.forward.key
     if entries or problem.count:
         return Parts()
+    head_dim = key.shape[3]
     return _parts(query.shape[1], key.shape[1], key.shape[0] * key.shape[2], query.shape[2] // key.shape[2],
-                  key.shape[3], problem.causal, one_pass, runtime.num_sms(query.device.index))
+                  block_n(head_dim), block_q(head_dim, one_pass, False), problem.causal,
+                  runtime.num_sms(query.device.index))
 
 
 @functools.cache
-def _parts(query_length: int, key_length: int, rows: int, group: int, head_dim: int, causal: bool, one_pass: bool,
+def _parts(query_length: int, key_length: int, rows: int, group: int, size: int, per_step: int, causal: bool,
            sms: int) -> Parts:
-    """The parts with the least makespan. ``rows``: kv heads of all batch entries."""
-    size, per_step = block_n(head_dim), block_q(head_dim, one_pass, listed=False)
+    """The parts with the least makespan. ``rows``: kv heads of all batch entries; ``size``: keys of a tile;
+    ``per_step``: queries of a step."""
     tiles = blocks(key_length, size)
     if rows * tiles > 4 * sms:
         return Parts()
