@@ -7,11 +7,13 @@ from typing import Any
 
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.runtime import launch
+from cupy_dma.backends.cuda.runtime.device import bind
 
 MAP_BYTES = 128  # of a descriptor, which must lie at a multiple of 64
 CHUNK_COLUMNS = 64  # of a TMA tile: 128 bytes, the width of the swizzle (kernels/sm90/ptx.cuh)
 _KINDS = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
 _NO_INTERLEAVE, _SWIZZLE_128, _PROMOTE_256, _FILL_ZERO = 0, 3, 3, 0
+_INVALID_VALUE = 1  # the driver's answer to what TMA cannot read
 
 
 def rows_map(rows: Operand, block: int) -> bytes | None:
@@ -59,10 +61,16 @@ def _encode(kind: int, pointer: int, shape: tuple[int, ...], strides: tuple[int,
     space = ctypes.create_string_buffer(MAP_BYTES + 64)
     skip = -ctypes.addressof(space) % 64
     rank = len(shape)
-    status = encode(ctypes.c_void_p(ctypes.addressof(space) + skip), kind, rank, ctypes.c_void_p(pointer),
-                    (ctypes.c_uint64 * rank)(*shape), (ctypes.c_uint64 * (rank - 1))(*strides),
-                    (ctypes.c_uint32 * rank)(CHUNK_COLUMNS, *tile), (ctypes.c_uint32 * rank)(*[1] * rank),
-                    _NO_INTERLEAVE, _SWIZZLE_128, _PROMOTE_256, _FILL_ZERO)
+    arguments = (ctypes.c_void_p(ctypes.addressof(space) + skip), kind, rank, ctypes.c_void_p(pointer),
+                 (ctypes.c_uint64 * rank)(*shape), (ctypes.c_uint64 * (rank - 1))(*strides),
+                 (ctypes.c_uint32 * rank)(CHUNK_COLUMNS, *tile), (ctypes.c_uint32 * rank)(*[1] * rank),
+                 _NO_INTERLEAVE, _SWIZZLE_128, _PROMOTE_256, _FILL_ZERO)
+    status = encode(*arguments)
+    if status == launch.INVALID_CONTEXT:  # autograd's thread, before anything else of CUDA
+        bind()
+        status = encode(*arguments)
+    if status not in (0, _INVALID_VALUE):
+        raise RuntimeError(f"no TMA descriptor of {shape} at {pointer:#x} can be made: {launch.error_text(status)}")
     return space.raw[skip:skip + MAP_BYTES] if status == 0 else None
 
 

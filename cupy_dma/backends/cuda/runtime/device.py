@@ -36,6 +36,11 @@ class Runtime(Protocol):
     def check_layout(self, index: int) -> None: ...
 
 
+def bind() -> None:
+    """Give the context of the current device to a thread that has none."""
+    _cupy().cuda.Device(_current_device()).use()
+
+
 class CudaRuntime:
     """A GPU through CuPy."""
 
@@ -46,11 +51,11 @@ class CudaRuntime:
 
     def clear(self, pointer: int, size: int, stream: int) -> None:
         """Set ``size`` bytes to zero, on the current device."""
-        launch.clear(pointer, size, stream, self.bind)
+        launch.clear(pointer, size, stream, bind)
 
     def bind(self) -> None:
         """Give the context of the current device to a thread that has none."""
-        _cupy().cuda.Device(_current_device()).use()
+        bind()
 
     @functools.cache  # noqa: B019 - one runtime for the life of the process
     def shared_memory_limit(self, index: int) -> int:

@@ -23,7 +23,7 @@ _PDL_ADDRESS = ctypes.addressof(_PDL)
 CONFIG_BYTES, STREAM_WORD = _CONFIG.size, 4  # and which of its words of 8 bytes is the stream
 _Arguments = ctypes.c_char_p * 1  # the address of each argument of a kernel
 _ZERO = ctypes.c_ubyte(0)
-_INVALID_CONTEXT = 201  # the thread has none
+INVALID_CONTEXT = 201  # the thread has none
 
 FIRST_CAPABILITY, _FIRST_VERSION = 90, 12030  # that support PDL
 
@@ -80,13 +80,13 @@ class Function:
     def launch_at(self, config: Any, arguments: Any) -> None:
         """Launch with what ``config`` has made, and an array of the parameters' address, both as ctypes passes them."""
         status = self._call(config, self._handle, arguments, None)
-        if status == _INVALID_CONTEXT:
+        if status == INVALID_CONTEXT:
             self._bind()
             status = self._call(config, self._handle, arguments, None)
         if status:
             grid, _, _, threads, *_ = _CONFIG.unpack(ctypes.string_at(config, _CONFIG.size))
             raise RuntimeError(f"the kernel {self.name} cannot be launched ({grid} blocks of {threads} threads, "
-                               f"{self._shared_bytes} bytes of dynamic shared memory): {_error(status)}")
+                               f"{self._shared_bytes} bytes of dynamic shared memory): {error_text(status)}")
 
 
 def clear(pointer: int, size: int, stream: int, bind: Callable[[], None]) -> None:
@@ -98,14 +98,14 @@ def clear_at(pointer: Any, stream: Any, size: Any, bind: Callable[[], None]) -> 
     """The same with arguments as ctypes passes them."""
     call = library().cuMemsetD8Async
     status = call(pointer, _ZERO, size, stream)
-    if status == _INVALID_CONTEXT:
+    if status == INVALID_CONTEXT:
         bind()
         status = call(pointer, _ZERO, size, stream)
     if status:
-        raise RuntimeError(f"{size.value} bytes at {pointer.value:#x} cannot be set to zero: {_error(status)}")
+        raise RuntimeError(f"{size.value} bytes at {pointer.value:#x} cannot be set to zero: {error_text(status)}")
 
 
-def _error(status: int) -> str:
+def error_text(status: int) -> str:
     """"CUDA_ERROR_INVALID_VALUE: invalid argument" and the like."""
     texts = []
     for function in (library().cuGetErrorName, library().cuGetErrorString):
