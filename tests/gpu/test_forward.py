@@ -409,7 +409,7 @@ def test_cupy_runs_on_the_current_stream():
     assert cupy.array_equal(expected, got)
 
 
-def test_key_lists_are_per_stream(torch):
+def test_key_lists_are_per_stream(torch, unplanned):
     q, k, v = draw(torch, 500, 500, 2, 1, 64)
     mask = dma.IntervalMask.top_w(draw_scores(torch, 1, 1, 500), 50)
     dma.attention(q, k, v, mask=mask)
