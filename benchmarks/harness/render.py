@@ -30,7 +30,9 @@ def milliseconds(ms: float | None) -> str:
 
 
 def times(ratio: float | None) -> str:
-    return "–" if ratio is None else f"{ratio:.1f}×" if ratio < 10 else f"{ratio:.0f}×"
+    if ratio is None:
+        return "–"
+    return f"{ratio:.2f}×" if ratio < 1 else f"{ratio:.1f}×" if ratio < 10 else f"{ratio:.0f}×"
 
 
 def label(case: dict[str, Any]) -> str:

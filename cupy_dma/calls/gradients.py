@@ -10,6 +10,8 @@ from cupy_dma.arrays import Operand, describe
 from cupy_dma.calls.scores import Recipe
 from cupy_dma.calls.types import AttentionBackwardCall, AttentionCall
 
+#: what may have a gradient; scores, given or computed, are the bias
+INPUTS = ("query", "key", "value", "bias", "dt_proj", "A", "dt_bias")
 Upstream = tuple[Operand, Operand, Operand, Operand | None]  # dout, out, lse, dlse in the caller's shapes
 
 
@@ -70,14 +72,14 @@ def chain_gradients(call: AttentionCall, recipe: Recipe | None, upstream: Upstre
     """``attention_gradients`` by name, and with the ``recipe`` of the scores, which are the call's bias then, those of
     ``dt_proj``, ``A`` and ``dt_bias``; that of ``value`` has both terms, added before it is rounded."""
     through_scores = frozenset() if recipe is None else needs - {"query", "key", "bias"}
-    direct = needs & {"query", "key", "value", "bias"} | ({"bias"} if through_scores else set())
-    found = dict(zip(("query", "key", "value", "bias"), attention_gradients(call, upstream, direct, module)))
+    direct = needs.intersection(INPUTS[:4]) | ({"bias"} if through_scores else set())
+    found = dict(zip(INPUTS, attention_gradients(call, upstream, direct, module)))
     if recipe is not None and through_scores:
         library, value = call.query.library, found["value"]
         dscores = library.operand(found["bias"], "dscores")
         added = None if value is None else library.operand(value, "dvalue")
         made = module.key_scores_backward(dscores, *recipe, through_scores, added)
-        found.update((name, x) for name, x in zip(("value", "dt_proj", "A", "dt_bias"), made) if name in through_scores)
+        found.update((name, x) for name, x in zip(("value", *INPUTS[4:]), made) if name in through_scores)
     return found
 
 

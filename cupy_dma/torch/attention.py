@@ -19,7 +19,7 @@ from torch import Tensor
 from cupy_dma import backends, checks
 from cupy_dma.arrays import library_named
 from cupy_dma.calls.attention import attention_call, dynamic_call, not_padding
-from cupy_dma.calls.gradients import attention_gradients
+from cupy_dma.calls.gradients import INPUTS, attention_gradients
 from cupy_dma.calls.layout import in_bhnd, is_ours
 from cupy_dma.calls.mask import intersect, masks_in
 from cupy_dma.calls.run import attention_of, masked
@@ -27,7 +27,7 @@ from cupy_dma.calls.types import AttentionCall, DynamicCall
 from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.masks.selection import selection_hints
 from cupy_dma.torch import steps
-from cupy_dma.torch.gradients import INPUTS, Facts, MaskArguments, Saved, gradients
+from cupy_dma.torch.gradients import Facts, MaskArguments, Saved, gradients
 from cupy_dma.torch.registration import (
     Options,
     as_tensor,

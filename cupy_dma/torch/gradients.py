@@ -10,14 +10,12 @@ from torch import Tensor
 
 from cupy_dma import checks
 from cupy_dma.arrays import Operand, library_named
-from cupy_dma.calls.gradients import chain_gradients
+from cupy_dma.calls.gradients import INPUTS, chain_gradients
 from cupy_dma.calls.sequences import Sequences
 from cupy_dma.calls.types import AttentionCall, key_bias
 from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.masks.runs import Hints
 from cupy_dma.torch.registration import is_plain_gradient, operators
-
-INPUTS = ("query", "key", "value", "bias", "dt_proj", "A", "dt_bias")  # given scores are the bias
 
 
 class MaskArguments(NamedTuple):

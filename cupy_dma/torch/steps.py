@@ -22,6 +22,7 @@ from cupy_dma.calls.layout import looks_turned
 from cupy_dma.calls.types import AttentionCall, DynamicCall
 from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.torch.gradients import Facts, MaskArguments, Saved, gradients
+from cupy_dma.torch.registration import is_plain_gradient
 
 MOST_KINDS = 4096  # then all are forgotten
 _PLAIN = {bool, int, float, str, type(None)}  # types of options
@@ -51,10 +52,14 @@ class Kind(NamedTuple):
 _known: dict[Any, _Plans] = {}
 
 
+def _intercepted() -> bool:
+    """Whether a transform, a dispatch mode or forward-mode AD sees what is called."""
+    return _functorch.peek_interpreter_stack() is not None or _dispatch() > 0 or forward_ad._current_level >= 0
+
+
 def kind_of(tensors: tuple[Any, ...], mask: Any, options: tuple[Any, ...]) -> Kind | None:
     """The kind of a call with these arguments; None for one that cannot be planned."""
-    if (is_compiling() or _functorch.peek_interpreter_stack() is not None or _dispatch() > 0
-            or forward_ad._current_level >= 0):
+    if is_compiling() or _intercepted():
         return None
     facts: list[Any] = [options, tuple(map(type, options)), _is_deterministic(), grad := torch.is_grad_enabled()]
     addresses, bits, wanted = [], 0, False
@@ -159,9 +164,8 @@ class _Step(torch.autograd.Function):
 def _planned(plans: _Plans, mask: IntervalMask | None, kept: list[Tensor], saved: tuple[Any, ...], dout: Tensor,
              dlse: Tensor | None, needed: tuple[bool, ...]) -> list[Tensor | None] | None:
     """The gradients by plans; None where there are none."""
-    if (type(dout) is not Tensor or torch.is_grad_enabled() or _functorch.peek_interpreter_stack() is not None
-            or _dispatch() > 0 or forward_ad._current_level >= 0 or not plans.facts.module.plans.enabled()
-            or dout.is_neg() or (dlse is not None and dlse.is_neg())):
+    if (not is_plain_gradient(dout) or _intercepted() or not plans.facts.module.plans.enabled() or dout.is_neg()
+            or (dlse is not None and dlse.is_neg())):
         return None
     if dout.stride(-1) != 1:
         dout = dout.contiguous()

@@ -21,6 +21,12 @@ struct Tile {
     __device__ __forceinline__ bool exists() const { return !SEQUENCES || first_query < end_query; }
 };
 
+// What is compared with a key's visibility: the position of the query of row `row`, or with BITS its bit.
+__device__ __forceinline__ int position_of(const Tile& t, int row) {
+    const int query = row / HEADS;
+    return BITS ? static_cast<int>(1u << ((t.first_query + query) & 31)) : t.first_position + query;
+}
+
 // Tile `index` of set `rest` of tiles: of one or more heads, counted along heads first, then along the batch.
 template <typename Index>
 __device__ __forceinline__ Tile find_tile(const AttentionParams& p, Index rest, int index) {

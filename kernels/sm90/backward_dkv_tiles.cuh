@@ -65,19 +65,14 @@ constexpr int END = -1;
 
 // The steps of a tile, head by head: number i of a head begins with query first(i). BITS: i counts those that see a pair.
 struct StepQueries {
+    const KeyFacts& facts;
     const int begin;
 #if BITS
-    const KeyFacts& facts;
     int word = 0, bit = 0;
     unsigned pending = 0;  // steps of the current word still to come
 #endif
 
-    __device__ __forceinline__ StepQueries(const KeyFacts& facts)
-        : begin(facts.queries.begin)
-#if BITS
-          , facts(facts)
-#endif
-    {}
+    __device__ __forceinline__ StepQueries(const KeyFacts& facts) : facts(facts), begin(facts.queries.begin) {}
 
     __device__ __forceinline__ int first(int i) {
 #if BITS

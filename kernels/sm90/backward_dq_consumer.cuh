@@ -29,10 +29,6 @@ struct Consumer {
 
     __device__ __forceinline__ int row(int r) const { return first_row + lane / 4 + 8 * r; }
 
-    __device__ __forceinline__ static int position_of(const Tile& t, int row) {
-        return BITS ? static_cast<int>(1u << ((t.first_query + row / HEADS) & 31)) : t.first_position + row / HEADS;
-    }
-
 #if WIDE
     // The tile's rows have arrived.
     __device__ __forceinline__ void begin_tile(const Tile& t) {

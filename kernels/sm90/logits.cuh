@@ -162,12 +162,6 @@ __device__ __forceinline__ void visibilities(int2 (&seen)[4], const Shared& shar
 }
 #endif
 
-// What is compared with a key's visibility: the position of the query of row `row`, or with BITS its bit.
-__device__ __forceinline__ int position_of(const Tile& t, int row) {
-    const int query = row / HEADS;
-    return BITS ? static_cast<int>(1u << ((t.first_query + query) & 31)) : t.first_position + query;
-}
-
 // Masks a block of logits. All queries see its first `unmasked` keys.
 template <int fragments>
 __device__ __forceinline__ void apply_mask(Fragment (&s)[KEY_FRAGMENTS], const Shared& shared, int stage, int unmasked,

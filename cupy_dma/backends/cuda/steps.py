@@ -21,14 +21,12 @@ from cupy_dma.backends.cuda.runtime.plans import Plan, recorder_of
 from cupy_dma.backends.cuda.runtime.traces import Recorder, Trace, TracedArray, TracedMask, Untraceable
 from cupy_dma.backends.cuda.select.prefix import prefix_run, prefix_stop
 from cupy_dma.backends.cuda.select.scores import key_scores, key_scores_backward
-from cupy_dma.calls.gradients import chain_gradients
+from cupy_dma.calls.gradients import INPUTS, chain_gradients
 from cupy_dma.calls.run import attention_of
 from cupy_dma.calls.scores import Recipe
 from cupy_dma.calls.types import AttentionCall, DynamicCall, key_bias
 from cupy_dma.masks.interval import Hints, IntervalMask
 from cupy_dma.masks.selection import Candidates
-
-INPUTS = ("query", "key", "value", "bias", "dt_proj", "A", "dt_bias")  # that may have gradients; scores are the bias
 
 
 class Place(NamedTuple):

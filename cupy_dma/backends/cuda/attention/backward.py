@@ -170,8 +170,8 @@ class _Backward:
         tiles, sum_keys = blocks(query_length, tile.block_m), bias.shape[3] == 1
         packed = problem.packed_mask(self.runtime, self.stream)
         kernel = _dbias_kernel(self.runtime, self.device.index, self.element, head_dim, self.vector, tile,
-                               problem.causal and packed is None, self.softcap, packed is not None,
-                               problem.bias_element, packed is None and problem.mask is not None, sum_keys)
+                               problem.tests_causality, self.softcap, packed is not None,
+                               problem.bias_element, problem.tests_intervals, sum_keys)
         grid = bias.shape[0] * bias.shape[1] * tiles * (1 if sum_keys else blocks(self.key.shape[1], tile.block_n))
         kernel.launch(grid, 32 * tile.warps, problem.pack(
             None, tiles=tiles, dbias_batch=bias.shape[0], dbias_heads=bias.shape[1],
@@ -190,7 +190,7 @@ class _Backward:
         for entry in ("clear_bias", "backward_dq") if makes_bias and problem.bits else ("backward_dq",):
             kernel = _dq_kernel(self.runtime, self.device.index, entry, self.element, head_dim, self.vector,
                                 problem.tile_heads, tile, "KEYS_CONTIGUOUS" if lists is None else lists.keys,
-                                problem.causal and not problem.bits, problem.bias_kind, self.softcap, problem.bits,
+                                problem.tests_causality, problem.bias_kind, self.softcap, problem.bits,
                                 problem.bias_element, problem.count > 0, makes_bias)
             kernel.launch(tiles * (heads // problem.tile_heads) * batch, 32 * tile.warps, params, self.stream,
                           pdl=False)
@@ -226,7 +226,7 @@ class _Backward:
             self._portable_key_gradients(fields, entries)
         if entries:
             _reduce_kernel(self.runtime, self.device.index, self.element, head_dim, self.vector,
-                           problem.causal and not bits, *self.wanted, problem.count > 0, bits).launch(
+                           problem.tests_causality, *self.wanted, problem.count > 0, bits).launch(
                 batch * kv_heads * blocks(key_length, REDUCE_WARPS), REDUCE_THREADS, problem.pack(None, **fields),
                 self.stream)
 
@@ -252,8 +252,8 @@ class _Backward:
         batch, key_length, kv_heads, head_dim = self.key.shape
         dim_slices = 2 if head_dim > 128 else 1
         kernel = _dkv_kernel(self.runtime, self.device.index, self.element, head_dim, self.vector, tile,
-                             "KEYS_LISTED" if entries else "KEYS_CONTIGUOUS", problem.mask is not None and not bits,
-                             problem.causal and not bits, problem.bias_kind, self.softcap, dim_slices, *self.wanted,
+                             "KEYS_LISTED" if entries else "KEYS_CONTIGUOUS", problem.tests_intervals,
+                             problem.tests_causality, problem.bias_kind, self.softcap, dim_slices, *self.wanted,
                              bits, problem.bias_element, problem.count > 0)
         tiles = (entries // tile.block_n if entries
                  else batch * kv_heads * tile_count(key_length, tile.block_n, problem.count))

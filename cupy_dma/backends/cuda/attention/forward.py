@@ -42,7 +42,7 @@ def attention(runtime: Runtime, call: AttentionCall) -> tuple[Any, Any]:
             lists = problem.key_lists(runtime, tile.block_m // problem.tile_heads, tile.block_n, stream)
         kernel = _kernel(runtime, device.index, ELEMENTS[query.dtype], head_dim, problem.vector, problem.tile_heads,
                          tile, "KEYS_CONTIGUOUS" if lists is None else lists.keys,
-                         problem.causal and not problem.bits, problem.bias_kind, call.softcap > 0.0,
+                         problem.tests_causality, problem.bias_kind, call.softcap > 0.0,
                          problem.bits and lists is not None, problem.bias_element, problem.count > 0,
                          problem.page_size)
         params = problem.pack(lists, out=library.pointer(out), lse=library.pointer(lse), tiles=tiles)

@@ -22,7 +22,8 @@ class Problem:
 
     ``mask`` is None where the kernels need no intervals: no mask, or plain causality, which ``causal`` then states.
     ``causal`` is False where the mask itself hides keys from positions before their own. With a ``dense`` mask the bits
-    that ``pack`` makes of it hold the interval mask and causality too: kernels see neither (``causal`` is False then).
+    that ``pack_mask`` makes of it hold the interval mask and causality too: kernels see neither (``tests_causality``,
+    ``tests_intervals``).
     """
 
     __slots__ = ("bias", "bias_element", "bias_kind", "bits", "by_head", "causal", "dense", "key_length", "mask",
@@ -96,6 +97,16 @@ class Problem:
         self.params.update(
             start=start.pointer, stop=stop.pointer, start_batch=start.strides[0], start_head=start.strides[1],
             stop_batch=stop.strides[0], stop_head=stop.strides[1])
+
+    @property
+    def tests_causality(self) -> bool:
+        """Whether kernels compare positions of queries and keys: not where bits hold causality."""
+        return self.causal and not self.bits
+
+    @property
+    def tests_intervals(self) -> bool:
+        """Likewise, whether they read the intervals of keys."""
+        return self.mask is not None and not self.bits
 
     @property
     def count(self) -> int:

@@ -116,7 +116,7 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
     query_map = queries_map(query, queries, problem.tile_heads) if tile.block_m % problem.tile_heads == 0 else None
     out_map = b"" if query_map is None else _out_map(call, problem, library.pointer(out))
     kernel = _kernel(runtime, device.index, ELEMENTS[query.dtype], call.head_dim, problem.tile_heads, tile,
-                     "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal and not problem.bits,
+                     "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.tests_causality,
                      problem.bias_kind, call.softcap > 0.0, problem.bits, problem.bias_element, problem.count > 0,
                      bool(key_maps) and not ordered, query_map is not None, bool(key_maps) and ordered,
                      work.num_splits > 1)

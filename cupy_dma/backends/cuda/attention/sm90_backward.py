@@ -180,7 +180,7 @@ def launch_dq(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, f
     lists = problem.key_lists(runtime, queries, dq_block_n(query.shape[3]), stream) if wanted else None
     tiles = tile_count(query.shape[1], queries, problem.count)
     kernel = _dq_kernel(runtime, device.index, ELEMENTS[query.dtype], query.shape[3], heads,
-                        "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.causal and not problem.bits,
+                        "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.tests_causality,
                         problem.bias_kind, call.forward.softcap > 0.0, problem.count > 0, problem.bits)
     all_tiles = tiles * (query.shape[2] // heads) * query.shape[0]
     params = problem.pack(lists, tiles=tiles, **fields) + _tickets(tickets, all_tiles)
@@ -197,8 +197,8 @@ def launch_dkv(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, 
     batch, head_dim = key.shape[0], key.shape[3]
     library, device = query.library, query.device
     kernel = _dkv_kernel(runtime, device.index, ELEMENTS[query.dtype], head_dim,
-                         "KEYS_LISTED" if entries else "KEYS_CONTIGUOUS", problem.mask is not None and not problem.bits,
-                         problem.causal and not problem.bits, problem.bias_kind, call.forward.softcap > 0.0,
+                         "KEYS_LISTED" if entries else "KEYS_CONTIGUOUS", problem.tests_intervals,
+                         problem.tests_causality, problem.bias_kind, call.forward.softcap > 0.0,
                          problem.count > 0, problem.bits, one_pass)
     tiles = _key_tiles(call, problem, entries)
     query_units = tile_count(query.shape[1], UNIT_QUERIES, problem.count)

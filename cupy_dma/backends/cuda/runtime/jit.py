@@ -299,7 +299,7 @@ class Kernel:
                 function.max_dynamic_shared_size_bytes = shared_bytes
             self._loaded = module, function.kernel  # for as long as the driver has their handle
             self.function = launch.Function(entry, function.kernel.ptr, shared_bytes,
-                                             launch.supports_pdl(int(device.compute_capability)), device.use)
+                                            launch.supports_pdl(int(device.compute_capability)), device.use)
 
     def launch(self, grid: int, threads: int, params: bytes, stream: int, pdl: bool = True) -> None:
         """Launch ``grid`` blocks of ``threads`` threads on the raw ``stream``; ``params`` is their struct.
