@@ -3,7 +3,8 @@
 #   make demo         dynamic mask attention over a long text, with a picture of the mask in mask.png
 #   make test         what a change could break, in minutes: all but the tests marked slow (tests/slow.py)
 #   make test-all     make test, then the slow ones: every kernel and every fault, 20 minutes and more
-#                     and the tests of cupy_dma.transformers with the oldest transformers that it supports
+#                     and the tests of cupy_dma.transformers with the oldest transformers that it supports, and
+#                     transformers' own
 #   make test-gpu     the tests that need a GPU; records the result in tests/gpu_results.json
 #   make test-sanitize  the kernels on the CPU emulator, with its race detector and with AddressSanitizer
 #   make sanitize     every kernel under compute-sanitizer's memcheck and racecheck (needs a GPU)
@@ -78,6 +79,7 @@ test: $(TEST_READY)
 test-all: test $(OLD_TRANSFORMERS)
 	$(RUN) -m pytest -m "slow $(NO_GPU)" $(if $(VENV),$(WORKERS)) $(ARGS)
 	$(if $(OLD_TRANSFORMERS),PYTHONPATH=$(OLD_TRANSFORMERS) $(RUN) -m pytest tests/transformers $(WORKERS))
+	$(if $(OLD_TRANSFORMERS),$(RUN) -m tests.transformers.upstream)
 
 test-gpu: $(TEST_READY)
 	$(RUN) -m pytest -m gpu $(GPU_JOBS:%=-n % --dist worksteal) -p tests.gpu.gpu_record \
@@ -143,7 +145,7 @@ $(VENV)/.torch-%: $(VENV)/.test
 
 # transformers needs no torch to be installed, so one that did not come stays away.
 $(VENV)/.transformers: $(VENV)/.test $(TORCH_READY)
-	$(PIP) "$(TRANSFORMERS)"
+	$(PIP) "$(TRANSFORMERS)" parameterized
 	@touch $@
 
 # Beside the other one, for PYTHONPATH, with the hub that it wants; what else both need is the same.

@@ -9,8 +9,10 @@
 Importing this module imports transformers.
 """
 from cupy_dma.transformers.attention import attention_forward
-from cupy_dma.transformers.cache import DynamicMaskCache
+from cupy_dma.transformers.cache import DynamicMaskCache, cache_argument
 from cupy_dma.transformers.convert import convert
+from cupy_dma.transformers.graph import DecodingStep
 from cupy_dma.transformers.registration import register
 
-__all__ = ["DynamicMaskCache", "attention_forward", "convert", "register"]
+__all__ = ["DecodingStep", "DynamicMaskCache", "attention_forward", "cache_argument", "convert",
+           "register"]

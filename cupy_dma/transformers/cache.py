@@ -10,6 +10,7 @@ is found out by the next ``update``.
 """
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -98,6 +99,10 @@ class DynamicMaskLayer(CacheLayerMixin):
         out = self.store.extend(query, key, value, scores, lengths=lengths, **settings)
         self._unattended = False
         return out if place is None else _taken(out, place)
+
+    def advance(self, tokens: int) -> None:
+        """Count tokens that have been appended, or taken back, without ``update``: by a CUDA graph."""
+        self._length += tokens
 
     # ---- sizes, as transformers asks for them -----------------------------------------------------------------------
 
@@ -259,6 +264,11 @@ class DynamicMaskCache(Cache):
         """Size in bytes of what the layers with dynamic masks store."""
         return sum(layer.store.memory_bytes for layer in self.layers
                    if isinstance(layer, DynamicMaskLayer) and layer.store is not None)
+
+
+def cache_argument(model: Any) -> str:
+    """How ``model.forward`` calls its cache: ``"cache"``, or up to transformers 5.19 ``"past_key_values"``."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _taken(x: Tensor, order: Tensor) -> Tensor:

@@ -50,7 +50,9 @@ def convert(model: PreTrainedModel, window: int, *, layers: Iterable[int] | None
     Notes
     -----
     ``save_pretrained`` and ``from_pretrained`` keep the masks, provided ``cupy_dma.transformers.register()`` has been
-    called before ``from_pretrained``. While ``A = 0``, only ``A`` gets a gradient, not ``dt_proj``.
+    called before ``from_pretrained``. While ``A = 0``, only ``A`` gets a gradient, not ``dt_proj``, and of the equal
+    scores the newest win: the model sees the last ``window`` keys. One step of training ends that, and which keys are
+    kept then has little to do with what the model needs, so give it ``recent`` keys, too, unless the window is long.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a PreTrainedModel of transformers, got {type(model).__name__}")

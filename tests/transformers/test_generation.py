@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from cupy_dma.transformers import DynamicMaskCache  # noqa: E402
+from cupy_dma.transformers import DecodingStep, DynamicMaskCache  # noqa: E402
 from cupy_dma.transformers.cache import DynamicMaskLayer  # noqa: E402
 from tests.transformers import small_models as small  # noqa: E402
 
@@ -270,3 +270,18 @@ def test_configurations_without_dynamic_masks():
         DynamicMaskCache(small.config_of("llama"))
     with pytest.raises(ValueError, match="without any"):
         DynamicMaskCache(small.config_of("doge", sliding_window=8))
+
+
+def test_a_graph_needs_a_gpu_and_a_prompt():
+    model = small.model_of("doge")
+    cache = DynamicMaskCache(model.config)
+    with pytest.raises(TypeError, match="must be a DynamicMaskCache"):
+        DecodingStep(model, transformers.DynamicCache())
+    with pytest.raises(ValueError, match="at least one token"):
+        DecodingStep(model, cache)
+    logits(model, prompt("plain")["input_ids"], cache)
+    with pytest.raises(ValueError, match="on a GPU and in evaluation mode, got one on cpu"):
+        DecodingStep(model, cache)
+    mixed = dynamic("llama", layers=[1])
+    with pytest.raises(ValueError, match="layers all have dynamic masks"):
+        DecodingStep(mixed, DynamicMaskCache(mixed.config))

@@ -1,0 +1,276 @@
+"""A Doge model of transformers with ``attn_implementation="cupy_dma"``, beside its own eager and sdpa attention.
+
+    python benchmarks/transformers_models.py                      everything
+    python benchmarks/transformers_models.py --parts prefill --lengths 16384
+    python benchmarks/transformers_models.py --size tiny          anywhere, for trying the script
+    python benchmarks/transformers_models.py --update-docs        put the tables into docs/transformers.md
+
+Model: 8 layers of width 1024, 8/4 heads of 128, w = 1024, MLP of 2048, vocabulary 32768, bfloat16, random weights, A
+drawn with a deviation of 0.3, so the selection goes by scores. Tokens are random permutations of the vocabulary, so
+hardly any repeat: repeated tokens tie in layer 0, and eager breaks ties arbitrarily.
+
+prefill: a forward pass of one sequence as ``generate`` makes it, logits of the last token alone. train: forward, loss,
+backward and AdamW (fused), with activation checkpointing for all peers (without it the masks of 8 layers do not fit).
+decode: the time of a new token after a history: eager forward passes, and a CUDA graph of one (``DecodingStep``), on a
+``DynamicMaskCache``; sdpa on transformers' full cache.
+
+Timing: ``WARM_UP`` calls, then ``--repeats`` queued without waiting, CUDA events between them, the median; of decode
+``STEPS`` tokens a call. Peak memory: ``torch.cuda.max_memory_allocated`` of the measured calls less what was allocated
+before (model, optimizer, cache and input).
+
+Check: prefill's final hidden states of the last 256 tokens against the float32 model with cupy_dma: their distance,
+relative to the truth, is at most twice that of sdpa's (eager's where sdpa does not fit), and at most 0.1 where neither
+does. train: the losses of the peers agree within 0.05. decode: the graph's tokens are those of the eager passes. If a
+check fails the run exits with 1 and leaves the recorded results alone.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
+
+from benchmarks.harness import render
+from benchmarks.harness.suite import RESULTS, ROOT, add_record_options, write_record
+from benchmarks.training import listed, step_times
+
+WARM_UP, STEPS, CHECKED = 2, 16, 256
+PARTS = ("prefill", "train", "decode")
+PEERS = ("cupy_dma", "sdpa", "eager")
+LENGTHS = {"prefill": (16384, 32768), "train": (16384,), "decode": (4096, 131072)}
+SIZES: dict[str, dict[str, int]] = {
+    "doge": {"num_hidden_layers": 8, "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4,
+             "head_dim": 128, "intermediate_size": 2048, "vocab_size": 32768, "keep_window_size": 1024},
+    "tiny": {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "head_dim": 16, "intermediate_size": 64, "vocab_size": 600, "keep_window_size": 64}}
+WANTED = {("prefill", 16384, "eager"): 20, ("prefill", 16384, "sdpa"): 15, ("prefill", 32768, "sdpa"): 28,
+          ("train", 16384, "sdpa"): 10}
+DOCS = ROOT / "docs" / "transformers.md"
+
+
+class Doge:
+    """The model, and what is measured of it."""
+
+    def __init__(self, size: str, device: str):
+        import torch
+        import transformers
+
+        import cupy_dma.transformers as dmt
+
+        dmt.register()
+        torch.manual_seed(0)
+        config = transformers.DogeConfig(**SIZES[size], max_position_embeddings=2**18, bos_token_id=None,
+                                         eos_token_id=None, pad_token_id=None)
+        self.model = transformers.AutoModelForCausalLM.from_config(config).to(device, torch.bfloat16).eval()
+        for layer in self.model.model.layers:
+            torch.nn.init.normal_(layer.self_attn.A, std=0.3)
+        self.device, self.vocabulary = device, config.vocab_size
+
+    def ids(self, length: int, seed: int = 1) -> Any:
+        import torch
+
+        generator = torch.Generator().manual_seed(seed)
+        rows = -(-length // self.vocabulary)
+        order = torch.rand(rows, self.vocabulary, generator=generator).argsort(1)
+        return order.flatten()[None, :length].to(self.device)
+
+    def measured(self, call: Callable[[], Any], repeats: int) -> dict[str, Any]:
+        import torch
+
+        on_gpu = self.device != "cpu"
+        for _ in range(WARM_UP):
+            call()
+        before = 0
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        found = step_times(call, repeats, self.device)
+        peak = torch.cuda.max_memory_allocated() - before if on_gpu else None
+        return {"ms": statistics.median(found), "all_ms": found, "peak_bytes": peak}
+
+    def hidden(self, model: Any, length: int) -> Any:
+        import torch
+
+        with torch.no_grad():
+            return model.model(input_ids=self.ids(length), use_cache=False).last_hidden_state[0, -CHECKED:].float()
+
+    def prefill(self, peer: str, length: int, repeats: int) -> dict[str, Any]:
+        import torch
+
+        self.model.set_attn_implementation(peer)
+        ids = self.ids(length)
+        with torch.no_grad():
+            found = self.measured(lambda: self.model(input_ids=ids, use_cache=False, logits_to_keep=1), repeats)
+        import copy
+
+        truth = copy.deepcopy(self.model).float()
+        truth.set_attn_implementation("cupy_dma")
+        expected = self.hidden(truth, length)
+        del truth
+        off = (self.hidden(self.model, length) - expected).norm() / expected.norm()
+        return {**found, "error": off.item()}
+
+    def train(self, peer: str, length: int, repeats: int) -> dict[str, Any]:
+        import copy
+
+        import torch
+
+        model = copy.deepcopy(self.model).train()
+        model.set_attn_implementation(peer)
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        ids, losses = self.ids(length), []
+
+        def step() -> None:
+            optimizer.zero_grad()
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+
+        return {**self.measured(step, repeats), "losses": [loss.item() for loss in losses]}
+
+    def decode(self, peer: str, length: int, repeats: int) -> dict[str, Any]:
+        import torch
+        import transformers
+
+        from cupy_dma.transformers import DecodingStep, DynamicMaskCache, cache_argument
+
+        ours, graph = peer != "sdpa", peer == "cupy_dma graph"
+        self.model.set_attn_implementation("cupy_dma" if ours else peer)
+        cache = (DynamicMaskCache(self.model.config) if ours
+                 else transformers.DynamicCache(config=self.model.config))
+        given = {cache_argument(self.model): cache}
+        tokens: list[Any] = []
+        with torch.no_grad():
+            for piece in self.ids(length).split(16384 if ours else 2048, 1):
+                logits = self.model(input_ids=piece, logits_to_keep=1, **given).logits
+            latest = logits.argmax(-1)
+            step = DecodingStep(self.model, cache) if graph else lambda ids: self.model(input_ids=ids, **given).logits
+
+            def call() -> None:
+                nonlocal latest
+                for _ in range(STEPS):
+                    latest = step(latest).argmax(-1)
+                    tokens.append(latest)
+
+            found = self.measured(call, repeats)
+        memory = cache.memory_bytes if ours else sum(
+            2 * layer.keys.numel() * layer.keys.element_size() for layer in cache.layers)
+        return {**found, "ms": found["ms"] / STEPS, "cache_bytes": memory,
+                "tokens": torch.cat(tokens, 1)[0].tolist()}
+
+
+def row_of(doge: Doge, part: str, peer: str, length: int, repeats: int) -> dict[str, Any]:
+    from benchmarks.harness import measure
+
+    try:
+        found = getattr(doge, part)(peer, length, repeats)
+    except Exception as error:  # a peer that cannot run is a result too
+        words = f"{type(error).__name__}: {error}"
+        found = {"ms": None, "note": "out of memory" if "memory" in words.lower() else words.splitlines()[0][:200]}
+    measure.free_memory()
+    return {"part": part, "length": length, "peer": peer, **found}
+
+
+def check(rows: list[dict[str, Any]]) -> bool:
+    """Whether the rows of one part and length are right; each says so."""
+    by = {row["peer"]: row for row in rows if row["ms"] is not None}
+    if "cupy_dma" not in by:
+        return False
+    ours, part = by["cupy_dma"], rows[0]["part"]
+    if part == "prefill":
+        other = next((by[peer]["error"] for peer in ("sdpa", "eager") if peer in by), None)
+        ours["ok"] = ours["error"] <= (0.1 if other is None else 2 * other + 2**-8)
+    elif part == "train":
+        ours["ok"] = all(abs(a - b) <= 0.05 for row in by.values() for a, b in zip(ours["losses"], row["losses"]))
+    else:
+        ours["ok"] = "cupy_dma graph" not in by or ours["tokens"] == by["cupy_dma graph"]["tokens"]
+    return ours["ok"]
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = ["| | tokens | cupy_dma | sdpa | eager | against sdpa | against eager | memory | sdpa's |",
+             "|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
+    cases = dict.fromkeys((row["part"], row["length"]) for row in result["rows"])
+    ms = {(row["part"], row["length"], row["peer"]): row for row in result["rows"]}
+
+    def cell(part: str, length: int, peer: str) -> str:
+        row = ms.get((part, length, peer), {"ms": None, "note": "–"})
+        return render.milliseconds(row["ms"]) if row["ms"] else row["note"]
+
+    def memory(part: str, length: int, peer: str) -> str:
+        row = ms.get((part, length, peer), {})
+        size = row.get("cache_bytes") if part == "decode" else row.get("peak_bytes")
+        return "–" if not size else f"{size / 2**20:.0f} MiB"
+
+    for part, length in cases:
+        for name in ("cupy_dma", "cupy_dma graph")[:2 if part == "decode" else 1]:
+            own = ms.get((part, length, name), {}).get("ms")
+            others = [ms.get((part, length, peer), {}).get("ms") for peer in ("sdpa", "eager")]
+            ratios = [render.times(other / own if own and other else None) for other in others]
+            title = part + (" (CUDA graph)" if name.endswith("graph") else "")
+            lines.append("| " + " | ".join([title, str(length), cell(part, length, name),
+                                            *(cell(part, length, peer) for peer in ("sdpa", "eager")), *ratios,
+                                            memory(part, length, name), memory(part, length, "sdpa")]) + " |")
+    versions = result["versions"]
+    return "\n".join([*lines, "", f"Milliseconds, medians (decode: of one token; its memory is the cache's), bfloat16, "
+                                  f"on one {result['device']}, torch {versions.get('torch')}, transformers",
+                      f"{result['transformers']}, {result['date'][:10]}."])
+
+
+REPORT = render.Report("transformers", "transformers", table, table, ())
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+    import transformers
+    from tqdm import tqdm
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    doge, rows, ok = Doge(args.size, device), [], True
+    for part in args.parts:
+        for length in args.lengths or LENGTHS[part]:
+            peers = args.peers if part != "decode" else ["cupy_dma", *(["cupy_dma graph"] if device == "cuda" else []),
+                                                         *(p for p in args.peers if p == "sdpa")]
+            group = [row_of(doge, part, peer, length, args.repeats) for peer in peers]
+            for row in group:
+                tqdm.write(f"{part:8} {length:7} {row['peer']:15} {render.milliseconds(row['ms']):>8} ms  "
+                           f"{row.get('note', '')}{row.get('error', '')}")
+            ok &= check(group)
+            rows += group
+            write_record("transformers_models.partial.json", args, __doc__, arguments=vars(args), rows=rows,
+                         transformers=transformers.__version__)
+    out = Path(args.out)
+    path = (out / "transformers_models.partial.json").replace(
+        out / f"transformers_models{'' if ok else '.failed'}.json")
+    print(f"{table(json.loads(path.read_text()))}\nwrote {path}")
+    return 0 if ok else 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--size", choices=SIZES, default="doge")
+    options.add_argument("--parts", type=listed(PARTS), default=list(PARTS))
+    options.add_argument("--lengths", type=listed(None, int), help=f"default: {LENGTHS}")
+    options.add_argument("--peers", type=listed(PEERS), default=list(PEERS))
+    options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--update-docs", action="store_true", help="put the tables into docs/transformers.md")
+    add_record_options(options)
+    args = options.parse_args(arguments)
+    if args.update_docs:
+        REPORT.update_readme(DOCS, json.loads((RESULTS / "transformers_models.json").read_text()))
+        return 0
+    if args.repeats < 1 or "cupy_dma" not in args.peers:
+        options.error("--repeats must be at least 1, and --peers must name cupy_dma")
+    return run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

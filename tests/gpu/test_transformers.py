@@ -1,0 +1,113 @@
+"""Models of transformers on a GPU: against eager attention, generation, and a step as a CUDA graph."""
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from cupy_dma.transformers import DecodingStep, DynamicMaskCache  # noqa: E402
+from tests.transformers import small_models as small  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+WIDE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+NAMES = ("doge", "llama", "qwen3", "gemma2", "gpt-oss")
+
+
+def model_of(name, kind=torch.bfloat16, **options):
+    return small.model_of(name, **{**WIDE, **options}).to("cuda", kind)
+
+
+def on_gpu(given):
+    return {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+
+
+def results(model, given, real):
+    model.zero_grad()
+    logits = model(**given).logits[real].float()
+    torch.nn.functional.cross_entropy(logits, given["input_ids"][real].roll(-1)).backward()
+    return {"logits": logits.detach(), **{name: p.grad.float() for name, p in model.named_parameters()
+                                          if p.grad is not None}}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("how", ["plain", "left", "packed"])
+def test_forward_and_backward(name, how):
+    """bfloat16, with the float32 model on the CPU as truth: at most twice eager's distance, three times for gradients,
+    each as a norm, as single weights differ by which keys are kept at a rounding."""
+    options = {} if name != "doge" else {"keep_window_size": 40}
+    given, real = small.batch(how, length=150)
+    ours = model_of(name, **options)
+    plain = small.twin(ours, "eager")
+    truth = small.twin(ours, "eager", torch.float32).cpu()
+    with small.ties_broken_alike(plain, truth):
+        expected, same = results(truth, given, real), results(plain, on_gpu(given), real.cuda())
+    found = results(ours, on_gpu(given), real.cuda())
+    wrong = []
+    for part, x in expected.items():
+        a, b = ((y[part].cpu() - x).norm().item() for y in (found, same))
+        if a > (2 if part == "logits" else 3) * b + 2**-8 * x.norm().item():
+            wrong.append(f"{part}: {a:.3g}, eager {b:.3g}, of {x.norm().item():.3g}")
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("name", ["doge", "llama"])
+@pytest.mark.parametrize("how", ["plain", "left"])
+@pytest.mark.parametrize("search", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_the_same_tokens_as_with_a_full_cache(name, how, search):
+    if name == "doge":
+        model = model_of(name, torch.float32)
+    else:
+        model = small.converted(name, sinks=1, recent=3).to("cuda")
+    given, real = small.batch(how, 3, 60)
+    prompt = {"input_ids": given["input_ids"].cuda(), "attention_mask": real.long().cuda()}
+    options = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **search}
+    found = model.generate(**prompt, **options)
+    full = {small.CACHE: transformers.DynamicCache(config=model.config)}
+    assert torch.equal(found, model.generate(**prompt, **options, **full))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_a_step_as_a_cuda_graph(kind):
+    model = model_of("doge", kind)
+    given, real = small.batch("left", 3, 60)
+    ids, mask = given["input_ids"].cuda(), real.long().cuda()
+    options = {"max_new_tokens": 50, "min_new_tokens": 50, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = model.generate(input_ids=ids, attention_mask=mask, **options)
+    cache = DynamicMaskCache(model.config)
+    with torch.no_grad():
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, **{small.CACHE: cache}).logits
+    step = DecodingStep(model, cache)
+    assert cache.get_seq_length() == 60
+    tokens = [logits[:, -1:].argmax(-1)]
+    for _ in range(49):
+        tokens.append(step(tokens[-1])[:, -1:].argmax(-1))
+    assert cache.get_seq_length() == 109
+    assert torch.equal(torch.cat(tokens, 1), expected[:, 60:])
+    with pytest.raises(ValueError, match="ids must have shape"):
+        step(tokens[0][:1])
+
+
+@pytest.mark.parametrize("how", ["plain", "left"])
+def test_compiled(how):
+    model = model_of("doge", torch.float32)
+    given, real = small.batch(how)
+    given, real = {**on_gpu(given), "use_cache": False}, real.cuda()
+    expected = model(**given).logits[real]
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(model)(**given).logits[real], expected, rtol=0, atol=2e-2)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["doge", "llama"])
+def test_memory_is_linear(name):
+    """A forward and backward pass of 16384 tokens; one float32 mask of a head takes 1 GiB."""
+    n = 16384
+    model = model_of(name, max_position_embeddings=n)
+    ids = torch.randint(3, small.VOCABULARY, (1, n), device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model(input_ids=ids, use_cache=False).logits.float().square().mean().backward()
+    assert torch.cuda.max_memory_allocated() - before < 2**29

@@ -1,0 +1,66 @@
+"""benchmarks/transformers_models.py on the CPU in a tiny size: its rows, its checks, and its table."""
+from __future__ import annotations
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from benchmarks import transformers_models as bench  # noqa: E402
+
+TINY = ["--size", "tiny", "--lengths", "100", "--repeats", "1", "--commit", "abc"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_a_run(tmp_path, capsys):
+    assert bench.main([*TINY, "--out", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "transformers_models.json").read_text())
+    rows = {(row["part"], row["peer"]): row for row in result["rows"]}
+    assert set(rows) == {*((part, peer) for part in ("prefill", "train") for peer in bench.PEERS),
+                         ("decode", "cupy_dma"), ("decode", "sdpa")}
+    assert all(row["ms"] > 0 for row in rows.values()) and result["commit"] == "abc"
+    assert rows["prefill", "cupy_dma"]["error"] < 2 * rows["prefill", "sdpa"]["error"] + 2**-8
+    assert rows["decode", "cupy_dma"]["cache_bytes"] > 0 < rows["decode", "sdpa"]["cache_bytes"]
+    assert "| prefill | 100 |" in bench.table(result) and "| decode (CUDA graph) | 100 | –" in bench.table(result)
+    assert not (tmp_path / "transformers_models.partial.json").exists()
+
+
+def test_what_is_wrong():
+    wrong = [{"part": "prefill", "length": 1, "peer": peer, "ms": 1.0, "error": error}
+             for peer, error in (("cupy_dma", 0.5), ("sdpa", 0.2))]
+    assert not bench.check(wrong) and wrong[0]["ok"] is False
+    losses = [{"part": "train", "length": 1, "peer": peer, "ms": 1.0, "losses": [2.0, loss]}
+              for peer, loss in (("cupy_dma", 1.9), ("sdpa", 1.8))]
+    assert not bench.check(losses)
+    tokens = [{"part": "decode", "length": 1, "peer": peer, "ms": 1.0, "tokens": [3, token]}
+              for peer, token in (("cupy_dma", 1), ("cupy_dma graph", 2))]
+    assert not bench.check(tokens)
+    assert not bench.check([{"part": "train", "length": 1, "peer": "cupy_dma", "ms": None}])
+
+
+def test_a_failed_run_exits_with_1(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "check", lambda rows: False)
+    assert bench.main([*TINY, "--parts", "decode", "--out", str(tmp_path)]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["transformers_models.failed.json"]
+
+
+def test_the_docs_show_what_is_recorded():
+    shown = bench.DOCS.read_text().split(bench.REPORT.begin)[1].split(bench.REPORT.end)[0].strip()
+    recorded = bench.RESULTS / "transformers_models.json"
+    expected = bench.table(json.loads(recorded.read_text())) if recorded.exists() else bench.render.PENDING
+    assert shown == expected, "run: python benchmarks/transformers_models.py --update-docs"
+
+
+def test_arguments():
+    for wrong in (["--repeats", "0"], ["--peers", "sdpa"], ["--parts", "prefil"]):
+        with pytest.raises(SystemExit):
+            bench.main(wrong)

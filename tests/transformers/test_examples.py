@@ -1,0 +1,59 @@
+"""The examples and the page of the docs on transformers run, and notice what they are there to notice."""
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a script may add the tree
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tensors are tiny
+    yield
+    torch.set_num_threads(threads)
+
+
+SMALL = ["--layers", "1", "--width", "32", "--batch", "2", "--length", "48", "--window", "8"]
+
+
+def test_doge(capsys):
+    from examples import doge
+
+    doge.main([*SMALL, "--steps", "60", "--tokens", "60"])
+    said = capsys.readouterr().out
+    first, last = map(float, re.search(r"loss: ([\d.]+) nats per byte at first, ([\d.]+) at the end", said).groups())
+    assert last < first - 0.5
+    (short, memory), (long, same) = re.findall(r"(\d+) tokens: .* the cache takes (\d+) KiB", said)
+    assert (int(short), int(long)) == (4 + 6, 4 + 60) and memory == same
+
+
+def test_conversion(tmp_path, capsys, monkeypatch):
+    from examples import convert_and_finetune as example
+
+    options = ["--length", "48", "--window", "8", "--recent", "8", "--batch", "2", "--before", "10", "--steps", "4",
+               "--output", str(tmp_path / "model")]
+    assert example.main(options) == 0
+    said = capsys.readouterr().out
+    dense, long, off = re.search(r"dense: loss ([\d.]+); converted, window 48: ([\d.]+), logits differ by ([\d.e+-]+)",
+                                 said).groups()
+    assert dense == long and float(off) < 1e-4
+    trained, loaded = re.search(r"after 4 steps ([\d.]+)\nsaved .* loaded: loss ([\d.]+)", said).groups()
+    assert trained == loaded
+
+    original = example.dmt.convert
+    monkeypatch.setattr(example.dmt, "convert", lambda model, window, **options: original(model, 5, **options))
+    assert example.main(options) == 1
+
+
+def test_the_page_of_the_docs(capsys):
+    from tests.project.pages import run_page
+
+    names = run_page("transformers.md", gpu=False)
+    assert names["model"].config.dynamic_mask["recent"] == 16
+    assert names["cache"].get_seq_length() == 40 + 20 + 5 + 20 - 1
