@@ -87,7 +87,7 @@ def attention_forward(module: Any, query: Tensor, key: Tensor, value: Tensor, at
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     elif isinstance(attention_mask, Visibility):
-        mask = attention_mask.interval
+        mask = attention_mask.interval()
     elif isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
         attention_mask = attention_mask[..., :key.shape[1]]
         if attention_mask.dtype == torch.bool:
@@ -123,14 +123,14 @@ def dynamic_attention(module: Any, how: DynamicMask, query: Tensor, key: Tensor,
             raise NotImplementedError("a DynamicMaskCache takes no packed sequences and no sliding window: give one "
                                       "row per sequence")
         return layer.attend(query, key, value, key_scores(value, **learned), how,
-                            None if seen is None else seen.new_tokens, settings)
+                            None if seen is None else seen.new_tokens(), settings)
     if seen is not None and seen.window is not None and seen.window < key.shape[1]:
         if how.window < seen.window:
             raise NotImplementedError(
                 f"the best {how.window} keys within a sliding window of {seen.window} are not an interval mask: the "
                 f"dynamic window must be at least the sliding one, or the sliding one at least the number of keys, "
                 f"{key.shape[1]}")
-        return attention(query, key, value, mask=seen.interval, bias=key_scores(value, **learned), **settings)
+        return attention(query, key, value, mask=seen.interval(), bias=key_scores(value, **learned), **settings)
     padding = documents = None
     if seen is not None:
         padding, documents = seen.padding, _one_numbering(seen.documents)

@@ -35,6 +35,8 @@ class Visibility:
     padding: Tensor | None = None  # bool (B, K), True = a real token
     documents: list[Tensor] = field(default_factory=list)  # integers (B, K): a query sees keys with its own number
 
+    _interval: IntervalMask | None = field(default=None, init=False, repr=False)
+
     ndim = 4  # as transformers asks of a mask that it is given ready-made
 
     @property
@@ -53,9 +55,13 @@ class Visibility:
         return self.causal and self.is_aligned and not self.documents and self.padding is None and (
             self.window is None or self.window >= self.key_length)
 
-    @functools.cached_property
     def interval(self) -> IntervalMask:
-        """The mask, ``(1|B, 1, K)``."""
+        """The mask, ``(1|B, 1, K)``, made once."""
+        if self._interval is None:
+            self._interval = self._made()
+        return self._interval
+
+    def _made(self) -> IntervalMask:
         like, n = torch.empty(0, device=self.device), self.key_length
         masks = [IntervalMask.documents(numbers, causal=self.causal) for numbers in self.documents]
         if self.window is not None and self.causal:
@@ -78,7 +84,6 @@ class Visibility:
                        for run in (mask.start, mask.stop))
         return IntervalMask(start, stop)
 
-    @functools.cached_property
     def new_tokens(self) -> Tensor | None:
         """bool ``(B, Q)``, True = a real token, or None where all are: the padding of the queries' own keys."""
         if self.padding is None:
@@ -98,6 +103,7 @@ class Visibility:
                           [numbers.to(device) for numbers in self.documents])
 
 
+@torch.compiler.disable  # the graph breaks here: a traced function cannot be asked for what it closes over
 def visibility(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
                mask_function: Callable | None = None, attention_mask: Any = None, device: Any = "cpu",
                **others: Any) -> Visibility | None:
@@ -129,7 +135,7 @@ def visibility(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0
 
 def _is_known_to_be_true(real: Tensor) -> bool:
     """Whether all of it is True. It is not read (which synchronizes) where it cannot be."""
-    if torch.compiler.is_compiling() or real.is_cuda and torch.cuda.is_current_stream_capturing():
+    if real.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
     return bool(real.all())
 

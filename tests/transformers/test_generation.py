@@ -16,7 +16,6 @@ from tests.transformers import small_models as small  # noqa: E402
 NEW = 24
 GREEDY = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
 BEAMS = {**GREEDY, "num_beams": 3, "num_return_sequences": 2}
-OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "sinks and recent": {"sinks": 1, "recent": 3}}
 
 
 def dynamic(name: str, **options: Any) -> Any:
@@ -39,14 +38,12 @@ def generated(model: Any, given: dict[str, Any], **options: Any) -> tuple[torch.
     return found.sequences, getattr(found, small.CACHE)
 
 
-@pytest.mark.parametrize("name", ["doge", "llama", "qwen3", "gpt-neox"])
+@pytest.mark.parametrize(("name", "options"), [(name, {}) for name in ("doge", "llama", "qwen3", "gpt-neox")] +
+                         [("llama", {"sinks": 1, "recent": 3}), ("gpt-neox", {"recent": 5, "form": "linear"})], ids=str)
 @pytest.mark.parametrize("how", ["plain", "left"])
 @pytest.mark.parametrize("search", [GREEDY, BEAMS], ids=["greedy", "beams"])
-@pytest.mark.parametrize("options", OPTIONS)
 def test_the_same_tokens_as_with_a_full_cache(name, how, search, options):
-    if name == "doge" and options != "plain":
-        pytest.skip("Doge has neither")
-    model = dynamic(name, **OPTIONS[options])
+    model = dynamic(name, **options)
     found, cache = generated(model, prompt(how), **search)
     expected, full = generated(model, prompt(how), **search, **full_cache(model))
     assert isinstance(cache, DynamicMaskCache) and not isinstance(full, DynamicMaskCache)
@@ -54,12 +51,10 @@ def test_the_same_tokens_as_with_a_full_cache(name, how, search, options):
     assert len(found[0]) == 30 + NEW
 
 
-@pytest.mark.parametrize("name", small.FORMS)
-@pytest.mark.parametrize("how", ["plain", "left"])
+@pytest.mark.parametrize(("name", "how"), [(name, how) for name in small.FORMS for how in ("plain", "left") if
+                                           (name, how) != ("doge-moe", "left")])  # see CASES of test_models.py
 @pytest.mark.parametrize("search", [GREEDY, BEAMS], ids=["greedy", "beams"])
 def test_the_same_tokens_as_transformers_own_attention(name, how, search):
-    if name == "doge-moe" and how == "left":
-        pytest.skip("Doge's router mixes the tokens of a batch, and what padding computes is arbitrary")
     model = small.model_of(name)
     eager = small.twin(model, "eager")
     found, cache = generated(model, prompt(how), **search)

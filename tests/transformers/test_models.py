@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from tests.transformers import small_models as small  # noqa: E402
 
 KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SOFTCAPPED = ("gemma2", "gpt-oss")  # transformers' sdpa has no softcap and no sinks
 ROUNDING = {"float32": 2**-23, "bfloat16": 2**-8}
 
 
@@ -78,17 +79,15 @@ def check(name: str, kind: str, how: str, **others: Any) -> None:
     assert not wrong, wrong
 
 
-SOFTCAPPED = ("gemma2", "gpt-oss")  # transformers' sdpa has no softcap and no sinks
+# Not with padding on the left: Doge's router mixes the tokens of a batch, and what padding computes is arbitrary; and
+# there is no float64 truth with a softcap, as eager attention of a row that sees nothing is NaN in float64.
+CASES = [(name, how) for name in small.FORMS for how in ("plain", "left", "right", "packed")
+         if how != "left" or name not in ("doge-moe", *SOFTCAPPED)]
 
 
-@pytest.mark.parametrize("how", ["plain", "left", "right", "packed"])
+@pytest.mark.parametrize(("name", "how"), CASES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", small.FORMS)
-def test_forward_and_backward(name, kind, how):
-    if name == "doge-moe" and how == "left":
-        pytest.skip("Doge's router mixes the tokens of a batch, and what padding computes is arbitrary")
-    if name in SOFTCAPPED and how == "left":
-        pytest.skip("no float64 truth: eager attention of a row that sees nothing is NaN in float64")
+def test_forward_and_backward(name, how, kind):
     check(name, kind, how)
 
 
@@ -137,8 +136,9 @@ def test_gradient_checkpointing_changes_nothing(name):
         assert torch.equal(found[part], x), part
 
 
-@pytest.mark.parametrize("name", ["doge", "qwen3"])
-@pytest.mark.parametrize("how", ["plain", "left"])
+@pytest.mark.parametrize(("name", "how"), [
+    ("doge", "left"), pytest.param("doge", "plain", marks=pytest.mark.slow),
+    pytest.param("qwen3", "left", marks=pytest.mark.slow)])
 def test_compiled(name, how):
     given, real = small.batch(how)
     given["use_cache"] = False
