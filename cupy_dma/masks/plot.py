@@ -48,7 +48,7 @@ class Pictures:
 
         Returns
         -------
-        The matplotlib Axes.
+        matplotlib.axes.Axes
 
         Raises
         ------
@@ -84,7 +84,8 @@ class Pictures:
 
         Returns
         -------
-        The matplotlib Axes. Keys that no position sees have a dot at their own position and no bar.
+        matplotlib.axes.Axes
+            Keys that no position sees have a dot at their own position and no bar.
 
         Raises
         ------
@@ -139,7 +140,7 @@ class Pictures:
 
         Returns
         -------
-        The matplotlib Axes.
+        matplotlib.axes.Axes
 
         Raises
         ------
@@ -189,7 +190,7 @@ class Pictures:
 
         Returns
         -------
-        The matplotlib Axes.
+        matplotlib.axes.Axes
 
         Raises
         ------
