@@ -111,7 +111,7 @@ check-record:
 	PYTHONPATH=. $(PYTHON) -m tests.gpu.gpu_record
 
 clean:
-	rm -rf $(if $(VENV),$(VENV)) build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache mask.png generate.png model.pt model.png compare.json plot.png
+	rm -rf $(if $(VENV),$(VENV)) build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache mask.png generate.png model.pt model.png compare.json plot.png bench.png
 	find cupy_dma kernels tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ifdef VENV
