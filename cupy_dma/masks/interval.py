@@ -139,7 +139,14 @@ class IntervalMask(Pictures):
 
     @classmethod
     def prefix_lm(cls, key_length: int, prefix_length: Any, *, like: Any = None) -> IntervalMask:
-        """The first ``prefix_length`` keys (int, or integer array ``(B,)``) are visible everywhere, the rest causal."""
+        """The first ``prefix_length`` keys (int, or integer array ``(B,)``) are visible everywhere, the rest causal.
+
+        >>> IntervalMask.prefix_lm(4, 2).to_dense(4)[0, 0].astype(int)
+        array([[1, 1, 0, 0],
+               [1, 1, 0, 0],
+               [1, 1, 1, 0],
+               [1, 1, 1, 1]])
+        """
         return cls._of(*usual.prefix_lm(key_length, prefix_length, like))
 
     @classmethod
