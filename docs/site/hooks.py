@@ -1,7 +1,7 @@
 """What mkdocs cannot do by itself: pages and pictures that are made from the repository when the site is built.
 
 - CONTRIBUTING.md becomes a page; the charts in benchmarks/results become pictures of the performance page;
-- ``<!-- results: forward -->`` is replaced by the table of the recorded results, ``benchmarks/harness/render*.py``;
+- tables of results, between ``<!-- table:forward -->`` and its end, get room;
 - ``<!-- picture: name | what it shows -->`` in front of a Python block runs the block, which leaves a matplotlib Axes
   or Figure in ``ax``, and puts the picture behind it;
 - an empty block ``{ .python .excerpt file="..." }`` gets the file's text;
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import posixpath
 import re
 import sys
@@ -58,7 +57,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     if source == "contributing.md":
         markdown = re.sub(r"\]\(docs/", "](", markdown)
     markdown = PICTURE.sub(lambda m: f"{m[3]}\n![{m[2]}](pictures/{m[1]}.png){{ loading=lazy }}\n", markdown)
-    markdown = re.sub(r"<!-- results: (\w+) -->", lambda m: table(m[1]), markdown)
+    markdown = re.sub(r"<!-- table:(\w+) -->\n(.*?)\n<!-- /table:\1 -->",
+                      r'<div class="results" markdown="1">\n\n\2\n\n</div>', markdown, flags=re.DOTALL)
     markdown = re.sub(r"<!-- command: (\S+) -->", lambda m: usage(m[1]), markdown)
     markdown = re.sub(r'```\{ \.(\w+) \.excerpt file="([^"]+)" \}\n```', lambda m: excerpt(m[1], m[2]), markdown)
     return re.sub(r"\[([^\]\n]*)\]\(([^)\s]+)\)", lambda m: link(m, source, files), markdown)
@@ -93,15 +93,6 @@ def link(match: re.Match, source: str, files: Files) -> str:
     if not (ROOT / name).exists():
         return match[0]  # strict mode reports it
     return f"`{name}`" if text.strip("`") in (name, target) else f"{text} (`{name}`)"
-
-
-def table(name: str) -> str:
-    from benchmarks.harness import render, render_decode, render_dense
-
-    report = {"forward": render.FORWARD, "backward": render.BACKWARD, "dense": render_dense.DENSE,
-              "decode": render_decode.DECODE}[name]
-    text = report.table(json.loads((RESULTS / f"{name}_performance.json").read_text()))
-    return f'<div class="results" markdown="1">\n\n{text}\n\n</div>'
 
 
 def usage(name: str) -> str:

@@ -111,7 +111,7 @@ def test_every_public_name_is_in_the_reference(site):
 
 def test_tables_and_pictures_are_made(site):
     performance = (site / "performance.html").read_text()
-    assert performance.count("<table>") >= 4 and "results:" not in performance
+    assert performance.count("<table>") >= 4 and "<!-- table" not in performance
     gallery = (ROOT / "docs" / "gallery.md").read_text()
     names = re.findall(r"<!-- picture: (\S+) \|", gallery)
     assert len(names) == gallery.count("```python") - 1 >= 7
