@@ -89,3 +89,17 @@ def test_lengths():
     assert len(definition[definition.index("def attention"):definition.index("if __name__")].split("\n")) <= 20
     for path in LADDER.glob("*.py"):
         assert len(path.read_text().splitlines()) < 120
+
+
+@pytest.mark.parametrize("d", [32, 64])
+def test_the_kernel_compiles_for_gpus_without_spills(d):
+    from cupy_dma.backends.cuda.runtime import jit
+    from examples.ladder import step4_kernel
+
+    try:
+        jit.find_headers()
+    except jit.CompileError as error:
+        pytest.skip(str(error))
+    for arch in ("sm_80", "sm_90a"):
+        compiled = jit.compile(step4_kernel.kernel(d)._config, arch)
+        assert compiled.spill_bytes == compiled.stack_bytes == 0, f"{d} on {arch}: {compiled}"
