@@ -63,7 +63,7 @@
       fill: "var(--md-accent-fg-color)", "fill-opacity": 0.18 });
     runs.forEach((run, j) => {
       const y = top + j * row, visible = kept[query].has(j);
-      const colour = visible ? "var(--md-accent-fg-color)" : "var(--md-primary-fg-color)";
+      const colour = visible ? "var(--md-accent-fg-color)" : "var(--md-typeset-a-color)";
       const bar = add("rect", { x: 0, y: y + 1.5, width: Math.max(1, scores[j] * left), height: row - 3, rx: 1.5,
         class: "score", fill: colour, "fill-opacity": visible ? 0.9 : 0.35 });
       bar.dataset.key = j;

@@ -109,6 +109,11 @@ def test_every_public_name_is_in_the_reference(site):
             assert f"cupy_dma.backward.{name}" in documented, name
 
 
+def test_powers_in_docstrings_are_not_bold(site):
+    for path in (site / "api").glob("*.html"):
+        assert not re.search(r"\d<strong>", path.read_text()), path.name
+
+
 def test_tables_and_pictures_are_made(site):
     performance = (site / "performance.html").read_text()
     assert performance.count("<table>") >= 4 and "<!-- table" not in performance
@@ -178,6 +183,16 @@ def test_pages_fit(site, tab, screenshots, name):
     tab.screenshot(path=screenshots / f"{name.replace('/', '-')}-{tab.kind}.png", full_page=True)
     wide = tab.evaluate("document.scrollingElement.scrollWidth") - tab.evaluate("window.innerWidth")
     assert wide <= 0, f"{name} is {wide} pixels too wide on a {tab.kind}"
+
+
+def test_no_page_is_too_wide(site, pages, tab):
+    wide = {}
+    for path in pages:
+        if path.name == "404.html":  # its links are those of a server
+            continue
+        tab.goto(path.as_uri())
+        wide[path.name] = tab.evaluate("document.scrollingElement.scrollWidth - window.innerWidth")
+    assert not {name for name, more in wide.items() if more > 0}
 
 
 def state(tab) -> dict:
