@@ -3,6 +3,7 @@
 #   make demo         dynamic mask attention over a long text, with a picture of the mask in mask.png
 #   make test         what a change could break, in minutes: all but the tests marked slow (tests/slow.py)
 #   make test-all     make test, then the slow ones: every kernel and every fault, 20 minutes and more
+#                     and the tests of cupy_dma.transformers with the oldest transformers that it supports
 #   make test-gpu     the tests that need a GPU; records the result in tests/gpu_results.json
 #   make test-sanitize  the kernels on the CPU emulator, with its race detector and with AddressSanitizer
 #   make sanitize     every kernel under compute-sanitizer's memcheck and racecheck (needs a GPU)
@@ -16,6 +17,7 @@
 # VENV=                an empty VENV installs nothing and runs the tree in PYTHON itself
 # CUDA_EXTRA=cuda12    which CUDA extra to install; chosen by the driver if not given
 # TORCH=               what pip installs as torch for the tests; empty for none, and then its tests are skipped
+# TRANSFORMERS=        what pip installs as transformers for the tests, beside torch; empty for none
 # GPU_JOBS=8           processes of make test-gpu: most of its time is compiling, which is the host's
 # ARGS="--length 4096" more arguments for demo, test, test-all, test-gpu and bench
 
@@ -45,6 +47,7 @@ WORKERS := -n $(JOBS) --dist worksteal
 # tests/no-cuda-torch.txt lets pip refuse it. A TORCH of the user's own is tried as it stands.
 TORCH ?= torch==2.13.0+cpu torch==2.13.0
 endif
+TRANSFORMERS ?= transformers>=5.17
 TORCH_OPTIONS := $(if $(filter file,$(origin TORCH)),--constraint tests/no-cuda-torch.txt)
 
 ifdef VENV
@@ -52,6 +55,10 @@ RUN := $(VENV)/bin/python
 DEMO_READY := $(VENV)/.demo
 TORCH_READY := $(if $(TORCH),$(VENV)/.torch-$(shell echo '$(TORCH)' | cksum | cut -d ' ' -f 1))
 TEST_READY := $(VENV)/.test $(TORCH_READY)
+ifneq ($(and $(TORCH),$(TRANSFORMERS)),)
+TEST_READY += $(VENV)/.transformers
+OLD_TRANSFORMERS := $(VENV)/transformers-5.17
+endif
 DOCS_READY := $(VENV)/.docs $(TEST_READY)
 BENCH_READY := $(VENV)/.bench
 LINT_READY := $(VENV)/.lint
@@ -70,8 +77,9 @@ demo: $(DEMO_READY)
 test: $(TEST_READY)
 	$(RUN) -m pytest -m "not slow $(NO_GPU)" $(if $(VENV),$(WORKERS)) $(ARGS)
 
-test-all: test $(DOCS_READY)
+test-all: test $(DOCS_READY) $(OLD_TRANSFORMERS)
 	$(RUN) -m pytest -m "slow $(NO_GPU)" $(if $(VENV),$(WORKERS)) $(ARGS)
+	$(if $(OLD_TRANSFORMERS),PYTHONPATH=$(OLD_TRANSFORMERS) $(RUN) -m pytest tests/transformers $(WORKERS))
 
 test-gpu: $(TEST_READY)
 	$(RUN) -m pytest -m gpu $(GPU_JOBS:%=-n % --dist worksteal) -p tests.gpu.gpu_record \
@@ -146,6 +154,16 @@ $(VENV)/.torch-%: $(VENV)/.test
 $(VENV)/.docs: $(VENV)/bin/python pyproject.toml setup.cfg
 	$(PIP) --editable ".[docs]"
 	@touch $@
+
+# transformers needs no torch to be installed, so one that did not come stays away.
+$(VENV)/.transformers: $(VENV)/.test $(TORCH_READY)
+	$(PIP) "$(TRANSFORMERS)"
+	@touch $@
+
+# Beside the other one, for PYTHONPATH, with the hub that it wants; what else both need is the same.
+$(VENV)/transformers-5.17: $(VENV)/.transformers
+	$(PIP) --target $@ "huggingface-hub<2"
+	$(PIP) --target $@ --no-deps "transformers==5.17.*"
 
 $(VENV)/.bench: $(VENV)/bin/python pyproject.toml setup.cfg
 	$(PIP) --editable ".[torch,plot$(CUDA_EXTRA:%=,%)]"

@@ -3,6 +3,9 @@
     dt = value @ dt_proj^T + dt_bias        state = A * softplus(dt)        score = exp(state), or state
     dstate = dscore * score, or dscore      ddt = dstate * A * sigmoid(dt)
     dA = sum dstate * softplus(dt)      ddt_bias = sum ddt      ddt_proj = ddt^T @ value      dvalue = ddt @ dt_proj
+
+The products of scores are summed in float64 and then rounded: BLAS orders a sum by the shapes of the call, and equal
+values must get equal scores in a long call and in one of a single key, or ties break differently in decoding.
 """
 from __future__ import annotations
 
@@ -21,15 +24,15 @@ SCORE_CHUNK = 4096  # keys whose values are converted at a time
 def key_scores(value: Operand, dt_proj: Operand, A: Operand, dt_bias: Operand | None, form: str) -> Any:
     """Scores ``(B, Hkv, Lk)`` of ``value (B, Lk, Hkv, D)``; float32, or float64 if value is."""
     kind = widened(value.dtype)
-    values, projection, a = host(value), host(dt_proj).astype(kind).T, host(A).astype(kind)
-    offset = 0 if dt_bias is None else host(dt_bias).astype(kind)
+    values, projection, a = host(value), host(dt_proj).astype(np.float64).T, host(A).astype(kind)
+    offset = 0 if dt_bias is None else host(dt_bias).astype(np.float64)
     batch, length, heads, size = value.shape
     scores = np.empty((batch, heads, length), kind)
     with np.errstate(all="ignore"), one_blas_thread():
         for b in range(batch):
             for begin in range(0, length, SCORE_CHUNK):
-                rows = values[b, begin:begin + SCORE_CHUNK].astype(kind).reshape(-1, heads * size)
-                state = a * np.logaddexp(0, rows @ projection + offset).astype(kind)
+                rows = values[b, begin:begin + SCORE_CHUNK].astype(np.float64).reshape(-1, heads * size)
+                state = a * np.logaddexp(0, (rows @ projection + offset).astype(kind))
                 scores[b, :, begin:begin + SCORE_CHUNK] = (np.exp(state) if form == "exp" else state).T
     return deliver(scores, value)
 

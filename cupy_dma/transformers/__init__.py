@@ -1,0 +1,16 @@
+"""transformers: Doge in O(N), any causal model with ``attn_implementation="cupy_dma"``, dynamic masks for any of them.
+
+    cupy_dma.transformers.register()
+    model = AutoModelForCausalLM.from_pretrained("SmallDoge/Doge-160M", attn_implementation="cupy_dma")
+    model.generate(...)                                 # keeps keep_window_size keys a layer, however long the text
+
+    cupy_dma.transformers.convert(model, window=2048)   # dynamic masks for a model that has none
+
+Importing this module imports transformers.
+"""
+from cupy_dma.transformers.attention import attention_forward
+from cupy_dma.transformers.cache import DynamicMaskCache
+from cupy_dma.transformers.convert import convert
+from cupy_dma.transformers.registration import register
+
+__all__ = ["DynamicMaskCache", "attention_forward", "convert", "register"]

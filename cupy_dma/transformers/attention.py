@@ -1,0 +1,167 @@
+"""The attention function of ``attn_implementation="cupy_dma"``: what a layer of transformers calls.
+
+    plain layers     attention(q, k, v, mask)               mask: ``Visibility``, as ``visibility`` makes it
+    dynamic layers   s = exp(A softplus(v @ dt_proj))       each query sees the ``window`` best keys of those that the
+                     attention(q, k, v, top_w(s), bias=s)   mask shows, and s is added to the logits
+
+Dynamic layers are Doge's (``doge.py``) and those of a converted model (``convert.py``), which have an attribute
+``dynamic_mask``. Tensors come as ``(B, H, L, D)`` and leave as
+``(B, L, H, D)``, as transformers has it.
+"""
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cupy_dma.torch import attention, dynamic_mask_attention, key_scores
+from cupy_dma.torch.kept import kept_keys
+from cupy_dma.transformers.cache import DynamicMaskCache, DynamicMaskLayer
+from cupy_dma.transformers.layers import DynamicMask
+from cupy_dma.transformers.visibility import Visibility
+
+
+def attention_forward(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *,
+                      dropout: float = 0.0, scaling: float | None = None, softcap: float | None = None,
+                      is_causal: bool | None = None, position_bias: Tensor | None = None,
+                      s_aux: Tensor | None = None, cu_seq_lens_q: Tensor | None = None,
+                      cu_seq_lens_k: Tensor | None = None, **others: Any) -> tuple[Tensor, None]:
+    """Attention in the calling convention of transformers, to be registered there (``register`` does).
+
+    Parameters
+    ----------
+    module
+        The layer. ``is_causal`` is its own unless given.
+    query : Tensor ``(B, H, Q, D)``
+    key, value : Tensor ``(B, Hkv, K, D)``
+    attention_mask
+        None: causality alone (none, if the layer is not causal), the last query at the last key. A ``Visibility``. Or
+        a tensor ``(1|B, 1|H, Q, K)`` that the caller has made: boolean (True = visible), or floating (added to the
+        logits).
+    dropout
+        Must be 0.
+    scaling, softcap
+        Default: ``1 / sqrt(D)`` and none.
+    position_bias : Tensor ``(1|B, H, Q, K)``, optional
+        Added to the logits.
+    s_aux : Tensor ``(H,)``, optional
+        A logit of each head that takes part in the softmax and adds nothing (GPT-OSS's attention sinks).
+    cu_seq_lens_q, cu_seq_lens_k : int32 Tensor ``(sequences + 1,)``, optional
+        Packed sequences in one row, where there is no mask that says so.
+    **others
+        Not needed, as the mask holds it (``sliding_window``), or meant for other implementations.
+
+    Returns
+    -------
+    out : Tensor ``(B, Q, H, D)``
+    None
+        In place of the attention weights, which are never computed.
+
+    Raises
+    ------
+    NotImplementedError
+        Dropout, a head mask, or a dynamic layer with what it cannot take.
+    """
+    if dropout:
+        raise NotImplementedError(f"attn_implementation='cupy_dma' has no dropout of attention weights, got "
+                                  f"dropout={dropout}: set the configuration's attention_dropout to 0")
+    if others.get("head_mask") is not None:
+        raise NotImplementedError("attn_implementation='cupy_dma' takes no head_mask")
+    if others.get("output_attentions"):
+        warnings.warn("attn_implementation='cupy_dma' never computes attention weights: output_attentions=True gives "
+                      "None for them; 'eager' computes them", stacklevel=2)
+    if attention_mask is None and cu_seq_lens_k is not None:
+        attention_mask = _packed(cu_seq_lens_q, cu_seq_lens_k, query, key)
+    settings: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0}
+    how = getattr(module, "dynamic_mask", None)
+    if how is not None:
+        for name, given in (("position_bias", position_bias), ("s_aux", s_aux)):
+            if given is not None:
+                raise NotImplementedError(f"a layer with a dynamic mask takes no {name}")
+        return dynamic_attention(module, how, query, key, value, attention_mask, module.dynamic_cache,
+                                 **settings), None
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    causal, mask = False, None
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    elif isinstance(attention_mask, Visibility):
+        mask = attention_mask.interval
+    elif isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
+        attention_mask = attention_mask[..., :key.shape[1]]
+        if attention_mask.dtype == torch.bool:
+            mask = attention_mask
+        else:
+            position_bias = attention_mask if position_bias is None else attention_mask + position_bias
+    else:
+        raise NotImplementedError(f"attention_mask must be what the mask function of attn_implementation='cupy_dma' "
+                                  f"makes, or a tensor (B, H, Q, K), got {_described(attention_mask)}")
+    if s_aux is None:
+        return attention(query, key, value, mask=mask, bias=position_bias, causal=bool(causal), **settings), None
+    out, lse = attention(query, key, value, mask=mask, bias=position_bias, causal=bool(causal), return_lse=True,
+                         **settings)
+    weight = torch.sigmoid(lse - s_aux.float()[:, None]).transpose(1, 2)  # e^lse / (e^lse + e^s_aux)
+    return out * weight[..., None].to(out.dtype), None
+
+
+def dynamic_attention(module: Any, how: DynamicMask, query: Tensor, key: Tensor, value: Tensor, mask: Any,
+                      cache: DynamicMaskCache | None, *, scale: float | None, softcap: float = 0.0) -> Tensor:
+    """``out (B, Q, H, D)`` of a layer with a dynamic mask. ``cache``: where it keeps its tokens, unless key and value
+    hold all of them."""
+    if mask is not None and not isinstance(mask, Visibility):
+        raise NotImplementedError(f"a layer with a dynamic mask takes padding (B, K) as attention_mask, which the "
+                                  f"model turns into its own kind of mask, got {_described(mask)}")
+    seen: Visibility | None = mask
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    learned: dict[str, Any] = {"dt_proj": module.dt_proj.weight, "A": module.A, "dt_bias": module.dt_proj.bias,
+                               "form": how.form}
+    settings: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    layer = cache.layers[module.layer_idx] if cache is not None else None
+    if isinstance(layer, DynamicMaskLayer):
+        if seen is not None and (seen.documents or seen.window is not None):
+            raise NotImplementedError("a DynamicMaskCache takes no packed sequences and no sliding window: give one "
+                                      "row per sequence")
+        return layer.attend(query, key, value, key_scores(value, **learned), how,
+                            None if seen is None else seen.new_tokens, settings)
+    if seen is not None and seen.window is not None and seen.window < key.shape[1]:
+        if how.window < seen.window:
+            raise NotImplementedError(
+                f"the best {how.window} keys within a sliding window of {seen.window} are not an interval mask: the "
+                f"dynamic window must be at least the sliding one, or the sliding one at least the number of keys, "
+                f"{key.shape[1]}")
+        return attention(query, key, value, mask=seen.interval, bias=key_scores(value, **learned), **settings)
+    padding = documents = None
+    if seen is not None:
+        padding, documents = seen.padding, _one_numbering(seen.documents)
+    if not how.sinks and not how.recent and (seen is None or seen.is_aligned):
+        return dynamic_mask_attention(query, key, value, window=how.window, padding=padding, documents=documents,
+                                      **learned, **settings)
+    scores = key_scores(value, **learned)
+    kept = kept_keys(scores, how.window, how.sinks, how.recent, padding, documents, None)
+    return attention(query, key, value, mask=kept if seen is None else seen.placed(kept), bias=scores, **settings)
+
+
+def _one_numbering(numberings: list[Tensor]) -> Tensor | None:
+    """Ids that change along a row wherever one of ``numberings`` does."""
+    if len(numberings) < 2:
+        return numberings[0] if numberings else None
+    changes = torch.stack([numbers.diff(dim=1, prepend=numbers[:, :1]) != 0 for numbers in numberings]).any(0)
+    return changes.cumsum(1)
+
+
+def _packed(lengths_q: Tensor | None, lengths_k: Tensor, query: Tensor, key: Tensor) -> Visibility:
+    """Sequences of a single row, by cumulative lengths."""
+    if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+        raise NotImplementedError(f"cu_seq_lens_q and cu_seq_lens_k need one row with as many queries as keys, got "
+                                  f"query {tuple(query.shape)} and key {tuple(key.shape)}")
+    if lengths_q is not None and lengths_q.shape != lengths_k.shape:
+        raise NotImplementedError("cu_seq_lens_q must equal cu_seq_lens_k")
+    place = torch.arange(key.shape[2], device=key.device)
+    numbers = torch.searchsorted(lengths_k.long(), place, right=True)
+    return Visibility(query.shape[2], key.shape[2], 0, key.device, documents=[numbers[None]])
+
+
+def _described(mask: Any) -> str:
+    shape = f" of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else ""
+    return f"{type(mask).__name__}{shape}"

@@ -1,0 +1,165 @@
+"""What a model's mask says, in ``O(K)``: the mask function of ``attn_implementation="cupy_dma"``.
+
+transformers describes a mask by a function of indices, which its other implementations evaluate for every query and
+key. Those that a causal model uses are conjunctions of few kinds (causality, a sliding window, chunks, packed
+sequences), so this module reads them off the function and keeps what they mean: two integers per key
+(``IntervalMask``), and padding and sequences of the keys for a selection. No array of size Q x K is made.
+
+Positions are those of the keys of the call: key ``j`` of ``K`` stands at ``j``, query ``i`` at ``first_query + i``.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cupy_dma.masks.interval import EVER, NEVER, IntervalMask
+
+_LIBRARY = "transformers.masking_utils"
+
+
+@dataclass(eq=False)
+class Visibility:
+    """Which keys the queries of a forward pass may see; shared by all layers with the same kind of mask."""
+
+    query_length: int
+    key_length: int
+    first_query: int | Tensor  # an int, or an integer tensor with one element (transformers' static cache)
+    device: torch.device
+    causal: bool = True
+    window: int | None = None  # a query sees keys less than this behind it (and, not causal, before it)
+    padding: Tensor | None = None  # bool (B, K), True = a real token
+    documents: list[Tensor] = field(default_factory=list)  # integers (B, K): a query sees keys with its own number
+
+    ndim = 4  # as transformers asks of a mask that it is given ready-made
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """``(1, 1, Q, K)``: what a dense mask's shape would broadcast with."""
+        return 1, 1, self.query_length, self.key_length
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether the last query stands at the last key."""
+        return not isinstance(self.first_query, Tensor) and self.first_query + self.query_length == self.key_length
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether causality, aligned, is all that there is."""
+        return self.causal and self.is_aligned and not self.documents and self.padding is None and (
+            self.window is None or self.window >= self.key_length)
+
+    @functools.cached_property
+    def interval(self) -> IntervalMask:
+        """The mask, ``(1|B, 1, K)``."""
+        like, n = torch.empty(0, device=self.device), self.key_length
+        masks = [IntervalMask.documents(numbers, causal=self.causal) for numbers in self.documents]
+        if self.window is not None and self.causal:
+            masks.append(IntervalMask.sliding_window(n, self.window, like=like))
+        elif self.window is not None:
+            place = torch.arange(n, device=self.device, dtype=torch.int32)
+            masks.append(IntervalMask(place - self.window + 1, place + self.window))
+        elif self.causal and not masks:
+            masks.append(IntervalMask.causal(n, like=like))
+        if self.padding is not None:
+            masks.append(IntervalMask.padding(self.padding))
+        return self.placed(functools.reduce(IntervalMask.__and__, masks))
+
+    def placed(self, mask: IntervalMask) -> IntervalMask:
+        """``mask``, whose runs count from the first key, for queries that attention aligns with the last key."""
+        if self.is_aligned:
+            return mask
+        shift = self.key_length - self.query_length - self.first_query
+        start, stop = (torch.where((run == EVER) | (run == NEVER), run, run + shift).int()
+                       for run in (mask.start, mask.stop))
+        return IntervalMask(start, stop)
+
+    @functools.cached_property
+    def new_tokens(self) -> Tensor | None:
+        """bool ``(B, Q)``, True = a real token, or None where all are: the padding of the queries' own keys."""
+        if self.padding is None:
+            return None
+        if not isinstance(self.first_query, Tensor):
+            return self.padding[:, self.first_query:self.first_query + self.query_length]
+        place = self.first_query + torch.arange(self.query_length, device=self.device)
+        return self.padding[:, place]
+
+    def to(self, device: Any, *_: Any, **__: Any) -> Visibility:
+        """On another device, as accelerate moves the arguments of layers."""
+        if torch.device(device) == self.device:
+            return self
+        first = self.first_query.to(device) if isinstance(self.first_query, Tensor) else self.first_query
+        return Visibility(self.query_length, self.key_length, first, torch.device(device), self.causal, self.window,
+                          None if self.padding is None else self.padding.to(device),
+                          [numbers.to(device) for numbers in self.documents])
+
+
+def visibility(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
+               mask_function: Callable | None = None, attention_mask: Any = None, device: Any = "cpu",
+               **others: Any) -> Visibility | None:
+    """The mask function to register with transformers; its arguments are those of ``masking_utils.sdpa_mask``. A
+    ``Visibility`` made before the forward pass, as ``attention_mask``, is returned.
+
+    Returns
+    -------
+    Visibility, or None where causality is all that there is.
+
+    Raises
+    ------
+    NotImplementedError
+        The mask is not one of the kinds named above.
+    """
+    if isinstance(attention_mask, Visibility):
+        return attention_mask
+    found = Visibility(q_length, kv_length, q_offset - kv_offset, torch.device(device), causal=False)
+    if mask_function is None:
+        found.causal = True
+    else:
+        _read(mask_function, found, kv_offset, batch_size, None)
+    if attention_mask is not None:
+        missing = kv_length + kv_offset - attention_mask.shape[-1]  # keys of a static cache that are still to come
+        real = torch.nn.functional.pad(attention_mask, (0, max(missing, 0)))[:, kv_offset:kv_offset + kv_length].bool()
+        found.padding = None if _is_known_to_be_true(real) else real
+    return None if found.is_plain else found
+
+
+def _is_known_to_be_true(real: Tensor) -> bool:
+    """Whether all of it is True. It is not read (which synchronizes) where it cannot be."""
+    if torch.compiler.is_compiling() or real.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return bool(real.all())
+
+
+def _read(function: Callable, found: Visibility, kv_offset: int, batch: int, positions: Tensor | None) -> None:
+    """Add what a mask function of transformers demands. ``positions (B, K)``: what it counts in, if not in keys."""
+    name = f"{function.__module__}.{function.__qualname__}".replace(".<locals>", "")
+    inside = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__ or ())))
+    kind = name.removeprefix(f"{_LIBRARY}.")
+    if kind == "causal_mask_function":
+        found.causal = True
+    elif kind == "bidirectional_mask_function":
+        pass
+    elif kind == "and_masks.and_mask":
+        for each in inside["mask_functions"]:
+            _read(each, found, kv_offset, batch, positions)
+    elif kind == "sliding_window_overlay.inner_mask":
+        found.window = inside["sliding_window"]
+    elif kind == "sliding_window_bidirectional_overlay.inner_mask":
+        found.window = inside["sliding_window"] + 1
+    elif kind == "packed_sequence_mask_function.inner_mask":
+        found.documents.append(inside["packed_sequence_mask"])
+    elif kind == "remap_positions_for_packed_sequence.inner_mask":
+        _read(inside["mask_function"], found, kv_offset, batch, inside["position_ids"])
+    elif kind == "chunked_overlay.inner_mask":
+        if positions is None:
+            positions = torch.arange(kv_offset, kv_offset + found.key_length, device=found.device).expand(batch, -1)
+        begin = inside["left_padding"].to(found.device)[:, None]
+        found.documents.append((positions - begin).div(inside["chunk_size"], rounding_mode="floor"))
+    else:
+        raise NotImplementedError(
+            f"attn_implementation='cupy_dma' knows masks of causality, sliding windows, chunks, packed sequences and "
+            f"padding, but the model asks for {name}; use attn_implementation='sdpa' or 'eager' for it")

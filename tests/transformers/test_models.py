@@ -1,0 +1,238 @@
+"""Models with ``attn_implementation="cupy_dma"`` compute what they compute with transformers' own attention.
+
+Right means SPEC section 12 for a whole model: the error may be twice that of the model with plain attention in the same
+precision (eager), three times for gradients, plus roundings: of the result (four, as the norms of the float64 model,
+which is the truth, still round to float32), and for the gradient of ``A``, which is a sum over all keys, of its terms.
+"""
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from tests.transformers import small_models as small  # noqa: E402
+
+KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ROUNDING = {"float32": 2**-23, "bfloat16": 2**-8}
+
+
+def results(model: Any, given: dict[str, Any], real: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Logits and loss of the real tokens, and the gradients of all parameters."""
+    model.zero_grad()
+    logits = model(**given).logits[real].double()
+    target = given["input_ids"][real].roll(-1)
+    loss = torch.nn.functional.cross_entropy(logits, target)
+    loss.backward()
+    found = {"logits": logits.detach(), "loss": loss.detach()[None]}
+    found.update((name, p.grad.double()) for name, p in model.named_parameters() if p.grad is not None)
+    return found
+
+
+@contextmanager
+def terms_of_A(model: Any) -> Iterator[dict[str, float]]:
+    """The largest sum of ``|dscore * score * softplus(dt)|`` over the keys, of which the gradient of each ``A`` is the
+    sum; known after a backward pass within the context."""
+    found: dict[str, float] = {}
+    seen: list[tuple[str, Any, torch.Tensor]] = []
+
+    def keep(name: str, module: Any) -> Any:
+        def hook(_: Any, __: Any, dt: torch.Tensor) -> None:
+            dt.retain_grad()
+            seen.append((name, module, dt))
+        return hook
+
+    hooks = [module.dt_proj.register_forward_hook(keep(name, module)) for name, module in model.named_modules()
+             if hasattr(module, "dt_proj")]
+    yield found
+    for name, module, dt in seen:  # ddt = dscore * score * A * sigmoid(dt)
+        terms = dt.grad / (module.A * dt.sigmoid()) * torch.nn.functional.softplus(dt)
+        found[f"{name}.A"] = terms.abs().sum((0, 1)).max().item()
+    for hook in hooks:
+        hook.remove()
+
+
+def check(name: str, kind: str, how: str, **others: Any) -> None:
+    given, real = small.batch(how)
+    ours = small.model_of(name, **others).to(KINDS[kind])
+    plain, truth = small.twin(ours, "eager"), small.twin(ours, "sdpa" if name not in SOFTCAPPED else "eager",
+                                                         torch.float64)
+    with small.ties_broken_alike(plain, truth), terms_of_A(truth) as terms:
+        expected, same = results(truth, given, real), results(plain, given, real)
+    found = results(ours, given, real)
+    assert expected.keys() == same.keys() == found.keys()
+    wrong = []
+    for part, x in expected.items():
+        size = x.abs().max().item()
+        ours_off, plain_off = ((y[part] - x).abs().max().item() for y in (found, same))
+        factor = 2 if part in ("logits", "loss") else 3
+        if ours_off > factor * plain_off + ROUNDING[kind] * (4 * size + terms.get(part, 0)):
+            wrong.append(f"{part}: error {ours_off:.3g}, plain attention's {plain_off:.3g}, largest {size:.3g}")
+    assert not wrong, wrong
+
+
+SOFTCAPPED = ("gemma2", "gpt-oss")  # transformers' sdpa has no softcap and no sinks
+
+
+@pytest.mark.parametrize("how", ["plain", "left", "right", "packed"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", small.FORMS)
+def test_forward_and_backward(name, kind, how):
+    if name == "doge-moe" and how == "left":
+        pytest.skip("Doge's router mixes the tokens of a batch, and what padding computes is arbitrary")
+    if name in SOFTCAPPED and how == "left":
+        pytest.skip("no float64 truth: eager attention of a row that sees nothing is NaN in float64")
+    check(name, kind, how)
+
+
+def test_chunks_and_packing_together():
+    check("llama4", "float32", "packed", attention_chunk_size=4)
+
+
+@pytest.mark.parametrize("window", [small.LENGTH - 1, small.LENGTH, small.LENGTH + 1])
+def test_doge_where_the_window_is_about_the_length(window):
+    check("doge", "float32", "plain", keep_window_size=window)
+
+
+def test_doge_with_a_bias():
+    check("doge", "float32", "left", attention_bias=True)
+
+
+def test_doge_within_a_sliding_window():
+    check("doge", "float32", "plain", sliding_window=small.WINDOW)
+    model = small.model_of("doge", sliding_window=small.WINDOW + 1)
+    with pytest.raises(NotImplementedError, match="best 16 keys within a sliding window of 17"):
+        model(**small.batch("plain")[0])
+
+
+def test_ties_are_broken_by_position():
+    """What transformers leaves open: with equal scores, ``A = 0``, the newest keys are kept."""
+    model = small.model_of("doge")
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.A)
+    given, _ = small.batch("plain")
+    eager = small.twin(model, "eager")
+    with small.ties_broken_alike(eager):
+        expected = eager(**given).logits
+    torch.testing.assert_close(model(**given).logits, expected, rtol=0, atol=1e-5)
+    last = small.model_of("mistral", sliding_window=small.WINDOW)  # the mask of the newest keys
+    assert last(**given).logits.shape == expected.shape
+
+
+@pytest.mark.parametrize("name", ["doge", "llama", "mistral"])
+def test_gradient_checkpointing_changes_nothing(name):
+    given, real = small.batch("left")
+    model = small.model_of(name).train()
+    expected = results(model, given, real)
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    found = results(model, given, real)
+    for part, x in expected.items():
+        assert torch.equal(found[part], x), part
+
+
+@pytest.mark.parametrize("name", ["doge", "qwen3"])
+@pytest.mark.parametrize("how", ["plain", "left"])
+def test_compiled(name, how):
+    given, real = small.batch(how)
+    given["use_cache"] = False
+    model = small.model_of(name)
+    expected = model(**given).logits[real]
+    torch._dynamo.reset()
+    found = torch.compile(model, backend="aot_eager")(**given).logits[real]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+class _Largest(TorchDispatchMode):
+    """The most elements of a tensor that an operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most, self.by = 0, ""
+
+    def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        for x in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(x, torch.Tensor) and x.numel() > self.most:
+                self.most, self.by = x.numel(), str(function)
+        return found
+
+
+@pytest.mark.parametrize("name, how", [("doge", "plain"), ("doge", "left"), ("llama", "left"), ("mistral", "packed")])
+def test_nothing_of_queries_times_keys_is_made(name, how):
+    """Neither a tensor nor an array of the NumPy backend; eager attention makes some of (2, 4, N, N)."""
+    length = 2048
+    given, real = small.batch(how, rows=1, length=length)
+    model = small.model_of(name, max_position_embeddings=length)
+    tracemalloc.start()
+    with _Largest() as largest:
+        results(model, given, real)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert largest.most < length**2 / 2, largest.by
+    assert peak < 4 * length**2, peak
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_dropout_of_attention_weights():
+    model = small.model_of("llama", attention_dropout=0.1)
+    given, _ = small.batch("plain")
+    model(**given)
+    with pytest.raises(NotImplementedError, match=r"dropout=0\.1"):
+        model.train()(**given)
+    doge = small.model_of("doge", attention_dropout=0.1).train()
+    with pytest.raises(NotImplementedError, match=r"attention_dropout=0\.1"):
+        doge(**given)
+
+
+def test_attention_weights():
+    given, _ = small.batch("plain")
+    with pytest.warns(UserWarning, match="never computes attention weights"):
+        small.model_of("llama")(**given, output_attentions=True)
+
+
+def test_a_mask_of_unknown_kind():
+    from transformers.masking_utils import create_causal_mask
+
+    model = small.model_of("llama")
+    with pytest.raises(NotImplementedError, match=r"the model asks for .*or_masks"):
+        create_causal_mask(config=model.config, inputs_embeds=torch.zeros(1, 4, 8), attention_mask=None,
+                           or_mask_function=lambda batch, head, q, kv: q == kv, **{small.CACHE: None})
+
+
+@pytest.mark.parametrize("form", ["bool", "float"])
+def test_a_mask_made_by_hand(form):
+    given, _ = small.batch("plain")
+    model = small.model_of("llama")
+    n = small.LENGTH
+    seen = torch.ones(n, n, dtype=torch.bool).tril() & (torch.arange(n) % 3 != 1) | torch.eye(n, dtype=torch.bool)
+    seen = seen.expand(2, 1, n, n)
+    mask = seen if form == "bool" else torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    expected = small.twin(model, "sdpa")(**given, attention_mask=mask).logits
+    torch.testing.assert_close(model(**given, attention_mask=mask).logits, expected, rtol=0, atol=1e-4)
+    with pytest.raises(NotImplementedError, match=r"takes padding \(B, K\)"):
+        small.model_of("doge")(**given, attention_mask=mask)
+
+
+def test_cumulative_lengths_without_a_mask():
+    from cupy_dma.transformers import attention_forward
+
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 4, 30, 16), torch.randn(1, 2, 30, 16), torch.randn(1, 2, 30, 16)
+    bounds = torch.tensor([0, 9, 21, 30], dtype=torch.int32)
+    layer = torch.nn.Identity()
+    out, weights = attention_forward(layer, q, k, v, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
+    assert weights is None
+    for begin, end in bounds.unfold(0, 2, 1).tolist():
+        part, _ = attention_forward(layer, *(x[:, :, begin:end] for x in (q, k, v)))
+        torch.testing.assert_close(out[:, begin:end], part)
+    with pytest.raises(NotImplementedError, match="one row"):
+        attention_forward(layer, q[:, :, :9], k, v, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
