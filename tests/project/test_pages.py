@@ -39,9 +39,24 @@ def test_sharp_bits():
     assert names["out"].shape == names["whole"].shape
 
 
+def test_transformers(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    names = run_page("transformers.md", gpu=False)
+    assert names["text"].shape[1] > 60 and names["found"].sequences.shape[1] > 60
+    layers = {kept.store.positions.shape[-1] for kept in cache_of(names["found"]).layers}
+    assert layers == {16 + 2 + 8}
+
+
+def cache_of(found):
+    return found["cache"] if "cache" in found else found.past_key_values
+
+
 def test_every_page_is_run_or_holds_no_python():
     """Pages with Python blocks that are not run here are those that tests of their modules run."""
     elsewhere = {"decoding.md", "layers.md", "training.md", "coming_from_flash_dmattn.md", "usage.md"}
-    here = {"biases-and-eviction.md", "index.md", "get-started.md", "concepts.md", "gallery.md", "sharp-bits.md"}
+    here = {"biases-and-eviction.md", "index.md", "get-started.md", "concepts.md", "gallery.md", "sharp-bits.md",
+            "transformers.md"}
     with_python = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md") if "```python\n" in path.read_text()}
     assert with_python == elsewhere | here
