@@ -9,6 +9,7 @@
 #   make test-sanitize  the kernels on the CPU emulator, with its race detector and with AddressSanitizer
 #   make sanitize     every kernel under compute-sanitizer's memcheck and racecheck (needs a GPU)
 #   make bench        the forward, backward, dense and decode benchmarks (needs a GPU and a CUDA build of torch)
+#   make docs         builds the documentation site into site/ and checks it, in a browser if there is a Chromium
 #   make lint         ruff and mypy
 #   make check-record fails if tests/gpu_results.json does not belong to these sources
 #   make clean        removes everything that make created
@@ -59,6 +60,7 @@ ifneq ($(and $(TORCH),$(TRANSFORMERS)),)
 TEST_READY += $(VENV)/.transformers
 OLD_TRANSFORMERS := $(VENV)/transformers-5.17
 endif
+DOCS_READY := $(VENV)/.docs $(TEST_READY)
 BENCH_READY := $(VENV)/.bench
 LINT_READY := $(VENV)/.lint
 else
@@ -68,7 +70,7 @@ endif
 PIP_LOUD := $(VENV)/bin/python -m pip install --disable-pip-version-check
 PIP := $(PIP_LOUD) --quiet
 
-.PHONY: demo test test-all test-gpu test-sanitize sanitize bench lint check-record clean
+.PHONY: demo docs test test-all test-gpu test-sanitize sanitize bench lint check-record clean
 
 demo: $(DEMO_READY)
 	$(RUN) -m cupy_dma demo $(ARGS)
@@ -76,7 +78,7 @@ demo: $(DEMO_READY)
 test: $(TEST_READY)
 	$(RUN) -m pytest -m "not slow $(NO_GPU)" $(if $(VENV),$(WORKERS)) $(ARGS)
 
-test-all: test $(OLD_TRANSFORMERS)
+test-all: test $(DOCS_READY) $(OLD_TRANSFORMERS)
 	$(RUN) -m pytest -m "slow $(NO_GPU)" $(if $(VENV),$(WORKERS)) $(ARGS)
 	$(if $(OLD_TRANSFORMERS),PYTHONPATH=$(OLD_TRANSFORMERS) $(RUN) -m pytest tests/transformers $(WORKERS))
 	$(if $(OLD_TRANSFORMERS),$(RUN) -m tests.transformers.upstream)
@@ -104,6 +106,14 @@ bench: $(BENCH_READY)
 	$(RUN) benchmarks/dense.py $(ARGS)
 	$(RUN) benchmarks/decode.py $(ARGS)
 
+# Of the checks only those in a browser need one: without a Chromium they are skipped, and the run says so. mkdocs
+# --quiet would count no warnings, and --strict let them pass.
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+	CUPY_DMA_SITE=site CUPY_DMA_SCREENSHOTS=build/screenshots $(RUN) -m pytest -q tests/docs \
+	    tests/project/test_pages.py $(ARGS)
+	@echo "the site is in site/index.html, its screenshots, if there was a browser, in build/screenshots"
+
 lint: $(LINT_READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
@@ -112,7 +122,7 @@ check-record:
 	PYTHONPATH=. $(PYTHON) -m tests.gpu.gpu_record
 
 clean:
-	rm -rf $(if $(VENV),$(VENV)) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache mask.png generate.png model.pt model.png compare.json
+	rm -rf $(if $(VENV),$(VENV)) build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache mask.png generate.png model.pt model.png compare.json plot.png bench.png
 	find cupy_dma kernels tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ifdef VENV
@@ -142,6 +152,10 @@ $(VENV)/.torch-%: $(VENV)/.test
 	done; \
 	touch $@; echo "none was installed: without torch, tests that need it are skipped. TORCH=... names another;" \
 	    "these are tried again without $@"
+
+$(VENV)/.docs: $(VENV)/bin/python pyproject.toml setup.cfg
+	$(PIP) --editable ".[docs]"
+	@touch $@
 
 # transformers needs no torch to be installed, so one that did not come stays away.
 $(VENV)/.transformers: $(VENV)/.test $(TORCH_READY)

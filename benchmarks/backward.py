@@ -2,8 +2,8 @@
 
     python benchmarks/backward.py                       everything, about 4 minutes on an H100
     python benchmarks/backward.py --set model --quick
-    python benchmarks/backward.py --table                        print the README's table from the results
-    python benchmarks/backward.py --update-readme                put it into README.md
+    python benchmarks/backward.py --table                        print the table from the results
+    python benchmarks/backward.py --update-docs                  put it into docs/performance.md
 
 Inputs, as in forward_performance.py: bfloat16, query, key, value, dt_proj and dout independent normal numbers, A = 0.1.
 Timing, L2 policy, medians and peak memory: see measure.py. Peers that find no time within ``--seconds`` are left out

@@ -174,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = options.parse_args(arguments)
     path = Path(args.out) / "cpu_performance.json"
     if args.update_docs:
-        REPORT.update_readme(DOCS, json.loads(path.read_text()))
+        REPORT.update(DOCS, json.loads(path.read_text()))
         return 0
     if args.repeats is not None and args.repeats < 1:
         options.error(f"argument --repeats: must be at least 1, got {args.repeats}")

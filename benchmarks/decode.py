@@ -2,8 +2,8 @@
 
     python benchmarks/decode.py                       everything, below two minutes on an H200
     python benchmarks/decode.py --set table --quick
-    python benchmarks/decode.py --table                                      print the README's table from the results
-    python benchmarks/decode.py --update-readme                              put it into README.md
+    python benchmarks/decode.py --table                                      print the table from the results
+    python benchmarks/decode.py --update-docs                                put it into docs/performance.md
 
 Inputs: bfloat16, query, key and value independent normal numbers, scores independent uniform ones (so some are equal),
 seeded by the case. One query a sequence, at the end of its history.

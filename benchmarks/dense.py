@@ -1,8 +1,8 @@
 """Dense masks and biases, block and column structure, intervals as dense masks, varlen, and no mask, in one run.
 
     python benchmarks/dense.py                       everything, below five minutes on an H200
-    python benchmarks/dense.py --table                           print the README's table from the results
-    python benchmarks/dense.py --update-readme                   put it into README.md
+    python benchmarks/dense.py --table                           print the table from the results
+    python benchmarks/dense.py --update-docs                     put it into docs/performance.md
 
 Inputs: bfloat16, batch 1, 16/8 heads, D 128; query, key, value, dout and biases independent normal numbers, seeded by
 the case. Timing, L2 policy, medians and peak memory: see measure.py.

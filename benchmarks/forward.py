@@ -2,8 +2,8 @@
 
     python benchmarks/forward.py                       everything, below five minutes on an H200
     python benchmarks/forward.py --set model --quick
-    python benchmarks/forward.py --table                         print the README's table from the results
-    python benchmarks/forward.py --update-readme                 put it into README.md
+    python benchmarks/forward.py --table                         print the table from the results
+    python benchmarks/forward.py --update-docs                   put it into docs/performance.md
 
 Inputs: bfloat16, query, key, value and dt_proj independent normal numbers (torch.manual_seed of a number made from the
 case), A = 0.1, so scores are independent and identically distributed. Timing, L2 policy, medians, host time and peak

@@ -21,13 +21,14 @@ if TYPE_CHECKING:
         varlen_dynamic_mask_attention,
     )
     from cupy_dma.backends import get_available_backends
+    from cupy_dma.backends.cuda.runtime.user_kernel import jit
     from cupy_dma.cache import DynamicCache
     from cupy_dma.masks import IntervalMask
 
 __version__ = "0.1.0"
 
 __all__ = ["DynamicCache", "IntervalMask", "attention", "backward", "dynamic_mask_attention", "flash_dmattn",
-           "get_available_backends", "key_scores", "varlen_attention", "varlen_dynamic_mask_attention"]
+           "get_available_backends", "jit", "key_scores", "varlen_attention", "varlen_dynamic_mask_attention"]
 
 _SUBMODULES = ("backward", "flash_dmattn", "torch")
 _MODULE_OF = {
@@ -36,6 +37,7 @@ _MODULE_OF = {
     "attention": "cupy_dma.api",
     "dynamic_mask_attention": "cupy_dma.api",
     "get_available_backends": "cupy_dma.backends",
+    "jit": "cupy_dma.backends.cuda.runtime.user_kernel",
     "key_scores": "cupy_dma.api",
     "varlen_attention": "cupy_dma.api",
     "varlen_dynamic_mask_attention": "cupy_dma.api",

@@ -1,11 +1,11 @@
-"""The command line: ``python -m cupy_dma {info,demo,warmup,clear-cache}``. Exit status: cli/exit.py."""
+"""The command line: ``python -m cupy_dma {info,demo,plot,bench,warmup,clear-cache}``. Exit status: cli/exit.py."""
 from __future__ import annotations
 
 import argparse
 import sys
 
 import cupy_dma
-from cupy_dma.cli import demo, info, warmup
+from cupy_dma.cli import bench, demo, info, plot, warmup
 from cupy_dma.cli.arguments import Parser, whole
 from cupy_dma.cli.exit import status_of
 
@@ -49,6 +49,32 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--seed", type=whole(0), default=0, help="of the projections (default: %(default)s)")
     run.add_argument("--output", metavar="PNG",
                      help="the picture of the mask (default: mask.png, where matplotlib is installed)")
+
+    pictures = command("plot", plot.main, "Draw the mask that a file of scores makes: one number per key.")
+    pictures.add_argument("file", metavar="FILE",
+                          help="a .npy or .npz file with floats (Lk,), (Hkv, Lk) or (B, Hkv, Lk)")
+    pictures.add_argument("--window", type=whole(1), default=512, metavar="W",
+                          help="keys kept per query (default: %(default)s)")
+    pictures.add_argument("--kind", nargs="+", choices=plot.KINDS, default=list(plot.KINDS),
+                          help="what to draw (default: all three)")
+    pictures.add_argument("--batch", type=whole(0), default=0, help="(default: %(default)s)")
+    pictures.add_argument("--head", type=whole(0), default=0, help="kv head (default: %(default)s)")
+    pictures.add_argument("--array", metavar="NAME", help="of an .npz file (default: scores, or the only one)")
+    pictures.add_argument("--output", metavar="PNG", default="plot.png", help="(default: %(default)s)")
+
+    measure = command("bench", bench.main, "Time forward, backward and decoding for one shape, beside torch's SDPA.")
+    on_gpu, on_cpu = bench.DEFAULTS["cuda"], bench.DEFAULTS["numpy"]
+    for name in ("batch", "length", "heads", "kv_heads", "head_dim", "window"):
+        kind = head_dim if name == "head_dim" else whole(1)
+        measure.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N",
+                             help=f"(default: {getattr(on_gpu, name)}, on the CPU {getattr(on_cpu, name)})")
+    measure.add_argument("--dtype", choices=["float16", "bfloat16", "float32"],
+                         help="(default: bfloat16, on the CPU float32)")
+    measure.add_argument("--backend", choices=["cuda", "numpy"], help="(default: cuda where it can run, else numpy)")
+    measure.add_argument("--seconds", type=whole(1), default=20, metavar="S",
+                         help="to measure, besides compiling (default: %(default)s)")
+    measure.add_argument("--output", metavar="PNG",
+                         help="the chart (default: bench.png, where matplotlib is installed)")
 
     prepare = command("warmup", warmup.main, "Compile the kernels of usual calls ahead of their first use.")
     prepare.add_argument("--head-dim", type=head_dim, nargs="+", default=[64, 128], help="1 to 256 (default: 64 128)")

@@ -41,9 +41,9 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
     causal
         Query ``i`` sees only keys ``j <= p_i``, in addition to the mask.
     scale
-        Default ``1 / sqrt(D)``. At most 2**127 in size, unless the arrays are float64.
+        Default ``1 / sqrt(D)``. At most ``2**127`` in size, unless the arrays are float64.
     softcap
-        0 means none; otherwise 2**-126 to 2**127, unless the arrays are float64.
+        0 means none; otherwise ``2**-126`` to ``2**127``, unless the arrays are float64.
     deterministic
         Make the backward pass bitwise reproducible too; the forward pass always is.
     return_lse

@@ -141,6 +141,16 @@ max_seqlen_k, backend
     Raises
     ------
     As ``attention_backward`` and ``varlen_attention``; NotImplementedError for a ``block_table``.
+
+    Examples
+    --------
+    Two sequences of 3 and 5 tokens:
+
+    >>> x, lengths = np.ones((8, 2, 4)), [0, 3, 8]
+    >>> out, lse = dma.varlen_attention(x, x, x, lengths, lengths, causal=True, return_lse=True)
+    >>> grads = dma.backward.varlen_attention_backward(out, x, x, x, out, lse, lengths, lengths, causal=True)
+    >>> grads.value[:, 0, 0].round(2)  # how much of the attention each key gets
+    array([1.83, 0.83, 0.33, 2.28, 1.28, 0.78, 0.45, 0.2 ])
     """
     wanted = check_needs(needs, AttentionGradients._fields)
     call = varlen_call(query, key, value, cu_seqlens_q, cu_seqlens_k, mask, bias, causal, scale, softcap, deterministic,
@@ -230,6 +240,14 @@ backend
     Raises
     ------
     As ``attention_backward`` and ``dynamic_mask_attention``.
+
+    Examples
+    --------
+    >>> x, scores = np.ones((1, 6, 2, 4)), np.zeros((1, 2, 6))
+    >>> out, lse = dma.dynamic_mask_attention(x, x, x, scores, window=2, return_lse=True)
+    >>> grads = dma.backward.dynamic_mask_attention_backward(out, x, x, x, out, lse, scores, window=2)
+    >>> grads.value[0, :, 0, 0]  # equal scores: every query sees itself and the key before
+    array([1.5, 1. , 1. , 1. , 1. , 0.5])
     """
     wanted = check_needs(needs, DynamicGradients._fields)
     call = dynamic_call(query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents, causal,

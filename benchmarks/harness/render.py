@@ -1,4 +1,4 @@
-"""Results of the benchmarks as text, as the README's tables and as charts. Needs no GPU and no torch.
+"""Results of the benchmarks as text, as the tables of docs/performance.md and as charts. Needs no GPU and no torch.
 
 ``FORWARD`` and ``BACKWARD`` show the results of forward_performance.py and backward_performance.py.
 """
@@ -45,8 +45,8 @@ def label(case: dict[str, Any]) -> str:
     return f"{span}, {case['heads']}/{case['kv_heads']} heads, D {case['head_dim']}, w {case['window']}"
 
 
-def in_readme(case: dict[str, Any]) -> bool:
-    """The README shows the model-sized cases with 16 heads, and the ends of the original's table; no batches, and
+def in_tables(case: dict[str, Any]) -> bool:
+    """The tables show the model-sized cases with 16 heads, and the ends of the original's table; no batches, and
     independent scores."""
     if case["set"] == "model":
         return case["heads"] == 16 and case.get("batch", 1) == 1 and not case.get("pattern")
@@ -61,7 +61,7 @@ def _machine(result: dict[str, Any]) -> str:
 
 
 _WHERE = ("Every case was checked against float64 in the same run. All numbers, the method and the chart: "
-          "[benchmarks/results](benchmarks/results).")
+          "[benchmarks/results](../benchmarks/results).")
 
 
 def _ratio(slow: float | None, fast: float | None) -> str:
@@ -76,7 +76,7 @@ def _forward_table(result: dict[str, Any]) -> str:
     lines = ["| N, heads, head dim, window | cuDNN dense | FlashAttention dense | FlexAttention, same mask "
              "| attention | all stages | against cuDNN | extra memory |",
              "|---|--:|--:|--:|--:|--:|--:|--:|"]
-    for case in filter(in_readme, result["cases"]):
+    for case in filter(in_tables, result["cases"]):
         total = value(case, "cupy_dma", "total")
         cells = [label(case), *(milliseconds(value(case, who, "attention")) for who in ("cudnn", "flash", "flex")),
                  milliseconds(value(case, "cupy_dma", "lists+attention")), milliseconds(total),
@@ -92,7 +92,7 @@ def _backward_table(result: dict[str, Any]) -> str:
     lines = ["| N, heads, head dim, window | cuDNN dense | FlashAttention dense | FlexAttention, same mask "
              "| backward | with lists | against cuDNN | forward and backward | against cuDNN | extra memory |",
              "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"]
-    for case in filter(in_readme, result["cases"]):
+    for case in filter(in_tables, result["cases"]):
         both = value(case, "cupy_dma", "forward+backward")
         lists = value(case, "cupy_dma", "backward+lists")
         cells = [label(case), *(milliseconds(value(case, who, "backward")) for who in ("cudnn", "flash", "flex")),
@@ -177,9 +177,9 @@ def pyplot() -> Any:
 class Report:
     """How the results of one benchmark are shown."""
 
-    name: str  # of the files and of the markers in the README
+    name: str  # of the files and of the markers in docs/performance.md
     title: str
-    table: Callable[[dict[str, Any]], str]  # the README's
+    table: Callable[[dict[str, Any]], str]  # of docs/performance.md
     text: Callable[[dict[str, Any]], str]  # what a run prints at its end
     lines: tuple[tuple[str, str, str, str], ...]  # of the chart: who, stage, label, colour
 
@@ -195,7 +195,7 @@ class Report:
     def end(self) -> str:
         return f"<!-- /table:{self.name} -->"
 
-    def update_readme(self, path: Path, result: dict[str, Any]) -> None:
+    def update(self, path: Path, result: dict[str, Any]) -> None:
         """Replace what stands between the two marker lines."""
         text = path.read_text()
         before, rest = text.split(self.begin)

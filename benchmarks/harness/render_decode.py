@@ -1,4 +1,4 @@
-"""The results of decode.py as text, as the README's tables and as a chart. Needs no GPU and no torch."""
+"""The results of decode.py as text, as tables of docs/performance.md and as a chart. Needs no GPU and no torch."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -140,7 +140,7 @@ def _table(result: dict[str, Any]) -> str:
                   f"selection; *end to end* is the wall time of a replayed step and the wait for it "
                   f"({result['empty_replay_us']:.1f} for one tiny kernel); the others are GPU times. *SDPA over all "
                   f"keys* is the faster of cuDNN and FlashAttention. Every output was checked against float64 in "
-                  f"the same run. All numbers and the method: [benchmarks/results](benchmarks/results)."]
+                  f"the same run. All numbers and the method: [benchmarks/results](../benchmarks/results)."]
     return "\n".join(lines)
 
 

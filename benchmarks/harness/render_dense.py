@@ -1,4 +1,4 @@
-"""The results of dense_performance.py as text, as the README's table and as a chart. Needs no GPU and no torch."""
+"""Results of dense.py as text, as the table of docs/performance.md and as a chart. Needs no GPU and no torch."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -73,7 +73,7 @@ def _table(result: dict[str, Any]) -> str:
                   f"tokens), on one {result['device']} (CUDA {versions['torch_cuda']}, torch {versions['torch']}, CuPy "
                   f"{versions['cupy']}), {result['date'][:10]}. Our times include packing a dense mask; "
                   f"FlexAttention's exclude building its block mask. Every output was checked against float64 in the "
-                  f"same run. All numbers and the method: [benchmarks/results](benchmarks/results)."]
+                  f"same run. All numbers and the method: [benchmarks/results](../benchmarks/results)."]
     return "\n".join(lines)
 
 

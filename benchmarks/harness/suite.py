@@ -268,13 +268,14 @@ def main(suite: Suite, arguments: list[str] | None = None) -> int:
     options.add_argument("--seconds", type=float, default=suite.seconds,
                          help=f"after this time no peer is started (default: {suite.seconds:g})")
     add_record_options(options)
-    options.add_argument("--table", action="store_true", help="print the README's table from the recorded results")
-    options.add_argument("--update-readme", action="store_true", help="put that table into README.md")
+    options.add_argument("--table", action="store_true", help="print the table from the recorded results")
+    options.add_argument("--update-docs", action="store_true",
+                         help="put that table into docs/performance.md")
     args = options.parse_args(arguments)
-    if args.table or args.update_readme:
+    if args.table or args.update_docs:
         result = json.loads((Path(args.out) / f"{suite.report.name}_performance.json").read_text())
-        if args.update_readme:
-            suite.report.update_readme(ROOT / "README.md", result)
+        if args.update_docs:
+            suite.report.update(ROOT / "docs" / "performance.md", result)
         else:
             print(suite.report.table(result))
         return 0

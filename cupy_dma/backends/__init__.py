@@ -18,6 +18,7 @@ A backend is a module with these functions:
   ``ExtendCall``; ``out`` and ``lse`` are None without a query;
 - ``attend_last(call, scores) -> (out, lse) | None``, optional: ``dynamic_mask_attention`` for a ``DynamicCall`` with
   few queries and its scores, without building a mask; None for a call that is faster with one;
+- ``run_kernel(launch)``, optional: a kernel of the user's own (``cuda/runtime/user_kernel.py``);
 - ``make_step(call) -> step | None``, optional: an ``AttentionCall`` or ``DynamicCall`` and its gradients as plans, for
   calls that differ in addresses alone (``cuda/steps.py``); with the module ``plans``, which may switch them off, and
   the ``runtime`` that they belong to.
@@ -46,6 +47,11 @@ _FOR_CPU = "emulator" if os.environ.get("CUPY_DMA_EMULATOR", "") not in ("", "0"
 def register(name: str, backend: Any) -> None:
     """Make ``backend``, an object with these functions, selectable by ``name``. It takes CPU arrays."""
     _registered[name] = backend
+
+
+def is_registered(name: str) -> bool:
+    """Whether a backend of this name has come from outside the package."""
+    return name in _registered or name == _FOR_CPU and why_not(name) is None
 
 
 def why_not(name: str) -> str | None:

@@ -147,7 +147,13 @@ class DynamicCache:
 
     def update(self, key: Any, value: Any, scores: Any, *, lengths: Any = None, cu_seqlens: Any = None,
                tail_padding: bool = False) -> None:
-        """Append tokens without queries. Arguments and errors as for ``extend``."""
+        """Append tokens without queries. Arguments and errors as for ``extend``.
+
+        >>> cache = DynamicCache(1, 2, window=4, head_dim=8, dtype="float32")
+        >>> cache.update(*np.ones((2, 1, 10, 2, 8), np.float32), np.zeros((1, 2, 10), np.float32))
+        >>> cache.length
+        array([10])
+        """
         call = extend_call(self._state, None, key, value, scores, None, 0.0, lengths, cu_seqlens, False, None,
                            tail_padding)
         self._module.cache_extend(self._state, call)

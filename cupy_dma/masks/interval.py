@@ -12,18 +12,14 @@ from types import ModuleType
 from typing import Any
 
 from cupy_dma import backends, checks
-from cupy_dma.arrays import CPU, Device, Library, Operand, describe, library_named
+from cupy_dma.arrays import Library, Operand, describe
+from cupy_dma.masks import usual
 from cupy_dma.masks.documents import document_runs, documents_mask
-from cupy_dma.masks.plot import plot_mask
+from cupy_dma.masks.plot import Pictures
 from cupy_dma.masks.runs import EVER, NEVER, UNKNOWN, Hints, Runs, equal, intersection, spread, union
 from cupy_dma.masks.selection import Candidates, check_candidates, select
 
-
-def _library_and_device(like: Any) -> tuple[Library, Device]:
-    if like is None:
-        return library_named("numpy"), CPU
-    operand = describe(like, "like")
-    return operand.library, operand.device
+__all__ = ["EVER", "NEVER", "Hints", "IntervalMask"]
 
 
 def _restored(start: Any, stop: Any, hints: tuple[Any, ...]) -> IntervalMask:
@@ -32,7 +28,7 @@ def _restored(start: Any, stop: Any, hints: tuple[Any, ...]) -> IntervalMask:
     return IntervalMask._make(operand.library, operand.array, describe(stop, "stop").array, Hints(*hints))
 
 
-class IntervalMask:
+class IntervalMask(Pictures):
     """A mask under which every key is visible to one run of consecutive positions.
 
     Parameters
@@ -50,7 +46,8 @@ class IntervalMask:
 
     See Also
     --------
-    causal, sliding_window, padding, documents, prefix_lm, sinks, top_w : constructors of the usual masks.
+    causal, sliding_window, padding, documents, prefix_lm, sinks, top_w, from_stop : constructors of the usual masks.
+    plot, plot_lifetimes, plot_survival, plot_attention : pictures.
     """
 
     __slots__ = ("__weakref__", "_bound", "_cache", "_causal_only", "_hints", "_start", "_starts", "_stop", "device",
@@ -128,64 +125,65 @@ class IntervalMask:
     @classmethod
     def causal(cls, key_length: int, *, like: Any = None) -> IntervalMask:
         """Every position sees its own key and all earlier ones. ``like``: an array that sets library and device."""
-        n = checks.whole(key_length, "key_length", 0)
-        library, device = _library_and_device(like)
-        return cls._make(library, library.arange(0, n, device), library.full((n,), NEVER, "int32", device),
-                         Hints("key", causal_only=True))
+        return cls._of(*usual.causal(key_length, like))
 
     @classmethod
     def sliding_window(cls, key_length: int, window: int, *, like: Any = None) -> IntervalMask:
         """Every position sees the last ``window`` keys, including its own."""
-        n, w = checks.whole(key_length, "key_length", 0), checks.whole(window, "window", 1)
-        library, device = _library_and_device(like)
-        with library.on(device):
-            start = library.arange(0, n, device)
-            stop = start + w if w + n < NEVER else library.full((n,), NEVER, "int32", device)
-        return cls._make(library, start, stop, Hints("key", (w, 1), w >= n))
+        return cls._of(*usual.sliding_window(key_length, window, like))
 
     @classmethod
     def sinks(cls, key_length: int, count: int, *, like: Any = None) -> IntervalMask:
         """Attention sinks: the first ``count`` keys, visible from their own position on, and no others. For unions."""
-        n, c = checks.whole(key_length, "key_length", 0), checks.whole(count, "count", 0)
-        library, device = _library_and_device(like)
-        with library.on(device):
-            start = library.arange(0, n, device)
-            stop = library.xp.where(start < min(c, NEVER), library.full((n,), NEVER, "int32", device), start)
-        return cls._make(library, start, stop, Hints("key", (c, 0), c >= n))
+        return cls._of(*usual.sinks(key_length, count, like))
 
     @classmethod
     def prefix_lm(cls, key_length: int, prefix_length: Any, *, like: Any = None) -> IntervalMask:
-        """The first ``prefix_length`` keys (int, or integer array ``(B,)``) are visible everywhere, the rest causal."""
-        n = checks.whole(key_length, "key_length", 0)
-        lengths = describe(prefix_length, "prefix_length") if getattr(prefix_length, "shape", ()) else None
-        library, device = _library_and_device(prefix_length if lengths and like is None else like)
-        if lengths:
-            checks.one_of_types(lengths, checks.INTEGERS)
-            if lengths.ndim != 1:
-                raise ValueError(f"prefix_length must be an int or have shape (B,), got shape {lengths.shape}")
-            if (lengths.library.name, lengths.device) != (library.name, device):
-                raise ValueError(f"prefix_length must be of like's library and device, {library.name} on {device}, got "
-                                 f"{lengths.library.name} on {lengths.device}")
-            limit = lengths.array[:, None, None]
-        else:
-            limit = min(checks.whole(prefix_length, "prefix_length", 0), NEVER)
-        with library.on(device):
-            key = library.arange(0, n, device)
-            start = library.xp.where(key[None, None] < limit, library.full((1, 1, n), EVER, "int32", device), key)
-        return cls._make(library, start, library.full((n,), NEVER, "int32", device))
+        """The first ``prefix_length`` keys (int, or integer array ``(B,)``) are visible everywhere, the rest causal.
+
+        >>> IntervalMask.prefix_lm(4, 2).to_dense(4)[0, 0].astype(int)
+        array([[1, 1, 0, 0],
+               [1, 1, 0, 0],
+               [1, 1, 1, 0],
+               [1, 1, 1, 1]])
+        """
+        return cls._of(*usual.prefix_lm(key_length, prefix_length, like))
 
     @classmethod
     def padding(cls, padding: Any) -> IntervalMask:
         """Real keys are visible at every position, padding at none. ``padding (B, Lk)``: bool, or integers 0 and 1;
         True or 1 = real."""
-        real = checks.real_keys(describe(padding, "padding"))
-        if real.ndim != 2:
-            raise ValueError(f"padding must have shape (B, Lk), got {real.shape}")
-        library, device, n = real.library, real.device, real.shape[1]
-        with library.on(device):
-            start = library.full((n,), EVER, "int32", device)
-            stop = library.xp.where(real.array, library.full((n,), NEVER, "int32", device), start)
-        return cls._make(library, start, stop[:, None], Hints("open"))
+        return cls._of(*usual.padding(padding))
+
+    @classmethod
+    def from_stop(cls, stop: Any, *, window: int | None = None) -> IntervalMask:
+        """The mask of any eviction policy: key ``j`` is visible from its own position until it is evicted.
+
+        Parameters
+        ----------
+        stop : int32 or int64 array, ``(Lk,)``, ``(1|Hkv|H, Lk)`` or ``(1|B, 1|Hkv|H, Lk)``
+            The first position that does not see key ``j``. At most ``j``: it is never visible; ``Lk`` or more: it is
+            never evicted. An evicted key cannot come back, so each key has one stop, and the mask is exact.
+        window
+            The most keys that any position sees, where that is known: kernels then gather that many instead of
+            reading all keys up to the query. The values are checked against it in host memory, in GPU memory only
+            with ``CUPY_DMA_CHECK=1``; there a position that sees more gives undefined results.
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``stop`` is not an integer array with 1 to 3 axes, or some position sees more than ``window`` keys.
+
+        Examples
+        --------
+        Keys on even positions live for 4 positions, the others for 2:
+
+        >>> key = np.arange(6)
+        >>> mask = IntervalMask.from_stop(key + np.where(key % 2, 2, 4), window=3)
+        >>> mask.count(6)
+        array([[15]])
+        """
+        return cls._of(*usual.from_stop(stop, window))
 
     @classmethod
     def documents(cls, documents: Any, *, key_length: int | None = None, causal: bool = True) -> IntervalMask:
@@ -319,7 +317,7 @@ class IntervalMask:
 
     def to(self, like: Any) -> IntervalMask:
         """The same mask with arrays of ``like``'s library on ``like``'s device (copied through the host)."""
-        library, device = _library_and_device(like)
+        library, device = usual.library_and_device(like)
         if (library.name, device) == (self.library.name, self.device):
             return self
         start, stop = (library.from_numpy(self.library.to_numpy(operand.array).copy(), device)
@@ -343,8 +341,3 @@ class IntervalMask:
             end = xp.minimum(self._stop.array, library.full((1,), self.key_length, "int32", self.device))
             seen = library.astype(end, "int64") - library.astype(begin, "int64")
             return library.export(xp.where(seen > 0, seen, seen * 0).sum(-1))
-
-    def plot(self, query_length: int | None = None, *, batch: int = 0, head: int = 0, ax: Any = None,
-             path: Any = None, max_size: int = 512) -> Any:
-        """Plot one row of the mask; see ``cupy_dma.masks.plot.plot_mask``. Returns the matplotlib Axes."""
-        return plot_mask(self, query_length, batch=batch, head=head, ax=ax, path=path, max_size=max_size)

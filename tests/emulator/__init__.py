@@ -22,6 +22,7 @@ from cupy_dma.backends.cuda.decode.cache import cache_extend as _cache_extend
 from cupy_dma.backends.cuda.decode.step import step as _decode_step
 from cupy_dma.backends.cuda.runtime import plans
 from cupy_dma.backends.cuda.runtime.traces import Untraceable
+from cupy_dma.backends.cuda.runtime.user_kernel import Launch
 from cupy_dma.backends.cuda.select.prefix import prefix_run as _prefix_run
 from cupy_dma.backends.cuda.select.prefix import prefix_stop as _prefix_stop
 from cupy_dma.backends.cuda.select.scores import key_scores as _key_scores
@@ -81,6 +82,14 @@ class Backend:
             return WatchedStep(self.runtime, call)
         except Untraceable:
             return None
+
+    def run_kernel(self, launch: Launch) -> None:
+        """A kernel of the user's own. What it may write holds values already."""
+        with self.runtime.memory.session() as session:
+            for operand in launch.operands:
+                session.operand(operand, writable=operand.name in launch.writable)
+            self.runtime.load(launch.config, launch.entry, 0, launch.shared_bytes).launch(
+                launch.grid, launch.threads, launch.params, alone=True)
 
     def _run(self, function: Any, arguments: tuple, names: tuple[str, ...], more: dict[str, Any] | None = None) -> Any:
         with self.runtime.memory.session() as session:

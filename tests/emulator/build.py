@@ -126,7 +126,7 @@ def _compiled(name: str, text: str, flags: tuple[str, ...], link: tuple[str, ...
 
 def kernel_library(config: jit.Config, build: str) -> Path:
     """The kernels of a configuration, compiled for the CPU."""
-    return compile_text(Path(config.source).stem, config.prelude() + with_twins(jit.source_text(config.source)), build)
+    return compile_text(Path(config.source).stem, with_twins(config.text()), build)
 
 
 def with_twins(text: str) -> str:

@@ -38,12 +38,14 @@ class EmulatedKernel:
         self.runtime, self.path, self.entry, self.shared_bytes = runtime, path, entry, shared_bytes
         self._library = _load(path)
 
-    def launch(self, grid: int, threads: int, params: bytes, stream: int = 0, pdl: bool = True) -> None:
-        """Run ``grid`` blocks of ``threads`` threads to their end."""
+    def launch(self, grid: int, threads: int, params: bytes, stream: int = 0, pdl: bool = True,
+               alone: bool = False) -> None:
+        """Run ``grid`` blocks of ``threads`` threads to their end. ``alone``: without PDL on every device, so that
+        threads need not wait for the kernel ahead."""
         driver, order = build.driver(), self.runtime.order
         try:
             driver.launch(self._library, self.entry, grid, threads, params, self.shared_bytes,
-                          self.runtime.build == "watched", order.threads, order.blocks, order.seed)
+                          self.runtime.build == "watched", order.threads, order.blocks, order.seed, alone)
         except driver.Fault as fault:
             raise EmulatorError(_with_lines(str(fault), self.path)) from None
 

@@ -36,16 +36,16 @@ def smoke_run(benchmark: Any, name: str, tmp_path_factory: Any, *arguments: str)
 
 
 def check_tables(renderer: Any, result: dict[str, Any], folder: Any, row: str, words: str) -> None:
-    """The table has the row, and stands between its marks in the README; the text has the words; the chart is drawn."""
+    """The table has the row, and stands between its marks in a page; the text has the words; the chart is drawn."""
     table = renderer.table(result)
     assert row in table
     for part in table.split("\n\n"):
         assert len({line.count("|") for line in part.splitlines() if line.startswith("|")}) <= 1
     assert words in renderer.text(result)
-    readme = folder / "README.md"
-    readme.write_text(f"before\n{renderer.begin}\nold\n{renderer.end}\nafter\n")
-    renderer.update_readme(readme, result)
-    assert readme.read_text() == f"before\n{renderer.begin}\n{table}\n{renderer.end}\nafter\n"
+    page = folder / "page.md"
+    page.write_text(f"before\n{renderer.begin}\nold\n{renderer.end}\nafter\n")
+    renderer.update(page, result)
+    assert page.read_text() == f"before\n{renderer.begin}\n{table}\n{renderer.end}\nafter\n"
 
 
 def check_nothing_recorded(benchmark: Any, name: str, folder: Any) -> dict[str, Any]:

@@ -78,6 +78,12 @@ def _selection() -> Iterator[Feature]:
         "unit/selection::test_top_w_is_the_definition", "backends/triton::test_selection_is_the_definition",
         "backends/flex::test_selection gpu/flex::test_selection_and_scores"))
     yield Feature(group, "IntervalMask.top_w, padding, documents", "backward", (NO_GRADIENT,) * 4)
+    like_any = "not tested; an interval mask like any other"
+    for direction in ("forward", "backward"):
+        yield Feature(group, "masks of eviction policies, IntervalMask.from_stop", direction, (
+            "emulator/eviction_masks::test_masks_from_stops",
+            "project/examples::test_an_evicted_key_is_hidden_and_no_other" if direction == "forward" else like_any,
+            like_any, like_any))
 
 
 def _attention() -> Iterator[Feature]:

@@ -5,9 +5,11 @@ import sys
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import cupy_dma as dma
+from tests.oracle import reference
 
 SMALL = ["--device", "cpu", "--layers", "2", "--width", "64", "--window", "16", "--free", "60"]
 
@@ -232,3 +234,97 @@ def test_generation_on_a_gpu(generate, capsys, dtype):
         if float(re.search(r"\(([\d.]+) times that\)", said)[1]) < 1.5:
             return
     pytest.fail("the last tokens took 1.5 times as long as the first ones, three times over")
+
+
+# ---- eviction policies and key biases -----------------------------------------------------------------------------
+
+
+def test_eviction_policies(capsys):
+    from examples import eviction
+
+    assert eviction.main(["--length", "150", "--budget", "20"]) == 0
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:]] == [
+        [name, "130"] for name in ("h2o", "tova", "l2")]
+    assert eviction.main(["--length", "3", "--budget", "1"]) == eviction.main(["--length", "1"]) == 0
+
+
+@pytest.mark.parametrize("name", ["h2o", "tova", "l2"])
+def test_an_evicted_key_is_hidden_and_no_other(name, rng):
+    """The mask against the dense formula, and the formula against what the cache held at each step."""
+    from examples import eviction
+
+    query, key, value = rng.standard_normal((3, 60, 8))
+    held = []
+
+    def watched(weights, totals, kept, keys):
+        held.append(kept.copy())
+        return eviction.POLICIES[name](weights, totals, kept, keys)
+
+    out, stop = eviction.generate(query, key, value, 12, watched)
+    dense = (np.arange(60)[:, None] >= np.arange(60)) & (np.arange(60)[:, None] < stop)
+    for i, kept in enumerate(held, 11):
+        assert np.flatnonzero(dense[i]).tolist() == kept.tolist() and len(kept) == 12
+    expected, _ = reference.attention(*(x[None, :, None] for x in (query, key, value)), dense_mask=dense[None, None])
+    np.testing.assert_allclose(out, expected[0, :, 0], atol=1e-12)
+    mask = dma.IntervalMask.from_stop(stop, window=12)
+    assert np.array_equal(mask.to_dense(60)[0, 0], dense)
+
+
+def test_eviction_notices_another_mask(capsys, monkeypatch):
+    from examples import eviction
+
+    right = dma.IntervalMask.from_stop
+    monkeypatch.setattr(dma.IntervalMask, "from_stop", lambda stop, window: right(stop + 1))
+    assert eviction.main(["--length", "40", "--budget", "8"]) == 1
+
+
+def test_key_biases(capsys):
+    from examples import key_biases
+
+    assert key_biases.main(["--length", "90"]) == 0
+    assert capsys.readouterr().out.count("outputs differ by") == 2
+
+
+@pytest.mark.parametrize("name", ["alibi", "forgetting"])
+def test_key_biases_are_the_dense_formulas(name, rng):
+    from examples import key_biases
+
+    n, heads = 70, 6
+    query = rng.standard_normal((1, n, heads, 16)).astype(np.float32)
+    key, value = rng.standard_normal((2, 1, n, 2, 16)).astype(np.float32)
+    distance = np.arange(n)[:, None] - np.arange(n)
+    if name == "alibi":
+        slopes = key_biases.alibi_slopes(heads)
+        assert slopes[0] == np.float32(2 ** (-8 / 6)) and slopes[-1] == np.float32(2**-8)
+        bias, dense = key_biases.alibi(slopes, n), -slopes.astype(float)[:, None, None] * distance
+    else:
+        log_f = np.log(rng.uniform(0.8, 1, (1, heads, n))).astype(np.float32)
+        bias = key_biases.forgetting(log_f)
+        dense = np.array([[[log_f[0, h, j + 1:i + 1].sum(dtype=float) for j in range(n)] for i in range(n)]
+                          for h in range(heads)])
+    out = dma.attention(query, key, value, causal=True, bias=bias)
+    expected, _ = reference.attention(query, key, value, causal=True, bias=dense[None])
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
+
+
+def test_gates_learn_through_their_key_bias(rng):
+    """The gradient of log f is that of the dense formula."""
+    torch = pytest.importorskip("torch")
+    from examples import key_biases
+
+    n = 24
+    query, key, value = torch.from_numpy(rng.standard_normal((3, 1, n, 2, 8)))
+    gradients = []
+    for way in ("key bias", "dense"):
+        log_f = torch.linspace(-0.3, -0.01, 2 * n, dtype=torch.float64).reshape(1, 2, n).requires_grad_()
+        total = log_f.cumsum(-1)
+        if way == "key bias":
+            out = dma.attention(query, key, value, causal=True, bias=key_biases.forgetting(log_f))
+        else:
+            logits = torch.einsum("bihd,bjhd->bhij", query, key) / 8**0.5 + total[..., None] - total[:, :, None]
+            logits = logits.masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)
+            out = torch.einsum("bhij,bjhd->bihd", logits.softmax(-1), value)
+        out.square().sum().backward()
+        gradients.append(log_f.grad)
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].abs().max() > 0.01

@@ -1,6 +1,6 @@
-"""What the README says of installing is true: every extra of pyproject.toml can be resolved, and the commands of its
-table give torch and CuPy for one CUDA. The slow tests ask the package index: uv for metadata alone; pip, whose dry run
-downloads wheels where the index keeps no metadata beside them, only where these are small."""
+"""What docs/get-started.md says of installing is true: every extra of pyproject.toml can be resolved, and the commands
+of its table give torch and CuPy for one CUDA. The slow tests ask the package index: uv for metadata alone; pip, whose
+dry run downloads wheels where the index keeps no metadata beside them, only where these are small."""
 from __future__ import annotations
 
 import re
@@ -15,10 +15,11 @@ import pytest
 tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")  # pytest brings tomli
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "get-started.md").read_text()
 README = (ROOT / "README.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = ["", *PROJECT["optional-dependencies"]]  # "": the package alone
-TABLE = re.findall(r'^\| .* \| CUDA (\d+) \| .*`pip install "\.\[([^`\]]+)\]"([^`]*)` \|$', README, re.MULTILINE)
+TABLE = re.findall(r'^\| .* \| CUDA (\d+) \| .*`pip install "\.\[([^`\]]+)\]"([^`]*)` \|$', PAGE, re.MULTILINE)
 MOST_BYTES = 400 * 2**20  # that pip may download for a dry run
 
 
@@ -92,8 +93,9 @@ def test_the_table_has_both_versions():
         ("cuda13,torch", '"torch>=2.11"'), ("cuda12,torch", '"torch<2.11"')]
 
 
-def test_the_readme_names_extras_and_the_wheel_as_they_are():
-    for extras in re.findall(r"(?:\.|whl|cupy_dma)\[([\w,]+)\]", README):
-        assert set(extras.split(",")) <= set(EXTRAS)
-    assert set(re.findall(r"cupy_dma-([\d.]+)-py3", README)) == {PROJECT["version"]}
-    assert not re.search(r'pip install "?cupy_dma(?!\[plot\])', README)  # as if it were on an index
+def test_readme_and_page_name_extras_and_the_wheel_as_they_are():
+    for text in (README, PAGE):
+        for extras in re.findall(r"(?:\.|whl|cupy_dma)\[([\w,]+)\]", text):
+            assert set(extras.split(",")) <= set(EXTRAS)
+        assert not re.search(r'pip install "?cupy_dma(?!\[plot\])', text)  # as if it were on an index
+    assert set(re.findall(r"cupy_dma-([\d.]+)-py3", PAGE)) == {PROJECT["version"]}

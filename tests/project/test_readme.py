@@ -1,4 +1,7 @@
-"""Every Python block of the README runs without a warning, and its tables are those in the recorded results."""
+"""The README fits on few screens, its code prints what it says, and its chart is the recorded one. The pages that it
+refers to: every Python block of docs/usage.md runs without a warning, and the tables of docs/performance.md are those
+in the recorded results."""
+import importlib.util
 import json
 import os
 import re
@@ -11,24 +14,32 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+USAGE = (ROOT / "docs" / "usage.md").read_text()
+PERFORMANCE = (ROOT / "docs" / "performance.md").read_text()
 RESULTS = ROOT / "benchmarks" / "results"
-BLOCKS = [(bool(gpu), code, README[:place].count("\n"))
+BLOCKS = [(bool(gpu), code, USAGE[:place].count("\n"))
           for gpu, code, place in ((m[1], m[2], m.start(2)) for m in
-                                   re.finditer(r"(<!-- gpu -->\n)?```python\n(.*?)```", README, re.DOTALL))]
+                                   re.finditer(r"(<!-- gpu -->\n)?```python\n(.*?)```", USAGE, re.DOTALL))]
+
+
+def python(folder, text):
+    """What a script prints, for a reader who takes every warning for an error."""
+    (folder / "page.py").write_text(text)
+    done = subprocess.run([sys.executable, "-X", "dev", "-W", "error", folder / "page.py"], cwd=folder,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""  # where warnings of destructors and of the end of the interpreter go
+    return done.stdout
 
 
 def run(folder, blocks, check):
-    """Run blocks one after the other, as a reader would who takes every warning for an error; then ``check``."""
-    lines = [""] * (README.count("\n") + 1)  # a traceback's lines are those of the README
+    """Run blocks one after the other, as a reader would; then ``check``."""
+    lines = [""] * (USAGE.count("\n") + 1)  # a traceback's lines are those of the page
     for _, code, line in blocks:
         if "import torch" not in code or find_spec("torch"):
             lines[line:line + code.count("\n")] = code.splitlines()
     lines[BLOCKS[0][2] + BLOCKS[0][1].count("\n")] = "first = out"
-    (folder / "README.py").write_text("\n".join([*lines, f"assert {check}"]))
-    done = subprocess.run([sys.executable, "-X", "dev", "-W", "error", folder / "README.py"], cwd=folder,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""  # where warnings of destructors and of the end of the interpreter go
+    python(folder, "\n".join([*lines, f"assert {check}"]))
 
 
 def test_python_blocks_run_without_a_gpu(tmp_path):
@@ -46,6 +57,18 @@ def test_there_are_blocks_of_both_kinds():
     assert {gpu for gpu, _, _ in BLOCKS} == {False, True}
 
 
+def test_the_readme_prints_what_it_says(tmp_path):
+    shown = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, re.DOTALL)
+    assert python(tmp_path, shown[1]) == shown[2]
+
+
+def test_the_training_step_of_the_readme(tmp_path):
+    pytest.importorskip("torch")
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) == 2 and "optimizer.step()" in blocks[1]
+    python(tmp_path, blocks[1] + "assert layer.attention.A.abs().max() > 0  # the scores have begun to differ")
+
+
 @pytest.mark.parametrize("name", ["forward", "backward", "dense", "decode"])
 def test_table_is_the_recorded_one(name):
     from benchmarks.harness import render, render_decode, render_dense
@@ -53,12 +76,55 @@ def test_table_is_the_recorded_one(name):
     report = {"forward": render.FORWARD, "backward": render.BACKWARD, "dense": render_dense.DENSE,
               "decode": render_decode.DECODE}[name]
     recorded = RESULTS / f"{name}_performance.json"
-    shown = README.split(report.begin)[1].split(report.end)[0].strip()
+    shown = PERFORMANCE.split(report.begin)[1].split(report.end)[0].strip()
     expected = report.table(json.loads(recorded.read_text())) if recorded.exists() else render.PENDING
-    assert shown == expected, f"run: python {report.script} --update-readme"
+    assert shown == expected, f"run: python {report.script} --update-docs"
 
 
 def test_first_screen_holds_what_a_reader_needs_first():
+    assert README.count("\n") <= 150
     first = "\n".join(README.splitlines()[:60])
-    for needed in ("pip install", "import cupy_dma as dma", "<!-- table:forward -->"):
-        assert needed in first
+    for needed in ("readme-intervals.png", "pip install", "import cupy_dma as dma", "readme-speed.png", "use it when",
+                   "do not use it when", "torch", "transformers", "JAX", "several GPUs", "flash-dmattn", "bench"):
+        assert needed in first, needed
+    assert "2508.02124" in README and "BSD-3-Clause" in README
+
+
+def test_every_file_that_the_readme_names_is_there():
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", README):
+        assert target.startswith("https:") or (ROOT / target).exists(), target
+
+
+@pytest.fixture
+def pictures():
+    pytest.importorskip("matplotlib")
+    spec = importlib.util.spec_from_file_location("readme_pictures", ROOT / "docs" / "site" / "readme_pictures.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_chart_is_of_the_recorded_results(pictures):
+    chart = (ROOT / "docs" / "assets" / "readme-speed.png").read_bytes()
+    assert pictures.digest().encode() in chart, "run: python docs/site/readme_pictures.py"
+
+
+def test_the_chart_says_what_was_measured(pictures):
+    results = pictures.recorded()
+    figure = pictures.speed(results)
+    assert "bfloat16" in figure.get_suptitle()
+    for ax, (name, stage) in zip(figure.axes, (("forward", "total"), ("backward", "forward+backward"))):
+        result = results[name]
+        assert result["device"] in ax.get_title() and result["date"][:10] in ax.get_title()
+        assert ax.get_xlabel() == "tokens" and ax.get_ylabel() == "milliseconds"
+        shown = {(line.get_label(), n): ms for line in ax.lines for n, ms in zip(*line.get_data())}
+        case = next(case for case in result["cases"] if case["name"] == "model H16/8 D128 N32768 w1024")
+        times = {(row["who"], row["stage"]): row["ms"] for row in case["rows"] if row.get("ms")}
+        assert shown["cupy_dma, window 1024", 32768] == times["cupy_dma", stage]
+        assert len(shown) >= 9
+
+
+def test_the_picture_of_the_intervals(pictures):
+    ax = pictures.intervals().axes[0]
+    crossed = [bar for bar in ax.collections[0].get_segments() if bar[0][0] <= pictures.QUERY < bar[1][0]]
+    assert len(crossed) == pictures.WINDOW

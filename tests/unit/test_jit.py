@@ -13,6 +13,7 @@ import pytest
 from cupy_dma.backends.cuda.attention import flash_decode, sm90, sm90_backward, sm90_tiles, split, tiles
 from cupy_dma.backends.cuda.decode import step
 from cupy_dma.backends.cuda.runtime import configs, disk_cache, jit, sums
+from cupy_dma.backends.cuda.runtime.params import Params
 from cupy_dma.backends.cuda.select import last_queries, prefix
 
 try:
@@ -384,11 +385,11 @@ def test_headers_of_the_compilers_version_are_preferred(monkeypatch, tmp_path):
         jit.find_headers.__wrapped__()
 
 
-def test_the_params_struct_is_read_from_the_source(monkeypatch):
+def test_the_params_struct_is_read_from_the_source():
     text = ("struct P {\n    const int* a;  // first\n    long long b, c;  // e; f\n    int d;\n    float e;\n"
             "    int f;\n};\n")
-    monkeypatch.setattr(jit, "source_text", lambda name: text)
-    params = jit.Params("any.cu", "P")
+    params = Params(text, "P")
+    assert params.types["a"] == "const int*" and params.types["c"] == "long long"
     assert params.names == ["a", "b", "c", "d", "e", "f"]
     packed = params.pack(a=1, b=-2, c=3, d=4, e=0.5, f=6)
     assert packed == struct.pack("=Qqqifi", 1, -2, 3, 4, 0.5, 6) + b"\0" * 4
@@ -405,7 +406,7 @@ def test_the_params_struct_is_read_from_the_source(monkeypatch):
     ("decode/flash_decode.cu", "FlashDecodeParams"), ("select/last_queries_top_w.cu", "LastQueriesParams"),
     ("lists/dense_mask.cu", "DenseParams"), ("lists/dense_macro_tiles.cu", "SuperParams")])
 def test_every_params_struct_can_be_read(source, name):
-    params = jit.Params(source, name)
+    params = jit.params(source, name)
     assert len(set(params.names)) == len(params.names) >= 5
     assert len(params.pack(**dict.fromkeys(params.names, 1))) % 8 == 0
 

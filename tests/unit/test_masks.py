@@ -1,8 +1,5 @@
-"""Masks: constructors against their definitions, laws of composition, counts, and plots."""
+"""Masks: constructors against their definitions, laws of composition, and counts."""
 from __future__ import annotations
-
-import builtins
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,7 +8,6 @@ from hypothesis import strategies as st
 
 import cupy_dma as dma
 from cupy_dma.masks.interval import EVER, NEVER
-from cupy_dma.masks.plot import mask_density
 
 M = dma.IntervalMask
 N = 9
@@ -267,41 +263,45 @@ def test_repr():
     assert repr(M.causal(3)) == "IntervalMask(shape=(1, 1, 3), library='numpy', device='cpu')"
 
 
-# ---- plots --------------------------------------------------------------------------------------------------------
+# ---- masks of any eviction policy ---------------------------------------------------------------------------------
 
 
-@given(masks(), st.integers(1, 2 * N), st.integers(1, 2 * N))
-@quick
-def test_density_is_the_mean_of_the_dense_mask(mask, query_length, max_size):
-    density = mask_density(mask, query_length, 0, 0, max_size)
-    dense = mask.to_dense(query_length)[0, 0].astype(float)
-    rows, columns = (np.linspace(0, size, min(size, max_size) + 1).astype(int) for size in (query_length, N))
-    expected = [[dense[a:b, c:d].mean() for c, d in pairwise(columns)] for a, b in pairwise(rows)]
-    np.testing.assert_allclose(density, expected, atol=1e-12)
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("shape", [(N,), (3, N), (2, 1, N)])
+def test_from_stop(convert, shape, dtype, rng):
+    stop = rng.integers(-3, N + 5, shape).astype(dtype)
+    mask = M.from_stop(convert(stop))
+    assert mask.shape == (1, 1, 1, *shape)[-3:] and mask.library.name == convert.name.removesuffix("-cuda")
+    for query_length in (1, 4, N, N + 2):
+        expected = dense_of(np.arange(N), stop.reshape(mask.shape), query_length)
+        assert np.array_equal(convert.back(mask.to_dense(query_length)), expected)
 
 
-def test_plot(tmp_path, convert):
-    pytest.importorskip("matplotlib")
-    mask = M.top_w(np.random.default_rng(0).standard_normal((2, 3, 3000)).astype(np.float32), 50)
-    path = tmp_path / "mask.png"
-    ax = mask.to(convert(np.zeros(1))).plot(path=path, batch=1, head=2, max_size=100)
-    assert path.read_bytes().startswith(b"\x89PNG") and ax.get_xlabel() == "key"
-    assert ax.images[0].get_array().shape == (100, 100)
-    assert mask.plot(10, ax=ax) is ax
-    with pytest.raises(ValueError, match=r"head must be below 3, got 3"):
-        mask.plot(head=3)
-    with pytest.raises(ValueError, match="query_length must be at least 1, got 0"):
-        mask.plot(0)
+def test_from_stop_keeps_huge_positions():
+    mask = M.from_stop(np.array([2**40, -2**40, 2**31, 2]))
+    assert mask.stop.ravel().tolist() == [NEVER, EVER, NEVER, 2] and mask == M.from_stop(np.array([9, 0, 9, 2]))
 
 
-def test_plot_without_matplotlib(monkeypatch):
-    find = builtins.__import__
+def test_the_stops_of_a_selection_make_the_same_mask(convert, rng):
+    scores = rng.standard_normal((2, 3, 64)).astype(np.float32)
+    selected = M.top_w(convert(scores), 8)
+    again = M.from_stop(selected.stop, window=8)
+    assert again == selected and again._bound == selected._bound == (8, 1)
+    with pytest.raises(ValueError, match=r"window must be at least the number of keys .*, 8 at position 7, got 7"):
+        M.from_stop(convert.back(selected.stop), window=7)
 
-    def without(name, *rest):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return find(name, *rest)
 
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r"cupy-dma\[plot\]"):
-        M.causal(4).plot()
+@pytest.mark.parametrize(("stop", "options", "error", "message"), [
+    (np.zeros(4, np.float32), {}, TypeError, "stop must be int32 or int64, got float32"),
+    (np.zeros((1, 1, 1, 4), int), {}, ValueError, r"stop must have 1 to 3 axes \(B, H, Lk\), got shape \(1, 1, 1, 4\)"),
+    (np.array(3), {}, ValueError, r"stop must have 1 to 3 axes"),
+    (np.zeros(4, int), {"window": 0}, ValueError, "window must be at least 1, got 0"),
+    (np.full(4, 9), {"window": 3}, ValueError, "that any position sees, 4 at position 3, got 3"),
+])
+def test_bad_stops(stop, options, error, message):
+    with pytest.raises(error, match=message):
+        M.from_stop(stop, **options)
+
+
+def test_from_stop_without_keys():
+    assert M.from_stop(np.zeros((2, 3, 0), int), window=1).shape == (2, 3, 0)

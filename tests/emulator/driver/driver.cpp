@@ -72,7 +72,7 @@ void tell_address_sanitizer() {
 
 void launch(int library, const std::string& kernel, unsigned grid, unsigned threads, py::bytes params,
             size_t shared_bytes, bool watched, const std::string& thread_order, const std::string& block_order,
-            unsigned seed) {
+            unsigned seed, bool alone) {
     m.library = m.libraries.at(library).get();
     m.kernel = kernel;
     const std::string_view given = params;
@@ -87,6 +87,7 @@ void launch(int library, const std::string& kernel, unsigned grid, unsigned thre
     if (shared_bytes > m.library->dynamic_size)
         throw Fault(format("kernel %s: %zu bytes of shared memory", kernel.c_str(), shared_bytes));
     m.watched = watched;
+    m.alone = alone;
     m.dynamic_bytes = shared_bytes;
     m.size = threads;
     m.error.clear();

@@ -314,7 +314,7 @@ void run_block(const Order& order) {
         t.state = READY;
         t.last = nullptr;
         t.barrier = t.warp_sync = t.syncs = 0;
-        t.waited = false;
+        t.waited = m.alone;
         t.clocks.assign(m.size, 0);
         t.clocks[i] = 1;
         t.groups.clear();

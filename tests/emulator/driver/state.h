@@ -158,7 +158,8 @@ struct Machine {
     std::string kernel, error;
     void (*enter)(const void*) = nullptr;
     alignas(64) char params[4096];  // as much as a launch may pass, on as many bytes as a tensor map needs
-    bool watched = false, abandoned = false;  // abandoned: a launch has ended with fibers on their way
+    bool watched = false, alone = false;  // alone: no kernel is ahead in the stream, so threads need not wait for one
+    bool abandoned = false;  // a launch has ended with fibers on their way
     size_t dynamic_bytes = 0;
     uint32_t launches = 0, blocks = 0;  // serial numbers, over all launches
     uint64_t accesses = 0;

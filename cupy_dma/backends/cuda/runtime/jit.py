@@ -18,15 +18,15 @@ import json
 import os
 import re
 import shutil
-import struct
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from cupy_dma.backends.cuda.runtime import disk_cache, launch
+from cupy_dma.backends.cuda.runtime.params import Params
 
 DEBUG = os.environ.get("CUPY_DMA_DEBUG", "") not in ("", "0")
 
@@ -43,7 +43,32 @@ class Config:
 
     def prelude(self) -> str:
         fields = ((f.name.upper(), getattr(self, f.name)) for f in dataclasses.fields(self))
-        return "".join(f"#define {name} {int(value) if isinstance(value, bool) else value}\n" for name, value in fields)
+        return defines(fields)
+
+    def text(self) -> str:
+        """All that the compiler reads."""
+        return self.prelude() + source_text(self.source)
+
+
+@dataclass(frozen=True)
+class SourceConfig(Config):
+    """A source text that is no file of ``kernels/``; it may include those."""
+
+    source: ClassVar[str] = "user.cu"
+    name: str  # in messages
+    body: str = field(repr=False)
+    definitions: tuple[tuple[str, Any], ...] = ()
+
+    def prelude(self) -> str:
+        return defines(self.definitions)
+
+    def text(self) -> str:
+        return self.prelude() + inlined(self.name, self.body)
+
+
+def defines(pairs: Iterable[tuple[str, Any]]) -> str:
+    """``#define`` lines; bool as 0 or 1."""
+    return "".join(f"#define {name} {int(value) if isinstance(value, bool) else value}\n" for name, value in pairs)
 
 
 @dataclass(frozen=True)
@@ -150,63 +175,32 @@ def find_headers() -> tuple[Path, ...]:
 @functools.cache
 def source_text(name: str) -> str:
     """A kernel file with its own includes inlined, each once; system includes stay. Lines keep their numbers."""
+    return inlined(name, (kernels_directory() / name).read_text())
+
+
+def inlined(name: str, text: str) -> str:
+    """A source text with the files of ``kernels/`` that it includes in their places."""
     seen: set[str] = set()
 
-    def inline(file: str) -> str:
+    def inline(file: str, text: str) -> str:
         seen.add(file)
         lines = [f'#line 1 "{file}"']
-        for number, line in enumerate((kernels_directory() / file).read_text().splitlines(), 1):
+        for number, line in enumerate(text.splitlines(), 1):
             include = re.fullmatch(r'#include "([^"]+)"', line)
             if include and include[1] not in seen:
-                lines += [inline(include[1]).rstrip("\n"), f'#line {number + 1} "{file}"']
+                inner = inline(include[1], (kernels_directory() / include[1]).read_text())
+                lines += [inner.rstrip("\n"), f'#line {number + 1} "{file}"']
             else:
                 lines.append("" if include or line == "#pragma once" else line)
         return "\n".join(lines) + "\n"
 
-    return inline(name)
-
-
-class Params:
-    """The parameter struct of a kernel, read from its source so that it is written down once.
-
-    ``pack(**fields)`` gives the by-value argument of a launch.
-    """
-
-    _formats: ClassVar[dict[str, str]] = {"long long": "q", "int": "i", "float": "f"}
-
-    def __init__(self, source: str, name: str):
-        body = re.search(rf"struct {name} \{{(.*?)\n\}};", source_text(source), re.DOTALL)
-        assert body, f"no struct {name} in {source}"
-        code = re.sub(r"//[^\n]*", "", body[1])
-        form, self.names = "@", []
-        for statement in filter(None, (part.strip() for part in code.split(";"))):
-            if "*" in statement:
-                kind, members = "P", [statement.rpartition("*")[2]]
-            else:
-                scalar = next(k for k in self._formats if statement.startswith(k + " "))
-                kind, members = self._formats[scalar], statement[len(scalar):].split(",")
-            form += kind * len(members)
-            self.names += [member.strip() for member in members]
-        self._indices = {name: i for i, name in enumerate(self.names)}
-        self._pack = struct.Struct(form + "0q").pack  # padded to the struct's alignment
-
-    def pack(self, **fields: Any) -> bytes:
-        return self._pack(*[fields[name] for name in self.names])
-
-    def pack_some(self, *groups: Mapping[str, Any]) -> bytes:
-        """The argument with the fields of all ``groups``, later ones first; 0 for a field that none has."""
-        values: list[Any] = [0] * len(self.names)
-        indices = self._indices
-        for group in groups:
-            for name, value in group.items():
-                values[indices[name]] = value
-        return self._pack(*values)
+    return inline(name, text)
 
 
 @functools.cache
 def params(source: str, name: str) -> Params:
     """The parameter struct ``name`` of a kernel file."""
-    return Params(source, name)
+    return Params(source_text(source), name)
 
 
 # ---- compiling ----
@@ -218,7 +212,7 @@ def _options(arch: str) -> tuple[str, ...]:
 @functools.cache
 def compile(config: Config, arch: str) -> Compiled:
     """The cubin of ``config`` for ``arch`` ("sm_80", "sm_90a", ...), from the disk cache if it is there."""
-    text = config.prelude() + source_text(config.source)
+    text = config.text()
     identity = json.dumps([text, arch, nvrtc_version(), [str(p) for p in find_headers()]])
     digest = hashlib.sha256(identity.encode()).hexdigest()[:24]
     name = f"{Path(config.source).stem}-{arch}-{digest}"

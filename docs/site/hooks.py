@@ -1,0 +1,112 @@
+"""What mkdocs cannot do by itself: pages and pictures that are made from the repository when the site is built.
+
+- CONTRIBUTING.md becomes a page; the charts in benchmarks/results become pictures of the performance page;
+- tables of results, between ``<!-- table:forward -->`` and its end, get room;
+- ``<!-- picture: name | what it shows -->`` in front of a Python block runs the block, which leaves a matplotlib Axes
+  or Figure in ``ax``, and puts the picture behind it;
+- an empty block ``{ .python .excerpt file="..." }`` gets the file's text;
+- ``<!-- command: plot -->`` is replaced by what ``python -m cupy_dma plot --help`` says;
+- links to files that are no pages become plain file names;
+- what lets the search work from the disk is assets/worker.js instead of a script from the network.
+"""
+from __future__ import annotations
+
+import argparse
+import io
+import posixpath
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # the tree, installed or not
+RESULTS = ROOT / "benchmarks" / "results"
+CHARTS = ("forward_performance", "backward_performance", "dense_performance", "decode_performance", "training")
+PICTURE = re.compile(r"<!-- picture: (\S+) \| (.*?) -->\n(```python\n(.*?)```\n)", re.DOTALL)
+SHIM = "https://unpkg.com/iframe-worker/shim"  # of the theme's plugin `offline`
+
+
+def on_files(files: Files, config: Any) -> Files:
+    files.append(File.generated(config, "contributing.md", content=(ROOT / "CONTRIBUTING.md").read_text()))
+    for name in CHARTS:
+        files.append(File.generated(config, f"results/{name}.png", abs_src_path=str(RESULTS / f"{name}.png")))
+    gallery = (ROOT / "docs" / "gallery.md").read_text()
+    for name, content in pictures(gallery):
+        files.append(File.generated(config, f"pictures/{name}.png", content=content))
+    return files
+
+
+def pictures(markdown: str) -> list[tuple[str, bytes]]:
+    """The pictures of a page's blocks, run one after the other as a reader would."""
+    names: dict[str, Any] = {"__name__": "gallery"}
+    made = []
+    for block in re.finditer(r"(?:<!-- picture: (\S+) \| .*? -->\n)?```python\n(.*?)```", markdown, re.DOTALL):
+        exec(compile(block[2], "docs/gallery.md", "exec"), names)
+        if block[1]:
+            buffer, drawn = io.BytesIO(), names["ax"]
+            getattr(drawn, "figure", drawn).savefig(buffer, format="png", dpi=110)
+            made.append((block[1], buffer.getvalue()))
+    return made
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    source = page.file.src_uri
+    if source == "contributing.md":
+        markdown = re.sub(r"\]\(docs/", "](", markdown)
+    markdown = PICTURE.sub(lambda m: f"{m[3]}\n![{m[2]}](pictures/{m[1]}.png){{ loading=lazy }}\n", markdown)
+    markdown = re.sub(r"<!-- table:(\w+) -->\n(.*?)\n<!-- /table:\1 -->",
+                      r'<div class="results" markdown="1">\n\n\2\n\n</div>', markdown, flags=re.DOTALL)
+    markdown = re.sub(r"<!-- command: (\S+) -->", lambda m: usage(m[1]), markdown)
+    markdown = re.sub(r'```\{ \.(\w+) \.excerpt file="([^"]+)" \}\n```', lambda m: excerpt(m[1], m[2]), markdown)
+    return re.sub(r"\[([^\]\n]*)\]\(([^)\s]+)\)", lambda m: link(m, source, files), markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Types in docstrings are text with marks for code, which is what they are set in anyway; and a type that says all
+    needs no dash behind it."""
+    html = re.sub(r"<code>[^<]*``[^<]*</code>", lambda m: m[0].replace("``", ""), html)
+    return re.sub(r"\s*–\s*<div class=\"doc-md-description\">\s*</div>", "", html)
+
+
+def on_post_build(config: Any) -> None:
+    site = Path(config.site_dir)
+    for path in site.rglob("*.html"):
+        up = "../" * (len(path.relative_to(site).parts) - 1)
+        path.write_text(path.read_text().replace(SHIM, f"{up}assets/worker.js"))
+
+
+def link(match: re.Match, source: str, files: Files) -> str:
+    """The link as it is, or its text and the file's name where that is no page of the site."""
+    text, target = match[1], match[2]
+    path = target.partition("#")[0]
+    if not path or re.match(r"[a-z]+:", path):
+        return match[0]
+    inside = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+    if inside in ("../CONTRIBUTING.md", "CONTRIBUTING.md"):
+        return f"[{text}]({posixpath.relpath('contributing.md', posixpath.dirname(source) or '.')})"
+    if files.get_file_from_path(inside) or files.get_file_from_path(posixpath.join(inside, "README.md")):
+        return match[0] if files.get_file_from_path(inside) else f"[{text}]({posixpath.join(path, 'README.md')})"
+    name = inside.removeprefix("../")
+    if not (ROOT / name).exists():
+        return match[0]  # strict mode reports it
+    return f"`{name}`" if text.strip("`") in (name, target) else f"{text} (`{name}`)"
+
+
+def usage(name: str) -> str:
+    """The help text of a command."""
+    from cupy_dma.__main__ import parser
+
+    commands = next(action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
+    chosen = commands.choices[name]
+    chosen.formatter_class = lambda prog: argparse.HelpFormatter(prog, max_help_position=26, width=84)
+    return f"```text\n{chosen.format_help().strip()}\n```"
+
+
+def excerpt(language: str, name: str) -> str:
+    text = (ROOT / name).read_text()
+    if language == "python":
+        text = text.rpartition('\n\nif __name__ == "__main__":')[0]  # how a script starts is the same everywhere
+    return f'```{{ .{language} title="{name}" }}\n{text.rstrip()}\n```'

@@ -1,0 +1,47 @@
+"""Masks of eviction policies through the CUDA kernels: with a known window the keys are gathered, without one they are
+read from a shared list. Forward and gradients, against the oracle."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+
+build = pytest.importorskip("tests.emulator.build")
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+import tests.emulator  # noqa: E402, F401
+from tests.oracle import reference  # noqa: E402
+
+
+@pytest.mark.parametrize("window", [12, None])
+@pytest.mark.parametrize("query_length", [70, 20])
+def test_masks_from_stops(rng, window, query_length):
+    n, heads, kv_heads, d = 70, 4, 2, 16
+    query = rng.standard_normal((1, query_length, heads, d)).astype(np.float16)
+    key, value = rng.standard_normal((2, 1, n, kv_heads, d)).astype(np.float16)
+    dout = rng.standard_normal(query.shape).astype(np.float16)
+    stop = np.stack([evictions(rng, n, 12) for _ in range(kv_heads)])
+    mask = dma.IntervalMask.from_stop(stop, window=window)
+    dense = mask.to_dense(query_length)
+    out, lse = dma.attention(query, key, value, mask=mask, return_lse=True, backend="emulator")
+    expected, expected_lse = reference.attention(query, key, value, dense_mask=dense)
+    plain, _ = reference.same_precision_attention(query, key, value, dense_mask=dense)
+    reference.assert_matches_reference(out, expected, plain, np.float16)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-3, atol=1e-3)
+    grads = dma.backward.attention_backward(dout, query, key, value, out, lse, mask=mask, backend="emulator",
+                                            needs=("query", "key", "value"))
+    exact = reference.attention_gradients(dout, query, key, value, dense_mask=dense)
+    same = reference.same_precision_attention_gradients(dout, query, key, value, dense_mask=dense)
+    for found, right, rounded in zip(grads[:3], exact, same):
+        reference.assert_matches_reference(found, right, rounded, np.float16, factor=3)
+
+
+def evictions(rng, n: int, budget: int) -> np.ndarray:
+    """A cache that evicts any of its keys: the first position that does not see each."""
+    stop, kept = np.full(n, n), []
+    for i in range(n):
+        kept.append(i)
+        if len(kept) == budget:
+            stop[kept.pop(rng.integers(budget))] = i + 1
+    return stop

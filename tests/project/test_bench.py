@@ -1,0 +1,115 @@
+"""``python -m cupy_dma bench`` on the CPU: its table, its check, and what it says where something is missing."""
+from __future__ import annotations
+
+import re
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+from cupy_dma import __main__ as cli
+from cupy_dma.cli import bench, devices
+
+SMALL = ["bench", "--backend", "numpy", "--length", "96", "--window", "16", "--head-dim", "8", "--seconds", "1"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "MOST_REPEATS", 3)
+    return tmp_path
+
+
+@pytest.mark.parametrize("arguments", [[], ["--dtype", "bfloat16", "--batch", "2", "--heads", "6", "--kv-heads", "3"]])
+def test_bench(folder, capsys, arguments):
+    pytest.importorskip("torch")
+    pytest.importorskip("matplotlib")
+    assert cli.main([*SMALL, *arguments]) == 0
+    said = capsys.readouterr().out
+    assert "on the CPU (NumPy backend)" in said and "says nothing about the CUDA kernels" in said
+    for row in (bench.SCORES, bench.MASK, bench.BACKWARD, bench.DECODE):
+        ours, peer, ratio = map(float, re.search(rf"{row} +(\S+) +(\S+) +(\S+)x", said).groups())
+        assert ours > 0 and ratio == pytest.approx(peer / ours, rel=0.01)
+    assert "check       passed" in said and "chart       bench.png" in said
+    assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_torch_and_matplotlib(folder, capsys, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("torch", "matplotlib")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(SMALL) == 0
+    said = capsys.readouterr().out
+    assert "no torch that reaches it, so no SDPA" in said and re.search(r"backward +\S+ +- +-\n", said)
+    assert "not drawn: matplotlib is missing" in said and not (folder / "bench.png").exists()
+
+
+def test_a_peer_that_cannot_run_leaves_a_gap(capsys, monkeypatch):
+    torch = pytest.importorskip("torch")
+
+    def full(*arguments, **options):
+        raise RuntimeError("CUDA out of memory.\nmore")
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", full)
+    assert cli.main(SMALL) == 0
+    said = capsys.readouterr().out
+    assert said.count("torch SDPA, ") == 3 and "torch SDPA, backward: CUDA out of memory.\n" in said
+    assert re.search(r"decode +\S+ +- +-\n", said)
+
+
+def test_a_wrong_output_fails_the_check(capsys, monkeypatch):
+    right = dma.attention
+
+    def wrong(*arguments, **options):
+        found = right(*arguments, **options)
+        return (found[0] + 0.1, found[1]) if options.get("return_lse") else found
+
+    monkeypatch.setattr(dma, "attention", wrong)
+    assert cli.main(SMALL) == 1
+    assert "check       FAILED" in capsys.readouterr().out
+
+
+def test_calls_are_timed_between_events_on_a_gpu():
+    """The clock of the GPU's path, with events that count."""
+    recorded = []
+
+    class Event:
+        def record(self):
+            recorded.append("record")
+
+        def synchronize(self):
+            recorded.append("wait")
+
+    cuda = SimpleNamespace(Event=Event, get_elapsed_time=lambda begin, end: len(recorded))
+    device = SimpleNamespace(name="cuda", xp=SimpleNamespace(cuda=cuda), wait=lambda: recorded.append("ready"))
+    ms = bench.milliseconds(lambda: recorded.append("call"), 0.0, device)
+    assert recorded == ["call", "ready", *["record", "call", "record", "wait"] * 3]
+    assert ms == np.median([6, 10, 14])
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--heads", "3", "--kv-heads", "2"], "--heads must be a multiple of --kv-heads, got 3 and 2"),
+    (["--head-dim", "300"], "argument --head-dim: must be from 1 to 256, got 300"),
+    (["--seconds", "0"], "argument --seconds: must be at least 1, got 0"),
+    (["--output", "x.txt"], "--output x.txt: its name must end in one of")])
+def test_misuse(capsys, arguments, message):
+    pytest.importorskip("matplotlib")
+    assert cli.main([*SMALL, *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+def test_a_backend_that_cannot_run(capsys, monkeypatch):
+    monkeypatch.setattr(devices, "why_not", lambda name: "no GPU" if name == "cuda" else None)
+    assert cli.main(["bench", "--backend", "cuda"]) == 2
+    assert "--backend cuda cannot run here: no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_bench_on_a_gpu(capsys):
+    assert cli.main(["bench", "--backend", "cuda", "--length", "4096", "--window", "512", "--seconds", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "check       passed" in said and "NumPy" not in said

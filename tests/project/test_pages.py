@@ -1,0 +1,48 @@
+"""The Python blocks of pages that no test of a module runs."""
+import numpy as np
+import pytest
+
+from tests.project.pages import DOCS, run_page
+
+
+def test_biases_and_eviction(capsys):
+    pytest.importorskip("torch")
+    names = run_page("biases-and-eviction.md", gpu=False)
+    seen = names["mask"].to_dense(200)[0, 0].sum(-1)
+    assert seen.tolist() == [min(i + 1, 24) for i in range(200)]
+    assert np.isfinite(names["log_f"].grad.numpy()).all() and capsys.readouterr().out.startswith("[[")
+
+
+def test_index_and_get_started(capsys):
+    pytest.importorskip("torch")
+    assert run_page("index.md", gpu=False)["out"].shape == (1, 2048, 4, 64)
+    names = run_page("get-started.md", gpu=False)
+    assert names["out"].shape == (1, 1024, 4, 64) and names["layer"].attention.A.grad is not None
+    said = capsys.readouterr().out
+    for comment in ("(1, 2048, 4, 64)", "(1, 1024, 4, 64) (1, 4, 1024)", "torch.Size([2])", "torch.Size([2, 1, 64])"):
+        assert comment in said  # what the pages say is printed
+
+
+def test_concepts(capsys):
+    mask = run_page("concepts.md", gpu=False)["mask"]
+    assert capsys.readouterr().out == f"100 {mask.stop[0, 0, 100]}\n"
+
+
+def test_gallery():
+    pytest.importorskip("matplotlib")
+    names = run_page("gallery.md", gpu=False)
+    assert len(names["figure"].axes) == 3 and names["mask"].shape == (1, 2, 1024)
+
+
+def test_sharp_bits():
+    names = run_page("sharp-bits.md", gpu=False)
+    assert names["out"].shape == names["whole"].shape
+
+
+def test_every_page_is_run_or_holds_no_python():
+    """Pages with Python blocks that are not run here are those that tests of their modules run."""
+    elsewhere = {"decoding.md", "layers.md", "training.md", "coming_from_flash_dmattn.md",
+                 "transformers.md", "usage.md"}
+    here = {"biases-and-eviction.md", "index.md", "get-started.md", "concepts.md", "gallery.md", "sharp-bits.md"}
+    with_python = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md") if "```python\n" in path.read_text()}
+    assert with_python == elsewhere | here
