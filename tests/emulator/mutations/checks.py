@@ -391,6 +391,8 @@ OWN: dict[str, Callable[[], None]] = {
     "sm90 one pass[lists]": sm90_backward(num_sms=2, deterministic=False),
     "sm90 one pass[lists, D128]": sm90_backward(num_sms=2, deterministic=False, head_dim=128),
     "sm90 one pass[causal, D128]": sm90_backward(window=0, causal=True, head_dim=128, length=500, deterministic=False),
+    "sm90 one pass[more keys than queries]": sm90_backward(window=0, causal=True, head_dim=128, length=180, queries=130,
+                                                           deterministic=False),
     "sm90 one pass[causal, D40]": sm90_backward(window=0, causal=True, head_dim=40, length=500, deterministic=False),
     "test_forward_grid[Hopper, heads-6/2]": sm90_grid("128x128", "heads-6/2-top_w"),
     "flash_decode": flash_decode,
