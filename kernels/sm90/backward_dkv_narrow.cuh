@@ -74,7 +74,8 @@ struct Consumer : ConsumerBase {
                 bulk_reduce_add(sums, shared.dq[half], 4 * DQ_HALF);
                 bulk_commit();
             }
-            shared.sums[half] = sums + 2 * DQ_HALF + (last ? launch.query_units * DQ_UNIT - 2 * DQ_HALF * steps : 0);
+            const long long units = launch.query_units - BLOCK_Q / UNIT_QUERIES * steps;  // to the next head's first
+            shared.sums[half] = sums + 2 * DQ_HALF + (last ? units * DQ_UNIT : 0);
         }
     }
 #endif

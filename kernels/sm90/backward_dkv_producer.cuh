@@ -66,9 +66,9 @@ __device__ __forceinline__ void load_facts(KeyFacts& facts, const AttentionParam
     const int steps = find_steps(facts, p, t);
 #else
     QueryRange queries = find_queries(facts.start, facts.stop, t);
+    if (DQUERY) queries.begin -= (queries.begin - t.first_query) % UNIT_QUERIES;  // before steps are counted from it
     const int steps = max(0, (queries.end - queries.begin + BLOCK_Q - 1) / BLOCK_Q);
 #endif
-    if (DQUERY) queries.begin -= (queries.begin - t.first_query) % UNIT_QUERIES;
     if (lane == 0) {
         facts.tile = t;
         facts.queries = queries;

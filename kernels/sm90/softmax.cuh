@@ -9,6 +9,13 @@
 constexpr bool ZERO_MAX = POWERS_OF_2 && BIAS == BIAS_OF_KEYS && FULL_BLOCK_PATH && (SHORT_BLOCK || !PAD_BY_BIAS) &&
                                  has_range_of_float(static_cast<const ELEMENT*>(nullptr));
 
+// Whether a bias per pair may be so low that m cannot hold products with it. (One in __half cannot.)
+#if BIAS == BIAS_DENSE
+constexpr bool LOW_ROWS = has_range_of_float(static_cast<const BIAS_ELEMENT*>(nullptr));
+#else
+constexpr bool LOW_ROWS = false;
+#endif
+
 // Two rows' running sums of p = 2^(unit * s - m), each lane's part of them. m need not be the maximum: rounding is
 // relative, so any m that keeps p in range gives the same precision. A row's first block sets it, to the maximum of its
 // logits or of some of them, or to 0 if that is near. After that the sums of each block tell whether m is too low: only
@@ -18,12 +25,22 @@ struct OnlineSoftmax {
     static constexpr float SMALL = 256.0f, LARGEST = LARGE ? 1073741824.0f : SMALL;
     static constexpr float NEAR = 20.0f;  // distance from 0
     // A product s * unit that m cannot hold leaves half its last place as an exponent. Key biases are made bearable
-    // (sm90/gather.cuh); logits with a dense bias below this have p = 0, and logits that come later take over.
+    // (sm90/gather.cuh). Logits with a dense bias below this have p = 0 beside others. A row that has seen no others is low:
+    // m is its highest logit, and p = 2^(s - m), where both are exact. That is 1, or 0 from the next lower float on, as
+    // e^(s - m) is.
     static constexpr float LOWEST_DENSE = -1073741824.0f;
     static constexpr float NONE = -LARGEST_FLOAT;  // m of a row that has seen nothing: its logits are -inf, p = 0
     float m[2], l[2];
+    unsigned low[2];  // LOW_ROWS: a bit for each lane of the warp, whether its row is low
 
-    __device__ __forceinline__ OnlineSoftmax() : m{NONE, NONE}, l{0.0f, 0.0f} {}
+    __device__ __forceinline__ OnlineSoftmax() : m{NONE, NONE}, l{0.0f, 0.0f}, low{0, 0} {}
+
+    __device__ __forceinline__ bool is_low(int r) const {
+        return LOW_ROWS && ((r == 0 ? low[0] : low[1]) >> lane_now() & 1) != 0;
+    }
+
+    // What turns a row's logits into exponents of 2, `unit` that of others.
+    __device__ __forceinline__ float unit_of(int r, float unit) const { return is_low(r) ? 1.0f : unit; }
 
     // Whether a row of this warp has no m yet.
     __device__ __forceinline__ bool lacks_max() const {
@@ -37,8 +54,9 @@ struct OnlineSoftmax {
         highest_logits<fragments>(s, highest);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            if (BIAS == BIAS_DENSE && highest[r] > -infinity()) highest[r] = fmaxf(highest[r], LOWEST_DENSE);
-            highest[r] *= unit;
+            const bool is_low = LOW_ROWS && highest[r] < LOWEST_DENSE && highest[r] > -infinity();
+            if (LOW_ROWS) low[r] |= __ballot_sync(ALL_LANES, is_low && m[r] == NONE);
+            if (!is_low) highest[r] *= unit;
         }
         if (ZERO_MAX && zero && __all_sync(ALL_LANES, fmaxf(fabsf(highest[0]), fabsf(highest[1])) <= NEAR))
             highest[0] = highest[1] = 0.0f;
@@ -55,13 +73,17 @@ struct OnlineSoftmax {
     // Turns a block's logits into p and returns their sums, which are not in l yet.
     template <int fragments>
     __device__ __forceinline__ void exponentiate(Fragment (&s)[KEY_FRAGMENTS], float unit, float (&sum)[2]) const {
-        float strands[2][4];
+        float strands[2][4], units[2] = {unit, unit};
+        if (LOW_ROWS && (low[0] | low[1]) != 0) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) units[r] = unit_of(r, unit);
+        }
 #pragma unroll
         for (int n = 0; n < fragments; ++n)
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const int r = fragment_row(i), k = strand(i);
-                s[n].x[i] = exp2_fast(fmaf(s[n].x[i], unit, -m[r]));
+                s[n].x[i] = exp2_fast(fmaf(s[n].x[i], LOW_ROWS ? units[r] : unit, -m[r]));
                 strands[r][k] = n == 0 ? s[n].x[i] : strands[r][k] + s[n].x[i];
             }
 #pragma unroll
@@ -130,7 +152,12 @@ struct OnlineSoftmax {
         highest_logits<KEY_FRAGMENTS>(s, highest);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float now = fmaxf(m[r], highest[r] * unit);
+            if (LOW_ROWS) {
+                const bool raised = is_low(r) && highest[r] >= LOWEST_DENSE;
+                if (raised) m[r] = NONE;
+                low[r] &= ~__ballot_sync(ALL_LANES, raised);
+            }
+            const float now = fmaxf(m[r], highest[r] * unit_of(r, unit));
             factor[r] = exp2_fast(m[r] - now);
             if (factor[r] < 1.0f / limit) m[r] = now;
             else factor[r] = 1.0f;
@@ -149,7 +176,7 @@ struct OnlineSoftmax {
 
     // Of row r of this lane. A row that has seen nothing has -inf.
     __device__ __forceinline__ float lse(int r) const {
-        return LN_2 * ((r == 0 ? m[0] : m[1]) + log2_fast(r == 0 ? l[0] : l[1]));
+        return (is_low(r) ? 1.0f : LN_2) * ((r == 0 ? m[0] : m[1]) + log2_fast(r == 0 ? l[0] : l[1]));
     }
 
 private:

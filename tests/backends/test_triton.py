@@ -1,8 +1,8 @@
 """The Triton backend: on a GPU (marked ``gpu``), and on the CPU in Triton's interpreter.
 
 The interpreter must be selected before Triton is imported, so its tests run in a separate process:
-``test_in_the_interpreter`` runs this file again with ``TRITON_INTERPRET=1``, and then the tests below use CPU tensors
-and a subset of the grid (all of it with ``CUPY_DMA_TRITON_GRID=all``).
+``test_in_the_interpreter`` runs this file and ``test_triton_numerics.py`` with ``TRITON_INTERPRET=1``, and then their
+tests use CPU tensors and a subset of the grid (all of it with ``CUPY_DMA_TRITON_GRID=all``).
 """
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_in_the_interpreter():
     for name in ("torch", "triton"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed")
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
+    files = [__file__, __file__.replace("test_triton", "test_triton_numerics")]
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files],
                           env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     print(done.stdout[-3000:])
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -23,7 +23,6 @@ from cupy_dma.backends.triton.backward_dkv import key_gradients
 from cupy_dma.backends.triton.problem import Problem
 from cupy_dma.backends.triton.tiles import (
     INF,
-    LOG2_E,
     PLAIN,
     find_keys,
     find_tile,
@@ -150,16 +149,16 @@ def _loop(dq, drow, q, do, row_lse, row_delta, rows, position, query, first, las
             v = load_rows(value_base, key.to(tl.int64) * value_row, wanted, HEAD_DIM, BLOCK_D, MASKED)
             added = 0.0
             if BIAS == 1:
-                added = (tl.load(bias_base + key.to(tl.int64) * bias_key, mask=wanted, other=0.0).to(tl.float32)
-                         * LOG2_E)[None, :]
+                added = tl.load(bias_base + key.to(tl.int64) * bias_key, mask=wanted,
+                                other=0.0).to(tl.float32)[None, :]
             elif BIAS == 2:
                 added = tl.load(bias_base + query.to(tl.int64)[:, None] * bias_row
                                 + key.to(tl.int64)[None, :] * bias_key, mask=visible & wanted[None, :],
-                                other=0.0).to(tl.float32) * LOG2_E
+                                other=0.0).to(tl.float32)
             qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
             _, ds, dx = gradients(qk, dp, added, visible, row_lse[:, None], row_delta[:, None], scale, softcap,
-                                  SOFTCAP)
+                                  SOFTCAP, BIAS)
             drow += tl.sum(ds, axis=1)
             if DQUERY:
                 if ISOLATE:

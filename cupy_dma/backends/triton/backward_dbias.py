@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from cupy_dma.backends.triton.problem import Problem
-from cupy_dma.backends.triton.tiles import INF, LOG2_E, PLAIN, gradients, key_runs, load_rows
+from cupy_dma.backends.triton.tiles import INF, PLAIN, gradients, key_runs, load_rows
 
 
 def bias_gradient(problem: Problem, dbias: torch.Tensor | None) -> None:
@@ -80,11 +80,11 @@ def backward_dbias(query, key, value, dout, lse, delta, dbias, start, stop, dens
             row_delta = tl.load(delta + statistics, mask=rows, other=0.0)
             added = tl.load(bias + b * bias_batch + (head // bias_share).to(tl.int64) * bias_head
                             + query_index[:, None] * bias_row + key_index[None, :] * bias_key, mask=visible,
-                            other=0.0).to(tl.float32) * LOG2_E
+                            other=0.0).to(tl.float32)
             qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
             _, ds, _ = gradients(qk, dp, added, visible, tl.where(alive, row_lse, INF)[:, None],
-                                 row_delta[:, None], scale, softcap, SOFTCAP)
+                                 row_delta[:, None], scale, softcap, SOFTCAP, BIAS)
             acc += ds
     target = dbias + (entry.to(tl.int64) * query_length + query_index[:, None]) * key_length + key_index[None, :]
     tl.store(target, acc.to(dbias.dtype.element_ty), mask=rows[:, None] & exists[None, :])

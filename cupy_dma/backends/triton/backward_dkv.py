@@ -19,7 +19,6 @@ from cupy_dma.backends.triton.problem import Problem
 from cupy_dma.backends.triton.tiles import (
     EVER,
     INF,
-    LOG2_E,
     NEVER,
     PLAIN,
     finite_only,
@@ -77,17 +76,17 @@ def _add_queries(dk, dv, db, k, v, start, stop, wanted, key, at, b, head, query_
         delta = tl.load(delta_base + i, mask=rows, other=0.0)
         added = 0.0
         if BIAS == 1:
-            added = (tl.load(bias_base + key.to(tl.int64) * bias_key, mask=wanted, other=0.0).to(tl.float32)
-                     * LOG2_E)[:, None]
+            added = tl.load(bias_base + key.to(tl.int64) * bias_key, mask=wanted,
+                            other=0.0).to(tl.float32)[:, None]
         elif BIAS == 2:
             added = tl.load(bias_base + key.to(tl.int64)[:, None] * bias_key + i.to(tl.int64)[None, :] * bias_row,
-                            mask=visible, other=0.0).to(tl.float32) * LOG2_E
+                            mask=visible, other=0.0).to(tl.float32)
         qk = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         dp = qk
         if DKEY or DBIAS:
             dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         p, ds, dx = gradients(qk, dp, added, visible, tl.where(alive, row_lse, INF)[None, :], delta[None, :],
-                              scale, softcap, SOFTCAP)
+                              scale, softcap, SOFTCAP, BIAS)
         if DBIAS:
             db += tl.sum(ds, axis=1)
         if DVALUE:

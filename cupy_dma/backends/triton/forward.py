@@ -1,7 +1,7 @@
 """Attention over gathered keys (SPEC section 5): one program per tile of queries, online softmax in float32.
 
-    s2 = (softcap(scale * q . k) + bias) * log2(e)      m = max s2      p = 2^(s2 - m)      l = sum p
-    out = (sum p v) / l      lse = ln 2 * (m + log2(l))      out = 0 and lse = -inf where l = 0
+    s = softcap(scale * q . k) + bias      m = max s      p = e^(s - m)      l = sum p
+    out = (sum p v) / l      lse = m + ln(l)      out = 0 and lse = -inf where l = 0
 
 query (B, Lq, H, D), key and value (B, Lk, Hkv, D), out like query, lse (B, H, Lq) float32. p is rounded to the type of
 value for the second MMA.
@@ -23,8 +23,8 @@ from cupy_dma.backends.triton.problem import Problem
 from cupy_dma.backends.triton.tiles import (
     INF,
     LN_2,
-    LOG2_E,
     PLAIN,
+    exponential,
     find_keys,
     find_tile,
     finite_only,
@@ -75,21 +75,22 @@ def _attend(acc, m, l, q, rows, position, query, first, last, begin, end, full, 
             go = tl.max(wanted.to(tl.int32), axis=0) > 0
         if go:
             k = load_rows(key_base, key.to(tl.int64) * key_row, wanted, HEAD_DIM, BLOCK_D, MASKED)
-            s = logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap, SOFTCAP)
+            added = 0.0
             if BIAS == 1:
-                added = tl.load(bias_base + key.to(tl.int64) * bias_key, mask=wanted, other=0.0) if MASKED else (
+                of_keys = tl.load(bias_base + key.to(tl.int64) * bias_key, mask=wanted, other=0.0) if MASKED else (
                     tl.load(bias_base + key.to(tl.int64) * bias_key))
-                s += (added.to(tl.float32) * LOG2_E)[None, :]
+                added = of_keys.to(tl.float32)[None, :]
             elif BIAS == 2:
                 added = tl.load(bias_base + query.to(tl.int64)[:, None] * bias_row
-                                + key.to(tl.int64)[None, :] * bias_key, mask=visible & wanted[None, :], other=0.0)
-                s += added.to(tl.float32) * LOG2_E
+                                + key.to(tl.int64)[None, :] * bias_key, mask=visible & wanted[None, :],
+                                other=0.0).to(tl.float32)
+            s = logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), added, scale, softcap, SOFTCAP, BIAS)
             if MASKED:
                 s = tl.where(visible, s, -INF)
             m_new = tl.maximum(m, tl.max(s, axis=1))
             shift = tl.where(m_new == -INF, 0.0, m_new)
-            p = tl.exp2(s - shift[:, None])
-            rescale = tl.exp2(m - shift)
+            p = exponential(s - shift[:, None], BIAS)
+            rescale = exponential(m - shift, BIAS)
             m = m_new
             l = l * rescale + tl.sum(p, axis=1)
             v = load_rows(value_base, key.to(tl.int64) * value_row, wanted, HEAD_DIM, BLOCK_D, MASKED)
@@ -158,7 +159,8 @@ def attention_forward(query, key, value, out, lse, nonfinite_seen, start, stop, 
         tl.store(nonfinite_seen + tl.program_id(0), has_nonfinite(acc).to(tl.int8))
     seen = l != 0.0  # a sum of NaN is "seen": NaN stays NaN
     acc = tl.where(seen[:, None], acc / tl.where(seen, l, 1.0)[:, None], 0.0)
-    row_lse = tl.where(seen, LN_2 * (m + tl.log2(tl.where(seen, l, 1.0))), -INF)
+    log_sum = tl.log2(tl.where(seen, l, 1.0))
+    row_lse = tl.where(seen, m + LN_2 * log_sum if BIAS != 0 else LN_2 * (m + log_sum), -INF)
     index = (b * query_length + i) * heads + head
     store_rows(out, index * HEAD_DIM, rows, acc, HEAD_DIM, BLOCK_D)
     tl.store(lse + (b * heads + head) * query_length + i, row_lse, mask=rows)

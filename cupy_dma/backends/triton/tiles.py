@@ -1,7 +1,10 @@
 """Shared by the kernels: tiles of queries, blocks of keys and their visibility, logits, and non-finite values.
 
 A tile has BLOCK_M rows: BLOCK_M / HEADS consecutive queries times HEADS heads of one GQA group, which share every
-gathered key; row r is query r // HEADS, head r % HEADS. Query i stands at position i + Lk - Lq. Logits are base 2.
+gathered key; row r is query r // HEADS, head r % HEADS. Query i stands at position i + Lk - Lq.
+
+Logits are base 2 without a bias, which saves a product for each pair, and natural with one: a bias may be as low as its
+type has it, and times log2(e) it would be -inf, which hides a key.
 
 Keys are processed in blocks of BLOCK_N. LISTED: they come from the tile's own list, full keys (visible to the whole
 tile) from the front, partial ones from the back. Otherwise they come in their own order. A pair is visible where start
@@ -136,12 +139,32 @@ def softcapped(x, cap):
 
 
 @triton.jit
-def logits(qk, scale, softcap, SOFTCAP: tl.constexpr):
-    if SOFTCAP:
+def logits(qk, added, scale, softcap, SOFTCAP: tl.constexpr, BIAS: tl.constexpr):
+    """softcap(scale * q . k) + bias; ``added`` is read with a bias only."""
+    if BIAS != 0:
+        s = qk * scale
+        if SOFTCAP:
+            s = softcapped(s, softcap)
+        s += added
+    elif SOFTCAP:
         s = softcapped(qk * scale, softcap) * LOG2_E
     else:
         s = qk * (scale * LOG2_E)
     return s
+
+
+@triton.jit
+def exponential(x, BIAS: tl.constexpr):
+    """Of a difference of logits."""
+    return tl.exp2(x * LOG2_E if BIAS != 0 else x)
+
+
+@triton.jit
+def as_logit(lse, BIAS: tl.constexpr):
+    """lse to be subtracted from logits. Far from 0 the roundings of both are whole exponents, and p could be infinite:
+    there it is raised by more than these, and p vanishes."""
+    raised = tl.where((tl.abs(lse) > 4194304.0) & (tl.abs(lse) < INF), lse + 3.8e-6 * tl.abs(lse), lse)
+    return raised if BIAS != 0 else raised * LOG2_E
 
 
 @triton.jit
@@ -175,10 +198,10 @@ def nonfinite_part(weights, visible, rows):
 
 
 @triton.jit
-def gradients(qk, dp, added, visible, lse, delta, scale, softcap, SOFTCAP: tl.constexpr):
-    """p, ds and dx of SPEC section 6 from q . k, dout . v, the bias in base 2, lse and delta; 0 where invisible."""
-    s = logits(qk, scale, softcap, SOFTCAP) + added
-    p = tl.where(visible, tl.exp2(s - lse * LOG2_E), 0.0)
+def gradients(qk, dp, added, visible, lse, delta, scale, softcap, SOFTCAP: tl.constexpr, BIAS: tl.constexpr):
+    """p, ds and dx of SPEC section 6 from q . k, dout . v, the bias, lse and delta; 0 where invisible."""
+    s = logits(qk, added, scale, softcap, SOFTCAP, BIAS)
+    p = tl.where(visible, exponential(s - as_logit(lse, BIAS), BIAS), 0.0)
     ds = tl.where(visible, p * (dp - delta), 0.0)
     dx = ds
     if SOFTCAP:

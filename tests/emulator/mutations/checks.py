@@ -391,6 +391,8 @@ OWN: dict[str, Callable[[], None]] = {
     "sm90 one pass[lists]": sm90_backward(num_sms=2, deterministic=False),
     "sm90 one pass[lists, D128]": sm90_backward(num_sms=2, deterministic=False, head_dim=128),
     "sm90 one pass[causal, D128]": sm90_backward(window=0, causal=True, head_dim=128, length=500, deterministic=False),
+    "sm90 one pass[more keys than queries]": sm90_backward(window=0, causal=True, head_dim=128, length=180, queries=130,
+                                                           deterministic=False),
     "sm90 one pass[causal, D40]": sm90_backward(window=0, causal=True, head_dim=40, length=500, deterministic=False),
     "test_forward_grid[Hopper, heads-6/2]": sm90_grid("128x128", "heads-6/2-top_w"),
     "flash_decode": flash_decode,
@@ -464,6 +466,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "test_low_biases[Hopper, keys]": elsewhere(test_numerics.test_low_biases, "hopper", "float16", "key", -1e30, 0),
     "test_low_biases[Hopper, dense]":
         elsewhere(test_numerics.test_low_biases, "hopper", "bfloat16", "bfloat16", -1e10, 30),
+    "test_low_biases[Hopper, dense rows]":
+        elsewhere(test_numerics.test_rows_of_low_biases_beside_others, "none", -1.2e9, 32),
     "test_gradients_with_low_biases":
         elsewhere(test_numerics.test_gradients_with_low_biases, "portable", "float16", "key", False, -1e9, 0.0),
     "test_gradients_with_low_biases[Hopper]":

@@ -74,9 +74,7 @@ def low_bias(kind, low, queries, keys, near):
         ("portable", "float16", "key"), ("portable", "bfloat16", "bfloat16"), ("portable", "float32", "float32"),
         ("hopper", "float16", "key"), ("hopper", "bfloat16", "key"), ("hopper", "bfloat16", "bfloat16"),
         ("flash decode", "float16", "key"), ("flash decode", "float32", "key"))
-    for low in (-1e9, -1e10, -1e30, "lowest") for near in (0, 30)
-    # A row of lower ones alone sees nothing: docs/hopper-kernel.md.
-    if not (case == ("hopper", "bfloat16", "bfloat16") and near == 0 and low != -1e9)])
+    for low in (-1e9, -1e10, -1e30, "lowest") for near in (0, 30)])
 def test_low_biases(kernel, dtype, kind, low, near):
     """They hide a key beside others, but a row that sees no others sees them: its output is their mean."""
     arrays = problem(kernel, dtype)
@@ -84,9 +82,46 @@ def test_low_biases(kernel, dtype, kind, low, near):
     bias = low_bias(kind, lowest if low == "lowest" else low, arrays[0].shape[1], 600, near)
     with gpu(kernel):
         out, lse = dma.attention(*arrays, bias=bias, return_lse=True, backend="emulator")
-    exact = near or (kernel != "hopper" and low == "lowest" and kind != "bfloat16")
+    exact = near or (kernel, kind) == ("hopper", "bfloat16") or (
+        kernel != "hopper" and low == "lowest" and kind != "bfloat16")
     check_forward(arrays, out, lse if exact else None, bias=bias)
     assert np.isfinite(lse).all() and (near or (lse < -4e8).all())
+
+
+@pytest.mark.parametrize("head_dim", [32, 128])
+@pytest.mark.parametrize("low", [-1.2e9, -1e20, "lowest"], ids=str)
+@pytest.mark.parametrize("kind", ["none", "causal", "softcap", "lists", "dense mask"])
+def test_rows_of_low_biases_beside_others(kind, low, head_dim):
+    """Rows of a warp of the Hopper kernel: their biases are low but for the first keys (2, 6 of each eight), the last
+    ones (1, 5), where the earlier ones may be -inf (5), or less low for the last ones (3); or all are low (0, 4) or
+    -inf (7), so that the row sees nothing. The last rows are all alike (5)."""
+    rng = np.random.default_rng(2)
+    arrays = problem("hopper", "bfloat16", head_dim=head_dim)
+    low, row = lowest_of("bfloat16") if low == "lowest" else low, np.arange(70) % 8
+    row[56:] = 5
+    arrays[0][:, row % 4 % 3 == 0] = 0  # beside low biases float32 does not hold what they would add
+    bias = np.where(rng.random((70, 600)) < 0.3, 0.95 * low, low)
+    bias[row == 3, 580:590] = -1e9
+    bias[row == 5] = -np.inf
+    for at, chosen in ((580, row % 4 == 1), (0, row % 4 == 2)):
+        bias[chosen, at:at + 10] = rng.standard_normal((chosen.sum(), 10))
+    bias[row == 7] = -np.inf
+    options = {"bias": bias[None, None].astype(numpy_dtype("bfloat16")), "causal": kind == "causal",
+               "softcap": 5.0 if kind == "softcap" else 0.0}
+    mask, seen = None, None
+    if kind == "lists":
+        mask = dma.IntervalMask.top_w(rng.standard_normal((1, 1, 600)).astype(np.float32), 550)
+        seen = mask.to_dense(70)
+    elif kind == "dense mask":
+        mask = seen = rng.random((1, 1, 70, 600)) < 0.9
+    with gpu("hopper"):
+        out, lse = dma.attention(*arrays, **options, mask=mask, return_lse=True, backend="emulator")
+    check_forward(arrays, out, lse, **options, dense_mask=seen)
+    _, expected = reference.attention(*arrays, **options, dense_mask=seen)
+    near = np.abs(expected) < 100
+    assert near.any() and np.abs(lse[near] - expected[near]).max() < 1e-5
+    assert not out[:, row == 7].any() and np.isneginf(lse[..., row == 7]).all()
+    assert np.isfinite(lse[..., row % 4 == 0]).all()
 
 
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
@@ -94,7 +129,7 @@ def test_low_biases(kernel, dtype, kind, low, near):
 @pytest.mark.parametrize(("kernel", "dtype", "kind", "deterministic"), [
     ("portable", "float16", "key", False), ("portable", "bfloat16", "bfloat16", False),
     ("portable", "float32", "float32", False), ("hopper", "bfloat16", "key", False),
-    ("hopper", "bfloat16", "key", True)])
+    ("hopper", "bfloat16", "key", True), ("hopper", "bfloat16", "bfloat16", False)])
 def test_gradients_with_low_biases(kernel, dtype, kind, deterministic, low, softcap):
     """The first rows see nothing but such keys. float32 does not hold their probabilities, which must not become
     infinite: they have no gradient."""

@@ -32,7 +32,7 @@ DENSE = ("mask-dense", "causal-and-dense", "dense-mask-11qk", "dense-mask-1gq1",
 PORTABLE = ("float16-D3", "bias-full-none")
 BY_HEAD = ("mask-per_head", "mask-dense_per_head", "bias-key_per_head-none")  # keys and values; the queries are not
 VARLEN = ("float16-causal", "bfloat16-none", "tail-none", "short-none", "heads-6/2-none", "causal-and-window",
-          "causal-and-open", "supers", "supers-window")
+          "causal-and-open", "supers", "supers-window", "D128")
 
 
 @pytest.fixture(autouse=True)
@@ -218,6 +218,16 @@ def test_packed_sequences(name, deterministic, served, gpu):
     case = next(c for c in varlen_cases.CASES + varlen_cases.SUPERS if c.name == name)
     varlen_cases.check_backward(case, varlen_cases.run_backward(case, backend="emulator", deterministic=deterministic))
     assert served.call_args.args[-1] is not deterministic  # in one pass
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("queries", "length", "head_dim"), [(130, 180, 128), (1000, 1010, 64)])
+def test_the_last_queries_of_tiles_that_begin_within_a_unit(queries, length, head_dim, deterministic):
+    """In one pass steps begin with a unit of 64 queries, up to 63 before the first query that sees a key: there may be
+    one more step for it."""
+    options = {"queries": queries, "length": length, "head_dim": head_dim, "window": 0, "causal": True,
+               "bias": np.ones((1, 1, length), np.float32), "deterministic": deterministic}
+    check(gradients("emulator", **options), gradients("numpy", **options))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -1,0 +1,84 @@
+"""Biases as low as their type has them, on the Triton backend: only a row that sees nothing has out = 0, lse = -inf.
+Run as tests/backends/test_triton.py is, which starts this file in the interpreter, too."""
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+from cupy_dma.arrays import numpy_dtype
+from cupy_dma.backward import attention_backward
+from tests.backends.test_triton import converter, host, on_device, quiet_interpreter, torch  # noqa: F401
+from tests.oracle import reference
+
+KINDS = {"key": ("float16", (1, 1, 1, 90)), "pair": ("bfloat16", (1, 2, 90, 90)),
+         "float32": ("float32", (1, 1, 90, 90))}
+
+
+def problem(kind, low, near):
+    """Queries, keys, values, and a bias of ``low`` for all keys but the ``near`` last ones."""
+    dtype, shape = KINDS[kind]
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 90, heads, 32)).astype(numpy_dtype(dtype)) for heads in (4, 2, 2))
+    bias_type = "float32" if kind == "key" else dtype
+    bias = np.full(shape, float(ml_dtypes.finfo(numpy_dtype(bias_type)).min) if low == "lowest" else low)
+    bias[..., 90 - near:] = rng.standard_normal((*shape[:3], near))
+    return (q, k, v), np.ascontiguousarray(bias.astype(numpy_dtype(bias_type)))
+
+
+@on_device
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+@pytest.mark.parametrize("near", [0, 50])
+@pytest.mark.parametrize("low", [-1e9, "lowest"], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_low_biases(torch, kind, low, near, softcap):  # noqa: F811
+    """They hide a key beside others, but a row that sees no others sees them: its output is their mean."""
+    arrays, bias = problem(kind, low, near)
+    move, options = converter("torch"), {"causal": True, "softcap": softcap}
+    out, lse = map(host, dma.attention(*map(move, arrays), bias=move(bias), **options, return_lse=True,
+                                       backend="triton"))
+    ref, ref_lse = reference.attention(*arrays, bias=bias, **options)
+    plain, plain_lse = reference.same_precision_attention(*arrays, bias=bias, **options)
+    reference.assert_matches_reference(out, ref, plain, out.dtype)
+    reference.assert_matches_reference(lse, ref_lse, plain_lse, lse.dtype)
+    assert np.isfinite(lse).all() and (lse[..., :90 - near] < -9e8).all()
+
+
+@on_device
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+@pytest.mark.parametrize("low", [-1e7, -1e9, "lowest"], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_with_low_biases(torch, kind, low, softcap):  # noqa: F811
+    """The first rows see nothing but such keys. float32 does not hold their probabilities, which must not become
+    infinite: they have no gradient."""
+    arrays, bias = problem(kind, low, 50)
+    move, options = converter("torch"), {"causal": True, "softcap": softcap}
+    dout = arrays[0][:, ::-1].copy()
+    given = [*map(move, arrays)]
+    out, lse = dma.attention(*given, bias=move(bias), **options, return_lse=True, backend="triton")
+    found = attention_backward(move(dout), *given, out, lse, bias=move(bias), **options, backend="triton")
+    dout[:, :40] = 0
+    expected = reference.attention_gradients(dout, *arrays, bias=bias, **options)
+    plain = reference.same_precision_attention_gradients(dout, *arrays, bias=bias, **options)
+    terms = reference.attention_gradient_terms(dout, *arrays, bias=bias, **options)
+    for ours, ref, other, total in zip(map(host, found), expected, plain, terms):
+        reference.assert_matches_reference(ours, ref, other, ours.dtype, factor=3, terms=total)
+
+
+@on_device
+@pytest.mark.parametrize("hidden", [-np.inf, "mask"], ids=str)
+def test_rows_that_see_nothing_beside_low_biases(torch, hidden):  # noqa: F811
+    """Keys hidden by a bias of -inf or by a mask are not seen; those with the lowest number are."""
+    arrays, bias = problem("float32", "lowest", 0)
+    seen = np.ones((1, 1, 90, 90), bool)
+    seen[:, :, :30] = False
+    move, options = converter("torch"), {}
+    if hidden == "mask":
+        options["mask"] = move(seen)
+    else:
+        bias = np.where(seen, bias, np.float32(hidden))
+    out, lse = map(host, dma.attention(*map(move, arrays), bias=move(bias), **options, return_lse=True,
+                                       backend="triton"))
+    assert not out[:, :30].any() and np.isneginf(lse[..., :30]).all()
+    assert np.isfinite(lse[..., 30:]).all() and out[:, 30:].any(-1).all()
