@@ -10,8 +10,9 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
+from cupy_dma.backends.cuda.attention import sm90_backward
 from cupy_dma.backward import attention_backward
-from tests.oracle import reference
+from tests.oracle import reference, schedule_cases
 
 build = pytest.importorskip("tests.emulator.build")
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
@@ -24,7 +25,8 @@ KERNELS = ("portable", "hopper", "flash decode")
 
 @contextlib.contextmanager
 def gpu(kernel):
-    with emulator.hopper_gpu(build=BUILD) if kernel == "hopper" else emulator.using(build=BUILD) as runtime:
+    with (emulator.hopper_gpu(build=BUILD) if kernel == "hopper" else emulator.using(build=BUILD) as runtime,
+          schedule_cases.hopper_gradients(sm90_backward.ONE_PASS)):
         yield runtime
 
 
