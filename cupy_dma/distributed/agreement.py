@@ -1,11 +1,11 @@
 """Whether all ranks make the same call, and who is to blame if one does not.
 
-A *signature* is what ranks must agree on, by argument: sizes, types, options, which gradients are wanted. Lengths are no
-part of it. A call with a new signature compares it over the process group's key-value store before anything is sent, so
-that a rank with other arguments, a rank whose own arguments are wrong and a rank that does not come are named on all
-ranks. On GPUs a signature that has been agreed on is not compared again, unless ``CUPY_DMA_CHECK=1``: a warm call does no
-host work for it. In host memory every call compares a digest, by an all-gather of 8 bytes, and looks at the store only
-where digests differ.
+A *signature* is what ranks must agree on, by argument: sizes, types, options, which gradients are wanted. Lengths are
+no part of it. A call with a new signature compares it over the process group's key-value store before anything is sent,
+so that a rank with other arguments, a rank whose own arguments are wrong and a rank that does not come are named on all
+ranks. On GPUs a signature that has been agreed on is not compared again, unless ``CUPY_DMA_CHECK=1``: a warm call does
+no host work for it. In host memory every call compares a digest, by an all-gather of 8 bytes, and looks at the store
+only where digests differ.
 
 A rank that fails or stays away in a collective itself ends the wait of the others with the group's timeout. In host
 memory the error then names the ranks that did not come; on GPUs it is NCCL's.
@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from cupy_dma import checks
 
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 GRACE = 2.0  # seconds for ranks that are about to time out as well to say that they came
 
 
@@ -35,22 +36,15 @@ class RankError(RuntimeError):
 class _Group:
     """What is known of a process group: kept as long as the group."""
 
-    def __init__(self, group: Any):
+    def __init__(self, group: Any, device: torch.device):
         self.agreed: set[str] = set()
         self.calls = 0  # that have been compared over the store, the same number on all ranks
         self.stages = 0  # collectives that have been started
         self.store = group.get_group_store()
-        self.timeout = _timeout_of(group)
+        self.timeout: timedelta = group._get_backend(device).options._timeout
 
 
 _known: weakref.WeakKeyDictionary[Any, _Group] = weakref.WeakKeyDictionary()
-
-
-def _timeout_of(group: Any) -> timedelta:
-    try:
-        return group._get_backend(dist.distributed_c10d._get_pg_default_device(group)).options._timeout
-    except (AttributeError, RuntimeError):
-        return dist.default_pg_timeout
 
 
 class Agreement:
@@ -59,15 +53,13 @@ class Agreement:
     def __init__(self, name: str, group: Any, device: torch.device):
         self.name, self.group, self.device = name, group, device
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.known = _known.get(group)
-        if self.known is None:
-            self.known = _known[group] = _Group(group)
+        self.known: _Group = _known.get(group) or _known.setdefault(group, _Group(group, device))
 
     # ---- before anything is sent ------------------------------------------------------------------------------------
 
     def check(self, make: Callable[[], Mapping[str, Any]]) -> None:
-        """Compare the signature that ``make`` returns. What ``make`` raises, it raises here and, as a ``RankError`` that
-        names this rank, on all others that compare theirs."""
+        """Compare the signature that ``make`` returns. What ``make`` raises, it raises here and, as a ``RankError``
+        that names this rank, on all others that compare theirs."""
         try:
             signature, failure = json.dumps({name: str(x) for name, x in make().items()}), None
         except Exception as error:
@@ -84,7 +76,7 @@ class Agreement:
         digest = int.from_bytes(hashlib.blake2b(signature.encode(), digest_size=7).digest(), "big")
         mine = torch.tensor([digest if failure is None else -1 - self.rank])
         every = mine.new_empty(self.world)
-        self.wait(self.started(dist.all_gather_into_tensor, every, mine, group=self.group))
+        self.wait(self.started(all_gather, every, mine, group=self.group))
         return bool((every == digest).all())
 
     def _compare(self, signature: str, failure: Exception | None) -> None:
@@ -116,7 +108,7 @@ class Agreement:
             try:
                 self.known.store.wait([f"{prefix}/{rank}"], timedelta(seconds=left))
                 given.append(json.loads(self.known.store.get(f"{prefix}/{rank}")))
-            except (RuntimeError, torch.distributed.DistError):
+            except (RuntimeError, dist.DistError):
                 given.append({})
                 missing.append(rank)
         return given, missing

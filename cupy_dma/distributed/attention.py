@@ -1,28 +1,19 @@
 """Dynamic mask attention of one sequence over several ranks."""
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from cupy_dma import backends, checks
-from cupy_dma.arrays import describe
-from cupy_dma.calls.attention import attention_call, dynamic_call
 from cupy_dma.distributed.agreement import Agreement
+from cupy_dma.distributed.arguments import Arguments, process_group
 from cupy_dma.distributed.exchange import Exchange, joined
 from cupy_dma.distributed.rows import WORD, Row
 from cupy_dma.distributed.survivors import HEADER, Keep, Own
 from cupy_dma.torch.attention import attention
-from cupy_dma.torch.registration import cast, is_deterministic, wide
+from cupy_dma.torch.registration import cast, wide
 from cupy_dma.torch.scores import key_scores
-
-UNBOUNDED = ("window must be an int, got None: every query of plain causal attention sees all earlier keys, so whole shards "
-             "would have to be sent; use ring attention (torch.distributed.tensor.experimental.context_parallel), or give "
-             "a window: without scores it is a sliding window, and with documents one of the longest document's length "
-             "shows all of each document")
 
 
 @torch.compiler.disable
@@ -54,8 +45,8 @@ def context_parallel_attention(query: Tensor, key: Tensor, value: Tensor, scores
     padding : bool Tensor ``(1|B, n)``, or integers 0 and 1, optional
         Of the shard: True or 1 = a real token.
     documents : int32 or int64 Tensor ``(1|B, n)``, optional
-        Ids of the shard's tokens. Every change of id along the whole sequence begins a new document, which selects among
-        its own keys; one that goes on in the next shard has the same id there. From cumulative lengths:
+        Ids of the shard's tokens. Every change of id along the whole sequence begins a new document, which selects
+        among its own keys; one that goes on in the next shard has the same id there. From cumulative lengths:
         ``shard_sequence(document_ids(cu_seqlens, total), group)``.
     scale, softcap, deterministic, return_lse, backend
         As for ``attention``. The result has the same bits on every run with the same number of ranks; ``deterministic``
@@ -76,15 +67,16 @@ def context_parallel_attention(query: Tensor, key: Tensor, value: Tensor, scores
 
     Notes
     -----
-    One all-gather of ``window + sinks + recent`` rows per kv head forward and one all-to-all of as many gradients backward
-    (``exchanged_bytes``). If one rank runs the backward pass, all must: a rank without a loss of its own calls
-    ``(out * 0).sum().backward()``. Under ``torch.compile`` this call is a graph break; what is around it is compiled.
+    One all-gather of ``window + sinks + recent`` rows per kv head forward and one all-to-all of as many
+    gradients backward (``exchanged_bytes``). If one rank runs the backward pass, all must: a rank without a loss of its
+    own calls ``(out * 0).sum().backward()``. Under ``torch.compile`` this call is a graph break; what is around it is
+    compiled.
     """
     group = process_group(group)
     query, key, value = cast(query, key, value)
     agreement = Agreement("context_parallel_attention", group, getattr(query, "device", torch.device("cpu")))
-    call = _Arguments(query, key, value, scores, window, sinks, recent, dt_proj, A, dt_bias, form, padding, documents, scale,
-                      softcap, deterministic, backend)
+    call = Arguments(query, key, value, scores, window, sinks, recent, dt_proj, A, dt_bias, form, padding, documents,
+                     scale, softcap, deterministic, backend)
     agreement.check(call.signature)
     if scores is None and dt_proj is not None:
         scores = key_scores(value, dt_proj, A, dt_bias=dt_bias, form=form, backend=backend)
@@ -93,16 +85,17 @@ def context_parallel_attention(query: Tensor, key: Tensor, value: Tensor, scores
     exchange = Exchange(own, Keep(window, sinks, recent), Row(key.shape[3], key.dtype, ranked.dtype), group, agreement)
     key, value, ranked = joined(exchange, key, value, ranked)
     return attention(query, key, value, mask=exchange.mask, bias=None if scores is None else ranked, scale=scale,
-                     softcap=softcap, deterministic=deterministic, return_lse=return_lse, layout="bnhd", backend=backend)
+                     softcap=softcap, deterministic=deterministic, return_lse=return_lse, layout="bnhd",
+                     backend=backend)
 
 
-def exchanged_bytes(batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int, *, world: int, rank: int = 0,
-                    sinks: int = 0, recent: int = 0) -> tuple[int, int]:
+def exchanged_bytes(batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int, *, world: int,
+                    rank: int = 0, sinks: int = 0, recent: int = 0) -> tuple[int, int]:
     """Bytes that a rank receives in the forward and in the backward pass of one call, whatever the lengths.
 
-    Forward: one all-gather, from each of ``world - 1`` ranks ``window + sinks + recent`` rows per batch entry and kv head
-    and 40 bytes per batch entry. Backward: one all-to-all, as many gradient rows from each later rank. (Groups on the CPU
-    also compare 8 bytes of every rank, see ``agreement.py``.)
+    Forward: one all-gather, from each of ``world - 1`` ranks ``window + sinks + recent`` rows per batch entry and kv
+    head and 40 bytes per batch entry. Backward: one all-to-all, as many gradient rows from each later rank. (Groups on
+    the CPU also compare 8 bytes of every rank, see ``agreement.py``.)
     """
     row = Row(head_dim, dtype, torch.float64 if dtype == torch.float64 else torch.float32)
     rows = batch * kv_heads * Keep(window, sinks, recent).rows
@@ -110,117 +103,9 @@ def exchanged_bytes(batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype
             (world - 1 - rank) * WORD * rows * row.words(False))
 
 
-def process_group(group: Any) -> Any:
-    """The process group of an argument ``group``."""
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(f"group must be a DeviceMesh of one dimension, got {group.ndim} dimensions "
-                             f"{group.mesh_dim_names}: pass mesh['name'], the one that the sequence is spread over")
-        return group.get_group()
-    if group is None:
-        if not dist.is_available() or not dist.is_initialized():
-            raise ValueError("group must be given, or torch.distributed.init_process_group must have been called: there is "
-                             "no default process group")
-        return dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group must be a ProcessGroup or DeviceMesh that this process belongs to, got "
-                        f"{type(group).__name__}")
-    return group
-
-
 def _ranked(scores: Tensor | None, key: Tensor) -> Tensor:
-    """The scores ``(B, Hkv, n)`` in the type in which they are ranked and sent; zeros without scores, so that the newest
-    key ranks highest."""
+    """The scores ``(B, Hkv, n)`` in the type in which they are ranked and sent; zeros without scores, so that the
+    newest key ranks highest."""
     if scores is None:
         return torch.zeros((key.shape[0], key.shape[2], key.shape[1]), dtype=wide(key), device=key.device)
     return scores.to(torch.promote_types(scores.dtype, torch.float32)).contiguous()
-
-
-class _Arguments(NamedTuple):
-    """The arguments of a call, to be checked."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scores: Tensor | None
-    window: Any
-    sinks: Any
-    recent: Any
-    dt_proj: Tensor | None
-    A: Tensor | None
-    dt_bias: Tensor | None
-    form: str
-    padding: Any
-    documents: Any
-    scale: Any
-    softcap: Any
-    deterministic: Any
-    backend: str | None
-
-    def signature(self) -> dict[str, Any]:
-        """What all ranks must agree on. Raises what ``context_parallel_attention`` documents."""
-        if self.window is None:
-            raise ValueError(UNBOUNDED)
-        q, k, v = (self._tensor(name) for name in ("query", "key", "value"))
-        deterministic = is_deterministic(self.deterministic)
-        if self.scores is None and self.dt_proj is None and self.A is None and self.dt_bias is None:
-            checked = attention_call(q, k, v, None, None, True, self.scale, self.softcap, deterministic)
-        else:
-            checked = dynamic_call(q, k, v, self.scores, self.window, self.dt_proj, self.A, self.dt_bias, self.form,
-                                   "prefix", self.padding, None, True, self.scale, self.softcap, deterministic).attention
-        if q.shape[1] != k.shape[1]:
-            raise ValueError(f"query must have key's length, as each rank has its own tokens' queries and keys, got "
-                             f"{q.shape[1]} and {k.shape[1]}")
-        backends.choose(self.backend, (checked.query,))
-        numbers = {name: checks.whole(getattr(self, name), name, least)
-                   for name, least in (("window", 1), ("sinks", 0), ("recent", 0))}
-        padding, documents = self.candidates()
-        grad = torch.is_grad_enabled()
-        made = (self.value, self.dt_proj, self.A, self.dt_bias) if self.scores is None else (self.scores,)
-        return {
-            "query": f"(B, H, D) = ({q.shape[0]}, {q.shape[2]}, {q.shape[3]}) of {q.dtype}",
-            "key": f"(B, Hkv, D) = ({k.shape[0]}, {k.shape[2]}, {k.shape[3]}) of {k.dtype}",
-            **numbers,
-            "scores": self._scores_meant(), "form": self.form, "padding": _given(padding),
-            "documents": _given(documents), "scale": checked.scale, "softcap": checked.softcap,
-            "device": q.device.type,
-            "requires_grad of key": grad and k.requires_grad, "requires_grad of value": grad and v.requires_grad,
-            "requires_grad of scores": grad and any(x is not None and x.requires_grad for x in made),
-        }
-
-    def candidates(self) -> tuple[Tensor | None, Tensor | None]:
-        """Checked padding and documents: bool and ids ``(1|B, n)``."""
-        batch, n = self.key.shape[:2]
-        padding, documents = None, None
-        if self.padding is not None:
-            real = checks.real_keys(describe(self.padding, "padding"))
-            checks.has_shape(real, "(1|B, n)", ((1, batch), (n,)))
-            padding = real.array
-        if self.documents is not None:
-            ids = describe(self.documents, "documents")
-            checks.one_of_types(ids, checks.INTEGERS)
-            if ids.ndim == 1:
-                raise ValueError(f"documents must be ids (1|B, n) of the shard's tokens, got shape {ids.shape}: make them of "
-                                 f"cumulative lengths with shard_sequence(document_ids(cu_seqlens, total), group)")
-            checks.has_shape(ids, "(1|B, n)", ((1, batch), (n,)))
-            documents = ids.array
-        for x, name in ((padding, "padding"), (documents, "documents")):
-            if x is not None and (not isinstance(x, Tensor) or x.device != self.key.device):
-                raise ValueError(f"{name} must be a torch tensor on key's device {self.key.device}, got "
-                                 f"{getattr(x, 'device', type(x).__name__)}")
-        return padding, documents
-
-    def _tensor(self, name: str) -> Tensor:
-        found = getattr(self, name)
-        if not isinstance(found, Tensor):
-            raise TypeError(f"{name} must be a torch tensor, got {type(found).__name__}")
-        return found
-
-    def _scores_meant(self) -> str:
-        if self.scores is not None:
-            return f"given, {torch.promote_types(self.scores.dtype, torch.float32)}"
-        return "none" if self.dt_proj is None else f"made of dt_proj, A{' and dt_bias' * (self.dt_bias is not None)}"
-
-
-def _given(x: Any) -> str:
-    return "none" if x is None else "given"

@@ -15,9 +15,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cupy_dma.distributed.agreement import Agreement
+from cupy_dma.distributed.agreement import Agreement, all_gather
 from cupy_dma.distributed.rows import Row, picked
-from cupy_dma.distributed.survivors import HEADER, Front, Keep, Own, Survivors, first_mask, front, history_mask, survivors
+from cupy_dma.distributed.survivors import (
+    HEADER,
+    Front,
+    Keep,
+    Own,
+    Survivors,
+    first_mask,
+    front,
+    history_mask,
+    survivors,
+)
 from cupy_dma.masks.interval import IntervalMask
 
 
@@ -66,7 +76,7 @@ class Exchange:
         self.row.ordinals(rows).copy_(self._sent.ordinal)
         mine[size:].view(batch, HEADER).copy_(self._sent.header)
         every = mine.new_empty(self.world * mine.numel())
-        work = self.agreement.started(dist.all_gather_into_tensor, every, mine, group=self.group)
+        work = self.agreement.started(all_gather, every, mine, group=self.group)
         every = every.view(self.world, -1)
         return work, Received(every[:, :size].unflatten(1, shape), every[:, size:].unflatten(1, (batch, HEADER)))
 
@@ -126,7 +136,8 @@ class Exchange:
         return taken.view(later, *block).unbind(0) if later else ()
 
     def _addressed(self, gradients: tuple[Tensor | None, ...], block: tuple[int, ...]) -> Tensor:
-        """``(r, B, Hkv, R, words)``: the gradients of the front, each in the slot that its row came from; 0 elsewhere."""
+        """``(r, B, Hkv, R, words)``: the gradients of the front, each in the slot that its row came from; 0
+        elsewhere."""
         found, (batch, heads, rows, words) = self._front, block
         assert found is not None
         packed = torch.zeros(block, dtype=torch.int64, device=found.index.device)
@@ -142,8 +153,8 @@ class Exchange:
         return sent[:, :, :slots].unflatten(2, (self.rank, rows)).permute(2, 0, 1, 3, 4).contiguous()
 
     def _add(self, own: Tensor, parts: Any) -> None:
-        """Add the later ranks' ``parts (B, Hkv, R, D)`` or ``(B, Hkv, R)`` to ``own (B, n, Hkv, D)`` or ``(B, Hkv, n)``, in
-        place."""
+        """Add the later ranks' ``parts (B, Hkv, R, D)`` or ``(B, Hkv, R)`` to ``own (B, n, Hkv, D)`` or ``(B, Hkv,
+        n)``, in place."""
         assert self._sent is not None
         wide = torch.float64 if own.dtype == torch.float64 else torch.float32
         total = parts[0].to(wide)

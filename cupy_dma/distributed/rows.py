@@ -52,7 +52,8 @@ class Row(NamedTuple):
 
 
 def picked(x: Tensor, index: Tensor) -> Tensor:
-    """Rows ``(B, Hkv, R, D)`` of ``x (B, n, Hkv, D)`` at ``index (B, Hkv, R)``; zeros where there are no rows at all."""
+    """Rows ``(B, Hkv, R, D)`` of ``x (B, n, Hkv, D)`` at ``index (B, Hkv, R)``; zeros where there are no rows at
+    all."""
     x = x.transpose(1, 2)
     wide = index[..., None].expand(*index.shape, x.shape[3])
     return x.gather(2, wide) if x.shape[2] else torch.zeros(wide.shape, dtype=x.dtype, device=x.device)

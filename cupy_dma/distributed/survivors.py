@@ -4,9 +4,9 @@
     front(rows, headers of q < r)  -> the R rows that this shard sees, oldest first, empty slots ahead of all
     history_mask(...)              -> the interval mask of [front | own keys]; query i stands at i + R
 
-``R = window + sinks + recent``. A shard's *open* document is its last one, the only one that can go on in the next shard;
-without documents the whole sequence is one. The *ordinal* of a token counts the real tokens (not padding) of its document
-up to itself, from 1. Nothing here reads a value on the host, and all shapes follow from the arguments.
+``R = window + sinks + recent``. A shard's *open* document is its last one, the only one that can go on in the next
+shard; without documents the whole sequence is one. The *ordinal* of a token counts the real tokens (not padding) of its
+document up to itself, from 1. Nothing here reads a value on the host, and all shapes follow from the arguments.
 """
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Keep(NamedTuple):
 
 
 class Own(NamedTuple):
-    """A shard's scores ``(B, Hkv, n)``, without gradient, and which of its tokens are real and where documents begin."""
+    """A shard's scores ``(B, Hkv, n)``, without gradient, and which of its tokens are real and where documents
+    begin."""
 
     scores: Tensor
     padding: Tensor | None  # bool (1|B, n), True = a real token
@@ -136,7 +137,8 @@ def open_tokens(headers: Tensor, first_id: Tensor | None) -> tuple[Tensor, Tenso
 def front(scores: Tensor, ordinal: Tensor, headers: Tensor, first_id: Tensor | None, keep: Keep) -> Front:
     """The rows that a shard sees of those of ``r >= 1`` earlier ones.
 
-    ``scores`` and ``ordinal (r, B, Hkv, R)`` as the ranks sent them; ``headers`` and ``first_id`` as for ``open_tokens``.
+    ``scores`` and ``ordinal (r, B, Hkv, R)`` as the ranks sent them; ``headers`` and ``first_id`` as for
+    ``open_tokens``.
     """
     ranks, batch, heads, rows = scores.shape
     alive, count = open_tokens(headers, first_id)
@@ -170,7 +172,8 @@ def _limits(scores: Tensor) -> torch.iinfo:
 
 
 def _ordered(scores: Tensor) -> Tensor:
-    """Integers that sort like the scores: -0 equals +0, all NaN are equal and above everything; never the lowest one."""
+    """Integers that sort like the scores: -0 equals +0, all NaN are equal and above everything; never the lowest
+    one."""
     limits = _limits(scores)
     bits = (scores + 0.0).view(torch.int64 if limits.bits == 64 else torch.int32)
     return torch.where(scores.isnan(), limits.max, torch.where(bits < 0, bits ^ limits.max, bits))
@@ -208,8 +211,8 @@ def first_mask(own: Own, keep: Keep) -> IntervalMask:
 
 
 def _stop_besides(own: Own, keep: Keep, found: Front) -> Tensor:
-    """int32 ``(B, Hkv, R + n)``: where each key of the history stops to be a sink or recent, whatever its document's end;
-    at or before itself if it is neither."""
+    """int32 ``(B, Hkv, R + n)``: where each key of the history stops to be a sink or recent, whatever its document's
+    end; at or before itself if it is neither."""
     batch, heads, n = own.scores.shape
     rows, device = keep.rows, own.scores.device
     real = torch.ones((1, n), dtype=torch.bool, device=device) if own.padding is None else own.padding

@@ -1,0 +1,92 @@
+"""Processes of a gloo process group that are started once and run many small jobs: ``ranks.run(world, job, ...)``.
+
+A job is a function of a module, ``job(group, *arguments)``, that every rank of the group calls; ``group`` has ``world``
+ranks. Results come back by pickle. What a job raises is raised in the test; ``outcomes`` returns it instead, per rank.
+"""
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+MOST = 4
+TIMEOUT = 60.0  # seconds for a job
+
+
+class Ranks:
+    """``MOST`` processes, forked from one that has imported torch."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "cupy_dma.torch", "tests.distributed.jobs"])
+        self.folder = tempfile.TemporaryDirectory()
+        self.pipes, self.processes = [], []
+        for rank in range(MOST):
+            mine, its = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, its, f"{self.folder.name}/store"), daemon=True)
+            process.start()
+            its.close()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def outcomes(self, world: int, job: Callable[..., Any], *arguments: Any, timeout: float | None = None) -> list[Any]:
+        """What the job returned on each rank, or the exception that it raised there. ``timeout``: seconds of a process
+        group of the job's own, which it may break."""
+        for pipe in self.pipes:  # all of them: making a group takes all
+            pipe.send_bytes(pickle.dumps((world, job, arguments, timeout)))
+        found = []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(TIMEOUT):
+                raise TimeoutError(f"rank {rank} has not finished {job.__name__} within {TIMEOUT} s")
+            found.append(pickle.loads(pipe.recv_bytes()))
+        return found[:world]
+
+    def run(self, world: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What the job returned on each rank."""
+        found = self.outcomes(world, job, *arguments)
+        for rank, result in enumerate(found):
+            if isinstance(result, BaseException):
+                raise AssertionError(f"rank {rank}: {result!r}\n{getattr(result, 'text', '')}") from result
+        return found
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()  # ends the process
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+        self.folder.cleanup()
+
+
+def _serve(rank: int, pipe: Any, store: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, MOST), rank=rank, world_size=MOST,
+                            timeout=timedelta(seconds=TIMEOUT / 2))
+    groups = {world: dist.new_group(range(world)) for world in range(1, MOST + 1)}
+    while True:
+        try:
+            world, job, arguments, timeout = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            return
+        group = groups[world]
+        if timeout is not None:
+            group = dist.new_group(range(world), timeout=timedelta(seconds=timeout))
+        try:
+            torch.manual_seed(0)
+            result = job(group, *arguments) if rank < world else None
+        except BaseException as error:
+            error.text = traceback.format_exc()  # type: ignore[attr-defined]
+            result = error
+        try:
+            message = pickle.dumps(result)
+        except Exception:
+            message = pickle.dumps(RuntimeError(f"{type(result).__name__}: {result}"))
+        pipe.send_bytes(message)
