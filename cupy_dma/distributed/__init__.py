@@ -8,6 +8,7 @@ Each rank passes its shard, consecutive tokens, and gets the rows of its own que
     survivors.py   which keys of earlier shards are needed, the mask of a rank's history: no communication
     rows.py        rows on the wire
     exchange.py    the collectives of a call, forward and backward
+    arguments.py   checks of a rank's own arguments
     agreement.py   whether all ranks make the same call, and errors that name the rank
     attention.py   the public function
     sequence.py    shards of a batch: cut, gather, positions, losses
@@ -21,13 +22,30 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cupy_dma.distributed.agreement import RankError
     from cupy_dma.distributed.attention import context_parallel_attention, exchanged_bytes
+    from cupy_dma.distributed.cache import fill_cache
+    from cupy_dma.distributed.sequence import (
+        document_ids,
+        gather_sequence,
+        shard_lengths,
+        shard_mean,
+        shard_positions,
+        shard_sequence,
+    )
 
 _MODULE_OF = {
     "RankError": "agreement",
     "context_parallel_attention": "attention",
+    "document_ids": "sequence",
     "exchanged_bytes": "attention",
+    "fill_cache": "cache",
+    "gather_sequence": "sequence",
+    "shard_lengths": "sequence",
+    "shard_mean": "sequence",
+    "shard_positions": "sequence",
+    "shard_sequence": "sequence",
 }
-__all__ = ["RankError", "context_parallel_attention", "exchanged_bytes"]
+__all__ = ["RankError", "context_parallel_attention", "document_ids", "exchanged_bytes", "fill_cache",
+           "gather_sequence", "shard_lengths", "shard_mean", "shard_positions", "shard_sequence"]
 
 
 def __getattr__(name: str):

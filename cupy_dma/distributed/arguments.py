@@ -37,6 +37,28 @@ def process_group(group: Any) -> Any:
     return group
 
 
+def checked_candidates(key: Tensor, padding: Any, documents: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Padding and documents of the tokens of ``key (B, n, Hkv, D)``: bool and ids ``(1|B, n)``."""
+    batch, n = key.shape[:2]
+    if padding is not None:
+        real = checks.real_keys(describe(padding, "padding"))
+        checks.has_shape(real, "(1|B, n)", ((1, batch), (n,)))
+        padding = real.array
+    if documents is not None:
+        ids = describe(documents, "documents")
+        checks.one_of_types(ids, checks.INTEGERS)
+        if ids.ndim == 1:
+            raise ValueError(f"documents must be ids (1|B, n) of the shard's tokens, got shape {ids.shape}: make "
+                             f"them of cumulative lengths, shard_sequence(document_ids(cu_seqlens, total), group)")
+        checks.has_shape(ids, "(1|B, n)", ((1, batch), (n,)))
+        documents = ids.array
+    for x, name in ((padding, "padding"), (documents, "documents")):
+        if x is not None and (not isinstance(x, Tensor) or x.device != key.device):
+            raise ValueError(f"{name} must be a torch tensor on key's device {key.device}, got "
+                             f"{getattr(x, 'device', type(x).__name__)}")
+    return padding, documents
+
+
 class Arguments(NamedTuple):
     """The arguments of a call, to be checked."""
 
@@ -94,25 +116,7 @@ class Arguments(NamedTuple):
 
     def candidates(self) -> tuple[Tensor | None, Tensor | None]:
         """Checked padding and documents: bool and ids ``(1|B, n)``."""
-        batch, n = self.key.shape[:2]
-        padding, documents = None, None
-        if self.padding is not None:
-            real = checks.real_keys(describe(self.padding, "padding"))
-            checks.has_shape(real, "(1|B, n)", ((1, batch), (n,)))
-            padding = real.array
-        if self.documents is not None:
-            ids = describe(self.documents, "documents")
-            checks.one_of_types(ids, checks.INTEGERS)
-            if ids.ndim == 1:
-                raise ValueError(f"documents must be ids (1|B, n) of the shard's tokens, got shape {ids.shape}: make "
-                                 f"them of cumulative lengths, shard_sequence(document_ids(cu_seqlens, total), group)")
-            checks.has_shape(ids, "(1|B, n)", ((1, batch), (n,)))
-            documents = ids.array
-        for x, name in ((padding, "padding"), (documents, "documents")):
-            if x is not None and (not isinstance(x, Tensor) or x.device != self.key.device):
-                raise ValueError(f"{name} must be a torch tensor on key's device {self.key.device}, got "
-                                 f"{getattr(x, 'device', type(x).__name__)}")
-        return padding, documents
+        return checked_candidates(self.key, self.padding, self.documents)
 
     def _tensor(self, name: str) -> Tensor:
         found = getattr(self, name)

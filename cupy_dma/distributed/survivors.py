@@ -10,7 +10,7 @@ document up to itself, from 1. Nothing here reads a value on the host, and all s
 """
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,31 +67,42 @@ class Front(NamedTuple):
 # ---- a shard's survivors --------------------------------------------------------------------------------------------
 
 
+class Open(NamedTuple):
+    """The open document of a shard."""
+
+    tokens: Tensor  # bool (1|B, n): its real tokens
+    ordinal: Tensor  # int64 (1|B, n): how many of them there are up to each token
+    header: Tensor  # int64 (B, HEADER)
+
+
+def open_document(batch: int, n: int, padding: Tensor | None, documents: Tensor | None, device: Any) -> Open:
+    """The open document of a shard of ``n`` tokens."""
+    tokens = torch.ones((1, n), dtype=torch.bool, device=device) if padding is None else padding
+    first = last = several = torch.zeros((1,), dtype=torch.int64, device=device)
+    if documents is not None and n:
+        run = _begins(documents).long().cumsum(1)
+        tokens, several = tokens & (run == run[:, -1:]), (run[:, -1] > 0).long()
+        first, last = documents[:, 0].long(), documents[:, -1].long()
+    ordinal = tokens.long().cumsum(1)
+    count = ordinal[:, -1] if n else first
+    columns = (count, first, last, several, torch.full_like(count, n))
+    return Open(tokens, ordinal, torch.stack([column.expand(batch) for column in columns], 1))
+
+
 def survivors(own: Own, keep: Keep) -> Survivors:
     """The keys of a shard that the next position after it would see, if it went on with the same document."""
     batch, heads, n = own.scores.shape
-    device = own.scores.device
+    tokens, ordinal, header = open_document(batch, n, own.padding, own.documents, own.scores.device)
     if not n:
-        empty = torch.zeros((batch, heads, keep.rows), dtype=torch.int64, device=device)
-        return Survivors(empty, empty.int(), empty.new_zeros((batch, HEADER)))
-    open_ = torch.ones((1, n), dtype=torch.bool, device=device) if own.padding is None else own.padding
-    first = last = several = torch.zeros((1,), dtype=torch.int64, device=device)
-    if own.documents is not None:
-        ids, begins = own.documents, _begins(own.documents)
-        run = begins.long().cumsum(1)
-        open_, several = open_ & (run == run[:, -1:]), (run[:, -1] > 0).long()
-        first, last = ids[:, 0].long(), ids[:, -1].long()
-    ordinal = open_.long().cumsum(1)  # (1|B, n)
-    count = ordinal[:, -1]
+        empty = torch.zeros((batch, heads, keep.rows), dtype=torch.int64, device=own.scores.device)
+        return Survivors(empty, empty.int(), header)
     best = IntervalMask.top_w(own.scores, keep.window, padding=own.padding, documents=own.documents,
                               backend=own.backend)
     kept = (best._stop.array >= n).expand(batch, heads, n)
     if keep.sinks or keep.recent:
-        kept = kept | (open_ & ((ordinal <= keep.sinks) | (count[:, None] - ordinal < keep.recent)))[:, None]
+        kept = kept | (tokens & ((ordinal <= keep.sinks) | (ordinal[:, -1:] - ordinal < keep.recent)))[:, None]
     index, filled = last_flagged(kept, keep.rows)
     sent = ordinal.int()[:, None].expand(batch, heads, n).gather(2, index)
-    columns = (count, first, last, several, torch.full_like(count, n))
-    header = torch.stack([column.expand(batch) for column in columns], 1)
     return Survivors(torch.where(filled, index, index[..., -1:]), torch.where(filled, sent, 0), header)
 
 
@@ -219,11 +230,7 @@ def _stop_besides(own: Own, keep: Keep, found: Front) -> Tensor:
     real = real.expand(batch, n)
     count = real.long().cumsum(1)  # real tokens of the shard up to each, (B, n)
     at = torch.arange(rows, rows + n, device=device).expand(batch, n)
-    rank = count + found.total[:, None]
-    if own.documents is not None and n:
-        begins = _begins(own.documents).expand(batch, n)
-        until = torch.where(begins, count - real.long(), 0).cummax(1).values  # real tokens before the document
-        rank = torch.where(begins.long().cumsum(1) > 0, count - until, rank)
+    rank = ordinals(real, own.documents, found.total)
 
     def leaves(target: Tensor) -> Tensor:
         """History index of the first own token up to which there are ``target (B, m)`` real ones."""
@@ -237,3 +244,14 @@ def _stop_besides(own: Own, keep: Keep, found: Front) -> Tensor:
     theirs = torch.where(age < keep.recent, theirs, 0)
     theirs = torch.where(found.ordinal <= keep.sinks, NEVER, theirs)
     return torch.cat((theirs, mine[:, None].expand(batch, heads, n)), 2).int()
+
+
+def ordinals(real: Tensor, documents: Tensor | None, before: Tensor) -> Tensor:
+    """int64 ``(B, n)``: how many real tokens each token's document has up to it, in this shard and in earlier ones.
+    ``real (B, n)``; ``before (B,)``: the real tokens in earlier shards of the document that the shard begins in."""
+    count = real.long().cumsum(1)
+    if documents is None or not real.shape[1]:
+        return count + before[:, None]
+    begins = _begins(documents).expand(real.shape)
+    until = torch.where(begins, count - real.long(), 0).cummax(1).values  # real tokens ahead of the document
+    return torch.where(begins.long().cumsum(1) > 0, count - until, count + before[:, None])

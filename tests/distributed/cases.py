@@ -135,6 +135,7 @@ def _grid() -> list[Case]:
     besides = [("", {}), ("-besides", {"sinks": 3, "recent": 4}), ("-sinks", {"sinks": 20}),
                ("-recent", {"recent": 18})]
     cases += [replace(three, name=f"kept{name}", **options) for name, options in besides[1:]]
+    cases += [Case("kept-few-of-many-sinks", lengths=(6, 6, 6, 6), window=1, sinks=4, scores="falling")]
     cases += [replace(three, name=f"padding-{kind}{name}", padding=kind, **options)
               for kind in ("shared", "some", "shard") for name, options in besides]
     cases += [replace(three, name=f"documents-{kind}{name}", documents=kind, **options)
