@@ -111,8 +111,8 @@ class DynamicMaskSelfAttention(nn.Module):
 
     @property
     def process_group(self) -> Any:
-        """Of the core."""
-        return self.attention.process_group
+        """Of the core; None where another module has been put in its place."""
+        return getattr(self.attention, "process_group", None)
 
     @process_group.setter
     def process_group(self, group: Any) -> None:

@@ -144,3 +144,14 @@ def refused(group: Any, what: str) -> None:
         layer(x[0], cu_seqlens=[0, 6])
     core = DynamicMaskAttention(2, 4, 5, keys="global", process_group=group)
     core(*torch.randn(3, 1, 6, 2, 4))
+
+
+def example(group: Any, arguments: list[str]) -> tuple[list[float], list[Any], bool]:
+    """``examples/train.py`` on the ranks of a group, without its files."""
+    from examples import train
+
+    args, text, _ = train.parsed(arguments)
+    args.output = None
+    run = train.Run(args, torch.tensor(list(text)), group)
+    run.train()
+    return run.losses, run.validation, run.first

@@ -88,3 +88,23 @@ def test_what_needs_a_group():
         layer(x, documents=torch.zeros(1, 6, dtype=torch.int64))
     with pytest.raises(ValueError, match="prefill needs a process_group"):
         layer.prefill(x, layer.make_cache(1))
+
+
+@pytest.mark.parametrize("more", [[], pytest.param(["--compile"], marks=pytest.mark.slow)], ids=str)
+def test_the_training_example(ranks, more):
+    """examples/train.py --context-parallel has the losses of one process."""
+    short = ["--device", "cpu", "--layers", "1", "--width", "32", "--batch", "2", "--length", "63", "--window", "16",
+             "--steps", "6", "--pieces", "2", *more]
+    losses, validation, _ = jobs.example(None, short)
+    for rank, found in enumerate(ranks.run(2, jobs.example, short)):
+        assert found[0] == pytest.approx(losses, rel=1e-4) and found[2] == (rank == 0)
+        assert [x for _, x in found[1]] == pytest.approx([x for _, x in validation], rel=1e-4)
+
+
+def test_the_training_example_needs_torchrun(capsys, monkeypatch):
+    from examples import train
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit):
+        train.main(["--context-parallel"])
+    assert "--context-parallel needs torchrun" in capsys.readouterr().err
