@@ -116,3 +116,10 @@ def twice(group: Any) -> Tensor:
     except (ValueError, RuntimeError):
         return call(group, {})
     raise AssertionError("no error")
+
+
+def demonstrate(group: Any, text: bytes, args: Any) -> dict[str, Any]:
+    """What ``python -m cupy_dma demo --ranks`` does in each of its processes."""
+    from cupy_dma.cli import demo_ranks
+
+    return demo_ranks._attend(text, args, group)
