@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cupy_dma.distributed.agreement import RankError
     from cupy_dma.distributed.attention import context_parallel_attention, exchanged_bytes
     from cupy_dma.distributed.cache import fill_cache
+    from cupy_dma.distributed.rows import empty_with_room
     from cupy_dma.distributed.sequence import (
         document_ids,
         gather_sequence,
@@ -36,6 +37,7 @@ _MODULE_OF = {
     "RankError": "agreement",
     "context_parallel_attention": "attention",
     "document_ids": "sequence",
+    "empty_with_room": "rows",
     "exchanged_bytes": "attention",
     "fill_cache": "cache",
     "gather_sequence": "sequence",
@@ -44,8 +46,8 @@ _MODULE_OF = {
     "shard_positions": "sequence",
     "shard_sequence": "sequence",
 }
-__all__ = ["RankError", "context_parallel_attention", "document_ids", "exchanged_bytes", "fill_cache",
-           "gather_sequence", "shard_lengths", "shard_mean", "shard_positions", "shard_sequence"]
+__all__ = ["RankError", "context_parallel_attention", "document_ids", "empty_with_room", "exchanged_bytes",
+           "fill_cache", "gather_sequence", "shard_lengths", "shard_mean", "shard_positions", "shard_sequence"]
 
 
 def __getattr__(name: str):

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cupy_dma import backends, checks
 from cupy_dma.arrays import describe
 from cupy_dma.calls.attention import attention_call, dynamic_call
+from cupy_dma.distributed.rows import has_room
 from cupy_dma.torch.registration import is_deterministic
 
 UNBOUNDED = ("window must be an int, got None: every query of plain causal attention sees all earlier keys, so whole "
@@ -78,6 +79,7 @@ class Arguments(NamedTuple):
     scale: Any
     softcap: Any
     deterministic: Any
+    room: Any
     backend: str | None
 
     def signature(self) -> dict[str, Any]:
@@ -101,6 +103,12 @@ class Arguments(NamedTuple):
         numbers = {name: checks.whole(getattr(self, name), name, least)
                    for name, least in (("window", 1), ("sinks", 0), ("recent", 0))}
         padding, documents = self.candidates()
+        rows = sum(numbers.values())
+        for name in ("key", "value") if checks.flag(self.room, "room") else ():
+            if not has_room(self._tensor(name), rows):
+                raise ValueError(f"{name} must have memory for {rows} rows ahead of each batch entry with room=True, "
+                                 f"as buffer[:, {rows}:] has, got shape {tuple(k.shape)} with strides {k.stride()} at "
+                                 f"offset {k.storage_offset()}: make it with empty_with_room, or leave room out")
         grad = torch.is_grad_enabled()
         made = (self.value, self.dt_proj, self.A, self.dt_bias) if self.scores is None else (self.scores,)
         return {

@@ -22,7 +22,7 @@ def context_parallel_attention(query: Tensor, key: Tensor, value: Tensor, scores
                                dt_proj: Tensor | None = None, A: Tensor | None = None, dt_bias: Tensor | None = None,
                                form: str = "exp", padding: Tensor | None = None, documents: Tensor | None = None,
                                scale: float | None = None, softcap: float = 0.0, deterministic: bool = False,
-                               return_lse: bool = False, backend: str | None = None) -> Any:
+                               return_lse: bool = False, room: bool = False, backend: str | None = None) -> Any:
     """``dynamic_mask_attention`` of a sequence whose consecutive shards are on the ranks of a process group.
 
     Every rank of the group calls it with its shard, rank 0 with the first tokens, and gets the rows of its own queries,
@@ -51,6 +51,10 @@ def context_parallel_attention(query: Tensor, key: Tensor, value: Tensor, scores
     scale, softcap, deterministic, return_lse, backend
         As for ``attention``. The result has the same bits on every run with the same number of ranks; ``deterministic``
         is for backends whose backward pass has them on request only.
+    room
+        Key and value are each ``buffer[:, R:]`` of a buffer with ``R = window + sinks + recent`` rows more, as
+        ``empty_with_room`` makes it. Received rows are written there; otherwise key and value are copied behind them,
+        at two bytes of memory traffic for each of theirs. Change nothing in the buffer before the backward pass.
 
     Returns
     -------
@@ -76,13 +80,14 @@ def context_parallel_attention(query: Tensor, key: Tensor, value: Tensor, scores
     query, key, value = cast(query, key, value)
     agreement = Agreement("context_parallel_attention", group, getattr(query, "device", torch.device("cpu")))
     call = Arguments(query, key, value, scores, window, sinks, recent, dt_proj, A, dt_bias, form, padding, documents,
-                     scale, softcap, deterministic, backend)
+                     scale, softcap, deterministic, room, backend)
     agreement.check(call.signature)
     if scores is None and dt_proj is not None:
         scores = key_scores(value, dt_proj, A, dt_bias=dt_bias, form=form, backend=backend)
     ranked = _ranked(scores, key)
     own = Own(ranked.detach(), *call.candidates(), backend)
-    exchange = Exchange(own, Keep(window, sinks, recent), Row(key.shape[3], key.dtype, ranked.dtype), group, agreement)
+    exchange = Exchange(own, Keep(window, sinks, recent), Row(key.shape[3], key.dtype, ranked.dtype), group, agreement,
+                        room)
     key, value, ranked = joined(exchange, key, value, ranked)
     return attention(query, key, value, mask=exchange.mask, bias=None if scores is None else ranked, scale=scale,
                      softcap=softcap, deterministic=deterministic, return_lse=return_lse, layout="bnhd",

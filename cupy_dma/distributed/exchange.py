@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cupy_dma.distributed.agreement import Agreement, all_gather
-from cupy_dma.distributed.rows import Row, picked
+from cupy_dma.distributed.rows import Row, picked, with_rows_ahead
 from cupy_dma.distributed.survivors import (
     HEADER,
     Front,
@@ -52,8 +52,9 @@ class Received(NamedTuple):
 class Exchange:
     """One call on one rank: what has been sent and received, for the backward pass and the mask."""
 
-    def __init__(self, own: Own, keep: Keep, row: Row, group: Any, agreement: Agreement):
+    def __init__(self, own: Own, keep: Keep, row: Row, group: Any, agreement: Agreement, room: bool = False):
         self.own, self.keep, self.row, self.group, self.agreement = own, keep, row, group, agreement
+        self.room = room  # whether key and value have memory of ours ahead of them
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.mask: IntervalMask | None = None
         self._sent: Survivors | None = None
@@ -89,10 +90,13 @@ class Exchange:
             if work is not None:
                 self.agreement.wait(work)
             return key.detach(), value.detach(), scores.detach()
-        batch, n, heads, size = key.shape
-        joined = [x.new_empty((batch, rows + n, heads, size)) for x in (key, value)]
-        for target, x in zip(joined, (key, value)):  # while the exchange runs
-            target[:, rows:] = x
+        if self.room:
+            joined = [with_rows_ahead(x, rows) for x in (key, value)]
+        else:
+            batch, n, heads, size = key.shape
+            joined = [x.new_empty((batch, rows + n, heads, size)) for x in (key, value)]
+            for target, x in zip(joined, (key, value)):  # while the exchange runs
+                target[:, rows:] = x
         assert received is not None
         self.agreement.wait(work)
         found, there = received.front(self.own, self.keep, self.row, self.rank)

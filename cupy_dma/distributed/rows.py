@@ -7,7 +7,7 @@ Whole rows are moved, sorted and picked as words whatever their types; fields ar
 """
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,3 +57,27 @@ def picked(x: Tensor, index: Tensor) -> Tensor:
     x = x.transpose(1, 2)
     wide = index[..., None].expand(*index.shape, x.shape[3])
     return x.gather(2, wide) if x.shape[2] else torch.zeros(wide.shape, dtype=x.dtype, device=x.device)
+
+
+def empty_with_room(batch: int, length: int, kv_heads: int, head_dim: int, rows: int, *, dtype: torch.dtype,
+                    device: Any = None) -> Tensor:
+    """An uninitialised tensor ``(batch, length, kv_heads, head_dim)`` for keys or values that has memory for ``rows``
+    more rows ahead of each batch entry: ``context_parallel_attention(..., room=True)`` puts what it receives there.
+
+    ``rows``: ``window + sinks + recent``. It is ``buffer[:, rows:]`` of a buffer with ``rows + length`` rows, and so
+    may be any other tensor that is passed with ``room=True``.
+    """
+    return torch.empty((batch, rows + length, kv_heads, head_dim), dtype=dtype, device=device)[:, rows:]
+
+
+def has_room(x: Tensor, rows: int) -> bool:
+    """Whether there is memory for ``rows`` rows ahead of each batch entry of ``x (B, n, Hkv, D)``."""
+    row = x.stride(1)
+    return x.storage_offset() >= rows * row > 0 and (x.shape[0] < 2 or x.stride(0) >= (rows + x.shape[1]) * row)
+
+
+def with_rows_ahead(x: Tensor, rows: int) -> Tensor:
+    """``x (B, n, Hkv, D)`` with the ``rows`` rows of memory ahead of each batch entry, ``(B, rows + n, Hkv, D)``: the
+    same memory, without autograd's count of changes, as what is written there is no part of ``x``."""
+    batch, n, heads, size = x.shape
+    return x.data.as_strided((batch, rows + n, heads, size), x.stride(), x.storage_offset() - rows * x.stride(1))

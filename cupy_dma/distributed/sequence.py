@@ -235,7 +235,9 @@ def shard_mean(total: Tensor, count: Any, group: Any = None, *, gradients: str =
         return {"total": str(total.dtype), "gradients": gradients}
 
     agreement.check(signature)
-    return _Mean.apply(total, torch.as_tensor(count, device=total.device), agreement, gradients)
+    if not isinstance(count, Tensor):
+        count = torch.full((), count, dtype=torch.int64, device=total.device)
+    return _Mean.apply(total, count, agreement, gradients)
 
 
 class _Mean(torch.autograd.Function):

@@ -8,16 +8,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cupy_dma.distributed import attention as door
-from cupy_dma.distributed import context_parallel_attention
+from cupy_dma.distributed import context_parallel_attention, empty_with_room
 from tests.distributed.cases import Case
 
 INPUTS = ("query", "key", "value", "scores")
 
 
-def leaves(case: Case, rank: int) -> list[Tensor | None]:
+def leaves(case: Case, rank: int, device: str = "cpu", room: bool = False) -> list[Tensor | None]:
     """This rank's query, key, value and scores, which require grad."""
-    found = (case.shard(name, rank) for name in INPUTS)
-    return [None if x is None else x.clone().requires_grad_() for x in found]
+    def leaf(name: str) -> Tensor | None:
+        x = case.shard(name, rank)
+        if x is not None and room and name in ("key", "value"):
+            return empty_with_room(*x.shape, case.keep.rows, dtype=x.dtype, device=device).copy_(x).requires_grad_()
+        return None if x is None else x.clone().to(device).requires_grad_()
+
+    return [leaf(name) for name in INPUTS]
 
 
 class Watch:
@@ -37,6 +42,10 @@ class Watch:
                 super().__init__(*arguments)
                 watch.exchanges.append(self)
 
+            def join(self, *arguments: Any) -> Any:
+                self.history = super().join(*arguments)
+                return self.history
+
         def counting(agreement: Any, collective: Any, output: Tensor, *arguments: Any, **options: Any) -> Any:
             name = "all-to-all" if "all_to_all" in collective.__name__ else "all-gather"
             own = output.nbytes // watch.world if name == "all-gather" else 0
@@ -50,22 +59,25 @@ class Watch:
         door.Exchange, door.Agreement.started = self.replaced
 
 
-def attend(group: Any, case: Case) -> dict[str, Any]:
+def attend(group: Any, case: Case, device: str = "cpu", room: bool = False) -> dict[str, Any]:
     """Outputs, gradients, what was selected and what was moved."""
     rank = dist.get_rank(group)
-    inputs = leaves(case, rank)
+    inputs = leaves(case, rank, device, room)
+    shards = ((name, case.shard(name, rank)) for name in ("padding", "documents", "dout"))
+    given = {name: x.to(device) for name, x in shards if x is not None}
+    dout = given.pop("dout")
     with Watch(group) as watch:
-        out, lse = context_parallel_attention(
-            *inputs, group=group, padding=case.shard("padding", rank), documents=case.shard("documents", rank),
-            return_lse=True, **case.options)
-        gradients = torch.autograd.grad(out, [x for x in inputs if x is not None], case.shard("dout", rank))
+        out, lse = context_parallel_attention(*inputs, group=group, return_lse=True, room=room, **given, **case.options)
+        gradients = torch.autograd.grad(out, [x for x in inputs if x is not None], dout)
     exchange = watch.exchanges[0]
-    front = exchange._front
+    front, sent = exchange._front, exchange._sent
     return {
-        "out": out.detach(), "lse": lse.detach(), "gradients": [x.detach() for x in gradients], "moved": watch.moved,
-        "seen": exchange.mask.to_dense(case.lengths[rank]),
-        "sent": None if exchange._sent is None else exchange._sent.index,
-        "front": None if front is None else (front.index, front.filled)}
+        "out": out.detach().cpu(), "lse": lse.detach().cpu(), "gradients": [x.cpu() for x in gradients],
+        "moved": watch.moved, "copied": [x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr()
+                                         for x, y in zip(exchange.history[:2], inputs[1:3])],
+        "seen": exchange.mask.to_dense(case.lengths[rank]).cpu(),
+        "sent": None if sent is None else sent.index.cpu(),
+        "front": None if front is None else (front.index.cpu(), front.filled.cpu())}
 
 
 # ---- calls that go wrong --------------------------------------------------------------------------------------------

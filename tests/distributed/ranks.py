@@ -1,4 +1,4 @@
-"""Processes of a gloo process group that are started once and run many small jobs: ``ranks.run(world, job, ...)``.
+"""Processes of a process group that are started once and run many small jobs: ``ranks.run(world, job, ...)``.
 
 A job is a function of a module, ``job(group, *arguments)``, that every rank of the group calls; ``group`` has ``world``
 ranks. Results come back by pickle. What a job raises is raised in the test; ``outcomes`` returns it instead, per rank.
@@ -18,16 +18,18 @@ TIMEOUT = 60.0  # seconds for a job
 
 
 class Ranks:
-    """``MOST`` processes, forked from one that has imported torch."""
+    """``most`` processes, forked from one that has imported torch. ``backend``: of torch.distributed; with "nccl" each
+    has a GPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MOST, backend: str = "gloo") -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "cupy_dma.torch", "tests.distributed.jobs"])
         self.folder = tempfile.TemporaryDirectory()
         self.pipes, self.processes = [], []
-        for rank in range(MOST):
+        for rank in range(most):
             mine, its = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, its, f"{self.folder.name}/store"), daemon=True)
+            arguments = rank, most, backend, its, f"{self.folder.name}/store"
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             its.close()
             self.pipes.append(mine)
@@ -63,14 +65,16 @@ class Ranks:
         self.folder.cleanup()
 
 
-def _serve(rank: int, pipe: Any, store: str) -> None:
+def _serve(rank: int, most: int, backend: str, pipe: Any, store: str) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, MOST), rank=rank, world_size=MOST,
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, store=dist.FileStore(store, most), rank=rank, world_size=most,
                             timeout=timedelta(seconds=TIMEOUT / 2))
-    groups = {world: dist.new_group(range(world)) for world in range(1, MOST + 1)}
+    groups = {world: dist.new_group(range(world)) for world in range(1, most + 1)}
     while True:
         try:
             world, job, arguments, timeout = pickle.loads(pipe.recv_bytes())

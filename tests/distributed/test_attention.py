@@ -40,8 +40,11 @@ def selected(case: Case, found: list[dict]) -> np.ndarray:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_is_the_oracle(ranks, case):
+    is_the_oracle(case, ranks.run(case.world, jobs.attend, case))
+
+
+def is_the_oracle(case: Case, found: list[dict]) -> None:
     """What each query sees, outputs and gradients, joined from all ranks."""
-    found = ranks.run(case.world, jobs.attend, case)
     arguments, options = case.oracle()
     np.testing.assert_array_equal(selected(case, found), options["dense_mask"])
 
@@ -60,6 +63,16 @@ def test_is_the_oracle(ranks, case):
     for i in range(len(found[0]["gradients"])):
         joined = numbers(torch.cat([result["gradients"][i] for result in found], 2 if i == 3 else 1))
         reference.assert_matches_reference(joined, exact[i], plain[i], joined.dtype, factor=3, terms=terms[i])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.world > 1][::3], ids=str)
+def test_room_changes_no_bit(ranks, case):
+    """Received rows written ahead of keys and values in place, instead of copies behind them."""
+    copying, in_place = (ranks.run(case.world, jobs.attend, case, "cpu", room) for room in (False, True))
+    for rank, (a, b) in enumerate(zip(copying, in_place)):
+        assert a["copied"] == [rank > 0] * 2 and b["copied"] == [False] * 2
+        for x, y in zip((a["out"], a["lse"], *a["gradients"]), (b["out"], b["lse"], *b["gradients"])):
+            torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.world > 1][::4], ids=str)

@@ -50,6 +50,8 @@ WRONG = [
     ({"padding": torch.ones(2, 5)}, TypeError, "padding must be bool"),
     ({"documents": torch.tensor([0, 3, 5])}, ValueError, "documents must be ids (1|B, n)"),
     ({"documents": torch.ones(2, 5)}, TypeError, "documents must be int32 or int64"),
+    ({"room": True}, ValueError, "key must have memory for 3 rows ahead of each batch entry with room=True"),
+    ({"room": 1}, TypeError, "room must be True or False"),
     ({"softcap": -1.0}, ValueError, "softcap must be a finite number of at least 0"),
     ({"backend": "cuda"}, Exception, "backend='cuda'"),
     ({"key": [1.0]}, TypeError, "key must be a torch tensor, got list")]
