@@ -7,6 +7,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: F401  what these tests n
 
 from cupy_dma.torch import DynamicMaskSelfAttention
 from tests.distributed import layer_jobs as jobs
+from tests.project.pages import run_page
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
@@ -108,3 +109,11 @@ def test_the_training_example_needs_torchrun(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         train.main(["--context-parallel"])
     assert "--context-parallel needs torchrun" in capsys.readouterr().err
+
+
+def test_the_documentation_runs():
+    """Every Python block of docs/distributed.md, in a process group of one."""
+    if torch.distributed.is_initialized():
+        pytest.skip("this process is in a process group already")
+    found = run_page("distributed.md", gpu=False)
+    assert found["out"].shape == (1, 80, 64) and found["cache"].length.tolist() == [81]
