@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from cupy_dma.arrays import library_named
 from cupy_dma.cli import demo
 from cupy_dma.cli.exact_rows import RowCheck, check_rows
 from cupy_dma.cli.exit import FAILED, complain
@@ -153,8 +154,6 @@ def report(text: bytes, name: str, args: Namespace, found: list[dict[str, Any]],
 
 
 def _checked(joined: Any, alone: dict[str, Any], window: int, rows: list[int]) -> RowCheck:
-    from cupy_dma.arrays import library_named
-
     def array(x: Any) -> np.ndarray:
         return library_named("torch").to_numpy(x)[0]
 

@@ -15,6 +15,7 @@ from cupy_dma.distributed.rows import Row
 from cupy_dma.distributed.survivors import Keep, Own
 
 
+@torch.compiler.disable
 @torch.no_grad()
 def fill_cache(cache: DynamicCache, key: Tensor, value: Tensor, scores: Tensor, group: Any = None, *,
                padding: Tensor | None = None) -> None:

@@ -146,6 +146,7 @@ def document_ids(cu_seqlens: Any, total: int, *, device: Any = None) -> Tensor:
     return torch.searchsorted(bounds.long(), place, right=True)[None].int()
 
 
+@torch.compiler.disable
 def shard_positions(length: int, group: Any = None, *, padding: Tensor | None = None, documents: Tensor | None = None,
                     device: Any = None) -> Tensor:
     """Where the tokens of this rank's shard stand, for rotary embeddings: one small all-gather, no waiting.

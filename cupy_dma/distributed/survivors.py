@@ -96,9 +96,7 @@ def survivors(own: Own, keep: Keep) -> Survivors:
     if not n:
         empty = torch.zeros((batch, heads, keep.rows), dtype=torch.int64, device=own.scores.device)
         return Survivors(empty, empty.int(), header)
-    best = IntervalMask.top_w(own.scores, keep.window, padding=own.padding, documents=own.documents,
-                              backend=own.backend)
-    kept = (best._stop.array >= n).expand(batch, heads, n)
+    kept = _best(own.scores, tokens[:, None].expand(batch, heads, n), keep.window)
     if keep.sinks or keep.recent:
         kept = kept | (tokens & ((ordinal <= keep.sinks) | (ordinal[:, -1:] - ordinal < keep.recent)))[:, None]
     index, filled = last_flagged(kept, keep.rows)
@@ -112,16 +110,12 @@ def _begins(ids: Tensor) -> Tensor:
 
 
 def last_flagged(flags: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Indices of the set ``flags (B, H, n)``, at most ``count`` of them, in order at the end of ``(B, H, count)``, and
-    which slots are filled. Unfilled slots are 0."""
-    batch, heads, n = flags.shape
-    place = flags.long().cumsum(2)
-    place += count - 1 - place[..., -1:]
-    place = torch.where(flags, place, count)  # what is not set goes to a slot of its own, which is cut off
-    index = torch.zeros((batch, heads, count + 1), dtype=torch.int64, device=flags.device)
-    index.scatter_(2, place, torch.arange(n, device=flags.device).expand(batch, heads, n))
-    filled = torch.arange(count, device=flags.device) >= count - flags.sum(2, keepdim=True)
-    return torch.where(filled, index[..., :count], 0), filled
+    """Indices of the set ``flags (B, H, n)``, at most ``count`` of them, the last ones, in order at the end of
+    ``(B, H, count)``, and which slots are filled. Unfilled slots hold any index."""
+    through = flags.cumsum(2)  # set flags up to each
+    number = torch.arange(1, count + 1, device=flags.device) + (through[..., -1:] - count)  # 1 for the first flag
+    index = torch.searchsorted(through, number.clamp(min=1)).clamp(max=flags.shape[2] - 1)
+    return index, number > 0
 
 
 # ---- what is left of all earlier shards -----------------------------------------------------------------------------
@@ -170,24 +164,28 @@ def front(scores: Tensor, ordinal: Tensor, headers: Tensor, first_id: Tensor | N
 
 
 def _best(scores: Tensor, valid: Tensor, window: int) -> Tensor:
-    """Which of ``scores (B, Hkv, M)``, in order of position, are among the best ``window`` valid ones."""
-    if scores.shape[2] <= window:
+    """Which of ``scores (B, Hkv, M)``, in order of position, are among the best ``window`` valid ones: bool."""
+    n = scores.shape[2]
+    if n <= window:
         return valid
-    order = torch.sort(torch.where(valid, _ordered(scores), _limits(scores).min), dim=2, stable=True).indices
-    best = torch.zeros_like(valid).scatter_(2, order[..., -window:], True)
-    return best & valid
-
-
-def _limits(scores: Tensor) -> torch.iinfo:
-    return torch.iinfo(torch.int64 if scores.dtype == torch.float64 else torch.int32)
+    best = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
+    ranked = torch.where(valid, _ordered(scores), torch.iinfo(torch.int64).min)
+    if scores.dtype == torch.float64:  # no room for the position beside 64 bits: a stable sort knows it
+        index = torch.sort(ranked, dim=2, stable=True).indices[..., -window:]
+    else:
+        index = torch.topk(ranked, window, dim=2, sorted=False).indices
+    return best.scatter_(2, index, True) & valid
 
 
 def _ordered(scores: Tensor) -> Tensor:
-    """Integers that sort like the scores: -0 equals +0, all NaN are equal and above everything; never the lowest
-    one."""
-    limits = _limits(scores)
+    """int64 that sort like ``(score, position)``, for float64 like the score: -0 equals +0, all NaN are equal and above
+    everything; never the lowest one."""
+    limits = torch.iinfo(torch.int64 if scores.dtype == torch.float64 else torch.int32)
     bits = (scores + 0.0).view(torch.int64 if limits.bits == 64 else torch.int32)
-    return torch.where(scores.isnan(), limits.max, torch.where(bits < 0, bits ^ limits.max, bits))
+    key = torch.where(scores.isnan(), limits.max, torch.where(bits < 0, bits ^ limits.max, bits))
+    if limits.bits == 64:
+        return key
+    return (key.long() << 32) | torch.arange(scores.shape[2], device=scores.device)
 
 
 # ---- the mask of the history ----------------------------------------------------------------------------------------
@@ -207,7 +205,7 @@ def history_mask(own: Own, keep: Keep, found: Front, front_scores: Tensor) -> In
         stop = torch.maximum(stop, _stop_besides(own, keep, found))
         if documents is not None:
             stop = torch.minimum(stop, document_runs(describe(documents, "documents"), None).open_end()[:, None])
-    stop = torch.cat((torch.where(found.filled, stop[..., :rows], 0), stop[..., rows:]), 2)
+    stop = torch.where(torch.nn.functional.pad(found.filled, (0, n), value=True), stop, 0)
     position = torch.arange(rows + n, dtype=torch.int32, device=scores.device)
     # All runs start at their keys: T positions see what the first of them sees, and T - 1 keys that begin later.
     return IntervalMask._make(library_named("torch"), position, stop, Hints("key", (min(rows, rows + n), 1)))

@@ -120,7 +120,7 @@ class DynamicMaskAttention(nn.Module):
         self._check(query, key, value, packed)
         options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "deterministic": self.deterministic,
                                    "return_lse": return_lse, "backend": self.backend}
-        if self.process_group is not None:
+        if self._group is not None:
             return self._sharded(query, key, value, packed, padding=padding, documents=documents, **options)
         if self.sinks or self.recent:
             scores = self.scores(value)
@@ -135,7 +135,19 @@ class DynamicMaskAttention(nn.Module):
             return varlen_dynamic_mask_attention(query, key, value, cu_seqlens, cu_seqlens, **options)
         return dynamic_mask_attention(query, key, value, padding=padding, documents=documents, **options)
 
-    @torch.compiler.disable  # a graph break: collectives run as they do in eager mode
+    @property
+    def process_group(self) -> Any:
+        """The ranks that hold shards of each sequence, or None."""
+        return self._group
+
+    @process_group.setter
+    def process_group(self, group: Any) -> None:
+        self._group = group
+        # Found here, where nothing is traced: these functions are graph breaks, and importing what makes them so takes
+        # seconds, which only those should wait for who use a group.
+        self._over_shards: Any = None if group is None else distributed.context_parallel_attention
+        self._shard_positions: Any = None if group is None else distributed.shard_positions
+
     def _sharded(self, query: Tensor, key: Tensor, value: Tensor, packed: bool, **options: Any) -> Any:
         if packed:
             raise ValueError("cu_seqlens must be None with a process_group, as shards are cut through sequences: give "
@@ -143,7 +155,7 @@ class DynamicMaskAttention(nn.Module):
         if self.keys != "prefix":
             raise ValueError(f"a process_group needs keys='prefix', got keys={self.keys!r}, which selects by the "
                              f"scores of later keys")
-        return distributed.context_parallel_attention(
+        return self._over_shards(
             query, key, value, window=self.window, sinks=self.sinks, recent=self.recent, dt_proj=self.dt_proj.weight,
             A=self.A, dt_bias=self.dt_proj.bias, form=self.form, group=self.process_group, **options)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
-from cupy_dma import checks, distributed
+from cupy_dma import checks
 from cupy_dma.cache import DynamicCache
 from cupy_dma.torch.module import DynamicMaskAttention
 from cupy_dma.torch.registration import cast
@@ -192,12 +192,11 @@ class DynamicMaskSelfAttention(nn.Module):
         with torch.no_grad():
             return tokens.restored(self._attend(tokens.x, tokens, cache, prefill=True))
 
-    @torch.compiler.disable
     def _place(self, tokens: Tokens, positions: Tensor | None, documents: Tensor | None) -> None:
         """Where the tokens of a shard stand."""
         tokens.documents = documents
         if positions is None and self.rope is not None and tokens.cu_seqlens is None:
-            tokens.positions = distributed.shard_positions(
+            tokens.positions = self.attention._shard_positions(
                 tokens.x.shape[1], self.process_group, padding=tokens.padding, documents=documents,
                 device=tokens.x.device)
 

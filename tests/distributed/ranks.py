@@ -55,6 +55,10 @@ class Ranks:
                 raise AssertionError(f"rank {rank}: {result!r}\n{getattr(result, 'text', '')}") from result
         return found
 
+    @property
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
     def close(self) -> None:
         for pipe in self.pipes:
             pipe.close()  # ends the process
@@ -81,9 +85,11 @@ def _serve(rank: int, most: int, backend: str, pipe: Any, store: str) -> None:
         except (EOFError, OSError):
             return
         group = groups[world]
-        if timeout is not None:
-            group = dist.new_group(range(world), timeout=timedelta(seconds=timeout))
         try:
+            if timeout is not None:
+                group = dist.new_group(range(world))
+                if rank < world:  # only now: making the group may take longer
+                    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), group)
             torch.manual_seed(0)
             result = job(group, *arguments) if rank < world else None
         except BaseException as error:

@@ -75,7 +75,7 @@ def test_the_group_serves_the_next_call(ranks):
 def test_a_missing_rank_is_named_within_the_timeout(ranks, where):
     started = time.monotonic()
     found = ranks.outcomes(3, jobs.missing, 1, where, timeout=2.0)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 30
     assert found[1] == "stayed away" or isinstance(found[1], KeyError)
     for other in (found[0], found[2]):
         assert isinstance(other, RankError) and "rank 1 did not come" in str(other) and "2 s" in str(other)
