@@ -131,6 +131,8 @@ def _grid() -> list[Case]:
     three = Case("", lengths=(14, 5, 20))
     cases += [replace(three, name=f"scores-{kind}", scores=kind)
               for kind in ("ties", "zero", "nan", "infinite", "rising", "falling", "none")]
+    cases += [replace(three, name=f"float32-scores-{kind}", dtype="float32", scores=kind, padding=padding)
+              for kind, padding in (("ties", ""), ("zero", "some"), ("nan", ""), ("infinite", "some"))]
     cases += [replace(three, name=f"window-{w}", window=w) for w in (1, 5, 14, 39, 60)]
     besides = [("", {}), ("-besides", {"sinks": 3, "recent": 4}), ("-sinks", {"sinks": 20}),
                ("-recent", {"recent": 18})]

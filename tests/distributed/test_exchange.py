@@ -12,8 +12,8 @@ def test_gradients_of_later_ranks_are_rounded_once():
     """1 + 2^-8 + 2^-8 in bfloat16, which has 7 bits: each addition by itself would be rounded to 1."""
     exchange = object.__new__(Exchange)
     exchange._sent = Survivors(torch.tensor([[[1, 1, 1]]]), torch.tensor([[[0, 0, 4]]]), torch.zeros(1, 5))
-    own = torch.tensor([3.0, 1.0]).bfloat16()[None, :, None, None]
-    parts = [torch.tensor([0.0, 0.0, 2.0**-8]).bfloat16()[None, None, :, None] for _ in range(2)]
+    own = torch.tensor([3.0, 0.0]).bfloat16()[None, :, None, None]
+    parts = [torch.tensor([0.0, 0.0, x]).bfloat16()[None, None, :, None] for x in (1.0, 2.0**-8, 2.0**-8)]
     exchange._add(own, parts)
     assert own.flatten().tolist() == [3.0, 1.0 + 2.0**-7]
 
