@@ -3,6 +3,7 @@
     python benchmarks/context_parallel.py --ranks 2                     everything, a process for each GPU
     torchrun --nproc_per_node 8 benchmarks/context_parallel.py          the same in the processes of torchrun
     python benchmarks/context_parallel.py --ranks 2 --device cpu --smoke      anywhere, for trying the script
+    python benchmarks/context_parallel.py --passes model --lengths 262144 --peers one,ours --out FOLDER
     python benchmarks/context_parallel.py --show                        print the table of the recorded results
     python benchmarks/context_parallel.py --update-docs                 put it into docs/distributed.md
 
@@ -14,15 +15,19 @@ and values are copied. one: ``dynamic_mask_attention`` of the whole sequence on 
 context parallel for SDPA, causal attention over all keys, for which every key and value goes around; more work, all
 pairs.
 
-Passes. forward; training: forward and backward, gradients of query, key, value and scores.
+Passes. forward; training: forward and backward, gradients of query, key, value and scores; model, of ours and one: a
+training step of the decoder of benchmarks/training.py (80m: 12 layers of width 768, w 1024) on one sequence, each layer
+recomputed in the backward pass.
 
 Timing: two calls, in which kernels are compiled, then ``--steps`` calls queued without waiting, with CUDA events
 between them. A call takes as long as on its slowest rank; the median. Nothing is flushed: a shard is larger than the L2
-cache. A peer whose calls would take longer than ``--longest`` seconds, reckoned from the length before, is left out.
+cache. A peer whose calls would take longer than ``--longest`` seconds, reckoned from the length before, is left out,
+and one that would not fit into memory.
 
 Check. Of ours and copies: rows of every shard against float64 attention over the exact selection, twice the error of
 the plain computation and one rounding allowed; gradients of rank 0's shard, which hold what later ranks have returned,
-against those of one GPU where that has run; the bytes that are counted against the formula, and that no length changes
+against those of one GPU where that has run; the losses of a model's steps against those of one GPU, within 5e-3 nats;
+the bytes that are counted against the formula, and that no length changes
 them. If a check fails the run exits with 1 and leaves the recorded results alone.
 
 Results: ``benchmarks/results/context_parallel.json``; while it runs, ``context_parallel.partial.json``.
@@ -30,7 +35,6 @@ Results: ``benchmarks/results/context_parallel.json``; while it runs, ``context_
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import os
@@ -51,9 +55,9 @@ from benchmarks.harness.suite import ROOT, add_record_options, write_record
 
 LENGTHS = (65536, 131072, 262144, 524288, 1048576, 2097152, 4194304, 8388608)
 PEERS = ("one", "ours", "copies", "ring")
-PASSES = ("forward", "training")
+PASSES = ("forward", "training", "model")
 DOCS = ROOT / "docs" / "distributed.md"
-SMOKE = {"lengths": [96, 161], "heads": 4, "kv_heads": 2, "head_dim": 16, "window": 24, "steps": 1}
+SMOKE = {"lengths": [96, 161], "heads": 4, "kv_heads": 2, "head_dim": 16, "window": 24, "steps": 1, "model": "tiny"}
 
 
 class Bench:
@@ -66,6 +70,7 @@ class Bench:
         self.group, self.control = group, control
         self.seconds: dict[tuple[str, str], tuple[int, float]] = {}  # of a call, at the length before
         self.kept: dict[str, Any] = {}  # gradients of one GPU
+        self.losses: dict[int, list[float]] = {}  # of its model, by length
 
     def everywhere(self, x: Any) -> list[Any]:
         """What every rank has, in their order."""
@@ -97,6 +102,8 @@ class Bench:
 
         args = self.args
         row = {"length": length, "pass": what, "peer": peer, "ranks": self.world, "ms": None, "note": "", "ok": True}
+        if what == "model" and peer not in ("one", "ours"):
+            return {**row, "note": "not measured"}
         before, seconds = self.seconds.get((what, peer), (length, 0.0))
         if seconds == float("inf"):
             return {**row, "note": f"could not run at {before} tokens"}
@@ -105,11 +112,15 @@ class Bench:
         device = "cpu" if args.device == "cpu" else f"cuda:{torch.cuda.current_device()}"
         problem = Problem(length, self.world, args.heads, args.kv_heads, args.head_dim, args.window, torch.bfloat16,
                           device)
+        if args.device == "cuda" and peer != "one" and what != "model":  # one rank without memory would hold up all
+            memory = torch.cuda.get_device_properties(device).total_memory
+            if problem.bytes_needed(peer, what == "training") > 0.85 * memory:
+                return {**row, "note": "left out: too large"}
         measure.free_memory()
         mine: dict[str, Any] = {}
         if peer != "one" or self.rank == 0:
             try:
-                mine = self.measured(problem, what, peer)
+                mine = self.model(length, peer) if what == "model" else self.measured(problem, what, peer)
             except Exception as error:  # a peer that cannot run is a result too
                 words = f"{type(error).__name__}: {error}".splitlines()[0][:200]
                 mine = {"note": "out of memory" if "out of memory" in words.lower() else words}
@@ -121,7 +132,9 @@ class Bench:
         times = [max(each) for each in zip(*(x["all_ms"] for x in found))]
         ms = statistics.median(times)
         self.seconds[what, peer] = length, ms / 1e3
-        row.update(ms=ms, all_ms=times, peak_bytes=max(x["peak_bytes"] for x in found), how=found[0]["how"])
+        row.update(ms=ms, all_ms=times, peak_bytes=max(x["peak_bytes"] for x in found), how=found[0].get("how", ""))
+        if "losses" in found[0]:
+            self.compare(row, found[0]["losses"])
         if "check" in found[0]:
             row["checks"] = [x["check"] for x in found]
             row["bytes"] = [x["bytes"] for x in found]
@@ -132,38 +145,56 @@ class Bench:
         """Times of a peer on this rank; of ours with checks."""
         import torch
 
+        from benchmarks.harness import ring, shards
+
         grad, rank = what == "training", None if peer == "one" else self.rank
         inputs = problem.inputs(rank, peer == "ours", grad)
         dout = None if not grad else problem.whole("dout") if rank is None else problem.shard("dout", rank)
         if peer == "ring":
-            inputs, call, how = _ring(problem, inputs)
+            inputs, call, how = ring.prepared(problem, inputs)
         else:
             call, how = self.call_of(problem, peer, inputs), ""
 
         def step() -> list[Any]:
-            with _patched(problem) if peer == "ring" else nullcontext(), torch.set_grad_enabled(grad):
+            with ring.patched(problem) if peer == "ring" else nullcontext(), torch.set_grad_enabled(grad):
                 out = call()
                 return [out.detach(), *(torch.autograd.grad(out, inputs, dout) if grad else ())]
 
         ours, moved = peer in ("ours", "copies"), []
-        with _counting(moved if ours else None):
+        with shards.Counting(moved if ours else None):
             found = step()
         result: dict[str, Any] = {"how": how}
         if ours:
-            result.update(self.checks(problem, found, grad, moved))
+            result.update(self.checks(problem, inputs[0], found, grad, moved))
         elif peer == "one" and grad:
             n = problem.lengths[0]
             self.kept = {"length": problem.length, "gradients": [
                 x[:, :n].clone() if x.ndim == 4 else x[..., :n].clone() for x in found[1:]]}
         del found
         step()
-        return {**result, **_timed(step, self.args.steps, problem.device)}
+        return {**result, **shards.timed(step, self.args.steps, problem.device)}
 
-    def checks(self, problem: Any, found: list[Any], grad: bool, moved: list[tuple[str, int]]) -> dict[str, Any]:
+    def model(self, length: int, peer: str) -> dict[str, Any]:
+        from benchmarks.harness import sharded_decoder
+        from benchmarks.training import models
+
+        return sharded_decoder.steps(models()[self.args.model], length, self.args.steps, self.args.device,
+                                     None if peer == "one" else self.group)
+
+    def compare(self, row: dict[str, Any], losses: list[float]) -> None:
+        """The losses of a model with those of one GPU, where that has run before."""
+        from benchmarks.harness.sharded_decoder import differ
+
+        row["losses"], one = losses, self.losses.setdefault(row["length"], losses)
+        worst, allowed = differ(losses, one)
+        row.update(loss_differs=worst, ok=worst <= allowed)
+
+    def checks(self, problem: Any, query: Any, found: list[Any], grad: bool,
+               moved: list[tuple[str, int]]) -> dict[str, Any]:
         from benchmarks.harness.shards import gradients_differ
         from cupy_dma.distributed import exchanged_bytes
 
-        check = problem.check(found[0], self.rank)
+        check = problem.check(found[0], self.rank, query)
         if grad and self.rank == 0 and self.kept.get("length") == problem.length:
             worst, allowed = gradients_differ(found[1:], self.kept["gradients"])
             check.update(gradients=worst, gradients_allowed=allowed, ok=check["ok"] and worst <= allowed)
@@ -181,81 +212,6 @@ class Bench:
             return lambda: dma.dynamic_mask_attention(query, key, value, scores, window=problem.window)
         return lambda: dma.distributed.context_parallel_attention(
             query, key, value, scores, window=problem.window, group=self.group, room=peer == "ours")
-
-
-def _ring(problem: Any, inputs: list[Any]) -> tuple[list[Any], Callable[[], Any], str]:
-    """Inputs, call and kernel of torch's ring attention. It has no GQA, so kv heads are repeated, outside of the
-    timing; the shards count as cut by its load balancer."""
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    query, key, value = (x.detach().transpose(1, 2) for x in inputs[:3])
-    group, kernel = problem.heads // problem.kv_heads, SDPBackend.CUDNN_ATTENTION
-    if problem.device == "cpu":
-        kernel = SDPBackend.FLASH_ATTENTION
-    given = [x.contiguous().requires_grad_(inputs[0].requires_grad)
-             for x in (query, *(x.repeat_interleave(group, 1) for x in (key, value)))]
-
-    def call() -> Any:
-        with sdpa_kernel(kernel):
-            return torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True).transpose(1, 2)
-
-    return given, call, kernel.name.lower()
-
-
-@functools.cache
-def _mesh(kind: str, world: int) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh(kind, (world,))
-
-
-def _patched(problem: Any) -> Any:
-    """SDPA as ring attention."""
-    import torch
-    from torch.distributed.tensor.experimental import context_parallel
-
-    buffer = torch.empty(2 * problem.world, device=problem.device)  # it wants one
-    return context_parallel(_mesh(problem.device.partition(":")[0], problem.world), buffers=[buffer],
-                            buffer_seq_dims=[0], no_restore_buffers={buffer})
-
-
-class _counting:
-    """Bytes that this rank receives from others in each collective of ``cupy_dma.distributed``."""
-
-    def __init__(self, moved: list[tuple[str, int]] | None):
-        self.moved = moved
-
-    def __enter__(self) -> None:
-        from cupy_dma.distributed.agreement import Agreement
-
-        self.replaced, moved = Agreement.started, self.moved
-        if moved is None:
-            return
-
-        def started(agreement: Any, collective: Any, output: Any, *rest: Any, **options: Any) -> Any:
-            gathers = "all_to_all" not in collective.__name__
-            moved.append((collective.__name__, output.nbytes - (output.nbytes // agreement.world if gathers else 0)))
-            return self.replaced(agreement, collective, output, *rest, **options)
-
-        Agreement.started = started  # type: ignore[method-assign]
-
-    def __exit__(self, *_: object) -> None:
-        from cupy_dma.distributed.agreement import Agreement
-
-        Agreement.started = self.replaced  # type: ignore[method-assign]
-
-
-def _timed(step: Callable[[], Any], steps: int, device: str) -> dict[str, Any]:
-    import torch
-
-    from benchmarks.training import step_times
-
-    if device == "cpu":
-        return {"all_ms": step_times(step, steps, device), "peak_bytes": 0}
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    return {"all_ms": step_times(step, steps, device), "peak_bytes": torch.cuda.max_memory_allocated()}
 
 
 def is_right(rows: list[dict[str, Any]], args: argparse.Namespace) -> bool:
@@ -300,10 +256,12 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--ranks", type=int, default=2, help="processes; torchrun brings its own (default: 2)")
     options.add_argument("--lengths", type=listed(None, int), default=list(LENGTHS))
-    options.add_argument("--passes", type=listed(PASSES), default=list(PASSES))
+    options.add_argument("--passes", type=listed(PASSES), default=list(PASSES[:2]),
+                         help="model, of lengths that fit, on request")
     options.add_argument("--peers", type=listed(PEERS), default=list(PEERS))
     for name, usual in (("heads", 16), ("kv-heads", 8), ("head-dim", 128), ("window", 2048), ("steps", 10)):
         options.add_argument(f"--{name}", type=int, default=usual, help=f"(default: {usual})")
+    options.add_argument("--model", choices=("80m", "1.7b", "tiny"), default="80m", help="of the pass model")
     options.add_argument("--longest", type=float, default=5.0, help="seconds of a call, else a peer is left out")
     options.add_argument("--seconds", type=float, default=1500, help="after this time nothing more is started")
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

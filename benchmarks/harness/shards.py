@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from cupy_dma.cli.exact_rows import Deviation, exact_row, kept_keys, plain_row, rounding
 from cupy_dma.distributed import empty_with_room, shard_lengths
+from cupy_dma.distributed.agreement import Agreement
 
 ROWS = 6  # that are checked in each shard
 GRADIENT_ROUNDINGS = 8.0  # of its type, of the largest: by which a gradient may differ from that of one GPU
@@ -62,7 +64,15 @@ class Problem:
         found = [self.whole(name) if rank is None else self.shard(name, rank, room) for name in names]
         return [x.requires_grad_(grad) for x in found]
 
-    def check(self, out: Tensor, rank: int) -> dict[str, Any]:
+    def bytes_needed(self, peer: str, grad: bool) -> int:
+        """About as much memory as a rank of this peer takes at most, its checks included."""
+        group = self.heads // self.kv_heads if peer == "ring" else 1
+        of_heads, of_kv_heads = (4, 5) if grad else (2, 3)  # arrays of a shard
+        of_kv_heads = of_kv_heads * group + 2 * (peer == "copies")
+        return max(self.lengths) * self.head_dim * self.dtype.itemsize * (
+            of_heads * self.heads + of_kv_heads * self.kv_heads)
+
+    def check(self, out: Tensor, rank: int, query: Tensor) -> dict[str, Any]:
         """Rows of a rank's output, the first and last among them, against float64 attention over the exact
         selection."""
         n, first, group = self.lengths[rank], self.begin(rank), self.heads // self.kv_heads
@@ -71,7 +81,7 @@ class Problem:
         scores = torch.cat([self.shard("scores", q)[0] for q in range(rank + 1)], 1).cpu().numpy()
         kept = {(row, g): kept_keys(scores[g], first + row, self.window) for row in rows for g in range(self.kv_heads)}
         keys, values = (self._rows(name, kept, rank) for name in ("key", "value"))
-        query = self.shard("query", rank)[0]
+        query = query[0]
         worst = Deviation(unit=rounding(_numpy(query[:1]).dtype), roundings=1 if query.element_size() == 2 else 32)
         for (row, g), index in kept.items():
             for h in range(g * group, (g + 1) * group):
@@ -104,3 +114,36 @@ def gradients_differ(ours: list[Tensor], one: list[Tensor]) -> tuple[float, floa
     worst = max(float((a.double() - b.double()).abs().max() / b.abs().max().double().clamp(min=1e-30))
                 for a, b in zip(ours, one))
     return worst, GRADIENT_ROUNDINGS * torch.finfo(ours[0].dtype).eps
+
+
+class Counting:
+    """Bytes that this rank receives from others in each collective of ``cupy_dma.distributed``."""
+
+    def __init__(self, moved: list[tuple[str, int]] | None):
+        self.moved = moved
+
+    def __enter__(self) -> None:
+        self.replaced, moved = Agreement.started, self.moved
+        if moved is None:
+            return
+
+        def started(agreement: Any, collective: Any, output: Any, *rest: Any, **options: Any) -> Any:
+            gathers = "all_to_all" not in collective.__name__
+            moved.append((collective.__name__, output.nbytes - (output.nbytes // agreement.world if gathers else 0)))
+            return self.replaced(agreement, collective, output, *rest, **options)
+
+        Agreement.started = started  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        Agreement.started = self.replaced  # type: ignore[method-assign]
+
+
+def timed(step: Callable[[], Any], steps: int, device: str) -> dict[str, Any]:
+    """Times of ``steps`` calls in milliseconds, and the peak of memory in them."""
+    from benchmarks.training import step_times
+
+    if device == "cpu":
+        return {"all_ms": step_times(step, steps, device), "peak_bytes": 0}
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    return {"all_ms": step_times(step, steps, device), "peak_bytes": torch.cuda.max_memory_allocated()}

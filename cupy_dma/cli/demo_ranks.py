@@ -65,14 +65,16 @@ def _unusable(args: Namespace) -> str:
 def _spawned(text: bytes, args: Namespace, folder: str) -> list[dict[str, Any]]:
     """What each rank has found."""
     import torch
+    import torch.distributed as dist
     from torch import multiprocessing
 
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     options = Namespace(**{name: x for name, x in vars(args).items() if name != "run"})  # what can be pickled
-    multiprocessing.spawn(_rank, (text, options, folder), args.ranks)
+    multiprocessing.spawn(_rank, (text, options, folder, store.port), args.ranks)
     return [torch.load(Path(folder) / str(rank), weights_only=True) for rank in range(args.ranks)]
 
 
-def _rank(rank: int, text: bytes, args: Namespace, folder: str) -> None:
+def _rank(rank: int, text: bytes, args: Namespace, folder: str, port: int) -> None:
     import torch
     import torch.distributed as dist
 
@@ -80,7 +82,7 @@ def _rank(rank: int, text: bytes, args: Namespace, folder: str) -> None:
     if args.backend == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if args.backend == "cuda" else "gloo", rank=rank, world_size=args.ranks,
-                            store=dist.FileStore(f"{folder}/store", args.ranks), timeout=TIMEOUT)
+                            store=dist.TCPStore("127.0.0.1", port, is_master=False), timeout=TIMEOUT)
     torch.save(_attend(text, args, dist.group.WORLD), Path(folder) / str(rank))
     dist.destroy_process_group()
 

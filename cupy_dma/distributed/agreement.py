@@ -61,7 +61,8 @@ class Agreement:
         """Compare the signature that ``make`` returns. What ``make`` raises, it raises here and, as a ``RankError``
         that names this rank, on all others that compare theirs."""
         try:
-            signature, failure = json.dumps({name: str(x) for name, x in make().items()}), None
+            found = {"function": self.name, **make()}
+            signature, failure = json.dumps({name: str(x) for name, x in found.items()}), None
         except Exception as error:
             signature, failure = json.dumps({"error": f"{type(error).__name__}: {error}"}), error
         if self.world > 1 and not self._is_agreed(signature, failure):

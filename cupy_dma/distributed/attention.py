@@ -53,8 +53,8 @@ def context_parallel_attention(query: Tensor, key: Tensor, value: Tensor, scores
         is for backends whose backward pass has them on request only.
     room
         Key and value are each ``buffer[:, R:]`` of a buffer with ``R = window + sinks + recent`` rows more, as
-        ``empty_with_room`` makes it. Received rows are written there; otherwise key and value are copied behind them,
-        at two bytes of memory traffic for each of theirs. Change nothing in the buffer before the backward pass.
+        ``empty_with_room`` makes it. Received rows are written there; otherwise key and value are copied behind them.
+        Change nothing in the buffer before the backward pass.
 
     Returns
     -------

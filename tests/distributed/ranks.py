@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
-import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 MOST = 4
-TIMEOUT = 60.0  # seconds for a job
+TIMEOUT = 120.0  # seconds for a job
 
 
 class Ranks:
@@ -24,11 +26,12 @@ class Ranks:
     def __init__(self, most: int = MOST, backend: str = "gloo") -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "cupy_dma.torch", "tests.distributed.jobs"])
-        self.folder = tempfile.TemporaryDirectory()
+        # A FileStore would be simpler, but takes seconds where processes wait for the processor.
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.pipes, self.processes = [], []
         for rank in range(most):
             mine, its = context.Pipe()
-            arguments = rank, most, backend, its, f"{self.folder.name}/store"
+            arguments = rank, most, backend, its, self.store.port
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             its.close()
@@ -66,17 +69,14 @@ class Ranks:
             process.join(10)
             if process.is_alive():
                 process.kill()
-        self.folder.cleanup()
 
 
-def _serve(rank: int, most: int, backend: str, pipe: Any, store: str) -> None:
-    import torch
-    import torch.distributed as dist
-
+def _serve(rank: int, most: int, backend: str, pipe: Any, port: int) -> None:
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, store=dist.FileStore(store, most), rank=rank, world_size=most,
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=most,
                             timeout=timedelta(seconds=TIMEOUT / 2))
     groups = {world: dist.new_group(range(world)) for world in range(1, most + 1)}
     while True:

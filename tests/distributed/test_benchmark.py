@@ -5,9 +5,11 @@ import json
 import math
 
 import pytest
+import torch
 
 from benchmarks import context_parallel as benchmark
 from benchmarks.harness import render_context_parallel as render
+from benchmarks.harness.shards import Problem
 from benchmarks.harness.suite import RESULTS
 from tests.distributed import benchmark_jobs as jobs
 
@@ -19,15 +21,22 @@ def record(folder, rows):
 
 
 def test_every_peer_in_every_pass(ranks, tmp_path):
-    rows, ok = ranks.run(2, jobs.measured, [*SMOKE, "--ranks", "2", "--out", str(tmp_path)])[0]
+    rows, ok = ranks.run(2, jobs.measured, [*SMOKE, "--ranks", "2", "--out", str(tmp_path), "--passes",
+                                              "forward,training,model"])[0]
     assert ok and len(rows) == 2 * len(benchmark.PASSES) * len(benchmark.PEERS)
     result = record(tmp_path, rows)
     assert {"method", "device", "versions", "commit", "date", "arguments"} <= set(result)
     for row in rows:
+        if row["pass"] == "model" and row["peer"] in ("ring", "copies"):
+            assert row["note"] == "not measured"
+            continue
         if row["peer"] == "ring":  # torch has none on the CPU
             assert row["ms"] is None and row["note"]
             continue
         assert row["ms"] > 0 and row["ranks"] == 2
+        if row["pass"] == "model":
+            assert len(row["losses"]) == 3 and row["loss_differs"] < 5e-3
+            continue
         if row["peer"] != "one":
             assert [check["ok"] for check in row["checks"]] == [True, True]
             assert ("gradients" in row["checks"][0]) == (row["pass"] == "training")
@@ -40,9 +49,22 @@ def test_every_peer_in_every_pass(ranks, tmp_path):
     assert page.read_text() == f"before\n{render.BEGIN}\n{table}\n{render.END}\nafter\n"
 
 
+PARTS = ["--passes", "forward,training"]
+
+
+def test_another_loss_is_noticed():
+    row = {"length": 96}
+    bench = object.__new__(benchmark.Bench)
+    bench.losses = {96: [5.0, 4.0]}
+    bench.compare(row, [5.0, 4.01])
+    assert not row["ok"]
+    bench.compare(row, [5.0, 4.001])
+    assert row["ok"]
+
+
 @pytest.mark.parametrize("what", ["output", "gradients", "bytes"])
 def test_what_is_wrong_is_noticed(ranks, tmp_path, what):
-    rows, ok = ranks.run(2, jobs.spoiled, [*SMOKE, "--ranks", "2", "--out", str(tmp_path)], what)[0]
+    rows, ok = ranks.run(2, jobs.spoiled, [*SMOKE, "--ranks", "2", "--out", str(tmp_path), *PARTS], what)[0]
     assert not ok
     wrong = {(row["pass"], row["peer"]) for row in rows if not row["ok"]}
     assert wrong == {("training", "ours"), ("training", "copies")} | (
@@ -52,9 +74,10 @@ def test_what_is_wrong_is_noticed(ranks, tmp_path, what):
 
 
 def test_what_cannot_run_is_a_row(ranks, tmp_path):
-    rows, ok = ranks.run(2, jobs.measured, [*SMOKE, "--ranks", "2", "--out", str(tmp_path), "--seconds", "-1"])[0]
+    folder = ["--ranks", "2", "--out", str(tmp_path)]
+    rows, ok = ranks.run(2, jobs.measured, [*SMOKE, *folder, "--seconds", "-1"])[0]
     assert ok and {row["note"] for row in rows} == {"no time left"}
-    rows, ok = ranks.run(2, jobs.failing, [*SMOKE, "--ranks", "2", "--out", str(tmp_path), "--peers", "one,ours"])[0]
+    rows, ok = ranks.run(2, jobs.failing, [*SMOKE, *folder, "--peers", "one,ours", *PARTS])[0]
     assert not ok and {row["note"] for row in rows[:4]} == {"out of memory"}
     assert {row["note"] for row in rows[4:]} == {"could not run at 96 tokens"}
 
@@ -73,6 +96,13 @@ def test_bad_options(capsys, arguments, message):
     with pytest.raises(SystemExit):
         benchmark.main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_known_before():
+    """A shard of 4M tokens: 16 GiB for each array of 16 heads in bfloat16."""
+    problem = Problem(2**23, 2, 16, 8, 128, 2048, torch.bfloat16, "cpu")
+    assert problem.bytes_needed("ours", False) == (2 * 16 + 3 * 8) * 2**30
+    assert problem.bytes_needed("copies", True) == (4 * 16 + 7 * 8) * 2**30
 
 
 def test_ratios():
