@@ -1,7 +1,8 @@
 """Processes of a process group that are started once and run many small jobs: ``ranks.run(world, job, ...)``.
 
 A job is a function of a module, ``job(group, *arguments)``, that every rank of the group calls; ``group`` has ``world``
-ranks. Results come back by pickle. What a job raises is raised in the test; ``outcomes`` returns it instead, per rank.
+ranks; others may not be made in it, except by all ``MOST``. Results come back by pickle. What a job raises is raised in
+the test; ``outcomes`` returns it instead, per rank.
 """
 from __future__ import annotations
 
@@ -46,6 +47,8 @@ class Ranks:
         found = []
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(TIMEOUT):
+                for process in self.processes:  # what they still answer would be taken for the next job's
+                    process.kill()
                 raise TimeoutError(f"rank {rank} has not finished {job.__name__} within {TIMEOUT} s")
             found.append(pickle.loads(pipe.recv_bytes()))
         return found[:world]
