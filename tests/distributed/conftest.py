@@ -1,7 +1,5 @@
 import pytest
 
-torch = pytest.importorskip("torch")
-
 
 @pytest.fixture(scope="session")
 def _pool():
@@ -15,6 +13,7 @@ def _pool():
 @pytest.fixture
 def ranks(_pool):
     """Four processes of a gloo process group, for all tests; new ones after a test that has killed some."""
+    torch = pytest.importorskip("torch")
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         pytest.skip("this torch has no gloo")
     from tests.distributed.ranks import Ranks

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
-from cupy_dma.distributed import exchanged_bytes
-from tests.distributed import jobs
-from tests.distributed.cases import CASES, Case
-from tests.oracle import reference
-from tests.oracle.layer_cases import numbers
+torch = pytest.importorskip("torch")
+
+from cupy_dma.distributed import exchanged_bytes  # noqa: E402
+from tests.distributed import jobs  # noqa: E402
+from tests.distributed.cases import CASES, Case  # noqa: E402
+from tests.oracle import reference  # noqa: E402
+from tests.oracle.layer_cases import numbers  # noqa: E402
 
 
 def one(name: str) -> Case:

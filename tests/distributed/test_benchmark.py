@@ -5,13 +5,14 @@ import json
 import math
 
 import pytest
-import torch
 
-from benchmarks import context_parallel as benchmark
-from benchmarks.harness import render_context_parallel as render
-from benchmarks.harness.shards import Problem
-from benchmarks.harness.suite import RESULTS
-from tests.distributed import benchmark_jobs as jobs
+torch = pytest.importorskip("torch")
+
+from benchmarks import context_parallel as benchmark  # noqa: E402
+from benchmarks.harness import render_context_parallel as render  # noqa: E402
+from benchmarks.harness.shards import Problem  # noqa: E402
+from benchmarks.harness.suite import RESULTS  # noqa: E402
+from tests.distributed import benchmark_jobs as jobs  # noqa: E402
 
 SMOKE = ["--device", "cpu", "--smoke", "--commit", "abc"]
 # Without ring: its device mesh makes process groups, which takes all four processes of ``ranks``, and not two.

@@ -4,11 +4,12 @@ from __future__ import annotations
 from argparse import Namespace
 
 import pytest
-import torch
 
-from cupy_dma import __main__ as cli
-from cupy_dma.cli import demo, demo_ranks
-from tests.distributed import jobs
+torch = pytest.importorskip("torch")
+
+from cupy_dma import __main__ as cli  # noqa: E402
+from cupy_dma.cli import demo, demo_ranks  # noqa: E402
+from tests.distributed import jobs  # noqa: E402
 
 
 def test_it_runs(capfd):

@@ -4,10 +4,11 @@ from __future__ import annotations
 import time
 
 import pytest
-import torch
 
-from cupy_dma.distributed import RankError, context_parallel_attention
-from tests.distributed import jobs
+torch = pytest.importorskip("torch")
+
+from cupy_dma.distributed import RankError, context_parallel_attention  # noqa: E402
+from tests.distributed import jobs  # noqa: E402
 
 # What one rank passes instead, and the argument that the message names.
 OTHERS = [

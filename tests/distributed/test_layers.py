@@ -2,12 +2,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch.distributed.fsdp import fully_shard  # noqa: F401  what these tests need of torch
 
-from cupy_dma.torch import DynamicMaskSelfAttention
-from tests.distributed import layer_jobs as jobs
-from tests.project.pages import run_page
+torch = pytest.importorskip("torch")
+
+from cupy_dma.torch import DynamicMaskSelfAttention  # noqa: E402
+from tests.distributed import layer_jobs as jobs  # noqa: E402
+from tests.project.pages import run_page  # noqa: E402
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 

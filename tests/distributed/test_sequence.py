@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
-import cupy_dma as dma
-from cupy_dma.distributed import RankError, document_ids, shard_lengths
-from tests.distributed import sequence_jobs as jobs
-from tests.distributed.cases import CASES, Case
-from tests.oracle import reference
+torch = pytest.importorskip("torch")
+
+import cupy_dma as dma  # noqa: E402
+from cupy_dma.distributed import RankError, document_ids, shard_lengths  # noqa: E402
+from tests.distributed import sequence_jobs as jobs  # noqa: E402
+from tests.distributed.cases import CASES, Case  # noqa: E402
+from tests.oracle import reference  # noqa: E402
 
 
 @pytest.mark.parametrize(("total", "world", "expected"), [(10, 4, [3, 3, 2, 2]), (2, 4, [1, 1, 0, 0]), (8, 1, [8])])
