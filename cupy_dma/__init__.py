@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cupy_dma import backward, flash_dmattn
+    from cupy_dma import backward, distributed, flash_dmattn
     from cupy_dma.api import (
         attention,
         dynamic_mask_attention,
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["DynamicCache", "IntervalMask", "attention", "backward", "dynamic_mask_attention", "flash_dmattn",
-           "get_available_backends", "jit", "key_scores", "varlen_attention", "varlen_dynamic_mask_attention"]
+__all__ = ["DynamicCache", "IntervalMask", "attention", "backward", "distributed", "dynamic_mask_attention",
+           "flash_dmattn", "get_available_backends", "jit", "key_scores", "varlen_attention",
+           "varlen_dynamic_mask_attention"]
 
-_SUBMODULES = ("backward", "flash_dmattn", "torch")
+_SUBMODULES = ("backward", "distributed", "flash_dmattn", "torch")
 _MODULE_OF = {
     "DynamicCache": "cupy_dma.cache",
     "IntervalMask": "cupy_dma.masks",

@@ -5,7 +5,7 @@ import argparse
 import sys
 
 import cupy_dma
-from cupy_dma.cli import bench, demo, info, plot, warmup
+from cupy_dma.cli import bench, demo, demo_ranks, info, plot, warmup
 from cupy_dma.cli.arguments import Parser, whole
 from cupy_dma.cli.exit import status_of
 
@@ -34,7 +34,10 @@ def parser() -> argparse.ArgumentParser:
     command("info", lambda args: info.main(),
             "Show versions, devices, headers, the cache, and which backends can run and why others cannot.")
 
-    run = command("demo", demo.main, "Run dynamic mask attention over a text, check it and draw the mask.")
+    def demonstrate(args: argparse.Namespace) -> int:
+        return demo.main(args) if args.ranks is None else demo_ranks.main(args)
+
+    run = command("demo", demonstrate, "Run dynamic mask attention over a text, check it and draw the mask.")
     run.add_argument("--file", metavar="PATH", help="the text (default: the standard library's documentation topics)")
     run.add_argument("--length", type=whole(1), metavar="N",
                      help="use the first N bytes (default: 16384, on a GPU 131072; less if the text is shorter)")
@@ -47,6 +50,8 @@ def parser() -> argparse.ArgumentParser:
                      help="(default: float32, on a GPU bfloat16)")
     run.add_argument("--backend", choices=["cuda", "numpy"], help="(default: cuda where it can run, else numpy)")
     run.add_argument("--seed", type=whole(0), default=0, help="of the projections (default: %(default)s)")
+    run.add_argument("--ranks", type=whole(1), metavar="N",
+                     help="spread the text over N processes, on the CPU or, with --backend cuda, over N GPUs")
     run.add_argument("--output", metavar="PNG",
                      help="the picture of the mask (default: mask.png, where matplotlib is installed)")
 

@@ -4,6 +4,7 @@
     python examples/train.py --text book.txt --attention dense          the same model with attention to all bytes
     python examples/train.py --resume model.pt        goes on where an interrupted run has saved its last checkpoint
     python examples/train.py --device cuda --steps 3000 --batch 32 --length 512 --layers 4 --width 256 --window 128
+    torchrun --nproc_per_node 2 examples/train.py --context-parallel --length 65536 --batch 1   each piece over two GPUs
 
 The text is a file of yours or the standard library's: the topics of Python's ``help()``. Its last tenth is held out for
 validation. A block is
@@ -14,12 +15,16 @@ Training sees whole pieces of text at once. For writing, every layer has a ``Dyn
 then each byte is one, in constant memory however long the text gets. With dense attention, which is there for
 comparison (``compare.py``), every byte takes a pass over the whole text.
 
+With ``--context-parallel`` every rank has the same pieces, computes on its shard of each, and sees ``window`` keys of
+what comes before it; the loss is that of one process.
+
 What a run writes: ``--output``, the model with all that is needed to go on, and a picture of its losses beside it.
 """
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,9 +34,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import trange
 
+from cupy_dma.distributed import shard_mean, shard_sequence
 from cupy_dma.torch import DynamicMaskSelfAttention
 
 BYTES = 256
@@ -102,11 +110,12 @@ def optimizer_of(model: nn.Module, rate: float) -> torch.optim.Optimizer:
 
 
 class Run:
-    """A training run: the model, what it has learned from, and how far it is."""
+    """A training run: the model, what it has learned from, and how far it is. ``group``: the ranks that share every
+    piece, of which the first saves."""
 
-    def __init__(self, args: argparse.Namespace, text: Tensor):
+    def __init__(self, args: argparse.Namespace, text: Tensor, group: Any = None):
         torch.manual_seed(args.seed)
-        self.args = args
+        self.args, self.group, self.first = args, group, group is None or dist.get_rank(group) == 0
         self.model = Model(**{name: getattr(args, name) for name in SIZES}).to(args.device)
         self.optimizer = optimizer_of(self.model, args.rate)
         self.pieces = torch.Generator().manual_seed(args.seed)  # draws them
@@ -114,13 +123,23 @@ class Run:
         self.validation: list[tuple[int, float]] = []  # steps done, nats per byte
         held_out = max(args.length + 1, int(HELD_OUT * len(text)))
         self.text, self.held_out = text[:-held_out].to(args.device), text[-held_out:].to(args.device)
-        self.forward: Callable[..., Tensor] = torch.compile(self.model, fullgraph=True) if args.compile else self.model
+        for block in self.model.blocks if group is not None else ():
+            block.attention.process_group = group
+        self.forward: Callable[..., Tensor] = self.model
+        if args.compile:  # the exchange between ranks breaks the graph
+            self.forward = torch.compile(self.model, fullgraph=group is None)
+        if group is not None:
+            self.forward = DistributedDataParallel(self.forward, process_group=group)
 
     def loss_of(self, pieces: Tensor) -> Tensor:
         """Mean cross-entropy in nats of every byte of ``pieces (B, N)`` but the first."""
+        ids, targets = pieces[:, :-1], pieces[:, 1:]
+        if self.group is not None:
+            ids, targets = shard_sequence(ids, self.group), shard_sequence(targets, self.group)
         with torch.autocast(torch.device(self.args.device).type, torch.bfloat16, enabled=self.args.autocast):
-            logits = self.forward(pieces[:, :-1])
-        return nn.functional.cross_entropy(logits.float().flatten(0, 1), pieces[:, 1:].flatten())
+            logits = self.forward(ids)
+        total = nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+        return total / targets.numel() if self.group is None else shard_mean(total, targets.numel(), self.group)
 
     def step(self) -> float:
         args, done = self.args, len(self.losses)
@@ -146,14 +165,14 @@ class Run:
         """The steps that are still to do, with a checkpoint every ``--save`` of them."""
         args = self.args
         bar = trange(len(self.losses), args.steps, initial=len(self.losses), total=args.steps, desc="training",
-                     unit="step", disable=None)
+                     unit="step", disable=None if self.first else True)
         for i in bar:
             self.losses.append(self.step())
             if (i + 1) % args.validate == 0 or i + 1 == args.steps:
                 self.validation.append((i + 1, self.validate()))
             shown = {"validation": f"{self.validation[-1][1]:.3f}"} if self.validation else {}
             bar.set_postfix(loss=f"{self.losses[-1]:.3f}", **shown)
-            if args.output is not None and ((i + 1) % args.save == 0 or i + 1 == args.steps):
+            if args.output is not None and self.first and ((i + 1) % args.save == 0 or i + 1 == args.steps):
                 self.save(args.output)
 
     def save(self, path: Path) -> None:
@@ -260,6 +279,7 @@ def parsed(arguments: list[str] | None) -> tuple[argparse.Namespace, bytes, dict
     """The options, the text, and the checkpoint to go on from. A checkpoint brings the options of its run."""
     parser = parser_of((__doc__ or "").splitlines()[0])
     parser.add_argument("--resume", type=Path, metavar="FILE", help="a checkpoint to go on from, and its options")
+    parser.add_argument("--context-parallel", action="store_true", help="share every piece among torchrun's processes")
     parser.add_argument("--count", type=int, default=200, help="bytes to write (default: 200)")
     parser.add_argument("--temperature", type=float, default=0.7, help="of the writing (default: 0.7)")
     parser.add_argument("--prompt", default="The statement ")
@@ -268,6 +288,8 @@ def parsed(arguments: list[str] | None) -> tuple[argparse.Namespace, bytes, dict
         parser.error(f"--count must be at least 1, got {args.count}")
     if args.temperature <= 0:
         parser.error(f"--temperature must be above 0, got {args.temperature}")
+    if args.context_parallel and (args.attention == "dense" or "WORLD_SIZE" not in os.environ):
+        parser.error("--context-parallel needs torchrun, and not --attention dense")
     if not args.prompt:
         parser.error("--prompt must not be empty")
     if args.resume is not None:
@@ -286,11 +308,19 @@ def parsed(arguments: list[str] | None) -> tuple[argparse.Namespace, bytes, dict
 
 def main(arguments: list[str] | None = None) -> None:
     args, text, saved = parsed(arguments)
-    run = Run(args, torch.tensor(list(text)))
+    if args.context_parallel:
+        if args.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    run = Run(args, torch.tensor(list(text)), dist.group.WORLD if args.context_parallel else None)
     if saved is not None:
         run.resume(saved)
         print(f"{args.resume} has done {len(run.losses)} of {args.steps} steps")
     run.train()
+    if args.context_parallel:
+        dist.destroy_process_group()
+    if not run.first:
+        return
     draw(args.output.with_suffix(".png"), run)
     first, last = run.losses[0], run.losses[-10:]
     print(f"{len(text)} bytes of text; nats per byte: {first:.2f} at first, {sum(last) / len(last):.2f} in the last "

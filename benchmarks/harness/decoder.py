@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from benchmarks.harness import peers
-from cupy_dma import IntervalMask
+from cupy_dma import IntervalMask, distributed
 from cupy_dma.torch import DynamicMaskAttention, DynamicMaskSelfAttention
 
 CHUNK = 8192  # tokens of which logits are held at a time
@@ -132,15 +132,26 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(sizes, core()) for _ in range(sizes.layers))
         self.norm = nn.RMSNorm(sizes.width, eps=1e-6)
         self.of_chunk: Callable[..., Tensor] = self._loss_of_chunk
+        self.group: Any = None
+
+    def share(self, group: Any) -> None:
+        """Every sequence is spread over the ranks of ``group``, all of which get whole batches."""
+        self.group = group
+        for block in self.blocks:
+            block.attention.process_group = group
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens[:, :-1])
+        ids, wanted = tokens[:, :-1], tokens[:, 1:]
+        if self.group is not None:
+            ids, wanted = (distributed.shard_sequence(part, self.group) for part in (ids, wanted))
+        x = self.embed(ids)
         for block in self.blocks:
             x = checkpointed(block, x, use_reentrant=False, preserve_rng_state=False) if self.checkpoint else block(x)
-        rows, targets = x.flatten(0, 1), tokens[:, 1:].flatten()
-        losses = [checkpointed(self.of_chunk, part, wanted, use_reentrant=False, preserve_rng_state=False)
-                  for part, wanted in zip(rows.split(CHUNK), targets.split(CHUNK))]
-        return torch.stack(losses).sum() / len(targets)
+        rows, targets = x.flatten(0, 1), wanted.flatten()
+        losses = [checkpointed(self.of_chunk, part, its, use_reentrant=False, preserve_rng_state=False)
+                  for part, its in zip(rows.split(CHUNK), targets.split(CHUNK))]
+        total = torch.stack(losses).sum()
+        return total / len(targets) if self.group is None else distributed.shard_mean(total, len(targets), self.group)
 
     def _loss_of_chunk(self, rows: Tensor, targets: Tensor) -> Tensor:
         logits = F.linear(self.norm(rows), self.embed.weight)

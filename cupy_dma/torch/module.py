@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cupy_dma import checks
+from cupy_dma import checks, distributed
 from cupy_dma.cache import DynamicCache
 from cupy_dma.calls.scores import FORMS
 from cupy_dma.torch.attention import attention, dynamic_mask_attention
@@ -34,6 +34,10 @@ class DynamicMaskAttention(nn.Module):
         Also learn an offset per kv head.
     form, keys, causal, scale, softcap, deterministic, backend
         As for ``cupy_dma.dynamic_mask_attention``.
+    process_group : ProcessGroup or one-dimensional DeviceMesh, optional
+        Context parallelism: the ranks of the group hold consecutive shards of each sequence, see
+        ``cupy_dma.distributed``. It needs ``keys="prefix"``. May be changed later: it is an attribute, which is neither
+        saved nor copied with the parameters.
     device, dtype
         Of the parameters.
 
@@ -54,7 +58,7 @@ class DynamicMaskAttention(nn.Module):
     def __init__(self, kv_heads: int, head_dim: int, window: int, *, sinks: int = 0, recent: int = 0,
                  dt_bias: bool = False, form: str = "exp", keys: str = "prefix", causal: bool = True,
                  scale: float | None = None, softcap: float = 0.0, deterministic: bool = False,
-                 backend: str | None = None, device: Any = None, dtype: Any = None):
+                 backend: str | None = None, process_group: Any = None, device: Any = None, dtype: Any = None):
         super().__init__()
         checks.choice(form, "form", FORMS)
         checks.choice(keys, "keys", ("prefix", "global"))
@@ -67,6 +71,7 @@ class DynamicMaskAttention(nn.Module):
         self.scale = None if scale is None else checks.real(scale, "scale")
         self.softcap = checks.real(softcap, "softcap", 0.0)
         self.deterministic, self.backend = checks.flag(deterministic, "deterministic"), backend
+        self.process_group = process_group
         if keys == "prefix" and not causal:
             raise ValueError("causal=False needs keys='global', got keys='prefix', which is causal by construction")
         if keys == "global" and (sinks or recent):
@@ -94,6 +99,7 @@ class DynamicMaskAttention(nn.Module):
             As for ``IntervalMask.top_w``.
         cu_seqlens : int32 or int64 Tensor ``(B + 1,)``, optional
             Cumulative lengths of packed sequences: ``query (total, H, D)``, ``key`` and ``value (total, Hkv, D)``.
+            With a ``process_group`` give the shard's ``documents`` instead.
         return_lse
             Return ``(out, lse)``.
 
@@ -114,6 +120,8 @@ class DynamicMaskAttention(nn.Module):
         self._check(query, key, value, packed)
         options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "deterministic": self.deterministic,
                                    "return_lse": return_lse, "backend": self.backend}
+        if self._group is not None:
+            return self._sharded(query, key, value, packed, padding=padding, documents=documents, **options)
         if self.sinks or self.recent:
             scores = self.scores(value)
             mask = kept_keys(scores[None] if packed else scores, self.window, self.sinks, self.recent, padding,
@@ -126,6 +134,30 @@ class DynamicMaskAttention(nn.Module):
         if packed:
             return varlen_dynamic_mask_attention(query, key, value, cu_seqlens, cu_seqlens, **options)
         return dynamic_mask_attention(query, key, value, padding=padding, documents=documents, **options)
+
+    @property
+    def process_group(self) -> Any:
+        """The ranks that hold shards of each sequence, or None."""
+        return self._group
+
+    @process_group.setter
+    def process_group(self, group: Any) -> None:
+        self._group = group
+        # Found here, where nothing is traced: these functions are graph breaks, and importing what makes them so takes
+        # seconds, which only those should wait for who use a group.
+        self._over_shards: Any = None if group is None else distributed.context_parallel_attention
+        self._shard_positions: Any = None if group is None else distributed.shard_positions
+
+    def _sharded(self, query: Tensor, key: Tensor, value: Tensor, packed: bool, **options: Any) -> Any:
+        if packed:
+            raise ValueError("cu_seqlens must be None with a process_group, as shards are cut through sequences: give "
+                             "the shard's ids as documents, see cupy_dma.distributed.document_ids")
+        if self.keys != "prefix":
+            raise ValueError(f"a process_group needs keys='prefix', got keys={self.keys!r}, which selects by the "
+                             f"scores of later keys")
+        return self._over_shards(
+            query, key, value, window=self.window, sinks=self.sinks, recent=self.recent, dt_proj=self.dt_proj.weight,
+            A=self.A, dt_bias=self.dt_proj.bias, form=self.form, group=self.process_group, **options)
 
     def scores(self, value: Tensor) -> Tensor:
         """Scores ``(B, Hkv, Lk)`` of the keys with these values ``(B, Lk, Hkv, D)``, or ``(Hkv, total)`` of packed
@@ -195,6 +227,38 @@ class DynamicMaskAttention(nn.Module):
         query, key, value = cast(query, key, value)
         return cache.extend(query, key, value, self.scores(value), scale=self.scale, softcap=self.softcap,
                             lengths=lengths, cu_seqlens=cu_seqlens, return_lse=return_lse, out=out)
+
+    @torch.no_grad()
+    def prefill(self, cache: DynamicCache, query: Tensor, key: Tensor, value: Tensor, *,
+                padding: Tensor | None = None) -> Tensor:
+        """Attention of a prompt whose shards are on the ranks of ``process_group``, and the whole prompt's cache.
+
+        Every rank gets the rows of its own queries and the same cache, which replaces what ``cache`` held: from there
+        ``extend`` decodes on each rank by itself.
+
+        Parameters
+        ----------
+        cache
+            Of ``make_cache``.
+        query, key, value, padding
+            The shard, as for ``forward``.
+
+        Returns
+        -------
+        As ``forward``.
+
+        Raises
+        ------
+        TypeError, ValueError, RankError
+            As for ``forward`` and ``cupy_dma.distributed.fill_cache``; or there is no ``process_group``.
+        """
+        self._check_cache(cache)
+        if self.process_group is None:
+            raise ValueError("prefill needs a process_group, got None: without one extend takes the whole prompt")
+        query, key, value = cast(query, key, value)
+        out = self(query, key, value, padding=padding)
+        distributed.fill_cache(cache, key, value, self.scores(value), self.process_group, padding=padding)
+        return out
 
     # ---- checks -----------------------------------------------------------------------------------------------------
 

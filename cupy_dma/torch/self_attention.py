@@ -50,6 +50,9 @@ class DynamicMaskSelfAttention(nn.Module):
         May be changed later: it is an attribute.
     batch_first : bool
         ``x`` is ``(B, N, width)``, otherwise ``(N, B, width)``.
+    process_group : ProcessGroup or one-dimensional DeviceMesh, optional
+        The ranks of the group hold consecutive shards of each sequence, as for ``DynamicMaskAttention``. An attribute,
+        too.
     device, dtype
         Of the parameters.
 
@@ -75,7 +78,8 @@ class DynamicMaskSelfAttention(nn.Module):
                  head_dim: int | None = None, rope: float | None = 10000.0, qk_norm: bool = False, sinks: int = 0,
                  recent: int = 0, form: str = "exp", dt_bias: bool = False, scale: float | None = None,
                  softcap: float = 0.0, bias: bool = False, checkpoint: bool = False, batch_first: bool = True,
-                 deterministic: bool = False, backend: str | None = None, device: Any = None, dtype: Any = None):
+                 deterministic: bool = False, backend: str | None = None, process_group: Any = None,
+                 device: Any = None, dtype: Any = None):
         super().__init__()
         self.width, self.heads = checks.whole(width, "width", 1), checks.whole(heads, "heads", 1)
         self.kv_heads = self.heads if kv_heads is None else checks.whole(kv_heads, "kv_heads", 1)
@@ -96,7 +100,7 @@ class DynamicMaskSelfAttention(nn.Module):
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.attention = DynamicMaskAttention(
             self.kv_heads, self.head_dim, window, sinks=sinks, recent=recent, dt_bias=dt_bias, form=form, scale=scale,
-            softcap=softcap, deterministic=deterministic, backend=backend, **made)
+            softcap=softcap, deterministic=deterministic, backend=backend, process_group=process_group, **made)
         inner, outer = self.heads * self.head_dim, self.kv_heads * self.head_dim
         made["bias"] = checks.flag(bias, "bias")
         self.q_proj, self.k_proj = nn.Linear(width, inner, **made), nn.Linear(width, outer, **made)
@@ -104,6 +108,15 @@ class DynamicMaskSelfAttention(nn.Module):
         self.q_norm, self.k_norm = (
             nn.RMSNorm(self.head_dim, eps=1e-6, device=device, dtype=dtype) if checks.flag(qk_norm, "qk_norm") else None
             for _ in range(2))
+
+    @property
+    def process_group(self) -> Any:
+        """Of the core; None where another module has been put in its place."""
+        return getattr(self.attention, "process_group", None)
+
+    @process_group.setter
+    def process_group(self, group: Any) -> None:
+        self.attention.process_group = group
 
     def reset_parameters(self) -> None:
         """Initialise all parameters anew, as the constructor does."""
@@ -118,8 +131,10 @@ class DynamicMaskSelfAttention(nn.Module):
         return self.attention.make_cache(batch, dtype=like.dtype if dtype is None else dtype, device=like.device)
 
     def forward(self, x: Tensor, *, padding: Tensor | None = None, cu_seqlens: Any = None,
-                positions: Tensor | None = None, cache: DynamicCache | None = None) -> Tensor:
-        """Self-attention of whole sequences or, with a cache, of the next tokens of sequences.
+                documents: Tensor | None = None, positions: Tensor | None = None,
+                cache: DynamicCache | None = None) -> Tensor:
+        """Self-attention of whole sequences or, with a cache, of the next tokens of sequences; with a
+        ``process_group``, of this rank's shard of them.
 
         Parameters
         ----------
@@ -129,12 +144,18 @@ class DynamicMaskSelfAttention(nn.Module):
             True or 1 = a real token of ``x``; padding may stand anywhere. Its output is 0, and what it holds has no
             influence, not even a NaN. Positions count real tokens.
         cu_seqlens : int32 or int64 Tensor ``(B + 1,)``, or a list, optional
-            Cumulative lengths of packed sequences, from 0 to ``total``.
+            Cumulative lengths of packed sequences, from 0 to ``total``; without a ``process_group``.
+        documents : int Tensor ``(1|B, N)``, optional
+            With a ``process_group``: ids of the shard's documents, as for
+            ``cupy_dma.distributed.context_parallel_attention``.
         positions : int Tensor ``(N,)``, ``(B, N)`` or ``(total,)``, optional
             Where the tokens stand, for the rotary positions alone; default: 0, 1, 2, ... in each sequence, with a cache
-            from its length on. The selection goes by the order of tokens.
+            from its length on. The selection goes by the order of tokens. With a ``process_group`` they are counted
+            through all shards, by a small all-gather; pass ``cupy_dma.distributed.shard_positions`` to do that once for
+            all layers.
         cache : DynamicCache, optional
-            Of ``make_cache``; the tokens of ``x`` are appended to it. Call under ``torch.no_grad()``.
+            Of ``make_cache``; the tokens of ``x`` are appended to it. Call under ``torch.no_grad()``. A
+            ``process_group`` has no part in this: each rank decodes by itself, after ``prefill``.
 
         Returns
         -------
@@ -148,13 +169,38 @@ class DynamicMaskSelfAttention(nn.Module):
             With a cache, something requires grad.
         """
         tokens = Tokens.of(x, self.width, self.batch_first, padding, cu_seqlens, positions, cache)
+        if self.process_group is not None and cache is None:
+            self._place(tokens, positions, documents)
+        elif documents is not None:
+            raise ValueError("documents need a process_group, got documents without one: pack the sequences and give "
+                             "cu_seqlens")
         if self.checkpoint and cache is None and torch.is_grad_enabled():
             out = checkpointed(self._attend, tokens.x, tokens, use_reentrant=False, preserve_rng_state=False)
         else:
             out = self._attend(tokens.x, tokens, cache)
         return tokens.restored(out)
 
-    def _attend(self, x: Tensor, tokens: Tokens, cache: DynamicCache | None = None) -> Tensor:
+    def prefill(self, x: Tensor, cache: DynamicCache, *, padding: Tensor | None = None,
+                positions: Tensor | None = None) -> Tensor:
+        """Self-attention of a prompt whose shards are on the ranks of ``process_group``, and the whole prompt's cache
+        on each of them, as for ``DynamicMaskAttention.prefill``. Arguments and errors as for ``forward``."""
+        if self.process_group is None:
+            raise ValueError("prefill needs a process_group, got None: without one forward(x, cache=...) takes the "
+                             "whole prompt")
+        tokens = Tokens.of(x, self.width, self.batch_first, padding, None, positions, None)
+        self._place(tokens, positions, None)
+        with torch.no_grad():
+            return tokens.restored(self._attend(tokens.x, tokens, cache, prefill=True))
+
+    def _place(self, tokens: Tokens, positions: Tensor | None, documents: Tensor | None) -> None:
+        """Where the tokens of a shard stand."""
+        tokens.documents = documents
+        if positions is None and self.rope is not None and tokens.cu_seqlens is None:
+            tokens.positions = self.attention._shard_positions(
+                tokens.x.shape[1], self.process_group, padding=tokens.padding, documents=documents,
+                device=tokens.x.device)
+
+    def _attend(self, x: Tensor, tokens: Tokens, cache: DynamicCache | None = None, prefill: bool = False) -> Tensor:
         query, key = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj))
         value = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
@@ -163,7 +209,10 @@ class DynamicMaskSelfAttention(nn.Module):
             rotate = Rotation.at(tokens.positions, self.head_dim, self.rope)
             query, key = rotate(query), rotate(key)
         if cache is None:
-            out = self.attention(query, key, value, padding=tokens.padding, cu_seqlens=tokens.cu_seqlens)
+            out = self.attention(query, key, value, padding=tokens.padding, cu_seqlens=tokens.cu_seqlens,
+                                 documents=tokens.documents)
+        elif prefill:
+            out = self.attention.prefill(cache, query, key, value, padding=tokens.padding)
         else:
             out = self.attention.extend(cache, query, key, value, lengths=tokens.lengths, cu_seqlens=tokens.cu_seqlens)
         return self.o_proj(out.flatten(-2))

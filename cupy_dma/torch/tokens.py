@@ -21,6 +21,7 @@ class Tokens:
     padding: Tensor | None = None  # bool (B, N), True = a real token; None with a cache
     lengths: Tensor | None = None  # int64 (B,), with padding and a cache: how many real tokens each row begins with
     cu_seqlens: Tensor | None = None  # (B + 1,)
+    documents: Tensor | None = None  # (1|B, N), of a shard
     real: Tensor | None = None  # bool (B, N): the padding as the caller gave it
     place: Tensor | None = None  # int64 (B, N): where the caller's tokens are in x, if they were moved
     batch_first: bool = True

@@ -60,6 +60,7 @@ def _features() -> Iterator[Feature]:
     yield from _varlen()
     yield from _cache()
     yield from _torch()
+    yield from _distributed()
     yield from _drop_in()
 
 
@@ -213,6 +214,27 @@ def _torch() -> Iterator[Feature]:
         LAYERS, "torch/self_attention::test_forward_and_gradients_are_the_definition", LAYERS, LAYERS))
     yield Feature(group, "DynamicMaskSelfAttention, with a cache", "forward", (
         f"gpu/torch::{whole}", f"torch/self_attention::{whole}", NO_CACHE, NO_CACHE))
+
+
+def _distributed() -> Iterator[Feature]:
+    group, file = "distributed", "distributed/attention::test_is_the_oracle"
+    elsewhere = "not tested; the attention of a rank is one call of `attention`"
+    for name, case in (("context_parallel_attention, any shards, GQA", "lengths-"), ("sinks, recent", "kept-"),
+                       ("padding", "padding-"), ("documents that cross ranks", "documents-"),
+                       ("softcap, scale", "softcap"), ("without scores: a sliding window", "scores-none")):
+        gpu = f"gpu/distributed::test_is_the_oracle[{case}"
+        if case in ("padding-", "kept-", "documents-"):
+            gpu += " emulator/distributed::test_the_last_rank"
+        yield from _both(group, name, ((gpu, f"{file}[{case}", elsewhere, elsewhere),) * 2)
+    yield from _both(group, "CUDA graphs, no host synchronization", (
+        ("gpu/distributed::test_the_host_does_not_wait_and_graphs_capture", ON_THE_HOST, elsewhere, elsewhere),) * 2)
+    yield from _both(group, "layers, DDP and FSDP2 on a mesh", (
+        (LAYERS, "distributed/layers::test_training distributed/layers::test_on_a_mesh_of_data_and_sequences", LAYERS,
+         LAYERS),) * 2)
+    yield Feature(group, "fill_cache, prefill", "forward", (
+        "not tested; made of torch operations and of `top_w`, which is",
+        "distributed/sequence::test_a_cache_of_shards_is_that_of_the_whole "
+        "distributed/layers::test_decoding_after_a_sharded_prompt", NO_CACHE, NO_CACHE))
 
 
 def _drop_in() -> Iterator[Feature]:

@@ -23,7 +23,10 @@ LAYERS = (
     ("cupy_dma.calls",),
     ("cupy_dma.backends.torch_common", "cupy_dma.cache"),
     ("cupy_dma.backends.*",),
-    ("cupy_dma.torch",),
+    ("cupy_dma.torch",),  # the operators
+    ("cupy_dma.distributed",),
+    ("cupy_dma.torch.module",),  # the layers
+    ("cupy_dma.torch.self_attention",),
     ("cupy_dma.api", "cupy_dma.backward"),
     ("cupy_dma",),  # what is exported: __init__.py alone
     ("cupy_dma.flash_dmattn", "cupy_dma.transformers"),
@@ -32,8 +35,8 @@ LAYERS = (
 )
 OPTIONAL = {"cupy", "cupyx", "torch", "triton", "ml_dtypes", "matplotlib", "tqdm", "transformers"}
 # What needs one of them: imported where it is used.
-NEEDS_OPTIONAL = ("cupy_dma.torch", "cupy_dma.backends.cuda", "cupy_dma.backends.flex", "cupy_dma.backends.triton",
-                  "cupy_dma.backends.torch_common", "cupy_dma.transformers")
+NEEDS_OPTIONAL = ("cupy_dma.torch", "cupy_dma.distributed", "cupy_dma.backends.cuda", "cupy_dma.backends.flex",
+                  "cupy_dma.backends.triton", "cupy_dma.backends.torch_common", "cupy_dma.transformers")
 
 
 class Import(NamedTuple):
@@ -85,9 +88,11 @@ def imports() -> list[Import]:
 
 def own_imports() -> list[Import]:
     """Of cupy_dma itself. What a package's __init__ imports for type checkers are the names that it loads on demand,
-    and the registry loads whatever serves a call; both stand below what they hand out."""
+    the registry loads whatever serves a call, and torch/__init__.py exports operators and layers; these stand
+    below what they hand out."""
     return [found for found in imports() if found.target.partition(".")[0] == "cupy_dma"
             and not (found.typing and found.module == "cupy_dma")
+            and found.module != "cupy_dma.torch"
             and not (found.deferred and found.module == "cupy_dma.backends")]
 
 

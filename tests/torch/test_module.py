@@ -236,3 +236,14 @@ def test_options_are_checked_when_the_layer_is_made(options, message):
         DynamicMaskAttention(**{"kv_heads": 2, "head_dim": 6, "window": 5, **options})
     with pytest.raises(ValueError, match="keys='global' cannot decode"):
         layer(keys="global").make_cache(1)
+
+
+def test_layers_without_a_group_do_not_import_the_compiler():
+    """torch._dynamo takes seconds to import."""
+    import subprocess
+    import sys
+
+    code = ("import sys; from cupy_dma.torch import DynamicMaskSelfAttention; DynamicMaskSelfAttention(16, 2); "
+            "print('torch._dynamo' in sys.modules, 'cupy_dma.distributed.attention' in sys.modules)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]

@@ -1,0 +1,302 @@
+"""Dynamic mask attention of one sequence over several GPUs, beside one GPU and beside ring attention.
+
+    python benchmarks/context_parallel.py --ranks 2                     everything, a process for each GPU
+    torchrun --nproc_per_node 8 benchmarks/context_parallel.py          the same in the processes of torchrun
+    python benchmarks/context_parallel.py --ranks 2 --device cpu --smoke      anywhere, for trying the script
+    python benchmarks/context_parallel.py --passes model --lengths 262144 --peers one,ours --out FOLDER
+    python benchmarks/context_parallel.py --show                        print the table of the recorded results
+    python benchmarks/context_parallel.py --update-docs                 put it into docs/distributed.md
+
+Sizes: B = 1, 16 query heads over 8, D 128, w 2048, bfloat16, 65536 to 8388608 tokens in equal shards. Queries, keys,
+values and scores are normally distributed and independent, seeded by shard.
+
+Peers. ours: ``context_parallel_attention`` with room ahead of keys and values. copies: the same without, so that keys
+and values are copied. one: ``dynamic_mask_attention`` of the whole sequence on the GPU of rank 0. ring: torch's own
+context parallel for SDPA, causal attention over all keys, for which every key and value goes around; more work, all
+pairs.
+
+Passes. forward; training: forward and backward, gradients of query, key, value and scores; model, of ours and one: a
+training step of the decoder of benchmarks/training.py (80m: 12 layers of width 768, w 1024) on one sequence, each layer
+recomputed in the backward pass.
+
+Timing: two calls, in which kernels are compiled, then ``--steps`` calls queued without waiting, with CUDA events
+between them. A call takes as long as on its slowest rank; the median. Nothing is flushed: a shard is larger than the L2
+cache. A peer whose calls would take longer than ``--longest`` seconds, reckoned from the length before, is left out,
+and one that would not fit into memory.
+
+Check. Of ours and copies: rows of every shard against float64 attention over the exact selection, twice the error of
+the plain computation and one rounding allowed; gradients of rank 0's shard, which hold what later ranks have returned,
+against those of one GPU where that has run; the losses of a model's steps against those of one GPU, within 5e-3 nats;
+the bytes that are counted against the formula, and that no length changes
+them. If a check fails the run exits with 1 and leaves the recorded results alone.
+
+Results: ``benchmarks/results/context_parallel.json``; while it runs, ``context_parallel.partial.json``.
+"""
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
+
+from benchmarks.harness import render_context_parallel as render
+from benchmarks.harness.suite import ROOT, add_record_options, write_record
+
+LENGTHS = (65536, 131072, 262144, 524288, 1048576, 2097152, 4194304, 8388608)
+PEERS = ("one", "ours", "copies", "ring")
+PASSES = ("forward", "training", "model")
+DOCS = ROOT / "docs" / "distributed.md"
+SMOKE = {"lengths": [96, 161], "heads": 4, "kv_heads": 2, "head_dim": 16, "window": 24, "steps": 1, "model": "tiny"}
+
+
+class Bench:
+    """What one rank of ``group`` does. ``control``: a gloo group of the same ranks for all that is not measured."""
+
+    def __init__(self, args: argparse.Namespace, group: Any, control: Any):
+        import torch.distributed as dist
+
+        self.args, self.rank, self.world = args, dist.get_rank(group), dist.get_world_size(group)
+        self.group, self.control = group, control
+        self.seconds: dict[tuple[str, str], tuple[int, float]] = {}  # of a call, at the length before
+        self.kept: dict[str, Any] = {}  # gradients of one GPU
+        self.losses: dict[int, list[float]] = {}  # of its model, by length
+
+    def everywhere(self, x: Any) -> list[Any]:
+        """What every rank has, in their order."""
+        import torch.distributed as dist
+
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, x, group=self.control)
+        return found
+
+    def run(self) -> list[dict[str, Any]]:
+        """All rows, the same on every rank; rank 0 prints and writes them one by one."""
+        args, rows, started = self.args, [], time.monotonic()
+        for length, what, peer in itertools.product(args.lengths, args.passes, args.peers):
+            late = any(self.everywhere(time.monotonic() - started > args.seconds))
+            rows.append(self.row(length, what, peer) if not late else {
+                "length": length, "pass": what, "peer": peer, "ranks": self.world, "ms": None, "note": "no time left",
+                "ok": True})
+            if self.rank == 0:
+                print(render.line(rows[-1]), flush=True)
+                write_record("context_parallel.partial.json", args, __doc__, arguments=vars(args), rows=rows)
+        return rows
+
+    def row(self, length: int, what: str, peer: str) -> dict[str, Any]:
+        """The same on every rank."""
+        import torch
+
+        from benchmarks.harness import measure
+        from benchmarks.harness.shards import Problem
+
+        args = self.args
+        row = {"length": length, "pass": what, "peer": peer, "ranks": self.world, "ms": None, "note": "", "ok": True}
+        if what == "model" and peer not in ("one", "ours"):
+            return {**row, "note": "not measured"}
+        before, seconds = self.seconds.get((what, peer), (length, 0.0))
+        if seconds == float("inf"):
+            return {**row, "note": f"could not run at {before} tokens"}
+        if seconds * (length / before) ** (2 if peer == "ring" else 1) > args.longest:
+            return {**row, "note": "left out: too long"}
+        device = "cpu" if args.device == "cpu" else f"cuda:{torch.cuda.current_device()}"
+        problem = Problem(length, self.world, args.heads, args.kv_heads, args.head_dim, args.window, torch.bfloat16,
+                          device)
+        if args.device == "cuda" and peer != "one" and what != "model":  # one rank without memory would hold up all
+            memory = torch.cuda.get_device_properties(device).total_memory
+            if problem.bytes_needed(peer, what == "training") > 0.85 * memory:
+                return {**row, "note": "left out: too large"}
+        measure.free_memory()
+        mine: dict[str, Any] = {}
+        if peer != "one" or self.rank == 0:
+            try:
+                mine = self.model(length, peer) if what == "model" else self.measured(problem, what, peer)
+            except Exception as error:  # a peer that cannot run is a result too
+                words = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                mine = {"note": "out of memory" if "out of memory" in words.lower() else words}
+        found = [x for x in self.everywhere(mine) if x]
+        notes = [x["note"] for x in found if x.get("note")]
+        if notes:
+            self.seconds[what, peer] = length, float("inf")
+            return {**row, "note": notes[0], "ok": peer not in ("ours", "copies")}
+        times = [max(each) for each in zip(*(x["all_ms"] for x in found))]
+        ms = statistics.median(times)
+        self.seconds[what, peer] = length, ms / 1e3
+        row.update(ms=ms, all_ms=times, peak_bytes=max(x["peak_bytes"] for x in found), how=found[0].get("how", ""))
+        if "losses" in found[0]:
+            self.compare(row, found[0]["losses"])
+        if "check" in found[0]:
+            row["checks"] = [x["check"] for x in found]
+            row["bytes"] = [x["bytes"] for x in found]
+            row["ok"] = all(check["ok"] for check in row["checks"])
+        return row
+
+    def measured(self, problem: Any, what: str, peer: str) -> dict[str, Any]:
+        """Times of a peer on this rank; of ours with checks."""
+        import torch
+
+        from benchmarks.harness import ring, shards
+
+        grad, rank = what == "training", None if peer == "one" else self.rank
+        inputs = problem.inputs(rank, peer == "ours", grad)
+        dout = None if not grad else problem.whole("dout") if rank is None else problem.shard("dout", rank)
+        if peer == "ring":
+            inputs, call, how = ring.prepared(problem, inputs)
+        else:
+            call, how = self.call_of(problem, peer, inputs), ""
+
+        def step() -> list[Any]:
+            with ring.patched(problem) if peer == "ring" else nullcontext(), torch.set_grad_enabled(grad):
+                out = call()
+                return [out.detach(), *(torch.autograd.grad(out, inputs, dout) if grad else ())]
+
+        ours, moved = peer in ("ours", "copies"), []
+        with shards.Counting(moved if ours else None):
+            found = step()
+        result: dict[str, Any] = {"how": how}
+        if ours:
+            result.update(self.checks(problem, inputs[0], found, grad, moved))
+        elif peer == "one" and grad:
+            n = problem.lengths[0]
+            self.kept = {"length": problem.length, "gradients": [
+                x[:, :n].clone() if x.ndim == 4 else x[..., :n].clone() for x in found[1:]]}
+        del found
+        step()
+        return {**result, **shards.timed(step, self.args.steps, problem.device)}
+
+    def model(self, length: int, peer: str) -> dict[str, Any]:
+        from benchmarks.harness import sharded_decoder
+        from benchmarks.training import models
+
+        return sharded_decoder.steps(models()[self.args.model], length, self.args.steps, self.args.device,
+                                     None if peer == "one" else self.group)
+
+    def compare(self, row: dict[str, Any], losses: list[float]) -> None:
+        """The losses of a model with those of one GPU, where that has run before."""
+        from benchmarks.harness.sharded_decoder import differ
+
+        row["losses"], one = losses, self.losses.setdefault(row["length"], losses)
+        worst, allowed = differ(losses, one)
+        row.update(loss_differs=worst, ok=worst <= allowed)
+
+    def checks(self, problem: Any, query: Any, found: list[Any], grad: bool,
+               moved: list[tuple[str, int]]) -> dict[str, Any]:
+        from benchmarks.harness.shards import gradients_differ
+        from cupy_dma.distributed import exchanged_bytes
+
+        check = problem.check(found[0], self.rank, query)
+        if grad and self.rank == 0 and self.kept.get("length") == problem.length:
+            worst, allowed = gradients_differ(found[1:], self.kept["gradients"])
+            check.update(gradients=worst, gradients_allowed=allowed, ok=check["ok"] and worst <= allowed)
+        expected = exchanged_bytes(1, problem.kv_heads, problem.head_dim, problem.dtype, problem.window,
+                                   world=self.world, rank=self.rank)[:1 + grad]
+        counted = [size for name, size in moved if size != 8 * (self.world - 1)]  # that are more than a digest
+        check["ok"] = check["ok"] and (self.world == 1 or counted == list(expected))
+        return {"check": check, "bytes": counted}
+
+    def call_of(self, problem: Any, peer: str, inputs: list[Any]) -> Callable[[], Any]:
+        import cupy_dma as dma
+
+        query, key, value, scores = inputs
+        if peer == "one":
+            return lambda: dma.dynamic_mask_attention(query, key, value, scores, window=problem.window)
+        return lambda: dma.distributed.context_parallel_attention(
+            query, key, value, scores, window=problem.window, group=self.group, room=peer == "ours")
+
+
+def is_right(rows: list[dict[str, Any]], args: argparse.Namespace) -> bool:
+    """All checks, and that the bytes of a pass are the same at all lengths."""
+    moved = {(row["pass"], *map(tuple, row["bytes"])) for row in rows if row.get("bytes")}
+    return all(row["ok"] for row in rows) and len(moved) <= len(args.passes)
+
+
+def work(args: argparse.Namespace) -> int:
+    """What every process does; rank 0 writes."""
+    import torch
+    import torch.distributed as dist
+
+    on_gpu = args.device != "cpu"
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=10))
+    bench = Bench(args, dist.group.WORLD, dist.new_group(backend="gloo", timeout=timedelta(hours=2)))
+    ok = is_right(bench.run(), args)
+    if bench.rank == 0:
+        out = Path(args.out)
+        path = (out / "context_parallel.partial.json").replace(out / f"context_parallel{'' if ok else '.failed'}.json")
+        print(render.table(json.loads(path.read_text())))
+        print(f"wrote {path}")
+    dist.destroy_process_group()
+    return 0 if ok else 1
+
+
+def _spawned(rank: int, args: argparse.Namespace, folder: str) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(args.ranks), MASTER_ADDR="127.0.0.1",
+                      MASTER_PORT=os.environ.get("MASTER_PORT", "29541"))
+    if args.device == "cpu":
+        import torch
+
+        torch.set_num_threads(1)
+    Path(folder, str(rank)).write_text(str(work(args)))
+
+
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    from benchmarks.training import listed
+
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--ranks", type=int, default=2, help="processes; torchrun brings its own (default: 2)")
+    options.add_argument("--lengths", type=listed(None, int), default=list(LENGTHS))
+    options.add_argument("--passes", type=listed(PASSES), default=list(PASSES[:2]),
+                         help="model, of lengths that fit, on request")
+    options.add_argument("--peers", type=listed(PEERS), default=list(PEERS))
+    for name, usual in (("heads", 16), ("kv-heads", 8), ("head-dim", 128), ("window", 2048), ("steps", 10)):
+        options.add_argument(f"--{name}", type=int, default=usual, help=f"(default: {usual})")
+    options.add_argument("--model", choices=("80m", "1.7b", "tiny"), default="80m", help="of the pass model")
+    options.add_argument("--longest", type=float, default=5.0, help="seconds of a call, else a peer is left out")
+    options.add_argument("--seconds", type=float, default=1500, help="after this time nothing more is started")
+    options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options.add_argument("--smoke", action="store_true", help="a tiny size")
+    options.add_argument("--show", action="store_true", help="print the table of the recorded results")
+    options.add_argument("--update-docs", action="store_true", help="put that table into docs/distributed.md")
+    add_record_options(options)
+    args = options.parse_args(arguments)
+    if args.smoke:
+        vars(args).update(SMOKE)
+    for name in ("ranks", "heads", "kv_heads", "window", "steps", *(["lengths"] if not args.lengths else [])):
+        if getattr(args, name) < 1:
+            options.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if min(args.lengths) < args.ranks:
+        options.error(f"--lengths must be at least --ranks {args.ranks}, got {min(args.lengths)}")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parsed(arguments)
+    if args.show or args.update_docs:
+        result = json.loads((Path(args.out) / "context_parallel.json").read_text())
+        if args.update_docs:
+            render.update(DOCS, result)
+        else:
+            print(render.table(result))
+        return 0
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return work(args)
+    from torch import multiprocessing
+
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_spawned, (args, folder), args.ranks)
+        return max(int(Path(folder, str(rank)).read_text()) for rank in range(args.ranks))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

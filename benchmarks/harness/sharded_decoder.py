@@ -1,0 +1,42 @@
+"""Training steps of the decoder of benchmarks/training.py with every sequence over several ranks, or on one."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.harness import decoder
+from benchmarks.harness.shards import timed
+
+NEAR = 5e-3  # nats by which the loss of a step may differ: bfloat16 in the order of another number of ranks
+
+
+def steps(sizes: decoder.Sizes, length: int, count: int, device: str, group: Any = None) -> dict[str, Any]:
+    """``count`` steps (forward, backward, AdamW) of one sequence of ``length`` tokens, after two that are not timed,
+    each layer recomputed in the backward pass: times, losses and peak memory of this rank. ``group``: the ranks that
+    share the sequence; None for one GPU."""
+    with decoder.decoder(sizes, "dma", compiled=False, checkpoint=True, device=device,
+                         dtype=torch.bfloat16) as (model, _):
+        model.share(group)
+        forward = model if group is None else DistributedDataParallel(model, process_group=group)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
+        batches = iter([decoder.batch_of(sizes, 1, length, i, device) for i in range(2 + count)])
+        losses = []
+
+        def step() -> None:
+            optimizer.zero_grad()
+            loss = forward(next(batches))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+
+        step()
+        step()
+        found = timed(step, count, device)
+        return {**found, "losses": [loss.item() for loss in losses]}
+
+
+def differ(ours: list[float], one: list[float]) -> tuple[float, float]:
+    """The largest difference of a step's loss, and what is allowed."""
+    return max(abs(a - b) for a, b in zip(ours, one)), NEAR

@@ -1,0 +1,149 @@
+"""One sequence over several ranks: inputs that every rank can draw for every shard, and checks of a shard's output."""
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cupy_dma.cli.exact_rows import Deviation, exact_row, kept_keys, plain_row, rounding
+from cupy_dma.distributed import empty_with_room, shard_lengths
+from cupy_dma.distributed.agreement import Agreement
+
+ROWS = 6  # that are checked in each shard
+GRADIENT_ROUNDINGS = 8.0  # of its type, of the largest: by which a gradient may differ from that of one GPU
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A sequence of ``length`` tokens over ``world`` ranks, B = 1. Everything is drawn from a normal distribution, each
+    shard from a seed of its own."""
+
+    length: int
+    world: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int
+    dtype: torch.dtype
+    device: str
+
+    @property
+    def lengths(self) -> list[int]:
+        return shard_lengths(self.length, self.world)
+
+    def begin(self, rank: int) -> int:
+        return sum(self.lengths[:rank])
+
+    def _draw(self, name: str, rank: int, into: Tensor) -> Tensor:
+        generator = torch.Generator(into.device).manual_seed(zlib.crc32(f"{name} {rank} {self.length}".encode()))
+        return into.normal_(generator=generator)
+
+    def shard(self, name: str, rank: int, room: bool = False) -> Tensor:
+        """query, key, value, dout ``(1, n, heads, D)`` or scores ``(1, Hkv, n)`` of a rank; on request a key or value
+        with room ahead of it."""
+        n, heads = self.lengths[rank], self.heads if name in ("query", "dout") else self.kv_heads
+        if name == "scores":
+            return self._draw(name, rank, torch.empty((1, heads, n), device=self.device))
+        rows = self.window if room and name in ("key", "value") else 0
+        return self._draw(name, rank, empty_with_room(1, n, heads, self.head_dim, rows, dtype=self.dtype,
+                                                      device=self.device))
+
+    def whole(self, name: str) -> Tensor:
+        """Of all ranks together."""
+        shards = [self.shard(name, rank) for rank in range(self.world)]
+        return torch.cat(shards, 2 if name == "scores" else 1)
+
+    def inputs(self, rank: int | None, room: bool, grad: bool) -> list[Tensor]:
+        """query, key, value, scores of a rank, or of all."""
+        names = ("query", "key", "value", "scores")
+        found = [self.whole(name) if rank is None else self.shard(name, rank, room) for name in names]
+        return [x.requires_grad_(grad) for x in found]
+
+    def bytes_needed(self, peer: str, grad: bool) -> int:
+        """About as much memory as a rank of this peer takes at most, its checks included."""
+        group = self.heads // self.kv_heads if peer == "ring" else 1
+        of_heads, of_kv_heads = (4, 5) if grad else (2, 3)  # arrays of a shard
+        of_kv_heads = of_kv_heads * group + 2 * (peer == "copies")
+        return max(self.lengths) * self.head_dim * self.dtype.itemsize * (
+            of_heads * self.heads + of_kv_heads * self.kv_heads)
+
+    def check(self, out: Tensor, rank: int, query: Tensor) -> dict[str, Any]:
+        """Rows of a rank's output, the first and last among them, against float64 attention over the exact
+        selection."""
+        n, first, group = self.lengths[rank], self.begin(rank), self.heads // self.kv_heads
+        drawn = np.random.default_rng(rank).integers(0, max(n, 1), ROWS - 2).tolist() if n else []
+        rows = sorted({*drawn, *((0, n - 1) if n else ())})
+        scores = torch.cat([self.shard("scores", q)[0] for q in range(rank + 1)], 1).cpu().numpy()
+        kept = {(row, g): kept_keys(scores[g], first + row, self.window) for row in rows for g in range(self.kv_heads)}
+        keys, values = (self._rows(name, kept, rank) for name in ("key", "value"))
+        query = query[0]
+        worst = Deviation(unit=rounding(_numpy(query[:1]).dtype), roundings=1 if query.element_size() == 2 else 32)
+        for (row, g), index in kept.items():
+            for h in range(g * group, (g + 1) * group):
+                given = _numpy(query[row, h]), keys[row, g], values[row, g], scores[g, index], self.head_dim ** -0.5
+                exact, plain = exact_row(*given)[0], plain_row(*given)[0]
+                found = _numpy(out[0, row, h]).astype(np.float64)
+                worst.add(float(np.abs(found - exact).max()), float(np.abs(plain - exact).max()),
+                          float(np.abs(exact).max()))
+        return {"rows": len(rows), "error": worst.error, "allowed": worst.allowed, "ok": worst.error <= worst.allowed}
+
+    def _rows(self, name: str, kept: dict[Any, np.ndarray], rank: int) -> dict[Any, np.ndarray]:
+        """The kept rows of a key or value, wherever they are; one shard at a time."""
+        found: dict[Any, list[np.ndarray]] = {at: [] for at in kept}
+        for q in range(rank + 1):
+            x, begin = self.shard(name, q)[0], self.begin(q)
+            for (row, g), index in kept.items():
+                own = index[(index >= begin) & (index < begin + self.lengths[q])] - begin
+                found[row, g].append(_numpy(x[torch.from_numpy(own).to(x.device), g]))
+        return {at: np.concatenate(parts) for at, parts in found.items()}
+
+
+def _numpy(x: Tensor) -> np.ndarray:
+    from cupy_dma.arrays import library_named
+
+    return library_named("torch").to_numpy(x.detach())
+
+
+def gradients_differ(ours: list[Tensor], one: list[Tensor]) -> tuple[float, float]:
+    """The largest difference between gradients, in units of the largest entry, and what is allowed."""
+    worst = max(float((a.double() - b.double()).abs().max() / b.abs().max().double().clamp(min=1e-30))
+                for a, b in zip(ours, one))
+    return worst, GRADIENT_ROUNDINGS * torch.finfo(ours[0].dtype).eps
+
+
+class Counting:
+    """Bytes that this rank receives from others in each collective of ``cupy_dma.distributed``."""
+
+    def __init__(self, moved: list[tuple[str, int]] | None):
+        self.moved = moved
+
+    def __enter__(self) -> None:
+        self.replaced, moved = Agreement.started, self.moved
+        if moved is None:
+            return
+
+        def started(agreement: Any, collective: Any, output: Any, *rest: Any, **options: Any) -> Any:
+            gathers = "all_to_all" not in collective.__name__
+            moved.append((collective.__name__, output.nbytes - (output.nbytes // agreement.world if gathers else 0)))
+            return self.replaced(agreement, collective, output, *rest, **options)
+
+        Agreement.started = started  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        Agreement.started = self.replaced  # type: ignore[method-assign]
+
+
+def timed(step: Callable[[], Any], steps: int, device: str) -> dict[str, Any]:
+    """Times of ``steps`` calls in milliseconds, and the peak of memory in them."""
+    from benchmarks.training import step_times
+
+    if device == "cpu":
+        return {"all_ms": step_times(step, steps, device), "peak_bytes": 0}
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    return {"all_ms": step_times(step, steps, device), "peak_bytes": torch.cuda.max_memory_allocated()}

@@ -1,0 +1,50 @@
+"""``benchmarks/context_parallel.py`` on the ranks of ``ranks.py``."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from benchmarks import context_parallel as benchmark
+from benchmarks.harness.shards import Problem
+from cupy_dma import distributed
+
+
+def measured(group: Any, arguments: list[str]) -> tuple[list[dict[str, Any]], bool]:
+    """The rows, and whether they are right."""
+    args = benchmark.parsed(arguments)
+    rows = benchmark.Bench(args, group, group).run()
+    return rows, benchmark.is_right(rows, args)
+
+
+def spoiled(group: Any, arguments: list[str], what: str) -> tuple[list[dict[str, Any]], bool]:
+    """With outputs, gradients or counted bytes that are a little wrong."""
+    real, formula = distributed.context_parallel_attention, distributed.exchanged_bytes
+
+    def attend(*given: Any, **options: Any) -> torch.Tensor:
+        out = real(*given, **options)
+        if what == "output":
+            return out + 0.1
+        return out * 1.1 - 0.1 * out.detach() if what == "gradients" else out
+
+    vars(distributed)["context_parallel_attention"] = attend
+    if what == "bytes":
+        vars(distributed)["exchanged_bytes"] = lambda *given, **options: tuple(
+            x + 8 for x in formula(*given, **options))
+    try:
+        return measured(group, arguments)
+    finally:
+        vars(distributed).update(context_parallel_attention=real, exchanged_bytes=formula)
+
+
+def failing(group: Any, arguments: list[str]) -> tuple[list[dict[str, Any]], bool]:
+    real = Problem.inputs
+
+    def inputs(self: Problem, *_: Any) -> list[torch.Tensor]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to ...")
+
+    Problem.inputs = inputs  # type: ignore[method-assign]
+    try:
+        return measured(group, arguments)
+    finally:
+        Problem.inputs = real  # type: ignore[method-assign]

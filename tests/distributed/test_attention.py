@@ -1,0 +1,105 @@
+"""``context_parallel_attention`` over gloo ranks, against the oracle: selection as integers, outputs, gradients,
+bytes."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cupy_dma.distributed import exchanged_bytes  # noqa: E402
+from tests.distributed import jobs  # noqa: E402
+from tests.distributed.cases import CASES, Case  # noqa: E402
+from tests.oracle import reference  # noqa: E402
+from tests.oracle.layer_cases import numbers  # noqa: E402
+
+
+def one(name: str) -> Case:
+    return next(case for case in CASES if case.name == name)
+
+
+def selected(case: Case, found: list[dict]) -> np.ndarray:
+    """bool ``(B, Hkv, N, N)``: what each query sees, in positions of the whole sequence."""
+    seen = np.zeros((case.batch, case.kv_heads, case.n, case.n), bool)
+    for rank, result in enumerate(found):
+        begin, end = case.bounds[rank], case.bounds[rank + 1]
+        shown = result["seen"].numpy()
+        shown = np.broadcast_to(shown, (case.batch, case.kv_heads, *shown.shape[2:]))
+        rows = shown.shape[-1] - (end - begin)
+        seen[:, :, begin:end, begin:end] = shown[..., rows:]
+        if not rows:
+            continue
+        index, filled = (x.numpy() for x in result["front"])
+        assert not shown[..., :rows].any(2)[~filled].any()
+        for b, g, slot in np.argwhere(filled):
+            source, place = divmod(index[b, g, slot], rows)
+            position = case.bounds[source] + found[source]["sent"][b, g, place]
+            assert not seen[b, g, begin:end, position].any(), "a key stands twice in the history"
+            seen[b, g, begin:end, position] = shown[b, g, :, slot]
+    return seen
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_is_the_oracle(ranks, case):
+    is_the_oracle(case, ranks.run(case.world, jobs.attend, case))
+
+
+def is_the_oracle(case: Case, found: list[dict]) -> None:
+    """What each query sees, outputs and gradients, joined from all ranks."""
+    arguments, options = case.oracle()
+    np.testing.assert_array_equal(selected(case, found), options["dense_mask"])
+
+    dtype = arguments[0].dtype
+    exact, plain = (f(*arguments[1:], **options) for f in (reference.attention, reference.same_precision_attention))
+    out, lse = (torch.cat([result[name] for result in found], axis) for name, axis in (("out", 1), ("lse", 2)))
+    reference.assert_matches_reference(numbers(out), exact[0], plain[0], dtype)
+    wide = np.float64 if dtype == np.float64 else np.float32
+    reference.assert_matches_reference(numbers(lse), exact[1], plain[1], wide)
+
+    if case.scores in ("nan", "infinite"):
+        return  # gradients of all keys are NaN, or cancel
+    exact, plain = (f(*arguments, **options) for f in (
+        reference.attention_gradients, reference.same_precision_attention_gradients))
+    terms = reference.attention_gradient_terms(*arguments, **options)
+    for i in range(len(found[0]["gradients"])):
+        joined = numbers(torch.cat([result["gradients"][i] for result in found], 2 if i == 3 else 1))
+        reference.assert_matches_reference(joined, exact[i], plain[i], joined.dtype, factor=3, terms=terms[i])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.world > 1][::3], ids=str)
+def test_room_changes_no_bit(ranks, case):
+    """Received rows written ahead of keys and values in place, instead of copies behind them."""
+    copying, in_place = (ranks.run(case.world, jobs.attend, case, "cpu", room) for room in (False, True))
+    for rank, (a, b) in enumerate(zip(copying, in_place)):
+        assert a["copied"] == [rank > 0] * 2 and b["copied"] == [False] * 2
+        for x, y in zip((a["out"], a["lse"], *a["gradients"]), (b["out"], b["lse"], *b["gradients"])):
+            torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.world > 1][::4], ids=str)
+def test_bytes_are_the_formula(ranks, case):
+    """One all-gather and one all-to-all, of a size that no length changes; and 8 bytes by which arguments are
+    compared."""
+    kind = getattr(torch, case.dtype)
+    for rank, result in enumerate(ranks.run(case.world, jobs.attend, case)):
+        forward, backward = exchanged_bytes(case.batch, case.kv_heads, case.head_dim, kind, case.window,
+                                            world=case.world, rank=rank, sinks=case.sinks, recent=case.recent)
+        compared = 8 * (case.world - 1)
+        assert result["moved"] == [("all-gather", compared), ("all-gather", forward), ("all-to-all", backward)]
+
+
+def test_the_formula():
+    """16/8 heads of 128 in bfloat16 with 2048 keys, by hand."""
+    row = 2 * 128 * 2 + 4 + 4
+    forward, backward = exchanged_bytes(1, 8, 128, torch.bfloat16, 2048, world=2)
+    assert forward == 8 * 2048 * row + 40 and backward == 8 * 2048 * row
+    assert exchanged_bytes(1, 8, 128, torch.bfloat16, 2048, world=8, rank=7)[1] == 0
+
+
+@pytest.mark.parametrize("name", ["bfloat16-D32-4", "both-long-besides"])
+def test_same_bits_on_every_run(ranks, name):
+    case = one(name)
+    first, second = (ranks.run(case.world, jobs.attend, case) for _ in range(2))
+    for a, b in zip(first, second):
+        for x, y in zip((a["out"], a["lse"], *a["gradients"]), (b["out"], b["lse"], *b["gradients"])):
+            assert torch.equal(x, y)

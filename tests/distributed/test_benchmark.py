@@ -1,0 +1,122 @@
+"""benchmarks/context_parallel.py on the CPU in a tiny size: its rows, its checks, and what it makes of them."""
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from benchmarks import context_parallel as benchmark  # noqa: E402
+from benchmarks.harness import render_context_parallel as render  # noqa: E402
+from benchmarks.harness.shards import Problem  # noqa: E402
+from benchmarks.harness.suite import RESULTS  # noqa: E402
+from tests.distributed import benchmark_jobs as jobs  # noqa: E402
+
+SMOKE = ["--device", "cpu", "--smoke", "--commit", "abc"]
+# Without ring: its device mesh makes process groups, which takes all four processes of ``ranks``, and not two.
+OURS = ["--peers", "one,ours,copies"]
+
+
+def record(folder, rows):
+    return json.loads((folder / "context_parallel.partial.json").read_text()) | {"rows": rows}
+
+
+def test_every_peer_in_every_pass(ranks, tmp_path):
+    rows, ok = ranks.run(2, jobs.measured, [*SMOKE, *OURS, "--ranks", "2", "--out", str(tmp_path), "--passes",
+                                              "forward,training,model"])[0]
+    assert ok and len(rows) == 2 * len(benchmark.PASSES) * 3
+    result = record(tmp_path, rows)
+    assert {"method", "device", "versions", "commit", "date", "arguments"} <= set(result)
+    for row in rows:
+        if row["pass"] == "model" and row["peer"] == "copies":
+            assert row["note"] == "not measured"
+            continue
+        assert row["ms"] > 0 and row["ranks"] == 2
+        if row["pass"] == "model":
+            assert len(row["losses"]) == 3 and row["loss_differs"] < 5e-3
+            continue
+        if row["peer"] != "one":
+            assert [check["ok"] for check in row["checks"]] == [True, True]
+            assert ("gradients" in row["checks"][0]) == (row["pass"] == "training")
+            assert len(row["bytes"][0]) == (2 if row["pass"] == "training" else 1)
+    table = render.table(result)
+    assert "| 96, forward |" in table and "| 161, training |" in table and "2 x " in table
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{render.BEGIN}\nold\n{render.END}\nafter\n")
+    render.update(page, result)
+    assert page.read_text() == f"before\n{render.BEGIN}\n{table}\n{render.END}\nafter\n"
+
+
+PARTS = [*OURS, "--passes", "forward,training"]
+
+
+def test_another_loss_is_noticed():
+    row = {"length": 96}
+    bench = object.__new__(benchmark.Bench)
+    bench.losses = {96: [5.0, 4.0]}
+    bench.compare(row, [5.0, 4.01])
+    assert not row["ok"]
+    bench.compare(row, [5.0, 4.001])
+    assert row["ok"]
+
+
+@pytest.mark.parametrize("what", ["output", "gradients", "bytes"])
+def test_what_is_wrong_is_noticed(ranks, tmp_path, what):
+    rows, ok = ranks.run(2, jobs.spoiled, [*SMOKE, "--ranks", "2", "--out", str(tmp_path), *PARTS], what)[0]
+    assert not ok
+    wrong = {(row["pass"], row["peer"]) for row in rows if not row["ok"]}
+    assert wrong == {("training", "ours"), ("training", "copies")} | (
+        set() if what == "gradients" else {("forward", "ours"), ("forward", "copies")})
+    assert "WRONG" in render.line(next(row for row in rows if not row["ok"]))
+    assert "–" in render.table(record(tmp_path, rows))
+
+
+def test_what_cannot_run_is_a_row(ranks, tmp_path):
+    folder = [*OURS, "--ranks", "2", "--out", str(tmp_path)]
+    rows, ok = ranks.run(2, jobs.measured, [*SMOKE, *folder, "--seconds", "-1"])[0]
+    assert ok and {row["note"] for row in rows} == {"no time left"}
+    rows, ok = ranks.run(2, jobs.failing, [*SMOKE, *folder, *PARTS, "--peers", "one,ours"])[0]
+    assert not ok and {row["note"] for row in rows[:4]} == {"out of memory"}
+    assert {row["note"] for row in rows[4:]} == {"could not run at 96 tokens"}
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path, capfd):
+    assert benchmark.main([*SMOKE, "--ranks", "2", "--out", str(tmp_path)]) == 0
+    assert "| 96, forward |" in capfd.readouterr().out
+    rows = json.loads((tmp_path / "context_parallel.json").read_text())["rows"]
+    assert all(row["note"] and row["ms"] is None for row in rows if row["peer"] == "ring")  # torch has none on the CPU
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--ranks", "0"], "--ranks must be at least 1, got 0"),
+    (["--lengths", "1"], "--lengths must be at least --ranks 2"),
+    (["--peers", "theirs"], "theirs is not one of"), (["--steps", "0"], "--steps must be at least 1")])
+def test_bad_options(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        benchmark.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_known_before():
+    """A shard of 4M tokens: 16 GiB for each array of 16 heads in bfloat16."""
+    problem = Problem(2**23, 2, 16, 8, 128, 2048, torch.bfloat16, "cpu")
+    assert problem.bytes_needed("ours", False) == (2 * 16 + 3 * 8) * 2**30
+    assert problem.bytes_needed("copies", True) == (4 * 16 + 7 * 8) * 2**30
+
+
+def test_ratios():
+    fast, slow = ({"ms": ms, "ok": True, "note": ""} for ms in (2.0, 3.9))
+    assert render.ratio(slow, fast) == render.times(1.95) and render.ratio(None, fast) == "–"
+    assert render.ratio({**slow, "ok": False}, fast) == "–"
+    assert [render.length_of(n) for n in (96, 65536, 2**20, 2**23)] == ["96", "64K", "1M", "8M"]
+    assert math.isclose(float(render.received({"bytes": [[2**20, 2**20], [2**20, 0]]})), 2)
+
+
+def test_the_table_is_the_recorded_one():
+    text, recorded = benchmark.DOCS.read_text(), RESULTS / "context_parallel.json"
+    shown = text.split(render.BEGIN)[1].split(render.END)[0].strip()
+    expected = render.table(json.loads(recorded.read_text())) if recorded.exists() else render.PENDING
+    assert shown == expected, "run: python benchmarks/context_parallel.py --update-docs"
