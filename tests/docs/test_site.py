@@ -97,8 +97,10 @@ def test_nothing_is_loaded_from_elsewhere(site, pages):
 def test_every_public_name_is_in_the_reference(site):
     text = "".join(path.read_text() for path in (site / "api").glob("*.html"))
     documented = set(re.findall(r'id="([\w.]+)"', text))
-    for name in set(dma.__all__) - {"flash_dmattn", "backward"}:
+    for name in set(dma.__all__) - {"distributed", "flash_dmattn", "backward"}:
         assert f"cupy_dma.{name}" in documented, name
+    for name in dma.distributed.__all__:
+        assert f"cupy_dma.distributed.{name}" in documented, name
     for name in dir(dma.IntervalMask):
         if not name.startswith("_") and callable(getattr(dma.IntervalMask, name)):
             assert f"cupy_dma.IntervalMask.{name}" in documented, name
