@@ -16,7 +16,7 @@ struct ConsumerBase {
     // of the current tile
     unsigned keys, values;  // descriptors of this warpgroup's rows
     QueryRange range;
-    int shift, steps;
+    int shift, steps, part;
     int start[2], stop[2];
     float bias[2];
 #if BITS
@@ -41,7 +41,8 @@ struct ConsumerBase {
         range = facts.queries;
         shift = facts.tile.shift;
         steps = facts.steps;
-        step = 0;
+        part = facts.part;
+        step = facts.first_of_head();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             start[r] = facts.start[row(r)];
@@ -174,7 +175,8 @@ struct ConsumerBase {
     // dbias of one head, if it is wanted; it begins anew. (It is summed in any case: where this branch is missing, the
     // assembler mixes what comes before and after it and spills.)
     __device__ __forceinline__ void write_bias(const KeyTile& t, int h) {
-        float* const results = t.is_partial(p) ? p.partial_bias : p.dbias;
+        float* results = is_partial(t) ? p.partial_bias : p.dbias;
+        if (launch.in_parts() && results != nullptr) results += (long long)part * p.batch * p.heads * p.key_length;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float sum = row_sum(dbias[r]);
@@ -188,18 +190,22 @@ struct ConsumerBase {
         }
     }
 
+    // Whether the tile's sums are partial ones.
+    __device__ __forceinline__ bool is_partial(const KeyTile& t) const { return t.is_partial(p) || launch.in_parts(); }
+
     // A gradient, if it is wanted.
     __device__ __forceinline__ void write(const KeyTile& t, const Fragment (&x)[OUT_FRAGMENTS], ELEMENT* result,
                                           float* partial, float factor) {
         if (result == nullptr) return;
+        const long long rows = launch.in_parts() ? (long long)part * p.batch * p.key_length * p.kv_heads : 0;  // of parts before
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (row(r) >= t.count) continue;
             const long long at = t.is_partial(p)
                                      ? t.partial_row(p, row(r))
-                                     : ((long long)t.batch * p.key_length + key_row(t, r)) * p.kv_heads + t.group;
+                                     : rows + ((long long)t.batch * p.key_length + key_row(t, r)) * p.kv_heads + t.group;
             for_each_pair(x, r, factor, [&](int column, float low, float high) {
-                if (t.is_partial(p))
+                if (is_partial(t))
                     *reinterpret_cast<float2*>(partial + at * HEAD_DIM + column) = make_float2(low, high);
                 else
                     *reinterpret_cast<unsigned*>(result + at * HEAD_DIM + column) = pack_pair(low, high);

@@ -17,9 +17,10 @@ struct Consumer : ConsumerBase {
 #if DQUERY
     __device__ __forceinline__ void begin_sums(int stage, const KeyFacts& facts) {
         const KeyTile& t = facts.tile;
-        const long long head = (long long)t.batch * p.heads + t.group * (p.heads / p.kv_heads);
+        const long long head = (long long)t.batch * p.heads + t.group * (p.heads / p.kv_heads) + facts.first_head();
         if (threadIdx.x % 128 == 0)
-            shared.sums[half] = launch.dquery_sums + (head * launch.query_units + facts.first_unit) * DQ_UNIT + half * DQ_HALF;
+            shared.sums[half] = launch.dquery_sums + (head * launch.query_units + facts.first_unit) * DQ_UNIT +
+                                half * DQ_HALF + step * 2 * DQ_HALF;
         key_stage = stage;
     }
 
@@ -132,7 +133,7 @@ struct Consumer : ConsumerBase {
         begin_sums(stage, facts);
 #endif
         const KeyTile t = facts.tile;
-        const int group_heads = p.heads / p.kv_heads, total = steps * group_heads;
+        const int total = facts.all_steps;
         if (total <= LOOKAHEAD) release(stale);
         clear(dk);
         clear(dv);
@@ -141,7 +142,7 @@ struct Consumer : ConsumerBase {
             start_dp();
             exponentiate();
             wait_dp();
-            int h = 0;
+            int h = facts.first_head();
 #pragma unroll 1
             for (int i = 1; i < total; ++i) {
                 advance<true>(t, h);
@@ -149,6 +150,7 @@ struct Consumer : ConsumerBase {
                 if (i == total - LOOKAHEAD) release(stale);
             }
             advance<false>(t, h);
+            if (launch.in_parts() && step != 0) write_bias(t, h);  // of a part of a head
         }  // else the host has set dbias to zeros
         if (KEY_STAGES == 1) release(stage);
         write(t, dv, p.dvalue, p.partial_value, 1.0f);

@@ -31,8 +31,9 @@ __device__ __forceinline__ int find_steps(KeyFacts& facts, const AttentionParams
 }
 #endif
 
-// The keys of one tile by a warp, and what is known of them.
-__device__ __forceinline__ void load_facts(KeyFacts& facts, const AttentionParams& p, const KeyTile& t) {
+// The keys of one part of a tile by a warp, and what is known of them; how many steps it has.
+__device__ __forceinline__ int load_facts(KeyFacts& facts, const BackwardDkvParams& launch, const KeyTile& t, int part) {
+    const AttentionParams& p = launch.attention;
     const int lane = threadIdx.x & 31;
     for (int i = lane; i < BLOCK_N; i += 32) {
         const bool exists = i < t.count;
@@ -69,12 +70,21 @@ __device__ __forceinline__ void load_facts(KeyFacts& facts, const AttentionParam
     if (DQUERY) queries.begin -= (queries.begin - t.first_query) % UNIT_QUERIES;  // before steps are counted from it
     const int steps = max(0, (queries.end - queries.begin + BLOCK_Q - 1) / BLOCK_Q);
 #endif
+    int first_step = 0, all_steps = steps * (p.heads / p.kv_heads);
+    if (launch.in_parts()) {
+        first_step = part * launch.chunk;
+        all_steps = max(0, min(all_steps - first_step, launch.chunk));
+    }
     if (lane == 0) {
         facts.tile = t;
         facts.queries = queries;
         facts.steps = steps;
+        facts.part = part;
+        facts.first_step = first_step;
+        facts.all_steps = all_steps;
         facts.first_unit = unit_of(t.first_query, t.sequence) + (queries.begin - t.first_query) / UNIT_QUERIES;
     }
+    return all_steps;
 }
 
 // Rows of keys and values; zeros for a key that nobody sees, whatever it holds.
@@ -109,9 +119,9 @@ __device__ __forceinline__ void produce_keys(Shared& shared, const BackwardDkvPa
         if (ends) {
             if ((threadIdx.x & 31) == 0) shared.facts[stage].steps = END;
         } else {
-            const KeyTile t = find_key_tile(p, ticket);
-            load_facts(shared.facts[stage], p, t);
-            load_rows(shared, stage, p, t);
+            const int part = launch.in_parts() ? ticket / launch.whole_tiles : 0;
+            const KeyTile t = find_key_tile(p, ticket - part * launch.whole_tiles);
+            if (load_facts(shared.facts[stage], launch, t, part) > 0) load_rows(shared, stage, p, t);
         }
         barrier_arrive(&shared.key_full[stage]);
         if (ends) return;
@@ -126,24 +136,23 @@ __device__ __forceinline__ void produce_queries(Shared& shared, const BackwardDk
     const int group_heads = p.heads / p.kv_heads;
     PipelineState<STAGES> state;
     for_each_tile(shared, [&](int keys, const KeyFacts& facts) {
-        const int steps = facts.steps, batch = facts.tile.batch, head = facts.tile.group * group_heads;
+        const int batch = facts.tile.batch, head = facts.tile.group * group_heads;
         StepQueries queries(facts);
         if (!BITS) barrier_arrive(&shared.key_empty[keys]);
-        for (int h = 0; h < group_heads; ++h)
-            for (int i = 0; i < steps; ++i, state.advance()) {
-                const int query = queries.first(i);
-                const auto load = [&](ELEMENT* rows, const TensorMap* map, Barrier* landed) {
-                    barrier_expect(landed, BYTES);
+        for (; queries.more(); queries.advance(), state.advance()) {
+            const int query = queries.first(), h = queries.h;
+            const auto load = [&](ELEMENT* rows, const TensorMap* map, Barrier* landed) {
+                barrier_expect(landed, BYTES);
 #pragma unroll
-                    for (int c = 0; c < CHUNKS; ++c)
-                        tma_load(rows + c * BLOCK_Q * CHUNK_COLUMNS, map, landed, c * CHUNK_COLUMNS, head + h, query, batch);
-                    barrier_arrive(landed);
-                };
-                const int stage = state.stage;
-                barrier_wait(&shared.query_empty[stage], state.phase ^ 1);
-                load(shared.query[stage], &launch.query, &shared.query_landed[stage]);
-                load(shared.dout[stage], &launch.dout, &shared.dout_landed[stage]);
-            }
+                for (int c = 0; c < CHUNKS; ++c)
+                    tma_load(rows + c * BLOCK_Q * CHUNK_COLUMNS, map, landed, c * CHUNK_COLUMNS, head + h, query, batch);
+                barrier_arrive(landed);
+            };
+            const int stage = state.stage;
+            barrier_wait(&shared.query_empty[stage], state.phase ^ 1);
+            load(shared.query[stage], &launch.query, &shared.query_landed[stage]);
+            load(shared.dout[stage], &launch.dout, &shared.dout_landed[stage]);
+        }
         if (BITS) barrier_arrive(&shared.key_empty[keys]);
     });
 }
@@ -161,7 +170,7 @@ __device__ __forceinline__ void produce_statistics(Shared& shared, const Backwar
     const int lane = threadIdx.x & 31, group_heads = p.heads / p.kv_heads;
     PipelineState<STAGES> state;
     for_each_tile(shared, [&](int keys, const KeyFacts& facts) {
-        const int steps = facts.steps, end = facts.tile.end_query;
+        const int end = facts.tile.end_query;
         const long long head = (long long)facts.tile.batch * p.heads + facts.tile.group * group_heads;
         StepQueries queries(facts);
 #if BITS
@@ -169,53 +178,52 @@ __device__ __forceinline__ void produce_statistics(Shared& shared, const Backwar
 #else
         barrier_arrive(&shared.key_empty[keys]);
 #endif
-        for (int h = 0; h < group_heads; ++h)
-            for (int i = 0; i < steps; ++i, state.advance()) {
-                const int first = queries.first(i), stage = state.stage;
-                float lse[BLOCK_Q / 32], delta[BLOCK_Q / 32];
+        for (; queries.more(); queries.advance(), state.advance()) {
+            const int first = queries.first(), h = queries.h, stage = state.stage;
+            float lse[BLOCK_Q / 32], delta[BLOCK_Q / 32];
 #pragma unroll
-                for (int k = 0; k < BLOCK_Q / 32; ++k) {
-                    const int query = first + 32 * k + lane;
-                    const long long row = (head + h) * p.query_length + query;
-                    lse[k] = query < end ? p.lse[row] : -infinity();
-                    delta[k] = query < end ? p.delta[row] : 0.0f;
-                }
-#if BITS
-                unsigned words[WORDS * BLOCK_N / 32];
-                if (queries.masked()) {
-#pragma unroll
-                    for (int k = 0; k < WORDS * BLOCK_N / 32; ++k)
-                        words[k] = columns[(long long)(first / 32 + 32 * k / BLOCK_N) * p.key_stride +
-                                           facts.index[32 * k % BLOCK_N + lane]];
-                }
-#endif
-                barrier_wait(&shared.query_empty[stage], state.phase ^ 1);
-#if BITS
-                if (queries.masked()) {
-#pragma unroll
-                    for (int k = 0; k < WORDS * BLOCK_N / 32; ++k)
-                        shared.words[stage][32 * k / BLOCK_N][32 * k % BLOCK_N + lane] = words[k];
-                }
-                if (lane == 0) shared.masked[stage] = queries.masked();
-#endif
-#pragma unroll
-                for (int k = 0; k < BLOCK_Q / 32; ++k) {
-                    const bool sees = lse[k] != -infinity();
-                    shared.lse[stage][32 * k + lane] = sees ? -log2_lse(lse[k]) : -infinity();
-                    shared.delta[stage][32 * k + lane] = delta[k];  // 0 for a row that sees nothing
-                    // Behind the last query of all there are zeros already.
-                    unsigned blank = __ballot_sync(ALL_LANES, !sees && first + 32 * k + lane < p.query_length);
-                    if (blank == 0) continue;
-                    barrier_wait(&shared.query_landed[stage], state.phase);
-                    barrier_wait(&shared.dout_landed[stage], state.phase);
-                    for (; blank != 0; blank &= blank - 1) {
-                        clear_row(shared.query[stage], 32 * k + __ffs(blank) - 1);
-                        clear_row(shared.dout[stage], 32 * k + __ffs(blank) - 1);
-                    }
-                    shared_write_fence();
-                }
-                barrier_arrive(&shared.ready[stage]);
+            for (int k = 0; k < BLOCK_Q / 32; ++k) {
+                const int query = first + 32 * k + lane;
+                const long long row = (head + h) * p.query_length + query;
+                lse[k] = query < end ? p.lse[row] : -infinity();
+                delta[k] = query < end ? p.delta[row] : 0.0f;
             }
+#if BITS
+            unsigned words[WORDS * BLOCK_N / 32];
+            if (queries.masked()) {
+#pragma unroll
+                for (int k = 0; k < WORDS * BLOCK_N / 32; ++k)
+                    words[k] = columns[(long long)(first / 32 + 32 * k / BLOCK_N) * p.key_stride +
+                                       facts.index[32 * k % BLOCK_N + lane]];
+            }
+#endif
+            barrier_wait(&shared.query_empty[stage], state.phase ^ 1);
+#if BITS
+            if (queries.masked()) {
+#pragma unroll
+                for (int k = 0; k < WORDS * BLOCK_N / 32; ++k)
+                    shared.words[stage][32 * k / BLOCK_N][32 * k % BLOCK_N + lane] = words[k];
+            }
+            if (lane == 0) shared.masked[stage] = queries.masked();
+#endif
+#pragma unroll
+            for (int k = 0; k < BLOCK_Q / 32; ++k) {
+                const bool sees = lse[k] != -infinity();
+                shared.lse[stage][32 * k + lane] = sees ? -log2_lse(lse[k]) : -infinity();
+                shared.delta[stage][32 * k + lane] = delta[k];  // 0 for a row that sees nothing
+                // Behind the last query of all there are zeros already.
+                unsigned blank = __ballot_sync(ALL_LANES, !sees && first + 32 * k + lane < p.query_length);
+                if (blank == 0) continue;
+                barrier_wait(&shared.query_landed[stage], state.phase);
+                barrier_wait(&shared.dout_landed[stage], state.phase);
+                for (; blank != 0; blank &= blank - 1) {
+                    clear_row(shared.query[stage], 32 * k + __ffs(blank) - 1);
+                    clear_row(shared.dout[stage], 32 * k + __ffs(blank) - 1);
+                }
+                shared_write_fence();
+            }
+            barrier_arrive(&shared.ready[stage]);
+        }
         if (BITS) barrier_arrive(&shared.key_empty[keys]);
     });
 }

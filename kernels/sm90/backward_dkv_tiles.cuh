@@ -44,6 +44,11 @@ struct BackwardDkvParams {
     int tiles;
     int query_units;      // DQUERY: units of queries of a head
     float* dquery_sums;  // (batch, heads, query_units, DQ_UNIT), 0 before; halves in the order of their accumulators
+    // KEYS_CONTIGUOUS: tiles are taken in parts of `chunk` steps (0: whole), whose sums are partial_key and partial_value,
+    // (parts, batch, key_length, kv_heads, HEAD_DIM), and partial_bias, (parts, batch, heads, key_length), 0 before.
+    int chunk, whole_tiles;
+
+    __device__ __forceinline__ bool in_parts() const { return KEYS == KEYS_CONTIGUOUS && chunk > 0; }
 };
 
 // Where the units of a sequence begin (or of a super-tile, or of all queries: sequence 0).
@@ -56,25 +61,43 @@ struct KeyFacts {
     KeyTile tile;
     QueryRange queries;
     int steps;  // of one head; END: there are no more tiles
-    int first_unit;  // DQUERY: the first one's, among the head's
+    int part, first_step, all_steps;  // of the steps of all heads
+    int first_unit;  // DQUERY: of the first query, among the head's
 #if BITS
     unsigned live[MOST_STEPS / 32], masked[MOST_STEPS / 32];  // a bit a step, which see some pair, and not all pairs
 #endif
+
+    // The head of the first step, and its number there.
+    __device__ __forceinline__ int first_head() const { return KEYS == KEYS_CONTIGUOUS ? first_step / max(steps, 1) : 0; }
+    __device__ __forceinline__ int first_of_head() const { return KEYS == KEYS_CONTIGUOUS ? first_step % max(steps, 1) : 0; }
 };
 constexpr int END = -1;
 
-// The steps of a tile, head by head: number i of a head begins with query first(i). BITS: i counts those that see a pair.
+// The steps of a part of a tile, head by head. BITS: those of a head that see some pair.
 struct StepQueries {
     const KeyFacts& facts;
-    const int begin;
+    const int begin, steps;
+    int h, i, left;  // the current step is number i of head h
 #if BITS
     int word = 0, bit = 0;
     unsigned pending = 0;  // steps of the current word still to come
 #endif
 
-    __device__ __forceinline__ StepQueries(const KeyFacts& facts) : facts(facts), begin(facts.queries.begin) {}
+    __device__ __forceinline__ StepQueries(const KeyFacts& facts)
+        : facts(facts), begin(facts.queries.begin), steps(facts.steps), h(facts.first_head()), i(facts.first_of_head()),
+          left(facts.all_steps) {}
 
-    __device__ __forceinline__ int first(int i) {
+    __device__ __forceinline__ bool more() const { return left > 0; }
+
+    __device__ __forceinline__ void advance() {
+        --left;
+        if (++i < steps) return;
+        i = 0;
+        ++h;
+    }
+
+    // Its first query; asked for once a step.
+    __device__ __forceinline__ int first() {
 #if BITS
         if (i == 0) pending = facts.live[word = 0];
         while (pending == 0) pending = facts.live[++word];
@@ -87,7 +110,7 @@ struct StepQueries {
     }
 
 #if BITS
-    // Whether the step whose first query was asked for last has hidden pairs.
+    // Whether it has hidden pairs.
     __device__ __forceinline__ bool masked() const { return (facts.masked[word] >> bit & 1) != 0; }
 #endif
 };

@@ -89,18 +89,18 @@ struct Consumer : ConsumerBase {
         write(t, dv, p.dvalue, p.partial_value, 1.0f);
     }
 
-    __device__ __forceinline__ void run_keys(int key_stage, const KeyTile& t, int total) {
+    __device__ __forceinline__ void run_keys(int key_stage, const KeyTile& t, int total, int h) {
         clear(dk);
         if (total > 0) {
             start_dp();
             wait_dp();
-            int h = 0;
 #pragma unroll 1
             for (int i = 1; i < total; ++i) {
                 advance_keys<true>(t, h);
                 h += step == 0;
             }
             advance_keys<false>(t, h);
+            if (launch.in_parts() && step != 0) write_bias(t, h);  // of a part of a head
         }
         release(key_stage);
         write(t, dk, p.dkey, p.partial_key, p.scale);
@@ -109,9 +109,8 @@ struct Consumer : ConsumerBase {
     __device__ __forceinline__ void run_tile(int stage, const KeyFacts& facts, int) {
         begin_tile(stage, facts);
         const KeyTile t = facts.tile;
-        const int total = steps * (p.heads / p.kv_heads);
-        if (half == 0) run_values(stage, t, total);
-        else run_keys(stage, t, total);
+        if (half == 0) run_values(stage, t, facts.all_steps);
+        else run_keys(stage, t, facts.all_steps, facts.first_head());
     }
 
     __device__ __forceinline__ void run() { run_tiles(*this); }

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import functools
 import io
+import itertools
 import re
 import sys
 from collections.abc import Callable
@@ -162,17 +163,18 @@ def super_tiles() -> int:
 
 
 def hopper_backward() -> int:
-    """The Hopper gradients in two passes and in one, on two SMs, so that CTAs go on from tile to tile."""
+    """The Hopper gradients in two passes and in one, on two SMs, so that CTAs go on from tile to tile, and on many, so
+    that tiles are taken in parts."""
     if not cuda.runtime.hopper(0):
         return 0
     count, chosen = 0, [c for c in cases.CASES if c.name.startswith(HOPPER_NAMES)][share]
-    for one_pass in (False, True):
-        with (plans.switched(False), mock.patch.object(CudaRuntime, "num_sms", lambda runtime, index: 2),
+    for one_pass, sms in itertools.product((False, True), (2, 132)):
+        with (plans.switched(False), mock.patch.object(CudaRuntime, "num_sms", lambda runtime, index, sms=sms: sms),
               schedule_cases.hopper_gradients(one_pass)):
             for case in chosen:
                 gradients = cases.run_backward(case, cupy.asarray, with_dlse=True)
                 cases.check_backward(case, [None if g is None else cupy.asnumpy(g) for g in gradients], with_dlse=True)
-            count += len(chosen) + super_tiles()
+            count += len(chosen) + (super_tiles() if sms == 2 else 0)
     return count
 
 

@@ -193,8 +193,7 @@ def test_only_what_is_asked_for(window, needs):
 
 
 @pytest.mark.parametrize(("options", "tiles"), [
-    ({}, 9), ({"head_dim": 128, "heads": (4, 2)}, 18), ({"window": 0, "causal": True, "deterministic": True}, 6),
-    ({"window": 0, "dense": "top_w"}, 8)], ids=str)
+    ({}, 9), ({"head_dim": 128, "heads": (4, 2)}, 18), ({"window": 0, "dense": "top_w"}, 8)], ids=str)
 def test_no_more_tiles_than_sms_are_left_to_the_portable_kernel(options, tiles, served, served_query):
     with mock.patch.object(sm90_backward, "ONE_PASS", None), mock.patch.object(sm90_backward, "MIN_TILES", 1.0):
         for sms in (tiles - 1, tiles):
@@ -204,8 +203,39 @@ def test_no_more_tiles_than_sms_are_left_to_the_portable_kernel(options, tiles, 
             assert served.called == (sms < tiles) and served_query.called
 
 
-@pytest.mark.parametrize("options", [{"window": 0, "causal": True}, {"head_dim": 256}], ids=str)
-def test_one_pass_and_wide_heads_take_few_tiles_too(options, served):
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("options", "count", "steps"), [
+    ({"causal": True, "heads": (4, 1)}, 4, 12), ({"head_dim": 128, "heads": (2, 2)}, 3, 4),
+    ({"causal": True, "length": 300, "queries": 900, "heads": (3, 1)}, 5, 5),
+    ({"length": 200, "queries": 1000, "head_dim": 192, "heads": (2, 1)}, 7, 5)], ids=str)
+def test_tiles_in_parts(options, count, steps, deterministic, served):
+    """Parts that begin and end within a head, and some without steps; dk, dv and dbias have the same bits in any
+    order."""
+    options = {"window": 0, "deterministic": deterministic, "bias": np.ones((1, options["heads"][1], 1), np.float32),
+               **options}
+    options["bias"] = options["bias"] * np.linspace(0, 1, options.get("length", 700), dtype=np.float32)
+    parts = sm90_backward.Parts(count, steps)
+    with mock.patch.object(sm90_backward, "parts_of", lambda *arguments: parts):
+        found = gradients("emulator", **options)
+        with emulator.hopper_gpu(build=BUILD, order=ORDERS[-1]), schedule_cases.num_sms(3):
+            again = gradients("emulator", **options)
+    check(found, gradients("numpy", **options))
+    assert served.call_args.args[-2] == parts
+    for name, x, y in zip(found._fields, found, again):
+        assert name == "query" or np.array_equal(bits(x), bits(y)), name
+
+
+def test_as_many_parts_as_pay():
+    """For 132 SMs: few tiles are cut, many are not; every step belongs to a part."""
+    few = sm90_backward._parts(2048, 2048, 3, 2, 128, 64, True, 132)
+    assert few.count > 1 and few.count * few.steps >= 2 * 2048 // 64 > (few.count - 1) * few.steps
+    assert sm90_backward._parts(16384, 16384, 8, 2, 128, 64, True, 132) == sm90_backward.Parts()
+    assert sm90_backward._parts(256, 256, 1, 1, 128, 64, True, 132) == sm90_backward.Parts()
+
+
+@pytest.mark.parametrize("options", [
+    {"window": 0, "causal": True}, {"window": 0, "causal": True, "deterministic": True}, {"head_dim": 256}], ids=str)
+def test_those_of_keys_in_order_and_of_wide_heads_are_not(options, served):
     with mock.patch.object(sm90_backward, "ONE_PASS", None), mock.patch.object(sm90_backward, "MIN_TILES", 1.0):
         check(gradients("emulator", **options), gradients("numpy", **options))
     assert served.called

@@ -15,6 +15,7 @@ Hopper has one pass, without a mask, where the call need not be deterministic (s
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 from cupy_dma.arrays import Operand
@@ -136,7 +137,7 @@ class _Backward:
                 else:
                     self._query_gradient(fields)
         if any(self.wanted):
-            self._key_gradients(fields, one_pass)
+            self._key_gradients(fields, results, one_pass)
         if self.dense_bias and not self._bias_is_own():
             self._bias_gradient(fields)
 
@@ -211,17 +212,24 @@ class _Backward:
             self.supers = super_lists(self.runtime, problem.mask, query_length, block_n, problem.causal, self.stream,
                                       self.sequences)
 
-    def _key_gradients(self, fields: dict[str, Any], one_pass: bool) -> None:
+    def _key_gradients(self, fields: dict[str, Any], results: dict[str, Any], one_pass: bool) -> None:
         problem, bits = self.problem, self.dense is not None
         batch, key_length, kv_heads, head_dim = self.key.shape
         (lists, partial), entries = self._lists(), self._entries()
+        parts = sm90_backward.Parts()
+        if self.hopper_keys:
+            parts = sm90_backward.parts_of(self.runtime, self.call, problem, entries, one_pass)
+            if parts.count > 1:
+                self._in_parts(fields, results, parts, one_pass)
+                return
         sizes = dict(zip(("partial_key", "partial_value", "partial_bias"),
                          (head_dim, head_dim, self.query.shape[2] // kv_heads)))
         partials = {name: self.library.empty((entries * size,), "float32", self.device)
                     for (name, size), wanted in zip(sizes.items(), self.wanted) if wanted and partial}
         fields = {**fields, **lists, **{name: self.library.pointer(array) for name, array in partials.items()}}
         if self.hopper_keys:
-            sm90_backward.launch_dkv(self.runtime, self.call, problem, entries, fields, self.tickets + 4, one_pass)
+            sm90_backward.launch_dkv(self.runtime, self.call, problem, entries, fields, self.tickets + 4, parts,
+                                     one_pass)
         else:
             self._portable_key_gradients(fields, entries)
         if entries:
@@ -229,6 +237,25 @@ class _Backward:
                            problem.tests_causality, *self.wanted, problem.count > 0, bits).launch(
                 batch * kv_heads * blocks(key_length, REDUCE_WARPS), REDUCE_THREADS, problem.pack(None, **fields),
                 self.stream)
+
+    def _in_parts(self, fields: dict[str, Any], results: dict[str, Any], parts: sm90_backward.Parts,
+                  one_pass: bool) -> None:
+        """The gradients of keys in their own order from sums over parts of the queries."""
+        (batch, length, *_), library, device, partials = self.key.shape, self.library, self.device, {}
+        size = math.prod(self.key.shape)
+        sizes = {"key": size, "value": size, "bias": batch * length * self.query.shape[2]}
+        for (name, size), wanted in zip(sizes.items(), self.wanted):
+            if wanted and name == "bias":  # a part has some heads
+                partials[name] = library.full((parts.count * size,), 0.0, "float32", device)
+            elif wanted:
+                partials[name] = library.empty((parts.count * size,), "float32", device)
+        pointers = {f"partial_{name}": library.pointer(array) for name, array in partials.items()}
+        sm90_backward.launch_dkv(self.runtime, self.call, self.problem, 0, {**fields, **pointers}, self.tickets + 4,
+                                 parts, one_pass)
+        for name, array in partials.items():
+            axes = Axes(columns=sizes[name], firsts=parts.count, first=sizes[name])
+            add_rows(self.runtime, library, device, array, axes, "float32" if name == "bias" else self.key.dtype, (),
+                     into=results[f"d{name}"])
 
     def _entries(self) -> int:
         """Of the lists of super-tiles; 0: there are none."""

@@ -36,6 +36,9 @@ ONE_PASS: bool | None = None
 #: tiles of launch_dkv on each SM: with fewer, in two passes up to MAX_NARROW_DIM, the portable kernel with its smaller
 #: tiles is faster (docs/lab/backward.md, version 44)
 MIN_TILES = 1.0
+#: in steps: what a tile takes beside its own, and what sums of parts take (docs/lab/backward.md, version 45)
+TILE_STEPS, SUM_STEPS = 3.0, 3.0
+MOST_PARTS, LEAST_STEPS = 16, 4
 
 
 @dataclass(frozen=True)
@@ -126,10 +129,53 @@ def has_one_pass(head_dim: int, problem: Problem) -> bool:
     return head_dim <= MAX_NARROW_DIM and not problem.bits and (problem.mask is None if ONE_PASS is None else ONE_PASS)
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Tiles of keys in their own order are taken in ``count`` parts of ``steps`` steps each, whose sums are added
+    afterwards; 1 and 0: whole."""
+
+    count: int = 1
+    steps: int = 0
+
+
+def parts_of(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, entries: int, one_pass: bool) -> Parts:
+    """How ``launch_dkv`` takes tiles; ``entries`` and ``one_pass`` as there."""
+    query, key = call.forward.query, call.forward.key
+    if entries or problem.count:
+        return Parts()
+    head_dim = key.shape[3]
+    return _parts(query.shape[1], key.shape[1], key.shape[0] * key.shape[2], query.shape[2] // key.shape[2],
+                  block_n(head_dim), block_q(head_dim, one_pass, False), problem.causal,
+                  runtime.num_sms(query.device.index))
+
+
+@functools.cache
+def _parts(query_length: int, key_length: int, rows: int, group: int, size: int, per_step: int, causal: bool,
+           sms: int) -> Parts:
+    """The parts with the least makespan. ``rows``: kv heads of all batch entries; ``size``: keys of a tile;
+    ``per_step``: queries of a step."""
+    tiles = blocks(key_length, size)
+    if rows * tiles > 4 * sms:
+        return Parts()
+    firsts = [max(0, i * size - (key_length - query_length)) // UNIT_QUERIES * UNIT_QUERIES if causal else 0
+              for i in range(tiles)]
+    steps = [group * blocks(max(0, query_length - first), per_step) for first in firsts]
+    least, best = max(float(max(steps)), rows * sum(steps) / sms) + TILE_STEPS, Parts()
+    for count in range(2, MOST_PARTS + 1):
+        part = blocks(max(steps), count)
+        if part < LEAST_STEPS:
+            break
+        waves = blocks(rows * sum(blocks(n, part) for n in steps), sms)
+        time = waves * (part + TILE_STEPS) + SUM_STEPS
+        if time < least:
+            least, best = time, Parts(blocks(max(steps), part), part)
+    return best
+
+
 def has_enough_tiles(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, entries: int) -> bool:
-    """Whether ``launch_dkv`` keeps the GPU busy in two passes; ``entries`` as there."""
+    """Whether ``launch_dkv`` keeps the GPU busy in two passes, if not by parts; ``entries`` as there."""
     query = call.forward.query
-    return (query.shape[3] > MAX_NARROW_DIM
+    return (query.shape[3] > MAX_NARROW_DIM or not (entries or problem.count)
             or _key_tiles(call, problem, entries) > MIN_TILES * runtime.num_sms(query.device.index))
 
 
@@ -189,10 +235,10 @@ def launch_dq(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, f
 
 
 def launch_dkv(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, entries: int,
-               fields: dict[str, Any], tickets: int, one_pass: bool = False) -> None:
+               fields: dict[str, Any], tickets: int, parts: Parts, one_pass: bool = False) -> None:
     """Writes the gradients of keys, values and bias, or with lists of super-tiles, of so many ``entries``, their sums
-    over these; ``one_pass``: and that of queries, from ``delta``. ``fields`` and ``tickets`` as in ``launch_dq``, with
-    the lists and where those sums go."""
+    over these, or those of ``parts``; ``one_pass``: and that of queries, from ``delta``. ``fields`` and ``tickets`` as
+    in ``launch_dq``, with the lists and where those sums go."""
     query, key = call.forward.query, call.forward.key
     batch, head_dim = key.shape[0], key.shape[3]
     library, device = query.library, query.device
@@ -206,10 +252,11 @@ def launch_dkv(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, 
     sums, stream = None, library.stream(device)
     if one_pass:
         sums = library.full((units * unit_sums(head_dim),), 0.0, "float32", device)
-    params = problem.pack(None, **fields) + _tickets(tickets, tiles)
+    params = problem.pack(None, **fields) + _tickets(tickets, tiles * parts.count)
     params += query_units.to_bytes(4, "little") + (library.pointer(sums) if one_pass else 0).to_bytes(8, "little")
+    params += parts.steps.to_bytes(4, "little") + tiles.to_bytes(4, "little")
     packed = _packed(_maps(call, block_q(head_dim, one_pass, entries > 0), 1), params)
-    kernel.launch(min(tiles, runtime.num_sms(device.index)), THREADS, packed, stream, pdl=False)
+    kernel.launch(min(tiles * parts.count, runtime.num_sms(device.index)), THREADS, packed, stream, pdl=False)
     if one_pass:
         _round_kernel(runtime, device.index, ELEMENTS[query.dtype], head_dim, problem.count > 0).launch(
             units, ROUND_THREADS, packed, stream)

@@ -33,10 +33,11 @@ class Axes:
 
 
 def add_rows(runtime: Runtime, library: Library, device: Device, array: Any, axes: Axes, dtype: str,
-             shape: tuple[int, ...]) -> Any:
-    """``result[o, i]``, ``rows x columns``, in this ``shape``: the sum over ``firsts`` and ``seconds``."""
+             shape: tuple[int, ...], into: Any = None) -> Any:
+    """``result[o, i]``, ``rows x columns``, in this ``shape``, or written ``into`` an array of this ``dtype``: the sum
+    over ``firsts`` and ``seconds``."""
     grid = blocks(axes.rows * axes.columns, THREADS)
-    return _add(runtime, library, device, array, axes, dtype, shape, "add_rows", grid)
+    return _add(runtime, library, device, array, axes, dtype, shape, "add_rows", grid, into)
 
 
 def add_all(runtime: Runtime, library: Library, device: Device, array: Any, axes: Axes, dtype: str,
@@ -46,9 +47,9 @@ def add_all(runtime: Runtime, library: Library, device: Device, array: Any, axes
 
 
 def _add(runtime: Runtime, library: Library, device: Device, array: Any, axes: Axes, dtype: str,
-         shape: tuple[int, ...], entry: str, grid: int) -> Any:
+         shape: tuple[int, ...], entry: str, grid: int, into: Any = None) -> Any:
     kind = dtype if dtype in ELEMENTS else "float32"
-    result = library.empty(shape, kind, device)
+    result = library.empty(shape, kind, device) if into is None else into
     if grid:
         params = jit.params("common/sums.cu", "SumParams").pack(
             **{"in": library.pointer(array)}, out=library.pointer(result), first=axes.first, second=axes.second,
