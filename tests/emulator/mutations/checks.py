@@ -5,6 +5,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends.cuda.attention import sm90, sm90_schedule
+from cupy_dma.backends.cuda.attention import sm90_backward as kernels_backward
 from tests.gpu.sm90_tiles import TILES, taken
 from tests.oracle import cases, schedule_cases
 from tests.oracle.cache_cases import History
@@ -291,6 +293,15 @@ def sm90_backward(num_sms: int = 1, order: emulator.Order | None = None, **optio
     return check
 
 
+def sm90_backward_parts(count: int, steps: int, **options: Any) -> Callable[[], None]:
+    """Tiles in parts, some of which begin within a head."""
+    def check() -> None:
+        with mock.patch.object(kernels_backward, "parts_of", lambda *_: kernels_backward.Parts(count, steps)):
+            sm90_backward(num_sms=2, **options)()
+
+    return check
+
+
 def sm90_backward_runs(keys: slice, start: int, stop: int) -> Callable[[], None]:
     """400 keys in their own order, of which ``keys`` are seen by queries ``start`` to ``stop`` and others by all."""
     runs = np.zeros((2, 1, 1, 400), np.int32)
@@ -382,6 +393,8 @@ OWN: dict[str, Callable[[], None]] = {
     "sm90 backward[first query masked]": sm90_backward_runs(slice(64), 1, 400),
     "sm90 backward[last query masked]": sm90_backward_runs(slice(128), 0, 255),
     "sm90 backward[empty tiles]": sm90_backward_runs(slice(128, None), 0, 0),
+    "sm90 backward[parts]": sm90_backward_parts(
+        5, 5, window=0, causal=True, length=300, queries=900, heads=(3, 1), bias=np.ones((1, 1, 300), np.float32)),
     "sm90 backward[D40]": sm90_backward(window=0, length=200, head_dim=40),
     "sm90 backward[softcap]": sm90_backward(softcap=3.0),
     "sm90 backward[a bad super-tile]": bad_super_tile,

@@ -12,7 +12,7 @@ LISTS, SUPERS, CAUSAL = "sm90 backward[lists]", "sm90 backward[super-tiles]", "s
 ONE_LISTS, ONE_CAUSAL = "sm90 one pass[lists]", "sm90 one pass[causal, D128]"
 ROUND = "sm90/backward_dq_round.cu"
 WIDE_LISTS, WIDE_CAUSAL = "sm90 backward[lists, D256]", "sm90 backward[causal, D192]"
-DENSE = "sm90 backward[dense mask]"
+DENSE, PARTS = "sm90 backward[dense mask]", "sm90 backward[parts]"
 BLANK_ROWS, ONE_TILE = "sm90 backward[blank rows]", "sm90 backward[one tile]"
 
 FAULTS = [
@@ -32,9 +32,18 @@ FAULTS = [
           "barrier_init(&shared.key_full[i], 32)", "barrier_init(&shared.key_full[i], 16)", LISTS),
     Fault("nobody waits for the producer's warps to read a tile's facts", KERNEL,
           "CONSUMER_THREADS + 32 + 1)", "CONSUMER_THREADS)", "sm90 backward[empty tiles]"),
-    Fault("a tile's steps are read when its stage has been given back", PRODUCER,
-          "const int steps = facts.steps, end =", "const int& steps = facts.steps;\n        const int end =",
-          "sm90 backward[empty tiles]"),
+    Fault("a tile's steps are read when its stage has been given back", TILES, "    const int begin, steps;\n",
+          "    const int begin;\n    const int& steps;\n", "sm90 backward[empty tiles]"),
+    Fault("every part begins with the first step", PRODUCER, "first_step = part * launch.chunk;", "first_step = 0;",
+          PARTS),
+    Fault("the last part has as many steps as the others", PRODUCER,
+          "all_steps = max(0, min(all_steps - first_step, launch.chunk));", "all_steps = launch.chunk;", PARTS),
+    Fault("all parts write the first one's sums", CONSUMER,
+          "launch.in_parts() ? (long long)part * p.batch * p.key_length * p.kv_heads : 0;", "0;", PARTS),
+    Fault("all parts write the first one's sums of the bias", CONSUMER,
+          "if (launch.in_parts() && results != nullptr) results +=", "if (false) results +=", PARTS),
+    Fault("the bias of a head that a part leaves is not written", NARROW,
+          "            if (launch.in_parts() && step != 0) write_bias(t, h);  // of a part of a head\n", "", PARTS),
     Fault("both stages of keys have the phase of the first", TILES, "return phases >> stage & 1;",
           "return phases & 1;", LISTS),
     Fault("the first stage of keys that ends ends all", TILES, "const bool all = ended;",
@@ -52,15 +61,15 @@ FAULTS = [
           "if (i == total - LOOKAHEAD - 1)", "sm90 backward[11 steps]"),
     # ---- what is asynchronous: queries ----
     Fault("queries and douts are loaded before their stage is empty", PRODUCER,
-          "barrier_wait(&shared.query_empty[stage], state.phase ^ 1);\n                load", "load", LISTS),
+          "barrier_wait(&shared.query_empty[stage], state.phase ^ 1);\n            load", "load", LISTS),
     Fault("half of the bytes of a step's queries and of its douts are waited for", PRODUCER,
           "barrier_expect(landed, BYTES);", "barrier_expect(landed, BYTES / 2);", LISTS),
     Fault("statistics are stored before their stage is empty", PRODUCER,
-          "                barrier_wait(&shared.query_empty[stage], state.phase ^ 1);\n#if BITS", "#if BITS", LISTS),
+          "            barrier_wait(&shared.query_empty[stage], state.phase ^ 1);\n#if BITS", "#if BITS", LISTS),
     Fault("queries are cleared before they have landed", PRODUCER,
-          "                    barrier_wait(&shared.query_landed[stage], state.phase);\n", "", BLANK_ROWS),
+          "                barrier_wait(&shared.query_landed[stage], state.phase);\n", "", BLANK_ROWS),
     Fault("douts are cleared before they have landed", PRODUCER,
-          "                    barrier_wait(&shared.dout_landed[stage], state.phase);\n", "", BLANK_ROWS),
+          "                barrier_wait(&shared.dout_landed[stage], state.phase);\n", "", BLANK_ROWS),
     Fault("statistics are read before they are there", CONSUMER,
           "        barrier_wait(&shared.ready[queries.stage], queries.phase);\n", "", LISTS),
     Fault("a stage is ready when half of the statistics are", KERNEL, "barrier_init(&shared.ready[i], 32)",
@@ -86,9 +95,9 @@ FAULTS = [
           "wgmma_wait<1>();", CAUSAL),
     # ---- rows that count for nothing ----
     Fault("queries that see nothing are not cleared", PRODUCER,
-          "                        clear_row(shared.query[stage], 32 * k + __ffs(blank) - 1);\n", "", BLANK_ROWS),
+          "                    clear_row(shared.query[stage], 32 * k + __ffs(blank) - 1);\n", "", BLANK_ROWS),
     Fault("douts of queries that see nothing are not cleared", PRODUCER,
-          "                        clear_row(shared.dout[stage], 32 * k + __ffs(blank) - 1);\n", "", BLANK_ROWS),
+          "                    clear_row(shared.dout[stage], 32 * k + __ffs(blank) - 1);\n", "", BLANK_ROWS),
     Fault("queries that see nothing have probabilities", PRODUCER, "sees ? -log2_lse(lse[k]) : -infinity();",
           "-log2_lse(lse[k]);", BLANK_ROWS),
     Fault("a key that begins behind the last query counts as one that is seen", PRODUCER,
