@@ -30,7 +30,7 @@ __version__ = "0.1.0"
 __all__ = ["DynamicCache", "IntervalMask", "attention", "backward", "dynamic_mask_attention", "flash_dmattn",
            "get_available_backends", "jit", "key_scores", "varlen_attention", "varlen_dynamic_mask_attention"]
 
-_SUBMODULES = ("backward", "flash_dmattn", "torch")
+_SUBMODULES = ("backward", "flash_dmattn", "jax", "torch")
 _MODULE_OF = {
     "DynamicCache": "cupy_dma.cache",
     "IntervalMask": "cupy_dma.masks",

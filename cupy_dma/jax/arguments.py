@@ -70,12 +70,17 @@ def require_static(**options: Any) -> None:
                             f"jax.jit name it in static_argnames or close over it")
 
 
+def on_gpu() -> bool:
+    """Whether jax computes on a GPU unless it is told otherwise."""
+    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return (jax.default_backend() if device is None else getattr(device, "platform", device)) in ("gpu", "cuda")
+
+
 def check_backend(backend: Any, x: jax.Array) -> None:
     """Raise what ``backends.choose`` raises for arrays on jax's default platform, if a backend is named."""
     if backend is not None:
-        on_gpu = jax.default_backend() in ("gpu", "cuda")
         backends.choose(backend, (Operand("query", None, library_named("numpy"), x.shape, (), x.dtype.name,
-                                          Device("cuda" if on_gpu else "cpu", 0), 0),))
+                                          Device("cuda" if on_gpu() else "cpu", 0), 0),))
 
 
 def in_bhnd(function: Callable[..., Any], layout: Any, arrays: dict[str, Any], options: dict[str, Any]) -> Any:

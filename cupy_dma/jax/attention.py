@@ -6,6 +6,7 @@ from typing import Any
 from cupy_dma import checks
 from cupy_dma.calls.attention import attention_call, dynamic_call
 from cupy_dma.calls.mask import masks_in
+from cupy_dma.calls.types import AttentionCall
 from cupy_dma.jax.arguments import (
     as_array,
     check_backend,
@@ -61,11 +62,11 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
     floats = {"query": rows(query, "query"), "key": rows(key, "key"), "value": rows(value, "value")}
     if bias is not None:
         floats["bias"] = as_array(bias, "bias")
-    shapes = [stand_in(floats.get(name)) for name in ("query", "key", "value", "bias")]
-    call = attention_call(*shapes[:3], None, shapes[3], causal, scale, softcap, deterministic, layout)
+    shapes = stand_in(floats["query"]), stand_in(floats["key"]), stand_in(floats["value"])
+    call = attention_call(*shapes, None, stand_in(floats.get("bias")), causal, scale, softcap, deterministic, layout)
     checks.flag(return_lse, "return_lse")
     check_backend(backend, floats["query"])
-    masks = [_checked_mask(item, shapes[:3], call) for item in masks_in(mask)]
+    masks = [_checked_mask(item, shapes, call) for item in masks_in(mask)]
     runs, dense = intersect(masks, call.key_length, call.kv_heads, call.heads)
     others = {} if dense is None else {"dense": dense}
     if runs is not None:
@@ -117,8 +118,9 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
     q, k, v = rows(query, "query"), rows(key, "key"), rows(value, "value")
     ranked = optional_array(scores, "scores")
     parameters = {name: optional_array(x, name) for name, x in (("dt_proj", dt_proj), ("A", A), ("dt_bias", dt_bias))}
-    call = dynamic_call(*map(stand_in, (q, k, v, ranked)), window, *map(stand_in, parameters.values()), form, keys,
-                        None, None, causal, scale, softcap, deterministic, layout)
+    call = dynamic_call(stand_in(q), stand_in(k), stand_in(v), stand_in(ranked), window,
+                        stand_in(parameters["dt_proj"]), stand_in(parameters["A"]), stand_in(parameters["dt_bias"]),
+                        form, keys, None, None, causal, scale, softcap, deterministic, layout)
     checks.flag(return_lse, "return_lse")
     check_backend(backend, q)
     own = call.attention
@@ -133,7 +135,7 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
     return (out, lse) if return_lse else out
 
 
-def _checked_mask(mask: Any, shapes: list[Any], call: Any) -> Any:
+def _checked_mask(mask: Any, shapes: tuple[Any, Any, Any], call: AttentionCall) -> Any:
     """One of the masks, as a jax array or an ``IntervalMask`` of jax arrays."""
     if isinstance(mask, (IntervalMask, interval.IntervalMask)):
         found = IntervalMask.of(mask)

@@ -75,12 +75,13 @@ class IntervalMask:
 
     @classmethod
     def tree_unflatten(cls, hints: Hints, leaves: Any) -> IntervalMask:
-        return cls._make(*leaves, hints)
+        start, stop = leaves
+        return cls._make(start, stop, hints)
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         """``(1|B, 1|Hkv|H, Lk)``."""
-        return tuple(np.broadcast_shapes(self.start.shape, self.stop.shape))  # type: ignore[return-value]
+        return np.broadcast_shapes(self.start.shape, self.stop.shape)
 
     @property
     def key_length(self) -> int:
@@ -202,8 +203,8 @@ def intersect(masks: Sequence[Any], key_length: int, kv_heads: int,
 
 def _meeting(a: IntervalMask, b: IntervalMask, kv_heads: int, heads: int) -> IntervalMask:
     """``a & b``, where one may be per kv head and the other per query head."""
-    runs = _per_head((a.start, a.stop, b.start, b.stop), kv_heads, heads)
-    return IntervalMask._make(*runs[:2], a._hints) & IntervalMask._make(*runs[2:], b._hints)
+    start, stop, other_start, other_stop = _per_head((a.start, a.stop, b.start, b.stop), kv_heads, heads)
+    return IntervalMask._make(start, stop, a._hints) & IntervalMask._make(other_start, other_stop, b._hints)
 
 
 def _per_head(arrays: Sequence[jax.Array], kv_heads: int, heads: int) -> list[jax.Array]:

@@ -29,6 +29,7 @@ from jax.experimental.buffer_callback import buffer_callback
 from cupy_dma import backends, checks
 from cupy_dma.arrays import CPU, Device, Library, Operand, library_named, numpy_dtype
 from cupy_dma.jax import batching
+from cupy_dma.jax.arguments import on_gpu
 from cupy_dma.jax.tasks import NAMES, Kind, Task, results_of, run
 
 _DLPACK_CPU = 1
@@ -38,37 +39,31 @@ _ALIGNMENT = 16  # of the addresses of a plan
 def run_program(task: Task, arrays: dict[str, Any]) -> dict[str, Any]:
     """The results of a task by name; operands that are None are left out."""
     given = {name: arrays[name] for name in NAMES[task.operation] if arrays.get(name) is not None}
-    program = program_of(task, tuple((name, tuple(x.shape), x.dtype.name) for name, x in given.items()), _target())
+    program = program_of(task, tuple((name, tuple(x.shape), x.dtype.name) for name, x in given.items()), on_gpu())
     return dict(zip(program.results, program.run(*given.values())))
 
 
 @functools.lru_cache(maxsize=4096)
-def program_of(task: Task, operands: tuple[tuple[str, tuple[int, ...], str], ...], target: str) -> Program:
+def program_of(task: Task, operands: tuple[tuple[str, tuple[int, ...], str], ...], for_gpu: bool) -> Program:
     """The program of a task for operands of these names, shapes and types. One for each kind: jax compiles eager calls
-    once for each callback. ``target``: the platform that it is made for."""
-    return Program(task, operands, target)
-
-
-def _target() -> str:
-    return jax.default_backend()
+    once for each callback. ``for_gpu``: where it is expected to run; it can run elsewhere, without a plan."""
+    return Program(task, operands, for_gpu)
 
 
 class Program:
     """A task for operands of fixed shapes and types."""
 
-    def __init__(self, task: Task, operands: tuple[tuple[str, tuple[int, ...], str], ...], target: str):
+    def __init__(self, task: Task, operands: tuple[tuple[str, tuple[int, ...], str], ...], for_gpu: bool):
         self.task = task
         self.kinds: dict[str, Kind] = {name: (shape, dtype) for name, shape, dtype in operands}
         self.results = dict(results_of(task, self.kinds))
         self.workspace = 0  # bytes
         self._plans: dict[Any, Any] = {}  # by device; None where the task cannot be planned
         self._planning = threading.Lock()
-        if self.kinds and not checks.wants_values_checked():
-            plan = self._planned_for(target)
-            self.workspace = 0 if plan is None else plan.workspace
-            self.planned = plan is not None
-        else:
-            self.planned = False
+        plan = None if checks.wants_values_checked() else self._first_plan(for_gpu)
+        self.planned = plan is not None
+        if plan is not None:
+            self.workspace = plan.workspace
         self.run = custom_vmap(self._call)
         self.run.def_vmap(functools.partial(batching.rule, self, run_program))
 
@@ -81,16 +76,13 @@ class Program:
         axes = batching.manual_axes(arrays)
         return tuple([batching.varying(x, axes) for x in call(*arrays)[:len(self.results)]])
 
-    def _planned_for(self, target: str) -> Any:
-        """The plan for the first device of a platform. What is wrong with the backend is said when the call runs."""
-        device = CPU
-        if target in ("gpu", "cuda"):
-            if self.task.backend not in (None, "cuda") or backends.why_not("cuda") is not None:
-                return None
-            device = Device("cuda", jax.local_devices()[0].local_hardware_id or 0)
-        elif target != "cpu" or self.task.backend in ("cuda", "triton", "flex", "numpy"):
+    def _first_plan(self, for_gpu: bool) -> Any:
+        """The plan for the first device. What is wrong with the backend is said when the call runs."""
+        if not for_gpu:
+            return self._plan_on(CPU)
+        if self.task.backend not in (None, "cuda") or backends.why_not("cuda") is not None:
             return None
-        return self._plan_on(device)
+        return self._plan_on(Device("cuda", jax.local_devices(backend="gpu")[0].local_hardware_id or 0))
 
     def _plan_on(self, device: Device) -> Any:
         library = library_named("numpy" if device == CPU else "cupy")
@@ -130,7 +122,7 @@ class Program:
             for address in addresses:
                 bits |= address
             if plan is not None and not bits % _ALIGNMENT:
-                plan.launch(addresses, stream, arrays() if device == CPU else ())
+                plan.launch(addresses, stream, arrays)
                 return
         if device == CPU:
             self._fill_directly(library_named("numpy"), device, arrays())

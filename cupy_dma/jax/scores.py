@@ -56,7 +56,8 @@ def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: s
     floats = {"value": rows(value, "value"), "dt_proj": as_array(dt_proj, "dt_proj"), "A": as_array(A, "A")}
     if dt_bias is not None:
         floats["dt_bias"] = as_array(dt_bias, "dt_bias")
-    recipe_of(*[stand_in(floats.get(name)) for name in ("value", "dt_proj", "A", "dt_bias")], form)
+    recipe_of(stand_in(floats["value"]), stand_in(floats["dt_proj"]), stand_in(floats["A"]),
+              stand_in(floats.get("dt_bias")), form)
     check_backend(backend, floats["value"])
     return scored(Task("key_scores", backend, form), *alike(floats))
 

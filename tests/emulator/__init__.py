@@ -148,7 +148,7 @@ class WatchedBufferPlan(BufferPlan):
 
     def launch(self, addresses: Any, stream: int, arrays: Any) -> None:
         with self.runtime.memory.session() as session:
-            for i, array in enumerate(arrays):
+            for i, array in enumerate(arrays()):
                 if not array.size:
                     continue
                 if i < self._operands:

@@ -23,17 +23,18 @@ LAYERS = (
     ("cupy_dma.calls",),
     ("cupy_dma.backends.torch_common", "cupy_dma.cache"),
     ("cupy_dma.backends.*",),
-    ("cupy_dma.torch",),
+    ("cupy_dma.torch", "cupy_dma.jax"),
     ("cupy_dma.api", "cupy_dma.backward"),
     ("cupy_dma",),  # what is exported: __init__.py alone
     ("cupy_dma.flash_dmattn", "cupy_dma.transformers"),
     ("cupy_dma.cli",),
     ("cupy_dma.__main__",),
 )
-OPTIONAL = {"cupy", "cupyx", "torch", "triton", "ml_dtypes", "matplotlib", "tqdm", "transformers"}
+OPTIONAL = {"cupy", "cupyx", "torch", "triton", "ml_dtypes", "matplotlib", "tqdm", "transformers", "jax",
+            "flax"}
 # What needs one of them: imported where it is used.
-NEEDS_OPTIONAL = ("cupy_dma.torch", "cupy_dma.backends.cuda", "cupy_dma.backends.flex", "cupy_dma.backends.triton",
-                  "cupy_dma.backends.torch_common", "cupy_dma.transformers")
+NEEDS_OPTIONAL = ("cupy_dma.torch", "cupy_dma.jax", "cupy_dma.backends.cuda", "cupy_dma.backends.flex",
+                  "cupy_dma.backends.triton", "cupy_dma.backends.torch_common", "cupy_dma.transformers")
 
 
 class Import(NamedTuple):
@@ -142,7 +143,7 @@ def test_only_what_is_optional_is_imported_inside_functions():
 
 def test_the_package_is_seen_at_a_glance():
     entries = {path.name for path in PACKAGE.iterdir()} - {"__init__.py", "py.typed", "__pycache__", "kernels"}
-    assert len(entries) <= 15, sorted(entries)  # 5 of them doors: flash_dmattn, torch, transformers, ...
+    assert len(entries) <= 15, sorted(entries)  # 6 of them doors: flash_dmattn, torch, jax, transformers, ...
 
 
 @pytest.mark.parametrize(("folder", "patterns", "most"), [("cupy_dma", ("*.py",), 350),

@@ -47,8 +47,8 @@ class BufferPlan:
         self._plan = Plan(traces[0], traces[1], (found[0], found[1]))
         self.workspace = sum(bytes_of(*output) for output in self._plan.outputs[len(bases):])
 
-    def launch(self, addresses: list[int], stream: int, arrays: Sequence[Any]) -> None:
-        """``addresses``: of the operands, the results and, where one is needed, the workspace. ``arrays``: what lies
+    def launch(self, addresses: list[int], stream: int, arrays: Callable[[], Sequence[Any]]) -> None:
+        """``addresses``: of the operands, the results and, where one is needed, the workspace. ``arrays()``: what lies
         there, for who watches memory."""
         self._plan.launch_at(self.runtime, self.device, addresses, stream)
 
