@@ -17,7 +17,6 @@ in a callback becomes the call's ``JaxRuntimeError``, with its message and trace
 from __future__ import annotations
 
 import functools
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,34 +56,39 @@ class Program:
         self.task = task
         self.kinds: dict[str, Kind] = {name: (shape, dtype) for name, shape, dtype in operands}
         self.results = dict(results_of(task, self.kinds))
-        self.workspace = 0  # bytes
-        self._plans: dict[Any, Any] = {}  # by device; None where the task cannot be planned
-        self._planning = threading.Lock()
-        plan = None if checks.wants_values_checked() else self._first_plan(for_gpu)
-        self.planned = plan is not None
-        if plan is not None:
-            self.workspace = plan.workspace
+        self._plans = {} if checks.wants_values_checked() else self._all_plans(for_gpu)
+        self.planned = bool(self._plans)
+        self.workspace = max((plan.workspace for plan in self._plans.values()), default=0)  # bytes
         self.run = custom_vmap(self._call)
         self.run.def_vmap(functools.partial(batching.rule, self, run_program))
 
     # ---- when a function is traced ----------------------------------------------------------------------------------
 
     def _call(self, *arrays: Any) -> tuple[Any, ...]:
-        kinds = [*self.results.values()] + ([((self.workspace,), "uint8")] if self.workspace else [])
-        call = buffer_callback(self._fill, [jax.ShapeDtypeStruct(shape, numpy_dtype(dtype)) for shape, dtype in kinds],
-                               command_buffer_compatible=self.planned)
+        kinds = [jax.ShapeDtypeStruct(shape, numpy_dtype(dtype)) for shape, dtype in self._filled()]
+        call = buffer_callback(self._fill, kinds, command_buffer_compatible=self.planned)
         axes = batching.manual_axes(arrays)
         return tuple([batching.varying(x, axes) for x in call(*arrays)[:len(self.results)]])
 
-    def _first_plan(self, for_gpu: bool) -> Any:
-        """The plan for the first device. What is wrong with the backend is said when the call runs."""
-        if not for_gpu:
-            return self._plan_on(CPU)
-        if self.task.backend not in (None, "cuda") or backends.why_not("cuda") is not None:
-            return None
-        return self._plan_on(Device("cuda", jax.local_devices(backend="gpu")[0].local_hardware_id or 0))
+    def _filled(self) -> list[Kind]:
+        """What the callback fills: the results, and the workspace if there is one."""
+        return [*self.results.values(), *([((self.workspace,), "uint8")] if self.workspace else [])]
+
+    def _all_plans(self, for_gpu: bool) -> dict[Device, Any]:
+        """The plans for all devices of this process, or none. All now, for a captured call must not load kernels. What
+        is wrong with the backend is said when the call runs."""
+        devices = [CPU]
+        if for_gpu:
+            if self.task.backend not in (None, "cuda") or backends.why_not("cuda") is not None:
+                return {}
+            devices = [Device("cuda", x.local_hardware_id) for x in jax.local_devices(backend="gpu")]
+        plans = {device: self._plan_on(device) for device in devices}
+        return {} if None in plans.values() else plans
 
     def _plan_on(self, device: Device) -> Any:
+        """The plan on a device. Documents and keys="global" take elementwise functions of the array library: none."""
+        if "documents" in self.kinds or self.task.selection is not None and self.task.selection[1] == "global":
+            return None
         library = library_named("numpy" if device == CPU else "cupy")
         operands = {name: Operand(name, SimpleNamespace(shape=shape), library, shape, _strides(shape), dtype, device,
                                   _ALIGNMENT) for name, (shape, dtype) in self.kinds.items()}
@@ -97,8 +101,7 @@ class Program:
         def function(functions: Any, *stand_ins: Operand) -> tuple[Any, ...]:
             return run(self.task, functions, dict(zip(names, stand_ins)))
 
-        plan = self._plans[device] = make(function, list(operands.values()))
-        return plan
+        return make(function, list(operands.values()))
 
     # ---- when it runs -----------------------------------------------------------------------------------------------
 
@@ -116,13 +119,13 @@ class Program:
     def fill(self, device: Device, stream: int, addresses: list[int], arrays: Any) -> None:
         """Fill the results at the last of these addresses from the operands at the first. ``arrays()``: views of
         them."""
-        if self.planned:
-            plan = self._plans[device] if device in self._plans else self._planned_later(device)
+        plan = self._plans.get(device)
+        if plan is not None:
             bits = 0
             for address in addresses:
                 bits |= address
-            if plan is not None and not bits % _ALIGNMENT:
-                plan.launch(addresses, stream, arrays)
+            if not bits % _ALIGNMENT:
+                plan.launch(addresses if plan.workspace or not self.workspace else addresses[:-1], stream, arrays)
                 return
         if device == CPU:
             self._fill_directly(library_named("numpy"), device, arrays())
@@ -134,15 +137,6 @@ class Program:
                 raise RuntimeError("a captured call needs operands at multiples of 16 bytes; set "
                                    "XLA_FLAGS=--xla_gpu_enable_command_buffer= to do without command buffers")
             self._fill_directly(library_named("cupy"), device, arrays())
-
-    def _planned_later(self, device: Device) -> Any:
-        """The plan on another device than the one the program was made for, if its workspace fits."""
-        with self._planning:
-            if device not in self._plans:
-                plan = self._plan_on(device)
-                if plan is None or plan.workspace > self.workspace or bool(plan.workspace) != bool(self.workspace):
-                    self._plans[device] = None
-        return self._plans[device]
 
     def _fill_directly(self, library: Library, device: Device, arrays: list[Any]) -> None:
         given = {name: Operand(name, array, library, shape, _strides(shape), dtype, device, library.pointer(array))
@@ -156,7 +150,7 @@ class Program:
         import cupy
 
         found = []
-        for address, (shape, dtype) in zip(addresses, (*self.kinds.values(), *self.results.values())):
+        for address, (shape, dtype) in zip(addresses, (*self.kinds.values(), *self._filled())):
             kind = numpy_dtype(dtype)
             size = int(np.prod(shape)) * kind.itemsize
             memory = cupy.cuda.UnownedMemory(address, size, None, device.index)

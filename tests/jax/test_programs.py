@@ -163,12 +163,12 @@ def test_without_a_plan_through_a_gpus_buffers(monkeypatch, dtype):
 def test_odd_addresses_go_past_the_plan(monkeypatch):
     fake_gpu.install(monkeypatch, BACKEND)
     direct = launches(monkeypatch)
-    program, found = fake_gpu.call(forward_task(), operands(), offset=2)
+    program, found = fake_gpu.call(forward_task(), operands(), offset=8)
     assert program.planned and direct == ["dynamic"]
     assert same(found["out"], fake_gpu.call(forward_task(), operands())[1]["out"])
     fake_gpu.install(monkeypatch, BACKEND, capturing=True)
     with pytest.raises(RuntimeError, match="a captured call needs operands at multiples of 16 bytes"):
-        fake_gpu.call(forward_task(), operands(), offset=2)
+        fake_gpu.call(forward_task(), operands(), offset=8)
 
 
 def test_gradients_through_a_gpus_buffers(monkeypatch):
@@ -202,8 +202,8 @@ def test_only_plans_may_be_captured(monkeypatch, planned):
     told = []
     monkeypatch.setattr(programs, "buffer_callback", lambda callback, results, *, command_buffer_compatible: told.append(
         (len(results), command_buffer_compatible)) or (lambda *x: [jnp.zeros(y.shape, y.dtype) for y in results]))
-    plan = type("Plan", (), {"workspace": 512})() if planned else None
-    monkeypatch.setattr(programs.Program, "_first_plan", lambda self, for_gpu: plan)
+    plan = type("Plan", (), {"workspace": 512})()
+    monkeypatch.setattr(programs.Program, "_all_plans", lambda self, for_gpu: {programs.CPU: plan} if planned else {})
     dj.dynamic_mask_attention(*draw(), window=5)
     assert told == [(5, True) if planned else (4, False)]
 
