@@ -68,7 +68,8 @@ def install(monkeypatch: Any, backend: Any, capturing: bool = False) -> None:
         runtime=SimpleNamespace(streamIsCapturing=lambda stream: capturing and stream == STREAM))
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, ndarray=array))
     monkeypatch.setattr(programs, "library_named", lambda name: library_named("numpy"))
-    monkeypatch.setattr(programs.jax, "local_devices", lambda **_: [SimpleNamespace(local_hardware_id=index) for index in (0, 1)])
+    gpus = [SimpleNamespace(local_hardware_id=index) for index in (0, 1)]
+    monkeypatch.setattr(programs.jax, "local_devices", lambda **_: gpus)
     monkeypatch.setitem(backends._loaded, "cuda", backend)
     monkeypatch.setattr(Entered, "opened", [])
 

@@ -45,7 +45,7 @@ WRONG = {
     "head dim": (attend(query=jnp.zeros((1, 1, 1, 257))), ValueError, r"head dim D \(last axis\) of 1 to 256"),
     "bias": (attend(bias=s[:, :, 1:]), ValueError, r"bias must have shape \(1\|B, 1\|Hkv\|H, 1\|Lk\)"),
     "float mask": (attend(mask=jnp.zeros((N, N))), TypeError, r"mask must be bool, got float32; write a mask of 0"),
-    "dense mask": (attend(mask=jnp.zeros((N, N + 1), bool)), ValueError, r"mask must have shape .* got \(1, 1, 24, 25\)"),
+    "dense mask": (attend(mask=jnp.zeros((N, N + 1), bool)), ValueError, r"mask must have shape .*\(1, 1, 24, 25\)"),
     "padding as mask": (attend(mask=jnp.ones((B, N), bool)), ValueError, r"mask must have four axes here"),
     "mask of other keys": (attend(mask=dj.IntervalMask.causal(N + 1)), ValueError, r"mask must have shape .*25\)"),
     "mask in mask": (attend(mask=(None,)), TypeError, r"mask must hold IntervalMask and bool arrays"),
@@ -56,7 +56,7 @@ WRONG = {
     "causal": (attend(causal=1), TypeError, r"causal must be True or False, got int 1"),
     "return_lse": (attend(return_lse=2), TypeError, r"return_lse must be True or False, got int 2"),
     "layout": (attend(layout="nope"), ValueError, r"layout must be 'bnhd' or 'bhnd', got 'nope'"),
-    "shapes in the other layout": (attend(layout="bhnd", key=k[:, 1:]), ValueError, r"\(layout='bhnd': shapes are shown after"),
+    "shapes in the other layout": (attend(layout="bhnd", key=k[:, 1:]), ValueError, r"\(layout='bhnd': shapes are"),
     "rank in the other layout": (attend(layout="bhnd", query=q[0]), ValueError, r"query must have shape \(B, heads, N"),
     "backend": (attend(backend="jax"), ValueError, r"backend must be one of 'cuda', .* got 'jax'"),
     "a GPU's backend": (attend(backend="cuda"), (ValueError, RuntimeError), r"backend='cuda' (takes|cannot run here)"),
@@ -65,17 +65,17 @@ WRONG = {
     "not causal": (dynamic(causal=False), ValueError, r"causal=False needs keys='global'"),
     "no scores": (dynamic(scores=None), ValueError, r"give either scores or dt_proj and A, got neither"),
     "both": (dynamic(dt_proj=P, A=A), ValueError, r"give either scores or dt_proj and A, got both"),
-    "form": (dynamic(scores=None, dt_proj=P, A=A, form="log"), ValueError, r"form must be 'exp' or 'linear', got 'log'"),
+    "form": (dynamic(scores=None, dt_proj=P, A=A, form="log"), ValueError, r"form must be 'exp' or 'linear', got"),
     "dt_proj": (dynamic(scores=None, dt_proj=P[:1], A=A), ValueError, r"dt_proj must have shape \(Hkv, Hkv\*D\)"),
     "scores": (dynamic(scores=s[:1]), ValueError, r"scores must have shape \(B, Hkv, Lk\)"),
     "padding": (dynamic(padding=jnp.ones((B, N - 1), bool)), ValueError, r"padding must have shape \(1\|B, Lk\)"),
     "padding's type": (dynamic(padding=jnp.ones((B, N))), TypeError, r"padding must be bool, or integers"),
     "padding's rank": (dynamic(padding=jnp.ones(N, bool)), ValueError, r"padding must have shape \(1\|B, Lk\)"),
     "documents": (dynamic(documents=jnp.zeros((3, N), int)), ValueError, r"documents must have shape \(1\|B, Lk\)"),
-    "documents' type": (dynamic(documents=jnp.zeros((B, N))), TypeError, r"documents must be int32 or int64, got float"),
+    "documents' type": (dynamic(documents=jnp.zeros((B, N))), TypeError, r"documents must be int32 or int64, got fl"),
     "documents' rank": (dynamic(documents=np.zeros((1, 1, N), np.int32)), ValueError, r"documents must be cumulative"),
     "key_scores": (lambda: dj.key_scores(v, P, A, form="log"), ValueError, r"form must be 'exp' or 'linear'"),
-    "key_scores' A": (lambda: dj.key_scores(v, P, A[:1]), ValueError, r"A must have shape \(Hkv,\) = \(2\), got \(1,\)"),
+    "key_scores' A": (lambda: dj.key_scores(v, P, A[:1]), ValueError, r"A must have shape \(Hkv,\) = \(2\), got \(1"),
     "top_w": (lambda: dj.top_w(s[0], 5), ValueError, r"scores must have shape \(B, Hkv, Lk\), got \(2, 24\)"),
     "top_w's type": (lambda: dj.top_w(s.astype(int), 5), TypeError, r"scores must be float16 or"),
     "top_w's window": (lambda: dj.top_w(s, 1.5), TypeError, r"window must be an int, got float 1.5"),
@@ -111,7 +111,7 @@ def test_options_are_static(name):
     def run(x):
         return dj.dynamic_mask_attention(q, k, v, s, **{"window": 5, name: x})
 
-    with pytest.raises(TypeError, match=f"{name} must be a Python value, known when .* got a traced value; .*static_argn"):
+    with pytest.raises(TypeError, match=f"{name} must be a Python value, known when .* got a traced value; .*static_"):
         jax.jit(run)(1)
     with pytest.raises(TypeError, match=f"{name} must be a Python value, .* got an array"):
         run(jnp.ones(()))
@@ -123,7 +123,7 @@ def test_a_warning_where_the_axes_look_turned():
         dj.attention(jnp.zeros((1, 4, 8, 4)), x[:, :2], x[:, :2])
 
 
-# ---- in a callback ----------------------------------------------------------------------------------------------------
+# ---- in a callback ----
 
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
@@ -150,7 +150,7 @@ def test_checked_values(monkeypatch):
         jax.block_until_ready(dj.top_w(s.at[0, 0, 0].set(jnp.nan), 5).stop)
 
 
-# ---- which jax --------------------------------------------------------------------------------------------------------
+# ---- which jax ----
 
 
 def test_an_old_jax(monkeypatch):
@@ -166,8 +166,8 @@ def test_an_old_jax(monkeypatch):
 def test_without_jax_or_flax(tmp_path):
     """In a process that cannot import them; what cupy_dma is without does not change."""
     for name, use, message in (
-            ("jax", "import cupy_dma.jax", "cupy_dma.jax needs jax, which is not installed: pip install 'cupy_dma[jax]'"),
-            ("flax", "import cupy_dma.jax; cupy_dma.jax.DynamicMaskAttention", "needs flax.nnx, which is not installed")):
+            ("jax", "import cupy_dma.jax", "cupy_dma.jax needs jax, which is not installed: pip install 'cupy_dma["),
+            ("flax", "import cupy_dma.jax; cupy_dma.jax.DynamicMaskAttention", "needs flax.nnx, which is not inst")):
         code = f"import sys; sys.modules[{name!r}] = None; import cupy_dma; {use}"
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode != 0 and f"ImportError: {'cupy_dma.jax.DynamicMaskAttention ' * (name == 'flax')}" in (
@@ -175,7 +175,8 @@ def test_without_jax_or_flax(tmp_path):
 
 
 def test_jax_is_imported_only_when_it_is_used():
-    code = "import sys, cupy_dma, numpy; cupy_dma.attention(*[numpy.ones((1, 2, 1, 4))] * 3); print('jax' in sys.modules)"
+    code = ("import sys, cupy_dma, numpy; cupy_dma.attention(*[numpy.ones((1, 2, 1, 4))] * 3); "
+            "print('jax' in sys.modules)")
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "False\n"
 
 

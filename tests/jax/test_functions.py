@@ -55,7 +55,7 @@ def test_grid(case):
         cases.check_backward(case, found, with_dlse=True)
 
 
-# ---- the same bits, eager and jitted, and as from NumPy arrays --------------------------------------------------------
+# ---- the same bits, eager and jitted, and as from NumPy arrays ----
 
 
 FUNCTIONS = {
@@ -153,7 +153,7 @@ def test_selection_is_the_definition(name, dtype):
 
 
 def test_attention_with_a_selection_is_dynamic_mask_attention():
-    q, k, v, s = draw()
+    q, k, v, _ = draw()
     parameters = recipe()
     scores = dj.key_scores(v, parameters[0], parameters[1], dt_bias=parameters[2])
     out = dj.attention(q, k, v, mask=dj.top_w(scores, 5), bias=scores)
@@ -161,7 +161,7 @@ def test_attention_with_a_selection_is_dynamic_mask_attention():
                                                window=5))
 
 
-# ---- masks ------------------------------------------------------------------------------------------------------------
+# ---- masks ----
 
 
 def test_masks_are_pytrees():

@@ -49,7 +49,7 @@ def launches(monkeypatch):
     return found
 
 
-# ---- on the emulator --------------------------------------------------------------------------------------------------
+# ---- on the emulator ----
 
 
 @needs_emulator
@@ -106,7 +106,7 @@ def test_what_cannot_be_planned_runs_all_the_same(made):
     assert not any(x.planned for x in made)
 
 
-# ---- through the buffers of a GPU -------------------------------------------------------------------------------------
+# ---- through the buffers of a GPU ----
 
 
 def forward_task(**options):
@@ -185,7 +185,7 @@ def test_gradients_through_a_gpus_buffers(monkeypatch):
     assert same(found["query"], expected[0]) and same(found["bias"], expected[1])
 
 
-# ---- what jax is told -------------------------------------------------------------------------------------------------
+# ---- what jax is told ----
 
 
 def test_results_are_what_the_tasks_say():
@@ -200,8 +200,12 @@ def test_results_are_what_the_tasks_say():
 @pytest.mark.parametrize("planned", [True, False])
 def test_only_plans_may_be_captured(monkeypatch, planned):
     told = []
-    monkeypatch.setattr(programs, "buffer_callback", lambda callback, results, *, command_buffer_compatible: told.append(
-        (len(results), command_buffer_compatible)) or (lambda *x: [jnp.zeros(y.shape, y.dtype) for y in results]))
+
+    def buffer_callback(callback, results, *, command_buffer_compatible):
+        told.append((len(results), command_buffer_compatible))
+        return lambda *operands: [jnp.zeros(x.shape, x.dtype) for x in results]
+
+    monkeypatch.setattr(programs, "buffer_callback", buffer_callback)
     plan = type("Plan", (), {"workspace": 512})()
     monkeypatch.setattr(programs.Program, "_all_plans", lambda self, for_gpu: {programs.CPU: plan} if planned else {})
     dj.dynamic_mask_attention(*draw(), window=5)

@@ -34,7 +34,7 @@ def close(a, b):
     return all(np.allclose(x, y, rtol=1e-5, atol=1e-5) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)))
 
 
-# ---- checkpoint, scan, donation ---------------------------------------------------------------------------------------
+# ---- checkpoint, scan, donation ----
 
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
@@ -76,7 +76,7 @@ def test_one_array_in_several_places():
     assert close(found, sum(apart))
 
 
-# ---- which gradients --------------------------------------------------------------------------------------------------
+# ---- which gradients ----
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1, 2), (3,)], ids=str)
@@ -138,7 +138,7 @@ def test_forward_mode_raises():
         jax.jvp(attend, arguments, arguments)
 
 
-# ---- vmap -------------------------------------------------------------------------------------------------------------
+# ---- vmap ----
 
 
 def stacked(*axes):
@@ -245,11 +245,11 @@ def test_vmap_over_masks_and_selections():
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_vmap_over_an_axis_that_is_no_batch(axis):
     q = draw()[0]
-    with pytest.raises(ValueError, match=r"query must have shape \(B, Lq, H, D\), got .*under jax.vmap needs a batch ax"):
+    with pytest.raises(ValueError, match=r"query must have shape \(B, Lq, H, D\), got .*under jax.vmap needs a batch"):
         jax.vmap(functools.partial(dj.attention, causal=True), axis)(q, q, q)
 
 
-# ---- shard_map --------------------------------------------------------------------------------------------------------
+# ---- shard_map ----
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
