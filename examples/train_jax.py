@@ -124,8 +124,8 @@ def main(arguments: list[str] | None = None) -> int:
     args.dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
     with jax.default_device(jax.devices(args.device)[0]):
         _, losses, unseen = train(args)
-    print(f"{args.steps} steps on {args.device}: {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte, {unseen:.3f} on text "
-          f"that was held out")
+    print(f"{args.steps} steps on {args.device}: {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte, {unseen:.3f} on "
+          f"text that was held out")
     return 0 if losses[-1] < losses[0] else 1
 
 

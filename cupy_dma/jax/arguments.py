@@ -72,7 +72,7 @@ def require_static(**options: Any) -> None:
 
 def on_gpu() -> bool:
     """Whether jax computes on a GPU unless it is told otherwise."""
-    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    device: Any = jax.config.jax_default_device
     return (jax.default_backend() if device is None else getattr(device, "platform", device)) in ("gpu", "cuda")
 
 
