@@ -81,7 +81,7 @@ def planned(function, *arguments):
 
     programs.Program.__init__ = init
     try:
-        jax.block_until_ready(jax.jit(function)(*arguments))
+        jax.block_until_ready(jax.jit(lambda *x: function(*x))(*arguments))  # traced anew
     finally:
         programs.Program.__init__ = real
     assert made
@@ -154,7 +154,7 @@ def test_vmap_scan_and_donation():
     expected = dynamic(q, k, v, s)
     for _ in range(5):
         copies = [jnp.array(x) for x in (q, k, v, s)]
-        assert same(jax.jit(dynamic, donate_argnums=(0, 1, 2, 3))(*copies), expected)
+        assert same(jax.jit(dynamic, donate_argnums=0)(*copies), expected)
 
 
 def test_operands_that_are_slices():
@@ -305,7 +305,7 @@ def test_a_training_step_is_as_fast_as_torchs():
 
     @jax.jit
     def step(q, k, v, dt_proj, A, dout):
-        out, pull = jax.vjp(attend, q, k, v, dt_proj, A)
+        _, pull = jax.vjp(attend, q, k, v, dt_proj, A)
         return pull(dout)
 
     dout = jnp.ones_like(q)
