@@ -9,6 +9,6 @@ if "device_count" not in os.environ.get("XLA_FLAGS", ""):
 
 @pytest.fixture(autouse=True)
 def on_the_cpu():
-    jax = pytest.importorskip("jax")
+    jax = pytest.importorskip("jax", minversion="0.9")
     with jax.default_device(jax.devices("cpu")[0]):
         yield

@@ -11,7 +11,7 @@ import pytest
 
 import cupy_dma as dma
 
-jax = pytest.importorskip("jax")
+jax = pytest.importorskip("jax", minversion="0.9")
 
 import jax.numpy as jnp  # noqa: E402
 

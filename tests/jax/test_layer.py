@@ -4,7 +4,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-jax = pytest.importorskip("jax")
+jax = pytest.importorskip("jax", minversion="0.9")
 nnx = pytest.importorskip("flax.nnx")
 
 import jax.numpy as jnp  # noqa: E402

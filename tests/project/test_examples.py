@@ -334,7 +334,7 @@ def test_gates_learn_through_their_key_bias(rng):
 
 
 def test_training_in_jax(capsys):
-    pytest.importorskip("jax")
+    pytest.importorskip("jax", minversion="0.9")
     pytest.importorskip("flax")
     from examples import train_jax
 
@@ -348,7 +348,7 @@ def test_training_in_jax(capsys):
 
 @pytest.mark.gpu
 def test_training_in_jax_on_a_gpu(capsys):
-    jax = pytest.importorskip("jax")
+    jax = pytest.importorskip("jax", minversion="0.9")
     pytest.importorskip("flax")
     if jax.default_backend() != "gpu":
         pytest.skip("jax sees no GPU")

@@ -27,7 +27,7 @@ def test_the_named_test_exists(name):
     pytest.importorskip("torch")  # some of these files need it
     file, function = name.split("::")
     if "jax" in file:
-        pytest.importorskip("jax")
+        pytest.importorskip("jax", minversion="0.9")
         pytest.importorskip("flax")
     function, _, case = function.partition("[")
     test = getattr(import_module(module_of(file)), function)

@@ -40,7 +40,7 @@ def test_sharp_bits():
 
 
 def test_jax(capsys):
-    pytest.importorskip("jax")
+    pytest.importorskip("jax", minversion="0.9")
     pytest.importorskip("flax")
     names = run_page("jax.md", gpu=False)
     assert np.allclose(names["same"], names["dj"].attention(names["query"], names["key"], names["value"], causal=True),
