@@ -153,7 +153,8 @@ def one_by_one(function, arguments, axes):
     return jax.tree.map(lambda *x: jnp.stack(x), *found)
 
 
-@pytest.mark.parametrize("axes", [(0, 0, 0, 0), (0, None, None, None), (None, None, None, 0), (2, 4, 1, 3)], ids=str)
+@pytest.mark.parametrize("axes", [(0, 0, 0, 0), (0, None, None, None), (2, 4, 1, 3),
+                                  pytest.param((None, None, None, 0), marks=pytest.mark.slow)], ids=str)
 def test_vmap(axes):
     arguments = stacked(*axes)
     out = jax.vmap(attend, axes)(*arguments)
@@ -175,8 +176,8 @@ def test_vmap_is_one_call(monkeypatch):
     assert calls == [V * B, V * B]
 
 
-@pytest.mark.parametrize("axes", [(0, 0, 0, None, None, None), (None, None, 0, 0, None, None),
-                                  (0, 0, 0, 0, 0, 0)], ids=str)
+@pytest.mark.parametrize("axes", [(0, 0, 0, None, None, None), (0, 0, 0, 0, 0, 0),
+                                  pytest.param((None, None, 0, 0, None, None), marks=pytest.mark.slow)], ids=str)
 def test_vmap_with_parameters_of_scores(axes):
     """Gradients of every element, as for per-example clipping, and parameters of every element, as in an ensemble."""
     arguments = [*stacked(0, 0, 0, None)[:3], *(jnp.stack([x, x + 0.1, x - 0.1]) for x in recipe())]
@@ -190,7 +191,7 @@ BIASES = {"per batch": (B, HKV, N), "shared by the batch": (1, H, N), "dense": (
 
 
 @pytest.mark.parametrize("name", BIASES)
-@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize("mapped", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_vmap_with_biases_that_broadcast(name, mapped):
     arguments = stacked(0, 0, 0, None)
     bias = jnp.cos(jnp.arange(V * np.prod(BIASES[name]), dtype=jnp.float32)).reshape(V, *BIASES[name])
