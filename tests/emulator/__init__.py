@@ -148,14 +148,17 @@ class WatchedBufferPlan(BufferPlan):
 
     def launch(self, addresses: Any, stream: int, arrays: Any) -> None:
         with self.runtime.memory.session() as session:
+            regions = []
             for i, array in enumerate(arrays()):
-                if not array.size:
-                    continue
-                if i < self._operands:
+                if array.size and i < self._operands:
                     session.readable(np.ascontiguousarray(array), f"operand {i}")
-                else:
-                    session.writable(array, f"result {i - self._operands}")
+                elif array.size:
+                    regions.append((i - self._operands, array.itemsize, session.writable(array, f"result {i}")))
             super().launch(addresses, stream, arrays)
+            for i, size, region in regions:
+                never, _ = build.driver().written(region, self.runtime.most_writes)
+                if self.runtime.build == "watched" and i < self.results and never >= 0:
+                    raise AssertionError(f"element {never // size} of result {i} was not written")
 
 
 def _announced(argument: Any, session: Session) -> Any:

@@ -14,7 +14,7 @@ from cupy_dma.backends import numpy as numpy_backend  # noqa: E402
 from cupy_dma.backends.cuda.runtime import plans  # noqa: E402
 from cupy_dma.jax import programs  # noqa: E402
 from cupy_dma.jax.tasks import Task  # noqa: E402
-from tests.emulator import BACKEND, build  # noqa: E402
+from tests.emulator import BACKEND, build, hopper_gpu  # noqa: E402
 from tests.jax import fake_gpu  # noqa: E402
 from tests.jax.draws import HKV, B, N, draw, recipe, same  # noqa: E402
 
@@ -94,6 +94,29 @@ def test_a_plan_has_the_bits_of_the_backend(made, monkeypatch):
         plain = run(q, k, v, s)
     assert [x.planned for x in made[3:]] == [False] * 3 and direct == ["key_scores", "top_w", "attention"]
     assert all(map(same, jax.tree.leaves(planned), jax.tree.leaves(plain)))
+
+
+@needs_emulator
+@pytest.mark.slow
+def test_hoppers_kernels_as_plans(made):
+    """With TMA, whose descriptors hold addresses too."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 200, heads, 64)), jnp.float16) for heads in (2, 1, 1))
+    s = jnp.asarray(rng.standard_normal((1, 1, 200)), jnp.float32)
+
+    def step(backend):
+        def loss(*x):
+            return jnp.sum(dj.dynamic_mask_attention(*x, window=40, backend=backend).astype(jnp.float32) ** 2)
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(q, k, v, s)
+
+    with hopper_gpu():
+        value, found = step("emulator")
+    assert [x.planned for x in made] == [True, True]
+    expected = step("numpy")
+    assert np.isclose(value, expected[0], rtol=1e-3)
+    for x, y in zip(found, expected[1]):
+        np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), rtol=0.02, atol=0.02)
 
 
 @needs_emulator

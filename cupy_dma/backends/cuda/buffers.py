@@ -24,8 +24,10 @@ class BufferPlan:
 
     Attributes
     ----------
+    results : int
+        How many arrays a launch fills.
     workspace : int
-        Bytes that a launch needs besides its results.
+        Bytes that it needs besides.
     """
 
     def __init__(self, runtime: Runtime, function: Function, operands: Sequence[Operand | None]):
@@ -45,7 +47,8 @@ class BufferPlan:
                 set(bases).intersection(traces[0].given)):
             raise Untraceable("a result that no kernel writes")
         self._plan = Plan(traces[0], traces[1], (found[0], found[1]))
-        self.workspace = sum(bytes_of(*output) for output in self._plan.outputs[len(bases):])
+        self.results = len(bases)
+        self.workspace = sum(bytes_of(*output) for output in self._plan.outputs[self.results:])
 
     def launch(self, addresses: list[int], stream: int, arrays: Callable[[], Sequence[Any]]) -> None:
         """``addresses``: of the operands, the results and, where one is needed, the workspace. ``arrays()``: what lies
