@@ -19,6 +19,7 @@
 # CUDA_EXTRA=cuda12    which CUDA extra to install; chosen by the driver if not given
 # TORCH=               what pip installs as torch for the tests; empty for none, and then its tests are skipped
 # TRANSFORMERS=        what pip installs as transformers for the tests, beside torch; empty for none
+# JAX=                 what pip installs as jax for the tests; empty for none, and then its tests are skipped
 # GPU_JOBS=8           processes of make test-gpu: most of its time is compiling, which is the host's
 # ARGS="--length 4096" more arguments for demo, test, test-all, test-gpu and bench
 
@@ -36,8 +37,9 @@ ifdef GPU
 CUDA_EXTRA ?= $(shell test $(DRIVER_CUDA) -ge 13 && echo cuda13 || echo cuda12)
 DEMO_EXTRAS := plot,$(CUDA_EXTRA)
 WORKERS :=
-# Torch on a GPU machine is the user's choice (make test VENV= runs in an interpreter that has one).
+# Torch and jax on a GPU machine are the user's choice (make test VENV= runs in an interpreter that has them).
 TORCH ?=
+JAX ?=
 else
 # No GPU, but the tests compile every kernel with NVRTC, which needs none.
 CUDA_EXTRA ?= $(if $(filter Darwin,$(shell uname)),,cuda12)
@@ -49,6 +51,8 @@ WORKERS := -n $(JOBS) --dist worksteal
 TORCH ?= torch==2.13.0+cpu torch==2.13.0
 endif
 TRANSFORMERS ?= transformers>=5.17
+# CPU wheels: jax is made for a GPU by plugins that are wheels of their own. Python 3.10 has none that is new enough.
+JAX ?= jax>=0.9 flax>=0.12
 TORCH_OPTIONS := $(if $(filter file,$(origin TORCH)),--constraint tests/no-cuda-torch.txt)
 
 ifdef VENV
@@ -60,6 +64,7 @@ ifneq ($(and $(TORCH),$(TRANSFORMERS)),)
 TEST_READY += $(VENV)/.transformers
 OLD_TRANSFORMERS := $(VENV)/transformers-5.17
 endif
+TEST_READY += $(if $(JAX),$(VENV)/.jax)
 DOCS_READY := $(VENV)/.docs $(TEST_READY)
 BENCH_READY := $(VENV)/.bench
 LINT_READY := $(VENV)/.lint
@@ -160,6 +165,11 @@ $(VENV)/.docs: $(VENV)/bin/python pyproject.toml setup.cfg
 # transformers needs no torch to be installed, so one that did not come stays away.
 $(VENV)/.transformers: $(VENV)/.test $(TORCH_READY)
 	$(PIP) "$(TRANSFORMERS)" parameterized
+	@touch $@
+
+# Where none is to be had, the tests that need it are skipped, and every run ends by saying so.
+$(VENV)/.jax: $(VENV)/.test
+	@$(PIP_LOUD) $(JAX:%="%") >$@.log 2>&1 || echo "jax was not installed ($@.log says why): its tests are skipped"
 	@touch $@
 
 # Beside the other one, for PYTHONPATH, with the hub that it wants; what else both need is the same.

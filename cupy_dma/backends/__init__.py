@@ -21,7 +21,9 @@ A backend is a module with these functions:
 - ``run_kernel(launch)``, optional: a kernel of the user's own (``cuda/runtime/user_kernel.py``);
 - ``make_step(call) -> step | None``, optional: an ``AttentionCall`` or ``DynamicCall`` and its gradients as plans, for
   calls that differ in addresses alone (``cuda/steps.py``); with the module ``plans``, which may switch them off, and
-  the ``runtime`` that they belong to.
+  the ``runtime`` that they belong to;
+- ``plan_buffers(function, operands) -> plan | None``, optional: a function of arrays as a plan that fills memory of the
+  caller's (``cuda/buffers.py``).
 
 They take checked ``Operand``s and return arrays of the library of their first argument. CUDA arrays go to ``cuda``, CPU
 arrays to ``numpy``. ``register`` adds a backend from outside the package; in a checkout ``CUPY_DMA_EMULATOR=1`` sends

@@ -153,7 +153,7 @@ def test_blocks_and_keys_are_those_of_the_dense_mask(case, lengths, monkeypatch)
     monkeypatch.setattr("cupy_dma.backends.flex.problem.PAIRS_AT_A_TIME", 2**14)
     lq, lk = lengths
     case = replace(case, query_length=lq, key_length=lk, window=50, head_dim=1)
-    arguments, named = cases._arguments(case, np.asarray)
+    arguments, named = cases.arguments(case, np.asarray)
     call = attention_call(*arguments, named["mask"], None, named["causal"], None, 0.0, False)
     problem = Problem.of(call, torch.device("cpu"))
     some, full, keys = (x.numpy() for x in problem.survey())

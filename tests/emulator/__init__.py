@@ -12,12 +12,15 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
 from cupy_dma import backends
 from cupy_dma.arrays import Operand, describe, library_named, numpy_dtype
 from cupy_dma.backends.cuda.attention import tma
 from cupy_dma.backends.cuda.attention.backward import attention_backward as _attention_backward
 from cupy_dma.backends.cuda.attention.forward import attention as _attention
 from cupy_dma.backends.cuda.attention.last_queries import attend_last as _attend_last
+from cupy_dma.backends.cuda.buffers import BufferPlan
 from cupy_dma.backends.cuda.decode.cache import cache_extend as _cache_extend
 from cupy_dma.backends.cuda.decode.step import step as _decode_step
 from cupy_dma.backends.cuda.runtime import plans
@@ -83,6 +86,12 @@ class Backend:
         except Untraceable:
             return None
 
+    def plan_buffers(self, function: Any, operands: Any) -> Any:
+        try:
+            return WatchedBufferPlan(self.runtime, function, operands)
+        except Untraceable:
+            return None
+
     def run_kernel(self, launch: Launch) -> None:
         """A kernel of the user's own. What it may write holds values already."""
         with self.runtime.memory.session() as session:
@@ -128,6 +137,28 @@ class WatchedStep(Step):
                 if array is not None:
                     self.library = session.operand(inner.describe(array, f"argument {i}")).library
             yield None if mask is None else _announced(mask, session)
+
+
+class WatchedBufferPlan(BufferPlan):
+    """A plan whose operands may be read, and whose results and workspace are written before they are read."""
+
+    def __init__(self, runtime: EmulatorRuntime, function: Any, operands: Any):
+        super().__init__(runtime, function, operands)
+        self._operands = sum(operand is not None for operand in operands)
+
+    def launch(self, addresses: Any, stream: int, arrays: Any) -> None:
+        with self.runtime.memory.session() as session:
+            regions = []
+            for i, array in enumerate(arrays()):
+                if array.size and i < self._operands:
+                    session.readable(np.ascontiguousarray(array), f"operand {i}")
+                elif array.size:
+                    regions.append((i - self._operands, array.itemsize, session.writable(array, f"result {i}")))
+            super().launch(addresses, stream, arrays)
+            for i, size, region in regions:
+                never, _ = build.driver().written(region, self.runtime.most_writes)
+                if self.runtime.build == "watched" and i < self.results and never >= 0:
+                    raise AssertionError(f"element {never // size} of result {i} was not written")
 
 
 def _announced(argument: Any, session: Session) -> Any:

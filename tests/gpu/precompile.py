@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from typing import Any
 from unittest import mock
 
@@ -174,7 +175,8 @@ def main(arguments: list[str] | None = None) -> int:
     found = portable_configs() | (hopper_configs() if args.arch == "sm_90a" else {})
     if args.tune:
         found |= tuning_configs() | backward_tuning_configs()
-    with ProcessPoolExecutor(args.jobs) as pool:
+    # New processes: a copy of one with threads, such as jax's, may wait for ever.
+    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         seconds = list(tqdm(pool.map(functools.partial(compile_one, arch=args.arch), found), total=len(found),
                             unit="kernel", disable=None))
     print(f"{len(found)} kernels for {args.arch} in {disk_cache.directory()}, "

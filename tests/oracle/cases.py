@@ -271,7 +271,7 @@ def _laid_out(x: np.ndarray, layout: str, convert: Callable[[np.ndarray], Any]) 
     return convert(base)[view]
 
 
-def _arguments(case: Case, convert: Callable[[np.ndarray], Any]) -> tuple[list[Any], dict[str, Any]]:
+def arguments(case: Case, convert: Callable[[np.ndarray], Any]) -> tuple[list[Any], dict[str, Any]]:
     data = _drawn(case)
     q, k, v = (_laid_out(data[name], case.layout, convert) for name in ("query", "key", "value"))
     return [q, k, v], {"mask": make_mask(case, lambda name: convert(data[name]), q),
@@ -281,14 +281,14 @@ def _arguments(case: Case, convert: Callable[[np.ndarray], Any]) -> tuple[list[A
 
 def run(case: Case, convert: Callable[[np.ndarray], Any] = np.asarray, **options: Any) -> tuple[Any, Any]:
     """``(out, lse)`` of ``cupy_dma.attention`` on arrays made by ``convert``."""
-    positional, named = _arguments(case, convert)
+    positional, named = arguments(case, convert)
     return dma.attention(*positional, **named, return_lse=True, **options)
 
 
 def run_backward(case: Case, convert: Callable[[np.ndarray], Any] = np.asarray, *, with_dlse: bool = False,
                  **options: Any) -> Any:
     """The ``AttentionGradients`` of the case, from the out and lse that the same backend computes."""
-    positional, named = _arguments(case, convert)
+    positional, named = arguments(case, convert)
     backend = {"backend": options["backend"]} if "backend" in options else {}
     out, lse = dma.attention(*positional, **named, return_lse=True, **backend)
     dout = _laid_out(_drawn(case)["dout"], case.layout, convert)

@@ -22,6 +22,7 @@ PACKED_TRITON = "rejected: packed sequences are supported by `cuda` and `numpy`"
 PACKED_FLEX = "rejected: FlexAttention takes sequences of equal length"
 LAYERS = "not tested; a layer calls `attention` and `key_scores`, which are"
 NO_CACHE = "has no decode cache: `extend` raises NotImplementedError"
+NOT_IN_JAX = "not tested with jax"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "features.md"
 
 
@@ -61,6 +62,7 @@ def _features() -> Iterator[Feature]:
     yield from _cache()
     yield from _torch()
     yield from _distributed()
+    yield from _jax()
     yield from _drop_in()
 
 
@@ -235,6 +237,31 @@ def _distributed() -> Iterator[Feature]:
         "not tested; made of torch operations and of `top_w`, which is",
         "distributed/sequence::test_a_cache_of_shards_is_that_of_the_whole "
         "distributed/layers::test_decoding_after_a_sharded_prompt", NO_CACHE, NO_CACHE))
+
+
+def _jax() -> Iterator[Feature]:
+    group = "jax"
+    same = "jax/functions::test_jit_is_eager_and_numpy["
+    for name, cuda, numpy in (
+            ("attention: masks, biases, types", "gpu/jax::test_grid", "jax/functions::test_grid"),
+            ("dynamic_mask_attention under jit", "gpu/jax::test_jit_is_eager_and_checkpoint",
+             f"{same}scores {same}recipe"),
+            ("checkpoint", "gpu/jax::test_jit_is_eager_and_checkpoint", "jax/transforms::test_checkpoint"),
+            ("vmap", "gpu/jax::test_vmap_scan_and_donation", "jax/transforms::test_vmap"),
+            ("shard_map", "gpu/jax::test_shard_map_over_all_gpus", "jax/transforms::test_shard_map"),
+            ("DynamicMaskAttention of flax.nnx", "gpu/jax::test_the_layer_trains",
+             "jax/layer::test_the_layer_is_the_function jax/layer::test_it_trains_under_jit")):
+        for direction in ("forward", "backward"):
+            yield Feature(group, name, direction, (cuda, numpy, NOT_IN_JAX, NOT_IN_JAX))
+    scores = "jax/functions::test_scores_and_their_gradients_are_the_definition"
+    for direction in ("forward", "backward"):
+        yield Feature(group, "key_scores", direction, (
+            "gpu/jax::test_jit_is_eager_and_checkpoint", scores, NOT_IN_JAX, NOT_IN_JAX))
+    yield Feature(group, "top_w, padding, documents", "forward", (
+        "gpu/jax::test_selection_is_the_definition", "jax/functions::test_selection_is_the_definition",
+        NOT_IN_JAX, NOT_IN_JAX))
+    yield Feature(group, "command buffers", "", (
+        "gpu/jax::test_command_buffers", ON_THE_HOST, NOT_IN_JAX, NOT_IN_JAX))
 
 
 def _drop_in() -> Iterator[Feature]:

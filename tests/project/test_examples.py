@@ -328,3 +328,31 @@ def test_gates_learn_through_their_key_bias(rng):
         gradients.append(log_f.grad)
     torch.testing.assert_close(*gradients)
     assert gradients[0].abs().max() > 0.01
+
+
+# ---- JAX ------------------------------------------------------------------------------------------------------------
+
+
+def test_training_in_jax(capsys):
+    pytest.importorskip("jax", minversion="0.9")
+    pytest.importorskip("flax")
+    from examples import train_jax
+
+    small = ["--batch", "2", "--length", "48", "--width", "32", "--layers", "1", "--window", "12"]
+    assert train_jax.main([*small, "--steps", "12"]) == 0
+    said = capsys.readouterr().out
+    assert "12 steps on cpu: " in said and "nats per byte" in said
+    with pytest.raises(SystemExit, match="too few for --length 1000000"):
+        train_jax.main([*small, "--text", __file__, "--length", "1000000"])
+
+
+@pytest.mark.gpu
+def test_training_in_jax_on_a_gpu(capsys):
+    jax = pytest.importorskip("jax", minversion="0.9")
+    pytest.importorskip("flax")
+    if jax.default_backend() != "gpu":
+        pytest.skip("jax sees no GPU")
+    from examples import train_jax
+
+    assert train_jax.main(["--device", "gpu", "--steps", "60"]) == 0
+    assert "60 steps on gpu: " in capsys.readouterr().out

@@ -26,6 +26,9 @@ def test_the_named_test_exists(name):
     """It is collected by pytest, and with a case whose name starts as the table says."""
     pytest.importorskip("torch")  # some of these files need it
     file, function = name.split("::")
+    if "jax" in file:
+        pytest.importorskip("jax", minversion="0.9")
+        pytest.importorskip("flax")
     function, _, case = function.partition("[")
     test = getattr(import_module(module_of(file)), function)
     assert function.startswith("test_")

@@ -23,7 +23,7 @@ LAYERS = (
     ("cupy_dma.calls",),
     ("cupy_dma.backends.torch_common", "cupy_dma.cache"),
     ("cupy_dma.backends.*",),
-    ("cupy_dma.torch",),  # the operators
+    ("cupy_dma.torch", "cupy_dma.jax"),  # torch: the operators
     ("cupy_dma.distributed",),
     ("cupy_dma.torch.module",),  # the layers
     ("cupy_dma.torch.self_attention",),
@@ -33,9 +33,11 @@ LAYERS = (
     ("cupy_dma.cli",),
     ("cupy_dma.__main__",),
 )
-OPTIONAL = {"cupy", "cupyx", "torch", "triton", "ml_dtypes", "matplotlib", "tqdm", "transformers"}
+OPTIONAL = {"cupy", "cupyx", "torch", "triton", "ml_dtypes", "matplotlib", "tqdm", "transformers", "jax",
+            "flax"}
 # What needs one of them: imported where it is used.
-NEEDS_OPTIONAL = ("cupy_dma.torch", "cupy_dma.distributed", "cupy_dma.backends.cuda", "cupy_dma.backends.flex",
+NEEDS_OPTIONAL = ("cupy_dma.torch", "cupy_dma.distributed", "cupy_dma.jax", "cupy_dma.backends.cuda",
+                  "cupy_dma.backends.flex",
                   "cupy_dma.backends.triton", "cupy_dma.backends.torch_common", "cupy_dma.transformers")
 
 
@@ -147,7 +149,7 @@ def test_only_what_is_optional_is_imported_inside_functions():
 
 def test_the_package_is_seen_at_a_glance():
     entries = {path.name for path in PACKAGE.iterdir()} - {"__init__.py", "py.typed", "__pycache__", "kernels"}
-    assert len(entries) <= 15, sorted(entries)  # 5 of them doors: flash_dmattn, torch, transformers, ...
+    assert len(entries) <= 15, sorted(entries)  # 6 of them doors: flash_dmattn, torch, jax, transformers, ...
 
 
 @pytest.mark.parametrize(("folder", "patterns", "most"), [("cupy_dma", ("*.py",), 350),

@@ -77,5 +77,5 @@ def test_versions_agree():
 
 def test_import_is_light(tmp_path):
     code = ("import sys, cupy_dma; "
-            "print([name for name in ('torch', 'triton', 'cupy', 'matplotlib', 'tqdm') if name in sys.modules])")
+            "print([name for name in ('torch', 'jax', 'triton', 'cupy', 'matplotlib', 'tqdm') if name in sys.modules])")
     assert python(code, tmp_path, path=str(ROOT)) == "[]"

@@ -39,10 +39,23 @@ def test_sharp_bits():
     assert names["out"].shape == names["whole"].shape
 
 
+def test_jax(capsys):
+    pytest.importorskip("jax", minversion="0.9")
+    pytest.importorskip("flax")
+    names = run_page("jax.md", gpu=False)
+    assert np.allclose(names["same"], names["dj"].attention(names["query"], names["key"], names["value"], causal=True),
+                       atol=1e-5)
+    assert np.array_equal(names["out"], names["attend"](*(names[name] for name in (
+        "query", "key", "value", "dt_proj", "A"))))
+    assert capsys.readouterr().out == ("(2, 512, 4, 64) [(2, 128), (2,)]\n(2, 2, 512) [(1, 1, 512), (2, 2, 512)]\n"
+                                       "(2,) True\n")
+
+
 def test_every_page_is_run_or_holds_no_python():
     """Pages with Python blocks that are not run here are those that tests of their modules run."""
     elsewhere = {"decoding.md", "layers.md", "training.md", "coming_from_flash_dmattn.md",
                  "distributed.md", "transformers.md", "usage.md"}
-    here = {"biases-and-eviction.md", "index.md", "get-started.md", "concepts.md", "gallery.md", "sharp-bits.md"}
+    here = {"biases-and-eviction.md", "index.md", "get-started.md", "concepts.md", "gallery.md", "sharp-bits.md",
+            "jax.md"}
     with_python = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md") if "```python\n" in path.read_text()}
     assert with_python == elsewhere | here

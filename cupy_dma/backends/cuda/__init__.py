@@ -18,6 +18,7 @@ from typing import Any
 from cupy_dma.backends.cuda.attention.backward import attention_backward as _attention_backward
 from cupy_dma.backends.cuda.attention.forward import attention as _attention
 from cupy_dma.backends.cuda.attention.last_queries import attend_last as _attend_last
+from cupy_dma.backends.cuda.buffers import plan_buffers as _plan_buffers
 from cupy_dma.backends.cuda.decode.cache import cache_extend as _cache_extend
 from cupy_dma.backends.cuda.decode.step import step as _decode_step
 from cupy_dma.backends.cuda.runtime import jit, plans, warmup
@@ -31,7 +32,7 @@ from cupy_dma.backends.cuda.steps import make_step as _make_step
 from cupy_dma.calls.types import AttentionBackwardCall, AttentionCall
 
 __all__ = ["attend_last", "attention", "attention_backward", "cache_extend", "key_scores", "key_scores_backward",
-           "make_step", "prefix_run", "prefix_stop", "run_kernel", "unavailable", "warmup_jobs"]
+           "make_step", "plan_buffers", "prefix_run", "prefix_stop", "run_kernel", "unavailable", "warmup_jobs"]
 
 plans.plannable(AttentionCall, AttentionBackwardCall)
 runtime = CudaRuntime()
@@ -43,6 +44,7 @@ attention_backward = partial(plans.planned(_attention_backward), runtime)
 key_scores_backward = partial(plans.planned(_key_scores_backward), runtime)
 attend_last = partial(_attend_last, runtime)
 make_step = partial(_make_step, runtime)
+plan_buffers = partial(_plan_buffers, runtime)
 run_kernel = partial(_run_kernel, runtime)
 cache_extend = partial(_cache_extend, partial(_decode_step, runtime), prefix_stop, attention)
 

@@ -140,7 +140,7 @@ class _Side:
         self.recorder = recorder_of(runtime)
         self.trace = Trace(runtime, own.query.library, own.query.device, ascending)
         self._call, self.recipe = self._stand_in(call)
-        self.functions: Any = _Functions(self.recorder)
+        self.functions: Any = Functions(self.recorder)
 
     def _stand_in(self, call: AttentionCall | DynamicCall) -> tuple[AttentionCall | DynamicCall, Recipe | None]:
         """The call of arrays that are nowhere, in the order of a step's arguments."""
@@ -222,7 +222,7 @@ class _Side:
             mask.real = None  # type: ignore[assignment]
 
 
-class _Functions:
+class Functions:
     """The backend of a trace."""
 
     def __init__(self, recorder: Recorder):

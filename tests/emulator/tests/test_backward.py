@@ -232,7 +232,7 @@ def test_some_gradients_of_dense_biases(name, needs):
 
 def test_a_bias_of_float64():
     case = next(c for c in FORWARD if c.name == "dense-bias-11qk")
-    (q, k, v), named = cases._arguments(case, np.asarray)
+    (q, k, v), named = cases.arguments(case, np.asarray)
     named["bias"] = named["bias"].astype(np.float64)
     out, lse = dma.attention(q, k, v, **named, return_lse=True, backend="emulator")
     found = attention_backward(q, q, k, v, out, lse, **named, needs="bias", backend="emulator").bias

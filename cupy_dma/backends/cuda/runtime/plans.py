@@ -120,6 +120,11 @@ class Plan:
         """Where the address of an array is found: at which place in the list of addresses, and how far behind it."""
         return self._places[base]
 
+    @property
+    def outputs(self) -> list[tuple[tuple[int, ...], str]]:
+        """Shapes and types of what a call allocates: the results in their order, what is kept, the workspace."""
+        return self._outputs
+
     def order(self, results: tuple[Any, ...]) -> list[int | None]:
         """Which of what ``launch`` gives is each of these results of the first trace."""
         return [None if x is None else self._indices[x.base] for x in results]
@@ -182,6 +187,12 @@ class Plan:
         with runtime.on(device):
             self._launches.run(runtime, addresses, stream)
         return outputs
+
+    def launch_at(self, runtime: Runtime, device: Device, addresses: list[int], stream: int) -> None:
+        """The call at the addresses of its arguments and of all that ``outputs`` names, on the raw ``stream``; for a
+        plan that asks for no lists."""
+        with runtime.on(device):
+            self._launches.run(runtime, addresses, stream)
 
     def _lists(self, runtime: Runtime, library: Library, mask: IntervalMask, stream: int) -> list[int]:
         """Addresses of the lists that the plan asks of its mask; they are kept on it."""

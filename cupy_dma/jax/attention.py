@@ -1,0 +1,148 @@
+"""Attention for jax arrays: the arguments are checked and the task is fixed when a function is traced."""
+from __future__ import annotations
+
+from typing import Any
+
+from cupy_dma import checks
+from cupy_dma.calls.attention import attention_call, dynamic_call
+from cupy_dma.calls.mask import masks_in
+from cupy_dma.calls.types import AttentionCall
+from cupy_dma.jax.arguments import (
+    as_array,
+    check_backend,
+    in_bhnd,
+    optional_array,
+    require_static,
+    rows,
+    stand_in,
+)
+from cupy_dma.jax.batching import alike
+from cupy_dma.jax.derivatives import attend
+from cupy_dma.jax.masks import IntervalMask, intersect
+from cupy_dma.jax.scores import candidates, keeps_all, widened
+from cupy_dma.jax.tasks import Task
+from cupy_dma.masks import interval
+from cupy_dma.masks.selection import selection_hints
+
+
+def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any = None, causal: bool = False,
+              scale: float | None = None, softcap: float = 0.0, deterministic: bool = False, return_lse: bool = False,
+              layout: str | None = None, backend: str | None = None) -> Any:
+    """``cupy_dma.attention`` of jax arrays, with gradients for ``query``, ``key``, ``value`` and ``bias``.
+
+    Parameters
+    ----------
+    query : float array ``(B, Lq, H, D)``, or ``(B, H, Lq, D)`` with ``layout="bhnd"``
+    key, value : float array ``(B, Lk, Hkv, D)``, or ``(B, Hkv, Lk, D)``
+    mask : IntervalMask, or bool array ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)`` or ``(Lq, Lk)``, or several in a tuple, optional
+        An ``IntervalMask`` of this module, a pytree, or of ``cupy_dma``.
+    bias : float array ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)`` or ``(1|B, 1|Hkv|H, Lk)``, optional
+    causal, scale, softcap, deterministic, return_lse, layout, backend
+        As for ``cupy_dma.attention``; static.
+
+    Returns
+    -------
+    out : array ``(B, Lq, H, D)`` of query's type
+    lse : float32 array ``(B, H, Lq)``, natural log (float64 for float64), with ``return_lse``
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument has the wrong type, shape or value; raised when the function is traced.
+    NotImplementedError
+        A gradient is differentiated again.
+    """
+    require_static(causal=causal, scale=scale, softcap=softcap, deterministic=deterministic, return_lse=return_lse,
+                   layout=layout, backend=backend)
+    turned = in_bhnd(attention, layout, {"query": query, "key": key, "value": value}, {
+        "mask": mask, "bias": bias, "causal": causal, "scale": scale, "softcap": softcap,
+        "deterministic": deterministic, "return_lse": return_lse, "backend": backend})
+    if turned is not NotImplemented:
+        return turned
+    floats = {"query": rows(query, "query"), "key": rows(key, "key"), "value": rows(value, "value")}
+    if bias is not None:
+        floats["bias"] = as_array(bias, "bias")
+    shapes = stand_in(floats["query"]), stand_in(floats["key"]), stand_in(floats["value"])
+    call = attention_call(*shapes, None, stand_in(floats.get("bias")), causal, scale, softcap, deterministic, layout)
+    checks.flag(return_lse, "return_lse")
+    check_backend(backend, floats["query"])
+    masks = [_checked_mask(item, shapes, call) for item in masks_in(mask)]
+    runs, dense = intersect(masks, call.key_length, call.kv_heads, call.heads)
+    others = {} if dense is None else {"dense": dense}
+    if runs is not None:
+        others.update(start=runs.start, stop=runs.stop)
+    task = Task("attention", backend, options=(call.causal, call.scale, call.softcap, call.deterministic),
+                hints=None if runs is None else runs._hints)
+    out, lse = attend(task, *alike(floats, others))
+    return (out, lse) if return_lse else out
+
+
+def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None, *, window: int, dt_proj: Any = None,
+                           A: Any = None, dt_bias: Any = None, form: str = "exp", keys: str = "prefix",
+                           padding: Any = None, documents: Any = None, causal: bool = True, scale: float | None = None,
+                           softcap: float = 0.0, deterministic: bool = False, return_lse: bool = False,
+                           layout: str | None = None, backend: str | None = None) -> Any:
+    """``cupy_dma.dynamic_mask_attention`` of jax arrays, with gradients for ``query``, ``key``, ``value`` and
+    ``scores``, or through the scores for ``value`` (both terms), ``dt_proj``, ``A`` and ``dt_bias``.
+
+    Parameters
+    ----------
+    query, key, value, scale, softcap, deterministic, return_lse, layout, backend
+        As for ``attention``.
+    scores : float array ``(B, Hkv, Lk)``
+        Instead of scores you can pass ``dt_proj``, ``A`` and optionally ``dt_bias`` and ``form``, as for
+        ``key_scores``.
+    window : int
+        Keys kept per query, at least 1; static, as are ``form``, ``keys`` and ``causal``.
+    keys, padding, documents
+        As for ``top_w``.
+    causal
+        Prefix masks are causal by construction, so False is allowed only with ``keys="global"``.
+
+    Returns
+    -------
+    As ``attention``.
+
+    Raises
+    ------
+    As ``attention`` and ``top_w``; also ValueError if both or neither of scores and dt_proj are given.
+    """
+    require_static(window=window, form=form, keys=keys, causal=causal, scale=scale, softcap=softcap,
+                   deterministic=deterministic, return_lse=return_lse, layout=layout, backend=backend)
+    turned = in_bhnd(dynamic_mask_attention, layout, {"query": query, "key": key, "value": value}, {
+        "scores": scores, "window": window, "dt_proj": dt_proj, "A": A, "dt_bias": dt_bias, "form": form, "keys": keys,
+        "padding": padding, "documents": documents, "causal": causal, "scale": scale, "softcap": softcap,
+        "deterministic": deterministic, "return_lse": return_lse, "backend": backend})
+    if turned is not NotImplemented:
+        return turned
+    q, k, v = rows(query, "query"), rows(key, "key"), rows(value, "value")
+    ranked = optional_array(scores, "scores")
+    parameters = {name: optional_array(x, name) for name, x in (("dt_proj", dt_proj), ("A", A), ("dt_bias", dt_bias))}
+    call = dynamic_call(stand_in(q), stand_in(k), stand_in(v), stand_in(ranked), window,
+                        stand_in(parameters["dt_proj"]), stand_in(parameters["A"]), stand_in(parameters["dt_bias"]),
+                        form, keys, None, None, causal, scale, softcap, deterministic, layout)
+    checks.flag(return_lse, "return_lse")
+    check_backend(backend, q)
+    own = call.attention
+    others = candidates(padding, documents, own.batch, own.key_length)
+    floats = {"query": q, "key": k, "value": v, "bias": None if ranked is None else widened(ranked), **parameters}
+    everything = keeps_all(call.window, keys, others, own.key_length)
+    task = Task("dynamic", backend, form, (own.causal or everything, own.scale, own.softcap, own.deterministic),
+                None if everything else selection_hints(call.window, own.key_length, keys, "padding" in others,
+                                                        "documents" in others),
+                None if everything else (call.window, keys))
+    out, lse = attend(task, *alike({name: x for name, x in floats.items() if x is not None}, others))
+    return (out, lse) if return_lse else out
+
+
+def _checked_mask(mask: Any, shapes: tuple[Any, Any, Any], call: AttentionCall) -> Any:
+    """One of the masks, as a jax array or an ``IntervalMask`` of jax arrays."""
+    if isinstance(mask, (IntervalMask, interval.IntervalMask)):
+        found = IntervalMask.of(mask)
+        allowed = (1, call.batch), (1, call.kv_heads, call.heads), (call.key_length,)
+        if any(size not in sizes for size, sizes in zip(found.shape, allowed)):
+            raise checks.wrong_shape("mask", "(1|B, 1|Hkv|H, Lk)", allowed, found.shape)
+        return found
+    dense = as_array(mask, "mask")
+    attention_call(*shapes, stand_in(dense), None, False, None, 0.0, False)
+    return dense

@@ -1,0 +1,117 @@
+"""Dynamic mask attention as a layer of flax.nnx that learns its key scores."""
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from cupy_dma import checks
+from cupy_dma.calls.scores import FORMS
+from cupy_dma.jax.arguments import rows
+from cupy_dma.jax.attention import dynamic_mask_attention
+from cupy_dma.jax.scores import key_scores
+
+# That of torch's nn.Linear: uniform up to 1 / sqrt(Hkv * D).
+_kernel_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+
+
+class DynamicMaskAttention(nnx.Module):
+    """``dynamic_mask_attention`` with the parameters of the key scores, for training.
+
+    Parameters
+    ----------
+    kv_heads, head_dim : int
+        ``Hkv`` and ``D`` of the keys and values; ``D`` is 1 to 256.
+    window : int
+        Keys kept per query, the highest-scored ones.
+    dt_bias : bool
+        Also learn an offset per kv head.
+    form, keys, causal, scale, softcap, deterministic, backend
+        As for ``cupy_dma.dynamic_mask_attention``.
+    dtype
+        Of the parameters, float32 by default.
+    rngs : nnx.Rngs
+        Its stream ``params`` initialises ``dt_proj``.
+
+    Attributes
+    ----------
+    A : nnx.Param ``(Hkv,)``
+        Initialised to zeros, as in ``cupy_dma.torch.DynamicMaskAttention``: all scores are equal at first, every query
+        sees the last ``window`` keys, and only ``A`` gets a gradient until it has moved.
+    dt_proj : nnx.Linear
+        ``Hkv * D -> Hkv``; its ``kernel`` is the transpose of torch's ``weight``, and is initialised like that.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument has the wrong type or value.
+    """
+
+    def __init__(self, kv_heads: int, head_dim: int, window: int, *, dt_bias: bool = False, form: str = "exp",
+                 keys: str = "prefix", causal: bool = True, scale: float | None = None, softcap: float = 0.0,
+                 deterministic: bool = False, backend: str | None = None, dtype: Any = jnp.float32, rngs: nnx.Rngs):
+        checks.choice(form, "form", FORMS)
+        checks.choice(keys, "keys", ("prefix", "global"))
+        self.kv_heads, self.head_dim = checks.whole(kv_heads, "kv_heads", 1), checks.whole(head_dim, "head_dim", 1)
+        if self.head_dim > 256:
+            raise ValueError(f"head_dim must be 1 to 256, got {head_dim}")
+        self.window = checks.whole(window, "window", 1)
+        self.form, self.keys, self.causal = form, keys, checks.flag(causal, "causal")
+        self.scale = None if scale is None else checks.real(scale, "scale")
+        self.softcap = checks.real(softcap, "softcap", 0.0)
+        self.deterministic, self.backend = checks.flag(deterministic, "deterministic"), backend
+        if keys == "prefix" and not causal:
+            raise ValueError("causal=False needs keys='global', got keys='prefix', which is causal by construction")
+        if not isinstance(rngs, nnx.Rngs):
+            raise TypeError(f"rngs must be flax.nnx.Rngs, got {type(rngs).__name__}")
+        self.A = nnx.Param(jnp.zeros((self.kv_heads,), dtype))
+        self.dt_proj = nnx.Linear(self.kv_heads * self.head_dim, self.kv_heads, param_dtype=dtype,
+                                  use_bias=checks.flag(dt_bias, "dt_bias"), kernel_init=_kernel_init, rngs=rngs)
+
+    def __call__(self, query: Any, key: Any, value: Any, *, padding: Any = None, documents: Any = None,
+                 return_lse: bool = False) -> Any:
+        """Attention of whole sequences.
+
+        Parameters
+        ----------
+        query : float array ``(B, Lq, H, D)``
+            ``H`` is a multiple of the layer's ``kv_heads``.
+        key, value : float array ``(B, Lk, Hkv, D)``
+        padding, documents
+            As for ``cupy_dma.jax.top_w``.
+        return_lse
+            Return ``(out, lse)``.
+
+        Returns
+        -------
+        out : array of query's shape and type
+        lse : float32 array ``(B, H, Lq)``, natural log (float64 for float64)
+
+        Raises
+        ------
+        TypeError, ValueError
+            An array does not fit the layer, or as for ``cupy_dma.jax.dynamic_mask_attention``.
+        """
+        for x, name in ((key, "key"), (value, "value")):
+            self._check(x, name)
+        return dynamic_mask_attention(
+            query, key, value, window=self.window, **self._parameters(), form=self.form, keys=self.keys,
+            padding=padding, documents=documents, causal=self.causal, scale=self.scale, softcap=self.softcap,
+            deterministic=self.deterministic, return_lse=return_lse, backend=self.backend)
+
+    def scores(self, value: Any) -> jax.Array:
+        """Scores ``(B, Hkv, Lk)`` of the keys with these values ``(B, Lk, Hkv, D)``; float32 (float64 for float64),
+        differentiable. See ``cupy_dma.key_scores``."""
+        self._check(value, "value")
+        return key_scores(value, **self._parameters(), form=self.form, backend=self.backend)
+
+    def _parameters(self) -> dict[str, Any]:
+        bias = self.dt_proj.bias
+        return {"dt_proj": self.dt_proj.kernel[...].T, "A": self.A[...], "dt_bias": None if bias is None else bias[...]}
+
+    def _check(self, x: Any, name: str) -> None:
+        if rows(x, name).shape[2:] != (self.kv_heads, self.head_dim):
+            raise ValueError(f"{name} must have shape (B, Lk, {self.kv_heads}, {self.head_dim}), got {x.shape}: the "
+                             f"layer was made with kv_heads={self.kv_heads}, head_dim={self.head_dim}")

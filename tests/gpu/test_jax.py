@@ -1,0 +1,309 @@
+"""jax on a GPU: the same answers from the CUDA kernels, eager, jitted and in command buffers; streams and memory.
+Everything here is marked ``gpu``, and skipped where jax sees no GPU."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+
+jax = pytest.importorskip("jax", minversion="0.9")
+
+import jax.numpy as jnp  # noqa: E402
+
+import cupy_dma.jax as dj  # noqa: E402
+from cupy_dma.jax import programs  # noqa: E402
+from tests.jax.draws import same  # noqa: E402
+from tests.oracle import cases, reference  # noqa: E402
+from tests.oracle.cases import CASES  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+CHOSEN = ("float16-D64", "bfloat16-D128", "float32-D64", "heads-6/2-top_w", "lengths-0x5-top_w", "lengths-5x0-none",
+          "lengths-33x129-top_w", "lengths-300x300-causal", "mask-none", "mask-global_documents", "mask-union",
+          "mask-per_batch", "mask-dense_2d", "bias-full-top_w", "bias-key_per_head-top_w", "softcap-key",
+          "dense-both-per_batch+dense=1gqk-bgqk")
+
+
+@pytest.fixture(autouse=True)
+def needs_a_gpu():
+    if jax.default_backend() != "gpu":
+        pytest.skip(f"jax sees no GPU: its default backend is {jax.default_backend()}")
+
+
+def draw(n=1000, heads=4, kv_heads=2, size=64, dtype=jnp.bfloat16, seed=0):
+    """query, key, value, scores."""
+    rng = np.random.default_rng(seed)
+    rows = [jnp.asarray(rng.standard_normal((2, n, h, size)), dtype) for h in (heads, kv_heads, kv_heads)]
+    return [*rows, jnp.asarray(rng.standard_normal((2, kv_heads, n)), jnp.float32)]
+
+
+def parameters(kv_heads=2, size=64):
+    rng = np.random.default_rng(1)
+    return [jnp.asarray(rng.standard_normal((kv_heads, kv_heads * size)) / 11, jnp.float32), jnp.ones(kv_heads)]
+
+
+def dynamic(q, k, v, s):
+    return dj.dynamic_mask_attention(q, k, v, s, window=50, softcap=5.0)
+
+
+def from_values(q, k, v, dt_proj, A):
+    return dj.dynamic_mask_attention(q, k, v, dt_proj=dt_proj, A=A, window=50)
+
+
+def loss(function):
+    return lambda *x: jnp.sum(function(*x).astype(jnp.float32) ** 2)
+
+
+def to_cupy(x):
+    """A copy, bfloat16 included."""
+    import cupy
+
+    return cupy.asarray(np.asarray(x))
+
+
+def planned(function, *arguments):
+    """Whether every program that a function needs is a plan."""
+    programs.program_of.cache_clear()
+    made, real = [], programs.Program.__init__
+
+    def init(self, *x):
+        real(self, *x)
+        made.append(self)
+
+    programs.Program.__init__ = init
+    try:
+        jax.block_until_ready(jax.jit(lambda *x: function(*x))(*arguments))  # traced anew
+    finally:
+        programs.Program.__init__ = real
+    assert made
+    return all(program.planned for program in made)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES if case.name in CHOSEN])
+def test_grid(case):
+    (q, k, v), named = cases.arguments(case, np.asarray)
+    bias, mask = named.pop("bias"), named.pop("mask")
+    floats = [jnp.asarray(x) for x in (q, k, v)] + ([] if bias is None else [jnp.asarray(bias)])
+
+    @jax.jit
+    def both(floats, dout, dlse):
+        def forward(q, k, v, bias=None):
+            return dj.attention(q, k, v, mask=mask, bias=bias, **named, return_lse=True)
+
+        (out, lse), pull = jax.vjp(forward, *floats)
+        return out, lse, pull((dout, dlse))
+
+    out, lse, gradients = both(floats, *(jnp.asarray(cases._drawn(case)[name]) for name in ("dout", "dlse")))
+    cases.check(case, np.asarray(out), np.asarray(lse), tf32=case.dtype == "float32")
+    found = [np.asarray(x) for x in gradients] + ([None] if bias is None else [])
+    cases.check_backward(case, found, with_dlse=True, tf32=case.dtype == "float32")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32], ids=["float16", "bfloat16", "float32"])
+def test_cupy_has_the_same_bits(dtype):
+    q, k, v, s = draw(dtype=dtype)
+    out, lse = jax.jit(lambda *x: dj.dynamic_mask_attention(*x, window=50, return_lse=True))(q, k, v, s)
+    expected = dma.dynamic_mask_attention(*map(to_cupy, (q, k, v, s)), window=50, return_lse=True)
+    assert same(out, expected[0].get()) and same(lse, expected[1].get())
+    mask, twin = jax.jit(lambda s: dj.top_w(s, 50))(s), dma.IntervalMask.top_w(to_cupy(s), 50)
+    assert np.array_equal(mask.stop, twin.stop.get()) and np.array_equal(mask.start, twin.start.get())
+
+
+@pytest.mark.parametrize("function", [dynamic, from_values], ids=["scores", "values"])
+def test_jit_is_eager_and_checkpoint(function):
+    arguments = draw() if function is dynamic else [*draw()[:3], *parameters()]
+    wanted = tuple(range(len(arguments)))
+    gradient = jax.grad(loss(function), wanted)
+    assert same(function(*arguments), jax.jit(function)(*arguments))
+    eager = gradient(*arguments)
+    for _ in range(3):  # the third time with a command buffer, where XLA makes one
+        assert all(map(same, eager, jax.jit(gradient)(*arguments)))
+    assert all(map(same, eager, jax.jit(jax.grad(loss(jax.checkpoint(function)), wanted))(*arguments)))
+    assert planned(gradient, *arguments)
+
+
+def test_selection_is_the_definition():
+    s = jnp.round(draw(n=300)[3] * 2) / 2
+    padding = np.arange(300)[None] % 5 > 0
+    for options in ({}, {"padding": padding}, {"keys": "global"}, {"documents": np.array([0, 100, 300], np.int32)}):
+        seen = np.asarray(jax.jit(lambda s, o=options: dj.top_w(s, 20, **o).to_dense(300))(s))
+        expected = reference.top_w_dense(np.asarray(s), 20, **options)
+        causal = np.arange(300)[:, None] >= np.arange(300)
+        assert np.array_equal(seen & causal, np.broadcast_to(expected & causal, seen.shape))
+
+
+def test_vmap_scan_and_donation():
+    q, k, v, s = draw(n=300)
+    stacked = [jnp.stack([x, x[::-1]]) for x in (q, k, v, s)]
+    out = jax.jit(jax.vmap(dynamic))(*stacked)
+    assert same(out[0], dynamic(q, k, v, s)) and same(out[1], dynamic(*(x[1] for x in stacked)))
+
+    def layers(q, k, v, s):
+        return jax.lax.scan(lambda x, _: (dynamic(x, k, v, s), None), q, None, length=3)[0]
+
+    assert same(jax.jit(layers)(q, k, v, s), dynamic(dynamic(dynamic(q, k, v, s), k, v, s), k, v, s))
+    expected = dynamic(q, k, v, s)
+    for _ in range(5):
+        copies = [jnp.array(x) for x in (q, k, v, s)]
+        assert same(jax.jit(dynamic, donate_argnums=0)(*copies), expected)
+
+
+def test_operands_that_are_slices():
+    """XLA may hand over a part of an array where it lies, at any multiple of its rows."""
+    q, k, v, s = draw(n=301, size=3, dtype=jnp.float16)
+
+    @jax.jit
+    def run(q, k, v, s):
+        return [dj.dynamic_mask_attention(q[i:i + 1], k[i:i + 1], v[i:i + 1], s[i:i + 1], window=50) for i in (0, 1)]
+
+    whole = dj.dynamic_mask_attention(q, k, v, s, window=50)
+    np.testing.assert_allclose(np.concatenate(run(q, k, v, s)), whole, atol=2e-3)
+
+
+def test_work_is_in_the_order_of_the_stream():
+    """Inputs that are still being computed, results that are used at once, and calls that follow each other."""
+    q, k, v, s = draw(n=4000)
+
+    @jax.jit
+    def chain(q, k, v, s):
+        for _ in range(6):
+            busy = jnp.tanh(q.astype(jnp.float32))
+            for _ in range(20):
+                busy = jnp.sin(busy) + 0.1 * busy
+            q = dynamic(busy.astype(q.dtype), k, v, s) * 2
+        return q
+
+    first = chain(q, k, v, s)
+    assert all(same(first, chain(q, k, v, s)) for _ in range(5))
+    assert np.isfinite(np.asarray(first, np.float32)).all()
+
+
+def test_without_plans_the_same(monkeypatch):
+    q, k, v, s = draw()
+    expected = jax.jit(jax.grad(loss(dynamic), (0, 1, 2, 3)))(q, k, v, s)
+    monkeypatch.setenv("CUPY_DMA_CHECK", "1")
+    programs.program_of.cache_clear()
+    assert not planned(jax.grad(loss(dynamic), (0, 1, 2, 3)), q, k, v, s)
+    found = jax.grad(loss(dynamic), (0, 1, 2, 3))(q, k, v, s)
+    monkeypatch.undo()
+    programs.program_of.cache_clear()
+    assert all(map(same, found, expected))
+
+
+def test_documents_and_the_host_backend():
+    q, k, v, s = draw(n=300, dtype=jnp.float16)
+    for options in ({"documents": [0, 100, 300]}, {"keys": "global"}):
+        out = jax.jit(lambda *x, o=options: dj.dynamic_mask_attention(*x, window=50, **o))(q, k, v, s)
+        host = jax.jit(lambda *x, o=options: dj.dynamic_mask_attention(*x, window=50, backend="numpy", **o))(q, k, v, s)
+        np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(host, np.float32), atol=4e-3)
+
+
+def test_arrays_of_the_cpu_on_a_machine_with_a_gpu():
+    q, k, v, s = draw(n=200, dtype=jnp.float32)
+    with jax.default_device(jax.devices("cpu")[0]):
+        ours = [jnp.asarray(np.asarray(x)) for x in (q, k, v, s)]
+        out = jax.jit(dynamic)(*ours)
+        assert out.device.platform == "cpu"
+    committed = [jax.device_put(np.asarray(x), jax.devices("cpu")[0]) for x in (q, k, v, s)]
+    assert same(out, jax.jit(dynamic)(*committed))  # traced as for a GPU, run on the CPU
+    np.testing.assert_allclose(np.asarray(out), np.asarray(dynamic(q, k, v, s)), atol=2e-2)
+
+
+def test_errors():
+    q, k, v, s = draw(n=64)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        jax.grad(lambda q: jnp.sum(jax.grad(loss(dynamic))(q, k, v, s).astype(jnp.float32)))(q)
+    with jax.enable_x64(True), pytest.raises((TypeError, jax.errors.JaxRuntimeError), match="float64"):
+        jax.block_until_ready(dynamic(*(x.astype(jnp.float64) for x in (q, k, v, s))))
+    program = programs.program_of
+
+    class Broken(programs.Program):
+        def fill(self, *_):
+            raise RuntimeError("the disk is full of keys")
+
+    programs.program_of = lambda *x: Broken(*x)
+    try:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="the disk is full of keys"):
+            np.asarray(jax.jit(dynamic)(q, k, v, s))
+    finally:
+        programs.program_of = program
+    assert np.isfinite(np.asarray(jax.jit(dynamic)(q, k, v, s), np.float32)).all()
+
+
+@pytest.mark.parametrize("flags", ["--xla_gpu_enable_command_buffer=",
+                                   "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUSTOM_CALL "
+                                   "--xla_gpu_graph_min_graph_size=1"], ids=["without", "with"])
+def test_command_buffers(flags):
+    """In a process of its own: gradients of two layers, several times over, with other inputs each time. In a command
+    buffer the callbacks run fewer times than the function does."""
+    code = """
+import jax, jax.numpy as jnp, numpy as np, cupy_dma.jax as dj
+from cupy_dma.jax import programs
+from tests.gpu.test_jax import draw, dynamic, loss
+calls, real = [], programs.Program._fill
+programs.Program._fill = lambda self, *x: calls.append(1) or real(self, *x)
+gradient = jax.grad(loss(lambda q, k, v, s: dynamic(dynamic(q, k, v, s), k, v, s)), (0, 1, 2, 3))
+step = jax.jit(gradient)
+for i in range(8):
+    arguments = draw(seed=i % 2)
+    found = jax.block_until_ready(step(*arguments))
+    if i < 2 or i > 5:
+        count = len(calls)
+        expected = gradient(*arguments)
+        del calls[count:]
+        for x, y in zip(found, expected):
+            a, b = np.asarray(x, np.float32), np.asarray(y, np.float32)
+            assert np.isfinite(a).all() and np.abs(a - b).max() <= 0.02 * np.abs(b).max(), (i, np.abs(a - b).max())
+print("callbacks", len(calls))
+"""
+    environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    callbacks = int(done.stdout.split()[-1])
+    print(f"{callbacks} callbacks for 8 steps of 4 ({flags})")
+    if flags.endswith("="):
+        assert callbacks == 32
+    else:
+        assert callbacks < 32
+
+
+def test_the_layer_trains():
+    nnx = pytest.importorskip("flax.nnx")
+    import optax
+
+    q, k, v, _ = draw(n=300)
+    layer = dj.DynamicMaskAttention(2, 64, 50, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(layer, optax.adam(0.05), wrt=nnx.Param)
+    target = from_values(q, k, v, *parameters())
+
+    @nnx.jit
+    def step(layer, optimizer):
+        value, gradients = nnx.value_and_grad(lambda m: jnp.mean((m(q, k, v) - target).astype(jnp.float32) ** 2))(layer)
+        optimizer.update(layer, gradients)
+        return value
+
+    losses = [float(step(layer, optimizer)) for _ in range(20)]
+    assert losses[-1] < losses[0]
+
+
+def test_shard_map_over_all_gpus():
+    from jax.sharding import PartitionSpec as P
+
+    count = len(jax.devices())
+    mesh = jax.make_mesh((count,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    q, k, v = (jnp.concatenate([x] * count) for x in draw()[:3])
+    sharded = jax.jit(jax.shard_map(from_values, mesh=mesh, in_specs=(P("data"),) * 3 + (P(), P()),
+                                    out_specs=P("data")))
+    arguments = q, k, v, *parameters()
+    assert same(sharded(*arguments), from_values(*arguments))
+    found = jax.jit(jax.grad(loss(sharded), (0, 3)))(*arguments)
+    expected = jax.grad(loss(from_values), (0, 3))(*arguments)
+    assert same(found[0], expected[0])
+    np.testing.assert_allclose(found[1], expected[1], rtol=2e-3, atol=2e-3 * float(jnp.abs(expected[1]).max()))

@@ -1,0 +1,217 @@
+"""Functions of jax arrays: values and gradients against the oracle, eager and jitted."""
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+
+jax = pytest.importorskip("jax", minversion="0.9")
+
+import jax.numpy as jnp  # noqa: E402
+
+import cupy_dma.jax as dj  # noqa: E402
+from tests.jax.draws import HKV, B, N, draw, recipe, same  # noqa: E402
+from tests.oracle import cases, reference  # noqa: E402
+from tests.oracle.cases import CASES  # noqa: E402
+
+# Those that differ in what jax has to do: types, masks, biases of every rank, lengths. Strides are XLA's own.
+QUICK = ("float16-D16", "bfloat16-D40", "float32-D64", "float64-D16", "heads-6/2-top_w", "heads-1/1-causal",
+         "lengths-0x5-top_w", "lengths-5x0-none", "lengths-33x129-top_w", "mask-padding", "mask-global_documents",
+         "mask-per_batch", "mask-dense_2d", "mask-dense_rows", "bias-none-none", "bias-key_per_head-top_w",
+         "bias-key_shared-none", "bias-row-none", "softcap-key", "dense-mask-1g1k", "dense-bias-1hq1",
+         "dense-both-per_batch+dense=1gqk-bgqk", "dense-both-per_head+padding+dense=b1qk+dense=1hq1-1hqk")
+GRID = [pytest.param(case, marks=[] if case.name in QUICK else pytest.mark.slow, id=case.name) for case in CASES
+        if not case.name.startswith(("layout-", "float32-layout-"))]
+
+
+TYPES = [pytest.param(jnp.float32, id="float32"), pytest.param(jnp.bfloat16, id="bfloat16", marks=pytest.mark.slow)]
+
+
+def test_the_quick_cases_exist():
+    assert set(QUICK) <= {case.name for case in CASES}
+
+
+@pytest.mark.parametrize("case", GRID)
+def test_grid(case):
+    """Forward and backward of one jitted function, through out and lse."""
+    with jax.enable_x64(True) if case.dtype == "float64" else contextlib.nullcontext():
+        (q, k, v), named = cases.arguments(case, np.asarray)
+        bias, mask = named.pop("bias"), named.pop("mask")
+        dout, dlse = (cases._drawn(case)[name] for name in ("dout", "dlse"))
+        floats = [jnp.asarray(x) for x in (q, k, v)] + ([] if bias is None else [jnp.asarray(bias)])
+
+        @jax.jit
+        def both(floats, dout, dlse):
+            def forward(q, k, v, bias=None):
+                return dj.attention(q, k, v, mask=mask, bias=bias, **named, return_lse=True)
+
+            (out, lse), pull = jax.vjp(forward, *floats)
+            return out, lse, pull((dout, dlse.astype(lse.dtype)))
+
+        out, lse, gradients = both(floats, jnp.asarray(dout), jnp.asarray(dlse))
+        cases.check(case, np.asarray(out), np.asarray(lse))
+        found = [np.asarray(x) for x in gradients] + ([None] if bias is None else [])
+        cases.check_backward(case, found, with_dlse=True)
+
+
+# ---- the same bits, eager and jitted, and as from NumPy arrays ----
+
+
+FUNCTIONS = {
+    "scores": lambda q, k, v, s: dj.dynamic_mask_attention(q, k, v, s, window=5, return_lse=True),
+    "softcap": lambda q, k, v, s: dj.dynamic_mask_attention(q, k, v, s, window=5, softcap=2.0, scale=0.5),
+    "everything": lambda q, k, v, s: dj.dynamic_mask_attention(q, k, v, s, window=N),
+    "recipe": lambda q, k, v, s: dj.dynamic_mask_attention(q, k, v, **RECIPE, window=5),
+    "recipe, everything": lambda q, k, v, s: dj.dynamic_mask_attention(q, k, v, **RECIPE, window=N, form="linear"),
+    "global": lambda q, k, v, s: dj.dynamic_mask_attention(q, k, v, s, window=5, keys="global", causal=False),
+    "padding": lambda q, k, v, s: dj.dynamic_mask_attention(q, k, v, s, window=5, padding=jnp.arange(N)[None] > 3),
+    "documents": lambda q, k, v, s: dj.dynamic_mask_attention(q, k, v, s, window=5, documents=[0, 7, 7, N]),
+    "bhnd": lambda q, k, v, s: dj.dynamic_mask_attention(
+        *(x.swapaxes(1, 2) for x in (q, k, v)), s, window=5, layout="bhnd").swapaxes(1, 2),
+    "few keys": lambda q, k, v, s: dj.attention(q, k, v, mask=(dma.IntervalMask.causal(N), jnp.arange(N)[None] != 3)),
+}
+RECIPE: dict = {}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_jit_is_eager_and_numpy(name, dtype):
+    RECIPE.update(zip(("dt_proj", "A", "dt_bias"), recipe(dtype=dtype)))
+    function, arguments = FUNCTIONS[name], draw(dtype=dtype)
+    eager = jax.tree.leaves(function(*arguments))
+    jitted = jax.tree.leaves(jax.jit(function)(*arguments))
+    assert all(map(same, eager, jitted))
+
+    def loss(*x):
+        return sum(jnp.sum(y.astype(jnp.float32) ** 2) for y in jax.tree.leaves(function(*x)))
+
+    wanted = (0, 1, 2) if name in ("recipe", "recipe, everything", "few keys") else (0, 1, 2, 3)
+    value, gradients = jax.value_and_grad(loss, wanted)(*arguments)
+    assert float(value) > 0 and all(float(jnp.abs(x).max()) > 0 for x in gradients)
+    assert all(map(same, gradients, jax.jit(jax.grad(loss, wanted))(*arguments)))
+
+
+def test_numpy_has_the_same_bits():
+    q, k, v, s = draw()
+    arrays = [np.asarray(x) for x in (q, k, v, s)]
+    out, lse = dj.dynamic_mask_attention(q, k, v, s, window=5, return_lse=True)
+    expected = dma.dynamic_mask_attention(*arrays, window=5, return_lse=True)
+    assert same(out, expected[0]) and same(lse, expected[1])
+    dout, dlse = jnp.cos(out), jnp.sin(lse)
+    _, pull = jax.vjp(lambda *x: dj.dynamic_mask_attention(*x, window=5, return_lse=True), q, k, v, s)
+    manual = dma.backward.dynamic_mask_attention_backward(np.asarray(dout), *arrays[:3], *expected, arrays[3], window=5,
+                                                          dlse=np.asarray(dlse))
+    assert all(map(same, pull((dout, dlse)), manual[:4]))
+    given = [np.asarray(x) for x in recipe()]
+    _, pull = jax.vjp(lambda q, k, v, P, A, b: dj.dynamic_mask_attention(q, k, v, dt_proj=P, A=A, dt_bias=b, window=5,
+                                                                         return_lse=True), q, k, v, *given)
+    named = dict(zip(("dt_proj", "A", "dt_bias"), given))
+    expected = dma.dynamic_mask_attention(*arrays[:3], **named, window=5, return_lse=True)
+    manual = dma.backward.dynamic_mask_attention_backward(np.asarray(dout), *arrays[:3], *expected, **named, window=5,
+                                                          dlse=np.asarray(dlse))
+    assert all(map(same, pull((dout, dlse)), (*manual[:3], *manual[4:])))  # scores are not given
+
+
+@pytest.mark.parametrize("form", ["exp", "linear"])
+def test_scores_and_their_gradients_are_the_definition(form):
+    value, (dt_proj, A, dt_bias) = draw()[2], recipe()
+    weights = jnp.cos(jnp.arange(B * HKV * N, dtype=jnp.float32)).reshape(B, HKV, N)
+
+    def scores(value, dt_proj, A, dt_bias):
+        return dj.key_scores(value, dt_proj, A, dt_bias=dt_bias, form=form)
+
+    found, pull = jax.vjp(jax.jit(scores), value, dt_proj, A, dt_bias)
+    np.testing.assert_allclose(found, reference.key_scores(value, dt_proj, A, dt_bias, form), rtol=1e-5)
+    expected = reference.key_scores_gradients(weights, value, dt_proj, A, dt_bias, form)
+    for gradient, exact in zip(pull(weights), expected):
+        np.testing.assert_allclose(gradient, exact, rtol=1e-4, atol=1e-5)
+    turned = dj.key_scores(value.swapaxes(1, 2), dt_proj, A, dt_bias=dt_bias, form=form, layout="bhnd")
+    assert same(turned, found)
+
+
+SELECTIONS = {"prefix": {}, "everything": {"window": N + 1}, "global": {"keys": "global"},
+              "padding": {"padding": np.arange(N)[None] % 5 > 0}, "integers": {"padding": np.arange(N)[None] % 5},
+              "lengths": {"documents": np.array([0, 9, N], np.int32)},
+              "ids": {"documents": np.sort(np.arange(B * N).reshape(B, N) % 3, axis=1).astype(np.int32)},
+              "all": {"keys": "global", "padding": np.arange(B * N).reshape(B, N) % 5 > 0,
+                      "documents": np.sort(np.arange(B * N).reshape(B, N) % 3, axis=1).astype(np.int32)}}
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_selection_is_the_definition(name, dtype):
+    options = {"window": 5, **SELECTIONS[name]}
+    scores = jnp.round(draw()[3] * 2).astype(dtype) / 2  # with ties
+    mask = jax.jit(lambda s: dj.top_w(s, **options))(scores)
+    options["padding"] = None if options.get("padding") is None else options["padding"] != 0
+    expected = reference.top_w_dense(scores, **options)
+    causal = expected & (np.arange(N)[:, None] >= np.arange(N))  # the definition cuts there, a global mask need not
+    seen = np.asarray(mask.to_dense(N))
+    assert (np.broadcast_to(seen & (np.arange(N)[:, None] >= np.arange(N)), causal.shape) == causal).all()
+    assert mask.shape == (B, HKV, N) and mask.start.dtype == mask.stop.dtype == jnp.int32
+
+
+def test_attention_with_a_selection_is_dynamic_mask_attention():
+    q, k, v, _ = draw()
+    parameters = recipe()
+    scores = dj.key_scores(v, parameters[0], parameters[1], dt_bias=parameters[2])
+    out = dj.attention(q, k, v, mask=dj.top_w(scores, 5), bias=scores)
+    assert same(out, dj.dynamic_mask_attention(q, k, v, dt_proj=parameters[0], A=parameters[1], dt_bias=parameters[2],
+                                               window=5))
+
+
+# ---- masks ----
+
+
+def test_masks_are_pytrees():
+    s = draw()[3]
+    mask = dj.top_w(s, 5)
+    leaves, tree = jax.tree.flatten(mask)
+    assert [x.shape for x in leaves] == [(1, 1, N), (B, HKV, N)]
+    assert tree == jax.tree.structure(dj.top_w(s + 1, 5)) != jax.tree.structure(dj.top_w(s, 6))
+    again = jax.tree.unflatten(tree, leaves)
+    assert same(again.stop, mask.stop) and again._hints == mask._hints
+    through = jax.jit(lambda m: m)(mask)
+    assert isinstance(through, dj.IntervalMask) and through._hints == mask._hints
+    assert jax.tree.map(lambda x: x.shape, mask).stop == (B, HKV, N)  # leaves of any kind
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(mask)[0]]
+    assert names == [".start", ".stop"] and "IntervalMask" in repr(mask)
+
+
+def test_masks_as_arguments_of_a_jitted_function():
+    q, k, v, s = draw()
+    calls = []
+
+    @jax.jit
+    def run(q, k, v, mask):
+        calls.append(mask)
+        return dj.attention(q, k, v, mask=mask)
+
+    for shift in (0.0, 1.0):
+        mask = dj.top_w(jnp.sin(s + shift), 5)
+        assert same(run(q, k, v, mask), dj.attention(q, k, v, mask=mask))
+    assert len(calls) == 1
+
+
+def test_algebra_and_constructors():
+    s = draw()[3]
+    arrays = dma.IntervalMask.top_w(np.asarray(s), 5)
+    padding = np.arange(B * N).reshape(B, N) % 3 > 0
+    pairs = [(dj.top_w(s, 5) & dj.IntervalMask.padding(padding), arrays & dma.IntervalMask.padding(padding)),
+             (dj.top_w(s, 5) | dj.IntervalMask.sliding_window(N, 3), arrays | dma.IntervalMask.sliding_window(N, 3)),
+             (dj.IntervalMask.causal(N) & dj.IntervalMask.padding(padding.astype(np.int32)),
+              dma.IntervalMask.causal(N) & dma.IntervalMask.padding(padding)),
+             (dj.IntervalMask.of(dma.IntervalMask.prefix_lm(N, 4)), dma.IntervalMask.prefix_lm(N, 4)),
+             (dj.IntervalMask(jnp.zeros(N, jnp.int32), jnp.arange(N, dtype=jnp.int32)[None]),
+              dma.IntervalMask(np.zeros(N, np.int32), np.arange(N, dtype=np.int32)))]
+    for ours, theirs in pairs:
+        assert np.array_equal(ours.to_dense(N), theirs.to_dense(N)) and ours.shape == theirs.shape
+        assert ours.key_length == N
+    united = jax.jit(lambda s: dj.top_w(s, 5) | dj.IntervalMask.sliding_window(N, 3))(s)
+    assert np.array_equal(united.to_dense(N), pairs[1][1].to_dense(N))
+    with pytest.raises(ValueError, match="runs are known to touch when it is traced"):
+        jax.jit(lambda m: m | dj.IntervalMask.padding(padding))(pairs[0][0])
+    assert np.array_equal((dj.top_w(s, 5) & dj.IntervalMask.causal(N)).to_dense(N), arrays.to_dense(N))

@@ -1,0 +1,247 @@
+"""Programs: plans made when a function is traced, run on the emulator and through the buffers of a GPU that is not
+there."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax", minversion="0.9")
+
+import jax.numpy as jnp  # noqa: E402
+
+import cupy_dma.jax as dj  # noqa: E402
+from cupy_dma.backends import numpy as numpy_backend  # noqa: E402
+from cupy_dma.backends.cuda.runtime import plans  # noqa: E402
+from cupy_dma.jax import programs  # noqa: E402
+from cupy_dma.jax.tasks import Task  # noqa: E402
+from tests.emulator import BACKEND, build, hopper_gpu  # noqa: E402
+from tests.jax import fake_gpu  # noqa: E402
+from tests.jax.draws import HKV, B, N, draw, recipe, same  # noqa: E402
+
+needs_emulator = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    programs.program_of.cache_clear()
+    yield
+    programs.program_of.cache_clear()
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The programs that a test makes, in order."""
+    found, real = [], programs.Program.__init__
+
+    def init(self, *arguments):
+        real(self, *arguments)
+        found.append(self)
+
+    monkeypatch.setattr(programs.Program, "__init__", init)
+    return found
+
+
+def launches(monkeypatch):
+    """The names of the operations that have been launched as plans."""
+    found, real = [], programs.Program._fill_directly
+    monkeypatch.setattr(programs.Program, "_fill_directly",
+                        lambda self, *x: found.append(self.task.operation) or real(self, *x))
+    return found
+
+
+# ---- on the emulator ----
+
+
+@needs_emulator
+def test_a_training_step_is_two_plans(made, monkeypatch):
+    """On the CUDA kernels; the emulator watches that operands are not written, and results and workspace are before
+    they are read."""
+    direct = launches(monkeypatch)
+    q, k, v, _ = draw(dtype=jnp.float16)
+    parameters = recipe()[:2]
+
+    def loss(q, k, v, dt_proj, A, backend):
+        out, lse = dj.dynamic_mask_attention(q, k, v, dt_proj=dt_proj, A=A, window=5, return_lse=True, backend=backend)
+        return jnp.sum(out.astype(jnp.float32) ** 2) + jnp.sum(jnp.sin(lse))
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3, 4)), static_argnums=5)
+    value, found = step(q, k, v, *parameters, "emulator")
+    assert [(x.task.operation, x.planned, x.workspace > 0) for x in made] == [
+        ("dynamic", True, True), ("backward", True, True)]
+    assert direct == []
+    again = step(q, k, v, *parameters, "emulator")
+    assert all(map(same, jax.tree.leaves((value, found)), jax.tree.leaves(again))) and len(made) == 2
+    expected = step(q, k, v, *parameters, "numpy")
+    assert np.isclose(value, expected[0], rtol=1e-3)
+    for x, y in zip(found, expected[1]):
+        np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), rtol=0.02, atol=0.02)
+
+
+@needs_emulator
+def test_a_plan_has_the_bits_of_the_backend(made, monkeypatch):
+    q, k, v, s = draw(dtype=jnp.float16)
+
+    def run(q, k, v, s):
+        scores = dj.key_scores(v, *recipe()[:2], backend="emulator")
+        mask = dj.top_w(s, 5, backend="emulator", padding=jnp.arange(N)[None] > 2)
+        return scores, mask, *dj.attention(q, k, v, mask=mask, bias=s, return_lse=True, backend="emulator")
+
+    planned = run(q, k, v, s)
+    assert [x.planned for x in made] == [True] * 3
+    programs.program_of.cache_clear()
+    direct = launches(monkeypatch)
+    with plans.switched(False):
+        plain = run(q, k, v, s)
+    assert [x.planned for x in made[3:]] == [False] * 3 and direct == ["key_scores", "top_w", "attention"]
+    assert all(map(same, jax.tree.leaves(planned), jax.tree.leaves(plain)))
+
+
+@needs_emulator
+@pytest.mark.slow
+def test_hoppers_kernels_as_plans(made):
+    """With TMA, whose descriptors hold addresses too."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 200, heads, 64)), jnp.float16) for heads in (2, 1, 1))
+    s = jnp.asarray(rng.standard_normal((1, 1, 200)), jnp.float32)
+
+    def step(backend):
+        def loss(*x):
+            return jnp.sum(dj.dynamic_mask_attention(*x, window=40, backend=backend).astype(jnp.float32) ** 2)
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(q, k, v, s)
+
+    with hopper_gpu():
+        value, found = step("emulator")
+    assert [x.planned for x in made] == [True, True]
+    expected = step("numpy")
+    assert np.isclose(value, expected[0], rtol=1e-3)
+    for x, y in zip(found, expected[1]):
+        np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), rtol=0.02, atol=0.02)
+
+
+@needs_emulator
+def test_what_cannot_be_planned_runs_all_the_same(made):
+    q, k, v, s = draw(dtype=jnp.float16)
+    for options in ({"documents": [0, 9, N]}, {"keys": "global"}):
+        out, expected = (dj.dynamic_mask_attention(q, k, v, s, window=5, backend=backend, **options)
+                         for backend in ("emulator", "numpy"))
+        np.testing.assert_allclose(out.astype(jnp.float32), expected.astype(jnp.float32), atol=2e-3)
+    assert not any(x.planned for x in made)
+
+
+# ---- through the buffers of a GPU ----
+
+
+def forward_task(**options):
+    return Task("dynamic", None, options=(False, 0.3, 0.0, False), hints=programs_hints(), selection=(5, "prefix"),
+                **options)
+
+
+def programs_hints():
+    from cupy_dma.masks.selection import selection_hints
+
+    return selection_hints(5, N, "prefix", False, False)
+
+
+def operands(dtype=jnp.float16):
+    return dict(zip(("query", "key", "value", "bias"), map(np.asarray, draw(dtype=dtype))))
+
+
+@needs_emulator
+def test_a_plan_through_a_gpus_buffers(monkeypatch):
+    fake_gpu.install(monkeypatch, BACKEND)
+    direct, streams = launches(monkeypatch), []
+    real = plans.Plan.launch_at
+    monkeypatch.setattr(plans.Plan, "launch_at", lambda self, runtime, device, addresses, stream: (
+        streams.append((device, stream)), real(self, runtime, device, addresses, stream)))
+    program, found = fake_gpu.call(forward_task(), operands())
+    assert program.planned and direct == [] and streams == [(programs.Device("cuda", 0), fake_gpu.STREAM)]
+    q, k, v, s = draw(dtype=jnp.float16)
+    out, lse = dj.dynamic_mask_attention(q, k, v, s, window=5, scale=0.3, return_lse=True, backend="emulator")
+    mask = dj.top_w(s, 5, backend="emulator")
+    assert all(same(found[name], x) for name, x in (("out", out), ("lse", lse), ("start", mask.start),
+                                                    ("stop", mask.stop)))
+
+
+@needs_emulator
+def test_a_plan_is_made_for_each_gpu(monkeypatch):
+    fake_gpu.install(monkeypatch, BACKEND)
+    program, found = fake_gpu.call(forward_task(), operands(), device=1)
+    assert {device.index for device in program._plans} == {0, 1} and all(program._plans.values())
+    assert same(found["out"], fake_gpu.call(forward_task(), operands())[1]["out"])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_without_a_plan_through_a_gpus_buffers(monkeypatch, dtype):
+    fake_gpu.install(monkeypatch, numpy_backend)
+    direct = launches(monkeypatch)
+    program, found = fake_gpu.call(forward_task(), operands(dtype))
+    assert not program.planned and program.workspace == 0 and direct == ["dynamic"]
+    q, k, v, s = draw(dtype=dtype)
+    out, lse = dj.dynamic_mask_attention(q, k, v, s, window=5, scale=0.3, return_lse=True, backend="numpy")
+    assert same(found["out"], out) and same(found["lse"], lse)
+
+
+@needs_emulator
+def test_odd_addresses_go_past_the_plan(monkeypatch):
+    fake_gpu.install(monkeypatch, BACKEND)
+    direct = launches(monkeypatch)
+    program, found = fake_gpu.call(forward_task(), operands(), offset=8)
+    assert program.planned and direct == ["dynamic"]
+    assert same(found["out"], fake_gpu.call(forward_task(), operands())[1]["out"])
+    fake_gpu.install(monkeypatch, BACKEND, capturing=True)
+    with pytest.raises(RuntimeError, match="a captured call needs operands at multiples of 16 bytes"):
+        fake_gpu.call(forward_task(), operands(), offset=8)
+
+
+def test_gradients_through_a_gpus_buffers(monkeypatch):
+    q, k, v, s = draw()
+    out, lse = dj.dynamic_mask_attention(q, k, v, s, window=5, return_lse=True)
+    expected = jax.grad(lambda *x: jnp.sum(dj.dynamic_mask_attention(*x, window=5)), (0, 3))(q, k, v, s)
+    mask = dj.top_w(s, 5)
+    fake_gpu.install(monkeypatch, numpy_backend)
+    task = Task("backward", None, options=(False, q.shape[3] ** -0.5, 0.0, False), hints=mask._hints,
+                needs=("query", "bias"))
+    arrays = {"dout": jnp.ones_like(out), "out": out, "lse": lse, "query": q, "key": k, "value": v, "bias": s,
+              "start": mask.start, "stop": mask.stop}
+    _, found = fake_gpu.call(task, {name: np.asarray(x) for name, x in arrays.items()})
+    assert same(found["query"], expected[0]) and same(found["bias"], expected[1])
+
+
+# ---- what jax is told ----
+
+
+def test_results_are_what_the_tasks_say():
+    kinds = {"query": ((B, N, 4, 8), "bfloat16"), "value": ((B, N, HKV, 8), "bfloat16")}
+    assert programs.results_of(forward_task(), {**kinds, "bias": ((B, HKV, N), "float32")}) == [
+        ("out", kinds["query"]), ("lse", ((B, 4, N), "float32")), ("start", ((1, 1, N), "int32")),
+        ("stop", ((B, HKV, N), "int32"))]
+    assert programs.results_of(forward_task()._replace(selection=None), kinds)[2:] == [
+        ("bias", ((B, HKV, N), "float32"))]
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_only_plans_may_be_captured(monkeypatch, planned):
+    told = []
+
+    def buffer_callback(callback, results, *, command_buffer_compatible):
+        told.append((len(results), command_buffer_compatible))
+        return lambda *operands: [jnp.zeros(x.shape, x.dtype) for x in results]
+
+    monkeypatch.setattr(programs, "buffer_callback", buffer_callback)
+    plan = type("Plan", (), {"workspace": 512})()
+    monkeypatch.setattr(programs.Program, "_all_plans", lambda self, for_gpu: {programs.CPU: plan} if planned else {})
+    dj.dynamic_mask_attention(*draw(), window=5)
+    assert told == [(5, True) if planned else (4, False)]
+
+
+def test_eager_calls_are_compiled_once(made, caplog):
+    arguments, counts = draw(), []
+    jax.clear_caches()
+    for _ in range(3):
+        caplog.clear()
+        with jax.log_compiles():
+            dj.dynamic_mask_attention(*arguments, window=5)
+        compiled = [record.message for record in caplog.records if "XLA compilation of" in record.message]
+        counts.append((len(made), sum("callback" in message for message in compiled), len(compiled)))
+    assert counts[0][:2] == (1, 1) and counts[1:] == [(1, 0, 0)] * 2
