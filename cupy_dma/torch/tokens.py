@@ -57,7 +57,7 @@ class Tokens:
     def restored(self, out: Tensor) -> Tensor:
         """The layer's ``out`` as the caller gets it: in the order of his tokens, 0 at padding, his layout."""
         if self.place is not None:
-            out = _taken(out, self.place)
+            out = taken(out, self.place)
         if self.real is not None:
             out = out.masked_fill(~self.real[..., None], 0)
         return out if self.batch_first else out.transpose(0, 1)
@@ -70,15 +70,20 @@ class Tokens:
     def _real_first(self) -> None:
         """Move each row's real tokens to its front, where a cache takes them from."""
         assert self.real is not None
-        order = self.real.logical_not().long().argsort(dim=1, stable=True)
-        self.x, self.place = _taken(self.x, order), order.argsort(1)
+        order = real_first(self.real)
+        self.x, self.place = taken(self.x, order), order.argsort(1)
         self.positions = self.positions.expand_as(order).gather(1, order)
         self.padding, self.lengths = None, self.real.sum(1)
 
 
-def _taken(x: Tensor, order: Tensor) -> Tensor:
-    """Rows ``order (B, N)`` of ``x (B, N, width)``."""
-    return x.gather(1, order[..., None].expand_as(x))
+def real_first(real: Tensor) -> Tensor:
+    """The order ``(B, N)`` that puts the real tokens of each row first, in their own order."""
+    return real.logical_not().long().argsort(dim=1, stable=True)
+
+
+def taken(x: Tensor, order: Tensor) -> Tensor:
+    """Rows ``order (B, N)`` of ``x (B, N, ...)``."""
+    return x.gather(1, order.reshape(*order.shape, *(1,) * (x.ndim - 2)).expand_as(x))
 
 
 def _check_x(x: Any, width: int, batch_first: bool, cu_seqlens: Any) -> None:

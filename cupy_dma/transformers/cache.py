@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.cache_utils import DynamicCache as FullCache
 
 from cupy_dma.cache import DynamicCache
+from cupy_dma.torch.tokens import real_first, taken
 from cupy_dma.transformers.layers import DynamicMask, dynamic_layers
 
 
@@ -90,15 +91,15 @@ class DynamicMaskLayer(CacheLayerMixin):
         if real is not None:
             lengths, self._padded = real.sum(1), True
             if real.shape[1] > 1:
-                order = real.logical_not().long().argsort(dim=1, stable=True)  # the real tokens first
-                query, key, value = (_taken(x, order) for x in (query, key, value))
-                scores, place = _taken(scores.transpose(1, 2), order).transpose(1, 2).contiguous(), order.argsort(1)
+                order = real_first(real)
+                query, key, value = (taken(x, order) for x in (query, key, value))
+                scores, place = taken(scores.transpose(1, 2), order).transpose(1, 2).contiguous(), order.argsort(1)
         if self.record_past:
             self._before = self.store.clone() if self._before is None else self._before
             self._since.append(_Chunk(key, value, scores, real))
         out = self.store.extend(query, key, value, scores, lengths=lengths, **settings)
         self._unattended = False
-        return out if place is None else _taken(out, place)
+        return out if place is None else taken(out, place)
 
     def advance(self, tokens: int) -> None:
         """Count tokens that have been appended, or taken back, without ``update``: by a CUDA graph."""
@@ -269,8 +270,3 @@ class DynamicMaskCache(Cache):
 def cache_argument(model: Any) -> str:
     """How ``model.forward`` calls its cache: ``"cache"``, or up to transformers 5.19 ``"past_key_values"``."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
-def _taken(x: Tensor, order: Tensor) -> Tensor:
-    """Rows ``order (B, L)`` of ``x (B, L, ...)``."""
-    return x.gather(1, order.reshape(*order.shape, *(1,) * (x.ndim - 2)).expand_as(x))

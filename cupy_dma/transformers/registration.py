@@ -20,7 +20,7 @@ from cupy_dma.transformers.attention import attention_forward
 from cupy_dma.transformers.cache import DynamicMaskCache
 from cupy_dma.transformers.converted import convert_modules
 from cupy_dma.transformers.doge import doge_forward
-from cupy_dma.transformers.layers import NAME, dynamic_layers
+from cupy_dma.transformers.layers import KEY, NAME, dynamic_layers
 from cupy_dma.transformers.visibility import visibility
 
 
@@ -64,7 +64,7 @@ def _with_dynamic_masks(original: Any) -> Any:
     def post_init(self: Any) -> None:
         original(self)
         config = self.config.get_text_config(decoder=True)
-        if getattr(config, "model_type", None) != "doge" and dynamic_layers(config):
+        if getattr(config, KEY, None) is not None:
             convert_modules(self)
 
     return post_init

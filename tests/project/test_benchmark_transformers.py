@@ -44,6 +44,7 @@ def test_what_is_wrong():
     tokens = [{"part": "decode", "length": 1, "peer": peer, "ms": 1.0, "tokens": [3, token]}
               for peer, token in (("cupy_dma", 1), ("cupy_dma graph", 2))]
     assert not bench.check(tokens)
+    assert not bench.check([tokens[0], {**tokens[1], "ms": None}])
     assert not bench.check([{"part": "train", "length": 1, "peer": "cupy_dma", "ms": None}])
 
 

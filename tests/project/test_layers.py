@@ -37,8 +37,8 @@ OPTIONAL = {"cupy", "cupyx", "torch", "triton", "ml_dtypes", "matplotlib", "tqdm
             "flax"}
 # What needs one of them: imported where it is used.
 NEEDS_OPTIONAL = ("cupy_dma.torch", "cupy_dma.distributed", "cupy_dma.jax", "cupy_dma.backends.cuda",
-                  "cupy_dma.backends.flex",
-                  "cupy_dma.backends.triton", "cupy_dma.backends.torch_common", "cupy_dma.transformers")
+                  "cupy_dma.backends.flex", "cupy_dma.backends.triton", "cupy_dma.backends.torch_common",
+                  "cupy_dma.transformers")
 
 
 class Import(NamedTuple):
