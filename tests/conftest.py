@@ -18,6 +18,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     if count > 1:
         first = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % count
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(str((first + i) % count) for i in range(count)))
+# jax would take three quarters of a GPU's memory at once. It reads this when it first uses a GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import numpy as np
 import pytest

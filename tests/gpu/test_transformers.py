@@ -34,18 +34,23 @@ def results(model, given, real):
 @pytest.mark.parametrize("how", ["plain", "left", "packed"])
 def test_forward_and_backward(name, how):
     """bfloat16, with the float32 model on the CPU as truth: at most twice eager's distance, three times for gradients,
-    each as a norm, as single weights differ by which keys are kept at a rounding."""
+    each as a norm, as single weights differ by which keys are kept at a rounding. Eager's distance is the larger of
+    that on the GPU and that on the CPU: a gradient of four numbers (a router's bias) can be near the truth by chance.
+    """
     options = {} if name != "doge" else {"keep_window_size": 40}
     given, real = small.batch(how, length=150)
     ours = model_of(name, **options)
     plain = small.twin(ours, "eager")
     truth = small.twin(ours, "eager", torch.float32).cpu()
-    with small.ties_broken_alike(plain, truth):
-        expected, same = results(truth, given, real), results(plain, on_gpu(given), real.cuda())
+    again = small.twin(ours, "eager").cpu()
+    with small.ties_broken_alike(plain, again, truth):
+        expected, others = results(truth, given, real), [results(plain, on_gpu(given), real.cuda()),
+                                                         results(again, given, real)]
     found = results(ours, on_gpu(given), real.cuda())
     wrong = []
     for part, x in expected.items():
-        a, b = ((y[part].cpu() - x).norm().item() for y in (found, same))
+        a, *eager = ((y[part].cpu() - x).norm().item() for y in (found, *others))
+        b = max(eager)
         if a > (2 if part == "logits" else 3) * b + 2**-8 * x.norm().item():
             wrong.append(f"{part}: {a:.3g}, eager {b:.3g}, of {x.norm().item():.3g}")
     assert not wrong, wrong
