@@ -18,6 +18,8 @@ A backend is a module with these functions:
   ``ExtendCall``; ``out`` and ``lse`` are None without a query;
 - ``attend_last(call, scores) -> (out, lse) | None``, optional: ``dynamic_mask_attention`` for a ``DynamicCall`` with
   few queries and its scores, without building a mask; None for a call that is faster with one;
+- ``last_keys(scores, window) -> array``, optional: the best ``window`` of more keys, int32 ``(B, Hkv, window)`` in any
+  order, for float32 scores;
 - ``run_kernel(launch)``, optional: a kernel of the user's own (``cuda/runtime/user_kernel.py``);
 - ``make_step(call) -> step | None``, optional: an ``AttentionCall`` or ``DynamicCall`` and its gradients as plans, for
   calls that differ in addresses alone (``cuda/steps.py``); with the module ``plans``, which may switch them off, and

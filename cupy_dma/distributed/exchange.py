@@ -62,29 +62,34 @@ class Exchange:
 
     # ---- forward ----------------------------------------------------------------------------------------------------
 
-    def send(self, key: Tensor, value: Tensor) -> tuple[Any, Received]:
-        """Start the all-gather: the work to wait for, and where its results will be."""
+    def send(self, key: Tensor, value: Tensor, wanted: bool = True) -> tuple[Any, Received]:
+        """Start the all-gather: the work to wait for, and where its results will be. ``wanted``: whether any rank looks
+        at the rows of this one."""
         batch, heads, _ = self.own.scores.shape
-        self._sent = survivors(self.own, self.keep)
         shape = batch, heads, self.keep.rows, self.row.words(True)
         size = shape[0] * shape[1] * shape[2] * shape[3]
         mine = torch.zeros(size + batch * HEADER, dtype=torch.int64, device=key.device)
-        rows = mine[:size].view(shape)
-        for field, x in zip(self.row.pair(rows), (key, value)):
-            field.copy_(picked(x, self._sent.index))
-        if key.shape[1]:
-            self.row.scores(rows).copy_(self.own.scores.gather(2, self._sent.index))
-        self.row.ordinals(rows).copy_(self._sent.ordinal)
-        mine[size:].view(batch, HEADER).copy_(self._sent.header)
+        if wanted:
+            self._pack(key, value, mine[:size].view(shape), mine[size:].view(batch, HEADER))
         every = mine.new_empty(self.world * mine.numel())
         work = self.agreement.started(all_gather, every, mine, group=self.group)
         every = every.view(self.world, -1)
         return work, Received(every[:, :size].unflatten(1, shape), every[:, size:].unflatten(1, (batch, HEADER)))
 
+    def _pack(self, key: Tensor, value: Tensor, rows: Tensor, header: Tensor) -> None:
+        """Find the survivors and put them into ``rows (B, Hkv, R, words)``."""
+        self._sent = survivors(self.own, self.keep)
+        for field, x in zip(self.row.pair(rows), (key, value)):
+            field.copy_(picked(x, self._sent.index))
+        if key.shape[1]:
+            self.row.scores(rows).copy_(self.own.scores.gather(2, self._sent.index))
+        self.row.ordinals(rows).copy_(self._sent.ordinal)
+        header.copy_(self._sent.header)
+
     def join(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Key, value and scores of the history; sets ``mask``."""
         scores, rows = self.own.scores, self.keep.rows
-        work, received = (None, None) if self.world == 1 else self.send(key, value)
+        work, received = (None, None) if self.world == 1 else self.send(key, value, self.rank < self.world - 1)
         if self.rank == 0:
             self.mask = first_mask(self.own, self.keep)
             if work is not None:

@@ -163,9 +163,10 @@ def _attended(call: AttentionCall | DynamicCall, module: ModuleType) -> tuple[Te
 
 
 class _Attention(torch.autograd.Function):
-    """Attention of a checked call. The context keeps the call's options and its mask, including the key lists that
-    backends have cached on it; tensors are saved through autograd only, so that saved-tensor hooks (checkpointing,
-    offloading) see all of them."""
+    """Attention of a checked call. The context keeps the call's options and what it has made: its mask, including the
+    key lists that backends have cached on it, and its scores. Arguments and results are saved through autograd, so that
+    saved-tensor hooks (checkpointing, offloading) see them, and see as many as of a planned call (``steps.py``): a
+    checkpoint may compute either of the two first and the other one again."""
 
     @staticmethod
     def forward(ctx: Any, call: AttentionCall | DynamicCall, module: ModuleType, backend: str | None,
@@ -173,8 +174,8 @@ class _Attention(torch.autograd.Function):
         out, lse, own = _attended(call, module)
         recipe = call.recipe if isinstance(call, DynamicCall) else None
         ctx.save_for_backward(out, lse, *inputs, *[None] * (len(INPUTS) - len(inputs)),
-                              None if own.dense is None else own.dense.array,
-                              None if recipe is None or own.bias is None else own.bias.array)
+                              None if own.dense is None else own.dense.array)
+        ctx.scores = None if recipe is None or own.bias is None else own.bias.array
         ctx.facts = Facts(own.mask, (own.causal, own.scale, own.softcap, own.deterministic),
                           None if recipe is None else recipe[4], module, backend, own.sequences)
         ctx.set_materialize_grads(False)
@@ -182,7 +183,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        return None, None, None, *gradients(ctx.facts, Saved(*ctx.saved_tensors), dout, dlse, ctx.needs_input_grad[3:])
+        saved = Saved(*ctx.saved_tensors)._replace(scores=ctx.scores)
+        return None, None, None, *gradients(ctx.facts, saved, dout, dlse, ctx.needs_input_grad[3:])
 
 
 def gradients_of(call: AttentionCall, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor,

@@ -26,6 +26,7 @@ from cupy_dma.backends.cuda.decode.step import step as _decode_step
 from cupy_dma.backends.cuda.runtime import plans
 from cupy_dma.backends.cuda.runtime.traces import Untraceable
 from cupy_dma.backends.cuda.runtime.user_kernel import Launch
+from cupy_dma.backends.cuda.select.last_queries import last_keys as _last_keys
 from cupy_dma.backends.cuda.select.prefix import prefix_run as _prefix_run
 from cupy_dma.backends.cuda.select.prefix import prefix_stop as _prefix_stop
 from cupy_dma.backends.cuda.select.scores import key_scores as _key_scores
@@ -64,6 +65,9 @@ class Backend:
 
     def attention(self, call: Any) -> Any:
         return self._run(_attention, (call,), ("out", "lse"))
+
+    def last_keys(self, *arguments: Any) -> Any:
+        return self._run(_last_keys, arguments, ("keys",))
 
     def attend_last(self, call: Any, scores: Any) -> Any:
         return self._run(_attend_last, (call, scores), ("out", "lse"))

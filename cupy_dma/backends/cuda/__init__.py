@@ -24,6 +24,7 @@ from cupy_dma.backends.cuda.decode.step import step as _decode_step
 from cupy_dma.backends.cuda.runtime import jit, plans, warmup
 from cupy_dma.backends.cuda.runtime.device import CudaRuntime
 from cupy_dma.backends.cuda.runtime.user_kernel import run_kernel as _run_kernel
+from cupy_dma.backends.cuda.select.last_queries import last_keys as _last_keys
 from cupy_dma.backends.cuda.select.prefix import prefix_run as _prefix_run
 from cupy_dma.backends.cuda.select.prefix import prefix_stop as _prefix_stop
 from cupy_dma.backends.cuda.select.scores import key_scores as _key_scores
@@ -32,7 +33,8 @@ from cupy_dma.backends.cuda.steps import make_step as _make_step
 from cupy_dma.calls.types import AttentionBackwardCall, AttentionCall
 
 __all__ = ["attend_last", "attention", "attention_backward", "cache_extend", "key_scores", "key_scores_backward",
-           "make_step", "plan_buffers", "prefix_run", "prefix_stop", "run_kernel", "unavailable", "warmup_jobs"]
+           "last_keys", "make_step", "plan_buffers", "prefix_run", "prefix_stop", "run_kernel", "unavailable",
+           "warmup_jobs"]
 
 plans.plannable(AttentionCall, AttentionBackwardCall)
 runtime = CudaRuntime()
@@ -43,6 +45,7 @@ prefix_run = partial(plans.planned(_prefix_run), runtime)
 attention_backward = partial(plans.planned(_attention_backward), runtime)
 key_scores_backward = partial(plans.planned(_key_scores_backward), runtime)
 attend_last = partial(_attend_last, runtime)
+last_keys = partial(_last_keys, runtime)
 make_step = partial(_make_step, runtime)
 plan_buffers = partial(_plan_buffers, runtime)
 run_kernel = partial(_run_kernel, runtime)

@@ -80,3 +80,12 @@ def test_the_last_rank(case):
     for found, i in ((dq, 0), (dk[:, keep.rows:], 1), (dv[:, keep.rows:], 2)):
         reference.assert_matches_reference(numbers(found), exact[i][:, begin:end], plain[i][:, begin:end],
                                            plain[i].dtype, factor=3)
+
+
+@pytest.mark.parametrize("scores", ["normal", "ties", "zero", "nan", "infinite", "rising", "falling"])
+@pytest.mark.parametrize("length, window", [(21, 20), (300, 1), (9000, 700)])
+def test_survivors_are_found_by_the_kernels_of_few_queries(scores, length, window):
+    case = Case(scores, lengths=(length,), dtype="bfloat16", window=window, scores=scores)
+    found, expected = (survivors(own(case, 0)._replace(backend=name), case.keep) for name in ("emulator", "numpy"))
+    for a, b in zip(found, expected):
+        assert a.dtype == b.dtype and torch.equal(a, b)

@@ -297,6 +297,27 @@ def test_checkpointing(device, planned):
     assert planned["backward"] == 2
 
 
+@pytest.mark.parametrize("computed", [False, True], ids=["scores", "values"])
+def test_checkpointed_layers(computed, device, planned):
+    """The first of several layers are no plans yet when they run, and are when they are computed again."""
+    from torch.utils.checkpoint import checkpoint
+
+    made = list(parameters(0).values())
+
+    def layers(around: Callable[..., Any], q: Any, k: Any, v: Any, s: Any) -> Any:
+        for _ in range(4):
+            q, lse = around(*((from_values, q, k, v, *made) if computed else (dynamic, q, k, v, s)))
+        return q, lse
+
+    inputs = [draw(0) for _ in range(2)]
+    if computed:
+        inputs = [[*x[:3], x[3].detach()] for x in inputs]
+    found = step(lambda *x: layers(lambda call, *y: checkpoint(call, *y, use_reentrant=False), *x), *inputs[0])
+    assert planned == {"forward": 6, "backward": 2}  # a call that was no plan has a gradient that is none
+    with plans.switched(False):
+        same(found, step(lambda *x: layers(lambda call, *y: call(*y), *x), *inputs[1]))
+
+
 def test_autocast(device, planned):
     def call(*inputs: Any) -> Any:
         with torch.autocast("cpu", torch.bfloat16):

@@ -34,7 +34,8 @@ class KeyList:
     list: int  # addresses
     interval: int | None
     tickets: int  # (B * Hkv, sets) zeros
-    keep: Any  # the arrays
+    keep: tuple[Any, Any]  # the arrays: zeros, and what holds the list
+    offset: int  # of the list in the second of them, in elements
 
 
 def select_last(runtime: Runtime, scores: Operand, window: int, queries: int, sets: int) -> KeyList:
@@ -65,7 +66,17 @@ def select_last(runtime: Runtime, scores: Operand, window: int, queries: int, se
         _kernel(runtime, device.index, intervals, "narrow").launch(
             rows * chunks, THREADS["narrow"], pack(fields, {"pass": number, "shift": shift}), stream)
     _kernel(runtime, device.index, intervals, "collect").launch(rows * chunks, THREADS["collect"], pack(fields), stream)
-    return KeyList(count, kept, interval if intervals else None, tickets + 4 * rows, (zeros, space))
+    return KeyList(count, kept, interval if intervals else None, tickets + 4 * rows, (zeros, space),
+                   (kept - survivors) // 4)
+
+
+def last_keys(runtime: Runtime, scores: Operand, window: int) -> Any:
+    """The ``window`` best of more keys, those that the last of their positions sees: int32 ``(B, Hkv, window)`` in any
+    order, of ``scores (B, Hkv, Lk)`` float32."""
+    batch, kv_heads, _ = scores.shape
+    with runtime.on(scores.device):
+        found = select_last(runtime, scores, window, 1, 0)
+    return found.keep[1][found.offset:found.offset + batch * kv_heads * window].reshape(batch, kv_heads, window)
 
 
 @functools.lru_cache(maxsize=1024)
