@@ -8,6 +8,8 @@ import pytest
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends import cuda
+from cupy_dma.backends.cuda.attention import backward_parts
+from cupy_dma.backends.cuda.runtime import plans
 from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward, key_scores_backward
 from tests.gpu.sm90_tiles import portable
 from tests.gpu.test_forward import FORWARD, converter, draw, draw_scores, host
@@ -314,3 +316,26 @@ def test_memory_is_linear(torch):
     half, whole = extra(65536), extra(131072)
     print(f"{half / 2**20:.0f} MiB at 65536, {whole / 2**20:.0f} MiB at 131072")
     assert whole <= 4 * 2**30 and whole < 2.2 * half
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_in_parts(torch, batch, monkeypatch):
+    """The same bits, through autograd, whose step is no plan then, and by the functions."""
+    from cupy_dma.torch import steps
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(batch, 3000, heads, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+               for heads in (8, 4, 4))
+    scores = torch.randn(batch, 4, 3000, device="cuda").requires_grad_()
+    dout, found = torch.randn_like(q), []
+    for most in (backward_parts.MOST_SUMS, 1 << 20):
+        monkeypatch.setattr(backward_parts, "MOST_SUMS", most)
+        monkeypatch.setattr(steps, "_known", {})
+        with plans.switched(False):  # a plan of before knows no parts
+            found.append(torch.autograd.grad(dma.dynamic_mask_attention(q, k, v, scores, window=300), (q, k, v, scores),
+                                             dout))
+    for _ in range(3):
+        out = dma.dynamic_mask_attention(q, k, v, scores, window=300)
+        found.append(torch.autograd.grad(out, (q, k, v, scores), dout))
+    for gradients in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients, found[0]))

@@ -84,16 +84,27 @@ def super_lists(runtime: Runtime, mask: IntervalMask, query_length: int, block_n
 
     A super-tile has as many queries as a query sees keys: measured best, and what bounds the partial sums' memory.
     """
-    queries = _super_queries(mask, query_length)
+    queries, capacity = _super_sizes(mask, query_length, block_n)
     if not queries:
         return None
-    capacity = blocks(_tile_capacity(mask, queries), block_n) * block_n
     identity = ("super", query_length, queries, block_n, causal, stream)
     lists = mask._cache.get(identity)
     if lists is None:
         lists = mask._cache[identity] = _build_supers(runtime, mask, query_length, queries, capacity, causal,
                                                       sequences)
     return lists
+
+
+def super_entries_of(mask: IntervalMask, query_length: int, block_n: int) -> int:
+    """Entries of such lists of a mask row; 0 for a mask that needs none."""
+    queries, capacity = _super_sizes(mask, query_length, block_n)
+    return blocks(query_length, queries) * capacity if queries else 0
+
+
+def _super_sizes(mask: IntervalMask, query_length: int, block_n: int) -> tuple[int, int]:
+    """Queries of a super-tile of this mask and entries of its list; 0 for a mask that needs none."""
+    queries = _super_queries(mask, query_length)
+    return queries, blocks(_tile_capacity(mask, queries), block_n) * block_n if queries else 0
 
 
 def _super_queries(mask: IntervalMask, query_length: int) -> int:
