@@ -11,11 +11,20 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.harness.suite import add_record_options, write_record
 
+if TYPE_CHECKING:
+    from benchmarks.harness.render_evidence import Report
+
 Row = dict[str, Any]
+
+
+class Run(NamedTuple):
+    name: str
+    settings: list[dict[str, Any]]  # of its rows
+    make: Callable[[Clock], list[Row]]
 
 
 def key_of(settings: dict[str, Any]) -> str:
@@ -33,6 +42,10 @@ class Clock:
     @property
     def late(self) -> bool:
         return time.monotonic() >= self._end
+
+    def check(self) -> None:
+        if self.late:
+            raise OutOfTime
 
     def steps(self, count: int, wait: Callable[[], Any], every: int = 20) -> Iterator[int]:
         """0 to ``count - 1``; OutOfTime where the time is up, or where the pace of the steps so far, without the first
@@ -74,23 +87,21 @@ class Record:
         self.path.with_name(new).replace(self.path)
 
 
-def run_all(record: Record, runs: list[tuple[str, list[dict[str, Any]], Callable[[Clock], list[Row]]]],
-            seconds: float) -> int:
-    """Each run, unless its rows are recorded: a name, the settings of its rows, and what makes them. 0 if all are
-    recorded at the end, 3 if time is up before."""
+def run_all(record: Record, runs: list[Run], seconds: float) -> int:
+    """Each run whose rows are not recorded yet. 0 if all are at the end, 3 if time is up before."""
     from tqdm import tqdm
 
     clock = Clock(seconds)
-    left = [run for run in runs if not record.has(run[1])]
+    left = [run for run in runs if not record.has(run.settings)]
     print(f"{len(runs) - len(left)} of {len(runs)} runs are recorded in {record.path}")
     done = 0
     with tqdm(total=len(left), unit="run", disable=None) as bar:
-        for name, _, make in left:
-            bar.set_postfix_str(name)
+        for run in left:
+            bar.set_postfix_str(run.name)
             if clock.late:
                 break
             try:
-                record.add(make(clock))
+                record.add(run.make(clock))
             except OutOfTime:
                 break
             done += 1
@@ -101,12 +112,12 @@ def run_all(record: Record, runs: list[tuple[str, list[dict[str, Any]], Callable
     return 0
 
 
-def add_run_options(options: argparse.ArgumentParser, parts: Iterable[str], sizes: Iterable[str]) -> None:
+def add_run_options(options: argparse.ArgumentParser, parts: Iterable[str]) -> None:
     """What the scripts that train have in common."""
     parts = list(parts)
     options.add_argument("--part", choices=parts, action="append",
                          help=f"one of the parts, may be repeated (default: all): {', '.join(parts)}")
-    options.add_argument("--size", choices=list(sizes), default="full", help="tiny: in a minute on a CPU, for trying")
+    options.add_argument("--size", choices=("full", "tiny"), default="full", help="tiny: in a minute on a CPU, for trying")
     options.add_argument("--seconds", type=float, default=3600, help="end before that; another run goes on from there")
     options.add_argument("--device", default=None, help="default: cuda where there is one")
     options.add_argument("--compile", action="store_true", help="compile what lies between the matrix products")
@@ -114,6 +125,22 @@ def add_run_options(options: argparse.ArgumentParser, parts: Iterable[str], size
     options.add_argument("--show", action="store_true", help="print the table of the recorded results")
     options.add_argument("--update-docs", action="store_true", help="put it into docs/evidence.md, draw the chart")
     add_record_options(options)
+
+
+def run_script(arguments: list[str] | None, options: argparse.ArgumentParser, report: Report, method: str | None,
+               runs: Callable[[argparse.Namespace], list[Run]]) -> int:
+    """The main function of these scripts: run, print the table, or update the page. The exit status of ``run_all``."""
+    args = options.parse_args(arguments)
+    record, status = Record(report.name, args, method), 0
+    if not (args.show or args.update_docs):
+        status = run_all(record, runs(args), args.seconds)
+    result = json.loads(record.path.read_text()) if record.path.exists() else None
+    if args.update_docs:
+        report.update(result)
+    if result is not None:
+        report.chart(result, record.path.with_suffix(".png"))
+        print(report.text(result))
+    return status
 
 
 def device_of(args: argparse.Namespace) -> str:

@@ -25,6 +25,7 @@ model's seed alone, so what two kinds of attention share begins equal.
 """
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ import cupy_dma as dma
 from cupy_dma import IntervalMask
 from cupy_dma.torch.rotary import Rotation
 
+COMPILER = "inductor"
 KINDS = ("full", "window", "random", "bias", "selection", "dynamic", "global")
 SCORED = ("bias", "selection", "dynamic", "global")  # have A and dt_proj
 
@@ -63,6 +65,7 @@ class Attention:
     form: str = "exp"
     start: float = 0.0  # of A
     drawn: bool = False  # A is drawn from -start to start
+    fixed: bool = False  # A stays as it is
 
     @property
     def budget(self) -> int:
@@ -80,9 +83,31 @@ def norm(x: Tensor, gain: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], eps=1e-6) * gain[:, None, None]
 
 
+def mixed(x: Tensor, gain: Tensor, conv: Tensor | None) -> Tensor:
+    """``norm`` and the convolution with ``conv (M, tokens, width)``, the first of which is the token itself."""
+    x = norm(x, gain)
+    if conv is None:
+        return x
+    out = x * conv[:, 0, None, None]
+    for i in range(1, conv.shape[1]):
+        out = out + F.pad(x, (0, 0, i, 0))[:, :, :x.shape[2]] * conv[:, i, None, None]
+    return out
+
+
+def inner(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+@functools.cache
+def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """One for all models, so that shapes are compiled once."""
+    return torch.compile(function, dynamic=False, backend=COMPILER)
+
+
 class Layer(nn.Module):
-    def __init__(self, count: int, sizes: Sizes, attention: Attention):
+    def __init__(self, count: int, sizes: Sizes, attention: Attention, compile: bool):
         super().__init__()
+        self.norm, self.mixed, self.inner = (compiled(f) if compile else f for f in (norm, mixed, inner))
         self.sizes, self.attention, self.dim = sizes, attention, sizes.width // sizes.heads
         narrow = sizes.kv_heads * self.dim
 
@@ -95,6 +120,7 @@ class Layer(nn.Module):
         self.o = made(sizes.width, sizes.width)
         if attention.kind in SCORED:
             self.A, self.dt_proj = made(sizes.kv_heads), made(narrow, sizes.kv_heads)
+            self.A.requires_grad_(not attention.fixed)
         if sizes.inner:
             self.mlp_gain = made(sizes.width)
             self.up, self.down = made(sizes.width, sizes.inner), made(sizes.inner, sizes.width)
@@ -102,20 +128,13 @@ class Layer(nn.Module):
         self.scores: Tensor | None = None
 
     def forward(self, x: Tensor, rotate: Callable[[Tensor], Tensor]) -> Tensor:
-        h = self._mixed(norm(x, self.gain))
+        h = self.mixed(x, self.gain, self.conv).to(autocast_type(x))
         q, k, v = (linear(h, weight).flatten(0, 1).unflatten(-1, (-1, self.dim)) for weight in (self.q, self.k, self.v))
         q, k = (rotate(F.rms_norm(part, part.shape[-1:], eps=1e-6).to(v.dtype)) for part in (q, k))
         x = x + linear(self._attended(q, k, v).flatten(2).unflatten(0, x.shape[:2]), self.o)
         if self.sizes.inner:
-            x = x + linear(F.gelu(linear(norm(x, self.mlp_gain), self.up)), self.down)
+            x = x + linear(self.inner(linear(self.norm(x, self.mlp_gain), self.up)), self.down)
         return x
-
-    def _mixed(self, x: Tensor) -> Tensor:
-        if self.conv is None:
-            return x
-        parts = (F.pad(x, (0, 0, i, 0))[:, :, :x.shape[2]] * self.conv[:, i, None, None]
-                 for i in range(self.sizes.conv))
-        return sum(parts)  # type: ignore[return-value]
 
     def scores_of(self, value: Tensor) -> Tensor:
         """``(M * B, Hkv, N)``, as ``cupy_dma.key_scores`` gives them for each model's values ``(M * B, N, Hkv, D)``."""
@@ -153,12 +172,13 @@ class Models(nn.Module):
     """A stack of models, one for each of ``seeds``. ``forward(tokens (M, B, N))`` gives their final hidden states
     ``(M, B, N, width)``, ``logits`` those of any of their rows."""
 
-    def __init__(self, seeds: list[int], sizes: Sizes, attention: Attention, device: str):
+    def __init__(self, seeds: list[int], sizes: Sizes, attention: Attention, device: str,
+                 compile: bool = False):
         super().__init__()
         self.seeds, self.sizes, self.attention = seeds, sizes, attention
         with torch.device("meta"):
             self.embed = nn.Parameter(torch.empty(len(seeds), sizes.vocabulary, sizes.width))
-            self.layers = nn.ModuleList(Layer(len(seeds), sizes, attention) for _ in range(sizes.layers))
+            self.layers = nn.ModuleList(Layer(len(seeds), sizes, attention, compile) for _ in range(sizes.layers))
             self.gain = nn.Parameter(torch.empty(len(seeds), sizes.width))
         self.to_empty(device=device)
         self._initialise()
@@ -236,6 +256,12 @@ class Adam:
                 change += self.decay * x
             x.sub_(rate.view(shape) * change)
             x.grad = None
+
+
+def autocast_type(x: Tensor) -> torch.dtype:
+    """What the matrix products take."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def autocast(device: str) -> Any:
