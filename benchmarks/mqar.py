@@ -18,16 +18,16 @@ see the same sequences, drawn anew in every step. AdamW without weight decay, gr
 of other lengths.
 
 Parts. main: length 1024, 64 pairs, width 64; windows of a quarter of the pairs to twice as many; every kind of
-attention. starts: windows of 32 and 64 keys; how A begins, its learning rate, recent keys and sinks within the same
-number of keys. lengths: 512 to 4096 tokens with 32 to 256 pairs, and 64 pairs in 4096 tokens. widths: 128 and 256.
+attention. starts: 64 keys; how A begins, whether it is trained, its learning rate, recent keys and sinks within the
+same number of keys. small: the same with 16 keys for 8 pairs in 64 tokens, which a CPU can do. lengths: 512 to 4096 tokens with 32 to 256 pairs, as many keys. widths: 128 and 256.
 
 Accuracy: the share of right answers to all questions of ``TESTED`` fresh sequences, the same for all models of a seed.
 A stack ends after ``Task.steps``, or at the first of the checks (every 100 steps) at which some rate has at least
 ``ENOUGH`` for every seed. Tables show, of the rate that is best on average, mean and range of the seeds.
 ``kept``: the share of questions whose pair is still visible in the mask, for each layer.
 
-Cost: 70 stacks. Estimated 20 to 40 s each on one H100, some 30 minutes in all, ``main`` being half of it; not measured
-yet. Results: ``benchmarks/results/mqar.json`` and ``mqar.png``, written after every stack.
+Cost: 84 stacks. Estimated 20 to 40 s each on one H100 (small: 8 s), some 30 minutes in all, ``main`` being half of it;
+not measured yet. Results: ``benchmarks/results/mqar.json`` and ``mqar.png``, written after every stack.
 """
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itse
 
 from benchmarks.harness import render_mqar
 from benchmarks.harness.records import Clock, Row, Run, add_run_options, device_of, run_script
+from benchmarks.harness.render_evidence import named
 
 if TYPE_CHECKING:
     from benchmarks.harness.recall import Batch
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 SEEDS = (0, 1, 2)
 WARM_UP, CHECK, TESTED, ENOUGH = 100, 100, 128, 0.995
-PARTS = ("main", "starts", "lengths", "widths")
+PARTS = ("small", "main", "starts", "lengths", "widths")
 
 
 @dataclass(frozen=True)
@@ -67,49 +68,44 @@ class Task:
     steps: int = 2000
 
 
+SMALL = Task(length=64, pairs=8, names=64, tokens=2048, steps=1200)
 TINY = Task(length=32, pairs=4, width=16, names=16, tokens=64, steps=4)
-
-
-def attentions(w: int) -> Iterator[Attention]:
-    """Every kind that sees ``w`` keys."""
-    from benchmarks.harness.small_models import Attention
-
-    yield from (Attention("window", w), Attention("random", w), Attention("selection", w, start=1.0),
-                Attention("dynamic", w), Attention("dynamic", w, form="linear"), Attention("dynamic", w, start=1.0),
-                Attention("dynamic", w, form="linear", start=1.0),
-                Attention("global", w, form="linear", start=1.0))
 
 
 def grid(part: str, task: Task) -> Iterator[tuple[Task, Attention, float]]:
     """What a part trains: a task, an attention, and how many times the learning rate ``A`` and ``dt_proj`` have."""
     from benchmarks.harness.small_models import Attention
 
-    full, bias = Attention("full"), Attention("bias", form="linear", start=1.0)
-    chosen = Attention("dynamic", task.pairs, form="linear", start=1.0)
+    def chosen(w: int, kind: str = "dynamic", **options: Any) -> tuple[Attention, float]:
+        return Attention(kind, w, **{"start": 1.0, "fixed": True, **options}), 10.0
+
+    found: list[tuple[Attention, float]] = []
+    w = task.pairs
     if part == "main":
-        found = [full, bias, *(how for w in (task.pairs // 4, task.pairs // 2, task.pairs, 2 * task.pairs)
-                               for how in attentions(w))]
-        yield from ((task, how, 1.0) for how in found)
-    elif part == "starts":
-        for w in (task.pairs // 2, task.pairs):
-            own = replace(chosen, window=w)
-            for form, (start, drawn) in itertools.product(("exp", "linear"), ((0.0, False), (0.5, True), (1.0, False))):
-                yield task, replace(own, form=form, start=start, drawn=drawn), 1.0
-            for start, rate in itertools.product((0.0, 1.0), (0.1, 10.0)):
-                yield task, replace(own, start=start), rate
-            for start in (0.0, 1.0):
-                yield task, replace(own, start=start, window=w - w // 4, recent=w // 4), 1.0
-            yield task, replace(own, window=w - w // 4 - 1, recent=w // 4, sinks=1), 1.0
+        found += [(Attention("full"), 1.0), chosen(0, "bias")]
+        for keys in (w // 4, w // 2, w, 2 * w):
+            found += [(Attention(kind, keys), 1.0) for kind in ("window", "random", "dynamic")]  # last, the original
+            found += [(Attention("dynamic", keys, form="linear"), 1.0), (Attention("selection", keys, start=1.0), 1.0),
+                      chosen(keys), chosen(keys, form="linear"), chosen(keys, "global")]
+    elif part in ("small", "starts"):
+        if part == "small":
+            task, w = replace(SMALL, steps=min(task.steps, SMALL.steps)), 2 * SMALL.pairs
+            found += [(Attention("full"), 1.0), (Attention("random", w), 1.0), (Attention("window", w), 1.0)]
+        starts = ((0.0, False, False), (0.5, True, False), (1.0, False, False), (1.0, False, True))
+        for form, (start, drawn, fixed), rate in itertools.product(("exp", "linear"), starts, (1.0, 10.0)):
+            found.append((Attention("dynamic", w, form=form, start=start, drawn=drawn, fixed=fixed), rate))
+        own, _ = chosen(w)
+        found += [(own, 0.1), chosen(w - w // 4, recent=w // 4), chosen(w - w // 4 - 1, recent=w // 4, sinks=1)]
     elif part == "lengths":
-        half, twice, four = (replace(task, length=int(task.length * x), pairs=int(task.pairs * x)) for x in (0.5, 2, 4))
-        for other in (half, twice, four, replace(task, length=four.length)):
-            own = replace(chosen, window=other.pairs)
-            for how in (full, Attention("window", other.pairs), own, replace(own, form="exp", start=0.0)):
-                yield other, how, 1.0
+        for times in (0.5, 2, 4):
+            other = replace(task, length=int(task.length * times), pairs=int(task.pairs * times))
+            for how, rate in ((Attention("full"), 1.0), (Attention("dynamic", other.pairs), 1.0), chosen(other.pairs)):
+                yield other, how, rate
     else:
-        for width in (2 * task.width, 4 * task.width):
-            for how in (full, chosen, replace(chosen, window=task.pairs // 2)):
-                yield replace(task, width=width), how, 1.0
+        for times in (2, 4):
+            for how, rate in ((Attention("full"), 1.0), chosen(w)):
+                yield replace(task, width=times * task.width), how, rate
+    yield from ((task, how, rate) for how, rate in found)
 
 
 def settings(task: Task, how: Attention, scores_rate: float) -> list[dict[str, Any]]:
@@ -197,16 +193,12 @@ def train(task: Task, how: Attention, scores_rate: float, device: str, compiled:
              "A": [round(x[i], 4) for x in A]} for i, one in enumerate(own)]
 
 
-def name_of(task: Task, how: Attention, scores_rate: float) -> str:
-    start = f" A {'±' * how.drawn}{how.start:g} {how.form}" if how.kind not in ("full", "window", "random") else ""
-    return f"{how.kind} {task.length}/{task.pairs} w {how.budget}{start} x{scores_rate:g}"
-
-
 def runs(args: argparse.Namespace) -> list[Run]:
     """The stacks of the chosen parts, each once."""
     device, task = device_of(args), TINY if args.size == "tiny" else Task()
     chosen = dict.fromkeys(one for part in args.part or PARTS for one in grid(part, task))
-    return [Run(name_of(*one), settings(*one), lambda clock, one=one: train(*one, device, args.compile, clock))
+    return [Run(f"{one[0].length}/{one[0].pairs} {named(settings(*one)[0])}", settings(*one),
+                lambda clock, one=one: train(*one, device, args.compile, clock))
             for one in chosen if not args.kind or one[1].kind in args.kind]
 
 

@@ -13,10 +13,10 @@ are each the most probable byte. By chance that happens once in 100 000 times.
 Survived: in some head of some layer all five digits of the needle are keys that the question sees, read off the masks
 of that pass. A needle that did not survive cannot be found; one that survived and is not found was not read.
 
-Models: those of language_model.py, part main (full attention, window, the original's defaults, linear scores with and
-without recent keys). text: as they are there, trained on text alone; they are taken from ``--models``, or trained if
-they are not there. trained: the same with needles in every piece (an eighth of its lines begin one, another eighth
-repeats them), whose codes weigh as much in the loss as all other bytes.
+Models: those of language_model.py, part main (full attention, window, the original's defaults, and what learns best in
+mqar.py with and without recent keys). text: as they are there, trained on text alone; they are taken from
+``--models``, or trained if they are not there. trained: the same with needles in every piece (an eighth of its 32-byte
+slots holds one, another eighth repeats them), whose codes weigh as much in the loss as all other bytes.
 
 A row has ``COUNT`` needles of one seed for each context and depth. Rotary positions beyond the length of training are
 new to all models alike: full attention shows what that alone costs.
@@ -39,8 +39,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itse
 
 from benchmarks.harness import render_needle
 from benchmarks.harness.records import Clock, Row, Run, add_run_options, device_of, run_script
+from benchmarks.harness.render_evidence import named
 from benchmarks.harness.suite import ROOT
-from benchmarks.language_model import task_of, within
+from benchmarks.language_model import chosen, task_of, within
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,11 +54,12 @@ PARTS = ("text", "trained")
 TIMES, DEPTHS, COUNT = (1, 2, 4, 8), (0.0, 0.25, 0.5, 0.75, 1.0), 16
 
 
-def attentions(w: int) -> Iterator[Attention]:
+def attentions(task: Task) -> Iterator[tuple[Task, Attention]]:
     from benchmarks.harness.small_models import Attention
 
-    yield from (Attention("full"), Attention("window", w), within(w), within(w, form="linear", start=1.0),
-                within(w, w // 2, 1, form="linear", start=1.0))
+    w, fast = task.length // 8, replace(task, scores_rate=10.0)
+    yield from ((task, Attention("full")), (task, Attention("window", w)), (task, within(w)), (fast, chosen(w)),
+                (fast, chosen(w, w // 2, 1)))
 
 
 def settings(task: Task, how: Attention) -> list[dict[str, Any]]:
@@ -145,10 +147,9 @@ def runs(args: argparse.Namespace) -> list[Run]:
     from benchmarks.harness import text
 
     source, device, task = text.standard_library(), device_of(args), task_of(args.size)
-    chosen = [(replace(task, planted=part == "trained"), how) for part in args.part or PARTS
-              for how in attentions(task.length // 8)]
-    return [Run(f"{how.kind} {how.form} recent {how.recent} planted {own.planted}", settings(own, how),
-                lambda clock, one=(own, how): test(*one, source, device, args, clock)) for own, how in chosen]
+    found = [one for part in args.part or PARTS for one in attentions(replace(task, planted=part == "trained"))]
+    return [Run(named(settings(own, how)[0]), settings(own, how),
+                lambda clock, one=(own, how): test(*one, source, device, args, clock)) for own, how in found]
 
 
 def main(arguments: list[str] | None = None) -> int:

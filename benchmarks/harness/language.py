@@ -5,6 +5,7 @@ read from their beginning, so that byte ``p`` of a piece has ``p`` bytes of its 
 """
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import zlib
@@ -122,7 +123,7 @@ def by_position(models: Models, source: text.Text, length: int, count: int, devi
         with autocast(device):
             total += losses_of(models, piece.expand(len(SEEDS), -1, -1)).sum(1)
     marks = edges(length)
-    return [[round(x[a:b].mean().item() / len(held_out), 4) for a, b in zip(marks, marks[1:])] for x in total]
+    return [[round(x[a:b].mean().item() / len(held_out), 4) for a, b in itertools.pairwise(marks)] for x in total]
 
 
 def kept_until(mask: IntervalMask, batch: int) -> Tensor:

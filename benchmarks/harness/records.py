@@ -117,7 +117,8 @@ def add_run_options(options: argparse.ArgumentParser, parts: Iterable[str]) -> N
     parts = list(parts)
     options.add_argument("--part", choices=parts, action="append",
                          help=f"one of the parts, may be repeated (default: all): {', '.join(parts)}")
-    options.add_argument("--size", choices=("full", "tiny"), default="full", help="tiny: in a minute on a CPU, for trying")
+    options.add_argument("--size", choices=("full", "tiny"), default="full",
+                         help="tiny: in a minute on a CPU, for trying")
     options.add_argument("--seconds", type=float, default=3600, help="end before that; another run goes on from there")
     options.add_argument("--device", default=None, help="default: cuda where there is one")
     options.add_argument("--compile", action="store_true", help="compile what lies between the matrix products")

@@ -38,8 +38,8 @@ class Report:
 
     @property
     def pending(self) -> str:
-        return (f"**Not recorded yet.** `python benchmarks/{self.name}.py` writes `benchmarks/results/{self.name}.json`, "
-                f"from which this part is made.")
+        return (f"**Not recorded yet.** `python benchmarks/{self.name}.py` writes "
+                f"`benchmarks/results/{self.name}.json`, from which this part is made.")
 
     def part(self, result: dict[str, Any] | None) -> str:
         """The text between the marks."""
@@ -67,11 +67,10 @@ class Report:
 def where(result: dict[str, Any]) -> str:
     """On what the rows were recorded, and what they cost."""
     rows = result["rows"]
-    devices, commits = (sorted({row[name] for row in rows}) for name in ("device", "commit"))
-    dates = sorted({row["date"][:10] for row in rows})
+    devices, commits, dates = (sorted({row[name] for row in rows}) for name in ("device", "commit", "date"))
     minutes = sum(row["seconds"] for row in rows) / 60
-    return (f"{len(rows)} models in {minutes:.1f} minutes on {', '.join(devices)}, {' to '.join(dates[::len(dates) - 1 or 1])}, "
-            f"commit {', '.join(one[:12] or '?' for one in commits)}.")
+    return (f"{len(rows)} models in {minutes:.1f} minutes on {', '.join(devices)}, {dates[0][:10]} to "
+            f"{dates[-1][:10]}, commit {', '.join(one[:12] or '?' for one in commits)}.")
 
 
 def spread(values: list[float], scale: float = 1.0, digits: int = 1) -> str:
@@ -103,6 +102,11 @@ def words(one: dict[str, Any]) -> str:
     extra = "".join(f", {one[what]} {word}" for what, word in (("recent", "recent"), ("sinks", "sinks")) if one[what])
     rate = f", scores' rate ×{one['scores_rate']:g}" if one["scores_rate"] != 1 else ""
     return f"{name}, {one['form']}, {start}{rate}{extra}"
+
+
+def named(one: dict[str, Any]) -> str:
+    """For the progress of a run."""
+    return f"w {budget(one)}, {words(one)}" if budget(one) else words(one)
 
 
 def markdown(head: list[str], lines: list[list[str]]) -> str:

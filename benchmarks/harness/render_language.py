@@ -1,6 +1,7 @@
 """The tables and the chart of benchmarks/language_model.py."""
 from __future__ import annotations
 
+import itertools
 import statistics
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def draw(result: dict[str, Any], plt: Any, path: Path) -> None:
     full = next((rows for rows in own if rows[0]["settings"]["kind"] == "full"), own[0])
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 9), layout="constrained")
     edges = full[0]["edges"]
-    middle = [(a + b) / 2 for a, b in zip(edges, edges[1:])]
+    middle = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
     shades = iter(plt.get_cmap("winter")([i / 7 for i in range(8)] * 3))
     for rows in own:
         one = rows[0]["settings"]

@@ -30,8 +30,9 @@ def table(result: dict[str, Any]) -> str:
     lines: dict[tuple[Any, ...], dict[float, str]] = {}
     for rows in stacks(result):
         one = rows[0]["settings"]
-        name = words({**one, "recent": 0, "sinks": 0}) + (f", {one['recent'] / budget(one):.2g} recent" * bool(one["recent"])
-                                                         + ", a sink" * bool(one["sinks"]))
+        name = words({**one, "recent": 0, "sinks": 0})
+        if one["recent"]:
+            name += f", {one['recent'] / budget(one):.2g} of w recent" + ", a sink" * one["sinks"]
         line = f"{one['length']} tokens, {one['pairs']} pairs, width {one['width']}", name
         part = budget(one) / one["pairs"]
         lines.setdefault(line, {})[part] = spread([row["accuracy"] for row in rows], 100)

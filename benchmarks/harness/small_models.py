@@ -1,4 +1,4 @@
-"""Small decoders with exchangeable attention, several of them trained at once, for mqar.py, language_model.py, needle.py.
+"""Small decoders with exchangeable attention, several trained at once: for mqar.py, language_model.py and needle.py.
 
     x  = embed(tokens)                                                    (M, B, N, width), M models
     x += attention(mix(norm(x))),  x += down(gelu(up(norm(x))))           in each layer
@@ -19,9 +19,9 @@ A model's attention is an ``Attention``:
     dynamic     dynamic mask attention: the ``window`` best keys, and the scores added
     global      the same with ``keys="global"``, cut by causality: selects by later keys too, so it cannot decode
 
-Scores are those of ``DynamicMaskAttention``, from ``A`` and ``dt_proj``, of each model its own. The last three also take
-``sinks`` and ``recent``, kept besides (not ``global``). A parameter begins with numbers that depend on its name and the
-model's seed alone, so what two kinds of attention share begins equal.
+Scores are those of ``DynamicMaskAttention``, from ``A`` and ``dt_proj``, of each model its own. ``selection`` and
+``dynamic`` also keep ``sinks`` and ``recent`` keys, besides the ``window``. A parameter begins with numbers that depend
+on its name and the model's seed alone, so what two kinds of attention share begins equal.
 """
 from __future__ import annotations
 
