@@ -19,7 +19,8 @@ of other lengths.
 
 Parts. main: length 1024, 64 pairs, width 64; windows of a quarter of the pairs to twice as many; every kind of
 attention. starts: 64 keys; how A begins, whether it is trained, its learning rate, recent keys and sinks within the
-same number of keys. small: the same with 16 keys for 8 pairs in 64 tokens, which a CPU can do. lengths: 512 to 4096 tokens with 32 to 256 pairs, as many keys. widths: 128 and 256.
+same number of keys. small: the same with 16 keys for 8 pairs in 64 tokens. lengths: 512 to 4096 tokens with 32 to 256
+pairs, as many keys. widths: 128 and 256.
 
 Accuracy: the share of right answers to all questions of ``TESTED`` fresh sequences, the same for all models of a seed.
 A stack ends after ``Task.steps``, or at the first of the checks (every 100 steps) at which some rate has at least

@@ -289,14 +289,15 @@ class DynamicMaskAttention(nn.Module):
 
     def _warn_of_no_gradient(self) -> None:
         """Of ``dt_proj``, once."""
-        trained = self.dt_proj.weight.requires_grad and torch.is_grad_enabled()
-        if not trained or type(self.A) is not nn.Parameter or torch.compiler.is_compiling() or (
+        if torch.compiler.is_compiling() or type(self.A) is not nn.Parameter or (
                 self.A.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        if not (self.dt_proj.weight.requires_grad and torch.is_grad_enabled()):
             return
         self._looked_at_A = True
         if not self.A.any():
             warnings.warn("A is 0 and does not require grad, so dt_proj gets no gradient and the layer stays a sliding "
-                          "window: train A, begin with another A_init, or freeze dt_proj as well", stacklevel=4)
+                          "window: train A, begin with another A_init, or freeze dt_proj as well", stacklevel=5)
 
     def _check_one(self, tensor: Any, name: str, packed: bool) -> None:
         if not isinstance(tensor, Tensor):
