@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.harness.suite import add_record_options, write_record
+from benchmarks.harness.suite import add_record_options
 
 if TYPE_CHECKING:
     from benchmarks.harness.render_evidence import Report
@@ -80,11 +80,15 @@ class Record:
         from benchmarks.harness import measure
 
         machine = measure.machine()
-        about = {"device": machine["device"], "commit": self.args.commit or machine["commit"], "date": machine["date"]}
+        machine["commit"] = self.args.commit or machine["commit"]
+        about = {name: machine[name] for name in ("device", "commit", "date")}
         self.rows |= {key_of(row["settings"]): {**row, **about} for row in rows}
-        new = self.name + ".new.json"
-        write_record(new, self.args, self.method, rows=list(self.rows.values()))
-        self.path.with_name(new).replace(self.path)
+        head = json.dumps({"method": self.method, **machine}, indent=1).removesuffix("\n}")
+        lines = ",\n".join(map(json.dumps, self.rows.values()))  # a row is a line
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = self.path.with_suffix(".new")
+        new.write_text(f'{head},\n "rows": [\n{lines}\n]}}\n')
+        new.replace(self.path)
 
 
 def run_all(record: Record, runs: list[Run], seconds: float) -> int:

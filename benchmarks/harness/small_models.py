@@ -83,15 +83,16 @@ def norm(x: Tensor, gain: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], eps=1e-6) * gain[:, None, None]
 
 
-def mixed(x: Tensor, gain: Tensor, conv: Tensor | None) -> Tensor:
-    """``norm`` and the convolution with ``conv (M, tokens, width)``, the first of which is the token itself."""
+def mixed(x: Tensor, gain: Tensor, conv: Tensor | None, kind: torch.dtype) -> Tensor:
+    """``norm`` and the convolution with ``conv (M, tokens, width)``, the first of which is the token itself; as
+    ``kind``."""
     x = norm(x, gain)
     if conv is None:
-        return x
+        return x.to(kind)
     out = x * conv[:, 0, None, None]
     for i in range(1, conv.shape[1]):
         out = out + F.pad(x, (0, 0, i, 0))[:, :, :x.shape[2]] * conv[:, i, None, None]
-    return out
+    return out.to(kind)
 
 
 def inner(x: Tensor) -> Tensor:
@@ -128,7 +129,7 @@ class Layer(nn.Module):
         self.scores: Tensor | None = None
 
     def forward(self, x: Tensor, rotate: Callable[[Tensor], Tensor]) -> Tensor:
-        h = self.mixed(x, self.gain, self.conv).to(autocast_type(x))
+        h = self.mixed(x, self.gain, self.conv, autocast_type(x))
         q, k, v = (linear(h, weight).flatten(0, 1).unflatten(-1, (-1, self.dim)) for weight in (self.q, self.k, self.v))
         q, k = (rotate(F.rms_norm(part, part.shape[-1:], eps=1e-6).to(v.dtype)) for part in (q, k))
         x = x + linear(self._attended(q, k, v).flatten(2).unflatten(0, x.shape[:2]), self.o)
