@@ -15,7 +15,9 @@ of query, key and value, as in the zoology papers. bfloat16 autocast, float32 pa
 ``RATES`` and the seeds ``SEEDS`` are one stack, trained at once; the models of a seed begin with the same numbers and
 see the same sequences, drawn anew in every step. AdamW without weight decay, gradients clipped to 1, the rate rises for
 ``WARM_UP`` steps and falls to 0 by a cosine. A step has 32 sequences of 1024 tokens for each model, and as many tokens
-of other lengths.
+of other lengths. Sequences grow: an eighth, a quarter and a half of the length and of the pairs, for a sixth of the
+steps each, then all of them; ``w`` stays. (Models whose every step has the full length hardly leave the plateau of
+naming any value; two stacks of the parts small and starts show that.)
 
 Parts. main: length 1024, 64 pairs, width 64; windows of a quarter of the pairs to twice as many; every kind of
 attention. starts: 64 keys; how A begins, whether it is trained, its learning rate, recent keys and sinks within the
@@ -27,7 +29,7 @@ A stack ends after ``Task.steps``, or at the first of the checks (every 100 step
 ``ENOUGH`` for every seed. Tables show, of the rate that is best on average, mean and range of the seeds.
 ``kept``: the share of questions whose pair is still visible in the mask, for each layer.
 
-Cost: 84 stacks. Estimated 20 to 40 s each on one H100 (small: 8 s), some 30 minutes in all, ``main`` being half of it;
+Cost: 88 stacks. Estimated 20 to 40 s each on one H100 (small: 8 s), some 30 minutes in all, ``main`` being half of it;
 not measured yet. Results: ``benchmarks/results/mqar.json`` and ``mqar.png``, written after every stack.
 """
 from __future__ import annotations
@@ -64,9 +66,16 @@ class Task:
     pairs: int = 64
     width: int = 64
     layers: int = 2
-    names: int = 1024  # tokens of each kind: keys, values, fillers
+    names: int = 512  # tokens of each kind: keys, values, fillers
     tokens: int = 32768  # of a step, for each model
     steps: int = 2000
+    grow: bool = True  # an eighth of the length and of the pairs at first, all of them after half the steps
+
+    def at(self, step: int) -> tuple[int, int]:
+        """Length and pairs of a step of training."""
+        less = 2**max(0, 3 - 6 * step // self.steps) if self.grow else 1
+        less = min(less, self.pairs)
+        return self.length // less, self.pairs // less
 
 
 SMALL = Task(length=64, pairs=8, names=64, tokens=2048, steps=1200)
@@ -97,6 +106,8 @@ def grid(part: str, task: Task) -> Iterator[tuple[Task, Attention, float]]:
             found.append((Attention("dynamic", w, form=form, start=start, drawn=drawn, fixed=fixed), rate))
         own, _ = chosen(w)
         found += [(own, 0.1), chosen(w - w // 4, recent=w // 4), chosen(w - w // 4 - 1, recent=w // 4, sinks=1)]
+        for how, rate in ((Attention("full"), 1.0), chosen(w)):
+            yield replace(task, grow=False), how, rate
     elif part == "lengths":
         for times in (0.5, 2, 4):
             other = replace(task, length=int(task.length * times), pairs=int(task.pairs * times))
@@ -147,19 +158,19 @@ def train(task: Task, how: Attention, scores_rate: float, device: str, compiled:
 
     measure.free_memory()
     own = settings(task, how, scores_rate)
-    recall = Recall(task.length, task.pairs, task.names)
+    recall = Recall(task.length, task.pairs, task.names)  # that is tested
     sizes = Sizes(recall.vocabulary, task.layers, task.width, 1, 1, conv=3, rope=None)
     models = Models([one["seed"] for one in own], sizes, how, device, compiled)
     torch.manual_seed(0)  # of the random kind
     rates = torch.tensor([one["rate"] for one in own], device=device)
     optimizer = Adam(models, rates, torch.full_like(rates, scores_rate))
 
-    def drawn(generators: list[torch.Generator], count: int) -> Batch:
+    def drawn(recall: Recall, generators: list[torch.Generator], count: int) -> Batch:
         """The same sequences for every rate."""
         return Batch(*(part.repeat(len(RATES), 1, 1) for part in recall.batch(count, generators)))
 
     training, testing = ([torch.Generator(device).manual_seed(first + seed) for seed in SEEDS] for first in (100, 200))
-    test, count = drawn(testing, TESTED), max(1, task.tokens // task.length)
+    test, count = drawn(recall, testing, TESTED), max(1, task.tokens // task.length)
     curves: list[list[float]] = []
     began, step = time.perf_counter(), 0
 
@@ -172,7 +183,8 @@ def train(task: Task, how: Attention, scores_rate: float, device: str, compiled:
         return torch.cat(found, 1).float().mean((1, 2))
 
     for step in clock.steps(task.steps, measure.synchronize):
-        batch = drawn(training, count)
+        length, pairs = task.at(step)
+        batch = drawn(Recall(length, pairs, task.names), training, max(1, task.tokens // length))
         with autocast(device):
             logits = answered(models, batch)
         losses = F.cross_entropy(logits.float().flatten(0, -2), batch.answers.flatten(), reduction="sum")

@@ -15,8 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-NAMES = 1024  # tokens of each of the three kinds: keys, values, fillers
-
 
 class Batch(NamedTuple):
     tokens: Tensor  # (M, B, N)
@@ -29,7 +27,7 @@ class Batch(NamedTuple):
 class Recall:
     length: int
     pairs: int
-    names: int = NAMES
+    names: int  # tokens of each of the three kinds: keys, values, fillers
 
     def __post_init__(self) -> None:
         if self.length % 4 or self.pairs > self.length // 4:

@@ -20,7 +20,8 @@ def stacks(result: dict[str, Any]) -> list[list[Row]]:
 
     def order(rows: list[Row]) -> tuple[Any, ...]:
         one = rows[0]["settings"]
-        return one["width"], one["length"], one["pairs"], list(COLOURS).index(one["kind"]), words(one), budget(one)
+        task = one["width"], one["length"], one["pairs"], not one["grow"]
+        return *task, list(COLOURS).index(one["kind"]), words(one), budget(one)
 
     return sorted(found, key=order)
 
@@ -33,7 +34,8 @@ def table(result: dict[str, Any]) -> str:
         name = words({**one, "recent": 0, "sinks": 0})
         if one["recent"]:
             name += f", {one['recent'] / budget(one):.2g} of w recent" + ", a sink" * one["sinks"]
-        line = f"{one['length']} tokens, {one['pairs']} pairs, width {one['width']}", name
+        task = f"{one['length']} tokens, {one['pairs']} pairs, width {one['width']}"
+        line = task + ", full length from the first step" * (not one["grow"]), name
         part = budget(one) / one["pairs"]
         lines.setdefault(line, {})[part] = spread([row["accuracy"] for row in rows], 100)
     columns = sorted({part for cells in lines.values() for part in cells if part})
@@ -46,8 +48,8 @@ def line(rows: list[Row]) -> str:
     one = rows[0]["settings"]
     kept = ", ".join(spread([row["kept"][i] for row in rows], 100, 0) for i in range(len(rows[0]["kept"])))
     return (f"{one['length']:5}/{one['pairs']:<4}{one['width']:4} w {budget(one):4}  "
-            f"{spread([row['accuracy'] for row in rows], 100):20} rate {one['rate']:g}, "
-            f"{rows[0]['steps']} steps, kept {kept or '–'}  {words(one)}")
+            f"{spread([row['accuracy'] for row in rows], 100):20} rate {one['rate']:g}, {rows[0]['steps']} steps"
+            f"{'' if one['grow'] else ' of full length'}, kept {kept or '–'}  {words(one)}")
 
 
 def text(result: dict[str, Any]) -> str:
@@ -59,7 +61,8 @@ def draw(result: dict[str, Any], plt: Any, path: Path) -> None:
     by_task: dict[tuple[int, ...], list[list[Row]]] = {}
     for rows in stacks(result):
         one = rows[0]["settings"]
-        by_task.setdefault((one["length"], one["pairs"], one["width"]), []).append(rows)
+        if one["grow"]:
+            by_task.setdefault((one["length"], one["pairs"], one["width"]), []).append(rows)
     (length, pairs, width), chosen = max(by_task.items(), key=lambda item: len(item[1]))
     curves: dict[str, list[tuple[int, float, float, float]]] = {}
     kinds: dict[str, Row] = {}

@@ -46,7 +46,7 @@ def test_answers_follow_their_keys():
     assert ((batch.tokens >= 80).sum(2) == 64 - 3 * 16).all()  # the rest is fillers
     assert not torch.equal(batch.tokens[0], batch.tokens[1])
     with pytest.raises(ValueError, match="at least 4 pairs long, got length=64, pairs=17"):
-        Recall(64, 17)
+        Recall(64, 17, 40)
 
 
 def test_needles_are_said_and_repeated():
@@ -259,6 +259,16 @@ def test_the_grid_has_every_control():
     assert {(task.length, task.pairs) for task, *_ in chosen} == {(512, 32), (1024, 64), (2048, 128), (4096, 256),
                                                                   (64, 8)}
     assert {task.width for task, *_ in chosen} == {64, 128, 256}
+
+
+def test_sequences_grow():
+    task = mqar.Task(length=1024, pairs=64, steps=600)
+    assert [task.at(step) for step in (0, 99, 100, 299, 300, 599)] == [
+        (128, 8), (128, 8), (256, 16), (512, 32), (1024, 64), (1024, 64)]
+    for one in (mqar.TINY, mqar.SMALL, mqar.Task(), mqar.Task(4096, 256), mqar.Task(grow=False)):
+        for step in range(one.steps):
+            Recall(*one.at(step), one.names)
+        assert one.at(one.steps - 1) == (one.length, one.pairs)
 
 
 def test_language_models_have_ten_million_parameters():
