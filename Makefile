@@ -9,6 +9,8 @@
 #   make test-sanitize  the kernels on the CPU emulator, with its race detector and with AddressSanitizer
 #   make sanitize     every kernel under compute-sanitizer's memcheck and racecheck (needs a GPU)
 #   make bench        the forward, backward, dense and decode benchmarks (needs a GPU and a CUDA build of torch)
+#   make evidence     does the method learn: recall, language models and needles (needs a GPU, an hour of it); what is
+#                     recorded is not run again, so it may be interrupted, ARGS="--seconds 540" ends each script by then
 #   make docs         builds the documentation site into site/ and checks it, in a browser if there is a Chromium
 #   make lint         ruff and mypy
 #   make check-record fails if tests/gpu_results.json does not belong to these sources
@@ -75,7 +77,7 @@ endif
 PIP_LOUD := $(VENV)/bin/python -m pip install --disable-pip-version-check
 PIP := $(PIP_LOUD) --quiet
 
-.PHONY: demo docs test test-all test-gpu test-sanitize sanitize bench lint check-record clean
+.PHONY: demo docs test test-all test-gpu test-sanitize sanitize bench evidence lint check-record clean
 
 demo: $(DEMO_READY)
 	$(RUN) -m cupy_dma demo $(ARGS)
@@ -110,6 +112,13 @@ bench: $(BENCH_READY)
 	$(RUN) benchmarks/backward.py $(ARGS)
 	$(RUN) benchmarks/dense.py $(ARGS)
 	$(RUN) benchmarks/decode.py $(ARGS)
+
+# Exit status 3: time is up, and the next run goes on from there.
+EVIDENCE := mqar language_model needle
+
+evidence: $(BENCH_READY)
+	for name in $(EVIDENCE); do $(RUN) benchmarks/$$name.py $(ARGS) || exit; done
+	for name in $(EVIDENCE); do $(RUN) benchmarks/$$name.py --update-docs || exit; done
 
 # Of the checks only those in a browser need one: without a Chromium they are skipped, and the run says so. mkdocs
 # --quiet would count no warnings, and --strict let them pass.

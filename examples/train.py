@@ -68,7 +68,7 @@ class Block(nn.Module):
         if attention == "dense":  # last, so that all else begins with the same numbers
             self.attention.attention = DenseAttention()
         elif attention == "window":  # A stays 0: every query sees the last keys
-            self.attention.attention.A.requires_grad_(False)
+            self.attention.attention.requires_grad_(False)
 
     def forward(self, x: Tensor, cache: Any = None) -> Tensor:
         x = x + self.attention(self.norm(x), cache=cache)

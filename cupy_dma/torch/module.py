@@ -1,6 +1,7 @@
 """Dynamic mask attention as a layer that learns its key scores."""
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ class DynamicMaskAttention(nn.Module):
         ``keys="prefix"``.
     dt_bias : bool
         Also learn an offset per kv head.
+    A_init : float
+        What all of ``A`` begins with.
     form, keys, causal, scale, softcap, deterministic, backend
         As for ``cupy_dma.dynamic_mask_attention``.
     process_group : ProcessGroup or one-dimensional DeviceMesh, optional
@@ -44,8 +47,10 @@ class DynamicMaskAttention(nn.Module):
     Attributes
     ----------
     A : Parameter ``(Hkv,)``
-        Initialised to zeros, as in the original (Hugging Face Doge), which also gives the names: all scores are equal
-        at first, every query sees the last ``window`` keys, and only ``A`` gets a gradient until it has moved.
+        Zeros by default, as in the original (Hugging Face Doge), which also gives the names: all scores are equal at
+        first, every query sees the last ``window`` keys, and only ``A`` gets a gradient until it has moved. Where it
+        passes through 0 in training, the order of all keys is reversed. With ``A_init=1.0`` the selection goes by
+        ``dt_proj`` from the first step on.
     dt_proj : nn.Linear
         ``Hkv * D -> Hkv``, initialised by ``nn.Linear``.
 
@@ -53,11 +58,18 @@ class DynamicMaskAttention(nn.Module):
     ------
     TypeError, ValueError
         An argument has the wrong type or value.
+
+    Warns
+    -----
+    UserWarning
+        In the first training pass with ``A`` frozen at 0 (``requires_grad=False``) and a ``dt_proj`` that is trained:
+        it gets no gradient, and the layer stays a sliding window. Freeze both where that is wanted. Looking at ``A``
+        waits for the GPU, once; under ``torch.compile`` nothing is looked at.
     """
 
     def __init__(self, kv_heads: int, head_dim: int, window: int, *, sinks: int = 0, recent: int = 0,
-                 dt_bias: bool = False, form: str = "exp", keys: str = "prefix", causal: bool = True,
-                 scale: float | None = None, softcap: float = 0.0, deterministic: bool = False,
+                 dt_bias: bool = False, A_init: float = 0.0, form: str = "exp", keys: str = "prefix",
+                 causal: bool = True, scale: float | None = None, softcap: float = 0.0, deterministic: bool = False,
                  backend: str | None = None, process_group: Any = None, device: Any = None, dtype: Any = None):
         super().__init__()
         checks.choice(form, "form", FORMS)
@@ -77,13 +89,14 @@ class DynamicMaskAttention(nn.Module):
         if keys == "global" and (sinks or recent):
             raise ValueError(f"sinks and recent need keys='prefix', got sinks={sinks}, recent={recent} and "
                              f"keys='global'")
-        self.A = nn.Parameter(torch.zeros(self.kv_heads, device=device, dtype=dtype))
+        self.A_init, self._looked_at_A = checks.real(A_init, "A_init"), False
+        self.A = nn.Parameter(torch.full((self.kv_heads,), self.A_init, device=device, dtype=dtype))
         self.dt_proj = nn.Linear(self.kv_heads * self.head_dim, self.kv_heads, bias=checks.flag(dt_bias, "dt_bias"),
                                  device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Initialise the parameters anew, as the constructor does."""
-        nn.init.zeros_(self.A)
+        nn.init.constant_(self.A, self.A_init)
         self.dt_proj.reset_parameters()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, padding: Tensor | None = None,
@@ -118,6 +131,8 @@ class DynamicMaskAttention(nn.Module):
             raise ValueError("cu_seqlens says where the packed sequences begin: give no padding and no documents with "
                              "it")
         self._check(query, key, value, packed)
+        if not self.A.requires_grad and not self._looked_at_A:
+            self._warn_of_no_gradient()
         options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "deterministic": self.deterministic,
                                    "return_lse": return_lse, "backend": self.backend}
         if self._group is not None:
@@ -272,6 +287,18 @@ class DynamicMaskAttention(nn.Module):
             raise ValueError(f"query must have shape ({'total' if packed else 'B, Lq'}, H, {self.head_dim}) with H a "
                              f"multiple of {self.kv_heads}, got {tuple(query.shape)}: {self._made()}")
 
+    def _warn_of_no_gradient(self) -> None:
+        """Of ``dt_proj``, once."""
+        if torch.compiler.is_compiling() or type(self.A) is not nn.Parameter or (
+                self.A.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        if not (self.dt_proj.weight.requires_grad and torch.is_grad_enabled()):
+            return
+        self._looked_at_A = True
+        if not self.A.any():
+            warnings.warn("A is 0 and does not require grad, so dt_proj gets no gradient and the layer stays a sliding "
+                          "window: train A, begin with another A_init, or freeze dt_proj as well", stacklevel=5)
+
     def _check_one(self, tensor: Any, name: str, packed: bool) -> None:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
@@ -291,6 +318,6 @@ class DynamicMaskAttention(nn.Module):
         return f"the layer was made with kv_heads={self.kv_heads}, head_dim={self.head_dim}"
 
     def extra_repr(self) -> str:
-        names = ("kv_heads", "head_dim", "window", "sinks", "recent", "form", "keys", "causal", "scale", "softcap",
-                 "deterministic", "backend")
+        names = ("kv_heads", "head_dim", "window", "sinks", "recent", "A_init", "form", "keys", "causal", "scale",
+                 "softcap", "deterministic", "backend")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) is not None)

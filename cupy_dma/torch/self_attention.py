@@ -41,7 +41,7 @@ class DynamicMaskSelfAttention(nn.Module):
         Normalise queries and keys, each head with RMSNorm, before they are rotated.
     sinks, recent : int
         How many first and last tokens are kept as well.
-    form, dt_bias, scale, softcap, deterministic, backend
+    form, dt_bias, A_init, scale, softcap, deterministic, backend
         As for ``DynamicMaskAttention``.
     bias : bool
         Whether the projections have biases.
@@ -76,10 +76,10 @@ class DynamicMaskSelfAttention(nn.Module):
 
     def __init__(self, width: int, heads: int, kv_heads: int | None = None, window: int = 2048, *,
                  head_dim: int | None = None, rope: float | None = 10000.0, qk_norm: bool = False, sinks: int = 0,
-                 recent: int = 0, form: str = "exp", dt_bias: bool = False, scale: float | None = None,
-                 softcap: float = 0.0, bias: bool = False, checkpoint: bool = False, batch_first: bool = True,
-                 deterministic: bool = False, backend: str | None = None, process_group: Any = None,
-                 device: Any = None, dtype: Any = None):
+                 recent: int = 0, form: str = "exp", dt_bias: bool = False, A_init: float = 0.0,
+                 scale: float | None = None, softcap: float = 0.0, bias: bool = False, checkpoint: bool = False,
+                 batch_first: bool = True, deterministic: bool = False, backend: str | None = None,
+                 process_group: Any = None, device: Any = None, dtype: Any = None):
         super().__init__()
         self.width, self.heads = checks.whole(width, "width", 1), checks.whole(heads, "heads", 1)
         self.kv_heads = self.heads if kv_heads is None else checks.whole(kv_heads, "kv_heads", 1)
@@ -99,8 +99,9 @@ class DynamicMaskSelfAttention(nn.Module):
                                                                                               "batch_first")
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.attention = DynamicMaskAttention(
-            self.kv_heads, self.head_dim, window, sinks=sinks, recent=recent, dt_bias=dt_bias, form=form, scale=scale,
-            softcap=softcap, deterministic=deterministic, backend=backend, process_group=process_group, **made)
+            self.kv_heads, self.head_dim, window, sinks=sinks, recent=recent, dt_bias=dt_bias, A_init=A_init, form=form,
+            scale=scale, softcap=softcap, deterministic=deterministic, backend=backend, process_group=process_group,
+            **made)
         inner, outer = self.heads * self.head_dim, self.kv_heads * self.head_dim
         made["bias"] = checks.flag(bias, "bias")
         self.q_proj, self.k_proj = nn.Linear(width, inner, **made), nn.Linear(width, outer, **made)

@@ -24,7 +24,8 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the tree, installed or not
 RESULTS = ROOT / "benchmarks" / "results"
-CHARTS = ("forward_performance", "backward_performance", "dense_performance", "decode_performance", "training")
+CHARTS = ("forward_performance", "backward_performance", "dense_performance", "decode_performance", "training", "mqar",
+          "language_model", "needle")
 PICTURE = re.compile(r"<!-- picture: (\S+) \| (.*?) -->\n(```python\n(.*?)```\n)", re.DOTALL)
 SHIM = "https://unpkg.com/iframe-worker/shim"  # of the theme's plugin `offline`
 
@@ -32,6 +33,8 @@ SHIM = "https://unpkg.com/iframe-worker/shim"  # of the theme's plugin `offline`
 def on_files(files: Files, config: Any) -> Files:
     files.append(File.generated(config, "contributing.md", content=(ROOT / "CONTRIBUTING.md").read_text()))
     for name in CHARTS:
+        if not (RESULTS / f"{name}.png").exists():  # not recorded yet, and then no page shows it
+            continue
         files.append(File.generated(config, f"results/{name}.png", abs_src_path=str(RESULTS / f"{name}.png")))
     gallery = (ROOT / "docs" / "gallery.md").read_text()
     for name, content in pictures(gallery):

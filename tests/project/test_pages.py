@@ -51,11 +51,17 @@ def test_jax(capsys):
                                        "(2,) True\n")
 
 
+def test_evidence():
+    pytest.importorskip("torch")
+    core = run_page("evidence.md", gpu=False)["core"]
+    assert core.A.tolist() == [1, 1] and not core.A.requires_grad
+
+
 def test_every_page_is_run_or_holds_no_python():
     """Pages with Python blocks that are not run here are those that tests of their modules run."""
     elsewhere = {"decoding.md", "layers.md", "training.md", "coming_from_flash_dmattn.md",
                  "distributed.md", "transformers.md", "usage.md"}
     here = {"biases-and-eviction.md", "index.md", "get-started.md", "concepts.md", "gallery.md", "sharp-bits.md",
-            "jax.md"}
+            "jax.md", "evidence.md"}
     with_python = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md") if "```python\n" in path.read_text()}
     assert with_python == elsewhere | here

@@ -210,6 +210,44 @@ WRONG = {
 }
 
 
+def test_where_A_begins():
+    module, (q, k, v, _) = DynamicMaskAttention(HKV, D, 5, A_init=0.5), draw(torch.float32, requires_grad=False)
+    assert module.A.tolist() == [0.5] * HKV and "A_init=0.5" in repr(module)
+    torch.nn.init.zeros_(module.A)
+    module.reset_parameters()
+    assert module.A.tolist() == [0.5] * HKV
+    module(q, k, v).square().sum().backward()
+    assert module.dt_proj.weight.grad.any()  # from the first step on
+    outer = dma.torch.DynamicMaskSelfAttention(16, 2, window=4, A_init=-1.0)
+    assert outer.attention.A.tolist() == [-1, -1]
+    with pytest.raises(TypeError, match="A_init must be"):
+        DynamicMaskAttention(HKV, D, 5, A_init="one")
+
+
+def test_a_frozen_A_of_zero_is_noticed(recwarn):
+    """Once, and only where dt_proj would be trained by nothing."""
+    q, k, v, _ = draw(torch.float32, requires_grad=False)
+    module = DynamicMaskAttention(HKV, D, 5)
+    module(q, k, v)
+    module.A.requires_grad_(False)
+    with torch.no_grad():
+        module(q, k, v)
+    DynamicMaskAttention(HKV, D, 5).requires_grad_(False)(q, k, v)
+    other = DynamicMaskAttention(HKV, D, 5, A_init=1.0)
+    other.A.requires_grad_(False)
+    other(q, k, v)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="A is 0 and does not require grad, so dt_proj gets no gradient"):
+        module(q, k, v).sum().backward()
+    assert not module.dt_proj.weight.grad.any()  # what the warning says
+    module(q, k, v)
+    assert not recwarn.list
+    frozen = DynamicMaskAttention(HKV, D, 5)
+    frozen.A.requires_grad_(False)
+    torch.compile(frozen, fullgraph=True, backend="eager")(q, k, v)
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_errors_are_in_the_users_terms(name):
     call, message = WRONG[name]

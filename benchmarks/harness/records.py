@@ -1,0 +1,154 @@
+"""Results that grow: a run is some rows of a file, and what is recorded already is not run again.
+
+A row has ``settings``, all that its numbers depend on apart from the machine, by which it is known, and beside them
+what was found, with the device, the commit, the date and the seconds. The file is written after every run, so a run
+that is cut off loses only what it was in the middle of; a ``Clock`` ends one that would not be done in time.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from benchmarks.harness.suite import add_record_options
+
+if TYPE_CHECKING:
+    from benchmarks.harness.render_evidence import Report
+
+Row = dict[str, Any]
+
+
+class Run(NamedTuple):
+    name: str
+    settings: list[dict[str, Any]]  # of its rows
+    make: Callable[[Clock], list[Row]]
+
+
+def key_of(settings: dict[str, Any]) -> str:
+    return json.dumps(settings, sort_keys=True)
+
+
+class OutOfTime(Exception):
+    """A run would not end before its time is up."""
+
+
+class Clock:
+    def __init__(self, seconds: float):
+        self._end = time.monotonic() + seconds
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() >= self._end
+
+    def check(self) -> None:
+        if self.late:
+            raise OutOfTime
+
+    def steps(self, count: int, wait: Callable[[], Any], every: int = 20) -> Iterator[int]:
+        """0 to ``count - 1``; OutOfTime where the time is up, or where the pace of the steps so far, without the first
+        ``every``, shows that it will be. ``wait`` waits for the device."""
+        began = 0.0
+        for i in range(count):
+            if i % every == 0 or self.late:
+                wait()
+                now = time.monotonic()
+                if i == every:
+                    began = now
+                pace = (now - began) / (i - every) if i > every else 0.0
+                if now + pace * (count - i) >= self._end:
+                    raise OutOfTime
+            yield i
+
+
+class Record:
+    """The rows of ``name.json`` in the folder ``args.out``."""
+
+    def __init__(self, name: str, args: argparse.Namespace, method: str | None):
+        self.name, self.args, self.method = name, args, method
+        self.path = Path(args.out) / f"{name}.json"
+        self.rows: dict[str, Row] = {}
+        if self.path.exists() and not args.fresh:
+            self.rows = {key_of(row["settings"]): row for row in json.loads(self.path.read_text())["rows"]}
+
+    def has(self, settings: Iterable[dict[str, Any]]) -> bool:
+        return all(key_of(one) in self.rows for one in settings)
+
+    def add(self, rows: Iterable[Row]) -> None:
+        from benchmarks.harness import measure
+
+        machine = measure.machine()
+        machine["commit"] = self.args.commit or machine["commit"]
+        about = {name: machine[name] for name in ("device", "commit", "date")}
+        self.rows |= {key_of(row["settings"]): {**row, **about} for row in rows}
+        head = json.dumps({"method": self.method, **machine}, indent=1).removesuffix("\n}")
+        lines = ",\n".join(map(json.dumps, self.rows.values()))  # a row is a line
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = self.path.with_suffix(".new")
+        new.write_text(f'{head},\n "rows": [\n{lines}\n]}}\n')
+        new.replace(self.path)
+
+
+def run_all(record: Record, runs: list[Run], seconds: float) -> int:
+    """Each run whose rows are not recorded yet. 0 if all are at the end, 3 if time is up before."""
+    from tqdm import tqdm
+
+    clock = Clock(seconds)
+    left = [run for run in runs if not record.has(run.settings)]
+    print(f"{len(runs) - len(left)} of {len(runs)} runs are recorded in {record.path}")
+    done = 0
+    with tqdm(total=len(left), unit="run", disable=None) as bar:
+        for run in left:
+            bar.set_postfix_str(run.name)
+            if clock.late:
+                break
+            try:
+                record.add(run.make(clock))
+            except OutOfTime:
+                break
+            done += 1
+            bar.update()
+    if done < len(left):
+        print(f"time is up with {len(left) - done} runs left: run this again to go on")
+        return 3
+    return 0
+
+
+def add_run_options(options: argparse.ArgumentParser, parts: Iterable[str]) -> None:
+    """What the scripts that train have in common."""
+    parts = list(parts)
+    options.add_argument("--part", choices=parts, action="append",
+                         help=f"one of the parts, may be repeated (default: all): {', '.join(parts)}")
+    options.add_argument("--size", choices=("full", "tiny"), default="full",
+                         help="tiny: in a minute on a CPU, for trying")
+    options.add_argument("--seconds", type=float, default=3600, help="end before that; another run goes on from there")
+    options.add_argument("--device", default=None, help="default: cuda where there is one")
+    options.add_argument("--compile", action="store_true", help="compile what lies between the matrix products")
+    options.add_argument("--fresh", action="store_true", help="forget what is recorded")
+    options.add_argument("--show", action="store_true", help="print the table of the recorded results")
+    options.add_argument("--update-docs", action="store_true", help="put it into docs/evidence.md, draw the chart")
+    add_record_options(options)
+
+
+def run_script(arguments: list[str] | None, options: argparse.ArgumentParser, report: Report, method: str | None,
+               runs: Callable[[argparse.Namespace], list[Run]]) -> int:
+    """The main function of these scripts: run, print the table, or update the page. The exit status of ``run_all``."""
+    args = options.parse_args(arguments)
+    record, status = Record(report.name, args, method), 0
+    if not (args.show or args.update_docs):
+        status = run_all(record, runs(args), args.seconds)
+    result = json.loads(record.path.read_text()) if record.path.exists() else None
+    if args.update_docs:
+        report.update(result)
+    if result is not None:
+        report.chart(result, record.path.with_suffix(".png"))
+        print(report.text(result))
+    return status
+
+
+def device_of(args: argparse.Namespace) -> str:
+    import torch
+
+    return args.device or ("cuda" if torch.cuda.is_available() else "cpu")

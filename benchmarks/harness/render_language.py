@@ -1,0 +1,123 @@
+"""The tables and the chart of benchmarks/language_model.py."""
+from __future__ import annotations
+
+import itertools
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.render_evidence import COLOURS, Report, Row, budget, grouped, markdown, spread, words
+
+BINS = (0, 64, 256, 1024, 4096)  # of the table: where its columns begin
+LIVES = ("never seen", "to w / 4", "to w", "to 4 w", "longer", "to the end")
+
+
+def stacks(result: dict[str, Any]) -> list[list[Row]]:
+    """The seeds of each setting, by length, keys and kind."""
+    def order(rows: list[Row]) -> tuple[Any, ...]:
+        one = rows[0]["settings"]
+        return one["length"], list(COLOURS).index(one["kind"]), budget(one), words(one)
+
+    return sorted(grouped(result["rows"], ("seed",)).values(), key=order)
+
+
+def between(row: Row, low: int, high: int) -> float | None:
+    """Nats per byte at the positions from ``low`` to ``high``, whose bins there must be."""
+    edges = row["edges"]
+    bins = [(b - a, x) for a, b, x in zip(edges, edges[1:], row["by_position"]) if low <= a and b <= high]
+    return sum(n * x for n, x in bins) / sum(n for n, _ in bins) if bins else None
+
+
+def columns(rows: list[Row]) -> list[tuple[int, int]]:
+    longest = max(row["edges"][-1] for row in rows)
+    ends = [b for b in (*BINS[1:], longest) if b <= longest]
+    return list(dict.fromkeys(zip(BINS, ends)))
+
+
+def table(result: dict[str, Any]) -> str:
+    """Nats per byte by position; then how long keys live at the end of training, over all layers and heads."""
+    found, spans = stacks(result), columns(result["rows"])
+    lines = []
+    for rows in found:
+        one = rows[0]["settings"]
+        parts = [[x for row in rows if (x := between(row, a, b)) is not None] for a, b in spans]
+        whole = [between(row, 0, row["edges"][-1]) or 0.0 for row in rows]
+        lines.append([str(one["length"]), words(one), str(budget(one) or "all"), spread(whole, digits=3),
+                      *(spread(part, digits=3) for part in parts)])
+    losses = markdown(["bytes", "attention", "w", "all positions", *(f"{a} to {b}" for a, b in spans)], lines)
+    lives = []
+    for rows in found:
+        one = rows[0]["settings"]
+        if rows[0]["lives"]:
+            shares = [shares_of(row["lives"][-1]["counts"]) for row in rows]
+            lives.append([str(one["length"]), words(one), str(budget(one)),
+                          *(f"{100 * statistics.mean(x):.0f} %" for x in zip(*shares))])
+    if not lives:
+        return losses
+    return losses + "\n\n" + markdown(["bytes", "keys that live", "w", *LIVES], lives)
+
+
+def shares_of(counts: list[list[str]]) -> list[float]:
+    """The share of keys in each class of lives, over layers and heads."""
+    heads = [list(map(int, head.split())) for layer in counts for head in layer]
+    total = [sum(x) for x in zip(*heads)]
+    return [x / sum(total) for x in total]
+
+
+def line(rows: list[Row]) -> str:
+    one = rows[0]["settings"]
+    whole = [between(row, 0, row["edges"][-1]) or 0.0 for row in rows]
+    last = [row["by_position"][-1] for row in rows]
+    return (f"{one['length']:6} w {budget(one):5}  {spread(whole, digits=4):24} last positions "
+            f"{spread(last, digits=4):24} {sum(row['seconds'] for row in rows):6.0f} s  {words(one)}")
+
+
+def text(result: dict[str, Any]) -> str:
+    return "\n".join(map(line, stacks(result)))
+
+
+def draw(result: dict[str, Any], plt: Any, path: Path) -> None:
+    """What each attention loses against full attention, by position; below, lives over training by layer."""
+    found = stacks(result)
+    length = min(rows[0]["settings"]["length"] for rows in found)
+    own = [rows for rows in found if rows[0]["settings"]["length"] == length]
+    full = next((rows for rows in own if rows[0]["settings"]["kind"] == "full"), own[0])
+    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 9), layout="constrained")
+    edges = full[0]["edges"]
+    middle = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
+    shades = iter(plt.get_cmap("winter")([i / 7 for i in range(8)] * 3))
+    for rows in own:
+        one = rows[0]["settings"]
+        apart = [[x - y for x, y in zip(row["by_position"], other["by_position"])] for row, other in zip(rows, full)]
+        mean, low, high = ([kind(x) for x in zip(*apart)] for kind in (statistics.mean, min, max))
+        colour = next(shades) if one["kind"] == "dynamic" else COLOURS[one["kind"]]
+        bars = [[m - a for m, a in zip(mean, low)], [b - m for m, b in zip(mean, high)]]
+        above.errorbar(middle, mean, yerr=bars, marker="o", markersize=3, capsize=2, color=colour,
+                       label=f"{words(one)}, w {budget(one) or 'all'}")
+    above.set_xscale("log", base=2)
+    above.set_xlabel("position in the file, bytes")
+    above.set_ylabel("nats per byte more than full attention")
+    above.set_title(f"{length} bytes; mean and range of the seeds", fontsize=10)
+    above.grid(alpha=0.3)
+    above.legend(fontsize=6)
+    living = [rows for rows in own if rows[0]["lives"]]
+    names, bottoms = [], []
+    for rows in living:
+        for one in rows[0]["lives"]:
+            names.append(f"{words(rows[0]['settings'])[:48]}, step {one['step']}")
+            bottoms.append(shares_of(one["counts"]))
+    left = [0.0] * len(names)
+    for i, (name, colour) in enumerate(zip(LIVES, plt.get_cmap("viridis")([i / 5 for i in range(6)]))):
+        width = [shares[i] for shares in bottoms]
+        below.barh(names, width, left=left, color=colour, label=name)
+        left = [a + b for a, b in zip(left, width)]
+    below.invert_yaxis()
+    below.tick_params(axis="y", labelsize=5)
+    below.set_xlabel("share of keys by how long they stay visible")
+    if names:
+        below.legend(fontsize=6, ncols=6, loc="upper center")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+REPORT = Report("language_model", table, text, draw, "Loss by position, and how long keys live")

@@ -1,0 +1,99 @@
+"""The table and the chart of benchmarks/mqar.py."""
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.render_evidence import COLOURS, Report, Row, budget, grouped, markdown, spread, words
+
+
+def best(rows: list[Row]) -> list[Row]:
+    """Of rows that differ in rate and seed, those of the rate whose mean accuracy is the highest."""
+    rates = grouped(rows, ("seed",)).values()
+    return max(rates, key=lambda own: statistics.mean(row["accuracy"] for row in own))
+
+
+def stacks(result: dict[str, Any]) -> list[list[Row]]:
+    """The rows of each setting at its best rate, in the order of the settings' sizes."""
+    found = [best(rows) for rows in grouped(result["rows"], ("seed", "rate")).values()]
+
+    def order(rows: list[Row]) -> tuple[Any, ...]:
+        one = rows[0]["settings"]
+        task = one["width"], one["length"], one["pairs"], not one["grow"]
+        return *task, list(COLOURS).index(one["kind"]), words(one), budget(one)
+
+    return sorted(found, key=order)
+
+
+def table(result: dict[str, Any]) -> str:
+    """A line for each attention and task, a column for each number of keys."""
+    lines: dict[tuple[Any, ...], dict[float, str]] = {}
+    for rows in stacks(result):
+        one = rows[0]["settings"]
+        name = words({**one, "recent": 0, "sinks": 0})
+        if one["recent"]:
+            name += f", {one['recent'] / budget(one):.2g} of w recent" + ", a sink" * one["sinks"]
+        task = f"{one['length']} tokens, {one['pairs']} pairs, width {one['width']}"
+        line = task + ", full length from the first step" * (not one["grow"]), name
+        part = budget(one) / one["pairs"]
+        lines.setdefault(line, {})[part] = spread([row["accuracy"] for row in rows], 100)
+    columns = sorted({part for cells in lines.values() for part in cells if part})
+    return markdown(["task", "attention", *(f"w = {part:g} pairs" for part in columns)],
+                    [[*line, *(cells.get(part, cells.get(0, "–")) for part in columns)]
+                     for line, cells in lines.items()])
+
+
+def line(rows: list[Row]) -> str:
+    one = rows[0]["settings"]
+    kept = ", ".join(spread([row["kept"][i] for row in rows], 100, 0) for i in range(len(rows[0]["kept"])))
+    return (f"{one['length']:5}/{one['pairs']:<4}{one['width']:4} w {budget(one):4}  "
+            f"{spread([row['accuracy'] for row in rows], 100):20} rate {one['rate']:g}, {rows[0]['steps']} steps"
+            f"{'' if one['grow'] else ' of full length'}, kept {kept or '–'}  {words(one)}")
+
+
+def text(result: dict[str, Any]) -> str:
+    return "\n".join(map(line, stacks(result)))
+
+
+def draw(result: dict[str, Any], plt: Any, path: Path) -> None:
+    """Accuracy against the number of keys, of the task that has most settings; bars: the range of the seeds."""
+    by_task: dict[tuple[int, ...], list[list[Row]]] = {}
+    for rows in stacks(result):
+        one = rows[0]["settings"]
+        if one["grow"]:
+            by_task.setdefault((one["length"], one["pairs"], one["width"]), []).append(rows)
+    (length, pairs, width), chosen = max(by_task.items(), key=lambda item: len(item[1]))
+    curves: dict[str, list[tuple[int, float, float, float]]] = {}
+    kinds: dict[str, Row] = {}
+    for rows in chosen:
+        one, right = rows[0]["settings"], [100 * row["accuracy"] for row in rows]
+        name = words({**one, "recent": 0, "sinks": 0})
+        if not one["recent"] and not one["sinks"]:
+            curves.setdefault(name, []).append((budget(one), statistics.mean(right), min(right), max(right)))
+            kinds[name] = one
+    figure, ax = plt.subplots(figsize=(8, 5), layout="constrained")
+    ends = [w for points in curves.values() for w, *_ in points if w] or [pairs]
+    dynamic = iter(plt.get_cmap("winter")([i / 9 for i in range(10)] * 3))
+    for name, points in curves.items():
+        colour = next(dynamic) if kinds[name]["kind"] == "dynamic" else COLOURS[kinds[name]["kind"]]
+        if points[0][0] == 0:
+            ax.axhspan(points[0][2], points[0][3], color=colour, alpha=0.2)
+            ax.axhline(points[0][1], color=colour, linestyle="--", label=name)
+        else:
+            w, mean, low, high = zip(*points)
+            bars = [[m - a for m, a in zip(mean, low)], [b - m for m, b in zip(mean, high)]]
+            ax.errorbar(w, mean, yerr=bars, marker="o", markersize=3, capsize=2, color=colour, label=name)
+    ax.axvline(pairs, color="tab:red", linewidth=0.7, linestyle=":")
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(sorted(set(ends)), [str(w) for w in sorted(set(ends))])
+    ax.set_xlabel(f"keys that a query sees (dotted: {pairs} pairs)")
+    ax.set_ylabel("right answers, %")
+    ax.set_title(f"Recall of {pairs} pairs in {length} tokens, width {width}; mean and range of the seeds", fontsize=10)
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize=7)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+REPORT = Report("mqar", table, text, draw, "Right answers against the number of keys that a query sees")

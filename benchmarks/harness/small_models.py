@@ -1,0 +1,270 @@
+"""Small decoders with exchangeable attention, several trained at once: for mqar.py, language_model.py and needle.py.
+
+    x  = embed(tokens)                                                    (M, B, N, width), M models
+    x += attention(mix(norm(x))),  x += down(gelu(up(norm(x))))           in each layer
+    logits = norm(x) @ embed^T
+
+``M`` models of one shape, which differ in their seed and their learning rates, are one model whose parameters have a
+leading axis: a GPU that one of them would leave idle is busy with all. They share nothing; the loss of the stack is the
+sum of theirs. ``mix`` is a causal convolution of ``Sizes.conv`` tokens for each channel, so that a token carries those
+before it, as in the models of the zoology papers; ``conv=0`` is the usual transformer, ``inner=0`` has no MLP.
+
+A model's attention is an ``Attention``:
+
+    full        all keys, by scaled_dot_product_attention
+    window      a sliding window of the last ``window`` keys
+    random      ``window`` keys by scores that are drawn anew for every head, sequence and step
+    bias        all keys, the scores added to the logits: scores without selection
+    selection   the ``window`` best keys by score, the scores not added: selection without the bias
+    dynamic     dynamic mask attention: the ``window`` best keys, and the scores added
+    global      the same with ``keys="global"``, cut by causality: selects by later keys too, so it cannot decode
+
+Scores are those of ``DynamicMaskAttention``, from ``A`` and ``dt_proj``, of each model its own. ``selection`` and
+``dynamic`` also keep ``sinks`` and ``recent`` keys, besides the ``window``. A parameter begins with numbers that depend
+on its name and the model's seed alone, so what two kinds of attention share begins equal.
+"""
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import cupy_dma as dma
+from cupy_dma import IntervalMask
+from cupy_dma.torch.rotary import Rotation
+
+COMPILER = "inductor"
+KINDS = ("full", "window", "random", "bias", "selection", "dynamic", "global")
+SCORED = ("bias", "selection", "dynamic", "global")  # have A and dt_proj
+
+
+@dataclass(frozen=True)
+class Sizes:
+    vocabulary: int
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    inner: int = 0  # width of the MLP
+    conv: int = 0  # tokens
+    rope: float | None = 10000.0
+
+
+@dataclass(frozen=True)
+class Attention:
+    kind: str
+    window: int = 0
+    recent: int = 0
+    sinks: int = 0
+    form: str = "exp"
+    start: float = 0.0  # of A
+    drawn: bool = False  # A is drawn from -start to start
+    fixed: bool = False  # A stays as it is
+
+    @property
+    def budget(self) -> int:
+        """Keys that a query sees; 0: all."""
+        return 0 if self.kind in ("full", "bias") else self.window + self.recent + self.sinks
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """``x (M, B, N, I)`` times ``weight (M, I, O)``."""
+    return torch.bmm(x.flatten(1, 2), weight).unflatten(1, x.shape[1:3])
+
+
+def norm(x: Tensor, gain: Tensor) -> Tensor:
+    """RMSNorm with ``gain (M, width)``."""
+    return F.rms_norm(x, x.shape[-1:], eps=1e-6) * gain[:, None, None]
+
+
+def mixed(x: Tensor, gain: Tensor, conv: Tensor | None, kind: torch.dtype) -> Tensor:
+    """``norm`` and the convolution with ``conv (M, tokens, width)``, the first of which is the token itself; as
+    ``kind``."""
+    x = norm(x, gain)
+    if conv is None:
+        return x.to(kind)
+    out = x * conv[:, 0, None, None]
+    for i in range(1, conv.shape[1]):
+        out = out + F.pad(x, (0, 0, i, 0))[:, :, :x.shape[2]] * conv[:, i, None, None]
+    return out.to(kind)
+
+
+def inner(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+@functools.cache
+def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """One for all models, so that shapes are compiled once."""
+    return torch.compile(function, dynamic=False, backend=COMPILER)
+
+
+class Layer(nn.Module):
+    def __init__(self, count: int, sizes: Sizes, attention: Attention, compile: bool):
+        super().__init__()
+        self.norm, self.mixed, self.inner = (compiled(f) if compile else f for f in (norm, mixed, inner))
+        self.sizes, self.attention, self.dim = sizes, attention, sizes.width // sizes.heads
+        narrow = sizes.kv_heads * self.dim
+
+        def made(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(count, *shape))
+
+        self.gain = made(sizes.width)
+        self.conv = made(sizes.conv, sizes.width) if sizes.conv else None
+        self.q, self.k, self.v = made(sizes.width, sizes.width), made(sizes.width, narrow), made(sizes.width, narrow)
+        self.o = made(sizes.width, sizes.width)
+        if attention.kind in SCORED:
+            self.A, self.dt_proj = made(sizes.kv_heads), made(narrow, sizes.kv_heads)
+            self.A.requires_grad_(not attention.fixed)
+        if sizes.inner:
+            self.mlp_gain = made(sizes.width)
+            self.up, self.down = made(sizes.width, sizes.inner), made(sizes.inner, sizes.width)
+        self.mask: IntervalMask | None = None  # of the last pass
+        self.scores: Tensor | None = None
+
+    def forward(self, x: Tensor, rotate: Callable[[Tensor], Tensor]) -> Tensor:
+        h = self.mixed(x, self.gain, self.conv, autocast_type(x))
+        q, k, v = (linear(h, weight).flatten(0, 1).unflatten(-1, (-1, self.dim)) for weight in (self.q, self.k, self.v))
+        q, k = (rotate(F.rms_norm(part, part.shape[-1:], eps=1e-6).to(v.dtype)) for part in (q, k))
+        x = x + linear(self._attended(q, k, v).flatten(2).unflatten(0, x.shape[:2]), self.o)
+        if self.sizes.inner:
+            x = x + linear(self.inner(linear(self.norm(x, self.mlp_gain), self.up)), self.down)
+        return x
+
+    def scores_of(self, value: Tensor) -> Tensor:
+        """``(M * B, Hkv, N)``, as ``cupy_dma.key_scores`` gives them for each model's values ``(M * B, N, Hkv, D)``."""
+        count = len(self.A)
+        with torch.autocast(value.device.type, enabled=False):
+            step = torch.bmm(value.float().flatten(2).unflatten(0, (count, -1)).flatten(1, 2), self.dt_proj)
+            scores = F.softplus(step) * self.A[:, None]  # (M, B * N, Hkv)
+        scores = scores.unflatten(1, (-1, value.shape[1])).flatten(0, 1).transpose(1, 2)
+        return scores.exp() if self.attention.form == "exp" else scores
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        how, n = self.attention, k.shape[1]
+        if how.kind == "full":
+            out = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k, v)), is_causal=True,
+                                                 enable_gqa=q.shape[2] != k.shape[2])
+            return out.transpose(1, 2)
+        scores = self.scores_of(v) if how.kind in SCORED else None
+        bias = None if how.kind == "selection" else scores
+        if how.kind == "bias":
+            return dma.attention(q, k, v, bias=bias, causal=True)
+        if how.kind == "window":
+            mask = IntervalMask.sliding_window(n, how.window, like=k)
+        else:
+            ranked = torch.rand(len(k), k.shape[2], n, device=k.device) if scores is None else scores.detach()
+            mask = IntervalMask.top_w(ranked, how.window, keys="global" if how.kind == "global" else "prefix")
+        if how.recent:
+            mask |= IntervalMask.sliding_window(n, how.recent, like=k)
+        if how.sinks:
+            mask |= IntervalMask.sinks(n, how.sinks, like=k)
+        self.mask, self.scores = mask, scores
+        return dma.attention(q, k, v, mask=mask, bias=bias, causal=how.kind == "global")
+
+
+class Models(nn.Module):
+    """A stack of models, one for each of ``seeds``. ``forward(tokens (M, B, N))`` gives their final hidden states
+    ``(M, B, N, width)``, ``logits`` those of any of their rows."""
+
+    def __init__(self, seeds: list[int], sizes: Sizes, attention: Attention, device: str,
+                 compile: bool = False):
+        super().__init__()
+        self.seeds, self.sizes, self.attention = seeds, sizes, attention
+        with torch.device("meta"):
+            self.embed = nn.Parameter(torch.empty(len(seeds), sizes.vocabulary, sizes.width))
+            self.layers = nn.ModuleList(Layer(len(seeds), sizes, attention, compile) for _ in range(sizes.layers))
+            self.gain = nn.Parameter(torch.empty(len(seeds), sizes.width))
+        self.to_empty(device=device)
+        self._initialise()
+
+    @torch.no_grad()
+    def _initialise(self) -> None:
+        for name, x in self.named_parameters():
+            last = name.rpartition(".")[2]
+            for own, seed in zip(x, self.seeds):
+                generator = torch.Generator(x.device).manual_seed(zlib.crc32(f"{name} {seed}".encode()))
+                if last in ("gain", "mlp_gain"):
+                    own.fill_(1)
+                elif last == "A":
+                    start = self.attention.start
+                    own.uniform_(-start if self.attention.drawn else start, start, generator=generator)
+                elif last in ("conv", "dt_proj"):  # as nn.Linear and nn.Conv1d do
+                    own.uniform_(-(len(own)**-0.5), len(own)**-0.5, generator=generator)
+                else:
+                    scale = 0.02 if last == "embed" else len(own)**-0.5
+                    scale *= (2 * self.sizes.layers)**-0.5 if last in ("o", "down") else 1
+                    own.normal_(std=scale, generator=generator)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        offset = torch.arange(len(tokens), device=tokens.device)[:, None, None] * self.sizes.vocabulary
+        x = F.embedding(tokens + offset, self.embed.flatten(0, 1))
+        rotate: Callable[[Tensor], Tensor] = lambda x: x  # noqa: E731
+        if self.sizes.rope is not None:
+            position = torch.arange(tokens.shape[2], device=tokens.device)
+            rotate = Rotation.at(position, self.layers[0].dim, self.sizes.rope)
+        for layer in self.layers:
+            x = layer(x, rotate)
+        return norm(x, self.gain)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of hidden states ``(M, B, R, width)``: ``(M, B, R, vocabulary)``."""
+        return linear(hidden, self.embed.transpose(1, 2))
+
+    def score_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, x) for name, x in self.named_parameters() if name.endswith((".A", ".dt_proj")))
+
+
+@dataclass
+class Adam:
+    """AdamW for a stack: ``rates`` of the models, times ``scores_rates`` for ``A`` and ``dt_proj``. Gradients of each
+    model are clipped to a norm of 1. Matrices decay, apart from those of the scores."""
+
+    models: Models
+    rates: Tensor  # (M,)
+    scores_rates: Tensor  # (M,)
+    decay: float = 0.0
+    steps: int = 0
+    moments: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    betas: tuple[float, float] = 0.9, 0.95
+
+    @torch.no_grad()
+    def step(self, factor: float = 1.0) -> None:
+        """A step with ``factor`` times the rates."""
+        self.steps += 1
+        scores = {name for name, _ in self.models.score_parameters()}
+        found = [(name, x, x.grad) for name, x in self.models.named_parameters() if x.grad is not None]
+        total = torch.stack([gradient.flatten(1).square().sum(1) for _, _, gradient in found]).sum(0).sqrt()  # (M,)
+        shrink = 1 / total.clamp(min=1)
+        for name, x, gradient in found:
+            shape = (-1, *[1] * (x.ndim - 1))
+            if name not in self.moments:
+                self.moments[name] = torch.zeros_like(x), torch.zeros_like(x)
+            first, second = self.moments[name]
+            gradient = gradient * shrink.view(shape)
+            first.lerp_(gradient, 1 - self.betas[0])
+            second.mul_(self.betas[1]).addcmul_(gradient, gradient, value=1 - self.betas[1])
+            change = first / (1 - self.betas[0]**self.steps)
+            change /= (second / (1 - self.betas[1]**self.steps)).sqrt() + 1e-8
+            rate = factor * (self.rates * self.scores_rates if name in scores else self.rates)
+            if x.ndim > 2 and name not in scores:
+                change += self.decay * x
+            x.sub_(rate.view(shape) * change)
+            x.grad = None
+
+
+def autocast_type(x: Tensor) -> torch.dtype:
+    """What the matrix products take."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def autocast(device: str) -> Any:
+    """bfloat16 on a GPU, float32 elsewhere."""
+    return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=device.startswith("cuda"))

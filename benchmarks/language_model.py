@@ -1,0 +1,126 @@
+"""Byte-level language models with a mask that prunes: loss by position, beside full attention and a sliding window.
+
+    python benchmarks/language_model.py                             everything that is not recorded yet
+    python benchmarks/language_model.py --part main --seconds 540   a piece of it; the same again goes on from there
+    python benchmarks/language_model.py --size tiny                 in a minute on a CPU, for trying the script
+    python benchmarks/language_model.py --show                      print the table of the recorded results
+    python benchmarks/language_model.py --update-docs               put it into docs/evidence.md, draw the chart
+
+Text (harness/text.py): the topics of Python's ``help()`` and the sources of the standard library, some 28 MB of bytes;
+a tenth of the files is held out. It depends on the version of Python, so rows carry its checksum.
+
+Models (harness/small_models.py): 6 layers of width 384, 6/3 heads of 64, MLP of 1536, rotary positions, 10 M
+parameters; bfloat16 autocast. AdamW, weight decay 0.1 (not on the scores' parameters), gradients clipped to 1, a rate
+of 2e-3 that rises for 100 steps and falls to a tenth by a cosine, 1500 steps of 16384 bytes: 25 M bytes, less than one
+pass. The three seeds are one stack, trained at once; each sees the same pieces for every kind of attention.
+
+Parts. main: 4096 bytes, w = 512, of every kind. windows: w = 256 and 1024. long: 8192 bytes, w = 512. Whatever is kept
+besides, recent keys and sinks, counts as part of w.
+
+Loss: nats per byte of the beginnings of ``TESTED`` held-out files, in bins of the position in the file. Lives: how long
+the keys of the first half of one held-out file stay visible, by layer and kv head, at four times of the training.
+
+Cost: 19 stacks. Estimated 60 to 90 s each on one H100 (long: twice that), some 25 minutes in all; not measured yet.
+Results: ``benchmarks/results/language_model.json`` and ``.png``, written after every stack. Models are kept in
+``--models`` (build/evidence), where needle.py looks for them.
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
+
+from benchmarks.harness import render_language
+from benchmarks.harness.records import Clock, Row, Run, add_run_options, device_of, run_script
+from benchmarks.harness.render_evidence import named
+from benchmarks.harness.suite import ROOT
+
+if TYPE_CHECKING:
+    from benchmarks.harness.language import Task
+    from benchmarks.harness.small_models import Attention
+    from benchmarks.harness.text import Text
+
+PARTS = ("main", "windows", "long")
+TESTED = 64
+
+
+def task_of(size: str) -> Task:
+    from benchmarks.harness.language import Task
+
+    return Task() if size == "full" else Task(length=128, tokens=128, steps=3, layers=2, width=16, heads=2, kv_heads=1,
+                                              inner=16)
+
+
+def within(w: int, recent: int = 0, sinks: int = 0, **options: Any) -> Attention:
+    """Dynamic mask attention that sees ``w`` keys, recent ones and sinks among them."""
+    from benchmarks.harness.small_models import Attention
+
+    return Attention("dynamic", w - recent - sinks, recent, sinks, **options)
+
+
+def chosen(w: int, recent: int = 0, sinks: int = 0, **options: Any) -> Attention:
+    """What learns best in mqar.py, with ten times the learning rate for ``dt_proj``."""
+    return within(w, recent, sinks, **{"start": 1.0, "fixed": True, **options})
+
+
+def grid(part: str, task: Task) -> Iterator[tuple[Task, Attention]]:
+    from benchmarks.harness.small_models import Attention
+
+    w, fast = task.length // 8, replace(task, scores_rate=10.0)
+    if part == "main":
+        yield from ((task, Attention("full")), (task, Attention("window", w)))
+        yield task, within(w)  # the original
+        yield from ((fast, within(w)), (task, within(w, start=0.5, drawn=True)))
+        yield from ((task, chosen(w)), (fast, chosen(w)), (fast, chosen(w, form="linear")))
+        yield from ((fast, chosen(w, w // 4, 1)), (fast, chosen(w, w // 2, 1)), (task, within(w, w // 2, 1)))
+    elif part == "windows":
+        for other in (w // 2, 2 * w):
+            yield from ((task, Attention("window", other)), (fast, chosen(other, other // 2, 1)))
+    else:
+        task, fast = (replace(one, length=2 * one.length) for one in (task, fast))
+        yield from ((task, Attention("full")), (task, Attention("window", w)), (task, within(w)),
+                    (fast, chosen(w, w // 2, 1)))
+
+
+def train(task: Task, how: Attention, source: Text, device: str, args: argparse.Namespace, clock: Clock) -> list[Row]:
+    from benchmarks.harness import language
+
+    found = language.train(task, how, source, device, args.compile, clock)
+    language.save(args.models, task, how, found.models)
+    rows = []
+    positions = language.by_position(found.models, source, task.length, TESTED, device)
+    for i, own in enumerate(language.settings(task, how)):
+        A = [layer.A[i].tolist() for layer in found.models.layers if hasattr(layer, "A")]
+        rows.append({"settings": own, "text": source.checksum, "by_position": positions[i],
+                     "edges": language.edges(task.length), "seconds": round(found.seconds / len(positions), 3),
+                     "training": [losses[i] for losses in found.losses], "A": A,
+                     "lives": [{"step": one["step"], "counts": [[" ".join(map(str, head)) for head in layer]
+                                                                for layer in one["lives"][i]]}
+                               for one in found.lives]})
+    return rows
+
+
+def runs(args: argparse.Namespace) -> list[Run]:
+    """The stacks of the chosen parts, each once."""
+    from benchmarks.harness import language, text
+
+    source, device = text.standard_library(), device_of(args)
+    chosen = dict.fromkeys(one for part in args.part or PARTS for one in grid(part, task_of(args.size)))
+    return [Run(named(language.settings(*one)[0]), language.settings(*one),
+                lambda clock, one=one: train(*one, source, device, args, clock)) for one in chosen]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_run_options(options, PARTS)
+    options.add_argument("--models", type=Path, default=ROOT / "build" / "evidence", help="folder of trained models")
+    return run_script(arguments, options, render_language.REPORT, __doc__, runs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

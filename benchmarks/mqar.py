@@ -1,0 +1,226 @@
+"""Multi-query associative recall: can a model learn which keys to keep, and what if it may keep too few?
+
+    python benchmarks/mqar.py                           everything that is not recorded yet
+    python benchmarks/mqar.py --part main --seconds 540 a piece of it; the same command again goes on from there
+    python benchmarks/mqar.py --size tiny               in a minute on a CPU, for trying the script
+    python benchmarks/mqar.py --show                    print the table of the recorded results
+    python benchmarks/mqar.py --update-docs             put it into docs/evidence.md, draw the chart
+
+Task (harness/recall.py): pairs of a key and a value among random fillers in the first half of a sequence, every key
+once more in the second half; the model names its value. A model that keeps the row of each value, and it alone, needs
+as many keys as there are pairs.
+
+Models (harness/small_models.py): 2 layers of one head without MLP or positions, a causal convolution of 3 tokens ahead
+of query, key and value, as in the zoology papers. bfloat16 autocast, float32 parameters. All of the learning rates
+``RATES`` and the seeds ``SEEDS`` are one stack, trained at once; the models of a seed begin with the same numbers and
+see the same sequences, drawn anew in every step. AdamW without weight decay, gradients clipped to 1, the rate rises for
+``WARM_UP`` steps and falls to 0 by a cosine. A step has 32 sequences of 1024 tokens for each model, and as many tokens
+of other lengths. Sequences grow: an eighth, a quarter and a half of the length and of the pairs, for a sixth of the
+steps each, then all of them; ``w`` stays. (Models whose every step has the full length hardly leave the plateau of
+naming any value; two stacks of the parts small and starts show that.)
+
+Parts. main: length 1024, 64 pairs, width 64; windows of a quarter of the pairs to twice as many; every kind of
+attention. starts: 64 keys; how A begins, whether it is trained, its learning rate, recent keys and sinks within the
+same number of keys. small: the same with 16 keys for 8 pairs in 64 tokens. lengths: 512 to 4096 tokens with 32 to 256
+pairs, as many keys. widths: 128 and 256.
+
+Accuracy: the share of right answers to all questions of ``TESTED`` fresh sequences, the same for all models of a seed.
+A stack ends after ``Task.steps``, or at the first of the checks (every 100 steps) at which some rate has at least
+``ENOUGH`` for every seed. Tables show, of the rate that is best on average, mean and range of the seeds.
+``kept``: the share of questions whose pair is still visible in the mask, for each layer.
+
+Cost: 88 stacks. Estimated 20 to 40 s each on one H100 (small: 8 s), some 30 minutes in all, ``main`` being half of it;
+not measured yet. Results: ``benchmarks/results/mqar.json`` and ``mqar.png``, written after every stack.
+"""
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
+
+from benchmarks.harness import render_mqar
+from benchmarks.harness.records import Clock, Row, Run, add_run_options, device_of, run_script
+from benchmarks.harness.render_evidence import named
+
+if TYPE_CHECKING:
+    from benchmarks.harness.recall import Batch
+    from benchmarks.harness.small_models import Attention, Models
+
+RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+SEEDS = (0, 1, 2)
+WARM_UP, CHECK, TESTED, ENOUGH = 100, 100, 128, 0.995
+PARTS = ("small", "main", "starts", "lengths", "widths")
+
+
+@dataclass(frozen=True)
+class Task:
+    length: int = 1024
+    pairs: int = 64
+    width: int = 64
+    layers: int = 2
+    names: int = 512  # tokens of each kind: keys, values, fillers
+    tokens: int = 32768  # of a step, for each model
+    steps: int = 2000
+    grow: bool = True  # an eighth of the length and of the pairs at first, all of them after half the steps
+
+    def at(self, step: int) -> tuple[int, int]:
+        """Length and pairs of a step of training."""
+        less = 2**max(0, 3 - 6 * step // self.steps) if self.grow else 1
+        less = min(less, self.pairs)
+        return self.length // less, self.pairs // less
+
+
+SMALL = Task(length=64, pairs=8, names=64, tokens=2048, steps=1200)
+TINY = Task(length=32, pairs=4, width=16, names=16, tokens=64, steps=4)
+
+
+def grid(part: str, task: Task) -> Iterator[tuple[Task, Attention, float]]:
+    """What a part trains: a task, an attention, and how many times the learning rate ``A`` and ``dt_proj`` have."""
+    from benchmarks.harness.small_models import Attention
+
+    def chosen(w: int, kind: str = "dynamic", **options: Any) -> tuple[Attention, float]:
+        return Attention(kind, w, **{"start": 1.0, "fixed": True, **options}), 10.0
+
+    found: list[tuple[Attention, float]] = []
+    w = task.pairs
+    if part == "main":
+        found += [(Attention("full"), 1.0), chosen(0, "bias")]
+        for keys in (w // 4, w // 2, w, 2 * w):
+            found += [(Attention(kind, keys), 1.0) for kind in ("window", "random", "dynamic")]  # last, the original
+            found += [(Attention("dynamic", keys, form="linear"), 1.0), (Attention("selection", keys, start=1.0), 1.0),
+                      chosen(keys), chosen(keys, form="linear"), chosen(keys, "global")]
+    elif part in ("small", "starts"):
+        if part == "small":
+            task, w = replace(SMALL, steps=min(task.steps, SMALL.steps)), 2 * SMALL.pairs
+            found += [(Attention("full"), 1.0), (Attention("random", w), 1.0), (Attention("window", w), 1.0)]
+        starts = ((0.0, False, False), (0.5, True, False), (1.0, False, False), (1.0, False, True))
+        for form, (start, drawn, fixed), rate in itertools.product(("exp", "linear"), starts, (1.0, 10.0)):
+            found.append((Attention("dynamic", w, form=form, start=start, drawn=drawn, fixed=fixed), rate))
+        own, _ = chosen(w)
+        found += [(own, 0.1), chosen(w - w // 4, recent=w // 4), chosen(w - w // 4 - 1, recent=w // 4, sinks=1)]
+        for how, rate in ((Attention("full"), 1.0), chosen(w)):
+            yield replace(task, grow=False), how, rate
+    elif part == "lengths":
+        for times in (0.5, 2, 4):
+            other = replace(task, length=int(task.length * times), pairs=int(task.pairs * times))
+            for how, rate in ((Attention("full"), 1.0), (Attention("dynamic", other.pairs), 1.0), chosen(other.pairs)):
+                yield other, how, rate
+    else:
+        for times in (2, 4):
+            for how, rate in ((Attention("full"), 1.0), chosen(w)):
+                yield replace(task, width=times * task.width), how, rate
+    yield from ((task, how, rate) for how, rate in found)
+
+
+def settings(task: Task, how: Attention, scores_rate: float) -> list[dict[str, Any]]:
+    """Of each model of a stack."""
+    return [{**asdict(task), **asdict(how), "scores_rate": scores_rate, "rate": rate, "seed": seed}
+            for rate, seed in itertools.product(RATES, SEEDS)]
+
+
+def visible(models: Models, batch: Batch) -> list[Any]:
+    """For each layer ``(M,)``: the share of questions that see the row of their answer's value, in some head."""
+    found = []
+    for layer in models.layers:
+        if layer.mask is None:
+            continue
+        batches, heads, n = layer.mask.shape
+        stop = layer.mask.stop.expand(batches, heads, n).expand(batch.tokens[..., 0].numel(), heads, n)
+        stop = stop.unflatten(0, batch.tokens.shape[:2])  # (M, B, Hkv, N)
+        told = batch.told[:, :, None].expand(-1, -1, heads, -1)
+        seen = (stop.gather(3, told) > batch.asked[:, :, None]).any(2)
+        found.append(seen.float().mean((1, 2)))
+    return found
+
+
+def answered(models: Models, batch: Batch) -> Any:
+    """Logits of the questions ``(M, B, pairs, vocabulary)``."""
+    hidden = models(batch.tokens)
+    return models.logits(hidden.gather(2, batch.asked[..., None].expand(-1, -1, -1, hidden.shape[-1])))
+
+
+def train(task: Task, how: Attention, scores_rate: float, device: str, compiled: bool, clock: Clock) -> list[Row]:
+    """Train a stack; the rows of its models."""
+    import torch
+    import torch.nn.functional as F
+
+    from benchmarks.harness import measure
+    from benchmarks.harness.recall import Batch, Recall
+    from benchmarks.harness.small_models import Adam, Models, Sizes, autocast
+
+    measure.free_memory()
+    own = settings(task, how, scores_rate)
+    recall = Recall(task.length, task.pairs, task.names)  # that is tested
+    sizes = Sizes(recall.vocabulary, task.layers, task.width, 1, 1, conv=3, rope=None)
+    models = Models([one["seed"] for one in own], sizes, how, device, compiled)
+    torch.manual_seed(0)  # of the random kind
+    rates = torch.tensor([one["rate"] for one in own], device=device)
+    optimizer = Adam(models, rates, torch.full_like(rates, scores_rate))
+
+    def drawn(recall: Recall, generators: list[torch.Generator], count: int) -> Batch:
+        """The same sequences for every rate."""
+        return Batch(*(part.repeat(len(RATES), 1, 1) for part in recall.batch(count, generators)))
+
+    training, testing = ([torch.Generator(device).manual_seed(first + seed) for seed in SEEDS] for first in (100, 200))
+    test, count = drawn(recall, testing, TESTED), max(1, task.tokens // task.length)
+    curves: list[list[float]] = []
+    began, step = time.perf_counter(), 0
+
+    @torch.no_grad()
+    def accuracy() -> torch.Tensor:
+        found = []
+        for part in zip(*(x.split(count, 1) for x in test)):  # as many at a time as in training
+            with autocast(device):
+                found.append(answered(models, Batch(*part)).argmax(-1) == part[2])
+        return torch.cat(found, 1).float().mean((1, 2))
+
+    for step in clock.steps(task.steps, measure.synchronize):
+        length, pairs = task.at(step)
+        batch = drawn(Recall(length, pairs, task.names), training, max(1, task.tokens // length))
+        with autocast(device):
+            logits = answered(models, batch)
+        losses = F.cross_entropy(logits.float().flatten(0, -2), batch.answers.flatten(), reduction="sum")
+        (losses / batch.answers[0].numel()).backward()
+        optimizer.step(min((step + 1) / WARM_UP, (1 + math.cos(math.pi * step / task.steps)) / 2))
+        if (step + 1) % CHECK == 0 or step + 1 == task.steps:
+            right = accuracy()
+            curves.append([round(x, 4) for x in right.tolist()])
+            if (right.view(len(RATES), len(SEEDS)) >= ENOUGH).all(1).any():
+                break
+    seconds = (time.perf_counter() - began) / len(own)
+    with torch.no_grad(), autocast(device):
+        last = Batch(*(x[:, :count] for x in test))
+        answered(models, last)
+        kept = [x.tolist() for x in visible(models, last)]
+    A = [layer.A.abs().mean(1).tolist() for layer in models.layers if hasattr(layer, "A")]
+    return [{"settings": one, "accuracy": curves[-1][i], "steps": step + 1, "seconds": round(seconds, 3),
+             "curve": [accuracies[i] for accuracies in curves], "kept": [round(x[i], 4) for x in kept],
+             "A": [round(x[i], 4) for x in A]} for i, one in enumerate(own)]
+
+
+def runs(args: argparse.Namespace) -> list[Run]:
+    """The stacks of the chosen parts, each once."""
+    device, task = device_of(args), TINY if args.size == "tiny" else Task()
+    chosen = dict.fromkeys(one for part in args.part or PARTS for one in grid(part, task))
+    return [Run(f"{one[0].length}/{one[0].pairs} {named(settings(*one)[0])}", settings(*one),
+                lambda clock, one=one: train(*one, device, args.compile, clock))
+            for one in chosen if not args.kind or one[1].kind in args.kind]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_run_options(options, PARTS)
+    options.add_argument("--kind", action="append", help="only these kinds of attention; may be repeated")
+    return run_script(arguments, options, render_mqar.REPORT, __doc__, runs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

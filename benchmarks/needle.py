@@ -1,0 +1,163 @@
+"""A needle in a long text: is it found, and if not, was its key dropped from the mask or only not read?
+
+    python benchmarks/needle.py                         everything that is not recorded yet
+    python benchmarks/needle.py --part text --seconds 540   a piece of it; the same again goes on from there
+    python benchmarks/needle.py --size tiny             in a minute on a CPU, for trying the script
+    python benchmarks/needle.py --show                  print the table of the recorded results
+    python benchmarks/needle.py --update-docs           put it into docs/evidence.md, draw the chart
+
+A needle is a line ``# the code of wkzr is 40722`` at a depth of 0 to 1 of a context of 1 to 8 times the length of
+training, held-out text otherwise; the context ends with ``# the code of wkzr is``. Found: the five digits that follow
+are each the most probable byte. By chance that happens once in 100 000 times.
+
+Survived: in some head of some layer all five digits of the needle are keys that the question sees, read off the masks
+of that pass. A needle that did not survive cannot be found; one that survived and is not found was not read.
+
+Models: those of language_model.py, part main (full attention, window, the original's defaults, and what learns best in
+mqar.py with and without recent keys). text: as they are there, trained on text alone; they are taken from
+``--models``, or trained if they are not there. trained: the same with needles in every piece (an eighth of its 32-byte
+slots holds one, another eighth repeats them), whose codes weigh as much in the loss as all other bytes.
+
+A row has ``COUNT`` needles of one seed for each context and depth. Rotary positions beyond the length of training are
+new to all models alike: full attention shows what that alone costs.
+
+Cost: 10 stacks, of which 5 are trained here: estimated 60 to 90 s each for training, 20 s for testing on one H100, some
+10 minutes in all; not measured yet. Results: ``benchmarks/results/needle.json`` and ``needle.png``, written after every
+stack.
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
+
+from benchmarks.harness import render_needle
+from benchmarks.harness.records import Clock, Row, Run, add_run_options, device_of, run_script
+from benchmarks.harness.render_evidence import named
+from benchmarks.harness.suite import ROOT
+from benchmarks.language_model import chosen, task_of, within
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from benchmarks.harness.language import Task
+    from benchmarks.harness.small_models import Attention, Models
+    from benchmarks.harness.text import Text
+
+PARTS = ("text", "trained")
+TIMES, DEPTHS, COUNT = (1, 2, 4, 8), (0.0, 0.25, 0.5, 0.75, 1.0), 16
+
+
+def attentions(task: Task) -> Iterator[tuple[Task, Attention]]:
+    from benchmarks.harness.small_models import Attention
+
+    w, fast = task.length // 8, replace(task, scores_rate=10.0)
+    yield from ((task, Attention("full")), (task, Attention("window", w)), (task, within(w)), (fast, chosen(w)),
+                (fast, chosen(w, w // 2, 1)))
+
+
+def settings(task: Task, how: Attention) -> list[dict[str, Any]]:
+    from benchmarks.harness import language
+
+    return [{**own, "needles": COUNT, "times": list(TIMES), "depths": list(DEPTHS)}
+            for own in language.settings(task, how)]
+
+
+def contexts(source: Text, length: int, depth: float, seed: int, count: int = COUNT) -> tuple[Tensor, int, int]:
+    """``count`` contexts ``(count, length)`` that end before the second code, where the first code stands, and its
+    bytes' number; the code is what follows: contexts are ``length + 5`` long."""
+    import torch
+
+    from benchmarks.harness import text
+
+    generator = torch.Generator().manual_seed(seed)
+    said = text.lines((count,), generator)
+    end = text.CODE.start  # bytes of the line ahead of the code
+    size = text.CODE.stop - end
+    hay = text.pieces(torch.cat(source.held_out), length + size, count, generator)
+    first = round(depth * (length - end - text.SLOT))
+    hay[:, first:first + text.SLOT] = said
+    hay[:, length - end:] = said[:, :text.CODE.stop]
+    return hay, first + end, size
+
+
+def survival(models: Models, where: int, size: int, position: int, batch: int) -> list[Any]:
+    """For each layer with a mask bool ``(batch, Hkv)``: all keys ``where`` to ``where + size`` are visible at
+    ``position``."""
+    from benchmarks.harness import language
+
+    return [(language.kept_until(layer.mask, batch)[..., where:where + size] > position).all(-1)
+            for layer in models.layers if layer.mask is not None]
+
+
+def tested(models: Models, source: Text, length: int, depth: float, device: str) -> list[dict[str, Any]]:
+    """Of each model: found, survived, both, of ``COUNT`` needles; and how many survived by layer and head."""
+    import torch
+
+    from benchmarks.harness.small_models import autocast
+
+    count = len(models.seeds)
+    hay, where, size = contexts(source, length, depth, seed=length + round(1000 * depth))
+    right, kept = [], []
+    for one in hay.to(device).split(max(1, 65536 // length)):
+        with torch.no_grad(), autocast(device):
+            hidden = models(one[:, :-1].expand(count, -1, -1))
+            answers = models.logits(hidden[:, :, length - 1:]).argmax(-1)  # (M, b, size)
+        right.append((answers == one[:, length:]).all(-1))
+        layers = survival(models, where, size, length - 1, count * len(one))
+        if layers:
+            kept.append(torch.stack(layers, 1).unflatten(0, (count, -1)))  # (M, b, layers, Hkv)
+    found = torch.cat(right, 1)
+    if not kept:  # full attention drops nothing
+        alive, by = torch.ones_like(found), [None] * count
+    else:
+        seen = torch.cat(kept, 1)
+        alive, by = seen.flatten(2).any(2), seen.sum(1).tolist()
+    return [{"length": length, "depth": depth, "found": int(found[i].sum()), "survived": int(alive[i].sum()),
+             "both": int((found[i] & alive[i]).sum()), "by_head": None if by[i] is None else
+             [" ".join(map(str, heads)) for heads in by[i]]} for i in range(count)]
+
+
+def test(task: Task, how: Attention, source: Text, device: str, args: argparse.Namespace, clock: Clock) -> list[Row]:
+    from benchmarks.harness import language
+
+    models = language.load(args.models, task, how, device)
+    began = time.perf_counter()
+    if models is None:
+        models = language.train(task, how, source, device, args.compile, clock).models
+        language.save(args.models, task, how, models)
+    cells: list[list[dict[str, Any]]] = [[] for _ in language.SEEDS]
+    for times in TIMES:
+        for depth in DEPTHS:
+            clock.check()
+            for own, cell in zip(cells, tested(models, source, times * task.length, depth, device)):
+                own.append(cell)
+    seconds = round((time.perf_counter() - began) / len(cells), 3)
+    return [{"settings": own, "text": source.checksum, "seconds": seconds, "cells": cells[i]}
+            for i, own in enumerate(settings(task, how))]
+
+
+def runs(args: argparse.Namespace) -> list[Run]:
+    from benchmarks.harness import text
+
+    source, device, task = text.standard_library(), device_of(args), task_of(args.size)
+    found = [one for part in args.part or PARTS for one in attentions(replace(task, planted=part == "trained"))]
+    return [Run(named(settings(own, how)[0]), settings(own, how),
+                lambda clock, one=(own, how): test(*one, source, device, args, clock)) for own, how in found]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_run_options(options, PARTS)
+    options.add_argument("--models", type=Path, default=ROOT / "build" / "evidence", help="folder of trained models")
+    return run_script(arguments, options, render_needle.REPORT, __doc__, runs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,285 @@
+"""benchmarks/mqar.py, language_model.py and needle.py on the CPU in a tiny size, and what they stand on."""
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import cupy_dma as dma  # noqa: E402
+from benchmarks import language_model, mqar, needle  # noqa: E402
+from benchmarks.harness import language, records, render_language, render_mqar, render_needle, text  # noqa: E402
+from benchmarks.harness.recall import Recall, oracle  # noqa: E402
+from benchmarks.harness.render_evidence import DOCS  # noqa: E402
+from benchmarks.harness.small_models import SCORED, Adam, Attention, Layer, Models, Sizes  # noqa: E402
+
+SIZES = Sizes(vocabulary=50, layers=2, width=16, heads=4, kv_heads=2, inner=24, conv=3)
+REPORTS = (render_mqar.REPORT, render_language.REPORT, render_needle.REPORT)
+WORDS = {f"{kind} {n}": b"def f(): return 1\n" * (20 + n) for kind in ("a", "b") for n in range(60)}
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch):
+    """One thread, and a small text in place of the standard library."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr(text, "standard_library", lambda: text.split(WORDS))
+    yield
+    torch.set_num_threads(threads)
+
+
+# ---- tasks ----------------------------------------------------------------------------------------------------------
+
+
+def test_answers_follow_their_keys():
+    recall = Recall(length=64, pairs=16, names=40)
+    batch = recall.batch(8, [torch.Generator().manual_seed(seed) for seed in (0, 1)])
+    assert batch.tokens.shape == (2, 8, 64) and batch.answers.shape == batch.asked.shape == (2, 8, 16)
+    assert torch.equal(oracle(batch), batch.answers)
+    question, before = batch.tokens.gather(2, batch.asked), batch.tokens.gather(2, batch.told - 1)
+    assert torch.equal(question, before) and torch.equal(batch.tokens.gather(2, batch.told), batch.answers)
+    assert (question < 40).all() and ((batch.answers >= 40) & (batch.answers < 80)).all()
+    assert all(len(set(row)) == 16 for row in question.flatten(0, 1).tolist())  # a key is asked for once
+    assert (batch.asked >= 32).all() and (batch.told < 32).all()
+    assert ((batch.tokens >= 80).sum(2) == 64 - 3 * 16).all()  # the rest is fillers
+    assert not torch.equal(batch.tokens[0], batch.tokens[1])
+    with pytest.raises(ValueError, match="at least 4 pairs long, got length=64, pairs=17"):
+        Recall(64, 17, 40)
+
+
+def test_needles_are_said_and_repeated():
+    generator = torch.Generator().manual_seed(0)
+    hay = torch.full((3, 512), ord("."))
+    found, at = text.planted(hay, 4, generator)
+    assert at.shape == (3, 4, 5)
+    for row, codes in zip(found.tolist(), at.tolist()):
+        content = bytes(row).decode()
+        lines = [line for line in content.splitlines() if "# the code of" in line]
+        assert len(lines) == 8 and all(lines.count(line) == 2 for line in lines)
+        for code in codes:
+            said = content[code[0]:code[-1] + 1]
+            assert said.isdigit() and content.index(said) < code[0]
+
+
+def test_contexts_end_ahead_of_the_code():
+    source = text.split(WORDS)
+    for depth in (0.0, 0.5, 1.0):
+        hay, where, size = needle.contexts(source, 256, depth, seed=3, count=4)
+        assert hay.shape == (4, 256 + size) and size == 5
+        for row in hay.tolist():
+            content = bytes(row).decode()
+            assert content[where:where + size] == content[256:] and content[256:].isdigit()
+            assert content[:256].endswith(content[where - text.CODE.start:where])
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [
+    Attention("full"), Attention("window", 5), Attention("bias", form="linear", start=1.0),
+    Attention("selection", 5, start=0.5, drawn=True), Attention("dynamic", 5, recent=2, sinks=1, start=1.0),
+    Attention("dynamic", 5, form="linear", start=1.0, fixed=True), Attention("global", 5, start=1.0)], ids=str)
+def test_a_stack_is_its_models(how):
+    """Each model's output is what it gives alone, and a step of one does not touch the other."""
+    tokens = torch.randint(50, (2, 3, 24), generator=torch.Generator().manual_seed(0))
+    both = Models([3, 4], SIZES, how, "cpu")
+    alone = Models([4], SIZES, how, "cpu")
+    torch.testing.assert_close(both(tokens)[1:], alone(tokens[1:]))
+    assert not torch.equal(both.embed[0], both.embed[1])
+    optimizers = [Adam(models, torch.tensor(rates), torch.ones(len(rates)), decay=0.1)
+                  for models, rates in ((both, [1e-1, 1e-3]), (alone, [1e-3]))]
+    for _ in range(2):
+        for models, optimizer, own in zip((both, alone), optimizers, (tokens, tokens[1:])):
+            language.losses_of(models, own).mean((1, 2)).sum().backward()
+            optimizer.step()
+    for (name, x), y in zip(both.named_parameters(), alone.parameters()):
+        torch.testing.assert_close(x[1:], y, msg=name)
+    assert bool(dict(both.named_parameters())) and (how.kind in SCORED) == any("dt_proj" in n for n, _ in
+                                                                               both.named_parameters())
+
+
+@pytest.mark.parametrize("form", ["exp", "linear"])
+def test_scores_are_those_of_the_layer(form):
+    models = Models([0, 1], SIZES, Attention("dynamic", 5, form=form, start=1.0, drawn=True), "cpu")
+    layer, value = models.layers[0], torch.randn(6, 7, 2, 4)
+    found = layer.scores_of(value)
+    for i in range(2):
+        expected = dma.key_scores(value[3 * i:3 * i + 3], layer.dt_proj[i].T.contiguous(), layer.A[i], form=form)
+        torch.testing.assert_close(found[3 * i:3 * i + 3], expected)
+
+
+def test_a_window_of_all_keys_is_full_attention():
+    tokens = torch.randint(50, (2, 1, 20))
+    full = Models([0, 1], SIZES, Attention("full"), "cpu")(tokens)
+    for how in (Attention("window", 20), Attention("dynamic", 20), Attention("random", 20), Attention("bias")):
+        torch.testing.assert_close(Models([0, 1], SIZES, how, "cpu")(tokens), full, msg=how.kind)
+
+
+def test_compiled_parts_compute_the_same(monkeypatch):
+    from benchmarks.harness import small_models
+
+    monkeypatch.setattr(small_models, "COMPILER", "aot_eager")
+    small_models.compiled.cache_clear()
+    tokens = torch.randint(50, (1, 2, 16))
+    eager, compiled = (Models([0], SIZES, Attention("window", 5), "cpu", compile) for compile in (False, True))
+    torch.testing.assert_close(compiled(tokens), eager(tokens))
+    small_models.compiled.cache_clear()
+
+
+def test_what_is_visible():
+    """Survival of a needle, and of the pairs of a recall batch, against the masks written out."""
+    how = Attention("dynamic", 6, recent=2, form="linear", start=1.0)
+    models = Models([0, 1], SIZES, how, "cpu")
+    recall = Recall(length=32, pairs=4, names=16)
+    batch = recall.batch(3, [torch.Generator().manual_seed(seed) for seed in (0, 1)])
+    models(batch.tokens)
+    dense = [layer.mask.to_dense(32).unflatten(0, (2, 3)) for layer in models.layers]  # (M, B, Hkv, 32, 32)
+    for found, seen in zip(mqar.visible(models, batch), dense):
+        expected = [[float(any(seen[m, b, :, asked, told])) for asked, told in zip(batch.asked[m, b], batch.told[m, b])]
+                    for m in range(2) for b in range(3)]
+        assert found.tolist() == pytest.approx(torch.tensor(expected).view(2, -1).mean(1).tolist())
+    for where in (0, 9, 25):
+        for found, seen in zip(needle.survival(models, where, 3, 31, 6), dense):
+            assert torch.equal(found, seen.flatten(0, 1)[:, :, 31, where:where + 3].all(-1))
+    lives = torch.tensor(language.lives_of(Models([0, 1, 2], SIZES, how, "cpu"), batch.tokens[0, :1], "cpu"))
+    assert lives.shape == (3, 2, 2, len(language.LIVES)) and (lives.sum(-1) == 16).all()
+    assert (lives[..., 0] == 0).all()  # two recent keys: each is seen
+
+
+def test_loss_by_position():
+    source = text.split(WORDS)
+    task = language.Task(length=128, layers=1, width=16, heads=2, kv_heads=1, inner=16)
+    models = language.made(task, Attention("window", 8), "cpu", False)
+    found = language.by_position(models, source, 128, 5, "cpu")
+    assert language.edges(128) == [0, 64, 128] and language.edges(200) == [0, 64, 128, 200]
+    pieces = text.first_bytes(source, 129, 5)
+    expected = language.losses_of(models, pieces.expand(3, -1, -1)).mean(1).unflatten(1, (2, 64)).mean(2)
+    assert torch.tensor(found).allclose(expected, atol=1e-3)
+
+
+# ---- scripts --------------------------------------------------------------------------------------------------------
+
+
+def started(module, folder, *arguments):
+    return module.main(["--size", "tiny", "--device", "cpu", "--out", str(folder), "--commit", "abc", *arguments])
+
+
+def rows_of(folder, name):
+    return json.loads((folder / f"{name}.json").read_text())["rows"]
+
+
+@pytest.mark.parametrize(("module", "report", "part", "count"), [
+    (mqar, REPORTS[0], "widths", 4 * 12), (language_model, REPORTS[1], "long", 4 * 3),
+    (needle, REPORTS[2], "text", 5 * 3)])
+def test_a_script_runs_and_goes_on(tmp_path, monkeypatch, capsys, module, report, part, count):
+    monkeypatch.setattr(needle, "TIMES", (1, 2))
+    own = [] if module is mqar else ["--models", str(tmp_path / "models")]
+    assert started(module, tmp_path, "--part", part, "--seconds", "0", *own) == 3
+    assert not (tmp_path / f"{report.name}.json").exists() and "time is up" in capsys.readouterr().out
+    assert started(module, tmp_path, "--part", part, *own) == 0
+    rows = rows_of(tmp_path, report.name)
+    assert len(rows) == count == len({records.key_of(row["settings"]) for row in rows})
+    assert all(row["commit"] == "abc" and row["device"] and row["seconds"] > 0 for row in rows)
+    assert (tmp_path / f"{report.name}.png").stat().st_size > 1000
+    monkeypatch.setattr(Models, "forward", None)  # nothing is trained again
+    assert started(module, tmp_path, "--part", part, *own) == 0 and rows_of(tmp_path, report.name) == rows
+    capsys.readouterr()
+    assert started(module, tmp_path, "--show") == 0
+    result = json.loads((tmp_path / f"{report.name}.json").read_text())
+    assert report.text(result) in capsys.readouterr().out
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{report.begin}\nold\n{report.end}\nafter\n")
+    report.update(result, page)
+    content = page.read_text()
+    assert report.table(result) in content and "old" not in content and content.endswith("after\n")
+    for table in report.table(result).split("\n\n"):
+        assert len({line.count("|") for line in table.splitlines()}) == 1
+
+
+def test_needle_takes_the_models_that_are_there(tmp_path, monkeypatch):
+    models = ["--models", str(tmp_path / "models")]
+    monkeypatch.setattr(needle, "TIMES", (1,))
+    assert started(language_model, tmp_path, "--part", "main", *models) == 0
+    monkeypatch.setattr(language, "train", None)
+    assert started(needle, tmp_path, "--part", "text", *models) == 0
+
+
+def test_rows_are_written_one_run_after_the_other(tmp_path, monkeypatch):
+    """What was done before time was up, or before an error, is there."""
+    real, calls = mqar.train, []
+
+    def train(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise records.OutOfTime
+        return real(*arguments)
+
+    monkeypatch.setattr(mqar, "train", train)
+    assert started(mqar, tmp_path, "--part", "widths") == 3
+    assert len(rows_of(tmp_path, "mqar")) == 12 and len(calls) == 2
+    assert started(mqar, tmp_path, "--part", "widths") == 0
+    assert len(rows_of(tmp_path, "mqar")) == 48 and len(calls) == 2 + 3
+
+
+def test_a_run_that_would_take_too_long_is_not_begun_in_vain(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(records.time, "monotonic", lambda: now[0])
+
+    def done(seconds, count=100):
+        clock, steps = records.Clock(seconds), 0
+        try:
+            for steps in clock.steps(count, lambda: None, every=5):  # noqa: B007
+                now[0] += 1
+        except records.OutOfTime:
+            return steps + 1, "late"
+        return steps + 1, "done"
+
+    assert done(1000) == (100, "done") and done(100.5) == (100, "done")
+    assert done(50) == (10, "late") and done(2) == (2, "late")  # the pace is known after ten steps
+    with pytest.raises(records.OutOfTime):
+        records.Clock(-1).check()
+
+
+def test_a_fresh_run_forgets(tmp_path):
+    args = argparse.Namespace(out=str(tmp_path), fresh=False, commit="abc")
+    row = {"settings": {"a": 1}, "found": 2}
+    records.Record("some", args, "how").add([row])
+    assert records.Record("some", args, "how").has([{"a": 1}])
+    args.fresh = True
+    assert not records.Record("some", args, "how").has([{"a": 1}])
+
+
+def test_the_grid_has_every_control():
+    chosen = [one for part in mqar.PARTS for one in mqar.grid(part, mqar.Task())]
+    assert {how.kind for _, how, _ in chosen} == {"full", "window", "random", "bias", "selection", "dynamic", "global"}
+    main = [how for _, how, _ in mqar.grid("main", mqar.Task())]
+    assert {how.budget for how in main} == {0, 16, 32, 64, 128} and {how.form for how in main} == {"exp", "linear"}
+    assert {(task.length, task.pairs) for task, *_ in chosen} == {(512, 32), (1024, 64), (2048, 128), (4096, 256),
+                                                                  (64, 8)}
+    assert {task.width for task, *_ in chosen} == {64, 128, 256}
+
+
+def test_sequences_grow():
+    task = mqar.Task(length=1024, pairs=64, steps=600)
+    assert [task.at(step) for step in (0, 99, 100, 299, 300, 599)] == [
+        (128, 8), (128, 8), (256, 16), (512, 32), (1024, 64), (1024, 64)]
+    for one in (mqar.TINY, mqar.SMALL, mqar.Task(), mqar.Task(4096, 256), mqar.Task(grow=False)):
+        for step in range(one.steps):
+            Recall(*one.at(step), one.names)
+        assert one.at(one.steps - 1) == (one.length, one.pairs)
+
+
+def test_language_models_have_ten_million_parameters():
+    sizes = language.Task().sizes
+    with torch.device("meta"):
+        layer = Layer(1, sizes, Attention("dynamic", 512), False)
+    count = sizes.layers * sum(x.numel() for x in layer.parameters()) + sizes.vocabulary * sizes.width
+    assert count == pytest.approx(10e6, rel=0.1)
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=lambda report: report.name)
+def test_the_page_shows_what_is_recorded(report):
+    shown = DOCS.read_text().split(report.begin)[1].split(report.end)[0].strip()
+    assert shown == report.part(report.recorded()).strip(), f"run: python benchmarks/{report.name}.py --update-docs"
