@@ -262,7 +262,7 @@ def main(arguments: list[str] | None = None) -> int:
     add_record_options(options)
     args = options.parse_args(arguments)
     if args.update_docs:
-        REPORT.update_readme(DOCS, json.loads((RESULTS / "transformers_models.json").read_text()))
+        REPORT.update(DOCS, json.loads((RESULTS / "transformers_models.json").read_text()))
         return 0
     if args.repeats < 1 or "cupy_dma" not in args.peers:
         options.error("--repeats must be at least 1, and --peers must name cupy_dma")
