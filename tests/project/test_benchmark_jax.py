@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("jax", minversion="0.9")
 
-from benchmarks import jax_steps as bench  # noqa: E402
+from benchmarks import jax_steps as bench
 
 
 @pytest.fixture(autouse=True)
