@@ -28,6 +28,8 @@ class DynamicMaskAttention(nnx.Module):
         Keys kept per query, the highest-scored ones.
     dt_bias : bool
         Also learn an offset per kv head.
+    A_init : float
+        What all of ``A`` begins with.
     form, keys, causal, scale, softcap, deterministic, backend
         As for ``cupy_dma.dynamic_mask_attention``.
     dtype
@@ -38,8 +40,9 @@ class DynamicMaskAttention(nnx.Module):
     Attributes
     ----------
     A : nnx.Param ``(Hkv,)``
-        Initialised to zeros, as in ``cupy_dma.torch.DynamicMaskAttention``: all scores are equal at first, every query
-        sees the last ``window`` keys, and only ``A`` gets a gradient until it has moved.
+        Zeros by default, as in ``cupy_dma.torch.DynamicMaskAttention``: all scores are equal at first, every query sees
+        the last ``window`` keys, and only ``A`` gets a gradient until it has moved. With ``A_init=1.0`` the selection
+        goes by ``dt_proj`` from the first step on.
     dt_proj : nnx.Linear
         ``Hkv * D -> Hkv``; its ``kernel`` is the transpose of torch's ``weight``, and is initialised like that.
 
@@ -49,9 +52,10 @@ class DynamicMaskAttention(nnx.Module):
         An argument has the wrong type or value.
     """
 
-    def __init__(self, kv_heads: int, head_dim: int, window: int, *, dt_bias: bool = False, form: str = "exp",
-                 keys: str = "prefix", causal: bool = True, scale: float | None = None, softcap: float = 0.0,
-                 deterministic: bool = False, backend: str | None = None, dtype: Any = jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, kv_heads: int, head_dim: int, window: int, *, dt_bias: bool = False, A_init: float = 0.0,
+                 form: str = "exp", keys: str = "prefix", causal: bool = True, scale: float | None = None,
+                 softcap: float = 0.0, deterministic: bool = False, backend: str | None = None,
+                 dtype: Any = jnp.float32, rngs: nnx.Rngs):
         checks.choice(form, "form", FORMS)
         checks.choice(keys, "keys", ("prefix", "global"))
         self.kv_heads, self.head_dim = checks.whole(kv_heads, "kv_heads", 1), checks.whole(head_dim, "head_dim", 1)
@@ -66,7 +70,7 @@ class DynamicMaskAttention(nnx.Module):
             raise ValueError("causal=False needs keys='global', got keys='prefix', which is causal by construction")
         if not isinstance(rngs, nnx.Rngs):
             raise TypeError(f"rngs must be flax.nnx.Rngs, got {type(rngs).__name__}")
-        self.A = nnx.Param(jnp.zeros((self.kv_heads,), dtype))
+        self.A = nnx.Param(jnp.full((self.kv_heads,), checks.real(A_init, "A_init"), dtype))
         self.dt_proj = nnx.Linear(self.kv_heads * self.head_dim, self.kv_heads, param_dtype=dtype,
                                   use_bias=checks.flag(dt_bias, "dt_bias"), kernel_init=_kernel_init, rngs=rngs)
 

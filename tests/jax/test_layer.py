@@ -26,6 +26,7 @@ def test_parameters():
              jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(made)))[0]}
     assert names == {"['A']": (HKV,), "['dt_proj']['bias']": (HKV,), "['dt_proj']['kernel']": (HKV * D, HKV)}
     assert not jnp.any(made.A[...])
+    assert jnp.all(dj.DynamicMaskAttention(HKV, D, 5, A_init=1.5, rngs=nnx.Rngs(0)).A[...] == 1.5)
     assert 0.5 / 4 < float(jnp.abs(made.dt_proj.kernel[...]).max()) <= 1 / 4  # as torch's nn.Linear: 1 / sqrt(16)
     assert dj.DynamicMaskAttention(HKV, D, 5, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)).A.dtype == jnp.bfloat16
 
