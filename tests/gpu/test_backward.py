@@ -320,7 +320,8 @@ def test_memory_is_linear(torch):
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_in_parts(torch, batch, monkeypatch):
-    """The same bits, through autograd, whose step is no plan then, and by the functions."""
+    """Through autograd, whose step is no plan then. Key lists of fewer tiles may be in another order, which is that of
+    the sums in dq: it agrees within roundings, and has the same bits every time; all else has those of the whole."""
     from cupy_dma.torch import steps
 
     monkeypatch.setattr(sm90_backward, "MIN_TILES", 0.0)  # or small parts go to other kernels than the whole
@@ -338,5 +339,8 @@ def test_in_parts(torch, batch, monkeypatch):
     for _ in range(3):
         out = dma.dynamic_mask_attention(q, k, v, scores, window=300)
         found.append(torch.autograd.grad(out, (q, k, v, scores), dout))
-    for gradients in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(gradients, found[0]))
+    whole, *parts = found
+    for gradients in parts:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[1:], whole[1:]))
+        assert torch.equal(gradients[0], parts[0][0])
+        assert (gradients[0].float() - whole[0].float()).norm() <= 1e-3 * whole[0].float().norm()
