@@ -174,33 +174,41 @@ def pyplot() -> Any:
 
 
 @dataclass(frozen=True)
-class Report:
-    """How the results of one benchmark are shown."""
+class Marked:
+    """A piece of a page that a script writes, between two lines with its name."""
 
-    name: str  # of the files and of the markers in docs/performance.md
-    title: str
-    table: Callable[[dict[str, Any]], str]  # of docs/performance.md
-    text: Callable[[dict[str, Any]], str]  # what a run prints at its end
-    lines: tuple[tuple[str, str, str, str], ...]  # of the chart: who, stage, label, colour
+    name: str
 
     @property
     def begin(self) -> str:
         return f"<!-- table:{self.name} -->"
 
     @property
-    def script(self) -> str:
-        return f"benchmarks/{self.name}_performance.py"
-
-    @property
     def end(self) -> str:
         return f"<!-- /table:{self.name} -->"
 
+    def put(self, path: Path, text: str) -> None:
+        """Replace it."""
+        before, rest = path.read_text().split(self.begin)
+        path.write_text(f"{before}{self.begin}\n{text}\n{self.end}{rest.split(self.end)[1]}")
+
+
+@dataclass(frozen=True)
+class Report(Marked):
+    """How the results of one benchmark are shown. ``name`` is that of the files, too."""
+
+    title: str
+    table: Callable[[dict[str, Any]], str]  # of the page
+    text: Callable[[dict[str, Any]], str]  # what a run prints at its end
+    lines: tuple[tuple[str, str, str, str], ...]  # of the chart: who, stage, label, colour
+
+    @property
+    def script(self) -> str:
+        return f"benchmarks/{self.name}_performance.py"
+
     def update(self, path: Path, result: dict[str, Any]) -> None:
-        """Replace what stands between the two marker lines."""
-        text = path.read_text()
-        before, rest = text.split(self.begin)
-        _, after = rest.split(self.end)
-        path.write_text(f"{before}{self.begin}\n{self.table(result)}\n{self.end}{after}")
+        """Put the table into a page."""
+        self.put(path, self.table(result))
 
     def chart(self, result: dict[str, Any], path: Path) -> None:
         """Time against length, one panel for each shape, and against the window."""

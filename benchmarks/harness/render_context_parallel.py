@@ -4,10 +4,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.render import times
+from benchmarks.harness.render import Marked, times
 
 PENDING = "**Not measured yet.**"
-BEGIN, END = "<!-- table:context_parallel -->", "<!-- /table:context_parallel -->"
+MARKED = Marked("context_parallel")
 Cases = dict[tuple[int, str], dict[str, dict[str, Any]]]
 
 
@@ -77,5 +77,4 @@ def line(row: dict[str, Any]) -> str:
 
 def update(path: Path, result: dict[str, Any]) -> None:
     """Put the table between the marks of ``path``."""
-    before, rest = path.read_text().split(BEGIN)
-    path.write_text(f"{before}{BEGIN}\n{table(result)}\n{END}{rest.split(END)[1]}")
+    MARKED.put(path, table(result))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.render import Marked, pyplot
 from benchmarks.harness.suite import RESULTS, ROOT
 
 Row = dict[str, Any]
@@ -21,20 +22,13 @@ COLOURS = {"full": "black", "window": "tab:gray", "random": "tab:olive", "bias":
 
 
 @dataclass(frozen=True)
-class Report:
-    name: str  # of the file of results and of the marks
+class Report(Marked):
+    """``name`` is that of the file of results and of the script, too."""
+
     table: Callable[[dict[str, Any]], str]  # of the page
     text: Callable[[dict[str, Any]], str]  # what a run prints at its end
     draw: Callable[[dict[str, Any], Any, Path], None]  # with pyplot, into a file
     shows: str  # the chart
-
-    @property
-    def begin(self) -> str:
-        return f"<!-- table:{self.name} -->"
-
-    @property
-    def end(self) -> str:
-        return f"<!-- /table:{self.name} -->"
 
     @property
     def pending(self) -> str:
@@ -53,12 +47,9 @@ class Report:
         return json.loads(path.read_text()) if path.exists() else None
 
     def update(self, result: dict[str, Any] | None, path: Path = DOCS) -> None:
-        before, rest = path.read_text().split(self.begin)
-        path.write_text(f"{before}{self.begin}\n{self.part(result)}\n{self.end}{rest.split(self.end)[1]}")
+        self.put(path, self.part(result))
 
     def chart(self, result: dict[str, Any], path: Path) -> None:
-        from benchmarks.harness.render import pyplot
-
         plt = pyplot()
         if plt is not None:
             self.draw(result, plt, path)

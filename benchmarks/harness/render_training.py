@@ -4,10 +4,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.render import pyplot, times
+from benchmarks.harness.render import Marked, pyplot, times
 
 PENDING = "**Not measured yet.**"
-BEGIN, END = "<!-- table:training -->", "<!-- /table:training -->"
+MARKED = Marked("training")
 NAMES = {"80m": "80M, 12 layers", "1.7b": "1.7B, 4 of its layers", "tiny": "tiny"}
 PEERS = {"none": "without attention", "dma": "cupy_dma", "sdpa": "dense SDPA", "flex": "FlexAttention"}
 COLOURS = {"none": "tab:gray", "dma": "tab:blue", "sdpa": "tab:red", "flex": "tab:purple"}
@@ -85,8 +85,7 @@ def text(result: dict[str, Any]) -> str:
 
 def update(path: Path, result: dict[str, Any]) -> None:
     """Put the table between the marks of ``path``."""
-    before, rest = path.read_text().split(BEGIN)
-    path.write_text(f"{before}{BEGIN}\n{table(result)}\n{END}{rest.split(END)[1]}")
+    MARKED.put(path, table(result))
 
 
 def chart(result: dict[str, Any], path: Path) -> None:

@@ -44,9 +44,9 @@ def test_every_peer_in_every_pass(ranks, tmp_path):
     table = render.table(result)
     assert "| 96, forward |" in table and "| 161, training |" in table and "2 x " in table
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{render.BEGIN}\nold\n{render.END}\nafter\n")
+    page.write_text(f"before\n{render.MARKED.begin}\nold\n{render.MARKED.end}\nafter\n")
     render.update(page, result)
-    assert page.read_text() == f"before\n{render.BEGIN}\n{table}\n{render.END}\nafter\n"
+    assert page.read_text() == f"before\n{render.MARKED.begin}\n{table}\n{render.MARKED.end}\nafter\n"
 
 
 PARTS = [*OURS, "--passes", "forward,training"]
@@ -117,6 +117,6 @@ def test_ratios():
 
 def test_the_table_is_the_recorded_one():
     text, recorded = benchmark.DOCS.read_text(), RESULTS / "context_parallel.json"
-    shown = text.split(render.BEGIN)[1].split(render.END)[0].strip()
+    shown = text.split(render.MARKED.begin)[1].split(render.MARKED.end)[0].strip()
     expected = render.table(json.loads(recorded.read_text())) if recorded.exists() else render.PENDING
     assert shown == expected, "run: python benchmarks/context_parallel.py --update-docs"

@@ -17,7 +17,7 @@ import numpy as np
 from cupy_dma import backends
 from cupy_dma.arrays import Operand, describe, library_named, numpy_dtype
 from cupy_dma.backends.cuda.attention import tma
-from cupy_dma.backends.cuda.attention.backward_parts import attention_backward as _attention_backward
+from cupy_dma.backends.cuda.attention.backward_chunks import attention_backward as _attention_backward
 from cupy_dma.backends.cuda.attention.forward import attention as _attention
 from cupy_dma.backends.cuda.attention.last_queries import attend_last as _attend_last
 from cupy_dma.backends.cuda.buffers import BufferPlan

@@ -8,7 +8,7 @@ import pytest
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends import cuda
-from cupy_dma.backends.cuda.attention import backward_parts, sm90_backward
+from cupy_dma.backends.cuda.attention import backward_chunks, sm90_backward
 from cupy_dma.backends.cuda.runtime import plans
 from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward, key_scores_backward
 from tests.gpu.sm90_tiles import portable
@@ -319,28 +319,28 @@ def test_memory_is_linear(torch):
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_in_parts(torch, batch, monkeypatch):
+def test_in_chunks(torch, batch, monkeypatch):
     """Through autograd, whose step is no plan then. Key lists of fewer tiles may be in another order, which is that of
     the sums in dq: it agrees within roundings, and has the same bits every time; all else has those of the whole."""
     from cupy_dma.torch import steps
 
-    monkeypatch.setattr(sm90_backward, "MIN_TILES", 0.0)  # or small parts go to other kernels than the whole
+    monkeypatch.setattr(sm90_backward, "MIN_TILES", 0.0)  # or small chunks go to other kernels than the whole
     torch.manual_seed(0)
     q, k, v = (torch.randn(batch, 3000, heads, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
                for heads in (8, 4, 4))
     scores = torch.randn(batch, 4, 3000, device="cuda").requires_grad_()
     dout, found = torch.randn_like(q), []
-    for most in (backward_parts.MOST_SUMS, 1 << 20):
-        monkeypatch.setattr(backward_parts, "MOST_SUMS", most)
+    for most in (backward_chunks.MOST_SUMS, 1 << 20):
+        monkeypatch.setattr(backward_chunks, "MOST_SUMS", most)
         monkeypatch.setattr(steps, "_known", {})
-        with plans.switched(False):  # a plan of before knows no parts
+        with plans.switched(False):  # a plan of before knows no chunks
             found.append(torch.autograd.grad(dma.dynamic_mask_attention(q, k, v, scores, window=300), (q, k, v, scores),
                                              dout))
     for _ in range(3):
         out = dma.dynamic_mask_attention(q, k, v, scores, window=300)
         found.append(torch.autograd.grad(out, (q, k, v, scores), dout))
-    whole, *parts = found
-    for gradients in parts:
+    whole, *chunked = found
+    for gradients in chunked:
         assert all(torch.equal(a, b) for a, b in zip(gradients[1:], whole[1:]))
-        assert torch.equal(gradients[0], parts[0][0])
+        assert torch.equal(gradients[0], chunked[0][0])
         assert (gradients[0].float() - whole[0].float()).norm() <= 1e-3 * whole[0].float().norm()

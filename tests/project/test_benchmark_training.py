@@ -53,10 +53,10 @@ def test_every_peer_in_every_mode(tmp_path, capsys):
     assert training.main(["--show", "--out", str(tmp_path)]) == 0
     assert render_training.line(result["rows"][0]) in capsys.readouterr().out
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{render_training.BEGIN}\nold\n{render_training.END}\nafter\n")
+    page.write_text(f"before\n{render_training.MARKED.begin}\nold\n{render_training.MARKED.end}\nafter\n")
     render_training.update(page, result)
-    assert page.read_text() == (f"before\n{render_training.BEGIN}\n{render_training.table(result)}\n"
-                                f"{render_training.END}\nafter\n")
+    assert page.read_text() == (f"before\n{render_training.MARKED.begin}\n{render_training.table(result)}\n"
+                                f"{render_training.MARKED.end}\nafter\n")
 
 
 def test_rows_are_added(tmp_path):

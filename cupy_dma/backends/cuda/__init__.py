@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
-from cupy_dma.backends.cuda.attention.backward_parts import attention_backward as _attention_backward
+from cupy_dma.backends.cuda.attention.backward_chunks import attention_backward as _attention_backward
 from cupy_dma.backends.cuda.attention.forward import attention as _attention
 from cupy_dma.backends.cuda.attention.last_queries import attend_last as _attend_last
 from cupy_dma.backends.cuda.buffers import plan_buffers as _plan_buffers

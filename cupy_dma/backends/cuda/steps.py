@@ -14,7 +14,7 @@ import threading
 from typing import Any, NamedTuple
 
 from cupy_dma.arrays import Operand
-from cupy_dma.backends.cuda.attention.backward_parts import attention_backward
+from cupy_dma.backends.cuda.attention.backward_chunks import attention_backward
 from cupy_dma.backends.cuda.attention.forward import attention
 from cupy_dma.backends.cuda.runtime.device import Runtime
 from cupy_dma.backends.cuda.runtime.plans import Plan, recorder_of

@@ -9,7 +9,7 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
-from cupy_dma.backends.cuda.attention import backward, backward_parts
+from cupy_dma.backends.cuda.attention import backward, backward_chunks
 from cupy_dma.backends.cuda.lists import dense_macro_tiles
 from cupy_dma.backward import attention_backward, key_scores_backward
 from tests.oracle import cases, reference
@@ -85,8 +85,8 @@ def super_tiles_in_order():
 
 @pytest.mark.parametrize("needs", [("query", "key", "value", "bias"), ("value",), ("query", "bias")], ids=str)
 @pytest.mark.parametrize(("batch", "mask_heads", "bias_heads"), [(1, 3, 6), (1, 1, 3), (2, 3, 3), (2, 6, 6)])
-def test_in_parts(batch, mask_heads, bias_heads, needs, monkeypatch):
-    """Of batch entries and kv heads: the same bits. Of 6 heads over 3 the parts have 4 and 2. Masks of single query
+def test_in_chunks(batch, mask_heads, bias_heads, needs, monkeypatch):
+    """Of batch entries and kv heads: the same bits. Of 6 heads over 3 the chunks have 4 and 2. Masks of single query
     heads have no such sums."""
     rng = np.random.default_rng(0)
     q, dout, k, v = (rng.standard_normal((batch, 300, heads, 16)).astype(np.float16) for heads in (6, 6, 3, 3))
@@ -104,7 +104,7 @@ def test_in_parts(batch, mask_heads, bias_heads, needs, monkeypatch):
         monkeypatch.setattr(backward, "attention_backward", lambda *x: made.append(x[1].forward.key.shape) or run(*x))
         # Two super-tiles, of 256 queries and of 295 keys in blocks of 64 or 128.
         sums = batch * 3 * 2 * 384 * 4 * (16 * len({"key", "value"} & set(needs)) + 2 * ("bias" in needs))
-        monkeypatch.setattr(backward_parts, "MOST_SUMS", 2 * sums // 3)
+        monkeypatch.setattr(backward_chunks, "MOST_SUMS", 2 * sums // 3)
         for a, b in zip(gradients(), whole):
             assert a is b is None or np.array_equal(bits(a), bits(b))
     assert made == {(1, 3): [(1, 300, 2, 16), (1, 300, 1, 16)], (1, 1): [(1, 300, 2, 16), (1, 300, 1, 16)],

@@ -12,5 +12,5 @@
     last_queries.py   the same with prefix top-w, from the scores alone
     backward.py       gradients: kernels/sm80/backward_{preprocess,dq,dkv,dbias,reduce}.cu
     sm90_backward.py  the same on Hopper: kernels/sm90/backward_*.cu
-    backward_parts.py  of calls of millions of tokens, a few heads at a time
+    backward_chunks.py  of calls of millions of tokens, a few heads at a time
 """
