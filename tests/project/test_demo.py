@@ -137,14 +137,21 @@ def test_existing_picture_is_replaced_and_a_folder_is_not(tmp_path):
     assert picture.why_not(str(tmp_path / "folder.png")) == "it cannot be written"
 
 
+def rounded(text):
+    """The least and the greatest that a printed number can have been."""
+    half = 0.5 * 10.0**-len(text.partition(".")[2])
+    return float(text) - half, float(text) + half
+
+
 def test_dense_attention_is_timed_beside_ours(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(demo, "DENSE_QUERIES", 50)
     assert run(tmp_path, "--length", "300", "--window", "20") == 0
     line, = (line for line in capsys.readouterr().out.splitlines() if line.startswith("time "))
     found = re.fullmatch(r"time +([\d.]+) s for key scores, selection and attention; dense attention, causal over all "
                          r"keys, takes ([\d.]+) s, estimated from 50 queries: ([\d.]+) times as long", line)
-    own, dense, ratio = map(float, found.groups())
-    assert dense > 0 and ratio == pytest.approx(dense / own, abs=0.06, rel=0.02)
+    own, dense, ratio = map(rounded, found.groups())
+    assert own[0] > 0 and dense[0] > 0
+    assert ratio[0] <= dense[1] / own[0] and dense[0] / own[1] <= ratio[1]
 
 
 @pytest.mark.parametrize(("length", "queries"), [(1, 1), (301, 50), (300, 300)])

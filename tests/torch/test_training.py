@@ -251,7 +251,7 @@ def test_the_table_is_the_recorded_one():
     from benchmarks.harness.suite import RESULTS
 
     text, recorded = (DOCS / "training.md").read_text(), RESULTS / "training.json"
-    shown = text.split(render_training.BEGIN)[1].split(render_training.END)[0].strip()
+    shown = text.split(render_training.MARKED.begin)[1].split(render_training.MARKED.end)[0].strip()
     expected = render_training.table(json.loads(recorded.read_text())) if recorded.exists() else render_training.PENDING
     assert shown == expected, "run: python benchmarks/training.py --update-docs"
     assert text.lower().count("not measured yet") == (not recorded.exists())
