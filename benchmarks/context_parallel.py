@@ -3,7 +3,6 @@
     python benchmarks/context_parallel.py --ranks 2                     everything, a process for each GPU
     torchrun --nproc_per_node 8 benchmarks/context_parallel.py          the same in the processes of torchrun
     python benchmarks/context_parallel.py --ranks 2 --device cpu --smoke      anywhere, for trying the script
-    python benchmarks/context_parallel.py --passes model --lengths 262144 --peers one,ours --out FOLDER
     python benchmarks/context_parallel.py --show                        print the table of the recorded results
     python benchmarks/context_parallel.py --update-docs                 put it into docs/distributed.md
 
@@ -17,7 +16,8 @@ pairs.
 
 Passes. forward; training: forward and backward, gradients of query, key, value and scores; model, of ours and one: a
 training step of the decoder of benchmarks/training.py (80m: 12 layers of width 768, w 1024) on one sequence, each layer
-recomputed in the backward pass.
+recomputed in the backward pass; mesh: the same with half as many sequences as ranks, each over two ranks, which
+together have that many tokens: data and context parallelism on a mesh of two axes. Both of ``--model-lengths`` only.
 
 Timing: two calls, in which kernels are compiled, then ``--steps`` calls queued without waiting, with CUDA events
 between them. A call takes as long as on its slowest rank; the median. Nothing is flushed: a shard is larger than the L2
@@ -55,9 +55,11 @@ from benchmarks.harness.suite import ROOT, add_record_options, write_record
 
 LENGTHS = (65536, 131072, 262144, 524288, 1048576, 2097152, 4194304, 8388608)
 PEERS = ("one", "ours", "copies", "ring")
-PASSES = ("forward", "training", "model")
+PASSES = ("forward", "training", "model", "mesh")
+MODELS = ("model", "mesh")
 DOCS = ROOT / "docs" / "distributed.md"
-SMOKE = {"lengths": [96, 161], "heads": 4, "kv_heads": 2, "head_dim": 16, "window": 24, "steps": 1, "model": "tiny"}
+SMOKE = {"lengths": [96, 161], "heads": 4, "kv_heads": 2, "head_dim": 16, "window": 24, "steps": 1, "model": "tiny",
+         "model_lengths": [96]}
 
 
 class Bench:
@@ -70,7 +72,11 @@ class Bench:
         self.group, self.control = group, control
         self.seconds: dict[tuple[str, str], tuple[int, float]] = {}  # of a call, at the length before
         self.kept: dict[str, Any] = {}  # gradients of one GPU
-        self.losses: dict[int, list[float]] = {}  # of its model, by length
+        self.losses: dict[tuple[str, int], list[float]] = {}  # of its model, by pass and length
+        self.mesh: Any = None
+        if "mesh" in args.passes and self.world >= 4 and self.world % 2 == 0:
+            self.mesh = dist.device_mesh.init_device_mesh(args.device, (self.world // 2, 2),
+                                                          mesh_dim_names=("data", "sequence"))
 
     def everywhere(self, x: Any) -> list[Any]:
         """What every rank has, in their order."""
@@ -84,6 +90,10 @@ class Bench:
         """All rows, the same on every rank; rank 0 prints and writes them one by one."""
         args, rows, started = self.args, [], time.monotonic()
         for length, what, peer in itertools.product(args.lengths, args.passes, args.peers):
+            if what in MODELS and (length not in args.model_lengths or peer not in ("one", "ours")):
+                continue
+            if what == "mesh" and self.mesh is None:
+                continue
             late = any(self.everywhere(time.monotonic() - started > args.seconds))
             rows.append(self.row(length, what, peer) if not late else {
                 "length": length, "pass": what, "peer": peer, "ranks": self.world, "ms": None, "note": "no time left",
@@ -102,8 +112,6 @@ class Bench:
 
         args = self.args
         row = {"length": length, "pass": what, "peer": peer, "ranks": self.world, "ms": None, "note": "", "ok": True}
-        if what == "model" and peer not in ("one", "ours"):
-            return {**row, "note": "not measured"}
         before, seconds = self.seconds.get((what, peer), (length, 0.0))
         if seconds == float("inf"):
             return {**row, "note": f"could not run at {before} tokens"}
@@ -112,7 +120,7 @@ class Bench:
         device = "cpu" if args.device == "cpu" else f"cuda:{torch.cuda.current_device()}"
         problem = Problem(length, self.world, args.heads, args.kv_heads, args.head_dim, args.window, torch.bfloat16,
                           device)
-        if args.device == "cuda" and peer != "one" and what != "model":  # one rank without memory would hold up all
+        if args.device == "cuda" and peer != "one" and what not in MODELS:  # one rank without memory would hold up all
             memory = torch.cuda.get_device_properties(device).total_memory
             if problem.bytes_needed(peer, what == "training") > 0.85 * memory:
                 return {**row, "note": "left out: too large"}
@@ -120,7 +128,7 @@ class Bench:
         mine: dict[str, Any] = {}
         if peer != "one" or self.rank == 0:
             try:
-                mine = self.model(length, peer) if what == "model" else self.measured(problem, what, peer)
+                mine = self.model(length, what, peer) if what in MODELS else self.measured(problem, what, peer)
             except Exception as error:  # a peer that cannot run is a result too
                 words = f"{type(error).__name__}: {error}".splitlines()[0][:200]
                 mine = {"note": "out of memory" if "out of memory" in words.lower() else words}
@@ -134,7 +142,7 @@ class Bench:
         self.seconds[what, peer] = length, ms / 1e3
         row.update(ms=ms, all_ms=times, peak_bytes=max(x["peak_bytes"] for x in found), how=found[0].get("how", ""))
         if "losses" in found[0]:
-            self.compare(row, found[0]["losses"])
+            self.compare(row, [statistics.mean(each) for each in zip(*(x["losses"] for x in found))])
         if "check" in found[0]:
             row["checks"] = [x["check"] for x in found]
             row["bytes"] = [x["bytes"] for x in found]
@@ -174,18 +182,25 @@ class Bench:
         step()
         return {**result, **shards.timed(step, self.args.steps, problem.device)}
 
-    def model(self, length: int, peer: str) -> dict[str, Any]:
+    def model(self, length: int, what: str, peer: str) -> dict[str, Any]:
         from benchmarks.harness import sharded_decoder
         from benchmarks.training import models
 
-        return sharded_decoder.steps(models()[self.args.model], length, self.args.steps, self.args.device,
-                                     None if peer == "one" else self.group)
+        batch = self.world // 2 if what == "mesh" else 1
+        shared: dict[str, Any] = {}
+        if peer != "one":
+            shared = {"group": self.group, "everyone": self.group}
+            if what == "mesh":
+                own = self.mesh["data"].get_local_rank()
+                shared |= {"group": self.mesh["sequence"].get_group(), "row": slice(own, own + 1)}
+        return sharded_decoder.steps(models()[self.args.model], batch, length // batch, self.args.steps,
+                                     self.args.device, **shared)
 
     def compare(self, row: dict[str, Any], losses: list[float]) -> None:
         """The losses of a model with those of one GPU, where that has run before."""
         from benchmarks.harness.sharded_decoder import differ
 
-        row["losses"], one = losses, self.losses.setdefault(row["length"], losses)
+        row["losses"], one = losses, self.losses.setdefault((row["pass"], row["length"]), losses)
         worst, allowed = differ(losses, one)
         row.update(loss_differs=worst, ok=worst <= allowed)
 
@@ -256,8 +271,8 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--ranks", type=int, default=2, help="processes; torchrun brings its own (default: 2)")
     options.add_argument("--lengths", type=listed(None, int), default=list(LENGTHS))
-    options.add_argument("--passes", type=listed(PASSES), default=list(PASSES[:2]),
-                         help="model, of lengths that fit, on request")
+    options.add_argument("--passes", type=listed(PASSES), default=list(PASSES))
+    options.add_argument("--model-lengths", type=listed(None, int), default=[262144], help="of the passes of a model")
     options.add_argument("--peers", type=listed(PEERS), default=list(PEERS))
     for name, usual in (("heads", 16), ("kv-heads", 8), ("head-dim", 128), ("window", 2048), ("steps", 10)):
         options.add_argument(f"--{name}", type=int, default=usual, help=f"(default: {usual})")

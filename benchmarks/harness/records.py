@@ -2,14 +2,18 @@
 
 A row has ``settings``, all that its numbers depend on apart from the machine, by which it is known, and beside them
 what was found, with the device, the commit, the date and the seconds. The file is written after every run, so a run
-that is cut off loses only what it was in the middle of; a ``Clock`` ends one that would not be done in time.
+that is cut off loses only what it was in the middle of; a ``Clock`` ends one that would not be done in time. Processes
+may share a file, each with a ``--share`` of the runs on a GPU of its own.
 """
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -63,15 +67,29 @@ class Clock:
             yield i
 
 
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Among processes that do this."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 class Record:
     """The rows of ``name.json`` in the folder ``args.out``."""
 
     def __init__(self, name: str, args: argparse.Namespace, method: str | None):
         self.name, self.args, self.method = name, args, method
         self.path = Path(args.out) / f"{name}.json"
-        self.rows: dict[str, Row] = {}
-        if self.path.exists() and not args.fresh:
-            self.rows = {key_of(row["settings"]): row for row in json.loads(self.path.read_text())["rows"]}
+        self.rows: dict[str, Row] = {} if args.fresh else self._written()
+
+    def _written(self) -> dict[str, Row]:
+        if not self.path.exists():
+            return {}
+        return {key_of(row["settings"]): row for row in json.loads(self.path.read_text())["rows"]}
 
     def has(self, settings: Iterable[dict[str, Any]]) -> bool:
         return all(key_of(one) in self.rows for one in settings)
@@ -82,13 +100,15 @@ class Record:
         machine = measure.machine()
         machine["commit"] = self.args.commit or machine["commit"]
         about = {name: machine[name] for name in ("device", "commit", "date")}
-        self.rows |= {key_of(row["settings"]): {**row, **about} for row in rows}
-        head = json.dumps({"method": self.method, **machine}, indent=1).removesuffix("\n}")
-        lines = ",\n".join(map(json.dumps, self.rows.values()))  # a row is a line
+        found = {key_of(row["settings"]): {**row, **about} for row in rows}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = self.path.with_suffix(".new")
-        new.write_text(f'{head},\n "rows": [\n{lines}\n]}}\n')
-        new.replace(self.path)
+        with locked(self.path.parent):  # other processes add rows too
+            self.rows = {**({} if self.args.fresh else self._written()), **self.rows, **found}
+            head = json.dumps({"method": self.method, **machine}, indent=1).removesuffix("\n}")
+            lines = ",\n".join(map(json.dumps, self.rows.values()))  # a row is a line
+            new = self.path.with_suffix(".new")
+            new.write_text(f'{head},\n "rows": [\n{lines}\n]}}\n')
+            new.replace(self.path)
 
 
 def run_all(record: Record, runs: list[Run], seconds: float) -> int:
@@ -124,6 +144,8 @@ def add_run_options(options: argparse.ArgumentParser, parts: Iterable[str]) -> N
     options.add_argument("--size", choices=("full", "tiny"), default="full",
                          help="tiny: in a minute on a CPU, for trying")
     options.add_argument("--seconds", type=float, default=3600, help="end before that; another run goes on from there")
+    options.add_argument("--share", type=_share, default=(1, 1), metavar="I/N",
+                         help="each N-th run, from the I-th on: several processes of one --out, a GPU for each")
     options.add_argument("--device", default=None, help="default: cuda where there is one")
     options.add_argument("--compile", action="store_true", help="compile what lies between the matrix products")
     options.add_argument("--fresh", action="store_true", help="forget what is recorded")
@@ -132,13 +154,23 @@ def add_run_options(options: argparse.ArgumentParser, parts: Iterable[str]) -> N
     add_record_options(options)
 
 
+def _share(words: str) -> tuple[int, int]:
+    first, _, every = words.partition("/")
+    if not (first.isdigit() and every.isdigit() and 1 <= int(first) <= int(every)):
+        raise argparse.ArgumentTypeError(f"must be I/N with I from 1 to N, got {words!r}")
+    return int(first), int(every)
+
+
 def run_script(arguments: list[str] | None, options: argparse.ArgumentParser, report: Report, method: str | None,
                runs: Callable[[argparse.Namespace], list[Run]]) -> int:
     """The main function of these scripts: run, print the table, or update the page. The exit status of ``run_all``."""
     args = options.parse_args(arguments)
+    if args.fresh and args.share != (1, 1):
+        options.error("--fresh is for a run of its own, not for a --share: the others would be forgotten too")
     record, status = Record(report.name, args, method), 0
     if not (args.show or args.update_docs):
-        status = run_all(record, runs(args), args.seconds)
+        first, every = args.share
+        status = run_all(record, runs(args)[first - 1::every], args.seconds)
     result = json.loads(record.path.read_text()) if record.path.exists() else None
     if args.update_docs:
         report.update(result)

@@ -10,8 +10,9 @@ from flax import nnx
 from cupy_dma import checks
 from cupy_dma.calls.scores import FORMS
 from cupy_dma.jax.arguments import rows
-from cupy_dma.jax.attention import dynamic_mask_attention
-from cupy_dma.jax.scores import key_scores
+from cupy_dma.jax.attention import attention, dynamic_mask_attention
+from cupy_dma.jax.masks import IntervalMask
+from cupy_dma.jax.scores import key_scores, top_w
 
 # That of torch's nn.Linear: uniform up to 1 / sqrt(Hkv * D).
 _kernel_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -26,6 +27,9 @@ class DynamicMaskAttention(nnx.Module):
         ``Hkv`` and ``D`` of the keys and values; ``D`` is 1 to 256.
     window : int
         Keys kept per query, the highest-scored ones.
+    sinks, recent : int
+        The first ``sinks`` and the last ``recent`` keys are visible too, whatever their scores: up to ``window + sinks
+        + recent`` keys per query. Of whole sequences, without padding or documents.
     dt_bias : bool
         Also learn an offset per kv head.
     A_init : float
@@ -52,22 +56,26 @@ class DynamicMaskAttention(nnx.Module):
         An argument has the wrong type or value.
     """
 
-    def __init__(self, kv_heads: int, head_dim: int, window: int, *, dt_bias: bool = False, A_init: float = 0.0,
-                 form: str = "exp", keys: str = "prefix", causal: bool = True, scale: float | None = None,
-                 softcap: float = 0.0, deterministic: bool = False, backend: str | None = None,
-                 dtype: Any = jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, kv_heads: int, head_dim: int, window: int, *, sinks: int = 0, recent: int = 0,
+                 dt_bias: bool = False, A_init: float = 0.0, form: str = "exp", keys: str = "prefix",
+                 causal: bool = True, scale: float | None = None, softcap: float = 0.0, deterministic: bool = False,
+                 backend: str | None = None, dtype: Any = jnp.float32, rngs: nnx.Rngs):
         checks.choice(form, "form", FORMS)
         checks.choice(keys, "keys", ("prefix", "global"))
         self.kv_heads, self.head_dim = checks.whole(kv_heads, "kv_heads", 1), checks.whole(head_dim, "head_dim", 1)
         if self.head_dim > 256:
             raise ValueError(f"head_dim must be 1 to 256, got {head_dim}")
         self.window = checks.whole(window, "window", 1)
+        self.sinks, self.recent = checks.whole(sinks, "sinks", 0), checks.whole(recent, "recent", 0)
         self.form, self.keys, self.causal = form, keys, checks.flag(causal, "causal")
         self.scale = None if scale is None else checks.real(scale, "scale")
         self.softcap = checks.real(softcap, "softcap", 0.0)
         self.deterministic, self.backend = checks.flag(deterministic, "deterministic"), backend
         if keys == "prefix" and not causal:
             raise ValueError("causal=False needs keys='global', got keys='prefix', which is causal by construction")
+        if keys == "global" and (sinks or recent):
+            raise ValueError(f"sinks and recent need keys='prefix', got sinks={sinks}, recent={recent} and "
+                             "keys='global'")
         if not isinstance(rngs, nnx.Rngs):
             raise TypeError(f"rngs must be flax.nnx.Rngs, got {type(rngs).__name__}")
         self.A = nnx.Param(jnp.full((self.kv_heads,), checks.real(A_init, "A_init"), dtype))
@@ -84,7 +92,7 @@ class DynamicMaskAttention(nnx.Module):
             ``H`` is a multiple of the layer's ``kv_heads``.
         key, value : float array ``(B, Lk, Hkv, D)``
         padding, documents
-            As for ``cupy_dma.jax.top_w``.
+            As for ``cupy_dma.jax.top_w``; None with ``sinks`` or ``recent``.
         return_lse
             Return ``(out, lse)``.
 
@@ -100,16 +108,32 @@ class DynamicMaskAttention(nnx.Module):
         """
         for x, name in ((key, "key"), (value, "value")):
             self._check(x, name)
+        options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "deterministic": self.deterministic,
+                                   "return_lse": return_lse, "backend": self.backend}
+        if self.sinks or self.recent:
+            for x, name in ((padding, "padding"), (documents, "documents")):
+                if x is not None:
+                    raise ValueError(f"{name} must be None in a layer with sinks={self.sinks}, recent={self.recent}: "
+                                     "here these are those of whole sequences")
+            scores = self.scores(value)
+            return attention(query, key, value, mask=self._kept(scores), bias=scores, **options)
         return dynamic_mask_attention(
             query, key, value, window=self.window, **self._parameters(), form=self.form, keys=self.keys,
-            padding=padding, documents=documents, causal=self.causal, scale=self.scale, softcap=self.softcap,
-            deterministic=self.deterministic, return_lse=return_lse, backend=self.backend)
+            padding=padding, documents=documents, causal=self.causal, **options)
 
     def scores(self, value: Any) -> jax.Array:
         """Scores ``(B, Hkv, Lk)`` of the keys with these values ``(B, Lk, Hkv, D)``; float32 (float64 for float64),
         differentiable. See ``cupy_dma.key_scores``."""
         self._check(value, "value")
         return key_scores(value, **self._parameters(), form=self.form, backend=self.backend)
+
+    def _kept(self, scores: jax.Array) -> IntervalMask:
+        """The best keys, the sinks and the recent ones."""
+        n = scores.shape[2]
+        mask = top_w(jax.lax.stop_gradient(scores), self.window, backend=self.backend)
+        if self.recent:
+            mask |= IntervalMask.sliding_window(n, self.recent)
+        return mask | IntervalMask.sinks(n, self.sinks) if self.sinks else mask
 
     def _parameters(self) -> dict[str, Any]:
         bias = self.dt_proj.bias

@@ -37,7 +37,7 @@ class IntervalMask:
 
     See Also
     --------
-    top_w, of, causal, sliding_window, padding : masks of selections, of other libraries, and the usual ones.
+    top_w, of, causal, sliding_window, sinks, padding : masks of selections, of other libraries, and the usual ones.
     """
 
     __slots__ = ("_hints", "start", "stop")
@@ -117,6 +117,11 @@ class IntervalMask:
     def sliding_window(cls, key_length: int, window: int) -> IntervalMask:
         """Every position sees the last ``window`` keys, including its own."""
         return cls.of(interval.IntervalMask.sliding_window(key_length, window))
+
+    @classmethod
+    def sinks(cls, key_length: int, count: int) -> IntervalMask:
+        """The first ``count`` keys, visible from their own position on, and no others. For unions."""
+        return cls.of(interval.IntervalMask.sinks(key_length, count))
 
     @classmethod
     def padding(cls, padding: Any) -> IntervalMask:

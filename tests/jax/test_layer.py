@@ -64,11 +64,12 @@ def test_it_trains_under_jit():
     assert same(made(q, k, v), nnx.jit(lambda m: m(q, k, v))(made))
 
 
-def test_torch_has_the_same_layer():
+@pytest.mark.parametrize("options", [{}, {"sinks": 2}, {"recent": 3}, {"sinks": 1, "recent": 4}], ids=str)
+def test_torch_has_the_same_layer(options):
     torch = pytest.importorskip("torch")
     from cupy_dma.torch import DynamicMaskAttention
 
-    made, twin = layer(dt_bias=True), DynamicMaskAttention(HKV, D, 5, dt_bias=True)
+    made, twin = layer(dt_bias=True, **options), DynamicMaskAttention(HKV, D, 5, dt_bias=True, **options)
     with torch.no_grad():
         twin.A.copy_(torch.from_numpy(np.array(made.A[...])))
         twin.dt_proj.weight.copy_(torch.from_numpy(np.array(made.dt_proj.kernel[...].T)))
@@ -77,6 +78,7 @@ def test_torch_has_the_same_layer():
     out = twin(*(torch.from_numpy(np.array(x)) for x in (q, k, v)))
     out.square().sum().backward()
     assert same(made(q, k, v), out.detach().numpy())
+    assert same(made(q, k, v), nnx.jit(lambda m: m(q, k, v))(made))
     gradients = nnx.grad(lambda m: jnp.sum(m(q, k, v) ** 2))(made)
     np.testing.assert_allclose(gradients["A"][...], twin.A.grad.numpy(), rtol=1e-5)
     np.testing.assert_allclose(gradients["dt_proj"]["kernel"][...].T, twin.dt_proj.weight.grad.numpy(), rtol=1e-4,
@@ -89,6 +91,8 @@ def test_torch_has_the_same_layer():
     ({"window": "5"}, TypeError, "window must be an int, got str '5'"),
     ({"form": "log"}, ValueError, "form must be 'exp' or 'linear', got 'log'"),
     ({"causal": False}, ValueError, "causal=False needs keys='global'"),
+    ({"sinks": -1}, ValueError, "sinks must be at least 0, got -1"),
+    ({"recent": 2, "keys": "global"}, ValueError, "sinks and recent need keys='prefix', got sinks=0, recent=2 and"),
     ({"dt_bias": 1}, TypeError, "dt_bias must be True or False, got int 1"),
     ({"rngs": 0}, TypeError, "rngs must be flax.nnx.Rngs, got int")], ids=str)
 def test_bad_options(changes, error, message):
@@ -102,3 +106,5 @@ def test_arrays_that_do_not_fit():
         layer()(q, k, v[:, :, :1])
     with pytest.raises(ValueError, match=r"key must have shape \(B, Lk, 2, 8\)"):
         layer()(q, k[..., 1:], v)
+    with pytest.raises(ValueError, match="documents must be None in a layer with sinks=1, recent=0"):
+        layer(sinks=1)(q, k, v, documents=[0, 9, N])

@@ -223,6 +223,21 @@ def test_rows_are_written_one_run_after_the_other(tmp_path, monkeypatch):
     assert len(rows_of(tmp_path, "mqar")) == 48 and len(calls) == 2 + 3
 
 
+def test_processes_share_a_file(tmp_path, capsys):
+    """Each trains its share, and keeps what another has written meanwhile."""
+    args = argparse.Namespace(out=str(tmp_path), fresh=False, commit="abc")
+    late = records.Record("mqar", args, None)  # has seen nothing of what follows
+    assert started(mqar, tmp_path, "--part", "widths", "--share", "1/3") == 0
+    assert started(mqar, tmp_path, "--part", "widths", "--share", "3/3") == 0
+    assert len(rows_of(tmp_path, "mqar")) == 2 * 12 + 12
+    late.add([{"settings": {"a": 1}, "found": 2}])
+    assert len(rows_of(tmp_path, "mqar")) == 37
+    for wrong in (["--share", "4/3"], ["--share", "3"], ["--share", "1/2", "--fresh"]):
+        with pytest.raises(SystemExit):
+            started(mqar, tmp_path, *wrong)
+    assert "must be I/N with I from 1 to N, got '4/3'" in capsys.readouterr().err
+
+
 def test_a_run_that_would_take_too_long_is_not_begun_in_vain(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(records.time, "monotonic", lambda: now[0])
