@@ -30,7 +30,7 @@ against those of one GPU where that has run; the losses of a model's steps again
 the bytes that are counted against the formula, and that no length changes
 them. If a check fails the run exits with 1 and leaves the recorded results alone.
 
-Results: ``benchmarks/results/context_parallel.json``; while it runs, ``context_parallel.partial.json``.
+Results: ``benchmarks/results/context_parallel_<GPUs>.json``; while it runs, ``context_parallel.partial.json``.
 """
 from __future__ import annotations
 
@@ -248,7 +248,8 @@ def work(args: argparse.Namespace) -> int:
     ok = is_right(bench.run(), args)
     if bench.rank == 0:
         out = Path(args.out)
-        path = (out / "context_parallel.partial.json").replace(out / f"context_parallel{'' if ok else '.failed'}.json")
+        name = f"context_parallel_{bench.world}{'' if ok else '.failed'}.json"
+        path = (out / "context_parallel.partial.json").replace(out / name)
         print(render.table(json.loads(path.read_text())))
         print(f"wrote {path}")
     dist.destroy_process_group()
@@ -295,14 +296,20 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def recorded(folder: Path) -> list[dict[str, Any]]:
+    """The results, of fewer GPUs first."""
+    found = [json.loads(path.read_text()) for path in folder.glob("context_parallel_*.json")
+             if path.stem.rpartition("_")[2].isdigit()]
+    return sorted(found, key=lambda result: result["rows"][0]["ranks"])
+
+
 def main(arguments: list[str] | None = None) -> int:
     args = parsed(arguments)
     if args.show or args.update_docs:
-        result = json.loads((Path(args.out) / "context_parallel.json").read_text())
         if args.update_docs:
-            render.update(DOCS, result)
+            render.update(DOCS, recorded(Path(args.out)))
         else:
-            print(render.table(result))
+            print(render.page(recorded(Path(args.out))))
         return 0
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return work(args)

@@ -19,9 +19,10 @@ Timing: ``WARM_UP`` calls, then ``--repeats`` queued without waiting, CUDA event
 before (model, optimizer, cache and input).
 
 Check: prefill's final hidden states of the last 256 tokens against the float32 model with cupy_dma: their distance,
-relative to the truth, is at most twice that of sdpa's (eager's where sdpa does not fit), and at most 0.1 where neither
-does. train: the losses of the peers agree within 0.05. decode: the graph's tokens are those of the eager passes. If a
-check fails the run exits with 1 and leaves the recorded results alone.
+relative to the truth, is at most 0.1, and at most eager's where that fits. train: the losses agree with eager's, which
+has to run, within 0.05. sdpa is not a reference: on the GPUs tried it gives other hidden states than eager with the
+same weights, which the rows show; on a CPU the two agree. decode: the graph's tokens are those of the eager passes. If
+a check fails the run exits with 1 and leaves the recorded results alone.
 """
 from __future__ import annotations
 
@@ -183,10 +184,10 @@ def check(rows: list[dict[str, Any]]) -> bool:
         return False  # also where the graph has failed, which is the other half of the check of decode
     ours, part = by["cupy_dma"], rows[0]["part"]
     if part == "prefill":
-        other = next((by[peer]["error"] for peer in ("sdpa", "eager") if peer in by), None)
-        ours["ok"] = ours["error"] <= (0.1 if other is None else 2 * other + 2**-8)
+        ours["ok"] = ours["error"] <= min(0.1, by["eager"]["error"] + 2**-8 if "eager" in by else 0.1)
     elif part == "train":
-        ours["ok"] = all(abs(a - b) <= 0.05 for row in by.values() for a, b in zip(ours["losses"], row["losses"]))
+        ours["ok"] = "eager" in by and all(
+            abs(a - b) <= 0.05 for a, b in zip(ours["losses"], by["eager"]["losses"]))
     else:
         ours["ok"] = "cupy_dma graph" not in by or ours["tokens"] == by["cupy_dma graph"]["tokens"]
     return ours["ok"]

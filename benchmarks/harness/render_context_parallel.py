@@ -1,4 +1,4 @@
-"""Results of benchmarks/context_parallel.py as text and as the table of docs/distributed.md. Needs no torch."""
+"""Results of benchmarks/context_parallel.py as text and as the tables of docs/distributed.md. Needs no torch."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -75,6 +75,11 @@ def line(row: dict[str, Any]) -> str:
             f"{'' if row['ok'] else '  WRONG'}")
 
 
-def update(path: Path, result: dict[str, Any]) -> None:
-    """Put the table between the marks of ``path``."""
-    MARKED.put(path, table(result))
+def page(results: list[dict[str, Any]]) -> str:
+    """A table for each machine."""
+    return "\n\n".join(map(table, results)) if results else PENDING
+
+
+def update(path: Path, results: list[dict[str, Any]]) -> None:
+    """Put the tables between the marks of ``path``."""
+    MARKED.put(path, page(results))

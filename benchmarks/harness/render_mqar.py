@@ -8,10 +8,21 @@ from typing import Any
 from benchmarks.harness.render_evidence import COLOURS, Report, Row, budget, grouped, markdown, spread, words
 
 
+def right(row: Row) -> float:
+    """The best of a model's checks."""
+    return max(row["curve"])
+
+
+def shown(rows: list[Row]) -> str:
+    """Mean and range of the seeds, and their mean at the end where that is worse by a point or more."""
+    best, last = (statistics.mean(one) for one in ([right(row) for row in rows], [row["curve"][-1] for row in rows]))
+    return spread([right(row) for row in rows], 100) + (f" → {100 * last:.0f}" if last <= best - 0.01 else "")
+
+
 def best(rows: list[Row]) -> list[Row]:
     """Of rows that differ in rate and seed, those of the rate whose mean accuracy is the highest."""
     rates = grouped(rows, ("seed",)).values()
-    return max(rates, key=lambda own: statistics.mean(row["accuracy"] for row in own))
+    return max(rates, key=lambda own: statistics.mean(map(right, own)))
 
 
 def stacks(result: dict[str, Any]) -> list[list[Row]]:
@@ -37,7 +48,7 @@ def table(result: dict[str, Any]) -> str:
         task = f"{one['length']} tokens, {one['pairs']} pairs, width {one['width']}"
         line = task + ", full length from the first step" * (not one["grow"]), name
         part = budget(one) / one["pairs"]
-        lines.setdefault(line, {})[part] = spread([row["accuracy"] for row in rows], 100)
+        lines.setdefault(line, {})[part] = shown(rows)
     columns = sorted({part for cells in lines.values() for part in cells if part})
     return markdown(["task", "attention", *(f"w = {part:g} pairs" for part in columns)],
                     [[*line, *(cells.get(part, cells.get(0, "–")) for part in columns)]
@@ -48,7 +59,7 @@ def line(rows: list[Row]) -> str:
     one = rows[0]["settings"]
     kept = ", ".join(spread([row["kept"][i] for row in rows], 100, 0) for i in range(len(rows[0]["kept"])))
     return (f"{one['length']:5}/{one['pairs']:<4}{one['width']:4} w {budget(one):4}  "
-            f"{spread([row['accuracy'] for row in rows], 100):20} rate {one['rate']:g}, {rows[0]['steps']} steps"
+            f"{shown(rows):26} rate {one['rate']:g}, {rows[0]['steps']} steps"
             f"{'' if one['grow'] else ' of full length'}, kept {kept or '–'}  {words(one)}")
 
 
@@ -67,10 +78,10 @@ def draw(result: dict[str, Any], plt: Any, path: Path) -> None:
     curves: dict[str, list[tuple[int, float, float, float]]] = {}
     kinds: dict[str, Row] = {}
     for rows in chosen:
-        one, right = rows[0]["settings"], [100 * row["accuracy"] for row in rows]
+        one, answered = rows[0]["settings"], [100 * right(row) for row in rows]
         name = words({**one, "recent": 0, "sinks": 0})
         if not one["recent"] and not one["sinks"]:
-            curves.setdefault(name, []).append((budget(one), statistics.mean(right), min(right), max(right)))
+            curves.setdefault(name, []).append((budget(one), statistics.mean(answered), min(answered), max(answered)))
             kinds[name] = one
     figure, ax = plt.subplots(figsize=(8, 5), layout="constrained")
     ends = [w for points in curves.values() for w, *_ in points if w] or [pairs]
