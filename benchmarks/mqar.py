@@ -32,8 +32,8 @@ selection can be lost again. A stack ends after ``Task.steps``, or when some rat
 seed. Tables show, of the rate that is best on average, mean and range of the seeds. ``kept``: the share of questions
 whose pair is still visible in the mask at the end, for each layer.
 
-Cost: 88 stacks. Estimated 20 to 40 s each on one H100 (small: 8 s), some 30 minutes in all, ``main`` being half of it;
-not measured yet. Results: ``benchmarks/results/mqar.json`` and ``mqar.png``, written after every stack.
+Cost: 98 stacks, 10 to 60 s each on an H200 that two processes share. Results:
+``benchmarks/results/mqar.json`` and ``mqar.png``, written after every stack.
 """
 from __future__ import annotations
 

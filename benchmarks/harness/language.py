@@ -36,11 +36,16 @@ class Task:
     rate: float = 2e-3
     scores_rate: float = 1.0  # times the rate, for A and dt_proj
     planted: bool = False  # with needles in every piece
+    grow: bool = True  # an eighth of the length at first, all of it after half the steps
     layers: int = 6
     width: int = 384
     heads: int = 6
     kv_heads: int = 3
     inner: int = 1536
+
+    def at(self, step: int) -> int:
+        """Length of the pieces of a step of training."""
+        return self.length // 2**max(0, 3 - 6 * step // self.steps) if self.grow else self.length
 
     @property
     def sizes(self) -> Sizes:
@@ -79,7 +84,7 @@ def train(task: Task, how: Attention, source: text.Text, device: str, compile: b
     rates = torch.full((len(SEEDS),), task.rate, device=device)
     optimizer = Adam(models, rates, torch.full_like(rates, task.scores_rate), decay=0.1)
     generators = [torch.Generator(device).manual_seed(100 + seed) for seed in SEEDS]
-    training, count = source.training.to(device), max(1, task.tokens // task.length)
+    training = source.training.to(device)
     shown = text.first_bytes(source, task.length, 1).to(device)
     losses, lives, began = [], [], time.perf_counter()
 
@@ -89,10 +94,12 @@ def train(task: Task, how: Attention, source: text.Text, device: str, compile: b
 
     look(0)
     for step in clock.steps(task.steps, measure.synchronize):
-        drawn = [text.pieces(training, task.length + 1, count, generator) for generator in generators]
+        length = task.at(step)
+        drawn = [text.pieces(training, length + 1, max(1, task.tokens // length), generator)
+                 for generator in generators]
         answers = None
         if task.planted:
-            changed = [text.planted(part, task.length // text.SLOT // SHARE, generator)
+            changed = [text.planted(part, max(1, length // text.SLOT // SHARE), generator)
                        for part, generator in zip(drawn, generators)]
             drawn, answers = [part for part, _ in changed], torch.stack([where for _, where in changed]).flatten(2)
         with autocast(device):
@@ -104,6 +111,8 @@ def train(task: Task, how: Attention, source: text.Text, device: str, compile: b
         optimizer.step(min((step + 1) / WARM_UP, 0.1 + 0.45 * (1 + math.cos(math.pi * step / task.steps))))
         if (step + 1) % 100 == 0 or step + 1 == task.steps:
             losses.append([round(x, 4) for x in loss.detach().mean((1, 2)).tolist()])
+            if all(map(math.isnan, losses[-1])):
+                break
         if step + 1 in (task.steps // 10, task.steps // 2, task.steps):
             look(step + 1)
     return Found(models, losses, lives, time.perf_counter() - began)

@@ -6,6 +6,7 @@ no file of results yet.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,7 +66,10 @@ def where(result: dict[str, Any]) -> str:
 
 
 def spread(values: list[float], scale: float = 1.0, digits: int = 1) -> str:
-    """The mean of the seeds and, in brackets, the least and the greatest."""
+    """The mean of the seeds and, in brackets, the least and the greatest; how many of them are no numbers."""
+    lost, values = sum(map(math.isnan, values)), [x for x in values if not math.isnan(x)]
+    if lost:
+        return f"{spread(values, scale, digits)}, {lost} NaN" if values else "NaN"
     if not values:
         return "–"
     low, mean, high = (f"{scale * x:.{digits}f}" for x in (min(values), statistics.mean(values), max(values)))

@@ -12,7 +12,7 @@ import cupy_dma as dma  # noqa: E402
 from benchmarks import language_model, mqar, needle  # noqa: E402
 from benchmarks.harness import language, records, render_language, render_mqar, render_needle, text  # noqa: E402
 from benchmarks.harness.recall import Recall, oracle  # noqa: E402
-from benchmarks.harness.render_evidence import DOCS  # noqa: E402
+from benchmarks.harness.render_evidence import DOCS, spread  # noqa: E402
 from benchmarks.harness.small_models import SCORED, Adam, Attention, Layer, Models, Sizes  # noqa: E402
 
 SIZES = Sizes(vocabulary=50, layers=2, width=16, heads=4, kv_heads=2, inner=24, conv=3)
@@ -284,6 +284,24 @@ def test_sequences_grow():
         for step in range(one.steps):
             Recall(*one.at(step), one.names)
         assert one.at(one.steps - 1) == (one.length, one.pairs)
+
+
+def test_pieces_grow():
+    task = language.Task(length=4096, steps=600)
+    assert [task.at(step) for step in (0, 99, 100, 299, 300, 599)] == [512, 512, 1024, 2048, 4096, 4096]
+    assert language.Task(length=4096, grow=False).at(0) == 4096
+    small = language.Task(length=512, tokens=512, steps=6, layers=1, width=16, heads=2, kv_heads=1, inner=16,
+                          planted=True)
+    found = language.train(small, Attention("full"), text.split(WORDS), "cpu", False, records.Clock(60))
+    assert len(found.losses) == 1 and all(x > 0 for x in found.losses[0])
+
+
+def test_models_without_numbers_end():
+    small = language.Task(length=64, tokens=64, steps=300, layers=1, width=16, heads=2, kv_heads=1, inner=16,
+                          rate=float("nan"))
+    found = language.train(small, Attention("full"), text.split(WORDS), "cpu", False, records.Clock(60))
+    assert len(found.losses) == 1
+    assert spread([float("nan")]) == "NaN" and spread([1.0, float("nan"), 3.0]) == "2.0 (1.0–3.0), 1 NaN"
 
 
 def test_language_models_have_ten_million_parameters():
