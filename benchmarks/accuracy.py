@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itse
 
 import numpy as np
 
+from benchmarks.harness.folders import output
 from benchmarks.harness.suite import add_record_options
 from tests.oracle import cases, reference
 from tests.oracle.cases import Case
@@ -292,9 +293,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(table(entries["lines"]))
     else:
         entries = {"rows": [entry(row) for row in found]}
-    path = Path(args.out) / f"{suite.file}{'' if ok else '.failed'}.json"
+    machine = where(args.commit)
+    path = output(args.out, machine.get("device", "cpu")) / f"{suite.file}{'' if ok else '.failed'}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"method": __doc__, "arguments": vars(args), **where(args.commit),
+    path.write_text(json.dumps({"method": __doc__, "arguments": vars(args), **machine,
                                 "seconds": time.monotonic() - started, **entries}, indent=1) + "\n")
     print(f"wrote {path} after {time.monotonic() - started:.0f} s")
     return 0 if ok else 1

@@ -30,7 +30,7 @@ against those of one GPU where that has run; the losses of a model's steps again
 the bytes that are counted against the formula, and that no length changes
 them. If a check fails the run exits with 1 and leaves the recorded results alone.
 
-Results: ``benchmarks/results/context_parallel_<GPUs>.json``; while it runs, ``context_parallel.partial.json``.
+Results: ``context_parallel_<GPUs>.json`` in the folder of the GPU; while it runs, ``context_parallel.partial.json``.
 """
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
 from benchmarks.harness import render_context_parallel as render
-from benchmarks.harness.suite import ROOT, add_record_options, write_record
+from benchmarks.harness.folders import ROOT, output, recorded
+from benchmarks.harness.suite import add_record_options, write_record
 
 LENGTHS = (65536, 131072, 262144, 524288, 1048576, 2097152, 4194304, 8388608)
 PEERS = ("one", "ours", "copies", "ring")
@@ -247,7 +248,7 @@ def work(args: argparse.Namespace) -> int:
     bench = Bench(args, dist.group.WORLD, dist.new_group(backend="gloo", timeout=timedelta(hours=2)))
     ok = is_right(bench.run(), args)
     if bench.rank == 0:
-        out = Path(args.out)
+        out = output(args.out)
         name = f"context_parallel_{bench.world}{'' if ok else '.failed'}.json"
         path = (out / "context_parallel.partial.json").replace(out / name)
         print(render.table(json.loads(path.read_text())))
@@ -296,20 +297,19 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def recorded(folder: Path) -> list[dict[str, Any]]:
-    """The results, of fewer GPUs first."""
-    found = [json.loads(path.read_text()) for path in folder.glob("context_parallel_*.json")
-             if path.stem.rpartition("_")[2].isdigit()]
-    return sorted(found, key=lambda result: result["rows"][0]["ranks"])
+def results(out: str | None = None) -> list[dict[str, Any]]:
+    """What is recorded, of fewer GPUs first."""
+    found = (recorded(f"context_parallel_{ranks}.json", out) for ranks in range(1, 1025))
+    return [json.loads(path.read_text()) for path in found if path is not None]
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = parsed(arguments)
     if args.show or args.update_docs:
         if args.update_docs:
-            render.update(DOCS, recorded(Path(args.out)))
+            render.update(DOCS, results(args.out))
         else:
-            print(render.page(recorded(Path(args.out))))
+            print(render.page(results(args.out)))
         return 0
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return work(args)

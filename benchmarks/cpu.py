@@ -40,7 +40,8 @@ from threadpoolctl import ThreadpoolController, threadpool_info
 
 import cupy_dma as dma
 from benchmarks.harness import render
-from benchmarks.harness.suite import RESULTS, ROOT, Case
+from benchmarks.harness.folders import ROOT, output
+from benchmarks.harness.suite import Case, add_record_options
 from cupy_dma.backends.numpy import threads
 
 DOCS = ROOT / "docs" / "lab" / "numpy.md"
@@ -167,12 +168,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--set", choices=["all", *REPEATS], default="all")
     options.add_argument("--repeats", type=int, help=f"timed turns (default: {REPEATS})")
-    options.add_argument("--out", default=str(RESULTS), help="folder of the JSON")
-    options.add_argument("--commit", help="recorded as the commit where the tree is a copy without its history")
+    add_record_options(options)
     options.add_argument("--update-docs", action="store_true",
                          help="put the table of the recorded results into docs/lab")
     args = options.parse_args(arguments)
-    path = Path(args.out) / "cpu_performance.json"
+    path = output(args.out, "cpu") / "cpu_performance.json"
     if args.update_docs:
         REPORT.update(DOCS, json.loads(path.read_text()))
         return 0

@@ -14,7 +14,7 @@ backward pass 80 us more.
 Timing: see harness/measure.py. Check: gradients of the first batch entry against float64 for sampled queries and keys,
 as in backward.py; the other entries are those of a call with this entry alone.
 
-Results: ``benchmarks/results/grid.json``; those of a part of the grid are only printed.
+Results: ``grid.json`` in the folder of the GPU; those of a part of the grid are only printed.
 """
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ Rows: attention with a prepared interval mask and a key bias; dynamic_mask_atten
 
 Check: the gradients of every step are finite and not all zero; the layer's output is that of the functions.
 
-Results: ``benchmarks/results/host.json``.
+Results: ``host.json`` in the folder of the GPU.
 """
 from __future__ import annotations
 

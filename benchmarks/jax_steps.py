@@ -15,7 +15,7 @@ a tenth of a second or more, the median of ``ROUNDS`` rounds.
 Check: outputs and gradients of both agree in relative norm within ``NEAR``. If they do not, the run exits with 1 and
 leaves the recorded results alone.
 
-Results: ``benchmarks/results/jax_steps.json``.
+Results: ``jax_steps.json`` in the folder of the GPU.
 """
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itse
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch is in this process, too
 
 from benchmarks.harness import render
-from benchmarks.harness.suite import RESULTS, ROOT, add_record_options, write_record
+from benchmarks.harness.folders import ROOT, output, recorded
+from benchmarks.harness.suite import add_record_options, write_record
 
 CALLS, ROUNDS, NEAR = 50, 20, 0.02
 SIZES = {"layer": {"length": 32768, "heads": 16, "kv_heads": 8, "head_dim": 128, "window": 1024},
@@ -169,7 +170,10 @@ def main(arguments: list[str] | None = None) -> int:
     add_record_options(options)
     args = options.parse_args(arguments)
     if args.update_docs:
-        REPORT.update(DOCS, json.loads((RESULTS / "jax_steps.json").read_text()))
+        file = recorded("jax_steps.json", args.out)
+        if file is None:
+            options.error("jax_steps.json is not recorded")
+        REPORT.update(DOCS, json.loads(file.read_text()))
         return 0
     import jax
 
@@ -177,7 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
     ok = max(rows[-1]["apart"].values()) <= NEAR
     name = f"jax_steps{'' if ok else '.failed'}.json"
     write_record(name, args, __doc__, size=SIZES[args.size], jax=jax.__version__, rows=rows)
-    print(f"{table(json.loads((Path(args.out) / name).read_text()))}\n{rows[-1]['apart']}")
+    print(f"{table(json.loads((output(args.out) / name).read_text()))}\n{rows[-1]['apart']}")
     return 0 if ok else 1
 
 

@@ -23,7 +23,7 @@ Loss: nats per byte of the beginnings of ``TESTED`` held-out files, in bins of t
 the keys of the first half of one held-out file stay visible, by layer and kv head, at four times of the training.
 
 Cost: 18 stacks, 55 to 70 s each on an H200 without a mask, 110 s with one where two processes share the GPU.
-Results: ``benchmarks/results/language_model.json`` and ``.png``, written after every stack. Models are kept in
+Results: ``benchmarks/results/evidence/language_model.json`` and ``.png``, written after every stack. Models are kept in
 ``--models`` (build/evidence), where needle.py looks for them.
 """
 from __future__ import annotations
@@ -38,9 +38,9 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
 from benchmarks.harness import render_language
+from benchmarks.harness.folders import ROOT
 from benchmarks.harness.records import Clock, Row, Run, add_run_options, device_of, run_script
 from benchmarks.harness.render_evidence import named
-from benchmarks.harness.suite import ROOT
 
 if TYPE_CHECKING:
     from benchmarks.harness.language import Task

@@ -33,7 +33,7 @@ seed. Tables show, of the rate that is best on average, mean and range of the se
 whose pair is still visible in the mask at the end, for each layer.
 
 Cost: 98 stacks, 10 to 60 s each on an H200 that two processes share. Results:
-``benchmarks/results/mqar.json`` and ``mqar.png``, written after every stack.
+``benchmarks/results/evidence/mqar.json`` and ``mqar.png``, written after every stack.
 """
 from __future__ import annotations
 

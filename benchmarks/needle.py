@@ -22,7 +22,7 @@ A row has ``COUNT`` needles of one seed for each context and depth. Rotary posit
 new to all models alike: full attention shows what that alone costs.
 
 Cost: 10 stacks, of which 5 are trained here, as long as those of language_model.py; 5 to 30 s for testing on an H200.
-Results: ``benchmarks/results/needle.json`` and ``needle.png``, written after every
+Results: ``benchmarks/results/evidence/needle.json`` and ``needle.png``, written after every
 stack.
 """
 from __future__ import annotations
@@ -38,9 +38,9 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
 from benchmarks.harness import render_needle
+from benchmarks.harness.folders import ROOT
 from benchmarks.harness.records import Clock, Row, Run, add_run_options, device_of, run_script
 from benchmarks.harness.render_evidence import named
-from benchmarks.harness.suite import ROOT
 from benchmarks.language_model import chosen, task_of, within
 
 if TYPE_CHECKING:

@@ -34,8 +34,9 @@ model and length ("none" need only be finite). A row that fails has no numbers i
 the run exits with 1 and leaves the recorded results alone. A row that cannot run says why: "out of memory", or the
 error.
 
-Results: ``benchmarks/results/training.json`` and ``training.png``; while it runs, ``training.partial.json``. ``--add``
-keeps what is recorded there, of the same device, versions and commit, and adds or replaces the rows that it measures.
+Results: ``training.json`` and ``training.png`` in the folder of the GPU; while it runs, ``training.partial.json``.
+``--add`` keeps what is recorded there, of the same device, versions and commit, and adds or replaces the rows that it
+measures.
 """
 from __future__ import annotations
 
@@ -53,8 +54,9 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
-from benchmarks.harness import render_training
-from benchmarks.harness.suite import ROOT, add_record_options, write_record
+from benchmarks.harness import folders, render_training
+from benchmarks.harness.folders import ROOT, output
+from benchmarks.harness.suite import add_record_options, write_record
 
 if TYPE_CHECKING:
     from benchmarks.harness.decoder import Sizes
@@ -179,7 +181,7 @@ def recorded(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows to which those of this run are added: recorded on the same device, with the same versions and commit."""
     from benchmarks.harness import measure
 
-    path = Path(args.out) / "training.json"
+    path = output(args.out) / "training.json"
     if not (args.add and path.exists()):
         return []
     result, here = json.loads(path.read_text()), measure.machine()
@@ -218,7 +220,7 @@ def run(args: argparse.Namespace) -> int:
         add_shares(group)
         rows += group
         write_record("training.partial.json", args, __doc__, arguments=vars(args), rows=joined(before, rows))
-    out = Path(args.out)
+    out = output(args.out)
     path = (out / "training.partial.json").replace(out / f"training{'' if ok else '.failed'}.json")
     result = json.loads(path.read_text())
     render_training.chart(result, path.with_suffix(".png"))
@@ -274,7 +276,9 @@ def main(arguments: list[str] | None = None) -> int:
     if not (args.show or args.update_docs):
         gc.collect()
         return run(args)
-    path = Path(args.out) / "training.json"
+    path = folders.recorded("training.json", args.out)
+    if path is None:
+        raise SystemExit("training.json is not recorded")
     result = json.loads(path.read_text())
     if args.update_docs:
         render_training.chart(result, path.with_suffix(".png"))

@@ -38,7 +38,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
 from benchmarks.harness import render
-from benchmarks.harness.suite import RESULTS, ROOT, add_record_options, write_record
+from benchmarks.harness.folders import ROOT, output, recorded
+from benchmarks.harness.suite import add_record_options, write_record
 from benchmarks.training import listed, step_times
 
 WARM_UP, STEPS, CHECKED = 2, 16, 256
@@ -245,7 +246,7 @@ def run(args: argparse.Namespace) -> int:
             rows += group
             write_record("transformers_models.partial.json", args, __doc__, arguments=vars(args), rows=rows,
                          transformers=transformers.__version__)
-    out = Path(args.out)
+    out = output(args.out)
     path = (out / "transformers_models.partial.json").replace(
         out / f"transformers_models{'' if ok else '.failed'}.json")
     print(f"{table(json.loads(path.read_text()))}\nwrote {path}")
@@ -263,7 +264,10 @@ def main(arguments: list[str] | None = None) -> int:
     add_record_options(options)
     args = options.parse_args(arguments)
     if args.update_docs:
-        REPORT.update(DOCS, json.loads((RESULTS / "transformers_models.json").read_text()))
+        file = recorded("transformers_models.json", args.out)
+        if file is None:
+            options.error("transformers_models.json is not recorded")
+        REPORT.update(DOCS, json.loads(file.read_text()))
         return 0
     if args.repeats < 1 or "cupy_dma" not in args.peers:
         options.error("--repeats must be at least 1, and --peers must name cupy_dma")

@@ -13,7 +13,7 @@ portable kernel's; one that differs by more than two roundings of the largest el
 status is 1.
 
 The fastest tile of each group of rows is marked; ``in use`` are those of which the library takes one. The results go to
-``benchmarks/results/hopper_tiles.json``, but for those of a choice of cases, tiles or kernels, which are only printed.
+``hopper_tiles.json`` in the folder of the GPU; those of a choice of cases, tiles or kernels are only printed.
 """
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ pass; up to 64 each with 64 and with 128 queries a step. All gradients, lists of
 Timing: see harness/measure.py. Every gradient is compared with the portable kernels'; one that differs
 by more than 1 % of their norm is marked WRONG, and the exit status is 1.
 
-The results go to ``benchmarks/results/hopper_backward.json``; those of a choice of cases are only printed.
+The results go to ``hopper_backward.json`` in the folder of the GPU; those of a choice of cases are only printed.
 """
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from benchmarks.harness.folders import EVIDENCE
 from benchmarks.harness.suite import add_record_options
 
 if TYPE_CHECKING:
@@ -79,11 +80,11 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 class Record:
-    """The rows of ``name.json`` in the folder ``args.out``."""
+    """The rows of ``name.json`` in the folder ``args.out``, by default that of evidence from any machine."""
 
     def __init__(self, name: str, args: argparse.Namespace, method: str | None):
         self.name, self.args, self.method = name, args, method
-        self.path = Path(args.out) / f"{name}.json"
+        self.path = Path(args.out or EVIDENCE) / f"{name}.json"
         self.rows: dict[str, Row] = {} if args.fresh else self._written()
 
     def _written(self) -> dict[str, Row]:

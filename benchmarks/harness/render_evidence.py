@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.folders import EVIDENCE, ROOT
 from benchmarks.harness.render import Marked, pyplot
-from benchmarks.harness.suite import RESULTS, ROOT
 
 Row = dict[str, Any]
 DOCS = ROOT / "docs" / "evidence.md"
@@ -34,7 +34,7 @@ class Report(Marked):
     @property
     def pending(self) -> str:
         return (f"**Not recorded yet.** `python benchmarks/{self.name}.py` writes "
-                f"`benchmarks/results/{self.name}.json`, from which this part is made.")
+                f"`benchmarks/results/evidence/{self.name}.json`, from which this part is made.")
 
     def part(self, result: dict[str, Any] | None) -> str:
         """The text between the marks."""
@@ -44,7 +44,7 @@ class Report(Marked):
         return f"[![{self.shows}]({chart})]({chart})\n\n{self.table(result)}\n\n{where(result)}"
 
     def recorded(self) -> dict[str, Any] | None:
-        path = RESULTS / f"{self.name}.json"
+        path = EVIDENCE / f"{self.name}.json"
         return json.loads(path.read_text()) if path.exists() else None
 
     def update(self, result: dict[str, Any] | None, path: Path = DOCS) -> None:

@@ -12,13 +12,10 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
+from benchmarks.harness.folders import ROOT, output, recorded
 from benchmarks.harness.render import Report
-
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
 
 
 @dataclass(frozen=True)
@@ -201,17 +198,17 @@ class Suite:
 
 def add_record_options(options: argparse.ArgumentParser) -> None:
     """Those of every script that writes results."""
-    options.add_argument("--out", default=str(RESULTS), help="folder of what is recorded")
+    options.add_argument("--out", help="folder of what is recorded (default: that of the GPU in benchmarks/results)")
     options.add_argument("--commit", help="recorded as the commit where the tree is a copy without its history")
 
 
 def write_record(name: str, args: argparse.Namespace, method: str | None, **result: Any) -> None:
-    """Write a result with its method and machine to ``name`` in the folder ``args.out``."""
+    """Write a result with its method and machine to ``name`` in the folder of this run."""
     from benchmarks.harness import measure
 
     record = {"method": method, **measure.machine(), **result}
     record["commit"] = args.commit or record["commit"]
-    out = Path(args.out)
+    out = output(args.out, record["device"])
     out.mkdir(parents=True, exist_ok=True)
     (out / name).write_text(json.dumps(record, indent=1) + "\n")
 
@@ -251,7 +248,7 @@ def run(suite: Suite, args: argparse.Namespace) -> int:
     result["seconds"] = time.monotonic() - started
 
     ok = all(entry["check"]["ok"] for entry in result["cases"])
-    out = Path(args.out)
+    out = output(args.out, result["device"])
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{suite.report.name}_performance{'' if ok else '.failed'}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
@@ -273,7 +270,10 @@ def main(suite: Suite, arguments: list[str] | None = None) -> int:
                          help="put that table into docs/performance.md")
     args = options.parse_args(arguments)
     if args.table or args.update_docs:
-        result = json.loads((Path(args.out) / f"{suite.report.name}_performance.json").read_text())
+        path = recorded(f"{suite.report.name}_performance.json", args.out)
+        if path is None:
+            options.error(f"{suite.report.name}_performance.json is not recorded")
+        result = json.loads(path.read_text())
         if args.update_docs:
             suite.report.update(ROOT / "docs" / "performance.md", result)
         else:

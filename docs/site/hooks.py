@@ -1,6 +1,7 @@
 """What mkdocs cannot do by itself: pages and pictures that are made from the repository when the site is built.
 
-- CONTRIBUTING.md becomes a page; the charts in benchmarks/results become pictures of the performance page;
+- CONTRIBUTING.md becomes a page; the newest charts in benchmarks/results become pictures of the pages that
+  show them;
 - tables of results, between ``<!-- table:forward -->`` and its end, get room;
 - ``<!-- picture: name | what it shows -->`` in front of a Python block runs the block, which leaves a matplotlib Axes
   or Figure in ``ax``, and puts the picture behind it;
@@ -23,7 +24,9 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the tree, installed or not
-RESULTS = ROOT / "benchmarks" / "results"
+
+from benchmarks.harness import folders  # noqa: E402
+
 CHARTS = ("forward_performance", "backward_performance", "dense_performance", "decode_performance", "training", "mqar",
           "language_model", "needle")
 PICTURE = re.compile(r"<!-- picture: (\S+) \| (.*?) -->\n(```python\n(.*?)```\n)", re.DOTALL)
@@ -33,9 +36,10 @@ SHIM = "https://unpkg.com/iframe-worker/shim"  # of the theme's plugin `offline`
 def on_files(files: Files, config: Any) -> Files:
     files.append(File.generated(config, "contributing.md", content=(ROOT / "CONTRIBUTING.md").read_text()))
     for name in CHARTS:
-        if not (RESULTS / f"{name}.png").exists():  # not recorded yet, and then no page shows it
-            continue
-        files.append(File.generated(config, f"results/{name}.png", abs_src_path=str(RESULTS / f"{name}.png")))
+        result = folders.recorded(f"{name}.json")
+        if result is not None:  # else no page shows it
+            chart = str(result.with_suffix(".png"))
+            files.append(File.generated(config, f"results/{name}.png", abs_src_path=chart))
     gallery = (ROOT / "docs" / "gallery.md").read_text()
     for name, content in pictures(gallery):
         files.append(File.generated(config, f"pictures/{name}.png", content=content))

@@ -20,9 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the tree, installed or not
 
 import cupy_dma as dma  # noqa: E402
-from benchmarks.harness import render  # noqa: E402
+from benchmarks.harness import folders, render  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results"
 KEYS, WINDOW, QUERY = 48, 8, 36
 # Panel, results, stage of cupy_dma, stage of the dense kernels.
 PANELS = (("forward: scores, selection and attention", "forward", "total", "attention"),
@@ -94,7 +93,8 @@ def digest() -> str:
 
 
 def recorded() -> dict[str, dict[str, Any]]:
-    return {name: json.loads((RESULTS / f"{name}_performance.json").read_text()) for _, name, _, _ in PANELS}
+    found = {name: folders.recorded(f"{name}_performance.json") for _, name, _, _ in PANELS}
+    return {name: json.loads(path.read_text()) for name, path in found.items() if path is not None}
 
 
 def main(folder: Path = ROOT / "docs" / "assets") -> None:

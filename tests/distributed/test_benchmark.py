@@ -11,7 +11,6 @@ torch = pytest.importorskip("torch")
 from benchmarks import context_parallel as benchmark  # noqa: E402
 from benchmarks.harness import render_context_parallel as render  # noqa: E402
 from benchmarks.harness.shards import Problem  # noqa: E402
-from benchmarks.harness.suite import RESULTS  # noqa: E402
 from tests.distributed import benchmark_jobs as jobs  # noqa: E402
 
 SMOKE = ["--device", "cpu", "--smoke", "--commit", "abc"]
@@ -123,4 +122,4 @@ def test_ratios():
 
 def test_the_tables_are_the_recorded_ones():
     shown = benchmark.DOCS.read_text().split(render.MARKED.begin)[1].split(render.MARKED.end)[0].strip()
-    assert shown == render.page(benchmark.recorded(RESULTS)), "run: python benchmarks/context_parallel.py --update-docs"
+    assert shown == render.page(benchmark.results()), "run: python benchmarks/context_parallel.py --update-docs"

@@ -36,13 +36,13 @@ def test_smoke_run(result):
 
 def test_table_of_the_docs_is_the_recorded_one():
     shown = cpu.DOCS.read_text().split(cpu.REPORT.begin)[1].split(cpu.REPORT.end)[0].strip()
-    recorded = (cpu.RESULTS / "cpu_performance.json").read_text()
+    recorded = (cpu.output(None, "cpu") / "cpu_performance.json").read_text()
     assert shown == cpu.table(json.loads(recorded)), "run: python benchmarks/cpu.py --update-docs"
 
 
 def test_long_sequences_reach_their_target_in_the_recorded_run():
     """Short ones do not: docs/lab/numpy.md."""
-    cases = json.loads((cpu.RESULTS / "cpu_performance.json").read_text())["cases"]
+    cases = json.loads((cpu.output(None, "cpu") / "cpu_performance.json").read_text())["cases"]
     case = next(case for case in cases if case["key_length"] == 16384)
     sdpa, ours = (render.value(case, who, "forward+backward") for who in ("sdpa", "cupy_dma"))
     assert sdpa / ours >= cpu.WANTED[case["set"]]

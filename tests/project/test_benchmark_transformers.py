@@ -59,8 +59,8 @@ def test_a_failed_run_exits_with_1(tmp_path, monkeypatch):
 
 def test_the_docs_show_what_is_recorded():
     shown = bench.DOCS.read_text().split(bench.REPORT.begin)[1].split(bench.REPORT.end)[0].strip()
-    recorded = bench.RESULTS / "transformers_models.json"
-    expected = bench.table(json.loads(recorded.read_text())) if recorded.exists() else bench.render.PENDING
+    recorded = bench.recorded("transformers_models.json")
+    expected = bench.table(json.loads(recorded.read_text())) if recorded else bench.render.PENDING
     assert shown == expected, "run: python benchmarks/transformers_models.py --update-docs"
 
 

@@ -16,7 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 USAGE = (ROOT / "docs" / "usage.md").read_text()
 PERFORMANCE = (ROOT / "docs" / "performance.md").read_text()
-RESULTS = ROOT / "benchmarks" / "results"
 BLOCKS = [(bool(gpu), code, USAGE[:place].count("\n"))
           for gpu, code, place in ((m[1], m[2], m.start(2)) for m in
                                    re.finditer(r"(<!-- gpu -->\n)?```python\n(.*?)```", USAGE, re.DOTALL))]
@@ -71,13 +70,13 @@ def test_the_training_step_of_the_readme(tmp_path):
 
 @pytest.mark.parametrize("name", ["forward", "backward", "dense", "decode"])
 def test_table_is_the_recorded_one(name):
-    from benchmarks.harness import render, render_decode, render_dense
+    from benchmarks.harness import folders, render, render_decode, render_dense
 
     report = {"forward": render.FORWARD, "backward": render.BACKWARD, "dense": render_dense.DENSE,
               "decode": render_decode.DECODE}[name]
-    recorded = RESULTS / f"{name}_performance.json"
+    recorded = folders.recorded(f"{name}_performance.json")
     shown = PERFORMANCE.split(report.begin)[1].split(report.end)[0].strip()
-    expected = report.table(json.loads(recorded.read_text())) if recorded.exists() else render.PENDING
+    expected = report.table(json.loads(recorded.read_text())) if recorded else render.PENDING
     assert shown == expected, f"run: python {report.script} --update-docs"
 
 

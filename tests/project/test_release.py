@@ -96,6 +96,6 @@ def test_the_sdist_holds_the_tests_and_the_documentation(built):
         names = {name.partition("/")[2] for name in content.getnames()}
     wanted = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "Makefile", "mkdocs.yml", "docs/concepts.md",
               "docs/assets/intervals.js", "examples/ladder/step4_kernel.cu", "kernels/sm90/forward.cu",
-              "tests/emulator/driver/driver.cpp", "benchmarks/results/forward_performance.json"}
+              "tests/emulator/driver/driver.cpp", "benchmarks/results/h200/forward_performance.json"}
     assert wanted <= names
     assert not {name for name in names if name.endswith((".pyc", ".so")) or "/.venv/" in name}

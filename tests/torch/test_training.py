@@ -247,11 +247,10 @@ def test_what_the_page_counts(page):
 def test_the_table_is_the_recorded_one():
     import json
 
-    from benchmarks.harness import render_training
-    from benchmarks.harness.suite import RESULTS
+    from benchmarks.harness import folders, render_training
 
-    text, recorded = (DOCS / "training.md").read_text(), RESULTS / "training.json"
+    text, recorded = (DOCS / "training.md").read_text(), folders.recorded("training.json")
     shown = text.split(render_training.MARKED.begin)[1].split(render_training.MARKED.end)[0].strip()
-    expected = render_training.table(json.loads(recorded.read_text())) if recorded.exists() else render_training.PENDING
+    expected = render_training.table(json.loads(recorded.read_text())) if recorded else render_training.PENDING
     assert shown == expected, "run: python benchmarks/training.py --update-docs"
-    assert text.lower().count("not measured yet") == (not recorded.exists())
+    assert text.lower().count("not measured yet") == (recorded is None)
