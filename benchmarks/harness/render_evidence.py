@@ -104,8 +104,9 @@ def named(one: dict[str, Any]) -> str:
     return f"w {budget(one)}, {words(one)}" if budget(one) else words(one)
 
 
-def markdown(head: list[str], lines: list[list[str]]) -> str:
-    rule = "|---" + "|--:" * (len(head) - 1) + "|"
+def markdown(head: list[str], lines: list[list[str]], words: int = 1) -> str:
+    """A table whose first columns hold ``words``."""
+    rule = "|---" * words + "|--:" * (len(head) - words) + "|"
     return "\n".join([f"| {' | '.join(head)} |", rule, *(f"| {' | '.join(cells)} |" for cells in lines)])
 
 

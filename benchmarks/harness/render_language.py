@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def table(result: dict[str, Any]) -> str:
         whole = [between(row, 0, row["edges"][-1]) or 0.0 for row in rows]
         lines.append([str(one["length"]), named(one), str(budget(one) or "all"), spread(whole, digits=3),
                       *(spread(part, digits=3) for part in parts)])
-    losses = markdown(["bytes", "attention", "w", "all positions", *(f"{a} to {b}" for a, b in spans)], lines)
+    losses = markdown(["bytes", "attention", "w", "all positions", *(f"{a} to {b}" for a, b in spans)], lines, words=2)
     lives = []
     for rows in found:
         one = rows[0]["settings"]
@@ -58,7 +59,7 @@ def table(result: dict[str, Any]) -> str:
                           *(f"{100 * statistics.mean(x):.0f} %" for x in zip(*shares))])
     if not lives:
         return losses
-    return losses + "\n\n" + markdown(["bytes", "keys that live", "w", *LIVES], lives)
+    return losses + "\n\n" + markdown(["bytes", "keys that live", "w", *LIVES], lives, words=2)
 
 
 def shares_of(counts: list[list[str]]) -> list[float]:
@@ -82,44 +83,48 @@ def text(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any], plt: Any, path: Path) -> None:
     """What each attention loses against full attention, by position; below, lives over training by layer."""
-    found = stacks(result)
+    found = [rows for rows in stacks(result) if not any(math.isnan(x) for row in rows for x in row["by_position"])]
     length = min(rows[0]["settings"]["length"] for rows in found)
     own = [rows for rows in found if rows[0]["settings"]["length"] == length]
     full = next((rows for rows in own if rows[0]["settings"]["kind"] == "full"), own[0])
-    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 9), layout="constrained")
+    living = [rows for rows in own if rows[0]["lives"]]
+    bars = sum(len(rows[0]["lives"]) for rows in living)
+    figure, (above, below) = plt.subplots(2, 1, figsize=(10, 6 + 0.16 * bars), layout="constrained",
+                                          height_ratios=(5, 1 + 0.16 * bars))
     edges = full[0]["edges"]
     middle = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
-    shades = iter(plt.get_cmap("winter")([i / 7 for i in range(8)] * 3))
+    colours = iter(plt.get_cmap("tab10")([0, 1, 2, 3, 4, 6, 8, 9] * 6))
+    styles = dict(zip(sorted({budget(rows[0]["settings"]) for rows in own}), itertools.cycle(("-", "--", "-.", ":"))))
     for rows in own:
         one = rows[0]["settings"]
         apart = [[x - y for x, y in zip(row["by_position"], other["by_position"])] for row, other in zip(rows, full)]
         mean, low, high = ([kind(x) for x in zip(*apart)] for kind in (statistics.mean, min, max))
-        colour = next(shades) if one["kind"] == "dynamic" else COLOURS[one["kind"]]
-        bars = [[m - a for m, a in zip(mean, low)], [b - m for m, b in zip(mean, high)]]
-        above.errorbar(middle, mean, yerr=bars, marker="o", markersize=3, capsize=2, color=colour,
-                       label=f"{words(one)}, w {budget(one) or 'all'}")
+        colour = next(colours) if one["kind"] == "dynamic" else COLOURS[one["kind"]]
+        ranges = [[m - a for m, a in zip(mean, low)], [b - m for m, b in zip(mean, high)]]
+        above.errorbar(middle, mean, yerr=ranges, marker="o", markersize=3, capsize=2, color=colour,
+                       linestyle=styles[budget(one)], label=f"w {budget(one) or 'all'}, {words(one)}")
     above.set_xscale("log", base=2)
     above.set_xlabel("position in the file, bytes")
     above.set_ylabel("nats per byte more than full attention")
     above.set_title(f"{length} bytes; mean and range of the seeds", fontsize=10)
     above.grid(alpha=0.3)
-    above.legend(fontsize=6)
-    living = [rows for rows in own if rows[0]["lives"]]
+    above.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     names, bottoms = [], []
     for rows in living:
-        for one in rows[0]["lives"]:
-            names.append(f"{words(rows[0]['settings'])[:48]}, step {one['step']}")
-            bottoms.append(shares_of(one["counts"]))
+        one = rows[0]["settings"]
+        for life in rows[0]["lives"]:
+            names.append(f"w {budget(one)}, {words(one)}: step {life['step']}")
+            bottoms.append(shares_of(life["counts"]))
     left = [0.0] * len(names)
     for i, (name, colour) in enumerate(zip(LIVES, plt.get_cmap("viridis")([i / 5 for i in range(6)]))):
         width = [shares[i] for shares in bottoms]
-        below.barh(names, width, left=left, color=colour, label=name)
+        below.barh(range(len(names)), width, left=left, color=colour, label=name)
         left = [a + b for a, b in zip(left, width)]
+    below.set_yticks(range(len(names)), names, fontsize=6)
     below.invert_yaxis()
-    below.tick_params(axis="y", labelsize=5)
     below.set_xlabel("share of keys by how long they stay visible")
     if names:
-        below.legend(fontsize=6, ncols=6, loc="upper center")
+        below.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

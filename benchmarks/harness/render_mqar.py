@@ -38,21 +38,24 @@ def stacks(result: dict[str, Any]) -> list[list[Row]]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """A line for each attention and task, a column for each number of keys."""
-    lines: dict[tuple[Any, ...], dict[float, str]] = {}
+    """A table for each task, the one with most settings first: a line for each attention, a column for each number of
+    keys."""
+    tasks: dict[str, dict[str, dict[float, str]]] = {}
     for rows in stacks(result):
         one = rows[0]["settings"]
         name = words({**one, "recent": 0, "sinks": 0})
         if one["recent"]:
             name += f", {one['recent'] / budget(one):.2g} of w recent" + ", a sink" * one["sinks"]
-        task = f"{one['length']} tokens, {one['pairs']} pairs, width {one['width']}"
-        line = task + ", full length from the first step" * (not one["grow"]), name
-        part = budget(one) / one["pairs"]
-        lines.setdefault(line, {})[part] = shown(rows)
-    columns = sorted({part for cells in lines.values() for part in cells if part})
-    return markdown(["task", "attention", *(f"w = {part:g} pairs" for part in columns)],
-                    [[*line, *(cells.get(part, cells.get(0, "–")) for part in columns)]
-                     for line, cells in lines.items()])
+        task = f"{one['pairs']} pairs in {one['length']} tokens, width {one['width']}"
+        lines = tasks.setdefault(task + ", full length from the first step" * (not one["grow"]), {})
+        lines.setdefault(name, {})[budget(one) / one["pairs"]] = shown(rows)
+    parts = []
+    for task, lines in sorted(tasks.items(), key=lambda item: -len(item[1])):
+        columns = sorted({part for cells in lines.values() for part in cells if part}) or [0]
+        head = [task, *(f"w = {part:g} pairs" if part else "all keys" for part in columns)]
+        parts.append(markdown(head, [[name, *(cells.get(part, cells.get(0, "–")) for part in columns)]
+                                     for name, cells in lines.items()]))
+    return "\n\n".join(parts)
 
 
 def line(rows: list[Row]) -> str:
@@ -83,10 +86,11 @@ def draw(result: dict[str, Any], plt: Any, path: Path) -> None:
         if not one["recent"] and not one["sinks"]:
             curves.setdefault(name, []).append((budget(one), statistics.mean(answered), min(answered), max(answered)))
             kinds[name] = one
-    figure, ax = plt.subplots(figsize=(8, 5), layout="constrained")
+    curves = {name: points for name, points in curves.items() if len(points) > 1 or not points[0][0]}
+    figure, ax = plt.subplots(figsize=(10, 5), layout="constrained")
     ends = [w for points in curves.values() for w, *_ in points if w] or [pairs]
-    dynamic = iter(plt.get_cmap("winter")([i / 9 for i in range(10)] * 3))
-    for name, points in curves.items():
+    dynamic = iter(plt.get_cmap("tab10")([0, 1, 3, 9, 6, 8] * 6))
+    for i, (name, points) in enumerate(curves.items()):
         colour = next(dynamic) if kinds[name]["kind"] == "dynamic" else COLOURS[kinds[name]["kind"]]
         if points[0][0] == 0:
             ax.axhspan(points[0][2], points[0][3], color=colour, alpha=0.2)
@@ -94,7 +98,8 @@ def draw(result: dict[str, Any], plt: Any, path: Path) -> None:
         else:
             w, mean, low, high = zip(*points)
             bars = [[m - a for m, a in zip(mean, low)], [b - m for m, b in zip(mean, high)]]
-            ax.errorbar(w, mean, yerr=bars, marker="o", markersize=3, capsize=2, color=colour, label=name)
+            beside = [x * 1.012**(i - len(curves) / 2) for x in w]  # bars of equal numbers of keys side by side
+            ax.errorbar(beside, mean, yerr=bars, marker="o", markersize=3, capsize=2, color=colour, label=name)
     ax.axvline(pairs, color="tab:red", linewidth=0.7, linestyle=":")
     ax.set_xscale("log", base=2)
     ax.set_xticks(sorted(set(ends)), [str(w) for w in sorted(set(ends))])
@@ -102,7 +107,7 @@ def draw(result: dict[str, Any], plt: Any, path: Path) -> None:
     ax.set_ylabel("right answers, %")
     ax.set_title(f"Recall of {pairs} pairs in {length} tokens, width {width}; mean and range of the seeds", fontsize=10)
     ax.grid(alpha=0.3)
-    ax.legend(fontsize=7)
+    figure.legend(fontsize=7, loc="outside right upper")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.render_evidence import COLOURS, Report, Row, grouped, markdown, spread, words
+from benchmarks.harness.render_evidence import COLOURS, Report, Row, grouped, markdown, words
 
 OF = {False: "text alone", True: "with needles"}
 
@@ -29,15 +29,24 @@ def share(row: Row, what: str, length: int, of: str = "needles") -> float | None
 
 
 def table(result: dict[str, Any]) -> str:
-    """A line for each attention and length: found, survived, found of those that survived."""
+    """A line for each attention, and for each length found, survived, found of those that survived."""
+    lengths = sorted({cell["length"] for row in result["rows"] for cell in row["cells"]})
     lines = []
     for rows in stacks(result):
         one = rows[0]["settings"]
-        for length in dict.fromkeys(cell["length"] for cell in rows[0]["cells"]):
-            cells = [spread([x for row in rows if (x := share(row, what, length, of)) is not None], 100, 0)
-                     for what, of in (("found", "needles"), ("survived", "needles"), ("both", "survived"))]
-            lines.append([trained(one), words(one), str(length), *cells])
-    return markdown(["trained", "attention", "context", "found, %", "survived, %", "found of survived, %"], lines)
+        cells = [" / ".join(percent(rows, what, length, of) for what, of in (
+            ("found", "needles"), ("survived", "needles"), ("both", "survived"))) for length in lengths]
+        lines.append([trained(one), words(one), *cells])
+    return markdown(["trained", "attention", *(f"{length} bytes" for length in lengths)], lines, words=2)
+
+
+def percent(rows: list[Row], what: str, length: int, of: str) -> str:
+    """The mean of the seeds, and their range if it is more than a point."""
+    shares = [100 * x for row in rows if (x := share(row, what, length, of)) is not None]
+    if not shares:
+        return "–"
+    mean, low, high = sum(shares) / len(shares), min(shares), max(shares)
+    return f"{mean:.0f}" + (f" ({low:.0f}–{high:.0f})" if high - low > 1 else "")
 
 
 def draw(result: dict[str, Any], plt: Any, path: Path) -> None:

@@ -25,7 +25,8 @@ import cupy_dma as dma
 ROOT = Path(__file__).resolve().parents[2]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
-SHOWN = ("index", "get-started", "concepts", "gallery", "performance", "sharp-bits", "ladder", "api/masks", "api/cli")
+SHOWN = ("index", "get-started", "concepts", "gallery", "performance", "evidence", "sharp-bits", "ladder", "api/masks",
+         "api/cli")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("mkdocs") is None, reason="could not import 'mkdocs': the "
                                                    "extra docs brings it, and make docs installs it")]
 
