@@ -23,7 +23,8 @@ Parts. main: length 1024, 64 pairs, width 64; windows of a quarter of the pairs 
 attention, dynamic masks as the original has them (A = 0 at first), so with ten times the learning rate for ``A`` and
 ``dt_proj`` (``chosen``), and with A = 1 all the time. starts: 64 keys; how A begins, whether it is trained, its rate of
 learning, recent keys and sinks within the same number of keys. small: the same with 16 keys for 8 pairs in 64 tokens.
-lengths: 512 to 4096 tokens with 32 to 256 pairs, as many keys. widths: 128 and 256.
+lengths: 512 to 4096 tokens with 32 to 256 pairs, as many keys. widths: 128 and 256. frozen: scores that are learned
+while the sequences grow and stay as they are from then on, at all lengths.
 
 Accuracy: the share of right answers to all questions of ``TESTED`` fresh sequences, the same for all models of a seed.
 A model counts with the best of its checks (every 100 steps), as if its training had ended there; so do the zoology
@@ -32,7 +33,7 @@ selection can be lost again. A stack ends after ``Task.steps``, or when some rat
 seed. Tables show, of the rate that is best on average, mean and range of the seeds. ``kept``: the share of questions
 whose pair is still visible in the mask at the end, for each layer.
 
-Cost: 98 stacks, 10 to 60 s each on an H200 that two processes share. Results:
+Cost: 106 stacks, 10 to 60 s each on an H200 that two processes share. Results:
 ``benchmarks/results/evidence/mqar.json`` and ``mqar.png``, written after every stack.
 """
 from __future__ import annotations
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 SEEDS = (0, 1, 2)
 WARM_UP, CHECK, TESTED, ENOUGH = 100, 100, 128, 0.995
-PARTS = ("small", "main", "starts", "lengths", "widths")
+PARTS = ("small", "main", "starts", "lengths", "widths", "frozen")
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Task:
     tokens: int = 32768  # of a step, for each model
     steps: int = 2000
     grow: bool = True  # an eighth of the length and of the pairs at first, all of them after half the steps
+    frozen: bool = False  # A and dt_proj are not trained any more after half the steps
 
     def at(self, step: int) -> tuple[int, int]:
         """Length and pairs of a step of training."""
@@ -120,6 +122,12 @@ def grid(part: str, task: Task) -> Iterator[tuple[Task, Attention, float]]:
             for how, rate in ((Attention("full"), 1.0), (Attention("dynamic", other.pairs), 1.0), chosen(other.pairs),
                               held(other.pairs)):
                 yield other, how, rate
+    elif part == "frozen":
+        for times in (0.5, 1, 2, 4):
+            other = replace(task, length=int(task.length * times), pairs=int(task.pairs * times), frozen=True)
+            yield other, *chosen(other.pairs)
+        task = replace(task, frozen=True)
+        found += [(Attention("dynamic", w), 1.0), chosen(w // 2), chosen(w, form="linear"), held(w)]
     else:
         for times in (2, 4):
             for how, rate in ((Attention("full"), 1.0), chosen(w), held(w)):
@@ -128,8 +136,9 @@ def grid(part: str, task: Task) -> Iterator[tuple[Task, Attention, float]]:
 
 
 def settings(task: Task, how: Attention, scores_rate: float) -> list[dict[str, Any]]:
-    """Of each model of a stack."""
-    return [{**asdict(task), **asdict(how), "scores_rate": scores_rate, "rate": rate, "seed": seed}
+    """Of each model of a stack. What is not frozen does not say so, as before there was anything else."""
+    known = {name: x for name, x in asdict(task).items() if name != "frozen" or x}
+    return [{**known, **asdict(how), "scores_rate": scores_rate, "rate": rate, "seed": seed}
             for rate, seed in itertools.product(RATES, SEEDS)]
 
 
@@ -191,6 +200,9 @@ def train(task: Task, how: Attention, scores_rate: float, device: str, compiled:
         return torch.cat(found, 1).float().mean((1, 2))
 
     for step in clock.steps(task.steps, measure.synchronize):
+        if task.frozen and step == task.steps // 2:
+            for _, x in models.score_parameters():
+                x.requires_grad_(False)
         length, pairs = task.at(step)
         batch = drawn(Recall(length, pairs, task.names), training, max(1, task.tokens // length))
         with autocast(device):

@@ -36,7 +36,7 @@ class Task:
     rate: float = 2e-3
     scores_rate: float = 1.0  # times the rate, for A and dt_proj
     planted: bool = False  # with needles in every piece
-    grow: bool = True  # an eighth of the length at first, all of it after half the steps
+    grow: bool = True  # a sixteenth of the length at first, all of it after half the steps
     layers: int = 6
     width: int = 384
     heads: int = 6
@@ -45,7 +45,7 @@ class Task:
 
     def at(self, step: int) -> int:
         """Length of the pieces of a step of training."""
-        return self.length // 2**max(0, 3 - 6 * step // self.steps) if self.grow else self.length
+        return self.length // 2**max(0, 4 - 8 * step // self.steps) if self.grow else self.length
 
     @property
     def sizes(self) -> Sizes:

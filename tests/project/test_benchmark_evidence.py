@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 
 import pytest
@@ -276,6 +277,23 @@ def test_the_grid_has_every_control():
     assert {task.width for task, *_ in chosen} == {64, 128, 256}
 
 
+def test_scores_are_frozen_after_half_the_steps(monkeypatch):
+    seen = []
+    real = Adam.step
+
+    def step(self, factor):
+        seen.append([x.grad is not None for _, x in self.models.score_parameters()])
+        real(self, factor)
+
+    monkeypatch.setattr(Adam, "step", step)
+    task = dataclasses.replace(mqar.TINY, frozen=True)
+    rows = mqar.train(task, Attention("dynamic", 4), 10.0, "cpu", False, records.Clock(60))
+    assert [all(one) for one in seen] == [True, True, False, False] and not any(seen[3])
+    assert all(row["settings"]["frozen"] for row in rows)
+    assert "frozen" not in mqar.settings(mqar.TINY, Attention("dynamic", 4), 10.0)[0]
+    assert "then frozen" in render_mqar.table({"rows": rows}) and "then frozen" in render_mqar.text({"rows": rows})
+
+
 def test_sequences_grow():
     task = mqar.Task(length=1024, pairs=64, steps=600)
     assert [task.at(step) for step in (0, 99, 100, 299, 300, 599)] == [
@@ -287,10 +305,10 @@ def test_sequences_grow():
 
 
 def test_pieces_grow():
-    task = language.Task(length=4096, steps=600)
-    assert [task.at(step) for step in (0, 99, 100, 299, 300, 599)] == [512, 512, 1024, 2048, 4096, 4096]
+    task = language.Task(length=4096, steps=800)
+    assert [task.at(step) for step in (0, 99, 100, 200, 399, 400, 799)] == [256, 256, 512, 1024, 2048, 4096, 4096]
     assert language.Task(length=4096, grow=False).at(0) == 4096
-    small = language.Task(length=512, tokens=512, steps=6, layers=1, width=16, heads=2, kv_heads=1, inner=16,
+    small = language.Task(length=1024, tokens=1024, steps=8, layers=1, width=16, heads=2, kv_heads=1, inner=16,
                           planted=True)
     found = language.train(small, Attention("full"), text.split(WORDS), "cpu", False, records.Clock(60))
     assert len(found.losses) == 1 and all(x > 0 for x in found.losses[0])
