@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itse
 import numpy as np
 
 from benchmarks.harness.folders import output
-from benchmarks.harness.suite import add_record_options
+from benchmarks.harness.suite import add_record_options, options_of
 from tests.oracle import cases, reference
 from tests.oracle.cases import Case
 
@@ -296,7 +296,7 @@ def main(arguments: list[str] | None = None) -> int:
     machine = where(args.commit)
     path = output(args.out, machine.get("device", "cpu")) / f"{suite.file}{'' if ok else '.failed'}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"method": __doc__, "arguments": vars(args), **machine,
+    path.write_text(json.dumps({"method": __doc__, "arguments": options_of(args), **machine,
                                 "seconds": time.monotonic() - started, **entries}, indent=1) + "\n")
     print(f"wrote {path} after {time.monotonic() - started:.0f} s")
     return 0 if ok else 1

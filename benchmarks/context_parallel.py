@@ -52,7 +52,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itse
 
 from benchmarks.harness import render_context_parallel as render
 from benchmarks.harness.folders import ROOT, output, recorded
-from benchmarks.harness.suite import add_record_options, write_record
+from benchmarks.harness.suite import add_record_options, options_of, write_record
 
 LENGTHS = (65536, 131072, 262144, 524288, 1048576, 2097152, 4194304, 8388608)
 PEERS = ("one", "ours", "copies", "ring")
@@ -101,7 +101,7 @@ class Bench:
                 "ok": True})
             if self.rank == 0:
                 print(render.line(rows[-1]), flush=True)
-                write_record("context_parallel.partial.json", args, __doc__, arguments=vars(args), rows=rows)
+                write_record("context_parallel.partial.json", args, __doc__, arguments=options_of(args), rows=rows)
         return rows
 
     def row(self, length: int, what: str, peer: str) -> dict[str, Any]:

@@ -56,7 +56,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itse
 
 from benchmarks.harness import folders, render_training
 from benchmarks.harness.folders import ROOT, output
-from benchmarks.harness.suite import add_record_options, write_record
+from benchmarks.harness.suite import add_record_options, options_of, write_record
 
 if TYPE_CHECKING:
     from benchmarks.harness.decoder import Sizes
@@ -219,7 +219,7 @@ def run(args: argparse.Namespace) -> int:
         ok &= check(group)
         add_shares(group)
         rows += group
-        write_record("training.partial.json", args, __doc__, arguments=vars(args), rows=joined(before, rows))
+        write_record("training.partial.json", args, __doc__, arguments=options_of(args), rows=joined(before, rows))
     out = output(args.out)
     path = (out / "training.partial.json").replace(out / f"training{'' if ok else '.failed'}.json")
     result = json.loads(path.read_text())

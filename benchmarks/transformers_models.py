@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itse
 
 from benchmarks.harness import render
 from benchmarks.harness.folders import ROOT, output, recorded
-from benchmarks.harness.suite import add_record_options, write_record
+from benchmarks.harness.suite import add_record_options, options_of, write_record
 from benchmarks.training import listed, step_times
 
 WARM_UP, STEPS, CHECKED = 2, 16, 256
@@ -244,7 +244,7 @@ def run(args: argparse.Namespace) -> int:
                            f"{row.get('note', '')}{row.get('error', '')}")
             ok &= check(group)
             rows += group
-            write_record("transformers_models.partial.json", args, __doc__, arguments=vars(args), rows=rows,
+            write_record("transformers_models.partial.json", args, __doc__, arguments=options_of(args), rows=rows,
                          transformers=transformers.__version__)
     out = output(args.out)
     path = (out / "transformers_models.partial.json").replace(

@@ -202,6 +202,11 @@ def add_record_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--commit", help="recorded as the commit where the tree is a copy without its history")
 
 
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What a run was asked for, without where it writes."""
+    return {name: x for name, x in vars(args).items() if name != "out"}
+
+
 def write_record(name: str, args: argparse.Namespace, method: str | None, **result: Any) -> None:
     """Write a result with its method and machine to ``name`` in the folder of this run."""
     from benchmarks.harness import measure
@@ -223,7 +228,7 @@ def run(suite: Suite, args: argparse.Namespace) -> int:
     started = time.monotonic()
     deadline = started + args.seconds
     chosen = suite.cases(args.set, args.quick)
-    result: dict[str, Any] = {"method": suite.method, "timing": measure.__doc__, "arguments": vars(args),
+    result: dict[str, Any] = {"method": suite.method, "timing": measure.__doc__, "arguments": options_of(args),
                               **measure.machine(), "cases": []}
     result["commit"] = args.commit or result["commit"]
     result |= suite.extra()
