@@ -17,7 +17,8 @@ pairs.
 Passes. forward; training: forward and backward, gradients of query, key, value and scores; model, of ours and one: a
 training step of the decoder of benchmarks/training.py (80m: 12 layers of width 768, w 1024) on one sequence, each layer
 recomputed in the backward pass; mesh: the same with half as many sequences as ranks, each over two ranks, which
-together have that many tokens: data and context parallelism on a mesh of two axes. Both of ``--model-lengths`` only.
+together have that many tokens: data and context parallelism on a mesh of two axes, with four ranks or more. Both of
+``--model-lengths`` only.
 
 Timing: two calls, in which kernels are compiled, then ``--steps`` calls queued without waiting, with CUDA events
 between them. A call takes as long as on its slowest rank; the median. Nothing is flushed: a shard is larger than the L2
@@ -27,8 +28,8 @@ and one that would not fit into memory.
 Check. Of ours and copies: rows of every shard against float64 attention over the exact selection, twice the error of
 the plain computation and one rounding allowed; gradients of rank 0's shard, which hold what later ranks have returned,
 against those of one GPU where that has run; the losses of a model's steps against those of one GPU, within 5e-3 nats;
-the bytes that are counted against the formula, and that no length changes
-them. If a check fails the run exits with 1 and leaves the recorded results alone.
+the bytes that are counted against the formula, and that no length changes them. If a check fails the run exits with 1
+and leaves the recorded results alone.
 
 Results: ``context_parallel_<GPUs>.json`` in the folder of the GPU; while it runs, ``context_parallel.partial.json``.
 """
@@ -51,7 +52,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
 from benchmarks.harness import render_context_parallel as render
-from benchmarks.harness.folders import ROOT, output, recorded
+from benchmarks.harness.folders import ROOT, newest
 from benchmarks.harness.suite import add_record_options, options_of, write_record
 
 LENGTHS = (65536, 131072, 262144, 524288, 1048576, 2097152, 4194304, 8388608)
@@ -74,6 +75,7 @@ class Bench:
         self.seconds: dict[tuple[str, str], tuple[int, float]] = {}  # of a call, at the length before
         self.kept: dict[str, Any] = {}  # gradients of one GPU
         self.losses: dict[tuple[str, int], list[float]] = {}  # of its model, by pass and length
+        self.path = Path()  # of the results so far
         self.mesh: Any = None
         if "mesh" in args.passes and self.world >= 4 and self.world % 2 == 0:
             self.mesh = dist.device_mesh.init_device_mesh(args.device, (self.world // 2, 2),
@@ -101,7 +103,11 @@ class Bench:
                 "ok": True})
             if self.rank == 0:
                 print(render.line(rows[-1]), flush=True)
-                write_record("context_parallel.partial.json", args, __doc__, arguments=options_of(args), rows=rows)
+                self.path = write_record("context_parallel.partial.json", args, __doc__, arguments=options_of(args),
+                                         rows=rows)
+        if not rows:
+            raise SystemExit("nothing to measure: the passes of a model are of --model-lengths, mesh of an even number "
+                             "of ranks from 4 on")
         return rows
 
     def row(self, length: int, what: str, peer: str) -> dict[str, Any]:
@@ -248,9 +254,8 @@ def work(args: argparse.Namespace) -> int:
     bench = Bench(args, dist.group.WORLD, dist.new_group(backend="gloo", timeout=timedelta(hours=2)))
     ok = is_right(bench.run(), args)
     if bench.rank == 0:
-        out = output(args.out)
-        name = f"context_parallel_{bench.world}{'' if ok else '.failed'}.json"
-        path = (out / "context_parallel.partial.json").replace(out / name)
+        path = bench.path.replace(bench.path.with_name(
+            f"context_parallel_{bench.world}.json" if ok else "context_parallel.failed.json"))
         print(render.table(json.loads(path.read_text())))
         print(f"wrote {path}")
     dist.destroy_process_group()
@@ -299,8 +304,8 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
 
 def results(out: str | None = None) -> list[dict[str, Any]]:
     """What is recorded, of fewer GPUs first."""
-    found = (recorded(f"context_parallel_{ranks}.json", out) for ranks in range(1, 1025))
-    return [json.loads(path.read_text()) for path in found if path is not None]
+    found = [json.loads(path.read_text()) for path in newest("context_parallel_*.json", out)]
+    return sorted(found, key=lambda result: result["rows"][0]["ranks"])
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itse
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch is in this process, too
 
 from benchmarks.harness import render
-from benchmarks.harness.folders import ROOT, output, recorded
+from benchmarks.harness.folders import ROOT, read
 from benchmarks.harness.suite import add_record_options, write_record
 
 CALLS, ROUNDS, NEAR = 50, 20, 0.02
@@ -170,18 +170,15 @@ def main(arguments: list[str] | None = None) -> int:
     add_record_options(options)
     args = options.parse_args(arguments)
     if args.update_docs:
-        file = recorded("jax_steps.json", args.out)
-        if file is None:
-            options.error("jax_steps.json is not recorded")
-        REPORT.update(DOCS, json.loads(file.read_text()))
+        REPORT.update(DOCS, read("jax_steps.json", args.out))
         return 0
     import jax
 
     rows = host() + training(SIZES[args.size])
     ok = max(rows[-1]["apart"].values()) <= NEAR
     name = f"jax_steps{'' if ok else '.failed'}.json"
-    write_record(name, args, __doc__, size=SIZES[args.size], jax=jax.__version__, rows=rows)
-    print(f"{table(json.loads((output(args.out) / name).read_text()))}\n{rows[-1]['apart']}")
+    path = write_record(name, args, __doc__, size=SIZES[args.size], jax=jax.__version__, rows=rows)
+    print(f"{table(json.loads(path.read_text()))}\n{rows[-1]['apart']}")
     return 0 if ok else 1
 
 

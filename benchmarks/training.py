@@ -55,7 +55,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
 from benchmarks.harness import folders, render_training
-from benchmarks.harness.folders import ROOT, output
+from benchmarks.harness.folders import ROOT, output, read
 from benchmarks.harness.suite import add_record_options, options_of, write_record
 
 if TYPE_CHECKING:
@@ -219,9 +219,9 @@ def run(args: argparse.Namespace) -> int:
         ok &= check(group)
         add_shares(group)
         rows += group
-        write_record("training.partial.json", args, __doc__, arguments=options_of(args), rows=joined(before, rows))
-    out = output(args.out)
-    path = (out / "training.partial.json").replace(out / f"training{'' if ok else '.failed'}.json")
+        partial = write_record("training.partial.json", args, __doc__, arguments=options_of(args),
+                               rows=joined(before, rows))
+    path = partial.replace(partial.with_name(f"training{'' if ok else '.failed'}.json"))
     result = json.loads(path.read_text())
     render_training.chart(result, path.with_suffix(".png"))
     print(render_training.text(result))
@@ -276,12 +276,9 @@ def main(arguments: list[str] | None = None) -> int:
     if not (args.show or args.update_docs):
         gc.collect()
         return run(args)
-    path = folders.recorded("training.json", args.out)
-    if path is None:
-        raise SystemExit("training.json is not recorded")
-    result = json.loads(path.read_text())
+    result = read("training.json", args.out)
     if args.update_docs:
-        render_training.chart(result, path.with_suffix(".png"))
+        render_training.chart(result, folders.newest("training.json", args.out)[0].with_suffix(".png"))
         render_training.update(DOCS, result)
     else:
         print(render_training.text(result))

@@ -38,7 +38,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
 from benchmarks.harness import render
-from benchmarks.harness.folders import ROOT, output, recorded
+from benchmarks.harness.folders import ROOT, read
 from benchmarks.harness.suite import add_record_options, options_of, write_record
 from benchmarks.training import listed, step_times
 
@@ -244,11 +244,9 @@ def run(args: argparse.Namespace) -> int:
                            f"{row.get('note', '')}{row.get('error', '')}")
             ok &= check(group)
             rows += group
-            write_record("transformers_models.partial.json", args, __doc__, arguments=options_of(args), rows=rows,
-                         transformers=transformers.__version__)
-    out = output(args.out)
-    path = (out / "transformers_models.partial.json").replace(
-        out / f"transformers_models{'' if ok else '.failed'}.json")
+            partial = write_record("transformers_models.partial.json", args, __doc__, arguments=options_of(args),
+                                   rows=rows, transformers=transformers.__version__)
+    path = partial.replace(partial.with_name(f"transformers_models{'' if ok else '.failed'}.json"))
     print(f"{table(json.loads(path.read_text()))}\nwrote {path}")
     return 0 if ok else 1
 
@@ -264,10 +262,7 @@ def main(arguments: list[str] | None = None) -> int:
     add_record_options(options)
     args = options.parse_args(arguments)
     if args.update_docs:
-        file = recorded("transformers_models.json", args.out)
-        if file is None:
-            options.error("transformers_models.json is not recorded")
-        REPORT.update(DOCS, json.loads(file.read_text()))
+        REPORT.update(DOCS, read("transformers_models.json", args.out))
         return 0
     if args.repeats < 1 or "cupy_dma" not in args.peers:
         options.error("--repeats must be at least 1, and --peers must name cupy_dma")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -31,7 +32,20 @@ def output(out: str | None, device: str | None = None) -> Path:
     return RESULTS / folder_of(device)
 
 
+def newest(pattern: str, out: str | None = None) -> list[Path]:
+    """The files of this name in the folder ``out``, or of all folders of results the newest of each name."""
+    found = RESULTS.glob(f"*/{pattern}") if out is None else Path(out).glob(pattern)
+    by_date = sorted(found, key=lambda path: json.loads(path.read_text())["date"])
+    return list({path.name: path for path in by_date}.values())
+
+
 def recorded(name: str, out: str | None = None) -> Path | None:
-    """The file ``name`` in the folder ``out``, or the newest one of all folders of results."""
-    found = [path for path in (RESULTS.glob(f"*/{name}") if out is None else [Path(out) / name]) if path.exists()]
-    return max(found, key=lambda path: json.loads(path.read_text())["date"], default=None)
+    return next(iter(newest(name, out)), None)
+
+
+def read(name: str, out: str | None = None) -> dict[str, Any]:
+    """What is recorded as ``name``; ends the script where nothing is."""
+    path = recorded(name, out)
+    if path is None:
+        raise SystemExit(f"{name} is not recorded in {out or RESULTS}")
+    return json.loads(path.read_text())

@@ -66,14 +66,14 @@ def where(result: dict[str, Any]) -> str:
 
 
 def spread(values: list[float], scale: float = 1.0, digits: int = 1) -> str:
-    """The mean of the seeds and, in brackets, the least and the greatest; how many of them are no numbers."""
+    """The mean of the seeds and, in brackets, the least and the greatest where they differ; how many are NaN."""
     lost, values = sum(map(math.isnan, values)), [x for x in values if not math.isnan(x)]
     if lost:
         return f"{spread(values, scale, digits)}, {lost} NaN" if values else "NaN"
     if not values:
         return "–"
     low, mean, high = (f"{scale * x:.{digits}f}" for x in (min(values), statistics.mean(values), max(values)))
-    return mean if len(values) == 1 else f"{mean} ({low}–{high})"
+    return mean if low == high else f"{mean} ({low}–{high})"
 
 
 def grouped(rows: list[Row], without: tuple[str, ...]) -> dict[tuple[Any, ...], list[Row]]:
@@ -96,7 +96,8 @@ def words(one: dict[str, Any]) -> str:
             "global": "dynamic mask, global"}[kind]
     extra = "".join(f", {one[what]} {word}" for what, word in (("recent", "recent"), ("sinks", "sinks")) if one[what])
     rate = f", scores' rate ×{one['scores_rate']:g}" if one["scores_rate"] != 1 else ""
-    return f"{name}, {one['form']}, {start}{rate}{extra}"
+    frozen = ", then frozen" if one.get("frozen") else ""
+    return f"{name}, {one['form']}, {start}{rate}{extra}{frozen}"
 
 
 def named(one: dict[str, Any]) -> str:

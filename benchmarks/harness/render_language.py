@@ -22,7 +22,7 @@ def stacks(result: dict[str, Any]) -> list[list[Row]]:
     return sorted(grouped(result["rows"], ("seed",)).values(), key=order)
 
 
-def named(one: dict[str, Any]) -> str:
+def label(one: dict[str, Any]) -> str:
     return words(one) + ", full length from the first step" * (not one.get("grow", False))
 
 
@@ -47,7 +47,7 @@ def table(result: dict[str, Any]) -> str:
         one = rows[0]["settings"]
         parts = [[x for row in rows if (x := between(row, a, b)) is not None] for a, b in spans]
         whole = [between(row, 0, row["edges"][-1]) or 0.0 for row in rows]
-        lines.append([str(one["length"]), named(one), str(budget(one) or "all"), spread(whole, digits=3),
+        lines.append([str(one["length"]), label(one), str(budget(one) or "all"), spread(whole, digits=3),
                       *(spread(part, digits=3) for part in parts)])
     losses = markdown(["bytes", "attention", "w", "all positions", *(f"{a} to {b}" for a, b in spans)], lines, words=2)
     lives = []
@@ -55,7 +55,7 @@ def table(result: dict[str, Any]) -> str:
         one = rows[0]["settings"]
         if rows[0]["lives"]:
             shares = [shares_of(row["lives"][-1]["counts"]) for row in rows]
-            lives.append([str(one["length"]), named(one), str(budget(one)),
+            lives.append([str(one["length"]), label(one), str(budget(one)),
                           *(f"{100 * statistics.mean(x):.0f} %" for x in zip(*shares))])
     if not lives:
         return losses
@@ -74,7 +74,7 @@ def line(rows: list[Row]) -> str:
     whole = [between(row, 0, row["edges"][-1]) or 0.0 for row in rows]
     last = [row["by_position"][-1] for row in rows]
     return (f"{one['length']:6} w {budget(one):5}  {spread(whole, digits=4):24} last positions "
-            f"{spread(last, digits=4):24} {sum(row['seconds'] for row in rows):6.0f} s  {named(one)}")
+            f"{spread(last, digits=4):24} {sum(row['seconds'] for row in rows):6.0f} s  {label(one)}")
 
 
 def text(result: dict[str, Any]) -> str:

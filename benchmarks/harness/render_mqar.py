@@ -46,7 +46,6 @@ def table(result: dict[str, Any]) -> str:
         name = words({**one, "recent": 0, "sinks": 0})
         if one["recent"]:
             name += f", {one['recent'] / budget(one):.2g} of w recent" + ", a sink" * one["sinks"]
-        name += ", then frozen" * one.get("frozen", False)
         task = f"{one['pairs']} pairs in {one['length']} tokens, width {one['width']}"
         lines = tasks.setdefault(task + ", full length from the first step" * (not one["grow"]), {})
         lines.setdefault(name, {})[budget(one) / one["pairs"]] = shown(rows)
@@ -64,8 +63,7 @@ def line(rows: list[Row]) -> str:
     kept = ", ".join(spread([row["kept"][i] for row in rows], 100, 0) for i in range(len(rows[0]["kept"])))
     return (f"{one['length']:5}/{one['pairs']:<4}{one['width']:4} w {budget(one):4}  "
             f"{shown(rows):26} rate {one['rate']:g}, {rows[0]['steps']} steps"
-            f"{'' if one['grow'] else ' of full length'}, kept {kept or '–'}  {words(one)}"
-            f"{', then frozen' * one.get('frozen', False)}")
+            f"{'' if one['grow'] else ' of full length'}, kept {kept or '–'}  {words(one)}")
 
 
 def text(result: dict[str, Any]) -> str:
@@ -84,7 +82,7 @@ def draw(result: dict[str, Any], plt: Any, path: Path) -> None:
     kinds: dict[str, Row] = {}
     for rows in chosen:
         one, answered = rows[0]["settings"], [100 * right(row) for row in rows]
-        name = words({**one, "recent": 0, "sinks": 0}) + ", then frozen" * one.get("frozen", False)
+        name = words({**one, "recent": 0, "sinks": 0})
         if not one["recent"] and not one["sinks"]:
             curves.setdefault(name, []).append((budget(one), statistics.mean(answered), min(answered), max(answered)))
             kinds[name] = one

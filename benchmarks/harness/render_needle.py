@@ -4,7 +4,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.render_evidence import COLOURS, Report, Row, grouped, markdown, words
+from benchmarks.harness.render_evidence import COLOURS, Report, Row, grouped, markdown, spread, words
 
 OF = {False: "text alone", True: "with needles"}
 
@@ -34,19 +34,11 @@ def table(result: dict[str, Any]) -> str:
     lines = []
     for rows in stacks(result):
         one = rows[0]["settings"]
-        cells = [" / ".join(percent(rows, what, length, of) for what, of in (
-            ("found", "needles"), ("survived", "needles"), ("both", "survived"))) for length in lengths]
+        cells = [" / ".join(spread([x for row in rows if (x := share(row, what, length, of)) is not None], 100, 0)
+                            for what, of in (("found", "needles"), ("survived", "needles"), ("both", "survived")))
+                 for length in lengths]
         lines.append([trained(one), words(one), *cells])
     return markdown(["trained", "attention", *(f"{length} bytes" for length in lengths)], lines, words=2)
-
-
-def percent(rows: list[Row], what: str, length: int, of: str) -> str:
-    """The mean of the seeds, and their range if it is more than a point."""
-    shares = [100 * x for row in rows if (x := share(row, what, length, of)) is not None]
-    if not shares:
-        return "–"
-    mean, low, high = sum(shares) / len(shares), min(shares), max(shares)
-    return f"{mean:.0f}" + (f" ({low:.0f}–{high:.0f})" if high - low > 1 else "")
 
 
 def draw(result: dict[str, Any], plt: Any, path: Path) -> None:

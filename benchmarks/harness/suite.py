@@ -12,9 +12,10 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
-from benchmarks.harness.folders import ROOT, output, recorded
+from benchmarks.harness.folders import ROOT, output, read
 from benchmarks.harness.render import Report
 
 
@@ -207,8 +208,8 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
     return {name: x for name, x in vars(args).items() if name != "out"}
 
 
-def write_record(name: str, args: argparse.Namespace, method: str | None, **result: Any) -> None:
-    """Write a result with its method and machine to ``name`` in the folder of this run."""
+def write_record(name: str, args: argparse.Namespace, method: str | None, **result: Any) -> Path:
+    """Write a result with its method and machine to ``name`` in the folder of this run; where it is."""
     from benchmarks.harness import measure
 
     record = {"method": method, **measure.machine(), **result}
@@ -216,6 +217,7 @@ def write_record(name: str, args: argparse.Namespace, method: str | None, **resu
     out = output(args.out, record["device"])
     out.mkdir(parents=True, exist_ok=True)
     (out / name).write_text(json.dumps(record, indent=1) + "\n")
+    return out / name
 
 
 def run(suite: Suite, args: argparse.Namespace) -> int:
@@ -275,10 +277,7 @@ def main(suite: Suite, arguments: list[str] | None = None) -> int:
                          help="put that table into docs/performance.md")
     args = options.parse_args(arguments)
     if args.table or args.update_docs:
-        path = recorded(f"{suite.report.name}_performance.json", args.out)
-        if path is None:
-            options.error(f"{suite.report.name}_performance.json is not recorded")
-        result = json.loads(path.read_text())
+        result = read(f"{suite.report.name}_performance.json", args.out)
         if args.update_docs:
             suite.report.update(ROOT / "docs" / "performance.md", result)
         else:

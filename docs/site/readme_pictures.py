@@ -93,8 +93,7 @@ def digest() -> str:
 
 
 def recorded() -> dict[str, dict[str, Any]]:
-    found = {name: folders.recorded(f"{name}_performance.json") for _, name, _, _ in PANELS}
-    return {name: json.loads(path.read_text()) for name, path in found.items() if path is not None}
+    return {name: folders.read(f"{name}_performance.json") for _, name, _, _ in PANELS}
 
 
 def main(folder: Path = ROOT / "docs" / "assets") -> None:

@@ -87,6 +87,11 @@ def test_what_cannot_run_is_a_row(ranks, tmp_path):
     assert {row["note"] for row in rows[4:]} == {"could not run at 96 tokens"}
 
 
+def test_nothing_to_measure(ranks, tmp_path):
+    with pytest.raises(Exception, match="nothing to measure"):
+        ranks.run(2, jobs.measured, [*SMOKE, "--ranks", "2", "--out", str(tmp_path), "--passes", "mesh"])
+
+
 @pytest.mark.slow
 def test_the_command(tmp_path, capfd):
     assert benchmark.main([*SMOKE, "--ranks", "2", "--out", str(tmp_path)]) == 0

@@ -319,6 +319,7 @@ def test_models_without_numbers_end():
                           rate=float("nan"))
     found = language.train(small, Attention("full"), text.split(WORDS), "cpu", False, records.Clock(60))
     assert len(found.losses) == 1
+    assert spread([2.0, 2.04]) == "2.0" and spread([]) == "–"
     assert spread([float("nan")]) == "NaN" and spread([1.0, float("nan"), 3.0]) == "2.0 (1.0–3.0), 1 NaN"
 
 

@@ -26,6 +26,9 @@ def test_the_newest_result_is_shown(tmp_path, monkeypatch):
         (tmp_path / name / "a.json").write_text(json.dumps({"date": date}))
     assert folders.recorded("a.json") == tmp_path / "h100" / "a.json"
     assert folders.recorded("a.json", str(tmp_path / "h200")) == tmp_path / "h200" / "a.json"
+    assert folders.read("a.json") == {"date": "2026-11-02T10:00:00Z"} and len(folders.newest("*.json")) == 1
+    with pytest.raises(SystemExit, match=r"b\.json is not recorded in"):
+        folders.read("b.json")
     assert folders.recorded("a.json", str(tmp_path)) is None and folders.output("elsewhere").name == "elsewhere"
 
 

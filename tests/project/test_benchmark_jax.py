@@ -9,6 +9,7 @@ pytest.importorskip("torch")
 pytest.importorskip("jax", minversion="0.9")
 
 from benchmarks import jax_steps as bench
+from benchmarks.harness import folders
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +36,6 @@ def test_a_failed_run_exits_with_1(tmp_path, monkeypatch):
 
 def test_the_docs_show_what_is_recorded():
     shown = bench.DOCS.read_text().split(bench.REPORT.begin)[1].split(bench.REPORT.end)[0].strip()
-    recorded = bench.recorded("jax_steps.json")
+    recorded = folders.recorded("jax_steps.json")
     expected = bench.table(json.loads(recorded.read_text())) if recorded else bench.render.PENDING
     assert shown == expected, "run: python benchmarks/jax_steps.py --update-docs"

@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from benchmarks import transformers_models as bench  # noqa: E402
+from benchmarks.harness import folders  # noqa: E402
 
 TINY = ["--size", "tiny", "--lengths", "100", "--repeats", "1", "--commit", "abc"]
 
@@ -59,7 +60,7 @@ def test_a_failed_run_exits_with_1(tmp_path, monkeypatch):
 
 def test_the_docs_show_what_is_recorded():
     shown = bench.DOCS.read_text().split(bench.REPORT.begin)[1].split(bench.REPORT.end)[0].strip()
-    recorded = bench.recorded("transformers_models.json")
+    recorded = folders.recorded("transformers_models.json")
     expected = bench.table(json.loads(recorded.read_text())) if recorded else bench.render.PENDING
     assert shown == expected, "run: python benchmarks/transformers_models.py --update-docs"
 
