@@ -29,10 +29,10 @@ learned while the sequences grow and stay as they are from then on, at all lengt
 Accuracy: the share of right answers to all questions of ``TESTED`` fresh sequences, the same for all models of a seed.
 A model counts with the best of its checks (every 100 steps), as if its training had ended there; so do the zoology
 papers' models, whose training ends when they know the answers. The sequences that choose the check are those that are
-reported, 8192 questions at full size, so it is a little too good. Beside it stands what is left when all steps are done: a
-selection can be lost again. A stack ends after ``Task.steps``, or when some rate has had at least ``ENOUGH`` for every
-seed. Tables show, of the rate that is best on average, mean and range of the seeds. ``kept``: the share of questions
-whose pair is still visible in the mask at the end, for each layer.
+reported, 8192 questions at full size, so it is a little too good. Beside it stands what is left when all steps are
+done: a selection can be lost again. A stack ends after ``Task.steps``, or when some rate has had at least ``ENOUGH``
+for every seed. Tables show, of the rate that is best on average, mean and range of the seeds. ``kept``: the share of
+questions whose pair is still visible in the mask at the end, for each layer.
 
 Cost: 106 stacks, 10 to 60 s each on an H200 that two processes share. Results:
 ``benchmarks/results/evidence/mqar.json`` and ``mqar.png``, written after every stack.
