@@ -11,18 +11,18 @@ a tenth of the files is held out. It depends on the version of Python, so rows c
 
 Models (harness/small_models.py): 6 layers of width 384, 6/3 heads of 64, MLP of 1536, rotary positions, 10 M
 parameters; bfloat16 autocast. AdamW, weight decay 0.1 (not on the scores' parameters), gradients clipped to 1, a rate
-of 2e-3 that rises for 100 steps and falls to a tenth by a cosine, 1500 steps of 16384 bytes: 25 M bytes, less than one
+of 1e-3 that rises for 100 steps and falls to a tenth by a cosine, 1500 steps of 16384 bytes: 25 M bytes, less than one
 pass. Pieces of the text have a sixteenth, an eighth, a quarter and half of the length for an eighth of the steps each,
 then all of it: at full length from the first step models learn so slowly that the loss rises with the number of keys.
 The three seeds are one stack, trained at once; each sees the same pieces for every kind of attention.
 
-Parts. main: 4096 bytes, w = 512, of every kind. windows: w = 256 and 1024. long: 8192 bytes, w = 512. Whatever is kept
-besides, recent keys and sinks, counts as part of w.
+Parts. main: 4096 bytes, w = 512, of every kind. windows: w = 256 and 1024. long: 8192 bytes, w = 512. rates: half and
+twice the learning rate. Whatever is kept besides, recent keys and sinks, counts as part of w.
 
 Loss: nats per byte of the beginnings of ``TESTED`` held-out files, in bins of the position in the file. Lives: how long
 the keys of the first half of one held-out file stay visible, by layer and kv head, at four times of the training.
 
-Cost: 20 stacks, 55 to 70 s each on an H200 without a mask, 110 s with one where two processes share the GPU.
+Cost: 26 stacks, 55 to 70 s each on an H200 without a mask, 110 s with one where two processes share the GPU.
 Results: ``benchmarks/results/evidence/language_model.json`` and ``.png``, written after every stack. Models are kept in
 ``--models`` (build/evidence), where needle.py looks for them.
 """
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from benchmarks.harness.small_models import Attention
     from benchmarks.harness.text import Text
 
-PARTS = ("main", "windows", "long")
+PARTS = ("main", "rates", "windows", "long")
 TESTED = 64
 
 
@@ -81,6 +81,10 @@ def grid(part: str, task: Task) -> Iterator[tuple[Task, Attention]]:
         yield from ((one, chosen(w, form="linear", start=1.0, fixed=True)) for one in (task, fast))
         yield from ((task, chosen(w, start=0.5, drawn=True)), (fast, within(w, 3 * w // 4, 1)))
         yield task, within(w, start=1.0, fixed=True)
+    elif part == "rates":
+        for other in (task.rate / 2, 2 * task.rate):
+            yield from ((replace(task, rate=other), how) for how in (Attention("full"), Attention("window", w)))
+            yield replace(fast, rate=other), chosen(w)
     elif part == "windows":
         for other in (w // 2, 2 * w):
             yield from ((task, Attention("window", other)), (fast, chosen(other)))

@@ -33,7 +33,7 @@ class Task:
     length: int = 4096
     tokens: int = 16384  # of a step, for each model
     steps: int = 1500
-    rate: float = 2e-3
+    rate: float = 1e-3
     scores_rate: float = 1.0  # times the rate, for A and dt_proj
     planted: bool = False  # with needles in every piece
     grow: bool = True  # a sixteenth of the length at first, all of it after half the steps

@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.harness.render_evidence import COLOURS, Report, Row, budget, grouped, markdown, spread, words
 
 BINS = (0, 64, 256, 1024, 4096)  # of the table: where its columns begin
+RATE = 1e-3  # of all rows but those that try another
 LIVES = ("never seen", "to w / 4", "to w", "to 4 w", "longer", "to the end")
 
 
@@ -17,13 +18,13 @@ def stacks(result: dict[str, Any]) -> list[list[Row]]:
     """The seeds of each setting, by length, keys and kind."""
     def order(rows: list[Row]) -> tuple[Any, ...]:
         one = rows[0]["settings"]
-        return one["length"], not one.get("grow", False), list(COLOURS).index(one["kind"]), budget(one), words(one)
+        return one["length"], list(COLOURS).index(one["kind"]), budget(one), words(one), one["rate"]
 
     return sorted(grouped(result["rows"], ("seed",)).values(), key=order)
 
 
 def label(one: dict[str, Any]) -> str:
-    return words(one) + ", full length from the first step" * (not one.get("grow", False))
+    return words(one) + (f", rate {one['rate']:g}" if one["rate"] != RATE else "")
 
 
 def between(row: Row, low: int, high: int) -> float | None:
@@ -83,7 +84,8 @@ def text(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any], plt: Any, path: Path) -> None:
     """What each attention loses against full attention, by position; below, lives over training by layer."""
-    found = [rows for rows in stacks(result) if not any(math.isnan(x) for row in rows for x in row["by_position"])]
+    found = [rows for rows in stacks(result) if rows[0]["settings"]["rate"] == RATE
+             and not any(math.isnan(x) for row in rows for x in row["by_position"])]
     length = min(rows[0]["settings"]["length"] for rows in found)
     own = [rows for rows in found if rows[0]["settings"]["length"] == length]
     full = next((rows for rows in own if rows[0]["settings"]["kind"] == "full"), own[0])

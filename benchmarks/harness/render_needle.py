@@ -12,13 +12,9 @@ OF = {False: "text alone", True: "with needles"}
 def stacks(result: dict[str, Any]) -> list[list[Row]]:
     def order(rows: list[Row]) -> tuple[Any, ...]:
         one = rows[0]["settings"]
-        return one["planted"], not one.get("grow", False), list(COLOURS).index(one["kind"]), words(one)
+        return one["planted"], list(COLOURS).index(one["kind"]), words(one)
 
     return sorted(grouped(result["rows"], ("seed",)).values(), key=order)
-
-
-def trained(one: dict[str, Any]) -> str:
-    return OF[one["planted"]] + ", full length" * (not one.get("grow", False))
 
 
 def share(row: Row, what: str, length: int, of: str = "needles") -> float | None:
@@ -37,7 +33,7 @@ def table(result: dict[str, Any]) -> str:
         cells = [" / ".join(spread([x for row in rows if (x := share(row, what, length, of)) is not None], 100, 0)
                             for what, of in (("found", "needles"), ("survived", "needles"), ("both", "survived")))
                  for length in lengths]
-        lines.append([trained(one), words(one), *cells])
+        lines.append([OF[one["planted"]], words(one), *cells])
     return markdown(["trained", "attention", *(f"{length} bytes" for length in lengths)], lines, words=2)
 
 
@@ -57,7 +53,7 @@ def draw(result: dict[str, Any], plt: Any, path: Path) -> None:
                       aspect="auto")
             ax.set_xticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=6)
             ax.set_yticks(range(len(lengths)), map(str, lengths), fontsize=6)
-            ax.set_title(f"{what}: {words(one)}, {trained(one)}", fontsize=6)
+            ax.set_title(f"{what}: {words(one)}, {OF[one['planted']]}", fontsize=6)
     axes[-1][0].set_xlabel("depth", fontsize=7)
     axes[-1][0].set_ylabel("context", fontsize=7)
     figure.savefig(path, dpi=130)
