@@ -59,10 +59,14 @@ def main(arguments: list[str] | None = None) -> int:
         for kind in args.kinds:
             options = copy.copy(args)
             options.seed, options.attention, options.output = seed, kind, None
+            if args.device != "cpu":
+                torch.cuda.reset_peak_memory_stats()
             run, started = Run(options, tensor), time.perf_counter()
             run.train()
             found.append({"seed": seed, "attention": kind, "seconds": time.perf_counter() - started,
                           "losses": run.losses, "validation": run.validation})
+            if args.device != "cpu":
+                found[-1]["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
             print(f"seed {seed}, {kind:8} {run.validation[-1][1]:.4f}   after {found[-1]['seconds']:.0f} s", flush=True)
             args.output.write_text(json.dumps({"arguments": {name: str(x) for name, x in vars(args).items()},
                                                "device": torch.cuda.get_device_name() if args.device != "cpu" else
