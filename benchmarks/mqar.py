@@ -21,10 +21,11 @@ naming any value; two stacks of the parts small and starts show that.)
 
 Parts. main: length 1024, 64 pairs, width 64; windows of a quarter of the pairs to twice as many; every kind of
 attention, dynamic masks as the original has them (A = 0 at first), the same with ten times the learning rate for ``A``
-and ``dt_proj`` (``chosen``), and with A = 1 all the time. starts: 64 keys; how A begins, whether it is trained, its
-learning rate, recent keys and sinks within the same number of keys. small: the same with 16 keys for 8 pairs in 64
-tokens. lengths: 512 to 4096 tokens with 32 to 256 pairs, as many keys. widths: 128 and 256. frozen: scores that are
-learned while the sequences grow and stay as they are from then on, at all lengths.
+and ``dt_proj`` (``chosen``), and with A = 1 all the time, at ten times the rate (``held``) or, in the linear form, at
+the usual one (``steady``). starts: 64 keys; how A begins, whether it is trained, its learning rate, recent keys and
+sinks within the same number of keys. small: the same with 16 keys for 8 pairs in 64 tokens. lengths: 512 to 4096 tokens
+with 32 to 256 pairs, as many keys. widths: 128 and 256. frozen: scores that are learned while the sequences grow and
+stay as they are from then on, at all lengths.
 
 Accuracy: the share of right answers to all questions of ``TESTED`` fresh sequences, the same for all models of a seed.
 A model counts with the best of its checks (every 100 steps), as if its training had ended there; so do the zoology
@@ -34,7 +35,7 @@ done: a selection can be lost again. A stack ends after ``Task.steps``, or when 
 for every seed. Tables show, of the rate that is best on average, mean and range of the seeds. ``kept``: the share of
 questions whose pair is still visible in the mask at the end, for each layer.
 
-Cost: 106 stacks, 10 to 60 s each on an H200 that two processes share. Results:
+Cost: 114 stacks, 10 to 60 s each on an H200 that two processes share. Results:
 ``benchmarks/results/evidence/mqar.json`` and ``mqar.png``, written after every stack.
 """
 from __future__ import annotations
@@ -98,6 +99,9 @@ def grid(part: str, task: Task) -> Iterator[tuple[Task, Attention, float]]:
     def held(w: int, kind: str = "dynamic", **options: Any) -> tuple[Attention, float]:
         return chosen(w, kind, start=1.0, fixed=True, **options)
 
+    def steady(w: int) -> tuple[Attention, float]:
+        return Attention("dynamic", w, form="linear", start=1.0, fixed=True), 1.0
+
     found: list[tuple[Attention, float]] = []
     w = task.pairs
     if part == "main":
@@ -105,7 +109,7 @@ def grid(part: str, task: Task) -> Iterator[tuple[Task, Attention, float]]:
         for keys in (w // 4, w // 2, w, 2 * w):
             found += [(Attention(kind, keys), 1.0) for kind in ("window", "random", "dynamic")]  # last, the original
             found += [(Attention("dynamic", keys, form="linear"), 1.0), (Attention("selection", keys, start=1.0), 1.0),
-                      chosen(keys), chosen(keys, form="linear"), held(keys), held(keys, "global")]
+                      chosen(keys), chosen(keys, form="linear"), held(keys), held(keys, "global"), steady(keys)]
     elif part in ("small", "starts"):
         if part == "small":
             task, w = replace(SMALL, steps=min(task.steps, SMALL.steps)), 2 * SMALL.pairs
@@ -121,7 +125,7 @@ def grid(part: str, task: Task) -> Iterator[tuple[Task, Attention, float]]:
         for times in (0.5, 2, 4):
             other = replace(task, length=int(task.length * times), pairs=int(task.pairs * times))
             for how, rate in ((Attention("full"), 1.0), (Attention("dynamic", other.pairs), 1.0), chosen(other.pairs),
-                              held(other.pairs)):
+                              held(other.pairs), steady(other.pairs)):
                 yield other, how, rate
     elif part == "frozen":
         for times in (0.5, 1, 2, 4):
@@ -131,7 +135,7 @@ def grid(part: str, task: Task) -> Iterator[tuple[Task, Attention, float]]:
         found += [(Attention("dynamic", w), 1.0), chosen(w // 2), chosen(w, form="linear"), held(w)]
     else:
         for times in (2, 4):
-            for how, rate in ((Attention("full"), 1.0), chosen(w), held(w)):
+            for how, rate in ((Attention("full"), 1.0), chosen(w), held(w), steady(w)):
                 yield replace(task, width=times * task.width), how, rate
     yield from ((task, how, rate) for how, rate in found)
 

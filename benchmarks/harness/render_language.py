@@ -91,8 +91,8 @@ def draw(result: dict[str, Any], plt: Any, path: Path) -> None:
     full = next((rows for rows in own if rows[0]["settings"]["kind"] == "full"), own[0])
     living = [rows for rows in own if rows[0]["lives"]]
     bars = sum(len(rows[0]["lives"]) for rows in living)
-    figure, (above, below) = plt.subplots(2, 1, figsize=(10, 6 + 0.16 * bars), layout="constrained",
-                                          height_ratios=(5, 1 + 0.16 * bars))
+    figure, (above, below) = plt.subplots(2, 1, figsize=(15, 6 + 0.14 * bars), layout="constrained",
+                                          height_ratios=(5, 0.14 * bars))
     edges = full[0]["edges"]
     middle = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
     colours = iter(plt.get_cmap("tab10")([0, 1, 2, 3, 4, 6, 8, 9] * 6))

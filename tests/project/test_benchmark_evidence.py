@@ -172,7 +172,7 @@ def rows_of(folder, name):
 
 
 @pytest.mark.parametrize(("module", "report", "part", "count"), [
-    (mqar, REPORTS[0], "widths", 6 * 12), (language_model, REPORTS[1], "long", 4 * 3),
+    (mqar, REPORTS[0], "widths", 8 * 12), (language_model, REPORTS[1], "long", 4 * 3),
     (needle, REPORTS[2], "text", 5 * 3)])
 def test_a_script_runs_and_goes_on(tmp_path, monkeypatch, capsys, module, report, part, count):
     monkeypatch.setattr(needle, "TIMES", (1, 2))
@@ -221,7 +221,7 @@ def test_rows_are_written_one_run_after_the_other(tmp_path, monkeypatch):
     assert started(mqar, tmp_path, "--part", "widths") == 3
     assert len(rows_of(tmp_path, "mqar")) == 12 and len(calls) == 2
     assert started(mqar, tmp_path, "--part", "widths") == 0
-    assert len(rows_of(tmp_path, "mqar")) == 72 and len(calls) == 2 + 5
+    assert len(rows_of(tmp_path, "mqar")) == 96 and len(calls) == 2 + 7
 
 
 def test_processes_share_a_file(tmp_path, capsys):
@@ -230,9 +230,9 @@ def test_processes_share_a_file(tmp_path, capsys):
     late = records.Record("mqar", args, None)  # has seen nothing of what follows
     assert started(mqar, tmp_path, "--part", "widths", "--share", "1/3") == 0
     assert started(mqar, tmp_path, "--part", "widths", "--share", "3/3") == 0
-    assert len(rows_of(tmp_path, "mqar")) == 2 * 12 + 2 * 12
+    assert len(rows_of(tmp_path, "mqar")) == 3 * 12 + 2 * 12
     late.add([{"settings": {"a": 1}, "found": 2}])
-    assert len(rows_of(tmp_path, "mqar")) == 49
+    assert len(rows_of(tmp_path, "mqar")) == 61
     for wrong in (["--share", "4/3"], ["--share", "3"], ["--share", "1/2", "--fresh"]):
         with pytest.raises(SystemExit):
             started(mqar, tmp_path, *wrong)
