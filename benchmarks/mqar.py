@@ -141,9 +141,8 @@ def grid(part: str, task: Task) -> Iterator[tuple[Task, Attention, float]]:
 
 
 def settings(task: Task, how: Attention, scores_rate: float) -> list[dict[str, Any]]:
-    """Of each model of a stack; ``frozen`` where it is, so that rows recorded before there was such a thing count."""
-    known = {name: x for name, x in asdict(task).items() if name != "frozen" or x}
-    return [{**known, **asdict(how), "scores_rate": scores_rate, "rate": rate, "seed": seed}
+    """Of each model of a stack."""
+    return [{**asdict(task), **asdict(how), "scores_rate": scores_rate, "rate": rate, "seed": seed}
             for rate, seed in itertools.product(RATES, SEEDS)]
 
 

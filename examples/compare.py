@@ -52,25 +52,24 @@ def parsed(arguments: list[str] | None) -> tuple[argparse.Namespace, bytes]:
 
 def main(arguments: list[str] | None = None) -> int:
     args, text = parsed(arguments)
-    tensor, found = torch.tensor(list(text)), []
+    tensor, found, on_gpu = torch.tensor(list(text)), [], args.device != "cpu"
     print(f"{len(text)} bytes of text, {args.steps} steps of {args.batch} x {args.length} bytes; nats per byte of "
           f"held-out text")
     for seed in args.seeds:
         for kind in args.kinds:
             options = copy.copy(args)
             options.seed, options.attention, options.output = seed, kind, None
-            if args.device != "cpu":
+            if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             run, started = Run(options, tensor), time.perf_counter()
             run.train()
             found.append({"seed": seed, "attention": kind, "seconds": time.perf_counter() - started,
-                          "losses": run.losses, "validation": run.validation})
-            if args.device != "cpu":
-                found[-1]["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+                          "losses": run.losses, "validation": run.validation,
+                          "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if on_gpu else None})
             print(f"seed {seed}, {kind:8} {run.validation[-1][1]:.4f}   after {found[-1]['seconds']:.0f} s", flush=True)
             args.output.write_text(json.dumps({"arguments": {name: str(x) for name, x in vars(args).items()},
-                                               "device": torch.cuda.get_device_name() if args.device != "cpu" else
-                                               "cpu", "runs": found}, indent=1) + "\n")
+                                               "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+                                               "runs": found}, indent=1) + "\n")
     last = {(run["seed"], run["attention"]): run["validation"][-1][1] for run in found}
     for kind in args.kinds[1:]:
         apart = [last[seed, kind] - last[seed, args.kinds[0]] for seed in args.seeds]

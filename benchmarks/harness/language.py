@@ -19,13 +19,13 @@ from torch import Tensor
 
 from benchmarks.harness import measure, text
 from benchmarks.harness.records import Clock, key_of
+from benchmarks.harness.render_language import LIVES
 from benchmarks.harness.small_models import Adam, Attention, Models, Sizes, autocast
 from cupy_dma import IntervalMask
 
 SEEDS = (0, 1, 2)
 WARM_UP = 100  # steps
 SHARE = 8  # one slot of a piece in so many begins a needle, where there are any
-LIVES = ("never seen", "to w / 4", "to w", "to 4 w", "longer", "to the end")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 from benchmarks import context_parallel as benchmark  # noqa: E402
 from benchmarks.harness import render_context_parallel as render  # noqa: E402
+from benchmarks.harness import shards  # noqa: E402
 from benchmarks.harness.shards import Problem  # noqa: E402
 from tests.distributed import benchmark_jobs as jobs  # noqa: E402
 
@@ -115,6 +116,17 @@ def test_what_does_not_fit_is_known_before():
     problem = Problem(2**23, 2, 16, 8, 128, 2048, torch.bfloat16, "cpu")
     assert problem.bytes_needed("ours", False) == (2 * 16 + 3 * 8) * 2**30
     assert problem.bytes_needed("copies", True) == (4 * 16 + 7 * 8) * 2**30 * 7 // 5
+
+
+def test_gradients_are_compared_in_pieces(monkeypatch):
+    monkeypatch.setattr(shards, "PIECE", 4)
+    one = [torch.ones(2, 5), torch.full((3,), 2.0)]
+    worst, allowed = shards.gradients_differ([one[0], one[1] + 0.5], one)
+    assert worst == 0.25 and allowed == shards.GRADIENT_ROUNDINGS * 2.0**-23
+    for wrong, place in ((0, (1, 4)), (0, (0, 0)), (1, (2,))):  # in the last piece, the first, another gradient
+        ours = [x.clone() for x in one]
+        ours[wrong][place] = math.nan
+        assert not shards.gradients_differ(ours, one)[0] <= allowed
 
 
 def test_ratios():

@@ -290,7 +290,6 @@ def test_scores_are_frozen_after_half_the_steps(monkeypatch):
     rows = mqar.train(task, Attention("dynamic", 4), 10.0, "cpu", False, records.Clock(60))
     assert [all(one) for one in seen] == [True, True, False, False] and not any(seen[3])
     assert all(row["settings"]["frozen"] for row in rows)
-    assert "frozen" not in mqar.settings(mqar.TINY, Attention("dynamic", 4), 10.0)[0]
     assert "then frozen" in render_mqar.table({"rows": rows}) and "then frozen" in render_mqar.text({"rows": rows})
 
 
@@ -321,6 +320,10 @@ def test_models_without_numbers_end():
     assert len(found.losses) == 1
     assert spread([2.0, 2.04]) == "2.0" and spread([]) == "–"
     assert spread([float("nan")]) == "NaN" and spread([1.0, float("nan"), 3.0]) == "2.0 (1.0–3.0), 1 NaN"
+
+
+def test_the_usual_rate_goes_without_saying():
+    assert language.Task().rate == render_language.RATE
 
 
 def test_language_models_have_ten_million_parameters():

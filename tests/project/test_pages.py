@@ -56,6 +56,7 @@ def test_evidence():
     found = run_page("evidence.md", gpu=False)
     group, = found["optimizer"].param_groups
     assert {id(x) for x in group["params"]} == {id(found["core"].A), id(found["core"].dt_proj.weight)}
+    assert found["steady"].A.tolist() == [1, 1] and not found["steady"].A.requires_grad
 
 
 def test_every_page_is_run_or_holds_no_python():
