@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 
 import pytest
 
@@ -38,3 +40,14 @@ def test_every_result_lies_in_the_folder_of_its_device():
         expected = "evidence" if path.parent == folders.EVIDENCE else folders.folder_of(result["device"])
         assert path.parent.name == expected, path
     assert not list(folders.RESULTS.glob("*.json"))
+
+
+def test_git_ignores_no_result():
+    """A page that links to a file which git ignores builds here and nowhere else."""
+    def git(*arguments):
+        return subprocess.run(["git", *arguments], cwd=folders.RESULTS, capture_output=True).returncode
+
+    if not shutil.which("git") or git("status"):
+        pytest.skip("needs a git checkout")
+    for name in ("compare.json", "model.png", "build/a.json"):
+        assert git("check-ignore", "--no-index", f"h200/{name}") == 1, name
