@@ -40,9 +40,9 @@ def resolve(tools: Path, extras: Sequence[str] = (), bounds: Sequence[str] = ())
     constraints = tools.parent / "constraints.txt"
     constraints.write_text("\n".join(bounds))
     done = subprocess.run(
-        [tools / "uv", "--system-certs", "pip", "compile", "--quiet", "--format", "pylock.toml", "--python-version", "3.11",
-         "--python-platform", "x86_64-manylinux_2_28", "--constraint", constraints, ROOT / "pyproject.toml",
-         *(f"--extra={extra}" for extra in extras)], capture_output=True, text=True)
+        [tools / "uv", "--system-certs", "pip", "compile", "--quiet", "--format", "pylock.toml",
+         "--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28", "--constraint", constraints,
+         ROOT / "pyproject.toml", *(f"--extra={extra}" for extra in extras)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return {package["name"]: package for package in tomllib.loads(done.stdout)["packages"]}
 
