@@ -94,7 +94,7 @@ def forced(tile: HopperTile | None) -> Iterator[None]:
     """Calls go to the Hopper kernel with this tile, or to the portable kernel."""
     saved = sm90.tile_shape, sm90._pays
     sm90.tile_shape = lambda facts, num_sms: tile
-    sm90._pays = lambda call, problem: tile is not None
+    sm90._pays = lambda call, problem, num_sms: tile is not None
     try:
         with plans.switched(False):
             yield

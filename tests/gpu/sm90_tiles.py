@@ -29,7 +29,7 @@ TILES = {  # and head dims that fit
 def taken(tile: HopperTile, head_dims: Container[int]) -> Iterator[None]:
     """Calls with one of these head dims that the kernel can serve with this tile go to it, others to the portable one.
     Dense masks and biases need tiles of 128 rows."""
-    def pays(call: Any, problem: Any) -> bool:
+    def pays(call: Any, problem: Any, num_sms: int) -> bool:
         return call.head_dim in head_dims and (tile.block_m == 128 or not sm90.is_dense(problem))
 
     with (plans.switched(False), mock.patch.object(sm90, "tile_shape", lambda *arguments: tile),

@@ -29,7 +29,7 @@ def test_tuned_tiles_are_forced_and_given_back():
     for forced in (tile, None):
         with pytest.raises(ZeroDivisionError), tune_sm90.forced(forced):
             assert sm90.tile_shape(None, 132) == forced
-            assert sm90._pays(None, None) == (forced is not None)
+            assert sm90._pays(None, None, 132) == (forced is not None)
             _ = 1 / 0
         assert (sm90.tile_shape, sm90._pays) == before
 

@@ -380,6 +380,14 @@ def test_warmup_compiles_what_usual_calls_load_on_hopper(device, monkeypatch, he
     assert listed <= {*configs, *warmup.hopper_configs((head_dim,), ("float16",), (group,))}
 
 
+@pytest.mark.parametrize(("batch", "keys", "masked", "pays"), [
+    (1, 512, True, False), (2, 512, True, False), (3, 512, True, True), (1, 513, True, True), (1, 64, False, True)])
+def test_masks_of_few_keys_and_tiles_are_left_to_the_portable_kernel(batch, keys, masked, pays):
+    """132 SMs have a tile each from 16896 rows on: 16 heads of more than two sequences of 512 queries."""
+    call = SimpleNamespace(batch=batch, query_length=512, key_length=keys, heads=16)
+    assert sm90._pays(call, SimpleNamespace(mask=masked or None, bits=False), 132) == pays
+
+
 def hopper_facts(head_dim, length, heads, kv_heads, window=None, bias=False, softcap=0.0, causal=False):
     scores = np.zeros((1, 1, length), np.float32)
     mask = dma.IntervalMask.top_w(scores, window) if window else None

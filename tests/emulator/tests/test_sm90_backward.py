@@ -241,6 +241,28 @@ def test_those_of_keys_in_order_and_of_wide_heads_are_not(options, served):
     assert served.called
 
 
+@pytest.mark.parametrize(("window", "options", "keys", "in_one_pass"), [
+    (300, {}, "KEYS_CONTIGUOUS", True), (200, {}, "KEYS_LISTED", False),
+    (300, {"deterministic": True}, "KEYS_LISTED", False), (300, {"needs": ("key", "value")}, "KEYS_LISTED", False),
+    (0, {"causal": True}, "KEYS_CONTIGUOUS", True), (400, {}, "KEYS_CONTIGUOUS", True)], ids=str)
+def test_one_pass_where_lists_leave_out_little(window, options, keys, in_one_pass, served):
+    """Of 700 keys; a super-tile of 400 queries may see all of them."""
+    options = {"window": window, **options}
+    with (mock.patch.object(sm90_backward, "ONE_PASS", None),
+          mock.patch.object(sm90_backward, "_dkv_kernel", side_effect=sm90_backward._dkv_kernel) as kernel):
+        check(gradients("emulator", **options), gradients("numpy", **options))
+    assert kernel.call_args.args[4] == keys and served.call_args.args[-1] is in_one_pass
+
+
+def test_one_pass_of_masks_without_a_bound(served):
+    """Whose keys have no lists of super-tiles, whatever they hide."""
+    mask = dma.IntervalMask.top_w(np.random.default_rng(1).standard_normal((1, 1, 700)).astype(np.float32), 60)
+    options = {"window": 0, "mask": dma.IntervalMask(mask.start, mask.stop)}
+    with mock.patch.object(sm90_backward, "ONE_PASS", None):
+        check(gradients("emulator", **options), gradients("numpy", **options))
+    assert served.call_args.args[-1] is True
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", VARLEN)
 def test_packed_sequences(name, deterministic, served, gpu):

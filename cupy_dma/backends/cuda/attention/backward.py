@@ -1,5 +1,5 @@
 """Gradients of the attention on the device (SPEC section 6): two passes, no atomics, the same bits on every run. Only
-Hopper has one pass, without a mask, where the call need not be deterministic (sm90_backward.py).
+Hopper has one pass, without such lists, where the call need not be deterministic (sm90_backward.py).
 
 1. ``backward_preprocess``: ``delta_i = dout_i . out_i - dlse_i``.
 2. ``backward_dq``: dq, query-major, over the same key lists as the forward.
@@ -71,6 +71,7 @@ class _Backward:
         self.hopper_keys, self.hopper_query = sm90_backward.serves_keys(*served), sm90_backward.serves_query(*served)
         self.supers: SuperLists | None = None
         self.dense: DenseSupers | None = None
+        self.one_pass = False  # whether the Hopper key pass makes the gradient of the queries, too
         self.tickets = 0  # address of a counter of each Hopper kernel
 
     def run(self) -> tuple[Any, Any, Any, Any]:
@@ -83,7 +84,7 @@ class _Backward:
                 self.problem.move_mask_to_rows(self.runtime, self.stream)
             if some and any(self.wanted):
                 self._find_lists()
-                self.hopper_keys = self.hopper_keys and (self._one_pass() or sm90_backward.has_enough_tiles(
+                self.hopper_keys = self.hopper_keys and (self.one_pass or sm90_backward.has_enough_tiles(
                     self.runtime, call, self.problem, self._entries()))
 
             def result(name: str, operand: Operand) -> Any:
@@ -123,28 +124,22 @@ class _Backward:
             "dout_row": dout.strides[1], "dout_head": dout.strides[2], "out": out.pointer,
             "out_batch": out.strides[0], "out_row": out.strides[1], "out_head": out.strides[2],
             **{name: self.library.pointer(array) for name, array in results.items() if array is not None}}
-        one_pass = self._one_pass()
         wide = self.query.shape[3] > sm90_backward.MAX_NARROW_DIM
-        if self.hopper_query and not one_pass and not wide:  # it makes delta, too
+        if self.hopper_query and not self.one_pass and not wide:  # it makes delta, too
             sm90_backward.launch_dq(self.runtime, call, self.problem, fields, self.tickets)
         else:
             _preprocess_kernel(self.runtime, self.device.index, self.element, self.query.shape[3], self.vector).launch(
                 blocks(batch * query_length * heads, REDUCE_WARPS), REDUCE_THREADS, self.problem.pack(None, **fields),
                 self.stream)
-            if "query" in call.needs and not one_pass:
+            if "query" in call.needs and not self.one_pass:
                 if self.hopper_query:
                     sm90_backward.launch_dq(self.runtime, call, self.problem, fields, self.tickets)
                 else:
                     self._query_gradient(fields)
         if any(self.wanted):
-            self._key_gradients(fields, results, one_pass)
+            self._key_gradients(fields, results)
         if self.dense_bias and not self._bias_is_own():
             self._bias_gradient(fields)
-
-    def _one_pass(self) -> bool:
-        """Whether the Hopper key pass adds up the gradient of the queries, too, in any order."""
-        return (self.hopper_keys and sm90_backward.has_one_pass(self.query.shape[3], self.problem)
-                and "query" in self.call.needs and any(self.wanted) and not self.call.forward.deterministic)
 
     def _bias_is_own(self) -> bool:
         """Whether every pair of every head has a bias of its own, so that the query pass can write its gradient."""
@@ -201,8 +196,9 @@ class _Backward:
                                  self.problem.size, self.problem.bias_of_tiles)
 
     def _find_lists(self) -> None:
-        """The lists of super-tiles, where keys are gathered."""
+        """The lists of super-tiles, where keys are gathered, and whether there is one pass."""
         problem, query_length = self.problem, self.query.shape[1]
+        can_one_pass = self.hopper_keys and sm90_backward.can_one_pass(self.call, problem)
         packed = problem.packed_mask(self.runtime, self.stream)
         if packed is not None:
             self.dense = dense_supers(self.runtime, packed, problem.params["mask_heads"], self.key.shape[2],
@@ -210,17 +206,19 @@ class _Backward:
         elif problem.mask is not None and not problem.by_head:
             block_n = sm90_backward.block_n(self.key.shape[3]) if self.hopper_keys else self._key_tile().block_n
             self.supers = super_lists(self.runtime, problem.mask, query_length, block_n, problem.causal, self.stream,
-                                      self.sequences)
+                                      self.sequences, can_one_pass and sm90_backward.ONE_PASS is None)
+        self.one_pass = can_one_pass and (self.supers is None if sm90_backward.ONE_PASS is None
+                                          else sm90_backward.ONE_PASS)
 
-    def _key_gradients(self, fields: dict[str, Any], results: dict[str, Any], one_pass: bool) -> None:
+    def _key_gradients(self, fields: dict[str, Any], results: dict[str, Any]) -> None:
         problem, bits = self.problem, self.dense is not None
         batch, key_length, kv_heads, head_dim = self.key.shape
         (lists, partial), entries = self._lists(), self._entries()
         parts = sm90_backward.Parts()
         if self.hopper_keys:
-            parts = sm90_backward.parts_of(self.runtime, self.call, problem, entries, one_pass)
+            parts = sm90_backward.parts_of(self.runtime, self.call, problem, entries, self.one_pass)
             if parts.count > 1:
-                self._in_parts(fields, results, parts, one_pass)
+                self._in_parts(fields, results, parts)
                 return
         sizes = dict(zip(("partial_key", "partial_value", "partial_bias"),
                          (head_dim, head_dim, self.query.shape[2] // kv_heads)))
@@ -229,7 +227,7 @@ class _Backward:
         fields = {**fields, **lists, **{name: self.library.pointer(array) for name, array in partials.items()}}
         if self.hopper_keys:
             sm90_backward.launch_dkv(self.runtime, self.call, problem, entries, fields, self.tickets + 4, parts,
-                                     one_pass)
+                                     self.one_pass)
         else:
             self._portable_key_gradients(fields, entries)
         if entries:
@@ -238,8 +236,7 @@ class _Backward:
                 batch * kv_heads * blocks(key_length, REDUCE_WARPS), REDUCE_THREADS, problem.pack(None, **fields),
                 self.stream)
 
-    def _in_parts(self, fields: dict[str, Any], results: dict[str, Any], parts: sm90_backward.Parts,
-                  one_pass: bool) -> None:
+    def _in_parts(self, fields: dict[str, Any], results: dict[str, Any], parts: sm90_backward.Parts) -> None:
         """The gradients of keys in their own order from sums over parts of the queries."""
         (batch, length, *_), library, device, partials = self.key.shape, self.library, self.device, {}
         size = math.prod(self.key.shape)
@@ -251,7 +248,7 @@ class _Backward:
                 partials[name] = library.empty((parts.count * size,), "float32", device)
         pointers = {f"partial_{name}": library.pointer(array) for name, array in partials.items()}
         sm90_backward.launch_dkv(self.runtime, self.call, self.problem, 0, {**fields, **pointers}, self.tickets + 4,
-                                 parts, one_pass)
+                                 parts, self.one_pass)
         for name, array in partials.items():
             axes = Axes(columns=sizes[name], firsts=parts.count, first=sizes[name])
             add_rows(self.runtime, library, device, array, axes, "float32" if name == "bias" else self.key.dtype, (),

@@ -1,8 +1,8 @@
 """The attention forward on Hopper GPUs (``kernels/sm90``): warpgroup MMAs (wgmma) over gathered keys.
 
 It serves 16-bit elements in aligned rows, with a positive scale that a bias can be divided by, no float32 bias per
-query and key and, where there is a mask, more than a few keys; the portable kernel does the rest and gives the same
-numbers within rounding.
+query and key and, where there is a mask, more than a few keys or tiles; the portable kernel does the rest and gives the
+same numbers within rounding.
 """
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class CombineConfig(jit.Config):
 
 COMBINE_THREADS = 256  # as in the kernel file
 SMALLEST_SCALE = 2.0**-40  # accumulators begin at bias / scale, which must stay far from the largest float32
-FEW_KEYS = 512  # of a mask that is left to the portable kernel
+FEW_KEYS, FEW_ROWS = 512, 128  # of a mask that is left to the portable kernel: keys, and rows for each SM
 
 
 def serves(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
@@ -87,12 +87,14 @@ def serves(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) 
     return (problem.size == 2 and problem.page_size == 0 and runtime.hopper(index) and problem.vector
             and call.scale >= SMALLEST_SCALE
             and not (problem.bias_kind == BIAS_DENSE and problem.bias_element == "float")
-            and problem.params["key_length"] > 0 and _strides_fit(problem) and _pays(call, problem))
+            and problem.params["key_length"] > 0 and _strides_fit(problem)
+            and _pays(call, problem, runtime.num_sms(index)))
 
 
-def _pays(call: AttentionCall, problem: Problem) -> bool:
-    """False for masks of few keys, where the portable kernel is faster by up to 6 us."""
-    return call.key_length > FEW_KEYS or (problem.mask is None and not problem.bits)
+def _pays(call: AttentionCall, problem: Problem, num_sms: int) -> bool:
+    """False for masks of few keys and a single wave of tiles, where the portable kernel is faster by up to 6 us."""
+    return (call.key_length > FEW_KEYS or (problem.mask is None and not problem.bits)
+            or call.batch * call.query_length * call.heads > FEW_ROWS * num_sms)
 
 
 def _strides_fit(problem: Problem) -> bool:

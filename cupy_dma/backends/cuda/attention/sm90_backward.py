@@ -1,7 +1,7 @@
 """The gradients on Hopper GPUs (``kernels/sm90/backward_dq.cu`` and ``backward_dkv.cu``), with warpgroup MMAs (wgmma):
 of queries query-major over the key lists of tiles; of keys, values and key biases key-stationary over the same
-super-tile lists as the portable kernel. Without a mask, where results need not be deterministic, the key-stationary
-kernel makes all of them in one pass, with five products instead of seven.
+super-tile lists as the portable kernel. Where there are no such lists, and results need not be deterministic, the
+key-stationary kernel makes all of them in one pass, with five products instead of seven.
 
 They serve 16-bit elements in aligned rows without a dense bias, and softcaps that are not so large that their
 formula loses the logits; the portable kernels do the rest and give the same numbers within rounding.
@@ -30,8 +30,8 @@ STAGES = 2  # of queries, of backward_dkv.cu
 BLOCK_M = 128  # of backward_dq.cu: rows of a tile
 THREADS = 384  # of either
 UNIT_QUERIES, ROUND_THREADS = 64, 256  # of backward_dq_round.cu
-#: whether calls that need not be deterministic have one; None: those without a mask, which it makes faster (docs/lab/
-#: backward.md, version 42)
+#: whether calls that need not be deterministic have one; None: those without lists of super-tiles, which it makes
+#: faster (docs/lab/backward.md, version 42)
 ONE_PASS: bool | None = None
 #: tiles of launch_dkv on each SM: with fewer, in two passes up to MAX_NARROW_DIM, the portable kernel with its smaller
 #: tiles is faster (docs/lab/backward.md, version 44)
@@ -124,9 +124,10 @@ def serves_keys(runtime: Runtime, call: AttentionBackwardCall, problem: Problem,
             and _maps(call, UNIT_QUERIES, 1) is not None)
 
 
-def has_one_pass(head_dim: int, problem: Problem) -> bool:
-    """Whether ``launch_dkv`` is to make the gradient of the queries, too."""
-    return head_dim <= MAX_NARROW_DIM and not problem.bits and (problem.mask is None if ONE_PASS is None else ONE_PASS)
+def can_one_pass(call: AttentionBackwardCall, problem: Problem) -> bool:
+    """Whether ``launch_dkv``, which takes the call, can make the gradient of the queries, too, its terms in any order."""
+    own = call.forward
+    return own.head_dim <= MAX_NARROW_DIM and not problem.bits and not own.deterministic and "query" in call.needs
 
 
 @dataclass(frozen=True, slots=True)
