@@ -125,7 +125,7 @@ def serves_keys(runtime: Runtime, call: AttentionBackwardCall, problem: Problem,
 
 
 def can_one_pass(call: AttentionBackwardCall, problem: Problem) -> bool:
-    """Whether ``launch_dkv``, which takes the call, can make the gradient of the queries, too, its terms in any order."""
+    """Whether ``launch_dkv``, which takes the call, can make that of the queries, too, its terms in any order."""
     own = call.forward
     return own.head_dim <= MAX_NARROW_DIM and not problem.bits and not own.deterministic and "query" in call.needs
 
