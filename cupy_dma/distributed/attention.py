@@ -49,8 +49,8 @@ def context_parallel_attention(query: Tensor, key: Tensor, value: Tensor, scores
         among its own keys; one that goes on in the next shard has the same id there. From cumulative lengths:
         ``shard_sequence(document_ids(cu_seqlens, total), group)``.
     scale, softcap, deterministic, return_lse, backend
-        As for ``attention``. The result has the same bits on every run with the same number of ranks; ``deterministic``
-        is for backends whose backward pass has them on request only.
+        As for ``attention``. The result has the same bits on every run with the same number of ranks, with
+        ``deterministic`` the gradients too.
     room
         Key and value are each ``buffer[:, R:]`` of a buffer with ``R = window + sinks + recent`` rows more, as
         ``empty_with_room`` makes it. Received rows are written there; otherwise key and value are copied behind them.

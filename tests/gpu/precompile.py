@@ -93,7 +93,7 @@ def hopper_configs() -> dict[jit.Config, None]:
                 run_all(cases.run, forward)
                 run_all(varlen_cases.run, packed)
                 for split in (False, True):
-                    with schedule_cases.splitting(split):
+                    with schedule_cases.scheduled(split):
                         for case, heads in itertools.product(schedule_cases.CASES, schedule_cases.HEADS):
                             schedule_cases.run(case, *heads, head_dims[-1], np.ascontiguousarray, backend="emulator")
                         if split and name in test_sm90.GRID_IN_SPLITS:

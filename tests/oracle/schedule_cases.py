@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 
 import cupy_dma as dma
-from cupy_dma.backends.cuda.attention import sm90, sm90_backward, sm90_schedule
+from cupy_dma.backends.cuda.attention import sm90, sm90_backward, sm90_schedule, sm90_tiles
 from cupy_dma.backends.cuda.lists import intervals
 from cupy_dma.backends.cuda.runtime import plans
 from cupy_dma.backends.cuda.runtime.device import CudaRuntime
@@ -25,13 +25,12 @@ HEADS = [(2, 1), (4, 1), (3, 1), (2, 2)]
 
 @contextmanager
 def num_sms(count: int, split: bool = False, short_tiles: bool = False) -> Iterator[list[int]]:
-    """The scheduler sees ``count`` SMs; with ``splitting`` or ``short_tails``. Lists stay the same: the order of their
-    keys depends on how many warps make one."""
+    """The scheduler sees ``count`` SMs, and calls are ``scheduled``. Lists stay the same: the order of their keys
+    depends on how many warps make one."""
     with (mock.patch.object(CudaRuntime, "num_sms", lambda runtime, index: count),
           mock.patch.object(EmulatorRuntime, "num_sms", lambda runtime, index: count),
-          mock.patch.object(intervals, "_tile_warps", lambda *arguments: 1), splitting(split) as splits,
-          short_tails(short_tiles) as tiles):
-        yield tiles if short_tiles else splits
+          mock.patch.object(intervals, "_tile_warps", lambda *arguments: 1), scheduled(split, short_tiles) as found):
+        yield found
 
 
 @contextmanager
@@ -43,34 +42,22 @@ def hopper_gradients(one_pass: bool | None) -> Iterator[None]:
 
 
 @contextmanager
-def splitting(always: bool) -> Iterator[list[int]]:
-    """Tiles are split along their keys wherever they can be, also into splits without keys, or never. Yields the number
-    of splits of each call; 1: its tiles are whole."""
-    with (mock.patch.object(sm90_schedule, "_best_splits", lambda *arguments: arguments[-1] if always else 1),
-          mock.patch.object(sm90_schedule, "_min_split_keys", lambda *arguments: 1), scheduled("num_splits") as splits):
-        yield splits
-
-
-@contextmanager
-def short_tails(always: bool) -> Iterator[list[int]]:
-    """The last wave has short tiles wherever it can, or never. Yields how many a set of heads has, for each call."""
-    with (mock.patch.object(sm90_schedule, "_short_tiles_time", lambda *arguments: 0.0 if always else np.inf),
-          mock.patch.object(sm90_schedule, "SHORT_TILE_WAVES", np.inf), scheduled("short_tiles") as tiles):
-        yield tiles
-
-
-@contextmanager
-def scheduled(field: str) -> Iterator[list[int]]:
-    """That field of each call's schedule, made without what is cached from earlier calls."""
+def scheduled(split: bool = False, short_tiles: bool = False) -> Iterator[list[int]]:
+    """Tiles of the last wave are split along their keys, into as many splits as there can be, also ones without keys,
+    or are short, wherever they can, or else never. Yields the number of splits of each call (1: its tiles are whole),
+    or how many short tiles a set of heads has."""
     found: list[int] = []
-    real = getattr(sm90.work_of, "__wrapped__", sm90.work_of)
 
-    def work_of(*arguments: Any) -> sm90_schedule.Work:
-        work = real(*arguments)
-        found.append(getattr(work, field))
+    def work_of(facts: sm90_tiles.Facts, tile: sm90_tiles.HopperTile, sms: int) -> sm90_schedule.Work:
+        work, *others = sm90_schedule.works(facts, tile, sms)
+        for other in others:
+            if split and other.num_splits > 1 or short_tiles and other.short_tiles:
+                work = other
+        found.append(work.short_tiles if short_tiles else work.num_splits)
         return work
 
-    with plans.switched(False), mock.patch.object(sm90, "work_of", work_of):
+    with (plans.switched(False), mock.patch.object(sm90, "work_of", work_of),
+          mock.patch.object(sm90_schedule, "_min_split_keys", lambda tile: 1)):
         yield found
 
 

@@ -134,7 +134,7 @@ def _attention() -> Iterator[Feature]:
          f"backends/triton::{bad_row} backends/triton::test_a_bad_query_reaches_only_the_keys_that_it_sees", tiles)))
     triton = "backends/triton::test_the_same_bits_every_time_and_on_every_stream"
     flex = "backends/flex::test_deterministic_gradients gpu/flex::test_deterministic"
-    yield from _both(group, "bitwise reproducible (`flex`, and `cuda` without a mask on Hopper: deterministic=True)", (
+    yield from _both(group, "bitwise reproducible (`flex`, and `cuda` on Hopper: deterministic=True)", (
         ("gpu/forward::test_the_same_bits_every_time", "unit/attention::test_the_same_bits_every_time", triton, flex),
         ("gpu/backward::test_the_same_bits_every_time", "unit/backward::test_the_same_bits_every_time", triton, flex)))
 

@@ -4,6 +4,7 @@ deterministic, and else one."""
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -195,7 +196,8 @@ def test_only_what_is_asked_for(window, needs):
 @pytest.mark.parametrize(("options", "tiles"), [
     ({}, 9), ({"head_dim": 128, "heads": (4, 2)}, 18), ({"window": 0, "dense": "top_w"}, 8)], ids=str)
 def test_no_more_tiles_than_sms_are_left_to_the_portable_kernel(options, tiles, served, served_query):
-    with mock.patch.object(sm90_backward, "ONE_PASS", None), mock.patch.object(sm90_backward, "MIN_TILES", 1.0):
+    with (mock.patch.object(sm90_backward, "ONE_PASS", None), mock.patch.object(sm90_backward, "MIN_TILES", 1.0),
+          mock.patch.object(sm90_backward, "LISTED_STEPS", 0.0)):
         for sms in (tiles - 1, tiles):
             served.reset_mock()
             with schedule_cases.num_sms(sms):
@@ -236,22 +238,39 @@ def test_as_many_parts_as_pay():
 @pytest.mark.parametrize("options", [
     {"window": 0, "causal": True}, {"window": 0, "causal": True, "deterministic": True}, {"head_dim": 256}], ids=str)
 def test_those_of_keys_in_order_and_of_wide_heads_are_not(options, served):
-    with mock.patch.object(sm90_backward, "ONE_PASS", None), mock.patch.object(sm90_backward, "MIN_TILES", 1.0):
+    with (mock.patch.object(sm90_backward, "ONE_PASS", None), mock.patch.object(sm90_backward, "MIN_TILES", 1.0),
+          mock.patch.object(sm90_backward, "LISTED_STEPS", 0.0)):
         check(gradients("emulator", **options), gradients("numpy", **options))
     assert served.called
 
 
-@pytest.mark.parametrize(("window", "options", "keys", "in_one_pass"), [
-    (300, {}, "KEYS_CONTIGUOUS", True), (200, {}, "KEYS_LISTED", False),
-    (300, {"deterministic": True}, "KEYS_LISTED", False), (300, {"needs": ("key", "value")}, "KEYS_LISTED", False),
-    (0, {"causal": True}, "KEYS_CONTIGUOUS", True), (400, {}, "KEYS_CONTIGUOUS", True)], ids=str)
-def test_one_pass_where_lists_leave_out_little(window, options, keys, in_one_pass, served):
-    """Of 700 keys; a super-tile of 400 queries may see all of them."""
-    options = {"window": window, **options}
-    with (mock.patch.object(sm90_backward, "ONE_PASS", None),
+@pytest.mark.parametrize(("options", "least", "keys", "in_one_pass"), [
+    ({}, 100.0, "KEYS_CONTIGUOUS", True), ({}, 0.0, "KEYS_LISTED", False),
+    ({"window": 400}, 0.0, "KEYS_CONTIGUOUS", True), ({"deterministic": True}, 100.0, "KEYS_LISTED", False),
+    ({"needs": ("key", "value")}, 100.0, "KEYS_LISTED", False),
+    ({"window": 0, "causal": True}, 100.0, "KEYS_CONTIGUOUS", True)], ids=str)
+def test_one_pass_where_lists_leave_out_little(options, least, keys, in_one_pass, served):
+    """On one SM. A super-tile of 400 queries may see all of 700 keys, so there are no lists."""
+    with (mock.patch.object(sm90_backward, "ONE_PASS", None), mock.patch.object(sm90_backward, "LISTED_STEPS", least),
           mock.patch.object(sm90_backward, "_dkv_kernel", side_effect=sm90_backward._dkv_kernel) as kernel):
         check(gradients("emulator", **options), gradients("numpy", **options))
     assert kernel.call_args.args[4] == keys and served.call_args.args[-1] is in_one_pass
+
+
+@pytest.mark.parametrize(("batch", "heads", "head_dim", "queries", "keys", "window", "pays"), [
+    (1, 2, 64, 2048, 2048, 256, False), (16, 2, 64, 2048, 2048, 256, True), (1, 16, 128, 1024, 1024, 256, False),
+    (1, 16, 128, 2048, 2048, 256, True), (1, 16, 128, 2048, 2048, 1024, False), (1, 2, 64, 8192, 8192, 1024, True),
+    (1, 2, 64, 8192, 8192, 4096, False), (1, 16, 128, 32768, 32768, 1024, True),
+    (1, 16, 128, 128, 131072, 2048, True), (1, 16, 128, 4096, 1024, 256, False)])
+def test_lists_by_the_pairs_that_they_leave_out(batch, heads, head_dim, queries, keys, window, pays):
+    """As measured, on 132 SMs; with more queries than keys, the first ones see nothing."""
+    mask = dma.IntervalMask.top_w(np.zeros((1, 1, keys), np.float32), window)
+    own = SimpleNamespace(batch=batch, heads=heads, query_length=queries, key_length=keys,
+                          query=SimpleNamespace(device=SimpleNamespace(index=0)))
+    for sequences in (0, 3):
+        found = sm90_backward.lists_pay(SimpleNamespace(num_sms=lambda index: 132), SimpleNamespace(forward=own),
+                                        SimpleNamespace(mask=mask, count=sequences))
+        assert found is (pays or sequences > 0)
 
 
 def test_one_pass_of_masks_without_a_bound(served):

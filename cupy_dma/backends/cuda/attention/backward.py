@@ -203,12 +203,13 @@ class _Backward:
         if packed is not None:
             self.dense = dense_supers(self.runtime, packed, problem.params["mask_heads"], self.key.shape[2],
                                       self.stream)
-        elif problem.mask is not None and not problem.by_head:
+        elif problem.mask is not None and not problem.by_head and (
+                not can_one_pass or sm90_backward.ONE_PASS
+                or sm90_backward.lists_pay(self.runtime, self.call, problem)):
             block_n = sm90_backward.block_n(self.key.shape[3]) if self.hopper_keys else self._key_tile().block_n
             self.supers = super_lists(self.runtime, problem.mask, query_length, block_n, problem.causal, self.stream,
-                                      self.sequences, can_one_pass and sm90_backward.ONE_PASS is None)
-        self.one_pass = can_one_pass and (self.supers is None if sm90_backward.ONE_PASS is None
-                                          else sm90_backward.ONE_PASS)
+                                      self.sequences)
+        self.one_pass = can_one_pass and (self.supers is None or bool(sm90_backward.ONE_PASS))
 
     def _key_gradients(self, fields: dict[str, Any], results: dict[str, Any]) -> None:
         problem, bits = self.problem, self.dense is not None

@@ -30,9 +30,12 @@ STAGES = 2  # of queries, of backward_dkv.cu
 BLOCK_M = 128  # of backward_dq.cu: rows of a tile
 THREADS = 384  # of either
 UNIT_QUERIES, ROUND_THREADS = 64, 256  # of backward_dq_round.cu
-#: whether calls that need not be deterministic have one; None: those without lists of super-tiles, which it makes
-#: faster (docs/lab/backward.md, version 42)
+#: whether calls that need not be deterministic have one; None: where it takes less time (``lists_pay``; docs/lab/
+#: backward.md, version 42)
 ONE_PASS: bool | None = None
+#: what lists of super-tiles and two passes cost: for each pair that a query keeps as much as so many pairs of keys in
+#: their own order in one pass, and so many steps of 64 x 128 of these on each SM beside them (docs/lab/grid.md)
+LISTED_PAIR, LISTED_STEPS = 1.3, 7.0
 #: tiles of launch_dkv on each SM: with fewer, in two passes up to MAX_NARROW_DIM, the portable kernel with its smaller
 #: tiles is faster (docs/lab/backward.md, version 44)
 MIN_TILES = 1.0
@@ -127,7 +130,25 @@ def serves_keys(runtime: Runtime, call: AttentionBackwardCall, problem: Problem,
 def can_one_pass(call: AttentionBackwardCall, problem: Problem) -> bool:
     """Whether ``launch_dkv``, which takes the call, can make that of the queries, too, its terms in any order."""
     own = call.forward
-    return own.head_dim <= MAX_NARROW_DIM and not problem.bits and not own.deterministic and "query" in call.needs
+    return (own.head_dim <= MAX_NARROW_DIM and not problem.bits and not own.deterministic and "query" in call.needs
+            and ONE_PASS is not False)
+
+
+def lists_pay(runtime: Runtime, call: AttentionBackwardCall, problem: Problem) -> bool:
+    """Whether lists of super-tiles and two passes take less time than keys in their own order in one pass. Of packed
+    sequences, whose lengths are not known, they do."""
+    own, bound = call.forward, None if problem.mask is None else problem.mask._bound
+    if bound is None or problem.count:
+        return True
+    positions = max(0, own.key_length - own.query_length), own.key_length
+
+    def pairs(most: int) -> int:
+        """Of a head, where the query at position i sees i + 1 keys or ``most``."""
+        first, last = (min(n, most) * (min(n, most) + 1) // 2 + max(0, n - most) * most for n in positions)
+        return last - first
+
+    saved = own.batch * own.heads * (pairs(own.key_length) - LISTED_PAIR * pairs(bound[0]))
+    return saved > LISTED_STEPS * 64 * 128 * runtime.num_sms(own.query.device.index)
 
 
 @dataclass(frozen=True, slots=True)

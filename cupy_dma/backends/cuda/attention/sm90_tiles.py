@@ -56,13 +56,7 @@ TILES: dict[str, dict[int, tuple[HopperTile, ...]]] = {
         64: (WIDE_64, HopperTile(128, 128, 4, 4, 2)), 128: (HopperTile(128, 128, 2, 2, 2),),
         192: (HopperTile(128, 64, 2, 2, 2),), 256: (HopperTile(128, 32, 2, 2, 2, ping_pong=True),)},
 }
-# The time of the second of two tiles relative to that of the first. Blocks of 128 keys pay for lists of at least 128.
-SECOND_TIMES: dict[str, dict[int, float]] = {
-    "short intervals": {64: 0.78, 128: 0.85}, "intervals": {64: 0.77, 96: 0.78, 128: 0.73},
-    "intervals with softcap": {64: 0.75, 96: 0.7, 128: 0.72}, "contiguous": {64: 0.77},
-    "contiguous with bias": {64: 0.73}, "contiguous with bias and softcap": {64: 0.74}}
 SHORT_LISTS = {64: 192, 128: 128}  # keys of a query up to which intervals are short
-BLOCK_128_KEYS = 20  # what a block of 128 listed keys costs beside them, in keys
 
 
 class Facts(NamedTuple):

@@ -38,9 +38,6 @@ class ShortTiles(NamedTuple):
 
 NO_SHORT_TILES = ShortTiles()
 plannable(ShortTiles)
-#: keys for each that a query sees, from which on lists of super-tiles, in two passes of three and four products a pair,
-#: leave out more than one pass of five saves (docs/lab/grid.md)
-LISTED_KEYS = 3
 
 
 @kept_on_mask
@@ -82,15 +79,12 @@ class SuperLists:
 
 @kept_on_mask
 def super_lists(runtime: Runtime, mask: IntervalMask, query_length: int, block_n: int, causal: bool,
-                stream: int, sequences: Sequences | None = None, one_pass: bool = False) -> SuperLists | None:
-    """The super-tile lists of a mask, kept on it per stream; None for a mask that needs none (see ``_tile_capacity``),
-    or with ``one_pass``, where keys in their own order take a single pass, if that is less work.
+                stream: int, sequences: Sequences | None = None) -> SuperLists | None:
+    """The super-tile lists of a mask, kept on it per stream; None for a mask that needs none (see ``_tile_capacity``).
 
     A super-tile has as many queries as a query sees keys: measured best, and what bounds the partial sums' memory.
     """
     queries, capacity = _super_sizes(mask, query_length, block_n)
-    if one_pass and mask._bound is not None and mask.key_length < LISTED_KEYS * mask._bound[0]:
-        return None
     if not queries:
         return None
     identity = ("super", query_length, queries, block_n, causal, stream)
@@ -102,7 +96,7 @@ def super_lists(runtime: Runtime, mask: IntervalMask, query_length: int, block_n
 
 
 def super_entries_of(mask: IntervalMask, query_length: int, block_n: int) -> int:
-    """Entries of such lists of a mask row, at most; 0 for a mask that needs none."""
+    """Entries of such lists of a mask row; 0 for a mask that needs none."""
     queries, capacity = _super_sizes(mask, query_length, block_n)
     return blocks(query_length, queries) * capacity if queries else 0
 

@@ -1,0 +1,311 @@
+"""What the tiles of the Hopper forward cost, and whether the tile scheduler takes the fastest way by that.
+
+    python benchmarks/tune_schedule.py               everything, some five minutes on an H200
+    python benchmarks/tune_schedule.py --kind intervals --head-dim 64
+
+Kernels are compiled by all cores first.
+
+Costs. For every kind of keys of ``sm90_tiles.TILES``, head dim and tile in use, and a few numbers of keys: microseconds
+of a wave, one tile on each SM, which is a third of what four waves take more than one; what a launch takes beside it;
+the same of a wave of tiles that are cut into slices of 64 or into halves of 64 and 128 rows, of one of short tiles, and
+of tiles that are split along their keys, with the combination of the splits. One kv head with two query heads. To
+what splits take beside a wave of so many keys three numbers are fitted: in any case, for each CTA, for each split of a
+tile.
+
+Choices. Calls in every way that the scheduler may take (``sm90_schedule.works`` of each tile), beside the one it takes.
+Every output is compared with that of the first way; one that differs by more than two roundings of the largest element
+is marked WRONG, and the exit status is 1.
+
+Inputs: bfloat16, batch 1, independent normal elements; intervals: top-w masks of independent scores, which are the
+bias; softcaps of 30. Lists of intervals are prepared. Timing: see harness/measure.py.
+
+The results go to ``schedule.json`` in the folder of the GPU; those of a choice of kinds or head dims are only printed.
+``sm90_costs.json`` of the library holds its costs: ``--write`` puts them there.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
+
+from benchmarks.harness.suite import add_record_options, write_record
+from cupy_dma.backends.cuda.attention import sm90, sm90_costs, sm90_schedule, sm90_tiles
+from cupy_dma.backends.cuda.attention.sm90_schedule import Work
+from cupy_dma.backends.cuda.attention.sm90_tiles import Facts, HopperTile
+from cupy_dma.backends.cuda.runtime import jit, plans
+
+KINDS = tuple(kind for kind in sm90_tiles.TILES if kind != "bits")  # which have one way
+HEAD_DIMS = (64, 96, 128, 192, 256)
+TILE_HEADS = 2
+KEYS = {"short intervals": (32, 128, 192), "intervals": (256, 1024, 4096), "contiguous": (256, 2048, 8192)}
+SPLITS = ((1, 8), (1, 32), (1, 96), (4, 32), (16, 2), (16, 8), (33, 4), (66, 2))  # tiles, and of each
+ROUNDING = 2.0**-8  # of bfloat16
+
+
+class Call(NamedTuple):
+    """``window`` 0: all keys."""
+
+    kind: str
+    head_dim: int
+    kv_heads: int
+    queries: int
+    keys: int
+    window: int = 0
+    causal: bool = False
+
+    def __str__(self) -> str:
+        more = f" w{self.window}" if self.window else " causal" if self.causal else ""
+        return (f"{self.kind}, D{self.head_dim} {TILE_HEADS * self.kv_heads}/{self.kv_heads} "
+                f"{self.queries}x{self.keys}{more}")
+
+    def prepared(self) -> Callable[[], Any]:
+        import torch
+
+        import cupy_dma as dma
+
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(1, n, heads, self.head_dim, device="cuda", dtype=torch.bfloat16) for n, heads in (
+            (self.queries, TILE_HEADS * self.kv_heads), (self.keys, self.kv_heads), (self.keys, self.kv_heads)))
+        scores = torch.randn(1, self.kv_heads, self.keys, device="cuda")
+        options: dict[str, Any] = {"causal": self.causal}
+        if self.window:
+            options["mask"] = dma.IntervalMask.top_w(scores, self.window)
+        if self.window or "bias" in self.kind:
+            options["bias"] = scores
+        if "softcap" in self.kind:
+            options["softcap"] = 30.0
+        return lambda: dma.attention(q, k, v, **options)
+
+
+def keys_of(kind: str) -> tuple[int, ...]:
+    return KEYS.get(kind) or KEYS["intervals" if "intervals" in kind else "contiguous"]
+
+
+def listed(kind: str) -> bool:
+    return "intervals" in kind
+
+
+def choices(kinds: list[str], head_dims: list[int]) -> list[Call]:
+    """Calls of every kind and head dim that have several ways; some of the usual ones' only."""
+    found: list[Call] = []
+    for kind in kinds:
+        for d in head_dims:
+            pieces: list[tuple[int, int, int, int]] = []  # of prompts
+            if kind == "short intervals":
+                sizes = [(1, 2048, 128), (1, 8192, 64), (1, 16384, 32), (1, 32768, 32), (1, 32768, 128), (8, 2048, 64),
+                         (8, 4096, 128), (8, 16384, 128)]
+            elif listed(kind):
+                sizes = [(1, 2048, 1024), (1, 4096, 1024), (1, 8192, 256), (1, 8192, 1024), (1, 16384, 1024),
+                         (1, 32768, 256), (1, 32768, 1024), (1, 32768, 4096), (3, 4096, 1024), (8, 1024, 256),
+                         (8, 2048, 1024), (8, 4096, 512), (8, 4096, 1024), (8, 8192, 1024), (8, 16384, 1024),
+                         (8, 32768, 1024), (8, 32768, 2048)]
+                pieces = [(8, 128, 32768, 1024), (8, 128, 65536, 512), (8, 128, 131072, 2048), (8, 256, 65536, 4096),
+                          (8, 512, 131072, 2048), (1, 128, 32768, 1024), (1, 1024, 65536, 2048), (8, 2048, 32768, 1024)]
+            else:
+                sizes = [(1, 1024, 0), (1, 2048, 0), (1, 4096, 0), (1, 16384, 0), (3, 2048, 0), (8, 512, 0),
+                         (8, 1024, 0), (8, 2048, 0), (8, 4096, 0), (8, 8192, 0)]
+                pieces = [(8, 128, 32768, 0), (8, 512, 65536, 0), (1, 128, 65536, 0), (1, 12, 65536, 0)]
+            pieces += [(g, n, n, w) for g, n, w in sizes]
+            some = pieces[::1 if d in (64, 128) and kind in KEYS else 4]
+            found += [Call(kind, d, *piece, causal) for causal in (False, True)[:1 + (kind == "contiguous")]
+                      for piece in some]
+    return [call for call in found if sm90_tiles.tiles_of(call.kind, call.head_dim)]
+
+
+@contextlib.contextmanager
+def forced(tile: HopperTile, work: Work) -> Iterator[None]:
+    """Calls have this tile and this schedule."""
+    with (plans.switched(False), mock.patch.object(sm90, "tile_shape", lambda *arguments: tile),
+          mock.patch.object(sm90, "work_of", lambda *arguments: work),
+          mock.patch.object(sm90, "_pays", lambda *arguments: True)):
+        yield
+
+
+def facts_of(call: Callable[[], Any]) -> tuple[Facts, HopperTile, Work]:
+    """Of a call, with what it takes."""
+    found: list[Any] = []
+
+    def work_of(facts: Facts, tile: HopperTile, num_sms: int) -> Work:
+        found[:] = facts, tile, sm90_schedule.work_of(facts, tile, num_sms)
+        return found[2]
+
+    with (plans.switched(False), mock.patch.object(sm90, "work_of", work_of),
+          mock.patch.object(sm90, "_pays", lambda *arguments: True)):
+        call()
+    return found[0], found[1], found[2]
+
+
+def configs(kinds: list[str], head_dims: list[int]) -> list[jit.Config]:
+    """The kernels of these calls."""
+    found: list[jit.Config] = []
+    for kind in kinds:
+        for d in head_dims:
+            for tile in sm90_tiles.tiles_of(kind, d):
+                found.append(sm90.CombineConfig(element="__nv_bfloat16", head_dim=d, heads=TILE_HEADS,
+                                                block_m=tile.block_m))
+                found += [sm90.HopperForwardConfig(
+                    element="__nv_bfloat16", head_dim=d, heads=TILE_HEADS, **tile._asdict(),
+                    keys="KEYS_LISTED" if listed(kind) else "KEYS_CONTIGUOUS", causal=causal,
+                    bias=int(listed(kind) or "bias" in kind), softcap="softcap" in kind, bits=False,
+                    bias_element="float", sequences=False, kv_tma=not listed(kind), query_tma=True, runs=False,
+                    split=split) for split in (False, True) for causal in (False, True)[:1 + (kind == "contiguous")]]
+    return list(dict.fromkeys(found))
+
+
+def compile_all(found: list[jit.Config]) -> None:
+    from tqdm import tqdm
+
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        for _ in tqdm(pool.map(jit.compile, found, ["sm_90a"] * len(found)), total=len(found), unit="kernel",
+                      disable=None):
+            pass
+
+
+# ---- costs ----------------------------------------------------------------------------------------------------------
+def of_tiles(kind: str, head_dim: int, tile: HopperTile, tiles: int, keys: int, work: dict[str, int] | None = None,
+             short: bool = False) -> float:
+    """Microseconds of a call of so many tiles, each with so many keys and those that enter within it."""
+    from benchmarks.harness import measure
+
+    queries = tiles * (128 if short else tile.block_m) // TILE_HEADS
+    length = queries + 4 * keys if listed(kind) else keys
+    call = Call(kind, head_dim, 1, queries, length, keys if listed(kind) else 0).prepared()
+    num_sms = measure.torch.cuda.get_device_properties(0).multi_processor_count
+    slices = 1 if short else tile.block_m // 64
+    with forced(tile, Work(tiles, min(slices * tiles, num_sms), 1, 0)._replace(**work or {})):
+        ms = measure.gpu_ms(call)[0]
+    del call
+    measure.free_memory()
+    return 1e3 * ms
+
+
+def costs(kind: str, head_dim: int, tile: HopperTile) -> dict[str, Any]:
+    """Of the waves of a tile, by the keys of its list."""
+    from benchmarks.harness import measure
+
+    num_sms = measure.torch.cuda.get_device_properties(0).multi_processor_count
+    found: dict[str, Any] = {"kind": kind, "head_dim": head_dim, "tile": list(tile), "waves": [], "splits": []}
+    for keys in keys_of(kind):
+        one, four = (of_tiles(kind, head_dim, tile, waves * num_sms, keys) for waves in (1, 4))
+        wave = (four - one) / 3
+        launch = one - wave
+        entry = {"keys": keys + listed(kind) * tile.block_m // TILE_HEADS, "whole": wave, "launch": launch}
+        slices = tile.block_m // 64
+        entry["slices"] = of_tiles(kind, head_dim, tile, num_sms // slices, keys) - launch
+        if slices == 3:
+            entry["halves"] = of_tiles(kind, head_dim, tile, num_sms // 2, keys) - launch
+            short = {"tail_tiles": num_sms, "short_tiles": num_sms}
+            entry["short"] = of_tiles(kind, head_dim, tile, num_sms, keys, short, short=True) - launch
+        found["waves"].append(entry)
+        for tiles, count in SPLITS:
+            if entry["keys"] >= count * sm90_schedule.SPLIT_BLOCKS * tile.block_n:
+                us = of_tiles(kind, head_dim, tile, tiles, keys, {"grid": tiles * count, "num_splits": count})
+                found["splits"].append({"keys": entry["keys"], "tiles": tiles, "count": count, "us": us})
+    return found
+
+
+def fitted(tile: dict[str, Any]) -> dict[str, Any]:
+    """Those of the library's data file. Relative errors of the splits count."""
+    import numpy as np
+
+    waves = [{name: round(x, 2) for name, x in wave.items()} for wave in tile["waves"]]
+    alone = sm90_costs.Costs({**tile, "splits": [0, 0, 0]})
+    rows = [(1 / row["us"], 1, row["tiles"] * row["count"], row["count"], row["us"] - alone.wave("launch", row["keys"])
+             - alone.wave("whole", row["keys"] / row["count"])) for row in tile["splits"]]
+    weight, *terms, beside = np.array(rows, float).T
+    splits = np.linalg.lstsq((np.array(terms) * weight).T, beside * weight, rcond=None)[0]
+    return {**tile, "waves": waves, "splits": [round(max(0.0, float(x)), 3) for x in splits]}
+
+
+def write_costs(about: dict[str, str], tiles: list[dict[str, Any]]) -> None:
+    """Into the library, which schedules by them from now on."""
+    rows = ",\n".join(json.dumps(fitted(tile)) for tile in tiles)
+    sm90_costs.PATH.write_text(json.dumps(about)[:-1] + f', "tiles": [\n{rows}]}}\n')
+    for cache in (sm90_costs._all_costs, sm90_costs.costs_of, sm90_schedule.tile_shape, sm90_schedule.work_of):
+        cache.cache_clear()
+
+
+# ---- choices --------------------------------------------------------------------------------------------------------
+def measured(case: Call) -> dict[str, Any]:
+    """Every way of a call."""
+    from benchmarks.harness import measure
+
+    call = case.prepared()
+    facts, tile_taken, work_taken = facts_of(call)
+    num_sms = measure.torch.cuda.get_device_properties(0).multi_processor_count
+    rows: list[dict[str, Any]] = []
+    expected: Any = None
+    for tile in sm90_tiles.tiles_of(facts.keys, facts.head_dim):
+        for work in sm90_schedule.works(facts, tile, num_sms):
+            with forced(tile, work):
+                out = call().float()
+                expected = out if expected is None else expected
+                error = (out - expected).abs().max().item()
+                rows.append({"tile": list(tile), "work": work._asdict(), "us": 1e3 * measure.gpu_ms(call)[0],
+                             "taken": (tile, work) == (tile_taken, work_taken),
+                             "right": error <= 2 * ROUNDING * expected.abs().max().item()})
+    del call, out, expected
+    measure.free_memory()
+    return {"name": str(case), **case._asdict(), "facts": facts._asdict(), "rows": rows}
+
+
+def losses(result: dict[str, Any]) -> list[tuple[float, str]]:
+    """By how much the way that is taken is slower than the fastest, of each call, the most first."""
+    found = []
+    for call in result["calls"]:
+        taken = next(row["us"] for row in call["rows"] if row["taken"])
+        found.append((taken / min(row["us"] for row in call["rows"]) - 1, call["name"]))
+    return sorted(found, reverse=True)
+
+
+def table(result: dict[str, Any]) -> str:
+    lost = losses(result)
+    lines = [f"{len(lost)} calls, {100 * sum(loss for loss, _ in lost) / max(1, len(lost)):.2f} % over the fastest way"]
+    lines += [f"    {100 * loss:5.1f} %  {name}" for loss, name in lost[:25]]
+    lines += [f"WRONG: {call['name']}, {row['tile']}, {row['work']}" for call in result["calls"]
+              for row in call["rows"] if not row["right"]]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
+    options.add_argument("--head-dim", nargs="+", type=int, default=list(HEAD_DIMS), choices=HEAD_DIMS)
+    options.add_argument("--choices", action="store_true", help="no costs")
+    options.add_argument("--write", action="store_true", help=f"put the costs into {sm90_costs.PATH.name}")
+    add_record_options(options)
+    args = options.parse_args(arguments)
+
+    from tqdm import tqdm
+
+    from benchmarks.harness import measure
+
+    if not measure.on_gpu():
+        options.error("this needs a Hopper GPU")
+    compile_all(configs(args.kind, args.head_dim))
+    tiles = [] if args.choices else [(kind, d, tile) for kind in args.kind for d in args.head_dim
+                                     for tile in sm90_tiles.tiles_of(kind, d)]
+    whole = tuple(args.kind) == KINDS and tuple(args.head_dim) == HEAD_DIMS and bool(tiles)
+    result: dict[str, Any] = {"tiles": [costs(*one) for one in tqdm(tiles, unit="tile", disable=None)]}
+    if whole and args.write:
+        machine = measure.machine()
+        write_costs({"device": machine["device"], "commit": args.commit or machine["commit"], "date": machine["date"]},
+                    result["tiles"])
+    result["calls"] = [measured(call) for call in tqdm(choices(args.kind, args.head_dim), unit="call", disable=None)]
+    if whole:
+        write_record("schedule.json", args, __doc__, **result)
+    print(table(result))
+    return 0 if all(row["right"] for call in result["calls"] for row in call["rows"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

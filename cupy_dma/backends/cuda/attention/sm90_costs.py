@@ -1,0 +1,60 @@
+"""What the tiles of the Hopper forward cost, in microseconds: ``sm90_costs.json``, which benchmarks/tune_schedule.py
+measures and writes.
+"""
+from __future__ import annotations
+
+import bisect
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile
+from cupy_dma.backends.cuda.runtime.configs import blocks
+
+PATH = Path(__file__).with_suffix(".json")
+
+
+class Costs:
+    """Of a tile's waves, one tile on each SM, by the keys of its list.
+
+    ``entry``: of the data file. ``waves`` are times for some numbers of keys: of a ``whole`` tile, of ``slices`` of its
+    rows, 64 each, or ``halves`` of 64 and 128 rows, which have its whole list, and of a ``short`` tile. ``splits`` are
+    what splits along the keys take beside these: in any case, for each CTA, and for each split of one tile."""
+
+    def __init__(self, entry: dict[str, Any]):
+        self._block_n = HopperTile(*entry["tile"]).block_n
+        self._keys = [self._rounded(wave["keys"]) for wave in entry["waves"]]
+        self._waves = {name: [wave[name] for wave in entry["waves"]] for name in entry["waves"][0]}
+        self._splits = entry["splits"]
+
+    def _rounded(self, keys: float) -> int:
+        return blocks(max(1, round(keys)), self._block_n) * self._block_n
+
+    def wave(self, name: str, keys: float) -> float:
+        """Between the two numbers of keys beside these, or of the first or last two."""
+        at, all_keys, times = self._rounded(keys), self._keys, self._waves[name]
+        i = min(max(1, bisect.bisect_left(all_keys, at)), len(all_keys) - 1)
+        slope = (times[i] - times[i - 1]) / (all_keys[i] - all_keys[i - 1])
+        return max(0.0, times[i] + slope * (at - all_keys[i]))
+
+    def splits(self, keys: float, tiles: int, num_splits: int) -> float:
+        """Of ``tiles`` tiles with so many keys, each in ``num_splits`` splits, and their combination."""
+        always, per_cta, per_split = self._splits
+        return (self.wave("whole", keys / num_splits) + always + per_cta * tiles * num_splits
+                + per_split * num_splits)
+
+
+@functools.cache
+def _all_costs() -> dict[tuple[str, HopperTile], dict[int, Costs]]:
+    found: dict[tuple[str, HopperTile], dict[int, Costs]] = {}
+    for entry in json.loads(PATH.read_text())["tiles"]:
+        found.setdefault((entry["kind"], HopperTile(*entry["tile"])), {})[entry["head_dim"]] = Costs(entry)
+    return found
+
+
+@functools.cache
+def costs_of(kind: str, head_dim: int, tile: HopperTile) -> Costs:
+    """Of the smallest head dim measured that is at least this one."""
+    entries = _all_costs()[kind, tile]
+    return entries[min(size for size in entries if size >= head_dim)]
