@@ -17,7 +17,8 @@ Every output is compared with that of the first way; one that differs by more th
 is marked WRONG, and the exit status is 1.
 
 Inputs: bfloat16, batch 1, independent normal elements; intervals: top-w masks of independent scores, which are the
-bias; softcaps of 30. Lists of intervals are prepared. Timing: see harness/measure.py.
+bias; bits: a dense bias without a mask, for with one there is one way; softcaps of 30. Lists of intervals are prepared.
+Timing: see harness/measure.py.
 
 The results go to ``schedule.json`` in the folder of the GPU; those of a choice of kinds or head dims are only printed.
 ``sm90_costs.json`` of the library holds its costs: ``--write`` puts them there.
@@ -42,11 +43,13 @@ from cupy_dma.backends.cuda.attention import sm90, sm90_costs, sm90_schedule, sm
 from cupy_dma.backends.cuda.attention.sm90_schedule import Work
 from cupy_dma.backends.cuda.attention.sm90_tiles import Facts, HopperTile
 from cupy_dma.backends.cuda.runtime import jit, plans
+from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE
 
-KINDS = tuple(kind for kind in sm90_tiles.TILES if kind != "bits")  # which have one way
+KINDS = tuple(sm90_tiles.TILES)
 HEAD_DIMS = (64, 96, 128, 192, 256)
 TILE_HEADS = 2
-KEYS = {"short intervals": (32, 128, 192), "intervals": (256, 1024, 4096), "contiguous": (256, 2048, 8192)}
+KEYS = {"short intervals": (32, 128, 192), "intervals": (256, 1024, 4096), "contiguous": (256, 2048, 8192),
+        "bits": (256, 2048, 4096)}
 SPLITS = ((1, 8), (1, 32), (1, 96), (4, 32), (16, 2), (16, 8), (33, 4), (66, 2))  # tiles, and of each
 ROUNDING = 2.0**-8  # of bfloat16
 
@@ -79,7 +82,9 @@ class Call(NamedTuple):
         options: dict[str, Any] = {"causal": self.causal}
         if self.window:
             options["mask"] = dma.IntervalMask.top_w(scores, self.window)
-        if self.window or "bias" in self.kind:
+        if self.kind == "bits":
+            options["bias"] = torch.randn(1, 1, self.queries, self.keys, device="cuda", dtype=torch.bfloat16)
+        elif self.window or "bias" in self.kind:
             options["bias"] = scores
         if "softcap" in self.kind:
             options["softcap"] = 30.0
@@ -111,11 +116,11 @@ def choices(kinds: list[str], head_dims: list[int]) -> list[Call]:
                 pieces = [(8, 128, 32768, 1024), (8, 128, 65536, 512), (8, 128, 131072, 2048), (8, 256, 65536, 4096),
                           (8, 512, 131072, 2048), (1, 128, 32768, 1024), (1, 1024, 65536, 2048), (8, 2048, 32768, 1024)]
             else:
-                sizes = [(1, 1024, 0), (1, 2048, 0), (1, 4096, 0), (1, 16384, 0), (3, 2048, 0), (8, 512, 0),
+                sizes = [(1, 1024, 0), (1, 2048, 0), (1, 4096, 0), (1, 12288, 0), (3, 2048, 0), (8, 512, 0),
                          (8, 1024, 0), (8, 2048, 0), (8, 4096, 0), (8, 8192, 0)]
                 pieces = [(8, 128, 32768, 0), (8, 512, 65536, 0), (1, 128, 65536, 0), (1, 12, 65536, 0)]
             pieces += [(g, n, n, w) for g, n, w in sizes]
-            some = pieces[::1 if d in (64, 128) and kind in KEYS else 4]
+            some = pieces[::1 if d in (64, 128) and kind in KEYS and kind != "bits" else 4]
             found += [Call(kind, d, *piece, causal) for causal in (False, True)[:1 + (kind == "contiguous")]
                       for piece in some]
     return [call for call in found if sm90_tiles.tiles_of(call.kind, call.head_dim)]
@@ -155,8 +160,9 @@ def configs(kinds: list[str], head_dims: list[int]) -> list[jit.Config]:
                 found += [sm90.HopperForwardConfig(
                     element="__nv_bfloat16", head_dim=d, heads=TILE_HEADS, **tile._asdict(),
                     keys="KEYS_LISTED" if listed(kind) else "KEYS_CONTIGUOUS", causal=causal,
-                    bias=int(listed(kind) or "bias" in kind), softcap="softcap" in kind, bits=False,
-                    bias_element="float", sequences=False, kv_tma=not listed(kind), query_tma=True, runs=False,
+                    bias=BIAS_DENSE if kind == "bits" else int(listed(kind) or "bias" in kind),
+                    softcap="softcap" in kind, bits=False, bias_element="__nv_bfloat16" if kind == "bits" else "float",
+                    sequences=False, kv_tma=not listed(kind) and kind != "bits", query_tma=True, runs=kind == "bits",
                     split=split) for split in (False, True) for causal in (False, True)[:1 + (kind == "contiguous")]]
     return list(dict.fromkeys(found))
 

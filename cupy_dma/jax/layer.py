@@ -114,7 +114,7 @@ class DynamicMaskAttention(nnx.Module):
             for x, name in ((padding, "padding"), (documents, "documents")):
                 if x is not None:
                     raise ValueError(f"{name} must be None in a layer with sinks={self.sinks}, recent={self.recent}: "
-                                     "here these are those of whole sequences")
+                                     "such a layer takes whole sequences only")
             scores = self.scores(value)
             return attention(query, key, value, mask=self._kept(scores), bias=scores, **options)
         return dynamic_mask_attention(

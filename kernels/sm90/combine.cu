@@ -4,10 +4,11 @@
 //     lse = log sum_i exp(lse_i),   out = sum_i exp(lse_i - lse) o_i
 //
 // for the rows of those tiles. Splits are added in order, so every run gives the same bits. Where a row sees none of a
-// split's keys, lse_i is -inf and the split has no weight.
+// split's keys, lse_i is -inf and the split has no weight. Each lse_i is a sum of two, of which the second counts however
+// large the first is: differences are those of the firsts and of the seconds.
 //
 // partial // (split tiles, splits, BLOCK_M, HEAD_DIM) f32, 16-byte aligned
-// partial_lse // (split tiles, splits, BLOCK_M) f32
+// partial_lse // (split tiles, splits, BLOCK_M, 2) f32
 // out     // (B, Lq, H, D) ELEMENT, contiguous       lse // (B, H, Lq) f32
 // A row belongs to LANES lanes, a block has ROWS rows of one tile. Rows of other tiles are left alone.
 //
@@ -16,7 +17,7 @@
 
 struct CombineParams {
     const float* partial;
-    const float* partial_lse;
+    const float2* partial_lse;
     ELEMENT* out;
     float* lse;
     int num_splits;  // of a tile
@@ -46,20 +47,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_splits(const Combi
     const int query = (p.tiles - 1 - tile.index) * QUERIES + row / HEADS;
     if (row >= QUERIES * HEADS || query >= p.query_length) return;
 
-    const float* lse = p.partial_lse + row_of_split(split_tile * p.num_splits, row);
+    const float2* lse = p.partial_lse + row_of_split(split_tile * p.num_splits, row);
     const auto lse_of = [&](int split) { return lse[min(split, p.num_splits - 1) * BLOCK_M]; };
-    float highest = -infinity();
+    float2 highest = make_float2(0.0f, -infinity());
 #pragma unroll 1
     for (int begin = 0; begin < p.num_splits; begin += TOGETHER) {
 #pragma unroll
-        for (int i = 0; i < TOGETHER; ++i) highest = fmaxf(highest, lse_of(begin + i));
+        for (int i = 0; i < TOGETHER; ++i) {
+            const float2 other = lse_of(begin + i);
+            if (other.x + other.y > highest.x + highest.y) highest = other;
+        }
     }
 
     const float* partial = p.partial + row_of_split(split_tile * p.num_splits, row) * HEAD_DIM;
     float o[OWN][4] = {}, sum = 0.0f;
 #pragma unroll 1
     for (int begin = 0; begin < p.num_splits; begin += TOGETHER) {
-        float own[TOGETHER];
+        float2 own[TOGETHER];
         uint4 x[TOGETHER][OWN];
 #pragma unroll
         for (int i = 0; i < TOGETHER; ++i) {
@@ -73,8 +77,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_splits(const Combi
         }
 #pragma unroll
         for (int i = 0; i < TOGETHER; ++i) {
-            if (begin + i >= p.num_splits || own[i] == -infinity()) continue;
-            float weight = exp2_fast((own[i] - highest) * LOG2_E);
+            if (begin + i >= p.num_splits || own[i].y == -infinity()) continue;
+            float weight = exp2_fast((own[i].x - highest.x + (own[i].y - highest.y)) * LOG2_E);
             if (weight < LEAST) weight = LEAST;  // NaN remains
             sum += weight;
 #pragma unroll
@@ -94,5 +98,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_splits(const Combi
             reinterpret_cast<uint2*>(out)[piece] = make_uint2(pack_pair(o[k][0] * factor, o[k][1] * factor),
                                                               pack_pair(o[k][2] * factor, o[k][3] * factor));
     }
-    if (lane == 0) p.lse[((long long)batch * p.heads + head) * p.query_length + query] = highest + logf(sum);
+    if (lane == 0) p.lse[((long long)batch * p.heads + head) * p.query_length + query] = highest.x + (highest.y + logf(sum));
 }

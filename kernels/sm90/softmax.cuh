@@ -179,6 +179,12 @@ struct OnlineSoftmax {
         return (is_low(r) ? 1.0f : LN_2) * ((r == 0 ? m[0] : m[1]) + log2_fast(r == 0 ? l[0] : l[1]));
     }
 
+    // The same as a sum of two: what m is far from 0 for leaves no digits for the logarithm of l. The second is -inf for
+    // a row that has seen nothing.
+    __device__ __forceinline__ float2 lse_in_two(int r) const {
+        return make_float2((is_low(r) ? 1.0f : LN_2) * (r == 0 ? m[0] : m[1]), LN_2 * log2_fast(r == 0 ? l[0] : l[1]));
+    }
+
 private:
     // Four independent strands a row for everything that runs over a block: a scheduler has few other warps to hide
     // latency.

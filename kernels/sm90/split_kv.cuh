@@ -3,7 +3,7 @@
 // / count, and leaves for sm90/combine.cu
 //
 // output // (split tiles, count, BLOCK_M, HEAD_DIM) f32   softmax over the split's keys, times v; 0 where a row sees none
-// lse    // (split tiles, count, BLOCK_M) f32             natural log, -inf where a row sees none
+// lse    // (split tiles, count, BLOCK_M, 2) f32          natural log as a sum of two (OnlineSoftmax::lse_in_two)
 //
 // Rows are those of the tile; nothing is written for rows past the last query.
 //
@@ -13,7 +13,7 @@
 
 struct Splits {
     float* output;
-    float* lse;
+    float2* lse;
     int first;  // index of the first split tile in the order of the schedule
     int count;  // splits of each tile
     int blocks;  // CTAs that have a split, as their last tile
@@ -59,5 +59,5 @@ __device__ __forceinline__ void write_split(const Splits& splits, int rows, int 
         }
     if (nonfinite != 0.0f) raise(nonfinite_seen);
     const int r = lane & 3;  // two of four lanes write one lse each
-    if (r < 2 && row + 8 * r < rows) __stcg(splits.lse + split_row + 8 * r, softmax.lse(r));
+    if (r < 2 && row + 8 * r < rows) __stcg(splits.lse + split_row + 8 * r, softmax.lse_in_two(r));
 }

@@ -444,7 +444,7 @@ def test_splits_of_logits_that_rise_and_fall(slope, tile, everything, torch, dev
         rows[:, 300:600] = torch.nan  # which nobody sees
     masks = None, dma.IntervalMask._make(library_named("torch"), start, stop, Hints(bound=(700, 0)))
     position = torch.arange(length - queries, length, device=device)
-    for mask, sms in itertools.product(masks, (3, 7)):
+    for mask, sms in itertools.product(masks, (3, 8)):
         keys, values = (k, v) if mask is None else bad
         with schedule_cases.num_sms(sms, split=True) as splits:
             out, lse = dma.attention(q, keys, values, mask=mask, bias=bias, softcap=softcap, return_lse=True)

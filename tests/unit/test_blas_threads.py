@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event
+from threading import Event, get_ident
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from threadpoolctl import ThreadpoolController
 
 import cupy_dma as dma
 from cupy_dma.backends.numpy import backward, forward, scores
+from cupy_dma.backends.numpy import threads as of_backend
 from cupy_dma.backends.numpy.threads import one_blas_thread
 
 BLAS = ThreadpoolController().select(user_api="blas")
@@ -151,3 +152,58 @@ def test_nested(users):
             assert threads() == [1] * len(users)
         assert threads() == [1] * len(users)
     assert threads() == users
+
+
+# ---- threads for long sequences ----
+def gradients(bias):
+    """Of two batch entries with two kv heads, and which threads made them."""
+    do, q, k, v, s = draw()
+    mask, used = dma.IntervalMask.top_w(s, window=20), set()
+    right = backward.logits
+
+    def logits(*arguments):
+        used.add(get_ident())
+        return right(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backward, "logits", logits)
+        out, lse = dma.attention(q, k, v, mask=mask, bias=bias, return_lse=True)
+        found = dma.backward.attention_backward(do, q, k, v, out, lse, mask=mask, bias=bias)
+    return [out, lse, *found], used
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 4), (1, 2), (2, 1), (1, 4)])
+def test_long_sequences_have_threads(shape, users, monkeypatch):
+    """With the same bits; a bias gradient that batch entries or kv heads share is made by one."""
+    bias = np.random.default_rng(1).standard_normal((*shape, 60), np.float32)
+    expected, _ = gradients(bias)
+    monkeypatch.setattr(of_backend, "LONG", 60)
+    found, used = gradients(bias)
+    assert all(np.array_equal(x, y) for x, y in zip(found, expected))
+    alone = users == [1] * len(users) or shape not in ((2, 2), (2, 4))
+    assert (get_ident() in used and len(used) == 1) if alone else (get_ident() not in used)
+    assert threads() == users
+
+
+@pytest.mark.parametrize(("module", "name"), INSIDE, ids=lambda x: getattr(x, "__name__", x))
+def test_threads_have_one_blas_thread_and_pass_exceptions_on(module, name, users, monkeypatch):
+    monkeypatch.setattr(of_backend, "LONG", 1)
+    seen: list[list[int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        watch(patch, module, name, seen)
+        everything()
+    assert seen and all(number == 1 for numbers in seen for number in numbers)
+    watch(monkeypatch, module, name, [], fail=True)
+    with pytest.raises(FloatingPointError, match="in the middle"):
+        everything()
+    assert threads() == users
+
+
+def test_threads_do_not_warn(users, monkeypatch):
+    """About numbers that are not finite, here as in the calling thread."""
+    monkeypatch.setattr(of_backend, "LONG", 1)
+    do, q, k, v, _ = draw()
+    q[0, 3], v[1, 7] = np.inf, np.nan
+    with np.errstate(all="raise"):
+        out, lse = dma.attention(q, k, v, causal=True, return_lse=True)
+        dma.backward.attention_backward(do, q, k, v, out, lse, causal=True)

@@ -12,6 +12,8 @@ Limits of FlexAttention, or of this use of it:
   But one that *some* queries see may also propagate to others of its batch entry and head, because FlexAttention
   multiplies whole tiles, and 0 times NaN is NaN: from a value to ``out`` and ``dquery``, from a key to ``dquery`` (to
   ``out`` only where the key is visible), from a query to ``dkey``; ``dbias`` is affected by visible pairs only.
+- Logits overflow below some -2e38, for they are multiplied by ``log2(e)``: a row of which every visible key has such a
+  bias (the lowest number of float32 or bfloat16) has ``lse = -inf``, no gradient and, on CUDA, no defined output.
 - Every new combination of shapes, types and options is compiled once on CUDA, which takes seconds.
 - ``deterministic=True`` with a bias that broadcasts materializes its gradient ``(B, H, Lq, Lk)`` in float32 before
   summing it; otherwise FlexAttention accumulates the bias gradient with atomic float32 additions.

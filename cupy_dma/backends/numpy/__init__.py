@@ -6,12 +6,13 @@ sees, and processes long key lists in chunks. No ``Lq x Lk`` array is ever alloc
 and biases are read in slices. Every sum has a fixed order, so results are bitwise reproducible.
 
 Every product is that of one tile, too small to share: BLAS has one thread meanwhile, and the user's number afterwards.
+Of long sequences as many threads as BLAS may have take batch entries and kv heads, each by itself, with the same bits.
 
 Invisible keys never contribute: the logit of an invisible key is replaced by -inf, and non-finite rows are added only
 to queries that see them (in a matrix product even a weight of 0 would propagate a NaN).
 
     host.py           operands as NumPy arrays, and back
-    threads.py        one BLAS thread for small products
+    threads.py        one BLAS thread for small products, and threads for long sequences
     scores.py         key scores and their gradients
     selection.py      prefix top-w
     tiles.py          query tiles, their keys and logits      (shared by forward and backward)

@@ -5,12 +5,13 @@ gradients of key, value and bias have float32 (float64) accumulators of full siz
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from cupy_dma.backends.numpy.host import host, rounded, widened
-from cupy_dma.backends.numpy.threads import one_blas_thread
+from cupy_dma.backends.numpy.threads import one_blas_thread, shared_out
 from cupy_dma.backends.numpy.tiles import (
     Row,
     Scratch,
@@ -20,6 +21,7 @@ from cupy_dma.backends.numpy.tiles import (
     hide,
     logits,
     nonfinite_rows,
+    pairs_of,
     rows_of,
     weighted_sum,
 )
@@ -30,12 +32,19 @@ def attention_backward(call: AttentionBackwardCall) -> tuple[Any, Any, Any, Any]
     """``(dquery, dkey, dvalue, dbias)``, None for what is not in ``call.needs``; see ``cupy_dma.backends``."""
     forward = call.forward
     arguments = {"query": forward.query, "key": forward.key, "value": forward.value, "bias": forward.bias}
-    with np.errstate(all="ignore"), one_blas_thread():
-        total = _Accumulators(call)
-        for row in rows_of(forward):
+    total, bias = _Accumulators(call), forward.bias
+
+    def add(pairs: Sequence[tuple[int, int]]) -> None:
+        scratch = Scratch(), Scratch()
+        for row in rows_of(forward, pairs):
             with one_blas_thread():  # again: a concurrent call that has ended lifted the limit
                 for tile in row.tiles:
-                    total.add(row, tile)
+                    total.add(row, tile, *scratch)
+
+    shares_sums = "bias" in call.needs and bias is not None and (
+        bias.shape[0] < forward.batch or bias.shape[1] < forward.kv_heads)
+    shared_out(add, pairs_of(forward), forward.query_length, alone=shares_sums)
+    with np.errstate(all="ignore"):
         dq, dk, dv, dbias = (rounded(total.found[name], operand) if name in call.needs and operand is not None else None
                              for name, operand in arguments.items())
     return dq, dk, dv, dbias
@@ -52,10 +61,9 @@ class _Accumulators:
         self.bias = None if forward.bias is None else host(forward.bias)
         shapes = {"query": forward.query.shape, "key": forward.key.shape, "value": forward.value.shape,
                   "bias": () if forward.bias is None else forward.bias.shape}
-        self.for_p, self.for_ds = Scratch(), Scratch()
         self.found = {name: np.zeros(shapes[name], self.kind) for name in call.needs}
 
-    def add(self, row: Row, tile: Tile) -> None:
+    def add(self, row: Row, tile: Tile, for_p: Scratch, for_ds: Scratch) -> None:
         """Add the contributions of one tile's queries."""
         call, kind, found, b = self.call.forward, self.kind, self.found, row.batch
         here, there = (b, slice(tile.begin, tile.end), row.heads), (b, row.heads, slice(tile.begin, tile.end))
@@ -76,7 +84,7 @@ class _Accumulators:
         bias = None if self.bias is None else entry(self.bias, row, call)
         nonfinite_q, nonfinite_do = (nonfinite_rows(x).reshape(-1) for x in (q, do))
         for keys, full in chunks(tile):
-            s, visible, tanh = logits(q, row, tile, keys, full, bias, call.softcap, self.for_p)
+            s, visible, tanh = logits(q, row, tile, keys, full, bias, call.softcap, for_p)
             s -= shift
             p = np.exp(s, out=s)
             if visible is not None:
@@ -85,7 +93,7 @@ class _Accumulators:
                 found["value"][b, keys, row.kv_head] += _transposed_sum(p, do, nonfinite_do, visible)
             if found.keys() == {"value"}:
                 continue
-            ds = self.for_ds.product(do, row.keys.v[keys])  # dp
+            ds = for_ds.product(do, row.keys.v[keys])  # dp
             ds -= delta
             ds *= p
             if visible is not None:

@@ -1,14 +1,26 @@
 """Attention over gathered keys with an online softmax (SPEC section 5)."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends.numpy.host import deliver, host, widened
-from cupy_dma.backends.numpy.threads import one_blas_thread
-from cupy_dma.backends.numpy.tiles import Row, Scratch, Tile, chunks, entry, hide, logits, rows_of, weighted_sum
+from cupy_dma.backends.numpy.threads import one_blas_thread, shared_out
+from cupy_dma.backends.numpy.tiles import (
+    Row,
+    Scratch,
+    Tile,
+    chunks,
+    entry,
+    hide,
+    logits,
+    pairs_of,
+    rows_of,
+    weighted_sum,
+)
 from cupy_dma.calls.types import AttentionCall
 
 
@@ -18,9 +30,10 @@ def attention(call: AttentionCall) -> tuple[Any, Any]:
     query, bias = host(call.query), None if call.bias is None else host(call.bias)
     out = np.zeros(call.query.shape, numpy_dtype(call.query.dtype))
     lse = np.full((call.batch, call.heads, call.query_length), -np.inf, kind)
-    scratch = Scratch()
-    with np.errstate(all="ignore"), one_blas_thread():
-        for row in rows_of(call):
+
+    def attend(pairs: Sequence[tuple[int, int]]) -> None:
+        scratch = Scratch()
+        for row in rows_of(call, pairs):
             added = None if bias is None else entry(bias, row, call)
             with one_blas_thread():  # again: a concurrent call that has ended lifted the limit
                 for tile in row.tiles:
@@ -29,6 +42,8 @@ def attention(call: AttentionCall) -> tuple[Any, Any]:
                     q *= kind.type(call.scale)
                     o, lse[row.batch, row.heads, queries] = _attend(q, row, tile, added, call.softcap, scratch)
                     out[row.batch, queries, row.heads] = o.swapaxes(0, 1)
+
+    shared_out(attend, pairs_of(call), call.query_length)
     return deliver(out, call.query), deliver(lse, call.query)
 
 

@@ -4,7 +4,8 @@ Query heads that share keys, mask and bias are batched into one matrix product, 
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -47,20 +48,24 @@ class Row(NamedTuple):
     tiles: Iterator[Tile]
 
 
-def rows_of(call: AttentionCall) -> Iterator[Row]:
-    """All batch entries and query heads of a call."""
+def pairs_of(call: AttentionCall) -> list[tuple[int, int]]:
+    """Batch entries and kv heads of a call."""
+    return list(itertools.product(range(call.batch), range(call.kv_heads)))
+
+
+def rows_of(call: AttentionCall, pairs: Iterable[tuple[int, int]]) -> Iterator[Row]:
+    """The query heads of these batch entries and kv heads."""
     kind = widened(call.query.dtype)
     key, value = host(call.key), host(call.value)
     group = call.heads // call.kv_heads
     shared = {1 if x is None else x.shape[1] for x in (call.mask, call.dense, call.bias)} <= {1, call.kv_heads}
     together = group if shared else 1
     tiles_of = _TileMaker(call, min(max(TILE_ROWS // together, 32), 256))
-    for b in range(call.batch):
-        for g in range(call.kv_heads):
-            k, v = (np.ascontiguousarray(x[b, :, g], kind) for x in (key, value))
-            keys = Keys(k, v, nonfinite_rows(k), nonfinite_rows(v))
-            for h in range(g * group, (g + 1) * group, together):
-                yield Row(b, g, slice(h, h + together), keys, tiles_of(b, h))
+    for b, g in pairs:
+        k, v = (np.ascontiguousarray(x[b, :, g], kind) for x in (key, value))
+        keys = Keys(k, v, nonfinite_rows(k), nonfinite_rows(v))
+        for h in range(g * group, (g + 1) * group, together):
+            yield Row(b, g, slice(h, h + together), keys, tiles_of(b, h))
 
 
 def entry(array: np.ndarray, row: Row, call: AttentionCall) -> np.ndarray:

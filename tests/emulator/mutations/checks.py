@@ -481,6 +481,8 @@ CHECKS: dict[str, Callable[[], None]] = {
         elsewhere(test_numerics.test_low_biases, "hopper", "bfloat16", "bfloat16", -1e10, 30),
     "test_low_biases[Hopper, dense rows]":
         elsewhere(test_numerics.test_rows_of_low_biases_beside_others, "none", -1.2e9, 32),
+    "test_low_biases[Hopper, splits]":
+        elsewhere(test_numerics.test_rows_of_low_biases_in_splits, "none", -1e20),
     "test_gradients_with_low_biases":
         elsewhere(test_numerics.test_gradients_with_low_biases, "portable", "float16", "key", False, -1e9, 0.0),
     "test_gradients_with_low_biases[Hopper]":

@@ -126,6 +126,15 @@ def test_rows_of_low_biases_beside_others(kind, low, head_dim):
     assert np.isfinite(lse[..., row % 4 == 0]).all()
 
 
+@pytest.mark.parametrize("low", [-1.2e9, -1e20, "lowest"], ids=str)
+@pytest.mark.parametrize("kind", ["none", "causal", "softcap", "lists"])
+def test_rows_of_low_biases_in_splits(kind, low):
+    """The weight of a split is that of how many keys it has, however low their biases are."""
+    with schedule_cases.num_sms(30, split=True) as splits:
+        test_rows_of_low_biases_beside_others(kind, low, 32)
+    assert min(splits) > 1
+
+
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
 @pytest.mark.parametrize("low", [-1e7, -1e9, -1e30, "lowest"], ids=str)
 @pytest.mark.parametrize(("kernel", "dtype", "kind", "deterministic"), [

@@ -6,6 +6,7 @@
     sm90.py           the forward on Hopper: kernels/sm90/forward.cu, combine.cu
     sm90_tiles.py     its tile shapes, and the facts of a call that they depend on
     sm90_schedule.py  its tile scheduler: the tile of a call and its schedule on the SMs
+    sm90_costs.py     what its tiles cost, as measured
     tma.py            TMA descriptors
     split.py          split-KV of few query rows: how keys are split among blocks
     flash_decode.py   attention of few queries: kernels/decode/flash_decode.cu

@@ -145,7 +145,7 @@ class _Splits:
         self.config = ELEMENTS[query.dtype], call.head_dim, problem.tile_heads, tile.block_m  # of CombineConfig
         self.rows = (sets * work.tiles - work.first) * tile.block_m
         rows = self.rows * work.num_splits
-        self.workspace = query.library.empty((rows * (call.head_dim + 1),), "float32", query.device)
+        self.workspace = query.library.empty((rows * (call.head_dim + 2),), "float32", query.device)
         self.output = query.library.pointer(self.workspace)
         self.lse = self.output + 4 * rows * call.head_dim
         self.packed = jit.params("sm90/split_kv.cuh", "Splits").pack(

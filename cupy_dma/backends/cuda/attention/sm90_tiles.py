@@ -1,6 +1,6 @@
 """Tile shapes of the Hopper forward (``kernels/sm90``): which of them a call may take, and what that depends on.
 
-``sm90_schedule.tile_shape`` takes the one with less time.
+``sm90_schedule.tile_shape`` takes the one with less time, by what they cost (``sm90_costs``).
 """
 from __future__ import annotations
 
