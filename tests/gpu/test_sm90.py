@@ -369,7 +369,8 @@ def test_tiles_split_up_along_their_keys(name, tile, everything, torch, device, 
                 assert torch.equal(ours.view(torch.int16), others.view(torch.int16))
             torch.testing.assert_close(results[0], expected[0], rtol=0, atol=2**-8, equal_nan=True)
             torch.testing.assert_close(results[1], expected[1], rtol=0, atol=1e-4)
-    assert found == {1} if "sequences" in name else max(found) > 2
+    whole = "sequences" in name or "all tiles" in name  # how many keys a query sees is not known
+    assert found == {1} if whole else max(found) > 2
 
 
 @pytest.mark.parametrize(("name", "tile"), [(name, tile) for name in schedule_cases.CASES for tile in TILES

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import cupy_dma as dma
-from cupy_dma.arrays import numpy_dtype
+from cupy_dma.arrays import library_named, numpy_dtype
 from cupy_dma.backends.cuda.attention import sm90, sm90_schedule
 from cupy_dma.backends.cuda.attention import sm90_backward as kernels_backward
+from cupy_dma.masks.interval import Hints
 from tests.gpu.sm90_tiles import TILES, taken
 from tests.oracle import cases, schedule_cases
 from tests.oracle.cache_cases import History
@@ -256,7 +257,9 @@ def sm90_splits(kind: str) -> Callable[[], None]:
             v[:, ::100] = np.inf
             options = {"mask": dma.IntervalMask.sliding_window(900, 30)}
         elif kind == "nothing seen":  # by the last queries
-            options["mask"] = dma.IntervalMask(np.zeros((1, 1, 900), np.int32), np.full((1, 1, 900), 850, np.int32))
+            start, stop = np.zeros((1, 1, 900), np.int32), np.full((1, 1, 900), 850, np.int32)
+            stop[..., 800:] = 0
+            options["mask"] = dma.IntervalMask._make(library_named("numpy"), start, stop, Hints(bound=(800, 0)))
         expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), **options, return_lse=True, backend="numpy")
         for num_sms, count in ((3, 3), (19, 4)):
             with (emulator.hopper_gpu() as gpu, taken(*TILES["192x64x6"]),
