@@ -107,6 +107,18 @@ __device__ __forceinline__ void load_rows(Shared& shared, int stage, const Atten
     shared_write_fence();
 }
 
+// The index of the tile (find_key_tile) that is number `number` in the order of tickets. Where the first keys have the
+// most queries, those of all heads come first, in BANDS bands of tiles, and within a band head by head, whose queries
+// then stay in L2: the last tiles to be taken are short, so all SMs end nearly together.
+__device__ __forceinline__ unsigned tile_of_number(const AttentionParams& p, unsigned number) {
+    if (KEYS != KEYS_CONTIGUOUS || SEQUENCES || !(CAUSAL || INTERVALS)) return number;
+    constexpr unsigned BANDS = 8;
+    const unsigned rows = p.batch * p.kv_heads, tiles = (p.key_length + BLOCK_N - 1) / BLOCK_N;
+    const unsigned size = (tiles + BANDS - 1) / BANDS, band = number / (rows * size), first = band * size;
+    const unsigned own = min(size, tiles - first), rest = number - rows * first;
+    return rest / own * tiles + first + rest % own;
+}
+
 // Fills one stage of keys, tile after tile.
 __device__ __forceinline__ void produce_keys(Shared& shared, const BackwardDkvParams& launch, int stage) {
     const AttentionParams& p = launch.attention;
@@ -120,7 +132,7 @@ __device__ __forceinline__ void produce_keys(Shared& shared, const BackwardDkvPa
             if ((threadIdx.x & 31) == 0) shared.facts[stage].steps = END;
         } else {
             const int part = launch.in_parts() ? ticket / launch.whole_tiles : 0;
-            const KeyTile t = find_key_tile(p, ticket - part * launch.whole_tiles);
+            const KeyTile t = find_key_tile(p, tile_of_number(p, ticket - part * launch.whole_tiles));
             if (load_facts(shared.facts[stage], launch, t, part) > 0) load_rows(shared, stage, p, t);
         }
         barrier_arrive(&shared.key_full[stage]);

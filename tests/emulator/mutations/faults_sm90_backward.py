@@ -278,4 +278,9 @@ FAULTS = [
     Fault("a warp of queries reads the first word of a key", DQ_CONSUMER, "[first_row / HEADS / 32]", "[0]", DENSE),
     Fault("the second half of a tile has no keys", "common/key_tile.cuh",
           "found.z + p.super_blocks[(list + t.entry) / LIST_KEYS + 1].z;", "found.z;", DENSE),
+    # ---- the order of tiles ----
+    Fault("the last band has as many tiles as others", PRODUCER, "const unsigned own = min(size, tiles - first),",
+          "const unsigned own = size,", "sm90 backward[bands]"),
+    Fault("a band begins with the last tile of the one before", PRODUCER, "first = band * size;",
+          "first = band * size - (band > 0);", "sm90 backward[bands]"),
 ]

@@ -319,6 +319,14 @@ def test_tile_after_tile(options, num_sms, deterministic, served):
     assert served.called
 
 
+@pytest.mark.parametrize("length", [1100, 1290])
+def test_tiles_in_bands(length):
+    """Of nine and eleven tiles: bands of two, the last of one."""
+    options = {"window": 0, "causal": True, "length": length, "head_dim": 16, "heads": (2, 2)}
+    with schedule_cases.num_sms(3):
+        check(gradients("emulator", **options), gradients("numpy", **options))
+
+
 @functools.cache
 def in_order(**options: Any) -> Any:
     with schedule_cases.num_sms(2):
