@@ -50,7 +50,9 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 TILE_HEADS = 2
 KEYS = {"short intervals": (32, 128, 192), "intervals": (256, 1024, 4096), "contiguous": (256, 2048, 8192),
         "bits": (256, 2048, 4096)}
-SPLITS = ((1, 8), (1, 32), (1, 96), (4, 32), (16, 2), (16, 8), (33, 4), (66, 2))  # tiles, and of each
+SPLITS = ((1, 8), (1, 16), (1, 32), (1, 64), (1, 96), (4, 8), (4, 32), (16, 2), (16, 4), (16, 8), (33, 2), (33, 4),
+          (66, 2))  # tiles, and of each
+MANY_KEYS = 32768  # of splits alone
 ROUNDING = 2.0**-8  # of bfloat16
 
 
@@ -212,10 +214,12 @@ def costs(kind: str, head_dim: int, tile: HopperTile) -> dict[str, Any]:
             short = {"tail_tiles": num_sms, "short_tiles": num_sms}
             entry["short"] = of_tiles(kind, head_dim, tile, num_sms, keys, short, short=True) - launch
         found["waves"].append(entry)
+    for keys in (*keys_of(kind), *([MANY_KEYS] if "contiguous" in kind else [])):
+        own = keys + listed(kind) * tile.block_m // TILE_HEADS
         for tiles, count in SPLITS:
-            if entry["keys"] >= count * sm90_schedule.SPLIT_BLOCKS * tile.block_n:
+            if own >= count * sm90_schedule.SPLIT_BLOCKS * tile.block_n:
                 us = of_tiles(kind, head_dim, tile, tiles, keys, {"grid": tiles * count, "num_splits": count})
-                found["splits"].append({"keys": entry["keys"], "tiles": tiles, "count": count, "us": us})
+                found["splits"].append({"keys": own, "tiles": tiles, "count": count, "us": us})
     return found
 
 
