@@ -108,15 +108,19 @@ __device__ __forceinline__ void load_rows(Shared& shared, int stage, const Atten
 }
 
 // The index of the tile (find_key_tile) that is number `number` in the order of tickets. Where the first keys have the
-// most queries, those of all heads come first, in BANDS bands of tiles, and within a band head by head, whose queries
-// then stay in L2: the last tiles to be taken are short, so all SMs end nearly together.
+// most queries, kv heads are taken in groups of some WAVES tiles for each CTA, and of a group the long tiles of all heads
+// first, in bands: the last tiles to be taken are short, so all SMs end nearly together. Larger groups would stream more
+// queries through L2 for each band.
 __device__ __forceinline__ unsigned tile_of_number(const AttentionParams& p, unsigned number) {
     if (KEYS != KEYS_CONTIGUOUS || SEQUENCES || !(CAUSAL || INTERVALS)) return number;
-    constexpr unsigned BANDS = 8;
-    const unsigned rows = p.batch * p.kv_heads, tiles = (p.key_length + BLOCK_N - 1) / BLOCK_N;
-    const unsigned size = (tiles + BANDS - 1) / BANDS, band = number / (rows * size), first = band * size;
-    const unsigned own = min(size, tiles - first), rest = number - rows * first;
-    return rest / own * tiles + first + rest % own;
+    constexpr unsigned WAVES = 2, BANDS = 16;
+    const unsigned all_rows = p.batch * p.kv_heads, tiles = (p.key_length + BLOCK_N - 1) / BLOCK_N;
+    const unsigned groups = max(1u, all_rows * tiles / (WAVES * gridDim.x)), group_rows = (all_rows + groups - 1) / groups;
+    const unsigned first_row = number / (group_rows * tiles) * group_rows, rows = min(group_rows, all_rows - first_row);
+    const unsigned of_group = number - first_row * tiles;
+    const unsigned size = (tiles + BANDS - 1) / BANDS, first = of_group / (rows * size) * size;
+    const unsigned own = min(size, tiles - first), rest = of_group - rows * first;
+    return (first_row + rest / own) * tiles + first + rest % own;
 }
 
 // Fills one stage of keys, tile after tile.

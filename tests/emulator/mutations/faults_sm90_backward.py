@@ -281,6 +281,8 @@ FAULTS = [
     # ---- the order of tiles ----
     Fault("the last band has as many tiles as others", PRODUCER, "const unsigned own = min(size, tiles - first),",
           "const unsigned own = size,", "sm90 backward[bands]"),
-    Fault("a band begins with the last tile of the one before", PRODUCER, "first = band * size;",
-          "first = band * size - (band > 0);", "sm90 backward[bands]"),
+    Fault("a band begins with the last tile of the one before", PRODUCER, "first = of_group / (rows * size) * size;",
+          "first = max(1u, of_group / (rows * size) * size) - 1;", "sm90 backward[bands]"),
+    Fault("the last group has as many heads as others", PRODUCER, "rows = min(group_rows, all_rows - first_row);",
+          "rows = group_rows;", "sm90 backward[bands]"),
 ]

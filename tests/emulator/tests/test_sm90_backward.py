@@ -319,11 +319,11 @@ def test_tile_after_tile(options, num_sms, deterministic, served):
     assert served.called
 
 
-@pytest.mark.parametrize("length", [1100, 1290])
-def test_tiles_in_bands(length):
-    """Of nine and eleven tiles: bands of two, the last of one."""
-    options = {"window": 0, "causal": True, "length": length, "head_dim": 16, "heads": (2, 2)}
-    with schedule_cases.num_sms(3):
+@pytest.mark.parametrize(("length", "num_sms"), [(1100, 30), (2100, 13), (2100, 90)])
+def test_tiles_in_bands(length, num_sms):
+    """Of three heads with nine or seventeen tiles: one group, or two of which the last has one head; bands of one or two."""
+    options = {"window": 0, "causal": True, "length": length, "head_dim": 16, "heads": (3, 3)}
+    with schedule_cases.num_sms(num_sms):
         check(gradients("emulator", **options), gradients("numpy", **options))
 
 
