@@ -109,16 +109,17 @@ __device__ __forceinline__ void load_rows(Shared& shared, int stage, const Atten
 
 // The index of the tile (find_key_tile) that is number `number` in the order of tickets. Where the first keys have the
 // most queries, kv heads are taken in groups of some WAVES tiles for each CTA, and of a group the long tiles of all heads
-// first, in bands: the last tiles to be taken are short, so all SMs end nearly together. Larger groups would stream more
-// queries through L2 for each band.
+// first, in bands: the last tiles to be taken are short, so all SMs end nearly together. Each band streams the queries of
+// its group through L2 once more, hence groups, and bands of two tiles and more.
 __device__ __forceinline__ unsigned tile_of_number(const AttentionParams& p, unsigned number) {
     if (KEYS != KEYS_CONTIGUOUS || SEQUENCES || !(CAUSAL || INTERVALS)) return number;
     constexpr unsigned WAVES = 2, BANDS = 16;
     const unsigned all_rows = p.batch * p.kv_heads, tiles = (p.key_length + BLOCK_N - 1) / BLOCK_N;
-    const unsigned groups = max(1u, all_rows * tiles / (WAVES * gridDim.x)), group_rows = (all_rows + groups - 1) / groups;
+    const unsigned full = WAVES * gridDim.x, groups = max(1u, (all_rows * tiles + full / 2) / full);
+    const unsigned group_rows = (all_rows + groups - 1) / groups;
     const unsigned first_row = number / (group_rows * tiles) * group_rows, rows = min(group_rows, all_rows - first_row);
     const unsigned of_group = number - first_row * tiles;
-    const unsigned size = (tiles + BANDS - 1) / BANDS, first = of_group / (rows * size) * size;
+    const unsigned size = max(2u, (tiles + BANDS - 1) / BANDS), first = of_group / (rows * size) * size;
     const unsigned own = min(size, tiles - first), rest = of_group - rows * first;
     return (first_row + rest / own) * tiles + first + rest % own;
 }

@@ -321,7 +321,8 @@ def test_tile_after_tile(options, num_sms, deterministic, served):
 
 @pytest.mark.parametrize(("length", "num_sms"), [(1100, 30), (2100, 13), (2100, 90)])
 def test_tiles_in_bands(length, num_sms):
-    """Of three heads with nine or seventeen tiles: one group, or two of which the last has one head; bands of one or two."""
+    """Of three heads with nine or seventeen tiles: one group, or two of which the last has one head. Bands have two
+    tiles, the last has one."""
     options = {"window": 0, "causal": True, "length": length, "head_dim": 16, "heads": (3, 3)}
     with schedule_cases.num_sms(num_sms):
         check(gradients("emulator", **options), gradients("numpy", **options))
