@@ -35,7 +35,7 @@ UNIT_QUERIES, ROUND_THREADS = 64, 256  # of backward_dq_round.cu
 ONE_PASS: bool | None = None
 #: what lists of super-tiles and two passes cost: for each pair that a query keeps as much as so many pairs of keys in
 #: their own order in one pass, and so many steps of 64 x 128 of these on each SM beside them (docs/lab/grid.md)
-LISTED_PAIR, LISTED_STEPS = 1.3, 7.0
+LISTED_PAIR, LISTED_STEPS = 1.4, 6.0
 #: tiles of launch_dkv on each SM: with fewer, in two passes up to MAX_NARROW_DIM, the portable kernel with its smaller
 #: tiles is faster (docs/lab/backward.md, version 44)
 MIN_TILES = 1.0
