@@ -508,7 +508,7 @@ def test_the_time_of_whole_tiles(length, heads, kv_heads, window, tail, waves):
     assert work.tail_tiles == tail
     costs, keys = sm90_costs.costs_of("intervals", 64, tile), min(length, window + 96)
     expected = costs.wave("launch", keys) + sum(n * costs.wave(name, int(part * keys)) for n, name, part in waves)
-    assert sm90_schedule.microseconds(facts, tile, work, 132) == pytest.approx(expected)
+    assert sm90_schedule.microseconds(facts, tile, work, 132) == pytest.approx(1.03 * expected)
 
 
 def test_the_time_between_the_keys_that_were_measured():

@@ -19,6 +19,9 @@ SWIZZLE_GROUP_WAVES = 2  # tiles that an SM has of an L2 swizzle group at least,
 SWIZZLE_GROUP_BYTES = 24 << 20  # keys and values that stay in L2
 # Splits of a tile at most, or of all tiles if that is more, and blocks of keys of one at least: no others are measured.
 MAX_SPLITS, MAX_SPLITS_OF_ALL, SPLIT_BLOCKS = 32, 96, 2
+# What calls take more than the waves that were measured: with tiles of 192 rows, whose lists may be a block longer, and
+# with causal tiles that are split.
+LARGE_TILES, CAUSAL_SPLITS = 1.03, 1.1
 
 
 class Work(NamedTuple):
@@ -124,7 +127,15 @@ def _bytes(facts: Facts, keys: int) -> int:
 
 # ---- what a schedule takes ------------------------------------------------------------------------------------------
 def microseconds(facts: Facts, tile: HopperTile, work: Work, num_sms: int) -> float:
-    """Of all tiles, one wave after the other, in the order of the kernel."""
+    """Of a launch and all tiles."""
+    time = _all_waves(facts, tile, work, num_sms)
+    if facts.causal and work.num_splits > 1:
+        time *= CAUSAL_SPLITS
+    return LARGE_TILES * time if tile.block_m == 192 else time
+
+
+def _all_waves(facts: Facts, tile: HopperTile, work: Work, num_sms: int) -> float:
+    """One wave after the other, in the order of the kernel."""
     costs = costs_of(facts.keys, facts.head_dim, tile)
     launch = costs.wave("launch", _most_keys(facts, tile))
     count = facts.sets * (work.tiles - work.short_tiles)
