@@ -26,8 +26,9 @@ def test_wheel_is_pure_and_complete(wheel):
     assert wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as content:
         names = set(content.namelist())
-    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "cupy_dma").rglob("*.py")}
-    assert modules <= names
+    files = {path.relative_to(ROOT).as_posix() for pattern in ("*.py", "*.json")
+             for path in (ROOT / "cupy_dma").rglob(pattern)}
+    assert "cupy_dma/backends/cuda/attention/sm90_costs.json" in files <= names
     assert {f"cupy_dma/kernels/{name}" for name in SOURCES} <= names
     assert "cupy_dma/py.typed" in names
     assert any(name.endswith("LICENSE") for name in names)
