@@ -33,19 +33,19 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
 from benchmarks.harness.suite import add_record_options, write_record
+from benchmarks.tune_sm90 import KINDS, ROUNDING, WINDOWS, Case, calls
 from cupy_dma.backends.cuda.attention import sm90, sm90_costs, sm90_schedule, sm90_tiles
 from cupy_dma.backends.cuda.attention.sm90_schedule import Work
 from cupy_dma.backends.cuda.attention.sm90_tiles import Facts, HopperTile
 from cupy_dma.backends.cuda.runtime import jit, plans
 from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE
 
-KINDS = tuple(sm90_tiles.TILES)
 HEAD_DIMS = (64, 96, 128, 192, 256)
 TILE_HEADS = 2
 KEYS = {"short intervals": (32, 128, 192), "intervals": (256, 1024, 4096), "contiguous": (256, 2048, 8192),
@@ -53,64 +53,38 @@ KEYS = {"short intervals": (32, 128, 192), "intervals": (256, 1024, 4096), "cont
 SPLITS = ((1, 8), (1, 16), (1, 32), (1, 64), (1, 96), (4, 8), (4, 32), (16, 2), (16, 4), (16, 8), (33, 2), (33, 4),
           (66, 2))  # tiles, and of each
 MANY_KEYS = 32768  # of splits alone
-ROUNDING = 2.0**-8  # of bfloat16
 
 
-class Call(NamedTuple):
-    """``window`` 0: all keys."""
+def prepared(case: Case) -> Callable[[], Any]:
+    """Its call."""
+    if case.kind != "bits":
+        return calls(case)
+    import torch
 
-    kind: str
-    head_dim: int
-    kv_heads: int
-    queries: int
-    keys: int
-    window: int = 0
-    causal: bool = False
+    bias = torch.randn(1, 1, case.queries or case.length, case.length, device="cuda", dtype=torch.bfloat16)
+    return calls(case, bias=bias)
 
-    def __str__(self) -> str:
-        more = f" w{self.window}" if self.window else " causal" if self.causal else ""
-        return (f"{self.kind}, D{self.head_dim} {TILE_HEADS * self.kv_heads}/{self.kv_heads} "
-                f"{self.queries}x{self.keys}{more}")
 
-    def prepared(self) -> Callable[[], Any]:
-        import torch
+def num_sms() -> int:
+    import torch
 
-        import cupy_dma as dma
-
-        torch.manual_seed(0)
-        q, k, v = (torch.randn(1, n, heads, self.head_dim, device="cuda", dtype=torch.bfloat16) for n, heads in (
-            (self.queries, TILE_HEADS * self.kv_heads), (self.keys, self.kv_heads), (self.keys, self.kv_heads)))
-        scores = torch.randn(1, self.kv_heads, self.keys, device="cuda")
-        options: dict[str, Any] = {"causal": self.causal}
-        if self.window:
-            options["mask"] = dma.IntervalMask.top_w(scores, self.window)
-        if self.kind == "bits":
-            options["bias"] = torch.randn(1, 1, self.queries, self.keys, device="cuda", dtype=torch.bfloat16)
-        elif self.window or "bias" in self.kind:
-            options["bias"] = scores
-        if "softcap" in self.kind:
-            options["softcap"] = 30.0
-        return lambda: dma.attention(q, k, v, **options)
+    return torch.cuda.get_device_properties(0).multi_processor_count
 
 
 def keys_of(kind: str) -> tuple[int, ...]:
     return KEYS.get(kind) or KEYS["intervals" if "intervals" in kind else "contiguous"]
 
 
-def listed(kind: str) -> bool:
-    return "intervals" in kind
-
-
-def choices(kinds: list[str], head_dims: list[int]) -> list[Call]:
+def choices(kinds: list[str], head_dims: list[int]) -> list[Case]:
     """Calls of every kind and head dim that have several ways; some of the usual ones' only."""
-    found: list[Call] = []
+    found: list[Case] = []
     for kind in kinds:
         for d in head_dims:
             pieces: list[tuple[int, int, int, int]] = []  # of prompts
             if kind == "short intervals":
                 sizes = [(1, 2048, 128), (1, 8192, 64), (1, 16384, 32), (1, 32768, 32), (1, 32768, 128), (8, 2048, 64),
                          (8, 4096, 128), (8, 16384, 128)]
-            elif listed(kind):
+            elif kind in WINDOWS:
                 sizes = [(1, 2048, 1024), (1, 4096, 1024), (1, 8192, 256), (1, 8192, 1024), (1, 16384, 1024),
                          (1, 32768, 256), (1, 32768, 1024), (1, 32768, 4096), (3, 4096, 1024), (8, 1024, 256),
                          (8, 2048, 1024), (8, 4096, 512), (8, 4096, 1024), (8, 8192, 1024), (8, 16384, 1024),
@@ -123,9 +97,9 @@ def choices(kinds: list[str], head_dims: list[int]) -> list[Call]:
                 pieces = [(8, 128, 32768, 0), (8, 512, 65536, 0), (1, 128, 65536, 0), (1, 12, 65536, 0)]
             pieces += [(g, n, n, w) for g, n, w in sizes]
             some = pieces[::1 if d in (64, 128) and kind in KEYS and kind != "bits" else 4]
-            found += [Call(kind, d, *piece, causal) for causal in (False, True)[:1 + (kind == "contiguous")]
-                      for piece in some]
-    return [call for call in found if sm90_tiles.tiles_of(call.kind, call.head_dim)]
+            found += [Case(kind, d, TILE_HEADS * g, g, n, w, causal, m)
+                      for causal in (False, True)[:1 + (kind == "contiguous")] for g, m, n, w in some]
+    return [case for case in found if sm90_tiles.tiles_of(case.kind, case.head_dim)]
 
 
 @contextlib.contextmanager
@@ -161,10 +135,10 @@ def configs(kinds: list[str], head_dims: list[int]) -> list[jit.Config]:
                                                 block_m=tile.block_m))
                 found += [sm90.HopperForwardConfig(
                     element="__nv_bfloat16", head_dim=d, heads=TILE_HEADS, **tile._asdict(),
-                    keys="KEYS_LISTED" if listed(kind) else "KEYS_CONTIGUOUS", causal=causal,
-                    bias=BIAS_DENSE if kind == "bits" else int(listed(kind) or "bias" in kind),
+                    keys="KEYS_LISTED" if kind in WINDOWS else "KEYS_CONTIGUOUS", causal=causal,
+                    bias=BIAS_DENSE if kind == "bits" else int(kind in WINDOWS or "bias" in kind),
                     softcap="softcap" in kind, bits=False, bias_element="__nv_bfloat16" if kind == "bits" else "float",
-                    sequences=False, kv_tma=not listed(kind) and kind != "bits", query_tma=True, runs=kind == "bits",
+                    sequences=False, kv_tma=kind not in WINDOWS and kind != "bits", query_tma=True, runs=kind == "bits",
                     split=split) for split in (False, True) for causal in (False, True)[:1 + (kind == "contiguous")]]
     return list(dict.fromkeys(found))
 
@@ -185,11 +159,10 @@ def of_tiles(kind: str, head_dim: int, tile: HopperTile, tiles: int, keys: int, 
     from benchmarks.harness import measure
 
     queries = tiles * (128 if short else tile.block_m) // TILE_HEADS
-    length = queries + 4 * keys if listed(kind) else keys
-    call = Call(kind, head_dim, 1, queries, length, keys if listed(kind) else 0).prepared()
-    num_sms = measure.torch.cuda.get_device_properties(0).multi_processor_count
+    length = queries + 4 * keys if kind in WINDOWS else keys
+    call = prepared(Case(kind, head_dim, TILE_HEADS, 1, length, keys if kind in WINDOWS else 0, queries=queries))
     slices = 1 if short else tile.block_m // 64
-    with forced(tile, Work(tiles, min(slices * tiles, num_sms), 1, 0)._replace(**work or {})):
+    with forced(tile, Work(tiles, min(slices * tiles, num_sms()), 1, 0)._replace(**work or {})):
         ms = measure.gpu_ms(call)[0]
     del call
     measure.free_memory()
@@ -198,24 +171,22 @@ def of_tiles(kind: str, head_dim: int, tile: HopperTile, tiles: int, keys: int, 
 
 def costs(kind: str, head_dim: int, tile: HopperTile) -> dict[str, Any]:
     """Of the waves of a tile, by the keys of its list."""
-    from benchmarks.harness import measure
-
-    num_sms = measure.torch.cuda.get_device_properties(0).multi_processor_count
+    sms = num_sms()
     found: dict[str, Any] = {"kind": kind, "head_dim": head_dim, "tile": list(tile), "waves": [], "splits": []}
     for keys in keys_of(kind):
-        one, four = (of_tiles(kind, head_dim, tile, waves * num_sms, keys) for waves in (1, 4))
+        one, four = (of_tiles(kind, head_dim, tile, waves * sms, keys) for waves in (1, 4))
         wave = (four - one) / 3
         launch = one - wave
-        entry = {"keys": keys + listed(kind) * tile.block_m // TILE_HEADS, "whole": wave, "launch": launch}
+        entry = {"keys": keys + (kind in WINDOWS) * tile.block_m // TILE_HEADS, "whole": wave, "launch": launch}
         slices = tile.block_m // 64
-        entry["slices"] = of_tiles(kind, head_dim, tile, num_sms // slices, keys) - launch
+        entry["slices"] = of_tiles(kind, head_dim, tile, sms // slices, keys) - launch
         if slices == 3:
-            entry["halves"] = of_tiles(kind, head_dim, tile, num_sms // 2, keys) - launch
-            short = {"tail_tiles": num_sms, "short_tiles": num_sms}
-            entry["short"] = of_tiles(kind, head_dim, tile, num_sms, keys, short, short=True) - launch
+            entry["halves"] = of_tiles(kind, head_dim, tile, sms // 2, keys) - launch
+            short = {"tail_tiles": sms, "short_tiles": sms}
+            entry["short"] = of_tiles(kind, head_dim, tile, sms, keys, short, short=True) - launch
         found["waves"].append(entry)
     for keys in (*keys_of(kind), *([MANY_KEYS] if "contiguous" in kind else [])):
-        own = keys + listed(kind) * tile.block_m // TILE_HEADS
+        own = keys + (kind in WINDOWS) * tile.block_m // TILE_HEADS
         for tiles, count in SPLITS:
             if own >= count * sm90_schedule.SPLIT_BLOCKS * tile.block_n:
                 us = of_tiles(kind, head_dim, tile, tiles, keys, {"grid": tiles * count, "num_splits": count})
@@ -245,17 +216,16 @@ def write_costs(about: dict[str, str], tiles: list[dict[str, Any]]) -> None:
 
 
 # ---- choices --------------------------------------------------------------------------------------------------------
-def measured(case: Call) -> dict[str, Any]:
+def measured(case: Case) -> dict[str, Any]:
     """Every way of a call."""
     from benchmarks.harness import measure
 
-    call = case.prepared()
+    call = prepared(case)
     facts, tile_taken, work_taken = facts_of(call)
-    num_sms = measure.torch.cuda.get_device_properties(0).multi_processor_count
     rows: list[dict[str, Any]] = []
     expected: Any = None
     for tile in sm90_tiles.tiles_of(facts.keys, facts.head_dim):
-        for work in sm90_schedule.works(facts, tile, num_sms):
+        for work in sm90_schedule.works(facts, tile, num_sms()):
             with forced(tile, work):
                 out = call().float()
                 expected = out if expected is None else expected
@@ -290,7 +260,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
     options.add_argument("--head-dim", nargs="+", type=int, default=list(HEAD_DIMS), choices=HEAD_DIMS)
-    options.add_argument("--choices", action="store_true", help="no costs")
     options.add_argument("--write", action="store_true", help=f"put the costs into {sm90_costs.PATH.name}")
     add_record_options(options)
     args = options.parse_args(arguments)
@@ -302,9 +271,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not measure.on_gpu():
         options.error("this needs a Hopper GPU")
     compile_all(configs(args.kind, args.head_dim))
-    tiles = [] if args.choices else [(kind, d, tile) for kind in args.kind for d in args.head_dim
-                                     for tile in sm90_tiles.tiles_of(kind, d)]
-    whole = tuple(args.kind) == KINDS and tuple(args.head_dim) == HEAD_DIMS and bool(tiles)
+    tiles = [(kind, d, tile) for kind in args.kind for d in args.head_dim for tile in sm90_tiles.tiles_of(kind, d)]
+    whole = tuple(args.kind) == KINDS and tuple(args.head_dim) == HEAD_DIMS
     result: dict[str, Any] = {"tiles": [costs(*one) for one in tqdm(tiles, unit="tile", disable=None)]}
     if whole and args.write:
         machine = measure.machine()

@@ -58,10 +58,12 @@ class Case(NamedTuple):
     length: int
     window: int = 0
     causal: bool = False
+    queries: int = 0  # 0: as many as keys
 
     def __str__(self) -> str:
+        length = f"{self.queries}x{self.length}" if self.queries else f"N{self.length}"
         more = f" w{self.window}" if self.window else " causal" if self.causal else ""
-        return f"{self.kind}, D{self.head_dim} {self.heads}/{self.kv_heads} N{self.length}{more}"
+        return f"{self.kind}, D{self.head_dim} {self.heads}/{self.kv_heads} {length}{more}"
 
 
 def cases(kinds: list[str], head_dims: list[int]) -> list[Case]:
@@ -127,19 +129,19 @@ def kernels_of(folder: Path | None) -> Iterator[None]:
 
 
 def calls(case: Case, device: str = "cuda", **more: Any) -> Callable[[], Any]:
-    """The call of a case, with ``more`` arguments."""
+    """The call of a case, with ``more`` arguments; of "bits" with a dense mask, or with a dense bias of ``more``."""
     import torch
 
     import cupy_dma as dma
 
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, case.length, heads, case.head_dim, device=device, dtype=torch.bfloat16)
-               for heads in (case.heads, case.kv_heads, case.kv_heads))
+    q, k, v = (torch.randn(1, n, heads, case.head_dim, device=device, dtype=torch.bfloat16) for n, heads in (
+        (case.queries or case.length, case.heads), (case.length, case.kv_heads), (case.length, case.kv_heads)))
     scores = torch.randn(1, case.kv_heads, case.length, device=device)
     options: dict[str, Any] = {"causal": case.causal, **more}
     if case.kind in WINDOWS:
         options["mask"] = dma.IntervalMask.top_w(scores, case.window)
-    elif case.kind == "bits":
+    elif case.kind == "bits" and "bias" not in more:
         options["mask"] = torch.rand(1, 1, case.length, case.length, device=device) < 0.5
     if case.kind in WINDOWS or "bias" in case.kind:
         options["bias"] = scores

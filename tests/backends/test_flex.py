@@ -126,6 +126,18 @@ def test_rows_that_see_nothing(rng):
         assert all((x == 0).all() for x in found if x is not None)
 
 
+def test_rows_of_the_lowest_biases(rng):
+    """A limit of FlexAttention: lse overflows where every visible bias is the lowest float32; out is right on a CPU."""
+    q, k, v = draw(rng)
+    bias = np.zeros((1, 1, 60), np.float32)
+    bias[..., :5] = np.finfo(np.float32).min
+    (out, lse), (expected, expected_lse) = (dma.attention(q, k, v, bias=bias, causal=True, return_lse=True, backend=b)
+                                            for b in ("flex", "numpy"))
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    assert np.isneginf(lse[..., :5]).all() and np.isfinite(expected_lse).all()
+    np.testing.assert_allclose(lse[..., 5:], expected_lse[..., 5:], atol=1e-5)
+
+
 def test_a_bad_key_that_some_see(rng):
     """The documented limit: a non-finite key is isolated in the forward, a non-finite value is not."""
     q, k, v = draw(rng)

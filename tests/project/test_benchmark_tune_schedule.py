@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import tune_schedule
+from benchmarks import tune_schedule, tune_sm90
 from benchmarks.harness import folders
 from cupy_dma.backends.cuda.attention import sm90, sm90_costs, sm90_schedule, sm90_tiles
 from cupy_dma.backends.cuda.attention.sm90_schedule import Work
@@ -42,11 +42,11 @@ def test_what_splits_take_is_fitted():
 
 
 def test_calls_have_several_ways():
-    found = tune_schedule.choices(list(tune_schedule.KINDS), list(tune_schedule.HEAD_DIMS))
+    found = tune_schedule.choices(list(tune_sm90.KINDS), list(tune_schedule.HEAD_DIMS))
     assert len({str(call) for call in found}) == len(found) > 200
     for call in found:
-        facts = Facts(call.kind, call.head_dim, 2, 1, call.kv_heads, call.queries, call.keys, call.window or call.keys,
-                      0, False, call.window > 0, call.causal)
+        facts = Facts(call.kind, call.head_dim, 2, 1, call.kv_heads, call.queries, call.length,
+                      call.window or call.length, 0, False, call.window > 0, call.causal)
         for tile in sm90_tiles.tiles_of(call.kind, call.head_dim):
             assert next(sm90_schedule.works(facts, tile, 132))
 

@@ -5,24 +5,21 @@ gradients of key, value and bias have float32 (float64) accumulators of full siz
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from cupy_dma.backends.numpy.host import host, rounded, widened
-from cupy_dma.backends.numpy.threads import one_blas_thread, shared_out
 from cupy_dma.backends.numpy.tiles import (
     Row,
     Scratch,
     Tile,
     chunks,
     entry,
+    for_each_tile,
     hide,
     logits,
     nonfinite_rows,
-    pairs_of,
-    rows_of,
     weighted_sum,
 )
 from cupy_dma.calls.types import AttentionBackwardCall
@@ -33,17 +30,8 @@ def attention_backward(call: AttentionBackwardCall) -> tuple[Any, Any, Any, Any]
     forward = call.forward
     arguments = {"query": forward.query, "key": forward.key, "value": forward.value, "bias": forward.bias}
     total, bias = _Accumulators(call), forward.bias
-
-    def add(pairs: Sequence[tuple[int, int]]) -> None:
-        scratch = Scratch(), Scratch()
-        for row in rows_of(forward, pairs):
-            with one_blas_thread():  # again: a concurrent call that has ended lifted the limit
-                for tile in row.tiles:
-                    total.add(row, tile, *scratch)
-
-    shares_sums = "bias" in call.needs and bias is not None and (
-        bias.shape[0] < forward.batch or bias.shape[1] < forward.kv_heads)
-    shared_out(add, pairs_of(forward), forward.query_length, alone=shares_sums)
+    for_each_tile(forward, total.add, alone="bias" in call.needs and bias is not None and (
+        bias.shape[0] < forward.batch or bias.shape[1] < forward.kv_heads))
     with np.errstate(all="ignore"):
         dq, dk, dv, dbias = (rounded(total.found[name], operand) if name in call.needs and operand is not None else None
                              for name, operand in arguments.items())

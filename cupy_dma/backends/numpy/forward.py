@@ -1,26 +1,13 @@
 """Attention over gathered keys with an online softmax (SPEC section 5)."""
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends.numpy.host import deliver, host, widened
-from cupy_dma.backends.numpy.threads import one_blas_thread, shared_out
-from cupy_dma.backends.numpy.tiles import (
-    Row,
-    Scratch,
-    Tile,
-    chunks,
-    entry,
-    hide,
-    logits,
-    pairs_of,
-    rows_of,
-    weighted_sum,
-)
+from cupy_dma.backends.numpy.tiles import Row, Scratch, Tile, chunks, entry, for_each_tile, hide, logits, weighted_sum
 from cupy_dma.calls.types import AttentionCall
 
 
@@ -31,19 +18,15 @@ def attention(call: AttentionCall) -> tuple[Any, Any]:
     out = np.zeros(call.query.shape, numpy_dtype(call.query.dtype))
     lse = np.full((call.batch, call.heads, call.query_length), -np.inf, kind)
 
-    def attend(pairs: Sequence[tuple[int, int]]) -> None:
-        scratch = Scratch()
-        for row in rows_of(call, pairs):
-            added = None if bias is None else entry(bias, row, call)
-            with one_blas_thread():  # again: a concurrent call that has ended lifted the limit
-                for tile in row.tiles:
-                    queries = slice(tile.begin, tile.end)
-                    q = query[row.batch, queries, row.heads].swapaxes(0, 1).astype(kind, order="C")
-                    q *= kind.type(call.scale)
-                    o, lse[row.batch, row.heads, queries] = _attend(q, row, tile, added, call.softcap, scratch)
-                    out[row.batch, queries, row.heads] = o.swapaxes(0, 1)
+    def attend(row: Row, tile: Tile, scratch: Scratch, _: Scratch) -> None:
+        queries = slice(tile.begin, tile.end)
+        q = query[row.batch, queries, row.heads].swapaxes(0, 1).astype(kind, order="C")
+        q *= kind.type(call.scale)
+        added = None if bias is None else entry(bias, row, call)
+        o, lse[row.batch, row.heads, queries] = _attend(q, row, tile, added, call.softcap, scratch)
+        out[row.batch, queries, row.heads] = o.swapaxes(0, 1)
 
-    shared_out(attend, pairs_of(call), call.query_length)
+    for_each_tile(call, attend)
     return deliver(out, call.query), deliver(lse, call.query)
 
 

@@ -5,13 +5,14 @@ Query heads that share keys, mask and bias are batched into one matrix product, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupy_dma.backends.numpy.host import host, widened
+from cupy_dma.backends.numpy.threads import one_blas_thread, shared_out
 from cupy_dma.calls.types import AttentionCall
 from cupy_dma.masks.interval import EVER
 
@@ -48,12 +49,21 @@ class Row(NamedTuple):
     tiles: Iterator[Tile]
 
 
-def pairs_of(call: AttentionCall) -> list[tuple[int, int]]:
-    """Batch entries and kv heads of a call."""
-    return list(itertools.product(range(call.batch), range(call.kv_heads)))
+def for_each_tile(call: AttentionCall, work: Callable[[Row, Tile, Scratch, Scratch], Any], alone: bool = False) -> None:
+    """``work`` on all tiles of a call, with memory for two products; of long sequences by threads, each on other
+    batch entries and kv heads, unless these share what is added up (``alone``). Without NumPy's warnings."""
+    def share(pairs: Sequence[tuple[int, int]]) -> None:
+        scratch = Scratch(), Scratch()
+        for row in _rows(call, pairs):
+            with one_blas_thread():  # again: a concurrent call that has ended lifted the limit
+                for tile in row.tiles:
+                    work(row, tile, *scratch)
+
+    pairs = list(itertools.product(range(call.batch), range(call.kv_heads)))
+    shared_out(share, pairs, call.query_length, alone)
 
 
-def rows_of(call: AttentionCall, pairs: Iterable[tuple[int, int]]) -> Iterator[Row]:
+def _rows(call: AttentionCall, pairs: Iterable[tuple[int, int]]) -> Iterator[Row]:
     """The query heads of these batch entries and kv heads."""
     kind = widened(call.query.dtype)
     key, value = host(call.key), host(call.value)
