@@ -23,6 +23,7 @@
 # TRANSFORMERS=        what pip installs as transformers for the tests, beside torch; empty for none
 # JAX=                 what pip installs as jax for the tests; empty for none, and then its tests are skipped
 # GPU_JOBS=8           processes of make test-gpu: most of its time is compiling, which is the host's
+# GPU_SHARE=1/2        make test-gpu runs this share of the tests; tests/gpu/gpu_record.py joins them
 # ARGS="--length 4096" more arguments for demo, test, test-all, test-gpu and bench
 
 PYTHON ?= python3
@@ -92,7 +93,8 @@ test-all: test $(DOCS_READY) $(OLD_TRANSFORMERS)
 
 test-gpu: $(TEST_READY)
 	$(RUN) -m pytest -m gpu $(GPU_JOBS:%=-n % --dist worksteal) -p tests.gpu.gpu_record \
-	    --gpu-record tests/gpu_results.json $(ARGS)
+	    --gpu-record $(if $(GPU_SHARE),build/gpu_results-$(subst /,-,$(GPU_SHARE)),tests/gpu_results).json \
+	    $(GPU_SHARE:%=--gpu-share %) $(ARGS)
 
 # The libraries of AddressSanitizer must be there before the interpreter; what it leaks is not the kernels' doing.
 ASAN := LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so.6)" \

@@ -3,22 +3,35 @@
     python -m pytest -m gpu -p tests.gpu.gpu_record --gpu-record tests/gpu_results.json     (make test-gpu)
     python -m tests.gpu.gpu_record                                                          (make check-record)
 
+Where a GPU is to be had for a shorter time than all tests take, each of N runs takes a share of them, and the records
+of the shares, which must be of the same sources, device and versions, are joined to one:
+
+    make test-gpu GPU_SHARE=1/2      (writes build/gpu_results-1-2.json)
+    make test-gpu GPU_SHARE=2/2
+    python -m tests.gpu.gpu_record --join build/gpu_results-*-2.json
+
 Continuous integration has no GPU, so the result of the last run on one is kept in the repository. ``source_digest``
 ties it to the sources: sha256 over every .cu .cuh .py .h .hpp file below ``kernels`` and then below ``cupy_dma``, in
 the order of their paths (relative to the root, with slashes): first the path in UTF-8, then the bytes of the file.
 """
 from __future__ import annotations
 
+import argparse
 import datetime
 import hashlib
 import importlib
+import itertools
 import json
 import platform
+import re
 import sys
+import zlib
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests" / "gpu_results.json"
+OUTCOMES = ("passed", "failed", "skipped")
 SUFFIXES = (".cu", ".cuh", ".py", ".h", ".hpp")
 
 
@@ -63,9 +76,10 @@ def device_name() -> str | None:
 class Recorder:
     """Counts the outcome of every test; an error outside the test itself counts as a failure."""
 
-    def __init__(self, path: Path, digest: str):
+    def __init__(self, path: Path, digest: str, share: str | None = None):
         self.path = path
         self.digest = digest
+        self.share = share
         self.outcome: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report):
@@ -85,29 +99,75 @@ class Recorder:
             print(f"\nno GPU test ran here: {self.path} is left as it was", file=sys.stderr)
             session.exitstatus = session.exitstatus or 1
             return
-        self.path.write_text(json.dumps({
+        write(self.path, {
             "source_digest": self.digest,
-            "passed": outcomes.count("passed"),
-            "failed": outcomes.count("failed"),
-            "skipped": outcomes.count("skipped"),
+            **{outcome: outcomes.count(outcome) for outcome in OUTCOMES},
             "device": device,
             "versions": versions(),
             "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        }, indent=2) + "\n")
+            **({"share": self.share} if self.share else {}),
+        })
+
+
+def write(path: Path, record: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def share(text: str) -> str:
+    """``text`` if it is I/N with I from 1 to N; a ValueError, which pytest reports, if it is not."""
+    found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
+    if not found or int(found[1]) > int(found[2]):
+        raise ValueError(f"a share is I/N with I from 1 to N, got {text!r}")
+    return text
 
 
 def pytest_addoption(parser):
     parser.addoption("--gpu-record", metavar="PATH", type=Path, help="write the result of this GPU test run to PATH")
+    parser.addoption("--gpu-share", metavar="I/N", type=share, help="run one of N shares of the tests")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--gpu-share"):
+        number, count = map(int, config.getoption("--gpu-share").split("/"))
+        shares: list[list[Any]] = [[] for _ in range(count)]
+        for item in items:
+            shares[zlib.crc32(item.nodeid.encode()) % count].append(item)
+        items[:] = shares.pop(number - 1)
+        config.hook.pytest_deselected(items=[*itertools.chain(*shares)])
 
 
 def pytest_configure(config):
     path = config.getoption("--gpu-record")
     if path is not None and not hasattr(config, "workerinput"):  # under xdist the controller counts for all workers
         # The digest of the sources that the run starts with: an edit during the run must not be vouched for.
-        config.pluginmanager.register(Recorder(config.rootpath / path, source_digest()), "gpu-recorder")
+        recorder = Recorder(config.rootpath / path, source_digest(), config.getoption("--gpu-share"))
+        config.pluginmanager.register(recorder, "gpu-recorder")
 
 
-def main() -> int:
+def joined(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """One record of all shares; a ValueError if one is missing, there twice or of another run's sources or machine."""
+    count = len(records)
+    shares = sorted(str(record.get("share")) for record in records)
+    if shares != sorted(f"{number}/{count}" for number in range(1, count + 1)):
+        raise ValueError(f"these are not all shares, each once: {', '.join(shares)}")
+    for key in ("source_digest", "device", "versions"):
+        if any(record[key] != records[0][key] for record in records):
+            raise ValueError(f"{key} is not the same in all shares")
+    found = {key: value for key, value in records[0].items() if key != "share"}
+    found |= {outcome: sum(record[outcome] for record in records) for outcome in OUTCOMES}
+    return found | {"date": max(record["date"] for record in records)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.gpu_record", description="Checks the record.")
+    parser.add_argument("--join", metavar="PATH", type=Path, nargs="+", help="make it of these shares' records first")
+    options = parser.parse_args(arguments)
+    if options.join:
+        try:
+            write(RECORD, joined([json.loads(path.read_text()) for path in options.join]))
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
     if not RECORD.exists():
         print(f"{RECORD} does not exist: run make test-gpu on a machine with a GPU")
         return 1

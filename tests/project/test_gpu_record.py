@@ -1,7 +1,10 @@
 """The record of the last GPU run: its format, its digest, and that nothing failed. That it belongs to the present
 sources is checked by ``make check-record`` and not here, since sources change between two runs on a GPU."""
 import hashlib
+import itertools
 import json
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -55,3 +58,46 @@ def test_no_record_without_a_gpu(tmp_path, monkeypatch, capsys):
     gpu_record.Recorder(tmp_path / "record.json", "00").pytest_sessionfinish(session)
     assert session.exitstatus == 1
     assert not (tmp_path / "record.json").exists()
+
+
+def test_shares_are_joined(tmp_path, monkeypatch, capsys):
+    def written(number, **changed):
+        record = {"source_digest": "00", "passed": 10 * number, "failed": 0, "skipped": number, "device": "a GPU",
+                  "versions": {"numpy": "2"}, "date": f"2026-01-0{number}", "share": f"{number}/2"}
+        gpu_record.write(tmp_path / f"{number}.json", record | changed)
+        return str(tmp_path / f"{number}.json")
+
+    monkeypatch.setattr(gpu_record, "RECORD", tmp_path / "record.json")
+    monkeypatch.setattr(gpu_record, "source_digest", lambda: "00")
+    first, second = written(1), written(2)
+    assert gpu_record.main(["--join", first, second]) == 0
+    assert json.loads((tmp_path / "record.json").read_text()) == {
+        "source_digest": "00", "passed": 30, "failed": 0, "skipped": 3, "device": "a GPU", "versions": {"numpy": "2"},
+        "date": "2026-01-02"}
+
+    def refused(message, *paths):
+        with pytest.raises(SystemExit):
+            gpu_record.main(["--join", *paths])
+        assert message in capsys.readouterr().err
+
+    refused("these are not all shares, each once: 1/2\n", first)
+    refused("these are not all shares, each once: 1/2, 1/2\n", first, first)
+    refused("No such file", first, str(tmp_path / "none.json"))
+    for key in ("source_digest", "device", "versions"):
+        refused(f"{key} is not the same in all shares", first, written(2, **{key: "another"}))
+
+
+def test_each_test_is_in_one_share():
+    def kept(share):
+        items = [SimpleNamespace(nodeid=f"test_it[{i}]") for i in range(40)]
+        config = Mock()
+        config.getoption = {"--gpu-share": share}.get
+        gpu_record.pytest_collection_modifyitems(config, items)
+        return [item.nodeid for item in items]
+
+    shares = [kept(f"{number}/3") for number in (1, 2, 3)]
+    assert all(len(names) > 5 for names in shares)
+    assert sorted(itertools.chain(*shares)) == sorted(kept(None))
+    for wrong in ("3/2", "0/2", "1", "1/2/3"):
+        with pytest.raises(ValueError, match=f"I/N with I from 1 to N, got '{wrong}'"):
+            gpu_record.share(wrong)

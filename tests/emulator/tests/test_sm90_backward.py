@@ -32,6 +32,7 @@ DENSE = ("mask-dense", "causal-and-dense", "dense-mask-11qk", "dense-mask-1gq1",
          "dense-columns-key", "dense-columns-shared")
 PORTABLE = ("float16-D3", "bias-full-none")
 BY_HEAD = ("mask-per_head", "mask-dense_per_head", "bias-key_per_head-none")  # keys and values; the queries are not
+LISTED_STEPS = sm90_backward.LISTED_STEPS  # as measured
 VARLEN = ("float16-causal", "bfloat16-none", "tail-none", "short-none", "heads-6/2-none", "causal-and-window",
           "causal-and-open", "supers", "supers-window", "D128")
 
@@ -196,8 +197,7 @@ def test_only_what_is_asked_for(window, needs):
 @pytest.mark.parametrize(("options", "tiles"), [
     ({}, 9), ({"head_dim": 128, "heads": (4, 2)}, 18), ({"window": 0, "dense": "top_w"}, 8)], ids=str)
 def test_no_more_tiles_than_sms_are_left_to_the_portable_kernel(options, tiles, served, served_query):
-    with (mock.patch.object(sm90_backward, "ONE_PASS", None), mock.patch.object(sm90_backward, "MIN_TILES", 1.0),
-          mock.patch.object(sm90_backward, "LISTED_STEPS", 0.0)):
+    with mock.patch.object(sm90_backward, "ONE_PASS", None), mock.patch.object(sm90_backward, "MIN_TILES", 1.0):
         for sms in (tiles - 1, tiles):
             served.reset_mock()
             with schedule_cases.num_sms(sms):
@@ -238,8 +238,7 @@ def test_as_many_parts_as_pay():
 @pytest.mark.parametrize("options", [
     {"window": 0, "causal": True}, {"window": 0, "causal": True, "deterministic": True}, {"head_dim": 256}], ids=str)
 def test_those_of_keys_in_order_and_of_wide_heads_are_not(options, served):
-    with (mock.patch.object(sm90_backward, "ONE_PASS", None), mock.patch.object(sm90_backward, "MIN_TILES", 1.0),
-          mock.patch.object(sm90_backward, "LISTED_STEPS", 0.0)):
+    with mock.patch.object(sm90_backward, "ONE_PASS", None), mock.patch.object(sm90_backward, "MIN_TILES", 1.0):
         check(gradients("emulator", **options), gradients("numpy", **options))
     assert served.called
 
@@ -268,8 +267,9 @@ def test_lists_by_the_pairs_that_they_leave_out(batch, heads, head_dim, queries,
     own = SimpleNamespace(batch=batch, heads=heads, query_length=queries, key_length=keys,
                           query=SimpleNamespace(device=SimpleNamespace(index=0)))
     for sequences in (0, 3):
-        found = sm90_backward.lists_pay(SimpleNamespace(num_sms=lambda index: 132), SimpleNamespace(forward=own),
-                                        SimpleNamespace(mask=mask, count=sequences))
+        with mock.patch.object(sm90_backward, "LISTED_STEPS", LISTED_STEPS):
+            found = sm90_backward.lists_pay(SimpleNamespace(num_sms=lambda index: 132), SimpleNamespace(forward=own),
+                                            SimpleNamespace(mask=mask, count=sequences))
         assert found is (pays or sequences > 0)
 
 
