@@ -499,6 +499,8 @@ CHECKS: dict[str, Callable[[], None]] = {
         elsewhere(test_numerics.test_nothing_comes_from_keys_behind_the_last_query, "portable", "key", 4),
     "test_keys_behind[Hopper]":
         elsewhere(test_numerics.test_nothing_comes_from_keys_behind_the_last_query, "hopper", "key", 200),
+    "test_keys_behind[Hopper, lists]":
+        elsewhere(test_numerics.test_nothing_comes_from_keys_behind_the_last_query, "hopper lists", "key", 200),
     "test_other_strides[batch]": elsewhere(test_strides_and_reuse.test_one_array_has_other_strides, "batch", 2),
     "test_other_strides[row]": elsewhere(test_strides_and_reuse.test_one_array_has_other_strides, "row", 2),
     "test_other_strides[dout]": elsewhere(test_strides_and_reuse.test_one_array_has_other_strides, "row", 3),

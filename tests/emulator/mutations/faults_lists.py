@@ -28,7 +28,7 @@ FAULTS = [
           "info.y >= last ||", "test_a_last_position_that_begins_a_chunk"),
     Fault("keys that no query sees are listed", "lists/intervals.cu",
           "SEQUENCES ? own : make_int2(max(own.x, first_position), min(own.y, key_length))", "own",
-          "test_keys_behind[Hopper]"),
+          "test_keys_behind[Hopper, lists]"),
     # ---- dense masks ----
     Fault("bits of a word in the wrong order", "lists/dense_mask.cu",
           "__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632)",

@@ -25,8 +25,10 @@ KERNELS = ("portable", "hopper", "flash decode")
 
 @contextlib.contextmanager
 def gpu(kernel):
-    with (emulator.hopper_gpu(build=BUILD) if kernel == "hopper" else emulator.using(build=BUILD) as runtime,
-          schedule_cases.hopper_gradients(sm90_backward.ONE_PASS)):
+    """"hopper lists": gradients in two passes, by lists whatever they leave out."""
+    hopper = kernel.startswith("hopper")
+    with (emulator.hopper_gpu(build=BUILD) if hopper else emulator.using(build=BUILD) as runtime,
+          schedule_cases.hopper_gradients(False if "lists" in kernel else sm90_backward.ONE_PASS)):
         yield runtime
 
 
@@ -208,7 +210,7 @@ def test_a_small_scale_beside_a_large_softcap(kernel):
 
 @pytest.mark.parametrize("queries", [4, 200])
 @pytest.mark.parametrize("bad", ["key", "value", "bias"])
-@pytest.mark.parametrize("kernel", ["portable", "hopper"])
+@pytest.mark.parametrize("kernel", ["portable", "hopper", "hopper lists"])
 def test_nothing_comes_from_keys_behind_the_last_query(kernel, bad, queries):
     """Also where the last step of queries is not full: its other columns are no queries."""
     q, k, v = problem(kernel, keys=queries, queries=queries)
