@@ -67,9 +67,11 @@ def test_what_is_not_asked_for_is_not_computed(rng, monkeypatch):
     products = []
     monkeypatch.setattr(numpy_backward, "weighted_sum", lambda *arguments: products.append(1) or
                         tiles.weighted_sum(*arguments))
-    for needs, count in (((), 0), (("value",), 1), (("bias",), 0), (("query",), 1), (NAMES, 3)):
+    key_bias, dense_bias = np.zeros((1, 1, 60), np.float32), np.zeros((1, 1, 60, 60), np.float32)
+    for needs, count, bias in (((), 0, key_bias), (("value",), 1, key_bias), (("bias",), 1, key_bias),
+                               (("bias",), 0, dense_bias), (("query",), 1, key_bias), (NAMES, 3, key_bias)):
         products.clear()
-        gradients(q, k, v, dout, needs=needs, bias=np.zeros((1, 1, 60), np.float32))
+        gradients(q, k, v, dout, needs=needs, bias=bias)
         assert len(products) == count  # one tile, one chunk
 
 

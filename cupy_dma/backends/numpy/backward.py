@@ -17,10 +17,12 @@ from cupy_dma.backends.numpy.tiles import (
     chunks,
     entry,
     for_each_tile,
+    has_column,
     hide,
     logits,
     nonfinite_rows,
     weighted_sum,
+    with_columns,
 )
 from cupy_dma.calls.types import AttentionBackwardCall
 
@@ -46,9 +48,9 @@ class _Accumulators:
         self.call, self.kind = call, widened(forward.query.dtype).type
         self.query, self.dout, self.out, self.lse = (host(x) for x in (forward.query, call.dout, call.out, call.lse))
         self.dlse = None if call.dlse is None else host(call.dlse)
-        self.bias = None if forward.bias is None else host(forward.bias)
         shapes = {"query": forward.query.shape, "key": forward.key.shape, "value": forward.value.shape,
                   "bias": () if forward.bias is None else forward.bias.shape}
+        self.bias_column = has_column(forward)
         self.found = {name: np.zeros(shapes[name], self.kind) for name in call.needs}
 
     def add(self, row: Row, tile: Tile, for_p: Scratch, for_ds: Scratch) -> None:
@@ -69,33 +71,35 @@ class _Accumulators:
                 hide(x, alive)
         q *= kind(call.scale)
         dq = np.zeros(q.shape, kind)
-        bias = None if self.bias is None else entry(self.bias, row, call)
         nonfinite_q, nonfinite_do = (nonfinite_rows(x).reshape(-1) for x in (q, do))
+        q, do = with_columns(q, 1, -shift[..., 0]), with_columns(do, -delta[..., 0])
         for keys, full in chunks(tile):
-            s, visible, tanh = logits(q, row, tile, keys, full, bias, call.softcap, for_p)
-            s -= shift
+            s, visible, tanh = logits(q, row, tile, keys, full, call.softcap, for_p)
             p = np.exp(s, out=s)
             if visible is not None:
                 hide(p, visible)  # lse may be NaN
             if "value" in found:
-                found["value"][b, keys, row.kv_head] += _transposed_sum(p, do, nonfinite_do, visible)
+                found["value"][b, keys, row.kv_head] += _transposed_sum(p, do[..., :-1], nonfinite_do, visible)
             if found.keys() == {"value"}:
                 continue
-            ds = for_ds.product(do, row.keys.v[keys])  # dp
-            ds -= delta
+            ds = for_ds.product(do, row.keys.v[keys])  # dp - delta
             ds *= p
             if visible is not None:
                 hide(ds, visible)
             if some_dead:
                 hide(ds, alive)
-            if "bias" in found:
+            if "bias" in found and not self.bias_column:
                 _add_bias(entry(found["bias"], row, call), ds, tile, keys)
             if tanh is not None:
                 ds = np.where(ds == 0, kind(0), ds * (1 - tanh * tanh))  # an invisible logit may be NaN
             if "query" in found:
-                dq += weighted_sum(ds, row.keys.k[keys], row.keys.nonfinite_k[keys], visible)
-            if "key" in found:
-                found["key"][b, keys, row.kv_head] += _transposed_sum(ds, q, nonfinite_q, visible)
+                dq += weighted_sum(ds, row.keys.k[keys, :-2], row.keys.nonfinite_k[keys], visible)
+            if "key" in found or "bias" in found and self.bias_column:
+                added = _transposed_sum(ds, q[..., :-1], nonfinite_q, visible)
+                if "key" in found:
+                    found["key"][b, keys, row.kv_head] += added[:, :-1]
+                if "bias" in found and self.bias_column:
+                    _add_bias(entry(found["bias"], row, call), added[None, None, :, -1], tile, keys)
         if "query" in found:
             found["query"][here] = dq.swapaxes(0, 1) * kind(call.scale)
 

@@ -17,6 +17,7 @@ from cupy_dma.calls.types import AttentionCall
 from cupy_dma.masks.interval import EVER
 
 KEY_CHUNK = 2048  # keys per matrix product
+FEW_KEYS = 64  # no products of their own for fewer keys that all queries of a tile see
 TILE_ROWS = 512  # about as many (query, head) rows per matrix product
 
 
@@ -31,11 +32,16 @@ class Tile(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys and values of one (batch, kv head) in the compute type, and which rows contain a NaN or infinity."""
+    """Keys and values of one (batch, kv head) in the compute type, and which rows contain a NaN or infinity.
 
-    k: np.ndarray  # (Lk, D)
-    v: np.ndarray  # (Lk, D)
-    nonfinite_k: np.ndarray  # bool (Lk,)
+    Columns behind them make sums part of the products: the logits of ``with_columns(q, 1, -shift)`` with ``k`` have
+    the bias of each key added and the shift of each query subtracted, and the last column of ``p @ v`` is the sum of
+    ``p``.
+    """
+
+    k: np.ndarray  # (Lk, D + 2): keys, the bias where it is one of keys alone and 0 otherwise, 1
+    v: np.ndarray  # (Lk, D + 1): values, 1
+    nonfinite_k: np.ndarray  # bool (Lk,), of the keys themselves
     nonfinite_v: np.ndarray
 
 
@@ -46,6 +52,7 @@ class Row(NamedTuple):
     kv_head: int
     heads: slice
     keys: Keys
+    bias: np.ndarray | None  # (1|Lq, 1|Lk): what is not in the keys' column
     tiles: Iterator[Tile]
 
 
@@ -71,11 +78,32 @@ def _rows(call: AttentionCall, pairs: Iterable[tuple[int, int]]) -> Iterator[Row
     shared = {1 if x is None else x.shape[1] for x in (call.mask, call.dense, call.bias)} <= {1, call.kv_heads}
     together = group if shared else 1
     tiles_of = _TileMaker(call, min(max(TILE_ROWS // together, 32), 256))
+    bias = None if call.bias is None else host(call.bias)
     for b, g in pairs:
-        k, v = (np.ascontiguousarray(x[b, :, g], kind) for x in (key, value))
-        keys = Keys(k, v, nonfinite_rows(k), nonfinite_rows(v))
+        k, v = (x[b, :, g].astype(kind) for x in (key, value))
+        nonfinite = nonfinite_rows(k), nonfinite_rows(v)
+        values = with_columns(v, 1)
         for h in range(g * group, (g + 1) * group, together):
-            yield Row(b, g, slice(h, h + together), keys, tiles_of(b, h))
+            column: np.ndarray | float = 0
+            added = None if bias is None else _row(bias, b, h, call)
+            if added is not None and has_column(call):
+                column, added = added.reshape(-1), None
+            keys = Keys(with_columns(k, column, 1), values, *nonfinite)
+            yield Row(b, g, slice(h, h + together), keys, added, tiles_of(b, h))
+
+
+def has_column(call: AttentionCall) -> bool:
+    """Whether the call's bias, if it has one, is added to logits by a column of the keys."""
+    return call.softcap == 0 and (call.bias is None or call.bias.shape[2] == 1)
+
+
+def with_columns(x: np.ndarray, *columns: np.ndarray | float) -> np.ndarray:
+    """``x (..., D)`` with further columns, each ``(...)`` or a number."""
+    out = np.empty((*x.shape[:-1], x.shape[-1] + len(columns)), x.dtype)
+    out[..., :x.shape[-1]] = x
+    for i, column in enumerate(columns, x.shape[-1]):
+        out[..., i] = column
+    return out
 
 
 def entry(array: np.ndarray, row: Row, call: AttentionCall) -> np.ndarray:
@@ -110,21 +138,24 @@ class Scratch:
         return np.matmul(a.reshape(rows, -1), b.T, out=out).reshape(*a.shape[:2], columns)
 
 
-def logits(q: np.ndarray, row: Row, tile: Tile, keys: np.ndarray, full: bool, bias: np.ndarray | None,
-           softcap: float, scratch: Scratch) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """Logits of the scaled queries ``q (heads, queries, D)`` and these keys, anything where a query does not see a key.
+def logits(q: np.ndarray, row: Row, tile: Tile, keys: np.ndarray, full: bool, softcap: float,
+           scratch: Scratch) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+    """Logits of these keys and the scaled queries ``q (heads, queries, D + 2)``, behind which stand 1 and what is added
+    to the query's logits; anything where a query does not see a key.
 
     Also which pairs are visible, bool ``(queries, keys)``, None if all are (``full``); and ``tanh(x / softcap)``, None
     without softcap. The next call with the same ``scratch`` overwrites the logits.
     """
-    kind = q.dtype.type
-    s, tanh = scratch.product(q, row.keys.k[keys]), None
+    kind, k, tanh = q.dtype.type, row.keys.k[keys], None
     if softcap > 0:
-        tanh = np.tanh(s / kind(softcap))
+        tanh = np.tanh(scratch.product(q[..., :-2], k[:, :-2]) / kind(softcap))
         s = kind(softcap) * tanh
-    if bias is not None:
-        rows = bias if bias.shape[0] == 1 else bias[tile.begin:tile.end]
-        s += (rows if bias.shape[1] == 1 else rows[:, keys]).astype(kind)
+        s += q[..., -1:]
+    else:
+        s = scratch.product(q, k)
+    if row.bias is not None:
+        rows = row.bias if row.bias.shape[0] == 1 else row.bias[tile.begin:tile.end]
+        s += (rows if row.bias.shape[1] == 1 else rows[:, keys]).astype(kind)
     return s, None if full else tile.visible(keys), tanh
 
 
@@ -163,10 +194,13 @@ def weighted_sum(p: np.ndarray, v: np.ndarray, nonfinite: np.ndarray, visible: n
 
 
 def chunks(tile: Tile) -> Iterator[tuple[np.ndarray, bool]]:
-    """The tile's keys, ``KEY_CHUNK`` at a time, and whether every query of the tile sees them."""
-    for keys, full in ((tile.full, True), (tile.partial, False)):
+    """The tile's keys, ``KEY_CHUNK`` at a time, and whether every query of the tile is known to see them."""
+    full, partial = tile.full, tile.partial
+    if len(full) < FEW_KEYS and len(partial):
+        full, partial = full[:0], np.concatenate((full, partial))
+    for keys, seen_by_all in ((full, True), (partial, False)):
         for begin in range(0, len(keys), KEY_CHUNK):
-            yield keys[begin:begin + KEY_CHUNK], full
+            yield keys[begin:begin + KEY_CHUNK], seen_by_all
 
 
 class _TileMaker:
