@@ -20,10 +20,12 @@ SHARES: dict[str, int | None] = {
     "tests/emulator/mutations/*::test_sound_kernels_pass": 10,
     "tests/emulator/mutations/*": 8,
     "tests/emulator/tests/test_faults.py::*": 2,
-    "tests/emulator/tests/test_sm90.py::*every_length*": None,  # 10 to 20 s each
+    "tests/emulator/tests/test_sm90.py::*every_length*": None,  # 10 to 40 s each
     "tests/emulator/tests/test_sm90.py::*follow_each_other*": None,
     "tests/emulator/tests/test_sm90.py::*finite*": None,
+    "tests/emulator/tests/test_sm90_backward.py::test_steps_of_dense_masks": None,
     "tests/emulator/*": 10,
+    "tests/project/test_precompile.py::test_the_grids_reach_every_kernel": None,
     "tests/backends/test_flex.py::test_*_grid": 3,
     "tests/unit/test_varlen.py::test_gradients_are_derivatives": 4,
 }

@@ -247,7 +247,7 @@ def test_split_hopper_kernels_do_so_too(keys, causal, head_dim):
 
 @needs_compiler
 @pytest.mark.parametrize(("head_dim", "causal", "bias", "softcap"), [
-    case(head_dim, *rest, quick=(head_dim, *rest) in ((64, False, 1, False), (128, True, 1, True)))
+    case(head_dim, *rest, quick=(head_dim, *rest) == (128, False, 1, False))
     for head_dim in (40, 64, 96, 128, 192, 256) for rest in itertools.product((False, True), (0, 1), (False, True))
     if sum(rest) % 2])  # each value of an option with each of another: all of them take 10 minutes
 def test_hopper_gradients_do_so_too(head_dim, causal, bias, softcap):
