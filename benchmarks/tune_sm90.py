@@ -135,14 +135,15 @@ def calls(case: Case, device: str = "cuda", **more: Any) -> Callable[[], Any]:
     import cupy_dma as dma
 
     torch.manual_seed(0)
+    queries = case.queries or case.length
     q, k, v = (torch.randn(1, n, heads, case.head_dim, device=device, dtype=torch.bfloat16) for n, heads in (
-        (case.queries or case.length, case.heads), (case.length, case.kv_heads), (case.length, case.kv_heads)))
+        (queries, case.heads), (case.length, case.kv_heads), (case.length, case.kv_heads)))
     scores = torch.randn(1, case.kv_heads, case.length, device=device)
     options: dict[str, Any] = {"causal": case.causal, **more}
     if case.kind in WINDOWS:
         options["mask"] = dma.IntervalMask.top_w(scores, case.window)
     elif case.kind == "bits" and "bias" not in more:
-        options["mask"] = torch.rand(1, 1, case.length, case.length, device=device) < 0.5
+        options["mask"] = torch.rand(1, 1, queries, case.length, device=device) < 0.5
     if case.kind in WINDOWS or "bias" in case.kind:
         options["bias"] = scores
     if "softcap" in case.kind:

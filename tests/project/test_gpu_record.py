@@ -30,7 +30,8 @@ def test_record_of_the_last_gpu_run():
     assert record["passed"] > 0
 
 
-def test_recorder_counts_setup_errors_as_failures(tmp_path, monkeypatch):
+@pytest.mark.parametrize("share", [None, "1/2"])
+def test_recorder_counts_setup_errors_as_failures(share, tmp_path, monkeypatch):
     class Report:
         def __init__(self, nodeid, when, outcome):
             self.nodeid, self.when, self.outcome = nodeid, when, outcome
@@ -40,13 +41,13 @@ def test_recorder_counts_setup_errors_as_failures(tmp_path, monkeypatch):
         exitstatus = 0
 
     monkeypatch.setattr(gpu_record, "device_name", lambda: "a GPU")
-    recorder = gpu_record.Recorder(tmp_path / "record.json", "00")
+    recorder = gpu_record.Recorder(tmp_path / "new" / "record.json", "00", share)
     for nodeid, call, teardown in [("a", "passed", "passed"), ("b", "passed", "failed"), ("c", "skipped", "passed")]:
         for when, outcome in [("setup", "passed"), ("call", call), ("teardown", teardown)]:
             recorder.pytest_runtest_logreport(Report(nodeid, when, outcome))
     recorder.pytest_sessionfinish(Session())
-    record = json.loads((tmp_path / "record.json").read_text())
-    assert (record["passed"], record["failed"], record["skipped"]) == (1, 1, 1)
+    record = json.loads((tmp_path / "new" / "record.json").read_text())
+    assert (record["passed"], record["failed"], record["skipped"], record.get("share")) == (1, 1, 1, share)
 
 
 def test_no_record_without_a_gpu(tmp_path, monkeypatch, capsys):

@@ -17,7 +17,6 @@ from cupy_dma.backends.numpy.tiles import (
     chunks,
     entry,
     for_each_tile,
-    has_column,
     hide,
     logits,
     nonfinite_rows,
@@ -50,7 +49,6 @@ class _Accumulators:
         self.dlse = None if call.dlse is None else host(call.dlse)
         shapes = {"query": forward.query.shape, "key": forward.key.shape, "value": forward.value.shape,
                   "bias": () if forward.bias is None else forward.bias.shape}
-        self.bias_column = has_column(forward)
         self.found = {name: np.zeros(shapes[name], self.kind) for name in call.needs}
 
     def add(self, row: Row, tile: Tile, for_p: Scratch, for_ds: Scratch) -> None:
@@ -73,6 +71,7 @@ class _Accumulators:
         dq = np.zeros(q.shape, kind)
         nonfinite_q, nonfinite_do = (nonfinite_rows(x).reshape(-1) for x in (q, do))
         q, do = with_columns(q, 1, -shift[..., 0]), with_columns(do, -delta[..., 0])
+        bias_of_keys = "bias" in found and row.bias is None  # summed in the product that makes the gradient of keys
         for keys, full in chunks(tile):
             s, visible, tanh = logits(q, row, tile, keys, full, call.softcap, for_p)
             p = np.exp(s, out=s)
@@ -88,17 +87,17 @@ class _Accumulators:
                 hide(ds, visible)
             if some_dead:
                 hide(ds, alive)
-            if "bias" in found and not self.bias_column:
+            if "bias" in found and not bias_of_keys:
                 _add_bias(entry(found["bias"], row, call), ds, tile, keys)
             if tanh is not None:
                 ds = np.where(ds == 0, kind(0), ds * (1 - tanh * tanh))  # an invisible logit may be NaN
             if "query" in found:
                 dq += weighted_sum(ds, row.keys.k[keys, :-2], row.keys.nonfinite_k[keys], visible)
-            if "key" in found or "bias" in found and self.bias_column:
+            if "key" in found or bias_of_keys:
                 added = _transposed_sum(ds, q[..., :-1], nonfinite_q, visible)
                 if "key" in found:
                     found["key"][b, keys, row.kv_head] += added[:, :-1]
-                if "bias" in found and self.bias_column:
+                if bias_of_keys:
                     _add_bias(entry(found["bias"], row, call), added[None, None, :, -1], tile, keys)
         if "query" in found:
             found["query"][here] = dq.swapaxes(0, 1) * kind(call.scale)

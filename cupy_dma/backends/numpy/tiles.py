@@ -39,7 +39,7 @@ class Keys(NamedTuple):
     ``p``.
     """
 
-    k: np.ndarray  # (Lk, D + 2): keys, the bias where it is one of keys alone and 0 otherwise, 1
+    k: np.ndarray  # (Lk, D + 2): keys, the bias if it is one of keys and there is no softcap and else 0, 1
     v: np.ndarray  # (Lk, D + 1): values, 1
     nonfinite_k: np.ndarray  # bool (Lk,), of the keys themselves
     nonfinite_v: np.ndarray
@@ -52,7 +52,7 @@ class Row(NamedTuple):
     kv_head: int
     heads: slice
     keys: Keys
-    bias: np.ndarray | None  # (1|Lq, 1|Lk): what is not in the keys' column
+    bias: np.ndarray | None  # (1|Lq, 1|Lk), None if there is none or ``keys`` has it
     tiles: Iterator[Tile]
 
 
@@ -86,15 +86,10 @@ def _rows(call: AttentionCall, pairs: Iterable[tuple[int, int]]) -> Iterator[Row
         for h in range(g * group, (g + 1) * group, together):
             column: np.ndarray | float = 0
             added = None if bias is None else _row(bias, b, h, call)
-            if added is not None and has_column(call):
+            if added is not None and added.shape[0] == 1 and call.softcap == 0:
                 column, added = added.reshape(-1), None
             keys = Keys(with_columns(k, column, 1), values, *nonfinite)
             yield Row(b, g, slice(h, h + together), keys, added, tiles_of(b, h))
-
-
-def has_column(call: AttentionCall) -> bool:
-    """Whether the call's bias, if it has one, is added to logits by a column of the keys."""
-    return call.softcap == 0 and (call.bias is None or call.bias.shape[2] == 1)
 
 
 def with_columns(x: np.ndarray, *columns: np.ndarray | float) -> np.ndarray:

@@ -25,7 +25,7 @@ KERNELS = ("portable", "hopper", "flash decode")
 
 @contextlib.contextmanager
 def gpu(kernel):
-    """"hopper lists": gradients in two passes, by lists whatever they leave out."""
+    """Of "hopper lists" the gradients take two passes, by lists whatever they leave out."""
     hopper = kernel.startswith("hopper")
     with (emulator.hopper_gpu(build=BUILD) if hopper else emulator.using(build=BUILD) as runtime,
           schedule_cases.hopper_gradients(False if "lists" in kernel else sm90_backward.ONE_PASS)):
