@@ -2,6 +2,7 @@
 Everything here is marked ``gpu``, and skipped where jax sees no GPU."""
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -49,12 +50,12 @@ def parameters(kv_heads=2, size=64):
     return [jnp.asarray(rng.standard_normal((kv_heads, kv_heads * size)) / 11, jnp.float32), jnp.ones(kv_heads)]
 
 
-def dynamic(q, k, v, s):
-    return dj.dynamic_mask_attention(q, k, v, s, window=50, softcap=5.0)
+def dynamic(q, k, v, s, **options):
+    return dj.dynamic_mask_attention(q, k, v, s, window=50, softcap=5.0, **options)
 
 
-def from_values(q, k, v, dt_proj, A):
-    return dj.dynamic_mask_attention(q, k, v, dt_proj=dt_proj, A=A, window=50)
+def from_values(q, k, v, dt_proj, A, **options):
+    return dj.dynamic_mask_attention(q, k, v, dt_proj=dt_proj, A=A, window=50, **options)
 
 
 def loss(function):
@@ -120,6 +121,7 @@ def test_cupy_has_the_same_bits(dtype):
 def test_jit_is_eager_and_checkpoint(function):
     arguments = draw() if function is dynamic else [*draw()[:3], *parameters()]
     wanted = tuple(range(len(arguments)))
+    function = functools.partial(function, deterministic=True)
     gradient = jax.grad(loss(function), wanted)
     assert same(function(*arguments), jax.jit(function)(*arguments))
     eager = gradient(*arguments)
@@ -293,13 +295,14 @@ def test_shard_map_over_all_gpus():
     from jax.sharding import PartitionSpec as P
 
     count = len(jax.devices())
+    attend = functools.partial(from_values, deterministic=True)
     mesh = jax.make_mesh((count,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     q, k, v = (jnp.concatenate([x] * count) for x in draw()[:3])
-    sharded = jax.jit(jax.shard_map(from_values, mesh=mesh, in_specs=(P("data"),) * 3 + (P(), P()),
+    sharded = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=(P("data"),) * 3 + (P(), P()),
                                     out_specs=P("data")))
     arguments = q, k, v, *parameters()
-    assert same(sharded(*arguments), from_values(*arguments))
+    assert same(sharded(*arguments), attend(*arguments))
     found = jax.jit(jax.grad(loss(sharded), (0, 3)))(*arguments)
-    expected = jax.grad(loss(from_values), (0, 3))(*arguments)
+    expected = jax.grad(loss(attend), (0, 3))(*arguments)
     assert same(found[0], expected[0])
     np.testing.assert_allclose(found[1], expected[1], rtol=2e-3, atol=2e-3 * float(jnp.abs(expected[1]).max()))
