@@ -40,7 +40,6 @@ from cupy_dma import IntervalMask
 from cupy_dma.torch.rotary import Rotation
 
 COMPILER = "inductor"
-SHAPES = 64  # that are compiled: of growing sequences, in training and in tests; more would run uncompiled
 KINDS = ("full", "window", "random", "bias", "selection", "dynamic", "global")
 SCORED = ("bias", "selection", "dynamic", "global")  # have A and dt_proj
 
@@ -103,7 +102,6 @@ def inner(x: Tensor) -> Tensor:
 @functools.cache
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """One for all models, so that shapes are compiled once."""
-    torch._dynamo.config.recompile_limit = SHAPES
     return torch.compile(function, dynamic=False, backend=COMPILER)
 
 

@@ -129,26 +129,6 @@ def test_compiled_parts_compute_the_same(monkeypatch):
     small_models.compiled.cache_clear()
 
 
-def test_every_length_is_compiled(monkeypatch):
-    from benchmarks.harness import small_models
-
-    compiled = []
-
-    def backend(graph, example):
-        compiled.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(small_models, "COMPILER", backend)
-    small_models.compiled.cache_clear()
-    models = Models([0], SIZES, Attention("window", 5), "cpu", True)
-    counts = []
-    for length in range(8, 24):
-        models(torch.randint(50, (1, 2, length)))
-        counts.append(len(compiled))
-    small_models.compiled.cache_clear()
-    assert len(set(counts)) == len(counts)
-
-
 def test_what_is_visible():
     """Survival of a needle, and of the pairs of a recall batch, against the masks written out."""
     how = Attention("dynamic", 6, recent=2, form="linear", start=1.0)
