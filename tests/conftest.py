@@ -27,6 +27,15 @@ import pytest
 from tests import slow
 
 
+@pytest.fixture
+def uncollected():
+    """For tests that capture CUDA graphs: what earlier tests left is not freed meanwhile."""
+    from cupy_dma.torch.capture import uncollected
+
+    with uncollected():
+        yield
+
+
 def _why_no_gpu() -> str | None:
     try:
         import cupy

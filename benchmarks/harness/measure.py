@@ -32,6 +32,8 @@ from typing import Any
 
 import torch
 
+from cupy_dma.torch.capture import uncollected
+
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET_MS = 60.0  # per measurement
 FLUSH_BYTES = 256 * 2**20
@@ -108,7 +110,7 @@ def captured(call: Callable[[], Any], setup: Callable[[], Any] = lambda: None) -
     try:
         setup()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
+        with uncollected(), torch.cuda.graph(graph, stream=side):
             kept = call()
     except Exception as error:
         torch.cuda.synchronize()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cupy_dma.torch.capture import uncollected
 from cupy_dma.transformers.cache import DynamicMaskCache, DynamicMaskLayer, cache_argument
 
 WARM_UP = 2
@@ -71,7 +72,7 @@ class DecodingStep:
                     forward()
             torch.cuda.current_stream().wait_stream(stream)
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            with uncollected(), torch.cuda.graph(self._graph):
                 self._logits = forward()
             for layer, store, state, length in zip(self._layers, stores, saved, lengths):
                 store.load_state_dict(state)  # in place: the graph's addresses stay valid

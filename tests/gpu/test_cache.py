@@ -47,6 +47,7 @@ def same(torch, cache, other):
 # ---- graphs ----
 @PIECES
 @pytest.mark.parametrize("ragged", [False, True], ids=["whole", "ragged"])
+@pytest.mark.usefixtures("uncollected")
 def test_torch_graph_replay_equals_eager(torch, length, ragged):
     """One graph serves every step: it reads counters, slots and lengths where they are."""
     history = history_of(length, sinks=2, recent=3, batch=3)
@@ -78,6 +79,8 @@ def test_torch_graph_replay_equals_eager(torch, length, ragged):
         assert torch.equal(cache.length, eager.length) and same(torch, cache, eager)
 
 
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.usefixtures("uncollected")
 def test_cupy_graph_replay_equals_eager():
     import cupy
 

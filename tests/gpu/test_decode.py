@@ -119,6 +119,7 @@ def test_updates_in_clusters_and_with_tickets(length, clusters):
     history.check_kept(cache, history.length - 1, cupy.asnumpy)
 
 
+@pytest.mark.usefixtures("uncollected")
 def test_a_graph_of_a_step_replays(torch, clusters):
     """One graph for every step, also while the cache fills; bits as without."""
     q, k, v, scores = draw(torch, 2, 400, 8, 4, 64)

@@ -280,6 +280,7 @@ def chain(q, k, v, scores, window=100):
     return dma.dynamic_mask_attention(q, k, v, scores, window=window)
 
 
+@pytest.mark.usefixtures("uncollected")
 def test_torch_cuda_graph(torch):
     q, k, v = draw(torch, 500, 500, 4, 2, 64)
     scores = draw_scores(torch, 1, 2, 500)
@@ -295,6 +296,7 @@ def test_torch_cuda_graph(torch):
         assert torch.equal(out, chain(q, k, v, scores))
 
 
+@pytest.mark.usefixtures("uncollected")
 def test_cupy_graph():
     import cupy
 
@@ -317,6 +319,7 @@ def test_cupy_graph():
 
 @pytest.mark.parametrize("length", [400, 3000])
 @pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.usefixtures("uncollected")
 def test_kernels_that_come_early_wait_for_those_ahead(torch, monkeypatch, length, captured):
     """A chain of calls each of which reads what the one before it wrote, in memory that others have given back; the
     same as with every kernel launched when the device is idle."""

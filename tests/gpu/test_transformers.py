@@ -1,6 +1,8 @@
 """Models of transformers on a GPU: against eager attention, generation, and a step as a CUDA graph."""
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -96,6 +98,28 @@ def test_a_step_as_a_cuda_graph(kind):
     assert torch.equal(torch.cat(tokens, 1), expected[:, 60:])
     with pytest.raises(ValueError, match="ids must have shape"):
         step(tokens[0][:1])
+
+
+def test_garbage_does_not_end_a_capture():
+    """A graph that nothing but itself refers to is freed by the collector, which the capture has to keep from it."""
+    gc.collect()
+    model, left = model_of("doge"), [torch.cuda.CUDAGraph()]
+    with torch.cuda.graph(left[0]):
+        torch.zeros(1, device="cuda")
+
+    def leave_garbage(*_):
+        if torch.cuda.is_current_stream_capturing() and left:
+            round_about = [left.pop()]
+            round_about.append(round_about)
+            del round_about
+            assert len([[] for _ in range(100_000)]) > gc.get_threshold()[0]  # the collector runs, if it may
+
+    model.register_forward_pre_hook(leave_garbage)
+    cache = DynamicMaskCache(model.config)
+    with torch.no_grad():
+        logits = model(torch.randint(3, small.VOCABULARY, (1, 60), device="cuda"), **{small.CACHE: cache}).logits
+        step = DecodingStep(model, cache)
+    assert not left and step(logits[:, -1:].argmax(-1)).isfinite().all()
 
 
 @pytest.mark.parametrize("how", ["plain", "left"])

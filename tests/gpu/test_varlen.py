@@ -156,6 +156,7 @@ def test_nothing_waits_for_the_device(torch):
         torch.cuda.set_sync_debug_mode(before)
 
 
+@pytest.mark.usefixtures("uncollected")
 def test_a_graph_takes_other_lengths(torch):
     """A captured call reads the lengths anew at every replay."""
     arguments, cu = packed(torch)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 from functools import partial
 from types import ModuleType
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import (  # noqa: E402
 
 from cupy_dma.backends import numpy as numpy_backend  # noqa: E402
 from cupy_dma.torch import DynamicMaskAttention, DynamicMaskSelfAttention  # noqa: E402
+from cupy_dma.torch.capture import uncollected  # noqa: E402
 from tests.oracle.torch_inputs import same, same_numbers  # noqa: E402, F401
 from tests.project.pages import DOCS, run_page  # noqa: E402
 
@@ -68,6 +70,20 @@ def keeping(*operators):
 
 
 OURS = torch.ops.cupy_dma.attention.default, torch.ops.cupy_dma.top_w.default
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_during_a_capture(enabled):
+    """And afterwards it is as before, whatever happened."""
+    was = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(ZeroDivisionError), uncollected():
+            assert not gc.isenabled()
+            raise ZeroDivisionError
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was else gc.disable)()
 
 
 def test_checkpointing_computes_everything_twice(computed):
