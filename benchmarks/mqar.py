@@ -163,8 +163,7 @@ def visible(models: Models, batch: Batch) -> list[Any]:
 
 def answered(models: Models, batch: Batch) -> Any:
     """Logits of the questions ``(M, B, pairs, vocabulary)``."""
-    hidden = models(batch.tokens)
-    return models.logits(hidden.gather(2, batch.asked[..., None].expand(-1, -1, -1, hidden.shape[-1])))
+    return models.logits(models(batch.tokens, batch.asked))
 
 
 def train(task: Task, how: Attention, scores_rate: float, device: str, compiled: bool, clock: Clock) -> list[Row]:

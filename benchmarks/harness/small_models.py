@@ -73,26 +73,38 @@ class Attention:
         return 0 if self.kind in ("full", "bias") else self.window + self.recent + self.sinks
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """``x (M, B, N, I)`` times ``weight (M, I, O)``."""
-    return torch.bmm(x.flatten(1, 2), weight).unflatten(1, x.shape[1:3])
-
-
+# A model's sequences lie one after the other, (M, T, ...), however long they are: so few shapes are compiled.
 def norm(x: Tensor, gain: Tensor) -> Tensor:
-    """RMSNorm with ``gain (M, width)``."""
-    return F.rms_norm(x, x.shape[-1:], eps=1e-6) * gain[:, None, None]
+    """RMSNorm of ``x (M, T, width)`` with ``gain (M, width)``."""
+    return F.rms_norm(x, x.shape[-1:], eps=1e-6) * gain[:, None]
 
 
-def mixed(x: Tensor, gain: Tensor, conv: Tensor | None, kind: torch.dtype) -> Tensor:
-    """``norm`` and the convolution with ``conv (M, tokens, width)``, the first of which is the token itself; as
-    ``kind``."""
+def mixed(x: Tensor, position: Tensor, gain: Tensor, conv: Tensor | None, kind: torch.dtype) -> Tensor:
+    """``norm`` and the convolution with ``conv (M, tokens, width)``, the first of which is the token itself, at
+    ``position (T)`` of its sequence; as ``kind``."""
     x = norm(x, gain)
     if conv is None:
         return x.to(kind)
-    out = x * conv[:, 0, None, None]
+    out = x * conv[:, :1]
     for i in range(1, conv.shape[1]):
-        out = out + F.pad(x, (0, 0, i, 0))[:, :, :x.shape[2]] * conv[:, i, None, None]
+        before = F.pad(x, (0, 0, i, 0))[:, :x.shape[1]] * conv[:, i, None]
+        out = out + torch.where(position[:, None] < i, 0, before)
     return out.to(kind)
+
+
+def placed(x: Tensor, rotation: Rotation | None) -> Tensor:
+    """Queries or keys ``(M, T, heads, D)``, normalised and rotated."""
+    normed = F.rms_norm(x, x.shape[-1:], eps=1e-6)
+    return (normed if rotation is None else rotation(normed)).to(x.dtype)
+
+
+def scored(value: Tensor, dt_proj: Tensor, A: Tensor, form: str) -> Tensor:
+    """Scores ``(M, Hkv, T)`` as ``cupy_dma.key_scores`` gives them for each model's ``value (M, T, Hkv * D)``, with
+    ``dt_proj (M, Hkv * D, Hkv)`` and ``A (M, Hkv)``; in float32."""
+    value = value.float()
+    step = torch.stack([(value * dt_proj[:, None, :, head]).sum(-1) for head in range(A.shape[1])], 1)
+    scores = F.softplus(step) * A[..., None]
+    return scores.exp() if form == "exp" else scores
 
 
 def inner(x: Tensor) -> Tensor:
@@ -108,7 +120,8 @@ def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 class Layer(nn.Module):
     def __init__(self, count: int, sizes: Sizes, attention: Attention, compile: bool):
         super().__init__()
-        self.norm, self.mixed, self.inner = (compiled(f) if compile else f for f in (norm, mixed, inner))
+        self.norm, self.mixed, self.placed, self.scored, self.inner = (
+            compiled(part) if compile else part for part in (norm, mixed, placed, scored, inner))
         self.sizes, self.attention, self.dim = sizes, attention, sizes.width // sizes.heads
         narrow = sizes.kv_heads * self.dim
 
@@ -128,31 +141,28 @@ class Layer(nn.Module):
         self.mask: IntervalMask | None = None  # of the last pass
         self.scores: Tensor | None = None
 
-    def forward(self, x: Tensor, rotate: Callable[[Tensor], Tensor]) -> Tensor:
-        h = self.mixed(x, self.gain, self.conv, autocast_type(x))
-        q, k, v = (linear(h, weight).flatten(0, 1).unflatten(-1, (-1, self.dim)) for weight in (self.q, self.k, self.v))
-        q, k = (rotate(F.rms_norm(part, part.shape[-1:], eps=1e-6).to(v.dtype)) for part in (q, k))
-        x = x + linear(self._attended(q, k, v).flatten(2).unflatten(0, x.shape[:2]), self.o)
+    def forward(self, x: Tensor, length: int, position: Tensor, rotation: Rotation | None) -> Tensor:
+        """``x (M, T, width)``: the sequences of ``length`` tokens one after the other."""
+        h = self.mixed(x, position, self.gain, self.conv, autocast_type(x))
+        q, k, v = (torch.bmm(h, weight) for weight in (self.q, self.k, self.v))
+        scores = None
+        if self.attention.kind in SCORED:
+            scores = self.scored(v, self.dt_proj, self.A, self.attention.form)
+            scores = scores.unflatten(2, (-1, length)).transpose(1, 2).flatten(0, 1)  # (M * B, Hkv, N)
+        q, k, v = (part.unflatten(-1, (-1, self.dim)) for part in (q, k, v))
+        q, k = self.placed(q, rotation), self.placed(k, rotation)
+        out = self._attended(*(part.reshape(-1, length, *part.shape[2:]) for part in (q, k, v)), scores)
+        x = x + torch.bmm(out.reshape(*x.shape[:2], -1), self.o)
         if self.sizes.inner:
-            x = x + linear(self.inner(linear(self.norm(x, self.mlp_gain), self.up)), self.down)
+            x = x + torch.bmm(self.inner(torch.bmm(self.norm(x, self.mlp_gain), self.up)), self.down)
         return x
 
-    def scores_of(self, value: Tensor) -> Tensor:
-        """``(M * B, Hkv, N)``, as ``cupy_dma.key_scores`` gives them for each model's values ``(M * B, N, Hkv, D)``."""
-        count = len(self.A)
-        with torch.autocast(value.device.type, enabled=False):
-            step = torch.bmm(value.float().flatten(2).unflatten(0, (count, -1)).flatten(1, 2), self.dt_proj)
-            scores = F.softplus(step) * self.A[:, None]  # (M, B * N, Hkv)
-        scores = scores.unflatten(1, (-1, value.shape[1])).flatten(0, 1).transpose(1, 2)
-        return scores.exp() if self.attention.form == "exp" else scores
-
-    def _attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, scores: Tensor | None) -> Tensor:
         how, n = self.attention, k.shape[1]
         if how.kind == "full":
             out = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k, v)), is_causal=True,
                                                  enable_gqa=q.shape[2] != k.shape[2])
             return out.transpose(1, 2)
-        scores = self.scores_of(v) if how.kind in SCORED else None
         bias = None if how.kind == "selection" else scores
         if how.kind == "bias":
             return dma.attention(q, k, v, bias=bias, causal=True)
@@ -171,7 +181,8 @@ class Layer(nn.Module):
 
 class Models(nn.Module):
     """A stack of models, one for each of ``seeds``. ``forward(tokens (M, B, N))`` gives their final hidden states
-    ``(M, B, N, width)``, ``logits`` those of any of their rows."""
+    ``(M, B, N, width)``, or ``(M, B, R, width)`` at the positions ``rows (M, B, R)``; ``logits`` those of any of
+    these."""
 
     def __init__(self, seeds: list[int], sizes: Sizes, attention: Attention, device: str,
                  compile: bool = False):
@@ -202,20 +213,25 @@ class Models(nn.Module):
                     scale *= (2 * self.sizes.layers)**-0.5 if last in ("o", "down") else 1
                     own.normal_(std=scale, generator=generator)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        offset = torch.arange(len(tokens), device=tokens.device)[:, None, None] * self.sizes.vocabulary
-        x = F.embedding(tokens + offset, self.embed.flatten(0, 1))
-        rotate: Callable[[Tensor], Tensor] = lambda x: x  # noqa: E731
+    def forward(self, tokens: Tensor, rows: Tensor | None = None) -> Tensor:
+        models, batch, length = tokens.shape
+        offset = torch.arange(models, device=tokens.device)[:, None, None] * self.sizes.vocabulary
+        x = F.embedding((tokens + offset).flatten(1), self.embed.flatten(0, 1))
+        position, rotation = torch.arange(length, device=tokens.device), None
         if self.sizes.rope is not None:
-            position = torch.arange(tokens.shape[2], device=tokens.device)
-            rotate = Rotation.at(position, self.layers[0].dim, self.sizes.rope)
+            rotation = Rotation.at(position, self.layers[0].dim, self.sizes.rope)
+            rotation = Rotation(*(part.repeat(batch, 1, 1) for part in rotation))
+        position = position.repeat(batch)
         for layer in self.layers:
-            x = layer(x, rotate)
-        return norm(x, self.gain)
+            x = layer(x, length, position, rotation)
+        x = x.unflatten(1, (batch, length))
+        if rows is not None:
+            x = x.gather(2, rows[..., None].expand(-1, -1, -1, x.shape[-1]))
+        return norm(x.flatten(1, 2), self.gain).unflatten(1, x.shape[1:3])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Of hidden states ``(M, B, R, width)``: ``(M, B, R, vocabulary)``."""
-        return linear(hidden, self.embed.transpose(1, 2))
+        return torch.bmm(hidden.flatten(1, 2), self.embed.transpose(1, 2)).unflatten(1, hidden.shape[1:3])
 
     def score_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, x) for name, x in self.named_parameters() if name.endswith((".A", ".dt_proj")))

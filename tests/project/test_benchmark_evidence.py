@@ -14,7 +14,7 @@ from benchmarks import language_model, mqar, needle  # noqa: E402
 from benchmarks.harness import language, records, render_language, render_mqar, render_needle, text  # noqa: E402
 from benchmarks.harness.recall import Recall, oracle  # noqa: E402
 from benchmarks.harness.render_evidence import DOCS, spread  # noqa: E402
-from benchmarks.harness.small_models import SCORED, Adam, Attention, Layer, Models, Sizes  # noqa: E402
+from benchmarks.harness.small_models import SCORED, Adam, Attention, Layer, Models, Sizes, scored  # noqa: E402
 
 SIZES = Sizes(vocabulary=50, layers=2, width=16, heads=4, kv_heads=2, inner=24, conv=3)
 REPORTS = (render_mqar.REPORT, render_language.REPORT, render_needle.REPORT)
@@ -104,11 +104,11 @@ def test_a_stack_is_its_models(how):
 @pytest.mark.parametrize("form", ["exp", "linear"])
 def test_scores_are_those_of_the_layer(form):
     models = Models([0, 1], SIZES, Attention("dynamic", 5, form=form, start=1.0, drawn=True), "cpu")
-    layer, value = models.layers[0], torch.randn(6, 7, 2, 4)
-    found = layer.scores_of(value)
+    layer, value = models.layers[0], torch.randn(2, 21, 2, 4)
+    found = scored(value.flatten(2), layer.dt_proj, layer.A, form)
     for i in range(2):
-        expected = dma.key_scores(value[3 * i:3 * i + 3], layer.dt_proj[i].T.contiguous(), layer.A[i], form=form)
-        torch.testing.assert_close(found[3 * i:3 * i + 3], expected)
+        expected = dma.key_scores(value[i:i + 1], layer.dt_proj[i].T.contiguous(), layer.A[i], form=form)
+        torch.testing.assert_close(found[i:i + 1], expected)
 
 
 def test_a_window_of_all_keys_is_full_attention():
