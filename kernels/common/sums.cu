@@ -2,8 +2,12 @@
 //
 // add_rows   out[o, i] = sum over a < firsts, b < seconds of in[a * first + b * second + o * row + i]; a thread a sum
 // add_all    out[o]    = sum over a < firsts, i < columns of in[a * first + o * row + i]; a block a sum
+// add_parts  dkey[i], dvalue[i] and dbias[o, i], as far as they are asked for, from those of all parts, and for dbias of
+//            the query heads of a group; a thread a sum
 //
 // in // f32                          out // RESULT, (rows, columns) or (rows), contiguous
+// partial_key, partial_value // f32, (parts, size), or null       dkey, dvalue // RESULT, (size)
+// partial_bias // f32, (parts, rows, group, length), or null      dbias // f32, (rows, length)
 //
 // Prelude: RESULT.
 #include "common/arch.cuh"
@@ -13,6 +17,17 @@ struct SumParams {
     RESULT* out;
     long long first, second, row;  // strides, in elements
     int firsts, seconds, rows, columns;
+};
+
+struct PartParams {
+    const float* partial_key;
+    const float* partial_value;
+    const float* partial_bias;
+    RESULT* dkey;
+    RESULT* dvalue;
+    float* dbias;
+    long long size;
+    int parts, rows, group, length;
 };
 
 constexpr int THREADS = 256;
@@ -42,4 +57,29 @@ extern "C" __global__ void __launch_bounds__(THREADS) add_all(const SumParams p)
     if (threadIdx.x > 0) return;
     for (int i = 1; i < THREADS / 32; ++i) sum += sums[i];
     from_float(p.out[blockIdx.x], static_cast<float>(sum));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) add_parts(const PartParams p) {
+    wait_for_earlier_kernels();
+    long long index = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
+    const float* const partials[] = {p.partial_key, p.partial_value};
+    RESULT* const results[] = {p.dkey, p.dvalue};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (partials[i] == nullptr) continue;
+        if (index < p.size) {
+            double sum = 0.0;
+            for (int a = 0; a < p.parts; ++a) sum += partials[i][a * p.size + index];
+            from_float(results[i][index], static_cast<float>(sum));
+            return;
+        }
+        index -= p.size;
+    }
+    if (p.partial_bias == nullptr || index >= static_cast<long long>(p.rows) * p.length) return;
+    const long long row = static_cast<long long>(p.group) * p.length, all = p.rows * row;
+    const float* in = p.partial_bias + index / p.length * row + index % p.length;
+    double sum = 0.0;
+    for (int a = 0; a < p.parts; ++a)
+        for (int head = 0; head < p.group; ++head) sum += in[a * all + head * p.length];
+    p.dbias[index] = static_cast<float>(sum);
 }

@@ -40,7 +40,7 @@ from cupy_dma.backends.cuda.runtime.configs import (
     blocks,
 )
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
-from cupy_dma.backends.cuda.runtime.sums import Axes, add_all, add_rows
+from cupy_dma.backends.cuda.runtime.sums import add_parts, sum_to_bias
 
 if TYPE_CHECKING:
     from cupy_dma.calls.types import AttentionBackwardCall
@@ -72,11 +72,12 @@ class _Backward:
         self.supers: SuperLists | None = None
         self.dense: DenseSupers | None = None
         self.one_pass = False  # whether the Hopper key pass makes the gradient of the queries, too
+        self.parts, self.bias_heads = sm90_backward.Parts(), self.query.shape[2]  # heads of the kernels' dbias
         self.tickets = 0  # address of a counter of each Hopper kernel
 
     def run(self) -> tuple[Any, Any, Any, Any]:
         call, library = self.call, self.library
-        batch, query_length, heads, _ = self.query.shape
+        batch, query_length, *_ = self.query.shape
         key_length = self.key.shape[1]
         some = batch and query_length and key_length
         with self.runtime.on(self.device):
@@ -86,6 +87,8 @@ class _Backward:
                 self._find_lists()
                 self.hopper_keys = self.hopper_keys and (self.one_pass or sm90_backward.has_enough_tiles(
                     self.runtime, call, self.problem, self._entries()))
+                if self.hopper_keys:
+                    self._find_parts()
 
             def result(name: str, operand: Operand) -> Any:
                 if name not in call.needs:
@@ -104,12 +107,14 @@ class _Backward:
             if self.dense_bias:
                 rows = self._dense_gradient(bool(some))
             elif "bias" in call.needs:
-                dbias = library.full((batch, heads, key_length), 0.0, "float32", self.device)
+                shape = batch, self.bias_heads, key_length
+                dbias = (library.empty(shape, "float32", self.device) if self.parts.count > 1 else
+                         library.full(shape, 0.0, "float32", self.device))
             if some:
                 self._launch({**{f"d{name}": grad for name, grad in grads.items()}, "dbias": dbias,
                               "dbias_rows": rows})
             if call.forward.bias is not None and dbias is not None:
-                dbias = _reduced(self.runtime, dbias, call.forward.bias, (batch, heads, key_length))
+                dbias = sum_to_bias(self.runtime, dbias, call.forward.bias, (batch, self.bias_heads, key_length))
             elif call.forward.bias is not None and rows is not None:
                 dbias = library.astype(rows, call.forward.bias.dtype)
         return grads["query"], grads["key"], grads["value"], dbias
@@ -137,7 +142,7 @@ class _Backward:
                 else:
                     self._query_gradient(fields)
         if any(self.wanted):
-            self._key_gradients(fields, results)
+            self._key_gradients(fields)
         if self.dense_bias and not self._bias_is_own():
             self._bias_gradient(fields)
 
@@ -211,23 +216,27 @@ class _Backward:
                                       self.sequences)
         self.one_pass = can_one_pass and (self.supers is None or bool(sm90_backward.ONE_PASS))
 
-    def _key_gradients(self, fields: dict[str, Any], results: dict[str, Any]) -> None:
+    def _find_parts(self) -> None:
+        """The parts in which the Hopper kernel takes tiles; their sums are over the query heads of a bias, too."""
+        self.parts = sm90_backward.parts_of(self.runtime, self.call, self.problem, self._entries(), self.one_pass)
+        bias, (batch, length, *_) = self.call.forward.bias, self.key.shape
+        if self.parts.count > 1 and bias is not None and (bias.shape[0], bias.shape[3]) == (batch, length):
+            self.bias_heads = bias.shape[1]
+
+    def _key_gradients(self, fields: dict[str, Any]) -> None:
         problem, bits = self.problem, self.dense is not None
         batch, key_length, kv_heads, head_dim = self.key.shape
+        if self.parts.count > 1:
+            self._in_parts(fields)
+            return
         (lists, partial), entries = self._lists(), self._entries()
-        parts = sm90_backward.Parts()
-        if self.hopper_keys:
-            parts = sm90_backward.parts_of(self.runtime, self.call, problem, entries, self.one_pass)
-            if parts.count > 1:
-                self._in_parts(fields, results, parts)
-                return
         sizes = dict(zip(("partial_key", "partial_value", "partial_bias"),
                          (head_dim, head_dim, self.query.shape[2] // kv_heads)))
         partials = {name: self.library.empty((entries * size,), "float32", self.device)
                     for (name, size), wanted in zip(sizes.items(), self.wanted) if wanted and partial}
         fields = {**fields, **lists, **{name: self.library.pointer(array) for name, array in partials.items()}}
         if self.hopper_keys:
-            sm90_backward.launch_dkv(self.runtime, self.call, problem, entries, fields, self.tickets + 4, parts,
+            sm90_backward.launch_dkv(self.runtime, self.call, problem, entries, fields, self.tickets + 4, self.parts,
                                      self.one_pass)
         else:
             self._portable_key_gradients(fields, entries)
@@ -237,23 +246,26 @@ class _Backward:
                 batch * kv_heads * blocks(key_length, REDUCE_WARPS), REDUCE_THREADS, problem.pack(None, **fields),
                 self.stream)
 
-    def _in_parts(self, fields: dict[str, Any], results: dict[str, Any], parts: sm90_backward.Parts) -> None:
+    def _in_parts(self, fields: dict[str, Any]) -> None:
         """The gradients of keys in their own order from sums over parts of the queries."""
-        (batch, length, *_), library, device, partials = self.key.shape, self.library, self.device, {}
+        batch, length, heads, parts = *self.key.shape[:2], self.query.shape[2], self.parts
         size = math.prod(self.key.shape)
-        sizes = {"key": size, "value": size, "bias": batch * length * self.query.shape[2]}
+        sizes = {"key": size, "value": size, "bias": batch * heads * length}
+        partials = {}
         for (name, size), wanted in zip(sizes.items(), self.wanted):
             if wanted and name == "bias":  # a part has some heads
-                partials[name] = library.full((parts.count * size,), 0.0, "float32", device)
+                partials[name] = self.library.full((parts.count * size,), 0.0, "float32", self.device)
             elif wanted:
-                partials[name] = library.empty((parts.count * size,), "float32", device)
-        pointers = {f"partial_{name}": library.pointer(array) for name, array in partials.items()}
-        sm90_backward.launch_dkv(self.runtime, self.call, self.problem, 0, {**fields, **pointers}, self.tickets + 4,
-                                 parts, self.one_pass)
-        for name, array in partials.items():
-            axes = Axes(columns=sizes[name], firsts=parts.count, first=sizes[name])
-            add_rows(self.runtime, library, device, array, axes, "float32" if name == "bias" else self.key.dtype, (),
-                     into=results[f"d{name}"])
+                partials[name] = self.library.empty((parts.count * size,), "float32", self.device)
+        fields = {**fields, **{f"partial_{name}": self.library.pointer(array) for name, array in partials.items()}}
+        sm90_backward.launch_dkv(self.runtime, self.call, self.problem, 0, fields, self.tickets + 4, parts,
+                                 self.one_pass)
+        group = heads // self.bias_heads
+        add_parts(self.runtime, self.library, self.device, self.key.dtype,
+                  sum(sizes[name] // (group if name == "bias" else 1) for name in partials),
+                  {**{of + name: fields[of + name] for name in partials for of in ("partial_", "d")},
+                   "size": sizes["key"], "parts": parts.count, "rows": batch * self.bias_heads, "group": group,
+                   "length": length})
 
     def _entries(self) -> int:
         """Of the lists of super-tiles; 0: there are none."""
@@ -331,18 +343,3 @@ def _reduce_kernel(runtime: Runtime, index: int, element: str, head_dim: int, ve
     config = BackwardReduceConfig(element=element, head_dim=head_dim, vector=vector, causal=causal, dkey=dkey,
                                   dvalue=dvalue, dbias=dbias, sequences=sequences, bits=bits)
     return runtime.load(config, "backward_reduce", index)
-
-
-def _reduced(runtime: Runtime, dbias: Any, bias: Operand, shape: tuple[int, int, int]) -> Any:
-    """float32 (B, H, Lk), of this ``shape``, summed over the axes along which the bias broadcasts, rounded once to its
-    type."""
-    (batch, heads, length), (own_batch, own_heads, _, keys) = shape, bias.shape
-    if (own_batch, own_heads, keys) == shape and bias.dtype == "float32":
-        return dbias.reshape(bias.shape)
-    rows, group = own_batch * own_heads, heads // own_heads
-    outer = {"rows": rows, "row": group * length, "firsts": batch if own_batch == 1 else 1, "first": heads * length}
-    if keys != length:
-        axes, add = Axes(columns=group * length, **outer), add_all
-    else:
-        axes, add = Axes(columns=length, seconds=group, second=length, **outer), add_rows
-    return add(runtime, bias.library, bias.device, dbias, axes, bias.dtype, bias.shape)

@@ -5,7 +5,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from cupy_dma.arrays import Device, Library
+from cupy_dma.arrays import Device, Library, Operand
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import ELEMENTS, blocks
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
@@ -33,11 +33,10 @@ class Axes:
 
 
 def add_rows(runtime: Runtime, library: Library, device: Device, array: Any, axes: Axes, dtype: str,
-             shape: tuple[int, ...], into: Any = None) -> Any:
-    """``result[o, i]``, ``rows x columns``, in this ``shape``, or written ``into`` an array of this ``dtype``: the sum
-    over ``firsts`` and ``seconds``."""
+             shape: tuple[int, ...]) -> Any:
+    """``result[o, i]``, ``rows x columns`` numbers in this ``shape``: the sum over ``firsts`` and ``seconds``."""
     grid = blocks(axes.rows * axes.columns, THREADS)
-    return _add(runtime, library, device, array, axes, dtype, shape, "add_rows", grid, into)
+    return _add(runtime, library, device, array, axes, dtype, shape, "add_rows", grid)
 
 
 def add_all(runtime: Runtime, library: Library, device: Device, array: Any, axes: Axes, dtype: str,
@@ -46,10 +45,33 @@ def add_all(runtime: Runtime, library: Library, device: Device, array: Any, axes
     return _add(runtime, library, device, array, axes, dtype, shape, "add_all", axes.rows)
 
 
+def add_parts(runtime: Runtime, library: Library, device: Device, dtype: str, numbers: int,
+              fields: dict[str, int]) -> None:
+    """Writes ``numbers`` sums over parts: the ``fields`` of ``PartParams``, results of this ``dtype``."""
+    params = jit.params("common/sums.cu", "PartParams").pack_some(fields)
+    _kernel(runtime, device.index, ELEMENTS[dtype], "add_parts").launch(blocks(numbers, THREADS), THREADS, params,
+                                                                        library.stream(device))
+
+
+def sum_to_bias(runtime: Runtime, dbias: Any, bias: Operand, shape: tuple[int, int, int]) -> Any:
+    """float32 (B, H, Lk), of this ``shape``, summed over the axes along which the bias broadcasts, rounded once to its
+    type."""
+    (batch, heads, length), (own_batch, own_heads, _, keys) = shape, bias.shape
+    if (own_batch, own_heads, keys) == shape and bias.dtype == "float32":
+        return dbias.reshape(bias.shape)
+    rows, group = own_batch * own_heads, heads // own_heads
+    outer = {"rows": rows, "row": group * length, "firsts": batch if own_batch == 1 else 1, "first": heads * length}
+    if keys != length:
+        axes, add = Axes(columns=group * length, **outer), add_all
+    else:
+        axes, add = Axes(columns=length, seconds=group, second=length, **outer), add_rows
+    return add(runtime, bias.library, bias.device, dbias, axes, bias.dtype, bias.shape)
+
+
 def _add(runtime: Runtime, library: Library, device: Device, array: Any, axes: Axes, dtype: str,
-         shape: tuple[int, ...], entry: str, grid: int, into: Any = None) -> Any:
+         shape: tuple[int, ...], entry: str, grid: int) -> Any:
     kind = dtype if dtype in ELEMENTS else "float32"
-    result = library.empty(shape, kind, device) if into is None else into
+    result = library.empty(shape, kind, device)
     if grid:
         params = jit.params("common/sums.cu", "SumParams").pack(
             **{"in": library.pointer(array)}, out=library.pointer(result), first=axes.first, second=axes.second,
