@@ -59,22 +59,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) add_all(const SumParams p)
     from_float(p.out[blockIdx.x], static_cast<float>(sum));
 }
 
+// Writes number index of out and returns true; false, and index counted on from the end of out, if it has fewer.
+bool add_part(const float* in, RESULT* out, long long size, int parts, long long& index) {
+    if (in == nullptr) return false;
+    if (index >= size) {
+        index -= size;
+        return false;
+    }
+    double sum = 0.0;
+    for (int a = 0; a < parts; ++a) sum += in[a * size + index];
+    from_float(out[index], static_cast<float>(sum));
+    return true;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) add_parts(const PartParams p) {
     wait_for_earlier_kernels();
     long long index = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
-    const float* const partials[] = {p.partial_key, p.partial_value};
-    RESULT* const results[] = {p.dkey, p.dvalue};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        if (partials[i] == nullptr) continue;
-        if (index < p.size) {
-            double sum = 0.0;
-            for (int a = 0; a < p.parts; ++a) sum += partials[i][a * p.size + index];
-            from_float(results[i][index], static_cast<float>(sum));
-            return;
-        }
-        index -= p.size;
-    }
+    if (add_part(p.partial_key, p.dkey, p.size, p.parts, index)) return;
+    if (add_part(p.partial_value, p.dvalue, p.size, p.parts, index)) return;
     if (p.partial_bias == nullptr || index >= static_cast<long long>(p.rows) * p.length) return;
     const long long row = static_cast<long long>(p.group) * p.length, all = p.rows * row;
     const float* in = p.partial_bias + index / p.length * row + index % p.length;
