@@ -139,7 +139,6 @@ class Layer(nn.Module):
             self.mlp_gain = made(sizes.width)
             self.up, self.down = made(sizes.width, sizes.inner), made(sizes.inner, sizes.width)
         self.mask: IntervalMask | None = None  # of the last pass
-        self.scores: Tensor | None = None
 
     def forward(self, x: Tensor, length: int, position: Tensor, rotation: Rotation | None) -> Tensor:
         """``x (M, T, width)``: the sequences of ``length`` tokens one after the other."""
@@ -175,7 +174,7 @@ class Layer(nn.Module):
             mask |= IntervalMask.sliding_window(n, how.recent, like=k)
         if how.sinks:
             mask |= IntervalMask.sinks(n, how.sinks, like=k)
-        self.mask, self.scores = mask, scores
+        self.mask = mask
         return dma.attention(q, k, v, mask=mask, bias=bias, causal=how.kind == "global")
 
 

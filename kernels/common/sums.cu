@@ -32,15 +32,20 @@ struct PartParams {
 
 constexpr int THREADS = 256;
 
+// Over a < firsts, b < seconds of in[a * first + b * second].
+float sum_of(const float* in, int firsts, long long first, int seconds, long long second) {
+    double sum = 0.0;
+    for (int a = 0; a < firsts; ++a)
+        for (int b = 0; b < seconds; ++b) sum += in[a * first + b * second];
+    return static_cast<float>(sum);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) add_rows(const SumParams p) {
     wait_for_earlier_kernels();
     const long long index = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
     if (index >= static_cast<long long>(p.rows) * p.columns) return;
     const float* in = p.in + index / p.columns * p.row + index % p.columns;
-    double sum = 0.0;
-    for (int a = 0; a < p.firsts; ++a)
-        for (int b = 0; b < p.seconds; ++b) sum += in[a * p.first + b * p.second];
-    from_float(p.out[index], static_cast<float>(sum));
+    from_float(p.out[index], sum_of(in, p.firsts, p.first, p.seconds, p.second));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) add_all(const SumParams p) {
@@ -66,9 +71,7 @@ bool add_part(const float* in, RESULT* out, long long size, int parts, long long
         index -= size;
         return false;
     }
-    double sum = 0.0;
-    for (int a = 0; a < parts; ++a) sum += in[a * size + index];
-    from_float(out[index], static_cast<float>(sum));
+    from_float(out[index], sum_of(in + index, parts, size, 1, 0));
     return true;
 }
 
@@ -80,8 +83,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) add_parts(const PartParams
     if (p.partial_bias == nullptr || index >= static_cast<long long>(p.rows) * p.length) return;
     const long long row = static_cast<long long>(p.group) * p.length, all = p.rows * row;
     const float* in = p.partial_bias + index / p.length * row + index % p.length;
-    double sum = 0.0;
-    for (int a = 0; a < p.parts; ++a)
-        for (int head = 0; head < p.group; ++head) sum += in[a * all + head * p.length];
-    p.dbias[index] = static_cast<float>(sum);
+    p.dbias[index] = sum_of(in, p.parts, all, p.group, p.length);
 }

@@ -88,6 +88,9 @@ def test_a_stack_is_its_models(how):
     both = Models([3, 4], SIZES, how, "cpu")
     alone = Models([4], SIZES, how, "cpu")
     torch.testing.assert_close(both(tokens)[1:], alone(tokens[1:]))
+    torch.testing.assert_close(both(tokens)[:, 1:], both(tokens[:, 1:]), msg="a sequence sees the one ahead of it")
+    rows = torch.tensor([5, 0, 23]).expand(2, 3, 3)
+    torch.testing.assert_close(both(tokens, rows), both(tokens)[:, :, [5, 0, 23]])
     assert not torch.equal(both.embed[0], both.embed[1])
     optimizers = [Adam(models, torch.tensor(rates), torch.ones(len(rates)), decay=0.1)
                   for models, rates in ((both, [1e-1, 1e-3]), (alone, [1e-3]))]

@@ -404,8 +404,7 @@ def test_the_params_struct_is_read_from_the_source():
     ("common/params.cuh", "AttentionParams"), ("select/prefix_top_w.cu", "SelectParams"),
     ("sm90/split_kv.cuh", "Splits"), ("sm90/combine.cu", "CombineParams"), ("lists/intervals.cu", "ListParams"),
     ("common/sums.cu", "SumParams"), ("common/sums.cu", "PartParams"),
-    ("select/key_scores.cu", "ScoreParams"),
-    ("select/key_scores_backward.cu", "ScoreBackwardParams"),
+    ("select/key_scores.cu", "ScoreParams"), ("select/key_scores_backward.cu", "ScoreBackwardParams"),
     ("lists/varlen.cu", "SequenceParams"), ("decode/step.cu", "StepParams"),
     ("decode/flash_decode.cu", "FlashDecodeParams"), ("select/last_queries_top_w.cu", "LastQueriesParams"),
     ("lists/dense_mask.cu", "DenseParams"), ("lists/dense_macro_tiles.cu", "SuperParams")])

@@ -52,8 +52,8 @@ FAULTS = [
           "    //", "test_key_scores_backward"),
     Fault("the second warp's sum is left out", "common/sums.cu", "for (int i = 1; i < THREADS / 32",
           "for (int i = 2; i < THREADS / 32", "test_key_scores_backward"),
-    Fault("a head of the group is added up twice", "common/sums.cu", "a * p.first + b * p.second];",
-          "a * p.first + b / 2 * p.second];", "test_backward_grid[mask-none]"),
+    Fault("a head of the group is added up twice", "common/sums.cu", "a * first + b * second];",
+          "a * first + b / 2 * second];", "test_backward_grid[mask-none]"),
     # ---- decoding ----
     Fault("no barrier before the ticket of a count", "select/last_queries_top_w.cu",
           "    __syncthreads();  // the block's counts", "    //", "last_queries[1]"),

@@ -72,7 +72,8 @@ class _Backward:
         self.supers: SuperLists | None = None
         self.dense: DenseSupers | None = None
         self.one_pass = False  # whether the Hopper key pass makes the gradient of the queries, too
-        self.parts, self.bias_heads = sm90_backward.Parts(), self.query.shape[2]  # heads of the kernels' dbias
+        self.parts = sm90_backward.Parts()
+        self.bias_heads = self.query.shape[2]  # of the dbias that kernels write
         self.tickets = 0  # address of a counter of each Hopper kernel
 
     def run(self) -> tuple[Any, Any, Any, Any]:
@@ -217,7 +218,7 @@ class _Backward:
         self.one_pass = can_one_pass and (self.supers is None or bool(sm90_backward.ONE_PASS))
 
     def _find_parts(self) -> None:
-        """The parts in which the Hopper kernel takes tiles; their sums are over the query heads of a bias, too."""
+        """The parts in which the Hopper kernel takes tiles, and to how many heads their sums of dbias are added up."""
         self.parts = sm90_backward.parts_of(self.runtime, self.call, self.problem, self._entries(), self.one_pass)
         bias, (batch, length, *_) = self.call.forward.bias, self.key.shape
         if self.parts.count > 1 and bias is not None and (bias.shape[0], bias.shape[3]) == (batch, length):
@@ -248,24 +249,22 @@ class _Backward:
 
     def _in_parts(self, fields: dict[str, Any]) -> None:
         """The gradients of keys in their own order from sums over parts of the queries."""
-        batch, length, heads, parts = *self.key.shape[:2], self.query.shape[2], self.parts
-        size = math.prod(self.key.shape)
-        sizes = {"key": size, "value": size, "bias": batch * heads * length}
+        batch, length, parts, group = *self.key.shape[:2], self.parts, self.query.shape[2] // self.bias_heads
+        size, rows = math.prod(self.key.shape), batch * self.bias_heads
+        sizes = {name: numbers for name, numbers, wanted in zip(
+            ("key", "value", "bias"), (size, size, rows * length), self.wanted) if wanted}
         partials = {}
-        for (name, size), wanted in zip(sizes.items(), self.wanted):
-            if wanted and name == "bias":  # a part has some heads
-                partials[name] = self.library.full((parts.count * size,), 0.0, "float32", self.device)
-            elif wanted:
-                partials[name] = self.library.empty((parts.count * size,), "float32", self.device)
+        for name, numbers in sizes.items():
+            if name == "bias":  # a part has some heads
+                partials[name] = self.library.full((parts.count * group * numbers,), 0.0, "float32", self.device)
+            else:
+                partials[name] = self.library.empty((parts.count * numbers,), "float32", self.device)
         fields = {**fields, **{f"partial_{name}": self.library.pointer(array) for name, array in partials.items()}}
         sm90_backward.launch_dkv(self.runtime, self.call, self.problem, 0, fields, self.tickets + 4, parts,
                                  self.one_pass)
-        group = heads // self.bias_heads
-        add_parts(self.runtime, self.library, self.device, self.key.dtype,
-                  sum(sizes[name] // (group if name == "bias" else 1) for name in partials),
-                  {**{of + name: fields[of + name] for name in partials for of in ("partial_", "d")},
-                   "size": sizes["key"], "parts": parts.count, "rows": batch * self.bias_heads, "group": group,
-                   "length": length})
+        add_parts(self.runtime, self.library, self.device, self.key.dtype, sum(sizes.values()),
+                  {**{of + name: fields[of + name] for name in sizes for of in ("partial_", "d")},
+                   "size": size, "parts": parts.count, "rows": rows, "group": group, "length": length})
 
     def _entries(self) -> int:
         """Of the lists of super-tiles; 0: there are none."""
