@@ -104,18 +104,12 @@ def by_turns(found: dict[str, Callable[[], Any]], rounds: int) -> dict[str, floa
 
 def on_gpu(call: Callable[[], Any]) -> dict[str, Any]:
     """Launches and GPU microseconds of one call, kernel by kernel."""
-    from torch.profiler import ProfilerActivity, profile
-
     from benchmarks.harness import measure
 
     if not measure.on_gpu():
         return {}
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
-        call()
-        measure.synchronize()
-    events = [e for e in seen.events() if str(e.device_type).endswith("CUDA")]
-    return {"launches": len(events), "gpu_us": sum(e.device_time for e in events),
-            "kernels": [[e.name[:60], round(e.device_time, 1)] for e in events]}
+    kernels = [[name[:60], round(end - begin, 1)] for name, begin, end in measure.gpu_events(call)]
+    return {"launches": len(kernels), "gpu_us": sum(us for _, us in kernels), "kernels": kernels}
 
 
 def table(rows: list[dict[str, Any]]) -> str:

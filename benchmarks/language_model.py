@@ -22,7 +22,7 @@ twice the learning rate. Whatever is kept besides, recent keys and sinks, counts
 Loss: nats per byte of the beginnings of ``TESTED`` held-out files, in bins of the position in the file. Lives: how long
 the keys of the first half of one held-out file stay visible, by layer and kv head, at four times of the training.
 
-Cost: 26 stacks, 80 to 125 s each on an H200 that two processes share.
+Cost: 26 stacks, 75 to 115 s each on an H100 that two processes share.
 Results: ``benchmarks/results/evidence/language_model.json`` and ``.png``, written after every stack. Models are kept in
 ``--models`` (build/evidence), where needle.py looks for them.
 """

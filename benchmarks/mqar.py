@@ -35,7 +35,7 @@ done: a selection can be lost again. A stack ends after ``Task.steps``, or when 
 for every seed. Tables show, of the rate that is best on average, mean and range of the seeds. ``kept``: the share of
 questions whose pair is still visible in the mask at the end, for each layer.
 
-Cost: 114 stacks, 10 to 60 s each on an H200 that two processes share. Results:
+Cost: 114 stacks, 8 to 120 s each on an H100 that two processes share. Results:
 ``benchmarks/results/evidence/mqar.json`` and ``mqar.png``, written after every stack.
 """
 from __future__ import annotations

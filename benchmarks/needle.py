@@ -21,7 +21,7 @@ its 32-byte slots holds one, another eighth repeats them), whose codes weigh as 
 A row has ``COUNT`` needles of one seed for each context and depth. Rotary positions beyond the length of training are
 new to all models alike: full attention shows what that alone costs.
 
-Cost: 10 stacks, of which 5 are trained here, as long as those of language_model.py; 5 to 30 s for testing on an H200.
+Cost: 10 stacks, of which 5 are trained here, as long as those of language_model.py; 10 s for testing on an H100.
 Results: ``benchmarks/results/evidence/needle.json`` and ``needle.png``, written after every stack.
 """
 from __future__ import annotations

@@ -163,6 +163,18 @@ def host_us(call: Callable[[], Any], calls: int = 100, rounds: int = 20) -> floa
     return min(found)
 
 
+def gpu_events(call: Callable[[], Any]) -> list[tuple[str, float, float]]:
+    """Name, begin and end in microseconds of what ``call`` runs on the GPU, kernel by kernel, by torch's profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        call()
+        synchronize()
+    found = [e for e in seen.events() if str(e.device_type).endswith("CUDA")]
+    return sorted(((e.name, e.time_range.start, e.time_range.end) for e in found), key=lambda event: event[1])
+
+
 def waited_us(call: Callable[[], Any], calls: int = 50) -> float:
     """Median microseconds from before ``call`` until the stream has its results, the wait included."""
     samples = []

@@ -1,11 +1,15 @@
-"""The table and the chart of benchmarks/mqar.py."""
+"""The tables and the chart of benchmarks/mqar.py."""
 from __future__ import annotations
 
+import json
 import statistics
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.folders import EVIDENCE
 from benchmarks.harness.render_evidence import COLOURS, Report, Row, budget, grouped, markdown, spread, words
+
+LEARNED = 0.95  # right answers of a model that has learned the task
 
 
 def right(row: Row) -> float:
@@ -37,18 +41,26 @@ def stacks(result: dict[str, Any]) -> list[list[Row]]:
     return sorted(found, key=order)
 
 
-def table(result: dict[str, Any]) -> str:
+def name_of(one: dict[str, Any]) -> str:
+    """The attention of a row's settings, its recent keys as a share of all that a query sees."""
+    name = words({**one, "recent": 0, "sinks": 0})
+    if one["recent"]:
+        name += f", {one['recent'] / budget(one):.2g} of w recent" + ", a sink" * one["sinks"]
+    return name
+
+
+def task_of(one: dict[str, Any]) -> str:
+    return f"{one['pairs']} pairs in {one['length']} tokens, width {one['width']}"
+
+
+def by_task(result: dict[str, Any]) -> str:
     """A table for each task, the one with most settings first: a line for each attention, a column for each number of
     keys."""
     tasks: dict[str, dict[str, dict[float, str]]] = {}
     for rows in stacks(result):
         one = rows[0]["settings"]
-        name = words({**one, "recent": 0, "sinks": 0})
-        if one["recent"]:
-            name += f", {one['recent'] / budget(one):.2g} of w recent" + ", a sink" * one["sinks"]
-        task = f"{one['pairs']} pairs in {one['length']} tokens, width {one['width']}"
-        lines = tasks.setdefault(task + ", full length from the first step" * (not one["grow"]), {})
-        lines.setdefault(name, {})[budget(one) / one["pairs"]] = shown(rows)
+        lines = tasks.setdefault(task_of(one) + ", full length from the first step" * (not one["grow"]), {})
+        lines.setdefault(name_of(one), {})[budget(one) / one["pairs"]] = shown(rows)
     parts = []
     for task, lines in sorted(tasks.items(), key=lambda item: -len(item[1])):
         columns = sorted({part for cells in lines.values() for part in cells if part}) or [0]
@@ -56,6 +68,42 @@ def table(result: dict[str, Any]) -> str:
         parts.append(markdown(head, [[name, *(cells.get(part, cells.get(0, "–")) for part in columns)]
                                      for name, cells in lines.items()]))
     return "\n\n".join(parts)
+
+
+def earlier() -> list[dict[str, Any]]:
+    """What was recorded before: the same seeds and data, other roundings."""
+    return [json.loads(path.read_text()) for path in sorted((EVIDENCE / "again").glob("mqar_*.json"))]
+
+
+def often(results: list[dict[str, Any]]) -> str:
+    """How many models learned the task that see as many keys as there are pairs, or all, over all runs of the settings
+    of the first; a model that is in two runs to the bit counts once. Of each run, the rate that is best in it."""
+
+    def same(row: Row, other: Row) -> bool:
+        return row["settings"] == other["settings"] and row["curve"] == other["curve"]
+
+    found: dict[str, dict[str, list[Row]]] = {}
+    for result in results:
+        for rows in stacks(result):
+            one = rows[0]["settings"]
+            if one["grow"] and one["kind"] in ("full", "dynamic") and budget(one) in (0, one["pairs"]):
+                if result is results[0]:
+                    found.setdefault(name_of(one), {}).setdefault(task_of(one), [])
+                own = found.get(name_of(one), {}).get(task_of(one))
+                if own is not None:
+                    own += [row for row in rows if not any(same(row, other) for other in own)]
+    tasks = list(dict.fromkeys(task_of(rows[0]["settings"]) for rows in stacks(results[0])))
+    tasks = [task for task in tasks if sum(task in lines for lines in found.values()) > 1]
+
+    def cell(rows: list[Row]) -> str:
+        return f"{sum(right(row) >= LEARNED for row in rows)} of {len(rows)}" if rows else "–"
+
+    head = [f"models with {100 * LEARNED:.0f} % or more, w = pairs", *tasks]
+    return markdown(head, [[name, *(cell(lines.get(task, [])) for task in tasks)] for name, lines in found.items()])
+
+
+def table(result: dict[str, Any]) -> str:
+    return f"{by_task(result)}\n\n{often([result, *earlier()])}"
 
 
 def line(rows: list[Row]) -> str:
@@ -99,7 +147,9 @@ def draw(result: dict[str, Any], plt: Any, path: Path) -> None:
             w, mean, low, high = zip(*points)
             bars = [[m - a for m, a in zip(mean, low)], [b - m for m, b in zip(mean, high)]]
             beside = [x * 1.012**(i - len(curves) / 2) for x in w]  # bars of equal numbers of keys side by side
-            ax.errorbar(beside, mean, yerr=bars, marker="o", markersize=3, capsize=2, color=colour, label=name)
+            linear = kinds[name]["kind"] in ("dynamic", "global") and kinds[name]["form"] == "linear"
+            ax.errorbar(beside, mean, yerr=bars, marker="s" if linear else "o", linestyle=":" if linear else "-",
+                        markersize=3, capsize=2, color=colour, label=name)
     ax.axvline(pairs, color="tab:red", linewidth=0.7, linestyle=":")
     ax.set_xscale("log", base=2)
     ax.set_xticks(sorted(set(ends)), [str(w) for w in sorted(set(ends))])

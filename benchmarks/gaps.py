@@ -1,0 +1,155 @@
+"""Does a GPU wait for Python inside a training step? Pauses between kernels, eager and compiled into CUDA graphs.
+
+    python benchmarks/gaps.py                            everything; a few minutes
+    python benchmarks/gaps.py --length 128 --model tiny  anywhere, for trying the script: without a GPU nothing is timed
+
+A step is the forward and ``torch.autograd.grad`` of the output, one sequence of 1024 tokens, bfloat16: of the attention
+alone, 16/8 heads, D 128 (``DynamicMaskAttention``), and of the four layers of width 2048 of which it is a part
+(harness/decoder.py, without embedding and loss). w = 512, where keys are selected and listed, and w = 1024, where every
+key is seen. SDPA (cuDNN) in the same place.
+
+Modes. eager; graphs: ``torch.compile(fullgraph=True, mode="reduce-overhead")``, a CUDA graph for each direction.
+
+``STEPS`` steps are queued without waiting, under torch's profiler, which lengthens what is short. A pause is the time
+between the end of all kernels so far and the start of the next within a step; a step from first kernel to last. Columns
+are medians over the steps but the first: the longest pause of a step, all its pauses, the step; and the longest of all.
+
+Check: output and inputs' gradients of a compiled step are those of the eager one within ``NEAR`` of their norm (rounded
+otherwise, scores near the bound select other keys); all gradients are finite.
+
+Results: ``gaps.json`` in the folder of the GPU.
+"""
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
+
+from benchmarks.harness.suite import add_record_options, write_record
+from benchmarks.training import models
+
+if TYPE_CHECKING:
+    from benchmarks.harness.decoder import Sizes
+
+WARM_UP, STEPS = 5, 30
+NEAR = 0.1
+PARTS = ("attention", "layers")
+MODES = ("eager", "graphs")
+
+
+def pauses(events: list[tuple[str, float, float]], steps: int) -> dict[str, float]:
+    """Of the GPU's kernels in ``steps`` steps that are alike, in microseconds; see the module's text."""
+    each, rest = divmod(len(events), steps)
+    if rest or not each:
+        raise ValueError(f"events must be the same for each of {steps} steps, got {len(events)} of them")
+    longest, total, lengths = [], [], []
+    for first in range(each, len(events), each):
+        busy, found = events[first][2], [0.0]
+        for _, begin, end in events[first + 1:first + each]:
+            found.append(max(0.0, begin - busy))
+            busy = max(busy, end)
+        longest.append(max(found))
+        total.append(sum(found))
+        lengths.append(busy - events[first][1])
+    return {"launches": each, "longest_us": statistics.median(longest), "worst_us": max(longest),
+            "pauses_us": statistics.median(total), "step_us": statistics.median(lengths)}
+
+
+def steps_of(module: Any, inputs: list[Any], dout: Any) -> dict[str, Callable[[], Any]]:
+    """A step in each mode."""
+    import torch
+
+    from benchmarks.harness import decoder
+
+    wanted = [*inputs, *module.parameters()]
+
+    def step(call: Callable[..., Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            torch.compiler.cudagraph_mark_step_begin()
+            out = call(*inputs)
+            return (out, *torch.autograd.grad(out, wanted, dout))
+        return run
+
+    compiled = torch.compile(module, fullgraph=True, dynamic=False, mode="reduce-overhead", backend=decoder.COMPILER)
+    return dict(zip(MODES, (step(module), step(compiled)), strict=True))
+
+
+def checked(steps: dict[str, Callable[[], Any]], near: int) -> None:
+    """Warms up. Raises if what a step returns is not finite, or its first ``near`` differ from the eager step's."""
+    expected: list[Any] = []
+    for mode, run in steps.items():
+        for _ in range(WARM_UP):
+            found = [x.detach().clone() for x in run()]
+        expected = expected or found
+        if not all(bool(x.isfinite().all()) for x in found):
+            raise AssertionError(f"{mode}: not finite")
+        for a, b in zip(found[:near], expected):
+            if not (a - b).norm() <= NEAR * b.norm():
+                raise AssertionError(f"{mode}: {float((a - b).norm() / b.norm()):.3f} from the eager step")
+
+
+def measured(part: str, peer: str, sizes: Sizes, length: int, device: str) -> list[dict[str, Any]]:
+    import torch
+
+    from benchmarks.harness import decoder, measure
+
+    torch.compiler.reset()
+    with decoder.decoder(sizes, peer, compiled=False, checkpoint=False, device=device,
+                         dtype=torch.bfloat16) as (made, note):
+        module: Any = torch.nn.Sequential(*made.blocks)
+        shapes: list[tuple[int, ...]] = [(1, length, sizes.width)]
+        if part == "attention":
+            module = made.blocks[0].attention.attention
+            shapes = [(1, length, heads, sizes.head_dim) for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads)]
+        generator = torch.Generator(device).manual_seed(0)
+        *drawn, dout = (torch.randn(shape, device=device, generator=generator).to(torch.bfloat16)
+                        for shape in (*shapes, shapes[0]))
+        steps = steps_of(module, [x.requires_grad_() for x in drawn], dout)
+        checked(steps, 1 + len(drawn))
+
+        def queue(run: Callable[[], Any]) -> None:
+            for _ in range(STEPS):
+                run()
+
+        of_row = {"part": part, "peer": peer, "window": sizes.window if peer == "dma" else None, "note": note}
+        return [{**of_row, "mode": mode,
+                 **(pauses(measure.gpu_events(functools.partial(queue, run)), STEPS) if measure.on_gpu() else {})}
+                for mode, run in steps.items()]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'':38s}{'launches':>9s}{'longest':>9s}{'worst':>9s}{'pauses':>9s}{'step us':>9s}"]
+    for row in rows:
+        name = f"{row['part']}, {row['peer']}" + f" w {row['window']}" * bool(row["window"]) + f", {row['mode']}"
+        columns = "".join(f"{row[one]:9.1f}" for one in ("longest_us", "worst_us", "pauses_us", "step_us")
+                          if one in row)
+        lines.append(f"{name:38s}{row.get('launches', '–'):>9}{columns}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--length", type=int, default=1024, help="tokens (default: %(default)s)")
+    options.add_argument("--model", choices=list(models()), default="1.7b", help="whose sizes (default: %(default)s)")
+    add_record_options(options)
+    args = options.parse_args(arguments)
+    from benchmarks.harness import measure
+
+    device, sizes = "cuda" if measure.on_gpu() else "cpu", models()[args.model]
+    peers = ("dma", args.length // 2), ("dma", args.length), ("sdpa", args.length)
+    rows = [row for part in PARTS for peer, window in peers
+            for row in measured(part, peer, replace(sizes, window=window), args.length, device)]
+    write_record("gaps.json", args, __doc__, length=args.length, model=args.model, rows=rows)
+    print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
