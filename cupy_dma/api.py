@@ -82,7 +82,7 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
         return in_bhnd(attention, (("query", query), ("key", key), ("value", value)), mask=mask, bias=bias,
                        causal=causal, scale=scale, softcap=softcap, deterministic=deterministic,
                        return_lse=return_lse, backend=backend)
-    if _belongs_to_torch(query, key, value, bias):
+    if _belongs_to_torch(query):
         from cupy_dma import torch
 
         return torch.attention(query, key, value, mask=mask, bias=bias, causal=causal, scale=scale, softcap=softcap,
@@ -129,7 +129,7 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
                        window=window, dt_proj=dt_proj, A=A, dt_bias=dt_bias, form=form, keys=keys, padding=padding,
                        documents=documents, causal=causal, scale=scale, softcap=softcap, deterministic=deterministic,
                        return_lse=return_lse, backend=backend)
-    if _belongs_to_torch(query, key, value, scores, dt_proj, A, dt_bias):
+    if _belongs_to_torch(query):
         from cupy_dma import torch
 
         return torch.dynamic_mask_attention(
@@ -179,7 +179,7 @@ def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: s
     """
     if not is_ours(layout):
         return in_bhnd(key_scores, (("value", value),), dt_proj, A, dt_bias=dt_bias, form=form, backend=backend)
-    if _belongs_to_torch(value, dt_proj, A, dt_bias):
+    if _belongs_to_torch(value):
         from cupy_dma import torch
 
         return torch.key_scores(value, dt_proj, A, dt_bias=dt_bias, form=form, backend=backend)
@@ -244,7 +244,7 @@ def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
     The result is differentiable for torch tensors that require grad (``cupy_dma.torch``). For other libraries see
     ``cupy_dma.backward.varlen_attention_backward``.
     """
-    if _belongs_to_torch(query, key, value, bias):
+    if _belongs_to_torch(query):
         from cupy_dma import torch
 
         return torch.varlen_attention(
@@ -286,7 +286,7 @@ def varlen_dynamic_mask_attention(query: Any, key: Any, value: Any, cu_seqlens_q
     ------
     As ``varlen_attention`` and ``dynamic_mask_attention``.
     """
-    if _belongs_to_torch(query, key, value, scores, dt_proj, A, dt_bias):
+    if _belongs_to_torch(query):
         from cupy_dma import torch
 
         return torch.varlen_dynamic_mask_attention(
@@ -300,18 +300,7 @@ def varlen_dynamic_mask_attention(query: Any, key: Any, value: Any, cu_seqlens_q
     return run_dynamic(call, return_lse, backends.choose(backend, (call.attention.query,)))
 
 
-def _belongs_to_torch(*arrays: Any) -> bool:
-    """Whether ``cupy_dma.torch`` handles a call with these arguments: the first is a torch tensor, and one of them
-    requires grad, or it is of a subclass, or autocast, ``torch.compile`` or something else that traces is active."""
+def _belongs_to_torch(array: Any) -> bool:
+    """Whether ``cupy_dma.torch`` handles a call with this first argument."""
     torch: Any = sys.modules.get("torch")
-    if torch is None or not isinstance(arrays[0], torch.Tensor):
-        return False
-    if (type(arrays[0]) is not torch.Tensor or torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()
-            or torch._C._len_torch_dispatch_stack() > 0
-            or torch._C._functorch.peek_interpreter_stack() is not None):
-        return True
-    if torch.is_grad_enabled():
-        for array in arrays:
-            if array is not None and getattr(array, "requires_grad", False):
-                return True
-    return False
+    return torch is not None and isinstance(array, torch.Tensor)

@@ -16,27 +16,32 @@ def run(call: AttentionCall, return_lse: bool, module: ModuleType) -> Any:
 
 
 def run_dynamic(call: DynamicCall, return_lse: bool, module: ModuleType) -> Any:
-    """The same for a dynamic call: scores unless they are given, selection, attention."""
-    scores = call.scores if call.recipe is None else scores_of(call, module)
-    assert scores is not None
-    attend_last = getattr(module, "attend_last", None)  # few queries: a backend may do without a mask
+    """The same for a dynamic call."""
+    return _delivered(call.attention, attended(call, module)[0], return_lse)
+
+
+def attended(call: DynamicCall, module: ModuleType) -> tuple[tuple[Any, Any], AttentionCall | None]:
+    """``out, lse`` of a dynamic call, and its attention; None if the backend did without a mask, as for few queries."""
+    scores = scores_of(call, module)
+    attend_last = getattr(module, "attend_last", None)
     if attend_last is not None and call.attention.sequences is None:
         results = attend_last(call, scores)
         if results is not None:
-            return _delivered(call.attention, results, return_lse)
-    return run(masked(call, scores, module), return_lse, module)
+            return results, None
+    attention = masked(call, scores, module)
+    return module.attention(attention), attention
 
 
 def attention_of(call: DynamicCall, module: ModuleType) -> AttentionCall:
-    """The attention of a dynamic call: its scores unless they are given, and what they select."""
-    scores = call.scores if call.recipe is None else scores_of(call, module)
-    assert scores is not None
-    return masked(call, scores, module)
+    """The attention of a dynamic call, with what its scores select."""
+    return masked(call, scores_of(call, module), module)
 
 
 def scores_of(call: DynamicCall, module: ModuleType) -> Operand:
-    """The scores computed from the call's recipe."""
-    assert call.recipe is not None
+    """The scores, computed from the call's recipe unless they are given."""
+    if call.recipe is None:
+        assert call.scores is not None
+        return call.scores
     return call.recipe[0].library.operand(module.key_scores(*call.recipe), "scores")
 
 

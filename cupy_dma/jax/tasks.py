@@ -111,9 +111,7 @@ def _dynamic(task: Task, module: Any, given: Given) -> tuple[Any, ...]:
     call = DynamicCall(own, given.get("bias"), recipe, window, keys, _candidates(given, own.key_length))
     runs: tuple[Any, ...] = ()
     if task.selection is None:
-        scores = call.scores if recipe is None else scores_of(call, module)
-        assert scores is not None
-        own = with_mask(own, None, key_bias(scores))
+        own = with_mask(own, None, key_bias(scores_of(call, module)))
     else:
         own = attention_of(call, module)
         assert own.mask is not None

@@ -2,10 +2,10 @@
 
     attention -> out, lse           attention_backward -> the gradients named in ``needs``, in that order
 
-``cupy_dma.attention`` and the other public functions delegate to these when a tensor requires grad, under autocast and
-under ``torch.compile``; calling these directly is equivalent. Under autocast query, key and value are cast to its type,
-except float64; scores, biases and score parameters keep theirs. ``torch.use_deterministic_algorithms`` is respected. An
-interval mask is passed to an operator as its two tensors and its hints.
+``cupy_dma.attention`` and the other public functions delegate to these for torch tensors; calling these directly is
+equivalent. Under autocast query, key and value are cast to its type, except float64; scores, biases and score
+parameters keep theirs. ``torch.use_deterministic_algorithms`` is respected. An interval mask is passed to an operator
+as its two tensors and its hints.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cupy_dma.calls.attention import attention_call, dynamic_call, not_padding
 from cupy_dma.calls.gradients import INPUTS, attention_gradients
 from cupy_dma.calls.layout import in_bhnd, is_ours
 from cupy_dma.calls.mask import intersect, masks_in
-from cupy_dma.calls.run import attention_of, masked
+from cupy_dma.calls.run import attended, attention_of, masked
 from cupy_dma.calls.types import AttentionCall, DynamicCall
 from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.masks.selection import selection_hints
@@ -79,7 +79,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None,
         call = attention_call(query, key, value, mask, bias, causal, scale, softcap, is_deterministic(deterministic),
                               layout)
         module = backends.choose(backend, (call.query,))
-        out, lse = attend(call, module, backend, (query, key, value, bias))
+        out, lse, _ = attend(call, module, backend, (query, key, value, bias))
         if bias is inputs[3]:
             steps.learn(kind, call, module, backend, inputs)
     return (out, lse) if return_lse else out
@@ -122,15 +122,15 @@ def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Te
         call = dynamic_call(query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents,
                             causal, scale, softcap, is_deterministic(deterministic), layout)
         module = backends.choose(backend, (call.attention.query,))
-        out, lse = attend_dynamic(call, module, backend, query, key, value, scores)
-        if scores is inputs[3] and not checks.wants_values_checked():
+        out, lse, whole = attend_dynamic(call, module, backend, query, key, value, scores)
+        if whole and scores is inputs[3] and not checks.wants_values_checked():
             steps.learn(kind, call, module, backend, inputs)
     return (out, lse) if return_lse else out
 
 
 def attend_dynamic(call: DynamicCall, module: ModuleType, backend: str | None, query: Tensor, key: Tensor,
-                   value: Tensor, scores: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``out, lse`` of a checked dynamic call on these tensors, with their gradients."""
+                   value: Tensor, scores: Tensor | None) -> tuple[Tensor, Tensor, bool]:
+    """``attend`` for a checked dynamic call on these tensors."""
     if call.attention.sequences is None:
         parameters = [None if x is None else x.array for x in (call.recipe or (None,) * 4)[1:4]]
         return attend(call, module, backend, (query, key, value, scores, *parameters))
@@ -145,21 +145,21 @@ def attend_dynamic(call: DynamicCall, module: ModuleType, backend: str | None, q
 
 
 def attend(call: AttentionCall | DynamicCall, module: ModuleType, backend: str | None,
-           inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
+           inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, bool]:
     """``out, lse`` of a checked call on ``module``, the backend of that name, with gradients for ``inputs``: its query,
-    key, value and bias, or scores, and the parameters of scores to be computed."""
+    key, value and bias, or scores, and the parameters of scores to be computed. And whether this is how such calls are
+    planned (``steps.py``): not if the backend did without a mask."""
     if needs_grad(*inputs):
-        return _Attention.apply(call, module, backend, *inputs)
-    out, lse, _ = _attended(call, module)
-    return out, lse
-
-
-def _attended(call: AttentionCall | DynamicCall, module: ModuleType) -> tuple[Tensor, Tensor, AttentionCall]:
-    """And the call with what it has selected."""
+        return *_Attention.apply(call, module, backend, *inputs), True
     if isinstance(call, DynamicCall):
-        call = attention_of(call, module)
+        (out, lse), own = attended(call, module)
+        return out, lse, own is not None
+    return *_results(call, module), True
+
+
+def _results(call: AttentionCall, module: ModuleType) -> tuple[Tensor, Tensor]:
     out, lse = module.attention(call)
-    return (out, lse, call) if call.sequences is None else (out[0], lse[0], call)
+    return (out, lse) if call.sequences is None else (out[0], lse[0])
 
 
 class _Attention(torch.autograd.Function):
@@ -171,7 +171,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: AttentionCall | DynamicCall, module: ModuleType, backend: str | None,
                 *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, lse, own = _attended(call, module)
+        own = attention_of(call, module) if isinstance(call, DynamicCall) else call
+        out, lse = _results(own, module)
         recipe = call.recipe if isinstance(call, DynamicCall) else None
         ctx.save_for_backward(out, lse, *inputs, *[None] * (len(INPUTS) - len(inputs)),
                               None if own.dense is None else own.dense.array)

@@ -53,7 +53,7 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Te
         call = varlen_call(query, key, value, cu_seqlens_q, cu_seqlens_k, mask, bias, causal, scale, softcap,
                            is_deterministic(deterministic), block_table, seqused_k, max_seqlen_q, max_seqlen_k,
                            tail_padding)
-        out, lse = attend(call, backends.choose(backend, (call.query,)), backend, (query, key, value, bias))
+        out, lse, _ = attend(call, backends.choose(backend, (call.query,)), backend, (query, key, value, bias))
     return (out, lse) if return_lse else out
 
 
@@ -86,7 +86,7 @@ def varlen_dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, cu_
                                    form, keys, causal, scale, softcap, is_deterministic(deterministic), block_table,
                                    seqused_k, max_seqlen_q, max_seqlen_k, tail_padding)
         module = backends.choose(backend, (call.attention.query,))
-        out, lse = attend_dynamic(call, module, backend, query, key, value, scores)
+        out, lse, _ = attend_dynamic(call, module, backend, query, key, value, scores)
     return (out, lse) if return_lse else out
 
 

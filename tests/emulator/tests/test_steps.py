@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import cupy_dma as dma
+from cupy_dma.backends.cuda.attention import flash_decode, last_queries
 from cupy_dma.backends.cuda.runtime import plans
 from cupy_dma.backends.cuda.steps import Step
 from tests import emulator
@@ -129,6 +130,34 @@ def test_no_mask(options, device, planned):
 def test_from_scores(batch, window, device, planned):
     """Also a window of everything, which is plain causality."""
     check(lambda *x: dynamic(*x, window=window), lambda i: draw(i, batch=batch), planned)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_without_gradients(learned, device, planned):
+    """Planned as well, whether the tensors require none or autograd is off."""
+    for i in range(5):
+        with torch.set_grad_enabled(not learned):
+            inputs = draw(i, grad=learned)
+            found = dynamic(*inputs)
+            assert planned == {"forward": max(0, i - 1), "backward": 0} and not found[0].requires_grad
+            with plans.switched(False):
+                same(found, dynamic(*inputs))
+
+
+def test_few_queries_do_without_a_mask(device, planned, monkeypatch):
+    """Without gradients: their keys are found from the scores, in every call of the kind."""
+    served, select = [], last_queries.select_last
+    monkeypatch.setattr(last_queries, "select_last", lambda *arguments: served.append(1) or select(*arguments))
+    monkeypatch.setattr(flash_decode, "_pays", lambda *_: True)
+    query, key, value, scores = draw(0, length=1000)
+    inputs = query[:, :2], key, value, scores
+    for i in range(4):
+        with torch.no_grad():
+            out, lse = dynamic(*inputs)
+        assert len(served) == i + 1 and planned == {"forward": 0, "backward": 0}
+    expected = dynamic(*inputs)
+    assert len(served) == 4 and expected[0].requires_grad
+    assert torch.allclose(out, expected[0], atol=2e-2) and torch.allclose(lse, expected[1], atol=1e-4)
 
 
 def test_padding(device, planned):
