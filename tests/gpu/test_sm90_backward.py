@@ -72,7 +72,7 @@ def test_as_the_portable_kernel(torch, kind, head_dim, dtype, one_pass):
     arguments, options = problem(torch, kind, head_dim, dtype=getattr(torch, dtype))
     with mock.patch.object(sm90_backward, "launch_dkv", side_effect=sm90_backward.launch_dkv) as launch:
         found = attention_backward(*arguments, **options)
-    assert launch.call_args.args[-1] is (one_pass and head_dim <= 128 and kind not in ("dense", "tiles"))
+    assert bool(launch.call_args.args[-1]) is (one_pass and head_dim <= 128 and kind not in ("dense", "tiles"))
     with portable():
         expected = attention_backward(*arguments, **options)
     for name, ours, other in zip(found._fields, found, expected):

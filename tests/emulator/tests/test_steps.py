@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import cupy_dma as dma
-from cupy_dma.backends.cuda.attention import flash_decode, last_queries
+from cupy_dma.backends.cuda.attention import flash_decode, last_queries, sm90_backward
 from cupy_dma.backends.cuda.runtime import plans
 from cupy_dma.backends.cuda.steps import Step
 from tests import emulator
@@ -130,6 +130,21 @@ def test_no_mask(options, device, planned):
 def test_from_scores(batch, window, device, planned):
     """Also a window of everything, which is plain causality."""
     check(lambda *x: dynamic(*x, window=window), lambda i: draw(i, batch=batch), planned)
+
+
+def test_zeros_are_cleared_at_once(planned, monkeypatch):
+    """Those of a backward in one pass, its tiles in parts: sums of dq and dbias, and counters."""
+    parts, cleared = sm90_backward.Parts(3, 4), []
+    monkeypatch.setattr(sm90_backward, "parts_of", lambda *_: parts)
+    with emulator.hopper_gpu() as runtime, plans.switched(True):
+        clear = runtime.clear
+        monkeypatch.setattr(runtime, "clear", lambda *own: cleared.append(own[1]) or clear(*own))
+        for i in range(3):
+            cleared.clear()
+            inputs = draw(i, length=600)
+            out = dma.dynamic_mask_attention(*inputs, window=400, backend="emulator")
+            torch.autograd.grad(out.sum(), inputs)
+    assert planned["backward"] == 1 and cleared == [4 * (10 * 64 * D * H + parts.count * 600 * H + 2)]
 
 
 @pytest.mark.parametrize("learned", [False, True])

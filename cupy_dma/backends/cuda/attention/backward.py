@@ -74,7 +74,8 @@ class _Backward:
         self.one_pass = False  # whether the Hopper key pass makes the gradient of the queries, too
         self.parts = sm90_backward.Parts()
         self.bias_heads = self.query.shape[2]  # of the dbias that kernels write
-        self.tickets = 0  # address of a counter of each Hopper kernel
+        #: addresses of zeros: sums of dq in one pass and of dbias in parts, if there are; a counter of each kernel
+        self.query_sums = self.bias_sums = self.tickets = 0
 
     def run(self) -> tuple[Any, Any, Any, Any]:
         call, library = self.call, self.library
@@ -103,8 +104,7 @@ class _Backward:
                 ("query", self.query), ("key", self.key), ("value", call.forward.value))}
             dbias = rows = None
             if self.hopper_keys or self.hopper_query:
-                tickets = library.full((2,), 0, "int32", self.device)  # of each kernel
-                self.tickets = library.pointer(tickets)
+                self._find_zeros()
             if self.dense_bias:
                 rows = self._dense_gradient(bool(some))
             elif "bias" in call.needs:
@@ -224,6 +224,15 @@ class _Backward:
         if self.parts.count > 1 and bias is not None and (bias.shape[0], bias.shape[3]) == (batch, length):
             self.bias_heads = bias.shape[1]
 
+    def _find_zeros(self) -> None:
+        """In one array, which is cleared at once."""
+        sums = sm90_backward.query_sums(self.call, self.problem) if self.one_pass else 0
+        rows = math.prod(self.query.shape[::2]) * self.key.shape[1] if self.parts.count > 1 and self.wanted[2] else 0
+        self.zeros = self.library.full((sums + self.parts.count * rows + 2,), 0.0, "float32", self.device)
+        begin = self.library.pointer(self.zeros)
+        self.query_sums, self.bias_sums = begin if sums else 0, begin + 4 * sums
+        self.tickets = self.bias_sums + 4 * self.parts.count * rows
+
     def _key_gradients(self, fields: dict[str, Any]) -> None:
         problem, bits = self.problem, self.dense is not None
         batch, key_length, kv_heads, head_dim = self.key.shape
@@ -238,7 +247,7 @@ class _Backward:
         fields = {**fields, **lists, **{name: self.library.pointer(array) for name, array in partials.items()}}
         if self.hopper_keys:
             sm90_backward.launch_dkv(self.runtime, self.call, problem, entries, fields, self.tickets + 4, self.parts,
-                                     self.one_pass)
+                                     self.query_sums)
         else:
             self._portable_key_gradients(fields, entries)
         if entries:
@@ -248,20 +257,17 @@ class _Backward:
                 self.stream)
 
     def _in_parts(self, fields: dict[str, Any]) -> None:
-        """The gradients of keys in their own order from sums over parts of the queries."""
+        """The gradients of keys in their own order from sums over parts of the queries, of dbias over some heads."""
         batch, length, parts, group = *self.key.shape[:2], self.parts, self.query.shape[2] // self.bias_heads
         size, rows = math.prod(self.key.shape), batch * self.bias_heads
         sizes = {name: numbers for name, numbers, wanted in zip(
             ("key", "value", "bias"), (size, size, rows * length), self.wanted) if wanted}
-        partials = {}
-        for name, numbers in sizes.items():
-            if name == "bias":  # a part has some heads
-                partials[name] = self.library.full((parts.count * group * numbers,), 0.0, "float32", self.device)
-            else:
-                partials[name] = self.library.empty((parts.count * numbers,), "float32", self.device)
-        fields = {**fields, **{f"partial_{name}": self.library.pointer(array) for name, array in partials.items()}}
+        partials = {name: self.library.empty((parts.count * size,), "float32", self.device)
+                    for name in ("key", "value") if name in sizes}
+        sums = {"bias": self.bias_sums} | {name: self.library.pointer(array) for name, array in partials.items()}
+        fields = fields | {f"partial_{name}": sums[name] for name in sizes}
         sm90_backward.launch_dkv(self.runtime, self.call, self.problem, 0, fields, self.tickets + 4, parts,
-                                 self.one_pass)
+                                 self.query_sums)
         add_parts(self.runtime, self.library, self.device, self.key.dtype, sum(sizes.values()),
                   {**{of + name: fields[of + name] for name in sizes for of in ("partial_", "d")},
                    "size": size, "parts": parts.count, "rows": rows, "group": group, "length": length})

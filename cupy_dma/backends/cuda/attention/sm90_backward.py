@@ -256,32 +256,36 @@ def launch_dq(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, f
                   _packed(_maps(call, queries, heads, out=True), params), stream, pdl=False)
 
 
+def query_sums(call: AttentionBackwardCall, problem: Problem) -> int:
+    """Float32 sums of dq in one pass."""
+    query = call.forward.query
+    tiles = tile_count(query.shape[1], UNIT_QUERIES, problem.count)
+    return call.forward.key.shape[0] * query.shape[2] * tiles * unit_sums(query.shape[3])
+
+
 def launch_dkv(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, entries: int,
-               fields: dict[str, Any], tickets: int, parts: Parts, one_pass: bool = False) -> None:
+               fields: dict[str, Any], tickets: int, parts: Parts, sums: int) -> None:
     """Writes the gradients of keys, values and bias, or with lists of super-tiles, of so many ``entries``, their sums
-    over these, or those of ``parts``; ``one_pass``: and that of queries, from ``delta``. ``fields`` and ``tickets`` as
-    in ``launch_dq``, with the lists and where those sums go."""
-    query, key = call.forward.query, call.forward.key
-    batch, head_dim = key.shape[0], key.shape[3]
-    library, device = query.library, query.device
+    over these, or those of ``parts``; and with ``sums``, the address of so many zeros as ``query_sums``, that of
+    queries, from ``delta``. ``fields`` and ``tickets`` as in ``launch_dq``, with the lists and where sums over tiles or
+    parts go."""
+    query, key, one_pass = call.forward.query, call.forward.key, sums != 0
+    head_dim, device = key.shape[3], query.device
     kernel = _dkv_kernel(runtime, device.index, ELEMENTS[query.dtype], head_dim,
                          "KEYS_LISTED" if entries else "KEYS_CONTIGUOUS", problem.tests_intervals,
                          problem.tests_causality, problem.bias_kind, call.forward.softcap > 0.0,
                          problem.count > 0, problem.bits, one_pass)
     tiles = _key_tiles(call, problem, entries)
     query_units = tile_count(query.shape[1], UNIT_QUERIES, problem.count)
-    units = batch * query.shape[2] * query_units
-    sums, stream = None, library.stream(device)
-    if one_pass:
-        sums = library.full((units * unit_sums(head_dim),), 0.0, "float32", device)
+    stream = query.library.stream(device)
     params = problem.pack(None, **fields) + _tickets(tickets, tiles * parts.count)
-    params += query_units.to_bytes(4, "little") + (library.pointer(sums) if one_pass else 0).to_bytes(8, "little")
+    params += query_units.to_bytes(4, "little") + sums.to_bytes(8, "little")
     params += parts.steps.to_bytes(4, "little") + tiles.to_bytes(4, "little")
     packed = _packed(_maps(call, block_q(head_dim, one_pass, entries > 0), 1), params)
     kernel.launch(min(tiles * parts.count, runtime.num_sms(device.index)), THREADS, packed, stream, pdl=False)
     if one_pass:
         _round_kernel(runtime, device.index, ELEMENTS[query.dtype], head_dim, problem.count > 0).launch(
-            units, ROUND_THREADS, packed, stream)
+            key.shape[0] * query.shape[2] * query_units, ROUND_THREADS, packed, stream)
 
 
 def _maps(call: AttentionBackwardCall, queries: int, heads: int, out: bool = False) -> bytes | None:
