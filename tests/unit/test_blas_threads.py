@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event, get_ident
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -137,6 +138,39 @@ def test_the_first_of_two_calls_ends_first(users):
         for call in [pool.submit(first), pool.submit(second)]:
             call.result(20)
     assert threads() == users
+
+
+def test_a_call_begins_while_another_restores_two_libraries(monkeypatch):
+    """It must not take the limit of the second library for the user's number."""
+    libraries = [SimpleNamespace(num_threads=OTHERS) for _ in range(2)]
+    restoring, begun, restored = Event(), Event(), Event()
+
+    class Limit:
+        def __init__(self, limits):
+            self.before = [library.num_threads for library in libraries]
+            for library in libraries:
+                library.num_threads = limits
+
+        def restore_original_limits(self):
+            for library, number in zip(libraries, self.before):
+                library.num_threads = number
+                restoring.set()
+                begun.wait(0.2)
+
+    monkeypatch.setattr(of_backend, "_blas", lambda: SimpleNamespace(lib_controllers=libraries, limit=Limit))
+
+    def second():
+        assert restoring.wait(10)
+        with one_blas_thread():
+            begun.set()
+            assert restored.wait(10)
+
+    with ThreadPoolExecutor(1) as pool:
+        with one_blas_thread():
+            call = pool.submit(second)
+        restored.set()
+        call.result(20)
+    assert [library.num_threads for library in libraries] == [OTHERS] * 2
 
 
 def test_many_concurrent_calls(users):

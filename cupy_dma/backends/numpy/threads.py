@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from threading import Lock
 from typing import Any, TypeVar
@@ -49,14 +49,19 @@ def one_blas_thread() -> Iterator[int]:
 
     Some libraries have one number for the whole process (the OpenBLAS of NumPy's wheels does). Then other threads run
     their products with one thread meanwhile, and only the caller that lowered the number puts it back: one that takes
-    the limit of a concurrent call for the user's would restore it after that call has ended.
+    the limit of a concurrent call for the user's would restore it after that call has ended. Nor must it find the
+    numbers of some libraries put back and of others not.
     """
     blas = _blas()
     with _lock:
         threads = max((library.num_threads or 1 for library in blas.lib_controllers), default=1)
-        limit = blas.limit(limits=1) if threads > 1 else nullcontext()
-    with limit:
+        limit = blas.limit(limits=1) if threads > 1 else None
+    try:
         yield threads
+    finally:
+        if limit is not None:
+            with _lock:
+                limit.restore_original_limits()
 
 
 @cache
