@@ -17,19 +17,18 @@ def run(call: AttentionCall, return_lse: bool, module: ModuleType) -> Any:
 
 def run_dynamic(call: DynamicCall, return_lse: bool, module: ModuleType) -> Any:
     """The same for a dynamic call."""
-    return _delivered(call.attention, attended(call, module)[0], return_lse)
+    return _delivered(call.attention, attended(call, module)[:2], return_lse)
 
 
-def attended(call: DynamicCall, module: ModuleType) -> tuple[tuple[Any, Any], AttentionCall | None]:
-    """``out, lse`` of a dynamic call, and its attention; None if the backend did without a mask, as for few queries."""
+def attended(call: DynamicCall, module: ModuleType) -> tuple[Any, Any, bool]:
+    """``out, lse`` of a dynamic call, and whether by a mask: for few queries a backend may do without."""
     scores = scores_of(call, module)
     attend_last = getattr(module, "attend_last", None)
     if attend_last is not None and call.attention.sequences is None:
         results = attend_last(call, scores)
         if results is not None:
-            return results, None
-    attention = masked(call, scores, module)
-    return module.attention(attention), attention
+            return *results, False
+    return *module.attention(masked(call, scores, module)), True
 
 
 def attention_of(call: DynamicCall, module: ModuleType) -> AttentionCall:

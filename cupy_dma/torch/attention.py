@@ -122,8 +122,8 @@ def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Te
         call = dynamic_call(query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents,
                             causal, scale, softcap, is_deterministic(deterministic), layout)
         module = backends.choose(backend, (call.attention.query,))
-        out, lse, whole = attend_dynamic(call, module, backend, query, key, value, scores)
-        if whole and scores is inputs[3] and not checks.wants_values_checked():
+        out, lse, plannable = attend_dynamic(call, module, backend, query, key, value, scores)
+        if plannable and scores is inputs[3] and not checks.wants_values_checked():
             steps.learn(kind, call, module, backend, inputs)
     return (out, lse) if return_lse else out
 
@@ -147,13 +147,12 @@ def attend_dynamic(call: DynamicCall, module: ModuleType, backend: str | None, q
 def attend(call: AttentionCall | DynamicCall, module: ModuleType, backend: str | None,
            inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, bool]:
     """``out, lse`` of a checked call on ``module``, the backend of that name, with gradients for ``inputs``: its query,
-    key, value and bias, or scores, and the parameters of scores to be computed. And whether this is how such calls are
-    planned (``steps.py``): not if the backend did without a mask."""
+    key, value and bias, or scores, and the parameters of scores to be computed. And whether such calls can be planned
+    (``steps.py``): not if the backend did without a mask."""
     if needs_grad(*inputs):
         return *_Attention.apply(call, module, backend, *inputs), True
     if isinstance(call, DynamicCall):
-        (out, lse), own = attended(call, module)
-        return out, lse, own is not None
+        return attended(call, module)
     return *_results(call, module), True
 
 
