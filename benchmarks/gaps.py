@@ -8,11 +8,13 @@ alone, 16/8 heads, D 128 (``DynamicMaskAttention``), and of the four layers of w
 (harness/decoder.py, without embedding and loss). w = 512, where keys are selected and listed, and w = 1024, where every
 key is seen. SDPA (cuDNN) in the same place.
 
-Modes. eager; graphs: ``torch.compile(fullgraph=True, mode="reduce-overhead")``, a CUDA graph for each direction.
+Modes. eager; graphs: ``torch.compile(fullgraph=True, mode="reduce-overhead")``, a CUDA graph for each direction;
+captured: the eager step in one CUDA graph.
 
 ``STEPS`` steps are queued without waiting, under torch's profiler, which lengthens what is short. A pause is the time
 between the end of all kernels so far and the start of the next within a step; a step from first kernel to last. Columns
-are medians over the steps but the first: the longest pause of a step, all its pauses, the step; and the longest of all.
+are medians over the steps but the first: the longest pause of a step, all its pauses, the step; and the longest of all,
+and between which kernels the longest of a step mostly lies.
 
 Check: output and inputs' gradients of a compiled step are those of the eager one within ``NEAR`` of their norm (rounded
 otherwise, scores near the bound select other keys); all gradients are finite.
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import statistics
 import sys
 from collections.abc import Callable
@@ -41,44 +44,71 @@ if TYPE_CHECKING:
 WARM_UP, STEPS = 5, 30
 NEAR = 0.1
 PARTS = ("attention", "layers")
-MODES = ("eager", "graphs")
 
 
-def pauses(events: list[tuple[str, float, float]], steps: int) -> dict[str, float]:
+def pauses(events: list[tuple[str, float, float]], steps: int) -> dict[str, Any]:
     """Of the GPU's kernels in ``steps`` steps that are alike, in microseconds; see the module's text."""
     each, rest = divmod(len(events), steps)
     if rest or not each:
         raise ValueError(f"events must be the same for each of {steps} steps, got {len(events)} of them")
     longest, total, lengths = [], [], []
     for first in range(each, len(events), each):
-        busy, found = events[first][2], [0.0]
-        for _, begin, end in events[first + 1:first + each]:
-            found.append(max(0.0, begin - busy))
-            busy = max(busy, end)
+        last, _, busy = events[first]
+        found = [(0.0, last, last)]
+        for name, begin, end in events[first + 1:first + each]:
+            found.append((max(0.0, begin - busy), last, name))
+            if end > busy:
+                last, busy = name, end
         longest.append(max(found))
-        total.append(sum(found))
+        total.append(sum(pause for pause, *_ in found))
         lengths.append(busy - events[first][1])
-    return {"launches": each, "longest_us": statistics.median(longest), "worst_us": max(longest),
+    between = statistics.mode((before[:60], after[:60]) for _, before, after in longest)
+    return {"launches": each, "longest_us": statistics.median(pause for pause, *_ in longest),
+            "worst_us": max(longest)[0], "between": list(between),
             "pauses_us": statistics.median(total), "step_us": statistics.median(lengths)}
 
 
-def steps_of(module: Any, inputs: list[Any], dout: Any) -> dict[str, Callable[[], Any]]:
-    """A step in each mode."""
+def captured(run: Callable[[], Any]) -> Callable[[], Any]:
+    """``run`` in a CUDA graph; its results are overwritten by the next call."""
     import torch
 
-    from benchmarks.harness import decoder
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP):
+            run()
+    side.synchronize()
+    gc.collect()  # what is freed during a capture can end it
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+
+    def replay() -> Any:
+        graph.replay()
+        return results
+    return replay
+
+
+def steps_of(module: Any, inputs: list[Any], dout: Any) -> dict[str, Callable[[], Any]]:
+    """A step in each mode that there is here."""
+    import torch
+
+    from benchmarks.harness import decoder, measure
 
     wanted = [*inputs, *module.parameters()]
 
     def step(call: Callable[..., Any]) -> Callable[[], Any]:
         def run() -> Any:
-            torch.compiler.cudagraph_mark_step_begin()
             out = call(*inputs)
             return (out, *torch.autograd.grad(out, wanted, dout))
         return run
 
     compiled = torch.compile(module, fullgraph=True, dynamic=False, mode="reduce-overhead", backend=decoder.COMPILER)
-    return dict(zip(MODES, (step(module), step(compiled)), strict=True))
+
+    def marked() -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return step(compiled)()
+    steps = {"eager": step(module), "graphs": marked}
+    return {**steps, "captured": captured(steps["eager"])} if measure.on_gpu() else steps
 
 
 def checked(steps: dict[str, Callable[[], Any]], near: int) -> None:
@@ -130,7 +160,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         name = f"{row['part']}, {row['peer']}" + f" w {row['window']}" * bool(row["window"]) + f", {row['mode']}"
         columns = "".join(f"{row[one]:9.1f}" for one in ("longest_us", "worst_us", "pauses_us", "step_us")
                           if one in row)
-        lines.append(f"{name:38s}{row.get('launches', '–'):>9}{columns}")
+        lines.append(f"{name:38s}{row.get('launches', '–'):>9}{columns}  {' | '.join(row.get('between', ()))}")
     return "\n".join(lines)
 
 

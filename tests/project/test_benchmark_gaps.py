@@ -14,8 +14,9 @@ from benchmarks import gaps  # noqa: E402
 def test_pauses_are_between_kernels_of_a_step():
     """Three steps of three kernels, the second of which overlaps the first; the first step does not count."""
     times = [(90, 91), (95, 96), (99, 100), (200, 210), (205, 208), (212, 215), (300, 310), (313, 314), (315, 320)]
-    found = gaps.pauses([("kernel", begin, end) for begin, end in times], 3)
-    assert found == {"launches": 3, "longest_us": 2.5, "worst_us": 3, "pauses_us": 3, "step_us": 17.5}
+    found = gaps.pauses([("abc"[i % 3], begin, end) for i, (begin, end) in enumerate(times)], 3)
+    assert found == {"launches": 3, "longest_us": 2.5, "worst_us": 3, "pauses_us": 3, "step_us": 17.5,
+                     "between": ["a", "c"]}
     for count in (0, 7):
         with pytest.raises(ValueError, match=f"got {count} of them"):
             gaps.pauses([("kernel", 0, 1)] * count, 3)
