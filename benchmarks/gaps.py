@@ -14,7 +14,7 @@ captured: the eager step in one CUDA graph.
 ``STEPS`` steps are queued without waiting, under torch's profiler, which lengthens what is short. A pause is the time
 between the end of all kernels so far and the start of the next within a step; a step from first kernel to last. Columns
 are medians over the steps but the first: the longest pause of a step, all its pauses, the step; and the longest of all,
-and between which kernels the longest of a step mostly lies.
+and between which kernels the longest of a step mostly lies. Of the attention alone, the kernels of the last step, too.
 
 Check: output and inputs' gradients of a compiled step are those of the eager one within ``NEAR`` of their norm (rounded
 otherwise, scores near the bound select other keys); all gradients are finite.
@@ -24,7 +24,6 @@ Results: ``gaps.json`` in the folder of the GPU.
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
 import statistics
 import sys
@@ -144,14 +143,21 @@ def measured(part: str, peer: str, sizes: Sizes, length: int, device: str) -> li
         steps = steps_of(module, [x.requires_grad_() for x in drawn], dout)
         checked(steps, 1 + len(drawn))
 
-        def queue(run: Callable[[], Any]) -> None:
-            for _ in range(STEPS):
-                run()
+        def times(run: Callable[[], Any]) -> dict[str, Any]:
+            if not measure.on_gpu():
+                return {}
+
+            def queue() -> None:
+                for _ in range(STEPS):
+                    run()
+
+            events = measure.gpu_events(queue)
+            found = pauses(events, STEPS)
+            last = [[name[:60], round(end - begin, 1)] for name, begin, end in events[-found["launches"]:]]
+            return {**found, **({"kernels": last} if part == "attention" else {})}
 
         of_row = {"part": part, "peer": peer, "window": sizes.window if peer == "dma" else None, "note": note}
-        return [{**of_row, "mode": mode,
-                 **(pauses(measure.gpu_events(functools.partial(queue, run)), STEPS) if measure.on_gpu() else {})}
-                for mode, run in steps.items()]
+        return [{**of_row, "mode": mode, **times(run)} for mode, run in steps.items()]
 
 
 def table(rows: list[dict[str, Any]]) -> str:

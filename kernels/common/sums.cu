@@ -10,7 +10,7 @@
 // partial_bias // f32, (parts, rows, group, length), or null      dbias // f32, (rows, length)
 //
 // Prelude: RESULT.
-#include "common/arch.cuh"
+#include "common/sums.cuh"
 
 struct SumParams {
     const float* in;
@@ -30,38 +30,19 @@ struct PartParams {
     int parts, rows, group, length;
 };
 
-constexpr int THREADS = 256;
-
-// Over a < firsts, b < seconds of in[a * first + b * second].
-float sum_of(const float* in, int firsts, long long first, int seconds, long long second) {
-    double sum = 0.0;
-    for (int a = 0; a < firsts; ++a)
-        for (int b = 0; b < seconds; ++b) sum += in[a * first + b * second];
-    return static_cast<float>(sum);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS) add_rows(const SumParams p) {
+extern "C" __global__ void __launch_bounds__(SUM_THREADS) add_rows(const SumParams p) {
     wait_for_earlier_kernels();
-    const long long index = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
+    const long long index = static_cast<long long>(blockIdx.x) * SUM_THREADS + threadIdx.x;
     if (index >= static_cast<long long>(p.rows) * p.columns) return;
     const float* in = p.in + index / p.columns * p.row + index % p.columns;
     from_float(p.out[index], sum_of(in, p.firsts, p.first, p.seconds, p.second));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) add_all(const SumParams p) {
+extern "C" __global__ void __launch_bounds__(SUM_THREADS) add_all(const SumParams p) {
     wait_for_earlier_kernels();
-    __shared__ double sums[THREADS / 32];
-    const float* in = p.in + blockIdx.x * p.row;
-    double sum = 0.0;
-    for (int a = 0; a < p.firsts; ++a)
-        for (int i = threadIdx.x; i < p.columns; i += THREADS) sum += in[a * p.first + i];
-#pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-    __syncthreads();  // the sums of all warps are there
-    if (threadIdx.x > 0) return;
-    for (int i = 1; i < THREADS / 32; ++i) sum += sums[i];
-    from_float(p.out[blockIdx.x], static_cast<float>(sum));
+    __shared__ SumsOfWarps sums;
+    const float sum = sum_of_block(sums, p.in + blockIdx.x * p.row, p.firsts, p.first, p.columns);
+    if (threadIdx.x == 0) from_float(p.out[blockIdx.x], sum);
 }
 
 // Writes number index of out and returns true; false, and index counted on from the end of out, if it has fewer.
@@ -71,13 +52,13 @@ bool add_part(const float* in, RESULT* out, long long size, int parts, long long
         index -= size;
         return false;
     }
-    from_float(out[index], sum_of(in + index, parts, size, 1, 0));
+    from_float(out[index], sum_of(in + index, 1, 0, parts, size));
     return true;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) add_parts(const PartParams p) {
+extern "C" __global__ void __launch_bounds__(SUM_THREADS) add_parts(const PartParams p) {
     wait_for_earlier_kernels();
-    long long index = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
+    long long index = static_cast<long long>(blockIdx.x) * SUM_THREADS + threadIdx.x;
     if (add_part(p.partial_key, p.dkey, p.size, p.parts, index)) return;
     if (add_part(p.partial_value, p.dvalue, p.size, p.parts, index)) return;
     if (p.partial_bias == nullptr || index >= static_cast<long long>(p.rows) * p.length) return;

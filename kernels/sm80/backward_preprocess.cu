@@ -1,7 +1,8 @@
 // delta_i = sum over d of dout[i,d] * out[i,d]  (- dlse_i), a warp a row; 0 for a row that sees nothing. The first
-// kernel of the backward pass.
+// kernel of the backward pass, and so it clears what later ones add to.
 //
 // dout, out // (B, Lq, H, D) ELEMENT, any strides    delta, dlse // (B, H, Lq) f32
+// zeros // 16 bytes each
 //
 // Prelude: ELEMENT, HEAD_DIM, VECTOR (four elements are read at a time).
 #include "common/arch.cuh"
@@ -13,8 +14,18 @@ struct alignas(4 * sizeof(ELEMENT)) Four {
     ELEMENT x[4];
 };
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32) backward_preprocess(const AttentionParams p) {
+struct PreprocessParams {
+    AttentionParams attention;
+    uint4* zeros;
+    long long zero_count;
+};
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32) backward_preprocess(const PreprocessParams launch) {
     wait_for_earlier_kernels();
+    const AttentionParams& p = launch.attention;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < launch.zero_count;
+         i += (long long)gridDim.x * blockDim.x)
+        launch.zeros[i] = make_uint4(0, 0, 0, 0);
     const long long row = (long long)blockIdx.x * WARPS + threadIdx.x / 32;  // (b, i, h), heads running fastest
     const int lane = threadIdx.x & 31;
     if (row >= (long long)p.batch * p.query_length * p.heads) return;

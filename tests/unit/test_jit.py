@@ -86,8 +86,8 @@ def specialisations(limit: int, every: bool) -> list[jit.Config]:
               configs.BackwardReduceConfig("__half", 33, False, False, True, True, True),
               configs.BackwardReduceConfig("__nv_bfloat16", 128, True, True, True, False, False),
               configs.BackwardReduceConfig("__nv_bfloat16", 128, True, False, True, True, True, bits=True),
-              configs.ScoreBackwardConfig("__nv_bfloat16", "float", 128, 8, 8),
-              configs.ScoreBackwardConfig("float", "__half", 33, 20, 8)]
+              configs.ScoreBackwardConfig("__nv_bfloat16", "float", "float", 128, 8, 8),
+              configs.ScoreBackwardConfig("float", "__half", "__nv_bfloat16", 33, 20, 8)]
     return found
 
 

@@ -64,12 +64,11 @@ def test_a_backward_pass_is_launched_without_pdl(kind):
     assert found.get("backward_reduce", True)
 
 
-def test_weights_gradient_is_launched_without_pdl():
+def test_gradients_of_scores_are_launched_without_pdl():
     scores, value = np.zeros((1, KV_HEADS, 400), np.float32), inputs(400)[2]
     weight, A = np.zeros((KV_HEADS, KV_HEADS * DIM), np.float32), np.zeros(KV_HEADS, np.float32)
     found = pdl(lambda: dma.backward.key_scores_backward(scores, value, weight, A, backend="emulator"))
-    assert found == {"key_scores": False, "value_gradient": True, "weight_gradient": False, "add_rows": True,
-                     "add_all": True}
+    assert found == {"key_scores": False, "score_gradients": False, "add_score_gradients": True}
 
 
 @pytest.mark.parametrize("length, with_pdl", [(1, True), (4000, False)])

@@ -72,15 +72,16 @@ class _Backward:
         self.supers: SuperLists | None = None
         self.dense: DenseSupers | None = None
         self.one_pass = False  # whether the Hopper key pass makes the gradient of the queries, too
+        self.queries_first = False  # whether the Hopper query pass is the first kernel: it makes delta, too
         self.parts = sm90_backward.Parts()
         self.bias_heads = self.query.shape[2]  # of the dbias that kernels write
         #: addresses of zeros: sums of dq in one pass and of dbias in parts, if there are; a counter of each kernel
         self.query_sums = self.bias_sums = self.tickets = 0
+        self.cleared = bytes(16)  # by backward_preprocess: from which address, and how many 16 bytes, as its parameters
 
     def run(self) -> tuple[Any, Any, Any, Any]:
         call, library = self.call, self.library
-        batch, query_length, *_ = self.query.shape
-        key_length = self.key.shape[1]
+        (batch, query_length, *_), key_length = self.query.shape, self.key.shape[1]
         some = batch and query_length and key_length
         with self.runtime.on(self.device):
             if some:
@@ -112,8 +113,7 @@ class _Backward:
                 dbias = (library.empty(shape, "float32", self.device) if self.parts.count > 1 else
                          library.full(shape, 0.0, "float32", self.device))
             if some:
-                self._launch({**{f"d{name}": grad for name, grad in grads.items()}, "dbias": dbias,
-                              "dbias_rows": rows})
+                self._launch({f"d{name}": grad for name, grad in grads.items()} | {"dbias": dbias, "dbias_rows": rows})
             if call.forward.bias is not None and dbias is not None:
                 dbias = sum_to_bias(self.runtime, dbias, call.forward.bias, (batch, self.bias_heads, key_length))
             elif call.forward.bias is not None and rows is not None:
@@ -130,13 +130,12 @@ class _Backward:
             "dout_row": dout.strides[1], "dout_head": dout.strides[2], "out": out.pointer,
             "out_batch": out.strides[0], "out_row": out.strides[1], "out_head": out.strides[2],
             **{name: self.library.pointer(array) for name, array in results.items() if array is not None}}
-        wide = self.query.shape[3] > sm90_backward.MAX_NARROW_DIM
-        if self.hopper_query and not self.one_pass and not wide:  # it makes delta, too
+        if self.queries_first:
             sm90_backward.launch_dq(self.runtime, call, self.problem, fields, self.tickets)
         else:
             _preprocess_kernel(self.runtime, self.device.index, self.element, self.query.shape[3], self.vector).launch(
-                blocks(batch * query_length * heads, REDUCE_WARPS), REDUCE_THREADS, self.problem.pack(None, **fields),
-                self.stream)
+                blocks(batch * query_length * heads, REDUCE_WARPS), REDUCE_THREADS,
+                self.problem.pack(None, **fields) + self.cleared, self.stream)
             if "query" in call.needs and not self.one_pass:
                 if self.hopper_query:
                     sm90_backward.launch_dq(self.runtime, call, self.problem, fields, self.tickets)
@@ -225,13 +224,18 @@ class _Backward:
             self.bias_heads = bias.shape[1]
 
     def _find_zeros(self) -> None:
-        """In one array, which is cleared at once."""
+        """In one array, which backward_preprocess clears, if it is launched."""
+        (batch, _, heads, head_dim), parts = self.query.shape, self.parts.count
+        self.queries_first = self.hopper_query and not self.one_pass and head_dim <= sm90_backward.MAX_NARROW_DIM
         sums = sm90_backward.query_sums(self.call, self.problem) if self.one_pass else 0
-        rows = math.prod(self.query.shape[::2]) * self.key.shape[1] if self.parts.count > 1 and self.wanted[2] else 0
-        self.zeros = self.library.full((sums + self.parts.count * rows + 2,), 0.0, "float32", self.device)
+        bias_sums = parts * batch * heads * self.key.shape[1] if parts > 1 and self.wanted[2] else 0
+        make = functools.partial(self.library.full, value=0.0) if self.queries_first else self.library.empty
+        pieces = blocks(sums + bias_sums + 2, 4)
+        self.zeros = make((pieces, 4), dtype="float32", device=self.device)
         begin = self.library.pointer(self.zeros)
+        self.cleared = begin.to_bytes(8, "little") + (0 if self.queries_first else pieces).to_bytes(8, "little")
         self.query_sums, self.bias_sums = begin if sums else 0, begin + 4 * sums
-        self.tickets = self.bias_sums + 4 * self.parts.count * rows
+        self.tickets = self.bias_sums + 4 * bias_sums
 
     def _key_gradients(self, fields: dict[str, Any]) -> None:
         problem, bits = self.problem, self.dense is not None
@@ -283,11 +287,7 @@ class _Backward:
             packed = self.problem.packed_mask(self.runtime, self.stream)
             assert packed is not None
             return {**packed.fields, **self.dense.fields}, self.dense.partial
-        supers = self.supers
-        if supers is None:
-            return {}, False
-        return {**supers.fields, "supers": supers.supers, "super_capacity": supers.capacity,
-                "super_queries": supers.queries, "super_entries": supers.entries}, True
+        return ({}, False) if self.supers is None else (self.supers.fields, True)
 
     def _portable_key_gradients(self, fields: dict[str, Any], entries: int) -> None:
         problem, tile, bits = self.problem, self._key_tile(), self.dense is not None

@@ -69,11 +69,8 @@ def _tile_capacity(mask: IntervalMask, queries: int) -> int:
 class SuperLists:
     """Keys of each super-tile of consecutive queries, for the gradients of keys and values. Addresses as above."""
 
-    supers: int
-    queries: int  # of a super-tile
-    capacity: int  # entries of a list, a multiple of block_n
     entries: int  # of all lists of a mask row
-    fields: dict[str, int]  # what the kernels' parameters call the addresses
+    fields: dict[str, int]  # in the kernels' parameters; capacity: entries of a list, a multiple of block_n
     workspace: Any
 
 
@@ -247,8 +244,7 @@ def _build_supers(runtime: Runtime, mask: IntervalMask, query_length: int, queri
     space = Workspace(mask, **_seen_sizes(mask, True) if seen is None else {}, super_list=rows * entries,
                       super_lengths=rows * supers, slots=rows * entries)
     at = space.addresses if seen is None else seen.addresses | space.addresses
-    _launch(runtime, mask, query_length, causal, 64, "super_lists", rows * supers,
-            {"super_queries": queries, "supers": supers, "super_capacity": capacity, "super_entries": entries}, at,
-            seen, sequences)
+    sizes = {"super_queries": queries, "supers": supers, "super_capacity": capacity, "super_entries": entries}
+    _launch(runtime, mask, query_length, causal, 64, "super_lists", rows * supers, sizes, at, seen, sequences)
     kept = ("seen", "seen_count", "span_offset", "super_list", "super_lengths", "slots")
-    return SuperLists(supers, queries, capacity, entries, {name: at[name] for name in kept}, space.array)
+    return SuperLists(entries, sizes | {name: at[name] for name in kept}, space.array)

@@ -45,6 +45,7 @@ class ScoreBackwardConfig(jit.Config):
     source = "select/key_scores_backward.cu"
     value: str
     weight: str
+    parameter: str
     head_dim: int
     kv_heads: int
     head_tile: int
@@ -222,7 +223,7 @@ class DenseSupersConfig(jit.Config):
 BIAS_NONE, BIAS_OF_KEYS, BIAS_DENSE = 0, 1, 2
 STATE_KEYS, PACK_KEYS = 64, 4
 RESERVED = 1024  # bytes of an SM's shared memory that each of its blocks costs besides its own
-SCORE_THREADS, SCORE_BLOCK_KEYS, SCORE_SLICE_KEYS = 256, 32, 512
+SCORE_THREADS, SCORE_BLOCK_KEYS, SCORE_MAX_SLICE = 256, 32, 512
 SELECT_THREADS = {"local_top": 1024, "filter_arrivals": 1024, "sweep_arrivals": 512}
 ARRIVALS = 256
 LIST_THREADS, LIST_CHUNK, LIST_WARPS = 256, 2048, 8

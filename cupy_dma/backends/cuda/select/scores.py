@@ -1,6 +1,7 @@
 """Key scores and their gradient on the device (SPEC sections 2 and 6)."""
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from cupy_dma.arrays import Operand
@@ -8,14 +9,16 @@ from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import (
     ELEMENTS,
     SCORE_BLOCK_KEYS,
-    SCORE_SLICE_KEYS,
+    SCORE_MAX_SLICE,
     SCORE_THREADS,
     ScoreBackwardConfig,
     ScoreConfig,
     blocks,
 )
 from cupy_dma.backends.cuda.runtime.device import Runtime
-from cupy_dma.backends.cuda.runtime.sums import Axes, add_all, add_rows
+
+#: The fields of ``ScoreBackwardParams`` for the results.
+_RESULTS = {"value": "dvalue", "dt_proj": "ddt_proj", "A": "dA", "dt_bias": "ddt_bias"}
 
 
 def key_scores(runtime: Runtime, value: Operand, dt_proj: Operand, A: Operand, dt_bias: Operand | None,
@@ -37,45 +40,58 @@ def key_scores_backward(runtime: Runtime, dscores: Operand, value: Operand, dt_p
     """``(dvalue, ddt_proj, dA, ddt_bias)``, None for what is not in ``needs``; see ``cupy_dma.backends``."""
     library, device = value.library, value.device
     batch, length, kv_heads, head_dim = value.shape
-    weight = _projection(value, dt_proj)
-    made = library.empty(value.shape, value.dtype, device) if "value" in needs else None
-    key_blocks, channel_blocks = blocks(length, SCORE_BLOCK_KEYS), blocks(kv_heads * head_dim, SCORE_THREADS)
-    slices = blocks(length, SCORE_SLICE_KEYS)
+    weight, channels = _projection(value, dt_proj), kv_heads * head_dim
+    slice_keys = _slice_keys(batch * length)
+    slices = blocks(length, slice_keys)
+    key_blocks, channel_blocks = blocks(length, SCORE_BLOCK_KEYS), blocks(channels, SCORE_THREADS)
+    parameter = A.dtype if A.dtype in ELEMENTS and (dt_bias is None or dt_bias.dtype == A.dtype) else "float32"
+    of_heads = (kv_heads,)
     with runtime.on(device):
         ddt, dA_partial = (library.empty((batch, kv_heads, length), "float32", device) for _ in range(2))
-        partial = library.empty((batch * slices, kv_heads, kv_heads * head_dim), "float32", device)
+        partial = library.empty((batch * slices, kv_heads, channels), "float32", device)
+        made = {name: library.empty(shape, dtype, device) for name, shape, dtype in (
+            ("value", value.shape, value.dtype), ("dt_proj", dt_proj.shape, weight.dtype),
+            ("A", of_heads, parameter), ("dt_bias", of_heads, parameter))
+            if name in needs and (name != "dt_bias" or dt_bias is not None)}
         if batch and length:
             _run(runtime, value, weight, A, dt_bias, form, dscore=dscores.pointer, ddt=library.pointer(ddt),
                  dA_partial=library.pointer(dA_partial))
-            config = ScoreBackwardConfig(value=ELEMENTS[value.dtype], weight=ELEMENTS[weight.dtype], head_dim=head_dim,
-                                         kv_heads=kv_heads, head_tile=min(kv_heads, 8))
-            fields = {
-                "ddt": library.pointer(ddt), "value": value.pointer, "dt_proj": weight.pointer,
-                "dvalue": 0 if made is None else library.pointer(made), "partial": library.pointer(partial),
-                "value_batch": value.strides[0], "value_row": value.strides[1], "value_head": value.strides[2],
-                "weight_row": weight.strides[0], "key_length": length, "channel_blocks": channel_blocks,
-                **_added(dvalue)}
-            for entry, wanted, grid, size in (("value_gradient", "value", key_blocks, key_blocks),
-                                              ("weight_gradient", "dt_proj", slices, slices)):
-                if wanted in needs:
-                    params = jit.params(config.source, "ScoreBackwardParams").pack(key_blocks=size, **fields)
-                    runtime.load(config, entry, device.index).launch(
-                        batch * grid * channel_blocks, SCORE_THREADS, params, library.stream(device),
-                        pdl=entry != "weight_gradient")  # whose blocks, few and long, would gather (100 us for 71)
+        config = ScoreBackwardConfig(value=ELEMENTS[value.dtype], weight=ELEMENTS[weight.dtype],
+                                     parameter=ELEMENTS[parameter], head_dim=head_dim, kv_heads=kv_heads,
+                                     head_tile=min(kv_heads, 8))
+        fields = {
+            "ddt": library.pointer(ddt), "dA_partial": library.pointer(dA_partial), "value": value.pointer,
+            "dt_proj": weight.pointer, "partial": library.pointer(partial), "value_batch": value.strides[0],
+            "value_row": value.strides[1], "value_head": value.strides[2], "weight_row": weight.strides[0],
+            "batch": batch, "key_length": length, "key_blocks": key_blocks, "channel_blocks": channel_blocks,
+            "slice_keys": slice_keys, "slices": slices, "all_slices": batch * slices, **_added(dvalue),
+            **{field: library.pointer(made[name]) if name in made else 0 for name, field in _RESULTS.items()}}
 
-        def of_heads(name: str, array: Any, like: Operand | None) -> Any:
-            if like is None or name not in needs:
-                return None
-            axes = Axes(rows=kv_heads, row=length, columns=length, firsts=batch, first=kv_heads * length)
-            return add_all(runtime, library, device, array, axes, like.dtype, (kv_heads,))
+        def launch(entry: str, weight_blocks: int, others: int, pdl: bool) -> None:
+            weight_blocks *= "dt_proj" in made
+            if weight_blocks + others:
+                params = jit.params(config.source, "ScoreBackwardParams").pack(weight_blocks=weight_blocks, **fields)
+                runtime.load(config, entry, device.index).launch(
+                    weight_blocks + others, SCORE_THREADS, params, library.stream(device), pdl=pdl)
 
-        ddt_proj = None
-        if "dt_proj" in needs:
-            weights = kv_heads * kv_heads * head_dim
-            ddt_proj = add_rows(runtime, library, device, partial,
-                                Axes(columns=weights, firsts=batch * slices, first=weights), dt_proj.dtype,
-                                dt_proj.shape)
-        return made, ddt_proj, of_heads("A", dA_partial, A), of_heads("dt_bias", ddt, dt_bias)
+        # Its blocks, of long work, would gather behind those of key_scores (100 us for 71).
+        launch("score_gradients", batch * slices * channel_blocks,
+               batch * key_blocks * channel_blocks * ("value" in made), pdl=False)
+        launch("add_score_gradients", blocks(kv_heads * channels, SCORE_THREADS),
+               kv_heads * (("A" in made) + ("dt_bias" in made)), pdl=True)
+
+    def result(name: str, like: Operand | None) -> Any:
+        if name not in made or like is None:
+            return None
+        kind = {"value": value.dtype, "dt_proj": weight.dtype}.get(name, parameter)
+        return made[name] if like.dtype == kind else library.astype(made[name], like.dtype)
+
+    return result("value", value), result("dt_proj", dt_proj), result("A", A), result("dt_bias", dt_bias)
+
+
+def _slice_keys(keys: int) -> int:
+    """Of how many ``keys`` a block sums up the gradient of weights: about as long as the sums over slices take then."""
+    return min(SCORE_MAX_SLICE, 32 * max(1, blocks(math.isqrt(2 * keys), 32)))
 
 
 def _projection(value: Operand, dt_proj: Operand) -> Operand:
