@@ -3,10 +3,10 @@
 // add_rows   out[o, i] = sum over a < firsts, b < seconds of in[a * first + b * second + o * row + i]; a thread a sum
 // add_all    out[o]    = sum over a < firsts, i < columns of in[a * first + o * row + i]; a block a sum
 // add_parts  dkey[i], dvalue[i] and dbias[o, i], as far as they are asked for, from those of all parts, and for dbias of
-//            the query heads of a group; a thread a sum
+//            the query heads of a group; a thread four sums that follow each other, or one of dbias
 //
 // in // f32                          out // RESULT, (rows, columns) or (rows), contiguous
-// partial_key, partial_value // f32, (parts, size), or null       dkey, dvalue // RESULT, (size)
+// partial_key, partial_value // f32, (parts, size), or null       dkey, dvalue // RESULT, (size), a multiple of 4
 // partial_bias // f32, (parts, rows, group, length), or null      dbias // f32, (rows, length)
 //
 // Prelude: RESULT.
@@ -45,14 +45,31 @@ extern "C" __global__ void __launch_bounds__(SUM_THREADS) add_all(const SumParam
     if (threadIdx.x == 0) from_float(p.out[blockIdx.x], sum);
 }
 
-// Writes number index of out and returns true; false, and index counted on from the end of out, if it has fewer.
+struct alignas(4 * sizeof(RESULT)) Four {
+    RESULT x[4];
+};
+
+// Writes the four numbers of this index and returns true; false, and index counted on from the end of out, if it has
+// fewer.
 bool add_part(const float* in, RESULT* out, long long size, int parts, long long& index) {
     if (in == nullptr) return false;
-    if (index >= size) {
-        index -= size;
+    if (index >= size / 4) {
+        index -= size / 4;
         return false;
     }
-    from_float(out[index], sum_of(in + index, 1, 0, parts, size));
+    double sums[4] = {};
+#pragma unroll 4
+    for (int part = 0; part < parts; ++part) {
+        const float4 x = *reinterpret_cast<const float4*>(in + part * size + 4 * index);
+        sums[0] += x.x;
+        sums[1] += x.y;
+        sums[2] += x.z;
+        sums[3] += x.w;
+    }
+    Four rounded;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) from_float(rounded.x[i], static_cast<float>(sums[i]));
+    reinterpret_cast<Four*>(out)[index] = rounded;
     return true;
 }
 

@@ -264,16 +264,15 @@ class _Backward:
         """The gradients of keys in their own order from sums over parts of the queries, of dbias over some heads."""
         batch, length, parts, group = *self.key.shape[:2], self.parts, self.query.shape[2] // self.bias_heads
         size, rows = math.prod(self.key.shape), batch * self.bias_heads
-        sizes = {name: numbers for name, numbers, wanted in zip(
-            ("key", "value", "bias"), (size, size, rows * length), self.wanted) if wanted}
+        names = [name for name, wanted in zip(("key", "value", "bias"), self.wanted) if wanted]
         partials = {name: self.library.empty((parts.count * size,), "float32", self.device)
-                    for name in ("key", "value") if name in sizes}
+                    for name in names if name != "bias"}
         sums = {"bias": self.bias_sums} | {name: self.library.pointer(array) for name, array in partials.items()}
-        fields = fields | {f"partial_{name}": sums[name] for name in sizes}
+        fields = fields | {f"partial_{name}": sums[name] for name in names}
         sm90_backward.launch_dkv(self.runtime, self.call, self.problem, 0, fields, self.tickets + 4, parts,
                                  self.query_sums)
-        add_parts(self.runtime, self.library, self.device, self.key.dtype, sum(sizes.values()),
-                  {**{of + name: fields[of + name] for name in sizes for of in ("partial_", "d")},
+        add_parts(self.runtime, self.library, self.device, self.key.dtype,
+                  {**{of + name: fields[of + name] for name in names for of in ("partial_", "d")},
                    "size": size, "parts": parts.count, "rows": rows, "group": group, "length": length})
 
     def _entries(self) -> int:

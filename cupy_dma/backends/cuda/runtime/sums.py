@@ -45,9 +45,10 @@ def add_all(runtime: Runtime, library: Library, device: Device, array: Any, axes
     return _add(runtime, library, device, array, axes, dtype, shape, "add_all", axes.rows)
 
 
-def add_parts(runtime: Runtime, library: Library, device: Device, dtype: str, numbers: int,
-              fields: dict[str, int]) -> None:
-    """Writes ``numbers`` sums over parts: the ``fields`` of ``PartParams``, results of this ``dtype``."""
+def add_parts(runtime: Runtime, library: Library, device: Device, dtype: str, fields: dict[str, int]) -> None:
+    """Writes the sums over parts: ``fields`` of ``PartParams``, results of this ``dtype``."""
+    arrays = ("partial_key" in fields) + ("partial_value" in fields)
+    numbers = arrays * fields["size"] // 4 + ("partial_bias" in fields) * fields["rows"] * fields["length"]
     params = jit.params("common/sums.cu", "PartParams").pack_some(fields)
     _kernel(runtime, device.index, ELEMENTS[dtype], "add_parts").launch(blocks(numbers, THREADS), THREADS, params,
                                                                         library.stream(device))
