@@ -233,8 +233,9 @@ def test_as_many_parts_as_pay():
     """For 132 SMs: few tiles are cut, many are not; every step belongs to a part."""
     few = sm90_backward._parts(2048, 2048, 3, 2, 128, 64, True, 132)
     assert few.count > 1 and few.count * few.steps >= 2 * 2048 // 64 > (few.count - 1) * few.steps
-    assert sm90_backward._parts(16384, 16384, 8, 2, 128, 64, True, 132) == sm90_backward.Parts()
-    assert sm90_backward._parts(256, 256, 1, 1, 128, 64, True, 132) == sm90_backward.Parts()
+    assert sm90_backward._parts(1024, 1024, 8, 2, 128, 64, True, 132) == sm90_backward.Parts(3, 11)
+    for length, rows in ((16384, 8), (4096, 8), (128, 1)):
+        assert sm90_backward._parts(length, length, rows, 1, 128, 64, True, 132) == sm90_backward.Parts()
 
 
 @pytest.mark.parametrize("options", [

@@ -9,6 +9,7 @@ formula loses the logits; the portable kernels do the rest and give the same num
 from __future__ import annotations
 
 import functools
+import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,9 +40,10 @@ LISTED_PAIR, LISTED_STEPS = 1.4, 6.0
 #: tiles of launch_dkv on each SM: with fewer, in two passes up to MAX_NARROW_DIM, the portable kernel with its smaller
 #: tiles is faster (docs/lab/backward.md, version 44)
 MIN_TILES = 1.0
-#: in steps: what a tile takes beside its own, and what sums of parts take (docs/lab/backward.md, version 45)
-TILE_STEPS, SUM_STEPS = 3.0, 3.0
-MOST_PARTS, LEAST_STEPS = 16, 4
+#: in steps: what a tile or part takes beside its own, a part without any, and the sums of parts, at all and for each
+#: number of a part's dk and dv (docs/lab/backward.md, version 47)
+TILE_STEPS, EMPTY_STEPS, SUM_STEPS, NUMBER_STEPS = 4.7, 1.7, 0.5, 0.57e-6
+MOST_PARTS, LEAST_STEPS = 16, 2
 
 
 @dataclass(frozen=True)
@@ -162,36 +164,47 @@ class Parts:
 
 def parts_of(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, entries: int, one_pass: bool) -> Parts:
     """How ``launch_dkv`` takes tiles; ``entries`` and ``one_pass`` as there."""
-    query, key = call.forward.query, call.forward.key
+    query, key, mask = call.forward.query, call.forward.key, problem.mask
     if entries or problem.count:
         return Parts()
-    head_dim = key.shape[3]
+    from_key = problem.causal or mask is not None and mask._starts == "key"  # no query sees a key that comes later
     return _parts(query.shape[1], key.shape[1], key.shape[0] * key.shape[2], query.shape[2] // key.shape[2],
-                  block_n(head_dim), block_q(head_dim, one_pass, False), problem.causal,
+                  key.shape[3], block_q(key.shape[3], one_pass, False), from_key,
                   runtime.num_sms(query.device.index))
 
 
 @functools.cache
-def _parts(query_length: int, key_length: int, rows: int, group: int, size: int, per_step: int, causal: bool,
+def _parts(query_length: int, key_length: int, rows: int, group: int, head_dim: int, per_step: int, from_key: bool,
            sms: int) -> Parts:
-    """The parts with the least makespan. ``rows``: kv heads of all batch entries; ``size``: keys of a tile;
-    ``per_step``: queries of a step."""
-    tiles = blocks(key_length, size)
-    if rows * tiles > 4 * sms:
-        return Parts()
-    firsts = [max(0, i * size - (key_length - query_length)) // UNIT_QUERIES * UNIT_QUERIES if causal else 0
+    """The parts with the least makespan. ``rows``: kv heads of all batch entries; ``per_step``: queries of a step."""
+    size = block_n(head_dim)
+    tiles, most_tickets = blocks(key_length, size), 4 * sms  # more were not the best of any call that was measured
+    firsts = [max(0, i * size - (key_length - query_length)) // UNIT_QUERIES * UNIT_QUERIES if from_key else 0
               for i in range(tiles)]
+    if 2 * rows * tiles > most_tickets:
+        return Parts()
     steps = [group * blocks(max(0, query_length - first), per_step) for first in firsts]
-    least, best = max(float(max(steps)), rows * sum(steps) / sms) + TILE_STEPS, Parts()
-    for count in range(2, MOST_PARTS + 1):
-        part = blocks(max(steps), count)
-        if part < LEAST_STEPS:
-            break
-        waves = blocks(rows * sum(blocks(n, part) for n in steps), sms)
-        time = waves * (part + TILE_STEPS) + SUM_STEPS
-        if time < least:
-            least, best = time, Parts(blocks(max(steps), part), part)
+    sums = NUMBER_STEPS * 2 * rows * key_length * head_dim
+    least, best = _makespan(steps, rows, max(steps), sms), Parts()
+    # Not only even parts: what is left of a tile that has fewer steps than others may be the whole of it.
+    for part in sorted({blocks(4 * max(steps), quarters) for quarters in range(5, 4 * MOST_PARTS + 1)}):
+        count = blocks(max(steps), part)
+        if part >= LEAST_STEPS and count > 1 and count * rows * tiles <= most_tickets:
+            time = _makespan(steps, rows, part, sms) + SUM_STEPS + count * sums
+            if time < least:
+                least, best = time, Parts(count, part)
     return best
+
+
+def _makespan(steps: list[int], rows: int, part: int, sms: int) -> float:
+    """Of tiles of so many steps, those of all rows, that SMs take part after part as they become free."""
+    busy = [0.0] * sms
+    for first in range(0, max(steps), part):
+        for of_tile in steps:
+            own = min(part, of_tile - first)
+            for _ in range(rows):
+                heapq.heapreplace(busy, busy[0] + (own + TILE_STEPS if own > 0 else EMPTY_STEPS))
+    return max(busy)
 
 
 def has_enough_tiles(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, entries: int) -> bool:
