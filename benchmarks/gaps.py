@@ -24,7 +24,6 @@ Results: ``gaps.json`` in the folder of the GPU.
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import sys
 from collections.abc import Callable
@@ -67,27 +66,26 @@ def pauses(events: list[tuple[str, float, float]], steps: int) -> dict[str, Any]
             "pauses_us": statistics.median(total), "step_us": statistics.median(lengths)}
 
 
-def captured(run: Callable[[], Any]) -> Callable[[], Any]:
-    """``run`` in a CUDA graph; its results are overwritten by the next call."""
-    import torch
+def captured(run: Callable[[], tuple[Any, ...]]) -> Callable[[], tuple[Any, ...]]:
+    """``run`` as the replay of a CUDA graph; its results are overwritten by the next call."""
+    from benchmarks.harness import measure
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UP):
-            run()
-    side.synchronize()
-    gc.collect()  # what is freed during a capture can end it
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
+    results: list[Any] = []
 
-    def replay() -> Any:
-        graph.replay()
-        return results
-    return replay
+    def keep() -> None:
+        results[:] = run()
+
+    replay, how = measure.captured(keep)
+    if how != "graph":
+        raise RuntimeError("the step cannot be captured in a CUDA graph")
+
+    def step() -> tuple[Any, ...]:
+        replay()
+        return tuple(results)
+    return step
 
 
-def steps_of(module: Any, inputs: list[Any], dout: Any) -> dict[str, Callable[[], Any]]:
+def steps_of(module: Any, inputs: list[Any], dout: Any) -> dict[str, Callable[[], tuple[Any, ...]]]:
     """A step in each mode that there is here."""
     import torch
 
@@ -95,17 +93,19 @@ def steps_of(module: Any, inputs: list[Any], dout: Any) -> dict[str, Callable[[]
 
     wanted = [*inputs, *module.parameters()]
 
-    def step(call: Callable[..., Any]) -> Callable[[], Any]:
-        def run() -> Any:
+    def step(call: Callable[..., Any]) -> Callable[[], tuple[Any, ...]]:
+        def run() -> tuple[Any, ...]:
             out = call(*inputs)
             return (out, *torch.autograd.grad(out, wanted, dout))
         return run
 
-    compiled = torch.compile(module, fullgraph=True, dynamic=False, mode="reduce-overhead", backend=decoder.COMPILER)
+    compiled = step(torch.compile(module, fullgraph=True, dynamic=False, mode="reduce-overhead",
+                                  backend=decoder.COMPILER))
 
-    def marked() -> Any:
+    def marked() -> tuple[Any, ...]:
         torch.compiler.cudagraph_mark_step_begin()
-        return step(compiled)()
+        return compiled()
+
     steps = {"eager": step(module), "graphs": marked}
     return {**steps, "captured": captured(steps["eager"])} if measure.on_gpu() else steps
 
@@ -124,10 +124,28 @@ def checked(steps: dict[str, Callable[[], Any]], near: int) -> None:
                 raise AssertionError(f"{mode}: {float((a - b).norm() / b.norm()):.3f} from the eager step")
 
 
+def times(run: Callable[[], Any], with_kernels: bool) -> dict[str, Any]:
+    """The pauses of ``STEPS`` steps, and the kernels of the last one; nothing without a GPU."""
+    from benchmarks.harness import measure
+
+    if not measure.on_gpu():
+        return {}
+
+    def queue() -> None:
+        for _ in range(STEPS):
+            run()
+
+    events = measure.gpu_events(queue)
+    found = pauses(events, STEPS)
+    if with_kernels:
+        found["kernels"] = [[name[:60], round(end - begin, 1)] for name, begin, end in events[-found["launches"]:]]
+    return found
+
+
 def measured(part: str, peer: str, sizes: Sizes, length: int, device: str) -> list[dict[str, Any]]:
     import torch
 
-    from benchmarks.harness import decoder, measure
+    from benchmarks.harness import decoder
 
     torch.compiler.reset()
     with decoder.decoder(sizes, peer, compiled=False, checkpoint=False, device=device,
@@ -143,21 +161,8 @@ def measured(part: str, peer: str, sizes: Sizes, length: int, device: str) -> li
         steps = steps_of(module, [x.requires_grad_() for x in drawn], dout)
         checked(steps, 1 + len(drawn))
 
-        def times(run: Callable[[], Any]) -> dict[str, Any]:
-            if not measure.on_gpu():
-                return {}
-
-            def queue() -> None:
-                for _ in range(STEPS):
-                    run()
-
-            events = measure.gpu_events(queue)
-            found = pauses(events, STEPS)
-            last = [[name[:60], round(end - begin, 1)] for name, begin, end in events[-found["launches"]:]]
-            return {**found, **({"kernels": last} if part == "attention" else {})}
-
         of_row = {"part": part, "peer": peer, "window": sizes.window if peer == "dma" else None, "note": note}
-        return [{**of_row, "mode": mode, **times(run)} for mode, run in steps.items()]
+        return [{**of_row, "mode": mode, **times(run, part == "attention")} for mode, run in steps.items()]
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -37,3 +37,15 @@ def test_a_wrong_step_is_noticed(wrong, says):
     right = torch.ones(3)
     with pytest.raises(AssertionError, match=says):
         gaps.checked({"eager": lambda: (right,), "graphs": lambda: (wrong * right,)}, 1)
+
+
+@pytest.mark.parametrize("how", ["graph", "events"])
+def test_a_step_that_cannot_be_captured_is_no_captured_one(how, monkeypatch):
+    from benchmarks.harness import measure
+
+    monkeypatch.setattr(measure, "captured", lambda call: (call, how))
+    if how == "graph":
+        assert gaps.captured(lambda: (1, 2))() == (1, 2)
+        return
+    with pytest.raises(RuntimeError, match="cannot be captured"):
+        gaps.captured(lambda: (1, 2))
