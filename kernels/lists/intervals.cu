@@ -70,7 +70,7 @@ struct Intervals {
     }
 };
 
-// Super-tiles that a key meets: the first, and how many.
+// Super-tiles that a key of such an interval meets: the first, and how many.
 __device__ __forceinline__ int2 span_of(const ListParams& p, int2 interval) {
     if (p.super_queries == 0 || interval.x >= interval.y) return make_int2(0, 0);
 #if SEQUENCES
@@ -78,12 +78,8 @@ __device__ __forceinline__ int2 span_of(const ListParams& p, int2 interval) {
     const int first_super = (interval.x - first_row) / p.super_queries;
     return make_int2(first_super, (interval.y - 1 - first_row) / p.super_queries - first_super + 1);
 #else
-    const int shift = p.key_length - p.query_length;
-    const long long first = max(static_cast<long long>(interval.x) - shift, 0ll);
-    const long long last = min(static_cast<long long>(interval.y) - shift, static_cast<long long>(p.query_length)) - 1;
-    if (last < first) return make_int2(0, 0);
-    const int super = static_cast<int>(first / p.super_queries);
-    return make_int2(super, static_cast<int>(last / p.super_queries) - super + 1);
+    const int first_position = p.key_length - p.query_length, super = (interval.x - first_position) / p.super_queries;
+    return make_int2(super, (interval.y - 1 - first_position) / p.super_queries - super + 1);
 #endif
 }
 
@@ -101,10 +97,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_seen(const ListParam
     __shared__ int warp_values[32];
     const int row = blockIdx.x / p.chunks, first = (blockIdx.x - row * p.chunks) * CHUNK + threadIdx.x;
     const Intervals intervals(p, row);
+    int2 own[OWN];
     int count = 0, lowest_start = NEVER, highest_stop = INT_LOWEST, total;
 #pragma unroll
     for (int k = 0; k < OWN; ++k) {
-        const int2 v = intervals[first + k * THREADS];
+        const int2 v = own[k] = intervals[first + k * THREADS];
         if (v.x >= v.y) continue;
         ++count;
         lowest_start = min(lowest_start, v.x);
@@ -116,8 +113,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_seen(const ListParam
     if (threadIdx.x == 0) p.chunk_info[blockIdx.x] = make_int4(total, lowest_start, highest_stop, 0);
     if (p.super_queries == 0) return;
     int spans = 0;
-#pragma unroll 1
-    for (int k = 0; k < OWN; ++k) spans += span_of(p, intervals[first + k * THREADS]).y;
+#pragma unroll
+    for (int k = 0; k < OWN; ++k) spans += span_of(p, own[k]).y;
     exclusive_sum<THREADS>(spans, total, warp_values);
     if (threadIdx.x == 0) p.span_sum[blockIdx.x] = total;
 }
@@ -151,19 +148,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) compact_seen(const ListPar
         if (c == p.chunks - 1) p.seen_count[row] = offset + total;
     }
     if (p.super_queries == 0) return;
-    int earlier_spans = 0, span, spans = 0;
+    int earlier_spans = 0, span, spans = 0, own_spans[OWN];
     for (int i = threadIdx.x; i < c; i += THREADS) earlier_spans += p.span_sum[row * p.chunks + i];
     exclusive_sum<THREADS>(earlier_spans, span, warp_values);
-#pragma unroll 1
-    for (int k = 0; k < OWN; ++k) spans += span_of(p, intervals[first + k]).y;
+#pragma unroll
+    for (int k = 0; k < OWN; ++k) spans += own_spans[k] = span_of(p, own[k]).y;
     span += exclusive_sum<THREADS>(spans, total, warp_values);
     index -= count;
-#pragma unroll 1
+#pragma unroll
     for (int k = 0; k < OWN; ++k) {
-        const int2 v = intervals[first + k];
-        if (v.x >= v.y) continue;
+        if (own[k].x >= own[k].y) continue;
         p.span_offset[index++] = span;
-        span += span_of(p, v).y;
+        span += own_spans[k];
     }
 }
 

@@ -45,14 +45,13 @@ def key_scores_backward(runtime: Runtime, dscores: Operand, value: Operand, dt_p
     slices = blocks(length, slice_keys)
     key_blocks, channel_blocks = blocks(length, SCORE_BLOCK_KEYS), blocks(channels, SCORE_THREADS)
     parameter = A.dtype if A.dtype in ELEMENTS and (dt_bias is None or dt_bias.dtype == A.dtype) else "float32"
-    of_heads = (kv_heads,)
+    results = [(name, like, kind) for name, like, kind in (
+        ("value", value, value.dtype), ("dt_proj", dt_proj, weight.dtype), ("A", A, parameter),
+        ("dt_bias", dt_bias, parameter)) if name in needs and like is not None]
     with runtime.on(device):
         ddt, dA_partial = (library.empty((batch, kv_heads, length), "float32", device) for _ in range(2))
         partial = library.empty((batch * slices, kv_heads, channels), "float32", device)
-        made = {name: library.empty(shape, dtype, device) for name, shape, dtype in (
-            ("value", value.shape, value.dtype), ("dt_proj", dt_proj.shape, weight.dtype),
-            ("A", of_heads, parameter), ("dt_bias", of_heads, parameter))
-            if name in needs and (name != "dt_bias" or dt_bias is not None)}
+        made = {name: library.empty(like.shape, kind, device) for name, like, kind in results}
         if batch and length:
             _run(runtime, value, weight, A, dt_bias, form, dscore=dscores.pointer, ddt=library.pointer(ddt),
                  dA_partial=library.pointer(dA_partial))
@@ -80,13 +79,9 @@ def key_scores_backward(runtime: Runtime, dscores: Operand, value: Operand, dt_p
         launch("add_score_gradients", blocks(kv_heads * channels, SCORE_THREADS),
                kv_heads * (("A" in made) + ("dt_bias" in made)), pdl=True)
 
-    def result(name: str, like: Operand | None) -> Any:
-        if name not in made or like is None:
-            return None
-        kind = {"value": value.dtype, "dt_proj": weight.dtype}.get(name, parameter)
-        return made[name] if like.dtype == kind else library.astype(made[name], like.dtype)
-
-    return result("value", value), result("dt_proj", dt_proj), result("A", A), result("dt_bias", dt_bias)
+        found = {name: made[name] if like.dtype == kind else library.astype(made[name], like.dtype)
+                 for name, like, kind in results}
+    return found.get("value"), found.get("dt_proj"), found.get("A"), found.get("dt_bias")
 
 
 def _slice_keys(keys: int) -> int:
