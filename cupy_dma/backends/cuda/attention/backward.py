@@ -1,7 +1,7 @@
 """Gradients of the attention on the device (SPEC section 6): two passes, no atomics, the same bits on every run. Only
 Hopper has one pass, without such lists, where the call need not be deterministic (sm90_backward.py).
 
-1. ``backward_preprocess``: ``delta_i = dout_i . out_i - dlse_i``.
+1. ``backward_preprocess``: ``delta_i = dout_i . out_i - dlse_i``; clears what later kernels add to.
 2. ``backward_dq``: dq, query-major, over the same key lists as the forward.
    Also the gradient of a dense bias that belongs to one head of one batch entry.
 3. ``backward_dkv``: dk, dv and the bias gradient, key-stationary. Where few keys meet a tile, and under dense masks,
