@@ -107,11 +107,7 @@ def steps_of(module: Any, inputs: list[Any], dout: Any) -> dict[str, Callable[[]
         return compiled()
 
     steps = {"eager": step(module), "graphs": marked}
-    if measure.on_gpu():
-        for _ in range(WARM_UP):
-            marked()  # recording its graphs frees the workspaces of cuBLAS; one captured earlier would still use them
-        steps["captured"] = captured(steps["eager"])
-    return steps
+    return {**steps, "captured": captured(steps["eager"])} if measure.on_gpu() else steps
 
 
 def checked(steps: dict[str, Callable[[], Any]], near: int) -> None:

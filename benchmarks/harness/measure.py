@@ -107,6 +107,8 @@ def captured(call: Callable[[], Any], setup: Callable[[], Any] = lambda: None) -
             call()
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
+    # What is compiled later frees the workspaces of cuBLAS: the graph has its own, which live as long as it does.
+    torch._C._cuda_clearCublasWorkspaces()
     try:
         setup()
         graph = torch.cuda.CUDAGraph()

@@ -21,9 +21,9 @@ A backend is a module with these functions:
 - ``last_keys(scores, window) -> array``, optional: the best ``window`` of more keys, int32 ``(B, Hkv, window)`` in any
   order, for float32 scores;
 - ``run_kernel(launch)``, optional: a kernel of the user's own (``cuda/runtime/user_kernel.py``);
-- ``make_step(call) -> step | None``, optional: an ``AttentionCall`` or ``DynamicCall`` and its gradients as plans, for
-  calls that differ in addresses alone (``cuda/steps.py``); with the module ``plans``, which may switch them off, and
-  the ``runtime`` that they belong to;
+- ``make_step(call, grad) -> step | None``, optional: an ``AttentionCall`` or ``DynamicCall``, and with ``grad`` its
+  gradients, as plans for calls that differ in addresses alone (``cuda/steps.py``); with the module ``plans``, which
+  may switch them off, and the ``runtime`` that they belong to;
 - ``plan_buffers(function, operands) -> plan | None``, optional: a function of arrays as a plan that fills memory of the
   caller's (``cuda/buffers.py``).
 

@@ -114,7 +114,7 @@ def learn(kind: Kind | None, call: AttentionCall | DynamicCall, module: ModuleTy
     if found is not None and found.runtime is module.runtime:
         capturing = own.query.device.kind == "cuda" and torch.cuda.is_current_stream_capturing()
         if found.calls == 1 and not capturing:  # graphs must not load kernels
-            _known[kind.facts] = found._replace(step=make(call), calls=2)
+            _known[kind.facts] = found._replace(step=make(call, kind.grad), calls=2)
         return
     if len(_known) >= MOST_KINDS:
         _known.clear()

@@ -84,9 +84,9 @@ class Backend:
     def _step(self, state: Any, call: Any) -> Any:
         return self._run(_decode_step, (state, call), ("out", "lse"))
 
-    def make_step(self, call: Any) -> Any:
+    def make_step(self, call: Any, grad: bool) -> Any:
         try:
-            return WatchedStep(self.runtime, call)
+            return WatchedStep(self.runtime, call, grad)
         except Untraceable:
             return None
 
@@ -121,9 +121,9 @@ class Backend:
 class WatchedStep(Step):
     """A step whose arrays are announced; those that it keeps stay announced."""
 
-    def __init__(self, runtime: EmulatorRuntime, call: Any):
+    def __init__(self, runtime: EmulatorRuntime, call: Any, grad: bool):
         with runtime.memory.session() as session:
-            super().__init__(runtime, _announced(call, session))
+            super().__init__(runtime, _announced(call, session), grad)
 
     def forward(self, addresses: Any, mask: Any, arrays: Any) -> Any:
         with self._announcing(mask, arrays) as mask:

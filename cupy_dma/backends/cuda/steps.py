@@ -54,11 +54,11 @@ class Step:
     memory.
     """
 
-    def __init__(self, runtime: Runtime, call: AttentionCall | DynamicCall):
-        """Raises ``Untraceable`` for a call that cannot be planned."""
+    def __init__(self, runtime: Runtime, call: AttentionCall | DynamicCall, grad: bool):
+        """``grad``: a backward follows. Raises ``Untraceable`` for a call that cannot be planned."""
         own = call.attention if isinstance(call, DynamicCall) else call
         self.runtime, self.library, self.device = runtime, own.query.library, own.query.device
-        self._sides = [_Side(runtime, call, ascending) for ascending in (True, False)]
+        self._sides = [_Side(runtime, call, ascending, grad) for ascending in (True, False)]
         self._backward: dict[Any, tuple[Plan, list[int | None]] | None] = {}
         self._recording = threading.Lock()
         first, second = self._sides
@@ -135,10 +135,10 @@ class Step:
 class _Side:
     """One of the two runs of a step: what its forward leaves to its backward."""
 
-    def __init__(self, runtime: Runtime, call: AttentionCall | DynamicCall, ascending: bool):
+    def __init__(self, runtime: Runtime, call: AttentionCall | DynamicCall, ascending: bool, grad: bool):
         own = call.attention if isinstance(call, DynamicCall) else call
         self.recorder = recorder_of(runtime)
-        self.trace = Trace(runtime, own.query.library, own.query.device, ascending)
+        self.trace = Trace(runtime, own.query.library, own.query.device, ascending, before_backward=grad)
         self._call, self.recipe = self._stand_in(call)
         self.functions: Any = Functions(self.recorder)
 
@@ -247,9 +247,9 @@ class Functions:
         return key_scores_backward(self._recorder, *arguments)
 
 
-def make_step(runtime: Runtime, call: AttentionCall | DynamicCall) -> Step | None:
-    """The step of such calls; None if they cannot be planned."""
+def make_step(runtime: Runtime, call: AttentionCall | DynamicCall, grad: bool) -> Step | None:
+    """The step of such calls, with a backward or without; None if they cannot be planned."""
     try:
-        return Step(runtime, call)
+        return Step(runtime, call, grad)
     except Untraceable:
         return None

@@ -10,6 +10,7 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.backends.cuda.attention import flash_decode, last_queries, sm90_backward
+from cupy_dma.backends.cuda.lists import intervals
 from cupy_dma.backends.cuda.runtime import plans
 from cupy_dma.backends.cuda.steps import Step
 from tests import emulator
@@ -157,6 +158,19 @@ def test_without_gradients(learned, device, planned):
             assert planned == {"forward": max(0, i - 1), "backward": 0} and not found[0].requires_grad
             with plans.switched(False):
                 same(found, dynamic(*inputs))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_slots_of_super_tiles_are_counted_for_gradients(grad, device, planned, monkeypatch):
+    counted, sizes = [], intervals._seen_sizes
+    monkeypatch.setattr(intervals, "_seen_sizes", lambda mask, spans: counted.append(spans) or sizes(mask, spans))
+    for i in range(3):
+        counted.clear()
+        inputs = draw(i, length=600, grad=grad)
+        found = dynamic(*inputs)
+        if i == 1:  # its plan is recorded, on two sorts of addresses
+            assert counted[-2:] == [grad, grad]
+    assert planned["forward"] == 1 and found[0].requires_grad is grad
 
 
 def test_few_queries_do_without_a_mask(device, planned, monkeypatch):

@@ -154,15 +154,16 @@ def _seen_sizes(mask: IntervalMask, spans: bool) -> dict[str, int]:
 
 
 def _seen(runtime: Runtime, mask: IntervalMask, query_length: int, block_n: int, causal: bool,
-          sequences: Sequences | None) -> Seen | None:
+          sequences: Sequences | None, for_supers: bool = False) -> Seen | None:
     """Those that all lists of a mask share which a plan makes itself. Of other masks each list has its own, for they
-    are kept apart. ``block_n``: of the list that needs them first, whose kernels are loaded."""
+    are kept apart. ``block_n``: of the list that needs them first, whose kernels are loaded. ``for_supers``: they must
+    serve super-tiles, as all do in a trace that a backward follows."""
     if sequences is not None or type(runtime) is not Recorder or type(mask) is TracedMask:
         return None
     identity = ("seen", query_length, causal)
     seen = mask._cache.get(identity)
-    if seen is None:
-        queries = _super_queries(mask, query_length)
+    if seen is None or (for_supers and "span_sum" not in seen.addresses):
+        queries = _super_queries(mask, query_length) if for_supers or runtime.trace.before_backward else 0
         space = Workspace(mask, **_seen_sizes(mask, queries > 0))
         seen = mask._cache[identity] = Seen(space.addresses, space.array)
         params = _params(mask, query_length, {"super_queries": queries}, space.addresses, None)
@@ -240,7 +241,7 @@ def _build_supers(runtime: Runtime, mask: IntervalMask, query_length: int, queri
     rows = mask.shape[0] * mask.shape[1]
     supers = tile_count(query_length, queries, sequences.count if sequences else 0)
     entries = supers * capacity if sequences is None else super_entries(query_length, queries, capacity, sequences)
-    seen = _seen(runtime, mask, query_length, 64, causal, sequences)
+    seen = _seen(runtime, mask, query_length, 64, causal, sequences, for_supers=True)
     space = Workspace(mask, **_seen_sizes(mask, True) if seen is None else {}, super_list=rows * entries,
                       super_lengths=rows * supers, slots=rows * entries)
     at = space.addresses if seen is None else seen.addresses | space.addresses

@@ -191,11 +191,14 @@ class Request(NamedTuple):
 
 
 class Trace:
-    """One run on stand-ins. ``ascending``: how their addresses are made up."""
+    """One run on stand-ins. ``ascending``: how their addresses are made up. ``before_backward``: a backward follows in
+    the same trace, which finds what this run leaves."""
 
-    def __init__(self, runtime: Runtime, owner: Library, device: Device, ascending: bool):
+    def __init__(self, runtime: Runtime, owner: Library, device: Device, ascending: bool,
+                 before_backward: bool = False):
         """Of a call with arrays of ``owner`` on ``device``."""
         self.runtime, self.owner, self.device, self.ascending = runtime, owner, device, ascending
+        self.before_backward = before_backward
         self.library = TracedLibrary(self, owner.name)
         self.sizes: list[int] = []  # of the arrays that the function makes, in bytes; of others 0
         self.given: list[int] = []  # bases of the arguments
