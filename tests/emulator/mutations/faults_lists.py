@@ -57,6 +57,10 @@ FAULTS = [
     Fault("keys that come late are left out of a super-tile", "lists/intervals.cu",
           "return v.y <= last ? 0 : v.x <= first ? 1 : 2;", "return v.y <= last ? 0 : v.x <= first ? 1 : 3;",
           "test_super_tiles"),
+    Fault("a key's slots begin where those of its neighbour do", "lists/intervals.cu", "span += own_spans[k];",
+          "span += own_spans[0] * (k == 0);", "test_super_tiles"),
+    Fault("super-tiles are counted from position 0", "lists/intervals.cu", "super = (interval.x - first_position) /",
+          "super = interval.x /", "test_super_tiles, more keys"),
     # ---- programmatic dependent launch ----
     Fault("a kernel does not wait for the one ahead", "lists/varlen.cu", "    wait_for_earlier_kernels();\n", "",
           "varlen[mask-window]"),

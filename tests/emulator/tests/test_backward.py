@@ -60,20 +60,23 @@ def test_large_float32_rows_with_a_dense_bias(bias, device):
         cases.run_backward(case, backend="emulator")
 
 
-def super_tiles(dtype, size):
+def super_tiles(dtype, size, queries=400, keys=400):
     """Gradients over several super-tiles: their lists, partial sums and the sum of these."""
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, 400, heads, size)).astype(numpy_dtype(dtype)) for heads in (2, 1, 1))
-    scores = rng.standard_normal((1, 1, 400)).astype(np.float32)
+    q, k, v = (rng.standard_normal((1, length, heads, size)).astype(numpy_dtype(dtype))
+               for length, heads in ((queries, 2), (keys, 1), (keys, 1)))
+    scores = rng.standard_normal((1, 1, keys)).astype(np.float32)
     mask = dma.IntervalMask.top_w(scores, 40)
     out, lse = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True, backend="numpy")
     return [attention_backward(q, q, k, v, out, lse, mask=mask, bias=scores, backend=name)
             for name in ("emulator", "numpy")]
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 64), ("float16", 20), ("float32", 36)])
-def test_super_tiles(dtype, size):
-    for ours, other in zip(*super_tiles(dtype, size)):
+@pytest.mark.parametrize(("dtype", "size", "queries", "keys"), [
+    ("bfloat16", 64, 400, 400), ("float16", 20, 400, 400), ("float32", 36, 400, 400), ("float16", 20, 370, 480),
+    ("float16", 20, 400, 300)])
+def test_super_tiles(dtype, size, queries, keys):
+    for ours, other in zip(*super_tiles(dtype, size, queries, keys)):
         x, y = ours.astype(np.float64), other.astype(np.float64)
         assert np.linalg.norm(x - y) < (1e-3 if dtype == "float32" else 1e-2) * np.linalg.norm(y)
 
