@@ -51,7 +51,7 @@ struct AttentionParams {
     int mask_heads;                         // 1, Hkv or H: mask head = mask row % mask_heads
     int batch, query_length, key_length, heads, kv_heads;
     int tiles, capacity;
-    int swizzle_group, tail_tiles;  // sm90/scheduler.cuh: the order of tiles
+    int swizzle_group, tail_tiles, rotation;  // sm90/scheduler.cuh: the order of tiles
     int short_tiles;  // tiles of a set, the first ones, that have 64 rows less than the others
     int query_words, key_stride;
     int dbias_batch, dbias_heads;  // axes of a dense bias

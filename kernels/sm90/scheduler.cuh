@@ -19,7 +19,9 @@ struct WorkTile {
 // `swizzle_group` sets of heads whose keys fit into L2, the longest tiles come first, and every other wave assigns them
 // to the CTAs in reverse. All CTAs then finish a group with equal work, provided each group begins with a wave of its
 // own; in the last wave of a group some CTAs get nothing where they would have got one of the shortest tiles. Tiles
-// that are split along their keys take a single wave.
+// that are split along their keys take a single wave. Lists differ as well, and set after set in the same way: from one
+// full wave to the next each CTA takes a place that is `rotation` further on, or it would get the same tile of every
+// set where the grid is a multiple of the tiles of a set.
 __device__ __forceinline__ WorkTile schedule(const ForwardParams& launch, int wave) {
     const AttentionParams& p = launch.attention;
     const int all = num_sets(p) * p.tiles;
@@ -40,7 +42,7 @@ __device__ __forceinline__ WorkTile schedule(const ForwardParams& launch, int wa
 #elif SPLIT
     const unsigned before = wave * grid, num_splits = launch.splits.count;
     const bool is_split = before >= launch.splits.first;
-    const int index = before + (is_split ? block / num_splits : block);
+    const int index = before + (is_split ? block / num_splits : (block + wave * p.rotation) % grid);
     const TileIndex tile = tile_at(index, num_sets(p), p.tiles, p.tail_tiles);
     return {index < all, tile.set, tile.index, 0, CONSUMERS, is_split ? static_cast<int>(block % num_splits) : -1};
 #else
@@ -51,16 +53,17 @@ __device__ __forceinline__ WorkTile schedule(const ForwardParams& launch, int wa
     const unsigned rest = max(all - before, 0);
     const bool short_tail = ROW_CUT && p.short_tiles > 0;  // the last wave has short tiles, none of them cut
     const bool halved = ROW_CUT && !short_tail && 2 * rest <= grid;
+    const unsigned own = rest < grid ? block : (block + wave * p.rotation) % grid;
     const unsigned spare = rest < grid ? grid - rest : 0;
     const unsigned cut_tiles = !ROW_CUT || short_tail ? 0
                                : !halved              ? spare / (CONSUMERS - 1)
                                : CONSUMERS > 2        ? min(rest, spare - rest)
                                                       : rest;
-    const unsigned other = block - CONSUMERS * cut_tiles;
-    const bool is_cut = block < CONSUMERS * cut_tiles, is_second_half = !is_cut && halved && other % 2 != 0;
-    const unsigned index = is_cut ? block / CONSUMERS : cut_tiles + (halved ? other / 2 : other);
+    const unsigned other = own - CONSUMERS * cut_tiles;
+    const bool is_cut = own < CONSUMERS * cut_tiles, is_second_half = !is_cut && halved && other % 2 != 0;
+    const unsigned index = is_cut ? own / CONSUMERS : cut_tiles + (halved ? other / 2 : other);
     const TileIndex tile = tile_at(before + index, num_sets(p), p.tiles, SEQUENCES ? 0 : p.tail_tiles);
-    const int slice = block % CONSUMERS;
+    const int slice = own % CONSUMERS;
     return {index < rest, tile.set, tile.index, is_cut ? slice : is_second_half ? CONSUMERS - 1 : 0,
             is_cut || is_second_half ? 1 : halved || (short_tail && rest <= grid) ? CONSUMERS - 1 : CONSUMERS};
 #endif

@@ -466,24 +466,35 @@ def test_splits_of_logits_that_rise_and_fall(slope, tile, everything, torch, dev
 
 
 @pytest.mark.parametrize("tile", TILES)
-def test_sections_of_causal_heads(tile, everything, torch, monkeypatch, device, heads=(10, 5),
-                                  sm_counts=(1, 2, 3, 5, 7, 13, 132), length=700):
-    """As many as there may be: the last rounds of most have tiles for some multiprocessors only."""
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "lists"])
+def test_heads_that_do_not_fit_into_l2(masked, tile, everything, torch, monkeypatch, device, heads=(10, 5),
+                                       sm_counts=(1, 2, 3, 5, 7, 13, 132), length=700, split_on=13):
+    """In as many sections as there may be: the last rounds of most have tiles for some multiprocessors only. And tiles
+    of the last round split along their keys."""
     served, head_dim = everything(*TILES[tile]), TILES[tile][1][-1]
-    monkeypatch.setattr(sm90, "work_of", sm90_schedule.work_of.__wrapped__)
+    rotations, rotation = [], sm90_schedule._rotation
+    monkeypatch.setattr(sm90_schedule, "_rotation", lambda *facts: rotations.append(rotation(*facts)) or rotations[-1])
     monkeypatch.setattr(sm90_schedule, "SWIZZLE_GROUP_BYTES", 1)
     q, k, v = draw(torch, length, length, *heads, head_dim, device=device)
+    options = {"causal": True, "return_lse": True}
+    if masked:
+        options["mask"] = dma.IntervalMask.top_w(torch.randn(1, heads[1], length, device=q.device), 300)
     results = []
     for sms in sm_counts:
         with schedule_cases.num_sms(sms):
-            results.append(dma.attention(q, k, v, causal=True, return_lse=True))
+            results.append(dma.attention(q, k, v, **options))
     for ours, expected in ((x, y) for result in results[1:] for x, y in zip(result, results[0])):
         assert torch.equal(ours, expected)
+    if masked:
+        with schedule_cases.num_sms(split_on, split=True) as splits:
+            results.append(dma.attention(q, k, v, **options))
+        assert splits[0] > 1 and any(rotations)
     with portable():
-        out, lse = dma.attention(q, k, v, causal=True, return_lse=True)
-    assert (results[0][0].float() - out.float()).abs().max() <= 2**-7 * out.float().abs().max()
-    torch.testing.assert_close(results[0][1], lse, rtol=0, atol=1e-4)
-    assert len(served) == len(sm_counts)
+        expected, expected_lse = dma.attention(q, k, v, **options)
+    for out, lse in (results[0], results[-1]):
+        assert (out.float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max()
+        torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-4)
+    assert len(served) == len(results)
 
 
 @pytest.mark.parametrize("tile", TILES)

@@ -18,9 +18,9 @@ def test_the_library_takes_fast_ways():
     for call in result["calls"]:
         facts = Facts(**call["facts"])
         tile = sm90_schedule.tile_shape(facts, 132)
-        taken = (list(tile), sm90_schedule.work_of(facts, tile, 132)._asdict())
-        times = {json.dumps([row["tile"], row["work"]]): row["us"] for row in call["rows"]}
-        lost.append(times[json.dumps(taken)] / min(times.values()) - 1)
+        taken = tile, sm90_schedule.work_of(facts, tile, 132)._replace(rotation=0)  # which there is no choice of
+        times = {(HopperTile(*row["tile"]), Work(**row["work"])._replace(rotation=0)): row["us"] for row in call["rows"]}
+        lost.append(times[taken] / min(times.values()) - 1)
     assert len(lost) > 200 and np.mean(lost) < 0.01 and max(lost) < 0.25
 
 

@@ -12,8 +12,8 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.arrays import library_named, numpy_dtype
-from cupy_dma.backends.cuda.attention import sm90, sm90_schedule
 from cupy_dma.backends.cuda.attention import sm90_backward as kernels_backward
+from cupy_dma.backends.cuda.attention import sm90_schedule
 from cupy_dma.masks.interval import Hints
 from tests.gpu.sm90_tiles import TILES, taken
 from tests.oracle import cases, schedule_cases
@@ -202,18 +202,25 @@ def softcapped_biases(factor: float, bias: float, logit: float = 1.0) -> Callabl
     return check
 
 
-def swizzle_groups() -> None:
-    """Three causal heads with 3 tiles each on 2 SMs, an L2 swizzle group for each head."""
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, 300, 3, 16)).astype(np.float16) for _ in range(3))
-    with (emulator.hopper_gpu(), taken(*TILES["128x128"]), schedule_cases.num_sms(2),
-          pytest.MonkeyPatch.context() as patch):
-        patch.setattr(sm90, "work_of", sm90_schedule.work_of.__wrapped__)
-        patch.setattr(sm90_schedule, "SWIZZLE_GROUP_BYTES", 1)
-        patch.setattr(sm90_schedule, "SWIZZLE_GROUP_WAVES", 1)
-        out = dma.attention(q, k, v, causal=True, backend="emulator")
-    expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), causal=True, backend="numpy")
-    assert np.abs(out - expected).max() < 3e-3
+def no_room_in_l2(tile: str, num_sms: int, rotation: int | None = None) -> Callable[[], None]:
+    """Three heads with 3 tiles each, an L2 swizzle group for each head; causal, or with lists for CTAs that go on by
+    ``rotation`` places from one wave to the next."""
+    def check() -> None:
+        rng = np.random.default_rng(0)
+        q, k, v = (rng.standard_normal((1, 300, 3, 16)).astype(np.float16) for _ in range(3))
+        options: dict[str, Any] = {"causal": True}
+        if rotation is not None:
+            options["mask"] = dma.IntervalMask.top_w(rng.standard_normal((1, 3, 300)).astype(np.float32), 100)
+        with (emulator.hopper_gpu(), taken(*TILES[tile]), schedule_cases.num_sms(num_sms),
+              pytest.MonkeyPatch.context() as patch):
+            patch.setattr(sm90_schedule, "SWIZZLE_GROUP_BYTES", 1)
+            patch.setattr(sm90_schedule, "SWIZZLE_GROUP_WAVES", 1)
+            patch.setattr(sm90_schedule, "_rotation", lambda *facts: rotation)
+            out = dma.attention(q, k, v, backend="emulator", **options)
+        expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), backend="numpy", **options)
+        assert np.abs(out - expected).max() < 3e-3
+
+    return check
 
 
 def nonfinite_values() -> None:
@@ -380,7 +387,8 @@ OWN: dict[str, Callable[[], None]] = {
     "sm90[softcap and large bias]": softcapped_biases(1.0, 30.0),
     "sm90[softcap, large values]": softcapped_biases(2.0**114, 7.0),
     "sm90[softcap, a large row]": softcapped_biases(2.0**112, 0.0, 4.0),
-    "sm90[swizzle groups]": swizzle_groups,
+    "sm90[swizzle groups]": no_room_in_l2("128x128", 2),
+    "sm90[lists that do not fit]": no_room_in_l2("128x128", 4, rotation=3),
     "sm90[non-finite]": nonfinite_values,
     "sm90[short tiles]": short_tiles,
     **{f"sm90[splits, {kind}]": sm90_splits(kind) for kind in ("none", "lists", "non-finite", "nothing seen")},

@@ -498,7 +498,8 @@ def test_swizzle_groups_of_causal_heads_are_equal(length, heads, kv_heads, head_
     (32768, 16, 8, 1024, 10, [(20, "whole", 1), (1, "whole", 10 / 11)]),
     (16384, 2, 1, 1024, 10, [(1, "whole", 1), (1, "slices", 1)]),  # 39 tiles of the second wave are cut
     (16384, 2, 1, 16384, 0, [(1, "whole", 1), (1, "slices", 1)]),  # all keys may be seen
-    (32768, 32, 8, 16384, 0, [(41, "whole", 1), (1, "halves", 1)]),  # 8 heads of so many keys do not fit into L2
+    # 8 heads of so many keys do not fit into L2: among the others are 170 tiles of fewer keys, half of all on average
+    (32768, 32, 8, 16384, 0, [(41, "whole", 1 - 170 / 684), (1, "halves", 1)]),
     (9600, 2, 1, 1024, 10, [(1, "whole", 1)]),  # 100 tiles: 16 are cut, the others whole
 ])
 def test_the_time_of_whole_tiles(length, heads, kv_heads, window, tail, waves):
@@ -509,6 +510,30 @@ def test_the_time_of_whole_tiles(length, heads, kv_heads, window, tail, waves):
     costs, keys = sm90_costs.costs_of("intervals", 64, tile), min(length, window + 96)
     expected = costs.wave("launch", keys) + sum(n * costs.wave(name, int(part * keys)) for n, name, part in waves)
     assert sm90_schedule.microseconds(facts, tile, work, 132) == pytest.approx(1.03 * expected)
+
+
+@pytest.mark.parametrize(("arguments", "batch", "before", "after"), [
+    ((128, 2048, 16, 8, 1024), 16, 1.3, 1.06),  # 22 tiles of a set on 132 SMs: each always gets the same tile
+    ((128, 2048, 16, 16, 1024), 16, 1.3, 1.06), ((128, 1024, 32, 8, 512), 32, 1.25, 1.04),  # 11 and 22
+    ((64, 512, 12, 12, 256), 64, 1.3, 1.03),  # 3 tiles, only the last of which is shorter
+    ((128, 4096, 16, 8, 2048), 8, 1.11, 1.08),
+    ((128, 2048, 16, 8), 16, 1.11, 1.08)])  # it is not known how many keys a query sees
+def test_all_ctas_get_about_as_many_keys(arguments, batch, before, after):
+    """By their number in all full waves, of the most that a CTA gets to the mean."""
+    facts = hopper_facts(*arguments)._replace(listed=True)
+    facts = facts._replace(groups=batch * facts.groups)
+    tile = sm90_tiles.tiles_of(facts.keys, arguments[0])[0]
+    work, queries = next(sm90_schedule.works(facts, tile, 132)), tile.block_m // facts.tile_heads
+    assert work.tail_tiles == 0
+
+    def most(rotation):
+        keys = np.zeros(132)
+        for wave in range(work.tiles * facts.sets // 132):
+            index = (wave * 132 + (np.arange(132) + wave * rotation) % 132) % work.tiles
+            keys += np.minimum(facts.seen, queries * (work.tiles - 1 - index)) + queries
+        return keys.max() / keys.mean()
+
+    assert most(0) > before and most(work.rotation) < after
 
 
 def test_the_time_between_the_keys_that_were_measured():

@@ -103,9 +103,10 @@ def test_softcaps_of_values_near_the_largest(masked, tile, gpu, everything, torc
     test_sm90.test_softcaps_of_values_near_the_largest(masked, tile, everything, torch, device)
 
 
-def test_swizzle_groups_of_causal_heads(everything, torch, device, monkeypatch):
-    test_sm90.test_sections_of_causal_heads("192x128", everything, torch, monkeypatch, device, (6, 3), (1, 2, 5),
-                                                   500)
+@pytest.mark.parametrize(("masked", "tile"), [(False, "192x128"), (True, "192x96")])
+def test_heads_that_do_not_fit_into_l2(masked, tile, everything, torch, device, monkeypatch):
+    test_sm90.test_heads_that_do_not_fit_into_l2(masked, tile, everything, torch, monkeypatch, device, (6, 3),
+                                                 (1, 2, 5), 500, split_on=8)
 
 
 @pytest.mark.parametrize(("biased", "tile"), [(True, "192x96"), (False, "128x64x4")])

@@ -123,7 +123,8 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
                      bool(key_maps) and not ordered, query_map is not None, bool(key_maps) and ordered,
                      work.num_splits > 1)
     params = problem.pack(lists, out=library.pointer(out), lse=library.pointer(lse), tiles=work.tiles,
-                          swizzle_group=work.swizzle_group, tail_tiles=work.tail_tiles, short_tiles=work.short_tiles)
+                          swizzle_group=work.swizzle_group, tail_tiles=work.tail_tiles, short_tiles=work.short_tiles,
+                          rotation=work.rotation)
     # struct ForwardParams: the maps first, and all of it a multiple of their alignment
     maps = key_maps + (query_map or b"") + out_map
     splits = None if work.num_splits == 1 else _Splits(call, problem, tile, work)

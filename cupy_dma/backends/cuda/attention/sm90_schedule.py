@@ -10,6 +10,8 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from cupy_dma.backends.cuda.attention.sm90_costs import Costs, costs_of
 from cupy_dma.backends.cuda.attention.sm90_tiles import Facts, HopperTile, tiles_of
 from cupy_dma.backends.cuda.lists.varlen import tile_count
@@ -19,6 +21,8 @@ SWIZZLE_GROUP_WAVES = 2  # tiles that an SM has of an L2 swizzle group at least,
 SWIZZLE_GROUP_BYTES = 24 << 20  # keys and values that stay in L2
 # Splits of a tile at most, or of all tiles if that is more, and blocks of keys of one at least: no others are measured.
 MAX_SPLITS, MAX_SPLITS_OF_ALL, SPLIT_BLOCKS = 32, 96, 2
+ROTATIONS, ROTATED_WAVES = 32, 64  # that are tried, and over how many waves
+FIXED_KEYS = 100  # take as long as a tile without any
 # What calls take more than the waves that were measured: lists of tiles of 192 rows, which may be a block longer, 2 to
 # 4 %; causal tiles that are split, in the shortest calls, up to 17 %. Ways that are nearly equal are decided by these.
 LARGE_LISTS, CAUSAL_SPLITS = 1.03, 1.1
@@ -34,6 +38,7 @@ class Work(NamedTuple):
     short_tiles: int = 0  # of those, all of the last wave: tiles with two thirds of the rows
     first: int = 0  # index in the schedule of the first tile that is split along its keys
     num_splits: int = 1  # of each of those; 1: none is split
+    rotation: int = 0  # by how many places a CTA goes on from one full wave to the next
 
 
 @functools.lru_cache(maxsize=4096)
@@ -72,10 +77,25 @@ def _whole_tiles(facts: Facts, tile: HopperTile, num_sms: int) -> Work:
     groups = max(1, SWIZZLE_GROUP_BYTES // _bytes(facts, facts.key_length))
     num_groups = max(1, min(blocks(facts.groups, groups), facts.sets * tiles // (SWIZZLE_GROUP_WAVES * num_sms)))
     swizzle_group = blocks(facts.groups, num_groups) * facts.group_sets
-    tail_tiles = 0
-    if facts.seen < facts.key_length and not facts.sequences and _fit_together(facts):
-        tail_tiles = max(0, facts.seen + facts.query_length - facts.key_length) // queries
-    return Work(tiles, min(slices * tiles * facts.sets, num_sms), swizzle_group, tail_tiles)
+    tail_tiles = _shorter_tiles(facts, tile) if _fit_together(facts) else 0
+    rotation = 0
+    if (facts.listed or facts.bits) and not (tail_tiles or facts.sequences):
+        rotation = _rotation(tiles, queries, facts.key_length - facts.query_length, facts.seen,
+                             tiles * facts.sets // num_sms, num_sms)
+    return Work(tiles, min(slices * tiles * facts.sets, num_sms), swizzle_group, tail_tiles, rotation=rotation)
+
+
+@functools.lru_cache(maxsize=4096)
+def _rotation(tiles: int, queries: int, first_position: int, seen: int, waves: int, grid: int) -> int:
+    """With which all CTAs get about as many keys in full waves over sets of ``tiles`` tiles, set after set, the last
+    tiles of a set first. A query sees at most ``seen`` keys, none of them behind it."""
+    positions = np.maximum(0, first_position + queries * np.arange(tiles)[::-1])
+    times = np.minimum(positions, seen) + queries + FIXED_KEYS
+    rotations, places = grid * np.arange(ROTATIONS) // ROTATIONS, np.arange(grid)
+    busy = np.zeros((ROTATIONS, grid), int)
+    for wave in range(min(waves, ROTATED_WAVES)):
+        busy += times[(wave * grid + (places + wave * rotations[:, None]) % grid) % tiles]
+    return int(rotations[busy.max(1).argmin()])
 
 
 def _short_tiles(facts: Facts, tile: HopperTile, num_sms: int, work: Work) -> Iterator[Work]:
@@ -144,7 +164,7 @@ def _all_waves(facts: Facts, tile: HopperTile, work: Work, num_sms: int) -> floa
         return launch + max(longest, count / num_sms * costs.wave("whole", mean))
     full, rest = divmod(count, num_sms)
     regular = min(full, facts.sets * (work.tiles - max(work.tail_tiles, work.short_tiles)) // num_sms)
-    total = launch + regular * costs.wave("whole", _most_keys(facts, tile))
+    total = launch + regular * costs.wave("whole", _mean_keys(facts, tile, work))
     total += sum(costs.wave("whole", _keys_at(facts, tile, work, wave * num_sms)) for wave in range(regular, full))
     first = full * num_sms
     if work.short_tiles:
@@ -172,6 +192,19 @@ def _keys_at(facts: Facts, tile: HopperTile, work: Work, index: int) -> int:
     regular = facts.sets * (work.tiles - tail)
     missing = 0 if index < regular else (index - regular) // facts.sets + 1
     return int(_most_keys(facts, tile) * (1.0 - missing / (tail + 1)))
+
+
+def _mean_keys(facts: Facts, tile: HopperTile, work: Work) -> float:
+    """Of the tiles that are not scheduled last, of which all CTAs get about as many keys."""
+    shorter = 0 if work.tail_tiles else min(work.tiles, _shorter_tiles(facts, tile))
+    return _most_keys(facts, tile) * (1.0 - shorter / (2 * work.tiles))
+
+
+def _shorter_tiles(facts: Facts, tile: HopperTile) -> int:
+    """Tiles of a set that may meet fewer keys than others, for their queries have fewer before them."""
+    if facts.seen >= facts.key_length or facts.sequences:
+        return 0
+    return max(0, facts.seen + facts.query_length - facts.key_length) // (tile.block_m // facts.tile_heads)
 
 
 def _most_keys(facts: Facts, tile: HopperTile) -> int:
