@@ -478,7 +478,7 @@ def test_heads_that_do_not_fit_into_l2(masked, tile, everything, torch, monkeypa
     q, k, v = draw(torch, length, length, *heads, head_dim, device=device)
     options = {"causal": True, "return_lse": True}
     if masked:
-        options["mask"] = dma.IntervalMask.top_w(torch.randn(1, heads[1], length, device=q.device), 300)
+        options["mask"] = dma.IntervalMask.top_w(draw_scores(torch, 1, heads[1], length, device=device), 300)
     results = []
     for sms in sm_counts:
         with schedule_cases.num_sms(sms):
