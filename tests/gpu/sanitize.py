@@ -27,6 +27,7 @@ import numpy as np
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends import cuda
+from cupy_dma.backends.cuda.attention import sm90_schedule
 from cupy_dma.backends.cuda.attention.sm90_tiles import TILES, HopperTile
 from cupy_dma.backends.cuda.decode import step
 from cupy_dma.backends.cuda.runtime import plans
@@ -65,7 +66,7 @@ def hopper_forward(tile: HopperTile, largest: int) -> int:
     with (plans.switched(False), taken(tile, range(smallest, largest + 1)),
           mock.patch.object(CudaRuntime, "num_sms", lambda runtime, index: 2)):
         return (forward(("float16", "bfloat16")) + varlen_forward(("float16", "bfloat16")) + rising_logits(largest)
-                + cut_tiles(largest) + split_tiles(largest) + short_tiles(largest))
+                + cut_tiles(largest) + split_tiles(largest) + short_tiles(largest) + rotated_tiles(largest))
 
 
 def rising_logits(head_dim: int) -> int:
@@ -126,6 +127,20 @@ def split_tiles(head_dim: int) -> int:
         check_nearly_same(results)
         count += 1
     return count
+
+
+def rotated_tiles(head_dim: int) -> int:
+    """Keys that do not fit into L2, and CTAs that go on by a place from one full wave to the next: the same bits on two
+    and three SMs as on one."""
+    results = []
+    with (mock.patch.object(sm90_schedule, "SWIZZLE_GROUP_BYTES", 1),
+          mock.patch.object(sm90_schedule, "_rotation", lambda *facts: 1)):
+        for num_sms in (1, 2, 3):
+            with schedule_cases.num_sms(num_sms):
+                results.append(schedule_cases.run("lists", 2, 1, head_dim, cupy.asarray, length=303))
+    for ours, expected in ((x, y) for result in results[1:] for x, y in zip(result, results[0])):
+        assert cupy.array_equal(ours.view(cupy.int16), expected.view(cupy.int16))
+    return 1
 
 
 def check_nearly_same(results: list[Any]) -> None:
