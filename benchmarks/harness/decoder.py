@@ -48,6 +48,7 @@ class Sizes:
     inner: int  # width of the MLP
     window: int
     vocabulary: int = 32768
+    learning_rate: float = 3e-4
 
 
 class DenseCore(nn.Module):
