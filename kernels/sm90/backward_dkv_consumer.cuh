@@ -5,6 +5,9 @@
 #pragma once
 #include "sm90/backward_dkv_tiles.cuh"
 
+// Whether a bias hides keys from all queries of a step. WIDE: the warpgroup that makes P would not notice a NaN.
+constexpr bool KEYS_HIDDEN = BIAS != BIAS_NONE && !BITS && !WIDE;
+
 // A consumer warp: 16 of its warpgroup's 64 keys, two of them a lane's.
 struct ConsumerBase {
     Shared& shared;
@@ -92,6 +95,25 @@ struct ConsumerBase {
 #endif
     }
 
+    // Most keys are seen by all queries of a step, or by none: whether there are others among the warp's, whose pairs must
+    // be tested. Those that none sees get a bias of -inf (KEYS_HIDDEN), or are among the others.
+    __device__ __forceinline__ bool is_mixed(float (&own)[2]) const {
+        if (!is_masked()) return false;
+#if BITS
+        return true;
+#else
+        const int begin = range.begin + step * BLOCK_Q + shift, end = begin + BLOCK_Q;  // positions
+        bool mixed = false;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const bool all = start[r] <= begin && stop[r] >= end, none = start[r] >= end || stop[r] <= begin;
+            if (KEYS_HIDDEN && none) own[r] = -infinity();
+            mixed |= !all && !(KEYS_HIDDEN && none);
+        }
+        return __any_sync(ALL_LANES, mixed);
+#endif
+    }
+
     // Sets those of hidden pairs to 0.
     __device__ __forceinline__ void hide(Fragment (&x)[QUERY_FRAGMENTS]) const {
 #if BITS
@@ -117,9 +139,11 @@ struct ConsumerBase {
 #endif
     }
 
-    // Waits for S, issued before the last group of MMAs (WIDE: in it); it becomes P.
+    // Waits for S, issued before the last group of MMAs (WIDE: in it); it becomes P, of hidden pairs 0 (KEYS_HIDDEN: or
+    // NaN, where S or the row's lse is not finite).
     __device__ __forceinline__ void exponentiate() {
-        const bool masked = is_masked();
+        float own[2] = {bias[0], bias[1]};
+        const bool mixed = is_mixed(own);
         wgmma_wait<WIDE ? 0 : 1>();
         pin(s);
 #pragma unroll
@@ -129,11 +153,11 @@ struct ConsumerBase {
             for (int k = 0; k < 2; ++k) load_pair(lse[k], shared.lse[queries.stage], n, k);
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                const float lower = lse[i >> 2][i & 1], own = BIAS == BIAS_NONE ? 0.0f : bias[fragment_row(i)];
-                s[n].x[i] = exp2_fast(SOFTCAP ? logit(s[n].x[i], own) + lower : logit(s[n].x[i], lower + own));
+                const float lower = lse[i >> 2][i & 1], upper = BIAS == BIAS_NONE ? 0.0f : own[fragment_row(i)];
+                s[n].x[i] = exp2_fast(SOFTCAP ? logit(s[n].x[i], upper) + lower : logit(s[n].x[i], lower + upper));
             }
         }
-        if (masked) hide(s);
+        if (mixed) hide(s);
     }
 
     __device__ __forceinline__ void wait_dp() {
@@ -141,10 +165,18 @@ struct ConsumerBase {
         pin(dp);
     }
 
-    // dp becomes the gradient of q . k / scale; dbias grows. A value or a dout that is not finite reaches no hidden pair. The
-    // logit that the softcap's derivative needs comes from p.
+    // The sums of dp over the step's queries.
+    __device__ __forceinline__ void add_up(float (&sums)[2]) const {
+        sums[0] = sums[1] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < QUERY_FRAGMENTS; ++n)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sums[fragment_row(i)] += dp[n].x[i];
+    }
+
+    // dp becomes the gradient of q . k / scale; dbias grows. What is not finite reaches no hidden pair: dS of these is 0, as
+    // P is, or NaN, and then so are the sums. The logit that the softcap's derivative needs comes from P.
     __device__ __forceinline__ void differentiate() {
-        const bool masked = is_masked();
 #pragma unroll
         for (int n = 0; n < QUERY_FRAGMENTS; ++n) {
             float delta[2][2];
@@ -153,23 +185,28 @@ struct ConsumerBase {
 #pragma unroll
             for (int i = 0; i < 8; ++i) dp[n].x[i] = s[n].x[i] * (dp[n].x[i] - delta[i >> 2][i & 1]);
         }
-        if (masked) hide(dp);
+        float sums[2];
+        add_up(sums);
+        if (__any_sync(ALL_LANES, !(fabsf(sums[0] + sums[1]) < infinity())) && is_masked()) {
+            hide(s);
+            hide(dp);
+            add_up(sums);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) dbias[r] += sums[r];
+#if SOFTCAP
 #pragma unroll
         for (int n = 0; n < QUERY_FRAGMENTS; ++n) {
             float lse[2][2];
-            if (SOFTCAP) {
 #pragma unroll
-                for (int k = 0; k < 2; ++k) load_pair(lse[k], shared.lse[queries.stage], n, k);
-            }
+            for (int k = 0; k < 2; ++k) load_pair(lse[k], shared.lse[queries.stage], n, k);
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                const int r = fragment_row(i);
-                dbias[r] += dp[n].x[i];
-                if (!SOFTCAP) continue;
-                const float capped = log2_fast(s[n].x[i]) - lse[i >> 2][i & 1] - bias[r];
+                const float capped = log2_fast(s[n].x[i]) - lse[i >> 2][i & 1] - bias[fragment_row(i)];
                 dp[n].x[i] = s[n].x[i] == 0.0f ? 0.0f : dp[n].x[i] * softcap_slope(capped, logit.cap);
             }
         }
+#endif
     }
 
     // dbias of one head, if it is wanted; it begins anew. (It is summed in any case: where this branch is missing, the

@@ -486,6 +486,12 @@ CHECKS: dict[str, Callable[[], None]] = {
         sm90_backward_test(test_sm90_backward.test_a_bad_value_reaches_the_queries_that_see_it_only, True),
     "sm90 one pass[a bad value]":
         sm90_backward_test(test_sm90_backward.test_a_bad_value_reaches_the_queries_that_see_it_only, False),
+    "sm90 one pass[a bad dout]":
+        sm90_backward_test(test_sm90_backward.test_a_bad_dout_reaches_the_keys_that_its_query_sees_only,
+                           {"head_dim": 64}, False),
+    "sm90 backward[a bad query]":
+        sm90_backward_test(test_sm90_backward.test_a_bad_query_reaches_the_keys_that_it_sees_only,
+                           {"head_dim": 64}, True),
     "sm90 backward[bands]": sm90_backward_test(test_sm90_backward.test_tiles_in_bands, 2100, 13),
     "sm90 one pass[sequences]": sm90_backward_test(test_sm90_backward.test_a_bad_value_stays_in_its_sequence, False),
     "test_low_biases": elsewhere(test_numerics.test_low_biases, "portable", "float16", "key", "lowest", 0),

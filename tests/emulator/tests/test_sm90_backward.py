@@ -452,3 +452,22 @@ def test_a_bad_dout_reaches_the_keys_that_its_query_sees_only(options, determini
     assert np.array_equal(clean.key[:, 101:], found.key[:, 101:])
     assert np.array_equal(clean.bias[..., 101:], found.bias[..., 101:])
     assert np.isnan(found.key[:, :101]).any(-1).all() and np.isnan(found.bias[..., :101]).all()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("options", [{"head_dim": 64}, {"head_dim": 128, "softcap": 3.0}, {"head_dim": 256}], ids=str)
+def test_a_bad_query_reaches_the_keys_that_it_sees_only(options, deterministic):
+    """Of the gradients of values and biases; those of keys are sums of dS * q, dS being 0 where a key is hidden."""
+    def spoil(q: Any, k: Any, v: Any, dout: Any) -> None:
+        q[:, 220] = np.nan
+
+    scores = np.random.default_rng(3).standard_normal((1, 1, 320)).astype(np.float32)
+    mask = dma.IntervalMask.top_w(scores, 60)
+    seen = mask.to_dense(320)[0, 0]
+    options = options | {"length": 320, "window": 0, "mask": mask, "bias": scores, "deterministic": deterministic}
+    clean, found = (gradients("emulator", spoil=bad, **options) for bad in (None, spoil))
+    hidden, in_step = ~seen[220], seen[192:256].any(0)  # of one super-tile, as all queries before them
+    assert (hidden & in_step).any() and (hidden & ~in_step & seen[:192].any(0)).any()
+    assert np.array_equal(clean.value[:, hidden], found.value[:, hidden])
+    assert np.array_equal(clean.bias[..., hidden], found.bias[..., hidden])
+    assert np.isnan(found.value[:, ~hidden]).any(-1).all() and np.isnan(found.bias[..., ~hidden]).all()
