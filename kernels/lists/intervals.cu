@@ -7,7 +7,8 @@
 //   count_seen    per chunk of CHUNK keys: how many are visible to any query, lowest start, highest stop
 //   compact_seen  those keys in order: index, interval (CAUSAL applied); where each chunk's begin
 //   tile_lists    per tile of `queries` positions: its full keys in order from the front of its list, its partial
-//                 keys in order from the back, and the two counts              (a mask with few keys per tile)
+//                 keys in order from the back, and the two counts              (a mask with few keys per tile); of a
+//                 single chunk (`seen` null) without the two before it, for all keys are looked at anyway
 //   super_lists   per super-tile of `super_queries` positions: its keys, those that it outlives first, then those that
 //                 see all of it, then those that come within it; and for each key its slots in the lists of its
 //                 super-tiles (the backward pass; count_seen and compact_seen then count these slots too)
@@ -214,7 +215,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParam
     const int last_position = min(first_query_of(p, tile + 1), p.query_length) - 1 + shift;
 #endif
 
-    const int2 range = find_range(p, row, group_first, group_last, warp_values);
+    const bool compacted = p.seen != nullptr;
+    const Intervals intervals(p, row);
+    const int2 range = compacted ? find_range(p, row, group_first, group_last, warp_values) : make_int2(0, p.key_length);
     const int begin = range.x, end = range.y;
 
     int* list = p.list + ((long long)row * p.tiles + tile) * p.capacity;
@@ -228,8 +231,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParam
 #pragma unroll
         for (int k = 0; k < STEP; ++k) {
             const int i = at + threadIdx.x * STEP + k;
-            own[k] = i < end ? p.interval[base + i] : make_int2(0, 0);
-            key[k] = i < end ? p.seen[base + i] : 0;
+            own[k] = i >= end ? make_int2(0, 0) : compacted ? p.interval[base + i] : intervals[i];
+            key[k] = i < end && compacted ? p.seen[base + i] : i;
             const bool seen = own[k].x < own[k].y && own[k].x <= group_last && own[k].y > group_first;
             kind[k] = !seen ? 0 : own[k].x <= group_first && own[k].y > group_last ? 1 : 1 << 16;
             counts += kind[k];

@@ -16,6 +16,9 @@
 //                    better arrival, n = window - (kept keys that are better)             -> stop
 // A key that dies does so in one block, which writes its stop; all else was written by filter_arrivals.
 //
+// Where few keys compete, one kernel instead, in which each of them meets all others:
+//   count_better     a thread goes through the row until `window` keys are better than its own -> stop
+//
 // Prelude: DOCUMENTS, PADDING.
 #include "common/arch.cuh"
 #include "common/rank.cuh"
@@ -236,4 +239,75 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const
     if (fatal == ARRIVALS) return;
     const int j = row_of(e);
     p.stop[(long long)row.row * p.key_length + j] = max(time[fatal], j);  // before its own arrival: never visible
+}
+
+constexpr int COUNT_THREADS = 128;
+constexpr int ROUND = 1024;  // keys of a row whose ranks are in shared memory
+
+extern "C" __global__ void __launch_bounds__(COUNT_THREADS) count_better(const SelectParams p) {
+    wait_for_earlier_kernels();
+    __shared__ __align__(16) unsigned ranks[ROUND];  // 0: no candidate
+#if DOCUMENTS
+    __shared__ int document[ROUND];
+#endif
+    const int slices = (p.key_length + COUNT_THREADS - 1) / COUNT_THREADS, first_key = blockIdx.x % slices * COUNT_THREADS;
+    const Row row(p, blockIdx.x / slices);
+    const int j = first_key + threadIdx.x, lane = threadIdx.x & 31, first_of_warp = j - lane;
+    const Ranked own = j < p.key_length ? row.ranked(j) : 0;
+    const unsigned rank = rank_of(own);
+#if DOCUMENTS
+    const int own_document = row.since(min(j, p.key_length - 1));
+#endif
+    int remaining = own != 0 ? p.window : 0;  // with this many better keys it dies
+    int stop = own != 0 ? NEVER : j;
+    for (int base = row.since(first_key) & ~31; base < p.key_length; base += ROUND) {
+        if (!__syncthreads_or(remaining > 0)) break;  // and nobody reads the round before any more
+        for (int i = threadIdx.x; i < ROUND; i += COUNT_THREADS) {
+            const int k = base + i;
+            ranks[i] = k < p.key_length ? rank_of(row.ranked(k)) : 0;
+#if DOCUMENTS
+            document[i] = k < p.key_length ? row.since(k) : -1;
+#endif
+        }
+        __syncthreads();  // the round is in place
+        // 32 keys of the round, a bit each: those above a limit.
+        auto above = [&](int from, unsigned limit) {
+            unsigned found = 0;
+#pragma unroll
+            for (int i = 0; i < 32; i += 4) {
+                const uint4 four = *reinterpret_cast<const uint4*>(ranks + from + i);
+                const unsigned of[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    bool higher = of[k] > limit;
+#if DOCUMENTS
+                    higher = higher && document[from + i + k] == own_document;
+#endif
+                    found |= static_cast<unsigned>(higher) << (i + k);
+                }
+            }
+            return found;
+        };
+        const int end = min(ROUND, p.key_length - base);
+#pragma unroll 1
+        for (int from = 0; from < end && __any_sync(ALL_LANES, remaining > 0); from += 32) {
+            // Of equal ones the newer key is better; a warp's own keys are 32 of these.
+            unsigned better = above(from, base + from > first_of_warp ? rank - 1 : rank);
+            if (base + from == first_of_warp) {
+                const unsigned newer = 0xfffffffeu << lane;
+                better = (better & ~newer) | (above(from, rank - 1) & newer);
+            }
+            const int count = __popc(better);
+            if (count < remaining) {
+                remaining -= count;
+            } else if (remaining > 0) {
+                for (; remaining > 1; --remaining) better &= better - 1;
+                stop = max(base + from + __ffs(better) - 1, j);  // before its own arrival: never visible
+                remaining = 0;
+            }
+        }
+    }
+    if (j >= p.key_length) return;
+    p.stop[(long long)row.row * p.key_length + j] = stop;
+    if (row.row == 0 && p.start != nullptr) p.start[j] = j;
 }

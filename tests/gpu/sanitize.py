@@ -32,6 +32,7 @@ from cupy_dma.backends.cuda.attention.sm90_tiles import TILES, HopperTile
 from cupy_dma.backends.cuda.decode import step
 from cupy_dma.backends.cuda.runtime import plans
 from cupy_dma.backends.cuda.runtime.device import CudaRuntime
+from cupy_dma.backends.cuda.select import prefix
 from cupy_dma.backward import attention_backward, key_scores_backward
 from tests.gpu.sm90_tiles import portable, taken
 from tests.oracle import cases, reference, schedule_cases, varlen_cases
@@ -255,7 +256,15 @@ def _last_queries() -> int:
 
 
 def selection() -> int:
-    """Two chunks and more, so that all three kernels work; ties and none, padding, documents."""
+    """In two chunks and more, and with pairs of all keys; ties and none, padding, documents."""
+    count = 0
+    for pairs in (0, 2**40):
+        with plans.switched(False), mock.patch.object(prefix, "COUNTED_PAIRS", pairs):
+            count += _selections()
+    return count
+
+
+def _selections() -> int:
     rng = np.random.default_rng(0)
     count = 0
     for length, window in ((1, 1), (1030, 3), (2500, 130)):

@@ -3,7 +3,9 @@ allocators. Everything here is marked ``gpu``."""
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from cupy_dma.arrays import Device, library_named, numpy_dtype
 from cupy_dma.backends import cuda
 from cupy_dma.backends.cuda.runtime import jit, launch, plans
 from cupy_dma.backends.cuda.runtime.configs import LayoutConfig
+from cupy_dma.backends.cuda.select import prefix
 from tests.gpu.gate import held
 from tests.gpu.sm90_tiles import portable
 from tests.oracle import cases, reference
@@ -165,6 +168,13 @@ def test_a_key_nobody_sees_changes_no_bit(torch):
         assert torch.equal(out, dma.attention(q, k2, v2, mask=mask, bias=s2))
 
 
+def both_selections() -> Iterator[None]:
+    """The selection in chunks, then the one in which each key meets all others."""
+    for pairs in (0, 2**40):
+        with plans.switched(False), mock.patch.object(prefix, "COUNTED_PAIRS", pairs):
+            yield
+
+
 @given(problems(max_length=40))
 @settings(max_examples=60, deadline=None)
 def test_selection_is_the_definition(problem):
@@ -172,9 +182,10 @@ def test_selection_is_the_definition(problem):
 
     scores, window, padding, documents = problem
     moved = [None if x is None else cupy.asarray(x) for x in (scores, padding, documents)]
-    mask = dma.IntervalMask.top_w(moved[0], window, padding=moved[1], documents=moved[2])
     expected = reference.top_w_dense(scores, window, "prefix", padding, documents, scores.shape[2])
-    assert np.array_equal(np.broadcast_to(cupy.asnumpy(mask.to_dense(scores.shape[2])), expected.shape), expected)
+    for _ in both_selections():
+        mask = dma.IntervalMask.top_w(moved[0], window, padding=moved[1], documents=moved[2])
+        assert np.array_equal(np.broadcast_to(cupy.asnumpy(mask.to_dense(scores.shape[2])), expected.shape), expected)
 
 
 def _scores(kind: str, heads: int, n: int) -> np.ndarray:
@@ -218,8 +229,10 @@ def test_selection_of_long_sequences(kind, length, window):
     documents = np.cumsum(rng.random((1, length)) < 5 / length, axis=-1).astype(np.int32)
     for options in ({}, {"padding": padding}, {"documents": documents}, {"padding": padding, "documents": documents}):
         expected = dma.IntervalMask.top_w(scores, window, **options)
-        mask = dma.IntervalMask.top_w(cupy.asarray(scores), window, **{k: cupy.asarray(x) for k, x in options.items()})
-        assert np.array_equal(cupy.asnumpy(mask.stop), expected.stop)
+        moved = {name: cupy.asarray(x) for name, x in options.items()}
+        for _ in both_selections():
+            mask = dma.IntervalMask.top_w(cupy.asarray(scores), window, **moved)
+            assert np.array_equal(cupy.asnumpy(mask.stop), expected.stop)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

@@ -1,11 +1,15 @@
 """Which kernels are launched with PDL. A device whose kernels do nothing tells what it was asked to launch."""
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
+from cupy_dma.backends.cuda.runtime import plans
+from cupy_dma.backends.cuda.select import prefix
 
 build = pytest.importorskip("tests.emulator.build")
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
@@ -82,9 +86,24 @@ def test_scores_of_one_step_are_launched_with_pdl(length, with_pdl):
     (8, 2048, 64, True), (8, 4096, 128, False), (4, 8192, 128, False), (8, 8192, 256, True), (1, 4096, 16, True)])
 def test_arrivals_are_swept_without_pdl_where_there_is_an_sm_for_each_block(rows, length, sweeps, with_pdl):
     scores = np.zeros((1, rows, length), np.float32)
-    found = launches(lambda: dma.IntervalMask.top_w(scores, window=1024, backend="emulator"))
+    with plans.switched(False), mock.patch.object(prefix, "COUNTED_PAIRS", 0):
+        found = launches(lambda: dma.IntervalMask.top_w(scores, window=1024, backend="emulator"))
     assert found["sweep_arrivals"] == (sweeps, with_pdl)
     assert found["local_top"][1] and found["filter_arrivals"][1]
+
+
+CHUNKS, SEEN = ["local_top", "filter_arrivals", "sweep_arrivals"], ["count_seen", "compact_seen"]
+
+
+@pytest.mark.parametrize("rows, length, ahead", [
+    (64, 2048, ["count_better"]), (65, 2048, CHUNKS), (257, 1024, CHUNKS[1:]), (1, 2049, ["count_better", *SEEN]),
+    (1, 17000, CHUNKS + SEEN)])
+def test_few_keys_take_few_launches(rows, length, ahead):
+    query, key, value = (np.ones((1, length, rows, 8), np.float16) for _ in range(3))
+    scores = np.zeros((1, rows, length), np.float32)
+    with plans.switched(False):
+        found = launches(lambda: dma.dynamic_mask_attention(query, key, value, scores, window=100, backend="emulator"))
+    assert list(found) == [*ahead, "tile_lists", "attention_forward"]
 
 
 @pytest.mark.parametrize("heads, kv_heads, queries, keys, head_dim, shared", [

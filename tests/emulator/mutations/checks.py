@@ -59,8 +59,8 @@ def grid(name: str) -> Callable[[], None]:
     return elsewhere(test_forward.test_forward_grid, named(name))
 
 
-def one_awkward_selection(kind: str, length: int, window: int) -> Callable[[], None]:
-    return elsewhere(test_forward.test_selection_over_chunks, kind, length, window)
+def one_awkward_selection(kind: str, length: int, window: int, pairs: int = 0) -> Callable[[], None]:
+    return elsewhere(test_forward.test_selection_in_both_ways, kind, length, window, pairs)
 
 
 def varlen(name: str) -> Callable[[], None]:
@@ -450,6 +450,9 @@ CHECKS: dict[str, Callable[[], None]] = {
     "test_selection[ties]": one_awkward_selection("ties", 2100, 1030),
     "test_selection[special]": one_awkward_selection("special", 1500, 400),
     "test_selection[few of special]": one_awkward_selection("special", 1025, 7),
+    "test_selection[counted]": one_awkward_selection("ties", 2100, 1030, 2**40),
+    "test_selection[counted, padding]": one_awkward_selection("iid", 3000, 130, 2**40),
+    "test_selection[counted, most of them]": one_awkward_selection("increasing", 2100, 1030, 2**40),
     "test_key_scores[heads 3, D 33]": elsewhere(test_forward.test_key_scores, "bfloat16", "exp", (2, 37, 3, 33)),
     "test_key_scores[heads 20]": elsewhere(test_forward.test_key_scores, "float16", "exp", (1, 35, 20, 64)),
     "test_key_scores[products]": elsewhere(test_forward.test_key_scores, "float16", "linear", (1, 37, 3, 40)),

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from tests.emulator.mutations import Fault
 
+COUNTED = "test_selection[counted]"
 FAULTS = [
     # ---- barriers and asynchronous copies ----
     Fault("no barrier before warp sums are read", "common/block_select.cuh",
@@ -43,6 +44,28 @@ FAULTS = [
           "coming - (p.window - held.count) - 1)", "test_selection[increasing]"),
     Fault("padding is ignored", "select/prefix_top_w.cu", "p.padding[batch * p.padding_batch + j] == 0", "false",
           "test_selection[iid]"),
+    Fault("no barrier before a round is read", "select/prefix_top_w.cu", "        __syncthreads();  // the round is",
+          "        //", COUNTED),
+    Fault("no barrier before a round is replaced", "select/prefix_top_w.cu",
+          "        if (!__syncthreads_or(remaining > 0)) break;", "        //", COUNTED),
+    Fault("the oldest of equals is better, in all rounds", "select/prefix_top_w.cu",
+          "base + from > first_of_warp ? rank - 1 : rank", "rank", COUNTED),
+    Fault("of a warp's own keys the oldest of equals is better", "select/prefix_top_w.cu",
+          "                better = (better & ~newer) | (above(from, rank - 1) & newer);\n", "", COUNTED),
+    Fault("a key is newer than itself", "select/prefix_top_w.cu", "newer = 0xfffffffeu << lane",
+          "newer = 0xffffffffu << lane", COUNTED),
+    Fault("a key that never is visible ends before it begins", "select/prefix_top_w.cu",
+          "stop = max(base + from + __ffs(better) - 1, j);", "stop = base + from + __ffs(better) - 1;", COUNTED),
+    Fault("the first better key of a group is the fatal one", "select/prefix_top_w.cu",
+          "                for (; remaining > 1; --remaining) better &= better - 1;\n", "",
+          "test_selection[counted, most of them]"),
+    Fault("keys of other documents compete", "select/prefix_top_w.cu",
+          "higher = higher && document[from + i + k] == own_document;", "", COUNTED),
+    Fault("the round begins behind the document's first key", "select/prefix_top_w.cu",
+          "int base = row.since(first_key) & ~31;", "int base = row.since(first_key) + 31 & ~31;",
+          "test_selection[counted, padding]"),
+    Fault("what is no candidate is visible until it dies", "select/prefix_top_w.cu",
+          "int stop = own != 0 ? NEVER : j;", "int stop = NEVER;", "test_selection[counted, padding]"),
     # ---- gradients ----
     Fault("no barrier before ddt is read", "select/key_scores_backward.cu",
           "        __syncthreads();  // ddt is in place\n#pragma", "#pragma", "test_key_scores_backward"),

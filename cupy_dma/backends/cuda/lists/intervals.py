@@ -191,10 +191,10 @@ def _count(runtime: Runtime, mask: IntervalMask, params: bytes, causal: bool, bl
 
 
 def _launch(runtime: Runtime, mask: IntervalMask, query_length: int, causal: bool, block_n: int, last: str, grid: int,
-            fields: dict[str, int], addresses: dict[str, int], seen: Seen | None, sequences: Sequences | None) -> None:
-    """The kernel ``last`` with its grid, unless there is ``seen`` behind count_seen and compact_seen."""
+            fields: dict[str, int], addresses: dict[str, int], count: bool, sequences: Sequences | None) -> None:
+    """The kernel ``last`` with its grid, if ``count`` behind count_seen and compact_seen."""
     params = _params(mask, query_length, fields, addresses, sequences)
-    if seen is None:
+    if count:
         _count(runtime, mask, params, causal, block_n, sequences is not None)
     # Lists take different times: of more blocks than SMs all must get as many (1 % of 574 us).
     even = last == "tile_lists" and grid > runtime.num_sms(mask.device.index)
@@ -210,8 +210,10 @@ def _build(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int
     tiles = tile_count(length_of_full_tiles, queries, sequences.count if sequences else 0)
     capacity = _tile_capacity(mask, queries)
     summary_blocks = 0 if capacity else blocks(length, block_n)
-    seen = _seen(runtime, mask, query_length, block_n, causal, sequences)
-    space = Workspace(mask, **_seen_sizes(mask, False) if seen is None else {}, summaries=4 * rows * summary_blocks,
+    of_all = capacity > 0 and length <= LIST_CHUNK  # tile_lists looks at all keys
+    seen = None if of_all else _seen(runtime, mask, query_length, block_n, causal, sequences)
+    count = seen is None and not of_all
+    space = Workspace(mask, **_seen_sizes(mask, False) if count else {}, summaries=4 * rows * summary_blocks,
                       list=rows * tiles * capacity, list_lengths=2 * rows * tiles)
     fields = {"queries": queries, "tiles": tiles, "capacity": capacity, "summary_blocks": summary_blocks}
     at = space.addresses if seen is None else seen.addresses | space.addresses
@@ -220,11 +222,11 @@ def _build(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int
         _launch(runtime, mask, query_length, causal, block_n, "tile_lists",
                 rows * blocks(tiles, LIST_WARPS // warps),
                 {**fields, "short_tiles": short_tiles.tiles, "missing_queries": short_tiles.missing_queries,
-                 "tile_warps": warps}, at, seen, sequences)
+                 "tile_warps": warps}, at, count, sequences)
         return KeyLists("KEYS_LISTED", {"list": at["list"], "list_lengths": at["list_lengths"], "capacity": capacity},
                         space.array)
     _launch(runtime, mask, query_length, causal, block_n, "summarize",
-            rows * blocks(summary_blocks, LIST_WARPS), fields, at, seen, sequences)
+            rows * blocks(summary_blocks, LIST_WARPS), fields, at, count, sequences)
     return KeyLists("KEYS_SHARED", {"list": at["seen"], "list_lengths": at["seen_count"], "summaries": at["summaries"],
                                     "chunk_info": at["chunk_info"], "chunk": LIST_CHUNK}, space.array)
 
@@ -246,6 +248,6 @@ def _build_supers(runtime: Runtime, mask: IntervalMask, query_length: int, queri
                       super_lengths=rows * supers, slots=rows * entries)
     at = space.addresses if seen is None else seen.addresses | space.addresses
     sizes = {"super_queries": queries, "supers": supers, "super_capacity": capacity, "super_entries": entries}
-    _launch(runtime, mask, query_length, causal, 64, "super_lists", rows * supers, sizes, at, seen, sequences)
+    _launch(runtime, mask, query_length, causal, 64, "super_lists", rows * supers, sizes, at, seen is None, sequences)
     kept = ("seen", "seen_count", "span_offset", "super_list", "super_lengths", "slots")
     return SuperLists(entries, sizes | {name: at[name] for name in kept}, space.array)

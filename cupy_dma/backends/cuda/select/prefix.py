@@ -9,6 +9,9 @@ from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import ARRIVALS, SELECT_THREADS, SelectConfig, blocks
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
 
+#: pairs of keys, of all rows, up to which each key meets all others in one kernel, instead of three with less work
+COUNTED_PAIRS = 2**28
+
 
 def selection_chunk(length: int) -> int:
     """Keys per chunk: about N^(2/3), which balances the chunks' lists against merging them; a power of two."""
@@ -41,34 +44,39 @@ def _select(runtime: Runtime, scores: Operand, window: int, padding: Operand | N
     batch, kv_heads, length = scores.shape
     rows = batch * kv_heads
     window = min(window, length)
-    chunk = selection_chunk(length)
-    chunks = blocks(length, chunk)
-    capacity = min(window, chunk)
-    # Per chunk: local, kept and arrivals of 8 bytes an entry, two counts of 4.
-    workspace = library.empty((rows * chunks * (2 * (capacity + window + chunk) + 2),), "int32", device)
-    local = library.pointer(workspace)
-    kept = local + 8 * rows * chunks * capacity
-    arrivals = kept + 8 * rows * chunks * window
-    kept_count = arrivals + 8 * rows * chunks * chunk
-    params = jit.params("select/prefix_top_w.cu", "SelectParams").pack(
-        score=scores.pointer, padding=padding.pointer if padding else 0, document=document.pointer if document else 0,
-        local=local, kept=kept, kept_count=kept_count, arrivals=arrivals,
-        arrival_count=kept_count + 4 * rows * chunks, stop=library.pointer(stop),
-        start=0 if start is None else library.pointer(start),
-        score_batch=scores.strides[0], score_head=scores.strides[1], score_key=scores.strides[2],
-        padding_batch=padding.strides[0] if padding else 0, document_batch=document.strides[0] if document else 0,
-        kv_heads=kv_heads, key_length=length, window=window, chunk=chunk, chunks=chunks, local_capacity=capacity)
-    stream = library.stream(device)
-    grids = (("local_top", rows * chunks if chunks > 1 else 0), ("filter_arrivals", rows * chunks),
-             ("sweep_arrivals", rows * chunks * blocks(chunk, ARRIVALS)))
-    (_, filters), (_, sweeps) = grids[1:]
-    # Each of these blocks can have an SM of its own, but not beside those ahead (35 us for 29).
-    gathers = sweeps <= runtime.num_sms(device.index) < filters + sweeps
+    fields = {"score": scores.pointer, "padding": padding.pointer if padding else 0,
+              "document": document.pointer if document else 0, "stop": library.pointer(stop),
+              "start": 0 if start is None else library.pointer(start),
+              "score_batch": scores.strides[0], "score_head": scores.strides[1], "score_key": scores.strides[2],
+              "padding_batch": padding.strides[0] if padding else 0,
+              "document_batch": document.strides[0] if document else 0,
+              "kv_heads": kv_heads, "key_length": length, "window": window}
+    grids = [("count_better", rows * blocks(length, SELECT_THREADS["count_better"]))]
+    gathers = False
+    if rows * length**2 > COUNTED_PAIRS:
+        chunk = selection_chunk(length)
+        chunks = blocks(length, chunk)
+        capacity = min(window, chunk)
+        # Per chunk: local, kept and arrivals of 8 bytes an entry, two counts of 4.
+        workspace = library.empty((rows * chunks * (2 * (capacity + window + chunk) + 2),), "int32", device)
+        local = library.pointer(workspace)
+        kept = local + 8 * rows * chunks * capacity
+        arrivals = kept + 8 * rows * chunks * window
+        kept_count = arrivals + 8 * rows * chunks * chunk
+        fields |= {"local": local, "kept": kept, "kept_count": kept_count, "arrivals": arrivals,
+                   "arrival_count": kept_count + 4 * rows * chunks, "chunk": chunk, "chunks": chunks,
+                   "local_capacity": capacity}
+        filters, sweeps = rows * chunks, rows * chunks * blocks(chunk, ARRIVALS)
+        grids = [("local_top", filters if chunks > 1 else 0), ("filter_arrivals", filters), ("sweep_arrivals", sweeps)]
+        # Each of these blocks can have an SM of its own, but not beside those ahead (35 us for 29).
+        gathers = sweeps <= runtime.num_sms(device.index) < filters + sweeps
+    params = jit.params("select/prefix_top_w.cu", "SelectParams").pack_some(fields)
     with runtime.on(device):
         for entry, grid in grids:
             if grid:
                 kernel = _kernel(runtime, device.index, document is not None, padding is not None, entry)
-                kernel.launch(grid, SELECT_THREADS[entry], params, stream, entry != "sweep_arrivals" or not gathers)
+                kernel.launch(grid, SELECT_THREADS[entry], params, library.stream(device),
+                              entry != "sweep_arrivals" or not gathers)
 
 
 @functools.cache
