@@ -5,8 +5,9 @@
 #pragma once
 #include "sm90/backward_dkv_tiles.cuh"
 
-// Whether a bias hides keys from all queries of a step. WIDE: the warpgroup that makes P would not notice a NaN.
-constexpr bool KEYS_HIDDEN = BIAS != BIAS_NONE && !BITS && !WIDE;
+// Whether a bias hides keys from all queries of a step. WIDE: the warpgroup that makes P would not notice a NaN; 128 queries
+// in two passes: 2000 bytes more would be spilled.
+constexpr bool KEYS_HIDDEN = BIAS != BIAS_NONE && !BITS && !WIDE && (DQUERY || BLOCK_Q == 64);
 
 // A consumer warp: 16 of its warpgroup's 64 keys, two of them a lane's.
 struct ConsumerBase {
@@ -20,8 +21,7 @@ struct ConsumerBase {
     unsigned keys, values;  // descriptors of this warpgroup's rows
     QueryRange range;
     int shift, steps, part;
-    int start[2], stop[2];
-    float bias[2];
+    int key_stage;
 #if BITS
     int key[2];  // rows
 #endif
@@ -46,15 +46,27 @@ struct ConsumerBase {
         steps = facts.steps;
         part = facts.part;
         step = facts.first_of_head();
+        key_stage = stage;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            start[r] = facts.start[row(r)];
-            stop[r] = facts.stop[row(r)];
-            bias[r] = facts.bias[row(r)];
             dbias[r] = 0.0f;
 #if BITS
             key[r] = facts.index[row(r)];
 #endif
+        }
+    }
+
+    // What is known of this lane's keys. It is read in each step: there are no registers to keep it.
+    __device__ __forceinline__ void load_biases(float (&bias)[2]) const {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) bias[r] = BIAS == BIAS_NONE ? 0.0f : shared.facts[key_stage].bias[row(r)];
+    }
+
+    __device__ __forceinline__ void load_intervals(int (&start)[2], int (&stop)[2]) const {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            start[r] = shared.facts[key_stage].start[row(r)];
+            stop[r] = shared.facts[key_stage].stop[row(r)];
         }
     }
 
@@ -104,6 +116,8 @@ struct ConsumerBase {
 #else
         const int begin = range.begin + step * BLOCK_Q + shift, end = begin + BLOCK_Q;  // positions
         bool mixed = false;
+        int start[2], stop[2];
+        load_intervals(start, stop);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const bool all = start[r] <= begin && stop[r] >= end, none = start[r] >= end || stop[r] <= begin;
@@ -130,6 +144,8 @@ struct ConsumerBase {
             }
 #else
         const int position = range.begin + step * BLOCK_Q + shift + 2 * (lane & 3);
+        int start[2], stop[2];
+        load_intervals(start, stop);
 #pragma unroll
         for (int n = 0; n < QUERY_FRAGMENTS; ++n)
 #pragma unroll
@@ -142,7 +158,8 @@ struct ConsumerBase {
     // Waits for S, issued before the last group of MMAs (WIDE: in it); it becomes P, of hidden pairs 0 (KEYS_HIDDEN: or
     // NaN, where S or the row's lse is not finite).
     __device__ __forceinline__ void exponentiate() {
-        float own[2] = {bias[0], bias[1]};
+        float own[2];
+        load_biases(own);
         const bool mixed = is_mixed(own);
         wgmma_wait<WIDE ? 0 : 1>();
         pin(s);
@@ -153,7 +170,7 @@ struct ConsumerBase {
             for (int k = 0; k < 2; ++k) load_pair(lse[k], shared.lse[queries.stage], n, k);
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                const float lower = lse[i >> 2][i & 1], upper = BIAS == BIAS_NONE ? 0.0f : own[fragment_row(i)];
+                const float lower = lse[i >> 2][i & 1], upper = own[fragment_row(i)];
                 s[n].x[i] = exp2_fast(SOFTCAP ? logit(s[n].x[i], upper) + lower : logit(s[n].x[i], lower + upper));
             }
         }
@@ -165,17 +182,17 @@ struct ConsumerBase {
         pin(dp);
     }
 
-    // The sums of dp over the step's queries.
-    __device__ __forceinline__ void add_up(float (&sums)[2]) const {
-        sums[0] = sums[1] = 0.0f;
+    // Adds dp of the step's queries.
+    __device__ __forceinline__ void add_to(float (&sums)[2]) const {
 #pragma unroll
         for (int n = 0; n < QUERY_FRAGMENTS; ++n)
 #pragma unroll
             for (int i = 0; i < 8; ++i) sums[fragment_row(i)] += dp[n].x[i];
     }
 
-    // dp becomes the gradient of q . k / scale; dbias grows. What is not finite reaches no hidden pair: dS of these is 0, as
-    // P is, or NaN, and then so are the sums. The logit that the softcap's derivative needs comes from P.
+    // dp becomes the gradient of q . k / scale; dbias grows. What is not finite reaches no hidden pair: dS of these is set to
+    // 0. KEYS_HIDDEN: it is 0, as P is, or NaN, and then so are the sums. The logit that the softcap's derivative needs
+    // comes from P.
     __device__ __forceinline__ void differentiate() {
 #pragma unroll
         for (int n = 0; n < QUERY_FRAGMENTS; ++n) {
@@ -185,16 +202,24 @@ struct ConsumerBase {
 #pragma unroll
             for (int i = 0; i < 8; ++i) dp[n].x[i] = s[n].x[i] * (dp[n].x[i] - delta[i >> 2][i & 1]);
         }
-        float sums[2];
-        add_up(sums);
-        if (__any_sync(ALL_LANES, !(fabsf(sums[0] + sums[1]) < infinity())) && is_masked()) {
-            hide(s);
-            hide(dp);
-            add_up(sums);
-        }
+        if constexpr (KEYS_HIDDEN) {
+            float sums[2] = {0.0f, 0.0f};
+            add_to(sums);
+            if (__any_sync(ALL_LANES, !(fabsf(sums[0] + sums[1]) < infinity())) && is_masked()) {
+                hide(s);
+                hide(dp);
+                sums[0] = sums[1] = 0.0f;
+                add_to(sums);
+            }
 #pragma unroll
-        for (int r = 0; r < 2; ++r) dbias[r] += sums[r];
+            for (int r = 0; r < 2; ++r) dbias[r] += sums[r];
+        } else {
+            if (is_masked()) hide(dp);
+            add_to(dbias);
+        }
 #if SOFTCAP
+        float bias[2];
+        load_biases(bias);
 #pragma unroll
         for (int n = 0; n < QUERY_FRAGMENTS; ++n) {
             float lse[2][2];

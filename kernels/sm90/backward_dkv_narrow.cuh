@@ -9,19 +9,17 @@ struct Consumer : ConsumerBase {
     Fragment dk[OUT_FRAGMENTS], dv[OUT_FRAGMENTS];
 #if DQUERY
     PipelineState<2> ds;
-    int key_stage;  // of the current tile
 #endif
 
     using ConsumerBase::ConsumerBase;
 
 #if DQUERY
-    __device__ __forceinline__ void begin_sums(int stage, const KeyFacts& facts) {
+    __device__ __forceinline__ void begin_sums(const KeyFacts& facts) {
         const KeyTile& t = facts.tile;
         const long long head = (long long)t.batch * p.heads + t.group * (p.heads / p.kv_heads) + facts.first_head();
         if (threadIdx.x % 128 == 0)
             shared.sums[half] = launch.dquery_sums + (head * launch.query_units + facts.first_unit) * DQ_UNIT +
                                 half * DQ_HALF + step * 2 * DQ_HALF;
-        key_stage = stage;
     }
 
     // Shares dS with the other warpgroup. Both are done with what this stage held two steps ago: this one has waited for
@@ -130,7 +128,7 @@ struct Consumer : ConsumerBase {
     __device__ __forceinline__ void run_tile(int stage, const KeyFacts& facts, int stale) {
         begin_tile(stage, facts);
 #if DQUERY
-        begin_sums(stage, facts);
+        begin_sums(facts);
 #endif
         const KeyTile t = facts.tile;
         const int total = facts.all_steps;

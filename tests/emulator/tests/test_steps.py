@@ -166,7 +166,7 @@ def test_slots_of_super_tiles_are_counted_for_gradients(grad, device, planned, m
     monkeypatch.setattr(intervals, "_seen_sizes", lambda mask, spans: counted.append(spans) or sizes(mask, spans))
     for i in range(3):
         counted.clear()
-        inputs = draw(i, length=600, grad=grad)
+        inputs = draw(i, length=2100, grad=grad)  # more than one chunk
         found = dynamic(*inputs)
         if i == 1:  # its plan is recorded, on two sorts of addresses
             assert counted[-2:] == [grad, grad]
