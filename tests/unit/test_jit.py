@@ -261,7 +261,6 @@ def test_hopper_gradients_do_so_too(head_dim, causal, bias, softcap):
                                        ("KEYS_CONTIGUOUS", False, True), ("KEYS_LISTED", True, False),
                                        ("KEYS_LISTED", True, True)):
         for dquery in (False, True)[:1 if head_dim > sm90_backward.MAX_NARROW_DIM else 2]:
-            narrow = (668 if intervals and bias and softcap else 640) if dquery else 256
             check_asynchronous(sm90_backward.HopperBackwardDkvConfig(
                 **common, block_q=sm90_backward.block_q(head_dim, dquery, keys == "KEYS_LISTED"), keys=keys,
                 stages=sm90_backward.STAGES,
