@@ -72,6 +72,32 @@ struct Row {
     __device__ __forceinline__ long long chunk(int c) const { return (long long)row * p.chunks + c; }
 };
 
+// Which of 32 keys in shared memory are better than a key, a bit each: of its document, those of a higher rank, and of an
+// equal one if they are `newer`.
+__device__ __forceinline__ unsigned better_of(const unsigned* ranks, const int* documents, unsigned rank, int document,
+                                              unsigned newer) {
+    auto above = [&](unsigned limit) {
+        unsigned found = 0;
+#pragma unroll
+        for (int i = 0; i < 32; i += 4) {
+            const uint4 four = *reinterpret_cast<const uint4*>(ranks + i);
+            const unsigned of[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                bool higher = of[k] > limit;
+#if DOCUMENTS
+                higher = higher && documents[i + k] == document;
+#endif
+                found |= static_cast<unsigned>(higher) << (i + k);
+            }
+        }
+        return found;
+    };
+    const bool all_newer = newer == ~0u;
+    const unsigned found = above(all_newer ? rank - 1 : rank);
+    return all_newer || newer == 0 ? found : (found & ~newer) | (above(rank - 1) & newer);
+}
+
 extern "C" __global__ void __launch_bounds__(LIST_THREADS) local_top(const SelectParams p) {
     wait_for_earlier_kernels();
     __shared__ SelectShared shared;
@@ -211,23 +237,8 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const
     const int slot = arrives ? mine : -1;
     for (int base = 0; base < coming && fatal == ARRIVALS; base += 32) {
         const int own = slot - base;  // 0 to 31: among these arrivals
-        unsigned above = 0;
-        auto mark = [&](auto limit) {  // arrival i ranks above e if its rank is above limit(i)
-#pragma unroll
-            for (int i = 0; i < 32; ++i) {
-                bool higher = arriving[base + i] > limit(i);
-#if DOCUMENTS
-                higher = higher && document[base + i] == own_document;
-#endif
-                above |= static_cast<unsigned>(higher) << i;
-            }
-        };
-        if (own < 0)
-            mark([&](int) { return rank - 1; });
-        else if (own > 31)
-            mark([&](int) { return rank; });
-        else
-            mark([&](int i) { return i > own ? rank - 1 : rank; });
+        unsigned above = better_of(arriving + base, document + base, rank, own_document,
+                                   own < 0 ? ~0u : own > 31 ? 0u : 0xfffffffeu << own);
         const int count = __popc(above);
         if (count >= remaining) {
             for (; remaining > 1; --remaining) above &= above - 1;
@@ -247,17 +258,13 @@ constexpr int ROUND = 1024;  // keys of a row whose ranks are in shared memory
 extern "C" __global__ void __launch_bounds__(COUNT_THREADS) count_better(const SelectParams p) {
     wait_for_earlier_kernels();
     __shared__ __align__(16) unsigned ranks[ROUND];  // 0: no candidate
-#if DOCUMENTS
     __shared__ int document[ROUND];
-#endif
     const int slices = (p.key_length + COUNT_THREADS - 1) / COUNT_THREADS, first_key = blockIdx.x % slices * COUNT_THREADS;
     const Row row(p, blockIdx.x / slices);
     const int j = first_key + threadIdx.x, lane = threadIdx.x & 31, first_of_warp = j - lane;
     const Ranked own = j < p.key_length ? row.ranked(j) : 0;
     const unsigned rank = rank_of(own);
-#if DOCUMENTS
     const int own_document = row.since(min(j, p.key_length - 1));
-#endif
     int remaining = own != 0 ? p.window : 0;  // with this many better keys it dies
     int stop = own != 0 ? NEVER : j;
     for (int base = row.since(first_key) & ~31; base < p.key_length; base += ROUND) {
@@ -265,38 +272,15 @@ extern "C" __global__ void __launch_bounds__(COUNT_THREADS) count_better(const S
         for (int i = threadIdx.x; i < ROUND; i += COUNT_THREADS) {
             const int k = base + i;
             ranks[i] = k < p.key_length ? rank_of(row.ranked(k)) : 0;
-#if DOCUMENTS
             document[i] = k < p.key_length ? row.since(k) : -1;
-#endif
         }
         __syncthreads();  // the round is in place
-        // 32 keys of the round, a bit each: those above a limit.
-        auto above = [&](int from, unsigned limit) {
-            unsigned found = 0;
-#pragma unroll
-            for (int i = 0; i < 32; i += 4) {
-                const uint4 four = *reinterpret_cast<const uint4*>(ranks + from + i);
-                const unsigned of[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    bool higher = of[k] > limit;
-#if DOCUMENTS
-                    higher = higher && document[from + i + k] == own_document;
-#endif
-                    found |= static_cast<unsigned>(higher) << (i + k);
-                }
-            }
-            return found;
-        };
         const int end = min(ROUND, p.key_length - base);
 #pragma unroll 1
         for (int from = 0; from < end && __any_sync(ALL_LANES, remaining > 0); from += 32) {
-            // Of equal ones the newer key is better; a warp's own keys are 32 of these.
-            unsigned better = above(from, base + from > first_of_warp ? rank - 1 : rank);
-            if (base + from == first_of_warp) {
-                const unsigned newer = 0xfffffffeu << lane;
-                better = (better & ~newer) | (above(from, rank - 1) & newer);
-            }
+            const int own = first_of_warp - base - from;  // 0: these are the warp's own keys
+            unsigned better = better_of(ranks + from, document + from, rank, own_document,
+                                        own < 0 ? ~0u : own > 0 ? 0u : 0xfffffffeu << lane);
             const int count = __popc(better);
             if (count < remaining) {
                 remaining -= count;

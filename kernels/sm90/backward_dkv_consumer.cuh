@@ -107,24 +107,24 @@ struct ConsumerBase {
 #endif
     }
 
-    // Most keys are seen by all queries of a step, or by none: whether there are others among the warp's, whose pairs must
-    // be tested. Those that none sees get a bias of -inf (KEYS_HIDDEN), or are among the others.
-    __device__ __forceinline__ bool is_mixed(float (&own)[2]) const {
+    // Most keys are seen by all queries of a step, or by none. Keys that none sees are hidden by their bias (KEYS_HIDDEN).
+    // Whether there are others among the warp's, whose pairs must be tested.
+    __device__ __forceinline__ bool hide_keys(float (&bias)[2]) const {
         if (!is_masked()) return false;
 #if BITS
         return true;
 #else
         const int begin = range.begin + step * BLOCK_Q + shift, end = begin + BLOCK_Q;  // positions
-        bool mixed = false;
+        bool partial = false;
         int start[2], stop[2];
         load_intervals(start, stop);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const bool all = start[r] <= begin && stop[r] >= end, none = start[r] >= end || stop[r] <= begin;
-            if (KEYS_HIDDEN && none) own[r] = -infinity();
-            mixed |= !all && !(KEYS_HIDDEN && none);
+            if (KEYS_HIDDEN && none) bias[r] = -infinity();
+            partial |= !all && !(KEYS_HIDDEN && none);
         }
-        return __any_sync(ALL_LANES, mixed);
+        return __any_sync(ALL_LANES, partial);
 #endif
     }
 
@@ -158,9 +158,9 @@ struct ConsumerBase {
     // Waits for S, issued before the last group of MMAs (WIDE: in it); it becomes P, of hidden pairs 0 (KEYS_HIDDEN: or
     // NaN, where S or the row's lse is not finite).
     __device__ __forceinline__ void exponentiate() {
-        float own[2];
-        load_biases(own);
-        const bool mixed = is_mixed(own);
+        float bias[2];
+        load_biases(bias);
+        const bool partial = hide_keys(bias);
         wgmma_wait<WIDE ? 0 : 1>();
         pin(s);
 #pragma unroll
@@ -170,11 +170,11 @@ struct ConsumerBase {
             for (int k = 0; k < 2; ++k) load_pair(lse[k], shared.lse[queries.stage], n, k);
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                const float lower = lse[i >> 2][i & 1], upper = own[fragment_row(i)];
-                s[n].x[i] = exp2_fast(SOFTCAP ? logit(s[n].x[i], upper) + lower : logit(s[n].x[i], lower + upper));
+                const float lower = lse[i >> 2][i & 1], own = bias[fragment_row(i)];
+                s[n].x[i] = exp2_fast(SOFTCAP ? logit(s[n].x[i], own) + lower : logit(s[n].x[i], lower + own));
             }
         }
-        if (mixed) hide(s);
+        if (partial) hide(s);
     }
 
     __device__ __forceinline__ void wait_dp() {

@@ -32,10 +32,9 @@ from cupy_dma.backends.cuda.attention.sm90_tiles import TILES, HopperTile
 from cupy_dma.backends.cuda.decode import step
 from cupy_dma.backends.cuda.runtime import plans
 from cupy_dma.backends.cuda.runtime.device import CudaRuntime
-from cupy_dma.backends.cuda.select import prefix
 from cupy_dma.backward import attention_backward, key_scores_backward
 from tests.gpu.sm90_tiles import portable, taken
-from tests.oracle import cases, reference, schedule_cases, varlen_cases
+from tests.oracle import cases, reference, schedule_cases, selection_cases, varlen_cases
 from tests.oracle.cache_cases import History
 
 LENGTHS = ("lengths-1x70", "lengths-33x129", "lengths-129x33")
@@ -256,10 +255,10 @@ def _last_queries() -> int:
 
 
 def selection() -> int:
-    """In two chunks and more, and with pairs of all keys; ties and none, padding, documents."""
+    """In two chunks and more, and with all keys at once; ties and none, padding, documents."""
     count = 0
-    for pairs in (0, 2**40):
-        with plans.switched(False), mock.patch.object(prefix, "COUNTED_PAIRS", pairs):
+    for counted in (False, True):
+        with selection_cases.counting(counted):
             count += _selections()
     return count
 

@@ -3,9 +3,7 @@ allocators. Everything here is marked ``gpu``."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,10 +14,9 @@ from cupy_dma.arrays import Device, library_named, numpy_dtype
 from cupy_dma.backends import cuda
 from cupy_dma.backends.cuda.runtime import jit, launch, plans
 from cupy_dma.backends.cuda.runtime.configs import LayoutConfig
-from cupy_dma.backends.cuda.select import prefix
 from tests.gpu.gate import held
 from tests.gpu.sm90_tiles import portable
-from tests.oracle import cases, reference
+from tests.oracle import cases, reference, selection_cases
 from tests.unit.test_selection import problems
 
 pytestmark = pytest.mark.gpu
@@ -168,13 +165,6 @@ def test_a_key_nobody_sees_changes_no_bit(torch):
         assert torch.equal(out, dma.attention(q, k2, v2, mask=mask, bias=s2))
 
 
-def both_selections() -> Iterator[None]:
-    """The selection in chunks, then the one in which each key meets all others."""
-    for pairs in (0, 2**40):
-        with plans.switched(False), mock.patch.object(prefix, "COUNTED_PAIRS", pairs):
-            yield
-
-
 @given(problems(max_length=40))
 @settings(max_examples=60, deadline=None)
 def test_selection_is_the_definition(problem):
@@ -183,8 +173,9 @@ def test_selection_is_the_definition(problem):
     scores, window, padding, documents = problem
     moved = [None if x is None else cupy.asarray(x) for x in (scores, padding, documents)]
     expected = reference.top_w_dense(scores, window, "prefix", padding, documents, scores.shape[2])
-    for _ in both_selections():
-        mask = dma.IntervalMask.top_w(moved[0], window, padding=moved[1], documents=moved[2])
+    for counted in (False, True):
+        with selection_cases.counting(counted):
+            mask = dma.IntervalMask.top_w(moved[0], window, padding=moved[1], documents=moved[2])
         assert np.array_equal(np.broadcast_to(cupy.asnumpy(mask.to_dense(scores.shape[2])), expected.shape), expected)
 
 
@@ -230,8 +221,9 @@ def test_selection_of_long_sequences(kind, length, window):
     for options in ({}, {"padding": padding}, {"documents": documents}, {"padding": padding, "documents": documents}):
         expected = dma.IntervalMask.top_w(scores, window, **options)
         moved = {name: cupy.asarray(x) for name, x in options.items()}
-        for _ in both_selections():
-            mask = dma.IntervalMask.top_w(cupy.asarray(scores), window, **moved)
+        for counted in (False, True):
+            with selection_cases.counting(counted):
+                mask = dma.IntervalMask.top_w(cupy.asarray(scores), window, **moved)
             assert np.array_equal(cupy.asnumpy(mask.stop), expected.stop)
 
 

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(buil
 
 from tests import emulator  # noqa: E402
 from tests.gpu.precompile import Recorder  # noqa: E402
+from tests.oracle import selection_cases  # noqa: E402
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 
@@ -86,7 +87,7 @@ def test_scores_of_one_step_are_launched_with_pdl(length, with_pdl):
     (8, 2048, 64, True), (8, 4096, 128, False), (4, 8192, 128, False), (8, 8192, 256, True), (1, 4096, 16, True)])
 def test_arrivals_are_swept_without_pdl_where_there_is_an_sm_for_each_block(rows, length, sweeps, with_pdl):
     scores = np.zeros((1, rows, length), np.float32)
-    with plans.switched(False), mock.patch.object(prefix, "COUNTED_PAIRS", 0):
+    with selection_cases.counting(False):
         found = launches(lambda: dma.IntervalMask.top_w(scores, window=1024, backend="emulator"))
     assert found["sweep_arrivals"] == (sweeps, with_pdl)
     assert found["local_top"][1] and found["filter_arrivals"][1]
@@ -101,7 +102,7 @@ CHUNKS, SEEN = ["local_top", "filter_arrivals", "sweep_arrivals"], ["count_seen"
 def test_few_keys_take_few_launches(rows, length, ahead):
     query, key, value = (np.ones((1, length, rows, 8), np.float16) for _ in range(3))
     scores = np.zeros((1, rows, length), np.float32)
-    with plans.switched(False):
+    with plans.switched(False), mock.patch.object(prefix, "COUNTED_PAIRS", 2**28):
         found = launches(lambda: dma.dynamic_mask_attention(query, key, value, scores, window=100, backend="emulator"))
     assert list(found) == [*ahead, "tile_lists", "attention_forward"]
 

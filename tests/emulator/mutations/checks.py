@@ -59,8 +59,8 @@ def grid(name: str) -> Callable[[], None]:
     return elsewhere(test_forward.test_forward_grid, named(name))
 
 
-def one_awkward_selection(kind: str, length: int, window: int, pairs: int = 0) -> Callable[[], None]:
-    return elsewhere(test_forward.test_selection_in_both_ways, kind, length, window, pairs)
+def one_awkward_selection(kind: str, length: int, window: int, counted: bool = False) -> Callable[[], None]:
+    return elsewhere(test_forward.test_selection_in_both_ways, kind, length, window, counted)
 
 
 def varlen(name: str) -> Callable[[], None]:
@@ -450,9 +450,9 @@ CHECKS: dict[str, Callable[[], None]] = {
     "test_selection[ties]": one_awkward_selection("ties", 2100, 1030),
     "test_selection[special]": one_awkward_selection("special", 1500, 400),
     "test_selection[few of special]": one_awkward_selection("special", 1025, 7),
-    "test_selection[counted]": one_awkward_selection("ties", 2100, 1030, 2**40),
-    "test_selection[counted, padding]": one_awkward_selection("iid", 3000, 130, 2**40),
-    "test_selection[counted, most of them]": one_awkward_selection("increasing", 2100, 1030, 2**40),
+    "test_selection[counted]": one_awkward_selection("ties", 2100, 1030, True),
+    "test_selection[counted, padding]": one_awkward_selection("iid", 3000, 130, True),
+    "test_selection[counted, most of them]": one_awkward_selection("increasing", 2100, 1030, True),
     "test_key_scores[heads 3, D 33]": elsewhere(test_forward.test_key_scores, "bfloat16", "exp", (2, 37, 3, 33)),
     "test_key_scores[heads 20]": elsewhere(test_forward.test_key_scores, "float16", "exp", (1, 35, 20, 64)),
     "test_key_scores[products]": elsewhere(test_forward.test_key_scores, "float16", "linear", (1, 37, 3, 40)),
@@ -490,10 +490,10 @@ CHECKS: dict[str, Callable[[], None]] = {
     "sm90 one pass[a bad value]":
         sm90_backward_test(test_sm90_backward.test_a_bad_value_reaches_the_queries_that_see_it_only, False),
     "sm90 one pass[a bad dout]":
-        sm90_backward_test(test_sm90_backward.test_a_bad_dout_reaches_the_keys_that_its_query_sees_only,
+        sm90_backward_test(test_sm90_backward.test_a_bad_row_reaches_the_keys_that_it_sees_only, "dout", "causal",
                            {"head_dim": 64}, False),
     "sm90 backward[a bad query]":
-        sm90_backward_test(test_sm90_backward.test_a_bad_query_reaches_the_keys_that_it_sees_only,
+        sm90_backward_test(test_sm90_backward.test_a_bad_row_reaches_the_keys_that_it_sees_only, "query", "lists",
                            {"head_dim": 64}, True),
     "sm90 backward[bands]": sm90_backward_test(test_sm90_backward.test_tiles_in_bands, 2100, 13),
     "sm90 one pass[sequences]": sm90_backward_test(test_sm90_backward.test_a_bad_value_stays_in_its_sequence, False),

@@ -10,7 +10,6 @@ import functools
 import itertools
 import os
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,10 +19,9 @@ import cupy_dma as dma
 from cupy_dma.arrays import CPU, library_named, numpy_dtype
 from cupy_dma.backends.cuda.attention import sm90, sm90_costs, sm90_schedule, sm90_tiles
 from cupy_dma.backends.cuda.lists import intervals
-from cupy_dma.backends.cuda.runtime import plans, warmup
+from cupy_dma.backends.cuda.runtime import warmup
 from cupy_dma.backends.cuda.runtime.configs import ListConfig
-from cupy_dma.backends.cuda.select import prefix
-from tests.oracle import cases, reference
+from tests.oracle import cases, reference, selection_cases
 from tests.unit.test_selection import problems
 
 build = pytest.importorskip("tests.emulator.build")
@@ -196,15 +194,15 @@ AWKWARD = ["iid", "equal", "increasing", "decreasing", "ties", "special"]
 LENGTHS_AND_WINDOWS = [(1, 1), (1023, 1), (1025, 7), (1500, 400), (2100, 1030), (3000, 130)]
 
 
-@pytest.mark.parametrize("pairs", [0, 2**40], ids=["chunks", "counted"])
+@pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("kind", AWKWARD)
 @pytest.mark.parametrize(("length", "window"), LENGTHS_AND_WINDOWS)
-def test_selection_in_both_ways(kind, length, window, pairs):
+def test_selection_in_both_ways(kind, length, window, counted):
     """Against the heap of the NumPy backend, which is tested against the definition. Half of the options each: all of
     them with every kind and with every length."""
     scores = awkward_scores(kind, 2, length)
     first = (AWKWARD.index(kind) + LENGTHS_AND_WINDOWS.index((length, window))) % 2
-    with plans.switched(False), mock.patch.object(prefix, "COUNTED_PAIRS", pairs):
+    with selection_cases.counting(counted):
         for options in selection_options(length)[first::2]:
             expected = dma.IntervalMask.top_w(scores, window, **options, backend="numpy")
             mask = dma.IntervalMask.top_w(scores, window, **options, backend="emulator")

@@ -51,8 +51,7 @@ def _select(runtime: Runtime, scores: Operand, window: int, padding: Operand | N
               "padding_batch": padding.strides[0] if padding else 0,
               "document_batch": document.strides[0] if document else 0,
               "kv_heads": kv_heads, "key_length": length, "window": window}
-    grids = [("count_better", rows * blocks(length, SELECT_THREADS["count_better"]))]
-    gathers = False
+    launches = [("count_better", rows * blocks(length, SELECT_THREADS["count_better"]), True)]  # blocks, and with PDL
     if rows * length**2 > COUNTED_PAIRS:
         chunk = selection_chunk(length)
         chunks = blocks(length, chunk)
@@ -67,16 +66,16 @@ def _select(runtime: Runtime, scores: Operand, window: int, padding: Operand | N
                    "arrival_count": kept_count + 4 * rows * chunks, "chunk": chunk, "chunks": chunks,
                    "local_capacity": capacity}
         filters, sweeps = rows * chunks, rows * chunks * blocks(chunk, ARRIVALS)
-        grids = [("local_top", filters if chunks > 1 else 0), ("filter_arrivals", filters), ("sweep_arrivals", sweeps)]
         # Each of these blocks can have an SM of its own, but not beside those ahead (35 us for 29).
         gathers = sweeps <= runtime.num_sms(device.index) < filters + sweeps
+        launches = [("local_top", filters if chunks > 1 else 0, True), ("filter_arrivals", filters, True),
+                    ("sweep_arrivals", sweeps, not gathers)]
     params = jit.params("select/prefix_top_w.cu", "SelectParams").pack_some(fields)
     with runtime.on(device):
-        for entry, grid in grids:
+        for entry, grid, pdl in launches:
             if grid:
                 kernel = _kernel(runtime, device.index, document is not None, padding is not None, entry)
-                kernel.launch(grid, SELECT_THREADS[entry], params, library.stream(device),
-                              entry != "sweep_arrivals" or not gathers)
+                kernel.launch(grid, SELECT_THREADS[entry], params, library.stream(device), pdl)
 
 
 @functools.cache

@@ -1,0 +1,16 @@
+"""The two ways of the prefix selection on CUDA (kernels/select/prefix_top_w.cu)."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from cupy_dma.backends.cuda.runtime import plans
+from cupy_dma.backends.cuda.select import prefix
+
+
+@contextmanager
+def counting(counted: bool) -> Iterator[None]:
+    """Each key meets all others in one kernel, however many there are; or else keys are selected chunk by chunk."""
+    with plans.switched(False), mock.patch.object(prefix, "COUNTED_PAIRS", 2**62 if counted else 0):
+        yield
