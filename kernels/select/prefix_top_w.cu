@@ -72,30 +72,56 @@ struct Row {
     __device__ __forceinline__ long long chunk(int c) const { return (long long)row * p.chunks + c; }
 };
 
-// Which of 32 keys in shared memory are better than a key, a bit each: of its document, those of a higher rank, and of an
-// equal one if they are `newer`.
-__device__ __forceinline__ unsigned better_of(const unsigned* ranks, const int* documents, unsigned rank, int document,
-                                              unsigned newer) {
-    auto above = [&](unsigned limit) {
+// 32 keys' ranks and documents.
+struct Keys {
+    unsigned ranks[32];
+    int documents[32];  // DOCUMENTS
+
+    __device__ __forceinline__ Keys(const unsigned* of, const int* document) {
+#pragma unroll
+        for (int i = 0; i < 32; i += 4) *reinterpret_cast<uint4*>(ranks + i) = *reinterpret_cast<const uint4*>(of + i);
+#if DOCUMENTS
+#pragma unroll
+        for (int i = 0; i < 32; i += 4)
+            *reinterpret_cast<int4*>(documents + i) = *reinterpret_cast<const int4*>(document + i);
+#endif
+    }
+
+    __device__ __forceinline__ unsigned above(unsigned limit, int document) const {
         unsigned found = 0;
 #pragma unroll
-        for (int i = 0; i < 32; i += 4) {
-            const uint4 four = *reinterpret_cast<const uint4*>(ranks + i);
-            const unsigned of[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                bool higher = of[k] > limit;
+        for (int i = 0; i < 32; ++i) {
+            bool higher = ranks[i] > limit;
 #if DOCUMENTS
-                higher = higher && documents[i + k] == document;
+            higher = higher && documents[i] == document;
 #endif
-                found |= static_cast<unsigned>(higher) << (i + k);
-            }
+            found |= static_cast<unsigned>(higher) << i;
         }
         return found;
-    };
-    const bool all_newer = newer == ~0u;
-    const unsigned found = above(all_newer ? rank - 1 : rank);
-    return all_newer || newer == 0 ? found : (found & ~newer) | (above(rank - 1) & newer);
+    }
+
+    // Which of them are better than a key that would be the `own`-th of them (below 0: an older one, above 31: a newer
+    // one), a bit each: of its document, those of a higher rank, and of an equal one if they are newer.
+    __device__ __forceinline__ unsigned better(unsigned rank, int document, int own) const {
+        const unsigned found = above(own < 0 ? rank - 1 : rank, document);
+        if (own < 0 || own > 31) return found;
+        const unsigned newer = 0xfffffffeu << own;
+        return (found & ~newer) | (above(rank - 1, document) & newer);
+    }
+};
+
+// Position of the n-th bit that is set, n >= 1.
+__device__ __forceinline__ int nth_bit(unsigned bits, int n) {
+    int position = 0;
+#pragma unroll
+    for (int half = 16; half > 0; half /= 2) {
+        const int lower = __popc(bits & ((1u << half) - 1));
+        if (n <= lower) continue;
+        n -= lower;
+        bits >>= half;
+        position += half;
+    }
+    return position;
 }
 
 extern "C" __global__ void __launch_bounds__(LIST_THREADS) local_top(const SelectParams p) {
@@ -179,7 +205,8 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const
     __shared__ SelectShared shared;
     __shared__ __align__(16) Ranked mortal[ARRIVALS];    // kept keys that can die, padded with 0
     __shared__ __align__(16) unsigned arriving[ARRIVALS];  // ranks of the arrivals, by position, padded with 0
-    __shared__ int time[ARRIVALS], document[ARRIVALS];     // their positions and documents
+    __shared__ int time[ARRIVALS];                         // their positions
+    __shared__ __align__(16) int document[ARRIVALS];       // and documents
     __shared__ int stored;
     const int slices = (p.chunk + ARRIVALS - 1) / ARRIVALS;
     const int slice = blockIdx.x % slices, c = blockIdx.x / slices % p.chunks;
@@ -236,16 +263,10 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const
     const unsigned rank = rank_of(e);
     const int slot = arrives ? mine : -1;
     for (int base = 0; base < coming && fatal == ARRIVALS; base += 32) {
-        const int own = slot - base;  // 0 to 31: among these arrivals
-        unsigned above = better_of(arriving + base, document + base, rank, own_document,
-                                   own < 0 ? ~0u : own > 31 ? 0u : 0xfffffffeu << own);
+        const unsigned above = Keys(arriving + base, document + base).better(rank, own_document, slot - base);
         const int count = __popc(above);
-        if (count >= remaining) {
-            for (; remaining > 1; --remaining) above &= above - 1;
-            fatal = base + __ffs(above) - 1;
-        } else {
-            remaining -= count;
-        }
+        if (count >= remaining) fatal = base + nth_bit(above, remaining);
+        remaining -= count;
     }
     if (fatal == ARRIVALS) return;
     const int j = row_of(e);
@@ -258,38 +279,38 @@ constexpr int ROUND = 1024;  // keys of a row whose ranks are in shared memory
 extern "C" __global__ void __launch_bounds__(COUNT_THREADS) count_better(const SelectParams p) {
     wait_for_earlier_kernels();
     __shared__ __align__(16) unsigned ranks[ROUND];  // 0: no candidate
-    __shared__ int document[ROUND];
-    const int slices = (p.key_length + COUNT_THREADS - 1) / COUNT_THREADS, first_key = blockIdx.x % slices * COUNT_THREADS;
+    __shared__ __align__(16) int document[ROUND];
+    const int slices = (p.key_length + COUNT_THREADS - 1) / COUNT_THREADS;
+    const int first_key = blockIdx.x % slices * COUNT_THREADS;
     const Row row(p, blockIdx.x / slices);
-    const int j = first_key + threadIdx.x, lane = threadIdx.x & 31, first_of_warp = j - lane;
-    const Ranked own = j < p.key_length ? row.ranked(j) : 0;
-    const unsigned rank = rank_of(own);
+    const int j = first_key + threadIdx.x;
+    const Ranked e = j < p.key_length ? row.ranked(j) : 0;
+    const unsigned rank = rank_of(e);
     const int own_document = row.since(min(j, p.key_length - 1));
-    int remaining = own != 0 ? p.window : 0;  // with this many better keys it dies
-    int stop = own != 0 ? NEVER : j;
+    int remaining = p.window;  // with this many better keys it dies
+    int stop = e != 0 ? NEVER : j;
     for (int base = row.since(first_key) & ~31; base < p.key_length; base += ROUND) {
-        if (!__syncthreads_or(remaining > 0)) break;  // and nobody reads the round before any more
-        for (int i = threadIdx.x; i < ROUND; i += COUNT_THREADS) {
-            const int k = base + i;
-            ranks[i] = k < p.key_length ? rank_of(row.ranked(k)) : 0;
-            document[i] = k < p.key_length ? row.since(k) : -1;
+        if (!__syncthreads_or(stop == NEVER)) break;  // and nobody reads the round before any more
+#pragma unroll
+        for (int i = 0; i < ROUND; i += COUNT_THREADS) {
+            const int slot = i + threadIdx.x, k = min(base + slot, p.key_length - 1);
+            const unsigned rank = rank_of(row.ranked(k));
+            ranks[slot] = k == base + slot ? rank : 0;
+            document[slot] = row.since(k);
         }
         __syncthreads();  // the round is in place
-        const int end = min(ROUND, p.key_length - base);
+        const int end = min(ROUND, p.key_length - base), own = j - base;
+        int fatal = -1;  // the 32 keys among which it dies; which of them is asked once, for that takes long
 #pragma unroll 1
-        for (int from = 0; from < end && __any_sync(ALL_LANES, remaining > 0); from += 32) {
-            const int own = first_of_warp - base - from;  // 0: these are the warp's own keys
-            unsigned better = better_of(ranks + from, document + from, rank, own_document,
-                                        own < 0 ? ~0u : own > 0 ? 0u : 0xfffffffeu << lane);
-            const int count = __popc(better);
-            if (count < remaining) {
-                remaining -= count;
-            } else if (remaining > 0) {
-                for (; remaining > 1; --remaining) better &= better - 1;
-                stop = max(base + from + __ffs(better) - 1, j);  // before its own arrival: never visible
-                remaining = 0;
-            }
+        for (int from = 0; from < end; from += 32) {
+            const int count = __popc(Keys(ranks + from, document + from).better(rank, own_document, own - from));
+            if (fatal >= 0) continue;
+            if (count < remaining) remaining -= count;
+            else fatal = from;
         }
+        if (fatal < 0 || stop != NEVER) continue;
+        const unsigned better = Keys(ranks + fatal, document + fatal).better(rank, own_document, own - fatal);
+        stop = max(base + fatal + nth_bit(better, remaining), j);  // before its own arrival: never visible
     }
     if (j >= p.key_length) return;
     p.stop[(long long)row.row * p.key_length + j] = stop;

@@ -12,5 +12,5 @@ from cupy_dma.backends.cuda.select import prefix
 @contextmanager
 def counting(counted: bool) -> Iterator[None]:
     """Each key meets all others in one kernel, however many there are; or else keys are selected chunk by chunk."""
-    with plans.switched(False), mock.patch.object(prefix, "COUNTED_PAIRS", 2**62 if counted else 0):
+    with plans.switched(False), mock.patch.object(prefix, "counts_pairs", lambda rows, length: counted):
         yield

@@ -9,13 +9,15 @@ from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import ARRIVALS, SELECT_THREADS, SelectConfig, blocks
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
 
-#: pairs of keys, of all rows, up to which each key meets all others in one kernel, instead of three with less work
-COUNTED_PAIRS = 2**28
-
 
 def selection_chunk(length: int) -> int:
     """Keys per chunk: about N^(2/3), which balances the chunks' lists against merging them; a power of two."""
     return 1 << max(10, (int(1.5 * length ** (2 / 3)) - 1).bit_length())
+
+
+def counts_pairs(rows: int, length: int) -> bool:
+    """Whether each key meets all others in one kernel, instead of three with less work (docs/lab/selection.md)."""
+    return length <= 1024 or (length <= 4096 and rows * length**2 <= 2**27)
 
 
 def prefix_stop(runtime: Runtime, scores: Operand, window: int, padding: Operand | None,
@@ -52,7 +54,7 @@ def _select(runtime: Runtime, scores: Operand, window: int, padding: Operand | N
               "document_batch": document.strides[0] if document else 0,
               "kv_heads": kv_heads, "key_length": length, "window": window}
     launches = [("count_better", rows * blocks(length, SELECT_THREADS["count_better"]), True)]  # blocks, and with PDL
-    if rows * length**2 > COUNTED_PAIRS:
+    if not counts_pairs(rows, length):
         chunk = selection_chunk(length)
         chunks = blocks(length, chunk)
         capacity = min(window, chunk)
