@@ -29,10 +29,9 @@ Timing: ``WARM_UP`` steps, in which kernels are compiled, then ``--steps`` steps
 between them, the median; forward, backward, optimizer. Peak memory: ``torch.cuda.max_memory_allocated`` of the
 measured steps, all of it, model and optimizer too. Share of attention: 1 - t(none) / t(peer), in the same mode.
 
-Check: the loss of the last step is finite and at most ``NEAR`` nats from the median of all peers and modes of the same
-model and length ("none" need only be finite). A row that fails has no numbers in the table; if one of dma or sdpa does,
-the run exits with 1 and leaves the recorded results alone. A row that cannot run says why: "out of memory", or the
-error.
+Check: the losses of all steps are finite and at most ``NEAR`` nats from the median of the rows, in all modes, that
+compute the same: dma and flex do. A row that fails has no numbers in the table; if it is not one of flex, the run exits
+with 1 and leaves the recorded results alone. A row that cannot run says why: "out of memory", or the error.
 
 Results: ``training.json`` and ``training.png`` in the folder of the GPU; while it runs, ``training.partial.json``.
 ``--add`` keeps what is recorded there, of the same device, versions and commit, and adds or replaces the rows that it
@@ -65,7 +64,7 @@ LENGTHS = (2048, 8192, 32768, 131072)
 PEERS = ("none", "dma", "sdpa", "flex")
 MODES = ("eager", "compile", "checkpoint", "compile+checkpoint")
 WARM_UP = 2
-NEAR = 0.1  # nats
+NEAR = 0.02  # nats
 DOCS = ROOT / "docs" / "training.md"
 
 
@@ -150,19 +149,24 @@ def row_of(sizes: Sizes, peer: str, mode: str, *rest: Any) -> dict[str, Any]:
             else lines[0][:200]}
 
 
-def check(rows: list[dict[str, Any]]) -> bool:
-    """Mark rows of one model and length whose last loss is wrong; whether dma's and sdpa's are right."""
-    last = {id(row): row["losses"][-1] for row in rows if row["ms"] is not None}
-    known = [loss for row in rows if (loss := last.get(id(row), math.nan)) == loss and row["peer"] != "none"]
+def check(rows: list[dict[str, Any]], known: list[dict[str, Any]]) -> bool:
+    """Mark the rows whose losses are wrong beside the ``known`` ones of the same model and length; whether all but
+    flex's are right."""
     for row in rows:
         if row["ms"] is None:
             continue
-        loss = last[id(row)]
-        near = row["peer"] == "none" or abs(loss - statistics.median(known or [loss])) <= NEAR
-        row["ok"] = math.isfinite(loss) and near
-        if not row["ok"]:
-            row["note"] = f"wrong loss {loss:.3f}" + (f", {row['note']}" if row["note"] else "")
-    return all(row.get("ok", True) for row in rows if row["peer"] in ("none", "dma", "sdpa"))
+        same = [other["losses"] for other in known if other["ms"] is not None and like(other) == like(row)]
+        for loss, *others in zip(row["losses"], *same):
+            row["ok"] = abs(loss - statistics.median([x for x in others if math.isfinite(x)] or [loss])) <= NEAR
+            if not row["ok"]:
+                row["note"] = f"wrong loss {loss:.3f}" + (f", {row['note']}" if row["note"] else "")
+                break
+    return all(row.get("ok", True) for row in rows if row["peer"] != "flex")
+
+
+def like(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Model, length and what the attention computes."""
+    return row["model"], row["length"], "dma" if row["peer"] == "flex" else row["peer"]
 
 
 def add_shares(rows: list[dict[str, Any]]) -> None:
@@ -217,7 +221,7 @@ def run(args: argparse.Namespace) -> int:
                                                                              args.steps, args.device)
             group.append({"model": name, "length": length, "batch": batch, "peer": peer, "mode": mode, **found})
             tqdm.write(render_training.line(group[-1]))
-        ok &= check(group)
+        ok &= check(group, joined(before, group))
         add_shares(group)
         rows += group
         partial = write_record("training.partial.json", args, __doc__, arguments=options_of(args),

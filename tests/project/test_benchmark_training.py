@@ -112,6 +112,12 @@ def test_a_wrong_loss_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "trained", spoiled("flex", math.nan))
     row = next(row for row in record(tmp_path, "--modes", "eager")["rows"] if row["peer"] == "flex")
     assert not row["ok"] and row["note"].startswith("wrong loss nan")
+    for peer in ("none", "dma", "sdpa"):  # beside the recorded rows
+        monkeypatch.setattr(training, "trained", spoiled(peer, 0.1))
+        arguments = [*TINY, "--modes", "checkpoint", "--peers", peer, "--out", str(tmp_path), "--add"]
+        assert training.main(arguments) == 1
+        monkeypatch.setattr(training, "trained", real)
+        assert training.main(arguments) == 0
 
 
 def test_a_dense_window_is_dense_attention():
