@@ -209,6 +209,27 @@ def test_selection_in_both_ways(kind, length, window, counted):
             assert np.array_equal(mask.stop, expected.stop)
 
 
+@pytest.mark.parametrize("window", [1, 40, 1023, 1024, 1030, 2047, 2500])
+def test_selection_of_equal_scores(window):
+    """In three chunks: the window slides; it does not where a key is better or worse, or all from there on are, where
+    one is missing, and where a second document begins."""
+    places = 0, 500, 1024, 2100
+    scores = np.ones((1, 1 + 4 * len(places), 2600), np.float32)
+    for head, (at, score) in enumerate(itertools.product(places, (0.5, 2.0)), start=1):
+        scores[0, 2 * head - 1, at] = scores[0, 2 * head, at:] = score
+
+    def check(scores, **options):
+        found, expected = (dma.IntervalMask.top_w(scores, window, **options, backend=backend).stop
+                           for backend in ("emulator", "numpy"))
+        assert np.array_equal(found, expected)
+
+    with selection_cases.counting(False):
+        check(scores)
+        for at in (1, 1200, *places):
+            check(scores[:, :1], padding=(np.arange(2600) != at)[None])
+            check(scores[:, :1], documents=(np.arange(2600) >= at)[None].astype(np.int32))
+
+
 @given(problems(max_length=40))
 @settings(max_examples=25, deadline=None)
 def test_selection_is_the_definition(problem):
