@@ -5,7 +5,8 @@
     python benchmarks/training.py --models 80m --lengths 32768,131072 --peers none,dma,sdpa --modes eager --add
     python benchmarks/training.py --models tiny --lengths 128,256 --device cpu     anywhere, for trying the script
     python benchmarks/training.py --show                                 print the table of the recorded results
-    python benchmarks/training.py --update-docs                          put it into docs/training.md, draw the chart
+    python benchmarks/training.py --update-docs                put it into docs/training.md, draw the chart, and what
+                                                               matters most of it into the README
 
 Models (harness/decoder.py). 80m: 12 layers of width 768, 6/3 heads, D 128, w = 1024, MLP of 1536, vocabulary 32768: the
 shape of the original paper's 80M model. 1.7b: 4 layers of a model of 1.7B parameters, width 2048, 16/8 heads, D 128,
@@ -65,7 +66,7 @@ PEERS = ("none", "dma", "sdpa", "flex")
 MODES = ("eager", "compile", "checkpoint", "compile+checkpoint")
 WARM_UP = 2
 NEAR = 0.02  # nats
-DOCS = ROOT / "docs" / "training.md"
+DOCS, README = ROOT / "docs" / "training.md", ROOT / "README.md"
 
 
 def models() -> dict[str, Sizes]:
@@ -284,7 +285,7 @@ def main(arguments: list[str] | None = None) -> int:
     result = read("training.json", args.out)
     if args.update_docs:
         render_training.chart(result, folders.newest("training.json", args.out)[0].with_suffix(".png"))
-        render_training.update(DOCS, result)
+        render_training.update(DOCS, README, result)
     else:
         print(render_training.text(result))
     return 0

@@ -1,4 +1,5 @@
-"""Results of benchmarks/training.py as text, as the table of docs/training.md and as a chart. Needs no torch."""
+"""Results of benchmarks/training.py as text, as the tables of docs/training.md and the README and as a chart. Needs no
+torch."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -6,8 +7,7 @@ from typing import Any
 
 from benchmarks.harness.render import Marked, pyplot, times
 
-PENDING = "**Not measured yet.**"
-MARKED = Marked("training")
+MARKED, SUMMARY = Marked("training"), Marked("training-summary")
 NAMES = {"80m": "80M, 12 layers", "1.7b": "1.7B, 4 of its layers", "tiny": "tiny"}
 PEERS = {"none": "without attention", "dma": "cupy_dma", "sdpa": "dense SDPA", "flex": "FlexAttention"}
 COLOURS = {"none": "tab:gray", "dma": "tab:blue", "sdpa": "tab:red", "flex": "tab:purple"}
@@ -46,17 +46,31 @@ def cases(result: dict[str, Any]) -> dict[tuple[str, int, str], dict[str, dict[s
     return found
 
 
+def against_dense(peers: dict[str, dict[str, Any]]) -> str:
+    ours, dense = peers.get("dma"), peers.get("sdpa")
+    known = ours is not None and dense is not None and is_right(ours) and is_right(dense)
+    return times(dense["ms"] / ours["ms"] if ours is not None and dense is not None and known else None)
+
+
+def summary(result: dict[str, Any]) -> str:
+    """The table of the README."""
+    found = cases(result)
+    lengths = sorted({length for _, length, _ in found})
+    lines = [f"| tokens per sequence | {' | '.join(map(length_of, lengths))} |", f"|---|{'--:|' * len(lengths)}"]
+    for model, mode in dict.fromkeys((model, mode) for model, _, mode in found if mode in ("eager", "compile")):
+        cells = [against_dense(found.get((model, length, mode), {})) for length in lengths]
+        lines.append(f"| {NAMES[model]}, {mode} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def table(result: dict[str, Any]) -> str:
     lines = ["| model, tokens per sequence, mode | cupy_dma | dense SDPA | FlexAttention | against dense | attention, "
              "cupy_dma | attention, dense | memory, cupy_dma | memory, dense |",
              "|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
     for (model, length, mode), peers in cases(result).items():
         ours, dense = peers.get("dma"), peers.get("sdpa")
-        ratio = None
-        if ours is not None and dense is not None and is_right(ours) and is_right(dense):
-            ratio = dense["ms"] / ours["ms"]
         cells = [f"{NAMES[model]}, {length_of(length)}, {mode}", speed(ours), speed(dense), speed(peers.get("flex")),
-                 times(ratio), share(ours), share(dense), memory(ours), memory(dense)]
+                 against_dense(peers), share(ours), share(dense), memory(ours), memory(dense)]
         lines.append(f"| {' | '.join(cells)} |")
     versions = result["versions"]
     by = sorted({row["note"] for row in result["rows"] if row["peer"] == "sdpa" and is_right(row)})
@@ -83,9 +97,10 @@ def text(result: dict[str, Any]) -> str:
     return "\n".join([head, *map(line, result["rows"])])
 
 
-def update(path: Path, result: dict[str, Any]) -> None:
-    """Put the table between the marks of ``path``."""
+def update(path: Path, readme: Path, result: dict[str, Any]) -> None:
+    """Put the tables between the marks of these pages."""
     MARKED.put(path, table(result))
+    SUMMARY.put(readme, summary(result))
 
 
 def chart(result: dict[str, Any], path: Path) -> None:

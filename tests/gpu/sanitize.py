@@ -255,7 +255,7 @@ def _last_queries() -> int:
 
 
 def selection() -> int:
-    """In two chunks and more, and with all keys at once; ties and none, padding, documents."""
+    """In two chunks and more, and with all keys at once; ties and none, equal scores, padding, documents."""
     count = 0
     for counted in (False, True):
         with selection_cases.counting(counted):
@@ -267,7 +267,8 @@ def _selections() -> int:
     rng = np.random.default_rng(0)
     count = 0
     for length, window in ((1, 1), (1030, 3), (2500, 130)):
-        scores = np.stack([rng.integers(-50, 50, length), rng.standard_normal(length)])[None].astype(np.float32)
+        scores = np.stack([rng.integers(-50, 50, length), rng.standard_normal(length), np.ones(length)])[None]
+        scores = scores.astype(np.float32)
         padding = rng.random((1, length)) < 0.8
         documents = np.cumsum(rng.random((1, length)) < 3 / length, axis=-1).astype(np.int32)
         for options in ({}, {"padding": padding}, {"documents": documents}):
