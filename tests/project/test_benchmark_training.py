@@ -52,12 +52,12 @@ def test_every_peer_in_every_mode(tmp_path, capsys):
     capsys.readouterr()
     assert training.main(["--show", "--out", str(tmp_path)]) == 0
     assert render_training.line(result["rows"][0]) in capsys.readouterr().out
-    pages = tmp_path / "page.md", tmp_path / "readme.md"
-    for page, marked in zip(pages, (render_training.MARKED, render_training.SUMMARY)):
+    tables = {tmp_path / "page.md": (render_training.MARKED, render_training.table(result)),
+              tmp_path / "readme.md": (render_training.SUMMARY, render_training.summary(result))}
+    for page, (marked, _) in tables.items():
         page.write_text(f"before\n{marked.begin}\nold\n{marked.end}\nafter\n")
-    render_training.update(*pages, result)
-    for page, marked, text in zip(pages, (render_training.MARKED, render_training.SUMMARY),
-                                  (render_training.table(result), render_training.summary(result))):
+    render_training.update(*tables, result)
+    for page, (marked, text) in tables.items():
         assert page.read_text() == f"before\n{marked.begin}\n{text}\n{marked.end}\nafter\n"
     assert [line.split(" | ")[0] for line in render_training.summary(result).splitlines()[2:]] == [
         "| tiny, eager", "| tiny, compile"]

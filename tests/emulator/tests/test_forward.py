@@ -211,8 +211,8 @@ def test_selection_in_both_ways(kind, length, window, counted):
 
 @pytest.mark.parametrize("window", [1, 40, 1023, 1024, 1030, 2047, 2500])
 def test_selection_of_equal_scores(window):
-    """In three chunks: the window slides; it does not where a key is better or worse, or all from there on are, where
-    one is missing, and where a second document begins."""
+    """In three chunks, as a sliding window; which it is not where a key is better or worse, or all from there on are,
+    where one is missing, and where a second document begins."""
     places = 0, 500, 1024, 2100
     scores = np.ones((1, 1 + 4 * len(places), 2600), np.float32)
     for head, (at, score) in enumerate(itertools.product(places, (0.5, 2.0)), start=1):
