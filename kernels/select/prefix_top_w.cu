@@ -14,7 +14,8 @@
 //   sweep_arrivals   a block takes ARRIVALS arrivals of a chunk: what is kept before the first of them, which of it can
 //                    die under so many arrivals, and for each of these and of the arrivals the time of the n-th
 //                    better arrival, n = window - (kept keys that are better)             -> stop
-// A key that dies does so in one block, which writes its stop; all else was written by filter_arrivals.
+// A key that dies does so in one block, which writes its stop; all else was written by filter_arrivals. Where all keys up
+// to the end of a chunk are equal the window slides: each of its keys pushes out the one `window` keys before it.
 //
 // Where few keys compete, one kernel instead, in which each of them meets all others:
 //   count_better     a thread goes through the row until `window` keys are better than its own -> stop
@@ -32,7 +33,7 @@ struct SelectParams {
     Ranked* kept;         // (rows, chunks, window), unordered
     int* kept_count;      // (rows, chunks)
     Ranked* arrivals;     // (rows, chunks, chunk), by position
-    int* arrival_count;   // (rows, chunks)
+    int* arrival_count;   // (rows, chunks); SLIDES where the window does
     int* stop;
     int* start;
     long long score_batch, score_head, score_key;  // strides, in elements
@@ -43,6 +44,7 @@ struct SelectParams {
 constexpr int LIST_THREADS = 1024;  // of local_top and filter_arrivals
 constexpr int SWEEP_THREADS = 512;
 constexpr int ARRIVALS = 256;
+constexpr int SLIDES = -1;
 
 struct Row {
     const SelectParams& p;
@@ -160,7 +162,9 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) filter_arrivals(const
         return row_of(e) >= since ? e : 0;
     };
     const Candidates<LIST_THREADS, 16, decltype(entry)> candidates(entry, c * p.local_capacity);
-    const Selection best = select_highest(candidates, range_of(candidates, rank_of, shared), p.window, shared);
+    const unsigned rank = rank_of(row.ranked(first));  // read here, where others are, and nobody waits for it alone
+    const WordRange ranks = range_of(candidates, rank_of, shared);
+    const Selection best = select_highest(candidates, ranks, p.window, shared);
     if (threadIdx.x == 0) {
         stored = 0;
         p.kept_count[row.chunk(c)] = best.count;
@@ -170,6 +174,11 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) filter_arrivals(const
     candidates.for_each([&](Ranked e) {
         if (e >= best.threshold) kept[atomicAdd(&stored, 1)] = e;
     });
+
+    // Are the kept keys and the chunk's all of one rank, and none missing among them?
+    const Ranked oldest = static_cast<Ranked>(rank) << 32 | static_cast<unsigned>(first - p.window);
+    bool slides = rank != 0 && (ranks.count == 0 || (ranks.low == rank && ranks.span == 0))
+                  && (best.count == first - since || best.threshold == oldest);
 
     // Arrivals, in order of position: a thread looks at consecutive keys, a round at LIST_THREADS * OWN of them.
     constexpr int OWN = 4;
@@ -186,6 +195,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) filter_arrivals(const
             const bool rival = best.count == p.window && row.since(min(j, p.key_length - 1)) == since;
             if (rival && own[k] < best.threshold) own[k] = 0;
             passing += own[k] != 0;
+            slides = slides && (i >= count || rank_of(own[k]) == rank);
         }
         int slot = arrived + exclusive_sum<LIST_THREADS>(passing, total, shared.warp_sums);
 #pragma unroll
@@ -197,7 +207,8 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) filter_arrivals(const
         }
         arrived += total;
     }
-    if (threadIdx.x == 0) p.arrival_count[row.chunk(c)] = arrived;
+    slides = __syncthreads_and(slides);
+    if (threadIdx.x == 0) p.arrival_count[row.chunk(c)] = slides ? SLIDES : arrived;
 }
 
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const SelectParams p) {
@@ -211,7 +222,14 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const
     const int slices = (p.chunk + ARRIVALS - 1) / ARRIVALS;
     const int slice = blockIdx.x % slices, c = blockIdx.x / slices % p.chunks;
     const Row row(p, blockIdx.x / slices / p.chunks);
-    const int before = slice * ARRIVALS, coming = min(ARRIVALS, p.arrival_count[row.chunk(c)] - before);
+    const int arrived = p.arrival_count[row.chunk(c)];
+    if (arrived == SLIDES) {
+        const int j = c * p.chunk + slice * ARRIVALS + threadIdx.x;
+        if (threadIdx.x < ARRIVALS && j < p.key_length && j - p.window >= row.since(j))
+            p.stop[(long long)row.row * p.key_length + j - p.window] = j;
+        return;
+    }
+    const int before = slice * ARRIVALS, coming = min(ARRIVALS, arrived - before);
     if (coming <= 0) return;
 
     // What is kept when the first arrival comes: the best of the chunk's kept set and the arrivals before it.
@@ -294,8 +312,8 @@ extern "C" __global__ void __launch_bounds__(COUNT_THREADS) count_better(const S
 #pragma unroll
         for (int i = 0; i < ROUND; i += COUNT_THREADS) {
             const int slot = i + threadIdx.x, k = min(base + slot, p.key_length - 1);
-            const unsigned rank = rank_of(row.ranked(k));
-            ranks[slot] = k == base + slot ? rank : 0;
+            const unsigned met = rank_of(row.ranked(k));
+            ranks[slot] = k == base + slot ? met : 0;
             document[slot] = row.since(k);
         }
         __syncthreads();  // the round is in place

@@ -450,6 +450,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "test_selection[ties]": one_awkward_selection("ties", 2100, 1030),
     "test_selection[special]": one_awkward_selection("special", 1500, 400),
     "test_selection[few of special]": one_awkward_selection("special", 1025, 7),
+    "test_selection_of_equal_scores[1023]": elsewhere(test_forward.test_selection_of_equal_scores, 1023),
+    "test_selection_of_equal_scores[1030]": elsewhere(test_forward.test_selection_of_equal_scores, 1030),
     "test_selection[counted]": one_awkward_selection("ties", 2100, 1030, True),
     "test_selection[counted, padding]": one_awkward_selection("iid", 3000, 130, True),
     "test_selection[counted, most of them]": one_awkward_selection("increasing", 2100, 1030, True),

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from tests.emulator.mutations import Fault
 
-COUNTED = "test_selection[counted]"
+COUNTED, SLIDING = "test_selection[counted]", "test_selection_of_equal_scores[1030]"
 FAULTS = [
     # ---- barriers and asynchronous copies ----
     Fault("no barrier before warp sums are read", "common/block_select.cuh",
@@ -66,6 +66,19 @@ FAULTS = [
           "test_selection[counted, padding]"),
     Fault("what is no candidate is visible until it dies", "select/prefix_top_w.cu",
           "int stop = e != 0 ? NEVER : j;", "int stop = NEVER;", "test_selection[counted, padding]"),
+    Fault("a window of unequal keys slides", "select/prefix_top_w.cu", "ranks.low == rank && ranks.span == 0",
+          "ranks.low == rank", SLIDING),
+    Fault("a window slides over older keys of another rank", "select/prefix_top_w.cu",
+          "ranks.low == rank && ranks.span == 0", "ranks.span == 0", SLIDING),
+    Fault("a window slides over newer keys of another rank", "select/prefix_top_w.cu",
+          "(i >= count || rank_of(own[k]) == rank)", "true", SLIDING),
+    Fault("a window slides although one of its keys is missing", "select/prefix_top_w.cu",
+          "(best.count == first - since || best.threshold == oldest)", "true", SLIDING),
+    Fault("the oldest key of a window is told by its row alone", "select/prefix_top_w.cu",
+          "best.threshold == oldest", "row_of(best.threshold) == row_of(oldest)",
+          "test_selection_of_equal_scores[1023]"),
+    Fault("the first thread's keys decide whether the window slides", "select/prefix_top_w.cu",
+          "slides = __syncthreads_and(slides);", "", SLIDING),
     # ---- gradients ----
     Fault("no barrier before ddt is read", "select/key_scores_backward.cu",
           "        __syncthreads();  // ddt is in place\n#pragma", "#pragma", "test_key_scores_backward"),
