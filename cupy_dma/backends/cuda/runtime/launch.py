@@ -14,6 +14,8 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+from cupy_dma.arrays.driver import INVALID_CONTEXT, error_text, library
+
 # ---- what the driver reads, from cuda.h ----
 _CONFIG = struct.Struct("@7IPPI0P")  # CUlaunchConfig: grid and block (x, y, z), shared bytes; stream, attributes, count
 _ATTRIBUTE = struct.Struct("@I4xi60x")  # CUlaunchAttribute: its number; the value, as long as the largest of all
@@ -23,28 +25,8 @@ _PDL_ADDRESS = ctypes.addressof(_PDL)
 CONFIG_BYTES, STREAM_WORD = _CONFIG.size, 4  # and which of its words of 8 bytes is the stream
 _Arguments = ctypes.c_char_p * 1  # the address of each argument of a kernel
 _ZERO = ctypes.c_ubyte(0)
-INVALID_CONTEXT = 201  # the thread has none
 
 FIRST_CAPABILITY, _FIRST_VERSION = 90, 12030  # that support PDL
-
-
-@functools.cache
-def library() -> ctypes.CDLL:
-    """The driver's library.
-
-    Raises
-    ------
-    RuntimeError
-        If there is none.
-    """
-    names = ("libcuda.so.1", "nvcuda.dll")
-    for name in names:
-        try:
-            return ctypes.CDLL(name)
-        except OSError:
-            continue
-    raise RuntimeError(f"the library of the CUDA driver ({' or '.join(names)}) cannot be loaded: it comes with the "
-                       "driver, and containers have it from --gpus (or --nv)")
 
 
 @functools.cache
@@ -103,13 +85,3 @@ def clear_at(pointer: Any, stream: Any, size: Any, bind: Callable[[], None]) -> 
         status = call(pointer, _ZERO, size, stream)
     if status:
         raise RuntimeError(f"{size.value} bytes at {pointer.value:#x} cannot be set to zero: {error_text(status)}")
-
-
-def error_text(status: int) -> str:
-    """"CUDA_ERROR_INVALID_VALUE: invalid argument" and the like."""
-    texts = []
-    for function in (library().cuGetErrorName, library().cuGetErrorString):
-        text = ctypes.c_char_p()
-        function(status, ctypes.byref(text))
-        texts.append((text.value or b"").decode(errors="replace"))
-    return ": ".join(filter(None, texts)) or f"error {status} of the driver"
