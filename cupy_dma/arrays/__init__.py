@@ -12,12 +12,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from cupy_dma.arrays.library import CPU, Device, Library, Operand, numpy_dtype
+from cupy_dma.arrays.library import CPU, Device, Library, Operand, numpy_dtype, strides_of
 from cupy_dma.arrays.numpy_cupy import CupyLibrary, NumpyLibrary
 from cupy_dma.arrays.torch_library import TorchLibrary
 
 __all__ = ["CPU", "Device", "DlpackLibrary", "Library", "Operand", "describe", "library_named", "library_of",
-           "numpy_dtype"]
+           "numpy_dtype", "strides_of"]
 
 
 class DlpackLibrary(Library):

@@ -40,6 +40,11 @@ class Operand:
         return len(self.shape)
 
 
+def strides_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides as far as they matter: 0 for an axis of length 1."""
+    return tuple([0 if n == 1 else stride for n, stride in zip(shape, strides)]) if 1 in shape else strides
+
+
 def numpy_dtype(name: str) -> np.dtype:
     """The NumPy dtype of this name; bfloat16 comes from ml_dtypes."""
     if name == "bfloat16":
