@@ -14,6 +14,7 @@ from cupy_dma.arrays import describe, library_named
 from cupy_dma.masks.documents import document_runs
 from cupy_dma.masks.interval import NEVER, Hints, IntervalMask
 from cupy_dma.masks.selection import selection_hints
+from cupy_dma.torch.registration import as_tensor
 
 
 def kept_keys(scores: Tensor, window: int, sinks: int, recent: int, padding: Tensor | None, documents: Tensor | None,
@@ -21,6 +22,7 @@ def kept_keys(scores: Tensor, window: int, sinks: int, recent: int, padding: Ten
     """The mask of these keys for ``scores (B, Hkv, Lk)``; ``padding`` and ``documents`` as for ``top_w``."""
     n = scores.shape[2]
     best = IntervalMask.top_w(scores.detach(), window, padding=padding, documents=documents, backend=backend)
+    padding, documents = None if padding is None else padding != 0, as_tensor(documents, scores)
     position = torch.arange(n, device=scores.device)
     runs = None if documents is None else document_runs(describe(documents, "documents"), n)
     besides = _stop_besides(position, sinks, recent, padding, None if runs is None else runs.first.long())

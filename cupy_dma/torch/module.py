@@ -13,7 +13,7 @@ from cupy_dma.calls.scores import FORMS
 from cupy_dma.torch.attention import attention, dynamic_mask_attention
 from cupy_dma.torch.kept import kept_keys
 from cupy_dma.torch.registration import cast
-from cupy_dma.torch.scores import key_scores
+from cupy_dma.torch.scores import layer_scores, score_arguments
 from cupy_dma.torch.varlen import varlen_attention, varlen_dynamic_mask_attention
 
 
@@ -52,7 +52,8 @@ class DynamicMaskAttention(nn.Module):
         passes through 0 in training, the order of all keys is reversed. With ``A_init=1.0`` the selection goes by
         ``dt_proj`` from the first step on.
     dt_proj : nn.Linear
-        ``Hkv * D -> Hkv``, initialised by ``nn.Linear``.
+        ``Hkv * D -> Hkv``, initialised by ``nn.Linear``. It may be replaced or wrapped (LoRA, quantization, offloading)
+        and have hooks; then the layer calls it. Of a plain ``nn.Linear`` the kernels read weight and bias.
 
     Raises
     ------
@@ -100,8 +101,9 @@ class DynamicMaskAttention(nn.Module):
         self.dt_proj.reset_parameters()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, padding: Tensor | None = None,
-                documents: Tensor | None = None, cu_seqlens: Tensor | None = None, return_lse: bool = False) -> Any:
-        """Attention of whole sequences.
+                documents: Tensor | None = None, cu_seqlens: Tensor | None = None, return_lse: bool = False,
+                cache: DynamicCache | None = None, lengths: Tensor | None = None, out: Any = None) -> Any:
+        """Attention of whole sequences, or of tokens appended to a cache.
 
         Parameters
         ----------
@@ -115,6 +117,8 @@ class DynamicMaskAttention(nn.Module):
             With a ``process_group`` give the shard's ``documents`` instead.
         return_lse
             Return ``(out, lse)``.
+        cache, lengths, out
+            As for ``extend``, which passes them here so that hooks on the layer run when it decodes, too.
 
         Returns
         -------
@@ -126,6 +130,13 @@ class DynamicMaskAttention(nn.Module):
         TypeError, ValueError
             A tensor does not fit the layer, or as for ``dynamic_mask_attention``.
         """
+        if cache is not None:
+            if padding is not None or documents is not None:
+                raise ValueError("a cache takes lengths or cu_seqlens, no padding and no documents")
+            return self._extend(cache, query, key, value, lengths=lengths, cu_seqlens=cu_seqlens,
+                                return_lse=return_lse, out=out)
+        if lengths is not None or out is not None:
+            raise ValueError("lengths and out need a cache, got cache=None")
         packed = cu_seqlens is not None
         if packed and (padding is not None or documents is not None):
             raise ValueError("cu_seqlens says where the packed sequences begin: give no padding and no documents with "
@@ -138,17 +149,17 @@ class DynamicMaskAttention(nn.Module):
         if self._group is not None:
             return self._sharded(query, key, value, packed, padding=padding, documents=documents, **options)
         if self.sinks or self.recent:
-            scores = self.scores(value)
+            scores = self._scores(value, padding)
             mask = kept_keys(scores[None] if packed else scores, self.window, self.sinks, self.recent, padding,
                              cu_seqlens if packed else documents, self.backend)
             if packed:
                 return varlen_attention(query, key, value, cu_seqlens, cu_seqlens, mask=mask, bias=scores, **options)
             return attention(query, key, value, mask=mask, bias=scores, **options)
-        options.update(window=self.window, keys=self.keys, causal=self.causal, form=self.form, A=self.A,
-                       dt_proj=self.dt_proj.weight, dt_bias=self.dt_proj.bias)
+        options.update(window=self.window, keys=self.keys, causal=self.causal)
+        given = score_arguments(value, self.dt_proj, self.A, form=self.form, padding=padding)
         if packed:
-            return varlen_dynamic_mask_attention(query, key, value, cu_seqlens, cu_seqlens, **options)
-        return dynamic_mask_attention(query, key, value, padding=padding, documents=documents, **options)
+            return varlen_dynamic_mask_attention(query, key, value, cu_seqlens, cu_seqlens, **given, **options)
+        return dynamic_mask_attention(query, key, value, padding=padding, documents=documents, **given, **options)
 
     @property
     def process_group(self) -> Any:
@@ -170,18 +181,18 @@ class DynamicMaskAttention(nn.Module):
         if self.keys != "prefix":
             raise ValueError(f"a process_group needs keys='prefix', got keys={self.keys!r}, which selects by the "
                              f"scores of later keys")
-        return self._over_shards(
-            query, key, value, window=self.window, sinks=self.sinks, recent=self.recent, dt_proj=self.dt_proj.weight,
-            A=self.A, dt_bias=self.dt_proj.bias, form=self.form, group=self.process_group, **options)
+        given = score_arguments(value, self.dt_proj, self.A, form=self.form, padding=options["padding"])
+        return self._over_shards(query, key, value, window=self.window, sinks=self.sinks, recent=self.recent,
+                                 group=self.process_group, **given, **options)
 
     def scores(self, value: Tensor) -> Tensor:
         """Scores ``(B, Hkv, Lk)`` of the keys with these values ``(B, Lk, Hkv, D)``, or ``(Hkv, total)`` of packed
         ones ``(total, Hkv, D)``; float32 (float64 for float64), differentiable. See ``cupy_dma.key_scores``."""
-        packed = getattr(value, "ndim", 4) == 3
-        self._check_one(value, "value", packed)
-        found = key_scores(value[None] if packed else value, self.dt_proj.weight, self.A, dt_bias=self.dt_proj.bias,
-                           form=self.form, backend=self.backend)
-        return found[0] if packed else found
+        self._check_one(value, "value", getattr(value, "ndim", 4) == 3)
+        return self._scores(value)
+
+    def _scores(self, value: Tensor, padding: Tensor | None = None) -> Tensor:
+        return layer_scores(value, self.dt_proj, self.A, form=self.form, padding=padding, backend=self.backend)
 
     # ---- decoding ---------------------------------------------------------------------------------------------------
 
@@ -203,7 +214,7 @@ class DynamicMaskAttention(nn.Module):
         """
         if self.keys == "global":
             raise ValueError("a layer with keys='global' cannot decode: it selects by the scores of later keys")
-        like = self.dt_proj.weight.new_empty(0, device=device)
+        like = self.A.new_empty(0, device=device)
         kind = cast(like)[0].dtype if dtype is None else dtype
         return DynamicCache(batch, self.kv_heads, self.window, self.head_dim, dtype=kind, like=like, sinks=self.sinks,
                             recent=self.recent, backend=self.backend)
@@ -234,14 +245,20 @@ class DynamicMaskAttention(nn.Module):
         NotImplementedError
             Something requires grad: a cache carries no gradient.
         """
-        self._check(query, key, value, cu_seqlens is not None)
         self._check_cache(cache)
+        return self(query, key, value, cache=cache, lengths=lengths, cu_seqlens=cu_seqlens, return_lse=return_lse,
+                    out=out)
+
+    def _extend(self, cache: Any, query: Tensor, key: Tensor, value: Tensor, *, cu_seqlens: Tensor | None,
+                **options: Any) -> Any:
+        self._check_cache(cache)
+        self._check(query, key, value, cu_seqlens is not None)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *self.parameters())):
             raise NotImplementedError("a cache carries no gradient, but the layer's parameters or inputs require grad: "
                                       "call under torch.no_grad()")
         query, key, value = cast(query, key, value)
-        return cache.extend(query, key, value, self.scores(value), scale=self.scale, softcap=self.softcap,
-                            lengths=lengths, cu_seqlens=cu_seqlens, return_lse=return_lse, out=out)
+        return cache.extend(query, key, value, self._scores(value), scale=self.scale, softcap=self.softcap,
+                            cu_seqlens=cu_seqlens, **options)
 
     @torch.no_grad()
     def prefill(self, cache: DynamicCache, query: Tensor, key: Tensor, value: Tensor, *,
@@ -292,7 +309,7 @@ class DynamicMaskAttention(nn.Module):
         if torch.compiler.is_compiling() or type(self.A) is not nn.Parameter or (
                 self.A.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        if not (self.dt_proj.weight.requires_grad and torch.is_grad_enabled()):
+        if not (torch.is_grad_enabled() and any(p.requires_grad for p in self.dt_proj.parameters())):
             return
         self._looked_at_A = True
         if not self.A.any():

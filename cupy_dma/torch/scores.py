@@ -9,7 +9,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module as modules
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cupy_dma import backends
 from cupy_dma.arrays import library_named
@@ -63,6 +65,77 @@ def top_w(scores: Tensor, window: int, keys: str, padding: Tensor | None, docume
     start, stop = operators.top_w(scores.detach(), window, keys, padding, documents, backend)
     hints = selection_hints(window, scores.shape[2], keys, padding is not None, documents is not None)
     return IntervalMask._make(library_named("torch"), start, stop, hints)
+
+
+# ---- scores of a layer ----------------------------------------------------------------------------------------------
+
+
+def layer_scores(value: Tensor, dt_proj: nn.Module, A: Tensor, *, form: str = "exp", padding: Tensor | None = None,
+                 backend: str | None = None) -> Tensor:
+    """``key_scores`` of a layer whose projection is the module ``dt_proj``: see ``score_arguments``."""
+    given = score_arguments(value, dt_proj, A, form=form, padding=padding)
+    if "scores" in given:
+        return given["scores"]
+    return key_scores(value, **given, backend=backend) if value.ndim == 4 else \
+        key_scores(value[None], **given, backend=backend)[0]
+
+
+def score_arguments(value: Tensor, dt_proj: nn.Module, A: Tensor, *, form: str = "exp",
+                    padding: Tensor | None = None) -> dict[str, Any]:
+    """The arguments of ``dynamic_mask_attention`` for the scores of a layer.
+
+    Parameters
+    ----------
+    value : Tensor ``(B, Lk, Hkv, D)``, or ``(total, Hkv, D)``
+    dt_proj : Module
+        Of an ``nn.Linear`` that computes nothing but ``x @ weight.T + bias`` the kernels take weight and bias. Any
+        other module is called: adapters such as LoRA, quantized layers, and whatever has hooks or a ``forward`` of its
+        own. It maps ``(B, Lk, Hkv * D)``, in the type of its parameters, to ``(B, Lk, Hkv)``; packed values have one
+        axis less.
+    A : Tensor ``(Hkv,)``
+    form
+        As for ``key_scores``.
+    padding : Tensor ``(1|B, Lk)``, optional
+        A module gets zeros for padding, whose values may be NaN.
+
+    Returns
+    -------
+    ``{"scores"}``, differentiable, or ``{"dt_proj", "A", "dt_bias", "form"}``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The module's result has the wrong type or shape.
+    """
+    if is_linear(dt_proj):
+        return {"dt_proj": dt_proj.weight, "A": A, "dt_bias": dt_proj.bias, "form": form}
+    (value,) = cast(value)
+    x, tokens = value, tuple(value.shape[:-2])
+    if padding is not None and tuple(padding.shape) in (tokens, (1, *tokens[1:])):  # others are refused later on
+        x = value.masked_fill((padding == 0)[..., None, None], 0)
+    if not torch.is_autocast_enabled(x.device.type):  # which casts the module's input
+        x = x.to(next((p.dtype for p in dt_proj.parameters() if p.is_floating_point()), x.dtype))
+    dt = dt_proj(x.flatten(-2))
+    if not isinstance(dt, Tensor) or not dt.is_floating_point():
+        raise TypeError(f"dt_proj must return a float tensor, got {getattr(dt, 'dtype', type(dt).__name__)} from "
+                        f"{type(dt_proj).__name__}")
+    if tuple(dt.shape) != (*tokens, len(A)):
+        raise ValueError(f"dt_proj must return a tensor of shape (B, Lk, Hkv) = {(*tokens, len(A))}, got "
+                         f"{tuple(dt.shape)} from {type(dt_proj).__name__}")
+    dt = dt.mT.to(wide(value))
+    state = A.to(dt.dtype)[:, None] * torch.logaddexp(dt, dt.new_zeros(()))  # A softplus(dt)
+    return {"scores": (state.exp() if form == "exp" else state).contiguous()}
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether calling the module is ``x @ weight.T + bias`` and nothing else, so that the kernels may do it."""
+    if getattr(type(module), "forward", None) is not nn.Linear.forward or "forward" in module.__dict__:
+        return False
+    if (module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+            or modules._has_any_global_hook()):
+        return False
+    weight = module.weight
+    return type(weight) is nn.Parameter or not is_traceable_wrapper_subclass(weight)  # quantized ones wrap tensors
 
 
 class _KeyScores(torch.autograd.Function):

@@ -128,7 +128,8 @@ class DynamicMaskSelfAttention(nn.Module):
         """An empty cache of ``batch`` sequences for ``forward(x, cache=...)``; arguments as for
         ``DynamicMaskAttention.make_cache``. Type and device follow the projections: the parameters of the scores may
         have another type."""
-        (like,) = cast(self.k_proj.weight.new_empty(0, device=device))
+        own = next((p for p in self.k_proj.parameters() if p.is_floating_point()), self.attention.A)
+        (like,) = cast(own.new_empty(0, device=device))
         return self.attention.make_cache(batch, dtype=like.dtype if dtype is None else dtype, device=like.device)
 
     def forward(self, x: Tensor, *, padding: Tensor | None = None, cu_seqlens: Any = None,

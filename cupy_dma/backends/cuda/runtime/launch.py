@@ -11,6 +11,7 @@ import ctypes
 import functools
 import os
 import struct
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,8 @@ _PDL_ADDRESS = ctypes.addressof(_PDL)
 CONFIG_BYTES, STREAM_WORD = _CONFIG.size, 4  # and which of its words of 8 bytes is the stream
 _Arguments = ctypes.c_char_p * 1  # the address of each argument of a kernel
 _ZERO = ctypes.c_ubyte(0)
+_limits: dict[tuple[str, str, int], int] = {}  # of dynamic shared memory, see allow_shared
+_limits_lock = threading.Lock()
 
 FIRST_CAPABILITY, _FIRST_VERSION = 90, 12030  # that support PDL
 
@@ -69,6 +72,18 @@ class Function:
             grid, _, _, threads, *_ = _CONFIG.unpack(ctypes.string_at(config, _CONFIG.size))
             raise RuntimeError(f"the kernel {self.name} cannot be launched ({grid} blocks of {threads} threads, "
                                f"{self._shared_bytes} bytes of dynamic shared memory): {error_text(status)}")
+
+
+def allow_shared(function: Any, key: tuple[str, str, int], shared_bytes: int) -> None:
+    """Let launches of CuPy's ``function`` have so much dynamic shared memory.
+
+    CuPy memoizes modules by path and device, so what is loaded twice by one ``key`` (path, entry, device) is one
+    function of the driver, whose limit has to be the largest that any of its launches needs.
+    """
+    with _limits_lock:
+        limit = max(shared_bytes, _limits.get(key, 0))
+        function.max_dynamic_shared_size_bytes = limit  # raises where the device has less
+        _limits[key] = limit
 
 
 def clear(pointer: int, size: int, stream: int, bind: Callable[[], None]) -> None:
