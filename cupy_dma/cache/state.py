@@ -44,6 +44,7 @@ class CacheState:
     window: int
     sinks: int
     recent: int
+    tickets: Operand  # (B * Hkv + B,) int32: counters of a backend's kernels, 0 between two calls
     workspace: dict[Any, Any] = field(default_factory=dict)  # what a backend keeps between calls; never saved
 
     @property
