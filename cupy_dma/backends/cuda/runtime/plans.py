@@ -187,7 +187,8 @@ class Plan:
         stream = library.stream(device)
         if self._requests:
             assert mask is not None
-            addresses += self._lists(runtime, library, mask, stream)
+            lists = self._lists(runtime, library, mask, stream)  # held until the launch: a capture keeps them nowhere
+            addresses += lists
         known, allocators = self._allocators
         if known is not library:
             allocators = [library.allocator(shape, dtype, device) for shape, dtype in self._outputs]
