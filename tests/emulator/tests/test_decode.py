@@ -328,20 +328,27 @@ def test_what_the_last_queries_leave_to_masks(monkeypatch):
 
 # ---- the first step in a CUDA graph, and without memory ----
 class Capturing(emulator.EmulatorRuntime):
-    """A device on which a capture is under way while there is a ``graph``: it records launches and does not run them."""
+    """A device on which a capture is under way while there is a ``graph``: launches are recorded and not run."""
 
     graph: list | None = None
 
     def load(self, *arguments, **options):
         kernel = super().load(*arguments, **options)
         launch = kernel.launch
-        kernel.launch = lambda *a, **k: launch(*a, **k) if self.graph is None else self.graph.append(partial(launch, *a, **k))
+
+        def recorded(*arguments, **options):
+            if self.graph is None:
+                launch(*arguments, **options)
+            else:
+                self.graph.append(partial(launch, *arguments, **options))
+
+        kernel.launch = recorded
         return kernel
 
 
 @pytest.mark.parametrize("heads", [2, 10])
 def test_the_first_step_is_captured(heads, monkeypatch):
-    """Arrays that a capture makes hold garbage until it is replayed: an eager step before that takes nothing of them."""
+    """What a capture makes is garbage until it is replayed: an eager step before that takes nothing of it."""
     history = History(dtype="float16", head_dim=16, length=12, window=70, batch=1, heads=heads, kv_heads=1)
     library = library_named("numpy")
     with emulator.using(Capturing, build="plain") as device:
@@ -382,10 +389,10 @@ def test_a_step_without_memory_changes_nothing(monkeypatch):
     for number in count():
         left = count(number, -1)
 
-        def empty(*arguments, make=type(library).empty, left=left):
+        def empty(*arguments, left=left):
             if next(left) == 0:
                 raise MemoryError
-            return make(library, *arguments)
+            return type(library).empty(library, *arguments)
 
         with monkeypatch.context() as patch:
             patch.setattr(library, "empty", empty, raising=False)
