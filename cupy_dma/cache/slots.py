@@ -5,7 +5,6 @@ and never reads a value on the host. Call within ``state.library.on(state.device
 """
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from cupy_dma.arrays import Library, Operand
@@ -53,8 +52,8 @@ def refreshed(state: CacheState) -> CacheState:
     found = {"lowest": xp.where((length >= state.window)[:, None], slot, -1),
              "lowest_score": xp.where(xp.any(number, -1), least[..., 0], float("nan")),
              "free": xp.where(xp.any(spare, -1), xp.argmax(state.library.astype(spare, "uint8"), -1), -1)}
-    return replace(state, **{name: state.library.operand(state.library.astype(x, getattr(state, name).dtype), name)
-                             for name, x in found.items()})
+    return state.having({name: state.library.operand(state.library.astype(x, getattr(state, name).dtype), name)
+                         for name, x in found.items()})
 
 
 def flagged_first(state: CacheState, flags: Any) -> Any:

@@ -6,7 +6,6 @@ nothing: a call that runs out of memory has changed nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from cupy_dma import checks
@@ -65,7 +64,7 @@ def copied(state: CacheState, names: Iterable[str] = ARRAYS) -> CacheState:
         _bits(made)[...] = _bits(operand)
         return made
 
-    return replace(state, **{name: copy(getattr(state, name)) for name in names})
+    return state.having({name: copy(getattr(state, name)) for name in names})
 
 
 def saved_state(state: CacheState) -> dict[str, Any]:
@@ -83,7 +82,7 @@ def load(state: CacheState, saved: dict[str, Any]) -> None:
         if saved[name] != getattr(state, name):
             raise ValueError(f"saved must be of a cache with {name}={getattr(state, name)}, got {saved[name]}")
     arrays = {name: _as_here(getattr(state, name), saved[name], f"saved[{name!r}]") for name in SAVED}
-    copy_rows(refreshed(replace(state, **arrays)), state)
+    copy_rows(refreshed(state.having(arrays)), state)
 
 
 def _as_here(here: Operand, array: Any, name: str) -> Operand:

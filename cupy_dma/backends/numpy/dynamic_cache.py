@@ -1,7 +1,6 @@
 """The decode cache: a single token updates one slot (SPEC section 7); several go through chunked prefill."""
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from cupy_dma import checks
@@ -77,8 +76,8 @@ def _first_slots(state: CacheState, n: int) -> CacheState:
     """Views of the first ``n`` slots: what a step costs depends on how many keys are held, not on the window."""
     if n >= state.rows:
         return state
-    return replace(state, **{name: state.library.operand(getattr(state, name).array[:, :, :n], name)
-                             for name in ("key", "value", "scores", "positions", "in_top")})
+    return state.having({name: state.library.operand(getattr(state, name).array[:, :, :n], name)
+                         for name in ("key", "value", "scores", "positions", "in_top")})
 
 
 def _attend(held: CacheState, after: CacheState, call: ExtendCall, seen: Any) -> tuple[Any, Any]:
