@@ -86,7 +86,9 @@ def _grid() -> list[Case]:
     # On Hopper logits below half the cap go another way: above in few blocks, here in some and in all.
     cases += [Case(f"softcap-{cap}-{bias}", softcap=cap, bias=bias, scale=1.0, dtype="float16")
               for cap in (40.0, 60.0) for bias in ("none", "key")]
-    cases += [Case("scale", scale=0.7), Case("scale-zero", scale=0.0), Case("scale-negative", scale=-0.3)]
+    cases += [Case("scale", scale=0.7), Case("scale-zero", scale=0.0), Case("scale-negative", scale=-0.3),
+              Case("scale-1e-40", scale=1e-40), Case("scale-zero-softcap", scale=0.0, softcap=3.0),
+              Case("scale-negative-softcap", scale=-0.3, softcap=2.0), Case("softcap-1e-06", softcap=1e-6)]
     cases += [Case(f"layout-{layout}", layout=layout, heads=4, kv_heads=2, dtype="float16")
               for layout in ("bhsd", "head_slice", "length_slice", "wide", "every_other")]
     cases += [Case(f"window-{w}", window=w) for w in (1, 2, 69, 70, 1000)]
