@@ -7,8 +7,9 @@ from cupy_dma import checks
 from cupy_dma.backends.numpy.selection import prefix_stop
 from cupy_dma.backends.numpy.varlen import attention
 from cupy_dma.cache.chunked_prefill import delivered, extend_chunk
-from cupy_dma.cache.slots import index, needed, refresh, rows, widened
+from cupy_dma.cache.slots import index, needed, refresh, rows
 from cupy_dma.cache.state import CacheState, ExtendCall
+from cupy_dma.calls.head_dims import widened
 from cupy_dma.calls.types import AttentionCall, key_bias
 
 
