@@ -101,6 +101,10 @@ class Library:
         """The caller's current CUDA stream on ``device``, as a raw handle."""
         return 0
 
+    def is_capturing(self, device: Device) -> bool:
+        """Whether the caller's current stream on ``device`` is being captured into a CUDA graph."""
+        return False
+
     def arange(self, start: int, stop: int, device: Device) -> Any:
         """int32 start, ..., stop - 1."""
 

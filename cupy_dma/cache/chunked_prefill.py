@@ -10,7 +10,8 @@ over the short history keeps the same keys. With ``base = R - lengths``, the tok
                  position + base + recent)
 
 Empty slots come first, rank below everything (score -inf, oldest) and are never visible. New keys that are still needed
-after the last new token are then written to slots that are no longer needed, in place.
+after the last new token are then written to slots that are no longer needed, in a copy of the state, which is copied
+into place when all else has succeeded.
 
 Packed calls do the same with all sequences concatenated: ``B * R + total`` keys, where sequence ``b`` starts at
 ``b * R + cu_seqlens[b]`` and each sequence is a history of its own.
@@ -21,7 +22,8 @@ from collections.abc import Callable
 from typing import Any
 
 from cupy_dma.arrays import Operand
-from cupy_dma.cache.slots import flagged_first, index, needed, refresh, rows
+from cupy_dma.cache.slots import flagged_first, index, needed, refreshed, rows
+from cupy_dma.cache.snapshot import SAVED, copied, copy_rows
 from cupy_dma.cache.state import CacheState, ExtendCall
 from cupy_dma.calls.head_dims import movable, widened
 from cupy_dma.calls.sequences import Sequences, sequences_of
@@ -44,12 +46,14 @@ def extend_chunk(prefix_stop: PrefixStop, attention: Attention, state: CacheStat
         position = history.positions(_sorted(state, state.positions, order))
         score = history.scores(_sorted(state, state.scores, order))
         top = prefix_stop(score, min(state.window, history.length), None, history.document)
-        found = (None, None)
+        found = None
         if call.query is not None:
             mask = _visible(state, history, position, top)
             found = _attend(attention, state, call, history, order, score, mask)
-        _store(state, call, history, order, position, top)
-    return found
+        after = _stored(state, call, history, order, position, top)
+        results = (None, None) if found is None else delivered(state, call, *found)
+        copy_rows(after, state)
+    return results
 
 
 def no_tokens(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
@@ -211,9 +215,8 @@ def _attend(attention: Attention, state: CacheState, call: ExtendCall, history: 
     size = max(state.head_dim, state.value_dim)
     key = history.rows_of(state.key, call.key, order, size)
     value = history.rows_of(state.value, call.value, order, size)
-    out, lse = attention(AttentionCall(widened(call.query, size), key, value, mask, None, key_bias(score), False,
-                                       call.scale, call.softcap, False, sequences=history.sequences))
-    return delivered(state, call, out, lse)
+    return attention(AttentionCall(widened(call.query, size), key, value, mask, None, key_bias(score), False,
+                                   call.scale, call.softcap, False, sequences=history.sequences))
 
 
 def delivered(state: CacheState, call: ExtendCall, out: Any, lse: Any) -> tuple[Any, Any]:
@@ -229,8 +232,9 @@ def delivered(state: CacheState, call: ExtendCall, out: Any, lse: Any) -> tuple[
     return out, lse
 
 
-def _store(state: CacheState, call: ExtendCall, history: _Padded, order: Any, position: Any, top: Any) -> None:
-    """Store the keys that are needed after the last new token, and only those."""
+def _stored(state: CacheState, call: ExtendCall, history: _Padded, order: Any, position: Any, top: Any) -> CacheState:
+    """A copy of the state with the new keys that are needed after the last new token, and only those."""
+    state = copied(state, SAVED)
     library, xp = state.library, state.library.xp
     batch, head = index(state, state.batch)[:, None, None], index(state, state.kv_heads)[:, None]
     real = (position >= 0) & (library.arange(0, history.length, state.device) < history.end)
@@ -259,4 +263,4 @@ def _store(state: CacheState, call: ExtendCall, history: _Padded, order: Any, po
             (state.in_top.array, library.astype(new_top, "uint8")[source, head, token])):
         changed = taken if target.ndim == 3 else taken[..., None]
         target[batch, head, slot] = xp.where(changed, fresh, target[batch, head, slot])
-    refresh(state)
+    return refreshed(state)

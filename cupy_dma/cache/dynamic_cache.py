@@ -302,6 +302,11 @@ class DynamicCache:
 
     # ---- internals --------------------------------------------------------------------------------------------------
 
+    def _copy_from(self, other: DynamicCache) -> None:
+        """Hold what ``other`` holds, a cache of the same sizes, type and device, in place. Nothing is allocated."""
+        with self._here():
+            copy_rows(other._state, self._state)
+
     def _here(self) -> AbstractContextManager:
         return self._state.library.on(self._state.device)
 

@@ -35,8 +35,8 @@ def needed(state: CacheState, position: Any) -> Any:
     return found
 
 
-def refresh(state: CacheState) -> None:
-    """Recompute ``lowest``, its score and ``free`` for the next position, ``lengths``."""
+def refreshed(state: CacheState) -> CacheState:
+    """The state with new arrays ``lowest``, ``lowest_score`` and ``free``, for the next position, ``lengths``."""
     xp, score, where = state.library.xp, state.scores.array, state.positions.array
     top, length = state.in_top.array != 0, state.lengths.array
     # The smallest score in the top that is a number, or any if all are NaN; of equal ones the oldest.
@@ -44,10 +44,12 @@ def refresh(state: CacheState) -> None:
     least = xp.amin(xp.where(number, score, float("inf")), -1)[..., None]
     last = xp.where(xp.any(number, -1)[..., None], number & (score == least), top)
     slot = xp.argmin(xp.where(last, where, AFTER_ALL), -1)
-    state.lowest.array[...] = xp.where((length >= state.window)[:, None], slot, -1)
-    state.lowest_score.array[...] = xp.where(xp.any(number, -1), least[..., 0], float("nan"))
     spare = ~needed(state, length)
-    state.free.array[...] = xp.where(xp.any(spare, -1), xp.argmax(state.library.astype(spare, "uint8"), -1), -1)
+    found = {"lowest": xp.where((length >= state.window)[:, None], slot, -1),
+             "lowest_score": xp.where(xp.any(number, -1), least[..., 0], float("nan")),
+             "free": xp.where(xp.any(spare, -1), xp.argmax(state.library.astype(spare, "uint8"), -1), -1)}
+    return state.having({name: state.library.operand(state.library.astype(x, getattr(state, name).dtype), name)
+                         for name, x in found.items()})
 
 
 def flagged_first(state: CacheState, flags: Any) -> Any:

@@ -1,17 +1,23 @@
-"""Whole sequences of a cache: creation, copies, reordering and saving. Call within ``library.on(device)``."""
+"""Whole sequences of a cache: creation, copies, reordering and saving. Call within ``library.on(device)``.
+
+Whoever changes a cache computes new arrays first and then copies them into place (``copy_rows``), which allocates
+nothing: a call that runs out of memory has changed nothing.
+"""
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from cupy_dma import checks
 from cupy_dma.arrays import Device, Library, Operand, describe
-from cupy_dma.cache.slots import refresh
+from cupy_dma.cache.slots import refreshed
 from cupy_dma.cache.state import CacheState
 from cupy_dma.calls.head_dims import movable
 
 SAVED = ("key", "value", "scores", "positions", "in_top", "lengths")  # the other arrays follow from these
 NUMBERS = ("window", "sinks", "recent")
 ARRAYS = (*SAVED, "lowest", "lowest_score", "free")
+OCCUPIED = "occupied"  # in the workspace: how many slots of each head may be occupied, the first ones
 
 
 def empty_state(library: Library, device: Device, dtype: str, batch: int, kv_heads: int, numbers: tuple[int, int, int],
@@ -27,7 +33,7 @@ def empty_state(library: Library, device: Device, dtype: str, batch: int, kv_hea
         make("scores", scores, batch, kv_heads, rows), make("positions", "int64", batch, kv_heads, rows, value=-1),
         make("in_top", "uint8", batch, kv_heads, rows), make("lengths", "int64", batch),
         make("lowest", "int32", batch, kv_heads, value=-1), make("lowest_score", scores, batch, kv_heads),
-        make("free", "int32", batch, kv_heads), *numbers)
+        make("free", "int32", batch, kv_heads), *numbers, make("tickets", "int32", batch * kv_heads + batch))
 
 
 def forget(state: CacheState) -> None:
@@ -35,24 +41,37 @@ def forget(state: CacheState) -> None:
     for operand, value in ((state.positions, -1), (state.in_top, 0), (state.lengths, 0), (state.lowest, -1),
                            (state.free, 0)):
         operand.array[...] = value
+    state.workspace.pop(OCCUPIED, None)
 
 
-def copy_rows(source: CacheState, target: CacheState, rows: Any = None) -> None:
-    """Copy the sequences ``rows (n,)`` of ``source``, by default all, into ``target``, which may be ``source``."""
-    for name in ARRAYS:
-        old, new = _bits(getattr(source, name)), _bits(getattr(target, name))
-        new[...] = old if rows is None else old[rows]
+def copy_rows(source: CacheState, target: CacheState, rows: Any = None, names: Iterable[str] = ARRAYS) -> None:
+    """Copy the sequences ``rows (n,)`` of ``source``, by default all, into ``target``, which may be ``source``.
+    Without ``rows`` nothing is allocated."""
+    arrays: Iterable[Any] = (_bits(getattr(source, name)) for name in names)
+    if rows is not None:
+        arrays = (array[rows] for array in arrays)
+    if source is target:
+        arrays = list(arrays)  # all of them before the first is overwritten
+    for name, array in zip(names, arrays):
+        _bits(getattr(target, name))[...] = array
+    target.workspace.pop(OCCUPIED, None)
+
+
+def copied(state: CacheState, names: Iterable[str] = ARRAYS) -> CacheState:
+    """The state with copies of these arrays."""
+    def copy(operand: Operand) -> Operand:
+        array = state.library.empty(operand.shape, operand.dtype, state.device)
+        made = state.library.operand(array, operand.name)
+        _bits(made)[...] = _bits(operand)
+        return made
+
+    return state.having({name: copy(getattr(state, name)) for name in names})
 
 
 def saved_state(state: CacheState) -> dict[str, Any]:
     """Copies of the arrays, and the numbers that define their meaning."""
-    found: dict[str, Any] = {name: getattr(state, name) for name in NUMBERS}
-    for name in SAVED:
-        operand = getattr(state, name)
-        copy = state.library.operand(state.library.empty(operand.shape, operand.dtype, state.device), name)
-        _bits(copy)[...] = _bits(operand)
-        found[name] = copy.array
-    return found
+    copies = copied(state, SAVED)
+    return {name: getattr(state, name) for name in NUMBERS} | {name: getattr(copies, name).array for name in SAVED}
 
 
 def load(state: CacheState, saved: dict[str, Any]) -> None:
@@ -63,10 +82,8 @@ def load(state: CacheState, saved: dict[str, Any]) -> None:
     for name in NUMBERS:
         if saved[name] != getattr(state, name):
             raise ValueError(f"saved must be of a cache with {name}={getattr(state, name)}, got {saved[name]}")
-    arrays = [_as_here(getattr(state, name), saved[name], f"saved[{name!r}]") for name in SAVED]
-    for name, operand in zip(SAVED, arrays):
-        _bits(getattr(state, name))[...] = _bits(operand)
-    refresh(state)
+    arrays = {name: _as_here(getattr(state, name), saved[name], f"saved[{name!r}]") for name in SAVED}
+    copy_rows(refreshed(state.having(arrays)), state)
 
 
 def _as_here(here: Operand, array: Any, name: str) -> Operand:

@@ -22,7 +22,8 @@ Invariants between two calls, for every sequence (``p = lengths[b]`` is the next
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cupy_dma.arrays import Device, Library, Operand
@@ -44,7 +45,12 @@ class CacheState:
     window: int
     sinks: int
     recent: int
+    tickets: Operand  # (B * Hkv + B,) int32: counters of a backend's kernels, 0 between two calls
     workspace: dict[Any, Any] = field(default_factory=dict)  # what a backend keeps between calls; never saved
+
+    def having(self, arrays: Mapping[str, Operand]) -> CacheState:
+        """The state with these arrays in place of its own."""
+        return replace(self, **arrays)  # type: ignore[arg-type]
 
     @property
     def library(self) -> Library:

@@ -11,7 +11,7 @@ is found out by the next ``update``.
 from __future__ import annotations
 
 import inspect
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,34 +19,36 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.cache_utils import DynamicCache as FullCache
 
 from cupy_dma.cache import DynamicCache
-from cupy_dma.torch.tokens import real_first, taken
+from cupy_dma.transformers.croppable import CroppableCache
 from cupy_dma.transformers.layers import DynamicMask, dynamic_layers
 
 
-class _Chunk(NamedTuple):
-    """Tokens of one call."""
-
-    key: Tensor  # (B, L, Hkv, D); with padding, real tokens first in each row
-    value: Tensor
-    scores: Tensor  # (B, Hkv, L)
-    real: Tensor | None  # bool (B, L): which are, in their own order; None: all
-
-
 class DynamicMaskLayer(CacheLayerMixin):
-    """The tokens of one layer with a dynamic mask. Its parts are created by its first call."""
+    """The tokens of one layer with a dynamic mask. Its parts are created by its first call.
+
+    A layer that attends several times to the tokens of one ``update`` (DiffLlama) has a part for each.
+    """
 
     is_sliding = False
     supports_early_init = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.store: DynamicCache | None = None
         self.record_past = False
+        self._parts: list[CroppableCache] = []
         self._length = 0  # tokens so far, padding included, as transformers counts
-        self._unattended = False
-        self._padded = False  # whether there has been padding
-        self._before: DynamicCache | None = None  # while the past is recorded: the store when that began
-        self._since: list[_Chunk] = []  # and what has been appended to it
+        self._announced = 0  # tokens of an ``update`` that have not reached the cache
+        self._calls = 0  # of ``attend`` since the last ``update``
+
+    @property
+    def stores(self) -> list[DynamicCache]:
+        """The caches, one for each time that the layer attends to the tokens of an ``update``."""
+        return [part.store for part in self._parts]
+
+    @property
+    def store(self) -> DynamicCache | None:
+        """The first of them, None before the first call."""
+        return self._parts[0].store if self._parts else None
 
     # ---- tokens -----------------------------------------------------------------------------------------------------
 
@@ -55,18 +57,16 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Announce new tokens ``(B, Hkv, L, D)``, which the layer's attention then appends. Returns them."""
-        if self._unattended:
-            raise RuntimeError("the tokens of the last call never reached the cache: a DynamicMaskCache needs "
-                               "attn_implementation='cupy_dma'; model.set_attn_implementation('cupy_dma') chooses it")
+        if self._announced:
+            raise _unreached()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self._unattended = True
-        self._length += key_states.shape[2]
+        self._announced, self._calls = key_states.shape[2], 0
         return key_states, value_states
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor, how: DynamicMask,
                real: Tensor | None, settings: dict[str, Any]) -> Tensor:
-        """Append the tokens announced last and attend from them.
+        """Append the tokens announced last and attend from them. What raises has appended none, and withdraws them.
 
         Parameters
         ----------
@@ -84,26 +84,42 @@ class DynamicMaskLayer(CacheLayerMixin):
         -------
         Tensor ``(B, L, H, D)``
         """
-        if self.store is None:
-            self.store = DynamicCache(key.shape[0], key.shape[2], how.window, key.shape[3], value.shape[3], like=key,
-                                      sinks=how.sinks, recent=how.recent)
-        lengths = place = None
-        if real is not None:
-            lengths, self._padded = real.sum(1), True
-            if real.shape[1] > 1:
-                order = real_first(real)
-                query, key, value = (taken(x, order) for x in (query, key, value))
-                scores, place = taken(scores.transpose(1, 2), order).transpose(1, 2).contiguous(), order.argsort(1)
-        if self.record_past:
-            self._before = self.store.clone() if self._before is None else self._before
-            self._since.append(_Chunk(key, value, scores, real))
-        out = self.store.extend(query, key, value, scores, lengths=lengths, **settings)
-        self._unattended = False
-        return out if place is None else taken(out, place)
+        call = self._calls if self.is_initialized else 0  # without ``update``, where it shares another layer's keys
+        try:
+            if call < len(self._parts):
+                part = self._parts[call]
+            elif self._length > (0 if self._announced else key.shape[1]):
+                raise _broken([self])
+            else:
+                part = CroppableCache(key, value, how)
+            out = part.append(query, key, value, scores, real, self.record_past, settings)
+        except BaseException:
+            self.withdraw()
+            raise
+        if call == len(self._parts):
+            self._parts.append(part)
+        self._calls, self._length, self._announced = call + 1, self._length + self._announced, 0
+        return out
+
+    def withdraw(self) -> None:
+        """Forget tokens that were announced and have not reached the cache."""
+        if self._announced:
+            self._announced, self._calls = 0, len(self._parts)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the last call has reached all parts."""
+        return not self.is_initialized or self._calls == len(self._parts)
 
     def advance(self, tokens: int) -> None:
-        """Count tokens that have been appended, or taken back, without ``update``: by a CUDA graph."""
+        """Count tokens that have been appended without ``update``: by a CUDA graph."""
         self._length += tokens
+        for part in self._parts:
+            part.forget_past()
+
+    def restore(self, length: int) -> None:
+        """Count ``length`` tokens, as before calls whose tokens have been taken back from the caches."""
+        self._length, self._announced, self._calls = length, 0, len(self._parts)
 
     # ---- sizes, as transformers asks for them -----------------------------------------------------------------------
 
@@ -123,16 +139,15 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Remove all tokens."""
-        self._length, self._unattended, self._padded = 0, False, False
-        self._forget_past()
-        if self.store is not None:
-            self.store.reset()
+        self._length = self._announced = 0
+        self._calls = len(self._parts)
+        for part in self._parts:
+            part.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row ``b`` by the former row ``beam_idx[b]``: a step of beam search."""
-        self._forget_past()
-        if self.store is not None:
-            self.store.reorder(beam_idx.to(self.device))
+        for part in self._parts:
+            part.reorder(beam_idx.to(self.device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row ``repeats`` times."""
@@ -141,10 +156,9 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices``."""
-        self._forget_past()
         if self.store is not None:
             indices = torch.arange(self.store.batch, device=self.device)[indices.to(self.device)]  # also of a bool mask
-            self.store, self.batch_size = self.store.select_batch(indices), len(indices)
+            self._parts, self.batch_size = [part.selected(indices) for part in self._parts], len(indices)
 
     def activate_past_recording(self) -> None:
         """Remember from now on what ``crop`` needs, until the next ``crop``."""
@@ -157,7 +171,19 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     @property
     def _keeps_all(self) -> bool:
-        return self.store is None or self._length <= self.store.window and not self._padded
+        return all(self._length <= part.store.window and not part.has_padding for part in self._parts)
+
+    def check_crop(self, tokens_to_remove: int) -> int:
+        """How many tokens ``crop`` takes. Raises what it documents."""
+        removed = -int(tokens_to_remove)
+        if not 0 <= removed <= self._length:
+            raise ValueError(f"crop takes minus the number of tokens to remove, of {self._length} that there are, got "
+                             f"{tokens_to_remove}")
+        if removed and not self._keeps_all and removed > min(part.recorded for part in self._parts):
+            raise RuntimeError(f"{removed} of {self._length} tokens cannot be removed: the cache keeps "
+                               f"{self._parts[0].store.window} keys and no padding, and what is left may need keys "
+                               f"that have been dropped; call activate_past_recording() before tokens are added")
+        return removed
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens of every row (a number of at most 0, as in transformers).
@@ -170,50 +196,13 @@ class DynamicMaskLayer(CacheLayerMixin):
             Keys have been dropped that the remaining tokens would see. ``activate_past_recording`` before the call
             that adds the tokens makes this possible for all tokens added since the last ``crop``.
         """
-        removed = -int(tokens_to_remove)
-        if not 0 <= removed <= self._length:
-            raise ValueError(f"crop takes minus the number of tokens to remove, of {self._length} that there are, got "
-                             f"{tokens_to_remove}")
-        if removed and self.store is not None:
-            if self._before is not None and removed <= sum(chunk.key.shape[1] for chunk in self._since):
-                self._replay(removed)
-            elif self._keeps_all:
-                self._keep_first(removed)
-            else:
-                raise RuntimeError(f"{removed} of {self._length} tokens cannot be removed: the cache keeps "
-                                   f"{self.store.window} keys and no padding, and what is left may need keys that have "
-                                   f"been dropped; call activate_past_recording() before tokens are added")
+        removed = self.check_crop(tokens_to_remove)
+        if removed:
+            for part, left in [(part, part.without(removed, self._length)) for part in self._parts]:
+                part.store._copy_from(left)  # in place: a CUDA graph's addresses stay valid
+        for part in self._parts:
+            part.forget_past()
         self._length -= removed
-        self._forget_past()
-
-    def _forget_past(self) -> None:
-        self._before, self._since = None, []
-
-    def _replay(self, removed: int) -> None:
-        """The store of before, and on it all but the last ``removed`` tokens since."""
-        assert self._before is not None
-        self.store = self._before
-        left = sum(chunk.key.shape[1] for chunk in self._since) - removed
-        for key, value, scores, real in self._since:
-            n = min(left, key.shape[1])
-            if n > 0:
-                self.store.update(key[:, :n], value[:, :n], scores[:, :, :n],
-                                  lengths=None if real is None else real[:, :n].sum(1))
-            left -= n
-
-    def _keep_first(self, removed: int) -> None:
-        """A store that has kept every token, without the last ``removed``."""
-        assert self.store is not None
-        saved = self.store.state_dict()
-        where = saved["positions"]  # (B, Hkv, R): -1 where there is none
-        order = torch.where(where < 0, torch.iinfo(where.dtype).max, where).argsort(-1)[..., :self._length]
-        rows = order.transpose(1, 2)[..., None]  # (B, L, Hkv, 1)
-        key, value = (saved[name].transpose(1, 2).gather(1, rows.expand(-1, -1, -1, saved[name].shape[-1]))
-                      for name in ("key", "value"))
-        scores = saved["scores"].gather(-1, order)
-        lengths = (self.store.length - removed).clamp(min=0)
-        self.store.reset()
-        self.store.update(key, value, scores, lengths=lengths)
 
     # ---- offloading -------------------------------------------------------------------------------------------------
 
@@ -248,6 +237,10 @@ class DynamicMaskCache(Cache):
     -----
     Greedy search, sampling, beam search, batches with padding on either side and assisted decoding work. ``crop`` is
     exact while no key has been dropped, and for tokens added while the past is recorded; otherwise it raises.
+
+    A forward pass that fails after some layers have taken its tokens cannot be undone: the next one raises a
+    RuntimeError before it changes anything, and so on until ``reset()``. One that fails before, or in the first layer,
+    has changed nothing.
     """
 
     def __init__(self, config: Any) -> None:
@@ -259,12 +252,99 @@ class DynamicMaskCache(Cache):
         full = FullCache(config=config).layers
         layers = [DynamicMaskLayer() if index in found else full[index] for index in range(config.num_hidden_layers)]
         super().__init__(layers=layers)
+        self._forget_calls()
+
+    def _forget_calls(self) -> None:
+        self._known: set[int] = set()  # layers that have been updated
+        self._updated: set[int] = set()  # those of the last forward pass
+        self._begin = 0  # tokens before it
+        self._is_torn = False  # whether a change of all layers failed in the middle
 
     @property
     def memory_bytes(self) -> int:
         """Size in bytes of what the layers with dynamic masks store."""
-        return sum(layer.store.memory_bytes for layer in self.layers
-                   if isinstance(layer, DynamicMaskLayer) and layer.store is not None)
+        return sum(store.memory_bytes for layer in self._dynamic for store in layer.stores)
+
+    @property
+    def _dynamic(self) -> list[DynamicMaskLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DynamicMaskLayer)]
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any,
+               **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Announce the tokens of a layer with a dynamic mask, and append those of another.
+
+        Raises
+        ------
+        RuntimeError
+            An earlier forward pass failed in the middle, or its attention was another implementation's.
+        """
+        if not self._updated or layer_idx in self._updated:  # a forward pass begins
+            self.check_whole()
+            self._updated, self._begin = set(), self.layers[layer_idx].get_seq_length()
+        elif self.layers[layer_idx].get_seq_length() != self._begin:
+            raise _broken(self.layers)
+        found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._updated.add(layer_idx)
+        self._known.add(layer_idx)
+        return found
+
+    def check_whole(self) -> None:
+        """Raise a RuntimeError if a call failed after it had changed some of the layers."""
+        announced = [layer for layer in self._dynamic if layer._announced]
+        if len(announced) == 1 < len(self._dynamic):  # it failed there; another attention would have left them all
+            announced[0].withdraw()
+        elif announced:
+            raise _unreached()
+        lengths = {self.layers[index].get_seq_length() for index in self._known}
+        if self._is_torn or len(lengths) > 1 or not all(layer.is_whole for layer in self._dynamic):
+            raise _broken(self.layers)
+
+    def reset(self) -> None:
+        """Remove all tokens."""
+        super().reset()
+        self._forget_calls()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace row ``b`` by the former row ``beam_idx[b]``: a step of beam search."""
+        self._change_all("reorder_cache", beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row ``repeats`` times."""
+        self._change_all("batch_repeat_interleave", repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows ``indices``."""
+        self._change_all("batch_select_indices", indices)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens of every row; see ``DynamicMaskLayer.crop``."""
+        for layer in self._dynamic:
+            layer.check_crop(tokens_to_remove)
+        self._change_all("crop", tokens_to_remove)
+
+    def _change_all(self, method: str, argument: Any) -> None:
+        """A method of all layers. If it fails after it has changed some, the cache takes no more tokens."""
+        changed = False
+        try:
+            for layer in self.layers:
+                changed = changed or not isinstance(layer, DynamicMaskLayer) or len(layer.stores) > 1
+                getattr(layer, method)(argument)
+                changed = True
+        except BaseException:
+            self._is_torn = self._is_torn or changed
+            raise
+
+
+def _unreached() -> RuntimeError:
+    return RuntimeError("the tokens of the last call never reached the cache: a DynamicMaskCache needs "
+                        "attn_implementation='cupy_dma'; model.set_attn_implementation('cupy_dma') chooses it, and "
+                        "reset() forgets a call that failed")
+
+
+def _broken(layers: list[Any]) -> RuntimeError:
+    held = sorted({layer.get_seq_length() for layer in layers if isinstance(layer, DynamicMaskLayer)})
+    return RuntimeError(f"a call has failed after it had changed some layers of the cache, which hold {held} tokens: "
+                        f"reset() the cache and give it the whole text again, or go on from a copy made before")
 
 
 def cache_argument(model: Any) -> str:

@@ -1,7 +1,7 @@
 """A step of decoding as a CUDA graph: one launch instead of some hundred of the host's.
 
-A ``DynamicMaskCache`` never grows or moves and keeps its lengths on the GPU, so one captured forward pass of one token
-serves every step, at any length.
+A ``DynamicMaskCache`` never grows or moves by itself and keeps its lengths on the GPU, so one captured forward pass of
+one token serves every step, at any length.
 """
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cupy_dma.cache import DynamicCache
 from cupy_dma.torch.capture import uncollected
 from cupy_dma.transformers.cache import DynamicMaskCache, DynamicMaskLayer, cache_argument
 
@@ -30,7 +31,7 @@ class DecodingStep:
     model
         A Doge or converted model on a GPU, all of whose layers have dynamic masks, in evaluation mode.
     cache : DynamicMaskCache
-        With at least one token per row. Its rows must stay what they are (no ``reorder_cache``, no ``reset``).
+        With at least one token per row.
 
     Raises
     ------
@@ -40,43 +41,60 @@ class DecodingStep:
     Notes
     -----
     Every step overwrites the logits that the one before returned. The capture takes two forward passes; the cache is
-    as before afterwards. Rotary positions count each row's real tokens.
+    as before afterwards, also if it fails. Rotary positions count each row's real tokens. Where the cache has got other
+    rows in other memory (``batch_select_indices``, ``batch_repeat_interleave``), the next step is captured anew.
     """
 
     def __init__(self, model: Any, cache: DynamicMaskCache):
         if not isinstance(cache, DynamicMaskCache):
             raise TypeError(f"cache must be a DynamicMaskCache, got {type(cache).__name__}")
-        self._layers: list[DynamicMaskLayer] = cache.layers
         if not all(isinstance(layer, DynamicMaskLayer) for layer in cache.layers):
             raise ValueError("cache must be of a model whose layers all have dynamic masks: the others' tokens move as "
                              "they grow")
-        if any(layer.store is None or layer.record_past for layer in self._layers):
-            raise ValueError("cache must hold at least one token, without recording of the past")
+        self._model, self._cache = model, cache
+        self._layers: list[DynamicMaskLayer] = cache.layers
+        stores = self._checked_stores()
         if model.training or model.device.type != "cuda":
             raise ValueError(f"model must be on a GPU and in evaluation mode, got one on {model.device}"
                              f"{' in training mode' if model.training else ''}")
-        stores = [layer.store for layer in self._layers]
-        lengths, saved = [layer.get_seq_length() for layer in self._layers], [store.state_dict() for store in stores]
-        named = cache_argument(model)
-        self._ids = torch.zeros(stores[0].batch, 1, dtype=torch.long, device=model.device)
+        self._capture(stores)
+
+    def _checked_stores(self) -> list[DynamicCache]:
+        """The caches of all layers."""
+        if any(not layer.stores or layer.record_past for layer in self._layers):
+            raise ValueError("cache must hold at least one token, without recording of the past")
+        self._cache.check_whole()
+        return [store for layer in self._layers for store in layer.stores]
+
+    def _capture(self, stores: list[DynamicCache]) -> None:
+        """Capture a step on these caches."""
+        ids = torch.zeros(stores[0].batch, 1, dtype=torch.long, device=stores[0].length.device)
+        lengths, saved = [layer.get_seq_length() for layer in self._layers], [store.clone() for store in stores]
+        named = cache_argument(self._model)
 
         def forward() -> Tensor:
             positions = stores[0].length[:, None]
-            return model(input_ids=self._ids, position_ids=positions, **{named: cache}).logits
+            return self._model(input_ids=ids, position_ids=positions, **{named: self._cache}).logits
 
-        with torch.no_grad(), torch.cuda.device(model.device):
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(WARM_UP):
-                    forward()
-            torch.cuda.current_stream().wait_stream(stream)
-            self._graph = torch.cuda.CUDAGraph()
-            with uncollected(), torch.cuda.graph(self._graph):
-                self._logits = forward()
-            for layer, store, state, length in zip(self._layers, stores, saved, lengths):
-                store.load_state_dict(state)  # in place: the graph's addresses stay valid
-                layer.advance(length - layer.get_seq_length())
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.device(self._model.device):
+            try:
+                stream = torch.cuda.Stream()
+                stream.wait_stream(torch.cuda.current_stream())
+                try:
+                    with torch.cuda.stream(stream):
+                        for _ in range(WARM_UP):
+                            forward()
+                finally:
+                    torch.cuda.current_stream().wait_stream(stream)
+                with uncollected(), torch.cuda.graph(graph):
+                    logits = forward()
+            finally:
+                for store, before in zip(stores, saved):
+                    store._copy_from(before)  # in place: the graph's addresses stay valid
+                for layer, length in zip(self._layers, lengths):
+                    layer.restore(length)
+        self._graph, self._ids, self._logits, self._stores = graph, ids, logits, stores
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Append one token per row and return the logits after it.
@@ -92,10 +110,15 @@ class DecodingStep:
         Raises
         ------
         ValueError
-            ``ids`` has another shape.
+            ``ids`` has another shape, or the cache records its past.
+        RuntimeError
+            A forward pass on the cache has failed in the middle.
         """
-        if ids.shape != self._ids.shape:
-            raise ValueError(f"ids must have shape {tuple(self._ids.shape)}, got {tuple(ids.shape)}")
+        stores = self._checked_stores()
+        if ids.shape != (stores[0].batch, 1):
+            raise ValueError(f"ids must have shape {(stores[0].batch, 1)}, got {tuple(ids.shape)}")
+        if len(stores) != len(self._stores) or any(a is not b for a, b in zip(stores, self._stores)):
+            self._capture(stores)
         self._ids.copy_(ids)
         self._graph.replay()
         for layer in self._layers:

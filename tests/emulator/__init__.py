@@ -182,7 +182,8 @@ def _announced(argument: Any, session: Session) -> Any:
         for kept in list(argument.workspace.values()):
             if isinstance(kept, Operand):
                 session.operand(kept, writable=True)
-        return replace(argument, **{name: session.operand(getattr(argument, name), writable=True) for name in ARRAYS})
+        return argument.having({name: session.operand(getattr(argument, name), writable=True)
+                                for name in (*ARRAYS, "tickets")})
     if isinstance(argument, ExtendCall):
         results = {name: x and session.operand(x, writable=True) for name, x in
                    (("out", argument.out), ("lse", argument.lse))}

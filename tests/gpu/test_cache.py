@@ -79,7 +79,67 @@ def test_torch_graph_replay_equals_eager(torch, length, ragged):
         assert torch.equal(cache.length, eager.length) and same(torch, cache, eager)
 
 
+@pytest.mark.parametrize("length", [1, 4])
 @pytest.mark.usefixtures("uncollected")
+def test_the_first_step_is_captured_by_torch(torch, length):
+    """The cache is right eagerly before the graph is replayed, and when it is, whatever the graph's memory held."""
+    history = history_of(length, length=8 * length, window=2048, batch=4, kv_heads=4, heads=8)
+    move = to("torch")
+    expected = [history.cache(move)]
+    for begin in range(0, history.length, length):
+        expected.append(expected[0].extend(*history.tokens(begin, begin + length, move)))  # compiles
+    cache, static = history.cache(move), history.tokens(0, length, move)
+    out, graph, dirty = torch.empty_like(static[0]), torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(dirty):
+        garbage = [torch.full((1 << k,), 0x7F7F7F7F, dtype=torch.int32, device="cuda") for k in range(4, 22)]
+    dirty.replay()
+    torch.cuda.synchronize()
+    del garbage
+    with torch.cuda.graph(graph, pool=dirty.pool()):
+        cache.extend(*static, out=out)
+    for i in range(8):
+        tokens = history.tokens(i * length, (i + 1) * length, move)
+        if i < 3 or i == 5:
+            found = cache.extend(*tokens)
+        else:
+            for target, fresh in zip(static, tokens):
+                target.copy_(fresh)
+            graph.replay()
+            found = out
+        assert torch.equal(found, expected[i + 1]), i
+    assert torch.equal(cache.length, expected[0].length) and same(torch, cache, expected[0])
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_the_first_step_is_captured_by_cupy():
+    import cupy
+
+    history, move = history_of(1, length=8, window=2048, batch=4, kv_heads=4, heads=8), to("cupy")
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        eager, cache = history.cache(move), history.cache(move)
+        expected = [eager.extend(*history.tokens(p, p + 1, move)) for p in range(8)]  # compiles
+        static = history.tokens(0, 1, move)
+        out = cupy.empty_like(static[0])
+        stream.begin_capture()
+        cache.extend(*static, out=out)
+        graph = stream.end_capture()
+        for p in range(8):
+            tokens = history.tokens(p, p + 1, move)
+            if p < 3 or p == 5:
+                found = cache.extend(*tokens)
+            else:
+                for target, fresh in zip(static, tokens):
+                    target[...] = fresh
+                for k in range(4, 22):  # into whatever the capture gave back to the pool
+                    cupy.full((1 << k,), 0x7F7F7F7F, cupy.int32)
+                graph.launch(stream)
+                found = out
+            assert cupy.array_equal(found.view(np.int16), expected[p].view(np.int16)), p
+        stream.synchronize()
+        history.check_kept(cache, back=cupy.asnumpy)
+
+
 @pytest.mark.usefixtures("uncollected")
 def test_cupy_graph_replay_equals_eager():
     import cupy

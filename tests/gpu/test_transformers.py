@@ -100,6 +100,69 @@ def test_a_step_as_a_cuda_graph(kind):
         step(tokens[0][:1])
 
 
+def prompt(model, length=60):
+    cache = DynamicMaskCache(model.config)
+    ids = small.batch("plain", 3, 80)[0]["input_ids"].cuda()
+    with torch.no_grad():
+        model(input_ids=ids[:, :length], **{small.CACHE: cache})
+    return ids, cache
+
+
+def one_call(model, ids, cache):
+    with torch.no_grad():
+        return model(input_ids=ids, position_ids=cache.layers[0].store.length[:, None], **{small.CACHE: cache}).logits
+
+
+@pytest.mark.parametrize(("change", "rows"), [
+    (lambda cache: cache.batch_select_indices(torch.tensor([2, 0], device="cuda")), [2, 0]),
+    (lambda cache: cache.batch_select_indices(torch.tensor([1, 1, 0], device="cuda")), [1, 1, 0]),
+    (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+    (lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0], device="cuda")), [2, 0, 0]),
+    (lambda cache: cache.reset(), [0, 1, 2])], ids=["select", "other rows", "repeat", "reorder", "reset"])
+def test_a_step_follows_the_rows_of_its_cache(change, rows):
+    model = model_of("doge", torch.float32)
+    (ids, cache), (_, other) = prompt(model), prompt(model)
+    step = DecodingStep(model, cache)
+    torch.testing.assert_close(step(ids[:, 60:61]), one_call(model, ids[:, 60:61], other), rtol=0, atol=1e-4)
+    for each in (cache, other):
+        change(each)
+    stale = [torch.ones(1 << k, device="cuda") for k in range(8, 22)]  # where memory was freed
+    for place in range(61, 65):
+        token = ids[rows, place:place + 1]
+        torch.testing.assert_close(step(token), one_call(model, token, other), rtol=0, atol=1e-4)
+    for a, b in zip(cache.layers, other.layers):
+        assert torch.equal(a.store.length, b.store.length) and a.get_seq_length() == b.get_seq_length()
+        assert torch.equal(a.store.kept().positions, b.store.kept().positions)
+    assert all(bool((x == 1).all()) for x in stale)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_capture_that_fails_has_changed_nothing(call):
+    """In either pass of the warm-up or in the capture."""
+    model = model_of("doge", torch.float32)
+    (ids, cache), (_, other) = prompt(model), prompt(model)
+    calls = []
+
+    def fail(*_):
+        calls.append(None)
+        if len(calls) == call:
+            raise torch.OutOfMemoryError("out of memory")
+
+    hook = model.model.layers[1].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        DecodingStep(model, cache)
+    hook.remove()
+    for a, b in zip(cache.layers, other.layers):
+        assert a.get_seq_length() == b.get_seq_length() == 60
+        for name, x in a.store.state_dict().items():
+            y = b.store.state_dict()[name]
+            assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y, name
+    step = DecodingStep(model, cache)
+    for place in range(60, 64):
+        token = ids[:, place:place + 1]
+        torch.testing.assert_close(step(token), one_call(model, token, other), rtol=0, atol=1e-4)
+
+
 def test_garbage_does_not_end_a_capture():
     """A graph that nothing but itself refers to is freed by the collector, which the capture has to keep from it."""
     gc.collect()

@@ -264,6 +264,42 @@ def test_reorder_select_clone_save_in_the_middle(dtype, convert):
     history.check(*history.run(cache, [17], convert, convert.back), tf32=tf32)
 
 
+def test_a_step_looks_at_what_is_held(monkeypatch):
+    """A step of the numpy backend attends to the slots that may be occupied, however long the window is."""
+    from cupy_dma.backends.numpy import dynamic_cache
+
+    seen, attention = [], dynamic_cache.attention
+    monkeypatch.setattr(dynamic_cache, "attention", lambda call: seen.append(call.key_length) or attention(call))
+    history = History(length=20, window=5000, sinks=1, recent=2)
+    cache = history.cache()
+    out, lse = history.run(cache, [1] * 8)
+    history.check(out, lse)
+    assert seen == [n + 2 for n in range(8)]
+    history.run(cache, [4], begin=8)
+    history.run(cache, [1] * 3, begin=12)
+    assert seen[-3:] == [14, 15, 16]
+    cache.reset()
+    history.check(*history.run(cache, [1] * 20))
+    assert seen[-20:] == [n + 2 for n in range(20)]
+    history.check_kept(cache)
+
+
+@pytest.mark.parametrize("shift", [1, 4, 9])
+def test_keys_may_lie_in_any_slot(shift, convert):
+    """A saved state whose empty slots come first, as ``fill_cache`` makes it, or in between."""
+    history = History(length=30, window=8, sinks=1, recent=3)
+    cache, other = history.cache(convert), history.cache(convert)
+    history.run(cache, [1, 4], convert, convert.back)
+    saved = cache.state_dict()
+    moved = {name: convert(np.roll(convert.back(x), shift, 2)) if getattr(x, "ndim", 0) > 2 else x
+             for name, x in saved.items()}
+    history.run(other, [1] * 2, convert, convert.back)
+    other.load_state_dict(moved)
+    history.check(*history.run(other, [1] * 10 + [5] + [1] * 10, convert, convert.back, begin=5), begin=5,
+                  tf32=convert.name in ("cupy", "torch-cuda"))
+    history.check_kept(other, back=convert.back)
+
+
 def test_copies_share_no_memory(convert):
     history = History(length=20)
     cache = history.cache(convert)

@@ -7,10 +7,13 @@ from cupy_dma import checks
 from cupy_dma.backends.numpy.selection import prefix_stop
 from cupy_dma.backends.numpy.varlen import attention
 from cupy_dma.cache.chunked_prefill import delivered, extend_chunk
-from cupy_dma.cache.slots import index, needed, refresh, rows
+from cupy_dma.cache.slots import index, needed, refreshed, rows
+from cupy_dma.cache.snapshot import OCCUPIED, copied, copy_rows
 from cupy_dma.cache.state import CacheState, ExtendCall
 from cupy_dma.calls.head_dims import widened
 from cupy_dma.calls.types import AttentionCall, key_bias
+
+COUNTED = ("scores", "positions", "in_top", "lengths")  # of the arrays of a state: those that are small
 
 
 def cache_extend(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
@@ -23,9 +26,11 @@ def cache_extend(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
 
 def _step(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
     """One token per sequence: it takes a free slot, or that of the key that it evicts, or none."""
-    library, xp, position = state.library, state.library.xp, state.lengths.array + 0
+    slots = _occupied(state) + 2  # that of the token, and that of the next
+    held = _first_slots(state, slots)
+    after, library, xp, position = copied(held, COUNTED), state.library, state.library.xp, state.lengths.array + 0
     batch, head = index(state, state.batch)[:, None], index(state, state.kv_heads)
-    top, lowest, free, score = state.in_top.array, state.lowest.array, state.free.array, call.scores.array[:, :, 0]
+    top, lowest, free, score = after.in_top.array, state.lowest.array, state.free.array, call.scores.array[:, :, 0]
     has_room = lowest < 0
     evicted = library.astype(xp.where(has_room, 0, lowest), "int64")
     real = library.full((state.batch,), True, "bool", state.device) if call.lengths is None else call.lengths.array > 0
@@ -34,27 +39,55 @@ def _step(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
 
     top[batch, head, evicted] = xp.where(enters & ~has_room, 0, top[batch, head, evicted])
     slot = library.astype(xp.where(free >= 0, free, evicted), "int64")
-    for target, fresh in ((rows(state, state.key), rows(state, call.key)[:, 0]),
-                          (rows(state, state.value), rows(state, call.value)[:, 0]),
-                          (state.scores.array, score), (state.positions.array, position[:, None]),
+    for target, fresh in ((after.scores.array, score), (after.positions.array, position[:, None]),
                           (top, library.astype(enters, "uint8"))):
-        taken = stored if target.ndim == 3 else stored[..., None]
-        target[batch, head, slot] = xp.where(taken, fresh, target[batch, head, slot])
-    state.lengths.array[...] = position + library.astype(real, "int64")
+        target[batch, head, slot] = xp.where(stored, fresh, target[batch, head, slot])
+    after.lengths.array[...] = position + library.astype(real, "int64")
+    seen, after = needed(after, position) & real[:, None, None], refreshed(after)
+
+    targets = rows(state, state.key), rows(state, state.value)
+    before = [target[batch, head, slot] for target in targets]
+    fresh = [xp.where(stored[..., None], rows(state, new)[:, 0], old)
+             for new, old in zip((call.key, call.value), before)]
     found = (None, None)
-    if call.query is not None:
-        found = _attend(state, call, needed(state, position) & real[:, None, None])
-    refresh(state)
+    try:
+        for target, row in zip(targets, fresh):
+            target[batch, head, slot] = row
+        if call.query is not None:
+            found = _attend(held, after, call, seen)
+    except BaseException:
+        for target, row in zip(targets, before):
+            target[batch, head, slot] = row
+        raise
+    copy_rows(after, held, names=(*COUNTED, "lowest", "lowest_score", "free"))
+    state.workspace[OCCUPIED] = min(slots - 1, state.rows)
     return found
 
 
-def _attend(state: CacheState, call: ExtendCall, seen: Any) -> tuple[Any, Any]:
-    """Attention over the slots that are ``seen (B, Hkv, R)``. If key and value differ in width, zero columns even them
+def _occupied(state: CacheState) -> int:
+    """How many slots of each head may be occupied, the first ones; found once, and counted from then on."""
+    if OCCUPIED not in state.workspace:
+        library = state.library
+        used = library.to_numpy((state.positions.array >= 0).any(0)).any(0)  # (R,)
+        state.workspace[OCCUPIED] = int(used.nonzero()[0].max(initial=-1)) + 1
+    return state.workspace[OCCUPIED]
+
+
+def _first_slots(state: CacheState, n: int) -> CacheState:
+    """Views of the first ``n`` slots: what a step costs depends on how many keys are held, not on the window."""
+    if n >= state.rows:
+        return state
+    return state.having({name: state.library.operand(getattr(state, name).array[:, :, :n], name)
+                         for name in ("key", "value", "scores", "positions", "in_top")})
+
+
+def _attend(held: CacheState, after: CacheState, call: ExtendCall, seen: Any) -> tuple[Any, Any]:
+    """Attention over the slots that are ``seen (B, Hkv, n)``. If key and value differ in width, zero columns even them
     out."""
-    library, size = state.library, max(state.head_dim, state.value_dim)
+    library, size = held.library, max(held.head_dim, held.value_dim)
     assert call.query is not None
-    key, value = (widened(library.operand(x.array.swapaxes(1, 2), x.name), size) for x in (state.key, state.value))
+    key, value = (widened(library.operand(x.array.swapaxes(1, 2), x.name), size) for x in (held.key, held.value))
     mask = checks.with_axes(library.operand(seen[:, :, None], "mask"), 4)
-    out, lse = attention(AttentionCall(widened(call.query, size), key, value, None, mask, key_bias(state.scores), False,
+    out, lse = attention(AttentionCall(widened(call.query, size), key, value, None, mask, key_bias(after.scores), False,
                                        call.scale, call.softcap, False))
-    return delivered(state, call, out, lse)
+    return delivered(held, call, out, lse)

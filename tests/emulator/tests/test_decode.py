@@ -2,13 +2,15 @@
 from __future__ import annotations
 
 import os
+from functools import partial
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import cupy_dma as dma
-from cupy_dma.arrays import describe, numpy_dtype
+from cupy_dma.arrays import describe, library_named, numpy_dtype
 from cupy_dma.backends.cuda.attention import flash_decode, last_queries, split
 from cupy_dma.backends.cuda.decode import step
 from tests.oracle import cases, reference
@@ -322,3 +324,84 @@ def test_what_the_last_queries_leave_to_masks(monkeypatch):
         out = dma.dynamic_mask_attention(q, k, k, s, **options, backend="emulator")
         expected = dma.dynamic_mask_attention(*(x.astype("f4") for x in (q, k, k)), s, **options, backend="numpy")
         assert np.abs(out - expected).max() < 4e-3
+
+
+# ---- the first step in a CUDA graph, and without memory ----
+class Capturing(emulator.EmulatorRuntime):
+    """A device on which a capture is under way while there is a ``graph``: launches are recorded and not run."""
+
+    graph: list | None = None
+
+    def load(self, *arguments, **options):
+        kernel = super().load(*arguments, **options)
+        launch = kernel.launch
+
+        def recorded(*arguments, **options):
+            if self.graph is None:
+                launch(*arguments, **options)
+            else:
+                self.graph.append(partial(launch, *arguments, **options))
+
+        kernel.launch = recorded
+        return kernel
+
+
+@pytest.mark.parametrize("heads", [2, 10])
+def test_the_first_step_is_captured(heads, monkeypatch):
+    """What a capture makes is garbage until it is replayed: an eager step before that takes nothing of it."""
+    history = History(dtype="float16", head_dim=16, length=12, window=70, batch=1, heads=heads, kv_heads=1)
+    library = library_named("numpy")
+    with emulator.using(Capturing, build="plain") as device:
+        def in_capture(make):
+            def made(*arguments):
+                array = make(*arguments)
+                if device.graph is not None:
+                    array[...] = 0x7F7F7F7F if array.dtype.kind == "i" else np.nan
+                return array
+            return made
+
+        for name in ("empty", "full"):
+            monkeypatch.setattr(library, name, in_capture(getattr(library, name)), raising=False)
+        monkeypatch.setattr(library, "is_capturing", lambda _: device.graph is not None, raising=False)
+        cache = history.cache(backend="emulator")
+        static, out = [x.copy() for x in history.tokens(0, 1)], np.empty((1, 1, heads, 16), np.float16)
+        device.graph = graph = []
+        cache.extend(*static, out=out)
+        device.graph = None
+        assert len(graph) == 1 and cache.length == 0
+        first = history.run(cache, [1] * 4)
+        for p in range(4, 8):
+            for target, fresh in zip(static, history.tokens(p, p + 1)):
+                target[...] = fresh
+            graph[0]()
+            first = np.concatenate((first[0], out), 1), first[1]
+        rest = history.run(cache, [1] * 4, begin=8)
+    (ref, plain), _ = history.oracle(tf32=True)
+    reference.assert_matches_reference(np.concatenate((first[0], rest[0]), 1), ref, plain, np.float16)
+    history.check_kept(cache)
+
+
+def test_a_step_without_memory_changes_nothing(monkeypatch):
+    history = History(dtype="float16", head_dim=16, length=12, window=70, batch=1, heads=10, kv_heads=1)
+    library, cache = library_named("numpy"), history.cache(backend="emulator")
+    history.run(cache, [10])
+    before = cache.state_dict()
+    for number in count():
+        left = count(number, -1)
+
+        def empty(*arguments, left=left):
+            if next(left) == 0:
+                raise MemoryError
+            return type(library).empty(library, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(library, "empty", empty, raising=False)
+            try:
+                out, lse = history.run(cache, [1], begin=10)
+                break
+            except MemoryError:
+                for name, x in cache.state_dict().items():
+                    np.testing.assert_array_equal(x, before[name])
+    assert number == 5  # out, lse, and three for what blocks leave for each other
+    history.check(out, lse, begin=10, tf32=True)
+    history.check_kept(cache, 10)

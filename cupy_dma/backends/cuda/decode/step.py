@@ -2,8 +2,9 @@
 
 The slots of a (sequence, kv head) are split among blocks; the last of them combines their results and changes the state
 (``kernels/decode/step.cu``). What blocks leave for each other lies in arrays that are made at the first step and stay
-with the state, so that later steps allocate nothing and a CUDA graph of a step can be replayed. On Hopper the blocks of
-a step with few heads form clusters, which leave it in shared memory.
+with the state, so that later steps allocate nothing and a CUDA graph of a step can be replayed. Nothing in them needs a
+first value; what does, the tickets, is made with the state. On Hopper the blocks of a step with few heads form
+clusters, which leave it in shared memory.
 """
 from __future__ import annotations
 
@@ -138,31 +139,37 @@ def _kernel(runtime: Runtime, index: int, num_splits: int, element: str, head_di
 
 
 def _fixed(state: CacheState, plan: SplitPlan, heads: int) -> dict[str, Any]:
-    """Parameters that are the same at every step of this state; kept with it, and the arrays that they name."""
-    name = ("decode step", heads)
-    if name not in state.workspace:
+    """Parameters that are the same at every step of this state; kept with it, and the arrays that they name.
+
+    A step that is captured before any has run gets arrays of its own: those may be the graph's memory. They stay with
+    the state, too, which the graph needs anyway, as CuPy's pool would give them away.
+    """
+    name: tuple[Any, ...] = ("decode step", heads)
+    found = state.workspace.get(name)
+    if found is None:
+        if state.library.is_capturing(state.device):
+            name = *name, "captured", len(state.workspace)
         pairs = state.batch * state.kv_heads
         tiles = plan.grid if plan.grid > pairs and plan.cluster == 1 else 0  # a single split leaves nothing
         sizes = {"partial": tiles * plan.rows * state.value_dim if heads else 0,
-                 "partial_state": 2 * tiles * plan.rows, "candidates": CANDIDATE_WORDS * pairs * plan.num_splits,
-                 "tickets": pairs + state.batch}
+                 "partial_state": 2 * tiles * plan.rows, "candidates": CANDIDATE_WORDS * pairs * plan.num_splits}
         arrays = {key: _made(state, f"{name} {key}", size) for key, size in sizes.items()}
-        state.workspace[name] = {key: array.pointer for key, array in arrays.items()} | {
+        found = {key: array.pointer for key, array in arrays.items()} | {
+            "tickets": state.tickets.pointer,
             "key": state.key.pointer, "value": state.value.pointer, "score": state.scores.pointer,
             "position": state.positions.pointer, "in_top": state.in_top.pointer, "lengths": state.lengths.pointer,
             "lowest": state.lowest.pointer, "lowest_score": state.lowest_score.pointer, "free": state.free.pointer,
             "kv_heads": state.kv_heads, "group": heads // state.kv_heads, "sets": plan.sets,
             "num_splits": plan.num_splits, "split_size": plan.split_size, "slots": state.rows, "window": state.window,
             "sinks": state.sinks, "recent": state.recent}
-    return state.workspace[name]
+        state.workspace.update({array.name: array for array in arrays.values()} | {name: found})
+    return found
 
 
 def _made(state: CacheState, name: str, size: int) -> Operand:
-    """An array of 4-byte zeros that stays with the state."""
+    """An array of 4-byte words."""
     library = state.library
-    made = library.describe(library.full((max(size, 2),), 0, "int32", state.device), name)
-    state.workspace[name] = made
-    return made
+    return library.describe(library.empty((max(size, 2),), "int32", state.device), name)
 
 
 def _moving(call: ExtendCall) -> dict[str, Any]:

@@ -1,0 +1,370 @@
+"""``DynamicMaskCache`` after calls that fail, layers that attend twice, and steps as CUDA graphs (by a small fake)."""
+from __future__ import annotations
+
+import contextlib
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import cupy_dma.transformers as dmt  # noqa: E402
+from cupy_dma.cache import DynamicCache  # noqa: E402
+from cupy_dma.cache.snapshot import ARRAYS  # noqa: E402
+from cupy_dma.transformers import DecodingStep, DynamicMaskCache  # noqa: E402
+from cupy_dma.transformers.cache import DynamicMaskLayer  # noqa: E402
+from cupy_dma.transformers.layers import DynamicMask  # noqa: E402
+from tests.transformers import small_models as small  # noqa: E402
+
+IDS = small.batch("plain", 3, 60)[0]["input_ids"]
+FAILED = "a call has failed after it had changed some layers"
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    made = transformers.AutoModelForCausalLM.from_config(small.config_of("llama", num_hidden_layers=3))
+    return small.randomize(dmt.convert(made, small.WINDOW, sinks=1, recent=3), spread=0.25)
+
+
+def logits(model: Any, ids: torch.Tensor, cache: Any, **options: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids, **{small.CACHE: cache}, **options).logits
+
+
+def filled(model: Any, length: int = 30, rows: Any = slice(None)) -> DynamicMaskCache:
+    cache = DynamicMaskCache(model.config)
+    logits(model, IDS[rows, :length], cache)
+    return cache
+
+
+def contents(cache: Any) -> list[Any]:
+    """Everything that the layers hold."""
+    found: list[Any] = []
+    for layer in cache.layers:
+        found.append(layer.get_seq_length())
+        found += [getattr(store._state, name).array.clone() for store in layer.stores for name in (*ARRAYS, "tickets")]
+    return found
+
+
+def same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x.nan_to_num(7), y.nan_to_num(7)) if isinstance(x, torch.Tensor) else
+                                    x == y for x, y in zip(a, b))
+
+
+@contextlib.contextmanager
+def failing(monkeypatch: Any, owner: Any, name: str, call: int) -> Any:
+    """The method raises at its ``call``-th call."""
+    original, calls = getattr(owner, name), [0]
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == call:
+            raise torch.OutOfMemoryError("out of memory")
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, method)
+        with pytest.raises(torch.OutOfMemoryError):
+            yield
+
+
+# ---- a forward pass that fails --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("length", [0, 30])
+@pytest.mark.parametrize("where", ["scores", "append"])
+def test_a_call_that_fails_in_the_first_layer_has_changed_nothing(model, where, length, monkeypatch):
+    from cupy_dma.transformers import attention
+
+    cache = filled(model, length) if length else DynamicMaskCache(model.config)
+    expected, before = logits(model, IDS[:, length:40], copy.deepcopy(cache)), contents(cache)
+    owner, name = (attention, "key_scores") if where == "scores" else (DynamicCache, "extend")
+    with failing(monkeypatch, owner, name, 1):
+        logits(model, IDS[:, length:40], cache)
+    assert cache.get_seq_length() == length
+    found = logits(model, IDS[:, length:40], cache)
+    assert torch.equal(found, expected) and cache.get_seq_length() == 40
+    assert same(before, contents(cache)) == (length == 40)
+
+
+def test_a_wrong_call_has_changed_nothing(model):
+    cache, other = filled(model), filled(model)
+    for wrong in (torch.full((4, 1), 5), torch.full((2, 3), 5)):
+        with pytest.raises(ValueError, match="key must have shape"):
+            logits(model, wrong, cache)
+    position = torch.tensor([[30, 31, 0, 1]]).expand(3, 4)
+    with pytest.raises(NotImplementedError, match="no packed sequences"):
+        with torch.no_grad():
+            seen = dmt.visibility.Visibility(4, 34, 30, position.device, documents=[torch.zeros(3, 34).long()])
+            model(input_ids=IDS[:, 30:34], attention_mask=seen, **{small.CACHE: cache})
+    assert cache.get_seq_length() == 30 and cache.layers[0]._announced
+    assert torch.equal(logits(model, IDS[:, 30:32], cache), logits(model, IDS[:, 30:32], other))
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+@pytest.mark.parametrize("where", ["append", "scores", "mlp"])
+@pytest.mark.parametrize("length", [0, 30])
+def test_a_call_that_fails_in_the_middle_is_not_gone_on_with(model, layer, where, length, monkeypatch):
+    from cupy_dma.transformers import attention
+
+    cache = filled(model, length) if length else DynamicMaskCache(model.config)
+    owner, name, call = {"append": (DynamicCache, "extend", layer + 1), "scores": (attention, "key_scores", layer + 1),
+                         "mlp": (model.model.layers[layer - 1].mlp, "forward", 1)}[where]
+    with failing(monkeypatch, owner, name, call):
+        logits(model, IDS[:, length:40], cache)
+    before = contents(cache)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=FAILED):
+            logits(model, IDS[:, length:40], cache)
+        assert length == 0 or same(contents(cache), before)
+    cache.reset()
+    found, expected = logits(model, IDS[:, :40], cache), logits(model, IDS[:, :40], DynamicMaskCache(model.config))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize(("change", "owner", "name"), [
+    (lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])), DynamicCache, "reorder"),
+    (lambda cache: cache.batch_select_indices(torch.tensor([2, 0])), DynamicCache, "select_batch"),
+    (lambda cache: cache.batch_repeat_interleave(2), DynamicCache, "select_batch"),
+    (lambda cache: cache.crop(-3), DynamicCache, "update")], ids=["reorder", "select", "repeat", "crop"])
+def test_a_change_that_fails(model, change, owner, name, layer, monkeypatch):
+    """In the first layer nothing has changed. In another, the cache takes no more tokens."""
+    cache, other = (filled(model, small.WINDOW) for _ in range(2))
+    before = contents(cache)
+    with failing(monkeypatch, owner, name, layer + 1):
+        change(cache)
+    if layer:
+        with pytest.raises(RuntimeError, match=FAILED):
+            logits(model, IDS[:, 30:31], cache)
+        cache.reset()
+        return
+    assert same(contents(cache), before)
+    change(cache)
+    change(other)
+    assert same(contents(cache), contents(other))
+    step = IDS[:1, 30:31].expand(other.layers[0].store.batch, 1)
+    assert torch.equal(logits(model, step, cache), logits(model, step, other))
+
+
+def test_crop_asks_all_layers_first(model):
+    cache = filled(model, small.WINDOW)
+    cache.layers[2]._parts[0].has_padding = True
+    before = contents(cache)
+    with pytest.raises(RuntimeError, match="no padding"):
+        cache.crop(-1)
+    assert same(contents(cache), before)
+
+
+# ---- what is recorded -----------------------------------------------------------------------------------------------
+def append(layer: DynamicMaskLayer, n: int, generator: torch.Generator) -> torch.Tensor:
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    key, value = draw(2, n, 2, 8), draw(2, n, 2, 8)
+    layer.update(key.transpose(1, 2), value.transpose(1, 2))
+    return layer.attend(draw(2, n, 4, 8), key, value, draw(2, 2, n), DynamicMask(4), None, {})
+
+
+def test_tokens_after_a_recording_end_it():
+    layer, generator = DynamicMaskLayer(), torch.Generator().manual_seed(0)
+    append(layer, 10, generator)
+    layer.activate_past_recording()
+    append(layer, 3, generator)
+    layer.record_past = False  # as generate does at its end
+    append(layer, 4, generator)
+    assert not layer.is_croppable
+    with pytest.raises(RuntimeError, match="2 of 17 tokens cannot be removed"):
+        layer.crop(-2)
+    assert layer.get_seq_length() == 17 and layer.store.length.tolist() == [17, 17]
+    layer.activate_past_recording()
+    append(layer, 2, generator)
+    layer.crop(-2)
+    assert layer.get_seq_length() == 17 and layer.store.length.tolist() == [17, 17]
+
+
+@pytest.mark.parametrize("rows", [[2, 0, 0], [1]])
+@pytest.mark.parametrize("removed", [0, 2, 5])
+def test_rows_change_while_the_past_is_recorded(model, rows, removed):
+    cache = filled(model)
+    cache.activate_past_recording()
+    logits(model, IDS[:, 30:33], cache)
+    logits(model, IDS[:, 33:35], cache)
+    if len(rows) == 3:
+        cache.reorder_cache(torch.tensor(rows))
+    else:
+        cache.batch_select_indices(torch.tensor(rows))
+    assert cache.layers[0].is_croppable
+    cache.crop(-removed)
+    other = filled(model, rows=rows)
+    for place in range(30, 35 - removed):
+        logits(model, IDS[rows, place:place + 1], other)
+    found, expected = (logits(model, IDS[rows, 40:41], each) for each in (cache, other))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert cache.get_seq_length() == 36 - removed
+
+
+# ---- layers that attend twice ---------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def differential() -> Any:
+    config = transformers.DiffLlamaConfig(**{**small.SIZES, "eos_token_id": None})
+    made = dmt.convert(transformers.AutoModelForCausalLM.from_config(config), 8, sinks=1, recent=2)
+    return small.randomize(made, spread=0.2)
+
+
+@pytest.mark.parametrize("search", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_a_layer_that_attends_twice(differential, search):
+    """DiffLlama: the same keys with one half of the values, then with the other. Each has a selection of its own."""
+    how = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0, **search}
+    found = differential.generate(IDS[:, :20], **how, return_dict_in_generate=True)
+    assert torch.equal(found.sequences, differential.generate(IDS[:, :20], use_cache=False, **how))
+    layer = getattr(found, small.CACHE).layers[0]
+    assert [store.length.tolist() for store in layer.stores] == [[24] * len(layer.store.length)] * 2
+
+
+def test_a_layer_that_attends_twice_is_cropped(differential):
+    cache = DynamicMaskCache(differential.config)
+    logits(differential, IDS[:, :20], cache)
+    cache.activate_past_recording()
+    logits(differential, IDS[:, 40:44], cache)
+    cache.crop(-4)
+    other = DynamicMaskCache(differential.config)
+    logits(differential, IDS[:, :20], other)
+    torch.testing.assert_close(logits(differential, IDS[:, 20:21], cache), logits(differential, IDS[:, 20:21], other),
+                               rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("call", [2, 3, 4])
+def test_a_layer_that_fails_the_second_time(differential, call, monkeypatch):
+    cache = DynamicMaskCache(differential.config)
+    logits(differential, IDS[:, :20], cache)
+    with failing(monkeypatch, DynamicCache, "extend", call):
+        logits(differential, IDS[:, 20:21], cache)
+    with pytest.raises(RuntimeError, match=FAILED):
+        logits(differential, IDS[:, 20:21], cache)
+
+
+# ---- a step as a CUDA graph -----------------------------------------------------------------------------------------
+class FakeCuda:
+    """CUDA graphs on a CPU: what is captured is the call under way, which a replay repeats on the layers' counters of
+    before, as kernels know nothing of those."""
+
+    def __init__(self, model: Any, monkeypatch: Any):
+        self.model, self.training, self.device, self.captures = model, False, SimpleNamespace(type="cuda"), 0
+        self.forward, self.graph, self.fail_at, self.calls = model.forward, None, None, 0
+        stream = SimpleNamespace(wait_stream=lambda other: None)
+        for name, fake in {"Stream": lambda: stream, "current_stream": lambda: stream, "CUDAGraph": self.make_graph,
+                           "stream": lambda s: contextlib.nullcontext(), "graph": self.capture,
+                           "device": lambda d: contextlib.nullcontext()}.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    def make_graph(self) -> Any:
+        graph = SimpleNamespace(call=None, out=None, layers=None)
+
+        @torch.no_grad()
+        def replay() -> None:
+            counts = [layer.get_seq_length() for layer in graph.call[small.CACHE].layers]
+            graph.call["position_ids"] = graph.call[small.CACHE].layers[0].store.length[:, None]
+            graph.out.copy_(self.model(**graph.call).logits)
+            for layer, count in zip(graph.call[small.CACHE].layers, counts):
+                layer.advance(count - layer.get_seq_length())
+
+        graph.replay = replay
+        return graph
+
+    @contextlib.contextmanager
+    def capture(self, graph: Any) -> Any:
+        self.graph, self.captures = graph, self.captures + 1
+        try:
+            yield
+        finally:
+            self.graph = None
+
+    def __call__(self, **given: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.fail_at:
+            middle = self.model.model.layers[1].mlp
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(middle, "forward", lambda x: 1 / 0)
+                return self.model(**given)
+        found = self.model(**given)
+        if self.graph is not None:
+            self.graph.call, self.graph.out = given, found.logits
+        return found
+
+
+def steps(model: Any, step: Any, other: Any, begin: int, n: int = 2, rows: Any = slice(None)) -> None:
+    """``n`` tokens by ``step`` and, one call each, on the cache ``other``."""
+    for place in range(begin, begin + n):
+        ids = IDS[rows, place:place + 1]
+        expected = logits(model, ids, other, position_ids=other.layers[0].store.length[:, None])
+        torch.testing.assert_close(step(ids), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("change", "rows", "captures"), [
+    (lambda cache: cache.batch_select_indices(torch.tensor([2, 0])), [2, 0], 2),
+    (lambda cache: cache.batch_select_indices(torch.tensor([1, 1, 0])), [1, 1, 0], 2),
+    (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2], 2),
+    (lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0], 1),
+    (lambda cache: cache.reset(), [0, 1, 2], 1)], ids=["select", "other rows", "repeat", "reorder", "reset"])
+def test_a_step_follows_the_rows_of_its_cache(model, change, rows, captures, monkeypatch):
+    cache, other = filled(model), filled(model)
+    fake = FakeCuda(model, monkeypatch)
+    step = DecodingStep(fake, cache)
+    steps(model, step, other, 30)
+    change(cache)
+    change(other)
+    if len(rows) != 3:
+        with pytest.raises(ValueError, match=rf"ids must have shape \({len(rows)}, 1\), got \(3, 1\)"):
+            step(IDS[:, 30:31])
+    steps(model, step, other, 40, rows=rows)
+    steps(model, step, other, 42, rows=rows)
+    assert fake.captures == captures
+    assert same(contents(cache), contents(other))
+
+
+def test_a_step_after_crop(model, monkeypatch):
+    cache, other = filled(model, 8), filled(model, 6)
+    fake = FakeCuda(model, monkeypatch)
+    step = DecodingStep(fake, cache)
+    cache.crop(-2)
+    steps(model, step, other, 6)
+    cache.activate_past_recording()
+    with pytest.raises(ValueError, match="without recording of the past"):
+        step(IDS[:, 8:9])
+    logits(model, IDS[:, 20:25], cache)
+    cache.crop(-5)
+    for layer in cache.layers:
+        layer.record_past = False
+    steps(model, step, other, 8)
+    assert fake.captures == 1 and cache.get_seq_length() == 10
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_capture_that_fails_has_changed_nothing(model, call, monkeypatch):
+    """In either pass of the warm-up or in the capture, when the cache has got other rows, too."""
+    cache, other = filled(model), filled(model)
+    fake, before = FakeCuda(model, monkeypatch), contents(cache)
+    fake.fail_at = call
+    with pytest.raises(ZeroDivisionError):
+        DecodingStep(fake, cache)
+    assert same(contents(cache), before)
+    step = DecodingStep(fake, cache)
+    assert same(contents(cache), before)
+    for each in (cache, other):
+        each.batch_select_indices(torch.tensor([1, 2]))
+    before, fake.fail_at = contents(cache), fake.calls + call
+    with pytest.raises(ZeroDivisionError):
+        step(IDS[:2, 30:31])
+    assert same(contents(cache), before) and not any(layer._announced for layer in cache.layers)
+    steps(model, step, other, 30, rows=[1, 2])
+
+
+def test_a_step_on_a_cache_that_a_call_has_left_broken(model, monkeypatch):
+    cache = filled(model)
+    step = DecodingStep(FakeCuda(model, monkeypatch), cache)
+    with failing(monkeypatch, DynamicCache, "extend", 2):
+        logits(model, IDS[:, 30:31], cache)
+    with pytest.raises(RuntimeError, match=FAILED):
+        step(IDS[:, 30:31])
