@@ -20,17 +20,18 @@ from cupy_dma.calls.varlen import varlen_call, varlen_dynamic_call
 
 
 def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any = None, causal: bool = False,
-              scale: float | None = None, softcap: float = 0.0, deterministic: bool = False, return_lse: bool = False,
-              layout: str | None = None, backend: str | None = None) -> Any:
+              scale: float | None = None, softcap: float = 0.0, sink_logits: Any = None, deterministic: bool = False,
+              return_lse: bool = False, layout: str | None = None, backend: str | None = None) -> Any:
     """Attention over the visible keys, for arrays ``(B, L, H, D)``; ``layout="bhnd"`` takes SDPA's ``(B, H, L, D)``.
 
     Parameters
     ----------
     query : float array ``(B, Lq, H, D)``
-    key, value : float array ``(B, Lk, Hkv, D)``
-        ``H`` is a multiple of ``Hkv``, ``D`` is 1 to 256, lengths may be 0. Any strides of B, L and head (a transposed
-        BHSD tensor needs no copy); the last axis is contiguous. float16, bfloat16 or float32 on every backend, float64
-        on numpy and, for CPU arrays, on flex. For the precision of float32 see the notes.
+    key, value : float array ``(B, Lk, Hkv, D)`` and ``(B, Lk, Hkv, Dv)``
+        ``H`` is a multiple of ``Hkv``, ``D`` and ``Dv`` are 1 to 256, lengths may be 0. Any strides of B, L and head (a
+        transposed BHSD tensor needs no copy); the last axis is contiguous. float16, bfloat16 or float32 on every
+        backend, float64 on numpy and, for CPU arrays, on flex. For the precision of float32 see the notes. Where the
+        kernels need ``Dv`` to be ``D`` (all but those of few queries), the narrower arrays are copied.
     mask : IntervalMask, or bool array ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)`` or ``(Lq, Lk)``, or several in a tuple, optional
         True = visible. A padding mask ``(B, Lk)`` is ``mask[:, None, None]``; a mask with two axes that could be one
         (``Lq == B``) raises. Several masks are intersected. A dense mask may be arbitrary, at the cost of reading it;
@@ -44,6 +45,10 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
         Default ``1 / sqrt(D)``. At most ``2**127`` in size, unless the arrays are float64.
     softcap
         0 means none; otherwise ``2**-126`` to ``2**127``, unless the arrays are float64.
+    sink_logits : float array ``(H,)``, optional
+        Learned sinks (GPT-OSS): one more term ``exp(sink_logits[h])`` in the softmax sum of every row, in natural-log
+        units, after scale and softcap. Its value is zero, so it takes probability and adds nothing to ``out``. -inf is
+        no sink. The returned ``lse`` counts it in.
     deterministic
         Make the backward pass bitwise reproducible too; the forward pass always is.
     return_lse
@@ -56,7 +61,7 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
 
     Returns
     -------
-    out : array ``(B, Lq, H, D)`` of query's library and type, contiguous
+    out : array ``(B, Lq, H, Dv)`` of query's library and type, contiguous
     lse : float32 array ``(B, H, Lq)``, natural log (float64 for float64), with ``return_lse``
 
     Raises
@@ -80,22 +85,24 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
     """
     if not is_ours(layout):
         return in_bhnd(attention, (("query", query), ("key", key), ("value", value)), mask=mask, bias=bias,
-                       causal=causal, scale=scale, softcap=softcap, deterministic=deterministic,
-                       return_lse=return_lse, backend=backend)
+                       causal=causal, scale=scale, softcap=softcap, sink_logits=sink_logits,
+                       deterministic=deterministic, return_lse=return_lse, backend=backend)
     if _belongs_to_torch(query):
         from cupy_dma import torch
 
         return torch.attention(query, key, value, mask=mask, bias=bias, causal=causal, scale=scale, softcap=softcap,
-                               deterministic=deterministic, return_lse=return_lse, layout=layout, backend=backend)
-    call = attention_call(query, key, value, mask, bias, causal, scale, softcap, deterministic, layout)
+                               sink_logits=sink_logits, deterministic=deterministic, return_lse=return_lse,
+                               layout=layout, backend=backend)
+    call = attention_call(query, key, value, mask, bias, causal, scale, softcap, deterministic, layout, sink_logits)
     return run(call, return_lse, backends.choose(backend, (call.query,)))
 
 
 def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None, *, window: int, dt_proj: Any = None,
                            A: Any = None, dt_bias: Any = None, form: str = "exp", keys: str = "prefix",
                            padding: Any = None, documents: Any = None, causal: bool = True,
-                           scale: float | None = None, softcap: float = 0.0, deterministic: bool = False,
-                           return_lse: bool = False, layout: str | None = None, backend: str | None = None) -> Any:
+                           scale: float | None = None, softcap: float = 0.0, sink_logits: Any = None,
+                           deterministic: bool = False, return_lse: bool = False, layout: str | None = None,
+                           backend: str | None = None) -> Any:
     """Every query attends to its ``window`` highest-scored keys, with the scores as key bias.
 
     Arrays are ``(B, L, H, D)``; ``layout="bhnd"`` takes SDPA's ``(B, H, L, D)``. Equivalent to ``attention(query,
@@ -103,7 +110,7 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
 
     Parameters
     ----------
-    query, key, value, scale, softcap, deterministic, return_lse, layout, backend
+    query, key, value, scale, softcap, sink_logits, deterministic, return_lse, layout, backend
         As for ``attention``.
     scores : float array ``(B, Hkv, Lk)``
         Instead of scores you can pass ``dt_proj``, ``A`` and optionally ``dt_bias`` and ``form``, from which
@@ -127,17 +134,18 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
     if not is_ours(layout):
         return in_bhnd(dynamic_mask_attention, (("query", query), ("key", key), ("value", value)), scores,
                        window=window, dt_proj=dt_proj, A=A, dt_bias=dt_bias, form=form, keys=keys, padding=padding,
-                       documents=documents, causal=causal, scale=scale, softcap=softcap, deterministic=deterministic,
-                       return_lse=return_lse, backend=backend)
+                       documents=documents, causal=causal, scale=scale, softcap=softcap, sink_logits=sink_logits,
+                       deterministic=deterministic, return_lse=return_lse, backend=backend)
     if _belongs_to_torch(query):
         from cupy_dma import torch
 
         return torch.dynamic_mask_attention(
             query, key, value, scores, window=window, dt_proj=dt_proj, A=A, dt_bias=dt_bias, form=form, keys=keys,
             padding=padding, documents=documents, causal=causal, scale=scale, softcap=softcap,
-            deterministic=deterministic, return_lse=return_lse, layout=layout, backend=backend)
+            sink_logits=sink_logits, deterministic=deterministic, return_lse=return_lse, layout=layout,
+            backend=backend)
     call = dynamic_call(query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents, causal,
-                        scale, softcap, deterministic, layout)
+                        scale, softcap, deterministic, layout, sink_logits)
     return run_dynamic(call, return_lse, backends.choose(backend, (call.attention.query,)))
 
 
@@ -190,15 +198,15 @@ def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: s
 
 def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *, mask: Any = None,
                      bias: Any = None, causal: bool = False, scale: float | None = None, softcap: float = 0.0,
-                     deterministic: bool = False, return_lse: bool = False, block_table: Any = None,
-                     seqused_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-                     tail_padding: bool = False, backend: str | None = None) -> Any:
+                     sink_logits: Any = None, deterministic: bool = False, return_lse: bool = False,
+                     block_table: Any = None, seqused_k: Any = None, max_seqlen_q: int | None = None,
+                     max_seqlen_k: int | None = None, tail_padding: bool = False, backend: str | None = None) -> Any:
     """Attention within each of several packed sequences (varlen), for arrays ``(total, H, D)``.
 
     Parameters
     ----------
     query : float array ``(total_q, H, D)``
-    key, value : float array ``(total_k, Hkv, D)``
+    key, value : float array ``(total_k, Hkv, D)`` and ``(total_k, Hkv, Dv)``
         Or a paged KV cache ``(num_pages, page_size, Hkv, D)`` with ``block_table``. Types and strides as for
         ``attention``.
     cu_seqlens_q, cu_seqlens_k : int32 or int64 array ``(B + 1,)``, or list of ints
@@ -211,7 +219,7 @@ def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
         ``block_table``: ``(1|B, 1|Hkv|H, max_pages * page_size)``, positions counted within the sequence.
     bias : float array ``(1|Hkv|H, total_k)``, optional
         One number per key, in natural-log units. With ``block_table``: ``(1|B, 1|Hkv|H, max_pages * page_size)``.
-    causal, scale, softcap, deterministic, return_lse, backend
+    causal, scale, softcap, sink_logits, deterministic, return_lse, backend
         As for ``attention``.
     block_table : int32 or int64 array ``(B, max_pages)``, or list, optional
         The page table: key ``j`` of sequence ``b`` is row ``j % page_size`` of page ``block_table[b, j // page_size]``.
@@ -228,7 +236,7 @@ def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
 
     Returns
     -------
-    out : array ``(total_q, H, D)`` of query's library and type, contiguous
+    out : array ``(total_q, H, Dv)`` of query's library and type, contiguous
     lse : float32 array ``(H, total_q)``, natural log (float64 for float64), with ``return_lse``
 
     Raises
@@ -249,21 +257,22 @@ def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
 
         return torch.varlen_attention(
             query, key, value, cu_seqlens_q, cu_seqlens_k, mask=mask, bias=bias, causal=causal, scale=scale,
-            softcap=softcap, deterministic=deterministic, return_lse=return_lse, block_table=block_table,
-            seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, tail_padding=tail_padding,
-            backend=backend)
+            softcap=softcap, sink_logits=sink_logits, deterministic=deterministic, return_lse=return_lse,
+            block_table=block_table, seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+            tail_padding=tail_padding, backend=backend)
     call = varlen_call(query, key, value, cu_seqlens_q, cu_seqlens_k, mask, bias, causal, scale, softcap,
-                       deterministic, block_table, seqused_k, max_seqlen_q, max_seqlen_k, tail_padding)
+                       deterministic, block_table, seqused_k, max_seqlen_q, max_seqlen_k, tail_padding, sink_logits)
     return run(call, return_lse, backends.choose(backend, (call.query,)))
 
 
 def varlen_dynamic_mask_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any,
                                   scores: Any = None, *, window: int, dt_proj: Any = None, A: Any = None,
                                   dt_bias: Any = None, form: str = "exp", keys: str = "prefix", causal: bool = True,
-                                  scale: float | None = None, softcap: float = 0.0, deterministic: bool = False,
-                                  return_lse: bool = False, block_table: Any = None, seqused_k: Any = None,
-                                  max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-                                  tail_padding: bool = False, backend: str | None = None) -> Any:
+                                  scale: float | None = None, softcap: float = 0.0, sink_logits: Any = None,
+                                  deterministic: bool = False, return_lse: bool = False, block_table: Any = None,
+                                  seqused_k: Any = None, max_seqlen_q: int | None = None,
+                                  max_seqlen_k: int | None = None, tail_padding: bool = False,
+                                  backend: str | None = None) -> Any:
     """Every query attends to the ``window`` highest-scored keys of its own sequence, with the scores as key bias.
 
     Arrays are ``(total, H, D)``, all sequences one after the other.
@@ -275,7 +284,7 @@ def varlen_dynamic_mask_attention(query: Any, key: Any, value: Any, cu_seqlens_q
     scores : float array ``(Hkv, total_k)``
         With ``block_table``: ``(B, Hkv, max_pages * page_size)``. Instead of scores you can pass ``dt_proj``, ``A`` and
         optionally ``dt_bias`` and ``form``, from which ``key_scores`` computes them (not with ``block_table``).
-    window, keys, causal, scale, softcap, deterministic, return_lse, backend
+    window, keys, causal, scale, softcap, sink_logits, deterministic, return_lse, backend
         As for ``dynamic_mask_attention``.
 
     Returns
@@ -292,11 +301,12 @@ def varlen_dynamic_mask_attention(query: Any, key: Any, value: Any, cu_seqlens_q
         return torch.varlen_dynamic_mask_attention(
             query, key, value, cu_seqlens_q, cu_seqlens_k, scores, window=window, dt_proj=dt_proj, A=A,
             dt_bias=dt_bias, form=form, keys=keys, causal=causal, scale=scale, softcap=softcap,
-            deterministic=deterministic, return_lse=return_lse, block_table=block_table, seqused_k=seqused_k,
-            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, tail_padding=tail_padding, backend=backend)
+            sink_logits=sink_logits, deterministic=deterministic, return_lse=return_lse, block_table=block_table,
+            seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, tail_padding=tail_padding,
+            backend=backend)
     call = varlen_dynamic_call(query, key, value, cu_seqlens_q, cu_seqlens_k, scores, window, dt_proj, A, dt_bias, form,
                                keys, causal, scale, softcap, deterministic, block_table, seqused_k, max_seqlen_q,
-                               max_seqlen_k, tail_padding)
+                               max_seqlen_k, tail_padding, sink_logits)
     return run_dynamic(call, return_lse, backends.choose(backend, (call.attention.query,)))
 
 

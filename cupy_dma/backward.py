@@ -8,6 +8,7 @@ softcap:
     dx[i, j] = ds[i, j] * (1 - tanh(x / c)^2)                ds without a softcap
     dv_j = sum_i p[i, j] dout_i        dq_i = scale * sum_j dx[i, j] k_j        dk_j = scale * sum_i dx[i, j] q_i
     dbias = ds, summed over the axes along which the bias broadcasts and over the heads that share it
+    dsink = sum_i exp(sink - lse_i) * (-delta_i)             sink_logits: out and lse count the sink in
 
 Everything is accumulated and reduced in float32 (float64 for float64) and rounded once, to the type of the argument.
 The selection of keys is piecewise constant and has no gradient: the scores get theirs as a bias. Queries with no
@@ -17,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from cupy_dma import backends, checks
 from cupy_dma.arrays import Library
@@ -32,17 +35,23 @@ from cupy_dma.calls.gradients import (
 )
 from cupy_dma.calls.run import attention_of
 from cupy_dma.calls.scores import recipe_of
+from cupy_dma.calls.sinks import sink_gradient
 from cupy_dma.calls.types import AttentionCall
 from cupy_dma.calls.varlen import varlen_call
 
 
-class AttentionGradients(NamedTuple):
-    """Each has its argument's shape and type; None for what was not asked for."""
-
+class _AttentionGradients(NamedTuple):
     query: Any = None
     key: Any = None
     value: Any = None
     bias: Any = None
+
+
+class AttentionGradients(_AttentionGradients):
+    """Each has its argument's shape and type; None for what was not asked for. ``sink_logits`` is an attribute only, no
+    item of the tuple."""
+
+    sink_logits: Any = None
 
 
 class ScoreGradients(NamedTuple):
@@ -54,9 +63,7 @@ class ScoreGradients(NamedTuple):
     dt_bias: Any = None
 
 
-class DynamicGradients(NamedTuple):
-    """Each has its argument's shape and type; None for what was not asked for or not given."""
-
+class _DynamicGradients(NamedTuple):
     query: Any = None
     key: Any = None
     value: Any = None
@@ -66,18 +73,28 @@ class DynamicGradients(NamedTuple):
     dt_bias: Any = None
 
 
+class DynamicGradients(_DynamicGradients):
+    """Each has its argument's shape and type; None for what was not asked for or not given. ``sink_logits`` is an
+    attribute only, no item of the tuple."""
+
+    sink_logits: Any = None
+
+
+_ATTENTION_NEEDS = (*AttentionGradients._fields, "sink_logits")
+_DYNAMIC_NEEDS = (*DynamicGradients._fields, "sink_logits")
+
+
 def attention_backward(dout: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, *, mask: Any = None,
                        bias: Any = None, causal: bool = False, scale: float | None = None, softcap: float = 0.0,
-                       deterministic: bool = False, dlse: Any = None,
-                       needs: Iterable[str] = AttentionGradients._fields,
-                       backend: str | None = None) -> AttentionGradients:
+                       sink_logits: Any = None, deterministic: bool = False, dlse: Any = None,
+                       needs: Iterable[str] = _ATTENTION_NEEDS, backend: str | None = None) -> AttentionGradients:
     """Gradients of ``cupy_dma.attention``, for arrays ``(B, L, H, D)``.
 
     Parameters
     ----------
-    dout : float array ``(B, Lq, H, D)`` of query's type
+    dout : float array ``(B, Lq, H, Dv)`` of query's type
         Gradient with respect to ``out``. Any strides; copied if its last axis is not contiguous.
-    query, key, value, mask, bias, causal, scale, softcap, backend
+    query, key, value, mask, bias, causal, scale, softcap, sink_logits, backend
         As passed to ``attention``.
     out, lse
         What ``attention(..., return_lse=True)`` returned.
@@ -88,13 +105,14 @@ def attention_backward(dout: Any, query: Any, key: Any, value: Any, out: Any, ls
     dlse : float array ``(B, H, Lq)``, optional
         Gradient with respect to ``lse``, if the loss depends on it.
     needs
-        Any of ``"query"``, ``"key"``, ``"value"``, ``"bias"``: gradients left out are not computed. All by default;
-        ``"bias"`` is ignored if no bias was given.
+        Any of ``"query"``, ``"key"``, ``"value"``, ``"bias"``, ``"sink_logits"``: gradients left out are not computed.
+        All by default; ``"bias"`` and ``"sink_logits"`` are ignored if they were not given.
 
     Returns
     -------
     AttentionGradients
-        ``(query, key, value, bias)``, each of the shape and type of its argument; None where not asked for.
+        ``(query, key, value, bias)``, each of the shape and type of its argument; None where not asked for. And, as an
+        attribute, ``sink_logits``.
 
     Raises
     ------
@@ -103,26 +121,27 @@ def attention_backward(dout: Any, query: Any, key: Any, value: Any, out: Any, ls
     NotImplementedError
         The backend does not support this combination, or a torch argument requires grad: there is no second derivative.
     """
-    wanted = check_needs(needs, AttentionGradients._fields)
-    call = attention_call(query, key, value, mask, bias, causal, scale, softcap, deterministic)
+    wanted = check_needs(needs, _ATTENTION_NEEDS)
+    call = attention_call(query, key, value, mask, bias, causal, scale, softcap, deterministic,
+                          sink_logits=sink_logits)
     return _gradients(call, check_upstream(call, dout, out, lse, dlse), wanted, backend)
 
 
 def varlen_attention_backward(dout: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, cu_seqlens_q: Any,
                               cu_seqlens_k: Any, *, mask: Any = None, bias: Any = None, causal: bool = False,
-                              scale: float | None = None, softcap: float = 0.0, deterministic: bool = False,
-                              dlse: Any = None, block_table: Any = None, seqused_k: Any = None,
-                              max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-                              needs: Iterable[str] = AttentionGradients._fields,
+                              scale: float | None = None, softcap: float = 0.0, sink_logits: Any = None,
+                              deterministic: bool = False, dlse: Any = None, block_table: Any = None,
+                              seqused_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+                              needs: Iterable[str] = _ATTENTION_NEEDS,
                               backend: str | None = None) -> AttentionGradients:
     """Gradients of ``cupy_dma.varlen_attention``, for arrays ``(total, H, D)``.
 
     Parameters
     ----------
-    dout : float array ``(total_q, H, D)`` of query's type
+    dout : float array ``(total_q, H, Dv)`` of query's type
         Gradient with respect to ``out``. Any strides; copied if its last axis is not contiguous.
-    query, key, value, cu_seqlens_q, cu_seqlens_k, mask, bias, causal, scale, softcap, seqused_k, max_seqlen_q, \
-max_seqlen_k, backend
+    query, key, value, cu_seqlens_q, cu_seqlens_k, mask, bias, causal, scale, softcap, sink_logits, seqused_k, \
+max_seqlen_q, max_seqlen_k, backend
         As passed to ``varlen_attention``.
     out, lse
         What ``varlen_attention(..., return_lse=True)`` returned.
@@ -137,7 +156,7 @@ max_seqlen_k, backend
     -------
     AttentionGradients
         ``(query, key, value, bias)``, each of the shape and type of its argument; None where not asked for. Keys that
-        belong to no sequence, or lie past ``seqused_k``, get zeros.
+        belong to no sequence, or lie past ``seqused_k``, get zeros. And, as an attribute, ``sink_logits``.
 
     Raises
     ------
@@ -153,23 +172,33 @@ max_seqlen_k, backend
     >>> grads.value[:, 0, 0].round(2)  # how much of the attention each key gets
     array([1.83, 0.83, 0.33, 2.28, 1.28, 0.78, 0.45, 0.2 ])
     """
-    wanted = check_needs(needs, AttentionGradients._fields)
+    wanted = check_needs(needs, _ATTENTION_NEEDS)
     call = varlen_call(query, key, value, cu_seqlens_q, cu_seqlens_k, mask, bias, causal, scale, softcap, deterministic,
-                       block_table, seqused_k, max_seqlen_q, max_seqlen_k)
+                       block_table, seqused_k, max_seqlen_q, max_seqlen_k, sink_logits=sink_logits)
     return _gradients(call, check_upstream(call, dout, out, lse, dlse), wanted, backend)
 
 
 def _gradients(call: AttentionCall, upstream: Upstream, wanted: frozenset[str],
                backend: str | None) -> AttentionGradients:
     """The wanted gradients of a checked call."""
-    checks.require_no_grad((call.query, call.key, call.value, call.bias))
-    if call.bias is None:
-        wanted -= {"bias"}
+    checks.require_no_grad((call.query, call.key, call.value, call.bias, call.sinks))
+    wanted -= {name for name, given in (("bias", call.bias), ("sink_logits", call.sinks)) if given is None}
     module = backends.choose(backend, (call.query,))
-    if not wanted:
-        return AttentionGradients()
-    found = attention_gradients(call, upstream, wanted, module)
-    return AttentionGradients(*_exported(call.query.library, found))
+    found = AttentionGradients()
+    if wanted - {"sink_logits"}:
+        made = attention_gradients(call, upstream, wanted - {"sink_logits"}, module)
+        found = AttentionGradients(*_exported(call.query.library, made))
+    if "sink_logits" in wanted:
+        found.sink_logits = _sink_gradient(call, upstream)
+    return found
+
+
+def _sink_gradient(call: AttentionCall, upstream: Upstream) -> Any:
+    library, (dout, out, lse, dlse) = call.query.library, upstream
+    assert call.sinks is not None
+    with library.on(call.query.device), np.errstate(all="ignore"):
+        return library.export(sink_gradient(library, dout.array, out.array, lse.array,
+                                            None if dlse is None else dlse.array, call.sinks, call.query.dtype))
 
 
 def key_scores_backward(dscores: Any, value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: str = "exp",
@@ -217,8 +246,8 @@ def dynamic_mask_attention_backward(
         dout: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, scores: Any = None, *, window: int,
         dt_proj: Any = None, A: Any = None, dt_bias: Any = None, form: str = "exp", keys: str = "prefix",
         padding: Any = None, documents: Any = None, causal: bool = True, scale: float | None = None,
-        softcap: float = 0.0, deterministic: bool = False, dlse: Any = None,
-        needs: Iterable[str] = DynamicGradients._fields, backend: str | None = None) -> DynamicGradients:
+        softcap: float = 0.0, sink_logits: Any = None, deterministic: bool = False, dlse: Any = None,
+        needs: Iterable[str] = _DYNAMIC_NEEDS, backend: str | None = None) -> DynamicGradients:
     """Gradients of ``cupy_dma.dynamic_mask_attention``, for arrays ``(B, L, H, D)``: scores and mask are recomputed.
 
     Parameters
@@ -226,17 +255,17 @@ def dynamic_mask_attention_backward(
     dout, out, lse, dlse, deterministic
         As for ``attention_backward``.
     query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents, causal, scale, softcap, \
-backend
+sink_logits, backend
         As passed to ``dynamic_mask_attention``.
     needs
-        Any of ``"query"``, ``"key"``, ``"value"``, ``"scores"``, ``"dt_proj"``, ``"A"``, ``"dt_bias"``. All by default;
-        names of arguments that were not given are ignored.
+        Any of ``"query"``, ``"key"``, ``"value"``, ``"scores"``, ``"dt_proj"``, ``"A"``, ``"dt_bias"``,
+        ``"sink_logits"``. All by default; names of arguments that were not given are ignored.
 
     Returns
     -------
     DynamicGradients
         Where the scores are computed from ``value``, its gradient is the sum of both terms, added before the last
-        rounding.
+        rounding. ``sink_logits`` is an attribute, as in ``attention_backward``.
 
     Raises
     ------
@@ -250,22 +279,26 @@ backend
     >>> grads.value[0, :, 0, 0]  # equal scores: every query sees itself and the key before
     array([1.5, 1. , 1. , 1. , 1. , 0.5])
     """
-    wanted = check_needs(needs, DynamicGradients._fields)
+    wanted = check_needs(needs, _DYNAMIC_NEEDS)
     call = dynamic_call(query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents, causal,
-                        scale, softcap, deterministic)
+                        scale, softcap, deterministic, sink_logits=sink_logits)
     attention, recipe = call.attention, call.recipe
-    checks.require_no_grad((attention.query, attention.key, attention.value, call.scores, *(recipe or ())[1:4]))
+    checks.require_no_grad((attention.query, attention.key, attention.value, call.scores, attention.sinks,
+                            *(recipe or ())[1:4]))
     upstream = check_upstream(attention, dout, out, lse, dlse)
-    given = {"scores": scores, "dt_proj": dt_proj, "A": A, "dt_bias": dt_bias}
+    given = {"scores": scores, "dt_proj": dt_proj, "A": A, "dt_bias": dt_bias, "sink_logits": sink_logits}
     wanted -= {name for name, argument in given.items() if argument is None}
-    if not wanted:
-        return DynamicGradients()
-    module, library = backends.choose(backend, (attention.query,)), attention.query.library
-    found = chain_gradients(attention_of(call, module), recipe,
-                            upstream, frozenset("bias" if name == "scores" else name for name in wanted), module)
-    if recipe is None:
-        found["scores"] = found["bias"]
-    return DynamicGradients(*_exported(library, [found.get(name) for name in DynamicGradients._fields]))
+    module, gradients = backends.choose(backend, (attention.query,)), DynamicGradients()
+    if wanted - {"sink_logits"}:
+        needed = frozenset("bias" if name == "scores" else name for name in wanted - {"sink_logits"})
+        found = chain_gradients(attention_of(call, module), recipe, upstream, needed, module)
+        if recipe is None:
+            found["scores"] = found["bias"]
+        gradients = DynamicGradients(*_exported(attention.query.library, [
+            found.get(name) for name in DynamicGradients._fields]))
+    if "sink_logits" in wanted:
+        gradients.sink_logits = _sink_gradient(attention, upstream)
+    return gradients
 
 
 def _exported(library: Library, arrays: Iterable[Any]) -> list[Any]:

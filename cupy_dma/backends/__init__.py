@@ -16,6 +16,8 @@ A backend is a module with these functions:
   attention itself and is added before rounding (``needs`` then holds "value");
 - ``cache_extend(state, call) -> (out, lse)``: SPEC section 7, for a ``CacheState``, updated in place, and an
   ``ExtendCall``; ``out`` and ``lse`` are None without a query;
+- ``takes_value_dim(call) -> bool``, optional: whether it takes this call, forward or backward, whose values have
+  another head dim than its keys; without it calls get zero columns (``calls/head_dims.py``);
 - ``attend_last(call, scores) -> (out, lse) | None``, optional: ``dynamic_mask_attention`` for a ``DynamicCall`` with
   few queries and its scores, without building a mask; None for a call that is faster with one;
 - ``last_keys(scores, window) -> array``, optional: the best ``window`` of more keys, int32 ``(B, Hkv, window)`` in any
@@ -27,9 +29,9 @@ A backend is a module with these functions:
 - ``plan_buffers(function, operands) -> plan | None``, optional: a function of arrays as a plan that fills memory of the
   caller's (``cuda/buffers.py``).
 
-They take checked ``Operand``s and return arrays of the library of their first argument. CUDA arrays go to ``cuda``, CPU
-arrays to ``numpy``. ``register`` adds a backend from outside the package; in a checkout ``CUPY_DMA_EMULATOR=1`` sends
-CPU arrays to the one that runs the CUDA kernels on the CPU (``tests/emulator``).
+They take checked ``Operand``s, a forward without sinks, and return arrays of the library of their first argument.
+CUDA arrays go to ``cuda``, CPU arrays to ``numpy``. ``register`` adds a backend from outside the package; in a checkout
+``CUPY_DMA_EMULATOR=1`` sends CPU arrays to the one that runs the CUDA kernels on the CPU (``tests/emulator``).
 """
 from __future__ import annotations
 

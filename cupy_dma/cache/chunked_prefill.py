@@ -22,9 +22,10 @@ from collections.abc import Callable
 from typing import Any
 
 from cupy_dma.arrays import Operand
-from cupy_dma.cache.slots import flagged_first, index, movable, needed, refreshed, rows, widened
+from cupy_dma.cache.slots import flagged_first, index, needed, refreshed, rows
 from cupy_dma.cache.snapshot import SAVED, copied, copy_rows
 from cupy_dma.cache.state import CacheState, ExtendCall
+from cupy_dma.calls.head_dims import movable, widened
 from cupy_dma.calls.sequences import Sequences, sequences_of
 from cupy_dma.calls.types import AttentionCall, key_bias
 from cupy_dma.masks.documents import runs_between

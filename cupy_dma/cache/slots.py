@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupy_dma.arrays import Library, Operand
+from cupy_dma.arrays import Operand
 from cupy_dma.cache.state import CacheState
+from cupy_dma.calls.head_dims import movable
 
 AFTER_ALL = 2**63 - 1  # after the position of any token
 
@@ -16,11 +17,6 @@ AFTER_ALL = 2**63 - 1  # after the position of any token
 def index(state: CacheState, stop: int) -> Any:
     """int64 0, ..., stop - 1: a type that all libraries accept as an index."""
     return state.library.astype(state.library.arange(0, stop, state.device), "int64")
-
-
-def movable(library: Library, array: Any, dtype: str) -> Any:
-    """The array in a type that every copy supports: bfloat16 is viewed as 16-bit integers."""
-    return array.view(library.xp.int16) if dtype == "bfloat16" else array
 
 
 def rows(state: CacheState, operand: Operand) -> Any:
@@ -65,13 +61,3 @@ def flagged_first(state: CacheState, flags: Any) -> Any:
     found = library.full((lead, heads, n), 0, "int64", state.device)
     found[index(state, lead)[:, None, None], index(state, heads)[:, None], target] = index(state, n)
     return found
-
-
-def widened(operand: Operand, size: int) -> Operand:
-    """``operand (..., d)`` padded with zero columns to ``size``, which changes no dot product of rows."""
-    if operand.shape[-1] == size:
-        return operand
-    library = operand.library
-    wide = library.operand(library.full((*operand.shape[:-1], size), 0, operand.dtype, operand.device), operand.name)
-    movable(library, wide.array, wide.dtype)[..., :operand.shape[-1]] = movable(library, operand.array, operand.dtype)
-    return wide

@@ -10,8 +10,9 @@ from typing import Any
 
 from cupy_dma import checks
 from cupy_dma.arrays import Device, Library, Operand, describe
-from cupy_dma.cache.slots import movable, refreshed
+from cupy_dma.cache.slots import refreshed
 from cupy_dma.cache.state import CacheState
+from cupy_dma.calls.head_dims import movable
 
 SAVED = ("key", "value", "scores", "positions", "in_top", "lengths")  # the other arrays follow from these
 NUMBERS = ("window", "sinks", "recent")

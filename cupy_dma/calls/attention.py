@@ -11,12 +11,14 @@ from cupy_dma.arrays import Operand, describe
 from cupy_dma.calls.layout import hint, warn_if_turned
 from cupy_dma.calls.mask import check_mask
 from cupy_dma.calls.scores import recipe_of
+from cupy_dma.calls.sinks import check_sinks
 from cupy_dma.calls.types import AttentionCall, DynamicCall, key_bias
 from cupy_dma.masks.selection import check_candidates
 
 
 def attention_call(query: Any, key: Any, value: Any, mask: Any, bias: Any, causal: bool, scale: float | None,
-                   softcap: float, deterministic: bool, layout: str | None = "bnhd") -> AttentionCall:
+                   softcap: float, deterministic: bool, layout: str | None = "bnhd",
+                   sink_logits: Any = None) -> AttentionCall:
     """The checked arguments of ``cupy_dma.attention``, in our layout. Raises what it documents; warns only where the
     caller has not given a layout, None."""
     q, k, v = describe_qkv(query, key, value)
@@ -25,12 +27,13 @@ def attention_call(query: Any, key: Any, value: Any, mask: Any, bias: Any, causa
     scale, softcap, causal, deterministic = options(q, scale, softcap, causal, deterministic)
     added = None if bias is None else _bias(bias, q, k)
     seen, dense = (None, None) if mask is None else check_mask(mask, q, k, lambda array: _dense(array, q, k))
-    return AttentionCall(q, k, v, seen, dense, added, causal, scale, softcap, deterministic)
+    return AttentionCall(q, k, v, seen, dense, added, causal, scale, softcap, deterministic,
+                         sinks=check_sinks(sink_logits, q))
 
 
 def dynamic_call(query: Any, key: Any, value: Any, scores: Any, window: int, dt_proj: Any, A: Any, dt_bias: Any,
                  form: str, keys: str, padding: Any, documents: Any, causal: bool, scale: float | None, softcap: float,
-                 deterministic: bool, layout: str | None = "bnhd") -> DynamicCall:
+                 deterministic: bool, layout: str | None = "bnhd", sink_logits: Any = None) -> DynamicCall:
     """The checked arguments of ``cupy_dma.dynamic_mask_attention``. Raises and warns as ``attention_call``."""
     q, k, v = describe_qkv(query, key, value)
     if layout is None:
@@ -49,7 +52,7 @@ def dynamic_call(query: Any, key: Any, value: Any, scores: Any, window: int, dt_
         checks.require_same_device((q, ranked))
     candidates = check_candidates(padding, documents, q, k.shape[0], k.shape[1])
     call = AttentionCall(q, k, v, None, None, None if ranked is None else key_bias(ranked), causal, scale, softcap,
-                         deterministic)
+                         deterministic, sinks=check_sinks(sink_logits, q))
     return DynamicCall(call, ranked, recipe, window, keys, candidates)
 
 
@@ -104,8 +107,9 @@ def describe_qkv(query: Any, key: Any, value: Any, layout: Layout = PADDED) -> t
                          f"{size}), got {k.shape}")
     if k.shape[-1] != size:
         raise ValueError(f"key must have query's head dim, {layout.keys} with D={size}, got {k.shape}")
-    if v.shape != k.shape:
-        raise ValueError(f"value must have key's shape {k.shape}, got {v.shape}")
+    if v.shape != k.shape and (v.shape[:-1] != k.shape[:-1] or not 1 <= v.shape[-1] <= 256):
+        raise ValueError(f"value must have key's shape {k.shape}, or another head dim Dv (last axis) of 1 to 256, got "
+                         f"{v.shape}")
     kv_heads = k.shape[-2]
     if kv_heads < 1 or heads < 1 or heads % kv_heads:
         raise ValueError(f"query must have a multiple of key's heads (H % Hkv == 0), got {heads} query heads and "

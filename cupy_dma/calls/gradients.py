@@ -7,6 +7,8 @@ from typing import Any
 
 from cupy_dma import checks
 from cupy_dma.arrays import Operand, describe
+from cupy_dma.calls.head_dims import backward_with_equal_dims, narrowed
+from cupy_dma.calls.run import takes_value_dim
 from cupy_dma.calls.scores import Recipe
 from cupy_dma.calls.types import AttentionBackwardCall, AttentionCall
 
@@ -28,12 +30,13 @@ def check_upstream(call: AttentionCall, dout: Any, out: Any, lse: Any, dlse: Any
     """The checked ``dout, out, lse, dlse`` of this call. Those of packed sequences have no batch axis."""
     q, packed = call.query, call.sequences is not None
     rows = describe(dout, "dout"), describe(out, "out")
-    given = q.shape[1:] if packed else q.shape
+    given = (*(q.shape[1:] if packed else q.shape)[:-1], call.value_dim)
     for operand in rows:
         if operand.dtype != q.dtype:
             raise TypeError(f"{operand.name} must have query's type {q.dtype}, got {operand.dtype}")
         if operand.shape != given:
-            raise ValueError(f"{operand.name} must have query's shape {given}, got {operand.shape}")
+            like = "query's shape" if call.value_dim == call.head_dim else "query's shape but value's head dim,"
+            raise ValueError(f"{operand.name} must have {like} {given}, got {operand.shape}")
         checks.require_same_device((q, operand))
     if lse is None:
         raise TypeError("lse must be an array, got None: it is what attention(..., return_lse=True) returned")
@@ -56,7 +59,12 @@ def attention_gradients(call: AttentionCall, upstream: Upstream, needs: frozense
                         module: ModuleType) -> tuple[Any, ...]:
     """``dquery, dkey, dvalue, dbias`` in the shapes of the caller's arrays, from the backend ``module``; None for what
     ``needs`` leaves out."""
-    dquery, dkey, dvalue, dbias = module.attention_backward(backward_call(call, upstream, needs))
+    whole = backward_call(call, upstream, needs)
+    if call.value_dim != call.head_dim and not takes_value_dim(whole, module):
+        whole = backward_with_equal_dims(whole)
+    dquery, dkey, dvalue, dbias = module.attention_backward(whole)
+    dquery, dkey, dvalue = (narrowed(x.library, gradient, x.shape[-1], x.dtype, x.device)
+                            for x, gradient in ((call.query, dquery), (call.key, dkey), (call.value, dvalue)))
     if dbias is not None:
         assert call.bias is not None
         dbias = dbias.reshape(tuple(call.bias.array.shape))

@@ -1,23 +1,52 @@
 """The only path from a checked call to a backend, and back to the caller's arrays."""
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from cupy_dma.arrays import Operand
+from cupy_dma.calls.head_dims import narrowed, with_equal_dims
 from cupy_dma.calls.sequences import packed_mask
+from cupy_dma.calls.sinks import add_sinks
 from cupy_dma.calls.types import AttentionCall, DynamicCall, key_bias, with_mask
 from cupy_dma.masks.interval import IntervalMask
 
 
 def run(call: AttentionCall, return_lse: bool, module: ModuleType) -> Any:
     """``out`` or ``(out, lse)`` of a call on the backend ``module``, as the caller gets them."""
-    return _delivered(call, module.attention(call), return_lse)
+    return _delivered(call, attend(call, module), return_lse)
 
 
 def run_dynamic(call: DynamicCall, return_lse: bool, module: ModuleType) -> Any:
     """The same for a dynamic call."""
     return _delivered(call.attention, attended(call, module)[:2], return_lse)
+
+
+def attend(call: AttentionCall, module: ModuleType) -> tuple[Any, Any]:
+    """``out, lse`` of a call: those of the backend ``module``, for the head dims and without the sinks that it takes,
+    and what that leaves to do."""
+    own = call if call.sinks is None else replace(call, sinks=None)
+    if call.value_dim != call.head_dim and not takes_value_dim(own, module):
+        own = with_equal_dims(own)
+    return _finished(call, *module.attention(own))
+
+
+def takes_value_dim(call: Any, module: ModuleType) -> bool:
+    """Whether a backend takes this call (forward or backward), whose values have another head dim than its keys."""
+    takes = getattr(module, "takes_value_dim", None)
+    return takes is not None and takes(call)
+
+
+def _finished(call: AttentionCall, out: Any, lse: Any) -> tuple[Any, Any]:
+    query = call.query
+    out = narrowed(query.library, out, call.value_dim, query.dtype, query.device)
+    if call.sinks is None:
+        return out, lse
+    with query.library.on(query.device), np.errstate(all="ignore"):
+        return add_sinks(query.library, out, lse, call.sinks, query.dtype)
 
 
 def attended(call: DynamicCall, module: ModuleType) -> tuple[Any, Any, bool]:
@@ -27,8 +56,8 @@ def attended(call: DynamicCall, module: ModuleType) -> tuple[Any, Any, bool]:
     if attend_last is not None and call.attention.sequences is None:
         results = attend_last(call, scores)
         if results is not None:
-            return *results, False
-    return *module.attention(masked(call, scores, module)), True
+            return *_finished(call.attention, *results), False
+    return *attend(masked(call, scores, module), module), True
 
 
 def attention_of(call: DynamicCall, module: ModuleType) -> AttentionCall:

@@ -16,7 +16,7 @@ class AttentionCall:
 
     query: Operand  # (B, Lq, H, D)
     key: Operand  # (B, Lk, Hkv, D)
-    value: Operand  # (B, Lk, Hkv, D)
+    value: Operand  # (B, Lk, Hkv, Dv)
     # Bias and dense mask are (1|B, 1|Hkv|H, 1|Lq, 1|Lk) with stride 0 on every axis of size 1; their ``array`` is the
     # caller's, which may have fewer axes.
     mask: IntervalMask | None
@@ -27,6 +27,8 @@ class AttentionCall:
     softcap: float  # 0 = none
     deterministic: bool
     sequences: Sequences | None = None  # varlen: packed in arrays of B = 1; key and value may be a paged KV cache
+    # (H,). Those of the forward are added in run.py; a backward that makes ``out`` and ``lse`` anew needs them
+    sinks: Operand | None = None
 
     @property
     def batch(self) -> int:
@@ -45,6 +47,10 @@ class AttentionCall:
         return self.query.shape[3]
 
     @property
+    def value_dim(self) -> int:
+        return self.value.shape[3]
+
+    @property
     def key_length(self) -> int:
         return self.key.shape[1] if self.sequences is None else self.sequences.key_length
 
@@ -59,8 +65,8 @@ class AttentionBackwardCall:
     strides of B, L and head, including 0; ``lse`` and ``dlse`` are contiguous."""
 
     forward: AttentionCall
-    dout: Operand  # (B, Lq, H, D), query's type
-    out: Operand  # (B, Lq, H, D), query's type: what the forward returned
+    dout: Operand  # (B, Lq, H, Dv), query's type
+    out: Operand  # (B, Lq, H, Dv), query's type: what the forward returned
     lse: Operand  # (B, H, Lq) float32, float64 for float64
     dlse: Operand | None  # like lse
     needs: frozenset[str]  # some of "query", "key", "value", "bias"; not empty, "bias" only if there is a bias
@@ -81,7 +87,7 @@ class DynamicCall:
 def with_mask(call: AttentionCall, mask: IntervalMask | None, bias: Operand | None) -> AttentionCall:
     """The call with this mask and bias."""
     return AttentionCall(call.query, call.key, call.value, mask, None, bias, call.causal, call.scale, call.softcap,
-                         call.deterministic, call.sequences)
+                         call.deterministic, call.sequences, call.sinks)
 
 
 def key_bias(scores: Operand) -> Operand:

@@ -14,6 +14,7 @@ from cupy_dma.calls.attention import PACKED, PAGED, describe_qkv, options, selec
 from cupy_dma.calls.mask import check_interval
 from cupy_dma.calls.scores import recipe_of
 from cupy_dma.calls.sequences import Sequences, packed_mask, packed_rows, sequences_of
+from cupy_dma.calls.sinks import check_sinks
 from cupy_dma.calls.types import AttentionCall, DynamicCall, key_bias, with_mask
 from cupy_dma.masks.documents import runs_between
 from cupy_dma.masks.interval import IntervalMask
@@ -23,7 +24,7 @@ from cupy_dma.masks.selection import Candidates
 def varlen_call(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, mask: Any, bias: Any,
                 causal: bool, scale: float | None, softcap: float, deterministic: bool, block_table: Any,
                 seqused_k: Any, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-                tail_padding: bool = True) -> AttentionCall:
+                tail_padding: bool = True, sink_logits: Any = None) -> AttentionCall:
     """The checked arguments of ``varlen_attention``, as a call of B = 1. Raises what it documents; the public functions
     pass ``tail_padding`` on, what is called after them leaves it out."""
     q, k, v = describe_qkv(query, key, value, PACKED if block_table is None else PAGED)
@@ -35,7 +36,8 @@ def varlen_call(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_
         if longest is not None and checks.whole(longest, name, 0) * sequences.batch < total and not tail_padding:
             raise ValueError(f"{name} must be at least the longest sequence, got {longest} for {sequences.batch} "
                              f"sequences in {total} rows (tail_padding=True allows rows after the last sequence)")
-    call = AttentionCall(q, k, v, None, None, None, causal, scale, softcap, deterministic, sequences)
+    call = AttentionCall(q, k, v, None, None, None, causal, scale, softcap, deterministic, sequences,
+                         check_sinks(sink_logits, q))
     if mask is None and bias is None:
         return call
     return with_mask(call, None if mask is None else visible_keys(mask, call),
@@ -46,13 +48,13 @@ def varlen_dynamic_call(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_
                         window: int, dt_proj: Any, A: Any, dt_bias: Any, form: str, keys: str, causal: bool,
                         scale: float | None, softcap: float, deterministic: bool, block_table: Any, seqused_k: Any,
                         max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-                        tail_padding: bool = True) -> DynamicCall:
+                        tail_padding: bool = True, sink_logits: Any = None) -> DynamicCall:
     """The checked arguments of ``varlen_dynamic_mask_attention``. Raises what it documents."""
     window, causal = selection_options(window, keys, causal, scores, dt_proj, A, dt_bias)
     if scores is None and block_table is not None:
         raise ValueError("scores (B, Hkv, max_pages * page_size) must be given with block_table, got dt_proj")
     call = varlen_call(query, key, value, cu_seqlens_q, cu_seqlens_k, None, None, causal, scale, softcap,
-                       deterministic, block_table, seqused_k, max_seqlen_q, max_seqlen_k, tail_padding)
+                       deterministic, block_table, seqused_k, max_seqlen_q, max_seqlen_k, tail_padding, sink_logits)
     recipe = ranked = None
     if scores is None:
         recipe = recipe_of(call.value.array[None], dt_proj, A, dt_bias, form)

@@ -96,6 +96,8 @@ class Arguments(NamedTuple):
             if self.scores is not None:
                 checks.has_shape(describe(self.scores, "scores"), "(B, Hkv, n)",
                                  ((k.shape[0],), (k.shape[2],), (k.shape[1],)))
+        if v.shape != k.shape:
+            raise ValueError(f"value must have key's shape {tuple(k.shape)}, got {tuple(v.shape)}")
         if q.shape[1] != k.shape[1]:
             raise ValueError(f"query must have key's length, as each rank has its own tokens' queries and keys, got "
                              f"{q.shape[1]} and {k.shape[1]}")

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from cupy_dma import checks
 from cupy_dma.calls.attention import attention_call, dynamic_call
 from cupy_dma.calls.mask import masks_in
@@ -17,32 +19,34 @@ from cupy_dma.jax.arguments import (
     stand_in,
 )
 from cupy_dma.jax.batching import alike
-from cupy_dma.jax.derivatives import attend
+from cupy_dma.jax.derivatives import add_sinks, attend
 from cupy_dma.jax.masks import IntervalMask, intersect
-from cupy_dma.jax.scores import candidates, keeps_all, widened
+from cupy_dma.jax.scores import candidates, keeps_all, key_scores, widened
 from cupy_dma.jax.tasks import Task
 from cupy_dma.masks import interval
 from cupy_dma.masks.selection import selection_hints
 
 
 def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any = None, causal: bool = False,
-              scale: float | None = None, softcap: float = 0.0, deterministic: bool = False, return_lse: bool = False,
-              layout: str | None = None, backend: str | None = None) -> Any:
-    """``cupy_dma.attention`` of jax arrays, with gradients for ``query``, ``key``, ``value`` and ``bias``.
+              scale: float | None = None, softcap: float = 0.0, sink_logits: Any = None, deterministic: bool = False,
+              return_lse: bool = False, layout: str | None = None, backend: str | None = None) -> Any:
+    """``cupy_dma.attention`` of jax arrays, with gradients for ``query``, ``key``, ``value``, ``bias`` and
+    ``sink_logits``.
 
     Parameters
     ----------
     query : float array ``(B, Lq, H, D)``, or ``(B, H, Lq, D)`` with ``layout="bhnd"``
-    key, value : float array ``(B, Lk, Hkv, D)``, or ``(B, Hkv, Lk, D)``
+    key, value : float array ``(B, Lk, Hkv, D)``, or ``(B, Hkv, Lk, D)``; the value with a head dim ``Dv`` of its own
     mask : IntervalMask, or bool array ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)`` or ``(Lq, Lk)``, or several in a tuple, optional
         An ``IntervalMask`` of this module, a pytree, or of ``cupy_dma``.
     bias : float array ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)`` or ``(1|B, 1|Hkv|H, Lk)``, optional
+    sink_logits : float array ``(H,)``, optional
     causal, scale, softcap, deterministic, return_lse, layout, backend
         As for ``cupy_dma.attention``; static.
 
     Returns
     -------
-    out : array ``(B, Lq, H, D)`` of query's type
+    out : array ``(B, Lq, H, Dv)`` of query's type
     lse : float32 array ``(B, H, Lq)``, natural log (float64 for float64), with ``return_lse``
 
     Raises
@@ -55,7 +59,7 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
     require_static(causal=causal, scale=scale, softcap=softcap, deterministic=deterministic, return_lse=return_lse,
                    layout=layout, backend=backend)
     turned = in_bhnd(attention, layout, {"query": query, "key": key, "value": value}, {
-        "mask": mask, "bias": bias, "causal": causal, "scale": scale, "softcap": softcap,
+        "mask": mask, "bias": bias, "causal": causal, "scale": scale, "softcap": softcap, "sink_logits": sink_logits,
         "deterministic": deterministic, "return_lse": return_lse, "backend": backend})
     if turned is not NotImplemented:
         return turned
@@ -63,7 +67,9 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
     if bias is not None:
         floats["bias"] = as_array(bias, "bias")
     shapes = stand_in(floats["query"]), stand_in(floats["key"]), stand_in(floats["value"])
-    call = attention_call(*shapes, None, stand_in(floats.get("bias")), causal, scale, softcap, deterministic, layout)
+    sinks = optional_array(sink_logits, "sink_logits")
+    call = attention_call(*shapes, None, stand_in(floats.get("bias")), causal, scale, softcap, deterministic, layout,
+                          stand_in(sinks))
     checks.flag(return_lse, "return_lse")
     check_backend(backend, floats["query"])
     masks = [_checked_mask(item, shapes, call) for item in masks_in(mask)]
@@ -73,21 +79,20 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
         others.update(start=runs.start, stop=runs.stop)
     task = Task("attention", backend, options=(call.causal, call.scale, call.softcap, call.deterministic),
                 hints=None if runs is None else runs._hints)
-    out, lse = attend(task, *alike(floats, others))
-    return (out, lse) if return_lse else out
+    return _attended(task, floats, others, call, sinks, return_lse)
 
 
 def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None, *, window: int, dt_proj: Any = None,
                            A: Any = None, dt_bias: Any = None, form: str = "exp", keys: str = "prefix",
                            padding: Any = None, documents: Any = None, causal: bool = True, scale: float | None = None,
-                           softcap: float = 0.0, deterministic: bool = False, return_lse: bool = False,
-                           layout: str | None = None, backend: str | None = None) -> Any:
-    """``cupy_dma.dynamic_mask_attention`` of jax arrays, with gradients for ``query``, ``key``, ``value`` and
-    ``scores``, or through the scores for ``value`` (both terms), ``dt_proj``, ``A`` and ``dt_bias``.
+                           softcap: float = 0.0, sink_logits: Any = None, deterministic: bool = False,
+                           return_lse: bool = False, layout: str | None = None, backend: str | None = None) -> Any:
+    """``cupy_dma.dynamic_mask_attention`` of jax arrays, with gradients for ``query``, ``key``, ``value``, ``scores``
+    and ``sink_logits``, or through the scores for ``value`` (both terms), ``dt_proj``, ``A`` and ``dt_bias``.
 
     Parameters
     ----------
-    query, key, value, scale, softcap, deterministic, return_lse, layout, backend
+    query, key, value, scale, softcap, sink_logits, deterministic, return_lse, layout, backend
         As for ``attention``.
     scores : float array ``(B, Hkv, Lk)``
         Instead of scores you can pass ``dt_proj``, ``A`` and optionally ``dt_bias`` and ``form``, as for
@@ -112,18 +117,20 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
     turned = in_bhnd(dynamic_mask_attention, layout, {"query": query, "key": key, "value": value}, {
         "scores": scores, "window": window, "dt_proj": dt_proj, "A": A, "dt_bias": dt_bias, "form": form, "keys": keys,
         "padding": padding, "documents": documents, "causal": causal, "scale": scale, "softcap": softcap,
-        "deterministic": deterministic, "return_lse": return_lse, "backend": backend})
+        "sink_logits": sink_logits, "deterministic": deterministic, "return_lse": return_lse, "backend": backend})
     if turned is not NotImplemented:
         return turned
     q, k, v = rows(query, "query"), rows(key, "key"), rows(value, "value")
-    ranked = optional_array(scores, "scores")
+    ranked, sinks = optional_array(scores, "scores"), optional_array(sink_logits, "sink_logits")
     parameters = {name: optional_array(x, name) for name, x in (("dt_proj", dt_proj), ("A", A), ("dt_bias", dt_bias))}
     call = dynamic_call(stand_in(q), stand_in(k), stand_in(v), stand_in(ranked), window,
                         stand_in(parameters["dt_proj"]), stand_in(parameters["A"]), stand_in(parameters["dt_bias"]),
-                        form, keys, None, None, causal, scale, softcap, deterministic, layout)
+                        form, keys, None, None, causal, scale, softcap, deterministic, layout, stand_in(sinks))
     checks.flag(return_lse, "return_lse")
     check_backend(backend, q)
     own = call.attention
+    if own.value_dim != own.head_dim and ranked is None:  # the scores are those of the value as it is
+        ranked, parameters = key_scores(v, **parameters, form=form, backend=backend), {}
     others = candidates(padding, documents, own.batch, own.key_length)
     floats = {"query": q, "key": k, "value": v, "bias": None if ranked is None else widened(ranked), **parameters}
     everything = keeps_all(call.window, keys, others, own.key_length)
@@ -131,7 +138,22 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
                 None if everything else selection_hints(call.window, own.key_length, keys, "padding" in others,
                                                         "documents" in others),
                 None if everything else (call.window, keys))
-    out, lse = attend(task, *alike({name: x for name, x in floats.items() if x is not None}, others))
+    return _attended(task, {name: x for name, x in floats.items() if x is not None}, others, own, sinks, return_lse)
+
+
+def _attended(task: Task, floats: dict[str, Any], others: dict[str, Any], call: AttentionCall, sinks: Any,
+              return_lse: bool) -> Any:
+    """The results of a task "attention" or "dynamic", for any head dim of the value, with sinks."""
+    size = max(call.head_dim, call.value_dim)
+    for name in ("query", "key", "value"):
+        missing = size - floats[name].shape[3]
+        if missing:  # zero columns change neither logits nor outputs
+            floats[name] = jnp.pad(floats[name], ((0, 0), (0, 0), (0, 0), (0, missing)))
+    out, lse = attend(task, *alike(floats, others))
+    out = out[..., :call.value_dim]
+    if sinks is not None:
+        (found,) = alike({"out": out, "lse": lse, "sink_logits": sinks})
+        out, lse = add_sinks(**found)
     return (out, lse) if return_lse else out
 
 

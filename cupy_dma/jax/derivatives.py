@@ -2,6 +2,7 @@
 
     attend      floats, others -> out, lse            gradients for the floats, through out and lse
     scored      floats         -> scores              gradients for the floats
+    add_sinks   out, lse, sink_logits -> out, lse     gradients for all three (``calls/sinks.py``)
 
 ``floats`` and ``others`` are dicts of arrays by name (``tasks.py``). The forward keeps its arguments and results, and
 what a dynamic call has selected; lists of keys are made again. Only gradients that jax asks for are computed. They have
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from cupy_dma.calls import sinks
 from cupy_dma.calls.gradients import INPUTS
 from cupy_dma.jax.programs import run_program
 from cupy_dma.jax.tasks import SCORE_INPUTS, Task
@@ -101,6 +103,30 @@ def _scored_backward(task: Task, residuals: Any, dscores: Any) -> tuple[Any]:
 
 
 scored.defvjp(_scored_forward, _scored_backward, symbolic_zeros=True)
+
+
+@jax.custom_vjp
+def add_sinks(out: Any, lse: Any, sink_logits: Any) -> tuple[Any, Any]:
+    """The results of an attention with sinks, from those without."""
+    keys, _, total = sinks.shares(jnp, lse, sink_logits.astype(lse.dtype))
+    return (out.astype(lse.dtype) * sinks.of_rows(keys)).astype(out.dtype), total
+
+
+def _sinks_forward(out: Any, lse: Any, sink_logits: Any) -> tuple[Any, Any]:
+    found = add_sinks(out, lse, sink_logits)
+    return found, (found[0], lse, sink_logits)
+
+
+def _sinks_backward(residuals: Any, upstream: Any) -> tuple[Any, Any, Any]:
+    (out, lse, sink_logits), (dout, dlse) = residuals, upstream
+    keys, sink, _ = sinks.shares(jnp, lse, sink_logits.astype(lse.dtype))
+    products = jnp.where(out == 0, 0, dout.astype(lse.dtype) * out.astype(lse.dtype))
+    delta = products.sum(-1).swapaxes(-1, -2)
+    return ((dout.astype(lse.dtype) * sinks.of_rows(keys)).astype(out.dtype), keys * dlse + sink * delta,
+            sinks.summed(sink * (dlse - delta)).astype(sink_logits.dtype))
+
+
+add_sinks.defvjp(_sinks_forward, _sinks_backward)
 
 
 def _values(arrays: Arrays, order: tuple[str, ...]) -> tuple[Arrays, _Wanted]:

@@ -22,6 +22,7 @@ from cupy_dma.calls.attention import attention_call, dynamic_call, not_padding
 from cupy_dma.calls.gradients import INPUTS, attention_gradients
 from cupy_dma.calls.layout import in_bhnd, is_ours
 from cupy_dma.calls.mask import intersect, masks_in
+from cupy_dma.calls.run import attend as run_attend
 from cupy_dma.calls.run import attended, attention_of, masked
 from cupy_dma.calls.types import AttentionCall, DynamicCall
 from cupy_dma.masks.interval import IntervalMask
@@ -44,25 +45,27 @@ from cupy_dma.torch.registration import (
     wide,
 )
 from cupy_dma.torch.scores import scores_by
+from cupy_dma.torch.sinks import check_sinks, delivered
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None,
               bias: Tensor | None = None, causal: bool = False, scale: float | None = None, softcap: float = 0.0,
-              deterministic: bool = False, return_lse: bool = False, layout: str | None = None,
-              backend: str | None = None) -> Any:
+              sink_logits: Tensor | None = None, deterministic: bool = False, return_lse: bool = False,
+              layout: str | None = None, backend: str | None = None) -> Any:
     """``cupy_dma.attention`` of tensors ``(B, L, H, D)``, or ``(B, H, L, D)`` with ``layout="bhnd"``, with gradients
-    for ``query, key, value`` and ``bias``, through ``out`` and ``lse``."""
+    for ``query, key, value``, ``bias`` and ``sink_logits``, through ``out`` and ``lse``."""
     if not is_ours(layout):
         return in_bhnd(attention, (("query", query), ("key", key), ("value", value)), mask=mask, bias=bias,
-                       causal=causal, scale=scale, softcap=softcap, deterministic=deterministic,
-                       return_lse=return_lse, backend=backend)
+                       causal=causal, scale=scale, softcap=softcap, sink_logits=sink_logits,
+                       deterministic=deterministic, return_lse=return_lse, backend=backend)
+    if sink_logits is not None:
+        check_sinks(sink_logits, query)
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         query, key, value = cast(query, key, value)
     inputs = query, key, value, bias
     kind = steps.kind_of(inputs, mask, ("attention", causal, scale, softcap, deterministic, layout, backend))
     if kind is not None and kind.plans is not None:
-        out, lse = steps.run(kind, mask, inputs)
-        return (out, lse) if return_lse else out
+        return delivered(*steps.run(kind, mask, inputs), return_lse, sink_logits)
     bias = in_rows(bias)
     if takes_operators(query, key, value, bias):
         given = masks_in(mask)
@@ -79,29 +82,32 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None,
         call = attention_call(query, key, value, mask, bias, causal, scale, softcap, is_deterministic(deterministic),
                               layout)
         module = backends.choose(backend, (call.query,))
-        kind = steps.recorded(kind if bias is inputs[3] else None, call, module, backend, inputs)
+        known = bias is inputs[3] and call.value_dim == call.head_dim
+        kind = steps.recorded(kind if known else None, call, module, backend, inputs)
         if kind is not None and kind.plans is not None:
             out, lse = steps.run(kind, mask, inputs)
         else:
             out, lse, _ = attend(call, module, backend, (query, key, value, bias), masks_in(mask))
             steps.learn(kind, call, module, backend, inputs)
-    return (out, lse) if return_lse else out
+    return delivered(out, lse, return_lse, sink_logits)
 
 
 def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *, window: int,
                            dt_proj: Tensor | None = None, A: Tensor | None = None, dt_bias: Tensor | None = None,
                            form: str = "exp", keys: str = "prefix", padding: Tensor | None = None,
                            documents: Tensor | None = None, causal: bool = True, scale: float | None = None,
-                           softcap: float = 0.0, deterministic: bool = False, return_lse: bool = False,
-                           layout: str | None = None, backend: str | None = None) -> Any:
+                           softcap: float = 0.0, sink_logits: Tensor | None = None, deterministic: bool = False,
+                           return_lse: bool = False, layout: str | None = None, backend: str | None = None) -> Any:
     """``cupy_dma.dynamic_mask_attention`` of tensors ``(B, L, H, D)``, or ``(B, H, L, D)`` with ``layout="bhnd"``, with
-    gradients for ``query, key, value`` and ``scores``, or through the scores for ``value`` (both terms), ``dt_proj``,
-    ``A`` and ``dt_bias``."""
+    gradients for ``query, key, value``, ``scores`` and ``sink_logits``, or through the scores for ``value`` (both
+    terms), ``dt_proj``, ``A`` and ``dt_bias``."""
     if not is_ours(layout):
         return in_bhnd(dynamic_mask_attention, (("query", query), ("key", key), ("value", value)), scores,
                        window=window, dt_proj=dt_proj, A=A, dt_bias=dt_bias, form=form, keys=keys, padding=padding,
-                       documents=documents, causal=causal, scale=scale, softcap=softcap, deterministic=deterministic,
-                       return_lse=return_lse, backend=backend)
+                       documents=documents, causal=causal, scale=scale, softcap=softcap, sink_logits=sink_logits,
+                       deterministic=deterministic, return_lse=return_lse, backend=backend)
+    if sink_logits is not None:
+        check_sinks(sink_logits, query)
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         query, key, value = cast(query, key, value)
     inputs, kind = (query, key, value, scores, dt_proj, A, dt_bias), None
@@ -109,8 +115,7 @@ def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Te
         options = ("dynamic", window, form, keys, causal, scale, softcap, deterministic, layout, backend)
         kind = steps.kind_of((*inputs, padding), None, options)
         if kind is not None and kind.plans is not None and not checks.wants_values_checked():
-            out, lse = steps.run(kind, None, inputs, padding)
-            return (out, lse) if return_lse else out
+            return delivered(*steps.run(kind, None, inputs, padding), return_lse, sink_logits)
     scores = in_rows(scores)
     if takes_operators(query, key, value, scores, dt_proj, A, dt_bias, padding, documents):
         documents = as_tensor(documents, query)
@@ -125,14 +130,15 @@ def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Te
         call = dynamic_call(query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents,
                             causal, scale, softcap, is_deterministic(deterministic), layout)
         module = backends.choose(backend, (call.attention.query,))
-        known = scores is inputs[3] and not checks.wants_values_checked()
+        known = (scores is inputs[3] and not checks.wants_values_checked()
+                 and call.attention.value_dim == call.attention.head_dim)
         kind = steps.recorded(kind if known else None, call, module, backend, inputs)
         if kind is not None and kind.plans is not None:
             out, lse = steps.run(kind, None, inputs, padding)
         else:
             out, lse, plannable = attend_dynamic(call, module, backend, query, key, value, scores)
             steps.learn(kind if plannable else None, call, module, backend, inputs)
-    return (out, lse) if return_lse else out
+    return delivered(out, lse, return_lse, sink_logits)
 
 
 def attend_dynamic(call: DynamicCall, module: ModuleType, backend: str | None, query: Tensor, key: Tensor,
@@ -164,7 +170,7 @@ def attend(call: AttentionCall | DynamicCall, module: ModuleType, backend: str |
 
 
 def _results(call: AttentionCall, module: ModuleType) -> tuple[Tensor, Tensor]:
-    out, lse = module.attention(call)
+    out, lse = run_attend(call, module)
     return (out, lse) if call.sequences is None else (out[0], lse[0])
 
 
@@ -223,7 +229,7 @@ def _masks(interval: MaskArguments, dense: Tensor | None) -> tuple[Any, ...]:
 def _attention(query, key, value, start, stop, starts, bound, causal_only, dense, bias, *options):
     masks, options = _masks(MaskArguments(start, stop, starts, bound, causal_only), dense), Options(*options)
     call = attention_call(query, key, value, masks, bias, *options[:4])
-    return backends.choose(options.backend, (call.query,)).attention(call)
+    return run_attend(call, backends.choose(options.backend, (call.query,)))
 
 
 def _attention_backward(dout, dlse, out, lse, query, key, value, start, stop, starts, bound, causal_only, dense, bias,
@@ -234,9 +240,10 @@ def _attention_backward(dout, dlse, out, lse, query, key, value, start, stop, st
         return gradients_of(call, dout, dlse, out, lse, backends.choose(backend, (call.query,)), needs)
 
 
-def _fake_attention(query, *rest):
+def _fake_attention(query, key, value, *rest):
     batch, length, heads, _ = query.shape
-    return query.new_empty(query.shape), query.new_empty((batch, heads, length), dtype=wide(query))
+    lse = query.new_empty((batch, heads, length), dtype=wide(query))
+    return query.new_empty((batch, length, heads, value.shape[3])), lse
 
 
 def _fake_attention_backward(dout, dlse, out, lse, query, key, value, *rest):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cupy_dma import backends, checks
 from cupy_dma.calls.attention import selection_options
+from cupy_dma.calls.run import attend as run_attend
 from cupy_dma.calls.varlen import candidates_of, scores_of_keys, varlen_call, varlen_dynamic_call
 from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.masks.selection import selection_hints
@@ -32,16 +33,19 @@ from cupy_dma.torch.registration import (
     takes_operators,
     wide,
 )
+from cupy_dma.torch.sinks import check_sinks, delivered
 
 
 def varlen_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, *,
                      mask: IntervalMask | None = None, bias: Tensor | None = None, causal: bool = False,
-                     scale: float | None = None, softcap: float = 0.0, deterministic: bool = False,
-                     return_lse: bool = False, block_table: Tensor | None = None, seqused_k: Tensor | None = None,
-                     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, tail_padding: bool = False,
-                     backend: str | None = None) -> Any:
-    """``cupy_dma.varlen_attention`` with gradients for ``query, key, value`` and ``bias``, through ``out`` and
-    ``lse``."""
+                     scale: float | None = None, softcap: float = 0.0, sink_logits: Tensor | None = None,
+                     deterministic: bool = False, return_lse: bool = False, block_table: Tensor | None = None,
+                     seqused_k: Tensor | None = None, max_seqlen_q: int | None = None,
+                     max_seqlen_k: int | None = None, tail_padding: bool = False, backend: str | None = None) -> Any:
+    """``cupy_dma.varlen_attention`` with gradients for ``query, key, value``, ``bias`` and ``sink_logits``, through
+    ``out`` and ``lse``."""
+    if sink_logits is not None:
+        check_sinks(sink_logits, query)
     query, key, value = cast(query, key, value)
     bias, sequences = in_rows(bias), (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
     if takes_operators(query, key, value, bias, *sequences):
@@ -55,7 +59,7 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Te
                            tail_padding)
         out, lse, _ = attend(call, backends.choose(backend, (call.query,)), backend, (query, key, value, bias),
                              (mask,))
-    return (out, lse) if return_lse else out
+    return delivered(out, lse, return_lse, sink_logits)
 
 
 def varlen_dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor,
@@ -63,12 +67,15 @@ def varlen_dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, cu_
                                   dt_proj: Tensor | None = None, A: Tensor | None = None,
                                   dt_bias: Tensor | None = None, form: str = "exp", keys: str = "prefix",
                                   causal: bool = True, scale: float | None = None, softcap: float = 0.0,
-                                  deterministic: bool = False, return_lse: bool = False,
-                                  block_table: Tensor | None = None, seqused_k: Tensor | None = None,
-                                  max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-                                  tail_padding: bool = False, backend: str | None = None) -> Any:
-    """``cupy_dma.varlen_dynamic_mask_attention`` with gradients for ``query, key, value`` and ``scores``, or through
-    the scores for ``value`` (both terms), ``dt_proj``, ``A`` and ``dt_bias``."""
+                                  sink_logits: Tensor | None = None, deterministic: bool = False,
+                                  return_lse: bool = False, block_table: Tensor | None = None,
+                                  seqused_k: Tensor | None = None, max_seqlen_q: int | None = None,
+                                  max_seqlen_k: int | None = None, tail_padding: bool = False,
+                                  backend: str | None = None) -> Any:
+    """``cupy_dma.varlen_dynamic_mask_attention`` with gradients for ``query, key, value``, ``scores`` and
+    ``sink_logits``, or through the scores for ``value`` (both terms), ``dt_proj``, ``A`` and ``dt_bias``."""
+    if sink_logits is not None:
+        check_sinks(sink_logits, query)
     query, key, value = cast(query, key, value)
     scores, sequences = in_rows(scores), (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
     if takes_operators(query, key, value, scores, dt_proj, A, dt_bias, *sequences):
@@ -88,7 +95,7 @@ def varlen_dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, cu_
                                    seqused_k, max_seqlen_q, max_seqlen_k, tail_padding)
         module = backends.choose(backend, (call.attention.query,))
         out, lse, _ = attend_dynamic(call, module, backend, query, key, value, scores)
-    return (out, lse) if return_lse else out
+    return delivered(out, lse, return_lse, sink_logits)
 
 
 def _as_tensors(like: Tensor, sequences: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -116,7 +123,7 @@ def _attention(query, key, value, start, stop, starts, bound, causal_only, bias,
                deterministic, backend, *sequences):
     call = _call(query, key, value, start, stop, starts, bound, causal_only, bias, causal, scale, softcap,
                  deterministic, *sequences)
-    out, lse = backends.choose(backend, (call.query,)).attention(call)
+    out, lse = run_attend(call, backends.choose(backend, (call.query,)))
     return out[0], lse[0]
 
 
@@ -138,9 +145,9 @@ def _top_w(query, key, scores, window, keys, backend, cu_seqlens_q, cu_seqlens_k
     return mask._start.array, mask._stop.array
 
 
-def _fake_attention(query, *rest):
+def _fake_attention(query, key, value, *rest):
     total, heads, _ = query.shape
-    return query.new_empty(query.shape), query.new_empty((heads, total), dtype=wide(query))
+    return query.new_empty((total, heads, value.shape[-1])), query.new_empty((heads, total), dtype=wide(query))
 
 
 def _fake_attention_backward(dout, dlse, out, lse, query, key, value, *rest):

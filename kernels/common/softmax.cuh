@@ -35,12 +35,15 @@ __device__ __forceinline__ float softcapped(float x, float cap, float two_log2e_
 // A softcap of which multiples and inverses are ordinary numbers; no logit is large enough to tell the difference.
 __device__ __forceinline__ float usable_softcap(float softcap) { return fminf(softcap, 1.8446744e19f); }
 
+// No infinity, whose product with 0 would be a NaN.
+__device__ __forceinline__ float finite(float x) { return fminf(fmaxf(x, -LARGEST_FLOAT), LARGEST_FLOAT); }
+
 // Logits in log 2 units from x = q . k: softcap(scale * x) + bias.
 struct LogitScale {
     float scale, cap;  // in log 2 units; scale / softcap with a softcap
 
     __device__ __forceinline__ LogitScale(float scale, float softcap)
-        : scale(SOFTCAP ? scale / usable_softcap(softcap) : scale * LOG2_E), cap(usable_softcap(softcap) * LOG2_E) {}
+        : scale(SOFTCAP ? finite(scale / usable_softcap(softcap)) : scale * LOG2_E), cap(usable_softcap(softcap) * LOG2_E) {}
 
     __device__ __forceinline__ float operator()(float x, float bias) const {
         return SOFTCAP ? fmaf(tanh_of(x * scale), cap, bias) : fmaf(x, scale, bias);

@@ -1,17 +1,18 @@
 // Attention of few query rows over many keys, split-KV: the keys are split among blocks, so that few queries fill a GPU
 // too. The same mathematics as sm80/forward.cu.
 //
-// query  // (B, Lq, H, D) ELEMENT       key, value // (B, Lk, Hkv, D) ELEMENT, any batch, row and head strides
+// query  // (B, Lq, H, HEAD_DIM) ELEMENT       key, value // (B, Lk, Hkv, HEAD_DIM or VALUE_DIM) ELEMENT, any batch, row and
+//   head strides
 // bias   // (1|B, 1|Hkv, Lk) f32, natural-log units (BIAS)
 // start, stop  // (1|B, 1|Hkv, Lk): key j is visible to positions start_j <= p < stop_j (INTERVALS)
-// out    // (B, Lq, H, D) ELEMENT, contiguous       lse // (B, H, Lq) f32, natural log, -inf where a row sees nothing
+// out    // (B, Lq, H, VALUE_DIM) ELEMENT, contiguous       lse // (B, H, Lq) f32, natural log, -inf where a row sees nothing
 //
 // The Lq * H / Hkv rows of a (sequence, kv head), query by query, are cut into `sets` of ROWS; the keys of a set are
 // split among `num_splits` blocks. With LISTED the keys are `list` (B * Hkv, slots), and their intervals stand beside
 // it, entry by entry: list_interval (B * Hkv, slots). Keys that no row of the set sees are not read. A block leaves its
 // split's results in global memory; the block with the last ticket of a set combines them in order.
 //
-// Prelude: that of decode/split_kv.cuh (VALUE_DIM is HEAD_DIM), MIN_BLOCKS, LISTED, INTERVALS, CAUSAL, BIAS.
+// Prelude: that of decode/split_kv.cuh, MIN_BLOCKS, LISTED, INTERVALS, CAUSAL, BIAS.
 #include "common/arch.cuh"
 #include "decode/split_kv.cuh"
 
@@ -26,7 +27,7 @@ struct FlashDecodeParams {
     const int* stop;
     const int* list;
     const int2* list_interval;
-    float* partial;            // (B * Hkv, sets, splits, ROWS, D)
+    float* partial;            // (B * Hkv, sets, splits, ROWS, VALUE_DIM)
     SplitState* partial_state;  // (B * Hkv, sets, splits, ROWS)
     unsigned* tickets;         // (B * Hkv, sets), all 0
     long long query_batch, query_row, query_head;  // strides, in elements

@@ -18,6 +18,7 @@ from cupy_dma import backends
 from cupy_dma.arrays import Operand, describe, library_named, numpy_dtype
 from cupy_dma.backends.cuda.attention import tma
 from cupy_dma.backends.cuda.attention.backward_chunks import attention_backward as _attention_backward
+from cupy_dma.backends.cuda.attention.flash_decode import takes_value_dim as _takes_value_dim
 from cupy_dma.backends.cuda.attention.forward import attention as _attention
 from cupy_dma.backends.cuda.attention.last_queries import attend_last as _attend_last
 from cupy_dma.backends.cuda.buffers import BufferPlan
@@ -65,6 +66,9 @@ class Backend:
 
     def attention(self, call: Any) -> Any:
         return self._run(_attention, (call,), ("out", "lse"))
+
+    def takes_value_dim(self, call: Any) -> bool:
+        return _takes_value_dim(self.runtime, call)
 
     def last_keys(self, *arguments: Any) -> Any:
         return self._run(_last_keys, arguments, ("keys",))

@@ -22,6 +22,7 @@ QUICK = ("float16-D16", "bfloat16-D40", "float32-D64", "float64-D16", "heads-6/2
          "lengths-0x5-top_w", "lengths-5x0-none", "lengths-33x129-top_w", "mask-padding", "mask-global_documents",
          "mask-per_batch", "mask-dense_2d", "mask-dense_rows", "bias-none-none", "bias-key_per_head-top_w",
          "bias-key_shared-none", "bias-row-none", "softcap-key", "dense-mask-1g1k", "dense-bias-1hq1",
+         "sinks-causal-bfloat16", "value-dim-float16-16/32-top_w",
          "dense-both-per_batch+dense=1gqk-bgqk", "dense-both-per_head+padding+dense=b1qk+dense=1hq1-1hqk")
 GRID = [pytest.param(case, marks=[] if case.name in QUICK else pytest.mark.slow, id=case.name) for case in CASES
         if not case.name.startswith(("layout-", "float32-layout-"))]
@@ -41,19 +42,22 @@ def test_grid(case):
         (q, k, v), named = cases.arguments(case, np.asarray)
         bias, mask = named.pop("bias"), named.pop("mask")
         dout, dlse = (cases._drawn(case)[name] for name in ("dout", "dlse"))
-        floats = [jnp.asarray(x) for x in (q, k, v)] + ([] if bias is None else [jnp.asarray(bias)])
+        floats = [jnp.asarray(x) for x in (q, k, v)]
+        more = {name: jnp.asarray(x) for name, x in (("bias", bias), ("sink_logits", named.pop("sink_logits", None)))
+                if x is not None}
 
         @jax.jit
-        def both(floats, dout, dlse):
-            def forward(q, k, v, bias=None):
-                return dj.attention(q, k, v, mask=mask, bias=bias, **named, return_lse=True)
+        def both(floats, more, dout, dlse):
+            def forward(q, k, v, more):
+                return dj.attention(q, k, v, mask=mask, **more, **named, return_lse=True)
 
-            (out, lse), pull = jax.vjp(forward, *floats)
+            (out, lse), pull = jax.vjp(forward, *floats, more)
             return out, lse, pull((dout, dlse.astype(lse.dtype)))
 
-        out, lse, gradients = both(floats, jnp.asarray(dout), jnp.asarray(dlse))
+        out, lse, (*gradients, of_more) = both(floats, more, jnp.asarray(dout), jnp.asarray(dlse))
         cases.check(case, np.asarray(out), np.asarray(lse))
-        found = [np.asarray(x) for x in gradients] + ([None] if bias is None else [])
+        found = [np.asarray(x) for x in gradients]
+        found += [np.asarray(of_more[name]) if name in more else None for name in ("bias", "sink_logits")]
         cases.check_backward(case, found, with_dlse=True)
 
 

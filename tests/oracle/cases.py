@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -40,6 +40,9 @@ class Case:
     softcap: float = 0.0
     scale: float | None = None
     layout: str = "bshd"  # bshd bhsd head_slice length_slice wide every_other
+    # not in the repr, from which inputs are drawn
+    value_dim: int | None = field(default=None, repr=False)
+    sinks: str | None = field(default=None, repr=False)  # their type
 
     @property
     def is_dense(self) -> bool:
@@ -83,10 +86,25 @@ def _grid() -> list[Case]:
     # On Hopper logits below half the cap go another way: above in few blocks, here in some and in all.
     cases += [Case(f"softcap-{cap}-{bias}", softcap=cap, bias=bias, scale=1.0, dtype="float16")
               for cap in (40.0, 60.0) for bias in ("none", "key")]
-    cases += [Case("scale", scale=0.7), Case("scale-zero", scale=0.0), Case("scale-negative", scale=-0.3)]
+    cases += [Case("scale", scale=0.7), Case("scale-zero", scale=0.0), Case("scale-negative", scale=-0.3),
+              Case("scale-1e-40", scale=1e-40), Case("scale-zero-softcap", scale=0.0, softcap=3.0),
+              Case("scale-negative-softcap", scale=-0.3, softcap=2.0), Case("softcap-1e-06", softcap=1e-6)]
     cases += [Case(f"layout-{layout}", layout=layout, heads=4, kv_heads=2, dtype="float16")
               for layout in ("bhsd", "head_slice", "length_slice", "wide", "every_other")]
     cases += [Case(f"window-{w}", window=w) for w in (1, 2, 69, 70, 1000)]
+    # More queries than keys: rows that see nothing but the sink.
+    cases += [Case(f"sinks-{mask}-{dtype}", mask=mask, dtype=dtype, query_length=75, heads=4, kv_heads=2, sinks=sinks,
+                   softcap=softcap, bias=bias)
+              for mask, dtype, sinks, softcap, bias in (
+                  ("causal", "bfloat16", "bfloat16", 0.0, "none"), ("top_w", "float16", "float32", 0.0, "key"),
+                  ("window", "float32", "float32", 3.0, "none"), ("dense", "bfloat16", "float32", 0.0, "full"),
+                  ("none", "float64", "float64", 0.0, "key"))]
+    cases += [Case(f"value-dim-{dtype}-{d}/{v}-{mask}", mask=mask, dtype=dtype, head_dim=d, value_dim=v, heads=4,
+                   kv_heads=2, sinks=sinks)
+              for dtype, d, v, mask, sinks in (
+                  ("bfloat16", 32, 24, "causal", None), ("float16", 16, 32, "top_w", None),
+                  ("float32", 16, 1, "none", "float32"), ("float64", 3, 7, "window", None),
+                  ("bfloat16", 32, 16, "dense", "bfloat16"))]
     cases += [Case("batch-0", batch=0, mask="none"), Case("batch-3", batch=3, mask="per_batch")]
     odd: dict[str, Any] = {"query_length": 37, "key_length": 75, "heads": 4, "kv_heads": 2}
     cases += [Case(f"dense-mask-{axes}", mask=f"dense={axes}", dtype=("float16", "bfloat16")[i % 2], **odd)
@@ -142,7 +160,8 @@ def _drawn(case: Case) -> dict[str, np.ndarray]:
     def normal(*shape):
         return rng.standard_normal(shape).astype(kind)
 
-    data = {"query": normal(b, lq, h, d), "key": normal(b, n, g, d), "value": normal(b, n, g, d)}
+    dv = d if case.value_dim is None else case.value_dim
+    data = {"query": normal(b, lq, h, d), "key": normal(b, n, g, d), "value": normal(b, n, g, dv)}
     # Few distinct values: ties are part of every case.
     data["scores"] = (rng.integers(-8, 8, (b, g, n)) / 4).astype(np.float32)
     bias_shape = {"key": (b, g, n), "key_per_head": (b, h, n), "key_shared": (1, 1, n), "full": (b, g, lq, n),
@@ -169,10 +188,12 @@ def _drawn(case: Case) -> dict[str, np.ndarray]:
             early = np.arange(n) < n // 2
             columns = (rng.random((*shape, 1, n)) < 0.25) & (early | (np.arange(lq)[:, None] >= 512))
             data[part] = columns & (rng.random((*shape, lq, n)) < 0.7)
-    data["dout"], data["dlse"] = normal(b, lq, h, d), rng.standard_normal((b, h, lq)).astype(np.float32)
+    data["dout"], data["dlse"] = normal(b, lq, h, dv), rng.standard_normal((b, h, lq)).astype(np.float32)
     for part in case.mask.split("+"):
         if part.startswith("dense="):
             data[part] = rng.random(case.axes(part[6:])) < 0.5
+    if case.sinks:
+        data["sink_logits"] = (2 * rng.standard_normal(h)).astype(numpy_dtype(case.sinks))
     return data
 
 
@@ -274,9 +295,10 @@ def _laid_out(x: np.ndarray, layout: str, convert: Callable[[np.ndarray], Any]) 
 def arguments(case: Case, convert: Callable[[np.ndarray], Any]) -> tuple[list[Any], dict[str, Any]]:
     data = _drawn(case)
     q, k, v = (_laid_out(data[name], case.layout, convert) for name in ("query", "key", "value"))
+    sinks = {"sink_logits": convert(data["sink_logits"])} if case.sinks else {}
     return [q, k, v], {"mask": make_mask(case, lambda name: convert(data[name]), q),
                        "bias": convert(data["bias"]) if "bias" in data else None, "causal": case.causal,
-                       "scale": case.scale, "softcap": case.softcap}
+                       "scale": case.scale, "softcap": case.softcap, **sinks}
 
 
 def run(case: Case, convert: Callable[[np.ndarray], Any] = np.asarray, **options: Any) -> tuple[Any, Any]:
@@ -308,8 +330,9 @@ def check(case: Case, out: np.ndarray, lse: np.ndarray, *, tf32: bool = False) -
     ``tf32``: the backend multiplies float32 by tensor cores.
     """
     arguments = _oracle_arguments(case)
-    ref, ref_lse = reference.attention(*arguments)
-    plain, plain_lse = reference.same_precision_attention(*arguments, tf32=tf32)
+    sinks = _drawn(case).get("sink_logits")
+    ref, ref_lse = reference.attention(*arguments, sinks=sinks)
+    plain, plain_lse = reference.same_precision_attention(*arguments, sinks=sinks, tf32=tf32)
     assert out.dtype == numpy_dtype(case.dtype) and out.shape == ref.shape
     assert lse.dtype == (np.float64 if case.dtype == "float64" else np.float32)
     reference.assert_matches_reference(out, ref, plain, out.dtype)
@@ -322,20 +345,21 @@ def expected_gradients(case: Case, *, with_dlse: bool = False,
     """The oracle's answer, the plain same-precision computation and the size of the terms, by name; "bias" only with
     a bias. Kept, for several files check the same cases: not to be changed."""
     data = _drawn(case)
-    arguments = (data["dout"], *_oracle_arguments(case), data["dlse"] if with_dlse else None)
+    arguments = (data["dout"], *_oracle_arguments(case), data["dlse"] if with_dlse else None, data.get("sink_logits"))
     refs = reference.attention_gradients(*arguments)
     plains = reference.same_precision_attention_gradients(*arguments, tf32=tf32)
     terms = reference.attention_gradient_terms(*arguments)
-    names = "query", "key", "value", "bias"
+    names = "query", "key", "value", "bias", "sink_logits"
     return {name: (ref, plain, size) for name, ref, plain, size in zip(names, refs, plains, terms) if ref is not None}
 
 
 def check_backward(case: Case, gradients: Any, *, with_dlse: bool = False, tf32: bool = False) -> None:
-    """Section 12 for NumPy arrays ``(dquery, dkey, dvalue, dbias)``; None is not looked at, except that the gradient of
-    a bias that is not there must be None. ``tf32``: as for ``check``."""
+    """Section 12 for NumPy arrays ``(dquery, dkey, dvalue, dbias)``, ``sink_logits`` an item or attribute; None is not
+    looked at, except that the gradient of a bias that is not there must be None. ``tf32``: as for ``check``."""
     data = _drawn(case)
     assert "bias" in data or gradients[3] is None
-    given = dict(zip(("query", "key", "value", "bias"), gradients))
+    given = dict(zip(("query", "key", "value", "bias", "sink_logits"), gradients))
+    given.setdefault("sink_logits", getattr(gradients, "sink_logits", None))
     rounded = tf32 and case.dtype == "float32"
     for name, (ref, plain, size) in expected_gradients(case, with_dlse=with_dlse, tf32=rounded).items():
         found = given[name]
@@ -350,5 +374,7 @@ def expected(case: Case, **options: Any) -> dict[str, tuple[np.ndarray, np.ndarr
     """The oracle's ``out`` and ``lse`` and the plain same-precision computation, as ``expected_gradients`` has them.
     ``options`` go to the plain computation."""
     arguments = _oracle_arguments(case)
-    pairs = zip(reference.attention(*arguments), reference.same_precision_attention(*arguments, **options))
+    sinks = _drawn(case).get("sink_logits")
+    pairs = zip(reference.attention(*arguments, sinks=sinks),
+                reference.same_precision_attention(*arguments, sinks=sinks, **options))
     return {name: (ref, plain, 0.0) for name, (ref, plain) in zip(("out", "lse"), pairs)}

@@ -121,10 +121,10 @@ def per_head(array, shape) -> np.ndarray:
     return np.broadcast_to(array, shape)
 
 
-def attention(query, key, value, dense_mask=None, bias=None, causal=False, scale=None,
-              softcap=0.0) -> tuple[np.ndarray, np.ndarray]:
-    """out ``(B, Lq, H, D)`` and lse ``(B, H, Lq)``, float64."""
-    return _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, np.float64, np.float64)
+def attention(query, key, value, dense_mask=None, bias=None, causal=False, scale=None, softcap=0.0,
+              sinks=None) -> tuple[np.ndarray, np.ndarray]:
+    """out ``(B, Lq, H, Dv)`` and lse ``(B, H, Lq)``, float64."""
+    return _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, sinks, np.float64, np.float64)
 
 
 def rounded_tf32(array) -> np.ndarray:
@@ -140,7 +140,7 @@ def _operand(array, kind, wide) -> np.ndarray:
 
 
 def same_precision_attention(query, key, value, dense_mask=None, bias=None, causal=False, scale=None,
-                             softcap=0.0, *, tf32=False) -> tuple[np.ndarray, np.ndarray]:
+                             softcap=0.0, sinks=None, *, tf32=False) -> tuple[np.ndarray, np.ndarray]:
     """The plain same-precision computation of section 12: accumulated in float32, probabilities rounded to the type of
     the input before the second product, the output rounded to it (float64 for float64).
 
@@ -151,19 +151,20 @@ def same_precision_attention(query, key, value, dense_mask=None, bias=None, caus
     kind = np.asarray(query).dtype
     wide = np.float64 if kind == np.float64 else np.float32
     rounded = TF32 if tf32 and kind == np.float32 else kind
-    out, lse = _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, wide, rounded)
+    out, lse = _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, sinks, wide, rounded)
     with np.errstate(all="ignore"):
         return out.astype(kind), lse
 
 
-def _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, wide, rounded):
+def _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, sinks, wide, rounded):
     batch, lq, heads, size = query.shape
     lk, kv_heads = key.shape[1:3]
     shape = (batch, heads, lq, lk)
     seen = visible_pairs(shape, dense_mask, causal)
     added = None if bias is None else per_head(np.asarray(bias), shape)
     scale = wide(1 / math.sqrt(size) if scale is None else scale)
-    out, lse = np.zeros((batch, lq, heads, size), wide), np.full((batch, heads, lq), -np.inf, wide)
+    out, lse = np.zeros((batch, lq, heads, value.shape[3]), wide), np.full((batch, heads, lq), -np.inf, wide)
+    sinks = np.full(heads, -np.inf, wide) if sinks is None else np.asarray(sinks).astype(wide)
     with np.errstate(all="ignore"):
         for b in range(batch):
             for h in range(heads):
@@ -176,12 +177,13 @@ def _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, w
                         s = wide(softcap) * np.tanh(s / wide(softcap))
                     if added is not None:
                         s = s + added[b, h, i, js].astype(wide)
-                    m = s.max() if len(js) else -np.inf
+                    m = np.append(s, sinks[h]).max()
                     if m == -np.inf:
                         continue  # sees nothing, or nothing with any weight: out 0, lse -inf
                     p = np.exp(s - m)
-                    out[b, i, h] = (_operand(p, rounded, wide) @ v[js]) / p.sum()
-                    lse[b, h, i] = m + np.log(p.sum())
+                    total = p.sum() + np.exp(sinks[h] - m)
+                    out[b, i, h] = (_operand(p, rounded, wide) @ v[js]) / total
+                    lse[b, h, i] = m + np.log(total)
     return out, lse
 
 
@@ -189,13 +191,13 @@ def _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, w
 
 
 def attention_gradients(dout, query, key, value, dense_mask=None, bias=None, causal=False, scale=None, softcap=0.0,
-                        dlse=None) -> tuple[np.ndarray, ...]:
-    """dquery, dkey, dvalue, dbias of section 6 in float64 (dbias None without a bias)."""
-    return _gradients(dout, query, key, value, dense_mask, bias, causal, scale, softcap, dlse, np.float64, np.float64)
+                        dlse=None, sinks=None) -> tuple[np.ndarray, ...]:
+    """dquery, dkey, dvalue, dbias of section 6 in float64 (dbias None without a bias), and dsinks with sinks."""
+    return _gradients(dout, query, key, value, dense_mask, bias, causal, scale, softcap, dlse, sinks)
 
 
 def same_precision_attention_gradients(dout, query, key, value, dense_mask=None, bias=None, causal=False, scale=None,
-                                       softcap=0.0, dlse=None, *, tf32=False) -> tuple[np.ndarray, ...]:
+                                       softcap=0.0, dlse=None, sinks=None, *, tf32=False) -> tuple[np.ndarray, ...]:
     """The plain same-precision computation: from the rounded ``out``, accumulated in float32, ``p`` and ``dx`` rounded
     to the type of the input before they are multiplied, every gradient rounded once.
 
@@ -204,21 +206,21 @@ def same_precision_attention_gradients(dout, query, key, value, dense_mask=None,
     kind = np.asarray(query).dtype
     wide = np.float64 if kind == np.float64 else np.float32
     rounded = TF32 if tf32 and kind == np.float32 else kind
-    found = _gradients(dout, query, key, value, dense_mask, bias, causal, scale, softcap, dlse, wide, rounded)
+    found = _gradients(dout, query, key, value, dense_mask, bias, causal, scale, softcap, dlse, sinks, wide, rounded)
     with np.errstate(all="ignore"):
         return tuple(None if x is None else x.astype(np.asarray(like).dtype)
-                     for x, like in zip(found, (query, key, value, bias)))
+                     for x, like in zip(found, (query, key, value, bias, sinks)))
 
 
 def attention_gradient_terms(*arguments, **options) -> list[float]:
-    """The largest that the terms of any entry of dquery, dkey, dvalue and dbias sum up to in absolute value: how much
-    may have to cancel in it. For example ``dout . v - delta`` is 0 in exact numbers where a query sees one key."""
+    """The largest that the terms of any entry of each gradient sum up to in absolute value: how much may have to cancel
+    in it. For example ``dout . v - delta`` is 0 in exact numbers where a query sees one key."""
     found = _gradients(*arguments, **options, absolute=True)
     return [0.0 if x is None else _largest(x) for x in found]
 
 
 def _gradients(dout, query, key, value, dense_mask=None, bias=None, causal=False, scale=None, softcap=0.0, dlse=None,
-               wide=np.float64, rounded=np.float64, absolute=False):
+               sinks=None, wide=np.float64, rounded=np.float64, absolute=False):
     """``absolute``: every sum of signed terms becomes the sum of their absolute values."""
     batch, lq, heads, size = query.shape
     lk, kv_heads = key.shape[1:3]
@@ -226,8 +228,9 @@ def _gradients(dout, query, key, value, dense_mask=None, bias=None, causal=False
     seen = visible_pairs(shape, dense_mask, causal)
     added = None if bias is None else per_head(np.asarray(bias), shape)
     scale = wide(1 / math.sqrt(size) if scale is None else scale)
-    outs, lses = _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, wide, rounded)
+    outs, lses = _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, sinks, wide, rounded)
     dq, dk, dv = (np.zeros(x.shape, wide) for x in (query, key, value))
+    dsinks = None if sinks is None else np.zeros(heads, wide)
     ds_all = np.zeros(shape, wide)
     with np.errstate(all="ignore"):
         for b, h, i in np.ndindex(batch, heads, lq):
@@ -249,13 +252,16 @@ def _gradients(dout, query, key, value, dense_mask=None, bias=None, causal=False
                 q, do, k, v = (np.abs(a) for a in (q, do, k, v))
                 delta = -(do @ np.abs(o) + (0 if dlse is None else abs(dlse[b, h, i])))
             ds = p * (v @ do - delta)
+            if sinks is not None:
+                dsinks[h] -= np.exp(wide(sinks[h]) - lses[b, h, i]) * delta
             p, dx = (_operand(weights, rounded, wide) for weights in (p, ds * slope))
             dv[b, js, g] += np.outer(p, do)
             dq[b, i, h] = dx @ k
             dk[b, js, g] += np.outer(dx, q)
             ds_all[b, h, i, js] = ds
         scale = abs(scale) if absolute else scale
-        return scale * dq, scale * dk, dv, None if bias is None else _summed_like(ds_all, np.asarray(bias).shape)
+        dbias = None if bias is None else _summed_like(ds_all, np.asarray(bias).shape)
+        return (scale * dq, scale * dk, dv, dbias, *([] if sinks is None else [dsinks]))
 
 
 def _summed_like(array, shape) -> np.ndarray:

@@ -102,6 +102,8 @@ def _attention() -> Iterator[Feature]:
                      flex_forward=f"backends/flex::test_forward_grid[dense-both- {shapes}",
                      flex_backward=f"backends/flex::test_backward_grid[dense-both- {shapes}")
     yield from _both(group, "softcap, scale", _grid("softcap-key"))
+    yield from _both(group, "sink_logits", _grid("sinks-"))
+    yield from _both(group, "values of another head dim than keys", _grid("value-dim-"))
     yield from _both(group, "GQA", _grid("heads-6/2"))
     yield from _both(group, "any lengths, more queries than keys, 0", _grid("lengths-"))
     yield from _both(group, "head dims 1 to 256", _grid("bfloat16-D"))

@@ -16,6 +16,7 @@ from functools import cache, partial
 from typing import Any
 
 from cupy_dma.backends.cuda.attention.backward_chunks import attention_backward as _attention_backward
+from cupy_dma.backends.cuda.attention.flash_decode import takes_value_dim as _takes_value_dim
 from cupy_dma.backends.cuda.attention.forward import attention as _attention
 from cupy_dma.backends.cuda.attention.last_queries import attend_last as _attend_last
 from cupy_dma.backends.cuda.buffers import plan_buffers as _plan_buffers
@@ -33,8 +34,8 @@ from cupy_dma.backends.cuda.steps import make_step as _make_step
 from cupy_dma.calls.types import AttentionBackwardCall, AttentionCall
 
 __all__ = ["attend_last", "attention", "attention_backward", "cache_extend", "key_scores", "key_scores_backward",
-           "last_keys", "make_step", "plan_buffers", "prefix_run", "prefix_stop", "run_kernel", "unavailable",
-           "warmup_jobs"]
+           "last_keys", "make_step", "plan_buffers", "prefix_run", "prefix_stop", "run_kernel", "takes_value_dim",
+           "unavailable", "warmup_jobs"]
 
 plans.plannable(AttentionCall, AttentionBackwardCall)
 runtime = CudaRuntime()
@@ -46,6 +47,7 @@ attention_backward = partial(plans.planned(_attention_backward), runtime)
 key_scores_backward = partial(plans.planned(_key_scores_backward), runtime)
 attend_last = partial(_attend_last, runtime)
 last_keys = partial(_last_keys, runtime)
+takes_value_dim = partial(_takes_value_dim, runtime)
 make_step = partial(_make_step, runtime)
 plan_buffers = partial(_plan_buffers, runtime)
 run_kernel = partial(_run_kernel, runtime)

@@ -22,6 +22,7 @@ from torch.nn.attention import flex_attention as flex
 
 from cupy_dma.backends.flex.problem import Captured, Problem
 from cupy_dma.backends.torch_common.arrays import delivered, on_stream_of, rounded, shaped
+from cupy_dma.backends.torch_common.sinks import AddSinks
 from cupy_dma.calls.types import AttentionBackwardCall, AttentionCall
 
 COMPILER = "inductor"
@@ -54,7 +55,7 @@ def attention_backward(call: AttentionBackwardCall) -> tuple[Any, Any, Any, Any]
                                  if name in call.needs and operand is not None else None
                                  for name, operand in arguments.items())
             return dq, dk, dv, dbias
-        dead = shaped(call.lse) == -math.inf  # (B, H, Lq)
+        dead = _dead_rows(call)
         query, key, value = prepared.inputs
         leaves = {"query": query.masked_fill(dead[..., None], 0), "key": key, "value": value}
         added = prepared.captured(every_pair=forward.deterministic and "bias" in call.needs)
@@ -65,6 +66,9 @@ def attention_backward(call: AttentionBackwardCall) -> tuple[Any, Any, Any, Any]
             leaves[name] = leaves[name].detach().requires_grad_()
         out, lse = prepared.run(leaves["query"], leaves["key"], leaves["value"],
                                 None if added is None else replace(added, data=leaves["bias"]))
+        if forward.sinks is not None:
+            out, lse = AddSinks.apply(out.transpose(1, 2), lse, shaped(forward.sinks).to(lse.dtype))
+            out = out.transpose(1, 2)
         results = [out]
         upstreams = [shaped(call.dout).transpose(1, 2).to(out.dtype).masked_fill(dead[..., None], 0)]
         if call.dlse is not None:
@@ -78,6 +82,15 @@ def attention_backward(call: AttentionBackwardCall) -> tuple[Any, Any, Any, Any]
         dq, dk, dv, dbias = (rounded(gradients[name], operand) if name in gradients and operand is not None else None
                              for name, operand in arguments.items())
         return dq, dk, dv, dbias
+
+
+def _dead_rows(call: AttentionBackwardCall) -> Tensor:
+    """Rows that see no key, bool ``(B, H, Lq)``."""
+    lse = shaped(call.lse)
+    if call.forward.sinks is None:
+        return lse == -math.inf
+    nothing = (shaped(call.out) == 0).all(-1).transpose(1, 2)
+    return nothing & (lse == shaped(call.forward.sinks).to(lse.dtype)[:, None])
 
 
 def _summed_to(gradient: Tensor, shape: tuple[int, ...]) -> Tensor:

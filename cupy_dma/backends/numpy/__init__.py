@@ -25,11 +25,17 @@ from cupy_dma.backends.numpy.dynamic_cache import cache_extend
 from cupy_dma.backends.numpy.scores import key_scores, key_scores_backward
 from cupy_dma.backends.numpy.selection import prefix_stop
 from cupy_dma.backends.numpy.varlen import attention, attention_backward
+from cupy_dma.calls.types import AttentionBackwardCall, AttentionCall
 
 __all__ = ["attention", "attention_backward", "cache_extend", "key_scores", "key_scores_backward", "prefix_stop",
-           "unavailable"]
+           "takes_value_dim", "unavailable"]
 
 
 def unavailable() -> str | None:
     """Why this backend cannot run here: it always can."""
     return None
+
+
+def takes_value_dim(call: AttentionCall | AttentionBackwardCall) -> bool:
+    """Whether values may have another head dim than keys."""
+    return True

@@ -7,9 +7,10 @@ from cupy_dma import checks
 from cupy_dma.backends.numpy.selection import prefix_stop
 from cupy_dma.backends.numpy.varlen import attention
 from cupy_dma.cache.chunked_prefill import delivered, extend_chunk
-from cupy_dma.cache.slots import index, needed, refreshed, rows, widened
+from cupy_dma.cache.slots import index, needed, refreshed, rows
 from cupy_dma.cache.snapshot import OCCUPIED, copied, copy_rows
 from cupy_dma.cache.state import CacheState, ExtendCall
+from cupy_dma.calls.head_dims import widened
 from cupy_dma.calls.types import AttentionCall, key_bias
 
 COUNTED = ("scores", "positions", "in_top", "lengths")  # of the arrays of a state: those that are small

@@ -22,10 +22,10 @@ from cupy_dma.calls.types import AttentionCall
 
 
 def attention(call: AttentionCall) -> tuple[Any, Any]:
-    """``out (B, Lq, H, D)`` of query's type and ``lse (B, H, Lq)``; see ``cupy_dma.attention``."""
+    """``out (B, Lq, H, Dv)`` of query's type and ``lse (B, H, Lq)``; see ``cupy_dma.attention``."""
     kind = widened(call.query.dtype)
     query = host(call.query)
-    out = np.zeros(call.query.shape, numpy_dtype(call.query.dtype))
+    out = np.zeros((*call.query.shape[:3], call.value_dim), numpy_dtype(call.query.dtype))
     lse = np.full((call.batch, call.heads, call.query_length), -np.inf, kind)
 
     def attend(row: Row, tile: Tile, scratch: Scratch, _: Scratch) -> None:

@@ -18,7 +18,7 @@ def attention(call: AttentionCall) -> tuple[Any, Any]:
     """``out`` and ``lse`` of any call; see ``cupy_dma.backends``."""
     if call.sequences is None:
         return forward.attention(call)
-    out = np.zeros(call.query.shape, numpy_dtype(call.query.dtype))
+    out = np.zeros((*call.query.shape[:3], call.value_dim), numpy_dtype(call.query.dtype))
     lse = np.full((1, call.heads, call.query_length), -np.inf, widened(call.query.dtype))
     for one in _sequences(call):
         out[:, one.queries], lse[:, :, one.queries] = forward.attention(one.call)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+LARGEST = tl.constexpr(3.402823466e38)
 LN_2 = tl.constexpr(0.6931471805599453)
 # Arguments on whose values kernels are not specialized, as nothing is gained by it.
 PLAIN = ["heads", "kv_heads", "query_length", "key_length", "tiles", "blocks", "capacity", "mask_batch", "mask_head",
@@ -205,6 +206,7 @@ def gradients(qk, dp, added, visible, lse, delta, scale, softcap, SOFTCAP: tl.co
     ds = tl.where(visible, p * (dp - delta), 0.0)
     dx = ds
     if SOFTCAP:
-        tanh = softcapped(qk * (scale / softcap), 1.0)
+        ratio = tl.minimum(tl.maximum(scale / softcap, -LARGEST), LARGEST)  # an infinity times 0 is NaN
+        tanh = softcapped(qk * ratio, 1.0)
         dx = tl.where(visible, ds * (1.0 - tanh * tanh), 0.0)
     return p, ds, dx

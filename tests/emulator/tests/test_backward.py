@@ -21,8 +21,8 @@ from tests import emulator  # noqa: E402
 from tests.emulator.tests.test_forward import BUILD, FORWARD, ORDERS, SCORE_CASES, bits, score_problem  # noqa: E402
 
 NAMES = ("float32-", "float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3", "bfloat16-D256", "mask-",
-         "causal-and-", "heads-", "window-1", "bias-", "softcap-", "layout-", "lengths-1x", "lengths-33x129",
-         "lengths-129x33", "dense-", "batch-3")
+         "causal-and-", "heads-", "window-1", "bias-", "softcap-", "scale-", "layout-", "lengths-1x", "lengths-33x129",
+         "lengths-129x33", "dense-", "batch-3", "sinks-", "value-dim-")
 
 
 @pytest.fixture(autouse=True)

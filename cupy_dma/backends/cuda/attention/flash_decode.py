@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.attention import sm90
@@ -16,9 +16,7 @@ from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE, BIAS_OF_KEYS, ELEMENTS, blocks
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
 from cupy_dma.backends.cuda.select.last_queries import KeyList
-
-if TYPE_CHECKING:
-    from cupy_dma.calls.types import AttentionCall
+from cupy_dma.calls.types import AttentionCall
 
 MAX_ROWS, TILE_ROWS = 64, 16  # queries times heads of a GQA group: that are served, and that read keys together
 MIN_KEYS = 512  # below this a tile is as fast
@@ -46,8 +44,15 @@ class FlashDecodeConfig(SplitConfig):
 
 def serves(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
     """Whether this kernel takes the call on device ``index``: it can, and is faster than the others."""
-    return (can_serve(runtime, index, call, problem)
-            and not (_tiles_pay(call, problem) and sm90.serves(runtime, index, call, problem)))
+    return can_serve(runtime, index, call, problem) and (call.value_dim != call.head_dim or not (
+        _tiles_pay(call, problem) and sm90.serves(runtime, index, call, problem)))
+
+
+def takes_value_dim(runtime: Runtime, call: Any) -> bool:
+    """Whether a call whose values have another head dim than its keys comes here: the other kernels need them equal."""
+    if not isinstance(call, AttentionCall) or 0 in call.query.shape or call.query.dtype not in ELEMENTS:
+        return False
+    return can_serve(runtime, call.query.device.index, call, Problem(call))
 
 
 def can_serve(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
@@ -88,12 +93,13 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
     """Writes ``out`` and ``lse`` of a call that ``serves``, on its device. ``listed``: in place of the mask."""
     query, library, device = call.query, call.query.library, call.query.device
     batch, length, heads, head_dim = query.shape
+    value_dim, row_bytes = call.value_dim, max(head_dim, call.value_dim) * problem.size
     kv_heads, index = call.kv_heads, device.index
     slots = problem.key_length if listed is None else listed.count
     rows = length * (heads // kv_heads)
-    sets = sets_of(rows, head_dim * problem.size)
+    sets = sets_of(rows, row_bytes)
     tile_rows, tiles = blocks(rows, sets), batch * kv_heads * sets
-    resident = min_blocks(head_dim, head_dim, query.dtype, tile_rows)
+    resident = min_blocks(head_dim, value_dim, query.dtype, tile_rows)
     num_splits, split_size = choose_splits(tiles, slots, resident * runtime.num_sms(index))
     fields: dict[str, Any] = {
         "out": library.pointer(out), "lse": library.pointer(lse), "group": heads // kv_heads, "sets": sets,
@@ -101,9 +107,9 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
     keep = None
     if num_splits > 1:
         partial_rows = tiles * num_splits * tile_rows
-        keep = library.empty((partial_rows * (head_dim + 2),), "float32", device)
+        keep = library.empty((partial_rows * (value_dim + 2),), "float32", device)
         fields["partial"] = library.pointer(keep)
-        fields["partial_state"] = library.pointer(keep) + 4 * partial_rows * head_dim
+        fields["partial_state"] = library.pointer(keep) + 4 * partial_rows * value_dim
         if listed is None:
             tickets = library.full((tiles,), 0, "int32", device)
             fields["tickets"] = library.pointer(tickets)
@@ -118,7 +124,7 @@ def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any,
     elif mask is not None:
         for name, operand in (("start", mask._start), ("stop", mask._stop)):
             fields |= {name: operand.pointer, f"{name}_batch": _step(operand, 0), f"{name}_group": _step(operand, 1)}
-    kernel = _kernel(runtime, index, num_splits, ELEMENTS[query.dtype], head_dim, problem.vector, tile_rows,
+    kernel = _kernel(runtime, index, num_splits, ELEMENTS[query.dtype], head_dim, value_dim, problem.vector, tile_rows,
                      call.softcap > 0.0, resident, listed is not None, intervals, causal,
                      problem.bias_kind == BIAS_OF_KEYS)
     params = jit.params("decode/flash_decode.cu", "FlashDecodeParams")
@@ -140,9 +146,10 @@ def _rows_together(row_bytes: int) -> int:
 
 
 @functools.cache  # by fields: they hash faster than a configuration
-def _kernel(runtime: Runtime, index: int, num_splits: int, element: str, head_dim: int, vector: bool, rows: int,
-            softcap: bool, min_blocks: int, listed: bool, intervals: bool, causal: bool, bias: bool) -> LoadedKernel:
-    config = FlashDecodeConfig(element=element, head_dim=head_dim, value_dim=head_dim, vector=vector, rows=rows,
+def _kernel(runtime: Runtime, index: int, num_splits: int, element: str, head_dim: int, value_dim: int, vector: bool,
+            rows: int, softcap: bool, min_blocks: int, listed: bool, intervals: bool, causal: bool,
+            bias: bool) -> LoadedKernel:
+    config = FlashDecodeConfig(element=element, head_dim=head_dim, value_dim=value_dim, vector=vector, rows=rows,
                                warps=WARPS, softcap=softcap, min_blocks=min_blocks, listed=listed, intervals=intervals,
                                causal=causal, bias=bias)
     return runtime.load(config, "flash_decode", index, config.shared_bytes(num_splits))

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def attention(runtime: Runtime, call: AttentionCall) -> tuple[Any, Any]:
-    """``out (B, Lq, H, D)`` and ``lse (B, H, Lq)`` of a checked call."""
+    """``out (B, Lq, H, Dv)`` and ``lse (B, H, Lq)`` of a checked call."""
     problem = Problem(call)
     query, library, device = call.query, call.query.library, call.query.device
     batch, query_length, heads, head_dim = query.shape
-    out = library.empty(query.shape, query.dtype, device)
+    out = library.empty((*query.shape[:3], call.value_dim), query.dtype, device)
     lse = library.empty((batch, heads, query_length), "float32", device)
     if batch == 0 or query_length == 0:
         return out, lse

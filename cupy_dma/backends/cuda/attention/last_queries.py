@@ -31,9 +31,9 @@ def attend_last(runtime: Runtime, call: DynamicCall, scores: Operand) -> tuple[A
     problem = Problem(attention)
     if attention.batch == 0 or not flash_decode.can_serve(runtime, device.index, attention, problem):
         return None
-    out = library.empty(query.shape, query.dtype, device)
+    out = library.empty((*query.shape[:3], attention.value_dim), query.dtype, device)
     lse = library.empty((attention.batch, attention.heads, queries), "float32", device)
-    sets = flash_decode.sets_of(rows, attention.head_dim * problem.size)
+    sets = flash_decode.sets_of(rows, max(attention.head_dim, attention.value_dim) * problem.size)
     with runtime.on(device):
         listed = select_last(runtime, scores, call.window, queries, sets)
         flash_decode.attention(runtime, attention, problem, out, lse, listed)

@@ -179,7 +179,7 @@ def _softcap_polynomials(scale: float, softcap: float, powers_of_2: bool) -> byt
     if softcap == 0.0:
         return b""
     ratio, unit = scale / softcap, math.log2(math.e) if powers_of_2 else 1.0
-    for polynomials in (_TANH_POLYNOMIALS, _LARGE_SOFTCAP, _HUGE_SOFTCAP):
+    for polynomials in (_TANH_POLYNOMIALS, _LARGE_SOFTCAP, _HUGE_SOFTCAP) if ratio < 2.0**100 else ():
         packed = np.zeros((2, 5))
         for fields, (end, terms) in zip(packed, polynomials):
             moved = Polynomial(terms)(Polynomial((end**2, 1.0))).coef  # of y^2 - end^2

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cupy_dma.calls.types import AttentionBackwardCall
 
 MAX_NARROW_DIM = 128  # above it (WIDE in the kernels) there is no one pass, and launch_dq does not make delta
-MAX_SOFTCAP = 4096.0
+MIN_SOFTCAP, MAX_SOFTCAP = 1.0, 4096.0  # capped logits, and 1e-7 of an lse over the softcap, must be precise
 MAX_DENSE_QUERIES = 131072  # of a dense mask (MOST_STEPS in the kernels)
 STAGES = 2  # of queries, of backward_dkv.cu
 BLOCK_M = 128  # of backward_dq.cu: rows of a tile
@@ -111,7 +111,8 @@ def _serves(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, vec
     """What both need. ``vector``: all rows are aligned."""
     query = call.forward.query
     return (runtime.hopper(query.device.index) and problem.size == 2 and vector
-            and problem.bias_kind != BIAS_DENSE and call.forward.softcap <= MAX_SOFTCAP)
+            and problem.bias_kind != BIAS_DENSE
+            and (call.forward.softcap == 0.0 or MIN_SOFTCAP <= call.forward.softcap <= MAX_SOFTCAP))
 
 
 def serves_query(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, vector: bool) -> bool:

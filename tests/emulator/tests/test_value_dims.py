@@ -1,0 +1,57 @@
+"""Values of another head dim than keys, on the CUDA kernels: those of few queries take them as they are, calls that are
+made again are not planned, and the grid has the rest."""
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+from tests.oracle import reference
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("cupy")
+
+from cupy_dma.calls import run  # noqa: E402
+from tests import emulator  # noqa: E402
+
+N, D, DV = 600, 16, 24
+
+
+@pytest.fixture(autouse=True)
+def device():
+    with emulator.using() as runtime:
+        yield runtime
+
+
+@pytest.mark.parametrize("how", ["attention", "top_w"])
+def test_few_queries_copy_no_keys(rng, how):
+    q, k, v = (rng.standard_normal((1, n, 2, d)).astype(np.float16) for n, d in ((1, D), (N, D), (N, DV)))
+    scores = rng.standard_normal((1, 2, N)).astype(np.float32)
+    with mock.patch.object(run, "with_equal_dims", side_effect=AssertionError("copied")):
+        if how == "attention":
+            found, dense = dma.attention(q, k, v, bias=scores, return_lse=True, backend="emulator"), None
+        else:
+            found = dma.dynamic_mask_attention(q, k, v, scores, window=40, return_lse=True, backend="emulator")
+            dense = reference.top_w_dense(scores, 40, query_length=1)
+    arguments = q, k, v, dense, scores
+    for mine, ref, plain in zip(found, reference.attention(*arguments), reference.same_precision_attention(*arguments)):
+        reference.assert_matches_reference(mine, ref, plain, mine.dtype)
+
+
+@pytest.mark.parametrize("value_dim", [D, DV])
+def test_calls_made_again(rng, value_dim):
+    """With sinks, planned and not."""
+    shapes = (1, 40, 2, D), (1, 40, 1, D), (1, 40, 1, value_dim), (1, 1, 40), (2,)
+    for _ in range(4):
+        inputs = [torch.from_numpy(rng.standard_normal(shape).astype(np.float32)) for shape in shapes]
+        inputs[:3] = [x.half() for x in inputs[:3]]
+        gradients = []
+        for backend in ("emulator", "numpy"):
+            own = [x.clone().requires_grad_() for x in inputs]
+            out, lse = dma.dynamic_mask_attention(*own[:4], window=9, sink_logits=own[4], return_lse=True,
+                                                  backend=backend)
+            gradients.append(torch.autograd.grad(out.float().sin().sum() + lse.cos().sum(), own))
+        for found, expected in zip(*gradients):
+            torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
