@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: the thread has no context
+LEGACY = (0, 1)  # handles of a device's default stream, which cannot be captured and is never destroyed
 _CAPTURE_IMPLICIT = 906  # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT: asked of the legacy stream while another one captures
 _DISABLE_TIMING, _RELAXED = 2, 2  # CU_EVENT_DISABLE_TIMING, CU_STREAM_CAPTURE_MODE_RELAXED
 _NO_DESTRUCTOR_SYNC, _MOVE_REFERENCE = 1, 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, CU_GRAPH_USER_OBJECT_MOVE
@@ -65,12 +66,20 @@ def _context(index: int) -> ctypes.c_void_p:
     return context
 
 
+@functools.cache
+def _function(name: str) -> Any:
+    """A function of a stream and an address, which are converted faster when their types are known."""
+    found = getattr(library(), name)
+    found.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    return found
+
+
 def _ask(name: str, stream: int, index: int, result: Any) -> int:
-    function = getattr(library(), name)
-    status = function(ctypes.c_void_p(stream), ctypes.byref(result))
+    function = _function(name)
+    status = function(stream, ctypes.byref(result))
     if status == INVALID_CONTEXT:
         _checked("cuCtxSetCurrent", library().cuCtxSetCurrent(_context(index)))
-        status = function(ctypes.c_void_p(stream), ctypes.byref(result))
+        status = function(stream, ctypes.byref(result))
     return status
 
 
@@ -79,18 +88,23 @@ def _ask(name: str, stream: int, index: int, result: Any) -> int:
 
 def stream_id(stream: int, index: int) -> int:
     """A number that no other stream of the process has or will have. ``stream``: a raw handle on device ``index``."""
+    if stream in LEGACY:
+        return -1
     found = ctypes.c_ulonglong()
-    _checked("cuStreamGetId", _ask("cuStreamGetId", stream, index, found))
+    status = _ask("cuStreamGetId", stream, index, found)
+    if status:
+        _checked("cuStreamGetId", status)
     return found.value
 
 
 def is_capturing(stream: int, index: int) -> bool:
     """Whether a graph is being captured from the raw ``stream``."""
+    if stream in LEGACY:
+        return False
     found = ctypes.c_int()
     status = _ask("cuStreamIsCapturing", stream, index, found)
-    if status == _CAPTURE_IMPLICIT:
-        return False
-    _checked("cuStreamIsCapturing", status)
+    if status and status != _CAPTURE_IMPLICIT:
+        _checked("cuStreamIsCapturing", status)
     return found.value != 0
 
 
