@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupy_dma.arrays import driver
+
 
 class Device(NamedTuple):
     kind: str  # "cpu" or "cuda"
@@ -112,7 +114,7 @@ class Library:
 
     def is_capturing(self, device: Device) -> bool:
         """Whether the caller's current stream on ``device`` is being captured into a CUDA graph."""
-        return False
+        return device.kind == "cuda" and driver.is_capturing(self.stream(device), device.index)
 
     def arange(self, start: int, stop: int, device: Device) -> Any:
         """int32 start, ..., stop - 1."""

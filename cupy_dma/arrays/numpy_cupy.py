@@ -110,6 +110,3 @@ class CupyLibrary(NumpyLibrary):
 
     def stream(self, device):
         return self.xp.cuda.get_current_stream(device.index).ptr
-
-    def is_capturing(self, device):
-        return self.xp.cuda.get_current_stream(device.index).is_capturing()

@@ -99,12 +99,6 @@ class TorchLibrary(Library):
     def stream(self, device):
         return 0 if device.kind == "cpu" else self.xp._C._cuda_getCurrentRawStream(device.index)
 
-    def is_capturing(self, device):
-        if device.kind == "cpu":
-            return False
-        with self.xp.cuda.device(device.index):
-            return self.xp.cuda.is_current_stream_capturing()
-
     def arange(self, start, stop, device):
         return self.xp.arange(start, stop, dtype=self.xp.int32, device=self._torch_device(device))
 
