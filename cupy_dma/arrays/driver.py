@@ -5,12 +5,14 @@ handle of a destroyed stream is given out again. ``stream_id`` does (``cuStreamG
 
 CuPy has no memory pools for graphs, so what is allocated during a capture must be held for as long as the graph or an
 executable made from it lives. ``hold_for_graph`` ties memory to the graph by a user object, whose destructor is the C
-library's ``sem_post``: the driver may call it from any thread, at any time, without the interpreter.
+library's ``sem_post``: the driver may call it from any thread, at any time, without the interpreter. Where there is
+none, on Windows, the memory is held for the life of the process.
 """
 from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -124,7 +126,7 @@ class Event:
 
     def __init__(self, stream: int, index: int):
         """Behind the work that has been queued on the raw ``stream`` of device ``index`` by now."""
-        self._handle = ctypes.c_void_p()
+        self._handle, self._destroy = ctypes.c_void_p(), library().cuEventDestroy_v2
         _checked("cuCtxPushCurrent", library().cuCtxPushCurrent_v2(_context(index)))
         try:
             _checked("cuEventCreate", library().cuEventCreate(ctypes.byref(self._handle), _DISABLE_TIMING))
@@ -139,7 +141,7 @@ class Event:
 
     def __del__(self) -> None:
         if self._handle:
-            library().cuEventDestroy_v2(self._handle)
+            self._destroy(self._handle)
 
 
 # ---- memory of captured graphs --------------------------------------------------------------------------------------
@@ -150,6 +152,9 @@ class _GraphMemory:
 
     def __init__(self, graph: ctypes.c_void_p):
         self.held: list[Any] = []
+        self._value: Any = None
+        if sys.platform == "win32":
+            return
         libc = ctypes.CDLL(None)
         libc.calloc.restype = ctypes.c_void_p
         self._semaphore = ctypes.c_void_p(libc.calloc(1, 64))  # never freed: the driver may post late
@@ -164,6 +169,8 @@ class _GraphMemory:
     def is_over(self) -> bool:
         """Whether the graph and all that was made of it have been destroyed."""
         value = ctypes.c_int()
+        if self._value is None:
+            return False
         self._value(self._semaphore, ctypes.byref(value))
         return value.value > 0
 
