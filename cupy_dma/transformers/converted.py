@@ -8,6 +8,7 @@ there, and a model built from such a configuration is converted when it is made,
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -54,9 +55,7 @@ class _DynamicMasked:
 
 def _blank(kind: type) -> nn.Module:
     """A module of a pickle or copy, without its state."""
-    from cupy_dma.transformers.registration import register  # which imports this module
-
-    register()
+    sys.modules[__package__].register()  # not imported from there: registration.py imports this module
     made = _with_dynamic_mask(kind)
     return made.__new__(made)
 

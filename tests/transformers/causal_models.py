@@ -18,8 +18,9 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "dim", "embedding_size", "embedding_dim",
                      "word_embed_proj_dim", "lru_width", "cross_attention_hidden_size", "hidden_size_global"), 32),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner", "d_inner", "dff",
-                     "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp", "ffn_hidden_size",
-                     "shared_intermediate_size", "expert_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+                     "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp",
+                     "ffn_hidden_size", "shared_intermediate_size", "expert_ffn_hidden_size",
+                     "moe_shared_expert_intermediate_size",
                      "dense_intermediate_size", "block_ff_dim", "dim_ff", "feed_forward_size"), 48),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers",
                      "num_decoder_layers", "num_encoder_layers"), 2),
@@ -27,13 +28,15 @@ SIZES: dict[str, Any] = {
                      "encoder_attention_heads", "attention_heads", "num_decoder_attention_heads",
                      "num_encoder_attention_heads", "swa_num_attention_heads", "index_n_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "n_group", "kv_n_heads"), 2),
-    **dict.fromkeys(("head_dim", "swa_head_dim", "kv_channels", "attention_head_dim", "dim_head", "d_head", "v_head_dim",
-                     "qk_nope_head_dim", "index_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim",
-                     "global_head_dim", "hidden_size_per_layer_input", "rotary_dim"), 8),
+    **dict.fromkeys(("head_dim", "swa_head_dim", "kv_channels", "attention_head_dim", "dim_head", "d_head",
+                     "v_head_dim", "qk_nope_head_dim", "index_head_dim", "linear_key_head_dim",
+                     "linear_value_head_dim", "linear_head_dim", "global_head_dim", "hidden_size_per_layer_input",
+                     "rotary_dim"), 8),
     "qk_rope_head_dim": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_head_dim": 12,
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_experts_per_tok",
                      "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k"), 4),
-    "num_codebooks": 1, "encoder_hash_byte_group_vocab": 64, "topk_group": 2, "first_k_dense_replace": 1, "num_dense_layers": 1,
+    "num_codebooks": 1, "encoder_hash_byte_group_vocab": 64, "topk_group": 2, "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions",
                      "context_length", "model_max_length"), 128),
     **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_window_size", "attention_chunk_size",
@@ -44,8 +47,6 @@ SIZES: dict[str, Any] = {
                      "linear_num_heads"), 4),
     **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size", "mamba_d_head", "mamba_head_dim"), 16),
 }
-
-
 # What a field without a default gets, too.
 OPTIONAL = {"num_key_value_heads", "head_dim", "pad_token_id", "bos_token_id", "eos_token_id", "type_vocab_size",
             "moe_intermediate_size"}
@@ -54,9 +55,10 @@ LOCAL_LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
 # By type: what else it takes.
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
-    "cohere_compass_text": {**LOCAL_LAYERS, "rope_parameters": dict.fromkeys(
-        LOCAL_LAYERS["layer_types"], {"rope_type": "default", "rope_theta": 1e4})},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}, "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 4}},
+    "cohere_compass_text": {**LOCAL_LAYERS, "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": 1e4} for kind in LOCAL_LAYERS["layer_types"]}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+             "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 4}},
     "longcat_flash": {"head_dim": 4},
     "deepseek_v2": {"num_experts_per_tok": 4},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 4, "n_shared_experts": 1},
@@ -75,6 +77,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "n_groups": 2},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [16, 16], "attention_head_size": 8},
