@@ -12,12 +12,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from cupy_dma.arrays.library import CPU, Device, Library, Operand, numpy_dtype
+from cupy_dma.arrays.library import CPU, Device, Library, Operand, numpy_dtype, strides_of
 from cupy_dma.arrays.numpy_cupy import CupyLibrary, NumpyLibrary
 from cupy_dma.arrays.torch_library import TorchLibrary
 
 __all__ = ["CPU", "Device", "DlpackLibrary", "Library", "Operand", "describe", "library_named", "library_of",
-           "numpy_dtype"]
+           "numpy_dtype", "strides_of"]
 
 
 class DlpackLibrary(Library):
@@ -50,6 +50,8 @@ def library_named(name: str) -> Library:
 def _find_library(kind: type) -> Library | None:
     for base in kind.__mro__:
         root = base.__module__.partition(".")[0]
+        if base.__name__ == "MaskedArray":  # an ndarray, whose mask would be lost
+            return None
         if root in _makers and base.__name__ in ("ndarray", "Tensor"):
             return library_named(root)
     return None
@@ -62,6 +64,9 @@ def library_of(array: Any, name: str) -> Library:
         _library_of_type[kind] = _find_library(kind)
     if (found := _library_of_type[kind]) is not None:
         return found
+    if hasattr(array, "filled") and hasattr(array, "mask"):
+        raise TypeError(f"{name} must be an array without a mask of its own, got {kind.__module__}."
+                        f"{kind.__qualname__}: pass {name}.filled(...), or {name}.data to take masked elements, too")
     if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
         raise TypeError(f"{name} must be a numpy.ndarray, cupy.ndarray, torch.Tensor or an object with __dlpack__, "
                         f"got {kind.__module__}.{kind.__qualname__}")

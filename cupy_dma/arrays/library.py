@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupy_dma.arrays import driver
+
 
 class Device(NamedTuple):
     kind: str  # "cpu" or "cuda"
@@ -38,6 +40,11 @@ class Operand:
     @property
     def ndim(self) -> int:
         return len(self.shape)
+
+
+def strides_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides as far as they matter: 0 for an axis of length 1."""
+    return tuple([0 if n == 1 else stride for n, stride in zip(shape, strides)]) if 1 in shape else strides
 
 
 def numpy_dtype(name: str) -> np.dtype:
@@ -93,6 +100,10 @@ class Library:
         """The array in C order: itself if it is C-contiguous already, otherwise a copy."""
         raise NotImplementedError
 
+    def is_traced(self) -> bool:
+        """Whether a compiler traces this call, so that arrays have no values yet."""
+        return False
+
     def requires_grad(self, array: Any) -> bool:
         """Whether a result computed from ``array`` is expected to carry a gradient."""
         return False
@@ -103,7 +114,7 @@ class Library:
 
     def is_capturing(self, device: Device) -> bool:
         """Whether the caller's current stream on ``device`` is being captured into a CUDA graph."""
-        return False
+        return device.kind == "cuda" and driver.is_capturing(self.stream(device), device.index)
 
     def arange(self, start: int, stop: int, device: Device) -> Any:
         """int32 start, ..., stop - 1."""

@@ -1,8 +1,11 @@
 """NumPy, and CuPy, which has its functions."""
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import numpy as np
 
+from cupy_dma.arrays import driver
 from cupy_dma.arrays.library import CPU, NO_CONTEXT, Device, Library, Operand, numpy_dtype
 
 
@@ -50,7 +53,8 @@ class NumpyLibrary(Library):
 
 
 class CupyLibrary(NumpyLibrary):
-    """NumPy's functions on CUDA arrays; ``cumsum`` and ``search_right`` must be called within ``on``."""
+    """NumPy's functions on CUDA arrays; ``cumsum`` and ``search_right`` must be called within ``on``. What is allocated
+    within ``on`` while a graph is captured lives as long as the graph."""
 
     name = "cupy"
 
@@ -60,8 +64,22 @@ class CupyLibrary(NumpyLibrary):
         self.xp = cupy
 
     def on(self, device):
+        if driver.is_capturing(stream := self.stream(device), device.index):
+            return self._holding(device, stream)
         current = self.xp.cuda.runtime.getDevice()  # a query costs less than entering a context
         return NO_CONTEXT if current == device.index else self.xp.cuda.Device(device.index)
+
+    @contextmanager
+    def _holding(self, device, stream):
+        allocate = self.xp.cuda.get_allocator()
+
+        def hold(size):
+            memory = allocate(size)
+            driver.hold_for_graph(stream, memory.mem)
+            return memory
+
+        with self.xp.cuda.Device(device.index), self.xp.cuda.using_allocator(hold):
+            yield
 
     def describe(self, array, name):
         size = array.itemsize
@@ -76,6 +94,9 @@ class CupyLibrary(NumpyLibrary):
             return self.xp.asnumpy(array)
 
     def from_numpy(self, array, device):
+        if driver.is_capturing(self.stream(device), device.index):
+            raise RuntimeError("numbers in host memory cannot be copied to the GPU while a CUDA graph is captured: "
+                               "pass an array on the GPU")
         with self.on(device):
             return self.xp.asarray(array)
 
@@ -89,6 +110,3 @@ class CupyLibrary(NumpyLibrary):
 
     def stream(self, device):
         return self.xp.cuda.get_current_stream(device.index).ptr
-
-    def is_capturing(self, device):
-        return self.xp.cuda.get_current_stream(device.index).is_capturing()

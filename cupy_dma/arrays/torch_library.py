@@ -48,13 +48,21 @@ class TorchLibrary(Library):
                 device = CPU
             else:
                 raise torch_tensors.unreadable(self.xp, array, name)
-            shape, strides, pointer = tuple(array.shape), array.stride(), array.data_ptr()
+            shape, strides = tuple(array.shape), array.stride()
+            pointer = self._traced_pointer(array) if plain else array.data_ptr()
         except (RuntimeError, UserWarning):  # nested, sparse or wrapped by torch.func; FakeTensor under -W error
             raise torch_tensors.unreadable(self.xp, array, name) from None
         if not plain and pointer == 0 and 0 not in shape:
             return self.describe(torch_tensors.written_out(self.xp, array, name), name)
         return Operand(name, array, self, shape, strides, self._name_of.get(array.dtype) or str(array.dtype), device,
                        pointer)
+
+    def _traced_pointer(self, array):
+        """None where ``torch.export`` traces with tensors that have no memory, so that nothing can be launched."""
+        try:
+            return array.data_ptr()
+        except RuntimeError:
+            return None
 
     def pointer(self, array):
         return array.data_ptr()
@@ -82,17 +90,14 @@ class TorchLibrary(Library):
     def contiguous(self, array):
         return array.contiguous()
 
+    def is_traced(self):
+        return self._is_compiling()
+
     def requires_grad(self, array):
         return array.requires_grad and self.xp.is_grad_enabled()
 
     def stream(self, device):
         return 0 if device.kind == "cpu" else self.xp._C._cuda_getCurrentRawStream(device.index)
-
-    def is_capturing(self, device):
-        if device.kind == "cpu":
-            return False
-        with self.xp.cuda.device(device.index):
-            return self.xp.cuda.is_current_stream_capturing()
 
     def arange(self, start, stop, device):
         return self.xp.arange(start, stop, dtype=self.xp.int32, device=self._torch_device(device))

@@ -42,6 +42,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from cupy_dma import checks
 from cupy_dma.arrays import Operand
 
 NAMES = ("cuda", "numpy", "triton", "flex")  # in order of preference for CUDA arrays
@@ -105,11 +106,14 @@ def choose(backend: str | None, operands: Iterable[Operand | None]) -> ModuleTyp
         The backend cannot run here; the message says why.
     """
     first = next(operand for operand in operands if operand is not None)
+    checks.has_memory(first)
     on_cuda = first.device.kind == "cuda"
     name = ("cuda" if on_cuda else _FOR_CPU) if backend is None else backend
     try:
         module = _loaded[name]
     except (KeyError, TypeError):
+        module = None
+    if module is None:  # outside of the handler, or errors would be shown as following from it
         module = _load(name, backend, first)
     if name in _registered and on_cuda:
         raise ValueError(f"backend={name!r} takes CPU arrays, but {first.name} is on {first.device}")
@@ -126,6 +130,12 @@ def is_traced(array: Any) -> bool:
     """Whether ``torch.compile`` is tracing this call, so that it must go through operators instead of addresses."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_compiling() and isinstance(array, torch.Tensor)
+
+
+def is_exported() -> bool:
+    """Whether ``torch.export`` is tracing this call; a torch without ``is_exporting`` only knows that something is."""
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()
 
 
 def traced() -> ModuleType:

@@ -14,7 +14,9 @@ from typing import Any
 from cupy_dma import backends, checks
 from cupy_dma.arrays import Library, Operand, describe
 from cupy_dma.masks import usual
+from cupy_dma.masks.derived import History
 from cupy_dma.masks.documents import document_runs, documents_mask
+from cupy_dma.masks.operators import MaskOperators
 from cupy_dma.masks.plot import Pictures
 from cupy_dma.masks.runs import EVER, NEVER, UNKNOWN, Hints, Runs, equal, intersection, spread, union
 from cupy_dma.masks.selection import Candidates, check_candidates, select
@@ -28,7 +30,7 @@ def _restored(start: Any, stop: Any, hints: tuple[Any, ...]) -> IntervalMask:
     return IntervalMask._make(operand.library, operand.array, describe(stop, "stop").array, Hints(*hints))
 
 
-class IntervalMask(Pictures):
+class IntervalMask(MaskOperators, Pictures):
     """A mask under which every key is visible to one run of consecutive positions.
 
     Parameters
@@ -50,12 +52,13 @@ class IntervalMask(Pictures):
     plot, plot_lifetimes, plot_survival, plot_attention : pictures.
     """
 
-    __slots__ = ("__weakref__", "_bound", "_cache", "_causal_only", "_hints", "_start", "_starts", "_stop", "device",
-                 "key_length", "library", "shape")
+    __slots__ = ("__weakref__", "_bound", "_cache", "_causal_only", "_facts", "_hints", "_history", "_start", "_starts",
+                 "_stop", "device", "key_length", "library", "shape")
     __hash__ = None  # type: ignore[assignment]  # == compares values, so equal masks would need equal hashes
 
     # _start, _stop: Operands of the full ``shape``, with stride 0 on broadcast axes. _starts, _bound, _causal_only: the
-    # fields of _hints. _cache: what backends derive from the mask (key lists).
+    # fields of _hints. _cache, _history: what backends derive from the mask (derived.py). _facts: what
+    # torch's look-up of calls knows of the mask.
 
     def __init__(self, start: Any, stop: Any):
         operands = describe(start, "start"), describe(stop, "stop")
@@ -80,6 +83,8 @@ class IntervalMask(Pictures):
         self._hints = hints
         self._starts, self._bound, self._causal_only = hints
         self._cache: dict[Any, Any] = {}
+        self._history = History({}, [])
+        self._facts: Any = None
 
     @classmethod
     def _make(cls, library: Library, start: Any, stop: Any, hints: Hints = UNKNOWN) -> IntervalMask:
@@ -100,7 +105,7 @@ class IntervalMask(Pictures):
         """Shares the arrays, and what backends have derived from them."""
         twin = self._make(self.library, self._start.array, self._stop.array,
                           Hints(self._starts, self._bound, self._causal_only))
-        twin._cache = self._cache
+        twin._cache, twin._history = self._cache, self._history
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -287,7 +292,7 @@ class IntervalMask(Pictures):
     def __and__(self, other: IntervalMask) -> IntervalMask:
         """Visible under both: the later start and the earlier stop."""
         if not isinstance(other, IntervalMask):
-            return NotImplemented
+            return self._with(other, "&")
         self._meet(other, "&")
         with self.library.on(self.device):
             return self._of(self.library, intersection(self.library.xp, self._runs, other._runs))
@@ -299,7 +304,7 @@ class IntervalMask(Pictures):
         itself the runs always touch and nothing is checked; otherwise the values are read, which synchronizes on CUDA.
         """
         if not isinstance(other, IntervalMask):
-            return NotImplemented
+            return self._with(other, "|")
         self._meet(other, "|")
         with self.library.on(self.device):
             return self._of(self.library, union(self.library.xp, self._runs, other._runs))
@@ -307,7 +312,7 @@ class IntervalMask(Pictures):
     def __eq__(self, other: object) -> bool:
         """Whether both show the same keys at every position that a query can have (below ``Lk``). Synchronizes."""
         if not isinstance(other, IntervalMask):
-            return NotImplemented
+            return self._with(other, "==")
         if not self._meet(other, "=="):
             return False
         with self.library.on(self.device):

@@ -28,7 +28,7 @@ from cupy_dma.calls.types import AttentionCall, DynamicCall
 from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.masks.selection import selection_hints
 from cupy_dma.torch import steps
-from cupy_dma.torch.gradients import Facts, MaskArguments, Saved, gradients
+from cupy_dma.torch.gradients import Facts, MadeMask, MaskArguments, Saved, check_saved, described, gradients
 from cupy_dma.torch.registration import (
     Options,
     as_tensor,
@@ -82,8 +82,12 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None,
         call = attention_call(query, key, value, mask, bias, causal, scale, softcap, is_deterministic(deterministic),
                               layout)
         module = backends.choose(backend, (call.query,))
-        out, lse, _ = attend(call, module, backend, (query, key, value, bias))
-        if bias is inputs[3] and call.value_dim == call.head_dim:
+        known = bias is inputs[3] and call.value_dim == call.head_dim
+        kind = steps.recorded(kind if known else None, call, module, backend, inputs)
+        if kind is not None and kind.plans is not None:
+            out, lse = steps.run(kind, mask, inputs)
+        else:
+            out, lse, _ = attend(call, module, backend, (query, key, value, bias), masks_in(mask))
             steps.learn(kind, call, module, backend, inputs)
     return delivered(out, lse, return_lse, sink_logits)
 
@@ -126,10 +130,14 @@ def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Te
         call = dynamic_call(query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents,
                             causal, scale, softcap, is_deterministic(deterministic), layout)
         module = backends.choose(backend, (call.attention.query,))
-        out, lse, plannable = attend_dynamic(call, module, backend, query, key, value, scores)
-        plannable = plannable and call.attention.value_dim == call.attention.head_dim
-        if plannable and scores is inputs[3] and not checks.wants_values_checked():
-            steps.learn(kind, call, module, backend, inputs)
+        known = (scores is inputs[3] and not checks.wants_values_checked()
+                 and call.attention.value_dim == call.attention.head_dim)
+        kind = steps.recorded(kind if known else None, call, module, backend, inputs)
+        if kind is not None and kind.plans is not None:
+            out, lse = steps.run(kind, None, inputs, padding)
+        else:
+            out, lse, plannable = attend_dynamic(call, module, backend, query, key, value, scores)
+            steps.learn(kind if plannable else None, call, module, backend, inputs)
     return delivered(out, lse, return_lse, sink_logits)
 
 
@@ -150,12 +158,12 @@ def attend_dynamic(call: DynamicCall, module: ModuleType, backend: str | None, q
 
 
 def attend(call: AttentionCall | DynamicCall, module: ModuleType, backend: str | None,
-           inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, bool]:
+           inputs: tuple[Tensor | None, ...], given: tuple[Any, ...] = ()) -> tuple[Tensor, Tensor, bool]:
     """``out, lse`` of a checked call on ``module``, the backend of that name, with gradients for ``inputs``: its query,
     key, value and bias, or scores, and the parameters of scores to be computed. And whether such calls can be planned
-    (``steps.py``): not if the backend did without a mask."""
+    (``steps.py``): not if the backend did without a mask. ``given``: the caller's masks."""
     if needs_grad(*inputs):
-        return *_Attention.apply(call, module, backend, *inputs), True
+        return *_Attention.apply(call, module, backend, given, *inputs), True
     if isinstance(call, DynamicCall):
         return attended(call, module)
     return *_results(call, module), True
@@ -167,29 +175,38 @@ def _results(call: AttentionCall, module: ModuleType) -> tuple[Tensor, Tensor]:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention of a checked call. The context keeps the call's options and what it has made: its mask, including the
-    key lists that backends have cached on it, and its scores. Arguments and results are saved through autograd, so that
-    saved-tensor hooks (checkpointing, offloading) see them, and see as many as of a planned call (``steps.py``): a
-    checkpoint may compute either of the two first and the other one again."""
+    """Attention of a checked call. All tensors that the backward needs are saved through autograd, so that it frees
+    them and saved-tensor hooks (checkpointing, offloading) see them: arguments, results, and what the call has made,
+    which are its mask, the key lists of that mask and its scores. A mask of the caller's keeps its own key lists."""
 
     @staticmethod
     def forward(ctx: Any, call: AttentionCall | DynamicCall, module: ModuleType, backend: str | None,
-                *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+                given: tuple[Any, ...], *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         own = attention_of(call, module) if isinstance(call, DynamicCall) else call
         out, lse = _results(own, module)
         recipe = call.recipe if isinstance(call, DynamicCall) else None
-        ctx.save_for_backward(out, lse, *inputs, *[None] * (len(INPUTS) - len(inputs)),
-                              None if own.dense is None else own.dense.array)
-        ctx.scores = None if recipe is None or own.bias is None else own.bias.array
-        ctx.facts = Facts(own.mask, (own.causal, own.scale, own.softcap, own.deterministic),
+        mask, made = own.mask, list[Tensor]()
+        ctx.made_mask = None
+        if mask is not None and not any(mask is x for x in given):
+            ctx.made_mask, made = MadeMask.taken_apart(mask)
+            mask = None
+        saved = (out, lse, *inputs, *[None] * (len(INPUTS) - len(inputs)),
+                 None if own.dense is None else own.dense.array,
+                 None if recipe is None or own.bias is None else own.bias.array, *made)
+        ctx.save_for_backward(*saved)
+        ctx.saved = described(saved)
+        ctx.facts = Facts(mask, (own.causal, own.scale, own.softcap, own.deterministic),
                           None if recipe is None else recipe[4], module, backend, own.sequences)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        saved = Saved(*ctx.saved_tensors)._replace(scores=ctx.scores)
-        return None, None, None, *gradients(ctx.facts, saved, dout, dlse, ctx.needs_input_grad[3:])
+        tensors, facts, count = ctx.saved_tensors, ctx.facts, len(Saved._fields)
+        check_saved(tensors, ctx.saved)
+        if ctx.made_mask is not None:
+            facts = facts._replace(mask=ctx.made_mask.mask(*tensors[count:]))
+        return None, None, None, None, *gradients(facts, Saved(*tensors[:count]), dout, dlse, ctx.needs_input_grad[4:])
 
 
 def gradients_of(call: AttentionCall, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor,

@@ -1,6 +1,7 @@
 """The gradients of a call from what its forward has saved: on its backend, or where they are traced by operators."""
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from cupy_dma.arrays import Operand, library_named
 from cupy_dma.calls.gradients import INPUTS, chain_gradients
 from cupy_dma.calls.sequences import Sequences
 from cupy_dma.calls.types import AttentionCall, key_bias
+from cupy_dma.masks.derived import moved
 from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.masks.runs import Hints
 from cupy_dma.torch.registration import is_plain_gradient, operators
@@ -37,6 +39,27 @@ class MaskArguments(NamedTuple):
         bound = None if self.bound is None else (self.bound[0], self.bound[1])
         return IntervalMask._make(library_named("torch"), self.start, self.stop,
                                   Hints(self.starts, bound, self.causal_only))
+
+
+class MadeMask(NamedTuple):
+    """A mask that a call has made, and its key lists, without their tensors: those autograd saves."""
+
+    hints: Hints
+    lists: list[tuple[Any, Any, int, int]]  # key, lists, first and last address of their workspace
+
+    @classmethod
+    def taken_apart(cls, mask: IntervalMask) -> tuple[MadeMask, list[Tensor]]:
+        found = [(key, x) for key, x in mask._cache.items() if hasattr(x, "workspace")]
+        spaces = [x.workspace for _, x in found]
+        lists = [(key, dataclasses.replace(x, workspace=None), at := space.data_ptr(), at + space.nbytes)
+                 for (key, x), space in zip(found, spaces)]
+        return cls(mask._hints, lists), [mask._start.array, mask._stop.array, *spaces]
+
+    def mask(self, start: Tensor, stop: Tensor, *spaces: Tensor) -> IntervalMask:
+        mask = IntervalMask._make(library_named("torch"), start, stop, self.hints)
+        for (key, lists, begin, end), space in zip(self.lists, spaces):
+            mask._cache[key] = moved(lists, begin, end, space, space.data_ptr())
+        return mask
 
 
 class Facts(NamedTuple):
@@ -64,6 +87,23 @@ class Saved(NamedTuple):
     dt_bias: Tensor | None = None
     dense: Tensor | None = None
     scores: Tensor | None = None
+
+
+def described(tensors: Sequence[Tensor | None]) -> list[Any]:
+    """What a saved-tensor hook must not change."""
+    return [None if x is None else (x.shape, x.dtype, x.device) for x in tensors]
+
+
+def check_saved(tensors: Sequence[Tensor | None], expected: list[Any]) -> None:
+    """RuntimeError if a saved-tensor hook has returned another kind of tensor than was ``described``."""
+    found = described(tensors)
+    if found == expected:
+        return
+    i = next(i for i, pair in enumerate(zip(found, expected)) if pair[0] != pair[1])
+    name = Saved._fields[i] if i < len(Saved._fields) else "an internal array"
+    given, wanted = ("None" if x is None else f"shape {tuple(x[0])}, {x[1]}, {x[2]}" for x in (found[i], expected[i]))
+    raise RuntimeError(f"a saved-tensor hook returned {name} with {given}; the backward of attention needs it as "
+                       f"it was saved: {wanted}")
 
 
 def gradients(facts: Facts, saved: Saved, dout: Tensor | None, dlse: Tensor | None,

@@ -1,10 +1,12 @@
 """Eager calls on plain tensors that have been made before: looked up by what is known of their tensors without reading
 them, then run as plans (``backends/cuda/steps.py``).
 
-The first call of a kind is checked and run as any other, and so is the second, which records the plans. From then on a
-call is a look-up, allocations, addresses and launches: a call of the same kind has been checked. What checks decide is
-part of the kind: shapes, strides, types, devices and alignment, options and their types, and of an interval mask its
-shape, strides and hints. What something traces or intercepts has no kind, nor have arguments of other types.
+The first call of a kind is checked as any other. If autograd wants gradients its plans are recorded at once, since what
+autograd saves must not depend on how often a kind was called: a checkpoint makes the call again. Otherwise they are
+recorded by the second call. From then on a call is a look-up, allocations, addresses and launches: a call of the same
+kind has been checked. What checks decide is part of the kind: shapes, strides, types, devices and alignment, options
+and their types, and of an interval mask its shape, strides and hints. Traced or intercepted calls have no kind, nor
+have arguments of other types.
 """
 from __future__ import annotations
 
@@ -18,13 +20,15 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
+from cupy_dma.arrays import strides_of
 from cupy_dma.calls.layout import looks_turned
 from cupy_dma.calls.types import AttentionCall, DynamicCall
+from cupy_dma.masks.derived import forget_oldest
 from cupy_dma.masks.interval import IntervalMask
-from cupy_dma.torch.gradients import Facts, MaskArguments, Saved, gradients
+from cupy_dma.torch.gradients import Facts, MaskArguments, Saved, check_saved, described, gradients
 from cupy_dma.torch.registration import is_plain_gradient
 
-MOST_KINDS = 4096  # then all are forgotten
+MAX_KINDS = 1024  # then the oldest are forgotten
 _PLAIN = {bool, int, float, str, type(None)}  # types of options
 _functorch, _dispatch = torch._C._functorch, torch._C._len_torch_dispatch_stack
 _is_deterministic = torch._C._get_deterministic_algorithms
@@ -37,7 +41,8 @@ class _Plans(NamedTuple):
     calls: int  # that have been made
     facts: Facts  # without a mask
     runtime: Any  # of the backend then
-    strides: list[tuple[int, ...]]  # of the tensors that the backward gets: those of the inputs, out, lse
+    saved: list[Any]  # of the tensors that the backward gets (out, lse, the inputs): their kinds, None for none
+    layouts: list[Any]  # and how they lie in memory
 
 
 class Kind(NamedTuple):
@@ -75,7 +80,7 @@ def kind_of(tensors: tuple[Any, ...], mask: Any, options: tuple[Any, ...]) -> Ki
             addresses.append(address)
             bits |= address or 1
             wanted |= needs
-            facts += x.shape, x.stride(), x.dtype, x.device, needs
+            facts += x.shape, layout_of(x), x.dtype, x.device, needs
         if mask is not None:
             if type(mask) is not IntervalMask:
                 return None
@@ -94,36 +99,80 @@ def kind_of(tensors: tuple[Any, ...], mask: Any, options: tuple[Any, ...]) -> Ki
     return Kind(found, addresses, grad and wanted, plans)
 
 
+def layout_of(x: Tensor) -> tuple[int, ...] | None:
+    """Strides of a tensor, 0 for axes of length 1; None if it is contiguous."""
+    if x.is_contiguous():
+        return None
+    return strides_of(x.shape, x.stride())
+
+
 def _facts_of(mask: IntervalMask) -> Any:
-    found = mask._cache.get("facts")
-    if found is None:
-        found = mask._cache["facts"] = (mask.shape, mask._start.strides, mask._stop.strides, mask._hints, mask.device,
-                                        mask.library.name)
-    return found
+    if mask._facts is None:
+        mask._facts = mask.shape, mask._start.strides, mask._stop.strides, mask._hints, mask.device, mask.library.name
+    return mask._facts
+
+
+def recorded(kind: Kind | None, call: AttentionCall | DynamicCall, module: ModuleType, backend: str | None,
+             inputs: tuple[Tensor | None, ...]) -> Kind | None:
+    """The kind of a checked call with these inputs, with plans if they can be recorded and autograd wants gradients."""
+    if kind is None or not kind.grad or not _can_be_planned(kind, call, module):
+        return kind
+    return kind._replace(plans=_record(kind, call, module, backend, inputs))
 
 
 def learn(kind: Kind | None, call: AttentionCall | DynamicCall, module: ModuleType, backend: str | None,
           inputs: tuple[Tensor | None, ...]) -> None:
-    """A checked call of this kind has been made, with these inputs."""
-    make = getattr(module, "make_step", None)
-    if kind is None or make is None or not module.plans.enabled() or not _PLAIN.issuperset(
-            kind.facts[1]):
+    """A checked call without gradients has been made, with these inputs."""
+    if kind is None or kind.grad or not _can_be_planned(kind, call, module):
         return
-    own, form = (call.attention, call.recipe and call.recipe[4]) if isinstance(call, DynamicCall) else (call, None)
     found = _known.get(kind.facts)
-    if found is not None and found.runtime is module.runtime:
-        capturing = own.query.device.kind == "cuda" and torch.cuda.is_current_stream_capturing()
-        if found.calls == 1 and not capturing:  # graphs must not load kernels
-            _known[kind.facts] = found._replace(step=make(call, kind.grad), calls=2)
-        return
-    if len(_known) >= MOST_KINDS:
-        _known.clear()
-    if not looks_turned(own.query, own.key):  # which warns each time
-        facts = Facts(None, (own.causal, own.scale, own.softcap, own.deterministic), form, module, backend)
-        _, length, heads, size = own.query.shape
-        strides = [x.stride() for x in inputs if x is not None]
-        strides += [(length * heads * size, heads * size, size, 1), (heads * length, length, 1)]
-        _known[kind.facts] = _Plans(None, 1, facts, module.runtime, strides)
+    if found is None or found.runtime is not module.runtime:
+        _keep(kind, _Plans(None, 1, _facts(call, module, backend), module.runtime, [], []))
+    elif found.calls == 1 and not _is_capturing(call):
+        _record(kind, call, module, backend, inputs)
+
+
+def _can_be_planned(kind: Kind, call: AttentionCall | DynamicCall, module: ModuleType) -> bool:
+    own = call.attention if isinstance(call, DynamicCall) else call
+    return (getattr(module, "make_step", None) is not None and module.plans.enabled()
+            and _PLAIN.issuperset(kind.facts[1]) and not looks_turned(own.query, own.key))  # which warns each time
+
+
+def _is_capturing(call: AttentionCall | DynamicCall) -> bool:
+    own = call.attention if isinstance(call, DynamicCall) else call
+    return own.query.device.kind == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _facts(call: AttentionCall | DynamicCall, module: ModuleType, backend: str | None) -> Facts:
+    own, form = (call.attention, call.recipe and call.recipe[4]) if isinstance(call, DynamicCall) else (call, None)
+    return Facts(None, (own.causal, own.scale, own.softcap, own.deterministic), form, module, backend)
+
+
+def _record(kind: Kind, call: AttentionCall | DynamicCall, module: ModuleType, backend: str | None,
+            inputs: tuple[Tensor | None, ...]) -> _Plans | None:
+    """The plans of such calls, to be run from now on; None if there are none."""
+    known = _known.get(kind.facts)
+    if known is not None and known.calls == 2 and known.runtime is module.runtime:
+        return None  # they cannot be planned
+    own = call.attention if isinstance(call, DynamicCall) else call
+    try:
+        step = module.make_step(call, kind.grad)
+    except Exception as error:
+        module.plans.warn_not_recorded(error)
+        return None
+    shape, device = own.query.shape, own.query.array.device
+    results = [(torch.Size(shape), own.query.array.dtype, device),
+               (torch.Size((shape[0], shape[2], shape[1])), torch.float32, device)]
+    found = _Plans(step, 2, _facts(call, module, backend), module.runtime, results + described(inputs),
+                   [None, None, *[layout_of(x) for x in inputs if x is not None]])
+    _keep(kind, found)
+    return None if step is None else found
+
+
+def _keep(kind: Kind, plans: _Plans) -> None:
+    _known[kind.facts] = plans
+    if len(_known) > MAX_KINDS:
+        forget_oldest(_known, MAX_KINDS)
 
 
 def run(kind: Kind, mask: IntervalMask | None, inputs: tuple[Tensor | None, ...],
@@ -137,31 +186,33 @@ def run(kind: Kind, mask: IntervalMask | None, inputs: tuple[Tensor | None, ...]
 
 
 class _Step(torch.autograd.Function):
-    """The context keeps the mask, or what the call has made itself: its mask, key lists and scores."""
+    """What a call makes itself, its mask, key lists and scores, is one tensor and saved as the arguments are."""
 
     @staticmethod
     def forward(ctx: Any, plans: _Plans, addresses: list[int], mask: IntervalMask | None, padding: Tensor | None,
                 *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, lse, *kept = plans.step.forward(addresses, mask, (*inputs, padding))
-        ctx.save_for_backward(out, lse, *inputs)
-        ctx.kept = plans, mask, kept
+        out, lse, *made = plans.step.forward(addresses, mask, (*inputs, padding))
+        ctx.save_for_backward(out, lse, *inputs, *made)
+        ctx.call = plans, mask
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        plans, mask, kept = ctx.kept
-        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[4:]
+        plans, mask = ctx.call
+        tensors, needed, count = ctx.saved_tensors, ctx.needs_input_grad[4:], len(plans.saved)
+        saved, made = tensors[:count], [x if x.is_contiguous() else x.contiguous() for x in tensors[count:]]
+        check_saved(saved, plans.saved)
         found = None
         if dout is not None and plans.runtime is plans.facts.module.runtime:
-            found = _planned(plans, mask, kept, saved, dout, dlse, needed)
+            found = _planned(plans, mask, made, saved, dout, dlse, needed)
         if found is None:
-            facts, scores = _unplanned(plans, mask, kept)
+            facts, scores = _unplanned(plans, mask, made)
             found = gradients(facts, Saved(*saved)._replace(scores=scores), dout, dlse, needed)
         return None, None, None, None, *found
 
 
-def _planned(plans: _Plans, mask: IntervalMask | None, kept: list[Tensor], saved: tuple[Any, ...], dout: Tensor,
+def _planned(plans: _Plans, mask: IntervalMask | None, made: list[Tensor], saved: tuple[Any, ...], dout: Tensor,
              dlse: Tensor | None, needed: tuple[bool, ...]) -> list[Tensor | None] | None:
     """The gradients by plans; None where there are none."""
     if (not is_plain_gradient(dout) or _intercepted() or not plans.facts.module.plans.enabled() or dout.is_neg()
@@ -171,27 +222,27 @@ def _planned(plans: _Plans, mask: IntervalMask | None, kept: list[Tensor], saved
         dout = dout.contiguous()
     if dlse is not None:
         dlse = dlse.contiguous()
-    tensors = [x for x in (*saved[2:], saved[0], saved[1]) if x is not None]
-    if [x.stride() for x in tensors] != plans.strides:  # a hook has made other ones of them
+    if [layout_of(x) for x in saved if x is not None] != plans.layouts:  # a hook has made other ones of them
         return None
-    tensors += (*kept, dout) if dlse is None else (*kept, dout, dlse)
+    tensors = [x for x in (*saved[2:], saved[0], saved[1]) if x is not None]
+    tensors += (*made, dout) if dlse is None else (*made, dout, dlse)
     addresses, bits = [x.data_ptr() for x in tensors], 0
     for address in addresses:
         bits |= address or 1
     if bits & 15:
         return None
-    return plans.step.backward(addresses, mask, (dout.stride(), dlse is None, needed), (dout, dlse), tensors)
+    return plans.step.backward(addresses, mask, (layout_of(dout), dlse is None, needed), (dout, dlse), tensors)
 
 
-def _unplanned(plans: _Plans, mask: IntervalMask | None, kept: list[Tensor]) -> tuple[Facts, Tensor | None]:
+def _unplanned(plans: _Plans, mask: IntervalMask | None, made: list[Tensor]) -> tuple[Facts, Tensor | None]:
     """What a backward without plans needs of the call: facts, and the scores that it has made."""
-    made, scores = plans.step.made, None
-    if made is not None:
+    places, scores = plans.step.made, None
+    if places is not None:
         def array(place: Any) -> Tensor:
             begin = place.offset // 4
-            flat = kept[0][begin:begin + math.prod(place.shape)]
+            flat = made[0][begin:begin + math.prod(place.shape)]
             return flat.view(getattr(torch, place.dtype)).view(place.shape)
 
-        mask = MaskArguments(array(made.start), array(made.stop), *made.hints).mask()
-        scores = None if made.scores is None else array(made.scores)
+        mask = MaskArguments(array(places.start), array(places.stop), *places.hints).mask()
+        scores = None if places.scores is None else array(places.scores)
     return plans.facts._replace(mask=mask), scores

@@ -57,7 +57,8 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Te
         call = varlen_call(query, key, value, cu_seqlens_q, cu_seqlens_k, mask, bias, causal, scale, softcap,
                            is_deterministic(deterministic), block_table, seqused_k, max_seqlen_q, max_seqlen_k,
                            tail_padding)
-        out, lse, _ = attend(call, backends.choose(backend, (call.query,)), backend, (query, key, value, bias))
+        out, lse, _ = attend(call, backends.choose(backend, (call.query,)), backend, (query, key, value, bias),
+                             (mask,))
     return delivered(out, lse, return_lse, sink_logits)
 
 

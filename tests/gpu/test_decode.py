@@ -239,3 +239,30 @@ def test_gradients_after_few_queries(torch):
                 for i in range(3))
     for ours, theirs in zip(grads, torch.autograd.grad(total, wide)):
         assert (ours.double() - theirs).abs().max() < 2e-2 * theirs.abs().max().clamp_min(1.0)
+
+
+SIZES = 50000, 24000, 50000, 35000, 50000  # 16 query heads of one kv head: more than 48 KiB, another amount for each
+
+
+def test_attention_of_one_query_in_any_order_of_sizes(torch):
+    """Sizes share a function of the driver, which has to allow the most shared memory of all."""
+    for n in SIZES:
+        q, k, v, _ = draw(torch, 1, n, 16, 1, 128, queries=1)
+        seen = torch.arange(n, device="cuda").expand(1, 1, n) > 0
+        out, lse = dma.attention(q, k, v, mask=dma.IntervalMask.sliding_window(n, n - 1, like=k), return_lse=True)
+        exact, exact_lse = expected(torch, q[:, 0], k, v, torch.zeros(1, 1, n, device="cuda"), seen)
+        torch.testing.assert_close(out[:, 0].double(), exact, rtol=2**-7, atol=2**-9)
+        torch.testing.assert_close(lse[..., 0].double(), exact_lse, rtol=1e-4, atol=1e-4)
+
+
+def test_steps_of_caches_in_any_order_of_sizes(torch):
+    caches = {n: dma.DynamicCache(1, 1, n, 128, dtype="bfloat16", like=torch.empty(1, device="cuda"))
+              for n in SIZES}
+    histories = {n: [] for n in SIZES}
+    q, k, v, s = draw(torch, 1, len(SIZES), 16, 1, 128)
+    for i, n in enumerate(SIZES):
+        histories[n].append(i)
+        out = caches[n].extend(q[:, i:i + 1], k[:, i:i + 1], v[:, i:i + 1], s[..., i:i + 1])
+        own = histories[n]
+        exact, _ = expected(torch, q[:, i], k[:, own], v[:, own], s[..., own], torch.ones_like(s[..., own]) > 0)
+        torch.testing.assert_close(out[:, 0].double(), exact, rtol=2**-7, atol=2**-9)

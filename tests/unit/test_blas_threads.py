@@ -1,8 +1,11 @@
 """The NumPy backend multiplies with one BLAS thread, and leaves the user's number of threads as it was."""
 from __future__ import annotations
 
+import os
+import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event, get_ident
+from threading import Event, Thread, get_ident
 from types import SimpleNamespace
 
 import numpy as np
@@ -241,3 +244,28 @@ def test_threads_do_not_warn(users, monkeypatch):
     with np.errstate(all="raise"):
         out, lse = dma.attention(q, k, v, causal=True, return_lse=True)
         dma.backward.attention_backward(do, q, k, v, out, lse, causal=True)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_process_forked_while_another_thread_holds_the_lock():
+    """It computes; without the hooks of the lock it waits for ever for a thread that it does not have."""
+    held, (read, end) = Event(), os.pipe()
+
+    def hold():
+        with of_backend._lock:
+            held.set()
+            time.sleep(0.2)
+
+    holder = Thread(target=hold)
+    holder.start()
+    held.wait()
+    child = os.fork()
+    if not child:
+        signal.alarm(5)
+        with one_blas_thread():
+            os.write(end, b"computed")
+        os._exit(0)
+    holder.join()
+    assert os.waitpid(child, 0)[1] == 0 and os.read(read, 100) == b"computed"
+    with one_blas_thread():  # and here the lock is free, too
+        pass

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cupy_dma.arrays import library_named
+from cupy_dma.backends.numpy import dynamic_cache
 from cupy_dma.cache.snapshot import ARRAYS
 from tests.oracle.cache_cases import History, packed
 
@@ -131,3 +132,24 @@ def test_a_failed_allocation_changes_nothing(name, allocations):
     assert number > 0 or name == "reset"
     assert len(found) == len(expected) and all(map(np.array_equal, found, expected))
     assert same_state(cache, twin)
+
+
+@pytest.mark.parametrize("recent", [0, 2])
+def test_a_step_whose_attention_fails_changes_nothing(recent, monkeypatch):
+    """The numpy backend writes a token's rows before it attends to them; here they replace rows that were visible."""
+    history = History(length=30, window=6, recent=recent, scores="increasing")
+    cache = history.cache()
+    history.run(cache, [20])
+    before = cache.clone()
+
+    def attention(call):
+        raise OutOfMemory(call)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dynamic_cache, "attention", attention)
+        with pytest.raises(OutOfMemory):
+            history.run(cache, [1], begin=20)
+    assert same_state(cache, before)
+    out, lse = history.run(cache, [1] * 10, begin=20)
+    history.check(out, lse, begin=20)
+    history.check_kept(cache)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -162,3 +165,108 @@ def test_clearing_removes_our_files_alone(compiler):
     files, size = disk_cache.clear()
     assert files == 3 and size > len(CUBIN)
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("change", [
+    ("_options", lambda arch: (f"-arch={arch}", "--use_fast_math")), ("nvrtc_version", lambda: (12, 8)),
+    ("_header_version", lambda folder: (12, 8)), ("find_headers", lambda: (Path("elsewhere"),))],
+    ids=lambda change: change[0])
+def test_the_digest_covers_what_the_compiler_gets(compiler, monkeypatch, change):
+    monkeypatch.setattr(jit, "find_headers", lambda: (Path("include"),))
+    monkeypatch.setattr(jit, "_header_version", lambda folder: (12, 9))
+    before = compile_anew().path
+    with monkeypatch.context() as changed:
+        changed.setattr(jit, *change)
+        assert compile_anew().path != before
+    assert compile_anew().path == before and compiler.calls == 2
+
+
+def test_a_cleared_cubin_is_compiled_again(compiler):
+    first = jit.compile(configs.LayoutConfig("__half"), "sm_80")
+    disk_cache.clear()
+    assert jit.compile(configs.LayoutConfig("__half"), "sm_80").path.read_bytes() == CUBIN
+    assert jit.compile(configs.LayoutConfig("__half"), "sm_80").path == first.path and compiler.calls == 2
+
+
+def test_clearing_beside_writers(compiler, monkeypatch):
+    """Neither notices the other: every unfinished file is removed a few times before it is complete."""
+    write, cleared = Path.write_bytes, []
+
+    def interrupted(self, content):
+        write(self, content)
+        if len(cleared) % 3 < 2:
+            cleared.append(disk_cache.clear())
+        else:
+            cleared.append(None)
+
+    monkeypatch.setattr(Path, "write_bytes", interrupted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        path = disk_cache.write("name", CUBIN, dict.fromkeys(disk_cache.RESOURCES, 0))
+    assert path.parent == disk_cache.directory() and [*map(bool, cleared)] == [True, True, False] * 2
+
+
+def test_clearing_beside_those_who_clear(compiler, monkeypatch):
+    folder = compile_anew().path.parent
+    unlink, others = Path.unlink, []
+
+    def late(self, **options):
+        if not others:
+            others.append(1)
+            for path in folder.iterdir():
+                unlink(path)
+        unlink(self, **options)
+
+    monkeypatch.setattr(Path, "unlink", late)
+    assert disk_cache.clear() == (0, 0) and not [*folder.iterdir()]
+
+
+def test_threads_that_write_and_clear(compiler):
+    """Without the order of the tests above."""
+    stop, failures = threading.Event(), []
+
+    def write(index):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            while not stop.is_set():
+                try:
+                    disk_cache.write(f"{index}", CUBIN, dict.fromkeys(disk_cache.RESOURCES, 0))
+                except Exception as error:
+                    failures.append(error)
+
+    writers = [threading.Thread(target=write, args=(index,)) for index in range(2)]
+    for writer in writers:
+        writer.start()
+    for _ in range(100):
+        disk_cache.clear()
+    stop.set()
+    for writer in writers:
+        writer.join()
+    assert not failures
+
+
+OWN = """
+import os, sys, warnings
+from cupy_dma.backends.cuda.runtime import disk_cache
+warnings.simplefilter("ignore")
+def write(name):
+    return disk_cache.write(name, b"cubin", dict.fromkeys(disk_cache.RESOURCES, 0))
+path, (read, end) = write("parent"), os.pipe()
+if not os.fork():
+    os.write(end, str(write("child").parent).encode())
+    sys.exit()
+os.wait()
+child = os.read(read, 1000).decode()
+print(path.exists(), child != str(path.parent), os.path.exists(child), path.parent)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_forked_processes_leave_their_parents_directory(tmp_path):
+    (tmp_path / "file").touch()
+    done = subprocess.run([sys.executable, "-c", OWN], capture_output=True, text=True, check=True,
+                          env={**os.environ, "CUPY_DMA_CACHE_DIR": str(tmp_path / "file" / "cache"),
+                               "TMPDIR": str(tmp_path)})
+    *facts, folder = done.stdout.split()
+    assert facts == ["True", "True", "False"]
+    assert Path(folder).parent == tmp_path and not Path(folder).exists()  # it has ended now

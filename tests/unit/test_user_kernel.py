@@ -81,6 +81,21 @@ def test_a_kernel_on_a_gpu():
         assert np.array_equal(y.get(), 1.5 * np.arange(1000))
 
 
+@pytest.mark.gpu
+def test_kernels_of_one_source_with_other_shared_memory_on_a_gpu():
+    """They are one function of the driver, which has to allow the most of all."""
+    import cupy
+
+    text = source(guard="extern __shared__ float s[]; s[p.n] = 0; if (i < p.n)")
+    sizes = 100_000, 60_000, 10_000, 100_000, 1000, 60_000
+    kernels = {size: dma.jit(text, defines={"FACTOR": 3}, shared_bytes=size) for size in sizes}
+    x = cupy.arange(100, dtype=np.float32)
+    for size in sizes:
+        y = cupy.zeros_like(x)
+        kernels[size](1, 128, x=x, y=y, n=100, factor=0.5)
+        assert np.array_equal(y.get(), 1.5 * np.arange(100))
+
+
 def test_the_emulator_reports_what_a_kernel_does_wrong(emulator):
     x, y = arrays()
     with pytest.raises(emulator.EmulatorError, match=r"scale.*thread 36|thread 36.*user.cu"):

@@ -28,6 +28,9 @@ from cupy_dma.calls.types import AttentionCall, DynamicCall, key_bias
 from cupy_dma.masks.interval import Hints, IntervalMask
 from cupy_dma.masks.selection import Candidates
 
+_UNKNOWN = object()
+MAX_BACKWARDS = 16  # kinds of upstream gradients of a step; then all are forgotten
+
 
 class Place(NamedTuple):
     """Where an array lies in ``kept``."""
@@ -59,7 +62,7 @@ class Step:
         own = call.attention if isinstance(call, DynamicCall) else call
         self.runtime, self.library, self.device = runtime, own.query.library, own.query.device
         self._sides = [_Side(runtime, call, ascending, grad) for ascending in (True, False)]
-        self._backward: dict[Any, tuple[Plan, list[int | None]] | None] = {}
+        self._backward: dict[Any, Any] = {}  # by kind: a plan and the order of its results, or None
         self._recording = threading.Lock()
         first, second = self._sides
         try:
@@ -91,10 +94,13 @@ class Step:
 
         ``addresses``: of the arguments, out, lse, what was kept, dout and dlse if there is one. ``upstream``: dout and
         dlse, alike in calls of a ``kind``, which ends with which gradients are needed."""
-        if kind not in self._backward:
+        known = self._backward.get(kind, _UNKNOWN)
+        if known is _UNKNOWN:
             with self._recording:
-                self._backward[kind] = self._recorded(mask, upstream, kind[-1])
-        known = self._backward[kind]
+                known = self._recorded(mask, upstream, kind[-1])
+                if len(self._backward) >= MAX_BACKWARDS:
+                    self._backward.clear()
+                self._backward[kind] = known
         if known is None:
             return None
         plan, order = known

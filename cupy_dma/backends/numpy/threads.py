@@ -9,6 +9,7 @@ time of short sequences is that of waiting for the interpreter's lock, which thr
 """
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from threadpoolctl import ThreadpoolController
 Item = TypeVar("Item")
 LONG = 4096  # queries from which on threads pay
 _lock = Lock()
+if hasattr(os, "register_at_fork"):  # a process forked while another thread held it would wait for that thread for ever
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def shared_out(work: Callable[[Sequence[Item]], Any], items: Sequence[Item], queries: int, alone: bool = False) -> None:

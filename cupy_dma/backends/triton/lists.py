@@ -19,6 +19,7 @@ import triton.language as tl
 
 from cupy_dma.backends.torch_common.arrays import tensor
 from cupy_dma.backends.triton.tiles import EVER, NEVER
+from cupy_dma.masks.derived import kept
 from cupy_dma.masks.interval import IntervalMask
 
 LIST_CHUNK = 1024  # keys that a tile reads in one step
@@ -36,25 +37,24 @@ class TileKeys(NamedTuple):
 
 def tile_keys(mask: IntervalMask, query_length: int, queries: int, block_n: int, causal: bool) -> TileKeys:
     capacity = _capacity(mask, queries)
-    identity = ("triton", query_length, queries, 0 if capacity else block_n, causal, _stream(mask))
-    found = mask._cache.get(identity)
-    if found is None:
-        found = mask._cache[identity] = _build(mask, query_length, queries, block_n, causal, capacity)
-    return found
+    identity = ("triton", query_length, queries, 0 if capacity else block_n, causal)
+    return kept(mask, identity, _stream(mask),
+                lambda: _build(mask, query_length, queries, block_n, causal, capacity))
 
 
 def key_order(mask: IntervalMask, query_length: int, causal: bool) -> torch.Tensor:
     """int32 (rows, Lk): the keys, longest runs first; keys that no query sees come last."""
-    identity = ("triton", "order", query_length, causal, _stream(mask))
-    found = mask._cache.get(identity)
-    if found is None:
-        begin, end = _runs(mask, query_length, causal)
-        size = (end.long() - begin).clamp_(min=0)
-        # frexp's exponent is 0 for an empty run, otherwise floor(log2) + 1; exact, as sizes are below 2^53
-        rank = torch.frexp(size.double()).exponent.long()
-        rank = ((64 - rank) << 32) + (begin.long() - (mask.key_length - query_length)).clamp_(0, query_length)
-        found = mask._cache[identity] = rank.sort(dim=-1, stable=True).indices.int()
-    return found
+    return kept(mask, ("triton", "order", query_length, causal), _stream(mask),
+                lambda: _key_order(mask, query_length, causal))
+
+
+def _key_order(mask: IntervalMask, query_length: int, causal: bool) -> torch.Tensor:
+    begin, end = _runs(mask, query_length, causal)
+    size = (end.long() - begin).clamp_(min=0)
+    # frexp's exponent is 0 for an empty run, otherwise floor(log2) + 1; exact, as sizes are below 2^53
+    rank = torch.frexp(size.double()).exponent.long()
+    rank = ((64 - rank) << 32) + (begin.long() - (mask.key_length - query_length)).clamp_(0, query_length)
+    return rank.sort(dim=-1, stable=True).indices.int()
 
 
 def _stream(mask: IntervalMask) -> int:

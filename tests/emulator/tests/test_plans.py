@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
+from cupy_dma.backends.cuda.lists import intervals
 from cupy_dma.backends.cuda.runtime import plans
+from cupy_dma.backends.cuda.runtime.launches import Launches
 from cupy_dma.backward import dynamic_mask_attention_backward
 from tests import emulator
 from tests.oracle import cases
@@ -101,3 +104,28 @@ def test_the_whole_chain_is_planned(parameter, device, calls):
         same(*results)
         made = calls["made"] if i == 1 else made
     assert calls["refused"] == 0 and calls["made"] == made >= 6 and calls["run"] >= 2 * made
+
+
+def test_lists_that_no_mask_keeps_live_until_their_launch(device, monkeypatch):
+    """As in a capture, where a mask keeps nothing."""
+    made, alive = [], []
+
+    def not_kept(mask: Any, identity: Any, stream: Any, make: Any) -> Any:
+        found = make()
+        if hasattr(found, "workspace"):
+            made.append(weakref.ref(found.workspace))
+        return found
+
+    monkeypatch.setattr(plans, "kept", not_kept)
+    monkeypatch.setattr(intervals, "kept", not_kept)
+    launch = Launches.run
+    monkeypatch.setattr(Launches, "run", lambda *own: (alive.append(made[-1]() is not None if made else None),
+                                                       launch(*own))[1])
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 70, 1, 16)).astype(np.float16) for _ in range(3))
+    mask = dma.IntervalMask.sliding_window(70, 8)
+    expected = dma.attention(q, k, v, mask=mask, backend="numpy")
+    for _ in range(4):
+        found = dma.attention(q, k, v, mask=mask, backend="emulator")
+        assert np.abs(found.astype(np.float32) - expected).max() < 3e-3
+    assert made and alive and alive[-1]

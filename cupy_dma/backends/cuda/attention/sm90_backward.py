@@ -174,7 +174,7 @@ def parts_of(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, en
                   runtime.num_sms(query.device.index))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _parts(query_length: int, key_length: int, rows: int, group: int, head_dim: int, per_step: int, from_key: bool,
            sms: int) -> Parts:
     """The parts with the least makespan. ``rows``: kv heads of all batch entries; ``per_step``: queries of a step."""

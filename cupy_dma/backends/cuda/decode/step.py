@@ -88,7 +88,8 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
                      rows_aligned(*operands), plan.rows, plan.warps, call.softcap > 0.0,
                      min_blocks(state.head_dim, state.value_dim, state.key.dtype, plan.rows, plan.cluster),
                      query is not None, plan.cluster)
-    fields = {**_fixed(state, plan, heads), **_moving(call)}
+    fixed, scratch = _fixed(state, plan, heads)
+    fields = {**fixed, **_moving(call)}
     if out is not None:
         fields["out"] = library.pointer(out)
     if lse is not None:
@@ -97,6 +98,7 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
     with runtime.on(device):
         for token in range(length):
             kernel.launch(plan.grid, 32 * plan.warps, pack(fields, {"token": token}), stream)
+    del scratch  # of a captured step: needed until here
     return out, lse
 
 
@@ -138,17 +140,14 @@ def _kernel(runtime: Runtime, index: int, num_splits: int, element: str, head_di
     return runtime.load(config, "decode_step", index, config.shared_bytes(num_splits))
 
 
-def _fixed(state: CacheState, plan: SplitPlan, heads: int) -> dict[str, Any]:
+def _fixed(state: CacheState, plan: SplitPlan, heads: int) -> tuple[dict[str, Any], list[Operand]]:
     """Parameters that are the same at every step of this state; kept with it, and the arrays that they name.
 
-    A step that is captured before any has run gets arrays of its own: those may be the graph's memory. They stay with
-    the state, too, which the graph needs anyway, as CuPy's pool would give them away.
+    Those of a step that is captured before any has run are the graph's memory: they are not kept, but returned.
     """
-    name: tuple[Any, ...] = ("decode step", heads)
+    name, arrays = ("decode step", heads), {}
     found = state.workspace.get(name)
     if found is None:
-        if state.library.is_capturing(state.device):
-            name = *name, "captured", len(state.workspace)
         pairs = state.batch * state.kv_heads
         tiles = plan.grid if plan.grid > pairs and plan.cluster == 1 else 0  # a single split leaves nothing
         sizes = {"partial": tiles * plan.rows * state.value_dim if heads else 0,
@@ -162,8 +161,9 @@ def _fixed(state: CacheState, plan: SplitPlan, heads: int) -> dict[str, Any]:
             "kv_heads": state.kv_heads, "group": heads // state.kv_heads, "sets": plan.sets,
             "num_splits": plan.num_splits, "split_size": plan.split_size, "slots": state.rows, "window": state.window,
             "sinks": state.sinks, "recent": state.recent}
-        state.workspace.update({array.name: array for array in arrays.values()} | {name: found})
-    return found
+        if not state.library.is_capturing(state.device):
+            state.workspace.update({array.name: array for array in arrays.values()} | {name: found})
+    return found, list(arrays.values())
 
 
 def _made(state: CacheState, name: str, size: int) -> Operand:

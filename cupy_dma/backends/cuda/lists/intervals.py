@@ -17,6 +17,7 @@ from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
 from cupy_dma.backends.cuda.runtime.plans import kept_on_mask, plannable, planned
 from cupy_dma.backends.cuda.runtime.traces import Recorder, TracedMask
 from cupy_dma.calls.sequences import Sequences
+from cupy_dma.masks.derived import kept
 from cupy_dma.masks.interval import IntervalMask
 
 
@@ -48,12 +49,9 @@ def key_lists(runtime: Runtime, mask: IntervalMask, query_length: int, queries: 
     With ``sequences`` the mask is one of rows (``mask_of_rows``), which belongs to a single call.
     """
     # A tile's own list knows no blocks: forward and backward share it, whatever their blocks of keys.
-    identity = (query_length, queries, short_tiles, 0 if _tile_capacity(mask, queries) else block_n, causal, stream)
-    lists = mask._cache.get(identity)
-    if lists is None:
-        lists = mask._cache[identity] = _build(runtime, mask, query_length, queries, block_n, causal, sequences,
-                                               short_tiles)
-    return lists
+    identity = (query_length, queries, short_tiles, 0 if _tile_capacity(mask, queries) else block_n, causal)
+    return kept(mask, identity, stream, lambda: _build(runtime, mask, query_length, queries, block_n, causal,
+                                                       sequences, short_tiles))
 
 
 def _tile_capacity(mask: IntervalMask, queries: int) -> int:
@@ -84,12 +82,8 @@ def super_lists(runtime: Runtime, mask: IntervalMask, query_length: int, block_n
     queries, capacity = _super_sizes(mask, query_length, block_n)
     if not queries:
         return None
-    identity = ("super", query_length, queries, block_n, causal, stream)
-    lists = mask._cache.get(identity)
-    if lists is None:
-        lists = mask._cache[identity] = _build_supers(runtime, mask, query_length, queries, capacity, causal,
-                                                      sequences)
-    return lists
+    return kept(mask, ("super", query_length, queries, block_n, causal), stream,
+                lambda: _build_supers(runtime, mask, query_length, queries, capacity, causal, sequences))
 
 
 def super_entries_of(mask: IntervalMask, query_length: int, block_n: int) -> int:
@@ -249,5 +243,5 @@ def _build_supers(runtime: Runtime, mask: IntervalMask, query_length: int, queri
     at = space.addresses if seen is None else seen.addresses | space.addresses
     sizes = {"super_queries": queries, "supers": supers, "super_capacity": capacity, "super_entries": entries}
     _launch(runtime, mask, query_length, causal, 64, "super_lists", rows * supers, sizes, at, seen is None, sequences)
-    kept = ("seen", "seen_count", "span_offset", "super_list", "super_lengths", "slots")
-    return SuperLists(entries, sizes | {name: at[name] for name in kept}, space.array)
+    read = ("seen", "seen_count", "span_offset", "super_list", "super_lengths", "slots")
+    return SuperLists(entries, sizes | {name: at[name] for name in read}, space.array)

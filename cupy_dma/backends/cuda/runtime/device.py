@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from cupy_dma.arrays import Device
+from cupy_dma.arrays.driver import relaxed_capture
 from cupy_dma.backends.cuda.runtime import jit, launch
 from cupy_dma.backends.cuda.runtime.configs import ELEMENTS, LayoutConfig
 
@@ -42,9 +43,11 @@ def bind() -> None:
 
 
 class CudaRuntime:
-    """A GPU through CuPy."""
+    """A GPU through CuPy. Kernels may be loaded by a call that is being captured."""
 
-    load = staticmethod(jit.load)
+    def load(self, config: jit.Config, entry: str, index: int, shared_bytes: int = 0) -> LoadedKernel:
+        with relaxed_capture():
+            return jit.load(config, entry, index, shared_bytes)
 
     def on(self, device: Device) -> AbstractContextManager:
         return _STAY if _current_device() == device.index else _cupy().cuda.Device(device.index)
@@ -77,7 +80,7 @@ class CudaRuntime:
         the device."""
         cupy = _cupy()
         for dtype in ELEMENTS:
-            with cupy.cuda.Device(index), cupy.cuda.Stream(non_blocking=True) as stream:
+            with relaxed_capture(), cupy.cuda.Device(index), cupy.cuda.Stream(non_blocking=True) as stream:
                 # Small integers, exact in all types; bfloat16 is the upper half of a float32.
                 x = cupy.arange(256, dtype=cupy.float32) - 128
                 bits = x.view(cupy.uint16)[1::2].copy() if dtype == "bfloat16" else x.astype(dtype)

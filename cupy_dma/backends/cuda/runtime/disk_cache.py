@@ -7,6 +7,7 @@ written, a warning says so and kernels are kept for the process alone.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import functools
 import hashlib
@@ -20,6 +21,7 @@ from pathlib import Path
 
 RESOURCES = ("registers", "spill_bytes", "stack_bytes")
 DEFAULT = "~/.cache/cupy_dma"
+ATTEMPTS = 20  # at writing a file, which may be cleared before it is complete
 
 
 class NotKeptWarning(RuntimeWarning):
@@ -55,7 +57,7 @@ def write(name: str, cubin: bytes, resources: dict[str, int]) -> Path:
         _write_files(folder, files)
     except OSError as error:
         warnings.warn(_not_kept(error), stacklevel=2)
-        folder = _own_directory()
+        folder = _own_directory(os.getpid())
         _write_files(folder, files)
     return folder / f"{name}.cubin"
 
@@ -72,22 +74,30 @@ def require_writable() -> None:
 
 def clear() -> tuple[int, int]:
     """Delete all cached cubins. Returns (files, bytes) removed."""
-    files = [f for f in directory().glob("*") if f.suffix in (".cubin", ".json", ".tmp")]
-    size = sum(f.stat().st_size for f in files)
-    for f in files:
-        f.unlink(missing_ok=True)
-    return len(files), size
+    sizes = []
+    for file in directory().glob("*"):
+        if file.suffix in (".cubin", ".json", ".tmp"):
+            with contextlib.suppress(FileNotFoundError):  # another process has removed or renamed it
+                size = file.stat().st_size
+                file.unlink()
+                sizes.append(size)
+    return len(sizes), sum(sizes)
 
 
 def _write_files(folder: Path, files: dict[str, bytes]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        unfinished = folder / f"{name}.{uuid.uuid4().hex}.tmp"  # readers see all of a file or none
-        try:
-            unfinished.write_bytes(content)
-            os.replace(unfinished, folder / name)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        for attempts_left in reversed(range(ATTEMPTS)):
+            unfinished = folder / f"{name}.{uuid.uuid4().hex}.tmp"  # readers see all of a file or none
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                unfinished.write_bytes(content)
+                os.replace(unfinished, folder / name)
+                break
+            except FileNotFoundError:  # cleared meanwhile
+                if not attempts_left:
+                    raise
+            finally:
+                unfinished.unlink(missing_ok=True)
 
 
 def _not_kept(error: OSError) -> NotKeptWarning:
@@ -97,8 +107,13 @@ def _not_kept(error: OSError) -> NotKeptWarning:
 
 
 @functools.cache
-def _own_directory() -> Path:
-    """Of this process, removed at its end."""
+def _own_directory(process: int) -> Path:
+    """Of this process, removed at its end; a process that it forks has another one."""
     folder = Path(tempfile.mkdtemp(prefix="cupy_dma-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(_remove, folder, process)
     return folder
+
+
+def _remove(folder: Path, process: int) -> None:
+    if os.getpid() == process:  # a forked process has inherited what is to be done at exit
+        shutil.rmtree(folder, ignore_errors=True)

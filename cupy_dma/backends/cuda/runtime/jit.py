@@ -209,11 +209,21 @@ def _options(arch: str) -> tuple[str, ...]:
             *(f"-I{folder}" for folder in find_headers()))
 
 
-@functools.cache
 def compile(config: Config, arch: str) -> Compiled:
-    """The cubin of ``config`` for ``arch`` ("sm_80", "sm_90a", ...), from the disk cache if it is there."""
+    """The cubin of ``config`` for ``arch`` ("sm_80", "sm_90a", ...), from the disk cache if it is there. Its file is
+    there, too: one that has been cleared since the last call is made again."""
+    found = _compiled(config, arch)
+    if not found.path.exists():
+        _compiled.cache_clear()
+        found = _compiled(config, arch)
+    return found
+
+
+@functools.cache
+def _compiled(config: Config, arch: str) -> Compiled:
     text = config.text()
-    identity = json.dumps([text, arch, nvrtc_version(), [str(p) for p in find_headers()]])
+    headers = [_header_version(folder) for folder in find_headers()]  # their folders are among the options
+    identity = json.dumps([text, _options(arch), nvrtc_version(), headers])
     digest = hashlib.sha256(identity.encode()).hexdigest()[:24]
     name = f"{Path(config.source).stem}-{arch}-{digest}"
     if found := disk_cache.read(name):
@@ -229,6 +239,9 @@ def compile(config: Config, arch: str) -> Compiled:
         print(f"cupy_dma: {config} {arch}: {compiled.seconds:.2f} s, {compiled.registers} registers, "
               f"{compiled.spill_bytes} bytes spilled", file=sys.stderr)
     return compiled
+
+
+compile.cache_clear = _compiled.cache_clear  # type: ignore[attr-defined]  # to look on the disk again
 
 
 def _run_nvrtc(text: str, config: Config, arch: str) -> tuple[bytes, str]:
@@ -287,10 +300,9 @@ class Kernel:
         self.entry = entry
         self.shared_bytes = shared_bytes
         with cupy.cuda.Device(index) as device:
-            module = cupy.RawModule(path=str(compile(config, device_arch(index)).path))
-            function = module.get_function(entry)
+            path, module, function = _loaded(config, entry, index)
             if shared_bytes > 48 * 1024:
-                function.max_dynamic_shared_size_bytes = shared_bytes
+                launch.allow_shared(function, (path, entry, index), shared_bytes)
             self._loaded = module, function.kernel  # for as long as the driver has their handle
             self.function = launch.Function(entry, function.kernel.ptr, shared_bytes,
                                             launch.supports_pdl(int(device.compute_capability)), device.use)
@@ -307,6 +319,20 @@ class Kernel:
             print(f"cupy_dma: {self.entry}: {grid} blocks of {threads} threads, {self.shared_bytes} bytes",
                   file=sys.stderr)
         self.function.launch(grid, threads, params, stream, pdl)
+
+
+def _loaded(config: Config, entry: str, index: int) -> tuple[str, Any, Any]:
+    """A cubin's path, its module on the current device ``index``, and the module's function ``entry``."""
+    import cupy
+
+    while True:
+        path = compile(config, device_arch(index)).path
+        try:
+            module = cupy.RawModule(path=str(path))
+            return str(path), module, module.get_function(entry)
+        except Exception:
+            if path.exists():
+                raise  # else it has been cleared since
 
 
 @functools.cache

@@ -11,8 +11,11 @@ import ctypes
 import functools
 import os
 import struct
+import threading
 from collections.abc import Callable
 from typing import Any
+
+from cupy_dma.arrays.driver import INVALID_CONTEXT, error_text, library
 
 # ---- what the driver reads, from cuda.h ----
 _CONFIG = struct.Struct("@7IPPI0P")  # CUlaunchConfig: grid and block (x, y, z), shared bytes; stream, attributes, count
@@ -23,28 +26,10 @@ _PDL_ADDRESS = ctypes.addressof(_PDL)
 CONFIG_BYTES, STREAM_WORD = _CONFIG.size, 4  # and which of its words of 8 bytes is the stream
 _Arguments = ctypes.c_char_p * 1  # the address of each argument of a kernel
 _ZERO = ctypes.c_ubyte(0)
-INVALID_CONTEXT = 201  # the thread has none
+_limits: dict[tuple[str, str, int], int] = {}  # of dynamic shared memory, see allow_shared
+_limits_lock = threading.Lock()
 
 FIRST_CAPABILITY, _FIRST_VERSION = 90, 12030  # that support PDL
-
-
-@functools.cache
-def library() -> ctypes.CDLL:
-    """The driver's library.
-
-    Raises
-    ------
-    RuntimeError
-        If there is none.
-    """
-    names = ("libcuda.so.1", "nvcuda.dll")
-    for name in names:
-        try:
-            return ctypes.CDLL(name)
-        except OSError:
-            continue
-    raise RuntimeError(f"the library of the CUDA driver ({' or '.join(names)}) cannot be loaded: it comes with the "
-                       "driver, and containers have it from --gpus (or --nv)")
 
 
 @functools.cache
@@ -89,6 +74,18 @@ class Function:
                                f"{self._shared_bytes} bytes of dynamic shared memory): {error_text(status)}")
 
 
+def allow_shared(function: Any, key: tuple[str, str, int], shared_bytes: int) -> None:
+    """Let launches of CuPy's ``function`` have so much dynamic shared memory.
+
+    CuPy memoizes modules by path and device, so what is loaded twice by one ``key`` (path, entry, device) is one
+    function of the driver, whose limit has to be the largest that any of its launches needs.
+    """
+    with _limits_lock:
+        limit = max(shared_bytes, _limits.get(key, 0))
+        function.max_dynamic_shared_size_bytes = limit  # raises where the device has less
+        _limits[key] = limit
+
+
 def clear(pointer: int, size: int, stream: int, bind: Callable[[], None]) -> None:
     """Set ``size`` bytes to zero, in the order of the raw ``stream``; ``bind`` as above."""
     clear_at(ctypes.c_uint64(pointer), ctypes.c_void_p(stream), ctypes.c_size_t(size), bind)
@@ -103,13 +100,3 @@ def clear_at(pointer: Any, stream: Any, size: Any, bind: Callable[[], None]) -> 
         status = call(pointer, _ZERO, size, stream)
     if status:
         raise RuntimeError(f"{size.value} bytes at {pointer.value:#x} cannot be set to zero: {error_text(status)}")
-
-
-def error_text(status: int) -> str:
-    """"CUDA_ERROR_INVALID_VALUE: invalid argument" and the like."""
-    texts = []
-    for function in (library().cuGetErrorName, library().cuGetErrorString):
-        text = ctypes.c_char_p()
-        function(status, ctypes.byref(text))
-        texts.append((text.value or b"").decode(errors="replace"))
-    return ": ".join(filter(None, texts)) or f"error {status} of the driver"

@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import os
 import sys
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -38,12 +39,13 @@ from cupy_dma.backends.cuda.runtime.traces import (
     on_stream,
     plannable,
 )
+from cupy_dma.masks.derived import forget_oldest, kept
 from cupy_dma.masks.interval import IntervalMask
 
 __all__ = ["Plan", "enabled", "kept_on_mask", "plannable", "planned", "recorder_of", "switched"]
 
 SPACING = 256  # of the arrays in a workspace
-MOST_PLANS = 4096  # of a device; then all are forgotten
+MAX_PLANS = 1024  # of a device; then the oldest are forgotten
 
 _enabled = os.environ.get("CUPY_DMA_PLANS", "1") not in ("", "0")
 
@@ -76,6 +78,14 @@ class _Address(NamedTuple):
 class _Dataclass(NamedTuple):
     kind: type
     fields: list[Any]
+
+
+class Addresses(list[int]):
+    """Addresses of lists, which it keeps alive."""
+
+    def __init__(self, lists: list[Any], library: Library):
+        super().__init__([library.pointer(x.workspace) for x in lists])
+        self.lists = lists
 
 
 class Plan:
@@ -177,7 +187,8 @@ class Plan:
         stream = library.stream(device)
         if self._requests:
             assert mask is not None
-            addresses += self._lists(runtime, library, mask, stream)
+            lists = self._lists(runtime, library, mask, stream)  # held until the launch: a capture keeps them nowhere
+            addresses += lists
         known, allocators = self._allocators
         if known is not library:
             allocators = [library.allocator(shape, dtype, device) for shape, dtype in self._outputs]
@@ -196,12 +207,11 @@ class Plan:
 
     def _lists(self, runtime: Runtime, library: Library, mask: IntervalMask, stream: int) -> list[int]:
         """Addresses of the lists that the plan asks of its mask; they are kept on it."""
-        found = mask._cache.get((self, stream))
-        if found is None:
-            found = mask._cache[self, stream] = [
-                library.pointer(function(runtime, mask, *on_stream(more, stream)).workspace)
-                for function, more, _ in self._requests]
-        return found
+        def make() -> Addresses:
+            lists = [function(runtime, mask, *on_stream(more, stream)) for function, more, _ in self._requests]
+            return Addresses(lists, library)
+
+        return kept(mask, (self,), stream, make)
 
 
 def _filled(template: Any, outputs: list[Any], addresses: list[int]) -> Any:
@@ -259,9 +269,9 @@ def planned(function: Callable[..., Any]) -> Callable[..., Any]:
         if type(plan) is Plan:
             return plan.run(runtime, found)
         if plan is None:
-            if len(plans) >= MOST_PLANS:
-                plans.clear()
             plans[kind] = _SEEN
+            if len(plans) > MAX_PLANS:
+                forget_oldest(plans, MAX_PLANS)
         return function(runtime, *arguments, **named)
 
     return run
@@ -278,6 +288,14 @@ def _made(function: Callable[..., Any], runtime: Runtime, recorder: Recorder, fo
         if jit.DEBUG:
             print(f"cupy_dma: {function.__name__} is not planned: {reason}", file=sys.stderr)
         return _UNPLANNED
+    except Exception as error:
+        warn_not_recorded(error)
+        return _SEEN
+
+
+def warn_not_recorded(error: Exception) -> None:
+    """A plan could not be recorded, which the call itself does not need. The next call of its kind tries again."""
+    warnings.warn(f"a call could not be recorded and takes the slower path: {error!r}", RuntimeWarning, stacklevel=2)
 
 
 def kept_on_mask(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,10 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupy_dma.arrays import Device, Library, Operand, numpy_dtype
+from cupy_dma.arrays import Device, Library, Operand, numpy_dtype, strides_of
 from cupy_dma.arrays.library import NO_CONTEXT
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
+from cupy_dma.masks.derived import moved
 from cupy_dma.masks.interval import IntervalMask
 
 ALIGNMENT = 16  # nothing asks for more: an argument's address modulo this is part of its kind
@@ -67,7 +67,7 @@ class Arguments:
         kind = type(x)
         if kind is Operand:
             odd = x.pointer % ALIGNMENT
-            self.kind.append((x.shape, x.strides, x.dtype, odd))
+            self.kind.append((x.shape, strides_of(x.shape, x.strides), x.dtype, odd))
             self.addresses.append(x.pointer - odd)
             if self.library is None:
                 self.library, self.device = x.library, x.device
@@ -243,13 +243,10 @@ class Trace:
         if real is None:
             return None
         space = self.owner.describe(real.workspace, "lists")
-        base = self.add(0)
-        moved, end = self.address(base) - space.pointer, bytes_of(space.shape, space.dtype)
+        base, end = self.add(0), space.pointer + bytes_of(space.shape, space.dtype)
         self.requests.append(Request(function, arguments, base))
-        return dataclasses.replace(
-            real, workspace=TracedArray(base, self.address(base), space.shape, space.dtype),
-            fields={name: value + moved if 0 <= value - space.pointer <= end else value
-                    for name, value in real.fields.items()})
+        array = TracedArray(base, self.address(base), space.shape, space.dtype)
+        return moved(real, space.pointer, end, array, array.pointer)
 
 
 def address_of(base: int, ascending: bool) -> int:
@@ -291,7 +288,8 @@ class Recorder:
     """The ``Runtime`` of traces: one for each real one, for kernels are cached by it."""
 
     def __init__(self, runtime: Runtime):
-        self._runtime, self._local = runtime, threading.local()
+        self._runtime, self._local, self._lock = runtime, threading.local(), threading.Lock()
+        self._kernels: dict[Any, _RecordedKernel] = {}
 
     @property
     def trace(self) -> Trace:
@@ -314,9 +312,14 @@ class Recorder:
         with self.recording(trace):
             return function(self, *stand_ins[:count], **dict(zip(named, stand_ins[count:])))
 
-    @functools.cache  # noqa: B019 - one recorder for the life of a runtime
     def load(self, config: jit.Config, entry: str, index: int, shared_bytes: int = 0) -> LoadedKernel:
-        return _RecordedKernel(self, self._runtime.load(config, entry, index, shared_bytes))
+        """The same for all threads: launches are compared by their kernels."""
+        key = config, entry, index, shared_bytes
+        if key not in self._kernels:
+            kernel = _RecordedKernel(self, self._runtime.load(*key))
+            with self._lock:
+                self._kernels.setdefault(key, kernel)
+        return self._kernels[key]
 
     def __getattr__(self, name: str) -> Any:  # facts about the device
         return getattr(self._runtime, name)

@@ -1,0 +1,75 @@
+"""What backends derive from a mask and keep on it: key lists.
+
+They are kept per stream, under the stream's id, so that a call finds what earlier work of its own stream has made. A
+call that is captured into a CUDA graph keeps nothing: what it derives is made by the graph's own kernels. It may read
+what an eager call has kept, once that is complete; it then stays on the mask for good, as a replay may read it.
+"""
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from cupy_dma.arrays import driver
+
+MAX_KEPT = 32  # entries of a mask; then the oldest go
+_lock, _trimming = threading.Lock(), threading.Lock()
+
+
+class History(NamedTuple):
+    """What a mask knows of its entries besides their values."""
+
+    events: dict[Any, driver.Event]  # by key: the point of the stream behind the kernels that make the entry
+    captured: list[Any]  # entries that graphs read
+
+
+def kept(mask: Any, identity: tuple[Any, ...], stream: Any, make: Callable[[], Any]) -> Any:
+    """``make()``, or what it gave to an earlier call with this ``identity`` on the same raw ``stream``."""
+    handle, index = stream, mask.device.index
+    on_gpu = mask.device.kind == "cuda" and type(stream) is int  # a recorded stream is of another type
+    if on_gpu:
+        if driver.is_capturing(handle, index):
+            found = _complete(mask, identity)
+            return make() if found is None else found
+        stream = driver.stream_id(handle, index)
+    key = (*identity, stream)
+    found = mask._cache.get(key)
+    if found is None:
+        made = make()
+        event = driver.Event(handle, index) if on_gpu else None
+        with _lock:
+            found = mask._cache.setdefault(key, made)  # another thread may have been faster
+            if event is not None and found is made:
+                mask._history.events[key] = event
+            for old in forget_oldest(mask._cache, MAX_KEPT):
+                mask._history.events.pop(old, None)
+    return found
+
+
+def forget_oldest(entries: dict[Any, Any], most: int) -> list[Any]:
+    """Remove what was added first until ``most`` entries are left. The keys of what was removed."""
+    with _trimming:
+        old = list(entries)[:max(0, len(entries) - most)]
+        for key in old:
+            entries.pop(key, None)
+        return old
+
+
+def _complete(mask: Any, identity: tuple[Any, ...]) -> Any:
+    """What a stream has made for this ``identity`` and completed; None if there is none."""
+    with _lock:
+        for key, event in mask._history.events.items():
+            if key[:-1] == identity and event.is_complete():
+                found = mask._cache[key]
+                if not any(found is x for x in mask._history.captured):
+                    mask._history.captured.append(found)
+                return found
+    return None
+
+
+def moved(lists: Any, begin: int, end: int, array: Any, pointer: int) -> Any:
+    """Key lists whose workspace, at addresses ``begin`` to ``end``, is now ``array`` at ``pointer``."""
+    fields = {name: value + pointer - begin if begin <= value <= end else value
+              for name, value in lists.fields.items()}
+    return dataclasses.replace(lists, workspace=array, fields=fields)

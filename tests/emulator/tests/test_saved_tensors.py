@@ -1,0 +1,184 @@
+"""What a torch call leaves to its backward: tensors that autograd saves, frees and shows to hooks, and nothing else."""
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import cupy_dma as dma
+from cupy_dma.backends.cuda.runtime import plans
+from cupy_dma.backends.cuda.runtime.traces import Recorder
+from tests import emulator
+
+torch = pytest.importorskip("torch")
+
+from cupy_dma.torch import steps  # noqa: E402
+
+N, W = 100, 12
+
+
+@pytest.fixture(params=[True, False], ids=["planned", "not planned"])
+def device(request, monkeypatch):
+    monkeypatch.setattr(steps, "_known", {})
+    with emulator.using() as runtime, plans.switched(request.param):
+        yield runtime
+
+
+def draw() -> list[Any]:
+    torch.manual_seed(0)
+    shapes = [(1, N, heads, 16) for heads in (2, 1, 1)]
+    return [*(torch.randn(shape, dtype=torch.float16, requires_grad=True) for shape in shapes),
+            torch.randn(1, 1, N, requires_grad=True)]
+
+
+def from_scores(q: Any, k: Any, v: Any, s: Any) -> Any:
+    return dma.dynamic_mask_attention(q, k, v, s, window=W, backend="emulator")
+
+
+def from_values(q: Any, k: Any, v: Any, s: Any) -> Any:
+    return dma.dynamic_mask_attention(q, k, v, window=W, dt_proj=s[0, :, :16], A=s[0, :, 0], backend="emulator")
+
+
+def with_two_masks(q: Any, k: Any, v: Any, s: Any) -> Any:
+    masks = (dma.IntervalMask.top_w(s.detach(), W, backend="emulator"), dma.IntervalMask.sliding_window(N, 50, like=q))
+    return dma.attention(q, k, v, mask=masks, bias=s, backend="emulator")
+
+
+def packed(q: Any, k: Any, v: Any, s: Any) -> Any:
+    return dma.varlen_dynamic_mask_attention(q[0], k[0], v[0], [0, 30, N], [0, 30, N], s[0], window=W,
+                                             backend="emulator")
+
+
+CALLS = [from_scores, from_values, with_two_masks, packed]
+
+
+class Saved:
+    """The tensors that autograd has saved besides arguments and results."""
+
+    def __init__(self, *known: Any):
+        self._known = {x.data_ptr() for x in known}
+        self.made: list[Any] = []
+
+    def pack(self, x: Any) -> Any:
+        if x.data_ptr() not in self._known:
+            self.made.append(weakref.ref(x))
+        return x
+
+    def alive(self) -> int:
+        gc.collect()
+        return sum(x() is not None for x in self.made)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_a_call_makes_is_freed_by_its_backward(call, device):
+    inputs = draw()
+    saved = Saved(*inputs)
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda x: x):
+        loss = call(*inputs).sum()
+    assert saved.alive() >= 3  # out, lse, and at least one array that the call has made
+    loss.backward()
+    assert saved.alive() == 0 and loss.grad_fn is not None
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_checkpointed_call_keeps_nothing(call, device, monkeypatch):
+    from torch.utils.checkpoint import checkpoint
+
+    inputs, made = draw(), []
+    save = torch.autograd.function.FunctionCtx.save_for_backward
+    monkeypatch.setattr(torch.autograd.function.FunctionCtx, "save_for_backward", lambda ctx, *tensors: (
+        made.extend(weakref.ref(x) for x in tensors if x is not None and not x.requires_grad), save(ctx, *tensors))[1])
+    loss = checkpoint(call, *inputs, use_reentrant=False).sum()
+    gc.collect()
+    assert made and not [x() for x in made if x() is not None]
+    loss.backward()
+    expected = torch.autograd.grad(call(*inputs).sum(), inputs)
+    for x, wanted in zip(inputs, expected):
+        assert torch.equal(x.grad, wanted)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_graph_may_be_kept(call, device):
+    inputs = draw()
+    loss = call(*inputs).sum()
+    first, second = (torch.autograd.grad(loss, inputs, retain_graph=True) for _ in range(2))
+    for a, b in zip(first, second):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_hooks_may_move_what_is_saved(call, device):
+    """As offloading does: other memory comes back, in which addresses of key lists must be found again."""
+    inputs = draw()
+    expected = torch.autograd.grad(call(*inputs).sum(), inputs)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x.clone()):
+        loss = call(*inputs).sum()
+    gc.collect()
+    for a, b in zip(torch.autograd.grad(loss, inputs), expected):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("change", "told"), [(lambda x: x.float(), "float32"), (lambda x: x[..., :1], r", 1\)"),
+                                              (lambda x: x.to("meta"), "meta")], ids=["type", "shape", "device"])
+@pytest.mark.parametrize("call", CALLS)
+def test_hooks_must_not_change_the_kind_of_a_tensor(call, change, told, device):
+    inputs = draw()
+    hook = torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x, lambda x: change(x) if x.dtype == torch.float16 else x)
+    with hook:
+        loss = call(*inputs).sum()
+    with pytest.raises(RuntimeError, match=f"saved-tensor hook returned out .*{told}.*as it was saved"):
+        loss.backward()
+
+
+def test_a_call_does_without_a_recording_that_fails(monkeypatch):
+    monkeypatch.setattr(steps, "_known", {})
+    inputs = draw()
+    with emulator.using(), plans.switched(True):
+        with plans.switched(False):
+            expected = torch.autograd.grad(from_scores(*inputs).sum(), inputs)
+        with monkeypatch.context() as patch:
+            patch.setattr(emulator.BACKEND, "make_step", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
+            for _ in range(3):
+                with pytest.warns(RuntimeWarning, match="no memory"):
+                    out = from_scores(*inputs)
+                for a, b in zip(torch.autograd.grad(out.sum(), inputs), expected):
+                    assert torch.equal(a, b)
+        out = from_scores(*inputs)  # the next call of the kind is recorded
+        assert [x.step is not None for x in steps._known.values()] == [True]
+
+
+def test_gradients_that_are_views_have_one_plan(monkeypatch):
+    """The stride of an axis of length 1 is no part of a kind."""
+    monkeypatch.setattr(steps, "_known", {})
+    inputs = draw()
+    with emulator.using(), plans.switched(True):
+        for n in (1, 5, 9):
+            out = from_scores(*inputs)
+            torch.cat([out, torch.zeros(1, n, 2, 16, dtype=out.dtype)], 1).sum().backward()
+    step, = (x.step for x in steps._known.values())
+    assert len(step._backward) == 1
+
+
+def test_kinds_are_bounded(monkeypatch):
+    monkeypatch.setattr(steps, "_known", {})
+    monkeypatch.setattr(steps, "MAX_KINDS", 3)
+    with emulator.using(), plans.switched(True):
+        for n in range(20, 27):
+            from_scores(*(x[:, :n] if x.ndim == 4 else x[..., :n] for x in draw()))
+    assert len(steps._known) == 3
+
+
+def test_threads_record_the_same_kernel():
+    """Of two that load it at once, each with an object of its own, as compiling takes a while."""
+    runtime = SimpleNamespace(load=lambda *_: time.sleep(0.02) or object())
+    recorder, found = Recorder(runtime), []
+    threads = [threading.Thread(target=lambda: found.append(recorder.load("config", "entry", 0))) for _ in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert len(found) == 4 and len(set(map(id, found))) == 1

@@ -1,0 +1,140 @@
+"""What backends keep on a mask: per stream, complete, bounded, and nothing of a capture."""
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cupy_dma.arrays import CPU, Device, driver
+from cupy_dma.masks import derived
+from cupy_dma.masks.derived import History, kept, moved
+
+
+class FakeDriver:
+    """Streams of a GPU that is not there: each thread's default stream has the handle 2."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.capturing, self.complete, self.ids = set[int](), True, dict[Any, int]()
+        monkeypatch.setattr(driver, "is_capturing", lambda stream, index: stream in self.capturing)
+        monkeypatch.setattr(driver, "stream_id", self._id)
+        monkeypatch.setattr(driver, "Event", lambda *_: SimpleNamespace(is_complete=lambda: self.complete))
+
+    def _id(self, stream: int, index: int) -> int:
+        identity = (stream, threading.get_ident() if stream == 2 else None)
+        return self.ids.setdefault(identity, len(self.ids))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return FakeDriver(monkeypatch)
+
+
+def mask_on(device: Device) -> Any:
+    return SimpleNamespace(device=device, _cache={}, _history=History({}, []))
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    box: list[Any] = []
+    thread = threading.Thread(target=lambda: box.append(function()))
+    thread.start()
+    thread.join()
+    return box[0]
+
+
+def test_each_stream_makes_its_own(gpu):
+    mask = mask_on(Device("cuda", 0))
+    first = kept(mask, ("lists",), 7, object)
+    assert kept(mask, ("lists",), 7, object) is first
+    assert kept(mask, ("lists",), 8, object) is not first and kept(mask, ("others",), 7, object) is not first
+
+
+def test_the_default_stream_of_each_thread_is_a_stream_of_its_own(gpu):
+    mask = mask_on(Device("cuda", 0))
+    first = kept(mask, ("lists",), 2, object)
+    assert kept(mask, ("lists",), 2, object) is first
+    assert in_thread(lambda: kept(mask, ("lists",), 2, object)) is not first
+
+
+def test_a_reused_handle_is_another_stream(gpu):
+    mask = mask_on(Device("cuda", 0))
+    first = kept(mask, ("lists",), 7, object)
+    gpu.ids[7, None] = 99  # the stream was destroyed, and its handle given to a new one
+    assert kept(mask, ("lists",), 7, object) is not first
+
+
+def test_a_capture_keeps_nothing(gpu):
+    mask = mask_on(Device("cuda", 0))
+    gpu.capturing.add(7)
+    assert kept(mask, ("lists",), 7, object) is not kept(mask, ("lists",), 7, object)
+    assert not mask._cache and not mask._history.events
+    gpu.capturing.clear()
+    assert kept(mask, ("lists",), 7, object) is kept(mask, ("lists",), 7, object)
+
+
+def test_a_capture_reads_only_what_is_complete(gpu):
+    mask = mask_on(Device("cuda", 0))
+    first = kept(mask, ("lists",), 7, object)
+    gpu.capturing.add(8)
+    gpu.complete = False
+    assert kept(mask, ("lists",), 8, object) is not first
+    gpu.complete = True
+    assert kept(mask, ("lists",), 8, object) is first  # of any stream: its work has ended
+
+
+def test_what_a_graph_reads_stays(gpu):
+    mask = mask_on(Device("cuda", 0))
+    first = kept(mask, ("lists",), 7, object)
+    gpu.capturing.add(8)
+    for _ in range(2):
+        kept(mask, ("lists",), 8, object)
+    for i in range(2 * derived.MAX_KEPT):
+        kept(mask, ("more", i), 7, object)
+    assert ("lists", gpu.ids[7, None]) not in mask._cache
+    assert mask._history.captured == [first]
+
+
+@pytest.mark.parametrize("device", [CPU, Device("cuda", 0)], ids=str)
+def test_a_mask_keeps_a_bounded_number(gpu, device):
+    mask = mask_on(device)
+    for i in range(3 * derived.MAX_KEPT):
+        kept(mask, ("lists", i), 0, object)
+        assert len(mask._cache) <= derived.MAX_KEPT and len(mask._history.events) <= derived.MAX_KEPT
+    assert ("lists", 3 * derived.MAX_KEPT - 1, 0) in mask._cache
+
+
+def test_threads_that_miss_at_once_share_what_the_first_has_kept():
+    mask, both = mask_on(CPU), threading.Barrier(2)
+
+    def make() -> object:
+        both.wait(10)  # both are making it
+        return object()
+
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(kept(mask, ("lists",), 0, make))) for _ in range(2)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert found[0] is found[1] is mask._cache["lists", 0]
+
+
+def test_nothing_is_kept_of_what_failed():
+    mask = mask_on(CPU)
+    with pytest.raises(MemoryError):
+        kept(mask, ("lists",), 0, lambda: (_ for _ in ()).throw(MemoryError()))
+    assert not mask._cache and kept(mask, ("lists",), 0, lambda: 3) == 3
+
+
+@dataclass
+class Lists:
+    fields: dict[str, int]
+    workspace: Any
+
+
+def test_moved_lists_point_into_their_new_workspace():
+    lists = Lists({"list": 1000, "end": 1040, "capacity": 12, "elsewhere": 2000}, "old")
+    found = moved(lists, 1000, 1040, "new", 5000)
+    assert found == Lists({"list": 5000, "end": 5040, "capacity": 12, "elsewhere": 2000}, "new")
+    assert lists.workspace == "old"
