@@ -175,7 +175,7 @@ def test_what_cannot_be_converted():
 def test_a_model_that_has_become_bidirectional():
     model = small.converted("llama")
     model.config.is_causal = False
-    with pytest.raises(NotImplementedError, match="its model asks for a bidirectional mask"):
+    with pytest.raises(NotImplementedError, match="a layer with a dynamic mask is causal"):
         model(**small.batch("plain")[0])
 
 
