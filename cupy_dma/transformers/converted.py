@@ -56,7 +56,7 @@ class _DynamicMasked:
 def _blank(kind: type) -> nn.Module:
     """A module of a pickle or copy, without its state."""
     sys.modules[__package__].register()  # not imported from there: registration.py imports this module
-    made = _with_dynamic_mask(kind)
+    made: Any = _with_dynamic_mask(kind)
     return made.__new__(made)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -103,7 +104,7 @@ def _attention(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 @functools.cache
-def _source(kind: type) -> str:
+def _source(kind: Any) -> str:
     """Of the classes that define the module, up to torch's."""
     found = []
     for each in kind.__mro__:
