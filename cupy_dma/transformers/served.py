@@ -76,13 +76,14 @@ def self_attention(model: PreTrainedModel) -> dict[int, nn.Module]:
     found: dict[int, nn.Module] = {}
     kinds = getattr(config, "layer_types", None) or []
     for path, module in _attention(model):
-        index, given = module.layer_idx, inspect.signature(type(module).forward).parameters
+        kind: Any = type(module)
+        index, given = module.layer_idx, inspect.signature(kind.forward).parameters
         if not getattr(module, "is_causal", True) and not getattr(config, "is_decoder", False) or \
                 getattr(config, "is_causal", True) is False:
             raise refused(f"it is not causal ({path})")
         if index in found or index < 0 or any(each == "layer_idx" or each.endswith("_offset") for each in given):
             raise refused(f"one attention serves several layers, which would need scores of their own ({path})")
-        if "position_bias=" in _source(type(module)):
+        if "position_bias=" in _source(kind):
             raise refused(f"it has a bias of every query and key ({path})")
         if kinds[index:] and "hybrid" in kinds[index]:
             raise refused(f"its layers keep a state beside their keys ({path})")
@@ -95,11 +96,12 @@ def self_attention(model: PreTrainedModel) -> dict[int, nn.Module]:
 def _attention(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The attention modules with a layer's index that attend to their own input, through transformers' interface."""
     for path, module in model.named_modules():
+        kind: Any = type(module)
         if type(getattr(module, "layer_idx", None)) is not int:
             continue
-        crosses = "Cross" in type(module).__name__ or getattr(module, "is_cross_attention", False) or any(
+        crosses = "Cross" in kind.__name__ or getattr(module, "is_cross_attention", False) or any(
             word in path.rpartition(".")[2] for word in ("encoder", "encdec", "cross"))
-        if not crosses and "ALL_ATTENTION_FUNCTIONS" in _source(type(module)):
+        if not crosses and "ALL_ATTENTION_FUNCTIONS" in _source(kind):
             yield path, module
 
 
