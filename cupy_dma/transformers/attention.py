@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cupy_dma.torch import attention, dynamic_mask_attention, key_scores
+from cupy_dma.torch import attention, dynamic_mask_attention
 from cupy_dma.torch.kept import kept_keys
+from cupy_dma.torch.scores import layer_scores, score_arguments
 from cupy_dma.transformers.cache import DynamicMaskCache, DynamicMaskLayer
 from cupy_dma.transformers.layers import DynamicMask
 from cupy_dma.transformers.visibility import Visibility
@@ -26,20 +27,20 @@ from cupy_dma.transformers.visibility import Visibility
 def attention_forward(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *,
                       dropout: float = 0.0, scaling: float | None = None, softcap: float | None = None,
                       is_causal: bool | None = None, position_bias: Tensor | None = None,
-                      s_aux: Tensor | None = None, cu_seq_lens_q: Tensor | None = None,
+                      s_aux: Tensor | None = None, sinks: Tensor | None = None, cu_seq_lens_q: Tensor | None = None,
                       cu_seq_lens_k: Tensor | None = None, **others: Any) -> tuple[Tensor, None]:
     """Attention in the calling convention of transformers, to be registered there (``register`` does).
 
     Parameters
     ----------
     module
-        The layer. ``is_causal`` is its own unless given.
+        The layer. Without a mask ``is_causal`` is its own unless given; a layer without one attends to all keys.
     query : Tensor ``(B, H, Q, D)``
     key, value : Tensor ``(B, Hkv, K, D)``
     attention_mask
-        None: causality alone (none, if the layer is not causal), the last query at the last key. A ``Visibility``. Or
-        a tensor ``(1|B, 1|H, Q, K)`` that the caller has made: boolean (True = visible), or floating (added to the
-        logits).
+        None: causality alone (none, if the layer is not causal), the last query at the last key. A ``Visibility``,
+        which then decides about causality. Or a tensor ``(1|B, 1|H, Q, K)`` that the caller has made: boolean (True =
+        visible), or floating (added to the logits).
     dropout
         Must be 0.
     scaling, softcap
@@ -48,8 +49,10 @@ def attention_forward(module: Any, query: Tensor, key: Tensor, value: Tensor, at
         Added to the logits.
     s_aux : Tensor ``(H,)``, optional
         A logit of each head that takes part in the softmax and adds nothing (GPT-OSS's attention sinks).
+    sinks : Tensor ``(B, H, Q, 1)``, optional
+        The same for each query (Inkling 2).
     cu_seq_lens_q, cu_seq_lens_k : int32 Tensor ``(sequences + 1,)``, optional
-        Packed sequences in one row, where there is no mask that says so.
+        Packed sequences in one row, where the mask says no more than causality.
     **others
         Not needed, as the mask holds it (``sliding_window``), or meant for other implementations.
 
@@ -62,32 +65,37 @@ def attention_forward(module: Any, query: Tensor, key: Tensor, value: Tensor, at
     Raises
     ------
     NotImplementedError
-        Dropout, a head mask, or a dynamic layer with what it cannot take.
+        Dropout, a head mask, keys chosen for every query, or a dynamic layer with what it cannot take.
     """
     if dropout:
         raise NotImplementedError(f"attn_implementation='cupy_dma' has no dropout of attention weights, got "
                                   f"dropout={dropout}: set the configuration's attention_dropout to 0")
-    if others.get("head_mask") is not None:
-        raise NotImplementedError("attn_implementation='cupy_dma' takes no head_mask")
+    for name in ("head_mask", "indices", "block_indices"):
+        if others.get(name) is not None:
+            raise NotImplementedError(f"attn_implementation='cupy_dma' takes no {name}")
     if others.get("output_attentions"):
         warnings.warn("attn_implementation='cupy_dma' never computes attention weights: output_attentions=True gives "
                       "None for them; 'eager' computes them", stacklevel=2)
+    if isinstance(attention_mask, Visibility) and attention_mask.is_plain:
+        attention_mask, is_causal = None, attention_mask.causal
     if attention_mask is None and cu_seq_lens_k is not None:
-        attention_mask = _packed(cu_seq_lens_q, cu_seq_lens_k, query, key)
+        attention_mask = _packed(cu_seq_lens_q, cu_seq_lens_k, query, key, _is_causal(module, is_causal))
     settings: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0}
     how = getattr(module, "dynamic_mask", None)
     if how is not None:
-        for name, given in (("position_bias", position_bias), ("s_aux", s_aux)):
+        for name, given in (("position_bias", position_bias), ("sinks", sinks)):
             if given is not None:
                 raise NotImplementedError(f"a layer with a dynamic mask takes no {name}")
+        if attention_mask is None and is_causal is False:
+            raise NotImplementedError("a layer with a dynamic mask is causal, got is_causal=False")
         return dynamic_attention(module, how, query, key, value, attention_mask, module.dynamic_cache,
-                                 **settings), None
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+                                 sink_logits=s_aux, **settings), None
+    query, key, value = _bnhd(query, key, value)
     causal, mask = False, None
     if attention_mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = _is_causal(module, is_causal)
     elif isinstance(attention_mask, Visibility):
-        mask = attention_mask.interval()
+        mask = attention_mask[..., :key.shape[1]].interval()
     elif isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
         attention_mask = attention_mask[..., :key.shape[1]]
         if attention_mask.dtype == torch.bool:
@@ -97,49 +105,64 @@ def attention_forward(module: Any, query: Tensor, key: Tensor, value: Tensor, at
     else:
         raise NotImplementedError(f"attention_mask must be what the mask function of attn_implementation='cupy_dma' "
                                   f"makes, or a tensor (B, H, Q, K), got {_described(attention_mask)}")
-    if s_aux is None:
-        return attention(query, key, value, mask=mask, bias=position_bias, causal=bool(causal), **settings), None
-    out, lse = attention(query, key, value, mask=mask, bias=position_bias, causal=bool(causal), return_lse=True,
-                         **settings)
-    weight = torch.sigmoid(lse - s_aux.float()[:, None]).transpose(1, 2)  # e^lse / (e^lse + e^s_aux)
-    return out * weight[..., None].to(out.dtype), None
+    options = {"mask": mask, "bias": position_bias, "causal": causal, "sink_logits": s_aux, **settings}
+    if sinks is None:
+        return attention(query, key, value, **options), None
+    out, lse = attention(query, key, value, return_lse=True, **options)
+    weight = torch.sigmoid(lse[..., None] - sinks.to(lse.dtype)).transpose(1, 2)  # e^lse / (e^lse + e^sink)
+    return (out * weight).to(out.dtype), None
 
 
 def dynamic_attention(module: Any, how: DynamicMask, query: Tensor, key: Tensor, value: Tensor, mask: Any,
-                      cache: DynamicMaskCache | None, *, scale: float | None, softcap: float = 0.0) -> Tensor:
+                      cache: DynamicMaskCache | None, *, scale: float | None, softcap: float = 0.0,
+                      sink_logits: Tensor | None = None) -> Tensor:
     """``out (B, Q, H, D)`` of a layer with a dynamic mask. ``cache``: where it keeps its tokens, unless key and value
     hold all of them."""
     if mask is not None and not isinstance(mask, Visibility):
         raise NotImplementedError(f"a layer with a dynamic mask takes padding (B, K) as attention_mask, which the "
                                   f"model turns into its own kind of mask, got {_described(mask)}")
-    seen: Visibility | None = mask
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    learned: dict[str, Any] = {"dt_proj": module.dt_proj.weight, "A": module.A, "dt_bias": module.dt_proj.bias,
-                               "form": how.form}
-    settings: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    if mask is not None and not mask.causal:
+        raise NotImplementedError("a layer with a dynamic mask is causal, but its model asks for a bidirectional mask")
+    seen: Visibility | None = None if mask is None or mask.is_plain else mask
+    query, key, value = _bnhd(query, key, value)
+    if sink_logits is not None and how.form == "exp":  # sinks have the score of the keys that A = 0 gives
+        sink_logits = sink_logits + 1
+    settings: dict[str, Any] = {"scale": scale, "softcap": softcap, "sink_logits": sink_logits}
     layer = cache.layers[module.layer_idx] if cache is not None else None
     if isinstance(layer, DynamicMaskLayer):
-        if seen is not None and (seen.documents or seen.window is not None):
-            raise NotImplementedError("a DynamicMaskCache takes no packed sequences and no sliding window: give one "
-                                      "row per sequence")
-        return layer.attend(query, key, value, key_scores(value, **learned), how,
-                            None if seen is None else seen.new_tokens(), settings)
+        return _attend(layer, module, how, query, key, value, seen, **settings)
+    padding = documents = None
+    if seen is not None:
+        padding, documents = seen.padding, _one_numbering(seen.documents)
     if seen is not None and seen.window is not None and seen.window < key.shape[1]:
         if how.window < seen.window:
             raise NotImplementedError(
                 f"the best {how.window} keys within a sliding window of {seen.window} are not an interval mask: the "
                 f"dynamic window must be at least the sliding one, or the sliding one at least the number of keys, "
                 f"{key.shape[1]}")
-        return attention(query, key, value, mask=seen.interval(), bias=key_scores(value, **learned), **settings)
-    padding = documents = None
-    if seen is not None:
-        padding, documents = seen.padding, _one_numbering(seen.documents)
-    if not how.sinks and not how.recent and (seen is None or seen.is_aligned):
+        kept = seen.interval()
+    elif how.sinks or how.recent or seen is not None and not seen.is_aligned:
+        kept = None
+    else:
+        given = score_arguments(value, module.dt_proj, module.A, form=how.form, padding=padding)
         return dynamic_mask_attention(query, key, value, window=how.window, padding=padding, documents=documents,
-                                      **learned, **settings)
-    scores = key_scores(value, **learned)
-    kept = kept_keys(scores, how.window, how.sinks, how.recent, padding, documents, None)
-    return attention(query, key, value, mask=kept if seen is None else seen.placed(kept), bias=scores, **settings)
+                                      **given, **settings)
+    scores = layer_scores(value, module.dt_proj, module.A, form=how.form, padding=padding)
+    if kept is None:
+        kept = kept_keys(scores, how.window, how.sinks, how.recent, padding, documents, None)
+        kept = kept if seen is None else seen.placed(kept)
+    return attention(query, key, value, mask=kept, bias=scores, **settings)
+
+
+def _attend(layer: DynamicMaskLayer, module: Any, how: DynamicMask, query: Tensor, key: Tensor, value: Tensor,
+            seen: Visibility | None, sink_logits: Tensor | None, **settings: Any) -> Tensor:
+    """Append tokens to the layer's cache and attend from them."""
+    if seen is not None and (seen.documents or seen.window is not None):
+        raise NotImplementedError("a DynamicMaskCache takes no packed sequences and no sliding window: give one row "
+                                  "per sequence")
+    real = None if seen is None else seen.new_tokens()
+    scores = layer_scores(value, module.dt_proj, module.A, form=how.form, padding=real)
+    return layer.attend(query, key, value, scores, how, real, settings, sink_logits)
 
 
 def _one_numbering(numberings: list[Tensor]) -> Tensor | None:
@@ -150,7 +173,18 @@ def _one_numbering(numberings: list[Tensor]) -> Tensor | None:
     return changes.cumsum(1)
 
 
-def _packed(lengths_q: Tensor | None, lengths_k: Tensor, query: Tensor, key: Tensor) -> Visibility:
+def _is_causal(module: Any, given: bool | None) -> bool:
+    """Whether a call without a mask is causal. The call knows best; a module that does not say is a cross-attention."""
+    return bool(getattr(module, "is_causal", False) if given is None else given)
+
+
+def _bnhd(*tensors: Tensor) -> list[Tensor]:
+    """``(B, L, H, D)``, with a contiguous last axis, of ``(B, H, L, D)``."""
+    turned = [x.transpose(1, 2) for x in tensors]
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in turned]
+
+
+def _packed(lengths_q: Tensor | None, lengths_k: Tensor, query: Tensor, key: Tensor, causal: bool) -> Visibility:
     """Sequences of a single row, by cumulative lengths."""
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise NotImplementedError(f"cu_seq_lens_q and cu_seq_lens_k need one row with as many queries as keys, got "
@@ -159,7 +193,7 @@ def _packed(lengths_q: Tensor | None, lengths_k: Tensor, query: Tensor, key: Ten
         raise NotImplementedError("cu_seq_lens_q must equal cu_seq_lens_k")
     place = torch.arange(key.shape[2], device=key.device)
     numbers = torch.searchsorted(lengths_k.long(), place, right=True)
-    return Visibility(query.shape[2], key.shape[2], 0, key.device, documents=[numbers[None]])
+    return Visibility(query.shape[2], key.shape[2], 0, key.device, causal, documents=[numbers[None]])
 
 
 def _described(mask: Any) -> str:

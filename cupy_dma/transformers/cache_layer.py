@@ -54,7 +54,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         return key_states, value_states
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor, how: DynamicMask,
-               real: Tensor | None, settings: dict[str, Any]) -> Tensor:
+               real: Tensor | None, settings: dict[str, Any], sink_logits: Tensor | None = None) -> Tensor:
         """Append the tokens announced last and attend from them. What raises has appended none, and withdraws them.
 
         Parameters
@@ -68,6 +68,8 @@ class DynamicMaskLayer(CacheLayerMixin):
             False: padding, which is not stored, and whose output is 0.
         settings
             ``scale`` and ``softcap`` of the attention.
+        sink_logits : Tensor ``(H,)``, optional
+            As for ``cupy_dma.attention``.
 
         Returns
         -------
@@ -81,7 +83,7 @@ class DynamicMaskLayer(CacheLayerMixin):
                 raise broken([self])
             else:
                 part = CroppableCache(key, value, how)
-            out = part.append(query, key, value, scores, real, self.record_past, settings)
+            out = part.append(query, key, value, scores, real, self.record_past, settings, sink_logits)
         except BaseException:
             self.withdraw()
             raise

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 
 from cupy_dma import checks
 from cupy_dma.calls.scores import FORMS
-from cupy_dma.transformers.converted import attention_modules, convert_modules
+from cupy_dma.transformers.converted import convert_modules
 from cupy_dma.transformers.layers import KEY, dynamic_layers
 from cupy_dma.transformers.registration import register
+from cupy_dma.transformers.served import self_attention
 
 
 def convert(model: PreTrainedModel, window: int, *, layers: Iterable[int] | None = None, sinks: int = 0,
@@ -44,8 +45,8 @@ def convert(model: PreTrainedModel, window: int, *, layers: Iterable[int] | None
     Raises
     ------
     TypeError, ValueError
-        An argument has the wrong type or value, the model is converted already, or has no such layers. Nothing has been
-        changed then.
+        An argument has the wrong type or value, or the model cannot have dynamic masks: it is converted already, is
+        not causal, or has an attention that they do not fit. Nothing has been changed then.
 
     Notes
     -----
@@ -62,9 +63,7 @@ def convert(model: PreTrainedModel, window: int, *, layers: Iterable[int] | None
     how = {"window": checks.whole(window, "window", 1), "sinks": checks.whole(sinks, "sinks", 0),
            "recent": checks.whole(recent, "recent", 0), "form": form}
     checks.choice(form, "form", FORMS)
-    found = attention_modules(model)
-    if not found:
-        raise ValueError(f"model must have attention modules with a layer_idx, got {type(model).__name__} without any")
+    found = self_attention(model)
     noted = {"layers": _chosen(layers, found, config), **how}
     register()
     setattr(config, KEY, noted)
@@ -94,5 +93,5 @@ def _chosen(layers: Iterable[int] | None, found: dict[int, nn.Module], config: A
 def _is_local(config: Any, index: int) -> bool:
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
-        return kinds[index] != "full_attention"
+        return any(word in kinds[index] for word in ("sliding", "chunked"))
     return any(getattr(config, name, None) is not None for name in ("sliding_window", "attention_chunk_size"))

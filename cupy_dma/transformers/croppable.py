@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cupy_dma.cache import DynamicCache
+from cupy_dma.torch.registration import wide
 from cupy_dma.torch.tokens import real_first, taken
 from cupy_dma.transformers.layers import DynamicMask
 
@@ -36,7 +37,7 @@ class CroppableCache:
         self._since: list[_Chunk] = []  # and what has been appended to it
 
     def append(self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor, real: Tensor | None, record: bool,
-               settings: dict[str, Any]) -> Tensor:
+               settings: dict[str, Any], sink_logits: Tensor | None = None) -> Tensor:
         """Append tokens and attend from them: ``out (B, L, H, Dv)``. See ``DynamicMaskLayer.attend``."""
         lengths = place = result = None
         if real is not None:
@@ -48,7 +49,11 @@ class CroppableCache:
                 result = torch.empty((*query.shape[:3], value.shape[3]), dtype=query.dtype, device=query.device)
         before = self.store.clone() if record and self._before is None else self._before
         chunk = _Chunk(key, value, scores, real)
-        out = self.store.extend(query, key, value, scores, lengths=lengths, **settings)
+        sinks = None if sink_logits is None else sink_logits.to(wide(query))[:, None]
+        out = self.store.extend(query, key, value, scores, lengths=lengths, return_lse=sinks is not None, **settings)
+        if sinks is not None:
+            out, lse = out
+            out.mul_(lse.sub_(sinks).sigmoid_().transpose(1, 2)[..., None])  # allocates nothing, so it cannot fail
         self.has_padding = self.has_padding or real is not None
         if record:
             self._before, self._since = before, [*self._since, chunk]

@@ -1,11 +1,14 @@
 """What makes transformers know ``attn_implementation="cupy_dma"``.
 
 The attention and the mask function go into the registries that transformers has for them. For the rest it has none, so
-three of its methods are wrapped; each does what it did unless a model asks for this implementation:
+five of its methods are wrapped; each does what it did unless a model asks for this implementation:
 
     DogeAttention.forward                             scores and selection in O(N) (``doge.py``)
     GenerationMixin._prepare_cache_for_generation     a DynamicMaskCache for models with dynamic masks
-    PreTrainedModel.post_init                         a model built from a converted model's configuration is converted
+    PreTrainedModel.post_init                         a model built from a converted model's configuration is converted;
+                                                      one that cannot be served raises (``served.py``),
+    PreTrainedModel.set_attn_implementation           here, too,
+    PreTrainedModel._check_and_adjust_attn_implementation  and here, before it is built
 """
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from cupy_dma.transformers.cache import DynamicMaskCache
 from cupy_dma.transformers.converted import convert_modules
 from cupy_dma.transformers.doge import doge_forward
 from cupy_dma.transformers.layers import KEY, NAME, dynamic_layers
+from cupy_dma.transformers.served import check_class, check_served
 from cupy_dma.transformers.visibility import visibility
 
 
@@ -39,6 +43,9 @@ def register() -> None:
     DogeAttention.forward = doge_forward(DogeAttention.forward)
     GenerationMixin._prepare_cache_for_generation = _with_our_cache(GenerationMixin._prepare_cache_for_generation)
     PreTrainedModel.post_init = _with_dynamic_masks(PreTrainedModel.post_init)
+    PreTrainedModel.set_attn_implementation = _checked(PreTrainedModel.set_attn_implementation)
+    PreTrainedModel._check_and_adjust_attn_implementation = _checked_first(
+        PreTrainedModel._check_and_adjust_attn_implementation)
 
 
 def _with_our_cache(original: Any) -> Any:
@@ -66,5 +73,27 @@ def _with_dynamic_masks(original: Any) -> Any:
         config = self.config.get_text_config(decoder=True)
         if getattr(config, KEY, None) is not None:
             convert_modules(self)
+        if self.config._attn_implementation == NAME:
+            check_served(self)
 
     return post_init
+
+
+def _checked(original: Any) -> Any:
+    @functools.wraps(original)
+    def set_attn_implementation(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        if attn_implementation == NAME:
+            check_served(self)
+        original(self, attn_implementation, *args, **kwargs)
+
+    return set_attn_implementation
+
+
+def _checked_first(original: Any) -> Any:
+    @functools.wraps(original)
+    def check_and_adjust(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
+        if attn_implementation == NAME:
+            check_class(self)
+        return original(self, attn_implementation, *args, **kwargs)
+
+    return check_and_adjust

@@ -10,8 +10,8 @@ Positions are those of the keys of the call: key ``j`` of ``K`` stands at ``j``,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class Visibility:
     window: int | None = None  # a query sees keys less than this behind it (and, not causal, before it)
     padding: Tensor | None = None  # bool (B, K), True = a real token
     documents: list[Tensor] = field(default_factory=list)  # integers (B, K): a query sees keys with its own number
+    looks_back: bool = False  # whether the window is one of causal masks
 
     _interval: IntervalMask | None = field(default=None, init=False, repr=False)
 
@@ -51,15 +52,38 @@ class Visibility:
 
     @property
     def is_plain(self) -> bool:
-        """Whether causality, aligned, is all that there is."""
-        return self.causal and self.is_aligned and not self.documents and self.padding is None and (
-            self.window is None or self.window >= self.key_length)
+        """Whether causality, with the last query at the last key, is all that there is, or nothing at all."""
+        return (self.is_aligned or not self.causal) and not self.documents and self.padding is None and (
+            self.window is None or self.is_aligned and self.window >= self.key_length)
+
+    def narrow(self, window: int) -> None:
+        """Add a window."""
+        self.window = window if self.window is None else min(self.window, window)
 
     def interval(self) -> IntervalMask:
         """The mask, ``(1|B, 1, K)``, made once."""
         if self._interval is None:
             self._interval = self._made()
         return self._interval
+
+    def __getitem__(self, index: Any) -> Visibility:
+        """Part of the queries, part of the keys from the first on: what models slice off a mask ``(B, 1, Q, K)``."""
+        index = index if isinstance(index, tuple) else (index,)
+        if Ellipsis in index:
+            at = index.index(Ellipsis)
+            index = (*index[:at], *[slice(None)] * (5 - len(index)), *index[at + 1:])
+        index = (*index, *[slice(None)] * (4 - len(index)))
+        whole = slice(None)
+        if len(index) != 4 or index[0] != whole or index[1] != whole or not all(isinstance(i, slice) for i in index):
+            raise _unknown(f"a part {index} of a mask")
+        queries, keys = range(self.query_length)[index[2]], range(self.key_length)[index[3]]
+        if queries.step != 1 or keys.step != 1 or keys.start or self.documents and len(keys) < self.key_length:
+            raise _unknown(f"a part {index} of a mask")
+        if len(queries) == self.query_length and len(keys) == self.key_length:
+            return self
+        return replace(self, query_length=len(queries), key_length=len(keys),
+                       first_query=self.first_query + queries.start,
+                       padding=None if self.padding is None else self.padding[:, :len(keys)])
 
     def _made(self) -> IntervalMask:
         like, n = torch.empty(0, device=self.device), self.key_length
@@ -73,6 +97,9 @@ class Visibility:
             masks.append(IntervalMask.causal(n, like=like))
         if self.padding is not None:
             masks.append(IntervalMask.padding(self.padding))
+        if not masks:
+            return IntervalMask(*(torch.full((n,), bound, dtype=torch.int32, device=self.device)
+                                  for bound in (EVER, NEVER)))
         return self.placed(functools.reduce(IntervalMask.__and__, masks))
 
     def placed(self, mask: IntervalMask) -> IntervalMask:
@@ -98,21 +125,21 @@ class Visibility:
         if torch.device(device) == self.device:
             return self
         first = self.first_query.to(device) if isinstance(self.first_query, Tensor) else self.first_query
-        return Visibility(self.query_length, self.key_length, first, torch.device(device), self.causal, self.window,
-                          None if self.padding is None else self.padding.to(device),
-                          [numbers.to(device) for numbers in self.documents])
+        return replace(self, first_query=first, device=torch.device(device),
+                       padding=None if self.padding is None else self.padding.to(device),
+                       documents=[numbers.to(device) for numbers in self.documents])
 
 
 @torch.compiler.disable  # the graph breaks here: a traced function cannot be asked for what it closes over
 def visibility(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
                mask_function: Callable | None = None, attention_mask: Any = None, device: Any = "cpu",
-               **others: Any) -> Visibility | None:
+               **others: Any) -> Visibility:
     """The mask function to register with transformers; its arguments are those of ``masking_utils.sdpa_mask``. A
     ``Visibility`` made before the forward pass, as ``attention_mask``, is returned.
 
     Returns
     -------
-    Visibility, or None where causality is all that there is.
+    Visibility, never None: a layer that gets none would have to guess what its model meant.
 
     Raises
     ------
@@ -126,11 +153,13 @@ def visibility(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0
         found.causal = True
     else:
         _read(mask_function, found, kv_offset, batch_size, None)
+        if found.looks_back and not found.causal:
+            raise _unknown("a sliding window of the keys before a query beside all keys after it")
     if attention_mask is not None:
         missing = kv_length + kv_offset - attention_mask.shape[-1]  # keys of a static cache that are still to come
         real = torch.nn.functional.pad(attention_mask, (0, max(missing, 0)))[:, kv_offset:kv_offset + kv_length].bool()
         found.padding = None if _is_known_to_be_true(real) else real
-    return None if found.is_plain else found
+    return found
 
 
 def _is_known_to_be_true(real: Tensor) -> bool:
@@ -152,10 +181,13 @@ def _read(function: Callable, found: Visibility, kv_offset: int, batch: int, pos
     elif kind == "and_masks.and_mask":
         for each in inside["mask_functions"]:
             _read(each, found, kv_offset, batch, positions)
+    elif kind == "or_masks.or_mask":
+        _read_union(name, inside["mask_functions"], found, kv_offset, batch, positions)
     elif kind == "sliding_window_overlay.inner_mask":
-        found.window = inside["sliding_window"]
+        found.narrow(inside["sliding_window"])
+        found.looks_back = True
     elif kind == "sliding_window_bidirectional_overlay.inner_mask":
-        found.window = inside["sliding_window"] + 1
+        found.narrow(inside["sliding_window"] + 1)
     elif kind == "packed_sequence_mask_function.inner_mask":
         found.documents.append(inside["packed_sequence_mask"])
     elif kind == "remap_positions_for_packed_sequence.inner_mask":
@@ -166,6 +198,21 @@ def _read(function: Callable, found: Visibility, kv_offset: int, batch: int, pos
         begin = inside["left_padding"].to(found.device)[:, None]
         found.documents.append((positions - begin).div(inside["chunk_size"], rounding_mode="floor"))
     else:
-        raise NotImplementedError(
-            f"attn_implementation='cupy_dma' knows masks of causality, sliding windows, chunks, packed sequences and "
-            f"padding, but the model asks for {name}; use attn_implementation='sdpa' or 'eager' for it")
+        raise _unknown(name)
+
+
+def _read_union(name: str, functions: Sequence[Callable], found: Visibility, *where: Any) -> None:
+    """Add a union whose blocks, of tokens that see each other (images), are empty: text alone."""
+    blocks = [each for each in functions if each.__qualname__ == "blockwise_overlay.<locals>.inner_mask"]
+    others = [each for each in functions if each not in blocks]
+    if len(others) != 1:
+        raise _unknown(name)
+    if any((each.__closure__[0].cell_contents >= 0).any() for each in blocks):  # type: ignore[index]
+        raise _unknown(f"{name} with blocks of images, whose tokens see each other")
+    _read(others[0], found, *where)
+
+
+def _unknown(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"attn_implementation='cupy_dma' knows masks of causality, sliding windows, chunks, packed sequences and "
+        f"padding, but the model asks for {name}; use attn_implementation='sdpa' or 'eager' for it")

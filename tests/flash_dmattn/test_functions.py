@@ -127,6 +127,15 @@ def test_key_axis_padded_to_128(length, convert, rng):
     check(convert.back(out), rows, mask, bias)
 
 
+@pytest.mark.parametrize(("length", "columns"), [(100, 256), (128, 256), (130, 128), (7, 129)])
+def test_only_the_next_multiple_of_128_is_padding(length, columns, convert):
+    rows = [np.zeros((1, length, 1, D), np.float16) for _ in range(3)]
+    for given in ({"attn_mask": np.ones((1, 1, length, columns), bool)},
+                  {"attn_bias": np.zeros((1, 1, length, columns), np.float16)}):
+        with pytest.raises(ValueError, match=r"(mask|bias) must have shape"):
+            flash_dmattn_func(*map(convert, rows), **{name: convert(x) for name, x in given.items()})
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_interval_masks_and_tuples(causal, convert, qkv, rng):
     arrays, scores = [convert(x) for x in qkv], rng.standard_normal((B, HKV, LK)).astype(np.float32)

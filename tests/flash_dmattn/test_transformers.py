@@ -157,6 +157,23 @@ def test_sources_of_options(data):
     assert flash_sparse_attention_forward is flash_dynamic_mask_attention_forward
 
 
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("given", [False, True, None])
+def test_is_causal_of_a_call_wins(own, given, data):
+    options = {} if given is None else {"is_causal": given}
+    out = attend(data[0], module=SimpleNamespace(is_causal=own), scaling=0.3, **options)
+    check(out, data[0], CAUSAL if (own if given is None else given) else np.ones((L, L), bool), scale=0.3)
+
+
+@pytest.mark.parametrize("own", ["window_size", "keep_window_size"])
+def test_the_window_of_a_call_wins(own, data):
+    qkv, scores = data
+    module = SimpleNamespace(is_causal=True, **{own: 5})
+    assert np.array_equal(attend(qkv, None, scores, module, window_size=3),
+                          attend(qkv, None, scores, window_size=3))
+    assert not np.array_equal(attend(qkv, None, scores, module), attend(qkv, None, scores, module, window_size=3))
+
+
 def test_float32_becomes_the_type_of_the_weights(data):
     qkv, _ = data
     module = torch.nn.Sequential(torch.nn.Linear(2, 2, dtype=torch.float16))

@@ -79,7 +79,7 @@ def test_a_call_that_fails_in_the_first_layer_has_changed_nothing(model, where, 
 
     cache = filled(model, length) if length else DynamicMaskCache(model.config)
     expected, before = logits(model, IDS[:, length:40], copy.deepcopy(cache)), contents(cache)
-    owner, name = (attention, "key_scores") if where == "scores" else (DynamicCache, "extend")
+    owner, name = (attention, "layer_scores") if where == "scores" else (DynamicCache, "extend")
     with failing(monkeypatch, owner, name, 1):
         logits(model, IDS[:, length:40], cache)
     assert cache.get_seq_length() == length
@@ -109,7 +109,8 @@ def test_a_call_that_fails_in_the_middle_is_not_gone_on_with(model, layer, where
     from cupy_dma.transformers import attention
 
     cache = filled(model, length) if length else DynamicMaskCache(model.config)
-    owner, name, call = {"append": (DynamicCache, "extend", layer + 1), "scores": (attention, "key_scores", layer + 1),
+    owner, name, call = {"append": (DynamicCache, "extend", layer + 1),
+                         "scores": (attention, "layer_scores", layer + 1),
                          "mlp": (model.model.layers[layer - 1].mlp, "forward", 1)}[where]
     with failing(monkeypatch, owner, name, call):
         logits(model, IDS[:, length:40], cache)

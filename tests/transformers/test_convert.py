@@ -3,6 +3,9 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
+import subprocess
+import sys
 
 import pytest
 
@@ -12,10 +15,11 @@ transformers = pytest.importorskip("transformers")
 import cupy_dma.transformers as dmt  # noqa: E402
 from tests.transformers import small_models as small  # noqa: E402
 
-NAMES = [name for name in small.FORMS if name not in (*small.DOGES, "mistral", "gpt-oss")]
+NAMES = [name for name in small.FORMS if name not in (*small.DOGES, "mistral")]
 
 
-@pytest.mark.parametrize(("name", "form"), [*((name, "exp") for name in NAMES), ("llama", "linear")])
+@pytest.mark.parametrize(("name", "form"), [*((name, "exp") for name in NAMES), ("llama", "linear"),
+                                            ("gpt-oss", "linear")])
 @pytest.mark.parametrize("how", ["plain", "left", "packed"])
 def test_a_long_window_changes_nothing(name, how, form):
     given, real = small.batch(how)
@@ -158,6 +162,136 @@ def test_what_cannot_be_converted():
         dmt.convert(small.model_of("mistral"), 4)
     with pytest.raises(ValueError, match=r"layers must not name those with a sliding window.*\[0\], got \[0, 1\]"):
         dmt.convert(small.model_of("gemma2"), 4, layers=[0, 1])
-    model = dmt.convert(small.model_of("gpt-oss"), 4)
-    with pytest.raises(NotImplementedError, match="takes no s_aux"):
+    with pytest.raises(ValueError, match="do not fit T5ForConditionalGeneration: it is an encoder and a decoder"):
+        dmt.convert(transformers.T5ForConditionalGeneration(transformers.T5Config(
+            vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)), 4)
+    encoder = transformers.AutoModelForCausalLM.from_config(transformers.RobertaConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32))
+    with pytest.raises(ValueError, match="it is not causal"):
+        dmt.convert(encoder, 4)
+    assert encoder.config._attn_implementation != "cupy_dma" and not hasattr(encoder.config, "dynamic_mask")
+
+
+def test_a_model_that_has_become_bidirectional():
+    model = small.converted("llama")
+    model.config.is_causal = False
+    with pytest.raises(NotImplementedError, match="a layer with a dynamic mask is causal"):
         model(**small.batch("plain")[0])
+
+
+# ---- pickles, and what stands for dt_proj ---------------------------------------------------------------------------
+
+
+def test_pickles():
+    model = small.converted("llama", sinks=1)
+    given, _ = small.batch("plain")
+    for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert [type(x) for x in again.modules()] == [type(x) for x in model.modules()]
+        assert torch.equal(again(**given).logits, model(**given).logits)
+        assert again.model.layers[0].self_attn.A is not model.model.layers[0].self_attn.A
+
+
+def test_a_pickle_in_another_process(tmp_path):
+    model = small.converted("llama")
+    given, _ = small.batch("plain")
+    torch.save(model, tmp_path / "model.pt")
+    torch.save((given, model(**given).logits), tmp_path / "result.pt")
+    code = ("import sys, torch\n"
+            "model, (given, expected) = (torch.load(f'{sys.argv[1]}/{name}.pt', weights_only=False)\n"
+            "                            for name in ('model', 'result'))\n"
+            "torch.testing.assert_close(model(**given).logits, expected)\n")
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+
+
+class Adapted(torch.nn.Module):
+    """A Linear with an adapter beside it, as LoRA has it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, (heads, size) = base, base.weight.shape
+        self.down = torch.nn.Parameter(0.3 * torch.randn(2, size))
+        self.up = torch.nn.Parameter(0.3 * torch.randn(heads, 2))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.down.mT @ self.up.mT
+
+
+@pytest.mark.parametrize("how", ["plain", "left"])
+def test_an_adapter_on_the_projection_of_a_doge(how):
+    given, real = small.batch(how)
+    model = small.model_of("doge", "eager")
+    before = model(**given).logits[real]
+    for layer in model.model.layers:
+        layer.self_attn.dt_proj = Adapted(layer.self_attn.dt_proj)
+    found = {}
+    for implementation in ("eager", "cupy_dma"):
+        twin = small.twin(model, implementation)
+        logits = twin(**given).logits[real]
+        logits.square().sum().backward()
+        found[implementation] = logits, twin.model.layers[0].self_attn.dt_proj.up.grad
+    assert (found["eager"][0] - before).abs().max() > 0.01
+    torch.testing.assert_close(found["cupy_dma"][0], found["eager"][0], rtol=0, atol=1e-4)
+    torch.testing.assert_close(found["cupy_dma"][1], found["eager"][1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{}, {"sinks": 2, "recent": 3}], ids=str)
+def test_hooks_and_adapters_of_a_converted_model(options):
+    """A hook that changes the projection is the projection changed, with a cache, too."""
+    given, _ = small.batch("plain")
+    model = small.converted("llama", **options)
+    twice = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in twice.model.layers:
+            layer.self_attn.dt_proj.weight *= 2
+    expected = twice(**given).logits
+    before = model(**given).logits
+    calls = []
+    for layer in model.model.layers:
+        layer.self_attn.dt_proj.register_forward_hook(lambda *of: calls.append(1) or 2 * of[2])
+    found = model(**given).logits
+    assert len(calls) == 2 and (before - expected).abs().max() > 1e-3
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    cache = dmt.DynamicMaskCache(model.config)
+    with torch.no_grad():
+        cached = model(**given, **{small.CACHE: cache}).logits
+    torch.testing.assert_close(cached, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["doge", "converted"])
+def test_offloaded_models(name):
+    accelerate = pytest.importorskip("accelerate")
+    model = small.model_of("doge") if name == "doge" else small.converted("llama")
+    given, _ = small.batch("plain")
+    with torch.no_grad():
+        expected = model(**given).logits
+        found = accelerate.cpu_offload(model, execution_device=torch.device("cpu"))(**given).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+# ---- models with cross-attention and with sinks ---------------------------------------------------------------------
+
+
+def test_cross_attention_stays():
+    torch.manual_seed(0)
+    model = small.randomize(transformers.AutoModelForCausalLM.from_config(transformers.BartConfig(
+        vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, dropout=0.0, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2)))
+    ids, states = torch.randint(3, 60, (2, 20)), torch.randn(2, 9, 32)
+    expected = model(ids, encoder_hidden_states=states).logits
+    dmt.convert(model, 64)
+    assert [name for name, x in model.named_modules() if hasattr(x, "dynamic_mask")] == [
+        f"model.decoder.layers.{i}.self_attn" for i in range(2)]
+    torch.testing.assert_close(model(ids, encoder_hidden_states=states, use_cache=False).logits, expected, rtol=0,
+                               atol=1e-4)
+    assert model.generate(ids, max_new_tokens=3, pad_token_id=0).shape == (2, 23)
+
+
+@pytest.mark.parametrize("how", ["plain", "left"])
+def test_sinks_with_a_cache(how):
+    given, real = small.batch(how)
+    model = small.converted("gpt-oss")
+    with torch.no_grad():
+        expected = model(**given, use_cache=False).logits[real]
+        found = model(**given, **{small.CACHE: dmt.DynamicMaskCache(model.config)}).logits[real]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)

@@ -229,6 +229,7 @@ def test_cumulative_lengths_without_a_mask():
     q, k, v = torch.randn(1, 4, 30, 16), torch.randn(1, 2, 30, 16), torch.randn(1, 2, 30, 16)
     bounds = torch.tensor([0, 9, 21, 30], dtype=torch.int32)
     layer = torch.nn.Identity()
+    layer.is_causal = True
     out, weights = attention_forward(layer, q, k, v, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
     assert weights is None
     for begin, end in bounds.unfold(0, 2, 1).tolist():

@@ -1,0 +1,238 @@
+"""What every causal language model of transformers does with ``attn_implementation="cupy_dma"`` and with ``convert``.
+
+``python -m tests.transformers.every_model`` finds it out and writes the table of docs/transformers.md, with names of
+types only their rows; ``test_every_model.py`` compares. A model that computes something else raises AssertionError.
+"""
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
+
+import cupy_dma.transformers as dmt
+from cupy_dma.transformers.layers import dynamic_layers
+from tests.transformers.causal_models import tiny_model
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "transformers.md"
+BEGIN, END = "<!-- table:every-model -->", "<!-- /table:every-model -->"
+NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+WORKS = "works"
+VERSION = ".".join(transformers.__version__.split(".")[:2])
+LENGTH, SMALL = 14, 3
+# Eager attention of a row that sees nothing is the mean of all values, which BLT's patches mix with real tokens.
+PADDED_RIGHT = {"blt"}
+WITHOUT_WINDOW = {"mistral"}  # all layers have a sliding window, if the configuration sets one
+
+
+def outcome(name: str) -> tuple[str, str]:
+    """What a type does with the implementation and with ``convert``: ``WORKS``, or why it is refused."""
+    dmt.register()
+    try:
+        model = tiny_model(name)
+    except ImportError as error:
+        needed = re.search(r"requires the (\w+) library", str(error))
+        if needed is None:
+            raise
+        return f"not tested: needs {needed[1]}", "–"
+    ids = torch.randint(3, 60, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    eager, before = copy.deepcopy(model), _state(model)
+    try:
+        model.set_attn_implementation("cupy_dma")
+    except ValueError as error:
+        for change in (model.set_attn_implementation, _from_config(model), lambda _: dmt.convert(model, LENGTH)):
+            assert _reason(_raises(change)) == _reason(error)
+        assert _same(_state(model), before)
+        return _reason(error), "–"
+    assert model.config.get_text_config(decoder=True)._attn_implementation == "cupy_dma"
+    _check_implementation(model, eager, name, ids)
+    if not any(hasattr(module, "num_key_value_groups") or "Attention" in type(module).__name__
+               for module in model.modules()):
+        return "works: no attention", "–"
+    found = _conversion(eager, name, ids)
+    if name in WITHOUT_WINDOW:
+        without = _conversion(tiny_model(name, sliding_window=None), name, ids)
+        found = "works with `sliding_window=None`" if without == WORKS else found
+    return WORKS, found
+
+
+def _check_implementation(model: Any, eager: Any, name: str, ids: Tensor) -> None:
+    expected = _logits(eager, ids, use_cache=False)
+    found = _logits(model, ids, use_cache=False)
+    _close(found, expected, "logits")
+    real = torch.ones_like(ids)
+    real[0, LENGTH - 3:] = 0
+    real = real if name in PADDED_RIGHT else real.flip(1)
+    padded = [_logits(each, ids, use_cache=False, attention_mask=real)[real.bool()] for each in (model, eager)]
+    _close(*padded, "logits with padding")
+    _close(_logits(model, _other_last(ids), use_cache=False)[:, :-1], found[:, :-1], "logits before the last token")
+    steps = _steps(eager, ids)
+    if steps is not None:
+        _close(_cached(model, ids, steps), _cached(eager, ids, steps), "logits with a cache")
+
+
+def _conversion(model: Any, name: str, ids: Tensor) -> str:
+    """``model``: with eager attention; it is converted."""
+    expected, steps, before = _logits(model, ids, use_cache=False), _steps(model, ids), _state(model)
+    try:
+        dmt.convert(model, LENGTH)
+    except ValueError as error:
+        assert _same(_state(model), before)
+        return _reason(error)
+    _close(_logits(model, ids, use_cache=False), expected, "logits of the converted model")
+    config = model.config.get_text_config(decoder=True)
+    if steps is not None:
+        cached = _cached(model, ids, steps, dmt.DynamicMaskCache(config))
+        _close(cached, expected, "logits of the converted model with its cache")
+    layers = config.dynamic_mask["layers"]
+    config.dynamic_mask = {**config.dynamic_mask, "window": SMALL}
+    for module in model.modules():
+        if hasattr(module, "dynamic_mask"):
+            module.dynamic_mask = dynamic_layers(config)[module.layer_idx]
+    model.zero_grad()
+    found = model(input_ids=ids, use_cache=False).logits
+    found.square().sum().backward()
+    gradients = [p.grad for key, p in model.named_parameters() if key.endswith(".A")]
+    assert len(gradients) == len(layers) > 0
+    assert all(g is not None and g.abs().max() > 0 for g in gradients), f"{name}: a dynamic mask without effect"
+    assert (found - expected)[:, SMALL + 1:].abs().max() > 1e-3, f"{name}: a window without effect"
+    other = _logits(model, _other_last(ids), use_cache=False)
+    _close(other[:, :-1], found.detach()[:, :-1], "logits before the last token of the converted model")
+    return WORKS
+
+
+# ---- the parts ------------------------------------------------------------------------------------------------------
+
+
+def _logits(model: Any, ids: Tensor, **options: Any) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids, **options).logits
+
+
+def _other_last(ids: Tensor) -> Tensor:
+    return torch.cat([ids[:, :-1], (ids[:, -1:] + 7) % 57 + 3], 1)
+
+
+def _close(found: Tensor, expected: Tensor, what: str) -> None:
+    """In float32, of numbers whose rounding depends on the shapes of a call."""
+    off, size = (found - expected).abs().max().item(), max(expected.abs().max().item(), 1)
+    assert off <= 5e-5 * size, f"{what} are off by {off:.3g}, the largest is {size:.3g}"
+
+
+def _cached(model: Any, ids: Tensor, steps: Iterable[int], cache: Any = None) -> Tensor:
+    """Logits token by token: ``steps`` tokens at a time."""
+    found, begin = [], 0
+    for count in steps:
+        named = {} if cache is None else {dmt.cache_argument(model): cache}
+        with torch.no_grad():
+            out = model(input_ids=ids[:, begin:begin + count], use_cache=True, **named)
+        cache = out.cache if "cache" in out else out.past_key_values
+        found.append(out.logits)
+        begin += count
+    return torch.cat(found, 1)
+
+
+def _steps(eager: Any, ids: Tensor) -> tuple[int, ...] | None:
+    """Of how many tokens this model takes the steps of a cache rightly with transformers' own attention."""
+    expected = _logits(eager, ids, use_cache=False)
+    for steps in ((8, 5, 1), (11, 1, 1, 1)):
+        try:
+            _close(_cached(eager, ids, steps), expected, "")
+            return steps
+        except (AssertionError, AttributeError, RuntimeError, ValueError):  # a limit of transformers'
+            continue
+    return None
+
+
+def _from_config(model: Any) -> Callable[[str], Any]:
+    def build(implementation: str) -> Any:
+        return type(model)._from_config(copy.deepcopy(model.config), attn_implementation=implementation)
+    return build
+
+
+def _raises(change: Callable[[str], Any]) -> ValueError:
+    try:
+        change("cupy_dma")
+    except ValueError as error:
+        return error
+    raise AssertionError("not refused")
+
+
+def _state(model: Any) -> dict[str, Any]:
+    weights = {key: x.clone() for key, x in model.state_dict().items()}
+    return {"config": model.config.to_dict(), "implementation": model.config._attn_implementation,
+            "classes": [type(module) for module in model.modules()], **weights}
+
+
+def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(
+        torch.equal(x, b[key]) if isinstance(x, Tensor) else x == b[key] for key, x in a.items())
+
+
+def _reason(error: ValueError) -> str:
+    """An error's reason without the names of models and modules."""
+    text = str(error)
+    found = re.search(r"(?:does not support \w+|do not fit \w+): (.*?)(?:; use 'eager' or 'sdpa')?$", text)
+    text = found[1] if found else re.split("[,:]", text)[0]
+    return re.sub(r" \([^)]*\)", "", text)
+
+
+def sources() -> Iterator[Path]:
+    """The files of transformers that define the models."""
+    folder = Path(transformers.__file__).parent / "models"
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+        yield from (folder / kind.__module__.split(".")[2]).glob("modeling_*.py")
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+
+def table(outcomes: dict[str, tuple[str, str]]) -> str:
+    """The part of the page between its marks."""
+    types = defaultdict(list)
+    for name, found in outcomes.items():
+        types[found].append(name)
+    rows = [f"| {', '.join(f'`{name}`' for name in names)} | {implementation} | {converted} |"
+            for (implementation, converted), names in sorted(types.items(), key=lambda item: -len(item[1]))]
+    return "\n".join([f"All {len(outcomes)} types of transformers {VERSION}, by `config.model_type`:", "",
+                      '| type | `attn_implementation="cupy_dma"` | `convert` |', "|---|---|---|", *rows])
+
+
+def recorded() -> tuple[str, dict[str, tuple[str, str]]]:
+    """The version of transformers, and the outcome of each type, that the page shows."""
+    shown = PAGE.read_text().split(BEGIN)[1].split(END)[0]
+    version = re.search(r"of transformers (\d+\.\d+)", shown)
+    assert version is not None
+    found = {}
+    for row in shown.splitlines():
+        if row.startswith("| `") and "`config" not in row and not row.startswith("| type"):
+            names, implementation, converted = (cell.strip() for cell in row.strip("|").split(" | "))
+            found.update((name, (implementation, converted)) for name in re.findall(r"`([^`]+)`", names))
+    return version[1], found
+
+
+def main(names: list[str]) -> None:
+    torch.set_num_threads(1)  # the models are too small for more
+    version, outcomes = recorded() if names else (VERSION, {})
+    if version != VERSION:
+        sys.exit(f"the table is of transformers {version}, not {VERSION}: find out about all types")
+    for name in names or NAMES:
+        outcomes[name] = outcome(name)
+        print(name, *outcomes[name], sep=" | ", flush=True)
+    before, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{table(dict(sorted(outcomes.items())))}\n{END}{rest.split(END)[1]}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
