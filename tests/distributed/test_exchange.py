@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 
 from cupy_dma.distributed.exchange import Exchange  # noqa: E402
 from cupy_dma.distributed.rows import Row  # noqa: E402
-from cupy_dma.distributed.survivors import Survivors  # noqa: E402
+from cupy_dma.distributed.survivors import Keep, Own, Survivors, survivors  # noqa: E402
 
 
 def test_gradients_of_later_ranks_are_rounded_once():
@@ -18,6 +18,19 @@ def test_gradients_of_later_ranks_are_rounded_once():
     parts = [torch.tensor([0.0, 0.0, x]).bfloat16()[None, None, :, None] for x in (1.0, 2.0**-8, 2.0**-8)]
     exchange._add(own, parts)
     assert own.flatten().tolist() == [3.0, 1.0 + 2.0**-7]
+
+
+def test_empty_slots_write_what_the_last_one_writes(monkeypatch):
+    """Writes to one row have no order on a GPU. Here they come in the reverse order, and nothing changes."""
+    exchange = object.__new__(Exchange)
+    exchange._sent = survivors(Own(torch.randn(1, 1, 2), None, None, "numpy"), Keep(4))  # two tokens in four slots
+    assert exchange._sent.index.tolist() == [[[1, 1, 0, 1]]] and exchange._sent.ordinal.tolist() == [[[0, 0, 1, 2]]]
+    scatter = torch.Tensor.scatter_
+    monkeypatch.setattr(torch.Tensor, "scatter_",
+                        lambda self, dim, index, src: scatter(self, dim, index.flip(dim), src.flip(dim)))
+    own, part = torch.ones(1, 2, 1, 3), torch.tensor([0.0, 0, 10, 20])[:, None].expand(1, 1, 4, 3).contiguous()
+    exchange._add(own, [part])
+    assert own[0, :, 0, 0].tolist() == [11.0, 21.0]
 
 
 def test_rows_hold_what_is_put_into_them():

@@ -91,6 +91,22 @@ def test_a_float_mask_cannot_be_read_under_compile(qkv):
         run(mask.float())
 
 
+@pytest.mark.parametrize(("keys", "columns", "fits"), [
+    (100, 127, False), (100, 128, True), (100, 129, False), (100, 256, False), (127, 128, True), (128, 128, True),
+    (128, 256, False), (129, 256, True), (129, 128, False)])
+def test_masks_are_padded_to_the_next_multiple_of_128(keys, columns, fits, rng):
+    """As the original pads them, and no further: a mask one block too long is another call's."""
+    q, k, v = (rng.standard_normal((1, n, 1, 4)) for n in (2, keys, keys))
+    mask, bias = rng.random((1, 1, 2, columns)) < 0.6, rng.standard_normal((1, 1, 2, columns))
+    for options in ({"attn_mask": mask}, {"attn_bias": bias}):
+        if fits:
+            cut = {name: x[..., :keys] for name, x in options.items()}
+            np.testing.assert_array_equal(flash_dmattn_func(q, k, v, **options), flash_dmattn_func(q, k, v, **cut))
+        else:
+            with pytest.raises(ValueError, match=next(iter(options)).removeprefix("attn_")):
+                flash_dmattn_func(q, k, v, **options)
+
+
 @pytest.mark.parametrize("kind", [bool, np.int32])
 def test_a_mask_that_hides_everything(kind, convert, qkv):
     out, lse, p = flash_dmattn_func(*map(convert, qkv), convert(np.zeros((1, 1, 1, LK), kind)),

@@ -61,6 +61,22 @@ def test_grid(case):
         cases.check_backward(case, found, with_dlse=True)
 
 
+@pytest.mark.parametrize("dense", [False, True])
+def test_masks_of_kv_heads_and_of_query_heads_together(dense):
+    """Of a kv head and of each of its query heads: head h belongs to kv head h // 2."""
+    rng, n = np.random.default_rng(0), 12
+    q, k, v = (rng.standard_normal((1, n, h, 4)).astype(np.float32) for h in (4, 2, 2))
+    stops = [rng.integers(3, n + 1, (1, h, n)).astype(np.int32) for h in (2, 4)]
+    both = np.minimum(np.repeat(stops[0], 2, axis=1), stops[1])
+    seen = [np.arange(n)[:, None] < stop[:, :, None] for stop in (*stops, both)]
+    masks = [jnp.asarray(x) if dense else dj.IntervalMask(jnp.zeros_like(stop), jnp.asarray(stop))
+             for x, stop in zip(seen, stops)]
+    expected, _ = reference.attention(q, k, v, seen[2])
+    for order in (masks, masks[::-1]):
+        found = dj.attention(*map(jnp.asarray, (q, k, v)), mask=tuple(order))
+        assert np.abs(np.asarray(found) - expected).max() < 1e-5
+
+
 # ---- the same bits, eager and jitted, and as from NumPy arrays ----
 
 

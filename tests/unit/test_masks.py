@@ -76,6 +76,52 @@ def test_constructors(convert, name, make, rule, query_length):
     assert dense.dtype == bool and np.array_equal(dense, rule(p, J)[None, None])
 
 
+@pytest.mark.parametrize("size", [0, 1, N - 1, N, N + 1])
+def test_sizes_around_all_keys(size):
+    """Sizes of n - 1, n and n + 1: hints say what is true, and no more."""
+    scores, real = np.zeros((1, 1, N), np.float32), np.arange(N)[None] > 0
+    own, mixed = np.array([0, min(size, N), N]), np.zeros((1, N), np.int32)
+    rules = [(M.sinks(N, size), (J < size) & (J <= P)), (M.prefix_lm(N, size), (J < size) | (J <= P)),
+             (M.documents(own), (J <= P) & ((size > J) == (size > P))), (M.causal(N), J <= P)]
+    if size:
+        recent, others = (J <= P) & (J > P - size), J > N - 1 - size
+        rules += [(M.sliding_window(N, size), recent), (M.top_w(scores, size), recent),
+                  (M.from_stop(np.arange(N, dtype=np.int32) + size, window=size), recent),
+                  (M.top_w(scores, size, documents=mixed), recent), (M.top_w(scores, size, keys="global"), others),
+                  (M.top_w(scores, size, padding=real), recent & real),
+                  (M.top_w(scores, size, keys="global", padding=real), others & real)]
+    for mask, rule in rules:
+        assert np.array_equal(mask.to_dense(N)[0, 0], np.broadcast_to(rule, (N, N)))
+        assert not mask._causal_only or np.array_equal(rule, J <= P)
+        assert mask._starts != "key" or (np.broadcast_to(mask.start, mask.shape) == J).all()
+        assert_bound(mask)
+    for a, _ in rules:
+        for b, _ in rules:
+            for both in (a & b, union(a, b)):
+                if both is not None:
+                    assert not both._causal_only or both == M.causal(N)
+                    assert_bound(both)
+
+
+def assert_bound(mask):
+    """No run of positions sees more keys than the hint says."""
+    if mask._bound is None:
+        return
+    base, slope = mask._bound
+    dense = mask.to_dense(N)
+    for length in (1, 2, 4, N):
+        for first in range(N - length + 1):
+            assert (dense[:, :, first:first + length].any(2).sum(2) <= base + slope * (length - 1)).all()
+
+
+def test_the_bound_of_a_global_selection_in_documents():
+    """Positions of two documents see the best keys of both, and those of documents in between."""
+    scores = np.zeros((1, 1, N), np.float32)
+    for bounds in ([0, 4, N], [0, 4, 5, N], [0, 3, 4, 5, N]):
+        for window in (1, 2, 4):
+            assert_bound(M.top_w(scores, window, keys="global", documents=np.array(bounds)))
+
+
 def test_numpy_without_like():
     for mask in (M.causal(N), M.sliding_window(N, 3), M.sinks(N, 1), M.prefix_lm(N, 2)):
         assert isinstance(mask.start, np.ndarray) and mask.start.dtype == mask.stop.dtype == np.int32
@@ -198,13 +244,7 @@ def test_hints_hold_after_composition(a, b):
             assert (start == EVER).all()
         if mask._causal_only:
             assert mask == M.causal(N)
-        if mask._bound is not None:
-            base, slope = mask._bound
-            dense = mask.to_dense(N)
-            for length in (1, 2, 4):
-                for first in range(N - length + 1):
-                    seen = dense[:, :, first:first + length].any(axis=2).sum(axis=2)
-                    assert (seen <= base + slope * (length - 1)).all()
+        assert_bound(mask)
 
 
 @given(masks(), st.integers(0, 2 * N))
@@ -301,6 +341,13 @@ def test_the_stops_of_a_selection_make_the_same_mask(convert, rng):
 def test_bad_stops(stop, options, error, message):
     with pytest.raises(error, match=message):
         M.from_stop(stop, **options)
+
+
+@pytest.mark.parametrize("stop", [-2**63, -2**40, -2**31 - 1, 2**31, 2**40, 2**63 - 1])
+def test_stops_that_are_no_int32(stop):
+    mask = M.from_stop(np.array([3, stop, 3], np.int64))
+    seen = (np.arange(3) <= np.arange(3)[:, None]) & (np.array([3, stop, 3]) > np.arange(3)[:, None])
+    assert np.array_equal(mask.to_dense(3)[0, 0], seen)
 
 
 def test_from_stop_without_keys():

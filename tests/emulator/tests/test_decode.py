@@ -124,6 +124,34 @@ def test_sequences_that_take_no_step():
             assert np.array_equal(mine, theirs)
 
 
+@pytest.mark.parametrize("kind", ["int32", "int64"])
+def test_a_few_tokens_of_sequences_of_different_lengths(kind):
+    """In one call, step by step: what is no token has zeros and -inf in its own place."""
+    history = History(dtype="float16", head_dim=16, value_dim=24, length=30, window=7, batch=3, recent=2)
+    cache, expected = history.cache(backend="emulator"), history.cache(backend="numpy")
+    for p in range(0, history.length, 3):
+        tokens, lengths = history.tokens(p, p + 3), np.array([p % 4, 3, (p + 1) % 4], kind)
+        out, lse = cache.extend(*tokens, lengths=lengths, return_lse=True)
+        wanted, wanted_lse = expected.extend(*tokens, lengths=lengths, return_lse=True)
+        np.testing.assert_allclose(lse, wanted_lse, atol=2e-3)
+        assert np.abs(out.astype("f4") - wanted.astype("f4")).max() < 4e-3
+        behind = np.arange(3) >= lengths[:, None]
+        assert not out[behind].any() and np.isneginf(lse.swapaxes(1, 2)[behind]).all()
+        assert np.array_equal(cache.length, expected.length)
+
+
+@pytest.mark.parametrize("scores", ["equal", "ties", "nan"])
+def test_the_oldest_of_equals_among_slots_of_several_steps(scores, monkeypatch):
+    """One split has more slots than its block looks at in a step: the oldest of equal keys is pushed out."""
+    monkeypatch.setattr(split, "MAX_SPLITS", 1)
+    history = History(dtype="float16", head_dim=16, length=310, window=300, batch=1, heads=1, kv_heads=1, scores=scores)
+    cache = history.cache(backend="emulator")
+    out, lse = history.run(cache, [300] + [1] * 10)
+    history.check_kept(cache)
+    if scores != "nan":
+        history.check(out, lse)
+
+
 def test_update_is_a_step_without_queries():
     cache = SMALL.cache(backend="emulator")
     for p in range(SMALL.length - 4):

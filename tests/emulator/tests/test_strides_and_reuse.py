@@ -10,6 +10,7 @@ import pytest
 import cupy_dma as dma
 from cupy_dma.backends.cuda.attention import sm90_backward
 from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward
+from tests.oracle import by_element
 
 build = pytest.importorskip("tests.emulator.build")
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
@@ -49,19 +50,64 @@ def check_attention(*arrays, error=3e-3, **options):
 LARGER = {"batch": (2, 50, 2, 16), "row": (2, 40, 3, 16), "head": (2, 40, 2, 24), "odd": (2, 40, 2, 19)}
 
 
-@pytest.mark.parametrize("which", range(5))
-@pytest.mark.parametrize("larger", LARGER)
-def test_one_array_has_other_strides(larger, which):
-    """Forward and gradients read each of query, key, value, dout and out at its own strides."""
-    shape, places = LARGER[larger], [lambda array: array] * 5
-    places[which] = lambda array: within(array, *shape)
-    arrays = [place(draw(2, 40, 2, 16, seed=seed)) for seed, place in enumerate(places[:3])]
-    check_attention(*arrays)
-    out, lse = dma.attention(*arrays, return_lse=True, backend="numpy")
-    upstream, out = places[3](draw(*out.shape, seed=3)), places[4](out)
-    found, expected = (attention_backward(upstream, *arrays, out, lse, backend=name) for name in ("emulator", "numpy"))
-    for ours, other in zip(found[:3], expected[:3]):
-        assert np.abs(ours.astype("f4") - other.astype("f4")).max() < 1e-2
+def check_strides(places, passes, **options):
+    """Forward and gradients of arrays within larger ones: of query, key, value, dout and out."""
+    arrays = [within(draw(2, 40, 2, 16, seed=seed), *place) for seed, place in enumerate(places[:3])]
+    problem = by_element.Problem(*arrays, options.get("mask"), options.get("bias"))
+    out, lse = dma.attention(*arrays, **options, return_lse=True, backend="emulator")
+    problem.check_attention(out, lse)
+    upstream, out = within(draw(*out.shape, seed=3), *places[3]), within(out, *places[4])
+    problem.check_gradients(attention_backward(upstream, *arrays, out, lse, **options, deterministic=passes == 2,
+                                               backend="emulator"), upstream, out)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_every_array_has_strides_of_its_own(passes):
+    """Each of five arrays is read at its own strides, in one pass and in two."""
+    larger = [LARGER[name] for name in ("batch", "row", "head")]
+    for first in range(3):
+        check_strides([larger[(first + i) % 3] for i in range(5)], passes)
+    for odd in range(5):  # one of them in rows that are not aligned
+        check_strides([LARGER["odd" if i == odd else "batch"] for i in range(5)], passes)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_biases_and_masks_have_strides_of_their_own(passes):
+    """Also the 0 of axes that broadcast."""
+    plain = [(2, 40, 2, 16)] * 5
+    bias, dense = draw(2, 2, 40, dtype=np.float32), draw(2, 2, 40, 40) < 0.3
+    for given in (within(bias, 2, 3, 40), within(bias, 2, 2, 45), np.broadcast_to(bias[:, :1], bias.shape),
+                  np.broadcast_to(bias[:1], bias.shape), bias.swapaxes(0, 1)):
+        check_strides(plain, passes, bias=given)
+    for given in (within(dense, 2, 3, 40, 40), within(dense, 2, 2, 43, 40), within(dense, 2, 2, 40, 43),
+                  np.broadcast_to(dense[:, :1], dense.shape), np.broadcast_to(dense[:, :, :1], dense.shape)):
+        check_strides(plain, passes, mask=given, bias=bias)
+
+
+def test_dense_biases_have_strides_of_their_own():
+    """In rows of even and odd length, aligned and not, and gradients of all."""
+    arrays = [draw(2, 40, 2, 16, seed=seed) for seed in range(3)]
+    for keys in (37, 40):
+        rows = [x[:, :keys] if i else x for i, x in enumerate(arrays)]
+        bias = draw(2, 2, 40, keys)
+        for given in (within(bias, 2, 3, 40, keys), within(bias, 2, 2, 43, keys), within(bias, 2, 2, 40, 48),
+                      within(bias, 2, 2, 40, 45), odd_address(bias), np.broadcast_to(bias[:, :1], bias.shape)):
+            problem = by_element.Problem(*rows, None, given)
+            out, lse = dma.attention(*rows, bias=given, return_lse=True, backend="emulator")
+            problem.check_attention(out, lse)
+            found = attention_backward(arrays[0], *rows, out, lse, bias=given, backend="emulator")
+            problem.check_gradients(found, arrays[0], out)
+            expected = attention_backward(arrays[0], *rows, out, lse, bias=given, backend="numpy").bias
+            assert np.abs(found.bias.astype("f4") - expected.astype("f4")).max() < 4e-3
+
+
+def odd_address(array):
+    """A copy two bytes behind a multiple of 16, in rows of the same strides."""
+    memory = np.zeros(array.nbytes + 32, np.uint8)
+    begin = -memory.ctypes.data % 16 + 2
+    found = memory[begin:begin + array.nbytes].view(array.dtype).reshape(array.shape)
+    found[...] = array
+    return found
 
 
 def test_a_head_stride_that_is_not_aligned():
@@ -72,16 +118,26 @@ def test_a_head_stride_that_is_not_aligned():
     check_attention(query, *(draw(1, 20, 2, 16, seed=seed) for seed in (1, 2)))
 
 
-def test_the_gradient_of_a_strided_value_through_the_scores():
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_scores_of_strided_values_and_weights(dtype):
+    """On tensor cores and not, and their gradients."""
     query, key, value = (draw(2, 40, 2, 16, seed=seed) for seed in range(3))
-    options = {"dt_proj": draw(2, 32, dtype=np.float32) / 6, "A": np.full(2, 0.5, np.float32), "window": 9}
+    weight, a = draw(2, 32, dtype=dtype) / dtype(6), np.full(2, 0.5, dtype)
     for larger in LARGER.values():
-        strided = within(value, *larger)
-        out, lse = dma.dynamic_mask_attention(query, key, strided, **options, return_lse=True, backend="numpy")
-        found, expected = (dynamic_mask_attention_backward(out, query, key, strided, out, lse, **options,
-                                                           needs=("value",), backend=name).value
-                           for name in ("emulator", "numpy"))
-        assert np.abs(found.astype("f4") - expected.astype("f4")).max() < 2e-2
+        for wide in (32, 40, 35):
+            strided, options = within(value, *larger), {"dt_proj": within(weight, 3, wide), "A": a}
+            found, expected = (dma.key_scores(strided, **options, backend=name) for name in ("emulator", "numpy"))
+            assert np.abs(found - expected).max() < 1e-5
+            if wide == 32:
+                continue
+            options |= {"window": 9}
+            out, lse = dma.dynamic_mask_attention(query, key, strided, **options, return_lse=True, backend="numpy")
+            found, expected = (dynamic_mask_attention_backward(out, query, key, strided, out, lse, **options,
+                                                               needs=("value", "dt_proj"), backend=name)
+                               for name in ("emulator", "numpy"))
+            for name in ("value", "dt_proj"):
+                ours, other = (getattr(x, name).astype("f4") for x in (found, expected))
+                assert np.abs(ours - other).max() < 1e-2 * max(1, np.abs(other).max())
 
 
 def test_tiles_that_begin_inside_the_heads_of_a_query():

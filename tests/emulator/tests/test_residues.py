@@ -1,0 +1,74 @@
+"""Every residue of lengths, of Lk - Lq and of windows modulo tile sizes: pairs at the edge of a block, of a step or of
+a warp's keys. Each element of the results is compared; one wrong pair is lost in a norm over all."""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+from cupy_dma.backward import attention_backward
+from tests.oracle import by_element, schedule_cases
+
+build = pytest.importorskip("tests.emulator.build")
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+from tests import emulator  # noqa: E402
+
+
+@pytest.fixture(params=["portable", "hopper"])
+def device(request):
+    """Without the watch, which other tests of these kernels have: it takes several times as long."""
+    with ((emulator.hopper_gpu if request.param == "hopper" else emulator.using)(build="plain") as runtime,
+          schedule_cases.hopper_gradients(True)):
+        yield runtime
+
+
+def check(queries: int, keys: int, passes: int = 1, mask: Any = None, seen: Any = None, **options: Any) -> None:
+    rng = np.random.default_rng(queries + 1000 * keys)
+    q, dout, k, v = (rng.standard_normal((1, n, 1, 16)).astype(np.float16) for n in (queries, queries, keys, keys))
+    problem = by_element.Problem(q, k, v, seen, options.get("bias"), options.get("causal", False))
+    out, lse = dma.attention(q, k, v, mask=mask, **options, return_lse=True, backend="emulator")
+    problem.check_attention(out, lse)
+    problem.check_gradients(attention_backward(dout, q, k, v, out, lse, mask=mask, **options,
+                                               deterministic=passes == 2, backend="emulator"), dout, out)
+
+
+def test_lengths_of_causal_attention(device):
+    """Lk - Lq in every residue modulo 128, both lengths modulo 64; in one pass and in two."""
+    for behind in range(128):
+        half, rest = divmod(behind, 64)
+        queries = 1 + (2 * rest + half) % 64
+        check(queries, queries + behind, 1 + (behind // 16 + half) % 2, causal=True)
+
+
+def test_more_queries_than_keys(device):
+    for more in range(1, 17):
+        check(20 + more, 20, 1 + more % 2, causal=True)
+
+
+def test_windows(device):
+    """Their lengths in every residue modulo 64, and those of the keys."""
+    for window in range(1, 65):
+        keys, queries = 90 + window * 3 % 64, 1 + window * 5 % 32
+        mask = dma.IntervalMask.sliding_window(keys, window)
+        check(queries, keys, 1 + window // 16 % 2, mask, mask.to_dense(queries))
+
+
+def test_stops_at_every_query(device):
+    """Keys from shared lists, without a bound, of which each query loses one; some nobody sees."""
+    for keys in range(60, 76):
+        start, stop = np.arange(keys, dtype=np.int32) - 40, np.arange(keys, dtype=np.int32)[::-1].copy() + 3
+        stop[::7] = start[::7]
+        mask = dma.IntervalMask(start, stop)
+        check(50, keys, 1 + keys % 2, mask, mask.to_dense(50))
+
+
+def test_super_tiles_of_keys_of_several_chunks(device):
+    """Two super-tiles of 256 queries and a part, whose keys are in two chunks of 2048; a key ends with each query."""
+    queries, keys = 600, 2600
+    scores = np.random.default_rng(0).standard_normal((1, 1, keys)).astype(np.float32)
+    mask = dma.IntervalMask.sliding_window(keys, 60)
+    for passes in (1, 2):
+        check(queries, keys, passes, mask, mask.to_dense(queries), bias=scores)

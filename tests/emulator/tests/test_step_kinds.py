@@ -1,0 +1,167 @@
+"""One kind of torch call after another: a step is run for calls of its own kind alone. The kind that is planned comes
+first; each neighbour, which differs in one fact, must give what it gives without plans."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import cupy_dma as dma
+from cupy_dma.backends.cuda.runtime import plans
+
+torch = pytest.importorskip("torch")
+
+from tests.emulator.tests import test_steps  # noqa: E402
+from tests.emulator.tests.test_steps import (  # noqa: E402
+    HKV,
+    D,
+    W,
+    attend,
+    device,  # noqa: F401
+    draw,
+    dynamic,
+    from_values,
+    parameters,
+    planned,  # noqa: F401
+    same,
+    step,
+)
+
+# What a kind is does not depend on the device.
+pytestmark = pytest.mark.parametrize("device", [False], indirect=True, ids=["portable"])
+N = 44  # tokens
+Call = tuple[Callable[..., Any], list[Any]]  # a function and its inputs
+
+
+def check(first: Callable[[int], Call], neighbours: dict[str, Callable[[int], Call]]) -> None:
+    for i in range(3):
+        call, inputs = first(i)
+        step(call, *inputs)
+    for name, make in (*neighbours.items(), ("the first kind", first)):
+        call, inputs = make(9)
+        found = step(call, *inputs)
+        with plans.switched(False):
+            for x, y in zip(found, step(call, *inputs), strict=True):
+                assert torch.equal(x, y), name
+
+
+def laid(x: Any, order: tuple[int, ...] | None = None, offset: int = 0) -> Any:
+    """A copy whose axes lie in memory in this ``order``, ``offset`` elements behind a multiple of 64 bytes."""
+    order = order or tuple(range(x.ndim))
+    memory = x.new_zeros(x.numel() + 64 + offset)
+    begin = -memory.data_ptr() % 64 // x.element_size() + offset
+    found = memory[begin:begin + x.numel()].view([x.shape[axis] for axis in order]).permute(
+        sorted(range(x.ndim), key=order.__getitem__))
+    return found.copy_(x.detach()).detach().requires_grad_(x.requires_grad)
+
+
+def with_input(make: Callable[[int], Call], which: int, **place: Any) -> Callable[[int], Call]:
+    """The same calls with one input elsewhere."""
+    def other(seed: int) -> Call:
+        call, inputs = make(seed)
+        inputs[which] = laid(inputs[which], **place)
+        return call, inputs
+
+    return other
+
+
+def of(call: Callable[..., Any], batch: int = 2, **options: Any) -> Callable[[int], Call]:
+    return lambda seed: (lambda *x: call(*x, **options), draw(seed, batch=batch, length=N))
+
+
+def test_strides_alignment_and_gradients_of_inputs(device, planned):  # noqa: F811
+    def without(which: int) -> Callable[[int], Call]:
+        def make(seed: int) -> Call:
+            call, inputs = first(seed)
+            inputs[which].requires_grad_(False)
+            return call, inputs
+
+        return make
+
+    first = of(dynamic)
+    check(first, {f"input {i} {order or 'moved'}": with_input(first, i, order=order, offset=0 if order else 1)
+                  for i in range(4) for order in (None, (1, 0, 2) if i == 3 else (0, 2, 1, 3))}
+          | {f"no gradient of input {i}": without(i) for i in range(4)})
+
+
+def test_options(device, planned):  # noqa: F811
+    padding = torch.arange(2 * N).view(2, N) % 5 > 0
+    check(of(dynamic), {
+        "window": of(dynamic, window=W + 1), "everything": of(dynamic, window=N), "global": of(dynamic, keys="global"),
+        "scale": of(dynamic, scale=0.3), "batch": of(dynamic, batch=1), "padding": of(dynamic, padding=padding)})
+    check(of(dynamic, padding=padding), {
+        "of all rows": of(dynamic, padding=padding[:1]),
+        "at an odd address": of(dynamic, padding=laid(padding, offset=1)),
+        "in longer rows": of(dynamic, padding=torch.nn.functional.pad(padding, (0, 8))[:, :N]), "none": of(dynamic)})
+
+
+def test_masks(device, planned):  # noqa: F811
+    key = torch.arange(N, dtype=torch.int32)
+    stop = key + 1 + torch.arange(2 * HKV * N, dtype=torch.int32).view(2, HKV, N) * 7 % 30
+    kinds = {"starts of each row": dma.IntervalMask((key + stop % 3).contiguous(), stop),
+             "stop at an odd address": dma.IntervalMask(key, laid(stop, offset=1)),
+             "a known bound": dma.IntervalMask.from_stop(stop, window=40),
+             "a known start": dma.IntervalMask.from_stop(stop), "one row": dma.IntervalMask(key, stop[:1, :1]),
+             "open": dma.IntervalMask(key - N, stop)}
+    check(of(attend, mask=dma.IntervalMask(key, stop)), {name: of(attend, mask=mask) for name, mask in kinds.items()})
+    windows = {str(n): of(attend, mask=dma.IntervalMask.sliding_window(N, n, like=key)) for n in (N, 1, 30, N - 1)}
+    check(windows.pop(str(N)), windows)
+
+
+def test_parameters_of_scores(device, planned):  # noqa: F811
+    def first(seed: int) -> Call:
+        return from_values, [*draw(seed, length=N)[:3], *parameters(seed).values()]
+
+    def with_type(seed: int) -> Call:
+        return from_values, [*draw(seed, length=N)[:3], *parameters(seed, torch.bfloat16).values()]
+
+    def without_bias(seed: int) -> Call:
+        return from_values, first(seed)[1][:5]
+
+    check(first, {"linear": lambda seed: (lambda *x: from_values(*x, form="linear"), first(seed)[1]),
+                  "bfloat16": with_type, "no dt_bias": without_bias,
+                  "dt_proj in longer rows": lambda seed: _longer_rows(*first(seed)),
+                  **{f"input {i} moved": with_input(first, i, offset=1) for i in (2, 3, 4, 5)}})
+
+
+def _longer_rows(call: Callable[..., Any], inputs: list[Any]) -> Call:
+    weight = torch.zeros(HKV, HKV * D + 8)
+    weight[:, :-8] = inputs[3].detach()
+    return call, [*inputs[:3], weight[:, :-8].detach().requires_grad_(), *inputs[4:]]
+
+
+def test_upstream_gradients(device, planned):  # noqa: F811
+    """Of one kind of call, which has a backward for each kind of them."""
+    inputs = draw(0, batch=2, length=N)
+    dout = torch.randn(2, N, test_steps.H, D).bfloat16()
+    kinds = {"transposed": laid(dout, (0, 2, 1, 3)), "batches last": laid(dout, (1, 0, 2, 3)),
+             "moved": laid(dout, offset=1), "repeated": dout[:1].expand_as(dout), "one": dout[..., :1].expand_as(dout)}
+    for name, upstream in (*[("first", dout)] * 5, *kinds.items(), ("first", dout)):
+        found = torch.autograd.grad(dynamic(*inputs)[0], inputs, upstream)
+        with plans.switched(False):
+            for x, y in zip(found, torch.autograd.grad(dynamic(*inputs)[0], inputs, upstream), strict=True):
+                assert torch.equal(x, y), name
+    assert planned["backward"] >= 3
+
+
+def test_the_deterministic_mode_of_torch(device, planned):  # noqa: F811
+    """What was planned without it may add in any order."""
+    q, k, v, s = draw(0, length=N)
+
+    def gradients() -> Any:
+        out = dma.attention(q, k, v, bias=s, causal=True, backend="emulator")
+        return torch.autograd.grad(out.sum(), (q, k, v, s))
+
+    for _ in range(3):
+        gradients()
+    assert planned == {"forward": 1, "backward": 1}
+    torch.use_deterministic_algorithms(True)
+    try:
+        for i in range(3):
+            found = gradients()
+            assert planned == {"forward": 1 + (i == 2), "backward": 1 + (i == 2)}
+        with plans.switched(False):
+            same(found, gradients())
+    finally:
+        torch.use_deterministic_algorithms(False)
