@@ -95,6 +95,7 @@ struct Key {
         if (CAUSAL) start = max(start, row);
         if (BIAS)
             bias = log2_units(p.bias[rows.batch * p.bias_batch + rows.group * p.bias_group + row * p.bias_key]);
+        if (BIAS && bias == -infinity()) row = -1;  // nobody sees it
     }
 
     __device__ __forceinline__ bool seen_by(int position) const {

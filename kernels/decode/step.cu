@@ -322,7 +322,8 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
             slot.apply(change);
             const bool mine = lane < STEP && slot.number < end;
             if (mine && set == 0) consider(candidate, slot, change, p);
-            return __ballot_sync(ALL_LANES, mine && slot.needed(p, change.position));
+            const bool hidden = slot.score == -infinity();  // the score is the key's bias
+            return __ballot_sync(ALL_LANES, mine && slot.needed(p, change.position) && !hidden);
         };
         Slot slot = slot_at(first), following = slot_at(first + STRIDE);
         if (TOGETHER) {

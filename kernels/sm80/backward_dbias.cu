@@ -108,12 +108,12 @@ __device__ __forceinline__ void add_gradients(Accumulator (&sum)[WARP_ROWS][KEY_
                     const float probability =
                         exp2_fast(logit(s[m][n].x[i + k], k == 0 ? bias.x : bias.y) - lse[m][r]);
                     const float ds = probability * (dp[m][n].x[i + k] - delta[m][r]);
-                    bool hidden = false;
+                    bool hidden = (k == 0 ? bias.x : bias.y) == -infinity();
                     if (masked) {
 #if BITS
-                        hidden = (shared.words[first_row / 32][column + k] & position[m][r]) == 0;
+                        hidden |= (shared.words[first_row / 32][column + k] & position[m][r]) == 0;
 #else
-                        hidden = !visible(position[m][r], shared.start[column + k], shared.stop[column + k]);
+                        hidden |= !visible(position[m][r], shared.start[column + k], shared.stop[column + k]);
 #endif
                     }
                     if (!hidden) sum[m][n].x[i + k] += ds;

@@ -82,9 +82,6 @@ __device__ __forceinline__ void load_key_facts(Shared& shared, const AttentionPa
     start = max(start, p.start[mask_batch * p.start_batch + mask_head * p.start_head + key]);
     stop = p.stop[mask_batch * p.stop_batch + mask_head * p.stop_head + key];
 #endif
-    const bool seen = exists && start < t.end_position();
-    shared.start[threadIdx.x] = seen ? start : NEVER;  // an empty run
-    shared.stop[threadIdx.x] = seen ? stop : INT_LOWEST;
     float bias = 0.0f;
 #if BIAS == BIAS_OF_KEYS
     if (exists)
@@ -92,6 +89,9 @@ __device__ __forceinline__ void load_key_facts(Shared& shared, const AttentionPa
             p.bias[t.batch * p.bias_batch + t.group * p.bias_group + head * p.bias_head + key * p.bias_key]);
 #endif
     shared.bias[threadIdx.x] = bias;
+    const bool seen = exists && start < t.end_position() && bias != -infinity();
+    shared.start[threadIdx.x] = seen ? start : NEVER;  // an empty run
+    shared.stop[threadIdx.x] = seen ? stop : INT_LOWEST;
 }
 
 // The steps of BLOCK_Q queries of one head that the block looks at, in order. All threads of a block go through them
@@ -276,10 +276,14 @@ __device__ __forceinline__ void gradients(Accumulator (&s)[QUERY_FRAGMENTS], Acc
             float probability = exp2_fast(logit(x, bias) - row_lse);
             float ds = probability * (dp[n].x[i] - delta[column]), dx = ds * logit.slope(x);
 #if BITS
-            if ((words[r] >> fragment_column(i) & 1) == 0) probability = ds = dx = 0.0f;
+            bool hidden = (words[r] >> fragment_column(i) & 1) == 0;
 #else
-            if (masked && !visible(first_position + column, keys.start[r], keys.stop[r])) probability = ds = dx = 0.0f;
+            bool hidden = masked && !visible(first_position + column, keys.start[r], keys.stop[r]);
 #endif
+            // Without bits a key that its own bias hides has an empty run (load_key_facts). Queries that do not exist have no
+            // bias, but no lse either.
+            if (BIAS == BIAS_DENSE || (BITS && BIAS == BIAS_OF_KEYS)) hidden |= bias == -infinity() || own_lse == -infinity();
+            if (hidden) probability = ds = dx = 0.0f;
             keys.dbias[r] += ds;
             s[n].x[i] = probability;
             dp[n].x[i] = dx;

@@ -87,7 +87,7 @@ __device__ __forceinline__ int load_facts(KeyFacts& facts, const BackwardDkvPara
     return all_steps;
 }
 
-// Rows of keys and values; zeros for a key that nobody sees, whatever it holds.
+// Rows of keys and values; zeros for a key that nobody sees or that its bias hides, whatever it holds.
 __device__ __forceinline__ void load_rows(Shared& shared, int stage, const AttentionParams& p, const KeyTile& t) {
     constexpr int PIECES = 2 * ROW_STEPS;  // 16 bytes each
     const KeyFacts& facts = shared.facts[stage];
@@ -96,7 +96,8 @@ __device__ __forceinline__ void load_rows(Shared& shared, int stage, const Atten
 #pragma unroll 4
     for (int i = threadIdx.x & 31; i < BLOCK_N * PIECES; i += 32) {
         const int row = i / PIECES, piece = i % PIECES;
-        const bool exists = facts.start[row] < facts.stop[row] && piece * 8 < HEAD_DIM;
+        const bool hidden = BIAS == BIAS_OF_KEYS && facts.bias[row] == -infinity();
+        const bool exists = facts.start[row] < facts.stop[row] && !hidden && piece * 8 < HEAD_DIM;
         const long long key = facts.index[row], column = exists ? piece * 8 : 0;
         copy_async_16(piece_of<BLOCK_N>(shared.key[stage], row, piece), keys + key * p.key_row + column, exists ? 16 : 0);
         copy_async_16(piece_of<BLOCK_N>(shared.value[stage], row, piece), values + key * p.value_row + column,

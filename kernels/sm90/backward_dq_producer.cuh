@@ -34,9 +34,16 @@ __device__ __forceinline__ void produce_rows(Shared& shared, const BackwardDqPar
     barrier_arrive(&shared.query_full);
 }
 
-// One block of keys, of which this lane knows one, or none: `key` of `exists`.
+// The bias of a lane's key, natural-log units; 0 if there is no such key.
+__device__ __forceinline__ float bias_of(const AttentionParams& p, const Tile& t, int key, bool exists) {
+    if (BIAS != BIAS_OF_KEYS || !exists) return 0.0f;
+    return p.bias[t.batch * p.bias_batch + t.group * p.bias_group + t.first_head * p.bias_head + key * p.bias_key];
+}
+
+// One block of keys, of which this lane knows one, or none: `key` of `exists`. A key with a bias of -inf gets zeros for
+// rows, whatever it holds.
 __device__ __forceinline__ void produce_block(Shared& shared, int stage, const AttentionParams& p, const Tile& t,
-                                              const KeySource& source, int key, bool exists) {
+                                              const KeySource& source, int key, bool exists, float bias) {
     constexpr int PIECES = 2 * ROW_STEPS;  // of a row, 16 bytes each
     const int lane = threadIdx.x & 31, first = threadIdx.x / 32 * WARP_KEYS;
     const int slot = first + lane;
@@ -55,12 +62,10 @@ __device__ __forceinline__ void produce_block(Shared& shared, int stage, const A
         if (CAUSAL && exists) start = max(key, source.start[key]);  // stored when the rows are under way
 #endif
 #if BIAS == BIAS_OF_KEYS
-        copy_async_4(&shared.bias[stage][slot],
-                     p.bias + t.batch * p.bias_batch + t.group * p.bias_group + t.first_head * p.bias_head + key * p.bias_key,
-                     exists ? 4 : 0);
+        shared.bias[stage][slot] = bias;
 #endif
     }
-    const unsigned found = __ballot_sync(ALL_LANES, exists);
+    const unsigned found = __ballot_sync(ALL_LANES, exists && bias != -infinity());
     const ELEMENT* keys = p.key + t.batch * p.key_batch + t.group * p.key_head;
     const ELEMENT* values = p.value + t.batch * p.value_batch + t.group * p.value_head;
 #pragma unroll
@@ -101,6 +106,7 @@ __device__ __forceinline__ void produce_keys(Shared& shared, const AttentionPara
     KeyBlock block = blocks.next();
     int key = 0;
     bool exists = key_of(blocks, block, key);
+    float bias = bias_of(p, t, key, exists);
     for (bool more = true; more; state.advance()) {
         const KeyBlock following = block.first < 0 ? block : blocks.next();
         int next_key = 0;
@@ -109,11 +115,12 @@ __device__ __forceinline__ void produce_keys(Shared& shared, const AttentionPara
         barrier_wait(&shared.key_empty[state.stage], state.phase ^ 1);
         if (threadIdx.x == 0)
             shared.flags[state.stage] = (block.masked || block.first < 0 ? MASKED : 0) | (more ? 0 : LAST);
-        produce_block(shared, state.stage, p, t, blocks.source, key, exists);
+        produce_block(shared, state.stage, p, t, blocks.source, key, exists, bias);
         barrier_arrive(&shared.key_full[state.stage]);
         block = following;
         key = next_key;
         exists = next_exists;
+        bias = bias_of(p, t, key, exists);  // it arrives while the consumers release a stage
     }
 }
 

@@ -13,7 +13,7 @@ import cupy_dma as dma
 from cupy_dma.arrays import describe
 from cupy_dma.calls.attention import attention_call
 from cupy_dma.masks.interval import NEVER
-from tests.oracle import cases, reference
+from tests.oracle import cases, hidden_keys, reference
 from tests.oracle.cases import CASES
 from tests.unit.test_attention import draw
 from tests.unit.test_selection import problems
@@ -39,6 +39,11 @@ def test_forward_grid(case):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_backward_grid(case):
     cases.check_backward(case, cases.run_backward(case, backend="flex", with_dlse=True), with_dlse=True)
+
+
+@pytest.mark.parametrize("case", hidden_keys.CASES, ids=str)
+def test_what_a_bias_of_minus_infinity_hides(case):
+    hidden_keys.run(case, backend="flex")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name.startswith("bias-")], ids=str)

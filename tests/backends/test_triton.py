@@ -37,9 +37,9 @@ if INTERPRETED:
             "mask-global_documents", "mask-union", "mask-per_head", "mask-per_batch", "mask-dense",
             "mask-dense_per_head", "mask-dense_rows", "causal-and-padding", "causal-and-dense", "bias-full-top_w",
             "sinks-top_w-float16", "value-dim-bfloat16-32/24-causal",
-            "bias-full_per_head-none", "bias-row-top_w", "bias-key_shared-none", "softcap-full", "softcap-1e-06", "scale-zero-softcap",
-            "scale-negative-softcap", "scale-1e-40", "layout-bhsd",
-            "layout-every_other", "batch-0")]
+            "bias-full_per_head-none", "bias-row-top_w", "bias-key_shared-none", "softcap-full", "softcap-1e-06",
+            "scale-zero-softcap", "scale-negative-softcap", "scale-1e-40", "layout-bhsd", "layout-every_other",
+            "batch-0")]
     RUNS = [(case, "numpy" if i % 4 == 0 else "torch") for i, case in enumerate(GRID)]
 else:
     RUNS = [(case, name) for case in GRID for name in LIBRARIES]

@@ -10,7 +10,7 @@ import cupy_dma as dma
 from cupy_dma.backends.numpy import backward as numpy_backward
 from cupy_dma.backends.numpy import scores as numpy_scores
 from cupy_dma.backends.numpy import tiles
-from tests.oracle import cases, reference
+from tests.oracle import cases, hidden_keys, reference
 from tests.oracle.cases import CASES, Case
 
 NAMES = ("query", "key", "value", "bias")
@@ -115,6 +115,11 @@ def test_rows_that_see_nothing_and_keys_nobody_sees_get_exact_zeros(rng):
     q[:, :10], dout[:, 3:10] = np.nan, np.inf
     dirty = gradients(q, k, v, dout, mask=mask, bias=bias, causal=True, dlse=np.ones((1, 2, 70), np.float32))
     assert all(np.array_equal(a, b) for a, b in zip(clean, dirty))
+
+
+@pytest.mark.parametrize("case", hidden_keys.CASES + hidden_keys.FEW, ids=str)
+def test_what_a_bias_of_minus_infinity_hides(case):
+    hidden_keys.run(case)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -132,6 +132,12 @@ class _Prepared:
         self.inputs = query, key, value
         if self.is_empty:
             return
+        if call.bias is not None:  # zeros for keys that a bias of -inf hides from all queries, whatever they hold
+            hidden = (shaped(call.bias) == -math.inf).all(2)  # (1|B, 1|Hkv|H, 1|Lk)
+            if hidden.shape[1] not in (1, call.kv_heads):
+                hidden = hidden.unflatten(1, (call.kv_heads, -1)).all(2)
+            key, value = (x.masked_fill(hidden[..., None], 0) for x in (key, value))
+            self.inputs = query, key, value
         self.problem = problem = Problem.of(call, query.device)
         self.read = [captured.data for captured in problem.captured()]
         visible = problem.visible()

@@ -43,6 +43,7 @@ class Keys(NamedTuple):
     v: np.ndarray  # (Lk, D + 1): values, 1
     nonfinite_k: np.ndarray  # bool (Lk,), of the keys themselves
     nonfinite_v: np.ndarray
+    hidden: np.ndarray | None  # bool (Lk,): the bias among the columns is -inf; None: of no key
 
 
 class Row(NamedTuple):
@@ -85,10 +86,12 @@ def _rows(call: AttentionCall, pairs: Iterable[tuple[int, int]]) -> Iterator[Row
         values = with_columns(v, 1)
         for h in range(g * group, (g + 1) * group, together):
             column: np.ndarray | float = 0
+            hidden = None
             added = None if bias is None else _row(bias, b, h, call)
             if added is not None and added.shape[0] == 1 and call.softcap == 0:
                 column, added = added.reshape(-1), None
-            keys = Keys(with_columns(k, column, 1), values, *nonfinite)
+                hidden = np.broadcast_to(np.isneginf(column.astype(kind)), len(k))
+            keys = Keys(with_columns(k, column, 1), values, *nonfinite, hidden if np.any(hidden) else None)
             yield Row(b, g, slice(h, h + together), keys, added, tiles_of(b, h))
 
 
@@ -148,10 +151,17 @@ def logits(q: np.ndarray, row: Row, tile: Tile, keys: np.ndarray, full: bool, so
         s += q[..., -1:]
     else:
         s = scratch.product(q, k)
+    visible, hidden = None if full else tile.visible(keys), None
     if row.bias is not None:
         rows = row.bias if row.bias.shape[0] == 1 else row.bias[tile.begin:tile.end]
-        s += (rows if row.bias.shape[1] == 1 else rows[:, keys]).astype(kind)
-    return s, None if full else tile.visible(keys), tanh
+        added = (rows if row.bias.shape[1] == 1 else rows[:, keys]).astype(kind)
+        s += added
+        hidden = np.isneginf(added)
+    elif row.keys.hidden is not None:
+        hidden = row.keys.hidden[keys]
+    if hidden is not None and hidden.any():
+        visible = np.broadcast_to(~hidden if visible is None else visible & ~hidden, s.shape[1:])
+    return s, visible, tanh
 
 
 def hide(x: np.ndarray, visible: np.ndarray, instead: float = 0.0) -> None:

@@ -112,7 +112,8 @@ FAULTS = [
     Fault("queries of the next super-tile are not cleared", PRODUCER,
           "__ballot_sync(ALL_LANES, !sees && first + 32 * k + lane < p.query_length)",
           "__ballot_sync(ALL_LANES, !sees && first + 32 * k + lane < end)", "sm90 backward[a bad super-tile]"),
-    Fault("keys that nobody sees are gathered", PRODUCER, "facts.start[row] < facts.stop[row] && piece", "piece",
+    Fault("keys that nobody sees are gathered", PRODUCER, "facts.start[row] < facts.stop[row] && !hidden && piece",
+          "!hidden && piece",
           "sm90 one pass[unseen keys]"),
     # ---- edges ----
     Fault("a last step that is not full is left out", PRODUCER, "(queries.end - queries.begin + BLOCK_Q - 1) / BLOCK_Q",

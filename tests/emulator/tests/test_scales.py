@@ -12,8 +12,8 @@ from tests.oracle.cases import Case
 
 pytest.importorskip("cupy")
 
-from cupy_dma.backends.cuda.attention import sm90  # noqa: E402
-from tests import emulator  # noqa: E402
+from cupy_dma.backends.cuda.attention import sm90
+from tests import emulator
 
 SCALES = (0.0, 1e-40, 1e-30, sm90.SMALLEST_SCALE, 0.3, -0.3, -1e-40)
 SOFTCAPS = (0.0, 2.0**-126, 1e-6, 0.5, 3.0, 1e4)
