@@ -57,8 +57,15 @@ def real_keys(operand: Operand) -> Operand:
 
 
 def values_known(operand: Operand) -> bool:
-    """Whether values may be read: in host memory, or on request."""
-    return operand.device.kind == "cpu" or wants_values_checked()
+    """Whether values may be read: in host memory, or on request, and not while a compiler traces the call."""
+    return (operand.device.kind == "cpu" or wants_values_checked()) and not operand.library.is_traced()
+
+
+def has_memory(operand: Operand) -> None:
+    """A kernel needs an address; what ``torch.export`` traces has none."""
+    if operand.pointer is None:
+        raise TypeError(f"{operand.name} must be a tensor with memory that can be read, got one that torch.export "
+                        f"traces: it takes attention, key_scores, masks and layers without a cache, no others")
 
 
 def integers(value: Any, name: str, like: Operand) -> Operand:
@@ -128,10 +135,13 @@ def with_axes(operand: Operand, ndim: int) -> Operand:
 
 def whole(value, name: str, minimum: int) -> int:
     """An integer argument that is at least ``minimum``."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
+    if type(value) is int or type(value).__name__ == "SymInt":  # of torch.export, where it stands for many lengths
+        number = value
+    else:
+        try:
+            number = operator.index(value)
+        except TypeError:
+            number = None
     if number is None or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
     if number < minimum:

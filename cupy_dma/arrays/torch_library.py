@@ -24,6 +24,8 @@ class TorchLibrary(Library):
         import torch
 
         self.xp, self._forward_ad, self._is_compiling = torch, torch.autograd.forward_ad, torch.compiler.is_compiling
+        # A torch that does not know whether it exports at least knows that it traces.
+        self._is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
         names = ("float16", "bfloat16", "float32", "float64", "bool", "uint8", "int8", "int16", "int32", "int64")
         self._type_of = {name: getattr(torch, name) for name in names}
         self._name_of = {kind: name for name, kind in self._type_of.items()}
@@ -48,13 +50,21 @@ class TorchLibrary(Library):
                 device = CPU
             else:
                 raise torch_tensors.unreadable(self.xp, array, name)
-            shape, strides, pointer = tuple(array.shape), array.stride(), array.data_ptr()
+            shape, strides = tuple(array.shape), array.stride()
+            pointer = self._traced_pointer(array) if plain else array.data_ptr()
         except (RuntimeError, UserWarning):  # nested, sparse or wrapped by torch.func; FakeTensor under -W error
             raise torch_tensors.unreadable(self.xp, array, name) from None
         if not plain and pointer == 0 and 0 not in shape:
             return self.describe(torch_tensors.written_out(self.xp, array, name), name)
         return Operand(name, array, self, shape, strides, self._name_of.get(array.dtype) or str(array.dtype), device,
                        pointer)
+
+    def _traced_pointer(self, array):
+        """None where ``torch.export`` traces with tensors that have no memory, so that nothing can be launched."""
+        try:
+            return array.data_ptr()
+        except RuntimeError:
+            return None
 
     def pointer(self, array):
         return array.data_ptr()
@@ -81,6 +91,12 @@ class TorchLibrary(Library):
 
     def contiguous(self, array):
         return array.contiguous()
+
+    def is_traced(self):
+        return self._is_compiling()
+
+    def is_exported(self):
+        return self._is_exporting()
 
     def requires_grad(self, array):
         return array.requires_grad and self.xp.is_grad_enabled()

@@ -40,6 +40,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from cupy_dma import checks
 from cupy_dma.arrays import Operand
 
 NAMES = ("cuda", "numpy", "triton", "flex")  # in order of preference for CUDA arrays
@@ -103,6 +104,7 @@ def choose(backend: str | None, operands: Iterable[Operand | None]) -> ModuleTyp
         The backend cannot run here; the message says why.
     """
     first = next(operand for operand in operands if operand is not None)
+    checks.has_memory(first)
     on_cuda = first.device.kind == "cuda"
     name = ("cuda" if on_cuda else _FOR_CPU) if backend is None else backend
     try:

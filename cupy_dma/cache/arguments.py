@@ -74,6 +74,7 @@ def extend_call(state: CacheState, query: Any, key: Any, value: Any, scores: Any
 
 def _require(operand: Operand, dtype: str | None, meaning: str, sizes: Sequence[Sequence[int]],
              state: CacheState) -> None:
+    checks.has_memory(operand)
     if len(operand.shape) != len(sizes):
         raise ValueError(f"{operand.name} must have shape {meaning}, got {operand.shape}")
     checks.has_shape(operand, meaning, sizes)

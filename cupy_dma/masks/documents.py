@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cupy_dma import backends, checks
+from cupy_dma import checks
 from cupy_dma.arrays import Device, Library, Operand
 from cupy_dma.masks.runs import EVER, NEVER, Hints, Runs
 
@@ -58,7 +58,7 @@ def document_runs(documents: Operand, key_length: int | None) -> DocumentRuns:
 
 def _runs_of_lengths(documents: Operand, key_length: int) -> DocumentRuns:
     library, device, count = documents.library, documents.device, documents.shape[0]
-    if (device.kind == "cpu" or checks.wants_values_checked()) and not backends.is_traced(documents.array):
+    if checks.values_known(documents):
         values = library.to_numpy(documents.array)
         if values[0] != 0 or (values[1:] < values[:-1]).any() or values[-1] != key_length:
             raise ValueError(f"documents must be cumulative lengths that start at 0, never decrease and end at the "

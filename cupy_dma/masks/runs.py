@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cupy_dma.arrays import Device, Library, Operand
+from cupy_dma.arrays import Device, Library, Operand, is_exported
 
 EVER, NEVER = -(2**31), 2**31 - 1  # before every position, after every position
 Bound = tuple[int, int]
@@ -31,6 +31,11 @@ class Runs(NamedTuple):
     start: Any
     stop: Any
     hints: Hints = UNKNOWN
+
+
+def covers(window: int, length: int) -> bool:
+    """Whether a window holds all keys; not known of an export, whose lengths may be on either side of it."""
+    return not is_exported() and window >= length
 
 
 def spread(library: Library, array: Any, name: str, shape: tuple[int, ...]) -> Operand:

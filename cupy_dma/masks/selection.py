@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from cupy_dma import checks
 from cupy_dma.arrays import Operand, describe
 from cupy_dma.masks.documents import DocumentRuns, document_runs
-from cupy_dma.masks.runs import EVER, NEVER, Hints, Runs
+from cupy_dma.masks.runs import EVER, NEVER, Hints, Runs, covers
 
 
 class Candidates(NamedTuple):
@@ -82,9 +82,9 @@ def select(scores: Operand, window: int, keys: str, candidates: Candidates, modu
 
 def selection_hints(window: int, length: int, keys: str, has_padding: bool, has_documents: bool) -> Hints:
     """What is known about a selection's mask from its arguments alone."""
-    w = min(window, max(length, 1))
+    w = max(length, 1) if covers(window, max(length, 1)) else window
     if keys == "prefix":
-        return Hints("key", (w, 1), window >= length and not has_padding and not has_documents)
+        return Hints("key", (w, 1), not has_padding and not has_documents and covers(window, length))
     # T positions that span several documents see w keys of the first, w of the last and all of those in between, which
     # have at most T - 2 keys.
     return Hints(None, (2 * w, 1)) if has_documents else Hints("open", (w, 0))

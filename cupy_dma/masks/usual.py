@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from cupy_dma import backends, checks
+from cupy_dma import checks
 from cupy_dma.arrays import CPU, Device, Library, Operand, describe, library_named
-from cupy_dma.masks.runs import EVER, NEVER, Hints, Runs
+from cupy_dma.masks.runs import EVER, NEVER, Hints, Runs, covers
 
 
 def library_and_device(like: Any) -> tuple[Library, Device]:
@@ -34,7 +34,7 @@ def sliding_window(key_length: int, window: int, like: Any) -> tuple[Library, Ru
     with library.on(device):
         start = library.arange(0, n, device)
         stop = start + w if w + n < NEVER else library.full((n,), NEVER, "int32", device)
-    return library, Runs(start, stop, Hints("key", (w, 1), w >= n))
+    return library, Runs(start, stop, Hints("key", (w, 1), covers(w, n)))
 
 
 def sinks(key_length: int, count: int, like: Any) -> tuple[Library, Runs]:
@@ -43,7 +43,7 @@ def sinks(key_length: int, count: int, like: Any) -> tuple[Library, Runs]:
     with library.on(device):
         start = library.arange(0, n, device)
         stop = library.xp.where(start < min(c, NEVER), library.full((n,), NEVER, "int32", device), start)
-    return library, Runs(start, stop, Hints("key", (c, 0), c >= n))
+    return library, Runs(start, stop, Hints("key", (c, 0), covers(c, n)))
 
 
 def prefix_lm(key_length: int, prefix_length: Any, like: Any) -> tuple[Library, Runs]:
@@ -93,7 +93,7 @@ def from_stop(stop: Any, window: int | None) -> tuple[Library, Runs]:
         end = checks.in_rows(library.operand(end, "stop")).array
         if limit is None:
             return library, Runs(start, end, Hints("key"))
-        if checks.values_known(given) and not backends.is_traced(stop):
+        if checks.values_known(given):
             _check_window(library, library.operand(end, "stop"), limit)
     return library, Runs(start, end, Hints("key", (limit, 1)))
 

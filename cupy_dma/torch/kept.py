@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cupy_dma.arrays import describe, library_named
 from cupy_dma.masks.documents import document_runs
-from cupy_dma.masks.interval import NEVER, Hints, IntervalMask
+from cupy_dma.masks.interval import NEVER, IntervalMask
 from cupy_dma.masks.selection import selection_hints
 from cupy_dma.torch.registration import as_tensor
 
@@ -30,9 +30,9 @@ def kept_keys(scores: Tensor, window: int, sinks: int, recent: int, padding: Ten
     if runs is not None:
         stop = torch.minimum(stop, runs.open_end()[:, None])
     # All runs start at their keys: T positions see what the first of them sees, and T - 1 keys that begin later.
-    bound = min(window + sinks + recent, max(n, 1)), 1
+    bound = selection_hints(window + sinks + recent, n, "prefix", True, True).bound
     known = selection_hints(max(window, sinks, recent), n, "prefix", padding is not None, runs is not None)
-    return IntervalMask._make(library_named("torch"), position.int(), stop, Hints("key", bound, known.causal_only))
+    return IntervalMask._make(library_named("torch"), position.int(), stop, known._replace(bound=bound))
 
 
 def _stop_besides(position: Tensor, sinks: int, recent: int, padding: Tensor | None, first: Tensor | None) -> Tensor:
@@ -47,7 +47,7 @@ def _stop_besides(position: Tensor, sinks: int, recent: int, padding: Tensor | N
     else:
         in_order = padding.logical_not().long().argsort(dim=1, stable=True).expand_as(count)  # the real keys first
         following = count - 1 + recent
-        there = following.clamp(0, max(len(position) - 1, 0))
+        there = following.clamp(0, max(position.shape[0] - 1, 0))
         later = torch.where(following < count[:, -1:], in_order.gather(1, there), NEVER)
     stop = torch.where(rank <= sinks, NEVER, later.clamp(max=NEVER))
     return torch.where(real, stop, position).int()

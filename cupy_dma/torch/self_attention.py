@@ -15,11 +15,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from cupy_dma import checks
+from cupy_dma.arrays import is_exported
 from cupy_dma.cache import DynamicCache
 from cupy_dma.torch.module import DynamicMaskAttention
 from cupy_dma.torch.registration import cast
 from cupy_dma.torch.rotary import Rotation
 from cupy_dma.torch.tokens import Tokens
+
+_NOT_RANDOM: set[type] = {nn.Linear, nn.RMSNorm, DynamicMaskAttention}
 
 
 class DynamicMaskSelfAttention(nn.Module):
@@ -176,8 +179,10 @@ class DynamicMaskSelfAttention(nn.Module):
         elif documents is not None:
             raise ValueError("documents need a process_group, got documents without one: pack the sequences and give "
                              "cu_seqlens")
-        if self.checkpoint and cache is None and torch.is_grad_enabled():
-            out = checkpointed(self._attend, tokens.x, tokens, use_reentrant=False, preserve_rng_state=False)
+        if self.checkpoint and cache is None and torch.is_grad_enabled() and not is_exported():
+            # An adapter may have dropout.
+            random = any(type(module) not in _NOT_RANDOM for module in self.modules() if module is not self)
+            out = checkpointed(self._attend, tokens.x, tokens, use_reentrant=False, preserve_rng_state=random)
         else:
             out = self._attend(tokens.x, tokens, cache)
         return tokens.restored(out)

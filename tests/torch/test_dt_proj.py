@@ -190,6 +190,17 @@ def test_padding_may_hold_anything():
         module(q, k, v, padding=real[:, 1:])
 
 
+def test_dropout_of_an_adapter_is_the_same_when_it_is_recomputed():
+    module, x = DynamicMaskSelfAttention(24, 4, 2, window=5, A_init=1.0, dtype=float64), torch.randn(B, N, 24).double()
+    for owner, name in ((module, "q_proj"), (module.attention, "dt_proj")):
+        setattr(owner, name, nn.Sequential(nn.Dropout(0.5), getattr(owner, name)))
+    found = []
+    for module.checkpoint in (False, True):
+        torch.manual_seed(1)
+        found.append(gradients(module(x), tuple(module.parameters())))
+    assert same(*found)
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_compile_and_export(strict):
     module, (q, k, v, _) = layer(), draw()
