@@ -118,14 +118,15 @@ class DynamicMaskAttention(nnx.Module):
             scores = self.scores(value)
             return attention(query, key, value, mask=self._kept(scores), bias=scores, **options)
         return dynamic_mask_attention(
-            query, key, value, window=self.window, **self._parameters(), form=self.form, keys=self.keys,
-            padding=padding, documents=documents, causal=self.causal, **options)
+            query, key, value, window=self.window, **self._given(value), keys=self.keys, padding=padding,
+            documents=documents, causal=self.causal, **options)
 
     def scores(self, value: Any) -> jax.Array:
         """Scores ``(B, Hkv, Lk)`` of the keys with these values ``(B, Lk, Hkv, D)``; float32 (float64 for float64),
         differentiable. See ``cupy_dma.key_scores``."""
         self._check(value, "value")
-        return key_scores(value, **self._parameters(), form=self.form, backend=self.backend)
+        given = self._given(value)
+        return given["scores"] if "scores" in given else key_scores(value, **given, backend=self.backend)
 
     def _kept(self, scores: jax.Array) -> IntervalMask:
         """The best keys, the sinks and the recent ones."""
@@ -135,9 +136,18 @@ class DynamicMaskAttention(nnx.Module):
             mask |= IntervalMask.sliding_window(n, self.recent)
         return mask | IntervalMask.sinks(n, self.sinks) if self.sinks else mask
 
-    def _parameters(self) -> dict[str, Any]:
-        bias = self.dt_proj.bias
-        return {"dt_proj": self.dt_proj.kernel[...].T, "A": self.A[...], "dt_bias": None if bias is None else bias[...]}
+    def _given(self, value: Any) -> dict[str, Any]:
+        """What ``dynamic_mask_attention`` takes for the scores: the parameters of a linear layer, or the scores made
+        with what has been put in its place, such as an adapter."""
+        if type(self.dt_proj) is nnx.Linear:
+            bias = self.dt_proj.bias
+            return {"dt_proj": self.dt_proj.kernel[...].T, "A": self.A[...], "form": self.form,
+                    "dt_bias": None if bias is None else bias[...]}
+        value = rows(value, "value")
+        kind = jnp.float64 if value.dtype == jnp.float64 else jnp.float32
+        dt = self.dt_proj(value.reshape(*value.shape[:2], -1)).swapaxes(1, 2).astype(kind)
+        state = self.A[...].astype(kind)[:, None] * jax.nn.softplus(dt)
+        return {"scores": jnp.exp(state) if self.form == "exp" else state}
 
     def _check(self, x: Any, name: str) -> None:
         if rows(x, name).shape[2:] != (self.kv_heads, self.head_dim):

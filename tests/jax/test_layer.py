@@ -108,3 +108,23 @@ def test_arrays_that_do_not_fit():
         layer()(q, k[..., 1:], v)
     with pytest.raises(ValueError, match="documents must be None in a layer with sinks=1, recent=0"):
         layer(sinks=1)(q, k, v, documents=[0, 9, N])
+
+
+def test_an_adapter_is_called():
+    """LoRA is a linear layer of its own kind; what is put in the place of dt_proj need not be one."""
+    q, k, v, _ = draw()
+    made = layer(form="linear")
+    kernel, plain = made.dt_proj.kernel[...], made(q, k, v)
+    for own in (made.dt_proj, nnx.Sequential(made.dt_proj)):
+        made.dt_proj = own
+        assert jnp.allclose(made(q, k, v), plain, atol=1e-5)
+    made.dt_proj = nnx.LoRALinear(HKV * D, HKV, lora_rank=2, use_bias=False, rngs=nnx.Rngs(1))
+    made.dt_proj.kernel[...] = kernel
+    lora = made.dt_proj.lora
+    lora.lora_b[...] = jnp.ones_like(lora.lora_b[...])
+    merged = kernel + lora.lora_a[...] @ lora.lora_b[...]
+    expected = dj.dynamic_mask_attention(q, k, v, window=5, dt_proj=merged.T, A=made.A[...], form="linear")
+    assert jnp.allclose(made(q, k, v), expected, atol=1e-5) and not jnp.allclose(plain, expected, atol=1e-2)
+    assert jnp.allclose(made.scores(v), dj.key_scores(v, dt_proj=merged.T, A=made.A[...], form="linear"), atol=1e-5)
+    gradients = nnx.grad(lambda m: jnp.sum(m(q, k, v) ** 2), argnums=nnx.DiffState(0, nnx.LoRAParam))(made)
+    assert all(jnp.any(x) for x in jax.tree.leaves(gradients))
