@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,13 @@ from cupy_dma.cache import DynamicCache
 from cupy_dma.calls.scores import FORMS
 from cupy_dma.torch.attention import attention, dynamic_mask_attention
 from cupy_dma.torch.kept import kept_keys
+from cupy_dma.torch.options import Check, Layer, at_least, backend_name, one_of, optional
 from cupy_dma.torch.registration import cast
 from cupy_dma.torch.scores import layer_scores, score_arguments
 from cupy_dma.torch.varlen import varlen_attention, varlen_dynamic_mask_attention
 
 
-class DynamicMaskAttention(nn.Module):
+class DynamicMaskAttention(Layer):
     """``dynamic_mask_attention`` with the parameters of the key scores, for training and for decoding.
 
     ``DynamicMaskSelfAttention`` adds the projections and rotary positions around it.
@@ -36,7 +37,8 @@ class DynamicMaskAttention(nn.Module):
     A_init : float
         What all of ``A`` begins with.
     form, keys, causal, scale, softcap, deterministic, backend
-        As for ``cupy_dma.dynamic_mask_attention``.
+        As for ``cupy_dma.dynamic_mask_attention``. These, ``window``, ``sinks`` and ``recent`` are attributes, which
+        may be changed later.
     process_group : ProcessGroup or one-dimensional DeviceMesh, optional
         Context parallelism: the ranks of the group hold consecutive shards of each sequence, see
         ``cupy_dma.distributed``. It needs ``keys="prefix"``. May be changed later: it is an attribute, which is neither
@@ -68,32 +70,38 @@ class DynamicMaskAttention(nn.Module):
         waits for the GPU, once; under ``torch.compile`` nothing is looked at.
     """
 
+    CHECKS: ClassVar[dict[str, Check]] = {
+        "window": at_least(1), "sinks": at_least(0), "recent": at_least(0), "form": one_of(FORMS),
+        "keys": one_of(("prefix", "global")), "causal": checks.flag, "scale": optional(checks.real),
+        "softcap": lambda value, name: checks.real(value, name, 0.0), "deterministic": checks.flag,
+        "backend": backend_name, "A_init": checks.real}
+    FIXED = ("kv_heads", "head_dim", "dt_bias")
+
     def __init__(self, kv_heads: int, head_dim: int, window: int, *, sinks: int = 0, recent: int = 0,
                  dt_bias: bool = False, A_init: float = 0.0, form: str = "exp", keys: str = "prefix",
                  causal: bool = True, scale: float | None = None, softcap: float = 0.0, deterministic: bool = False,
                  backend: str | None = None, process_group: Any = None, device: Any = None, dtype: Any = None):
         super().__init__()
-        checks.choice(form, "form", FORMS)
-        checks.choice(keys, "keys", ("prefix", "global"))
-        self.kv_heads, self.head_dim = checks.whole(kv_heads, "kv_heads", 1), checks.whole(head_dim, "head_dim", 1)
+        self._fix(kv_heads=checks.whole(kv_heads, "kv_heads", 1), head_dim=checks.whole(head_dim, "head_dim", 1))
         if self.head_dim > 256:
             raise ValueError(f"head_dim must be 1 to 256, got {head_dim}")
-        self.window = checks.whole(window, "window", 1)
-        self.sinks, self.recent = checks.whole(sinks, "sinks", 0), checks.whole(recent, "recent", 0)
-        self.form, self.keys, self.causal = form, keys, checks.flag(causal, "causal")
-        self.scale = None if scale is None else checks.real(scale, "scale")
-        self.softcap = checks.real(softcap, "softcap", 0.0)
-        self.deterministic, self.backend = checks.flag(deterministic, "deterministic"), backend
-        self.process_group = process_group
+        self.window, self.form, self.keys, self.causal, self.sinks, self.recent = (
+            window, form, keys, causal, sinks, recent)
+        self.scale, self.softcap, self.deterministic, self.backend = scale, softcap, deterministic, backend
+        self.process_group, self.A_init, self._looked_at_A = process_group, A_init, False
+        self.A = nn.Parameter(torch.full((kv_heads,), self.A_init, device=device, dtype=dtype))
+        self.dt_proj = nn.Linear(self.kv_heads * self.head_dim, self.kv_heads, bias=checks.flag(dt_bias, "dt_bias"),
+                                 device=device, dtype=dtype)
+
+    def check_together(self, name: str, value: Any) -> None:
+        keys, causal, sinks, recent = (
+            value if option == name else self.__dict__.get(option, default)
+            for option, default in (("keys", "prefix"), ("causal", True), ("sinks", 0), ("recent", 0)))
         if keys == "prefix" and not causal:
             raise ValueError("causal=False needs keys='global', got keys='prefix', which is causal by construction")
         if keys == "global" and (sinks or recent):
             raise ValueError(f"sinks and recent need keys='prefix', got sinks={sinks}, recent={recent} and "
                              f"keys='global'")
-        self.A_init, self._looked_at_A = checks.real(A_init, "A_init"), False
-        self.A = nn.Parameter(torch.full((self.kv_heads,), self.A_init, device=device, dtype=dtype))
-        self.dt_proj = nn.Linear(self.kv_heads * self.head_dim, self.kv_heads, bias=checks.flag(dt_bias, "dt_bias"),
-                                 device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Initialise the parameters anew, as the constructor does."""

@@ -186,6 +186,11 @@ def cast(*tensors: Any) -> tuple[Any, ...]:
                   for x in tensors])
 
 
+def own_type(module: torch.nn.Module, like: Tensor) -> torch.dtype:
+    """The type of a module's parameters, or ``like``'s if none is of floats: of what to give it, without autocast."""
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), like.dtype)
+
+
 # ---- shapes and types of results ------------------------------------------------------------------------------------
 
 

@@ -28,6 +28,7 @@ from cupy_dma.torch.registration import (
     is_plain_gradient,
     needs_grad,
     operators,
+    own_type,
     register,
     register_derivative,
     takes_operators,
@@ -114,7 +115,7 @@ def score_arguments(value: Tensor, dt_proj: nn.Module, A: Tensor, *, form: str =
     if padding is not None and tuple(padding.shape) in (tokens, (1, *tokens[1:])):  # others are refused later on
         x = value.masked_fill((padding == 0)[..., None, None], 0)
     if not torch.is_autocast_enabled(x.device.type):  # which casts the module's input
-        x = x.to(next((p.dtype for p in dt_proj.parameters() if p.is_floating_point()), x.dtype))
+        x = x.to(own_type(dt_proj, x))
     dt = dt_proj(x.flatten(-2))
     if not isinstance(dt, Tensor) or not dt.is_floating_point():
         raise TypeError(f"dt_proj must return a float tensor, got {getattr(dt, 'dtype', type(dt).__name__)} from "

@@ -8,7 +8,7 @@ The same parameters serve whole sequences, padded or packed, and decoding with a
 """
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,15 @@ from cupy_dma import checks
 from cupy_dma.arrays import is_exported
 from cupy_dma.cache import DynamicCache
 from cupy_dma.torch.module import DynamicMaskAttention
-from cupy_dma.torch.registration import cast
+from cupy_dma.torch.options import Check, Layer, of_core, optional
+from cupy_dma.torch.registration import cast, own_type
 from cupy_dma.torch.rotary import Rotation
 from cupy_dma.torch.tokens import Tokens
 
 _NOT_RANDOM: set[type] = {nn.Linear, nn.RMSNorm, DynamicMaskAttention}
 
 
-class DynamicMaskSelfAttention(nn.Module):
+class DynamicMaskSelfAttention(Layer):
     """Causal multi-head self-attention in which every query sees the keys that the layer has learned to keep.
 
     Parameters
@@ -45,7 +46,8 @@ class DynamicMaskSelfAttention(nn.Module):
     sinks, recent : int
         How many first and last tokens are kept as well.
     form, dt_bias, A_init, scale, softcap, deterministic, backend
-        As for ``DynamicMaskAttention``.
+        As for ``DynamicMaskAttention``. Like ``window``, ``sinks`` and ``recent`` they are attributes, those of the
+        core, which may be changed later; all but ``dt_bias``.
     bias : bool
         Whether the projections have biases.
     checkpoint : bool
@@ -77,6 +79,10 @@ class DynamicMaskSelfAttention(nn.Module):
     weights.
     """
 
+    CHECKS: ClassVar[dict[str, Check]] = {
+        "rope": optional(checks.real), "checkpoint": checks.flag, "batch_first": checks.flag}
+    FIXED = ("width", "heads", "kv_heads", "head_dim", "qk_norm", "bias", "dt_bias")
+
     def __init__(self, width: int, heads: int, kv_heads: int | None = None, window: int = 2048, *,
                  head_dim: int | None = None, rope: float | None = 10000.0, qk_norm: bool = False, sinks: int = 0,
                  recent: int = 0, form: str = "exp", dt_bias: bool = False, A_init: float = 0.0,
@@ -84,22 +90,16 @@ class DynamicMaskSelfAttention(nn.Module):
                  batch_first: bool = True, deterministic: bool = False, backend: str | None = None,
                  process_group: Any = None, device: Any = None, dtype: Any = None):
         super().__init__()
-        self.width, self.heads = checks.whole(width, "width", 1), checks.whole(heads, "heads", 1)
-        self.kv_heads = self.heads if kv_heads is None else checks.whole(kv_heads, "kv_heads", 1)
-        if self.heads % self.kv_heads:
+        width, heads = checks.whole(width, "width", 1), checks.whole(heads, "heads", 1)
+        kv_heads = heads if kv_heads is None else checks.whole(kv_heads, "kv_heads", 1)
+        if heads % kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads, got heads={heads}, kv_heads={kv_heads}")
-        if head_dim is None and self.width % self.heads:
+        if head_dim is None and width % heads:
             raise ValueError(f"width must be a multiple of heads where head_dim is not given, got width={width}, "
                              f"heads={heads}")
-        self.head_dim = self.width // self.heads if head_dim is None else checks.whole(head_dim, "head_dim", 1)
-        self.rope = None if rope is None else checks.real(rope, "rope")
-        if self.rope is not None and self.rope <= 0:
-            raise ValueError(f"rope must be a positive base, or None for no rotary positions, got {rope}")
-        if self.rope is not None and self.head_dim % 2:
-            raise ValueError(f"rotary positions need an even head_dim, got head_dim={self.head_dim}; give another or "
-                             f"rope=None")
-        self.checkpoint, self.batch_first = checks.flag(checkpoint, "checkpoint"), checks.flag(batch_first,
-                                                                                              "batch_first")
+        head_dim = width // heads if head_dim is None else checks.whole(head_dim, "head_dim", 1)
+        self._fix(width=width, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+        self.rope, self.checkpoint, self.batch_first = rope, checkpoint, batch_first
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.attention = DynamicMaskAttention(
             self.kv_heads, self.head_dim, window, sinks=sinks, recent=recent, dt_bias=dt_bias, A_init=A_init, form=form,
@@ -113,6 +113,9 @@ class DynamicMaskSelfAttention(nn.Module):
             nn.RMSNorm(self.head_dim, eps=1e-6, device=device, dtype=dtype) if checks.flag(qk_norm, "qk_norm") else None
             for _ in range(2))
 
+    window, sinks, recent, form, A_init, scale, softcap, deterministic, backend = map(of_core, (
+        "window", "sinks", "recent", "form", "A_init", "scale", "softcap", "deterministic", "backend"))
+
     @property
     def process_group(self) -> Any:
         """Of the core; None where another module has been put in its place."""
@@ -121,6 +124,14 @@ class DynamicMaskSelfAttention(nn.Module):
     @process_group.setter
     def process_group(self, group: Any) -> None:
         self.attention.process_group = group
+
+    def check_together(self, name: str, value: Any) -> None:
+        if name == "rope" and value is not None:
+            if value <= 0:
+                raise ValueError(f"rope must be a positive base, or None for no rotary positions, got {value}")
+            if self.head_dim % 2:
+                raise ValueError(f"rotary positions need an even head_dim, got head_dim={self.head_dim}; give another "
+                                 f"or rope=None")
 
     def reset_parameters(self) -> None:
         """Initialise all parameters anew, as the constructor does."""
@@ -131,8 +142,7 @@ class DynamicMaskSelfAttention(nn.Module):
         """An empty cache of ``batch`` sequences for ``forward(x, cache=...)``; arguments as for
         ``DynamicMaskAttention.make_cache``. Type and device follow the projections: the parameters of the scores may
         have another type."""
-        own = next((p for p in self.k_proj.parameters() if p.is_floating_point()), self.attention.A)
-        (like,) = cast(own.new_empty(0, device=device))
+        (like,) = cast(self.attention.A.new_empty(0, device=device, dtype=own_type(self.k_proj, self.attention.A)))
         return self.attention.make_cache(batch, dtype=like.dtype if dtype is None else dtype, device=like.device)
 
     def forward(self, x: Tensor, *, padding: Tensor | None = None, cu_seqlens: Any = None,
@@ -211,7 +221,8 @@ class DynamicMaskSelfAttention(nn.Module):
         query, key = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj))
         value = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query).to(value.dtype), self.k_norm(key).to(value.dtype)
+            query, key = (norm(x.to(own_type(norm, x))).to(value.dtype)  # of mixed types torch's norm is a slow one
+                          for norm, x in ((self.q_norm, query), (self.k_norm, key)))
         if self.rope is not None:
             rotate = Rotation.at(tokens.positions, self.head_dim, self.rope)
             query, key = rotate(query), rotate(key)

@@ -426,3 +426,98 @@ def test_errors_are_in_the_users_terms(name):
 def test_options_are_checked_when_the_layer_is_made(options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         DynamicMaskSelfAttention(**{"width": WIDTH, "heads": HEADS, "kv_heads": KV_HEADS, "window": W, **options})
+
+
+# ---- options that are changed ---------------------------------------------------------------------------------------
+
+CHANGES = {"window": 3, "sinks": 2, "recent": 4, "form": "linear", "scale": 0.3, "softcap": 1.5, "rope": 100.0}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@torch.no_grad()
+def test_a_changed_option_counts(name):
+    """In whole sequences and in decoding, as if the layer had been made with it."""
+    value, module, x = CHANGES[name], layer(), tokens()
+    before, made = module(x), layer(**{name: value})
+    made.load_state_dict(module.state_dict())
+    assert getattr(module, name) != value
+    setattr(module, name, value)
+    assert getattr(module, name) == value
+    assert torch.equal(module(x), made(x)) and not torch.allclose(module(x), before, atol=1e-4)
+    assert torch.equal(extended(module, x, (11, 7)), extended(made, x, (11, 7)))
+    if name != "rope":
+        assert getattr(module.attention, name) == value and repr(module) == repr(made)
+
+
+def test_other_options_reach_the_core():
+    module = layer()
+    module.deterministic, module.backend, module.A_init = True, "numpy", 0.5
+    assert (module.attention.deterministic, module.attention.backend) == (True, "numpy")
+    module.reset_parameters()
+    assert module.attention.A.tolist() == [0.5] * KV_HEADS
+    module.scale = None
+    assert module.scale is module.attention.scale is None
+
+
+@pytest.mark.parametrize(("name", "wrong", "error", "message"), [
+    ("window", 0, ValueError, "window must be at least 1, got 0"), ("window", 2.5, TypeError, "window must be an int"),
+    ("sinks", -1, ValueError, "sinks must be at least 0"), ("recent", True, TypeError, "recent must be an int"),
+    ("form", "square", ValueError, "form must be 'exp' or 'linear'"), ("scale", "x", TypeError, "scale must be a real"),
+    ("softcap", -1, ValueError, "softcap must be a finite number of at least 0"),
+    ("deterministic", 1, TypeError, "deterministic must be True or False"),
+    ("backend", 3, TypeError, "backend must be a str or None"), ("A_init", None, TypeError, "A_init must be a real"),
+    ("rope", -1.0, ValueError, "rope must be a positive base"), ("checkpoint", "no", TypeError, "checkpoint must be"),
+    ("batch_first", 0, TypeError, "batch_first must be True or False")])
+def test_a_wrong_change_changes_nothing(name, wrong, error, message):
+    module = layer()
+    owners = [module] if name in ("rope", "checkpoint", "batch_first") else [module, module.attention]
+    for owner in owners:
+        before = getattr(owner, name)
+        with pytest.raises(error, match=message):
+            setattr(owner, name, wrong)
+        assert getattr(owner, name) == before
+
+
+@pytest.mark.parametrize("name", ["width", "heads", "kv_heads", "head_dim", "qk_norm", "bias", "dt_bias"])
+def test_sizes_cannot_be_changed(name):
+    module = layer()
+    owners = [module, module.attention] if name in ("kv_heads", "head_dim", "dt_bias") else [module]
+    for owner in owners:
+        with pytest.raises(AttributeError, match=f"{name} cannot be changed.*parameters"):
+            setattr(owner, name, 8)
+
+
+def test_options_that_do_not_fit_each_other():
+    core = layer().attention
+    with pytest.raises(ValueError, match="causal=False needs keys='global'"):
+        core.causal = False
+    core.keys = "global"
+    for name in ("sinks", "recent"):
+        with pytest.raises(ValueError, match=rf"sinks and recent need keys='prefix', got .*{name}=2"):
+            setattr(core, name, 2)
+    core.causal = False
+    with pytest.raises(ValueError, match="causal=False needs keys='global', got keys='prefix'"):
+        core.keys = "prefix"
+    assert (core.keys, core.causal, core.sinks, core.recent) == ("global", False, 0, 0)
+    odd = DynamicMaskSelfAttention(WIDTH, HEADS, head_dim=5, rope=None)
+    with pytest.raises(ValueError, match="rotary positions need an even head_dim, got head_dim=5"):
+        odd.rope = 100.0
+
+
+def test_a_core_of_another_kind_has_no_options():
+    module = layer()
+    module.attention = torch.nn.Identity()
+    assert not hasattr(module, "window") and module.process_group is None
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_norms_of_another_type_are_fused(recwarn, autocast):
+    """torch warns where it takes the slow norm; the result is the norm in the type of its weights, rounded once."""
+    module, x = layer(torch.float32 if autocast else torch.bfloat16, qk_norm=True), tokens()
+    module.q_norm.float(), module.k_norm.float()
+    seen = []
+    module.q_norm.register_forward_hook(lambda norm, args, out: seen.append((args[0].dtype, out.dtype)))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        module(x if autocast else x.bfloat16())
+    assert seen == [(torch.float32, torch.float32)]
+    assert not [str(given.message) for given in recwarn if "rms" in str(given.message).lower()]

@@ -1,0 +1,64 @@
+"""Options of layers, which may be changed later: they are checked whenever they are set."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from torch import nn
+
+from cupy_dma import checks
+
+Check = Callable[[Any, str], Any]
+
+
+def at_least(minimum: int) -> Check:
+    return lambda value, name: checks.whole(value, name, minimum)
+
+
+def one_of(allowed: tuple[str, ...]) -> Check:
+    def check(value: Any, name: str) -> Any:
+        checks.choice(value, name, allowed)
+        return value
+
+    return check
+
+
+def optional(check: Check) -> Check:
+    return lambda value, name: None if value is None else check(value, name)
+
+
+def backend_name(value: Any, name: str) -> Any:
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{name} must be a str or None, got {type(value).__name__} {value!r}")
+    return value
+
+
+class Layer(nn.Module):
+    """A module with checked options. What its parameters were made for cannot be set."""
+
+    CHECKS: ClassVar[dict[str, Check]] = {}
+    FIXED: ClassVar[tuple[str, ...]] = ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.CHECKS:
+            value = self.CHECKS[name](value, name)
+            self.check_together(name, value)
+        elif name in self.FIXED:
+            raise AttributeError(f"{name} cannot be changed, as the layer's parameters were made for it: make another "
+                                 f"layer")
+        super().__setattr__(name, value)
+
+    def check_together(self, name: str, value: Any) -> None:
+        """ValueError if an option does not fit the others."""
+
+    def _fix(self, **sizes: Any) -> None:
+        """Set what is ``FIXED``."""
+        self.__dict__.update(sizes)
+
+
+def of_core(name: str) -> Any:
+    """The option ``name`` of ``self.attention``."""
+    def change(self: Any, value: Any) -> None:
+        setattr(self.attention, name, value)
+
+    return property(lambda self: getattr(self.attention, name), change, doc="Of the core.")
