@@ -55,6 +55,8 @@ def is_exported() -> bool:
 def _find_library(kind: type) -> Library | None:
     for base in kind.__mro__:
         root = base.__module__.partition(".")[0]
+        if base.__name__ == "MaskedArray":  # an ndarray, whose mask would be lost
+            return None
         if root in _makers and base.__name__ in ("ndarray", "Tensor"):
             return library_named(root)
     return None
@@ -67,6 +69,9 @@ def library_of(array: Any, name: str) -> Library:
         _library_of_type[kind] = _find_library(kind)
     if (found := _library_of_type[kind]) is not None:
         return found
+    if hasattr(array, "filled") and hasattr(array, "mask"):
+        raise TypeError(f"{name} must be an array without a mask of its own, got {kind.__module__}."
+                        f"{kind.__qualname__}: pass {name}.filled(...), or {name}.data to take masked elements, too")
     if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
         raise TypeError(f"{name} must be a numpy.ndarray, cupy.ndarray, torch.Tensor or an object with __dlpack__, "
                         f"got {kind.__module__}.{kind.__qualname__}")

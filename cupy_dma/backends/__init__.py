@@ -110,6 +110,8 @@ def choose(backend: str | None, operands: Iterable[Operand | None]) -> ModuleTyp
     try:
         module = _loaded[name]
     except (KeyError, TypeError):
+        module = None
+    if module is None:  # outside of the handler, or errors would be shown as following from it
         module = _load(name, backend, first)
     if name in _registered and on_cuda:
         raise ValueError(f"backend={name!r} takes CPU arrays, but {first.name} is on {first.device}")

@@ -55,10 +55,10 @@ def warn_if_turned(q: Operand, k: Operand, stacklevel: int) -> None:
 
 
 def looks_turned(q: Operand, k: Operand) -> bool:
-    """Whether ``warn_if_turned`` warns."""
+    """Whether ``warn_if_turned`` warns. A single key is a usual case of ours, such as one token to attend to."""
     heads, keys = q.shape[2], k.shape[1]
     return heads > keys > 0 and k.shape[2] == heads and _fits(q, k) and (
-        q.shape[1] > keys or heads > MOST_HEADS or heads > q.shape[1] > 1)
+        heads > MOST_HEADS or keys > 1 and (q.shape[1] > keys or heads > q.shape[1] > 1))
 
 
 def hint(q: Operand, k: Operand) -> str:

@@ -17,11 +17,12 @@ import numpy as np
 from cupy_dma import checks
 from cupy_dma.jax.arguments import as_array, is_traced
 from cupy_dma.masks import interval
+from cupy_dma.masks.operators import MaskOperators
 from cupy_dma.masks.runs import EVER, NEVER, UNKNOWN, Hints, Runs, intersection, union
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class IntervalMask:
+class IntervalMask(MaskOperators):
     """A mask under which every key is visible to one run of consecutive positions, as a pytree of two jax arrays.
 
     Parameters
@@ -135,7 +136,7 @@ class IntervalMask:
     def __and__(self, other: IntervalMask) -> IntervalMask:
         """Visible under both: the later start and the earlier stop."""
         if not isinstance(other, IntervalMask):
-            return NotImplemented
+            return self._with(other, "&")
         self._meet(other, "&")
         return self._of(intersection(jnp, self._runs, other._runs))
 
@@ -146,7 +147,7 @@ class IntervalMask:
         ``top_w`` and ``sliding_window``; of others the values decide, which cannot be read under ``jit``.
         """
         if not isinstance(other, IntervalMask):
-            return NotImplemented
+            return self._with(other, "|")
         self._meet(other, "|")
         known = self._hints.starts is not None and self._hints.starts == other._hints.starts
         if not known and is_traced(self.start, self.stop, other.start, other.stop):

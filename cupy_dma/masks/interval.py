@@ -15,6 +15,7 @@ from cupy_dma import backends, checks
 from cupy_dma.arrays import Library, Operand, describe
 from cupy_dma.masks import usual
 from cupy_dma.masks.documents import document_runs, documents_mask
+from cupy_dma.masks.operators import MaskOperators
 from cupy_dma.masks.plot import Pictures
 from cupy_dma.masks.runs import EVER, NEVER, UNKNOWN, Hints, Runs, equal, intersection, spread, union
 from cupy_dma.masks.selection import Candidates, check_candidates, select
@@ -28,7 +29,7 @@ def _restored(start: Any, stop: Any, hints: tuple[Any, ...]) -> IntervalMask:
     return IntervalMask._make(operand.library, operand.array, describe(stop, "stop").array, Hints(*hints))
 
 
-class IntervalMask(Pictures):
+class IntervalMask(MaskOperators, Pictures):
     """A mask under which every key is visible to one run of consecutive positions.
 
     Parameters
@@ -287,7 +288,7 @@ class IntervalMask(Pictures):
     def __and__(self, other: IntervalMask) -> IntervalMask:
         """Visible under both: the later start and the earlier stop."""
         if not isinstance(other, IntervalMask):
-            return NotImplemented
+            return self._with(other, "&")
         self._meet(other, "&")
         with self.library.on(self.device):
             return self._of(self.library, intersection(self.library.xp, self._runs, other._runs))
@@ -299,7 +300,7 @@ class IntervalMask(Pictures):
         itself the runs always touch and nothing is checked; otherwise the values are read, which synchronizes on CUDA.
         """
         if not isinstance(other, IntervalMask):
-            return NotImplemented
+            return self._with(other, "|")
         self._meet(other, "|")
         with self.library.on(self.device):
             return self._of(self.library, union(self.library.xp, self._runs, other._runs))
@@ -307,7 +308,7 @@ class IntervalMask(Pictures):
     def __eq__(self, other: object) -> bool:
         """Whether both show the same keys at every position that a query can have (below ``Lk``). Synchronizes."""
         if not isinstance(other, IntervalMask):
-            return NotImplemented
+            return self._with(other, "==")
         if not self._meet(other, "=="):
             return False
         with self.library.on(self.device):
