@@ -20,6 +20,7 @@
 # VENV=                an empty VENV installs nothing and runs the tree in PYTHON itself
 # CUDA_EXTRA=cuda12    which CUDA extra to install; chosen by the driver if not given
 # TORCH=               what pip installs as torch for the tests; empty for none, and then its tests are skipped
+# TORCH_INDEX=         an index of CPU wheels to ask last, where TORCH is not given
 # TRANSFORMERS=        what pip installs as transformers for the tests, beside torch; empty for none
 # JAX=                 what pip installs as jax for the tests; empty for none, and then its tests are skipped
 # GPU_JOBS=8           processes of make test-gpu: most of its time is compiling, which is the host's
@@ -52,16 +53,21 @@ WORKERS := -n $(JOBS) --dist worksteal
 # A CPU build under either of its names. A CUDA build is gigabytes of no use here, and its pins clash with CUDA_EXTRA:
 # tests/no-cuda-torch.txt lets pip refuse it. A TORCH of the user's own is tried as it stands.
 TORCH ?= torch==2.13.0+cpu torch==2.13.0
+# Where the default index has neither: PyTorch's own index of CPU wheels.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 endif
 TRANSFORMERS ?= transformers>=5.17
 # CPU wheels: jax is made for a GPU by plugins that are wheels of their own. Python 3.10 has none that is new enough.
 JAX ?= jax>=0.9 flax>=0.12
-TORCH_OPTIONS := $(if $(filter file,$(origin TORCH)),--constraint tests/no-cuda-torch.txt)
+ifeq ($(origin TORCH),file)
+TORCH_OPTIONS := --constraint tests/no-cuda-torch.txt
+TORCH_LAST := $(if $(TORCH_INDEX),"--retries 1 --index-url $(TORCH_INDEX) $(firstword $(TORCH))")
+endif
 
 ifdef VENV
 RUN := $(VENV)/bin/python
 DEMO_READY := $(VENV)/.demo
-TORCH_READY := $(if $(TORCH),$(VENV)/.torch-$(shell echo '$(TORCH)' | cksum | cut -d ' ' -f 1))
+TORCH_READY := $(if $(TORCH),$(VENV)/.torch-$(shell echo '$(TORCH) $(TORCH_LAST)' | cksum | cut -d ' ' -f 1))
 TEST_READY := $(VENV)/.test $(TORCH_READY)
 ifneq ($(and $(TORCH),$(TRANSFORMERS)),)
 TEST_READY += $(VENV)/.transformers
@@ -164,11 +170,12 @@ $(VENV)/.test: $(VENV)/bin/python pyproject.toml setup.cfg
 	$(PIP) --editable ".[test$(CUDA_EXTRA:%=,%)]"
 	@touch $@
 
-# Each of TORCH in turn. Without any of them the tests that need torch are skipped, and every run ends by saying so.
+# Each of TORCH in turn, TORCH_LAST with options of its own. Without any of them the tests that need torch are skipped,
+# and every run ends by saying so.
 $(VENV)/.torch-%: $(VENV)/.test
-	@for torch in $(TORCH); do \
+	@for torch in $(TORCH) $(TORCH_LAST); do \
 	    echo "pip install $$torch"; \
-	    $(PIP_LOUD) $(TORCH_OPTIONS) "$$torch" >$@.log 2>&1 && touch $@ && exit; \
+	    $(PIP_LOUD) $(TORCH_OPTIONS) $$torch >$@.log 2>&1 && touch $@ && exit; \
 	    echo "failed:"; sed -n '/ERROR/,$$p' $@.log | grep -v '^ *$$' | sed 's/^/    /'; \
 	done; \
 	touch $@; echo "none was installed: without torch, tests that need it are skipped. TORCH=... names another;" \

@@ -3,12 +3,16 @@ of its table give torch and CuPy for one CUDA. The slow tests ask the package in
 dry run downloads wheels where the index keeps no metadata beside them, only where these are small."""
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -99,3 +103,87 @@ def test_readme_and_page_name_extras_and_the_wheel_as_they_are():
             assert set(extras.split(",")) <= set(EXTRAS)
         assert not re.search(r'pip install "?cupy_dma(?!\[plot\])', text)  # as if it were on an index
     assert set(re.findall(r"cupy_dma-([\d.]+)-py3", PAGE)) == {PROJECT["version"]}
+
+
+# ---- torch for the tests: make tries names and indexes in turn ------------------------------------------------------
+
+CPU, CUDA = "2.13.0+cpu", "2.13.0"  # builds; the CUDA one needs what tests/no-cuda-torch.txt refuses
+
+
+def index(folder: Path, *versions: str) -> str:
+    """A simple index with these builds of torch, each of which needs NCCL if it is for CUDA."""
+    for name in ("torch", "nvidia-nccl-cu13"):
+        (folder / name).mkdir(parents=True)
+    files = [wheel_file(folder / "torch", "torch", version, () if "+cpu" in version else ("nvidia-nccl-cu13",))
+             for version in versions]
+    files.append(wheel_file(folder / "nvidia-nccl-cu13", "nvidia_nccl_cu13", "2.0"))
+    for name in ("torch", "nvidia-nccl-cu13"):
+        links = (f'<a href="{quote(file.name)}">{file.name}</a>' for file in files if file.parent.name == name)
+        (folder / name / "index.html").write_text(f"<!DOCTYPE html><html><body>{''.join(links)}</body></html>")
+    return folder.as_uri()
+
+
+def wheel_file(folder: Path, name: str, version: str, requires: Sequence[str] = ()) -> Path:
+    path, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
+    needs = "".join(f"Requires-Dist: {other}\n" for other in requires)
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    return path
+
+
+def make_torch(folder: Path, default: str, own: str, *arguments: str) -> tuple[str, set[str]]:
+    """What make says where ``default`` is pip's index and ``own`` PyTorch's, and the builds that pip has installed."""
+    tools = folder / "venv" / "bin"
+    tools.mkdir(parents=True)
+    python = tools / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    (folder / "venv" / ".test").touch()
+    options = [f"VENV={folder / 'venv'}", f"TORCH_INDEX={own}", "JAX=", "TRANSFORMERS=", *arguments]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "MAKE", "TORCH"))}
+    environment |= {"PIP_INDEX_URL": default, "PIP_TARGET": str(folder / "site"), "PIP_CONFIG_FILE": os.devnull,
+                    "PATH": f"{no_gpu(folder)}:{environment['PATH']}"}
+    target = subprocess.run(["make", "-pn", "test", *options], cwd=ROOT, env=environment, capture_output=True,
+                            text=True)
+    (ready,) = re.findall(r"^TORCH_READY := (\S+)$", target.stdout, re.MULTILINE)
+    done = subprocess.run(["make", ready, *options], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, {path.name.split("-")[1].removesuffix(".dist") for path in folder.glob("site/torch-*")}
+
+
+def no_gpu(folder: Path) -> Path:
+    """A folder with an nvidia-smi that finds none: on a machine with a GPU torch is the user's choice."""
+    smi = folder / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nexit 1\n")
+    smi.chmod(0o755)
+    return folder
+
+
+needs_make = pytest.mark.skipif(
+    shutil.which("make") is None or subprocess.run([sys.executable, "-m", "pip", "--version"],
+                                                   capture_output=True).returncode != 0,
+    reason="needs make and pip")
+
+
+@needs_make
+@pytest.mark.parametrize(("default", "own", "tried", "installed"), [
+    ((CPU, CUDA), (), 1, {CPU}), ((CUDA,), (CPU,), 3, {CPU}), ((), (), 3, set())],
+    ids=["the default index has it", "PyTorch's has it", "neither has it"])
+def test_make_finds_a_cpu_build_of_torch(tmp_path, default, own, tried, installed):
+    said, found = make_torch(tmp_path, index(tmp_path / "default", *default), index(tmp_path / "own", *own))
+    attempts = re.findall(r"^pip install (.*)$", said, re.MULTILINE)
+    wanted = [f"torch=={CPU}", f"torch=={CUDA}",
+              f"--retries 1 --index-url {(tmp_path / 'own').as_uri()} torch=={CPU}"]
+    assert found == installed and attempts == wanted[:tried], said
+    assert said.count("failed:\n    ERROR: ") == tried - bool(installed)
+    assert ("nvidia-nccl-cu13" in said) == (default == (CUDA,))  # why its build for CUDA was refused
+    assert ("none was installed" in said) == (not installed)
+
+
+@needs_make
+def test_make_takes_a_users_torch_as_it_stands(tmp_path):
+    said, found = make_torch(tmp_path, index(tmp_path / "default", CUDA), index(tmp_path / "own", CPU),
+                             f"TORCH=torch=={CUDA}")
+    assert found == {CUDA} and re.findall(r"^pip install (.*)$", said, re.MULTILINE) == [f"torch=={CUDA}"]
