@@ -1,12 +1,11 @@
 """Markers, and what the end of a run says.
 
 ``gpu``: needs a CUDA device and CuPy; skipped elsewhere. ``slow``: left to ``make test-all`` (``slow.py`` chooses).
+``not_run.py`` says what was skipped.
 """
 from __future__ import annotations
 
 import os
-import re
-from collections import Counter
 from glob import glob
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -24,7 +23,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import numpy as np
 import pytest
 
-from tests import slow
+from tests import not_run, slow
 
 
 @pytest.fixture
@@ -54,12 +53,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=f"needs a CUDA GPU: {reason}"))
 
 
+def pytest_configure(config):
+    config.pluginmanager.register(not_run, "not_run")
+
+
 def pytest_terminal_summary(terminalreporter):
-    _report_faults(terminalreporter)
-    _report_missing_packages(terminalreporter)
-
-
-def _report_faults(terminalreporter):
     """What caught the faults of tests/emulator/mutations (pytest-xdist does not pass on what a test prints)."""
     caught = [dict(report.user_properties) for report in terminalreporter.stats.get("passed", ())]
     caught = [found for found in caught if "fault" in found]
@@ -67,39 +65,6 @@ def _report_faults(terminalreporter):
         terminalreporter.section("faults put into the kernels, and what caught them")
     for found in caught:
         terminalreporter.write_line(f"{found['fault']:<50} {found['caught']}")
-
-
-# Reasons of skips that name what has to be installed, and its name.
-_MISSING = ((r"could not import '(\w+)", r"\1"), (r"No module named '(\w+)", r"\1"), (r"CuPy is not installed", "cupy"),
-            (r"needs a C\+\+ compiler", "g++"), (r"pip install ([\w-]+)", r"\1"))
-
-
-def missing_package(reason: str) -> str | None:
-    """The package for want of which a test was skipped, if that is why."""
-    for pattern, package in _MISSING:
-        match = re.search(pattern, reason)
-        if match:
-            return match.expand(package)
-    return None
-
-
-def _report_missing_packages(terminalreporter):
-    """How many tests did not run for want of each package: lines of -ra do not say it where a whole file is skipped."""
-    tests, files = Counter(), {}
-    for report in terminalreporter.stats.get("skipped", ()):
-        package = missing_package(report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr))
-        if package is None or report.nodeid.startswith("tests/gpu/"):
-            continue
-        if isinstance(report, pytest.CollectReport):  # each worker of pytest-xdist collects it
-            files.setdefault(package, set()).add(report.nodeid)
-        else:
-            tests[package] += 1
-    for package in sorted({*tests, *files}):
-        whole = sorted(files.get(package, ()))
-        counted = [f"{tests[package]} tests"] if tests[package] or not whole else []
-        counted += [f"all of {len(whole)} files ({', '.join(whole)})"] if whole else []
-        hint = "; make test TORCH=... names what pip installs as torch" if package == "torch" else ""
-        terminalreporter.write_line(f"did not run, {package} is missing: {' and '.join(counted)}{hint}", yellow=True)
 
 
 @pytest.fixture
