@@ -16,8 +16,8 @@ from cupy_dma.arrays.library import CPU, Device, Library, Operand, numpy_dtype, 
 from cupy_dma.arrays.numpy_cupy import CupyLibrary, NumpyLibrary
 from cupy_dma.arrays.torch_library import TorchLibrary
 
-__all__ = ["CPU", "Device", "DlpackLibrary", "Library", "Operand", "describe", "library_named", "library_of",
-           "numpy_dtype", "strides_of"]
+__all__ = ["CPU", "Device", "DlpackLibrary", "Library", "Operand", "describe", "is_exported", "library_named",
+           "library_of", "numpy_dtype", "strides_of"]
 
 
 class DlpackLibrary(Library):
@@ -45,6 +45,11 @@ def library_named(name: str) -> Library:
     if name not in _libraries:
         _libraries[name] = _makers[name]()
     return _libraries[name]
+
+
+def is_exported() -> bool:
+    """Whether ``torch.export`` traces this call."""
+    return "torch" in _libraries and _libraries["torch"].is_exported()
 
 
 def _find_library(kind: type) -> Library | None:

@@ -104,6 +104,10 @@ class Library:
         """Whether a compiler traces this call, so that arrays have no values yet."""
         return False
 
+    def is_exported(self) -> bool:
+        """Whether what is traced is a program for all lengths."""
+        return False
+
     def requires_grad(self, array: Any) -> bool:
         """Whether a result computed from ``array`` is expected to carry a gradient."""
         return False

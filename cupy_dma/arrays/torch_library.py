@@ -24,6 +24,8 @@ class TorchLibrary(Library):
         import torch
 
         self.xp, self._forward_ad, self._is_compiling = torch, torch.autograd.forward_ad, torch.compiler.is_compiling
+        # A torch that does not know whether it exports at least knows that it traces.
+        self._is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
         names = ("float16", "bfloat16", "float32", "float64", "bool", "uint8", "int8", "int16", "int32", "int64")
         self._type_of = {name: getattr(torch, name) for name in names}
         self._name_of = {kind: name for name, kind in self._type_of.items()}
@@ -92,6 +94,9 @@ class TorchLibrary(Library):
 
     def is_traced(self):
         return self._is_compiling()
+
+    def is_exported(self):
+        return self._is_exporting()
 
     def requires_grad(self, array):
         return array.requires_grad and self.xp.is_grad_enabled()

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cupy_dma import backends
-from cupy_dma.arrays import Device, Library, Operand
+from cupy_dma.arrays import Device, Library, Operand, is_exported
 
 EVER, NEVER = -(2**31), 2**31 - 1  # before every position, after every position
 Bound = tuple[int, int]
@@ -36,7 +35,7 @@ class Runs(NamedTuple):
 
 def covers(window: int, length: int) -> bool:
     """Whether a window holds all keys; not known of an export, whose lengths may be on either side of it."""
-    return not backends.is_exported() and window >= length
+    return not is_exported() and window >= length
 
 
 def spread(library: Library, array: Any, name: str, shape: tuple[int, ...]) -> Operand:

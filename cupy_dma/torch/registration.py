@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from cupy_dma import checks
-from cupy_dma.arrays import torch_tensors
+from cupy_dma.arrays import library_named, torch_tensors
 
 # The compiler must not choose other strides for the inputs: the last axis has to stay contiguous.
 _STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
 _TENSOR = object()  # stands for an argument of an operator that was a tensor
 _library = torch.library.Library("cupy_dma", "DEF")
 operators = torch.ops.cupy_dma
+library_named("torch")  # made before anything is traced
 
 
 class Options(NamedTuple):

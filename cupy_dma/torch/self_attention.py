@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
-from cupy_dma import backends, checks
+from cupy_dma import checks
+from cupy_dma.arrays import is_exported
 from cupy_dma.cache import DynamicCache
 from cupy_dma.torch.module import DynamicMaskAttention
 from cupy_dma.torch.options import Check, Layer, of_core, optional
@@ -188,7 +189,7 @@ class DynamicMaskSelfAttention(Layer):
         elif documents is not None:
             raise ValueError("documents need a process_group, got documents without one: pack the sequences and give "
                              "cu_seqlens")
-        if self.checkpoint and cache is None and torch.is_grad_enabled() and not backends.is_exported():
+        if self.checkpoint and cache is None and torch.is_grad_enabled() and not is_exported():
             # An adapter may have dropout.
             random = any(type(module) not in _NOT_RANDOM for module in self.modules() if module is not self)
             out = checkpointed(self._attend, tokens.x, tokens, use_reentrant=False, preserve_rng_state=random)
