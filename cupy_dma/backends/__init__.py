@@ -132,12 +132,6 @@ def is_traced(array: Any) -> bool:
     return torch is not None and torch.compiler.is_compiling() and isinstance(array, torch.Tensor)
 
 
-def is_exported() -> bool:
-    """Whether ``torch.export`` is tracing this call; a torch without ``is_exporting`` only knows that something is."""
-    torch: Any = sys.modules.get("torch")
-    return torch is not None and getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()
-
-
 def traced() -> ModuleType:
     """The module whose functions are operators, for ``torch.compile``, which cannot trace ``import_module``.
 
