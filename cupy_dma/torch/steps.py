@@ -41,8 +41,8 @@ class _Plans(NamedTuple):
     calls: int  # that have been made
     facts: Facts  # without a mask
     runtime: Any  # of the backend then
-    saved: list[Any]  # of the tensors that the backward gets (out, lse, the inputs): their kinds, None for none
-    layouts: list[Any]  # and how they lie in memory
+    saved: list[Any]  # ``described`` of the tensors that the backward gets: out, lse, the inputs
+    layouts: list[Any]  # and ``layout_of`` them
 
 
 class Kind(NamedTuple):
@@ -80,7 +80,7 @@ def kind_of(tensors: tuple[Any, ...], mask: Any, options: tuple[Any, ...]) -> Ki
             addresses.append(address)
             bits |= address or 1
             wanted |= needs
-            facts += x.shape, layout_of(x), x.dtype, x.device, needs
+            facts += x.shape, None if x.is_contiguous() else layout_of(x), x.dtype, x.device, needs
         if mask is not None:
             if type(mask) is not IntervalMask:
                 return None
@@ -101,9 +101,7 @@ def kind_of(tensors: tuple[Any, ...], mask: Any, options: tuple[Any, ...]) -> Ki
 
 def layout_of(x: Tensor) -> tuple[int, ...] | None:
     """Strides of a tensor, 0 for axes of length 1; None if it is contiguous."""
-    if x.is_contiguous():
-        return None
-    return strides_of(x.shape, x.stride())
+    return None if x.is_contiguous() else strides_of(x.shape, x.stride())
 
 
 def _facts_of(mask: IntervalMask) -> Any:
@@ -222,7 +220,8 @@ def _planned(plans: _Plans, mask: IntervalMask | None, made: list[Tensor], saved
         dout = dout.contiguous()
     if dlse is not None:
         dlse = dlse.contiguous()
-    if [layout_of(x) for x in saved if x is not None] != plans.layouts:  # a hook has made other ones of them
+    layouts = [None if x.is_contiguous() else layout_of(x) for x in saved if x is not None]
+    if layouts != plans.layouts:  # a hook has made other ones of them
         return None
     tensors = [x for x in (*saved[2:], saved[0], saved[1]) if x is not None]
     tensors += (*made, dout) if dlse is None else (*made, dout, dlse)
