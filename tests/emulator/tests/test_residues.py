@@ -25,9 +25,11 @@ def device(request):
         yield runtime
 
 
-def check(queries: int, keys: int, passes: int = 1, mask: Any = None, seen: Any = None, **options: Any) -> None:
+def check(queries: int, keys: int, passes: int = 1, mask: Any = None, seen: Any = None, heads: int = 1,
+          **options: Any) -> None:
     rng = np.random.default_rng(queries + 1000 * keys)
-    q, dout, k, v = (rng.standard_normal((1, n, 1, 16)).astype(np.float16) for n in (queries, queries, keys, keys))
+    q, dout, k, v = (rng.standard_normal((1, n, h, 16)).astype(np.float16) for n, h in (
+        (queries, heads), (queries, heads), (keys, 1), (keys, 1)))
     problem = by_element.Problem(q, k, v, seen, options.get("bias"), options.get("causal", False))
     out, lse = dma.attention(q, k, v, mask=mask, **options, return_lse=True, backend="emulator")
     problem.check_attention(out, lse)
@@ -65,6 +67,17 @@ def test_stops_at_every_query(device):
         check(50, keys, 1 + keys % 2, mask, mask.to_dense(50))
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+def test_dense_biases(heads, device):
+    """Their gradients, of a head or shared by two, under causality and under a mask whose keys end with any query."""
+    for keys in range(48, 66):
+        queries = 40 + keys % 7
+        bias = np.random.default_rng(keys).standard_normal((1, 1, queries, keys)).astype(np.float16)
+        check(queries, keys, heads=heads, bias=bias, causal=True)
+        mask = dma.IntervalMask.sliding_window(keys, 1 + keys % 40)
+        check(queries, keys, 1, mask, mask.to_dense(queries), heads, bias=bias)
+
+
 def test_super_tiles_of_keys_of_several_chunks(device):
     """Two super-tiles of 256 queries and a part, whose keys are in two chunks of 2048; a key ends with each query."""
     queries, keys = 600, 2600
@@ -72,3 +85,12 @@ def test_super_tiles_of_keys_of_several_chunks(device):
     mask = dma.IntervalMask.sliding_window(keys, 60)
     for passes in (1, 2):
         check(queries, keys, passes, mask, mask.to_dense(queries), bias=scores)
+
+
+def test_super_tiles_of_global_keys_under_causality(device):
+    """Keys that their queries see from their own position on, whatever the mask says."""
+    queries, keys = 300, 340
+    scores = np.random.default_rng(0).standard_normal((1, 1, keys)).astype(np.float32)
+    mask = dma.IntervalMask.top_w(scores, 50, keys="global")
+    for passes in (1, 2):
+        check(queries, keys, passes, mask, mask.to_dense(queries), causal=True)
