@@ -50,16 +50,27 @@ def test_more_queries_than_keys(device):
         check(20 + more, 20, 1 + more % 2, causal=True)
 
 
-def test_windows(device):
-    """Their lengths in every residue modulo 64, and those of the keys."""
-    for window in range(1, 65):
-        keys, queries = 90 + window * 3 % 64, 1 + window * 5 % 32
+@pytest.mark.parametrize("least", [1, 100])
+def test_windows(least, device):
+    """Their lengths in every residue modulo 64, and those of the keys; short ones, and some of more than a block."""
+    for window in range(least, least + 64):
+        keys, queries = window + 140, 1 + window * 5 % 32
         mask = dma.IntervalMask.sliding_window(keys, window)
         check(queries, keys, 1 + window // 16 % 2, mask, mask.to_dense(queries))
 
 
-def test_stops_at_every_query(device):
-    """Keys from shared lists, without a bound, of which each query loses one; some nobody sees."""
+def test_keys_that_begin_and_end_at_any_query(device):
+    """One of the keys of a whole block begins with any query, and another one ends; all others are always seen. Their
+    list is shared, for such a mask has no bound."""
+    queries, keys = 150, 140
+    for at in range(64):
+        start, stop = np.full(keys, -100, np.int32), np.full(keys, keys, np.int32)
+        start[at], stop[127 - at] = keys - queries + at, keys - queries + 80 + at
+        mask = dma.IntervalMask(start, stop)
+        check(queries, keys, 1 + at // 16 % 2, mask, mask.to_dense(queries))
+
+
+def test_keys_that_nobody_sees(device):
     for keys in range(60, 76):
         start, stop = np.arange(keys, dtype=np.int32) - 40, np.arange(keys, dtype=np.int32)[::-1].copy() + 3
         stop[::7] = start[::7]
@@ -70,12 +81,14 @@ def test_stops_at_every_query(device):
 @pytest.mark.parametrize("heads", [1, 2])
 def test_dense_biases(heads, device):
     """Their gradients, of a head or shared by two, under causality and under a mask whose keys end with any query."""
-    for keys in range(48, 66):
-        queries = 40 + keys % 7
+    for behind in range(64):
+        queries = 20 + behind % 7
+        keys = queries + behind
         bias = np.random.default_rng(keys).standard_normal((1, 1, queries, keys)).astype(np.float16)
         check(queries, keys, heads=heads, bias=bias, causal=True)
-        mask = dma.IntervalMask.sliding_window(keys, 1 + keys % 40)
-        check(queries, keys, 1, mask, mask.to_dense(queries), heads, bias=bias)
+        if behind % 4 == 0:
+            mask = dma.IntervalMask.sliding_window(keys, 1 + keys % 40)
+            check(queries, keys, 1, mask, mask.to_dense(queries), heads, bias=bias)
 
 
 def test_super_tiles_of_keys_of_several_chunks(device):
