@@ -190,8 +190,9 @@ def test_vmap_with_parameters_of_scores(axes):
 BIASES = {"per batch": (B, HKV, N), "shared by the batch": (1, H, N), "dense": (1, 1, N, N), "one row": (B, 1, 1, N)}
 
 
-@pytest.mark.parametrize("name", BIASES)
-@pytest.mark.parametrize("mapped", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "mapped"), [
+    pytest.param(name, mapped, marks=[] if mapped or name == "shared by the batch" else pytest.mark.slow)
+    for name in BIASES for mapped in (True, False)])
 def test_vmap_with_biases_that_broadcast(name, mapped):
     arguments = stacked(0, 0, 0, None)
     bias = jnp.cos(jnp.arange(V * np.prod(BIASES[name]), dtype=jnp.float32)).reshape(V, *BIASES[name])

@@ -83,7 +83,7 @@ class Problem:
             expected.check(found, name)
 
     def gradients(self, dout: Any, out: Any, dlse: Any = None) -> dict[str, Bounded]:
-        """Those of ``query``, ``key``, ``value`` and, if there is one, of a key bias, from ``out`` as it is given."""
+        """Those of ``query``, ``key``, ``value`` and a bias, if there is one, from ``out`` as it is given."""
         do, o = self._by_head(dout), self._by_head(out)
         own = 0.0 if dlse is None else np.asarray(dlse, np.float64)[..., None]
         p, v, q, k = self.p, self.v, self.q, self.k
@@ -95,10 +95,10 @@ class Problem:
         for name, weights, sizes, x in (("key", turned[0], turned[1], q), ("value", turned[2], turned[2], do)):
             found[name] = self._bounded(*(self._grouped(y) for y in (weights @ x, sizes @ np.abs(x),
                                                                      turned[3] @ np.abs(x))))
-        if self.bias is not None and self.bias.ndim == 3:
-            exact, terms = (self._like_bias(x) for x in (ds, size))
-            unit = 0.0 if self.bias.dtype == np.float32 else reference.one_rounding(1.0, self.bias.dtype)
-            found["bias"] = Bounded(exact, FLOAT32_ROUNDINGS * 2.0**-24 * terms + unit * np.abs(exact) + 1e-30)
+        if self.bias is not None:
+            exact, terms = (reference.summed_like(x, self.bias.shape) for x in (ds, size))
+            unit, tiny = (reference.one_rounding(x, self.bias.dtype) for x in (1.0, 0.0))
+            found["bias"] = Bounded(exact, FLOAT32_ROUNDINGS * 2.0**-24 * terms + unit * np.abs(exact) + tiny)
         return found
 
     def check_gradients(self, found: Any, dout: Any, out: Any, dlse: Any = None) -> None:
@@ -109,9 +109,3 @@ class Problem:
 
     def _grouped(self, x: np.ndarray) -> np.ndarray:
         return x.reshape(self.batch, self.kv_heads, -1, *x.shape[2:]).sum(2)
-
-    def _like_bias(self, x: np.ndarray) -> np.ndarray:
-        batch, heads, keys = self.bias.shape
-        x = x.sum(2).reshape(self.batch, heads, -1, x.shape[3]).sum(2)
-        x = x.sum(0, keepdims=True) if batch < self.batch else x
-        return x.sum(2, keepdims=True) if keys < x.shape[2] else x

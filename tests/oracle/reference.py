@@ -262,12 +262,12 @@ def _gradients(dout, query, key, value, dense_mask=None, bias=None, causal=False
             dk[b, js, g] += np.outer(dx, q)
             ds_all[b, h, i, js] = ds
         scale = abs(scale) if absolute else scale
-        dbias = None if bias is None else _summed_like(ds_all, np.asarray(bias).shape)
+        dbias = None if bias is None else summed_like(ds_all, np.asarray(bias).shape)
         return (scale * dq, scale * dk, dv, dbias, *([] if sinks is None else [dsinks]))
 
 
-def _summed_like(array, shape) -> np.ndarray:
-    """``(B, H, Lq, Lk)`` summed over the axes along which something of this shape was broadcast (see ``_per_head``)."""
+def summed_like(array, shape) -> np.ndarray:
+    """``(B, H, Lq, Lk)`` summed over the axes along which something of this shape was broadcast (see ``per_head``)."""
     target = (*shape[:2], 1, shape[2]) if len(shape) == 3 else shape
     if 1 < target[1] < array.shape[1]:
         b, h, lq, lk = array.shape

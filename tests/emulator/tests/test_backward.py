@@ -110,8 +110,13 @@ def test_in_chunks(batch, mask_heads, bias_heads, needs, monkeypatch):
         monkeypatch.setattr(backward_chunks, "MOST_SUMS", 2 * sums // 3)
         for a, b in zip(gradients(), whole):
             assert a is b is None or np.array_equal(bits(a), bits(b))
-    assert made == {(1, 3): [(1, 300, 2, 16), (1, 300, 1, 16)], (1, 1): [(1, 300, 2, 16), (1, 300, 1, 16)],
-                    (2, 3): 2 * [(1, 300, 3, 16)], (2, 6): [(2, 300, 3, 16)]}[batch, mask_heads]
+    chunks = {(1, 3): [(1, 300, 2, 16), (1, 300, 1, 16)], (1, 1): [(1, 300, 2, 16), (1, 300, 1, 16)],
+              (2, 3): 2 * [(1, 300, 3, 16)], (2, 6): [(2, 300, 3, 16)]}[batch, mask_heads]
+    assert made == (chunks if bias_heads > 1 else [(batch, 300, 3, 16)])
+
+
+def test_the_gradient_of_a_bias_that_chunks_share_is_made_as_a_whole(monkeypatch):
+    test_in_chunks(1, 3, 1, ("query", "key", "value", "bias"), monkeypatch)
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)

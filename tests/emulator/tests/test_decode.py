@@ -13,7 +13,7 @@ import cupy_dma as dma
 from cupy_dma.arrays import describe, library_named, numpy_dtype
 from cupy_dma.backends.cuda.attention import flash_decode, last_queries, split
 from cupy_dma.backends.cuda.decode import step
-from tests.oracle import cases, reference
+from tests.oracle import by_element, cases, reference
 from tests.oracle.cache_cases import SCORES, History
 from tests.unit.test_cache import check_invariants
 
@@ -263,6 +263,18 @@ def test_few_queries_on_the_forward_grid(case, always):
     out, lse = cases.run(case, backend="emulator")
     cases.check(case, out, lse, tf32=True)
     assert always
+
+
+@pytest.mark.parametrize("sms", [5, 6, 11, 40])
+def test_more_splits_than_are_combined_at_a_time(sms, device, monkeypatch):
+    """A block combines 8 or 16 splits at a time, by several threads for an element or by one; 1, 3 and 64 rows."""
+    monkeypatch.setattr(type(device), "num_sms", lambda runtime, index: sms)
+    rng = np.random.default_rng(0)
+    for queries, heads in ((1, 1), (3, 1), (4, 16)):
+        q, k, v = (rng.standard_normal((1, n, h, 16)).astype(np.float16) for n, h in (
+            (queries, heads), (1600, 1), (1600, 1)))
+        out, lse = dma.attention(q, k, v, causal=True, return_lse=True, backend="emulator")
+        by_element.Problem(q, k, v, causal=True).check_attention(out, lse)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

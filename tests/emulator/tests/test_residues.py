@@ -25,9 +25,11 @@ def device(request):
         yield runtime
 
 
-def check(queries: int, keys: int, passes: int = 1, mask: Any = None, seen: Any = None, **options: Any) -> None:
+def check(queries: int, keys: int, passes: int = 1, mask: Any = None, seen: Any = None, heads: int = 1,
+          **options: Any) -> None:
     rng = np.random.default_rng(queries + 1000 * keys)
-    q, dout, k, v = (rng.standard_normal((1, n, 1, 16)).astype(np.float16) for n in (queries, queries, keys, keys))
+    q, dout, k, v = (rng.standard_normal((1, n, h, 16)).astype(np.float16) for n, h in (
+        (queries, heads), (queries, heads), (keys, 1), (keys, 1)))
     problem = by_element.Problem(q, k, v, seen, options.get("bias"), options.get("causal", False))
     out, lse = dma.attention(q, k, v, mask=mask, **options, return_lse=True, backend="emulator")
     problem.check_attention(out, lse)
@@ -48,21 +50,45 @@ def test_more_queries_than_keys(device):
         check(20 + more, 20, 1 + more % 2, causal=True)
 
 
-def test_windows(device):
-    """Their lengths in every residue modulo 64, and those of the keys."""
-    for window in range(1, 65):
-        keys, queries = 90 + window * 3 % 64, 1 + window * 5 % 32
+@pytest.mark.parametrize("least", [1, 100])
+def test_windows(least, device):
+    """Their lengths in every residue modulo 64, and those of the keys; short ones, and some of more than a block."""
+    for window in range(least, least + 64):
+        keys, queries = window + 140, 1 + window * 5 % 32
         mask = dma.IntervalMask.sliding_window(keys, window)
         check(queries, keys, 1 + window // 16 % 2, mask, mask.to_dense(queries))
 
 
-def test_stops_at_every_query(device):
-    """Keys from shared lists, without a bound, of which each query loses one; some nobody sees."""
+def test_keys_that_begin_and_end_at_any_query(device):
+    """One of the keys of a whole block begins with any query, and another one ends; all others are always seen. Their
+    list is shared, for such a mask has no bound."""
+    queries, keys = 150, 140
+    for at in range(64):
+        start, stop = np.full(keys, -100, np.int32), np.full(keys, keys, np.int32)
+        start[at], stop[127 - at] = keys - queries + at, keys - queries + 80 + at
+        mask = dma.IntervalMask(start, stop)
+        check(queries, keys, 1 + at // 16 % 2, mask, mask.to_dense(queries))
+
+
+def test_keys_that_nobody_sees(device):
     for keys in range(60, 76):
         start, stop = np.arange(keys, dtype=np.int32) - 40, np.arange(keys, dtype=np.int32)[::-1].copy() + 3
         stop[::7] = start[::7]
         mask = dma.IntervalMask(start, stop)
         check(50, keys, 1 + keys % 2, mask, mask.to_dense(50))
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_dense_biases(heads, device):
+    """Their gradients, of a head or shared by two, under causality and under a mask whose keys end with any query."""
+    for behind in range(64):
+        queries = 20 + behind % 7
+        keys = queries + behind
+        bias = np.random.default_rng(keys).standard_normal((1, 1, queries, keys)).astype(np.float16)
+        check(queries, keys, heads=heads, bias=bias, causal=True)
+        if behind % 4 == 0:
+            mask = dma.IntervalMask.sliding_window(keys, 1 + keys % 40)
+            check(queries, keys, 1, mask, mask.to_dense(queries), heads, bias=bias)
 
 
 def test_super_tiles_of_keys_of_several_chunks(device):
@@ -72,3 +98,12 @@ def test_super_tiles_of_keys_of_several_chunks(device):
     mask = dma.IntervalMask.sliding_window(keys, 60)
     for passes in (1, 2):
         check(queries, keys, passes, mask, mask.to_dense(queries), bias=scores)
+
+
+def test_super_tiles_of_global_keys_under_causality(device):
+    """Keys that their queries see from their own position on, whatever the mask says."""
+    queries, keys = 300, 340
+    scores = np.random.default_rng(0).standard_normal((1, 1, keys)).astype(np.float32)
+    mask = dma.IntervalMask.top_w(scores, 50, keys="global")
+    for passes in (1, 2):
+        check(queries, keys, passes, mask, mask.to_dense(queries), causal=True)

