@@ -73,8 +73,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
     const LogitScale logit(p.scale, p.softcap);
     Accumulator o[WARP_ROWS][DIM_FRAGMENTS];
     RowState state[WARP_ROWS];
+    const KeySource source = find_keys(p, t);
     for (bool again = false;; again = true) {
-        KeyBlocks blocks(find_keys(p, t), t.first_position, t.last_position);
+        KeyBlocks blocks(source, t.first_position, t.last_position);
         const auto next_block = [&] {
             KeyBlock block = blocks.next();
             block.masked |= again;

@@ -75,7 +75,7 @@ __device__ __forceinline__ void epilogue(const ForwardParams& launch, const Outp
         }
         store_matrices((corner ^ 2 * d % 8 * 16) + d / 4 * BLOCK_M * CHUNK_ROW_BYTES, words);
         nonfinite = add_zero_times(add_zero_times(nonfinite, words[0]), words[2]);
-        if (OnlineSoftmax::LARGE || BIAS == BIAS_OF_KEYS) nonfinite = add_zero_times(add_zero_times(nonfinite, words[1]), words[3]);
+        if (OnlineSoftmax::EACH_ROW) nonfinite = add_zero_times(add_zero_times(nonfinite, words[1]), words[3]);
     }
     if (nonfinite != 0) raise(nonfinite_seen);
     copy_rows(launch, t, staging, first_row);
