@@ -26,6 +26,7 @@ SHARES: dict[str, int | None] = {
     "tests/emulator/tests/test_sm90_backward.py::test_steps_of_dense_masks": None,
     "tests/emulator/tests/test_residues.py::*": 1,
     "tests/emulator/tests/test_strides_and_reuse.py::*strides*": 1,
+    "tests/emulator/tests/test_decode.py::test_more_splits_than_are_combined_at_a_time": 1,
     "tests/emulator/*": 10,
     "tests/project/test_precompile.py::test_the_grids_reach_every_kernel": None,
     "tests/backends/test_flex.py::test_*_grid": 3,

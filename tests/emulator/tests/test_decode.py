@@ -265,14 +265,14 @@ def test_few_queries_on_the_forward_grid(case, always):
     assert always
 
 
-@pytest.mark.parametrize("sms", [5, 6, 11, 40])
-def test_more_splits_than_are_combined_at_a_time(sms, device, monkeypatch):
-    """A block combines 8 or 16 splits at a time, by several threads for an element or by one; 1, 3 and 64 rows."""
-    monkeypatch.setattr(type(device), "num_sms", lambda runtime, index: sms)
+@pytest.mark.parametrize(("queries", "heads", "keys"), [(1, 1, 2200), (4, 16, 1600)])
+def test_more_splits_than_are_combined_at_a_time(queries, heads, keys, device, monkeypatch):
+    """A thread combines 8 or 16 splits at a time; there are up to 35."""
     rng = np.random.default_rng(0)
-    for queries, heads in ((1, 1), (3, 1), (4, 16)):
-        q, k, v = (rng.standard_normal((1, n, h, 16)).astype(np.float16) for n, h in (
-            (queries, heads), (1600, 1), (1600, 1)))
+    q, k, v = (rng.standard_normal((1, n, h, 16)).astype(np.float16) for n, h in (
+        (queries, heads), (keys, 1), (keys, 1)))
+    for sms in (5, 11, 132):
+        monkeypatch.setattr(type(device), "num_sms", lambda runtime, index, sms=sms: sms)
         out, lse = dma.attention(q, k, v, causal=True, return_lse=True, backend="emulator")
         by_element.Problem(q, k, v, causal=True).check_attention(out, lse)
 
