@@ -76,7 +76,7 @@ def test_the_grid_counts_what_is_not_served(monkeypatch):
     monkeypatch.setattr(accuracy, "library_for", lambda backend, suite: (None, None))
     lines = accuracy.by_type(list(accuracy.compare(suite, ["cuda"], list(suite.dtypes), "scale")))
     assert [(line["dtype"], line["cases"], line["not_served"]) for line in lines] == [
-        ("float16", 0, 3), ("bfloat16", 0, 3), ("float32", 0, 3)]
+        ("float16", 0, 6), ("bfloat16", 0, 6), ("float32", 0, 6)]
     assert "–" in accuracy.table(lines)
 
 

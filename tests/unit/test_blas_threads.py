@@ -247,6 +247,7 @@ def test_threads_do_not_warn(users, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning")  # of jax, where another test has imported it
 def test_a_process_forked_while_another_thread_holds_the_lock():
     """It computes; without the hooks of the lock it waits for ever for a thread that it does not have."""
     held, (read, end) = Event(), os.pipe()

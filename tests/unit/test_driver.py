@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from cupy_dma.arrays import driver
 from cupy_dma.backends.cuda.runtime import launch
 from cupy_dma.backends.cuda.runtime.launches import Launches
 from cupy_dma.backends.cuda.runtime.traces import Clear, Launch
@@ -70,7 +71,8 @@ def fake(monkeypatch):
     """Makes the driver one of a version."""
     def make(version: int = 12030) -> Driver:
         made = Driver(version)
-        monkeypatch.setattr(launch, "library", lambda: made.library)
+        for module in (launch, driver):
+            monkeypatch.setattr(module, "library", lambda: made.library)
         launch.supports_pdl.cache_clear()
         return made
 

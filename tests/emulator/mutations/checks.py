@@ -521,10 +521,8 @@ CHECKS: dict[str, Callable[[], None]] = {
         elsewhere(test_numerics.test_nothing_comes_from_keys_behind_the_last_query, "hopper", "key", 200),
     "test_keys_behind[Hopper, lists]":
         elsewhere(test_numerics.test_nothing_comes_from_keys_behind_the_last_query, "hopper lists", "key", 200),
-    "test_other_strides[batch]": elsewhere(test_strides_and_reuse.test_one_array_has_other_strides, "batch", 2),
-    "test_other_strides[row]": elsewhere(test_strides_and_reuse.test_one_array_has_other_strides, "row", 2),
-    "test_other_strides[dout]": elsewhere(test_strides_and_reuse.test_one_array_has_other_strides, "row", 3),
-    "test_strided_scores": test_strides_and_reuse.test_the_gradient_of_a_strided_value_through_the_scores,
+    "test_strides": elsewhere(test_strides_and_reuse.test_every_array_has_strides_of_its_own, 1),
+    "test_strided_scores": elsewhere(test_strides_and_reuse.test_scores_of_strided_values_and_weights, np.float16),
     "test_tiles_inside_heads": test_strides_and_reuse.test_tiles_that_begin_inside_the_heads_of_a_query,
     "test_a_last_position_that_begins_a_chunk":
         elsewhere(test_strides_and_reuse.test_a_last_position_that_begins_a_chunk, 2),
