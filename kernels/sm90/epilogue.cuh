@@ -55,8 +55,7 @@ __device__ __forceinline__ void copy_rows(const ForwardParams& launch, const Out
 // Writes this warp's 16 rows of out and lse, staged in the tile's own query rows, which are no longer needed. In few
 // instructions: it runs once per tile, so each of them has to be fetched. `nonfinite_seen` becomes 1 if a value of the
 // tile's keys is NaN or infinite: so is 0 times it, hence every row has such an output in that column and it is enough
-// to look at one of a lane's two rows. Where exponentials may be large (LARGE) a single row may overflow, too, and where
-// there is a bias, an infinite key that it hides spoils the rows whose product with it has the wrong sign.
+// to look at one of a lane's two rows. Where exponentials may be large (LARGE) a single row may overflow, too.
 __device__ __forceinline__ void epilogue(const ForwardParams& launch, const Output& output, ELEMENT* staging, int first_row,
                                          const Fragment (&o)[DIM_FRAGMENTS], OnlineSoftmax& softmax, int& nonfinite_seen) {
     const Output t = output;  // a copy: nothing is read ahead of the stores below
@@ -75,7 +74,7 @@ __device__ __forceinline__ void epilogue(const ForwardParams& launch, const Outp
         }
         store_matrices((corner ^ 2 * d % 8 * 16) + d / 4 * BLOCK_M * CHUNK_ROW_BYTES, words);
         nonfinite = add_zero_times(add_zero_times(nonfinite, words[0]), words[2]);
-        if (OnlineSoftmax::EACH_ROW) nonfinite = add_zero_times(add_zero_times(nonfinite, words[1]), words[3]);
+        if (OnlineSoftmax::LARGE) nonfinite = add_zero_times(add_zero_times(nonfinite, words[1]), words[3]);
     }
     if (nonfinite != 0) raise(nonfinite_seen);
     copy_rows(launch, t, staging, first_row);

@@ -197,13 +197,12 @@ __device__ __forceinline__ void keep_bias(Shared& shared, int warp, int stage, f
     shared.bias[stage][key_of(warp, lane)] = bearable_bias(bias, unit);
 }
 
-// Loads what else is known of each key (index, visibility). All queries see the block's first `unmasked` keys. `hidden`:
-// nobody sees this lane's key, whatever the mask says (in a second pass).
+// Loads what else is known of each key (index, visibility). All queries see the block's first `unmasked` keys.
 __device__ __forceinline__ void gather_facts(Shared& shared, const AttentionParams& p, const Plan& plan, int warp,
-                                             const RowSource& keys, int unmasked, int stage, bool hidden) {
+                                             const RowSource& keys, int unmasked, int stage) {
     const int lane = threadIdx.x & 31, index = key_of(warp, lane);
 #if BITS && RUNS
-    if (keys.run >= 0 && unmasked < BLOCK_N && !(BIAS == BIAS_OF_KEYS && shared.isolate_nonfinite)) {
+    if (keys.run >= 0 && unmasked < BLOCK_N) {
         constexpr int PIECES = BLOCK_N / 4;
 #pragma unroll
         for (int i = threadIdx.x; i < WORDS * PIECES; i += PRODUCER_THREADS)
@@ -222,19 +221,18 @@ __device__ __forceinline__ void gather_facts(Shared& shared, const AttentionPara
     shared.key[stage][index] = key;
 #endif
     if (unmasked == BLOCK_N) return;
-    const bool seen = exists && !hidden;
 #if BITS
 #if RUNS
-    if (keys.run >= 0 && !(BIAS == BIAS_OF_KEYS && shared.isolate_nonfinite)) return;  // the copies above load its words
+    if (keys.run >= 0) return;  // the copies above load its words
 #endif
 #pragma unroll
     for (int w = 0; w < WORDS; ++w)  // a key that does not exist has no bits
-        copy_async_4(&shared.words[stage][w][index], plan.source.columns + (long long)w * p.key_stride + key, seen ? 4 : 0);
+        copy_async_4(&shared.words[stage][w][index], plan.source.columns + (long long)w * p.key_stride + key, exists ? 4 : 0);
 #elif KEYS == KEYS_CONTIGUOUS
     shared.start[stage][index] = CAUSAL ? key : INT_LOWEST;
-    shared.stop[stage][index] = seen ? NEVER : INT_LOWEST;
+    shared.stop[stage][index] = exists ? NEVER : INT_LOWEST;
 #else
-    copy_async_4(&shared.start[stage][index], plan.source.start + key, seen ? 4 : 0);
-    copy_async_4(&shared.stop[stage][index], plan.source.stop + key, seen ? 4 : 0);  // 0, 0 where there is no key
+    copy_async_4(&shared.start[stage][index], plan.source.start + key, exists ? 4 : 0);
+    copy_async_4(&shared.stop[stage][index], plan.source.stop + key, exists ? 4 : 0);  // 0, 0 where there is no key
 #endif
 }

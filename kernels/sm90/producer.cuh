@@ -142,7 +142,6 @@ __device__ __forceinline__ int count_full_blocks(const KeySource& source) {
 __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& launch) {
     const AttentionParams& p = launch.attention;
     const int warp = uniform(threadIdx.x / 32);
-    const bool again = BIAS == BIAS_OF_KEYS && shared.isolate_nonfinite;  // a second pass
     const float bias_unit = BIAS_FIRST ? __frcp_rz(p.scale * LOG2_E) : 1.0f;
     PipelineState<STAGES> key_state;
     PipelineState<VALUE_STAGES> value_state;
@@ -200,7 +199,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
 #if FULL_BLOCKS
         // After the tile's first block: the keys of a full block together with the values of the one before, since a warp
         // waits for each of its steps.
-        if (!begins_tile && full_blocks > 1 && !again) {
+        if (!begins_tile && full_blocks > 1) {
             const int* entry = plan.source.list + BLOCK_N + key_of(warp, threadIdx.x & 31) + FIRST(blocks.source);
             int left = full_blocks - 1;
             do {
@@ -237,7 +236,6 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
         }
 #endif
         const int count = block.count();
-        if (again) block.unmasked = 0;  // biases hide keys, too
         const Block next = next_block(shared, blocks, warp, block_index + 1);
         const bool ends_tile = next.first < 0;
         int run = -1;
@@ -256,11 +254,10 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
         RowSource rows = {plan.keys, block.first, count, listed, PAD_BY_BIAS ? count > 0 : count >= BLOCK_N};
 #endif
         barrier_wait(&shared.key_empty[key_state.stage], key_state.phase ^ 1);
-        gather_facts(shared, p, plan, warp, rows, block.unmasked, key_state.stage,
-                     BIAS == BIAS_OF_KEYS && lane_bias == -infinity());
+        gather_facts(shared, p, plan, warp, rows, block.unmasked, key_state.stage);
         gather<false>(shared.keys[key_state.stage], rows, launch, warp, &shared.key_full[key_state.stage]);
         keep_bias(shared, warp, key_state.stage, lane_bias, bias_unit);
-        if (!found && (again || !(begins_tile && full_blocks > 1))) {  // takes long, while the copies of these keys are in flight
+        if (!found && !(begins_tile && full_blocks > 1)) {  // takes long, while the copies of these keys are in flight
             scheduler.find(current_plan ^ 1);
             found = true;
         }

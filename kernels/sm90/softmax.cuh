@@ -22,8 +22,6 @@ constexpr bool LOW_ROWS = false;
 // if a sum exceeds LARGEST, which hardly ever happens, it is raised and what was accumulated is rescaled.
 struct OnlineSoftmax {
     static constexpr bool LARGE = ZERO_MAX;  // whether p may be large
-    // Whether what is not finite may show in some rows of the tile only (sm90/epilogue.cuh).
-    static constexpr bool EACH_ROW = LARGE || BIAS == BIAS_OF_KEYS;
     static constexpr float SMALL = 256.0f, LARGEST = LARGE ? 1073741824.0f : SMALL;
     static constexpr float NEAR = 20.0f;  // distance from 0
     // A product s * unit that m cannot hold leaves half its last place as an exponent. Key biases are made bearable

@@ -54,7 +54,7 @@ __device__ __forceinline__ void write_split(const Splits& splits, int rows, int 
             const int r = fragment_row(i), column = 16 * d + fragment_column(i);
             if (column >= HEAD_DIM) continue;
             const float2 pair = make_float2(o[d].x[i] * factor[r], o[d].x[i + 1] * factor[r]);
-            if (r == 0 || Softmax::EACH_ROW) nonfinite = fmaf(pair.x, 0.0f, fmaf(pair.y, 0.0f, nonfinite));
+            if (r == 0 || Softmax::LARGE) nonfinite = fmaf(pair.x, 0.0f, fmaf(pair.y, 0.0f, nonfinite));
             if (row + 8 * r < rows) __stcg(reinterpret_cast<float2*>(output + 8 * r * HEAD_DIM + column), pair);
         }
     if (nonfinite != 0.0f) raise(nonfinite_seen);

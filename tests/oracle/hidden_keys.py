@@ -29,8 +29,9 @@ CASES = [Case(f"{mask}-{bias}-{softcap:g}", mask, bias, softcap=softcap)
 FEW = [Case(f"few-{mask}", mask, query_length=2, key_length=600) for mask in ("none", "causal", "window")]
 
 
-def run(case: Case, convert: Any = np.asarray, back: Any = np.asarray, **options: Any) -> None:
-    """Forward and backward of the case, checked."""
+def run(case: Case, convert: Any = np.asarray, back: Any = np.asarray, forward: str | None = None,
+        **options: Any) -> None:
+    """Forward and backward of the case, checked. ``forward``: the backend of the forward, if it is another one."""
     rng = np.random.default_rng(7)
     heads, lq, lk = 4, case.query_length, case.key_length
     q, k, v, dout = (rng.standard_normal((1, n, h, case.head_dim)).astype(case.dtype)
@@ -50,7 +51,7 @@ def run(case: Case, convert: Any = np.asarray, back: Any = np.asarray, **options
     given = [convert(x) for x in (q, k, v)]
     named = {"mask": mask, "bias": convert(bias), "causal": case.mask != "none", "softcap": case.softcap}
     oracle = None if dense is None else dense[None, None], bias, False, None, case.softcap
-    out, lse = dma.attention(*given, **named, return_lse=True, **options)
+    out, lse = dma.attention(*given, **named, return_lse=True, **(options if forward is None else {"backend": forward}))
     found = back(out), back(lse)
     expected = reference.attention(q, k, v, *oracle)
     assert np.isfinite(expected[0]).all() and (case.mask in ("none", "few") or lq < lk
