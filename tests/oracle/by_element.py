@@ -88,7 +88,8 @@ class Problem:
         own = 0.0 if dlse is None else np.asarray(dlse, np.float64)[..., None]
         p, v, q, k = self.p, self.v, self.q, self.k
         ds = p * (do @ v.swapaxes(2, 3) - ((do * o).sum(-1, keepdims=True) - own))
-        size = p * (np.abs(do) @ np.abs(v).swapaxes(2, 3) + (np.abs(do * o)).sum(-1, keepdims=True) + np.abs(own))
+        factor = np.abs(do) @ np.abs(v).swapaxes(2, 3) + (np.abs(do * o)).sum(-1, keepdims=True) + np.abs(own)
+        size = p * factor
         dx, dx_size = self.scale * self.slope * ds, abs(self.scale) * self.slope * size
         turned = [x.swapaxes(2, 3) for x in (dx, dx_size, p, self.seen)]
         found = {"query": self._bounded(dx @ k, dx_size @ np.abs(k), self.seen @ np.abs(k))}
@@ -96,9 +97,10 @@ class Problem:
             found[name] = self._bounded(*(self._grouped(y) for y in (weights @ x, sizes @ np.abs(x),
                                                                      turned[3] @ np.abs(x))))
         if self.bias is not None:
-            exact, terms = (reference.summed_like(x, self.bias.shape) for x in (ds, size))
+            flushed = self.seen * 2.0**-126 * (1 + factor)  # kernels flush numbers below 2^-126 to zero: p and ds
+            exact, terms, lost = (reference.summed_like(x, self.bias.shape) for x in (ds, size, flushed))
             unit, tiny = (reference.one_rounding(x, self.bias.dtype) for x in (1.0, 0.0))
-            found["bias"] = Bounded(exact, FLOAT32_ROUNDINGS * 2.0**-24 * terms + unit * np.abs(exact) + tiny)
+            found["bias"] = Bounded(exact, FLOAT32_ROUNDINGS * 2.0**-24 * terms + lost + unit * np.abs(exact) + tiny)
         return found
 
     def check_gradients(self, found: Any, dout: Any, out: Any, dlse: Any = None) -> None:

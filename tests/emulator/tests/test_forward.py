@@ -75,8 +75,8 @@ def test_many_blocks_of_keys(mask, bias):
 
 @pytest.mark.parametrize(("lq", "lk"), [(64, 64), (100, 128)])
 def test_no_masked_block(lq, lk):
-    """Whole blocks only: none of the barriers that a masked block brings."""
-    case = cases.Case(f"whole-{lq}x{lk}", mask="none", query_length=lq, key_length=lk)
+    """Whole blocks only, and no bias: none of the barriers that a masked block or a bias brings."""
+    case = cases.Case(f"whole-{lq}x{lk}", mask="none", bias="none", query_length=lq, key_length=lk)
     cases.check(case, *on_emulator(case), tf32=True)
 
 
