@@ -63,16 +63,3 @@ __device__ __forceinline__ void round_rows(float* tile) {
 }
 template <int rows, int threads, typename T>
 __device__ __forceinline__ void round_rows(T*) {}
-
-// Whether some number of these is NaN or infinite.
-template <int rows, int columns>
-__device__ __forceinline__ bool any_nonfinite(const Accumulator (&x)[rows][columns]) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int m = 0; m < rows; ++m)
-#pragma unroll
-        for (int n = 0; n < columns; ++n)
-#pragma unroll
-            for (int i = 0; i < 8; ++i) sum = fmaf(x[m][n].x[i], 0.0f, sum);
-    return sum != 0.0f;
-}

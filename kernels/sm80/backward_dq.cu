@@ -113,83 +113,59 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_dq(co
     if (!t.exists()) return;
     const int first_row = threadIdx.x / 32 * WARP_ROWS * 16;  // of this warp
 
+    KeyBlocks blocks(find_keys(p, t), t.first_position, t.last_position);
+    KeyBlock current = blocks.next(), following = blocks.next();
+    fetch_indices(shared.keys, blocks, current, 0);
+    fetch_indices(shared.keys, blocks, following, 1);
+    load_rows(shared.query, p.query, p.query_batch, p.query_row, p.query_head, p, t);
+    load_rows(shared.dout, p.dout, p.dout_batch, p.dout_row, p.dout_head, p, t);
+    copy_async_commit();
+    copy_async_wait<0>();
+    round_rows<BLOCK_M, THREADS>(shared.query);
+    round_rows<BLOCK_M, THREADS>(shared.dout);
+    __syncthreads();  // the tile's rows and the first two blocks' indices are in place
+
+    const KeyGather gather(shared.keys, p, t, blocks);
+    gather(current, 0, 0);
+    copy_async_commit();
+
     int position[WARP_ROWS][2];
     float lse[WARP_ROWS][2], delta[WARP_ROWS][2];
-    const auto load_tile = [&] {
-        load_rows(shared.query, p.query, p.query_batch, p.query_row, p.query_head, p, t);
-        load_rows(shared.dout, p.dout, p.dout_batch, p.dout_row, p.dout_head, p, t);
-    };
-    const auto load_facts = [&] {
-        row_positions(position, t, first_row);
-        load_statistics(lse, delta, p, t, first_row);
-    };
-    if (BIAS != BIAS_NONE) {  // where there is a single pass these are under way beside its first keys
-        load_tile();
-        load_facts();
-    }
+    row_positions(position, t, first_row);
+    load_statistics(lse, delta, p, t, first_row);
     const LogitScale logit(p.scale, p.softcap);
     Accumulator dq[WARP_ROWS][DIM_FRAGMENTS];
-    const KeySource source = find_keys(p, t);
-    for (bool again = false;; again = true) {
-        KeyBlocks blocks(source, t.first_position, t.last_position);
-        const auto next_block = [&] {
-            KeyBlock block = blocks.next();
-            block.masked |= again;
-            return block;
-        };
-        KeyBlock current = next_block(), following = next_block();
-        fetch_indices(shared.keys, blocks, current, 0);
-        fetch_indices(shared.keys, blocks, following, 1);
-        if (BIAS == BIAS_NONE) load_tile();
-        copy_async_commit();
+#pragma unroll
+    for (int m = 0; m < WARP_ROWS; ++m)
+#pragma unroll
+        for (int d = 0; d < DIM_FRAGMENTS; ++d) clear(dq[m][d]);
+
+    for (int slot = 0, stage = 0; current.first >= 0; stage ^= 1) {
+        const KeyBlock after = blocks.next();
+        const int next_slot = slot == 2 ? 0 : slot + 1, after_slot = next_slot == 2 ? 0 : next_slot + 1;
         copy_async_wait<0>();
-        if (!again) {
-            round_rows<BLOCK_M, THREADS>(shared.query);
-            round_rows<BLOCK_M, THREADS>(shared.dout);
-        }
-        __syncthreads();  // the tile's rows and the first two blocks' indices are in place
-
-        const KeyGather gather(shared.keys, p, t, blocks, again);
-        gather(current, 0, 0);
+        __syncthreads();  // this block's rows and the next one's indices are in place; no thread reads the other stage
+        gather(following, next_slot, stage ^ 1);
+        fetch_indices(shared.keys, blocks, after, after_slot);
         copy_async_commit();
-        if (BIAS == BIAS_NONE) load_facts();
-#pragma unroll
-        for (int m = 0; m < WARP_ROWS; ++m)
-#pragma unroll
-            for (int d = 0; d < DIM_FRAGMENTS; ++d) clear(dq[m][d]);
 
-        for (int slot = 0, stage = 0; current.first >= 0; stage ^= 1) {
-            const KeyBlock after = next_block();
-            const int next_slot = slot == 2 ? 0 : slot + 1, after_slot = next_slot == 2 ? 0 : next_slot + 1;
-            copy_async_wait<0>();
-            __syncthreads();  // this block's rows and the next one's indices are in place; no thread reads the other stage
-            gather(following, next_slot, stage ^ 1);
-            fetch_indices(shared.keys, blocks, after, after_slot);
-            copy_async_commit();
-
-            Accumulator s[WARP_ROWS][KEY_FRAGMENTS], dp[WARP_ROWS][KEY_FRAGMENTS];
-            mma_rows_keys(s, shared.query + first_row * ROW_STRIDE, shared.keys.key[stage]);
-            mma_rows_keys(dp, shared.dout + first_row * ROW_STRIDE, shared.keys.value[stage]);
-            logit_gradients(s, dp, shared.keys, stage, logit, lse, delta);
-            if (current.masked) apply_mask(s, shared.keys, stage, slot, position, 0.0f);
-            if (BIAS == BIAS_DENSE && again) apply_bias_mask(s, shared.keys, stage, 0.0f);
-            // The barrier also tells whether any thread found a key that is not finite.
-            if (current.masked && __syncthreads_or(!block_is_finite(shared.keys.key[stage])))
-                isolate_nonfinite(dq, shared.keys.key[stage], shared.keys, stage, slot, position);
+        Accumulator s[WARP_ROWS][KEY_FRAGMENTS], dp[WARP_ROWS][KEY_FRAGMENTS];
+        mma_rows_keys(s, shared.query + first_row * ROW_STRIDE, shared.keys.key[stage]);
+        mma_rows_keys(dp, shared.dout + first_row * ROW_STRIDE, shared.keys.value[stage]);
+        logit_gradients(s, dp, shared.keys, stage, logit, lse, delta);
+        if (current.masked) apply_mask(s, shared.keys, stage, slot, position, 0.0f);
 #if DBIAS
-            if (current.masked) apply_mask(dp, shared.keys, stage, slot, position, 0.0f);
-            if (again) apply_bias_mask(dp, shared.keys, stage, 0.0f);
-            write_bias_gradients(dp, shared.keys, stage, p, t, first_row,
-                                 BlockKeys(blocks, current, shared.keys.index[slot]));
+        if (current.masked) apply_mask(dp, shared.keys, stage, slot, position, 0.0f);
+        write_bias_gradients(dp, shared.keys, stage, p, t, first_row,
+                             BlockKeys(blocks, current, shared.keys.index[slot]));
 #endif
-            accumulate(dq, s, shared.keys.key[stage]);
-            current = following;
-            following = after;
-            slot = next_slot;
-        }
-        // The barrier also tells that no thread reads the keys any more.
-        if (BIAS == BIAS_NONE || again || !__syncthreads_or(any_nonfinite(dq))) break;
-        copy_async_wait<0>();
+        // The barrier also tells whether any thread found a key that is not finite.
+        if (current.masked && __syncthreads_or(!block_is_finite(shared.keys.key[stage])))
+            isolate_nonfinite(dq, shared.keys.key[stage], shared.keys, stage, slot, position);
+        accumulate(dq, s, shared.keys.key[stage]);
+        current = following;
+        following = after;
+        slot = next_slot;
     }
     float factor[WARP_ROWS][2];
 #pragma unroll

@@ -67,74 +67,61 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
     if (!t.exists()) return;
     const int first_row = threadIdx.x / 32 * WARP_ROWS * 16;  // of this warp
 
+    KeyBlocks blocks(find_keys(p, t), t.first_position, t.last_position);
+    KeyBlock current = blocks.next(), following = blocks.next();
+    fetch_indices(shared.keys, blocks, current, 0);
+    fetch_indices(shared.keys, blocks, following, 1);
     load_rows(shared.query, p.query, p.query_batch, p.query_row, p.query_head, p, t);
+    copy_async_commit();
+    copy_async_wait<0>();
+    round_rows<BLOCK_M, THREADS>(shared.query);
+    __syncthreads();  // the query rows and the first two blocks' indices are in place
+
+    const KeyGather gather(shared.keys, p, t, blocks);
+    gather(current, 0, 0);
+    copy_async_commit();
+
     int position[WARP_ROWS][2];
     row_positions(position, t, first_row);
     const LogitScale logit(p.scale, p.softcap);
     Accumulator o[WARP_ROWS][DIM_FRAGMENTS];
     RowState state[WARP_ROWS];
-    const KeySource source = find_keys(p, t);
-    for (bool again = false;; again = true) {
-        KeyBlocks blocks(source, t.first_position, t.last_position);
-        const auto next_block = [&] {
-            KeyBlock block = blocks.next();
-            block.masked |= again;
-            return block;
-        };
-        KeyBlock current = next_block(), following = next_block();
-        fetch_indices(shared.keys, blocks, current, 0);
-        fetch_indices(shared.keys, blocks, following, 1);
-        copy_async_commit();
-        copy_async_wait<0>();
-        if (!again) round_rows<BLOCK_M, THREADS>(shared.query);
-        __syncthreads();  // the query rows and the first two blocks' indices are in place
+#pragma unroll
+    for (int m = 0; m < WARP_ROWS; ++m)
+#pragma unroll
+        for (int d = 0; d < DIM_FRAGMENTS; ++d) clear(o[m][d]);
 
-        const KeyGather gather(shared.keys, p, t, blocks, again);
-        gather(current, 0, 0);
+    for (int slot = 0, stage = 0; current.first >= 0; stage ^= 1) {
+        const KeyBlock after = blocks.next();
+        const int next_slot = slot == 2 ? 0 : slot + 1, after_slot = next_slot == 2 ? 0 : next_slot + 1;
+        copy_async_wait<0>();
+        __syncthreads();  // this block's rows and the next one's indices are in place; no thread reads the other stage
+        gather(following, next_slot, stage ^ 1);
+        fetch_indices(shared.keys, blocks, after, after_slot);
         copy_async_commit();
+
+        Accumulator s[WARP_ROWS][KEY_FRAGMENTS];
+        mma_rows_keys(s, shared.query + first_row * ROW_STRIDE, shared.keys.key[stage]);
+        finish_logits(s, shared.keys, stage, logit);
+        if (current.masked) apply_mask(s, shared.keys, stage, slot, position, -infinity());
 #pragma unroll
         for (int m = 0; m < WARP_ROWS; ++m) {
-            state[m] = RowState();
+            float rescale[2];
+            state[m].update(s[m], rescale);
+            if (__any_sync(ALL_LANES, rescale[0] != 1.0f || rescale[1] != 1.0f)) {  // rare after the first blocks
 #pragma unroll
-            for (int d = 0; d < DIM_FRAGMENTS; ++d) clear(o[m][d]);
-        }
-
-        for (int slot = 0, stage = 0; current.first >= 0; stage ^= 1) {
-            const KeyBlock after = next_block();
-            const int next_slot = slot == 2 ? 0 : slot + 1, after_slot = next_slot == 2 ? 0 : next_slot + 1;
-            copy_async_wait<0>();
-            __syncthreads();  // this block's rows and the next one's indices are in place; no thread reads the other stage
-            gather(following, next_slot, stage ^ 1);
-            fetch_indices(shared.keys, blocks, after, after_slot);
-            copy_async_commit();
-
-            Accumulator s[WARP_ROWS][KEY_FRAGMENTS];
-            mma_rows_keys(s, shared.query + first_row * ROW_STRIDE, shared.keys.key[stage]);
-            finish_logits(s, shared.keys, stage, logit);
-            if (current.masked) apply_mask(s, shared.keys, stage, slot, position, -infinity());
-            if (BIAS == BIAS_DENSE && again) apply_bias_mask(s, shared.keys, stage, -infinity());
+                for (int d = 0; d < DIM_FRAGMENTS; ++d)
 #pragma unroll
-            for (int m = 0; m < WARP_ROWS; ++m) {
-                float rescale[2];
-                state[m].update(s[m], rescale);
-                if (__any_sync(ALL_LANES, rescale[0] != 1.0f || rescale[1] != 1.0f)) {  // rare after the first blocks
-#pragma unroll
-                    for (int d = 0; d < DIM_FRAGMENTS; ++d)
-#pragma unroll
-                        for (int i = 0; i < 8; ++i) o[m][d].x[i] *= rescale[fragment_row(i)];
-                }
+                    for (int i = 0; i < 8; ++i) o[m][d].x[i] *= rescale[fragment_row(i)];
             }
-            // The barrier also tells whether any thread found a value that is not finite.
-            if (current.masked && __syncthreads_or(!block_is_finite(shared.keys.value[stage])))
-                isolate_nonfinite(o, shared.keys.value[stage], shared.keys, stage, slot, position);
-            accumulate(o, s, shared.keys.value[stage]);
-            current = following;
-            following = after;
-            slot = next_slot;
         }
-        // The barrier also tells that no thread reads the keys any more.
-        if (BIAS == BIAS_NONE || again || !__syncthreads_or(any_nonfinite(o))) break;
-        copy_async_wait<0>();
+        // The barrier also tells whether any thread found a value that is not finite.
+        if (current.masked && __syncthreads_or(!block_is_finite(shared.keys.value[stage])))
+            isolate_nonfinite(o, shared.keys.value[stage], shared.keys, stage, slot, position);
+        accumulate(o, s, shared.keys.value[stage]);
+        current = following;
+        following = after;
+        slot = next_slot;
     }
     float inverse_sum[WARP_ROWS][2];
 #pragma unroll

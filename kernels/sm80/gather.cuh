@@ -71,7 +71,7 @@ __device__ __forceinline__ void fetch_indices(KeyTiles& shared, const KeyBlocks&
 template <bool whole>
 __device__ __forceinline__ void gather_keys(KeyTiles& shared, const AttentionParams& p, const ELEMENT* keys,
                                             const ELEMENT* values, const float* biases, const KeyBlocks& blocks,
-                                            KeyBlock block, int slot, int stage, bool again) {
+                                            KeyBlock block, int slot, int stage) {
     const int count = blocks.source.length - block.first;  // keys from the block's first on
     auto key_at = [&](int column) {
 #if KEYS == KEYS_CONTIGUOUS
@@ -100,19 +100,17 @@ __device__ __forceinline__ void gather_keys(KeyTiles& shared, const AttentionPar
         copy_async_4(&shared.bias[stage][column], biases + (long long)key * p.bias_key, exists ? 4 : 0);
 #endif
         if (block.masked) {
-            const bool hidden = BIAS == BIAS_OF_KEYS && again && biases[(long long)key * p.bias_key] == -infinity();
-            const bool seen = exists && !hidden;
 #if BITS
 #pragma unroll
             for (int w = 0; w < WORDS; ++w)  // a key that does not exist has no bits
                 copy_async_4(&shared.words[stage][w][column],
-                             blocks.source.columns + (long long)w * p.key_stride + key, seen ? 4 : 0);
+                             blocks.source.columns + (long long)w * p.key_stride + key, exists ? 4 : 0);
 #elif KEYS == KEYS_CONTIGUOUS
             shared.start[stage][column] = CAUSAL ? key : INT_LOWEST;
-            shared.stop[stage][column] = seen ? NEVER : INT_LOWEST;
+            shared.stop[stage][column] = exists ? NEVER : INT_LOWEST;
 #else
-            copy_async_4(&shared.start[stage][column], blocks.source.start + key, seen ? 4 : 0);
-            copy_async_4(&shared.stop[stage][column], blocks.source.stop + key, seen ? 4 : 0);
+            copy_async_4(&shared.start[stage][column], blocks.source.start + key, exists ? 4 : 0);
+            copy_async_4(&shared.stop[stage][column], blocks.source.stop + key, exists ? 4 : 0);
 #endif
         }
     }
@@ -156,19 +154,17 @@ struct KeyGather {
     const ELEMENT* keys;
     const ELEMENT* values;
     const float* biases;
-    bool again;  // a second pass: keys with a bias of -inf are masked
 #if BIAS == BIAS_DENSE
     BiasRows bias_rows;
 #endif
 
     __device__ __forceinline__ KeyGather(KeyTiles& shared, const AttentionParams& p, const Tile& t,
-                                         const KeyBlocks& blocks, bool again)
+                                         const KeyBlocks& blocks)
         : shared(shared), p(p), blocks(blocks), keys(p.key + t.batch * p.key_batch + t.group * p.key_head),
           values(p.value + t.batch * p.value_batch + t.group * p.value_head),
           biases(BIAS == BIAS_OF_KEYS
                      ? p.bias + t.batch * p.bias_batch + t.group * p.bias_group + t.first_head * p.bias_head
-                     : nullptr),
-          again(again)
+                     : nullptr)
 #if BIAS == BIAS_DENSE
           , bias_rows(p, t.batch, t.group, t.first_head, t.first_query)
 #endif
@@ -177,9 +173,9 @@ struct KeyGather {
     __device__ __forceinline__ void operator()(KeyBlock block, int slot, int stage) const {
         if (block.first < 0) return;
         if (block.masked)
-            gather_keys<false>(shared, p, keys, values, biases, blocks, block, slot, stage, again);
+            gather_keys<false>(shared, p, keys, values, biases, blocks, block, slot, stage);
         else
-            gather_keys<true>(shared, p, keys, values, biases, blocks, block, slot, stage, again);
+            gather_keys<true>(shared, p, keys, values, biases, blocks, block, slot, stage);
 #if BIAS == BIAS_DENSE
         const BlockKeys columns(blocks, block, shared.index[slot]);
         load_bias<BIAS_ROWS, BLOCK_N, THREADS>(shared.bias_rows[stage], bias_rows, columns.following(), columns);
@@ -269,33 +265,8 @@ __device__ __forceinline__ void apply_mask(Accumulator (&s)[WARP_ROWS][KEY_FRAGM
         }
 }
 
-// Whether a dense bias hides the block's key `column` from row 16 m + 8 r of this lane.
-__device__ __forceinline__ bool bias_hides(const KeyTiles& shared, int stage, int m, int r, int column) {
-#if BIAS == BIAS_DENSE
-    const int row = (threadIdx.x / 32 * WARP_ROWS * 16 + (threadIdx.x & 31) / 4 + 16 * m + 8 * r) / HEADS;
-    return to_float(shared.bias_rows[stage].x[row * BiasTile<BIAS_ROWS, BLOCK_N>::STRIDE + column]) == -infinity();
-#else
-    return false;
-#endif
-}
-
-// As apply_mask, for pairs that a dense bias hides.
-__device__ __forceinline__ void apply_bias_mask(Accumulator (&s)[WARP_ROWS][KEY_FRAGMENTS], const KeyTiles& shared, int stage,
-                                                float hidden) {
-#pragma unroll
-    for (int n = 0; n < KEY_FRAGMENTS; ++n)
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-#pragma unroll
-            for (int m = 0; m < WARP_ROWS; ++m)
-                if (bias_hides(shared, stage, m, fragment_row(i), 16 * n + 2 * (threadIdx.x & 3) + fragment_column(i)))
-                    s[m][n].x[i] = hidden;
-}
-
 // A non-finite value must not reach a row that does not see its key, but 0 * inf is NaN. In a masked block such values are
-// added to the rows that see them, and are zero in the MMA. A bias of -inf hides keys, too: to look for it in each block
-// costs time, so a block that finds something not finite in its results computes them a second time (`again`), with every
-// block masked.
+// added to the rows that see them, and are zero in the MMA.
 __device__ __forceinline__ bool block_is_finite(const ELEMENT* value) {
     unsigned found = 0;
     for_each_piece<BLOCK_N, THREADS>([&](int column, int piece) {
@@ -316,8 +287,7 @@ __device__ __forceinline__ void isolate_nonfinite(Accumulator (&o)[WARP_ROWS][DI
                 const float v = to_operand(value[key * ROW_STRIDE + 16 * d + 2 * (threadIdx.x & 3) + fragment_column(i)]);
 #pragma unroll
                 for (int m = 0; m < WARP_ROWS; ++m)
-                    if (!isfinite(v) && visible(position[m][fragment_row(i)], seen) &&
-                        !bias_hides(shared, stage, m, fragment_row(i), key))
+                    if (!isfinite(v) && visible(position[m][fragment_row(i)], seen))
                         o[m][d].x[i] += v;
             }
     }

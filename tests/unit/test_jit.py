@@ -196,8 +196,6 @@ def allowed_spills(config: jit.Config, arch: str) -> int:
         return 0
     if config.source == "sm80/backward_dkv.cu":
         return 700  # two accumulators of all of D
-    if config.source == "sm80/forward.cu" and config.element == "float" and config.head_dim > 192:
-        return 320  # 296 with a bias: what a second pass begins with again
     return 320 if getattr(config, "sequences", False) else 256  # bounds beside what every tile knows: 282, NVRTC 12.9
 
 
