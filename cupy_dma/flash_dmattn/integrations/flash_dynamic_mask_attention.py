@@ -119,7 +119,9 @@ def _mask(bias: Tensor | None, mask: Tensor | None, window: int | None, causal: 
     if bias is None or not window or window >= length:
         own = None if documents is None else IntervalMask.documents(documents, causal=causal)
         if seen is None or own is None:
-            return own or (IntervalMask.padding(seen) if seen is not None and seen.dim() == 2 else seen), causal
+            if own is None and seen is not None:
+                own = IntervalMask.padding(seen) if seen.dim() == 2 else seen
+            return own, causal
         return (own & IntervalMask.padding(seen) if seen.dim() == 2 else (own, seen)), causal
     per_key = bias[:, :, 0] if bias.dim() == 4 and bias.shape[2] == 1 else bias
     if per_key.dim() == 3 and per_key.shape[-1] == length:
