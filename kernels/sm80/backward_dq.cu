@@ -40,7 +40,7 @@ __device__ __forceinline__ void logit_gradients(Accumulator (&s)[WARP_ROWS][KEY_
                 for (int k = 0; k < 2; ++k) {
                     const float x = s[m][n].x[i + k];
                     const float probability = exp2_fast(logit(x, k == 0 ? bias.x : bias.y) - lse[m][r]);
-                    const float ds = probability * (dp[m][n].x[i + k] - delta[m][r]);
+                    const float ds = probability == 0.0f ? 0.0f : probability * (dp[m][n].x[i + k] - delta[m][r]);
                     if (DBIAS) dp[m][n].x[i + k] = ds;
                     s[m][n].x[i + k] = ds * logit.slope(x);
                 }
@@ -169,6 +169,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_dq(co
     }
     float factor[WARP_ROWS][2];
 #pragma unroll
-    for (int m = 0; m < WARP_ROWS; ++m) factor[m][0] = factor[m][1] = p.scale;
+    for (int m = 0; m < WARP_ROWS; ++m)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) factor[m][r] = lse[m][r] == infinity() ? 0.0f : p.scale;  // no visible key
     write_rows(p.dquery, shared.query, p, t, first_row, dq, factor);
 }

@@ -334,7 +334,7 @@ __device__ __forceinline__ void write_rows(ELEMENT* target_base, ELEMENT* stagin
             for (int i = 0; i < 8; ++i) {
                 const int r = fragment_row(i);
                 from_float(rows[(16 * m + lane / 4 + 8 * r) * ROW_STRIDE + 16 * d + 2 * (lane & 3) + fragment_column(i)],
-                           o[m][d].x[i] * factor[m][r]);
+                           factor[m][r] == 0.0f ? 0.0f : o[m][d].x[i] * factor[m][r]);
             }
     __syncwarp();  // the warp's rows are complete
     constexpr int WIDTH = VECTOR ? PIECE : 1;  // elements a lane stores at a time

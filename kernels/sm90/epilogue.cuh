@@ -77,6 +77,13 @@ __device__ __forceinline__ void epilogue(const ForwardParams& launch, const Outp
         if (OnlineSoftmax::LARGE) nonfinite = add_zero_times(add_zero_times(nonfinite, words[1]), words[3]);
     }
     if (nonfinite != 0) raise(nonfinite_seen);
+    if (__any_sync(ALL_LANES, softmax.is_empty(0) || softmax.is_empty(1))) {
+        __syncwarp();  // the warp's rows are complete
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            for (int piece = lane & 3; softmax.is_empty(r) && piece < ROW_PIECES; piece += 4)
+                *reinterpret_cast<uint4*>(piece_of<BLOCK_M>(staging, first_row + lane / 4 + 8 * r, piece)) = uint4{};
+    }
     copy_rows(launch, t, staging, first_row);
     const int r = lane & 3, row = first_row + lane / 4 + 8 * r;  // two of four lanes write one each
     if (r < 2 && row < t.rows)
