@@ -43,8 +43,9 @@ from benchmarks.tune_sm90 import KINDS, ROUNDING, WINDOWS, Case, calls
 from cupy_dma.backends.cuda.attention import sm90, sm90_costs, sm90_schedule, sm90_tiles
 from cupy_dma.backends.cuda.attention.sm90_schedule import Work
 from cupy_dma.backends.cuda.attention.sm90_tiles import Facts, HopperTile
-from cupy_dma.backends.cuda.runtime import jit, plans
+from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE
+from cupy_dma.backends.cuda.runtime.program import fresh
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 TILE_HEADS = 2
@@ -105,7 +106,7 @@ def choices(kinds: list[str], head_dims: list[int]) -> list[Case]:
 @contextlib.contextmanager
 def forced(tile: HopperTile, work: Work) -> Iterator[None]:
     """Calls have this tile and this schedule."""
-    with (plans.switched(False), mock.patch.object(sm90, "tile_shape", lambda *arguments: tile),
+    with (fresh(), mock.patch.object(sm90, "tile_shape", lambda *arguments: tile),
           mock.patch.object(sm90, "work_of", lambda *arguments: work),
           mock.patch.object(sm90, "_pays", lambda *arguments: True)):
         yield
@@ -119,7 +120,7 @@ def facts_of(call: Callable[[], Any]) -> tuple[Facts, HopperTile, Work]:
         found[:] = facts, tile, sm90_schedule.work_of(facts, tile, num_sms)
         return found[2]
 
-    with (plans.switched(False), mock.patch.object(sm90, "work_of", work_of),
+    with (fresh(), mock.patch.object(sm90, "work_of", work_of),
           mock.patch.object(sm90, "_pays", lambda *arguments: True)):
         call()
     return found[0], found[1], found[2]

@@ -29,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itse
 from benchmarks.harness.suite import add_record_options, write_record
 from cupy_dma.backends.cuda.attention import sm90, sm90_tiles
 from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile
-from cupy_dma.backends.cuda.runtime import jit, plans
+from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.program import fresh
 
 KINDS = tuple(sm90_tiles.TILES)
 SHORT_CANDIDATES = {  # for lists of few keys; by the largest head dim
@@ -98,7 +99,7 @@ def forced(tile: HopperTile | None) -> Iterator[None]:
     sm90.tile_shape = lambda facts, num_sms: tile
     sm90._pays = lambda call, problem, num_sms: tile is not None
     try:
-        with plans.switched(False):
+        with fresh():
             yield
     finally:
         sm90.tile_shape, sm90._pays = saved
@@ -120,7 +121,7 @@ def kernels_of(folder: Path | None) -> Iterator[None]:
         jit.kernels_directory = lambda: folder
         forget()
     try:
-        with plans.switched(plans.enabled() and folder is None):
+        with contextlib.nullcontext() if folder is None else fresh():
             yield
     finally:
         if folder is not None:

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itse
 from benchmarks import backward
 from benchmarks.harness.suite import Case, add_record_options, write_record
 from cupy_dma.backends.cuda.attention import sm90_backward
-from cupy_dma.backends.cuda.runtime import plans
+from cupy_dma.backends.cuda.runtime.program import fresh
 
 
 class Way(NamedTuple):
@@ -64,9 +64,8 @@ def ways(case: Case) -> list[Way]:
 @contextlib.contextmanager
 def forced(way: Way) -> Iterator[None]:
     """Calls take this way."""
-    kernels = sm90_backward._dkv_kernel, sm90_backward._round_kernel
     with contextlib.ExitStack() as stack:
-        stack.enter_context(plans.switched(False))
+        stack.enter_context(fresh())
         stack.enter_context(mock.patch.object(sm90_backward, "ONE_PASS", way.one_pass))
         stack.enter_context(mock.patch.object(sm90_backward, "MIN_TILES", 0.0))
         if way.portable:
@@ -77,13 +76,7 @@ def forced(way: Way) -> Iterator[None]:
             stages = 1 if way.one_pass and way.block_q == 128 else 2
             stack.enter_context(mock.patch.object(sm90_backward, "block_q", lambda *facts: way.block_q))
             stack.enter_context(mock.patch.object(sm90_backward, "key_stages", lambda head_dim, one_pass: stages))
-        for kernel in kernels:
-            kernel.cache_clear()
-        try:
-            yield
-        finally:
-            for kernel in kernels:
-                kernel.cache_clear()
+        yield
 
 
 def measured(case: Case) -> list[dict[str, Any]]:

@@ -70,9 +70,9 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture
 def unplanned():
     """No call repeats what an earlier one has launched: for tests that change which kernels a call takes."""
-    from cupy_dma.backends.cuda.runtime import plans
+    from cupy_dma.backends.cuda.runtime.program import fresh
 
-    with plans.switched(False):
+    with fresh():
         yield
 
 

@@ -4,9 +4,9 @@
 both share this code down to the backend. (``jax.pure_callback`` copies the results, and has no GPU side.) All that can
 be decided is decided when the program is made, that is when a function is traced:
 
-    on a GPU    the task is recorded as a plan (``backends/cuda/buffers.py``). The callback collects addresses and
-                launches on XLA's stream. The plan's workspace is one more result, so XLA owns all memory and may
-                capture the launches in a command buffer, whose replays do not call Python.
+    on a GPU    the task is built as a program of the CUDA backend (``cuda/runtime/program.py``). The callback collects
+                addresses and launches on XLA's stream. The workspace is one more result, so XLA owns all memory and
+                may capture the launches in a command buffer, whose replays do not call Python.
     else        a task that cannot be planned, and every task of the numpy backend, runs on views of the buffers, and
                 its results are copied into theirs. On a GPU that allocates from CuPy's pool, and keeps the call out of
                 command buffers.
@@ -58,7 +58,7 @@ class Program:
         self.results = dict(results_of(task, self.kinds))
         self._plans = {} if checks.wants_values_checked() else self._all_plans(for_gpu)
         self.planned = bool(self._plans)
-        self.workspace = max((plan.workspace for plan in self._plans.values()), default=0)  # bytes
+        self.workspace = max((built.workspace for built, _ in self._plans.values()), default=0)  # bytes
         self.run = custom_vmap(self._call)
         self.run.def_vmap(functools.partial(batching.rule, self, run_program))
 
@@ -93,15 +93,16 @@ class Program:
         operands = {name: Operand(name, SimpleNamespace(shape=shape), library, shape, _strides(shape), dtype, device,
                                   _ALIGNMENT) for name, (shape, dtype) in self.kinds.items()}
         module: Any = backends.choose(self.task.backend, operands.values())
-        make = getattr(module, "plan_buffers", None)
-        if make is None or not module.plans.enabled():
+        make = getattr(module, "build_program", None)
+        if make is None or not module.keeps_programs():
             return None
         names = list(self.kinds)
 
         def function(functions: Any, *stand_ins: Operand) -> tuple[Any, ...]:
             return run(self.task, functions, dict(zip(names, stand_ins)))
 
-        return make(function, list(operands.values()))
+        built = make(function, list(operands.values()))
+        return None if built is None else (built, module.launch)
 
     # ---- when it runs -----------------------------------------------------------------------------------------------
 
@@ -125,7 +126,8 @@ class Program:
             for address in addresses:
                 bits |= address
             if not bits % _ALIGNMENT:
-                plan.launch(addresses if plan.workspace or not self.workspace else addresses[:-1], stream, arrays)
+                built, launch = plan
+                launch(built, addresses if built.workspace or not self.workspace else addresses[:-1], stream, arrays)
                 return
         if device == CPU:
             self._fill_directly(library_named("numpy"), device, arrays())

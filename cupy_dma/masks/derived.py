@@ -6,7 +6,6 @@ what an eager call has kept, once that is complete; it then stays on the mask fo
 """
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -66,10 +65,3 @@ def _complete(mask: Any, identity: tuple[Any, ...]) -> Any:
                     mask._history.captured.append(found)
                 return found
     return None
-
-
-def moved(lists: Any, begin: int, end: int, array: Any, pointer: int) -> Any:
-    """Key lists whose workspace, at addresses ``begin`` to ``end``, is now ``array`` at ``pointer``."""
-    fields = {name: value + pointer - begin if begin <= value <= end else value
-              for name, value in lists.fields.items()}
-    return dataclasses.replace(lists, workspace=array, fields=fields)

@@ -54,7 +54,7 @@ def select(scores: Operand, window: int, keys: str, candidates: Candidates, modu
     w = min(window, max(n, 1))
     hints = selection_hints(window, n, keys, real is not None, runs is not None and not apart)
     prefix_run = getattr(module, "prefix_run", None)
-    if keys == "prefix" and runs is None and not everything and prefix_run is not None:
+    if keys == "prefix" and runs is None and not everything and prefix_run is not None and 0 not in scores.shape:
         start, stop = prefix_run(scores, w, real)
         return Runs(start, stop, hints)
     if everything:

@@ -1,7 +1,6 @@
 """The gradients of a call from what its forward has saved: on its backend, or where they are traced by operators."""
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -14,7 +13,6 @@ from cupy_dma.arrays import Operand, library_named
 from cupy_dma.calls.gradients import INPUTS, chain_gradients
 from cupy_dma.calls.sequences import Sequences
 from cupy_dma.calls.types import AttentionCall, key_bias
-from cupy_dma.masks.derived import moved
 from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.masks.runs import Hints
 from cupy_dma.torch.registration import is_plain_gradient, operators
@@ -45,20 +43,21 @@ class MadeMask(NamedTuple):
     """A mask that a call has made, and its key lists, without their tensors: those autograd saves."""
 
     hints: Hints
-    lists: list[tuple[Any, Any, int, int]]  # key, lists, first and last address of their workspace
+    lists: list[tuple[Any, type, list[int]]]  # key and type of an entry, and which of the tensors it has
 
     @classmethod
     def taken_apart(cls, mask: IntervalMask) -> tuple[MadeMask, list[Tensor]]:
-        found = [(key, x) for key, x in mask._cache.items() if hasattr(x, "workspace")]
-        spaces = [x.workspace for _, x in found]
-        lists = [(key, dataclasses.replace(x, workspace=None), at := space.data_ptr(), at + space.nbytes)
-                 for (key, x), space in zip(found, spaces)]
-        return cls(mask._hints, lists), [mask._start.array, mask._stop.array, *spaces]
+        found = [(key, x) for key, x in mask._cache.items() if hasattr(x, "addresses")]
+        tensors = {id(array): array for _, x in found for array in x.arrays}
+        numbers = {identity: i for i, identity in enumerate(tensors)}
+        lists = [(key, type(x), [numbers[id(array)] for array in x.arrays]) for key, x in found]
+        return cls(mask._hints, lists), [mask._start.array, mask._stop.array, *tensors.values()]
 
-    def mask(self, start: Tensor, stop: Tensor, *spaces: Tensor) -> IntervalMask:
+    def mask(self, start: Tensor, stop: Tensor, *tensors: Tensor) -> IntervalMask:
         mask = IntervalMask._make(library_named("torch"), start, stop, self.hints)
-        for (key, lists, begin, end), space in zip(self.lists, spaces):
-            mask._cache[key] = moved(lists, begin, end, space, space.data_ptr())
+        for key, kind, numbers in self.lists:
+            arrays = [tensors[i] for i in numbers]
+            mask._cache[key] = kind(arrays, [x.data_ptr() for x in arrays])
         return mask
 
 

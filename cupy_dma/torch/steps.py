@@ -1,12 +1,10 @@
 """Eager calls on plain tensors that have been made before: looked up by what is known of their tensors without reading
-them, then run as plans (``backends/cuda/steps.py``).
+them, then run as programs (``backends/cuda/chain.py``).
 
-The first call of a kind is checked as any other. If autograd wants gradients its plans are recorded at once, since what
-autograd saves must not depend on how often a kind was called: a checkpoint makes the call again. Otherwise they are
-recorded by the second call. From then on a call is a look-up, allocations, addresses and launches: a call of the same
-kind has been checked. What checks decide is part of the kind: shapes, strides, types, devices and alignment, options
-and their types, and of an interval mask its shape, strides and hints. Traced or intercepted calls have no kind, nor
-have arguments of other types.
+The first call of a kind is checked as any other, and builds its programs. From then on a call is a look-up,
+allocations, addresses and launches: a call of the same kind has been checked. What checks decide is part of the kind:
+shapes, strides, types, devices and alignment, options and their types, and of an interval mask its shape, strides and
+hints. Traced or intercepted calls have no kind, nor have arguments of other types.
 """
 from __future__ import annotations
 
@@ -38,7 +36,6 @@ class _Plans(NamedTuple):
     """What is known of a kind whose calls have been made."""
 
     step: Any  # None until there is one, and where there can be none
-    calls: int  # that have been made
     facts: Facts  # without a mask
     runtime: Any  # of the backend then
     saved: list[Any]  # ``described`` of the tensors that the backward gets: out, lse, the inputs
@@ -94,7 +91,7 @@ def kind_of(tensors: tuple[Any, ...], mask: Any, options: tuple[Any, ...]) -> Ki
         return None
     if plans is not None:
         module = plans.facts.module
-        if plans.step is None or module.runtime is not plans.runtime or not module.plans.enabled():
+        if plans.step is None or module.runtime is not plans.runtime or not module.keeps_programs():
             plans = None
     return Kind(found, addresses, grad and wanted, plans)
 
@@ -112,8 +109,11 @@ def _facts_of(mask: IntervalMask) -> Any:
 
 def recorded(kind: Kind | None, call: AttentionCall | DynamicCall, module: ModuleType, backend: str | None,
              inputs: tuple[Tensor | None, ...]) -> Kind | None:
-    """The kind of a checked call with these inputs, with plans if they can be recorded and autograd wants gradients."""
-    if kind is None or not kind.grad or not _can_be_planned(kind, call, module):
+    """The kind of a checked call with these inputs, with programs if there are any. Not where a backend may do without
+    a mask, which it decides when it has the scores."""
+    if kind is None or not _can_be_planned(kind, call, module):
+        return kind
+    if not kind.grad and isinstance(call, DynamicCall) and call.attention.query_length < call.attention.key_length:
         return kind
     return kind._replace(plans=_record(kind, call, module, backend, inputs))
 
@@ -121,24 +121,14 @@ def recorded(kind: Kind | None, call: AttentionCall | DynamicCall, module: Modul
 def learn(kind: Kind | None, call: AttentionCall | DynamicCall, module: ModuleType, backend: str | None,
           inputs: tuple[Tensor | None, ...]) -> None:
     """A checked call without gradients has been made, with these inputs."""
-    if kind is None or kind.grad or not _can_be_planned(kind, call, module):
-        return
-    found = _known.get(kind.facts)
-    if found is None or found.runtime is not module.runtime:
-        _keep(kind, _Plans(None, 1, _facts(call, module, backend), module.runtime, [], []))
-    elif found.calls == 1 and not _is_capturing(call):
+    if kind is not None and not kind.grad and _can_be_planned(kind, call, module):
         _record(kind, call, module, backend, inputs)
 
 
 def _can_be_planned(kind: Kind, call: AttentionCall | DynamicCall, module: ModuleType) -> bool:
     own = call.attention if isinstance(call, DynamicCall) else call
-    return (getattr(module, "make_step", None) is not None and module.plans.enabled()
+    return (getattr(module, "make_chain", None) is not None and module.keeps_programs()
             and _PLAIN.issuperset(kind.facts[1]) and not looks_turned(own.query, own.key))  # which warns each time
-
-
-def _is_capturing(call: AttentionCall | DynamicCall) -> bool:
-    own = call.attention if isinstance(call, DynamicCall) else call
-    return own.query.device.kind == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _facts(call: AttentionCall | DynamicCall, module: ModuleType, backend: str | None) -> Facts:
@@ -148,20 +138,16 @@ def _facts(call: AttentionCall | DynamicCall, module: ModuleType, backend: str |
 
 def _record(kind: Kind, call: AttentionCall | DynamicCall, module: ModuleType, backend: str | None,
             inputs: tuple[Tensor | None, ...]) -> _Plans | None:
-    """The plans of such calls, to be run from now on; None if there are none."""
+    """The programs of such calls, to be run from now on; None if there are none."""
     known = _known.get(kind.facts)
-    if known is not None and known.calls == 2 and known.runtime is module.runtime:
-        return None  # they cannot be planned
+    if known is not None and known.runtime is module.runtime:
+        return None  # they take the array library
     own = call.attention if isinstance(call, DynamicCall) else call
-    try:
-        step = module.make_step(call, kind.grad)
-    except Exception as error:
-        module.plans.warn_not_recorded(error)
-        return None
+    step = module.make_chain(call, kind.grad)
     shape, device = own.query.shape, own.query.array.device
     results = [(torch.Size(shape), own.query.array.dtype, device),
                (torch.Size((shape[0], shape[2], shape[1])), torch.float32, device)]
-    found = _Plans(step, 2, _facts(call, module, backend), module.runtime, results + described(inputs),
+    found = _Plans(step, _facts(call, module, backend), module.runtime, results + described(inputs),
                    [None, None, *[layout_of(x) for x in inputs if x is not None]])
     _keep(kind, found)
     return None if step is None else found
@@ -213,7 +199,7 @@ class _Step(torch.autograd.Function):
 def _planned(plans: _Plans, mask: IntervalMask | None, made: list[Tensor], saved: tuple[Any, ...], dout: Tensor,
              dlse: Tensor | None, needed: tuple[bool, ...]) -> list[Tensor | None] | None:
     """The gradients by plans; None where there are none."""
-    if (not is_plain_gradient(dout) or _intercepted() or not plans.facts.module.plans.enabled() or dout.is_neg()
+    if (not is_plain_gradient(dout) or _intercepted() or dout.is_neg()
             or (dlse is not None and dlse.is_neg())):
         return None
     if dout.stride(-1) != 1:

@@ -6,6 +6,7 @@ emulates blocks, warps and shared memory (driver/), on NumPy arrays and CPU tens
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,23 +17,12 @@ import numpy as np
 
 from cupy_dma import backends
 from cupy_dma.arrays import Operand, describe, library_named, numpy_dtype
+from cupy_dma.backends.cuda import backend as cuda_backend
 from cupy_dma.backends.cuda.attention import tma
-from cupy_dma.backends.cuda.attention.backward_chunks import attention_backward as _attention_backward
-from cupy_dma.backends.cuda.attention.flash_decode import takes_value_dim as _takes_value_dim
-from cupy_dma.backends.cuda.attention.forward import attention as _attention
-from cupy_dma.backends.cuda.attention.last_queries import attend_last as _attend_last
-from cupy_dma.backends.cuda.buffers import BufferPlan
-from cupy_dma.backends.cuda.decode.cache import cache_extend as _cache_extend
-from cupy_dma.backends.cuda.decode.step import step as _decode_step
-from cupy_dma.backends.cuda.runtime import plans
-from cupy_dma.backends.cuda.runtime.traces import Untraceable
+from cupy_dma.backends.cuda.chain import Chain
+from cupy_dma.backends.cuda.decode.step import step
+from cupy_dma.backends.cuda.runtime.program import NotBuildable
 from cupy_dma.backends.cuda.runtime.user_kernel import Launch
-from cupy_dma.backends.cuda.select.last_queries import last_keys as _last_keys
-from cupy_dma.backends.cuda.select.prefix import prefix_run as _prefix_run
-from cupy_dma.backends.cuda.select.prefix import prefix_stop as _prefix_stop
-from cupy_dma.backends.cuda.select.scores import key_scores as _key_scores
-from cupy_dma.backends.cuda.select.scores import key_scores_backward as _key_scores_backward
-from cupy_dma.backends.cuda.steps import Step
 from cupy_dma.cache.snapshot import ARRAYS
 from cupy_dma.cache.state import CacheState, ExtendCall
 from cupy_dma.masks.interval import IntervalMask
@@ -44,61 +34,60 @@ from tests.emulator.tma_descriptors import encode
 __all__ = ["BACKEND", "Backend", "EmulatorError", "EmulatorRuntime", "Order", "hopper_gpu", "using"]
 
 
-class Backend:
-    """What ``cupy_dma.backends`` asks of a backend, on one emulated device."""
+RESULTS = {"key_scores": ("score",), "prefix_stop": ("stop",), "prefix_run": ("start", "stop"),
+           "attention": ("out", "lse"), "_attend_last": ("out", "lse"), "last_keys": ("keys",),
+           "attention_backward": ("dquery", "dkey", "dvalue", "dbias"),
+           "key_scores_backward": ("dvalue", "ddt_proj", "dA", "ddt_bias"), "step": ("out", "lse")}
 
-    plans = plans
 
-    def __init__(self, runtime: EmulatorRuntime):
-        self.runtime = runtime
+class Backend(cuda_backend.Backend):
+    """The CUDA backend on an emulated device, whose memory is watched."""
+
+    runtime: EmulatorRuntime
 
     def unavailable(self) -> str | None:
         return build.unavailable()
 
-    def key_scores(self, *arguments: Any) -> Any:
-        return self._run(_key_scores, arguments, ("score",))
-
-    def prefix_stop(self, *arguments: Any) -> Any:
-        return self._run(_prefix_stop, arguments, ("stop",))
-
-    def prefix_run(self, *arguments: Any) -> Any:
-        return self._run(_prefix_run, arguments, ("start", "stop"))
-
-    def attention(self, call: Any) -> Any:
-        return self._run(_attention, (call,), ("out", "lse"))
-
-    def takes_value_dim(self, call: Any) -> bool:
-        return _takes_value_dim(self.runtime, call)
-
-    def last_keys(self, *arguments: Any) -> Any:
-        return self._run(_last_keys, arguments, ("keys",))
-
-    def attend_last(self, call: Any, scores: Any) -> Any:
-        return self._run(_attend_last, (call, scores), ("out", "lse"))
-
-    def attention_backward(self, call: Any) -> Any:
-        return self._run(_attention_backward, (call,), ("dquery", "dkey", "dvalue", "dbias"))
-
-    def key_scores_backward(self, *arguments: Any, **more: Any) -> Any:
-        return self._run(_key_scores_backward, arguments, ("dvalue", "ddt_proj", "dA", "ddt_bias"), more)
-
-    def cache_extend(self, state: Any, call: Any) -> Any:
-        return _cache_extend(self._step, self.prefix_stop, self.attention, state, call)
-
     def _step(self, state: Any, call: Any) -> Any:
-        return self._run(_decode_step, (state, call), ("out", "lse"))
+        return self._watched(step, lambda *announced: step(self.runtime, *announced), (state, call))
 
-    def make_step(self, call: Any, grad: bool) -> Any:
+    def _run(self, function: Any, *arguments: Any) -> Any:
+        return self._watched(function, functools.partial(super()._run, function), arguments)
+
+    def _watched(self, function: Any, run: Any, arguments: tuple[Any, ...]) -> Any:
+        names = RESULTS[function.__name__]
+        with self.runtime.memory.session() as session:
+            results = run(*(_announced(argument, session) for argument in arguments))
+            if self.runtime.build == "watched":
+                for result, name in zip(results if len(names) > 1 else (results,), names):
+                    if result is None:
+                        continue
+                    operand = describe(result, name)
+                    session.check_written(operand.pointer, name, numpy_dtype(operand.dtype).itemsize,
+                                          self.runtime.most_writes)
+            return results
+
+    def make_chain(self, call: Any, grad: bool) -> Any:
         try:
-            return WatchedStep(self.runtime, call, grad)
-        except Untraceable:
+            return WatchedChain(self.runtime, call, grad)
+        except NotBuildable:
             return None
 
-    def plan_buffers(self, function: Any, operands: Any) -> Any:
-        try:
-            return WatchedBufferPlan(self.runtime, function, operands)
-        except Untraceable:
-            return None
+    def launch(self, program: Any, addresses: Any, stream: int, arrays: Any) -> None:
+        """Operands may be read; results and workspace are written before they are read."""
+        count = len(arrays()) - len(program.allocations)
+        with self.runtime.memory.session() as session:
+            regions = []
+            for i, array in enumerate(arrays()):
+                if array.size and i < count:
+                    session.readable(np.ascontiguousarray(array), f"operand {i}")
+                elif array.size:
+                    regions.append((i - count, array.itemsize, session.writable(array, f"result {i}")))
+            super().launch(program, addresses, stream, arrays)
+            for i, size, region in regions:
+                never, _ = build.driver().written(region, self.runtime.most_writes)
+                if self.runtime.build == "watched" and i < program.results and never >= 0:
+                    raise AssertionError(f"element {never // size} of result {i} was not written")
 
     def run_kernel(self, launch: Launch) -> None:
         """A kernel of the user's own. What it may write holds values already."""
@@ -108,22 +97,9 @@ class Backend:
             self.runtime.load(launch.config, launch.entry, 0, launch.shared_bytes).launch(
                 launch.grid, launch.threads, launch.params, alone=True)
 
-    def _run(self, function: Any, arguments: tuple, names: tuple[str, ...], more: dict[str, Any] | None = None) -> Any:
-        with self.runtime.memory.session() as session:
-            more = {name: _announced(argument, session) for name, argument in (more or {}).items()}
-            results = function(self.runtime, *(_announced(argument, session) for argument in arguments), **more)
-            if self.runtime.build == "watched" and results is not None:
-                for result, name in zip(results if len(names) > 1 else (results,), names):
-                    if result is None:
-                        continue
-                    operand = describe(result, name)
-                    session.check_written(operand.pointer, name, numpy_dtype(operand.dtype).itemsize,
-                                          self.runtime.most_writes)
-            return results
 
-
-class WatchedStep(Step):
-    """A step whose arrays are announced; those that it keeps stay announced."""
+class WatchedChain(Chain):
+    """A chain whose arrays are announced; those that it keeps stay announced."""
 
     def __init__(self, runtime: EmulatorRuntime, call: Any, grad: bool):
         with runtime.memory.session() as session:
@@ -145,28 +121,6 @@ class WatchedStep(Step):
                 if array is not None:
                     self.library = session.operand(inner.describe(array, f"argument {i}")).library
             yield None if mask is None else _announced(mask, session)
-
-
-class WatchedBufferPlan(BufferPlan):
-    """A plan whose operands may be read, and whose results and workspace are written before they are read."""
-
-    def __init__(self, runtime: EmulatorRuntime, function: Any, operands: Any):
-        super().__init__(runtime, function, operands)
-        self._operands = sum(operand is not None for operand in operands)
-
-    def launch(self, addresses: Any, stream: int, arrays: Any) -> None:
-        with self.runtime.memory.session() as session:
-            regions = []
-            for i, array in enumerate(arrays()):
-                if array.size and i < self._operands:
-                    session.readable(np.ascontiguousarray(array), f"operand {i}")
-                elif array.size:
-                    regions.append((i - self._operands, array.itemsize, session.writable(array, f"result {i}")))
-            super().launch(addresses, stream, arrays)
-            for i, size, region in regions:
-                never, _ = build.driver().written(region, self.runtime.most_writes)
-                if self.runtime.build == "watched" and i < self.results and never >= 0:
-                    raise AssertionError(f"element {never // size} of result {i} was not written")
 
 
 def _announced(argument: Any, session: Session) -> Any:
@@ -212,19 +166,9 @@ def using(kind: type[EmulatorRuntime] = EmulatorRuntime, **options: Any) -> Iter
 @contextmanager
 def hopper_gpu(kind: type[EmulatorRuntime] = EmulatorRuntime, **options: Any) -> Iterator[EmulatorRuntime]:
     """The same with a Hopper GPU, and a driver that describes tensors to its TMA."""
-    forget_maps()
-    try:
-        with (using(kind, is_hopper=True, **options) as runtime,
-              mock.patch.object(tma, "_driver_function", lambda: encode)):
-            yield runtime
-    finally:
-        forget_maps()
-
-
-def forget_maps() -> None:
-    """Maps are kept by the address of what they describe, with the driver that made them."""
-    tma._map.cache_clear()
-    tma._runs.cache_clear()
+    with (using(kind, is_hopper=True, **options) as runtime,
+          mock.patch.object(tma, "_driver_function", lambda: encode)):
+        yield runtime
 
 
 backends.register("emulator", BACKEND)

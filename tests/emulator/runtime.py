@@ -62,6 +62,7 @@ class EmulatorRuntime:
                  is_hopper: bool = False):
         self.build, self.order, self.shared_limit, self.is_hopper = build, order, shared_limit, is_hopper
         self.most_writes = 1
+        self.separate_arrays = True  # in programs: each is watched
         self.memory = Memory()
         self._checked: set[int] = set()
 

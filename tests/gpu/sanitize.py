@@ -30,8 +30,8 @@ from cupy_dma.backends import cuda
 from cupy_dma.backends.cuda.attention import sm90_schedule
 from cupy_dma.backends.cuda.attention.sm90_tiles import TILES, HopperTile
 from cupy_dma.backends.cuda.decode import step
-from cupy_dma.backends.cuda.runtime import plans
 from cupy_dma.backends.cuda.runtime.device import CudaRuntime
+from cupy_dma.backends.cuda.runtime.program import fresh
 from cupy_dma.backward import attention_backward, key_scores_backward
 from tests.gpu.sm90_tiles import portable, taken
 from tests.oracle import cases, reference, schedule_cases, selection_cases, varlen_cases
@@ -63,7 +63,7 @@ def hopper_forward(tile: HopperTile, largest: int) -> int:
         return 0
 
     smallest = 65 if tile.block_n < 64 else 1  # blocks of 32 keys are for large head dims
-    with (plans.switched(False), taken(tile, range(smallest, largest + 1)),
+    with (fresh(), taken(tile, range(smallest, largest + 1)),
           mock.patch.object(CudaRuntime, "num_sms", lambda runtime, index: 2)):
         return (forward(("float16", "bfloat16")) + varlen_forward(("float16", "bfloat16")) + rising_logits(largest)
                 + cut_tiles(largest) + split_tiles(largest) + short_tiles(largest) + rotated_tiles(largest))
@@ -184,7 +184,7 @@ def hopper_backward() -> int:
         return 0
     count, chosen = 0, [c for c in cases.CASES if c.name.startswith(HOPPER_NAMES)][share]
     for one_pass, sms in itertools.product((False, True), (2, 132)):
-        with (plans.switched(False), mock.patch.object(CudaRuntime, "num_sms", lambda runtime, index, sms=sms: sms),
+        with (fresh(), mock.patch.object(CudaRuntime, "num_sms", lambda runtime, index, sms=sms: sms),
               schedule_cases.hopper_gradients(one_pass)):
             for case in chosen:
                 gradients = cases.run_backward(case, cupy.asarray, with_dlse=True)

@@ -8,7 +8,7 @@ from unittest import mock
 
 from cupy_dma.backends.cuda.attention import sm90, sm90_backward
 from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile
-from cupy_dma.backends.cuda.runtime import plans
+from cupy_dma.backends.cuda.runtime.program import fresh
 
 TILES = {  # and head dims that fit
     "128x128": (HopperTile(128, 128, 2, 2, 2), range(1, 129)),
@@ -32,7 +32,7 @@ def taken(tile: HopperTile, head_dims: Container[int]) -> Iterator[None]:
     def pays(call: Any, problem: Any, num_sms: int) -> bool:
         return call.head_dim in head_dims and (tile.block_m == 128 or not sm90.is_dense(problem))
 
-    with (plans.switched(False), mock.patch.object(sm90, "tile_shape", lambda *arguments: tile),
+    with (fresh(), mock.patch.object(sm90, "tile_shape", lambda *arguments: tile),
           mock.patch.object(sm90, "_pays", pays)):
         yield
 
@@ -40,6 +40,6 @@ def taken(tile: HopperTile, head_dims: Container[int]) -> Iterator[None]:
 @contextmanager
 def portable() -> Iterator[None]:
     """No call goes to the Hopper kernels."""
-    with (plans.switched(False), mock.patch.object(sm90, "serves", lambda *arguments: False),
+    with (fresh(), mock.patch.object(sm90, "serves", lambda *arguments: False),
           mock.patch.object(sm90_backward, "_serves", lambda *arguments: False)):
         yield

@@ -9,7 +9,7 @@ import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends import cuda
 from cupy_dma.backends.cuda.attention import backward_chunks, sm90_backward
-from cupy_dma.backends.cuda.runtime import plans
+from cupy_dma.backends.cuda.runtime.program import fresh
 from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward, key_scores_backward
 from tests.gpu.sm90_tiles import portable
 from tests.gpu.test_forward import FORWARD, converter, draw, draw_scores, host
@@ -334,7 +334,7 @@ def test_in_chunks(torch, batch, monkeypatch):
     for most in (backward_chunks.MOST_SUMS, 1 << 20):
         monkeypatch.setattr(backward_chunks, "MOST_SUMS", most)
         monkeypatch.setattr(steps, "_known", {})
-        with plans.switched(False):  # a plan of before knows no chunks
+        with fresh():  # a plan of before knows no chunks
             found.append(torch.autograd.grad(dma.dynamic_mask_attention(q, k, v, scores, window=300), (q, k, v, scores),
                                              dout))
     for _ in range(3):

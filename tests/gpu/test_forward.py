@@ -12,8 +12,9 @@ from hypothesis import given, settings
 import cupy_dma as dma
 from cupy_dma.arrays import Device, library_named, numpy_dtype
 from cupy_dma.backends import cuda
-from cupy_dma.backends.cuda.runtime import jit, launch, plans
+from cupy_dma.backends.cuda.runtime import jit, launch
 from cupy_dma.backends.cuda.runtime.configs import LayoutConfig
+from cupy_dma.backends.cuda.runtime.program import fresh
 from tests.gpu.gate import held
 from tests.gpu.sm90_tiles import portable
 from tests.oracle import cases, reference, selection_cases
@@ -294,8 +295,8 @@ def test_torch_cuda_graph(torch):
     with torch.cuda.graph(graph):
         out = chain(q, k, v, scores)
     for seed in (5, 6):
-        for static, fresh in zip((q, k, v), draw(torch, 500, 500, 4, 2, 64, seed=seed), strict=True):
-            static.copy_(fresh)
+        for static, other in zip((q, k, v), draw(torch, 500, 500, 4, 2, 64, seed=seed), strict=True):
+            static.copy_(other)
         scores.copy_(draw_scores(torch, 1, 2, 500, seed=seed))
         graph.replay()
         assert torch.equal(out, chain(q, k, v, scores))
@@ -343,7 +344,7 @@ def test_kernels_that_come_early_wait_for_those_ahead(torch, monkeypatch, length
         torch.cuda.synchronize()
         original(self, grid, threads, params, stream, pdl=False)
 
-    with monkeypatch.context() as patch, plans.switched(False):
+    with monkeypatch.context() as patch, fresh():
         patch.setattr(launch.Function, "launch", launch_alone)
         expected = calls()
     if not captured:

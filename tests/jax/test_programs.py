@@ -2,6 +2,8 @@
 there."""
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ import jax.numpy as jnp  # noqa: E402
 
 import cupy_dma.jax as dj  # noqa: E402
 from cupy_dma.backends import numpy as numpy_backend  # noqa: E402
-from cupy_dma.backends.cuda.runtime import plans  # noqa: E402
+from cupy_dma.backends.cuda.runtime import program as cuda_program  # noqa: E402
 from cupy_dma.jax import programs  # noqa: E402
 from cupy_dma.jax.tasks import Task  # noqa: E402
 from tests.emulator import BACKEND, build, hopper_gpu  # noqa: E402
@@ -90,7 +92,7 @@ def test_a_plan_has_the_bits_of_the_backend(made, monkeypatch):
     assert [x.planned for x in made] == [True] * 3
     programs.program_of.cache_clear()
     direct = launches(monkeypatch)
-    with plans.switched(False):
+    with cuda_program.fresh():
         plain = run(q, k, v, s)
     assert [x.planned for x in made[3:]] == [False] * 3 and direct == ["key_scores", "top_w", "attention"]
     assert all(map(same, jax.tree.leaves(planned), jax.tree.leaves(plain)))
@@ -151,9 +153,9 @@ def operands(dtype=jnp.float16):
 def test_a_plan_through_a_gpus_buffers(monkeypatch):
     fake_gpu.install(monkeypatch, BACKEND)
     direct, streams = launches(monkeypatch), []
-    real = plans.Plan.launch_at
-    monkeypatch.setattr(plans.Plan, "launch_at", lambda self, runtime, device, addresses, stream: (
-        streams.append((device, stream)), real(self, runtime, device, addresses, stream)))
+    real = cuda_program.Program.run_at
+    monkeypatch.setattr(cuda_program.Program, "run_at", lambda self, addresses, stream: (
+        streams.append((self.device, stream)), real(self, addresses, stream)))
     program, found = fake_gpu.call(forward_task(), operands())
     assert program.planned and direct == [] and streams == [(programs.Device("cuda", 0), fake_gpu.STREAM)]
     q, k, v, s = draw(dtype=jnp.float16)
@@ -229,7 +231,7 @@ def test_only_plans_may_be_captured(monkeypatch, planned):
         return lambda *operands: [jnp.zeros(x.shape, x.dtype) for x in results]
 
     monkeypatch.setattr(programs, "buffer_callback", buffer_callback)
-    plan = type("Plan", (), {"workspace": 512})()
+    plan = SimpleNamespace(workspace=512), None
     monkeypatch.setattr(programs.Program, "_all_plans", lambda self, for_gpu: {programs.CPU: plan} if planned else {})
     dj.dynamic_mask_attention(*draw(), window=5)
     assert told == [(5, True) if planned else (4, False)]

@@ -12,8 +12,8 @@ import numpy as np
 import cupy_dma as dma
 from cupy_dma.backends.cuda.attention import sm90, sm90_backward, sm90_schedule, sm90_tiles
 from cupy_dma.backends.cuda.lists import intervals
-from cupy_dma.backends.cuda.runtime import plans
 from cupy_dma.backends.cuda.runtime.device import CudaRuntime
+from cupy_dma.backends.cuda.runtime.program import fresh
 from tests.emulator import EmulatorRuntime
 
 #: names, and whether all keys that a row sees come in the same blocks whatever slice of a tile it belongs to
@@ -37,7 +37,7 @@ def num_sms(count: int, split: bool = False, short_tiles: bool = False) -> Itera
 def hopper_gradients(one_pass: bool | None) -> Iterator[None]:
     """However few tiles there are the Hopper kernels make the gradients, in one pass where they can, or in two; None:
     in two where lists leave pairs out, however few."""
-    with (plans.switched(False), mock.patch.object(sm90_backward, "ONE_PASS", one_pass),
+    with (fresh(), mock.patch.object(sm90_backward, "ONE_PASS", one_pass),
           mock.patch.object(sm90_backward, "LISTED_STEPS", 0.0), mock.patch.object(sm90_backward, "MIN_TILES", 0.0)):
         yield
 
@@ -57,7 +57,7 @@ def scheduled(split: bool = False, short_tiles: bool = False) -> Iterator[list[i
         found.append(work.short_tiles if short_tiles else work.num_splits)
         return work
 
-    with (plans.switched(False), mock.patch.object(sm90, "work_of", work_of),
+    with (fresh(), mock.patch.object(sm90, "work_of", work_of),
           mock.patch.object(sm90_schedule, "_min_split_keys", lambda tile: 1)):
         yield found
 

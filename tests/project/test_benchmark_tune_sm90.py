@@ -1,5 +1,4 @@
 """benchmarks/tune_sm90.py in parts that need no GPU."""
-import shutil
 
 import pytest
 
@@ -34,28 +33,10 @@ def test_tuned_tiles_are_forced_and_given_back():
         assert (sm90.tile_shape, sm90._pays) == before
 
 
-def test_kernels_of_another_folder_are_taken_and_given_back(tmp_path):
-    from cupy_dma.backends.cuda.runtime import jit
-
-    own = jit.source_text("common/check_fragment_layout.cu")
-    folder = tmp_path / "kernels"
-    shutil.copytree(jit.kernels_directory(), folder)
-    changed = folder / "common/check_fragment_layout.cu"
-    changed.write_text("// another\n" + changed.read_text())
-    with pytest.raises(ZeroDivisionError), tune_sm90.kernels_of(folder):
-        assert "// another\n" in jit.source_text("common/check_fragment_layout.cu") != own
-        _ = 1 / 0
-    assert jit.source_text("common/check_fragment_layout.cu") == own
-    with tune_sm90.kernels_of(None):
-        assert jit.source_text("common/check_fragment_layout.cu") == own
-
-
 def test_kernels_of_another_folder_are_loaded_anew():
     """Those of every step, also where only the first call asks for them."""
-    from cupy_dma.backends.cuda.attention import forward
-    from cupy_dma.backends.cuda.lists import intervals
-    from cupy_dma.backends.cuda.runtime import configs, jit
-    from cupy_dma.backends.cuda.select import prefix
+    from cupy_dma.backends.cuda.decode import step
+    from cupy_dma.backends.cuda.runtime import jit
 
     asked = []
 
@@ -63,23 +44,17 @@ def test_kernels_of_another_folder_are_loaded_anew():
         def load(self, config, entry, *more):
             asked.append(entry)
 
-        def check_layout(self, index):
-            pass
-
     runtime = Runtime()
 
     def ask():
-        intervals._kernel(runtime, 0, False, 64, False, "tile_lists")
-        prefix._kernel(runtime, 0, False, False, "local_top")
-        forward._kernel(runtime, 0, "__half", 64, True, 2, configs.Tile(64, 32, 4, 1), "KEYS_LISTED", False, 0, False,
-                        False, "float", False, 0)
+        step._kernel(runtime, 0, 1, "__half", 64, 64, True, 2, 4, False, 1, True, 1)
 
     ask()
     with tune_sm90.kernels_of(jit.kernels_directory()):
         ask()
         ask()
     ask()
-    assert asked == ["tile_lists", "local_top", "attention_forward"] * 3
+    assert asked == ["decode_step"] * 3
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

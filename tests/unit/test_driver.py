@@ -10,8 +10,8 @@ import pytest
 
 from cupy_dma.arrays import driver
 from cupy_dma.backends.cuda.runtime import launch
-from cupy_dma.backends.cuda.runtime.launches import Launches
-from cupy_dma.backends.cuda.runtime.traces import Clear, Launch
+from cupy_dma.backends.cuda.runtime.params import Packed, Ref, pack_pointer
+from cupy_dma.backends.cuda.runtime.program import Clear, Launch, Place, _Launches
 
 HANDLE, STREAM = 0x7f0012345678, 0x7f00aabbccdd  # as wide as addresses
 
@@ -159,15 +159,17 @@ def test_a_machine_without_a_driver_is_told_so(monkeypatch):
         launch.library.__wrapped__()
 
 
-# ---- the launches of a plan ----
+# ---- the launches of a program ----
 
 
-def test_a_plan_launches_what_its_trace_has_recorded(fake):
+def test_a_program_launches_what_was_built(fake):
     """At other addresses: holes, stream and all that the driver reads are where they belong."""
     device, kernels = fake(), [SimpleNamespace(function=function(pdl)) for pdl in (True, False)]
-    traces = [[Launch(kernels[0], 5, 64, True, struct.pack("2q", 7, base)), Clear(base + 32, 8), Clear(base + 256, 4),
-               Launch(kernels[1], 6, 96, True, struct.pack("2qi", base + 4, 9, 3))] for base in (1 << 40, 1 << 41)]
-    plan = Launches(*traces, lambda x, y: (0, x - (1 << 40)), 1, 256)
+    array = Ref(0)
+    plan = _Launches([
+        Launch(kernels[0], 5, 64, True, Packed(struct.pack("q", 7)) + pack_pointer(array)),
+        Clear(array + 32, 8), Clear(array + 256, 4),
+        Launch(kernels[1], 6, 96, True, pack_pointer(array + 4) + struct.pack("qi", 9, 3))], {0: Place(0, 0)}, 1)
     bound = []
     runtime = SimpleNamespace(bind=lambda: bound.append(1))
     for address in (0x7f0000001000, 0x7f0000002000):

@@ -6,7 +6,7 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
-from cupy_dma.backends.cuda.runtime import plans
+from cupy_dma.backends.cuda.runtime.program import fresh
 
 build = pytest.importorskip("tests.emulator.build")
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
@@ -99,7 +99,7 @@ CHUNKS, SEEN = ["local_top", "filter_arrivals", "sweep_arrivals"], ["count_seen"
 def test_few_keys_take_few_launches(rows, length, ahead):
     query, key, value = (np.ones((1, length, rows, 8), np.float16) for _ in range(3))
     scores = np.zeros((1, rows, length), np.float32)
-    with plans.switched(False):
+    with fresh():
         found = launches(lambda: dma.dynamic_mask_attention(query, key, value, scores, window=100, backend="emulator"))
     assert list(found) == [*ahead, "tile_lists", "attention_forward"]
 

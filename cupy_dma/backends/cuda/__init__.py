@@ -1,57 +1,37 @@
 """The CUDA backend: this project's raw kernels (``kernels/``), compiled for the device at run time.
 
 Work runs on the caller's current stream, memory comes from the caller's library, and nothing synchronizes. The modules
-of this package prepare and launch; they reach the device through a ``Runtime`` only. Its packages mirror ``kernels/``:
+of this package build programs (``runtime/program.py``), one for each kind of call, from shapes, strides, types and
+options alone; ``backend.py`` runs them, ``chain.py`` those of a differentiable call. Its packages mirror ``kernels/``:
 
     attention/  forward, backward, Hopper, few queries       kernels/sm80, sm90, decode/flash_decode.cu
     select/     key scores and prefix top-w                  kernels/select
     lists/      key lists of interval and dense masks        kernels/lists
     decode/     the decode cache                             kernels/decode/step.cu
-    runtime/    compiling, loading, launching                kernels/common/check_fragment_layout.cu
+    runtime/    programs; compiling, loading, launching      kernels/common/check_fragment_layout.cu
 """
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
-from cupy_dma.backends.cuda.attention.backward_chunks import attention_backward as _attention_backward
-from cupy_dma.backends.cuda.attention.flash_decode import takes_value_dim as _takes_value_dim
-from cupy_dma.backends.cuda.attention.forward import attention as _attention
-from cupy_dma.backends.cuda.attention.last_queries import attend_last as _attend_last
-from cupy_dma.backends.cuda.buffers import plan_buffers as _plan_buffers
-from cupy_dma.backends.cuda.decode.cache import cache_extend as _cache_extend
-from cupy_dma.backends.cuda.decode.step import step as _decode_step
-from cupy_dma.backends.cuda.runtime import jit, plans, warmup
+from cupy_dma.backends.cuda.backend import Backend
+from cupy_dma.backends.cuda.runtime import jit, warmup
 from cupy_dma.backends.cuda.runtime.device import CudaRuntime
-from cupy_dma.backends.cuda.runtime.user_kernel import run_kernel as _run_kernel
-from cupy_dma.backends.cuda.select.last_queries import last_keys as _last_keys
-from cupy_dma.backends.cuda.select.prefix import prefix_run as _prefix_run
-from cupy_dma.backends.cuda.select.prefix import prefix_stop as _prefix_stop
-from cupy_dma.backends.cuda.select.scores import key_scores as _key_scores
-from cupy_dma.backends.cuda.select.scores import key_scores_backward as _key_scores_backward
-from cupy_dma.backends.cuda.steps import make_step as _make_step
-from cupy_dma.calls.types import AttentionBackwardCall, AttentionCall
+from cupy_dma.backends.cuda.runtime.program import keeps_programs
 
-__all__ = ["attend_last", "attention", "attention_backward", "cache_extend", "key_scores", "key_scores_backward",
-           "last_keys", "make_step", "plan_buffers", "prefix_run", "prefix_stop", "run_kernel", "takes_value_dim",
-           "unavailable", "warmup_jobs"]
+__all__ = ["attend_last", "attention", "attention_backward", "build_program", "cache_extend", "keeps_programs",
+           "key_scores", "key_scores_backward", "last_keys", "launch", "make_chain", "prefix_run", "prefix_stop",
+           "run_kernel", "takes_value_dim", "unavailable", "warmup_jobs"]
 
-plans.plannable(AttentionCall, AttentionBackwardCall)
 runtime = CudaRuntime()
-attention = partial(plans.planned(_attention), runtime)
-key_scores = partial(plans.planned(_key_scores), runtime)
-prefix_stop = partial(plans.planned(_prefix_stop), runtime)
-prefix_run = partial(plans.planned(_prefix_run), runtime)
-attention_backward = partial(plans.planned(_attention_backward), runtime)
-key_scores_backward = partial(plans.planned(_key_scores_backward), runtime)
-attend_last = partial(_attend_last, runtime)
-last_keys = partial(_last_keys, runtime)
-takes_value_dim = partial(_takes_value_dim, runtime)
-make_step = partial(_make_step, runtime)
-plan_buffers = partial(_plan_buffers, runtime)
-run_kernel = partial(_run_kernel, runtime)
-cache_extend = partial(_cache_extend, partial(_decode_step, runtime), prefix_stop, attention)
+_backend = Backend(runtime)
+attend_last, attention, attention_backward = _backend.attend_last, _backend.attention, _backend.attention_backward
+build_program, launch, make_chain = _backend.build_program, _backend.launch, _backend.make_chain
+cache_extend, run_kernel, takes_value_dim = _backend.cache_extend, _backend.run_kernel, _backend.takes_value_dim
+key_scores, key_scores_backward = _backend.key_scores, _backend.key_scores_backward
+last_keys, prefix_run, prefix_stop = _backend.last_keys, _backend.prefix_run, _backend.prefix_stop
 
 
 @cache

@@ -1,16 +1,18 @@
 """The gradients on the CPU emulator: attention and key scores against the oracle, on small odd shapes."""
 from __future__ import annotations
 
-import ctypes
 import functools
+import math
 
 import numpy as np
 import pytest
 
 import cupy_dma as dma
-from cupy_dma.arrays import numpy_dtype
+from cupy_dma.arrays import library_named, numpy_dtype
 from cupy_dma.backends.cuda.attention import backward, backward_chunks
 from cupy_dma.backends.cuda.lists import dense_macro_tiles
+from cupy_dma.backends.cuda.lists.dense_mask import pack_mask
+from cupy_dma.backends.cuda.runtime.program import fresh
 from cupy_dma.backward import attention_backward, key_scores_backward
 from tests.oracle import cases, reference
 
@@ -48,7 +50,7 @@ def test_tiles_of_smaller_gpus(case, device):
 
 
 @pytest.mark.parametrize("bias", ["full=bhqk", "full=11qk"])
-def test_large_float32_rows_with_a_dense_bias(bias, device):
+def test_large_float32_rows_with_a_dense_bias(bias, device, unplanned):
     """What fits on GPUs with more shared memory, and is refused on smaller ones."""
     case = cases.Case("large", dtype="float32", head_dim=256, mask="dense=b1qk", bias=bias, query_length=37,
                       key_length=40)
@@ -101,10 +103,16 @@ def test_in_chunks(batch, mask_heads, bias_heads, needs, monkeypatch):
         return attention_backward(dout, q, k, v, out, lse, mask=mask, bias=bias, dlse=dlse, needs=needs,
                                   backend="emulator")
 
-    with emulator.using(build="plain"):  # the watched build does not see copies on the host
+    with emulator.using(build="plain"), fresh():  # the watched build does not see copies on the host
         out, lse = dma.attention(q, k, v, mask=mask, bias=bias, return_lse=True, backend="emulator")
         whole, made, run = gradients(), [], backward.attention_backward
-        monkeypatch.setattr(backward, "attention_backward", lambda *x: made.append(x[1].forward.key.shape) or run(*x))
+
+        @functools.wraps(run)
+        def chunk(build, call):
+            made.append(call.forward.key.shape)
+            return run(build, call)
+
+        monkeypatch.setattr(backward, "attention_backward", chunk)
         # Two super-tiles, of 256 queries and of 295 keys in blocks of 64 or 128.
         sums = batch * 3 * 2 * 384 * 4 * (16 * len({"key", "value"} & set(needs)) + 2 * ("bias" in needs))
         monkeypatch.setattr(backward_chunks, "MOST_SUMS", 2 * sums // 3)
@@ -200,13 +208,6 @@ def expected_lists(mask, kv_heads, capacity):
 def test_super_tiles_of_dense_masks(kind, heads, monkeypatch):
     """The lists are those of numpy, and the gradients agree, with super-tiles of 64 queries and more."""
     monkeypatch.setattr(dense_macro_tiles, "UNIT_QUERIES", 64)
-    made = []
-
-    def spy(*arguments):
-        made.append(dense_macro_tiles.dense_supers(*arguments))
-        return made[-1]
-
-    monkeypatch.setattr(backward, "dense_supers", spy)
     rng = np.random.default_rng(0)
     mask = super_mask(kind, heads)
     q = rng.standard_normal((1, 300, 4, 16)).astype(np.float16)
@@ -224,13 +225,22 @@ def test_super_tiles_of_dense_masks(kind, heads, monkeypatch):
         nobody = unseen[head * heads // 2:max((head + 1) * heads // 2, 1)].all(0)
         assert not found.key[0, nobody, head].any() and not found.value[0, nobody, head].any()
 
-    entries = made[0].entries
+    made = []
+
+    def last_keys(build, dense):  # named as a function that the emulator knows
+        packed = pack_mask(build, dense, None, False, 300, 200)
+        made.append(dense_macro_tiles.dense_supers(build, packed, heads, 2))
+        return made[-1].workspace
+
+    given = library_named("numpy").describe(mask.reshape(1, heads, 300, 200), "dense")
+    with emulator.using(build="plain"):  # lists are not full
+        workspace, entries = emulator.BACKEND._run(last_keys, given), made[0].entries
     assert entries == 384  # 1.45 times 200 in tiles of 128
     rows = [*expected_lists(mask, 2, entries)]
-    fields = made[0].fields
 
     def read(name, *shape):
-        return np.ctypeslib.as_array(ctypes.cast(fields[name], ctypes.POINTER(ctypes.c_int)), shape)
+        first = made[0].fields[name].offset // 4
+        return workspace[first:first + math.prod(shape)].reshape(shape)
 
     assert read("super_counts", len(rows)).tolist() == [len(lists) for lists in rows]
     for lists, numbers, found_blocks in zip(rows, read("super_list", len(rows), entries // 64, 64),

@@ -2,6 +2,7 @@
 fact. The kind that is planned comes first; each neighbour must give what it gives without plans."""
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,9 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
-from cupy_dma.backends.cuda.runtime import plans
+from cupy_dma.backends.cuda.runtime.program import fresh
 from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward
-from tests.emulator.tests.test_plans import device  # noqa: F401
+from tests.emulator.tests.test_programs import device  # noqa: F401
 
 # What a kind is does not depend on the device.
 pytestmark = pytest.mark.parametrize("device", [False], indirect=True, ids=["portable"])
@@ -80,7 +81,7 @@ def attend(arrays: Arrays, queries: int = N, keys: int = N, heads: int = H, kv_h
     rows, results = (x["query"], x["key"], x["value"]), []
     needs = ("query", "key", "value", *(["bias"] if bias is not None else [])) if needs is None else needs
     for planning in (True, False):
-        with plans.switched(planning):
+        with contextlib.nullcontext() if planning else fresh():
             out, lse = dma.attention(*rows, **options, return_lse=True, backend="emulator")
             placed = arrays.placed(out, **places.get("out", {}))
             found = attention_backward(x["dout"], *rows, placed, lse, **options, dlse=dlse, needs=needs,
@@ -104,7 +105,7 @@ def select(arrays: Arrays, computed: bool = False, places: dict[str, dict[str, A
         options["padding"] = arrays.placed(arrays.rng.random((B, N)) < 0.7, **places.get("padding", {}))
     results = []
     for planning in (True, False):
-        with plans.switched(planning):
+        with contextlib.nullcontext() if planning else fresh():
             out, lse = dma.dynamic_mask_attention(q, k, v, window=window, **options, return_lse=True,
                                                   backend="emulator")
             found = dynamic_mask_attention_backward(dout, q, k, v, out, lse, window=window, **options,

@@ -1,18 +1,15 @@
 """What a torch call leaves to its backward: tensors that autograd saves, frees and shows to hooks, and nothing else."""
 from __future__ import annotations
 
+import contextlib
 import gc
-import threading
-import time
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import cupy_dma as dma
-from cupy_dma.backends.cuda.runtime import plans
-from cupy_dma.backends.cuda.runtime.traces import Recorder
+from cupy_dma.backends.cuda.runtime.program import fresh
 from tests import emulator
 
 torch = pytest.importorskip("torch")
@@ -22,10 +19,10 @@ from cupy_dma.torch import steps  # noqa: E402
 N, W = 100, 12
 
 
-@pytest.fixture(params=[True, False], ids=["planned", "not planned"])
+@pytest.fixture(params=[True, False], ids=["kept", "fresh"])
 def device(request, monkeypatch):
     monkeypatch.setattr(steps, "_known", {})
-    with emulator.using() as runtime, plans.switched(request.param):
+    with emulator.using() as runtime, contextlib.nullcontext() if request.param else fresh():
         yield runtime
 
 
@@ -136,20 +133,18 @@ def test_hooks_must_not_change_the_kind_of_a_tensor(call, change, told, device):
         loss.backward()
 
 
-def test_a_call_does_without_a_recording_that_fails(monkeypatch):
+def test_a_call_whose_programs_cannot_be_built_fails(monkeypatch):
+    """And the next one builds them."""
     monkeypatch.setattr(steps, "_known", {})
     inputs = draw()
-    with emulator.using(), plans.switched(True):
-        with plans.switched(False):
-            expected = torch.autograd.grad(from_scores(*inputs).sum(), inputs)
+    with emulator.using():
         with monkeypatch.context() as patch:
-            patch.setattr(emulator.BACKEND, "make_step", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
-            for _ in range(3):
-                with pytest.warns(RuntimeWarning, match="no memory"):
-                    out = from_scores(*inputs)
-                for a, b in zip(torch.autograd.grad(out.sum(), inputs), expected):
-                    assert torch.equal(a, b)
-        out = from_scores(*inputs)  # the next call of the kind is recorded
+            patch.setattr(emulator.BACKEND, "make_chain", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
+            for _ in range(2):
+                with pytest.raises(MemoryError, match="no memory"):
+                    from_scores(*inputs)
+        assert not steps._known
+        from_scores(*inputs)
         assert [x.step is not None for x in steps._known.values()] == [True]
 
 
@@ -157,7 +152,7 @@ def test_gradients_that_are_views_have_one_plan(monkeypatch):
     """The stride of an axis of length 1 is no part of a kind."""
     monkeypatch.setattr(steps, "_known", {})
     inputs = draw()
-    with emulator.using(), plans.switched(True):
+    with emulator.using():
         for n in (1, 5, 9):
             out = from_scores(*inputs)
             torch.cat([out, torch.zeros(1, n, 2, 16, dtype=out.dtype)], 1).sum().backward()
@@ -168,17 +163,7 @@ def test_gradients_that_are_views_have_one_plan(monkeypatch):
 def test_kinds_are_bounded(monkeypatch):
     monkeypatch.setattr(steps, "_known", {})
     monkeypatch.setattr(steps, "MAX_KINDS", 3)
-    with emulator.using(), plans.switched(True):
+    with emulator.using():
         for n in range(20, 27):
             from_scores(*(x[:, :n] if x.ndim == 4 else x[..., :n] for x in draw()))
     assert len(steps._known) == 3
-
-
-def test_threads_record_the_same_kernel():
-    """Of two that load it at once, each with an object of its own, as compiling takes a while."""
-    runtime = SimpleNamespace(load=lambda *_: time.sleep(0.02) or object())
-    recorder, found = Recorder(runtime), []
-    threads = [threading.Thread(target=lambda: found.append(recorder.load("config", "entry", 0))) for _ in range(4)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert len(found) == 4 and len(set(map(id, found))) == 1

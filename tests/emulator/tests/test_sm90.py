@@ -74,7 +74,7 @@ def test_packed_sequences(tile, name, everything):
 @pytest.mark.parametrize("mask", ["none", "causal"])
 def test_without_tma(mask, everything, monkeypatch):
     served, case = everything(*TILES["128x128"]), cases.Case(f"gathered-{mask}", mask=mask, head_dim=64)
-    monkeypatch.setattr(sm90, "_maps", lambda call, block: b"")
+    monkeypatch.setattr(sm90, "_maps", lambda call, block: None)
     monkeypatch.setattr(sm90, "queries_map", lambda query, queries, heads: None)
     cases.check(case, *cases.run(case, backend="emulator"))
     assert served

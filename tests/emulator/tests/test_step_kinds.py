@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import cupy_dma as dma
-from cupy_dma.backends.cuda.runtime import plans
+from cupy_dma.backends.cuda.runtime.program import fresh
 
 torch = pytest.importorskip("torch")
 
@@ -41,7 +41,7 @@ def check(first: Callable[[int], Call], neighbours: dict[str, Callable[[int], Ca
     for name, make in (*neighbours.items(), ("the first kind", first)):
         call, inputs = make(9)
         found = step(call, *inputs)
-        with plans.switched(False):
+        with fresh():
             for x, y in zip(found, step(call, *inputs), strict=True):
                 assert torch.equal(x, y), name
 
@@ -139,7 +139,7 @@ def test_upstream_gradients(device, planned):  # noqa: F811
              "moved": laid(dout, offset=1), "repeated": dout[:1].expand_as(dout), "one": dout[..., :1].expand_as(dout)}
     for name, upstream in (*[("first", dout)] * 5, *kinds.items(), ("first", dout)):
         found = torch.autograd.grad(dynamic(*inputs)[0], inputs, upstream)
-        with plans.switched(False):
+        with fresh():
             for x, y in zip(found, torch.autograd.grad(dynamic(*inputs)[0], inputs, upstream), strict=True):
                 assert torch.equal(x, y), name
     assert planned["backward"] >= 3
@@ -160,8 +160,8 @@ def test_the_deterministic_mode_of_torch(device, planned):  # noqa: F811
     try:
         found = gradients()
         assert planned == {"forward": 4, "backward": 4}
-        assert len(steps._known) == 2
-        with plans.switched(False):
+        assert len(test_steps.steps._known) == 2
+        with fresh():
             same(found, gradients())
     finally:
         torch.use_deterministic_algorithms(False)

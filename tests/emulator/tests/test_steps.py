@@ -10,9 +10,9 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.backends.cuda.attention import flash_decode, last_queries, sm90_backward
+from cupy_dma.backends.cuda.chain import Chain
 from cupy_dma.backends.cuda.lists import intervals
-from cupy_dma.backends.cuda.runtime import plans
-from cupy_dma.backends.cuda.steps import Step
+from cupy_dma.backends.cuda.runtime.program import fresh
 from tests import emulator
 
 torch = pytest.importorskip("torch")
@@ -25,7 +25,7 @@ N, H, HKV, D, W = 150, 4, 2, 64, 20
 @pytest.fixture(params=[False, True], ids=["portable", "hopper"])
 def device(request):
     """An emulated device whose calls are planned."""
-    with (emulator.hopper_gpu if request.param else emulator.using)() as runtime, plans.switched(True):
+    with (emulator.hopper_gpu if request.param else emulator.using)() as runtime:
         yield runtime
 
 
@@ -35,7 +35,7 @@ def planned(monkeypatch):
     count = {"forward": 0, "backward": 0}
 
     def counted(name: str) -> Callable[..., Any]:
-        run = getattr(Step, name)
+        run = getattr(Chain, name)
 
         def call(*arguments: Any) -> Any:
             found = run(*arguments)
@@ -45,7 +45,7 @@ def planned(monkeypatch):
         return call
 
     for name in count:
-        monkeypatch.setattr(Step, name, counted(name))
+        monkeypatch.setattr(Chain, name, counted(name))
     monkeypatch.setattr(steps, "_known", {})
     return count
 
@@ -91,7 +91,7 @@ def check(call: Callable[..., Any], make: Callable[[int], Any], planned: dict[st
         before = dict(planned)
         found = step(call, *inputs, **options)
         assert {name: planned[name] - before[name] for name in planned} == {"forward": 1, "backward": 1}
-        with plans.switched(False):
+        with fresh():
             same(found, step(call, *inputs, **options))
 
 
@@ -117,7 +117,7 @@ def test_a_prepared_mask(dtype, with_lse, device, planned):
         inputs = draw(i, dtype=dtype)
         found = step(lambda *x: attend(*x, mask=mask), *inputs, with_lse=with_lse)  # noqa: B023
         assert planned == {"forward": i + 1, "backward": i + 1}
-        with plans.switched(False):
+        with fresh():
             same(found, step(lambda *x: attend(*x, mask=mask), *inputs, with_lse=with_lse))  # noqa: B023
 
 
@@ -137,7 +137,7 @@ def test_nothing_is_cleared_apart(planned, monkeypatch):
     """In a backward in one pass, its tiles in parts: its first kernel clears sums of dq and dbias, and counters."""
     parts, cleared = sm90_backward.Parts(3, 4), []
     monkeypatch.setattr(sm90_backward, "parts_of", lambda *_: parts)
-    with emulator.hopper_gpu() as runtime, plans.switched(True):
+    with emulator.hopper_gpu() as runtime:
         clear = runtime.clear
         monkeypatch.setattr(runtime, "clear", lambda *own: cleared.append(own[1]) or clear(*own))
         for i in range(3):
@@ -148,15 +148,15 @@ def test_nothing_is_cleared_apart(planned, monkeypatch):
     assert planned["backward"] == 3 and cleared == []
 
 
-@pytest.mark.parametrize("learned", [False, True])
-def test_without_gradients(learned, device, planned):
-    """Planned from the third call on, whether the tensors require none or autograd is off."""
-    for i in range(5):
-        with torch.set_grad_enabled(not learned):
-            inputs = draw(i, grad=learned)
+@pytest.mark.parametrize("off", [False, True])
+def test_without_gradients(off, device, planned):
+    """Whether the tensors require none or autograd is off."""
+    for i in range(3):
+        with torch.set_grad_enabled(not off):
+            inputs = draw(i, grad=off)
             found = dynamic(*inputs)
-            assert planned == {"forward": max(0, i - 1), "backward": 0} and not found[0].requires_grad
-            with plans.switched(False):
+            assert planned == {"forward": i + 1, "backward": 0} and not found[0].requires_grad
+            with fresh():
                 same(found, dynamic(*inputs))
 
 
@@ -164,19 +164,14 @@ def test_without_gradients(learned, device, planned):
 def test_slots_of_super_tiles_are_counted_for_gradients(grad, device, planned, monkeypatch):
     counted, sizes = [], intervals._seen_sizes
     monkeypatch.setattr(intervals, "_seen_sizes", lambda mask, spans: counted.append(spans) or sizes(mask, spans))
-    for i in range(3):
-        counted.clear()
-        inputs = draw(i, length=2100, grad=grad)  # more than one chunk
-        found = dynamic(*inputs)
-        if i == (0 if grad else 1):  # its plan is recorded, on two sorts of addresses
-            assert counted[-2:] == [grad, grad]
-    assert planned["forward"] == (3 if grad else 1) and found[0].requires_grad is grad
+    found = dynamic(*draw(0, length=2100, grad=grad))  # more than one chunk
+    assert counted == [grad] and planned["forward"] == 1 and found[0].requires_grad is grad
 
 
 def test_few_queries_do_without_a_mask(device, planned, monkeypatch):
     """Without gradients: their keys are found from the scores, in every call of the kind."""
-    served, select = [], last_queries.select_last
-    monkeypatch.setattr(last_queries, "select_last", lambda *arguments: served.append(1) or select(*arguments))
+    served, attend_last = [], last_queries.attend_last
+    monkeypatch.setattr(last_queries, "attend_last", lambda *arguments: served.append(1) or attend_last(*arguments))
     monkeypatch.setattr(flash_decode, "_pays", lambda *_: True)
     query, key, value, scores = draw(0, length=1000)
     inputs = query[:, :2], key, value, scores
@@ -226,7 +221,7 @@ def test_some_gradients(wanted, device, planned):
     check(dynamic, make, planned)
     inputs = draw(9)  # another kind
     found = step(dynamic, *inputs)
-    with plans.switched(False):
+    with fresh():
         same(found, step(dynamic, *inputs))
 
 
@@ -237,7 +232,7 @@ def test_what_is_asked_for_may_change(device, planned):
         out, lse = dynamic(*inputs)
         loss = [out.sum(), lse.sum(), (out[..., ::2].sum() + lse.sum())][i % 3]
         found = torch.autograd.grad(loss, inputs[:2] if i > 3 else inputs)
-        with plans.switched(False):
+        with fresh():
             out, lse = dynamic(*inputs)
             loss = [out.sum(), lse.sum(), (out[..., ::2].sum() + lse.sum())][i % 3]
             same(list(found), list(torch.autograd.grad(loss, inputs[:2] if i > 3 else inputs)))
@@ -252,7 +247,7 @@ def test_options_are_part_of_the_kind(device, planned):
     for options in ({"causal": False, "softcap": 2.0}, {"causal": True, "softcap": 3.0}, {"causal": True, "scale": 0.1},
                     {"causal": True}):
         found = attend(q, k, v, s, **options)
-        with plans.switched(False):
+        with fresh():
             same(list(found), list(attend(q, k, v, s, **options)))
     assert planned["forward"] == 7
 
@@ -374,7 +369,7 @@ def test_checkpointed_layers(computed, device, planned):
         inputs = [[*x[:3], x[3].detach()] for x in inputs]
     found = step(lambda *x: layers(lambda call, *y: checkpoint(call, *y, use_reentrant=False), *x), *inputs[0])
     assert planned == {"forward": 8, "backward": 4}
-    with plans.switched(False):
+    with fresh():
         same(found, step(lambda *x: layers(lambda call, *y: call(*y), *x), *inputs[1]))
 
 
@@ -399,7 +394,7 @@ def test_the_layer(device, planned):
 
     for i in range(4):
         found = run(*draw(i)[:3])
-        with plans.switched(False):
+        with fresh():
             same(found, run(*draw(i)[:3]))
     assert planned == {"forward": 4, "backward": 4}
 
@@ -428,7 +423,7 @@ def test_strange_tensors_are_not_planned(device, planned):
     for x in (turned, moved):
         for _ in range(3):
             found = dynamic(x, k, v, s)
-        with plans.switched(False):
+        with fresh():
             same(list(found), list(dynamic(x, k, v, s)))
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="tangent"):
         dynamic(torch.autograd.forward_ad.make_dual(q.detach(), q.detach()), k, v, s)

@@ -9,13 +9,12 @@ dq, so its last bits may be others than those of the whole.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from cupy_dma.arrays import Operand, numpy_dtype
 from cupy_dma.backends.cuda.attention import backward, sm90_backward
 from cupy_dma.backends.cuda.lists.intervals import super_entries_of
-from cupy_dma.backends.cuda.runtime.device import Runtime
-from cupy_dma.backends.cuda.runtime.traces import Recorder, Untraceable
 from cupy_dma.calls.gradients import INPUTS
 from cupy_dma.calls.types import AttentionBackwardCall
 from cupy_dma.masks.interval import IntervalMask
@@ -23,13 +22,12 @@ from cupy_dma.masks.interval import IntervalMask
 MOST_SUMS = 12 << 30  # bytes of such sums
 
 
-def attention_backward(runtime: Runtime, call: AttentionBackwardCall) -> tuple[Any, Any, Any, Any]:
-    """``backward.attention_backward``, in chunks where there are more than ``MOST_SUMS`` bytes of sums."""
-    size = _chunk_size(call)
+def attention_backward(run: Callable[..., Any], call: AttentionBackwardCall) -> tuple[Any, Any, Any, Any]:
+    """The gradients, of the whole call or of chunks where there are more than ``MOST_SUMS`` bytes of sums; ``run``
+    runs a program. Biases are as ``with_known_bias`` gives them."""
+    size = chunk_size(call)
     if size is None:
-        return backward.attention_backward(runtime, call)
-    if type(runtime) is Recorder:
-        raise Untraceable("a call in chunks")
+        return run(backward.attention_backward, call)
     own = call.forward
     library, device, axis = own.query.library, own.query.device, 0 if own.batch > 1 else 2
     operands = own.query, own.key, own.value, own.bias
@@ -38,7 +36,7 @@ def attention_backward(runtime: Runtime, call: AttentionBackwardCall) -> tuple[A
     among = own.key.shape[axis]
     for first in range(0, among, size):
         chunk = _chunk(call, axis, first, min(first + size, among))
-        for name, whole, operand, found in zip(INPUTS, results, operands, attention_backward(runtime, chunk)):
+        for name, whole, operand, found in zip(INPUTS, results, operands, attention_backward(run, chunk)):
             if whole is not None and operand is not None:
                 along = 1 if name == "bias" and axis == 2 else axis
                 ratio = operand.shape[along] // among  # heads of a kv head
@@ -47,7 +45,7 @@ def attention_backward(runtime: Runtime, call: AttentionBackwardCall) -> tuple[A
     return tuple(results)  # type: ignore[return-value]
 
 
-def _chunk_size(call: AttentionBackwardCall) -> int | None:
+def chunk_size(call: AttentionBackwardCall) -> int | None:
     """Batch entries, or of one batch entry kv heads, of a chunk; None for a call that is made as a whole."""
     own = call.forward
     mask, (batch, _, kv_heads, head_dim) = own.mask, own.key.shape

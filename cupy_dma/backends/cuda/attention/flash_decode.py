@@ -4,7 +4,6 @@ The keys are split among blocks, and the last block combines the results (``kern
 """
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,8 @@ from cupy_dma.backends.cuda.attention.problem import Problem
 from cupy_dma.backends.cuda.attention.split import ROW_BYTES, WARPS, SplitConfig, choose_splits, min_blocks
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE, BIAS_OF_KEYS, ELEMENTS, blocks
-from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
+from cupy_dma.backends.cuda.runtime.device import Runtime
+from cupy_dma.backends.cuda.runtime.program import Array, Builder
 from cupy_dma.backends.cuda.select.last_queries import KeyList
 from cupy_dma.calls.types import AttentionCall
 
@@ -88,48 +88,43 @@ def _tiles_pay(call: AttentionCall, problem: Problem) -> bool:
     return here > LIST + LIST_SEEN * seen + LIST_KEY * groups * call.key_length
 
 
-def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any, lse: Any,
+def attention(build: Builder, call: AttentionCall, problem: Problem, out: Array, lse: Array,
               listed: KeyList | None = None) -> None:
-    """Writes ``out`` and ``lse`` of a call that ``serves``, on its device. ``listed``: in place of the mask."""
-    query, library, device = call.query, call.query.library, call.query.device
-    batch, length, heads, head_dim = query.shape
-    value_dim, row_bytes = call.value_dim, max(head_dim, call.value_dim) * problem.size
-    kv_heads, index = call.kv_heads, device.index
+    """Writes ``out`` and ``lse`` of a call that ``serves``. ``listed``: in place of the mask."""
+    batch, length, heads, head_dim = call.query.shape
+    value_dim, kv_heads = call.value_dim, call.kv_heads
+    row_bytes = max(head_dim, value_dim) * problem.size
     slots = problem.key_length if listed is None else listed.count
     rows = length * (heads // kv_heads)
     sets = sets_of(rows, row_bytes)
     tile_rows, tiles = blocks(rows, sets), batch * kv_heads * sets
-    resident = min_blocks(head_dim, value_dim, query.dtype, tile_rows)
-    num_splits, split_size = choose_splits(tiles, slots, resident * runtime.num_sms(index))
+    resident = min_blocks(head_dim, value_dim, call.query.dtype, tile_rows)
+    num_splits, split_size = choose_splits(tiles, slots, resident * build.num_sms)
     fields: dict[str, Any] = {
-        "out": library.pointer(out), "lse": library.pointer(lse), "group": heads // kv_heads, "sets": sets,
+        "out": out.ref, "lse": lse.ref, "group": heads // kv_heads, "sets": sets,
         "num_splits": num_splits, "split_size": split_size, "slots": slots}
-    keep = None
     if num_splits > 1:
         partial_rows = tiles * num_splits * tile_rows
-        keep = library.empty((partial_rows * (value_dim + 2),), "float32", device)
-        fields["partial"] = library.pointer(keep)
-        fields["partial_state"] = library.pointer(keep) + 4 * partial_rows * value_dim
-        if listed is None:
-            tickets = library.full((tiles,), 0, "int32", device)
-            fields["tickets"] = library.pointer(tickets)
-        else:
-            fields["tickets"] = listed.tickets
+        partial = build.empty((partial_rows * (value_dim + 2),), "float32").ref
+        fields |= {"partial": partial, "partial_state": partial + 4 * partial_rows * value_dim,
+                   "tickets": build.zeros((tiles,), "int32").ref if listed is None else listed.tickets}
     mask, intervals, causal = problem.mask, problem.mask is not None, problem.causal
     if listed is not None:
-        fields["list"] = listed.list
+        fields["list"] = listed.list.ref
         intervals, causal = listed.interval is not None, False
         if listed.interval is not None:
             fields["list_interval"] = listed.interval
     elif mask is not None:
         for name, operand in (("start", mask._start), ("stop", mask._stop)):
             fields |= {name: operand.pointer, f"{name}_batch": _step(operand, 0), f"{name}_group": _step(operand, 1)}
-    kernel = _kernel(runtime, index, num_splits, ELEMENTS[query.dtype], head_dim, value_dim, problem.vector, tile_rows,
-                     call.softcap > 0.0, resident, listed is not None, intervals, causal,
-                     problem.bias_kind == BIAS_OF_KEYS)
+    config = FlashDecodeConfig(
+        element=ELEMENTS[call.query.dtype], head_dim=head_dim, value_dim=value_dim, vector=problem.vector,
+        rows=tile_rows, warps=WARPS, softcap=call.softcap > 0.0, min_blocks=resident, listed=listed is not None,
+        intervals=intervals, causal=causal, bias=problem.bias_kind == BIAS_OF_KEYS)
     params = jit.params("decode/flash_decode.cu", "FlashDecodeParams")
     shared = {name: problem.params[name] for name in params.names if name in problem.params and name not in fields}
-    kernel.launch(tiles * num_splits, 32 * WARPS, params.pack_some(shared, fields), library.stream(device))
+    build.launch(build.load(config, "flash_decode", config.shared_bytes(num_splits)), tiles * num_splits, 32 * WARPS,
+                 params.pack_some(shared, fields))
 
 
 def _step(operand: Operand, axis: int) -> int:
@@ -143,13 +138,3 @@ def sets_of(rows: int, row_bytes: int) -> int:
 
 def _rows_together(row_bytes: int) -> int:
     return 8 if row_bytes > ROW_BYTES else TILE_ROWS
-
-
-@functools.cache  # by fields: they hash faster than a configuration
-def _kernel(runtime: Runtime, index: int, num_splits: int, element: str, head_dim: int, value_dim: int, vector: bool,
-            rows: int, softcap: bool, min_blocks: int, listed: bool, intervals: bool, causal: bool,
-            bias: bool) -> LoadedKernel:
-    config = FlashDecodeConfig(element=element, head_dim=head_dim, value_dim=value_dim, vector=vector, rows=rows,
-                               warps=WARPS, softcap=softcap, min_blocks=min_blocks, listed=listed, intervals=intervals,
-                               causal=causal, bias=bias)
-    return runtime.load(config, "flash_decode", index, config.shared_bytes(num_splits))

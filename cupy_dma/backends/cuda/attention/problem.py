@@ -1,6 +1,7 @@
 """An attention call as the kernels need it: shared by the forward and the backward pass."""
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from cupy_dma.arrays import Operand
@@ -10,7 +11,7 @@ from cupy_dma.backends.cuda.lists.intervals import NO_SHORT_TILES, KeyLists, Sho
 from cupy_dma.backends.cuda.lists.varlen import mask_of_rows
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE, BIAS_NONE, BIAS_OF_KEYS, ELEMENT_BYTES, ELEMENTS
-from cupy_dma.backends.cuda.runtime.device import Runtime
+from cupy_dma.backends.cuda.runtime.program import Builder
 from cupy_dma.masks.interval import IntervalMask
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Problem:
-    """A checked call that this backend serves; raises for others.
+    """A checked call that this backend serves, with a bias as ``with_known_bias`` gives it; raises for others.
 
     ``mask`` is None where the kernels need no intervals: no mask, or plain causality, which ``causal`` then states.
     ``causal`` is False where the mask itself hides keys from positions before their own. With a ``dense`` mask the bits
@@ -35,7 +36,8 @@ class Problem:
             raise TypeError(f"query must be float16, bfloat16 or float32 on CUDA, got {query.dtype} (backend='numpy' "
                             f"takes it)")
         self.size = ELEMENT_BYTES[ELEMENTS[query.dtype]]  # bytes of an element
-        self.bias, self.bias_kind = _bias(call.bias)
+        self.bias = call.bias
+        self.bias_kind = BIAS_NONE if call.bias is None else BIAS_OF_KEYS if call.bias.shape[2] == 1 else BIAS_DENSE
         self.bias_element = ELEMENTS[self.bias.dtype] if self.bias is not None else "float"
         self.mask: IntervalMask | None = mask
         self.causal = call.causal
@@ -118,29 +120,29 @@ class Problem:
         """The kernels' type of a dense bias, of which tiles must fit into shared memory."""
         return self.bias_element if self.bias_kind == BIAS_DENSE else None
 
-    def move_mask_to_rows(self, runtime: Runtime, stream: int) -> None:
+    def move_mask_to_rows(self, build: Builder) -> None:
         """Of sequences: bring the mask, and causality with it, into the rows of query that the kernels work in."""
         if self.sequences is not None and self.mask is not None and self.key_length:
-            self._use_mask(mask_of_rows(runtime, self.mask, self.sequences, self.causal, stream))
+            self._use_mask(mask_of_rows(build, self.mask, self.sequences, self.causal))
             self.causal = False
 
-    def key_lists(self, runtime: Runtime, queries: int, block_n: int, stream: int,
+    def key_lists(self, build: Builder, queries: int, block_n: int,
                   short_tiles: ShortTiles = NO_SHORT_TILES) -> KeyLists | None:
         """The lists of keys of tiles of ``queries`` queries, the first ``short_tiles`` of them with fewer; None where
         every key is looked at. Lengths are not 0."""
-        packed = self.packed_mask(runtime, stream)
+        packed = self.packed_mask(build)
         if packed is not None:
-            return dense_lists(runtime, packed, queries, stream)
+            return dense_lists(build, packed, queries)
         if self.mask is None:
             return None
-        return key_lists(runtime, self.mask, self.params["query_length"], queries, block_n, self.causal, stream,
-                         self.sequences, short_tiles)
+        return key_lists(build, self.mask, self.params["query_length"], queries, block_n, self.causal, self.sequences,
+                         short_tiles)
 
-    def packed_mask(self, runtime: Runtime, stream: int) -> PackedMask | None:
+    def packed_mask(self, build: Builder) -> PackedMask | None:
         """The bits of a dense mask, with all else that hides keys; made once for the passes of a call."""
         if self.dense is not None and self.packed is None:
-            self.packed = pack_mask(runtime, self.dense, self.mask, self.causal, self.params["query_length"],
-                                    self.key_length, stream)
+            self.packed = pack_mask(build, self.dense, self.mask, self.causal, self.params["query_length"],
+                                    self.key_length)
         return self.packed
 
     def pack(self, lists: KeyLists | None = None, **fields: Any) -> Any:
@@ -149,24 +151,20 @@ class Problem:
         return params.pack_some(self.params, lists.fields if lists else {}, fields)
 
 
-def _bias(bias: Operand | None) -> tuple[Operand | None, int]:
-    """A bias as the kernels read it, and its kind: per key in float32, or dense in its own type (float32 for float64).
-    Its array may have two axes (packed sequences), three or four."""
-    if bias is None:
-        return None, BIAS_NONE
-    if bias.shape[2] != 1:
-        return (bias if bias.dtype in ELEMENTS else _as_float32(bias)), BIAS_DENSE
-    return (bias if bias.dtype == "float32" else _as_float32(bias)), BIAS_OF_KEYS
-
-
-def _as_float32(bias: Operand) -> Operand:
+def with_known_bias(call: AttentionCall) -> AttentionCall:
+    """The call with a bias as the kernels read it: per key in float32, or dense in its own type (float32 for float64);
+    converted by its library."""
+    bias = call.bias
+    if bias is None or bias.dtype == "float32" or bias.shape[2] != 1 and bias.dtype in ELEMENTS:
+        return call
     library = bias.library
     seen = library.describe(library.astype(bias.array, "float32"), "bias")
     strides = seen.strides
     if len(strides) < 4:  # a bias per key, of packed sequences without the axis of batches
         strides = (*(0,) * (3 - len(strides)), *strides[:-1], 0, strides[-1])
     strides = tuple(0 if size == 1 else stride for size, stride in zip(bias.shape, strides))
-    return Operand("bias", seen.array, library, bias.shape, strides, "float32", bias.device, seen.pointer)
+    return dataclasses.replace(call, bias=Operand("bias", seen.array, library, bias.shape, strides, "float32",
+                                                  bias.device, seen.pointer))
 
 
 def _row_stride(operand: Operand) -> int:

@@ -9,20 +9,21 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.polynomial import Polynomial
 
-from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.attention.problem import Problem
 from cupy_dma.backends.cuda.attention.sm90_schedule import Work, tile_shape, work_of
 from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile, facts_of, is_dense
 from cupy_dma.backends.cuda.attention.tma import queries_map, rows_map, runs_map
-from cupy_dma.backends.cuda.lists.intervals import KeyLists, ShortTiles
+from cupy_dma.backends.cuda.lists.intervals import ShortTiles
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE, ELEMENTS, blocks
-from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
+from cupy_dma.backends.cuda.runtime.device import Runtime
+from cupy_dma.backends.cuda.runtime.params import Packed
+from cupy_dma.backends.cuda.runtime.program import Array, Builder
 
 if TYPE_CHECKING:
     from cupy_dma.calls.types import AttentionCall
@@ -102,67 +103,64 @@ def _strides_fit(problem: Problem) -> bool:
     return all(abs(problem.params.get(name, 0)) < 2**29 for name in ("key_row", "value_row", "bias_key"))
 
 
-def attention(runtime: Runtime, call: AttentionCall, problem: Problem, out: Any, lse: Any) -> None:
-    """Writes ``out`` and ``lse`` of a call that ``serves``; on the call's device."""
-    query, library, device = call.query, call.query.library, call.query.device
-    num_sms = runtime.num_sms(device.index)
+def attention(build: Builder, call: AttentionCall, problem: Problem, out: Array, lse: Array) -> None:
+    """Writes ``out`` and ``lse`` of a call that ``serves``."""
+    query, heads = call.query, problem.tile_heads
     facts = facts_of(call, problem)
-    tile = tile_shape(facts, num_sms)
-    work = work_of(facts, tile, num_sms)
-    queries, stream = tile.block_m // problem.tile_heads, library.stream(device)
-    problem.move_mask_to_rows(runtime, stream)
-    short_tiles = ShortTiles(tiles=work.short_tiles, missing_queries=64 // problem.tile_heads)
-    lists: KeyLists | None = problem.key_lists(runtime, queries, tile.block_n, stream, short_tiles)
+    tile = tile_shape(facts, build.num_sms)
+    work = work_of(facts, tile, build.num_sms)
+    queries = tile.block_m // heads
+    problem.move_mask_to_rows(build)
+    short_tiles = ShortTiles(tiles=work.short_tiles, missing_queries=64 // heads)
+    lists = problem.key_lists(build, queries, tile.block_n, short_tiles)
     ordered = is_dense(problem)
-    key_maps = _runs_maps(call) if ordered else b"" if lists is not None else _maps(call, tile.block_n)
-    query_map = queries_map(query, queries, problem.tile_heads) if tile.block_m % problem.tile_heads == 0 else None
-    out_map = b"" if query_map is None else _out_map(call, problem, library.pointer(out))
-    kernel = _kernel(runtime, device.index, ELEMENTS[query.dtype], call.head_dim, problem.tile_heads, tile,
-                     "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.tests_causality,
-                     problem.bias_kind, call.softcap > 0.0, problem.bits, problem.bias_element, problem.count > 0,
-                     bool(key_maps) and not ordered, query_map is not None, bool(key_maps) and ordered,
-                     work.num_splits > 1)
-    params = problem.pack(lists, out=library.pointer(out), lse=library.pointer(lse), tiles=work.tiles,
-                          swizzle_group=work.swizzle_group, tail_tiles=work.tail_tiles, short_tiles=work.short_tiles,
-                          rotation=work.rotation)
+    key_maps = _runs_maps(call) if ordered else None if lists is not None else _maps(call, tile.block_n)
+    query_map = queries_map(query, queries, heads) if tile.block_m % heads == 0 else None
+    out_map = None if query_map is None else _out_map(call, problem, out)
+    config = HopperForwardConfig(
+        element=ELEMENTS[query.dtype], head_dim=call.head_dim, heads=heads, **tile._asdict(),
+        keys="KEYS_CONTIGUOUS" if lists is None else lists.keys, causal=problem.tests_causality,
+        bias=problem.bias_kind, softcap=call.softcap > 0.0, bits=problem.bits, bias_element=problem.bias_element,
+        sequences=problem.count > 0, kv_tma=key_maps is not None and not ordered, query_tma=query_map is not None,
+        runs=key_maps is not None and ordered, split=work.num_splits > 1)
+    maps = Packed(b"")
+    for found in (key_maps, query_map, out_map):
+        maps += found or b""
+    splits = _Splits(build, call, heads, tile, work) if work.num_splits > 1 else None
     # struct ForwardParams: the maps first, and all of it a multiple of their alignment
-    maps = key_maps + (query_map or b"") + out_map
-    splits = None if work.num_splits == 1 else _Splits(call, problem, tile, work)
-    packed = maps + params + (splits.packed if splits else b"")
+    packed = maps + problem.pack(lists, out=out.ref, lse=lse.ref, tiles=work.tiles, swizzle_group=work.swizzle_group,
+                                 tail_tiles=work.tail_tiles, short_tiles=work.short_tiles, rotation=work.rotation)
+    packed += splits.packed if splits else b""
     packed += _softcap_polynomials(call.scale, call.softcap, problem.bias_kind != BIAS_DENSE)
-    packed += bytes(-len(packed) % (64 if maps else 8))
-    kernel.launch(work.grid, 128 + 2 * tile.block_m, packed, stream)
+    build.launch(build.load(config, "attention_forward", config.shared_bytes), work.grid, 128 + 2 * tile.block_m,
+                 packed.padded(64 if maps.data else 8))
     if splits:
-        splits.combine(runtime, out, lse)
+        splits.combine(build, out, lse)
 
 
 class _Splits:
     """The results of the splits of the last tiles, tile by tile (kernels/sm90/split_kv.cuh)."""
 
-    def __init__(self, call: AttentionCall, problem: Problem, tile: HopperTile, work: Work):
-        query = call.query
-        sets = query.shape[0] * (call.heads // problem.tile_heads)
+    def __init__(self, build: Builder, call: AttentionCall, heads: int, tile: HopperTile, work: Work):
         self.call, self.work = call, work
-        self.config = ELEMENTS[query.dtype], call.head_dim, problem.tile_heads, tile.block_m  # of CombineConfig
-        self.rows = (sets * work.tiles - work.first) * tile.block_m
+        self.config = CombineConfig(element=ELEMENTS[call.query.dtype], head_dim=call.head_dim, heads=heads,
+                                    block_m=tile.block_m)
+        self.rows = (call.batch * (call.heads // heads) * work.tiles - work.first) * tile.block_m
         rows = self.rows * work.num_splits
-        self.workspace = query.library.empty((rows * (call.head_dim + 2),), "float32", query.device)
-        self.output = query.library.pointer(self.workspace)
+        self.output = build.empty((rows * (call.head_dim + 2),), "float32").ref
         self.lse = self.output + 4 * rows * call.head_dim
         self.packed = jit.params("sm90/split_kv.cuh", "Splits").pack(
-            output=self.output, lse=self.lse, first=work.first, count=work.num_splits,
-            blocks=rows // tile.block_m)
+            output=self.output, lse=self.lse, first=work.first, count=work.num_splits, blocks=rows // tile.block_m)
 
-    def combine(self, runtime: Runtime, out: Any, lse: Any) -> None:
+    def combine(self, build: Builder, out: Array, lse: Array) -> None:
         """Combines them, behind the kernel that left them."""
-        query, work = self.call.query, self.work
-        library, (batch, length, heads, _) = query.library, query.shape
+        work, (batch, length, heads, _) = self.work, self.call.query.shape
         params = jit.params("sm90/combine.cu", "CombineParams").pack(
-            partial=self.output, partial_lse=self.lse, out=library.pointer(out), lse=library.pointer(lse),
-            num_splits=work.num_splits, first=work.first, batch=batch, query_length=length, heads=heads,
-            tiles=work.tiles, tail_tiles=work.tail_tiles)
-        kernel, block_rows = _combine_kernel(runtime, query.device.index, *self.config)
-        kernel.launch(self.rows // block_rows, COMBINE_THREADS, params, library.stream(query.device))
+            partial=self.output, partial_lse=self.lse, out=out.ref, lse=lse.ref, num_splits=work.num_splits,
+            first=work.first, batch=batch, query_length=length, heads=heads, tiles=work.tiles,
+            tail_tiles=work.tail_tiles)
+        build.launch(build.load(self.config, "combine_splits"), self.rows // self.config.block_rows, COMBINE_THREADS,
+                     params)
 
 
 # tanh(y) / y as polynomials of y^2, and up to which y: minimax of the relative error, 5.5e-7 and 4.0e-7.
@@ -191,47 +189,26 @@ def _softcap_polynomials(scale: float, softcap: float, powers_of_2: bool) -> byt
     return np.full((2, 5), -1.0, np.float32).tobytes()
 
 
-def _maps(call: AttentionCall, block: int) -> bytes:
-    """The TMA descriptors of keys and values; empty where TMA cannot read them."""
+def _maps(call: AttentionCall, block: int) -> Packed | None:
+    """The TMA descriptors of keys and values; None where TMA cannot read them."""
     return _joined(rows_map(call.key, block), rows_map(call.value, block))
 
 
-def _out_map(call: AttentionCall, problem: Problem, pointer: int) -> bytes:
+def _out_map(call: AttentionCall, problem: Problem, out: Array) -> Packed | None:
     """The TMA descriptor of the output, stored the 16 rows of a warp at a time (``OUT_TMA`` in
-    kernels/sm90/config.cuh); empty where TMA does not store it."""
+    kernels/sm90/config.cuh); None where TMA does not store it."""
     heads = problem.tile_heads
     if problem.count > 0 or 16 % heads != 0:
-        return b""
-    _, length, all_heads, head_dim = call.query.shape
-    row = all_heads * head_dim
-    out = Operand("out", None, call.query.library, call.query.shape, (length * row, row, head_dim, 1), call.query.dtype,
-                  call.query.device, pointer)
-    found = queries_map(out, 16 // heads, heads)
+        return None
+    found = queries_map(call.query.library.describe(out, "out"), 16 // heads, heads)
     assert found is not None  # the queries have one
     return found
 
 
-def _runs_maps(call: AttentionCall) -> bytes:
+def _runs_maps(call: AttentionCall) -> Packed | None:
     """The same for consecutive keys in the list of a tile."""
     return _joined(runs_map(call.key), runs_map(call.value))
 
 
-def _joined(key: bytes | None, value: bytes | None) -> bytes:
-    return b"" if key is None or value is None else key + value
-
-
-@functools.cache
-def _combine_kernel(runtime: Runtime, index: int, element: str, head_dim: int, heads: int,
-                    block_m: int) -> tuple[LoadedKernel, int]:
-    config = CombineConfig(element=element, head_dim=head_dim, heads=heads, block_m=block_m)
-    return runtime.load(config, "combine_splits", index), config.block_rows
-
-
-@functools.cache  # by fields: they hash faster than a configuration
-def _kernel(runtime: Runtime, index: int, element: str, head_dim: int, heads: int, tile: HopperTile, keys: str,
-            causal: bool, bias: int, softcap: bool, bits: bool, bias_element: str, sequences: bool, kv_tma: bool,
-            query_tma: bool, runs: bool, split: bool) -> LoadedKernel:
-    config = HopperForwardConfig(element=element, head_dim=head_dim, heads=heads, **tile._asdict(), keys=keys,
-                                 causal=causal, bias=bias, softcap=softcap, bits=bits, bias_element=bias_element,
-                                 sequences=sequences, kv_tma=kv_tma, query_tma=query_tma, runs=runs, split=split)
-    return runtime.load(config, "attention_forward", index, config.shared_bytes)
+def _joined(key: Packed | None, value: Packed | None) -> Packed | None:
+    return None if key is None or value is None else key + value

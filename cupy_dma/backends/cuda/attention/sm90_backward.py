@@ -11,15 +11,18 @@ from __future__ import annotations
 import functools
 import heapq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.attention.problem import Problem
 from cupy_dma.backends.cuda.attention.tma import queries_map
+from cupy_dma.backends.cuda.lists.intervals import Fields
 from cupy_dma.backends.cuda.lists.varlen import tile_count
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE, BIAS_NONE, ELEMENTS, blocks
-from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
+from cupy_dma.backends.cuda.runtime.device import Runtime
+from cupy_dma.backends.cuda.runtime.params import Packed, Ref, pack_pointer
+from cupy_dma.backends.cuda.runtime.program import Builder
 
 if TYPE_CHECKING:
     from cupy_dma.calls.types import AttentionBackwardCall
@@ -251,23 +254,22 @@ def dq_stages(head_dim: int) -> int:
     return 3 if head_dim <= MAX_NARROW_DIM else 2
 
 
-def launch_dq(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, fields: dict[str, Any],
-              tickets: int) -> None:
+def launch_dq(build: Builder, call: AttentionBackwardCall, problem: Problem, fields: Fields, tickets: Ref) -> None:
     """Writes ``delta`` (of wide heads: reads it) and, if it is asked for, the gradient of the queries. ``fields``: what
     the call's launches share; ``tickets``: a counter in memory, 0 before."""
-    query = call.forward.query
-    library, device, heads = query.library, query.device, problem.tile_heads
-    queries, stream = BLOCK_M // heads, library.stream(device)
-    wanted = "query" in call.needs
-    lists = problem.key_lists(runtime, queries, dq_block_n(query.shape[3]), stream) if wanted else None
+    query, heads = call.forward.query, problem.tile_heads
+    head_dim, queries = query.shape[3], BLOCK_M // heads
+    lists = problem.key_lists(build, queries, dq_block_n(head_dim)) if "query" in call.needs else None
     tiles = tile_count(query.shape[1], queries, problem.count)
-    kernel = _dq_kernel(runtime, device.index, ELEMENTS[query.dtype], query.shape[3], heads,
-                        "KEYS_CONTIGUOUS" if lists is None else lists.keys, problem.tests_causality,
-                        problem.bias_kind, call.forward.softcap > 0.0, problem.count > 0, problem.bits)
+    config = HopperBackwardDqConfig(
+        element=ELEMENTS[query.dtype], head_dim=head_dim, heads=heads, block_m=BLOCK_M, block_n=dq_block_n(head_dim),
+        stages=dq_stages(head_dim), keys="KEYS_CONTIGUOUS" if lists is None else lists.keys,
+        causal=problem.tests_causality, bias=problem.bias_kind, softcap=call.forward.softcap > 0.0,
+        sequences=problem.count > 0, bits=problem.bits)
     all_tiles = tiles * (query.shape[2] // heads) * query.shape[0]
     params = problem.pack(lists, tiles=tiles, **fields) + _tickets(tickets, all_tiles)
-    kernel.launch(min(all_tiles, runtime.num_sms(device.index)), THREADS,
-                  _packed(_maps(call, queries, heads, out=True), params), stream, pdl=False)
+    build.launch(build.load(config, "backward_dq", config.shared_bytes), min(all_tiles, build.num_sms), THREADS,
+                 _packed(_maps(call, queries, heads, out=True), params), pdl=False)
 
 
 def query_sums(call: AttentionBackwardCall, problem: Problem) -> int:
@@ -277,73 +279,53 @@ def query_sums(call: AttentionBackwardCall, problem: Problem) -> int:
     return call.forward.key.shape[0] * query.shape[2] * tiles * unit_sums(query.shape[3])
 
 
-def launch_dkv(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, entries: int,
-               fields: dict[str, Any], tickets: int, parts: Parts, sums: int) -> None:
+def launch_dkv(build: Builder, call: AttentionBackwardCall, problem: Problem, entries: int, fields: Fields,
+               tickets: Ref, parts: Parts, sums: Ref | None) -> None:
     """Writes the gradients of keys, values and bias, or with lists of super-tiles, of so many ``entries``, their sums
     over these, or those of ``parts``; and with ``sums``, the address of so many zeros as ``query_sums``, that of
     queries, from ``delta``. ``fields`` and ``tickets`` as in ``launch_dq``, with the lists and where sums over tiles or
     parts go."""
-    query, key, one_pass = call.forward.query, call.forward.key, sums != 0
-    head_dim, device = key.shape[3], query.device
-    kernel = _dkv_kernel(runtime, device.index, ELEMENTS[query.dtype], head_dim,
-                         "KEYS_LISTED" if entries else "KEYS_CONTIGUOUS", problem.tests_intervals,
-                         problem.tests_causality, problem.bias_kind, call.forward.softcap > 0.0,
-                         problem.count > 0, problem.bits, one_pass)
+    query, key, one_pass = call.forward.query, call.forward.key, sums is not None
+    head_dim, listed = key.shape[3], entries > 0
+    config = HopperBackwardDkvConfig(
+        element=ELEMENTS[query.dtype], head_dim=head_dim, block_q=block_q(head_dim, one_pass, listed), stages=STAGES,
+        key_stages=key_stages(head_dim, one_pass), keys="KEYS_LISTED" if listed else "KEYS_CONTIGUOUS",
+        intervals=problem.tests_intervals, causal=problem.tests_causality, bias=problem.bias_kind,
+        softcap=call.forward.softcap > 0.0, sequences=problem.count > 0, bits=problem.bits, dquery=one_pass)
     tiles = _key_tiles(call, problem, entries)
     query_units = tile_count(query.shape[1], UNIT_QUERIES, problem.count)
-    stream = query.library.stream(device)
-    params = problem.pack(None, **fields) + _tickets(tickets, tiles * parts.count)
-    params += query_units.to_bytes(4, "little") + sums.to_bytes(8, "little")
-    params += parts.steps.to_bytes(4, "little") + tiles.to_bytes(4, "little")
-    packed = _packed(_maps(call, block_q(head_dim, one_pass, entries > 0), 1), params)
-    kernel.launch(min(tiles * parts.count, runtime.num_sms(device.index)), THREADS, packed, stream, pdl=False)
+    params = problem.pack(None, **fields) + _tickets(tickets, tiles * parts.count) + query_units.to_bytes(4, "little")
+    params += pack_pointer(sums or 0) + parts.steps.to_bytes(4, "little") + tiles.to_bytes(4, "little")
+    packed = _packed(_maps(call, block_q(head_dim, one_pass, listed), 1), params)
+    build.launch(build.load(config, "backward_dkv", config.shared_bytes), min(tiles * parts.count, build.num_sms),
+                 THREADS, packed, pdl=False)
     if one_pass:
-        _round_kernel(runtime, device.index, ELEMENTS[query.dtype], head_dim, problem.count > 0).launch(
-            key.shape[0] * query.shape[2] * query_units, ROUND_THREADS, packed, stream)
+        rounding = HopperBackwardRoundConfig(
+            element=ELEMENTS[query.dtype], head_dim=head_dim, block_q=block_q(head_dim, True, False), stages=STAGES,
+            key_stages=key_stages(head_dim, True), keys="KEYS_CONTIGUOUS", intervals=False, causal=False,
+            bias=BIAS_NONE, softcap=False, sequences=problem.count > 0, bits=False, dquery=True)
+        build.launch(build.load(rounding, "backward_dq_round"), key.shape[0] * query.shape[2] * query_units,
+                     ROUND_THREADS, packed)
 
 
-def _maps(call: AttentionBackwardCall, queries: int, heads: int, out: bool = False) -> bytes | None:
+def _maps(call: AttentionBackwardCall, queries: int, heads: int, out: bool = False) -> Packed | None:
     """The TMA descriptors of query, dout and, if asked for, ``out``; None where TMA cannot read them."""
     rows: tuple[Operand, ...] = (call.forward.query, call.dout, call.out) if out else (call.forward.query, call.dout)
-    maps = [queries_map(operand, queries, heads) for operand in rows]
-    return None if None in maps else b"".join(found for found in maps if found)
+    maps = Packed(b"")
+    for operand in rows:
+        found = queries_map(operand, queries, heads)
+        if found is None:
+            return None
+        maps += found
+    return maps
 
 
-def _tickets(pointer: int, tiles: int) -> bytes:
+def _tickets(pointer: Ref, tiles: int) -> Packed:
     """The fields behind the attention's parameters."""
-    return pointer.to_bytes(8, "little") + tiles.to_bytes(4, "little")
+    return pack_pointer(pointer) + tiles.to_bytes(4, "little")
 
 
-def _packed(maps: bytes | None, params: bytes) -> bytes:
+def _packed(maps: Packed | None, params: Packed) -> Packed:
     """A kernel's argument: the maps first, and all of it a multiple of their alignment."""
     assert maps is not None  # or the kernel would not have taken the call
-    return maps + params + bytes(-len(maps + params) % 64)
-
-
-@functools.cache  # by fields: they hash faster than a configuration
-def _dq_kernel(runtime: Runtime, index: int, element: str, head_dim: int, heads: int, keys: str, causal: bool,
-               bias: int, softcap: bool, sequences: bool, bits: bool) -> LoadedKernel:
-    config = HopperBackwardDqConfig(element=element, head_dim=head_dim, heads=heads, block_m=BLOCK_M,
-                                    block_n=dq_block_n(head_dim), stages=dq_stages(head_dim), keys=keys,
-                                    causal=causal, bias=bias, softcap=softcap, sequences=sequences, bits=bits)
-    return runtime.load(config, "backward_dq", index, config.shared_bytes)
-
-
-@functools.cache
-def _dkv_kernel(runtime: Runtime, index: int, element: str, head_dim: int, keys: str, intervals: bool, causal: bool,
-                bias: int, softcap: bool, sequences: bool, bits: bool,
-                dquery: bool) -> LoadedKernel:
-    config = HopperBackwardDkvConfig(
-        element=element, head_dim=head_dim, block_q=block_q(head_dim, dquery, keys == "KEYS_LISTED"),
-        stages=STAGES, key_stages=key_stages(head_dim, dquery), keys=keys, intervals=intervals, causal=causal,
-        bias=bias, softcap=softcap, sequences=sequences, bits=bits, dquery=dquery)
-    return runtime.load(config, "backward_dkv", index, config.shared_bytes)
-
-
-@functools.cache
-def _round_kernel(runtime: Runtime, index: int, element: str, head_dim: int, sequences: bool) -> LoadedKernel:
-    config = HopperBackwardRoundConfig(
-        element=element, head_dim=head_dim, block_q=block_q(head_dim, True, False), stages=STAGES,
-        key_stages=key_stages(head_dim, True), keys="KEYS_CONTIGUOUS", intervals=False, causal=False,
-        bias=BIAS_NONE, softcap=False, sequences=sequences, bits=False, dquery=True)
-    return runtime.load(config, "backward_dq_round", index)
+    return (maps + params).padded(64)

@@ -5,13 +5,12 @@ See ``kernels/lists/dense_macro_tiles.cu``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from cupy_dma.backends.cuda.lists.dense_mask import PackedMask
-from cupy_dma.backends.cuda.lists.intervals import Workspace
+from cupy_dma.backends.cuda.lists.intervals import Fields, Workspace
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import LIST_THREADS, PACK_KEYS, STATE_KEYS, DenseSupersConfig, blocks
-from cupy_dma.backends.cuda.runtime.device import Runtime
+from cupy_dma.backends.cuda.runtime.program import Array, Builder
 
 UNIT_QUERIES = 512  # of the smallest super-tile, a multiple of 64
 TILE_KEYS = 128  # the most that a kernel takes of a list at once, a multiple of STATE_KEYS
@@ -19,12 +18,12 @@ TILE_KEYS = 128  # the most that a kernel takes of a list at once, a multiple of
 
 @dataclass(frozen=True, slots=True)
 class DenseSupers:
-    """The lists of one call. Addresses point into ``workspace``."""
+    """The lists of one call."""
 
     entries: int  # of all lists of a list row, a multiple of TILE_KEYS
     partial: bool  # a key may have sums from several super-tiles
-    fields: dict[str, int]  # of the kernels' parameters
-    workspace: Any
+    fields: Fields
+    workspace: Array
 
 
 def list_entries(key_length: int, units: int) -> int:
@@ -36,7 +35,7 @@ def list_entries(key_length: int, units: int) -> int:
     return TILE_KEYS * blocks(key_length if units == 1 else key_length + key_length * 9 // 20, TILE_KEYS)
 
 
-def dense_supers(runtime: Runtime, packed: PackedMask, mask_heads: int, kv_heads: int, stream: int) -> DenseSupers:
+def dense_supers(build: Builder, packed: PackedMask, mask_heads: int, kv_heads: int) -> DenseSupers:
     """Lists of the keys that the queries of each super-tile see, chosen on the device; lengths are not 0."""
     heads = 1 if mask_heads == 1 else kv_heads  # of lists
     share = mask_heads // heads
@@ -45,19 +44,19 @@ def dense_supers(runtime: Runtime, packed: PackedMask, mask_heads: int, kv_heads
     nodes = sum(blocks(units, 2**level) for level in range((units - 1).bit_length() + 1))
     entries = list_entries(packed.key_length, units)
     list_blocks = entries // STATE_KEYS
-    space = Workspace(packed, seen=rows * units * stride // 32, counts=rows * nodes, list=rows * entries,
+    space = Workspace(build, seen=rows * units * stride // 32, counts=rows * nodes, list=rows * entries,
                       blocks=4 * rows * list_blocks, slots=rows * units * packed.key_length, super_counts=rows,
                       states=blocks(packed.rows * list_blocks * words, 2))
-    at, chunks = space.addresses, blocks(stride, PACK_KEYS * LIST_THREADS)
+    at, chunks = space.refs, blocks(stride, PACK_KEYS * LIST_THREADS)
     params = jit.params("lists/dense_macro_tiles.cu", "SuperParams").pack_some(at, {
         "columns": packed.fields["columns"], "query_length": packed.query_length, "key_length": packed.key_length,
         "query_words": words, "key_stride": stride, "key_chunks": chunks, "unit_queries": UNIT_QUERIES, "units": units,
         "nodes": nodes, "entries": entries, "share": share})
     for entry, grid in (("seen_keys", rows * units * chunks), ("count_keys", rows * nodes),
                         ("super_keys", rows * units), ("list_states", packed.rows * list_blocks)):
-        runtime.load(DenseSupersConfig(), entry, packed.device.index).launch(grid, LIST_THREADS, params, stream)
+        build.launch(build.load(DenseSupersConfig(), entry), grid, LIST_THREADS, params)
     batch = packed.rows // mask_heads
     return DenseSupers(entries, units > 1, {
         "super_list": at["list"], "super_blocks": at["blocks"], "super_states": at["states"], "slots": at["slots"],
         "super_counts": at["super_counts"], "super_units": units, "super_entries": entries,
-        "list_batch": heads if batch > 1 else 0, "list_group": int(heads > 1)}, (space.array, packed.workspace))
+        "list_batch": heads if batch > 1 else 0, "list_group": int(heads > 1)}, space.array)

@@ -2,27 +2,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from cupy_dma.arrays import Operand
-from cupy_dma.backends.cuda.lists.intervals import KeyLists
+from cupy_dma.backends.cuda.lists.intervals import Fields, KeyLists
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import LIST_THREADS, PACK_KEYS, STATE_KEYS, DenseConfig, blocks
-from cupy_dma.backends.cuda.runtime.device import Runtime
+from cupy_dma.backends.cuda.runtime.program import Builder
 from cupy_dma.masks.interval import IntervalMask
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMask:
-    """The mask of one call, a bit per pair: see kernels/lists/dense_mask.cu. Addresses point into ``workspace``."""
+    """The mask of one call, a bit per pair: see kernels/lists/dense_mask.cu."""
 
     rows: int
     query_length: int
     key_length: int
-    fields: dict[str, int]  # of the kernels' parameters: columns, states, query_words, key_stride
-    library: Any
-    device: Any
-    workspace: Any
+    fields: Fields  # columns, states, query_words, key_stride
 
 
 def mask_rows(dense: Operand, mask: IntervalMask | None) -> tuple[int, int]:
@@ -31,22 +27,19 @@ def mask_rows(dense: Operand, mask: IntervalMask | None) -> tuple[int, int]:
     return max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
 
 
-def pack_mask(runtime: Runtime, dense: Operand, mask: IntervalMask | None, causal: bool, query_length: int,
-              key_length: int, stream: int) -> PackedMask:
+def pack_mask(build: Builder, dense: Operand, mask: IntervalMask | None, causal: bool, query_length: int,
+              key_length: int) -> PackedMask:
     """The bits of ``dense``, of the interval mask and of causality; lengths must not be 0.
 
     They are made anew for every call: an array, unlike an IntervalMask, may have been written to since.
     """
     batch, heads = mask_rows(dense, mask)
     words, stride = 4 * blocks(query_length, 128), blocks(key_length, STATE_KEYS) * STATE_KEYS
-    library, device = dense.library, dense.device
     length = batch * heads * words * stride
-    columns = library.empty((length,), "int32", device)
-    states = library.empty((length // STATE_KEYS,), "int16", device)
-    fields = {"columns": library.pointer(columns), "states": library.pointer(states), "query_words": words,
-              "key_stride": stride}
+    columns, states = build.empty((length,), "int32"), build.empty((length // STATE_KEYS,), "int16")
+    fields = {"columns": columns.ref, "states": states.ref, "query_words": words, "key_stride": stride}
     d_batch, d_head, d_query, d_key = dense.strides
-    more: dict[str, int] = {}
+    more: Fields = {}
     if mask is not None:
         start, stop = mask._start, mask._stop
         more = {"start": start.pointer, "stop": stop.pointer, "start_batch": start.strides[0],
@@ -59,20 +52,18 @@ def pack_mask(runtime: Runtime, dense: Operand, mask: IntervalMask | None, causa
         "key_length": key_length, "key_chunks": chunks})
     vector = d_key == 1 and not any(x % PACK_KEYS for x in (dense.pointer, d_batch, d_head, d_query))
     config = DenseConfig(queries=32, vector=vector, intervals=mask is not None, causal=causal)
-    kernel = runtime.load(config, "pack_mask", device.index)
-    kernel.launch(batch * heads * words * chunks, LIST_THREADS, params, stream)
-    return PackedMask(batch * heads, query_length, key_length, fields, library, device, (columns, states))
+    build.launch(build.load(config, "pack_mask"), batch * heads * words * chunks, LIST_THREADS, params)
+    return PackedMask(batch * heads, query_length, key_length, fields)
 
 
-def dense_lists(runtime: Runtime, packed: PackedMask, queries: int, stream: int) -> KeyLists:
+def dense_lists(build: Builder, packed: PackedMask, queries: int) -> KeyLists:
     """Per tile of ``queries`` queries the keys that any of them sees."""
-    library, capacity = packed.library, packed.key_length
+    capacity = packed.key_length
     tiles = blocks(packed.query_length, queries)
     entries = packed.rows * tiles
-    space = library.empty((entries * (capacity + 2),), "int32", packed.device)
-    lists = {"list": library.pointer(space) + 8 * entries, "list_lengths": library.pointer(space), "capacity": capacity}
+    space = build.empty((entries * (capacity + 2),), "int32")
+    lists = {"list": space.ref + 8 * entries, "list_lengths": space.ref, "capacity": capacity}
     params = jit.params("lists/dense_mask.cu", "DenseParams").pack_some(packed.fields, lists, {
         "query_length": packed.query_length, "key_length": packed.key_length, "tiles": tiles})
-    kernel = runtime.load(DenseConfig(queries=queries), "dense_lists", packed.device.index)
-    kernel.launch(entries, LIST_THREADS, params, stream)
-    return KeyLists("KEYS_LISTED", {**lists, **packed.fields}, (space, packed.workspace))
+    build.launch(build.load(DenseConfig(queries=queries), "dense_lists"), entries, LIST_THREADS, params)
+    return KeyLists("KEYS_LISTED", {**lists, **packed.fields}, space)

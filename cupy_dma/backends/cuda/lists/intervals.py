@@ -7,18 +7,19 @@ see (``KEYS_SHARED``): memory stays linear for every mask.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cupy_dma.backends.cuda.lists.varlen import super_entries, tile_count
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import LIST_CHUNK, LIST_THREADS, LIST_WARPS, ListConfig, blocks
-from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
-from cupy_dma.backends.cuda.runtime.plans import kept_on_mask, plannable, planned
-from cupy_dma.backends.cuda.runtime.traces import Recorder, TracedMask
+from cupy_dma.backends.cuda.runtime.params import Packed, Ref
+from cupy_dma.backends.cuda.runtime.program import Array, Builder, GivenMask, argument_type
 from cupy_dma.calls.sequences import Sequences
-from cupy_dma.masks.derived import kept
 from cupy_dma.masks.interval import IntervalMask
+
+Fields = dict[str, Any]  # of kernels' parameters: numbers and Refs
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +27,11 @@ class KeyLists:
     """What the attention kernels need of a mask, on the device. Addresses point into ``workspace``."""
 
     keys: str  # KEYS_LISTED or KEYS_SHARED
-    fields: dict[str, int]  # of the kernels' parameters: list, list_lengths, summaries, chunk_info, chunk, capacity
-    workspace: Any
+    fields: Fields  # list, list_lengths, summaries, chunk_info, chunk, capacity
+    workspace: Array | None
 
 
+@argument_type
 class ShortTiles(NamedTuple):
     """The first tiles of a set may have fewer queries than the others: how many tiles, and how many queries less."""
 
@@ -38,20 +40,27 @@ class ShortTiles(NamedTuple):
 
 
 NO_SHORT_TILES = ShortTiles()
-plannable(ShortTiles)
 
 
-@kept_on_mask
-def key_lists(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int, block_n: int, causal: bool,
-              stream: int, sequences: Sequences | None = None, short_tiles: ShortTiles = NO_SHORT_TILES) -> KeyLists:
-    """The key lists of a mask for tiles of ``queries`` queries; kept on the mask, per stream.
+def key_lists(build: Builder, mask: IntervalMask, query_length: int, queries: int, block_n: int, causal: bool,
+              sequences: Sequences | None = None, short_tiles: ShortTiles = NO_SHORT_TILES) -> KeyLists:
+    """The key lists of a mask for tiles of ``queries`` queries; those of a mask that is given are kept on it.
 
     With ``sequences`` the mask is one of rows (``mask_of_rows``), which belongs to a single call.
     """
     # A tile's own list knows no blocks: forward and backward share it, whatever their blocks of keys.
-    identity = (query_length, queries, short_tiles, 0 if _tile_capacity(mask, queries) else block_n, causal)
-    return kept(mask, identity, stream, lambda: _build(runtime, mask, query_length, queries, block_n, causal,
-                                                       sequences, short_tiles))
+    block_n = 64 if _tile_capacity(mask, queries) else block_n
+    return _derived(build, mask, _tile_lists, query_length, queries, block_n, causal, sequences, short_tiles)
+
+
+def _derived(build: Builder, mask: IntervalMask, make: Callable[..., Any], *arguments: Any) -> Any:
+    """``make(build, mask, *arguments)``, once: kept on a mask that is given, else by the program."""
+    if isinstance(mask, GivenMask):
+        return build.lists_of(mask, make, *arguments)
+    known, identity = build.derived(mask), (make, *arguments)
+    if identity not in known:
+        known[identity] = make(build, mask, *arguments)
+    return known[identity]
 
 
 def _tile_capacity(mask: IntervalMask, queries: int) -> int:
@@ -65,25 +74,23 @@ def _tile_capacity(mask: IntervalMask, queries: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SuperLists:
-    """Keys of each super-tile of consecutive queries, for the gradients of keys and values. Addresses as above."""
+    """Keys of each super-tile of consecutive queries, for the gradients of keys and values."""
 
     entries: int  # of all lists of a mask row
-    fields: dict[str, int]  # in the kernels' parameters; capacity: entries of a list, a multiple of block_n
-    workspace: Any
+    fields: Fields  # capacity: entries of a list, a multiple of block_n
+    workspace: Array | None
 
 
-@kept_on_mask
-def super_lists(runtime: Runtime, mask: IntervalMask, query_length: int, block_n: int, causal: bool,
-                stream: int, sequences: Sequences | None = None) -> SuperLists | None:
-    """The super-tile lists of a mask, kept on it per stream; None for a mask that needs none (see ``_tile_capacity``).
+def super_lists(build: Builder, mask: IntervalMask, query_length: int, block_n: int, causal: bool,
+                sequences: Sequences | None = None) -> SuperLists | None:
+    """The super-tile lists of a mask, kept as ``key_lists`` are; None for a mask that needs none (``_tile_capacity``).
 
     A super-tile has as many queries as a query sees keys: measured best, and what bounds the partial sums' memory.
     """
     queries, capacity = _super_sizes(mask, query_length, block_n)
     if not queries:
         return None
-    return kept(mask, ("super", query_length, queries, block_n, causal), stream,
-                lambda: _build_supers(runtime, mask, query_length, queries, capacity, causal, sequences))
+    return _derived(build, mask, _super_lists, query_length, queries, capacity, causal, sequences)
 
 
 def super_entries_of(mask: IntervalMask, query_length: int, block_n: int) -> int:
@@ -117,26 +124,12 @@ def _layout(sizes: tuple[tuple[str, int], ...]) -> tuple[int, dict[str, int]]:
 
 
 class Workspace:
-    """One allocation for several arrays of int32, in the library and on the device of ``owner`` (a mask)."""
+    """One array for several of int32."""
 
-    def __init__(self, owner: Any, **sizes: int):
+    def __init__(self, build: Builder, **sizes: int):
         length, offsets = _layout(tuple(sizes.items()))
-        self.array = owner.library.empty((length,), "int32", owner.device)
-        base = owner.library.pointer(self.array)
-        self.addresses = {name: base + offset for name, offset in offsets.items()}
-
-
-@functools.cache
-def _kernel(runtime: Runtime, index: int, causal: bool, block_n: int, sequences: bool, entry: str) -> LoadedKernel:
-    return runtime.load(ListConfig(causal=causal, block_n=block_n, sequences=sequences), entry, index)
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """The keys of a mask that some query sees: what count_seen and compact_seen make. Addresses as above."""
-
-    addresses: dict[str, int]
-    workspace: Any
+        self.array = build.empty((length,), "int32")
+        self.refs = {name: self.array.ref + offset for name, offset in offsets.items()}
 
 
 def _seen_sizes(mask: IntervalMask, spans: bool) -> dict[str, int]:
@@ -147,79 +140,75 @@ def _seen_sizes(mask: IntervalMask, spans: bool) -> dict[str, int]:
     return sizes | {"span_sum": rows * chunks, "span_offset": rows * length} if spans else sizes
 
 
-def _seen(runtime: Runtime, mask: IntervalMask, query_length: int, block_n: int, causal: bool,
-          sequences: Sequences | None, for_supers: bool = False) -> Seen | None:
-    """Those that all lists of a mask share which a plan makes itself. Of other masks each list has its own, for they
-    are kept apart. ``block_n``: of the list that needs them first, whose kernels are loaded. ``for_supers``: they must
-    serve super-tiles, as all do in a trace that a backward follows."""
-    if sequences is not None or type(runtime) is not Recorder or type(mask) is TracedMask:
+def _seen(build: Builder, mask: IntervalMask, query_length: int, block_n: int, causal: bool,
+          sequences: Sequences | None, for_supers: bool = False) -> dict[str, Ref] | None:
+    """The keys of a mask that some query sees, what count_seen and compact_seen make, for all lists of a mask of the
+    program itself; None for others, whose lists are made apart. ``block_n``: of the list that needs them first, whose
+    kernels are loaded. ``for_supers``: they must serve super-tiles, as all do that a backward follows."""
+    if sequences is not None or isinstance(mask, GivenMask):
         return None
-    identity = ("seen", query_length, causal)
-    seen = mask._cache.get(identity)
-    if seen is None or (for_supers and "span_sum" not in seen.addresses):
-        queries = _super_queries(mask, query_length) if for_supers or runtime.trace.before_backward else 0
-        space = Workspace(mask, **_seen_sizes(mask, queries > 0))
-        seen = mask._cache[identity] = Seen(space.addresses, space.array)
-        params = _params(mask, query_length, {"super_queries": queries}, space.addresses, None)
-        _count(runtime, mask, params, causal, block_n, False)
+    known, identity = build.derived(mask), ("seen", query_length, causal)
+    seen = known.get(identity)
+    if seen is None or (for_supers and "span_sum" not in seen):
+        queries = _super_queries(mask, query_length) if for_supers or build.grad else 0
+        seen = known[identity] = Workspace(build, **_seen_sizes(mask, queries > 0)).refs
+        _count(build, mask, _params(mask, query_length, {"super_queries": queries}, seen, None), causal, block_n, False)
     return seen
 
 
-def _params(mask: IntervalMask, query_length: int, fields: dict[str, int], addresses: dict[str, int],
-            sequences: Sequences | None) -> bytes:
+def _params(mask: IntervalMask, query_length: int, fields: Fields, refs: dict[str, Ref],
+            sequences: Sequences | None) -> Packed:
     start, stop, length = mask._start, mask._stop, mask.key_length
     return jit.params("lists/intervals.cu", "ListParams").pack_some({
         "start": start.pointer, "stop": stop.pointer, "start_batch": start.strides[0], "start_head": start.strides[1],
         "stop_batch": stop.strides[0], "stop_head": stop.strides[1], "heads": mask.shape[1], "key_length": length,
         "query_length": query_length, "chunks": blocks(length, LIST_CHUNK),
         "bounds": sequences.bounds.pointer if sequences else 0, "sequences": sequences.count if sequences else 0},
-        fields, addresses)
+        fields, refs)
 
 
-def _count(runtime: Runtime, mask: IntervalMask, params: bytes, causal: bool, block_n: int, sequences: bool) -> None:
+def _count(build: Builder, mask: IntervalMask, params: Packed, causal: bool, block_n: int, sequences: bool) -> None:
     """count_seen and compact_seen."""
     batch, heads, length = mask.shape
     for entry in ("count_seen", "compact_seen"):
-        _kernel(runtime, mask.device.index, causal, block_n, sequences, entry).launch(
-            batch * heads * blocks(length, LIST_CHUNK), LIST_THREADS, params, mask.library.stream(mask.device))
+        build.launch(build.load(ListConfig(causal, block_n, sequences), entry),
+                     batch * heads * blocks(length, LIST_CHUNK), LIST_THREADS, params)
 
 
-def _launch(runtime: Runtime, mask: IntervalMask, query_length: int, causal: bool, block_n: int, last: str, grid: int,
-            fields: dict[str, int], addresses: dict[str, int], count: bool, sequences: Sequences | None) -> None:
+def _launch(build: Builder, mask: IntervalMask, query_length: int, causal: bool, block_n: int, last: str, grid: int,
+            fields: Fields, refs: dict[str, Ref], count: bool, sequences: Sequences | None) -> None:
     """The kernel ``last`` with its grid, if ``count`` behind count_seen and compact_seen."""
-    params = _params(mask, query_length, fields, addresses, sequences)
+    params = _params(mask, query_length, fields, refs, sequences)
     if count:
-        _count(runtime, mask, params, causal, block_n, sequences is not None)
+        _count(build, mask, params, causal, block_n, sequences is not None)
     # Lists take different times: of more blocks than SMs all must get as many (1 % of 574 us).
-    even = last == "tile_lists" and grid > runtime.num_sms(mask.device.index)
-    _kernel(runtime, mask.device.index, causal, block_n, sequences is not None, last).launch(
-        grid, LIST_THREADS, params, mask.library.stream(mask.device), pdl=not even)
+    even = last == "tile_lists" and grid > build.num_sms
+    build.launch(build.load(ListConfig(causal, block_n, sequences is not None), last), grid, LIST_THREADS, params,
+                 pdl=not even)
 
 
-@planned
-def _build(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int, block_n: int, causal: bool,
-           sequences: Sequences | None, short_tiles: ShortTiles) -> KeyLists:
+def _tile_lists(build: Builder, mask: IntervalMask, query_length: int, queries: int, block_n: int, causal: bool,
+                sequences: Sequences | None, short_tiles: ShortTiles) -> KeyLists:
     rows, length = mask.shape[0] * mask.shape[1], mask.key_length
     length_of_full_tiles = query_length + short_tiles.tiles * short_tiles.missing_queries
     tiles = tile_count(length_of_full_tiles, queries, sequences.count if sequences else 0)
     capacity = _tile_capacity(mask, queries)
     summary_blocks = 0 if capacity else blocks(length, block_n)
     of_all = capacity > 0 and length <= LIST_CHUNK  # tile_lists looks at all keys
-    seen = None if of_all else _seen(runtime, mask, query_length, block_n, causal, sequences)
+    seen = None if of_all else _seen(build, mask, query_length, block_n, causal, sequences)
     count = seen is None and not of_all
-    space = Workspace(mask, **_seen_sizes(mask, False) if count else {}, summaries=4 * rows * summary_blocks,
+    space = Workspace(build, **_seen_sizes(mask, False) if count else {}, summaries=4 * rows * summary_blocks,
                       list=rows * tiles * capacity, list_lengths=2 * rows * tiles)
     fields = {"queries": queries, "tiles": tiles, "capacity": capacity, "summary_blocks": summary_blocks}
-    at = space.addresses if seen is None else seen.addresses | space.addresses
+    at = (seen or {}) | space.refs
     if capacity:
-        warps = _tile_warps(rows, tiles, runtime.num_sms(mask.device.index))
-        _launch(runtime, mask, query_length, causal, block_n, "tile_lists",
-                rows * blocks(tiles, LIST_WARPS // warps),
+        warps = _tile_warps(rows, tiles, build.num_sms)
+        _launch(build, mask, query_length, causal, block_n, "tile_lists", rows * blocks(tiles, LIST_WARPS // warps),
                 {**fields, "short_tiles": short_tiles.tiles, "missing_queries": short_tiles.missing_queries,
                  "tile_warps": warps}, at, count, sequences)
         return KeyLists("KEYS_LISTED", {"list": at["list"], "list_lengths": at["list_lengths"], "capacity": capacity},
                         space.array)
-    _launch(runtime, mask, query_length, causal, block_n, "summarize",
+    _launch(build, mask, query_length, causal, block_n, "summarize",
             rows * blocks(summary_blocks, LIST_WARPS), fields, at, count, sequences)
     return KeyLists("KEYS_SHARED", {"list": at["seen"], "list_lengths": at["seen_count"], "summaries": at["summaries"],
                                     "chunk_info": at["chunk_info"], "chunk": LIST_CHUNK}, space.array)
@@ -231,17 +220,16 @@ def _tile_warps(rows: int, tiles: int, num_sms: int) -> int:
     return next((warps for warps in (4, 2) if rows * blocks(tiles, LIST_WARPS // warps) <= num_sms), 1)
 
 
-@planned
-def _build_supers(runtime: Runtime, mask: IntervalMask, query_length: int, queries: int, capacity: int, causal: bool,
-                  sequences: Sequences | None) -> SuperLists:
+def _super_lists(build: Builder, mask: IntervalMask, query_length: int, queries: int, capacity: int, causal: bool,
+                 sequences: Sequences | None) -> SuperLists:
     rows = mask.shape[0] * mask.shape[1]
     supers = tile_count(query_length, queries, sequences.count if sequences else 0)
     entries = supers * capacity if sequences is None else super_entries(query_length, queries, capacity, sequences)
-    seen = _seen(runtime, mask, query_length, 64, causal, sequences, for_supers=True)
-    space = Workspace(mask, **_seen_sizes(mask, True) if seen is None else {}, super_list=rows * entries,
+    seen = _seen(build, mask, query_length, 64, causal, sequences, for_supers=True)
+    space = Workspace(build, **_seen_sizes(mask, True) if seen is None else {}, super_list=rows * entries,
                       super_lengths=rows * supers, slots=rows * entries)
-    at = space.addresses if seen is None else seen.addresses | space.addresses
+    at = (seen or {}) | space.refs
     sizes = {"super_queries": queries, "supers": supers, "super_capacity": capacity, "super_entries": entries}
-    _launch(runtime, mask, query_length, causal, 64, "super_lists", rows * supers, sizes, at, seen is None, sequences)
+    _launch(build, mask, query_length, causal, 64, "super_lists", rows * supers, sizes, at, seen is None, sequences)
     read = ("seen", "seen_count", "span_offset", "super_list", "super_lengths", "slots")
     return SuperLists(entries, sizes | {name: at[name] for name in read}, space.array)

@@ -1,11 +1,9 @@
 """Packed sequences on the device (``kernels/common/varlen.cuh``): tiles that do not cross them, masks of query rows."""
 from __future__ import annotations
 
-import functools
-
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import SEQUENCE_THREADS, SUPER_UNIT, SequenceConfig, blocks
-from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
+from cupy_dma.backends.cuda.runtime.program import Builder
 from cupy_dma.calls.sequences import Sequences
 from cupy_dma.masks.interval import Hints, IntervalMask
 
@@ -21,23 +19,18 @@ def super_entries(query_length: int, queries: int, capacity: int, sequences: Seq
     return first + query_length // queries * capacity
 
 
-def mask_of_rows(runtime: Runtime, mask: IntervalMask, sequences: Sequences, causal: bool, stream: int) -> IntervalMask:
+def mask_of_rows(build: Builder, mask: IntervalMask, sequences: Sequences, causal: bool) -> IntervalMask:
     """The mask (1, heads, Lk) with the rows of query that see a key in place of the positions, ``causal`` applied.
 
     Consecutive rows of one sequence see as many keys as consecutive positions: the bound holds for its tiles.
     """
-    library, device, (_, heads, length) = mask.library, mask.device, mask.shape
-    start, stop = (library.empty((1, heads, length), "int32", device) for _ in range(2))
+    _, heads, length = mask.shape
+    start, stop = (build.empty((1, heads, length), "int32") for _ in range(2))
     if heads * length:
         params = jit.params("lists/varlen.cu", "SequenceParams").pack(
-            start=mask._start.pointer, stop=mask._stop.pointer, bounds=sequences.bounds.pointer,
-            row_start=library.pointer(start), row_stop=library.pointer(stop), start_head=mask._start.strides[1],
-            stop_head=mask._stop.strides[1], heads=heads, key_length=length, sequences=sequences.count)
-        grid = blocks(length, SEQUENCE_THREADS)
-        _kernel(runtime, device.index, causal).launch(grid, SEQUENCE_THREADS, params, stream)
-    return IntervalMask._make(library, start, stop, Hints(bound=mask._bound))
-
-
-@functools.cache
-def _kernel(runtime: Runtime, index: int, causal: bool) -> LoadedKernel:
-    return runtime.load(SequenceConfig(causal=causal), "mask_of_rows", index)
+            start=mask._start.pointer, stop=mask._stop.pointer, bounds=sequences.bounds.pointer, row_start=start.ref,
+            row_stop=stop.ref, start_head=mask._start.strides[1], stop_head=mask._stop.strides[1], heads=heads,
+            key_length=length, sequences=sequences.count)
+        build.launch(build.load(SequenceConfig(causal=causal), "mask_of_rows"), blocks(length, SEQUENCE_THREADS),
+                     SEQUENCE_THREADS, params)
+    return IntervalMask._make(build, start, stop, Hints(bound=mask._bound))  # type: ignore[arg-type]

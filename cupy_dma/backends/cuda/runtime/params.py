@@ -1,16 +1,54 @@
-"""The parameter struct of a kernel, read from its source."""
+"""The parameter struct of a kernel, read from its source, and the arguments packed from it."""
 from __future__ import annotations
 
 import re
 import struct
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
+
+ALIGNMENT = 16  # of every buffer of a program; an argument that lies elsewhere has the rest in the offsets of its Refs
+
+
+class Ref(NamedTuple):
+    """An address in a program: ``offset`` bytes into the buffer with this number, wherever that will be."""
+
+    buffer: int
+    offset: int = 0
+
+    def __add__(self, offset: int) -> Ref:  # type: ignore[override]
+        return Ref(self.buffer, self.offset + offset)
+
+    def __mod__(self, size: int) -> int:
+        assert ALIGNMENT % size == 0, size
+        return self.offset % size
+
+
+class Packed(NamedTuple):
+    """Bytes of a kernel's argument, with holes of 8 bytes where addresses belong."""
+
+    data: bytes
+    refs: tuple[tuple[int, Ref], ...] = ()  # at which byte
+
+    def __add__(self, other: Packed | bytes) -> Packed:  # type: ignore[override]
+        """With ``other`` behind it."""
+        more = Packed(other) if isinstance(other, bytes) else other
+        at = len(self.data)
+        return Packed(self.data + more.data, self.refs + tuple((at + i, ref) for i, ref in more.refs))
+
+    def padded(self, multiple: int) -> Packed:
+        """With zeros up to a multiple of so many bytes."""
+        return self._replace(data=self.data + bytes(-len(self.data) % multiple))
+
+
+def pack_pointer(pointer: Ref | int) -> Packed:
+    """One pointer; 0: none."""
+    return Packed(bytes(8), ((0, pointer),)) if isinstance(pointer, Ref) else Packed(pointer.to_bytes(8, "little"))
 
 
 class Params:
     """The parameter struct ``name`` in a source ``text``, read from there so that it is written down once.
 
-    ``pack(**fields)`` gives the by-value argument of a launch.
+    ``pack(**fields)`` gives the by-value argument of a launch: bytes, or where a field is a ``Ref``, ``Packed``.
     """
 
     _formats: ClassVar[dict[str, str]] = {"long long": "q", "int": "i", "float": "f"}
@@ -36,20 +74,31 @@ class Params:
             self.names += [member.strip() for member in members]
             self.types.update((member.strip(), written) for member in members)
         self._indices = {name: i for i, name in enumerate(self.names)}
+        ends = [struct.calcsize(form[:i + 2]) for i in range(len(self.names))]
+        self._offsets = [end - struct.calcsize(kind) for end, kind in zip(ends, form[1:])]
         self._pack = struct.Struct(form + "0q").pack  # padded to the struct's alignment
 
     def _not_read(self, name: str, statement: str) -> ValueError:
         return ValueError(f"struct {name} may have members of type {', '.join(self._formats)}, and pointers, each in a "
                           f"statement of its own, got {statement!r}")
 
-    def pack(self, **fields: Any) -> bytes:
-        return self._pack(*[fields[name] for name in self.names])
+    def pack(self, **fields: Any) -> Any:
+        return self._packed([fields[name] for name in self.names])
 
-    def pack_some(self, *groups: Mapping[str, Any]) -> bytes:
+    def pack_some(self, *groups: Mapping[str, Any]) -> Any:
         """The argument with the fields of all ``groups``, later ones first; 0 for a field that none has."""
         values: list[Any] = [0] * len(self.names)
         indices = self._indices
         for group in groups:
             for name, value in group.items():
                 values[indices[name]] = value
-        return self._pack(*values)
+        return self._packed(values)
+
+    def _packed(self, values: list[Any]) -> Any:
+        refs = []
+        for i, value in enumerate(values):
+            if type(value) is Ref:
+                refs.append((self._offsets[i], value))
+                values[i] = 0
+        data = self._pack(*values)
+        return Packed(data, tuple(refs)) if refs else data

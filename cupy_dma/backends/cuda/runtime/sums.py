@@ -1,14 +1,13 @@
 """Sums of float32 arrays over outer axes, rounded to a type (``kernels/common/sums.cu``)."""
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
-from cupy_dma.arrays import Device, Library, Operand
+from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import ELEMENTS, blocks
-from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
+from cupy_dma.backends.cuda.runtime.program import Array, Builder
 
 THREADS = 256  # as in the kernel file
 
@@ -32,29 +31,25 @@ class Axes:
     second: int = 0
 
 
-def add_rows(runtime: Runtime, library: Library, device: Device, array: Any, axes: Axes, dtype: str,
-             shape: tuple[int, ...]) -> Any:
+def add_rows(build: Builder, array: Array, axes: Axes, dtype: str, shape: tuple[int, ...]) -> Array:
     """``result[o, i]``, ``rows x columns`` numbers in this ``shape``: the sum over ``firsts`` and ``seconds``."""
-    grid = blocks(axes.rows * axes.columns, THREADS)
-    return _add(runtime, library, device, array, axes, dtype, shape, "add_rows", grid)
+    return _add(build, array, axes, dtype, shape, "add_rows", blocks(axes.rows * axes.columns, THREADS))
 
 
-def add_all(runtime: Runtime, library: Library, device: Device, array: Any, axes: Axes, dtype: str,
-            shape: tuple[int, ...]) -> Any:
+def add_all(build: Builder, array: Array, axes: Axes, dtype: str, shape: tuple[int, ...]) -> Array:
     """``result[o]``, ``rows`` numbers in this ``shape``: the sum over ``firsts`` and the contiguous ``columns``."""
-    return _add(runtime, library, device, array, axes, dtype, shape, "add_all", axes.rows)
+    return _add(build, array, axes, dtype, shape, "add_all", axes.rows)
 
 
-def add_parts(runtime: Runtime, library: Library, device: Device, dtype: str, fields: dict[str, int]) -> None:
+def add_parts(build: Builder, dtype: str, fields: dict[str, Any]) -> None:
     """Writes the sums over parts: ``fields`` of ``PartParams``, results of this ``dtype``."""
     arrays = ("partial_key" in fields) + ("partial_value" in fields)
     numbers = arrays * fields["size"] // 4 + ("partial_bias" in fields) * fields["rows"] * fields["length"]
-    params = jit.params("common/sums.cu", "PartParams").pack_some(fields)
-    _kernel(runtime, device.index, ELEMENTS[dtype], "add_parts").launch(blocks(numbers, THREADS), THREADS, params,
-                                                                        library.stream(device))
+    build.launch(build.load(SumConfig(ELEMENTS[dtype]), "add_parts"), blocks(numbers, THREADS), THREADS,
+                 jit.params("common/sums.cu", "PartParams").pack_some(fields))
 
 
-def sum_to_bias(runtime: Runtime, dbias: Any, bias: Operand, shape: tuple[int, int, int]) -> Any:
+def sum_to_bias(build: Builder, dbias: Array, bias: Operand, shape: tuple[int, int, int]) -> Array:
     """float32 (B, H, Lk), of this ``shape``, summed over the axes along which the bias broadcasts, rounded once to its
     type."""
     (batch, heads, length), (own_batch, own_heads, _, keys) = shape, bias.shape
@@ -66,21 +61,14 @@ def sum_to_bias(runtime: Runtime, dbias: Any, bias: Operand, shape: tuple[int, i
         axes, add = Axes(columns=group * length, **outer), add_all
     else:
         axes, add = Axes(columns=length, seconds=group, second=length, **outer), add_rows
-    return add(runtime, bias.library, bias.device, dbias, axes, bias.dtype, bias.shape)
+    return add(build, dbias, axes, bias.dtype, bias.shape)
 
 
-def _add(runtime: Runtime, library: Library, device: Device, array: Any, axes: Axes, dtype: str,
-         shape: tuple[int, ...], entry: str, grid: int) -> Any:
-    kind = dtype if dtype in ELEMENTS else "float32"
-    result = library.empty(shape, kind, device)
+def _add(build: Builder, array: Array, axes: Axes, dtype: str, shape: tuple[int, ...], entry: str, grid: int) -> Array:
+    result = build.empty(shape, dtype)
     if grid:
         params = jit.params("common/sums.cu", "SumParams").pack(
-            **{"in": library.pointer(array)}, out=library.pointer(result), first=axes.first, second=axes.second,
-            row=axes.row, firsts=axes.firsts, seconds=axes.seconds, rows=axes.rows, columns=axes.columns)
-        _kernel(runtime, device.index, ELEMENTS[kind], entry).launch(grid, THREADS, params, library.stream(device))
-    return result if kind == dtype else library.astype(result, dtype)
-
-
-@functools.cache
-def _kernel(runtime: Runtime, index: int, result: str, entry: str) -> LoadedKernel:
-    return runtime.load(SumConfig(result=result), entry, index)
+            **{"in": array.ref}, out=result.ref, first=axes.first, second=axes.second, row=axes.row,
+            firsts=axes.firsts, seconds=axes.seconds, rows=axes.rows, columns=axes.columns)
+        build.launch(build.load(SumConfig(ELEMENTS[dtype]), entry), grid, THREADS, params)
+    return result

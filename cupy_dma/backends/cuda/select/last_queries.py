@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import blocks
-from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
+from cupy_dma.backends.cuda.runtime.params import Ref
+from cupy_dma.backends.cuda.runtime.program import Array, Builder
 
 # As in the kernel file.
 DIGIT_BITS, COLLECT_KEYS, MAX_CHUNKS = 11, 4096, 1024
@@ -31,52 +31,46 @@ class KeyList:
     positions that see them, ``interval (B * Hkv, count, 2)`` int32 (None: all)."""
 
     count: int
-    list: int  # addresses
-    interval: int | None
-    tickets: int  # (B * Hkv, sets) zeros
-    keep: tuple[Any, Any]  # the arrays: zeros, and what holds the list
-    offset: int  # of the list in the second of them, in elements
+    list: Array
+    interval: Ref | None
+    tickets: Ref  # (B * Hkv, sets) zeros
 
 
-def select_last(runtime: Runtime, scores: Operand, window: int, queries: int, sets: int) -> KeyList:
+def select_last(build: Builder, scores: Operand, window: int, queries: int, sets: int) -> KeyList:
     """The keys that the last ``queries`` positions see of ``scores (B, Hkv, Lk)`` float32, and ``sets`` tickets a row
     for the attention. There are more than ``window`` keys up to the first of them."""
-    library, device, (batch, kv_heads, keys) = scores.library, scores.device, scores.shape
+    batch, kv_heads, keys = scores.shape
     rows, length = batch * kv_heads, keys - queries + 1
     chunk, shifts = plan(length)
     chunks, passes = blocks(length, chunk), len(shifts)
     count = window + queries - 1
     intervals = queries > 1
     # In one allocation each: what must be zero, and the rest, arrays of 8 bytes first.
-    zeros = library.full((rows * (RANGE_WORDS + 1 + sets + (passes << DIGIT_BITS)),), 0, "int32", device)
-    space = library.empty((rows * (2 * chunks * chunk + chunks + count * (3 if intervals else 1)),), "int32", device)
-    ranges, survivors = library.pointer(zeros), library.pointer(space)
+    ranges = build.zeros((rows * (RANGE_WORDS + 1 + sets + (passes << DIGIT_BITS)),), "int32").ref
+    survivors = build.empty((rows * (2 * chunks * chunk + chunks + count * (2 if intervals else 0)),), "int32").ref
+    kept = build.empty((batch, kv_heads, count), "int32")
     tickets = ranges + 4 * rows * RANGE_WORDS
     counts = tickets + 4 * rows * (1 + sets)
     interval = survivors + 8 * rows * chunks * chunk
-    kept = interval + (8 * rows * count if intervals else 0)
     fields = {
         "score": scores.pointer, "counts": counts, "ranges": ranges, "tickets": tickets, "survivors": survivors,
-        "survivor_count": kept + 4 * rows * count, "list": kept, "interval": interval,
+        "survivor_count": interval + (8 * rows * count if intervals else 0), "list": kept.ref, "interval": interval,
         "score_batch": scores.strides[0], "score_head": scores.strides[1], "score_key": scores.strides[2],
         "kv_heads": kv_heads, "length": length, "window": window, "queries": queries, "chunk": chunk, "chunks": chunks,
         "passes": passes}
-    pack, stream = jit.params("select/last_queries_top_w.cu", "LastQueriesParams").pack_some, library.stream(device)
+    pack = jit.params("select/last_queries_top_w.cu", "LastQueriesParams").pack_some
+    config = LastQueriesConfig(intervals=intervals)
     for number, shift in enumerate(shifts):
-        _kernel(runtime, device.index, intervals, "narrow").launch(
-            rows * chunks, THREADS["narrow"], pack(fields, {"pass": number, "shift": shift}), stream)
-    _kernel(runtime, device.index, intervals, "collect").launch(rows * chunks, THREADS["collect"], pack(fields), stream)
-    return KeyList(count, kept, interval if intervals else None, tickets + 4 * rows, (zeros, space),
-                   (kept - survivors) // 4)
+        build.launch(build.load(config, "narrow"), rows * chunks, THREADS["narrow"],
+                     pack(fields, {"pass": number, "shift": shift}))
+    build.launch(build.load(config, "collect"), rows * chunks, THREADS["collect"], pack(fields))
+    return KeyList(count, kept, interval if intervals else None, tickets + 4 * rows)
 
 
-def last_keys(runtime: Runtime, scores: Operand, window: int) -> Any:
+def last_keys(build: Builder, scores: Operand, window: int) -> Array:
     """The ``window`` best of more keys, those that the last of their positions sees: int32 ``(B, Hkv, window)`` in any
     order, of ``scores (B, Hkv, Lk)`` float32."""
-    batch, kv_heads, _ = scores.shape
-    with runtime.on(scores.device):
-        found = select_last(runtime, scores, window, 1, 0)
-    return found.keep[1][found.offset:found.offset + batch * kv_heads * window].reshape(batch, kv_heads, window)
+    return select_last(build, scores, window, 1, 0).list
 
 
 @functools.lru_cache(maxsize=1024)
@@ -86,8 +80,3 @@ def plan(length: int) -> tuple[int, tuple[int, ...]]:
     if length <= COLLECT_KEYS:
         return chunk, ()
     return chunk, (53, 42, 32, max(0, (length - 1).bit_length() - DIGIT_BITS))
-
-
-@functools.cache
-def _kernel(runtime: Runtime, index: int, intervals: bool, entry: str) -> LoadedKernel:
-    return runtime.load(LastQueriesConfig(intervals=intervals), entry, index)

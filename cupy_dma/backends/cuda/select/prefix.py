@@ -1,13 +1,10 @@
 """The prefix top-w selection on the device (SPEC section 3)."""
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import ARRIVALS, SELECT_THREADS, SelectConfig, blocks
-from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
+from cupy_dma.backends.cuda.runtime.program import Array, Builder
 
 
 def selection_chunk(length: int) -> int:
@@ -20,35 +17,31 @@ def counts_pairs(rows: int, length: int) -> bool:
     return length <= 1024 or (length <= 4096 and rows * length**2 <= 2**27)
 
 
-def prefix_stop(runtime: Runtime, scores: Operand, window: int, padding: Operand | None,
-                document: Operand | None) -> Any:
+def prefix_stop(build: Builder, scores: Operand, window: int, padding: Operand | None,
+                document: Operand | None) -> Array:
     """First position that no longer keeps a key: int32 ``(B, Hkv, Lk)``."""
-    stop = scores.library.empty(scores.shape, "int32", scores.device)
+    stop = build.empty(scores.shape, "int32")
     if 0 not in scores.shape:
-        _select(runtime, scores, window, padding, document, stop)
+        _select(build, scores, window, padding, document, stop)
     return stop
 
 
-def prefix_run(runtime: Runtime, scores: Operand, window: int, padding: Operand | None) -> tuple[Any, Any]:
+def prefix_run(build: Builder, scores: Operand, window: int, padding: Operand | None) -> tuple[Array, Array]:
     """The same behind the first position that keeps a key, its own: int32 ``(Lk)``, written on the way, for a launch of
-    its own costs 2 us and the host 11."""
-    library, device = scores.library, scores.device
-    if 0 in scores.shape:
-        return library.arange(0, scores.shape[2], device), library.empty(scores.shape, "int32", device)
-    start, stop = library.empty(scores.shape[2:], "int32", device), library.empty(scores.shape, "int32", device)
-    _select(runtime, scores, window, padding, None, stop, start)
+    its own costs 2 us and the host 11. ``scores`` are not empty."""
+    start, stop = build.empty(scores.shape[2:], "int32"), build.empty(scores.shape, "int32")
+    _select(build, scores, window, padding, None, stop, start)
     return start, stop
 
 
-def _select(runtime: Runtime, scores: Operand, window: int, padding: Operand | None, document: Operand | None,
-            stop: Any, start: Any = None) -> None:
-    library, device = scores.library, scores.device
+def _select(build: Builder, scores: Operand, window: int, padding: Operand | None, document: Operand | None,
+            stop: Array, start: Array | None = None) -> None:
     batch, kv_heads, length = scores.shape
     rows = batch * kv_heads
     window = min(window, length)
     fields = {"score": scores.pointer, "padding": padding.pointer if padding else 0,
-              "document": document.pointer if document else 0, "stop": library.pointer(stop),
-              "start": 0 if start is None else library.pointer(start),
+              "document": document.pointer if document else 0, "stop": stop.ref,
+              "start": 0 if start is None else start.ref,
               "score_batch": scores.strides[0], "score_head": scores.strides[1], "score_key": scores.strides[2],
               "padding_batch": padding.strides[0] if padding else 0,
               "document_batch": document.strides[0] if document else 0,
@@ -59,8 +52,7 @@ def _select(runtime: Runtime, scores: Operand, window: int, padding: Operand | N
         chunks = blocks(length, chunk)
         capacity = min(window, chunk)
         # Per chunk: local, kept and arrivals of 8 bytes an entry, two counts of 4.
-        workspace = library.empty((rows * chunks * (2 * (capacity + window + chunk) + 2),), "int32", device)
-        local = library.pointer(workspace)
+        local = build.empty((rows * chunks * (2 * (capacity + window + chunk) + 2),), "int32").ref
         kept = local + 8 * rows * chunks * capacity
         arrivals = kept + 8 * rows * chunks * window
         kept_count = arrivals + 8 * rows * chunks * chunk
@@ -69,17 +61,11 @@ def _select(runtime: Runtime, scores: Operand, window: int, padding: Operand | N
                    "local_capacity": capacity}
         filters, sweeps = rows * chunks, rows * chunks * blocks(chunk, ARRIVALS)
         # Each of these blocks can have an SM of its own, but not beside those ahead (35 us for 29).
-        gathers = sweeps <= runtime.num_sms(device.index) < filters + sweeps
+        gathers = sweeps <= build.num_sms < filters + sweeps
         launches = [("local_top", filters if chunks > 1 else 0, True), ("filter_arrivals", filters, True),
                     ("sweep_arrivals", sweeps, not gathers)]
     params = jit.params("select/prefix_top_w.cu", "SelectParams").pack_some(fields)
-    with runtime.on(device):
-        for entry, grid, pdl in launches:
-            if grid:
-                kernel = _kernel(runtime, device.index, document is not None, padding is not None, entry)
-                kernel.launch(grid, SELECT_THREADS[entry], params, library.stream(device), pdl)
-
-
-@functools.cache
-def _kernel(runtime: Runtime, index: int, documents: bool, padding: bool, entry: str) -> LoadedKernel:
-    return runtime.load(SelectConfig(documents=documents, padding=padding), entry, index)
+    config = SelectConfig(documents=document is not None, padding=padding is not None)
+    for entry, grid, pdl in launches:
+        if grid:
+            build.launch(build.load(config, entry), grid, SELECT_THREADS[entry], params, pdl)

@@ -15,73 +15,60 @@ from cupy_dma.backends.cuda.runtime.configs import (
     ScoreConfig,
     blocks,
 )
-from cupy_dma.backends.cuda.runtime.device import Runtime
+from cupy_dma.backends.cuda.runtime.program import Array, Builder
 
 #: The fields of ``ScoreBackwardParams`` for the results.
 _RESULTS = {"value": "dvalue", "dt_proj": "ddt_proj", "A": "dA", "dt_bias": "ddt_bias"}
 
 
-def key_scores(runtime: Runtime, value: Operand, dt_proj: Operand, A: Operand, dt_bias: Operand | None,
-               form: str) -> Any:
+def key_scores(build: Builder, value: Operand, dt_proj: Operand, A: Operand, dt_bias: Operand | None,
+               form: str) -> Array:
     """Scores ``(B, Hkv, Lk)`` float32 of ``value (B, Lk, Hkv, D)``."""
-    library, device = value.library, value.device
     batch, length, kv_heads, _ = value.shape
-    dt_proj = _projection(value, dt_proj)
-    out = library.empty((batch, kv_heads, length), "float32", device)
+    out = build.empty((batch, kv_heads, length), "float32")
     if batch and length:
-        with runtime.on(device):
-            _run(runtime, value, dt_proj, A, dt_bias, form, score=library.pointer(out))
+        _run(build, value, dt_proj, A, dt_bias, form, score=out.ref)
     return out
 
 
-def key_scores_backward(runtime: Runtime, dscores: Operand, value: Operand, dt_proj: Operand, A: Operand,
+def key_scores_backward(build: Builder, dscores: Operand, value: Operand, dt_proj: Operand, A: Operand,
                         dt_bias: Operand | None, form: str, needs: frozenset[str],
-                        dvalue: Operand | None = None) -> tuple[Any, Any, Any, Any]:
+                        dvalue: Operand | None = None) -> tuple[Array | None, ...]:
     """``(dvalue, ddt_proj, dA, ddt_bias)``, None for what is not in ``needs``; see ``cupy_dma.backends``."""
-    library, device = value.library, value.device
     batch, length, kv_heads, head_dim = value.shape
-    weight, channels = _projection(value, dt_proj), kv_heads * head_dim
+    channels = kv_heads * head_dim
     slice_keys = _slice_keys(batch * length)
     slices = blocks(length, slice_keys)
     key_blocks, channel_blocks = blocks(length, SCORE_BLOCK_KEYS), blocks(channels, SCORE_THREADS)
-    parameter = A.dtype if A.dtype in ELEMENTS and (dt_bias is None or dt_bias.dtype == A.dtype) else "float32"
-    results = [(name, like, kind) for name, like, kind in (
-        ("value", value, value.dtype), ("dt_proj", dt_proj, weight.dtype), ("A", A, parameter),
-        ("dt_bias", dt_bias, parameter)) if name in needs and like is not None]
-    with runtime.on(device):
-        ddt, dA_partial = (library.empty((batch, kv_heads, length), "float32", device) for _ in range(2))
-        partial = library.empty((batch * slices, kv_heads, channels), "float32", device)
-        made = {name: library.empty(like.shape, kind, device) for name, like, kind in results}
-        if batch and length:
-            _run(runtime, value, weight, A, dt_bias, form, dscore=dscores.pointer, ddt=library.pointer(ddt),
-                 dA_partial=library.pointer(dA_partial))
-        config = ScoreBackwardConfig(value=ELEMENTS[value.dtype], weight=ELEMENTS[weight.dtype],
-                                     parameter=ELEMENTS[parameter], head_dim=head_dim, kv_heads=kv_heads,
-                                     head_tile=min(kv_heads, 8))
-        fields = {
-            "ddt": library.pointer(ddt), "dA_partial": library.pointer(dA_partial), "value": value.pointer,
-            "dt_proj": weight.pointer, "partial": library.pointer(partial), "value_batch": value.strides[0],
-            "value_row": value.strides[1], "value_head": value.strides[2], "weight_row": weight.strides[0],
-            "batch": batch, "key_length": length, "key_blocks": key_blocks, "channel_blocks": channel_blocks,
-            "slice_keys": slice_keys, "slices": slices, "all_slices": batch * slices, **_added(dvalue),
-            **{field: library.pointer(made[name]) if name in made else 0 for name, field in _RESULTS.items()}}
+    ddt, dA_partial = (build.empty((batch, kv_heads, length), "float32") for _ in range(2))
+    partial = build.empty((batch * slices, kv_heads, channels), "float32")
+    made = {name: build.empty(like.shape, like.dtype) for name, like in (
+        ("value", value), ("dt_proj", dt_proj), ("A", A), ("dt_bias", dt_bias)) if name in needs and like is not None}
+    if batch and length:
+        _run(build, value, dt_proj, A, dt_bias, form, dscore=dscores.pointer, ddt=ddt.ref, dA_partial=dA_partial.ref)
+    config = ScoreBackwardConfig(value=ELEMENTS[value.dtype], weight=ELEMENTS[dt_proj.dtype],
+                                 parameter=ELEMENTS[A.dtype], head_dim=head_dim, kv_heads=kv_heads,
+                                 head_tile=min(kv_heads, 8))
+    fields = {
+        "ddt": ddt.ref, "dA_partial": dA_partial.ref, "value": value.pointer, "dt_proj": dt_proj.pointer,
+        "partial": partial.ref, "value_batch": value.strides[0], "value_row": value.strides[1],
+        "value_head": value.strides[2], "weight_row": dt_proj.strides[0], "batch": batch, "key_length": length,
+        "key_blocks": key_blocks, "channel_blocks": channel_blocks, "slice_keys": slice_keys, "slices": slices,
+        "all_slices": batch * slices, **_added(dvalue),
+        **{field: made[name].ref if name in made else 0 for name, field in _RESULTS.items()}}
 
-        def launch(entry: str, weight_blocks: int, others: int, pdl: bool) -> None:
-            weight_blocks *= "dt_proj" in made
-            if weight_blocks + others:
-                params = jit.params(config.source, "ScoreBackwardParams").pack(weight_blocks=weight_blocks, **fields)
-                runtime.load(config, entry, device.index).launch(
-                    weight_blocks + others, SCORE_THREADS, params, library.stream(device), pdl=pdl)
+    def launch(entry: str, weight_blocks: int, others: int, pdl: bool) -> None:
+        weight_blocks *= "dt_proj" in made
+        if weight_blocks + others:
+            params = jit.params(config.source, "ScoreBackwardParams").pack(weight_blocks=weight_blocks, **fields)
+            build.launch(build.load(config, entry), weight_blocks + others, SCORE_THREADS, params, pdl)
 
-        # Its blocks, of long work, would gather behind those of key_scores (100 us for 71).
-        launch("score_gradients", batch * slices * channel_blocks,
-               batch * key_blocks * channel_blocks * ("value" in made), pdl=False)
-        launch("add_score_gradients", blocks(kv_heads * channels, SCORE_THREADS),
-               kv_heads * (("A" in made) + ("dt_bias" in made)), pdl=True)
-
-        found = {name: made[name] if like.dtype == kind else library.astype(made[name], like.dtype)
-                 for name, like, kind in results}
-    return found.get("value"), found.get("dt_proj"), found.get("A"), found.get("dt_bias")
+    # Its blocks, of long work, would gather behind those of key_scores (100 us for 71).
+    launch("score_gradients", batch * slices * channel_blocks,
+           batch * key_blocks * channel_blocks * ("value" in made), pdl=False)
+    launch("add_score_gradients", blocks(kv_heads * channels, SCORE_THREADS),
+           kv_heads * (("A" in made) + ("dt_bias" in made)), pdl=True)
+    return tuple([made.get(name) for name in _RESULTS])
 
 
 def _slice_keys(keys: int) -> int:
@@ -89,13 +76,24 @@ def _slice_keys(keys: int) -> int:
     return min(SCORE_MAX_SLICE, 32 * max(1, blocks(math.isqrt(2 * keys), 32)))
 
 
-def _projection(value: Operand, dt_proj: Operand) -> Operand:
+def with_known_types(value: Operand, dt_proj: Operand, A: Operand,
+                     dt_bias: Operand | None) -> tuple[Operand, Operand, Operand | None]:
+    """Parameters in types that the kernels know: ``A`` and ``dt_bias`` in the same."""
     if value.dtype not in ELEMENTS:
         raise TypeError(f"value must be float16, bfloat16 or float32 on CUDA, got {value.dtype}")
-    return dt_proj if dt_proj.dtype in ELEMENTS else _as_float32(dt_proj)
+    if A.dtype not in ELEMENTS or dt_bias is not None and dt_bias.dtype != A.dtype:
+        A, dt_bias = as_float32(A), None if dt_bias is None else as_float32(dt_bias)
+    return dt_proj if dt_proj.dtype in ELEMENTS else as_float32(dt_proj), A, dt_bias
 
 
-def _added(dvalue: Operand | None) -> dict[str, int]:
+def as_float32(operand: Operand) -> Operand:
+    """The operand, converted by its library."""
+    if operand.dtype == "float32":
+        return operand
+    return operand.library.describe(operand.library.astype(operand.array, "float32"), operand.name)
+
+
+def _added(dvalue: Operand | None) -> dict[str, Any]:
     """The gradient of value that is already there, which value_gradient adds."""
     if dvalue is None:
         return {"dvalue_in": 0, "in_batch": 0, "in_row": 0, "in_head": 0}
@@ -103,13 +101,10 @@ def _added(dvalue: Operand | None) -> dict[str, int]:
             "in_head": dvalue.strides[2]}
 
 
-def _run(runtime: Runtime, value: Operand, dt_proj: Operand, A: Operand, dt_bias: Operand | None, form: str,
-         score: int = 0, dscore: int = 0, ddt: int = 0, dA_partial: int = 0) -> None:
+def _run(build: Builder, value: Operand, dt_proj: Operand, A: Operand, dt_bias: Operand | None, form: str,
+         score: Any = 0, dscore: Any = 0, ddt: Any = 0, dA_partial: Any = 0) -> None:
     """Launches kernels/select/key_scores.cu: scores, or with ``dscore`` their gradients."""
-    library, device = value.library, value.device
     batch, length, kv_heads, head_dim = value.shape
-    if A.dtype not in ELEMENTS or dt_bias is not None and dt_bias.dtype != A.dtype:
-        A, dt_bias = _as_float32(A), None if dt_bias is None else _as_float32(dt_bias)
     size = 4 if value.dtype == "float32" else 2
 
     def in_pieces(operand: Operand, elements: int) -> bool:
@@ -130,11 +125,5 @@ def _run(runtime: Runtime, value: Operand, dt_proj: Operand, A: Operand, dt_bias
         value_row=value.strides[1], value_head=value.strides[2], weight_row=dt_proj.strides[0], key_length=length,
         key_blocks=key_blocks, head_tiles=head_tiles)
     # Behind an attention kernel blocks of many keys would gather (60 us for 52); for a step's keys 1 us counts.
-    runtime.load(config, "key_scores", device.index).launch(batch * key_blocks * head_tiles, SCORE_THREADS, params,
-                                                            library.stream(device), pdl=key_blocks == 1)
-
-
-def _as_float32(operand: Operand) -> Operand:
-    if operand.dtype == "float32":
-        return operand
-    return operand.library.describe(operand.library.astype(operand.array, "float32"), operand.name)
+    build.launch(build.load(config, "key_scores"), batch * key_blocks * head_tiles, SCORE_THREADS, params,
+                 pdl=key_blocks == 1)

@@ -1,0 +1,205 @@
+"""Chains: a whole differentiable call, scores to gradients, as two programs.
+
+    forward     key scores, selection, key lists, attention        arguments -> out, lse, kept
+    backward    gradients of attention and scores                  arguments, out, lse, kept, dout, dlse -> gradients
+
+The backward is built where the forward ended: it finds the mask and the lists that the forward has made. They lie in
+``kept``, one array, as do scores that were computed. There is a backward for each kind of upstream gradients, built
+when the first of that kind arrives.
+"""
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any, NamedTuple
+
+from cupy_dma.arrays import Operand
+from cupy_dma.backends.cuda.attention.backward import attention_backward
+from cupy_dma.backends.cuda.attention.backward_chunks import chunk_size
+from cupy_dma.backends.cuda.attention.forward import attention
+from cupy_dma.backends.cuda.attention.problem import with_known_bias
+from cupy_dma.backends.cuda.runtime.device import Runtime
+from cupy_dma.backends.cuda.runtime.program import Array, Builder, GivenMask, NotBuildable, Place, Program
+from cupy_dma.backends.cuda.select.prefix import prefix_run, prefix_stop
+from cupy_dma.backends.cuda.select.scores import key_scores, key_scores_backward, with_known_types
+from cupy_dma.calls.gradients import INPUTS, chain_gradients
+from cupy_dma.calls.run import attention_of
+from cupy_dma.calls.scores import Recipe
+from cupy_dma.calls.types import AttentionBackwardCall, AttentionCall, DynamicCall, key_bias
+from cupy_dma.masks.interval import Hints, IntervalMask
+from cupy_dma.masks.selection import Candidates
+
+MAX_BACKWARDS = 16  # kinds of upstream gradients of a chain; then all are forgotten
+
+
+class View(NamedTuple):
+    """Where an array lies in ``kept``."""
+
+    offset: int  # in bytes
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Made(NamedTuple):
+    """What a call makes and keeps: its mask, and its scores unless they are given."""
+
+    start: View
+    stop: View
+    hints: Hints
+    scores: View | None
+
+
+class Chain:
+    """The programs of one kind of call.
+
+    Arguments are given as the addresses, all multiples of 16, of those of ``INPUTS`` that the call has, in that order,
+    and of its padding; an interval mask that is given comes as itself. ``arrays``: the same arguments, for who watches
+    memory.
+    """
+
+    def __init__(self, runtime: Runtime, call: AttentionCall | DynamicCall, grad: bool):
+        """``grad``: a backward follows. Raises ``NotBuildable`` for a call that takes the array library."""
+        own = call.attention if isinstance(call, DynamicCall) else call
+        self.runtime, self.library, self._grad = runtime, own.query.library, grad
+        self._build = build = Builder(runtime, self.library.name, own.query.device, grad)
+        spec, self._recipe, self._last = _arguments(build, call)
+        module: Any = Building(build)
+        self._attention = attention_of(spec, module) if isinstance(spec, DynamicCall) else spec
+        self._results = module.attention(self._attention)
+        self._forward = Program(build, self._results, keep=self._kept())
+        self._backward: dict[Any, tuple[Program, list[int | None]] | None] = {}
+        self._lock = threading.Lock()
+        self.made = self._find_made() if isinstance(call, DynamicCall) else None
+
+    def _kept(self) -> set[int]:
+        """What the forward has made and the backward may need: the scores, the mask and its lists."""
+        mask, bias = self._attention.mask, self._attention.bias
+        arrays = [] if bias is None else [bias.array]
+        if mask is not None and not isinstance(mask, GivenMask):
+            arrays += [mask._start.array, mask._stop.array]
+            for found in self._build.derived(mask).values():
+                arrays.append(found.workspace if hasattr(found, "workspace") else next(iter(found.values())))
+        buffers = {(x.ref if isinstance(x, Array) else x).buffer for x in arrays}
+        return buffers - set(self._build.given) if self._grad else set()
+
+    def _find_made(self) -> Made | None:
+        if not self._grad:
+            return None
+        mask, bias = self._attention.mask, self._attention.bias
+        assert mask is not None and bias is not None
+        start, stop, scores = (View(self._forward.places[x.array.ref.buffer].offset, x.array.shape, x.array.dtype)
+                               for x in (mask._start, mask._stop, bias))
+        return Made(start, stop, mask._hints, None if self._recipe is None else scores)
+
+    def forward(self, addresses: list[int], mask: IntervalMask | None, arrays: tuple[Any, ...]) -> list[Any]:
+        """out, lse and what is to be kept for the backward, if there is any."""
+        return self._forward.run(self.library, [*addresses, *_pointers(mask)], _masks(mask))
+
+    def backward(self, addresses: list[int], mask: IntervalMask | None, key: Any, upstream: tuple[Any, Any],
+                 arrays: tuple[Any, ...]) -> list[Any] | None:
+        """The gradients of ``INPUTS``, None for what is not needed; None if that takes the array library.
+
+        ``addresses``: of the arguments, out, lse, what was kept, dout and dlse if there is one. ``upstream``: dout and
+        dlse, alike in calls of a ``key``, which ends with which gradients are needed."""
+        if key not in self._backward:
+            with self._lock:
+                found = self._built(upstream, key[-1])
+                if len(self._backward) >= MAX_BACKWARDS:
+                    self._backward.clear()
+                self._backward[key] = found
+        found = self._backward.get(key)
+        if found is None:
+            return None
+        program, order = found
+        made = program.run(self.library, [*addresses, *_pointers(mask)], _masks(mask))
+        return [None if i is None else made[i] for i in order]
+
+    def _built(self, upstream: tuple[Any, Any],
+               needed: tuple[bool, ...]) -> tuple[Program, list[int | None]] | None:
+        """The program of such a backward, and which of its results is the gradient of each input."""
+        needs = frozenset([name for name, wanted in zip(INPUTS, needed) if wanted])
+        build, forward = self._build.following(), self._forward
+        given, first = self._build.given, len(self._build.buffers)
+        out, lse = (build.describe(x, name) for x, name in zip(self._results, ("out", "lse")))
+        outside = [*given[:self._last], *(x.array.ref.buffer for x in (out, lse))]
+        places = {buffer: Place(i, 0) for i, buffer in enumerate(outside)}
+        count = len(places)
+        if forward.keeps:
+            places |= {buffer: Place(count, forward.places[buffer].offset) for buffer in self._kept()}
+            count += 1
+        mask = self._attention.mask
+        of_mask = [mask._start, mask._stop] if isinstance(mask, GivenMask) else []
+        try:
+            dout, dlse = (None if x is None else build.argument(self.library.describe(x, name))
+                          for x, name in zip(upstream, ("dout", "dlse")))
+            assert dout is not None
+            for buffer in (*build.given, *(x.array.ref.buffer for x in of_mask)):
+                places[buffer], count = Place(count, 0), count + 1
+            found = chain_gradients(self._attention, self._recipe, (dout, out, lse, dlse), needs, Building(build))  # type: ignore[arg-type]
+            results = tuple([found.get(name) if name in needs else None for name in INPUTS])
+            program = Program(build, results, places=places, first=first)
+        except NotBuildable:
+            return None
+        return program, program.order(results[:len(needed)])
+
+
+def _pointers(mask: IntervalMask | None) -> list[int]:
+    return [] if mask is None else [mask._start.pointer, mask._stop.pointer]
+
+
+def _masks(mask: IntervalMask | None) -> list[IntervalMask]:
+    return [] if mask is None else [mask]
+
+
+def _arguments(build: Builder, call: AttentionCall | DynamicCall) -> (
+        tuple[AttentionCall | DynamicCall, Recipe | None, int]):
+    """The call in a program, in the order of a chain's arguments; its recipe; and how many of them a backward has."""
+    new = build.argument
+    own = call.attention if isinstance(call, DynamicCall) else call
+    if own.sequences is not None or own.dense is not None:
+        raise NotBuildable("packed sequences and dense masks")
+    own = dataclasses.replace(own, **{name: new(getattr(own, name)) for name in ("query", "key", "value")})
+    if not isinstance(call, DynamicCall):
+        own = dataclasses.replace(own, bias=new(own.bias))
+        last = len(build.given)
+        return dataclasses.replace(own, mask=new(own.mask)), None, last
+    padding, runs, apart = call.candidates
+    if runs is not None or call.keys != "prefix":
+        raise NotBuildable("documents and global keys")
+    scores, recipe = new(call.scores), None
+    if call.recipe is not None:
+        recipe = own.value, *(new(x) for x in call.recipe[1:4]), call.recipe[4]
+    if scores is not None:
+        own = dataclasses.replace(own, bias=key_bias(scores))
+    last = len(build.given)  # padding is no argument of the backward
+    candidates = Candidates(new(padding), None, apart)
+    return dataclasses.replace(call, attention=own, scores=scores, recipe=recipe, candidates=candidates), recipe, last
+
+
+class Building:
+    """The backend of a program that is being built."""
+
+    def __init__(self, build: Builder):
+        self._build = build
+
+    def key_scores(self, value: Operand, dt_proj: Operand, A: Operand, dt_bias: Operand | None, form: str) -> Any:
+        return key_scores(self._build, value, *with_known_types(value, dt_proj, A, dt_bias), form)
+
+    def prefix_stop(self, *arguments: Any) -> Any:
+        return prefix_stop(self._build, *arguments)
+
+    def prefix_run(self, *arguments: Any) -> Any:
+        return prefix_run(self._build, *arguments)
+
+    def attention(self, call: AttentionCall) -> Any:
+        return attention(self._build, with_known_bias(call))
+
+    def attention_backward(self, call: AttentionBackwardCall) -> Any:
+        if chunk_size(call) is not None:
+            raise NotBuildable("a call in chunks")
+        return attention_backward(self._build, dataclasses.replace(call, forward=with_known_bias(call.forward)))
+
+    def key_scores_backward(self, dscores: Operand, value: Operand, dt_proj: Operand, A: Operand,
+                            dt_bias: Operand | None, form: str, *more: Any) -> Any:
+        return key_scores_backward(self._build, dscores, value, *with_known_types(value, dt_proj, A, dt_bias), form,
+                                   *more)
