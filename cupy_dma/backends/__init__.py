@@ -23,11 +23,11 @@ A backend is a module with these functions:
 - ``last_keys(scores, window) -> array``, optional: the best ``window`` of more keys, int32 ``(B, Hkv, window)`` in any
   order, for float32 scores;
 - ``run_kernel(launch)``, optional: a kernel of the user's own (``cuda/runtime/user_kernel.py``);
-- ``make_step(call, grad) -> step | None``, optional: an ``AttentionCall`` or ``DynamicCall``, and with ``grad`` its
-  gradients, as plans for calls that differ in addresses alone (``cuda/steps.py``); with the module ``plans``, which
-  may switch them off, and the ``runtime`` that they belong to;
-- ``plan_buffers(function, operands) -> plan | None``, optional: a function of arrays as a plan that fills memory of the
-  caller's (``cuda/buffers.py``).
+- ``make_chain(call, grad, own_mask) -> chain | None``, optional: an ``AttentionCall`` or ``DynamicCall``, and with
+  ``grad`` its gradients, as programs for calls that differ in addresses alone (``cuda/chain.py``); with the ``runtime``
+  that they belong to, and ``keeps_programs()``, False while calls shall build programs of their own;
+- ``build_program(function, operands) -> program | None``, optional: a function of arrays as a program that fills memory
+  of the caller's, by ``launch(program, addresses, stream, arrays)`` (``cuda/backend.py``).
 
 They take checked ``Operand``s, a forward without sinks, and return arrays of the library of their first argument.
 CUDA arrays go to ``cuda``, CPU arrays to ``numpy``. ``register`` adds a backend from outside the package; in a checkout

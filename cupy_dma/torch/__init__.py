@@ -7,7 +7,8 @@
 Everything works in eager mode, under ``torch.compile(fullgraph=True)``, autocast and activation checkpointing, on CUDA
 and CPU tensors. Only first derivatives are available.
 """
-from cupy_dma.torch.attention import attention, dynamic_mask_attention
+from cupy_dma.torch.attention import attention
+from cupy_dma.torch.dynamic import dynamic_mask_attention
 from cupy_dma.torch.module import DynamicMaskAttention
 from cupy_dma.torch.scores import key_scores
 from cupy_dma.torch.self_attention import DynamicMaskSelfAttention

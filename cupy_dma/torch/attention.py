@@ -1,37 +1,35 @@
 """Attention in torch.
 
-    attention -> out, lse           attention_backward -> the gradients named in ``needs``, in that order
+    attention -> out, lse, made     attention_backward -> the gradients named in ``needs``, in that order
 
 ``cupy_dma.attention`` and the other public functions delegate to these for torch tensors; calling these directly is
 equivalent. Under autocast query, key and value are cast to its type, except float64; scores, biases and score
 parameters keep theirs. ``torch.use_deterministic_algorithms`` is respected. An interval mask is passed to an operator
-as its two tensors and its hints.
+as its two tensors and its hints; ``made`` is what the call has made and its backward needs, the mask's key lists.
 """
 from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cupy_dma import backends, checks
+from cupy_dma import backends
 from cupy_dma.arrays import library_named
-from cupy_dma.calls.attention import attention_call, dynamic_call, not_padding
+from cupy_dma.calls.attention import attention_call, not_padding
 from cupy_dma.calls.gradients import INPUTS, attention_gradients
 from cupy_dma.calls.layout import in_bhnd, is_ours
 from cupy_dma.calls.mask import intersect, masks_in
 from cupy_dma.calls.run import attend as run_attend
-from cupy_dma.calls.run import attended, attention_of, masked
+from cupy_dma.calls.run import attended, attention_of
 from cupy_dma.calls.types import AttentionCall, DynamicCall
 from cupy_dma.masks.interval import IntervalMask
-from cupy_dma.masks.selection import selection_hints
-from cupy_dma.torch import steps
+from cupy_dma.torch import entry
 from cupy_dma.torch.gradients import Facts, MadeMask, MaskArguments, Saved, check_saved, described, gradients
 from cupy_dma.torch.registration import (
-    Options,
-    as_tensor,
+    as_key_bias,
     cast,
     empty_like,
     in_rows,
@@ -44,7 +42,6 @@ from cupy_dma.torch.registration import (
     takes_operators,
     wide,
 )
-from cupy_dma.torch.scores import scores_by
 from cupy_dma.torch.sinks import check_sinks, delivered
 
 
@@ -62,11 +59,14 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None,
         check_sinks(sink_logits, query)
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         query, key, value = cast(query, key, value)
-    inputs = query, key, value, bias
-    kind = steps.kind_of(inputs, mask, ("attention", causal, scale, softcap, deterministic, layout, backend))
-    if kind is not None and kind.plans is not None:
-        return delivered(*steps.run(kind, mask, inputs), return_lse, sink_logits)
-    bias = in_rows(bias)
+    bias = in_rows(as_key_bias(bias))
+    # A dense mask is an argument of the programs, an interval mask has lists of its own.
+    interval, dense = (None, mask) if isinstance(mask, Tensor) else (mask, None)
+    inputs = (query, key, value, bias) if dense is None else (query, key, value, bias, None, None, None, dense)
+    known = entry.call_key((query, key, value, bias, dense), interval,
+                           ("attention", causal, scale, softcap, deterministic, layout, backend))
+    if known is not None and known.entry is not None:
+        return delivered(*entry.run(known, interval, inputs), return_lse, sink_logits)
     if takes_operators(query, key, value, bias):
         given = masks_in(mask)
         if len(given) == 1:
@@ -76,85 +76,20 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None,
                 if not isinstance(item, IntervalMask) and item.ndim == 2:
                     not_padding(item.shape, query.shape[0], query.shape[1], key.shape[1])
             interval, dense = intersect(given, key.shape[1], key.shape[2], query.shape[2])
-        out, lse = operators.attention(query, key, value, *MaskArguments.of(interval), dense, bias,
-                                       *options_of(causal, scale, softcap, deterministic, backend))
+        out, lse, _ = operators.attention(query, key, value, *MaskArguments.of(interval), dense, bias,
+                                          *options_of(causal, scale, softcap, deterministic, backend),
+                                          needs_grad(query, key, value, bias))
     else:
         call = attention_call(query, key, value, mask, bias, causal, scale, softcap, is_deterministic(deterministic),
                               layout)
         module = backends.choose(backend, (call.query,))
-        known = bias is inputs[3] and call.value_dim == call.head_dim
-        kind = steps.recorded(kind if known else None, call, module, backend, inputs)
-        if kind is not None and kind.plans is not None:
-            out, lse = steps.run(kind, mask, inputs)
+        if call.value_dim == call.head_dim and (call.dense is None or call.dense.array is dense):
+            known = entry.recorded(known, call, module, backend, inputs)
+        if known is not None and known.entry is not None:
+            out, lse = entry.run(known, interval, inputs)
         else:
             out, lse, _ = attend(call, module, backend, (query, key, value, bias), masks_in(mask))
-            steps.learn(kind, call, module, backend, inputs)
     return delivered(out, lse, return_lse, sink_logits)
-
-
-def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *, window: int,
-                           dt_proj: Tensor | None = None, A: Tensor | None = None, dt_bias: Tensor | None = None,
-                           form: str = "exp", keys: str = "prefix", padding: Tensor | None = None,
-                           documents: Tensor | None = None, causal: bool = True, scale: float | None = None,
-                           softcap: float = 0.0, sink_logits: Tensor | None = None, deterministic: bool = False,
-                           return_lse: bool = False, layout: str | None = None, backend: str | None = None) -> Any:
-    """``cupy_dma.dynamic_mask_attention`` of tensors ``(B, L, H, D)``, or ``(B, H, L, D)`` with ``layout="bhnd"``, with
-    gradients for ``query, key, value``, ``scores`` and ``sink_logits``, or through the scores for ``value`` (both
-    terms), ``dt_proj``, ``A`` and ``dt_bias``."""
-    if not is_ours(layout):
-        return in_bhnd(dynamic_mask_attention, (("query", query), ("key", key), ("value", value)), scores,
-                       window=window, dt_proj=dt_proj, A=A, dt_bias=dt_bias, form=form, keys=keys, padding=padding,
-                       documents=documents, causal=causal, scale=scale, softcap=softcap, sink_logits=sink_logits,
-                       deterministic=deterministic, return_lse=return_lse, backend=backend)
-    if sink_logits is not None:
-        check_sinks(sink_logits, query)
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
-        query, key, value = cast(query, key, value)
-    inputs, kind = (query, key, value, scores, dt_proj, A, dt_bias), None
-    if documents is None and (padding is None or getattr(padding, "dtype", None) is torch.bool):
-        options = ("dynamic", window, form, keys, causal, scale, softcap, deterministic, layout, backend)
-        kind = steps.kind_of((*inputs, padding), None, options)
-        if kind is not None and kind.plans is not None and not checks.wants_values_checked():
-            return delivered(*steps.run(kind, None, inputs, padding), return_lse, sink_logits)
-    scores = in_rows(scores)
-    if takes_operators(query, key, value, scores, dt_proj, A, dt_bias, padding, documents):
-        documents = as_tensor(documents, query)
-        if scores is None:
-            scores = operators.key_scores(value, dt_proj, A, dt_bias, form, backend)
-        start, stop = operators.top_w(scores.detach(), window, keys, padding, documents, backend)
-        hints = selection_hints(window, key.shape[1], keys, padding is not None, documents is not None)
-        out, lse = operators.attention(
-            query, key, value, start, stop, *hints, None, scores,
-            *options_of(causal and keys == "global", scale, softcap, deterministic, backend))
-    else:
-        call = dynamic_call(query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents,
-                            causal, scale, softcap, is_deterministic(deterministic), layout)
-        module = backends.choose(backend, (call.attention.query,))
-        known = (scores is inputs[3] and not checks.wants_values_checked()
-                 and call.attention.value_dim == call.attention.head_dim)
-        kind = steps.recorded(kind if known else None, call, module, backend, inputs)
-        if kind is not None and kind.plans is not None:
-            out, lse = steps.run(kind, None, inputs, padding)
-        else:
-            out, lse, plannable = attend_dynamic(call, module, backend, query, key, value, scores)
-            steps.learn(kind if plannable else None, call, module, backend, inputs)
-    return delivered(out, lse, return_lse, sink_logits)
-
-
-def attend_dynamic(call: DynamicCall, module: ModuleType, backend: str | None, query: Tensor, key: Tensor,
-                   value: Tensor, scores: Tensor | None) -> tuple[Tensor, Tensor, bool]:
-    """``attend`` for a checked dynamic call on these tensors."""
-    if call.attention.sequences is None:
-        parameters = [None if x is None else x.array for x in (call.recipe or (None,) * 4)[1:4]]
-        return attend(call, module, backend, (query, key, value, scores, *parameters))
-    ranked = call.scores
-    if ranked is None:
-        assert call.recipe is not None
-        made = scores_by(call.recipe, module, backend)
-        scores, ranked = made[0], library_named("torch").operand(made, "scores")
-    with torch.no_grad():
-        attention = masked(call, ranked, module)
-    return attend(attention, module, backend, (query, key, value, scores))
 
 
 def attend(call: AttentionCall | DynamicCall, module: ModuleType, backend: str | None,
@@ -222,38 +157,114 @@ def gradients_of(call: AttentionCall, dout: Tensor, dlse: Tensor | None, out: Te
 # ---- operators ------------------------------------------------------------------------------------------------------
 
 
-def _masks(interval: MaskArguments, dense: Tensor | None) -> tuple[Any, ...]:
-    return tuple(mask for mask in (interval.mask(), dense) if mask is not None)
+class _Arguments(NamedTuple):
+    """Of the operators, behind the results and their gradients."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    start: Tensor | None
+    stop: Tensor | None
+    starts: str | None
+    bound: Sequence[int] | None
+    causal_only: bool
+    dense: Tensor | None
+    bias: Tensor | None
+    causal: bool
+    scale: float | None
+    softcap: float
+    deterministic: bool
+    backend: str | None
+    keep: bool
+
+    @classmethod
+    def of(cls, *arguments: Any) -> _Arguments:
+        found = cls(*arguments)
+        if found.start is None or found.stop is None:
+            return found
+        return found._replace(start=found.start.contiguous(), stop=found.stop.contiguous())
+
+    @property
+    def mask(self) -> IntervalMask | None:
+        return MaskArguments(*self[3:8]).mask()
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """In the order of a chain's arguments."""
+        return self.query, self.key, self.value, self.bias, self.dense, self.start, self.stop
+
+    def call(self) -> AttentionCall:
+        """The checked call."""
+        masks = tuple([mask for mask in (self.mask, self.dense) if mask is not None])
+        return attention_call(self.query, self.key, self.value, masks, self.bias, *self[10:14])
+
+    def recorded(self, call: AttentionCall, module: ModuleType) -> entry.Entry | None:
+        """The entry of the checked call; None where it has no programs."""
+        found = entry.recorded(self.known(), call, module, self.backend, self.tensors, own_mask=True)
+        return None if found is None else found.entry
+
+    def known(self) -> entry.CallKey:
+        bound = None if self.bound is None else tuple(self.bound)
+        return entry.operator_key(self.tensors, (self.starts, bound, self.causal_only, *self[10:15]), self.keep)
 
 
-def _attention(query, key, value, start, stop, starts, bound, causal_only, dense, bias, *options):
-    masks, options = _masks(MaskArguments(start, stop, starts, bound, causal_only), dense), Options(*options)
-    call = attention_call(query, key, value, masks, bias, *options[:4])
-    return run_attend(call, backends.choose(options.backend, (call.query,)))
+def _attention(*arguments):
+    given = _Arguments.of(*arguments)
+    found = given.known().entry
+    if found is None:
+        with torch.no_grad():
+            call = given.call()
+            module = backends.choose(given.backend, (call.query,))
+            found = given.recorded(call, module)
+            if found is None:
+                return *run_attend(call, module), given.query.new_empty(0, dtype=torch.int32)
+    return entry.run_operator(found, given.tensors)
 
 
-def _attention_backward(dout, dlse, out, lse, query, key, value, start, stop, starts, bound, causal_only, dense, bias,
-                        causal, scale, softcap, deterministic, backend, needs):
-    masks = _masks(MaskArguments(start, stop, starts, bound, causal_only), dense)
+def _attention_backward(dout, dlse, out, lse, made, *arguments):
+    given, needs = _Arguments.of(*arguments[:-1]), arguments[-1]
+    known, found = given.known().entry, None
+    if known is not None and made.numel() == known.chain.kept_words:
+        needed = tuple([name in needs for name in INPUTS[:4]])
+        found = entry.backward_operator(known, given.tensors, out, lse, made, dout, dlse, needed)
+    if found is not None:
+        return [found[INPUTS.index(name)] for name in needs]
     with torch.no_grad():
-        call = attention_call(query, key, value, masks, bias, causal, scale, softcap, deterministic)
-        return gradients_of(call, dout, dlse, out, lse, backends.choose(backend, (call.query,)), needs)
+        call = given.call()
+        return gradients_of(call, dout, dlse, out, lse, backends.choose(given.backend, (call.query,)), needs)
 
 
-def _fake_attention(query, key, value, *rest):
+def _fake_attention(*arguments):
+    given, query = _Arguments(*arguments), arguments[0]
     batch, length, heads, _ = query.shape
-    lse = query.new_empty((batch, heads, length), dtype=wide(query))
-    return query.new_empty((batch, length, heads, value.shape[3])), lse
+    out, lse = query.new_empty((batch, length, heads, given.value.shape[3])), query.new_empty(
+        (batch, heads, length), dtype=wide(query))
+    return out, lse, query.new_empty((_size_of_made(given) if given.keep else 0,), dtype=torch.int32)
 
 
-def _fake_attention_backward(dout, dlse, out, lse, query, key, value, *rest):
+def _size_of_made(arguments: _Arguments) -> Any:
+    """Known where all shapes are and the arguments are right: the operator says what is wrong when it runs."""
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    if not all(type(n) is int for x in tensors for n in x.shape):
+        return torch.library.get_ctx().new_dynamic_size()
+    given = _Arguments.of(*arguments)
+    found, module = given.known().entry, entry.module_of(given.query, given.backend)
+    if found is None and entry.has_chains(module):
+        try:
+            found = given.recorded(given.call(), module)
+        except (TypeError, ValueError):
+            return 0
+    return 0 if found is None else found.chain.kept_words
+
+
+def _fake_attention_backward(dout, dlse, out, lse, made, query, key, value, *rest):
     return empty_like({"query": query, "key": key, "value": value, "bias": rest[6]}, rest[-1])
 
 
 MASK = "Tensor? start, Tensor? stop, str? starts, SymInt[]? bound, bool causal_only"
 OPTIONS = "bool causal, float? scale, float softcap, bool deterministic, str? backend"
-_ARGUMENTS = f"Tensor query, Tensor key, Tensor value, {MASK}, Tensor? dense, Tensor? bias, {OPTIONS}"
-register(f"attention({_ARGUMENTS}) -> (Tensor out, Tensor lse)", _attention, _fake_attention)
-register(f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGUMENTS}, str[] needs) "
-         "-> Tensor[]", _attention_backward, _fake_attention_backward)
+_ARGUMENTS = f"Tensor query, Tensor key, Tensor value, {MASK}, Tensor? dense, Tensor? bias, {OPTIONS}, bool keep"
+register(f"attention({_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor made)", _attention, _fake_attention)
+register(f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor made, {_ARGUMENTS}, "
+         "str[] needs) -> Tensor[]", _attention_backward, _fake_attention_backward)
 register_derivative("attention", {0: "query", 1: "key", 2: "value", 9: "bias"}, keeps_outputs=True)

@@ -144,12 +144,14 @@ def _by_backend(facts: Facts, saved: Saved, dout: Tensor, dlse: Tensor | None, n
 def _by_operators(facts: Facts, saved: Saved, dout: Tensor, dlse: Tensor | None, needs: list[str]) -> dict[str, Any]:
     through_scores = [] if facts.form is None else [name for name in needs if name in ("value", *INPUTS[4:])]
     direct = [name for name in INPUTS[:4] if name in needs or name == "bias" and through_scores]
-    arguments = (dout, dlse, saved.out, saved.lse, saved.query, saved.key, saved.value, *MaskArguments.of(facts.mask))
+    arguments = (dout, dlse, saved.out, saved.lse)
+    inputs = saved.query, saved.key, saved.value, *MaskArguments.of(facts.mask)
     options = (saved.scores if saved.bias is None else saved.bias, *facts.options, facts.backend)
     if facts.sequences is None:
-        made = operators.attention_backward(*arguments, saved.dense, *options, direct)
+        nothing = dout.new_empty(0, dtype=torch.int32)  # made by the forward
+        made = operators.attention_backward(*arguments, nothing, *inputs, saved.dense, *options, True, direct)
     else:
-        made = operators.varlen_attention_backward(*arguments, *options, *facts.sequences.given, direct)
+        made = operators.varlen_attention_backward(*arguments, *inputs, *options, *facts.sequences.given, direct)
     found = dict(zip(direct, made))
     if through_scores:
         made = operators.key_scores_backward(found["bias"], saved.value, *saved[6:9], facts.form, facts.backend,

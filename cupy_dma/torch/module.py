@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from cupy_dma import checks, distributed
 from cupy_dma.cache import DynamicCache
 from cupy_dma.calls.scores import FORMS
-from cupy_dma.torch.attention import attention, dynamic_mask_attention
+from cupy_dma.torch.attention import attention
+from cupy_dma.torch.dynamic import dynamic_mask_attention
 from cupy_dma.torch.kept import kept_keys
 from cupy_dma.torch.options import Check, Layer, at_least, backend_name, one_of, optional
 from cupy_dma.torch.registration import cast

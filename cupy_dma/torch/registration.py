@@ -101,6 +101,8 @@ class _Operator(torch.autograd.Function):
         outputs, tensors = saved[:ctx.kept], iter(saved[ctx.kept:])
         arguments = [next(tensors) if x is _TENSOR else x for x in ctx.arguments]
         upstream = torch.zeros_like(outputs[0]) if gradients[0] is None else gradients[0]
+        if outputs:  # those that have gradients
+            gradients = tuple([g for g, x in zip(gradients, outputs) if x.is_floating_point()])
         wanted = {i: name for i, name in ctx.differentiable.items() if ctx.needs_input_grad[first + i]}
         made = ctx.derivative(upstream, *gradients[1:], *outputs, *arguments, list(wanted.values()))
         for i, gradient in zip(wanted, made):
@@ -169,6 +171,14 @@ def in_rows(x: Any) -> Any:
     if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided or not 1 <= x.ndim <= 3:
         return x
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def as_key_bias(x: Any) -> Any:
+    """16-bit scores or a 16-bit key bias in float32, differentiably: kernels read a key's bias in float32."""
+    if isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16) and (
+            x.ndim == 3 or x.ndim == 4 and x.shape[2] == 1) and not x.is_nested:
+        return x.float()
+    return x
 
 
 def as_tensor(x: Any, like: Tensor) -> Any:

@@ -18,7 +18,8 @@ from cupy_dma.calls.run import attend as run_attend
 from cupy_dma.calls.varlen import candidates_of, scores_of_keys, varlen_call, varlen_dynamic_call
 from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.masks.selection import selection_hints
-from cupy_dma.torch.attention import MASK, OPTIONS, attend, attend_dynamic, gradients_of
+from cupy_dma.torch.attention import MASK, OPTIONS, attend, gradients_of
+from cupy_dma.torch.dynamic import attend_dynamic
 from cupy_dma.torch.gradients import MaskArguments
 from cupy_dma.torch.registration import (
     as_tensor,

@@ -21,7 +21,7 @@ from cupy_dma.backends.cuda import backend as cuda_backend
 from cupy_dma.backends.cuda.attention import tma
 from cupy_dma.backends.cuda.chain import Chain
 from cupy_dma.backends.cuda.decode.step import step
-from cupy_dma.backends.cuda.runtime.program import NotBuildable
+from cupy_dma.backends.cuda.runtime.builder import NotBuildable
 from cupy_dma.backends.cuda.runtime.user_kernel import Launch
 from cupy_dma.cache.snapshot import ARRAYS
 from cupy_dma.cache.state import CacheState, ExtendCall
@@ -67,9 +67,9 @@ class Backend(cuda_backend.Backend):
                                           self.runtime.most_writes)
             return results
 
-    def make_chain(self, call: Any, grad: bool) -> Any:
+    def make_chain(self, call: Any, grad: bool, own_mask: bool = False) -> Any:
         try:
-            return WatchedChain(self.runtime, call, grad)
+            return WatchedChain(self.runtime, call, grad, own_mask)
         except NotBuildable:
             return None
 
@@ -100,10 +100,6 @@ class Backend(cuda_backend.Backend):
 
 class WatchedChain(Chain):
     """A chain whose arrays are announced; those that it keeps stay announced."""
-
-    def __init__(self, runtime: EmulatorRuntime, call: Any, grad: bool):
-        with runtime.memory.session() as session:
-            super().__init__(runtime, _announced(call, session), grad)
 
     def forward(self, addresses: Any, mask: Any, arrays: Any) -> Any:
         with self._announcing(mask, arrays) as mask:

@@ -77,6 +77,9 @@ class Recorder(emulator.EmulatorRuntime):
     def check_layout(self, index: int) -> None:
         pass
 
+    def clear(self, pointer: int, size: int, stream: int) -> None:
+        pass
+
 
 def hopper_configs() -> dict[jit.Config, None]:
     """Of tests/gpu/test_sm90.py, and of the grids elsewhere."""

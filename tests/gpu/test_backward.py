@@ -322,7 +322,7 @@ def test_memory_is_linear(torch):
 def test_in_chunks(torch, batch, monkeypatch):
     """Through autograd, whose step is no plan then. Key lists of fewer tiles may be in another order, which is that of
     the sums in dq: it agrees within roundings, and has the same bits every time; all else has those of the whole."""
-    from cupy_dma.torch import steps
+    from cupy_dma.torch import entry
 
     monkeypatch.setattr(sm90_backward, "MIN_TILES", 0.0)  # or small chunks go to other kernels than the whole
     monkeypatch.setattr(sm90_backward, "LISTED_STEPS", 0.0)
@@ -333,7 +333,7 @@ def test_in_chunks(torch, batch, monkeypatch):
     dout, found = torch.randn_like(q), []
     for most in (backward_chunks.MOST_SUMS, 1 << 20):
         monkeypatch.setattr(backward_chunks, "MOST_SUMS", most)
-        monkeypatch.setattr(steps, "_known", {})
+        monkeypatch.setattr(entry, "_known", {})
         with fresh():  # a plan of before knows no chunks
             found.append(torch.autograd.grad(dma.dynamic_mask_attention(q, k, v, scores, window=300), (q, k, v, scores),
                                              dout))

@@ -69,7 +69,7 @@ def keeping(*operators):
     return partial(checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy))
 
 
-OURS = torch.ops.cupy_dma.attention.default, torch.ops.cupy_dma.top_w.default
+OURS = (torch.ops.cupy_dma.dynamic_attention.default,)
 
 
 @pytest.mark.parametrize("enabled", [True, False])

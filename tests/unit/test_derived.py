@@ -11,7 +11,7 @@ import pytest
 
 from cupy_dma.arrays import CPU, Device, driver
 from cupy_dma.masks import derived
-from cupy_dma.masks.derived import History, kept, moved
+from cupy_dma.masks.derived import History, kept
 
 
 class FakeDriver:
@@ -131,10 +131,3 @@ def test_nothing_is_kept_of_what_failed():
 class Lists:
     fields: dict[str, int]
     workspace: Any
-
-
-def test_moved_lists_point_into_their_new_workspace():
-    lists = Lists({"list": 1000, "end": 1040, "capacity": 12, "elsewhere": 2000}, "old")
-    found = moved(lists, 1000, 1040, "new", 5000)
-    assert found == Lists({"list": 5000, "end": 5040, "capacity": 12, "elsewhere": 2000}, "new")
-    assert lists.workspace == "old"

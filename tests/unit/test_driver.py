@@ -10,8 +10,9 @@ import pytest
 
 from cupy_dma.arrays import driver
 from cupy_dma.backends.cuda.runtime import launch
+from cupy_dma.backends.cuda.runtime.builder import Clear, Launch
 from cupy_dma.backends.cuda.runtime.params import Packed, Ref, pack_pointer
-from cupy_dma.backends.cuda.runtime.program import Clear, Launch, Place, _Launches
+from cupy_dma.backends.cuda.runtime.replay import Launches, Place
 
 HANDLE, STREAM = 0x7f0012345678, 0x7f00aabbccdd  # as wide as addresses
 
@@ -166,7 +167,7 @@ def test_a_program_launches_what_was_built(fake):
     """At other addresses: holes, stream and all that the driver reads are where they belong."""
     device, kernels = fake(), [SimpleNamespace(function=function(pdl)) for pdl in (True, False)]
     array = Ref(0)
-    plan = _Launches([
+    plan = Launches([
         Launch(kernels[0], 5, 64, True, Packed(struct.pack("q", 7)) + pack_pointer(array)),
         Clear(array + 32, 8), Clear(array + 256, 4),
         Launch(kernels[1], 6, 96, True, pack_pointer(array + 4) + struct.pack("qi", 9, 3))], {0: Place(0, 0)}, 1)

@@ -10,16 +10,9 @@ import pytest
 
 from cupy_dma.arrays import CPU, describe, library_named
 from cupy_dma.arrays.library import NO_CONTEXT
+from cupy_dma.backends.cuda.runtime.builder import Arguments, Builder, NotBuildable, argument_type
 from cupy_dma.backends.cuda.runtime.params import Packed, Params, Ref, pack_pointer
-from cupy_dma.backends.cuda.runtime.program import (
-    Arguments,
-    Builder,
-    NotBuildable,
-    Program,
-    argument_type,
-    forget_least_used,
-    run,
-)
+from cupy_dma.backends.cuda.runtime.program import Program, builder, forget_least_used, run
 
 PARAMS = Params("struct P {\n const float* in;\n int length;\n float* out;\n float* space;\n};", "P")
 
@@ -94,7 +87,7 @@ def test_results_and_workspaces_lie_apart(device):
 
 
 def test_a_later_program_finds_what_an_earlier_one_keeps(device):
-    build = Builder(device, "numpy", CPU)  # type: ignore[arg-type]
+    build = builder(device, "numpy", CPU)  # type: ignore[arg-type]
     x = build.argument(describe(np.zeros(5, np.float32), "x"))
     kept, out = build.empty((7,), "int32"), doubled(build, x)
     first = Program(build, (out,), keep={kept.ref.buffer})
@@ -110,7 +103,7 @@ def test_a_later_program_finds_what_an_earlier_one_keeps(device):
 
 
 def test_a_builder_refuses_the_work_of_array_libraries(device):
-    build = Builder(device, "numpy", CPU)  # type: ignore[arg-type]
+    build = builder(device, "numpy", CPU)  # type: ignore[arg-type]
     x = build.argument(describe(np.zeros((4, 6), np.float32)[:, :3], "x"))
     for refused in (lambda: build.astype(x.array, "float16"), lambda: build.contiguous(x.array),
                     lambda: x.array.reshape(12), lambda: build.xp, lambda: build.empty((3,), "int32")[0]):

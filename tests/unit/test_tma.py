@@ -1,12 +1,14 @@
 """TMA descriptors, with a driver that only answers."""
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
 from cupy_dma.backends.cuda.attention import tma
+from cupy_dma.backends.cuda.runtime.params import Ref
 
 
 @pytest.fixture
@@ -18,27 +20,37 @@ def answers(monkeypatch):
         found.bound += 1
 
     monkeypatch.setattr(tma, "bind", bind)
-    monkeypatch.setattr(tma, "_driver_function", lambda: lambda *arguments: found.statuses.pop(0))
+    def encode(target, kind, rank, pointer, *more):
+        ctypes.memmove(target.value + 24, pointer.value.to_bytes(8, "little"), 8)
+        return found.statuses.pop(0)
+
+    monkeypatch.setattr(tma, "_driver_function", lambda: encode)
     monkeypatch.setattr(tma.launch, "error_text", lambda status: f"error {status}")
-    tma._map.cache_clear()
-    yield found
-    tma._map.cache_clear()
+    return found
 
 
 def descriptor():
-    rows = mock.Mock(dtype="float16", pointer=256, shape=(1, 64, 2, 64), strides=(8192, 128, 64, 1))
+    rows = mock.Mock(dtype="float16", pointer=Ref(7, 32), shape=(1, 64, 2, 64), strides=(8192, 128, 64, 1))
     return tma.queries_map(rows, 64, 1)
 
 
 def test_a_thread_without_a_context_gets_one(answers):
     """Such as that of autograd; the kernels for aligned rows are not given up for it."""
-    answers.statuses = [201, 0]
-    assert len(descriptor()) == tma.MAP_BYTES and answers.bound == 1 and not answers.statuses
+    answers.statuses = [201, 0, 0]
+    data, refs = descriptor()
+    assert len(data) == tma.MAP_BYTES and answers.bound == 1 and not answers.statuses
+    assert refs == ((24, Ref(7, 32)),)
 
 
 def test_what_tma_cannot_read(answers):
-    answers.statuses = [1]
+    answers.statuses = [1, 1]
     assert descriptor() is None and not answers.bound
+
+
+def test_descriptors_that_hold_addresses_in_another_way_raise(monkeypatch):
+    monkeypatch.setattr(tma, "_driver_function", lambda: lambda *arguments: 0)
+    with pytest.raises(RuntimeError, match="TMA descriptors hold addresses in a way that is not known"):
+        descriptor()
 
 
 def test_other_errors_raise(answers):

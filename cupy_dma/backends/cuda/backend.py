@@ -12,15 +12,9 @@ from cupy_dma.backends.cuda.attention.problem import with_known_bias
 from cupy_dma.backends.cuda.chain import Building, Chain
 from cupy_dma.backends.cuda.decode.cache import cache_extend
 from cupy_dma.backends.cuda.decode.step import step
+from cupy_dma.backends.cuda.runtime.builder import NotBuildable, argument_type
 from cupy_dma.backends.cuda.runtime.device import Runtime
-from cupy_dma.backends.cuda.runtime.program import (
-    Builder,
-    NotBuildable,
-    Program,
-    argument_type,
-    keeps_programs,
-    run,
-)
+from cupy_dma.backends.cuda.runtime.program import Program, builder, keeps_programs, run
 from cupy_dma.backends.cuda.runtime.user_kernel import Launch, run_kernel
 from cupy_dma.backends.cuda.select.last_queries import last_keys
 from cupy_dma.backends.cuda.select.prefix import prefix_run, prefix_stop
@@ -88,10 +82,10 @@ class Backend:
         """Whether calls run programs of earlier ones."""
         return keeps_programs()
 
-    def make_chain(self, call: Any, grad: bool) -> Chain | None:
+    def make_chain(self, call: Any, grad: bool, own_mask: bool = False) -> Chain | None:
         """The chain of such calls, with a backward or without; None where it takes the array library."""
         try:
-            return Chain(self.runtime, call, grad)
+            return Chain(self.runtime, call, grad, own_mask)
         except NotBuildable:
             return None
 
@@ -101,7 +95,7 @@ class Backend:
         workspace, ``launch`` takes; None where it takes the array library. Addresses are multiples of 16; operands
         that are None are left out."""
         first = next(operand for operand in operands if operand is not None)
-        build = Builder(self.runtime, first.library.name, first.device)
+        build = builder(self.runtime, first.library.name, first.device)
         try:
             given = [build.argument(operand) for operand in operands]
             return Program(build, tuple(function(Building(build), *given)), one_workspace=True)

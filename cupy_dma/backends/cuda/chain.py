@@ -18,8 +18,11 @@ from cupy_dma.backends.cuda.attention.backward import attention_backward
 from cupy_dma.backends.cuda.attention.backward_chunks import chunk_size
 from cupy_dma.backends.cuda.attention.forward import attention
 from cupy_dma.backends.cuda.attention.problem import with_known_bias
+from cupy_dma.backends.cuda.runtime.builder import Array, Builder, GivenMask, NotBuildable
 from cupy_dma.backends.cuda.runtime.device import Runtime
-from cupy_dma.backends.cuda.runtime.program import Array, Builder, GivenMask, NotBuildable, Place, Program
+from cupy_dma.backends.cuda.runtime.params import ALIGNMENT
+from cupy_dma.backends.cuda.runtime.program import Program, builder
+from cupy_dma.backends.cuda.runtime.replay import Place
 from cupy_dma.backends.cuda.select.prefix import prefix_run, prefix_stop
 from cupy_dma.backends.cuda.select.scores import key_scores, key_scores_backward, with_known_types
 from cupy_dma.calls.gradients import INPUTS, chain_gradients
@@ -52,17 +55,18 @@ class Made(NamedTuple):
 class Chain:
     """The programs of one kind of call.
 
-    Arguments are given as the addresses, all multiples of 16, of those of ``INPUTS`` that the call has, in that order,
-    and of its padding; an interval mask that is given comes as itself. ``arrays``: the same arguments, for who watches
-    memory.
+    Arguments are given as the addresses, rounded down to ``ALIGNMENT``, of those of ``INPUTS`` that the call has, in
+    that order, of a dense mask, and of padding; an interval mask that is given comes as itself. ``arrays``: the same
+    arguments, for who watches memory.
     """
 
-    def __init__(self, runtime: Runtime, call: AttentionCall | DynamicCall, grad: bool):
-        """``grad``: a backward follows. Raises ``NotBuildable`` for a call that takes the array library."""
+    def __init__(self, runtime: Runtime, call: AttentionCall | DynamicCall, grad: bool, own_mask: bool = False):
+        """``grad``: a backward follows. ``own_mask``: an interval mask is two more arguments, its contiguous start and
+        stop, and its lists belong to the call. Raises ``NotBuildable`` for a call that takes the array library."""
         own = call.attention if isinstance(call, DynamicCall) else call
         self.runtime, self.library, self._grad = runtime, own.query.library, grad
-        self._build = build = Builder(runtime, self.library.name, own.query.device, grad)
-        spec, self._recipe, self._last = _arguments(build, call)
+        self._build = build = builder(runtime, self.library.name, own.query.device, grad)
+        spec, self._recipe, self._last = _arguments(build, call, own_mask)
         module: Any = Building(build)
         self._attention = attention_of(spec, module) if isinstance(spec, DynamicCall) else spec
         self._results = module.attention(self._attention)
@@ -90,6 +94,11 @@ class Chain:
         start, stop, scores = (View(self._forward.places[x.array.ref.buffer].offset, x.array.shape, x.array.dtype)
                                for x in (mask._start, mask._stop, bias))
         return Made(start, stop, mask._hints, None if self._recipe is None else scores)
+
+    @property
+    def kept_words(self) -> int:
+        """int32 numbers that are kept for the backward."""
+        return self._forward.allocations[self._forward.results][0][0] if self._forward.keeps else 0
 
     def forward(self, addresses: list[int], mask: IntervalMask | None, arrays: tuple[Any, ...]) -> list[Any]:
         """out, lse and what is to be kept for the backward, if there is any."""
@@ -136,33 +145,38 @@ class Chain:
             for buffer in (*build.given, *(x.array.ref.buffer for x in of_mask)):
                 places[buffer], count = Place(count, 0), count + 1
             found = chain_gradients(self._attention, self._recipe, (dout, out, lse, dlse), needs, Building(build))  # type: ignore[arg-type]
-            results = tuple([found.get(name) if name in needs else None for name in INPUTS])
-            program = Program(build, results, places=places, first=first)
+            results = [found.get(name) if name in needs else None for name in INPUTS[:len(needed)]]
+            results += [None] * (len(needed) - len(results))
+            program = Program(build, tuple(results), places=places, first=first)
         except NotBuildable:
             return None
-        return program, program.order(results[:len(needed)])
+        return program, program.order(results)
 
 
 def _pointers(mask: IntervalMask | None) -> list[int]:
-    return [] if mask is None else [mask._start.pointer, mask._stop.pointer]
+    return [] if mask is None else [x.pointer // ALIGNMENT * ALIGNMENT for x in (mask._start, mask._stop)]
 
 
 def _masks(mask: IntervalMask | None) -> list[IntervalMask]:
     return [] if mask is None else [mask]
 
 
-def _arguments(build: Builder, call: AttentionCall | DynamicCall) -> (
+def _arguments(build: Builder, call: AttentionCall | DynamicCall, own_mask: bool) -> (
         tuple[AttentionCall | DynamicCall, Recipe | None, int]):
     """The call in a program, in the order of a chain's arguments; its recipe; and how many of them a backward has."""
     new = build.argument
     own = call.attention if isinstance(call, DynamicCall) else call
-    if own.sequences is not None or own.dense is not None:
-        raise NotBuildable("packed sequences and dense masks")
+    if own.sequences is not None:
+        raise NotBuildable("packed sequences")
     own = dataclasses.replace(own, **{name: new(getattr(own, name)) for name in ("query", "key", "value")})
     if not isinstance(call, DynamicCall):
-        own = dataclasses.replace(own, bias=new(own.bias))
+        own = dataclasses.replace(own, bias=new(own.bias), dense=new(own.dense))
+        mask = own.mask
+        if mask is not None and own_mask:
+            start, stop = (Array(x.ref, x.shape, x.dtype) for x in (new(mask._start).array, new(mask._stop).array))
+            mask = IntervalMask._make(build, start, stop, mask._hints)  # type: ignore[arg-type]
         last = len(build.given)
-        return dataclasses.replace(own, mask=new(own.mask)), None, last
+        return dataclasses.replace(own, mask=mask if own_mask else new(mask)), None, last
     padding, runs, apart = call.candidates
     if runs is not None or call.keys != "prefix":
         raise NotBuildable("documents and global keys")

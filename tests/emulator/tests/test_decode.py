@@ -310,22 +310,18 @@ def test_selection_of_the_last_queries(kind, length, window, queries, device):
     """Keys in order, and the positions that see them, against the heap of the NumPy backend."""
     scores = test_forward.awkward_scores(kind, 2, length)
     stop = np.asarray(dma.IntervalMask.top_w(scores, window, backend="numpy").stop)[0]
-    with device.memory.session() as session:
-        operand = session.operand(describe(scores, "scores"))
-        found = last_queries.select_last(device, operand, window, queries, 1)
-    space = found.keep[1]
-    first, (rows, count) = length - queries, (2, found.count)
 
-    def read(address, *shape):
-        begin = (address - space.ctypes.data) // 4
-        return space[begin:begin + int(np.prod(shape))].reshape(shape)
+    def attention(build, operand):  # named as a function that the emulator knows
+        found = last_queries.select_last(build, operand, window, queries, 1)
+        return found.list, found.interval
 
-    keys = read(found.list, rows, count)
-    for row in range(rows):
+    (keys,), interval = emulator.BACKEND._run(attention, describe(scores, "scores"))
+    first = length - queries
+    for row in range(2):
         seen = np.flatnonzero((np.arange(length) <= first) & (stop[row] > first))
         assert np.array_equal(keys[row], [*seen, *range(first + 1, length)])
-        if found.interval is not None:
-            start, end = read(found.interval, rows, count, 2)[row].T
+        if interval is not None:
+            start, end = interval[0, row].T
             assert (start[:window] <= first).all() and np.array_equal(start[window:], keys[row, window:])
             assert np.array_equal(np.minimum(end, length), np.minimum(stop[row, keys[row]], length))
 

@@ -10,7 +10,8 @@ import pytest
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends.cuda.runtime import program
-from cupy_dma.backends.cuda.runtime.program import Builder, fresh
+from cupy_dma.backends.cuda.runtime.builder import Builder
+from cupy_dma.backends.cuda.runtime.program import fresh
 from cupy_dma.backward import dynamic_mask_attention_backward
 from tests import emulator
 from tests.oracle import cases

@@ -14,14 +14,14 @@ from tests import emulator
 
 torch = pytest.importorskip("torch")
 
-from cupy_dma.torch import steps  # noqa: E402
+from cupy_dma.torch import entry  # noqa: E402
 
 N, W = 100, 12
 
 
 @pytest.fixture(params=[True, False], ids=["kept", "fresh"])
 def device(request, monkeypatch):
-    monkeypatch.setattr(steps, "_known", {})
+    monkeypatch.setattr(entry, "_known", {})
     with emulator.using() as runtime, contextlib.nullcontext() if request.param else fresh():
         yield runtime
 
@@ -135,7 +135,7 @@ def test_hooks_must_not_change_the_kind_of_a_tensor(call, change, told, device):
 
 def test_a_call_whose_programs_cannot_be_built_fails(monkeypatch):
     """And the next one builds them."""
-    monkeypatch.setattr(steps, "_known", {})
+    monkeypatch.setattr(entry, "_known", {})
     inputs = draw()
     with emulator.using():
         with monkeypatch.context() as patch:
@@ -143,27 +143,27 @@ def test_a_call_whose_programs_cannot_be_built_fails(monkeypatch):
             for _ in range(2):
                 with pytest.raises(MemoryError, match="no memory"):
                     from_scores(*inputs)
-        assert not steps._known
+        assert not entry._known
         from_scores(*inputs)
-        assert [x.step is not None for x in steps._known.values()] == [True]
+        assert [x.chain is not None for x in entry._known.values()] == [True]
 
 
 def test_gradients_that_are_views_have_one_plan(monkeypatch):
     """The stride of an axis of length 1 is no part of a kind."""
-    monkeypatch.setattr(steps, "_known", {})
+    monkeypatch.setattr(entry, "_known", {})
     inputs = draw()
     with emulator.using():
         for n in (1, 5, 9):
             out = from_scores(*inputs)
             torch.cat([out, torch.zeros(1, n, 2, 16, dtype=out.dtype)], 1).sum().backward()
-    step, = (x.step for x in steps._known.values())
+    step, = (x.chain for x in entry._known.values())
     assert len(step._backward) == 1
 
 
 def test_kinds_are_bounded(monkeypatch):
-    monkeypatch.setattr(steps, "_known", {})
-    monkeypatch.setattr(steps, "MAX_KINDS", 3)
+    monkeypatch.setattr(entry, "_known", {})
+    monkeypatch.setattr(entry, "MAX_ENTRIES", 3)
     with emulator.using():
         for n in range(20, 27):
             from_scores(*(x[:, :n] if x.ndim == 4 else x[..., :n] for x in draw()))
-    assert len(steps._known) == 3
+    assert len(entry._known) == 3

@@ -160,7 +160,7 @@ def test_the_deterministic_mode_of_torch(device, planned):  # noqa: F811
     try:
         found = gradients()
         assert planned == {"forward": 4, "backward": 4}
-        assert len(test_steps.steps._known) == 2
+        assert len(test_steps.entry._known) == 2
         with fresh():
             same(found, gradients())
     finally:

@@ -17,7 +17,7 @@ from tests import emulator
 
 torch = pytest.importorskip("torch")
 
-from cupy_dma.torch import DynamicMaskAttention, steps  # noqa: E402
+from cupy_dma.torch import DynamicMaskAttention, entry  # noqa: E402
 
 N, H, HKV, D, W = 150, 4, 2, 64, 20
 
@@ -46,7 +46,7 @@ def planned(monkeypatch):
 
     for name in count:
         monkeypatch.setattr(Chain, name, counted(name))
-    monkeypatch.setattr(steps, "_known", {})
+    monkeypatch.setattr(entry, "_known", {})
     return count
 
 
@@ -413,22 +413,80 @@ def test_strange_gradients_are_not_planned(device, planned):
 
 
 def test_strange_tensors_are_not_planned(device, planned):
-    """Whatever the kind of the call before."""
+    """Whatever the kind of the call before. Tensors at odd addresses have programs of their own."""
     q, k, v, s = draw(0)
     for _ in range(3):
         dynamic(q, k, v, s)
     before = planned["forward"]
     turned = torch._neg_view(q.detach()).requires_grad_()
     moved = torch.cat((q.detach().flatten(), q.new_zeros(8)))[1:1 + q.numel()].view_as(q).requires_grad_()
-    for x in (turned, moved):
+    for x, runs in ((turned, 0), (moved, 3)):
         for _ in range(3):
-            found = dynamic(x, k, v, s)
+            found = step(dynamic, x, k, v, s)
+        assert planned["forward"] == before + runs
         with fresh():
-            same(list(found), list(dynamic(x, k, v, s)))
+            same(found, step(dynamic, x, k, v, s))
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="tangent"):
         dynamic(torch.autograd.forward_ad.make_dual(q.detach(), q.detach()), k, v, s)
     with pytest.raises(NotImplementedError, match=r"torch\.func"):
         torch.func.grad(lambda x: dynamic(x, k, v, s)[0].sum())(q.detach())
     with pytest.raises(TypeError, match="meta"):
         dynamic(*(x.detach().to("meta").requires_grad_() for x in (q, k, v, s)))
-    assert planned["forward"] == before
+    assert planned["forward"] == before + 3
+
+
+# ---- compiled graphs ----
+
+
+def dense_and_best(q: Any, k: Any, v: Any, s: Any) -> Any:
+    mask = dma.IntervalMask.top_w(s.detach(), W, backend="emulator"), torch.ones(1, 1, N, N).tril() > 0
+    return attend(q, k, v, s, mask=mask)
+
+
+COMPILED = {"scores": (dynamic, lambda i: draw(i)),
+            "16-bit scores": (dynamic, lambda i: [*draw(i)[:3], draw(i)[3].bfloat16()]),
+            "values": (from_values, lambda i: [*draw(i)[:3], *parameters(i).values()]),
+            "padding": (lambda *x: dynamic(*x, padding=torch.arange(N)[None] % 7 > 0), lambda i: draw(i)),
+            "global": (lambda *x: dynamic(*x, keys="global"), lambda i: draw(i)),
+            "documents": (lambda *x: dynamic(*x, documents=torch.tensor([0, 40, N])), lambda i: draw(i)),
+            "top_w and dense": (dense_and_best, lambda i: draw(i)), "no mask": (attend, lambda i: draw(i))}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_call_is_two_operators(name, planned):
+    """With the bits of the eager call, whose programs have the same kernels."""
+    call, make = COMPILED[name]
+    graphs: list[list[str]] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes if "cupy_dma" in str(node.target)])
+        return graph
+
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    compiled = torch.compile(call, fullgraph=True, backend=aot_autograd(
+        fw_compiler=lambda graph, inputs: make_boxed_func(keep(graph, inputs))))
+    with emulator.hopper_gpu():
+        for i in range(2):
+            same(step(compiled, *make(i)), step(call, *make(i)))
+    forward, backward = graphs
+    own = [x for x in forward if "top_w" not in x]
+    kind = "attention" if call in (attend, dense_and_best) else "dynamic_attention"
+    assert own == [f"cupy_dma.{kind}.default"] and backward == [f"cupy_dma.{kind}_backward.default"]
+
+
+def test_compiled_lengths_that_are_dynamic_do_not_compile_again(planned):
+    compiles = []
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        compiles.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(dynamic, fullgraph=True, dynamic=True, backend=counted)
+    with emulator.using():
+        for n in (70, 150, 200, 90):
+            inputs = draw(0, length=n)
+            same(step(compiled, *inputs), step(dynamic, *inputs))
+    assert len(compiles) == 1

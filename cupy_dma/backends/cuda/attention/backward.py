@@ -25,6 +25,7 @@ from cupy_dma.backends.cuda.attention.tiles import backward_dbias_tile, backward
 from cupy_dma.backends.cuda.lists.dense_macro_tiles import DenseSupers, dense_supers
 from cupy_dma.backends.cuda.lists.intervals import Fields, SuperLists, super_lists
 from cupy_dma.backends.cuda.lists.varlen import tile_count
+from cupy_dma.backends.cuda.runtime.builder import Array, Builder
 from cupy_dma.backends.cuda.runtime.configs import (
     BIAS_DENSE,
     ELEMENTS,
@@ -39,7 +40,6 @@ from cupy_dma.backends.cuda.runtime.configs import (
     blocks,
 )
 from cupy_dma.backends.cuda.runtime.params import Packed, Ref, pack_pointer
-from cupy_dma.backends.cuda.runtime.program import Array, Builder
 from cupy_dma.backends.cuda.runtime.sums import add_parts, sum_to_bias
 
 if TYPE_CHECKING:

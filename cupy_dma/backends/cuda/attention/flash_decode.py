@@ -12,9 +12,9 @@ from cupy_dma.backends.cuda.attention import sm90
 from cupy_dma.backends.cuda.attention.problem import Problem
 from cupy_dma.backends.cuda.attention.split import ROW_BYTES, WARPS, SplitConfig, choose_splits, min_blocks
 from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.builder import Array, Builder
 from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE, BIAS_OF_KEYS, ELEMENTS, blocks
 from cupy_dma.backends.cuda.runtime.device import Runtime
-from cupy_dma.backends.cuda.runtime.program import Array, Builder
 from cupy_dma.backends.cuda.select.last_queries import KeyList
 from cupy_dma.calls.types import AttentionCall
 
@@ -113,7 +113,7 @@ def attention(build: Builder, call: AttentionCall, problem: Problem, out: Array,
         fields["list"] = listed.list.ref
         intervals, causal = listed.interval is not None, False
         if listed.interval is not None:
-            fields["list_interval"] = listed.interval
+            fields["list_interval"] = listed.interval.ref
     elif mask is not None:
         for name, operand in (("start", mask._start), ("stop", mask._stop)):
             fields |= {name: operand.pointer, f"{name}_batch": _step(operand, 0), f"{name}_group": _step(operand, 1)}

@@ -8,9 +8,9 @@ from cupy_dma.backends.cuda.attention import flash_decode, sm90
 from cupy_dma.backends.cuda.attention.problem import Problem
 from cupy_dma.backends.cuda.attention.tiles import tile_shape
 from cupy_dma.backends.cuda.lists.varlen import tile_count
+from cupy_dma.backends.cuda.runtime.builder import Array, Builder
 from cupy_dma.backends.cuda.runtime.configs import ELEMENTS, ForwardConfig, Tile
 from cupy_dma.backends.cuda.runtime.device import Runtime
-from cupy_dma.backends.cuda.runtime.program import Array, Builder
 
 if TYPE_CHECKING:
     from cupy_dma.calls.types import AttentionCall

@@ -12,8 +12,8 @@ from cupy_dma import checks
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.attention import flash_decode
 from cupy_dma.backends.cuda.attention.problem import Problem, with_known_bias
+from cupy_dma.backends.cuda.runtime.builder import Array, Builder
 from cupy_dma.backends.cuda.runtime.device import Runtime
-from cupy_dma.backends.cuda.runtime.program import Array, Builder
 from cupy_dma.backends.cuda.select.last_queries import select_last
 from cupy_dma.backends.cuda.select.scores import as_float32
 from cupy_dma.calls.types import AttentionCall, DynamicCall, key_bias, with_mask

@@ -10,8 +10,8 @@ from cupy_dma.backends.cuda.lists.dense_mask import PackedMask, dense_lists, mas
 from cupy_dma.backends.cuda.lists.intervals import NO_SHORT_TILES, KeyLists, ShortTiles, key_lists
 from cupy_dma.backends.cuda.lists.varlen import mask_of_rows
 from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.builder import Builder
 from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE, BIAS_NONE, BIAS_OF_KEYS, ELEMENT_BYTES, ELEMENTS
-from cupy_dma.backends.cuda.runtime.program import Builder
 from cupy_dma.masks.interval import IntervalMask
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile, facts_of, is
 from cupy_dma.backends.cuda.attention.tma import queries_map, rows_map, runs_map
 from cupy_dma.backends.cuda.lists.intervals import ShortTiles
 from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.builder import Array, Builder
 from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE, ELEMENTS, blocks
 from cupy_dma.backends.cuda.runtime.device import Runtime
 from cupy_dma.backends.cuda.runtime.params import Packed
-from cupy_dma.backends.cuda.runtime.program import Array, Builder
 
 if TYPE_CHECKING:
     from cupy_dma.calls.types import AttentionCall

@@ -19,10 +19,10 @@ from cupy_dma.backends.cuda.attention.tma import queries_map
 from cupy_dma.backends.cuda.lists.intervals import Fields
 from cupy_dma.backends.cuda.lists.varlen import tile_count
 from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.builder import Builder
 from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE, BIAS_NONE, ELEMENTS, blocks
 from cupy_dma.backends.cuda.runtime.device import Runtime
 from cupy_dma.backends.cuda.runtime.params import Packed, Ref, pack_pointer
-from cupy_dma.backends.cuda.runtime.program import Builder
 
 if TYPE_CHECKING:
     from cupy_dma.calls.types import AttentionBackwardCall

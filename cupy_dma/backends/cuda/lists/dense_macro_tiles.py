@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from cupy_dma.backends.cuda.lists.dense_mask import PackedMask
 from cupy_dma.backends.cuda.lists.intervals import Fields, Workspace
 from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.builder import Array, Builder
 from cupy_dma.backends.cuda.runtime.configs import LIST_THREADS, PACK_KEYS, STATE_KEYS, DenseSupersConfig, blocks
-from cupy_dma.backends.cuda.runtime.program import Array, Builder
 
 UNIT_QUERIES = 512  # of the smallest super-tile, a multiple of 64
 TILE_KEYS = 128  # the most that a kernel takes of a list at once, a multiple of STATE_KEYS

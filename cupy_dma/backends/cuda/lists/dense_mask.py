@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.lists.intervals import Fields, KeyLists
 from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.builder import Builder
 from cupy_dma.backends.cuda.runtime.configs import LIST_THREADS, PACK_KEYS, STATE_KEYS, DenseConfig, blocks
-from cupy_dma.backends.cuda.runtime.program import Builder
 from cupy_dma.masks.interval import IntervalMask
 
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from cupy_dma.backends.cuda.lists.varlen import super_entries, tile_count
 from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.builder import Array, Builder, GivenMask, argument_type
 from cupy_dma.backends.cuda.runtime.configs import LIST_CHUNK, LIST_THREADS, LIST_WARPS, ListConfig, blocks
 from cupy_dma.backends.cuda.runtime.params import Packed, Ref
-from cupy_dma.backends.cuda.runtime.program import Array, Builder, GivenMask, argument_type
 from cupy_dma.calls.sequences import Sequences
 from cupy_dma.masks.interval import IntervalMask
 

@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.builder import Builder
 from cupy_dma.backends.cuda.runtime.configs import SEQUENCE_THREADS, SUPER_UNIT, SequenceConfig, blocks
-from cupy_dma.backends.cuda.runtime.program import Builder
 from cupy_dma.calls.sequences import Sequences
 from cupy_dma.masks.interval import Hints, IntervalMask
 

@@ -10,305 +10,24 @@ makes them where the mask has none yet. Everything else that a call makes is a r
 """
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from cupy_dma.arrays import Device, Library, Operand, numpy_dtype, strides_of
-from cupy_dma.arrays.library import NO_CONTEXT
-from cupy_dma.backends.cuda.runtime import jit, launch
-from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
-from cupy_dma.backends.cuda.runtime.params import ALIGNMENT, Packed, Ref
+from cupy_dma.arrays import Device, Library
+from cupy_dma.backends.cuda.runtime.builder import Arguments, Array, Builder, NotBuildable, Request, bytes_of
+from cupy_dma.backends.cuda.runtime.device import Runtime
+from cupy_dma.backends.cuda.runtime.params import ALIGNMENT
+from cupy_dma.backends.cuda.runtime.replay import SPACING, Launches, Place
 from cupy_dma.masks.derived import kept
 from cupy_dma.masks.interval import IntervalMask
 
-SPACING = 256  # bytes: of the arrays in a workspace
 MAX_PROGRAMS = 1024  # of a device; then the least recently used go
 
-
-class NotBuildable(Exception):
-    """A builder cannot do this: it takes the caller's array library."""
-
-
-# ---- the arguments of a call ----------------------------------------------------------------------------------------
-
-_PLAIN = {bool, int, float, str, frozenset, tuple}
-_fields: dict[type, tuple[str, ...]] = {}
-
-
-def argument_type(kind: type, *, without: Collection[str] = ()) -> type:
-    """A type that functions may take: a dataclass whose fields they may take, but those ``without`` which programs do;
-    any other is hashed."""
-    if dataclasses.is_dataclass(kind):
-        _fields[kind] = tuple([field.name for field in dataclasses.fields(kind) if field.name not in without])
-    else:
-        _PLAIN.add(kind)
-    return kind
-
-
-class Arguments:
-    """Of a call: the key of its program; addresses, rounded down to ``ALIGNMENT``; and masks."""
-
-    __slots__ = ("addresses", "device", "key", "library", "masks")
-
-    def __init__(self, function: Any, arguments: tuple[Any, ...]):
-        self.key: Any = [function]
-        self.addresses: list[Any] = []
-        self.masks: list[IntervalMask] = []
-        self.library: Any = None
-        self.device: Any = None
-        for argument in arguments:
-            self._add(argument)
-        assert self.library is not None  # every function takes an array
-        self.key = (*self.key, self.library.name, self.device)
-
-    def _add(self, x: Any) -> None:
-        kind = type(x)
-        if kind is Operand:
-            odd = x.pointer % ALIGNMENT
-            self.key.append((x.shape, strides_of(x.shape, x.strides), x.dtype, odd))
-            self.addresses.append(x.pointer + -odd)
-            if self.library is None:
-                self.library, self.device = x.library, x.device
-        elif x is None or kind in _PLAIN:
-            self.key.append(x)
-        elif isinstance(x, IntervalMask):
-            self.key.append(x._hints)
-            self.masks.append(x)
-            self._add(x._start)
-            self._add(x._stop)
-        elif kind in _fields:
-            for name in _fields[kind]:
-                self._add(getattr(x, name))
-        else:
-            raise TypeError(f"no program takes an argument of type {kind.__name__}")
-
-
-# ---- building -------------------------------------------------------------------------------------------------------
-
-
-class Array:
-    """An array of a program; ``packed``: contiguous."""
-
-    __slots__ = ("dtype", "packed", "ref", "shape")
-
-    def __init__(self, ref: Ref, shape: tuple[int, ...], dtype: str, packed: bool = True):
-        self.ref, self.shape, self.dtype, self.packed = ref, tuple(shape), dtype, packed
-
-    def reshape(self, *shape: Any) -> Array:
-        if not self.packed:
-            raise NotBuildable("another shape of an array with gaps")
-        return Array(self.ref, shape[0] if isinstance(shape[0], tuple) else shape, self.dtype)
-
-    def __getitem__(self, axes: Any) -> Array:
-        """With more axes of size 1 in front."""
-        if not isinstance(axes, tuple) or any(axis is not None for axis in axes):
-            raise NotBuildable("a view of an array")
-        return self.reshape((1,) * len(axes) + self.shape)
-
-
-class GivenMask(IntervalMask):
-    """The ``index``-th mask among the arguments of a program."""
-
-    __slots__ = ("index",)
-    index: int
-
-
-class Launch(NamedTuple):
-    kernel: LoadedKernel
-    grid: int
-    threads: int
-    pdl: bool
-    params: Packed
-
-
-class Clear(NamedTuple):
-    """Memory set to zero."""
-
-    ref: Ref
-    size: int
-
-
-class Request(NamedTuple):
-    """Lists of a mask among the arguments: results of ``program``, kept on the mask."""
-
-    mask: int  # which
-    program: Program
-    buffer: int
-
-
-class Buffer(NamedTuple):
-    """What a program makes, or with no shape is given."""
-
-    shape: tuple[int, ...] | None
-    dtype: str = ""
-
-
-class Builder:
-    """Builds a program. It stands for the device and for the array library of the call, of which it has what this
-    backend and the checked call need."""
-
-    def __init__(self, runtime: Runtime, name: str, device: Device, grad: bool = False):
-        """``name``: of the call's library. ``grad``: a backward follows, which finds what this builds."""
-        self.runtime, self.name, self.device, self.grad = runtime, name, device, grad
-        self.buffers: list[Buffer] = []
-        self.given: list[int] = []  # buffers of the arguments, in order
-        self.masks = 0
-        self.unwritten: set[int] = set()
-        self.steps: list[Launch | Clear] = []
-        self.requests: list[Request] = []
-        self._derived: dict[int, tuple[IntervalMask, dict[Any, Any]]] = {}  # by a mask's id
-
-    # ---- the device ----
-    def load(self, config: jit.Config, entry: str, shared_bytes: int = 0) -> LoadedKernel:
-        return self.runtime.load(config, entry, self.device.index, shared_bytes)
-
-    @property
-    def num_sms(self) -> int:
-        return self.runtime.num_sms(self.device.index)
-
-    @property
-    def shared_memory_limit(self) -> int:
-        return self.runtime.shared_memory_limit(self.device.index)
-
-    @property
-    def is_hopper(self) -> bool:
-        return self.runtime.hopper(self.device.index)
-
-    def check_layout(self) -> None:
-        self.runtime.check_layout(self.device.index)
-
-    def launch(self, kernel: LoadedKernel, grid: int, threads: int, params: Packed | bytes, pdl: bool = True) -> None:
-        """``grid`` blocks of ``threads`` threads; see ``jit.Kernel.launch``."""
-        packed = params if isinstance(params, Packed) else Packed(params)
-        if any(ref.buffer in self.unwritten for _, ref in packed.refs):
-            raise NotBuildable("an array that no kernel writes")
-        self.steps.append(Launch(kernel, grid, threads, pdl, packed))
-
-    # ---- arguments ----
-    def argument(self, x: Any) -> Any:
-        """The argument as functions get it; in the order of ``Arguments``."""
-        kind = type(x)
-        if kind is Operand:
-            self.given.append(len(self.buffers))
-            ref = Ref(self._add(None), x.pointer % ALIGNMENT)
-            array = Array(ref, x.array.shape, x.dtype, is_packed(x))
-            return Operand(x.name, array, self, x.shape, x.strides, x.dtype, x.device, ref)  # type: ignore[arg-type]
-        if isinstance(x, IntervalMask):
-            mask = GivenMask.__new__(GivenMask)
-            mask.index, self.masks = self.masks, self.masks + 1
-            mask._start, mask._stop = self.argument(x._start), self.argument(x._stop)
-            mask.shape, mask.key_length, mask.device = x.shape, x.key_length, x.device
-            mask.library = mask._start.library
-            mask._hints, mask._starts, mask._bound, mask._causal_only = x._hints, x._starts, x._bound, x._causal_only
-            return mask
-        if kind in _fields:
-            return dataclasses.replace(x, **{name: self.argument(getattr(x, name)) for name in _fields[kind]})
-        return x
-
-    def lists_of(self, mask: GivenMask, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What ``function(build, mask, *arguments)`` makes of a mask that is given: an object with a ``workspace`` and
-        ``fields`` of numbers and addresses in it."""
-        program = program_of(self.runtime, function, Arguments(function, (mask, *arguments)), (mask, *arguments))
-        own, buffer = program.value.workspace.ref.buffer, self._add(None)
-        self.requests.append(Request(mask.index, program, buffer))
-        fields = {name: Ref(buffer, x.offset) if isinstance(x, Ref) and x.buffer == own else x
-                  for name, x in program.value.fields.items()}
-        return dataclasses.replace(program.value, fields=fields, workspace=None)
-
-    def following(self) -> Builder:
-        """A builder of a program behind this one, which finds what this one has made."""
-        build = Builder(self.runtime, self.name, self.device)
-        build.buffers, build.masks, build.unwritten = list(self.buffers), self.masks, set(self.unwritten)
-        build._derived = {key: (mask, dict(known)) for key, (mask, known) in self._derived.items()}
-        return build
-
-    def derived(self, mask: IntervalMask) -> dict[Any, Any]:
-        """What the program has derived of a mask of its own."""
-        return self._derived.setdefault(id(mask), (mask, {}))[1]
-
-    # ---- the array library ----
-    def _add(self, shape: tuple[int, ...] | None, dtype: str = "") -> int:
-        self.buffers.append(Buffer(shape, dtype))
-        return len(self.buffers) - 1
-
-    def empty(self, shape: tuple[int, ...], dtype: str, device: Device | None = None) -> Array:
-        return Array(Ref(self._add(tuple(shape), dtype)), tuple(shape), dtype)
-
-    def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
-        array = self.empty(shape, dtype)
-        if size := bytes_of(shape, dtype):
-            self.steps.append(Clear(array.ref, size))
-        return array
-
-    def full(self, shape: tuple[int, ...], value: Any, dtype: str, device: Device) -> Array:
-        """Of a value that no kernel writes: none may read it (the interval mask of plain causality)."""
-        array = self.empty(shape, dtype)
-        self.unwritten.add(array.ref.buffer)
-        return array
-
-    def arange(self, start: int, stop: int, device: Device) -> Array:
-        return self.full((stop - start,), None, "int32", device)
-
-    def astype(self, array: Array, dtype: str) -> Array:
-        if array.dtype != dtype:
-            raise NotBuildable("the library's astype")
-        return array
-
-    def contiguous(self, array: Array) -> Array:
-        if not array.packed:
-            raise NotBuildable("a copy of an array with gaps")
-        return array
-
-    def describe(self, array: Array, name: str) -> Operand:
-        return Operand(name, array, self, array.shape, packed_strides(array.shape),  # type: ignore[arg-type]
-                       array.dtype, self.device, array.ref)  # type: ignore[arg-type]
-
-    operand = describe
-
-    def on(self, device: Device) -> AbstractContextManager:
-        return NO_CONTEXT
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise NotBuildable(f"the library's {name}")
-
-
-def packed_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of an array in C order, in elements."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides)) if shape else ()
-
-
-def is_packed(x: Operand) -> bool:
-    """Whether it is in C order."""
-    return all(size == 1 or stride == packed
-               for size, stride, packed in zip(x.shape, x.strides, packed_strides(x.shape)))
-
-
-def bytes_of(shape: tuple[int, ...], dtype: str) -> int:
-    return int(np.prod(shape)) * numpy_dtype(dtype).itemsize
-
-
-# ---- programs -------------------------------------------------------------------------------------------------------
-
 _clock = itertools.count()
-
-
-class Place(NamedTuple):
-    """Where a buffer lies: ``offset`` bytes into the memory at address number ``at`` of a call."""
-
-    at: int
-    offset: int
 
 
 class KeptLists(NamedTuple):
@@ -353,7 +72,7 @@ class Program:
         if build.unwritten.intersection(self._indices):
             raise NotBuildable("a result that no kernel writes")
         self._template = _template(value, self._indices)
-        self._launches = _Launches(build.steps, places, self._next(places))
+        self._launches = Launches(build.steps, places, self._next(places))
         self._allocators: tuple[Any, list[Callable[[], Any]]] = None, []
 
     @staticmethod
@@ -377,7 +96,7 @@ class Program:
         """Bytes besides the results."""
         return sum(bytes_of(*allocation) for allocation in self.allocations[self.results:])
 
-    def order(self, arrays: tuple[Array | None, ...]) -> list[int | None]:
+    def order(self, arrays: Iterable[Array | None]) -> list[int | None]:
         """Which of what ``run`` gives is each of these results."""
         return [None if x is None else self._indices[x.ref.buffer] for x in arrays]
 
@@ -447,129 +166,6 @@ def _filled(template: Any, made: list[Any]) -> Any:
     return None if template is None else made[template]
 
 
-class _Words(NamedTuple):
-    """One copy of all words that the driver reads; a call has it for itself."""
-
-    array: np.ndarray
-    base: int  # its address
-    calls: list[tuple[Callable[..., None], Any, Any]]
-
-
-class _Launches:
-    """The steps of a program. With the driver, all that it reads of a launch, its configuration and the address of its
-    parameters, stands behind the parameters in one array of words, so that filling the holes of that array is all that
-    a call has to do."""
-
-    def __init__(self, steps: list[Launch | Clear], places: dict[int, Place], count: int):
-        """``count``: addresses of a call."""
-        self._steps: list[tuple[Launch | _ClearAt, int, int]] = []  # where its words begin, and its configuration's
-        self._count = count
-        words: list[np.ndarray] = [np.zeros(0, np.uint64)]
-        holes: list[tuple[int, int, int]] = []  # which word is which address, and how far behind it
-        for step in _merged(steps, places):
-            begin = sum(map(len, words))
-            if isinstance(step, _ClearAt):
-                holes += [(begin, step.place.at, step.place.offset), (begin + 1, count, 0)]
-                words.append(np.zeros(2, np.uint64))
-                self._steps.append((step, begin, 0))
-                continue
-            params = step.params.padded(8)
-            words.append(np.frombuffer(params.data, np.uint64))
-            for at, ref in params.refs:
-                assert at % 8 == 0
-                place = places[ref.buffer]
-                holes.append((begin + at // 8, place.at, place.offset + ref.offset))
-            config = begin + len(params.data) // 8
-            self._steps.append((step, begin, config))
-            function = _function_of(step.kernel)
-            if function is not None:  # behind all addresses come the stream and the address of the words
-                fixed = np.frombuffer(function.config(step.grid, step.threads, step.pdl), np.uint64)
-                holes += [(config + launch.STREAM_WORD, count, 0), (config + len(fixed), count + 1, 8 * begin)]
-                words += [fixed, np.zeros(1, np.uint64)]
-        self._words = np.concatenate(words)
-        self._at, self._which = (np.array([hole[i] for hole in holes], np.intp) for i in (0, 1))
-        self._offsets = np.array([offset % 2**64 for *_, offset in holes], np.uint64)
-        self._free: list[_Words] = []
-
-    def _copy(self, runtime: Runtime) -> _Words:
-        bind = getattr(runtime, "bind", None)
-        array = self._words.copy()
-        base, calls = array.ctypes.data, list[Any]()
-        for step, begin, config in self._steps:
-            at = base + 8 * begin
-            if isinstance(step, _ClearAt) and bind is not None:
-                call = functools.partial(launch.clear_at, size=ctypes.c_size_t(step.size), bind=bind)
-                calls.append((call, ctypes.c_uint64.from_address(at), ctypes.c_void_p.from_address(at + 8)))
-            elif isinstance(step, _ClearAt):
-                calls.append((functools.partial(_clear, runtime, step, begin), array, None))
-            elif (function := _function_of(step.kernel)) is not None:
-                at = base + 8 * config
-                calls.append((function.launch_at, ctypes.c_void_p(at), ctypes.c_void_p(at + launch.CONFIG_BYTES)))
-            else:
-                calls.append((functools.partial(_launch, step, begin), array, None))
-        return _Words(array, base, calls)
-
-    def run(self, runtime: Runtime, addresses: list[int], stream: int) -> None:
-        """Launch all on the raw ``stream`` of the current device."""
-        try:
-            words = self._free.pop()
-        except IndexError:
-            words = self._copy(runtime)
-        array, base, calls = words
-        assert len(addresses) == self._count
-        array[self._at] = np.array([*addresses, stream, base], np.uint64).take(self._which) + self._offsets
-        for call, a, b in calls:
-            if b is not None:
-                call(a, b)
-            else:
-                call(a, stream)
-        self._free.append(words)
-
-
-class _ClearAt(NamedTuple):
-    place: Place
-    size: int
-
-
-def _merged(steps: list[Launch | Clear], places: dict[int, Place]) -> Iterator[Launch | _ClearAt]:
-    """The steps; memory that lies close in one allocation is cleared together."""
-    pending: _ClearAt | None = None
-    for step in steps:
-        if isinstance(step, Launch):
-            if pending is not None:
-                yield pending
-            pending = None
-            yield step
-            continue
-        place = places[step.ref.buffer]
-        new = _ClearAt(Place(place.at, place.offset + step.ref.offset), step.size)
-        if pending is not None:
-            gap = new.place.offset - pending.place.offset - pending.size
-            if new.place.at == pending.place.at and 0 <= gap < SPACING:
-                pending = pending._replace(size=pending.size + gap + new.size)
-                continue
-            yield pending
-        pending = new
-    if pending is not None:
-        yield pending
-
-
-def _function_of(kernel: Any) -> launch.Function | None:
-    """What the driver launches; None for other kernels, and where launches are to be printed."""
-    return None if jit.DEBUG else getattr(kernel, "function", None)
-
-
-def _clear(runtime: Runtime, step: _ClearAt, begin: int, array: np.ndarray, stream: int) -> None:
-    runtime.clear(int(array[begin]), step.size, stream)
-
-
-def _launch(step: Launch, begin: int, array: np.ndarray, stream: int) -> None:
-    data = array.view(np.uint8)[8 * begin:8 * begin + len(step.params.data)].tobytes()
-    step.kernel.launch(step.grid, step.threads, data, stream, step.pdl)
-
-
-# ---- the programs of a device ---------------------------------------------------------------------------------------
-
 _kept = True
 
 
@@ -600,12 +196,17 @@ def run(runtime: Runtime, function: Callable[..., Any], *arguments: Any) -> Any:
     return program_of(runtime, function, found, arguments).call(found)
 
 
+def builder(runtime: Runtime, library: str, device: Device, grad: bool = False) -> Builder:
+    """A builder for calls with arrays of this library; ``grad``: a backward follows."""
+    return Builder(runtime, library, device, program_of, grad)
+
+
 def program_of(runtime: Runtime, function: Callable[..., Any], found: Arguments, arguments: tuple[Any, ...]) -> Program:
     """The program of a function for such arguments."""
     programs = _programs(runtime)
     program = programs.get(found.key) if _kept else None
     if program is None:
-        build = Builder(runtime, found.library.name, found.device)
+        build = builder(runtime, found.library.name, found.device)
         program = Program(build, function(build, *[build.argument(x) for x in arguments]))
         if _kept:
             program = programs.setdefault(found.key, program)

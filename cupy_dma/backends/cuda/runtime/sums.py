@@ -6,8 +6,8 @@ from typing import Any
 
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.builder import Array, Builder
 from cupy_dma.backends.cuda.runtime.configs import ELEMENTS, blocks
-from cupy_dma.backends.cuda.runtime.program import Array, Builder
 
 THREADS = 256  # as in the kernel file
 

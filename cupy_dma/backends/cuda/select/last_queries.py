@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.builder import Array, Builder
 from cupy_dma.backends.cuda.runtime.configs import blocks
 from cupy_dma.backends.cuda.runtime.params import Ref
-from cupy_dma.backends.cuda.runtime.program import Array, Builder
 
 # As in the kernel file.
 DIGIT_BITS, COLLECT_KEYS, MAX_CHUNKS = 11, 4096, 1024
@@ -32,7 +32,7 @@ class KeyList:
 
     count: int
     list: Array
-    interval: Ref | None
+    interval: Array | None
     tickets: Ref  # (B * Hkv, sets) zeros
 
 
@@ -47,14 +47,15 @@ def select_last(build: Builder, scores: Operand, window: int, queries: int, sets
     intervals = queries > 1
     # In one allocation each: what must be zero, and the rest, arrays of 8 bytes first.
     ranges = build.zeros((rows * (RANGE_WORDS + 1 + sets + (passes << DIGIT_BITS)),), "int32").ref
-    survivors = build.empty((rows * (2 * chunks * chunk + chunks + count * (2 if intervals else 0)),), "int32").ref
+    survivors = build.empty((rows * (2 * chunks * chunk + chunks),), "int32").ref
     kept = build.empty((batch, kv_heads, count), "int32")
+    interval = build.empty((batch, kv_heads, count, 2), "int32") if intervals else None
     tickets = ranges + 4 * rows * RANGE_WORDS
     counts = tickets + 4 * rows * (1 + sets)
-    interval = survivors + 8 * rows * chunks * chunk
     fields = {
         "score": scores.pointer, "counts": counts, "ranges": ranges, "tickets": tickets, "survivors": survivors,
-        "survivor_count": interval + (8 * rows * count if intervals else 0), "list": kept.ref, "interval": interval,
+        "survivor_count": survivors + 8 * rows * chunks * chunk, "list": kept.ref,
+        "interval": 0 if interval is None else interval.ref,
         "score_batch": scores.strides[0], "score_head": scores.strides[1], "score_key": scores.strides[2],
         "kv_heads": kv_heads, "length": length, "window": window, "queries": queries, "chunk": chunk, "chunks": chunks,
         "passes": passes}
@@ -64,7 +65,7 @@ def select_last(build: Builder, scores: Operand, window: int, queries: int, sets
         build.launch(build.load(config, "narrow"), rows * chunks, THREADS["narrow"],
                      pack(fields, {"pass": number, "shift": shift}))
     build.launch(build.load(config, "collect"), rows * chunks, THREADS["collect"], pack(fields))
-    return KeyList(count, kept, interval if intervals else None, tickets + 4 * rows)
+    return KeyList(count, kept, interval, tickets + 4 * rows)
 
 
 def last_keys(build: Builder, scores: Operand, window: int) -> Array:

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.builder import Array, Builder
 from cupy_dma.backends.cuda.runtime.configs import ARRIVALS, SELECT_THREADS, SelectConfig, blocks
-from cupy_dma.backends.cuda.runtime.program import Array, Builder
 
 
 def selection_chunk(length: int) -> int:

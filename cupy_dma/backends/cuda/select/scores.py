@@ -6,6 +6,7 @@ from typing import Any
 
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.builder import Array, Builder
 from cupy_dma.backends.cuda.runtime.configs import (
     ELEMENTS,
     SCORE_BLOCK_KEYS,
@@ -15,7 +16,6 @@ from cupy_dma.backends.cuda.runtime.configs import (
     ScoreConfig,
     blocks,
 )
-from cupy_dma.backends.cuda.runtime.program import Array, Builder
 
 #: The fields of ``ScoreBackwardParams`` for the results.
 _RESULTS = {"value": "dvalue", "dt_proj": "ddt_proj", "A": "dA", "dt_bias": "ddt_bias"}

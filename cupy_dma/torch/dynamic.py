@@ -1,0 +1,267 @@
+"""Dynamic mask attention in torch: key scores, selection and attention as one operator, its gradients as another.
+
+    dynamic_attention -> out, lse, made        dynamic_attention_backward -> the gradients named in ``needs``
+
+``made`` is what the call has made and its backward needs: its mask, the key lists of that mask and its scores, in one
+array of int32, whose length is known where all shapes are; nothing without ``keep``. Eager calls on plain tensors go
+past the operators; both run the programs that ``steps.py`` knows.
+"""
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cupy_dma import backends, checks
+from cupy_dma.arrays import library_named
+from cupy_dma.calls.attention import dynamic_call
+from cupy_dma.calls.gradients import INPUTS
+from cupy_dma.calls.layout import in_bhnd, is_ours
+from cupy_dma.calls.run import attend as run_attend
+from cupy_dma.calls.run import attended, attention_of, masked
+from cupy_dma.calls.types import DynamicCall
+from cupy_dma.masks.interval import IntervalMask
+from cupy_dma.masks.selection import selection_hints
+from cupy_dma.torch import entry
+from cupy_dma.torch.attention import attend
+from cupy_dma.torch.gradients import Facts, Saved, gradients
+from cupy_dma.torch.registration import (
+    as_key_bias,
+    as_tensor,
+    cast,
+    empty_like,
+    in_rows,
+    is_deterministic,
+    needs_grad,
+    operators,
+    options_of,
+    register,
+    register_derivative,
+    takes_operators,
+    wide,
+)
+from cupy_dma.torch.scores import scores_by
+from cupy_dma.torch.sinks import check_sinks, delivered
+
+
+def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *, window: int,
+                           dt_proj: Tensor | None = None, A: Tensor | None = None, dt_bias: Tensor | None = None,
+                           form: str = "exp", keys: str = "prefix", padding: Tensor | None = None,
+                           documents: Tensor | None = None, causal: bool = True, scale: float | None = None,
+                           softcap: float = 0.0, sink_logits: Tensor | None = None, deterministic: bool = False,
+                           return_lse: bool = False, layout: str | None = None, backend: str | None = None) -> Any:
+    """``cupy_dma.dynamic_mask_attention`` of tensors ``(B, L, H, D)``, or ``(B, H, L, D)`` with ``layout="bhnd"``, with
+    gradients for ``query, key, value``, ``scores`` and ``sink_logits``, or through the scores for ``value`` (both
+    terms), ``dt_proj``, ``A`` and ``dt_bias``."""
+    if not is_ours(layout):
+        return in_bhnd(dynamic_mask_attention, (("query", query), ("key", key), ("value", value)), scores,
+                       window=window, dt_proj=dt_proj, A=A, dt_bias=dt_bias, form=form, keys=keys, padding=padding,
+                       documents=documents, causal=causal, scale=scale, softcap=softcap, sink_logits=sink_logits,
+                       deterministic=deterministic, return_lse=return_lse, backend=backend)
+    if sink_logits is not None:
+        check_sinks(sink_logits, query)
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+        query, key, value = cast(query, key, value)
+    scores = in_rows(as_key_bias(scores))
+    inputs, known = (query, key, value, scores, dt_proj, A, dt_bias), None
+    if documents is None and (padding is None or getattr(padding, "dtype", None) is torch.bool):
+        options = ("dynamic", window, form, keys, causal, scale, softcap, deterministic, layout, backend)
+        known = entry.call_key((*inputs, padding), None, options)
+        if known is not None and known.entry is not None and not checks.wants_values_checked():
+            return delivered(*entry.run(known, None, inputs, padding), return_lse, sink_logits)
+    if takes_operators(query, key, value, scores, dt_proj, A, dt_bias, padding, documents):
+        keep = needs_grad(query, key, value, scores, dt_proj, A, dt_bias)
+        out, lse, _ = operators.dynamic_attention(
+            query, key, value, scores, dt_proj, A, dt_bias, padding, as_tensor(documents, query), window, form, keys,
+            *options_of(causal, scale, softcap, deterministic, backend), keep)
+    else:
+        call = dynamic_call(query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents,
+                            causal, scale, softcap, is_deterministic(deterministic), layout)
+        module = backends.choose(backend, (call.attention.query,))
+        if checks.wants_values_checked() or call.attention.value_dim != call.attention.head_dim:
+            known = None
+        if not entry.may_do_without_mask(known, call):
+            known = entry.recorded(known, call, module, backend, inputs)
+        if known is not None and known.entry is not None:
+            out, lse = entry.run(known, None, inputs, padding)
+        else:
+            out, lse, by_mask = attend_dynamic(call, module, backend, query, key, value, scores)
+            if by_mask:
+                entry.recorded(known, call, module, backend, inputs)  # for the next one
+    return delivered(out, lse, return_lse, sink_logits)
+
+
+def attend_dynamic(call: DynamicCall, module: ModuleType, backend: str | None, query: Tensor, key: Tensor,
+                   value: Tensor, scores: Tensor | None) -> tuple[Tensor, Tensor, bool]:
+    """``attend`` for a checked dynamic call on these tensors."""
+    if call.attention.sequences is None:
+        parameters = [None if x is None else x.array for x in (call.recipe or (None,) * 4)[1:4]]
+        return attend(call, module, backend, (query, key, value, scores, *parameters))
+    ranked = call.scores
+    if ranked is None:
+        assert call.recipe is not None
+        made = scores_by(call.recipe, module, backend)
+        scores, ranked = made[0], library_named("torch").operand(made, "scores")
+    with torch.no_grad():
+        attention = masked(call, ranked, module)
+    return attend(attention, module, backend, (query, key, value, scores))
+
+
+
+# ---- operators ------------------------------------------------------------------------------------------------------
+
+
+class _Arguments(NamedTuple):
+    """Of the operators, behind the results and their gradients."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scores: Tensor | None
+    dt_proj: Tensor | None
+    A: Tensor | None
+    dt_bias: Tensor | None
+    padding: Tensor | None
+    documents: Tensor | None
+    window: int
+    form: str
+    keys: str
+    causal: bool
+    scale: float | None
+    softcap: float
+    deterministic: bool
+    backend: str | None
+    keep: bool
+
+    def call(self) -> DynamicCall:
+        """The checked call."""
+        return dynamic_call(*self[:4], self.window, *self[4:7], self.form, self.keys, self.padding, self.documents,
+                            self.causal, self.scale, self.softcap, self.deterministic)
+
+    def known(self) -> entry.CallKey | None:
+        """The key of such calls; None for those that have no programs."""
+        if self.documents is not None or (self.padding is not None and self.padding.dtype != torch.bool) or (
+                checks.wants_values_checked()):
+            return None
+        return entry.operator_key(self[:8], self[9:17], self.keep)
+
+    def programs(self) -> entry.Entry | None:
+        """The entry of such calls, if they were made before."""
+        known = self.known()
+        return None if known is None else known.entry
+
+    def recorded(self, call: DynamicCall, module: ModuleType) -> entry.Entry | None:
+        """The entry of the checked call; None where it has no programs."""
+        found = entry.recorded(self.known(), call, module, self.backend, self[:7], own_mask=True)
+        return None if found is None else found.entry
+
+
+def _dynamic_attention(*arguments):
+    given = _Arguments(*arguments)
+    found = given.programs()
+    if found is not None:
+        return entry.run_operator(found, given[:8])
+    with torch.no_grad():
+        call = given.call()
+        module = backends.choose(given.backend, (call.attention.query,))
+        if not given.keep and entry.may_do_without_mask(None, call):
+            out, lse, _ = attended(call, module)
+            return out, lse, _nothing(out)
+        found = given.recorded(call, module)
+        if found is not None:
+            return entry.run_operator(found, given[:8])
+        own = attention_of(call, module)
+        out, lse = run_attend(own, module)
+        if not given.keep:
+            return out, lse, _nothing(out)
+        mask, bias = own.mask, own.bias
+        assert mask is not None and bias is not None
+        made = [mask._start.array, mask._stop.array, *([] if call.recipe is None else [bias.array])]
+        return out, lse, torch.cat([x.contiguous().view(torch.int32).flatten() for x in made])
+
+
+def _nothing(like):
+    return torch.empty(0, dtype=torch.int32, device=like.device)
+
+
+def _dynamic_attention_backward(dout, dlse, out, lse, made, *arguments):
+    given, needs = _Arguments(*arguments[:-1]), arguments[-1]
+    needed, known, found = tuple([name in needs for name in INPUTS]), given.programs(), None
+    if known is not None:
+        found = entry.backward_operator(known, given[:7], out, lse, made, dout, dlse, needed)
+    if found is None:
+        with torch.no_grad():
+            call = given.call()
+            own, module = call.attention, backends.choose(given.backend, (call.attention.query,))
+            if known is not None:
+                facts, scores = entry.without_programs(known, None, [made])
+            else:
+                mask, scores = _unpacked(given, made)
+                facts = Facts(mask, (own.causal, own.scale, own.softcap, own.deterministic),
+                              call.recipe and call.recipe[4], module, given.backend)
+            found = gradients(facts, Saved(out, lse, *given[:7], scores=scores), dout, dlse, needed)
+    return [found[INPUTS.index(name)] for name in needs]
+
+
+def _sizes(given: _Arguments) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """The shapes of start and stop of a call without programs."""
+    batch, length, heads, _ = given.key.shape
+    if given.scores is not None:
+        heads = given.scores.shape[1]
+    by_rows = given.keys == "global" and given.documents is not None and given.documents.ndim == 2
+    rows = given.documents.shape[0] if by_rows and given.documents is not None else 1
+    return (rows, 1, length), (batch, heads, length)
+
+
+def _unpacked(given: _Arguments, made: Tensor) -> tuple[IntervalMask, Tensor | None]:
+    """The mask and the computed scores that a call without programs has made."""
+    shapes = _sizes(given)
+    counts = [math.prod(shape) for shape in shapes]
+    start, stop, rest = made.split([*counts, made.numel() - sum(counts)])
+    hints = selection_hints(given.window, given.key.shape[1], given.keys, given.padding is not None,
+                            given.documents is not None)
+    mask = IntervalMask._make(library_named("torch"), start.view(shapes[0]), stop.view(shapes[1]), hints)
+    return mask, None if given.scores is not None else rest.view(wide(given.value)).view(shapes[1])
+
+
+def _fake_dynamic_attention(*arguments):
+    given = _Arguments(*arguments)
+    query, (batch, length, heads, _) = given.query, given.query.shape
+    out = query.new_empty((batch, length, heads, given.value.shape[3]))
+    lse = query.new_empty((batch, heads, length), dtype=wide(query))
+    return out, lse, query.new_empty((_size_of_made(given) if given.keep else 0,), dtype=torch.int32)
+
+
+def _size_of_made(given: _Arguments) -> Any:
+    """Known where all shapes are and the arguments are right: the operator says what is wrong when it runs."""
+    tensors = [x for x in given[:9] if x is not None]
+    if not all(type(n) is int for x in tensors for n in x.shape):
+        return torch.library.get_ctx().new_dynamic_size()
+    found, module = given.programs(), entry.module_of(given.query, given.backend)
+    if found is None and entry.has_chains(module):
+        try:
+            found = given.recorded(given.call(), module)
+        except (TypeError, ValueError):
+            return 0
+    if found is not None:
+        return found.chain.kept_words
+    start, stop = map(math.prod, _sizes(given))
+    words = 0 if given.scores is not None else 2 if given.query.dtype == torch.float64 else 1
+    return start + (1 + words) * stop
+
+
+def _fake_dynamic_attention_backward(dout, dlse, out, lse, made, *arguments):
+    return empty_like(dict(zip(INPUTS, arguments[:7])), arguments[-1])
+
+
+_DYNAMIC = ("Tensor query, Tensor key, Tensor value, Tensor? scores, Tensor? dt_proj, Tensor? A, Tensor? dt_bias, "
+            "Tensor? padding, Tensor? documents, SymInt window, str form, str keys, bool causal, float? scale, "
+            "float softcap, bool deterministic, str? backend, bool keep")
+register(f"dynamic_attention({_DYNAMIC}) -> (Tensor out, Tensor lse, Tensor made)", _dynamic_attention,
+         _fake_dynamic_attention)
+register(f"dynamic_attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor made, {_DYNAMIC}, "
+         "str[] needs) -> Tensor[]", _dynamic_attention_backward, _fake_dynamic_attention_backward)
+register_derivative("dynamic_attention", dict(enumerate(INPUTS)), keeps_outputs=True)
