@@ -106,9 +106,7 @@ def choices(kinds: list[str], head_dims: list[int]) -> list[Case]:
 @contextlib.contextmanager
 def forced(tile: HopperTile, work: Work) -> Iterator[None]:
     """Calls have this tile and this schedule."""
-    with (fresh(), mock.patch.object(sm90, "tile_shape", lambda *arguments: tile),
-          mock.patch.object(sm90, "work_of", lambda *arguments: work),
-          mock.patch.object(sm90, "_pays", lambda *arguments: True)):
+    with fresh(tile=tile, schedule=work, hopper=True):
         yield
 
 
@@ -120,8 +118,7 @@ def facts_of(call: Callable[[], Any]) -> tuple[Facts, HopperTile, Work]:
         found[:] = facts, tile, sm90_schedule.work_of(facts, tile, num_sms)
         return found[2]
 
-    with (fresh(), mock.patch.object(sm90, "work_of", work_of),
-          mock.patch.object(sm90, "_pays", lambda *arguments: True)):
+    with fresh(hopper=True), mock.patch.object(sm90, "work_of", work_of):
         call()
     return found[0], found[1], found[2]
 

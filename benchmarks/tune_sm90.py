@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
 from benchmarks.harness.suite import add_record_options, write_record
-from cupy_dma.backends.cuda.attention import sm90, sm90_tiles
+from cupy_dma.backends.cuda.attention import sm90_tiles
 from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.program import fresh
@@ -95,14 +95,8 @@ def name(tile: HopperTile) -> str:
 @contextlib.contextmanager
 def forced(tile: HopperTile | None) -> Iterator[None]:
     """Calls go to the Hopper kernel with this tile, or to the portable kernel."""
-    saved = sm90.tile_shape, sm90._pays
-    sm90.tile_shape = lambda facts, num_sms: tile
-    sm90._pays = lambda call, problem, num_sms: tile is not None
-    try:
-        with fresh():
-            yield
-    finally:
-        sm90.tile_shape, sm90._pays = saved
+    with fresh(tile=tile, hopper=tile is not None):
+        yield
 
 
 @contextlib.contextmanager

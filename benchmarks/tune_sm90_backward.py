@@ -65,13 +65,10 @@ def ways(case: Case) -> list[Way]:
 def forced(way: Way) -> Iterator[None]:
     """Calls take this way."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(fresh())
-        stack.enter_context(mock.patch.object(sm90_backward, "ONE_PASS", way.one_pass))
+        stack.enter_context(fresh(one_pass=way.one_pass, hopper=False if way.portable else None))
         stack.enter_context(mock.patch.object(sm90_backward, "MIN_TILES", 0.0))
-        if way.portable:
-            stack.enter_context(mock.patch.object(sm90_backward, "_serves", lambda *arguments: False))
         if way.portable_keys:
-            stack.enter_context(mock.patch.object(sm90_backward, "serves_keys", lambda *arguments: False))
+            stack.enter_context(mock.patch.object(sm90_backward, "reasons_keys", lambda *arguments: ["tuning"]))
         if way.block_q:
             stages = 1 if way.one_pass and way.block_q == 128 else 2
             stack.enter_context(mock.patch.object(sm90_backward, "block_q", lambda *facts: way.block_q))

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from cupy_dma.backends.cuda.attention import sm90, sm90_backward
+from cupy_dma.backends.cuda.attention import sm90
 from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile
 from cupy_dma.backends.cuda.runtime.program import fresh
 
@@ -32,14 +32,12 @@ def taken(tile: HopperTile, head_dims: Container[int]) -> Iterator[None]:
     def pays(call: Any, problem: Any, num_sms: int) -> bool:
         return call.head_dim in head_dims and (tile.block_m == 128 or not sm90.is_dense(problem))
 
-    with (fresh(), mock.patch.object(sm90, "tile_shape", lambda *arguments: tile),
-          mock.patch.object(sm90, "_pays", pays)):
+    with fresh(tile=tile), mock.patch.object(sm90, "_pays", pays):
         yield
 
 
 @contextmanager
 def portable() -> Iterator[None]:
     """No call goes to the Hopper kernels."""
-    with (fresh(), mock.patch.object(sm90, "serves", lambda *arguments: False),
-          mock.patch.object(sm90_backward, "_serves", lambda *arguments: False)):
+    with fresh(hopper=False):
         yield

@@ -8,8 +8,9 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.backends import cuda
-from cupy_dma.backends.cuda.attention import flash_decode, last_queries, sm90
+from cupy_dma.backends.cuda.attention import flash_decode, last_queries
 from cupy_dma.backends.cuda.decode import step
+from cupy_dma.backends.cuda.runtime.program import fresh
 from tests.oracle.cache_cases import History
 
 pytestmark = pytest.mark.gpu
@@ -173,8 +174,8 @@ def test_last_queries_of_long_histories(torch, kind, queries, monkeypatch):
     q, k, v, scores = draw(torch, 1, n, 4, 2, 64, queries)
     scores = {"iid": scores, "equal": torch.zeros_like(scores), "increasing": torch.sort(scores).values,
               "decreasing": torch.sort(scores, descending=True).values, "ties": torch.round(scores)}[kind].contiguous()
-    select, used = last_queries.select_last, []
-    monkeypatch.setattr(last_queries, "select_last", lambda *x: used.append(1) or select(*x))
+    attend_last, used = last_queries.attend_last, []
+    monkeypatch.setattr(last_queries, "attend_last", lambda *x: used.append(1) or attend_last(*x))
     results = [dma.dynamic_mask_attention(q, k, v, scores, window=window, return_lse=True) for _ in range(10)]
     assert len(used) == 10
     for i in range(queries):
@@ -208,17 +209,16 @@ def test_few_queries_against_many_keys(torch, mask, queries):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("queries", "heads", "kv_heads", "head_dim"), [(264, 2, 1, 64), (65, 4, 4, 128),
                                                                          (30, 15, 3, 96)])
-def test_hundreds_of_queries_against_many_keys(torch, monkeypatch, unplanned, queries, heads, kv_heads, head_dim,
-                                               causal, is_hopper):
+def test_hundreds_of_queries_against_many_keys(torch, monkeypatch, queries, heads, kv_heads, head_dim, causal,
+                                               is_hopper):
     """As many as leave most of a GPU idle otherwise. Hopper's tiles are split up along their keys."""
     if is_hopper and not cuda.runtime.hopper(0):
         pytest.skip("no Hopper GPU")
-    if not is_hopper:
-        monkeypatch.setattr(sm90, "serves", lambda *_: False)
     n, served, launch = 5000, [], flash_decode.attention
     monkeypatch.setattr(flash_decode, "attention", lambda *arguments: served.append(1) or launch(*arguments))
     q, k, v, scores = draw(torch, 1, n, heads, kv_heads, head_dim, queries)
-    out, lse = dma.attention(q, k, v, bias=scores, causal=causal, return_lse=True)
+    with fresh(hopper=None if is_hopper else False):
+        out, lse = dma.attention(q, k, v, bias=scores, causal=causal, return_lse=True)
     assert bool(served) != is_hopper
     for i in (0, 1, queries // 2, queries - 1):
         seen = (torch.arange(n, device="cuda") <= n - queries + i if causal else torch.ones(n, device="cuda") > 0)

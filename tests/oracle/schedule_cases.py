@@ -37,8 +37,8 @@ def num_sms(count: int, split: bool = False, short_tiles: bool = False) -> Itera
 def hopper_gradients(one_pass: bool | None) -> Iterator[None]:
     """However few tiles there are the Hopper kernels make the gradients, in one pass where they can, or in two; None:
     in two where lists leave pairs out, however few."""
-    with (fresh(), mock.patch.object(sm90_backward, "ONE_PASS", one_pass),
-          mock.patch.object(sm90_backward, "LISTED_STEPS", 0.0), mock.patch.object(sm90_backward, "MIN_TILES", 0.0)):
+    with (fresh(one_pass=one_pass), mock.patch.object(sm90_backward, "LISTED_STEPS", 0.0),
+          mock.patch.object(sm90_backward, "MIN_TILES", 0.0)):
         yield
 
 

@@ -3,14 +3,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
 
 from cupy_dma.backends.cuda.runtime.program import fresh
-from cupy_dma.backends.cuda.select import prefix
 
 
 @contextmanager
 def counting(counted: bool) -> Iterator[None]:
     """Each key meets all others in one kernel, however many there are; or else keys are selected chunk by chunk."""
-    with fresh(), mock.patch.object(prefix, "counts_pairs", lambda rows, length: counted):
+    with fresh(counted=counted):
         yield

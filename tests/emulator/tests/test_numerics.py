@@ -10,7 +10,6 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
-from cupy_dma.backends.cuda.attention import sm90_backward
 from cupy_dma.backward import attention_backward
 from tests.oracle import reference, schedule_cases
 
@@ -28,7 +27,7 @@ def gpu(kernel):
     """Of "hopper lists" the gradients take two passes, by lists whatever they leave out."""
     hopper = kernel.startswith("hopper")
     with (emulator.hopper_gpu(build=BUILD) if hopper else emulator.using(build=BUILD) as runtime,
-          schedule_cases.hopper_gradients(False if "lists" in kernel else sm90_backward.ONE_PASS)):
+          schedule_cases.hopper_gradients(False if "lists" in kernel else None)):
         yield runtime
 
 

@@ -14,6 +14,7 @@ import pytest
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends.cuda.attention import sm90_backward
+from cupy_dma.backends.cuda.runtime.program import fresh
 from cupy_dma.backward import attention_backward, varlen_attention_backward
 from tests.oracle import by_element, cases, schedule_cases, varlen_cases
 
@@ -205,7 +206,7 @@ def test_only_what_is_asked_for(window, needs):
 @pytest.mark.parametrize(("options", "tiles"), [
     ({}, 9), ({"head_dim": 128, "heads": (4, 2)}, 18), ({"window": 0, "dense": "top_w"}, 8)], ids=str)
 def test_no_more_tiles_than_sms_are_left_to_the_portable_kernel(options, tiles, served, served_query):
-    with mock.patch.object(sm90_backward, "ONE_PASS", None), mock.patch.object(sm90_backward, "MIN_TILES", 1.0):
+    with fresh(one_pass=None), mock.patch.object(sm90_backward, "MIN_TILES", 1.0):
         for sms in (tiles - 1, tiles):
             served.reset_mock()
             with schedule_cases.num_sms(sms):
@@ -249,7 +250,7 @@ def test_as_many_parts_as_pay():
 @pytest.mark.parametrize("options", [
     {"window": 0, "causal": True}, {"window": 0, "causal": True, "deterministic": True}, {"head_dim": 256}], ids=str)
 def test_those_of_keys_in_order_and_of_wide_heads_are_not(options, served):
-    with mock.patch.object(sm90_backward, "ONE_PASS", None), mock.patch.object(sm90_backward, "MIN_TILES", 1.0):
+    with fresh(one_pass=None), mock.patch.object(sm90_backward, "MIN_TILES", 1.0):
         check(gradients("emulator", **options), **options)
     assert served.called
 
@@ -261,8 +262,7 @@ def test_those_of_keys_in_order_and_of_wide_heads_are_not(options, served):
     ({"window": 0, "causal": True}, 100.0, "KEYS_CONTIGUOUS", True)], ids=str)
 def test_one_pass_where_lists_leave_out_little(options, least, keys, in_one_pass, served):
     """On one SM. A super-tile of 400 queries may see all of 700 keys, so there are no lists."""
-    with (mock.patch.object(sm90_backward, "ONE_PASS", None),
-          mock.patch.object(sm90_backward, "LISTED_STEPS", least)):
+    with fresh(one_pass=None), mock.patch.object(sm90_backward, "LISTED_STEPS", least):
         check(gradients("emulator", **options), **options)
     _, _, _, entries, *_, sums = served.call_args.args
     assert entries > 0 if keys == "KEYS_LISTED" else entries == 0
@@ -290,9 +290,9 @@ def test_one_pass_of_masks_without_a_bound(served):
     """Whose keys have no lists of super-tiles, whatever they hide."""
     mask = dma.IntervalMask.top_w(np.random.default_rng(1).standard_normal((1, 1, 700)).astype(np.float32), 60)
     options = {"window": 0, "mask": dma.IntervalMask(mask.start, mask.stop)}
-    with mock.patch.object(sm90_backward, "ONE_PASS", None):
+    with fresh(one_pass=None):
         check(gradients("emulator", **options), **options)
-    assert served.call_args.args[-1] != 0
+    assert served.call_args.args[-1] is not None
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

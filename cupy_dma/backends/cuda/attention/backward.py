@@ -85,28 +85,30 @@ def _passes(build: Builder, call: AttentionBackwardCall, problem: Problem) -> _P
     dense_bias = "bias" in needs and problem.bias_kind == BIAS_DENSE
     wanted = "key" in needs, "value" in needs, "bias" in needs and not dense_bias
     vector = problem.vector and rows_aligned(call.dout, call.out)
-    served = build.runtime, call, problem, vector
-    hopper_keys, hopper_query = sm90_backward.serves_keys(*served), sm90_backward.serves_query(*served)
+    served, one_pass_wanted = (build, call, problem, vector), build.overrides.one_pass
+    hopper_keys = build.takes(sm90_backward.NAME_KEYS, sm90_backward.reasons_keys(*served))
+    hopper_query = build.takes(sm90_backward.NAME_QUERY, sm90_backward.reasons_query(*served))
     one_pass, supers, dense, entries = False, None, None, 0
     parts, bias_heads = sm90_backward.Parts(), own.heads
     if any(wanted):
-        can_one_pass = hopper_keys and sm90_backward.can_one_pass(call, problem)
+        can_one_pass = hopper_keys and one_pass_wanted is not False and sm90_backward.can_one_pass(call, problem)
         packed = problem.packed_mask(build)
         if packed is not None:
             dense = dense_supers(build, packed, problem.params["mask_heads"], own.kv_heads)
             entries = dense.entries
         elif problem.mask is not None and not problem.by_head and (
-                not can_one_pass or sm90_backward.ONE_PASS
+                not can_one_pass or one_pass_wanted
                 or sm90_backward.lists_pay(build.runtime, call, problem)):
             block_n = sm90_backward.block_n(own.head_dim) if hopper_keys else _key_tile(build, call, problem).block_n
             supers = super_lists(build, problem.mask, own.query_length, block_n, problem.causal, own.sequences)
             entries = 0 if supers is None else supers.entries
         entries *= own.batch * own.kv_heads
-        one_pass = can_one_pass and (supers is None or bool(sm90_backward.ONE_PASS))
-        hopper_keys = hopper_keys and (one_pass or sm90_backward.has_enough_tiles(build.runtime, call, problem,
-                                                                                  entries))
+        one_pass = can_one_pass and (supers is None or bool(one_pass_wanted))
+        if hopper_keys and not one_pass and build.overrides.hopper is None:
+            hopper_keys = build.takes(sm90_backward.NAME_KEYS, [] if sm90_backward.has_enough_tiles(
+                build.runtime, call, problem, entries) else ["too few tiles for two passes"])
         if hopper_keys:
-            parts = sm90_backward.parts_of(build.runtime, call, problem, entries, one_pass)
+            parts = build.overrides.parts or sm90_backward.parts_of(build.runtime, call, problem, entries, one_pass)
             bias = own.bias
             if parts.count > 1 and bias is not None and (bias.shape[0], bias.shape[3]) == own.key.shape[:2]:
                 bias_heads = bias.shape[1]

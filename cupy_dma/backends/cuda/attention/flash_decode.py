@@ -18,6 +18,7 @@ from cupy_dma.backends.cuda.runtime.device import Runtime
 from cupy_dma.backends.cuda.select.last_queries import KeyList
 from cupy_dma.calls.types import AttentionCall
 
+NAME = "few queries"
 MAX_ROWS, TILE_ROWS = 64, 16  # queries times heads of a GQA group: that are served, and that read keys together
 MIN_KEYS = 512  # below this a tile is as fast
 # Without a mask, from so many keys on, more rows are served: one row of all GQA groups for each 1024 keys and SM, up to
@@ -42,10 +43,18 @@ class FlashDecodeConfig(SplitConfig):
         return super().shared_bytes(num_splits) + 16
 
 
-def serves(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
-    """Whether this kernel takes the call on device ``index``: it can, and is faster than the others."""
-    return can_serve(runtime, index, call, problem) and (call.value_dim != call.head_dim or not (
-        _tiles_pay(call, problem) and sm90.serves(runtime, index, call, problem)))
+def reasons(build: Builder, call: AttentionCall, problem: Problem) -> list[str]:
+    """Why this kernel does not take the call; none: it can, and is faster than the others."""
+    wanted, equal_dims = build.overrides.decode, call.value_dim == call.head_dim
+    if wanted is False and equal_dims:
+        return ["Overrides.decode is False"]
+    found = _cannot(call, problem)
+    if not found and wanted is None:
+        if not _pays(build.runtime, build.device.index, call):
+            found = ["tiles of queries fill the GPU, or there are few keys"]
+        elif equal_dims and _tiles_pay(call, problem) and not sm90.reasons(build, call, problem):
+            found = ["the Hopper kernel is faster"]
+    return found
 
 
 def takes_value_dim(runtime: Runtime, call: Any) -> bool:
@@ -57,8 +66,14 @@ def takes_value_dim(runtime: Runtime, call: Any) -> bool:
 
 def can_serve(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
     """Whether this kernel can take the call, and tiles of queries would not fill the GPU."""
-    return (call.sequences is None and not problem.bits and problem.bias_kind != BIAS_DENSE and not problem.by_head
-            and problem.key_length > 0 and _pays(runtime, index, call))
+    return not _cannot(call, problem) and _pays(runtime, index, call)
+
+
+def _cannot(call: AttentionCall, problem: Problem) -> list[str]:
+    against = {"packed sequences": call.sequences is not None, "a dense mask": problem.bits,
+               "a bias of every query": problem.bias_kind == BIAS_DENSE,
+               "masks or biases of single query heads": problem.by_head, "no keys": problem.key_length == 0}
+    return [reason for reason, holds in against.items() if holds]
 
 
 def _pays(runtime: Runtime, index: int, call: AttentionCall) -> bool:

@@ -25,7 +25,7 @@ def attention(build: Builder, call: AttentionCall) -> tuple[Array, Array]:
     if batch == 0 or query_length == 0:
         return out, lse
     for kernels in (flash_decode, sm90):
-        if kernels.serves(build.runtime, build.device.index, call, problem):
+        if build.takes(kernels.NAME, kernels.reasons(build, call, problem)):
             kernels.attention(build, call, problem, out, lse)
             return out, lse
     tile, tiles, grid = _tiling(build.runtime, build.device.index, head_dim, problem.tile_heads, query_length,

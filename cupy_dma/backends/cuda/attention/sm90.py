@@ -22,7 +22,6 @@ from cupy_dma.backends.cuda.lists.intervals import ShortTiles
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.builder import Array, Builder
 from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE, ELEMENTS, blocks
-from cupy_dma.backends.cuda.runtime.device import Runtime
 from cupy_dma.backends.cuda.runtime.params import Packed
 
 if TYPE_CHECKING:
@@ -78,18 +77,26 @@ class CombineConfig(jit.Config):
         return COMBINE_THREADS // next(lanes for lanes in (4, 8, 16, 32) if self.head_dim <= 4 * lanes or lanes == 32)
 
 
+NAME = "Hopper forward"
 COMBINE_THREADS = 256  # as in the kernel file
 SMALLEST_SCALE = 2.0**-40  # accumulators begin at bias / scale, which must stay far from the largest float32
 FEW_KEYS, FEW_ROWS = 512, 128  # of a mask that is left to the portable kernel: keys, and rows for each SM
 
 
-def serves(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
-    """Whether this kernel takes the call on device ``index``: it can, and is faster."""
-    return (problem.size == 2 and problem.page_size == 0 and runtime.hopper(index) and problem.vector
-            and call.scale >= SMALLEST_SCALE
-            and not (problem.bias_kind == BIAS_DENSE and problem.bias_element == "float")
-            and problem.params["key_length"] > 0 and _strides_fit(problem)
-            and _pays(call, problem, runtime.num_sms(index)))
+def reasons(build: Builder, call: AttentionCall, problem: Problem) -> list[str]:
+    """Why this kernel does not take the call; none: it can, and is faster."""
+    wanted = build.overrides.hopper
+    against = {
+        "Overrides.hopper is False": wanted is False, "no Hopper GPU": not build.is_hopper,
+        "float32 elements": problem.size != 2, "a paged KV cache": problem.page_size != 0,
+        "rows that are not aligned to 16 bytes": not problem.vector,
+        f"a scale below {SMALLEST_SCALE:.1e}": call.scale < SMALLEST_SCALE,
+        "a float32 bias of every query": problem.bias_kind == BIAS_DENSE and problem.bias_element == "float",
+        "no keys": problem.params["key_length"] == 0, "row strides of 2^29 elements or more": not _strides_fit(problem)}
+    found = [reason for reason, holds in against.items() if holds]
+    if not found and wanted is None and not _pays(call, problem, build.num_sms):
+        found = [f"a mask of at most {FEW_KEYS} keys and a single wave of tiles, where the portable kernel is faster"]
+    return found
 
 
 def _pays(call: AttentionCall, problem: Problem, num_sms: int) -> bool:
@@ -107,8 +114,8 @@ def attention(build: Builder, call: AttentionCall, problem: Problem, out: Array,
     """Writes ``out`` and ``lse`` of a call that ``serves``."""
     query, heads = call.query, problem.tile_heads
     facts = facts_of(call, problem)
-    tile = tile_shape(facts, build.num_sms)
-    work = work_of(facts, tile, build.num_sms)
+    tile = build.overrides.tile or tile_shape(facts, build.num_sms)
+    work = build.overrides.schedule or work_of(facts, tile, build.num_sms)
     queries = tile.block_m // heads
     problem.move_mask_to_rows(build)
     short_tiles = ShortTiles(tiles=work.short_tiles, missing_queries=64 // heads)

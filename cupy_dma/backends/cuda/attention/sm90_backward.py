@@ -34,9 +34,7 @@ STAGES = 2  # of queries, of backward_dkv.cu
 BLOCK_M = 128  # of backward_dq.cu: rows of a tile
 THREADS = 384  # of either
 UNIT_QUERIES, ROUND_THREADS = 64, 256  # of backward_dq_round.cu
-#: whether calls that need not be deterministic have one; None: where it takes less time (``lists_pay``; docs/lab/
-#: backward.md, version 42)
-ONE_PASS: bool | None = None
+NAME_QUERY, NAME_KEYS = "Hopper gradient of queries", "Hopper gradients of keys"
 #: what lists of super-tiles and two passes cost: for each pair that a query keeps as much as so many pairs of keys in
 #: their own order in one pass, and so many steps of 64 x 128 of these on each SM beside them (docs/lab/grid.md)
 LISTED_PAIR, LISTED_STEPS = 1.4, 6.0
@@ -110,34 +108,41 @@ class HopperBackwardRoundConfig(HopperBackwardDkvConfig):
     source = "sm90/backward_dq_round.cu"
 
 
-def _serves(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, vector: bool) -> bool:
-    """What both need. ``vector``: all rows are aligned."""
-    query = call.forward.query
-    return (runtime.hopper(query.device.index) and problem.size == 2 and vector
-            and problem.bias_kind != BIAS_DENSE
-            and (call.forward.softcap == 0.0 or MIN_SOFTCAP <= call.forward.softcap <= MAX_SOFTCAP))
+def _against(build: Builder, call: AttentionBackwardCall, problem: Problem, vector: bool) -> list[str]:
+    """Why neither takes a call. ``vector``: all rows are aligned."""
+    softcap = call.forward.softcap
+    against = {
+        "Overrides.hopper is False": build.overrides.hopper is False, "no Hopper GPU": not build.is_hopper,
+        "float32 elements": problem.size != 2, "rows that are not aligned to 16 bytes": not vector,
+        "a bias of every query": problem.bias_kind == BIAS_DENSE,
+        f"a softcap outside {MIN_SOFTCAP:g} to {MAX_SOFTCAP:g}":
+            softcap != 0.0 and not MIN_SOFTCAP <= softcap <= MAX_SOFTCAP}
+    return [reason for reason, holds in against.items() if holds]
 
 
-def serves_query(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, vector: bool) -> bool:
-    """Whether ``launch_dq`` takes the gradient of a call's queries, or ``delta`` alone."""
-    return (_serves(runtime, call, problem, vector)
-            and BLOCK_M % problem.tile_heads == 0
-            and _maps(call, BLOCK_M // problem.tile_heads, problem.tile_heads, out=True) is not None)
+def reasons_query(build: Builder, call: AttentionBackwardCall, problem: Problem, vector: bool) -> list[str]:
+    """Why ``launch_dq`` does not take the gradient of a call's queries, or ``delta`` alone."""
+    found = _against(build, call, problem, vector)
+    if not found and (BLOCK_M % problem.tile_heads or
+                      _maps(call, BLOCK_M // problem.tile_heads, problem.tile_heads, out=True) is None):
+        found = ["rows that TMA cannot read"]
+    return found
 
 
-def serves_keys(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, vector: bool) -> bool:
-    """Whether ``launch_dkv`` takes the gradients of a call's keys, values and bias: masks and biases are those of a GQA
-    group."""
-    return (_serves(runtime, call, problem, vector) and not problem.by_head
-            and not (problem.bits and call.forward.query.shape[1] > MAX_DENSE_QUERIES)
-            and _maps(call, UNIT_QUERIES, 1) is not None)
+def reasons_keys(build: Builder, call: AttentionBackwardCall, problem: Problem, vector: bool) -> list[str]:
+    """Why ``launch_dkv`` does not take the gradients of a call's keys, values and bias."""
+    found = _against(build, call, problem, vector)
+    if problem.by_head:
+        found.append("masks or biases of single query heads")
+    if problem.bits and call.forward.query.shape[1] > MAX_DENSE_QUERIES:
+        found.append(f"a dense mask of more than {MAX_DENSE_QUERIES} queries")
+    return found or ([] if _maps(call, UNIT_QUERIES, 1) is not None else ["rows that TMA cannot read"])
 
 
 def can_one_pass(call: AttentionBackwardCall, problem: Problem) -> bool:
     """Whether ``launch_dkv``, which takes the call, can make that of the queries, too, its terms in any order."""
     own = call.forward
-    return (own.head_dim <= MAX_NARROW_DIM and not problem.bits and not own.deterministic and "query" in call.needs
-            and ONE_PASS is not False)
+    return own.head_dim <= MAX_NARROW_DIM and not problem.bits and not own.deterministic and "query" in call.needs
 
 
 def lists_pay(runtime: Runtime, call: AttentionBackwardCall, problem: Problem) -> bool:

@@ -12,6 +12,7 @@ from cupy_dma.arrays import Device, Operand, numpy_dtype, strides_of
 from cupy_dma.arrays.library import NO_CONTEXT
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
+from cupy_dma.backends.cuda.runtime.overrides import NONE, Overrides
 from cupy_dma.backends.cuda.runtime.params import ALIGNMENT, Packed, Ref
 from cupy_dma.masks.interval import IntervalMask
 
@@ -142,10 +143,12 @@ class Builder:
     backend and the checked call need."""
 
     def __init__(self, runtime: Runtime, name: str, device: Device, program_of: Callable[..., Program],
-                 grad: bool = False):
+                 grad: bool = False, overrides: Overrides = NONE):
         """``name``: of the call's library. ``program_of``: as in program.py. ``grad``: a backward follows, which finds
         what this builds."""
         self.runtime, self.name, self.device, self.grad, self._program_of = runtime, name, device, grad, program_of
+        self.overrides = overrides
+        self.notes: list[str] = []  # why kernels are not taken
         self.buffers: list[Buffer] = []
         self.given: list[int] = []  # buffers of the arguments, in order
         self.masks = 0
@@ -169,6 +172,11 @@ class Builder:
     @property
     def is_hopper(self) -> bool:
         return self.runtime.hopper(self.device.index)
+
+    def takes(self, kernel: str, reasons: list[str]) -> bool:
+        """Whether there are no reasons against a kernel; else they are noted."""
+        self.notes += [f"{kernel}: {reason}" for reason in reasons]
+        return not reasons
 
     def check_layout(self) -> None:
         self.runtime.check_layout(self.device.index)
@@ -214,7 +222,7 @@ class Builder:
 
     def following(self) -> Builder:
         """A builder of a program behind this one, which finds what this one has made."""
-        build = Builder(self.runtime, self.name, self.device, self._program_of)
+        build = Builder(self.runtime, self.name, self.device, self._program_of, overrides=self.overrides)
         build.buffers, build.masks, build.unwritten = list(self.buffers), self.masks, set(self.unwritten)
         build._derived = {key: (mask, dict(known)) for key, (mask, known) in self._derived.items()}
         return build

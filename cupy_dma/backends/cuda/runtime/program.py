@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from cupy_dma.arrays import Device, Library
 from cupy_dma.backends.cuda.runtime.builder import Arguments, Array, Builder, NotBuildable, Request, bytes_of
 from cupy_dma.backends.cuda.runtime.device import Runtime
+from cupy_dma.backends.cuda.runtime.overrides import Overrides
 from cupy_dma.backends.cuda.runtime.params import ALIGNMENT
 from cupy_dma.backends.cuda.runtime.replay import SPACING, Launches, Place
 from cupy_dma.masks.derived import kept
@@ -167,17 +168,19 @@ def _filled(template: Any, made: list[Any]) -> Any:
 
 
 _kept = True
+_overrides = Overrides()
 
 
 @contextmanager
-def fresh() -> Iterator[None]:
-    """Programs are built anew for every call, for a while: for what changes which kernels a call takes."""
-    global _kept
-    before, _kept = _kept, False
+def fresh(**overrides: Any) -> Iterator[None]:
+    """Programs are built anew for every call, for a while, and with these ``Overrides``."""
+    global _kept, _overrides
+    before = _kept, _overrides
+    _kept, _overrides = False, dataclasses.replace(_overrides, **overrides)
     try:
         yield
     finally:
-        _kept = before
+        _kept, _overrides = before
 
 
 def keeps_programs() -> bool:
@@ -198,7 +201,7 @@ def run(runtime: Runtime, function: Callable[..., Any], *arguments: Any) -> Any:
 
 def builder(runtime: Runtime, library: str, device: Device, grad: bool = False) -> Builder:
     """A builder for calls with arrays of this library; ``grad``: a backward follows."""
-    return Builder(runtime, library, device, program_of, grad)
+    return Builder(runtime, library, device, program_of, grad, _overrides)
 
 
 def program_of(runtime: Runtime, function: Callable[..., Any], found: Arguments, arguments: tuple[Any, ...]) -> Program:

@@ -47,7 +47,8 @@ def _select(build: Builder, scores: Operand, window: int, padding: Operand | Non
               "document_batch": document.strides[0] if document else 0,
               "kv_heads": kv_heads, "key_length": length, "window": window}
     launches = [("count_better", rows * blocks(length, SELECT_THREADS["count_better"]), True)]  # blocks, and with PDL
-    if not counts_pairs(rows, length):
+    counted = build.overrides.counted
+    if not (counts_pairs(rows, length) if counted is None else counted):
         chunk = selection_chunk(length)
         chunks = blocks(length, chunk)
         capacity = min(window, chunk)

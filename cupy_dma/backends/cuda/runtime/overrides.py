@@ -1,0 +1,42 @@
+"""Which kernels a call is to take, where a test, a tuning script or a user does not want the fastest ones."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cupy_dma.backends.cuda.attention.sm90_backward import Parts
+    from cupy_dma.backends.cuda.attention.sm90_schedule import Work
+    from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """None: what is fastest. Kernels that cannot take a call are not taken, whatever is asked for.
+
+    Attributes
+    ----------
+    hopper : bool or None
+        False: only the portable kernels. True: those of Hopper GPUs, also where others are faster.
+    decode : bool or None
+        Whether the kernel for few queries is taken.
+    tile, schedule
+        Of the Hopper forward.
+    one_pass : bool or None
+        Whether the Hopper backward is one pass where it need not be deterministic.
+    parts
+        Of the tiles of keys in the Hopper backward.
+    counted : bool or None
+        Whether the selection is one kernel in which each key meets all others.
+    """
+
+    hopper: bool | None = None
+    decode: bool | None = None
+    tile: HopperTile | None = None
+    schedule: Work | None = None
+    one_pass: bool | None = None
+    parts: Parts | None = None
+    counted: bool | None = None
+
+
+NONE = Overrides()
