@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         varlen_dynamic_mask_attention,
     )
     from cupy_dma.backends import get_available_backends
+    from cupy_dma.backends.cuda.explain import explain
     from cupy_dma.backends.cuda.runtime.user_kernel import jit
     from cupy_dma.cache import DynamicCache
     from cupy_dma.masks import IntervalMask
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = ["DynamicCache", "IntervalMask", "attention", "backward", "distributed", "dynamic_mask_attention",
-           "flash_dmattn", "get_available_backends", "jit", "key_scores", "varlen_attention",
+           "explain", "flash_dmattn", "get_available_backends", "jit", "key_scores", "varlen_attention",
            "varlen_dynamic_mask_attention"]
 
 _SUBMODULES = ("backward", "distributed", "flash_dmattn", "jax", "torch")
@@ -37,6 +38,7 @@ _MODULE_OF = {
     "IntervalMask": "cupy_dma.masks",
     "attention": "cupy_dma.api",
     "dynamic_mask_attention": "cupy_dma.api",
+    "explain": "cupy_dma.backends.cuda.explain",
     "get_available_backends": "cupy_dma.backends",
     "jit": "cupy_dma.backends.cuda.runtime.user_kernel",
     "key_scores": "cupy_dma.api",

@@ -31,8 +31,11 @@ def parser() -> argparse.ArgumentParser:
         made.set_defaults(run=function)
         return made
 
-    command("info", lambda args: info.main(),
-            "Show versions, devices, headers, the cache, and which backends can run and why others cannot.")
+    found = command("info", lambda args: info.main(args.explain, args.arch),
+                    "Show versions, devices, headers, the cache, and which backends can run and why others cannot.")
+    found.add_argument("--explain", metavar="SHAPE", help="which kernels a call launches and why no others, such as "
+                       "'B=1 H=16/8 N=8192 D=128 w=1024 bfloat16 backward'; needs no GPU")
+    found.add_argument("--arch", default="sm_90a", help="of the GPU to explain for (default: %(default)s)")
 
     def demonstrate(args: argparse.Namespace) -> int:
         return demo.main(args) if args.ranks is None else demo_ranks.main(args)

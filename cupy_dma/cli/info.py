@@ -130,7 +130,13 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
-def main() -> int:
+def main(shape: str | None = None, arch: str = "sm_90a") -> int:
+    """``shape``: of a call to explain instead."""
+    if shape is not None:
+        from cupy_dma.backends.cuda.explain import DescribedDevice, explain
+
+        print(explain(shape, DescribedDevice(arch)))
+        return 0
     found = list(describe())
     width = max(len(label) for label, _ in found)
     for label, text in found:

@@ -11,14 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
 from cupy_dma import backends
 from cupy_dma.arrays import Operand, describe, library_named, numpy_dtype
 from cupy_dma.backends.cuda import backend as cuda_backend
-from cupy_dma.backends.cuda.attention import tma
 from cupy_dma.backends.cuda.chain import Chain
 from cupy_dma.backends.cuda.decode.step import step
 from cupy_dma.backends.cuda.runtime.builder import NotBuildable
@@ -162,8 +160,8 @@ def using(kind: type[EmulatorRuntime] = EmulatorRuntime, **options: Any) -> Iter
 @contextmanager
 def hopper_gpu(kind: type[EmulatorRuntime] = EmulatorRuntime, **options: Any) -> Iterator[EmulatorRuntime]:
     """The same with a Hopper GPU, and a driver that describes tensors to its TMA."""
-    with (using(kind, is_hopper=True, **options) as runtime,
-          mock.patch.object(tma, "_driver_function", lambda: encode)):
+    with using(kind, is_hopper=True, **options) as runtime:
+        runtime.encoder = encode
         yield runtime
 
 

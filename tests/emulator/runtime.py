@@ -63,6 +63,7 @@ class EmulatorRuntime:
         self.build, self.order, self.shared_limit, self.is_hopper = build, order, shared_limit, is_hopper
         self.most_writes = 1
         self.separate_arrays = True  # in programs: each is watched
+        self.encoder = None  # of TMA descriptors
         self.memory = Memory()
         self._checked: set[int] = set()
 
@@ -87,6 +88,9 @@ class EmulatorRuntime:
 
     def hopper(self, index: int) -> bool:
         return self.is_hopper
+
+    def tensor_map_encoder(self):
+        return self.encoder
 
     def check_layout(self, index: int) -> None:
         """The emulator's own fragments must pass the check that a GPU's do."""

@@ -24,36 +24,37 @@ def answers(monkeypatch):
         ctypes.memmove(target.value + 24, pointer.value.to_bytes(8, "little"), 8)
         return found.statuses.pop(0)
 
-    monkeypatch.setattr(tma, "_driver_function", lambda: encode)
+    found.encode = encode
     monkeypatch.setattr(tma.launch, "error_text", lambda status: f"error {status}")
     return found
 
 
-def descriptor():
-    rows = mock.Mock(dtype="float16", pointer=Ref(7, 32), shape=(1, 64, 2, 64), strides=(8192, 128, 64, 1))
+def descriptor(encode):
+    library = SimpleNamespace(runtime=SimpleNamespace(tensor_map_encoder=lambda: encode))
+    rows = mock.Mock(library=library, dtype="float16", pointer=Ref(7, 32), shape=(1, 64, 2, 64),
+                     strides=(8192, 128, 64, 1))
     return tma.queries_map(rows, 64, 1)
 
 
 def test_a_thread_without_a_context_gets_one(answers):
     """Such as that of autograd; the kernels for aligned rows are not given up for it."""
     answers.statuses = [201, 0, 0]
-    data, refs = descriptor()
+    data, refs = descriptor(answers.encode)
     assert len(data) == tma.MAP_BYTES and answers.bound == 1 and not answers.statuses
     assert refs == ((24, Ref(7, 32)),)
 
 
 def test_what_tma_cannot_read(answers):
     answers.statuses = [1, 1]
-    assert descriptor() is None and not answers.bound
+    assert descriptor(answers.encode) is None and not answers.bound
 
 
-def test_descriptors_that_hold_addresses_in_another_way_raise(monkeypatch):
-    monkeypatch.setattr(tma, "_driver_function", lambda: lambda *arguments: 0)
+def test_descriptors_that_hold_addresses_in_another_way_raise():
     with pytest.raises(RuntimeError, match="TMA descriptors hold addresses in a way that is not known"):
-        descriptor()
+        descriptor(lambda *arguments: 0)
 
 
 def test_other_errors_raise(answers):
     answers.statuses = [700]
     with pytest.raises(RuntimeError, match=r"no TMA descriptor of .* error 700"):
-        descriptor()
+        descriptor(answers.encode)

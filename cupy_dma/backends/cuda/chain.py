@@ -66,7 +66,7 @@ class Chain:
         own = call.attention if isinstance(call, DynamicCall) else call
         self.runtime, self.library, self._grad = runtime, own.query.library, grad
         self._build = build = builder(runtime, self.library.name, own.query.device, grad)
-        spec, self._recipe, self._last = _arguments(build, call, own_mask)
+        spec, self._recipe, self._last = arguments(build, call, own_mask)
         module: Any = Building(build)
         self._attention = attention_of(spec, module) if isinstance(spec, DynamicCall) else spec
         self._results = module.attention(self._attention)
@@ -161,7 +161,7 @@ def _masks(mask: IntervalMask | None) -> list[IntervalMask]:
     return [] if mask is None else [mask]
 
 
-def _arguments(build: Builder, call: AttentionCall | DynamicCall, own_mask: bool) -> (
+def arguments(build: Builder, call: AttentionCall | DynamicCall, own_mask: bool) -> (
         tuple[AttentionCall | DynamicCall, Recipe | None, int]):
     """The call in a program, in the order of a chain's arguments; its recipe; and how many of them a backward has."""
     new = build.argument

@@ -6,7 +6,6 @@ in their address alone.
 from __future__ import annotations
 
 import ctypes
-import functools
 import struct
 from typing import Any, cast
 
@@ -56,7 +55,8 @@ def _map(rows: Operand, axes: tuple[int, ...], tile: tuple[int, int]) -> Packed 
 def _relocated(rows: Operand, shape: tuple[int, ...], strides: tuple[int, ...],
                tile: tuple[int, ...]) -> Packed | None:
     """The descriptor with the address of ``rows`` to be filled in."""
-    first, second = (_encode(_KINDS[rows.dtype], address, shape, strides, tile) for address in _ADDRESSES)
+    encode = cast(Any, rows.library).runtime.tensor_map_encoder()
+    first, second = (_encode(encode, _KINDS[rows.dtype], address, shape, strides, tile) for address in _ADDRESSES)
     if first is None or second is None:
         return None
     words = [struct.unpack(f"{MAP_BYTES // 8}Q", x) for x in (first, second)]
@@ -67,9 +67,9 @@ def _relocated(rows: Operand, shape: tuple[int, ...], strides: tuple[int, ...],
     return Packed(first[:at] + bytes(8) + first[at + 8:], ((at, cast(Ref, rows.pointer)),))
 
 
-def _encode(kind: int, pointer: int, shape: tuple[int, ...], strides: tuple[int, ...],
+def _encode(encode: Any, kind: int, pointer: int, shape: tuple[int, ...], strides: tuple[int, ...],
             tile: tuple[int, ...]) -> bytes | None:
-    encode = _driver_function()
+    """``encode``: as ``Runtime.tensor_map_encoder`` gives it."""
     if encode is None or any(not 0 < stride < 2**40 or stride % 16 for stride in strides) or not all(shape):
         return None
     space = ctypes.create_string_buffer(MAP_BYTES + 64)
@@ -86,12 +86,3 @@ def _encode(kind: int, pointer: int, shape: tuple[int, ...], strides: tuple[int,
     if status not in (0, _INVALID_VALUE):
         raise RuntimeError(f"no TMA descriptor of {shape} at {pointer:#x} can be made: {launch.error_text(status)}")
     return space.raw[skip:skip + MAP_BYTES] if status == 0 else None
-
-
-@functools.cache
-def _driver_function() -> Any:
-    """``cuTensorMapEncodeTiled``, or None where the driver has none."""
-    try:
-        return launch.library().cuTensorMapEncodeTiled
-    except (RuntimeError, AttributeError):
-        return None

@@ -36,6 +36,8 @@ class Runtime(Protocol):
 
     def check_layout(self, index: int) -> None: ...
 
+    def tensor_map_encoder(self) -> Any: ...
+
 
 def bind() -> None:
     """Give the context of the current device to a thread that has none."""
@@ -73,6 +75,13 @@ class CudaRuntime:
     def hopper(self, index: int) -> bool:
         """Whether the device runs the kernels of ``kernels/sm90``."""
         return _cupy().cuda.Device(index).compute_capability == "90"
+
+    def tensor_map_encoder(self) -> Any:
+        """``cuTensorMapEncodeTiled``, or None where the driver has none."""
+        try:
+            return launch.library().cuTensorMapEncodeTiled
+        except (RuntimeError, AttributeError):
+            return None
 
     @functools.cache  # noqa: B019
     def check_layout(self, index: int) -> None:

@@ -1,0 +1,55 @@
+"""``cupy_dma.explain``: what a call launches on a GPU that is only described."""
+from __future__ import annotations
+
+import pytest
+
+import cupy_dma as dma
+from cupy_dma.__main__ import main
+from cupy_dma.backends.cuda.explain import DescribedDevice
+from cupy_dma.backends.cuda.runtime.program import fresh
+
+TRAINING = "B=1 H=16/8 N=8192 D=128 w=1024 backward"
+
+
+def entries(text: str) -> list[str]:
+    return [line.split()[0] for line in text.splitlines() if line.startswith("  ") and " threads, " in line]
+
+
+def test_a_training_step():
+    text = dma.explain(TRAINING)
+    assert entries(text) == ["local_top", "filter_arrivals", "sweep_arrivals", "count_seen", "compact_seen",
+                             "tile_lists", "attention_forward", "super_lists", "tile_lists", "backward_dq",
+                             "backward_dkv", "backward_reduce", "add_rows"]
+    assert "sm90/forward.cu" in text and "block_m=192 block_n=64" in text and text.count("bytes besides") == 2
+
+
+def test_other_gpus_take_the_portable_kernels():
+    text = dma.explain(TRAINING, DescribedDevice("sm_80"))
+    assert "sm80/forward.cu" in text and "sm90" not in text
+    assert "not taken: Hopper forward: no Hopper GPU" in text
+    assert "not taken: Hopper gradients of keys: no Hopper GPU" in text
+
+
+def test_why_kernels_are_not_taken():
+    with fresh(hopper=False):
+        text = dma.explain("H=8/8 N=512 D=64 float16 backward")
+    assert "not taken: Hopper forward: Overrides.hopper is False" in text
+    assert "not taken: Hopper forward: float32 elements" in dma.explain("H=8 N=512 float32")
+    assert "not taken: few queries: the Hopper kernel is faster" in dma.explain("H=32/8 Lq=8 Lk=65536")
+    assert entries(dma.explain("H=8/8 Lq=1 Lk=65536")) == ["flash_decode"]
+
+
+@pytest.mark.parametrize(("shape", "message"), [
+    ("H=16/8 N=64 x=3", "got 'x=3'"), ("H=16/8 N=64 fp8", "got 'fp8'"), ("N=64", "must have heads"),
+    ("H=16/8", "a length N="), ("H=3/2 N=64", "a multiple of the kv heads"), ("H=2 N=0", "at least 1"),
+    ("H=2 N=64 D=300", "at most 256"), ("H=two N=64", "whole numbers")])
+def test_shapes_that_cannot_be_read(shape, message):
+    with pytest.raises(ValueError, match=message):
+        dma.explain(shape)
+
+
+def test_the_command(capsys):
+    assert main(["info", "--explain", "H=4/2 N=300 D=64 w=20", "--arch", "sm_120"]) == 0
+    assert "count_better" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="arch must be one of sm_80"):
+        DescribedDevice("sm_70")
