@@ -12,7 +12,8 @@ of tiles that are split along their keys, with the combination of the splits. On
 what splits take beside a wave of so many keys three numbers are fitted: in any case, for each CTA, for each split of a
 tile.
 
-Choices. Calls in every way that the scheduler may take (``sm90_schedule.works`` of each tile), beside the one it takes.
+Choices. Calls in every way that the scheduler may take (``sm90_schedule.candidates`` of each tile), beside the one it
+takes.
 Every output is compared with that of the first way; one that differs by more than two roundings of the largest element
 is marked WRONG, and the exit status is 1.
 
@@ -41,8 +42,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itse
 from benchmarks.harness.suite import add_record_options, write_record
 from benchmarks.tune_sm90 import KINDS, ROUNDING, WINDOWS, Case, calls
 from cupy_dma.backends.cuda.attention import sm90, sm90_costs, sm90_schedule, sm90_tiles
-from cupy_dma.backends.cuda.attention.sm90_schedule import Work
-from cupy_dma.backends.cuda.attention.sm90_tiles import Facts, HopperTile
+from cupy_dma.backends.cuda.attention.sm90_schedule import Schedule
+from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile, ScheduleKey
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE
 from cupy_dma.backends.cuda.runtime.program import fresh
@@ -104,21 +105,21 @@ def choices(kinds: list[str], head_dims: list[int]) -> list[Case]:
 
 
 @contextlib.contextmanager
-def forced(tile: HopperTile, work: Work) -> Iterator[None]:
+def forced(tile: HopperTile, work: Schedule) -> Iterator[None]:
     """Calls have this tile and this schedule."""
     with fresh(tile=tile, schedule=work, hopper=True):
         yield
 
 
-def facts_of(call: Callable[[], Any]) -> tuple[Facts, HopperTile, Work]:
+def schedule_key(call: Callable[[], Any]) -> tuple[ScheduleKey, HopperTile, Schedule]:
     """Of a call, with what it takes."""
     found: list[Any] = []
 
-    def work_of(facts: Facts, tile: HopperTile, num_sms: int) -> Work:
-        found[:] = facts, tile, sm90_schedule.work_of(facts, tile, num_sms)
+    def best_schedule(facts: ScheduleKey, tile: HopperTile, num_sms: int) -> Schedule:
+        found[:] = facts, tile, sm90_schedule.best_schedule(facts, tile, num_sms)
         return found[2]
 
-    with fresh(hopper=True), mock.patch.object(sm90, "work_of", work_of):
+    with fresh(hopper=True), mock.patch.object(sm90, "best_schedule", best_schedule):
         call()
     return found[0], found[1], found[2]
 
@@ -160,7 +161,7 @@ def of_tiles(kind: str, head_dim: int, tile: HopperTile, tiles: int, keys: int, 
     length = queries + 4 * keys if kind in WINDOWS else keys
     call = prepared(Case(kind, head_dim, TILE_HEADS, 1, length, keys if kind in WINDOWS else 0, queries=queries))
     slices = 1 if short else tile.block_m // 64
-    with forced(tile, Work(tiles, min(slices * tiles, num_sms()), 1, 0)._replace(**work or {})):
+    with forced(tile, Schedule(tiles, min(slices * tiles, num_sms()), 1, 0)._replace(**work or {})):
         ms = measure.gpu_ms(call)[0]
     del call
     measure.free_memory()
@@ -209,7 +210,7 @@ def write_costs(about: dict[str, str], tiles: list[dict[str, Any]]) -> None:
     """Into the library, which schedules by them from now on."""
     rows = ",\n".join(json.dumps(fitted(tile)) for tile in tiles)
     sm90_costs.PATH.write_text(json.dumps(about)[:-1] + f', "tiles": [\n{rows}]}}\n')
-    for cache in (sm90_costs._all_costs, sm90_costs.costs_of, sm90_schedule.tile_shape, sm90_schedule.work_of):
+    for cache in (sm90_costs._all_costs, sm90_costs.costs_of, sm90_schedule.tile_shape, sm90_schedule.best_schedule):
         cache.cache_clear()
 
 
@@ -219,11 +220,11 @@ def measured(case: Case) -> dict[str, Any]:
     from benchmarks.harness import measure
 
     call = prepared(case)
-    facts, tile_taken, work_taken = facts_of(call)
+    facts, tile_taken, work_taken = schedule_key(call)
     rows: list[dict[str, Any]] = []
     expected: Any = None
     for tile in sm90_tiles.tiles_of(facts.keys, facts.head_dim):
-        for work in sm90_schedule.works(facts, tile, num_sms()):
+        for work in sm90_schedule.candidates(facts, tile, num_sms()):
             with forced(tile, work):
                 out = call().float()
                 expected = out if expected is None else expected

@@ -13,7 +13,7 @@ from typing import Any
 
 from cupy_dma import backends
 from cupy_dma.calls.attention import attention_call, dynamic_call
-from cupy_dma.calls.layout import in_bhnd, is_ours
+from cupy_dma.calls.layout import in_bhnd, is_bnhd
 from cupy_dma.calls.run import run, run_dynamic
 from cupy_dma.calls.scores import recipe_of
 from cupy_dma.calls.varlen import varlen_call, varlen_dynamic_call
@@ -83,7 +83,7 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
     each product into three TF32 products (3xTF32), which has about the precision of float32. Key scores and selection
     stay float32.
     """
-    if not is_ours(layout):
+    if not is_bnhd(layout):
         return in_bhnd(attention, (("query", query), ("key", key), ("value", value)), mask=mask, bias=bias,
                        causal=causal, scale=scale, softcap=softcap, sink_logits=sink_logits,
                        deterministic=deterministic, return_lse=return_lse, backend=backend)
@@ -131,7 +131,7 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
     ------
     As ``attention`` and ``IntervalMask.top_w``; also ValueError if both or neither of scores and dt_proj are given.
     """
-    if not is_ours(layout):
+    if not is_bnhd(layout):
         return in_bhnd(dynamic_mask_attention, (("query", query), ("key", key), ("value", value)), scores,
                        window=window, dt_proj=dt_proj, A=A, dt_bias=dt_bias, form=form, keys=keys, padding=padding,
                        documents=documents, causal=causal, scale=scale, softcap=softcap, sink_logits=sink_logits,
@@ -185,7 +185,7 @@ def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: s
     The result is differentiable for torch tensors that require grad (``cupy_dma.torch``). For other libraries see
     ``cupy_dma.backward``.
     """
-    if not is_ours(layout):
+    if not is_bnhd(layout):
         return in_bhnd(key_scores, (("value", value),), dt_proj, A, dt_bias=dt_bias, form=form, backend=backend)
     if _belongs_to_torch(value):
         from cupy_dma import torch

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from cupy_dma import checks
 from cupy_dma.arrays import Operand, describe
-from cupy_dma.calls.layout import hint, warn_if_turned
+from cupy_dma.calls.layout import hint, warn_if_bhnd
 from cupy_dma.calls.mask import check_mask
 from cupy_dma.calls.scores import recipe_of
 from cupy_dma.calls.sinks import check_sinks
@@ -23,7 +23,7 @@ def attention_call(query: Any, key: Any, value: Any, mask: Any, bias: Any, causa
     caller has not given a layout, None."""
     q, k, v = describe_qkv(query, key, value)
     if layout is None:
-        warn_if_turned(q, k, 4)
+        warn_if_bhnd(q, k, 4)
     scale, softcap, causal, deterministic = options(q, scale, softcap, causal, deterministic)
     added = None if bias is None else _bias(bias, q, k)
     seen, dense = (None, None) if mask is None else check_mask(mask, q, k, lambda array: _dense(array, q, k))
@@ -37,7 +37,7 @@ def dynamic_call(query: Any, key: Any, value: Any, scores: Any, window: int, dt_
     """The checked arguments of ``cupy_dma.dynamic_mask_attention``. Raises and warns as ``attention_call``."""
     q, k, v = describe_qkv(query, key, value)
     if layout is None:
-        warn_if_turned(q, k, 4)
+        warn_if_bhnd(q, k, 4)
     scale, softcap, causal, deterministic = options(q, scale, softcap, causal, deterministic)
     window, causal = selection_options(window, keys, causal, scores, dt_proj, A, dt_bias)
     recipe = ranked = None

@@ -16,7 +16,7 @@ LAYOUTS = ("bnhd", "bhnd")
 MOST_HEADS = 128  # of models in use
 
 
-def is_ours(layout: str | None) -> bool:
+def is_bnhd(layout: str | None) -> bool:
     """Whether the arrays are in our order. ValueError for a layout that is none."""
     if layout is None:
         return True
@@ -45,17 +45,17 @@ def _turned(array: Any, name: str) -> Any:
     return array.swapaxes(1, 2)
 
 
-def warn_if_turned(q: Operand, k: Operand, stacklevel: int) -> None:
+def warn_if_bhnd(q: Operand, k: Operand, stacklevel: int) -> None:
     """A warning where query and key ``(B, L, H, D)`` are more plausible as ``(B, H, L, D)``."""
-    if looks_turned(q, k):
+    if looks_like_bhnd(q, k):
         heads, keys = q.shape[2], k.shape[1]
         warnings.warn(f"query {q.shape} and key {k.shape} are read as (B, L, H, D): {heads} heads, but only {keys} "
                       f"keys. If they are (B, H, L, D), as for scaled_dot_product_attention, pass layout='bhnd'; if "
                       f"not, layout='bnhd' says so", UserWarning, stacklevel=stacklevel)
 
 
-def looks_turned(q: Operand, k: Operand) -> bool:
-    """Whether ``warn_if_turned`` warns. A single key is a usual case of ours, such as one token to attend to."""
+def looks_like_bhnd(q: Operand, k: Operand) -> bool:
+    """Whether ``warn_if_bhnd`` warns. A single key is a usual case of ours, such as one token to attend to."""
     heads, keys = q.shape[2], k.shape[1]
     return heads > keys > 0 and k.shape[2] == heads and _fits(q, k) and (
         heads > MOST_HEADS or keys > 1 and (q.shape[1] > keys or heads > q.shape[1] > 1))

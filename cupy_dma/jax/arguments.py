@@ -14,7 +14,7 @@ import numpy as np
 
 from cupy_dma import backends, checks
 from cupy_dma.arrays import Device, Operand, library_named
-from cupy_dma.calls.layout import is_ours
+from cupy_dma.calls.layout import is_bnhd
 
 _AXES = {"query": "(B, Lq, H, D)", "key": "(B, Lk, Hkv, D)", "value": "(B, Lk, Hkv, D)"}
 
@@ -86,7 +86,7 @@ def check_backend(backend: Any, x: jax.Array) -> None:
 def in_bhnd(function: Callable[..., Any], layout: Any, arrays: dict[str, Any], options: dict[str, Any]) -> Any:
     """``function`` of arrays ``(B, H, N, D)``; its first result is turned back if it has four axes. NotImplemented if
     the layout is ours."""
-    if is_ours(layout):
+    if is_bnhd(layout):
         return NotImplemented
     turned = {name: jnp.swapaxes(_four_axes(x, name), 1, 2) for name, x in arrays.items()}
     try:

@@ -20,14 +20,14 @@ from cupy_dma import backends
 from cupy_dma.arrays import library_named
 from cupy_dma.calls.attention import attention_call, not_padding
 from cupy_dma.calls.gradients import INPUTS, attention_gradients
-from cupy_dma.calls.layout import in_bhnd, is_ours
+from cupy_dma.calls.layout import in_bhnd, is_bnhd
 from cupy_dma.calls.mask import intersect, masks_in
 from cupy_dma.calls.run import attend as run_attend
 from cupy_dma.calls.run import attended, attention_of
 from cupy_dma.calls.types import AttentionCall, DynamicCall
 from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.torch import entry
-from cupy_dma.torch.gradients import Facts, MadeMask, MaskArguments, Saved, check_saved, described, gradients
+from cupy_dma.torch.gradients import CallContext, MadeMask, MaskArguments, Saved, check_saved, described, gradients
 from cupy_dma.torch.registration import (
     as_key_bias,
     cast,
@@ -51,7 +51,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None,
               layout: str | None = None, backend: str | None = None) -> Any:
     """``cupy_dma.attention`` of tensors ``(B, L, H, D)``, or ``(B, H, L, D)`` with ``layout="bhnd"``, with gradients
     for ``query, key, value``, ``bias`` and ``sink_logits``, through ``out`` and ``lse``."""
-    if not is_ours(layout):
+    if not is_bnhd(layout):
         return in_bhnd(attention, (("query", query), ("key", key), ("value", value)), mask=mask, bias=bias,
                        causal=causal, scale=scale, softcap=softcap, sink_logits=sink_logits,
                        deterministic=deterministic, return_lse=return_lse, backend=backend)
@@ -130,7 +130,7 @@ class _Attention(torch.autograd.Function):
                  None if recipe is None or own.bias is None else own.bias.array, *made)
         ctx.save_for_backward(*saved)
         ctx.saved = described(saved)
-        ctx.facts = Facts(mask, (own.causal, own.scale, own.softcap, own.deterministic),
+        ctx.facts = CallContext(mask, (own.causal, own.scale, own.softcap, own.deterministic),
                           None if recipe is None else recipe[4], module, backend, own.sequences)
         ctx.set_materialize_grads(False)
         return out, lse

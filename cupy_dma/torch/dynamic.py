@@ -19,7 +19,7 @@ from cupy_dma import backends, checks
 from cupy_dma.arrays import library_named
 from cupy_dma.calls.attention import dynamic_call
 from cupy_dma.calls.gradients import INPUTS
-from cupy_dma.calls.layout import in_bhnd, is_ours
+from cupy_dma.calls.layout import in_bhnd, is_bnhd
 from cupy_dma.calls.run import attend as run_attend
 from cupy_dma.calls.run import attended, attention_of, masked
 from cupy_dma.calls.types import DynamicCall
@@ -27,7 +27,7 @@ from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.masks.selection import selection_hints
 from cupy_dma.torch import entry
 from cupy_dma.torch.attention import attend
-from cupy_dma.torch.gradients import Facts, Saved, gradients
+from cupy_dma.torch.gradients import CallContext, Saved, gradients
 from cupy_dma.torch.registration import (
     as_key_bias,
     as_tensor,
@@ -56,7 +56,7 @@ def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Te
     """``cupy_dma.dynamic_mask_attention`` of tensors ``(B, L, H, D)``, or ``(B, H, L, D)`` with ``layout="bhnd"``, with
     gradients for ``query, key, value``, ``scores`` and ``sink_logits``, or through the scores for ``value`` (both
     terms), ``dt_proj``, ``A`` and ``dt_bias``."""
-    if not is_ours(layout):
+    if not is_bnhd(layout):
         return in_bhnd(dynamic_mask_attention, (("query", query), ("key", key), ("value", value)), scores,
                        window=window, dt_proj=dt_proj, A=A, dt_bias=dt_bias, form=form, keys=keys, padding=padding,
                        documents=documents, causal=causal, scale=scale, softcap=softcap, sink_logits=sink_logits,
@@ -200,7 +200,7 @@ def _dynamic_attention_backward(dout, dlse, out, lse, made, *arguments):
                 facts, scores = entry.without_programs(known, None, [made])
             else:
                 mask, scores = _unpacked(given, made)
-                facts = Facts(mask, (own.causal, own.scale, own.softcap, own.deterministic),
+                facts = CallContext(mask, (own.causal, own.scale, own.softcap, own.deterministic),
                               call.recipe and call.recipe[4], module, given.backend)
             found = gradients(facts, Saved(out, lse, *given[:7], scores=scores), dout, dlse, needed)
     return [found[INPUTS.index(name)] for name in needs]

@@ -23,11 +23,11 @@ from torch.nn import Parameter
 
 from cupy_dma import backends
 from cupy_dma.arrays import CPU, Device, Operand, library_named, strides_of
-from cupy_dma.calls.layout import looks_turned
+from cupy_dma.calls.layout import looks_like_bhnd
 from cupy_dma.calls.types import AttentionCall, DynamicCall
 from cupy_dma.masks.derived import forget_oldest
 from cupy_dma.masks.interval import IntervalMask
-from cupy_dma.torch.gradients import Facts, MaskArguments, Saved, check_saved, described, gradients
+from cupy_dma.torch.gradients import CallContext, MaskArguments, Saved, check_saved, described, gradients
 from cupy_dma.torch.registration import is_plain_gradient
 
 ALIGNMENT = 16  # bytes: addresses of arguments are part of the key as far as they are no multiples
@@ -42,7 +42,7 @@ class Entry(NamedTuple):
     """What is known of calls with one key."""
 
     chain: Any  # None: they have no programs
-    facts: Facts  # without a mask
+    facts: CallContext  # without a mask
     runtime: Any  # of the backend then
     saved: list[Any]  # ``described`` of the tensors that the backward gets: out, lse, the inputs
     places: list[Any]  # and ``_place_of`` the inputs
@@ -166,7 +166,7 @@ def has_chains(module: ModuleType) -> bool:
 def _is_plain(key: CallKey, call: AttentionCall | DynamicCall) -> bool:
     """False for options that are no plain values, and for what warns each time."""
     own = call.attention if isinstance(call, DynamicCall) else call
-    return _PLAIN.issuperset(key.facts[1]) and not looks_turned(own.query, own.key)
+    return _PLAIN.issuperset(key.facts[1]) and not looks_like_bhnd(own.query, own.key)
 
 
 def _built(key: CallKey, call: AttentionCall | DynamicCall, module: ModuleType, backend: str | None, inputs: Tensors,
@@ -176,7 +176,7 @@ def _built(key: CallKey, call: AttentionCall | DynamicCall, module: ModuleType, 
     query, (batch, length, heads, _) = own.query.array, own.query.shape
     results = [(torch.Size(own.query.shape), query.dtype, query.device),
                (torch.Size((batch, heads, length)), torch.float32, query.device)]
-    facts = Facts(None, (own.causal, own.scale, own.softcap, own.deterministic), form, module, backend)
+    facts = CallContext(None, (own.causal, own.scale, own.softcap, own.deterministic), form, module, backend)
     # Operators take copies of what a compiler has placed elsewhere.
     places = [(layout_of(x), 0) if own_mask else _place_of(x) for x in inputs if x is not None]
     return Entry(chain, facts, module.runtime, results + described(inputs), places)
@@ -243,7 +243,7 @@ def _usable(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
-def without_programs(entry: Entry, mask: IntervalMask | None, made: Tensors) -> tuple[Facts, Tensor | None]:
+def without_programs(entry: Entry, mask: IntervalMask | None, made: Tensors) -> tuple[CallContext, Tensor | None]:
     """What a backward without programs needs of the call: facts, and the scores that it has made."""
     views, scores = entry.chain.made, None
     if views is not None:

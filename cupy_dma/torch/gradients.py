@@ -61,7 +61,7 @@ class MadeMask(NamedTuple):
         return mask
 
 
-class Facts(NamedTuple):
+class CallContext(NamedTuple):
     """What a backward needs of a call besides tensors."""
 
     mask: IntervalMask | None
@@ -105,7 +105,7 @@ def check_saved(tensors: Sequence[Tensor | None], expected: list[Any]) -> None:
                        f"it was saved: {wanted}")
 
 
-def gradients(facts: Facts, saved: Saved, dout: Tensor | None, dlse: Tensor | None,
+def gradients(facts: CallContext, saved: Saved, dout: Tensor | None, dlse: Tensor | None,
               needed: Sequence[bool]) -> list[Tensor | None]:
     """Those of ``INPUTS``, as many as there are in ``needed``."""
     needs = [name for name, wanted in zip(INPUTS, needed) if wanted]
@@ -118,7 +118,8 @@ def gradients(facts: Facts, saved: Saved, dout: Tensor | None, dlse: Tensor | No
     return [found[name] if wanted else None for name, wanted in zip(INPUTS, needed)]
 
 
-def _by_backend(facts: Facts, saved: Saved, dout: Tensor, dlse: Tensor | None, needs: list[str]) -> dict[str, Any]:
+def _by_backend(facts: CallContext, saved: Saved, dout: Tensor, dlse: Tensor | None,
+                needs: list[str]) -> dict[str, Any]:
     """For tensors that the forward has checked."""
     operand = library_named("torch").operand
 
@@ -141,7 +142,8 @@ def _by_backend(facts: Facts, saved: Saved, dout: Tensor, dlse: Tensor | None, n
     return chain_gradients(call, recipe, upstream, frozenset(needs), facts.module)  # type: ignore[arg-type]
 
 
-def _by_operators(facts: Facts, saved: Saved, dout: Tensor, dlse: Tensor | None, needs: list[str]) -> dict[str, Any]:
+def _by_operators(facts: CallContext, saved: Saved, dout: Tensor, dlse: Tensor | None,
+                  needs: list[str]) -> dict[str, Any]:
     through_scores = [] if facts.form is None else [name for name in needs if name in ("value", *INPUTS[4:])]
     direct = [name for name in INPUTS[:4] if name in needs or name == "bias" and through_scores]
     arguments = (dout, dlse, saved.out, saved.lse)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from cupy_dma import backends
 from cupy_dma.arrays import library_named
 from cupy_dma.calls.gradients import contiguous_floats
-from cupy_dma.calls.layout import in_bhnd, is_ours
+from cupy_dma.calls.layout import in_bhnd, is_bnhd
 from cupy_dma.calls.scores import Recipe, recipe_of
 from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.masks.selection import selection_hints
@@ -42,7 +42,7 @@ def key_scores(value: Tensor, dt_proj: Tensor, A: Tensor, *, dt_bias: Tensor | N
                layout: str | None = None, backend: str | None = None) -> Tensor:
     """``cupy_dma.key_scores`` of a value ``(B, Lk, Hkv, D)``, or ``(B, Hkv, Lk, D)`` with ``layout="bhnd"``, with
     gradients for ``value``, ``dt_proj``, ``A`` and ``dt_bias``."""
-    if not is_ours(layout):
+    if not is_bnhd(layout):
         return in_bhnd(key_scores, (("value", value),), dt_proj, A, dt_bias=dt_bias, form=form, backend=backend)
     (value,) = cast(value)
     if takes_operators(value, dt_proj, A, dt_bias):

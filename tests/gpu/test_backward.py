@@ -331,8 +331,8 @@ def test_in_chunks(torch, batch, monkeypatch):
                for heads in (8, 4, 4))
     scores = torch.randn(batch, 4, 3000, device="cuda").requires_grad_()
     dout, found = torch.randn_like(q), []
-    for most in (backward_chunks.MOST_SUMS, 1 << 20):
-        monkeypatch.setattr(backward_chunks, "MOST_SUMS", most)
+    for most in (backward_chunks.MAX_SUMS, 1 << 20):
+        monkeypatch.setattr(backward_chunks, "MAX_SUMS", most)
         monkeypatch.setattr(entry, "_known", {})
         with fresh():  # a plan of before knows no chunks
             found.append(torch.autograd.grad(dma.dynamic_mask_attention(q, k, v, scores, window=300), (q, k, v, scores),

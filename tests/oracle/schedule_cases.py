@@ -49,15 +49,15 @@ def scheduled(split: bool = False, short_tiles: bool = False) -> Iterator[list[i
     or how many short tiles a set of heads has."""
     found: list[int] = []
 
-    def work_of(facts: sm90_tiles.Facts, tile: sm90_tiles.HopperTile, sms: int) -> sm90_schedule.Work:
-        work, *others = sm90_schedule.works(facts, tile, sms)
+    def best_schedule(facts: sm90_tiles.ScheduleKey, tile: sm90_tiles.HopperTile, sms: int) -> sm90_schedule.Schedule:
+        work, *others = sm90_schedule.candidates(facts, tile, sms)
         for other in others:
             if split and other.num_splits > 1 or short_tiles and other.short_tiles:
                 work = other
         found.append(work.short_tiles if short_tiles else work.num_splits)
         return work
 
-    with (fresh(), mock.patch.object(sm90, "work_of", work_of),
+    with (fresh(), mock.patch.object(sm90, "best_schedule", best_schedule),
           mock.patch.object(sm90_schedule, "_min_split_keys", lambda tile: 1)):
         yield found
 

@@ -7,8 +7,8 @@ import pytest
 from benchmarks import tune_schedule, tune_sm90
 from benchmarks.harness import folders
 from cupy_dma.backends.cuda.attention import sm90, sm90_costs, sm90_schedule, sm90_tiles
-from cupy_dma.backends.cuda.attention.sm90_schedule import Work
-from cupy_dma.backends.cuda.attention.sm90_tiles import Facts, HopperTile
+from cupy_dma.backends.cuda.attention.sm90_schedule import Schedule
+from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile, ScheduleKey
 
 
 def test_the_library_takes_fast_ways():
@@ -16,10 +16,11 @@ def test_the_library_takes_fast_ways():
     result = folders.read("schedule.json")
     lost = []
     for call in result["calls"]:
-        facts = Facts(**call["facts"])
+        facts = ScheduleKey(**call["facts"])
         tile = sm90_schedule.tile_shape(facts, 132)
-        taken = tile, sm90_schedule.work_of(facts, tile, 132)._replace(rotation=0)  # of which there is no choice
-        times = {(HopperTile(*row["tile"]), Work(**row["work"] | {"rotation": 0})): row["us"] for row in call["rows"]}
+        taken = tile, sm90_schedule.best_schedule(facts, tile, 132)._replace(rotation=0)  # of which there is no choice
+        times = {(HopperTile(*row["tile"]), Schedule(**row["work"] | {"rotation": 0})): row["us"]
+                 for row in call["rows"]}
         lost.append(times[taken] / min(times.values()) - 1)
     assert len(lost) > 200 and np.mean(lost) < 0.01 and max(lost) < 0.25
 
@@ -45,10 +46,10 @@ def test_calls_have_several_ways():
     found = tune_schedule.choices(list(tune_sm90.KINDS), list(tune_schedule.HEAD_DIMS))
     assert len({str(call) for call in found}) == len(found) > 200
     for call in found:
-        facts = Facts(call.kind, call.head_dim, 2, 1, call.kv_heads, call.queries, call.length,
+        facts = ScheduleKey(call.kind, call.head_dim, 2, 1, call.kv_heads, call.queries, call.length,
                       call.window or call.length, 0, False, call.window > 0, call.causal)
         for tile in sm90_tiles.tiles_of(call.kind, call.head_dim):
-            assert next(sm90_schedule.works(facts, tile, 132))
+            assert next(sm90_schedule.candidates(facts, tile, 132))
 
 
 def test_the_kernels_of_all_tiles_are_compiled_first():
@@ -59,12 +60,12 @@ def test_the_kernels_of_all_tiles_are_compiled_first():
 
 
 def test_tiles_and_schedules_are_forced_and_given_back():
-    before = sm90.tile_shape, sm90.work_of, sm90._pays
-    tile, work = HopperTile(192, 96, 5, 5, 2), Work(3, 3, 1, 0)
+    before = sm90.tile_shape, sm90.best_schedule, sm90._pays
+    tile, work = HopperTile(192, 96, 5, 5, 2), Schedule(3, 3, 1, 0)
     with pytest.raises(ZeroDivisionError), tune_schedule.forced(tile, work):
-        assert sm90.tile_shape(None, 132) == tile and sm90.work_of(None, tile, 132) == work
+        assert sm90.tile_shape(None, 132) == tile and sm90.best_schedule(None, tile, 132) == work
         _ = 1 / 0
-    assert (sm90.tile_shape, sm90.work_of, sm90._pays) == before
+    assert (sm90.tile_shape, sm90.best_schedule, sm90._pays) == before
 
 
 def test_losses_are_those_of_what_is_taken():

@@ -5,7 +5,6 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ import cupy_dma as dma
 from cupy_dma.arrays import library_named, numpy_dtype
 from cupy_dma.backends.cuda.attention import sm90_backward as kernels_backward
 from cupy_dma.backends.cuda.attention import sm90_schedule
+from cupy_dma.backends.cuda.runtime.program import fresh
 from cupy_dma.masks.interval import Hints
 from tests.gpu.sm90_tiles import TILES, taken
 from tests.oracle import cases, schedule_cases
@@ -306,7 +306,7 @@ def sm90_backward(num_sms: int = 1, order: emulator.Order | None = None, **optio
 def sm90_backward_parts(count: int, steps: int, **options: Any) -> Callable[[], None]:
     """Tiles in parts, some of which begin within a head."""
     def check() -> None:
-        with mock.patch.object(kernels_backward, "parts_of", lambda *_: kernels_backward.Parts(count, steps)):
+        with fresh(parts=kernels_backward.QuerySplits(count, steps)):
             sm90_backward(num_sms=2, **options)()
 
     return check

@@ -115,7 +115,7 @@ def test_in_chunks(batch, mask_heads, bias_heads, needs, monkeypatch):
         monkeypatch.setattr(backward, "attention_backward", chunk)
         # Two super-tiles, of 256 queries and of 295 keys in blocks of 64 or 128.
         sums = batch * 3 * 2 * 384 * 4 * (16 * len({"key", "value"} & set(needs)) + 2 * ("bias" in needs))
-        monkeypatch.setattr(backward_chunks, "MOST_SUMS", 2 * sums // 3)
+        monkeypatch.setattr(backward_chunks, "MAX_SUMS", 2 * sums // 3)
         for a, b in zip(gradients(), whole):
             assert a is b is None or np.array_equal(bits(a), bits(b))
     chunks = {(1, 3): [(1, 300, 2, 16), (1, 300, 1, 16)], (1, 1): [(1, 300, 2, 16), (1, 300, 1, 16)],

@@ -227,8 +227,8 @@ def test_tiles_in_parts(options, count, steps, deterministic, served):
     options = {"window": 0, "deterministic": deterministic, "bias": (1, options["heads"][1]), **options}
     bias = np.linspace(0, 1, options.get("length", 700), dtype=np.float32)
     options["bias"] = np.broadcast_to(bias, (*options["bias"], bias.size)).copy()
-    parts = sm90_backward.Parts(count, steps)
-    with mock.patch.object(sm90_backward, "parts_of", lambda *arguments: parts):
+    parts = sm90_backward.QuerySplits(count, steps)
+    with mock.patch.object(sm90_backward, "query_splits_of", lambda *arguments: parts):
         found = gradients("emulator", **options)
         with emulator.hopper_gpu(build=BUILD, order=ORDERS[-1]), schedule_cases.num_sms(3):
             again = gradients("emulator", **options)
@@ -242,9 +242,9 @@ def test_as_many_parts_as_pay():
     """For 132 SMs: few tiles are cut, many are not; every step belongs to a part."""
     few = sm90_backward._parts(2048, 2048, 3, 2, 128, 64, True, 132)
     assert few.count > 1 and few.count * few.steps >= 2 * 2048 // 64 > (few.count - 1) * few.steps
-    assert sm90_backward._parts(1024, 1024, 8, 2, 128, 64, True, 132) == sm90_backward.Parts(3, 11)
+    assert sm90_backward._parts(1024, 1024, 8, 2, 128, 64, True, 132) == sm90_backward.QuerySplits(3, 11)
     for length, rows in ((16384, 8), (4096, 8), (128, 1)):
-        assert sm90_backward._parts(length, length, rows, 1, 128, 64, True, 132) == sm90_backward.Parts()
+        assert sm90_backward._parts(length, length, rows, 1, 128, 64, True, 132) == sm90_backward.QuerySplits()
 
 
 @pytest.mark.parametrize("options", [

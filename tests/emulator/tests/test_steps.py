@@ -135,8 +135,8 @@ def test_from_scores(batch, window, device, planned):
 
 def test_nothing_is_cleared_apart(planned, monkeypatch):
     """In a backward in one pass, its tiles in parts: its first kernel clears sums of dq and dbias, and counters."""
-    parts, cleared = sm90_backward.Parts(3, 4), []
-    monkeypatch.setattr(sm90_backward, "parts_of", lambda *_: parts)
+    parts, cleared = sm90_backward.QuerySplits(3, 4), []
+    monkeypatch.setattr(sm90_backward, "query_splits_of", lambda *_: parts)
     with emulator.hopper_gpu() as runtime:
         clear = runtime.clear
         monkeypatch.setattr(runtime, "clear", lambda *own: cleared.append(own[1]) or clear(*own))

@@ -76,7 +76,7 @@ class _Passes:
     supers: SuperLists | None  # of an interval mask, where keys are gathered
     dense: DenseSupers | None  # of a dense mask
     entries: int  # of those lists, of all rows
-    parts: sm90_backward.Parts  # in which the Hopper kernel takes tiles
+    parts: sm90_backward.QuerySplits  # in which the Hopper kernel takes tiles
     bias_heads: int  # of the dbias that kernels write
 
 
@@ -89,7 +89,7 @@ def _passes(build: Builder, call: AttentionBackwardCall, problem: Problem) -> _P
     hopper_keys = build.takes(sm90_backward.NAME_KEYS, sm90_backward.reasons_keys(*served))
     hopper_query = build.takes(sm90_backward.NAME_QUERY, sm90_backward.reasons_query(*served))
     one_pass, supers, dense, entries = False, None, None, 0
-    parts, bias_heads = sm90_backward.Parts(), own.heads
+    parts, bias_heads = sm90_backward.QuerySplits(), own.heads
     if any(wanted):
         can_one_pass = hopper_keys and one_pass_wanted is not False and sm90_backward.can_one_pass(call, problem)
         packed = problem.packed_mask(build)
@@ -108,7 +108,8 @@ def _passes(build: Builder, call: AttentionBackwardCall, problem: Problem) -> _P
             hopper_keys = build.takes(sm90_backward.NAME_KEYS, [] if sm90_backward.has_enough_tiles(
                 build.runtime, call, problem, entries) else ["too few tiles for two passes"])
         if hopper_keys:
-            parts = build.overrides.parts or sm90_backward.parts_of(build.runtime, call, problem, entries, one_pass)
+            parts = build.overrides.parts or sm90_backward.query_splits_of(
+                build.runtime, call, problem, entries, one_pass)
             bias = own.bias
             if parts.count > 1 and bias is not None and (bias.shape[0], bias.shape[3]) == own.key.shape[:2]:
                 bias_heads = bias.shape[1]

@@ -19,11 +19,11 @@ from cupy_dma.calls.gradients import INPUTS
 from cupy_dma.calls.types import AttentionBackwardCall
 from cupy_dma.masks.interval import IntervalMask
 
-MOST_SUMS = 12 << 30  # bytes of such sums
+MAX_SUMS = 12 << 30  # bytes of such sums
 
 
 def attention_backward(run: Callable[..., Any], call: AttentionBackwardCall) -> tuple[Any, Any, Any, Any]:
-    """The gradients, of the whole call or of chunks where there are more than ``MOST_SUMS`` bytes of sums; ``run``
+    """The gradients, of the whole call or of chunks where there are more than ``MAX_SUMS`` bytes of sums; ``run``
     runs a program. Biases are as ``with_known_bias`` gives them."""
     size = chunk_size(call)
     if size is None:
@@ -60,7 +60,7 @@ def chunk_size(call: AttentionBackwardCall) -> int | None:
     numbers += own.heads // kv_heads if "bias" in call.needs else 0
     entries = super_entries_of(mask, own.query_length, sm90_backward.block_n(head_dim))
     sums = 4 * numbers * entries * batch * kv_heads
-    return max(1, MOST_SUMS * among // sums) if sums > MOST_SUMS else None
+    return max(1, MAX_SUMS * among // sums) if sums > MAX_SUMS else None
 
 
 def _chunk(call: AttentionBackwardCall, axis: int, first: int, last: int) -> AttentionBackwardCall:

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.polynomial import Polynomial
 
 from cupy_dma.backends.cuda.attention.problem import Problem
-from cupy_dma.backends.cuda.attention.sm90_schedule import Work, tile_shape, work_of
-from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile, facts_of, is_dense
+from cupy_dma.backends.cuda.attention.sm90_schedule import Schedule, best_schedule, tile_shape
+from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile, is_dense, schedule_key
 from cupy_dma.backends.cuda.attention.tma import queries_map, rows_map, runs_map
 from cupy_dma.backends.cuda.lists.intervals import ShortTiles
 from cupy_dma.backends.cuda.runtime import jit
@@ -113,9 +113,9 @@ def _strides_fit(problem: Problem) -> bool:
 def attention(build: Builder, call: AttentionCall, problem: Problem, out: Array, lse: Array) -> None:
     """Writes ``out`` and ``lse`` of a call that ``serves``."""
     query, heads = call.query, problem.tile_heads
-    facts = facts_of(call, problem)
+    facts = schedule_key(call, problem)
     tile = build.overrides.tile or tile_shape(facts, build.num_sms)
-    work = build.overrides.schedule or work_of(facts, tile, build.num_sms)
+    work = build.overrides.schedule or best_schedule(facts, tile, build.num_sms)
     queries = tile.block_m // heads
     problem.move_mask_to_rows(build)
     short_tiles = ShortTiles(tiles=work.short_tiles, missing_queries=64 // heads)
@@ -148,7 +148,7 @@ def attention(build: Builder, call: AttentionCall, problem: Problem, out: Array,
 class _Splits:
     """The results of the splits of the last tiles, tile by tile (kernels/sm90/split_kv.cuh)."""
 
-    def __init__(self, build: Builder, call: AttentionCall, heads: int, tile: HopperTile, work: Work):
+    def __init__(self, build: Builder, call: AttentionCall, heads: int, tile: HopperTile, work: Schedule):
         self.call, self.work = call, work
         self.config = CombineConfig(element=ELEMENTS[call.query.dtype], head_dim=call.head_dim, heads=heads,
                                     block_m=tile.block_m)

@@ -44,7 +44,7 @@ MIN_TILES = 1.0
 #: in steps: what a tile or part takes beside its own, a part without any, and the sums of parts, at all and for each
 #: number of a part's dk and dv (docs/lab/backward.md, version 47)
 TILE_STEPS, EMPTY_STEPS, SUM_STEPS, NUMBER_STEPS = 4.7, 1.7, 0.5, 0.57e-6
-MOST_PARTS, LEAST_STEPS = 16, 2
+MAX_QUERY_SPLITS, MIN_STEPS = 16, 2
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def lists_pay(runtime: Runtime, call: AttentionBackwardCall, problem: Problem) -
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class QuerySplits:
     """Tiles of keys in their own order are taken in ``count`` parts of ``steps`` steps each, whose sums are added
     afterwards; 1 and 0: whole."""
 
@@ -171,11 +171,12 @@ class Parts:
     steps: int = 0
 
 
-def parts_of(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, entries: int, one_pass: bool) -> Parts:
+def query_splits_of(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, entries: int,
+                    one_pass: bool) -> QuerySplits:
     """How ``launch_dkv`` takes tiles; ``entries`` and ``one_pass`` as there."""
     query, key, mask = call.forward.query, call.forward.key, problem.mask
     if entries or problem.count:
-        return Parts()
+        return QuerySplits()
     from_key = problem.causal or mask is not None and mask._starts == "key"  # no query sees a key that comes later
     return _parts(query.shape[1], key.shape[1], key.shape[0] * key.shape[2], query.shape[2] // key.shape[2],
                   key.shape[3], block_q(key.shape[3], one_pass, False), from_key,
@@ -184,24 +185,24 @@ def parts_of(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, en
 
 @functools.lru_cache(maxsize=1024)
 def _parts(query_length: int, key_length: int, rows: int, group: int, head_dim: int, per_step: int, from_key: bool,
-           sms: int) -> Parts:
+           sms: int) -> QuerySplits:
     """The parts with the least makespan. ``rows``: kv heads of all batch entries; ``per_step``: queries of a step."""
     size = block_n(head_dim)
     tiles, most_tickets = blocks(key_length, size), 4 * sms  # more were not the best of any call that was measured
     firsts = [max(0, i * size - (key_length - query_length)) // UNIT_QUERIES * UNIT_QUERIES if from_key else 0
               for i in range(tiles)]
     if 2 * rows * tiles > most_tickets:
-        return Parts()
+        return QuerySplits()
     steps = [group * blocks(max(0, query_length - first), per_step) for first in firsts]
     sums = NUMBER_STEPS * 2 * rows * key_length * head_dim
-    least, best = _makespan(steps, rows, max(steps), sms), Parts()
+    least, best = _makespan(steps, rows, max(steps), sms), QuerySplits()
     # Not only even parts: what is left of a tile that has fewer steps than others may be the whole of it.
-    for part in sorted({blocks(4 * max(steps), quarters) for quarters in range(5, 4 * MOST_PARTS + 1)}):
+    for part in sorted({blocks(4 * max(steps), quarters) for quarters in range(5, 4 * MAX_QUERY_SPLITS + 1)}):
         count = blocks(max(steps), part)
-        if part >= LEAST_STEPS and count > 1 and count * rows * tiles <= most_tickets:
+        if part >= MIN_STEPS and count > 1 and count * rows * tiles <= most_tickets:
             time = _makespan(steps, rows, part, sms) + SUM_STEPS + count * sums
             if time < least:
-                least, best = time, Parts(count, part)
+                least, best = time, QuerySplits(count, part)
     return best
 
 
@@ -285,7 +286,7 @@ def query_sums(call: AttentionBackwardCall, problem: Problem) -> int:
 
 
 def launch_dkv(build: Builder, call: AttentionBackwardCall, problem: Problem, entries: int, fields: Fields,
-               tickets: Ref, parts: Parts, sums: Ref | None) -> None:
+               tickets: Ref, parts: QuerySplits, sums: Ref | None) -> None:
     """Writes the gradients of keys, values and bias, or with lists of super-tiles, of so many ``entries``, their sums
     over these, or those of ``parts``; and with ``sums``, the address of so many zeros as ``query_sums``, that of
     queries, from ``delta``. ``fields`` and ``tickets`` as in ``launch_dq``, with the lists and where sums over tiles or

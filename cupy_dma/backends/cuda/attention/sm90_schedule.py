@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cupy_dma.backends.cuda.attention.sm90_costs import Costs, costs_of
-from cupy_dma.backends.cuda.attention.sm90_tiles import Facts, HopperTile, tiles_of
+from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile, ScheduleKey, tiles_of
 from cupy_dma.backends.cuda.lists.varlen import tile_count
 from cupy_dma.backends.cuda.runtime.configs import blocks
 
@@ -28,7 +28,7 @@ FIXED_KEYS = 100  # take as long as a tile without any
 LARGE_LISTS, CAUSAL_SPLITS = 1.03, 1.1
 
 
-class Work(NamedTuple):
+class Schedule(NamedTuple):
     """The schedule of a call's tiles: what the launch and the kernel's parameters say of it."""
 
     tiles: int  # of a set of heads
@@ -42,23 +42,23 @@ class Work(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def tile_shape(facts: Facts, num_sms: int) -> HopperTile:
+def tile_shape(facts: ScheduleKey, num_sms: int) -> HopperTile:
     """The tile for a call: the one with less time on ``num_sms`` SMs."""
     return min(tiles_of(facts.keys, facts.head_dim),
-               key=lambda tile: microseconds(facts, tile, work_of(facts, tile, num_sms), num_sms))
+               key=lambda tile: microseconds(facts, tile, best_schedule(facts, tile, num_sms), num_sms))
 
 
 @functools.lru_cache(maxsize=4096)
-def work_of(facts: Facts, tile: HopperTile, num_sms: int) -> Work:
+def best_schedule(facts: ScheduleKey, tile: HopperTile, num_sms: int) -> Schedule:
     """The schedule of a call with this tile that takes the least time; of a tile that is not in use, which tests take
     and nobody has measured, whole tiles."""
-    found = works(facts, tile, num_sms)
+    found = candidates(facts, tile, num_sms)
     if tile not in tiles_of(facts.keys, facts.head_dim):
         return next(found)
     return min(found, key=lambda work: microseconds(facts, tile, work, num_sms))
 
 
-def works(facts: Facts, tile: HopperTile, num_sms: int) -> Iterator[Work]:
+def candidates(facts: ScheduleKey, tile: HopperTile, num_sms: int) -> Iterator[Schedule]:
     """The schedules that a call may have: whole tiles, those of the last wave cut by rows by the kernel if they are few
     (``schedule`` in kernels/sm90/scheduler.cuh); that wave of short tiles; its tiles split along their keys
     (kernels/sm90/split_kv.cuh)."""
@@ -68,7 +68,7 @@ def works(facts: Facts, tile: HopperTile, num_sms: int) -> Iterator[Work]:
     yield from _splits(facts, tile, num_sms, work)
 
 
-def _whole_tiles(facts: Facts, tile: HopperTile, num_sms: int) -> Work:
+def _whole_tiles(facts: ScheduleKey, tile: HopperTile, num_sms: int) -> Schedule:
     """Tail tiles may meet fewer keys, since their queries have fewer keys before them than a query of the mask sees at
     most; they are scheduled last, all sets together, so these keys must fit into L2."""
     queries = tile.block_m // facts.tile_heads
@@ -82,7 +82,7 @@ def _whole_tiles(facts: Facts, tile: HopperTile, num_sms: int) -> Work:
     if (facts.listed or facts.bits) and not (tail_tiles or facts.sequences):
         rotation = _rotation(tiles, queries, facts.key_length - facts.query_length, facts.seen,
                              tiles * facts.sets // num_sms, num_sms)
-    return Work(tiles, min(slices * tiles * facts.sets, num_sms), swizzle_group, tail_tiles, rotation=rotation)
+    return Schedule(tiles, min(slices * tiles * facts.sets, num_sms), swizzle_group, tail_tiles, rotation=rotation)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -98,7 +98,7 @@ def _rotation(tiles: int, queries: int, first_position: int, seen: int, waves: i
     return int(rotations[busy.max(1).argmin()])
 
 
-def _short_tiles(facts: Facts, tile: HopperTile, num_sms: int, work: Work) -> Iterator[Work]:
+def _short_tiles(facts: ScheduleKey, tile: HopperTile, num_sms: int, work: Schedule) -> Iterator[Schedule]:
     """The last wave has short tiles of each set, and no others."""
     full, rest = divmod(work.tiles * facts.sets, num_sms)
     regular, odd = divmod(full * num_sms, facts.sets)
@@ -110,7 +110,7 @@ def _short_tiles(facts: Facts, tile: HopperTile, num_sms: int, work: Work) -> It
                             tail_tiles=max(work.tail_tiles, short_tiles), short_tiles=short_tiles)
 
 
-def _splits(facts: Facts, tile: HopperTile, num_sms: int, work: Work) -> Iterator[Work]:
+def _splits(facts: ScheduleKey, tile: HopperTile, num_sms: int, work: Schedule) -> Iterator[Schedule]:
     """Each tile of the last wave is split. Under causality only if there is a single wave: several balance tiles of
     different length. Not where a tile may skip most keys. combine.cu reads four splits at a time."""
     full, rest = divmod(work.tiles * facts.sets, num_sms)
@@ -129,23 +129,23 @@ def _min_split_keys(tile: HopperTile) -> int:
     return SPLIT_BLOCKS * tile.block_n
 
 
-def _fit_together(facts: Facts) -> bool:
+def _fit_together(facts: ScheduleKey) -> bool:
     """Whether the keys that a query of each set sees fit into L2."""
     return facts.groups * _bytes(facts, facts.seen) <= SWIZZLE_GROUP_BYTES
 
 
-def _row_cut(facts: Facts) -> bool:
+def _row_cut(facts: ScheduleKey) -> bool:
     """Whether tiles may be cut by rows: ``ROW_CUT`` in kernels/sm90/config.cuh."""
     return 64 % facts.tile_heads == 0 and not facts.bits and not facts.causal
 
 
-def _bytes(facts: Facts, keys: int) -> int:
+def _bytes(facts: ScheduleKey, keys: int) -> int:
     """Of ``keys`` keys of a head and their values."""
     return 2 * 2 * keys * facts.head_dim
 
 
 # ---- what a schedule takes ------------------------------------------------------------------------------------------
-def microseconds(facts: Facts, tile: HopperTile, work: Work, num_sms: int) -> float:
+def microseconds(facts: ScheduleKey, tile: HopperTile, work: Schedule, num_sms: int) -> float:
     """Of a launch and all tiles."""
     time = _all_waves(facts, tile, work, num_sms)
     if facts.causal and work.num_splits > 1:
@@ -153,7 +153,7 @@ def microseconds(facts: Facts, tile: HopperTile, work: Work, num_sms: int) -> fl
     return LARGE_LISTS * time if facts.listed and tile.block_m == 192 else time
 
 
-def _all_waves(facts: Facts, tile: HopperTile, work: Work, num_sms: int) -> float:
+def _all_waves(facts: ScheduleKey, tile: HopperTile, work: Schedule, num_sms: int) -> float:
     """One wave after the other, in the order of the kernel."""
     costs = costs_of(facts.keys, facts.head_dim, tile)
     launch = costs.wave("launch", _most_keys(facts, tile))
@@ -174,7 +174,8 @@ def _all_waves(facts: Facts, tile: HopperTile, work: Work, num_sms: int) -> floa
     return total + (_last_wave(facts, tile, work, costs, first, rest, num_sms) if rest else 0.0)
 
 
-def _last_wave(facts: Facts, tile: HopperTile, work: Work, costs: Costs, first: int, rest: int, num_sms: int) -> float:
+def _last_wave(facts: ScheduleKey, tile: HopperTile, work: Schedule, costs: Costs, first: int, rest: int,
+               num_sms: int) -> float:
     """Of ``rest`` tiles from index ``first`` on, cut by rows where they may be."""
     keys = _keys_at(facts, tile, work, first)
     if not _row_cut(facts):
@@ -186,7 +187,7 @@ def _last_wave(facts: Facts, tile: HopperTile, work: Work, costs: Costs, first: 
     return costs.wave("slices" if slices * rest <= num_sms else "halves", keys)
 
 
-def _keys_at(facts: Facts, tile: HopperTile, work: Work, index: int) -> int:
+def _keys_at(facts: ScheduleKey, tile: HopperTile, work: Schedule, index: int) -> int:
     """Keys of the tile at ``index`` of the schedule."""
     tail = work.tail_tiles
     regular = facts.sets * (work.tiles - tail)
@@ -194,19 +195,19 @@ def _keys_at(facts: Facts, tile: HopperTile, work: Work, index: int) -> int:
     return int(_most_keys(facts, tile) * (1.0 - missing / (tail + 1)))
 
 
-def _mean_keys(facts: Facts, tile: HopperTile, work: Work) -> float:
+def _mean_keys(facts: ScheduleKey, tile: HopperTile, work: Schedule) -> float:
     """Of the tiles that are not scheduled last, of which all CTAs get about as many keys."""
     shorter = 0 if work.tail_tiles else min(work.tiles, _shorter_tiles(facts, tile))
     return _most_keys(facts, tile) * (1.0 - shorter / (2 * work.tiles))
 
 
-def _shorter_tiles(facts: Facts, tile: HopperTile) -> int:
+def _shorter_tiles(facts: ScheduleKey, tile: HopperTile) -> int:
     """Tiles of a set that may meet fewer keys than others, for their queries have fewer before them."""
     if facts.seen >= facts.key_length or facts.sequences:
         return 0
     return max(0, facts.seen + facts.query_length - facts.key_length) // (tile.block_m // facts.tile_heads)
 
 
-def _most_keys(facts: Facts, tile: HopperTile) -> int:
+def _most_keys(facts: ScheduleKey, tile: HopperTile) -> int:
     """Of a tile: each query sees at most one key that the one before it does not."""
     return min(facts.key_length, facts.seen + tile.block_m // facts.tile_heads)

@@ -59,7 +59,7 @@ TILES: dict[str, dict[int, tuple[HopperTile, ...]]] = {
 SHORT_LISTS = {64: 192, 128: 128}  # keys of a query up to which intervals are short
 
 
-class Facts(NamedTuple):
+class ScheduleKey(NamedTuple):
     """The facts of a call that its tiles depend on."""
 
     keys: str  # a name of ``TILES``
@@ -81,11 +81,11 @@ class Facts(NamedTuple):
         return self.groups * self.group_sets
 
 
-def facts_of(call: AttentionCall, problem: Problem) -> Facts:
+def schedule_key(call: AttentionCall, problem: Problem) -> ScheduleKey:
     bound = None if problem.mask is None else problem.mask._bound
     seen = call.key_length if bound is None else min(call.key_length, bound[0])
     listed = problem.mask is not None
-    return Facts(_keys(call, problem, seen), call.head_dim, problem.tile_heads,
+    return ScheduleKey(_keys(call, problem, seen), call.head_dim, problem.tile_heads,
                  call.heads // call.kv_heads // problem.tile_heads, call.batch * call.kv_heads, call.query_length,
                  call.key_length, seen, problem.count, problem.bits, listed, problem.causal and not listed)
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cupy_dma.backends.cuda.attention.sm90_backward import Parts
-    from cupy_dma.backends.cuda.attention.sm90_schedule import Work
+    from cupy_dma.backends.cuda.attention.sm90_backward import QuerySplits
+    from cupy_dma.backends.cuda.attention.sm90_schedule import Schedule
     from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile
 
 
@@ -33,9 +33,9 @@ class Overrides:
     hopper: bool | None = None
     decode: bool | None = None
     tile: HopperTile | None = None
-    schedule: Work | None = None
+    schedule: Schedule | None = None
     one_pass: bool | None = None
-    parts: Parts | None = None
+    parts: QuerySplits | None = None
     counted: bool | None = None
 
 
