@@ -30,6 +30,15 @@ def test_chunks(history):
     history.check_kept(cache)
 
 
+def test_a_long_chunk_sees_more_sinks_and_recent_keys_than_best_ones():
+    """The lists of its tiles have room for all of them."""
+    history = History(length=330, window=6, sinks=40, recent=60, dtype="bfloat16", head_dim=16, batch=1)
+    cache = history.cache(backend="emulator")
+    out, lse = history.run(cache, [110, 220])
+    history.check(out, lse)
+    history.check_kept(cache)
+
+
 def test_packed_chunks():
     """Two sequences of 9 and 12 tokens at first, then of 12 and 9."""
     history = History(length=21, window=6, sinks=1, recent=2, dtype="bfloat16", head_dim=16)

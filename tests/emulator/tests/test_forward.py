@@ -230,6 +230,17 @@ def test_selection_of_equal_scores(window):
             check(scores[:, :1], documents=(np.arange(2600) >= at)[None].astype(np.int32))
 
 
+def test_a_document_that_begins_within_a_chunk():
+    """Its keys compete with each other alone, however much better those kept before it are."""
+    scores = awkward_scores("decreasing", 1, 2600)
+    with selection_cases.counting(False):
+        for at in (700, 1024, 1500, 2300):
+            documents = (np.arange(2600) >= at)[None].astype(np.int32)
+            found, expected = (dma.IntervalMask.top_w(scores, 40, documents=documents, backend=backend).stop
+                               for backend in ("emulator", "numpy"))
+            assert np.array_equal(found, expected)
+
+
 @given(problems(max_length=40))
 @settings(max_examples=25, deadline=None)
 def test_selection_is_the_definition(problem):

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 import cupy_dma as dma
+from cupy_dma.backward import varlen_attention_backward
+from tests.oracle import schedule_cases
 from tests.oracle import varlen_cases as cases
 
 build = pytest.importorskip("tests.emulator.build")
@@ -59,6 +61,30 @@ def test_the_order_of_threads_and_blocks_changes_no_bit(order):
     with emulator.using(build=BUILD, order=order):
         got = everything()
     assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(got, expected))
+
+
+def test_bad_queries_stay_in_their_sequence():
+    """The last step of queries of a sequence has room for some of the next one's, which its keys do not see."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal((130, 1, 64)).astype(np.float16) for _ in range(4))
+    bounds = np.array([0, 30, 130], np.int32)
+    out, lse = dma.varlen_attention(q, k, v, bounds, bounds, return_lse=True, backend="numpy")
+
+    def gradients(spoiled):
+        upstream, queries = dout.copy(), q.copy()
+        if spoiled:
+            upstream[30:], queries[30:] = np.inf, np.nan
+        return [varlen_attention_backward(upstream, queries, k, v, out, lse, bounds, bounds, deterministic=exact,
+                                          needs=("key", "value"), backend="emulator") for exact in (False, True)]
+
+    def check():
+        for found, clean in zip(gradients(True), gradients(False)):
+            for x, y in ((found.key, clean.key), (found.value, clean.value)):
+                assert np.array_equal(bits(x[:30]), bits(y[:30])) and not np.isfinite(x[30:]).any()
+
+    check()
+    with emulator.hopper_gpu(build=BUILD), schedule_cases.hopper_gradients(True):
+        check()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
