@@ -108,12 +108,18 @@ def odd_address(array):
     return found
 
 
-def test_a_head_stride_that_is_not_aligned():
-    """Rows are, so that only the heads tell that 16 bytes cannot be read at a time."""
-    store = np.zeros(20 * 40, np.float16)
-    query = np.lib.stride_tricks.as_strided(store, (1, 20, 2, 16), (1600, 80, 34, 2))
-    query[...] = draw(*query.shape)
-    check_attention(query, *(draw(1, 20, 2, 16, seed=seed) for seed in (1, 2)))
+def test_strides_of_a_single_axis_that_are_not_aligned():
+    """Those of batch entries, rows or heads of one array tell that 16 bytes cannot be read at a time; all else is
+    aligned."""
+    for array in range(3):
+        for axis in range(3):
+            arrays = [draw(2, 20, 2, 16, seed=seed) for seed in range(3)]
+            strides = [1600, 80, 32, 2]
+            strides[axis] += 2
+            odd = np.lib.stride_tricks.as_strided(np.zeros(2 * 20 * 44, np.float16), (2, 20, 2, 16), strides)
+            odd[...] = arrays[array]
+            arrays[array] = odd
+            check_attention(*arrays)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
