@@ -3,11 +3,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import cupy_dma as dma
+from cupy_dma import backends
 from cupy_dma.arrays import describe
 
 B, N, H, HKV, D = 2, 9, 4, 2, 8
@@ -145,6 +147,21 @@ def test_copies_and_pickles_of_a_cache(backend, convert, data):
         assert equal(convert, twin.kept().positions, cache.kept().positions)
     (empty,) = (pickle.loads(pickle.dumps(dma.DynamicCache(0, 1, 2, 4, 6, "float32"))),)
     assert "batch=0" in repr(empty) and "value_dim=6" in repr(empty)
+
+
+def test_copies_of_a_cache_keep_its_backend(monkeypatch, convert, data):
+    """Those of copies and of chosen rows, too."""
+    calls = []
+    backend = SimpleNamespace(unavailable=lambda: None, cache_extend=lambda state, call: calls.append(state))
+    monkeypatch.setattr(backends, "_registered", {"other": backend})
+    monkeypatch.setattr(backends, "_loaded", {})
+    _, k, v, s = map(convert, data)
+    cache = dma.DynamicCache(B, HKV, 3, D, like=k, backend="other")
+    for own in (cache, cache.clone(), cache.select_batch([1, 0])):
+        for twin in (own, *copies(own)):
+            calls.clear()
+            twin.update(k, v, s)
+            assert calls == [twin._state]
 
 
 # ---- masks --------------------------------------------------------------------------------------------------------
