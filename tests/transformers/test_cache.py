@@ -159,13 +159,14 @@ def test_crop_asks_all_layers_first(model):
 
 
 # ---- what is recorded -----------------------------------------------------------------------------------------------
-def append(layer: DynamicMaskLayer, n: int, generator: torch.Generator) -> torch.Tensor:
+def append(layer: DynamicMaskLayer, n: int, generator: torch.Generator, real: torch.Tensor | None = None,
+           window: int = 4) -> torch.Tensor:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
     key, value = draw(2, n, 2, 8), draw(2, n, 2, 8)
     layer.update(key.transpose(1, 2), value.transpose(1, 2))
-    return layer.attend(draw(2, n, 4, 8), key, value, draw(2, 2, n), DynamicMask(4), None, {})
+    return layer.attend(draw(2, n, 4, 8), key, value, draw(2, 2, n), DynamicMask(window), real, {})
 
 
 def test_tokens_after_a_recording_end_it():
@@ -183,6 +184,21 @@ def test_tokens_after_a_recording_end_it():
     append(layer, 2, generator)
     layer.crop(-2)
     assert layer.get_seq_length() == 17 and layer.store.length.tolist() == [17, 17]
+
+
+def test_padding_of_an_earlier_call_forbids_a_crop():
+    """A row with padding holds fewer tokens than the layer has counted, whatever the calls after it bring."""
+    layer, generator = DynamicMaskLayer(), torch.Generator().manual_seed(0)
+    append(layer, 3, generator, real=torch.tensor([[True, True, True], [True, True, False]]), window=16)
+    append(layer, 2, generator)
+    assert not layer.is_croppable
+    with pytest.raises(RuntimeError, match="no padding"):
+        layer.crop(-3)
+    assert layer.get_seq_length() == 5 and layer.store.length.tolist() == [5, 4]
+    layer.reset()
+    append(layer, 5, generator)
+    layer.crop(-3)
+    assert layer.store.length.tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("rows", [[2, 0, 0], [1]])

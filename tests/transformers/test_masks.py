@@ -13,6 +13,7 @@ from transformers import masking_utils as masks  # noqa: E402
 
 import cupy_dma.transformers as dmt  # noqa: E402
 from cupy_dma.transformers import attention_forward  # noqa: E402
+from cupy_dma.transformers.layers import DynamicMask  # noqa: E402
 from cupy_dma.transformers.visibility import Visibility, visibility  # noqa: E402
 from tests.transformers import small_models as small  # noqa: E402
 
@@ -74,6 +75,22 @@ def test_packed_sequences_keep_their_keys():
     assert torch.equal(dense(packed[:, :, 3:]), dense(packed)[3:])
     with pytest.raises(NotImplementedError, match="a part"):
         packed[..., :5]
+
+
+@pytest.mark.parametrize("how", [DynamicMask(3), DynamicMask(2, sinks=1, recent=2)], ids=str)
+def test_a_selection_within_chunks_of_packed_sequences(how):
+    """Both begin documents: every part between two of their bounds selects among its own keys."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 4, 30, 8), torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 8)
+    module = SimpleNamespace(dynamic_mask=how, dynamic_cache=None, dt_proj=torch.nn.Linear(16, 2, bias=False),
+                             A=torch.tensor([0.5, -0.5]))
+    places = torch.arange(30)[None]
+    mask = Visibility(30, 30, 0, q.device, documents=[(places >= 11).long(), places // 8])
+    with torch.no_grad():
+        out, _ = attention_forward(module, q, k, v, mask)
+        for begin, end in ((0, 8), (8, 11), (11, 16), (16, 24), (24, 30)):
+            part, _ = attention_forward(module, *(x[:, :, begin:end] for x in (q, k, v)))
+            torch.testing.assert_close(out[:, begin:end], part)
 
 
 def test_masks_that_are_refused():
