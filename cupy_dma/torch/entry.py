@@ -226,21 +226,31 @@ def backward(entry: Entry, mask: IntervalMask | None, inputs: Tensors, out: Tens
     """The gradients of the inputs, None for what is not needed; None where that takes the array library, or a hook has
     given back inputs with other strides or at odd addresses."""
     given = [x for x in inputs if x is not None]
-    if [_place_of(x) for x in given] != entry.places or dout.data_ptr() == 0:
+    addresses = [x.data_ptr() for x in given]
+    places = [(None if x.is_contiguous() else layout_of(x), at % ALIGNMENT) for x, at in zip(given, addresses)]
+    if places != entry.places or dout.data_ptr() == 0:
         return None
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    dlse = None if dlse is None else _usable(dlse.contiguous())
-    results = [_usable(x.contiguous()) for x in (out, lse, *made) if x is not None]
-    tensors = [*given, *results, dout, *([] if dlse is None else [dlse])]
-    return entry.chain.backward([x.data_ptr() // ALIGNMENT * ALIGNMENT for x in tensors], mask,
-                                (_place_of(dout), dlse is None, needed), (dout, dlse), tensors)
+    last = [] if dlse is None else [dlse]
+    others, more = _usable([x.contiguous() for x in (out, lse, *made, *last) if x is not None])
+    dlse = others.pop() if last else None
+    count, (layout, odd) = len(others), _place_of(dout)
+    addresses = [at // ALIGNMENT * ALIGNMENT for at in addresses]
+    addresses += [*more[:count], dout.data_ptr() - odd, *more[count:]]
+    return entry.chain.backward(addresses, mask, (layout, odd, dlse is None, needed), (dout, dlse),
+                                [*given, *others, dout, *([] if dlse is None else [dlse])])
 
 
-def _usable(x: Tensor) -> Tensor:
-    """A tensor at a multiple of ``ALIGNMENT``: itself, or a copy with the same strides."""
-    if x.data_ptr() % ALIGNMENT == 0:
-        return x
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+def _usable(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
+    """Tensors at multiples of ``ALIGNMENT``, themselves or copies with the same strides, and where."""
+    addresses, bits = [x.data_ptr() for x in tensors], 0
+    for address in addresses:
+        bits |= address
+    if bits % ALIGNMENT:
+        tensors = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+                   if address % ALIGNMENT else x for x, address in zip(tensors, addresses)]
+        addresses = [x.data_ptr() for x in tensors]
+    return tensors, addresses
 
 
 def without_programs(entry: Entry, mask: IntervalMask | None, made: Tensors) -> tuple[CallContext, Tensor | None]:
@@ -263,14 +273,13 @@ def without_programs(entry: Entry, mask: IntervalMask | None, made: Tensors) -> 
 
 def run_operator(entry: Entry, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and what the call has made, nothing where no backward follows."""
-    given = [None if x is None else _usable(x) for x in tensors]
-    out, lse, *made = entry.chain.forward([x.data_ptr() for x in given if x is not None], None, given)
+    given, addresses = _usable([x for x in tensors if x is not None])
+    out, lse, *made = entry.chain.forward(addresses, None, given)
     return out, lse, made[0] if made else torch.empty(0, dtype=torch.int32, device=out.device)
 
 
 def backward_operator(entry: Entry, inputs: Tensors, out: Tensor, lse: Tensor, made: Tensor, dout: Tensor,
                       dlse: Tensor | None, needed: tuple[bool, ...]) -> list[Tensor | None] | None:
     """``backward`` of a call whose key has its inputs' strides."""
-    kept = [made] if made.numel() else []
-    return backward(entry, None, [None if x is None else _usable(x) for x in inputs], out, lse, kept, dout, dlse,
-                    needed)
+    given, _ = _usable([x for x in inputs if x is not None])
+    return backward(entry, None, given, out, lse, [made] if made.numel() else [], dout, dlse, needed)

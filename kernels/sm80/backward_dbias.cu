@@ -123,6 +123,7 @@ __device__ __forceinline__ void add_gradients(Accumulator (&sum)[WARP_ROWS][KEY_
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_dbias(const AttentionParams p) {
     wait_for_earlier_kernels();
+    static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch has less shared memory");
     extern __shared__ __align__(128) unsigned char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
     const int key_blocks = (p.key_length + BLOCK_N - 1) / BLOCK_N, lane = threadIdx.x & 31;

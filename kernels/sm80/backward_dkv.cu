@@ -341,6 +341,7 @@ __device__ __forceinline__ void write_accumulators(const Accumulator (&accumulat
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_dkv(const AttentionParams p) {
     wait_for_earlier_kernels();
+    static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch has less shared memory");
     extern __shared__ __align__(128) unsigned char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
     const KeyTile t = find_key_tile(p, blockIdx.x);

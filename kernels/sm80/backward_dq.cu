@@ -107,6 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) clear_bias(const Attention
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_dq(const AttentionParams p) {
     wait_for_earlier_kernels();
+    static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch has less shared memory");
     extern __shared__ __align__(128) unsigned char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
     const Tile t = find_tile(p, static_cast<long long>(blockIdx.x));

@@ -29,6 +29,7 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_dkv(const __grid_constant__ BackwardDkvParams launch) {
     wait_for_earlier_kernels();
+    static_assert(sizeof(Shared) + 1024 <= SHARED_BYTES, "the launch has less shared memory");
     extern __shared__ unsigned char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory + (0u - shared_address(shared_memory)) % 1024);
     if (threadIdx.x == 0) {

@@ -170,6 +170,7 @@ __device__ __forceinline__ void restart(Shared& shared) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(
     const __grid_constant__ ForwardParams launch) {
+    static_assert(sizeof(Shared) + 1024 <= SHARED_BYTES, "the launch has less shared memory");
     extern __shared__ unsigned char shared_memory[];
     // The swizzle counts rows from 1024-byte boundaries.
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory + (0u - shared_address(shared_memory)) % 1024);

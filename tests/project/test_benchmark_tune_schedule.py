@@ -4,9 +4,10 @@ import json
 import numpy as np
 import pytest
 
+import cupy_dma as dma
 from benchmarks import tune_schedule, tune_sm90
 from benchmarks.harness import folders
-from cupy_dma.backends.cuda.attention import sm90, sm90_costs, sm90_schedule, sm90_tiles
+from cupy_dma.backends.cuda.attention import sm90_costs, sm90_schedule, sm90_tiles
 from cupy_dma.backends.cuda.attention.sm90_schedule import Schedule
 from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile, ScheduleKey
 
@@ -59,13 +60,16 @@ def test_the_kernels_of_all_tiles_are_compiled_first():
                                           for split in (False, True) for causal in (False, True))}
 
 
+SHAPE = "H=4/2 N=1024 D=64 w=400"
+
+
 def test_tiles_and_schedules_are_forced_and_given_back():
-    before = sm90.tile_shape, sm90.best_schedule, sm90._pays
-    tile, work = HopperTile(192, 96, 5, 5, 2), Schedule(3, 3, 1, 0)
-    with pytest.raises(ZeroDivisionError), tune_schedule.forced(tile, work):
-        assert sm90.tile_shape(None, 132) == tile and sm90.best_schedule(None, tile, 132) == work
+    before, schedule = dma.explain(SHAPE), Schedule(3, 3, 1, 0)
+    with pytest.raises(ZeroDivisionError), tune_schedule.forced(HopperTile(128, 64, 6, 6, 3), schedule):
+        text = dma.explain(SHAPE)
+        assert "sm90/forward.cu              3 x 384 threads" in text and "block_m=128 block_n=64" in text
         _ = 1 / 0
-    assert (sm90.tile_shape, sm90.best_schedule, sm90._pays) == before
+    assert dma.explain(SHAPE) == before != text
 
 
 def test_losses_are_those_of_what_is_taken():

@@ -2,6 +2,7 @@
 
 import pytest
 
+import cupy_dma as dma
 from benchmarks import tune_sm90
 
 
@@ -21,16 +22,15 @@ def test_tuned_tiles_fit():
 
 
 def test_tuned_tiles_are_forced_and_given_back():
-    from cupy_dma.backends.cuda.attention import sm90
-
-    before = sm90.tile_shape, sm90._pays
-    tile = tune_sm90.CANDIDATES[64][1]
+    shape, tile = "H=4/2 N=1024 D=64 w=400", tune_sm90.CANDIDATES[64][1]
+    before = dma.explain(shape)
     for forced in (tile, None):
         with pytest.raises(ZeroDivisionError), tune_sm90.forced(forced):
-            assert sm90.tile_shape(None, 132) == forced
-            assert sm90._pays(None, None, 132) == (forced is not None)
+            text = dma.explain(shape)
+            assert (f"block_m={tile.block_m} block_n={tile.block_n}" in text) == (forced is not None)
+            assert ("sm80/forward.cu" in text) == (forced is None)
             _ = 1 / 0
-        assert (sm90.tile_shape, sm90._pays) == before
+        assert dma.explain(shape) == before
 
 
 def test_kernels_of_another_folder_are_loaded_anew():

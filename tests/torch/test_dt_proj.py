@@ -217,7 +217,7 @@ def test_a_plain_linear_is_one_operator_in_an_export():
     module, (q, k, v, _) = layer(), draw()
     for strict in (False, True):
         graph = torch.export.export(module, (q, k, v), strict=strict).graph
-        assert "cupy_dma.key_scores.default" in [str(node.target) for node in graph.nodes]
+        assert "cupy_dma.dynamic_attention.default" in [str(node.target) for node in graph.nodes]
 
 
 @pytest.mark.parametrize(("forward", "error", "message"), [

@@ -427,7 +427,7 @@ def hopper_facts(head_dim, length, heads, kv_heads, window=None, bias=False, sof
     mask = dma.IntervalMask.top_w(scores, window) if window else None
     call = SimpleNamespace(head_dim=head_dim, softcap=softcap, query_length=length, key_length=length, heads=heads,
                            kv_heads=kv_heads, batch=1)
-    return sm90_tiles.facts_of(call, SimpleNamespace(
+    return sm90_tiles.schedule_key(call, SimpleNamespace(
         bits=False, bias_kind=int(bias), mask=mask, bias=scores if bias else None, count=0, causal=causal,
         tile_heads=heads // kv_heads))
 
@@ -460,7 +460,7 @@ def test_lists_of_few_keys_have_a_third_query_stage(head_dim, window, stages):
     (44 * 96, True, 44), (500 * 96, False, 132)])
 def test_few_tiles_are_cut_by_rows(length, causal, blocks):
     facts = hopper_facts(64, length, 2, 1, causal=causal)
-    assert next(sm90_schedule.works(facts, sm90_tiles.TILES["contiguous"][64][0], 132)).grid == blocks
+    assert next(sm90_schedule.candidates(facts, sm90_tiles.TILES["contiguous"][64][0], 132)).grid == blocks
 
 
 @pytest.mark.parametrize(("arguments", "queries", "least", "most"), [
@@ -479,7 +479,7 @@ def test_tiles_are_split_along_many_keys(arguments, queries, least, most):
     facts = hopper_facts(*arguments)
     facts = facts._replace(query_length=queries or facts.query_length)
     tile = sm90_schedule.tile_shape(facts, 132)
-    work = sm90_schedule.work_of(facts, tile, 132)
+    work = sm90_schedule.best_schedule(facts, tile, 132)
     full, rest = divmod(work.tiles * facts.sets, 132)
     assert least <= work.num_splits <= most and work.first == 132 * full
     assert work.grid == (132 if full else rest * work.num_splits)
@@ -493,7 +493,7 @@ def test_tiles_are_split_along_many_keys(arguments, queries, least, most):
 def test_tiles_are_not_split(arguments, queries, more):
     facts = hopper_facts(*arguments)
     facts = facts._replace(query_length=queries or facts.query_length, **more)
-    assert sm90_schedule.work_of(facts, sm90_schedule.tile_shape(facts, 132), 132).num_splits == 1
+    assert sm90_schedule.best_schedule(facts, sm90_schedule.tile_shape(facts, 132), 132).num_splits == 1
 
 
 def test_every_schedule_that_is_considered_fits():
@@ -502,7 +502,7 @@ def test_every_schedule_that_is_considered_fits():
     for queries, window, causal in itertools.product((100, 1000, 5000, 30000), (None, 300, 2000), (False, True)):
         facts = hopper_facts(64, 32768, 2, 1, window, causal=causal and not window)._replace(query_length=queries)
         for tile in sm90_tiles.tiles_of(facts.keys, 64):
-            whole, *others = sm90_schedule.works(facts, tile, 132)
+            whole, *others = sm90_schedule.candidates(facts, tile, 132)
             for work in (work for work in others if work.num_splits > 1):
                 rest = whole.tiles % 132
                 assert (work.tiles, work.short_tiles) == (whole.tiles, 0) and rest * work.num_splits <= 132
@@ -523,7 +523,7 @@ def test_swizzle_groups_of_causal_heads_are_equal(length, heads, kv_heads, head_
     facts = hopper_facts(head_dim, length, heads, kv_heads, causal=True)
     tile = sm90_tiles.HopperTile(128, 128, 2, 2, 2)
     facts = facts._replace(tile_heads=2, group_sets=heads // kv_heads // 2)
-    assert sm90_schedule.work_of(facts, tile, 132).swizzle_group == swizzle_group
+    assert sm90_schedule.best_schedule(facts, tile, 132).swizzle_group == swizzle_group
 
 
 @pytest.mark.parametrize(("length", "heads", "kv_heads", "window", "tail", "waves"), [
@@ -539,7 +539,7 @@ def test_swizzle_groups_of_causal_heads_are_equal(length, heads, kv_heads, head_
 def test_the_time_of_whole_tiles(length, heads, kv_heads, window, tail, waves):
     """Tiles of fewer keys are scheduled last."""
     facts, tile = hopper_facts(64, length, heads, kv_heads, window), sm90_tiles.WIDE_64
-    work = next(sm90_schedule.works(facts, tile, 132))
+    work = next(sm90_schedule.candidates(facts, tile, 132))
     assert work.tail_tiles == tail
     costs, keys = sm90_costs.costs_of("intervals", 64, tile), min(length, window + 96)
     expected = costs.wave("launch", keys) + sum(n * costs.wave(name, int(part * keys)) for n, name, part in waves)
@@ -557,7 +557,7 @@ def test_all_ctas_get_about_as_many_keys(arguments, batch, before, after):
     facts = hopper_facts(*arguments)._replace(listed=True)
     facts = facts._replace(groups=batch * facts.groups)
     tile = sm90_tiles.tiles_of(facts.keys, arguments[0])[0]
-    work, queries = next(sm90_schedule.works(facts, tile, 132)), tile.block_m // facts.tile_heads
+    work, queries = next(sm90_schedule.candidates(facts, tile, 132)), tile.block_m // facts.tile_heads
     assert work.tail_tiles == 0
 
     def most(rotation):
@@ -599,7 +599,7 @@ def test_every_tile_in_use_has_costs():
 def test_the_last_wave_may_have_short_tiles(arguments, queries, short, grid):
     facts, tile = hopper_facts(*arguments), sm90_tiles.tiles_of("intervals", arguments[0])[0]
     facts = facts._replace(query_length=queries or facts.query_length)
-    work = sm90_schedule.work_of(facts, tile, 132)
+    work = sm90_schedule.best_schedule(facts, tile, 132)
     assert (work.short_tiles, work.grid) == (short, grid) and work.tail_tiles >= short
 
 
@@ -611,7 +611,7 @@ def test_short_tiles_cover_all_queries():
             facts = hopper_facts(64, length, heads * kv_heads, kv_heads, window)
             facts = facts._replace(tile_heads=2, group_sets=heads // 2)
             for tile in sm90_tiles.tiles_of("intervals", 64):
-                for work in filter(lambda work: work.short_tiles, sm90_schedule.works(facts, tile, num_sms)):
+                for work in filter(lambda work: work.short_tiles, sm90_schedule.candidates(facts, tile, num_sms)):
                     before = (work.tiles - work.short_tiles) * facts.sets
                     assert before % num_sms == 0 and work.short_tiles * facts.sets <= num_sms
                     assert 0 <= work.tiles * 96 - work.short_tiles * 32 - length < 64

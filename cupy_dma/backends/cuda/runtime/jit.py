@@ -42,8 +42,9 @@ class Config:
     source: ClassVar[str]  # file under kernels/
 
     def prelude(self) -> str:
-        fields = ((f.name.upper(), getattr(self, f.name)) for f in dataclasses.fields(self))
-        return defines(fields)
+        fields = [(f.name.upper(), getattr(self, f.name)) for f in dataclasses.fields(self)]
+        size = getattr(self, "shared_bytes", None)  # of a launch; a method where that depends on its arguments
+        return defines([*fields, ("SHARED_BYTES", size)] if isinstance(size, int) else fields)
 
     def text(self) -> str:
         """All that the compiler reads."""
