@@ -25,7 +25,8 @@ QUICK = ("float16-D16", "bfloat16-D40", "float32-D64", "float64-D16", "heads-6/2
          "sinks-causal-bfloat16", "value-dim-float16-16/32-top_w",
          "dense-both-per_batch+dense=1gqk-bgqk", "dense-both-per_head+padding+dense=b1qk+dense=1hq1-1hqk")
 GRID = [pytest.param(case, marks=[] if case.name in QUICK else pytest.mark.slow, id=case.name) for case in CASES
-        if not case.name.startswith(("layout-", "float32-layout-"))]
+        # The gradients of queries and keys of the last one are denormal, which XLA flushes to zero.
+        if not case.name.startswith(("layout-", "float32-layout-", "scale-1e-40"))]
 
 
 TYPES = [pytest.param(jnp.float32, id="float32"), pytest.param(jnp.bfloat16, id="bfloat16", marks=pytest.mark.slow)]

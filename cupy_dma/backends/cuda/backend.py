@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.attention import flash_decode, forward, last_queries
 from cupy_dma.backends.cuda.attention.backward_chunks import attention_backward as _attention_backward
@@ -112,4 +114,5 @@ def _in_type_of(argument: Operand | None, gradient: Any) -> Any:
     """The gradient of a parameter that was converted."""
     if argument is None or gradient is None:
         return gradient
-    return argument.library.astype(gradient, argument.dtype)
+    with np.errstate(all="ignore"):  # beyond the range of a 16-bit type it is infinite
+        return argument.library.astype(gradient, argument.dtype)
