@@ -8,10 +8,10 @@ Query ``i`` stands at key position ``p_i = i + Lk - Lq``. A query with no visibl
 """
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from cupy_dma import backends
+from cupy_dma.arrays import is_tensor
 from cupy_dma.calls.attention import attention_call, dynamic_call
 from cupy_dma.calls.layout import in_bhnd, is_bnhd
 from cupy_dma.calls.run import run, run_dynamic
@@ -87,7 +87,7 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
         return in_bhnd(attention, (("query", query), ("key", key), ("value", value)), mask=mask, bias=bias,
                        causal=causal, scale=scale, softcap=softcap, sink_logits=sink_logits,
                        deterministic=deterministic, return_lse=return_lse, backend=backend)
-    if _belongs_to_torch(query):
+    if is_tensor(query):
         from cupy_dma import torch
 
         return torch.attention(query, key, value, mask=mask, bias=bias, causal=causal, scale=scale, softcap=softcap,
@@ -136,7 +136,7 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
                        window=window, dt_proj=dt_proj, A=A, dt_bias=dt_bias, form=form, keys=keys, padding=padding,
                        documents=documents, causal=causal, scale=scale, softcap=softcap, sink_logits=sink_logits,
                        deterministic=deterministic, return_lse=return_lse, backend=backend)
-    if _belongs_to_torch(query):
+    if is_tensor(query):
         from cupy_dma import torch
 
         return torch.dynamic_mask_attention(
@@ -187,7 +187,7 @@ def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: s
     """
     if not is_bnhd(layout):
         return in_bhnd(key_scores, (("value", value),), dt_proj, A, dt_bias=dt_bias, form=form, backend=backend)
-    if _belongs_to_torch(value):
+    if is_tensor(value):
         from cupy_dma import torch
 
         return torch.key_scores(value, dt_proj, A, dt_bias=dt_bias, form=form, backend=backend)
@@ -252,7 +252,7 @@ def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
     The result is differentiable for torch tensors that require grad (``cupy_dma.torch``). For other libraries see
     ``cupy_dma.backward.varlen_attention_backward``.
     """
-    if _belongs_to_torch(query):
+    if is_tensor(query):
         from cupy_dma import torch
 
         return torch.varlen_attention(
@@ -295,7 +295,7 @@ def varlen_dynamic_mask_attention(query: Any, key: Any, value: Any, cu_seqlens_q
     ------
     As ``varlen_attention`` and ``dynamic_mask_attention``.
     """
-    if _belongs_to_torch(query):
+    if is_tensor(query):
         from cupy_dma import torch
 
         return torch.varlen_dynamic_mask_attention(
@@ -308,9 +308,3 @@ def varlen_dynamic_mask_attention(query: Any, key: Any, value: Any, cu_seqlens_q
                                keys, causal, scale, softcap, deterministic, block_table, seqused_k, max_seqlen_q,
                                max_seqlen_k, tail_padding, sink_logits)
     return run_dynamic(call, return_lse, backends.choose(backend, (call.attention.query,)))
-
-
-def _belongs_to_torch(array: Any) -> bool:
-    """Whether ``cupy_dma.torch`` handles a call with this first argument."""
-    torch: Any = sys.modules.get("torch")
-    return torch is not None and isinstance(array, torch.Tensor)

@@ -12,12 +12,21 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from cupy_dma.arrays.library import CPU, Device, Library, Operand, numpy_dtype, strides_of
+from cupy_dma.arrays.library import (
+    ALIGNMENT,
+    CPU,
+    Device,
+    Library,
+    Operand,
+    numpy_dtype,
+    packed_strides,
+    strides_of,
+)
 from cupy_dma.arrays.numpy_cupy import CupyLibrary, NumpyLibrary
 from cupy_dma.arrays.torch_library import TorchLibrary
 
-__all__ = ["CPU", "Device", "DlpackLibrary", "Library", "Operand", "describe", "is_exported", "library_named",
-           "library_of", "numpy_dtype", "strides_of"]
+__all__ = ["ALIGNMENT", "CPU", "Device", "DlpackLibrary", "Library", "Operand", "describe", "is_exported", "is_tensor",
+           "library_named", "library_of", "numpy_dtype", "packed_strides", "strides_of"]
 
 
 class DlpackLibrary(Library):
@@ -33,6 +42,18 @@ class DlpackLibrary(Library):
 
     def export(self, array):
         return self.namespace.from_dlpack(array) if hasattr(self.namespace, "from_dlpack") else array
+
+
+_torch: Any = sys.modules.get("torch")
+
+
+def is_tensor(array: Any) -> bool:
+    """Whether ``array`` is a torch tensor, without importing torch. ``torch.compile`` traces this: it guards all of
+    ``sys.modules`` where that is read, so that happens no more once torch has been seen."""
+    global _torch
+    if _torch is None:
+        _torch = sys.modules.get("torch")
+    return _torch is not None and isinstance(array, _torch.Tensor)
 
 
 _libraries: dict[str, Library] = {}

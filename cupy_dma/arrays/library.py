@@ -21,6 +21,7 @@ class Device(NamedTuple):
 
 
 CPU = Device("cpu", 0)
+ALIGNMENT = 16  # bytes: of the addresses of programs; how far an argument lies behind a multiple is part of its kind
 NO_CONTEXT = nullcontext()
 
 
@@ -45,6 +46,14 @@ class Operand:
 def strides_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """Strides as far as they matter: 0 for an axis of length 1."""
     return tuple([0 if n == 1 else stride for n, stride in zip(shape, strides)]) if 1 in shape else strides
+
+
+def packed_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of an array in C order, in elements."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides)) if shape else ()
 
 
 def numpy_dtype(name: str) -> np.dtype:

@@ -36,14 +36,13 @@ CUDA arrays go to ``cuda``, CPU arrays to ``numpy``. ``register`` adds a backend
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from cupy_dma import checks
-from cupy_dma.arrays import Operand
+from cupy_dma.arrays import Operand, is_tensor, library_named
 
 NAMES = ("cuda", "numpy", "triton", "flex")  # in order of preference for CUDA arrays
 _loaded: dict[str, Any] = {}  # the backends known to be able to run
@@ -128,8 +127,7 @@ def choose(backend: str | None, operands: Iterable[Operand | None]) -> ModuleTyp
 
 def is_traced(array: Any) -> bool:
     """Whether ``torch.compile`` is tracing this call, so that it must go through operators instead of addresses."""
-    torch: Any = sys.modules.get("torch")
-    return torch is not None and torch.compiler.is_compiling() and isinstance(array, torch.Tensor)
+    return is_tensor(array) and library_named("torch").is_traced()
 
 
 def traced() -> ModuleType:

@@ -7,9 +7,9 @@ be decided is decided when the program is made, that is when a function is trace
     on a GPU    the task is built as a program of the CUDA backend (``cuda/runtime/program.py``). The callback collects
                 addresses and launches on XLA's stream. The workspace is one more result, so XLA owns all memory and
                 may capture the launches in a command buffer, whose replays do not call Python.
-    else        a task that cannot be planned, and every task of the numpy backend, runs on views of the buffers, and
-                its results are copied into theirs. On a GPU that allocates from CuPy's pool, and keeps the call out of
-                command buffers.
+    else        a task that takes the array library, and every task of the numpy backend, runs on views of the buffers,
+                and its results are copied into theirs. On a GPU that allocates from CuPy's pool, and keeps the call out
+                of command buffers.
 
 XLA never lets a result share memory with an operand here, whatever is donated: no aliases are declared. An exception
 in a callback becomes the call's ``JaxRuntimeError``, with its message and traceback.
@@ -26,13 +26,12 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.buffer_callback import buffer_callback
 
 from cupy_dma import backends, checks
-from cupy_dma.arrays import CPU, Device, Library, Operand, library_named, numpy_dtype
+from cupy_dma.arrays import ALIGNMENT, CPU, Device, Library, Operand, library_named, numpy_dtype, packed_strides
 from cupy_dma.jax import batching
 from cupy_dma.jax.arguments import on_gpu
 from cupy_dma.jax.tasks import NAMES, Kind, Task, results_of, run
 
 _DLPACK_CPU = 1
-_ALIGNMENT = 16  # of the addresses of a plan
 
 
 def run_program(task: Task, arrays: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +44,7 @@ def run_program(task: Task, arrays: dict[str, Any]) -> dict[str, Any]:
 @functools.lru_cache(maxsize=4096)
 def program_of(task: Task, operands: tuple[tuple[str, tuple[int, ...], str], ...], for_gpu: bool) -> Program:
     """The program of a task for operands of these names, shapes and types. One for each kind: jax compiles eager calls
-    once for each callback. ``for_gpu``: where it is expected to run; it can run elsewhere, without a plan."""
+    once for each callback. ``for_gpu``: where it is expected to run; it can run elsewhere, without one."""
     return Program(task, operands, for_gpu)
 
 
@@ -56,9 +55,9 @@ class Program:
         self.task = task
         self.kinds: dict[str, Kind] = {name: (shape, dtype) for name, shape, dtype in operands}
         self.results = dict(results_of(task, self.kinds))
-        self._plans = {} if checks.wants_values_checked() else self._all_plans(for_gpu)
-        self.planned = bool(self._plans)
-        self.workspace = max((built.workspace for built, _ in self._plans.values()), default=0)  # bytes
+        self._programs = {} if checks.wants_values_checked() else self._build_all(for_gpu)
+        self.built = bool(self._programs)
+        self.workspace = max((built.workspace for built, _ in self._programs.values()), default=0)  # bytes
         self.run = custom_vmap(self._call)
         self.run.def_vmap(functools.partial(batching.rule, self, run_program))
 
@@ -66,7 +65,7 @@ class Program:
 
     def _call(self, *arrays: Any) -> tuple[Any, ...]:
         kinds = [jax.ShapeDtypeStruct(shape, numpy_dtype(dtype)) for shape, dtype in self._filled()]
-        call = buffer_callback(self._fill, kinds, command_buffer_compatible=self.planned)
+        call = buffer_callback(self._fill, kinds, command_buffer_compatible=self.built)
         axes = batching.manual_axes(arrays)
         return tuple([batching.varying(x, axes) for x in call(*arrays)[:len(self.results)]])
 
@@ -74,24 +73,25 @@ class Program:
         """What the callback fills: the results, and the workspace if there is one."""
         return [*self.results.values(), *([((self.workspace,), "uint8")] if self.workspace else [])]
 
-    def _all_plans(self, for_gpu: bool) -> dict[Device, Any]:
-        """The plans for all devices of this process, or none. All now, for a captured call must not load kernels. What
-        is wrong with the backend is said when the call runs."""
+    def _build_all(self, for_gpu: bool) -> dict[Device, Any]:
+        """The programs for all devices of this process, or none. All now, for a captured call must not load kernels.
+        What is wrong with the backend is said when the call runs."""
         devices = [CPU]
         if for_gpu:
             if self.task.backend not in (None, "cuda") or backends.why_not("cuda") is not None:
                 return {}
             devices = [Device("cuda", x.local_hardware_id) for x in jax.local_devices(backend="gpu")]
-        plans = {device: self._plan_on(device) for device in devices}
-        return {} if None in plans.values() else plans
+        found = {device: self._build_on(device) for device in devices}
+        return {} if None in found.values() else found
 
-    def _plan_on(self, device: Device) -> Any:
-        """The plan on a device. Documents and keys="global" take elementwise functions of the array library: none."""
+    def _build_on(self, device: Device) -> Any:
+        """The program on a device, and what launches it. Documents and keys="global" take elementwise functions
+        of the array library: none."""
         if "documents" in self.kinds or self.task.selection is not None and self.task.selection[1] == "global":
             return None
         library = library_named("numpy" if device == CPU else "cupy")
-        operands = {name: Operand(name, SimpleNamespace(shape=shape), library, shape, _strides(shape), dtype, device,
-                                  _ALIGNMENT) for name, (shape, dtype) in self.kinds.items()}
+        operands = {name: Operand(name, SimpleNamespace(shape=shape), library, shape, packed_strides(shape), dtype,
+                                  device, ALIGNMENT) for name, (shape, dtype) in self.kinds.items()}
         module: Any = backends.choose(self.task.backend, operands.values())
         make = getattr(module, "build_program", None)
         if make is None or not module.keeps_programs():
@@ -120,13 +120,13 @@ class Program:
     def fill(self, device: Device, stream: int, addresses: list[int], arrays: Any) -> None:
         """Fill the results at the last of these addresses from the operands at the first. ``arrays()``: views of
         them."""
-        plan = self._plans.get(device)
-        if plan is not None:
+        program = self._programs.get(device)
+        if program is not None:
             bits = 0
             for address in addresses:
                 bits |= address
-            if not bits % _ALIGNMENT:
-                built, launch = plan
+            if not bits % ALIGNMENT:
+                built, launch = program
                 launch(built, addresses if built.workspace or not self.workspace else addresses[:-1], stream, arrays)
                 return
         if device == CPU:
@@ -135,13 +135,14 @@ class Program:
         import cupy
 
         with cupy.cuda.Device(device.index), cupy.cuda.Stream.from_external(_Stream(stream)):
-            if self.planned and cupy.cuda.runtime.streamIsCapturing(stream):
+            if self.built and cupy.cuda.runtime.streamIsCapturing(stream):
                 raise RuntimeError("a captured call needs operands at multiples of 16 bytes; set "
                                    "XLA_FLAGS=--xla_gpu_enable_command_buffer= to do without command buffers")
             self._fill_directly(library_named("cupy"), device, arrays())
 
     def _fill_directly(self, library: Library, device: Device, arrays: list[Any]) -> None:
-        given = {name: Operand(name, array, library, shape, _strides(shape), dtype, device, library.pointer(array))
+        given = {name: Operand(name, array, library, shape, packed_strides(shape), dtype, device,
+                               library.pointer(array))
                  for (name, (shape, dtype)), array in zip(self.kinds.items(), arrays)}
         module = backends.choose(self.task.backend, given.values())
         for result, found in zip(arrays[len(given):], run(self.task, module, given)):
@@ -168,11 +169,3 @@ class _Stream:
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self._handle
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous array, in elements."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides)) if shape else ()

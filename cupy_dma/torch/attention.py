@@ -83,7 +83,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None,
         call = attention_call(query, key, value, mask, bias, causal, scale, softcap, is_deterministic(deterministic),
                               layout)
         module = backends.choose(backend, (call.query,))
-        if call.value_dim == call.head_dim and (call.dense is None or call.dense.array is dense):
+        if call.dense is None or call.dense.array is dense:
             known = entry.recorded(known, call, module, backend, inputs)
         if known is not None and known.entry is not None:
             out, lse = entry.run(known, interval, inputs)
@@ -95,8 +95,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None,
 def attend(call: AttentionCall | DynamicCall, module: ModuleType, backend: str | None,
            inputs: tuple[Tensor | None, ...], given: tuple[Any, ...] = ()) -> tuple[Tensor, Tensor, bool]:
     """``out, lse`` of a checked call on ``module``, the backend of that name, with gradients for ``inputs``: its query,
-    key, value and bias, or scores, and the parameters of scores to be computed. And whether such calls can be planned
-    (``steps.py``): not if the backend did without a mask. ``given``: the caller's masks."""
+    key, value and bias, or scores, and the parameters of scores to be computed. And whether by a
+    mask. ``given``: the caller's masks."""
     if needs_grad(*inputs):
         return *_Attention.apply(call, module, backend, given, *inputs), True
     if isinstance(call, DynamicCall):
@@ -131,7 +131,7 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.saved = described(saved)
         ctx.facts = CallContext(mask, (own.causal, own.scale, own.softcap, own.deterministic),
-                          None if recipe is None else recipe[4], module, backend, own.sequences)
+                                None if recipe is None else recipe[4], module, backend, own.sequences)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -189,8 +189,7 @@ class _Arguments(NamedTuple):
         return MaskArguments(*self[3:8]).mask()
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """In the order of a chain's arguments."""
+    def inputs(self) -> tuple[Tensor | None, ...]:
         return self.query, self.key, self.value, self.bias, self.dense, self.start, self.stop
 
     def call(self) -> AttentionCall:
@@ -198,35 +197,30 @@ class _Arguments(NamedTuple):
         masks = tuple([mask for mask in (self.mask, self.dense) if mask is not None])
         return attention_call(self.query, self.key, self.value, masks, self.bias, *self[10:14])
 
-    def recorded(self, call: AttentionCall, module: ModuleType) -> entry.Entry | None:
-        """The entry of the checked call; None where it has no programs."""
-        found = entry.recorded(self.known(), call, module, self.backend, self.tensors, own_mask=True)
-        return None if found is None else found.entry
-
-    def known(self) -> entry.CallKey:
+    def call_key(self) -> entry.CallKey:
         bound = None if self.bound is None else tuple(self.bound)
-        return entry.operator_key(self.tensors, (self.starts, bound, self.causal_only, *self[10:15]), self.keep)
+        return entry.operator_key(self.inputs, (self.starts, bound, self.causal_only, *self[10:15]), self.keep)
 
 
 def _attention(*arguments):
     given = _Arguments.of(*arguments)
-    found = given.known().entry
+    found = entry.found_entry(given)
     if found is None:
         with torch.no_grad():
             call = given.call()
             module = backends.choose(given.backend, (call.query,))
-            found = given.recorded(call, module)
+            found = entry.made_entry(given, call, module)
             if found is None:
-                return *run_attend(call, module), given.query.new_empty(0, dtype=torch.int32)
-    return entry.run_operator(found, given.tensors)
+                return *run_attend(call, module), entry.nothing_made(given.query)
+    return entry.run_operator(found, given.inputs)
 
 
 def _attention_backward(dout, dlse, out, lse, made, *arguments):
     given, needs = _Arguments.of(*arguments[:-1]), arguments[-1]
-    known, found = given.known().entry, None
+    known, found = entry.found_entry(given), None
     if known is not None and made.numel() == known.chain.kept_words:
         needed = tuple([name in needs for name in INPUTS[:4]])
-        found = entry.backward_operator(known, given.tensors, out, lse, made, dout, dlse, needed)
+        found = entry.backward_operator(known, given.inputs, out, lse, made, dout, dlse, needed)
     if found is not None:
         return [found[INPUTS.index(name)] for name in needs]
     with torch.no_grad():
@@ -235,26 +229,12 @@ def _attention_backward(dout, dlse, out, lse, made, *arguments):
 
 
 def _fake_attention(*arguments):
-    given, query = _Arguments(*arguments), arguments[0]
+    given, query = _Arguments.of(*arguments), arguments[0]
     batch, length, heads, _ = query.shape
     out, lse = query.new_empty((batch, length, heads, given.value.shape[3])), query.new_empty(
         (batch, heads, length), dtype=wide(query))
-    return out, lse, query.new_empty((_size_of_made(given) if given.keep else 0,), dtype=torch.int32)
-
-
-def _size_of_made(arguments: _Arguments) -> Any:
-    """Known where all shapes are and the arguments are right: the operator says what is wrong when it runs."""
-    tensors = [x for x in arguments if isinstance(x, Tensor)]
-    if not all(type(n) is int for x in tensors for n in x.shape):
-        return torch.library.get_ctx().new_dynamic_size()
-    given = _Arguments.of(*arguments)
-    found, module = given.known().entry, entry.module_of(given.query, given.backend)
-    if found is None and entry.has_chains(module):
-        try:
-            found = given.recorded(given.call(), module)
-        except (TypeError, ValueError):
-            return 0
-    return 0 if found is None else found.chain.kept_words
+    size = entry.size_of_made(given, given.inputs, 0) if given.keep else 0
+    return out, lse, query.new_empty((size,), dtype=torch.int32)
 
 
 def _fake_attention_backward(dout, dlse, out, lse, made, query, key, value, *rest):

@@ -4,7 +4,7 @@
 
 ``made`` is what the call has made and its backward needs: its mask, the key lists of that mask and its scores, in one
 array of int32, whose length is known where all shapes are; nothing without ``keep``. Eager calls on plain tensors go
-past the operators; both run the programs that ``steps.py`` knows.
+past the operators; both run the programs that ``entry.py`` knows.
 """
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Te
         call = dynamic_call(query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents,
                             causal, scale, softcap, is_deterministic(deterministic), layout)
         module = backends.choose(backend, (call.attention.query,))
-        if checks.wants_values_checked() or call.attention.value_dim != call.attention.head_dim:
+        if checks.wants_values_checked():
             known = None
         if not entry.may_do_without_mask(known, call):
             known = entry.recorded(known, call, module, backend, inputs)
@@ -108,7 +108,6 @@ def attend_dynamic(call: DynamicCall, module: ModuleType, backend: str | None, q
     with torch.no_grad():
         attention = masked(call, ranked, module)
     return attend(attention, module, backend, (query, key, value, scores))
-
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------
@@ -141,27 +140,20 @@ class _Arguments(NamedTuple):
         return dynamic_call(*self[:4], self.window, *self[4:7], self.form, self.keys, self.padding, self.documents,
                             self.causal, self.scale, self.softcap, self.deterministic)
 
-    def known(self) -> entry.CallKey | None:
-        """The key of such calls; None for those that have no programs."""
+    @property
+    def inputs(self) -> tuple[Tensor | None, ...]:
+        return self[:7]
+
+    def call_key(self) -> entry.CallKey | None:
         if self.documents is not None or (self.padding is not None and self.padding.dtype != torch.bool) or (
                 checks.wants_values_checked()):
             return None
         return entry.operator_key(self[:8], self[9:17], self.keep)
 
-    def programs(self) -> entry.Entry | None:
-        """The entry of such calls, if they were made before."""
-        known = self.known()
-        return None if known is None else known.entry
-
-    def recorded(self, call: DynamicCall, module: ModuleType) -> entry.Entry | None:
-        """The entry of the checked call; None where it has no programs."""
-        found = entry.recorded(self.known(), call, module, self.backend, self[:7], own_mask=True)
-        return None if found is None else found.entry
-
 
 def _dynamic_attention(*arguments):
     given = _Arguments(*arguments)
-    found = given.programs()
+    found = entry.found_entry(given)
     if found is not None:
         return entry.run_operator(found, given[:8])
     with torch.no_grad():
@@ -169,29 +161,25 @@ def _dynamic_attention(*arguments):
         module = backends.choose(given.backend, (call.attention.query,))
         if not given.keep and entry.may_do_without_mask(None, call):
             out, lse, _ = attended(call, module)
-            return out, lse, _nothing(out)
-        found = given.recorded(call, module)
+            return out, lse, entry.nothing_made(out)
+        found = entry.made_entry(given, call, module)
         if found is not None:
             return entry.run_operator(found, given[:8])
         own = attention_of(call, module)
         out, lse = run_attend(own, module)
         if not given.keep:
-            return out, lse, _nothing(out)
+            return out, lse, entry.nothing_made(out)
         mask, bias = own.mask, own.bias
         assert mask is not None and bias is not None
         made = [mask._start.array, mask._stop.array, *([] if call.recipe is None else [bias.array])]
         return out, lse, torch.cat([x.contiguous().view(torch.int32).flatten() for x in made])
 
 
-def _nothing(like):
-    return torch.empty(0, dtype=torch.int32, device=like.device)
-
-
 def _dynamic_attention_backward(dout, dlse, out, lse, made, *arguments):
     given, needs = _Arguments(*arguments[:-1]), arguments[-1]
-    needed, known, found = tuple([name in needs for name in INPUTS]), given.programs(), None
+    needed, known, found = tuple([name in needs for name in INPUTS]), entry.found_entry(given), None
     if known is not None:
-        found = entry.backward_operator(known, given[:7], out, lse, made, dout, dlse, needed)
+        found = entry.backward_operator(known, given.inputs, out, lse, made, dout, dlse, needed)
     if found is None:
         with torch.no_grad():
             call = given.call()
@@ -201,7 +189,7 @@ def _dynamic_attention_backward(dout, dlse, out, lse, made, *arguments):
             else:
                 mask, scores = _unpacked(given, made)
                 facts = CallContext(mask, (own.causal, own.scale, own.softcap, own.deterministic),
-                              call.recipe and call.recipe[4], module, given.backend)
+                                    call.recipe and call.recipe[4], module, given.backend)
             found = gradients(facts, Saved(out, lse, *given[:7], scores=scores), dout, dlse, needed)
     return [found[INPUTS.index(name)] for name in needs]
 
@@ -232,25 +220,12 @@ def _fake_dynamic_attention(*arguments):
     query, (batch, length, heads, _) = given.query, given.query.shape
     out = query.new_empty((batch, length, heads, given.value.shape[3]))
     lse = query.new_empty((batch, heads, length), dtype=wide(query))
-    return out, lse, query.new_empty((_size_of_made(given) if given.keep else 0,), dtype=torch.int32)
-
-
-def _size_of_made(given: _Arguments) -> Any:
-    """Known where all shapes are and the arguments are right: the operator says what is wrong when it runs."""
-    tensors = [x for x in given[:9] if x is not None]
-    if not all(type(n) is int for x in tensors for n in x.shape):
-        return torch.library.get_ctx().new_dynamic_size()
-    found, module = given.programs(), entry.module_of(given.query, given.backend)
-    if found is None and entry.has_chains(module):
-        try:
-            found = given.recorded(given.call(), module)
-        except (TypeError, ValueError):
-            return 0
-    if found is not None:
-        return found.chain.kept_words
-    start, stop = map(math.prod, _sizes(given))
-    words = 0 if given.scores is not None else 2 if given.query.dtype == torch.float64 else 1
-    return start + (1 + words) * stop
+    size = 0
+    if given.keep:
+        start, stop = map(math.prod, _sizes(given))
+        words = 0 if given.scores is not None else 2 if query.dtype == torch.float64 else 1  # of a computed score
+        size = entry.size_of_made(given, given[:9], start + (1 + words) * stop)
+    return out, lse, query.new_empty((size,), dtype=torch.int32)
 
 
 def _fake_dynamic_attention_backward(dout, dlse, out, lse, made, *arguments):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from cupy_dma import backends
-from cupy_dma.arrays import CPU, Device, Operand, library_named, strides_of
+from cupy_dma.arrays import ALIGNMENT, CPU, Device, Operand, library_named, strides_of
 from cupy_dma.calls.layout import looks_like_bhnd
 from cupy_dma.calls.types import AttentionCall, DynamicCall
 from cupy_dma.masks.derived import forget_oldest
@@ -30,7 +30,6 @@ from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.torch.gradients import CallContext, MaskArguments, Saved, check_saved, described, gradients
 from cupy_dma.torch.registration import is_plain_gradient
 
-ALIGNMENT = 16  # bytes: addresses of arguments are part of the key as far as they are no multiples
 MAX_ENTRIES = 1024  # then the oldest are forgotten
 _PLAIN = {bool, int, float, str, type(None)}  # types of options
 _functorch, _dispatch = torch._C._functorch, torch._C._len_torch_dispatch_stack
@@ -138,7 +137,11 @@ def _facts_of(mask: IntervalMask) -> Any:
 def recorded(key: CallKey | None, call: AttentionCall | DynamicCall, module: ModuleType, backend: str | None,
              inputs: Tensors, own_mask: bool = False) -> CallKey | None:
     """The key of a checked call with these inputs, with its entry if it has programs. ``own_mask``: as for a chain."""
-    if key is None or not has_chains(module) or (not own_mask and not _is_plain(key, call)):
+    own = call.attention if isinstance(call, DynamicCall) else call
+    if key is None or own.value_dim != own.head_dim or not _has_chains(module):
+        return key
+    # An eager call's options must be plain values, and what warns does so each time.
+    if not own_mask and (not _PLAIN.issuperset(key.facts[1]) or looks_like_bhnd(own.query, own.key)):
         return key
     known = _known.get(key.facts)
     if known is None or known.runtime is not module.runtime:
@@ -153,20 +156,8 @@ def may_do_without_mask(key: CallKey | None, call: DynamicCall) -> bool:
     return (key is None or not key.grad) and call.attention.query_length < call.attention.key_length
 
 
-def module_of(x: Tensor, backend: str | None) -> ModuleType:
-    """The backend of that name for tensors like ``x``, which need not have memory."""
-    device = CPU if x.device.type == "cpu" else Device("cuda", x.device.index or 0)
-    return backends.choose(backend, [Operand("query", x, library_named("torch"), (), (), "", device, ALIGNMENT)])
-
-
-def has_chains(module: ModuleType) -> bool:
+def _has_chains(module: ModuleType) -> bool:
     return getattr(module, "make_chain", None) is not None and module.keeps_programs()
-
-
-def _is_plain(key: CallKey, call: AttentionCall | DynamicCall) -> bool:
-    """False for options that are no plain values, and for what warns each time."""
-    own = call.attention if isinstance(call, DynamicCall) else call
-    return _PLAIN.issuperset(key.facts[1]) and not looks_like_bhnd(own.query, own.key)
 
 
 def _built(key: CallKey, call: AttentionCall | DynamicCall, module: ModuleType, backend: str | None, inputs: Tensors,
@@ -271,11 +262,63 @@ def without_programs(entry: Entry, mask: IntervalMask | None, made: Tensors) -> 
 # ---- operators ------------------------------------------------------------------------------------------------------
 
 
+class OperatorCall(Protocol):
+    """The arguments of an operator."""
+
+    @property
+    def query(self) -> Tensor: ...
+
+    @property
+    def backend(self) -> str | None: ...
+
+    @property
+    def inputs(self) -> Tensors:
+        """What the backward needs, in the order of a chain's arguments."""
+
+    def call_key(self) -> CallKey | None:
+        """None for calls that have no programs."""
+
+    def call(self) -> AttentionCall | DynamicCall:
+        """The checked call."""
+
+
+def found_entry(given: OperatorCall) -> Entry | None:
+    """The entry of calls with these arguments that have been made."""
+    key = given.call_key()
+    return None if key is None else key.entry
+
+
+def made_entry(given: OperatorCall, call: AttentionCall | DynamicCall, module: ModuleType) -> Entry | None:
+    """The entry of the checked call; None where it has no programs."""
+    key = recorded(given.call_key(), call, module, given.backend, given.inputs, own_mask=True)
+    return None if key is None else key.entry
+
+
+def size_of_made(given: OperatorCall, tensors: Tensors, without: int) -> Any:
+    """The int32 numbers that an operator keeps for its backward, ``without`` programs so many. Unknown where one of the
+    ``tensors`` has a size that is; 0 for wrong arguments: the operator says what is wrong when it runs."""
+    if not all(type(n) is int for x in tensors if x is not None for n in x.shape):
+        return torch.library.get_ctx().new_dynamic_size()
+    device = CPU if given.query.device.type == "cpu" else Device("cuda", given.query.device.index or 0)
+    query = Operand("query", given.query, library_named("torch"), (), (), "", device, ALIGNMENT)  # without memory yet
+    found, module = found_entry(given), backends.choose(given.backend, [query])
+    if found is None and _has_chains(module):
+        try:
+            found = made_entry(given, given.call(), module)
+        except (TypeError, ValueError):
+            return 0
+    return without if found is None else found.chain.kept_words
+
+
 def run_operator(entry: Entry, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and what the call has made, nothing where no backward follows."""
     given, addresses = _usable([x for x in tensors if x is not None])
     out, lse, *made = entry.chain.forward(addresses, None, given)
-    return out, lse, made[0] if made else torch.empty(0, dtype=torch.int32, device=out.device)
+    return out, lse, made[0] if made else nothing_made(out)
+
+
+def nothing_made(like: Tensor) -> Tensor:
+    return like.new_empty(0, dtype=torch.int32)
 
 
 def backward_operator(entry: Entry, inputs: Tensors, out: Tensor, lse: Tensor, made: Tensor, dout: Tensor,

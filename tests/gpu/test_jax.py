@@ -84,7 +84,7 @@ def planned(function, *arguments):
     finally:
         programs.Program.__init__ = real
     assert made
-    return all(program.planned for program in made)
+    return all(program.built for program in made)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES if case.name in CHOSEN])

@@ -68,7 +68,7 @@ def test_a_training_step_is_two_plans(made, monkeypatch):
 
     step = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3, 4)), static_argnums=5)
     value, found = step(q, k, v, *parameters, "emulator")
-    assert [(x.task.operation, x.planned, x.workspace > 0) for x in made] == [
+    assert [(x.task.operation, x.built, x.workspace > 0) for x in made] == [
         ("dynamic", True, True), ("backward", True, True)]
     assert direct == []
     again = step(q, k, v, *parameters, "emulator")
@@ -89,12 +89,12 @@ def test_a_plan_has_the_bits_of_the_backend(made, monkeypatch):
         return scores, mask, *dj.attention(q, k, v, mask=mask, bias=s, return_lse=True, backend="emulator")
 
     planned = run(q, k, v, s)
-    assert [x.planned for x in made] == [True] * 3
+    assert [x.built for x in made] == [True] * 3
     programs.program_of.cache_clear()
     direct = launches(monkeypatch)
     with cuda_program.fresh():
         plain = run(q, k, v, s)
-    assert [x.planned for x in made[3:]] == [False] * 3 and direct == ["key_scores", "top_w", "attention"]
+    assert [x.built for x in made[3:]] == [False] * 3 and direct == ["key_scores", "top_w", "attention"]
     assert all(map(same, jax.tree.leaves(planned), jax.tree.leaves(plain)))
 
 
@@ -114,7 +114,7 @@ def test_hoppers_kernels_as_plans(made):
 
     with hopper_gpu():
         value, found = step("emulator")
-    assert [x.planned for x in made] == [True, True]
+    assert [x.built for x in made] == [True, True]
     expected = step("numpy")
     assert np.isclose(value, expected[0], rtol=1e-3)
     for x, y in zip(found, expected[1]):
@@ -128,7 +128,7 @@ def test_what_cannot_be_planned_runs_all_the_same(made):
         out, expected = (dj.dynamic_mask_attention(q, k, v, s, window=5, backend=backend, **options)
                          for backend in ("emulator", "numpy"))
         np.testing.assert_allclose(out.astype(jnp.float32), expected.astype(jnp.float32), atol=2e-3)
-    assert not any(x.planned for x in made)
+    assert not any(x.built for x in made)
 
 
 # ---- through the buffers of a GPU ----
@@ -157,7 +157,7 @@ def test_a_plan_through_a_gpus_buffers(monkeypatch):
     monkeypatch.setattr(cuda_program.Program, "run_at", lambda self, addresses, stream: (
         streams.append((self.device, stream)), real(self, addresses, stream)))
     program, found = fake_gpu.call(forward_task(), operands())
-    assert program.planned and direct == [] and streams == [(programs.Device("cuda", 0), fake_gpu.STREAM)]
+    assert program.built and direct == [] and streams == [(programs.Device("cuda", 0), fake_gpu.STREAM)]
     q, k, v, s = draw(dtype=jnp.float16)
     out, lse = dj.dynamic_mask_attention(q, k, v, s, window=5, scale=0.3, return_lse=True, backend="emulator")
     mask = dj.top_w(s, 5, backend="emulator")
@@ -169,7 +169,7 @@ def test_a_plan_through_a_gpus_buffers(monkeypatch):
 def test_a_plan_is_made_for_each_gpu(monkeypatch):
     fake_gpu.install(monkeypatch, BACKEND)
     program, found = fake_gpu.call(forward_task(), operands(), device=1)
-    assert {device.index for device in program._plans} == {0, 1} and all(program._plans.values())
+    assert {device.index for device in program._programs} == {0, 1} and all(program._programs.values())
     assert same(found["out"], fake_gpu.call(forward_task(), operands())[1]["out"])
 
 
@@ -178,7 +178,7 @@ def test_without_a_plan_through_a_gpus_buffers(monkeypatch, dtype):
     fake_gpu.install(monkeypatch, numpy_backend)
     direct = launches(monkeypatch)
     program, found = fake_gpu.call(forward_task(), operands(dtype))
-    assert not program.planned and program.workspace == 0 and direct == ["dynamic"]
+    assert not program.built and program.workspace == 0 and direct == ["dynamic"]
     q, k, v, s = draw(dtype=dtype)
     out, lse = dj.dynamic_mask_attention(q, k, v, s, window=5, scale=0.3, return_lse=True, backend="numpy")
     assert same(found["out"], out) and same(found["lse"], lse)
@@ -189,7 +189,7 @@ def test_odd_addresses_go_past_the_plan(monkeypatch):
     fake_gpu.install(monkeypatch, BACKEND)
     direct = launches(monkeypatch)
     program, found = fake_gpu.call(forward_task(), operands(), offset=8)
-    assert program.planned and direct == ["dynamic"]
+    assert program.built and direct == ["dynamic"]
     assert same(found["out"], fake_gpu.call(forward_task(), operands())[1]["out"])
     fake_gpu.install(monkeypatch, BACKEND, capturing=True)
     with pytest.raises(RuntimeError, match="a captured call needs operands at multiples of 16 bytes"):
@@ -232,7 +232,7 @@ def test_only_plans_may_be_captured(monkeypatch, planned):
 
     monkeypatch.setattr(programs, "buffer_callback", buffer_callback)
     plan = SimpleNamespace(workspace=512), None
-    monkeypatch.setattr(programs.Program, "_all_plans", lambda self, for_gpu: {programs.CPU: plan} if planned else {})
+    monkeypatch.setattr(programs.Program, "_build_all", lambda self, for_gpu: {programs.CPU: plan} if planned else {})
     dj.dynamic_mask_attention(*draw(), window=5)
     assert told == [(5, True) if planned else (4, False)]
 

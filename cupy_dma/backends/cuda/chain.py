@@ -13,14 +13,13 @@ import dataclasses
 import threading
 from typing import Any, NamedTuple
 
-from cupy_dma.arrays import Operand
+from cupy_dma.arrays import ALIGNMENT, Operand
 from cupy_dma.backends.cuda.attention.backward import attention_backward
 from cupy_dma.backends.cuda.attention.backward_chunks import chunk_size
 from cupy_dma.backends.cuda.attention.forward import attention
 from cupy_dma.backends.cuda.attention.problem import with_known_bias
 from cupy_dma.backends.cuda.runtime.builder import Array, Builder, GivenMask, NotBuildable
 from cupy_dma.backends.cuda.runtime.device import Runtime
-from cupy_dma.backends.cuda.runtime.params import ALIGNMENT
 from cupy_dma.backends.cuda.runtime.program import Program, builder
 from cupy_dma.backends.cuda.runtime.replay import Place
 from cupy_dma.backends.cuda.select.prefix import prefix_run, prefix_stop
@@ -81,10 +80,8 @@ class Chain:
         arrays = [] if bias is None else [bias.array]
         if mask is not None and not isinstance(mask, GivenMask):
             arrays += [mask._start.array, mask._stop.array]
-            for found in self._build.derived(mask).values():
-                arrays.append(found.workspace if hasattr(found, "workspace") else next(iter(found.values())))
-        buffers = {(x.ref if isinstance(x, Array) else x).buffer for x in arrays}
-        return buffers - set(self._build.given) if self._grad else set()
+            arrays += [found.workspace for found in self._build.derived(mask).values()]
+        return {x.ref.buffer for x in arrays} - set(self._build.given) if self._grad else set()
 
     def _find_made(self) -> Made | None:
         if not self._grad:

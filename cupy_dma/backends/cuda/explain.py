@@ -8,12 +8,11 @@ from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from cupy_dma.arrays import Device, Operand, library_named
+from cupy_dma.arrays import ALIGNMENT, Device, Operand, library_named, packed_strides
 from cupy_dma.arrays.library import NO_CONTEXT
 from cupy_dma.backends.cuda.chain import Building, arguments
 from cupy_dma.backends.cuda.runtime import jit
-from cupy_dma.backends.cuda.runtime.builder import Builder, Launch, packed_strides
-from cupy_dma.backends.cuda.runtime.params import ALIGNMENT
+from cupy_dma.backends.cuda.runtime.builder import Builder, Launch
 from cupy_dma.backends.cuda.runtime.program import Program, builder
 from cupy_dma.backends.cuda.runtime.warmup import shared_memory_limit
 from cupy_dma.calls.gradients import chain_gradients

@@ -1,5 +1,5 @@
 """One kind of call after another: what was planned for one must not be run for its neighbour, which differs in one
-fact. The kind that is planned comes first; each neighbour must give what it gives without plans."""
+fact. The kind that is planned comes first; each neighbour must give what it gives with programs of its own."""
 from __future__ import annotations
 
 import contextlib

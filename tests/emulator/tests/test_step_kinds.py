@@ -1,5 +1,5 @@
 """One kind of torch call after another: a step is run for calls of its own kind alone. The kind that is planned comes
-first; each neighbour, which differs in one fact, must give what it gives without plans."""
+first; each neighbour, which differs in one fact, must give what it gives with programs of its own."""
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Steps: torch calls that are looked up by their tensors and run as plans, against the same calls without plans."""
+"""Torch calls that run the programs of earlier ones, against calls with programs of their own."""
 from __future__ import annotations
 
 import gc
@@ -31,7 +31,7 @@ def device(request):
 
 @pytest.fixture(autouse=True)
 def planned(monkeypatch):
-    """How many forward and backward passes were run as plans."""
+    """How many forward and backward passes were run by chains."""
     count = {"forward": 0, "backward": 0}
 
     def counted(name: str) -> Callable[..., Any]:
@@ -85,7 +85,7 @@ def same(a: list[Any], b: list[Any]) -> None:
 
 def check(call: Callable[..., Any], make: Callable[[int], Any], planned: dict[str, int], calls: int = 4,
           **options: Any) -> None:
-    """Calls of one kind give what they give without plans; all are planned."""
+    """Calls of one kind give what they give with programs of their own; all have chains."""
     for i in range(calls):
         inputs = make(i)
         before = dict(planned)
@@ -448,6 +448,7 @@ COMPILED = {"scores": (dynamic, lambda i: draw(i)),
             "values": (from_values, lambda i: [*draw(i)[:3], *parameters(i).values()]),
             "padding": (lambda *x: dynamic(*x, padding=torch.arange(N)[None] % 7 > 0), lambda i: draw(i)),
             "global": (lambda *x: dynamic(*x, keys="global"), lambda i: draw(i)),
+            "another value dim": (lambda q, k, v, s: dynamic(q, k, v[..., :48], s), lambda i: draw(i)),
             "documents": (lambda *x: dynamic(*x, documents=torch.tensor([0, 40, N])), lambda i: draw(i)),
             "top_w and dense": (dense_and_best, lambda i: draw(i)), "no mask": (attend, lambda i: draw(i))}
 

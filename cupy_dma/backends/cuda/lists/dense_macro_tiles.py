@@ -59,4 +59,4 @@ def dense_supers(build: Builder, packed: PackedMask, mask_heads: int, kv_heads: 
     return DenseSupers(entries, units > 1, {
         "super_list": at["list"], "super_blocks": at["blocks"], "super_states": at["states"], "slots": at["slots"],
         "super_counts": at["super_counts"], "super_units": units, "super_entries": entries,
-        "list_batch": heads if batch > 1 else 0, "list_group": int(heads > 1)}, space.array)
+        "list_batch": heads if batch > 1 else 0, "list_group": int(heads > 1)}, space.workspace)

@@ -128,8 +128,8 @@ class Workspace:
 
     def __init__(self, build: Builder, **sizes: int):
         length, offsets = _layout(tuple(sizes.items()))
-        self.array = build.empty((length,), "int32")
-        self.refs = {name: self.array.ref + offset for name, offset in offsets.items()}
+        self.workspace = build.empty((length,), "int32")
+        self.refs = {name: self.workspace.ref + offset for name, offset in offsets.items()}
 
 
 def _seen_sizes(mask: IntervalMask, spans: bool) -> dict[str, int]:
@@ -149,11 +149,12 @@ def _seen(build: Builder, mask: IntervalMask, query_length: int, block_n: int, c
         return None
     known, identity = build.derived(mask), ("seen", query_length, causal)
     seen = known.get(identity)
-    if seen is None or (for_supers and "span_sum" not in seen):
+    if seen is None or (for_supers and "span_sum" not in seen.refs):
         queries = _super_queries(mask, query_length) if for_supers or build.grad else 0
-        seen = known[identity] = Workspace(build, **_seen_sizes(mask, queries > 0)).refs
-        _count(build, mask, _params(mask, query_length, {"super_queries": queries}, seen, None), causal, block_n, False)
-    return seen
+        seen = known[identity] = Workspace(build, **_seen_sizes(mask, queries > 0))
+        params = _params(mask, query_length, {"super_queries": queries}, seen.refs, None)
+        _count(build, mask, params, causal, block_n, False)
+    return seen.refs
 
 
 def _params(mask: IntervalMask, query_length: int, fields: Fields, refs: dict[str, Ref],
@@ -207,11 +208,11 @@ def _tile_lists(build: Builder, mask: IntervalMask, query_length: int, queries: 
                 {**fields, "short_tiles": short_tiles.tiles, "missing_queries": short_tiles.missing_queries,
                  "tile_warps": warps}, at, count, sequences)
         return KeyLists("KEYS_LISTED", {"list": at["list"], "list_lengths": at["list_lengths"], "capacity": capacity},
-                        space.array)
+                        space.workspace)
     _launch(build, mask, query_length, causal, block_n, "summarize",
             rows * blocks(summary_blocks, LIST_WARPS), fields, at, count, sequences)
     return KeyLists("KEYS_SHARED", {"list": at["seen"], "list_lengths": at["seen_count"], "summaries": at["summaries"],
-                                    "chunk_info": at["chunk_info"], "chunk": LIST_CHUNK}, space.array)
+                                    "chunk_info": at["chunk_info"], "chunk": LIST_CHUNK}, space.workspace)
 
 
 def _tile_warps(rows: int, tiles: int, num_sms: int) -> int:
@@ -232,4 +233,4 @@ def _super_lists(build: Builder, mask: IntervalMask, query_length: int, queries:
     sizes = {"super_queries": queries, "supers": supers, "super_capacity": capacity, "super_entries": entries}
     _launch(build, mask, query_length, causal, 64, "super_lists", rows * supers, sizes, at, seen is None, sequences)
     read = ("seen", "seen_count", "span_offset", "super_list", "super_lengths", "slots")
-    return SuperLists(entries, sizes | {name: at[name] for name in read}, space.array)
+    return SuperLists(entries, sizes | {name: at[name] for name in read}, space.workspace)

@@ -4,7 +4,7 @@
     jit.py         configuration -> prelude + source -> cubin -> loaded kernel
     disk_cache.py  cubins on disk
     params.py      the arguments of kernels, with holes for addresses
-    builder.py     what builds a program: stand-ins for the device and for arrays
+    builder.py     what functions build a program with
     program.py     what a call launches, built once and run at any addresses
     replay.py      the launches of a program, ready for the driver
     launch.py      launches through the driver, with programmatic dependent launch

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cupy_dma.arrays import Device, Operand, numpy_dtype, strides_of
+from cupy_dma.arrays import ALIGNMENT, Device, Operand, numpy_dtype, packed_strides, strides_of
 from cupy_dma.arrays.library import NO_CONTEXT
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
 from cupy_dma.backends.cuda.runtime.overrides import NONE, Overrides
-from cupy_dma.backends.cuda.runtime.params import ALIGNMENT, Packed, Ref
+from cupy_dma.backends.cuda.runtime.params import Packed, Ref
 from cupy_dma.masks.interval import IntervalMask
 
 if TYPE_CHECKING:
@@ -278,14 +278,6 @@ class Builder:
         if name.startswith("__"):
             raise AttributeError(name)
         raise NotBuildable(f"the library's {name}")
-
-
-def packed_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of an array in C order, in elements."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides)) if shape else ()
 
 
 def is_packed(x: Operand) -> bool:

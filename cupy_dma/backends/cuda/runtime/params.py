@@ -6,7 +6,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
-ALIGNMENT = 16  # of every buffer of a program; an argument that lies elsewhere has the rest in the offsets of its Refs
+from cupy_dma.arrays import ALIGNMENT
 
 
 class Ref(NamedTuple):

@@ -17,11 +17,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from cupy_dma.arrays import Device, Library
+from cupy_dma.arrays import ALIGNMENT, Device, Library
 from cupy_dma.backends.cuda.runtime.builder import Arguments, Array, Builder, NotBuildable, Request, bytes_of
 from cupy_dma.backends.cuda.runtime.device import Runtime
-from cupy_dma.backends.cuda.runtime.overrides import Overrides
-from cupy_dma.backends.cuda.runtime.params import ALIGNMENT
+from cupy_dma.backends.cuda.runtime.overrides import NONE
 from cupy_dma.backends.cuda.runtime.replay import SPACING, Launches, Place
 from cupy_dma.masks.derived import kept
 from cupy_dma.masks.interval import IntervalMask
@@ -168,7 +167,7 @@ def _filled(template: Any, made: list[Any]) -> Any:
 
 
 _kept = True
-_overrides = Overrides()
+_overrides = NONE
 
 
 @contextmanager
