@@ -72,18 +72,14 @@ __device__ __forceinline__ void epilogue(const ForwardParams& launch, const Outp
             const float f = factor[fragment_row(i)];
             words[i / 2] = pack_pair(o[d].x[i] * f, o[d].x[i + 1] * f);
         }
-        store_matrices((corner ^ 2 * d % 8 * 16) + d / 4 * BLOCK_M * CHUNK_ROW_BYTES, words);
+        unsigned stored[4];  // 0 in rows that see no key: one hidden by a bias of -inf may have made NaN of them
+#pragma unroll
+        for (int i = 0; i < 4; ++i) stored[i] = factor[i % 2] == 0.0f ? 0 : words[i];
+        store_matrices((corner ^ 2 * d % 8 * 16) + d / 4 * BLOCK_M * CHUNK_ROW_BYTES, stored);
         nonfinite = add_zero_times(add_zero_times(nonfinite, words[0]), words[2]);
         if (OnlineSoftmax::LARGE) nonfinite = add_zero_times(add_zero_times(nonfinite, words[1]), words[3]);
     }
     if (nonfinite != 0) raise(nonfinite_seen);
-    if (__any_sync(ALL_LANES, softmax.is_empty(0) || softmax.is_empty(1))) {
-        __syncwarp();  // the warp's rows are complete
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-            for (int piece = lane & 3; softmax.is_empty(r) && piece < ROW_PIECES; piece += 4)
-                *reinterpret_cast<uint4*>(piece_of<BLOCK_M>(staging, first_row + lane / 4 + 8 * r, piece)) = uint4{};
-    }
     copy_rows(launch, t, staging, first_row);
     const int r = lane & 3, row = first_row + lane / 4 + 8 * r;  // two of four lanes write one each
     if (r < 2 && row < t.rows)

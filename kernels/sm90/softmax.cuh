@@ -172,10 +172,7 @@ struct OnlineSoftmax {
     }
 
     // Approximate instructions: l is at least about 1 (or 0, or not finite), so they are as good as exact ones.
-    __device__ __forceinline__ float inverse_sum(int r) const { return is_empty(r) ? 0.0f : inverse_fast(l[r]); }
-
-    // Whether row r of this lane sees no key.
-    __device__ __forceinline__ bool is_empty(int r) const { return l[r] == 0.0f; }
+    __device__ __forceinline__ float inverse_sum(int r) const { return l[r] == 0.0f ? 0.0f : inverse_fast(l[r]); }
 
     // Of row r of this lane. A row that has seen nothing has -inf.
     __device__ __forceinline__ float lse(int r) const {
