@@ -14,6 +14,7 @@ from cupy_dma import backends
 from cupy_dma.arrays import is_tensor
 from cupy_dma.calls.attention import attention_call, dynamic_call
 from cupy_dma.calls.layout import in_bhnd, is_bnhd
+from cupy_dma.calls.options import Options, Packing, Selection
 from cupy_dma.calls.run import run, run_dynamic
 from cupy_dma.calls.scores import recipe_of
 from cupy_dma.calls.varlen import varlen_call, varlen_dynamic_call
@@ -93,7 +94,8 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
         return torch.attention(query, key, value, mask=mask, bias=bias, causal=causal, scale=scale, softcap=softcap,
                                sink_logits=sink_logits, deterministic=deterministic, return_lse=return_lse,
                                layout=layout, backend=backend)
-    call = attention_call(query, key, value, mask, bias, causal, scale, softcap, deterministic, layout, sink_logits)
+    options = Options(causal, scale, softcap, deterministic, sink_logits)
+    call = attention_call(query, key, value, mask, bias, options, layout)
     return run(call, return_lse, backends.choose(backend, (call.query,)))
 
 
@@ -144,8 +146,9 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
             padding=padding, documents=documents, causal=causal, scale=scale, softcap=softcap,
             sink_logits=sink_logits, deterministic=deterministic, return_lse=return_lse, layout=layout,
             backend=backend)
-    call = dynamic_call(query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents, causal,
-                        scale, softcap, deterministic, layout, sink_logits)
+    selection = Selection(scores, window, dt_proj, A, dt_bias, form, keys, padding, documents)
+    options = Options(causal, scale, softcap, deterministic, sink_logits)
+    call = dynamic_call(query, key, value, selection, options, layout)
     return run_dynamic(call, return_lse, backends.choose(backend, (call.attention.query,)))
 
 
@@ -260,8 +263,9 @@ def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
             softcap=softcap, sink_logits=sink_logits, deterministic=deterministic, return_lse=return_lse,
             block_table=block_table, seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
             tail_padding=tail_padding, backend=backend)
-    call = varlen_call(query, key, value, cu_seqlens_q, cu_seqlens_k, mask, bias, causal, scale, softcap,
-                       deterministic, block_table, seqused_k, max_seqlen_q, max_seqlen_k, tail_padding, sink_logits)
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, max_seqlen_q, max_seqlen_k, tail_padding)
+    options = Options(causal, scale, softcap, deterministic, sink_logits)
+    call = varlen_call(query, key, value, packing, mask, bias, options)
     return run(call, return_lse, backends.choose(backend, (call.query,)))
 
 
@@ -304,7 +308,8 @@ def varlen_dynamic_mask_attention(query: Any, key: Any, value: Any, cu_seqlens_q
             sink_logits=sink_logits, deterministic=deterministic, return_lse=return_lse, block_table=block_table,
             seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, tail_padding=tail_padding,
             backend=backend)
-    call = varlen_dynamic_call(query, key, value, cu_seqlens_q, cu_seqlens_k, scores, window, dt_proj, A, dt_bias, form,
-                               keys, causal, scale, softcap, deterministic, block_table, seqused_k, max_seqlen_q,
-                               max_seqlen_k, tail_padding, sink_logits)
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, max_seqlen_q, max_seqlen_k, tail_padding)
+    selection = Selection(scores, window, dt_proj, A, dt_bias, form, keys)
+    options = Options(causal, scale, softcap, deterministic, sink_logits)
+    call = varlen_dynamic_call(query, key, value, packing, selection, options)
     return run_dynamic(call, return_lse, backends.choose(backend, (call.attention.query,)))

@@ -33,6 +33,7 @@ from cupy_dma.calls.gradients import (
     check_upstream,
     contiguous_floats,
 )
+from cupy_dma.calls.options import Options, Packing, Selection
 from cupy_dma.calls.run import attention_of
 from cupy_dma.calls.scores import recipe_of
 from cupy_dma.calls.sinks import sink_gradient
@@ -122,8 +123,8 @@ def attention_backward(dout: Any, query: Any, key: Any, value: Any, out: Any, ls
         The backend does not support this combination, or a torch argument requires grad: there is no second derivative.
     """
     wanted = check_needs(needs, _ATTENTION_NEEDS)
-    call = attention_call(query, key, value, mask, bias, causal, scale, softcap, deterministic,
-                          sink_logits=sink_logits)
+    options = Options(causal, scale, softcap, deterministic, sink_logits)
+    call = attention_call(query, key, value, mask, bias, options)
     return _gradients(call, check_upstream(call, dout, out, lse, dlse), wanted, backend)
 
 
@@ -173,8 +174,9 @@ max_seqlen_q, max_seqlen_k, backend
     array([1.83, 0.83, 0.33, 2.28, 1.28, 0.78, 0.45, 0.2 ])
     """
     wanted = check_needs(needs, _ATTENTION_NEEDS)
-    call = varlen_call(query, key, value, cu_seqlens_q, cu_seqlens_k, mask, bias, causal, scale, softcap, deterministic,
-                       block_table, seqused_k, max_seqlen_q, max_seqlen_k, sink_logits=sink_logits)
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, max_seqlen_q, max_seqlen_k)
+    options = Options(causal, scale, softcap, deterministic, sink_logits)
+    call = varlen_call(query, key, value, packing, mask, bias, options)
     return _gradients(call, check_upstream(call, dout, out, lse, dlse), wanted, backend)
 
 
@@ -280,8 +282,9 @@ sink_logits, backend
     array([1.5, 1. , 1. , 1. , 1. , 0.5])
     """
     wanted = check_needs(needs, _DYNAMIC_NEEDS)
-    call = dynamic_call(query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents, causal,
-                        scale, softcap, deterministic, sink_logits=sink_logits)
+    selection = Selection(scores, window, dt_proj, A, dt_bias, form, keys, padding, documents)
+    options = Options(causal, scale, softcap, deterministic, sink_logits)
+    call = dynamic_call(query, key, value, selection, options)
     attention, recipe = call.attention, call.recipe
     checks.require_no_grad((attention.query, attention.key, attention.value, call.scores, attention.sinks,
                             *(recipe or ())[1:4]))

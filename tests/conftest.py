@@ -68,8 +68,8 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.fixture
-def unplanned():
-    """No call repeats what an earlier one has launched: for tests that change which kernels a call takes."""
+def fresh_programs():
+    """No call runs an earlier call's programs: for tests that change which kernels a call takes."""
     from cupy_dma.backends.cuda.runtime.program import fresh
 
     with fresh():

@@ -4,75 +4,53 @@ Checks look at shapes and types only: they cost a few microseconds and never tou
 """
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from cupy_dma import checks
 from cupy_dma.arrays import Operand, describe
 from cupy_dma.calls.layout import hint, warn_if_bhnd
 from cupy_dma.calls.mask import check_mask
+from cupy_dma.calls.options import Options, Selection
 from cupy_dma.calls.scores import recipe_of
-from cupy_dma.calls.sinks import check_sinks
 from cupy_dma.calls.types import AttentionCall, DynamicCall, key_bias
 from cupy_dma.masks.selection import check_candidates
 
 
-def attention_call(query: Any, key: Any, value: Any, mask: Any, bias: Any, causal: bool, scale: float | None,
-                   softcap: float, deterministic: bool, layout: str | None = "bnhd",
-                   sink_logits: Any = None) -> AttentionCall:
+def attention_call(query: Any, key: Any, value: Any, mask: Any, bias: Any, options: Options,
+                   layout: str | None = "bnhd") -> AttentionCall:
     """The checked arguments of ``cupy_dma.attention``, in our layout. Raises what it documents; warns only where the
     caller has not given a layout, None."""
     q, k, v = describe_qkv(query, key, value)
     if layout is None:
         warn_if_bhnd(q, k, 4)
-    scale, softcap, causal, deterministic = options(q, scale, softcap, causal, deterministic)
+    checked = options.checked(q)
     added = None if bias is None else _bias(bias, q, k)
     seen, dense = (None, None) if mask is None else check_mask(mask, q, k, lambda array: _dense(array, q, k))
-    return AttentionCall(q, k, v, seen, dense, added, causal, scale, softcap, deterministic,
-                         sinks=check_sinks(sink_logits, q))
+    return AttentionCall(q, k, v, seen, dense, added, *checked)
 
 
-def dynamic_call(query: Any, key: Any, value: Any, scores: Any, window: int, dt_proj: Any, A: Any, dt_bias: Any,
-                 form: str, keys: str, padding: Any, documents: Any, causal: bool, scale: float | None, softcap: float,
-                 deterministic: bool, layout: str | None = "bnhd", sink_logits: Any = None) -> DynamicCall:
+def dynamic_call(query: Any, key: Any, value: Any, selection: Selection, options: Options,
+                 layout: str | None = "bnhd") -> DynamicCall:
     """The checked arguments of ``cupy_dma.dynamic_mask_attention``. Raises and warns as ``attention_call``."""
     q, k, v = describe_qkv(query, key, value)
     if layout is None:
         warn_if_bhnd(q, k, 4)
-    scale, softcap, causal, deterministic = options(q, scale, softcap, causal, deterministic)
-    window, causal = selection_options(window, keys, causal, scores, dt_proj, A, dt_bias)
+    window, causal = selection.checked(options.causal)
+    checked = replace(options, causal=causal).checked(q)
     recipe = ranked = None
-    if scores is None:
-        recipe = recipe_of(value, dt_proj, A, dt_bias, form)
+    if selection.scores is None:
+        recipe = recipe_of(value, selection.dt_proj, selection.A, selection.dt_bias, selection.form)
         checks.require_same_device((q, recipe[1]))
     else:
-        ranked = describe(scores, "scores")
+        ranked = describe(selection.scores, "scores")
         checks.one_of_types(ranked)
         checks.has_shape(ranked, "(B, Hkv, Lk)", ((k.shape[0],), (k.shape[2], q.shape[2]), (k.shape[1],)))
         ranked = checks.in_rows(ranked)
         checks.require_same_device((q, ranked))
-    candidates = check_candidates(padding, documents, q, k.shape[0], k.shape[1])
-    call = AttentionCall(q, k, v, None, None, None if ranked is None else key_bias(ranked), causal, scale, softcap,
-                         deterministic, sinks=check_sinks(sink_logits, q))
-    return DynamicCall(call, ranked, recipe, window, keys, candidates)
-
-
-def selection_options(window: int, keys: str, causal: bool, scores: Any, dt_proj: Any, A: Any,
-                      dt_bias: Any) -> tuple[int, bool]:
-    """The window, and whether the attention must apply causality itself: prefix masks are causal by construction.
-    ValueError for arguments that do not go together."""
-    window = checks.whole(window, "window", 1)
-    checks.choice(keys, "keys", ("prefix", "global"))
-    causal = checks.flag(causal, "causal")
-    if keys == "prefix" and not causal:
-        raise ValueError("causal=False needs keys='global', got keys='prefix', which is causal by construction")
-    if (scores is None) == (dt_proj is None):
-        raise ValueError(f"give either scores or dt_proj and A, got {'neither' if scores is None else 'both'}")
-    if scores is None and A is None:
-        raise ValueError("A must be given with dt_proj, got None")
-    extra = [name for name, argument in (("A", A), ("dt_bias", dt_bias)) if argument is not None]
-    if scores is not None and extra:
-        raise ValueError(f"{' and '.join(extra)} must come with dt_proj, got scores")
-    return window, causal and keys == "global"
+    candidates = check_candidates(selection.padding, selection.documents, q, k.shape[0], k.shape[1])
+    call = AttentionCall(q, k, v, None, None, None if ranked is None else key_bias(ranked), *checked)
+    return DynamicCall(call, ranked, recipe, window, selection.keys, candidates)
 
 
 class Layout(NamedTuple):
@@ -121,13 +99,6 @@ def describe_qkv(query: Any, key: Any, value: Any, layout: Layout = PADDED) -> t
         return q, k, v
     q = checks.with_axes(q, 4)
     return (q, k, v) if layout is PAGED else (q, checks.with_axes(k, 4), checks.with_axes(v, 4))
-
-
-def options(q: Operand, scale: float | None, softcap: float, causal: bool,
-            deterministic: bool) -> tuple[float, float, bool, bool]:
-    return (q.shape[3] ** -0.5 if scale is None else checks.factor(scale, "scale", q.dtype),
-            0.0 if softcap == 0.0 and type(softcap) is float else checks.softcap_of(softcap, q.dtype),
-            checks.flag(causal, "causal"), checks.flag(deterministic, "deterministic"))
 
 
 def _allowed(q: Operand, k: Operand) -> tuple[tuple[int, ...], ...]:

@@ -26,9 +26,9 @@ class AttentionCall:
     scale: float
     softcap: float  # 0 = none
     deterministic: bool
-    sequences: Sequences | None = None  # varlen: packed in arrays of B = 1; key and value may be a paged KV cache
     # (H,). Those of the forward are added in run.py; a backward that makes ``out`` and ``lse`` anew needs them
     sinks: Operand | None = None
+    sequences: Sequences | None = None  # varlen: packed in arrays of B = 1; key and value may be a paged KV cache
 
     @property
     def batch(self) -> int:
@@ -87,7 +87,7 @@ class DynamicCall:
 def with_mask(call: AttentionCall, mask: IntervalMask | None, bias: Operand | None) -> AttentionCall:
     """The call with this mask and bias."""
     return AttentionCall(call.query, call.key, call.value, mask, None, bias, call.causal, call.scale, call.softcap,
-                         call.deterministic, call.sequences, call.sinks)
+                         call.deterministic, call.sinks, call.sequences)
 
 
 def key_bias(scores: Operand) -> Operand:

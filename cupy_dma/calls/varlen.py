@@ -6,62 +6,56 @@ query stands at its last key. Everything else is as in ``cupy_dma.attention``, s
 """
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from cupy_dma import checks
 from cupy_dma.arrays import Operand, describe
-from cupy_dma.calls.attention import PACKED, PAGED, describe_qkv, options, selection_options
+from cupy_dma.calls.attention import PACKED, PAGED, describe_qkv
 from cupy_dma.calls.mask import check_interval
+from cupy_dma.calls.options import Options, Packing, Selection
 from cupy_dma.calls.scores import recipe_of
 from cupy_dma.calls.sequences import Sequences, packed_mask, packed_rows, sequences_of
-from cupy_dma.calls.sinks import check_sinks
 from cupy_dma.calls.types import AttentionCall, DynamicCall, key_bias, with_mask
 from cupy_dma.masks.documents import runs_between
 from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.masks.selection import Candidates
 
 
-def varlen_call(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, mask: Any, bias: Any,
-                causal: bool, scale: float | None, softcap: float, deterministic: bool, block_table: Any,
-                seqused_k: Any, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-                tail_padding: bool = True, sink_logits: Any = None) -> AttentionCall:
-    """The checked arguments of ``varlen_attention``, as a call of B = 1. Raises what it documents; the public functions
-    pass ``tail_padding`` on, what is called after them leaves it out."""
-    q, k, v = describe_qkv(query, key, value, PACKED if block_table is None else PAGED)
-    scale, softcap, causal, deterministic = options(q, scale, softcap, causal, deterministic)
-    checks.flag(tail_padding, "tail_padding")
-    sequences = sequences_of(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, tail_padding)
-    for name, longest, total in (("max_seqlen_q", max_seqlen_q, q.shape[1]),
-                                 ("max_seqlen_k", max_seqlen_k, 0 if sequences.page_size else k.shape[1])):
+def varlen_call(query: Any, key: Any, value: Any, packing: Packing, mask: Any, bias: Any,
+                options: Options) -> AttentionCall:
+    """The checked arguments of ``varlen_attention``, as a call of B = 1. Raises what it documents."""
+    q, k, v = describe_qkv(query, key, value, PACKED if packing.block_table is None else PAGED)
+    checked = options.checked(q)
+    tail_padding = checks.flag(packing.tail_padding, "tail_padding")
+    sequences = sequences_of(q, k, packing.cu_seqlens_q, packing.cu_seqlens_k, packing.seqused_k, packing.block_table,
+                             tail_padding)
+    for name, longest, total in (("max_seqlen_q", packing.max_seqlen_q, q.shape[1]),
+                                 ("max_seqlen_k", packing.max_seqlen_k, 0 if sequences.page_size else k.shape[1])):
         if longest is not None and checks.whole(longest, name, 0) * sequences.batch < total and not tail_padding:
             raise ValueError(f"{name} must be at least the longest sequence, got {longest} for {sequences.batch} "
                              f"sequences in {total} rows (tail_padding=True allows rows after the last sequence)")
-    call = AttentionCall(q, k, v, None, None, None, causal, scale, softcap, deterministic, sequences,
-                         check_sinks(sink_logits, q))
+    call = AttentionCall(q, k, v, None, None, None, *checked, sequences)
     if mask is None and bias is None:
         return call
     return with_mask(call, None if mask is None else visible_keys(mask, call),
                      None if bias is None else packed_bias(_per_key(bias, "bias", call), sequences))
 
 
-def varlen_dynamic_call(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, scores: Any,
-                        window: int, dt_proj: Any, A: Any, dt_bias: Any, form: str, keys: str, causal: bool,
-                        scale: float | None, softcap: float, deterministic: bool, block_table: Any, seqused_k: Any,
-                        max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-                        tail_padding: bool = True, sink_logits: Any = None) -> DynamicCall:
+def varlen_dynamic_call(query: Any, key: Any, value: Any, packing: Packing, selection: Selection,
+                        options: Options) -> DynamicCall:
     """The checked arguments of ``varlen_dynamic_mask_attention``. Raises what it documents."""
-    window, causal = selection_options(window, keys, causal, scores, dt_proj, A, dt_bias)
-    if scores is None and block_table is not None:
+    window, causal = selection.checked(options.causal)
+    if selection.scores is None and packing.block_table is not None:
         raise ValueError("scores (B, Hkv, max_pages * page_size) must be given with block_table, got dt_proj")
-    call = varlen_call(query, key, value, cu_seqlens_q, cu_seqlens_k, None, None, causal, scale, softcap,
-                       deterministic, block_table, seqused_k, max_seqlen_q, max_seqlen_k, tail_padding, sink_logits)
+    call = varlen_call(query, key, value, packing, None, None, replace(options, causal=causal))
     recipe = ranked = None
-    if scores is None:
-        recipe = recipe_of(call.value.array[None], dt_proj, A, dt_bias, form)
+    if selection.scores is None:
+        recipe = recipe_of(call.value.array[None], selection.dt_proj, selection.A, selection.dt_bias, selection.form)
         checks.require_same_device((call.query, recipe[1]))
     else:
-        ranked, call = scores_of_keys(scores, call)
-    return DynamicCall(call, ranked, recipe, window, keys, candidates_of(call, keys))
+        ranked, call = scores_of_keys(selection.scores, call)
+    return DynamicCall(call, ranked, recipe, window, selection.keys, candidates_of(call, selection.keys))
 
 
 def scores_of_keys(scores: Any, call: AttentionCall) -> tuple[Operand, AttentionCall]:

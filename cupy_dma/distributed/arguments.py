@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cupy_dma import backends, checks
 from cupy_dma.arrays import describe
 from cupy_dma.calls.attention import attention_call, dynamic_call
+from cupy_dma.calls.options import Options, Selection
 from cupy_dma.distributed.rows import has_room
 from cupy_dma.torch.registration import is_deterministic
 
@@ -87,12 +88,12 @@ class Arguments(NamedTuple):
         if self.window is None:
             raise ValueError(UNBOUNDED)
         q, k, v = (self._tensor(name) for name in ("query", "key", "value"))
-        deterministic = is_deterministic(self.deterministic)
+        options = Options(True, self.scale, self.softcap, is_deterministic(self.deterministic))
         if self.scores is None and self.dt_proj is None and self.A is None and self.dt_bias is None:
-            checked = attention_call(q, k, v, None, None, True, self.scale, self.softcap, deterministic)
+            checked = attention_call(q, k, v, None, None, options)
         else:
-            checked = dynamic_call(q, k, v, self.scores, self.window, self.dt_proj, self.A, self.dt_bias, self.form,
-                                   "prefix", None, None, True, self.scale, self.softcap, deterministic).attention
+            selection = Selection(self.scores, self.window, self.dt_proj, self.A, self.dt_bias, self.form)
+            checked = dynamic_call(q, k, v, selection, options).attention
             if self.scores is not None:
                 checks.has_shape(describe(self.scores, "scores"), "(B, Hkv, n)",
                                  ((k.shape[0],), (k.shape[2],), (k.shape[1],)))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from cupy_dma import checks
 from cupy_dma.calls.attention import attention_call, dynamic_call
 from cupy_dma.calls.mask import masks_in
+from cupy_dma.calls.options import Options, Selection
 from cupy_dma.calls.types import AttentionCall
 from cupy_dma.jax.arguments import (
     as_array,
@@ -68,8 +69,8 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
         floats["bias"] = as_array(bias, "bias")
     shapes = stand_in(floats["query"]), stand_in(floats["key"]), stand_in(floats["value"])
     sinks = optional_array(sink_logits, "sink_logits")
-    call = attention_call(*shapes, None, stand_in(floats.get("bias")), causal, scale, softcap, deterministic, layout,
-                          stand_in(sinks))
+    options = Options(causal, scale, softcap, deterministic, stand_in(sinks))
+    call = attention_call(*shapes, None, stand_in(floats.get("bias")), options, layout)
     checks.flag(return_lse, "return_lse")
     check_backend(backend, floats["query"])
     masks = [_checked_mask(item, shapes, call) for item in masks_in(mask)]
@@ -123,9 +124,10 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
     q, k, v = rows(query, "query"), rows(key, "key"), rows(value, "value")
     ranked, sinks = optional_array(scores, "scores"), optional_array(sink_logits, "sink_logits")
     parameters = {name: optional_array(x, name) for name, x in (("dt_proj", dt_proj), ("A", A), ("dt_bias", dt_bias))}
-    call = dynamic_call(stand_in(q), stand_in(k), stand_in(v), stand_in(ranked), window,
-                        stand_in(parameters["dt_proj"]), stand_in(parameters["A"]), stand_in(parameters["dt_bias"]),
-                        form, keys, None, None, causal, scale, softcap, deterministic, layout, stand_in(sinks))
+    selection = Selection(stand_in(ranked), window, form=form, keys=keys,
+                          **{name: stand_in(x) for name, x in parameters.items()})
+    call = dynamic_call(stand_in(q), stand_in(k), stand_in(v), selection,
+                        Options(causal, scale, softcap, deterministic, stand_in(sinks)), layout)
     checks.flag(return_lse, "return_lse")
     check_backend(backend, q)
     own = call.attention
@@ -166,5 +168,5 @@ def _checked_mask(mask: Any, shapes: tuple[Any, Any, Any], call: AttentionCall) 
             raise checks.wrong_shape("mask", "(1|B, 1|Hkv|H, Lk)", allowed, found.shape)
         return found
     dense = as_array(mask, "mask")
-    attention_call(*shapes, stand_in(dense), None, False, None, 0.0, False)
+    attention_call(*shapes, stand_in(dense), None, Options())
     return dense

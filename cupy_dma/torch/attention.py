@@ -22,6 +22,7 @@ from cupy_dma.calls.attention import attention_call, not_padding
 from cupy_dma.calls.gradients import INPUTS, attention_gradients
 from cupy_dma.calls.layout import in_bhnd, is_bnhd
 from cupy_dma.calls.mask import intersect, masks_in
+from cupy_dma.calls.options import Options
 from cupy_dma.calls.run import attend as run_attend
 from cupy_dma.calls.run import attended, attention_of
 from cupy_dma.calls.types import AttentionCall, DynamicCall
@@ -80,8 +81,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None,
                                           *options_of(causal, scale, softcap, deterministic, backend),
                                           needs_grad(query, key, value, bias))
     else:
-        call = attention_call(query, key, value, mask, bias, causal, scale, softcap, is_deterministic(deterministic),
-                              layout)
+        call = attention_call(query, key, value, mask, bias,
+                              Options(causal, scale, softcap, is_deterministic(deterministic)), layout)
         module = backends.choose(backend, (call.query,))
         if call.dense is None or call.dense.array is dense:
             known = entry.recorded(known, call, module, backend, inputs)
@@ -195,7 +196,7 @@ class _Arguments(NamedTuple):
     def call(self) -> AttentionCall:
         """The checked call."""
         masks = tuple([mask for mask in (self.mask, self.dense) if mask is not None])
-        return attention_call(self.query, self.key, self.value, masks, self.bias, *self[10:14])
+        return attention_call(self.query, self.key, self.value, masks, self.bias, Options(*self[10:14]))
 
     def call_key(self) -> entry.CallKey:
         bound = None if self.bound is None else tuple(self.bound)

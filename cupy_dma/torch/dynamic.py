@@ -20,6 +20,7 @@ from cupy_dma.arrays import library_named
 from cupy_dma.calls.attention import dynamic_call
 from cupy_dma.calls.gradients import INPUTS
 from cupy_dma.calls.layout import in_bhnd, is_bnhd
+from cupy_dma.calls.options import Options, Selection
 from cupy_dma.calls.run import attend as run_attend
 from cupy_dma.calls.run import attended, attention_of, masked
 from cupy_dma.calls.types import DynamicCall
@@ -78,8 +79,9 @@ def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Te
             query, key, value, scores, dt_proj, A, dt_bias, padding, as_tensor(documents, query), window, form, keys,
             *options_of(causal, scale, softcap, deterministic, backend), keep)
     else:
-        call = dynamic_call(query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents,
-                            causal, scale, softcap, is_deterministic(deterministic), layout)
+        selection = Selection(scores, window, dt_proj, A, dt_bias, form, keys, padding, documents)
+        call = dynamic_call(query, key, value, selection,
+                            Options(causal, scale, softcap, is_deterministic(deterministic)), layout)
         module = backends.choose(backend, (call.attention.query,))
         if checks.wants_values_checked():
             known = None
@@ -137,8 +139,8 @@ class _Arguments(NamedTuple):
 
     def call(self) -> DynamicCall:
         """The checked call."""
-        return dynamic_call(*self[:4], self.window, *self[4:7], self.form, self.keys, self.padding, self.documents,
-                            self.causal, self.scale, self.softcap, self.deterministic)
+        selection = Selection(self.scores, self.window, *self[4:7], self.form, self.keys, self.padding, self.documents)
+        return dynamic_call(*self[:3], selection, Options(*self[12:16]))
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:

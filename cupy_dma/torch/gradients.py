@@ -132,7 +132,7 @@ def _by_backend(facts: CallContext, saved: Saved, dout: Tensor, dlse: Tensor | N
         added = checks.with_axes(added, 4) if bias.ndim == 4 else key_bias(checks.with_axes(added, 3))
     shown = None if saved.dense is None else checks.with_axes(operand(saved.dense, "mask"), 4)
     call = AttentionCall(of(saved.query, "query"), of(saved.key, "key"), of(saved.value, "value"), facts.mask, shown,
-                         added, *facts.options, facts.sequences)
+                         added, *facts.options, sequences=facts.sequences)
     recipe = None
     if facts.form is not None:
         parameters = [None if x is None else operand(x, name) for x, name in zip(saved[6:9], INPUTS[4:])]

@@ -25,7 +25,7 @@ operators = torch.ops.cupy_dma
 library_named("torch")  # made before anything is traced
 
 
-class Options(NamedTuple):
+class OperatorOptions(NamedTuple):
     """The arguments of the attention operators after the bias."""
 
     causal: bool
@@ -160,10 +160,11 @@ def is_deterministic(deterministic: bool) -> bool:
     return checks.flag(deterministic, "deterministic") or torch.are_deterministic_algorithms_enabled()
 
 
-def options_of(causal: bool, scale: float | None, softcap: float, deterministic: bool, backend: str | None) -> Options:
+def options_of(causal: bool, scale: float | None, softcap: float, deterministic: bool,
+               backend: str | None) -> OperatorOptions:
     """Checked options, as an operator takes them."""
-    return Options(checks.flag(causal, "causal"), None if scale is None else checks.real(scale, "scale"),
-                   checks.real(softcap, "softcap", 0.0), is_deterministic(deterministic), backend)
+    return OperatorOptions(checks.flag(causal, "causal"), None if scale is None else checks.real(scale, "scale"),
+                           checks.real(softcap, "softcap", 0.0), is_deterministic(deterministic), backend)
 
 
 def in_rows(x: Any) -> Any:

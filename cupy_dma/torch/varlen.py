@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cupy_dma import backends, checks
-from cupy_dma.calls.attention import selection_options
+from cupy_dma.calls.options import Options, Packing, Selection
 from cupy_dma.calls.run import attend as run_attend
 from cupy_dma.calls.varlen import candidates_of, scores_of_keys, varlen_call, varlen_dynamic_call
 from cupy_dma.masks.interval import IntervalMask
@@ -55,9 +55,9 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Te
         out, lse = operators.varlen_attention(query, key, value, *MaskArguments.of(mask), bias,
                                               *options_of(causal, scale, softcap, deterministic, backend), *sequences)
     else:
-        call = varlen_call(query, key, value, cu_seqlens_q, cu_seqlens_k, mask, bias, causal, scale, softcap,
-                           is_deterministic(deterministic), block_table, seqused_k, max_seqlen_q, max_seqlen_k,
-                           tail_padding)
+        packing = Packing(*sequences, max_seqlen_q, max_seqlen_k, tail_padding)
+        call = varlen_call(query, key, value, packing, mask, bias,
+                           Options(causal, scale, softcap, is_deterministic(deterministic)))
         out, lse, _ = attend(call, backends.choose(backend, (call.query,)), backend, (query, key, value, bias),
                              (mask,))
     return delivered(out, lse, return_lse, sink_logits)
@@ -79,9 +79,10 @@ def varlen_dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, cu_
         check_sinks(sink_logits, query)
     query, key, value = cast(query, key, value)
     scores, sequences = in_rows(scores), (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
+    selection = Selection(scores, window, dt_proj, A, dt_bias, form, keys)
     if takes_operators(query, key, value, scores, dt_proj, A, dt_bias, *sequences):
         sequences = _as_tensors(query, sequences)
-        window, cut = selection_options(window, keys, causal, scores, dt_proj, A, dt_bias)
+        window, cut = selection.checked(causal)
         _check_lengths(max_seqlen_q, max_seqlen_k)
         if scores is None:
             scores = operators.key_scores(value[None], dt_proj, A, dt_bias, form, backend)[0]
@@ -91,9 +92,9 @@ def varlen_dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, cu_
         out, lse = operators.varlen_attention(query, key, value, start, stop, *hints, scores,
                                               *options_of(cut, scale, softcap, deterministic, backend), *sequences)
     else:
-        call = varlen_dynamic_call(query, key, value, cu_seqlens_q, cu_seqlens_k, scores, window, dt_proj, A, dt_bias,
-                                   form, keys, causal, scale, softcap, is_deterministic(deterministic), block_table,
-                                   seqused_k, max_seqlen_q, max_seqlen_k, tail_padding)
+        packing = Packing(*sequences, max_seqlen_q, max_seqlen_k, tail_padding)
+        call = varlen_dynamic_call(query, key, value, packing, selection,
+                                   Options(causal, scale, softcap, is_deterministic(deterministic)))
         module = backends.choose(backend, (call.attention.query,))
         out, lse, _ = attend_dynamic(call, module, backend, query, key, value, scores)
     return delivered(out, lse, return_lse, sink_logits)
@@ -114,10 +115,10 @@ def _check_lengths(*lengths: int | None) -> None:
 
 
 def _call(query, key, value, start, stop, starts, bound, causal_only, bias, causal, scale, softcap, deterministic,
-          cu_seqlens_q, cu_seqlens_k, seqused_k, block_table):
+          *sequences):
     mask = MaskArguments(start, stop, starts, bound, causal_only).mask()
-    return varlen_call(query, key, value, cu_seqlens_q, cu_seqlens_k, mask, bias, causal, scale, softcap,
-                       deterministic, block_table, seqused_k)
+    return varlen_call(query, key, value, Packing(*sequences), mask, bias,
+                       Options(causal, scale, softcap, deterministic))
 
 
 def _attention(query, key, value, start, stop, starts, bound, causal_only, bias, causal, scale, softcap,
@@ -137,9 +138,8 @@ def _attention_backward(dout, dlse, out, lse, query, key, value, start, stop, st
         return gradients_of(call, dout, dlse, out, lse, backends.choose(backend, (call.query,)), needs)
 
 
-def _top_w(query, key, scores, window, keys, backend, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table):
-    call = varlen_call(query, key, key, cu_seqlens_q, cu_seqlens_k, None, None, False, None, 0.0, False,
-                       block_table, seqused_k)
+def _top_w(query, key, scores, window, keys, backend, *sequences):
+    call = varlen_call(query, key, key, Packing(*sequences), None, None, Options())
     ranked, _ = scores_of_keys(scores, call)
     mask = IntervalMask._selected(ranked, window, keys, candidates_of(call, keys),
                                   backends.choose(backend, (call.query,)))

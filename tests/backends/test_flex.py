@@ -12,6 +12,7 @@ from hypothesis import given, settings
 import cupy_dma as dma
 from cupy_dma.arrays import describe
 from cupy_dma.calls.attention import attention_call
+from cupy_dma.calls.options import Options
 from cupy_dma.masks.interval import NEVER
 from tests.oracle import cases, hidden_keys, reference
 from tests.oracle.cases import CASES
@@ -171,7 +172,7 @@ def test_blocks_and_keys_are_those_of_the_dense_mask(case, lengths, monkeypatch)
     lq, lk = lengths
     case = replace(case, query_length=lq, key_length=lk, window=50, head_dim=1)
     arguments, named = cases.arguments(case, np.asarray)
-    call = attention_call(*arguments, named["mask"], None, named["causal"], None, 0.0, False)
+    call = attention_call(*arguments, named["mask"], None, Options(named["causal"]))
     problem = Problem.of(call, torch.device("cpu"))
     some, full, keys = (x.numpy() for x in problem.survey())
     dense = reference.visible_pairs((case.batch, case.heads, lq, lk), cases.dense_mask(case), case.causal)
@@ -278,7 +279,7 @@ def test_read_only_and_reversed_arrays(rng):
 
 
 def test_varlen_is_refused(rng):
-    call = attention_call(*draw(rng), None, None, False, None, 0.0, False)
+    call = attention_call(*draw(rng), None, None, Options())
 
     class Varlen:
         sequences = object()

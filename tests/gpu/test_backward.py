@@ -47,7 +47,7 @@ def test_backward_grid_in_portable_kernels(case):
 @pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(("bfloat16-D", "float32-D", "mask-",
                                                                            "heads-"))], ids=str)
 @pytest.mark.parametrize("limit", [99, 163])
-def test_tiles_of_smaller_gpus(case, limit, monkeypatch, unplanned):
+def test_tiles_of_smaller_gpus(case, limit, monkeypatch, fresh_programs):
     monkeypatch.setattr(cuda.runtime, "shared_memory_limit", lambda index: limit * 1024)
     cases.check_backward(case, as_numpy(cases.run_backward(case, converter("cupy"))), tf32=True)
 
@@ -334,7 +334,7 @@ def test_in_chunks(torch, batch, monkeypatch):
     for most in (backward_chunks.MAX_SUMS, 1 << 20):
         monkeypatch.setattr(backward_chunks, "MAX_SUMS", most)
         monkeypatch.setattr(entry, "_known", {})
-        with fresh():  # a plan of before knows no chunks
+        with fresh():  # a program of before knows no chunks
             found.append(torch.autograd.grad(dma.dynamic_mask_attention(q, k, v, scores, window=300), (q, k, v, scores),
                                              dout))
     for _ in range(3):

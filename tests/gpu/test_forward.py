@@ -71,7 +71,7 @@ def test_forward_grid_of_portable_kernels(case):
 @pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(("bfloat16-D", "float32-D", "mask-", "heads-",
                                                                            "window"))], ids=str)
 @pytest.mark.parametrize("limit", [99, 163])
-def test_tiles_of_smaller_gpus(case, limit, monkeypatch, unplanned):
+def test_tiles_of_smaller_gpus(case, limit, monkeypatch, fresh_programs):
     monkeypatch.setattr(cuda.runtime, "shared_memory_limit", lambda index: limit * 1024)
     with portable():
         out, lse = cases.run(case, converter("cupy"))
@@ -418,7 +418,7 @@ def test_cupy_runs_on_the_current_stream():
     assert cupy.array_equal(expected, got)
 
 
-def test_key_lists_are_per_stream(torch, unplanned):
+def test_key_lists_are_per_stream(torch, fresh_programs):
     q, k, v = draw(torch, 500, 500, 2, 1, 64)
     mask = dma.IntervalMask.top_w(draw_scores(torch, 1, 1, 500), 50)
     dma.attention(q, k, v, mask=mask)

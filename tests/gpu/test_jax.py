@@ -69,8 +69,8 @@ def to_cupy(x):
     return cupy.asarray(np.asarray(x))
 
 
-def planned(function, *arguments):
-    """Whether every program that a function needs is a plan."""
+def uses_programs(function, *arguments):
+    """Whether every task that a function needs has programs."""
     programs.program_of.cache_clear()
     made, real = [], programs.Program.__init__
 
@@ -128,7 +128,7 @@ def test_jit_is_eager_and_checkpoint(function):
     for _ in range(3):  # the third time with a command buffer, where XLA makes one
         assert all(map(same, eager, jax.jit(gradient)(*arguments)))
     assert all(map(same, eager, jax.jit(jax.grad(loss(jax.checkpoint(function)), wanted))(*arguments)))
-    assert planned(gradient, *arguments)
+    assert uses_programs(gradient, *arguments)
 
 
 def test_selection_is_the_definition():
@@ -193,7 +193,7 @@ def test_without_plans_the_same(monkeypatch):
     expected = jax.jit(gradient)(*arguments)
     monkeypatch.setenv("CUPY_DMA_CHECK", "1")
     programs.program_of.cache_clear()
-    assert not planned(gradient, *arguments)
+    assert not uses_programs(gradient, *arguments)
     found = gradient(*arguments)
     monkeypatch.undo()
     programs.program_of.cache_clear()

@@ -39,7 +39,7 @@ def device():
 
 
 @pytest.fixture
-def everything(monkeypatch, torch, unplanned):
+def everything(monkeypatch, torch, fresh_programs):
     """Every call that the kernel can serve goes to it, with the tile that is asked for; returns how many did."""
     served = []
     original = sm90.attention
@@ -301,7 +301,7 @@ def test_a_dense_bias_of_short_blocks(head_dim, everything, poison, torch, devic
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_dense_bias_where_the_kernel_pays(head_dim, poison, torch, monkeypatch, unplanned):
+def test_dense_bias_where_the_kernel_pays(head_dim, poison, torch, monkeypatch, fresh_programs):
     """Tiles for such a bias, whatever hides keys."""
     length, served, original = 2304, [], sm90.attention
     q, k, v = draw(torch, length, length, 16, 8, head_dim)

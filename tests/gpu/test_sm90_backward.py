@@ -47,7 +47,7 @@ def problem(torch, kind, head_dim, length=4000, heads=4, kv_heads=2, dtype=None)
 
 
 @pytest.fixture(params=[False, True], ids=["two passes", "one pass"])
-def one_pass(request, unplanned):
+def one_pass(request, fresh_programs):
     with schedule_cases.hopper_gradients(request.param):
         yield request.param
 

@@ -51,7 +51,7 @@ def test_backward(case, name):
 
 @pytest.mark.parametrize("case", [c for c in BACKWARD if c.name.startswith(("supers", "mask-", "bfloat16-", "D128"))],
                          ids=str)
-def test_tiles_of_smaller_gpus(case, monkeypatch, unplanned):
+def test_tiles_of_smaller_gpus(case, monkeypatch, fresh_programs):
     monkeypatch.setattr(cuda.runtime, "shared_memory_limit", lambda index: 99 * 1024)
     with portable():
         cases.check(case, *(host(x) for x in cases.run(case, converter("cupy"))), tf32=True)

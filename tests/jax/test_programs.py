@@ -1,4 +1,4 @@
-"""Programs: plans made when a function is traced, run on the emulator and through the buffers of a GPU that is not
+"""Programs that are built when a function is traced, run on the emulator and through the buffers of a GPU that is not
 there."""
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def made(monkeypatch):
 
 
 def launches(monkeypatch):
-    """The names of the operations that have been launched as plans."""
+    """The names of the operations that have been launched by programs."""
     found, real = [], programs.Program._fill_directly
     monkeypatch.setattr(programs.Program, "_fill_directly",
                         lambda self, *x: found.append(self.task.operation) or real(self, *x))
@@ -55,7 +55,7 @@ def launches(monkeypatch):
 
 
 @needs_emulator
-def test_a_training_step_is_two_plans(made, monkeypatch):
+def test_a_training_step_is_two_programs(made, monkeypatch):
     """On the CUDA kernels; the emulator watches that operands are not written, and results and workspace are before
     they are read."""
     direct = launches(monkeypatch)
@@ -88,19 +88,19 @@ def test_a_plan_has_the_bits_of_the_backend(made, monkeypatch):
         mask = dj.top_w(s, 5, backend="emulator", padding=jnp.arange(N)[None] > 2)
         return scores, mask, *dj.attention(q, k, v, mask=mask, bias=s, return_lse=True, backend="emulator")
 
-    planned = run(q, k, v, s)
+    found = run(q, k, v, s)
     assert [x.built for x in made] == [True] * 3
     programs.program_of.cache_clear()
     direct = launches(monkeypatch)
     with cuda_program.fresh():
         plain = run(q, k, v, s)
     assert [x.built for x in made[3:]] == [False] * 3 and direct == ["key_scores", "top_w", "attention"]
-    assert all(map(same, jax.tree.leaves(planned), jax.tree.leaves(plain)))
+    assert all(map(same, jax.tree.leaves(found), jax.tree.leaves(plain)))
 
 
 @needs_emulator
 @pytest.mark.slow
-def test_hoppers_kernels_as_plans(made):
+def test_hopper_kernels_in_programs(made):
     """With TMA, whose descriptors hold addresses too."""
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((1, 200, heads, 64)), jnp.float16) for heads in (2, 1, 1))
@@ -222,8 +222,8 @@ def test_results_are_what_the_tasks_say():
         ("bias", ((B, HKV, N), "float32"))]
 
 
-@pytest.mark.parametrize("planned", [True, False])
-def test_only_plans_may_be_captured(monkeypatch, planned):
+@pytest.mark.parametrize("built", [True, False])
+def test_only_programs_may_be_captured(monkeypatch, built):
     told = []
 
     def buffer_callback(callback, results, *, command_buffer_compatible):
@@ -231,10 +231,10 @@ def test_only_plans_may_be_captured(monkeypatch, planned):
         return lambda *operands: [jnp.zeros(x.shape, x.dtype) for x in results]
 
     monkeypatch.setattr(programs, "buffer_callback", buffer_callback)
-    plan = SimpleNamespace(workspace=512), None
-    monkeypatch.setattr(programs.Program, "_build_all", lambda self, for_gpu: {programs.CPU: plan} if planned else {})
+    program = SimpleNamespace(workspace=512), None
+    monkeypatch.setattr(programs.Program, "_build_all", lambda self, for_gpu: {programs.CPU: program} if built else {})
     dj.dynamic_mask_attention(*draw(), window=5)
-    assert told == [(5, True) if planned else (4, False)]
+    assert told == [(5, True) if built else (4, False)]
 
 
 def test_eager_calls_are_compiled_once(made, caplog):

@@ -50,7 +50,7 @@ def test_tiles_of_smaller_gpus(case, device):
 
 
 @pytest.mark.parametrize("bias", ["full=bhqk", "full=11qk"])
-def test_large_float32_rows_with_a_dense_bias(bias, device, unplanned):
+def test_large_float32_rows_with_a_dense_bias(bias, device, fresh_programs):
     """What fits on GPUs with more shared memory, and is refused on smaller ones."""
     case = cases.Case("large", dtype="float32", head_dim=256, mask="dense=b1qk", bias=bias, query_length=37,
                       key_length=40)

@@ -15,7 +15,7 @@ from tests import emulator
 
 
 @pytest.fixture(autouse=True)
-def _(unplanned):
+def _(fresh_programs):
     """Each kind of call is made once."""
 
 

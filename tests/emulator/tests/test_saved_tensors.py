@@ -148,7 +148,7 @@ def test_a_call_whose_programs_cannot_be_built_fails(monkeypatch):
         assert [x.chain is not None for x in entry._known.values()] == [True]
 
 
-def test_gradients_that_are_views_have_one_plan(monkeypatch):
+def test_gradients_that_are_views_have_one_program(monkeypatch):
     """The stride of an axis of length 1 is no part of a kind."""
     monkeypatch.setattr(entry, "_known", {})
     inputs = draw()

@@ -23,7 +23,7 @@ CASES = [Case(f"{mask}-{scale:g}-{softcap:g}", dtype="float16", batch=1, query_l
 
 
 @pytest.fixture(autouse=True)
-def _(unplanned):
+def _(fresh_programs):
     """Each kind of call is made once."""
 
 

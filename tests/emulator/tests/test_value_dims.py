@@ -1,5 +1,5 @@
-"""Values of another head dim than keys, on the CUDA kernels: those of few queries take them as they are, calls that are
-made again are not planned, and the grid has the rest."""
+"""Values of another head dim than keys, on the CUDA kernels: those of few queries take them as they are, repeated
+calls have no chain, and the grid has the rest."""
 from __future__ import annotations
 
 from unittest import mock
@@ -42,7 +42,7 @@ def test_few_queries_copy_no_keys(rng, how):
 
 @pytest.mark.parametrize("value_dim", [D, DV])
 def test_calls_made_again(rng, value_dim):
-    """With sinks, planned and not."""
+    """With sinks, at the first call and later."""
     shapes = (1, 40, 2, D), (1, 40, 1, D), (1, 40, 1, value_dim), (1, 1, 40), (2,)
     for _ in range(4):
         inputs = [torch.from_numpy(rng.standard_normal(shape).astype(np.float32)) for shape in shapes]

@@ -1,5 +1,5 @@
-"""One kind of torch call after another: a step is run for calls of its own kind alone. The kind that is planned comes
-first; each neighbour, which differs in one fact, must give what it gives with programs of its own."""
+"""Torch calls that differ in one fact have different keys: each neighbour of a call whose chain exists gives what it
+gives with programs of its own."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -12,23 +12,23 @@ from cupy_dma.backends.cuda.runtime.program import fresh
 
 torch = pytest.importorskip("torch")
 
-from tests.emulator.tests import test_steps  # noqa: E402
-from tests.emulator.tests.test_steps import (  # noqa: E402
+from tests.emulator.tests import test_torch_programs  # noqa: E402
+from tests.emulator.tests.test_torch_programs import (  # noqa: E402
     HKV,
     D,
     W,
     attend,
+    chain_runs,  # noqa: F401
     device,  # noqa: F401
     draw,
     dynamic,
     from_values,
     parameters,
-    planned,  # noqa: F401
     same,
     step,
 )
 
-# What a kind is does not depend on the device.
+# Keys do not depend on the device.
 pytestmark = pytest.mark.parametrize("device", [False], indirect=True, ids=["portable"])
 N = 44  # tokens
 Call = tuple[Callable[..., Any], list[Any]]  # a function and its inputs
@@ -70,7 +70,7 @@ def of(call: Callable[..., Any], batch: int = 2, **options: Any) -> Callable[[in
     return lambda seed: (lambda *x: call(*x, **options), draw(seed, batch=batch, length=N))
 
 
-def test_strides_alignment_and_gradients_of_inputs(device, planned):  # noqa: F811
+def test_strides_alignment_and_gradients_of_inputs(device, chain_runs):  # noqa: F811
     def without(which: int) -> Callable[[int], Call]:
         def make(seed: int) -> Call:
             call, inputs = first(seed)
@@ -85,7 +85,7 @@ def test_strides_alignment_and_gradients_of_inputs(device, planned):  # noqa: F8
           | {f"no gradient of input {i}": without(i) for i in range(4)})
 
 
-def test_options(device, planned):  # noqa: F811
+def test_options(device, chain_runs):  # noqa: F811
     padding = torch.arange(2 * N).view(2, N) % 5 > 0
     check(of(dynamic), {
         "window": of(dynamic, window=W + 1), "everything": of(dynamic, window=N), "global": of(dynamic, keys="global"),
@@ -96,7 +96,7 @@ def test_options(device, planned):  # noqa: F811
         "in longer rows": of(dynamic, padding=torch.nn.functional.pad(padding, (0, 8))[:, :N]), "none": of(dynamic)})
 
 
-def test_masks(device, planned):  # noqa: F811
+def test_masks(device, chain_runs):  # noqa: F811
     key = torch.arange(N, dtype=torch.int32)
     stop = key + 1 + torch.arange(2 * HKV * N, dtype=torch.int32).view(2, HKV, N) * 7 % 30
     kinds = {"starts of each row": dma.IntervalMask((key + stop % 3).contiguous(), stop),
@@ -109,7 +109,7 @@ def test_masks(device, planned):  # noqa: F811
     check(windows.pop(str(N)), windows)
 
 
-def test_parameters_of_scores(device, planned):  # noqa: F811
+def test_parameters_of_scores(device, chain_runs):  # noqa: F811
     def first(seed: int) -> Call:
         return from_values, [*draw(seed, length=N)[:3], *parameters(seed).values()]
 
@@ -131,10 +131,10 @@ def _longer_rows(call: Callable[..., Any], inputs: list[Any]) -> Call:
     return call, [*inputs[:3], weight[:, :-8].detach().requires_grad_(), *inputs[4:]]
 
 
-def test_upstream_gradients(device, planned):  # noqa: F811
+def test_upstream_gradients(device, chain_runs):  # noqa: F811
     """Of one kind of call, which has a backward for each kind of them."""
     inputs = draw(0, batch=2, length=N)
-    dout = torch.randn(2, N, test_steps.H, D).bfloat16()
+    dout = torch.randn(2, N, test_torch_programs.H, D).bfloat16()
     kinds = {"transposed": laid(dout, (0, 2, 1, 3)), "batches last": laid(dout, (1, 0, 2, 3)),
              "moved": laid(dout, offset=1), "repeated": dout[:1].expand_as(dout), "one": dout[..., :1].expand_as(dout)}
     for name, upstream in (*[("first", dout)] * 5, *kinds.items(), ("first", dout)):
@@ -142,11 +142,11 @@ def test_upstream_gradients(device, planned):  # noqa: F811
         with fresh():
             for x, y in zip(found, torch.autograd.grad(dynamic(*inputs)[0], inputs, upstream), strict=True):
                 assert torch.equal(x, y), name
-    assert planned["backward"] >= 3
+    assert chain_runs["backward"] >= 3
 
 
-def test_the_deterministic_mode_of_torch(device, planned):  # noqa: F811
-    """What was planned without it may add in any order."""
+def test_the_deterministic_mode_of_torch(device, chain_runs):  # noqa: F811
+    """A program built without it may add in any order."""
     q, k, v, s = draw(0, length=N)
 
     def gradients() -> Any:
@@ -155,12 +155,12 @@ def test_the_deterministic_mode_of_torch(device, planned):  # noqa: F811
 
     for _ in range(3):
         gradients()
-    assert planned == {"forward": 3, "backward": 3}
+    assert chain_runs == {"forward": 3, "backward": 3}
     torch.use_deterministic_algorithms(True)
     try:
         found = gradients()
-        assert planned == {"forward": 4, "backward": 4}
-        assert len(test_steps.entry._known) == 2
+        assert chain_runs == {"forward": 4, "backward": 4}
+        assert len(test_torch_programs.entry._known) == 2
         with fresh():
             same(found, gradients())
     finally:

@@ -24,13 +24,13 @@ N, H, HKV, D, W = 150, 4, 2, 64, 20
 
 @pytest.fixture(params=[False, True], ids=["portable", "hopper"])
 def device(request):
-    """An emulated device whose calls are planned."""
+    """An emulated device that runs programs."""
     with (emulator.hopper_gpu if request.param else emulator.using)() as runtime:
         yield runtime
 
 
 @pytest.fixture(autouse=True)
-def planned(monkeypatch):
+def chain_runs(monkeypatch):
     """How many forward and backward passes were run by chains."""
     count = {"forward": 0, "backward": 0}
 
@@ -83,14 +83,14 @@ def same(a: list[Any], b: list[Any]) -> None:
         assert x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y)
 
 
-def check(call: Callable[..., Any], make: Callable[[int], Any], planned: dict[str, int], calls: int = 4,
+def check(call: Callable[..., Any], make: Callable[[int], Any], chain_runs: dict[str, int], calls: int = 4,
           **options: Any) -> None:
     """Calls of one kind give what they give with programs of their own; all have chains."""
     for i in range(calls):
         inputs = make(i)
-        before = dict(planned)
+        before = dict(chain_runs)
         found = step(call, *inputs, **options)
-        assert {name: planned[name] - before[name] for name in planned} == {"forward": 1, "backward": 1}
+        assert {name: chain_runs[name] - before[name] for name in chain_runs} == {"forward": 1, "backward": 1}
         with fresh():
             same(found, step(call, *inputs, **options))
 
@@ -110,30 +110,30 @@ def from_values(q: Any, k: Any, v: Any, *parameters: Any, **options: Any) -> Any
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("with_lse", [False, True])
-def test_a_prepared_mask(dtype, with_lse, device, planned):
+def test_a_prepared_mask(dtype, with_lse, device, chain_runs):
     masks = [dma.IntervalMask.top_w(draw(i)[3].detach(), W, backend="emulator") for i in range(2)]
     for i in range(5):  # the lists of each mask are its own
         mask = masks[i % 2]
         inputs = draw(i, dtype=dtype)
         found = step(lambda *x: attend(*x, mask=mask), *inputs, with_lse=with_lse)  # noqa: B023
-        assert planned == {"forward": i + 1, "backward": i + 1}
+        assert chain_runs == {"forward": i + 1, "backward": i + 1}
         with fresh():
             same(found, step(lambda *x: attend(*x, mask=mask), *inputs, with_lse=with_lse))  # noqa: B023
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 2.0}, {"causal": True, "scale": 0.3}], ids=str)
-def test_no_mask(options, device, planned):
-    check(lambda *x: attend(*x, **options), draw, planned)
+def test_no_mask(options, device, chain_runs):
+    check(lambda *x: attend(*x, **options), draw, chain_runs)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("window", [W, 2 * N])
-def test_from_scores(batch, window, device, planned):
+def test_from_scores(batch, window, device, chain_runs):
     """Also a window of everything, which is plain causality."""
-    check(lambda *x: dynamic(*x, window=window), lambda i: draw(i, batch=batch), planned)
+    check(lambda *x: dynamic(*x, window=window), lambda i: draw(i, batch=batch), chain_runs)
 
 
-def test_nothing_is_cleared_apart(planned, monkeypatch):
+def test_nothing_is_cleared_apart(chain_runs, monkeypatch):
     """In a backward in one pass, its tiles in parts: its first kernel clears sums of dq and dbias, and counters."""
     parts, cleared = sm90_backward.QuerySplits(3, 4), []
     monkeypatch.setattr(sm90_backward, "query_splits_of", lambda *_: parts)
@@ -145,30 +145,30 @@ def test_nothing_is_cleared_apart(planned, monkeypatch):
             inputs = draw(i, length=600)
             out = dma.dynamic_mask_attention(*inputs, window=400, backend="emulator")
             torch.autograd.grad(out.sum(), inputs)
-    assert planned["backward"] == 3 and cleared == []
+    assert chain_runs["backward"] == 3 and cleared == []
 
 
 @pytest.mark.parametrize("off", [False, True])
-def test_without_gradients(off, device, planned):
+def test_without_gradients(off, device, chain_runs):
     """Whether the tensors require none or autograd is off."""
     for i in range(3):
         with torch.set_grad_enabled(not off):
             inputs = draw(i, grad=off)
             found = dynamic(*inputs)
-            assert planned == {"forward": i + 1, "backward": 0} and not found[0].requires_grad
+            assert chain_runs == {"forward": i + 1, "backward": 0} and not found[0].requires_grad
             with fresh():
                 same(found, dynamic(*inputs))
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_slots_of_super_tiles_are_counted_for_gradients(grad, device, planned, monkeypatch):
+def test_slots_of_super_tiles_are_counted_for_gradients(grad, device, chain_runs, monkeypatch):
     counted, sizes = [], intervals._seen_sizes
     monkeypatch.setattr(intervals, "_seen_sizes", lambda mask, spans: counted.append(spans) or sizes(mask, spans))
     found = dynamic(*draw(0, length=2100, grad=grad))  # more than one chunk
-    assert counted == [grad] and planned["forward"] == 1 and found[0].requires_grad is grad
+    assert counted == [grad] and chain_runs["forward"] == 1 and found[0].requires_grad is grad
 
 
-def test_few_queries_do_without_a_mask(device, planned, monkeypatch):
+def test_few_queries_do_without_a_mask(device, chain_runs, monkeypatch):
     """Without gradients: their keys are found from the scores, in every call of the kind."""
     served, attend_last = [], last_queries.attend_last
     monkeypatch.setattr(last_queries, "attend_last", lambda *arguments: served.append(1) or attend_last(*arguments))
@@ -178,25 +178,25 @@ def test_few_queries_do_without_a_mask(device, planned, monkeypatch):
     for i in range(4):
         with torch.no_grad():
             out, lse = dynamic(*inputs)
-        assert len(served) == i + 1 and planned == {"forward": 0, "backward": 0}
+        assert len(served) == i + 1 and chain_runs == {"forward": 0, "backward": 0}
     expected = dynamic(*inputs)
     assert len(served) == 4 and expected[0].requires_grad
     assert torch.allclose(out, expected[0], atol=2e-2) and torch.allclose(lse, expected[1], atol=1e-4)
 
 
-def test_padding(device, planned):
+def test_padding(device, chain_runs):
     paddings = [torch.rand(2, N) < 0.8 for _ in range(4)]
     check(lambda q, k, v, s: dynamic(q, k, v, s, padding=paddings[int(q.detach()[0, 0, 0, 0] * 100) % 4]),
-          lambda i: draw(i, batch=2), planned)
+          lambda i: draw(i, batch=2), chain_runs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", ["exp", "linear"])
-def test_from_values(dtype, form, device, planned):
-    check(lambda *x: from_values(*x, form=form), lambda i: [*draw(i)[:3], *parameters(i, dtype).values()], planned)
+def test_from_values(dtype, form, device, chain_runs):
+    check(lambda *x: from_values(*x, form=form), lambda i: [*draw(i)[:3], *parameters(i, dtype).values()], chain_runs)
 
 
-def test_views(device, planned):
+def test_views(device, chain_runs):
     """Rows of one array, and the other layout."""
     def make(i: int) -> Any:
         q, k, v, s = draw(i, grad=False)
@@ -204,28 +204,28 @@ def test_views(device, planned):
         parts = [x.detach().requires_grad_() for x in rows.split((H, HKV, HKV), 2)]
         return [*parts, s.requires_grad_()]
 
-    check(dynamic, make, planned)
-    before = planned["backward"]
+    check(dynamic, make, chain_runs)
+    before = chain_runs["backward"]
     for _ in range(3):
         *rows, scores = make(0)
         out, _ = dynamic(*(x.transpose(1, 2) for x in rows), scores, layout="bhnd")
         out.sum().backward()
-    assert planned["backward"] == before + 3
+    assert chain_runs["backward"] == before + 3
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1, 2), (3,), (0, 3)], ids=str)
-def test_some_gradients(wanted, device, planned):
+def test_some_gradients(wanted, device, chain_runs):
     def make(i: int) -> Any:
         return [x.requires_grad_(j in wanted) for j, x in enumerate(draw(i, grad=False))]
 
-    check(dynamic, make, planned)
+    check(dynamic, make, chain_runs)
     inputs = draw(9)  # another kind
     found = step(dynamic, *inputs)
     with fresh():
         same(found, step(dynamic, *inputs))
 
 
-def test_what_is_asked_for_may_change(device, planned):
+def test_what_is_asked_for_may_change(device, chain_runs):
     """A kind of call may have several kinds of backward passes."""
     inputs = draw(0)
     for i in range(6):
@@ -236,30 +236,30 @@ def test_what_is_asked_for_may_change(device, planned):
             out, lse = dynamic(*inputs)
             loss = [out.sum(), lse.sum(), (out[..., ::2].sum() + lse.sum())][i % 3]
             same(list(found), list(torch.autograd.grad(loss, inputs[:2] if i > 3 else inputs)))
-    assert planned["forward"] == 6
+    assert chain_runs["forward"] == 6
 
 
-def test_options_are_part_of_the_kind(device, planned):
+def test_options_are_part_of_the_key(device, chain_runs):
     q, k, v, s = draw(0)
     for _ in range(3):
         attend(q, k, v, s, causal=True, softcap=2.0)
-    assert planned["forward"] == 3
+    assert chain_runs["forward"] == 3
     for options in ({"causal": False, "softcap": 2.0}, {"causal": True, "softcap": 3.0}, {"causal": True, "scale": 0.1},
                     {"causal": True}):
         found = attend(q, k, v, s, **options)
         with fresh():
             same(list(found), list(attend(q, k, v, s, **options)))
-    assert planned["forward"] == 7
+    assert chain_runs["forward"] == 7
 
 
-def test_errors_after_good_calls(device, planned):
+def test_errors_after_good_calls(device, chain_runs):
     q, k, v, s = draw(0)
     mask = dma.IntervalMask.top_w(s.detach(), W, backend="emulator")
     for _ in range(3):
         attend(q, k, v, s, mask=mask, causal=True)
         dynamic(q, k, v, s)
         from_values(q, k, v, *parameters(0).values())
-    assert planned["forward"] == 9
+    assert chain_runs["forward"] == 9
     for error, call in ((TypeError, lambda: attend(q, k, v, s, mask=mask, causal=1)),
                         (TypeError, lambda: attend(q, k, v, s, mask="all", causal=True)),
                         (TypeError, lambda: attend(q, k, v.float(), s, mask=mask, causal=True)),
@@ -285,7 +285,7 @@ def test_values_are_checked_on_request(device, monkeypatch):
         dynamic(q, k, v, torch.full_like(s, torch.nan).requires_grad_())
 
 
-def test_memory_is_released(device, planned):
+def test_memory_is_released(device, chain_runs):
     for i in range(4):
         inputs = draw(i)
         mask = dma.IntervalMask.top_w(inputs[3].detach(), W, backend="emulator")
@@ -296,10 +296,10 @@ def test_memory_is_released(device, planned):
         del inputs, mask, out, lse, made
         gc.collect()
         assert not [found() for found in seen if found() is not None]
-    assert planned == {"forward": 8, "backward": 8}
+    assert chain_runs == {"forward": 8, "backward": 8}
 
 
-def test_an_argument_changed_in_place_is_noticed(device, planned):
+def test_an_argument_changed_in_place_is_noticed(device, chain_runs):
     for _ in range(3):
         q, *rest = draw(0)
         x = q * 2
@@ -307,11 +307,11 @@ def test_an_argument_changed_in_place_is_noticed(device, planned):
     x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.float().sum().backward()
-    assert planned == {"forward": 3, "backward": 0}
+    assert chain_runs == {"forward": 3, "backward": 0}
 
 
 @pytest.mark.parametrize("call", [dynamic, from_values], ids=["scores", "values"])
-def test_a_gradient_that_autograd_follows_takes_operators(call, device, planned):
+def test_a_gradient_that_autograd_follows_takes_operators(call, device, chain_runs):
     def make(i: int) -> Any:
         inputs = draw(i, dtype=torch.float32)  # 16 bits would be rounded once for each term
         return inputs if call is dynamic else [*inputs[:3], *parameters(i).values()]
@@ -320,7 +320,7 @@ def test_a_gradient_that_autograd_follows_takes_operators(call, device, planned)
         inputs = make(i)
         out, lse = call(*inputs)
         found = torch.autograd.grad((out.float().sum(), lse.sum()), inputs, create_graph=True)
-    assert planned == {"forward": 3, "backward": 0}
+    assert chain_runs == {"forward": 3, "backward": 0}
     with pytest.raises(NotImplementedError, match="second derivative"):
         found[0].float().sum().backward()
     expected = torch.autograd.grad([x.float().sum() for x in call(*inputs)], inputs)
@@ -328,7 +328,7 @@ def test_a_gradient_that_autograd_follows_takes_operators(call, device, planned)
         torch.testing.assert_close(a, b)
 
 
-def test_hooks_on_saved_tensors(device, planned):
+def test_hooks_on_saved_tensors(device, chain_runs):
     """Which may give back tensors with other strides."""
     def make() -> Any:
         q, k, v, s = draw(0, grad=False)
@@ -340,20 +340,20 @@ def test_hooks_on_saved_tensors(device, planned):
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(memory_format=torch.contiguous_format),
                                                       lambda x: x):
             same(step(dynamic, *make()), expected)
-    assert planned == {"forward": 4, "backward": 1}
+    assert chain_runs == {"forward": 4, "backward": 1}
 
 
-def test_checkpointing(device, planned):
+def test_checkpointing(device, chain_runs):
     from torch.utils.checkpoint import checkpoint
 
     expected = step(dynamic, *draw(0))
     for _ in range(3):
         same(step(lambda *x: checkpoint(dynamic, *x, use_reentrant=False), *draw(0)), expected)
-    assert planned["backward"] == 4
+    assert chain_runs["backward"] == 4
 
 
 @pytest.mark.parametrize("computed", [False, True], ids=["scores", "values"])
-def test_checkpointed_layers(computed, device, planned):
+def test_checkpointed_layers(computed, device, chain_runs):
     """The first layer of its kind saves what it saves when it is computed again."""
     from torch.utils.checkpoint import checkpoint
 
@@ -368,20 +368,20 @@ def test_checkpointed_layers(computed, device, planned):
     if computed:
         inputs = [[*x[:3], x[3].detach()] for x in inputs]
     found = step(lambda *x: layers(lambda call, *y: checkpoint(call, *y, use_reentrant=False), *x), *inputs[0])
-    assert planned == {"forward": 8, "backward": 4}
+    assert chain_runs == {"forward": 8, "backward": 4}
     with fresh():
         same(found, step(lambda *x: layers(lambda call, *y: call(*y), *x), *inputs[1]))
 
 
-def test_autocast(device, planned):
+def test_autocast(device, chain_runs):
     def call(*inputs: Any) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
             return dynamic(*inputs)
 
-    check(call, lambda i: draw(i, dtype=torch.float32), planned)
+    check(call, lambda i: draw(i, dtype=torch.float32), chain_runs)
 
 
-def test_the_layer(device, planned):
+def test_the_layer(device, chain_runs):
     torch.manual_seed(0)
     layer = DynamicMaskAttention(HKV, D, W, dtype=torch.bfloat16, backend="emulator", dt_bias=True, deterministic=True)
     torch.nn.init.constant_(layer.A, 0.1)
@@ -396,34 +396,34 @@ def test_the_layer(device, planned):
         found = run(*draw(i)[:3])
         with fresh():
             same(found, run(*draw(i)[:3]))
-    assert planned == {"forward": 4, "backward": 4}
+    assert chain_runs == {"forward": 4, "backward": 4}
 
 
-def test_strange_gradients_are_not_planned(device, planned):
+def test_strange_gradients_have_no_programs(device, chain_runs):
     """A negative bit, and what is known to be zero."""
     inputs = draw(0)
     for _ in range(3):
         out, _ = dynamic(*inputs)
         dout = torch.randn_like(out)
         expected = torch.autograd.grad(out, inputs, dout, retain_graph=True)
-    before = dict(planned)
+    before = dict(chain_runs)
     same(list(torch.autograd.grad(out, inputs, torch._neg_view(-dout), retain_graph=True)), list(expected))
     zero = torch.autograd.grad(out, inputs, torch._efficientzerotensor(out.shape, dtype=out.dtype))
-    assert not any(x.any() for x in zero) and planned == before
+    assert not any(x.any() for x in zero) and chain_runs == before
 
 
-def test_strange_tensors_are_not_planned(device, planned):
+def test_strange_tensors_have_no_programs(device, chain_runs):
     """Whatever the kind of the call before. Tensors at odd addresses have programs of their own."""
     q, k, v, s = draw(0)
     for _ in range(3):
         dynamic(q, k, v, s)
-    before = planned["forward"]
+    before = chain_runs["forward"]
     turned = torch._neg_view(q.detach()).requires_grad_()
     moved = torch.cat((q.detach().flatten(), q.new_zeros(8)))[1:1 + q.numel()].view_as(q).requires_grad_()
     for x, runs in ((turned, 0), (moved, 3)):
         for _ in range(3):
             found = step(dynamic, x, k, v, s)
-        assert planned["forward"] == before + runs
+        assert chain_runs["forward"] == before + runs
         with fresh():
             same(found, step(dynamic, x, k, v, s))
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="tangent"):
@@ -432,7 +432,7 @@ def test_strange_tensors_are_not_planned(device, planned):
         torch.func.grad(lambda x: dynamic(x, k, v, s)[0].sum())(q.detach())
     with pytest.raises(TypeError, match="meta"):
         dynamic(*(x.detach().to("meta").requires_grad_() for x in (q, k, v, s)))
-    assert planned["forward"] == before + 3
+    assert chain_runs["forward"] == before + 3
 
 
 # ---- compiled graphs ----
@@ -454,7 +454,7 @@ COMPILED = {"scores": (dynamic, lambda i: draw(i)),
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_a_compiled_call_is_two_operators(name, planned):
+def test_a_compiled_call_is_two_operators(name, chain_runs):
     """With the bits of the eager call, whose programs have the same kernels."""
     call, make = COMPILED[name]
     graphs: list[list[str]] = []
@@ -477,7 +477,7 @@ def test_a_compiled_call_is_two_operators(name, planned):
     assert own == [f"cupy_dma.{kind}.default"] and backward == [f"cupy_dma.{kind}_backward.default"]
 
 
-def test_compiled_lengths_that_are_dynamic_do_not_compile_again(planned):
+def test_compiled_lengths_that_are_dynamic_do_not_compile_again(chain_runs):
     compiles = []
 
     def counted(graph: Any, inputs: Any) -> Any:

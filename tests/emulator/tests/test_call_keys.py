@@ -1,5 +1,5 @@
-"""One kind of call after another: what was planned for one must not be run for its neighbour, which differs in one
-fact. The kind that is planned comes first; each neighbour must give what it gives with programs of its own."""
+"""Calls that differ in one fact have different programs: each neighbour of a call whose programs exist gives what it
+gives with programs of its own."""
 from __future__ import annotations
 
 import contextlib
@@ -68,7 +68,7 @@ def attend(arrays: Arrays, queries: int = N, keys: int = N, heads: int = H, kv_h
            bias_dtype: str = "float32", places: dict[str, dict[str, Any]] | None = None,
            needs: tuple[str, ...] | None = None, with_dlse: bool = False, deterministic: bool = False,
            **options: Any) -> list[Any]:
-    """Results and gradients of attention, planned and not."""
+    """Results and gradients of attention, with programs of earlier calls and with its own."""
     places = places or {}
     shapes = {"query": (queries, heads), "key": (keys, kv_heads), "value": (keys, kv_heads), "dout": (queries, heads)}
     x = {name: arrays.placed(arrays.normal(B, *shape, head_dim, dtype=dtype), **places.get(name, {}))
@@ -80,8 +80,8 @@ def attend(arrays: Arrays, queries: int = N, keys: int = N, heads: int = H, kv_h
     dlse = arrays.normal(B, heads, queries, dtype="float32") if with_dlse else None
     rows, results = (x["query"], x["key"], x["value"]), []
     needs = ("query", "key", "value", *(["bias"] if bias is not None else [])) if needs is None else needs
-    for planning in (True, False):
-        with contextlib.nullcontext() if planning else fresh():
+    for keep in (True, False):
+        with contextlib.nullcontext() if keep else fresh():
             out, lse = dma.attention(*rows, **options, return_lse=True, backend="emulator")
             placed = arrays.placed(out, **places.get("out", {}))
             found = attention_backward(x["dout"], *rows, placed, lse, **options, dlse=dlse, needs=needs,
@@ -104,8 +104,8 @@ def select(arrays: Arrays, computed: bool = False, places: dict[str, dict[str, A
     if padded:
         options["padding"] = arrays.placed(arrays.rng.random((B, N)) < 0.7, **places.get("padding", {}))
     results = []
-    for planning in (True, False):
-        with contextlib.nullcontext() if planning else fresh():
+    for keep in (True, False):
+        with contextlib.nullcontext() if keep else fresh():
             out, lse = dma.dynamic_mask_attention(q, k, v, window=window, **options, return_lse=True,
                                                   backend="emulator")
             found = dynamic_mask_attention_backward(dout, q, k, v, out, lse, window=window, **options,
@@ -115,7 +115,7 @@ def select(arrays: Arrays, computed: bool = False, places: dict[str, dict[str, A
 
 
 def check(call: Callable[..., list[Any]], first: dict[str, Any], neighbours: dict[str, dict[str, Any]]) -> None:
-    """Each neighbour after the first kind has been planned, then planned itself, and the first kind again."""
+    """Each neighbour after the first call, then once more, and the first call again."""
     arrays = Arrays()
     for _ in range(3):
         call(arrays, **first)

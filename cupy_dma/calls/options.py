@@ -1,0 +1,74 @@
+"""Arguments that come in groups, as they are given to the public functions, and their checks."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cupy_dma import checks
+from cupy_dma.arrays import Operand
+from cupy_dma.calls.sinks import check_sinks
+
+
+@dataclass(slots=True)
+class Options:
+    """How the keys are attended to."""
+
+    causal: bool = False
+    scale: float | None = None  # None: D^-0.5
+    softcap: float = 0.0
+    deterministic: bool = False
+    sink_logits: Any = None
+
+    def checked(self, query: Operand) -> tuple[bool, float, float, bool, Operand | None]:
+        """The options in this order, each with its value."""
+        scale = query.shape[3] ** -0.5 if self.scale is None else checks.factor(self.scale, "scale", query.dtype)
+        usual = self.softcap == 0.0 and type(self.softcap) is float
+        softcap = 0.0 if usual else checks.softcap_of(self.softcap, query.dtype)
+        return (checks.flag(self.causal, "causal"), scale, softcap, checks.flag(self.deterministic, "deterministic"),
+                check_sinks(self.sink_logits, query))
+
+
+@dataclass(slots=True)
+class Selection:
+    """Which keys are attended to: those of the best ``scores``, which ``dt_proj``, ``A`` and ``dt_bias`` make of the
+    values where none are given."""
+
+    scores: Any
+    window: int
+    dt_proj: Any = None
+    A: Any = None
+    dt_bias: Any = None
+    form: str = "exp"
+    keys: str = "prefix"
+    padding: Any = None
+    documents: Any = None
+
+    def checked(self, causal: bool) -> tuple[int, bool]:
+        """The window, and whether the attention must apply causality itself: prefix masks are causal by construction.
+        ValueError for arguments that do not go together."""
+        window = checks.whole(self.window, "window", 1)
+        checks.choice(self.keys, "keys", ("prefix", "global"))
+        causal = checks.flag(causal, "causal")
+        if self.keys == "prefix" and not causal:
+            raise ValueError("causal=False needs keys='global', got keys='prefix', which is causal by construction")
+        if (self.scores is None) == (self.dt_proj is None):
+            raise ValueError(f"give either scores or dt_proj and A, got {'neither' if self.scores is None else 'both'}")
+        if self.scores is None and self.A is None:
+            raise ValueError("A must be given with dt_proj, got None")
+        extra = [name for name in ("A", "dt_bias") if getattr(self, name) is not None]
+        if self.scores is not None and extra:
+            raise ValueError(f"{' and '.join(extra)} must come with dt_proj, got scores")
+        return window, causal and self.keys == "global"
+
+
+@dataclass(slots=True)
+class Packing:
+    """Where the sequences of a packed batch are."""
+
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any = None
+    seqused_k: Any = None
+    block_table: Any = None  # of a paged KV cache
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    tail_padding: bool = True  # whether rows may follow the last sequence; the public functions' default is False
