@@ -38,7 +38,8 @@ class IntervalMask(MaskOperators):
 
     See Also
     --------
-    top_w, of, causal, sliding_window, sinks, padding : masks of selections, of other libraries, and the usual ones.
+    top_w, of, causal, sliding_window, sinks, padding, from_gate : masks of selections, of other libraries, the usual
+    ones, and of learned eviction.
     """
 
     __slots__ = ("_hints", "start", "stop")
@@ -123,6 +124,22 @@ class IntervalMask(MaskOperators):
     def sinks(cls, key_length: int, count: int) -> IntervalMask:
         """The first ``count`` keys, visible from their own position on, and no others. For unions."""
         return cls.of(interval.IntervalMask.sinks(key_length, count))
+
+    @classmethod
+    def from_gate(cls, bias: Any, *, delay: int, threshold: Any, sinks: int = 0) -> IntervalMask:
+        """Learned eviction: key ``j`` is visible at ``delay`` positions, from its own on, if ``bias[j] < threshold`` and
+        ``j >= sinks``, and for ever otherwise. ``bias``: float ``(Lk,)``, ``(1|Hkv|H, Lk)`` or ``(1|B, 1|Hkv|H, Lk)``;
+        ``threshold`` may be traced."""
+        gate = as_array(bias, "bias")
+        if not jnp.issubdtype(gate.dtype, jnp.floating):
+            raise TypeError(f"bias must be a float array, got {gate.dtype}")
+        if not 1 <= gate.ndim <= 3:
+            raise ValueError(f"bias must have 1 to 3 axes (B, H, Lk), got shape {gate.shape}")
+        distance, first = checks.whole(delay, "delay", 1), checks.whole(sinks, "sinks", 0)
+        key = jnp.arange(gate.shape[-1], dtype=jnp.int32)
+        closed = (gate < threshold) & (key >= min(first, NEVER))
+        forgotten = key + distance if distance + gate.shape[-1] < NEVER else NEVER
+        return cls._of(Runs(key, jnp.where(closed, forgotten, NEVER), Hints("key")))
 
     @classmethod
     def padding(cls, padding: Any) -> IntervalMask:

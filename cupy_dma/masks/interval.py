@@ -13,9 +13,8 @@ from typing import Any
 
 from cupy_dma import backends, checks
 from cupy_dma.arrays import Library, Operand, describe
-from cupy_dma.masks import usual
+from cupy_dma.masks.constructors import Constructors, library_and_device
 from cupy_dma.masks.derived import History
-from cupy_dma.masks.documents import document_runs, documents_mask
 from cupy_dma.masks.operators import MaskOperators
 from cupy_dma.masks.plot import Pictures
 from cupy_dma.masks.runs import EVER, NEVER, UNKNOWN, Hints, Runs, equal, intersection, spread, union
@@ -30,7 +29,7 @@ def _restored(start: Any, stop: Any, hints: tuple[Any, ...]) -> IntervalMask:
     return IntervalMask._make(operand.library, operand.array, describe(stop, "stop").array, Hints(*hints))
 
 
-class IntervalMask(MaskOperators, Pictures):
+class IntervalMask(Constructors, MaskOperators, Pictures):
     """A mask under which every key is visible to one run of consecutive positions.
 
     Parameters
@@ -48,7 +47,8 @@ class IntervalMask(MaskOperators, Pictures):
 
     See Also
     --------
-    causal, sliding_window, padding, documents, prefix_lm, sinks, top_w, from_stop : constructors of the usual masks.
+    causal, sliding_window, padding, documents, prefix_lm, sinks, top_w : constructors of the usual masks.
+    from_stop, from_gate, from_startend : of evictions, learned eviction, and FlashMask's columns.
     plot, plot_lifetimes, plot_survival, plot_attention : pictures.
     """
 
@@ -125,96 +125,7 @@ class IntervalMask(MaskOperators, Pictures):
     def __repr__(self) -> str:
         return f"IntervalMask(shape={self.shape}, library={self.library.name!r}, device={str(self.device)!r})"
 
-    # ---- constructors -----------------------------------------------------------------------------------------------
-
-    @classmethod
-    def causal(cls, key_length: int, *, like: Any = None) -> IntervalMask:
-        """Every position sees its own key and all earlier ones. ``like``: an array that sets library and device."""
-        return cls._of(*usual.causal(key_length, like))
-
-    @classmethod
-    def sliding_window(cls, key_length: int, window: int, *, like: Any = None) -> IntervalMask:
-        """Every position sees the last ``window`` keys, including its own."""
-        return cls._of(*usual.sliding_window(key_length, window, like))
-
-    @classmethod
-    def sinks(cls, key_length: int, count: int, *, like: Any = None) -> IntervalMask:
-        """Attention sinks: the first ``count`` keys, visible from their own position on, and no others. For unions."""
-        return cls._of(*usual.sinks(key_length, count, like))
-
-    @classmethod
-    def prefix_lm(cls, key_length: int, prefix_length: Any, *, like: Any = None) -> IntervalMask:
-        """The first ``prefix_length`` keys (int, or integer array ``(B,)``) are visible everywhere, the rest causal.
-
-        >>> IntervalMask.prefix_lm(4, 2).to_dense(4)[0, 0].astype(int)
-        array([[1, 1, 0, 0],
-               [1, 1, 0, 0],
-               [1, 1, 1, 0],
-               [1, 1, 1, 1]])
-        """
-        return cls._of(*usual.prefix_lm(key_length, prefix_length, like))
-
-    @classmethod
-    def padding(cls, padding: Any) -> IntervalMask:
-        """Real keys are visible at every position, padding at none. ``padding (B, Lk)``: bool, or integers 0 and 1;
-        True or 1 = real."""
-        return cls._of(*usual.padding(padding))
-
-    @classmethod
-    def from_stop(cls, stop: Any, *, window: int | None = None) -> IntervalMask:
-        """The mask of any eviction policy: key ``j`` is visible from its own position until it is evicted.
-
-        Parameters
-        ----------
-        stop : int32 or int64 array, ``(Lk,)``, ``(1|Hkv|H, Lk)`` or ``(1|B, 1|Hkv|H, Lk)``
-            The first position that does not see key ``j``. At most ``j``: it is never visible; ``Lk`` or more: it is
-            never evicted. An evicted key cannot come back, so each key has one stop, and the mask is exact.
-        window
-            The most keys that any position sees, where that is known: kernels then gather that many instead of
-            reading all keys up to the query. The values are checked against it in host memory, in GPU memory only
-            with ``CUPY_DMA_CHECK=1``; there a position that sees more gives undefined results.
-
-        Raises
-        ------
-        TypeError, ValueError
-            ``stop`` is not an integer array with 1 to 3 axes, or some position sees more than ``window`` keys.
-
-        Examples
-        --------
-        Keys on even positions live for 4 positions, the others for 2:
-
-        >>> key = np.arange(6)
-        >>> mask = IntervalMask.from_stop(key + np.where(key % 2, 2, 4), window=3)
-        >>> mask.count(6)
-        array([[15]])
-        """
-        return cls._of(*usual.from_stop(stop, window))
-
-    @classmethod
-    def documents(cls, documents: Any, *, key_length: int | None = None, causal: bool = True) -> IntervalMask:
-        """Every position sees the keys of its own document; with ``causal``, only those up to itself.
-
-        Parameters
-        ----------
-        documents : int32 or int64 array
-            ``(documents + 1,)``: cumulative lengths, from 0 to the key length, never decreasing; or ``(B, Lk)``: ids.
-            Every change of id along the row begins a new document, even if the id has occurred before.
-        key_length
-            With cumulative lengths: their last entry. By default it is read from the array, which synchronizes on CUDA.
-
-        Raises
-        ------
-        TypeError, ValueError
-            ``documents`` has the wrong type or shape, or its lengths do not rise from 0 to the key length. Values are
-            always checked in host memory, in GPU memory only with ``CUPY_DMA_CHECK=1``.
-
-        Notes
-        -----
-        The first document is also visible to earlier positions (more queries than keys) and the last to later ones, so
-        that one document of all keys is the plain causal mask, or no mask.
-        """
-        runs = document_runs(describe(documents, "documents"), key_length)
-        return cls._of(runs.library, documents_mask(runs, checks.flag(causal, "causal")))
+    # ---- selection --------------------------------------------------------------------------------------------------
 
     @classmethod
     def top_w(cls, scores: Any, window: int, *, keys: str = "prefix", padding: Any = None, documents: Any = None,
@@ -322,7 +233,7 @@ class IntervalMask(MaskOperators, Pictures):
 
     def to(self, like: Any) -> IntervalMask:
         """The same mask with arrays of ``like``'s library on ``like``'s device (copied through the host)."""
-        library, device = usual.library_and_device(like)
+        library, device = library_and_device(like)
         if (library.name, device) == (self.library.name, self.device):
             return self
         start, stop = (library.from_numpy(self.library.to_numpy(operand.array).copy(), device)

@@ -12,7 +12,7 @@ import numpy as np
 
 from cupy_dma import checks
 from cupy_dma.arrays import Library, Operand
-from cupy_dma.masks import rows_of
+from cupy_dma.masks import plot_data
 
 ALIVE, EVICTED, HIDDEN = "tab:blue", "tab:orange", "0.93"  # colours; hidden keys are light grey
 FLOOR = 1e-4  # the smallest attention weight that has a colour of its own
@@ -59,9 +59,9 @@ class Pictures:
         """
         length = self.key_length if query_length is None else checks.whole(query_length, "query_length", 1)
         checks.whole(max_size, "max_size", 1)
-        batch, head = rows_of.row(self, batch, head)
+        batch, head = plot_data.row(self, batch, head)
         ax = _axes(ax, (6, 6))
-        ax.imshow(rows_of.density(self, length, batch, head, max_size), cmap="Blues", vmin=0, vmax=1, aspect="auto",
+        ax.imshow(plot_data.density(self, length, batch, head, max_size), cmap="Blues", vmin=0, vmax=1, aspect="auto",
                   interpolation="nearest", extent=(0, self.key_length, length, 0))
         ax.set_xlabel("key")
         ax.set_ylabel("query")
@@ -95,9 +95,9 @@ class Pictures:
             ``scores`` has the wrong type or shape, ``batch`` or ``head`` is out of range, or the mask has no keys.
         """
         checks.whole(max_keys, "max_keys", 1)
-        index = rows_of.row(self, batch, head)
-        shade = None if scores is None else rows_of.of_row(scores, self, index)
-        start, stop = rows_of.lifetimes(self, index)
+        index = plot_data.row(self, batch, head)
+        shade = None if scores is None else plot_data.of_row(scores, self, index)
+        start, stop = plot_data.lifetimes(self, index)
         key = np.unique(np.linspace(0, self.key_length - 1, min(self.key_length, max_keys)).round().astype(int))
         shown, unseen = key[stop[key] > start[key]], key[stop[key] <= start[key]]
         ax = _axes(ax, (8, 5))
@@ -150,7 +150,7 @@ class Pictures:
             ``batch`` or ``head`` is out of range, or the mask has no keys.
         """
         checks.whole(bins, "bins", 1)
-        start, stop = rows_of.lifetimes(self, rows_of.row(self, batch, head))
+        start, stop = plot_data.lifetimes(self, plot_data.row(self, batch, head))
         ax = _axes(ax, (7, 4))
         lived, alive = stop - start, (stop == self.key_length) & (stop > start)
         gone = (lived > 0) & ~alive
@@ -200,7 +200,7 @@ class Pictures:
             An argument has the wrong type, shape or value.
         """
         checks.whole(max_size, "max_size", 1)
-        chosen, weight, visible = rows_of.attention(self, query, key, bias, rows, scale, softcap, batch, head)
+        chosen, weight, visible = plot_data.attention(self, query, key, bias, rows, scale, softcap, batch, head)
         n = self.key_length
         edges = np.linspace(0, n, min(n, max_size) + 1).astype(int)[:-1]
         weight = np.maximum.reduceat(weight, edges, axis=1)

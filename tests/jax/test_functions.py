@@ -226,6 +226,10 @@ def test_algebra_and_constructors():
              (dj.IntervalMask.causal(N) & dj.IntervalMask.padding(padding.astype(np.int32)),
               dma.IntervalMask.causal(N) & dma.IntervalMask.padding(padding)),
              (dj.IntervalMask.of(dma.IntervalMask.prefix_lm(N, 4)), dma.IntervalMask.prefix_lm(N, 4)),
+             (jax.jit(lambda s, t: dj.IntervalMask.from_gate(s, delay=4, threshold=t, sinks=2))(s, 0.1),
+              dma.IntervalMask.from_gate(np.asarray(s), delay=4, threshold=0.1, sinks=2)),
+             (dj.IntervalMask.from_gate(s[0], delay=2**40, threshold=0.1),
+              dma.IntervalMask.from_gate(np.asarray(s)[0], delay=2**40, threshold=0.1)),
              (dj.IntervalMask(jnp.zeros(N, jnp.int32), jnp.arange(N, dtype=jnp.int32)[None]),
               dma.IntervalMask(np.zeros(N, np.int32), np.arange(N, dtype=np.int32)))]
     for ours, theirs in pairs:
@@ -236,3 +240,12 @@ def test_algebra_and_constructors():
     with pytest.raises(ValueError, match="runs are known to touch when it is traced"):
         jax.jit(lambda m: m | dj.IntervalMask.padding(padding))(pairs[0][0])
     assert np.array_equal((dj.top_w(s, 5) & dj.IntervalMask.causal(N)).to_dense(N), arrays.to_dense(N))
+
+
+@pytest.mark.parametrize(("bias", "options", "error", "message"), [
+    (np.zeros(4, np.int32), {}, TypeError, "bias must be a float array, got int32"),
+    (np.zeros((1, 1, 1, 4), np.float32), {}, ValueError, "bias must have 1 to 3 axes"),
+    (np.zeros(4, np.float32), {"delay": 0}, ValueError, "delay must be at least 1, got 0")])
+def test_bad_gates(bias, options, error, message):
+    with pytest.raises(error, match=message):
+        dj.IntervalMask.from_gate(bias, **{"delay": 1, "threshold": 0.0, **options})

@@ -94,6 +94,8 @@ MASKS = {
     "lengths": lambda k, given: IntervalMask.documents(torch.arange(N + 1) * (given[0] != 0) + N * (given[0] == 0),
                                                         key_length=N),
     "from_stop": lambda k, given: IntervalMask.from_stop(4 + torch.arange(k.shape[1]), window=5),
+    "from_gate": lambda k, given: IntervalMask.from_gate(k[..., 0].mT, delay=4, threshold=0.2, sinks=1),
+    "from_startend": lambda k, given: IntervalMask.from_startend((4 + torch.arange(k.shape[1]))[None, None, :, None]),
     "prefix_lm": lambda k, given: IntervalMask.prefix_lm(k.shape[1], given.sum(1)),
     "start and stop": lambda k, given: IntervalMask(*(torch.arange(i, i + k.shape[1], dtype=torch.int32)
                                                       for i in (0, 3))),

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cupy_dma as dma
-from cupy_dma.masks.interval import EVER, NEVER
+from cupy_dma.masks.interval import EVER, NEVER, Hints
 
 M = dma.IntervalMask
 N = 9
@@ -352,3 +352,74 @@ def test_stops_that_are_no_int32(stop):
 
 def test_from_stop_without_keys():
     assert M.from_stop(np.zeros((2, 3, 0), int), window=1).shape == (2, 3, 0)
+
+
+# ---- learned eviction, FlashMask ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(N,), (3, N), (2, 1, N), (2, 3, 0)])
+@pytest.mark.parametrize(("delay", "sinks"), [(1, 0), (3, 2), (2**40, 0), (2, 2**40)])
+def test_from_gate(convert, shape, delay, sinks, rng):
+    bias = rng.standard_normal(shape).astype(np.float32)
+    bias[..., 2:3], bias[..., 4:5] = np.nan, -np.inf
+    mask = M.from_gate(convert(bias), delay=delay, threshold=0.25, sinks=sinks)
+    assert mask.shape == (1, 1, *shape)[-3:] and mask._hints == Hints("key")
+    position, key = np.arange(shape[-1])[:, None], np.arange(shape[-1])
+    seen = (key <= position) & ((position - key < delay) | ~(bias < 0.25)[..., None, :] | (key < sinks))
+    assert np.array_equal(convert.back(mask.to_dense(shape[-1])), seen.reshape(*mask.shape[:2], *seen.shape[-2:]))
+
+
+@pytest.mark.parametrize(("bias", "options", "error", "message"), [
+    (np.zeros(4, int), {}, TypeError, "bias must be .*, got int64"),
+    (np.zeros((1, 1, 1, 4)), {}, ValueError, r"bias must have 1 to 3 axes \(B, H, Lk\), got shape \(1, 1, 1, 4\)"),
+    (np.zeros(4), {"delay": 0}, ValueError, "delay must be at least 1, got 0"),
+    (np.zeros(4), {"threshold": np.nan}, ValueError, "threshold must be a finite number, got nan"),
+    (np.zeros(4), {"sinks": -1}, ValueError, "sinks must be at least 0, got -1"),
+])
+def test_bad_gates(bias, options, error, message):
+    with pytest.raises(error, match=message):
+        M.from_gate(bias, **{"delay": 1, "threshold": 0.0, **options})
+
+
+def seen_in_columns(columns: np.ndarray, causal: bool) -> np.ndarray:
+    """FlashMask's definition: which rows see which keys."""
+    n = columns.shape[2]
+    row, key = np.arange(n)[:, None], np.arange(n)
+    first, last = columns[..., None, :, 0], columns[..., None, :, -1]
+    if not causal:
+        return ~(row >= first) & ~(row < last)
+    hidden = (row >= first) if columns.shape[-1] == 1 else (row >= first) & (row < last)
+    return (key <= row) & ~hidden
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize(("count", "causal"), [(1, True), (2, True), (2, False)])
+def test_from_startend(convert, count, causal, dtype, rng):
+    columns = rng.integers(-2, N + 3, (2, 3, N, count)).astype(dtype)
+    if causal and count == 2:  # where a key would be seen again, hide it from its own row on, or to the end
+        first, last, key = columns[..., 0], columns[..., 1], np.arange(N)
+        again = (key < first) & (first < last) & (last < N)
+        columns[..., 1] = np.where(again & (key % 2 == 0), N + 1, last)
+        columns[..., 0] = np.where(again & (key % 2 == 1), key - 1, first)
+    mask = M.from_startend(convert(columns), causal=causal)
+    assert np.array_equal(convert.back(mask.to_dense(N)), seen_in_columns(columns, causal))
+
+
+def test_a_key_that_is_seen_again_is_refused(convert):
+    columns = np.tile(np.array([N, N]), (1, 1, N, 1))
+    columns[0, 0, 1] = 3, 5  # seen by rows 1, 2 and from 5 on
+    with pytest.raises(ValueError, match="startend_row_indices must let each key be seen in one run of rows"):
+        M.from_startend(convert(columns))
+    columns[0, 0, 1] = 3, N
+    assert M.from_startend(convert(columns)).count(N)[0, 0] == N * (N + 1) // 2 - (N - 3)
+
+
+@pytest.mark.parametrize(("shape", "causal", "error", "message"), [
+    ((N, 1), True, ValueError, r"must have shape \(1\|B, 1\|Hkv\|H, Lk, 1\|2\) with causal=True, got \(7, 1\)"),
+    ((1, 1, N, 4), True, ValueError, r"Lk, 1\|2\) with causal=True, got \(1, 1, 7, 4\)"),
+    ((1, 1, N, 1), False, ValueError, r"Lk, 2\) with causal=False, got \(1, 1, 7, 1\)"),
+    ((1, 1, N, 4), False, NotImplementedError, "at most 2 columns, got shape"),
+])
+def test_bad_columns(shape, causal, error, message):
+    with pytest.raises(error, match=message.replace("7", str(N))):
+        M.from_startend(np.zeros(shape, np.int32), causal=causal)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_dma import __main__ as cli
-from cupy_dma.masks.rows_of import density
+from cupy_dma.masks.plot_data import density
 from tests.unit.test_masks import M, N, masks, quick
 
 
