@@ -127,9 +127,9 @@ class IntervalMask(MaskOperators):
 
     @classmethod
     def from_gate(cls, bias: Any, *, delay: int, threshold: Any, sinks: int = 0) -> IntervalMask:
-        """Learned eviction: key ``j`` is visible at ``delay`` positions, from its own on, if ``bias[j] < threshold`` and
-        ``j >= sinks``, and for ever otherwise. ``bias``: float ``(Lk,)``, ``(1|Hkv|H, Lk)`` or ``(1|B, 1|Hkv|H, Lk)``;
-        ``threshold`` may be traced."""
+        """Learned eviction: key ``j`` is visible at ``delay`` positions, from its own on, if ``bias[j] < threshold``
+        and ``j >= sinks``, and for ever otherwise. ``bias``: float ``(Lk,)``, ``(1|Hkv|H, Lk)`` or
+        ``(1|B, 1|Hkv|H, Lk)``; ``threshold`` may be traced."""
         gate = as_array(bias, "bias")
         if not jnp.issubdtype(gate.dtype, jnp.floating):
             raise TypeError(f"bias must be a float array, got {gate.dtype}")

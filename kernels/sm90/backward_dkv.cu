@@ -13,7 +13,7 @@
 //                    BITS: the lists are those of lists/dense_macro_tiles.cu, steps in which no pair is visible are left
 //                    out, and sums over all queries (one super-tile) are written directly
 //   DQUERY           dq, too, in one pass instead of two: dS K of each step is added to float32 sums in memory, in any
-//                    order (sm90/backward_dq_round.cu makes dquery of them)
+//                    order (sm90/backward_dq_postprocess.cu makes dquery of them)
 // All other results have one writer and a fixed order of additions, whoever takes which ticket: the same bits on every run.
 //
 // Prelude: ELEMENT, HEAD_DIM (at most 256), BLOCK_Q, STAGES (of queries), KEY_STAGES (1 or 2), KEYS (KEYS_CONTIGUOUS or
@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_dkv(const __gr
     if (threadIdx.x == 0) {
         for (int i = 0; i < KEY_STAGES; ++i) {
             barrier_init(&shared.key_full[i], 32);
-            barrier_init(&shared.key_empty[i], CONSUMER_THREADS + 32 + 1);  // who reads the facts
+            barrier_init(&shared.key_empty[i], CONSUMER_THREADS + 32 + 1);  // who reads the tile's metadata
         }
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(&shared.query_landed[i], 1);

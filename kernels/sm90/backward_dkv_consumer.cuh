@@ -37,21 +37,21 @@ struct ConsumerBase {
 
     __device__ __forceinline__ int row(int r) const { return first_row + lane / 4 + 8 * r; }
 
-    __device__ __forceinline__ void begin_tile(int stage, const KeyFacts& facts) {
+    __device__ __forceinline__ void begin_tile(int stage, const KeyTileMeta& meta) {
         const int own_rows = WIDE ? 0 : half * 64 * CHUNK_COLUMNS;
         keys = matrix_descriptor(shared.key[stage] + own_rows, 0);
         values = matrix_descriptor(shared.value[stage] + own_rows, 0);
-        range = facts.queries;
-        shift = facts.tile.shift;
-        steps = facts.steps;
-        part = facts.part;
-        step = facts.first_of_head();
+        range = meta.queries;
+        shift = meta.tile.shift;
+        steps = meta.steps;
+        part = meta.part;
+        step = meta.first_of_head();
         key_stage = stage;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             dbias[r] = 0.0f;
 #if BITS
-            key[r] = facts.index[row(r)];
+            key[r] = meta.index[row(r)];
 #endif
         }
     }
@@ -59,14 +59,14 @@ struct ConsumerBase {
     // What is known of this lane's keys. It is read in each step: there are no registers to keep it.
     __device__ __forceinline__ void load_biases(float (&bias)[2]) const {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) bias[r] = BIAS == BIAS_NONE ? 0.0f : shared.facts[key_stage].bias[row(r)];
+        for (int r = 0; r < 2; ++r) bias[r] = BIAS == BIAS_NONE ? 0.0f : shared.meta[key_stage].bias[row(r)];
     }
 
     __device__ __forceinline__ void load_intervals(int (&start)[2], int (&stop)[2]) const {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            start[r] = shared.facts[key_stage].start[row(r)];
-            stop[r] = shared.facts[key_stage].stop[row(r)];
+            start[r] = shared.meta[key_stage].start[row(r)];
+            stop[r] = shared.meta[key_stage].stop[row(r)];
         }
     }
 
@@ -280,7 +280,7 @@ struct ConsumerBase {
     }
 };
 
-// Tile after tile: run_tile(stage, facts, stale). `stale`: the stage of the tile before, which is still to be given back; -1:
+// Tile after tile: run_tile(stage, meta, stale). `stale`: the stage of the tile before, which is still to be given back; -1:
 // none.
 template <typename Consumer>
 __device__ __forceinline__ void run_tiles(Consumer& consumer) {
@@ -288,13 +288,13 @@ __device__ __forceinline__ void run_tiles(Consumer& consumer) {
     int stale = -1;
     for (KeyRing ring;;) {
         barrier_wait(&shared.key_full[ring.stage], ring.phase());
-        if (shared.facts[ring.stage].steps == END) {
+        if (shared.meta[ring.stage].steps == END) {
             consumer.release(stale);
             stale = -1;
             if (ring.end()) return;
             continue;
         }
-        consumer.run_tile(ring.stage, shared.facts[ring.stage], stale);
+        consumer.run_tile(ring.stage, shared.meta[ring.stage], stale);
         if (KEY_STAGES > 1) stale = ring.stage;
         ring.advance();
     }

@@ -14,11 +14,11 @@ struct Consumer : ConsumerBase {
     using ConsumerBase::ConsumerBase;
 
 #if DQUERY
-    __device__ __forceinline__ void begin_sums(const KeyFacts& facts) {
-        const KeyTile& t = facts.tile;
-        const long long head = (long long)t.batch * p.heads + t.group * (p.heads / p.kv_heads) + facts.first_head();
+    __device__ __forceinline__ void begin_sums(const KeyTileMeta& meta) {
+        const KeyTile& t = meta.tile;
+        const long long head = (long long)t.batch * p.heads + t.group * (p.heads / p.kv_heads) + meta.first_head();
         if (threadIdx.x % 128 == 0)
-            shared.sums[half] = launch.dquery_sums + (head * launch.query_units + facts.first_unit) * DQ_UNIT +
+            shared.sums[half] = launch.dquery_sums + (head * launch.query_units + meta.first_unit) * DQ_UNIT +
                                 half * DQ_HALF + step * 2 * DQ_HALF;
     }
 
@@ -125,13 +125,13 @@ struct Consumer : ConsumerBase {
     }
 
     // One tile. The stage of the tile before it is given back LOOKAHEAD steps before the end.
-    __device__ __forceinline__ void run_tile(int stage, const KeyFacts& facts, int stale) {
-        begin_tile(stage, facts);
+    __device__ __forceinline__ void run_tile(int stage, const KeyTileMeta& meta, int stale) {
+        begin_tile(stage, meta);
 #if DQUERY
-        begin_sums(facts);
+        begin_sums(meta);
 #endif
-        const KeyTile t = facts.tile;
-        const int total = facts.all_steps;
+        const KeyTile t = meta.tile;
+        const int total = meta.all_steps;
         if (total <= LOOKAHEAD) release(stale);
         clear(dk);
         clear(dv);
@@ -140,7 +140,7 @@ struct Consumer : ConsumerBase {
             start_dp();
             exponentiate();
             wait_dp();
-            int h = facts.first_head();
+            int h = meta.first_head();
 #pragma unroll 1
             for (int i = 1; i < total; ++i) {
                 advance<true>(t, h);

@@ -7,7 +7,7 @@
 // ---- the producer: keys ----
 #if BITS
 // Which steps of a head see any of the tile's keys, by a warp; how many.
-__device__ __forceinline__ int find_steps(KeyFacts& facts, const AttentionParams& p, const KeyTile& t) {
+__device__ __forceinline__ int find_steps(KeyTileMeta& meta, const AttentionParams& p, const KeyTile& t) {
     const int lane = threadIdx.x & 31, lists = t.count > LIST_KEYS ? 2 : 1;
     const unsigned short* states =
         p.super_states + (mask_row_of(p, t, 0) * (p.super_entries / LIST_KEYS) + t.entry / LIST_KEYS) * p.query_words;
@@ -22,8 +22,8 @@ __device__ __forceinline__ int find_steps(KeyFacts& facts, const AttentionParams
         }
         const unsigned live = __ballot_sync(ALL_LANES, any != 0), masked = __ballot_sync(ALL_LANES, all != 3);
         if (lane == 0) {
-            facts.live[group] = live;
-            facts.masked[group] = masked;
+            meta.live[group] = live;
+            meta.masked[group] = masked;
         }
         steps += __popc(live);
     }
@@ -32,7 +32,7 @@ __device__ __forceinline__ int find_steps(KeyFacts& facts, const AttentionParams
 #endif
 
 // The keys of one part of a tile by a warp, and what is known of them; how many steps it has.
-__device__ __forceinline__ int load_facts(KeyFacts& facts, const BackwardDkvParams& launch, const KeyTile& t, int part) {
+__device__ __forceinline__ int load_meta(KeyTileMeta& meta, const BackwardDkvParams& launch, const KeyTile& t, int part) {
     const AttentionParams& p = launch.attention;
     const int lane = threadIdx.x & 31;
     for (int i = lane; i < BLOCK_N; i += 32) {
@@ -56,17 +56,17 @@ __device__ __forceinline__ int load_facts(KeyFacts& facts, const BackwardDkvPara
             bias = log2_units(p.bias[t.batch * p.bias_batch + t.group * p.bias_group + key * p.bias_key]);
 #endif
         }
-        facts.index[i] = key;
-        facts.start[i] = start;
-        facts.stop[i] = stop;
-        facts.bias[i] = bias;
+        meta.index[i] = key;
+        meta.start[i] = start;
+        meta.stop[i] = stop;
+        meta.bias[i] = bias;
     }
     __syncwarp();
 #if BITS
     QueryRange queries = {t.first_query, t.end_query, t.first_query, t.end_query};
-    const int steps = find_steps(facts, p, t);
+    const int steps = find_steps(meta, p, t);
 #else
-    QueryRange queries = find_queries(facts.start, facts.stop, t);
+    QueryRange queries = find_queries(meta.start, meta.stop, t);
     if (DQUERY) queries.begin -= (queries.begin - t.first_query) % UNIT_QUERIES;  // before steps are counted from it
     const int steps = max(0, (queries.end - queries.begin + BLOCK_Q - 1) / BLOCK_Q);
 #endif
@@ -76,13 +76,13 @@ __device__ __forceinline__ int load_facts(KeyFacts& facts, const BackwardDkvPara
         all_steps = max(0, min(all_steps - first_step, launch.chunk));
     }
     if (lane == 0) {
-        facts.tile = t;
-        facts.queries = queries;
-        facts.steps = steps;
-        facts.part = part;
-        facts.first_step = first_step;
-        facts.all_steps = all_steps;
-        facts.first_unit = unit_of(t.first_query, t.sequence) + (queries.begin - t.first_query) / UNIT_QUERIES;
+        meta.tile = t;
+        meta.queries = queries;
+        meta.steps = steps;
+        meta.part = part;
+        meta.first_step = first_step;
+        meta.all_steps = all_steps;
+        meta.first_unit = unit_of(t.first_query, t.sequence) + (queries.begin - t.first_query) / UNIT_QUERIES;
     }
     return all_steps;
 }
@@ -90,15 +90,15 @@ __device__ __forceinline__ int load_facts(KeyFacts& facts, const BackwardDkvPara
 // Rows of keys and values; zeros for a key that nobody sees or that its bias hides, whatever it holds.
 __device__ __forceinline__ void load_rows(Shared& shared, int stage, const AttentionParams& p, const KeyTile& t) {
     constexpr int PIECES = 2 * ROW_STEPS;  // 16 bytes each
-    const KeyFacts& facts = shared.facts[stage];
+    const KeyTileMeta& meta = shared.meta[stage];
     const ELEMENT* keys = p.key + t.batch * p.key_batch + t.group * p.key_head;
     const ELEMENT* values = p.value + t.batch * p.value_batch + t.group * p.value_head;
 #pragma unroll 4
     for (int i = threadIdx.x & 31; i < BLOCK_N * PIECES; i += 32) {
         const int row = i / PIECES, piece = i % PIECES;
-        const bool hidden = BIAS == BIAS_OF_KEYS && facts.bias[row] == -infinity();
-        const bool exists = facts.start[row] < facts.stop[row] && !hidden && piece * 8 < HEAD_DIM;
-        const long long key = facts.index[row], column = exists ? piece * 8 : 0;
+        const bool hidden = BIAS == BIAS_OF_KEYS && meta.bias[row] == -infinity();
+        const bool exists = meta.start[row] < meta.stop[row] && !hidden && piece * 8 < HEAD_DIM;
+        const long long key = meta.index[row], column = exists ? piece * 8 : 0;
         copy_async_16(piece_of<BLOCK_N>(shared.key[stage], row, piece), keys + key * p.key_row + column, exists ? 16 : 0);
         copy_async_16(piece_of<BLOCK_N>(shared.value[stage], row, piece), values + key * p.value_row + column,
                       exists ? 16 : 0);
@@ -135,11 +135,11 @@ __device__ __forceinline__ void produce_keys(Shared& shared, const BackwardDkvPa
         ticket = __shfl_sync(ALL_LANES, ticket, 0);
         const bool ends = ticket >= static_cast<unsigned>(launch.tiles);
         if (ends) {
-            if ((threadIdx.x & 31) == 0) shared.facts[stage].steps = END;
+            if ((threadIdx.x & 31) == 0) shared.meta[stage].steps = END;
         } else {
             const int part = launch.in_parts() ? ticket / launch.whole_tiles : 0;
             const KeyTile t = find_key_tile(p, tile_of_number(p, ticket - part * launch.whole_tiles));
-            if (load_facts(shared.facts[stage], launch, t, part) > 0) load_rows(shared, stage, p, t);
+            if (load_meta(shared.meta[stage], launch, t, part) > 0) load_rows(shared, stage, p, t);
         }
         barrier_arrive(&shared.key_full[stage]);
         if (ends) return;
@@ -153,9 +153,9 @@ __device__ __forceinline__ void produce_queries(Shared& shared, const BackwardDk
     const AttentionParams& p = launch.attention;
     const int group_heads = p.heads / p.kv_heads;
     PipelineState<STAGES> state;
-    for_each_tile(shared, [&](int keys, const KeyFacts& facts) {
-        const int batch = facts.tile.batch, head = facts.tile.group * group_heads;
-        StepQueries queries(facts);
+    for_each_tile(shared, [&](int keys, const KeyTileMeta& meta) {
+        const int batch = meta.tile.batch, head = meta.tile.group * group_heads;
+        StepQueries queries(meta);
         if (!BITS) barrier_arrive(&shared.key_empty[keys]);
         for (; queries.more(); queries.advance(), state.advance()) {
             const int query = queries.first(), h = queries.h;
@@ -187,12 +187,12 @@ __device__ __forceinline__ void produce_statistics(Shared& shared, const Backwar
     const AttentionParams& p = launch.attention;
     const int lane = threadIdx.x & 31, group_heads = p.heads / p.kv_heads;
     PipelineState<STAGES> state;
-    for_each_tile(shared, [&](int keys, const KeyFacts& facts) {
-        const int end = facts.tile.end_query;
-        const long long head = (long long)facts.tile.batch * p.heads + facts.tile.group * group_heads;
-        StepQueries queries(facts);
+    for_each_tile(shared, [&](int keys, const KeyTileMeta& meta) {
+        const int end = meta.tile.end_query;
+        const long long head = (long long)meta.tile.batch * p.heads + meta.tile.group * group_heads;
+        StepQueries queries(meta);
 #if BITS
-        const unsigned* columns = p.columns + mask_row_of(p, facts.tile, 0) * p.query_words * p.key_stride;
+        const unsigned* columns = p.columns + mask_row_of(p, meta.tile, 0) * p.query_words * p.key_stride;
 #else
         barrier_arrive(&shared.key_empty[keys]);
 #endif
@@ -212,7 +212,7 @@ __device__ __forceinline__ void produce_statistics(Shared& shared, const Backwar
 #pragma unroll
                 for (int k = 0; k < WORDS * BLOCK_N / 32; ++k)
                     words[k] = columns[(long long)(first / 32 + 32 * k / BLOCK_N) * p.key_stride +
-                                       facts.index[32 * k % BLOCK_N + lane]];
+                                       meta.index[32 * k % BLOCK_N + lane]];
             }
 #endif
             barrier_wait(&shared.query_empty[stage], state.phase ^ 1);

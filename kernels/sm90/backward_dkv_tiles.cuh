@@ -55,7 +55,7 @@ struct BackwardDkvParams {
 __device__ __forceinline__ int unit_of(int first_query, int sequence) { return first_query / UNIT_QUERIES + sequence; }
 
 // What is known of a tile's keys.
-struct KeyFacts {
+struct KeyTileMeta {
     int index[BLOCK_N], start[BLOCK_N], stop[BLOCK_N];
     float bias[BLOCK_N];  // in log 2 units
     KeyTile tile;
@@ -75,7 +75,7 @@ constexpr int END = -1;
 
 // The steps of a part of a tile, head by head. BITS: those of a head that see some pair.
 struct StepQueries {
-    const KeyFacts& facts;
+    const KeyTileMeta& meta;
     const int begin, steps;
     int h, i, left;  // the current step is number i of head h
 #if BITS
@@ -83,9 +83,9 @@ struct StepQueries {
     unsigned pending = 0;  // steps of the current word still to come
 #endif
 
-    __device__ __forceinline__ StepQueries(const KeyFacts& facts)
-        : facts(facts), begin(facts.queries.begin), steps(facts.steps), h(facts.first_head()), i(facts.first_of_head()),
-          left(facts.all_steps) {}
+    __device__ __forceinline__ StepQueries(const KeyTileMeta& meta)
+        : meta(meta), begin(meta.queries.begin), steps(meta.steps), h(meta.first_head()), i(meta.first_of_head()),
+          left(meta.all_steps) {}
 
     __device__ __forceinline__ bool more() const { return left > 0; }
 
@@ -99,8 +99,8 @@ struct StepQueries {
     // Its first query; asked for once a step.
     __device__ __forceinline__ int first() {
 #if BITS
-        if (i == 0) pending = facts.live[word = 0];
-        while (pending == 0) pending = facts.live[++word];
+        if (i == 0) pending = meta.live[word = 0];
+        while (pending == 0) pending = meta.live[++word];
         bit = __ffs(pending) - 1;
         pending &= pending - 1;
         return begin + (32 * word + bit) * BLOCK_Q;
@@ -111,7 +111,7 @@ struct StepQueries {
 
 #if BITS
     // Whether it has hidden pairs.
-    __device__ __forceinline__ bool masked() const { return (facts.masked[word] >> bit & 1) != 0; }
+    __device__ __forceinline__ bool masked() const { return (meta.masked[word] >> bit & 1) != 0; }
 #endif
 };
 
@@ -136,7 +136,7 @@ struct Shared {
     float4 probability[QUERY_FRAGMENTS * 2][128];  // of a step, thread by thread
     Barrier probability_full, probability_empty;
 #endif
-    KeyFacts facts[KEY_STAGES];
+    KeyTileMeta meta[KEY_STAGES];
     Barrier key_full[KEY_STAGES], key_empty[KEY_STAGES];
     Barrier query_landed[STAGES], dout_landed[STAGES];  // by TMA; a stage's rows and statistics, too, when it is ready
     Barrier ready[STAGES];
@@ -166,16 +166,16 @@ struct KeyRing {
     }
 };
 
-// Goes through the tiles of this CTA as they come: work(stage, facts).
+// Goes through the tiles of this CTA as they come: work(stage, meta).
 template <typename Work>
 __device__ __forceinline__ void for_each_tile(Shared& shared, const Work& work) {
     for (KeyRing ring;;) {
         barrier_wait(&shared.key_full[ring.stage], ring.phase());
-        if (shared.facts[ring.stage].steps == END) {
+        if (shared.meta[ring.stage].steps == END) {
             if (ring.end()) return;
             continue;
         }
-        work(ring.stage, shared.facts[ring.stage]);
+        work(ring.stage, shared.meta[ring.stage]);
         ring.advance();
     }
 }

@@ -7,24 +7,24 @@
 
 struct Consumer : ConsumerBase {
     Fragment dk[OUT_FRAGMENTS], dv[OUT_FRAGMENTS];  // one of them
-    unsigned handed = 0;                            // the phase of P
+    unsigned p_phase = 0;                           // of the barriers of P
 
     using ConsumerBase::ConsumerBase;
 
     // Hands P to the other warpgroup.
-    __device__ __forceinline__ void give_probabilities() {
-        barrier_wait(&shared.probability_empty, handed ^ 1);
+    __device__ __forceinline__ void publish_p() {
+        barrier_wait(&shared.probability_empty, p_phase ^ 1);
 #pragma unroll
         for (int i = 0; i < 2 * QUERY_FRAGMENTS; ++i) {
             const float* x = s[i / 2].x + i % 2 * 4;
             shared.probability[i][threadIdx.x & 127] = make_float4(x[0], x[1], x[2], x[3]);
         }
         barrier_arrive(&shared.probability_full);
-        handed ^= 1;
+        p_phase ^= 1;
     }
 
-    __device__ __forceinline__ void take_probabilities() {
-        barrier_wait(&shared.probability_full, handed);
+    __device__ __forceinline__ void read_p() {
+        barrier_wait(&shared.probability_full, p_phase);
 #pragma unroll
         for (int i = 0; i < 2 * QUERY_FRAGMENTS; ++i) {
             float* x = s[i / 2].x + i % 2 * 4;
@@ -32,14 +32,14 @@ struct Consumer : ConsumerBase {
             x[0] = found.x, x[1] = found.y, x[2] = found.z, x[3] = found.w;
         }
         barrier_arrive(&shared.probability_empty);
-        handed ^= 1;
+        p_phase ^= 1;
     }
 
     // A step of the first warpgroup, whose P is there, as in `advance`.
     template <bool more>
     __device__ __forceinline__ void advance_values() {
         unsigned probability[QUERY_FRAGMENTS][4];
-        give_probabilities();
+        publish_p();
         round(probability, s);
         if (++step == steps) step = 0;
         const int stage = queries.stage;
@@ -59,7 +59,7 @@ struct Consumer : ConsumerBase {
     __device__ __forceinline__ void advance_keys(const KeyTile& t, int h) {
         unsigned gradient[QUERY_FRAGMENTS][4];
         const int stage = queries.stage;
-        take_probabilities();  // so the queries, of which they were made, have landed
+        read_p();  // so the queries, of which they were made, have landed
         differentiate();
         round(gradient, dp);
         if (++step == steps) {
@@ -106,11 +106,11 @@ struct Consumer : ConsumerBase {
         write(t, dk, p.dkey, p.partial_key, p.scale);
     }
 
-    __device__ __forceinline__ void run_tile(int stage, const KeyFacts& facts, int) {
-        begin_tile(stage, facts);
-        const KeyTile t = facts.tile;
-        if (half == 0) run_values(stage, t, facts.all_steps);
-        else run_keys(stage, t, facts.all_steps, facts.first_head());
+    __device__ __forceinline__ void run_tile(int stage, const KeyTileMeta& meta, int) {
+        begin_tile(stage, meta);
+        const KeyTile t = meta.tile;
+        if (half == 0) run_values(stage, t, meta.all_steps);
+        else run_keys(stage, t, meta.all_steps, meta.first_head());
     }
 
     __device__ __forceinline__ void run() { run_tiles(*this); }

@@ -256,12 +256,12 @@ struct Consumer {
 #endif
 
     // Whether the values of the block at `key_state` must be checked for NaN and infinity.
-    __device__ __forceinline__ bool holds(const BlockInfo& block) const {
+    __device__ __forceinline__ bool must_check_nonfinite(const BlockInfo& block) const {
         return block.unmasked() < BLOCK_N && shared.isolate_nonfinite;
     }
 
     // Turns the accumulators of the block at `key_state` into exponentials; if its values must be checked, its keys are
-    // held.
+    // not released yet.
     __device__ __forceinline__ void exponentiate(BlockInfo& block) {
         if (FULL_BLOCK_PATH && block.is_full()) {
 #if SOFTCAP && BIAS != BIAS_DENSE
@@ -274,7 +274,7 @@ struct Consumer {
             exponentiate<KEY_FRAGMENTS, BIAS == BIAS_DENSE ? KEY_FRAGMENTS : 2>(block);
             return;
         }
-        if (holds(block)) block.flags |= BlockInfo::HELD;
+        if (must_check_nonfinite(block)) block.flags |= BlockInfo::CHECK_NONFINITE;
         if (!block.is_short()) {
             finish_logits<KEY_FRAGMENTS>(block);
             exponentiate<KEY_FRAGMENTS>(block);
@@ -355,7 +355,7 @@ struct Consumer {
     __device__ __forceinline__ void commit_block(const BlockInfo& block) {
         softmax.l[0] += sum[0];
         softmax.l[1] += sum[1];
-        if (!block.held()) release_keys(key_state);
+        if (!block.checks_nonfinite()) release_keys(key_state);
     }
 
     // Rounds exponentials to the operand of the output MMAs.
@@ -370,7 +370,7 @@ struct Consumer {
     // `begins_tile`: it is the first block of its tile.
     __device__ __forceinline__ void start_pv(const BlockInfo& block, const PipelineState<STAGES>& keys, bool begins_tile) {
         ELEMENT* value = shared.values[value_state.stage];
-        if (block.held()) {
+        if (block.checks_nonfinite()) {
             if (begins_tile) clear_output();
             begins_tile = false;
             isolate_nonfinite(o, value, shared, keys.stage, block.is_short() ? SHORT_BLOCK_KEYS : BLOCK_N,
@@ -390,7 +390,7 @@ struct Consumer {
             if (!first || warpgroup() == CONSUMERS - 1) ping_pong_arrive();
             first = false;
             barrier_wait(&shared.value_full[value_state.stage], value_state.phase);
-            if (holds(block))
+            if (must_check_nonfinite(block))
                 clear_nonfinite(shared.values[value_state.stage], block.is_short() ? SHORT_BLOCK_KEYS : BLOCK_N);
             release_keys(key_state);
             release_values();

@@ -99,7 +99,7 @@ __device__ __forceinline__ void consume(Consumer& c) {
             next = c.read_block_info(c.key_state);
             c.wait_values();
             // What precedes the output MMAs takes long, or waits for all consumers.
-            const bool delayed = unwritten || current.held();
+            const bool delayed = unwritten || current.checks_nonfinite();
             if (delayed) c.ping_pong_arrive();
             if (unwritten) c.run_epilogue(c.previous_softmax);
             c.start_pv(current, keys, begins_tile);

@@ -13,7 +13,8 @@ struct BlockInfo {
 
     // In the flags: the number of keys, at the end of the block, that not all queries see; and these bits. ENDS_WORK
     // and the bits above it: the block is the last one for that consumer.
-    static constexpr int MASKED = 255, SHORT = 256, ENDS_TILE = 512, UNWRITTEN = 1024, HELD = 2048, ENDS_WORK = 4096;
+    static constexpr int MASKED = 255, SHORT = 256, ENDS_TILE = 512, UNWRITTEN = 1024, CHECK_NONFINITE = 2048,
+                         ENDS_WORK = 4096;
     static_assert(BLOCK_N <= MASKED, "the flags hold the number of masked keys");
 
     BlockInfo() = default;
@@ -33,10 +34,10 @@ struct BlockInfo {
     // Whether it is the last block for this consumer, and for all.
     __device__ __forceinline__ bool ends_work(int consumer) const { return (flags & (ENDS_WORK << consumer)) != 0; }
     __device__ __forceinline__ bool ends_work() const { return ends_work(0); }
-    // Of the current block: the output of the tile before its own has not been written yet; its keys have not been
-    // released yet.
+    // Of the current block: the output of the tile before its own has not been written yet; its values must be checked
+    // for NaN and infinity, until then its keys are not released.
     __device__ __forceinline__ bool unwritten() const { return (flags & UNWRITTEN) != 0; }
-    __device__ __forceinline__ bool held() const { return (flags & HELD) != 0; }
+    __device__ __forceinline__ bool checks_nonfinite() const { return (flags & CHECK_NONFINITE) != 0; }
 };
 
 #if SOFTCAP

@@ -27,7 +27,8 @@ if hasattr(os, "register_at_fork"):  # a process forked while another thread hel
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
-def shared_out(work: Callable[[Sequence[Item]], Any], items: Sequence[Item], queries: int, alone: bool = False) -> None:
+def parallel_for(work: Callable[[Sequence[Item]], Any], items: Sequence[Item], queries: int,
+                 alone: bool = False) -> None:
     """``work`` on all items, each of which takes so many queries: as many shares at a time as BLAS may have threads if
     sequences are long, without NumPy's warnings. ``alone``: one after the other."""
     with one_blas_thread() as threads:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupy_dma.backends.numpy.host import host, widened
-from cupy_dma.backends.numpy.threads import one_blas_thread, shared_out
+from cupy_dma.backends.numpy.threads import one_blas_thread, parallel_for
 from cupy_dma.calls.types import AttentionCall
 from cupy_dma.masks.interval import EVER
 
@@ -68,7 +68,7 @@ def for_each_tile(call: AttentionCall, work: Callable[[Row, Tile, Scratch, Scrat
                     work(row, tile, *scratch)
 
     pairs = list(itertools.product(range(call.batch), range(call.kv_heads)))
-    shared_out(share, pairs, call.query_length, alone)
+    parallel_for(share, pairs, call.query_length, alone)
 
 
 def _rows(call: AttentionCall, pairs: Iterable[tuple[int, int]]) -> Iterator[Row]:

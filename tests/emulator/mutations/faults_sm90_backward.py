@@ -10,7 +10,7 @@ DQ_KERNEL, DQ_PRODUCER = "sm90/backward_dq.cu", "sm90/backward_dq_producer.cuh"
 DQ_CONSUMER = "sm90/backward_dq_consumer.cuh"
 LISTS, SUPERS, CAUSAL = "sm90 backward[lists]", "sm90 backward[super-tiles]", "sm90 backward[causal, D128]"
 ONE_LISTS, ONE_CAUSAL = "sm90 one pass[lists]", "sm90 one pass[causal, D128]"
-ROUND = "sm90/backward_dq_round.cu"
+ROUND = "sm90/backward_dq_postprocess.cu"
 WIDE_LISTS, WIDE_CAUSAL = "sm90 backward[lists, D256]", "sm90 backward[causal, D192]"
 DENSE, PARTS = "sm90 backward[dense mask]", "sm90 backward[parts]"
 BLANK_ROWS, ONE_TILE = "sm90 backward[blank rows]", "sm90 backward[one tile]"
@@ -112,7 +112,7 @@ FAULTS = [
     Fault("queries of the next super-tile are not cleared", PRODUCER,
           "__ballot_sync(ALL_LANES, !sees && first + 32 * k + lane < p.query_length)",
           "__ballot_sync(ALL_LANES, !sees && first + 32 * k + lane < end)", "sm90 backward[a bad super-tile]"),
-    Fault("keys that nobody sees are gathered", PRODUCER, "facts.start[row] < facts.stop[row] && !hidden && piece",
+    Fault("keys that nobody sees are gathered", PRODUCER, "meta.start[row] < meta.stop[row] && !hidden && piece",
           "!hidden && piece",
           "sm90 one pass[unseen keys]"),
     # ---- edges ----
@@ -207,7 +207,7 @@ FAULTS = [
           "    if (DQUERY) queries.begin -= (queries.begin - t.first_query) % UNIT_QUERIES;", "", ONE_LISTS),
     Fault("steps are counted from the first query that sees a key", PRODUCER,
           "max(0, (queries.end - queries.begin + BLOCK_Q - 1) / BLOCK_Q)",
-          "max(0, (queries.end - find_queries(facts.start, facts.stop, t).begin + BLOCK_Q - 1) / BLOCK_Q)",
+          "max(0, (queries.end - find_queries(meta.start, meta.stop, t).begin + BLOCK_Q - 1) / BLOCK_Q)",
           "sm90 one pass[more keys than queries]"),
     Fault("the first step's dq is added to the super-tile's first unit", PRODUCER,
           " + (queries.begin - t.first_query) / UNIT_QUERIES;", ";", ONE_CAUSAL),
@@ -218,8 +218,8 @@ FAULTS = [
     Fault("queries behind the last one are written", ROUND, "        if (query >= end) continue;\n", "", ONE_LISTS),
     # ---- wide heads ----
     Fault("P is replaced before the second warpgroup has read it", WIDE,
-          "        barrier_wait(&shared.probability_empty, handed ^ 1);\n", "", WIDE_LISTS),
-    Fault("P is read before it is there", WIDE, "        barrier_wait(&shared.probability_full, handed);\n", "",
+          "        barrier_wait(&shared.probability_empty, p_phase ^ 1);\n", "", WIDE_LISTS),
+    Fault("P is read before it is there", WIDE, "        barrier_wait(&shared.probability_full, p_phase);\n", "",
           WIDE_LISTS),
     Fault("P counts as there when two warps have stored theirs", KERNEL, "probability_full, 128)",
           "probability_full, 64)", WIDE_LISTS),
@@ -289,10 +289,10 @@ FAULTS = [
     # ---- dense masks ----
     Fault("steps are found in the states of a tile's first keys alone", PRODUCER, "t.count > LIST_KEYS ? 2 : 1;", "1;",
           DENSE),
-    Fault("steps in which no pair is visible are taken for others", TILES, "pending = facts.live[++word];",
-          "pending = facts.masked[++word];", DENSE),
+    Fault("steps in which no pair is visible are taken for others", TILES, "pending = meta.live[++word];",
+          "pending = meta.masked[++word];", DENSE),
     Fault("steps of the heads behind the first begin where the one before ended", TILES,
-          "        if (i == 0) pending = facts.live[word = 0];\n", "", DENSE),
+          "        if (i == 0) pending = meta.live[word = 0];\n", "", DENSE),
     Fault("all keys of a tile have the words of the first queries", PRODUCER, "(first / 32 + 32 * k / BLOCK_N)",
           "(first / 32)", DENSE),
     Fault("pairs that a dense mask hides count in both rows of a lane", CONSUMER,

@@ -6,7 +6,7 @@
 
 constexpr int ROUND_THREADS = 256;
 
-extern "C" __global__ void __launch_bounds__(ROUND_THREADS) backward_dq_round(const __grid_constant__ BackwardDkvParams launch) {
+extern "C" __global__ void __launch_bounds__(ROUND_THREADS) backward_dq_postprocess(const __grid_constant__ BackwardDkvParams launch) {
     wait_for_earlier_kernels();
     constexpr int PIECES = (HEAD_DIM + 7) / 8;
     __shared__ uint4 rows[UNIT_QUERIES][8 * CHUNKS + 1];  // 8 elements each; the odd width spreads rows over the banks
