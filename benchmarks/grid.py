@@ -31,7 +31,7 @@ from benchmarks.harness.suite import Case, add_record_options, write_record
 
 HEADS = ((2, 1, 64), (6, 3, 128), (16, 8, 64), (16, 8, 128), (32, 8, 128))
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 32768)
-MOST_TOKENS = 65536
+MAX_TOKENS = 65536
 LEAST_SPEED, SHORT_MS = 0.95, 0.15
 MORE_MS = {"forward": 0.04, "both": 0.08}
 
@@ -63,7 +63,7 @@ def cases(heads: str = "", length: int = 0) -> list[Case]:
             if (heads and heads != f"{h}/{kv_heads}") or (length and length != n):
                 continue
             found += [Case("model", h, kv_heads, head_dim, n, n, w, batch=b) for b in (1, 4, 16) for w in windows
-                      if n * b <= MOST_TOKENS and (b == 1 or w in (256, 1024, n))]
+                      if n * b <= MAX_TOKENS and (b == 1 or w in (256, 1024, n))]
     return found
 
 

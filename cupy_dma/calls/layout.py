@@ -13,7 +13,7 @@ from cupy_dma import checks
 from cupy_dma.arrays import Operand, library_of
 
 LAYOUTS = ("bnhd", "bhnd")
-MOST_HEADS = 128  # of models in use
+MAX_HEADS = 128  # of models in use
 
 
 def is_bnhd(layout: str | None) -> bool:
@@ -58,7 +58,7 @@ def looks_like_bhnd(q: Operand, k: Operand) -> bool:
     """Whether ``warn_if_bhnd`` warns. A single key is a usual case of ours, such as one token to attend to."""
     heads, keys = q.shape[2], k.shape[1]
     return heads > keys > 0 and k.shape[2] == heads and _fits(q, k) and (
-        heads > MOST_HEADS or keys > 1 and (q.shape[1] > keys or heads > q.shape[1] > 1))
+        heads > MAX_HEADS or keys > 1 and (q.shape[1] > keys or heads > q.shape[1] > 1))
 
 
 def hint(q: Operand, k: Operand) -> str:

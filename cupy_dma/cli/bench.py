@@ -29,7 +29,7 @@ from cupy_dma.cli.exit import FAILED, complain
 
 OURS, SDPA = "cupy_dma", "torch SDPA"
 SCORES, MASK, BACKWARD, DECODE = "forward, from scores", "forward, mask given", "backward", "decode"
-MOST_REPEATS, CHECKED_ROWS = 200, 8
+MAX_REPEATS, CHECKED_ROWS = 200, 8
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def milliseconds(call: Callable[[], Any], seconds: float, device: HostDevice) ->
     device.wait()
     times: list[float] = []
     started = time.perf_counter()
-    while len(times) < 3 or (len(times) < MOST_REPEATS and time.perf_counter() - started < seconds):
+    while len(times) < 3 or (len(times) < MAX_REPEATS and time.perf_counter() - started < seconds):
         if device.name == "cuda":
             event = device.xp.cuda.Event
             begin, end = event(), event()

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-MOST_HEADS = 4  # in one picture
+MAX_HEADS = 4  # in one picture
 NEEDED = "matplotlib is missing (pip install matplotlib, or the extra plot of cupy_dma)"
 
 
@@ -32,7 +32,7 @@ def make(masks: list[Any], sliding: list[bool], length: int, window: int, title:
     from matplotlib.patches import Patch
 
     heads = [(mask, head) for mask in masks for head in range(mask.shape[1])]
-    shown = [*range(min(len(heads), MOST_HEADS) - 1), len(heads) - 1]
+    shown = [*range(min(len(heads), MAX_HEADS) - 1), len(heads) - 1]
     figure = Figure(figsize=(5.5 * len(shown), 6.2), layout="constrained")
     for g, ax in zip(shown, figure.subplots(1, len(shown), squeeze=False)[0]):
         mask, head = heads[g]

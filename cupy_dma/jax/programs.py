@@ -29,7 +29,7 @@ from cupy_dma import backends, checks
 from cupy_dma.arrays import ALIGNMENT, CPU, Device, Library, Operand, library_named, numpy_dtype, packed_strides
 from cupy_dma.jax import batching
 from cupy_dma.jax.arguments import on_gpu
-from cupy_dma.jax.tasks import NAMES, Kind, Task, results_of, run
+from cupy_dma.jax.tasks import NAMES, ArraySpec, Task, results_of, run
 
 _DLPACK_CPU = 1
 
@@ -53,8 +53,8 @@ class Program:
 
     def __init__(self, task: Task, operands: tuple[tuple[str, tuple[int, ...], str], ...], for_gpu: bool):
         self.task = task
-        self.kinds: dict[str, Kind] = {name: (shape, dtype) for name, shape, dtype in operands}
-        self.results = dict(results_of(task, self.kinds))
+        self.specs: dict[str, ArraySpec] = {name: (shape, dtype) for name, shape, dtype in operands}
+        self.results = dict(results_of(task, self.specs))
         self._programs = {} if checks.wants_values_checked() else self._build_all(for_gpu)
         self.built = bool(self._programs)
         self.workspace = max((built.workspace for built, _ in self._programs.values()), default=0)  # bytes
@@ -64,12 +64,12 @@ class Program:
     # ---- when a function is traced ----------------------------------------------------------------------------------
 
     def _call(self, *arrays: Any) -> tuple[Any, ...]:
-        kinds = [jax.ShapeDtypeStruct(shape, numpy_dtype(dtype)) for shape, dtype in self._filled()]
-        call = buffer_callback(self._fill, kinds, command_buffer_compatible=self.built)
+        specs = [jax.ShapeDtypeStruct(shape, numpy_dtype(dtype)) for shape, dtype in self._filled()]
+        call = buffer_callback(self._fill, specs, command_buffer_compatible=self.built)
         axes = batching.manual_axes(arrays)
         return tuple([batching.varying(x, axes) for x in call(*arrays)[:len(self.results)]])
 
-    def _filled(self) -> list[Kind]:
+    def _filled(self) -> list[ArraySpec]:
         """What the callback fills: the results, and the workspace if there is one."""
         return [*self.results.values(), *([((self.workspace,), "uint8")] if self.workspace else [])]
 
@@ -87,16 +87,16 @@ class Program:
     def _build_on(self, device: Device) -> Any:
         """The program on a device, and what launches it. Documents and keys="global" take elementwise functions
         of the array library: none."""
-        if "documents" in self.kinds or self.task.selection is not None and self.task.selection[1] == "global":
+        if "documents" in self.specs or self.task.selection is not None and self.task.selection[1] == "global":
             return None
         library = library_named("numpy" if device == CPU else "cupy")
         operands = {name: Operand(name, SimpleNamespace(shape=shape), library, shape, packed_strides(shape), dtype,
-                                  device, ALIGNMENT) for name, (shape, dtype) in self.kinds.items()}
+                                  device, ALIGNMENT) for name, (shape, dtype) in self.specs.items()}
         module: Any = backends.choose(self.task.backend, operands.values())
         make = getattr(module, "build_program", None)
         if make is None or not module.keeps_programs():
             return None
-        names = list(self.kinds)
+        names = list(self.specs)
 
         def function(functions: Any, *stand_ins: Operand) -> tuple[Any, ...]:
             return run(self.task, functions, dict(zip(names, stand_ins)))
@@ -143,7 +143,7 @@ class Program:
     def _fill_directly(self, library: Library, device: Device, arrays: list[Any]) -> None:
         given = {name: Operand(name, array, library, shape, packed_strides(shape), dtype, device,
                                library.pointer(array))
-                 for (name, (shape, dtype)), array in zip(self.kinds.items(), arrays)}
+                 for (name, (shape, dtype)), array in zip(self.specs.items(), arrays)}
         module = backends.choose(self.task.backend, given.values())
         for result, found in zip(arrays[len(given):], run(self.task, module, given)):
             if result.size:
@@ -153,7 +153,7 @@ class Program:
         import cupy
 
         found = []
-        for address, (shape, dtype) in zip(addresses, (*self.kinds.values(), *self._filled())):
+        for address, (shape, dtype) in zip(addresses, (*self.specs.values(), *self._filled())):
             kind = numpy_dtype(dtype)
             size = int(np.prod(shape)) * kind.itemsize
             memory = cupy.cuda.UnownedMemory(address, size, None, device.index)

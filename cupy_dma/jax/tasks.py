@@ -28,7 +28,7 @@ from cupy_dma.masks.selection import Candidates
 
 SCORE_INPUTS = ("value", "dt_proj", "A", "dt_bias")
 Given = dict[str, Operand]
-Kind = tuple[tuple[int, ...], str]  # shape and type
+ArraySpec = tuple[tuple[int, ...], str]  # shape and type
 
 
 class Task(NamedTuple):
@@ -43,21 +43,21 @@ class Task(NamedTuple):
     needs: tuple[str, ...] = ()  # which gradients
 
 
-def results_of(task: Task, kinds: dict[str, Kind]) -> list[tuple[str, Kind]]:
+def results_of(task: Task, specs: dict[str, ArraySpec]) -> list[tuple[str, ArraySpec]]:
     """Names, shapes and types of a task's results, for operands of these shapes and types."""
     if task.operation == "key_scores":
-        return [("scores", _score_kind(kinds["value"]))]
+        return [("scores", _score_spec(specs["value"]))]
     if task.operation in ("key_scores_backward", "backward"):
-        return [(name, kinds[name]) for name in task.needs]
+        return [(name, specs[name]) for name in task.needs]
     if task.operation == "top_w":
-        return _runs_of(task, kinds, kinds["scores"][0])
-    (batch, length, heads, _), dtype = kinds["query"]
-    found = [("out", kinds["query"]), ("lse", ((batch, heads, length), wide(dtype)))]
+        return _runs_of(task, specs, specs["scores"][0])
+    (batch, length, heads, _), dtype = specs["query"]
+    found = [("out", specs["query"]), ("lse", ((batch, heads, length), wide(dtype)))]
     if task.operation == "dynamic":
-        computed = _score_kind(kinds["value"])
+        computed = _score_spec(specs["value"])
         if task.selection is not None:
-            found += _runs_of(task, kinds, kinds["bias"][0] if "bias" in kinds else computed[0])
-        if "bias" not in kinds:
+            found += _runs_of(task, specs, specs["bias"][0] if "bias" in specs else computed[0])
+        if "bias" not in specs:
             found.append(("bias", computed))
     return found
 
@@ -67,14 +67,14 @@ def wide(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
-def _score_kind(value: Kind) -> Kind:
+def _score_spec(value: ArraySpec) -> ArraySpec:
     (batch, length, heads, _), dtype = value
     return (batch, heads, length), wide(dtype)
 
 
-def _runs_of(task: Task, kinds: dict[str, Kind], scores: tuple[int, ...]) -> list[tuple[str, Kind]]:
+def _runs_of(task: Task, specs: dict[str, ArraySpec], scores: tuple[int, ...]) -> list[tuple[str, ArraySpec]]:
     assert task.selection is not None
-    documents = kinds.get("documents", ((0,), ""))[0]
+    documents = specs.get("documents", ((0,), ""))[0]
     rows = documents[0] if task.selection[1] == "global" and len(documents) == 2 else 1
     return [("start", ((rows, 1, scores[2]), "int32")), ("stop", (scores, "int32"))]
 

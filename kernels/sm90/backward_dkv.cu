@@ -18,7 +18,7 @@
 //
 // Prelude: ELEMENT, HEAD_DIM (at most 256), BLOCK_Q, STAGES (of queries), KEY_STAGES (1 or 2), KEYS (KEYS_CONTIGUOUS or
 // KEYS_LISTED), INTERVALS, CAUSAL, BIAS (BIAS_NONE or BIAS_OF_KEYS), SOFTCAP, SEQUENCES, DQUERY (HEAD_DIM to 128), BITS
-// (KEYS_LISTED with at most MOST_STEPS steps; with none of INTERVALS, CAUSAL, SEQUENCES and DQUERY).
+// (KEYS_LISTED with at most MAX_STEPS steps; with none of INTERVALS, CAUSAL, SEQUENCES and DQUERY).
 #include "sm90/backward_dkv_consumer.cuh"
 #include "sm90/backward_dkv_producer.cuh"
 #if WIDE

@@ -21,7 +21,7 @@
 
 constexpr int QUERY_FRAGMENTS = BLOCK_Q / 16;
 constexpr int WORDS = BLOCK_Q / 32;        // BITS: of a key in a step
-constexpr int MOST_STEPS = 2048;           // BITS: of a head
+constexpr int MAX_STEPS = 2048;            // BITS: of a head
 // DQUERY: a warpgroup makes half of a step's dq: 64 of 128 queries, or half of the columns of 64.
 constexpr bool DQ_BY_ROWS = BLOCK_Q == 128;
 constexpr int DQ_FRAGMENTS = DQ_BY_ROWS ? OUT_FRAGMENTS : CHUNKS == 2 ? 4 : OUT_FRAGMENTS == 4 ? 2 : 1;
@@ -64,7 +64,7 @@ struct KeyTileMeta {
     int part, first_step, all_steps;  // of the steps of all heads
     int first_unit;  // DQUERY: of the first query, among the head's
 #if BITS
-    unsigned live[MOST_STEPS / 32], masked[MOST_STEPS / 32];  // a bit a step, which see some pair, and not all pairs
+    unsigned live[MAX_STEPS / 32], masked[MAX_STEPS / 32];  // a bit a step, which see some pair, and not all pairs
 #endif
 
     // The head of the first step, and its number there.

@@ -18,7 +18,7 @@ SMALL = ["bench", "--backend", "numpy", "--length", "96", "--window", "16", "--h
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench, "MOST_REPEATS", 3)
+    monkeypatch.setattr(bench, "MAX_REPEATS", 3)
     return tmp_path
 
 

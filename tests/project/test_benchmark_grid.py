@@ -15,7 +15,7 @@ from benchmarks import grid  # noqa: E402
 def small(monkeypatch):
     monkeypatch.setattr(grid, "HEADS", ((2, 1, 16),))
     monkeypatch.setattr(grid, "LENGTHS", (64, 96))
-    monkeypatch.setattr(grid, "MOST_TOKENS", 384)
+    monkeypatch.setattr(grid, "MAX_TOKENS", 384)
 
 
 def test_cases():

@@ -24,7 +24,7 @@ README = (ROOT / "README.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = ["", *PROJECT["optional-dependencies"]]  # "": the package alone
 TABLE = re.findall(r'^\| .* \| CUDA (\d+) \| .*`pip install "\.\[([^`\]]+)\]"([^`]*)` \|$', PAGE, re.MULTILINE)
-MOST_BYTES = 400 * 2**20  # that pip may download for a dry run
+MAX_BYTES = 400 * 2**20  # that pip may download for a dry run
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +70,7 @@ def test_every_extra_resolves(tools, wheel, extra):
     assert {name_of(requirement) for requirement in wanted} <= set(found)
     assert len(cuda_majors(found)) <= 1, sorted(found)
     size = sum(max((file["size"] for file in package.get("wheels", ())), default=0) for package in found.values())
-    if size > MOST_BYTES:
+    if size > MAX_BYTES:
         return
     done = subprocess.run([tools / "python", "-m", "pip", "install", "--dry-run",
                            f"{wheel}[{extra}]" if extra else wheel], capture_output=True, text=True)

@@ -11,7 +11,7 @@ from cupy_dma.backends.torch_common.arrays import strides_of, tensor
 from cupy_dma.backends.triton.lists import tile_keys
 from cupy_dma.calls.types import AttentionCall
 
-MOST_HEADS = 16  # query heads of a GQA group that share a tile
+MAX_HEADS = 16  # query heads of a GQA group that share a tile
 INTERPRETER_LIMIT = 227 * 1024
 
 
@@ -56,7 +56,7 @@ class Problem:
         self.runs_by_head = masked not in shared
         self.by_head = self.runs_by_head or any(
             x is not None and x.shape[1] not in shared for x in (self.dense, self.bias))
-        self.tile_heads = 1 if self.by_head else min(self.group_size & -self.group_size, MOST_HEADS)
+        self.tile_heads = 1 if self.by_head else min(self.group_size & -self.group_size, MAX_HEADS)
         #: 1: one bias per key, 2: one per pair
         self.bias_kind = 0 if self.bias is None else 1 if self.bias.shape[2] == 1 else 2
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MAX_NARROW_DIM = 128  # above it (WIDE in the kernels) there is no one pass, and launch_dq does not make delta
 MIN_SOFTCAP, MAX_SOFTCAP = 1.0, 4096.0  # capped logits, and 1e-7 of an lse over the softcap, must be precise
-MAX_DENSE_QUERIES = 131072  # of a dense mask (MOST_STEPS in the kernels)
+MAX_DENSE_QUERIES = 131072  # of a dense mask (MAX_STEPS in the kernels)
 STAGES = 2  # of queries, of backward_dkv.cu
 BLOCK_M = 128  # of backward_dq.cu: rows of a tile
 THREADS = 384  # of either
