@@ -29,8 +29,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) backward_preprocess(con
     const long long row = (long long)blockIdx.x * WARPS + threadIdx.x / 32;  // (b, i, h), heads running fastest
     const int lane = threadIdx.x & 31;
     if (row >= (long long)p.batch * p.query_length * p.heads) return;
-    const int head = static_cast<int>(row % p.heads), query = static_cast<int>(row / p.heads % p.query_length);
-    const long long batch = row / p.heads / p.query_length;
+    const unsigned index = static_cast<unsigned>(row), batch_row = index / p.heads;  // 2^32 rows fit no GPU
+    const int head = index % p.heads, query = batch_row % p.query_length;
+    const long long batch = batch_row / p.query_length;
+    const long long target = (batch * p.heads + head) * p.query_length + query;
+    const float lse = p.lse[target], dlse = p.dlse != nullptr ? p.dlse[target] : 0.0f;  // not behind the sum's latency
     const ELEMENT* out = p.out + batch * p.out_batch + query * p.out_row + head * p.out_head;
     const ELEMENT* dout = p.dout + batch * p.dout_batch + query * p.dout_row + head * p.dout_head;
     float sum = 0.0f;
@@ -46,7 +49,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) backward_preprocess(con
 #pragma unroll
     for (int distance = 16; distance > 0; distance >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, distance);
     if (lane != 0) return;
-    const long long target = (batch * p.heads + head) * p.query_length + query;
-    if (p.dlse != nullptr) sum -= p.dlse[target];
-    p.delta[target] = p.lse[target] == -infinity() ? 0.0f : sum;
+    p.delta[target] = lse == -infinity() ? 0.0f : sum - dlse;
 }

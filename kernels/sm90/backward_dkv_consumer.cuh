@@ -9,6 +9,9 @@
 // in two passes: 2000 bytes more would be spilled.
 constexpr bool KEYS_HIDDEN = BIAS != BIAS_NONE && !BITS && !WIDE && (DQUERY || BLOCK_Q == 64);
 
+// Whether the accumulators of dP begin with -delta, which saves a subtraction a pair; narrow head dims would spill.
+constexpr bool FROM_DELTA = HEAD_DIM > 64;
+
 // A consumer warp: 16 of its warpgroup's 64 keys, two of them a lane's.
 struct ConsumerBase {
     Shared& shared;
@@ -28,11 +31,11 @@ struct ConsumerBase {
     // of the current step
     int step;
     // accumulators
-    Fragment s[QUERY_FRAGMENTS], dp[QUERY_FRAGMENTS];  // S^T, later P^T; dP^T, later dS^T
+    Fragment s[QUERY_FRAGMENTS], dp[QUERY_FRAGMENTS];  // S^T, later P^T; dP^T (FROM_DELTA: less delta), later dS^T
     float dbias[2];
 
     __device__ __forceinline__ ConsumerBase(Shared& shared, const BackwardDkvParams& launch)
-        : shared(shared), launch(launch), p(launch.attention), half(threadIdx.x / 128 - 1), lane(threadIdx.x & 31),
+        : shared(shared), launch(launch), p(launch.attention), half(uniform(threadIdx.x / 128 - 1)), lane(threadIdx.x & 31),
           first_row((WIDE ? 0 : half * 64) + threadIdx.x / 32 % 4 * 16), logit(launch.attention.scale, launch.attention.softcap) {}
 
     __device__ __forceinline__ int row(int r) const { return first_row + lane / 4 + 8 * r; }
@@ -80,7 +83,20 @@ struct ConsumerBase {
     __device__ __forceinline__ void start_dp() {
         if (WIDE) barrier_wait(&shared.ready[queries.stage], queries.phase);
         barrier_wait(&shared.dout_landed[queries.stage], queries.phase);
-        multiply_rows<BLOCK_N, BLOCK_Q>(dp, values, shared.dout[queries.stage]);
+        if constexpr (FROM_DELTA) {
+#pragma unroll
+            for (int n = 0; n < QUERY_FRAGMENTS; ++n)
+#pragma unroll
+                for (int i = 0; i < 8; i += 2) {
+                    float delta[2];  // loaded for each of the lane's keys: straight into the accumulator
+                    load_pair(delta, shared.delta[queries.stage], n, i / 4);
+                    dp[n].x[i] = delta[0];
+                    dp[n].x[i + 1] = delta[1];
+                }
+            add_rows<BLOCK_N, BLOCK_Q>(dp, values, shared.dout[queries.stage]);
+        } else {
+            multiply_rows<BLOCK_N, BLOCK_Q>(dp, values, shared.dout[queries.stage]);
+        }
     }
 
     // A pair of neighbouring queries' statistics: those of this lane in fragment n, k = 0 or 1.
@@ -196,11 +212,11 @@ struct ConsumerBase {
     __device__ __forceinline__ void differentiate() {
 #pragma unroll
         for (int n = 0; n < QUERY_FRAGMENTS; ++n) {
-            float delta[2][2];
+            float delta[2][2] = {};
 #pragma unroll
-            for (int k = 0; k < 2; ++k) load_pair(delta[k], shared.delta[queries.stage], n, k);
+            for (int k = 0; k < 2 && !FROM_DELTA; ++k) load_pair(delta[k], shared.delta[queries.stage], n, k);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) dp[n].x[i] = s[n].x[i] * (dp[n].x[i] - delta[i >> 2][i & 1]);
+            for (int i = 0; i < 8; ++i) dp[n].x[i] = s[n].x[i] * (dp[n].x[i] + delta[i >> 2][i & 1]);
         }
         if constexpr (KEYS_HIDDEN) {
             float sums[2] = {0.0f, 0.0f};

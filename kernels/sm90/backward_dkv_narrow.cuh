@@ -79,6 +79,16 @@ struct Consumer : ConsumerBase {
     }
 #endif
 
+    // Ping-pong: one warpgroup issues the MMAs of a step while the other one computes on its accumulators. In one pass the
+    // exchange of dS keeps both in step.
+    __device__ __forceinline__ void wait_turn() const {
+        if (!DQUERY) named_barrier(TURN_BARRIER + half, CONSUMER_THREADS);
+    }
+
+    __device__ __forceinline__ void pass_turn() const {
+        if (!DQUERY) named_barrier_arrive(TURN_BARRIER + (half ^ 1), CONSUMER_THREADS);
+    }
+
     // A step, whose p and dP are there; `more`: another one follows, whose p and dP are there afterwards. No MMA is in
     // flight between two calls, or the assembler would wait after each.
     template <bool more>
@@ -95,6 +105,7 @@ struct Consumer : ConsumerBase {
         share(gradient);
 #endif
         const int stage = queries.stage;
+        wait_turn();
         accumulate(dv, probability, shared.dout[stage]);
         accumulate(dk, gradient, shared.query[stage]);
         queries.advance();
@@ -116,8 +127,9 @@ struct Consumer : ConsumerBase {
         add_dq(dq);
         if constexpr (more) wait_dp();
 #else
+        if constexpr (more) start_dp();
+        pass_turn();
         if constexpr (more) {
-            start_dp();
             exponentiate();
             wait_dp();
         }
@@ -156,6 +168,7 @@ struct Consumer : ConsumerBase {
     }
 
     __device__ __forceinline__ void run() {
+        if (half == 1) pass_turn();  // the first warpgroup begins
         run_tiles(*this);
 #if DQUERY
         if (threadIdx.x % 128 == 0) bulk_wait();

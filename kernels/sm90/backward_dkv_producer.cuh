@@ -125,24 +125,35 @@ __device__ __forceinline__ unsigned tile_of_number(const AttentionParams& p, uns
     return (first_row + rest / own) * tiles + first + rest % own;
 }
 
+// The next tile, by a warp, and which part of it; false if there are no more. Lists have tiles without keys, which have no
+// results either: they are passed over.
+__device__ __forceinline__ bool take_ticket(const BackwardDkvParams& launch, KeyTile& t, int& part) {
+    do {
+        unsigned ticket = 0;
+        if ((threadIdx.x & 31) == 0) ticket = atomicAdd(launch.tickets, 1u);
+        ticket = __shfl_sync(ALL_LANES, ticket, 0);
+        if (ticket >= static_cast<unsigned>(launch.tiles)) return false;
+        part = launch.in_parts() ? ticket / launch.whole_tiles : 0;
+        t = find_key_tile(launch.attention, tile_of_number(launch.attention, ticket - part * launch.whole_tiles));
+    } while (KEYS == KEYS_LISTED && t.count <= 0);
+    return true;
+}
+
 // Fills one stage of keys, tile after tile.
 __device__ __forceinline__ void produce_keys(Shared& shared, const BackwardDkvParams& launch, int stage) {
     const AttentionParams& p = launch.attention;
     for (unsigned phase = 1;; phase ^= 1) {
         barrier_wait(&shared.key_empty[stage], phase);
-        unsigned ticket = 0;
-        if ((threadIdx.x & 31) == 0) ticket = atomicAdd(launch.tickets, 1u);
-        ticket = __shfl_sync(ALL_LANES, ticket, 0);
-        const bool ends = ticket >= static_cast<unsigned>(launch.tiles);
-        if (ends) {
+        KeyTile t;
+        int part;
+        const bool found = take_ticket(launch, t, part);
+        if (!found) {
             if ((threadIdx.x & 31) == 0) shared.meta[stage].steps = END;
-        } else {
-            const int part = launch.in_parts() ? ticket / launch.whole_tiles : 0;
-            const KeyTile t = find_key_tile(p, tile_of_number(p, ticket - part * launch.whole_tiles));
-            if (load_meta(shared.meta[stage], launch, t, part) > 0) load_rows(shared, stage, p, t);
+        } else if (load_meta(shared.meta[stage], launch, t, part) > 0) {
+            load_rows(shared, stage, p, t);
         }
         barrier_arrive(&shared.key_full[stage]);
-        if (ends) return;
+        if (!found) return;
     }
 }
 
@@ -228,7 +239,7 @@ __device__ __forceinline__ void produce_statistics(Shared& shared, const Backwar
             for (int k = 0; k < BLOCK_Q / 32; ++k) {
                 const bool sees = lse[k] != -infinity();
                 shared.lse[stage][32 * k + lane] = sees ? -log2_lse(lse[k]) : -infinity();
-                shared.delta[stage][32 * k + lane] = delta[k];  // 0 for a row that sees nothing
+                shared.delta[stage][32 * k + lane] = -delta[k];  // 0 for a row that sees nothing
                 // Behind the last query of all there are zeros already.
                 unsigned blank = __ballot_sync(ALL_LANES, !sees && first + 32 * k + lane < p.query_length);
                 if (blank == 0) continue;

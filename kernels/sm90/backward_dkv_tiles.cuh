@@ -27,7 +27,7 @@ constexpr bool DQ_BY_ROWS = BLOCK_Q == 128;
 constexpr int DQ_FRAGMENTS = DQ_BY_ROWS ? OUT_FRAGMENTS : CHUNKS == 2 ? 4 : OUT_FRAGMENTS == 4 ? 2 : 1;
 constexpr int DQ_HALF = 64 * 16 * DQ_FRAGMENTS;  // elements
 constexpr int UNIT_QUERIES = 64, DQ_UNIT = DQ_BY_ROWS ? DQ_HALF : 2 * DQ_HALF;
-enum : int { SUMS_BARRIER = 1 };  // named barriers, one of each warpgroup
+enum : int { SUMS_BARRIER = 1, TURN_BARRIER = 3 };  // named barriers, one of each warpgroup
 constexpr int CONSUMER_THREADS = 256, THREADS = 128 + CONSUMER_THREADS;
 constexpr int LOOKAHEAD = 10;  // steps before a tile's end at which the next ticket is taken and its keys are gathered
 // Warps of the producer; a warp each for the two stages of keys.
@@ -121,7 +121,7 @@ struct Shared {
     ELEMENT query[STAGES][CHUNKS * BLOCK_Q * CHUNK_COLUMNS];
     ELEMENT dout[STAGES][CHUNKS * BLOCK_Q * CHUNK_COLUMNS];
     float lse[STAGES][BLOCK_Q];  // -lse * log2(e); -inf: a row that counts for nothing
-    float delta[STAGES][BLOCK_Q];
+    float delta[STAGES][BLOCK_Q];  // -delta
 #if BITS
     unsigned words[STAGES][WORDS][BLOCK_N];  // of a step with hidden pairs
     int masked[STAGES];  // whether it has

@@ -16,19 +16,26 @@ __device__ __forceinline__ void clear(Fragment (&x)[count]) {
         for (int i = 0; i < 8; ++i) x[n].x[i] = 0.0f;
 }
 
-// x = 64 rows . rows of b, with a matrix of `a_rows` rows in shared memory on the left. Accumulators are cleared although
-// the first MMA overwrites them, or what was there would be kept until then.
+// x += 64 rows . rows of b, with a matrix of `a_rows` rows in shared memory on the left; without `keeps` x is overwritten.
 template <int a_rows, int b_rows, int count>
-__device__ __forceinline__ void multiply_rows(Fragment (&x)[count], unsigned a, const ELEMENT* rows) {
+__device__ __forceinline__ void add_rows(Fragment (&x)[count], unsigned a, const ELEMENT* rows, bool keeps = true) {
     const unsigned b = matrix_descriptor(rows, 0);
-    clear(x);
     pin(x);
     wgmma_fence();
 #pragma unroll
     for (int d = 0; d < ROW_STEPS; ++d)
         Wgmma<count>::template multiply<Major::K, Major::K>(x, moved(a, d / 4 * a_rows * CHUNK_ROW_BYTES + d % 4 * 32),
-                                                            moved(b, d / 4 * b_rows * CHUNK_ROW_BYTES + d % 4 * 32), d > 0);
+                                                            moved(b, d / 4 * b_rows * CHUNK_ROW_BYTES + d % 4 * 32),
+                                                            keeps || d > 0);
     wgmma_commit();
+}
+
+// x = 64 rows . rows of b, with a matrix of `a_rows` rows in shared memory on the left. Accumulators are cleared although
+// the first MMA overwrites them, or what was there would be kept until then.
+template <int a_rows, int b_rows, int count>
+__device__ __forceinline__ void multiply_rows(Fragment (&x)[count], unsigned a, const ELEMENT* rows) {
+    clear(x);
+    add_rows<a_rows, b_rows>(x, a, rows, false);
 }
 
 // The same with the left operand in registers.
