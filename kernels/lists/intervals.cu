@@ -9,9 +9,9 @@
 //   tile_lists    per tile of `queries` positions: its full keys in order from the front of its list, its partial
 //                 keys in order from the back, and the two counts              (a mask with few keys per tile); of a
 //                 single chunk (`seen` null) without the two before it, for all keys are looked at anyway
-//   super_lists   per super-tile of `super_queries` positions: its keys, those that it outlives first, then those that
-//                 see all of it, then those that come within it; and for each key its slots in the lists of its
-//                 super-tiles (the backward pass; count_seen and compact_seen then count these slots too)
+//   super_lists   per super-tile of `super_queries` positions: its keys, those that it outlives first, by their stop, then
+//                 those that see all of it, then those that come within it; and for each key its slots in the lists of
+//                 its super-tiles (the backward pass; count_seen and compact_seen then count these slots too)
 //   summarize     per BLOCK_N compacted keys: lowest and highest start and stop (any other mask)
 //
 // With SEQUENCES start and stop are rows of query (lists/varlen.cu), tiles and super-tiles do not cross sequences, and
@@ -276,7 +276,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParam
     }
 }
 
-// One super-tile a block: a first pass counts the three kinds of keys, a second one writes them.
+// Kinds of a super-tile's keys, in the order of its list: those that it outlives, in BINS bins by their stop, so that tiles
+// of them need few of the queries; those that see all of it; those that come within it.
+constexpr int BINS = 30, SEES_ALL = BINS, COMES = BINS + 1, KINDS = 32;
+
+// The lanes of this warp whose kind is this lane's.
+__device__ __forceinline__ unsigned lanes_of_kind(int kind) {
+    unsigned lanes = ALL_LANES;
+#pragma unroll
+    for (int bit = 1; bit <= KINDS; bit *= 2) {
+        const unsigned ones = __ballot_sync(ALL_LANES, (kind & bit) != 0);
+        lanes &= (kind & bit) != 0 ? ones : ~ones;
+    }
+    return lanes;
+}
+
+// One super-tile a block: a first pass counts the keys of each kind, a second one writes them in their own order.
 extern "C" __global__ void __launch_bounds__(THREADS) super_lists(const ListParams p) {
     wait_for_earlier_kernels();
     __shared__ int warp_values[32];
@@ -296,36 +311,54 @@ extern "C" __global__ void __launch_bounds__(THREADS) super_lists(const ListPara
     const int2 range = find_range(p, row, first, last, warp_values);
     const long long base = row * p.key_length;
 
-    auto kind_of = [&](int i) {  // 0: dies within, 1: sees all, 2: comes within, 3: not seen
+    const float bins = static_cast<float>(BINS) / max(last - first, 1);  // a position
+    auto kind_of = [&](int i) {  // KINDS: not seen
         const int2 v = i < range.y ? p.interval[base + i] : make_int2(0, 0);
-        if (v.x >= v.y || v.x > last || v.y <= first) return 3;
-        return v.y <= last ? 0 : v.x <= first ? 1 : 2;
+        if (v.x >= v.y || v.x > last || v.y <= first) return KINDS;
+        if (v.y <= last) return min(static_cast<int>((v.y - 1 - first) * bins), BINS - 1);
+        return v.x <= first ? SEES_ALL : COMES;
     };
-    int counts[3] = {0, 0, 0}, next[3], total;
+    constexpr int WARPS = THREADS / 32;
+    __shared__ int next[KINDS], of_warp[WARPS][KINDS];  // where the next key of a kind goes; a warp's keys of a kind
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+    if (warp == 0) next[lane] = 0;
+    __syncthreads();
     for (int i = range.x + threadIdx.x; i < range.y; i += THREADS) {
         const int kind = kind_of(i);
-#pragma unroll
-        for (int k = 0; k < 3; ++k) counts[k] += kind == k;
+        if (kind < KINDS) atomicAdd(&next[kind], 1);
     }
-    next[0] = 0;
-    exclusive_sum<THREADS>(counts[0], next[1], warp_values);
-    exclusive_sum<THREADS>(counts[1], total, warp_values);
-    next[2] = next[1] + total;
-    exclusive_sum<THREADS>(counts[2], total, warp_values);
-    if (threadIdx.x == 0) p.super_lengths[blockIdx.x] = min(next[2] + total, p.super_capacity);
+    __syncthreads();
+    if (warp == 0) {
+        const int count = next[lane];
+        int end = count;
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const int before = __shfl_up_sync(ALL_LANES, end, distance);
+            if (lane >= distance) end += before;
+        }
+        next[lane] = end - count;
+        if (lane == 31) p.super_lengths[blockIdx.x] = min(end, p.super_capacity);
+    }
 
     int* list = p.super_list + index;
     int* slots = p.slots + row * entries;
     for (int at = range.x; at < range.y; at += THREADS) {
         const int i = at + threadIdx.x, kind = kind_of(i);
+        const unsigned alike = lanes_of_kind(kind), before = alike & ((1u << lane) - 1);
+        of_warp[warp][lane] = 0;
+        __syncwarp();
+        if (kind < KINDS && before == 0) of_warp[warp][kind] = __popc(alike);
+        __syncthreads();
         int mine = 0;
-#pragma unroll
-        for (int k = 0; k < 3; ++k) {
-            const int before = exclusive_sum<THREADS>(kind == k, total, warp_values);
-            if (kind == k) mine = next[k] + before;
-            next[k] += total;
+        if (kind < KINDS) {
+            mine = next[kind] + __popc(before);
+            for (int w = 0; w < warp; ++w) mine += of_warp[w][kind];
         }
-        if (kind == 3 || mine >= p.super_capacity) continue;
+        __syncthreads();
+        if (warp == 0)
+            for (int w = 0; w < WARPS; ++w) next[lane] += of_warp[w][lane];
+        __syncthreads();
+        if (kind == KINDS || mine >= p.super_capacity) continue;
         list[mine] = p.seen[base + i];
         slots[p.span_offset[base + i] + super - span_of(p, p.interval[base + i]).x] = mine;
     }
