@@ -18,15 +18,15 @@ from cupy_dma.backends.cuda.runtime.configs import (
     tile_bytes,
 )
 
-Shape = TypeVar("Shape", bound=tuple)
+Shape = TypeVar("Shape", Tile, KeyTile)
 Tiles = dict[int, dict[int, tuple[Tile, ...]]]
 KeyTilesOf = dict[int, dict[int, tuple[KeyTile, ...]]]
 
-# By bytes of an element and head dim, the fastest first; the first that fits is taken. Measured in
-# docs/lab/forward-sm80.md and backward.md (those of float32: chosen by counting).
+# By bytes of an element and head dim, the fastest first: the first is taken of which an SM holds as many blocks as it
+# names. Measured in docs/lab/forward-sm80.md and backward.md; of float32, chosen by counting, the first that fits.
 _FORWARD: Tiles = {2: {
-    64: (Tile(128, 64, 4, 2),),
-    128: (Tile(128, 64, 4, 2), Tile(128, 32, 4, 1)),
+    64: (Tile(128, 64, 4, 2), Tile(128, 32, 4, 2)),
+    128: (Tile(128, 64, 4, 2), Tile(128, 32, 4, 2), Tile(128, 32, 4, 1)),
     192: (Tile(128, 64, 8, 1), Tile(128, 32, 8, 1), Tile(64, 32, 4, 1)),
     256: (Tile(128, 64, 8, 1), Tile(128, 32, 8, 1), Tile(64, 16, 4, 1)),
 }, 4: {
@@ -36,7 +36,7 @@ _FORWARD: Tiles = {2: {
     256: (Tile(128, 16, 8, 1), Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
 }}
 _BACKWARD_DQ: Tiles = {2: {
-    64: (Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
+    64: (Tile(128, 64, 4, 2), Tile(64, 32, 4, 2)),
     128: (Tile(128, 32, 4, 2), Tile(64, 32, 4, 2)),
     256: (Tile(64, 32, 4, 1), Tile(32, 16, 2, 1)),
 }, 4: {
@@ -45,15 +45,15 @@ _BACKWARD_DQ: Tiles = {2: {
     256: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
 }}
 _BACKWARD_DKV: KeyTilesOf = {2: {
-    64: (KeyTile(64, 64, 4, 2),),
-    128: (KeyTile(64, 64, 4, 2), KeyTile(64, 32, 4, 1)),
+    64: (KeyTile(64, 64, 4, 2), KeyTile(64, 32, 4, 2)),
+    128: (KeyTile(64, 64, 4, 2), KeyTile(64, 32, 4, 2), KeyTile(64, 32, 4, 1)),
     256: (KeyTile(64, 32, 4, 1), KeyTile(32, 16, 2, 1)),
 }, 4: {
     64: (KeyTile(64, 32, 4, 2),),
     128: (KeyTile(64, 16, 4, 2), KeyTile(32, 16, 2, 1)),
     256: (KeyTile(64, 16, 4, 1), KeyTile(32, 16, 2, 1), KeyTile(16, 16, 1, 1)),
 }}
-# With a dense bias, two tiles of which must fit as well: the first of which as many blocks fit as it names.
+# With a dense bias, two tiles of which must fit as well.
 _BIASED_FORWARD: Tiles = {2: {
     64: (Tile(128, 64, 4, 2), Tile(128, 32, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
     128: (Tile(128, 32, 4, 2), Tile(128, 32, 8, 1), Tile(64, 32, 4, 1)),
@@ -96,23 +96,22 @@ _SMALL = {
 }
 
 
-def _with_bias(size: Callable[[Any], int], rows: Callable[[Any], int], element: str) -> Callable[[Any], int]:
-    """Bytes of as many blocks as an SM is to hold, with two tiles of a dense bias each, less what the limit
-    of a single block leaves out already."""
-    def together(shape: Any) -> int:
-        return shape.min_blocks * (size(shape) + bias_bytes(rows(shape), shape.block_n, element) + RESERVED) - RESERVED
-
-    return together
-
-
-def _first_that_fits(shapes: Sequence[Shape], size: Callable[[Shape], int], head_dim: int, shared_limit: int) -> Shape:
-    for shape in shapes:
-        if size(shape) <= shared_limit:
-            return shape
+def _first_that_fits(shapes: Sequence[Shape], size: Callable[[Shape], int], head_dim: int, shared_limit: int,
+                     alone: bool = False) -> Shape:
+    """The first shape of which an SM holds as many blocks as it names (``alone``: one), else the first that fits."""
+    for together in (False,) if alone else (True, False):
+        for shape in shapes:
+            blocks = shape.min_blocks if together else 1
+            if blocks * (size(shape) + RESERVED) - RESERVED <= shared_limit:
+                return shape
     raise NotImplementedError(
         f"backend='cuda' cannot do this: no tile of head dim {head_dim} fits into this GPU's {shared_limit} bytes of "
         "shared memory (float32 with head dims above 240, a dense bias and gradients needs more than 99 KB: take "
         "float16 or bfloat16, or another backend)")
+
+
+def _bias_of(shape: Any, rows: int, element: str | None) -> int:
+    return 0 if element is None else bias_bytes(rows, shape.block_n, element)
 
 
 def _of_head_dim(shapes: Mapping[int, tuple[Shape, ...]], head_dim: int) -> tuple[Shape, ...]:
@@ -129,46 +128,45 @@ def tile_shape(head_dim: int, shared_limit: int, few: bool = False, size: int = 
     ``few``: there are fewer tiles than SMs, so that a tile's own time counts.
     """
     shapes = _of_head_dim((_FORWARD if dense_bias is None else _BIASED_FORWARD)[size], head_dim)
-    if few and head_dim <= 128:
-        shapes = _SMALL[size]
+    few = few and head_dim <= 128  # so an SM has one block
 
     def needed(tile: Tile) -> int:
-        return tile_bytes(size, head_dim, tile.block_m, tile.block_n) + 16 * tile.block_n
+        return (tile_bytes(size, head_dim, tile.block_m, tile.block_n) + 16 * tile.block_n
+                + _bias_of(tile, tile.block_m, dense_bias))
 
-    size_of = needed if dense_bias is None else _with_bias(needed, lambda t: t.block_m, dense_bias)
-    return _first_that_fits(shapes, size_of, head_dim, shared_limit)
+    return _first_that_fits(_SMALL[size] if few else shapes, needed, head_dim, shared_limit,
+                            dense_bias is None and (few or size == 4))
 
 
 @functools.cache
 def backward_dq_tile(head_dim: int, shared_limit: int, size: int = 2, dense_bias: str | None = None) -> Tile:
     """The tile of the query gradient, which keeps dout beside the queries."""
     def needed(tile: Tile) -> int:
-        return tile_bytes(size, head_dim, 2 * tile.block_m, tile.block_n) + 16 * tile.block_n
+        return (tile_bytes(size, head_dim, 2 * tile.block_m, tile.block_n) + 16 * tile.block_n
+                + _bias_of(tile, tile.block_m, dense_bias))
 
-    if dense_bias is None:
-        return _first_that_fits(_of_head_dim(_BACKWARD_DQ[size], head_dim), needed, head_dim, shared_limit)
-    return _first_that_fits(_of_head_dim(_BIASED_BACKWARD_DQ[size], head_dim),
-                            _with_bias(needed, lambda t: t.block_m, dense_bias), head_dim, shared_limit)
+    shapes = (_BACKWARD_DQ if dense_bias is None else _BIASED_BACKWARD_DQ)[size]
+    return _first_that_fits(_of_head_dim(shapes, head_dim), needed, head_dim, shared_limit,
+                            dense_bias is None and size == 4)
 
 
 @functools.cache
 def backward_dkv_tile(head_dim: int, shared_limit: int, size: int = 2, dense_bias: str | None = None) -> KeyTile:
     """The tile of the gradients of keys and values."""
     def needed(tile: KeyTile) -> int:
-        return key_tile_bytes(size, head_dim, tile.block_n, tile.block_q) + 16 * tile.block_n
+        return (key_tile_bytes(size, head_dim, tile.block_n, tile.block_q) + 16 * tile.block_n
+                + _bias_of(tile, tile.block_q, dense_bias))
 
-    if dense_bias is None:
-        return _first_that_fits(_of_head_dim(_BACKWARD_DKV[size], head_dim), needed, head_dim, shared_limit)
-    return _first_that_fits(_of_head_dim(_BIASED_BACKWARD_DKV[size], head_dim),
-                            _with_bias(needed, lambda t: t.block_q, dense_bias), head_dim, shared_limit)
+    shapes = (_BACKWARD_DKV if dense_bias is None else _BIASED_BACKWARD_DKV)[size]
+    return _first_that_fits(_of_head_dim(shapes, head_dim), needed, head_dim, shared_limit,
+                            dense_bias is None and size == 4)
 
 
 @functools.cache
 def backward_dbias_tile(head_dim: int, shared_limit: int, size: int, dense_bias: str) -> Tile:
     """The tile of the gradient of a dense bias that is shared."""
     def needed(tile: Tile) -> int:
-        alone = bias_pass_bytes(size, head_dim, tile.block_m, tile.block_n, dense_bias)
-        return tile.min_blocks * (alone + RESERVED) - RESERVED
+        return bias_pass_bytes(size, head_dim, tile.block_m, tile.block_n, dense_bias)
 
     return _first_that_fits(_of_head_dim(_BACKWARD_DBIAS[size], head_dim), needed, head_dim, shared_limit)
 
