@@ -23,14 +23,14 @@ _BROADCAST = ("bias", "start", "stop", "dense", "padding", "documents")  # a siz
 def rule(program: Any, run_program: Callable[..., dict[str, Any]], size: int, mapped: Sequence[bool],
          *arrays: Any) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
     """The rule of ``custom_vmap`` for a program: results, and which of them are mapped."""
-    task, kinds = program.task, program.kinds
-    per_element = {name for name, is_mapped in zip(kinds, mapped) if is_mapped and (
-        name in PARAMETERS or name == "documents" and len(kinds[name][0]) == 1)}
+    task, specs = program.task, program.specs
+    per_element = {name for name, is_mapped in zip(specs, mapped) if is_mapped and (
+        name in PARAMETERS or name == "documents" and len(specs[name][0]) == 1)}
     if per_element or set(task.needs).intersection(PARAMETERS):
         return _one_by_one(program, mapped, arrays)
-    batch = next(kinds[name][0][0] for name in ("query", "value", "scores") if name in kinds)
+    batch = next(specs[name][0][0] for name in ("query", "value", "scores") if name in specs)
     given = {name: _merged(name, x, is_mapped, size, batch, name in task.needs)
-             for (name, is_mapped), x in zip(zip(kinds, mapped), arrays)}
+             for (name, is_mapped), x in zip(zip(specs, mapped), arrays)}
     found = run_program(task, given)
     split = [_split(found[name], shape, dtype, size, batch) for name, (shape, dtype) in program.results.items()]
     return tuple([x for x, _ in split]), tuple([is_mapped for _, is_mapped in split])
