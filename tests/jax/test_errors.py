@@ -24,6 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 q, k, v, s = draw()
 P, A, b = recipe()
 
+#: of a callback that raises; ValueError if it has done so before the call returns
+FAILURES = (jax.errors.JaxRuntimeError, ValueError)
+
 
 def attend(**changes):
     return lambda: dj.attention(**{"query": q, "key": k, "value": v, **changes})
@@ -133,20 +136,20 @@ def test_an_exception_in_a_callback_reaches_the_user(monkeypatch, jitted):
 
     monkeypatch.setattr(numpy_backend, "attention", broken)
     function = jax.jit(lambda q: dj.attention(q, k, v)) if jitted else lambda q: dj.attention(q, k, v)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RuntimeError: the disk is full of keys"):
+    with pytest.raises(FAILURES, match="RuntimeError: the disk is full of keys"):
         jax.block_until_ready(function(q))
     monkeypatch.undo()
     assert jax.block_until_ready(function(q)).shape == q.shape  # and nothing is broken afterwards
 
 
 def test_values_that_are_wrong():
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"documents must be cumulative lengths.* key length 24, got"):
+    with pytest.raises(FAILURES, match=r"documents must be cumulative lengths.* key length 24, got"):
         jax.block_until_ready(jax.jit(lambda x: dj.top_w(s, 5, documents=x).stop)(jnp.array([0, 30, 24])))
 
 
 def test_checked_values(monkeypatch):
     monkeypatch.setenv("CUPY_DMA_CHECK", "1")
-    with pytest.raises(jax.errors.JaxRuntimeError, match="scores must be finite"):
+    with pytest.raises(FAILURES, match="scores must be finite"):
         jax.block_until_ready(dj.top_w(s.at[0, 0, 0].set(jnp.nan), 5).stop)
 
 
