@@ -56,6 +56,12 @@ def real_keys(operand: Operand) -> Operand:
         return library.operand(array != 0, operand.name)
 
 
+def per_key(operand: Operand) -> None:
+    """Numbers per key: 1 to 3 axes, which broadcast to (B, H, Lk)."""
+    if not 1 <= operand.ndim <= 3:
+        raise ValueError(f"{operand.name} must have 1 to 3 axes (B, H, Lk), got shape {operand.shape}")
+
+
 def values_known(operand: Operand) -> bool:
     """Whether values may be read: in host memory, or on request, and not while a compiler traces the call."""
     return (operand.device.kind == "cpu" or wants_values_checked()) and not operand.library.is_traced()

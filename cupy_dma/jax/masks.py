@@ -18,7 +18,7 @@ from cupy_dma import checks
 from cupy_dma.jax.arguments import as_array, is_traced
 from cupy_dma.masks import interval
 from cupy_dma.masks.operators import MaskOperators
-from cupy_dma.masks.runs import EVER, NEVER, UNKNOWN, Hints, Runs, intersection, union
+from cupy_dma.masks.runs import EVER, NEVER, UNKNOWN, Hints, Runs, gated, intersection, union
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -137,9 +137,8 @@ class IntervalMask(MaskOperators):
             raise ValueError(f"bias must have 1 to 3 axes (B, H, Lk), got shape {gate.shape}")
         distance, first = checks.whole(delay, "delay", 1), checks.whole(sinks, "sinks", 0)
         key = jnp.arange(gate.shape[-1], dtype=jnp.int32)
-        closed = (gate < threshold) & (key >= min(first, NEVER))
-        forgotten = key + distance if distance + gate.shape[-1] < NEVER else NEVER
-        return cls._of(Runs(key, jnp.where(closed, forgotten, NEVER), Hints("key")))
+        least = threshold if is_traced(threshold) else checks.real(threshold, "threshold")
+        return cls._of(Runs(key, gated(jnp, gate, key, jnp.int32(NEVER), distance, least, first), Hints("key")))
 
     @classmethod
     def padding(cls, padding: Any) -> IntervalMask:

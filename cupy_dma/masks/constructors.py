@@ -8,7 +8,7 @@ import numpy as np
 from cupy_dma import checks
 from cupy_dma.arrays import CPU, Device, Library, Operand, describe, library_named
 from cupy_dma.masks.documents import document_runs, documents_mask
-from cupy_dma.masks.runs import EVER, NEVER, Hints, Runs, covers
+from cupy_dma.masks.runs import EVER, NEVER, Hints, Runs, covers, gated
 
 if TYPE_CHECKING:
     from cupy_dma.masks.interval import IntervalMask
@@ -122,8 +122,7 @@ class Constructors:
         """
         given = describe(stop, "stop")
         checks.one_of_types(given, checks.INTEGERS)
-        if not 1 <= given.ndim <= 3:
-            raise ValueError(f"stop must have 1 to 3 axes (B, H, Lk), got shape {given.shape}")
+        checks.per_key(given)
         library, device, n = given.library, given.device, given.shape[-1]
         limit = None if window is None else checks.whole(window, "window", 1)
         with library.on(device):
@@ -168,16 +167,13 @@ class Constructors:
         """
         given = describe(bias, "bias")
         checks.one_of_types(given)
-        if not 1 <= given.ndim <= 3:
-            raise ValueError(f"bias must have 1 to 3 axes (B, H, Lk), got shape {given.shape}")
+        checks.per_key(given)
         distance, first = checks.whole(delay, "delay", 1), checks.whole(sinks, "sinks", 0)
         least = checks.real(threshold, "threshold")
         library, device, n = given.library, given.device, given.shape[-1]
         with library.on(device):
             key, never = library.arange(0, n, device), library.full((n,), NEVER, "int32", device)
-            forgotten = key + distance if distance + n < NEVER else never
-            closed = (given.array < least) & (key >= min(first, NEVER))
-            stop = library.contiguous(library.xp.where(closed, forgotten, never))
+            stop = library.contiguous(gated(library.xp, given.array, key, never, distance, least, first))
         return cls._of(library, Runs(key, stop, Hints("key")))
 
     @classmethod

@@ -65,8 +65,7 @@ class IntervalMask(Constructors, MaskOperators, Pictures):
         checks.require_same_device(operands)
         for operand in operands:
             checks.one_of_types(operand, ("int32",))
-            if not 1 <= operand.ndim <= 3:
-                raise ValueError(f"{operand.name} must have 1 to 3 axes (B, H, Lk), got shape {operand.shape}")
+            checks.per_key(operand)
             checks.rows_contiguous(operand)
         shapes = [(1,) * (3 - operand.ndim) + tuple(operand.shape) for operand in operands]
         if shapes[0][2] != shapes[1][2] or any(a != b and 1 not in (a, b) for a, b in zip(*shapes)):

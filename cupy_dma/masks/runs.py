@@ -48,6 +48,12 @@ def spread(library: Library, array: Any, name: str, shape: tuple[int, ...]) -> O
     return Operand(name, array, library, shape, strides, "int32", seen.device, seen.pointer)
 
 
+def gated(xp: Any, bias: Any, key: Any, never: Any, delay: int, threshold: Any, sinks: int) -> Any:
+    """Stops of keys at positions ``key`` whose gates have the logarithms ``bias``; ``never``: an array of NEVER."""
+    forgotten = key + delay if delay + key.shape[0] < NEVER else never
+    return xp.where((bias < threshold) & (key >= min(sinks, NEVER)), forgotten, never)
+
+
 def intersection(xp: Any, a: Runs, b: Runs) -> Runs:
     """Visible under both: the later start and the earlier stop."""
     kinds = {a.hints.starts, b.hints.starts}

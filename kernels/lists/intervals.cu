@@ -47,7 +47,7 @@ struct ListParams {
     long long super_entries;  // SEQUENCES: instead of supers * super_capacity
 };
 
-constexpr int THREADS = 256;
+constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int OWN = 8;  // consecutive keys of a thread
 constexpr int CHUNK = THREADS * OWN;
 
@@ -90,7 +90,7 @@ __device__ __forceinline__ int block_min(int value, int (&warp_values)[32]) {
     __syncthreads();  // the values of an earlier call have been read
     if (lane == 0) warp_values[threadIdx.x / 32] = value;
     __syncthreads();  // every warp's value is in place
-    return __reduce_min_sync(ALL_LANES, warp_values[lane % (THREADS / 32)]);
+    return __reduce_min_sync(ALL_LANES, warp_values[lane % WARPS]);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) count_seen(const ListParams p) {
@@ -318,7 +318,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) super_lists(const ListPara
         if (v.y <= last) return min(static_cast<int>((v.y - 1 - first) * bins), BINS - 1);
         return v.x <= first ? SEES_ALL : COMES;
     };
-    constexpr int WARPS = THREADS / 32;
     __shared__ int next[KINDS], of_warp[WARPS][KINDS];  // where the next key of a kind goes; a warp's keys of a kind
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     if (warp == 0) next[lane] = 0;
@@ -328,17 +327,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) super_lists(const ListPara
         if (kind < KINDS) atomicAdd(&next[kind], 1);
     }
     __syncthreads();
-    if (warp == 0) {
-        const int count = next[lane];
-        int end = count;
-#pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) {
-            const int before = __shfl_up_sync(ALL_LANES, end, distance);
-            if (lane >= distance) end += before;
-        }
-        next[lane] = end - count;
-        if (lane == 31) p.super_lengths[blockIdx.x] = min(end, p.super_capacity);
-    }
+    int total;
+    const int begin = exclusive_sum<THREADS>(threadIdx.x < KINDS ? next[threadIdx.x] : 0, total, warp_values);
+    if (threadIdx.x < KINDS) next[threadIdx.x] = begin;
+    if (threadIdx.x == 0) p.super_lengths[blockIdx.x] = min(total, p.super_capacity);
 
     int* list = p.super_list + index;
     int* slots = p.slots + row * entries;
@@ -366,8 +358,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) super_lists(const ListPara
 
 extern "C" __global__ void __launch_bounds__(THREADS) summarize(const ListParams p) {
     wait_for_earlier_kernels();
-    constexpr int WARPS = THREADS / 32;  // a warp takes one block of keys
-    const int row_blocks = (p.summary_blocks + WARPS - 1) / WARPS;
+    const int row_blocks = (p.summary_blocks + WARPS - 1) / WARPS;  // a warp takes one block of keys
     const long long row = blockIdx.x / row_blocks;
     const int block = blockIdx.x % row_blocks * WARPS + threadIdx.x / 32;
     if (block >= p.summary_blocks) return;

@@ -4,9 +4,10 @@
 // Prelude: as sm90/backward_dkv.cu.
 #include "sm90/backward_dkv_tiles.cuh"
 
-constexpr int ROUND_THREADS = 256;
+constexpr int POSTPROCESS_THREADS = 256;
 
-extern "C" __global__ void __launch_bounds__(ROUND_THREADS) backward_dq_postprocess(const __grid_constant__ BackwardDkvParams launch) {
+extern "C" __global__ void __launch_bounds__(POSTPROCESS_THREADS) backward_dq_postprocess(
+    const __grid_constant__ BackwardDkvParams launch) {
     wait_for_earlier_kernels();
     constexpr int PIECES = (HEAD_DIM + 7) / 8;
     __shared__ uint4 rows[UNIT_QUERIES][8 * CHUNKS + 1];  // 8 elements each; the odd width spreads rows over the banks
@@ -21,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(ROUND_THREADS) backward_dq_postproc
     if (first >= end) return;
     const float4* sums = reinterpret_cast<const float4*>(launch.dquery_sums + (long long)blockIdx.x * DQ_UNIT);
 #pragma unroll
-    for (int i = threadIdx.x; i < DQ_UNIT / 4; i += ROUND_THREADS) {
+    for (int i = threadIdx.x; i < DQ_UNIT / 4; i += POSTPROCESS_THREADS) {
         const float4 x = __ldcs(sums + i);  // of rows r and r + 8, as add_dq has them
         const int r = i % 128 / 32 * 16 + i % 32 / 4, pair = i / 128 * 4 + i % 4;
         reinterpret_cast<unsigned*>(rows[r])[pair] = pack_pair(x.x * p.scale, x.y * p.scale);
@@ -30,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(ROUND_THREADS) backward_dq_postproc
     __syncthreads();
     const long long batch = head_row / p.heads, head = head_row % p.heads;
 #pragma unroll
-    for (int i = threadIdx.x; i < UNIT_QUERIES * PIECES; i += ROUND_THREADS) {
+    for (int i = threadIdx.x; i < UNIT_QUERIES * PIECES; i += POSTPROCESS_THREADS) {
         const int row = i / PIECES, query = first + row;
         if (query >= end) continue;
         const bool sees = p.lse[(long long)head_row * p.query_length + query] != -infinity();

@@ -33,7 +33,7 @@ MAX_DENSE_QUERIES = 131072  # of a dense mask (MAX_STEPS in the kernels)
 STAGES = 2  # of queries, of backward_dkv.cu
 BLOCK_M = 128  # of backward_dq.cu: rows of a tile
 THREADS = 384  # of either
-UNIT_QUERIES, ROUND_THREADS = 64, 256  # of backward_dq_postprocess.cu
+UNIT_QUERIES, POSTPROCESS_THREADS = 64, 256  # of backward_dq_postprocess.cu
 NAME_QUERY, NAME_KEYS = "Hopper gradient of queries", "Hopper gradients of keys"
 #: what lists of super-tiles and two passes cost: for each pair that a query keeps as much as so many pairs of keys in
 #: their own order in one pass, and so many steps of 64 x 128 of these on each SM beside them (docs/lab/grid.md)
@@ -104,7 +104,7 @@ class HopperBackwardDkvConfig(_Config):
 
 
 @dataclass(frozen=True)
-class HopperBackwardRoundConfig(HopperBackwardDkvConfig):
+class HopperBackwardDqPostprocessConfig(HopperBackwardDkvConfig):
     source = "sm90/backward_dq_postprocess.cu"
 
 
@@ -306,12 +306,12 @@ def launch_dkv(build: Builder, call: AttentionBackwardCall, problem: Problem, en
     build.launch(build.load(config, "backward_dkv", config.shared_bytes), min(tiles * parts.count, build.num_sms),
                  THREADS, packed, pdl=False)
     if one_pass:
-        rounding = HopperBackwardRoundConfig(
+        config = HopperBackwardDqPostprocessConfig(
             element=ELEMENTS[query.dtype], head_dim=head_dim, block_q=block_q(head_dim, True, False), stages=STAGES,
             key_stages=key_stages(head_dim, True), keys="KEYS_CONTIGUOUS", intervals=False, causal=False,
             bias=BIAS_NONE, softcap=False, sequences=problem.count > 0, bits=False, dquery=True)
-        build.launch(build.load(rounding, "backward_dq_postprocess"), key.shape[0] * query.shape[2] * query_units,
-                     ROUND_THREADS, packed)
+        build.launch(build.load(config, "backward_dq_postprocess"), key.shape[0] * query.shape[2] * query_units,
+                     POSTPROCESS_THREADS, packed)
 
 
 def _maps(call: AttentionBackwardCall, queries: int, heads: int, out: bool = False) -> Packed | None:
