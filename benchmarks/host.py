@@ -9,7 +9,8 @@ turns, and the fastest of ``ROUNDS`` rounds counts, for a shared host has phases
 again. Ratios are to SDPA (flash) with or without gradients.
 
 Rows: attention with a prepared interval mask and a key bias; dynamic_mask_attention from given scores; the layer
-``DynamicMaskAttention``; SDPA. Launches and GPU time are those of one step by torch's profiler.
+``DynamicMaskAttention``; SDPA. Each eagerly and under ``torch.compile`` with its defaults; also compiled, a block of
+projections around SDPA or the layer. Launches and GPU time are those of one step by torch's profiler.
 
 Check: the gradients of every step are finite and not all zero; the layer's output is that of the functions.
 
@@ -77,20 +78,44 @@ def calls(device: str) -> dict[str, Callable[[], Any]]:
             return torch.autograd.grad(out, inputs, dout if out.shape == dout.shape else dout.transpose(1, 2))
         return run
 
+    class Block(torch.nn.Module):
+        """Attention between projections of ``x (1, L, H * D)``."""
+
+        def __init__(self, attend: Callable[..., Any]) -> None:
+            super().__init__()
+            self.attend = attend
+            self.qkv = torch.nn.Linear(HEADS * HEAD_DIM, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+            self.out = torch.nn.Linear(HEADS * HEAD_DIM, HEADS * HEAD_DIM)
+
+        def forward(self, x: Any) -> Any:
+            rows = self.qkv(x).unflatten(-1, (-1, HEAD_DIM)).split((HEADS, KV_HEADS, KV_HEADS), 2)
+            return self.out(self.attend(*rows).flatten(2))
+
+    def dense_block(q: Any, k: Any, v: Any) -> Any:
+        rows = (x.transpose(1, 2) for x in (q, k, v))
+        return scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    def block(attend: Callable[..., Any]) -> Callable[[], Any]:
+        module = Block(attend).to(device, torch.bfloat16)
+        x = torch.randn(1, LENGTH, HEADS * HEAD_DIM, device=device, dtype=torch.bfloat16)
+        compiled, upstream = torch.compile(module, dynamic=False), torch.randn_like(x)
+        return lambda: torch.autograd.grad(compiled(x), tuple(module.parameters()), upstream)
+
     assert torch.equal(by_layer(), dma.dynamic_mask_attention(q, k, v, window=WINDOW, A=layer.A,
                                                               dt_proj=layer.dt_proj.weight))
     kinds = {"prepared mask": (prepared, (q, k, v, scores)), "from scores": (from_scores, (q, k, v, scores)),
              "layer": (by_layer, (q, k, v, *layer.parameters()))}
-    found = {"SDPA, forward": forward(sdpa), "SDPA, step": step(sdpa, *dense)}
-    for name, (call, inputs) in kinds.items():
-        found |= {f"{name}, forward": forward(call), f"{name}, step": step(call, *inputs)}
-    return found
+    found = {}
+    for name, (call, inputs) in {"SDPA": (sdpa, dense), **kinds}.items():
+        found |= {f"{name}, forward": forward(call), f"{name}, step": step(call, *inputs),
+                  f"{name}, compiled step": step(torch.compile(call, dynamic=False), *inputs)}
+    return found | {"SDPA, compiled block": block(dense_block), "layer, compiled block": block(layer)}
 
 
 def check(found: dict[str, Callable[[], Any]]) -> None:
     """Raises if a step's gradients are not finite, or zero."""
     for name, call in found.items():
-        for x in call() if name.endswith("step") else (call(),):
+        for x in (call(),) if name.endswith("forward") else call():
             assert bool(x.isfinite().all()) and bool((x != 0).any()), name
 
 

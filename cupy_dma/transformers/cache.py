@@ -14,7 +14,7 @@ import inspect
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 from transformers.cache_utils import DynamicCache as FullCache
 
 from cupy_dma.transformers.cache_layer import DynamicMaskLayer, broken, unreached
@@ -57,9 +57,11 @@ class DynamicMaskCache(Cache):
         if not found:
             raise ValueError("config must be of a model with dynamic masks, Doge or a converted one, got "
                              f"{type(config).__name__} without any")
-        full = FullCache(config=config).layers
-        layers = [DynamicMaskLayer() if index in found else full[index] for index in range(config.num_hidden_layers)]
-        super().__init__(layers=layers)
+        layers = FullCache(config=config).layers
+        # Older versions of transformers have none for the last layers if these reuse others' keys and values.
+        layers += [DynamicLayer() for _ in range(config.num_hidden_layers - len(layers))]
+        super().__init__(layers=[DynamicMaskLayer() if index in found else layer
+                                 for index, layer in enumerate(layers)])
         self._forget_calls()
 
     def _forget_calls(self) -> None:

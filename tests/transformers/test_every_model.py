@@ -15,11 +15,14 @@ from tests.transformers import every_model  # noqa: E402
 
 # Types whose faults were of different kinds; the others are slow together.
 QUICK = {"bart", "bert", "bigbird_pegasus", "bloom", "deepseek_v3", "deepseek_v32", "diffllama", "dory", "falcon",
-         "falcon_h1", "gemma4_text", "gemma4_unified", "git", "got_ocr2", "gpt_oss", "hrm_text", "inkling2_text",
-         "inkling_text", "jetmoe", "longcat_flash", "minimax", "minimax_m3_vl_text", "mllama", "mpt", "xglm", "zamba"}
+         "falcon_h1", "gemma3n_text", "gemma4_text", "gemma4_unified", "git", "got_ocr2", "gpt_oss", "hrm_text",
+         "inkling2_text", "inkling_text", "jetmoe", "longcat_flash", "minimax", "minimax_m3_vl_text", "mllama", "mpt",
+         "xglm", "zamba"}
 # What models pass to the attention interface beside its parameters: the mask says it, or it is for other kernels.
 IGNORED = {"sliding_window", "position_ids", "max_length_q", "max_length_k", "output_attentions", "deterministic"}
 REFUSED = {"head_mask", "indices", "block_indices"}
+# By version, faults of transformers: two cannot be built, and moshi's eager attention is not causal.
+BROKEN = {"5.17": {"cohere_compass_text", "gemma4_unified_assistant", "moshi"}}
 UPDATE = "run: python -m tests.transformers.every_model"
 
 
@@ -35,6 +38,8 @@ def one_thread():
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
                                   for name in every_model.NAMES])
 def test_type(name):
+    if name in BROKEN.get(every_model.VERSION, ()):
+        pytest.skip(f"broken in transformers {every_model.VERSION}")
     version, shown = every_model.recorded()
     found = every_model.outcome(name)
     if version == every_model.VERSION and not shown[name][0].startswith("not tested"):
