@@ -84,7 +84,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None,
         call = attention_call(query, key, value, mask, bias,
                               Options(causal, scale, softcap, is_deterministic(deterministic)), layout)
         module = backends.choose(backend, (call.query,))
-        if call.dense is None or call.dense.array is dense:
+        if (None if call.dense is None else call.dense.array) is dense:  # not where it became an interval mask
             known = entry.recorded(known, call, module, backend, inputs)
         if known is not None and known.entry is not None:
             out, lse = entry.run(known, interval, inputs)
@@ -198,7 +198,9 @@ class _Arguments(NamedTuple):
         masks = tuple([mask for mask in (self.mask, self.dense) if mask is not None])
         return attention_call(self.query, self.key, self.value, masks, self.bias, Options(*self[10:14]))
 
-    def call_key(self) -> entry.CallKey:
+    def call_key(self) -> entry.CallKey | None:
+        if self.dense is not None and self.dense.shape[-2:-1] in ((), (1,)):  # wrong, or becomes an interval mask
+            return None
         bound = None if self.bound is None else tuple(self.bound)
         return entry.operator_key(self.inputs, (self.starts, bound, self.causal_only, *self[10:15]), self.keep)
 

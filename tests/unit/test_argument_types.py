@@ -153,8 +153,7 @@ def test_copies_of_a_cache_keep_its_backend(monkeypatch, convert, data):
     """Those of copies and of chosen rows, too."""
     calls = []
     backend = SimpleNamespace(unavailable=lambda: None, cache_extend=lambda state, call: calls.append(state))
-    monkeypatch.setattr(backends, "_registered", {"other": backend})
-    monkeypatch.setattr(backends, "_loaded", {})
+    monkeypatch.setattr(backends, "_loaded", {"other": backend})
     _, k, v, s = map(convert, data)
     cache = dma.DynamicCache(B, HKV, 3, D, like=k, backend="other")
     for own in (cache, cache.clone(), cache.select_batch([1, 0])):

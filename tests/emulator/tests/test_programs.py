@@ -12,7 +12,7 @@ from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends.cuda.runtime import program
 from cupy_dma.backends.cuda.runtime.builder import Builder
 from cupy_dma.backends.cuda.runtime.program import fresh
-from cupy_dma.backward import dynamic_mask_attention_backward
+from cupy_dma.backward import dynamic_mask_attention_backward, key_scores_backward
 from tests import emulator
 from tests.oracle import cases
 
@@ -123,3 +123,12 @@ def test_lists_that_no_mask_keeps_live_until_their_launch(device, monkeypatch):
         found = dma.attention(q, k, v, mask=mask, backend="emulator")
         assert np.abs(found.astype(np.float32) - expected).max() < 3e-3
     assert made and alive and alive[-1]
+
+
+def test_arrays_of_no_size_in_a_workspace(device, monkeypatch):
+    """Of 20 heads, the gradients of scores go through memory of the program's own; here it has no bytes."""
+    monkeypatch.setattr(device, "separate_arrays", False)
+    value, dscores = np.zeros((1, 0, 20, 64), np.float16), np.zeros((1, 20, 0), np.float32)
+    weights = np.zeros((20, 20 * 64), np.float32), np.ones(20, np.float32)
+    found = key_scores_backward(dscores, value, *weights, backend="emulator")
+    assert found.value.shape == value.shape and not any(x.any() for x in found[1:] if x is not None)

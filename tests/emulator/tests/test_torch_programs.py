@@ -126,6 +126,24 @@ def test_no_mask(options, device, chain_runs):
     check(lambda *x: attend(*x, **options), draw, chain_runs)
 
 
+@pytest.mark.parametrize("rows", [1, N])
+def test_a_dense_mask(rows, device, chain_runs):
+    """One that is the same for every query becomes an interval mask, which is not the caller's."""
+    for i in range(3):
+        torch.manual_seed(i)
+        mask = torch.rand(1, HKV, rows, N) < 0.7
+        inputs = draw(i)
+        found = step(lambda *x: attend(*x, mask=mask), *inputs)  # noqa: B023
+        assert chain_runs["forward"] == (0 if rows == 1 else i + 1)
+        with fresh():
+            same(found, step(lambda *x: attend(*x, mask=mask.clone()), *inputs))  # noqa: B023
+        bias = mask.float().log() + inputs[3].detach()[:, :, None]
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            *(x.detach().float().transpose(1, 2) for x in inputs[:3]), enable_gqa=True,
+            attn_mask=bias.repeat_interleave(H // HKV, 1))
+        assert torch.allclose(found[0].float(), expected.transpose(1, 2), atol=2e-2)
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("window", [W, 2 * N])
 def test_from_scores(batch, window, device, chain_runs):
@@ -450,7 +468,9 @@ COMPILED = {"scores": (dynamic, lambda i: draw(i)),
             "global": (lambda *x: dynamic(*x, keys="global"), lambda i: draw(i)),
             "another value dim": (lambda q, k, v, s: dynamic(q, k, v[..., :48], s), lambda i: draw(i)),
             "documents": (lambda *x: dynamic(*x, documents=torch.tensor([0, 40, N])), lambda i: draw(i)),
-            "top_w and dense": (dense_and_best, lambda i: draw(i)), "no mask": (attend, lambda i: draw(i))}
+            "top_w and dense": (dense_and_best, lambda i: draw(i)),
+            "dense by key": (lambda *x: attend(*x, mask=torch.arange(N)[None, None, None] % 5 > 0), lambda i: draw(i)),
+            "no mask": (attend, lambda i: draw(i))}
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -473,7 +493,7 @@ def test_a_compiled_call_is_two_operators(name, chain_runs):
             same(step(compiled, *make(i)), step(call, *make(i)))
     forward, backward = graphs
     own = [x for x in forward if "top_w" not in x]
-    kind = "attention" if call in (attend, dense_and_best) else "dynamic_attention"
+    kind = "attention" if name in ("top_w and dense", "dense by key", "no mask") else "dynamic_attention"
     assert own == [f"cupy_dma.{kind}.default"] and backward == [f"cupy_dma.{kind}_backward.default"]
 
 

@@ -86,7 +86,7 @@ class Program:
             places[buffer] = Place(index, end)
             shape, dtype = build.buffers[buffer]
             assert shape is not None, "memory of an earlier program"
-            end += -(-bytes_of(shape, dtype) // SPACING) * SPACING
+            end += max(1, -(-bytes_of(shape, dtype) // SPACING)) * SPACING
         if end:
             self.allocations.append(((end // 4,), "int32"))
         return end > 0
