@@ -37,7 +37,7 @@ def taken(tile: HopperTile, head_dims: Container[int]) -> Iterator[None]:
 
 
 @contextmanager
-def portable() -> Iterator[None]:
+def portable(**overrides: Any) -> Iterator[None]:
     """No call goes to the Hopper kernels."""
-    with fresh(hopper=False):
+    with fresh(hopper=False, **overrides):
         yield

@@ -7,7 +7,6 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
-from cupy_dma.backends import cuda
 from cupy_dma.backends.cuda.attention import backward_chunks, sm90_backward
 from cupy_dma.backends.cuda.runtime.program import fresh
 from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward, key_scores_backward
@@ -47,9 +46,9 @@ def test_backward_grid_in_portable_kernels(case):
 @pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(("bfloat16-D", "float32-D", "mask-",
                                                                            "heads-"))], ids=str)
 @pytest.mark.parametrize("limit", [99, 163])
-def test_tiles_of_smaller_gpus(case, limit, monkeypatch, fresh_programs):
-    monkeypatch.setattr(cuda.runtime, "shared_memory_limit", lambda index: limit * 1024)
-    cases.check_backward(case, as_numpy(cases.run_backward(case, converter("cupy"))), tf32=True)
+def test_tiles_of_smaller_gpus(case, limit):
+    with portable(shared_memory=limit * 1024):
+        cases.check_backward(case, as_numpy(cases.run_backward(case, converter("cupy"))), tf32=True)
 
 
 def dense_gradients(torch, dout, query, key, value, scores, mask, dtype, softcap=0.0):

@@ -71,9 +71,8 @@ def test_forward_grid_of_portable_kernels(case):
 @pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(("bfloat16-D", "float32-D", "mask-", "heads-",
                                                                            "window"))], ids=str)
 @pytest.mark.parametrize("limit", [99, 163])
-def test_tiles_of_smaller_gpus(case, limit, monkeypatch, fresh_programs):
-    monkeypatch.setattr(cuda.runtime, "shared_memory_limit", lambda index: limit * 1024)
-    with portable():
+def test_tiles_of_smaller_gpus(case, limit):
+    with portable(shared_memory=limit * 1024):
         out, lse = cases.run(case, converter("cupy"))
     cases.check(case, host(out), host(lse), tf32=True)
 

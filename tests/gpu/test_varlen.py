@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import cupy_dma as dma
-from cupy_dma.backends import cuda
 from tests.gpu.sm90_tiles import portable
 from tests.gpu.test_forward import converter, host
 from tests.oracle import varlen_cases as cases
@@ -51,11 +50,10 @@ def test_backward(case, name):
 
 @pytest.mark.parametrize("case", [c for c in BACKWARD if c.name.startswith(("supers", "mask-", "bfloat16-", "D128"))],
                          ids=str)
-def test_tiles_of_smaller_gpus(case, monkeypatch, fresh_programs):
-    monkeypatch.setattr(cuda.runtime, "shared_memory_limit", lambda index: 99 * 1024)
-    with portable():
+def test_tiles_of_smaller_gpus(case):
+    with portable(shared_memory=99 * 1024):
         cases.check(case, *(host(x) for x in cases.run(case, converter("cupy"))), tf32=True)
-    found = cases.run_backward(case, converter("cupy"))
+        found = cases.run_backward(case, converter("cupy"))
     cases.check_backward(case, [None if x is None else host(x) for x in found], tf32=True)
 
 

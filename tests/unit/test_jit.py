@@ -304,7 +304,8 @@ def test_tiles_fit_into_shared_memory(limit, element, bias):
     kind = configs.BIAS_OF_KEYS if bias is None else configs.BIAS_DENSE
     of_bias = {"bits": True, "bias_element": bias or "float"}
     for head_dim in range(1, 257):
-        shapes = [(configs.ForwardConfig, tiles.tile_shape(head_dim, limit, few, size, bias)) for few in (False, True)]
+        shapes = [(configs.ForwardConfig, tiles.tile_shape(head_dim, limit, count, size, bias))
+                  for count in ("", "few", "many")]
         if (gradients := size == 2 or bias is None or limit > 99 * 1024 or head_dim <= 240):
             shapes.append((configs.BackwardDqConfig, tiles.backward_dq_tile(head_dim, limit, size, bias)))
         for heads in (1, 2, 3, 4):

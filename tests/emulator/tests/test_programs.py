@@ -11,7 +11,7 @@ import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends.cuda.runtime import program
 from cupy_dma.backends.cuda.runtime.builder import Builder
-from cupy_dma.backends.cuda.runtime.program import fresh
+from cupy_dma.backends.cuda.runtime.program import fresh, overridden
 from cupy_dma.backward import dynamic_mask_attention_backward, key_scores_backward
 from tests import emulator
 from tests.oracle import cases
@@ -86,6 +86,24 @@ def test_the_whole_chain(parameter, device, built):
         counts.append(len(built))
     first, second, *_ = steps = np.diff([0, *counts])
     assert list(steps[2::2]) == [0, 0] and list(steps[3::2]) == [second, second] and first > 0
+
+
+def test_overrides_have_programs_of_their_own(monkeypatch):
+    """As on cards with less shared memory: tiles that fit there, and no more blocks on an SM than there."""
+    rng, loaded = np.random.default_rng(0), []
+    q, k, v = (rng.standard_normal((1, 70, 1, 64)).astype(np.float16) for _ in range(3))
+    with emulator.using() as runtime:
+        load = runtime.load
+        monkeypatch.setattr(runtime, "load", lambda *own: loaded.append(own) or load(*own))
+        for limit in (99, 163, 99):
+            with overridden(shared_memory=limit * 1024):
+                dma.attention(q, k, v, backend="emulator")
+        dma.attention(q, k, v, backend="emulator")
+    loaded = [own for own in loaded if own[1] == "attention_forward"]
+    needed = [config.shared_bytes for config, *_ in loaded]
+    blocks = [228 * 1024 // (shared + 1024) for *_, shared in loaded]
+    assert max(needed) <= 99 * 1024 and blocks == [(limit + 1) * 1024 // (n + 1024)
+                                                   for limit, n in zip((99, 163, 227), needed)]
 
 
 def test_the_least_recently_used_go(device, monkeypatch, built):

@@ -10,7 +10,6 @@ from cupy_dma.backends.cuda.attention.tiles import tile_shape
 from cupy_dma.backends.cuda.lists.varlen import tile_count
 from cupy_dma.backends.cuda.runtime.builder import Array, Builder
 from cupy_dma.backends.cuda.runtime.configs import ELEMENTS, ForwardConfig, Tile
-from cupy_dma.backends.cuda.runtime.device import Runtime
 
 if TYPE_CHECKING:
     from cupy_dma.calls.types import AttentionCall
@@ -28,7 +27,7 @@ def attention(build: Builder, call: AttentionCall) -> tuple[Array, Array]:
         if build.takes(kernels.NAME, kernels.reasons(build, call, problem)):
             kernels.attention(build, call, problem, out, lse)
             return out, lse
-    tile, tiles, grid = _tiling(build.runtime, build.device.index, head_dim, problem.tile_heads, query_length,
+    tile, tiles, grid = _tiling(build.shared_memory_limit, build.num_sms, head_dim, problem.tile_heads, query_length,
                                 heads * batch, problem.size, problem.bias_of_tiles, problem.count)
     lists = None
     if problem.key_length > 0:
@@ -46,19 +45,17 @@ def attention(build: Builder, call: AttentionCall) -> tuple[Array, Array]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _tiling(runtime: Runtime, index: int, head_dim: int, tile_heads: int, query_length: int, rows: int, size: int,
+def _tiling(limit: int, num_sms: int, head_dim: int, tile_heads: int, query_length: int, rows: int, size: int,
             dense_bias: str | None, sequences: int) -> tuple[Tile, int, int]:
     """Tile shape, tiles per set of heads, and blocks in all, for ``rows`` = batch times heads, elements of ``size``
     bytes, the kernels' type of a dense bias, and the number of packed ``sequences`` (0: none)."""
-    limit, num_sms = runtime.shared_memory_limit(index), runtime.num_sms(index)
-
     def cover(tile: Tile) -> tuple[Tile, int, int]:
         tiles = tile_count(query_length, tile.block_m // tile_heads, sequences)
         return tile, tiles, tiles * (rows // tile_heads)
 
-    tile, tiles, grid = cover(tile_shape(head_dim, limit, False, size, dense_bias))
+    tile, tiles, grid = cover(tile_shape(head_dim, limit, "", size, dense_bias))
     if grid < num_sms:
-        return cover(tile_shape(head_dim, limit, True, size, dense_bias))
-    if dense_bias is None and head_dim <= 64 and grid >= 8 * num_sms:
-        tile = tile._replace(min_blocks=3)  # 10 % faster where there are enough tiles for several waves, else slower
+        return cover(tile_shape(head_dim, limit, "few", size, dense_bias))
+    if grid >= 8 * num_sms:
+        return cover(tile_shape(head_dim, limit, "many", size, dense_bias))
     return tile, tiles, grid

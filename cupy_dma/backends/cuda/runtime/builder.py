@@ -11,6 +11,7 @@ import numpy as np
 from cupy_dma.arrays import ALIGNMENT, Device, Operand, numpy_dtype, packed_strides, strides_of
 from cupy_dma.arrays.library import NO_CONTEXT
 from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.configs import RESERVED
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
 from cupy_dma.backends.cuda.runtime.overrides import NONE, Overrides
 from cupy_dma.backends.cuda.runtime.params import Packed, Ref
@@ -159,6 +160,10 @@ class Builder:
 
     # ---- the device ----
     def load(self, config: jit.Config, entry: str, shared_bytes: int = 0) -> LoadedKernel:
+        own, limit = self.runtime.shared_memory_limit(self.device.index), self.shared_memory_limit
+        if shared_bytes and limit < own:  # so much that no more blocks share an SM than on a card with that limit
+            blocks = max(1, (limit + RESERVED) // (shared_bytes + RESERVED))
+            shared_bytes = max(shared_bytes, (own + RESERVED) // blocks // 128 * 128 - RESERVED)
         return self.runtime.load(config, entry, self.device.index, shared_bytes)
 
     @property
@@ -167,7 +172,8 @@ class Builder:
 
     @property
     def shared_memory_limit(self) -> int:
-        return self.runtime.shared_memory_limit(self.device.index)
+        own, other = self.runtime.shared_memory_limit(self.device.index), self.overrides.shared_memory
+        return own if other is None else min(own, other)
 
     @property
     def is_hopper(self) -> bool:

@@ -28,6 +28,9 @@ class Overrides:
         Of the tiles of keys in the Hopper backward.
     counted : bool or None
         Whether the selection is one kernel in which each key meets all others.
+    shared_memory : int or None
+        Bytes of shared memory that a block may have, as on another card: 163 KiB on an A100, 99 KiB on consumer cards.
+        Tiles are those of that card, and as many blocks share an SM as there.
     """
 
     hopper: bool | None = None
@@ -37,6 +40,7 @@ class Overrides:
     one_pass: bool | None = None
     parts: QuerySplits | None = None
     counted: bool | None = None
+    shared_memory: int | None = None
 
 
 NONE = Overrides()

@@ -171,20 +171,31 @@ _overrides = NONE
 
 
 @contextmanager
-def fresh(**overrides: Any) -> Iterator[None]:
-    """Programs are built anew for every call, for a while, and with these ``Overrides``."""
-    global _kept, _overrides
-    before = _kept, _overrides
-    _kept, _overrides = False, dataclasses.replace(_overrides, **overrides)
+def overridden(**overrides: Any) -> Iterator[None]:
+    """Calls have programs with these ``Overrides``, for a while."""
+    global _overrides
+    before, _overrides = _overrides, dataclasses.replace(_overrides, **overrides)
     try:
         yield
     finally:
-        _kept, _overrides = before
+        _overrides = before
+
+
+@contextmanager
+def fresh(**overrides: Any) -> Iterator[None]:
+    """The same, and programs are built anew for every call."""
+    global _kept
+    before, _kept = _kept, False
+    try:
+        with overridden(**overrides):
+            yield
+    finally:
+        _kept = before
 
 
 def keeps_programs() -> bool:
-    """Whether calls run programs of earlier ones."""
-    return _kept
+    """Whether calls run programs of earlier ones, whatever these were built for."""
+    return _kept and _overrides == NONE
 
 
 @functools.cache
@@ -205,13 +216,13 @@ def builder(runtime: Runtime, library: str, device: Device, grad: bool = False) 
 
 def program_of(runtime: Runtime, function: Callable[..., Any], found: Arguments, arguments: tuple[Any, ...]) -> Program:
     """The program of a function for such arguments."""
-    programs = _programs(runtime)
-    program = programs.get(found.key) if _kept else None
+    programs, key = _programs(runtime), found.key if _overrides is NONE else (found.key, _overrides)
+    program = programs.get(key) if _kept else None
     if program is None:
         build = builder(runtime, found.library.name, found.device)
         program = Program(build, function(build, *[build.argument(x) for x in arguments]))
         if _kept:
-            program = programs.setdefault(found.key, program)
+            program = programs.setdefault(key, program)
             forget_least_used(programs, MAX_PROGRAMS)
     return program
 

@@ -1,0 +1,101 @@
+"""The portable kernels beside FlashAttention-2, on one Hopper GPU with the occupancy of other cards.
+
+    python benchmarks/portable.py                       everything, about 2 minutes on an H100
+    python benchmarks/portable.py --table                        print the table from the results
+    python benchmarks/portable.py --update-docs                  put it into docs/performance.md
+
+Most GPUs run the portable kernels (kernels/sm80), as they run FlashAttention-2, which torch's flash backend is on a
+Hopper GPU too. Here both run on one: the library without its Hopper kernels (``Overrides``), and FlashAttention as it
+chooses its tiles on this card.
+
+Rows. "own": with this card's 227 KiB of shared memory. "A100": 163 KiB; "RTX": 99 KiB, as consumer cards of
+compute capability 8.6, 8.9 and 12.0. Tiles are those of that card, and launches ask for so much shared memory that no
+more blocks share an SM than there. It is an H100 all the same: its clocks, tensor cores and memory, so times show
+what occupancy costs, not how fast those cards are.
+
+Inputs, as in backward.py: bfloat16, 16/8 heads, D 64 and 128; causal attention of 4096 to 16384 tokens without a bias,
+and the best 1024 keys of 8192 and 32768 tokens by scores that are the bias, lists at hand. Gradients are those of
+query, key, value and bias. Timing, L2 policy, medians: see measure.py.
+
+Check: sampled gradients of each card's kernels, from the output and lse of that card's forward, against float64; see
+harness/check.py.
+"""
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
+
+from benchmarks import backward
+from benchmarks.harness import render_portable, suite
+from benchmarks.harness.suite import Case
+
+CARDS = {"own": None, "A100": 163 * 1024, "RTX": 99 * 1024}  # bytes of shared memory that a block may have
+
+
+def cases(which: str, quick: bool = False) -> list[Case]:
+    if which == "smoke":
+        return [Case("plain", 4, 2, 32, 150, 150, 150, pattern="causal"), Case("model", 4, 2, 64, 150, 150, 40)]
+    found = [Case("plain", 16, 8, dim, n, n, n, pattern="causal") for dim in (128, 64) for n in (4096, 8192, 16384)]
+    found += [Case("model", 16, 8, dim, n, n, 1024) for dim in (128, 64) for n in (8192, 32768)]
+    return found[2:3] + found[7:8] if quick else found
+
+
+class Benchmark(backward.Benchmark):
+    """All measurements of one case."""
+
+    def attend(self) -> Any:
+        import cupy_dma as dma
+
+        return dma.attention(self.query, self.key, self.value, **self.options, return_lse=True)
+
+    def ours(self) -> None:
+        from cupy_dma.backends.cuda.runtime.program import overridden
+
+        for card, limit in CARDS.items():
+            with overridden(hopper=False, shared_memory=limit):
+                self.forget_lists()
+                self.record(card, "forward", self.attend)
+                self.record(card, "backward", self.backward)
+
+    def check(self) -> dict[str, Any]:
+        from benchmarks.harness.check import check_interval_gradients
+        from cupy_dma.backends.cuda.runtime.program import overridden
+
+        found = {}
+        for card, limit in CARDS.items():
+            self.forget_lists()
+            with overridden(hopper=False, shared_memory=limit):
+                out, lse = self.attend()
+                gradients = self.backward()
+            found[card] = check_interval_gradients(
+                gradients, self.dout, self.query, self.key, self.value, out, lse, self.options.get("bias"),
+                *self.intervals(), seed=self.case.seed)
+        return {"worst": max(x.worst for x in found.values()), "ok": all(x.ok for x in found.values()),
+                **{card: asdict(x) for card, x in found.items()}}
+
+    def peers(self, deadline: float, flex: bool) -> None:
+        from torch.nn.attention import SDPBackend
+
+        from benchmarks.harness import measure, peers
+
+        backend = SDPBackend.FLASH_ATTENTION if measure.on_gpu() else None
+        self.peer("flash", functools.partial(peers.dense, backend, self.query, self.key, self.value), deadline,
+                  "forward")
+        self.peer("flash", functools.partial(peers.dense_backward, backend, self.query, self.key, self.value,
+                                             self.dout), deadline, "backward")
+
+
+SUITE = suite.Suite(__doc__ or "", cases, Benchmark, render_portable.PORTABLE, seconds=300, sets=("all", "smoke"))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return suite.main(SUITE, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
