@@ -26,7 +26,7 @@ struct ListParams {
     const int* start;
     const int* stop;
     int4* chunk_info;   // (rows, chunks): keys, lowest start, highest stop, keys of earlier chunks
-    int* seen;          // (rows, key_length): compacted indices
+    int* seen;          // (rows, key_length): compacted indices, behind them those of the other keys
     int2* interval;     // (rows, key_length): their start and stop
     int* seen_count;    // (rows)
     int* list;          // (rows, tiles, capacity)
@@ -143,6 +143,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) compact_seen(const ListPar
         if (own[k].x < own[k].y) {
             p.seen[index] = first + k;
             p.interval[index++] = own[k];
+        } else if (first + k < p.key_length) {  // from the end of the row: those that no query sees
+            const long long end = (row + 1ll) * p.key_length, rank = index - (end - p.key_length);
+            p.seen[end - 1 - (first + k - rank)] = first + k;
         }
     if (threadIdx.x == 0) {
         p.chunk_info[blockIdx.x].w = offset;

@@ -1,8 +1,8 @@
 // The sums that each super-tile of queries left (sm80/backward_dkv.cu), added in the order of the super-tiles, a warp a
 // key.
 //
-// dkey, dvalue // (B, Lk, Hkv, D) ELEMENT and dbias // (B, H, Lk) f32 of the keys that some query sees. Other keys are left
-// alone; with BITS they get zeros, and where there is one super-tile sm80/backward_dkv.cu has written the results.
+// dkey, dvalue // (B, Lk, Hkv, D) ELEMENT and dbias // (B, H, Lk) f32, zeros for keys that no query sees. With BITS, where
+// there is one super-tile, sm80/backward_dkv.cu has written the results.
 //
 // Prelude: ELEMENT, HEAD_DIM, CAUSAL, DKEY, DVALUE, DBIAS, SEQUENCES, BITS (a dense mask: lists/dense_macro_tiles.cu).
 #include "common/arch.cuh"
@@ -18,9 +18,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) backward_reduce(const A
     const long long row = blockIdx.x / row_blocks;  // (b, kv head)
     const int group = static_cast<int>(row % p.kv_heads), group_heads = p.heads / p.kv_heads;
     const long long batch = row / p.kv_heads;
+    if (index >= p.key_length) return;
 #if BITS
     const int key = index;
-    if (key >= p.key_length) return;
     const long long list_row = batch * p.list_batch + group * p.list_group;
     const int* slots = p.slots + list_row * p.super_units * p.key_length + key;
     const int supers = p.super_counts[list_row];
@@ -31,17 +31,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) backward_reduce(const A
     };
 #else
     const long long mask_row = batch * p.mask_batch + group * p.mask_group;
-    if (index >= p.seen_count[mask_row]) return;
+    const bool is_seen = index < p.seen_count[mask_row];
     const int key = p.seen[mask_row * p.key_length + index];
+    const int span = is_seen ? p.span_offset[mask_row * p.key_length + index] : 0;
 
     // Super-tiles whose queries see the key; the same arithmetic as in lists/intervals.cu.
     const long long head = mask_row % p.mask_heads, mask_batch = mask_row / p.mask_heads;
 #if SEQUENCES
-    const int b = sequence_of_row(p.bounds + 2 * p.sequences, p.sequences, key), first_row = p.bounds[b];
+    const int b = is_seen ? sequence_of_row(p.bounds + 2 * p.sequences, p.sequences, key) : 0, first_row = p.bounds[b];
     const int start = p.start[head * p.start_head + key], stop = p.stop[head * p.stop_head + key];
     const int first = (start - first_row) / p.super_queries;
-    const int supers = stop <= start ? 0 : (stop - 1 - first_row) / p.super_queries - first + 1;
-    const int* slots = p.slots + mask_row * p.super_entries + p.span_offset[mask_row * p.key_length + index];
+    const int supers = is_seen ? (stop - 1 - first_row) / p.super_queries - first + 1 : 0;
+    const int* slots = p.slots + mask_row * p.super_entries + span;
     auto partial_row = [&](int i) {
         return row * p.super_entries + slots[i] +
                super_offset(p.bounds, p.sequences, p.key_length, p.super_queries, p.super_capacity, b, first + i);
@@ -54,8 +55,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) backward_reduce(const A
     const long long first_query = max(static_cast<long long>(start) - shift, 0ll);
     const long long last_query = min(static_cast<long long>(stop) - shift, static_cast<long long>(p.query_length)) - 1;
     const int first = static_cast<int>(first_query / p.super_queries);
-    const int supers = last_query < first_query ? 0 : static_cast<int>(last_query / p.super_queries) - first + 1;
-    const int* slots = p.slots + mask_row * p.supers * p.super_capacity + p.span_offset[mask_row * p.key_length + index];
+    const int supers = is_seen ? static_cast<int>(last_query / p.super_queries) - first + 1 : 0;
+    const int* slots = p.slots + mask_row * p.supers * p.super_capacity + span;
 
     auto partial_row = [&](int i) { return (row * p.supers + first + i) * p.super_capacity + slots[i]; };
 #endif

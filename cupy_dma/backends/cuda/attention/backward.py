@@ -138,7 +138,7 @@ class _Backward:
 
     def launch(self) -> Gradients:
         build, call, own, passes = self.build, self.call, self.call.forward, self.passes
-        whole = passes.supers is None and own.sequences is None
+        whole = passes.supers is not None or own.sequences is None
 
         def result(name: str, operand: Operand) -> Array | None:
             if name not in call.needs:
@@ -153,7 +153,8 @@ class _Backward:
             rows = self._dense_gradient()
         elif "bias" in call.needs:
             shape = self.batch, passes.bias_heads, self.key.shape[1]
-            dbias = (build.empty if passes.parts.count > 1 else build.zeros)(shape, "float32")
+            written = passes.parts.count > 1 or passes.supers is not None
+            dbias = (build.empty if written else build.zeros)(shape, "float32")
         results = {f"d{name}": grad for name, grad in grads.items()} | {"dbias": dbias, "dbias_rows": rows}
         dout, out = call.dout, call.out
         fields: Fields = {
