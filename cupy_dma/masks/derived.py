@@ -58,9 +58,9 @@ def forget_oldest(entries: dict[Any, Any], most: int) -> list[Any]:
 def _complete(mask: Any, identity: tuple[Any, ...]) -> Any:
     """What a stream has made for this ``identity`` and completed; None if there is none."""
     with _lock:
-        for key, event in mask._history.events.items():
-            if key[:-1] == identity and event.is_complete():
-                found = mask._cache[key]
+        for key, found in list(mask._cache.items()):
+            event = mask._history.events.get(key)
+            if key[:-1] == identity and event is not None and event.is_complete():
                 if not any(found is x for x in mask._history.captured):
                     mask._history.captured.append(found)
                 return found

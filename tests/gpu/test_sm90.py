@@ -57,8 +57,14 @@ def everything(monkeypatch, torch, fresh_programs):
         yield choose
 
 
-@pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("case", FORWARD, ids=str)
+def thirds(chosen, tiles):
+    """Each case with every third tile, neighbouring cases with others: each tile sees all features of a call."""
+    return pytest.mark.parametrize(("case", "tile"), [
+        pytest.param(case, tile, id=f"{case}-{tile}") for i, case in enumerate(chosen)
+        for j, tile in enumerate(tiles) if (i + j) % 3 == 0])
+
+
+@thirds(FORWARD, TILES)
 def test_forward_grid(case, tile, everything):
     everything(*TILES[tile])
     out, lse = cases.run(case, converter("torch"))
@@ -412,8 +418,7 @@ def test_short_tail_tiles_of_the_last_queries(tile, sms, everything, torch, devi
     torch.testing.assert_close(lse, expected[1], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("tile", GRID_IN_SPLITS)
-@pytest.mark.parametrize("case", FORWARD, ids=str)
+@thirds(FORWARD, GRID_IN_SPLITS)
 def test_forward_grid_in_parts(case, tile, everything):
     everything(*TILES[tile])
     with schedule_cases.num_sms(31, split=True):
@@ -497,8 +502,7 @@ def test_heads_that_do_not_fit_into_l2(masked, tile, everything, torch, monkeypa
     assert len(served) == len(results)
 
 
-@pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("case", VARLEN, ids=str)
+@thirds(VARLEN, TILES)
 def test_packed_sequences(case, tile, everything):
     everything(*TILES[tile])
     varlen_cases.check(case, *(host(x) for x in varlen_cases.run(case, converter("torch"))))

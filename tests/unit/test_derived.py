@@ -52,6 +52,15 @@ def test_each_stream_makes_its_own(gpu):
     assert kept(mask, ("lists",), 8, object) is not first and kept(mask, ("others",), 7, object) is not first
 
 
+def test_a_capture_after_all_has_been_forgotten(gpu):
+    mask = mask_on(Device("cuda", 0))
+    first = kept(mask, ("lists",), 7, object)
+    gpu.capturing.add(8)
+    assert kept(mask, ("lists",), 8, object) is first
+    mask._cache.clear()
+    assert kept(mask, ("lists",), 8, object) is not first
+
+
 def test_the_default_stream_of_each_thread_is_a_stream_of_its_own(gpu):
     mask = mask_on(Device("cuda", 0))
     first = kept(mask, ("lists",), 2, object)
