@@ -21,7 +21,7 @@ struct KeyTile {
     int sequence;                  // SEQUENCES; else 0
     int shift;                     // of a query's position from its row
     int first_fragment;            // of the columns of dk and dv
-    const int* list;               // KEYS_LISTED: the super-tile's keys
+    const int* list;               // KEYS_LISTED: the super-tile's keys; KEYS_SHARED: the mask row's, all of them
     long long partial;             // KEYS_LISTED without BITS: row of the first key's partial sums
     int entry;                     // BITS: of the first key, among those of the list row
 
@@ -100,6 +100,10 @@ __device__ __forceinline__ KeyTile find_key_tile(const AttentionParams& p, long 
     rest /= blocks;
     const int super = static_cast<int>(rest % p.supers);
     rest /= p.supers;
+#elif KEYS == KEYS_SHARED
+    const long long rows = (long long)p.batch * p.kv_heads;  // the longest-lived keys of all of them first
+    t.first = static_cast<int>(rest / rows) * BLOCK_N;
+    rest %= rows;
 #else
     const int blocks = (p.key_length + BLOCK_N - 1) / BLOCK_N;
     t.first = static_cast<int>(rest % blocks) * BLOCK_N;
@@ -127,6 +131,9 @@ __device__ __forceinline__ KeyTile find_key_tile(const AttentionParams& p, long 
     t.end_query = min(t.first_query + p.super_queries, p.query_length);
     t.partial = (rest * p.supers + super) * p.super_capacity + t.first;
 #else
+#if KEYS == KEYS_SHARED
+    t.list = p.list + ((long long)t.batch * p.mask_batch + t.group * p.mask_group) * p.key_length;
+#endif
     t.count = min(BLOCK_N, p.key_length - t.first);
     t.end_query = p.query_length;
 #endif

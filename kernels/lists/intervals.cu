@@ -12,7 +12,8 @@
 //   super_lists   per super-tile of `super_queries` positions: its keys, those that it outlives first, by their stop, then
 //                 those that see all of it, then those that come within it; and for each key its slots in the lists of
 //                 its super-tiles (the backward pass; count_seen and compact_seen then count these slots too)
-//   summarize     per BLOCK_N compacted keys: lowest and highest start and stop (any other mask)
+//   summarize     per BLOCK_N compacted keys: lowest and highest start and stop (of sequences without a bound, or where a
+//                 bound is no less than all keys; lists/lifetimes.cu: other masks)
 //
 // With SEQUENCES start and stop are rows of query (lists/varlen.cu), tiles and super-tiles do not cross sequences, and
 // `super` counts the super-tiles of a sequence.
@@ -21,6 +22,7 @@
 #include "common/arch.cuh"
 #include "common/block_select.cuh"
 #include "common/varlen.cuh"
+#include "lists/key_intervals.cuh"
 
 struct ListParams {
     const int* start;
@@ -50,26 +52,6 @@ struct ListParams {
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int OWN = 8;  // consecutive keys of a thread
 constexpr int CHUNK = THREADS * OWN;
-
-// The intervals of a row of the mask, within the positions of queries: a key that no query sees may hold NaN, and must
-// be in no list.
-struct Intervals {
-    const int *start, *stop;
-    int first_position, key_length;
-
-    __device__ __forceinline__ Intervals(const ListParams& p, int row)
-        : first_position(p.key_length - p.query_length), key_length(p.key_length) {
-        const int batch = row / p.heads, head = row - batch * p.heads;
-        start = p.start + batch * p.start_batch + head * p.start_head;
-        stop = p.stop + batch * p.stop_batch + head * p.stop_head;
-    }
-
-    __device__ __forceinline__ int2 operator[](int j) const {
-        if (j >= key_length) return make_int2(0, 0);
-        const int2 own = make_int2(CAUSAL ? max(start[j], j) : start[j], stop[j]);
-        return SEQUENCES ? own : make_int2(max(own.x, first_position), min(own.y, key_length));
-    }
-};
 
 // Super-tiles that a key of such an interval meets: the first, and how many.
 __device__ __forceinline__ int2 span_of(const ListParams& p, int2 interval) {

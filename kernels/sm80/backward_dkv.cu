@@ -7,6 +7,7 @@
 // probabilities and their gradients stay in registers. A warp owns 16 keys: their dk, dv and dbias are in its registers.
 //   KEYS_CONTIGUOUS  keys in their own order, every query: dkey, dvalue, dbias are written directly (INTERVALS: with the
 //                    intervals of a mask; else CAUSAL or none)
+//   KEYS_SHARED      likewise, keys in the order of their lifetimes (lists/lifetimes.cu); without SEQUENCES
 //   KEYS_LISTED      keys of the list of a super-tile of consecutive queries, which few keys outlive: sums over these
 //                    queries are written as rows of float32, which sm80/backward_reduce.cu adds up in the order of the
 //                    super-tiles. BITS: the lists are those of lists/dense_macro_tiles.cu, steps in which no pair is
@@ -54,7 +55,7 @@ struct Shared {
 __device__ __forceinline__ void load_keys(Shared& shared, const AttentionParams& p, const KeyTile& t) {
     if (threadIdx.x < BLOCK_N) {
         const int index = t.first + threadIdx.x;
-#if KEYS == KEYS_LISTED
+#if KEYS != KEYS_CONTIGUOUS
         shared.index[threadIdx.x] = static_cast<int>(threadIdx.x) < t.count ? t.list[index] : 0;
 #else
         shared.index[threadIdx.x] = min(index, p.key_length - 1);

@@ -9,6 +9,7 @@
 // Above HEAD_DIM 128 the accumulators are too large for that (WIDE): BLOCK_N is 64, and both warpgroups have the same keys;
 // the first makes S, P and dV, the second dP, dS and dK, for which it gets P through shared memory.
 //   KEYS_CONTIGUOUS  dkey, dvalue, dbias are written directly
+//   KEYS_SHARED      likewise; keys are in the order of their lifetimes (lists/lifetimes.cu)
 //   KEYS_LISTED      sums over a super-tile's queries are written as rows of float32 (sm80/backward_reduce.cu adds them).
 //                    BITS: the lists are those of lists/dense_macro_tiles.cu, steps in which no pair is visible are left
 //                    out, and sums over all queries (one super-tile) are written directly
@@ -16,8 +17,8 @@
 //                    order (sm90/backward_dq_postprocess.cu makes dquery of them)
 // All other results have one writer and a fixed order of additions, whoever takes which ticket: the same bits on every run.
 //
-// Prelude: ELEMENT, HEAD_DIM (at most 256), BLOCK_Q, STAGES (of queries), KEY_STAGES (1 or 2), KEYS (KEYS_CONTIGUOUS or
-// KEYS_LISTED), INTERVALS, CAUSAL, BIAS (BIAS_NONE or BIAS_OF_KEYS), SOFTCAP, SEQUENCES, DQUERY (HEAD_DIM to 128), BITS
+// Prelude: ELEMENT, HEAD_DIM (at most 256), BLOCK_Q, STAGES (of queries), KEY_STAGES (1 or 2), KEYS (KEYS_SHARED without
+// SEQUENCES), INTERVALS, CAUSAL, BIAS (BIAS_NONE or BIAS_OF_KEYS), SOFTCAP, SEQUENCES, DQUERY (HEAD_DIM to 128), BITS
 // (KEYS_LISTED with at most MAX_STEPS steps; with none of INTERVALS, CAUSAL, SEQUENCES and DQUERY).
 #include "sm90/backward_dkv_consumer.cuh"
 #include "sm90/backward_dkv_producer.cuh"

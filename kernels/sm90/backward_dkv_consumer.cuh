@@ -108,6 +108,8 @@ struct ConsumerBase {
     __device__ __forceinline__ int key_row(const KeyTile& t, int r) const {
 #if BITS
         return key[r];
+#elif KEYS == KEYS_SHARED
+        return t.list[t.first + row(r)];
 #else
         return t.first + row(r);
 #endif

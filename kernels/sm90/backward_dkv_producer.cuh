@@ -40,14 +40,14 @@ __device__ __forceinline__ int load_meta(KeyTileMeta& meta, const BackwardDkvPar
         int key = 0, start = NEVER, stop = INT_LOWEST;  // no such key: an empty run
         float bias = 0.0f;
         if (exists) {
-            key = KEYS == KEYS_LISTED ? t.list[t.first + i] : t.first + i;
+            key = KEYS == KEYS_CONTIGUOUS ? t.first + i : t.list[t.first + i];
             start = CAUSAL ? key : INT_LOWEST;
             stop = NEVER;
 #if INTERVALS
             const long long row = mask_row_of(p, t, 0), head = row % p.mask_heads, batch = row / p.mask_heads;
             start = max(start, p.start[batch * p.start_batch + head * p.start_head + key]);
             stop = p.stop[batch * p.stop_batch + head * p.stop_head + key];
-            if (KEYS == KEYS_CONTIGUOUS && start >= t.end_position()) {  // lists have no such key
+            if (KEYS != KEYS_LISTED && start >= t.end_position()) {  // super-tiles have no such key
                 start = NEVER;
                 stop = INT_LOWEST;
             }

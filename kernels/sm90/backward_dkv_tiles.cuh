@@ -33,7 +33,7 @@ constexpr int LOOKAHEAD = 10;  // steps before a tile's end at which the next ti
 // Warps of the producer; a warp each for the two stages of keys.
 constexpr int QUERY_WARP = 0, STATISTICS_WARP = 1, KEY_WARP = 2;
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
-static_assert(HEAD_DIM <= 256 && !(WIDE && DQUERY) && (KEYS == KEYS_LISTED || KEYS == KEYS_CONTIGUOUS), "what the kernel is made for");
+static_assert(HEAD_DIM <= 256 && !(WIDE && DQUERY) && !(SEQUENCES && KEYS == KEYS_SHARED), "what the kernel is made for");
 static_assert(!BITS || (KEYS == KEYS_LISTED && !DQUERY && !INTERVALS && !CAUSAL && !SEQUENCES), "dense masks have lists");
 static_assert(!SEQUENCES || SUPER_UNIT % BLOCK_N == 0, "a tile's keys are of one list");
 

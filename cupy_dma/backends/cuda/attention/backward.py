@@ -6,7 +6,8 @@ Hopper has one pass, without such lists, where the call need not be deterministi
    Also the gradient of a dense bias that belongs to one head of one batch entry.
 3. ``backward_dkv``: dk, dv and the bias gradient, key-stationary. Where few keys meet a tile, and under dense masks,
    the keys of each super-tile of queries are gathered and their sums kept in float32, which ``backward_reduce`` adds in
-   order; else keys in their own order look at every query that may see them.
+   order; else each key looks at every query that may see it, and keys are in their own order, or under a mask without a
+   bound in that of their lifetimes.
 4. ``backward_dbias``: the gradient of a dense bias that heads, batch entries or keys share, summed where it is made.
 
 2 to 4 are launched without PDL: their blocks, of long work, would gather behind the many short ones of
@@ -23,7 +24,7 @@ from cupy_dma.backends.cuda.attention import sm90_backward
 from cupy_dma.backends.cuda.attention.problem import Problem, rows_aligned
 from cupy_dma.backends.cuda.attention.tiles import backward_dbias_tile, backward_dkv_tile, backward_dq_tile
 from cupy_dma.backends.cuda.lists.dense_macro_tiles import DenseSupers, dense_supers
-from cupy_dma.backends.cuda.lists.intervals import Fields, SuperLists, super_lists
+from cupy_dma.backends.cuda.lists.intervals import Fields, KeyOrder, SuperLists, key_order, super_lists
 from cupy_dma.backends.cuda.lists.varlen import tile_count
 from cupy_dma.backends.cuda.runtime.builder import Array, Builder
 from cupy_dma.backends.cuda.runtime.configs import (
@@ -76,8 +77,14 @@ class _Passes:
     supers: SuperLists | None  # of an interval mask, where keys are gathered
     dense: DenseSupers | None  # of a dense mask
     entries: int  # of those lists, of all rows
+    order: KeyOrder | None  # of an interval mask without a bound
     parts: sm90_backward.QuerySplits  # in which the Hopper kernel takes tiles
     bias_heads: int  # of the dbias that kernels write
+
+    @property
+    def keys(self) -> str:
+        """In which order backward_dkv takes keys."""
+        return "KEYS_LISTED" if self.entries else "KEYS_CONTIGUOUS" if self.order is None else "KEYS_SHARED"
 
 
 def _passes(build: Builder, call: AttentionBackwardCall, problem: Problem) -> _Passes:
@@ -113,9 +120,13 @@ def _passes(build: Builder, call: AttentionBackwardCall, problem: Problem) -> _P
             bias = own.bias
             if parts.count > 1 and bias is not None and (bias.shape[0], bias.shape[3]) == own.key.shape[:2]:
                 bias_heads = bias.shape[1]
+    order = None
+    if any(wanted) and parts.count == 1 and problem.mask is not None and packed is None and not problem.by_head and (
+            problem.mask._bound is None and own.sequences is None):
+        order = key_order(build, problem.mask, own.query_length, problem.causal)
     queries_first = hopper_query and not one_pass and own.head_dim <= sm90_backward.MAX_NARROW_DIM
     return _Passes(wanted, dense_bias, vector, hopper_keys, hopper_query, one_pass, queries_first, supers, dense,
-                   entries, parts, bias_heads)
+                   entries, order, parts, bias_heads)
 
 
 def _key_tile(build: Builder, call: AttentionBackwardCall, problem: Problem) -> KeyTile:
@@ -234,7 +245,7 @@ class _Backward:
         fields = {**fields, **lists, **partials}
         if passes.hopper_keys:
             assert tickets is not None
-            sm90_backward.launch_dkv(build, self.call, problem, entries, fields, tickets + 4, passes.parts, sums)
+            sm90_backward.launch_dkv(build, self.call, problem, passes.keys, entries, fields, tickets + 4, passes.parts, sums)
         else:
             self._portable_key_gradients(fields)
         if entries:
@@ -252,7 +263,8 @@ class _Backward:
         partials = {f"partial_{name}": bias_sums if name == "bias"
                     else self.build.empty((parts.count * size,), "float32").ref for name in names}
         fields = fields | partials
-        sm90_backward.launch_dkv(self.build, self.call, self.problem, 0, fields, tickets + 4, parts, sums)
+        sm90_backward.launch_dkv(self.build, self.call, self.problem, self.passes.keys, 0, fields, tickets + 4, parts,
+                                 sums)
         add_parts(self.build, self.key.dtype,
                   {**{of + name: fields[of + name] for name in names for of in ("partial_", "d")}, "size": size,
                    "parts": parts.count, "rows": self.batch * bias_heads, "group": self.heads // bias_heads,
@@ -265,6 +277,8 @@ class _Backward:
             packed = self.problem.packed_mask(self.build)
             assert packed is not None
             return {**packed.fields, **passes.dense.fields}, passes.dense.partial
+        if passes.order is not None:
+            return passes.order.lists(64).fields, False
         return ({}, False) if passes.supers is None else (passes.supers.fields, True)
 
     def _portable_key_gradients(self, fields: Fields) -> None:
@@ -272,9 +286,8 @@ class _Backward:
         tile, dim_slices = _key_tile(build, self.call, problem), 2 if self.head_dim > 128 else 1
         dkey, dvalue, dbias = self.passes.wanted
         config = BackwardDkvConfig(**self.common, **self.of_tiles, **tile._asdict(),
-                                   keys="KEYS_LISTED" if entries else "KEYS_CONTIGUOUS",
-                                   intervals=problem.tests_intervals, dim_slices=dim_slices, dkey=dkey, dvalue=dvalue,
-                                   dbias=dbias, bits=self.passes.dense is not None, sequences=problem.count > 0)
+                                   keys=self.passes.keys, intervals=problem.tests_intervals, dim_slices=dim_slices,
+                                   dkey=dkey, dvalue=dvalue, dbias=dbias, bits=self.passes.dense is not None, sequences=problem.count > 0)
         tiles = entries // tile.block_n if entries else (
             self.batch * self.key.shape[2] * tile_count(self.key.shape[1], tile.block_n, problem.count))
         build.check_layout()

@@ -285,17 +285,17 @@ def query_sums(call: AttentionBackwardCall, problem: Problem) -> int:
     return call.forward.key.shape[0] * query.shape[2] * tiles * unit_sums(query.shape[3])
 
 
-def launch_dkv(build: Builder, call: AttentionBackwardCall, problem: Problem, entries: int, fields: Fields,
+def launch_dkv(build: Builder, call: AttentionBackwardCall, problem: Problem, keys: str, entries: int, fields: Fields,
                tickets: Ref, parts: QuerySplits, sums: Ref | None) -> None:
-    """Writes the gradients of keys, values and bias, or with lists of super-tiles, of so many ``entries``, their sums
-    over these, or those of ``parts``; and with ``sums``, the address of so many zeros as ``query_sums``, that of
+    """Writes the gradients of keys, values and bias, in the order of ``keys``, or with lists of super-tiles, of so many
+    ``entries``, their sums over these, or those of ``parts``; and with ``sums``, the address of so many zeros as ``query_sums``, that of
     queries, from ``delta``. ``fields`` and ``tickets`` as in ``launch_dq``, with the lists and where sums over tiles or
     parts go."""
     query, key, one_pass = call.forward.query, call.forward.key, sums is not None
     head_dim, listed = key.shape[3], entries > 0
     config = HopperBackwardDkvConfig(
         element=ELEMENTS[query.dtype], head_dim=head_dim, block_q=block_q(head_dim, one_pass, listed), stages=STAGES,
-        key_stages=key_stages(head_dim, one_pass), keys="KEYS_LISTED" if listed else "KEYS_CONTIGUOUS",
+        key_stages=key_stages(head_dim, one_pass), keys=keys,
         intervals=problem.tests_intervals, causal=problem.tests_causality, bias=problem.bias_kind,
         softcap=call.forward.softcap > 0.0, sequences=problem.count > 0, bits=problem.bits, dquery=one_pass)
     tiles = _key_tiles(call, problem, entries)

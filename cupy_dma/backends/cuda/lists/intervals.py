@@ -2,7 +2,8 @@
 
 A mask of which it is known that few keys meet a tile gets a list per tile (``KEYS_LISTED``). Any other mask gets one
 list per row, of all keys that some query sees, with a summary per block of keys by which a tile skips what it does not
-see (``KEYS_SHARED``): memory stays linear for every mask.
+see (``KEYS_SHARED``): memory stays linear for every mask. Where there is no bound, keys are in order of their lifetimes,
+and the gradients of keys go through that list, too.
 """
 from __future__ import annotations
 
@@ -14,10 +15,20 @@ from typing import Any, NamedTuple
 from cupy_dma.backends.cuda.lists.varlen import super_entries, tile_count
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.builder import Array, Builder, GivenMask, argument_type
-from cupy_dma.backends.cuda.runtime.configs import LIST_CHUNK, LIST_THREADS, LIST_WARPS, ListConfig, blocks
+from cupy_dma.backends.cuda.runtime.configs import (
+    LIFETIME_KINDS,
+    LIST_CHUNK,
+    LIST_THREADS,
+    LIST_WARPS,
+    LifetimesConfig,
+    ListConfig,
+    blocks,
+)
 from cupy_dma.backends.cuda.runtime.params import Packed, Ref
 from cupy_dma.calls.sequences import Sequences
 from cupy_dma.masks.interval import IntervalMask
+
+SUMMARY_SIZES = (16, 32, 64, 96, 128)  # of blocks of keys that attention kernels take
 
 Fields = dict[str, Any]  # of kernels' parameters: numbers and Refs
 
@@ -48,9 +59,47 @@ def key_lists(build: Builder, mask: IntervalMask, query_length: int, queries: in
 
     With ``sequences`` the mask is one of rows (``mask_of_rows``), which belongs to a single call.
     """
+    if mask._bound is None and sequences is None:
+        return key_order(build, mask, query_length, causal).lists(block_n)
     # A tile's own list knows no blocks: forward and backward share it, whatever their blocks of keys.
     block_n = 64 if _tile_capacity(mask, queries) else block_n
     return _derived(build, mask, _tile_lists, query_length, queries, block_n, causal, sequences, short_tiles)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyOrder:
+    """All keys of a mask row by their lifetimes, for masks without a bound (kernels/lists/lifetimes.cu)."""
+
+    fields: Fields  # order, seen_count, and summaries of blocks of each size
+    workspace: Array | None
+
+    def lists(self, block_n: int) -> KeyLists:
+        """For tiles of queries that take so many keys at a time."""
+        return KeyLists("KEYS_SHARED", {"list": self.fields["order"], "list_lengths": self.fields["seen_count"],
+                                        "summaries": self.fields[f"summaries_{block_n}"]}, None)
+
+
+def key_order(build: Builder, mask: IntervalMask, query_length: int, causal: bool) -> KeyOrder:
+    """The keys of a mask by their lifetimes, for all passes of a call; kept as ``key_lists`` are."""
+    return _derived(build, mask, _key_order, query_length, causal)
+
+
+def _key_order(build: Builder, mask: IntervalMask, query_length: int, causal: bool) -> KeyOrder:
+    rows, length = mask.shape[0] * mask.shape[1], mask.key_length
+    chunks, all_blocks = rows * blocks(length, LIST_CHUNK), {size: rows * blocks(length, size) for size in SUMMARY_SIZES}
+    space = Workspace(build, kind_count=LIFETIME_KINDS * chunks, order=rows * length, interval=2 * rows * length, seen_count=rows,
+                      summaries=4 * sum(all_blocks.values()))
+    params = jit.params("lists/lifetimes.cu", "LifetimeParams").pack_some(
+        _mask_fields(mask, query_length), {"rows": rows}, space.refs)
+    for entry, grid in (("count_kinds", chunks), ("order_keys", chunks),
+                        ("summarize_keys", blocks(sum(all_blocks.values()), LIST_WARPS))):
+        build.launch(build.load(LifetimesConfig(causal), entry), grid, LIST_THREADS, params)
+    fields = {name: space.refs[name] for name in ("order", "seen_count")}
+    at = space.refs["summaries"]
+    for size, count in all_blocks.items():
+        fields[f"summaries_{size}"] = at
+        at += 16 * count
+    return KeyOrder(fields, space.workspace)
 
 
 def _derived(build: Builder, mask: IntervalMask, make: Callable[..., Any], *arguments: Any) -> Any:
@@ -159,13 +208,17 @@ def _seen(build: Builder, mask: IntervalMask, query_length: int, block_n: int, c
 
 def _params(mask: IntervalMask, query_length: int, fields: Fields, refs: dict[str, Ref],
             sequences: Sequences | None) -> Packed:
-    start, stop, length = mask._start, mask._stop, mask.key_length
-    return jit.params("lists/intervals.cu", "ListParams").pack_some({
-        "start": start.pointer, "stop": stop.pointer, "start_batch": start.strides[0], "start_head": start.strides[1],
-        "stop_batch": stop.strides[0], "stop_head": stop.strides[1], "heads": mask.shape[1], "key_length": length,
-        "query_length": query_length, "chunks": blocks(length, LIST_CHUNK),
+    return jit.params("lists/intervals.cu", "ListParams").pack_some(_mask_fields(mask, query_length), {
         "bounds": sequences.bounds.pointer if sequences else 0, "sequences": sequences.count if sequences else 0},
         fields, refs)
+
+
+def _mask_fields(mask: IntervalMask, query_length: int) -> Fields:
+    start, stop, length = mask._start, mask._stop, mask.key_length
+    return {"start": start.pointer, "stop": stop.pointer, "start_batch": start.strides[0],
+            "start_head": start.strides[1], "stop_batch": stop.strides[0], "stop_head": stop.strides[1],
+            "heads": mask.shape[1], "key_length": length, "query_length": query_length,
+            "chunks": blocks(length, LIST_CHUNK)}
 
 
 def _count(build: Builder, mask: IntervalMask, params: Packed, causal: bool, block_n: int, sequences: bool) -> None:

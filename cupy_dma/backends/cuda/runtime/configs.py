@@ -67,6 +67,12 @@ class ListConfig(jit.Config):
 
 
 @dataclass(frozen=True)
+class LifetimesConfig(jit.Config):
+    source = "lists/lifetimes.cu"
+    causal: bool
+
+
+@dataclass(frozen=True)
 class SequenceConfig(jit.Config):
     source = "lists/varlen.cu"
     causal: bool
@@ -226,7 +232,7 @@ RESERVED = 1024  # bytes of an SM's shared memory that each of its blocks costs 
 SCORE_THREADS, SCORE_BLOCK_KEYS, SCORE_MAX_SLICE = 256, 32, 512
 SELECT_THREADS = {"local_top": 1024, "filter_arrivals": 1024, "sweep_arrivals": 512, "count_better": 128}
 ARRIVALS = 256
-LIST_THREADS, LIST_CHUNK, LIST_WARPS = 256, 2048, 8
+LIST_THREADS, LIST_CHUNK, LIST_WARPS, LIFETIME_KINDS = 256, 2048, 8, 19
 REDUCE_THREADS, REDUCE_WARPS = 256, 8
 SEQUENCE_THREADS, SUPER_UNIT = 256, 128
 
