@@ -47,7 +47,8 @@ __device__ __forceinline__ int load_meta(KeyTileMeta& meta, const BackwardDkvPar
             const long long row = mask_row_of(p, t, 0), head = row % p.mask_heads, batch = row / p.mask_heads;
             start = max(start, p.start[batch * p.start_batch + head * p.start_head + key]);
             stop = p.stop[batch * p.stop_batch + head * p.stop_head + key];
-            if (KEYS != KEYS_LISTED && start >= t.end_position()) {  // super-tiles have no such key
+            const bool is_ahead = stop <= t.first_query + t.shift;  // of all queries
+            if (KEYS != KEYS_LISTED && (is_ahead || start >= t.end_position())) {  // super-tiles have no such key
                 start = NEVER;
                 stop = INT_LOWEST;
             }

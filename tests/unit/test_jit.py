@@ -54,6 +54,7 @@ def specialisations(limit: int, every: bool) -> list[jit.Config]:
     found += [sums.SumConfig(element) for element in configs.ELEMENTS.values()]
     found += [configs.ListConfig(causal, block) for causal in (False, True) for block in (64,)]
     found += [configs.DenseConfig(queries) for queries in (8, 32, 128)] + [configs.DenseSupersConfig()]
+    found += [configs.LifetimesConfig(causal) for causal in (False, True)]
     found += [configs.ListConfig(False, 64, sequences=True), configs.SequenceConfig(causal=True)]
     found += [configs.ScoreConfig("__half", "float", "float", 64, 1, 1, True, True, False, False),
               configs.ScoreConfig(*("__nv_bfloat16",) * 3, 128, 8, 8, True, True, False, True),
@@ -74,7 +75,7 @@ def specialisations(limit: int, every: bool) -> list[jit.Config]:
                                                  *tiles.backward_dq_tile(head_dim, size), keys, **options))
         found.append(configs.BackwardDkvConfig(
             element, head_dim, vector, *tiles.backward_dkv_tile(head_dim, size),
-            "KEYS_CONTIGUOUS" if i % 3 else "KEYS_LISTED", intervals=keys != "KEYS_CONTIGUOUS",
+            ("KEYS_LISTED", "KEYS_CONTIGUOUS", "KEYS_SHARED")[i % 3], intervals=keys != "KEYS_CONTIGUOUS",
             dim_slices=2 if head_dim > 128 else 1, dkey=True, dvalue=True, dbias=i % 2 == 0, **options))
         found += dense_specialisations("__nv_bfloat16", head_dim, size, ("float", "__nv_bfloat16", "__half")[i % 3],
                                        bits=i % 2 == 0)
@@ -261,7 +262,7 @@ def test_hopper_gradients_do_so_too(head_dim, causal, bias, softcap):
     # Of 128 queries a step much is spilled: 1056 in one pass, with intervals, a bias and a softcap at once.
     for keys, intervals, sequences in (("KEYS_CONTIGUOUS", False, False), ("KEYS_CONTIGUOUS", True, False),
                                        ("KEYS_CONTIGUOUS", False, True), ("KEYS_LISTED", True, False),
-                                       ("KEYS_LISTED", True, True)):
+                                       ("KEYS_LISTED", True, True), ("KEYS_SHARED", True, False)):
         for dquery in (False, True)[:1 if head_dim > sm90_backward.MAX_NARROW_DIM else 2]:
             check_asynchronous(sm90_backward.HopperBackwardDkvConfig(
                 **common, block_q=sm90_backward.block_q(head_dim, dquery, keys == "KEYS_LISTED"), keys=keys,
@@ -404,6 +405,7 @@ def test_the_params_struct_is_read_from_the_source():
 @pytest.mark.parametrize(("source", "name"), [
     ("common/params.cuh", "AttentionParams"), ("select/prefix_top_w.cu", "SelectParams"),
     ("sm90/split_kv.cuh", "Splits"), ("sm90/combine.cu", "CombineParams"), ("lists/intervals.cu", "ListParams"),
+    ("lists/lifetimes.cu", "LifetimeParams"),
     ("common/sums.cu", "SumParams"), ("common/sums.cu", "PartParams"),
     ("select/key_scores.cu", "ScoreParams"), ("select/key_scores_backward.cu", "ScoreBackwardParams"),
     ("lists/varlen.cu", "SequenceParams"), ("decode/step.cu", "StepParams"),

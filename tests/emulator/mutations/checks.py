@@ -27,6 +27,7 @@ from tests.emulator.tests import (  # noqa: E402
     test_backward,
     test_decode,
     test_forward,
+    test_lifetimes,
     test_numerics,
     test_sm90_backward,
     test_strides_and_reuse,
@@ -43,7 +44,7 @@ def elsewhere(test: Callable[..., None], *arguments: Any) -> Callable[[], None]:
     names = [*inspect.signature(test).parameters]
     given, fixtures = dict(zip(names, arguments)), names[len(arguments):]
     assert fixtures in ([], ["monkeypatch"])
-    for mark in test.pytestmark:
+    for mark in (x for x in test.pytestmark if x.name == "parametrize"):
         own = mark.args[0] if isinstance(mark.args[0], tuple) else (mark.args[0],)
         values = [value if len(own) > 1 else (value,) for value in mark.args[1]]
         assert tuple(given[name] for name in own) in values, f"{test.__name__} does not run with {arguments}"
@@ -432,6 +433,12 @@ OWN: dict[str, Callable[[], None]] = {
 
 CHECKS: dict[str, Callable[[], None]] = {
     **OWN,
+    "test_the_order_is_that_of_numpy": elsewhere(test_lifetimes.test_the_order_is_that_of_numpy, 5000, 5000,
+                                                 "lognormal"),
+    "test_gradients_by_lifetimes[Hopper, two rows]":
+        elsewhere(test_lifetimes.test_gradients, True, False, "lognormal"),
+    "test_gradients_by_lifetimes[Hopper]":
+        elsewhere(test_lifetimes.test_gradients_of_other_lengths, 200, 110, 128, True, True, "lognormal"),
     "test_forward_grid[mask-none]": grid("mask-none"),
     "test_forward_grid[heads-4/2-top_w]": grid("heads-4/2-top_w"),
     "test_forward_grid[mask-per_batch]": grid("mask-per_batch"),

@@ -3,7 +3,23 @@ from __future__ import annotations
 
 from tests.emulator.mutations import Fault
 
+ORDER = "test_the_order_is_that_of_numpy"
+
 FAULTS = [
+    # ---- the order by lifetimes ----
+    Fault("groups are never backward", "lists/lifetimes.cu",
+          "(groups.backward[group] ? groups.size[group] - 1 - rank : rank)", "rank", ORDER),
+    Fault("ranks begin anew in each chunk", "lists/lifetimes.cu", "warp_values) + groups.earlier[group];",
+          "warp_values);", ORDER),
+    Fault("unseen keys are summarized", "lists/lifetimes.cu", "min(p.seen_count[row], begin + size)",
+          "min(p.key_length, begin + size)", ORDER),
+    Fault("keys that live to the end are like others", "lists/lifetimes.cu",
+          "    if (interval.y >= key_length) return EVER;\n", "", ORDER),
+    Fault("groups do not depend on how many keys they have", "lists/lifetimes.cu",
+          "keys * (own - longest) >= (long long)BLOCK * query_length", "own > longest", ORDER),
+    Fault("summaries of other sizes are taken", "lists/lifetimes.cu", "first_block += blocks;", "", ORDER),
+    Fault("tiles by lifetimes are of another row", "common/key_tile.cuh", "    rest %= rows;\n", "",
+          "test_gradients_by_lifetimes[Hopper, two rows]"),
     # ---- values and edges ----
     Fault("short tiles have the lists of full ones", "lists/intervals.cu",
           " - min(tile, p.short_tiles) * p.missing_queries", "", "sm90[short tiles]"),

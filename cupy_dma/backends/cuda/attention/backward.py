@@ -245,7 +245,8 @@ class _Backward:
         fields = {**fields, **lists, **partials}
         if passes.hopper_keys:
             assert tickets is not None
-            sm90_backward.launch_dkv(build, self.call, problem, passes.keys, entries, fields, tickets + 4, passes.parts, sums)
+            sm90_backward.launch_dkv(build, self.call, problem, passes.keys, entries, fields, tickets + 4, passes.parts,
+                                     sums)
         else:
             self._portable_key_gradients(fields)
         if entries:
@@ -285,9 +286,9 @@ class _Backward:
         build, problem, entries = self.build, self.problem, self.passes.entries
         tile, dim_slices = _key_tile(build, self.call, problem), 2 if self.head_dim > 128 else 1
         dkey, dvalue, dbias = self.passes.wanted
-        config = BackwardDkvConfig(**self.common, **self.of_tiles, **tile._asdict(),
-                                   keys=self.passes.keys, intervals=problem.tests_intervals, dim_slices=dim_slices,
-                                   dkey=dkey, dvalue=dvalue, dbias=dbias, bits=self.passes.dense is not None, sequences=problem.count > 0)
+        config = BackwardDkvConfig(**self.common, **self.of_tiles, **tile._asdict(), keys=self.passes.keys,
+                                   intervals=problem.tests_intervals, dim_slices=dim_slices, dkey=dkey, dvalue=dvalue,
+                                   dbias=dbias, bits=self.passes.dense is not None, sequences=problem.count > 0)
         tiles = entries // tile.block_n if entries else (
             self.batch * self.key.shape[2] * tile_count(self.key.shape[1], tile.block_n, problem.count))
         build.check_layout()

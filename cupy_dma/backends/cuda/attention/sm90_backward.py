@@ -287,10 +287,10 @@ def query_sums(call: AttentionBackwardCall, problem: Problem) -> int:
 
 def launch_dkv(build: Builder, call: AttentionBackwardCall, problem: Problem, keys: str, entries: int, fields: Fields,
                tickets: Ref, parts: QuerySplits, sums: Ref | None) -> None:
-    """Writes the gradients of keys, values and bias, in the order of ``keys``, or with lists of super-tiles, of so many
-    ``entries``, their sums over these, or those of ``parts``; and with ``sums``, the address of so many zeros as ``query_sums``, that of
-    queries, from ``delta``. ``fields`` and ``tickets`` as in ``launch_dq``, with the lists and where sums over tiles or
-    parts go."""
+    """Writes the gradients of keys, values and bias, or with lists of super-tiles, of so many ``entries``, their sums
+    over these, or those of ``parts``; and with ``sums``, the address of so many zeros as ``query_sums``, that of
+    queries, from ``delta``. ``keys``: their order. ``fields`` and ``tickets`` as in ``launch_dq``, with the lists and
+    where sums over tiles or parts go."""
     query, key, one_pass = call.forward.query, call.forward.key, sums is not None
     head_dim, listed = key.shape[3], entries > 0
     config = HopperBackwardDkvConfig(

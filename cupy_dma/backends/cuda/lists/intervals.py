@@ -2,8 +2,8 @@
 
 A mask of which it is known that few keys meet a tile gets a list per tile (``KEYS_LISTED``). Any other mask gets one
 list per row, of all keys that some query sees, with a summary per block of keys by which a tile skips what it does not
-see (``KEYS_SHARED``): memory stays linear for every mask. Where there is no bound, keys are in order of their lifetimes,
-and the gradients of keys go through that list, too.
+see (``KEYS_SHARED``): memory stays linear for every mask. Where there is no bound, keys are in the order of their
+lifetimes, and the gradients of keys go through that list, too.
 """
 from __future__ import annotations
 
@@ -86,9 +86,10 @@ def key_order(build: Builder, mask: IntervalMask, query_length: int, causal: boo
 
 def _key_order(build: Builder, mask: IntervalMask, query_length: int, causal: bool) -> KeyOrder:
     rows, length = mask.shape[0] * mask.shape[1], mask.key_length
-    chunks, all_blocks = rows * blocks(length, LIST_CHUNK), {size: rows * blocks(length, size) for size in SUMMARY_SIZES}
-    space = Workspace(build, kind_count=LIFETIME_KINDS * chunks, order=rows * length, interval=2 * rows * length, seen_count=rows,
-                      summaries=4 * sum(all_blocks.values()))
+    chunks = rows * blocks(length, LIST_CHUNK)
+    all_blocks = {size: rows * blocks(length, size) for size in SUMMARY_SIZES}
+    space = Workspace(build, kind_count=LIFETIME_KINDS * chunks, order=rows * length, interval=2 * rows * length,
+                      seen_count=rows, summaries=4 * sum(all_blocks.values()))
     params = jit.params("lists/lifetimes.cu", "LifetimeParams").pack_some(
         _mask_fields(mask, query_length), {"rows": rows}, space.refs)
     for entry, grid in (("count_kinds", chunks), ("order_keys", chunks),

@@ -1,0 +1,169 @@
+"""Masks without a bound: their keys in the order of their lifetimes, and attention and gradients that go through it."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+from cupy_dma.backends.cuda.attention import sm90_backward
+from cupy_dma.backends.cuda.lists import intervals
+from cupy_dma.backends.cuda.lists.intervals import SUMMARY_SIZES
+from cupy_dma.backends.cuda.runtime.configs import blocks
+from cupy_dma.backends.cuda.runtime.program import fresh, run
+from cupy_dma.backward import attention_backward
+from cupy_dma.masks.interval import EVER, NEVER
+from tests import emulator
+from tests.emulator.runtime import Order
+from tests.oracle import reference, schedule_cases
+
+EVER_KIND, UNSEEN = 17, 18
+
+
+def masks(n: int, heads: int, seed: int = 0) -> Iterator[tuple[str, dma.IntervalMask]]:
+    rng, j = np.random.default_rng(seed), np.arange(n)
+    shape = heads, n
+    survives = rng.random(shape) < 1 / 8
+    yield "survivors", dma.IntervalMask.from_stop(np.where(survives, n, j + 40))
+    yield "only far survivors", dma.IntervalMask(np.broadcast_to(j + 40, shape).astype(np.int32).copy(),
+                                                 np.where(survives, NEVER, 0).astype(np.int32))
+    yield "lognormal", dma.IntervalMask.from_stop(j + np.exp(rng.normal(4, 1.5, shape)).astype(int))
+    yield "nothing", dma.IntervalMask.from_stop(np.zeros(shape, int))
+    yield "everything", dma.IntervalMask.from_stop(np.full(shape, n))
+    yield "any start", dma.IntervalMask(np.where(rng.random(shape) < 0.3, EVER, j + 7).astype(np.int32),
+                                        np.where(rng.random(shape) < 0.5, NEVER, j + 90).astype(np.int32))
+
+
+NAMES = [name for name, _ in masks(8, 1)]
+
+
+def expected_order(start: np.ndarray, stop: np.ndarray, queries: int) -> tuple[np.ndarray, int]:
+    """The keys of one row, whose intervals lie within the positions of queries, and how many are seen."""
+    n, life = len(start), stop - start
+    kind = np.clip(np.floor(np.log2(np.maximum(life, 1) / 32)).astype(int), 0, EVER_KIND - 1)
+    kind = np.where(life <= 0, UNSEEN, np.where(stop >= n, EVER_KIND, kind))
+    groups: list[list[int]] = [[]]
+    count, longest = 0, 64
+    for k in range(EVER_KIND):
+        of_kind = int((kind == k).sum())
+        if of_kind and count * ((64 << k) - longest) >= 96 * queries:
+            groups.append([])
+            count = 0
+        groups[-1].append(k)
+        count += of_kind
+        longest = 64 << k if of_kind else longest
+    found = [keys for group in ([EVER_KIND], *groups[::-1]) if len(keys := np.flatnonzero(np.isin(kind, group)))]
+    found = [keys[::-1] if i % 2 else keys for i, keys in enumerate(found)]
+    unseen = np.flatnonzero(kind == UNSEEN)
+    return np.concatenate([*found, unseen]).astype(int), n - len(unseen)
+
+
+def made_order(mask: dma.IntervalMask, queries: int, causal: bool, **runtime: Any) -> dict[str, np.ndarray]:
+    """What the kernels make of a mask, row by row."""
+    rows, n = mask.shape[0] * mask.shape[1], mask.key_length
+    fields: dict[str, Any] = {}
+
+    def make(build: Any, given: Any) -> Any:
+        order = intervals._key_order(build, given, queries, causal)
+        fields.update({name: ref.offset // 4 for name, ref in order.fields.items()})
+        return order.workspace
+
+    with emulator.using(**runtime) as device, device.memory.session() as session:
+        words = run(device, make, emulator._announced(mask, session))
+    sizes = {"order": n, "seen_count": 1, **{f"summaries_{size}": 4 * blocks(n, size) for size in SUMMARY_SIZES}}
+    return {name: words[at:at + rows * sizes[name]].reshape(rows, -1) for name, at in fields.items()}
+
+
+def clipped(mask: dma.IntervalMask, queries: int, causal: bool) -> tuple[np.ndarray, np.ndarray]:
+    n = mask.key_length
+    start, stop = (np.broadcast_to(x, mask.shape).reshape(-1, n).astype(np.int64) for x in (mask.start, mask.stop))
+    start = np.maximum(start, np.arange(n)) if causal else start
+    return np.maximum(start, n - queries), np.minimum(stop, n)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("keys", "queries"), [(1, 1), (127, 127), (128, 40), (129, 300), (2047, 2047), (2049, 1000),
+                                               (5000, 5000)])
+def test_the_order_is_that_of_numpy(keys, queries, name):
+    mask = dict(masks(keys, 2))[name]
+    for causal in (False, True):
+        found = made_order(mask, queries, causal)
+        for row, (start, stop) in enumerate(zip(*clipped(mask, queries, causal))):
+            order, seen = expected_order(start, stop, queries)
+            assert (found["order"][row] == order).all() and found["seen_count"][row] == seen
+            for size in SUMMARY_SIZES:
+                summary = found[f"summaries_{size}"][row].reshape(-1, 4)
+                for block in range(blocks(seen, size)):
+                    own = order[block * size:min(seen, (block + 1) * size)]
+                    assert summary[block].tolist() == [start[own].min(), start[own].max(), stop[own].min(),
+                                                       stop[own].max()]
+
+
+@pytest.mark.parametrize("order", [Order("backward", "backward"), Order("random", "random", 3)], ids=str)
+def test_the_order_is_that_of_any_threads(order):
+    mask = dict(masks(5000, 2))["lognormal"]
+    found = [made_order(mask, 5000, False, order=own)["order"] for own in (Order(), order)]
+    assert (found[0] == found[1]).all()
+
+
+def test_blocks_see_little_more_than_their_keys():
+    """A window of 512 and one key in eight for ever: what a tile of queries visits, and a tile of keys."""
+    n, rng = 16384, np.random.default_rng(0)
+    start = np.arange(n)
+    stop = np.where(rng.random(n) < 1 / 8, n, np.minimum(start + 512, n))
+    order, seen = expected_order(start, stop, n)
+    first, last = (np.array([f(x[order[at:at + 64]]) for at in range(0, seen, 64)]) for f, x in
+                   ((np.min, start), (np.max, stop)))
+    tiles = np.arange(0, n, 96)
+    forward = sum(((first <= at + 95) & (last > at)).sum() for at in tiles) * 64 * 96
+    backward = sum(128 * (stop[own].max() - start[own].min()) for own in
+                   (order[at:at + 128] for at in range(0, seen, 128)))
+    needed = (stop - start).sum()
+    assert forward < 1.2 * needed and backward < 1.2 * needed
+
+
+KERNELS = pytest.mark.parametrize(("hopper", "one_pass"), [(False, None), (True, True), (True, False)],
+                                  ids=["portable", "one pass", "two passes"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@KERNELS
+def test_gradients(hopper, one_pass, name):
+    check_gradients(270, 270, (4, 2), 64, name, hopper, one_pass)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@KERNELS
+@pytest.mark.parametrize(("keys", "queries", "head_dim"), [(200, 110, 128), (200, 230, 40)])
+def test_gradients_of_other_lengths(keys, queries, head_dim, hopper, one_pass, name):
+    check_gradients(keys, queries, (2, 1), head_dim, name, hopper, one_pass)
+
+
+def check_gradients(keys: int, queries: int, heads: tuple[int, int], head_dim: int, name: str, hopper: bool,
+                    one_pass: bool | None) -> None:
+    mask = dict(masks(keys, heads[1]))[name]
+    rng = np.random.default_rng(1)
+    q, dout = rng.standard_normal((2, 1, queries, heads[0], head_dim)).astype(np.float16)
+    k, v = rng.standard_normal((2, 1, keys, heads[1], head_dim)).astype(np.float16)
+    bias = rng.standard_normal((1, heads[1], keys)).astype(np.float32)
+    for causal in (False, True) if name == "any start" else (False,):
+        start, stop = clipped(mask, queries, causal)
+        unseen = start >= stop
+        k[0, unseen.T] = v[0, unseen.T] = np.nan  # what no query sees may hold anything
+        given = {"mask": mask, "bias": bias, "causal": causal, "backend": "emulator"}
+        with ((emulator.hopper_gpu if hopper else emulator.using)(), schedule_cases.hopper_gradients(one_pass),
+              fresh(parts=sm90_backward.QuerySplits())):
+            out, lse = dma.attention(q, k, v, **given, return_lse=True)
+            first, second = (attention_backward(dout, q, k, v, out, lse, **given, deterministic=not one_pass)
+                             for _ in range(2))
+        arguments = dout, q, *(np.nan_to_num(x) for x in (k, v)), mask.to_dense(queries), bias[:, :, None], causal
+        exact, plain, terms = (f(*arguments) for f in (
+            reference.attention_gradients, reference.same_precision_attention_gradients,
+            reference.attention_gradient_terms))
+        for ours, again, *numbers in zip(first, second, exact, plain):
+            assert one_pass or np.array_equal(ours, again)
+            reference.assert_matches_reference(ours.reshape(numbers[0].shape), *numbers, ours.dtype, 3, terms.pop(0))
+        assert not first.key[0, unseen.T].any() and not first.bias[unseen[None]].any()
