@@ -265,7 +265,7 @@ def test_hopper_gradients_do_so_too(head_dim, causal, bias, softcap):
                                        ("KEYS_LISTED", True, True), ("KEYS_SHARED", True, False)):
         for dquery in (False, True)[:1 if head_dim > sm90_backward.MAX_NARROW_DIM else 2]:
             check_asynchronous(sm90_backward.HopperBackwardDkvConfig(
-                **common, block_q=sm90_backward.block_q(head_dim, dquery, keys == "KEYS_LISTED"), keys=keys,
+                **common, block_q=sm90_backward.block_q(head_dim, dquery, keys != "KEYS_CONTIGUOUS"), keys=keys,
                 stages=sm90_backward.STAGES,
                 key_stages=sm90_backward.key_stages(head_dim, dquery), intervals=intervals, sequences=sequences,
                 bits=False, dquery=dquery), allowed=1056 if head_dim <= 64 else 352 if dquery else 256)

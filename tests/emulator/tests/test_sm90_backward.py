@@ -264,8 +264,8 @@ def test_one_pass_where_lists_leave_out_little(options, least, keys, in_one_pass
     """On one SM. A super-tile of 400 queries may see all of 700 keys, so there are no lists."""
     with fresh(one_pass=None), mock.patch.object(sm90_backward, "LISTED_STEPS", least):
         check(gradients("emulator", **options), **options)
-    _, _, _, entries, *_, sums = served.call_args.args
-    assert entries > 0 if keys == "KEYS_LISTED" else entries == 0
+    _, _, _, found, entries, *_, sums = served.call_args.args
+    assert found == keys and (entries > 0) is (keys == "KEYS_LISTED")
     assert (sums is not None) is in_one_pass
 
 

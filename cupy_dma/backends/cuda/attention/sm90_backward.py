@@ -292,7 +292,7 @@ def launch_dkv(build: Builder, call: AttentionBackwardCall, problem: Problem, ke
     queries, from ``delta``. ``keys``: their order. ``fields`` and ``tickets`` as in ``launch_dq``, with the lists and
     where sums over tiles or parts go."""
     query, key, one_pass = call.forward.query, call.forward.key, sums is not None
-    head_dim, listed = key.shape[3], entries > 0
+    head_dim, listed = key.shape[3], keys != "KEYS_CONTIGUOUS"
     config = HopperBackwardDkvConfig(
         element=ELEMENTS[query.dtype], head_dim=head_dim, block_q=block_q(head_dim, one_pass, listed), stages=STAGES,
         key_stages=key_stages(head_dim, one_pass), keys=keys,

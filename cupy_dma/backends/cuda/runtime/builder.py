@@ -160,10 +160,10 @@ class Builder:
 
     # ---- the device ----
     def load(self, config: jit.Config, entry: str, shared_bytes: int = 0) -> LoadedKernel:
-        own, limit = self.runtime.shared_memory_limit(self.device.index), self.shared_memory_limit
-        if shared_bytes and limit < own:  # so much that no more blocks share an SM than on a card with that limit
-            blocks = max(1, (limit + RESERVED) // (shared_bytes + RESERVED))
-            shared_bytes = max(shared_bytes, (own + RESERVED) // blocks // 128 * 128 - RESERVED)
+        if shared_bytes and self.overrides.shared_memory is not None:  # no more blocks share an SM than on that card
+            own = self.runtime.shared_memory_limit(self.device.index) + RESERVED
+            blocks = max(1, (self.shared_memory_limit + RESERVED) // (shared_bytes + RESERVED))
+            shared_bytes = max(shared_bytes, own // blocks // 128 * 128 - RESERVED)
         return self.runtime.load(config, entry, self.device.index, shared_bytes)
 
     @property

@@ -1,0 +1,126 @@
+"""Interval masks without a known bound: what they cost beside the pairs that they keep.
+
+    python benchmarks/intervals.py                       everything, about 4 minutes on an H100
+    python benchmarks/intervals.py --table                       print the table from the results
+    python benchmarks/intervals.py --update-docs                 put it into docs/performance.md
+
+Such masks come from gates that a model has learned, from evictions that a cache has recorded, or from a user's own
+arrays (``IntervalMask.from_stop``, ``from_gate``, ``IntervalMask(start, stop)``).
+
+Inputs, as in backward.py: bfloat16, 16/8 heads, D 128 and 64, batch 1; N = 8192, 32768 and 131072; independent scores
+as bias. Masks: "1/8", "1/16": every key for 512 positions, and one in 8 or 16, drawn for each kv head, for ever.
+"lognormal": a key's lifetime is lognormal, median 256, sigma 1.5. "top-w": the best 1024 keys, of which the library
+knows only starts and stops; "top-w, bound": the same mask with its bound. "all": every key for ever, "none": no key.
+Backward: gradients of query, key, value and bias. "with lists": they are made anew. Forward and backward: attention and
+its gradients, lists made once. Timing, L2 policy, medians: see measure.py.
+
+Peers. cudnn: dense causal scaled_dot_product_attention. flex: compiled FlexAttention with the same mask as block mask,
+given, and the bias as a score_mod that learns; backward, at 32768, "1/8".
+
+Allowed: causal pairs over kept pairs, the most that an attention as fast as cuDNN could gain.
+
+Check: sampled gradients, from the forward's output and lse, against float64; see harness/check.py.
+"""
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
+
+from benchmarks import backward
+from benchmarks.harness import render_intervals, suite
+from benchmarks.harness.suite import Case
+
+WINDOW = 512
+PATTERNS = ("1/8", "1/16", "lognormal", "top-w", "top-w, bound", "all", "none")
+
+
+def cases(which: str, quick: bool = False) -> list[Case]:
+    if which == "smoke":
+        return [Case("intervals", 4, 2, 64, 200, 200, 40, pattern=pattern) for pattern in PATTERNS]
+    found = [Case("intervals", 16, 8, 128, n, n, 1024, pattern=pattern, flex=(n, pattern) == (32768, "1/8"))
+             for n in (8192, 32768, 131072) for pattern in PATTERNS if n == 32768 or pattern not in ("all", "none")]
+    found += [Case("intervals", 16, 8, 64, 32768, 32768, 1024, pattern=pattern) for pattern in ("1/8", "top-w")]
+    return found[5:7] if quick else found
+
+
+class Benchmark(backward.Benchmark):
+    """All measurements of one case."""
+
+    flops: ClassVar = {}
+
+    def select(self) -> Any:
+        import torch
+
+        import cupy_dma as dma
+
+        case = self.case
+        if case.pattern == "top-w, bound":
+            return dma.IntervalMask.top_w(self.scores, case.window)
+        if case.pattern == "top-w":
+            return dma.IntervalMask.from_stop(dma.IntervalMask.top_w(self.scores, case.window).stop)
+        n, shape = case.key_length, (case.kv_heads, case.key_length)
+        position = torch.arange(n, device=self._device)
+        drawn = torch.rand(shape, generator=self._generator, device=self._device)
+        if case.pattern == "lognormal":
+            life = (1.5 * torch.special.ndtri(drawn.double().clamp(1e-6, 1 - 1e-6)) + 5.545).exp()
+            return dma.IntervalMask.from_stop(position + life.long() + 1)
+        if case.pattern in ("all", "none"):
+            return dma.IntervalMask.from_stop(torch.full(shape, n if case.pattern == "all" else 0,
+                                                         device=self._device))
+        kept = drawn < 1 / int(case.pattern.partition("/")[2])
+        return dma.IntervalMask.from_stop(torch.where(kept, n, position + WINDOW))
+
+    @property
+    def kept_pairs(self) -> int:
+        start, stop = (x.long() for x in self.intervals())
+        return int((stop.clamp(max=self.case.key_length) - start).clamp(min=0).sum()) * self.case.heads // (
+            self.case.kv_heads)
+
+    def attend(self) -> Any:
+        import cupy_dma as dma
+
+        return dma.attention(self.query, self.key, self.value, **self.options, return_lse=True)
+
+    def both(self) -> Any:
+        from cupy_dma.backward import attention_backward
+
+        out, lse = self.attend()
+        return attention_backward(self.dout, self.query, self.key, self.value, out, lse, **self.options)
+
+    def ours(self) -> None:
+        self.forget_lists()
+        self.record("cupy_dma", "forward with lists", self.attend, self.forget_lists)
+        self.forget_lists()
+        self.record("cupy_dma", "forward", self.attend)
+        self.record("cupy_dma", "backward", self.backward)
+        self.forget_lists()
+        self.record("cupy_dma", "forward+backward", self.both, self.forget_lists)
+
+    def check(self) -> dict[str, Any]:
+        from benchmarks.harness.check import check_interval_gradients
+
+        self.forget_lists()
+        found = check_interval_gradients(self.backward(), self.dout, self.query, self.key, self.value, self.out,
+                                         self.lse, self.scores, *self.intervals(), seed=self.case.seed)
+        ok = found.unseen_are_zero if self.case.pattern == "none" else found.ok
+        return {**asdict(found), "worst": 0.0 if self.case.pattern == "none" else found.worst, "ok": ok,
+                "kept_pairs": self.kept_pairs}
+
+    def peers(self, deadline: float, flex: bool) -> None:
+        if self.case.pattern == PATTERNS[0]:  # dense attention is the same for all masks
+            super().peers(deadline, flex)
+
+
+SUITE = suite.Suite(__doc__ or "", cases, Benchmark, render_intervals.INTERVALS, seconds=220, sets=("all", "smoke"))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return suite.main(SUITE, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
