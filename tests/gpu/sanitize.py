@@ -28,6 +28,7 @@ import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends import cuda
 from cupy_dma.backends.cuda.attention import sm90_schedule
+from cupy_dma.backends.cuda.attention.sm90_backward import QuerySplits
 from cupy_dma.backends.cuda.attention.sm90_tiles import TILES, HopperTile
 from cupy_dma.backends.cuda.decode import step
 from cupy_dma.backends.cuda.runtime.device import CudaRuntime
@@ -177,6 +178,31 @@ def super_tiles() -> int:
     return 3
 
 
+def lifetimes() -> int:
+    """Masks without a bound, forward and backward, portable and Hopper, in one pass and in two."""
+    rng, count = np.random.default_rng(0), 0
+    kernels = [(False, None), (True, True), (True, False)] if cuda.runtime.hopper(0) else [(False, None)]
+    for size, keys, queries in ((64, 300, 300), (128, 260, 130), (40, 2200, 100)):
+        q, dout, k, v = (rng.standard_normal((1, n, heads, size)).astype(numpy_dtype("bfloat16"))
+                         for n, heads in ((queries, 2), (queries, 2), (keys, 1), (keys, 1)))
+        stop = (np.arange(keys) + np.exp(rng.normal(4, 1.5, (1, keys)))).astype(int)
+        for hopper, one_pass in kernels:
+            with (schedule_cases.hopper_gradients(one_pass), fresh(hopper=None if hopper else False,
+                                                                   parts=QuerySplits())):
+                found = []
+                for move in (cupy.asarray, np.asarray):
+                    *args, upstream = map(move, (q, k, v, dout))
+                    mask = dma.IntervalMask.from_stop(move(stop))
+                    out, lse = dma.attention(*args, mask=mask, return_lse=True)
+                    found.append(attention_backward(upstream, *args, out, lse, mask=mask,
+                                                    deterministic=not one_pass)[:3])
+            for ours, other in zip(*found):
+                x, y = cupy.asnumpy(ours).astype(np.float64), other.astype(np.float64)
+                assert np.linalg.norm(x - y) < 1e-2 * np.linalg.norm(y)
+            count += 1
+    return count
+
+
 def hopper_backward() -> int:
     """The Hopper gradients in two passes and in one, on two SMs, so that CTAs go on from tile to tile, and on many, so
     that tiles are taken in parts."""
@@ -307,7 +333,7 @@ def in_portable_kernels(suite: Callable[[], int]) -> int:
 SUITES = {"forward": functools.partial(in_portable_kernels, forward),
          "backward": functools.partial(in_portable_kernels, backward), "super-tiles": super_tiles,
          "varlen": functools.partial(in_portable_kernels, varlen_forward), "varlen-backward": varlen_backward,
-         "hopper-backward": hopper_backward,
+         "hopper-backward": hopper_backward, "lifetimes": lifetimes,
          "selection": selection, "decoding": decoding,
          "clusters": clusters, "scores": key_scores}
 SUITES |= {f"hopper-{tile.block_m}x{tile.block_n}x{tile.stages}{'-ping-pong' * tile.ping_pong}":

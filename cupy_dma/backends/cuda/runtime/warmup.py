@@ -17,6 +17,7 @@ from cupy_dma.backends.cuda.runtime.configs import (
     ELEMENTS,
     ForwardConfig,
     LayoutConfig,
+    LifetimesConfig,
     ListConfig,
     SelectConfig,
 )
@@ -39,6 +40,7 @@ def usual_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...
     """The kernels that ordinary calls need. Key scores are specialised in the number of heads: compiled when called."""
     configs: list[jit.Config] = [LayoutConfig(element=element) for element in ELEMENTS.values()]
     configs += [SelectConfig(documents=False, padding=padding) for padding in (False, True)]
+    configs.append(LifetimesConfig(causal=False))
     configs.append(ListConfig(causal=False, block_n=64))  # of lists for tiles, whatever their blocks
     for head_dim in head_dims:
         tiles = {dtype: tile_shape(head_dim, shared_limit, size=ELEMENT_BYTES[ELEMENTS[dtype]]) for dtype in dtypes}

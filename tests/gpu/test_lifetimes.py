@@ -1,0 +1,100 @@
+"""Masks without a bound on a GPU: attention and gradients through keys in the order of their lifetimes."""
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+from cupy_dma.backends.cuda.attention import sm90_backward
+from cupy_dma.backends.cuda.runtime.program import fresh
+from cupy_dma.backward import attention_backward
+from tests.gpu.sm90_tiles import portable
+from tests.oracle import schedule_cases
+
+pytestmark = pytest.mark.gpu
+torch = pytest.importorskip("torch")
+
+NAMES = ("survivors", "only far survivors", "lognormal", "nothing", "everything", "any start")
+
+
+def mask_of(name, n, heads, generator):
+    shape, j = (heads, n), torch.arange(n, device="cuda")
+
+    def drawn(share):
+        return torch.rand(shape, generator=generator, device="cuda") < share
+
+    if name == "survivors":
+        return dma.IntervalMask.from_stop(torch.where(drawn(1 / 8), n, j + 40))
+    if name == "only far survivors":
+        stop = torch.where(drawn(1 / 8), 2**31 - 1, 0)
+        return dma.IntervalMask((j + 40).expand(shape).int().contiguous(), stop.int())
+    if name == "lognormal":
+        life = torch.randn(shape, generator=generator, device="cuda").mul(1.5).add(4).exp().long()
+        return dma.IntervalMask.from_stop(j + life)
+    if name == "any start":
+        return dma.IntervalMask(torch.where(drawn(0.3), -2**31, j + 7).int(),
+                                torch.where(drawn(0.5), 2**31 - 1, j + 90).int())
+    return dma.IntervalMask.from_stop(torch.full(shape, n if name == "everything" else 0, device="cuda"))
+
+
+def exact(q, k, v, dout, mask, bias):
+    """out and the gradients in float64, by autograd through the dense definition."""
+    q, k, v, b = (x.detach().double().requires_grad_() for x in (q, k, v, bias))
+    group = q.shape[2] // k.shape[2]
+    s = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(group, 2)) * q.shape[3] ** -0.5
+    s = s + b.repeat_interleave(group, 1)[:, :, None]
+    seen = mask.to_dense(q.shape[1]).repeat_interleave(group, 1)
+    p = torch.where(seen, torch.softmax(s.masked_fill(~seen, float("-inf")), -1), 0)
+    out = torch.einsum("bhij,bjhd->bihd", p, v.repeat_interleave(group, 2))
+    return [out, *torch.autograd.grad(out, (q, k, v, b), dout.double(), allow_unused=True)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("hopper", "one_pass"), [(False, None), (True, True), (True, False)],
+                         ids=["portable", "one pass", "two passes"])
+@pytest.mark.parametrize(("keys", "queries", "heads", "head_dim"), [
+    (2500, 2500, (4, 2), 64), (1300, 700, (4, 2), 128), (900, 1000, (2, 1), 40), (600, 600, (2, 1), 256)])
+def test_gradients(keys, queries, heads, head_dim, hopper, one_pass, name):
+    generator = torch.Generator("cuda").manual_seed(1)
+    mask = mask_of(name, keys, heads[1], generator)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, device="cuda")
+
+    q, dout = normal(1, queries, heads[0], head_dim).bfloat16(), normal(1, queries, heads[0], head_dim).bfloat16()
+    k, v = normal(1, keys, heads[1], head_dim).bfloat16(), normal(1, keys, heads[1], head_dim).bfloat16()
+    bias = normal(1, heads[1], keys)
+    with schedule_cases.hopper_gradients(one_pass), fresh(parts=sm90_backward.QuerySplits()):
+        with portable() if not hopper else fresh():
+            out, lse = dma.attention(q, k, v, mask=mask, bias=bias, return_lse=True)
+            found, again = (attention_backward(dout, q, k, v, out, lse, mask=mask, bias=bias,
+                                               deterministic=not one_pass) for _ in range(2))
+    for ours, twin, expected in zip((out, *found), (out, *again), exact(q, k, v, dout, mask, bias)):
+        assert one_pass or torch.equal(ours, twin)
+        error, size = (ours.double() - expected).norm(), expected.norm()
+        assert error <= 1e-2 * size
+
+
+def test_a_graph_replays_with_other_lifetimes():
+    """Its lists are made in it: eight times as many keys survive, or none."""
+    n, heads = 4096, 2
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(1, n, h, 64, generator=generator, device="cuda").bfloat16() for h in (4, heads, heads))
+    j = torch.arange(n, device="cuda")
+    start, stop = j.int().expand(heads, n).contiguous(), (j + 64).int().expand(heads, n).contiguous()
+    mask = dma.IntervalMask(start, stop)
+    for _ in range(2):
+        dma.attention(q, k, v, mask=mask)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mask = dma.IntervalMask(start, stop)
+        out, lse = dma.attention(q, k, v, mask=mask, return_lse=True)
+        found = attention_backward(out, q, k, v, out, lse, mask=mask)
+    for share in (1 / 32, 1 / 4, 0.0):
+        stop.copy_(torch.where(torch.rand(heads, n, generator=generator, device="cuda") < share, n, j + 64))
+        graph.replay()
+        fresh_mask = dma.IntervalMask(start.clone(), stop.clone())
+        expected, expected_lse = dma.attention(q, k, v, mask=fresh_mask, return_lse=True)
+        assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+        gradients = attention_backward(expected, q, k, v, expected, expected_lse, mask=fresh_mask)
+        for ours, other in zip(found[1:3], gradients[1:3]):
+            assert np.isfinite(float(ours.float().norm())) and torch.equal(ours, other)
