@@ -59,9 +59,8 @@ def everything(monkeypatch, torch, fresh_programs):
 
 def thirds(chosen, tiles):
     """Each case with every third tile, neighbouring cases with others: each tile sees all features of a call."""
-    return pytest.mark.parametrize(("case", "tile"), [
-        pytest.param(case, tile, id=f"{case}-{tile}") for i, case in enumerate(chosen)
-        for j, tile in enumerate(tiles) if (i + j) % 3 == 0])
+    pairs = [(case, tile) for i, case in enumerate(chosen) for j, tile in enumerate(tiles) if (i + j) % 3 == 0]
+    return pytest.mark.parametrize(("case", "tile"), pairs, ids=[f"{case}-{tile}" for case, tile in pairs])
 
 
 @thirds(FORWARD, TILES)

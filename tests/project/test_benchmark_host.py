@@ -17,7 +17,7 @@ def test_rows(tmp_path, monkeypatch, capsys):
     assert host.main(["--out", str(tmp_path), "--commit", "abc"]) == 0
     record = json.loads(Path(tmp_path, "host.json").read_text())
     names = [row["name"] for row in record["rows"]]
-    assert record["commit"] == "abc" and names[:2] == ["SDPA, forward", "SDPA, step"] and len(names) == 8
+    assert record["commit"] == "abc" and names[:2] == ["SDPA, forward", "SDPA, step"] and len(names) == 14
     assert all(row["host_us"] > 0 and row["times_sdpa"] > 0 for row in record["rows"])
     assert all(name in capsys.readouterr().out for name in names[:1])
 
