@@ -42,7 +42,7 @@ FAULTS = [
           "lists_over_chunks"),
     Fault("a chunk that begins at a tile's last position is left out", "lists/intervals.cu", "info.y > last ||",
           "info.y >= last ||", "test_a_last_position_that_begins_a_chunk"),
-    Fault("keys that no query sees are listed", "lists/intervals.cu",
+    Fault("keys that no query sees are listed", "lists/key_intervals.cuh",
           "SEQUENCES ? own : make_int2(max(own.x, first_position), min(own.y, key_length))", "own",
           "test_keys_behind[Hopper, lists]"),
     # ---- dense masks ----
