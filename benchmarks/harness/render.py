@@ -211,8 +211,8 @@ class Report(Marked):
         self.put(path, self.table(result))
 
     def chart(self, result: dict[str, Any], path: Path) -> None:
-        """Time against length, one panel for each shape, and against the window."""
-        plt = pyplot()
+        """Time against length, one panel for each shape, and against the window; none of a report without lines."""
+        plt = pyplot() if self.lines else None
         if plt is None:
             return
         panels = _panels(result["cases"])

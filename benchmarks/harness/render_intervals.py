@@ -49,9 +49,4 @@ def _text(result: dict[str, Any]) -> str:
     return "\n".join([*lines, f"check FAILED: {failed}" if failed else f"check: {worst:.2f} of what is allowed"])
 
 
-class IntervalsReport(Report):
-    def chart(self, result: dict[str, Any], path: Any) -> None:
-        """None: the table says it."""
-
-
-INTERVALS = IntervalsReport("intervals", "Masks without a bound", _table, _text, ())
+INTERVALS = Report("intervals", "Masks without a bound", _table, _text, ())

@@ -40,9 +40,4 @@ def _text(result: dict[str, Any]) -> str:
     return "\n".join([*lines, f"check FAILED: {failed}" if failed else f"check: {worst:.2f} of what is allowed"])
 
 
-class PortableReport(Report):
-    def chart(self, result: dict[str, Any], path: Any) -> None:
-        """None: the table is short."""
-
-
-PORTABLE = PortableReport("portable", "Portable kernels", _table, _text, ())
+PORTABLE = Report("portable", "Portable kernels", _table, _text, ())

@@ -261,7 +261,8 @@ def run(suite: Suite, args: argparse.Namespace) -> int:
     path.write_text(json.dumps(result, indent=1) + "\n")
     suite.report.chart(result, path.with_suffix(".png"))
     print(suite.report.text(result))
-    print(f"wrote {path} and {path.with_suffix('.png')} after {result['seconds']:.0f} s")
+    chart = f" and {path.with_suffix('.png')}" if path.with_suffix(".png").exists() else ""
+    print(f"wrote {path}{chart} after {result['seconds']:.0f} s")
     return 0 if ok else 1
 
 

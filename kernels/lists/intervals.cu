@@ -49,10 +49,6 @@ struct ListParams {
     long long super_entries;  // SEQUENCES: instead of supers * super_capacity
 };
 
-constexpr int THREADS = 256, WARPS = THREADS / 32;
-constexpr int OWN = 8;  // consecutive keys of a thread
-constexpr int CHUNK = THREADS * OWN;
-
 // Super-tiles that a key of such an interval meets: the first, and how many.
 __device__ __forceinline__ int2 span_of(const ListParams& p, int2 interval) {
     if (p.super_queries == 0 || interval.x >= interval.y) return make_int2(0, 0);
@@ -347,15 +343,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) summarize(const ListParams
     const long long row = blockIdx.x / row_blocks;
     const int block = blockIdx.x % row_blocks * WARPS + threadIdx.x / 32;
     if (block >= p.summary_blocks) return;
-    const int end = min(p.seen_count[row], (block + 1) * BLOCK_N);
-    int4 s = make_int4(NEVER, INT_LOWEST, NEVER, INT_LOWEST);
-    for (int i = block * BLOCK_N + (threadIdx.x & 31); i < end; i += 32) {
-        const int2 v = p.interval[row * p.key_length + i];
-        s = make_int4(min(s.x, v.x), max(s.y, v.x), min(s.z, v.y), max(s.w, v.y));
-    }
-    s.x = __reduce_min_sync(ALL_LANES, s.x);
-    s.y = __reduce_max_sync(ALL_LANES, s.y);
-    s.z = __reduce_min_sync(ALL_LANES, s.z);
-    s.w = __reduce_max_sync(ALL_LANES, s.w);
+    const int4 s = summary_of(p.interval + row * p.key_length, block * BLOCK_N,
+                              min(p.seen_count[row], (block + 1) * BLOCK_N));
     if ((threadIdx.x & 31) == 0) p.summaries[row * p.summary_blocks + block] = s;
 }

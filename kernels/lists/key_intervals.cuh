@@ -1,8 +1,13 @@
-// The intervals of a row of a mask, of which parameters hold start, stop, their strides, heads and lengths.
+// What kernels that list keys share: the intervals of a row of a mask, of which their parameters hold start, stop, their
+// strides, heads and lengths; summaries of blocks of keys; how keys are shared out among threads.
 //
 // Prelude: CAUSAL, SEQUENCES.
 #pragma once
 #include "common/arch.cuh"
+
+constexpr int THREADS = 256, WARPS = THREADS / 32;
+constexpr int OWN = 8;  // consecutive keys of a thread
+constexpr int CHUNK = THREADS * OWN;
 
 // Within the positions of queries: a key that no query sees may hold NaN, and must be in no list.
 struct Intervals {
@@ -23,3 +28,14 @@ struct Intervals {
         return SEQUENCES ? own : make_int2(max(own.x, first_position), min(own.y, key_length));
     }
 };
+
+// Lowest and highest start, lowest and highest stop of intervals[begin .. end - 1], by a warp together.
+__device__ __forceinline__ int4 summary_of(const int2* intervals, int begin, int end) {
+    int4 s = make_int4(NEVER, INT_LOWEST, NEVER, INT_LOWEST);
+    for (int i = begin + (threadIdx.x & 31); i < end; i += 32) {
+        const int2 v = intervals[i];
+        s = make_int4(min(s.x, v.x), max(s.y, v.x), min(s.z, v.y), max(s.w, v.y));
+    }
+    return make_int4(__reduce_min_sync(ALL_LANES, s.x), __reduce_max_sync(ALL_LANES, s.y),
+                     __reduce_min_sync(ALL_LANES, s.z), __reduce_max_sync(ALL_LANES, s.w));
+}

@@ -30,9 +30,6 @@ struct LifetimeParams {
     int rows, key_length, query_length, chunks;
 };
 
-constexpr int THREADS = 256, WARPS = THREADS / 32;
-constexpr int OWN = 8;  // consecutive keys of a thread
-constexpr int CHUNK = THREADS * OWN;
 constexpr int SHORTEST = 32;  // queries that see a key of kind 0, at most twice as many
 constexpr int EVER = 17, UNSEEN = 18, KINDS = 19;
 constexpr int BLOCK = 96;  // keys of a block, of which a group must have more alive at a time
@@ -175,15 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) summarize_keys(const Lifet
     }
     if (size == 0) return;
     const int row_blocks = (p.key_length + size - 1) / size, row = static_cast<int>(block / row_blocks);
-    const int begin = static_cast<int>(block - (long long)row * row_blocks) * size, end = min(p.seen_count[row], begin + size);
-    int4 s = make_int4(NEVER, INT_LOWEST, NEVER, INT_LOWEST);
-    for (int i = begin + (threadIdx.x & 31); i < end; i += 32) {
-        const int2 v = p.interval[(long long)row * p.key_length + i];
-        s = make_int4(min(s.x, v.x), max(s.y, v.x), min(s.z, v.y), max(s.w, v.y));
-    }
-    s.x = __reduce_min_sync(ALL_LANES, s.x);
-    s.y = __reduce_max_sync(ALL_LANES, s.y);
-    s.z = __reduce_min_sync(ALL_LANES, s.z);
-    s.w = __reduce_max_sync(ALL_LANES, s.w);
+    const int begin = static_cast<int>(block - (long long)row * row_blocks) * size;
+    const int4 s = summary_of(p.interval + (long long)row * p.key_length, begin, min(p.seen_count[row], begin + size));
     if ((threadIdx.x & 31) == 0) p.summaries[first_block + block] = s;
 }

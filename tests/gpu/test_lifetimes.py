@@ -7,44 +7,12 @@ from cupy_dma.backends.cuda.attention import sm90_backward
 from cupy_dma.backends.cuda.runtime.program import fresh
 from cupy_dma.backward import attention_backward
 from tests.gpu.sm90_tiles import portable
+from tests.gpu.test_backward import dense_gradients
 from tests.oracle import schedule_cases
+from tests.oracle.lifetime_cases import NAMES, masks
 
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
-
-NAMES = ("survivors", "only far survivors", "lognormal", "nothing", "everything", "any start")
-
-
-def mask_of(name, n, heads, generator):
-    shape, j = (heads, n), torch.arange(n, device="cuda")
-
-    def drawn(share):
-        return torch.rand(shape, generator=generator, device="cuda") < share
-
-    if name == "survivors":
-        return dma.IntervalMask.from_stop(torch.where(drawn(1 / 8), n, j + 40))
-    if name == "only far survivors":
-        stop = torch.where(drawn(1 / 8), 2**31 - 1, 0)
-        return dma.IntervalMask((j + 40).expand(shape).int().contiguous(), stop.int())
-    if name == "lognormal":
-        life = torch.randn(shape, generator=generator, device="cuda").mul(1.5).add(4).exp().long()
-        return dma.IntervalMask.from_stop(j + life)
-    if name == "any start":
-        return dma.IntervalMask(torch.where(drawn(0.3), -2**31, j + 7).int(),
-                                torch.where(drawn(0.5), 2**31 - 1, j + 90).int())
-    return dma.IntervalMask.from_stop(torch.full(shape, n if name == "everything" else 0, device="cuda"))
-
-
-def exact(q, k, v, dout, mask, bias):
-    """out and the gradients in float64, by autograd through the dense definition."""
-    q, k, v, b = (x.detach().double().requires_grad_() for x in (q, k, v, bias))
-    group = q.shape[2] // k.shape[2]
-    s = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(group, 2)) * q.shape[3] ** -0.5
-    s = s + b.repeat_interleave(group, 1)[:, :, None]
-    seen = mask.to_dense(q.shape[1]).repeat_interleave(group, 1)
-    p = torch.where(seen, torch.softmax(s.masked_fill(~seen, float("-inf")), -1), 0)
-    out = torch.einsum("bhij,bjhd->bihd", p, v.repeat_interleave(group, 2))
-    return [out, *torch.autograd.grad(out, (q, k, v, b), dout.double(), allow_unused=True)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -54,7 +22,7 @@ def exact(q, k, v, dout, mask, bias):
     (2500, 2500, (4, 2), 64), (1300, 700, (4, 2), 128), (900, 1000, (2, 1), 40), (600, 600, (2, 1), 256)])
 def test_gradients(keys, queries, heads, head_dim, hopper, one_pass, name):
     generator = torch.Generator("cuda").manual_seed(1)
-    mask = mask_of(name, keys, heads[1], generator)
+    mask = dict(masks(keys, heads[1]))[name].to(torch.empty(1, device="cuda"))
 
     def normal(*shape):
         return torch.randn(shape, generator=generator, device="cuda")
@@ -67,7 +35,8 @@ def test_gradients(keys, queries, heads, head_dim, hopper, one_pass, name):
             out, lse = dma.attention(q, k, v, mask=mask, bias=bias, return_lse=True)
             found, again = (attention_backward(dout, q, k, v, out, lse, mask=mask, bias=bias,
                                                deterministic=not one_pass) for _ in range(2))
-    for ours, twin, expected in zip((out, *found), (out, *again), exact(q, k, v, dout, mask, bias)):
+    exact = dense_gradients(torch, dout, q, k, v, bias, mask, torch.float64)
+    for ours, twin, expected in zip(found, again, exact):
         assert one_pass or torch.equal(ours, twin)
         error, size = (ours.double() - expected).norm(), expected.norm()
         assert error <= 1e-2 * size

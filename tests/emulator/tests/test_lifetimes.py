@@ -1,7 +1,6 @@
 """Masks without a bound: their keys in the order of their lifetimes, and attention and gradients that go through it."""
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,29 +13,12 @@ from cupy_dma.backends.cuda.lists.intervals import SUMMARY_SIZES
 from cupy_dma.backends.cuda.runtime.configs import blocks
 from cupy_dma.backends.cuda.runtime.program import fresh, run
 from cupy_dma.backward import attention_backward
-from cupy_dma.masks.interval import EVER, NEVER
 from tests import emulator
 from tests.emulator.runtime import Order
 from tests.oracle import reference, schedule_cases
+from tests.oracle.lifetime_cases import NAMES, masks
 
 EVER_KIND, UNSEEN = 17, 18
-
-
-def masks(n: int, heads: int, seed: int = 0) -> Iterator[tuple[str, dma.IntervalMask]]:
-    rng, j = np.random.default_rng(seed), np.arange(n)
-    shape = heads, n
-    survives = rng.random(shape) < 1 / 8
-    yield "survivors", dma.IntervalMask.from_stop(np.where(survives, n, j + 40))
-    yield "only far survivors", dma.IntervalMask(np.broadcast_to(j + 40, shape).astype(np.int32).copy(),
-                                                 np.where(survives, NEVER, 0).astype(np.int32))
-    yield "lognormal", dma.IntervalMask.from_stop(j + np.exp(rng.normal(4, 1.5, shape)).astype(int))
-    yield "nothing", dma.IntervalMask.from_stop(np.zeros(shape, int))
-    yield "everything", dma.IntervalMask.from_stop(np.full(shape, n))
-    yield "any start", dma.IntervalMask(np.where(rng.random(shape) < 0.3, EVER, j + 7).astype(np.int32),
-                                        np.where(rng.random(shape) < 0.5, NEVER, j + 90).astype(np.int32))
-
-
-NAMES = [name for name, _ in masks(8, 1)]
 
 
 def expected_order(start: np.ndarray, stop: np.ndarray, queries: int) -> tuple[np.ndarray, int]:

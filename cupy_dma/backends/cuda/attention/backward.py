@@ -121,9 +121,8 @@ def _passes(build: Builder, call: AttentionBackwardCall, problem: Problem) -> _P
             if parts.count > 1 and bias is not None and (bias.shape[0], bias.shape[3]) == own.key.shape[:2]:
                 bias_heads = bias.shape[1]
     order = None
-    if any(wanted) and parts.count == 1 and problem.mask is not None and packed is None and not problem.by_head and (
-            problem.mask._bound is None and own.sequences is None):
-        order = key_order(build, problem.mask, own.query_length, problem.causal)
+    if any(wanted) and parts.count == 1 and problem.mask is not None and packed is None and not problem.by_head:
+        order = key_order(build, problem.mask, own.query_length, problem.causal, own.sequences)
     queries_first = hopper_query and not one_pass and own.head_dim <= sm90_backward.MAX_NARROW_DIM
     return _Passes(wanted, dense_bias, vector, hopper_keys, hopper_query, one_pass, queries_first, supers, dense,
                    entries, order, parts, bias_heads)
@@ -279,7 +278,7 @@ class _Backward:
             assert packed is not None
             return {**packed.fields, **passes.dense.fields}, passes.dense.partial
         if passes.order is not None:
-            return passes.order.lists(64).fields, False
+            return {"list": passes.order.fields["order"]}, False
         return ({}, False) if passes.supers is None else (passes.supers.fields, True)
 
     def _portable_key_gradients(self, fields: Fields) -> None:

@@ -59,8 +59,10 @@ def key_lists(build: Builder, mask: IntervalMask, query_length: int, queries: in
 
     With ``sequences`` the mask is one of rows (``mask_of_rows``), which belongs to a single call.
     """
-    if mask._bound is None and sequences is None:
-        return key_order(build, mask, query_length, causal).lists(block_n)
+    order = key_order(build, mask, query_length, causal, sequences)
+    if order is not None:
+        return KeyLists("KEYS_SHARED", {"list": order.fields["order"], "list_lengths": order.fields["seen_count"],
+                                        "summaries": order.fields[f"summaries_{block_n}"]}, None)
     # A tile's own list knows no blocks: forward and backward share it, whatever their blocks of keys.
     block_n = 64 if _tile_capacity(mask, queries) else block_n
     return _derived(build, mask, _tile_lists, query_length, queries, block_n, causal, sequences, short_tiles)
@@ -73,14 +75,13 @@ class KeyOrder:
     fields: Fields  # order, seen_count, and summaries of blocks of each size
     workspace: Array | None
 
-    def lists(self, block_n: int) -> KeyLists:
-        """For tiles of queries that take so many keys at a time."""
-        return KeyLists("KEYS_SHARED", {"list": self.fields["order"], "list_lengths": self.fields["seen_count"],
-                                        "summaries": self.fields[f"summaries_{block_n}"]}, None)
 
-
-def key_order(build: Builder, mask: IntervalMask, query_length: int, causal: bool) -> KeyOrder:
-    """The keys of a mask by their lifetimes, for all passes of a call; kept as ``key_lists`` are."""
+def key_order(build: Builder, mask: IntervalMask, query_length: int, causal: bool,
+              sequences: Sequences | None) -> KeyOrder | None:
+    """The keys of a mask by their lifetimes, for all passes of a call, kept as ``key_lists`` are; None for a mask with
+    a bound, and for packed sequences."""
+    if mask._bound is not None or sequences is not None:
+        return None
     return _derived(build, mask, _key_order, query_length, causal)
 
 
