@@ -5,7 +5,10 @@
 // otherwise (gathered keys, odd strides, one element for all keys) element by element. The gradient of a tile leaves by
 // the same way.
 //
-// Prelude: BIAS (BIAS_NONE, BIAS_OF_KEYS: one float32 per key, or BIAS_DENSE), BIAS_ELEMENT (__half, __nv_bfloat16, float).
+// A bias per key may be delayed (DELAY): it counts for queries at positions from a key's `far_from` on, and is 0 before.
+//
+// Prelude: BIAS (BIAS_NONE, BIAS_OF_KEYS: one float32 per key, or BIAS_DENSE), DELAY (with BIAS_OF_KEYS only),
+// BIAS_ELEMENT (__half, __nv_bfloat16, float).
 #pragma once
 #include "common/arch.cuh"
 #include "common/params.cuh"
@@ -13,6 +16,17 @@
 #define BIAS_NONE 0
 #define BIAS_OF_KEYS 1
 #define BIAS_DENSE 2
+#if DELAY && BIAS != BIAS_OF_KEYS
+#error only the bias of keys has a delay
+#endif
+
+// Where positions first_position to last_position stand to a key's far_from: whether its bias counts for all of them, for
+// none, or (mixed) for the last ones.
+__device__ __forceinline__ bool is_far(int far_from, int first_position) { return far_from <= first_position; }
+__device__ __forceinline__ bool is_near(int far_from, int last_position) { return far_from > last_position; }
+__device__ __forceinline__ bool is_mixed(int far_from, int first_position, int last_position) {
+    return !is_far(far_from, first_position) && !is_near(far_from, last_position);
+}
 
 #if BIAS == BIAS_DENSE
 constexpr int BIAS_WIDTH = 16 / sizeof(BIAS_ELEMENT);

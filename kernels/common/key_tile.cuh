@@ -20,6 +20,9 @@ struct KeyTile {
     int first_query, end_query;    // queries that are looked at
     int sequence;                  // SEQUENCES; else 0
     int shift;                     // of a query's position from its row
+#if DELAY
+    int bias_delay;                // a key's far_from less its index (common/bias.cuh)
+#endif
     int first_fragment;            // of the columns of dk and dv
     const int* list;               // KEYS_LISTED: the super-tile's keys; KEYS_SHARED: the mask row's, all of them
     long long partial;             // KEYS_LISTED without BITS: row of the first key's partial sums
@@ -139,6 +142,12 @@ __device__ __forceinline__ KeyTile find_key_tile(const AttentionParams& p, long 
 #endif
 #if !SEQUENCES
     t.shift = p.key_length - p.query_length;
+#endif
+#if DELAY
+    t.bias_delay = p.bias_delay;
+#if SEQUENCES
+    t.bias_delay += t.shift - (p.bounds[3 * p.sequences + t.sequence] - p.bounds[p.sequences + t.sequence]);
+#endif
 #endif
     return t;
 }

@@ -3,7 +3,7 @@
 // A tile is BLOCK_M / HEADS consecutive queries times HEADS query heads of one GQA group. With SEQUENCES its queries
 // belong to one sequence (common/varlen.cuh). common/mask.cuh says how the keys come in blocks.
 //
-// Prelude: HEADS, BLOCK_M, BLOCK_N, KEYS, CAUSAL, BITS, SEQUENCES.
+// Prelude: HEADS, BLOCK_M, BLOCK_N, KEYS, CAUSAL, BITS, SEQUENCES, DELAY.
 #pragma once
 #include "common/arch.cuh"
 #include "common/mask.cuh"
@@ -16,6 +16,9 @@ constexpr int WORDS = (QUERIES + 31) / 32;  // BITS: of a key
 struct Tile {
     int batch, group, first_head, index, first_query, end_query, first_position, last_position;
     int first_key, end_key;  // SEQUENCES: of the tile's sequence
+#if DELAY
+    int bias_delay;  // a key's far_from less its index (common/bias.cuh)
+#endif
 
     // Whether there is such a tile: packed sequences leave some indices without one.
     __device__ __forceinline__ bool exists() const { return !SEQUENCES || first_query < end_query; }
@@ -47,11 +50,17 @@ __device__ __forceinline__ Tile find_tile(const AttentionParams& p, Index rest, 
     const int shift = KEYS == KEYS_CONTIGUOUS ? t.end_key - p.bounds[p.sequences + rows.sequence] : 0;
     t.first_position = t.first_query + shift;
     t.last_position = t.end_query - 1 + shift;
+#if DELAY
+    t.bias_delay = p.bias_delay + shift - (t.end_key - p.bounds[p.sequences + rows.sequence]);
+#endif
 #else
     t.first_query = t.index * QUERIES - min(t.index, p.short_tiles) * (64 / HEADS);
     t.end_query = p.query_length;
     t.first_position = t.first_query + p.key_length - p.query_length;
     t.last_position = min(t.first_query + QUERIES, p.query_length) - 1 + p.key_length - p.query_length;
+#if DELAY
+    t.bias_delay = p.bias_delay;
+#endif
 #endif
     return t;
 }

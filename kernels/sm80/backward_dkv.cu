@@ -43,6 +43,9 @@ struct Shared {
     int index[BLOCK_N];
     int start[BLOCK_N], stop[BLOCK_N];
     float bias[BLOCK_N];
+#if DELAY
+    int far_from[BLOCK_N];
+#endif
 #if BITS
     unsigned words[2][WORDS][BLOCK_N];
 #endif
@@ -89,8 +92,15 @@ __device__ __forceinline__ void load_key_facts(Shared& shared, const AttentionPa
         bias = log2_units(
             p.bias[t.batch * p.bias_batch + t.group * p.bias_group + head * p.bias_head + key * p.bias_key]);
 #endif
+#if DELAY
+    shared.far_from[threadIdx.x] = key + t.bias_delay;
+    if (!BITS && bias == -infinity()) {  // nobody sees it from there on
+        stop = min(stop, key + t.bias_delay);
+        bias = 0.0f;
+    }
+#endif
     shared.bias[threadIdx.x] = bias;
-    const bool seen = exists && start < t.end_position() && bias != -infinity();
+    const bool seen = exists && start < t.end_position() && (DELAY || bias != -infinity());
     shared.start[threadIdx.x] = seen ? start : NEVER;  // an empty run
     shared.stop[threadIdx.x] = seen ? stop : INT_LOWEST;
 }
@@ -242,6 +252,15 @@ __device__ __forceinline__ void transposed_mma(Accumulator (&s)[QUERY_FRAGMENTS]
 struct LaneKeys {
     int start[2], stop[2];
     float bias[2], dbias[2];
+    int far_from[2];
+
+    // Whether a bias counts for some of the step's queries only, those at the positions from first_position on: for
+    // one of the warp's keys.
+    __device__ __forceinline__ bool are_mixed(int first_position) const {
+        if (!DELAY) return false;
+        const int last = first_position + BLOCK_Q - 1;
+        return __any_sync(ALL_LANES, is_mixed(far_from[0], first_position, last) || is_mixed(far_from[1], first_position, last));
+    }
 };
 
 // s becomes p, dp becomes dx.
@@ -249,6 +268,10 @@ __device__ __forceinline__ void gradients(Accumulator (&s)[QUERY_FRAGMENTS], Acc
                                           LaneKeys& keys, const float* lse, const float* delta, const LogitScale& logit,
                                           int first_position, bool masked, const Shared& shared, int stage,
                                           int first_query) {
+    const bool mixed = keys.are_mixed(first_position);
+    bool far[2] = {true, true};
+#pragma unroll
+    for (int r = 0; DELAY && r < 2; ++r) far[r] = is_far(keys.far_from[r], first_position);
 #pragma unroll
     for (int n = 0; n < QUERY_FRAGMENTS; ++n) {
 #if BITS || BIAS == BIAS_DENSE
@@ -269,10 +292,12 @@ __device__ __forceinline__ void gradients(Accumulator (&s)[QUERY_FRAGMENTS], Acc
             const float x = s[n].x[i], own_lse = lse[column];
             const float row_lse = own_lse == -infinity() ? infinity() : own_lse;
 #if BIAS == BIAS_DENSE
+            constexpr bool counts = true;
             const float bias = log2_units(to_float(
                 shared.bias_rows[stage].x[column * BiasTile<BLOCK_Q, BLOCK_N>::STRIDE + first_row + 8 * r]));
 #else
-            const float bias = keys.bias[r];
+            const bool counts = far[r] || mixed && is_far(keys.far_from[r], first_position + column);
+            const float bias = counts ? keys.bias[r] : 0.0f;
 #endif
             float probability = exp2_fast(logit(x, bias) - row_lse);
             float ds = probability * (dp[n].x[i] - delta[column]), dx = ds * logit.slope(x);
@@ -285,7 +310,7 @@ __device__ __forceinline__ void gradients(Accumulator (&s)[QUERY_FRAGMENTS], Acc
             // bias, but no lse either.
             if (BIAS == BIAS_DENSE || (BITS && BIAS == BIAS_OF_KEYS)) hidden |= bias == -infinity() || own_lse == -infinity();
             if (hidden) probability = ds = dx = 0.0f;
-            keys.dbias[r] += ds;
+            if (!DELAY || counts) keys.dbias[r] += ds;
             s[n].x[i] = probability;
             dp[n].x[i] = dx;
         }
@@ -379,6 +404,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_dkv(c
             keys.start[r] = shared.start[row];
             keys.stop[r] = shared.stop[row];
             keys.bias[r] = shared.bias[row];
+#if DELAY
+            keys.far_from[r] = shared.far_from[row];
+#endif
         }
 
         if (current.first < steps.end) {

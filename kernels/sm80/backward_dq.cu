@@ -24,7 +24,8 @@ struct Shared {
 __device__ __forceinline__ void logit_gradients(Accumulator (&s)[WARP_ROWS][KEY_FRAGMENTS],
                                                 Accumulator (&dp)[WARP_ROWS][KEY_FRAGMENTS],
                                                 const KeyTiles& shared, int stage, const LogitScale& logit,
-                                                const float (&lse)[WARP_ROWS][2], const float (&delta)[WARP_ROWS][2]) {
+                                                const float (&lse)[WARP_ROWS][2], const float (&delta)[WARP_ROWS][2],
+                                                const Tile& t) {
 #if BIAS == BIAS_DENSE
     const int first_row = threadIdx.x / 32 * WARP_ROWS * 16 + (threadIdx.x & 31) / 4;
 #pragma unroll
@@ -46,16 +47,16 @@ __device__ __forceinline__ void logit_gradients(Accumulator (&s)[WARP_ROWS][KEY_
                 }
             }
 #else
-    const float* bias_row = shared.bias[stage];
+    const BlockBiases bias(shared, stage, t);
 #pragma unroll
     for (int n = 0; n < KEY_FRAGMENTS; ++n)
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const int column = 16 * n + 2 * (threadIdx.x & 3) + fragment_column(i), r = fragment_row(i);
-            const float bias = BIAS ? log2_units(bias_row[column]) : 0.0f;
 #pragma unroll
             for (int m = 0; m < WARP_ROWS; ++m) {
-                const float x = s[m][n].x[i], probability = exp2_fast(logit(x, bias) - lse[m][r]);
+                const float x = s[m][n].x[i], own = bias(column, m, r);
+                const float probability = exp2_fast(logit(x, own) - lse[m][r]);
                 s[m][n].x[i] = probability * (dp[m][n].x[i] - delta[m][r]) * logit.slope(x);
             }
         }
@@ -153,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_dq(co
         Accumulator s[WARP_ROWS][KEY_FRAGMENTS], dp[WARP_ROWS][KEY_FRAGMENTS];
         mma_rows_keys(s, shared.query + first_row * ROW_STRIDE, shared.keys.key[stage]);
         mma_rows_keys(dp, shared.dout + first_row * ROW_STRIDE, shared.keys.value[stage]);
-        logit_gradients(s, dp, shared.keys, stage, logit, lse, delta);
+        logit_gradients(s, dp, shared.keys, stage, logit, lse, delta, t);
         if (current.masked) apply_mask(s, shared.keys, stage, slot, position, 0.0f);
 #if DBIAS
         if (current.masked) apply_mask(dp, shared.keys, stage, slot, position, 0.0f);

@@ -17,7 +17,7 @@ struct Shared {
 };
 
 __device__ __forceinline__ void finish_logits(Accumulator (&s)[WARP_ROWS][KEY_FRAGMENTS], const KeyTiles& shared, int stage,
-                                              const LogitScale& logit) {
+                                              const LogitScale& logit, const Tile& t) {
 #if BIAS == BIAS_DENSE
     const int first_row = threadIdx.x / 32 * WARP_ROWS * 16 + (threadIdx.x & 31) / 4;
 #pragma unroll
@@ -32,14 +32,15 @@ __device__ __forceinline__ void finish_logits(Accumulator (&s)[WARP_ROWS][KEY_FR
                 s[m][n].x[i + 1] = logit(s[m][n].x[i + 1], bias.y);
             }
 #else
-    const float* bias_row = shared.bias[stage];
+    const BlockBiases bias(shared, stage, t);
 #pragma unroll
     for (int n = 0; n < KEY_FRAGMENTS; ++n)
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const float bias = BIAS ? log2_units(bias_row[16 * n + 2 * (threadIdx.x & 3) + fragment_column(i)]) : 0.0f;
+            const int column = 16 * n + 2 * (threadIdx.x & 3) + fragment_column(i);
 #pragma unroll
-            for (int m = 0; m < WARP_ROWS; ++m) s[m][n].x[i] = logit(s[m][n].x[i], bias);
+            for (int m = 0; m < WARP_ROWS; ++m)
+                s[m][n].x[i] = logit(s[m][n].x[i], bias(column, m, fragment_row(i)));
         }
 #endif
 }
@@ -103,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
 
         Accumulator s[WARP_ROWS][KEY_FRAGMENTS];
         mma_rows_keys(s, shared.query + first_row * ROW_STRIDE, shared.keys.key[stage]);
-        finish_logits(s, shared.keys, stage, logit);
+        finish_logits(s, shared.keys, stage, logit, t);
         if (current.masked) apply_mask(s, shared.keys, stage, slot, position, -infinity());
 #pragma unroll
         for (int m = 0; m < WARP_ROWS; ++m) {

@@ -12,8 +12,8 @@
 //
 // With BITS the words that a masked block's test needs come along: a warp's rows are queries of one word.
 //
-// Prelude: ELEMENT, HEAD_DIM, VECTOR, HEADS, BLOCK_M, BLOCK_N, WARPS, KEYS, CAUSAL, BITS, BIAS, BIAS_ELEMENT, SOFTCAP,
-// SEQUENCES (with neither BITS nor BIAS_DENSE), PAGE_SIZE (0: not paged).
+// Prelude: ELEMENT, HEAD_DIM, VECTOR, HEADS, BLOCK_M, BLOCK_N, WARPS, KEYS, CAUSAL, BITS, BIAS, DELAY, BIAS_ELEMENT,
+// SOFTCAP, SEQUENCES (with neither BITS nor BIAS_DENSE), PAGE_SIZE (0: not paged).
 #pragma once
 #include "common/arch.cuh"
 #include "common/bias.cuh"
@@ -34,6 +34,9 @@ struct KeyTiles {
     ELEMENT key[2][BLOCK_N * ROW_STRIDE];
     ELEMENT value[2][BLOCK_N * ROW_STRIDE];
     float bias[2][BLOCK_N];
+#if DELAY
+    int far_from[2][BLOCK_N];
+#endif
 #if BITS
     unsigned words[2][WORDS][BLOCK_N];
 #else
@@ -71,7 +74,7 @@ __device__ __forceinline__ void fetch_indices(KeyTiles& shared, const KeyBlocks&
 template <bool whole>
 __device__ __forceinline__ void gather_keys(KeyTiles& shared, const AttentionParams& p, const ELEMENT* keys,
                                             const ELEMENT* values, const float* biases, const KeyBlocks& blocks,
-                                            KeyBlock block, int slot, int stage) {
+                                            KeyBlock block, int slot, int stage, int bias_delay) {
     const int count = blocks.source.length - block.first;  // keys from the block's first on
     auto key_at = [&](int column) {
 #if KEYS == KEYS_CONTIGUOUS
@@ -97,7 +100,12 @@ __device__ __forceinline__ void gather_keys(KeyTiles& shared, const AttentionPar
         const int column = threadIdx.x, key = key_at(column);
         const bool exists = whole || column < count;
 #if BIAS == BIAS_OF_KEYS
-        copy_async_4(&shared.bias[stage][column], biases + (long long)key * p.bias_key, exists ? 4 : 0);
+        bool counts = exists;
+#if DELAY
+        shared.far_from[stage][column] = key + bias_delay;
+        counts = exists && !is_near(key + bias_delay, blocks.last_position);
+#endif
+        copy_async_4(&shared.bias[stage][column], biases + (long long)key * p.bias_key, counts ? 4 : 0);
 #endif
         if (block.masked) {
 #if BITS
@@ -154,6 +162,7 @@ struct KeyGather {
     const ELEMENT* keys;
     const ELEMENT* values;
     const float* biases;
+    int bias_delay = 0;
 #if BIAS == BIAS_DENSE
     BiasRows bias_rows;
 #endif
@@ -168,14 +177,18 @@ struct KeyGather {
 #if BIAS == BIAS_DENSE
           , bias_rows(p, t.batch, t.group, t.first_head, t.first_query)
 #endif
-    {}
+    {
+#if DELAY
+        bias_delay = t.bias_delay;
+#endif
+    }
 
     __device__ __forceinline__ void operator()(KeyBlock block, int slot, int stage) const {
         if (block.first < 0) return;
         if (block.masked)
-            gather_keys<false>(shared, p, keys, values, biases, blocks, block, slot, stage);
+            gather_keys<false>(shared, p, keys, values, biases, blocks, block, slot, stage, bias_delay);
         else
-            gather_keys<true>(shared, p, keys, values, biases, blocks, block, slot, stage);
+            gather_keys<true>(shared, p, keys, values, biases, blocks, block, slot, stage, bias_delay);
 #if BIAS == BIAS_DENSE
         const BlockKeys columns(blocks, block, shared.index[slot]);
         load_bias<BIAS_ROWS, BLOCK_N, THREADS>(shared.bias_rows[stage], bias_rows, columns.following(), columns);
@@ -193,6 +206,32 @@ __device__ __forceinline__ void row_positions(int (&position)[WARP_ROWS][2], con
             position[m][r] = BITS ? static_cast<int>(1u << ((t.first_query + query) & 31)) : t.first_position + query;
         }
 }
+
+// The biases of a block's keys, in log 2 units.
+struct BlockBiases {
+    const KeyTiles& shared;
+    const int stage, first_position;  // of the tile
+    bool mixed = false;               // some of them count for the last rows of the tile only
+
+    __device__ __forceinline__ BlockBiases(const KeyTiles& shared, int stage, const Tile& t)
+        : shared(shared), stage(stage), first_position(t.first_position) {
+#if DELAY
+        for (int i = threadIdx.x & 31; i < BLOCK_N; i += 32)
+            mixed |= is_mixed(shared.far_from[stage][i], t.first_position, t.last_position);
+        mixed = __any_sync(ALL_LANES, mixed);
+#endif
+    }
+
+    // Of the block's key `column`, for row r of this lane in the warp's fragment m.
+    __device__ __forceinline__ float operator()(int column, int m, int r) const {
+        if (BIAS != BIAS_OF_KEYS) return 0.0f;
+#if DELAY
+        const int row = threadIdx.x / 32 * WARP_ROWS * 16 + 16 * m + (threadIdx.x & 31) / 4 + 8 * r;
+        if (mixed && is_near(shared.far_from[stage][column], first_position + row / HEADS)) return 0.0f;
+#endif
+        return log2_units(shared.bias[stage][column]);
+    }
+};
 
 // lse (log 2 units, +inf for a row that sees nothing) and delta of this lane's rows (backward pass).
 __device__ __forceinline__ void load_statistics(float (&lse)[WARP_ROWS][2], float (&delta)[WARP_ROWS][2],

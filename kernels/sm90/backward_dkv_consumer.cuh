@@ -65,6 +65,38 @@ struct ConsumerBase {
         for (int r = 0; r < 2; ++r) bias[r] = BIAS == BIAS_NONE ? 0.0f : shared.meta[key_stage].bias[row(r)];
     }
 
+    // Position of the step's first query.
+    __device__ __forceinline__ int first_position() const { return range.begin + step * BLOCK_Q + shift; }
+
+#if DELAY
+    // Of a step: for which of its queries the biases of this lane's keys count.
+    struct Delay {
+        int far_from[2];
+        bool mixed;  // for some queries only, of a key of the warp
+    };
+
+    // Biases that count for no query of the step become 0.
+    __device__ __forceinline__ Delay delay_biases(float (&bias)[2]) const {
+        const KeyTileMeta& meta = shared.meta[key_stage];
+        Delay delay = {{INT_LOWEST, INT_LOWEST}, false};
+        const int first = first_position(), last = first + BLOCK_Q - 1;
+        if (is_far(meta.last_far_from, first)) return delay;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            delay.far_from[r] = meta.far_from[row(r)];
+            delay.mixed |= is_mixed(delay.far_from[r], first, last);
+            if (is_near(delay.far_from[r], last)) bias[r] = 0.0f;
+        }
+        delay.mixed = __any_sync(ALL_LANES, delay.mixed);
+        return delay;
+    }
+
+    // Whether key r's bias counts for the query of fragment n, element i.
+    __device__ __forceinline__ bool counts(const Delay& delay, int n, int i) const {
+        return is_far(delay.far_from[fragment_row(i)], first_position() + 2 * (lane & 3) + 16 * n + fragment_column(i));
+    }
+#endif
+
     __device__ __forceinline__ void load_intervals(int (&start)[2], int (&stop)[2]) const {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -132,7 +164,7 @@ struct ConsumerBase {
 #if BITS
         return true;
 #else
-        const int begin = range.begin + step * BLOCK_Q + shift, end = begin + BLOCK_Q;  // positions
+        const int begin = first_position(), end = begin + BLOCK_Q;
         bool partial = false;
         int start[2], stop[2];
         load_intervals(start, stop);
@@ -161,7 +193,7 @@ struct ConsumerBase {
                 }
             }
 #else
-        const int position = range.begin + step * BLOCK_Q + shift + 2 * (lane & 3);
+        const int position = first_position() + 2 * (lane & 3);
         int start[2], stop[2];
         load_intervals(start, stop);
 #pragma unroll
@@ -178,9 +210,31 @@ struct ConsumerBase {
     __device__ __forceinline__ void exponentiate() {
         float bias[2];
         load_biases(bias);
+#if DELAY
+        Delay delay = delay_biases(bias);
         const bool partial = hide_keys(bias);
         wgmma_wait<WIDE ? 0 : 1>();
         pin(s);
+        if (delay.mixed) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r)  // hidden from all queries
+                if (bias[r] == -infinity()) delay.far_from[r] = INT_LOWEST;
+            make_probabilities([&](int n, int i) { return counts(delay, n, i) ? bias[fragment_row(i)] : 0.0f; });
+        } else {
+            make_probabilities([&](int, int i) { return bias[fragment_row(i)]; });
+        }
+#else
+        const bool partial = hide_keys(bias);
+        wgmma_wait<WIDE ? 0 : 1>();
+        pin(s);
+        make_probabilities([&](int, int i) { return bias[fragment_row(i)]; });
+#endif
+        if (partial) hide(s);
+    }
+
+    // bias_of(n, i): of element i of fragment n.
+    template <typename BiasOf>
+    __device__ __forceinline__ void make_probabilities(const BiasOf& bias_of) {
 #pragma unroll
         for (int n = 0; n < QUERY_FRAGMENTS; ++n) {
             float lse[2][2];
@@ -188,11 +242,10 @@ struct ConsumerBase {
             for (int k = 0; k < 2; ++k) load_pair(lse[k], shared.lse[queries.stage], n, k);
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                const float lower = lse[i >> 2][i & 1], own = bias[fragment_row(i)];
+                const float lower = lse[i >> 2][i & 1], own = bias_of(n, i);
                 s[n].x[i] = exp2_fast(SOFTCAP ? logit(s[n].x[i], own) + lower : logit(s[n].x[i], lower + own));
             }
         }
-        if (partial) hide(s);
     }
 
     __device__ __forceinline__ void wait_dp() {
@@ -229,8 +282,12 @@ struct ConsumerBase {
                 sums[0] = sums[1] = 0.0f;
                 add_to(sums);
             }
-#pragma unroll
-            for (int r = 0; r < 2; ++r) dbias[r] += sums[r];
+            add_far(sums);
+        } else if constexpr (DELAY) {
+            float sums[2] = {0.0f, 0.0f};
+            if (is_masked()) hide(dp);
+            add_to(sums);
+            add_far(sums);
         } else {
             if (is_masked()) hide(dp);
             add_to(dbias);
@@ -238,6 +295,9 @@ struct ConsumerBase {
 #if SOFTCAP
         float bias[2];
         load_biases(bias);
+#if DELAY
+        const Delay delay = delay_biases(bias);
+#endif
 #pragma unroll
         for (int n = 0; n < QUERY_FRAGMENTS; ++n) {
             float lse[2][2];
@@ -245,11 +305,37 @@ struct ConsumerBase {
             for (int k = 0; k < 2; ++k) load_pair(lse[k], shared.lse[queries.stage], n, k);
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                const float capped = log2_fast(s[n].x[i]) - lse[i >> 2][i & 1] - bias[fragment_row(i)];
+                float own = bias[fragment_row(i)];
+#if DELAY
+                if (delay.mixed && !counts(delay, n, i)) own = 0.0f;
+#endif
+                const float capped = log2_fast(s[n].x[i]) - lse[i >> 2][i & 1] - own;
                 dp[n].x[i] = s[n].x[i] == 0.0f ? 0.0f : dp[n].x[i] * softcap_slope(capped, logit.cap);
             }
         }
 #endif
+    }
+
+    // Adds to dbias what the step adds to it: `sums` over all its queries, or those over queries for which the bias counts.
+    __device__ __forceinline__ void add_far(float (&sums)[2]) {
+#if DELAY
+        float whole[2] = {1.0f, 1.0f};
+        const Delay delay = delay_biases(whole);
+        if (delay.mixed) {
+            sums[0] = sums[1] = 0.0f;
+#pragma unroll
+            for (int n = 0; n < QUERY_FRAGMENTS; ++n)
+#pragma unroll
+                for (int i = 0; i < 8; ++i)
+                    if (counts(delay, n, i)) sums[fragment_row(i)] += dp[n].x[i];
+        } else {
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                if (whole[r] == 0.0f) sums[r] = 0.0f;
+        }
+#endif
+#pragma unroll
+        for (int r = 0; r < 2; ++r) dbias[r] += sums[r];
     }
 
     // dbias of one head, if it is wanted; it begins anew. (It is summed in any case: where this branch is missing, the

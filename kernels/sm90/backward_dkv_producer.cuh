@@ -35,6 +35,7 @@ __device__ __forceinline__ int find_steps(KeyTileMeta& meta, const AttentionPara
 __device__ __forceinline__ int load_meta(KeyTileMeta& meta, const BackwardDkvParams& launch, const KeyTile& t, int part) {
     const AttentionParams& p = launch.attention;
     const int lane = threadIdx.x & 31;
+    int last_far_from = INT_LOWEST;
     for (int i = lane; i < BLOCK_N; i += 32) {
         const bool exists = i < t.count;
         int key = 0, start = NEVER, stop = INT_LOWEST;  // no such key: an empty run
@@ -47,14 +48,25 @@ __device__ __forceinline__ int load_meta(KeyTileMeta& meta, const BackwardDkvPar
             const long long row = mask_row_of(p, t, 0), head = row % p.mask_heads, batch = row / p.mask_heads;
             start = max(start, p.start[batch * p.start_batch + head * p.start_head + key]);
             stop = p.stop[batch * p.stop_batch + head * p.stop_head + key];
-            const bool is_ahead = stop <= t.first_query + t.shift;  // of all queries
-            if (KEYS != KEYS_LISTED && (is_ahead || start >= t.end_position())) {  // super-tiles have no such key
-                start = NEVER;
-                stop = INT_LOWEST;
-            }
 #endif
 #if BIAS == BIAS_OF_KEYS
             bias = log2_units(p.bias[t.batch * p.bias_batch + t.group * p.bias_group + key * p.bias_key]);
+#endif
+#if DELAY
+            const int far_from = key + t.bias_delay;
+            last_far_from = max(last_far_from, far_from);
+            if (bias == -infinity()) {  // nobody sees it from there on
+                stop = min(stop, far_from);
+                bias = 0.0f;
+            }
+            meta.far_from[i] = far_from;
+#endif
+#if INTERVALS || DELAY
+            const bool is_ahead = stop <= t.first_query + t.shift;  // of all queries
+            if ((KEYS != KEYS_LISTED || DELAY) && (is_ahead || start >= t.end_position())) {  // super-tiles have no such key
+                start = NEVER;
+                stop = INT_LOWEST;
+            }
 #endif
         }
         meta.index[i] = key;
@@ -76,6 +88,10 @@ __device__ __forceinline__ int load_meta(KeyTileMeta& meta, const BackwardDkvPar
         first_step = part * launch.chunk;
         all_steps = max(0, min(all_steps - first_step, launch.chunk));
     }
+#if DELAY
+    last_far_from = __reduce_max_sync(ALL_LANES, last_far_from);
+    if (lane == 0) meta.last_far_from = last_far_from;
+#endif
     if (lane == 0) {
         meta.tile = t;
         meta.queries = queries;

@@ -35,6 +35,7 @@ constexpr int QUERY_WARP = 0, STATISTICS_WARP = 1, KEY_WARP = 2;
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 static_assert(HEAD_DIM <= 256 && !(WIDE && DQUERY) && !(SEQUENCES && KEYS == KEYS_SHARED), "what the kernel is made for");
 static_assert(!BITS || (KEYS == KEYS_LISTED && !DQUERY && !INTERVALS && !CAUSAL && !SEQUENCES), "dense masks have lists");
+static_assert(!(BITS && DELAY), "with bits keys have no intervals");
 static_assert(!SEQUENCES || SUPER_UNIT % BLOCK_N == 0, "a tile's keys are of one list");
 
 struct BackwardDkvParams {
@@ -58,6 +59,10 @@ __device__ __forceinline__ int unit_of(int first_query, int sequence) { return f
 struct KeyTileMeta {
     int index[BLOCK_N], start[BLOCK_N], stop[BLOCK_N];
     float bias[BLOCK_N];  // in log 2 units
+#if DELAY
+    int far_from[BLOCK_N];
+    int last_far_from;  // the highest
+#endif
     KeyTile tile;
     QueryRange queries;
     int steps;  // of one head; END: there are no more tiles

@@ -103,11 +103,31 @@ struct Consumer {
 
     __device__ __forceinline__ void start_dp() { multiply(dp, dout, shared.value[keys.stage]); }
 
-    // The biases of this lane's two neighbouring keys in fragment n, k = 0 or 1.
-    __device__ __forceinline__ void load_biases(float (&x)[2], int n, int k) const {
-        x[0] = x[1] = 0.0f;
-        if (BIAS != BIAS_OF_KEYS) return;
-        load_shared_pair(x[0], x[1], shared_address(&shared.bias[keys.stage][16 * n + 8 * k + 2 * (lane & 3)]));
+    // The biases of this lane's elements in fragment n; `mixed`: some of the block count for some rows only.
+    template <bool mixed>
+    __device__ __forceinline__ void load_biases(float (&x)[8], int n) const {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            const int slot = 16 * n + 8 * k + 2 * (lane & 3);
+            float pair[2] = {0.0f, 0.0f};
+            if (BIAS == BIAS_OF_KEYS) load_shared_pair(pair[0], pair[1], shared_address(&shared.bias[keys.stage][slot]));
+#pragma unroll
+            for (int i = 4 * k; i < 4 * k + 4; ++i) {
+                x[i] = pair[i & 1];
+#if DELAY
+                if (mixed && is_near(shared.far_from[keys.stage][slot + (i & 1)], position[fragment_row(i)])) x[i] = 0.0f;
+#endif
+            }
+        }
+    }
+
+    // Whether biases of the block at `keys` count for some rows only.
+    __device__ __forceinline__ bool is_mixed_block() const {
+#if DELAY
+        return *reinterpret_cast<const unsigned*>(shared.mixed[keys.stage]) != 0;
+#else
+        return false;
+#endif
     }
 
     // Waits for S and dP; s becomes p, 0 where a row does not see the key, and so does dp there.
@@ -115,21 +135,28 @@ struct Consumer {
         const bool masked = (shared.flags[keys.stage] & MASKED) != 0;
         wgmma_wait<1>();
         pin(s);
-#pragma unroll
-        for (int n = 0; n < KEY_FRAGMENTS; ++n) {
-            float bias[2][2];
-#pragma unroll
-            for (int k = 0; k < 2; ++k) load_biases(bias[k], n, k);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const float own = bias[i >> 2][i & 1], lower = lse[fragment_row(i)];
-                s[n].x[i] = exp2_fast(SOFTCAP ? logit(s[n].x[i], log2_units(own)) - lower
-                                              : logit(s[n].x[i], fmaf(own, LOG2_E, -lower)));
-            }
-        }
+        if (is_mixed_block())
+            make_probabilities<true>();
+        else
+            make_probabilities<false>();
         wgmma_wait<0>();
         pin(dp);
         if (masked) hide();
+    }
+
+    template <bool mixed>
+    __device__ __forceinline__ void make_probabilities() {
+#pragma unroll
+        for (int n = 0; n < KEY_FRAGMENTS; ++n) {
+            float bias[8];
+            load_biases<mixed>(bias, n);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const float lower = lse[fragment_row(i)];
+                s[n].x[i] = exp2_fast(SOFTCAP ? logit(s[n].x[i], log2_units(bias[i])) - lower
+                                              : logit(s[n].x[i], fmaf(bias[i], LOG2_E, -lower)));
+            }
+        }
     }
 
     // Whether a row at `at` sees the block's key `slot`.
@@ -160,18 +187,15 @@ struct Consumer {
     __device__ __forceinline__ void differentiate(unsigned (&gradient)[KEY_FRAGMENTS][4]) {
 #pragma unroll
         for (int n = 0; n < KEY_FRAGMENTS; ++n) {
-            float bias[2][2];
-            if (SOFTCAP) {
-#pragma unroll
-                for (int k = 0; k < 2; ++k) load_biases(bias[k], n, k);
-            }
+            float bias[8] = {};
+            if (SOFTCAP) load_biases<DELAY>(bias, n);
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const int r = fragment_row(i);
                 const float probability = s[n].x[i];
                 float ds = probability * (dp[n].x[i] - delta[r]);
                 if (SOFTCAP) {
-                    const float capped = log2_fast(probability) + lse[r] - bias[i >> 2][i & 1] * LOG2_E;
+                    const float capped = log2_fast(probability) + lse[r] - bias[i] * LOG2_E;
                     ds = probability == 0.0f ? 0.0f : ds * softcap_slope(capped, logit.cap);
                 }
                 dp[n].x[i] = ds;

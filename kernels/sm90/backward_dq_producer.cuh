@@ -34,14 +34,17 @@ __device__ __forceinline__ void produce_rows(Shared& shared, const BackwardDqPar
     barrier_arrive(&shared.query_full);
 }
 
-// The bias of a lane's key, natural-log units; 0 if there is no such key.
+// The bias of a lane's key, natural-log units; 0 if there is no such key, or it counts for no row of the tile.
 __device__ __forceinline__ float bias_of(const AttentionParams& p, const Tile& t, int key, bool exists) {
     if (BIAS != BIAS_OF_KEYS || !exists) return 0.0f;
+#if DELAY
+    if (is_near(key + t.bias_delay, t.last_position)) return 0.0f;
+#endif
     return p.bias[t.batch * p.bias_batch + t.group * p.bias_group + t.first_head * p.bias_head + key * p.bias_key];
 }
 
-// One block of keys, of which this lane knows one, or none: `key` of `exists`. A key with a bias of -inf gets zeros for
-// rows, whatever it holds.
+// One block of keys, of which this lane knows one, or none: `key` of `exists`. A key with a bias of -inf for
+// all rows gets zeros, whatever it holds.
 __device__ __forceinline__ void produce_block(Shared& shared, int stage, const AttentionParams& p, const Tile& t,
                                               const KeySource& source, int key, bool exists, float bias) {
     constexpr int PIECES = 2 * ROW_STEPS;  // of a row, 16 bytes each
@@ -65,7 +68,16 @@ __device__ __forceinline__ void produce_block(Shared& shared, int stage, const A
         shared.bias[stage][slot] = bias;
 #endif
     }
-    const unsigned found = __ballot_sync(ALL_LANES, exists && bias != -infinity());
+    bool hidden = bias == -infinity();
+#if DELAY
+    const int far_from = key + t.bias_delay;
+    const bool mixed = is_mixed(far_from, t.first_position, t.last_position);
+    const bool any = __any_sync(ALL_LANES, exists && mixed);
+    hidden = hidden && !mixed;
+    if (lane == 0) shared.mixed[stage][threadIdx.x / 32] = any;
+    if (lane < WARP_KEYS) shared.far_from[stage][slot] = far_from;
+#endif
+    const unsigned found = __ballot_sync(ALL_LANES, exists && !hidden);
     const ELEMENT* keys = p.key + t.batch * p.key_batch + t.group * p.key_head;
     const ELEMENT* values = p.value + t.batch * p.value_batch + t.group * p.value_head;
 #pragma unroll

@@ -13,6 +13,7 @@
 constexpr int KEY_FRAGMENTS = BLOCK_N / 16;
 constexpr int PRODUCER_THREADS = 128, CONSUMER_THREADS = 256, THREADS = PRODUCER_THREADS + CONSUMER_THREADS;
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+static_assert(!(BITS && DELAY), "with bits a row has no position");
 constexpr int PRODUCER_BARRIER = 1;
 constexpr int WARP_KEYS = BLOCK_N / 4;  // of a block, gathered by one warp
 static_assert(HEAD_DIM <= 256 && BLOCK_M == PRODUCER_THREADS && BLOCK_M % HEADS == 0 && WARP_KEYS <= 32, "what the kernel is made for");
@@ -35,6 +36,10 @@ struct Shared {
     ELEMENT key[STAGES][CHUNKS * BLOCK_N * CHUNK_COLUMNS];
     ELEMENT value[STAGES][CHUNKS * BLOCK_N * CHUNK_COLUMNS];
     float bias[STAGES][BLOCK_N];
+#if DELAY
+    int far_from[STAGES][BLOCK_N];
+    unsigned char mixed[STAGES][4];  // whether biases of keys that this producer warp gathered count for some rows only
+#endif
 #if BITS
     unsigned words[STAGES][WORDS][BLOCK_N];
 #else

@@ -89,9 +89,29 @@ struct Consumer {
     // Initialises the accumulators for the block with these keys, which have arrived.
     __device__ __forceinline__ void init_accumulators(const PipelineState<STAGES>& keys) {
 #if BIAS_FIRST
-        init_with_bias(s, bias_address, keys.stage);
+        init_with_own_bias(keys.stage);
         pin(s);  // ahead of the ping-pong barrier
 #endif
+    }
+
+#if BIAS_FIRST
+    // With the biases of the block in this stage, whose queries are at `query_state`.
+    __device__ __forceinline__ void init_with_own_bias(int stage) {
+        init_with_bias(s, bias_address, stage);
+#if DELAY
+        if (!has_mixed(shared, stage)) return;
+        int position[2];
+        find_positions(position);
+        clear_near(s, shared, stage, position);
+#endif
+    }
+#endif
+
+    // Of this lane's two queries at `query_state`.
+    __device__ __forceinline__ void find_positions(int (&position)[2]) const {
+        const Tile& t = shared.tile[query_state.stage];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) position[r] = t.first_position + (first_row + lane / 4 + 8 * r) / HEADS;
     }
 
     __device__ __forceinline__ void start_qk(const PipelineState<STAGES>& keys,
@@ -190,6 +210,12 @@ struct Consumer {
     __device__ __forceinline__ void fetch_bias() {
 #if BIAS != BIAS_DENSE
         bias.fetch(bias_address + key_state.stage * BLOCK_N * 4);
+#endif
+#if DELAY && SOFTCAP
+        bias.shared = &shared;
+        bias.stage = key_state.stage;
+        bias.mixed = has_mixed(shared, key_state.stage);
+        find_positions(bias.position);
 #endif
     }
 
@@ -296,7 +322,7 @@ struct Consumer {
     // Recomputes q . k of the block at `key_state`, each warp for itself.
     __device__ __forceinline__ void recompute_logits() {
 #if BIAS_FIRST
-        init_with_bias(s, bias_address, key_state.stage);
+        init_with_own_bias(key_state.stage);
 #else
 #pragma unroll
         for (int n = 0; n < KEY_FRAGMENTS; ++n)

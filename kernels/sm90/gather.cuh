@@ -167,17 +167,30 @@ __device__ __forceinline__ void gather_queries(ELEMENT* matrix, const AttentionP
     }
 }
 
-// Starts loading the bias of this lane's key of a block with `count` keys.
-__device__ __forceinline__ float fetch_bias(const AttentionParams& p, const Plan& plan, int warp, const int* listed,
-                                            int first, int count) {
+// The bias of a lane's key; with DELAY for queries at positions from far_from on. 0 where it counts for no query.
+struct KeyBias {
+    float value = 0.0f;
+    int far_from = INT_LOWEST;
+};
+
+// Starts loading that of this lane's key of a block with `count` keys.
+__device__ __forceinline__ KeyBias fetch_bias(const AttentionParams& p, const Plan& plan, int warp, const int* listed,
+                                              int first, int count) {
+    KeyBias bias;
 #if BIAS == BIAS_OF_KEYS
     const int lane = threadIdx.x & 31, index = key_of(warp, lane);
-    if (lane >= WARP_KEYS || index >= count) return PAD_BY_BIAS ? -infinity() : 0.0f;
+    if (lane >= WARP_KEYS || index >= count) {
+        bias.value = PAD_BY_BIAS ? -infinity() : 0.0f;
+        return bias;
+    }
     const int key = KEYS == KEYS_CONTIGUOUS ? first + index : listed[lane];
-    return __ldg(static_cast<const float*>(row_address(plan.bias, key, static_cast<int>(p.bias_key) * 4)));
-#else
-    return 0.0f;
+#if DELAY
+    bias.far_from = key + plan.tile.bias_delay;
+    if (is_near(bias.far_from, plan.tile.last_position)) return bias;
 #endif
+    bias.value = __ldg(static_cast<const float*>(row_address(plan.bias, key, static_cast<int>(p.bias_key) * 4)));
+#endif
+    return bias;
 }
 
 // A bias in units of Q K^T, or of log 2, such that p = 2^(unit * s - m) can bear it: of a product that m cannot hold,
@@ -191,10 +204,17 @@ __device__ __forceinline__ float bearable_bias(float bias, float inverse_unit) {
 }
 
 // Stores it to the stage.
-__device__ __forceinline__ void keep_bias(Shared& shared, int warp, int stage, float bias, float unit) {
+__device__ __forceinline__ void keep_bias(Shared& shared, const Plan& plan, int warp, int stage, const KeyBias& bias,
+                                          float unit) {
     const int lane = threadIdx.x & 31;
+#if DELAY
+    const bool mixed = is_mixed(bias.far_from, plan.tile.first_position, plan.tile.last_position);
+    const bool any = __any_sync(ALL_LANES, lane < WARP_KEYS && mixed);
+    if (lane == 0) shared.mixed[stage][warp] = any;
+    if (lane < WARP_KEYS) shared.far_from[stage][key_of(warp, lane)] = bias.far_from;
+#endif
     if (BIAS != BIAS_OF_KEYS || lane >= WARP_KEYS) return;
-    shared.bias[stage][key_of(warp, lane)] = bearable_bias(bias, unit);
+    shared.bias[stage][key_of(warp, lane)] = bearable_bias(bias.value, unit);
 }
 
 // Loads what else is known of each key (index, visibility). All queries see the block's first `unmasked` keys.

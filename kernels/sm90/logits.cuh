@@ -39,7 +39,35 @@ __device__ __forceinline__ int polynomials_for(const Fragment (&s)[KEY_FRAGMENTS
 }
 #endif
 
+#if DELAY
+// Whether biases of the block in this stage count for some of the tile's queries only.
+__device__ __forceinline__ bool has_mixed(const Shared& shared, int stage) {
+    return *reinterpret_cast<const unsigned*>(shared.mixed[stage]) != 0;
+}
+
+// From where on the biases of this lane's keys in fragment n count, those with lane_key 0 to 3.
+__device__ __forceinline__ void load_far_from(int (&far_from)[4], const Shared& shared, int stage, int n) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) far_from[k] = shared.far_from[stage][fragment_key(n, k)];
+}
+#endif
+
 #if BIAS_FIRST
+#if DELAY
+// Takes those biases away that do not count for this lane's two queries.
+__device__ __forceinline__ void clear_near(Fragment (&s)[KEY_FRAGMENTS], const Shared& shared, int stage,
+                                           const int (&position)[2]) {
+#pragma unroll
+    for (int n = 0; n < KEY_FRAGMENTS; ++n) {
+        int far_from[4];
+        load_far_from(far_from, shared, stage, n);
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            if (is_near(far_from[lane_key(0, i)], position[fragment_row(i)])) s[n].x[i] = 0.0f;
+    }
+}
+#endif
+
 // Initialises the accumulators of QK with the bias in units of q . k. `own`: address of fragment_key(0, 0) in stage 0.
 __device__ __forceinline__ void init_with_bias(Fragment (&s)[KEY_FRAGMENTS], unsigned own, int stage) {
 #pragma unroll
@@ -95,18 +123,37 @@ struct LaneBias {
 #elif BIAS == BIAS_OF_KEYS && SOFTCAP
 struct LaneBias {
     unsigned own;  // address of the block's fragment_key(0, 0)
+#if DELAY
+    const Shared* shared;
+    int stage, position[2];
+    bool mixed;
+#endif
 
     __device__ __forceinline__ void fetch(unsigned address) { own = address; }
 
     struct OfFragment {
         float key[4];
+#if DELAY
+        int far_from[4], position[2];
+#endif
 
-        __device__ __forceinline__ float operator()(int i) const { return key[lane_key(0, i)]; }
+        __device__ __forceinline__ float operator()(int i) const {
+#if DELAY
+            if (is_near(far_from[lane_key(0, i)], position[fragment_row(i)])) return 0.0f;
+#endif
+            return key[lane_key(0, i)];
+        }
     };
     __device__ __forceinline__ OfFragment of(int n) const {
         OfFragment bias;
 #pragma unroll
         for (int k = 0; k < 4; k += 2) load_shared_pair(bias.key[k], bias.key[k + 1], own + fragment_key(0, n, k) * 4);
+#if DELAY
+        bias.position[0] = position[0];
+        bias.position[1] = position[1];
+        for (int k = 0; k < 4; ++k) bias.far_from[k] = INT_LOWEST;
+        if (mixed) load_far_from(bias.far_from, *shared, stage, n);
+#endif
         return bias;
     }
 };

@@ -150,7 +150,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
     int current_plan = 0;  // index of the current tile's plan
     unsigned block_index = 0;  // of the current block, over all tiles
     RowSource values = {};  // of the block before
-    float lane_bias = 0.0f;  // of this lane's key of the current block
+    KeyBias lane_bias;  // of this lane's key of the current block
     scheduler.find(current_plan);
 #if GAPS
     if (threadIdx.x == QUERY_THREAD) shared.active_consumers = scheduler.active_consumers;
@@ -217,7 +217,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
                     block = next_block(shared, blocks, warp, block_index + 1);
                 }
                 if (!key_ready) barrier_wait(key_empty, key_state.phase ^ 1);
-                keep_bias(shared, warp, key_state.stage, lane_bias, bias_unit);
+                keep_bias(shared, plan, warp, key_state.stage, lane_bias, bias_unit);
                 if (threadIdx.x == BLOCK_INFO_THREAD) shared.block_info[key_state.stage] = BlockInfo(0);
                 if (!value_ready) barrier_wait(value_empty, value_state.phase ^ 1);
                 barrier_arrive(&shared.key_full[key_state.stage]);
@@ -256,7 +256,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
         barrier_wait(&shared.key_empty[key_state.stage], key_state.phase ^ 1);
         gather_facts(shared, p, plan, warp, rows, block.unmasked, key_state.stage);
         gather<false>(shared.keys[key_state.stage], rows, launch, warp, &shared.key_full[key_state.stage]);
-        keep_bias(shared, warp, key_state.stage, lane_bias, bias_unit);
+        keep_bias(shared, plan, warp, key_state.stage, lane_bias, bias_unit);
         if (!found && !(begins_tile && full_blocks > 1)) {  // takes long, while the copies of these keys are in flight
             scheduler.find(current_plan ^ 1);
             found = true;

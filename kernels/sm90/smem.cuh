@@ -14,6 +14,10 @@ struct Shared {
     ELEMENT keys[STAGES][CHUNKS * BLOCK_N * CHUNK_COLUMNS];
     ELEMENT values[VALUE_STAGES][CHUNKS * BLOCK_N * CHUNK_COLUMNS];
     float bias[STAGES][BLOCK_N];  // in units of Q K^T with BIAS_FIRST, times log2(e) with POWERS_OF_2
+#if DELAY
+    int far_from[STAGES][BLOCK_N];
+    unsigned char mixed[STAGES][4];  // whether biases of keys that this producer warp gathered count for some queries only
+#endif
 #if BITS
     unsigned words[STAGES][WORDS][BLOCK_N];
 #else

@@ -253,7 +253,8 @@ def test_split_hopper_kernels_do_so_too(keys, causal, head_dim):
     for head_dim in (40, 64, 96, 128, 192, 256) for rest in itertools.product((False, True), (0, 1), (False, True))
     if sum(rest) % 2 and (head_dim in (64, 128, 256) or all(rest))])  # a minute each
 def test_hopper_gradients_do_so_too(head_dim, causal, bias, softcap):
-    common = {"element": "__nv_bfloat16", "head_dim": head_dim, "causal": causal, "bias": bias, "softcap": softcap}
+    common = {"element": "__nv_bfloat16", "head_dim": head_dim, "causal": causal, "bias": bias, "softcap": softcap,
+              "delay": False}
     for keys, sequences in (("KEYS_CONTIGUOUS", False), ("KEYS_LISTED", False), ("KEYS_LISTED", True),
                             ("KEYS_SHARED", True)):
         check_asynchronous(sm90_backward.HopperBackwardDqConfig(

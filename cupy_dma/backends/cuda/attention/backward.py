@@ -144,7 +144,7 @@ class _Backward:
         self.common: dict[str, Any] = {"element": self.element, "head_dim": self.head_dim, "vector": passes.vector,
                        "causal": problem.tests_causality}
         self.of_tiles: dict[str, Any] = {"bias": problem.bias_kind, "softcap": own.softcap > 0.0,
-                                         "bias_element": problem.bias_element}
+                                         "bias_element": problem.bias_element, "delay": problem.delay}
 
     def launch(self) -> Gradients:
         build, call, own, passes = self.build, self.call, self.call.forward, self.passes

@@ -27,7 +27,7 @@ class Problem:
     ``tests_intervals``).
     """
 
-    __slots__ = ("bias", "bias_element", "bias_kind", "bits", "by_head", "causal", "dense", "key_length", "mask",
+    __slots__ = ("bias", "bias_element", "bias_kind", "bits", "by_head", "causal", "delay", "dense", "key_length", "mask",
                  "packed", "page_size", "params", "sequences", "size", "tile_heads", "vector")
 
     def __init__(self, call: AttentionCall):
@@ -39,6 +39,8 @@ class Problem:
         self.bias = call.bias
         self.bias_kind = BIAS_NONE if call.bias is None else BIAS_OF_KEYS if call.bias.shape[2] == 1 else BIAS_DENSE
         self.bias_element = ELEMENTS[self.bias.dtype] if self.bias is not None else "float"
+        #: whether the bias of keys has a delay
+        self.delay = call.bias_delay > 0 and self.bias_kind == BIAS_OF_KEYS
         self.mask: IntervalMask | None = mask
         self.causal = call.causal
         self.sequences, self.key_length = call.sequences, call.key_length
@@ -68,7 +70,8 @@ class Problem:
             "key_batch": key.strides[0], "key_row": _row_stride(key), "key_head": key.strides[2],
             "value_batch": value.strides[0], "value_row": _row_stride(value), "value_head": value.strides[2],
             "batch": query.shape[0], "query_length": query.shape[1], "key_length": self.key_length, "heads": heads,
-            "kv_heads": kv_heads, "mask_heads": 1, "scale": call.scale, "softcap": call.softcap}
+            "kv_heads": kv_heads, "mask_heads": 1, "scale": call.scale, "softcap": call.softcap,
+            "bias_delay": min(call.bias_delay, self.key_length)}  # no query is further from a key
         if self.bias is not None:
             batch, head, each_query, each = self.bias.strides
             group = self.bias.shape[1] == kv_heads

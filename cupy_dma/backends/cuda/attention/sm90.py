@@ -51,13 +51,14 @@ class HopperForwardConfig(jit.Config):
     query_tma: bool
     runs: bool
     split: bool = False  # the last tiles are split along their keys
+    delay: bool = False  # of a bias of keys
 
     @property
     def shared_bytes(self) -> int:
         """Size of ``struct Shared`` in the kernel file, rounded up, and room to align it."""
         row = blocks(self.head_dim, 64) * 128
         rows = self.query_stages * self.block_m + (self.stages + self.value_stages) * self.block_n
-        facts = 4 * self.block_n * (2 + max(2, blocks(self.block_m // self.heads, 32)))
+        facts = 4 * self.block_n * (2 + max(2, blocks(self.block_m // self.heads, 32)) + self.delay)
         producer = 16 * self.block_n + 1536
         barriers = 64 * self.stages + 16 * self.value_stages + 96 * self.query_stages
         return 1024 + row * rows + self.stages * facts + barriers + producer
@@ -129,7 +130,7 @@ def attention(build: Builder, call: AttentionCall, problem: Problem, out: Array,
         keys="KEYS_CONTIGUOUS" if lists is None else lists.keys, causal=problem.tests_causality,
         bias=problem.bias_kind, softcap=call.softcap > 0.0, bits=problem.bits, bias_element=problem.bias_element,
         sequences=problem.count > 0, kv_tma=key_maps is not None and not ordered, query_tma=query_map is not None,
-        runs=key_maps is not None and ordered, split=work.num_splits > 1)
+        runs=key_maps is not None and ordered, split=work.num_splits > 1, delay=problem.delay)
     maps = Packed(b"")
     for found in (key_maps, query_map, out_map):
         maps += found or b""

@@ -60,6 +60,7 @@ class _Config(jit.Config):
     softcap: bool
     sequences: bool
     bits: bool
+    delay: bool  # of the bias
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class HopperBackwardDqConfig(_Config):
     def shared_bytes(self) -> int:
         """Size of ``struct Shared`` in the kernel's files, rounded up, and room to align it."""
         rows = (3 if self.head_dim <= MAX_NARROW_DIM else 2) * self.block_m + 2 * self.stages * self.block_n
-        numbers = 1 + blocks(self.block_m // self.heads, 32) if self.bits else 3  # of a key
+        numbers = 1 + blocks(self.block_m // self.heads, 32) if self.bits else 3 + self.delay  # of a key
         return (1024 + blocks(self.head_dim, 64) * 128 * rows + self.stages * (4 * numbers * self.block_n + 32)
                 + 8 * self.block_m + 96)
 
@@ -92,7 +93,7 @@ class HopperBackwardDkvConfig(_Config):
         keys = block_n(self.head_dim)
         rows = 2 * self.key_stages * keys + 2 * self.stages * self.block_q
         size = (1024 + blocks(self.head_dim, 64) * 128 * rows + 8 * self.stages * self.block_q
-                + self.key_stages * (16 * keys + 128) + 256)
+                + self.key_stages * ((16 + 4 * self.delay) * keys + 128) + 256)
         if self.head_dim > MAX_NARROW_DIM:
             size += 4 * keys * self.block_q
         if self.bits:
@@ -115,6 +116,7 @@ def _against(build: Builder, call: AttentionBackwardCall, problem: Problem, vect
         "Overrides.hopper is False": build.overrides.hopper is False, "no Hopper GPU": not build.is_hopper,
         "float32 elements": problem.size != 2, "rows that are not aligned to 16 bytes": not vector,
         "a bias of every query": problem.bias_kind == BIAS_DENSE,
+        "a delayed bias under a dense mask": problem.bits and problem.delay,
         f"a softcap outside {MIN_SOFTCAP:g} to {MAX_SOFTCAP:g}":
             softcap != 0.0 and not MIN_SOFTCAP <= softcap <= MAX_SOFTCAP}
     return [reason for reason, holds in against.items() if holds]
@@ -271,7 +273,7 @@ def launch_dq(build: Builder, call: AttentionBackwardCall, problem: Problem, fie
         element=ELEMENTS[query.dtype], head_dim=head_dim, heads=heads, block_m=BLOCK_M, block_n=dq_block_n(head_dim),
         stages=dq_stages(head_dim), keys="KEYS_CONTIGUOUS" if lists is None else lists.keys,
         causal=problem.tests_causality, bias=problem.bias_kind, softcap=call.forward.softcap > 0.0,
-        sequences=problem.count > 0, bits=problem.bits)
+        sequences=problem.count > 0, bits=problem.bits, delay=problem.delay)
     all_tiles = tiles * (query.shape[2] // heads) * query.shape[0]
     params = problem.pack(lists, tiles=tiles, **fields) + _tickets(tickets, all_tiles)
     build.launch(build.load(config, "backward_dq", config.shared_bytes), min(all_tiles, build.num_sms), THREADS,
@@ -292,12 +294,13 @@ def launch_dkv(build: Builder, call: AttentionBackwardCall, problem: Problem, ke
     queries, from ``delta``. ``keys``: their order. ``fields`` and ``tickets`` as in ``launch_dq``, with the lists and
     where sums over tiles or parts go."""
     query, key, one_pass = call.forward.query, call.forward.key, sums is not None
-    head_dim, listed = key.shape[3], keys != "KEYS_CONTIGUOUS"
+    head_dim = key.shape[3]
+    listed = keys != "KEYS_CONTIGUOUS" or problem.delay  # of a delay, wide steps spill 2.5 KB
     config = HopperBackwardDkvConfig(
         element=ELEMENTS[query.dtype], head_dim=head_dim, block_q=block_q(head_dim, one_pass, listed), stages=STAGES,
         key_stages=key_stages(head_dim, one_pass), keys=keys,
         intervals=problem.tests_intervals, causal=problem.tests_causality, bias=problem.bias_kind,
-        softcap=call.forward.softcap > 0.0, sequences=problem.count > 0, bits=problem.bits, dquery=one_pass)
+        softcap=call.forward.softcap > 0.0, sequences=problem.count > 0, bits=problem.bits, delay=problem.delay, dquery=one_pass)
     tiles = _key_tiles(call, problem, entries)
     query_units = tile_count(query.shape[1], UNIT_QUERIES, problem.count)
     params = problem.pack(None, **fields) + _tickets(tickets, tiles * parts.count) + query_units.to_bytes(4, "little")
@@ -309,7 +312,7 @@ def launch_dkv(build: Builder, call: AttentionBackwardCall, problem: Problem, ke
         config = HopperBackwardDqPostprocessConfig(
             element=ELEMENTS[query.dtype], head_dim=head_dim, block_q=block_q(head_dim, True, False), stages=STAGES,
             key_stages=key_stages(head_dim, True), keys="KEYS_CONTIGUOUS", intervals=False, causal=False,
-            bias=BIAS_NONE, softcap=False, sequences=problem.count > 0, bits=False, dquery=True)
+            bias=BIAS_NONE, softcap=False, sequences=problem.count > 0, bits=False, delay=False, dquery=True)
         build.launch(build.load(config, "backward_dq_postprocess"), key.shape[0] * query.shape[2] * query_units,
                      POSTPROCESS_THREADS, packed)
 

@@ -106,6 +106,7 @@ class ForwardConfig(jit.Config):
     bias_element: str = "float"
     sequences: bool = False
     page_size: int = 0  # 0: keys are not paged
+    delay: bool = False  # of the bias of keys
 
     @property
     def shared_bytes(self) -> int:
@@ -116,6 +117,8 @@ class ForwardConfig(jit.Config):
         size = tile_bytes(ELEMENT_BYTES[self.element], self.head_dim, rows, self.block_n)
         if self.bits:
             size += 8 * self.block_n * (blocks(self.queries, 32) - 2)
+        if self.delay:
+            size += 8 * self.block_n
         if self.bias == BIAS_DENSE:
             size += bias_bytes(blocks(self.block_m, self.heads), self.block_n, self.bias_element)
         return size
@@ -179,11 +182,13 @@ class BackwardDkvConfig(jit.Config):
     bits: bool = False
     bias_element: str = "float"
     sequences: bool = False
+    delay: bool = False
 
     @property
     def shared_bytes(self) -> int:
         """Size of ``struct Shared`` in sm80/backward_dkv.cu."""
         size = key_tile_bytes(ELEMENT_BYTES[self.element], self.head_dim, self.block_n, self.block_q)
+        size += 4 * self.block_n * self.delay
         if self.bits:
             size += 8 * blocks(self.block_q, 32) * self.block_n
         return size + (bias_bytes(self.block_q, self.block_n, self.bias_element) if self.bias == BIAS_DENSE else 0)
