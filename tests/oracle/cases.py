@@ -31,8 +31,8 @@ class Case:
     kv_heads: int = 1
     head_dim: int = 32
     # none causal window sinks padding documents prefix_lm top_w global top_w_padding top_w_documents global_documents
-    # union per_head per_batch; and dense masks: dense dense_per_head dense_2d dense_rows, dense_columns: and 1, g or h
-    # (few keys, others for later queries), dense= and the axes, a letter of AXES each; several joined by +
+    # union per_head per_batch survivors; and dense masks: dense dense_per_head dense_2d dense_rows, dense_columns: and
+    # 1, g or h (few keys, others for later queries), dense= and the axes, a letter of AXES each; several joined by +
     mask: str = "top_w"
     window: int = 17
     bias: str = "key"  # none key key_per_head key_shared full full_per_head row, full= and the axes
@@ -43,6 +43,8 @@ class Case:
     # not in the repr, from which inputs are drawn
     value_dim: int | None = field(default=None, repr=False)
     sinks: str | None = field(default=None, repr=False)  # their type
+    bias_delay: int = field(default=0, repr=False)
+    extremes: bool = field(default=False, repr=False)  # -inf and 1e4 among the bias, NaN where no query adds it
 
     @property
     def is_dense(self) -> bool:
@@ -194,6 +196,11 @@ def _drawn(case: Case) -> dict[str, np.ndarray]:
             data[part] = rng.random(case.axes(part[6:])) < 0.5
     if case.sinks:
         data["sink_logits"] = (2 * rng.standard_normal(h)).astype(numpy_dtype(case.sinks))
+    data["survivors"] = (np.arange(n) + np.where(rng.random((b, g, n)) < 1 / 8, n, 20)).astype(np.int32)
+    if case.extremes:
+        data["bias"] = data["bias"].copy()  # may be the scores
+        data["bias"][..., ::5], data["bias"][..., 3::9] = -np.inf, 1e4
+        data["bias"][..., max(n - case.bias_delay, 0)::2] = np.nan
     return data
 
 
@@ -215,6 +222,7 @@ def make_mask(case: Case, array: Callable[[str], Any], like: Any) -> Any:
         "global_documents": lambda: M.top_w(array("scores"), w, keys="global", documents=array("documents"),
                                             padding=array("padding")),
         "union": lambda: M.top_w(array("scores"), w) | M.sliding_window(n, 5, like=like) | M.sinks(n, 2, like=like),
+        "survivors": lambda: M.from_stop(array("survivors")),
         "per_head": lambda: M(array("start")[:1], array("stop")[:1]),
         "per_batch": lambda: M(array("start"), array("stop")),
     }
@@ -269,6 +277,7 @@ def _dense_part(case: Case, name: str) -> np.ndarray | None:
         "top_w_documents": lambda: top_w(documents=data["documents"]),
         "global_documents": lambda: top_w("global", data["padding"], data["documents"]),
         "union": lambda: top_w() | ((j <= p) & ((j > p - 5) | (j < 2))),
+        "survivors": lambda: (j <= p) & (p < data["survivors"][:, :, None]),
         "per_head": lambda: (data["start"][:1, :, None] <= p) & (p < data["stop"][:1, :, None]),
         "per_batch": lambda: (data["start"][:, :, None] <= p) & (p < data["stop"][:, :, None]),
     }
@@ -298,7 +307,12 @@ def arguments(case: Case, convert: Callable[[np.ndarray], Any]) -> tuple[list[An
     sinks = {"sink_logits": convert(data["sink_logits"])} if case.sinks else {}
     return [q, k, v], {"mask": make_mask(case, lambda name: convert(data[name]), q),
                        "bias": convert(data["bias"]) if "bias" in data else None, "causal": case.causal,
-                       "scale": case.scale, "softcap": case.softcap, **sinks}
+                       "scale": case.scale, "softcap": case.softcap, **sinks, **delay_of(case)}
+
+
+def delay_of(case: Any) -> dict[str, int]:
+    """The delay of the bias as a named argument, where there is one."""
+    return {"bias_delay": case.bias_delay} if case.bias_delay else {}
 
 
 def run(case: Case, convert: Callable[[np.ndarray], Any] = np.asarray, **options: Any) -> tuple[Any, Any]:
@@ -331,8 +345,8 @@ def check(case: Case, out: np.ndarray, lse: np.ndarray, *, tf32: bool = False) -
     """
     arguments = _oracle_arguments(case)
     sinks = _drawn(case).get("sink_logits")
-    ref, ref_lse = reference.attention(*arguments, sinks=sinks)
-    plain, plain_lse = reference.same_precision_attention(*arguments, sinks=sinks, tf32=tf32)
+    ref, ref_lse = reference.attention(*arguments, sinks, case.bias_delay)
+    plain, plain_lse = reference.same_precision_attention(*arguments, sinks, case.bias_delay, tf32=tf32)
     assert out.dtype == numpy_dtype(case.dtype) and out.shape == ref.shape
     assert lse.dtype == (np.float64 if case.dtype == "float64" else np.float32)
     reference.assert_matches_reference(out, ref, plain, out.dtype)
@@ -345,7 +359,8 @@ def expected_gradients(case: Case, *, with_dlse: bool = False,
     """The oracle's answer, the plain same-precision computation and the size of the terms, by name; "bias" only with
     a bias. Kept, for several files check the same cases: not to be changed."""
     data = _drawn(case)
-    arguments = (data["dout"], *_oracle_arguments(case), data["dlse"] if with_dlse else None, data.get("sink_logits"))
+    arguments = (data["dout"], *_oracle_arguments(case), data["dlse"] if with_dlse else None, data.get("sink_logits"),
+                 case.bias_delay)
     refs = reference.attention_gradients(*arguments)
     plains = reference.same_precision_attention_gradients(*arguments, tf32=tf32)
     terms = reference.attention_gradient_terms(*arguments)
@@ -375,6 +390,6 @@ def expected(case: Case, **options: Any) -> dict[str, tuple[np.ndarray, np.ndarr
     ``options`` go to the plain computation."""
     arguments = _oracle_arguments(case)
     sinks = _drawn(case).get("sink_logits")
-    pairs = zip(reference.attention(*arguments, sinks=sinks),
-                reference.same_precision_attention(*arguments, sinks=sinks, **options))
+    pairs = zip(reference.attention(*arguments, sinks, case.bias_delay),
+                reference.same_precision_attention(*arguments, sinks, case.bias_delay, **options))
     return {name: (ref, plain, 0.0) for name, (ref, plain) in zip(("out", "lse"), pairs)}

@@ -1,4 +1,4 @@
-"""The oracle: float64, dense, slow and obvious, straight from sections 1 to 6 and 12 of the specification.
+"""The oracle: float64, dense, slow and obvious, straight from sections 1 to 6, 12 and 16 of the specification.
 
 Written independently of the backends: selection ranks the candidates of every position anew, attention walks over the
 queries and touches visible keys only. Letters: ``B`` batch, ``H`` heads, ``Hkv`` kv heads, ``Lq``, ``Lk`` lengths,
@@ -121,10 +121,27 @@ def per_head(array, shape) -> np.ndarray:
     return np.broadcast_to(array, shape)
 
 
+def far_pairs(lq, lk, bias_delay=0) -> np.ndarray:
+    """bool ``(Lq, Lk)``: the pairs that a delayed bias is added to, section 16; without a delay all pairs."""
+    distance = np.arange(lq)[:, None] + lk - lq - np.arange(lk)
+    return (distance >= bias_delay) | (bias_delay == 0)
+
+
+def _seen_and_added(shape, dense_mask, bias, causal, bias_delay) -> tuple[np.ndarray, np.ndarray | None]:
+    """Which pairs count, and what is added to their logits, each ``(B, H, Lq, Lk)``."""
+    seen = visible_pairs(shape, dense_mask, causal)
+    if bias is None:
+        return seen, None
+    added = per_head(np.asarray(bias), shape)
+    added = np.where(far_pairs(*shape[2:], bias_delay), added, added.dtype.type(0))
+    return seen & (added != -np.inf), added
+
+
 def attention(query, key, value, dense_mask=None, bias=None, causal=False, scale=None, softcap=0.0,
-              sinks=None) -> tuple[np.ndarray, np.ndarray]:
+              sinks=None, bias_delay=0) -> tuple[np.ndarray, np.ndarray]:
     """out ``(B, Lq, H, Dv)`` and lse ``(B, H, Lq)``, float64."""
-    return _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, sinks, np.float64, np.float64)
+    return _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, sinks, bias_delay, np.float64,
+                         np.float64)
 
 
 def rounded_tf32(array) -> np.ndarray:
@@ -140,7 +157,8 @@ def _operand(array, kind, wide) -> np.ndarray:
 
 
 def same_precision_attention(query, key, value, dense_mask=None, bias=None, causal=False, scale=None,
-                             softcap=0.0, sinks=None, *, tf32=False) -> tuple[np.ndarray, np.ndarray]:
+                             softcap=0.0, sinks=None, bias_delay=0, *,
+                             tf32=False) -> tuple[np.ndarray, np.ndarray]:
     """The plain same-precision computation of section 12: accumulated in float32, probabilities rounded to the type of
     the input before the second product, the output rounded to it (float64 for float64).
 
@@ -151,18 +169,17 @@ def same_precision_attention(query, key, value, dense_mask=None, bias=None, caus
     kind = np.asarray(query).dtype
     wide = np.float64 if kind == np.float64 else np.float32
     rounded = TF32 if tf32 and kind == np.float32 else kind
-    out, lse = _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, sinks, wide, rounded)
+    out, lse = _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, sinks, bias_delay, wide,
+                             rounded)
     with np.errstate(all="ignore"):
         return out.astype(kind), lse
 
 
-def _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, sinks, wide, rounded):
+def _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, sinks, bias_delay, wide, rounded):
     batch, lq, heads, size = query.shape
     lk, kv_heads = key.shape[1:3]
     shape = (batch, heads, lq, lk)
-    seen = visible_pairs(shape, dense_mask, causal)
-    added = None if bias is None else per_head(np.asarray(bias), shape)
-    seen = seen if added is None else seen & (added != -np.inf)
+    seen, added = _seen_and_added(shape, dense_mask, bias, causal, bias_delay)
     scale = wide(1 / math.sqrt(size) if scale is None else scale)
     out, lse = np.zeros((batch, lq, heads, value.shape[3]), wide), np.full((batch, heads, lq), -np.inf, wide)
     sinks = np.full(heads, -np.inf, wide) if sinks is None else np.asarray(sinks).astype(wide)
@@ -192,13 +209,14 @@ def _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, s
 
 
 def attention_gradients(dout, query, key, value, dense_mask=None, bias=None, causal=False, scale=None, softcap=0.0,
-                        dlse=None, sinks=None) -> tuple[np.ndarray, ...]:
+                        dlse=None, sinks=None, bias_delay=0) -> tuple[np.ndarray, ...]:
     """dquery, dkey, dvalue, dbias of section 6 in float64 (dbias None without a bias), and dsinks with sinks."""
-    return _gradients(dout, query, key, value, dense_mask, bias, causal, scale, softcap, dlse, sinks)
+    return _gradients(dout, query, key, value, dense_mask, bias, causal, scale, softcap, dlse, sinks, bias_delay)
 
 
 def same_precision_attention_gradients(dout, query, key, value, dense_mask=None, bias=None, causal=False, scale=None,
-                                       softcap=0.0, dlse=None, sinks=None, *, tf32=False) -> tuple[np.ndarray, ...]:
+                                       softcap=0.0, dlse=None, sinks=None, bias_delay=0, *,
+                                       tf32=False) -> tuple[np.ndarray, ...]:
     """The plain same-precision computation: from the rounded ``out``, accumulated in float32, ``p`` and ``dx`` rounded
     to the type of the input before they are multiplied, every gradient rounded once.
 
@@ -207,7 +225,8 @@ def same_precision_attention_gradients(dout, query, key, value, dense_mask=None,
     kind = np.asarray(query).dtype
     wide = np.float64 if kind == np.float64 else np.float32
     rounded = TF32 if tf32 and kind == np.float32 else kind
-    found = _gradients(dout, query, key, value, dense_mask, bias, causal, scale, softcap, dlse, sinks, wide, rounded)
+    found = _gradients(dout, query, key, value, dense_mask, bias, causal, scale, softcap, dlse, sinks, bias_delay, wide,
+                       rounded)
     with np.errstate(all="ignore"):
         return tuple(None if x is None else x.astype(np.asarray(like).dtype)
                      for x, like in zip(found, (query, key, value, bias, sinks)))
@@ -221,16 +240,15 @@ def attention_gradient_terms(*arguments, **options) -> list[float]:
 
 
 def _gradients(dout, query, key, value, dense_mask=None, bias=None, causal=False, scale=None, softcap=0.0, dlse=None,
-               sinks=None, wide=np.float64, rounded=np.float64, absolute=False):
+               sinks=None, bias_delay=0, wide=np.float64, rounded=np.float64, absolute=False):
     """``absolute``: every sum of signed terms becomes the sum of their absolute values."""
     batch, lq, heads, size = query.shape
     lk, kv_heads = key.shape[1:3]
     shape = (batch, heads, lq, lk)
-    seen = visible_pairs(shape, dense_mask, causal)
-    added = None if bias is None else per_head(np.asarray(bias), shape)
-    seen = seen if added is None else seen & (added != -np.inf)
+    seen, added = _seen_and_added(shape, dense_mask, bias, causal, bias_delay)
     scale = wide(1 / math.sqrt(size) if scale is None else scale)
-    outs, lses = _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, sinks, wide, rounded)
+    outs, lses = _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, sinks, bias_delay, wide,
+                               rounded)
     dq, dk, dv = (np.zeros(x.shape, wide) for x in (query, key, value))
     dsinks = None if sinks is None else np.zeros(heads, wide)
     ds_all = np.zeros(shape, wide)
@@ -262,7 +280,8 @@ def _gradients(dout, query, key, value, dense_mask=None, bias=None, causal=False
             dk[b, js, g] += np.outer(dx, q)
             ds_all[b, h, i, js] = ds
         scale = abs(scale) if absolute else scale
-        dbias = None if bias is None else summed_like(ds_all, np.asarray(bias).shape)
+        dbias = None if bias is None else summed_like(np.where(far_pairs(lq, lk, bias_delay), ds_all, 0),
+                                                      np.asarray(bias).shape)
         return (scale * dq, scale * dk, dv, dbias, *([] if sinks is None else [dsinks]))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from tests.oracle import reference
+from tests.oracle.cases import delay_of
 
 LENGTHS = ((20, 20), (0, 9), (70, 70), (33, 0), (1, 90), (90, 31), (0, 0), (5, 140))  # (Lq, Lk) of each sequence
 EVER, NEVER = -(2**31), 2**31 - 1
@@ -38,6 +39,7 @@ class Case:
     softcap: float = 0.0
     page_size: int = 0
     layout: str = "plain"  # plain wide; pages also transposed split
+    bias_delay: int = field(default=0, repr=False)  # not in the repr, from which inputs are drawn
 
     def __str__(self) -> str:
         return self.name
@@ -218,7 +220,8 @@ def arguments(case: Case, convert: Callable[[np.ndarray], Any] = np.asarray) -> 
     """Positional and named arguments, without mask and bias."""
     data = _drawn(case)
     laid_out = convert if case.layout != "wide" else lambda x: _wide(x, convert)
-    named: dict[str, Any] = {"scale": None, "softcap": case.softcap, "causal": case.causal}
+    named: dict[str, Any] = {"scale": None, "softcap": case.softcap, "causal": case.causal,
+                             **delay_of(case)}
     if case.page_size:
         rng = np.random.default_rng(0)
         max_pages = case.capacity // case.page_size
@@ -310,8 +313,9 @@ def check(case: Case, out: np.ndarray, lse: np.ndarray, *, tf32: bool = False) -
     ref_lse = np.full(lse.shape, -np.inf)
     plain_lse = ref_lse.astype(lse.dtype)
     for rows, _, given in _parts(case):
-        (ref[rows],), (ref_lse[:, rows],) = reference.attention(*given)
-        (plain[rows],), (plain_lse[:, rows],) = reference.same_precision_attention(*given, tf32=tf32)
+        (ref[rows],), (ref_lse[:, rows],) = reference.attention(*given, bias_delay=case.bias_delay)
+        (plain[rows],), (plain_lse[:, rows],) = reference.same_precision_attention(*given, bias_delay=case.bias_delay,
+                                                                                   tf32=tf32)
     reference.assert_matches_reference(out, ref, plain, out.dtype)
     reference.assert_matches_reference(lse, ref_lse, plain_lse, lse.dtype)
 
@@ -325,7 +329,7 @@ def check_backward(case: Case, gradients: Any, *, tf32: bool = False) -> None:
     plain = {name: np.zeros(data[source].shape, data[source].dtype) for name, source in names.items()}
     terms = dict.fromkeys(names, 0.0)
     for rows, keys, given in _parts(case):
-        given = (data["dout"][None, rows], *given, data["dlse"][None, :, rows])
+        given = (data["dout"][None, rows], *given, data["dlse"][None, :, rows], None, case.bias_delay)
         found = zip(reference.attention_gradients(*given),
                     reference.same_precision_attention_gradients(*given, tf32=tf32),
                     reference.attention_gradient_terms(*given))

@@ -1,0 +1,53 @@
+"""Calls with a delayed key bias (section 16), for any backend: ``CASES`` by ``run``, ``check``, ``run_backward`` and
+``check_backward`` of ``tests/oracle/cases.py``, ``PACKED`` and ``PAGES`` by those of ``varlen_cases.py``.
+
+Delays end before, in and behind a block of 64 keys, with the window, and around the length. In ``extremes`` some keys
+have a bias of -inf or 1e4, which must be left out for near queries, and those that are far from no query have a NaN.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+from tests.oracle import varlen_cases
+from tests.oracle.cases import Case
+
+N, WINDOW, LARGEST = 150, 17, 2**30
+DELAYS = (1, WINDOW, 63, 64, 65, N - 1, N, LARGEST)
+LENGTHS = ((70, 150), (150, 70), (1, 150), (130, 300))
+
+
+def _case(name: str, delay: int, mask: str = "causal", **changed: Any) -> Case:
+    usual: dict[str, Any] = {"query_length": N, "key_length": N, "heads": 4, "kv_heads": 2, "window": WINDOW,
+                             "bias": "key", "extremes": True}
+    return Case(f"delay-{delay}-{name}", mask=mask, bias_delay=delay, **(usual | changed))
+
+
+CASES = [
+    *(_case(f"{mask}-{dtype}", delay, mask, dtype=dtype)
+      for dtype, mask in (("float16", "causal"), ("bfloat16", "top_w")) for delay in DELAYS),
+    *(_case("soft", delay, "survivors", extremes=False) for delay in (20, 64)),
+    *(_case(mask, delay, mask)
+      for mask in ("none", "window", "survivors", "global", "dense", "per_batch", "documents", "survivors+dense")
+      for delay in (WINDOW, 65)),
+    *(_case(f"{lq}x{lk}-{mask}", delay, mask, query_length=lq, key_length=lk, causal=mask == "dense")
+      for lq, lk in LENGTHS for mask in ("none", "causal", "survivors", "dense") for delay in (1, 64)),
+    *(_case(f"{bias}-{h}/{g}", 20, "survivors", bias=bias, heads=h, kv_heads=g)
+      for bias in ("key", "key_per_head", "key_shared") for h, g in ((2, 2), (6, 2), (3, 1))),
+    *(_case(f"softcap-{mask}", delay, mask, softcap=3.0, scale=1.0)
+      for mask in ("causal", "survivors", "dense") for delay in (1, 64)),
+    *(_case(f"scale{scale}", 40, "survivors", scale=scale) for scale in (-0.3, 0.0)),
+    _case("scale-0.3-softcap", 40, "survivors", scale=-0.3, softcap=2.0),
+    *(_case(f"D{size}", 40, "survivors", head_dim=size) for size in (16, 64)),
+    *(_case(f"{dtype}-{mask}", 40, mask, dtype=dtype) for dtype in ("float32", "float64")
+      for mask in ("causal", "survivors", "dense")),
+    _case("sinks", 40, sinks="float32"), _case("value-dim", 40, value_dim=24),
+    _case("every key alike", 40, bias="full=b111", extremes=False),
+]
+_USED = (20, 3, 40, 0, 77, 12, 0, 140)
+PACKED = [varlen_cases.Case(f"delay-{delay}-{mask}", mask=mask, bias_delay=delay, **({"bias": "key"} | changed))
+          for delay in (1, 64, LARGEST)
+          for mask, changed in (("causal", {}), ("none", {"softcap": 2.0}), ("window", {"bias": "key_per_head"}),
+                                ("per_head", {"tail": (70, 11)}), ("top_w", {}),
+                                ("open", {"causal": True, "used": _USED}))]
+PAGES = [varlen_cases.Case(f"delay-{delay}-pages-{mask}", mask=mask, bias="key", causal=mask == "none", page_size=16,
+                           bias_delay=delay) for delay in (1, 64) for mask in ("none", "per_head", "top_w")]
