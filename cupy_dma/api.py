@@ -20,9 +20,10 @@ from cupy_dma.calls.scores import recipe_of
 from cupy_dma.calls.varlen import varlen_call, varlen_dynamic_call
 
 
-def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any = None, causal: bool = False,
-              scale: float | None = None, softcap: float = 0.0, sink_logits: Any = None, deterministic: bool = False,
-              return_lse: bool = False, layout: str | None = None, backend: str | None = None) -> Any:
+def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any = None, bias_delay: int = 0,
+              causal: bool = False, scale: float | None = None, softcap: float = 0.0, sink_logits: Any = None,
+              deterministic: bool = False, return_lse: bool = False, layout: str | None = None,
+              backend: str | None = None) -> Any:
     """Attention over the visible keys, for arrays ``(B, L, H, D)``; ``layout="bhnd"`` takes SDPA's ``(B, H, L, D)``.
 
     Parameters
@@ -40,6 +41,14 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
     bias : float array ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)``, optional
         Added to the logits after scale and softcap, in natural-log units. ``(1|B, 1|Hkv|H, Lk)`` is a key bias, such
         as the scores: of any strides, copied if its last axis is not contiguous.
+    bias_delay : int
+        In positions, 0 to ``2**30``. A delayed key bias is left out for the last keys: query ``i`` adds that of key
+        ``j`` only if ``p_i - j >= bias_delay``,
+
+            s[i, j] = softcap(scale * q_i . k_j) + (bias[j] if p_i - j >= bias_delay else 0)
+
+        and the gradient of ``bias[j]`` sums over those queries only. 0 adds it for every query, also for those ahead
+        of ``j``. Needs a key bias.
     causal
         Query ``i`` sees only keys ``j <= p_i``, in addition to the mask.
     scale
@@ -86,29 +95,29 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
     """
     if not is_bnhd(layout):
         return in_bhnd(attention, (("query", query), ("key", key), ("value", value)), mask=mask, bias=bias,
-                       causal=causal, scale=scale, softcap=softcap, sink_logits=sink_logits,
+                       bias_delay=bias_delay, causal=causal, scale=scale, softcap=softcap, sink_logits=sink_logits,
                        deterministic=deterministic, return_lse=return_lse, backend=backend)
     if is_tensor(query):
         from cupy_dma import torch
 
-        return torch.attention(query, key, value, mask=mask, bias=bias, causal=causal, scale=scale, softcap=softcap,
-                               sink_logits=sink_logits, deterministic=deterministic, return_lse=return_lse,
-                               layout=layout, backend=backend)
-    options = Options(causal, scale, softcap, deterministic, sink_logits)
+        return torch.attention(query, key, value, mask=mask, bias=bias, bias_delay=bias_delay, causal=causal,
+                               scale=scale, softcap=softcap, sink_logits=sink_logits, deterministic=deterministic,
+                               return_lse=return_lse, layout=layout, backend=backend)
+    options = Options(causal, scale, softcap, deterministic, bias_delay, sink_logits)
     call = attention_call(query, key, value, mask, bias, options, layout)
     return run(call, return_lse, backends.choose(backend, (call.query,)))
 
 
 def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None, *, window: int, dt_proj: Any = None,
                            A: Any = None, dt_bias: Any = None, form: str = "exp", keys: str = "prefix",
-                           padding: Any = None, documents: Any = None, causal: bool = True,
+                           padding: Any = None, documents: Any = None, bias_delay: int = 0, causal: bool = True,
                            scale: float | None = None, softcap: float = 0.0, sink_logits: Any = None,
                            deterministic: bool = False, return_lse: bool = False, layout: str | None = None,
                            backend: str | None = None) -> Any:
     """Every query attends to its ``window`` highest-scored keys, with the scores as key bias.
 
     Arrays are ``(B, L, H, D)``; ``layout="bhnd"`` takes SDPA's ``(B, H, L, D)``. Equivalent to ``attention(query,
-    key, value, mask=IntervalMask.top_w(scores, window), bias=scores)``.
+    key, value, mask=IntervalMask.top_w(scores, window), bias=scores, bias_delay=bias_delay)``.
 
     Parameters
     ----------
@@ -122,6 +131,9 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
         Keys kept per query, at least 1.
     keys, padding, documents
         As for ``IntervalMask.top_w``.
+    bias_delay
+        As for ``attention``: the scores are added for queries at least this far behind a key. They select from the
+        key's own position on.
     causal
         Prefix masks are causal by construction, so False is allowed only with ``keys="global"``.
 
@@ -136,18 +148,18 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
     if not is_bnhd(layout):
         return in_bhnd(dynamic_mask_attention, (("query", query), ("key", key), ("value", value)), scores,
                        window=window, dt_proj=dt_proj, A=A, dt_bias=dt_bias, form=form, keys=keys, padding=padding,
-                       documents=documents, causal=causal, scale=scale, softcap=softcap, sink_logits=sink_logits,
-                       deterministic=deterministic, return_lse=return_lse, backend=backend)
+                       documents=documents, bias_delay=bias_delay, causal=causal, scale=scale, softcap=softcap,
+                       sink_logits=sink_logits, deterministic=deterministic, return_lse=return_lse, backend=backend)
     if is_tensor(query):
         from cupy_dma import torch
 
         return torch.dynamic_mask_attention(
             query, key, value, scores, window=window, dt_proj=dt_proj, A=A, dt_bias=dt_bias, form=form, keys=keys,
-            padding=padding, documents=documents, causal=causal, scale=scale, softcap=softcap,
+            padding=padding, documents=documents, bias_delay=bias_delay, causal=causal, scale=scale, softcap=softcap,
             sink_logits=sink_logits, deterministic=deterministic, return_lse=return_lse, layout=layout,
             backend=backend)
     selection = Selection(scores, window, dt_proj, A, dt_bias, form, keys, padding, documents)
-    options = Options(causal, scale, softcap, deterministic, sink_logits)
+    options = Options(causal, scale, softcap, deterministic, bias_delay, sink_logits)
     call = dynamic_call(query, key, value, selection, options, layout)
     return run_dynamic(call, return_lse, backends.choose(backend, (call.attention.query,)))
 
@@ -200,10 +212,11 @@ def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: s
 
 
 def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *, mask: Any = None,
-                     bias: Any = None, causal: bool = False, scale: float | None = None, softcap: float = 0.0,
-                     sink_logits: Any = None, deterministic: bool = False, return_lse: bool = False,
-                     block_table: Any = None, seqused_k: Any = None, max_seqlen_q: int | None = None,
-                     max_seqlen_k: int | None = None, tail_padding: bool = False, backend: str | None = None) -> Any:
+                     bias: Any = None, bias_delay: int = 0, causal: bool = False, scale: float | None = None,
+                     softcap: float = 0.0, sink_logits: Any = None, deterministic: bool = False,
+                     return_lse: bool = False, block_table: Any = None, seqused_k: Any = None,
+                     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, tail_padding: bool = False,
+                     backend: str | None = None) -> Any:
     """Attention within each of several packed sequences (varlen), for arrays ``(total, H, D)``.
 
     Parameters
@@ -222,6 +235,8 @@ def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
         ``block_table``: ``(1|B, 1|Hkv|H, max_pages * page_size)``, positions counted within the sequence.
     bias : float array ``(1|Hkv|H, total_k)``, optional
         One number per key, in natural-log units. With ``block_table``: ``(1|B, 1|Hkv|H, max_pages * page_size)``.
+    bias_delay : int
+        As for ``attention``, with positions counted within the sequence.
     causal, scale, softcap, sink_logits, deterministic, return_lse, backend
         As for ``attention``.
     block_table : int32 or int64 array ``(B, max_pages)``, or list, optional
@@ -259,22 +274,22 @@ def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
         from cupy_dma import torch
 
         return torch.varlen_attention(
-            query, key, value, cu_seqlens_q, cu_seqlens_k, mask=mask, bias=bias, causal=causal, scale=scale,
-            softcap=softcap, sink_logits=sink_logits, deterministic=deterministic, return_lse=return_lse,
+            query, key, value, cu_seqlens_q, cu_seqlens_k, mask=mask, bias=bias, bias_delay=bias_delay, causal=causal,
+            scale=scale, softcap=softcap, sink_logits=sink_logits, deterministic=deterministic, return_lse=return_lse,
             block_table=block_table, seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
             tail_padding=tail_padding, backend=backend)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, max_seqlen_q, max_seqlen_k, tail_padding)
-    options = Options(causal, scale, softcap, deterministic, sink_logits)
+    options = Options(causal, scale, softcap, deterministic, bias_delay, sink_logits)
     call = varlen_call(query, key, value, packing, mask, bias, options)
     return run(call, return_lse, backends.choose(backend, (call.query,)))
 
 
 def varlen_dynamic_mask_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any,
                                   scores: Any = None, *, window: int, dt_proj: Any = None, A: Any = None,
-                                  dt_bias: Any = None, form: str = "exp", keys: str = "prefix", causal: bool = True,
-                                  scale: float | None = None, softcap: float = 0.0, sink_logits: Any = None,
-                                  deterministic: bool = False, return_lse: bool = False, block_table: Any = None,
-                                  seqused_k: Any = None, max_seqlen_q: int | None = None,
+                                  dt_bias: Any = None, form: str = "exp", keys: str = "prefix", bias_delay: int = 0,
+                                  causal: bool = True, scale: float | None = None, softcap: float = 0.0,
+                                  sink_logits: Any = None, deterministic: bool = False, return_lse: bool = False,
+                                  block_table: Any = None, seqused_k: Any = None, max_seqlen_q: int | None = None,
                                   max_seqlen_k: int | None = None, tail_padding: bool = False,
                                   backend: str | None = None) -> Any:
     """Every query attends to the ``window`` highest-scored keys of its own sequence, with the scores as key bias.
@@ -288,7 +303,7 @@ def varlen_dynamic_mask_attention(query: Any, key: Any, value: Any, cu_seqlens_q
     scores : float array ``(Hkv, total_k)``
         With ``block_table``: ``(B, Hkv, max_pages * page_size)``. Instead of scores you can pass ``dt_proj``, ``A`` and
         optionally ``dt_bias`` and ``form``, from which ``key_scores`` computes them (not with ``block_table``).
-    window, keys, causal, scale, softcap, sink_logits, deterministic, return_lse, backend
+    window, keys, bias_delay, causal, scale, softcap, sink_logits, deterministic, return_lse, backend
         As for ``dynamic_mask_attention``.
 
     Returns
@@ -304,12 +319,12 @@ def varlen_dynamic_mask_attention(query: Any, key: Any, value: Any, cu_seqlens_q
 
         return torch.varlen_dynamic_mask_attention(
             query, key, value, cu_seqlens_q, cu_seqlens_k, scores, window=window, dt_proj=dt_proj, A=A,
-            dt_bias=dt_bias, form=form, keys=keys, causal=causal, scale=scale, softcap=softcap,
+            dt_bias=dt_bias, form=form, keys=keys, bias_delay=bias_delay, causal=causal, scale=scale, softcap=softcap,
             sink_logits=sink_logits, deterministic=deterministic, return_lse=return_lse, block_table=block_table,
             seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, tail_padding=tail_padding,
             backend=backend)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, max_seqlen_q, max_seqlen_k, tail_padding)
     selection = Selection(scores, window, dt_proj, A, dt_bias, form, keys)
-    options = Options(causal, scale, softcap, deterministic, sink_logits)
+    options = Options(causal, scale, softcap, deterministic, bias_delay, sink_logits)
     call = varlen_dynamic_call(query, key, value, packing, selection, options)
     return run_dynamic(call, return_lse, backends.choose(backend, (call.attention.query,)))

@@ -7,7 +7,8 @@ softcap:
     ds[i, j] = p[i, j] * (dout_i . v_j - delta_i)            visible pairs only, 0 elsewhere
     dx[i, j] = ds[i, j] * (1 - tanh(x / c)^2)                ds without a softcap
     dv_j = sum_i p[i, j] dout_i        dq_i = scale * sum_j dx[i, j] k_j        dk_j = scale * sum_i dx[i, j] q_i
-    dbias = ds, summed over the axes along which the bias broadcasts and over the heads that share it
+    dbias = ds, summed over the axes along which the bias broadcasts and over the heads that share it; with a
+            bias_delay over the pairs with p_i - j >= bias_delay only
     dsink = sum_i exp(sink - lse_i) * (-delta_i)             sink_logits: out and lse count the sink in
 
 Everything is accumulated and reduced in float32 (float64 for float64) and rounded once, to the type of the argument.
@@ -86,8 +87,8 @@ _DYNAMIC_NEEDS = (*DynamicGradients._fields, "sink_logits")
 
 
 def attention_backward(dout: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, *, mask: Any = None,
-                       bias: Any = None, causal: bool = False, scale: float | None = None, softcap: float = 0.0,
-                       sink_logits: Any = None, deterministic: bool = False, dlse: Any = None,
+                       bias: Any = None, bias_delay: int = 0, causal: bool = False, scale: float | None = None,
+                       softcap: float = 0.0, sink_logits: Any = None, deterministic: bool = False, dlse: Any = None,
                        needs: Iterable[str] = _ATTENTION_NEEDS, backend: str | None = None) -> AttentionGradients:
     """Gradients of ``cupy_dma.attention``, for arrays ``(B, L, H, D)``.
 
@@ -95,7 +96,7 @@ def attention_backward(dout: Any, query: Any, key: Any, value: Any, out: Any, ls
     ----------
     dout : float array ``(B, Lq, H, Dv)`` of query's type
         Gradient with respect to ``out``. Any strides; copied if its last axis is not contiguous.
-    query, key, value, mask, bias, causal, scale, softcap, sink_logits, backend
+    query, key, value, mask, bias, bias_delay, causal, scale, softcap, sink_logits, backend
         As passed to ``attention``.
     out, lse
         What ``attention(..., return_lse=True)`` returned.
@@ -123,17 +124,17 @@ def attention_backward(dout: Any, query: Any, key: Any, value: Any, out: Any, ls
         The backend does not support this combination, or a torch argument requires grad: there is no second derivative.
     """
     wanted = check_needs(needs, _ATTENTION_NEEDS)
-    options = Options(causal, scale, softcap, deterministic, sink_logits)
+    options = Options(causal, scale, softcap, deterministic, bias_delay, sink_logits)
     call = attention_call(query, key, value, mask, bias, options)
     return _gradients(call, check_upstream(call, dout, out, lse, dlse), wanted, backend)
 
 
 def varlen_attention_backward(dout: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, cu_seqlens_q: Any,
-                              cu_seqlens_k: Any, *, mask: Any = None, bias: Any = None, causal: bool = False,
-                              scale: float | None = None, softcap: float = 0.0, sink_logits: Any = None,
-                              deterministic: bool = False, dlse: Any = None, block_table: Any = None,
-                              seqused_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-                              needs: Iterable[str] = _ATTENTION_NEEDS,
+                              cu_seqlens_k: Any, *, mask: Any = None, bias: Any = None, bias_delay: int = 0,
+                              causal: bool = False, scale: float | None = None, softcap: float = 0.0,
+                              sink_logits: Any = None, deterministic: bool = False, dlse: Any = None,
+                              block_table: Any = None, seqused_k: Any = None, max_seqlen_q: int | None = None,
+                              max_seqlen_k: int | None = None, needs: Iterable[str] = _ATTENTION_NEEDS,
                               backend: str | None = None) -> AttentionGradients:
     """Gradients of ``cupy_dma.varlen_attention``, for arrays ``(total, H, D)``.
 
@@ -141,8 +142,8 @@ def varlen_attention_backward(dout: Any, query: Any, key: Any, value: Any, out: 
     ----------
     dout : float array ``(total_q, H, Dv)`` of query's type
         Gradient with respect to ``out``. Any strides; copied if its last axis is not contiguous.
-    query, key, value, cu_seqlens_q, cu_seqlens_k, mask, bias, causal, scale, softcap, sink_logits, seqused_k, \
-max_seqlen_q, max_seqlen_k, backend
+    query, key, value, cu_seqlens_q, cu_seqlens_k, mask, bias, bias_delay, causal, scale, softcap, sink_logits, \
+seqused_k, max_seqlen_q, max_seqlen_k, backend
         As passed to ``varlen_attention``.
     out, lse
         What ``varlen_attention(..., return_lse=True)`` returned.
@@ -175,7 +176,7 @@ max_seqlen_q, max_seqlen_k, backend
     """
     wanted = check_needs(needs, _ATTENTION_NEEDS)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, max_seqlen_q, max_seqlen_k)
-    options = Options(causal, scale, softcap, deterministic, sink_logits)
+    options = Options(causal, scale, softcap, deterministic, bias_delay, sink_logits)
     call = varlen_call(query, key, value, packing, mask, bias, options)
     return _gradients(call, check_upstream(call, dout, out, lse, dlse), wanted, backend)
 
@@ -247,17 +248,17 @@ def key_scores_backward(dscores: Any, value: Any, dt_proj: Any, A: Any, *, dt_bi
 def dynamic_mask_attention_backward(
         dout: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, scores: Any = None, *, window: int,
         dt_proj: Any = None, A: Any = None, dt_bias: Any = None, form: str = "exp", keys: str = "prefix",
-        padding: Any = None, documents: Any = None, causal: bool = True, scale: float | None = None,
-        softcap: float = 0.0, sink_logits: Any = None, deterministic: bool = False, dlse: Any = None,
-        needs: Iterable[str] = _DYNAMIC_NEEDS, backend: str | None = None) -> DynamicGradients:
+        padding: Any = None, documents: Any = None, bias_delay: int = 0, causal: bool = True,
+        scale: float | None = None, softcap: float = 0.0, sink_logits: Any = None, deterministic: bool = False,
+        dlse: Any = None, needs: Iterable[str] = _DYNAMIC_NEEDS, backend: str | None = None) -> DynamicGradients:
     """Gradients of ``cupy_dma.dynamic_mask_attention``, for arrays ``(B, L, H, D)``: scores and mask are recomputed.
 
     Parameters
     ----------
     dout, out, lse, dlse, deterministic
         As for ``attention_backward``.
-    query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents, causal, scale, softcap, \
-sink_logits, backend
+    query, key, value, scores, window, dt_proj, A, dt_bias, form, keys, padding, documents, bias_delay, causal, \
+scale, softcap, sink_logits, backend
         As passed to ``dynamic_mask_attention``.
     needs
         Any of ``"query"``, ``"key"``, ``"value"``, ``"scores"``, ``"dt_proj"``, ``"A"``, ``"dt_bias"``,
@@ -283,7 +284,7 @@ sink_logits, backend
     """
     wanted = check_needs(needs, _DYNAMIC_NEEDS)
     selection = Selection(scores, window, dt_proj, A, dt_bias, form, keys, padding, documents)
-    options = Options(causal, scale, softcap, deterministic, sink_logits)
+    options = Options(causal, scale, softcap, deterministic, bias_delay, sink_logits)
     call = dynamic_call(query, key, value, selection, options)
     attention, recipe = call.attention, call.recipe
     checks.require_no_grad((attention.query, attention.key, attention.value, call.scores, attention.sinks,

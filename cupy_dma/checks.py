@@ -19,6 +19,7 @@ from cupy_dma.arrays import Operand, describe
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int32", "int64")
 ZERO_ONE = ("uint8", "int8", "int16", "int32", "int64")  # integer types in which masks of 0 and 1 come
+LONGEST_DELAY = 2**30  # of a key bias, in positions: sums with positions stay in int32
 LARGEST = 2.0**127  # of scale and softcap: a factor log2(e) above it, float32 ends
 
 
@@ -153,6 +154,21 @@ def whole(value, name: str, minimum: int) -> int:
     if number < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {number}")
     return number
+
+
+def delay(value) -> int:
+    """The checked ``bias_delay``."""
+    number = whole(value, "bias_delay", 0)
+    if number > LONGEST_DELAY:
+        raise ValueError(f"bias_delay must be at most 2**30, got {number}")
+    return number
+
+
+def delays(bias_delay: int, bias: Operand | None) -> None:
+    """ValueError unless there is a bias, with four axes, that may be delayed so."""
+    if bias_delay and (bias is None or bias.shape[2] != 1):
+        what = "no bias" if bias is None else f"one per query and key, {bias.shape}"
+        raise ValueError(f"bias_delay needs a key bias, (1|B, 1|Hkv|H, 1|Lk), got bias_delay={bias_delay} and {what}")
 
 
 def real(value, name: str, minimum: float = -math.inf) -> float:

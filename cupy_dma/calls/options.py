@@ -17,15 +17,16 @@ class Options:
     scale: float | None = None  # None: D^-0.5
     softcap: float = 0.0
     deterministic: bool = False
+    bias_delay: int = 0
     sink_logits: Any = None
 
-    def checked(self, query: Operand) -> tuple[bool, float, float, bool, Operand | None]:
+    def checked(self, query: Operand) -> tuple[bool, float, float, bool, int, Operand | None]:
         """The options in this order, each with its value."""
         scale = query.shape[3] ** -0.5 if self.scale is None else checks.factor(self.scale, "scale", query.dtype)
         usual = self.softcap == 0.0 and type(self.softcap) is float
         softcap = 0.0 if usual else checks.softcap_of(self.softcap, query.dtype)
         return (checks.flag(self.causal, "causal"), scale, softcap, checks.flag(self.deterministic, "deterministic"),
-                check_sinks(self.sink_logits, query))
+                checks.delay(self.bias_delay), check_sinks(self.sink_logits, query))
 
 
 @dataclass(slots=True)

@@ -26,11 +26,16 @@ class AttentionCall:
     scale: float
     softcap: float  # 0 = none
     deterministic: bool
+    # The bias of keys is added only where p_i - j >= bias_delay (SPEC section 16); 0: for every query, also ahead of j
+    bias_delay: int = 0
     # (H,). Those of the forward are added in run.py; a backward that makes ``out`` and ``lse`` anew needs them
     sinks: Operand | None = None
     sequences: Sequences | None = None  # varlen: packed in arrays of B = 1; key and value may be a paged KV cache
-    # The bias of keys is added only where p_i - j >= bias_delay (SPEC section 16); 0: for every query, also ahead of j
-    bias_delay: int = 0
+
+    @property
+    def options(self) -> tuple[bool, float, float, bool, int]:
+        """causal, scale, softcap, deterministic, bias_delay."""
+        return self.causal, self.scale, self.softcap, self.deterministic, self.bias_delay
 
     @property
     def batch(self) -> int:
@@ -88,8 +93,7 @@ class DynamicCall:
 
 def with_mask(call: AttentionCall, mask: IntervalMask | None, bias: Operand | None) -> AttentionCall:
     """The call with this mask and bias."""
-    return AttentionCall(call.query, call.key, call.value, mask, None, bias, call.causal, call.scale, call.softcap,
-                         call.deterministic, call.sinks, call.sequences, call.bias_delay)
+    return AttentionCall(call.query, call.key, call.value, mask, None, bias, *call.options, call.sinks, call.sequences)
 
 
 def key_bias(scores: Operand) -> Operand:

@@ -25,6 +25,16 @@ from cupy_dma.masks.selection import Candidates
 def varlen_call(query: Any, key: Any, value: Any, packing: Packing, mask: Any, bias: Any,
                 options: Options) -> AttentionCall:
     """The checked arguments of ``varlen_attention``, as a call of B = 1. Raises what it documents."""
+    call = _without_mask(query, key, value, packing, options)
+    if mask is None and bias is None and not call.bias_delay:
+        return call
+    assert call.sequences is not None
+    added = None if bias is None else packed_bias(_per_key(bias, "bias", call), call.sequences)
+    checks.delays(call.bias_delay, added)
+    return with_mask(call, None if mask is None else visible_keys(mask, call), added)
+
+
+def _without_mask(query: Any, key: Any, value: Any, packing: Packing, options: Options) -> AttentionCall:
     q, k, v = describe_qkv(query, key, value, PACKED if packing.block_table is None else PAGED)
     checked = options.checked(q)
     tail_padding = checks.flag(packing.tail_padding, "tail_padding")
@@ -35,11 +45,7 @@ def varlen_call(query: Any, key: Any, value: Any, packing: Packing, mask: Any, b
         if longest is not None and checks.whole(longest, name, 0) * sequences.batch < total and not tail_padding:
             raise ValueError(f"{name} must be at least the longest sequence, got {longest} for {sequences.batch} "
                              f"sequences in {total} rows (tail_padding=True allows rows after the last sequence)")
-    call = AttentionCall(q, k, v, None, None, None, *checked, sequences)
-    if mask is None and bias is None:
-        return call
-    return with_mask(call, None if mask is None else visible_keys(mask, call),
-                     None if bias is None else packed_bias(_per_key(bias, "bias", call), sequences))
+    return AttentionCall(q, k, v, None, None, None, *checked, sequences)
 
 
 def varlen_dynamic_call(query: Any, key: Any, value: Any, packing: Packing, selection: Selection,
@@ -48,7 +54,7 @@ def varlen_dynamic_call(query: Any, key: Any, value: Any, packing: Packing, sele
     window, causal = selection.checked(options.causal)
     if selection.scores is None and packing.block_table is not None:
         raise ValueError("scores (B, Hkv, max_pages * page_size) must be given with block_table, got dt_proj")
-    call = varlen_call(query, key, value, packing, None, None, replace(options, causal=causal))
+    call = _without_mask(query, key, value, packing, replace(options, causal=causal))
     recipe = ranked = None
     if selection.scores is None:
         recipe = recipe_of(call.value.array[None], selection.dt_proj, selection.A, selection.dt_bias, selection.form)

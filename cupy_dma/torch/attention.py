@@ -47,14 +47,14 @@ from cupy_dma.torch.sinks import check_sinks, delivered
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None,
-              bias: Tensor | None = None, causal: bool = False, scale: float | None = None, softcap: float = 0.0,
-              sink_logits: Tensor | None = None, deterministic: bool = False, return_lse: bool = False,
-              layout: str | None = None, backend: str | None = None) -> Any:
+              bias: Tensor | None = None, bias_delay: int = 0, causal: bool = False, scale: float | None = None,
+              softcap: float = 0.0, sink_logits: Tensor | None = None, deterministic: bool = False,
+              return_lse: bool = False, layout: str | None = None, backend: str | None = None) -> Any:
     """``cupy_dma.attention`` of tensors ``(B, L, H, D)``, or ``(B, H, L, D)`` with ``layout="bhnd"``, with gradients
     for ``query, key, value``, ``bias`` and ``sink_logits``, through ``out`` and ``lse``."""
     if not is_bnhd(layout):
         return in_bhnd(attention, (("query", query), ("key", key), ("value", value)), mask=mask, bias=bias,
-                       causal=causal, scale=scale, softcap=softcap, sink_logits=sink_logits,
+                       bias_delay=bias_delay, causal=causal, scale=scale, softcap=softcap, sink_logits=sink_logits,
                        deterministic=deterministic, return_lse=return_lse, backend=backend)
     if sink_logits is not None:
         check_sinks(sink_logits, query)
@@ -65,7 +65,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None,
     interval, dense = (None, mask) if isinstance(mask, Tensor) else (mask, None)
     inputs = (query, key, value, bias) if dense is None else (query, key, value, bias, None, None, None, dense)
     known = entry.call_key((query, key, value, bias, dense), interval,
-                           ("attention", causal, scale, softcap, deterministic, layout, backend))
+                           ("attention", causal, scale, softcap, deterministic, bias_delay, layout, backend))
     if known is not None and known.entry is not None:
         return delivered(*entry.run(known, interval, inputs), return_lse, sink_logits)
     if takes_operators(query, key, value, bias):
@@ -78,11 +78,11 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None,
                     not_padding(item.shape, query.shape[0], query.shape[1], key.shape[1])
             interval, dense = intersect(given, key.shape[1], key.shape[2], query.shape[2])
         out, lse, _ = operators.attention(query, key, value, *MaskArguments.of(interval), dense, bias,
-                                          *options_of(causal, scale, softcap, deterministic, backend),
+                                          *options_of(causal, scale, softcap, deterministic, bias_delay, backend),
                                           needs_grad(query, key, value, bias))
     else:
         call = attention_call(query, key, value, mask, bias,
-                              Options(causal, scale, softcap, is_deterministic(deterministic)), layout)
+                              Options(causal, scale, softcap, is_deterministic(deterministic), bias_delay), layout)
         module = backends.choose(backend, (call.query,))
         if (None if call.dense is None else call.dense.array) is dense:  # not where it became an interval mask
             known = entry.recorded(known, call, module, backend, inputs)
@@ -131,8 +131,8 @@ class _Attention(torch.autograd.Function):
                  None if recipe is None or own.bias is None else own.bias.array, *made)
         ctx.save_for_backward(*saved)
         ctx.saved = described(saved)
-        ctx.facts = CallContext(mask, (own.causal, own.scale, own.softcap, own.deterministic),
-                                None if recipe is None else recipe[4], module, backend, own.sequences)
+        ctx.facts = CallContext(mask, own.options, None if recipe is None else recipe[4], module, backend,
+                                own.sequences)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -175,6 +175,7 @@ class _Arguments(NamedTuple):
     scale: float | None
     softcap: float
     deterministic: bool
+    bias_delay: int
     backend: str | None
     keep: bool
 
@@ -196,13 +197,13 @@ class _Arguments(NamedTuple):
     def call(self) -> AttentionCall:
         """The checked call."""
         masks = tuple([mask for mask in (self.mask, self.dense) if mask is not None])
-        return attention_call(self.query, self.key, self.value, masks, self.bias, Options(*self[10:14]))
+        return attention_call(self.query, self.key, self.value, masks, self.bias, Options(*self[10:15]))
 
     def call_key(self) -> entry.CallKey | None:
         if self.dense is not None and self.dense.shape[-2:-1] in ((), (1,)):  # wrong, or becomes an interval mask
             return None
         bound = None if self.bound is None else tuple(self.bound)
-        return entry.operator_key(self.inputs, (self.starts, bound, self.causal_only, *self[10:15]), self.keep)
+        return entry.operator_key(self.inputs, (self.starts, bound, self.causal_only, *self[10:16]), self.keep)
 
 
 def _attention(*arguments):
@@ -245,7 +246,7 @@ def _fake_attention_backward(dout, dlse, out, lse, made, query, key, value, *res
 
 
 MASK = "Tensor? start, Tensor? stop, str? starts, SymInt[]? bound, bool causal_only"
-OPTIONS = "bool causal, float? scale, float softcap, bool deterministic, str? backend"
+OPTIONS = "bool causal, float? scale, float softcap, bool deterministic, int bias_delay, str? backend"
 _ARGUMENTS = f"Tensor query, Tensor key, Tensor value, {MASK}, Tensor? dense, Tensor? bias, {OPTIONS}, bool keep"
 register(f"attention({_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor made)", _attention, _fake_attention)
 register(f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor made, {_ARGUMENTS}, "

@@ -51,17 +51,18 @@ from cupy_dma.torch.sinks import check_sinks, delivered
 def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *, window: int,
                            dt_proj: Tensor | None = None, A: Tensor | None = None, dt_bias: Tensor | None = None,
                            form: str = "exp", keys: str = "prefix", padding: Tensor | None = None,
-                           documents: Tensor | None = None, causal: bool = True, scale: float | None = None,
-                           softcap: float = 0.0, sink_logits: Tensor | None = None, deterministic: bool = False,
-                           return_lse: bool = False, layout: str | None = None, backend: str | None = None) -> Any:
+                           documents: Tensor | None = None, bias_delay: int = 0, causal: bool = True,
+                           scale: float | None = None, softcap: float = 0.0, sink_logits: Tensor | None = None,
+                           deterministic: bool = False, return_lse: bool = False, layout: str | None = None,
+                           backend: str | None = None) -> Any:
     """``cupy_dma.dynamic_mask_attention`` of tensors ``(B, L, H, D)``, or ``(B, H, L, D)`` with ``layout="bhnd"``, with
     gradients for ``query, key, value``, ``scores`` and ``sink_logits``, or through the scores for ``value`` (both
     terms), ``dt_proj``, ``A`` and ``dt_bias``."""
     if not is_bnhd(layout):
         return in_bhnd(dynamic_mask_attention, (("query", query), ("key", key), ("value", value)), scores,
                        window=window, dt_proj=dt_proj, A=A, dt_bias=dt_bias, form=form, keys=keys, padding=padding,
-                       documents=documents, causal=causal, scale=scale, softcap=softcap, sink_logits=sink_logits,
-                       deterministic=deterministic, return_lse=return_lse, backend=backend)
+                       documents=documents, bias_delay=bias_delay, causal=causal, scale=scale, softcap=softcap,
+                       sink_logits=sink_logits, deterministic=deterministic, return_lse=return_lse, backend=backend)
     if sink_logits is not None:
         check_sinks(sink_logits, query)
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
@@ -69,7 +70,7 @@ def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Te
     scores = in_rows(as_key_bias(scores))
     inputs, known = (query, key, value, scores, dt_proj, A, dt_bias), None
     if documents is None and (padding is None or getattr(padding, "dtype", None) is torch.bool):
-        options = ("dynamic", window, form, keys, causal, scale, softcap, deterministic, layout, backend)
+        options = ("dynamic", window, form, keys, causal, scale, softcap, deterministic, bias_delay, layout, backend)
         known = entry.call_key((*inputs, padding), None, options)
         if known is not None and known.entry is not None and not checks.wants_values_checked():
             return delivered(*entry.run(known, None, inputs, padding), return_lse, sink_logits)
@@ -77,11 +78,11 @@ def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Te
         keep = needs_grad(query, key, value, scores, dt_proj, A, dt_bias)
         out, lse, _ = operators.dynamic_attention(
             query, key, value, scores, dt_proj, A, dt_bias, padding, as_tensor(documents, query), window, form, keys,
-            *options_of(causal, scale, softcap, deterministic, backend), keep)
+            *options_of(causal, scale, softcap, deterministic, bias_delay, backend), keep)
     else:
         selection = Selection(scores, window, dt_proj, A, dt_bias, form, keys, padding, documents)
         call = dynamic_call(query, key, value, selection,
-                            Options(causal, scale, softcap, is_deterministic(deterministic)), layout)
+                            Options(causal, scale, softcap, is_deterministic(deterministic), bias_delay), layout)
         module = backends.choose(backend, (call.attention.query,))
         if checks.wants_values_checked():
             known = None
@@ -134,13 +135,14 @@ class _Arguments(NamedTuple):
     scale: float | None
     softcap: float
     deterministic: bool
+    bias_delay: int
     backend: str | None
     keep: bool
 
     def call(self) -> DynamicCall:
         """The checked call."""
         selection = Selection(self.scores, self.window, *self[4:7], self.form, self.keys, self.padding, self.documents)
-        return dynamic_call(*self[:3], selection, Options(*self[12:16]))
+        return dynamic_call(*self[:3], selection, Options(*self[12:17]))
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
@@ -150,7 +152,7 @@ class _Arguments(NamedTuple):
         if self.documents is not None or (self.padding is not None and self.padding.dtype != torch.bool) or (
                 checks.wants_values_checked()):
             return None
-        return entry.operator_key(self[:8], self[9:17], self.keep)
+        return entry.operator_key(self[:8], self[9:18], self.keep)
 
 
 def _dynamic_attention(*arguments):
@@ -190,8 +192,7 @@ def _dynamic_attention_backward(dout, dlse, out, lse, made, *arguments):
                 facts, scores = entry.without_programs(known, None, [made])
             else:
                 mask, scores = _unpacked(given, made)
-                facts = CallContext(mask, (own.causal, own.scale, own.softcap, own.deterministic),
-                                    call.recipe and call.recipe[4], module, given.backend)
+                facts = CallContext(mask, own.options, call.recipe and call.recipe[4], module, given.backend)
             found = gradients(facts, Saved(out, lse, *given[:7], scores=scores), dout, dlse, needed)
     return [found[INPUTS.index(name)] for name in needs]
 
@@ -236,7 +237,7 @@ def _fake_dynamic_attention_backward(dout, dlse, out, lse, made, *arguments):
 
 _DYNAMIC = ("Tensor query, Tensor key, Tensor value, Tensor? scores, Tensor? dt_proj, Tensor? A, Tensor? dt_bias, "
             "Tensor? padding, Tensor? documents, SymInt window, str form, str keys, bool causal, float? scale, "
-            "float softcap, bool deterministic, str? backend, bool keep")
+            "float softcap, bool deterministic, int bias_delay, str? backend, bool keep")
 register(f"dynamic_attention({_DYNAMIC}) -> (Tensor out, Tensor lse, Tensor made)", _dynamic_attention,
          _fake_dynamic_attention)
 register(f"dynamic_attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor made, {_DYNAMIC}, "

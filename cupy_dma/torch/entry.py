@@ -167,7 +167,7 @@ def _built(key: CallKey, call: AttentionCall | DynamicCall, module: ModuleType, 
     query, (batch, length, heads, _) = own.query.array, own.query.shape
     results = [(torch.Size(own.query.shape), query.dtype, query.device),
                (torch.Size((batch, heads, length)), torch.float32, query.device)]
-    facts = CallContext(None, (own.causal, own.scale, own.softcap, own.deterministic), form, module, backend)
+    facts = CallContext(None, own.options, form, module, backend)
     # Operators take copies of what a compiler has placed elsewhere.
     places = [(layout_of(x), 0) if own_mask else _place_of(x) for x in inputs if x is not None]
     return Entry(chain, facts, module.runtime, results + described(inputs), places)

@@ -65,7 +65,7 @@ class CallContext(NamedTuple):
     """What a backward needs of a call besides tensors."""
 
     mask: IntervalMask | None
-    options: tuple[bool, float, float, bool]  # causal, scale, softcap, deterministic
+    options: tuple[bool, float, float, bool, int]  # causal, scale, softcap, deterministic, bias_delay
     form: str | None  # of the scores, if they are computed
     module: ModuleType
     backend: str | None

@@ -33,13 +33,16 @@ class DynamicMaskAttention(Layer):
     sinks, recent : int
         How many first and last tokens of each sequence are kept as well, as in ``DynamicCache``. They need
         ``keys="prefix"``.
+    bias_delay : int
+        How many positions behind a key its score is added to the logits, as in ``cupy_dma.attention``; the selection is
+        not delayed. Not yet with a cache or a ``process_group``.
     dt_bias : bool
         Also learn an offset per kv head.
     A_init : float
         What all of ``A`` begins with.
     form, keys, causal, scale, softcap, deterministic, backend
-        As for ``cupy_dma.dynamic_mask_attention``. These, ``window``, ``sinks`` and ``recent`` are attributes, which
-        may be changed later.
+        As for ``cupy_dma.dynamic_mask_attention``. These, ``window``, ``sinks``, ``recent`` and ``bias_delay`` are
+        attributes, which may be changed later.
     process_group : ProcessGroup or one-dimensional DeviceMesh, optional
         Context parallelism: the ranks of the group hold consecutive shards of each sequence, see
         ``cupy_dma.distributed``. It needs ``keys="prefix"``. May be changed later: it is an attribute, which is neither
@@ -62,6 +65,8 @@ class DynamicMaskAttention(Layer):
     ------
     TypeError, ValueError
         An argument has the wrong type or value.
+    NotImplementedError
+        A layer with a ``bias_delay`` is called with a cache or a ``process_group``, before anything runs.
 
     Warns
     -----
@@ -72,16 +77,18 @@ class DynamicMaskAttention(Layer):
     """
 
     CHECKS: ClassVar[dict[str, Check]] = {
-        "window": at_least(1), "sinks": at_least(0), "recent": at_least(0), "form": one_of(FORMS),
+        "window": at_least(1), "sinks": at_least(0), "recent": at_least(0),
+        "bias_delay": lambda value, name: checks.delay(value), "form": one_of(FORMS),
         "keys": one_of(("prefix", "global")), "causal": checks.flag, "scale": optional(checks.real),
         "softcap": lambda value, name: checks.real(value, name, 0.0), "deterministic": checks.flag,
         "backend": backend_name, "A_init": checks.real}
     FIXED = ("kv_heads", "head_dim", "dt_bias")
 
     def __init__(self, kv_heads: int, head_dim: int, window: int, *, sinks: int = 0, recent: int = 0,
-                 dt_bias: bool = False, A_init: float = 0.0, form: str = "exp", keys: str = "prefix",
-                 causal: bool = True, scale: float | None = None, softcap: float = 0.0, deterministic: bool = False,
-                 backend: str | None = None, process_group: Any = None, device: Any = None, dtype: Any = None):
+                 bias_delay: int = 0, dt_bias: bool = False, A_init: float = 0.0, form: str = "exp",
+                 keys: str = "prefix", causal: bool = True, scale: float | None = None, softcap: float = 0.0,
+                 deterministic: bool = False, backend: str | None = None, process_group: Any = None,
+                 device: Any = None, dtype: Any = None):
         super().__init__()
         self._fix(kv_heads=checks.whole(kv_heads, "kv_heads", 1), head_dim=checks.whole(head_dim, "head_dim", 1))
         if self.head_dim > 256:
@@ -89,6 +96,7 @@ class DynamicMaskAttention(Layer):
         self.window, self.form, self.keys, self.causal, self.sinks, self.recent = (
             window, form, keys, causal, sinks, recent)
         self.scale, self.softcap, self.deterministic, self.backend = scale, softcap, deterministic, backend
+        self.bias_delay = bias_delay
         self.process_group, self.A_init, self._looked_at_A = process_group, A_init, False
         self.A = nn.Parameter(torch.full((kv_heads,), self.A_init, device=device, dtype=dtype))
         self.dt_proj = nn.Linear(self.kv_heads * self.head_dim, self.kv_heads, bias=checks.flag(dt_bias, "dt_bias"),
@@ -150,6 +158,8 @@ class DynamicMaskAttention(Layer):
         if packed and (padding is not None or documents is not None):
             raise ValueError("cu_seqlens says where the packed sequences begin: give no padding and no documents with "
                              "it")
+        if self._group is not None:
+            self._require_no_delay("a process_group")
         self._check(query, key, value, packed)
         if not self.A.requires_grad and not self._looked_at_A:
             self._warn_of_no_gradient()
@@ -157,6 +167,7 @@ class DynamicMaskAttention(Layer):
                                    "return_lse": return_lse, "backend": self.backend}
         if self._group is not None:
             return self._sharded(query, key, value, packed, padding=padding, documents=documents, **options)
+        options["bias_delay"] = self.bias_delay
         if self.sinks or self.recent:
             scores = self._scores(value, padding)
             mask = kept_keys(scores[None] if packed else scores, self.window, self.sinks, self.recent, padding,
@@ -220,7 +231,10 @@ class DynamicMaskAttention(Layer):
         ------
         ValueError
             The layer was made with ``keys="global"``, which selects by scores still to come.
+        NotImplementedError
+            The layer has a ``bias_delay``.
         """
+        self._require_no_delay("a cache")
         if self.keys == "global":
             raise ValueError("a layer with keys='global' cannot decode: it selects by the scores of later keys")
         like = self.A.new_empty(0, device=device)
@@ -332,7 +346,12 @@ class DynamicMaskAttention(Layer):
             raise ValueError(f"{name} must have shape ({'total' if packed else 'B, Lk'}, {self.kv_heads}, "
                              f"{self.head_dim}), got {tuple(tensor.shape)}: {self._made()}")
 
+    def _require_no_delay(self, what: str) -> None:
+        if self.bias_delay:
+            raise NotImplementedError(f"a layer with bias_delay={self.bias_delay} cannot be used with {what} yet")
+
     def _check_cache(self, cache: Any) -> None:
+        self._require_no_delay("a cache")
         if not isinstance(cache, DynamicCache):
             raise TypeError(f"cache must be a DynamicCache, as make_cache makes it, got {type(cache).__name__}")
         for name in ("kv_heads", "head_dim", "window", "sinks", "recent"):
@@ -344,6 +363,6 @@ class DynamicMaskAttention(Layer):
         return f"the layer was made with kv_heads={self.kv_heads}, head_dim={self.head_dim}"
 
     def extra_repr(self) -> str:
-        names = ("kv_heads", "head_dim", "window", "sinks", "recent", "A_init", "form", "keys", "causal", "scale",
-                 "softcap", "deterministic", "backend")
+        names = ("kv_heads", "head_dim", "window", "sinks", "recent", "bias_delay", "A_init", "form", "keys", "causal",
+                 "scale", "softcap", "deterministic", "backend")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) is not None)

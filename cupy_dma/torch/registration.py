@@ -32,6 +32,7 @@ class OperatorOptions(NamedTuple):
     scale: float | None
     softcap: float
     deterministic: bool
+    bias_delay: int
     backend: str | None
 
 
@@ -160,11 +161,12 @@ def is_deterministic(deterministic: bool) -> bool:
     return checks.flag(deterministic, "deterministic") or torch.are_deterministic_algorithms_enabled()
 
 
-def options_of(causal: bool, scale: float | None, softcap: float, deterministic: bool,
+def options_of(causal: bool, scale: float | None, softcap: float, deterministic: bool, bias_delay: int,
                backend: str | None) -> OperatorOptions:
     """Checked options, as an operator takes them."""
     return OperatorOptions(checks.flag(causal, "causal"), None if scale is None else checks.real(scale, "scale"),
-                           checks.real(softcap, "softcap", 0.0), is_deterministic(deterministic), backend)
+                           checks.real(softcap, "softcap", 0.0), is_deterministic(deterministic),
+                           checks.delay(bias_delay), backend)
 
 
 def in_rows(x: Any) -> Any:

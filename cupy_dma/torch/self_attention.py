@@ -45,7 +45,7 @@ class DynamicMaskSelfAttention(Layer):
         Normalise queries and keys, each head with RMSNorm, before they are rotated.
     sinks, recent : int
         How many first and last tokens are kept as well.
-    form, dt_bias, A_init, scale, softcap, deterministic, backend
+    bias_delay, form, dt_bias, A_init, scale, softcap, deterministic, backend
         As for ``DynamicMaskAttention``. Like ``window``, ``sinks`` and ``recent`` they are attributes, those of the
         core, which may be changed later; all but ``dt_bias``.
     bias : bool
@@ -72,6 +72,8 @@ class DynamicMaskSelfAttention(Layer):
     ------
     TypeError, ValueError
         An argument has the wrong type or value.
+    NotImplementedError
+        A layer with a ``bias_delay`` is called with a cache or a ``process_group``.
 
     Notes
     -----
@@ -85,7 +87,7 @@ class DynamicMaskSelfAttention(Layer):
 
     def __init__(self, width: int, heads: int, kv_heads: int | None = None, window: int = 2048, *,
                  head_dim: int | None = None, rope: float | None = 10000.0, qk_norm: bool = False, sinks: int = 0,
-                 recent: int = 0, form: str = "exp", dt_bias: bool = False, A_init: float = 0.0,
+                 recent: int = 0, bias_delay: int = 0, form: str = "exp", dt_bias: bool = False, A_init: float = 0.0,
                  scale: float | None = None, softcap: float = 0.0, bias: bool = False, checkpoint: bool = False,
                  batch_first: bool = True, deterministic: bool = False, backend: str | None = None,
                  process_group: Any = None, device: Any = None, dtype: Any = None):
@@ -102,9 +104,9 @@ class DynamicMaskSelfAttention(Layer):
         self.rope, self.checkpoint, self.batch_first = rope, checkpoint, batch_first
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.attention = DynamicMaskAttention(
-            self.kv_heads, self.head_dim, window, sinks=sinks, recent=recent, dt_bias=dt_bias, A_init=A_init, form=form,
-            scale=scale, softcap=softcap, deterministic=deterministic, backend=backend, process_group=process_group,
-            **made)
+            self.kv_heads, self.head_dim, window, sinks=sinks, recent=recent, bias_delay=bias_delay, dt_bias=dt_bias,
+            A_init=A_init, form=form, scale=scale, softcap=softcap, deterministic=deterministic, backend=backend,
+            process_group=process_group, **made)
         inner, outer = self.heads * self.head_dim, self.kv_heads * self.head_dim
         made["bias"] = checks.flag(bias, "bias")
         self.q_proj, self.k_proj = nn.Linear(width, inner, **made), nn.Linear(width, outer, **made)
@@ -113,8 +115,8 @@ class DynamicMaskSelfAttention(Layer):
             nn.RMSNorm(self.head_dim, eps=1e-6, device=device, dtype=dtype) if checks.flag(qk_norm, "qk_norm") else None
             for _ in range(2))
 
-    window, sinks, recent, form, A_init, scale, softcap, deterministic, backend = map(of_core, (
-        "window", "sinks", "recent", "form", "A_init", "scale", "softcap", "deterministic", "backend"))
+    window, sinks, recent, bias_delay, form, A_init, scale, softcap, deterministic, backend = map(of_core, (
+        "window", "sinks", "recent", "bias_delay", "form", "A_init", "scale", "softcap", "deterministic", "backend"))
 
     @property
     def process_group(self) -> Any:
@@ -211,6 +213,7 @@ class DynamicMaskSelfAttention(Layer):
 
     def _place(self, tokens: Tokens, positions: Tensor | None, documents: Tensor | None) -> None:
         """Where the tokens of a shard stand."""
+        self.attention._require_no_delay("a process_group")
         tokens.documents = documents
         if positions is None and self.rope is not None and tokens.cu_seqlens is None:
             tokens.positions = self.attention._shard_positions(

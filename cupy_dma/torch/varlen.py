@@ -38,11 +38,12 @@ from cupy_dma.torch.sinks import check_sinks, delivered
 
 
 def varlen_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, *,
-                     mask: IntervalMask | None = None, bias: Tensor | None = None, causal: bool = False,
-                     scale: float | None = None, softcap: float = 0.0, sink_logits: Tensor | None = None,
-                     deterministic: bool = False, return_lse: bool = False, block_table: Tensor | None = None,
-                     seqused_k: Tensor | None = None, max_seqlen_q: int | None = None,
-                     max_seqlen_k: int | None = None, tail_padding: bool = False, backend: str | None = None) -> Any:
+                     mask: IntervalMask | None = None, bias: Tensor | None = None, bias_delay: int = 0,
+                     causal: bool = False, scale: float | None = None, softcap: float = 0.0,
+                     sink_logits: Tensor | None = None, deterministic: bool = False, return_lse: bool = False,
+                     block_table: Tensor | None = None, seqused_k: Tensor | None = None,
+                     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, tail_padding: bool = False,
+                     backend: str | None = None) -> Any:
     """``cupy_dma.varlen_attention`` with gradients for ``query, key, value``, ``bias`` and ``sink_logits``, through
     ``out`` and ``lse``."""
     if sink_logits is not None:
@@ -53,11 +54,12 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Te
         sequences = _as_tensors(query, sequences)
         _check_lengths(max_seqlen_q, max_seqlen_k)
         out, lse = operators.varlen_attention(query, key, value, *MaskArguments.of(mask), bias,
-                                              *options_of(causal, scale, softcap, deterministic, backend), *sequences)
+                                              *options_of(causal, scale, softcap, deterministic, bias_delay, backend),
+                                              *sequences)
     else:
         packing = Packing(*sequences, max_seqlen_q, max_seqlen_k, tail_padding)
         call = varlen_call(query, key, value, packing, mask, bias,
-                           Options(causal, scale, softcap, is_deterministic(deterministic)))
+                           Options(causal, scale, softcap, is_deterministic(deterministic), bias_delay))
         out, lse, _ = attend(call, backends.choose(backend, (call.query,)), backend, (query, key, value, bias),
                              (mask,))
     return delivered(out, lse, return_lse, sink_logits)
@@ -67,12 +69,12 @@ def varlen_dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, cu_
                                   cu_seqlens_k: Tensor | None, scores: Tensor | None = None, *, window: int,
                                   dt_proj: Tensor | None = None, A: Tensor | None = None,
                                   dt_bias: Tensor | None = None, form: str = "exp", keys: str = "prefix",
-                                  causal: bool = True, scale: float | None = None, softcap: float = 0.0,
-                                  sink_logits: Tensor | None = None, deterministic: bool = False,
-                                  return_lse: bool = False, block_table: Tensor | None = None,
-                                  seqused_k: Tensor | None = None, max_seqlen_q: int | None = None,
-                                  max_seqlen_k: int | None = None, tail_padding: bool = False,
-                                  backend: str | None = None) -> Any:
+                                  bias_delay: int = 0, causal: bool = True, scale: float | None = None,
+                                  softcap: float = 0.0, sink_logits: Tensor | None = None,
+                                  deterministic: bool = False, return_lse: bool = False,
+                                  block_table: Tensor | None = None, seqused_k: Tensor | None = None,
+                                  max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+                                  tail_padding: bool = False, backend: str | None = None) -> Any:
     """``cupy_dma.varlen_dynamic_mask_attention`` with gradients for ``query, key, value``, ``scores`` and
     ``sink_logits``, or through the scores for ``value`` (both terms), ``dt_proj``, ``A`` and ``dt_bias``."""
     if sink_logits is not None:
@@ -90,11 +92,12 @@ def varlen_dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, cu_
                                              *sequences)
         hints = selection_hints(window, scores.shape[-1], keys, keys == "global", False)
         out, lse = operators.varlen_attention(query, key, value, start, stop, *hints, scores,
-                                              *options_of(cut, scale, softcap, deterministic, backend), *sequences)
+                                              *options_of(cut, scale, softcap, deterministic, bias_delay, backend),
+                                              *sequences)
     else:
         packing = Packing(*sequences, max_seqlen_q, max_seqlen_k, tail_padding)
         call = varlen_dynamic_call(query, key, value, packing, selection,
-                                   Options(causal, scale, softcap, is_deterministic(deterministic)))
+                                   Options(causal, scale, softcap, is_deterministic(deterministic), bias_delay))
         module = backends.choose(backend, (call.attention.query,))
         out, lse, _ = attend_dynamic(call, module, backend, query, key, value, scores)
     return delivered(out, lse, return_lse, sink_logits)
@@ -115,26 +118,26 @@ def _check_lengths(*lengths: int | None) -> None:
 
 
 def _call(query, key, value, start, stop, starts, bound, causal_only, bias, causal, scale, softcap, deterministic,
-          *sequences):
+          bias_delay, *sequences):
     mask = MaskArguments(start, stop, starts, bound, causal_only).mask()
     return varlen_call(query, key, value, Packing(*sequences), mask, bias,
-                       Options(causal, scale, softcap, deterministic))
+                       Options(causal, scale, softcap, deterministic, bias_delay))
 
 
 def _attention(query, key, value, start, stop, starts, bound, causal_only, bias, causal, scale, softcap,
-               deterministic, backend, *sequences):
+               deterministic, bias_delay, backend, *sequences):
     call = _call(query, key, value, start, stop, starts, bound, causal_only, bias, causal, scale, softcap,
-                 deterministic, *sequences)
+                 deterministic, bias_delay, *sequences)
     out, lse = run_attend(call, backends.choose(backend, (call.query,)))
     return out[0], lse[0]
 
 
 def _attention_backward(dout, dlse, out, lse, query, key, value, start, stop, starts, bound, causal_only, bias, causal,
-                        scale, softcap, deterministic, backend, *sequences_and_needs):
+                        scale, softcap, deterministic, bias_delay, backend, *sequences_and_needs):
     *sequences, needs = sequences_and_needs
     with torch.no_grad():
         call = _call(query, key, value, start, stop, starts, bound, causal_only, bias, causal, scale, softcap,
-                     deterministic, *sequences)
+                     deterministic, bias_delay, *sequences)
         return gradients_of(call, dout, dlse, out, lse, backends.choose(backend, (call.query,)), needs)
 
 

@@ -93,9 +93,11 @@ __device__ __forceinline__ void load_key_facts(Shared& shared, const AttentionPa
             p.bias[t.batch * p.bias_batch + t.group * p.bias_group + head * p.bias_head + key * p.bias_key]);
 #endif
 #if DELAY
-    shared.far_from[threadIdx.x] = key + t.bias_delay;
-    if (!BITS && bias == -infinity()) {  // nobody sees it from there on
-        stop = min(stop, key + t.bias_delay);
+    const int far_from = key + t.bias_delay;
+    shared.far_from[threadIdx.x] = far_from;
+    if (far_from >= t.end_position()) bias = 0.0f;  // it counts for no query
+    if (!BITS && bias == -infinity()) {             // nobody sees the key from there on
+        stop = min(stop, far_from);
         bias = 0.0f;
     }
 #endif

@@ -40,6 +40,9 @@ __device__ __forceinline__ int load_meta(KeyTileMeta& meta, const BackwardDkvPar
         const bool exists = i < t.count;
         int key = 0, start = NEVER, stop = INT_LOWEST;  // no such key: an empty run
         float bias = 0.0f;
+#if DELAY
+        int far_from = INT_LOWEST;
+#endif
         if (exists) {
             key = KEYS == KEYS_CONTIGUOUS ? t.first + i : t.list[t.first + i];
             start = CAUSAL ? key : INT_LOWEST;
@@ -53,13 +56,13 @@ __device__ __forceinline__ int load_meta(KeyTileMeta& meta, const BackwardDkvPar
             bias = log2_units(p.bias[t.batch * p.bias_batch + t.group * p.bias_group + key * p.bias_key]);
 #endif
 #if DELAY
-            const int far_from = key + t.bias_delay;
+            far_from = key + t.bias_delay;
             last_far_from = max(last_far_from, far_from);
-            if (bias == -infinity()) {  // nobody sees it from there on
+            if (far_from >= t.end_position()) bias = 0.0f;  // it counts for no query
+            if (bias == -infinity()) {                      // nobody sees the key from there on
                 stop = min(stop, far_from);
                 bias = 0.0f;
             }
-            meta.far_from[i] = far_from;
 #endif
 #if INTERVALS || DELAY
             const bool is_ahead = stop <= t.first_query + t.shift;  // of all queries
@@ -73,6 +76,9 @@ __device__ __forceinline__ int load_meta(KeyTileMeta& meta, const BackwardDkvPar
         meta.start[i] = start;
         meta.stop[i] = stop;
         meta.bias[i] = bias;
+#if DELAY
+        meta.far_from[i] = far_from;
+#endif
     }
     __syncwarp();
 #if BITS

@@ -124,7 +124,8 @@ struct Consumer {
     // Whether biases of the block at `keys` count for some rows only.
     __device__ __forceinline__ bool is_mixed_block() const {
 #if DELAY
-        return *reinterpret_cast<const unsigned*>(shared.mixed[keys.stage]) != 0;
+        const int4 mixed = shared.mixed[keys.stage];
+        return (mixed.x | mixed.y | mixed.z | mixed.w) != 0;
 #else
         return false;
 #endif

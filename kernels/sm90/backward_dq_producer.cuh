@@ -74,7 +74,7 @@ __device__ __forceinline__ void produce_block(Shared& shared, int stage, const A
     const bool mixed = is_mixed(far_from, t.first_position, t.last_position);
     const bool any = __any_sync(ALL_LANES, exists && mixed);
     hidden = hidden && !mixed;
-    if (lane == 0) shared.mixed[stage][threadIdx.x / 32] = any;
+    if (lane == 0) reinterpret_cast<int*>(shared.mixed + stage)[threadIdx.x / 32] = any;
     if (lane < WARP_KEYS) shared.far_from[stage][slot] = far_from;
 #endif
     const unsigned found = __ballot_sync(ALL_LANES, exists && !hidden);

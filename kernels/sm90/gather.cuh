@@ -210,7 +210,7 @@ __device__ __forceinline__ void keep_bias(Shared& shared, const Plan& plan, int 
 #if DELAY
     const bool mixed = is_mixed(bias.far_from, plan.tile.first_position, plan.tile.last_position);
     const bool any = __any_sync(ALL_LANES, lane < WARP_KEYS && mixed);
-    if (lane == 0) shared.mixed[stage][warp] = any;
+    if (lane == 0) reinterpret_cast<int*>(shared.mixed + stage)[warp] = any;
     if (lane < WARP_KEYS) shared.far_from[stage][key_of(warp, lane)] = bias.far_from;
 #endif
     if (BIAS != BIAS_OF_KEYS || lane >= WARP_KEYS) return;

@@ -42,7 +42,8 @@ __device__ __forceinline__ int polynomials_for(const Fragment (&s)[KEY_FRAGMENTS
 #if DELAY
 // Whether biases of the block in this stage count for some of the tile's queries only.
 __device__ __forceinline__ bool has_mixed(const Shared& shared, int stage) {
-    return *reinterpret_cast<const unsigned*>(shared.mixed[stage]) != 0;
+    const int4 mixed = shared.mixed[stage];
+    return (mixed.x | mixed.y | mixed.z | mixed.w) != 0;
 }
 
 // From where on the biases of this lane's keys in fragment n count, those with lane_key 0 to 3.

@@ -14,7 +14,7 @@ from cupy_dma.arrays import describe
 from cupy_dma.calls.attention import attention_call
 from cupy_dma.calls.options import Options
 from cupy_dma.masks.interval import NEVER
-from tests.oracle import cases, hidden_keys, reference
+from tests.oracle import cases, delay_cases, hidden_keys, reference
 from tests.oracle.cases import CASES
 from tests.unit.test_attention import draw
 from tests.unit.test_selection import problems
@@ -26,18 +26,19 @@ from cupy_dma.backends.flex.problem import BLOCK, Problem  # noqa: E402
 from cupy_dma.backends.torch_common import scores_and_selection as torch_math  # noqa: E402  needs torch
 
 NAMES = "query", "key", "value", "bias"
+FEW_DELAYS = [case for case in delay_cases.CASES if case.name in delay_cases.FEW]
 MASKED = [case for case in CASES if case.name.startswith(("mask-", "causal-and-", "bias-", "softcap"))]
 
 
 # ---- the grid -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + FEW_DELAYS, ids=str)
 def test_forward_grid(case):
     cases.check(case, *cases.run(case, backend="flex"))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + FEW_DELAYS, ids=str)
 def test_backward_grid(case):
     cases.check_backward(case, cases.run_backward(case, backend="flex", with_dlse=True), with_dlse=True)
 

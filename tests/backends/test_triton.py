@@ -18,13 +18,13 @@ from hypothesis import given, settings
 import cupy_dma as dma
 from cupy_dma.arrays import CPU, Device, library_named, numpy_dtype
 from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward, key_scores_backward
-from tests.oracle import cases, reference
+from tests.oracle import cases, delay_cases, reference
 from tests.unit.test_selection import problems
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = CPU if INTERPRETED else Device("cuda", 0)
 LIBRARIES = ["torch", "numpy" if INTERPRETED else "cupy"]
-GRID = [c for c in cases.CASES if c.dtype != "float64"]
+GRID = [c for c in cases.CASES + delay_cases.CASES if c.dtype != "float64"]
 if INTERPRETED:
     from tests.backends.triton_interpreter import patch
 
@@ -39,7 +39,7 @@ if INTERPRETED:
             "sinks-top_w-float16", "value-dim-bfloat16-32/24-causal",
             "bias-full_per_head-none", "bias-row-top_w", "bias-key_shared-none", "softcap-full", "softcap-1e-06",
             "scale-zero-softcap", "scale-negative-softcap", "scale-1e-40", "layout-bhsd", "layout-every_other",
-            "batch-0")]
+            "batch-0", *delay_cases.FEW)]
     RUNS = [(case, "numpy" if i % 4 == 0 else "torch") for i, case in enumerate(GRID)]
 else:
     RUNS = [(case, name) for case in GRID for name in LIBRARIES]

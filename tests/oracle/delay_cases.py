@@ -27,7 +27,7 @@ CASES = [
       for dtype, mask in (("float16", "causal"), ("bfloat16", "top_w")) for delay in DELAYS),
     *(_case("soft", delay, "survivors", extremes=False) for delay in (20, 64)),
     *(_case(mask, delay, mask)
-      for mask in ("none", "window", "survivors", "global", "dense", "per_batch", "documents", "survivors+dense")
+      for mask in ("none", "window", "survivors", "global", "dense", "per_batch", "documents", "survivors+dense=1gqk")
       for delay in (WINDOW, 65)),
     *(_case(f"{lq}x{lk}-{mask}", delay, mask, query_length=lq, key_length=lk, causal=mask == "dense")
       for lq, lk in LENGTHS for mask in ("none", "causal", "survivors", "dense") for delay in (1, 64)),
@@ -38,16 +38,28 @@ CASES = [
     *(_case(f"scale{scale}", 40, "survivors", scale=scale) for scale in (-0.3, 0.0)),
     _case("scale-0.3-softcap", 40, "survivors", scale=-0.3, softcap=2.0),
     *(_case(f"D{size}", 40, "survivors", head_dim=size) for size in (16, 64)),
-    *(_case(f"{dtype}-{mask}", 40, mask, dtype=dtype) for dtype in ("float32", "float64")
-      for mask in ("causal", "survivors", "dense")),
+    *(_case(f"float32-{mask}", 40, mask, dtype="float32") for mask in ("causal", "survivors", "dense")),
+    _case("float64", 40, "survivors", dtype="float64", extremes=False),
     _case("sinks", 40, sinks="float32"), _case("value-dim", 40, value_dim=24),
     _case("every key alike", 40, bias="full=b111", extremes=False),
 ]
+# names of a few, for where a case takes long
+FEW = ("delay-1-causal-float16", "delay-65-top_w-bfloat16", "delay-150-causal-float16", "delay-65-survivors+dense=1gqk",
+       "delay-64-130x300-none", "delay-64-150x70-survivors", "delay-20-key_per_head-6/2", "delay-1-softcap-survivors",
+       "delay-40-scale-0.3", "delay-40-float32-causal", "delay-40-every key alike")
+LONG = [
+    *(_case(f"long-{mask}-D{size}-{i}", 100, mask, query_length=520, key_length=520, heads=2, kv_heads=1,
+            head_dim=size, window=70, **changed)
+      for i, (size, changed) in enumerate((
+          (64, {}), (128, {}), (256, {"extremes": False}), (128, {"softcap": 2.0, "scale": 0.3}), (64, {"softcap": 2.0})))
+      for mask in ("none", "causal", "window", "top_w", "survivors")),
+    _case("long-fewer-queries", 100, "survivors", query_length=260, key_length=520, heads=2, kv_heads=1, head_dim=64),
+]
 _USED = (20, 3, 40, 0, 77, 12, 0, 140)
 PACKED = [varlen_cases.Case(f"delay-{delay}-{mask}", mask=mask, bias_delay=delay, **({"bias": "key"} | changed))
-          for delay in (1, 64, LARGEST)
+          for delay in (1, 30, LARGEST)
           for mask, changed in (("causal", {}), ("none", {"softcap": 2.0}), ("window", {"bias": "key_per_head"}),
                                 ("per_head", {"tail": (70, 11)}), ("top_w", {}),
                                 ("open", {"causal": True, "used": _USED}))]
 PAGES = [varlen_cases.Case(f"delay-{delay}-pages-{mask}", mask=mask, bias="key", causal=mask == "none", page_size=16,
-                           bias_delay=delay) for delay in (1, 64) for mask in ("none", "per_head", "top_w")]
+                           bias_delay=delay) for delay in (1, 30) for mask in ("none", "per_head", "top_w")]

@@ -37,7 +37,8 @@ def problem(layer: DynamicMaskAttention, q: torch.Tensor, k: torch.Tensor, v: to
     every = np.ones(v.shape[:2], bool) if real is None else np.broadcast_to(np.asarray(real), v.shape[:2])
     number = np.zeros(v.shape[:2], int) if document is None else np.broadcast_to(np.asarray(document), v.shape[:2])
     return [numbers(x) for x in (q, k, v)], {"dense_mask": kept(scores, layer, every, number), "bias": scores,
-                                             "scale": layer.scale, "softcap": layer.softcap}
+                                             "scale": layer.scale, "softcap": layer.softcap,
+                                             "bias_delay": layer.bias_delay}
 
 
 def check(out: torch.Tensor, given: tuple[list[np.ndarray], dict[str, Any]]) -> None:

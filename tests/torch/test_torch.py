@@ -219,7 +219,7 @@ def operator_calls():
     q, k, v, s = draw(torch.float32)
     p = list(recipe(torch.float32).values())
     start, stop = torch.ops.cupy_dma.top_w(s, 5, "prefix", None, None, None)
-    interval, options = (start, stop, "key", (5, 1), False, None), (False, None, 0.0, False, None)
+    interval, options = (start, stop, "key", (5, 1), False, None), (False, None, 0.0, False, 0, None)
     dense = (None, None, None, None, False, torch.rand(B, HKV, N, N) < 0.5)
     out, lse, made = (x.detach() for x in torch.ops.cupy_dma.attention(q, k, v, *interval, s, *options, True))
     for form in ("exp", "linear"):
@@ -230,12 +230,14 @@ def operator_calls():
             yield "top_w", (s, 5, keys, torch.rand(B, N) < 0.8, documents, None)
     for masks in (interval, dense, (*interval[:5], dense[5]), (None,) * 4 + (False, None)):
         yield "attention", (q, k, v, *masks, s, *options, True)
-        yield "attention", (q, k, v, *masks, None, True, 0.3, 2.0, True, "numpy", True)
+        yield "attention", (q, k, v, *masks, None, True, 0.3, 2.0, True, 0, "numpy", True)
+        yield "attention", (q, k, v, *masks, s, True, 0.3, 2.0, True, 7, "numpy", True)
         yield "attention_backward", (out, lse, out, lse, made, *[x.detach() for x in (q, k, v)], *masks, s.detach(),
                                      *options, True, ["key", "bias"])
     for given in ((s, None, None, None), (None, *p)):
         for documents, keys in ((None, "prefix"), (torch.tensor([0, 7, N]), "global")):
-            arguments = q, k, v, *given, torch.rand(B, N) < 0.8, documents, 5, "exp", keys, True, None, 0.0, False, None
+            arguments = (q, k, v, *given, torch.rand(B, N) < 0.8, documents, 5, "exp", keys, True, None, 0.0, False, 7,
+                         None)
             yield "dynamic_attention", (*arguments, True)
             plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
             yield "dynamic_attention", (*plain, False)
@@ -243,14 +245,14 @@ def operator_calls():
             yield "dynamic_attention_backward", (out, lse, out, lse, made, *plain, True, ["value", "query"])
 
 
-@pytest.mark.parametrize("number", range(33))
+@pytest.mark.parametrize("number", range(37))
 def test_opcheck(number):
     name, arguments = list(operator_calls())[number]
     torch.library.opcheck(getattr(torch.ops.cupy_dma, name).default, arguments)
 
 
 def test_opcheck_sees_every_call():
-    assert len(list(operator_calls())) == 33
+    assert len(list(operator_calls())) == 37
 
 
 def test_importing_the_package_imports_no_torch():

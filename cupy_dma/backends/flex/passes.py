@@ -134,6 +134,9 @@ class _Prepared:
             return
         if call.bias is not None:  # zeros for keys that a bias of -inf hides from all queries, whatever they hold
             hidden = (shaped(call.bias) == -math.inf).all(2)  # (1|B, 1|Hkv|H, 1|Lk)
+            if call.bias_delay:
+                hidden = hidden & (torch.arange(call.key_length, device=query.device)
+                                   <= call.key_length - call.query_length - call.bias_delay)
             if hidden.shape[1] not in (1, call.kv_heads):
                 hidden = hidden.unflatten(1, (call.kv_heads, -1)).all(2)
             key, value = (x.masked_fill(hidden[..., None], 0) for x in (key, value))
@@ -172,7 +175,7 @@ class _Prepared:
     def run(self, query: Tensor, key: Tensor, value: Tensor, added: Captured | None) -> tuple[Tensor, Tensor]:
         """``out (B, H, Lq, D)`` and ``lse (B, H, Lq)``; ``added``: the bias."""
         call = self.call
-        modified = _modified(added, call.softcap, self.wide)
+        modified = _modified(added, call, self.wide)
         extra = [] if added is None else [added.data]
         if self.is_compiled:
             return self._compiled(query, key, value, added, modified)
@@ -197,8 +200,8 @@ class _Prepared:
             query, key, value = (torch.nn.functional.pad(x, (0, more)) for x in (query, key, value))
         bias = None if added is None else added.data
         needs = tuple([x is not None and x.requires_grad for x in (query, key, value, bias)])
-        same = (query.shape, key.shape, self.kind, query.device, added and added.static, needs, call.softcap,
-                call.scale, call.causal, *(captured.static for captured in self.problem.captured()))
+        same = (query.shape, key.shape, self.kind, query.device, added and added.static, needs, *call.options,
+                *(captured.static for captured in self.problem.captured()))
         program = _programs.get(same)
         if program is None:
             program = _programs[same] = _program(len(_programs))
@@ -218,14 +221,18 @@ class _Prepared:
         return options
 
 
-def _modified(added: Captured | None, softcap: float, wide: torch.dtype) -> Callable[..., Tensor]:
+def _modified(added: Captured | None, call: AttentionCall, wide: torch.dtype) -> Callable[..., Tensor]:
     """``modified(s, b, h, i, j, *data)``, where ``data`` holds the bias."""
     read = None if added is None else added.reader()
+    softcap, delay, offset = call.softcap, call.bias_delay, call.key_length - call.query_length
 
     def modified(s: Tensor, b: Any, h: Any, i: Any, j: Any, *data: Tensor) -> Tensor:
         if softcap > 0:
             s = softcap * torch.tanh(s / softcap)
-        return s if read is None else s + read(data[0], b, h, i, j).to(wide)  # data: the bias
+        if read is None:
+            return s
+        bias = read(data[0], b, h, i, j).to(wide)
+        return s + (torch.where(i + offset - j >= delay, bias, 0.0) if delay else bias)
 
     return modified
 

@@ -3,8 +3,8 @@
     visible(b, h, i, j)   = start[b, h', j] <= p < stop[b, h', j]  and  dense[b, h', i, j]  and (causal) j <= p
     modified(s, b, h, i, j) = softcap(s) + bias[b, h', i, j]           p = i + Lk - Lq,  s = scale * q . k
 
-``h'`` is ``h``, or the kv head ``h // G`` for an array with kv heads. Arrays are stored without the axes along which
-they broadcast.
+A delayed bias is 0 where ``p - j < delay``. ``h'`` is ``h``, or the kv head ``h // G`` for an array with kv heads.
+Arrays are stored without the axes along which they broadcast.
 """
 from __future__ import annotations
 

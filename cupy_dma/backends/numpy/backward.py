@@ -88,7 +88,9 @@ class _Accumulators:
             if some_dead:
                 hide(ds, alive)
             if "bias" in found and not bias_of_keys:
-                _add_bias(entry(found["bias"], row, call), ds, tile, keys)
+                far = row.far(tile, keys)
+                counted = ds if far is None else np.where(far, ds, kind(0))
+                _add_bias(entry(found["bias"], row, call), counted, tile, keys)
             if tanh is not None:
                 ds = np.where(ds == 0, kind(0), ds * (1 - tanh * tanh))  # an invisible logit may be NaN
             if "query" in found:

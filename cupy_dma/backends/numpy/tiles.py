@@ -39,7 +39,7 @@ class Keys(NamedTuple):
     ``p``.
     """
 
-    k: np.ndarray  # (Lk, D + 2): keys, the bias if it is one of keys and there is no softcap and else 0, 1
+    k: np.ndarray  # (Lk, D + 2): keys, their bias (0 with a softcap or a delay, or if it is none of keys), 1
     v: np.ndarray  # (Lk, D + 1): values, 1
     nonfinite_k: np.ndarray  # bool (Lk,), of the keys themselves
     nonfinite_v: np.ndarray
@@ -54,7 +54,12 @@ class Row(NamedTuple):
     heads: slice
     keys: Keys
     bias: np.ndarray | None  # (1|Lq, 1|Lk), None if there is none or ``keys`` has it
+    lag: int | None  # the bias is added where i - j >= lag; None: for every pair
     tiles: Iterator[Tile]
+
+    def far(self, tile: Tile, keys: np.ndarray) -> np.ndarray | None:
+        """To which pairs the bias is added, bool ``(queries, keys)``; None: to all."""
+        return None if self.lag is None else np.arange(tile.begin, tile.end)[:, None] - keys >= self.lag
 
 
 def for_each_tile(call: AttentionCall, work: Callable[[Row, Tile, Scratch, Scratch], Any], alone: bool = False) -> None:
@@ -80,6 +85,7 @@ def _rows(call: AttentionCall, pairs: Iterable[tuple[int, int]]) -> Iterator[Row
     together = group if shared else 1
     tiles_of = _TileMaker(call, min(max(TILE_ROWS // together, 32), 256))
     bias = None if call.bias is None else host(call.bias)
+    lag = call.bias_delay - (call.key_length - call.query_length) if call.bias_delay else None
     for b, g in pairs:
         k, v = (x[b, :, g].astype(kind) for x in (key, value))
         nonfinite = nonfinite_rows(k), nonfinite_rows(v)
@@ -88,11 +94,11 @@ def _rows(call: AttentionCall, pairs: Iterable[tuple[int, int]]) -> Iterator[Row
             column: np.ndarray | float = 0
             hidden = None
             added = None if bias is None else _row(bias, b, h, call)
-            if added is not None and added.shape[0] == 1 and call.softcap == 0:
+            if added is not None and added.shape[0] == 1 and call.softcap == 0 and lag is None:
                 column, added = added.reshape(-1), None
                 hidden = np.broadcast_to(np.isneginf(column.astype(kind)), len(k))
             keys = Keys(with_columns(k, column, 1), values, *nonfinite, hidden if np.any(hidden) else None)
-            yield Row(b, g, slice(h, h + together), keys, added, tiles_of(b, h))
+            yield Row(b, g, slice(h, h + together), keys, added, lag, tiles_of(b, h))
 
 
 def with_columns(x: np.ndarray, *columns: np.ndarray | float) -> np.ndarray:
@@ -155,6 +161,9 @@ def logits(q: np.ndarray, row: Row, tile: Tile, keys: np.ndarray, full: bool, so
     if row.bias is not None:
         rows = row.bias if row.bias.shape[0] == 1 else row.bias[tile.begin:tile.end]
         added = (rows if row.bias.shape[1] == 1 else rows[:, keys]).astype(kind)
+        far = row.far(tile, keys)
+        if far is not None:
+            added = np.where(far, added, kind(0))
         s += added
         hidden = np.isneginf(added)
     elif row.keys.hidden is not None:

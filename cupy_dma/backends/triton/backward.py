@@ -130,10 +130,10 @@ def backward_preprocess(dout, out, lse, dlse, delta, dout_batch, dout_row, dout_
 @triton.jit
 def _loop(dq, drow, q, do, row_lse, row_delta, rows, position, query, first, last, begin, end, full, capacity, listed,
           start_base, stop_base, dense_base, dense_row, dense_key, bias_base, bias_row, bias_key, key_base, key_row,
-          value_base, value_row, scale, softcap, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-          LISTED: tl.constexpr, INTERVALS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
-          BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, DQUERY: tl.constexpr,
-          MASKED: tl.constexpr, ISOLATE: tl.constexpr):
+          value_base, value_row, scale, softcap, delay, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+          BLOCK_N: tl.constexpr, LISTED: tl.constexpr, INTERVALS: tl.constexpr, CAUSAL: tl.constexpr,
+          DENSE: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+          DQUERY: tl.constexpr, MASKED: tl.constexpr, ISOLATE: tl.constexpr):
     """dq, and the sums of ds along each row, after the keys with indices begin .. end of the tile."""
     SKIP: tl.constexpr = MASKED and (DENSE or (INTERVALS and not LISTED))
     for at in range(begin, end, BLOCK_N):
@@ -148,9 +148,11 @@ def _loop(dq, drow, q, do, row_lse, row_delta, rows, position, query, first, las
             k = load_rows(key_base, key.to(tl.int64) * key_row, wanted, HEAD_DIM, BLOCK_D, MASKED)
             v = load_rows(value_base, key.to(tl.int64) * value_row, wanted, HEAD_DIM, BLOCK_D, MASKED)
             added = 0.0
-            if BIAS == 1:
+            if BIAS == 1 or BIAS == 3:
                 added = tl.load(bias_base + key.to(tl.int64) * bias_key, mask=wanted,
                                 other=0.0).to(tl.float32)[None, :]
+                if BIAS == 3:
+                    added = tl.where(position[:, None] - key[None, :] >= delay, added, 0.0)
             elif BIAS == 2:
                 added = tl.load(bias_base + query.to(tl.int64)[:, None] * bias_row
                                 + key.to(tl.int64)[None, :] * bias_key, mask=visible & wanted[None, :],
@@ -175,7 +177,7 @@ def backward_dq(query, key, value, dout, lse, delta, dquery, dbias, nonfinite_se
                 start_batch, start_head, stop_batch, stop_head, mask_batch, mask_head, mask_share,
                 dense_batch, dense_head, dense_row, dense_key, dense_share,
                 bias_batch, bias_head, bias_row, bias_key, bias_share,
-                heads, kv_heads, query_length, key_length, tiles, capacity, scale, softcap,
+                heads, kv_heads, query_length, key_length, tiles, capacity, scale, softcap, delay,
                 HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                 HEADS: tl.constexpr, LISTED: tl.constexpr, INTERVALS: tl.constexpr, CAUSAL: tl.constexpr,
                 DENSE: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
@@ -223,13 +225,13 @@ def backward_dq(query, key, value, dout, lse, delta, dquery, dbias, nonfinite_se
     elif not DENSE and (LISTED or not INTERVALS):
         dq, drow = _loop(dq, drow, q, do, row_lse, row_delta, alive, position, i, first, last, begin, masked, full,
                          capacity, tile_list, start_base, stop_base, dense_base, dense_row, dense_key, bias_base,
-                         bias_row, bias_key, key_base, key_row, value_base, value_row, scale, softcap, HEAD_DIM,
+                         bias_row, bias_key, key_base, key_row, value_base, value_row, scale, softcap, delay, HEAD_DIM,
                          BLOCK_D, BLOCK_N, LISTED, INTERVALS, CAUSAL, DENSE, BIAS, SOFTCAP, PRECISION, DQUERY, False,
                          False)
     dq, drow = _loop(dq, drow, q, do, row_lse, row_delta, alive, position, i, first, last, masked, end, full, capacity,
                      tile_list, start_base, stop_base, dense_base, dense_row, dense_key, bias_base, bias_row, bias_key,
-                     key_base, key_row, value_base, value_row, scale, softcap, HEAD_DIM, BLOCK_D, BLOCK_N, LISTED,
-                     INTERVALS, CAUSAL, DENSE, BIAS, SOFTCAP, PRECISION, DQUERY, True, REPAIR)
+                     key_base, key_row, value_base, value_row, scale, softcap, delay, HEAD_DIM, BLOCK_D, BLOCK_N,
+                     LISTED, INTERVALS, CAUSAL, DENSE, BIAS, SOFTCAP, PRECISION, DQUERY, True, REPAIR)
     if not REPAIR:
         tl.store(nonfinite_seen + tl.program_id(0), has_nonfinite(dq).to(tl.int8))
     if DQUERY:

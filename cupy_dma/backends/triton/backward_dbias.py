@@ -33,7 +33,7 @@ def backward_dbias(query, key, value, dout, lse, delta, dbias, start, stop, dens
                   dense_batch, dense_head, dense_row, dense_key, dense_share,
                   bias_batch, bias_head, bias_row, bias_key, bias_share,
                   heads, kv_heads, query_length, key_length, blocks, bias_heads, sharing_batches, sharing_heads, scale,
-                  softcap, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+                  softcap, delay, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
                   BLOCK_N: tl.constexpr, INTERVALS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
                   BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
     program = tl.program_id(0)

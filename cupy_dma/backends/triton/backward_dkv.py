@@ -53,9 +53,10 @@ def key_gradients(problem: Problem, dkey: torch.Tensor | None, dvalue: torch.Ten
 @triton.jit
 def _add_queries(dk, dv, db, k, v, start, stop, wanted, key, at, b, head, query_base, query_row, dout_base, dout_row,
                  lse_base, delta_base, dense_base, dense_row, dense_key, bias_base, bias_row, bias_key, query_length,
-                 key_length, scale, softcap, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-                 DENSE: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-                 DKEY: tl.constexpr, DVALUE: tl.constexpr, DBIAS: tl.constexpr, REPAIR: tl.constexpr):
+                 key_length, scale, softcap, delay, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+                 BLOCK_M: tl.constexpr, DENSE: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+                 PRECISION: tl.constexpr, DKEY: tl.constexpr, DVALUE: tl.constexpr, DBIAS: tl.constexpr,
+                 REPAIR: tl.constexpr):
     """Add the contributions of the queries at .. at + BLOCK_M of one head."""
     i = at + tl.arange(0, BLOCK_M)
     rows = i < query_length
@@ -75,9 +76,12 @@ def _add_queries(dk, dv, db, k, v, start, stop, wanted, key, at, b, head, query_
         do = load_rows(dout_base, i.to(tl.int64) * dout_row, rows, HEAD_DIM, BLOCK_D, True)
         delta = tl.load(delta_base + i, mask=rows, other=0.0)
         added = 0.0
-        if BIAS == 1:
+        far = position[None, :] - key[:, None] >= delay
+        if BIAS == 1 or BIAS == 3:
             added = tl.load(bias_base + key.to(tl.int64) * bias_key, mask=wanted,
                             other=0.0).to(tl.float32)[:, None]
+            if BIAS == 3:
+                added = tl.where(far, added, 0.0)
         elif BIAS == 2:
             added = tl.load(bias_base + key.to(tl.int64)[:, None] * bias_key + i.to(tl.int64)[None, :] * bias_row,
                             mask=visible, other=0.0).to(tl.float32)
@@ -88,7 +92,7 @@ def _add_queries(dk, dv, db, k, v, start, stop, wanted, key, at, b, head, query_
         p, ds, dx = gradients(qk, dp, added, visible, tl.where(alive, row_lse, INF)[None, :], delta[None, :],
                               scale, softcap, SOFTCAP, BIAS)
         if DBIAS:
-            db += tl.sum(ds, axis=1)
+            db += tl.sum(tl.where(far, ds, 0.0) if BIAS == 3 else ds, axis=1)
         if DVALUE:
             if REPAIR:
                 dv += nonfinite_part(p, visible, do)
@@ -109,7 +113,7 @@ def backward_dkv(query, key, value, dout, lse, delta, dkey, dvalue, dbias, nonfi
                  start_batch, start_head, stop_batch, stop_head, mask_batch, mask_head, mask_share,
                  dense_batch, dense_head, dense_row, dense_key, dense_share,
                  bias_batch, bias_head, bias_row, bias_key, bias_share,
-                 heads, kv_heads, query_length, key_length, blocks, scale, softcap,
+                 heads, kv_heads, query_length, key_length, blocks, scale, softcap, delay,
                  HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                  INTERVALS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr, BIAS: tl.constexpr,
                  SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, ORDER: tl.constexpr, DKEY: tl.constexpr,
@@ -164,8 +168,8 @@ def backward_dkv(query, key, value, dout, lse, delta, dkey, dvalue, dbias, nonfi
             dk, dv, db = _add_queries(dk, dv, db, k, v, first, end, exists, key_index, at, b, head, query_base,
                                       query_row, dout_base, dout_row, lse + statistics, delta + statistics, dense_base,
                                       dense_row, dense_key, bias_base, bias_row, bias_key, query_length, key_length,
-                                      scale, softcap, HEAD_DIM, BLOCK_D, BLOCK_M, DENSE, BIAS, SOFTCAP, PRECISION,
-                                      DKEY, DVALUE, DBIAS, REPAIR)
+                                      scale, softcap, delay, HEAD_DIM, BLOCK_D, BLOCK_M, DENSE, BIAS, SOFTCAP,
+                                      PRECISION, DKEY, DVALUE, DBIAS, REPAIR)
         if DBIAS:
             tl.store(dbias + (b * heads + head) * key_length + wide, db, mask=exists)
     if not REPAIR:

@@ -59,7 +59,7 @@ def attention(call: AttentionCall) -> tuple[Any, Any]:
 @triton.jit
 def _attend(acc, m, l, q, rows, position, query, first, last, begin, end, full, capacity, listed, start_base,
             stop_base, dense_base, dense_row, dense_key, bias_base, bias_row, bias_key, key_base, key_row, value_base,
-            value_row, scale, softcap, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+            value_row, scale, softcap, delay, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
             LISTED: tl.constexpr, INTERVALS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
             BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
             ISOLATE: tl.constexpr):
@@ -76,10 +76,12 @@ def _attend(acc, m, l, q, rows, position, query, first, last, begin, end, full, 
         if go:
             k = load_rows(key_base, key.to(tl.int64) * key_row, wanted, HEAD_DIM, BLOCK_D, MASKED)
             added = 0.0
-            if BIAS == 1:
+            if BIAS == 1 or BIAS == 3:
                 of_keys = tl.load(bias_base + key.to(tl.int64) * bias_key, mask=wanted, other=0.0) if MASKED else (
                     tl.load(bias_base + key.to(tl.int64) * bias_key))
                 added = of_keys.to(tl.float32)[None, :]
+                if BIAS == 3:
+                    added = tl.where(position[:, None] - key[None, :] >= delay, added, 0.0)
             elif BIAS == 2:
                 added = tl.load(bias_base + query.to(tl.int64)[:, None] * bias_row
                                 + key.to(tl.int64)[None, :] * bias_key, mask=visible & wanted[None, :],
@@ -108,7 +110,7 @@ def attention_forward(query, key, value, out, lse, nonfinite_seen, start, stop, 
                       value_batch, value_row, value_head, start_batch, start_head, stop_batch, stop_head,
                       mask_batch, mask_head, mask_share, dense_batch, dense_head, dense_row, dense_key, dense_share,
                       bias_batch, bias_head, bias_row, bias_key, bias_share,
-                      heads, kv_heads, query_length, key_length, tiles, capacity, scale, softcap,
+                      heads, kv_heads, query_length, key_length, tiles, capacity, scale, softcap, delay,
                       HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                       HEADS: tl.constexpr, LISTED: tl.constexpr, INTERVALS: tl.constexpr, CAUSAL: tl.constexpr,
                       DENSE: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
@@ -149,12 +151,12 @@ def attention_forward(query, key, value, out, lse, nonfinite_seen, start, stop, 
     elif not DENSE and (LISTED or not INTERVALS):
         acc, m, l = _attend(acc, m, l, q, rows, position, i, first, last, begin, masked, full, capacity, tile_list,
                             start_base, stop_base, dense_base, dense_row, dense_key, bias_base, bias_row, bias_key,
-                            key_base, key_row, value_base, value_row, scale, softcap, HEAD_DIM, BLOCK_D, BLOCK_N,
-                            LISTED, INTERVALS, CAUSAL, DENSE, BIAS, SOFTCAP, PRECISION, False, False)
+                            key_base, key_row, value_base, value_row, scale, softcap, delay, HEAD_DIM, BLOCK_D,
+                            BLOCK_N, LISTED, INTERVALS, CAUSAL, DENSE, BIAS, SOFTCAP, PRECISION, False, False)
     acc, m, l = _attend(acc, m, l, q, rows, position, i, first, last, masked, end, full, capacity, tile_list,
                         start_base, stop_base, dense_base, dense_row, dense_key, bias_base, bias_row, bias_key,
-                        key_base, key_row, value_base, value_row, scale, softcap, HEAD_DIM, BLOCK_D, BLOCK_N, LISTED,
-                        INTERVALS, CAUSAL, DENSE, BIAS, SOFTCAP, PRECISION, True, REPAIR)
+                        key_base, key_row, value_base, value_row, scale, softcap, delay, HEAD_DIM, BLOCK_D, BLOCK_N,
+                        LISTED, INTERVALS, CAUSAL, DENSE, BIAS, SOFTCAP, PRECISION, True, REPAIR)
     if not REPAIR:
         tl.store(nonfinite_seen + tl.program_id(0), has_nonfinite(acc).to(tl.int8))
     seen = l != 0.0  # a sum of NaN is "seen": NaN stays NaN

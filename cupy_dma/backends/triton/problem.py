@@ -57,12 +57,12 @@ class Problem:
         self.by_head = self.runs_by_head or any(
             x is not None and x.shape[1] not in shared for x in (self.dense, self.bias))
         self.tile_heads = 1 if self.by_head else min(self.group_size & -self.group_size, MAX_HEADS)
-        #: 1: one bias per key, 2: one per pair
-        self.bias_kind = 0 if self.bias is None else 1 if self.bias.shape[2] == 1 else 2
+        #: 1: one bias per key, 2: one per pair, 3: a delayed one per key
+        self.bias_kind = 0 if self.bias is None else 3 if call.bias_delay else 1 if self.bias.shape[2] == 1 else 2
 
         self.arguments: dict[str, Any] = {
             "heads": heads, "kv_heads": self.kv_heads, "query_length": query.shape[1], "key_length": key.shape[1],
-            "scale": call.scale, "softcap": call.softcap, "HEAD_DIM": query.shape[3],
+            "scale": call.scale, "softcap": call.softcap, "delay": call.bias_delay, "HEAD_DIM": query.shape[3],
             "BLOCK_D": padded(query.shape[3]), "INTERVALS": self.mask is not None, "CAUSAL": self.causal,
             "DENSE": self.dense is not None, "BIAS": self.bias_kind, "SOFTCAP": call.softcap > 0.0,
             # three TF32 MMAs have the precision of float32; MMAs of 16-bit types ignore this

@@ -20,7 +20,7 @@ LARGEST = tl.constexpr(3.402823466e38)
 LN_2 = tl.constexpr(0.6931471805599453)
 # Arguments on whose values kernels are not specialized, as nothing is gained by it.
 PLAIN = ["heads", "kv_heads", "query_length", "key_length", "tiles", "blocks", "capacity", "mask_batch", "mask_head",
-         "mask_share", "dense_share", "bias_share", "bias_heads", "sharing_batches", "sharing_heads"]
+         "mask_share", "dense_share", "bias_share", "bias_heads", "sharing_batches", "sharing_heads", "delay"]
 EVER = tl.constexpr(-(2**31))
 NEVER = tl.constexpr(2**31 - 1)
 INF = tl.constexpr(float("inf"))

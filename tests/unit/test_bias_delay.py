@@ -1,0 +1,127 @@
+"""A delayed key bias (SPEC section 16) on the NumPy backend."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+from cupy_dma.backends.numpy import tiles
+from tests.oracle import cases, delay_cases, reference, varlen_cases
+
+
+@pytest.mark.parametrize("case", delay_cases.CASES, ids=str)
+def test_forward(case):
+    cases.check(case, *cases.run(case))
+
+
+@pytest.mark.parametrize("case", delay_cases.CASES, ids=str)
+def test_backward(case, monkeypatch):
+    monkeypatch.setattr(tiles, "KEY_CHUNK", 50)
+    cases.check_backward(case, cases.run_backward(case, with_dlse=True), with_dlse=True)
+
+
+@pytest.mark.parametrize("case", delay_cases.PACKED + delay_cases.PAGES, ids=str)
+def test_packed_forward(case):
+    varlen_cases.check(case, *varlen_cases.run(case, backend="numpy"))
+
+
+@pytest.mark.parametrize("case", delay_cases.PACKED, ids=str)
+def test_packed_backward(case):
+    varlen_cases.check_backward(case, varlen_cases.run_backward(case, backend="numpy"))
+
+
+@pytest.mark.parametrize("delay", [0, 1, 5, 40])
+@pytest.mark.parametrize(("queries", "keys"), [(30, 30), (20, 30), (30, 20)])
+def test_the_oracle_against_a_bias_per_pair(queries, keys, delay, rng):
+    q, k, v, dout = (rng.standard_normal((1, n, 2, 8)) for n in (queries, keys, keys, queries))
+    bias = rng.standard_normal((1, 2, keys))
+    distance = np.arange(queries)[:, None] + keys - queries - np.arange(keys)
+    far = distance >= delay if delay else np.ones_like(distance, bool)
+    per_pair = np.where(far, bias[:, :, None], 0)
+    for ours, full in zip(reference.attention(q, k, v, bias=bias, bias_delay=delay),
+                          reference.attention(q, k, v, bias=per_pair)):
+        assert np.array_equal(ours, full)
+    *ours, dbias = reference.attention_gradients(dout, q, k, v, bias=bias, bias_delay=delay)
+    *full, dpair = reference.attention_gradients(dout, q, k, v, bias=per_pair)
+    assert all(map(np.array_equal, ours, full))
+    assert np.allclose(dbias, np.where(far, dpair, 0).sum(2), rtol=1e-12, atol=1e-12)
+
+
+def draw(rng, lq=40, lk=40):
+    q, k, v = (rng.standard_normal((1, n, h, 8)).astype(np.float32) for n, h in ((lq, 4), (lk, 2), (lk, 2)))
+    return q, k, v, rng.standard_normal((1, 2, lk)).astype(np.float32)
+
+
+def test_a_dynamic_call_delays_the_bias_and_not_the_selection(rng):
+    q, k, v, scores = draw(rng)
+    mask = dma.IntervalMask.top_w(scores, 7)
+    out, lse = dma.attention(q, k, v, mask=mask, bias=scores, bias_delay=9, return_lse=True)
+    found = dma.dynamic_mask_attention(q, k, v, scores, window=7, bias_delay=9, return_lse=True)
+    assert np.array_equal(found[0], out) and np.array_equal(found[1], lse)
+    assert not np.array_equal(out, dma.dynamic_mask_attention(q, k, v, scores, window=7))
+    given = out, q, k, v, out, lse
+    gradients = dma.backward.attention_backward(*given, mask=mask, bias=scores, bias_delay=9)
+    dynamic = dma.backward.dynamic_mask_attention_backward(*given, scores, window=7, bias_delay=9)
+    assert all(map(np.array_equal, dynamic[:4], gradients))
+
+
+def test_computed_scores_are_delayed(rng):
+    q, k, v, _ = draw(rng)
+    recipe = {"dt_proj": rng.standard_normal((2, 16)).astype(np.float32), "A": np.ones(2, np.float32)}
+    scores = dma.key_scores(v, **recipe)
+    expected = dma.dynamic_mask_attention(q, k, v, scores, window=7, bias_delay=9)
+    assert np.array_equal(dma.dynamic_mask_attention(q, k, v, **recipe, window=7, bias_delay=9), expected)
+    packed = dma.varlen_dynamic_mask_attention(q[0], k[0], v[0], [0, 40], [0, 40], **recipe, window=7, bias_delay=9)
+    assert np.array_equal(packed, expected[0])
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(30, 40), (40, 30)])
+def test_a_delay_of_the_length_is_no_bias(queries, keys, rng):
+    q, k, v, bias = draw(rng, queries, keys)
+    bias[...] = np.nan
+    out, lse = dma.attention(q, k, v, return_lse=True)
+    found = dma.attention(q, k, v, bias=bias, bias_delay=keys, return_lse=True)
+    assert np.allclose(found[0], out, rtol=1e-5, atol=1e-6) and np.allclose(found[1], lse, rtol=1e-6)
+    gradients = dma.backward.attention_backward(out, q, k, v, *found, bias=bias, bias_delay=keys)
+    assert not gradients.bias.any() and all(np.isfinite(x).all() for x in gradients[:3])
+
+
+def test_without_a_delay_queries_ahead_of_a_key_add_its_bias(rng):
+    q, k, v, bias = draw(rng)
+    everywhere = np.broadcast_to(bias[:, :, None], (1, 2, 40, 40))
+    behind = np.where(np.tri(40, k=-1, dtype=bool), everywhere, np.float32(0))
+    for delay, per_pair in ((0, everywhere), (1, behind)):
+        out = dma.attention(q, k, v, bias=bias, bias_delay=delay)
+        assert np.allclose(out, dma.attention(q, k, v, bias=per_pair), rtol=1e-4, atol=1e-6)
+
+
+def test_a_bias_of_one_query_is_one_of_keys(rng):
+    q, k, v, bias = draw(rng, lq=1)
+    assert np.array_equal(dma.attention(q, k, v, bias=bias[:, :, None], bias_delay=9),
+                          dma.attention(q, k, v, bias=bias, bias_delay=9))
+
+
+@pytest.mark.parametrize("call", [dma.attention, dma.varlen_attention, dma.dynamic_mask_attention,
+                                  dma.backward.attention_backward], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("delay", "error", "words"), [
+    (-1, ValueError, "at least 0, got -1"), (2**30 + 1, ValueError, "at most 2**30"), (1.5, TypeError, "an int, got"),
+    (True, TypeError, "an int, got bool"), (None, TypeError, "an int, got NoneType")])
+def test_wrong_delays(call, delay, error, words, rng):
+    q, k, v, bias = draw(rng)
+    arguments = {dma.attention: (q, k, v), dma.varlen_attention: (q[0], k[0], v[0], [0, 40], [0, 40]),
+                 dma.dynamic_mask_attention: (q, k, v), dma.backward.attention_backward: (q, q, k, v, q, q[..., 0])}
+    named = {"scores": bias, "window": 3} if call is dma.dynamic_mask_attention else {
+        "bias": bias[0] if call is dma.varlen_attention else bias}
+    with pytest.raises(error) as raised:
+        call(*arguments[call], **named, bias_delay=delay)
+    assert "bias_delay must be" in str(raised.value) and words in str(raised.value)
+
+
+def test_what_has_no_delay(rng):
+    q, k, v, _ = draw(rng)
+    pairs = np.zeros((1, 1, 40, 40), np.float32)
+    for given, words in (({"bias": pairs}, r"one per query and key, \(1, 1, 40, 40\)"), ({}, "no bias")):
+        with pytest.raises(ValueError, match=f"bias_delay needs a key bias, .*, got bias_delay=3 and {words}"):
+            dma.attention(q, k, v, **given, bias_delay=3)
+    with pytest.raises(ValueError, match="bias_delay needs a key bias"):
+        dma.varlen_attention(q[0], k[0], v[0], [0, 40], [0, 40], bias_delay=3)
