@@ -49,9 +49,9 @@ FEW = ("delay-1-causal-float16", "delay-65-top_w-bfloat16", "delay-150-causal-fl
        "delay-40-scale-0.3", "delay-40-float32-causal", "delay-40-every key alike")
 LONG = [
     *(_case(f"long-{mask}-D{size}-{i}", 100, mask, query_length=520, key_length=520, heads=2, kv_heads=1,
-            head_dim=size, window=70, **changed)
+            head_dim=size, window=70, **({"extremes": False} | changed))
       for i, (size, changed) in enumerate((
-          (64, {}), (128, {}), (256, {"extremes": False}), (128, {"softcap": 2.0, "scale": 0.3}), (64, {"softcap": 2.0})))
+          (64, {"extremes": True}), (128, {}), (256, {}), (128, {"softcap": 2.0, "scale": 0.3}), (64, {"softcap": 2.0})))
       for mask in ("none", "causal", "window", "top_w", "survivors")),
     _case("long-fewer-queries", 100, "survivors", query_length=260, key_length=520, heads=2, kv_heads=1, head_dim=64),
 ]

@@ -15,8 +15,15 @@ pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(buil
 from tests import emulator  # noqa: E402
 from tests.emulator.tests.test_forward import BUILD  # noqa: E402
 
-CASES = [c for c in delay_cases.CASES + delay_cases.LONG if c.dtype != "float64"]
-HOPPER = [c for c in CASES if c.dtype != "float32"]
+SHORT = [c for c in delay_cases.CASES if c.dtype != "float64"]
+LONG = delay_cases.LONG  # lists, tiles in which all or no biases count
+HOPPER = [*(c for c in SHORT[::3] if c.dtype != "float32"), *LONG]
+
+
+def some_quick(all_cases, quick):
+    """The cases, all but those with such names marked slow."""
+    return [pytest.param(c, id=str(c), marks=() if any(name in c.name for name in quick) else pytest.mark.slow)
+            for c in all_cases]
 
 
 @pytest.fixture
@@ -39,35 +46,35 @@ def check_gradients(case):
     cases.check_backward(case, cases.run_backward(case, backend="emulator"), tf32=True)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", some_quick([*SHORT, *LONG[:5]], ("top_w-bfloat16", "dense-", "softcap")))
 def test_forward(portable, case):
     check(case)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", some_quick([*SHORT, *LONG[:5]], ("top_w-bfloat16", "dense-", "softcap")))
 def test_gradients(portable, case):
     check_gradients(case)
 
 
-@pytest.mark.parametrize("case", HOPPER, ids=str)
+@pytest.mark.parametrize("case", some_quick(HOPPER, ("D64-0", "softcap-causal", "long-top_w")))
 def test_hopper_forward(case):
     with emulator.hopper_gpu(build=BUILD):
         check(case)
 
 
-@pytest.mark.parametrize("case", HOPPER, ids=str)
+@pytest.mark.parametrize("case", some_quick(HOPPER, ("top_w-D64-0", "survivors-D64-0", "causal-D64-4")))
 def test_hopper_gradients(hopper, case):
     check_gradients(case)
 
 
-@pytest.mark.parametrize("case", delay_cases.PACKED + delay_cases.PAGES, ids=str)
+@pytest.mark.parametrize("case", some_quick(delay_cases.PACKED + delay_cases.PAGES, ("64-top_w", "1-pages-none")))
 def test_sequences(portable, case):
     varlen_cases.check(case, *varlen_cases.run(case, backend="emulator"), tf32=True)
     if not case.page_size:
         varlen_cases.check_backward(case, varlen_cases.run_backward(case, backend="emulator"), tf32=True)
 
 
-@pytest.mark.parametrize("case", delay_cases.PACKED, ids=str)
+@pytest.mark.parametrize("case", some_quick(delay_cases.PACKED, ("64-per_head", "64-top_w")))
 def test_sequences_on_hopper(hopper, case):
     varlen_cases.check(case, *varlen_cases.run(case, backend="emulator"), tf32=True)
     varlen_cases.check_backward(case, varlen_cases.run_backward(case, backend="emulator"), tf32=True)
