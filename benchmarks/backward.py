@@ -80,6 +80,7 @@ def cases(which: str, quick: bool = False) -> list[Case]:
 class Benchmark(suite.Benchmark):
     """All measurements of one case."""
 
+    flex_stages = ("backward",)
     flops: ClassVar = {"backward": 10, "backward+lists": 10, "backward deterministic": 10, "forward+backward": 14}
 
     def prepare(self) -> None:
@@ -186,7 +187,10 @@ class Benchmark(suite.Benchmark):
         if flex:
             if measure.on_gpu():
                 start, stop = (x.contiguous() for x in self.intervals())
-                self.peer("flex", lambda: peers.flex_backward(*tensors, start, stop, self.scores), deadline, "backward")
+                for stage in self.flex_stages:
+                    self.peer("flex", lambda whole=stage != "backward": peers.flex_backward(
+                        *tensors, start, stop, self.scores, delay=self.options.get("bias_delay", 0), forward=whole),
+                        deadline, stage)
             return
         if case.set == "window":  # dense attention knows no window: measured with "train"
             return

@@ -9,13 +9,14 @@ arrays (``IntervalMask.from_stop``, ``from_gate``, ``IntervalMask(start, stop)``
 
 Inputs, as in backward.py: bfloat16, 16/8 heads, D 128 and 64, batch 1; N = 8192, 32768 and 131072; independent scores
 as bias. Masks: "1/8", "1/16": every key for 512 positions, and one in 8 or 16, drawn for each kv head, for ever.
+"gates 1/8" and "1/16": the same from gates (``from_gate``), whose logarithms are the bias, from a distance of 512 on.
 "lognormal": a key's lifetime is lognormal, median 256, sigma 1.5. "top-w": the best 1024 keys, of which the library
 knows only starts and stops; "top-w, bound": the same mask with its bound. "all": every key for ever, "none": no key.
 Backward: gradients of query, key, value and bias. "with lists": they are made anew. Forward and backward: attention and
 its gradients, lists made once. Timing, L2 policy, medians: see measure.py.
 
 Peers. cudnn: dense causal scaled_dot_product_attention. flex: compiled FlexAttention with the same mask as block mask,
-given, and the bias as a score_mod that learns; backward, at 32768, "1/8".
+given, and the bias as a score_mod that learns; backward, and forward and backward, at 32768, "1/8" and "gates 1/8".
 
 Allowed: causal pairs over kept pairs, the most that an attention as fast as cuDNN could gain.
 
@@ -35,22 +36,53 @@ from benchmarks.harness import render_intervals, suite
 from benchmarks.harness.suite import Case
 
 WINDOW = 512
-PATTERNS = ("1/8", "1/16", "lognormal", "top-w", "top-w, bound", "all", "none")
+CLOSED = -20.0  # the logarithm of a gate that is closed
+PATTERNS = ("1/8", "1/16", "lognormal", "top-w", "top-w, bound", "all", "none", "gates 1/8", "gates 1/16")
 
 
 def cases(which: str, quick: bool = False) -> list[Case]:
     if which == "smoke":
         return [Case("intervals", 4, 2, 64, 200, 200, 40, pattern=pattern) for pattern in PATTERNS]
-    found = [Case("intervals", 16, 8, 128, n, n, 1024, pattern=pattern, flex=(n, pattern) == (32768, "1/8"))
+    found = [Case("intervals", 16, 8, 128, n, n, 1024, pattern=pattern, flex=n == 32768 and pattern.endswith("1/8"))
              for n in (8192, 32768, 131072) for pattern in PATTERNS if n == 32768 or pattern not in ("all", "none")]
-    found += [Case("intervals", 16, 8, 64, 32768, 32768, 1024, pattern=pattern) for pattern in ("1/8", "top-w")]
-    return found[5:7] if quick else found
+    found += [Case("intervals", 16, 8, 64, 32768, 32768, 1024, pattern=pattern)
+              for pattern in ("1/8", "top-w", "gates 1/8")]
+    return [c for c in found if c.key_length == 32768 and "1/8" in c.pattern] if quick else found
 
 
 class Benchmark(backward.Benchmark):
     """All measurements of one case."""
 
     flops: ClassVar = {}
+    flex_stages = ("backward", "forward+backward")
+
+    def prepare(self) -> None:
+        super().prepare()
+        if self.is_gated:
+            self.options |= {"bias_delay": WINDOW}
+            self.out, self.lse = self.attend()
+
+    @property
+    def is_gated(self) -> bool:
+        return self.case.pattern.startswith("gates")
+
+    def drawn(self) -> Any:
+        """A number in [0, 1) for each key of each kv head."""
+        import torch
+
+        return torch.rand((self.case.kv_heads, self.case.key_length), generator=self._generator, device=self._device)
+
+    def score(self) -> Any:
+        import torch
+
+        if not self.is_gated:
+            return super().score()
+        return torch.where(self.drawn() < self.share, -0.1 * self.drawn(), CLOSED * (1 + self.drawn()))[None]
+
+    @property
+    def share(self) -> float:
+        """Of the keys that are kept for ever."""
+        return 1 / int(self.case.pattern.partition("/")[2])
 
     def select(self) -> Any:
         import torch
@@ -62,17 +94,17 @@ class Benchmark(backward.Benchmark):
             return dma.IntervalMask.top_w(self.scores, case.window)
         if case.pattern == "top-w":
             return dma.IntervalMask.from_stop(dma.IntervalMask.top_w(self.scores, case.window).stop)
+        if self.is_gated:
+            return dma.IntervalMask.from_gate(self.scores, delay=WINDOW, threshold=CLOSED / 2)
         n, shape = case.key_length, (case.kv_heads, case.key_length)
-        position = torch.arange(n, device=self._device)
-        drawn = torch.rand(shape, generator=self._generator, device=self._device)
+        position, drawn = torch.arange(n, device=self._device), self.drawn()
         if case.pattern == "lognormal":
             life = (1.5 * torch.special.ndtri(drawn.double().clamp(1e-6, 1 - 1e-6)) + 5.545).exp()
             return dma.IntervalMask.from_stop(position + life.long() + 1)
         if case.pattern in ("all", "none"):
             return dma.IntervalMask.from_stop(torch.full(shape, n if case.pattern == "all" else 0,
                                                          device=self._device))
-        kept = drawn < 1 / int(case.pattern.partition("/")[2])
-        return dma.IntervalMask.from_stop(torch.where(kept, n, position + WINDOW))
+        return dma.IntervalMask.from_stop(torch.where(drawn < self.share, n, position + WINDOW))
 
     @property
     def kept_pairs(self) -> int:
@@ -105,7 +137,8 @@ class Benchmark(backward.Benchmark):
 
         self.forget_lists()
         found = check_interval_gradients(self.backward(), self.dout, self.query, self.key, self.value, self.out,
-                                         self.lse, self.scores, *self.intervals(), seed=self.case.seed)
+                                         self.lse, self.scores, *self.intervals(), seed=self.case.seed,
+                                         bias_delay=self.options.get("bias_delay", 0))
         ok = found.unseen_are_zero if self.case.pattern == "none" else found.ok
         return {**asdict(found), "worst": 0.0 if self.case.pattern == "none" else found.worst, "ok": ok,
                 "kept_pairs": self.kept_pairs}

@@ -48,6 +48,7 @@ class Problem:
     keys_of: Seen | None = None  # indices of the keys that a query can see; all
     queries_of: Seen | None = None  # indices of the queries that can see a key; all
     softcap: float = 0.0  # c: c * tanh(scale * q . k / c) in place of scale * q . k; 0 = none; forward only
+    bias_delay: int = 0  # of a bias of keys, which are as many as queries
 
     def spread(self, x: Tensor) -> Tensor:
         """Axis 0 of ``Hkv`` or 1 entries as one of ``H``."""
@@ -64,8 +65,12 @@ class Problem:
             s = self.softcap * torch.tanh(s / self.softcap)
         if self.bias is not None:
             part = self.bias if self.bias.shape[1] == 1 else self.bias[:, i]
-            s = s + self.spread(part[:, :, j]).to(wide)
+            s = s + self.spread(part[:, :, j]).to(wide) * self.is_biased(i, j)
         return s.masked_fill(~self.spread(self.visible(i, j)), -torch.inf)
+
+    def is_biased(self, i: Tensor, j: Tensor) -> Tensor:
+        """bool (n, m): whether the bias is added."""
+        return (i[:, None] - j >= self.bias_delay) | (self.bias_delay == 0)
 
     def seen_by(self, row: int) -> Tensor:
         return self.keys_of(row) if self.keys_of else torch.arange(len(self.key), device=self.key.device)
@@ -191,7 +196,7 @@ def compare_backward(deviations: dict[str, Deviation], given: Given, gradients: 
             sums = [factor * (w.transpose(1, 2) @ y)[:, 0] for w, y in zip(weights, (x, x.float(), x.abs()))]
             compare(deviations[name], found[key], *(grouped(y, kv_heads) for y in sums))
         if dbias is not None and dbias.shape[1] == 1:
-            sums = [grouped(x.sum((1, 2)), dbias.shape[0]) for x in (ds, plain_ds, terms)]
+            sums = [grouped((x * problem.is_biased(i, j)).sum((1, 2)), dbias.shape[0]) for x in (ds, plain_ds, terms)]
             compare(deviations["bias"], dbias[:, 0, key], *sums)
 
 
@@ -216,8 +221,8 @@ class GradientCheck:
 
 
 def check_interval_gradients(gradients: Any, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor,
-                             lse: Tensor, bias: Tensor | None, start: Tensor, stop: Tensor,
-                             seed: int = 0) -> GradientCheck:
+                             lse: Tensor, bias: Tensor | None, start: Tensor, stop: Tensor, seed: int = 0,
+                             bias_delay: int = 0) -> GradientCheck:
     """Gradients of attention under an interval mask, of the first batch entry; those of keys that nobody sees must be
     zero, all of them.
 
@@ -227,6 +232,7 @@ def check_interval_gradients(gradients: Any, dout: Tensor, query: Tensor, key: T
     dout, query, out : ``(B, L, H, D)``; key, value : ``(B, L, Hkv, D)``, as many keys as queries
     lse : ``(B, H, L)``; bias : ``(B, Hkv, L)`` or None, both float32
     start, stop : int ``(1, Hkv, L)`` of the mask
+    bias_delay : as of ``attention``
     """
     dq, dk, dv, dbias = (None if x is None else x[0] for x in gradients)
     dout, query, key, value, out, lse, start, stop = (x[0] for x in (dout, query, key, value, out, lse, start, stop))
@@ -252,7 +258,7 @@ def check_interval_gradients(gradients: Any, dout: Tensor, query: Tensor, key: T
             return torch.arange(int(start[g, key]), int(start[g, key] + life[g, key]), device=dq.device)
 
         problem = Problem(query[:, own], key[:, one], value[:, one], every, None if bias is None else bias[one, None],
-                          keys_of, queries_of)
+                          keys_of, queries_of, bias_delay=bias_delay)
         given = Given(problem, dout[:, own], out[:, own], lse[own])
         of_bias = None if dbias is None else dbias[one, None]
         compare_backward(deviations, given, (dq[:, own], dk[:, one], dv[:, one], of_bias), rows,

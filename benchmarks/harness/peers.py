@@ -152,16 +152,17 @@ def interval_block_mask(start: torch.Tensor, stop: torch.Tensor, query_length: i
     return BlockMask.from_kv_blocks(*ordered(some), *ordered(full), BLOCK_SIZE=block, mask_mod=visible, **lengths)
 
 
-def with_bias(attend, block_mask, group: int, q, k, v, bias) -> torch.Tensor:
+def with_bias(attend, block_mask, group: int, q, k, v, bias, delay: int = 0) -> torch.Tensor:
     def add_bias(s, b, h, i, j):
-        return s + bias[b, h // group, j]
+        added = s + bias[b, h // group, j]
+        return added if delay == 0 else torch.where(i - j >= delay, added, s)
 
     return attend(q, k, v, score_mod=add_bias, block_mask=block_mask, enable_gqa=group > 1)
 
 
-def _flex_pass(query, key, start, stop, block: int, compiled: bool) -> Callable[..., torch.Tensor]:
+def _flex_pass(query, key, start, stop, block: int, compiled: bool, delay: int = 0) -> Callable[..., torch.Tensor]:
     """FlexAttention as a function of query, key, value (B, H, N, D) and bias (B, Hkv, Lk), with the interval mask as
-    block mask and mask_mod and the key bias as score_mod."""
+    block mask and mask_mod and the key bias, added from a distance of ``delay`` on, as score_mod."""
     from torch.nn.attention.flex_attention import flex_attention
 
     group = query.shape[2] // key.shape[2]
@@ -170,7 +171,7 @@ def _flex_pass(query, key, start, stop, block: int, compiled: bool) -> Callable[
     if compiled:
         torch._dynamo.reset()
         attend = torch.compile(flex_attention, dynamic=False)
-    return partial(with_bias, attend, block_mask, group)
+    return partial(with_bias, attend, block_mask, group, delay=delay)
 
 
 def flex_intervals(query, key, value, start, stop, bias, block: int = 128) -> torch.Tensor:
@@ -194,20 +195,22 @@ def flex(query, key, value, start, stop, bias, block: int = 128, compiled: bool 
     return partial(_flex_pass(query, key, start, stop, block, compiled), q, k, v, bias)
 
 
-def flex_backward(query, key, value, dout, start, stop, bias, block: int = 128,
-                  compiled: bool = True) -> tuple[Call, str]:
-    """The gradients of ``flex``, of the bias too where torch can give it. Returns the call and a note."""
+def flex_backward(query, key, value, dout, start, stop, bias, block: int = 128, compiled: bool = True,
+                  delay: int = 0, forward: bool = False) -> tuple[Call, str]:
+    """The gradients of ``flex``, of the bias too where torch can give it, whose ``delay`` is for as many keys as queries;
+    ``forward``: the forward pass, too. Returns the call and a note."""
     import torch._functorch.config
 
     torch._functorch.config.donated_buffer = False  # a donated buffer forbids a second backward of the same forward
     q, k, v, do = (x.transpose(1, 2).contiguous() for x in (query, key, value, dout))
     try:
-        call = Backward(_flex_pass(query, key, start, stop, block, compiled), (q, k, v, bias), do)
+        attend = _flex_pass(query, key, start, stop, block, compiled, delay)
+        call = partial(forward_backward, attend, (q, k, v, bias), do) if forward else Backward(attend, (q, k, v, bias), do)
         call()
         return call, ""
     except Exception as error:  # compilers raise anything
         why = f"{type(error).__name__}: {error}".splitlines()[0][:100]
-    forward = _flex_pass(query, key, start, stop, block, compiled)
-    call = Backward(lambda q, k, v: forward(q, k, v, bias), (q, k, v), do)
+    attend = _flex_pass(query, key, start, stop, block, compiled, delay)
+    call = Backward(lambda q, k, v: attend(q, k, v, bias), (q, k, v), do)
     call()
     return call, f"without the gradient of the bias, {why}"

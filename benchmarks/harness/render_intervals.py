@@ -22,13 +22,13 @@ def _rows(result: dict[str, Any]) -> list[list[str]]:
         found.append([f"{case['key_length'] // 1024}K, D {case['head_dim']}, {case['pattern']}",
                       *(milliseconds(value(case, "cupy_dma", stage)) for stage in ("forward with lists", "forward")),
                       milliseconds(backward), milliseconds(both), milliseconds(other), milliseconds(other_both),
-                      milliseconds(value(case, "flex", "backward")),
+                      *(milliseconds(value(case, "flex", stage)) for stage in ("backward", "forward+backward")),
                       *("–" if not a or not b else f"{b / a:.1f}" for a, b in ((backward, other), (both, other_both))),
                       f"{case['causal_pairs'] / kept:.1f}" if kept else "–"])
     return found
 
 
-COLUMNS = ("forward with lists", "forward", "backward", "both", "cuDNN backward", "cuDNN both", "Flex backward",
+COLUMNS = ("forward with lists", "forward", "backward", "both", "cuDNN backward", "cuDNN both", "Flex backward", "Flex both",
            "backward, times cuDNN", "both, times cuDNN", "allowed")
 
 

@@ -35,7 +35,7 @@ from cupy_dma.backends.cuda.runtime.device import CudaRuntime
 from cupy_dma.backends.cuda.runtime.program import fresh
 from cupy_dma.backward import attention_backward, key_scores_backward
 from tests.gpu.sm90_tiles import portable, taken
-from tests.oracle import cases, reference, schedule_cases, selection_cases, varlen_cases
+from tests.oracle import cases, delay_cases, reference, schedule_cases, selection_cases, varlen_cases
 from tests.oracle.cache_cases import History
 
 LENGTHS = ("lengths-1x70", "lengths-33x129", "lengths-129x33")
@@ -203,6 +203,19 @@ def lifetimes() -> int:
     return count
 
 
+def delays() -> int:
+    """Biases with a delay, as ``lifetimes``."""
+    chosen = [c for c in delay_cases.CASES + delay_cases.LONG if c.dtype != "float64"][share]
+    kernels = [(False, None), (True, True), (True, False)] if cuda.runtime.hopper(0) else [(False, None)]
+    for case, (hopper, one_pass) in itertools.product(chosen, kernels):
+        with schedule_cases.hopper_gradients(one_pass), fresh(hopper=None if hopper else False):
+            out, lse = cases.run(case, cupy.asarray)
+            cases.check(case, cupy.asnumpy(out), cupy.asnumpy(lse), tf32=True)
+            found = cases.run_backward(case, cupy.asarray)
+            cases.check_backward(case, [None if x is None else cupy.asnumpy(x) for x in found], tf32=True)
+    return len(chosen) * len(kernels)
+
+
 def hopper_backward() -> int:
     """The Hopper gradients in two passes and in one, on two SMs, so that CTAs go on from tile to tile, and on many, so
     that tiles are taken in parts."""
@@ -333,7 +346,7 @@ def in_portable_kernels(suite: Callable[[], int]) -> int:
 SUITES = {"forward": functools.partial(in_portable_kernels, forward),
          "backward": functools.partial(in_portable_kernels, backward), "super-tiles": super_tiles,
          "varlen": functools.partial(in_portable_kernels, varlen_forward), "varlen-backward": varlen_backward,
-         "hopper-backward": hopper_backward, "lifetimes": lifetimes,
+         "hopper-backward": hopper_backward, "lifetimes": lifetimes, "delays": delays,
          "selection": selection, "decoding": decoding,
          "clusters": clusters, "scores": key_scores}
 SUITES |= {f"hopper-{tile.block_m}x{tile.block_n}x{tile.stages}{'-ping-pong' * tile.ping_pong}":

@@ -51,7 +51,7 @@ def test_tiles_of_smaller_gpus(case, limit):
         cases.check_backward(case, as_numpy(cases.run_backward(case, converter("cupy"))), tf32=True)
 
 
-def dense_gradients(torch, dout, query, key, value, scores, mask, dtype, softcap=0.0):
+def dense_gradients(torch, dout, query, key, value, scores, mask, dtype, softcap=0.0, bias_delay=0):
     """Autograd through the dense definition in ``dtype``."""
     q, k, v = (x.to(dtype).requires_grad_() for x in (query, key, value))
     bias = scores.to(dtype).requires_grad_()
@@ -60,7 +60,9 @@ def dense_gradients(torch, dout, query, key, value, scores, mask, dtype, softcap
     s = torch.einsum("bihd,bjhd->bhij", q, wide_k) * q.shape[3] ** -0.5
     if softcap:
         s = softcap * torch.tanh(s / softcap)
-    s = s + wide_bias[:, :, None]
+    position = torch.arange(q.shape[1], device=s.device)[:, None] + k.shape[1] - q.shape[1]
+    far = position - torch.arange(k.shape[1], device=s.device) >= bias_delay
+    s = torch.where(far | (bias_delay == 0), s + wide_bias[:, :, None], s)
     seen = mask.to_dense(q.shape[1]).repeat_interleave(group, 1)
     p = torch.where(seen, torch.softmax(s.masked_fill(~seen, float("-inf")), -1), 0)  # 0 in a row that sees nothing
     out = torch.einsum("bhij,bjhd->bihd", p, wide_v)

@@ -27,6 +27,7 @@ from tests.emulator.tests import (  # noqa: E402
     test_backward,
     test_decode,
     test_forward,
+    test_bias_delay,
     test_lifetimes,
     test_numerics,
     test_sm90_backward,
@@ -58,6 +59,16 @@ def elsewhere(test: Callable[..., None], *arguments: Any) -> Callable[[], None]:
 
 def grid(name: str) -> Callable[[], None]:
     return elsewhere(test_forward.test_forward_grid, named(name))
+
+
+def delay(kernels: str, name: str) -> Callable[[], None]:
+    case = next(c for k, c in test_bias_delay.CALLS if k == kernels and c.name == name)
+    return elsewhere(test_bias_delay.test_attention, kernels, case)
+
+
+def packed_delay(kernels: str, name: str) -> Callable[[], None]:
+    case = next(c for _, c in test_bias_delay.PACKED if c.name == name)
+    return elsewhere(test_bias_delay.test_sequences, kernels, case)
 
 
 def one_awkward_selection(kind: str, length: int, window: int, counted: bool = False) -> Callable[[], None]:
@@ -435,6 +446,14 @@ CHECKS: dict[str, Callable[[], None]] = {
     **OWN,
     "test_the_order_is_that_of_numpy": elsewhere(test_lifetimes.test_the_order_is_that_of_numpy, 5000, 5000,
                                                  "lognormal"),
+    "delay": delay("portable", "delay-65-top_w-bfloat16"),
+    "delay[dense]": delay("portable", "delay-65-dense"),
+    "delay[softcap]": delay("portable", "delay-64-softcap-causal"),
+    "delay[sequences]": packed_delay("portable", "delay-64-top_w"),
+    "delay[Hopper]": delay("Hopper, one pass", "delay-100-long-survivors-D64-0"),
+    "delay[Hopper, lists]": delay("Hopper, two passes", "delay-100-long-top_w-D64-0"),
+    "delay[Hopper, softcap]": delay("Hopper, one pass", "delay-100-long-causal-D64-4"),
+    "delay[Hopper, sequences]": packed_delay("Hopper, two passes", "delay-64-top_w"),
     "test_gradients_by_lifetimes[Hopper, two rows]":
         elsewhere(test_lifetimes.test_gradients, True, False, "lognormal"),
     "test_gradients_by_lifetimes[Hopper]":

@@ -4,6 +4,29 @@ from __future__ import annotations
 from tests.emulator.mutations import Fault
 
 FAULTS = [
+    # ---- biases with a delay ----
+    Fault("a bias counts one position late", "common/bias.cuh", "return far_from <= first_position;",
+          "return far_from < first_position;", "delay"),
+    Fault("a bias counts for the last query before it", "common/bias.cuh", "return far_from > last_position;",
+          "return far_from > last_position + 1;", "delay"),
+    Fault("biases are read that count for no query", "sm80/gather.cuh",
+          "counts = exists && !is_near(key + bias_delay, blocks.last_position);", "", "delay"),
+    Fault("blocks of mixed biases are like others", "sm80/gather.cuh", "mixed = __any_sync(ALL_LANES, mixed);",
+          "mixed = false;", "delay"),
+    Fault("rows of heads have positions of their own", "sm80/gather.cuh", "first_position + row / HEADS)) return 0.0f;",
+          "first_position + row)) return 0.0f;", "delay"),
+    Fault("the delay of a sequence counts from the first query row", "common/query_tile.cuh",
+          "p.bias_delay + shift - (t.end_key - p.bounds[p.sequences + rows.sequence]);", "p.bias_delay;",
+          "delay[sequences]"),
+    Fault("and of a tile of keys", "common/key_tile.cuh",
+          "    t.bias_delay += t.shift - (p.bounds[3 * p.sequences + t.sequence] - p.bounds[p.sequences + t.sequence]);\n",
+          "", "delay[sequences]"),
+    Fault("a key whose bias is -inf is hidden from all", "sm80/backward_dkv.cu", "        stop = min(stop, far_from);\n",
+          "        stop = start;\n", "delay"),
+    Fault("gradients of biases that count for no query", "sm80/backward_dkv.cu", "if (!DELAY || counts) keys.dbias[r] += ds;",
+          "keys.dbias[r] += ds;", "delay"),
+    Fault("a bias that counts for no query spoils what is no query", "sm80/backward_dkv.cu",
+          "    if (far_from >= t.end_position()) bias = 0.0f;  // it counts for no query\n", "", "delay"),
     # ---- values and edges ----
     Fault("short tiles begin where full ones would", "common/query_tile.cuh",
           " - min(t.index, p.short_tiles) * (64 / HEADS)", "", "sm90[short tiles]"),

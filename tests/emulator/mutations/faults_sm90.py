@@ -4,6 +4,18 @@ from __future__ import annotations
 from tests.emulator.mutations import Fault
 
 FAULTS = [
+    # ---- biases with a delay ----
+    Fault("mixed biases are like others", "sm90/consumer.cuh", "if (!has_mixed(shared, stage)) return;", "return;",
+          "delay[Hopper]"),
+    Fault("positions are those of rows", "sm90/consumer.cuh",
+          "position[r] = t.first_position + (first_row + lane / 4 + 8 * r) / HEADS;",
+          "position[r] = t.first_position + first_row + lane / 4 + 8 * r;", "delay[Hopper]"),
+    Fault("a softcap forgets the delay", "sm90/logits.cuh", "        if (mixed) load_far_from(", "        if (false) load_far_from(",
+          "delay[Hopper, softcap]"),
+    Fault("one warp says whether biases are mixed", "sm90/logits.cuh", "(mixed.x | mixed.y | mixed.z | mixed.w) != 0",
+          "mixed.x != 0", "delay[Hopper, lists]"),
+    Fault("biases are fetched that count for no query", "sm90/gather.cuh",
+          "    if (is_near(bias.far_from, plan.tile.last_position)) return bias;\n", "", "delay[Hopper]"),
     # ---- what is asynchronous ----
     Fault("keys are multiplied before they have arrived", "sm90/consumer.cuh",
           "        if (!keys_ready) barrier_wait(&shared.key_full[keys.stage], keys.phase);\n", "", "sm90[causal]"),

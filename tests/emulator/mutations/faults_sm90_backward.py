@@ -16,6 +16,26 @@ DENSE, PARTS = "sm90 backward[dense mask]", "sm90 backward[parts]"
 BLANK_ROWS, ONE_TILE = "sm90 backward[blank rows]", "sm90 backward[one tile]"
 
 FAULTS = [
+    # ---- biases with a delay ----
+    Fault("gradients of biases that do not count yet", CONSUMER, "                if (whole[r] == 0.0f) sums[r] = 0.0f;\n",
+          "                ;\n", "delay[Hopper]"),
+    Fault("gradients of mixed biases over all queries", CONSUMER,
+          "if (counts(delay, n, i)) sums[fragment_row(i)] += dp[n].x[i];", "sums[fragment_row(i)] += dp[n].x[i];",
+          "delay[Hopper]"),
+    Fault("keys that mixed steps do not see have a gradient", CONSUMER,
+          "if (bias[r] == -infinity()) delay.far_from[r] = INT_LOWEST;", ";", "delay[Hopper, lists]"),
+    Fault("the first key's delay is that of all", PRODUCER, "__reduce_max_sync(ALL_LANES, last_far_from)",
+          "__reduce_min_sync(ALL_LANES, last_far_from)", "delay[Hopper]"),
+    Fault("keys are hidden for longer than their bias is -inf", PRODUCER, "                stop = min(stop, far_from);\n",
+          "", "delay[Hopper]"),
+    Fault("a softcap's slope forgets the delay", CONSUMER, "if (delay.mixed && !counts(delay, n, i)) own = 0.0f;", ";",
+          "delay[Hopper, softcap]"),
+    Fault("the query gradient takes mixed biases for others", DQ_CONSUMER,
+          "        if (is_mixed_block())\n", "        if (false)\n", "delay[Hopper, lists]"),
+    Fault("the query gradient reads biases that count for no row", DQ_PRODUCER,
+          "    if (is_near(key + t.bias_delay, t.last_position)) return 0.0f;\n", "", "delay[Hopper, lists]"),
+    Fault("rows of keys that are hidden from some rows are zeros", DQ_PRODUCER, "    hidden = hidden && !mixed;\n", "",
+          "delay[Hopper, lists]"),
     # ---- what is asynchronous: keys ----
     Fault("keys of the next tile are gathered before their stage is empty", PRODUCER,
           "        barrier_wait(&shared.key_empty[stage], phase);\n", "", LISTS),

@@ -1,6 +1,9 @@
-"""Key biases that begin at a distance, through the kernels on the CPU emulator: portable and Hopper, forward and both
-ways of the gradients."""
+"""Key biases that begin at a distance, through the kernels on the CPU emulator: forward and gradients, of the portable
+kernels and of Hopper's, in one pass and in two."""
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -15,82 +18,81 @@ pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(buil
 from tests import emulator  # noqa: E402
 from tests.emulator.tests.test_forward import BUILD  # noqa: E402
 
+PORTABLE, ONE_PASS, TWO_PASSES = KERNELS = ("portable", "Hopper, one pass", "Hopper, two passes")
 SHORT = [c for c in delay_cases.CASES if c.dtype != "float64"]
-LONG = delay_cases.LONG  # lists, tiles in which all or no biases count
+LONG = delay_cases.LONG  # lists; blocks and steps in which all biases count, or none
 HOPPER = [*(c for c in SHORT[::3] if c.dtype != "float32"), *LONG]
+CALLS = [*((PORTABLE, c) for c in (*SHORT, *LONG[:5])), *((ONE_PASS, c) for c in HOPPER),
+         *((TWO_PASSES, c) for c in (*HOPPER[::4], *LONG))]
+PACKED = [(kernels, c) for kernels in KERNELS for c in delay_cases.PACKED]
+PAGED = [(PORTABLE, c) for c in delay_cases.PAGES]
+QUICK = ("delay-65-top_w-bfloat16", "delay-65-dense", "delay-64-softcap-causal", "delay-100-long-survivors-D64-0",
+         "delay-100-long-top_w-D64-0", "delay-100-long-causal-D64-4", "delay-64-per_head", "delay-64-top_w",
+         "delay-1-pages-none")
 
 
-def some_quick(all_cases, quick):
-    """The cases, all but those with such names marked slow."""
-    return [pytest.param(c, id=str(c), marks=() if any(name in c.name for name in quick) else pytest.mark.slow)
-            for c in all_cases]
+def quick(calls: list) -> list:
+    return [call for call in calls if call[1].name in QUICK]
 
 
-@pytest.fixture
-def portable():
-    with emulator.using(build=BUILD):
+def slow(calls: list) -> list:
+    return [call for call in calls if call[1].name not in QUICK]
+
+
+@contextmanager
+def on(kernels: str) -> Iterator[None]:
+    with (emulator.using if kernels == PORTABLE else emulator.hopper_gpu)(build=BUILD), \
+            schedule_cases.hopper_gradients(kernels == ONE_PASS):
         yield
 
 
-@pytest.fixture(params=[True, False], ids=["one pass", "two passes"])
-def hopper(request):
-    with emulator.hopper_gpu(build=BUILD), schedule_cases.hopper_gradients(request.param):
-        yield
+def check(kernels: str, case: cases.Case) -> None:
+    with on(kernels):
+        if kernels != TWO_PASSES:
+            cases.check(case, *cases.run(case, backend="emulator"), tf32=True)
+        cases.check_backward(case, cases.run_backward(case, backend="emulator"), tf32=True)
 
 
-def check(case):
-    cases.check(case, *cases.run(case, backend="emulator"), tf32=True)
+def check_packed(kernels: str, case: varlen_cases.Case) -> None:
+    with on(kernels):
+        varlen_cases.check(case, *varlen_cases.run(case, backend="emulator"), tf32=True)
+        if not case.page_size:
+            varlen_cases.check_backward(case, varlen_cases.run_backward(case, backend="emulator"), tf32=True)
 
 
-def check_gradients(case):
-    cases.check_backward(case, cases.run_backward(case, backend="emulator"), tf32=True)
+@pytest.mark.parametrize(("kernels", "case"), quick(CALLS), ids=str)
+def test_attention(kernels, case):
+    check(kernels, case)
 
 
-@pytest.mark.parametrize("case", some_quick([*SHORT, *LONG[:5]], ("top_w-bfloat16", "dense-", "softcap")))
-def test_forward(portable, case):
-    check(case)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernels", "case"), slow(CALLS), ids=str)
+def test_more_attention(kernels, case):
+    check(kernels, case)
 
 
-@pytest.mark.parametrize("case", some_quick([*SHORT, *LONG[:5]], ("top_w-bfloat16", "dense-", "softcap")))
-def test_gradients(portable, case):
-    check_gradients(case)
+@pytest.mark.parametrize(("kernels", "case"), quick(PACKED + PAGED), ids=str)
+def test_sequences(kernels, case):
+    check_packed(kernels, case)
 
 
-@pytest.mark.parametrize("case", some_quick(HOPPER, ("D64-0", "softcap-causal", "long-top_w")))
-def test_hopper_forward(case):
-    with emulator.hopper_gpu(build=BUILD):
-        check(case)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernels", "case"), slow(PACKED + PAGED), ids=str)
+def test_more_sequences(kernels, case):
+    check_packed(kernels, case)
 
 
-@pytest.mark.parametrize("case", some_quick(HOPPER, ("top_w-D64-0", "survivors-D64-0", "causal-D64-4")))
-def test_hopper_gradients(hopper, case):
-    check_gradients(case)
-
-
-@pytest.mark.parametrize("case", some_quick(delay_cases.PACKED + delay_cases.PAGES, ("64-top_w", "1-pages-none")))
-def test_sequences(portable, case):
-    varlen_cases.check(case, *varlen_cases.run(case, backend="emulator"), tf32=True)
-    if not case.page_size:
-        varlen_cases.check_backward(case, varlen_cases.run_backward(case, backend="emulator"), tf32=True)
-
-
-@pytest.mark.parametrize("case", some_quick(delay_cases.PACKED, ("64-per_head", "64-top_w")))
-def test_sequences_on_hopper(hopper, case):
-    varlen_cases.check(case, *varlen_cases.run(case, backend="emulator"), tf32=True)
-    varlen_cases.check_backward(case, varlen_cases.run_backward(case, backend="emulator"), tf32=True)
-
-
-@pytest.mark.parametrize("gpu", [emulator.using, emulator.hopper_gpu])
-def test_open_gates_change_no_bit(gpu):
+@pytest.mark.parametrize("kernels", [PORTABLE, TWO_PASSES])
+def test_open_gates_change_no_bit(kernels):
     """Biases of 0, whatever the delay."""
     rng = np.random.default_rng(0)
     q, dout = rng.standard_normal((2, 1, 200, 4, 64)).astype(np.float16)
     k, v = rng.standard_normal((2, 1, 200, 2, 64)).astype(np.float16)
-    bias = np.zeros((1, 2, 200), np.float32)
     found = []
-    with gpu(build=BUILD), schedule_cases.hopper_gradients(False):
+    with on(kernels):
         for delay in (0, 1, 70, 200):
-            options = {"bias": bias, "bias_delay": delay, "causal": True, "backend": "emulator"}
+            options = {"bias": np.zeros((1, 2, 200), np.float32), "bias_delay": delay, "causal": True,
+                       "backend": "emulator"}
             out, lse = dma.attention(q, k, v, return_lse=True, **options)
             found.append((out, lse, *attention_backward(dout, q, k, v, out, lse, **options)[:3]))
     assert all((x == first).all() for other in found[1:] for x, first in zip(other, found[0]))
