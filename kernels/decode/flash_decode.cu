@@ -12,7 +12,7 @@
 // it, entry by entry: list_interval (B * Hkv, slots). Keys that no row of the set sees are not read. A block leaves its
 // split's results in global memory; the block with the last ticket of a set combines them in order.
 //
-// Prelude: that of decode/split_kv.cuh, MIN_BLOCKS, LISTED, INTERVALS, CAUSAL, BIAS.
+// Prelude: that of decode/split_kv.cuh, MIN_BLOCKS, LISTED, INTERVALS, CAUSAL, BIAS, DELAY (of the bias).
 #include "common/arch.cuh"
 #include "decode/split_kv.cuh"
 
@@ -39,6 +39,7 @@ struct FlashDecodeParams {
     int sets, num_splits;
     int split_size, slots;  // keys of a split, a multiple of STEP; entries of the list, or key_length
     float scale, softcap;
+    int bias_delay;  // a key's bias counts from so many positions behind the key on
 };
 
 struct FlashDecodeShared {
@@ -74,9 +75,15 @@ struct Key {
     int row;           // of key and value; -1: there is none
     int start, stop;
     float bias;        // log 2 units
+#if DELAY
+    int far_from;      // first position for which the bias counts
+#endif
 
     __device__ __forceinline__ Key(const Rows& rows, int slot, int end)
         : row(-1), start(INT_LOWEST), stop(NEVER), bias(0.0f) {
+#if DELAY
+        far_from = INT_LOWEST;
+#endif
         const FlashDecodeParams& p = rows.p;
         if (slot >= end) return;
         row = slot;
@@ -95,7 +102,15 @@ struct Key {
         if (CAUSAL) start = max(start, row);
         if (BIAS)
             bias = log2_units(p.bias[rows.batch * p.bias_batch + rows.group * p.bias_group + row * p.bias_key]);
+#if DELAY
+        far_from = row + p.bias_delay;
+        if (bias == -infinity()) {
+            stop = min(stop, far_from);
+            bias = 0.0f;
+        }
+#else
         if (BIAS && bias == -infinity()) row = -1;  // nobody sees it
+#endif
     }
 
     __device__ __forceinline__ bool seen_by(int position) const {
@@ -230,7 +245,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) flash_decode(c
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const int column = 2 * (lane & 3) + fragment_column(i);
-                const float bias = BIAS ? __shfl_sync(ALL_LANES, current.bias, column) : 0.0f;
+                float bias = BIAS ? __shfl_sync(ALL_LANES, current.bias, column) : 0.0f;
+#if DELAY
+                const int far_from = __shfl_sync(ALL_LANES, current.far_from, column);
+                if (rows.position_of(lane / 4 + 8 * fragment_row(i)) < far_from) bias = 0.0f;
+#endif
                 s.x[i] = now >> column & 1 ? logit(s.x[i], bias) : -infinity();
             }
             if (now != all) {  // some keys are seen by a few rows only

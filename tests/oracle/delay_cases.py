@@ -1,5 +1,6 @@
-"""Calls with a delayed key bias (section 16), for any backend: ``CASES`` by ``run``, ``check``, ``run_backward`` and
-``check_backward`` of ``tests/oracle/cases.py``, ``PACKED`` and ``PAGES`` by those of ``varlen_cases.py``.
+"""Calls with a delayed key bias (section 16), for any backend: ``CASES``, ``LONG`` and ``FEW`` (queries) by ``run``,
+``check``, ``run_backward`` and ``check_backward`` of ``tests/oracle/cases.py``, ``PACKED`` and ``PAGES`` by those of
+``varlen_cases.py``.
 
 Delays end before, in and behind a block of 64 keys, with the window, and around the length. In ``extremes`` some keys
 have a bias of -inf or 1e4, which must be left out for near queries, and those that are far from no query have a NaN.
@@ -55,6 +56,9 @@ LONG = [
       for mask in ("none", "causal", "window", "top_w", "survivors")),
     _case("long-fewer-queries", 100, "survivors", query_length=260, key_length=520, heads=2, kv_heads=1, head_dim=64),
 ]
+FEW = [_case(f"few-{lq}x700-{mask}", delay, mask, query_length=lq, key_length=700, heads=h, kv_heads=1, **changed)
+       for delay in (1, 60) for lq, h in ((1, 4), (5, 2)) for mask, changed in (
+           ("causal", {}), ("survivors", {}), ("top_w", {"softcap": 2.0}), ("none", {"head_dim": 64}))]
 _USED = (20, 3, 40, 0, 77, 12, 0, 140)
 PACKED = [varlen_cases.Case(f"delay-{delay}-{mask}", mask=mask, bias_delay=delay, **({"bias": "key"} | changed))
           for delay in (1, 30, LARGEST)

@@ -22,13 +22,13 @@ PORTABLE, ONE_PASS, TWO_PASSES = KERNELS = ("portable", "Hopper, one pass", "Hop
 SHORT = [c for c in delay_cases.CASES if c.dtype != "float64"]
 LONG = delay_cases.LONG  # lists; blocks and steps in which all biases count, or none
 HOPPER = [*(c for c in SHORT[::3] if c.dtype != "float32"), *LONG]
-CALLS = [*((PORTABLE, c) for c in (*SHORT, *LONG[:5])), *((ONE_PASS, c) for c in HOPPER),
+CALLS = [*((PORTABLE, c) for c in (*SHORT, *LONG[:5], *delay_cases.FEW)), *((ONE_PASS, c) for c in HOPPER),
          *((TWO_PASSES, c) for c in (*HOPPER[::4], *LONG))]
 PACKED = [(kernels, c) for kernels in KERNELS for c in delay_cases.PACKED]
 PAGED = [(PORTABLE, c) for c in delay_cases.PAGES]
 QUICK = ("delay-65-top_w-bfloat16", "delay-65-dense", "delay-64-softcap-causal", "delay-100-long-survivors-D64-0",
          "delay-100-long-top_w-D64-0", "delay-100-long-causal-D64-4", "delay-64-per_head", "delay-64-top_w",
-         "delay-1-pages-none")
+         "delay-1-pages-none", "delay-60-few-5x700-causal")
 
 
 def quick(calls: list) -> list:
@@ -96,3 +96,16 @@ def test_open_gates_change_no_bit(kernels):
             out, lse = dma.attention(q, k, v, return_lse=True, **options)
             found.append((out, lse, *attention_backward(dout, q, k, v, out, lse, **options)[:3]))
     assert all((x == first).all() for other in found[1:] for x, first in zip(other, found[0]))
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_the_last_queries(queries):
+    """Of a long history, whose keys the scores select."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((1, queries, 4, 32)).astype(np.float16)
+    k, v = rng.standard_normal((2, 1, 900, 2, 32)).astype(np.float16)
+    options = {"scores": rng.standard_normal((1, 2, 900)).astype(np.float32), "window": 40, "bias_delay": 300}
+    with emulator.using(build=BUILD):
+        found = dma.dynamic_mask_attention(q, k, v, **options, backend="emulator")
+    expected = dma.dynamic_mask_attention(*(x.astype(np.float32) for x in (q, k, v)), **options, backend="numpy")
+    assert np.abs(found - expected).max() < 5e-3

@@ -37,6 +37,7 @@ class FlashDecodeConfig(SplitConfig):
     intervals: bool
     causal: bool
     bias: bool
+    delay: bool = False  # of the bias
 
     def shared_bytes(self, num_splits: int) -> int:
         """``struct FlashDecodeShared`` and the weights."""
@@ -71,7 +72,7 @@ def can_serve(runtime: Runtime, index: int, call: AttentionCall, problem: Proble
 
 def _cannot(call: AttentionCall, problem: Problem) -> list[str]:
     against = {"packed sequences": call.sequences is not None, "a dense mask": problem.bits,
-               "a bias of every query": problem.bias_kind == BIAS_DENSE, "a delayed bias": problem.delay,
+               "a bias of every query": problem.bias_kind == BIAS_DENSE,
                "masks or biases of single query heads": problem.by_head, "no keys": problem.key_length == 0}
     return [reason for reason, holds in against.items() if holds]
 
@@ -135,7 +136,7 @@ def attention(build: Builder, call: AttentionCall, problem: Problem, out: Array,
     config = FlashDecodeConfig(
         element=ELEMENTS[call.query.dtype], head_dim=head_dim, value_dim=value_dim, vector=problem.vector,
         rows=tile_rows, warps=WARPS, softcap=call.softcap > 0.0, min_blocks=resident, listed=listed is not None,
-        intervals=intervals, causal=causal, bias=problem.bias_kind == BIAS_OF_KEYS)
+        intervals=intervals, causal=causal, bias=problem.bias_kind == BIAS_OF_KEYS, delay=problem.delay)
     params = jit.params("decode/flash_decode.cu", "FlashDecodeParams")
     shared = {name: problem.params[name] for name in params.names if name in problem.params and name not in fields}
     build.launch(build.load(config, "flash_decode", config.shared_bytes(num_splits)), tiles * num_splits, 32 * WARPS,
