@@ -3,7 +3,7 @@
 ``varlen_cases.py``.
 
 Delays end before, in and behind a block of 64 keys, with the window, and around the length. In ``extremes`` some keys
-have a bias of -inf or 1e4, which must be left out for near queries, and those that are far from no query have a NaN.
+have a bias of -inf or 1e3, which must be left out for near queries, and those that are far from no query have a NaN.
 """
 from __future__ import annotations
 
