@@ -28,9 +28,10 @@ from cupy_dma.masks import interval
 from cupy_dma.masks.selection import selection_hints
 
 
-def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any = None, causal: bool = False,
-              scale: float | None = None, softcap: float = 0.0, sink_logits: Any = None, deterministic: bool = False,
-              return_lse: bool = False, layout: str | None = None, backend: str | None = None) -> Any:
+def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any = None, bias_delay: int = 0,
+              causal: bool = False, scale: float | None = None, softcap: float = 0.0, sink_logits: Any = None,
+              deterministic: bool = False, return_lse: bool = False, layout: str | None = None,
+              backend: str | None = None) -> Any:
     """``cupy_dma.attention`` of jax arrays, with gradients for ``query``, ``key``, ``value``, ``bias`` and
     ``sink_logits``.
 
@@ -42,7 +43,7 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
         An ``IntervalMask`` of this module, a pytree, or of ``cupy_dma``.
     bias : float array ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)`` or ``(1|B, 1|Hkv|H, Lk)``, optional
     sink_logits : float array ``(H,)``, optional
-    causal, scale, softcap, deterministic, return_lse, layout, backend
+    bias_delay, causal, scale, softcap, deterministic, return_lse, layout, backend
         As for ``cupy_dma.attention``; static.
 
     Returns
@@ -57,11 +58,11 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
     NotImplementedError
         A gradient is differentiated again.
     """
-    require_static(causal=causal, scale=scale, softcap=softcap, deterministic=deterministic, return_lse=return_lse,
-                   layout=layout, backend=backend)
+    require_static(bias_delay=bias_delay, causal=causal, scale=scale, softcap=softcap, deterministic=deterministic,
+                   return_lse=return_lse, layout=layout, backend=backend)
     turned = in_bhnd(attention, layout, {"query": query, "key": key, "value": value}, {
-        "mask": mask, "bias": bias, "causal": causal, "scale": scale, "softcap": softcap, "sink_logits": sink_logits,
-        "deterministic": deterministic, "return_lse": return_lse, "backend": backend})
+        "mask": mask, "bias": bias, "bias_delay": bias_delay, "causal": causal, "scale": scale, "softcap": softcap,
+        "sink_logits": sink_logits, "deterministic": deterministic, "return_lse": return_lse, "backend": backend})
     if turned is not NotImplemented:
         return turned
     floats = {"query": rows(query, "query"), "key": rows(key, "key"), "value": rows(value, "value")}
@@ -69,7 +70,7 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
         floats["bias"] = as_array(bias, "bias")
     shapes = stand_in(floats["query"]), stand_in(floats["key"]), stand_in(floats["value"])
     sinks = optional_array(sink_logits, "sink_logits")
-    options = Options(causal, scale, softcap, deterministic, stand_in(sinks))
+    options = Options(causal, scale, softcap, deterministic, bias_delay, stand_in(sinks))
     call = attention_call(*shapes, None, stand_in(floats.get("bias")), options, layout)
     checks.flag(return_lse, "return_lse")
     check_backend(backend, floats["query"])
@@ -78,23 +79,23 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
     others = {} if dense is None else {"dense": dense}
     if runs is not None:
         others.update(start=runs.start, stop=runs.stop)
-    task = Task("attention", backend, options=(call.causal, call.scale, call.softcap, call.deterministic),
-                hints=None if runs is None else runs._hints)
+    task = Task("attention", backend, options=call.options, hints=None if runs is None else runs._hints)
     return _attended(task, floats, others, call, sinks, return_lse)
 
 
 def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None, *, window: int, dt_proj: Any = None,
                            A: Any = None, dt_bias: Any = None, form: str = "exp", keys: str = "prefix",
-                           padding: Any = None, documents: Any = None, causal: bool = True, scale: float | None = None,
-                           softcap: float = 0.0, sink_logits: Any = None, deterministic: bool = False,
-                           return_lse: bool = False, layout: str | None = None, backend: str | None = None) -> Any:
+                           padding: Any = None, documents: Any = None, bias_delay: int = 0, causal: bool = True,
+                           scale: float | None = None, softcap: float = 0.0, sink_logits: Any = None,
+                           deterministic: bool = False, return_lse: bool = False, layout: str | None = None,
+                           backend: str | None = None) -> Any:
     """``cupy_dma.dynamic_mask_attention`` of jax arrays, with gradients for ``query``, ``key``, ``value``, ``scores``
     and ``sink_logits``, or through the scores for ``value`` (both terms), ``dt_proj``, ``A`` and ``dt_bias``.
 
     Parameters
     ----------
-    query, key, value, scale, softcap, sink_logits, deterministic, return_lse, layout, backend
-        As for ``attention``.
+    query, key, value, bias_delay, scale, softcap, sink_logits, deterministic, return_lse, layout, backend
+        As for ``attention``; the selection is not delayed.
     scores : float array ``(B, Hkv, Lk)``
         Instead of scores you can pass ``dt_proj``, ``A`` and optionally ``dt_bias`` and ``form``, as for
         ``key_scores``.
@@ -113,12 +114,13 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
     ------
     As ``attention`` and ``top_w``; also ValueError if both or neither of scores and dt_proj are given.
     """
-    require_static(window=window, form=form, keys=keys, causal=causal, scale=scale, softcap=softcap,
-                   deterministic=deterministic, return_lse=return_lse, layout=layout, backend=backend)
+    require_static(window=window, form=form, keys=keys, bias_delay=bias_delay, causal=causal, scale=scale,
+                   softcap=softcap, deterministic=deterministic, return_lse=return_lse, layout=layout, backend=backend)
     turned = in_bhnd(dynamic_mask_attention, layout, {"query": query, "key": key, "value": value}, {
         "scores": scores, "window": window, "dt_proj": dt_proj, "A": A, "dt_bias": dt_bias, "form": form, "keys": keys,
-        "padding": padding, "documents": documents, "causal": causal, "scale": scale, "softcap": softcap,
-        "sink_logits": sink_logits, "deterministic": deterministic, "return_lse": return_lse, "backend": backend})
+        "padding": padding, "documents": documents, "bias_delay": bias_delay, "causal": causal, "scale": scale,
+        "softcap": softcap, "sink_logits": sink_logits, "deterministic": deterministic, "return_lse": return_lse,
+        "backend": backend})
     if turned is not NotImplemented:
         return turned
     q, k, v = rows(query, "query"), rows(key, "key"), rows(value, "value")
@@ -127,7 +129,7 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
     selection = Selection(stand_in(ranked), window, form=form, keys=keys,
                           **{name: stand_in(x) for name, x in parameters.items()})
     call = dynamic_call(stand_in(q), stand_in(k), stand_in(v), selection,
-                        Options(causal, scale, softcap, deterministic, stand_in(sinks)), layout)
+                        Options(causal, scale, softcap, deterministic, bias_delay, stand_in(sinks)), layout)
     checks.flag(return_lse, "return_lse")
     check_backend(backend, q)
     own = call.attention
@@ -136,7 +138,7 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
     others = candidates(padding, documents, own.batch, own.key_length)
     floats = {"query": q, "key": k, "value": v, "bias": None if ranked is None else widened(ranked), **parameters}
     everything = keeps_all(call.window, keys, others, own.key_length)
-    task = Task("dynamic", backend, form, (own.causal or everything, own.scale, own.softcap, own.deterministic),
+    task = Task("dynamic", backend, form, (own.causal or everything, *own.options[1:]),
                 None if everything else selection_hints(call.window, own.key_length, keys, "padding" in others,
                                                         "documents" in others),
                 None if everything else (call.window, keys))

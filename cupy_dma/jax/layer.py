@@ -30,6 +30,8 @@ class DynamicMaskAttention(nnx.Module):
     sinks, recent : int
         The first ``sinks`` and the last ``recent`` keys are visible too, whatever their scores: up to ``window + sinks
         + recent`` keys per query. Of whole sequences, without padding or documents.
+    bias_delay : int
+        How many positions behind a key its score is added to the logits; the selection is not delayed.
     dt_bias : bool
         Also learn an offset per kv head.
     A_init : float
@@ -57,9 +59,9 @@ class DynamicMaskAttention(nnx.Module):
     """
 
     def __init__(self, kv_heads: int, head_dim: int, window: int, *, sinks: int = 0, recent: int = 0,
-                 dt_bias: bool = False, A_init: float = 0.0, form: str = "exp", keys: str = "prefix",
-                 causal: bool = True, scale: float | None = None, softcap: float = 0.0, deterministic: bool = False,
-                 backend: str | None = None, dtype: Any = jnp.float32, rngs: nnx.Rngs):
+                 bias_delay: int = 0, dt_bias: bool = False, A_init: float = 0.0, form: str = "exp",
+                 keys: str = "prefix", causal: bool = True, scale: float | None = None, softcap: float = 0.0,
+                 deterministic: bool = False, backend: str | None = None, dtype: Any = jnp.float32, rngs: nnx.Rngs):
         checks.choice(form, "form", FORMS)
         checks.choice(keys, "keys", ("prefix", "global"))
         self.kv_heads, self.head_dim = checks.whole(kv_heads, "kv_heads", 1), checks.whole(head_dim, "head_dim", 1)
@@ -67,6 +69,7 @@ class DynamicMaskAttention(nnx.Module):
             raise ValueError(f"head_dim must be 1 to 256, got {head_dim}")
         self.window = checks.whole(window, "window", 1)
         self.sinks, self.recent = checks.whole(sinks, "sinks", 0), checks.whole(recent, "recent", 0)
+        self.bias_delay = checks.delay(bias_delay)
         self.form, self.keys, self.causal = form, keys, checks.flag(causal, "causal")
         self.scale = None if scale is None else checks.real(scale, "scale")
         self.softcap = checks.real(softcap, "softcap", 0.0)
@@ -108,8 +111,9 @@ class DynamicMaskAttention(nnx.Module):
         """
         for x, name in ((key, "key"), (value, "value")):
             self._check(x, name)
-        options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "deterministic": self.deterministic,
-                                   "return_lse": return_lse, "backend": self.backend}
+        options: dict[str, Any] = {"bias_delay": self.bias_delay, "scale": self.scale, "softcap": self.softcap,
+                                   "deterministic": self.deterministic, "return_lse": return_lse,
+                                   "backend": self.backend}
         if self.sinks or self.recent:
             for x, name in ((padding, "padding"), (documents, "documents")):
                 if x is not None:

@@ -37,7 +37,7 @@ class Task(NamedTuple):
     operation: str
     backend: str | None
     form: str = "exp"  # of scores to be computed
-    options: tuple[bool, float, float, bool] = (False, 1.0, 0.0, False)  # causal, scale, softcap, deterministic
+    options: tuple[bool, float, float, bool, int] = (False, 1.0, 0.0, False, 0)  # those of ``AttentionCall``
     hints: Hints | None = None  # of the mask that is given
     selection: tuple[int, str] | None = None  # window and keys; None where every key is kept
     needs: tuple[str, ...] = ()  # which gradients

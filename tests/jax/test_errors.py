@@ -109,7 +109,7 @@ def test_bad_input_raises_before_anything_runs(name, jitted, nothing_runs):
         jax.jit(function)() if jitted else function()
 
 
-@pytest.mark.parametrize("name", ["window", "scale", "softcap", "causal"])
+@pytest.mark.parametrize("name", ["window", "scale", "softcap", "causal", "bias_delay"])
 def test_options_are_static(name):
     def run(x):
         return dj.dynamic_mask_attention(q, k, v, s, **{"window": 5, name: x})

@@ -14,7 +14,7 @@ import jax.numpy as jnp  # noqa: E402
 
 import cupy_dma.jax as dj  # noqa: E402
 from tests.jax.draws import HKV, B, N, draw, recipe, same  # noqa: E402
-from tests.oracle import cases, reference  # noqa: E402
+from tests.oracle import cases, delay_cases, reference  # noqa: E402
 from tests.oracle.cases import CASES  # noqa: E402
 
 # Those that differ in what jax has to do: types, masks, biases of every rank, lengths. Strides are XLA's own.
@@ -27,6 +27,7 @@ QUICK = ("float16-D16", "bfloat16-D40", "float32-D64", "float64-D16", "heads-6/2
 GRID = [pytest.param(case, marks=[] if case.name in QUICK else pytest.mark.slow, id=case.name) for case in CASES
         # The gradients of queries and keys of the last one are denormal, which XLA flushes to zero.
         if not case.name.startswith(("layout-", "float32-layout-", "scale-1e-40"))]
+GRID += [pytest.param(case, id=case.name) for case in delay_cases.CASES if case.name in delay_cases.FEW]
 
 
 TYPES = [pytest.param(jnp.float32, id="float32"), pytest.param(jnp.bfloat16, id="bfloat16", marks=pytest.mark.slow)]
@@ -92,6 +93,10 @@ FUNCTIONS = {
     "documents": lambda q, k, v, s: dj.dynamic_mask_attention(q, k, v, s, window=5, documents=[0, 7, 7, N]),
     "bhnd": lambda q, k, v, s: dj.dynamic_mask_attention(
         *(x.swapaxes(1, 2) for x in (q, k, v)), s, window=5, layout="bhnd").swapaxes(1, 2),
+    "delay": lambda q, k, v, s: dj.dynamic_mask_attention(q, k, v, s, window=5, bias_delay=4, return_lse=True),
+    "delay, everything": lambda q, k, v, s: dj.dynamic_mask_attention(q, k, v, **RECIPE, window=N, bias_delay=4),
+    "delay, bhnd": lambda q, k, v, s: dj.attention(
+        *(x.swapaxes(1, 2) for x in (q, k, v)), bias=s, bias_delay=4, layout="bhnd").swapaxes(1, 2),
     "few keys": lambda q, k, v, s: dj.attention(q, k, v, mask=(dma.IntervalMask.causal(N), jnp.arange(N)[None] != 3)),
 }
 RECIPE: dict = {}
@@ -109,7 +114,7 @@ def test_jit_is_eager_and_numpy(name, dtype):
     def loss(*x):
         return sum(jnp.sum(y.astype(jnp.float32) ** 2) for y in jax.tree.leaves(function(*x)))
 
-    wanted = (0, 1, 2) if name in ("recipe", "recipe, everything", "few keys") else (0, 1, 2, 3)
+    wanted = (0, 1, 2) if name in ("recipe", "recipe, everything", "delay, everything", "few keys") else (0, 1, 2, 3)
     value, gradients = jax.value_and_grad(loss, wanted)(*arguments)
     assert float(value) > 0 and all(float(jnp.abs(x).max()) > 0 for x in gradients)
     assert all(map(same, gradients, jax.jit(jax.grad(loss, wanted))(*arguments)))

@@ -32,7 +32,7 @@ def test_parameters():
 
 
 @pytest.mark.parametrize("options", [{}, {"dt_bias": True, "form": "linear", "softcap": 3.0, "scale": 0.4},
-                                     {"keys": "global", "causal": False}], ids=str)
+                                     {"keys": "global", "causal": False}, {"bias_delay": 4}], ids=str)
 def test_the_layer_is_the_function(options):
     q, k, v, _ = draw()
     made = layer(**options)
@@ -64,7 +64,8 @@ def test_it_trains_under_jit():
     assert same(made(q, k, v), nnx.jit(lambda m: m(q, k, v))(made))
 
 
-@pytest.mark.parametrize("options", [{}, {"sinks": 2}, {"recent": 3}, {"sinks": 1, "recent": 4}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"sinks": 2}, {"recent": 3}, {"sinks": 1, "recent": 4},
+                                     {"bias_delay": 4}, {"sinks": 1, "bias_delay": 4}], ids=str)
 def test_torch_has_the_same_layer(options):
     torch = pytest.importorskip("torch")
     from cupy_dma.torch import DynamicMaskAttention
@@ -92,6 +93,7 @@ def test_torch_has_the_same_layer(options):
     ({"form": "log"}, ValueError, "form must be 'exp' or 'linear', got 'log'"),
     ({"causal": False}, ValueError, "causal=False needs keys='global'"),
     ({"sinks": -1}, ValueError, "sinks must be at least 0, got -1"),
+    ({"bias_delay": -1}, ValueError, "bias_delay must be at least 0, got -1"),
     ({"recent": 2, "keys": "global"}, ValueError, "sinks and recent need keys='prefix', got sinks=0, recent=2 and"),
     ({"dt_bias": 1}, TypeError, "dt_bias must be True or False, got int 1"),
     ({"rngs": 0}, TypeError, "rngs must be flax.nnx.Rngs, got int")], ids=str)

@@ -200,7 +200,7 @@ def test_vmap_with_biases_that_broadcast(name, mapped):
     axes = (0, 0, 0, 0 if mapped else None)
 
     def biased(q, k, v, bias):
-        return dj.attention(q, k, v, bias=bias, causal=True)
+        return dj.attention(q, k, v, bias=bias, bias_delay=4 if name == "per batch" else 0, causal=True)
 
     gradient = jax.grad(loss(biased), (0, 3))
     assert close(jax.vmap(biased, axes)(*arguments), one_by_one(biased, arguments, axes))

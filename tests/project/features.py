@@ -102,6 +102,11 @@ def _attention() -> Iterator[Feature]:
                      flex_forward=f"backends/flex::test_forward_grid[dense-both- {shapes}",
                      flex_backward=f"backends/flex::test_backward_grid[dense-both- {shapes}")
     yield from _both(group, "softcap, scale", _grid("softcap-key"))
+    yield from _both(group, "bias_delay", _grid("delay-"), cuda="the kernels do not take a delay yet",
+                     numpy_forward="unit/bias_delay::test_forward[delay-",
+                     numpy_backward="unit/bias_delay::test_backward[delay-",
+                     flex_forward="backends/flex::test_forward_grid[delay-",
+                     flex_backward="backends/flex::test_backward_grid[delay-")
     yield from _both(group, "sink_logits", _grid("sinks-"))
     yield from _both(group, "values of another head dim than keys", _grid("value-dim-"))
     yield from _both(group, "GQA", _grid("heads-6/2"))

@@ -10,7 +10,9 @@ def test_biases_and_eviction(capsys):
     names = run_page("biases-and-eviction.md", gpu=False)
     seen = names["mask"].to_dense(200)[0, 0].sum(-1)
     assert seen.tolist() == [min(i + 1, 24) for i in range(200)]
-    assert np.isfinite(names["log_f"].grad.numpy()).all() and capsys.readouterr().out.startswith("[[")
+    said = capsys.readouterr().out
+    assert np.isfinite(names["log_f"].grad.numpy()).all() and said.startswith("[[") and "tensor(True)" in said
+    assert not names["log_g"].grad[..., -64:].any() and names["log_g"].grad[..., :-64].all()
 
 
 def test_index_and_get_started(capsys):
