@@ -1,6 +1,7 @@
 """The constructors of masks that need no scores. All arrays are int32 and linear in the keys."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from cupy_dma import checks
 from cupy_dma.arrays import CPU, Device, Library, Operand, describe, library_named
 from cupy_dma.masks.documents import document_runs, documents_mask
 from cupy_dma.masks.runs import EVER, NEVER, Hints, Runs, covers, gated
+from cupy_dma.masks.windows import each_head, narrowest, widest, window_of
 
 if TYPE_CHECKING:
     from cupy_dma.masks.interval import IntervalMask
@@ -32,14 +34,16 @@ class Constructors:
                              Hints("key", causal_only=True)))
 
     @classmethod
-    def sliding_window(cls, key_length: int, window: int, *, like: Any = None) -> IntervalMask:
-        """Every position sees the last ``window`` keys, including its own."""
-        n, w = checks.whole(key_length, "key_length", 0), checks.whole(window, "window", 1)
+    def sliding_window(cls, key_length: int, window: int | Sequence[int], *, like: Any = None) -> IntervalMask:
+        """Every position sees the last ``window`` keys, including its own; with several ints each head its own."""
+        n, windows = checks.whole(key_length, "key_length", 0), window_of(window)
         library, device = library_and_device(like)
         with library.on(device):
             start = library.arange(0, n, device)
-            stop = start + w if w + n < NEVER else library.full((n,), NEVER, "int32", device)
-        return cls._of(library, Runs(start, stop, Hints("key", (w, 1), covers(w, n))))
+            stops = [start + w if w + n < NEVER else library.full((n,), NEVER, "int32", device)
+                     for w in each_head(windows, 1)]
+            stop = stops[0] if len(stops) == 1 else library.xp.stack(stops)
+        return cls._of(library, Runs(start, stop, Hints("key", (widest(windows), 1), covers(narrowest(windows), n))))
 
     @classmethod
     def sinks(cls, key_length: int, count: int, *, like: Any = None) -> IntervalMask:

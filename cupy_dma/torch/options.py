@@ -7,12 +7,17 @@ from typing import Any, ClassVar
 from torch import nn
 
 from cupy_dma import checks
+from cupy_dma.masks.windows import Window, window_of
 
 Check = Callable[[Any, str], Any]
 
 
 def at_least(minimum: int) -> Check:
     return lambda value, name: checks.whole(value, name, minimum)
+
+
+def windows(value: Any, name: str) -> Window:
+    return window_of(value)
 
 
 def one_of(allowed: tuple[str, ...]) -> Check:
