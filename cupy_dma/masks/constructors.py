@@ -181,8 +181,11 @@ class Constructors:
         return cls._of(library, Runs(key, stop, Hints("key")))
 
     @classmethod
-    def from_startend(cls, startend_row_indices: Any, *, causal: bool = True) -> IntervalMask:
+    def from_startend(cls, startend_row_indices: Any, *, causal: bool = True, check: bool = True) -> IntervalMask:
         """The mask that FlashMask (arXiv 2410.01359) describes by columns, for as many queries as keys.
+
+        The array is that of PaddlePaddle's ``flashmask_attention``, whose heads may be kv heads or query heads; rows are
+        queries.
 
         Parameters
         ----------
@@ -191,12 +194,15 @@ class Constructors:
             it again. Without, two columns: the first row after those that see the key, and the first that sees it.
         causal
             Whether rows before the key's own do not see it.
+        check
+            With ``causal`` and two columns: refuse keys that are seen in two separate runs of rows, which no interval
+            expresses. This reads the values, which synchronizes on CUDA, once. Without it, as needed under
+            ``torch.compile`` and in CUDA graphs, such a key is seen in the first run alone.
 
         Raises
         ------
         TypeError, ValueError
-            The array has the wrong type or shape, or some key is seen in two separate runs of rows. That is checked
-            where ``causal`` keys have two columns; it reads values, which synchronizes on CUDA.
+            An argument has the wrong type or shape, or, with ``check``, a key is seen in two separate runs of rows.
         NotImplementedError
             There are four columns: two ranges of hidden rows.
 
@@ -209,6 +215,7 @@ class Constructors:
         True
         """
         given, causal = describe(startend_row_indices, "startend_row_indices"), checks.flag(causal, "causal")
+        check = checks.flag(check, "check")
         checks.one_of_types(given, checks.INTEGERS)
         columns = given.shape[-1] if given.ndim == 4 else 0
         if columns == 4 and not causal:
@@ -227,7 +234,7 @@ class Constructors:
             if columns == 1:
                 return cls._of(library, Runs(key, first, Hints("key")))
             hidden, late = first < last, first <= key
-            if bool((hidden & ~late & (last < n)).any()):
+            if check and bool((hidden & ~late & (last < n)).any()):
                 raise ValueError("startend_row_indices must let each key be seen in one run of rows, got one that is "
                                  "seen, then hidden, then seen again; use a dense mask")
             never = library.full((1, 1, n), NEVER, "int32", given.device)

@@ -1,6 +1,7 @@
 """Windows: how many keys a query keeps, an int, or a tuple of one int per kv head (SPEC section 17)."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from cupy_dma import checks
@@ -12,9 +13,10 @@ Window: TypeAlias = "int | tuple[int, ...]"
 def window_of(window: Any, heads: int | None = None) -> Window:
     """The checked window, from an int or from ints on the host, one for each of ``heads``; an int where all are equal.
     How many there must be is not checked if ``heads`` is None, and they stay a tuple."""
-    if type(window) is int or not (isinstance(window, (list, tuple)) or getattr(window, "shape", None)):
+    several = isinstance(window, Sequence) and not isinstance(window, (str, bytes))
+    if not several and not getattr(window, "shape", None):
         return checks.whole(window, "window", 1)
-    if not isinstance(window, (list, tuple)):
+    if not several:
         given = describe(window, "window")
         if given.ndim != 1 or given.device.kind != "cpu":
             raise TypeError(f"window must be an int, or ints in host memory, one per kv head, got an array of shape "
