@@ -184,8 +184,7 @@ class Constructors:
     def from_startend(cls, startend_row_indices: Any, *, causal: bool = True, check: bool = True) -> IntervalMask:
         """The mask that FlashMask (arXiv 2410.01359) describes by columns, for as many queries as keys.
 
-        The array is that of PaddlePaddle's ``flashmask_attention``, whose heads may be kv heads or query heads; rows are
-        queries.
+        The array is that of PaddlePaddle's ``flashmask_attention``, and may also have query heads; its rows are queries.
 
         Parameters
         ----------

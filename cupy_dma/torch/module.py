@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from cupy_dma import checks, distributed
 from cupy_dma.cache import DynamicCache
 from cupy_dma.calls.scores import FORMS
-from cupy_dma.masks.windows import window_of
 from cupy_dma.torch.attention import attention
 from cupy_dma.torch.dynamic import dynamic_mask_attention
 from cupy_dma.torch.kept import kept_keys
-from cupy_dma.torch.options import Check, Layer, at_least, backend_name, one_of, optional, windows
+from cupy_dma.torch.options import Check, Layer, at_least, backend_name, one_of, optional
 from cupy_dma.torch.registration import cast
 from cupy_dma.torch.scores import layer_scores, score_arguments
 from cupy_dma.torch.varlen import varlen_attention, varlen_dynamic_mask_attention
@@ -74,12 +73,10 @@ class DynamicMaskAttention(Layer):
     """
 
     CHECKS: ClassVar[dict[str, Check]] = {
-        "window": windows, "sinks": at_least(0), "recent": at_least(0), "form": one_of(FORMS),
-        "keys": one_of(("prefix", "global")), "causal": checks.flag, "scale": optional(checks.real),
-        "softcap": lambda value, name: checks.real(value, name, 0.0), "deterministic": checks.flag,
-        "backend": backend_name, "A_init": checks.real}
+        "sinks": at_least(0), "recent": at_least(0), "form": one_of(FORMS), "keys": one_of(("prefix", "global")),
+        "causal": checks.flag, "scale": optional(checks.real), "deterministic": checks.flag, "backend": backend_name,
+        "softcap": lambda value, name: checks.real(value, name, 0.0), "A_init": checks.real}
     FIXED = ("kv_heads", "head_dim", "dt_bias")
-    window: Any
 
     def __init__(self, kv_heads: int, head_dim: int, window: int | Sequence[int], *, sinks: int = 0, recent: int = 0,
                  dt_bias: bool = False, A_init: float = 0.0, form: str = "exp", keys: str = "prefix",
@@ -98,8 +95,6 @@ class DynamicMaskAttention(Layer):
                                  device=device, dtype=dtype)
 
     def check_together(self, name: str, value: Any) -> None:
-        if name == "window":
-            window_of(value, self.kv_heads)
         keys, causal, sinks, recent = (
             value if option == name else self.__dict__.get(option, default)
             for option, default in (("keys", "prefix"), ("causal", True), ("sinks", 0), ("recent", 0)))

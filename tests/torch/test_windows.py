@@ -49,7 +49,8 @@ def test_compiled(function):
 @pytest.mark.parametrize(("window", "error", "message"), WRONG[:2])
 def test_a_wrong_number_under_compile(window, error, message):
     q, k, v, s = draw(torch.float32)
-    for call in (lambda: dma.dynamic_mask_attention(q, k, v, s, window=window), lambda: dma.IntervalMask.top_w(s, window)):
+    for call in (lambda: dma.dynamic_mask_attention(q, k, v, s, window=window),
+                 lambda: dma.IntervalMask.top_w(s, window)):
         with pytest.raises(error, match=message):
             torch.compile(call, backend="eager")()
 
@@ -72,7 +73,7 @@ def test_options_of_layers():
     layer = DynamicMaskSelfAttention(24, H, HKV, window=[3, 7])
     assert layer.window == WINDOWS and "window=(3, 7)" in repr(layer)
     layer.window = [4, 4]
-    assert layer.window == (4, 4) and layer.make_cache(B).window == 4
+    assert layer.window == 4 and layer.make_cache(B).window == 4
     layer.window = 5
     with pytest.raises(ValueError, match="window must be an int, or one int for each of 2 kv heads, got 3 of them"):
         layer.window = 3, 4, 5

@@ -25,7 +25,8 @@ def draw(dtype=np.float64):
 def own(head, query, key, value, scores, *more):
     """The arguments of one kv head; ``more`` are of the query's shape."""
     rows = slice(H // HKV * head, H // HKV * (head + 1))
-    return [query[..., rows, :], key[..., head:head + 1, :], value[..., head:head + 1, :], scores[..., head:head + 1, :],
+    mine = slice(head, head + 1)
+    return [query[..., rows, :], key[..., mine, :], value[..., mine, :], scores[..., mine, :],
             *(x[..., rows, :] for x in more)]
 
 
