@@ -184,7 +184,7 @@ class Constructors:
     def from_startend(cls, startend_row_indices: Any, *, causal: bool = True, check: bool = True) -> IntervalMask:
         """The mask that FlashMask (arXiv 2410.01359) describes by columns, for as many queries as keys.
 
-        The array is that of PaddlePaddle's ``flashmask_attention``, and may also have query heads; its rows are queries.
+        The array is that of PaddlePaddle's ``flashmask_attention``, but may have query heads, too; rows are queries.
 
         Parameters
         ----------
