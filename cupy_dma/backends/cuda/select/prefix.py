@@ -43,9 +43,9 @@ def _select(build: Builder, scores: Operand, window: Window, padding: Operand | 
             stop: Array, start: Array | None = None) -> None:
     batch, kv_heads, length = scores.shape
     rows = batch * kv_heads
-    windows = clipped(window, length)
-    window, by_head = widest(windows), isinstance(windows, tuple)
-    if by_head and kv_heads > MAX_HEADS:
+    window = clipped(window, length)
+    window, of_heads = widest(window), window if isinstance(window, tuple) else ()
+    if len(of_heads) > MAX_HEADS:
         raise NotImplementedError(f"window must be an int for more than {MAX_HEADS} heads on CUDA, got one for each of "
                                   f"{kv_heads}")
     fields = {"score": scores.pointer, "padding": padding.pointer if padding else 0,
@@ -55,7 +55,7 @@ def _select(build: Builder, scores: Operand, window: Window, padding: Operand | 
               "padding_batch": padding.strides[0] if padding else 0,
               "document_batch": document.strides[0] if document else 0,
               "kv_heads": kv_heads, "key_length": length, "window": window,
-              "head_window": struct.pack(f"={len(windows)}i", *windows) if isinstance(windows, tuple) else b""}
+              "head_window": struct.pack(f"={len(of_heads)}i", *of_heads)}
     launches = [("count_better", rows * blocks(length, SELECT_THREADS["count_better"]), True)]  # blocks, and with PDL
     counted = build.overrides.counted
     if not (counts_pairs(rows, length) if counted is None else counted):
@@ -76,7 +76,7 @@ def _select(build: Builder, scores: Operand, window: Window, padding: Operand | 
         launches = [("local_top", filters if chunks > 1 else 0, True), ("filter_arrivals", filters, True),
                     ("sweep_arrivals", sweeps, not gathers)]
     params = jit.params("select/prefix_top_w.cu", "SelectParams").pack_some(fields)
-    config = SelectConfig(documents=document is not None, padding=padding is not None, head_windows=by_head)
+    config = SelectConfig(documents=document is not None, padding=padding is not None, head_windows=bool(of_heads))
     for entry, grid, pdl in launches:
         if grid:
             build.launch(build.load(config, entry), grid, SELECT_THREADS[entry], params, pdl)
