@@ -8,6 +8,7 @@ Query ``i`` stands at key position ``p_i = i + Lk - Lq``. A query with no visibl
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from cupy_dma import backends
@@ -108,9 +109,10 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
     return run(call, return_lse, backends.choose(backend, (call.query,)))
 
 
-def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None, *, window: int, dt_proj: Any = None,
-                           A: Any = None, dt_bias: Any = None, form: str = "exp", keys: str = "prefix",
-                           padding: Any = None, documents: Any = None, bias_delay: int = 0, causal: bool = True,
+def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None, *, window: int | Sequence[int],
+                           dt_proj: Any = None, A: Any = None, dt_bias: Any = None, form: str = "exp",
+                           keys: str = "prefix", padding: Any = None, documents: Any = None, bias_delay: int = 0,
+                           causal: bool = True,
                            scale: float | None = None, softcap: float = 0.0, sink_logits: Any = None,
                            deterministic: bool = False, return_lse: bool = False, layout: str | None = None,
                            backend: str | None = None) -> Any:
@@ -127,8 +129,8 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
         Instead of scores you can pass ``dt_proj``, ``A`` and optionally ``dt_bias`` and ``form``, from which
         ``key_scores`` computes them. Of any strides: copied (4 bytes per key and head) if the last axis is not
         contiguous.
-    window : int
-        Keys kept per query, at least 1.
+    window : int, or a sequence or integer array of ``Hkv`` ints in host memory
+        Keys kept per query, at least 1; of each kv head if there are several.
     keys, padding, documents
         As for ``IntervalMask.top_w``.
     bias_delay
@@ -285,11 +287,12 @@ def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
 
 
 def varlen_dynamic_mask_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any,
-                                  scores: Any = None, *, window: int, dt_proj: Any = None, A: Any = None,
-                                  dt_bias: Any = None, form: str = "exp", keys: str = "prefix", bias_delay: int = 0,
-                                  causal: bool = True, scale: float | None = None, softcap: float = 0.0,
-                                  sink_logits: Any = None, deterministic: bool = False, return_lse: bool = False,
-                                  block_table: Any = None, seqused_k: Any = None, max_seqlen_q: int | None = None,
+                                  scores: Any = None, *, window: int | Sequence[int], dt_proj: Any = None,
+                                  A: Any = None, dt_bias: Any = None, form: str = "exp", keys: str = "prefix",
+                                  bias_delay: int = 0, causal: bool = True, scale: float | None = None,
+                                  softcap: float = 0.0, sink_logits: Any = None, deterministic: bool = False,
+                                  return_lse: bool = False, block_table: Any = None, seqused_k: Any = None,
+                                  max_seqlen_q: int | None = None,
                                   max_seqlen_k: int | None = None, tail_padding: bool = False,
                                   backend: str | None = None) -> Any:
     """Every query attends to the ``window`` highest-scored keys of its own sequence, with the scores as key bias.

@@ -17,7 +17,7 @@ visible keys and keys that no query sees get exact zeros, and a NaN or infinity 
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -246,7 +246,8 @@ def key_scores_backward(dscores: Any, value: Any, dt_proj: Any, A: Any, *, dt_bi
 
 
 def dynamic_mask_attention_backward(
-        dout: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, scores: Any = None, *, window: int,
+        dout: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, scores: Any = None, *,
+        window: int | Sequence[int],
         dt_proj: Any = None, A: Any = None, dt_bias: Any = None, form: str = "exp", keys: str = "prefix",
         padding: Any = None, documents: Any = None, bias_delay: int = 0, causal: bool = True,
         scale: float | None = None, softcap: float = 0.0, sink_logits: Any = None, deterministic: bool = False,

@@ -5,6 +5,7 @@ A backend is a module with these functions:
 - ``unavailable() -> str | None``: why it cannot run here;
 - ``key_scores(value, dt_proj, A, dt_bias, form) -> array``: SPEC section 2, float32 ``(B, Hkv, Lk)``;
 - ``prefix_stop(scores, window, padding, document) -> array``: ``stop_j`` of SPEC section 3, int32 ``(B, Hkv, Lk)``;
+  ``window`` is an int, or a tuple of one per head of the scores;
 - ``prefix_run(scores, window, padding) -> (start, stop)``, optional: the same without documents, and the keys' own
   positions, int32 ``(Lk)``;
 - ``attention(call) -> (out, lse)``: SPEC section 5;

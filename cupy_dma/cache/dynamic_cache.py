@@ -17,6 +17,7 @@ from cupy_dma.arrays import describe, numpy_dtype
 from cupy_dma.cache.arguments import batch_rows, extend_call, type_name
 from cupy_dma.cache.slots import AFTER_ALL, index, needed
 from cupy_dma.cache.snapshot import ARRAYS, NUMBERS, copy_rows, empty_state, forget, load, saved_state
+from cupy_dma.masks.windows import one_window
 
 
 class KeptKeys(NamedTuple):
@@ -68,8 +69,8 @@ class DynamicCache:
                  dtype: Any = None, *, like: Any = None, sinks: int = 0, recent: int = 0,
                  backend: str | None = None):
         batch, kv_heads = checks.whole(batch, "batch", 0), checks.whole(kv_heads, "kv_heads", 1)
-        window, sinks, recent = (checks.whole(number, name, least) for number, name, least in (
-            (window, "window", 1), (sinks, "sinks", 0), (recent, "recent", 0)))
+        window = one_window(window, kv_heads, "a cache")
+        sinks, recent = checks.whole(sinks, "sinks", 0), checks.whole(recent, "recent", 0)
         size = checks.whole(head_dim, "head_dim", 1)
         sizes = size, size if value_dim is None else checks.whole(value_dim, "value_dim", 1)
         for size, name in zip(sizes, ("head_dim", "value_dim")):

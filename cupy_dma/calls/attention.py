@@ -15,6 +15,7 @@ from cupy_dma.calls.options import Options, Selection
 from cupy_dma.calls.scores import recipe_of
 from cupy_dma.calls.types import AttentionCall, DynamicCall, key_bias
 from cupy_dma.masks.selection import check_candidates
+from cupy_dma.masks.windows import window_of
 
 
 def attention_call(query: Any, key: Any, value: Any, mask: Any, bias: Any, options: Options,
@@ -51,6 +52,7 @@ def dynamic_call(query: Any, key: Any, value: Any, selection: Selection, options
         checks.require_same_device((q, ranked))
     candidates = check_candidates(selection.padding, selection.documents, q, k.shape[0], k.shape[1])
     call = AttentionCall(q, k, v, None, None, None if ranked is None else key_bias(ranked), *checked)
+    window = window_of(window, k.shape[2] if ranked is None else ranked.shape[1])
     return DynamicCall(call, ranked, recipe, window, selection.keys, candidates)
 
 

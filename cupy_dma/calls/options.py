@@ -7,6 +7,7 @@ from typing import Any
 from cupy_dma import checks
 from cupy_dma.arrays import Operand
 from cupy_dma.calls.sinks import check_sinks
+from cupy_dma.masks.windows import Window, window_of
 
 
 @dataclass(slots=True)
@@ -35,7 +36,7 @@ class Selection:
     values where none are given."""
 
     scores: Any
-    window: int
+    window: Any
     dt_proj: Any = None
     A: Any = None
     dt_bias: Any = None
@@ -44,10 +45,10 @@ class Selection:
     padding: Any = None
     documents: Any = None
 
-    def checked(self, causal: bool) -> tuple[int, bool]:
-        """The window, and whether the attention must apply causality itself: prefix masks are causal by construction.
-        ValueError for arguments that do not go together."""
-        window = checks.whole(self.window, "window", 1)
+    def checked(self, causal: bool) -> tuple[Window, bool]:
+        """The window, for any number of heads, and whether the attention must apply causality itself: prefix masks are
+        causal by construction. ValueError for arguments that do not go together."""
+        window = window_of(self.window)
         checks.choice(self.keys, "keys", ("prefix", "global"))
         causal = checks.flag(causal, "causal")
         if self.keys == "prefix" and not causal:

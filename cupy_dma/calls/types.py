@@ -8,6 +8,7 @@ from cupy_dma.calls.scores import Recipe
 from cupy_dma.calls.sequences import Sequences
 from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.masks.selection import Candidates
+from cupy_dma.masks.windows import Window
 
 
 @dataclass(slots=True, eq=False)  # not frozen for speed, but never changed
@@ -86,7 +87,7 @@ class DynamicCall:
     attention: AttentionCall  # without a mask; with the scores as key bias if they are given
     scores: Operand | None  # (B, Hkv|H, Lk), what the selection ranks; for a paged KV cache (1|B, Hkv, capacity)
     recipe: Recipe | None
-    window: int
+    window: Window
     keys: str
     candidates: Candidates
 

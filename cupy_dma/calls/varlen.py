@@ -20,6 +20,7 @@ from cupy_dma.calls.types import AttentionCall, DynamicCall, key_bias, with_mask
 from cupy_dma.masks.documents import runs_between
 from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.masks.selection import Candidates
+from cupy_dma.masks.windows import window_of
 
 
 def varlen_call(query: Any, key: Any, value: Any, packing: Packing, mask: Any, bias: Any,
@@ -61,6 +62,7 @@ def varlen_dynamic_call(query: Any, key: Any, value: Any, packing: Packing, sele
         checks.require_same_device((call.query, recipe[1]))
     else:
         ranked, call = scores_of_keys(selection.scores, call)
+    window = window_of(window, call.kv_heads if ranked is None else ranked.shape[1])
     return DynamicCall(call, ranked, recipe, window, selection.keys, candidates_of(call, selection.keys))
 
 

@@ -1,6 +1,7 @@
 """Attention for jax arrays: the arguments are checked and the task is fixed when a function is traced."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -83,12 +84,12 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
     return _attended(task, floats, others, call, sinks, return_lse)
 
 
-def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None, *, window: int, dt_proj: Any = None,
-                           A: Any = None, dt_bias: Any = None, form: str = "exp", keys: str = "prefix",
-                           padding: Any = None, documents: Any = None, bias_delay: int = 0, causal: bool = True,
-                           scale: float | None = None, softcap: float = 0.0, sink_logits: Any = None,
-                           deterministic: bool = False, return_lse: bool = False, layout: str | None = None,
-                           backend: str | None = None) -> Any:
+def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None, *, window: int | Sequence[int],
+                           dt_proj: Any = None, A: Any = None, dt_bias: Any = None, form: str = "exp",
+                           keys: str = "prefix", padding: Any = None, documents: Any = None, bias_delay: int = 0,
+                           causal: bool = True, scale: float | None = None, softcap: float = 0.0,
+                           sink_logits: Any = None, deterministic: bool = False, return_lse: bool = False,
+                           layout: str | None = None, backend: str | None = None) -> Any:
     """``cupy_dma.dynamic_mask_attention`` of jax arrays, with gradients for ``query``, ``key``, ``value``, ``scores``
     and ``sink_logits``, or through the scores for ``value`` (both terms), ``dt_proj``, ``A`` and ``dt_bias``.
 
@@ -99,7 +100,7 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
     scores : float array ``(B, Hkv, Lk)``
         Instead of scores you can pass ``dt_proj``, ``A`` and optionally ``dt_bias`` and ``form``, as for
         ``key_scores``.
-    window : int
+    window : int, or one int per kv head
         Keys kept per query, at least 1; static, as are ``form``, ``keys`` and ``causal``.
     keys, padding, documents
         As for ``top_w``.

@@ -1,6 +1,7 @@
 """Dynamic mask attention as a layer of flax.nnx that learns its key scores."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from cupy_dma.jax.arguments import rows
 from cupy_dma.jax.attention import attention, dynamic_mask_attention
 from cupy_dma.jax.masks import IntervalMask
 from cupy_dma.jax.scores import key_scores, top_w
+from cupy_dma.masks.windows import window_of
 
 # That of torch's nn.Linear: uniform up to 1 / sqrt(Hkv * D).
 _kernel_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -25,7 +27,7 @@ class DynamicMaskAttention(nnx.Module):
     ----------
     kv_heads, head_dim : int
         ``Hkv`` and ``D`` of the keys and values; ``D`` is 1 to 256.
-    window : int
+    window : int, or one int per kv head
         Keys kept per query, the highest-scored ones.
     sinks, recent : int
         The first ``sinks`` and the last ``recent`` keys are visible too, whatever their scores: up to ``window + sinks
@@ -58,7 +60,7 @@ class DynamicMaskAttention(nnx.Module):
         An argument has the wrong type or value.
     """
 
-    def __init__(self, kv_heads: int, head_dim: int, window: int, *, sinks: int = 0, recent: int = 0,
+    def __init__(self, kv_heads: int, head_dim: int, window: int | Sequence[int], *, sinks: int = 0, recent: int = 0,
                  bias_delay: int = 0, dt_bias: bool = False, A_init: float = 0.0, form: str = "exp",
                  keys: str = "prefix", causal: bool = True, scale: float | None = None, softcap: float = 0.0,
                  deterministic: bool = False, backend: str | None = None, dtype: Any = jnp.float32, rngs: nnx.Rngs):
@@ -67,7 +69,7 @@ class DynamicMaskAttention(nnx.Module):
         self.kv_heads, self.head_dim = checks.whole(kv_heads, "kv_heads", 1), checks.whole(head_dim, "head_dim", 1)
         if self.head_dim > 256:
             raise ValueError(f"head_dim must be 1 to 256, got {head_dim}")
-        self.window = checks.whole(window, "window", 1)
+        self.window = window_of(window, self.kv_heads)
         self.sinks, self.recent = checks.whole(sinks, "sinks", 0), checks.whole(recent, "recent", 0)
         self.bias_delay = checks.delay(bias_delay)
         self.form, self.keys, self.causal = form, keys, checks.flag(causal, "causal")

@@ -116,8 +116,8 @@ class IntervalMask(MaskOperators):
         return cls.of(interval.IntervalMask.causal(key_length))
 
     @classmethod
-    def sliding_window(cls, key_length: int, window: int) -> IntervalMask:
-        """Every position sees the last ``window`` keys, including its own."""
+    def sliding_window(cls, key_length: int, window: int | Sequence[int]) -> IntervalMask:
+        """Every position sees the last ``window`` keys, including its own; with several ints each head its own."""
         return cls.of(interval.IntervalMask.sliding_window(key_length, window))
 
     @classmethod

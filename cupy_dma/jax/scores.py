@@ -1,6 +1,7 @@
 """Key scores and their selection for jax arrays."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from cupy_dma.jax.programs import run_program
 from cupy_dma.jax.tasks import Task
 from cupy_dma.masks.runs import NEVER
 from cupy_dma.masks.selection import selection_hints
+from cupy_dma.masks.windows import Window, narrowest, window_of
 
 
 def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: str = "exp", layout: str | None = None,
@@ -62,14 +64,14 @@ def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: s
     return scored(Task("key_scores", backend, form), *alike(floats))
 
 
-def top_w(scores: Any, window: int, *, keys: str = "prefix", padding: Any = None, documents: Any = None,
+def top_w(scores: Any, window: int | Sequence[int], *, keys: str = "prefix", padding: Any = None, documents: Any = None,
           backend: str | None = None) -> IntervalMask:
     """``cupy_dma.IntervalMask.top_w`` of jax arrays: the ``window`` highest-ranked keys.
 
     Parameters
     ----------
     scores : float array ``(B, Hkv, Lk)``
-    window : int
+    window : int, or one int per kv head
         Keys kept per query, at least 1; static, as are ``keys`` and ``backend``.
     keys, backend
         As for ``cupy_dma.IntervalMask.top_w``.
@@ -90,20 +92,20 @@ def top_w(scores: Any, window: int, *, keys: str = "prefix", padding: Any = None
     """
     require_static(window=window, keys=keys, backend=backend)
     ranked = jax.lax.stop_gradient(as_array(scores, "scores"))
-    window = checks.whole(window, "window", 1)
     checks.choice(keys, "keys", ("prefix", "global"))
     if ranked.dtype.name not in checks.FLOATS:
         raise TypeError(f"scores must be {' or '.join(checks.FLOATS)}, got {ranked.dtype}")
     if ranked.ndim != 3:
         raise ValueError(f"scores must have shape (B, Hkv, Lk), got {ranked.shape}")
+    windows = window_of(window, ranked.shape[1])
     check_backend(backend, ranked)
     others = candidates(padding, documents, ranked.shape[0], ranked.shape[2])
-    hints = selection_hints(window, ranked.shape[2], keys, "padding" in others, "documents" in others)
-    if keeps_all(window, keys, others, ranked.shape[2]):
+    hints = selection_hints(windows, ranked.shape[2], keys, "padding" in others, "documents" in others)
+    if keeps_all(windows, keys, others, ranked.shape[2]):
         start = jnp.arange(ranked.shape[2], dtype=jnp.int32)[None, None]
         return IntervalMask._make(start, jnp.full(ranked.shape, NEVER, jnp.int32), hints)
     (given,) = alike({"scores": widened(ranked), **others})
-    found = run_program(Task("top_w", backend, selection=(window, keys)), given)
+    found = run_program(Task("top_w", backend, selection=(windows, keys)), given)
     return IntervalMask._make(found["start"], found["stop"], hints)
 
 
@@ -118,9 +120,9 @@ def candidates(padding: Any, documents: Any, batch: int, length: int) -> dict[st
     return found if runs is None else {**found, "documents": runs}
 
 
-def keeps_all(window: int, keys: str, others: dict[str, Any], length: int) -> bool:
+def keeps_all(window: Window, keys: str, others: dict[str, Any], length: int) -> bool:
     """Whether a selection is plain causality."""
-    return keys == "prefix" and window >= length and not others
+    return keys == "prefix" and narrowest(window) >= length and not others
 
 
 def widened(scores: jax.Array) -> jax.Array:

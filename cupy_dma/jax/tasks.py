@@ -25,6 +25,7 @@ from cupy_dma.calls.types import AttentionCall, DynamicCall, key_bias, with_mask
 from cupy_dma.masks.documents import document_runs
 from cupy_dma.masks.interval import Hints, IntervalMask
 from cupy_dma.masks.selection import Candidates
+from cupy_dma.masks.windows import Window
 
 SCORE_INPUTS = ("value", "dt_proj", "A", "dt_bias")
 Given = dict[str, Operand]
@@ -39,7 +40,7 @@ class Task(NamedTuple):
     form: str = "exp"  # of scores to be computed
     options: tuple[bool, float, float, bool, int] = (False, 1.0, 0.0, False, 0)  # those of ``AttentionCall``
     hints: Hints | None = None  # of the mask that is given
-    selection: tuple[int, str] | None = None  # window and keys; None where every key is kept
+    selection: tuple[Window, str] | None = None  # window and keys; None where every key is kept
     needs: tuple[str, ...] = ()  # which gradients
 
 

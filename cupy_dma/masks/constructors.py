@@ -1,6 +1,7 @@
 """The constructors of masks that need no scores. All arrays are int32 and linear in the keys."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from cupy_dma import checks
 from cupy_dma.arrays import CPU, Device, Library, Operand, describe, library_named
 from cupy_dma.masks.documents import document_runs, documents_mask
 from cupy_dma.masks.runs import EVER, NEVER, Hints, Runs, covers, gated
+from cupy_dma.masks.windows import each_head, narrowest, widest, window_of
 
 if TYPE_CHECKING:
     from cupy_dma.masks.interval import IntervalMask
@@ -32,14 +34,16 @@ class Constructors:
                              Hints("key", causal_only=True)))
 
     @classmethod
-    def sliding_window(cls, key_length: int, window: int, *, like: Any = None) -> IntervalMask:
-        """Every position sees the last ``window`` keys, including its own."""
-        n, w = checks.whole(key_length, "key_length", 0), checks.whole(window, "window", 1)
+    def sliding_window(cls, key_length: int, window: int | Sequence[int], *, like: Any = None) -> IntervalMask:
+        """Every position sees the last ``window`` keys, including its own; with several ints each head its own."""
+        n, windows = checks.whole(key_length, "key_length", 0), window_of(window)
         library, device = library_and_device(like)
         with library.on(device):
             start = library.arange(0, n, device)
-            stop = start + w if w + n < NEVER else library.full((n,), NEVER, "int32", device)
-        return cls._of(library, Runs(start, stop, Hints("key", (w, 1), covers(w, n))))
+            stops = [start + w if w + n < NEVER else library.full((n,), NEVER, "int32", device)
+                     for w in each_head(windows, 1)]
+            stop = stops[0] if len(stops) == 1 else library.xp.stack(stops)
+        return cls._of(library, Runs(start, stop, Hints("key", (widest(windows), 1), covers(narrowest(windows), n))))
 
     @classmethod
     def sinks(cls, key_length: int, count: int, *, like: Any = None) -> IntervalMask:
@@ -177,8 +181,10 @@ class Constructors:
         return cls._of(library, Runs(key, stop, Hints("key")))
 
     @classmethod
-    def from_startend(cls, startend_row_indices: Any, *, causal: bool = True) -> IntervalMask:
+    def from_startend(cls, startend_row_indices: Any, *, causal: bool = True, check: bool = True) -> IntervalMask:
         """The mask that FlashMask (arXiv 2410.01359) describes by columns, for as many queries as keys.
+
+        The array is that of PaddlePaddle's ``flashmask_attention``, but may have query heads, too; rows are queries.
 
         Parameters
         ----------
@@ -187,12 +193,15 @@ class Constructors:
             it again. Without, two columns: the first row after those that see the key, and the first that sees it.
         causal
             Whether rows before the key's own do not see it.
+        check
+            With ``causal`` and two columns: refuse keys that are seen in two separate runs of rows, which no interval
+            expresses. This reads the values, which synchronizes on CUDA, once. Without it, as needed under
+            ``torch.compile`` and in CUDA graphs, such a key is seen in the first run alone.
 
         Raises
         ------
         TypeError, ValueError
-            The array has the wrong type or shape, or some key is seen in two separate runs of rows. That is checked
-            where ``causal`` keys have two columns; it reads values, which synchronizes on CUDA.
+            An argument has the wrong type or shape, or, with ``check``, a key is seen in two separate runs of rows.
         NotImplementedError
             There are four columns: two ranges of hidden rows.
 
@@ -205,6 +214,7 @@ class Constructors:
         True
         """
         given, causal = describe(startend_row_indices, "startend_row_indices"), checks.flag(causal, "causal")
+        check = checks.flag(check, "check")
         checks.one_of_types(given, checks.INTEGERS)
         columns = given.shape[-1] if given.ndim == 4 else 0
         if columns == 4 and not causal:
@@ -223,7 +233,7 @@ class Constructors:
             if columns == 1:
                 return cls._of(library, Runs(key, first, Hints("key")))
             hidden, late = first < last, first <= key
-            if bool((hidden & ~late & (last < n)).any()):
+            if check and bool((hidden & ~late & (last < n)).any()):
                 raise ValueError("startend_row_indices must let each key be seen in one run of rows, got one that is "
                                  "seen, then hidden, then seen again; use a dense mask")
             never = library.full((1, 1, n), NEVER, "int32", given.device)

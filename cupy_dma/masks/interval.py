@@ -8,6 +8,7 @@ memory and work are ``O(Lk)``, never ``O(Lq * Lk)``. An open start is ``EVER`` (
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +20,7 @@ from cupy_dma.masks.operators import MaskOperators
 from cupy_dma.masks.plot import Pictures
 from cupy_dma.masks.runs import EVER, NEVER, UNKNOWN, Hints, Runs, equal, intersection, spread, union
 from cupy_dma.masks.selection import Candidates, check_candidates, select
+from cupy_dma.masks.windows import Window, window_of
 
 __all__ = ["EVER", "NEVER", "Hints", "IntervalMask"]
 
@@ -127,8 +129,8 @@ class IntervalMask(Constructors, MaskOperators, Pictures):
     # ---- selection --------------------------------------------------------------------------------------------------
 
     @classmethod
-    def top_w(cls, scores: Any, window: int, *, keys: str = "prefix", padding: Any = None, documents: Any = None,
-              backend: str | None = None) -> IntervalMask:
+    def top_w(cls, scores: Any, window: int | Sequence[int], *, keys: str = "prefix", padding: Any = None,
+              documents: Any = None, backend: str | None = None) -> IntervalMask:
         """The dynamic mask: the ``window`` highest-ranked keys.
 
         Parameters
@@ -136,8 +138,8 @@ class IntervalMask(Constructors, MaskOperators, Pictures):
         scores : float array ``(B, Hkv, Lk)``
             Any float type; 16-bit scores are widened. float64 is exact on the numpy backend and rejected on CUDA.
             Copied if the last axis is not contiguous.
-        window : int
-            Keys kept per query, at least 1.
+        window : int, or a sequence or integer array of ``Hkv`` ints in host memory
+            Keys kept per query, at least 1; of each kv head if there are several.
         keys
             ``"prefix"``: query ``i`` keeps the best of its candidates ``j <= p_i``; causal by construction.
             ``"global"``: one set, the best of all candidates, shared by every query (with ``causal=True`` in the
@@ -167,21 +169,20 @@ class IntervalMask(Constructors, MaskOperators, Pictures):
         if backends.is_traced(scores):
             return backends.traced().top_w(scores, window, keys, padding, documents, backend)
         ranked = describe(scores, "scores")
-        window = checks.whole(window, "window", 1)
         checks.choice(keys, "keys", ("prefix", "global"))
         checks.one_of_types(ranked)
         if ranked.ndim != 3:
             raise ValueError(f"scores must have shape (B, Hkv, Lk), got {ranked.shape}")
-        ranked = checks.in_rows(ranked)
+        ranked, windows = checks.in_rows(ranked), window_of(window, ranked.shape[1])
         module = backends.choose(backend, (ranked,))
         if ranked.dtype == "float64" and ranked.device.kind == "cuda" and backend != "numpy":
             raise TypeError("scores must be float16, bfloat16 or float32 on CUDA, got float64 (backend='numpy' takes "
                             "it)")
         candidates = check_candidates(padding, documents, ranked, ranked.shape[0], ranked.shape[2])
-        return cls._selected(ranked, window, keys, candidates, module)
+        return cls._selected(ranked, windows, keys, candidates, module)
 
     @classmethod
-    def _selected(cls, scores: Operand, window: int, keys: str, candidates: Candidates,
+    def _selected(cls, scores: Operand, window: Window, keys: str, candidates: Candidates,
                   module: ModuleType) -> IntervalMask:
         """``top_w`` with checked arguments, on the backend ``module``."""
         return cls._of(scores.library, select(scores, window, keys, candidates, module))

@@ -14,6 +14,7 @@ from cupy_dma import checks
 from cupy_dma.arrays import Operand, describe
 from cupy_dma.masks.documents import DocumentRuns, document_runs
 from cupy_dma.masks.runs import EVER, NEVER, Hints, Runs, covers
+from cupy_dma.masks.windows import Window, clipped, narrowest, widest
 
 
 class Candidates(NamedTuple):
@@ -41,7 +42,7 @@ def check_candidates(padding: Any, documents: Any, like: Operand, batch: int, le
     return Candidates(real, document_runs(packed, length))
 
 
-def select(scores: Operand, window: int, keys: str, candidates: Candidates, module: ModuleType) -> Runs:
+def select(scores: Operand, window: Window, keys: str, candidates: Candidates, module: ModuleType) -> Runs:
     """The mask of the ``window`` best keys, from checked arguments, on the backend ``module``."""
     library, device, n = scores.library, scores.device, scores.shape[2]
     real, runs, apart = candidates
@@ -50,8 +51,8 @@ def select(scores: Operand, window: int, keys: str, candidates: Candidates, modu
     if scores.dtype in ("float16", "bfloat16"):
         scores = checks.with_axes(library.operand(library.astype(scores.array, "float32"), "scores"), 3)
 
-    everything = window >= n and real is None and (runs is None or apart)
-    w = min(window, max(n, 1))
+    everything = narrowest(window) >= n and real is None and (runs is None or apart)
+    w = clipped(window, max(n, 1))
     hints = selection_hints(window, n, keys, real is not None, runs is not None and not apart)
     prefix_run = getattr(module, "prefix_run", None)
     if keys == "prefix" and runs is None and not everything and prefix_run is not None and 0 not in scores.shape:
@@ -80,11 +81,12 @@ def select(scores: Operand, window: int, keys: str, candidates: Candidates, modu
         return Runs(start, library.xp.where(kept, end, start), hints)
 
 
-def selection_hints(window: int, length: int, keys: str, has_padding: bool, has_documents: bool) -> Hints:
+def selection_hints(window: Window, length: int, keys: str, has_padding: bool, has_documents: bool) -> Hints:
     """What is known about a selection's mask from its arguments alone."""
-    w = max(length, 1) if covers(window, max(length, 1)) else window
+    w = widest(window)
+    w = max(length, 1) if covers(w, max(length, 1)) else w
     if keys == "prefix":
-        return Hints("key", (w, 1), not has_padding and not has_documents and covers(window, length))
+        return Hints("key", (w, 1), not has_padding and not has_documents and covers(narrowest(window), length))
     # T positions that span several documents see w keys of the first, w of the last and all of those in between, which
     # have at most T - 2 keys.
     return Hints(None, (2 * w, 1)) if has_documents else Hints("open", (w, 0))

@@ -9,6 +9,7 @@ past the operators; both run the programs that ``entry.py`` knows.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from cupy_dma.calls.run import attended, attention_of, masked
 from cupy_dma.calls.types import DynamicCall
 from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.masks.selection import selection_hints
+from cupy_dma.masks.windows import window_of
 from cupy_dma.torch import entry
 from cupy_dma.torch.attention import attend
 from cupy_dma.torch.gradients import CallContext, Saved, gradients
@@ -34,8 +36,10 @@ from cupy_dma.torch.registration import (
     as_tensor,
     cast,
     empty_like,
+    from_list,
     in_rows,
     is_deterministic,
+    listed,
     needs_grad,
     operators,
     options_of,
@@ -48,7 +52,8 @@ from cupy_dma.torch.scores import scores_by
 from cupy_dma.torch.sinks import check_sinks, delivered
 
 
-def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *, window: int,
+def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *,
+                           window: int | Sequence[int],
                            dt_proj: Tensor | None = None, A: Tensor | None = None, dt_bias: Tensor | None = None,
                            form: str = "exp", keys: str = "prefix", padding: Tensor | None = None,
                            documents: Tensor | None = None, bias_delay: int = 0, causal: bool = True,
@@ -69,18 +74,19 @@ def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Te
         query, key, value = cast(query, key, value)
     scores = in_rows(as_key_bias(scores))
     inputs, known = (query, key, value, scores, dt_proj, A, dt_bias), None
+    windows = window if type(window) is int else window_of(window)
     if documents is None and (padding is None or getattr(padding, "dtype", None) is torch.bool):
-        options = ("dynamic", window, form, keys, causal, scale, softcap, deterministic, bias_delay, layout, backend)
+        options = ("dynamic", windows, form, keys, causal, scale, softcap, deterministic, bias_delay, layout, backend)
         known = entry.call_key((*inputs, padding), None, options)
         if known is not None and known.entry is not None and not checks.wants_values_checked():
             return delivered(*entry.run(known, None, inputs, padding), return_lse, sink_logits)
     if takes_operators(query, key, value, scores, dt_proj, A, dt_bias, padding, documents):
         keep = needs_grad(query, key, value, scores, dt_proj, A, dt_bias)
         out, lse, _ = operators.dynamic_attention(
-            query, key, value, scores, dt_proj, A, dt_bias, padding, as_tensor(documents, query), window, form, keys,
-            *options_of(causal, scale, softcap, deterministic, bias_delay, backend), keep)
+            query, key, value, scores, dt_proj, A, dt_bias, padding, as_tensor(documents, query), listed(windows),
+            form, keys, *options_of(causal, scale, softcap, deterministic, bias_delay, backend), keep)
     else:
-        selection = Selection(scores, window, dt_proj, A, dt_bias, form, keys, padding, documents)
+        selection = Selection(scores, windows, dt_proj, A, dt_bias, form, keys, padding, documents)
         call = dynamic_call(query, key, value, selection,
                             Options(causal, scale, softcap, is_deterministic(deterministic), bias_delay), layout)
         module = backends.choose(backend, (call.attention.query,))
@@ -128,7 +134,7 @@ class _Arguments(NamedTuple):
     dt_bias: Tensor | None
     padding: Tensor | None
     documents: Tensor | None
-    window: int
+    window: Sequence[int]  # as from ``listed``
     form: str
     keys: str
     causal: bool
@@ -141,7 +147,8 @@ class _Arguments(NamedTuple):
 
     def call(self) -> DynamicCall:
         """The checked call."""
-        selection = Selection(self.scores, self.window, *self[4:7], self.form, self.keys, self.padding, self.documents)
+        selection = Selection(self.scores, from_list(self.window), *self[4:7], self.form, self.keys, self.padding,
+                              self.documents)
         return dynamic_call(*self[:3], selection, Options(*self[12:17]))
 
     @property
@@ -152,7 +159,7 @@ class _Arguments(NamedTuple):
         if self.documents is not None or (self.padding is not None and self.padding.dtype != torch.bool) or (
                 checks.wants_values_checked()):
             return None
-        return entry.operator_key(self[:8], self[9:18], self.keep)
+        return entry.operator_key(self[:8], (tuple(self.window), *self[10:18]), self.keep)
 
 
 def _dynamic_attention(*arguments):
@@ -212,7 +219,7 @@ def _unpacked(given: _Arguments, made: Tensor) -> tuple[IntervalMask, Tensor | N
     shapes = _sizes(given)
     counts = [math.prod(shape) for shape in shapes]
     start, stop, rest = made.split([*counts, made.numel() - sum(counts)])
-    hints = selection_hints(given.window, given.key.shape[1], given.keys, given.padding is not None,
+    hints = selection_hints(from_list(given.window), given.key.shape[1], given.keys, given.padding is not None,
                             given.documents is not None)
     mask = IntervalMask._make(library_named("torch"), start.view(shapes[0]), stop.view(shapes[1]), hints)
     return mask, None if given.scores is not None else rest.view(wide(given.value)).view(shapes[1])
@@ -236,7 +243,7 @@ def _fake_dynamic_attention_backward(dout, dlse, out, lse, made, *arguments):
 
 
 _DYNAMIC = ("Tensor query, Tensor key, Tensor value, Tensor? scores, Tensor? dt_proj, Tensor? A, Tensor? dt_bias, "
-            "Tensor? padding, Tensor? documents, SymInt window, str form, str keys, bool causal, float? scale, "
+            "Tensor? padding, Tensor? documents, SymInt[] window, str form, str keys, bool causal, float? scale, "
             "float softcap, bool deterministic, int bias_delay, str? backend, bool keep")
 register(f"dynamic_attention({_DYNAMIC}) -> (Tensor out, Tensor lse, Tensor made)", _dynamic_attention,
          _fake_dynamic_attention)

@@ -31,7 +31,7 @@ from cupy_dma.torch.gradients import CallContext, MaskArguments, Saved, check_sa
 from cupy_dma.torch.registration import is_plain_gradient
 
 MAX_ENTRIES = 1024  # then the oldest are forgotten
-_PLAIN = {bool, int, float, str, type(None)}  # types of options
+_PLAIN = {bool, int, float, str, tuple, type(None)}  # types of options
 _functorch, _dispatch = torch._C._functorch, torch._C._len_torch_dispatch_stack
 _is_deterministic = torch._C._get_deterministic_algorithms
 Tensors = Sequence[Tensor | None]

@@ -14,11 +14,12 @@ from cupy_dma.arrays import describe, library_named
 from cupy_dma.masks.documents import document_runs
 from cupy_dma.masks.interval import NEVER, IntervalMask
 from cupy_dma.masks.selection import selection_hints
+from cupy_dma.masks.windows import Window, narrowest, widest
 from cupy_dma.torch.registration import as_tensor
 
 
-def kept_keys(scores: Tensor, window: int, sinks: int, recent: int, padding: Tensor | None, documents: Tensor | None,
-              backend: str | None) -> IntervalMask:
+def kept_keys(scores: Tensor, window: Window, sinks: int, recent: int, padding: Tensor | None,
+              documents: Tensor | None, backend: str | None) -> IntervalMask:
     """The mask of these keys for ``scores (B, Hkv, Lk)``; ``padding`` and ``documents`` as for ``top_w``."""
     n = scores.shape[2]
     best = IntervalMask.top_w(scores.detach(), window, padding=padding, documents=documents, backend=backend)
@@ -30,8 +31,9 @@ def kept_keys(scores: Tensor, window: int, sinks: int, recent: int, padding: Ten
     if runs is not None:
         stop = torch.minimum(stop, runs.open_end()[:, None])
     # All runs start at their keys: T positions see what the first of them sees, and T - 1 keys that begin later.
-    bound = selection_hints(window + sinks + recent, n, "prefix", True, True).bound
-    known = selection_hints(max(window, sinks, recent), n, "prefix", padding is not None, runs is not None)
+    bound = selection_hints(widest(window) + sinks + recent, n, "prefix", True, True).bound
+    known = selection_hints(max(narrowest(window), sinks, recent), n, "prefix", padding is not None,
+                            runs is not None)
     return IntervalMask._make(library_named("torch"), position.int(), stop, known._replace(bound=bound))
 
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -28,8 +29,8 @@ class DynamicMaskAttention(Layer):
     ----------
     kv_heads, head_dim : int
         ``Hkv`` and ``D`` of the keys and values; ``D`` is 1 to 256.
-    window : int
-        Keys kept per query, the highest-scored ones.
+    window : int, or one int per kv head
+        Keys kept per query, the highest-scored ones. A cache and a ``process_group`` take an int only.
     sinks, recent : int
         How many first and last tokens of each sequence are kept as well, as in ``DynamicCache``. They need
         ``keys="prefix"``.
@@ -77,14 +78,13 @@ class DynamicMaskAttention(Layer):
     """
 
     CHECKS: ClassVar[dict[str, Check]] = {
-        "window": at_least(1), "sinks": at_least(0), "recent": at_least(0),
-        "bias_delay": lambda value, name: checks.delay(value), "form": one_of(FORMS),
-        "keys": one_of(("prefix", "global")), "causal": checks.flag, "scale": optional(checks.real),
-        "softcap": lambda value, name: checks.real(value, name, 0.0), "deterministic": checks.flag,
-        "backend": backend_name, "A_init": checks.real}
+        "sinks": at_least(0), "recent": at_least(0), "bias_delay": lambda value, name: checks.delay(value),
+        "form": one_of(FORMS), "keys": one_of(("prefix", "global")), "causal": checks.flag,
+        "scale": optional(checks.real), "softcap": lambda value, name: checks.real(value, name, 0.0),
+        "deterministic": checks.flag, "backend": backend_name, "A_init": checks.real}
     FIXED = ("kv_heads", "head_dim", "dt_bias")
 
-    def __init__(self, kv_heads: int, head_dim: int, window: int, *, sinks: int = 0, recent: int = 0,
+    def __init__(self, kv_heads: int, head_dim: int, window: int | Sequence[int], *, sinks: int = 0, recent: int = 0,
                  bias_delay: int = 0, dt_bias: bool = False, A_init: float = 0.0, form: str = "exp",
                  keys: str = "prefix", causal: bool = True, scale: float | None = None, softcap: float = 0.0,
                  deterministic: bool = False, backend: str | None = None, process_group: Any = None,

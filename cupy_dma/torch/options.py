@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from cupy_dma import checks
+from cupy_dma.masks.windows import window_of
 
 Check = Callable[[Any, str], Any]
 
@@ -34,13 +35,16 @@ def backend_name(value: Any, name: str) -> Any:
 
 
 class Layer(nn.Module):
-    """A module with checked options. What its parameters were made for cannot be set."""
+    """A module with checked options, and a ``window``. What its parameters were made for cannot be set."""
 
     CHECKS: ClassVar[dict[str, Check]] = {}
     FIXED: ClassVar[tuple[str, ...]] = ()
+    window: Any  # of all kv heads, or a tuple of each one's
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.CHECKS:
+        if name == "window":
+            value = window_of(value, self.kv_heads)
+        elif name in self.CHECKS:
             value = self.CHECKS[name](value, name)
             self.check_together(name, value)
         elif name in self.FIXED:

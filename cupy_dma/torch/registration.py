@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cupy_dma import checks
 from cupy_dma.arrays import library_named, torch_tensors
+from cupy_dma.masks.windows import Window
 
 # The compiler must not choose other strides for the inputs: the last axis has to stay contiguous.
 _STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
@@ -187,6 +188,16 @@ def as_key_bias(x: Any) -> Any:
 def as_tensor(x: Any, like: Tensor) -> Any:
     """A list of ints as an int32 tensor on ``like``'s device; others are left alone."""
     return torch.tensor(x, dtype=torch.int32, device=like.device) if isinstance(x, (list, tuple)) else x
+
+
+def listed(window: Window) -> list[int]:
+    """A window as operators take it: the int, or 0 and one per head."""
+    return [0, *window] if isinstance(window, tuple) else [window]
+
+
+def from_list(window: Sequence[int]) -> Window:
+    """What ``listed`` was given."""
+    return window[0] if len(window) == 1 else tuple(window[1:])
 
 
 def cast(*tensors: Any) -> tuple[Any, ...]:

@@ -20,12 +20,15 @@ from cupy_dma.calls.layout import in_bhnd, is_bnhd
 from cupy_dma.calls.scores import Recipe, recipe_of
 from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.masks.selection import selection_hints
+from cupy_dma.masks.windows import window_of
 from cupy_dma.torch.registration import (
     as_tensor,
     cast,
     empty_like,
+    from_list,
     in_rows,
     is_plain_gradient,
+    listed,
     needs_grad,
     operators,
     own_type,
@@ -59,11 +62,11 @@ def scores_by(recipe: Recipe, module: ModuleType, backend: str | None) -> Tensor
     return module.key_scores(*recipe)
 
 
-def top_w(scores: Tensor, window: int, keys: str, padding: Tensor | None, documents: Tensor | None,
+def top_w(scores: Tensor, window: Any, keys: str, padding: Tensor | None, documents: Tensor | None,
           backend: str | None) -> IntervalMask:
     """``IntervalMask.top_w`` under ``torch.compile``: a single operator, which checks its arguments when it runs."""
-    scores, documents = in_rows(scores), as_tensor(documents, scores)
-    start, stop = operators.top_w(scores.detach(), window, keys, padding, documents, backend)
+    scores, documents, window = in_rows(scores), as_tensor(documents, scores), window_of(window)
+    start, stop = operators.top_w(scores.detach(), listed(window), keys, padding, documents, backend)
     hints = selection_hints(window, scores.shape[2], keys, padding is not None, documents is not None)
     return IntervalMask._make(library_named("torch"), start, stop, hints)
 
@@ -184,7 +187,8 @@ def _key_scores_backward(dscores, value, dt_proj, A, dt_bias, form, backend, nee
 
 
 def _top_w(scores, window, keys, padding, documents, backend):
-    mask = IntervalMask.top_w(scores, window, keys=keys, padding=padding, documents=documents, backend=backend)
+    mask = IntervalMask.top_w(scores, from_list(window), keys=keys, padding=padding, documents=documents,
+                              backend=backend)
     return mask._start.array, mask._stop.array
 
 
@@ -207,6 +211,6 @@ _ARGUMENTS = "Tensor value, Tensor dt_proj, Tensor A, Tensor? dt_bias, str form,
 register(f"key_scores({_ARGUMENTS}) -> Tensor", _key_scores, _fake_key_scores)
 register(f"key_scores_backward(Tensor dscores, {_ARGUMENTS}, str[] needs) -> Tensor[]", _key_scores_backward,
          _fake_key_scores_backward)
-register("top_w(Tensor scores, SymInt window, str keys, Tensor? padding, Tensor? documents, str? backend) "
+register("top_w(Tensor scores, SymInt[] window, str keys, Tensor? padding, Tensor? documents, str? backend) "
          "-> (Tensor start, Tensor stop)", _top_w, _fake_top_w)
 register_derivative("key_scores", dict(enumerate(PARAMETERS)), keeps_outputs=False)

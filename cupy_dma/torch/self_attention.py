@@ -8,6 +8,7 @@ The same parameters serve whole sequences, padded or packed, and decoding with a
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -85,7 +86,7 @@ class DynamicMaskSelfAttention(Layer):
         "rope": optional(checks.real), "checkpoint": checks.flag, "batch_first": checks.flag}
     FIXED = ("width", "heads", "kv_heads", "head_dim", "qk_norm", "bias", "dt_bias")
 
-    def __init__(self, width: int, heads: int, kv_heads: int | None = None, window: int = 2048, *,
+    def __init__(self, width: int, heads: int, kv_heads: int | None = None, window: int | Sequence[int] = 2048, *,
                  head_dim: int | None = None, rope: float | None = 10000.0, qk_norm: bool = False, sinks: int = 0,
                  recent: int = 0, bias_delay: int = 0, form: str = "exp", dt_bias: bool = False, A_init: float = 0.0,
                  scale: float | None = None, softcap: float = 0.0, bias: bool = False, checkpoint: bool = False,

@@ -7,6 +7,7 @@ As ``attention.py``, with the tensors that describe the sequences after the opti
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from cupy_dma.calls.run import attend as run_attend
 from cupy_dma.calls.varlen import candidates_of, scores_of_keys, varlen_call, varlen_dynamic_call
 from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.masks.selection import selection_hints
+from cupy_dma.masks.windows import window_of
 from cupy_dma.torch.attention import MASK, OPTIONS, attend, gradients_of
 from cupy_dma.torch.dynamic import attend_dynamic
 from cupy_dma.torch.gradients import MaskArguments
@@ -25,8 +27,10 @@ from cupy_dma.torch.registration import (
     as_tensor,
     cast,
     empty_like,
+    from_list,
     in_rows,
     is_deterministic,
+    listed,
     operators,
     options_of,
     register,
@@ -66,7 +70,8 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Te
 
 
 def varlen_dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor,
-                                  cu_seqlens_k: Tensor | None, scores: Tensor | None = None, *, window: int,
+                                  cu_seqlens_k: Tensor | None, scores: Tensor | None = None, *,
+                                  window: int | Sequence[int],
                                   dt_proj: Tensor | None = None, A: Tensor | None = None,
                                   dt_bias: Tensor | None = None, form: str = "exp", keys: str = "prefix",
                                   bias_delay: int = 0, causal: bool = True, scale: float | None = None,
@@ -88,8 +93,8 @@ def varlen_dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, cu_
         _check_lengths(max_seqlen_q, max_seqlen_k)
         if scores is None:
             scores = operators.key_scores(value[None], dt_proj, A, dt_bias, form, backend)[0]
-        start, stop = operators.varlen_top_w(query.detach(), key.detach(), scores.detach(), window, keys, backend,
-                                             *sequences)
+        start, stop = operators.varlen_top_w(query.detach(), key.detach(), scores.detach(), listed(window), keys,
+                                             backend, *sequences)
         hints = selection_hints(window, scores.shape[-1], keys, keys == "global", False)
         out, lse = operators.varlen_attention(query, key, value, start, stop, *hints, scores,
                                               *options_of(cut, scale, softcap, deterministic, bias_delay, backend),
@@ -144,6 +149,7 @@ def _attention_backward(dout, dlse, out, lse, query, key, value, start, stop, st
 def _top_w(query, key, scores, window, keys, backend, *sequences):
     call = varlen_call(query, key, key, Packing(*sequences), None, None, Options())
     ranked, _ = scores_of_keys(scores, call)
+    window = window_of(from_list(window), ranked.shape[1])
     mask = IntervalMask._selected(ranked, window, keys, candidates_of(call, keys),
                                   backends.choose(backend, (call.query,)))
     return mask._start.array, mask._stop.array
@@ -168,6 +174,6 @@ _ARGUMENTS = f"Tensor query, Tensor key, Tensor value, {MASK}, Tensor? bias, {OP
 register(f"varlen_attention({_ARGUMENTS}) -> (Tensor out, Tensor lse)", _attention, _fake_attention)
 register(f"varlen_attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGUMENTS}, str[] needs) "
          "-> Tensor[]", _attention_backward, _fake_attention_backward)
-register(f"varlen_top_w(Tensor query, Tensor key, Tensor scores, SymInt window, str keys, str? backend, {_SEQUENCES}) "
-         "-> (Tensor start, Tensor stop)", _top_w, _fake_top_w)
+register("varlen_top_w(Tensor query, Tensor key, Tensor scores, SymInt[] window, str keys, str? backend, "
+         f"{_SEQUENCES}) -> (Tensor start, Tensor stop)", _top_w, _fake_top_w)
 register_derivative("varlen_attention", {0: "query", 1: "key", 2: "value", 8: "bias"}, keeps_outputs=True)

@@ -1,7 +1,8 @@
 // Exact prefix top-w: stop[j] = the first position at which `window` better-ranked keys exist; j if there are that many
 // before position j already (never visible) or the key is no candidate; NEVER if it outlives the sequence.
 // Rank: (score, j), highest first; NaN above everything, -0 = +0. With DOCUMENTS a key competes only with keys of its
-// own document, and `document` holds the row of the document's first key.
+// own document, and `document` holds the row of the document's first key. With HEAD_WINDOWS each kv head has a window of
+// its own, and the parameter `window` is the largest.
 //
 // score    // (B, Hkv, Lk) f32, any strides       padding // (1|B, Lk) bytes, 0 = no candidate (PADDING)
 // document // (1|B, Lk) int32 (DOCUMENTS)         stop    // (B, Hkv, Lk) int32, contiguous
@@ -20,7 +21,7 @@
 // Where few keys compete, one kernel instead, in which each of them meets all others:
 //   count_better     a thread goes through the row until `window` keys are better than its own -> stop
 //
-// Prelude: DOCUMENTS, PADDING.
+// Prelude: DOCUMENTS, PADDING, HEAD_WINDOWS.
 #include "common/arch.cuh"
 #include "common/rank.cuh"
 #include "common/block_select.cuh"
@@ -39,6 +40,7 @@ struct SelectParams {
     long long score_batch, score_head, score_key;  // strides, in elements
     long long padding_batch, document_batch;
     int kv_heads, key_length, window, chunk, chunks, local_capacity;
+    int head_window[128];  // (kv_heads) HEAD_WINDOWS
 };
 
 constexpr int LIST_THREADS = 1024;  // of local_top and filter_arrivals
@@ -48,11 +50,16 @@ constexpr int SLIDES = -1;
 
 struct Row {
     const SelectParams& p;
-    int row, batch;
+    int row, batch, window;
     const float* score;
 
     __device__ Row(const SelectParams& p, int row)
         : p(p), row(row), batch(row / p.kv_heads),
+#if HEAD_WINDOWS
+          window(p.head_window[row % p.kv_heads]),
+#else
+          window(p.window),
+#endif
           score(p.score + batch * p.score_batch + row % p.kv_heads * p.score_head) {}
 
     __device__ __forceinline__ Ranked ranked(int j) const {
@@ -137,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) local_top(const Selec
     const int since = row.since(first + p.chunk - 1);
     auto entry = [&](int i) { return first + i >= since ? row.ranked(first + i) : 0; };
     const Candidates<LIST_THREADS, 4, decltype(entry)> candidates(entry, p.chunk);
-    const Selection best = select_highest(candidates, range_of(candidates, rank_of, shared), p.window, shared);
+    const Selection best = select_highest(candidates, range_of(candidates, rank_of, shared), row.window, shared);
 
     Ranked* local = p.local + row.chunk(c) * p.local_capacity;
     if (threadIdx.x == 0) stored = 0;
@@ -164,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) filter_arrivals(const
     const Candidates<LIST_THREADS, 16, decltype(entry)> candidates(entry, c * p.local_capacity);
     const unsigned rank = rank_of(row.ranked(first));  // read here, where others are, and nobody waits for it alone
     const WordRange ranks = range_of(candidates, rank_of, shared);
-    const Selection best = select_highest(candidates, ranks, p.window, shared);
+    const Selection best = select_highest(candidates, ranks, row.window, shared);
     if (threadIdx.x == 0) {
         stored = 0;
         p.kept_count[row.chunk(c)] = best.count;
@@ -176,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) filter_arrivals(const
     });
 
     // Are the kept keys and the chunk's all of one rank, and none missing among them?
-    const Ranked oldest = static_cast<Ranked>(rank) << 32 | static_cast<unsigned>(first - p.window);
+    const Ranked oldest = static_cast<Ranked>(rank) << 32 | static_cast<unsigned>(first - row.window);
     bool slides = rank != 0 && (ranks.count == 0 || (ranks.low == rank && ranks.span == 0))
                   && (best.count == first - since || best.threshold == oldest);
 
@@ -192,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) filter_arrivals(const
         for (int k = 0; k < OWN; ++k) {
             const int i = base + threadIdx.x * OWN + k, j = first + i;
             own[k] = i < count ? row.ranked(j) : 0;
-            const bool rival = best.count == p.window && row.since(min(j, p.key_length - 1)) == since;
+            const bool rival = best.count == row.window && row.since(min(j, p.key_length - 1)) == since;
             if (rival && own[k] < best.threshold) own[k] = 0;
             passing += own[k] != 0;
             slides = slides && (i >= count || rank_of(own[k]) == rank);
@@ -225,8 +232,8 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const
     const int arrived = p.arrival_count[row.chunk(c)];
     if (arrived == SLIDES) {
         const int j = c * p.chunk + slice * ARRIVALS + threadIdx.x;
-        if (threadIdx.x < ARRIVALS && j < p.key_length && j - p.window >= row.since(j))
-            p.stop[(long long)row.row * p.key_length + j - p.window] = j;
+        if (threadIdx.x < ARRIVALS && j < p.key_length && j - row.window >= row.since(j))
+            p.stop[(long long)row.row * p.key_length + j - row.window] = j;
         return;
     }
     const int before = slice * ARRIVALS, coming = min(ARRIVALS, arrived - before);
@@ -242,9 +249,9 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const
     };
     const Candidates<SWEEP_THREADS, 6, decltype(entry)> candidates(entry, kept_count + before);
     const WordRange ranks = range_of(candidates, rank_of, shared);
-    const Selection held = select_highest(candidates, ranks, p.window, shared);
-    const int mortals = min(held.count, coming - (p.window - held.count));  // each arrival pushes out one at most
-    if (mortals <= 0 && coming <= p.window) return;
+    const Selection held = select_highest(candidates, ranks, row.window, shared);
+    const int mortals = min(held.count, coming - (row.window - held.count));  // each arrival pushes out one at most
+    if (mortals <= 0 && coming <= row.window) return;
     const int safe = held.count - max(mortals, 0);
     const Selection secure = select_highest(candidates, ranks, safe, shared);
     if (threadIdx.x == 0) stored = 0;
@@ -276,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const
     }
     // Arrivals that rank above e: those of a higher score, and of an equal one if they are newer. Of ARRIVALS keys a warp
     // holds 32 neighbours, so all but its own 32 arrivals are either older or newer than all of it.
-    int remaining = p.window - better;  // with this many better arrivals e dies
+    int remaining = row.window - better;  // with this many better arrivals e dies
     int fatal = remaining <= 0 ? 0 : ARRIVALS;
     const unsigned rank = rank_of(e);
     const int slot = arrives ? mine : -1;
@@ -305,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(COUNT_THREADS) count_better(const S
     const Ranked e = j < p.key_length ? row.ranked(j) : 0;
     const unsigned rank = rank_of(e);
     const int own_document = row.since(min(j, p.key_length - 1));
-    int remaining = p.window;  // with this many better keys it dies
+    int remaining = row.window;  // with this many better keys it dies
     int stop = e != 0 ? NEVER : j;
     for (int base = row.since(first_key) & ~31; base < p.key_length; base += ROUND) {
         if (!__syncthreads_or(stop == NEVER)) break;  // and nobody reads the round before any more

@@ -58,10 +58,12 @@ def document_numbers(documents, key_length: int) -> np.ndarray:
 
 
 def top_w_dense(scores, window, keys="prefix", padding=None, documents=None, query_length=None) -> np.ndarray:
-    """bool ``(B, Hkv, Lq, Lk)``: the definition of section 3, position by position (``Lq`` defaults to ``Lk``)."""
+    """bool ``(B, Hkv, Lq, Lk)``: the definition of section 3, position by position (``Lq`` defaults to ``Lk``).
+    ``window``: an int, or one per head."""
     scores = np.asarray(scores)
     batch, heads, n = scores.shape
     query_length = n if query_length is None else query_length
+    windows = np.broadcast_to(window, heads)
     numbers = np.zeros((1, n), np.int64) if documents is None else document_numbers(documents, n)
     padding = np.ones((1, n), bool) if padding is None else np.asarray(padding)
     dense = np.zeros((batch, heads, query_length, n), bool)
@@ -74,7 +76,7 @@ def top_w_dense(scores, window, keys="prefix", padding=None, documents=None, que
                 p = i + n - query_length
                 own = number[max(p, 0)] if n else 0  # positions before the first key belong to the first document
                 candidates = [j for j in range(n) if real[j] and number[j] == own and (j <= p or keys == "global")]
-                kept = sorted(candidates, key=lambda j: rank[j], reverse=True)[:window]
+                kept = sorted(candidates, key=lambda j: rank[j], reverse=True)[:windows[h]]
                 dense[b, h, i, kept] = True
     return dense
 
@@ -86,7 +88,7 @@ def prefix_stop(scores, window, padding=None, document=None) -> np.ndarray:
     """
     scores = np.asarray(scores)
     batch, heads, n = scores.shape
-    stop = np.full(scores.shape, NEVER, np.int64)
+    windows, stop = np.broadcast_to(window, heads), np.full(scores.shape, NEVER, np.int64)
     for b in range(batch):
         real = [True] * n if padding is None else padding[b % len(padding)].tolist()
         group = [0] * n if document is None else document[b % len(document)].tolist()
@@ -96,8 +98,8 @@ def prefix_stop(scores, window, padding=None, document=None) -> np.ndarray:
                 better = [m for m in range(n) if real[m] and rank[m] > rank[j]]
                 if not real[j]:
                     stop[b, h, j] = j
-                elif len(better) >= window:
-                    stop[b, h, j] = max(j, sorted(better)[window - 1])
+                elif len(better) >= windows[h]:
+                    stop[b, h, j] = max(j, sorted(better)[windows[h] - 1])
     return stop
 
 

@@ -10,6 +10,9 @@ def test_biases_and_eviction(capsys):
     names = run_page("biases-and-eviction.md", gpu=False)
     seen = names["mask"].to_dense(200)[0, 0].sum(-1)
     assert seen.tolist() == [min(i + 1, 24) for i in range(200)]
+    assert names["gates"] == names["M"].from_stop(names["gates"].stop) and names["recorded"] == names["mask"]
+    assert names["budgets"].to_dense(200)[0].sum(-1).max(-1).tolist() == [16, 48]
+    assert names["streaming"].to_dense(200)[0, 0, -1].sum() == 64
     said = capsys.readouterr().out
     assert np.isfinite(names["log_f"].grad.numpy()).all() and said.startswith("[[") and "tensor(True)" in said
     assert not names["log_g"].grad[..., -64:].any() and names["log_g"].grad[..., :-64].all()

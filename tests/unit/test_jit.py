@@ -50,7 +50,7 @@ def own_cache(tmp_path, monkeypatch):
 def specialisations(limit: int, every: bool) -> list[jit.Config]:
     """Each kernel with each of its options at least once; with ``every`` head dims of each tile shape, and odd ones."""
     found: list[jit.Config] = [configs.LayoutConfig(element) for element in configs.ELEMENTS.values()]
-    found += [configs.SelectConfig(documents, padding) for documents in (False, True) for padding in (False, True)]
+    found += [configs.SelectConfig(*flags) for flags in itertools.product((False, True), repeat=3)]
     found += [sums.SumConfig(element) for element in configs.ELEMENTS.values()]
     found += [configs.ListConfig(causal, block) for causal in (False, True) for block in (64,)]
     found += [configs.DenseConfig(queries) for queries in (8, 32, 128)] + [configs.DenseSupersConfig()]
@@ -403,6 +403,17 @@ def test_the_params_struct_is_read_from_the_source():
         params.pack(a=1)
 
 
+def test_an_array_in_the_params_struct():
+    params = Params("struct P {\n    float* a;\n    int b, c[3];\n    long long d;\n};\n", "P")
+    assert params.names == ["a", "b", "c", "d"] and params.types["c"] == "int[3]"
+    packed = params.pack_some({"a": 1, "b": 2, "c": struct.pack("=2i", 3, 4)}, {"d": 5})
+    assert packed == struct.pack("=Qiiiiq", 1, 2, 3, 4, 0, 5)
+    assert params.pack_some({"a": 1}) == struct.pack("=Qiiiiq", 1, 0, 0, 0, 0, 0)
+    for members in ("long long a[3]", "int a[N]"):
+        with pytest.raises(ValueError, match="arrays of int"):
+            Params(f"struct P {{\n    {members};\n}};\n", "P")
+
+
 @pytest.mark.parametrize(("source", "name"), [
     ("common/params.cuh", "AttentionParams"), ("select/prefix_top_w.cu", "SelectParams"),
     ("sm90/split_kv.cuh", "Splits"), ("sm90/combine.cu", "CombineParams"), ("lists/intervals.cu", "ListParams"),
@@ -415,7 +426,8 @@ def test_the_params_struct_is_read_from_the_source():
 def test_every_params_struct_can_be_read(source, name):
     params = jit.params(source, name)
     assert len(set(params.names)) == len(params.names) >= 5
-    assert len(params.pack(**dict.fromkeys(params.names, 1))) % 8 == 0
+    fields = {name: b"" if "[" in kind else 1 for name, kind in params.types.items()}
+    assert len(params.pack(**fields)) % 8 == 0
 
 
 def test_every_kernel_waits_for_those_ahead_of_it():

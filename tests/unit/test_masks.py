@@ -369,6 +369,17 @@ def test_from_gate(convert, shape, delay, sinks, rng):
     assert np.array_equal(convert.back(mask.to_dense(shape[-1])), seen.reshape(*mask.shape[:2], *seen.shape[-2:]))
 
 
+@given(st.integers(0, 12), st.integers(1, 14), st.integers(0, 4), st.data())
+@settings(max_examples=100, deadline=None)
+def test_from_gate_is_the_definition(n, delay, sinks, data):
+    numbers = st.sampled_from([-np.inf, -2.0, -1.0, -0.5, 0.0, np.inf, np.nan])
+    bias = np.array(data.draw(st.lists(numbers, min_size=2 * n, max_size=2 * n))).reshape(1, 2, n)
+    dense = M.from_gate(bias, delay=delay, threshold=-0.5, sinks=sinks).to_dense(n)
+    for head, i, j in np.ndindex(2, n, n):
+        forgotten = bias[0, head, j] < -0.5 and j >= sinks and i >= j + delay
+        assert dense[0, head, i, j] == (j <= i and not forgotten)
+
+
 @pytest.mark.parametrize(("bias", "options", "error", "message"), [
     (np.zeros(4, int), {}, TypeError, "bias must be .*, got int64"),
     (np.zeros((1, 1, 1, 4)), {}, ValueError, r"bias must have 1 to 3 axes \(B, H, Lk\), got shape \(1, 1, 1, 4\)"),
@@ -405,11 +416,29 @@ def test_from_startend(convert, count, causal, dtype, rng):
     assert np.array_equal(convert.back(mask.to_dense(N)), seen_in_columns(columns, causal))
 
 
+@given(st.integers(1, 9), st.sampled_from([(1, True), (2, True), (2, False)]), st.data())
+@settings(max_examples=200, deadline=None)
+def test_from_startend_is_the_definition(n, kind, data):
+    """What is one run of rows for every key is that mask, and nothing else is taken."""
+    count, causal = kind
+    rows = st.integers(-1, n + 1)
+    drawn = data.draw(st.lists(rows, min_size=n * count, max_size=n * count))
+    columns = np.array(drawn, np.int32).reshape(1, 1, n, count)
+    seen = seen_in_columns(columns, causal)
+    changes = np.diff(seen, axis=2, prepend=False)[0, 0]
+    if (changes.sum(0) > 2).any():
+        with pytest.raises(ValueError, match="one run of rows"):
+            M.from_startend(columns, causal=causal)
+    else:
+        assert np.array_equal(M.from_startend(columns, causal=causal).to_dense(n), seen)
+
+
 def test_a_key_that_is_seen_again_is_refused(convert):
     columns = np.tile(np.array([N, N]), (1, 1, N, 1))
     columns[0, 0, 1] = 3, 5  # seen by rows 1, 2 and from 5 on
     with pytest.raises(ValueError, match="startend_row_indices must let each key be seen in one run of rows"):
         M.from_startend(convert(columns))
+    assert np.array_equal(convert.back(M.from_startend(convert(columns), check=False).stop)[0, 0, :2], [2**31 - 1, 3])
     columns[0, 0, 1] = 3, N
     assert M.from_startend(convert(columns)).count(N)[0, 0] == N * (N + 1) // 2 - (N - 3)
 

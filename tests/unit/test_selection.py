@@ -24,12 +24,13 @@ quick = settings(max_examples=120, deadline=None)
 
 @st.composite
 def problems(draw, max_length=24):
-    """(scores (B, Hkv, Lk), window, padding or None, documents or None)."""
+    """(scores (B, Hkv, Lk), window, of all heads or of each, padding or None, documents or None)."""
     n, batch, heads = draw(st.integers(0, max_length)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
     alphabet = st.sampled_from(draw(st.sampled_from(ALPHABETS)))
     values = draw(st.lists(alphabet, min_size=batch * heads * n, max_size=batch * heads * n))
     scores = np.array(values, np.float32).reshape(batch, heads, n)
-    window = draw(st.one_of(st.integers(1, 6), st.integers(1, 2 * max_length)))
+    windows = st.one_of(st.integers(1, 6), st.integers(1, 2 * max_length))
+    window = draw(st.one_of(windows, st.tuples(*[windows] * heads)))
     rows = draw(st.sampled_from([1, batch]))
     padding = documents = None
     if draw(st.booleans()):

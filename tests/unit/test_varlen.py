@@ -251,12 +251,12 @@ def test_compile_in_one_graph(function, arrays):
 
 def test_operators_are_consistent():
     q, k, v, s = leaves(Q, K, V, SCORES)
-    start, stop = torch.ops.cupy_dma.varlen_top_w(q.detach(), k.detach(), s.detach(), 3, "prefix", None, *CU, None,
+    start, stop = torch.ops.cupy_dma.varlen_top_w(q.detach(), k.detach(), s.detach(), [3], "prefix", None, *CU, None,
                                                   None)
     arguments = (q, k, v, start, stop, "key", [3, 1], False, s, False, None, 0.0, False, 4, None, *CU, None, None)
     torch.library.opcheck(torch.ops.cupy_dma.varlen_attention, arguments)
     torch.library.opcheck(torch.ops.cupy_dma.varlen_top_w,
-                          (q.detach(), k.detach(), s.detach(), 3, "global", None, *CU, None, None))
+                          (q.detach(), k.detach(), s.detach(), [0, 3, 5], "global", None, *CU, None, None))
 
 
 def test_a_paged_kv_cache_has_no_gradient_in_torch():

@@ -23,6 +23,7 @@ from cupy_dma.backends.cuda.select.prefix import prefix_run, prefix_stop
 from cupy_dma.backends.cuda.select.scores import key_scores, key_scores_backward, with_known_types
 from cupy_dma.calls.sequences import Sequences
 from cupy_dma.calls.types import AttentionBackwardCall, AttentionCall
+from cupy_dma.masks.windows import Window
 
 argument_type(AttentionCall)
 argument_type(AttentionBackwardCall)
@@ -41,10 +42,10 @@ class Backend:
     def key_scores(self, value: Operand, dt_proj: Operand, A: Operand, dt_bias: Operand | None, form: str) -> Any:
         return self._run(key_scores, value, *with_known_types(value, dt_proj, A, dt_bias), form)
 
-    def prefix_stop(self, scores: Operand, window: int, padding: Operand | None, document: Operand | None) -> Any:
+    def prefix_stop(self, scores: Operand, window: Window, padding: Operand | None, document: Operand | None) -> Any:
         return self._run(prefix_stop, scores, window, padding, document)
 
-    def prefix_run(self, scores: Operand, window: int, padding: Operand | None) -> Any:
+    def prefix_run(self, scores: Operand, window: Window, padding: Operand | None) -> Any:
         return self._run(prefix_run, scores, window, padding)
 
     def attention(self, call: AttentionCall) -> Any:

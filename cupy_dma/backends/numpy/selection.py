@@ -9,6 +9,7 @@ import numpy as np
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.numpy.host import deliver, host
 from cupy_dma.masks.interval import NEVER
+from cupy_dma.masks.windows import Window, each_head
 
 
 def _ordered(scores: np.ndarray) -> np.ndarray:
@@ -20,7 +21,7 @@ def _ordered(scores: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(scores), ~bits(0), ordered)
 
 
-def prefix_stop(scores: Operand, window: int, padding: Operand | None, document: Operand | None) -> Any:
+def prefix_stop(scores: Operand, window: Window, padding: Operand | None, document: Operand | None) -> Any:
     """int32 ``(B, Hkv, Lk)``: the first position at which ``window`` better keys exist.
 
     ``padding`` bool ``(1|B, Lk)``, True = a real key; ``document`` int32 ``(1|B, Lk)``: first key of its document. Keys
@@ -36,9 +37,9 @@ def prefix_stop(scores: Operand, window: int, padding: Operand | None, document:
     for b in range(batch):
         candidates = np.flatnonzero(real[b if real.shape[0] > 1 else 0])
         groups = group[b if group.shape[0] > 1 else 0][candidates]
-        for h in range(heads):
+        for h, size in enumerate(each_head(window, heads)):
             row = np.arange(length, dtype=np.int32)
-            row[candidates] = _row_stop(_ordered(values[b, h, candidates]), groups, candidates, window, NEVER)
+            row[candidates] = _row_stop(_ordered(values[b, h, candidates]), groups, candidates, size, NEVER)
             stop[b, h] = row
     return deliver(stop, scores)
 

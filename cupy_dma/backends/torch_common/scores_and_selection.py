@@ -23,6 +23,7 @@ import torch
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.torch_common.arrays import delivered, on_stream_of, rounded, shaped, tensor
 from cupy_dma.masks.interval import NEVER
+from cupy_dma.masks.windows import Window, clipped
 
 SCORE_CHUNK = 8192  # keys whose values are converted at a time
 
@@ -124,7 +125,7 @@ def running_best(rank: torch.Tensor, window: int) -> torch.Tensor:
     return found.int()
 
 
-def prefix_stop(scores: Operand, window: int, padding: Operand | None, document: Operand | None,
+def prefix_stop(scores: Operand, window: Window, padding: Operand | None, document: Operand | None,
                 best: Callable[[torch.Tensor, int], torch.Tensor] = running_best) -> Any:
     """int32 ``(B, Hkv, Lk)``: the first position at which ``window`` better keys exist; see ``cupy_dma.backends``.
 
@@ -138,8 +139,12 @@ def prefix_stop(scores: Operand, window: int, padding: Operand | None, document:
         if values.numel() == 0:
             return delivered(values.new_empty(values.shape, dtype=torch.int32), scores)
         hidden = None if hidden is None else ~hidden
-        rank = _ranks(values, hidden, group).reshape(-1, n)
-        limit = best(rank, min(window, n))
+        rank, window = _ranks(values, hidden, group), clipped(window, n)
+        if isinstance(window, tuple):
+            limit = torch.stack([best(rank[:, h].contiguous(), size) for h, size in enumerate(window)], 1)
+        else:
+            limit = best(rank.reshape(-1, n), window)
+        rank, limit = rank.reshape(-1, n), limit.reshape(-1, n)
         stop = torch.searchsorted(limit, rank, right=True, out_int32=True).view(batch, heads, n)
         key = torch.arange(n, dtype=torch.int32, device=values.device)
         stop = torch.where(stop < n, torch.maximum(stop, key), NEVER)

@@ -15,11 +15,12 @@ import triton.language as tl
 
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.torch_common import scores_and_selection
+from cupy_dma.masks.windows import Window
 
 BLOCK = 1024
 
 
-def prefix_stop(scores: Operand, window: int, padding: Operand | None, document: Operand | None) -> Any:
+def prefix_stop(scores: Operand, window: Window, padding: Operand | None, document: Operand | None) -> Any:
     """int32 ``(B, Hkv, Lk)``: the first position at which ``window`` better keys exist; see ``cupy_dma.backends``."""
     return scores_and_selection.prefix_stop(scores, window, padding, document, running_best)
 

@@ -71,7 +71,7 @@ def packed_delay(kernels: str, name: str) -> Callable[[], None]:
     return elsewhere(test_bias_delay.test_sequences, kernels, case)
 
 
-def one_awkward_selection(kind: str, length: int, window: int, counted: bool = False) -> Callable[[], None]:
+def one_awkward_selection(kind: str, length: int, window: Any, counted: bool = False) -> Callable[[], None]:
     return elsewhere(test_forward.test_selection_in_both_ways, kind, length, window, counted)
 
 
@@ -475,6 +475,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "test_selection[increasing]": one_awkward_selection("increasing", 2100, 1030),
     "test_selection[ties]": one_awkward_selection("ties", 2100, 1030),
     "test_selection[special]": one_awkward_selection("special", 1500, 400),
+    "test_selection[windows]": one_awkward_selection("iid", 2100, (1030, 64)),
     "test_selection[few of special]": one_awkward_selection("special", 1025, 7),
     "test_selection_of_equal_scores[1023]": elsewhere(test_forward.test_selection_of_equal_scores, 1023),
     "test_selection_of_equal_scores[1030]": elsewhere(test_forward.test_selection_of_equal_scores, 1030),

@@ -191,7 +191,8 @@ def selection_options(length):
 
 
 AWKWARD = ["iid", "equal", "increasing", "decreasing", "ties", "special"]
-LENGTHS_AND_WINDOWS = [(1, 1), (1023, 1), (1025, 7), (1500, 400), (2100, 1030), (3000, 130)]
+LENGTHS_AND_WINDOWS = [(1, 1), (1023, 1), (1025, 7), (1500, 400), (2100, 1030), (3000, 130),
+                       (1500, (1, 2000)), (2100, (1030, 64))]
 
 
 @pytest.mark.parametrize("counted", [False, True])

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 import cupy_dma as dma
@@ -511,3 +512,39 @@ def test_compiled_lengths_that_are_dynamic_do_not_compile_again(chain_runs):
             inputs = draw(0, length=n)
             same(step(compiled, *inputs), step(dynamic, *inputs))
     assert len(compiles) == 1
+
+
+def test_windows_of_heads(device, chain_runs):
+    """Later calls run the programs of the first, of one set of windows; each head is as in a call of its own."""
+    def call(windows: Any) -> Callable[..., Any]:
+        return lambda *x: dma.dynamic_mask_attention(*x, window=windows, return_lse=True, backend="emulator")
+
+    for seed, windows in enumerate([(5, 60), [5, 60], (60, 5)]):
+        inputs = draw(seed, dtype=torch.float16)
+        found = step(call(windows), *inputs)
+        for head, window in enumerate(windows):
+            rows, own = slice(2 * head, 2 * head + 2), slice(head, head + 1)
+            mine = [x[:, :, at] for x, at in zip(inputs[:3], (rows, own, own))] + [inputs[3][:, own]]
+            mine = [x.detach().clone().requires_grad_() for x in mine]
+            out, lse = call(window)(*mine)
+            torch.testing.assert_close(found[0][:, :, rows], out, rtol=2e-3, atol=2e-3)
+            torch.testing.assert_close(found[1][:, rows], lse, rtol=1e-4, atol=1e-4)
+    assert len(entry._known) == 4 and chain_runs["forward"] == 9 and chain_runs["backward"] == 3
+
+
+def test_last_queries_with_windows_of_heads(device):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, n, h, 16)).astype(np.float16) for n, h in ((1, 4), (700, 2), (700, 2)))
+    scores = rng.standard_normal((1, 2, 700)).astype(np.float32)
+    out = dma.dynamic_mask_attention(q, k, v, scores, window=(9, 300), backend="emulator")
+    for head, window in enumerate((9, 300)):
+        rows, own = slice(2 * head, 2 * head + 2), slice(head, head + 1)
+        alone = dma.dynamic_mask_attention(q[:, :, rows], k[:, :, own], v[:, :, own], scores[:, own], window=window,
+                                           backend="emulator")
+        np.testing.assert_allclose(out[:, :, rows], alone, rtol=2e-3, atol=2e-3)
+
+
+def test_windows_of_more_heads_than_the_parameters_hold(device):
+    scores = np.zeros((1, 129, 20), np.float32)
+    with pytest.raises(NotImplementedError, match="window must be an int for more than 128 heads on CUDA, got"):
+        dma.IntervalMask.top_w(scores, range(1, 130), backend="emulator")

@@ -56,6 +56,7 @@ class SelectConfig(jit.Config):
     source = "select/prefix_top_w.cu"
     documents: bool
     padding: bool
+    head_windows: bool = False
 
 
 @dataclass(frozen=True)

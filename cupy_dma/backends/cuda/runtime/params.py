@@ -48,7 +48,8 @@ def pack_pointer(pointer: Ref | int) -> Packed:
 class Params:
     """The parameter struct ``name`` in a source ``text``, read from there so that it is written down once.
 
-    ``pack(**fields)`` gives the by-value argument of a launch: bytes, or where a field is a ``Ref``, ``Packed``.
+    ``pack(**fields)`` gives the by-value argument of a launch: bytes, or where a field is a ``Ref``, ``Packed``. Of an
+    array of ints the field is bytes; what they leave out is 0.
     """
 
     _formats: ClassVar[dict[str, str]] = {"long long": "q", "int": "i", "float": "f"}
@@ -57,7 +58,8 @@ class Params:
         body = re.search(rf"struct {name} \{{(.*?)\n\}};", text, re.DOTALL)
         assert body, f"no struct {name}"
         code = re.sub(r"//[^\n]*", "", body[1])
-        form, self.names = "@", []
+        kinds: list[str] = []
+        self.names: list[str] = []
         self.types: dict[str, str] = {}  # as written, such as "const float*" or "int"
         for statement in filter(None, (part.strip() for part in code.split(";"))):
             if "*" in statement:
@@ -70,24 +72,29 @@ class Params:
                 if not written:
                     raise self._not_read(name, statement)
                 kind, members = self._formats[written], statement[len(written):].split(",")
-            form += kind * len(members)
-            self.names += [member.strip() for member in members]
-            self.types.update((member.strip(), written) for member in members)
+            for member in members:
+                found = re.fullmatch(r"\s*(\w+)(\[(\d+)\])?\s*", member)
+                if found is None or found[2] and kind != "i":
+                    raise self._not_read(name, statement)
+                self.names.append(found[1])
+                self.types[found[1]] = written + (found[2] or "")
+                kinds.append(f"{4 * int(found[3])}s" if found[2] else kind)
         self._indices = {name: i for i, name in enumerate(self.names)}
-        ends = [struct.calcsize(form[:i + 2]) for i in range(len(self.names))]
-        self._offsets = [end - struct.calcsize(kind) for end, kind in zip(ends, form[1:])]
-        self._pack = struct.Struct(form + "0q").pack  # padded to the struct's alignment
+        self._nothing: list[Any] = [b"" if kind.endswith("s") else 0 for kind in kinds]
+        ends = [struct.calcsize("@" + "".join(kinds[:i + 1])) for i in range(len(kinds))]
+        self._offsets = [end - struct.calcsize(kind) for end, kind in zip(ends, kinds)]
+        self._pack = struct.Struct("@" + "".join(kinds) + "0q").pack  # padded to the struct's alignment
 
     def _not_read(self, name: str, statement: str) -> ValueError:
-        return ValueError(f"struct {name} may have members of type {', '.join(self._formats)}, and pointers, each in a "
-                          f"statement of its own, got {statement!r}")
+        return ValueError(f"struct {name} may have members of type {', '.join(self._formats)}, arrays of int, and "
+                          f"pointers, each in a statement of its own, got {statement!r}")
 
     def pack(self, **fields: Any) -> Any:
         return self._packed([fields[name] for name in self.names])
 
     def pack_some(self, *groups: Mapping[str, Any]) -> Any:
         """The argument with the fields of all ``groups``, later ones first; 0 for a field that none has."""
-        values: list[Any] = [0] * len(self.names)
+        values = list(self._nothing)
         indices = self._indices
         for group in groups:
             for name, value in group.items():

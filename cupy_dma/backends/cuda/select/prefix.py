@@ -1,10 +1,15 @@
 """The prefix top-w selection on the device (SPEC section 3)."""
 from __future__ import annotations
 
+import struct
+
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.builder import Array, Builder
 from cupy_dma.backends.cuda.runtime.configs import ARRIVALS, SELECT_THREADS, SelectConfig, blocks
+from cupy_dma.masks.windows import Window, clipped, widest
+
+MAX_HEADS = 128  # with windows of their own, as in the kernel file
 
 
 def selection_chunk(length: int) -> int:
@@ -17,7 +22,7 @@ def counts_pairs(rows: int, length: int) -> bool:
     return length <= 1024 or (length <= 4096 and rows * length**2 <= 2**27)
 
 
-def prefix_stop(build: Builder, scores: Operand, window: int, padding: Operand | None,
+def prefix_stop(build: Builder, scores: Operand, window: Window, padding: Operand | None,
                 document: Operand | None) -> Array:
     """First position that no longer keeps a key: int32 ``(B, Hkv, Lk)``."""
     stop = build.empty(scores.shape, "int32")
@@ -26,7 +31,7 @@ def prefix_stop(build: Builder, scores: Operand, window: int, padding: Operand |
     return stop
 
 
-def prefix_run(build: Builder, scores: Operand, window: int, padding: Operand | None) -> tuple[Array, Array]:
+def prefix_run(build: Builder, scores: Operand, window: Window, padding: Operand | None) -> tuple[Array, Array]:
     """The same behind the first position that keeps a key, its own: int32 ``(Lk)``, written on the way, for a launch of
     its own costs 2 us and the host 11. ``scores`` are not empty."""
     start, stop = build.empty(scores.shape[2:], "int32"), build.empty(scores.shape, "int32")
@@ -34,18 +39,23 @@ def prefix_run(build: Builder, scores: Operand, window: int, padding: Operand | 
     return start, stop
 
 
-def _select(build: Builder, scores: Operand, window: int, padding: Operand | None, document: Operand | None,
+def _select(build: Builder, scores: Operand, window: Window, padding: Operand | None, document: Operand | None,
             stop: Array, start: Array | None = None) -> None:
     batch, kv_heads, length = scores.shape
     rows = batch * kv_heads
-    window = min(window, length)
+    window = clipped(window, length)
+    window, of_heads = widest(window), window if isinstance(window, tuple) else ()
+    if len(of_heads) > MAX_HEADS:
+        raise NotImplementedError(f"window must be an int for more than {MAX_HEADS} heads on CUDA, got one for each of "
+                                  f"{kv_heads}")
     fields = {"score": scores.pointer, "padding": padding.pointer if padding else 0,
               "document": document.pointer if document else 0, "stop": stop.ref,
               "start": 0 if start is None else start.ref,
               "score_batch": scores.strides[0], "score_head": scores.strides[1], "score_key": scores.strides[2],
               "padding_batch": padding.strides[0] if padding else 0,
               "document_batch": document.strides[0] if document else 0,
-              "kv_heads": kv_heads, "key_length": length, "window": window}
+              "kv_heads": kv_heads, "key_length": length, "window": window,
+              "head_window": struct.pack(f"={len(of_heads)}i", *of_heads)}
     launches = [("count_better", rows * blocks(length, SELECT_THREADS["count_better"]), True)]  # blocks, and with PDL
     counted = build.overrides.counted
     if not (counts_pairs(rows, length) if counted is None else counted):
@@ -66,7 +76,7 @@ def _select(build: Builder, scores: Operand, window: int, padding: Operand | Non
         launches = [("local_top", filters if chunks > 1 else 0, True), ("filter_arrivals", filters, True),
                     ("sweep_arrivals", sweeps, not gathers)]
     params = jit.params("select/prefix_top_w.cu", "SelectParams").pack_some(fields)
-    config = SelectConfig(documents=document is not None, padding=padding is not None)
+    config = SelectConfig(documents=document is not None, padding=padding is not None, head_windows=bool(of_heads))
     for entry, grid, pdl in launches:
         if grid:
             build.launch(build.load(config, entry), grid, SELECT_THREADS[entry], params, pdl)

@@ -1,0 +1,58 @@
+"""Windows: how many keys a query keeps, an int, or a tuple of one int per kv head (SPEC section 17)."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from cupy_dma import checks
+from cupy_dma.arrays import describe
+
+Window: TypeAlias = "int | tuple[int, ...]"
+
+
+def window_of(window: Any, heads: int | None = None) -> Window:
+    """The checked window, from an int or from ints on the host, one for each of ``heads``; an int where all are equal.
+    How many there must be is not checked if ``heads`` is None, and they stay a tuple."""
+    several = isinstance(window, Sequence) and not isinstance(window, (str, bytes))
+    if not several and not getattr(window, "shape", None):
+        return checks.whole(window, "window", 1)
+    if not several:
+        given = describe(window, "window")
+        if given.ndim != 1 or given.device.kind != "cpu":
+            raise TypeError(f"window must be an int, or ints in host memory, one per kv head, got an array of shape "
+                            f"{given.shape} on {given.device}")
+        window = given.library.to_numpy(given.array).tolist()
+    each = tuple([checks.whole(size, f"window[{head}]", 1) for head, size in enumerate(window)])
+    if not each or heads is not None and len(each) != heads:
+        count = "per kv head" if heads is None else f"for each of {heads} kv heads"
+        raise ValueError(f"window must be an int, or one int {count}, got {len(each)} of them")
+    return each if heads is None else _as_one(each)
+
+
+def one_window(window: Any, heads: int, where: str) -> int:
+    """The checked window of all heads. NotImplementedError, naming ``where`` it is needed, if theirs differ."""
+    found = window_of(window, heads)
+    if isinstance(found, tuple):
+        raise NotImplementedError(f"window must be one int for all kv heads in {where}, got {found}")
+    return found
+
+
+def clipped(window: Window, most: int) -> Window:
+    """At most ``most``."""
+    return _as_one(tuple([min(size, most) for size in window])) if isinstance(window, tuple) else min(window, most)
+
+
+def each_head(window: Window, heads: int) -> tuple[int, ...]:
+    return window if isinstance(window, tuple) else (window,) * heads
+
+
+def widest(window: Window) -> int:
+    return max(window) if isinstance(window, tuple) else window
+
+
+def narrowest(window: Window) -> int:
+    return min(window) if isinstance(window, tuple) else window
+
+
+def _as_one(each: tuple[int, ...]) -> Window:
+    return each[0] if len(set(each)) == 1 else each

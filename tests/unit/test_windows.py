@@ -1,0 +1,129 @@
+"""A window per kv head: the same as a call per head with its own (SPEC section 17)."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cupy_dma as dma
+from cupy_dma.cache import DynamicCache
+from cupy_dma.masks.windows import window_of
+
+M = dma.IntervalMask
+B, N, H, HKV, D = 2, 40, 4, 2, 8
+WINDOWS = (3, 17)
+
+
+def draw(dtype=np.float64):
+    """query, key, value, scores, dout."""
+    rng = np.random.default_rng(0)
+    shapes = (B, N, H, D), (B, N, HKV, D), (B, N, HKV, D), (B, HKV, N), (B, N, H, D)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def own(head, query, key, value, scores, *more):
+    """The arguments of one kv head; ``more`` are of the query's shape."""
+    rows = slice(H // HKV * head, H // HKV * (head + 1))
+    mine = slice(head, head + 1)
+    return [query[..., rows, :], key[..., mine, :], value[..., mine, :], scores[..., mine, :],
+            *(x[..., rows, :] for x in more)]
+
+
+@pytest.mark.parametrize("windows", [WINDOWS, list(WINDOWS), np.array(WINDOWS), np.array(WINDOWS, np.int16)], ids=type)
+@pytest.mark.parametrize("keys", ["prefix", "global"])
+def test_masks(windows, keys, convert):
+    scores = draw(np.float32)[3]
+    mask = M.top_w(convert(scores), windows, keys=keys)
+    window = M.sliding_window(N, windows, like=convert(scores))
+    assert window.shape == (1, HKV, N) and mask._bound[0] == max(WINDOWS) == window._bound[0]
+    for head, size in enumerate(WINDOWS):
+        alone = M.top_w(scores[:, head:head + 1], size, keys=keys).to_dense(N)[:, 0]
+        assert np.array_equal(convert.back(mask.to_dense(N))[:, head], alone)
+        assert np.array_equal(convert.back(window.to_dense(N))[0, head], M.sliding_window(N, size).to_dense(N)[0, 0])
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(0, 24))
+@settings(max_examples=60, deadline=None)
+def test_sliding_windows(windows, n):
+    position, key = np.arange(n)[:, None], np.arange(n)
+    seen = (key <= position) & (position - key < np.array(windows)[:, None, None])
+    mask = M.sliding_window(n, windows)
+    assert np.array_equal(mask.to_dense(n)[0], seen) and mask._causal_only == (min(windows) >= n)
+
+
+def test_equal_windows_are_one():
+    scores = draw(np.float32)[3]
+    assert M.top_w(scores, [5, 5])._hints == M.top_w(scores, 5)._hints
+    assert window_of([5, 5], 2) == 5 and window_of((N, N + 1), 2) == (N, N + 1)
+    assert M.top_w(scores, [N, N + 1])._causal_only  # which every head sees all keys of
+    assert not M.top_w(scores, [N - 1, N])._causal_only
+    assert M.sliding_window(N, [2**40, 3]).count(N).tolist() == [[N * (N + 1) // 2, 3 * N - 3]]
+
+
+@pytest.mark.parametrize("options", [{}, {"keys": "global"}, {"padding": np.arange(N)[None] % 7 != 3}], ids=str)
+def test_attention_and_its_gradients(options):
+    *inputs, dout = draw()
+    out, lse = dma.dynamic_mask_attention(*inputs, window=WINDOWS, return_lse=True, **options)
+    found = dma.backward.dynamic_mask_attention_backward(dout, *inputs[:3], out, lse, inputs[3], window=WINDOWS,
+                                                         **options)
+    for head, window in enumerate(WINDOWS):
+        *mine, mine_dout = own(head, *inputs, dout)
+        alone, alone_lse = dma.dynamic_mask_attention(*mine, window=window, return_lse=True, **options)
+        np.testing.assert_allclose(out[:, :, 2 * head:2 * head + 2], alone, rtol=1e-12, atol=1e-12)
+        expected = dma.backward.dynamic_mask_attention_backward(mine_dout, *mine[:3], alone, alone_lse, mine[3],
+                                                                window=window, **options)
+        for name, got in zip(("query", "key", "value", "scores"),
+                             own(head, found.query, found.key, found.value, found.scores)):
+            np.testing.assert_allclose(got, getattr(expected, name), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("keys", ["prefix", "global"])
+def test_packed_sequences(keys):
+    inputs = [x[0] for x in draw()[:4]]
+    options = {"cu_seqlens_q": [0, 13, N], "cu_seqlens_k": [0, 13, N], "keys": keys}
+    out = dma.varlen_dynamic_mask_attention(*inputs[:3], scores=inputs[3], window=WINDOWS, **options)
+    for head, window in enumerate(WINDOWS):
+        *mine, scores = own(head, *inputs)
+        alone = dma.varlen_dynamic_mask_attention(*mine, scores=scores, window=window, **options)
+        np.testing.assert_allclose(out[:, 2 * head:2 * head + 2], alone, rtol=1e-12, atol=1e-12)
+
+
+def test_scores_of_a_recipe_and_of_query_heads():
+    rng, (query, key, value, scores, _) = np.random.default_rng(1), draw()
+    recipe = {"dt_proj": rng.standard_normal((HKV, HKV * D)), "A": rng.standard_normal(HKV)}
+    computed = dma.key_scores(value, **recipe)
+    assert np.array_equal(dma.dynamic_mask_attention(query, key, value, window=WINDOWS, **recipe),
+                          dma.dynamic_mask_attention(query, key, value, computed, window=WINDOWS))
+    assert np.array_equal(dma.dynamic_mask_attention(query, key, value, scores, window=WINDOWS),
+                          dma.dynamic_mask_attention(query, key, value, scores.repeat(2, 1),
+                                                     window=np.repeat(WINDOWS, 2)))
+
+
+WRONG = [([3], ValueError, "window must be an int, or one int for each of 2 kv heads, got 1 of them"),
+         ((3, 4, 5), ValueError, "window must be an int, or one int for each of 2 kv heads, got 3 of them"),
+         ([], ValueError, "window must be an int, or one int"),
+         ([3, 0], ValueError, r"window\[1\] must be at least 1, got 0"),
+         ([-1, 3], ValueError, r"window\[0\] must be at least 1, got -1"),
+         ([True, 3], TypeError, r"window\[0\] must be an int, got bool True"),
+         ([3, 2.0], TypeError, r"window\[1\] must be an int, got float 2.0"),
+         (np.array([3.0, 4.0]), TypeError, r"window\[0\] must be an int, got float 3.0"),
+         (np.array([[3, 4]]), TypeError, r"window must be an int, or ints in host memory.*shape \(1, 2\)"),
+         ("34", TypeError, "window must be an int, got str '34'")]
+
+
+@pytest.mark.parametrize(("window", "error", "message"), WRONG)
+def test_wrong_windows(window, error, message):
+    query, key, value, scores, _ = draw()
+    with pytest.raises(error, match=message):
+        dma.dynamic_mask_attention(query, key, value, scores, window=window)
+    with pytest.raises(error, match=message):
+        M.top_w(scores, window)
+    with pytest.raises(error, match=message):
+        dma.varlen_dynamic_mask_attention(query[0], key[0], value[0], [0, N], [0, N], scores[0], window=window)
+
+
+def test_a_cache_has_one_window():
+    with pytest.raises(NotImplementedError, match=r"window must be one int for all kv heads in a cache, got \(3, 17\)"):
+        DynamicCache(1, HKV, WINDOWS, D)
+    assert DynamicCache(1, HKV, [3, 3], D).window == 3
