@@ -197,15 +197,16 @@ def flex(query, key, value, start, stop, bias, block: int = 128, compiled: bool 
 
 def flex_backward(query, key, value, dout, start, stop, bias, block: int = 128, compiled: bool = True,
                   delay: int = 0, forward: bool = False) -> tuple[Call, str]:
-    """The gradients of ``flex``, of the bias too where torch can give it, whose ``delay`` is for as many keys as queries;
-    ``forward``: the forward pass, too. Returns the call and a note."""
+    """The gradients of ``flex``, of the bias too where torch can give it, whose ``delay`` is for as many keys as
+    queries; ``forward``: the forward pass, too. Returns the call and a note."""
     import torch._functorch.config
 
     torch._functorch.config.donated_buffer = False  # a donated buffer forbids a second backward of the same forward
     q, k, v, do = (x.transpose(1, 2).contiguous() for x in (query, key, value, dout))
     try:
         attend = _flex_pass(query, key, start, stop, block, compiled, delay)
-        call = partial(forward_backward, attend, (q, k, v, bias), do) if forward else Backward(attend, (q, k, v, bias), do)
+        inputs = q, k, v, bias
+        call = partial(forward_backward, attend, inputs, do) if forward else Backward(attend, inputs, do)
         call()
         return call, ""
     except Exception as error:  # compilers raise anything

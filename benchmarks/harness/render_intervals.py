@@ -28,8 +28,8 @@ def _rows(result: dict[str, Any]) -> list[list[str]]:
     return found
 
 
-COLUMNS = ("forward with lists", "forward", "backward", "both", "cuDNN backward", "cuDNN both", "Flex backward", "Flex both",
-           "backward, times cuDNN", "both, times cuDNN", "allowed")
+COLUMNS = ("forward with lists", "forward", "backward", "both", "cuDNN backward", "cuDNN both", "Flex backward",
+           "Flex both", "backward, times cuDNN", "both, times cuDNN", "allowed")
 
 
 def _table(result: dict[str, Any]) -> str:

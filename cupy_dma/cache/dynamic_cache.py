@@ -56,6 +56,8 @@ class DynamicCache:
     ------
     TypeError, ValueError
         An argument has the wrong type or value, or the backend does not take arrays on this device.
+    NotImplementedError
+        ``window`` differs between kv heads.
     RuntimeError
         The backend cannot run here.
 

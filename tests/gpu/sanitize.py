@@ -305,7 +305,7 @@ def selection() -> int:
 def _selections() -> int:
     rng = np.random.default_rng(0)
     count = 0
-    for length, window in ((1, 1), (1030, 3), (2500, 130)):
+    for length, window in ((1, 1), (1030, 3), (2500, 130), (2500, (130, 3, 40))):
         scores = np.stack([rng.integers(-50, 50, length), rng.standard_normal(length), np.ones(length)])[None]
         scores = scores.astype(np.float32)
         padding = rng.random((1, length)) < 0.8

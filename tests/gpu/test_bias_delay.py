@@ -52,7 +52,8 @@ def test_gates(keys, queries, heads, head_dim, kernels, compiled):
     def normal(length, h):
         return torch.randn(1, length, h, head_dim, generator=generator, device="cuda").bfloat16().requires_grad_()
 
-    q, dout, k, v = normal(queries, heads[0]), normal(queries, heads[0]).detach(), normal(keys, heads[1]), normal(keys, heads[1])
+    (q, dout), (k, v) = ((normal(n, h) for _ in range(2)) for n, h in zip((queries, keys), heads))
+    dout = dout.detach()
     gates = torch.rand(1, heads[1], keys, generator=generator, device="cuda").log().requires_grad_()
     mask = dma.IntervalMask.from_gate(gates.detach(), delay=200, threshold=-1.5, sinks=2)
 

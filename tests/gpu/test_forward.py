@@ -209,7 +209,7 @@ KINDS = ["iid", "increasing", "decreasing", "equal", "recency", "bursty", "round
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("length", "window"), [(1, 1), (1023, 1), (1025, 7), (4096, 1024), (5000, 4999), (9001, 256),
-                                                (40000, 1000), (70001, 3000)])
+                                                (40000, 1000), (70001, 3000), (40000, (1000, 60))])
 def test_selection_of_long_sequences(kind, length, window):
     """Against the heap of the NumPy backend, which is tested against the definition; with padding and documents."""
     import cupy

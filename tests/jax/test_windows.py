@@ -45,7 +45,7 @@ def test_attention_and_its_gradients():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("window", "error", "message"), WRONG)
+@pytest.mark.parametrize(("window", "error", "message"), WRONG, ids=range(len(WRONG)))
 def test_wrong_windows(window, error, message):
     q, k, v, s = draw()
     with pytest.raises(error, match=message):

@@ -44,7 +44,7 @@ class Case:
     value_dim: int | None = field(default=None, repr=False)
     sinks: str | None = field(default=None, repr=False)  # their type
     bias_delay: int = field(default=0, repr=False)
-    extremes: bool = field(default=False, repr=False)  # -inf and 1e3 among the bias, NaN where no query adds it
+    extremes: bool = field(default=False, repr=False)  # -inf and 30 among the bias, NaN where no query adds it
 
     @property
     def is_dense(self) -> bool:
@@ -199,7 +199,7 @@ def _drawn(case: Case) -> dict[str, np.ndarray]:
     data["survivors"] = (np.arange(n) + np.where(rng.random((b, g, n)) < 1 / 8, n, 20)).astype(np.int32)
     if case.extremes:
         data["bias"] = data["bias"].copy()  # may be the scores
-        data["bias"][..., ::5], data["bias"][..., 3::9] = -np.inf, 1e3
+        data["bias"][..., ::5], data["bias"][..., 3::9] = -np.inf, 30
         data["bias"][..., max(n - case.bias_delay, 0)::2] = np.nan
     return data
 

@@ -3,7 +3,7 @@
 ``varlen_cases.py``.
 
 Delays end before, in and behind a block of 64 keys, with the window, and around the length. In ``extremes`` some keys
-have a bias of -inf or 1e3, which must be left out for near queries, and those that are far from no query have a NaN.
+have a bias of -inf or 30, which must be left out for near queries, and those that are far from no query have a NaN.
 """
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ LONG = [
     *(_case(f"long-{mask}-D{size}-{i}", 100, mask, query_length=520, key_length=520, heads=2, kv_heads=1,
             head_dim=size, window=70, **({"extremes": False} | changed))
       for i, (size, changed) in enumerate((
-          (64, {"extremes": True}), (128, {}), (256, {}), (128, {"softcap": 2.0, "scale": 0.3}), (64, {"softcap": 2.0})))
+          (64, {"extremes": True}), (128, {}), (256, {}), (128, {"softcap": 2.0, "scale": 0.3}),
+          (64, {"softcap": 2.0})))
       for mask in ("none", "causal", "window", "top_w", "survivors")),
     _case("long-fewer-queries", 100, "survivors", query_length=260, key_length=520, heads=2, kv_heads=1, head_dim=64),
 ]

@@ -81,6 +81,9 @@ def _selection() -> Iterator[Feature]:
         "unit/selection::test_top_w_is_the_definition", "backends/triton::test_selection_is_the_definition",
         "backends/flex::test_selection gpu/flex::test_selection_and_scores"))
     yield Feature(group, "IntervalMask.top_w, padding, documents", "backward", (NO_GRADIENT,) * 4)
+    yield Feature(group, "a window per kv head", "forward", (
+        "emulator/forward::test_selection_is_the_definition", "unit/windows::test_masks",
+        "backends/triton::test_selection_is_the_definition", "backends/flex::test_selection"))
     like_any = "not tested; an interval mask like any other"
     for direction in ("forward", "backward"):
         yield Feature(group, "masks of eviction policies, IntervalMask.from_stop", direction, (

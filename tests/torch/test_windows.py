@@ -46,7 +46,7 @@ def test_compiled(function):
     assert same(gradients(eager, arguments), gradients(found, arguments))
 
 
-@pytest.mark.parametrize(("window", "error", "message"), WRONG[:2])
+@pytest.mark.parametrize(("window", "error", "message"), WRONG[:2], ids=range(2))
 def test_a_wrong_number_under_compile(window, error, message):
     q, k, v, s = draw(torch.float32)
     for call in (lambda: dma.dynamic_mask_attention(q, k, v, s, window=window),

@@ -61,7 +61,8 @@ def test_equal_windows_are_one():
     assert M.sliding_window(N, [2**40, 3]).count(N).tolist() == [[N * (N + 1) // 2, 3 * N - 3]]
 
 
-@pytest.mark.parametrize("options", [{}, {"keys": "global"}, {"padding": np.arange(N)[None] % 7 != 3}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"keys": "global"}, {"padding": np.arange(N)[None] % 7 != 3}],
+                         ids=["prefix", "global", "padding"])
 def test_attention_and_its_gradients(options):
     *inputs, dout = draw()
     out, lse = dma.dynamic_mask_attention(*inputs, window=WINDOWS, return_lse=True, **options)
@@ -112,7 +113,7 @@ WRONG = [([3], ValueError, "window must be an int, or one int for each of 2 kv h
          ("34", TypeError, "window must be an int, got str '34'")]
 
 
-@pytest.mark.parametrize(("window", "error", "message"), WRONG)
+@pytest.mark.parametrize(("window", "error", "message"), WRONG, ids=range(len(WRONG)))
 def test_wrong_windows(window, error, message):
     query, key, value, scores, _ = draw()
     with pytest.raises(error, match=message):

@@ -25,9 +25,9 @@ pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(buil
 from tests import emulator  # noqa: E402
 from tests.emulator.tests import (  # noqa: E402
     test_backward,
+    test_bias_delay,
     test_decode,
     test_forward,
-    test_bias_delay,
     test_lifetimes,
     test_numerics,
     test_sm90_backward,

@@ -17,8 +17,8 @@ BLANK_ROWS, ONE_TILE = "sm90 backward[blank rows]", "sm90 backward[one tile]"
 
 FAULTS = [
     # ---- biases with a delay ----
-    Fault("gradients of biases that do not count yet", CONSUMER, "                if (whole[r] == 0.0f) sums[r] = 0.0f;\n",
-          "                ;\n", "delay[Hopper]"),
+    Fault("gradients of biases that do not count yet", CONSUMER, "if (whole[r] == 0.0f) sums[r] = 0.0f;\n",
+          ";\n", "delay[Hopper]"),
     Fault("gradients of mixed biases over all queries", CONSUMER,
           "if (counts(delay, n, i)) sums[fragment_row(i)] += dp[n].x[i];", "sums[fragment_row(i)] += dp[n].x[i];",
           "delay[Hopper]"),
@@ -26,8 +26,8 @@ FAULTS = [
           "if (bias[r] == -infinity()) delay.far_from[r] = INT_LOWEST;", ";", "delay[Hopper, lists]"),
     Fault("the first key's delay is that of all", PRODUCER, "__reduce_max_sync(ALL_LANES, last_far_from)",
           "__reduce_min_sync(ALL_LANES, last_far_from)", "delay[Hopper]"),
-    Fault("keys are hidden for longer than their bias is -inf", PRODUCER, "                stop = min(stop, far_from);\n",
-          "", "delay[Hopper]"),
+    Fault("keys are hidden for longer than their bias is -inf", PRODUCER, "stop = min(stop, far_from);\n",
+          "\n", "delay[Hopper]"),
     Fault("a softcap's slope forgets the delay", CONSUMER, "if (delay.mixed && !counts(delay, n, i)) own = 0.0f;", ";",
           "delay[Hopper, softcap]"),
     Fault("the query gradient takes mixed biases for others", DQ_CONSUMER,

@@ -37,7 +37,8 @@ def attention(build: Builder, call: AttentionCall) -> tuple[Array, Array]:
         element=ELEMENTS[query.dtype], head_dim=head_dim, vector=problem.vector, heads=problem.tile_heads,
         **tile._asdict(), keys="KEYS_CONTIGUOUS" if lists is None else lists.keys, causal=problem.tests_causality,
         bias=problem.bias_kind, softcap=call.softcap > 0.0, bits=problem.bits and lists is not None,
-        bias_element=problem.bias_element, sequences=problem.count > 0, page_size=problem.page_size, delay=problem.delay)
+        bias_element=problem.bias_element, sequences=problem.count > 0, page_size=problem.page_size,
+        delay=problem.delay)
     build.check_layout()
     build.launch(build.load(config, "attention_forward", config.shared_bytes), grid, 32 * tile.warps,
                  problem.pack(lists, out=out.ref, lse=lse.ref, tiles=tiles))

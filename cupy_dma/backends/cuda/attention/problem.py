@@ -27,8 +27,8 @@ class Problem:
     ``tests_intervals``).
     """
 
-    __slots__ = ("bias", "bias_element", "bias_kind", "bits", "by_head", "causal", "delay", "dense", "key_length", "mask",
-                 "packed", "page_size", "params", "sequences", "size", "tile_heads", "vector")
+    __slots__ = ("bias", "bias_element", "bias_kind", "bits", "by_head", "causal", "delay", "dense", "key_length",
+                 "mask", "packed", "page_size", "params", "sequences", "size", "tile_heads", "vector")
 
     def __init__(self, call: AttentionCall):
         query, key, value, mask = call.query, call.key, call.value, call.mask

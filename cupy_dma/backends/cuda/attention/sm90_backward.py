@@ -295,12 +295,13 @@ def launch_dkv(build: Builder, call: AttentionBackwardCall, problem: Problem, ke
     where sums over tiles or parts go."""
     query, key, one_pass = call.forward.query, call.forward.key, sums is not None
     head_dim = key.shape[3]
-    listed = keys != "KEYS_CONTIGUOUS" or problem.delay  # of a delay, wide steps spill 2.5 KB
+    listed = keys != "KEYS_CONTIGUOUS" or problem.delay  # with a delay, wide steps spill 2.5 KB
     config = HopperBackwardDkvConfig(
         element=ELEMENTS[query.dtype], head_dim=head_dim, block_q=block_q(head_dim, one_pass, listed), stages=STAGES,
         key_stages=key_stages(head_dim, one_pass), keys=keys,
         intervals=problem.tests_intervals, causal=problem.tests_causality, bias=problem.bias_kind,
-        softcap=call.forward.softcap > 0.0, sequences=problem.count > 0, bits=problem.bits, delay=problem.delay, dquery=one_pass)
+        softcap=call.forward.softcap > 0.0, sequences=problem.count > 0, bits=problem.bits, delay=problem.delay,
+        dquery=one_pass)
     tiles = _key_tiles(call, problem, entries)
     query_units = tile_count(query.shape[1], UNIT_QUERIES, problem.count)
     params = problem.pack(None, **fields) + _tickets(tickets, tiles * parts.count) + query_units.to_bytes(4, "little")
