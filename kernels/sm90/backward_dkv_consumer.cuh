@@ -212,23 +212,19 @@ struct ConsumerBase {
         load_biases(bias);
 #if DELAY
         Delay delay = delay_biases(bias);
+#endif
         const bool partial = hide_keys(bias);
         wgmma_wait<WIDE ? 0 : 1>();
         pin(s);
+#if DELAY
         if (delay.mixed) {
 #pragma unroll
             for (int r = 0; r < 2; ++r)  // hidden from all queries
                 if (bias[r] == -infinity()) delay.far_from[r] = INT_LOWEST;
             make_probabilities([&](int n, int i) { return counts(delay, n, i) ? bias[fragment_row(i)] : 0.0f; });
-        } else {
-            make_probabilities([&](int, int i) { return bias[fragment_row(i)]; });
-        }
-#else
-        const bool partial = hide_keys(bias);
-        wgmma_wait<WIDE ? 0 : 1>();
-        pin(s);
-        make_probabilities([&](int, int i) { return bias[fragment_row(i)]; });
+        } else
 #endif
+            make_probabilities([&](int, int i) { return bias[fragment_row(i)]; });
         if (partial) hide(s);
     }
 

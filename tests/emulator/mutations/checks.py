@@ -449,11 +449,11 @@ CHECKS: dict[str, Callable[[], None]] = {
     "delay": delay("portable", "delay-65-top_w-bfloat16"),
     "delay[dense]": delay("portable", "delay-65-dense"),
     "delay[softcap]": delay("portable", "delay-64-softcap-causal"),
-    "delay[sequences]": packed_delay("portable", "delay-64-top_w"),
+    "delay[sequences]": packed_delay("portable", "delay-30-top_w"),
     "delay[Hopper]": delay("Hopper, one pass", "delay-100-long-survivors-D64-0"),
     "delay[Hopper, lists]": delay("Hopper, two passes", "delay-100-long-top_w-D64-0"),
     "delay[Hopper, softcap]": delay("Hopper, one pass", "delay-100-long-causal-D64-4"),
-    "delay[Hopper, sequences]": packed_delay("Hopper, two passes", "delay-64-top_w"),
+    "delay[Hopper, sequences]": packed_delay("Hopper, two passes", "delay-30-top_w"),
     "test_gradients_by_lifetimes[Hopper, two rows]":
         elsewhere(test_lifetimes.test_gradients, True, False, "lognormal"),
     "test_gradients_by_lifetimes[Hopper]":

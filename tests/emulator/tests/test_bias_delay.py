@@ -27,7 +27,7 @@ CALLS = [*((PORTABLE, c) for c in (*SHORT, *LONG[:5], *delay_cases.FEW)), *((ONE
 PACKED = [(kernels, c) for kernels in KERNELS for c in delay_cases.PACKED]
 PAGED = [(PORTABLE, c) for c in delay_cases.PAGES]
 QUICK = ("delay-65-top_w-bfloat16", "delay-65-dense", "delay-64-softcap-causal", "delay-100-long-survivors-D64-0",
-         "delay-100-long-top_w-D64-0", "delay-100-long-causal-D64-4", "delay-64-per_head", "delay-64-top_w",
+         "delay-100-long-top_w-D64-0", "delay-100-long-causal-D64-4", "delay-30-per_head", "delay-30-top_w",
          "delay-1-pages-none", "delay-60-few-5x700-causal")
 
 
