@@ -22,7 +22,7 @@ PORTABLE, ONE_PASS, TWO_PASSES = KERNELS = ("portable", "Hopper, one pass", "Hop
 SHORT = [c for c in delay_cases.CASES if c.dtype != "float64"]
 LONG = delay_cases.LONG  # lists; blocks and steps in which all biases count, or none
 HOPPER = [*(c for c in SHORT[::3] if c.dtype != "float32"), *LONG]
-CALLS = [*((PORTABLE, c) for c in (*SHORT, *LONG[:5], *delay_cases.FEW)), *((ONE_PASS, c) for c in HOPPER),
+CALLS = [*((PORTABLE, c) for c in (*SHORT, *LONG[:5], *delay_cases.FEW_QUERIES)), *((ONE_PASS, c) for c in HOPPER),
          *((TWO_PASSES, c) for c in (*HOPPER[::4], *LONG))]
 PACKED = [(kernels, c) for kernels in KERNELS for c in delay_cases.PACKED]
 PAGED = [(PORTABLE, c) for c in delay_cases.PAGES]
