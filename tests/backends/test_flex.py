@@ -210,9 +210,10 @@ def traced(monkeypatch):
 
 @pytest.mark.parametrize("name", ["mask-top_w_padding", "causal-and-dense", "mask-per_batch", "bias-full-none",
                                   "bias-row-none", "bias-key_per_head-top_w", "softcap-full", "layout-head_slice",
-                                  "bfloat16-D3", "batch-0"])
+                                  "bfloat16-D3", "batch-0", "delay-65-survivors+dense=1gqk",
+                                  "delay-1-softcap-survivors"])
 def test_traced_path(traced, name):
-    case = replace(next(case for case in CASES if case.name == name), dtype="float32")
+    case = replace(next(case for case in CASES + FEW_DELAYS if case.name == name), dtype="float32")
     cases.check(case, *cases.run(case, backend="flex"))
     cases.check_backward(case, cases.run_backward(case, backend="flex", with_dlse=True), with_dlse=True)
 
@@ -234,13 +235,14 @@ def test_one_step_at_a_time_where_shared_memory_is_short(traced, monkeypatch, rn
 
 
 def test_one_program_a_configuration(traced, rng):
-    """Other numbers, masks and biases of the same shapes are not compiled again, and other shapes are."""
-    for n, programs in ((60, 1), (60, 1), (61, 2), (60, 2)):
+    """Other numbers, masks and biases of the same shapes are not compiled again, other shapes and delays are."""
+    for n, delay, programs in ((60, 0, 1), (60, 0, 1), (61, 0, 2), (60, 0, 2), (60, 7, 3), (60, 8, 4), (60, 7, 4)):
         q, k, v = draw(rng, lq=n, lk=n)
         scores = rng.standard_normal((1, 1, n)).astype(np.float32)
         mask = dma.IntervalMask.top_w(scores, int(rng.integers(3, 9)))
-        out = dma.attention(q, k, v, mask=mask, bias=scores, backend="flex")
-        np.testing.assert_allclose(out, dma.attention(q, k, v, mask=mask, bias=scores), atol=1e-5)
+        given = {"mask": mask, "bias": scores, "bias_delay": delay}
+        np.testing.assert_allclose(dma.attention(q, k, v, **given, backend="flex"), dma.attention(q, k, v, **given),
+                                   atol=1e-5)
         assert len(passes._programs) == programs
 
 

@@ -200,8 +200,8 @@ class _Prepared:
             query, key, value = (torch.nn.functional.pad(x, (0, more)) for x in (query, key, value))
         bias = None if added is None else added.data
         needs = tuple([x is not None and x.requires_grad for x in (query, key, value, bias)])
-        same = (query.shape, key.shape, self.kind, query.device, added and added.static, needs, *call.options,
-                *(captured.static for captured in self.problem.captured()))
+        same = (query.shape, key.shape, self.kind, query.device, added and added.static, needs, call.softcap,
+                call.scale, call.causal, call.bias_delay, *(captured.static for captured in self.problem.captured()))
         program = _programs.get(same)
         if program is None:
             program = _programs[same] = _program(len(_programs))
