@@ -279,14 +279,12 @@ struct ConsumerBase {
                 add_to(sums);
             }
             add_far(sums);
-        } else if constexpr (DELAY) {
-            float sums[2] = {0.0f, 0.0f};
+        } else {
+            float own[2] = {0.0f, 0.0f};
+            float(&sums)[2] = DELAY ? own : dbias;
             if (is_masked()) hide(dp);
             add_to(sums);
-            add_far(sums);
-        } else {
-            if (is_masked()) hide(dp);
-            add_to(dbias);
+            if (DELAY) add_far(sums);
         }
 #if SOFTCAP
         float bias[2];

@@ -1,4 +1,4 @@
-"""Calls with a delayed key bias (section 16), for any backend: ``CASES``, ``LONG`` and ``FEW_QUERIES`` (queries) by ``run``,
+"""Calls with a delayed key bias (section 16), for any backend: ``CASES``, ``LONG`` and ``FEW_QUERIES`` by ``run``,
 ``check``, ``run_backward`` and ``check_backward`` of ``tests/oracle/cases.py``, ``PACKED`` and ``PAGES`` by those of
 ``varlen_cases.py``.
 
@@ -45,9 +45,10 @@ CASES = [
     _case("every key alike", 40, bias="full=b111", extremes=False),
 ]
 # names of a few, for where a case takes long
-FEW_QUERIES = ("delay-1-causal-float16", "delay-65-top_w-bfloat16", "delay-150-causal-float16", "delay-65-survivors+dense=1gqk",
-       "delay-64-130x300-none", "delay-64-150x70-survivors", "delay-20-key_per_head-6/2", "delay-1-softcap-survivors",
-       "delay-40-scale-0.3", "delay-40-float32-causal", "delay-40-every key alike")
+FEW = ("delay-1-causal-float16", "delay-65-top_w-bfloat16", "delay-150-causal-float16",
+       "delay-65-survivors+dense=1gqk", "delay-64-130x300-none", "delay-64-150x70-survivors",
+       "delay-20-key_per_head-6/2", "delay-1-softcap-survivors", "delay-40-scale-0.3",
+       "delay-40-float32-causal", "delay-40-every key alike")
 LONG = [
     *(_case(f"long-{mask}-D{size}-{i}", 100, mask, query_length=520, key_length=520, heads=2, kv_heads=1,
             head_dim=size, window=70, **({"extremes": False} | changed))
@@ -57,9 +58,10 @@ LONG = [
       for mask in ("none", "causal", "window", "top_w", "survivors")),
     _case("long-fewer-queries", 100, "survivors", query_length=260, key_length=520, heads=2, kv_heads=1, head_dim=64),
 ]
-FEW_QUERIES = [_case(f"few-{lq}x700-{mask}", delay, mask, query_length=lq, key_length=700, heads=h, kv_heads=1, **changed)
-       for delay in (1, 60) for lq, h in ((1, 4), (5, 2)) for mask, changed in (
-           ("causal", {}), ("survivors", {}), ("top_w", {"softcap": 2.0}), ("none", {"head_dim": 64}))]
+FEW_QUERIES = [
+    _case(f"few-{lq}x700-{mask}", delay, mask, query_length=lq, key_length=700, heads=h, kv_heads=1, **changed)
+    for delay in (1, 60) for lq, h in ((1, 4), (5, 2))
+    for mask, changed in (("causal", {}), ("survivors", {}), ("top_w", {"softcap": 2.0}), ("none", {"head_dim": 64}))]
 _USED = (20, 3, 40, 0, 77, 12, 0, 140)
 PACKED = [varlen_cases.Case(f"delay-{delay}-{mask}", mask=mask, bias_delay=delay, **({"bias": "key"} | changed))
           for delay in (1, 30, LARGEST)

@@ -105,7 +105,8 @@ def _attention() -> Iterator[Feature]:
                      flex_forward=f"backends/flex::test_forward_grid[dense-both- {shapes}",
                      flex_backward=f"backends/flex::test_backward_grid[dense-both- {shapes}")
     yield from _both(group, "softcap, scale", _grid("softcap-key"))
-    yield from _both(group, "bias_delay", _grid("delay-"), cuda="the kernels do not take a delay yet",
+    yield from _both(group, "bias_delay", _grid("delay-"),
+                     cuda="gpu/bias_delay::test_the_oracles_cases emulator/bias_delay::test_attention",
                      numpy_forward="unit/bias_delay::test_forward[delay-",
                      numpy_backward="unit/bias_delay::test_backward[delay-",
                      flex_forward="backends/flex::test_forward_grid[delay-",

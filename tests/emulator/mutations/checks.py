@@ -452,6 +452,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "delay[sequences]": packed_delay("portable", "delay-30-top_w"),
     "delay[Hopper]": delay("Hopper, one pass", "delay-100-long-survivors-D64-0"),
     "delay[Hopper, lists]": delay("Hopper, two passes", "delay-100-long-top_w-D64-0"),
+    "delay[Hopper, hidden]": test_bias_delay.test_keys_that_whole_steps_do_not_see,
     "delay[Hopper, softcap]": delay("Hopper, one pass", "delay-100-long-causal-D64-4"),
     "delay[Hopper, sequences]": packed_delay("Hopper, two passes", "delay-30-top_w"),
     "test_gradients_by_lifetimes[Hopper, two rows]":

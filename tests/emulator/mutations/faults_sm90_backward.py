@@ -23,7 +23,7 @@ FAULTS = [
           "if (counts(delay, n, i)) sums[fragment_row(i)] += dp[n].x[i];", "sums[fragment_row(i)] += dp[n].x[i];",
           "delay[Hopper]"),
     Fault("keys that mixed steps do not see have a gradient", CONSUMER,
-          "if (bias[r] == -infinity()) delay.far_from[r] = INT_LOWEST;", ";", "delay[Hopper, lists]"),
+          "if (bias[r] == -infinity()) delay.far_from[r] = INT_LOWEST;", ";", "delay[Hopper, hidden]"),
     Fault("the first key's delay is that of all", PRODUCER, "__reduce_max_sync(ALL_LANES, last_far_from)",
           "__reduce_min_sync(ALL_LANES, last_far_from)", "delay[Hopper]"),
     Fault("keys are hidden for longer than their bias is -inf", PRODUCER, "stop = min(stop, far_from);\n",

@@ -98,6 +98,21 @@ def test_open_gates_change_no_bit(kernels):
     assert all((x == first).all() for other in found[1:] for x, first in zip(other, found[0]))
 
 
+def test_keys_that_whole_steps_do_not_see():
+    """Beside keys whose biases count for some queries of the step."""
+    rng, j = np.random.default_rng(0), np.arange(256, dtype=np.int32)
+    q, dout = rng.standard_normal((2, 1, 256, 2, 64)).astype(np.float16)
+    k, v = rng.standard_normal((2, 1, 256, 1, 64)).astype(np.float16)
+    mask = dma.IntervalMask(np.where(j % 2, 192, 0).astype(np.int32)[None], np.full((1, 256), 256, np.int32))
+    options = {"bias": rng.standard_normal((1, 1, 256)).astype(np.float32), "bias_delay": 80, "mask": mask}
+    out, lse = dma.attention(q, k, v, return_lse=True, **options, backend="numpy")
+    expected = attention_backward(dout, q, k, v, out, lse, **options, backend="numpy")
+    with on(TWO_PASSES):
+        found = attention_backward(dout, q, k, v, out, lse, **options, backend="emulator")
+    for ours, exact in zip(found, expected):
+        assert np.abs(ours - exact.astype(np.float32)).max() < 1e-2 * np.abs(exact).max()
+
+
 @pytest.mark.parametrize("queries", [1, 3])
 def test_the_last_queries(queries):
     """Of a long history, whose keys the scores select."""

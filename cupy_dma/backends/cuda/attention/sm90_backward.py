@@ -181,7 +181,7 @@ def query_splits_of(runtime: Runtime, call: AttentionBackwardCall, problem: Prob
         return QuerySplits()
     from_key = problem.causal or mask is not None and mask._starts == "key"  # no query sees a key that comes later
     return _parts(query.shape[1], key.shape[1], key.shape[0] * key.shape[2], query.shape[2] // key.shape[2],
-                  key.shape[3], block_q(key.shape[3], one_pass, False), from_key,
+                  key.shape[3], block_q(key.shape[3], one_pass, problem.delay), from_key,
                   runtime.num_sms(query.device.index))
 
 
@@ -237,9 +237,10 @@ def block_n(head_dim: int) -> int:
     return 128 if head_dim <= MAX_NARROW_DIM else 64
 
 
-def block_q(head_dim: int, one_pass: bool, listed: bool) -> int:
-    """Queries of a step of ``launch_dkv``; ``listed``: its keys come from lists."""
-    return 128 if head_dim <= 64 and (one_pass or not listed) else 64
+def block_q(head_dim: int, one_pass: bool, narrow: bool) -> int:
+    """Queries of a step of ``launch_dkv``; ``narrow``: its keys come from lists, or its bias has a delay, with which
+    wide steps spill 2.5 KB."""
+    return 128 if head_dim <= 64 and (one_pass or not narrow) else 64
 
 
 def key_stages(head_dim: int, one_pass: bool) -> int:
@@ -295,9 +296,9 @@ def launch_dkv(build: Builder, call: AttentionBackwardCall, problem: Problem, ke
     where sums over tiles or parts go."""
     query, key, one_pass = call.forward.query, call.forward.key, sums is not None
     head_dim = key.shape[3]
-    listed = keys != "KEYS_CONTIGUOUS" or problem.delay  # with a delay, wide steps spill 2.5 KB
+    narrow = keys != "KEYS_CONTIGUOUS" or problem.delay
     config = HopperBackwardDkvConfig(
-        element=ELEMENTS[query.dtype], head_dim=head_dim, block_q=block_q(head_dim, one_pass, listed), stages=STAGES,
+        element=ELEMENTS[query.dtype], head_dim=head_dim, block_q=block_q(head_dim, one_pass, narrow), stages=STAGES,
         key_stages=key_stages(head_dim, one_pass), keys=keys,
         intervals=problem.tests_intervals, causal=problem.tests_causality, bias=problem.bias_kind,
         softcap=call.forward.softcap > 0.0, sequences=problem.count > 0, bits=problem.bits, delay=problem.delay,
@@ -306,7 +307,7 @@ def launch_dkv(build: Builder, call: AttentionBackwardCall, problem: Problem, ke
     query_units = tile_count(query.shape[1], UNIT_QUERIES, problem.count)
     params = problem.pack(None, **fields) + _tickets(tickets, tiles * parts.count) + query_units.to_bytes(4, "little")
     params += pack_pointer(sums or 0) + parts.steps.to_bytes(4, "little") + tiles.to_bytes(4, "little")
-    packed = _packed(_maps(call, block_q(head_dim, one_pass, listed), 1), params)
+    packed = _packed(_maps(call, block_q(head_dim, one_pass, narrow), 1), params)
     build.launch(build.load(config, "backward_dkv", config.shared_bytes), min(tiles * parts.count, build.num_sms),
                  THREADS, packed, pdl=False)
     if one_pass:
