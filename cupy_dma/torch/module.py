@@ -14,7 +14,7 @@ from cupy_dma.calls.scores import FORMS
 from cupy_dma.torch.attention import attention
 from cupy_dma.torch.dynamic import dynamic_mask_attention
 from cupy_dma.torch.kept import kept_keys
-from cupy_dma.torch.options import Check, Layer, at_least, backend_name, one_of, optional
+from cupy_dma.torch.options import Check, Layer, at_least, backend_name, check_inputs, check_rows, one_of, optional
 from cupy_dma.torch.registration import cast
 from cupy_dma.torch.scores import layer_scores, score_arguments
 from cupy_dma.torch.varlen import varlen_attention, varlen_dynamic_mask_attention
@@ -160,7 +160,7 @@ class DynamicMaskAttention(Layer):
                              "it")
         if self._group is not None:
             self._require_no_delay("a process_group")
-        self._check(query, key, value, packed)
+        check_inputs(self, query, key, value, packed)
         if not self.A.requires_grad and not self._looked_at_A:
             self._warn_of_no_gradient()
         options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "deterministic": self.deterministic,
@@ -208,7 +208,7 @@ class DynamicMaskAttention(Layer):
     def scores(self, value: Tensor) -> Tensor:
         """Scores ``(B, Hkv, Lk)`` of the keys with these values ``(B, Lk, Hkv, D)``, or ``(Hkv, total)`` of packed
         ones ``(total, Hkv, D)``; float32 (float64 for float64), differentiable. See ``cupy_dma.key_scores``."""
-        self._check_one(value, "value", getattr(value, "ndim", 4) == 3)
+        check_rows(self, value, "value", getattr(value, "ndim", 4) == 3)
         return self._scores(value)
 
     def _scores(self, value: Tensor, padding: Tensor | None = None) -> Tensor:
@@ -275,7 +275,7 @@ class DynamicMaskAttention(Layer):
     def _extend(self, cache: Any, query: Tensor, key: Tensor, value: Tensor, *, cu_seqlens: Tensor | None,
                 **options: Any) -> Any:
         self._check_cache(cache)
-        self._check(query, key, value, cu_seqlens is not None)
+        check_inputs(self, query, key, value, cu_seqlens is not None)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *self.parameters())):
             raise NotImplementedError("a cache carries no gradient, but the layer's parameters or inputs require grad: "
                                       "call under torch.no_grad()")
@@ -317,16 +317,6 @@ class DynamicMaskAttention(Layer):
 
     # ---- checks -----------------------------------------------------------------------------------------------------
 
-    def _check(self, query: Any, key: Any, value: Any, packed: bool) -> None:
-        for tensor, name in ((key, "key"), (value, "value")):
-            self._check_one(tensor, name, packed)
-        if not isinstance(query, Tensor):
-            raise TypeError(f"query must be a torch tensor, got {type(query).__name__}")
-        heads = query.shape[-2] if query.ndim == 4 - packed else 0
-        if not heads or heads % self.kv_heads or query.shape[-1] != self.head_dim:
-            raise ValueError(f"query must have shape ({'total' if packed else 'B, Lq'}, H, {self.head_dim}) with H a "
-                             f"multiple of {self.kv_heads}, got {tuple(query.shape)}: {self._made()}")
-
     def _warn_of_no_gradient(self) -> None:
         """Of ``dt_proj``, once."""
         if torch.compiler.is_compiling() or type(self.A) is not nn.Parameter or (
@@ -338,13 +328,6 @@ class DynamicMaskAttention(Layer):
         if not self.A.any():
             warnings.warn("A is 0 and does not require grad, so dt_proj gets no gradient and the layer stays a sliding "
                           "window: train A, begin with another A_init, or freeze dt_proj as well", stacklevel=5)
-
-    def _check_one(self, tensor: Any, name: str, packed: bool) -> None:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
-        if tensor.ndim != 4 - packed or tensor.shape[-2:] != (self.kv_heads, self.head_dim):
-            raise ValueError(f"{name} must have shape ({'total' if packed else 'B, Lk'}, {self.kv_heads}, "
-                             f"{self.head_dim}), got {tuple(tensor.shape)}: {self._made()}")
 
     def _require_no_delay(self, what: str) -> None:
         if self.bias_delay:
@@ -358,9 +341,6 @@ class DynamicMaskAttention(Layer):
             if getattr(cache, name) != getattr(self, name):
                 raise ValueError(f"cache must have the layer's {name}={getattr(self, name)}, got "
                                  f"{name}={getattr(cache, name)}: make it with the layer's make_cache")
-
-    def _made(self) -> str:
-        return f"the layer was made with kv_heads={self.kv_heads}, head_dim={self.head_dim}"
 
     def extra_repr(self) -> str:
         names = ("kv_heads", "head_dim", "window", "sinks", "recent", "bias_delay", "A_init", "form", "keys", "causal",

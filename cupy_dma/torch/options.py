@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from cupy_dma import checks
 from cupy_dma.masks.windows import window_of
@@ -66,3 +66,28 @@ def of_core(name: str) -> Any:
         setattr(self.attention, name, value)
 
     return property(lambda self: getattr(self.attention, name), change, doc="Of the core.")
+
+
+def check_inputs(layer: Any, query: Any, key: Any, value: Any, packed: bool) -> None:
+    """TypeError or ValueError for inputs of other shapes than the layer's; ``packed`` ones have no batch axis."""
+    for tensor, name in ((key, "key"), (value, "value")):
+        check_rows(layer, tensor, name, packed)
+    if not isinstance(query, Tensor):
+        raise TypeError(f"query must be a torch tensor, got {type(query).__name__}")
+    heads = query.shape[-2] if query.ndim == 4 - packed else 0
+    if not heads or heads % layer.kv_heads or query.shape[-1] != layer.head_dim:
+        raise ValueError(f"query must have shape ({'total' if packed else 'B, Lq'}, H, {layer.head_dim}) with H a "
+                         f"multiple of {layer.kv_heads}, got {tuple(query.shape)}: {_made(layer)}")
+
+
+def check_rows(layer: Any, tensor: Any, name: str, packed: bool) -> None:
+    """The same of keys or values."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
+    if tensor.ndim != 4 - packed or tensor.shape[-2:] != (layer.kv_heads, layer.head_dim):
+        raise ValueError(f"{name} must have shape ({'total' if packed else 'B, Lk'}, {layer.kv_heads}, "
+                         f"{layer.head_dim}), got {tuple(tensor.shape)}: {_made(layer)}")
+
+
+def _made(layer: Any) -> str:
+    return f"the layer was made with kv_heads={layer.kv_heads}, head_dim={layer.head_dim}"
