@@ -144,7 +144,7 @@ class Benchmark(backward.Benchmark):
                 "kept_pairs": self.kept_pairs}
 
     def peers(self, deadline: float, flex: bool) -> None:
-        if self.case.pattern == PATTERNS[0]:  # dense attention is the same for all masks
+        if flex or self.case.pattern == PATTERNS[0]:  # dense attention is the same for all masks
             super().peers(deadline, flex)
 
 

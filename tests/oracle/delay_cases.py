@@ -61,7 +61,8 @@ LONG = [
 FEW_QUERIES = [
     _case(f"few-{lq}x700-{mask}", delay, mask, query_length=lq, key_length=700, heads=h, kv_heads=1, **changed)
     for delay in (1, 60) for lq, h in ((1, 4), (5, 2))
-    for mask, changed in (("causal", {}), ("survivors", {}), ("top_w", {"softcap": 2.0}), ("none", {"head_dim": 64}))]
+    for mask, changed in (("causal", {}), ("survivors", {}), ("none", {"head_dim": 64}),
+                          ("top_w", {"softcap": 2.0, "extremes": False}))]
 _USED = (20, 3, 40, 0, 77, 12, 0, 140)
 PACKED = [varlen_cases.Case(f"delay-{delay}-{mask}", mask=mask, bias_delay=delay, **({"bias": "key"} | changed))
           for delay in (1, 30, LARGEST)
