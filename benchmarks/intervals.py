@@ -9,9 +9,11 @@ arrays (``IntervalMask.from_stop``, ``from_gate``, ``IntervalMask(start, stop)``
 
 Inputs, as in backward.py: bfloat16, 16/8 heads, D 128 and 64, batch 1; N = 8192, 32768 and 131072; independent scores
 as bias. Masks: "1/8", "1/16": every key for 512 positions, and one in 8 or 16, drawn for each kv head, for ever.
-"gates 1/8" and "1/16": the same from gates (``from_gate``), whose logarithms are the bias, from a distance of 512 on.
-"lognormal": a key's lifetime is lognormal, median 256, sigma 1.5. "top-w": the best 1024 keys, of which the library
-knows only starts and stops; "top-w, bound": the same mask with its bound. "all": every key for ever, "none": no key.
+"gates 1/2" to "1/16": the same from gates (``from_gate``), whose logarithms are the bias, from a distance of 512 on.
+"lognormal": a key's lifetime is lognormal, median 256, sigma 1.5. "budgets": the best 256 to 2048 keys, another number
+for each kv head. "sinks": 4 sinks and a window of 1024, as a cache records them. "top-w": the best 1024 keys, of which
+the library knows only starts and stops; "top-w, bound": the same mask with its bound. "all": every key for ever,
+"none": no key.
 Backward: gradients of query, key, value and bias. "with lists": they are made anew. Forward and backward: attention and
 its gradients, lists made once. Timing, L2 policy, medians: see measure.py.
 
@@ -37,14 +39,16 @@ from benchmarks.harness.suite import Case
 
 WINDOW = 512
 CLOSED = -20.0  # the logarithm of a gate that is closed
-PATTERNS = ("1/8", "1/16", "lognormal", "top-w", "top-w, bound", "all", "none", "gates 1/8", "gates 1/16")
+PATTERNS = ("1/8", "1/16", "lognormal", "top-w", "top-w, bound", "all", "none", "gates 1/8", "gates 1/16",
+            "gates 1/2", "budgets", "sinks")
 
 
 def cases(which: str, quick: bool = False) -> list[Case]:
     if which == "smoke":
         return [Case("intervals", 4, 2, 64, 200, 200, 40, pattern=pattern) for pattern in PATTERNS]
     found = [Case("intervals", 16, 8, 128, n, n, 1024, pattern=pattern, flex=n == 32768 and pattern.endswith("1/8"))
-             for n in (8192, 32768, 131072) for pattern in PATTERNS if n == 32768 or pattern not in ("all", "none")]
+             for n in (8192, 32768, 131072) for pattern in PATTERNS
+              if n == 32768 or pattern not in ("all", "none", "gates 1/2", "budgets", "sinks")]
     found += [Case("intervals", 16, 8, 64, 32768, 32768, 1024, pattern=pattern)
               for pattern in ("1/8", "top-w", "gates 1/8")]
     return [c for c in found if c.key_length == 32768 and "1/8" in c.pattern] if quick else found
@@ -97,7 +101,11 @@ class Benchmark(backward.Benchmark):
         if self.is_gated:
             return dma.IntervalMask.from_gate(self.scores, delay=WINDOW, threshold=CLOSED / 2)
         n, shape = case.key_length, (case.kv_heads, case.key_length)
+        if case.pattern == "budgets":
+            return dma.IntervalMask.top_w(self.scores, [256 << g // 2 for g in range(case.kv_heads)])
         position, drawn = torch.arange(n, device=self._device), self.drawn()
+        if case.pattern == "sinks":
+            return dma.IntervalMask.from_stop(torch.where(position < 4, n, position + case.window).expand(shape))
         if case.pattern == "lognormal":
             life = (1.5 * torch.special.ndtri(drawn.double().clamp(1e-6, 1 - 1e-6)) + 5.545).exp()
             return dma.IntervalMask.from_stop(position + life.long() + 1)

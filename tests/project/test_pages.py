@@ -37,6 +37,8 @@ def test_gallery():
     pytest.importorskip("matplotlib")
     names = run_page("gallery.md", gpu=False)
     assert len(names["figure"].axes) == 3 and names["mask"].shape == (1, 2, 1024)
+    kept = names["budgets"].to_dense(1024)[0].sum(-1)
+    assert kept.max(-1).tolist() == [192, 32] and names["gates"].to_dense(1024)[0, 0, -1].sum() < 300
 
 
 def test_sharp_bits():
