@@ -42,6 +42,7 @@ def test_gradients(keys, queries, heads, head_dim, hopper, one_pass, name):
         assert error <= 1e-2 * size
 
 
+@pytest.mark.usefixtures("uncollected")
 def test_a_graph_replays_with_other_lifetimes():
     """Its lists are made in it: eight times as many keys survive, or none."""
     n, heads = 4096, 2

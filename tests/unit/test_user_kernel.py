@@ -132,7 +132,7 @@ def test_a_kernel_compiles_for_a_gpu_without_one():
     (source().replace('extern "C" ', ""), None, "it has none of that form"),
     (source() + 'extern "C" __global__ void two(const Params p) {}\n', None, "it has scale, two, got None"),
     (source().replace("struct Params", "struct Other"), None, "takes a struct Params, which the source does not def"),
-    (source().replace("int n;", "double n;"), None, "members of type long long, int, float, and pointers.*'double n'"),
+    (source().replace("int n;", "double n;"), None, "arrays of int, and pointers.*'double n'"),
     (source().replace("const float* x;", "const float *x, *z;"), None, r"got 'const float \*x, \*z'"),
 ])
 def test_wrong_sources(text, entry, message):
