@@ -112,10 +112,9 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
 def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None, *, window: int | Sequence[int],
                            dt_proj: Any = None, A: Any = None, dt_bias: Any = None, form: str = "exp",
                            keys: str = "prefix", padding: Any = None, documents: Any = None, bias_delay: int = 0,
-                           causal: bool = True,
-                           scale: float | None = None, softcap: float = 0.0, sink_logits: Any = None,
-                           deterministic: bool = False, return_lse: bool = False, layout: str | None = None,
-                           backend: str | None = None) -> Any:
+                           causal: bool = True, scale: float | None = None, softcap: float = 0.0,
+                           sink_logits: Any = None, deterministic: bool = False, return_lse: bool = False,
+                           layout: str | None = None, backend: str | None = None) -> Any:
     """Every query attends to its ``window`` highest-scored keys, with the scores as key bias.
 
     Arrays are ``(B, L, H, D)``; ``layout="bhnd"`` takes SDPA's ``(B, H, L, D)``. Equivalent to ``attention(query,

@@ -164,7 +164,7 @@ def delay(value) -> int:
     return number
 
 
-def delays(bias_delay: int, bias: Operand | None) -> None:
+def require_key_bias(bias_delay: int, bias: Operand | None) -> None:
     """ValueError unless there is a bias, with four axes, that may be delayed so."""
     if bias_delay and (bias is None or bias.shape[2] != 1):
         what = "no bias" if bias is None else f"one per query and key, {bias.shape}"

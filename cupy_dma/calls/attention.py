@@ -27,7 +27,7 @@ def attention_call(query: Any, key: Any, value: Any, mask: Any, bias: Any, optio
         warn_if_bhnd(q, k, 4)
     checked = options.checked(q)
     added = None if bias is None else _bias(bias, q, k)
-    checks.delays(options.bias_delay, added)
+    checks.require_key_bias(options.bias_delay, added)
     seen, dense = (None, None) if mask is None else check_mask(mask, q, k, lambda array: _dense(array, q, k))
     return AttentionCall(q, k, v, seen, dense, added, *checked)
 

@@ -31,7 +31,7 @@ def varlen_call(query: Any, key: Any, value: Any, packing: Packing, mask: Any, b
         return call
     assert call.sequences is not None
     added = None if bias is None else packed_bias(_per_key(bias, "bias", call), call.sequences)
-    checks.delays(call.bias_delay, added)
+    checks.require_key_bias(call.bias_delay, added)
     return with_mask(call, None if mask is None else visible_keys(mask, call), added)
 
 

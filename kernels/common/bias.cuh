@@ -5,7 +5,7 @@
 // otherwise (gathered keys, odd strides, one element for all keys) element by element. The gradient of a tile leaves by
 // the same way.
 //
-// A bias per key may be delayed (DELAY): it counts for queries at positions from a key's `far_from` on, and is 0 before.
+// A bias per key may be delayed (DELAY): it applies to queries at or after the key's position `far_from`, and is 0 before.
 //
 // Prelude: BIAS (BIAS_NONE, BIAS_OF_KEYS: one float32 per key, or BIAS_DENSE), DELAY (with BIAS_OF_KEYS only),
 // BIAS_ELEMENT (__half, __nv_bfloat16, float).
@@ -20,8 +20,8 @@
 #error only the bias of keys has a delay
 #endif
 
-// Where positions first_position to last_position stand to a key's far_from: whether its bias counts for all of them, for
-// none, or (mixed) for the last ones.
+// Whether a key's bias applies to all positions from first_position to last_position (far), to none of them (near), or only
+// to the later ones (mixed).
 __device__ __forceinline__ bool is_far(int far_from, int first_position) { return far_from <= first_position; }
 __device__ __forceinline__ bool is_near(int far_from, int last_position) { return far_from > last_position; }
 __device__ __forceinline__ bool is_mixed(int far_from, int first_position, int last_position) {

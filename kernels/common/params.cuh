@@ -62,5 +62,5 @@ struct AttentionParams {
     long long super_entries;        // of sequences and BITS: entries of all super-tiles' lists of a row
     long long key_page, value_page;  // strides of pages of the KV cache; key_row and value_row are strides within a page
     float scale, softcap;
-    int bias_delay;  // DELAY: a key's bias counts from so many positions behind the key on
+    int bias_delay;  // DELAY: a key's bias applies from this many positions after the key
 };

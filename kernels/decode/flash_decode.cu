@@ -39,7 +39,7 @@ struct FlashDecodeParams {
     int sets, num_splits;
     int split_size, slots;  // keys of a split, a multiple of STEP; entries of the list, or key_length
     float scale, softcap;
-    int bias_delay;  // a key's bias counts from so many positions behind the key on
+    int bias_delay;  // a key's bias applies from this many positions after the key
 };
 
 struct FlashDecodeShared {
@@ -76,7 +76,7 @@ struct Key {
     int start, stop;
     float bias;        // log 2 units
 #if DELAY
-    int far_from;      // first position for which the bias counts
+    int far_from;      // first position to which the bias applies
 #endif
 
     __device__ __forceinline__ Key(const Rows& rows, int slot, int end)

@@ -95,7 +95,7 @@ __device__ __forceinline__ void load_key_facts(Shared& shared, const AttentionPa
 #if DELAY
     const int far_from = key + t.bias_delay;
     shared.far_from[threadIdx.x] = far_from;
-    if (far_from >= t.end_position()) bias = 0.0f;  // it counts for no query
+    if (far_from >= t.end_position()) bias = 0.0f;  // it applies to no query
     if (!BITS && bias == -infinity()) {             // nobody sees the key from there on
         stop = min(stop, far_from);
         bias = 0.0f;
@@ -256,8 +256,7 @@ struct LaneKeys {
     float bias[2], dbias[2];
     int far_from[2];
 
-    // Whether a bias counts for some of the step's queries only, those at the positions from first_position on: for
-    // one of the warp's keys.
+    // Whether the bias of any of the warp's keys applies to only some of the step's queries, the first at first_position.
     __device__ __forceinline__ bool are_mixed(int first_position) const {
         if (!DELAY) return false;
         const int last = first_position + BLOCK_Q - 1;
@@ -294,12 +293,12 @@ __device__ __forceinline__ void gradients(Accumulator (&s)[QUERY_FRAGMENTS], Acc
             const float x = s[n].x[i], own_lse = lse[column];
             const float row_lse = own_lse == -infinity() ? infinity() : own_lse;
 #if BIAS == BIAS_DENSE
-            constexpr bool counts = true;
+            constexpr bool applies = true;
             const float bias = log2_units(to_float(
                 shared.bias_rows[stage].x[column * BiasTile<BLOCK_Q, BLOCK_N>::STRIDE + first_row + 8 * r]));
 #else
-            const bool counts = far[r] || mixed && is_far(keys.far_from[r], first_position + column);
-            const float bias = counts ? keys.bias[r] : 0.0f;
+            const bool applies = far[r] || mixed && is_far(keys.far_from[r], first_position + column);
+            const float bias = applies ? keys.bias[r] : 0.0f;
 #endif
             float probability = exp2_fast(logit(x, bias) - row_lse);
             float ds = probability * (dp[n].x[i] - delta[column]), dx = ds * logit.slope(x);
@@ -312,7 +311,7 @@ __device__ __forceinline__ void gradients(Accumulator (&s)[QUERY_FRAGMENTS], Acc
             // bias, but no lse either.
             if (BIAS == BIAS_DENSE || (BITS && BIAS == BIAS_OF_KEYS)) hidden |= bias == -infinity() || own_lse == -infinity();
             if (hidden) probability = ds = dx = 0.0f;
-            if (!DELAY || counts) keys.dbias[r] += ds;
+            if (!DELAY || applies) keys.dbias[r] += ds;
             s[n].x[i] = probability;
             dp[n].x[i] = dx;
         }

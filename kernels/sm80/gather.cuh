@@ -100,12 +100,12 @@ __device__ __forceinline__ void gather_keys(KeyTiles& shared, const AttentionPar
         const int column = threadIdx.x, key = key_at(column);
         const bool exists = whole || column < count;
 #if BIAS == BIAS_OF_KEYS
-        bool counts = exists;
+        bool applies = exists;
 #if DELAY
         shared.far_from[stage][column] = key + bias_delay;
-        counts = exists && !is_near(key + bias_delay, blocks.last_position);
+        applies = exists && !is_near(key + bias_delay, blocks.last_position);
 #endif
-        copy_async_4(&shared.bias[stage][column], biases + (long long)key * p.bias_key, counts ? 4 : 0);
+        copy_async_4(&shared.bias[stage][column], biases + (long long)key * p.bias_key, applies ? 4 : 0);
 #endif
         if (block.masked) {
 #if BITS
@@ -211,7 +211,7 @@ __device__ __forceinline__ void row_positions(int (&position)[WARP_ROWS][2], con
 struct BlockBiases {
     const KeyTiles& shared;
     const int stage, first_position;  // of the tile
-    bool mixed = false;               // some of them count for the last rows of the tile only
+    bool mixed = false;               // some of them apply only to the tile's last rows
 
     __device__ __forceinline__ BlockBiases(const KeyTiles& shared, int stage, const Tile& t)
         : shared(shared), stage(stage), first_position(t.first_position) {

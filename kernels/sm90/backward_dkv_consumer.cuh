@@ -69,13 +69,13 @@ struct ConsumerBase {
     __device__ __forceinline__ int first_position() const { return range.begin + step * BLOCK_Q + shift; }
 
 #if DELAY
-    // Of a step: for which of its queries the biases of this lane's keys count.
+    // To which queries of a step the biases of this lane's keys apply.
     struct Delay {
         int far_from[2];
-        bool mixed;  // for some queries only, of a key of the warp
+        bool mixed;  // only to some, for a key of the warp
     };
 
-    // Biases that count for no query of the step become 0.
+    // Biases that apply to no query of the step become 0.
     __device__ __forceinline__ Delay delay_biases(float (&bias)[2]) const {
         const KeyTileMeta& meta = shared.meta[key_stage];
         Delay delay = {{INT_LOWEST, INT_LOWEST}, false};
@@ -91,8 +91,8 @@ struct ConsumerBase {
         return delay;
     }
 
-    // Whether key r's bias counts for the query of fragment n, element i.
-    __device__ __forceinline__ bool counts(const Delay& delay, int n, int i) const {
+    // Whether the bias applies to the pair of element i of fragment n.
+    __device__ __forceinline__ bool applies(const Delay& delay, int n, int i) const {
         return is_far(delay.far_from[fragment_row(i)], first_position() + 2 * (lane & 3) + 16 * n + fragment_column(i));
     }
 #endif
@@ -221,7 +221,7 @@ struct ConsumerBase {
 #pragma unroll
             for (int r = 0; r < 2; ++r)  // hidden from all queries
                 if (bias[r] == -infinity()) delay.far_from[r] = INT_LOWEST;
-            make_probabilities([&](int n, int i) { return counts(delay, n, i) ? bias[fragment_row(i)] : 0.0f; });
+            make_probabilities([&](int n, int i) { return applies(delay, n, i) ? bias[fragment_row(i)] : 0.0f; });
         } else
 #endif
             make_probabilities([&](int, int i) { return bias[fragment_row(i)]; });
@@ -301,7 +301,7 @@ struct ConsumerBase {
             for (int i = 0; i < 8; ++i) {
                 float own = bias[fragment_row(i)];
 #if DELAY
-                if (delay.mixed && !counts(delay, n, i)) own = 0.0f;
+                if (delay.mixed && !applies(delay, n, i)) own = 0.0f;
 #endif
                 const float capped = log2_fast(s[n].x[i]) - lse[i >> 2][i & 1] - own;
                 dp[n].x[i] = s[n].x[i] == 0.0f ? 0.0f : dp[n].x[i] * softcap_slope(capped, logit.cap);
@@ -310,7 +310,7 @@ struct ConsumerBase {
 #endif
     }
 
-    // Adds to dbias what the step adds to it: `sums` over all its queries, or those over queries for which the bias counts.
+    // Adds the step's dS to dbias: `sums`, which are over all its queries, or sums over those to which the bias applies.
     __device__ __forceinline__ void add_far(float (&sums)[2]) {
 #if DELAY
         float whole[2] = {1.0f, 1.0f};
@@ -321,7 +321,7 @@ struct ConsumerBase {
             for (int n = 0; n < QUERY_FRAGMENTS; ++n)
 #pragma unroll
                 for (int i = 0; i < 8; ++i)
-                    if (counts(delay, n, i)) sums[fragment_row(i)] += dp[n].x[i];
+                    if (applies(delay, n, i)) sums[fragment_row(i)] += dp[n].x[i];
         } else {
 #pragma unroll
             for (int r = 0; r < 2; ++r)

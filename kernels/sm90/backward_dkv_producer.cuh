@@ -58,7 +58,7 @@ __device__ __forceinline__ int load_meta(KeyTileMeta& meta, const BackwardDkvPar
 #if DELAY
             far_from = key + t.bias_delay;
             last_far_from = max(last_far_from, far_from);
-            if (far_from >= t.end_position()) bias = 0.0f;  // it counts for no query
+            if (far_from >= t.end_position()) bias = 0.0f;  // it applies to no query
             if (bias == -infinity()) {                      // nobody sees the key from there on
                 stop = min(stop, far_from);
                 bias = 0.0f;

@@ -103,7 +103,7 @@ struct Consumer {
 
     __device__ __forceinline__ void start_dp() { multiply(dp, dout, shared.value[keys.stage]); }
 
-    // The biases of this lane's elements in fragment n; `mixed`: some of the block count for some rows only.
+    // The biases of this lane's elements in fragment n; `mixed`: some of the block apply to only some rows.
     template <bool mixed>
     __device__ __forceinline__ void load_biases(float (&x)[8], int n) const {
 #pragma unroll
@@ -121,7 +121,7 @@ struct Consumer {
         }
     }
 
-    // Whether biases of the block at `keys` count for some rows only.
+    // Whether some bias of the block at `keys` applies to only some rows.
     __device__ __forceinline__ bool is_mixed_block() const {
 #if DELAY
         const int4 mixed = shared.mixed[keys.stage];

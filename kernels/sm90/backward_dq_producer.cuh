@@ -34,7 +34,7 @@ __device__ __forceinline__ void produce_rows(Shared& shared, const BackwardDqPar
     barrier_arrive(&shared.query_full);
 }
 
-// The bias of a lane's key, natural-log units; 0 if there is no such key, or it counts for no row of the tile.
+// The bias of a lane's key, natural-log units; 0 if there is no such key, or it applies to no row of the tile.
 __device__ __forceinline__ float bias_of(const AttentionParams& p, const Tile& t, int key, bool exists) {
     if (BIAS != BIAS_OF_KEYS || !exists) return 0.0f;
 #if DELAY

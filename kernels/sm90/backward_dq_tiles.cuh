@@ -38,7 +38,7 @@ struct Shared {
     float bias[STAGES][BLOCK_N];
 #if DELAY
     int far_from[STAGES][BLOCK_N];
-    int4 mixed[STAGES];  // of each producer warp: whether biases of its keys count for some rows only
+    int4 mixed[STAGES];  // by producer warp: whether some bias of its keys applies to only some rows
 #endif
 #if BITS
     unsigned words[STAGES][WORDS][BLOCK_N];

@@ -70,7 +70,7 @@ static_assert(!SPLIT || (!SEQUENCES && !BITS), "such tiles are not split along t
 #define FULL_BLOCKS (KEYS == KEYS_LISTED && !ORDERED)
 static_assert(WARP_KEYS <= 32 && WARP_KEYS * ROW_LANES % 32 == 0, "a producer lane knows one key");
 
-// A bias per key is what the accumulators of QK begin with, unless a softcap comes between; with DELAY where it counts.
+// A bias per key is what the accumulators of QK begin with, unless a softcap comes between; with DELAY, where it applies.
 #define BIAS_FIRST (BIAS == BIAS_OF_KEYS && !SOFTCAP)
 // Whether logits are exponents of 2 as soon as they have their softcap: its coefficients, and the bias, are in that
 // unit.

@@ -167,7 +167,7 @@ __device__ __forceinline__ void gather_queries(ELEMENT* matrix, const AttentionP
     }
 }
 
-// The bias of a lane's key; with DELAY for queries at positions from far_from on. 0 where it counts for no query.
+// The bias of a lane's key; with DELAY, of queries at or after far_from, and 0 if it applies to none.
 struct KeyBias {
     float value = 0.0f;
     int far_from = INT_LOWEST;

@@ -40,13 +40,13 @@ __device__ __forceinline__ int polynomials_for(const Fragment (&s)[KEY_FRAGMENTS
 #endif
 
 #if DELAY
-// Whether biases of the block in this stage count for some of the tile's queries only.
+// Whether some bias of the block in this stage applies to only some of the tile's queries.
 __device__ __forceinline__ bool has_mixed(const Shared& shared, int stage) {
     const int4 mixed = shared.mixed[stage];
     return (mixed.x | mixed.y | mixed.z | mixed.w) != 0;
 }
 
-// From where on the biases of this lane's keys in fragment n count, those with lane_key 0 to 3.
+// The first positions to which the biases of this lane's keys in fragment n apply, in the order of lane_key.
 __device__ __forceinline__ void load_far_from(int (&far_from)[4], const Shared& shared, int stage, int n) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) far_from[k] = shared.far_from[stage][fragment_key(n, k)];
@@ -55,7 +55,7 @@ __device__ __forceinline__ void load_far_from(int (&far_from)[4], const Shared& 
 
 #if BIAS_FIRST
 #if DELAY
-// Takes those biases away that do not count for this lane's two queries.
+// Clears the biases that do not apply to this lane's two queries.
 __device__ __forceinline__ void clear_near(Fragment (&s)[KEY_FRAGMENTS], const Shared& shared, int stage,
                                            const int (&position)[2]) {
 #pragma unroll

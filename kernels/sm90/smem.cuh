@@ -16,7 +16,7 @@ struct Shared {
     float bias[STAGES][BLOCK_N];  // in units of Q K^T with BIAS_FIRST, times log2(e) with POWERS_OF_2
 #if DELAY
     int far_from[STAGES][BLOCK_N];
-    int4 mixed[STAGES];  // of each producer warp: whether biases of its keys count for some queries only
+    int4 mixed[STAGES];  // by producer warp: whether some bias of its keys applies to only some queries
 #endif
 #if BITS
     unsigned words[STAGES][WORDS][BLOCK_N];
