@@ -40,7 +40,7 @@ from threadpoolctl import ThreadpoolController, threadpool_info
 
 import cupy_dma as dma
 from benchmarks.harness import render
-from benchmarks.harness.folders import ROOT, output
+from benchmarks.harness.folders import ROOT, output, write
 from benchmarks.harness.suite import Case, add_record_options
 from cupy_dma.backends.numpy import threads
 
@@ -188,7 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
     ok = all(case["check"]["ok"] for case in result["cases"])
     path = path if ok else path.with_suffix(".failed.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write(path, result)
     print(f"{table(result)}\nwrote {path}")
     return 0 if ok else 1
 

@@ -229,7 +229,7 @@ def measured(case: Case) -> dict[str, Any]:
                 out = call().float()
                 expected = out if expected is None else expected
                 error = (out - expected).abs().max().item()
-                rows.append({"tile": list(tile), "work": work._asdict(), "us": 1e3 * measure.gpu_ms(call)[0],
+                rows.append({"tile": list(tile), "work": list(work), "us": 1e3 * measure.gpu_ms(call)[0],
                              "taken": (tile, work) == (tile_taken, work_taken),
                              "right": error <= 2 * ROUNDING * expected.abs().max().item()})
     del call, out, expected

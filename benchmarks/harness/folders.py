@@ -43,6 +43,17 @@ def recorded(name: str, out: str | None = None) -> Path | None:
     return next(iter(newest(name, out)), None)
 
 
+def write(path: Path, record: dict[str, Any]) -> None:
+    """Write a record: a line for each of its entries, and for each element of a list of objects."""
+    def text(value: Any) -> str:
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "]"
+        return json.dumps(value)
+
+    entries = ",\n ".join(f"{json.dumps(name)}: {text(value)}" for name, value in record.items())
+    path.write_text(f"{{{entries}}}\n")
+
+
 def read(name: str, out: str | None = None) -> dict[str, Any]:
     """What is recorded as ``name``; ends the script where nothing is."""
     path = recorded(name, out)

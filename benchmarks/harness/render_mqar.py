@@ -70,40 +70,28 @@ def by_task(result: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def earlier() -> list[dict[str, Any]]:
-    """What was recorded before: the same seeds and data, other roundings."""
-    return [json.loads(path.read_text()) for path in sorted((EVIDENCE / "again").glob("mqar_*.json"))]
-
-
-def often(results: list[dict[str, Any]]) -> str:
-    """How many models learned the task that see as many keys as there are pairs, or all, over all runs of the settings
-    of the first; a model that is in two runs to the bit counts once. Of each run, the rate that is best in it."""
-
-    def same(row: Row, other: Row) -> bool:
-        return row["settings"] == other["settings"] and row["curve"] == other["curve"]
-
-    found: dict[str, dict[str, list[Row]]] = {}
-    for result in results:
-        for rows in stacks(result):
-            one = rows[0]["settings"]
-            if one["grow"] and one["kind"] in ("full", "dynamic") and budget(one) in (0, one["pairs"]):
-                if result is results[0]:
-                    found.setdefault(name_of(one), {}).setdefault(task_of(one), [])
-                own = found.get(name_of(one), {}).get(task_of(one))
-                if own is not None:
-                    own += [row for row in rows if not any(same(row, other) for other in own)]
-    tasks = list(dict.fromkeys(task_of(rows[0]["settings"]) for rows in stacks(results[0])))
+def often(result: dict[str, Any]) -> str:
+    """How many models learned the task that see as many keys as there are pairs, or all; those of earlier runs with the
+    same settings, seeds and data count, too (``mqar_earlier.json``). Of each run, the rate that is best in it."""
+    earlier = json.loads((EVIDENCE / "mqar_earlier.json").read_text())["models"]
+    found: dict[str, dict[str, tuple[int, int]]] = {}
+    for rows in stacks(result):
+        one = rows[0]["settings"]
+        if one["grow"] and one["kind"] in ("full", "dynamic") and budget(one) in (0, one["pairs"]):
+            name, task = name_of(one), task_of(one)
+            learned, count = earlier.get(name, {}).get(task, (0, 0))
+            learned += sum(right(row) >= LEARNED for row in rows)
+            found.setdefault(name, {})[task] = learned, count + len(rows)
+    tasks = list(dict.fromkeys(task_of(rows[0]["settings"]) for rows in stacks(result)))
     tasks = [task for task in tasks if sum(task in lines for lines in found.values()) > 1]
-
-    def cell(rows: list[Row]) -> str:
-        return f"{sum(right(row) >= LEARNED for row in rows)} of {len(rows)}" if rows else "–"
-
     head = [f"models with {100 * LEARNED:.0f} % or more, w = pairs", *tasks]
-    return markdown(head, [[name, *(cell(lines.get(task, [])) for task in tasks)] for name, lines in found.items()])
+    cells = [[f"{lines[task][0]} of {lines[task][1]}" if task in lines else "–" for task in tasks]
+             for lines in found.values()]
+    return markdown(head, [[name, *row] for name, row in zip(found, cells)])
 
 
 def table(result: dict[str, Any]) -> str:
-    return f"{by_task(result)}\n\n{often([result, *earlier()])}"
+    return f"{by_task(result)}\n\n{often(result)}"
 
 
 def line(rows: list[Row]) -> str:

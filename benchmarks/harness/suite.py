@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
 import zlib
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from benchmarks.harness.folders import ROOT, output, read
+from benchmarks.harness.folders import ROOT, output, read, write
 from benchmarks.harness.render import Report
 
 
@@ -216,7 +215,7 @@ def write_record(name: str, args: argparse.Namespace, method: str | None, **resu
     record["commit"] = args.commit or record["commit"]
     out = output(args.out, record["device"])
     out.mkdir(parents=True, exist_ok=True)
-    (out / name).write_text(json.dumps(record, indent=1) + "\n")
+    write(out / name, record)
     return out / name
 
 
@@ -258,7 +257,7 @@ def run(suite: Suite, args: argparse.Namespace) -> int:
     out = output(args.out, result["device"])
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{suite.report.name}_performance{'' if ok else '.failed'}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write(path, result)
     suite.report.chart(result, path.with_suffix(".png"))
     print(suite.report.text(result))
     chart = f" and {path.with_suffix('.png')}" if path.with_suffix(".png").exists() else ""

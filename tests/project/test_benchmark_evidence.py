@@ -296,8 +296,8 @@ def test_scores_are_frozen_after_half_the_steps(monkeypatch):
     assert "then frozen" in render_mqar.table({"rows": rows}) and "then frozen" in render_mqar.text({"rows": rows})
 
 
-def test_models_that_learned_are_counted_over_runs():
-    """Each model once, of settings that the newest run has, at the rate that is best in its run."""
+def test_models_that_learned_are_counted_over_runs(tmp_path, monkeypatch):
+    """Those of earlier runs too, of tasks and settings that the newest run has, at the rate that is best in it."""
     def rows(task, how, best, rate=1e-3):
         found = [one for one in mqar.settings(task, how, 10.0) if one["rate"] == rate]
         assert len(found) == len(best) == 3
@@ -307,8 +307,11 @@ def test_models_that_learned_are_counted_over_runs():
     new = rows(task, how, (0.96, 0.95, 0.3)) + rows(task, Attention("full"), (1.0, 1.0, 1.0))
     new += rows(longer, how, (0.2, 0.2, 0.2)) + rows(longer, how, (0.1, 0.1, 0.99), rate=2e-3)
     new += rows(longer, Attention("full"), (1.0, 0.0, 1.0))
-    old = rows(task, how, (0.96, 0.94, 0.99)) + rows(task, Attention("window", 4), (1.0, 1.0, 1.0))
-    head, _, *lines = render_mqar.often([{"rows": new}, {"rows": old}]).split("\n")
+    name, first = (of(rows(task, how, (0, 0, 0))[0]["settings"]) for of in (render_mqar.name_of, render_mqar.task_of))
+    earlier = {name: {first: [1, 2], "another task": [3, 3]}, "another kind": {first: [3, 3]}}
+    (tmp_path / "mqar_earlier.json").write_text(json.dumps({"models": earlier}))
+    monkeypatch.setattr(render_mqar, "EVIDENCE", tmp_path)
+    head, _, *lines = render_mqar.often({"rows": new}).split("\n")
     assert "95 %" in head and head.count(" pairs in ") == 2
     assert [line.split(" | ")[1:] for line in lines] == [["3 of 3", "2 of 3 |"], ["3 of 5", "1 of 3 |"]]
 
