@@ -30,7 +30,7 @@ def type_name(dtype: Any) -> str:
 
 def extend_call(state: CacheState, query: Any, key: Any, value: Any, scores: Any, scale: float | None, softcap: float,
                 lengths: Any, cu_seqlens: Any, return_lse: bool, out: Any,
-                tail_padding: bool = False) -> ExtendCall:
+                tail_padding: bool = False, bias_delay: Any = 0) -> ExtendCall:
     """The checked arguments of ``extend``, or of ``update`` where ``query`` is None. Raises what they document."""
     packed = cu_seqlens is not None
     if packed and lengths is not None:
@@ -66,7 +66,8 @@ def extend_call(state: CacheState, query: Any, key: Any, value: Any, scores: Any
     if packed:
         k, v, s = (state.library.operand(x.array[None], x.name) for x in (k, v, s))
         q = None if q is None else state.library.operand(q.array[None], "query")
-    call = ExtendCall(q, k, v, s, scale, softcap, counts, bounds, return_lse)
+    call = ExtendCall(q, k, v, s, scale, softcap, counts, bounds, return_lse,
+                      bias_delay=checks.delay(bias_delay))
     if out is not None:
         _take_out(state, call, out)
     return call

@@ -15,6 +15,8 @@ into place when all else has succeeded.
 
 Packed calls do the same with all sequences concatenated: ``B * R + total`` keys, where sequence ``b`` starts at
 ``b * R + cu_seqlens[b]`` and each sequence is a history of its own.
+
+A bias that is delayed compares distances: for attention alone the kept rows are then spread (``distances.py``).
 """
 from __future__ import annotations
 
@@ -22,6 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cupy_dma.arrays import Operand
+from cupy_dma.cache.distances import places, spread_rows
 from cupy_dma.cache.slots import flagged_first, index, needed, refreshed, rows
 from cupy_dma.cache.snapshot import SAVED, copied, copy_rows
 from cupy_dma.cache.state import CacheState, ExtendCall
@@ -30,8 +33,9 @@ from cupy_dma.calls.sequences import Sequences, sequences_of
 from cupy_dma.calls.types import AttentionCall, key_bias
 from cupy_dma.masks.documents import runs_between
 from cupy_dma.masks.interval import NEVER, Hints, IntervalMask
+from cupy_dma.masks.windows import Window, clipped
 
-PrefixStop = Callable[[Operand, int, Operand | None, Operand | None], Any]
+PrefixStop = Callable[[Operand, Window, Operand | None, Operand | None], Any]
 Attention = Callable[[AttentionCall], tuple[Any, Any]]
 
 
@@ -45,11 +49,15 @@ def extend_chunk(prefix_stop: PrefixStop, attention: Attention, state: CacheStat
         order = state.library.xp.argsort(state.positions.array)
         position = history.positions(_sorted(state, state.positions, order))
         score = history.scores(_sorted(state, state.scores, order))
-        top = prefix_stop(score, min(state.window, history.length), None, history.document)
+        top = prefix_stop(score, clipped(state.window, history.length), None, history.document)
         found = None
         if call.query is not None:
             mask = _visible(state, history, position, top)
-            found = _attend(attention, state, call, history, order, score, mask)
+            seen, source, delay = history, order, 0
+            if call.bias_delay:
+                seen, source, mask, delay = _spread(state, call, history, order, mask)
+                score = seen.scores(_sorted(state, state.scores, source))
+            found = _attend(attention, state, call, seen, source, score, mask, delay)
         after = _stored(state, call, history, order, position, top)
         results = (None, None) if found is None else delivered(state, call, *found)
         copy_rows(after, state)
@@ -72,16 +80,17 @@ class _Padded:
     document: Operand | None = None
     sequences: Sequences | None = None
 
-    def __init__(self, state: CacheState, call: ExtendCall):
-        library, device, self.rows = state.library, state.device, state.rows
-        self.state, self.call, self.length = state, call, state.rows + call.length
+    def __init__(self, state: CacheState, call: ExtendCall, rows: int | None = None):
+        """``rows`` for those that are kept, by default as many as the cache has."""
+        library, device, self.rows = state.library, state.device, state.rows if rows is None else rows
+        self.state, self.call, self.length = state, call, self.rows + call.length
         self.shape = (state.batch, state.kv_heads, self.length)
         if call.lengths is None:
             self.added = library.full((state.batch,), call.length, "int64", device)
         else:
             self.added = library.astype(call.lengths.array, "int64")
-        self.base = self.of_tokens(state.rows - state.lengths.array)
-        self.end = self.of_tokens(self.added + state.rows)  # one past the last real token
+        self.base = self.of_tokens(self.rows - state.lengths.array)
+        self.end = self.of_tokens(self.added + self.rows)  # one past the last real token
         self.new_positions = (state.lengths.array[:, None] + index(state, call.length))[:, None]
         self.ragged = call.lengths is not None
         self.batch_of_new = index(state, state.batch)[:, None, None]  # batch index of each sequence's new tokens
@@ -89,6 +98,10 @@ class _Padded:
     def of_tokens(self, each: Any) -> Any:
         """A number per sequence, ``(B,)``, broadcast to its new tokens."""
         return each[:, None, None]
+
+    def shifts(self, more: int) -> tuple[Any, Any]:
+        """By how much indices of kept rows and of new tokens grow if every sequence has ``more`` rows."""
+        return more, more
 
     def put(self, target: Any, old: Any, new: Any) -> None:
         """Write ``old (B, Hkv, R, ...)`` and ``new (B, Hkv|1, L, ...)`` into a history."""
@@ -132,8 +145,8 @@ class _Padded:
 class _Packed(_Padded):
     """One history ``(1, Hkv, B * R + total)`` for all sequences. Tokens after the last sequence are not real."""
 
-    def __init__(self, state: CacheState, call: ExtendCall):
-        library, device, batch, rows = state.library, state.device, state.batch, state.rows
+    def __init__(self, state: CacheState, call: ExtendCall, rows: int | None = None):
+        library, device, batch, rows = state.library, state.device, state.batch, state.rows if rows is None else rows
         self.state, self.call, self.rows, self.ragged = state, call, rows, False
         self.length = batch * rows + call.length
         self.shape = (1, state.kv_heads, self.length)
@@ -155,7 +168,8 @@ class _Packed(_Padded):
         self.base = (first[:-1] + rows - lengths)[key][None, None]
         self.end = first[1:][key][None, None]
         self.new_positions = self.of_tokens(lengths - self.bounds[:-1]) + index(state, call.length)
-        self.batch_of_new = index(state, batch)[:, None, None] * 0
+        self.batch_of_old = index(state, batch)[:, None, None]
+        self.batch_of_new = self.batch_of_old * 0
         runs = runs_between(library, device, self.first, self.length)
         self.document = library.operand(runs.first, "cu_seqlens")
         if call.query is not None:
@@ -165,6 +179,9 @@ class _Packed(_Padded):
 
     def of_tokens(self, each):
         return each[self.token][None, None]
+
+    def shifts(self, more):
+        return (self.batch_of_old + 1) * more, (self.token + 1)[None, None] * more
 
     def put(self, target, old, new):
         target[0][:, self.old] = old.swapaxes(0, 1)
@@ -208,15 +225,36 @@ def _visible(state: CacheState, history: _Padded, position: Any, top: Any) -> In
                               Hints("key", (state.rows, 1)))
 
 
+def _spread(state: CacheState, call: ExtendCall, history: _Padded, order: Any,
+            mask: IntervalMask) -> tuple[_Padded, Any, IntervalMask, int]:
+    """A history whose distances are those of positions, the slots of its kept rows, any where there is none, its mask,
+    and the delay to attend with."""
+    library, xp, device = state.library, state.library.xp, state.device
+    rows, delay = spread_rows(state.rows, call.length, call.bias_delay)
+    wide = type(history)(state, call, rows)
+    batch, head = index(state, state.batch)[:, None, None], index(state, state.kv_heads)[:, None]
+    position, slot = state.positions.array[batch, head, order], index(state, state.rows)
+    place = places(xp, state.lengths.array[:, None, None] - position, slot, state.rows, call.length, call.bias_delay)
+    place = xp.where(position < 0, slot, place)
+    source, stop = (library.full((state.batch, state.kv_heads, rows), 0, "int64", device) for _ in range(2))
+    source[batch, head, place] = order
+    shape = (*history.shape[:2], history.length)
+    parts = [library.astype(x, "int64") for x in history.separated(xp.broadcast_to(mask._stop.array, shape))]
+    old, new = (xp.clip(x + shift, None, NEVER) for x, shift in zip(parts, history.shifts(rows - state.rows)))
+    stop[batch, head, place] = xp.where(position < 0, 0, old)
+    stops = library.astype(wide.joined(stop, new, "int64"), "int32")
+    return wide, source, IntervalMask._make(library, library.arange(0, wide.length, device), stops, mask._hints), delay
+
+
 def _attend(attention: Attention, state: CacheState, call: ExtendCall, history: _Padded, order: Any, score: Operand,
-            mask: IntervalMask) -> tuple[Any, Any]:
+            mask: IntervalMask, delay: int) -> tuple[Any, Any]:
     """Attention of the new queries over the history. If key and value differ in width, zero columns even them out."""
     assert call.query is not None
     size = max(state.head_dim, state.value_dim)
     key = history.rows_of(state.key, call.key, order, size)
     value = history.rows_of(state.value, call.value, order, size)
     return attention(AttentionCall(widened(call.query, size), key, value, mask, None, key_bias(score), False,
-                                   call.scale, call.softcap, False, sequences=history.sequences))
+                                   call.scale, call.softcap, False, sequences=history.sequences, bias_delay=delay))
 
 
 def delivered(state: CacheState, call: ExtendCall, out: Any, lse: Any) -> tuple[Any, Any]:

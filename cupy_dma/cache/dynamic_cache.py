@@ -6,6 +6,7 @@ may be overwritten; backends do the work (``cache_extend``).
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from math import prod
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from cupy_dma.arrays import describe, numpy_dtype
 from cupy_dma.cache.arguments import batch_rows, extend_call, type_name
 from cupy_dma.cache.slots import AFTER_ALL, index, needed
 from cupy_dma.cache.snapshot import ARRAYS, NUMBERS, copy_rows, empty_state, forget, load, saved_state
-from cupy_dma.masks.windows import one_window
+from cupy_dma.masks.windows import Window, widest, window_of
 
 
 class KeptKeys(NamedTuple):
@@ -37,8 +38,10 @@ class DynamicCache:
 
     Parameters
     ----------
-    batch, kv_heads, window, head_dim : int
-        ``B``, ``Hkv``, ``w`` (at least 1) and ``D`` (1 to 256).
+    batch, kv_heads, head_dim : int
+        ``B``, ``Hkv`` and ``D`` (1 to 256).
+    window : int, or one int per kv head
+        ``w``, at least 1.
     value_dim : int, optional
         ``Dv``, 1 to 256; default ``head_dim``.
     dtype
@@ -56,30 +59,29 @@ class DynamicCache:
     ------
     TypeError, ValueError
         An argument has the wrong type or value, or the backend does not take arrays on this device.
-    NotImplementedError
-        ``window`` differs between kv heads.
     RuntimeError
         The backend cannot run here.
 
     Notes
     -----
-    ``B * Hkv * (window + sinks + recent)`` rows are allocated up front and never grow. All calls work in place on the
-    arrays' device and the current stream, and never synchronize. A cache carries no gradient.
+    ``B * Hkv * (window + sinks + recent)`` rows are allocated up front and never grow; where windows differ, every head
+    has the rows of the widest. All calls work in place on the arrays' device and the current stream, and never
+    synchronize. A cache carries no gradient.
     """
 
-    def __init__(self, batch: int, kv_heads: int, window: int, head_dim: int, value_dim: int | None = None,
-                 dtype: Any = None, *, like: Any = None, sinks: int = 0, recent: int = 0,
+    def __init__(self, batch: int, kv_heads: int, window: int | Sequence[int], head_dim: int,
+                 value_dim: int | None = None, dtype: Any = None, *, like: Any = None, sinks: int = 0, recent: int = 0,
                  backend: str | None = None):
         batch, kv_heads = checks.whole(batch, "batch", 0), checks.whole(kv_heads, "kv_heads", 1)
-        window = one_window(window, kv_heads, "a cache")
+        window = window_of(window, kv_heads)
         sinks, recent = checks.whole(sinks, "sinks", 0), checks.whole(recent, "recent", 0)
         size = checks.whole(head_dim, "head_dim", 1)
         sizes = size, size if value_dim is None else checks.whole(value_dim, "value_dim", 1)
         for size, name in zip(sizes, ("head_dim", "value_dim")):
             if size > 256:
                 raise ValueError(f"{name} must be 1 to 256, got {size}")
-        if window + sinks + recent >= 2**31:
-            raise ValueError(f"window + sinks + recent must be below 2**31, got {window + sinks + recent}")
+        if (rows := widest(window) + sinks + recent) >= 2**31:
+            raise ValueError(f"window + sinks + recent must be below 2**31, got {rows}")
         seen = describe(np.empty(0) if like is None else like, "like")
         if dtype is None and like is not None:
             checks.one_of_types(seen)
@@ -94,9 +96,9 @@ class DynamicCache:
 
     # ---- tokens -----------------------------------------------------------------------------------------------------
 
-    def extend(self, query: Any, key: Any, value: Any, scores: Any, *, scale: float | None = None,
-               softcap: float = 0.0, lengths: Any = None, cu_seqlens: Any = None, tail_padding: bool = False,
-               return_lse: bool = False, out: Any = None) -> Any:
+    def extend(self, query: Any, key: Any, value: Any, scores: Any, *, bias_delay: int = 0,
+               scale: float | None = None, softcap: float = 0.0, lengths: Any = None, cu_seqlens: Any = None,
+               tail_padding: bool = False, return_lse: bool = False, out: Any = None) -> Any:
         """Append ``L >= 0`` tokens to every sequence and attend from them: a prompt, a chunk of one, or one new token.
 
         Parameters
@@ -107,8 +109,8 @@ class DynamicCache:
             Any strides of B, L and head, the last axis contiguous.
         scores : float array ``(B, Hkv, L)``
             See ``cupy_dma.key_scores``. Copied if the last axis is not contiguous.
-        scale, softcap
-            As for ``attention``; ``scale`` defaults to ``1 / sqrt(D)``.
+        bias_delay, scale, softcap
+            As for ``attention``: the scores are the bias. ``scale`` defaults to ``1 / sqrt(D)``.
         lengths : int32 or int64 array ``(B,)`` or list, optional
             The first ``lengths[b]`` tokens of row ``b`` are real; the others are ignored and get ``out = 0, lse =
             -inf``.
@@ -139,7 +141,7 @@ class DynamicCache:
         if query is None:
             raise TypeError("query must be an array, got None (update appends tokens without queries)")
         call = extend_call(self._state, query, key, value, scores, scale, softcap, lengths, cu_seqlens, return_lse, out,
-                           tail_padding)
+                           tail_padding, bias_delay)
         results = self._module.cache_extend(self._state, call)[:2 if call.return_lse else 1]
         if out is not None:
             return out if not call.return_lse else tuple(out)
@@ -184,8 +186,8 @@ class DynamicCache:
         return self._state.head_dim
 
     @property
-    def window(self) -> int:
-        """``w``: highest-scored keys that are kept."""
+    def window(self) -> Window:
+        """``w``: highest-scored keys that are kept; a tuple if it differs between kv heads."""
         return self._state.window
 
     @property

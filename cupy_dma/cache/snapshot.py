@@ -13,6 +13,7 @@ from cupy_dma.arrays import Device, Library, Operand, describe
 from cupy_dma.cache.slots import refreshed
 from cupy_dma.cache.state import CacheState
 from cupy_dma.calls.head_dims import movable
+from cupy_dma.masks.windows import Window, widest
 
 SAVED = ("key", "value", "scores", "positions", "in_top", "lengths")  # the other arrays follow from these
 NUMBERS = ("window", "sinks", "recent")
@@ -20,10 +21,11 @@ ARRAYS = (*SAVED, "lowest", "lowest_score", "free")
 OCCUPIED = "occupied"  # in the workspace: how many slots of each head may be occupied, the first ones
 
 
-def empty_state(library: Library, device: Device, dtype: str, batch: int, kv_heads: int, numbers: tuple[int, int, int],
-                head_dim: int, value_dim: int) -> CacheState:
+def empty_state(library: Library, device: Device, dtype: str, batch: int, kv_heads: int,
+                numbers: tuple[Window, int, int], head_dim: int, value_dim: int) -> CacheState:
     """A cache without tokens; ``numbers`` are window, sinks and recent."""
-    rows, scores = sum(numbers), "float64" if dtype == "float64" else "float32"
+    window, sinks, recent = numbers
+    rows, scores = widest(window) + sinks + recent, "float64" if dtype == "float64" else "float32"
 
     def make(name: str, kind: str, *shape: int, value: int = 0) -> Operand:
         return library.operand(library.full(shape, value, kind, device), name)
@@ -33,7 +35,14 @@ def empty_state(library: Library, device: Device, dtype: str, batch: int, kv_hea
         make("scores", scores, batch, kv_heads, rows), make("positions", "int64", batch, kv_heads, rows, value=-1),
         make("in_top", "uint8", batch, kv_heads, rows), make("lengths", "int64", batch),
         make("lowest", "int32", batch, kv_heads, value=-1), make("lowest_score", scores, batch, kv_heads),
-        make("free", "int32", batch, kv_heads), *numbers, make("tickets", "int32", batch * kv_heads + batch))
+        make("free", "int32", batch, kv_heads), *numbers, make("tickets", "int32", batch * kv_heads + batch),
+        _windows(make("windows", "int32", kv_heads), window) if isinstance(window, tuple) else None)
+
+
+def _windows(empty: Operand, window: tuple[int, ...]) -> Operand:
+    for head, size in enumerate(window):  # numbers of the host, also while a graph is captured
+        empty.array[head:head + 1] = size
+    return empty
 
 
 def forget(state: CacheState) -> None:
@@ -80,7 +89,8 @@ def load(state: CacheState, saved: dict[str, Any]) -> None:
     if missing:
         raise KeyError(f"saved must contain {', '.join((*SAVED, *NUMBERS))}; missing: {', '.join(missing)}")
     for name in NUMBERS:
-        if saved[name] != getattr(state, name):
+        number = tuple(saved[name]) if isinstance(saved[name], list) else saved[name]  # windows that JSON has kept
+        if number != getattr(state, name):
             raise ValueError(f"saved must be of a cache with {name}={getattr(state, name)}, got {saved[name]}")
     arrays = {name: _as_here(getattr(state, name), saved[name], f"saved[{name!r}]") for name in SAVED}
     copy_rows(refreshed(state.having(arrays)), state)

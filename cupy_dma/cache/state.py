@@ -5,7 +5,8 @@ The token at position ``p`` (0, 1, 2, ... in each sequence) attends to
     top_w(all keys so far, window) | keys of positions < sinks | keys of positions > p - recent
 
 Keys are ranked by ``(score, position)``: NaN above everything, the newest of equal scores first. A key that has left
-all three sets never returns, so ``R = window + sinks + recent`` rows hold everything that a later query can see.
+all three sets never returns, so ``R = window + sinks + recent`` rows hold everything that a later query can see. Kv
+heads may have windows of their own; all have the rows of the widest.
 
 A slot is *needed* at ``p`` if it is not empty and its key is in the top, a sink, or recent at ``p``. A key that is no
 longer needed stays in its slot, with its position, until it is overwritten.
@@ -27,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cupy_dma.arrays import Device, Library, Operand
+from cupy_dma.masks.windows import Window
 
 
 @dataclass(slots=True, eq=False)
@@ -42,10 +44,11 @@ class CacheState:
     lowest: Operand  # (B, Hkv) int32
     lowest_score: Operand  # (B, Hkv) of the type of scores
     free: Operand  # (B, Hkv) int32
-    window: int
+    window: Window
     sinks: int
     recent: int
     tickets: Operand  # (B * Hkv + B,) int32: counters of a backend's kernels, 0 between two calls
+    windows: Operand | None = None  # (Hkv,) int32: the windows, if they differ
     workspace: dict[Any, Any] = field(default_factory=dict)  # what a backend keeps between calls; never saved
 
     def having(self, arrays: Mapping[str, Operand]) -> CacheState:
@@ -70,7 +73,7 @@ class CacheState:
 
     @property
     def rows(self) -> int:
-        """``R = window + sinks + recent``."""
+        """``R = window + sinks + recent``, of the widest window."""
         return self.key.shape[2]
 
     @property
@@ -101,6 +104,7 @@ class ExtendCall:
     return_lse: bool = False  # whether the caller wants lse; a backend may return None for it otherwise
     out: Operand | None = None  # (B, L, H, Dv) of query's type, contiguous: where to write; None: allocate it
     lse: Operand | None = None  # (B, H, L) float32 (float64), contiguous: where to write, with return_lse
+    bias_delay: int = 0  # a key's score is added for tokens at least so far behind it (SPEC section 16)
 
     @property
     def length(self) -> int:

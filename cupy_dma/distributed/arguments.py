@@ -10,9 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cupy_dma import backends, checks
 from cupy_dma.arrays import describe
+from cupy_dma.cache.distances import spread_rows
 from cupy_dma.calls.attention import attention_call, dynamic_call
 from cupy_dma.calls.options import Options, Selection
 from cupy_dma.distributed.rows import has_room
+from cupy_dma.distributed.survivors import Keep
+from cupy_dma.masks.windows import window_of
 from cupy_dma.torch.registration import is_deterministic
 
 UNBOUNDED = ("window must be an int, got None: every query of plain causal attention sees all earlier keys, so whole "
@@ -77,6 +80,7 @@ class Arguments(NamedTuple):
     form: str
     padding: Any
     documents: Any
+    bias_delay: Any
     scale: Any
     softcap: Any
     deterministic: Any
@@ -88,7 +92,7 @@ class Arguments(NamedTuple):
         if self.window is None:
             raise ValueError(UNBOUNDED)
         q, k, v = (self._tensor(name) for name in ("query", "key", "value"))
-        options = Options(True, self.scale, self.softcap, is_deterministic(self.deterministic))
+        options = Options(True, self.scale, self.softcap, is_deterministic(self.deterministic), self.bias_delay)
         if self.scores is None and self.dt_proj is None and self.A is None and self.dt_bias is None:
             checked = attention_call(q, k, v, None, None, options)
         else:
@@ -103,10 +107,8 @@ class Arguments(NamedTuple):
             raise ValueError(f"query must have key's length, as each rank has its own tokens' queries and keys, got "
                              f"{q.shape[1]} and {k.shape[1]}")
         backends.choose(self.backend, (checked.query,))
-        numbers = {name: checks.whole(getattr(self, name), name, least)
-                   for name, least in (("window", 1), ("sinks", 0), ("recent", 0))}
-        padding, documents = self.candidates()
-        rows = sum(numbers.values())
+        keep, (padding, documents) = self.keep(), self.candidates()
+        rows, _ = spread_rows(keep.rows, k.shape[1], checked.bias_delay)
         for name in ("key", "value") if checks.flag(self.room, "room") else ():
             if not has_room(self._tensor(name), rows):
                 raise ValueError(f"{name} must have memory for {rows} rows ahead of each batch entry with room=True, "
@@ -117,13 +119,19 @@ class Arguments(NamedTuple):
         return {
             "query": f"(B, H, D) = ({q.shape[0]}, {q.shape[2]}, {q.shape[3]}) of {q.dtype}",
             "key": f"(B, Hkv, D) = ({k.shape[0]}, {k.shape[2]}, {k.shape[3]}) of {k.dtype}",
-            **numbers,
+            **keep._asdict(),
             "scores": self._scores_meant(), "form": self.form, "padding": _given(padding),
             "documents": _given(documents), "scale": checked.scale, "softcap": checked.softcap,
+            "bias_delay": checked.bias_delay,
             "device": q.device.type,
             "requires_grad of key": grad and k.requires_grad, "requires_grad of value": grad and v.requires_grad,
             "requires_grad of scores": grad and any(x is not None and x.requires_grad for x in made),
         }
+
+    def keep(self) -> Keep:
+        """How many keys a query keeps, checked."""
+        return Keep(window_of(self.window, self.key.shape[2]), checks.whole(self.sinks, "sinks", 0),
+                    checks.whole(self.recent, "recent", 0))
 
     def candidates(self) -> tuple[Tensor | None, Tensor | None]:
         """Checked padding and documents: bool and ids ``(1|B, n)``."""

@@ -1,6 +1,7 @@
 """Dynamic mask attention of one sequence over several ranks."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from cupy_dma.distributed.arguments import Arguments, process_group
 from cupy_dma.distributed.exchange import Exchange, joined
 from cupy_dma.distributed.rows import WORD, Row
 from cupy_dma.distributed.survivors import HEADER, Keep, Own
+from cupy_dma.masks.windows import window_of
 from cupy_dma.torch.attention import attention
 from cupy_dma.torch.registration import cast, wide
 from cupy_dma.torch.scores import key_scores
@@ -18,11 +20,12 @@ from cupy_dma.torch.scores import key_scores
 
 @torch.compiler.disable
 def context_parallel_attention(query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *,
-                               window: int, group: Any = None, sinks: int = 0, recent: int = 0,
+                               window: int | Sequence[int], group: Any = None, sinks: int = 0, recent: int = 0,
                                dt_proj: Tensor | None = None, A: Tensor | None = None, dt_bias: Tensor | None = None,
                                form: str = "exp", padding: Tensor | None = None, documents: Tensor | None = None,
-                               scale: float | None = None, softcap: float = 0.0, deterministic: bool = False,
-                               return_lse: bool = False, room: bool = False, backend: str | None = None) -> Any:
+                               bias_delay: int = 0, scale: float | None = None, softcap: float = 0.0,
+                               deterministic: bool = False, return_lse: bool = False, room: bool = False,
+                               backend: str | None = None) -> Any:
     """``dynamic_mask_attention`` of a sequence whose consecutive shards are on the ranks of a process group.
 
     Every rank of the group calls it with its shard, rank 0 with the first tokens, and gets the rows of its own queries,
@@ -36,7 +39,7 @@ def context_parallel_attention(query: Tensor, key: Tensor, value: Tensor, scores
     scores : float Tensor ``(B, Hkv, n)``, optional
         Of the shard's keys. Or ``dt_proj``, ``A`` and optionally ``dt_bias`` and ``form``, as for ``key_scores``. With
         neither, every query sees the last ``window`` keys, and there is no bias: plain attention in a sliding window.
-    window : int
+    window : int, or one int per kv head
         Keys kept per query, at least 1.
     group : ProcessGroup or one-dimensional DeviceMesh, optional
         Default: the default group. Ranks are those within the group.
@@ -48,13 +51,14 @@ def context_parallel_attention(query: Tensor, key: Tensor, value: Tensor, scores
         Ids of the shard's tokens. Every change of id along the whole sequence begins a new document, which selects
         among its own keys; one that goes on in the next shard has the same id there. From cumulative lengths:
         ``shard_sequence(document_ids(cu_seqlens, total), group)``.
-    scale, softcap, deterministic, return_lse, backend
-        As for ``attention``. The result has the same bits on every run with the same number of ranks, with
-        ``deterministic`` the gradients too.
+    bias_delay, scale, softcap, deterministic, return_lse, backend
+        As for ``attention``: the scores are the bias, and distances are those in the whole sequence. The result has the
+        same bits on every run with the same number of ranks, with ``deterministic`` the gradients too.
     room
-        Key and value are each ``buffer[:, R:]`` of a buffer with ``R = window + sinks + recent`` rows more, as
-        ``empty_with_room`` makes it. Received rows are written there; otherwise key and value are copied behind them.
-        Change nothing in the buffer before the backward pass.
+        Key and value are each ``buffer[:, R:]`` of a buffer with ``R = window + sinks + recent`` rows more (of the
+        widest window), as ``empty_with_room`` makes it; with a ``bias_delay`` ``R + min(bias_delay, R + n)``. Received
+        rows are written there; otherwise key and value are copied behind them. Change nothing in the buffer before the
+        backward pass.
 
     Returns
     -------
@@ -80,30 +84,30 @@ def context_parallel_attention(query: Tensor, key: Tensor, value: Tensor, scores
     query, key, value = cast(query, key, value)
     agreement = Agreement("context_parallel_attention", group, getattr(query, "device", torch.device("cpu")))
     call = Arguments(query, key, value, scores, window, sinks, recent, dt_proj, A, dt_bias, form, padding, documents,
-                     scale, softcap, deterministic, room, backend)
+                     bias_delay, scale, softcap, deterministic, room, backend)
     agreement.check(call.signature)
     if scores is None and dt_proj is not None:
         scores = key_scores(value, dt_proj, A, dt_bias=dt_bias, form=form, backend=backend)
     ranked = _ranked(scores, key)
     own = Own(ranked.detach(), *call.candidates(), backend)
-    exchange = Exchange(own, Keep(window, sinks, recent), Row(key.shape[3], key.dtype, ranked.dtype), group, agreement,
-                        room)
+    exchange = Exchange(own, call.keep(), Row(key.shape[3], key.dtype, ranked.dtype, bias_delay > 0), group,
+                        agreement, room, bias_delay)
     key, value, ranked = joined(exchange, key, value, ranked)
-    return attention(query, key, value, mask=exchange.mask, bias=None if scores is None else ranked, scale=scale,
-                     softcap=softcap, deterministic=deterministic, return_lse=return_lse, layout="bnhd",
-                     backend=backend)
+    return attention(query, key, value, mask=exchange.mask, bias=None if scores is None else ranked,
+                     bias_delay=exchange.delay, scale=scale, softcap=softcap, deterministic=deterministic,
+                     return_lse=return_lse, layout="bnhd", backend=backend)
 
 
-def exchanged_bytes(batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int, *, world: int,
-                    rank: int = 0, sinks: int = 0, recent: int = 0) -> tuple[int, int]:
+def exchanged_bytes(batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | Sequence[int], *,
+                    world: int, rank: int = 0, sinks: int = 0, recent: int = 0, bias_delay: int = 0) -> tuple[int, int]:
     """Bytes that a rank receives in the forward and in the backward pass of one call, whatever the lengths.
 
     Forward: one all-gather, from each of ``world - 1`` ranks ``window + sinks + recent`` rows per batch entry and kv
-    head and 40 bytes per batch entry. Backward: one all-to-all, as many gradient rows from each later rank. (Groups on
-    the CPU also compare 8 bytes of every rank, see ``agreement.py``.)
+    head (8 bytes longer with a ``bias_delay``) and 40 bytes per batch entry. Backward: one all-to-all, as many gradient
+    rows from each later rank. (Groups on the CPU also compare 8 bytes of every rank, see ``agreement.py``.)
     """
-    row = Row(head_dim, dtype, torch.float64 if dtype == torch.float64 else torch.float32)
-    rows = batch * kv_heads * Keep(window, sinks, recent).rows
+    row = Row(head_dim, dtype, torch.float64 if dtype == torch.float64 else torch.float32, bias_delay > 0)
+    rows = batch * kv_heads * Keep(window_of(window, kv_heads), sinks, recent).rows
     return ((world - 1) * WORD * (rows * row.words(True) + batch * HEADER),
             (world - 1 - rank) * WORD * rows * row.words(False))
 

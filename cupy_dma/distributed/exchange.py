@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cupy_dma.cache.distances import spread_rows
 from cupy_dma.distributed.agreement import Agreement, all_gather
 from cupy_dma.distributed.rows import Row, picked, with_rows_ahead
 from cupy_dma.distributed.survivors import (
@@ -26,6 +27,7 @@ from cupy_dma.distributed.survivors import (
     first_mask,
     front,
     history_mask,
+    spread,
     survivors,
 )
 from cupy_dma.masks.interval import IntervalMask
@@ -49,13 +51,24 @@ class Received(NamedTuple):
         return found, flat.gather(2, found.index[..., None].expand(*found.index.shape, flat.shape[3]))
 
 
+    def ages(self, found: Front, there: Tensor, row: Row, ranks: int) -> Tensor:
+        """int64 ``(B, Hkv, R)``: how far the token after the first ``ranks`` shards is ahead of the ``found`` rows."""
+        tokens = self.headers[:ranks, :, -1]  # (r, B)
+        later = (tokens.sum(0) - tokens.cumsum(0)).T[:, None].expand(-1, found.index.shape[1], -1)
+        return row.ages(there) + later.gather(2, found.index // self.rows.shape[3])
+
+
 class Exchange:
     """One call on one rank: what has been sent and received, for the backward pass and the mask."""
 
-    def __init__(self, own: Own, keep: Keep, row: Row, group: Any, agreement: Agreement, room: bool = False):
+    def __init__(self, own: Own, keep: Keep, row: Row, group: Any, agreement: Agreement, room: bool = False,
+                 delay: int = 0):
         self.own, self.keep, self.row, self.group, self.agreement = own, keep, row, group, agreement
         self.room = room  # whether key and value have memory of ours ahead of them
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        # Rows ahead of the shard's own, and the delay of their bias with which to attend.
+        self.ahead, self.delay = (0, delay) if self.rank == 0 else spread_rows(keep.rows, own.scores.shape[2], delay)
+        self._delay = delay
         self.mask: IntervalMask | None = None
         self._sent: Survivors | None = None
         self._front: Front | None = None
@@ -84,11 +97,13 @@ class Exchange:
         if key.shape[1]:
             self.row.scores(rows).copy_(self.own.scores.gather(2, self._sent.index))
         self.row.ordinals(rows).copy_(self._sent.ordinal)
+        if self.row.has_ages:
+            self.row.ages(rows).copy_(key.shape[1] - self._sent.index)
         header.copy_(self._sent.header)
 
     def join(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Key, value and scores of the history; sets ``mask``."""
-        scores, rows = self.own.scores, self.keep.rows
+        scores, rows = self.own.scores, self.ahead
         work, received = (None, None) if self.world == 1 else self.send(key, value, self.rank < self.world - 1)
         if self.rank == 0:
             self.mask = first_mask(self.own, self.keep)
@@ -105,10 +120,15 @@ class Exchange:
         assert received is not None
         self.agreement.wait(work)
         found, there = received.front(self.own, self.keep, self.row, self.rank)
+        ahead = self.row.scores(there).masked_fill(~found.filled, -torch.inf)
+        self.mask = history_mask(self.own, self.keep, found, ahead)
+        if self._delay:
+            age = received.ages(found, there, self.row, self.rank)
+            found, there, self.mask = spread(found, there, self.mask, age, key.shape[1], self._delay)
+            ahead = self.row.scores(there).masked_fill(~found.filled, -torch.inf)
         for target, field in zip(joined, self.row.pair(there)):
             target[:, :rows] = field.transpose(1, 2)
-        ahead = self.row.scores(there).masked_fill(~found.filled, -torch.inf)
-        self.mask, self._front = history_mask(self.own, self.keep, found, ahead), found
+        self._front = found
         return joined[0], joined[1], torch.cat((ahead, scores), 2)
 
     # ---- backward ---------------------------------------------------------------------------------------------------
@@ -118,7 +138,7 @@ class Exchange:
         if self.world == 1:
             return list(gradients)
         blocks = self._returned(gradients)
-        found, rows = [], self.keep.rows if self.rank else 0
+        found, rows = [], self.ahead
         for x, axis in zip(gradients, (1, 1, 2)):
             found.append(None if x is None else x.narrow(axis, rows, x.shape[axis] - rows))
         if self.rank < self.world - 1 and self.own.scores.shape[2]:
@@ -147,14 +167,14 @@ class Exchange:
     def _addressed(self, gradients: tuple[Tensor | None, ...], block: tuple[int, ...]) -> Tensor:
         """``(r, B, Hkv, R, words)``: the gradients of the front, each in the slot that its row came from; 0
         elsewhere."""
-        found, (batch, heads, rows, words) = self._front, block
+        found, (batch, heads, rows, words), ahead = self._front, block, self.ahead
         assert found is not None
-        packed = torch.zeros(block, dtype=torch.int64, device=found.index.device)
+        packed = torch.zeros((batch, heads, ahead, words), dtype=torch.int64, device=found.index.device)
         for field, x in zip(self.row.pair(packed), gradients[:2]):
             if x is not None:
-                field.copy_(x[:, :rows].transpose(1, 2))
+                field.copy_(x[:, :ahead].transpose(1, 2))
         if gradients[2] is not None:
-            self.row.scores(packed).copy_(gradients[2][..., :rows])
+            self.row.scores(packed).copy_(gradients[2][..., :ahead])
         slots = self.rank * rows  # one more for what is empty
         sent = packed.new_zeros((batch, heads, slots + 1, words))
         place = torch.where(found.filled, found.index, slots)

@@ -1,9 +1,10 @@
 """Rows on the wire: keys, values and scores of some positions side by side, as 8-byte words.
 
-    row of the forward    [ key: D | value: D | (to 8 bytes) score | ordinal: int32 | (to 8 bytes) ]
+    row of the forward    [ key: D | value: D | (to 8 bytes) score | ordinal: int32 | age: int32 | (to 8 bytes) ]
     row of the backward   [ dkey: D | dvalue: D | (to 8 bytes) dscore | (to 8 bytes) ]
 
-Whole rows are moved, sorted and picked as words whatever their types; fields are views into them.
+The age, how far the shard's end is behind the token, is there for a delayed bias only. Whole rows are moved, sorted and
+picked as words whatever their types; fields are views into them.
 """
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ class Row(NamedTuple):
     head_dim: int
     kind: torch.dtype  # of keys and values
     score: torch.dtype  # float32 or float64
+    has_ages: bool = False
 
     @property
     def _score_at(self) -> int:
@@ -32,7 +34,7 @@ class Row(NamedTuple):
 
     def words(self, ordinals: bool) -> int:
         """Of a row with ordinals (forward) or without (backward)."""
-        return _up(self._score_at + self.score.itemsize + (4 if ordinals else 0)) // WORD
+        return _up(self._score_at + self.score.itemsize + ((8 if self.has_ages else 4) if ordinals else 0)) // WORD
 
     def pair(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Views ``(..., D)`` of key and value in ``rows (..., words)``, int64 with contiguous rows."""
@@ -47,7 +49,14 @@ class Row(NamedTuple):
 
     def ordinals(self, rows: Tensor) -> Tensor:
         """View ``(...)`` of the ordinals, int32."""
-        at = self._score_at + self.score.itemsize
+        return self._int32(rows, self._score_at + self.score.itemsize)
+
+    def ages(self, rows: Tensor) -> Tensor:
+        """View ``(...)`` of the ages, int32."""
+        return self._int32(rows, self._score_at + self.score.itemsize + 4)
+
+    @staticmethod
+    def _int32(rows: Tensor, at: int) -> Tensor:
         return rows.view(torch.uint8)[..., at:at + 4].view(torch.int32)[..., 0]
 
 
@@ -64,8 +73,9 @@ def empty_with_room(batch: int, length: int, kv_heads: int, head_dim: int, rows:
     """An uninitialised tensor ``(batch, length, kv_heads, head_dim)`` for keys or values that has memory for ``rows``
     more rows ahead of each batch entry: ``context_parallel_attention(..., room=True)`` puts what it receives there.
 
-    ``rows``: ``window + sinks + recent``. It is ``buffer[:, rows:]`` of a buffer with ``rows + length`` rows, and so
-    may be any other tensor that is passed with ``room=True``.
+    ``rows``: ``R = window + sinks + recent``, with a ``bias_delay`` ``R + min(bias_delay, R + length)``. It is
+    ``buffer[:, rows:]`` of a buffer with ``rows + length`` rows, and so may be any other tensor that is passed with
+    ``room=True``.
     """
     return torch.empty((batch, rows + length, kv_heads, head_dim), dtype=dtype, device=device)[:, rows:]
 

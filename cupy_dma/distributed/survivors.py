@@ -17,8 +17,10 @@ from torch import Tensor
 
 from cupy_dma import backends
 from cupy_dma.arrays import describe, library_named
+from cupy_dma.cache.distances import places, spread_rows
 from cupy_dma.masks.documents import document_runs
 from cupy_dma.masks.interval import NEVER, Hints, IntervalMask
+from cupy_dma.masks.windows import Window, narrowest, widest
 from cupy_dma.torch.kept import kept_keys
 
 HEADER = 5  # int64 per batch entry: real tokens of the open document, first id, last id, several documents?, tokens
@@ -27,14 +29,14 @@ HEADER = 5  # int64 per batch entry: real tokens of the open document, first id,
 class Keep(NamedTuple):
     """How many keys a query keeps: the best, the first and the last of its document."""
 
-    window: int
+    window: Window
     sinks: int = 0
     recent: int = 0
 
     @property
     def rows(self) -> int:
-        """``R``."""
-        return self.window + self.sinks + self.recent
+        """``R``, of the widest window."""
+        return widest(self.window) + self.sinks + self.recent
 
 
 class Own(NamedTuple):
@@ -109,12 +111,14 @@ def survivors(own: Own, keep: Keep) -> Survivors:
 
 def _best_of_all(own: Own, keep: Keep) -> Tensor | None:
     """Their indices by the backend, where no token is left out and none is kept besides; else None."""
-    plain = own.padding is None and own.documents is None and keep.rows == keep.window < own.scores.shape[2]
-    if not plain or own.scores.dtype != torch.float32 or not own.scores.numel():
+    window, plain = keep.window, own.padding is None and own.documents is None
+    if isinstance(window, tuple) or not plain or not keep.rows == window < own.scores.shape[2]:
+        return None
+    if own.scores.dtype != torch.float32 or not own.scores.numel():
         return None
     scores = describe(own.scores, "scores")
     last_keys = getattr(backends.choose(own.backend, (scores,)), "last_keys", None)
-    return None if last_keys is None else last_keys(scores, keep.window).long().sort(2).values
+    return None if last_keys is None else last_keys(scores, window).long().sort(2).values
 
 
 def _begins(ids: Tensor) -> Tensor:
@@ -176,11 +180,14 @@ def front(scores: Tensor, ordinal: Tensor, headers: Tensor, first_id: Tensor | N
     return Front(index, filled, top.gather(2, index) & filled, placed.gather(2, index), total)
 
 
-def _best(scores: Tensor, valid: Tensor, window: int) -> Tensor:
+def _best(scores: Tensor, valid: Tensor, window: Window) -> Tensor:
     """Which of ``scores (B, Hkv, M)``, in order of position, are among the best ``window`` valid ones: bool."""
     n = scores.shape[2]
-    if n <= window:
+    if n <= narrowest(window):
         return valid
+    if isinstance(window, tuple):
+        return torch.cat([_best(scores[:, head:head + 1], valid[:, head:head + 1], size)
+                          for head, size in enumerate(window)], 1)
     best = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
     ranked = torch.where(valid, _ordered(scores), torch.iinfo(torch.int64).min)
     if scores.dtype == torch.float64:  # no room for the position beside 64 bits: a stable sort knows it
@@ -222,6 +229,27 @@ def history_mask(own: Own, keep: Keep, found: Front, front_scores: Tensor) -> In
     position = torch.arange(rows + n, dtype=torch.int32, device=scores.device)
     # All runs start at their keys: T positions see what the first of them sees, and T - 1 keys that begin later.
     return IntervalMask._make(library_named("torch"), position, stop, Hints("key", (min(rows, rows + n), 1)))
+
+
+def spread(found: Front, sent: Tensor, mask: IntervalMask, age: Tensor, n: int,
+           delay: int) -> tuple[Front, Tensor, IntervalMask]:
+    """``found``, its rows ``sent (B, Hkv, R, words)`` and the mask of the history, with the rows as far apart as their
+    positions (``cache/distances.py``). ``age (B, Hkv, R)``: how far the shard's first token is ahead of them."""
+    rows = found.index.shape[2]
+    total, _ = spread_rows(rows, n, delay)
+    slot = torch.arange(rows, device=age.device)
+    place = torch.where(found.filled, places(torch, age, slot, rows, n, delay), slot)
+
+    def wide(x: Tensor) -> Tensor:
+        index = place if x.ndim == 3 else place[..., None].expand_as(x)
+        return x.new_zeros((*x.shape[:2], total, *x.shape[3:])).scatter_(2, index, x)
+
+    stop = (mask._stop.array.expand(*found.index.shape[:2], rows + n).long() + (total - rows)).clamp(max=NEVER)
+    stop = torch.cat((wide(torch.where(found.filled, stop[..., :rows], 0)), stop[..., rows:]), 2).int()
+    position = torch.arange(total + n, dtype=torch.int32, device=age.device)
+    index, filled, in_top, ordinal = (wide(x) for x in found[:4])
+    return (Front(index, filled, in_top, ordinal, found.total), wide(sent),
+            IntervalMask._make(library_named("torch"), position, stop, mask._hints))
 
 
 def first_mask(own: Own, keep: Keep) -> IntervalMask:

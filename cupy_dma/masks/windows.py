@@ -29,14 +29,6 @@ def window_of(window: Any, heads: int | None = None) -> Window:
     return each if heads is None else _as_one(each)
 
 
-def one_window(window: Any, heads: int, where: str) -> int:
-    """The checked window of all heads. NotImplementedError, naming ``where`` it is needed, if theirs differ."""
-    found = window_of(window, heads)
-    if isinstance(found, tuple):
-        raise NotImplementedError(f"window must be one int for all kv heads in {where}, got {found}")
-    return found
-
-
 def clipped(window: Window, most: int) -> Window:
     """At most ``most``."""
     return _as_one(tuple([min(size, most) for size in window])) if isinstance(window, tuple) else min(window, most)

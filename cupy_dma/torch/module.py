@@ -30,13 +30,13 @@ class DynamicMaskAttention(Layer):
     kv_heads, head_dim : int
         ``Hkv`` and ``D`` of the keys and values; ``D`` is 1 to 256.
     window : int, or one int per kv head
-        Keys kept per query, the highest-scored ones. A cache and a ``process_group`` take an int only.
+        Keys kept per query, the highest-scored ones.
     sinks, recent : int
         How many first and last tokens of each sequence are kept as well, as in ``DynamicCache``. They need
         ``keys="prefix"``.
     bias_delay : int
         How many positions behind a key its score is added to the logits, as in ``cupy_dma.attention``; the selection is
-        not delayed. Not yet with a cache or a ``process_group``.
+        not delayed.
     dt_bias : bool
         Also learn an offset per kv head.
     A_init : float
@@ -66,8 +66,6 @@ class DynamicMaskAttention(Layer):
     ------
     TypeError, ValueError
         An argument has the wrong type or value.
-    NotImplementedError
-        A layer with a ``bias_delay`` is called with a cache or a ``process_group``, before anything runs.
 
     Warns
     -----
@@ -158,16 +156,14 @@ class DynamicMaskAttention(Layer):
         if packed and (padding is not None or documents is not None):
             raise ValueError("cu_seqlens says where the packed sequences begin: give no padding and no documents with "
                              "it")
-        if self._group is not None:
-            self._require_no_delay("a process_group")
         check_inputs(self, query, key, value, packed)
         if not self.A.requires_grad and not self._looked_at_A:
             self._warn_of_no_gradient()
-        options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "deterministic": self.deterministic,
-                                   "return_lse": return_lse, "backend": self.backend}
+        options: dict[str, Any] = {"bias_delay": self.bias_delay, "scale": self.scale, "softcap": self.softcap,
+                                   "deterministic": self.deterministic, "return_lse": return_lse,
+                                   "backend": self.backend}
         if self._group is not None:
             return self._sharded(query, key, value, packed, padding=padding, documents=documents, **options)
-        options["bias_delay"] = self.bias_delay
         if self.sinks or self.recent:
             scores = self._scores(value, padding)
             mask = kept_keys(scores[None] if packed else scores, self.window, self.sinks, self.recent, padding,
@@ -231,10 +227,7 @@ class DynamicMaskAttention(Layer):
         ------
         ValueError
             The layer was made with ``keys="global"``, which selects by scores still to come.
-        NotImplementedError
-            The layer has a ``bias_delay``.
         """
-        self._require_no_delay("a cache")
         if self.keys == "global":
             raise ValueError("a layer with keys='global' cannot decode: it selects by the scores of later keys")
         like = self.A.new_empty(0, device=device)
@@ -280,8 +273,8 @@ class DynamicMaskAttention(Layer):
             raise NotImplementedError("a cache carries no gradient, but the layer's parameters or inputs require grad: "
                                       "call under torch.no_grad()")
         query, key, value = cast(query, key, value)
-        return cache.extend(query, key, value, self._scores(value), scale=self.scale, softcap=self.softcap,
-                            cu_seqlens=cu_seqlens, **options)
+        return cache.extend(query, key, value, self._scores(value), bias_delay=self.bias_delay, scale=self.scale,
+                            softcap=self.softcap, cu_seqlens=cu_seqlens, **options)
 
     @torch.no_grad()
     def prefill(self, cache: DynamicCache, query: Tensor, key: Tensor, value: Tensor, *,
@@ -329,12 +322,7 @@ class DynamicMaskAttention(Layer):
             warnings.warn("A is 0 and does not require grad, so dt_proj gets no gradient and the layer stays a sliding "
                           "window: train A, begin with another A_init, or freeze dt_proj as well", stacklevel=5)
 
-    def _require_no_delay(self, what: str) -> None:
-        if self.bias_delay:
-            raise NotImplementedError(f"a layer with bias_delay={self.bias_delay} cannot be used with {what} yet")
-
     def _check_cache(self, cache: Any) -> None:
-        self._require_no_delay("a cache")
         if not isinstance(cache, DynamicCache):
             raise TypeError(f"cache must be a DynamicCache, as make_cache makes it, got {type(cache).__name__}")
         for name in ("kv_heads", "head_dim", "window", "sinks", "recent"):

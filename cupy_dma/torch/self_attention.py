@@ -73,8 +73,6 @@ class DynamicMaskSelfAttention(Layer):
     ------
     TypeError, ValueError
         An argument has the wrong type or value.
-    NotImplementedError
-        A layer with a ``bias_delay`` is called with a cache or a ``process_group``.
 
     Notes
     -----
@@ -214,7 +212,6 @@ class DynamicMaskSelfAttention(Layer):
 
     def _place(self, tokens: Tokens, positions: Tensor | None, documents: Tensor | None) -> None:
         """Where the tokens of a shard stand."""
-        self.attention._require_no_delay("a process_group")
         tokens.documents = documents
         if positions is None and self.rope is not None and tokens.cu_seqlens is None:
             tokens.positions = self.attention._shard_positions(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cupy_dma.masks.windows import narrowest
 from cupy_dma.torch import attention, dynamic_mask_attention
 from cupy_dma.torch.kept import kept_keys
 from cupy_dma.torch.scores import layer_scores, score_arguments
@@ -135,7 +136,7 @@ def dynamic_attention(module: Any, how: DynamicMask, query: Tensor, key: Tensor,
     if seen is not None:
         padding, documents = seen.padding, _one_numbering(seen.documents)
     if seen is not None and seen.window is not None and seen.window < key.shape[1]:
-        if how.window < seen.window:
+        if narrowest(how.window) < seen.window:
             raise NotImplementedError(
                 f"the best {how.window} keys within a sliding window of {seen.window} are not an interval mask: the "
                 f"dynamic window must be at least the sliding one, or the sliding one at least the number of keys, "

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from cupy_dma.cache import DynamicCache
+from cupy_dma.masks.windows import narrowest
 from cupy_dma.transformers.croppable import CroppableCache
 from cupy_dma.transformers.layers import DynamicMask
 
@@ -162,7 +163,7 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     @property
     def _keeps_all(self) -> bool:
-        return all(self._length <= part.store.window and not part.has_padding for part in self._parts)
+        return all(self._length <= narrowest(part.store.window) and not part.has_padding for part in self._parts)
 
     def check_crop(self, tokens_to_remove: int) -> int:
         """How many tokens ``crop`` takes. Raises what it documents."""

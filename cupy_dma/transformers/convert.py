@@ -5,7 +5,7 @@ All scores are equal while ``A = 0``, so with a window of at least the length th
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -13,14 +13,15 @@ from transformers import PreTrainedModel
 
 from cupy_dma import checks
 from cupy_dma.calls.scores import FORMS
+from cupy_dma.masks.windows import window_of
 from cupy_dma.transformers.converted import convert_modules
 from cupy_dma.transformers.layers import KEY, dynamic_layers
 from cupy_dma.transformers.registration import register
 from cupy_dma.transformers.served import self_attention
 
 
-def convert(model: PreTrainedModel, window: int, *, layers: Iterable[int] | None = None, sinks: int = 0,
-            recent: int = 0, form: str = "exp") -> PreTrainedModel:
+def convert(model: PreTrainedModel, window: int | Sequence[int], *, layers: Iterable[int] | None = None,
+            sinks: int = 0, recent: int = 0, form: str = "exp") -> PreTrainedModel:
     """Give a model dynamic masks, in place.
 
     Parameters
@@ -28,7 +29,7 @@ def convert(model: PreTrainedModel, window: int, *, layers: Iterable[int] | None
     model
         A causal model of transformers, e.g. of ``AutoModelForCausalLM``. Its attention implementation becomes
         ``"cupy_dma"``.
-    window : int
+    window : int, or one int per kv head
         Keys kept per query and kv head, the highest-scored ones.
     layers : ints, optional
         Which layers to convert; by default all but those with a sliding window or chunks of their own.
@@ -60,7 +61,8 @@ def convert(model: PreTrainedModel, window: int, *, layers: Iterable[int] | None
     config = model.config.get_text_config(decoder=True)
     if dynamic_layers(config) or getattr(config, "model_type", None) == "doge":
         raise ValueError(f"model has dynamic masks already: {type(model).__name__}")
-    how = {"window": checks.whole(window, "window", 1), "sinks": checks.whole(sinks, "sinks", 0),
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    how = {"window": window_of(window, heads), "sinks": checks.whole(sinks, "sinks", 0),
            "recent": checks.whole(recent, "recent", 0), "form": form}
     checks.choice(form, "form", FORMS)
     found = self_attention(model)

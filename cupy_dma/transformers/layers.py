@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from cupy_dma.masks.windows import Window
+
 NAME = "cupy_dma"  # of the attention implementation
 KEY = "dynamic_mask"  # of a converted model's note in its configuration
 
@@ -18,7 +20,7 @@ KEY = "dynamic_mask"  # of a converted model's note in its configuration
 class DynamicMask:
     """How a layer selects; see ``cupy_dma.torch.DynamicMaskAttention``."""
 
-    window: int
+    window: Window
     sinks: int = 0
     recent: int = 0
     form: str = "exp"
@@ -34,5 +36,6 @@ def dynamic_layers(config: Any) -> dict[int, DynamicMask]:
     noted = getattr(config, KEY, None)
     if noted is None:
         return {}
-    how = DynamicMask(**{name: value for name, value in noted.items() if name != "layers"})
-    return dict.fromkeys(noted["layers"], how)
+    how: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value  # JSON has lists
+                           for name, value in noted.items() if name != "layers"}
+    return dict.fromkeys(noted["layers"], DynamicMask(**how))

@@ -21,7 +21,8 @@
 // A warp loads its first rows before it is known which are needed, because they take as long to come as that takes to be
 // found out; of the others only those that are needed. counts: sequences with fewer than `token` + 1 tokens take no step.
 //
-// Prelude: that of decode/split_kv.cuh, MIN_BLOCKS, ATTEND (0: there are no queries), CLUSTER.
+// Prelude: that of decode/split_kv.cuh, MIN_BLOCKS, ATTEND (0: there are no queries), CLUSTER, WINDOWS (a window for each
+// kv head), DELAY (of scores as biases: SPEC section 16).
 #include "common/arch.cuh"
 #include "common/rank.cuh"
 #include "decode/split_kv.cuh"
@@ -64,6 +65,8 @@ struct StepParams {
     int slots, window, sinks, recent;
     int length, token;  // L, and which of them
     float scale, softcap;
+    const int* windows;  // (Hkv), with WINDOWS
+    int delay;           // with DELAY
 };
 
 constexpr int NO_SLOT = 2147483647;
@@ -155,6 +158,11 @@ struct Slot {
         in_top = change.enters;
     }
 
+    // What the token at `now` adds to the key's logit.
+    __device__ __forceinline__ float bias(const StepParams& p, long long now) const {
+        return DELAY && position > now - p.delay ? 0.0f : score;
+    }
+
     // Whether the token at `now` sees the key, or needs it to be kept.
     __device__ __forceinline__ bool needed(const StepParams& p, long long now) const {
         return position >= 0 && (in_top || position < p.sinks || position > now - p.recent);
@@ -192,7 +200,7 @@ __device__ __forceinline__ void consider(Candidate& own, const Slot& slot, const
     merge(own, other);
 }
 
-// The logits of a step under the mask `seen` of its 16 slots, their scores in lanes 0 to 15.
+// The logits of a step under the mask `seen` of its 16 slots, their biases in lanes 0 to 15.
 __device__ __forceinline__ void mask_logits(Logits& s, const LogitScale& logit, unsigned seen, float score) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -222,7 +230,8 @@ __device__ void change_state(const StepParams& p, const Head& head, const Change
         p.position[first + change.target] = change.position;
         p.in_top[first + change.target] = change.enters;
     }
-    p.lowest[head.pair] = change.position + 1 < p.window ? -1 : lowest.slot;
+    const int window = WINDOWS ? p.windows[head.group] : p.window;
+    p.lowest[head.pair] = change.position + 1 < window ? -1 : lowest.slot;
     p.lowest_score[head.pair] = from_ordered(lowest.rank);
     p.free[head.pair] = lowest.free == NO_SLOT ? -1 : lowest.free;
 }
@@ -322,7 +331,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
             slot.apply(change);
             const bool mine = lane < STEP && slot.number < end;
             if (mine && set == 0) consider(candidate, slot, change, p);
-            const bool hidden = slot.score == -infinity();  // the score is the key's bias
+            const bool hidden = slot.bias(p, change.position) == -infinity();
             return __ballot_sync(ALL_LANES, mine && slot.needed(p, change.position) && !hidden);
         };
         Slot slot = slot_at(first), following = slot_at(first + STRIDE);
@@ -337,7 +346,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
         __syncthreads();  // the query and the token are in place
         for (int base = first; base < end; base += STRIDE) {
             const unsigned now = seen;
-            const float score = slot.score;
+            const float score = slot.bias(p, change.position);
             const int taken = change.target - base;  // the key whose slot the token takes
             const bool here = taken >= 0 && taken < STEP;
             Logits s;

@@ -24,7 +24,7 @@ class Case:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 6
-    window: int = 7
+    window: int | tuple[int, ...] = 7
     sinks: int = 0
     recent: int = 0
     scores: str = "normal"  # normal ties zero nan infinite rising falling none
@@ -32,6 +32,7 @@ class Case:
     documents: str = ""  # "", short, long, edges (begin with shards), shard (one for each shard, ids that come again)
     softcap: float = 0.0
     scale: float | None = None
+    bias_delay: int = 0
 
     def __str__(self) -> str:
         return self.name
@@ -48,6 +49,11 @@ class Case:
     def keep(self) -> Keep:
         return Keep(self.window, self.sinks, self.recent)
 
+    def rows_ahead(self, rank: int) -> int:
+        """For which a rank's keys and values need room."""
+        rows = self.keep.rows
+        return rows + min(self.bias_delay, rows + self.lengths[rank])
+
     @property
     def bounds(self) -> list[int]:
         return [0, *np.cumsum(self.lengths).tolist()]
@@ -55,7 +61,7 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         return {"window": self.window, "sinks": self.sinks, "recent": self.recent, "softcap": self.softcap,
-                "scale": self.scale}
+                "scale": self.scale, "bias_delay": self.bias_delay}
 
     @cached_property
     def _problem(self) -> dict[str, Tensor | None]:
@@ -121,7 +127,7 @@ class Case:
         scores = self.whole("scores")
         arrays = [numbers(self.whole(name)) for name in ("dout", "query", "key", "value")]
         return arrays, {"dense_mask": self.seen(), "bias": None if scores is None else numbers(scores),
-                        "scale": self.scale, "softcap": self.softcap}
+                        "scale": self.scale, "softcap": self.softcap, "bias_delay": self.bias_delay}
 
 
 def _grid() -> list[Case]:
@@ -152,6 +158,16 @@ def _grid() -> list[Case]:
     cases += [Case(f"{dtype}-D{size}-{world}", lengths=(20, 12, 16, 16)[:world], dtype=dtype, head_dim=size, recent=2)
               for dtype, size, world in (("bfloat16", 32, 4), ("bfloat16", 5, 3), ("float16", 16, 2), ("float32", 7, 3),
                                          ("bfloat16", 64, 2), ("float16", 3, 4))]
+    # Delays that end within a shard, in an earlier one, behind all; longer than a shard and its rows.
+    cases += [replace(three, name=f"delay-{delay}-{name}", bias_delay=delay, **options)
+              for delay in (1, 4, 13, 25, 39, 2**30) for name, options in (
+                  ("usual", {}), ("besides", {"sinks": 2, "recent": 3, "padding": "some", "scores": "infinite"}))]
+    cases += [replace(three, name="delay-documents", bias_delay=6, documents="long", padding="some"),
+              replace(four, name="delay-short-shards", bias_delay=10),
+              Case("delay-shards-of-one", lengths=(20, 1, 1, 8), bias_delay=9, dtype="float32")]
+    cases += [replace(three, name="windows", window=(3, 11)),
+              replace(four, name="windows-besides", window=(9, 2), sinks=2, recent=3, padding="some"),
+              replace(three, name="windows-delay", window=(12, 4), bias_delay=8)]
     return cases
 
 

@@ -19,7 +19,8 @@ def leaves(case: Case, rank: int, device: str = "cpu", room: bool = False) -> li
     def leaf(name: str) -> Tensor | None:
         x = case.shard(name, rank)
         if x is not None and room and name in ("key", "value"):
-            return empty_with_room(*x.shape, case.keep.rows, dtype=x.dtype, device=device).copy_(x).requires_grad_()
+            room_of = empty_with_room(*x.shape, case.rows_ahead(rank), dtype=x.dtype, device=device)
+            return room_of.copy_(x).requires_grad_()
         return None if x is None else x.clone().to(device).requires_grad_()
 
     return [leaf(name) for name in INPUTS]

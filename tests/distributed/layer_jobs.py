@@ -18,7 +18,8 @@ WIDTH, TOKENS, BATCH, N = 16, 11, 2, 26
 class Block(nn.Module):
     def __init__(self, **options: Any):
         super().__init__()
-        self.attention = DynamicMaskSelfAttention(WIDTH, 4, 2, 5, dtype=torch.float64, **options)
+        options = {"window": 5, "dtype": torch.float64, **options}
+        self.attention = DynamicMaskSelfAttention(WIDTH, 4, 2, **options)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()).double()
         nn.init.normal_(self.attention.attention.A)
 
@@ -131,7 +132,9 @@ def generated(group: Any, how: str, steps: int) -> list[Tensor]:
 
 def prompt(how: str, group: Any = None) -> tuple[DynamicMaskSelfAttention, Tensor, Tensor, dict[str, Any]]:
     torch.manual_seed(2)
-    layer = DynamicMaskSelfAttention(WIDTH, 4, 2, 5, sinks=1, recent=3, dtype=torch.float64, process_group=group)
+    window, delay = (5, 0) if how == "padding" else ((6, 3), 7)
+    layer = DynamicMaskSelfAttention(WIDTH, 4, 2, window, sinks=1, recent=3, bias_delay=delay, dtype=torch.float64,
+                                     process_group=group)
     nn.init.normal_(layer.attention.A)
     _, _, given = inputs(how, torch.zeros(BATCH, N + 1, dtype=torch.int64))
     return layer, *torch.randn(2, BATCH, N, WIDTH, dtype=torch.float64), given

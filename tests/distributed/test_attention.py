@@ -32,7 +32,7 @@ def selected(case: Case, found: list[dict]) -> np.ndarray:
         index, filled = (x.numpy() for x in result["front"])
         assert not shown[..., :rows].any(2)[~filled].any()
         for b, g, slot in np.argwhere(filled):
-            source, place = divmod(index[b, g, slot], rows)
+            source, place = divmod(index[b, g, slot], case.keep.rows)
             position = case.bounds[source] + found[source]["sent"][b, g, place]
             assert not seen[b, g, begin:end, position].any(), "a key stands twice in the history"
             seen[b, g, begin:end, position] = shown[b, g, :, slot]
@@ -83,7 +83,8 @@ def test_bytes_are_the_formula(ranks, case):
     kind = getattr(torch, case.dtype)
     for rank, result in enumerate(ranks.run(case.world, jobs.attend, case)):
         forward, backward = exchanged_bytes(case.batch, case.kv_heads, case.head_dim, kind, case.window,
-                                            world=case.world, rank=rank, sinks=case.sinks, recent=case.recent)
+                                            world=case.world, rank=rank, sinks=case.sinks, recent=case.recent,
+                                            bias_delay=case.bias_delay)
         compared = 8 * (case.world - 1)
         assert result["moved"] == [("all-gather", compared), ("all-gather", forward), ("all-to-all", backward)]
 

@@ -35,7 +35,8 @@ def same(found, expected):
 @pytest.mark.parametrize(("how", "world", "options"), [
     ("plain", 2, {}), ("plain", 3, {"sinks": 2, "recent": 3, "qk_norm": True, "bias": True, "dt_bias": True}),
     ("plain", 2, {"checkpoint": True}), ("plain", 4, {"form": "linear", "softcap": 2.0, "rope": None}),
-    ("padding", 3, {"sinks": 2, "recent": 3}), ("documents", 3, {"sinks": 1, "recent": 2}), ("documents", 4, {})],
+    ("padding", 3, {"sinks": 2, "recent": 3}), ("documents", 3, {"sinks": 1, "recent": 2}), ("documents", 4, {}),
+    ("padding", 3, {"bias_delay": 6, "window": (3, 7)}), ("documents", 2, {"bias_delay": 4})],
     ids=str)
 def test_training(ranks, how, world, options):
     loss, gradients = alone(how, options)

@@ -130,8 +130,8 @@ def _announced(argument: Any, session: Session) -> Any:
         for kept in list(argument.workspace.values()):
             if isinstance(kept, Operand):
                 session.operand(kept, writable=True)
-        return argument.having({name: session.operand(getattr(argument, name), writable=True)
-                                for name in (*ARRAYS, "tickets")})
+        changed = {name: session.operand(getattr(argument, name), writable=True) for name in (*ARRAYS, "tickets")}
+        return argument.having({**changed, "windows": argument.windows and session.operand(argument.windows)})
     if isinstance(argument, ExtendCall):
         results = {name: x and session.operand(x, writable=True) for name, x in
                    (("out", argument.out), ("lse", argument.lse))}

@@ -11,6 +11,7 @@ import numpy as np
 
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
+from cupy_dma.masks.windows import widest
 from tests.oracle import reference
 
 SCORES = ("ties", "distinct", "increasing", "decreasing", "equal", "nan", "zeros", "all_nan")
@@ -28,6 +29,7 @@ def draw_scores(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> 
         "nan": lambda: np.where(rng.random(shape) < 0.1, np.nan, rng.integers(-4, 4, shape)),
         "zeros": lambda: np.where(rng.random(shape) < 0.5, 0.0, -0.0),
         "all_nan": lambda: np.full(shape, np.nan),
+        "hidden": lambda: rng.choice([-np.inf, -1.0, 0.5, 2.0], shape),
         "infinite": lambda: rng.choice([-np.inf, -1.0, 1.0, np.inf, np.nan], shape),
     }
     return np.ascontiguousarray(made[kind](), np.float32)
@@ -44,11 +46,12 @@ class History:
     head_dim: int = 8
     value_dim: int | None = None
     dtype: str = "float32"
-    window: int = 7
+    window: int | tuple[int, ...] = 7
     sinks: int = 0
     recent: int = 0
     scores: str = "ties"
     softcap: float = 0.0
+    bias_delay: int = 0
     scale: float | None = None
     seed: int = 0
     options: dict[str, Any] = field(default_factory=dict)  # of the cache
@@ -94,7 +97,7 @@ class History:
         found = []
         for n in lengths:
             results = cache.extend(*self.tokens(begin, begin + n, convert), scale=self.scale, softcap=self.softcap,
-                                   return_lse=True)
+                                   bias_delay=self.bias_delay, return_lse=True)
             found.append([back(x) for x in results])
             begin += n
         outs, lses = zip(*found)
@@ -106,7 +109,7 @@ class History:
         wide = [np.concatenate((x[name], np.zeros((*x[name].shape[:3], size - x[name].shape[3]), x[name].dtype)), 3)
                 for name in ("query", "key", "value")]
         scale = self.head_dim ** -0.5 if self.scale is None else self.scale
-        arguments = (*wide, self.mask, x["scores"], False, scale, self.softcap)
+        arguments = (*wide, self.mask, x["scores"], False, scale, self.softcap, None, self.bias_delay)
         pairs = list(zip(reference.attention(*arguments), reference.same_precision_attention(*arguments, tf32=tf32)))
         dv = x["value"].shape[3]
         return [tuple(part[..., :dv] for part in pairs[0]), pairs[1]]  # type: ignore[list-item]
@@ -123,7 +126,7 @@ class History:
     def check_kept(self, cache: dma.DynamicCache, last: int | None = None, back: Any = np.asarray) -> None:
         """The cache keeps what the token ``last`` sees, integers and scores."""
         last = self.length - 1 if last is None else last
-        rows = self.window + self.sinks + self.recent
+        rows = widest(self.window) + self.sinks + self.recent
         positions, scores = (back(x) for x in cache.kept())
         unordered = np.sort(back(cache.positions), -1)
         assert positions.shape == scores.shape == unordered.shape == (self.batch, self.kv_heads, rows)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from cupy_dma.arrays import numpy_dtype
+from cupy_dma.masks.windows import each_head
 from cupy_dma.torch import DynamicMaskAttention
 from tests.oracle import reference
 
@@ -23,7 +24,7 @@ def kept(scores: np.ndarray, layer: DynamicMaskAttention, real: np.ndarray, docu
     for b, g, p in np.ndindex(scores.shape):
         own = [j for j in range(scores.shape[-1]) if real[b, j] and document[b, j] == document[b, p]]
         past = [j for j in own if j <= p]
-        best = sorted(past, key=lambda j: (scores[b, g, j], j))[-layer.window:]
+        best = sorted(past, key=lambda j: (scores[b, g, j], j))[-each_head(layer.window, scores.shape[1])[g]:]
         last = past[len(past) - min(layer.recent, len(past)):]
         found[b, g, p, [*best, *(j for j in own[:layer.sinks] if j <= p), *last]] = True
     return found

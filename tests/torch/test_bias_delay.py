@@ -105,25 +105,18 @@ def test_self_attention():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", [DynamicMaskAttention, DynamicMaskSelfAttention])
-def test_what_a_layer_with_a_delay_refuses(kind):
-    module = DynamicMaskAttention(HKV, D, 5) if kind is DynamicMaskAttention else DynamicMaskSelfAttention(24, 4, 2, 5)
-    given = draw(torch.float32, False)[:3] if kind is DynamicMaskAttention else [torch.randn(B, N, 24)]
-    cache = module.make_cache(B)
-    module.bias_delay = 4
-    refused = [lambda: module.make_cache(B), lambda: module(*given, cache=cache)]
-    if kind is DynamicMaskAttention:
-        refused += [lambda: module.extend(cache, *given), lambda: module.prefill(cache, *given)]
-    for call in refused:
-        with pytest.raises(NotImplementedError, match="a layer with bias_delay=4 cannot be used with a cache yet"):
-            call()
-    assert not cache.length.any()
-    module.process_group = object()
-    with pytest.raises(NotImplementedError, match="bias_delay=4 cannot be used with a process_group yet"):
-        module(*given)
-    module.process_group, module.bias_delay = None, 0
-    module(*given, cache=cache)
-    assert (cache.length == N).all()
+@pytest.mark.parametrize("window", [5, (3, 8)])
+def test_decoding(window):
+    """Chunks and single tokens give what the layer gives for the whole text; without the delay they would not."""
+    module = DynamicMaskSelfAttention(24, 4, 2, window, bias_delay=4, A_init=1.0, sinks=1, recent=2,
+                                      dtype=torch.float64)
+    x, cache = torch.randn(B, N, 24, dtype=torch.float64), module.make_cache(B)
+    expected, at = module(x), 0
+    for n in (7, 1, 1, 6, *[1] * (N - 15)):
+        torch.testing.assert_close(module(x[:, at:at + n], cache=cache), expected[:, at:at + n])
+        at += n
+    module.bias_delay = 0
+    assert not torch.allclose(module(x)[:, -1], expected[:, -1])
 
 
 def test_a_bias_is_needed_in_a_compiled_graph_too():

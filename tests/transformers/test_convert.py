@@ -36,12 +36,13 @@ def test_a_long_window_changes_nothing(name, how, form):
     assert all(key.endswith((".A", ".dt_proj.weight")) for key in added)
 
 
-@pytest.mark.parametrize("options", [{}, {"sinks": 2, "recent": 3}, {"form": "linear"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"sinks": 2, "recent": 3}, {"form": "linear"}, {"window": (9, 4)}], ids=str)
 @pytest.mark.parametrize("how", ["plain", "left", "packed"])
 def test_the_mask_is_what_it_says(options, how):
     """Against transformers' eager attention with the mask and the scores written out, layer by layer."""
     given, real = small.batch(how)
     model = small.converted("llama", **options)
+    window = options.get("window", small.WINDOW)
     seen = []
 
     def written_out(module, query, key, value, attention_mask, scaling, **_):
@@ -51,7 +52,7 @@ def test_the_mask_is_what_it_says(options, how):
         dt = module.dt_proj(value.transpose(1, 2).flatten(2))
         scores = module.A * torch.nn.functional.softplus(dt)
         scores = (scores if options.get("form") == "linear" else scores.exp()).transpose(1, 2)
-        mask = kept_keys(scores, small.WINDOW, options.get("sinks", 0), options.get("recent", 0), padding, documents,
+        mask = kept_keys(scores, window, options.get("sinks", 0), options.get("recent", 0), padding, documents,
                          None).to_dense(query.shape[2])
         logits = query @ key.repeat_interleave(2, 1).transpose(2, 3) * scaling + scores[:, :, None].repeat_interleave(
             2, 1)

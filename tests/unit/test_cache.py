@@ -11,6 +11,7 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.cache.state import CacheState
+from cupy_dma.masks.windows import each_head
 from tests.oracle import reference
 from tests.oracle.cache_cases import SCORES, History, draw_scores, packed
 from tests.project.pages import run_page
@@ -18,6 +19,10 @@ from tests.unit.test_arrays import Producer
 
 BESIDES = [(0, 0), (2, 0), (0, 3), (2, 3)]  # sinks and recent
 EXACT = History(length=24, batch=1, heads=2, kv_heads=1, dtype="float64", window=5)
+# Delays around the window, the pieces and the whole history; scores of -inf hide keys from far queries only.
+DELAYED = [History(bias_delay=delay, sinks=1, recent=2, scores=scores)
+           for delay in (1, 4, 9, 12, 13, 20, 39, 40, 2**30) for scores in ("distinct", "hidden")] + [
+           History(bias_delay=6, softcap=2.0, value_dim=5), History(bias_delay=6, dtype="bfloat16", window=3)]
 
 
 # ---- the full history ----
@@ -41,7 +46,9 @@ def test_step_by_step(scores, sinks, recent, convert):
     History(softcap=2.0, scale=1.5), History(scale=-0.3), History(value_dim=5, sinks=1), History(value_dim=12),
     History(head_dim=1), History(head_dim=64, dtype="bfloat16", value_dim=32), History(window=1),
     History(window=1, recent=1), History(window=39), History(window=40),
-    History(window=100, sinks=50, recent=50)], ids=str)
+    History(window=100, sinks=50, recent=50), *DELAYED,
+    History(window=(3, 9)), History(window=(12, 1), sinks=2, recent=3), History(window=(40, 5), scores="nan"),
+    History(window=(9, 2), bias_delay=3, scores="hidden")], ids=str)
 @pytest.mark.parametrize("lengths", [[1] * 40, [40], [13, 1, 1, 5, 20]], ids=["steps", "whole", "pieces"])
 def test_against_the_oracle(case, lengths, convert):
     if case.dtype == "float64" and convert.name in ("cupy", "torch-cuda"):
@@ -99,14 +106,15 @@ def test_every_split_equals_one_shot(scores, sinks, recent):
 def check_invariants(state, position):
     """The invariants of ``lowest`` and ``free`` at the next position, as documented in cupy_dma/cache/state.py."""
     where, top, scores = (operand.array for operand in (state.positions, state.in_top, state.scores))
-    assert (top.sum(-1) == min(state.window, position)).all() and not top[where < 0].any()
+    windows = np.array(each_head(state.window, state.kv_heads))
+    assert (top.sum(-1) == np.minimum(windows, position)).all() and not top[where < 0].any()
     for b, g in np.ndindex(state.batch, state.kv_heads):
         used = (top[b, g] != 0) | ((where[b, g] >= 0) & (where[b, g] < state.sinks))
         used |= (where[b, g] >= 0) & (where[b, g] > position - state.recent)
         free, lowest = state.free.array[b, g], state.lowest.array[b, g]
         assert (free == -1 and used.all()) or not used[free]
         ranks = [(scores[b, g, r], where[b, g, r], r) for r in np.flatnonzero(top[b, g])]
-        assert lowest == (min(ranks)[2] if position >= state.window else -1)
+        assert lowest == (min(ranks)[2] if position >= windows[g] else -1)
         assert lowest < 0 or state.lowest_score.array[b, g] == scores[b, g, lowest]
         assert free >= 0 or (state.recent == 0 and where[b, g, lowest] >= state.sinks)
 
@@ -149,11 +157,13 @@ def test_what_nobody_sees_changes_nothing(lengths, convert):
 
 # ---- sequences of different lengths ----
 @pytest.mark.parametrize("form", ["lengths", "cu_seqlens"])
-@pytest.mark.parametrize(("sinks", "recent"), [(0, 0), (2, 3)])
-def test_sequences_of_different_lengths(form, sinks, recent, convert):
+@pytest.mark.parametrize("options", [{}, {"sinks": 2, "recent": 3}, {"bias_delay": 5}, {"bias_delay": 2**30},
+                                     {"window": (9, 4), "bias_delay": 12, "sinks": 1}], ids=str)
+def test_sequences_of_different_lengths(form, options, convert):
     """Against a separate cache for each sequence. Tokens that are not real hold NaN."""
     rng = np.random.default_rng(3)
-    history = History(batch=3, length=60, sinks=sinks, recent=recent, head_dim=16)
+    history = History(batch=3, length=60, head_dim=16, **options)
+    delay = {"bias_delay": history.bias_delay}
     cache, alone = history.cache(convert), [replace(history, batch=1).cache(convert) for _ in range(3)]
     done = np.zeros(3, int)
     for step in range(7):
@@ -173,13 +183,13 @@ def test_sequences_of_different_lengths(form, sinks, recent, convert):
         if form == "lengths":
             given = convert(added.astype((np.int32, np.int64)[step % 2]))
             out, lse = (convert.back(y) for y in cache.extend(*(convert(y) for y in tokens), lengths=given,
-                                                               return_lse=True))
+                                                               return_lse=True, **delay))
             ours = [(out[b, :n], lse[b, :, :n]) for b, n in enumerate(added)]
             rest = [(out[b, n:], lse[b, :, n:]) for b, n in enumerate(added)]
         else:
             rows, bounds = packed(tokens, added, behind=2)
             out, lse = (convert.back(y) for y in cache.extend(*(convert(y) for y in rows), cu_seqlens=convert(bounds),
-                                                               tail_padding=True, return_lse=True))
+                                                               tail_padding=True, return_lse=True, **delay))
             ours = [(out[i:j], lse[:, i:j]) for i, j in pairwise(bounds)]
             rest = [(out[bounds[-1]:], lse[:, bounds[-1]:])]
         for nothing, no_lse in rest:
@@ -187,7 +197,7 @@ def test_sequences_of_different_lengths(form, sinks, recent, convert):
         for b, n in enumerate(added):
             one = [convert(np.ascontiguousarray(y[b:b + 1, :n] if i < 3 else y[b:b + 1, :, :n]))
                    for i, y in enumerate(tokens)]
-            expected, expected_lse = (convert.back(y) for y in alone[b].extend(*one, return_lse=True))
+            expected, expected_lse = (convert.back(y) for y in alone[b].extend(*one, return_lse=True, **delay))
             tolerance = 5e-3 if convert.name in ("cupy", "torch-cuda") else 2e-6
             np.testing.assert_allclose(ours[b][0], expected[0], rtol=0, atol=tolerance)
             np.testing.assert_allclose(ours[b][1], expected_lse[0], rtol=0, atol=tolerance)

@@ -160,6 +160,7 @@ def decoding() -> list[jit.Config]:
         common = (element, size, size, vector, rows, split.WARPS, size == 33,
                   split.min_blocks(size, size, dtype, rows))
         found += [step.StepConfig(*common, attend, 1) for attend in (True, False)]
+        found += [step.StepConfig(*common, True, 1, windows=True, delay=True)]
         found += [flash_decode.FlashDecodeConfig(*common, *rest) for rest in (
             (True, rows > 2, False, True), (False, True, rows == 4, True), (False, False, rows == 3, False))]
     return found
@@ -192,7 +193,7 @@ def chosen(arch: str) -> list[jit.Config]:
 def allowed_spills(config: jit.Config, arch: str) -> int:
     """In bytes."""
     if config.source in ("decode/step.cu", "decode/flash_decode.cu") and config.element != "float" and arch == "sm_90a":
-        return 0  # the usual steps of decoding
+        return 32 if getattr(config, "delay", False) else 0  # the usual steps of decoding; a delay at D 256: 16
     if config.source == "sm90/combine.cu":
         return 0
     if config.source == "sm80/backward_dkv.cu":

@@ -1,6 +1,8 @@
 """A window per kv head: the same as a call per head with its own (SPEC section 17)."""
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -124,7 +126,23 @@ def test_wrong_windows(window, error, message):
         dma.varlen_dynamic_mask_attention(query[0], key[0], value[0], [0, N], [0, N], scores[0], window=window)
 
 
-def test_a_cache_has_one_window():
-    with pytest.raises(NotImplementedError, match=r"window must be one int for all kv heads in a cache, got \(3, 17\)"):
-        DynamicCache(1, HKV, WINDOWS, D)
+def test_caches():
+    """Each head keeps what a cache of its own with its window keeps, also when saved; test_cache.py has the outputs."""
+    query, key, value, scores, _ = draw(np.float32)
+    cache = DynamicCache(B, HKV, list(WINDOWS), D, like=key)
+    assert cache.window == WINDOWS and cache.positions.shape == (B, HKV, max(WINDOWS))
     assert DynamicCache(1, HKV, [3, 3], D).window == 3
+    cache.extend(query, key, value, scores)
+    again = pickle.loads(pickle.dumps(cache))
+    for head, size in enumerate(WINDOWS):
+        alone = DynamicCache(B, 1, size, D, like=key)
+        alone.extend(*own(head, query, key, value, scores))
+        for made in (cache, again, cache.clone()):
+            assert np.array_equal(made.kept().positions[:, head, :size], alone.kept().positions[:, 0])
+            assert (made.kept().positions[:, head, size:] == -1).all()
+    saved = cache.state_dict()
+    again.load_state_dict({**saved, "window": list(WINDOWS)})  # as JSON has it
+    with pytest.raises(ValueError, match=r"saved must be of a cache with window=\(3, 17\), got \(17, 3\)"):
+        cache.load_state_dict({**saved, "window": (17, 3)})
+    with pytest.raises(ValueError, match="window must be an int, or one int for each of 2 kv heads, got 3 of them"):
+        DynamicCache(1, HKV, (1, 2, 3), D)

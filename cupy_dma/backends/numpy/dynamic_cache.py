@@ -54,7 +54,7 @@ def _step(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
         for target, row in zip(targets, fresh):
             target[batch, head, slot] = row
         if call.query is not None:
-            found = _attend(held, after, call, seen)
+            found = _attend(held, after, call, seen, position)
     except BaseException:
         for target, row in zip(targets, before):
             target[batch, head, slot] = row
@@ -81,13 +81,16 @@ def _first_slots(state: CacheState, n: int) -> CacheState:
                          for name in ("key", "value", "scores", "positions", "in_top")})
 
 
-def _attend(held: CacheState, after: CacheState, call: ExtendCall, seen: Any) -> tuple[Any, Any]:
-    """Attention over the slots that are ``seen (B, Hkv, n)``. If key and value differ in width, zero columns even them
-    out."""
+def _attend(held: CacheState, after: CacheState, call: ExtendCall, seen: Any, position: Any) -> tuple[Any, Any]:
+    """Attention over the slots that are ``seen (B, Hkv, n)`` by tokens at ``position (B,)``. If key and value differ in
+    width, zero columns even them out."""
     library, size = held.library, max(held.head_dim, held.value_dim)
     assert call.query is not None
     key, value = (widened(library.operand(x.array.swapaxes(1, 2), x.name), size) for x in (held.key, held.value))
-    mask = checks.with_axes(library.operand(seen[:, :, None], "mask"), 4)
-    out, lse = attention(AttentionCall(widened(call.query, size), key, value, None, mask, key_bias(after.scores), False,
+    mask, scores = checks.with_axes(library.operand(seen[:, :, None], "mask"), 4), after.scores
+    if call.bias_delay:
+        far = after.positions.array <= position[:, None, None] - call.bias_delay
+        scores = library.operand(library.xp.where(far, scores.array, 0), "scores")
+    out, lse = attention(AttentionCall(widened(call.query, size), key, value, None, mask, key_bias(scores), False,
                                        call.scale, call.softcap, False))
     return delivered(held, call, out, lse)

@@ -436,6 +436,7 @@ OWN: dict[str, Callable[[], None]] = {
     "decoding": decoding(),
     "decoding[several splits]": decoding(window=100, recent=2, length=104, heads=2, kv_heads=1),
     "decoding[sinks and recent]": decoding(sinks=2, recent=3),
+    "decoding[windows]": decoding(window=(9, 4)), "decoding[delay]": decoding(bias_delay=4, scores="hidden"),
     "last_queries[1]": last_queries(1),
     "last_queries[4]": last_queries(4),
     "lists_over_chunks": lists_over_chunks,

@@ -22,7 +22,9 @@ def device():
 
 @pytest.mark.parametrize("history", [
     History(length=31, window=6), History(length=31, window=6, sinks=2, recent=3, dtype="bfloat16", head_dim=16),
-    History(length=31, window=9, value_dim=4, scores="nan")], ids=str)
+    History(length=31, window=9, value_dim=4, scores="nan"), History(length=31, window=(9, 3), sinks=1),
+    History(length=31, window=9, bias_delay=5, scores="hidden", dtype="float16", head_dim=16),
+    History(length=31, window=(4, 9), bias_delay=30, recent=2)], ids=str)
 def test_chunks(history):
     cache = history.cache(backend="emulator")
     out, lse = history.run(cache, [12, 9, 10])
@@ -39,9 +41,11 @@ def test_a_long_chunk_sees_more_sinks_and_recent_keys_than_best_ones():
     history.check_kept(cache)
 
 
-def test_packed_chunks():
+@pytest.mark.parametrize("options", [{}, {"bias_delay": 8, "window": (6, 3)}], ids=str)
+def test_packed_chunks(options):
     """Two sequences of 9 and 12 tokens at first, then of 12 and 9."""
-    history = History(length=21, window=6, sinks=1, recent=2, dtype="bfloat16", head_dim=16)
+    history = History(**{"length": 21, "window": 6, "sinks": 1, "recent": 2, "dtype": "bfloat16", "head_dim": 16,
+                         **options})
     cache = history.cache(backend="emulator")
     x, done, outs = history.data, np.zeros(2, int), [[], []]
     for added in ((9, 12), (12, 9)):
@@ -50,7 +54,8 @@ def test_packed_chunks():
         tokens.append(np.stack([np.resize(x["scores"][b, :, at:at + n].T, (12, 2)).T
                                 for b, (at, n) in enumerate(zip(done, added))]))
         rows, bounds = packed(tokens, added)
-        out, lse = cache.extend(*rows, cu_seqlens=bounds, return_lse=True)
+        out, lse = cache.extend(*rows, cu_seqlens=bounds, return_lse=True,
+                               bias_delay=history.bias_delay)
         for b, (begin, end) in enumerate(((0, added[0]), (added[0], 21))):
             outs[b].append((out[begin:end], lse[:, begin:end]))
         done += added

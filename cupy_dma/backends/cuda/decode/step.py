@@ -27,6 +27,7 @@ from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import ELEMENT_BYTES, ELEMENTS, blocks
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
 from cupy_dma.cache.state import CacheState, ExtendCall
+from cupy_dma.masks.windows import widest
 
 STEPS = 8  # tokens of a call that are taken one by one
 CLUSTER, CLUSTER_WARPS, CLUSTER_STEPS = 8, 8, 3  # blocks of a cluster, warps of such a block, and its BLOCK_STEPS
@@ -38,6 +39,8 @@ class StepConfig(SplitConfig):
     source = "decode/step.cu"
     attend: bool
     cluster: int  # blocks of a cluster, 1 = none
+    windows: bool = False  # whether kv heads have windows of their own
+    delay: bool = False  # whether the bias is delayed
 
     def shared_bytes(self, num_splits: int) -> int:
         """``struct StepShared`` and the weights."""
@@ -87,7 +90,7 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
     kernel = _kernel(runtime, index, plan.num_splits, ELEMENTS[state.key.dtype], state.head_dim, state.value_dim,
                      rows_aligned(*operands), plan.rows, plan.warps, call.softcap > 0.0,
                      min_blocks(state.head_dim, state.value_dim, state.key.dtype, plan.rows, plan.cluster),
-                     query is not None, plan.cluster)
+                     query is not None, plan.cluster, state.windows is not None, call.bias_delay > 0)
     fixed, scratch = _fixed(state, plan, heads)
     fields = {**fixed, **_moving(call)}
     if out is not None:
@@ -134,9 +137,11 @@ def cluster_split_size(slots: int) -> int:
 
 @functools.cache  # by fields: they hash faster than a configuration
 def _kernel(runtime: Runtime, index: int, num_splits: int, element: str, head_dim: int, value_dim: int, vector: bool,
-            rows: int, warps: int, softcap: bool, min_blocks: int, attend: bool, cluster: int) -> LoadedKernel:
+            rows: int, warps: int, softcap: bool, min_blocks: int, attend: bool, cluster: int,
+            windows: bool, delay: bool) -> LoadedKernel:
     config = StepConfig(element=element, head_dim=head_dim, value_dim=value_dim, vector=vector, rows=rows, warps=warps,
-                        softcap=softcap, min_blocks=min_blocks, attend=attend, cluster=cluster)
+                        softcap=softcap, min_blocks=min_blocks, attend=attend, cluster=cluster, windows=windows,
+                        delay=delay)
     return runtime.load(config, "decode_step", index, config.shared_bytes(num_splits))
 
 
@@ -159,7 +164,8 @@ def _fixed(state: CacheState, plan: SplitPlan, heads: int) -> tuple[dict[str, An
             "position": state.positions.pointer, "in_top": state.in_top.pointer, "lengths": state.lengths.pointer,
             "lowest": state.lowest.pointer, "lowest_score": state.lowest_score.pointer, "free": state.free.pointer,
             "kv_heads": state.kv_heads, "group": heads // state.kv_heads, "sets": plan.sets,
-            "num_splits": plan.num_splits, "split_size": plan.split_size, "slots": state.rows, "window": state.window,
+            "num_splits": plan.num_splits, "split_size": plan.split_size, "slots": state.rows,
+            "window": widest(state.window), "windows": 0 if state.windows is None else state.windows.pointer,
             "sinks": state.sinks, "recent": state.recent}
         if not state.library.is_capturing(state.device):
             state.workspace.update({array.name: array for array in arrays.values()} | {name: found})
@@ -179,7 +185,8 @@ def _moving(call: ExtendCall) -> dict[str, Any]:
         "key_batch": key.strides[0], "key_row": key.strides[1], "key_head": key.strides[2],
         "value_batch": value.strides[0], "value_row": value.strides[1], "value_head": value.strides[2],
         "score_batch": scores.strides[0], "score_head": scores.strides[1], "score_token": scores.strides[2],
-        "length": call.length, "scale": call.scale, "softcap": call.softcap}
+        "length": call.length, "scale": call.scale, "softcap": call.softcap,
+        "delay": call.bias_delay}
     if query is not None:
         fields.update(query=query.pointer, query_batch=query.strides[0], query_row=query.strides[1],
                       query_head=query.strides[2])
