@@ -11,7 +11,9 @@ Inputs, as in backward.py: bfloat16, 16/8 heads, D 128 and 64, batch 1; N = 8192
 as bias. Masks: "1/8", "1/16": every key for 512 positions, and one in 8 or 16, drawn for each kv head, for ever.
 "gates 1/2" to "1/16": the same from gates (``from_gate``), whose logarithms are the bias, from a distance of 512 on.
 "lognormal": a key's lifetime is lognormal, median 256, sigma 1.5. "budgets": the best 256 to 2048 keys, another number
-for each kv head. "sinks": 4 sinks and a window of 1024, as a cache records them. "top-w": the best 1024 keys, of which
+for each kv head. "sinks": StreamingLLM, 4 sinks and a window of 1024, as a cache records them. "H2O": what a cache with
+room for 1024 keys has evicted, the least attended ones, recorded for each kv head over texts of 8192 tokens, one after
+the other (see ``h2o_stops``). "top-w": the best 1024 keys, of which
 the library knows only starts and stops; "top-w, bound": the same mask with its bound. "all": every key for ever,
 "none": no key.
 Backward: gradients of query, key, value and bias. "with lists": they are made anew. Forward and backward: attention and
@@ -26,6 +28,7 @@ Check: sampled gradients, from the forward's output and lse, against float64; se
 """
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -40,7 +43,7 @@ from benchmarks.harness.suite import Case
 WINDOW = 512
 CLOSED = -20.0  # the logarithm of a gate that is closed
 PATTERNS = ("1/8", "1/16", "lognormal", "top-w", "top-w, bound", "all", "none", "gates 1/8", "gates 1/16",
-            "gates 1/2", "budgets", "sinks")
+            "gates 1/2", "budgets", "sinks", "H2O")
 
 
 def cases(which: str, quick: bool = False) -> list[Case]:
@@ -52,6 +55,26 @@ def cases(which: str, quick: bool = False) -> list[Case]:
     found += [Case("intervals", 16, 8, 64, 32768, 32768, 1024, pattern=pattern)
               for pattern in ("1/8", "top-w", "gates 1/8")]
     return [c for c in found if c.key_length == 32768 and "1/8" in c.pattern] if quick else found
+
+
+@functools.cache
+def h2o_stops(heads: int, length: int, budget: int) -> Any:
+    """Where the keys of each head stop to be seen, int64 ``(heads, length)``: evictions of H2O (examples/eviction.py)
+    over synthetic attention, 8192 tokens at a time. All queries of a head lean towards one direction, so that some keys
+    are heavy hitters. Each text begins with an empty cache and ends with all its keys, so at most ``budget`` keys are
+    alive at a time; three in four die as soon as they are no longer recent, ``budget / 2`` positions behind."""
+    import numpy as np
+
+    from examples.eviction import generate, h2o
+
+    rng, text, size = np.random.default_rng(0), min(length, 8192), 32
+    stops = []
+    for _ in range(heads):
+        query, key = rng.standard_normal((2, text, size))
+        query += 3 * rng.standard_normal(size)
+        stops.append(generate(query, key, np.zeros((text, 1)), budget, h2o)[1])
+    begins = np.arange(length) // text * text
+    return begins + np.tile(stops, (1, -(-length // text)))[:, :length]
 
 
 class Benchmark(backward.Benchmark):
@@ -106,6 +129,9 @@ class Benchmark(backward.Benchmark):
         position, drawn = torch.arange(n, device=self._device), self.drawn()
         if case.pattern == "sinks":
             return dma.IntervalMask.from_stop(torch.where(position < 4, n, position + case.window).expand(shape))
+        if case.pattern == "H2O":
+            stops = torch.from_numpy(h2o_stops(case.kv_heads, n, case.window))
+            return dma.IntervalMask.from_stop(stops.to(self._device))
         if case.pattern == "lognormal":
             life = (1.5 * torch.special.ndtri(drawn.double().clamp(1e-6, 1 - 1e-6)) + 5.545).exp()
             return dma.IntervalMask.from_stop(position + life.long() + 1)
