@@ -11,10 +11,14 @@
 // The kind of a key is how many of the queries see it: at least 32 << kind, or fewer for kind 0; EVER: all from its first
 // one to the last; UNSEEN. Kinds whose keys come so close that a block would hold several of them anyway are one group.
 //
-// Prelude: CAUSAL.
-#define SEQUENCES 0
+// With SEQUENCES (start and stop are rows of query, lists/varlen.cu) keys are ordered segment by segment: the chunks whose
+// first key belongs to one sequence are a segment, so that a long sequence is one, and a chunk of short sequences is one. A
+// tile looks at the segments that its sequence meets (chunk_info); other sequences' keys in them no row of the tile sees.
+//
+// Prelude: CAUSAL, SEQUENCES.
 #include "common/arch.cuh"
 #include "common/block_select.cuh"
+#include "common/varlen.cuh"
 #include "lists/key_intervals.cuh"
 
 struct LifetimeParams {
@@ -24,10 +28,12 @@ struct LifetimeParams {
     int* order;        // (rows, key_length): keys
     int2* interval;    // (rows, key_length): of the keys in that order
     int* seen_count;   // (rows)
+    int4* chunk_info;  // SEQUENCES (rows, chunks): seen keys of the chunk's segment, 0, 0, and where they begin in the order
+    const int* bounds;  // SEQUENCES (4, sequences)
     int4* summaries;   // for each size of blocks (rows, blocks of a row): lowest start, highest start, lowest and highest stop
     long long start_batch, start_head, stop_batch, stop_head;  // strides, in elements; 0 where an axis broadcasts
     int heads;  // of the mask: row = batch * heads + head
-    int rows, key_length, query_length, chunks;
+    int rows, key_length, query_length, chunks, sequences;
 };
 
 constexpr int SHORTEST = 32;  // queries that see a key of kind 0, at most twice as many
@@ -36,7 +42,9 @@ constexpr int BLOCK = 96;  // keys of a block, of which a group must have more a
 
 __device__ __forceinline__ int kind_of(int2 interval, int key_length) {
     if (interval.x >= interval.y) return UNSEEN;
+#if !SEQUENCES
     if (interval.y >= key_length) return EVER;
+#endif
     return min(max(26 - __clz(interval.y - interval.x), 0), EVER - 1);  // log2 of lifetime / 32
 }
 
@@ -63,9 +71,22 @@ struct Groups {
     bool backward[KINDS];
 };
 
-// From the keys of each kind in all chunks and in those before, by one thread.
+// The chunks that are ordered together with this one: first and end.
+__device__ __forceinline__ int2 segment_of(const LifetimeParams& p, int chunk) {
+#if SEQUENCES
+    const int *key_first = p.bounds + 2 * p.sequences, *key_end = key_first + p.sequences;
+    const int key = chunk * CHUNK, b = sequence_of_row(key_first, p.sequences, key);
+    if (key >= key_end[b]) return make_int2(chunk, chunk + 1);
+    return make_int2((key_first[b] + CHUNK - 1) / CHUNK, (key_end[b] + CHUNK - 1) / CHUNK);
+#else
+    return make_int2(0, p.chunks);
+#endif
+}
+
+// From the keys of each kind in all chunks of the segment and in those before this one, by one thread. `at`, `unseen_at`:
+// where the segment's keys begin in the order, and those that no query sees.
 __device__ __forceinline__ void find_groups(Groups& groups, const int (&all)[KINDS], const int (&before)[KINDS],
-                                            int query_length) {
+                                            int query_length, int at, int unseen_at) {
     // From the shortest-lived kind up: of the kinds below, those that share a group have its first kind.
     int first[KINDS], keys = 0, group = 0;
     long long longest = 2 * SHORTEST;
@@ -79,7 +100,7 @@ __device__ __forceinline__ void find_groups(Groups& groups, const int (&all)[KIN
         if (all[kind] > 0) longest = own;
         keys += all[kind];
     }
-    int at = 0, count = 0;
+    int count = 0;
     auto add = [&](int from, int to) {  // a group of these kinds
         int size = 0, earlier = 0;
         for (int kind = from; kind <= to; ++kind) {
@@ -87,7 +108,7 @@ __device__ __forceinline__ void find_groups(Groups& groups, const int (&all)[KIN
             size += all[kind];
             earlier += before[kind];
         }
-        groups.begin[count] = at;
+        groups.begin[count] = from < UNSEEN ? at : unseen_at;
         groups.size[count] = size;
         groups.earlier[count] = earlier;
         groups.backward[count] = from < UNSEEN && count % 2 == 1;
@@ -102,17 +123,30 @@ __device__ __forceinline__ void find_groups(Groups& groups, const int (&all)[KIN
 
 extern "C" __global__ void __launch_bounds__(THREADS) order_keys(const LifetimeParams p) {
     wait_for_earlier_kernels();
-    __shared__ int warp_values[32], all[KINDS], before[KINDS];
+    __shared__ int warp_values[32], all[KINDS], before[KINDS], unseen, unseen_ahead;  // of the row; ahead of the segment
     __shared__ Groups groups;
     const int row = blockIdx.x / p.chunks, chunk = blockIdx.x - row * p.chunks;
     const int first = chunk * CHUNK + threadIdx.x * OWN, lane = threadIdx.x & 31;
+    const int2 segment = segment_of(p, chunk);
     for (int kind = threadIdx.x / 32; kind < KINDS; kind += WARPS) {
         const int* counts = p.kind_count + (long long)row * p.chunks * KINDS + kind;
-        int sum = 0, earlier = 0;
-        for (int c = lane; c < p.chunks; c += 32) {
+        int sum = 0, earlier = 0, row_sum = 0, ahead = 0;
+        const bool whole = SEQUENCES && kind == UNSEEN;
+        for (int c = (whole ? 0 : segment.x) + lane; c < (whole ? p.chunks : segment.y); c += 32) {
             const int own = counts[(long long)c * KINDS];
+            row_sum += own;
+            if (c < segment.x) ahead += own;
+            if (c < segment.x || c >= segment.y) continue;
             sum += own;
             if (c < chunk) earlier += own;
+        }
+        if (kind == UNSEEN) {
+            row_sum = __reduce_add_sync(ALL_LANES, row_sum);
+            ahead = __reduce_add_sync(ALL_LANES, ahead);
+            if (lane == 0) {
+                unseen = row_sum;
+                unseen_ahead = ahead;
+            }
         }
         sum = __reduce_add_sync(ALL_LANES, sum);
         earlier = __reduce_add_sync(ALL_LANES, earlier);
@@ -123,8 +157,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) order_keys(const LifetimeP
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-        find_groups(groups, all, before, p.query_length);
-        if (chunk == 0) p.seen_count[row] = p.key_length - all[UNSEEN];
+        const int keys = min(segment.y * CHUNK, p.key_length) - segment.x * CHUNK, at = segment.x * CHUNK - unseen_ahead;
+        find_groups(groups, all, before, SEQUENCES ? min(keys, p.query_length) : p.query_length, at,
+                    p.key_length - unseen + unseen_ahead);
+        if (chunk == 0) p.seen_count[row] = p.key_length - unseen;
+        if (SEQUENCES) p.chunk_info[blockIdx.x] = make_int4(keys - all[UNSEEN], 0, 0, at);
     }
     __syncthreads();
 

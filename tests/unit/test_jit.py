@@ -55,6 +55,7 @@ def specialisations(limit: int, every: bool) -> list[jit.Config]:
     found += [configs.ListConfig(causal, block) for causal in (False, True) for block in (64,)]
     found += [configs.DenseConfig(queries) for queries in (8, 32, 128)] + [configs.DenseSupersConfig()]
     found += [configs.LifetimesConfig(causal) for causal in (False, True)]
+    found.append(configs.LifetimesConfig(False, sequences=True))
     found += [configs.ListConfig(False, 64, sequences=True), configs.SequenceConfig(causal=True)]
     found += [configs.ScoreConfig("__half", "float", "float", 64, 1, 1, True, True, False, False),
               configs.ScoreConfig(*("__nv_bfloat16",) * 3, 128, 8, 8, True, True, False, True),

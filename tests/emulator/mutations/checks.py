@@ -456,6 +456,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "delay[Hopper, hidden]": test_bias_delay.test_keys_that_whole_steps_do_not_see,
     "delay[Hopper, softcap]": delay("Hopper, one pass", "delay-100-long-causal-D64-4"),
     "delay[Hopper, sequences]": packed_delay("Hopper, two passes", "delay-30-top_w"),
+    "test_the_order_of_packed_sequences": elsewhere(test_lifetimes.test_the_order_of_packed_sequences, "mixed"),
     "test_gradients_by_lifetimes[Hopper, two rows]":
         elsewhere(test_lifetimes.test_gradients, True, False, "lognormal"),
     "test_gradients_by_lifetimes[Hopper]":

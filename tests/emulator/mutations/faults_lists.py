@@ -18,6 +18,12 @@ FAULTS = [
     Fault("groups do not depend on how many keys they have", "lists/lifetimes.cu",
           "keys * (own - longest) >= (long long)BLOCK * query_length", "own > longest", ORDER),
     Fault("summaries of other sizes are taken", "lists/lifetimes.cu", "first_block += blocks;", "", ORDER),
+    Fault("packed sequences are ordered chunk by chunk", "lists/lifetimes.cu", "if (key >= key_end[b])", "if (true)",
+          "test_the_order_of_packed_sequences"),
+    Fault("all segments begin at the first key", "lists/lifetimes.cu", "at = segment.x * CHUNK - unseen_ahead;", "at = 0;",
+          "test_the_order_of_packed_sequences"),
+    Fault("a chunk tells of all keys of its segment", "lists/lifetimes.cu", "make_int4(keys - all[UNSEEN],",
+          "make_int4(keys,", "test_the_order_of_packed_sequences"),
     Fault("tiles by lifetimes are of another row", "common/key_tile.cuh", "    rest %= rows;\n", "",
           "test_gradients_by_lifetimes[Hopper, two rows]"),
     # ---- values and edges ----

@@ -1,18 +1,22 @@
 """Masks without a bound: their keys in the order of their lifetimes, and attention and gradients that go through it."""
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import cupy_dma as dma
+from cupy_dma.arrays import describe
 from cupy_dma.backends.cuda.attention import sm90_backward
 from cupy_dma.backends.cuda.lists import intervals
 from cupy_dma.backends.cuda.lists.intervals import SUMMARY_SIZES
+from cupy_dma.backends.cuda.lists.varlen import mask_of_rows
 from cupy_dma.backends.cuda.runtime.configs import blocks
 from cupy_dma.backends.cuda.runtime.program import fresh, run
-from cupy_dma.backward import attention_backward
+from cupy_dma.backward import attention_backward, varlen_attention_backward
+from cupy_dma.calls.sequences import sequences_of
 from tests import emulator
 from tests.emulator.runtime import Order
 from tests.oracle import reference, schedule_cases
@@ -21,9 +25,10 @@ from tests.oracle.lifetime_cases import NAMES, masks
 EVER_KIND, UNSEEN = 17, 18
 
 
-def expected_order(start: np.ndarray, stop: np.ndarray, queries: int) -> tuple[np.ndarray, int]:
-    """The keys of one row, whose intervals lie within the positions of queries, and how many are seen."""
-    n, life = len(start), stop - start
+def expected_order(start: np.ndarray, stop: np.ndarray, queries: int, end: int | None = None) -> tuple[np.ndarray, int]:
+    """The keys of one row, whose intervals lie within the positions of queries, and how many are seen. ``end``: where
+    keys stop that live to the end, by default behind the last one."""
+    n, life = len(start) if end is None else end, stop - start
     kind = np.clip(np.floor(np.log2(np.maximum(life, 1) / 32)).astype(int), 0, EVER_KIND - 1)
     kind = np.where(life <= 0, UNSEEN, np.where(stop >= n, EVER_KIND, kind))
     groups: list[list[int]] = [[]]
@@ -39,7 +44,7 @@ def expected_order(start: np.ndarray, stop: np.ndarray, queries: int) -> tuple[n
     found = [keys for group in ([EVER_KIND], *groups[::-1]) if len(keys := np.flatnonzero(np.isin(kind, group)))]
     found = [keys[::-1] if i % 2 else keys for i, keys in enumerate(found)]
     unseen = np.flatnonzero(kind == UNSEEN)
-    return np.concatenate([*found, unseen]).astype(int), n - len(unseen)
+    return np.concatenate([*found, unseen]).astype(int), len(start) - len(unseen)
 
 
 def made_order(mask: dma.IntervalMask, queries: int, causal: bool, **runtime: Any) -> dict[str, np.ndarray]:
@@ -81,6 +86,115 @@ def test_the_order_is_that_of_numpy(keys, queries, name):
                     own = order[block * size:min(seen, (block + 1) * size)]
                     assert summary[block].tolist() == [start[own].min(), start[own].max(), stop[own].min(),
                                                        stop[own].max()]
+
+
+LONG, CHUNK = 2**31 - 1, 2048
+PACKED = {  # lengths of queries and keys: within chunks, over several, at their edges, unused and missing keys
+    "short": ((30, 30), (0, 5), (200, 200), (7, 0), (90, 40)),
+    "long": ((40, 5000), (10, 10), (30, 3000)),
+    "edges": ((20, CHUNK), (20, 2 * CHUNK), (5, 1), (9, CHUNK - 1)),
+    "mixed": ((10, 700), (10, 900), (20, 6000), (5, 300), (5, 2500)),
+}
+
+
+def packed_mask(name: str, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, dma.IntervalMask]:
+    """Cumulative lengths of queries and keys, and a mask of two heads without a bound: one key in eight for ever, the
+    others for 40 positions, and one in ten never."""
+    lengths = np.array(PACKED[name])
+    bounds_q, bounds_k = (np.concatenate(([0], np.cumsum(x))).astype(np.int32) for x in lengths.T)
+    n = int(bounds_k[-1])
+    draw = rng.random((2, n))
+    stop = np.where(draw < 1 / 8, LONG, np.where(draw < 0.9, np.arange(n) + 40, 0))
+    return bounds_q, bounds_k, dma.IntervalMask(np.full((2, n), -LONG, np.int32), stop.astype(np.int32))
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_the_order_of_packed_sequences(name):
+    """Segment by segment: the chunks whose first key is of one sequence, any other chunk by itself."""
+    bounds_q, bounds_k, given = packed_mask(name, np.random.default_rng(2))
+    total, n = int(bounds_q[-1]), int(bounds_k[-1])
+    fields: dict[str, Any] = {}
+    query, key = (describe(np.zeros((1, x, 2, 1), np.float32), "x") for x in (total, n))
+    sequences = sequences_of(query, key, bounds_q, bounds_k, None, None)
+
+    def make(build: Any, bounds: Any, mask: Any) -> Any:
+        own = replace(sequences, bounds=bounds)
+        order = intervals._key_order(build, mask_of_rows(build, mask, own, True), total, False, own)
+        fields.update({name: ref.offset // 4 for name, ref in order.fields.items()})
+        return order.workspace
+
+    with emulator.using() as device, device.memory.session() as session:
+        words = run(device, make, session.operand(sequences.bounds), emulator._announced(given, session))
+    chunks = blocks(n, CHUNK)
+    start, stop = np.zeros((2, n), int), np.zeros((2, n), int)  # in rows
+    segments = [(c, c + 1) for c in range(chunks)]
+    for qa, qb, ka, kb in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:]):
+        shift = kb - qb
+        start[:, ka:kb] = np.clip(np.maximum(given.start, np.arange(n))[0, :, ka:kb].astype(int) - shift, qa, qb)
+        stop[:, ka:kb] = np.clip(given.stop[0, :, ka:kb].astype(int) - shift, qa, qb)
+        own = range(blocks(int(ka), CHUNK), blocks(int(kb), CHUNK))
+        for c in own:
+            segments[c] = own.start, own.stop
+    for row in range(2):
+        order = words[fields["order"]:][:2 * n].reshape(2, n)[row]
+        info = words[fields["chunk_info"]:][:8 * chunks].reshape(2, chunks, 4)[row]
+        expected, unseen = [], []
+        for first, end in dict.fromkeys(segments):
+            keys = slice(first * CHUNK, min(end * CHUNK, n))
+            size = keys.stop - keys.start
+            found, seen = expected_order(start[row, keys], stop[row, keys], min(size, total), LONG)
+            assert all(info[c].tolist() == [seen, 0, 0, sum(map(len, expected))] for c in range(first, end))
+            expected.append(found[:seen] + keys.start)
+            unseen.append(found[seen:] + keys.start)
+        assert np.array_equal(order, np.concatenate([*expected, *unseen]))
+        assert words[fields["seen_count"]:][row] == sum(map(len, expected))
+
+
+@pytest.mark.parametrize("hopper", [False, True], ids=["portable", "Hopper"])
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences(name, hopper):
+    """Outputs and gradients of packed sequences are those of each by itself; unseen keys may hold anything."""
+    rng = np.random.default_rng(4)
+    bounds_q, bounds_k, mask = packed_mask(name, rng)
+    total, n, size = int(bounds_q[-1]), int(bounds_k[-1]), 64 if hopper else 16
+    q, dout = rng.standard_normal((2, total, 2, size)).astype(np.float16)
+    k, v = rng.standard_normal((2, n, 2, size)).astype(np.float16)
+    hidden = mask.stop[0].T <= np.arange(n)[:, None]
+    k[hidden] = v[hidden] = np.nan
+    given = {"mask": mask, "causal": True, "backend": "emulator"}
+    with emulator.hopper_gpu() if hopper else emulator.using():
+        out, lse = dma.varlen_attention(q, k, v, bounds_q, bounds_k, **given, return_lse=True)
+        found = varlen_attention_backward(dout, q, k, v, out, lse, bounds_q, bounds_k, **given)
+    assert np.isfinite(out).all() and not any(x[hidden].any() for x in found[1:3])
+    for qa, qb, ka, kb in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:]):
+        if qa == qb or ka == kb:
+            continue
+        position = np.arange(qb - qa)[:, None] + (kb - qb)
+        seen = (np.arange(ka, kb) <= position + qa) & (position + qa < mask.stop[0, :, None, ka:kb])
+        arguments = [x[None, a:b] for x, a, b in ((dout, qa, qb), (q, qa, qb), (np.nan_to_num(k), ka, kb),
+                                                  (np.nan_to_num(v), ka, kb))]
+        exact, plain = (f(*arguments[1:], seen[None]) for f in (
+            reference.attention, reference.same_precision_attention))
+        reference.assert_matches_reference(out[None, qa:qb], exact[0], plain[0], out.dtype)
+        exact, plain, terms = (f(*arguments, seen[None]) for f in (
+            reference.attention_gradients, reference.same_precision_attention_gradients,
+            reference.attention_gradient_terms))
+        for x, a, b, *numbers in zip(found, (qa, ka, ka), (qb, kb, kb), exact, plain, terms):
+            reference.assert_matches_reference(x[None, a:b], *numbers[:2], x.dtype, 3, numbers[2])
+
+
+def test_tiles_of_packed_sequences_skip_what_they_do_not_see():
+    """Four sequences of 8192 tokens, a window of 512 and one key in eight for ever: blocks that a tile visits."""
+    n, rng = 8192, np.random.default_rng(0)
+    start, needed, visited = np.arange(n), 0, 0
+    for _ in range(4):
+        stop = np.where(rng.random(n) < 1 / 8, n, np.minimum(start + 512, n))
+        order, _ = expected_order(start, stop, n, LONG)
+        first, last = (np.array([f(x[order[at:at + 64]]) for at in range(0, n, 64)]) for f, x in
+                       ((np.min, start), (np.max, stop)))
+        visited += sum(((first <= at + 95) & (last > at)).sum() for at in range(0, n, 96)) * 64 * 96
+        needed += (stop - start).sum()
+    assert visited < 1.35 * needed
 
 
 @pytest.mark.parametrize("order", [Order("backward", "backward"), Order("random", "random", 3)], ids=str)

@@ -3,7 +3,7 @@
 A mask of which it is known that few keys meet a tile gets a list per tile (``KEYS_LISTED``). Any other mask gets one
 list per row, of all keys that some query sees, with a summary per block of keys by which a tile skips what it does not
 see (``KEYS_SHARED``): memory stays linear for every mask. Where there is no bound, keys are in the order of their
-lifetimes, and the gradients of keys go through that list, too.
+lifetimes, and the gradients of keys go through that list, too, but for those of packed sequences.
 """
 from __future__ import annotations
 
@@ -59,10 +59,11 @@ def key_lists(build: Builder, mask: IntervalMask, query_length: int, queries: in
 
     With ``sequences`` the mask is one of rows (``mask_of_rows``), which belongs to a single call.
     """
-    order = key_order(build, mask, query_length, causal, sequences)
-    if order is not None:
-        return KeyLists("KEYS_SHARED", {"list": order.fields["order"], "list_lengths": order.fields["seen_count"],
-                                        "summaries": order.fields[f"summaries_{block_n}"]}, None)
+    if mask._bound is None:
+        order = _derived(build, mask, _key_order, query_length, causal, sequences).fields
+        of_chunks = {"chunk_info": order["chunk_info"], "chunk": LIST_CHUNK} if sequences else {}
+        return KeyLists("KEYS_SHARED", {"list": order["order"], "list_lengths": order["seen_count"],
+                                        "summaries": order[f"summaries_{block_n}"], **of_chunks}, None)
     # A tile's own list knows no blocks: forward and backward share it, whatever their blocks of keys.
     block_n = 64 if _tile_capacity(mask, queries) else block_n
     return _derived(build, mask, _tile_lists, query_length, queries, block_n, causal, sequences, short_tiles)
@@ -72,7 +73,7 @@ def key_lists(build: Builder, mask: IntervalMask, query_length: int, queries: in
 class KeyOrder:
     """All keys of a mask row by their lifetimes, for masks without a bound (kernels/lists/lifetimes.cu)."""
 
-    fields: Fields  # order, seen_count, and summaries of blocks of each size
+    fields: Fields  # order, seen_count, of packed sequences chunk_info, and summaries of blocks of each size
     workspace: Array | None
 
 
@@ -82,21 +83,24 @@ def key_order(build: Builder, mask: IntervalMask, query_length: int, causal: boo
     a bound, and for packed sequences."""
     if mask._bound is not None or sequences is not None:
         return None
-    return _derived(build, mask, _key_order, query_length, causal)
+    return _derived(build, mask, _key_order, query_length, causal, None)
 
 
-def _key_order(build: Builder, mask: IntervalMask, query_length: int, causal: bool) -> KeyOrder:
+def _key_order(build: Builder, mask: IntervalMask, query_length: int, causal: bool,
+               sequences: Sequences | None = None) -> KeyOrder:
     rows, length = mask.shape[0] * mask.shape[1], mask.key_length
     chunks = rows * blocks(length, LIST_CHUNK)
     all_blocks = {size: rows * blocks(length, size) for size in SUMMARY_SIZES}
     space = Workspace(build, kind_count=LIFETIME_KINDS * chunks, order=rows * length, interval=2 * rows * length,
-                      seen_count=rows, summaries=4 * sum(all_blocks.values()))
+                      seen_count=rows, chunk_info=4 * chunks if sequences else 0,
+                      summaries=4 * sum(all_blocks.values()))
+    packed = {"bounds": sequences.bounds.pointer, "sequences": sequences.count} if sequences else {}
     params = jit.params("lists/lifetimes.cu", "LifetimeParams").pack_some(
-        _mask_fields(mask, query_length), {"rows": rows}, space.refs)
+        _mask_fields(mask, query_length), {"rows": rows, **packed}, space.refs)
     for entry, grid in (("count_kinds", chunks), ("order_keys", chunks),
                         ("summarize_keys", blocks(sum(all_blocks.values()), LIST_WARPS))):
-        build.launch(build.load(LifetimesConfig(causal), entry), grid, LIST_THREADS, params)
-    fields = {name: space.refs[name] for name in ("order", "seen_count")}
+        build.launch(build.load(LifetimesConfig(causal, bool(sequences)), entry), grid, LIST_THREADS, params)
+    fields = {name: space.refs[name] for name in ("order", "seen_count", *(["chunk_info"] if sequences else []))}
     at = space.refs["summaries"]
     for size, count in all_blocks.items():
         fields[f"summaries_{size}"] = at

@@ -71,6 +71,7 @@ class ListConfig(jit.Config):
 class LifetimesConfig(jit.Config):
     source = "lists/lifetimes.cu"
     causal: bool
+    sequences: bool = False
 
 
 @dataclass(frozen=True)
