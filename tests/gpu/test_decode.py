@@ -97,6 +97,8 @@ def clusters(request, monkeypatch):
     History(dtype="float16", head_dim=5, value_dim=7, window=9, heads=3, kv_heads=1, softcap=3.0, scale=0.7),
     History(dtype="float32", head_dim=256, window=3, length=8, heads=8, kv_heads=1, batch=1, scale=-0.05),
     History(dtype="float32", head_dim=40, window=129, sinks=3, length=140), History(scores="nan", dtype="float16"),
+    History(dtype="bfloat16", head_dim=64, window=(90, 30), recent=3, length=100, batch=1, bias_delay=20),
+    History(dtype="float16", head_dim=128, window=(9, 200), length=220, batch=1, bias_delay=30, scores="hidden"),
 ], ids=str)
 def test_steps_in_clusters_and_with_tickets(case, clusters):
     cupy = pytest.importorskip("cupy")

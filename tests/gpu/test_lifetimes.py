@@ -1,11 +1,14 @@
 """Masks without a bound on a GPU: attention and gradients through keys in the order of their lifetimes."""
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
 import cupy_dma as dma
 from cupy_dma.backends.cuda.attention import sm90_backward
 from cupy_dma.backends.cuda.runtime.program import fresh
-from cupy_dma.backward import attention_backward
+from cupy_dma.backward import attention_backward, varlen_attention_backward
+from cupy_dma.masks.interval import NEVER
 from tests.gpu.sm90_tiles import portable
 from tests.gpu.test_backward import dense_gradients
 from tests.oracle import schedule_cases
@@ -40,6 +43,33 @@ def test_gradients(keys, queries, heads, head_dim, hopper, one_pass, name):
         assert one_pass or torch.equal(ours, twin)
         error, size = (ours.double() - expected).norm(), expected.norm()
         assert error <= 1e-2 * size
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_sequences(hopper, head_dim):
+    """Outputs and gradients are those of each sequence in a call of its own: long ones, and several in a chunk."""
+    bounds = [0, 700, 700, 5900, 6200, 10500]
+    n, generator = bounds[-1], torch.Generator("cuda").manual_seed(3)
+    q, dout = torch.randn(2, n, 4, head_dim, generator=generator, device="cuda").bfloat16()
+    k, v = torch.randn(2, n, 2, head_dim, generator=generator, device="cuda").bfloat16()
+    stays = torch.rand(2, n, generator=generator, device="cuda") < 1 / 8
+    stop = torch.where(stays, NEVER, torch.arange(n, device="cuda") + 100)
+    mask, cu = dma.IntervalMask.from_stop(stop), torch.tensor(bounds, device="cuda")
+    with fresh() if hopper else portable():
+        out, lse = dma.varlen_attention(q, k, v, cu, cu, mask=mask, return_lse=True)
+        found = varlen_attention_backward(dout, q, k, v, out, lse, cu, cu, mask=mask)
+        for a, b in pairwise(bounds):
+            if a == b:
+                continue
+            own = [x[None, a:b] for x in (q, k, v)]
+            alone = dma.IntervalMask.from_stop((stop[:, a:b].clamp(max=n) - a).clamp(max=b - a))
+            expected, expected_lse = dma.attention(*own, mask=alone, return_lse=True)
+            gradients = attention_backward(dout[None, a:b], *own, expected, expected_lse, mask=alone)
+            for ours, other in zip((out, *found), (expected, *gradients)):
+                if other is not None:
+                    error = (ours[a:b].double() - other[0].double()).norm()
+                    assert error <= 1e-2 * other.double().norm()
 
 
 @pytest.mark.usefixtures("uncollected")
