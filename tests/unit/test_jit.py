@@ -31,8 +31,15 @@ ARCHITECTURES = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100"
 # sm_120. sm_86 and sm_89 share the tiles of sm_120, and sm_100 those of sm_90a.
 QUICK = {"sm_80": None, "sm_90a": ("decode/step.cu", "sm90/combine.cu"),
          "sm_120": ("sm80/forward.cu", "sm80/backward_dkv.cu")}  # sources; None: all
-QUICK_HOPPER = {("contiguous", 2, 128), ("intervals", 1, 128), ("bits", 1, 64)}  # keys, heads, head dim
-QUICK_SPLIT = {("contiguous", True, 128)}  # keys, causal, head dim
+QUICK_HOPPER = {("contiguous", 128), ("bits", 64)}  # keys, head dim
+
+# The Hopper kernels have more options than there is time for every combination of them. Each pair of options is
+# compiled with one another at least once, and every tile shape in use.
+HOPPER_DIMS = (64, 128, 192, 256)
+SUPERSETS = {("intervals with softcap", 128), ("intervals with softcap", 192), ("contiguous with bias", 128),
+             ("contiguous with bias", 192), ("contiguous with bias and softcap", 64),
+             ("contiguous with bias and softcap", 256)}  # left out: these tiles are compiled for a neighbour's keys
+FEATURES = ((True, 1, True), (False, 1, False), (True, 0, False), (False, 0, True))  # causal, bias, softcap
 
 
 def case(*values, quick: bool):
@@ -48,7 +55,8 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def specialisations(limit: int, every: bool) -> list[jit.Config]:
-    """Each kernel with each of its options at least once; with ``every`` head dims of each tile shape, and odd ones."""
+    """Each kernel with each of its options at least once; with ``every`` head dims of each tile shape, and an odd
+    one."""
     found: list[jit.Config] = [configs.LayoutConfig(element) for element in configs.ELEMENTS.values()]
     found += [configs.SelectConfig(*flags) for flags in itertools.product((False, True), repeat=3)]
     found += [sums.SumConfig(element) for element in configs.ELEMENTS.values()]
@@ -63,7 +71,7 @@ def specialisations(limit: int, every: bool) -> list[jit.Config]:
               configs.ScoreConfig("__nv_bfloat16", "__nv_bfloat16", "__half", 128, 8, 8, True, False, True, False),
               configs.ScoreConfig("float", "__half", "float", 33, 3, 2, False, True, False, False)]
     dims = {64: "KEYS_LISTED", 128: "KEYS_LISTED", 192: "KEYS_SHARED", 256: "KEYS_LISTED", 96: "KEYS_CONTIGUOUS",
-            1: "KEYS_LISTED", 40: "KEYS_SHARED", 250: "KEYS_CONTIGUOUS"}
+            1: "KEYS_LISTED"}
     for i, (head_dim, keys) in enumerate(dims.items() if every else [*dims.items()][1:6:4]):
         heads = 1 if head_dim % 64 else 2
         found.append(configs.ForwardConfig(("__half", "__nv_bfloat16")[i % 2], head_dim, head_dim % 8 == 0, heads,
@@ -78,10 +86,11 @@ def specialisations(limit: int, every: bool) -> list[jit.Config]:
             element, head_dim, vector, *tiles.backward_dkv_tile(head_dim, size),
             ("KEYS_LISTED", "KEYS_CONTIGUOUS", "KEYS_SHARED")[i % 3], intervals=keys != "KEYS_CONTIGUOUS",
             dim_slices=2 if head_dim > 128 else 1, dkey=True, dvalue=True, dbias=i % 2 == 0, **options))
-        found += dense_specialisations("__nv_bfloat16", head_dim, size, ("float", "__nv_bfloat16", "__half")[i % 3],
-                                       bits=i % 2 == 0)
+        if head_dim in (1, 128, 256):
+            found += dense_specialisations("__nv_bfloat16", head_dim, size, ("float", "__nv_bfloat16", "__half")[i % 3],
+                                           bits=head_dim != 1)
     found += float32_specialisations(limit * 1024, every) + sequences(limit * 1024)
-    found += decoding()[::1 if every else 4]
+    found += decoding()[::2 if every else 4]
     found += [configs.BackwardPreprocessConfig("float", 100, True),
               configs.BackwardPreprocessConfig("__half", 33, False),
               configs.BackwardReduceConfig("float", 100, True, False, True, True, True),
@@ -96,8 +105,8 @@ def specialisations(limit: int, every: bool) -> list[jit.Config]:
 def float32_specialisations(limit: int, every: bool) -> list[jit.Config]:
     """The attention kernels of float32."""
     found: list[jit.Config] = []
-    dims = {64: "KEYS_LISTED", 128: "KEYS_LISTED", 192: "KEYS_CONTIGUOUS", 256: "KEYS_SHARED", 33: "KEYS_LISTED"}
-    for head_dim, keys in dims.items() if every else [*dims.items()][1:4:2]:
+    dims = {33: "KEYS_LISTED", 128: "KEYS_LISTED", 256: "KEYS_SHARED", 192: "KEYS_CONTIGUOUS"}
+    for head_dim, keys in dims.items() if every else [*dims.items()][1:3]:
         vector, options = head_dim % 4 == 0, {"causal": keys == "KEYS_CONTIGUOUS", "bias": True, "softcap": False}
         found += [
             configs.ForwardConfig("float", head_dim, vector, 2, *tiles.tile_shape(head_dim, limit, size=4), keys,
@@ -108,8 +117,8 @@ def float32_specialisations(limit: int, every: bool) -> list[jit.Config]:
                 "float", head_dim, vector, *tiles.backward_dkv_tile(head_dim, limit, size=4),
                 "KEYS_CONTIGUOUS" if keys == "KEYS_CONTIGUOUS" else "KEYS_LISTED", intervals=keys != "KEYS_CONTIGUOUS",
                 dim_slices=2 if head_dim > 128 else 1, dkey=True, dvalue=True, dbias=True, **options)]
-        if limit > 99 * 1024 or head_dim <= 240:
-            found += dense_specialisations("float", head_dim, limit, "__half" if head_dim == 192 else "float",
+        if head_dim == 128 or (head_dim == 256 and limit > 99 * 1024):
+            found += dense_specialisations("float", head_dim, limit, "__half" if head_dim == 256 else "float",
                                            bits=head_dim != 128)
     return found
 
@@ -118,7 +127,7 @@ def dense_specialisations(element: str, head_dim: int, limit: int, bias: str, bi
     """The attention kernels with a dense mask or not, and with a dense bias; the key gradients with a dense mask."""
     size = configs.ELEMENT_BYTES[element]
     vector = head_dim * size % 16 == 0
-    rest = ("KEYS_LISTED" if bits else "KEYS_CONTIGUOUS", not bits, configs.BIAS_DENSE, head_dim == 192)
+    rest = ("KEYS_LISTED" if bits else "KEYS_CONTIGUOUS", not bits, configs.BIAS_DENSE, head_dim == 128)
     return [
         configs.ForwardConfig(element, head_dim, vector, 2,
                               *tiles.tile_shape(head_dim, limit, size=size, dense_bias=bias), *rest, bits, bias),
@@ -138,11 +147,11 @@ def sequences(limit: int) -> list[jit.Config]:
     """What packed sequences and paged KV caches add to the attention kernels."""
     found: list[jit.Config] = []
     element = "__nv_bfloat16"
-    for keys in ("KEYS_CONTIGUOUS", "KEYS_LISTED", "KEYS_SHARED"):
+    for keys, page_sizes in (("KEYS_CONTIGUOUS", (0, 16)), ("KEYS_LISTED", (0, 7)), ("KEYS_SHARED", (16,))):
         plain = keys == "KEYS_CONTIGUOUS"
         rest = (keys, plain, configs.BIAS_OF_KEYS, False, False, "float", True)
         found += [configs.ForwardConfig(element, 128, True, 2, *tiles.tile_shape(128, limit), *rest, page_size)
-                  for page_size in (0, 16, 7)]
+                  for page_size in page_sizes]
         tile = tiles.backward_dq_tile(128, limit)
         found.append(configs.BackwardDqConfig(element, 128, True, 2, *tile, *rest))
         if keys != "KEYS_SHARED":
@@ -218,16 +227,17 @@ def test_every_kernel_compiles_without_large_spills(arch, source):
 
 
 @needs_compiler
-@pytest.mark.parametrize(("keys", "heads", "head_dim"), [
-    case(keys, heads, head_dim, quick=(keys, heads, head_dim) in QUICK_HOPPER)
+@pytest.mark.parametrize(("keys", "head_dim", "heads"), [
+    case(keys, head_dim, 1 + (i + j) % 2, quick=(keys, head_dim) in QUICK_HOPPER)
     for i, (keys, head_dims) in enumerate(sm90_tiles.TILES.items()) for j, head_dim in enumerate(head_dims)
-    for heads in (1, 2) if (i + j + heads) % 2 or keys == "bits" or (keys, heads, head_dim) in QUICK_HOPPER])
-def test_hopper_kernels_keep_their_mmas_asynchronous(keys, heads, head_dim):
+    if (keys, head_dim) not in SUPERSETS])
+def test_hopper_kernels_keep_their_mmas_asynchronous(keys, head_dim, heads):
     bits, bias, contiguous = keys == "bits", "intervals" in keys or "bias" in keys, "contiguous" in keys
     variants = [(int(bias), "float", not bits, bits, "softcap" in keys)]
-    if bits:  # with a dense bias, and with that and intervals
+    if bits:  # with a dense bias; with that and intervals
         variants += [(configs.BIAS_DENSE, "__nv_bfloat16", False, masked, False) for masked in (True, False)]
-    elif heads == 2 and keys == "intervals":
+        del variants[HOPPER_DIMS.index(head_dim) % 3]
+    elif head_dim == 64 and keys == "intervals":
         variants.append((configs.BIAS_OF_KEYS, "float", True, False, True))
     for tile in sm90_tiles.TILES[keys][head_dim]:
         for kind, element, sequences, masked, softcap in variants:
@@ -238,9 +248,10 @@ def test_hopper_kernels_keep_their_mmas_asynchronous(keys, heads, head_dim):
 
 @needs_compiler
 @pytest.mark.parametrize(("keys", "causal", "head_dim"), [
-    case(keys, causal, head_dim, quick=(keys, causal, head_dim) in QUICK_SPLIT)
-    for keys, causal in [("contiguous", True), *((keys, False) for keys in sm90_tiles.TILES)]
-    if keys not in ("bits", "short intervals") for head_dim in (64, 128)])
+    ("contiguous", True, 128),
+    *(case(keys, False, head_dim, quick=False) for keys, head_dim in (
+        ("contiguous", 64), ("intervals", 128), ("intervals with softcap", 64), ("contiguous with bias", 64),
+        ("contiguous with bias and softcap", 128)))])
 def test_split_hopper_kernels_do_so_too(keys, causal, head_dim):
     listed, softcap = "intervals" in keys, "softcap" in keys
     for tile in sm90_tiles.TILES[keys][head_dim]:
@@ -249,39 +260,47 @@ def test_split_hopper_kernels_do_so_too(keys, causal, head_dim):
             int(listed or "bias" in keys), softcap, False, "float", False, not listed, True, False, split=True))
 
 
+def hopper_gradients(head_dim: int, features: tuple[bool, int, bool], delay: bool = False) -> dict[str, Any]:
+    """The fields that both kernels have."""
+    return {"element": "__nv_bfloat16", "head_dim": head_dim, "delay": delay,
+            **dict(zip(("causal", "bias", "softcap"), features))}
+
+
 @needs_compiler
-@pytest.mark.parametrize(("head_dim", "causal", "bias", "softcap"), [
-    case(head_dim, *rest, quick=(head_dim, *rest) == (128, False, 1, False))
-    for head_dim in (40, 64, 96, 128, 192, 256) for rest in itertools.product((False, True), (0, 1), (False, True))
-    if sum(rest) % 2 and (head_dim in (64, 128, 256) or all(rest))])  # a minute each
-def test_hopper_gradients_do_so_too(head_dim, causal, bias, softcap):
-    common = {"element": "__nv_bfloat16", "head_dim": head_dim, "causal": causal, "bias": bias, "softcap": softcap,
-              "delay": False}
-    for keys, sequences in (("KEYS_CONTIGUOUS", False), ("KEYS_LISTED", False), ("KEYS_LISTED", True),
-                            ("KEYS_SHARED", True)):
-        check_asynchronous(sm90_backward.HopperBackwardDqConfig(
-            **common, heads=2, block_m=sm90_backward.BLOCK_M, block_n=sm90_backward.dq_block_n(head_dim),
-            stages=sm90_backward.dq_stages(head_dim), keys=keys, sequences=sequences, bits=False), allowed=256)
-    # Of 128 queries a step much is spilled: 1056 in one pass, with intervals, a bias and a softcap at once.
-    for keys, intervals, sequences in (("KEYS_CONTIGUOUS", False, False), ("KEYS_CONTIGUOUS", True, False),
-                                       ("KEYS_CONTIGUOUS", False, True), ("KEYS_LISTED", True, False),
-                                       ("KEYS_LISTED", True, True), ("KEYS_SHARED", True, False)):
-        for dquery in (False, True)[:1 if head_dim > sm90_backward.MAX_NARROW_DIM else 2]:
-            check_asynchronous(sm90_backward.HopperBackwardDkvConfig(
-                **common, block_q=sm90_backward.block_q(head_dim, dquery, keys != "KEYS_CONTIGUOUS"), keys=keys,
-                stages=sm90_backward.STAGES,
-                key_stages=sm90_backward.key_stages(head_dim, dquery), intervals=intervals, sequences=sequences,
-                bits=False, dquery=dquery), allowed=1056 if head_dim <= 64 else 352 if dquery else 256)
-    if causal:
-        return
-    for heads in (1, 16):
-        check_asynchronous(sm90_backward.HopperBackwardDqConfig(
-            **common, heads=heads, block_m=sm90_backward.BLOCK_M, block_n=sm90_backward.dq_block_n(head_dim),
-            stages=sm90_backward.dq_stages(head_dim), keys="KEYS_LISTED", sequences=False, bits=True), allowed=256)
+@pytest.mark.parametrize(("head_dim", "keys", "sequences", "heads", "features", "delay"), [
+    case(head_dim, keys, sequences, heads, features, delay, quick=head_dim == 128 and heads == 2 and not sequences)
+    for i, head_dim in enumerate(HOPPER_DIMS) for keys, sequences, heads, features, delay in [
+        ("KEYS_CONTIGUOUS", False, 2, FEATURES[i], False), ("KEYS_LISTED", False, 2, FEATURES[i - 1], i == 2),
+        ("KEYS_LISTED", True, 2, FEATURES[i - 2], False), ("KEYS_SHARED", True, 2, FEATURES[i - 3], i == 0),
+        ("bits", False, (1, 16)[i % 2], FEATURES[1 + 2 * (i // 2)], False)]
+    ] + [case(dim, "KEYS_LISTED", False, 2, FEATURES[0], False, quick=False) for dim in (40, 96)])
+def test_hopper_query_gradients_do_so_too(head_dim, keys, sequences, heads, features, delay):
+    check_asynchronous(sm90_backward.HopperBackwardDqConfig(
+        **hopper_gradients(head_dim, features, delay), heads=heads, block_m=sm90_backward.BLOCK_M,
+        block_n=sm90_backward.dq_block_n(head_dim), stages=sm90_backward.dq_stages(head_dim),
+        keys="KEYS_LISTED" if keys == "bits" else keys, sequences=sequences, bits=keys == "bits"), allowed=256)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("head_dim", "keys", "intervals", "sequences", "dquery", "features", "delay"), [
+    case(head_dim, *kind, head_dim <= sm90_backward.MAX_NARROW_DIM and (i + j) % 2 == 0, FEATURES[(i + j // 2) % 4],
+         j == 0 and i < 2, quick=head_dim == 128 and j in (0, 3))
+    for i, head_dim in enumerate(HOPPER_DIMS) for j, kind in enumerate([
+        ("KEYS_CONTIGUOUS", False, False), ("KEYS_LISTED", True, False), ("KEYS_CONTIGUOUS", True, False),
+        ("KEYS_SHARED", True, False), ("KEYS_CONTIGUOUS", False, True), ("KEYS_LISTED", True, True)])
+    ] + [case(dim, "KEYS_LISTED", True, False, True, FEATURES[0], False, quick=False) for dim in (40, 96)
+    ] + [case(dim, "bits", False, False, False, FEATURES[1 + 2 * (i % 2)], False, quick=False)
+         for i, dim in enumerate(HOPPER_DIMS)])
+def test_hopper_key_gradients_do_so_too(head_dim, keys, intervals, sequences, dquery, features, delay):
+    """Of 128 queries a step much is spilled: 1056 in one pass, with intervals, a bias and a softcap at once, 1184 with
+    a delay of the bias, too."""
+    bits = keys == "bits"
+    narrow = keys != "KEYS_CONTIGUOUS" or delay
     check_asynchronous(sm90_backward.HopperBackwardDkvConfig(
-        **common, block_q=64, keys="KEYS_LISTED", stages=sm90_backward.STAGES,
-        key_stages=sm90_backward.key_stages(head_dim, False), intervals=False, sequences=False, bits=True,
-        dquery=False), allowed=256)
+        **hopper_gradients(head_dim, features, delay), keys="KEYS_LISTED" if bits else keys, intervals=intervals,
+        block_q=sm90_backward.block_q(head_dim, dquery, narrow), stages=sm90_backward.STAGES,
+        key_stages=sm90_backward.key_stages(head_dim, dquery), sequences=sequences, bits=bits, dquery=dquery),
+        allowed=256 if bits else 1184 if delay and dquery else 1056 if head_dim <= 64 else 352 if dquery else 256)
 
 
 def check_hopper_kernel(config: sm90.HopperForwardConfig) -> None:
