@@ -195,9 +195,10 @@ LENGTHS_AND_WINDOWS = [(1, 1), (1023, 1), (1025, 7), (1500, 400), (2100, 1030), 
                        (1500, (1, 2000)), (2100, (1030, 64))]
 
 
-@pytest.mark.parametrize("counted", [False, True])
-@pytest.mark.parametrize("kind", AWKWARD)
-@pytest.mark.parametrize(("length", "window"), LENGTHS_AND_WINDOWS)
+@pytest.mark.parametrize(("kind", "length", "window", "counted"), [
+    (kind, *lengths, counted) for i, kind in enumerate(AWKWARD) for j, lengths in enumerate(LENGTHS_AND_WINDOWS)
+    for counted in (False, True) if kind in ("iid", "special") or (i + j // 2) % 2 == counted
+    or lengths == (2100, 1030)])
 def test_selection_in_both_ways(kind, length, window, counted):
     """Against the heap of the NumPy backend, which is tested against the definition. Half of the options each: all of
     them with every kind and with every length."""
@@ -210,12 +211,12 @@ def test_selection_in_both_ways(kind, length, window, counted):
             assert np.array_equal(mask.stop, expected.stop)
 
 
-@pytest.mark.parametrize("window", [1, 1023, 1024, 1030, 2500])
+@pytest.mark.parametrize("window", [1, 1023, 1024, 1030, 2100])
 def test_selection_of_equal_scores(window):
     """In three chunks, as a sliding window; which it is not where a key is better or worse, or all from there on are,
     where one is missing, and where a second document begins."""
-    places = 0, 500, 1024, 2100
-    scores = np.ones((1, 1 + 4 * len(places), 2600), np.float32)
+    length, places = 2200, (0, 1024, 2100)
+    scores = np.ones((1, 1 + 4 * len(places), length), np.float32)
     for head, (at, score) in enumerate(itertools.product(places, (0.5, 2.0)), start=1):
         scores[0, 2 * head - 1, at] = scores[0, 2 * head, at:] = score
 
@@ -226,9 +227,9 @@ def test_selection_of_equal_scores(window):
 
     with selection_cases.counting(False):
         check(scores)
-        for at in (1, 1200, *places):
-            check(scores[:, :1], padding=(np.arange(2600) != at)[None])
-            check(scores[:, :1], documents=(np.arange(2600) >= at)[None].astype(np.int32))
+        for at in (1, 1024, 1200):
+            check(scores[:, :1], padding=(np.arange(length) != at)[None])
+            check(scores[:, :1], documents=(np.arange(length) >= at)[None].astype(np.int32))
 
 
 def test_a_document_that_begins_within_a_chunk():

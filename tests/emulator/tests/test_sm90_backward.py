@@ -4,6 +4,8 @@ deterministic, and else one."""
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -59,6 +61,12 @@ def served_query():
 def served():
     with mock.patch.object(sm90_backward, "launch_dkv", side_effect=sm90_backward.launch_dkv) as launch:
         yield launch
+
+
+def in_turn(names: str, values: Iterable[Any]) -> Any:
+    """Parameters: each value ``deterministic`` or not, in turn."""
+    found = [(*(value if isinstance(value, tuple) else (value,)), i % 2 == 1) for i, value in enumerate(values)]
+    return pytest.mark.parametrize((*names.split(), "deterministic"), found, ids=str)
 
 
 def case_named(name: str) -> cases.Case:
@@ -124,11 +132,13 @@ def test_dense_masks(name, served, served_query):
 
 
 @pytest.mark.parametrize("options", [
-    {"dense": "diagonal"}, {"dense": "causal", "head_dim": 128, "dtype": "bfloat16"}, {"dense": "full", "head_dim": 96},
-    {"dense": "random", "head_dim": 256, "heads": (3, 1)}, {"dense": "top_w", "head_dim": 192, "heads": (6, 2)},
-    {"dense": "top_w", "length": 1100, "heads": (8, 2), "head_dim": 16}, {"dense": "few", "softcap": 3.0},
-    {"dense": "few", "length": 300, "queries": 1200}, {"dense": "bands", "length": 300, "queries": 2300},
-    {"dense": "random", "length": 900, "queries": 70},
+    {"dense": "diagonal"}, {"dense": "causal", "length": 400, "head_dim": 128, "dtype": "bfloat16"},
+    {"dense": "full", "length": 300, "head_dim": 96},
+    {"dense": "random", "length": 260, "head_dim": 256, "heads": (3, 1)},
+    {"dense": "top_w", "length": 400, "head_dim": 192, "heads": (6, 2)},
+    {"dense": "top_w", "length": 1100, "heads": (4, 1), "head_dim": 16},
+    {"dense": "few", "length": 450, "softcap": 3.0}, {"dense": "few", "length": 300, "queries": 1200},
+    {"dense": "bands", "length": 300, "queries": 2300}, {"dense": "random", "length": 900, "queries": 70},
 ], ids=str)
 def test_steps_of_dense_masks(options, served, served_query):
     """Of tiles of one super-tile and of several, of which some see no pair; the same bits in other orders."""
@@ -214,13 +224,12 @@ def test_no_more_tiles_than_sms_are_left_to_the_portable_kernel(options, tiles, 
             assert served.called == (sms < tiles) and served_query.called
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("options", "count", "steps"), [
+@in_turn("options count steps", [
     ({"causal": True, "heads": (4, 1)}, 4, 12), ({"head_dim": 128, "heads": (2, 2)}, 3, 4),
-    ({"causal": True, "length": 300, "queries": 900, "heads": (3, 1)}, 5, 5),
     ({"batch": 2, "heads": (4, 2), "bias": (1, 1), "length": 300, "needs": ("query", "value", "bias")}, 3, 6),
+    ({"causal": True, "length": 300, "queries": 900, "heads": (3, 1)}, 5, 5),
     ({"batch": 2, "heads": (4, 2), "bias": (2, 2), "length": 300, "needs": ("query", "bias")}, 3, 6),
-    ({"length": 200, "queries": 1000, "head_dim": 192, "heads": (2, 1)}, 7, 5)], ids=str)
+    ({"length": 200, "queries": 1000, "head_dim": 192, "heads": (2, 1)}, 7, 5)])
 def test_tiles_in_parts(options, count, steps, deterministic, served):
     """Parts that begin and end within a head, and some without steps; dk, dv and dbias have the same bits in any
     order."""
@@ -295,8 +304,7 @@ def test_one_pass_of_masks_without_a_bound(served):
     assert served.call_args.args[-1] is not None
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("name", VARLEN)
+@in_turn("name", VARLEN)
 def test_packed_sequences(name, deterministic, served, gpu):
     gpu.most_writes = 2  # of the forward, where a value is not finite
     case = next(c for c in varlen_cases.CASES + varlen_cases.SUPERS if c.name == name)
@@ -314,15 +322,16 @@ def test_the_last_queries_of_tiles_that_begin_within_a_unit(queries, length, hea
     check(gradients("emulator", **options), **options)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("num_sms", [1, 3])
-@pytest.mark.parametrize("options", [
-    {"head_dim": 64}, {"head_dim": 128, "dtype": "bfloat16"}, {"head_dim": 96, "softcap": 3.0},
-    {"window": 0, "causal": True, "length": 1500, "head_dim": 16}, {"window": 0, "causal": True, "head_dim": 128},
-    {"window": 0, "length": 300, "queries": 1200, "head_dim": 40}, {"length": 500, "window": 200, "heads": (6, 2)},
-    {"window": 0, "causal": True, "head_dim": 72, "softcap": 3.0}, {"head_dim": 256, "heads": (3, 1)},
-    {"window": 0, "causal": True, "head_dim": 192, "softcap": 3.0}, {"window": 0, "length": 150, "head_dim": 136},
-], ids=str)
+@pytest.mark.parametrize(("options", "num_sms", "deterministic"), [
+    *((options, *rest) for i, options in enumerate([
+        {"head_dim": 64}, {"head_dim": 128, "dtype": "bfloat16"}, {"head_dim": 96, "softcap": 3.0},
+        {"window": 0, "causal": True, "length": 1500, "head_dim": 16}, {"window": 0, "causal": True, "head_dim": 128},
+        {"window": 0, "length": 300, "queries": 1200, "head_dim": 40}, {"length": 500, "window": 200, "heads": (6, 2)},
+        {"window": 0, "causal": True, "head_dim": 72, "softcap": 3.0}])
+      for rest in ((1, i % 2 == 0), (3, i % 2 == 1))),
+    ({"head_dim": 256, "length": 500, "heads": (3, 1)}, 3, False),
+    ({"window": 0, "causal": True, "head_dim": 192, "length": 500, "softcap": 3.0}, 1, False),
+    ({"window": 0, "length": 150, "head_dim": 136}, 1, False)], ids=str)
 def test_tile_after_tile(options, num_sms, deterministic, served):
     """Few CTAs, which take several tiles: short ones, and some longer than LOOKAHEAD."""
     options = options | {"deterministic": deterministic}
@@ -347,10 +356,10 @@ def in_order(**options: Any) -> Any:
         return gradients("emulator", **options)
 
 
-@pytest.mark.parametrize("order", ORDERS, ids=str)
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("options", [
-    {}, {"window": 0, "causal": True, "length": 500, "head_dim": 128}, {"head_dim": 256, "length": 500}], ids=str)
+@pytest.mark.parametrize(("options", "deterministic", "order"), [
+    *((options, *rest) for options in ({}, {"window": 0, "causal": True, "length": 500, "head_dim": 128})
+      for rest in zip((False, True, False, True), (*ORDERS, ORDERS[0]))),
+    ({"head_dim": 256, "length": 300}, True, ORDERS[0]), ({"head_dim": 256, "length": 300}, True, ORDERS[1])], ids=str)
 def test_the_order_of_threads_and_blocks_changes_no_bit(options, deterministic, order):
     """Only those of the queries, and only in one pass."""
     options = options | {"deterministic": deterministic}
@@ -363,8 +372,7 @@ def test_the_order_of_threads_and_blocks_changes_no_bit(options, deterministic, 
     near(got.query, expected.query)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("head_dim", "deterministic"), [(64, False), (64, True), (128, False), (256, True)])
 def test_rows_that_see_nothing_may_hold_anything(head_dim, deterministic):
     """Between those that see the first keys and those that see the others; or, with more queries than keys, the first
     ones."""
@@ -462,10 +470,10 @@ def test_a_bad_value_stays_in_its_sequence(deterministic):
     assert not np.isfinite(found[:30]).any(-1).all()
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("options", [{"head_dim": 64}, {"head_dim": 64, "softcap": 3.0}, {"head_dim": 128},
-                                     {"head_dim": 256}], ids=str)
-@pytest.mark.parametrize(("bad", "kind"), [("dout", "causal"), ("dout", "lists"), ("query", "lists")])
+@in_turn("bad kind options", [
+    (*bad, options) for options, bad in itertools.product(
+        ({"head_dim": 64}, {"head_dim": 64, "softcap": 3.0}, {"head_dim": 128}, {"head_dim": 256}),
+        (("dout", "causal"), ("query", "lists"), ("dout", "lists")))])
 def test_a_bad_row_reaches_the_keys_that_it_sees_only(bad, kind, options, deterministic):
     """Of the gradients of biases, and of values or keys: these are sums of P * dout and of dS * q, P and dS being 0
     where a key is hidden."""
