@@ -30,7 +30,6 @@ SHARES: dict[str, int | None] = {
     "tests/emulator/*": 10,
     "tests/project/test_precompile.py::test_the_grids_reach_every_kernel": None,
     "tests/backends/test_flex.py::test_*_grid": 3,
-    "tests/unit/test_varlen.py::test_gradients_are_derivatives": 4,
 }
 
 
