@@ -2,9 +2,10 @@
 #
 #   make demo         dynamic mask attention over a long text, with a picture of the mask in mask.png
 #   make test         what a change could break, in minutes: all but the tests marked slow (tests/slow.py)
-#   make test-all     make test, then the slow ones: every kernel and every fault, 20 minutes and more
+#   make test-all     make test, then the slow ones: every kernel, and a choice of the faults and of the largest grids;
 #                     and the tests of cupy_dma.transformers with the oldest transformers that it supports, and
 #                     transformers' own
+#   make test-rare    the rest of the faults and of the grids: for changes of kernels
 #   make test-gpu     the tests that need a GPU; records the result in tests/gpu_results.json
 #   make test-sanitize  the kernels on the CPU emulator, with its race detector and with AddressSanitizer
 #   make sanitize     every kernel under compute-sanitizer's memcheck and racecheck (needs a GPU)
@@ -84,7 +85,7 @@ endif
 PIP_LOUD := $(VENV)/bin/python -m pip install --disable-pip-version-check
 PIP := $(PIP_LOUD) --quiet
 
-.PHONY: demo docs test test-all test-gpu test-sanitize sanitize bench evidence lint check-record clean
+.PHONY: demo docs test test-all test-rare test-gpu test-sanitize sanitize bench evidence lint check-record clean
 
 demo: $(DEMO_READY)
 	$(RUN) -m cupy_dma demo $(ARGS)
@@ -93,9 +94,12 @@ test: $(TEST_READY)
 	$(RUN) -m pytest -m "not slow $(NO_GPU)" $(if $(VENV),$(WORKERS)) $(ARGS)
 
 test-all: test $(DOCS_READY) $(OLD_TRANSFORMERS)
-	$(RUN) -m pytest -m "slow $(NO_GPU)" $(if $(VENV),$(WORKERS)) $(ARGS)
+	$(RUN) -m pytest -m "slow and not rare $(NO_GPU)" $(if $(VENV),$(WORKERS)) $(ARGS)
 	$(if $(OLD_TRANSFORMERS),PYTHONPATH=$(OLD_TRANSFORMERS) $(RUN) -m pytest tests/transformers $(WORKERS))
 	$(if $(OLD_TRANSFORMERS),$(RUN) -m tests.transformers.upstream)
+
+test-rare: $(TEST_READY)
+	$(RUN) -m pytest -m "rare $(NO_GPU)" $(if $(VENV),$(WORKERS)) $(ARGS)
 
 test-gpu: $(TEST_READY)
 	$(RUN) -m pytest -m gpu $(GPU_JOBS:%=-n % --dist worksteal) -p tests.gpu.gpu_record \

@@ -1,7 +1,7 @@
 """Markers, and what the end of a run says.
 
 ``gpu``: needs a CUDA device and CuPy; skipped elsewhere. ``slow``: left to ``make test-all`` (``slow.py`` chooses).
-``not_run.py`` says what was skipped.
+``rare``: left to ``make test-rare``. ``not_run.py`` says what was skipped.
 """
 from __future__ import annotations
 

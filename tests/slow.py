@@ -1,9 +1,13 @@
-"""Which tests ``make test`` leaves to ``make test-all``: they get the marker ``slow``.
+"""Which tests ``make test`` leaves to ``make test-all``: they get the marker ``slow``. And which of these that leaves
+to ``make test-rare``: they get the marker ``rare``, too.
 
 ``make test`` has to find in minutes what a change breaks. Most of the time goes into compiling kernels, for the
 emulator with g++ and for GPUs with NVRTC, so of the long grids over kernels it runs a fixed choice, the same on every
 machine: a share of the cases of each test function, those with the smallest checksums of their names. Tests whose
 cases differ in what they look at choose for themselves, with ``pytest.mark.slow`` beside the case.
+
+``make test-all`` has to end within an hour on two cores. Of the largest grids it runs a share, too: all their cases run
+on a GPU in ``make test-gpu``, or on the emulator in ``make test-rare``, which is for changes of kernels.
 """
 from __future__ import annotations
 
@@ -32,16 +36,31 @@ SHARES: dict[str, int | None] = {
     "tests/backends/test_flex.py::test_*_grid": 3,
 }
 
+# The same for make test-all.
+SHARES_OF_ALL: dict[str, int | None] = {
+    "tests/emulator/mutations/*::test_faults_are_caught": 3,
+    "tests/emulator/tests/test_*ward.py::test_*_grid": 2,
+    "tests/emulator/tests/test_*ward.py::test_tiles_of_smaller_gpus": 2,
+    "tests/emulator/tests/test_forward.py::test_selection_in_both_ways": 2,
+    "tests/emulator/tests/test_varlen.py::test_*ward": 2,
+    "tests/emulator/tests/test_numerics.py::*low_biases*": 2,
+    "tests/emulator/tests/test_numerics.py::test_softcaps_of_any_size": 2,
+    "tests/emulator/tests/test_scales.py::test_forward_and_backward": 2,
+    "tests/emulator/tests/test_bias_delay.py::test_more*": 2,
+    "tests/emulator/tests/test_lifetimes.py::test_gradients_of_other_lengths": 2,
+    "tests/backends/test_flex.py::test_*_grid": 2,
+    "tests/jax/test_functions.py::test_grid": 2,
+}
+
 
 def mark(items: list[pytest.Item]) -> None:
     def function(item: pytest.Item) -> str:
         return item.nodeid.partition("[")[0]
 
     for name, cases in itertools.groupby(sorted(items, key=function), function):
-        share = next((share for pattern, share in SHARES.items() if fnmatchcase(name, pattern)), 1)
-        if share == 1:
-            continue
         ordered = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
-        kept = 0 if share is None else math.ceil(len(ordered) / share)
-        for item in ordered[kept:]:
-            item.add_marker(pytest.mark.slow)
+        for shares, marker in ((SHARES, pytest.mark.slow), (SHARES_OF_ALL, pytest.mark.rare)):
+            share = next((share for pattern, share in shares.items() if fnmatchcase(name, pattern)), 1)
+            kept = 0 if share is None else math.ceil(len(ordered) / share)
+            for item in ordered[kept:]:
+                item.add_marker(marker)

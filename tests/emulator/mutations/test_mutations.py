@@ -41,6 +41,11 @@ def test_sound_kernels_pass(name):
     OWN[name]()
 
 
+def test_every_fault_fits_its_kernel():
+    texts = {fault.file: (jit.kernels_directory() / fault.file).read_text() for fault in FAULTS}
+    assert [fault.name for fault in FAULTS if texts[fault.file].count(fault.old) != 1] == []
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_faults_are_caught(fault, monkeypatch, record_property):
     text = (jit.kernels_directory() / fault.file).read_text()
