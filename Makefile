@@ -2,10 +2,10 @@
 #
 #   make demo         dynamic mask attention over a long text, with a picture of the mask in mask.png
 #   make test         what a change could break, in minutes: all but the tests marked slow (tests/slow.py)
-#   make test-all     make test, then the slow ones: every kernel, and a choice of the faults and of the largest grids;
-#                     and the tests of cupy_dma.transformers with the oldest transformers that it supports, and
+#   make test-all     make test, then the slow ones: every kernel and fault, half of the largest grids, and
+#                     the tests of cupy_dma.transformers with the oldest transformers that it supports, and
 #                     transformers' own
-#   make test-rare    the rest of the faults and of the grids: for changes of kernels
+#   make test-rare    the rest of the largest grids, for changes of kernels
 #   make test-gpu     the tests that need a GPU; records the result in tests/gpu_results.json
 #   make test-sanitize  the kernels on the CPU emulator, with its race detector and with AddressSanitizer
 #   make sanitize     every kernel under compute-sanitizer's memcheck and racecheck (needs a GPU)
