@@ -6,8 +6,9 @@ A backend is a module with these functions:
 - ``key_scores(value, dt_proj, A, dt_bias, form) -> array``: SPEC section 2, float32 ``(B, Hkv, Lk)``;
 - ``prefix_stop(scores, window, padding, document) -> array``: ``stop_j`` of SPEC section 3, int32 ``(B, Hkv, Lk)``;
   ``window`` is an int, or a tuple of one per head of the scores;
-- ``prefix_run(scores, window, padding) -> (start, stop)``, optional: the same without documents, and the keys' own
-  positions, int32 ``(Lk)``;
+- ``selected_run(scores, window, keys, padding, documents, apart) -> (start, stop)``, optional: the whole selection as
+  ``masks/selection.py`` makes it of ``prefix_stop``, for scores that are not empty; ``window`` is None where every key
+  is kept, ``documents`` are as the caller gives them, and ``apart`` as in ``Candidates``;
 - ``attention(call) -> (out, lse)``: SPEC section 5;
 - ``attention_backward(call) -> (dquery, dkey, dvalue, dbias)``: SPEC section 6, for an ``AttentionBackwardCall``; None
   for what ``call.needs`` leaves out. ``dbias`` has the four axes of the call's bias Operand and its type;

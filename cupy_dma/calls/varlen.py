@@ -17,7 +17,6 @@ from cupy_dma.calls.options import Options, Packing, Selection
 from cupy_dma.calls.scores import recipe_of
 from cupy_dma.calls.sequences import Sequences, packed_mask, packed_rows, sequences_of
 from cupy_dma.calls.types import AttentionCall, DynamicCall, key_bias, with_mask
-from cupy_dma.masks.documents import runs_between
 from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.masks.selection import Candidates
 from cupy_dma.masks.windows import window_of
@@ -89,12 +88,12 @@ def candidates_of(call: AttentionCall, keys: str) -> Candidates:
             capacity = sequences.page_table.shape[1] * sequences.page_size
             real = library.arange(0, capacity, device)[None] < used[:, None]
             return Candidates(library.operand(real, "seqused_k"))
-        runs = runs_between(library, device, bounds[2], sequences.key_length)
+        documents = library.operand(bounds[2], "documents")
         if keys == "prefix":
-            return Candidates(None, runs, apart=True)
-        sequence = library.search_right(bounds[2], runs.keys) - 1
-        real = (runs.keys < bounds[3][sequence])[None]
-        return Candidates(checks.with_axes(library.operand(real, "seqused_k"), 2), runs, apart=True)
+            return Candidates(None, documents, apart=True)
+        key = library.arange(0, sequences.key_length, device)
+        real = (key < bounds[3][library.search_right(bounds[2], key) - 1])[None]
+        return Candidates(checks.with_axes(library.operand(real, "seqused_k"), 2), documents, apart=True)
 
 
 def _shape_of_keys(call: AttentionCall) -> tuple[str, tuple[tuple[int, ...], ...]]:

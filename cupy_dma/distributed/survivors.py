@@ -224,7 +224,7 @@ def history_mask(own: Own, keep: Keep, found: Front, front_scores: Tensor) -> In
     if keep.sinks or keep.recent:
         stop = torch.maximum(stop, _stop_besides(own, keep, found))
         if documents is not None:
-            stop = torch.minimum(stop, document_runs(describe(documents, "documents"), None).open_end()[:, None])
+            stop = torch.minimum(stop, document_runs(describe(documents, "documents"), n + rows).open_end()[:, None])
     stop = torch.where(torch.nn.functional.pad(found.filled, (0, n), value=True), stop, 0)
     position = torch.arange(rows + n, dtype=torch.int32, device=scores.device)
     # All runs start at their keys: T positions see what the first of them sees, and T - 1 keys that begin later.

@@ -85,10 +85,7 @@ class Program:
         return {} if None in found.values() else found
 
     def _build_on(self, device: Device) -> Any:
-        """The program on a device, and what launches it. Documents and keys="global" take elementwise functions
-        of the array library: none."""
-        if "documents" in self.specs or self.task.selection is not None and self.task.selection[1] == "global":
-            return None
+        """The program on a device, and what launches it."""
         library = library_named("numpy" if device == CPU else "cupy")
         operands = {name: Operand(name, SimpleNamespace(shape=shape), library, shape, packed_strides(shape), dtype,
                                   device, ALIGNMENT) for name, (shape, dtype) in self.specs.items()}

@@ -22,7 +22,7 @@ from cupy_dma.calls.gradients import INPUTS, chain_gradients
 from cupy_dma.calls.run import attention_of, scores_of
 from cupy_dma.calls.scores import Recipe
 from cupy_dma.calls.types import AttentionCall, DynamicCall, key_bias, with_mask
-from cupy_dma.masks.documents import document_runs
+from cupy_dma.masks.documents import check_documents
 from cupy_dma.masks.interval import Hints, IntervalMask
 from cupy_dma.masks.selection import Candidates
 from cupy_dma.masks.windows import Window
@@ -145,8 +145,9 @@ def _recipe(task: Task, given: Given) -> Recipe:
 
 def _candidates(given: Given, length: int) -> Candidates:
     padding, documents = given.get("padding"), given.get("documents")
-    return Candidates(None if padding is None else checks.with_axes(padding, 2),
-                      None if documents is None else document_runs(documents, length))
+    if documents is not None:
+        check_documents(documents, length)
+    return Candidates(None if padding is None else checks.with_axes(padding, 2), documents)
 
 
 def _call(task: Task, given: Given) -> AttentionCall:

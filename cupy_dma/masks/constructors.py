@@ -8,7 +8,7 @@ import numpy as np
 
 from cupy_dma import checks
 from cupy_dma.arrays import CPU, Device, Library, Operand, describe, library_named
-from cupy_dma.masks.documents import document_runs, documents_mask
+from cupy_dma.masks.documents import check_documents, document_runs, documents_mask
 from cupy_dma.masks.runs import EVER, NEVER, Hints, Runs, covers, gated
 from cupy_dma.masks.windows import each_head, narrowest, widest, window_of
 
@@ -263,7 +263,8 @@ class Constructors:
         The first document is also visible to earlier positions (more queries than keys) and the last to later ones, so
         that one document of all keys is the plain causal mask, or no mask.
         """
-        runs = document_runs(describe(documents, "documents"), key_length)
+        given = describe(documents, "documents")
+        runs = document_runs(given, check_documents(given, key_length))
         return cls._of(runs.library, documents_mask(runs, checks.flag(causal, "causal")))
 
 

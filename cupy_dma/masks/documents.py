@@ -37,33 +37,40 @@ class DocumentRuns:
             return self.library.xp.where(self.end < self.key_length, self.end, never)
 
 
-def document_runs(documents: Operand, key_length: int | None) -> DocumentRuns:
-    """The runs of cumulative lengths ``(n + 1,)`` or ids ``(B, Lk)``; see ``IntervalMask.documents``."""
+def check_documents(documents: Operand, key_length: int | None) -> int:
+    """The key length of documents, which are cumulative lengths ``(n + 1,)`` or ids ``(B, Lk)``; see
+    ``IntervalMask.documents``."""
     checks.one_of_types(documents, checks.INTEGERS)
     if documents.ndim not in (1, 2) or documents.shape == (0,):
         raise ValueError(f"documents must be cumulative lengths (documents + 1,) or ids (B, Lk), "
                          f"got shape {documents.shape}")
-    library, device = documents.library, documents.device
-    with library.on(device):
-        if documents.ndim == 1:
-            if key_length is None:
-                key_length = int(documents.array[-1])
-            key_length = checks.whole(key_length, "key_length", 0)
-            return _runs_of_lengths(documents, key_length)
-        if key_length is not None and checks.whole(key_length, "key_length", 0) != documents.shape[1]:
-            raise ValueError(f"key_length must be the length of documents' rows, {documents.shape[1]}, "
-                             f"got {key_length}")
-        return _runs_of_ids(documents)
-
-
-def _runs_of_lengths(documents: Operand, key_length: int) -> DocumentRuns:
-    library, device, count = documents.library, documents.device, documents.shape[0]
+    if key_length is not None:
+        key_length = checks.whole(key_length, "key_length", 0)
+    if documents.ndim == 2:
+        rows, length = documents.shape
+        if key_length not in (None, length):
+            raise ValueError(f"key_length must be the length of documents' rows, {length}, got {key_length}")
+        if rows * length > NEVER:
+            raise ValueError(f"documents may have at most 2**31 - 1 ids, got shape {documents.shape}")
+        return length
+    if key_length is None:
+        with documents.library.on(documents.device):
+            key_length = checks.whole(int(documents.array[-1]), "key_length", 0)
     if checks.values_known(documents):
-        values = library.to_numpy(documents.array)
+        values, count = documents.library.to_numpy(documents.array), documents.shape[0]
         if values[0] != 0 or (values[1:] < values[:-1]).any() or values[-1] != key_length:
             raise ValueError(f"documents must be cumulative lengths that start at 0, never decrease and end at the "
                              f"key length {key_length}, got {values.tolist()[:16]}{' ...' if count > 16 else ''}")
-    return runs_between(library, device, library.astype(documents.array, "int32"), key_length)
+    return key_length
+
+
+def document_runs(documents: Operand, key_length: int) -> DocumentRuns:
+    """The runs of checked documents."""
+    library, device = documents.library, documents.device
+    with library.on(device):
+        if documents.ndim == 2:
+            return _runs_of_ids(documents)
+        return runs_between(library, device, library.astype(documents.array, "int32"), key_length)
 
 
 def runs_between(library: Library, device: Device, bounds: Any, key_length: int) -> DocumentRuns:
@@ -78,8 +85,6 @@ def runs_between(library: Library, device: Device, bounds: Any, key_length: int)
 def _runs_of_ids(documents: Operand) -> DocumentRuns:
     library, device = documents.library, documents.device
     rows, key_length = documents.shape
-    if rows * key_length > NEVER:
-        raise ValueError(f"documents may have at most 2**31 - 1 ids, got shape {documents.shape}")
     ids, keys = documents.array, library.arange(0, key_length, device)
     changes = library.full((rows, key_length), 0, "int32", device)
     if key_length > 1:

@@ -3,7 +3,8 @@
 Keys are ranked by ``(score, j)``, highest first: NaN ranks above everything, the newest of equal keys first. The w-th
 best rank of a growing prefix never decreases, so a key that has dropped out of the kept set never returns: key ``j`` is
 visible from its own position to ``stop_j``, the first position at which ``w`` better keys exist. A backend's
-``prefix_stop`` computes ``stop_j``; the rest is done here, in a few elementwise operations over ``(B, Hkv, Lk)``.
+``prefix_stop`` computes ``stop_j``; the rest is done here, in a few elementwise operations over ``(B, Hkv, Lk)``,
+unless the backend has a ``selected_run``, which does all of it.
 """
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from cupy_dma import checks
 from cupy_dma.arrays import Operand, describe
-from cupy_dma.masks.documents import DocumentRuns, document_runs
+from cupy_dma.masks.documents import check_documents, document_runs
 from cupy_dma.masks.runs import EVER, NEVER, Hints, Runs, covers
 from cupy_dma.masks.windows import Window, clipped, narrowest, widest
 
@@ -21,7 +22,7 @@ class Candidates(NamedTuple):
     """Which keys may be kept."""
 
     padding: Operand | None = None  # bool (1|B, Lk), True = a real key
-    runs: DocumentRuns | None = None  # the documents to select within
+    documents: Operand | None = None  # cumulative lengths or ids of those to select within
     apart: bool = False  # the attention itself separates the documents, so the mask need not
 
 
@@ -39,25 +40,28 @@ def check_candidates(padding: Any, documents: Any, like: Operand, batch: int, le
         return Candidates(real, None)
     if packed.ndim == 2:
         checks.has_shape(packed, "(1|B, Lk)", ((1, batch), (length,)))
-    return Candidates(real, document_runs(packed, length))
+    check_documents(packed, length)
+    return Candidates(real, packed)
 
 
 def select(scores: Operand, window: Window, keys: str, candidates: Candidates, module: ModuleType) -> Runs:
     """The mask of the ``window`` best keys, from checked arguments, on the backend ``module``."""
     library, device, n = scores.library, scores.device, scores.shape[2]
-    real, runs, apart = candidates
+    real, documents, apart = candidates
     if checks.wants_values_checked() and not bool(library.xp.isfinite(scores.array).all()):
         raise ValueError("scores must be finite (CUPY_DMA_CHECK=1), got NaN or infinity")
     if scores.dtype in ("float16", "bfloat16"):
         scores = checks.with_axes(library.operand(library.astype(scores.array, "float32"), "scores"), 3)
 
-    everything = narrowest(window) >= n and real is None and (runs is None or apart)
+    everything = narrowest(window) >= n and real is None and (documents is None or apart)
     w = clipped(window, max(n, 1))
-    hints = selection_hints(window, n, keys, real is not None, runs is not None and not apart)
-    prefix_run = getattr(module, "prefix_run", None)
-    if keys == "prefix" and runs is None and not everything and prefix_run is not None and 0 not in scores.shape:
-        start, stop = prefix_run(scores, w, real)
+    hints = selection_hints(window, n, keys, real is not None, documents is not None and not apart)
+    whole = everything and keys == "prefix"
+    selected_run = getattr(module, "selected_run", None)
+    if selected_run is not None and not whole and 0 not in scores.shape:
+        start, stop = selected_run(scores, None if everything else w, keys, real, documents, apart)
         return Runs(start, stop, hints)
+    runs = None if documents is None or whole else document_runs(documents, n)
     if everything:
         stop = library.full(scores.shape, NEVER, "int32", device)
     else:
@@ -65,10 +69,9 @@ def select(scores: Operand, window: Window, keys: str, candidates: Candidates, m
         stop = module.prefix_stop(scores, w, real, document)
     with library.on(device):
         if keys == "prefix":
-            start = library.arange(0, n, device) if runs is None else runs.keys
             if runs is not None and not apart:
                 stop = library.xp.minimum(stop, runs.open_end()[:, None])
-            return Runs(start, stop, hints)
+            return Runs(library.arange(0, n, device), stop, hints)
         start, end = (library.full((1, 1, n), bound, "int32", device) for bound in (EVER, NEVER))
         last: Any = n
         if runs is not None:

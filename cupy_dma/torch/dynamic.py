@@ -73,18 +73,17 @@ def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Te
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         query, key, value = cast(query, key, value)
     scores = in_rows(as_key_bias(scores))
-    inputs, known = (query, key, value, scores, dt_proj, A, dt_bias), None
+    inputs, others, known = (query, key, value, scores, dt_proj, A, dt_bias), (padding, documents), None
     windows = window if type(window) is int else window_of(window)
-    if documents is None and (padding is None or getattr(padding, "dtype", None) is torch.bool):
+    if padding is None or getattr(padding, "dtype", None) is torch.bool:
         options = ("dynamic", windows, form, keys, causal, scale, softcap, deterministic, bias_delay, layout, backend)
-        known = entry.call_key((*inputs, padding), None, options)
+        known = entry.call_key((*inputs, *others), None, options)
         if known is not None and known.entry is not None and not checks.wants_values_checked():
-            return delivered(*entry.run(known, None, inputs, padding), return_lse, sink_logits)
-    if takes_operators(query, key, value, scores, dt_proj, A, dt_bias, padding, documents):
-        keep = needs_grad(query, key, value, scores, dt_proj, A, dt_bias)
+            return delivered(*entry.run(known, None, inputs, others), return_lse, sink_logits)
+    if takes_operators(*inputs, *others):
         out, lse, _ = operators.dynamic_attention(
-            query, key, value, scores, dt_proj, A, dt_bias, padding, as_tensor(documents, query), listed(windows),
-            form, keys, *options_of(causal, scale, softcap, deterministic, bias_delay, backend), keep)
+            *inputs, padding, as_tensor(documents, query), listed(windows), form, keys,
+            *options_of(causal, scale, softcap, deterministic, bias_delay, backend), needs_grad(*inputs))
     else:
         selection = Selection(scores, windows, dt_proj, A, dt_bias, form, keys, padding, documents)
         call = dynamic_call(query, key, value, selection,
@@ -95,7 +94,7 @@ def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Te
         if not entry.may_do_without_mask(known, call):
             known = entry.recorded(known, call, module, backend, inputs)
         if known is not None and known.entry is not None:
-            out, lse = entry.run(known, None, inputs, padding)
+            out, lse = entry.run(known, None, inputs, others)
         else:
             out, lse, by_mask = attend_dynamic(call, module, backend, query, key, value, scores)
             if by_mask:
@@ -156,17 +155,16 @@ class _Arguments(NamedTuple):
         return self[:7]
 
     def call_key(self) -> entry.CallKey | None:
-        if self.documents is not None or (self.padding is not None and self.padding.dtype != torch.bool) or (
-                checks.wants_values_checked()):
+        if checks.wants_values_checked() or (self.padding is not None and self.padding.dtype != torch.bool):
             return None
-        return entry.operator_key(self[:8], (tuple(self.window), *self[10:18]), self.keep)
+        return entry.operator_key(self[:9], (tuple(self.window), *self[10:18]), self.keep)
 
 
 def _dynamic_attention(*arguments):
     given = _Arguments(*arguments)
     found = entry.found_entry(given)
     if found is not None:
-        return entry.run_operator(found, given[:8])
+        return entry.run_operator(found, given[:9])
     with torch.no_grad():
         call = given.call()
         module = backends.choose(given.backend, (call.attention.query,))
@@ -175,7 +173,7 @@ def _dynamic_attention(*arguments):
             return out, lse, entry.nothing_made(out)
         found = entry.made_entry(given, call, module)
         if found is not None:
-            return entry.run_operator(found, given[:8])
+            return entry.run_operator(found, given[:9])
         own = attention_of(call, module)
         out, lse = run_attend(own, module)
         if not given.keep:

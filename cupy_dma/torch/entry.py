@@ -176,21 +176,20 @@ def _built(key: CallKey, call: AttentionCall | DynamicCall, module: ModuleType, 
 # ---- eager calls ----------------------------------------------------------------------------------------------------
 
 
-def run(key: CallKey, mask: IntervalMask | None, inputs: Tensors, padding: Tensor | None = None) -> (
-        tuple[Tensor, Tensor]):
-    """``out, lse`` of a call that has an entry, with their gradients."""
+def run(key: CallKey, mask: IntervalMask | None, inputs: Tensors, others: Tensors = ()) -> tuple[Tensor, Tensor]:
+    """``out, lse`` of a call that has an entry, with their gradients. ``others``: tensors that have none."""
     assert key.entry is not None
     if key.grad:
-        return _Chain.apply(key.entry, key.addresses, mask, padding, *inputs)
-    out, lse = key.entry.chain.forward(key.addresses, mask, (*inputs, padding))[:2]
+        return _Chain.apply(key.entry, key.addresses, mask, others, *inputs)
+    out, lse = key.entry.chain.forward(key.addresses, mask, (*inputs, *others))[:2]
     return out, lse
 
 
 class _Chain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, entry: Entry, addresses: list[int], mask: IntervalMask | None, padding: Tensor | None,
+    def forward(ctx: Any, entry: Entry, addresses: list[int], mask: IntervalMask | None, others: Tensors,
                 *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, lse, *made = entry.chain.forward(addresses, mask, (*inputs, padding))
+        out, lse, *made = entry.chain.forward(addresses, mask, (*inputs, *others))
         ctx.save_for_backward(out, lse, *inputs, *made)
         ctx.call = entry, mask
         ctx.set_materialize_grads(False)

@@ -32,7 +32,7 @@ from tests.emulator.tma_descriptors import encode
 __all__ = ["BACKEND", "Backend", "EmulatorError", "EmulatorRuntime", "Order", "hopper_gpu", "using"]
 
 
-RESULTS = {"key_scores": ("score",), "prefix_stop": ("stop",), "prefix_run": ("start", "stop"),
+RESULTS = {"key_scores": ("score",), "prefix_stop": ("stop",), "selected_run": ("start", "stop"),
            "attention": ("out", "lse"), "_attend_last": ("out", "lse"), "last_keys": ("keys",),
            "attention_backward": ("dquery", "dkey", "dvalue", "dbias"),
            "key_scores_backward": ("dvalue", "ddt_proj", "dA", "ddt_bias"), "step": ("out", "lse")}

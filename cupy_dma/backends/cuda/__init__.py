@@ -5,7 +5,7 @@ of this package build programs (``runtime/program.py``), one for each kind of ca
 options alone; ``backend.py`` runs them, ``chain.py`` those of a differentiable call. Its packages mirror ``kernels/``:
 
     attention/  forward, backward, Hopper, few queries       kernels/sm80, sm90, decode/flash_decode.cu
-    select/     key scores and prefix top-w                  kernels/select
+    select/     key scores and top-w                         kernels/select
     lists/      key lists of interval and dense masks        kernels/lists
     decode/     the decode cache                             kernels/decode/step.cu
     runtime/    programs; compiling, loading, launching      kernels/common/check_fragment_layout.cu
@@ -22,8 +22,8 @@ from cupy_dma.backends.cuda.runtime.device import CudaRuntime
 from cupy_dma.backends.cuda.runtime.program import keeps_programs
 
 __all__ = ["attend_last", "attention", "attention_backward", "build_program", "cache_extend", "keeps_programs",
-           "key_scores", "key_scores_backward", "last_keys", "launch", "make_chain", "prefix_run", "prefix_stop",
-           "run_kernel", "takes_value_dim", "unavailable", "warmup_jobs"]
+           "key_scores", "key_scores_backward", "last_keys", "launch", "make_chain", "prefix_stop", "run_kernel",
+           "selected_run", "takes_value_dim", "unavailable", "warmup_jobs"]
 
 runtime = CudaRuntime()
 _backend = Backend(runtime)
@@ -31,7 +31,7 @@ attend_last, attention, attention_backward = _backend.attend_last, _backend.atte
 build_program, launch, make_chain = _backend.build_program, _backend.launch, _backend.make_chain
 cache_extend, run_kernel, takes_value_dim = _backend.cache_extend, _backend.run_kernel, _backend.takes_value_dim
 key_scores, key_scores_backward = _backend.key_scores, _backend.key_scores_backward
-last_keys, prefix_run, prefix_stop = _backend.last_keys, _backend.prefix_run, _backend.prefix_stop
+last_keys, prefix_stop, selected_run = _backend.last_keys, _backend.prefix_stop, _backend.selected_run
 
 
 @cache

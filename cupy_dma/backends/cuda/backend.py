@@ -18,8 +18,9 @@ from cupy_dma.backends.cuda.runtime.builder import NotBuildable, argument_type
 from cupy_dma.backends.cuda.runtime.device import Runtime
 from cupy_dma.backends.cuda.runtime.program import Program, builder, keeps_programs, run
 from cupy_dma.backends.cuda.runtime.user_kernel import Launch, run_kernel
+from cupy_dma.backends.cuda.select.documents import selected_run
 from cupy_dma.backends.cuda.select.last_queries import last_keys
-from cupy_dma.backends.cuda.select.prefix import prefix_run, prefix_stop
+from cupy_dma.backends.cuda.select.prefix import prefix_stop
 from cupy_dma.backends.cuda.select.scores import key_scores, key_scores_backward, with_known_types
 from cupy_dma.calls.sequences import Sequences
 from cupy_dma.calls.types import AttentionBackwardCall, AttentionCall
@@ -45,8 +46,9 @@ class Backend:
     def prefix_stop(self, scores: Operand, window: Window, padding: Operand | None, document: Operand | None) -> Any:
         return self._run(prefix_stop, scores, window, padding, document)
 
-    def prefix_run(self, scores: Operand, window: Window, padding: Operand | None) -> Any:
-        return self._run(prefix_run, scores, window, padding)
+    def selected_run(self, scores: Operand, window: Window | None, keys: str, padding: Operand | None,
+                     documents: Operand | None, apart: bool) -> Any:
+        return self._run(selected_run, scores, window, keys, padding, documents, apart)
 
     def attention(self, call: AttentionCall) -> Any:
         return self._run(forward.attention, with_known_bias(call))

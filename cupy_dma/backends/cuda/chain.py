@@ -22,7 +22,8 @@ from cupy_dma.backends.cuda.runtime.builder import Array, Builder, GivenMask, No
 from cupy_dma.backends.cuda.runtime.device import Runtime
 from cupy_dma.backends.cuda.runtime.program import Program, builder
 from cupy_dma.backends.cuda.runtime.replay import Place
-from cupy_dma.backends.cuda.select.prefix import prefix_run, prefix_stop
+from cupy_dma.backends.cuda.select.documents import selected_run
+from cupy_dma.backends.cuda.select.prefix import prefix_stop
 from cupy_dma.backends.cuda.select.scores import key_scores, key_scores_backward, with_known_types
 from cupy_dma.calls.gradients import INPUTS, chain_gradients
 from cupy_dma.calls.run import attention_of
@@ -55,8 +56,8 @@ class Chain:
     """The programs of one kind of call.
 
     Arguments are given as the addresses, rounded down to ``ALIGNMENT``, of those of ``INPUTS`` that the call has, in
-    that order, of a dense mask, and of padding; an interval mask that is given comes as itself. ``arrays``: the same
-    arguments, for who watches memory.
+    that order, of a dense mask, of padding and of documents; an interval mask that is given comes as itself.
+    ``arrays``: the same arguments, for who watches memory.
     """
 
     def __init__(self, runtime: Runtime, call: AttentionCall | DynamicCall, grad: bool, own_mask: bool = False):
@@ -174,16 +175,14 @@ def arguments(build: Builder, call: AttentionCall | DynamicCall, own_mask: bool)
             mask = IntervalMask._make(build, start, stop, mask._hints)  # type: ignore[arg-type]
         last = len(build.given)
         return dataclasses.replace(own, mask=mask if own_mask else new(mask)), None, last
-    padding, runs, apart = call.candidates
-    if runs is not None or call.keys != "prefix":
-        raise NotBuildable("documents and global keys")
     scores, recipe = new(call.scores), None
     if call.recipe is not None:
         recipe = own.value, *(new(x) for x in call.recipe[1:4]), call.recipe[4]
     if scores is not None:
         own = dataclasses.replace(own, bias=key_bias(scores))
-    last = len(build.given)  # padding is no argument of the backward
-    candidates = Candidates(new(padding), None, apart)
+    last = len(build.given)  # padding and documents are no arguments of the backward
+    padding, documents, apart = call.candidates
+    candidates = Candidates(new(padding), new(documents), apart)
     return dataclasses.replace(call, attention=own, scores=scores, recipe=recipe, candidates=candidates), recipe, last
 
 
@@ -199,8 +198,8 @@ class Building:
     def prefix_stop(self, *arguments: Any) -> Any:
         return prefix_stop(self._build, *arguments)
 
-    def prefix_run(self, *arguments: Any) -> Any:
-        return prefix_run(self._build, *arguments)
+    def selected_run(self, *arguments: Any) -> Any:
+        return selected_run(self._build, *arguments)
 
     def attention(self, call: AttentionCall) -> Any:
         return attention(self._build, with_known_bias(call))

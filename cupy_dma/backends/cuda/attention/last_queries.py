@@ -27,7 +27,7 @@ def attend_last(run: Callable[..., Any], runtime: Runtime, call: DynamicCall,
     queries, keys = attention.query_length, attention.key_length
     rows = queries * (attention.heads // attention.kv_heads)
     if (isinstance(call.window, tuple) or call.keys != "prefix" or call.candidates.padding is not None
-            or call.candidates.runs is not None or not 1 <= rows <= flash_decode.MAX_ROWS
+            or call.candidates.documents is not None or not 1 <= rows <= flash_decode.MAX_ROWS
             or keys - queries + 1 <= call.window
             or scores.dtype == "float64" or scores.shape[1] != attention.kv_heads or checks.wants_values_checked()):
         return None

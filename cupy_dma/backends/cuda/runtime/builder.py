@@ -280,6 +280,9 @@ class Builder:
     def on(self, device: Device) -> AbstractContextManager:
         return NO_CONTEXT
 
+    def is_traced(self) -> bool:
+        return True  # no values yet
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

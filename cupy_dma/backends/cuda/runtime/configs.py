@@ -60,6 +60,12 @@ class SelectConfig(jit.Config):
 
 
 @dataclass(frozen=True)
+class DocumentConfig(jit.Config):
+    source = "select/documents.cu"
+    id: str = "int"  # of the array that says where documents begin
+
+
+@dataclass(frozen=True)
 class ListConfig(jit.Config):
     source = "lists/intervals.cu"
     causal: bool
@@ -239,6 +245,7 @@ RESERVED = 1024  # bytes of an SM's shared memory that each of its blocks costs 
 SCORE_THREADS, SCORE_BLOCK_KEYS, SCORE_MAX_SLICE = 256, 32, 512
 SELECT_THREADS = {"local_top": 1024, "filter_arrivals": 1024, "sweep_arrivals": 512, "count_better": 128}
 ARRIVALS = 256
+DOCUMENT_THREADS, DOCUMENT_CHUNK = 256, 4096
 LIST_THREADS, LIST_CHUNK, LIST_WARPS, LIFETIME_KINDS = 256, 2048, 8, 19
 REDUCE_THREADS, REDUCE_WARPS = 256, 8
 SEQUENCE_THREADS, SUPER_UNIT = 256, 128

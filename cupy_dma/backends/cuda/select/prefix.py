@@ -31,11 +31,12 @@ def prefix_stop(build: Builder, scores: Operand, window: Window, padding: Operan
     return stop
 
 
-def prefix_run(build: Builder, scores: Operand, window: Window, padding: Operand | None) -> tuple[Array, Array]:
+def prefix_run(build: Builder, scores: Operand, window: Window, padding: Operand | None,
+               document: Operand | None) -> tuple[Array, Array]:
     """The same behind the first position that keeps a key, its own: int32 ``(Lk)``, written on the way, for a launch of
     its own costs 2 us and the host 11. ``scores`` are not empty."""
     start, stop = build.empty(scores.shape[2:], "int32"), build.empty(scores.shape, "int32")
-    _select(build, scores, window, padding, None, stop, start)
+    _select(build, scores, window, padding, document, stop, start)
     return start, stop
 
 
