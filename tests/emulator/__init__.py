@@ -33,6 +33,7 @@ __all__ = ["BACKEND", "Backend", "EmulatorError", "EmulatorRuntime", "Order", "h
 
 
 RESULTS = {"key_scores": ("score",), "prefix_stop": ("stop",), "selected_run": ("start", "stop"),
+           "document_runs": ("first", "end"),
            "attention": ("out", "lse"), "_attend_last": ("out", "lse"), "last_keys": ("keys",),
            "attention_backward": ("dquery", "dkey", "dvalue", "dbias"),
            "key_scores_backward": ("dvalue", "ddt_proj", "dA", "ddt_bias"), "step": ("out", "lse")}

@@ -122,13 +122,16 @@ def test_hopper_kernels_in_programs(made):
 
 
 @needs_emulator
-def test_what_cannot_be_planned_runs_all_the_same(made):
+def test_documents_and_global_keys_are_in_programs(made, monkeypatch):
+    direct = launches(monkeypatch)
     q, k, v, s = draw(dtype=jnp.float16)
-    for options in ({"documents": [0, 9, N]}, {"keys": "global"}):
-        out, expected = (dj.dynamic_mask_attention(q, k, v, s, window=5, backend=backend, **options)
-                         for backend in ("emulator", "numpy"))
+    ids = jnp.arange(B * N).reshape(B, N) // 9
+    for options in ({"documents": [0, 9, N]}, {"keys": "global"}, {"documents": ids, "keys": "global"}):
+        out = dj.dynamic_mask_attention(q, k, v, s, window=5, backend="emulator", **options)
+        assert made[-1].built and direct == []
+        expected = dj.dynamic_mask_attention(q, k, v, s, window=5, backend="numpy", **options)
         np.testing.assert_allclose(out.astype(jnp.float32), expected.astype(jnp.float32), atol=2e-3)
-    assert not any(x.built for x in made)
+        direct.clear()
 
 
 # ---- through the buffers of a GPU ----

@@ -59,6 +59,7 @@ def specialisations(limit: int, every: bool) -> list[jit.Config]:
     one."""
     found: list[jit.Config] = [configs.LayoutConfig(element) for element in configs.ELEMENTS.values()]
     found += [configs.SelectConfig(*flags) for flags in itertools.product((False, True), repeat=3)]
+    found += [configs.DocumentConfig(kind) for kind in ("int", "long long")]
     found += [sums.SumConfig(element) for element in configs.ELEMENTS.values()]
     found += [configs.ListConfig(causal, block) for causal in (False, True) for block in (64,)]
     found += [configs.DenseConfig(queries) for queries in (8, 32, 128)] + [configs.DenseSupersConfig()]
@@ -443,6 +444,7 @@ def test_an_array_in_the_params_struct():
     ("select/key_scores.cu", "ScoreParams"), ("select/key_scores_backward.cu", "ScoreBackwardParams"),
     ("lists/varlen.cu", "SequenceParams"), ("decode/step.cu", "StepParams"),
     ("decode/flash_decode.cu", "FlashDecodeParams"), ("select/last_queries_top_w.cu", "LastQueriesParams"),
+    ("select/documents.cu", "DocumentParams"), ("select/documents.cu", "RunParams"),
     ("lists/dense_mask.cu", "DenseParams"), ("lists/dense_macro_tiles.cu", "SuperParams")])
 def test_every_params_struct_can_be_read(source, name):
     params = jit.params(source, name)

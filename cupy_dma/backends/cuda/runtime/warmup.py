@@ -15,6 +15,7 @@ from cupy_dma.backends.cuda.runtime.configs import (
     BIAS_OF_KEYS,
     ELEMENT_BYTES,
     ELEMENTS,
+    DocumentConfig,
     ForwardConfig,
     LayoutConfig,
     LifetimesConfig,
@@ -39,7 +40,8 @@ def usual_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...
                   groups: tuple[int, ...] = (1, 2, 4), shared_limit: int = 99 * 1024) -> list[jit.Config]:
     """The kernels that ordinary calls need. Key scores are specialised in the number of heads: compiled when called."""
     configs: list[jit.Config] = [LayoutConfig(element=element) for element in ELEMENTS.values()]
-    configs += [SelectConfig(documents=False, padding=padding) for padding in (False, True)]
+    configs += [SelectConfig(*flags) for flags in itertools.product((False, True), repeat=2)]
+    configs += [DocumentConfig(kind) for kind in ("int", "long long")]
     configs.append(LifetimesConfig(causal=False))
     configs.append(ListConfig(causal=False, block_n=64))  # of lists for tiles, whatever their blocks
     for head_dim in head_dims:

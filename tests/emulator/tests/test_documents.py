@@ -1,0 +1,236 @@
+"""Documents and ``keys="global"``: their kernels against the array library, and calls of them as programs."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+from cupy_dma.arrays import describe, library_named
+from cupy_dma.backends.cuda.runtime.program import fresh
+from cupy_dma.backends.cuda.select import documents as kernels
+from cupy_dma.masks.documents import document_runs
+from tests import emulator
+from tests.oracle import reference, selection_cases
+
+CHUNK = 4096  # keys of a block of the kernel
+
+
+def ids_of(rows: int, length: int, changes: list[int], dtype: str = "int32") -> np.ndarray:
+    """Documents of 0 and 1 in turn that begin at these keys, each row's one key later than those of the row before."""
+    begins = np.zeros((rows, length), np.int64)
+    for row in range(rows):
+        begins[row, [at + row for at in changes if at + row < length]] = 1
+    return (begins.cumsum(1) % 2).astype(dtype)
+
+
+def lengths_of(length: int, count: int, dtype: str = "int32") -> np.ndarray:
+    cuts = np.random.default_rng(count).integers(0, length + 1, count - 1)
+    return np.array([0, *np.sort(cuts), length], dtype)
+
+
+DOCUMENTS = {
+    "one key": lengths_of(1, 1), "one document": lengths_of(300, 1, "int64"), "a few": lengths_of(300, 7),
+    "most of them empty": lengths_of(30, 90, "int64"), "of one key each": np.arange(301, dtype=np.int32),
+    "every other length": lengths_of(300, 20)[::2], "empty at both ends": np.array([0, 0, 300, 300], np.int32),
+    "one id": ids_of(2, 300, []), "some ids": ids_of(2, 300, [1, 31, 32, 40, 95, 200, 299], "int64"),
+    "an id each": ids_of(1, 70, list(range(70))),
+    "ids in columns": np.asfortranarray(ids_of(3, 300, [7, 150])), "one id, chunks": ids_of(2, 2 * CHUNK + 100, []),
+    "ids, chunks": ids_of(2, 3 * CHUNK + 5, [1, 1000, CHUNK - 1, CHUNK + 64, 3 * CHUNK - 700]),
+    "ids that begin with chunks": ids_of(2, 3 * CHUNK, [CHUNK - 1, 2 * CHUNK - 1]),
+    "ids in a few words": ids_of(1, 2 * CHUNK, [33, 1055, 1056, 3000, CHUNK + 31, CHUNK + 2047])}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_first_key_and_end(name):
+    given = describe(DOCUMENTS[name], "documents")
+    length = given.shape[1] if given.ndim == 2 else int(given.array[-1])
+    expected = document_runs(given, length)
+    first, end = emulator.BACKEND._run(kernels.document_runs, given, length)
+    assert np.array_equal(first, expected.first) and np.array_equal(end, expected.end)
+
+
+@pytest.mark.parametrize("keys", ["prefix", "global"])
+@pytest.mark.parametrize("name", [None, "a few", "of one key each", "empty at both ends", "some ids", "one id",
+                                  "every other length"])
+def test_the_mask_is_that_of_numpy(name, keys):
+    rng = np.random.default_rng(0)
+    scores = rng.standard_normal((2, 2, 300)).astype(np.float32)
+    documents = None if name is None else DOCUMENTS[name]
+    for window in (5, 300, (1, 90)):
+        for padding in (None, rng.random((1, 300)) < 0.8, rng.random((2, 300)) < 0.8):
+            options = {"keys": keys, "documents": documents, "padding": padding}
+            found, expected = (dma.IntervalMask.top_w(scores, window, **options, backend=backend)
+                               for backend in ("emulator", "numpy"))
+            assert found._hints == expected._hints and found.start.shape == expected.start.shape
+            assert np.array_equal(found.start, expected.start) and np.array_equal(found.stop, expected.stop)
+
+
+def test_documents_of_long_rows():
+    """Of several blocks of each kernel, by the kernels for many keys."""
+    scores = np.random.default_rng(0).standard_normal((2, 1, CHUNK + 100)).astype(np.float32)
+    documents = ids_of(2, CHUNK + 100, [700, 2000, CHUNK - 1, CHUNK + 60])
+    with selection_cases.counting(False):
+        for keys in ("prefix", "global"):
+            found, expected = (dma.IntervalMask.top_w(scores, 90, keys=keys, documents=documents, backend=backend)
+                               for backend in ("emulator", "numpy"))
+            assert np.array_equal(found.start, expected.start) and np.array_equal(found.stop, expected.stop)
+
+
+@pytest.mark.parametrize("lengths", [(0, 400, 100, 300), (-5, 70, 300), (10, 20, 30)])
+def test_wrong_lengths_on_a_device_read_nothing_else(lengths):
+    """They are not checked there. First keys that are out of place would make the selection read other memory."""
+    given = describe(np.array(lengths, np.int32), "documents")
+    first, _ = emulator.BACKEND._run(kernels.document_runs, given, 300)
+    assert (first >= 0).all() and (first <= np.arange(300)).all()
+
+
+# ---- calls of torch ----
+
+torch = pytest.importorskip("torch")
+
+from cupy_dma.masks import interval  # noqa: E402
+from tests.emulator.tests.test_torch_call_keys import check as check_neighbours  # noqa: E402
+from tests.emulator.tests.test_torch_call_keys import laid, of  # noqa: E402
+from tests.emulator.tests.test_torch_programs import (  # noqa: E402
+    HKV,
+    H,
+    N,
+    W,
+    chain_runs,  # noqa: F401
+    check,
+    device,  # noqa: F401
+    draw,
+    dynamic,
+    from_values,
+    parameters,
+    same,
+    step,
+)
+
+portable = pytest.mark.parametrize("device", [False], indirect=True, ids=["portable"])
+LENGTHS, IDS = torch.tensor([0, 40, 40, 41, N]), torch.arange(2 * N).view(2, N) // 60
+PADDING = torch.arange(2 * N).view(2, N) % 7 > 0
+CALLS: dict[str, dict[str, Any]] = {
+    "lengths": {"documents": LENGTHS}, "ids": {"documents": IDS.int()}, "global": {"keys": "global"},
+    "global, all keys": {"keys": "global", "window": N}, "global, not causal": {"keys": "global", "causal": False},
+    "global ids, padding": {"keys": "global", "documents": IDS, "padding": PADDING},
+    "global lengths": {"keys": "global", "documents": LENGTHS.int(), "window": (9, 30)},
+    "ids of all rows, padding": {"documents": IDS[:1], "padding": PADDING, "window": (W, N)}}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_have_programs(name, device, chain_runs):  # noqa: F811
+    check(lambda *x: dynamic(*x, **CALLS[name]), lambda i: draw(i, batch=2), chain_runs, calls=2)
+
+
+@portable
+def test_later_calls_do_without_the_array_library(device, monkeypatch):  # noqa: F811
+    inputs, options = draw(0, batch=2), {"keys": "global", "documents": IDS, "padding": PADDING}
+    expected = step(lambda *x: dynamic(*x, **options), *inputs)
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError
+
+    for name in ("full", "arange", "cumsum", "search_right", "astype", "contiguous"):
+        monkeypatch.setattr(type(library_named("torch")), name, refuse)
+    monkeypatch.setattr(interval, "select", refuse)
+    same(step(lambda *x: dynamic(*x, **options), *inputs), expected)
+    with fresh(), pytest.raises(AssertionError):
+        dynamic(*inputs, **options)
+
+
+def dense(scores: Any, window: Any = W, keys: str = "prefix", padding: Any = None, documents: Any = None,
+          causal: bool = True) -> Any:
+    """The mask by its definition."""
+    windows = window if isinstance(window, tuple) else (window,) * HKV
+    given = [None if x is None else x.numpy() for x in (padding, documents)]
+    seen = np.concatenate([reference.top_w_dense(scores[:, h:h + 1].detach().numpy(), w, keys, *given)
+                           for h, w in enumerate(windows)], axis=1)
+    return torch.from_numpy(np.tril(seen) if causal else seen)
+
+
+@portable
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_are_those_of_the_definition(name, device, chain_runs):  # noqa: F811
+    inputs = draw(0, batch=2, dtype=torch.float32)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    seen = dense(inputs[3], **CALLS[name]).repeat_interleave(H // HKV, 1)
+
+    def definition(q: Any, k: Any, v: Any, s: Any) -> Any:
+        k, v = (x.repeat_interleave(H // HKV, 2) for x in (k, v))
+        logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[3] ** -0.5
+        logits = logits + s.repeat_interleave(H // HKV, 1)[:, :, None]
+        some = seen.any(-1)
+        logits = logits.masked_fill(~seen & some[..., None], -torch.inf)
+        p = torch.where(some[..., None], logits.softmax(-1), 0.0)
+        return torch.einsum("bhqk,bkhd->bqhd", p, v), torch.where(some, logits.logsumexp(-1), -torch.inf)
+
+    for _ in range(2):
+        found = step(lambda *x: dynamic(*x, **CALLS[name]), *inputs, with_lse=False)
+    assert chain_runs == {"forward": 2, "backward": 2}
+    torch.manual_seed(1)
+    out, lse = definition(*wide)
+    expected = [out, lse, *torch.autograd.grad(out, wide, torch.randn_like(found[0]).double())]
+    for a, b in zip(found, expected):
+        finite = torch.isfinite(b)
+        assert torch.equal(torch.isfinite(a), finite)
+        assert (a[finite] - b[finite]).abs().max() < 4e-3 * max(1.0, b[finite].abs().max())
+
+
+@portable
+def test_scores_from_values(device, chain_runs):  # noqa: F811
+    check(lambda *x: from_values(*x, documents=LENGTHS, keys="global"),
+          lambda i: [*draw(i)[:3], *parameters(i).values()], chain_runs, calls=2)
+
+
+@portable
+def test_without_gradients(device, chain_runs):  # noqa: F811
+    for i in range(2):
+        dynamic(*draw(i, grad=False), documents=LENGTHS)
+    assert chain_runs == {"forward": 2, "backward": 0}
+
+
+@portable
+def test_facts_of_documents_are_in_the_key(device, chain_runs):  # noqa: F811
+    n = 44  # tokens of ``of``
+    lengths, ids = torch.tensor([0, 9, 30, n], dtype=torch.int32), (torch.arange(2 * n).view(2, n) // 13).int()
+    check_neighbours(of(dynamic, documents=lengths), {
+        "others": of(dynamic, documents=torch.tensor([0, 1, 20, n], dtype=torch.int32)),
+        "fewer": of(dynamic, documents=torch.tensor([0, 20, n], dtype=torch.int32)),
+        "int64": of(dynamic, documents=lengths.long()), "none": of(dynamic),
+        "at an odd address": of(dynamic, documents=laid(lengths, offset=1)),
+        "every other": of(dynamic, documents=torch.tensor([0, 5, 9, 5, 30, 5, n], dtype=torch.int32)[::2]),
+        "ids": of(dynamic, documents=ids), "global": of(dynamic, documents=lengths, keys="global")})
+    check_neighbours(of(dynamic, documents=ids), {
+        "of all rows": of(dynamic, documents=ids[:1]), "in columns": of(dynamic, documents=ids.T.contiguous().T),
+        "at an odd address": of(dynamic, documents=laid(ids, offset=1)), "int64": of(dynamic, documents=ids.long()),
+        "in longer rows": of(dynamic, documents=torch.nn.functional.pad(ids, (0, 8))[:, :n])})
+
+
+@portable
+def test_lists_and_numpy_arrays_have_no_key(device, chain_runs):  # noqa: F811
+    inputs = draw(0)
+    expected = dynamic(*inputs, documents=LENGTHS)[0]
+    for _ in range(2):
+        assert torch.equal(dynamic(*inputs, documents=LENGTHS.tolist())[0], expected)
+        with pytest.raises(TypeError, match="documents"):
+            dynamic(*inputs, documents=LENGTHS.numpy())
+    assert chain_runs["forward"] == 1
+
+
+@portable
+def test_compiled_calls_run_programs(device, chain_runs):  # noqa: F811
+    def call(documents: Any, *x: Any) -> Any:
+        return dynamic(*x, documents=documents, keys="global", padding=PADDING)
+
+    torch._dynamo.reset()
+    compiled: Callable[..., Any] = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for i in range(2):
+        inputs = draw(i, batch=2)
+        found = step(lambda *x: compiled(IDS, *x), *inputs)
+        assert chain_runs == {"forward": 2 * i + 1, "backward": 2 * i + 1}
+        for a, b in zip(found, step(lambda *x: call(IDS, *x), *inputs), strict=True):
+            assert torch.equal(a, b)
