@@ -491,6 +491,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "test_the_mask[ids]": elsewhere(test_documents.test_the_mask_is_that_of_numpy, "some ids", "global"),
     "test_the_mask[lengths]": elsewhere(test_documents.test_the_mask_is_that_of_numpy, "empty at both ends", "global"),
     "test_the_mask[global]": elsewhere(test_documents.test_the_mask_is_that_of_numpy, None, "global"),
+    "test_keys_behind_the_last_document": elsewhere(test_documents.test_keys_behind_the_last_document, True),
     "test_wrong_lengths": elsewhere(test_documents.test_wrong_lengths_on_a_device_read_nothing_else, (-5, 70, 300)),
     "test_selection_of_equal_scores[1023]": elsewhere(test_forward.test_selection_of_equal_scores, 1023),
     "test_selection_of_equal_scores[1030]": elsewhere(test_forward.test_selection_of_equal_scores, 1030),

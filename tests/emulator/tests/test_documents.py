@@ -9,9 +9,12 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.arrays import describe, library_named
+from cupy_dma.backends import numpy as numpy_backend
 from cupy_dma.backends.cuda.runtime.program import fresh
 from cupy_dma.backends.cuda.select import documents as kernels
+from cupy_dma.masks import selection
 from cupy_dma.masks.documents import document_runs
+from cupy_dma.masks.interval import NEVER
 from tests import emulator
 from tests.oracle import reference, selection_cases
 
@@ -77,6 +80,21 @@ def test_documents_of_long_rows():
             found, expected = (dma.IntervalMask.top_w(scores, 90, keys=keys, documents=documents, backend=backend)
                                for backend in ("emulator", "numpy"))
             assert np.array_equal(found.start, expected.start) and np.array_equal(found.stop, expected.stop)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_keys_behind_the_last_document(apart):
+    """As in packed sequences, which the attention keeps apart: no candidates. There a stop may be any position behind
+    the document's last key."""
+    scores = describe(np.random.default_rng(0).standard_normal((1, 2, 300)).astype(np.float32), "scores")
+    documents = describe(np.array([0, 100, 100, 210], np.int32), "documents")
+    padding = describe((np.arange(300) % 105 < 90)[None] & (np.arange(300) < 210), "padding")
+    for keys, real in (("prefix", None), ("prefix", padding), ("global", padding)):
+        found, expected = (selection.select(scores, 9, keys, selection.Candidates(real, documents, apart), module)
+                           for module in (emulator.BACKEND, numpy_backend))
+        assert np.array_equal(np.ravel(found.start), np.ravel(expected.start))
+        end = document_runs(documents, 300).end if apart and keys == "prefix" else NEVER
+        assert np.array_equal(np.minimum(found.stop, end), np.minimum(expected.stop, end))
 
 
 @pytest.mark.parametrize("lengths", [(0, 400, 100, 300), (-5, 70, 300), (10, 20, 30)])
