@@ -83,11 +83,14 @@ def chain_gradients(call: AttentionCall, recipe: Recipe | None, upstream: Upstre
     direct = needs.intersection(INPUTS[:4]) | ({"bias"} if through_scores else set())
     found = dict(zip(INPUTS, attention_gradients(call, upstream, direct, module)))
     if recipe is not None and through_scores:
-        library, value = call.query.library, found["value"]
-        dscores = library.operand(found["bias"], "dscores")
+        library, value, dscores, packed = call.query.library, found["value"], found["bias"], call.sequences is not None
+        if packed:  # scores have a batch axis
+            value, dscores = None if value is None else value[None], dscores[None]
         added = None if value is None else library.operand(value, "dvalue")
-        made = module.key_scores_backward(dscores, *recipe, through_scores, added)
+        made = module.key_scores_backward(library.operand(dscores, "dscores"), *recipe, through_scores, added)
         found.update((name, x) for name, x in zip(("value", *INPUTS[4:]), made) if name in through_scores)
+        if packed and "value" in through_scores:
+            found["value"] = found["value"][0]
     return found
 
 

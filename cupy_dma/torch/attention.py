@@ -19,7 +19,7 @@ from torch import Tensor
 from cupy_dma import backends
 from cupy_dma.arrays import library_named
 from cupy_dma.calls.attention import attention_call, not_padding
-from cupy_dma.calls.gradients import INPUTS, attention_gradients
+from cupy_dma.calls.gradients import INPUTS, Upstream, attention_gradients
 from cupy_dma.calls.layout import in_bhnd, is_bnhd
 from cupy_dma.calls.mask import intersect, masks_in
 from cupy_dma.calls.options import Options
@@ -145,13 +145,17 @@ class _Attention(torch.autograd.Function):
         return None, None, None, None, *gradients(facts, Saved(*tensors[:count]), dout, dlse, ctx.needs_input_grad[4:])
 
 
+def upstream_of(*tensors: Tensor | None) -> Upstream:
+    """``dout, out, lse, dlse`` as operands."""
+    operand = library_named("torch").operand
+    return tuple([None if x is None else operand(x, name)  # type: ignore[return-value]
+                  for x, name in zip(tensors, ("dout", "out", "lse", "dlse"))])
+
+
 def gradients_of(call: AttentionCall, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor,
                  module: ModuleType, needs: Sequence[str]) -> list[Tensor]:
     """The gradients named in ``needs``."""
-    operand = library_named("torch").operand
-    upstream = (operand(dout, "dout"), operand(out, "out"), operand(lse, "lse"),
-                None if dlse is None else operand(dlse, "dlse"))
-    found = attention_gradients(call, upstream, frozenset(needs), module)
+    found = attention_gradients(call, upstream_of(dout, out, lse, dlse), frozenset(needs), module)
     return [gradient for name, gradient in zip(INPUTS, found) if name in needs]
 
 

@@ -24,12 +24,12 @@ from cupy_dma.calls.layout import in_bhnd, is_bnhd
 from cupy_dma.calls.options import Options, Selection
 from cupy_dma.calls.run import attend as run_attend
 from cupy_dma.calls.run import attended, attention_of, masked
-from cupy_dma.calls.types import DynamicCall
-from cupy_dma.masks.interval import IntervalMask
+from cupy_dma.calls.types import AttentionCall, DynamicCall
+from cupy_dma.masks.interval import Hints, IntervalMask
 from cupy_dma.masks.selection import selection_hints
 from cupy_dma.masks.windows import window_of
 from cupy_dma.torch import entry
-from cupy_dma.torch.attention import attend
+from cupy_dma.torch.attention import OPTIONS, attend
 from cupy_dma.torch.gradients import CallContext, Saved, gradients
 from cupy_dma.torch.registration import (
     as_key_bias,
@@ -178,10 +178,7 @@ def _dynamic_attention(*arguments):
         out, lse = run_attend(own, module)
         if not given.keep:
             return out, lse, entry.nothing_made(out)
-        mask, bias = own.mask, own.bias
-        assert mask is not None and bias is not None
-        made = [mask._start.array, mask._stop.array, *([] if call.recipe is None else [bias.array])]
-        return out, lse, torch.cat([x.contiguous().view(torch.int32).flatten() for x in made])
+        return out, lse, packed_up(own, call.recipe is not None)
 
 
 def _dynamic_attention_backward(dout, dlse, out, lse, made, *arguments):
@@ -196,7 +193,9 @@ def _dynamic_attention_backward(dout, dlse, out, lse, made, *arguments):
             if known is not None:
                 facts, scores = entry.without_programs(known, None, [made])
             else:
-                mask, scores = _unpacked(given, made)
+                hints = selection_hints(from_list(given.window), given.key.shape[1], given.keys,
+                                        given.padding is not None, given.documents is not None)
+                mask, scores = unpacked(made, _sizes(given), wide(given.value), given.scores is None, hints)
                 facts = CallContext(mask, own.options, call.recipe and call.recipe[4], module, given.backend)
             found = gradients(facts, Saved(out, lse, *given[:7], scores=scores), dout, dlse, needed)
     return [found[INPUTS.index(name)] for name in needs]
@@ -212,15 +211,27 @@ def _sizes(given: _Arguments) -> tuple[tuple[int, int, int], tuple[int, int, int
     return (rows, 1, length), (batch, heads, length)
 
 
-def _unpacked(given: _Arguments, made: Tensor) -> tuple[IntervalMask, Tensor | None]:
-    """The mask and the computed scores that a call without programs has made."""
-    shapes = _sizes(given)
+def packed_up(call: AttentionCall, computed: bool) -> Tensor:
+    """What a call without programs has made: its mask and, if they are ``computed``, its scores."""
+    mask, bias = call.mask, call.bias
+    assert mask is not None and bias is not None
+    made = [*([bias.array] if computed else []), mask._start.array, mask._stop.array]  # the largest numbers first
+    return torch.cat([x.contiguous().view(torch.int32).flatten() for x in made])
+
+
+def unpacked(made: Tensor, shapes: Sequence[tuple[int, int, int]], kind: torch.dtype, computed: bool,
+             hints: Hints) -> tuple[IntervalMask, Tensor | None]:
+    """The mask of these ``shapes`` and the computed scores, of this ``kind``, in what ``packed_up`` gave."""
     counts = [math.prod(shape) for shape in shapes]
-    start, stop, rest = made.split([*counts, made.numel() - sum(counts)])
-    hints = selection_hints(from_list(given.window), given.key.shape[1], given.keys, given.padding is not None,
-                            given.documents is not None)
+    scores, start, stop = made.split([made.numel() - sum(counts), *counts])
     mask = IntervalMask._make(library_named("torch"), start.view(shapes[0]), stop.view(shapes[1]), hints)
-    return mask, None if given.scores is not None else rest.view(wide(given.value)).view(shapes[1])
+    return mask, scores.view(kind).view(shapes[1]) if computed else None
+
+
+def size_of_parts(shapes: Sequence[tuple[int, int, int]], value: Tensor | None) -> int:
+    """The numbers in it; ``value``: what scores are computed from."""
+    start, stop = map(math.prod, shapes)
+    return start + stop * (1 if value is None else 3 if value.dtype == torch.float64 else 2)
 
 
 def _fake_dynamic_attention(*arguments):
@@ -230,9 +241,8 @@ def _fake_dynamic_attention(*arguments):
     lse = query.new_empty((batch, heads, length), dtype=wide(query))
     size = 0
     if given.keep:
-        start, stop = map(math.prod, _sizes(given))
-        words = 0 if given.scores is not None else 2 if query.dtype == torch.float64 else 1  # of a computed score
-        size = entry.size_of_made(given, given[:9], start + (1 + words) * stop)
+        parts = size_of_parts(_sizes(given), given.value if given.scores is None else None)
+        size = entry.size_of_made(given, given[:9], parts)
     return out, lse, query.new_empty((size,), dtype=torch.int32)
 
 
@@ -240,9 +250,10 @@ def _fake_dynamic_attention_backward(dout, dlse, out, lse, made, *arguments):
     return empty_like(dict(zip(INPUTS, arguments[:7])), arguments[-1])
 
 
-_DYNAMIC = ("Tensor query, Tensor key, Tensor value, Tensor? scores, Tensor? dt_proj, Tensor? A, Tensor? dt_bias, "
-            "Tensor? padding, Tensor? documents, SymInt[] window, str form, str keys, bool causal, float? scale, "
-            "float softcap, bool deterministic, int bias_delay, str? backend, bool keep")
+_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? scores, Tensor? dt_proj, Tensor? A, Tensor? dt_bias"
+_SELECTION = "SymInt[] window, str form, str keys"
+SELECTED = f"{_INPUTS}, {_SELECTION}"
+_DYNAMIC = f"{_INPUTS}, Tensor? padding, Tensor? documents, {_SELECTION}, {OPTIONS}, bool keep"
 register(f"dynamic_attention({_DYNAMIC}) -> (Tensor out, Tensor lse, Tensor made)", _dynamic_attention,
          _fake_dynamic_attention)
 register(f"dynamic_attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor made, {_DYNAMIC}, "

@@ -250,14 +250,36 @@ def test_compile_in_one_graph(function, arrays):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize(("function", "arrays"), FUNCTIONS[:3], ids=lambda x: getattr(x, "__name__", ""))
+def test_a_compiled_dynamic_call_is_two_operators(function, arrays):
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    found: list[str] = []
+
+    def keep(graph, inputs):
+        found.extend(str(node.target) for node in graph.graph.nodes if "cupy_dma" in str(node.target))
+        return make_boxed_func(graph)
+
+    function(*leaves(*arrays))  # backends are loaded once, which a compiler would notice
+    compiled = torch.compile(function, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
+    inputs = leaves(*arrays)
+    torch.autograd.grad(compiled(*inputs)[0].sum(), inputs)
+    assert found == [f"cupy_dma.varlen_dynamic_attention{part}.default" for part in ("", "_backward")]
+
+
 def test_operators_are_consistent():
     q, k, v, s = leaves(Q, K, V, SCORES)
-    start, stop = torch.ops.cupy_dma.varlen_top_w(q.detach(), k.detach(), s.detach(), [3], "prefix", None, *CU, None,
-                                                  None)
-    arguments = (q, k, v, start, stop, "key", [3, 1], False, s, False, None, 0.0, False, 4, None, *CU, None, None)
+    mask = M.top_w(s.detach()[None], 3, documents=CU[1])
+    arguments = (q, k, v, mask.start, mask.stop, "key", [3, 1], False, s, False, None, 0.0, False, 4, None, *CU, None,
+                 None)
     torch.library.opcheck(torch.ops.cupy_dma.varlen_attention, arguments)
-    torch.library.opcheck(torch.ops.cupy_dma.varlen_top_w,
-                          (q.detach(), k.detach(), s.detach(), [0, 3, 5], "global", None, *CU, None, None))
+    given, options = (s, None, None, None), (None, 0.0, False, 0, None, True, *CU, None, None)
+    torch.library.opcheck(torch.ops.cupy_dma.varlen_dynamic_attention,
+                          (q, k, v, *given, [0, 3, 5], "exp", "global", False, *options))
+    given = (None, *leaves(WEIGHT, DECAY), None)
+    torch.library.opcheck(torch.ops.cupy_dma.varlen_dynamic_attention,
+                          (q, k, v, *given, [4], "linear", "prefix", True, *options))
 
 
 def test_a_paged_kv_cache_has_no_gradient_in_torch():
