@@ -33,7 +33,7 @@ from cupy_dma.backends.cuda.attention.sm90_tiles import TILES, HopperTile
 from cupy_dma.backends.cuda.decode import step
 from cupy_dma.backends.cuda.runtime.device import CudaRuntime
 from cupy_dma.backends.cuda.runtime.program import fresh
-from cupy_dma.backward import attention_backward, key_scores_backward
+from cupy_dma.backward import attention_backward, key_scores_backward, varlen_attention_backward
 from tests.gpu.sm90_tiles import portable, taken
 from tests.oracle import cases, delay_cases, reference, schedule_cases, selection_cases, varlen_cases
 from tests.oracle.cache_cases import History
@@ -196,11 +196,19 @@ def lifetimes() -> int:
                     out, lse = dma.attention(*args, mask=mask, return_lse=True)
                     found.append(attention_backward(upstream, *args, out, lse, mask=mask,
                                                     deterministic=not one_pass)[:3])
+                    found[-1] += _packed(*(x[0] for x in (upstream, *args)), mask)
             for ours, other in zip(*found):
                 x, y = cupy.asnumpy(ours).astype(np.float64), other.astype(np.float64)
                 assert np.linalg.norm(x - y) < 1e-2 * np.linalg.norm(y)
             count += 1
     return count
+
+
+def _packed(dout: Any, query: Any, key: Any, value: Any, mask: dma.IntervalMask) -> tuple[Any, ...]:
+    """The same tokens as two sequences: output and gradients."""
+    bounds = [[0, len(x) // 3, len(x)] for x in (query, key)]
+    out, lse = dma.varlen_attention(query, key, value, *bounds, mask=mask, return_lse=True)
+    return (out, *varlen_attention_backward(dout, query, key, value, out, lse, *bounds, mask=mask)[:3])
 
 
 def delays() -> int:
@@ -269,6 +277,7 @@ def _steps() -> int:
     histories = [History(dtype="bfloat16", head_dim=64, window=150, recent=3, length=156, batch=1),
                  History(dtype="float16", head_dim=16, value_dim=24, window=9, sinks=2, recent=3),
                  History(dtype="float16", head_dim=5, window=9, heads=12, kv_heads=1),
+                 History(dtype="float16", head_dim=64, window=(90, 30), recent=3, length=100, batch=1, bias_delay=20),
                  History(dtype="float32", head_dim=136, window=5, heads=20, kv_heads=1, length=12)]
     for history in histories:
         cache, outs = history.cache(cupy.asarray), []
@@ -309,11 +318,14 @@ def _selections() -> int:
         scores = np.stack([rng.integers(-50, 50, length), rng.standard_normal(length), np.ones(length)])[None]
         scores = scores.astype(np.float32)
         padding = rng.random((1, length)) < 0.8
-        documents = np.cumsum(rng.random((1, length)) < 3 / length, axis=-1).astype(np.int32)
-        for options in ({}, {"padding": padding}, {"documents": documents}):
-            expected = dma.IntervalMask.top_w(scores, window, **options)
-            mask = dma.IntervalMask.top_w(cupy.asarray(scores), window,
+        ids = np.cumsum(rng.random((1, length)) < 3 / length, axis=-1).astype(np.int32)
+        lengths = np.array([0, length // 3, length // 3, length])
+        candidates = ({}, {"padding": padding}, {"documents": ids}, {"documents": lengths})
+        for options, keys in itertools.product(candidates, ("prefix", "global")):
+            expected = dma.IntervalMask.top_w(scores, window, keys=keys, **options)
+            mask = dma.IntervalMask.top_w(cupy.asarray(scores), window, keys=keys,
                                           **{name: cupy.asarray(x) for name, x in options.items()})
+            assert np.array_equal(cupy.asnumpy(mask.start), expected.start)
             assert np.array_equal(cupy.asnumpy(mask.stop), expected.stop)
             count += 1
     return count
