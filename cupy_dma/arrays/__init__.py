@@ -44,16 +44,10 @@ class DlpackLibrary(Library):
         return self.namespace.from_dlpack(array) if hasattr(self.namespace, "from_dlpack") else array
 
 
-_torch: Any = sys.modules.get("torch")
-
-
 def is_tensor(array: Any) -> bool:
-    """Whether ``array`` is a torch tensor, without importing torch. ``torch.compile`` traces this: it guards all of
-    ``sys.modules`` where that is read, so that happens no more once torch has been seen."""
-    global _torch
-    if _torch is None:
-        _torch = sys.modules.get("torch")
-    return _torch is not None and isinstance(array, _torch.Tensor)
+    """Whether ``array`` is a torch tensor, without importing torch. ``torch.compile`` traces this and guards what it
+    reads, so it looks at the type alone."""
+    return hasattr(type(array), "__torch_function__")
 
 
 _libraries: dict[str, Library] = {}

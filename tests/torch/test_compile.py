@@ -1,5 +1,7 @@
 """The torch side under torch.compile, activation checkpointing and autocast, on CPU tensors."""
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -182,3 +184,19 @@ def test_the_compiler_keeps_the_last_axis_contiguous():
     torch.testing.assert_close(found, model(x, s), rtol=0, atol=1e-5)
     for a, b in zip(gradients(found, (x, s)), gradients(model(x, s), (x, s))):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
+
+
+def test_a_process_compiles_its_first_call_once():
+    """Also where cupy_dma was imported before torch."""
+    code = """
+import cupy_dma as dma
+import torch
+graphs = []
+compiled = torch.compile(lambda x: dma.attention(x, x, x, causal=True, backend="numpy"),
+                         backend=lambda graph, inputs: graphs.append(graph) or graph)
+for _ in range(2):
+    compiled(torch.ones(1, 5, 2, 4))
+print(len(graphs))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1"], done.stderr
