@@ -6,8 +6,8 @@ emulator with g++ and for GPUs with NVRTC, so of the long grids over kernels it 
 machine: a share of the cases of each test function, those with the smallest checksums of their names. Tests whose
 cases differ in what they look at choose for themselves, with ``pytest.mark.slow`` beside the case.
 
-``make test-all`` should take about an hour on two cores, so of the largest grids it runs a share, too. ``make test-gpu``
-runs all their cases on a GPU; ``make test-rare`` runs the rest here, for changes of kernels.
+``make test-all`` should take about an hour on two cores, so of the largest grids it runs a share, too. ``make
+test-gpu`` runs all their cases on a GPU; ``make test-rare`` runs the rest here, for changes of kernels.
 """
 from __future__ import annotations
 
