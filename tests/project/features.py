@@ -227,6 +227,8 @@ def _torch() -> Iterator[Feature]:
         LAYERS, "torch/self_attention::test_forward_and_gradients_are_the_definition", LAYERS, LAYERS))
     yield Feature(group, "DynamicMaskSelfAttention, with a cache", "forward", (
         f"gpu/torch::{whole}", f"torch/self_attention::{whole}", NO_CACHE, NO_CACHE))
+    gates = "torch/gate::test_attention_and_gradients"
+    yield from _both(group, "RetentionGate", ((LAYERS, gates, LAYERS, LAYERS),) * 2)
 
 
 def _distributed() -> Iterator[Feature]:

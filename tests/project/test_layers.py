@@ -25,7 +25,7 @@ LAYERS = (
     ("cupy_dma.backends.*",),
     ("cupy_dma.torch", "cupy_dma.jax"),  # torch: the operators
     ("cupy_dma.distributed",),
-    ("cupy_dma.torch.module",),  # the layers
+    ("cupy_dma.torch.module", "cupy_dma.torch.gate"),  # the layers
     ("cupy_dma.torch.self_attention",),
     ("cupy_dma.api", "cupy_dma.backward"),
     ("cupy_dma",),  # what is exported: __init__.py alone
