@@ -5,14 +5,16 @@
     model.generate(...)                                 # keeps keep_window_size keys a layer, however long the text
 
     cupy_dma.transformers.convert(model, window=2048)   # dynamic masks for a model that has none
+    cupy_dma.transformers.convert(model, policy="gate")     # or gates, to be trained (cupy_dma.retrofit)
 
 Importing this module imports transformers.
 """
 from cupy_dma.transformers.attention import attention_forward
 from cupy_dma.transformers.cache import DynamicMaskCache, cache_argument
 from cupy_dma.transformers.convert import convert
+from cupy_dma.transformers.gate import FullGatedCache
 from cupy_dma.transformers.graph import DecodingStep
 from cupy_dma.transformers.registration import register
 
-__all__ = ["DecodingStep", "DynamicMaskCache", "attention_forward", "cache_argument", "convert",
+__all__ = ["DecodingStep", "DynamicMaskCache", "FullGatedCache", "attention_forward", "cache_argument", "convert",
            "register"]

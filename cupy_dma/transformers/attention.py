@@ -3,10 +3,10 @@
     plain layers     attention(q, k, v, mask)               mask: ``Visibility``, as ``visibility`` makes it
     dynamic layers   s = exp(A softplus(v @ dt_proj))       each query sees the ``window`` best keys of those that the
                      attention(q, k, v, top_w(s), bias=s)   mask shows, and s is added to the logits
+    gated layers     see ``gate.py``
 
 Dynamic layers are Doge's (``doge.py``) and those of a converted model (``convert.py``), which have an attribute
-``dynamic_mask``. Tensors come as ``(B, H, L, D)`` and leave as
-``(B, L, H, D)``, as transformers has it.
+``dynamic_mask``. Tensors come as ``(B, H, L, D)`` and leave as ``(B, L, H, D)``, as transformers has it.
 """
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from torch import Tensor
 from cupy_dma.masks.windows import narrowest
 from cupy_dma.torch import attention, dynamic_mask_attention
 from cupy_dma.torch.kept import kept_keys
+from cupy_dma.torch.registration import wide
 from cupy_dma.torch.scores import layer_scores, score_arguments
 from cupy_dma.transformers.cache import DynamicMaskCache, DynamicMaskLayer
-from cupy_dma.transformers.layers import DynamicMask
+from cupy_dma.transformers.gate import gated_attention
+from cupy_dma.transformers.layers import DynamicMask, GateMask
 from cupy_dma.transformers.visibility import Visibility
 
 
@@ -114,7 +116,7 @@ def attention_forward(module: Any, query: Tensor, key: Tensor, value: Tensor, at
     return (out * weight).to(out.dtype), None
 
 
-def dynamic_attention(module: Any, how: DynamicMask, query: Tensor, key: Tensor, value: Tensor, mask: Any,
+def dynamic_attention(module: Any, how: DynamicMask | GateMask, query: Tensor, key: Tensor, value: Tensor, mask: Any,
                       cache: DynamicMaskCache | None, *, scale: float | None, softcap: float = 0.0,
                       sink_logits: Tensor | None = None) -> Tensor:
     """``out (B, Q, H, D)`` of a layer with a dynamic mask. ``cache``: where it keeps its tokens, unless key and value
@@ -126,6 +128,8 @@ def dynamic_attention(module: Any, how: DynamicMask, query: Tensor, key: Tensor,
         raise NotImplementedError("a layer with a dynamic mask is causal, but its model asks for a bidirectional mask")
     seen: Visibility | None = None if mask is None or mask.is_plain else mask
     query, key, value = _bnhd(query, key, value)
+    if isinstance(how, GateMask):
+        return gated_attention(module, query, key, value, seen, scale=scale, softcap=softcap, sink_logits=sink_logits)
     if sink_logits is not None and how.form == "exp":  # sinks have the score of the keys that A = 0 gives
         sink_logits = sink_logits + 1
     settings: dict[str, Any] = {"scale": scale, "softcap": softcap, "sink_logits": sink_logits}
@@ -134,7 +138,7 @@ def dynamic_attention(module: Any, how: DynamicMask, query: Tensor, key: Tensor,
         return _attend(layer, module, how, query, key, value, seen, **settings)
     padding = documents = None
     if seen is not None:
-        padding, documents = seen.padding, _one_numbering(seen.documents)
+        padding, documents = seen.padding, seen.numbering
     if seen is not None and seen.window is not None and seen.window < key.shape[1]:
         if narrowest(how.window) < seen.window:
             raise NotImplementedError(
@@ -142,17 +146,24 @@ def dynamic_attention(module: Any, how: DynamicMask, query: Tensor, key: Tensor,
                 f"dynamic window must be at least the sliding one, or the sliding one at least the number of keys, "
                 f"{key.shape[1]}")
         kept = seen.interval()
-    elif how.sinks or how.recent or seen is not None and not seen.is_aligned:
+    elif how.sinks or how.recent or how.form == "none" or seen is not None and not seen.is_aligned:
         kept = None
     else:
         given = score_arguments(value, module.dt_proj, module.A, form=how.form, padding=padding)
         return dynamic_mask_attention(query, key, value, window=how.window, padding=padding, documents=documents,
                                       **given, **settings)
-    scores = layer_scores(value, module.dt_proj, module.A, form=how.form, padding=padding)
+    scores = _scores(module, how, value, padding)
     if kept is None:
         kept = kept_keys(scores, how.window, how.sinks, how.recent, padding, documents, None)
         kept = kept if seen is None else seen.placed(kept)
-    return attention(query, key, value, mask=kept, bias=scores, **settings)
+    return attention(query, key, value, mask=kept, bias=None if how.form == "none" else scores, **settings)
+
+
+def _scores(module: Any, how: DynamicMask, value: Tensor, padding: Tensor | None) -> Tensor:
+    """``(B, Hkv, K)``. Of equal ones the newest keys are kept."""
+    if how.form == "none":
+        return value.new_zeros((value.shape[0], value.shape[2], value.shape[1]), dtype=wide(value))
+    return layer_scores(value, module.dt_proj, module.A, form=how.form, padding=padding)
 
 
 def _attend(layer: DynamicMaskLayer, module: Any, how: DynamicMask, query: Tensor, key: Tensor, value: Tensor,
@@ -162,16 +173,8 @@ def _attend(layer: DynamicMaskLayer, module: Any, how: DynamicMask, query: Tenso
         raise NotImplementedError("a DynamicMaskCache takes no packed sequences and no sliding window: give one row "
                                   "per sequence")
     real = None if seen is None else seen.new_tokens()
-    scores = layer_scores(value, module.dt_proj, module.A, form=how.form, padding=real)
+    scores = _scores(module, how, value, real)
     return layer.attend(query, key, value, scores, how, real, settings, sink_logits)
-
-
-def _one_numbering(numberings: list[Tensor]) -> Tensor | None:
-    """Ids that change along a row wherever one of ``numberings`` does."""
-    if len(numberings) < 2:
-        return numberings[0] if numberings else None
-    changes = torch.stack([numbers.diff(dim=1, prepend=numbers[:, :1]) != 0 for numbers in numberings]).any(0)
-    return changes.cumsum(1)
 
 
 def _is_causal(module: Any, given: bool | None) -> bool:

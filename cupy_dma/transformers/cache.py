@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.cache_utils import DynamicCache as FullCache
 
 from cupy_dma.transformers.cache_layer import DynamicMaskLayer, broken, unreached
-from cupy_dma.transformers.layers import dynamic_layers
+from cupy_dma.transformers.layers import dynamic_layers, gated_layers
 
 
 class DynamicMaskCache(Cache):
@@ -57,6 +57,8 @@ class DynamicMaskCache(Cache):
         if not found:
             raise ValueError("config must be of a model with dynamic masks, Doge or a converted one, got "
                              f"{type(config).__name__} without any")
+        if gated_layers(config):
+            raise ValueError("config must be of a model that keeps a window: one with gates needs a FullGatedCache")
         layers = FullCache(config=config).layers
         # Older versions of transformers have none for the last layers if these reuse others' keys and values.
         layers += [DynamicLayer() for _ in range(config.num_hidden_layers - len(layers))]

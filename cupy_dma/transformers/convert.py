@@ -1,7 +1,10 @@
-"""Dynamic masks for any causal model of transformers.
+"""Dynamic masks for any causal model of transformers, by one of three policies.
 
-All scores are equal while ``A = 0``, so with a window of at least the length the model is the function it was
-(specification, section 15).
+    top_w      the best keys by scores of their values. All scores are equal while ``A = 0``, so with a window of at
+               least the length the model is the function it was (specification, section 15)
+    gate       keys whose gates stay open, and the last ones. All gates are open at first, so the model is the function
+               it was (specification, section 16)
+    window     the first and the last keys: no parameters, what the others are to be compared with
 """
 from __future__ import annotations
 
@@ -14,14 +17,21 @@ from transformers import PreTrainedModel
 from cupy_dma import checks
 from cupy_dma.calls.scores import FORMS
 from cupy_dma.masks.windows import window_of
-from cupy_dma.transformers.converted import convert_modules
-from cupy_dma.transformers.layers import KEY, dynamic_layers
+from cupy_dma.torch import RetentionGate
+from cupy_dma.transformers.converted import convert_modules, plans
+from cupy_dma.transformers.layers import GATE, KEY, DynamicMask, GateMask, dynamic_layers
 from cupy_dma.transformers.registration import register
 from cupy_dma.transformers.served import self_attention
 
+OPTIONS = {"top_w": ("window", "sinks", "recent", "form"), "window": ("window", "sinks"),
+           "gate": ("delay", "threshold", "sinks", "temperature", "hidden")}
 
-def convert(model: PreTrainedModel, window: int | Sequence[int], *, layers: Iterable[int] | None = None,
-            sinks: int = 0, recent: int = 0, form: str = "exp") -> PreTrainedModel:
+
+def convert(model: PreTrainedModel, window: int | Sequence[int] | None = None, *, policy: str = "top_w",
+            layers: Iterable[int] | None = None, sinks: int | None = None, recent: int | None = None,
+            form: str | None = None, delay: int | None = None, threshold: float | None = None,
+            hidden: int | None = None, temperature: float | None = None,
+            trainable: str | None = None) -> PreTrainedModel:
     """Give a model dynamic masks, in place.
 
     Parameters
@@ -30,47 +40,92 @@ def convert(model: PreTrainedModel, window: int | Sequence[int], *, layers: Iter
         A causal model of transformers, e.g. of ``AutoModelForCausalLM``. Its attention implementation becomes
         ``"cupy_dma"``.
     window : int, or one int per kv head
-        Keys kept per query and kv head, the highest-scored ones.
+        With ``"top_w"`` and ``"window"``: keys kept per query and kv head, the highest-scored or the last ones.
+    policy
+        ``"top_w"``, ``"gate"`` or ``"window"``, which decides what the other arguments may be.
     layers : ints, optional
         Which layers to convert; by default all but those with a sliding window or chunks of their own.
-    sinks, recent : int
-        How many first and last tokens of each sequence are kept as well.
+    sinks : int
+        How many first tokens of each sequence are kept as well; by default none with ``"top_w"``, otherwise 4.
+    recent : int
+        With ``"top_w"``: how many last tokens are kept as well, by default none.
     form
-        Of the scores; see ``cupy_dma.key_scores``. With ``"linear"`` scores are 0 at first, with ``"exp"`` 1.
+        With ``"top_w"``: of the scores; see ``cupy_dma.key_scores``. With ``"linear"`` scores are 0 at first, with
+        ``"exp"``, the default, 1.
+    delay, threshold, hidden, temperature
+        With ``"gate"``: as for ``cupy_dma.torch.RetentionGate``.
+    trainable
+        With ``"gate"``: ``"gate"``, the default, leaves ``requires_grad`` to the gates alone, ``"all"`` changes it
+        nowhere.
 
     Returns
     -------
-    The model. Each converted attention module has new parameters ``A (Hkv,)``, zeros, and ``dt_proj.weight
-    (Hkv, Hkv * D)``, drawn as the model draws its own; ``config.dynamic_mask`` says which they are.
+    The model. ``config.dynamic_mask`` says which layers were converted, and how. Each of their attention modules has
+    new parameters: with ``"top_w"`` ``A (Hkv,)``, zeros, and ``dt_proj.weight (Hkv, Hkv * D)``, drawn as the model
+    draws its own; with ``"gate"`` a ``RetentionGate``, ``retention_gate``, which reads the module's ``hidden_states``;
+    with ``"window"`` none.
 
     Raises
     ------
     TypeError, ValueError
-        An argument has the wrong type or value, or the model cannot have dynamic masks: it is converted already, is
-        not causal, or has an attention that they do not fit. Nothing has been changed then.
+        An argument has the wrong type or value, or is not one of the policy's, or the model cannot have dynamic masks:
+        it is converted already, is not causal, or has an attention that they do not fit. Nothing has been changed then.
 
     Notes
     -----
     ``save_pretrained`` and ``from_pretrained`` keep the masks, provided ``cupy_dma.transformers.register()`` has been
-    called before ``from_pretrained``. While ``A = 0``, only ``A`` gets a gradient, not ``dt_proj``, and of the equal
-    scores the newest win: the model sees the last ``window`` keys. One step of training ends that, and which keys are
-    kept then has little to do with what the model needs, so give it ``recent`` keys, too, unless the window is long.
+    called before ``from_pretrained``; the loaded parameters all require gradients.
+
+    ``"top_w"``: while ``A = 0``, only ``A`` gets a gradient, not ``dt_proj``, and of the equal scores the newest win:
+    the model sees the last ``window`` keys. One step of training ends that, and which keys are kept then has little to
+    do with what the model needs, so give it ``recent`` keys, too, unless the window is long.
+
+    ``"gate"``: ``cupy_dma.retrofit`` trains the gates. They are float32, or float64, whatever the model's type.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a PreTrainedModel of transformers, got {type(model).__name__}")
     config = model.config.get_text_config(decoder=True)
     if dynamic_layers(config) or getattr(config, "model_type", None) == "doge":
         raise ValueError(f"model has dynamic masks already: {type(model).__name__}")
+    given = {"window": window, "sinks": sinks, "recent": recent, "form": form, "delay": delay, "threshold": threshold,
+             "hidden": hidden, "temperature": temperature}
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    how = {"window": window_of(window, heads), "sinks": checks.whole(sinks, "sinks", 0),
-           "recent": checks.whole(recent, "recent", 0), "form": form}
-    checks.choice(form, "form", FORMS)
+    how = _options(policy, heads, {name: value for name, value in given.items() if value is not None})
+    if trainable is not None:
+        checks.choice(trainable, "trainable", ("gate", "all"))
+        if policy != "gate":
+            raise ValueError(f"trainable needs policy='gate', got policy={policy!r}")
     found = self_attention(model)
     noted = {"layers": _chosen(layers, found, config), **how}
+    mask = GateMask(**{name: how[name] for name in OPTIONS["gate"]}) if policy == "gate" else DynamicMask(how["window"])
+    plans(model, dict.fromkeys(noted["layers"], mask))
     register()
     setattr(config, KEY, noted)
     convert_modules(model)
+    if policy == "gate" and trainable != "all":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(f".{GATE}." in name)
     return model
+
+
+def _options(policy: str, heads: int, given: dict[str, Any]) -> dict[str, Any]:
+    """The checked options of a policy, as they are noted."""
+    checks.choice(policy, "policy", tuple(OPTIONS))
+    wrong = [name for name in given if name not in OPTIONS[policy]]
+    if wrong:
+        raise ValueError(f"policy={policy!r} takes {', '.join(OPTIONS[policy])}, got {', '.join(wrong)}")
+    if policy == "gate":
+        gate = RetentionGate(1, 1, device="meta", **given)  # which checks them and knows the defaults
+        return {"policy": policy, **{name: getattr(gate, name) for name in OPTIONS[policy]}}
+    if "window" not in given:
+        raise TypeError(f"policy={policy!r} needs a window")
+    window = window_of(given["window"], heads)
+    if policy == "window":
+        return {"policy": policy, "window": window, "sinks": checks.whole(given.get("sinks", 4), "sinks", 0)}
+    form = given.get("form", "exp")
+    checks.choice(form, "form", FORMS)
+    return {"window": window, "sinks": checks.whole(given.get("sinks", 0), "sinks", 0),
+            "recent": checks.whole(given.get("recent", 0), "recent", 0), "form": form}
 
 
 def _chosen(layers: Iterable[int] | None, found: dict[int, nn.Module], config: Any) -> list[int]:

@@ -1,52 +1,84 @@
 """Attention modules with dynamic masks made of those of any causal model.
 
-A module keeps its parts and their weights, gets ``A`` and ``dt_proj`` beside them, and becomes an instance of a
-subclass of its class that knows its selection. Which modules, the model's configuration says: ``convert`` notes it
+A module keeps its parts and their weights, gets ``A`` and ``dt_proj`` or a gate beside them, and becomes an instance of
+a subclass of its class that knows its selection. Which modules, the model's configuration says: ``convert`` notes it
 there, and a model built from such a configuration is converted when it is made, before its weights are loaded
 (``registration.py``).
 """
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from cupy_dma.torch import RetentionGate
 from cupy_dma.transformers.cache import DynamicMaskCache
-from cupy_dma.transformers.layers import NAME, DynamicMask, dynamic_layers
+from cupy_dma.transformers.gate import FullGatedCache, GateCall
+from cupy_dma.transformers.layers import GATE, NAME, DynamicMask, GateMask, dynamic_layers, gated_layers
 from cupy_dma.transformers.served import self_attention
 
 
-def convert_modules(model: nn.Module) -> None:
+class Plan(NamedTuple):
+    """What becomes of an attention module."""
+
+    module: Any
+    how: DynamicMask | GateMask
+    heads: int  # kv heads
+    value_dim: int
+    width: int  # of its input
+
+
+def plans(model: nn.Module, masks: dict[int, DynamicMask | GateMask]) -> list[Plan]:
+    """How to convert the attention modules of these layers, unless they are converted already. Changes nothing.
+
+    Raises
+    ------
+    ValueError
+        A module cannot be converted.
+    """
+    config = model.config.get_text_config(decoder=True)
+    return [Plan(module, masks[index], *_value_size(module, config), _width(module, config))
+            for index, module in self_attention(model).items()
+            if index in masks and not isinstance(module, _DynamicMasked)]
+
+
+def convert_modules(model: Any) -> None:
     """Convert the attention modules that the model's configuration names, unless they are converted already."""
     config = model.config.get_text_config(decoder=True)
-    masks = dynamic_layers(config)
-    chosen = [(module, masks[index]) for index, module in self_attention(model).items()
-              if index in masks and not isinstance(module, _DynamicMasked)]
-    for (module, how), size in [(each, _value_size(each[0], config)) for each in chosen]:
-        _convert_module(module, how, size, config)
+    for plan in plans(model, dynamic_layers(config)):
+        _convert_module(plan, config)
+    if gated_layers(config):  # whatever type the model is loaded in
+        model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), GATE}
     config._attn_implementation = NAME
 
 
 class _DynamicMasked:
     """What a converted attention module adds to its class."""
 
-    dynamic_mask: DynamicMask
+    dynamic_mask: DynamicMask | GateMask
     dynamic_cache: DynamicMaskCache | None = None  # of the call under way
+    gate_call: GateCall | None = None  # the same
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         implementation = self.config._attn_implementation  # type: ignore[attr-defined]
         if implementation != NAME:
             raise RuntimeError(f"a model with dynamic masks needs attn_implementation='cupy_dma', got "
                                f"{implementation!r}, which would ignore them")
-        self.dynamic_cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, DynamicMaskCache)), None)
+        caches = [x for x in (*args, *kwargs.values()) if isinstance(x, DynamicMaskCache | FullGatedCache)]
+        cache = caches[0] if caches else None
+        if isinstance(self.dynamic_mask, GateMask):
+            layer = None if cache is None else cache.layers[self.layer_idx]  # type: ignore[attr-defined]
+            self.gate_call = GateCall(args[0] if args else kwargs["hidden_states"], layer)
+        else:
+            self.dynamic_cache = cache
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
-            self.dynamic_cache = None
-
+            self.dynamic_cache = self.gate_call = None
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         kinds = type(self).__mro__
@@ -78,12 +110,25 @@ def _value_size(module: Any, config: Any) -> tuple[int, int]:
     return heads, size or config.hidden_size // config.num_attention_heads
 
 
-def _convert_module(module: Any, how: DynamicMask, size: tuple[int, int], config: Any) -> None:
-    heads, dim = size
+def _width(module: Any, config: Any) -> int:
+    """Size of a token of the module's input: the hidden size, unless none of its layers takes that."""
+    inputs = [child.in_features if isinstance(child, nn.Linear) else child.weight.shape[0]
+              for child in module.modules() if isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D"]
+    return inputs[0] if inputs and config.hidden_size not in inputs else config.hidden_size
+
+
+def _convert_module(plan: Plan, config: Any) -> None:
+    module, how, heads = plan[:3]
     like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
-    module.A = nn.Parameter(torch.zeros(heads, device=like.device, dtype=like.dtype))
-    module.dt_proj = nn.Linear(heads * dim, heads, bias=False, device=like.device, dtype=like.dtype)
-    nn.init.normal_(module.dt_proj.weight, std=getattr(config, "initializer_range", 0.02))
+    made: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
+    if isinstance(how, GateMask):
+        made["dtype"] = torch.float64 if like.dtype == torch.float64 else torch.float32
+        gate = RetentionGate(plan.width, heads, **dataclasses.asdict(how), **made)
+        setattr(module, GATE, gate.train(module.training))
+    elif how.form != "none":
+        module.A = nn.Parameter(torch.zeros(heads, **made))
+        module.dt_proj = nn.Linear(heads * plan.value_dim, heads, bias=False, **made)
+        nn.init.normal_(module.dt_proj.weight, std=getattr(config, "initializer_range", 0.02))
     module.dynamic_mask = how
     kind: Any = type(module)
     module.__class__ = _with_dynamic_mask(kind)

@@ -1,9 +1,11 @@
 """Which layers of a model have dynamic masks, as its configuration says.
 
 Doge's have them all (``keep_window_size``). A converted model notes them under ``dynamic_mask``, which is saved with
-its configuration::
+its configuration, by policy::
 
     {"layers": [0, 1, ...], "window": 2048, "sinks": 0, "recent": 0, "form": "exp"}
+    {"layers": [0, 1, ...], "policy": "window", "window": 2048, "sinks": 4}
+    {"layers": [0, 1, ...], "policy": "gate", "delay": 256, "threshold": -12.0, "sinks": 4, ...}
 """
 from __future__ import annotations
 
@@ -14,11 +16,13 @@ from cupy_dma.masks.windows import Window
 
 NAME = "cupy_dma"  # of the attention implementation
 KEY = "dynamic_mask"  # of a converted model's note in its configuration
+GATE = "retention_gate"  # of the gate in a converted attention module
 
 
 @dataclass(frozen=True)
 class DynamicMask:
-    """How a layer selects; see ``cupy_dma.torch.DynamicMaskAttention``."""
+    """How a layer selects by scores; see ``cupy_dma.torch.DynamicMaskAttention``. The form ``"none"`` has no scores:
+    the last ``window`` keys."""
 
     window: Window
     sinks: int = 0
@@ -26,16 +30,41 @@ class DynamicMask:
     form: str = "exp"
 
 
-def dynamic_layers(config: Any) -> dict[int, DynamicMask]:
+@dataclass(frozen=True)
+class GateMask:
+    """The options of a layer's ``cupy_dma.torch.RetentionGate``."""
+
+    delay: int
+    threshold: float
+    sinks: int
+    temperature: float
+    hidden: int | None = None
+
+
+def dynamic_layers(config: Any) -> dict[int, DynamicMask | GateMask]:
     """The layers with dynamic masks of a model with this configuration. Doge's that are sliding windows, too, are left
     out: what they keep is not an interval mask."""
+    how: DynamicMask | GateMask
     if getattr(config, "model_type", None) == "doge":
         if config.sliding_window is not None:
             return {}
-        return dict.fromkeys(range(config.num_hidden_layers), DynamicMask(config.keep_window_size))
+        how = DynamicMask(config.keep_window_size)
+        return dict.fromkeys(range(config.num_hidden_layers), how)
     noted = getattr(config, KEY, None)
     if noted is None:
         return {}
-    how: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value  # JSON has lists
-                           for name, value in noted.items() if name != "layers"}
-    return dict.fromkeys(noted["layers"], DynamicMask(**how))
+    policy = noted.get("policy")
+    options: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value  # JSON has lists
+                               for name, value in noted.items() if name not in ("layers", "policy")}
+    if policy == "gate":
+        how = GateMask(**options)
+    elif policy == "window":
+        how = DynamicMask(**options, form="none")
+    else:
+        how = DynamicMask(**options)
+    return dict.fromkeys(noted["layers"], how)
+
+
+def gated_layers(config: Any) -> list[int]:
+    """Those of them that have gates: all or none."""
+    return [index for index, how in dynamic_layers(config).items() if isinstance(how, GateMask)]

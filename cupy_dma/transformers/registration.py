@@ -4,7 +4,7 @@ The attention and the mask function go into the registries that transformers has
 five of its methods are wrapped; each does what it did unless a model asks for this implementation:
 
     DogeAttention.forward                             scores and selection in O(N) (``doge.py``)
-    GenerationMixin._prepare_cache_for_generation     a DynamicMaskCache for models with dynamic masks
+    GenerationMixin._prepare_cache_for_generation     a cache of ours for models with dynamic masks
     PreTrainedModel.post_init                         a model built from a converted model's configuration is converted;
                                                       one that cannot be served raises (``served.py``),
     PreTrainedModel.set_attn_implementation           here, too,
@@ -23,7 +23,8 @@ from cupy_dma.transformers.attention import attention_forward
 from cupy_dma.transformers.cache import DynamicMaskCache
 from cupy_dma.transformers.converted import convert_modules
 from cupy_dma.transformers.doge import doge_forward
-from cupy_dma.transformers.layers import KEY, NAME, dynamic_layers
+from cupy_dma.transformers.gate import FullGatedCache
+from cupy_dma.transformers.layers import KEY, NAME, dynamic_layers, gated_layers
 from cupy_dma.transformers.served import check_class, check_served
 from cupy_dma.transformers.visibility import visibility
 
@@ -58,7 +59,7 @@ def _with_our_cache(original: Any) -> Any:
             for name, before in given.items():
                 if before is None and type(model_kwargs.get(name)) is FullCache and \
                         generation_config.cache_implementation in (None, "dynamic"):
-                    model_kwargs[name] = DynamicMaskCache(config)
+                    model_kwargs[name] = (FullGatedCache if gated_layers(config) else DynamicMaskCache)(config)
                     if generation_config.is_assistant:
                         model_kwargs[name].activate_past_recording()
         return result

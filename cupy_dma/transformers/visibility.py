@@ -56,6 +56,14 @@ class Visibility:
         return (self.is_aligned or not self.causal) and not self.documents and self.padding is None and (
             self.window is None or self.is_aligned and self.window >= self.key_length)
 
+    @property
+    def numbering(self) -> Tensor | None:
+        """Integers ``(B, K)`` that change along a row wherever one of ``documents`` does."""
+        if len(self.documents) < 2:
+            return self.documents[0] if self.documents else None
+        changes = torch.stack([numbers.diff(dim=1, prepend=numbers[:, :1]) != 0 for numbers in self.documents]).any(0)
+        return changes.cumsum(1)
+
     def narrow(self, window: int) -> None:
         """Add a window."""
         self.window = window if self.window is None else min(self.window, window)

@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 import cupy_dma.transformers as dmt
+from cupy_dma.torch import RetentionGate
 from cupy_dma.transformers.layers import dynamic_layers
 from tests.transformers.causal_models import tiny_model
 
@@ -60,10 +61,13 @@ def outcome(name: str) -> tuple[str, str]:
     if not any(hasattr(module, "num_key_value_groups") or "Attention" in type(module).__name__
                for module in model.modules()):
         return "works: no attention", "–"
+    gated = copy.deepcopy(eager)
     found = _conversion(eager, name, ids)
     if name in WITHOUT_WINDOW:
-        without = _conversion(tiny_model(name, sliding_window=None), name, ids)
+        gated = tiny_model(name, sliding_window=None)
+        without = _conversion(copy.deepcopy(gated), name, ids)
         found = "works with `sliding_window=None`" if without == WORKS else found
+    _check_gates(gated, name, ids, found)
     return WORKS, found
 
 
@@ -110,6 +114,35 @@ def _conversion(model: Any, name: str, ids: Tensor) -> str:
     other = _logits(model, _other_last(ids), use_cache=False)
     _close(other[:, :-1], found.detach()[:, :-1], "logits before the last token of the converted model")
     return WORKS
+
+
+def _check_gates(model: Any, name: str, ids: Tensor, outcome: str) -> None:
+    """``model``: with eager attention. Converted with ``policy="gate"`` it is refused for the same reason, or works."""
+    expected, steps, before = _logits(model, ids, use_cache=False), _steps(model, ids), _state(model)
+    try:
+        dmt.convert(model, policy="gate", delay=SMALL, sinks=1)
+    except ValueError as error:
+        assert _same(_state(model), before) and _reason(error) == outcome
+        return
+    assert outcome.startswith(WORKS)
+    _close(_logits(model, ids, use_cache=False), expected, "logits with open gates")
+    gates = [module for module in model.modules() if isinstance(module, RetentionGate)]
+    config = model.config.get_text_config(decoder=True)
+    assert len(gates) == len(config.dynamic_mask["layers"]) > 0
+    torch.manual_seed(1)
+    for gate in gates:
+        torch.nn.init.normal_(gate.proj.weight, std=0.01)
+        gate.offset = 0.1
+    found = _logits(model, ids, use_cache=False)
+    assert (found - expected)[:, SMALL + 1:].abs().max() > 1e-3, f"{name}: gates without effect"
+    _close(_logits(model, _other_last(ids), use_cache=False)[:, :-1], found[:, :-1],
+           "logits before the last token of the model with gates")
+    if steps is not None:
+        _close(_cached(model, ids, steps, dmt.FullGatedCache(config)), found, "logits with gates and their cache")
+    for gate in gates:
+        gate.train()
+    model(input_ids=ids, use_cache=False).logits.square().sum().backward()
+    assert all(gate.proj.weight.grad.abs().max() > 0 for gate in gates), f"{name}: a gate without effect"
 
 
 # ---- the parts ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,133 @@
+"""Layers with a gate: their attention, and a cache that keeps every key with its gate.
+
+    log g = retention_gate(hidden_states)      of the attention module's own input
+    out   = attention under these gates        see ``cupy_dma.torch.RetentionGate``
+
+A gate closes ``delay`` positions after its token, and is known from its token on, so a step of generation needs the
+gates of earlier tokens. ``FullGatedCache`` has them; its memory grows like that of any full cache.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache as FullCache
+from transformers.cache_utils import DynamicLayer
+
+from cupy_dma.torch import RetentionGate
+from cupy_dma.transformers.layers import GATE, gated_layers
+from cupy_dma.transformers.visibility import Visibility
+
+
+class FullGatedLayer(DynamicLayer):
+    """The tokens of one layer, and their gates."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.log_gate: Tensor | None = None  # (B, Hkv, tokens so far)
+
+    def append_gates(self, log_gate: Tensor, past: int) -> Tensor:
+        """Add the gates of new tokens ``(B, Hkv, N)`` behind those of ``past`` ones. Returns all."""
+        stored = 0 if self.log_gate is None else self.log_gate.shape[2]
+        if stored != past:
+            raise RuntimeError(f"the cache has {past} earlier keys and {stored} gates of them: a call has failed, or "
+                               f"another attention has added keys; reset() the cache and give it the whole text again")
+        self.log_gate = log_gate if self.log_gate is None else torch.cat([self.log_gate, log_gate], 2)
+        return self.log_gate
+
+    def reset(self) -> None:
+        """Remove all tokens."""
+        super().reset()
+        self.log_gate = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens, as transformers' own layer does."""
+        super().crop(tokens_to_remove)
+        if self.log_gate is not None:
+            left = self.get_seq_length() if self.is_initialized else self.log_gate.shape[2] - abs(tokens_to_remove)
+            self.log_gate = self.log_gate[..., :left]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace row ``b`` by the former row ``beam_idx[b]``: a step of beam search."""
+        super().reorder_cache(beam_idx)
+        if self.log_gate is not None:
+            self.log_gate = self.log_gate.index_select(0, beam_idx.to(self.log_gate.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row ``repeats`` times."""
+        super().batch_repeat_interleave(repeats)
+        if self.log_gate is not None:
+            self.log_gate = self.log_gate.repeat_interleave(repeats, dim=0)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows ``indices``."""
+        super().batch_select_indices(indices)
+        if self.log_gate is not None:
+            self.log_gate = self.log_gate[indices.to(self.log_gate.device)]
+
+
+class FullGatedCache(FullCache):
+    """transformers' ``DynamicCache``, with the gates of all tokens beside their keys and values.
+
+    It keeps every row, and queries see those that the gates leave: cached generation computes what a forward pass over
+    the whole text does. ``generate`` makes one by itself for models converted with ``policy="gate"``; make one to go on
+    with it in another call.
+
+    Parameters
+    ----------
+    config
+        The configuration of a model converted with ``policy="gate"``.
+
+    Raises
+    ------
+    ValueError
+        The configuration has no layer with a gate.
+    """
+
+    def __init__(self, config: Any) -> None:
+        config = config.get_text_config(decoder=True)
+        gated = gated_layers(config)
+        if not gated:
+            raise ValueError(f"config must be of a model converted with policy='gate', got {type(config).__name__} "
+                             f"without gates")
+        super().__init__(config=config)
+        layers: list[Any] = self.layers
+        # Older versions of transformers have none for the last layers if these reuse others' keys and values.
+        layers += [DynamicLayer() for _ in range(config.num_hidden_layers - len(layers))]
+        for index in gated:
+            layers[index] = FullGatedLayer()
+
+
+class GateCall:
+    """The gates of one forward pass of a layer, made when its attention knows the mask; a layer that attends several
+    times (DiffLlama) has the same ones each time."""
+
+    def __init__(self, hidden_states: Tensor, layer: FullGatedLayer | None) -> None:
+        self._hidden_states, self._layer = hidden_states, layer
+        self._found: Tensor | None = None
+
+    def log_gate(self, gate: RetentionGate, keys: int, seen: Visibility | None) -> Tensor:
+        """``(B, Hkv, keys)``: of earlier tokens, too."""
+        if self._found is None:
+            past = keys - self._hidden_states.shape[1]
+            if past and self._layer is None:
+                raise NotImplementedError(f"a layer with a gate needs the gates of earlier keys: give the model a "
+                                          f"FullGatedCache, got {past} keys from another cache")
+            padding = documents = None
+            if seen is not None:
+                padding, documents = seen.padding, seen.numbering
+            self._found = gate(self._hidden_states, padding=padding, documents=documents, past=past).log_gate
+            if self._layer is not None:
+                self._found = self._layer.append_gates(self._found, past)
+        return self._found
+
+
+def gated_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, seen: Visibility | None,
+                    **settings: Any) -> Tensor:
+    """``out (B, Q, H, D)`` of a layer with a gate, under what its model's mask shows."""
+    if seen is not None and not seen.is_aligned:
+        raise NotImplementedError("a layer with a gate takes no static cache: give the model a FullGatedCache")
+    gate = getattr(module, GATE)
+    log_gate = module.gate_call.log_gate(gate, key.shape[1], seen)
+    return gate.attend(query, key, value, log_gate, mask=None if seen is None else seen.interval(), **settings)

@@ -1,0 +1,323 @@
+"""Models with gates: the same function at first, attention as written out, generation, saving and loading. And those of
+the policy they are compared with, sinks and a window."""
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import cupy_dma.transformers as dmt  # noqa: E402
+from cupy_dma.torch import RetentionGate  # noqa: E402
+from tests.transformers import small_models as small  # noqa: E402
+from tests.transformers.test_generation import BEAMS, GREEDY, NEW, full_cache, generated, prompt  # noqa: E402
+
+DELAY, SINKS = 5, 2
+NAMES = ["llama", "qwen3", "gemma", "gemma2", "gpt-neox", "gpt-oss", "llama4"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The models are too small for more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def gates_of(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, RetentionGate)]
+
+
+def gated(name: str, **options: Any) -> Any:
+    """About half of its gates are closed."""
+    model = dmt.convert(small.model_of(name, "eager"), policy="gate", **{"delay": DELAY, "sinks": SINKS, **options})
+    torch.manual_seed(2)
+    for gate in gates_of(model):
+        for layer in gate.modules():
+            if isinstance(layer, torch.nn.Linear):
+                torch.nn.init.normal_(layer.weight, std=0.1)
+        gate.offset = 0.1
+    return model.eval()
+
+
+def close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("how", ["plain", "left", "right", "packed"])
+def test_open_gates_change_nothing(name, how):
+    given, real = small.batch(how)
+    model = small.model_of(name, "eager")
+    expected = model(**given).logits[real]
+    before = {key: x.clone() for key, x in model.state_dict().items()}
+    assert dmt.convert(model, policy="gate", delay=DELAY) is model
+    close(model(**given).logits[real], expected)
+    after = model.state_dict()
+    assert all(torch.equal(after[key], x) for key, x in before.items())
+    added = sorted(set(after) - set(before))
+    assert len(added) == 2 * len(model.config.dynamic_mask["layers"]) > 0
+    assert all(".retention_gate.proj." in key for key in added)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("how", ["plain", "left", "packed"])
+def test_gates_written_out(how, training):
+    """Against attention with the gates as a dense mask and bias, layer by layer, and what the gates learn by it."""
+    given, real = small.batch(how)
+    model = gated("llama", threshold=-1e6)
+    for gate in gates_of(model):
+        gate.train(training)
+    seen = []
+
+    def written_out(module, query, key, value, attention_mask, scaling, **_):
+        n = key.shape[2]
+        log_gate = module.gate_call.log_gate(module.retention_gate, n, attention_mask)
+        far = torch.arange(n)[:, None] - torch.arange(n) >= DELAY
+        bias = torch.where(far, log_gate[:, :, None], 0).repeat_interleave(2, 1)
+        visible = attention_mask.interval().to_dense(n) if isinstance(attention_mask, dmt.attention.Visibility) \
+            else torch.ones(n, n).tril().bool()
+        logits = query @ key.repeat_interleave(2, 1).transpose(2, 3) * scaling + bias
+        weights = logits.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0)
+        seen.append((log_gate < -1).float().mean().item())
+        return (weights @ value.repeat_interleave(2, 1)).transpose(1, 2), None
+
+    results = []
+    for function in (dmt.attention_forward, written_out):
+        transformers.AttentionInterface.register("cupy_dma", function)
+        try:
+            torch.manual_seed(3)
+            model.zero_grad()
+            logits = model(**given).logits[real]
+            if training:
+                logits.square().mean().backward()
+            results.append([logits.detach(), *(gate.proj.weight.grad for gate in gates_of(model) if training)])
+        finally:
+            transformers.AttentionInterface.register("cupy_dma", dmt.attention_forward)
+    assert len(seen) == 2 and all(0.1 < share < 0.7 for share in seen)
+    for found, expected in zip(*results):
+        assert found.any()
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_checkpointing(name):
+    given, _ = small.batch("left")
+    model = gated(name)
+    for gate in gates_of(model):
+        gate.train()
+    results = []
+    for checkpoint in (False, True):
+        if checkpoint:
+            enable = "activation_checkpointing_enable" if small.VERSION >= (5, 20) else "gradient_checkpointing_enable"
+            getattr(model, enable)({"use_reentrant": False})
+            for layer in model.model.layers:
+                layer.training = True  # which is what transformers asks
+        torch.manual_seed(3)
+        model.zero_grad()
+        model(**given, use_cache=False).logits.square().mean().backward()
+        results.append([gate.proj.weight.grad for gate in gates_of(model)])
+    assert all(a.any() and torch.equal(a, b) for a, b in zip(*results))
+
+
+# ---- generation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt-neox", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("how", ["plain", "left"])
+@pytest.mark.parametrize("search", [GREEDY, BEAMS], ids=["greedy", "beams"])
+def test_cached_is_uncached(name, how, search):
+    model = small.randomize(gated(name), spread=0.25)
+    for gate in gates_of(model):
+        torch.nn.init.normal_(gate.proj.weight, std=0.1)
+    found, cache = generated(model, prompt(how), **search)
+    assert type(cache) is dmt.FullGatedCache
+    expected, _ = generated(model, prompt(how), **search, use_cache=False)
+    assert torch.equal(found, expected)
+    shares = [layer.log_gate.isinf().float().mean().item() for layer in cache.layers if hasattr(layer, "log_gate")]
+    assert shares and all(0.1 < share < 0.9 for share in shares)
+    with torch.no_grad():
+        logits = model(found, use_cache=False).logits
+        for gate in gates_of(model):
+            gate.enabled = False
+        assert (model(found, use_cache=False).logits - logits)[:, SINKS + DELAY:].abs().max() > 0.1
+
+
+@pytest.mark.parametrize("draft", ["other", "prompt lookup"])
+def test_assisted_decoding(draft):
+    model = gated("llama")
+    given = prompt("plain", rows=1)
+    more = {"prompt_lookup_num_tokens": 4} if draft == "prompt lookup" else {
+        "assistant_model": small.randomize(copy.deepcopy(model), spread=0.14)}
+    assert torch.equal(model.generate(**given, **GREEDY, **more), model.generate(**given, **GREEDY))
+
+
+@pytest.mark.parametrize("steps", [(25, 1, 10, 4), (1,) * 40])
+def test_logits_of_parts(steps):
+    """And of a cache whose rows have been repeated, selected, reordered and cropped."""
+    given, real = small.batch("left")
+    model, ids = gated("llama"), given["input_ids"]
+    expected = model(**given, use_cache=False).logits
+    cache, begin = dmt.FullGatedCache(model.config), 0
+
+    def more(rows, begin, end):
+        with torch.no_grad():
+            return model(input_ids=ids[rows, begin:end], attention_mask=given["attention_mask"][rows, :end],
+                         position_ids=given["position_ids"][rows, begin:end], **{small.CACHE: cache}).logits
+
+    for count in steps:
+        close(more(slice(None), begin, begin + count)[real[:, begin:begin + count]],
+              expected[:, begin:begin + count][real[:, begin:begin + count]])
+        begin += count
+    for change, rows in ((lambda: cache.crop(-9), [0, 1]),
+                         (lambda: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
+                         (lambda: cache.batch_select_indices(torch.tensor([2, 0, 1])), [1, 0, 0]),
+                         (lambda: cache.reorder_cache(torch.tensor([2, 1, 0])), [0, 0, 1])):
+        change()
+        close(more(rows, begin - 9, begin), expected[rows, begin - 9:])
+        cache.crop(-9)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    close(more([0, 1], 0, begin)[real], expected[real])
+
+
+def test_a_continued_chat():
+    model, first = gated("llama"), prompt("left")
+    cache = dmt.FullGatedCache(model.config)
+    said = model.generate(**first, **GREEDY, **{small.CACHE: cache})
+    more = torch.randint(3, small.VOCABULARY, (3, 6), generator=torch.Generator().manual_seed(5))
+    ids = torch.cat([said, more], 1)
+    mask = torch.cat([first["attention_mask"], torch.ones(3, NEW + 6, dtype=torch.long)], 1)
+    found = model.generate(ids, attention_mask=mask, **GREEDY, **{small.CACHE: cache})
+    assert torch.equal(found, model.generate(ids, attention_mask=mask, **GREEDY, use_cache=False))
+
+
+def test_caches_that_do_not_fit():
+    model = gated("llama")
+    ids = small.batch("plain")[0]["input_ids"]
+    with torch.no_grad():
+        other = model(input_ids=ids[:, :20], **full_cache(model))[small.CACHE]
+        with pytest.raises(NotImplementedError, match="needs the gates of earlier keys: give the model a FullGatedCa"):
+            model(input_ids=ids[:, 20:], **{small.CACHE: other})
+        with pytest.raises(NotImplementedError, match="takes no static cache"):
+            model.generate(ids, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
+        broken = dmt.FullGatedCache(model.config)
+        model(input_ids=ids[:, :20], **{small.CACHE: broken})
+        broken.layers[0].log_gate = broken.layers[0].log_gate[..., 1:]
+        with pytest.raises(RuntimeError, match=r"20 earlier keys and 19 gates of them: .* reset\(\) the cache"):
+            model(input_ids=ids[:, 20:], **{small.CACHE: broken})
+    with pytest.raises(ValueError, match="one with gates needs a FullGatedCache"):
+        dmt.DynamicMaskCache(model.config)
+    with pytest.raises(ValueError, match="converted with policy='gate', got LlamaConfig without gates"):
+        dmt.FullGatedCache(small.converted("llama").config)
+    model.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError, match="needs attn_implementation='cupy_dma', got 'eager'"):
+        model(input_ids=ids)
+
+
+# ---- saving, copying, training --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "hidden"), [("llama", None), ("gpt-neox", 6)])
+def test_saved_and_loaded(name, hidden, kind, tmp_path):
+    """Gates are float32 in a model of any type."""
+    small.model_of(name, "eager").save_pretrained(tmp_path / "dense")  # to(kind) would cast the rotary frequencies
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=kind)
+    dmt.convert(model, policy="gate", delay=DELAY, hidden=hidden)
+    for gate in gates_of(model):
+        torch.nn.init.normal_(gate.proj.weight if hidden is None else gate.proj[2].weight, std=0.1)
+    model.save_pretrained(tmp_path)
+    noted = json.loads((tmp_path / "config.json").read_text())["dynamic_mask"]
+    assert noted == {"layers": [0, 1], "policy": "gate", "delay": DELAY, "threshold": -12.0, "sinks": 4,
+                     "temperature": 0.1, "hidden": hidden}
+    loaded, about = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, dtype=kind)
+    assert not any(about[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), about
+    assert loaded.dtype == kind and not loaded.training
+    assert all(p.dtype == torch.float32 for gate in gates_of(loaded) for p in gate.parameters())
+    state = model.state_dict()
+    assert all(torch.equal(x, state[key]) for key, x in loaded.state_dict().items())
+    assert [repr(gate) for gate in gates_of(loaded)] == [repr(gate) for gate in gates_of(model)]
+    assert torch.equal(loaded.generate(**prompt("left"), **GREEDY), model.generate(**prompt("left"), **GREEDY))
+
+
+def test_copies_and_pickles():
+    model = gated("llama")
+    given, _ = small.batch("plain")
+    for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert [type(x) for x in again.modules()] == [type(x) for x in model.modules()]
+        assert torch.equal(again(**given).logits, model(**given).logits)
+        assert gates_of(again)[0].proj.weight is not gates_of(model)[0].proj.weight
+
+
+@pytest.mark.parametrize("trainable", [None, "gate", "all"])
+def test_what_is_trainable(trainable):
+    model = small.model_of("llama", "eager")
+    model.lm_head.weight.requires_grad_(False)
+    dmt.convert(model, policy="gate", trainable=trainable)
+    for name, parameter in model.named_parameters():
+        expected = name != "lm_head.weight" if trainable == "all" else ".retention_gate." in name
+        assert parameter.requires_grad == expected
+
+
+@pytest.mark.parametrize("arguments, error, message", [
+    ({"policy": "gates"}, ValueError, "policy must be 'top_w' or 'window' or 'gate', got 'gates'"),
+    ({"policy": "gate", "window": 4}, ValueError, "policy='gate' takes delay, threshold, sinks.*, got window"),
+    ({"policy": "window", "window": 4, "recent": 3, "delay": 2}, ValueError, "takes window, sinks, got recent, delay"),
+    ({"window": 4, "hidden": 8}, ValueError, "policy='top_w' takes window, sinks, recent, form, got hidden"),
+    ({"policy": "window"}, TypeError, "policy='window' needs a window"), ({}, TypeError, "policy='top_w' needs a wind"),
+    ({"policy": "gate", "delay": 0}, ValueError, "delay must be at least 1"),
+    ({"policy": "gate", "threshold": 1.0}, ValueError, "threshold must be below 0"),
+    ({"policy": "gate", "layers": [2]}, ValueError, "layers must name some of"),
+    ({"policy": "gate", "trainable": "base"}, ValueError, "trainable must be 'gate' or 'all', got 'base'"),
+    ({"window": 4, "trainable": "all"}, ValueError, "trainable needs policy='gate', got policy='top_w'"),
+], ids=str)
+def test_arguments(arguments, error, message):
+    model = small.model_of("llama", "eager")
+    before = set(model.state_dict())
+    with pytest.raises(error, match=message):
+        dmt.convert(model, **arguments)
+    assert set(model.state_dict()) == before and not hasattr(model.config, "dynamic_mask")
+    assert model.config._attn_implementation == "eager" and all(p.requires_grad for p in model.parameters())
+
+
+# ---- sinks and a window ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["plain", "left", "packed"])
+def test_a_window_is_what_it_says(how):
+    """Against eager attention under a mask written out: position by position, of real tokens."""
+    given, real = small.batch(how)
+    model = small.model_of("llama", "eager")
+    n, position = small.LENGTH, given.get("position_ids", torch.arange(small.LENGTH)[None]).expand(2, -1)
+    order = real.long().cumsum(1)
+    sequence = (position.diff(dim=1, prepend=position[:, :1]) < 0).cumsum(1)
+    i, j = order[:, :, None], order[:, None]
+    visible = (i - j < 6) | (position[:, None] < SINKS)
+    visible &= torch.ones(n, n).tril().bool() & real[:, None] & (sequence[:, :, None] == sequence[:, None])
+    named = {key: x for key, x in given.items() if key != "attention_mask"}
+    expected = model(**named, attention_mask=torch.where(visible, 0.0, -1e9)[:, None]).logits[real]
+    before = set(model.state_dict())
+    dmt.convert(model, policy="window", window=6, sinks=SINKS)
+    assert set(model.state_dict()) == before
+    assert model.config.dynamic_mask == {"layers": [0, 1], "policy": "window", "window": 6, "sinks": SINKS}
+    close(model(**given).logits[real], expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-oss"])
+@pytest.mark.parametrize("how", ["plain", "left"])
+def test_generation_in_a_window(name, how, tmp_path):
+    model = dmt.convert(small.model_of(name, "eager"), policy="window", window=9, sinks=SINKS)
+    model.save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    found, cache = generated(model, prompt(how), **GREEDY)
+    assert isinstance(cache, dmt.DynamicMaskCache)
+    assert all((store.window, store.sinks) == (9, SINKS) for layer in cache._dynamic for store in layer.stores)
+    assert torch.equal(found, generated(model, prompt(how), **GREEDY, **full_cache(model))[0])
+    assert torch.equal(found, generated(model, prompt(how), **GREEDY, use_cache=False)[0])
