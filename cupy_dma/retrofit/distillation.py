@@ -1,0 +1,191 @@
+"""One step of a retrofit: the forward passes of teacher and student, and the losses.
+
+    student   hidden states of the model with gates
+    teacher   those of the same model with open gates, or of another
+    loss      = mean KL of their predictions + weight * relu(kept - target)         kept: mean gate of all layers
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cupy_dma import checks
+from cupy_dma.retrofit.losses import DIRECTIONS, Head, budget_loss, chunked_kl
+from cupy_dma.torch import Gates, RetentionGate
+
+
+def gates_of(model: nn.Module) -> dict[str, RetentionGate]:
+    """The gates of a model, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, RetentionGate)}
+
+
+@contextmanager
+def open_gates(model: nn.Module) -> Iterator[None]:
+    """The model without its gates: full attention, as before its conversion."""
+    before = {gate: gate.enabled for gate in gates_of(model).values()}
+    try:
+        for gate in before:
+            gate.enabled = False
+        yield
+    finally:
+        for gate, enabled in before.items():
+            gate.enabled = enabled
+
+
+class Losses(NamedTuple):
+    """Of one batch; all but ``loss`` are detached."""
+
+    loss: Tensor  # ()
+    kl: Tensor  # (): mean of the real tokens, in nats
+    budget: Tensor  # ()
+    kept: Tensor  # (layers,): the mean gate of each layer with gates
+    dropped: Tensor  # (): the share of gates below the threshold, whose keys the mask leaves out
+
+
+class Distillation(nn.Module):
+    """The losses of a model with gates beside its teacher.
+
+    Parameters
+    ----------
+    student
+        A model of transformers converted with ``policy="gate"``; any module with ``RetentionGate`` where ``backbone``
+        and ``head`` are given.
+    teacher
+        Another model over the same vocabulary, in evaluation mode; its own gates, if it has any, count as open. By
+        default the student with open gates, which needs all its other parameters to be frozen.
+    weight : float
+        Of the budget loss.
+    direction, chunk
+        As for ``chunked_kl``.
+    backbone, head
+        Names of the student's (and teacher's) submodules that make hidden states of ``input_ids``, and logits of those.
+        By default ``base_model`` and the output embeddings.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument has the wrong type or value, the model has no gates, or its base is trained without a teacher.
+
+    Notes
+    -----
+    It may be wrapped (``DistributedDataParallel``): ``forward`` is all that a step computes.
+    """
+
+    def __init__(self, student: nn.Module, teacher: nn.Module | None = None, *, weight: float = 1.0,
+                 direction: str = "forward", chunk: int = 4096, backbone: str | None = None, head: str | None = None):
+        super().__init__()
+        if not isinstance(student, nn.Module) or not gates_of(student):
+            raise ValueError(f"student must be a model with gates, cupy_dma.transformers.convert(model, policy='gate'),"
+                             f" got {type(student).__name__}")
+        checks.choice(direction, "direction", DIRECTIONS)
+        self.weight, self.direction = checks.real(weight, "weight", 0.0), direction
+        self.chunk = checks.whole(chunk, "chunk", 1)
+        gated = {id(p) for gate in gates_of(student).values() for p in gate.parameters()}
+        if teacher is None and any(p.requires_grad and id(p) not in gated for p in student.parameters()):
+            raise ValueError("teacher must be given where other parameters than the gates' are trained: the model with "
+                             "open gates would move along")
+        if teacher is not None and teacher.training:
+            raise ValueError("teacher must be in evaluation mode: call its eval()")
+        self.student = student
+        self._teacher = [student if teacher is None else teacher]  # no submodule: it is not trained or saved
+        self._names = backbone, head
+        self._is_checked = False
+
+    def forward(self, input_ids: Tensor, *, target: float, attention_mask: Tensor | None = None) -> Losses:
+        """The losses of a batch.
+
+        Parameters
+        ----------
+        input_ids : int64 Tensor ``(B, N)``
+            ``N`` is above the delay of the gates: in shorter texts they change nothing.
+        target : float
+            The share of keys to keep; see ``kept_target``.
+        attention_mask : Tensor ``(B, N)``, optional
+            1 = a real token.
+
+        Returns
+        -------
+        Losses
+
+        Raises
+        ------
+        ValueError
+            The texts are too short, or the model's logits are not what its head makes of its hidden states.
+        """
+        gates, (teacher,) = gates_of(self.student), self._teacher
+        delay = max(gate.delay for gate in gates.values())
+        if input_ids.shape[1] <= delay:
+            raise ValueError(f"texts must be longer than the delay of the gates, {delay}, or these learn nothing but "
+                             f"to close, got {input_ids.shape[1]} tokens")
+        given = {"input_ids": input_ids, "attention_mask": attention_mask}
+        own_head, head = _head(self.student, self._names[1]), _head(teacher, self._names[1])
+        with torch.no_grad(), open_gates(teacher):
+            self._check_heads(teacher, head, input_ids)
+            expected = _hidden(teacher, self._names[0], given)
+        with _recorded(gates) as found:
+            hidden = _hidden(self.student, self._names[0], given)
+        kl = chunked_kl(hidden, own_head, expected, head, direction=self.direction, chunk=self.chunk)
+        real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        mean = (kl * real).sum() / real.sum()
+        kept = torch.stack([each.kept.mean() for each in found.values()])
+        budget = budget_loss(kept.mean(), target)
+        dropped = torch.stack([(found[name].log_gate < gate.threshold).float().mean()
+                               for name, gate in gates.items() if name in found]).mean()
+        return Losses(mean + self.weight * budget, mean.detach(), budget.detach(), kept.detach(), dropped)
+
+    def _check_heads(self, teacher: nn.Module, head: Head, input_ids: Tensor) -> None:
+        """Once: some models do more to their logits than a head says."""
+        if self._is_checked:
+            return
+        few = input_ids[:1, :8]
+        logits = teacher(input_ids=few)
+        logits = logits if isinstance(logits, Tensor) else logits.logits
+        hidden = _hidden(teacher, self._names[0], {"input_ids": few, "attention_mask": None})
+        expected = _logits(hidden, head)
+        off, size = (logits - expected).abs().max().item(), logits.abs().max().item()
+        if off > 0.02 * size:
+            raise ValueError(f"the logits of {type(teacher).__name__} are not what its head makes of its hidden "
+                             f"states: they are off by {off:.3g}, the largest is {size:.3g}")
+        self._is_checked = True
+
+
+def _hidden(model: Any, name: str | None, given: dict[str, Any]) -> Tensor:
+    """``(B, N, width)``"""
+    if name is not None:
+        found = model.get_submodule(name)(**{key: x for key, x in given.items() if x is not None})
+        return found if isinstance(found, Tensor) else found.last_hidden_state
+    return model.base_model(**given, use_cache=False).last_hidden_state
+
+
+def _head(model: Any, name: str | None) -> Head:
+    module = model.get_submodule(name) if name is not None else model.get_output_embeddings()
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config(decoder=True)
+    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+    return Head(module.weight, module.bias, scale, getattr(config, "final_logit_softcapping", None) or 0.0)
+
+
+def _logits(hidden: Tensor, head: Head) -> Tensor:
+    z = nn.functional.linear(hidden, head.weight, head.bias) * head.scale
+    return head.softcap * torch.tanh(z / head.softcap) if head.softcap else z
+
+
+@contextmanager
+def _recorded(gates: dict[str, RetentionGate]) -> Iterator[dict[str, Gates]]:
+    """What the gates of a forward pass say. A recomputation in the backward pass comes later and is not recorded."""
+    found: dict[str, Gates] = {}
+
+    def hook(name: str) -> Any:
+        return lambda module, given, result: found.__setitem__(name, result)
+
+    hooks = [gate.register_forward_hook(hook(name)) for name, gate in gates.items()]
+    try:
+        yield found
+    finally:
+        for each in hooks:
+            each.remove()

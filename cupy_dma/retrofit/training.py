@@ -1,0 +1,261 @@
+"""The training loop of a retrofit: AdamW, a kept share that falls, logs, checkpoints.
+
+The numbers are those of DMS (arXiv 2506.05345) where its code has them: learning rate 3e-5, a compression that rises
+linearly, temperature 0.1, weight 1 of the budget.
+"""
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cupy_dma import checks
+from cupy_dma.retrofit.distillation import Distillation, gates_of
+from cupy_dma.torch import RetentionGate
+from cupy_dma.torch.registration import own_type
+
+TRAINABLE = ("gate", "all")
+
+
+def kept_target(step: int, steps: int, ratio: float, *, linear: str = "ratio") -> float:
+    """The share of keys to keep at a step: 1 at step 0, ``1 / ratio`` from step ``steps`` on.
+
+    Parameters
+    ----------
+    step, steps : int
+    ratio : float
+        At least 1.
+    linear
+        What goes linearly between: ``"ratio"``, the inverse of the share, as in DMS, or ``"share"``.
+    """
+    checks.choice(linear, "linear", ("ratio", "share"))
+    ratio = checks.real(ratio, "ratio", 1.0)
+    progress = min(checks.whole(step, "step", 0) / checks.whole(steps, "steps", 1), 1.0)
+    return 1 / (1 + (ratio - 1) * progress) if linear == "ratio" else 1 - (1 - 1 / ratio) * progress
+
+
+def train(model: nn.Module, batches: Iterable[Any], *, steps: int, ratio: float, shrink: int | None = None,
+          linear: str = "ratio", trainable: str | None = "gate", teacher: nn.Module | None = None, rate: float = 3e-5,
+          base_rate: float = 1e-5, temperature: float | tuple[float, float] | None = None, weight: float = 1.0,
+          direction: str = "forward", chunk: int = 4096, clip: float = 1.0, autocast: torch.dtype | None = None,
+          checkpoint: str | os.PathLike | None = None, every: int = 100, resume: bool = False,
+          callback: Callable[[dict[str, Any]], Any] | None = None, progress: bool = True) -> list[dict[str, Any]]:
+    """Train the gates of a model, in place. It is in evaluation mode afterwards.
+
+    Parameters
+    ----------
+    model
+        Of transformers, converted with ``policy="gate"``.
+    batches : iterable of int64 Tensors ``(B, N)``, or dicts of ``input_ids`` and ``attention_mask``
+        One a step; ``N`` is above the gates' delay.
+    steps : int
+    ratio : float
+        By how much fewer keys are to be kept beyond the delay in the end.
+    shrink : int, optional
+        Steps until then; by default ``steps``.
+    linear
+        As for ``kept_target``.
+    trainable
+        ``"gate"``: the gates alone; ``"all"``: everything, which needs a ``teacher``; None: what requires gradients.
+    teacher, weight, direction, chunk
+        As for ``Distillation``.
+    rate, base_rate : float
+        Learning rates of the gates and of the rest, constant.
+    temperature : float or two, optional
+        Of the gates: one, or the first and the last of a linear change over ``shrink`` steps. By default their own.
+    clip : float
+        Largest norm of the gradient.
+    autocast : torch.dtype, optional
+        For forward passes of a float32 model, e.g. ``torch.bfloat16``.
+    checkpoint : path, optional
+        A file to be written every ``every`` steps and at the end.
+    resume : bool
+        Go on from ``checkpoint``, if it is there. ``batches`` begins anew, and those that were used are skipped: with
+        the same ones the result is what it would have been.
+    callback
+        Called with every step's log.
+    progress : bool
+        Show a progress bar.
+
+    Returns
+    -------
+    The log of every step, those before a resumed one included: ``step``, ``loss``, ``kl`` (nats per token), ``budget``,
+    ``kept`` and ``target`` (mean gate, and what it should be), ``kept_by_layer``, ``dropped`` (share of gates below the
+    threshold), ``temperature``, ``norm`` (of the gradient), ``tokens`` and ``seconds``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument has the wrong type or value, the model has no gates, the texts are too short, there are fewer
+        batches than steps, or the checkpoint is of another recipe.
+    FloatingPointError
+        The loss is not finite; the parameters are those before that step.
+    """
+    steps, every = checks.whole(steps, "steps", 1), checks.whole(every, "every", 1)
+    shrink = steps if shrink is None else checks.whole(shrink, "shrink", 1)
+    kept_target(0, shrink, ratio, linear=linear)
+    rates = _positive(rate, "rate"), _positive(base_rate, "base_rate")
+    clip, warmth = _positive(clip, "clip"), _temperatures(temperature)
+    if trainable is not None:
+        checks.choice(trainable, "trainable", TRAINABLE)
+        if trainable == "all" and teacher is None:
+            raise ValueError("trainable='all' needs a teacher: the model with open gates would move along")
+    if resume and checkpoint is None:
+        raise ValueError("resume needs a checkpoint, got None")
+    path = None if checkpoint is None else Path(checkpoint)
+    objective = _prepared(model, trainable, lambda: Distillation(model, teacher, weight=weight, direction=direction,
+                                                                 chunk=chunk))
+    gates = list(gates_of(model).values())
+    learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer, only_gates = _optimizer(gates, learned, rates)
+    recipe = {"ratio": float(ratio), "shrink": shrink, "linear": linear, "weight": float(weight),
+              "direction": direction, "parameters": sorted(learned)}
+    history: list[dict[str, Any]] = []
+    random = _load(path, recipe, learned, optimizer, history) if resume and path is not None and path.exists() else None
+    given = itertools.islice(batches, len(history), None)
+    _set_modes(model, only_gates)
+    try:
+        with _bar(steps, len(history), progress) as bar:
+            for step in range(len(history), steps):
+                batch = next(given, None)
+                if batch is None:
+                    raise ValueError(f"batches must have one for every step, {steps}, got {step}")
+                if random is not None:
+                    _restore_random(random)
+                    random = None
+                began, target = time.perf_counter(), kept_target(step, shrink, ratio, linear=linear)
+                if warmth is not None:
+                    for gate in gates:
+                        gate.temperature = warmth[0] + (warmth[1] - warmth[0]) * min(step / shrink, 1.0)
+                log = _step(objective, optimizer, learned, batch, target, clip, autocast, step)
+                history.append({"step": step, "target": target, **log, "temperature": gates[0].temperature,
+                                "seconds": time.perf_counter() - began})
+                bar.set_postfix({name: f"{history[-1][name]:.3g}" for name in ("kl", "kept", "target")})
+                bar.update()
+                if path is not None and (len(history) % every == 0 or len(history) == steps):
+                    _save(path, recipe, learned, optimizer, history)
+                if callback is not None:
+                    callback(history[-1])
+    finally:
+        model.eval()
+    return history
+
+
+def _step(objective: Distillation, optimizer: Any, learned: dict[str, Any], batch: Any, target: float, clip: float,
+          autocast: torch.dtype | None, step: int) -> dict[str, Any]:
+    """One step, which waits for the device once; its log."""
+    device = next(iter(learned.values())).device
+    named = batch if isinstance(batch, dict) else {"input_ids": batch}
+    named = {name: named[name].to(device) for name in ("input_ids", "attention_mask") if named.get(name) is not None}
+    with torch.autocast(device.type, autocast, enabled=autocast is not None):
+        losses = objective(target=target, **named)
+    optimizer.zero_grad(set_to_none=True)
+    losses.loss.backward()
+    norm = nn.utils.clip_grad_norm_(learned.values(), clip)
+    numbers = (losses.loss, losses.kl, losses.budget, losses.dropped, norm, *losses.kept)
+    loss, kl, budget, dropped, size, *layers = torch.stack([x.detach().float() for x in numbers]).tolist()
+    if not (math.isfinite(loss) and math.isfinite(size)):
+        raise FloatingPointError(f"step {step}: the loss is {loss}, the norm of its gradient {size}")
+    optimizer.step()
+    return {"loss": loss, "kl": kl, "budget": budget, "kept": sum(layers) / len(layers), "kept_by_layer": layers,
+            "dropped": dropped, "norm": size, "tokens": named["input_ids"].numel()}
+
+
+def _prepared(model: Any, trainable: str | None, objective: Callable[[], Distillation]) -> Distillation:
+    """The objective of a model whose parameters are trained as asked; of gates of 16 bits, in float32. What raises has
+    changed nothing."""
+    before = {p: p.requires_grad for p in model.parameters()} if isinstance(model, nn.Module) else {}
+    try:
+        if trainable is not None and before:
+            for parameter in before:
+                parameter.requires_grad_(trainable == "all" and parameter.is_floating_point())
+            for gate in gates_of(model).values():
+                gate.requires_grad_(True)
+        found = objective()
+    except BaseException:
+        for parameter, required in before.items():
+            parameter.requires_grad_(required)
+        raise
+    for gate in gates_of(model).values():
+        if own_type(gate, torch.empty(0)) != torch.float64:
+            gate.float()
+    return found
+
+
+def _optimizer(gates: list[RetentionGate], learned: dict[str, Any], rates: tuple[float, float]) -> tuple[Any, bool]:
+    """And whether it has nothing but gates."""
+    own = {id(p) for gate in gates for p in gate.parameters()}
+    groups = [[p for p in learned.values() if (id(p) in own) == gated] for gated in (True, False)]
+    return torch.optim.AdamW([{"params": group, "lr": rate} for group, rate in zip(groups, rates) if group],
+                             weight_decay=0.0), not groups[1]
+
+
+def _set_modes(model: nn.Module, only_gates: bool) -> None:
+    """A frozen model has no dropout; activation checkpointing of transformers asks its modules for training mode."""
+    model.train(not only_gates)
+    for gate in gates_of(model).values():
+        gate.train()
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True
+
+
+def _bar(steps: int, begin: int, progress: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=steps, initial=begin, desc="retrofit", disable=None if progress else True)
+
+
+def _positive(value: Any, name: str) -> float:
+    number = checks.real(value, name, 0.0)
+    if not number:
+        raise ValueError(f"{name} must be above 0, got {number}")
+    return number
+
+
+def _temperatures(value: Any) -> tuple[float, float] | None:
+    if value is None:
+        return None
+    first, last = value if isinstance(value, tuple) and len(value) == 2 else (value, value)
+    return _positive(first, "temperature"), _positive(last, "temperature")
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def _save(path: Path, recipe: dict[str, Any], learned: dict[str, Tensor], optimizer: Any,
+          history: list[dict[str, Any]]) -> None:
+    """Written beside it first: an interruption leaves the one before."""
+    random = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
+    beside = path.with_name(f"{path.name}.new")
+    torch.save({"recipe": recipe, "parameters": {name: p.detach() for name, p in learned.items()},
+                "optimizer": optimizer.state_dict(), "history": history, "random": random}, beside)
+    os.replace(beside, path)
+
+
+def _load(path: Path, recipe: dict[str, Any], learned: dict[str, Tensor], optimizer: Any,
+          history: list[dict[str, Any]]) -> list[Tensor]:
+    """Take over what a checkpoint holds; the random states are for later."""
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    for name, value in recipe.items():
+        if saved["recipe"][name] != value:
+            raise ValueError(f"the checkpoint {path} was made with {name}={saved['recipe'][name]!r}, got {value!r}")
+    with torch.no_grad():
+        for name, parameter in learned.items():
+            parameter.copy_(saved["parameters"][name])
+    optimizer.load_state_dict(saved["optimizer"])
+    history[:] = saved["history"]
+    return saved["random"]
+
+
+def _restore_random(random: list[Tensor]) -> None:
+    torch.set_rng_state(random[0])
+    if torch.cuda.is_available() and len(random) > 1:
+        torch.cuda.set_rng_state_all(random[1:])

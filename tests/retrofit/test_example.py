@@ -1,0 +1,63 @@
+"""The example and the page on retrofit."""
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a script may add the tree
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tensors are tiny
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_the_example(tmp_path, capsys):
+    from examples import retrofit as example
+
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 60)
+    folder = tmp_path / "gated"
+    options = [str(text), "--length", "64", "--delay", "8", "--sinks", "2", "--steps", "30", "--every", "15", "--ratio",
+               "3", "--held-out", "2", "--output", str(folder)]
+    example.main(options)
+    said = capsys.readouterr().out
+    kept, target = map(float, re.search(r"30 steps, 3840 tokens: .* kept ([\d.]+)% of a target of ([\d.]+)%",
+                                        said).groups())
+    assert kept < 60 and 33 < target < 36
+    full, hard, narrow = map(float, re.search(r"([\d.]+) with all keys, ([\d.]+) with gates .*, ([\d.]+) with the last",
+                                              said).groups())
+    assert all(abs(x - full) < 0.1 for x in (hard, narrow)) and not full == hard == narrow
+    assert (folder / "curves.png").stat().st_size > 10000
+
+    loaded = example.AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.config.dynamic_mask["delay"] == 8
+    example.main([*options, "--resume"])
+    assert re.search(r"30 steps, 3840 tokens: .*", capsys.readouterr().out)[0] in said
+    again = example.AutoModelForCausalLM.from_pretrained(folder)
+    assert all(torch.equal(x, again.state_dict()[key]) for key, x in loaded.state_dict().items())
+
+
+def test_too_little_text(tmp_path):
+    from examples import retrofit as example
+
+    text = tmp_path / "text.txt"
+    text.write_text("too short")
+    with pytest.raises(SystemExit, match="must have more than --length 64 tokens"):
+        example.main([str(text), "--length", "64", "--output", str(tmp_path)])
+
+
+def test_the_page(capsys):
+    from tests.project.pages import run_page
+
+    names = run_page("retrofit.md", gpu=False)
+    said = capsys.readouterr().out
+    assert said.strip() == str(sorted(names["history"][-1])) and names["full"].shape == (1, 96, 256)
