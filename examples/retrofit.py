@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itse
 
 import matplotlib
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -43,11 +44,16 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
         config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
                              num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096)
         return AutoModelForCausalLM.from_config(config).to(args.device), None
-    path = Path(args.model)
-    where = {"pretrained_model_name_or_path": args.model}
-    if path.suffix == ".gguf":
-        where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, args.dtype))
+    path, kind = Path(args.model), getattr(torch, args.dtype)
+    if path.suffix != ".gguf":
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=kind)
+        return model.to(args.device), AutoTokenizer.from_pretrained(args.model)
+    where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    unpacked = {"quantization_config": transformers.GgufConfig(dequantize=True)} \
+        if hasattr(transformers, "GgufConfig") else {}
+    model = AutoModelForCausalLM.from_pretrained(**where, **unpacked, dtype=kind)
+    if getattr(model, "hf_quantizer", None) is not None:  # its weights are numbers now, to be saved as any others
+        model.hf_quantizer.remove_quantization_config(model)
     return model.to(args.device), AutoTokenizer.from_pretrained(**where)
 
 
