@@ -169,10 +169,14 @@ def command(*arguments: str, shell: str = "", **options) -> subprocess.Popen:
 
 def test_control_c_of_a_process(tmp_path):
     os.mkfifo(tmp_path / "text")
-    with command("demo", "--backend", "numpy", "--file", str(tmp_path / "text")) as process:
-        with open(tmp_path / "text", "wb"):  # once the process has opened it, which reads it to no end
-            process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=60)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it, and their children
+    try:
+        with command("demo", "--backend", "numpy", "--file", str(tmp_path / "text")) as process:
+            with open(tmp_path / "text", "wb"):  # once the process has opened it, which reads it to no end
+                process.send_signal(signal.SIGINT)
+                _, said = process.communicate(timeout=60)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (process.returncode, said) == (130, "cupy_dma: interrupted\n")
 
 
