@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from glob import glob
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -24,6 +25,22 @@ import numpy as np
 import pytest
 
 from tests import not_run, slow
+
+
+@pytest.fixture
+def one_thread():
+    """For tests on tensors too small for several threads of torch."""
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def own_path(monkeypatch):
+    """For tests of scripts that add the tree to ``sys.path``."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 @pytest.fixture

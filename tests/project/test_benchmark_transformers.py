@@ -14,12 +14,7 @@ from benchmarks.harness import folders  # noqa: E402
 TINY = ["--size", "tiny", "--lengths", "100", "--repeats", "1", "--commit", "abc"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_a_run(tmp_path, capsys):

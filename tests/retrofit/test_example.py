@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
 
@@ -11,13 +10,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])  # a script may add the tree
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the tensors are tiny
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread", "own_path")
 
 
 def test_the_example(tmp_path, capsys):

@@ -20,14 +20,12 @@ from tests.transformers import small_models as small  # noqa: E402
 DELAY, WORDS, CONTENT = 4, 64, 34
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(autouse=True)
-def one_thread():
-    """The models are too small for more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def same_numbers():
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 def model_of(name: str = "llama", **options: Any) -> Any:

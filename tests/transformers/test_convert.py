@@ -142,6 +142,16 @@ def test_another_implementation_is_refused():
     ({"window": 4, "layers": [0, 2]}, ValueError, r"layers must name some of the model's \[0, 1\], got \[0, 2\]"),
     ({"window": 4, "layers": []}, ValueError, "layers must name some"),
     ({"window": 4, "layers": [0.5]}, TypeError, "layers"),
+    ({"policy": "gates"}, ValueError, "policy must be 'top_w' or 'window' or 'gate', got 'gates'"),
+    ({"policy": "gate", "window": 4}, ValueError, "policy='gate' takes delay, threshold, sinks.*, got window"),
+    ({"policy": "window", "window": 4, "recent": 3, "delay": 2}, ValueError, "takes window, sinks, got recent, delay"),
+    ({"window": 4, "hidden": 8}, ValueError, "policy='top_w' takes window, sinks, recent, form, got hidden"),
+    ({"policy": "window"}, TypeError, "policy='window' needs a window"), ({}, TypeError, "policy='top_w' needs a wind"),
+    ({"policy": "gate", "delay": 0}, ValueError, "delay must be at least 1"),
+    ({"policy": "gate", "threshold": 1.0}, ValueError, "threshold must be below 0"),
+    ({"policy": "gate", "layers": [2]}, ValueError, "layers must name some of"),
+    ({"policy": "gate", "trainable": "base"}, ValueError, "trainable must be 'gate' or 'all', got 'base'"),
+    ({"window": 4, "trainable": "all"}, ValueError, "trainable needs policy='gate', got policy='top_w'"),
 ], ids=str)
 def test_arguments(arguments, error, message):
     model = small.model_of("llama", "eager")
@@ -149,7 +159,7 @@ def test_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         dmt.convert(model, **arguments)
     assert set(model.state_dict()) == before and not hasattr(model.config, "dynamic_mask")
-    assert model.config._attn_implementation == "eager"
+    assert model.config._attn_implementation == "eager" and all(p.requires_grad for p in model.parameters())
 
 
 def test_what_cannot_be_converted():

@@ -26,13 +26,7 @@ BROKEN = {"5.17": {"cohere_compass_text", "gemma4_unified_assistant", "moshi"}}
 UPDATE = "run: python -m tests.transformers.every_model"
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The models are too small for more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
 
@@ -10,15 +9,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])  # a script may add the tree
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the tensors are tiny
-    yield
-    torch.set_num_threads(threads)
-
-
+pytestmark = pytest.mark.usefixtures("one_thread", "own_path")
 SMALL = ["--layers", "1", "--width", "32", "--batch", "2", "--length", "48", "--window", "8"]
 
 

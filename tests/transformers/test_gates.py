@@ -21,13 +21,7 @@ DELAY, SINKS = 5, 2
 NAMES = ["llama", "qwen3", "gemma", "gemma2", "gpt-neox", "gpt-oss", "llama4"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The models are too small for more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def gates_of(model: Any) -> list[Any]:
@@ -273,27 +267,6 @@ def test_what_is_trainable(trainable):
     for name, parameter in model.named_parameters():
         expected = name != "lm_head.weight" if trainable == "all" else ".retention_gate." in name
         assert parameter.requires_grad == expected
-
-
-@pytest.mark.parametrize("arguments, error, message", [
-    ({"policy": "gates"}, ValueError, "policy must be 'top_w' or 'window' or 'gate', got 'gates'"),
-    ({"policy": "gate", "window": 4}, ValueError, "policy='gate' takes delay, threshold, sinks.*, got window"),
-    ({"policy": "window", "window": 4, "recent": 3, "delay": 2}, ValueError, "takes window, sinks, got recent, delay"),
-    ({"window": 4, "hidden": 8}, ValueError, "policy='top_w' takes window, sinks, recent, form, got hidden"),
-    ({"policy": "window"}, TypeError, "policy='window' needs a window"), ({}, TypeError, "policy='top_w' needs a wind"),
-    ({"policy": "gate", "delay": 0}, ValueError, "delay must be at least 1"),
-    ({"policy": "gate", "threshold": 1.0}, ValueError, "threshold must be below 0"),
-    ({"policy": "gate", "layers": [2]}, ValueError, "layers must name some of"),
-    ({"policy": "gate", "trainable": "base"}, ValueError, "trainable must be 'gate' or 'all', got 'base'"),
-    ({"window": 4, "trainable": "all"}, ValueError, "trainable needs policy='gate', got policy='top_w'"),
-], ids=str)
-def test_arguments(arguments, error, message):
-    model = small.model_of("llama", "eager")
-    before = set(model.state_dict())
-    with pytest.raises(error, match=message):
-        dmt.convert(model, **arguments)
-    assert set(model.state_dict()) == before and not hasattr(model.config, "dynamic_mask")
-    assert model.config._attn_implementation == "eager" and all(p.requires_grad for p in model.parameters())
 
 
 # ---- sinks and a window ---------------------------------------------------------------------------------------------
