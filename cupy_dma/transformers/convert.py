@@ -89,13 +89,13 @@ def convert(model: PreTrainedModel, window: int | Sequence[int] | None = None, *
         raise ValueError(f"model has dynamic masks already: {type(model).__name__}")
     given = {"window": window, "sinks": sinks, "recent": recent, "form": form, "delay": delay, "threshold": threshold,
              "hidden": hidden, "temperature": temperature}
+    found = self_attention(model)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     how = _options(policy, heads, {name: value for name, value in given.items() if value is not None})
     if trainable is not None:
         checks.choice(trainable, "trainable", ("gate", "all"))
         if policy != "gate":
             raise ValueError(f"trainable needs policy='gate', got policy={policy!r}")
-    found = self_attention(model)
     noted = {"layers": _chosen(layers, found, config), **how}
     mask = GateMask(**{name: how[name] for name in OPTIONS["gate"]}) if policy == "gate" else DynamicMask(how["window"])
     plans(model, dict.fromkeys(noted["layers"], mask))

@@ -98,6 +98,14 @@ class FullGatedCache(FullCache):
         for index in gated:
             layers[index] = FullGatedLayer()
 
+    def reset(self) -> None:
+        """Remove all tokens."""
+        for layer in self.layers:
+            if isinstance(layer, DynamicLayer):  # older versions of transformers would fill them with zeros
+                layer.keys = layer.values = None
+                layer.is_initialized = False
+        super().reset()
+
 
 class GateCall:
     """The gates of one forward pass of a layer, made when its attention knows the mask; a layer that attends several
