@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import charts
+from benchmarks.harness.charts import Panel, by_size, by_value, size_of
+
 PENDING = "The benchmark has not been run on this version yet; its numbers will stand here."
 
 
@@ -160,19 +163,6 @@ def _backward_text(result: dict[str, Any]) -> str:
     return "\n".join(lines + _notes(result))
 
 
-def pyplot() -> Any:
-    """matplotlib's pyplot, drawing into files; None, after a word, where matplotlib is missing."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no chart: matplotlib is missing (pip install matplotlib)")
-        return None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
 @dataclass(frozen=True)
 class Marked:
     """A piece of a page that a script writes, between two lines with its name."""
@@ -210,47 +200,45 @@ class Report(Marked):
         """Put the table into a page."""
         self.put(path, self.table(result))
 
+    def panels(self, result: dict[str, Any]) -> list[Panel]:
+        """Time against length for each shape, and against the window; none of a report without lines."""
+        def drawn(axis: str, members: list[dict[str, Any]]) -> Callable[[Any], None]:
+            def draw(ax: Any) -> None:
+                for who, stage, name, colour in self.lines:
+                    points = _points(result["cases"], members, axis, who, stage)
+                    if points:
+                        ax.plot(*zip(*points), marker="o", markersize=3, label=name, color=colour)
+                by_size(ax, "window" if axis == "window" else "keys")
+                by_value(ax, "milliseconds")
+                ax.grid(alpha=0.3)
+
+            return draw
+
+        return [Panel(title, drawn(axis, members)) for title, (axis, members) in _grouped(result["cases"]).items()
+                if self.lines]
+
     def chart(self, result: dict[str, Any], path: Path) -> None:
-        """Time against length, one panel for each shape, and against the window; none of a report without lines."""
-        plt = pyplot() if self.lines else None
-        if plt is None:
-            return
-        panels = _panels(result["cases"])
-        across = min(3, len(panels))
-        down = -(-len(panels) // across)
-        figure, axes = plt.subplots(down, across, figsize=(5.2 * across, 4 * down), squeeze=False, layout="constrained")
-        for ax in axes.flat[len(panels):]:
-            ax.set_visible(False)
-        for ax, (title, (axis, members)) in zip(axes.flat, panels.items()):
-            for who, stage, name, colour in self.lines:
-                points = _points(result["cases"], members, axis, who, stage)
-                if points:
-                    ax.plot(*zip(*points), marker="o", markersize=3, label=name, color=colour)
-            ax.set_xscale("log", base=2)
-            ax.set_yscale("log")
-            ax.set_title(title, fontsize=10)
-            ax.set_xlabel("window" if axis == "window" else "keys")
-            ax.set_ylabel("milliseconds")
-            ax.grid(alpha=0.3)
-            ax.legend(fontsize=7)
-        figure.suptitle(f"{self.title}, bfloat16, {result['device']}", fontsize=11)
-        figure.savefig(path, dpi=130)
-        plt.close(figure)
+        charts.save(self.panels(result), f"{self.title}, bfloat16, {result['device']}", path)
 
 
-def _panels(cases: list[dict[str, Any]]) -> dict[str, tuple[str, list[dict[str, Any]]]]:
-    """Title -> what the horizontal axis shows, and the cases."""
+def _grouped(cases: list[dict[str, Any]]) -> dict[str, tuple[str, list[dict[str, Any]]]]:
+    """Title of a panel -> what its horizontal axis shows, and its cases, which differ in nothing else."""
     panels: dict[str, tuple[str, list[dict[str, Any]]]] = {}
     for case in cases:
         shape = f"{case['heads']}/{case['kv_heads']} heads, D {case['head_dim']}"
+        if case.get("batch", 1) > 1:
+            shape = f"batch {case['batch']}, {shape}"
+        if case.get("pattern"):
+            shape += f", {case['pattern']} mask" if case["set"] == "plain" else f", {case['pattern']} scores"
         if case["set"] == "window":
-            title, axis = f"N {case['key_length']}, {shape}, growing window", "window"
+            title, axis = f"N {size_of(case['key_length'])}, {shape}, growing window", "window"
         elif case["query_length"] == 1:
             title, axis = f"one query, {shape}, w {case['window']}", "key_length"
         else:
             title, axis = f"{shape}, w {case['window']}", "key_length"
         panels.setdefault(title, (axis, []))[1].append(case)
-    return {title: panel for title, panel in panels.items() if len(panel[1]) > 1} or panels
+    several = {title: panel for title, panel in panels.items() if len({case[panel[0]] for case in panel[1]}) > 1}
+    return several or panels
 
 
 def _points(cases: list[dict[str, Any]], members: list[dict[str, Any]], axis: str, who: str,

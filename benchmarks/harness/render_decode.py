@@ -1,11 +1,11 @@
 """The results of decode.py as text, as tables of docs/performance.md and as a chart. Needs no GPU and no torch."""
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks.harness.render import Report, milliseconds, pyplot, times, value
+from benchmarks.harness.charts import Panel, by_size, by_value
+from benchmarks.harness.render import Report, milliseconds, times, value
 
 OURS = "cupy_dma"
 STEP_US, REPLAY_US, BANDWIDTH, STATELESS_US, SPEEDUP, MEMORY = 12.0, 15.0, 0.70, 40.0, 20.0, 1 / 64  # what is wanted
@@ -181,38 +181,28 @@ class DecodeReport(Report):
     def script(self) -> str:
         return "benchmarks/decode.py"
 
-    def chart(self, result: dict[str, Any], path: Path) -> None:
+    def panels(self, result: dict[str, Any]) -> list[Panel]:
         """Time against history: the original's table, then a panel for each batch and number of heads."""
-        plt = pyplot()
-        if plt is None:
-            return
-        panels: dict[str, list[dict[str, Any]]] = {}
+        groups: dict[str, list[dict[str, Any]]] = {}
         for case in result["cases"]:
             title = (f"batch {case['batch']}, {case['heads']}/{case['kv_heads']} heads, D {case['head_dim']}, "
                      f"w {case['window']}")
-            panels.setdefault(title, []).append(case)
-        across = min(3, len(panels))
-        down = -(-len(panels) // across)
-        figure, axes = plt.subplots(down, across, figsize=(5.2 * across, 4 * down), squeeze=False, layout="constrained")
-        for ax in axes.flat[len(panels):]:
-            ax.set_visible(False)
-        for ax, (title, members) in zip(axes.flat, panels.items()):
-            for who, stage, name, colour in self.lines:
-                points = [(case["key_length"], 1e3 * ms) for case in members if
-                          (ms := value(case, who, f"step w{case['window']}" if stage == "step" else stage)) is not None]
-                if points:
-                    ax.plot(*zip(*sorted(points)), marker="o", markersize=3, label=name, color=colour)
-            ax.set_xscale("log", base=2)
-            ax.set_yscale("log")
-            ax.set_title(title, fontsize=10)
-            ax.set_xlabel("keys in the history")
-            ax.set_ylabel("microseconds")
-            ax.grid(alpha=0.3)
-            if ax.get_legend_handles_labels()[0]:
-                ax.legend(fontsize=7)
-        figure.suptitle(f"{self.title}, bfloat16, {result['device']}", fontsize=11)
-        figure.savefig(path, dpi=130)
-        plt.close(figure)
+            groups.setdefault(title, []).append(case)
+
+        def drawn(members: list[dict[str, Any]]) -> Callable[[Any], None]:
+            def draw(ax: Any) -> None:
+                for who, stage, name, colour in self.lines:
+                    points = [(case["key_length"], 1e3 * ms) for case in members if (ms := value(
+                        case, who, f"step w{case['window']}" if stage == "step" else stage)) is not None]
+                    if points:
+                        ax.plot(*zip(*sorted(points)), marker="o", markersize=3, label=name, color=colour)
+                by_size(ax, "keys in the history")
+                by_value(ax, "microseconds")
+                ax.grid(alpha=0.3)
+
+            return draw
+
+        return [Panel(title, drawn(members)) for title, members in groups.items()]
 
 
 DECODE = DecodeReport("decode", "One query at the end of a history", _table, _text, LINES)

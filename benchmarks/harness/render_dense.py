@@ -1,10 +1,10 @@
 """Results of dense.py as text, as the table of docs/performance.md and as a chart. Needs no GPU and no torch."""
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.render import Report, milliseconds, pyplot, value
+from benchmarks.harness.charts import Panel
+from benchmarks.harness.render import Report, milliseconds, value
 
 # What the ratios should not exceed.
 FLEX, BLOCKS, COLUMNS, INTERVAL, VARLEN, PLAIN, CAPPED = 1.25, 1 / 4, 1 / 6, 1.3, 1 / 0.85, 1 / 0.9, 1 / 0.85
@@ -91,24 +91,23 @@ def _text(result: dict[str, Any]) -> str:
 
 
 class DenseReport(Report):
-    def chart(self, result: dict[str, Any], path: Path) -> None:
-        """Each ratio as a bar in units of its limit."""
-        plt = pyplot()
-        if plt is None:
-            return
+    def panels(self, result: dict[str, Any]) -> list[Panel]:
+        """Each ratio as a bar in units of its limit, under its name."""
         measured = [goal for goal in goals(result) if goal["ratio"] is not None][::-1]
-        figure, ax = plt.subplots(figsize=(10, 1 + 0.35 * len(measured)), layout="constrained")
-        parts = [goal["ratio"] / goal["limit"] for goal in measured]
-        ax.barh([goal["name"] for goal in measured], parts,
-                color=["tab:blue" if part <= 1 else "tab:orange" for part in parts])
-        for at, goal in enumerate(measured):
-            ax.text(parts[at], at, f" {goal['ratio']:.2f} of {goal['limit']:.2f}", va="center", fontsize=7)
-        ax.axvline(1, color="black", linewidth=0.8)
-        ax.set_xlabel("time ratio in units of what is wanted (left of the line is better)")
-        ax.tick_params(labelsize=7)
-        ax.set_title(f"{self.title}, bfloat16, {result['device']}", fontsize=10)
-        figure.savefig(path, dpi=130)
-        plt.close(figure)
+
+        def draw(ax: Any) -> None:
+            parts = [goal["ratio"] / goal["limit"] for goal in measured]
+            ax.barh(range(len(measured)), parts, height=0.4,
+                    color=["tab:blue" if part <= 1 else "tab:orange" for part in parts])
+            for at, goal in enumerate(measured):
+                ax.text(0, at + 0.26, f"{goal['ratio']:.2f} of {goal['limit']:.2f}: {goal['name']}", fontsize=6.5,
+                        in_layout=False)
+            ax.axvline(1, color="black", linewidth=0.8)
+            ax.set_yticks([])
+            ax.margins(y=0.02)
+            ax.set_xlabel("time in units of the limit (left of the line is better)")
+
+        return [Panel("Ratios of times", draw, 0.8 + 0.32 * len(measured))] if measured else []
 
 
 DENSE = DenseReport("dense", "Dense masks, dense biases and varlen", _table, _text, ())

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import charts
+from benchmarks.harness.charts import Panel
 from benchmarks.harness.folders import EVIDENCE, ROOT
-from benchmarks.harness.render import Marked, pyplot
+from benchmarks.harness.render import Marked
 
 Row = dict[str, Any]
 DOCS = ROOT / "docs" / "evidence.md"
@@ -28,7 +30,7 @@ class Report(Marked):
 
     table: Callable[[dict[str, Any]], str]  # of the page
     text: Callable[[dict[str, Any]], str]  # what a run prints at its end
-    draw: Callable[[dict[str, Any], Any, Path], None]  # with pyplot, into a file
+    panels: Callable[[dict[str, Any]], list[Panel]]  # of the chart
     shows: str  # the chart
 
     @property
@@ -51,9 +53,7 @@ class Report(Marked):
         self.put(path, self.part(result))
 
     def chart(self, result: dict[str, Any], path: Path) -> None:
-        plt = pyplot()
-        if plt is not None:
-            self.draw(result, plt, path)
+        charts.save(self.panels(result), self.shows, path, across=2)
 
 
 def where(result: dict[str, Any]) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.charts import Panel, by_size, colormaps
 from benchmarks.harness.render_evidence import COLOURS, Report, Row, budget, grouped, markdown, spread, words
 
 BINS = (0, 64, 256, 1024, 4096)  # of the table: where its columns begin
@@ -82,53 +82,57 @@ def text(result: dict[str, Any]) -> str:
     return "\n".join(map(line, stacks(result)))
 
 
-def draw(result: dict[str, Any], plt: Any, path: Path) -> None:
-    """What each attention loses against full attention, by position; below, lives over training by layer."""
+def panels(result: dict[str, Any]) -> list[Panel]:
+    """What each attention loses against full attention, by position; and lives over training by layer."""
     found = [rows for rows in stacks(result) if rows[0]["settings"]["rate"] == RATE
              and not any(math.isnan(x) for row in rows for x in row["by_position"])]
     length = min(rows[0]["settings"]["length"] for rows in found)
     own = [rows for rows in found if rows[0]["settings"]["length"] == length]
-    full = next((rows for rows in own if rows[0]["settings"]["kind"] == "full"), own[0])
-    living = [rows for rows in own if rows[0]["lives"]]
-    bars = sum(len(rows[0]["lives"]) for rows in living)
-    figure, (above, below) = plt.subplots(2, 1, figsize=(15, 6 + 0.14 * bars), layout="constrained",
-                                          height_ratios=(5, 0.14 * bars))
-    edges = full[0]["edges"]
-    middle = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
-    colours = iter(plt.get_cmap("tab10")([0, 1, 2, 3, 4, 6, 8, 9] * 6))
-    styles = dict(zip(sorted({budget(rows[0]["settings"]) for rows in own}), itertools.cycle(("-", "--", "-.", ":"))))
-    for rows in own:
-        one = rows[0]["settings"]
-        apart = [[x - y for x, y in zip(row["by_position"], other["by_position"])] for row, other in zip(rows, full)]
-        mean, low, high = ([kind(x) for x in zip(*apart)] for kind in (statistics.mean, min, max))
-        colour = next(colours) if one["kind"] == "dynamic" else COLOURS[one["kind"]]
-        ranges = [[m - a for m, a in zip(mean, low)], [b - m for m, b in zip(mean, high)]]
-        above.errorbar(middle, mean, yerr=ranges, marker="o", markersize=3, capsize=2, color=colour,
-                       linestyle=styles[budget(one)], label=f"w {budget(one) or 'all'}, {words(one)}")
-    above.set_xscale("log", base=2)
-    above.set_xlabel("position in the file, bytes")
-    above.set_ylabel("nats per byte more than full attention")
-    above.set_title(f"{length} bytes; mean and range of the seeds", fontsize=10)
-    above.grid(alpha=0.3)
-    above.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    names, bottoms = [], []
-    for rows in living:
-        one = rows[0]["settings"]
+    bars = []  # height, step, shares: a group for each setting, below its name
+    names = []  # height, setting
+    height = 0
+    for rows in (rows for rows in own if rows[0]["lives"]):
+        names.append((height, f"w {budget(rows[0]['settings'])}, {words(rows[0]['settings'])}"))
         for life in rows[0]["lives"]:
-            names.append(f"w {budget(one)}, {words(one)}: step {life['step']}")
-            bottoms.append(shares_of(life["counts"]))
-    left = [0.0] * len(names)
-    for i, (name, colour) in enumerate(zip(LIVES, plt.get_cmap("viridis")([i / 5 for i in range(6)]))):
-        width = [shares[i] for shares in bottoms]
-        below.barh(range(len(names)), width, left=left, color=colour, label=name)
-        left = [a + b for a, b in zip(left, width)]
-    below.set_yticks(range(len(names)), names, fontsize=6)
-    below.invert_yaxis()
-    below.set_xlabel("share of keys by how long they stay visible")
-    if names:
-        below.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+            height += 1
+            bars.append((height, life["step"], shares_of(life["counts"])))
+        height += 1
+
+    def losses(ax: Any) -> None:
+        full = next((rows for rows in own if rows[0]["settings"]["kind"] == "full"), own[0])
+        middle = [(a + b) / 2 for a, b in itertools.pairwise(full[0]["edges"])]
+        colours = iter(colormaps()["tab10"]([0, 1, 2, 3, 4, 6, 8, 9] * 6))
+        budgets = sorted({budget(rows[0]["settings"]) for rows in own})
+        styles = dict(zip(budgets, itertools.cycle(("-", "--", "-.", ":"))))
+        for rows in own:
+            one = rows[0]["settings"]
+            apart = [[x - y for x, y in zip(row["by_position"], other["by_position"])]
+                     for row, other in zip(rows, full)]
+            mean, low, high = ([kind(x) for x in zip(*apart)] for kind in (statistics.mean, min, max))
+            colour = next(colours) if one["kind"] == "dynamic" else COLOURS[one["kind"]]
+            ranges = [[m - a for m, a in zip(mean, low)], [b - m for m, b in zip(mean, high)]]
+            ax.errorbar(middle, mean, yerr=ranges, marker="o", markersize=3, capsize=2, color=colour,
+                        linestyle=styles[budget(one)], label=f"w {budget(one) or 'all'}, {words(one)}")
+        by_size(ax, "position in the file, bytes")
+        ax.set_ylabel("nats per byte more than full attention")
+        ax.grid(alpha=0.3)
+
+    def lives(ax: Any) -> None:
+        heights, steps, shares = zip(*bars)
+        left = [0.0] * len(bars)
+        for i, (name, colour) in enumerate(zip(LIVES, colormaps()["viridis"]([i / 5 for i in range(6)]))):
+            width = [share[i] for share in shares]
+            ax.barh(heights, width, left=left, color=colour, label=name)
+            left = [a + b for a, b in zip(left, width)]
+        for at, name in names:
+            ax.text(0, at, name, fontsize=7, va="center", in_layout=False)
+        ax.set_yticks(heights, map(str, steps), fontsize=6)
+        ax.set_ylim(height, -1)
+        ax.set_ylabel("training step")
+        ax.set_xlabel("share of keys by how long they stay visible")
+
+    made = [Panel(f"{length} bytes; mean and range of the seeds", losses, 4.5)]
+    return made + ([Panel("How long keys live, by layer", lives, 1 + 0.13 * height)] if bars else [])
 
 
-REPORT = Report("language_model", table, text, draw, "Loss by position, and how long keys live")
+REPORT = Report("language_model", table, text, panels, "Loss by position, and how long keys live")

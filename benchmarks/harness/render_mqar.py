@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import json
 import statistics
-from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.charts import Panel, colormaps
 from benchmarks.harness.folders import EVIDENCE
 from benchmarks.harness.render_evidence import COLOURS, Report, Row, budget, grouped, markdown, spread, words
 
@@ -106,7 +106,7 @@ def text(result: dict[str, Any]) -> str:
     return "\n".join(map(line, stacks(result)))
 
 
-def draw(result: dict[str, Any], plt: Any, path: Path) -> None:
+def panels(result: dict[str, Any]) -> list[Panel]:
     """Accuracy against the number of keys, of the task that has most settings; bars: the range of the seeds."""
     by_task: dict[tuple[int, ...], list[list[Row]]] = {}
     for rows in stacks(result):
@@ -123,31 +123,30 @@ def draw(result: dict[str, Any], plt: Any, path: Path) -> None:
             curves.setdefault(name, []).append((budget(one), statistics.mean(answered), min(answered), max(answered)))
             kinds[name] = one
     curves = {name: points for name, points in curves.items() if len(points) > 1 or not points[0][0]}
-    figure, ax = plt.subplots(figsize=(10, 5), layout="constrained")
-    ends = [w for points in curves.values() for w, *_ in points if w] or [pairs]
-    dynamic = iter(plt.get_cmap("tab10")([0, 1, 3, 9, 6, 8] * 6))
-    for i, (name, points) in enumerate(curves.items()):
-        colour = next(dynamic) if kinds[name]["kind"] == "dynamic" else COLOURS[kinds[name]["kind"]]
-        if points[0][0] == 0:
-            ax.axhspan(points[0][2], points[0][3], color=colour, alpha=0.2)
-            ax.axhline(points[0][1], color=colour, linestyle="--", label=name)
-        else:
-            w, mean, low, high = zip(*points)
-            bars = [[m - a for m, a in zip(mean, low)], [b - m for m, b in zip(mean, high)]]
-            beside = [x * 1.012**(i - len(curves) / 2) for x in w]  # bars of equal numbers of keys side by side
-            linear = kinds[name]["kind"] in ("dynamic", "global") and kinds[name]["form"] == "linear"
-            ax.errorbar(beside, mean, yerr=bars, marker="s" if linear else "o", linestyle=":" if linear else "-",
-                        markersize=3, capsize=2, color=colour, label=name)
-    ax.axvline(pairs, color="tab:red", linewidth=0.7, linestyle=":")
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(sorted(set(ends)), [str(w) for w in sorted(set(ends))])
-    ax.set_xlabel(f"keys that a query sees (dotted: {pairs} pairs)")
-    ax.set_ylabel("right answers, %")
-    ax.set_title(f"Recall of {pairs} pairs in {length} tokens, width {width}; mean and range of the seeds", fontsize=10)
-    ax.grid(alpha=0.3)
-    figure.legend(fontsize=7, loc="outside right upper")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    ends = sorted({w for points in curves.values() for w, *_ in points if w} or {pairs})
+
+    def draw(ax: Any) -> None:
+        dynamic = iter(colormaps()["tab10"]([0, 1, 3, 9, 6, 8] * 6))
+        for i, (name, points) in enumerate(curves.items()):
+            colour = next(dynamic) if kinds[name]["kind"] == "dynamic" else COLOURS[kinds[name]["kind"]]
+            if points[0][0] == 0:
+                ax.axhspan(points[0][2], points[0][3], color=colour, alpha=0.2)
+                ax.axhline(points[0][1], color=colour, linestyle="--", label=name)
+            else:
+                w, mean, low, high = zip(*points)
+                bars = [[m - a for m, a in zip(mean, low)], [b - m for m, b in zip(mean, high)]]
+                beside = [x * 1.012**(i - len(curves) / 2) for x in w]  # bars of equal numbers of keys side by side
+                linear = kinds[name]["kind"] in ("dynamic", "global") and kinds[name]["form"] == "linear"
+                ax.errorbar(beside, mean, yerr=bars, marker="s" if linear else "o", linestyle=":" if linear else "-",
+                            markersize=3, capsize=2, color=colour, label=name)
+        ax.axvline(pairs, color="tab:red", linewidth=0.7, linestyle=":")
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(ends, map(str, ends))
+        ax.set_xlabel(f"keys that a query sees (dotted: {pairs} pairs)")
+        ax.set_ylabel("right answers, %")
+        ax.grid(alpha=0.3)
+
+    return [Panel(f"{pairs} pairs in {length} tokens, width {width}; mean and range of seeds", draw, 4.2)]
 
 
-REPORT = Report("mqar", table, text, draw, "Right answers against the number of keys that a query sees")
+REPORT = Report("mqar", table, text, panels, "Right answers against the number of keys that a query sees")

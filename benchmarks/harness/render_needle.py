@@ -1,9 +1,10 @@
 """The table and the chart of benchmarks/needle.py."""
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
+from benchmarks.harness.charts import Panel
 from benchmarks.harness.render_evidence import COLOURS, Report, Row, grouped, markdown, spread, words
 
 OF = {False: "text alone", True: "with needles"}
@@ -37,13 +38,11 @@ def table(result: dict[str, Any]) -> str:
     return markdown(["trained", "attention", *(f"{length} bytes" for length in lengths)], lines, words=2)
 
 
-def draw(result: dict[str, Any], plt: Any, path: Path) -> None:
+def panels(result: dict[str, Any]) -> list[Panel]:
     """Found and survived by length and depth, mean of the seeds: a map for each attention."""
-    found = stacks(result)
-    figure, axes = plt.subplots(len(found), 2, figsize=(7, 1.7 * len(found) + 1), squeeze=False, layout="constrained")
-    for (left, right), rows in zip(axes, found):
-        one = rows[0]["settings"]
-        for ax, what in ((left, "found"), (right, "survived")):
+    def drawn(rows: list[Row], what: str) -> Callable[[Any], None]:
+        def draw(ax: Any) -> None:
+            one = rows[0]["settings"]
             cells = {(cell["length"], cell["depth"]): 0.0 for cell in rows[0]["cells"]}
             for row in rows:
                 for cell in row["cells"]:
@@ -51,13 +50,15 @@ def draw(result: dict[str, Any], plt: Any, path: Path) -> None:
             lengths, depths = (sorted({key[i] for key in cells}) for i in (0, 1))
             ax.imshow([[cells[n, depth] for depth in depths] for n in lengths], vmin=0, vmax=1, cmap="RdYlGn",
                       aspect="auto")
-            ax.set_xticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=6)
-            ax.set_yticks(range(len(lengths)), map(str, lengths), fontsize=6)
-            ax.set_title(f"{what}: {words(one)}, {OF[one['planted']]}", fontsize=6)
-    axes[-1][0].set_xlabel("depth", fontsize=7)
-    axes[-1][0].set_ylabel("context", fontsize=7)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+            ax.set_xticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=8)
+            ax.set_yticks(range(len(lengths)), map(str, lengths), fontsize=8)
+            ax.set_xlabel("depth", fontsize=8)
+            ax.set_ylabel("context", fontsize=8)
+
+        return draw
+
+    return [Panel(f"{what}, {OF[rows[0]['settings']['planted']]}\n{words(rows[0]['settings'])}", drawn(rows, what), 2)
+            for rows in stacks(result) for what in ("found", "survived")]
 
 
-REPORT = Report("needle", table, table, draw, "Needles found, and needles that survived the selection")
+REPORT = Report("needle", table, table, panels, "Needles found, and needles that survived the selection")

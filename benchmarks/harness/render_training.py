@@ -2,10 +2,13 @@
 torch."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.render import Marked, pyplot, times
+from benchmarks.harness import charts
+from benchmarks.harness.charts import Panel, by_size, by_value
+from benchmarks.harness.render import Marked, times
 
 MARKED, SUMMARY = Marked("training"), Marked("training-summary")
 NAMES = {"80m": "80M, 12 layers", "1.7b": "1.7B, 4 of its layers", "tiny": "tiny"}
@@ -103,32 +106,29 @@ def update(path: Path, readme: Path, result: dict[str, Any]) -> None:
     SUMMARY.put(readme, summary(result))
 
 
-def chart(result: dict[str, Any], path: Path) -> None:
-    """Tokens per second and peak memory against the length, a column for each model."""
-    plt = pyplot()
-    if plt is None:
-        return
-    names = list(dict.fromkeys(row["model"] for row in result["rows"]))
-    figure, axes = plt.subplots(2, len(names), figsize=(5.5 * len(names), 7.5), squeeze=False, layout="constrained")
-    for column, name in enumerate(names):
-        for ax, field, unit, label in ((axes[0, column], "tokens_per_second", 1e3, "thousand tokens per second"),
-                                       (axes[1, column], "peak_bytes", 2**30, "peak memory, GiB")):
+def panels(result: dict[str, Any]) -> list[Panel]:
+    """Tokens per second and peak memory against the length, of each model."""
+    def drawn(name: str, field: str, unit: float, label: str) -> Callable[[Any], None]:
+        def draw(ax: Any) -> None:
             for peer, mode in ((p, m) for p in PEERS for m in STYLES):
                 points = sorted((row["length"], row[field] / unit) for row in result["rows"] if is_right(row)
                                 and (row["model"], row["peer"], row["mode"]) == (name, peer, mode) and row[field])
                 if points:
                     ax.plot(*zip(*points), marker="o", markersize=3, color=COLOURS[peer], linestyle=STYLES[mode],
                             label=f"{PEERS[peer]}, {mode}")
-                    ax.set_xscale("log", base=2)
-                    ax.set_yscale("log")
-            lengths = sorted({row["length"] for row in result["rows"] if row["model"] == name})
-            ax.set_xticks(lengths, [length_of(n) for n in lengths])
-            ax.set_xlabel("tokens per sequence")
-            ax.set_ylabel(label)
-            ax.set_title(NAMES[name], fontsize=10)
+            by_size(ax, "tokens per sequence")
+            if ax.lines:
+                by_value(ax, label)
             ax.grid(alpha=0.3)
-        if axes[0, column].lines:
-            axes[0, column].legend(fontsize=6)
-    figure.suptitle(f"Training steps, bfloat16, {result['device']}", fontsize=11)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+
+        return draw
+
+    names = list(dict.fromkeys(row["model"] for row in result["rows"]))
+    fields = (("throughput", "tokens_per_second", 1e3, "thousand tokens per second"),
+              ("memory", "peak_bytes", 2**30, "peak memory, GiB"))
+    return [Panel(f"{NAMES[name]}: {what}", drawn(name, *field)) for what, *field in fields for name in names]
+
+
+def chart(result: dict[str, Any], path: Path) -> None:
+    charts.save(panels(result), f"Training steps, bfloat16, {result['device']}", path,
+                across=len({row["model"] for row in result["rows"]}))

@@ -1,0 +1,118 @@
+"""Charts of panels of one size: together in one picture beside the results, and one by one on the site, where a phone
+shows them below each other. Needs matplotlib only to draw."""
+from __future__ import annotations
+
+import io
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+WIDTH, HEIGHT = 4.8, 3.6  # inches of a panel, without its legend
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    draw: Callable[[Any], None]  # fills an Axes; labelled artists go into the legend
+    height: float = HEIGHT
+
+
+def pyplot() -> Any:
+    """matplotlib's pyplot, drawing into files; None, after a word, where matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no chart: matplotlib is missing (pip install matplotlib)")
+        return None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def colormaps() -> Any:
+    from matplotlib import colormaps
+
+    return colormaps
+
+
+def size_of(n: float) -> str:
+    """``2K`` of 2048, ``1M`` of 1048576."""
+    return f"{n / 2**20:g}M" if n >= 2**20 else f"{n / 1024:g}K" if n >= 1024 else f"{n:g}"
+
+
+def by_size(ax: Any, label: str) -> None:
+    """A logarithmic horizontal axis of lengths or windows, with ticks at powers of two."""
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter(lambda n, _: size_of(n))
+    ax.set_xlabel(label)
+
+
+def by_value(ax: Any, label: str) -> None:
+    """A logarithmic vertical axis with plain numbers."""
+    ax.set_yscale("log", subs=())
+    ax.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.set_ylabel(label)
+
+
+def save(panels: Sequence[Panel], title: str, path: Path, across: int = 3) -> None:
+    """All panels in one picture, ``across`` of them side by side, with one legend."""
+    plt = pyplot()
+    if plt is None or not panels:
+        return
+    across = min(across, len(panels))
+    down = -(-len(panels) // across)
+    height = down * max(panel.height for panel in panels)
+    figure, axes = plt.subplots(down, across, figsize=(WIDTH * across, height), squeeze=False, layout="constrained")
+    for ax in axes.flat[len(panels):]:
+        ax.set_visible(False)
+    for ax, panel in zip(axes.flat, panels):
+        panel.draw(ax)
+        ax.set_title(panel.title, fontsize=10)
+    rows = _legend(figure, across)
+    figure.set_figheight(height + 0.4 + 0.2 * rows)
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def svgs(panels: Sequence[Panel]) -> list[str]:
+    """Each panel as an SVG element for a page: transparent, its lines and words in the colour of the page's text."""
+    plt = pyplot()
+    if plt is None:
+        return []
+    found = []
+    for i, panel in enumerate(panels):
+        with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"{panel.title} {i}", "font.family": "sans-serif",
+                             "font.size": 11}):
+            figure = plt.figure(figsize=(WIDTH, panel.height), layout="constrained")
+            panel.draw(ax := figure.subplots())
+            ax.set_title(panel.title, fontsize=10)
+            figure.set_figheight(panel.height + 0.22 * _legend(figure, 1))
+            buffer = io.StringIO()
+            figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+            plt.close(figure)
+        svg = buffer.getvalue()
+        svg = svg[svg.index("<svg"):]
+        svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+        head = svg.partition(">")[0]
+        svg = re.sub(r' (width|height)="[^"]*"', "", head) + svg.removeprefix(head)
+        svg = svg.replace("#000000", "currentColor").replace("<text style=\"", "<text style=\"fill: currentColor; ")
+        svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>c{zlib.crc32(f'{panel.title} {i}'.encode())}-", svg)
+        found.append(svg)
+    return found
+
+
+def _legend(figure: Any, columns: int) -> int:
+    """One entry for each label of all panels, below them. Returns the number of rows."""
+    handles = {name: handle for ax in figure.axes for handle, name in zip(*ax.get_legend_handles_labels())}
+    if max(map(len, handles), default=0) > 45:
+        columns = max(1, columns - 1)
+    if handles:
+        figure.legend(handles.values(), handles.keys(), loc="outside lower left", ncols=columns, fontsize=9,
+                      frameon=False)
+    return -(-len(handles) // columns)
